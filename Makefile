@@ -7,7 +7,7 @@ JOBS ?= 2
 # .dev), and each of some hundred processes would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-torch thorough-torch outside lint modules walks unit avx2 kernels thorough wheel bench gpu gallery lessons slides site links look lite reproduce clean
+.PHONY: demo test test-all test-torch thorough-torch outside lint modules walks numba unit avx2 kernels thorough wheel bench gpu gallery lessons slides site links look lite reproduce clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flashsim study demo --out out
@@ -38,6 +38,21 @@ modules: $(VENV)/.dev
 
 walks: $(VENV)/.dev
 	$(BIN)/flashsim study warm > $(VENV)/walks.log
+
+# The CPU engine on the oldest Numba that setup.cfg allows and on the newest, each in an environment
+# of its own; `test` has what pip takes by itself.
+NUMBA := 0.61.0 0.68.1
+numba: $(NUMBA:%=numba-%)
+
+numba-%: $(VENV)-numba-%/.installed
+	OMP_NUM_THREADS=1 $(VENV)-numba-$*/bin/python -m pytest -n $(JOBS) tests/engines/test_primitives.py \
+	  tests/engines/test_panels.py tests/engines/test_cpu_engine.py tests/engines/test_cpu_cache.py
+
+$(VENV)-numba-%/.installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv --upgrade-deps $(VENV)-numba-$*
+	$(VENV)-numba-$*/bin/python -m pip install -q --no-compile --disable-pip-version-check -e .[test] \
+	  numba==$*
+	touch $@
 
 # One BLAS thread for each of the $(JOBS) test processes: more of them fight over the cores. They take
 # whole files, the longest first (tests/conftest.py).
@@ -152,4 +167,4 @@ $(VENV)-lite/.installed: setup.cfg
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-torch $(VENV)-lite out build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-torch $(VENV)-lite $(VENV)-numba-* out build dist *.egg-info

@@ -49,8 +49,12 @@ class Theme:
 
 
 #: Tensors that take the colour of one that they are never drawn beside: a bias's gradient replaces
-#: it, the gate goes with S, and decoding has no backward pass.
-SHARED = {"dBias": "bias", "gate": "m", "O_part": "dO", "L_part": "delta", "table": "dP"}
+#: it, the gate goes with S, and decoding has no backward pass. The LSE's gradient shares that of l,
+#: which only FlashAttention-1 moves.
+SHARED = {
+    **{"dBias": "bias", "gate": "m", "O_part": "dO", "L_part": "delta", "table": "dP"},
+    "dL": "l",
+}
 
 
 def _tensors(**colors: str) -> Mapping[str, str]:

@@ -60,13 +60,13 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
     return recall_of(job, out, lse)
 
 
-def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
+def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
     """Run the backward pass: three deterministic passes, or fused with reductions into dQ."""
     if job.algorithm == DECODE:
         raise UnsupportedError(f"{DECODE!r} has no backward pass; 'flash2' has")
     if not job.memo:
         _no_fp8_gradients(job)
-    return backward_with(_family, job, saved, dout)
+    return backward_with(_family, job, saved, dout, dlse)
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
@@ -185,15 +185,21 @@ def _saved(
     return saved
 
 
-def backward_with(family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
+def backward_with(
+    family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None
+) -> Outcome:
     """The backward pass, likewise."""
     p, space = job.problem, saved["space"]
     arrays.check_space("dout", dout, p.dtype, space)
+    if dlse is not None:
+        arrays.check_space("dlse", dlse, p.dtype, space)
     with _EXPLAINING:
         plan = _plan(family_of, job, "backward", space)
         with space.on_device():
             like, sizes = saved["arrays"][0], plan.sizes
             given = space.view(dout)
+            less = None if dlse is None else space.vector(dlse)
+            less_at = 0 if less is None else space.pointer(less)
             dq = space.empty(sizes.dq.shape, like)
             dk = space.empty(sizes.dk.shape, like)
             dv = space.empty(sizes.dv.shape, like)
@@ -214,7 +220,7 @@ def backward_with(family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout:
                 *sizes.dq.at(dq_at),
                 *sizes.dk.at(space.pointer(dk)),
                 *sizes.dv.at(space.pointer(dv)),
-                *(saved["lse"], at + 4 * summed, at if summed else dq_at, turns, 0, 0, 0),
+                *(saved["lse"], at + 4 * summed, at if summed else dq_at, turns, less_at, 0, 0),
             )
             stages, spans = plan.run(Call(space, head), job.trace)
             gradients = {

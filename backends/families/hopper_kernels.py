@@ -54,7 +54,8 @@ def backward_kernel(
     elif fused:
         tiles += 2 * stages * bq * bk + (2 if variant.once else 4) * bq * d  # dS and dQ
     # Log-sum-exp and delta of each stage; or 8 warps' sums instead, and each one's delta.
-    rows = stages + (stages + 1) * 8 if variant.once else 2 * stages
+    dlse = problem.dlse and variant.once  # otherwise it is taken off delta
+    rows = stages * (1 + dlse) + (stages + 1) * 8 if variant.once else 2 * stages
     shared = on_chip(tiles + 4 * rows * bq, 2 + 2 * stages + (0 if wide else 4))
     values = launch.constants(problem, tiling, variant)
     boxes: tuple[Box, ...] = (
@@ -74,6 +75,7 @@ def backward_kernel(
             values
             | {"SMEM_BYTES": shared, "D": d, "FUSED": fused, "ORDERED": ordered}
             | {"CLUSTER": variant.cluster, "IN_STEP": variant.in_step, "ONCE": variant.once}
+            | {"DLSE": dlse}
             | {"AFTER": variant.after, "MORE": variant.more, "DEFERRED": variant.deferred}
         ),
         boxes,
@@ -93,7 +95,7 @@ def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
         launch.macros(
             values
             | {"FUSED": True, "ORDERED": False, "IN_STEP": variant.in_step, "ONCE": False}
-            | {"AFTER": False, "MORE": False, "DEFERRED": False}
+            | {"AFTER": False, "MORE": False, "DEFERRED": False, "DLSE": False}
         ),
         (
             *(Box("q", bq, _CHUNK), Box("k", bk, _CHUNK), Box("v", bk, _CHUNK)),

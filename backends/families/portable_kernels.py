@@ -130,8 +130,12 @@ def rows_kernel(
 ) -> Kernel:
     """`flash_delta` or `flash_convert`, by its stage: row by row, no shared memory."""
     f32, name = int(problem.dtype == "float32"), f"flash_{stage}"
+    dlse = problem.dlse and stage == "delta"
     return _kernel(
-        "portable/backward_rows.cu", name, 8, 0, problem, tiling, variant, fused=int(fused), f32=f32
+        *("portable/backward_rows.cu", name, 8, 0, problem, tiling, variant),
+        fused=int(fused),
+        f32=f32,
+        dlse=int(dlse),
     )
 
 

@@ -27,7 +27,11 @@ struct Args {
     float *lse, *delta;            // (batch * heads, n_q)
     float* dq_acc;                 // (batch * heads, n_q, FS_HEAD_DIM)
     u32* turns;                    // (batch * heads, n_q, 2): who adds dQ next (hopper_backward)
-    const float *q_scale, *k_scale, *v_scale;  // of FP8 inputs (forward_fp8.cu)
+    union {
+        const float* dlse;         // of a backward: the LSE's gradient, (batch * heads, n_q)
+        const float* q_scale;      // of FP8 inputs, which have no backward (forward_fp8.cu)
+    };
+    const float *k_scale, *v_scale;  // of FP8 inputs
     const int4 *rows, *cols;       // Schedule.rows, Schedule.cols
     const int4* spans;             // Schedule.row_spans or col_spans, whichever this pass walks
     const int *ptr, *index, *kind; // Schedule.row_csr or col_csr

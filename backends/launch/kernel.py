@@ -19,7 +19,8 @@ _TENSOR = [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")]
 TENSORS = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
 TABLES = ("rows", "cols", "spans", "ptr", "index", "kind", "order", "ranks")
 REPORTS = ("visit_counts", "tile_counts", "visit_stamps", "tile_stamps")
-SCRATCH = ("lse", "delta", "dq_acc", "turns", "q_scale", "k_scale", "v_scale")
+#: FP8 inputs, which have no backward pass, have q_scale in the place of dlse.
+SCRATCH = ("lse", "delta", "dq_acc", "turns", "dlse", "k_scale", "v_scale")
 POINTERS = (*SCRATCH, *TABLES, *REPORTS)
 INTEGERS = (
     *("n_q", "n_kv", "heads", "group", "walks", "tiles", "clump", "n_visits", "left", "right"),

@@ -71,11 +71,11 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
     return _launcher().recall_of(job, out, lse)
 
 
-def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
+def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
     """Run the backward pass: three deterministic passes, or fused with reductions into dQ."""
     if _kernel(job) == "teaching":
-        return teaching_run.backward(job, saved, dout)
-    return _launcher().backward_with(_family, job, saved, dout)
+        return teaching_run.backward(job, saved, dout, dlse)
+    return _launcher().backward_with(_family, job, saved, dout, dlse)
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:

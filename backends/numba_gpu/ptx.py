@@ -128,6 +128,15 @@ def load_16_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> Values
     return struct_values(b, four, 4)
 
 
+def load_float_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> ir.Value:
+    """A float32 of HBM where `condition` holds, else 0 ("ld"), past an L1 that may be older."""
+    text = (
+        "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.f32 $0, 0f00000000; "
+        "@p ld.global.cg.f32 $0, [$1];}"
+    )
+    return asm(b, text, "=&f,l,r", [source, b.zext(condition, I32)], F32, effects=True)
+
+
 def store_16(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
     """Store 16 bytes in HBM."""
     text = "st.global.v4.b32 [$0], {$1,$2,$3,$4};"

@@ -17,6 +17,7 @@ from flashsim.algorithms.tiles import (
     convert,
     fill,
     finite,
+    lse_gradient,
     score_gradient,
     score_tile,
 )
@@ -80,6 +81,7 @@ def backward(machine: Machine) -> None:
                             Q_i = sram.load(hbm.Q, rows, member=g)                        # 10
                             O_i = sram.load(hbm.O, rows, member=g)
                             dO_i = sram.load(hbm.dO, rows, member=g)
+                            dL_i = lse_gradient(machine, sram, rows, member=g)
                             dQ_i = sram.load(dQ, rows, member=g)
                             l_i = sram.load(hbm.l, rows, member=g)
                             m_i = sram.load(hbm.m, rows, member=g)
@@ -91,6 +93,8 @@ def backward(machine: Machine) -> None:
                             P_ij /= np.where(l_i == 0, 1, l_i)[..., None]
                             dV_j += sram.rounded("P", P_ij).mT @ dO_i                     # 16
                             D_i = (dO_i * O_i).sum(axis=-1)                               # 19
+                            if dL_i is not None:
+                                D_i -= dL_i
                             dS_ij, dbias_ij = score_gradient(                             # 17, 20
                                 sram, P_ij, dO_i, V_j, D_i, gate
                             )

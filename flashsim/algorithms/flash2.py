@@ -21,6 +21,7 @@ from flashsim.algorithms.tiles import (
     convert,
     finite,
     log_sum_exp,
+    lse_gradient,
     score_gradient,
     score_tile,
 )
@@ -127,15 +128,21 @@ def backward_once(machine: Machine) -> None:
 
 
 def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
-    """delta = rowsum(dO o O) (the paper's D); the fused form clears dQ's accumulator as well."""
+    """delta = rowsum(dO o O) (the paper's D); the fused form clears dQ's accumulator as well.
+
+    If the LSE has a gradient dL, delta is less by that: d LSE / dS = P, so dS = P (dP - D + dL).
+    """
     hbm = machine.hbm
     with machine.stage("delta") as sram:
         for i in range(sram.schedule.t_r):
             rows = sram.schedule.row_slice(i)
             with sram.step(i):
                 O_i, dO_i = sram.load(hbm.O, rows), sram.load(hbm.dO, rows)
+                dL_i = lse_gradient(machine, sram, rows)
                 delta_i = sram.alloc("delta", O_i.shape[-2:-1])
                 np.sum(dO_i * O_i, axis=-1, out=delta_i)                                  # 4
+                if dL_i is not None:
+                    delta_i -= dL_i
                 sram.store(hbm.delta, rows, delta_i)
                 if clears_dq:
                     sram.store(hbm.tensors[accumulator_name(machine, "dQ")], rows, 0.0)   # 3
@@ -160,9 +167,11 @@ def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "st
                         Q_i = sram.load(hbm.Q, rows, member=g)                            # 9
                         dO_i = sram.load(hbm.dO, rows, member=g)
                         L_i = sram.load(hbm.L, rows, member=g)
-                        delta_i = None
+                        delta_i = dL_i = None
                         if dq != "store":
                             delta_i = sram.load(hbm.delta, rows, member=g)
+                        else:
+                            dL_i = lse_gradient(machine, sram, rows, member=g)
                         S_ij, gate = score_tile(
                             sram, hbm, Q_i, K_j, visit, member=g, gated=True              # 10
                         )
@@ -170,7 +179,7 @@ def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "st
                         P_ij = np.exp(S_ij, out=S_ij)                                     # 11
                         dV_j += sram.rounded("P", P_ij).mT @ dO_i                         # 12
                         dS_ij, dbias_ij = score_gradient(                                 # 13, 14
-                            sram, P_ij, dO_i, V_j, delta_i, gate
+                            sram, P_ij, dO_i, V_j, delta_i, gate, dL_i
                         )
                         dS_ij = sram.rounded("dS", dS_ij)
                         if dq:

@@ -9,7 +9,14 @@ from __future__ import annotations
 import numpy as np
 
 from flashsim.algorithms.machine import Machine
-from flashsim.algorithms.tiles import clear_dbias, convert, finite, log_sum_exp, score_tile
+from flashsim.algorithms.tiles import (
+    clear_dbias,
+    convert,
+    finite,
+    log_sum_exp,
+    lse_gradient,
+    score_tile,
+)
 
 
 def forward(machine: Machine) -> None:
@@ -115,7 +122,11 @@ def _ds(machine: Machine) -> None:
                     with sram.strip():
                         P_i = sram.load(hbm.P, rows, keys)                                # 3
                         dP_i = sram.load(hbm.dP, rows, keys)
-                        dS_i = P_i * (dP_i - (P_i * dP_i).sum(axis=-1, keepdims=True))
+                        dL_i = lse_gradient(machine, sram, rows)
+                        D_i = (P_i * dP_i).sum(axis=-1)
+                        if dL_i is not None:
+                            D_i -= dL_i
+                        dS_i = P_i * (dP_i - D_i[..., None])
                         if dBias is not None:
                             sram.reduce(dBias, rows, dS_i, keys)
                         if p.softcap:

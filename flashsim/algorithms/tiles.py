@@ -73,10 +73,12 @@ def score_gradient(
     V_j: np.ndarray,
     delta_i: np.ndarray | None,
     gate: np.ndarray | None,
+    dL_i: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """dS_ij = P_ij (dP_ij - delta_i) with dP_ij = dO_i V_j^T, in dP's tile.
 
-    Without `delta_i` it is made here, of all keys that its rows see: rowsum(P o dP).
+    Without `delta_i` it is made here, of all keys that its rows see: rowsum(P o dP), less the LSE's
+    gradient `dL_i`, if it has one.
 
     Returns
     -------
@@ -90,12 +92,23 @@ def score_gradient(
     if delta_i is None:
         delta_i = sram.alloc("delta", P_ij.shape[-2:-1])
         np.sum(P_ij * dP_ij, axis=-1, out=delta_i)
+        if dL_i is not None:
+            delta_i -= dL_i
     dS_ij = np.multiply(P_ij, dP_ij - delta_i[..., None], out=dP_ij)
     if gate is None:
         return dS_ij, dS_ij
     dbias_ij = dS_ij.copy()
     dS_ij *= gate
     return dS_ij, dbias_ij
+
+
+def lse_gradient(
+    machine: Machine, sram: Sram, rows: slice, *, member: int | None = None
+) -> np.ndarray | None:
+    """The gradient of the LSE of some rows, if a backward pass was given one."""
+    if not machine.problem.dlse:
+        return None
+    return sram.load(machine.hbm.dL, rows, member=member)
 
 
 def fill(machine: Machine, name: str, values: dict[str, float]) -> None:

@@ -67,14 +67,20 @@ class Checked:
         tiling: Tiling | None,
         deterministic: bool | None,
         trace: bool | str | None,
+        *,
+        dlse: bool,
     ) -> Job:
-        """Which backward pass is asked for, after the forward pass `mine`."""
+        """Which backward pass is asked for, after the forward pass `mine`.
+
+        `dlse`: it is given a gradient of the LSE.
+        """
         engine = self.engine
         algorithm = plans.backward_form(mine.algorithm, deterministic)  # or say what it may be
         if trace is not None:
             trace = inputs.check_trace_mode(trace, self.backend)
         job = replace(
             mine,
+            problem=replace(mine.problem, dlse=True) if dlse else mine.problem,
             tiling=tiling,
             algorithm=algorithm,
             trace=mine.trace if trace is None else trace,

@@ -183,6 +183,7 @@ def backward(
     lse: Any,
     dout: Any,
     *,
+    dlse: Any = None,
     deterministic: bool | None = None,
     **question: Any,
 ) -> Gradients:
@@ -194,6 +195,8 @@ def backward(
         As they were given to `run`.
     out, lse, dout : array
         As `run` returned them, and the gradient of the loss with respect to `out`.
+    dlse : array, optional
+        The gradient with respect to `lse`, as in `Result.backward`.
     deterministic : bool, optional
         As in `Result.backward`.
     **question
@@ -223,7 +226,8 @@ def backward(
     check_kept("out", out, (*rows, p.head_dim_v), p.result_dtype)
     check_kept("lse", lse, rows, p.compute_dtype)
     saved = asked.engine.recall(job, expand(out), expand(lse, 3))
-    return gradients(asked, job, out, saved, dout, keywords["tiling"], deterministic, None)
+    given = asked, job, out, lse, saved, dout, dlse
+    return gradients(*given, keywords["tiling"], deterministic, None)
 
 
 _DEFAULTS = run.__kwdefaults__ or {}

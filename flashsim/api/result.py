@@ -58,7 +58,7 @@ class _Pass:
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Gradients(_Pass):
-    """Gradients of ``sum(out * dout)``, shaped and typed like the inputs.
+    """Gradients of ``sum(out * dout) + sum(lse * dlse)``, shaped and typed like the inputs.
 
     Attributes
     ----------
@@ -144,6 +144,7 @@ class Result(_Pass):
         self,
         dout: Any,
         *,
+        dlse: Any = None,
         tiling: Tiling | None = None,
         deterministic: bool | None = None,
         trace: bool | str | None = None,
@@ -157,6 +158,9 @@ class Result(_Pass):
         ----------
         dout : array
             Gradient of the loss with respect to `out`; same shape and dtype.
+        dlse : array, optional
+            Gradient of the loss with respect to `lse`; same shape and dtype. Leave it out where the
+            loss does not depend on the LSE: then nothing is read for it.
         tiling : Tiling, optional
             Default: the best that fits; a backward pass holds more buffers than a forward pass.
         deterministic : bool, optional
@@ -175,7 +179,7 @@ class Result(_Pass):
         ------
         ShapeError, DTypeError, OptionError, SramOverflow
         """
-        given = self._asked, self._job, self.out, self._saved, dout
+        given = self._asked, self._job, self.out, self.lse, self._saved, dout, dlse
         return gradients(*given, tiling, deterministic, trace)
 
 
@@ -188,30 +192,41 @@ def gradients(
     asked: Checked,
     mine: Job,
     out: Any,
+    lse: Any,
     saved: Mapping[str, Any],
     dout: Any,
+    dlse: Any,
     tiling: Tiling | None,
     deterministic: bool | None,
     trace: bool | str | None,
 ) -> Gradients:
-    """The backward pass of a forward pass `mine`; `out` is what `dout` must look like."""
+    """The backward pass of a forward pass `mine`.
+
+    `dout` must look like `out`, and `dlse`, if it is not None, like `lse`.
+    """
     on_cpu = asked.backend in dispatch.ON_CPU
-    alike = None if on_cpu else _alike(mine, dout, tiling, deterministic, trace)
+    alike = None if on_cpu else _alike(mine, dout, dlse, tiling, deterministic, trace)
     known = None if alike is None else mine.memo.get(alike)
     if known is None:
-        (dout,) = hosts.take(asked.host, dout=adopted(asked.engine, "dout", dout))
+        given = {"dout": dout} if dlse is None else {"dout": dout, "dlse": dlse}
+        given = {name: adopted(asked.engine, name, x) for name, x in given.items()}
+        dout, *rest = hosts.take(asked.host, **given)
         check_like("dout", dout, out, "out")
+        if dlse is not None:
+            dlse = check_like("dlse", rest[0], lse, "lse")
         if on_cpu:
-            require_numpy(asked.backend, dout=dout)
+            require_numpy(asked.backend, dout=dout, dlse=dlse)
         inputs.check_tiling(tiling)
-        job = asked.backward_job(mine, saved, tiling, deterministic, trace)
+        job = asked.backward_job(mine, saved, tiling, deterministic, trace, dlse=dlse is not None)
         if alike is not None:
             mine.memo[alike] = job.given(None, None, None)
     else:
         job = known.given(mine.q, mine.k, mine.v)
-    outcome = asked.engine.backward(job, saved, expand(dout))
+    wide = None if dlse is None else expand(dlse, 3)
+    outcome = asked.engine.backward(job, saved, expand(dout), wide)
     if on_cpu:
-        warn_of_overflow(outcome.unseen(*outcome.arrays), {"dout": dout, **job.arrays})
+        given = {"dout": dout, **({} if dlse is None else {"dlse": dlse}), **job.arrays}
+        warn_of_overflow(outcome.unseen(*outcome.arrays), given)
     given, dbias = outcome.arrays, outcome.arrays.get("dbias")
     give, ndim = asked.host.give, asked.ndim
     return made(
@@ -226,12 +241,14 @@ def gradients(
     )
 
 
-def _alike(mine: Job, dout: Any, *how: Any) -> tuple[Any, ...] | None:
+def _alike(mine: Job, dout: Any, dlse: Any, *how: Any) -> tuple[Any, ...] | None:
     """All that the checks of a backward pass on a GPU look at, or None if they must look anew."""
-    if isinstance(dout, np.ndarray) or only_dlpack(dout):
+    given = (dout,) if dlse is None else (dout, dlse)
+    if any(isinstance(x, np.ndarray) or only_dlpack(x) for x in given):
         return None
     try:
-        key = (mine.algorithm, dout.shape, dout.dtype, type(dout), *how, *map(type, how))
+        looks = [part for x in given for part in (x.shape, x.dtype, type(x))]
+        key = (mine.algorithm, *looks, *how, *map(type, how))
         hash(key)
     except (AttributeError, TypeError):  # no array; or a value that has no hash
         return None

@@ -153,6 +153,7 @@ class Forms:
         scores, rows, cols = h * sums.area * r, h * sums.col_rows, h * sums.row_cols
         bias = {("load", "bias"): scores} if self.lead else {}
         dbias = {("reduce", dbias_acc): h * sums.area * a} if self.lead else {}
+        dlse = {("load", "dL"): self.stat()} if self.p.dlse else {}
         if stage == "clear_dbias":
             return {("store", dbias_acc): self.matrix(a)}
         if stage == "convert_dbias":
@@ -166,11 +167,12 @@ class Forms:
             return {
                 ("load", "O"): self.o(r),
                 ("load", "dO"): self.o(r),
+                **dlse,
                 ("store", "delta"): self.stat(),
                 **clear,
             }
         if algorithm == "standard":
-            return self._standard_backward(stage, scores, rows, cols, dbias)
+            return self._standard_backward(stage, scores, rows, cols, dbias | dlse)
         stats = {("load", name): rows * a for name in ("L", "delta")}
         if stage == "dq":
             return {
@@ -196,13 +198,15 @@ class Forms:
         if stage == "dkdv":
             return {**shared, **stats}
         if algorithm == "flash2-once":  # every row has one visit
-            return {**shared, **dbias, ("load", "L"): self.stat(), ("store", "dQ"): self.q(r)}
+            once = {("load", "L"): self.stat(), ("store", "dQ"): self.q(r)}
+            return {**shared, **dbias, **dlse, **once}
         if stage == "fused":
             return {**shared, **stats, **dbias, ("reduce", dq_acc): rows * d * a}
         return {  # FlashAttention-1
             **shared,
             **dbias,
             ("load", "O"): rows * dv * r,
+            **({("load", "dL"): rows * a} if self.p.dlse else {}),
             ("load", "l"): rows * a,
             ("load", "m"): rows * a,
             ("load", dq_acc): rows * d * a,
@@ -210,7 +214,7 @@ class Forms:
         }
 
     def _standard_backward(
-        self, stage: str, scores: int, rows: int, cols: int, dbias: dict[tuple[str, str], int]
+        self, stage: str, scores: int, rows: int, cols: int, of_ds: dict[tuple[str, str], int]
     ) -> dict[tuple[str, str], int]:
         e, r, d, dv = self.e, self.r, self.p.head_dim, self.p.head_dim_v
         if stage == "dv":
@@ -228,7 +232,7 @@ class Forms:
                 ("load", "P"): scores,
                 ("load", "dP"): scores,
                 ("store", "dS"): scores,
-                **dbias,
+                **of_ds,
             }
         if stage == "dq":
             return {

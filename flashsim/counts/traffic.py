@@ -163,15 +163,13 @@ class Traffic:
 
     def _strip_peak(self, stage: plans.Stage) -> int:
         """A buffer's row spans the longest sequence's keys; other sequences hold their own part."""
-        row = sum(b.per_row for b in stage.buffers)
+        tiles = [move.tile for move in stage.visit if move.holds]
         most = strip_rows(stage, self.schedule(stage), self.device)
-        longest = max(s.k_stop - s.k_start for s in self.problem.sequences)
         peak = 0
         for s in self.problem.sequences:
-            held = min(self.tiling.block_q, s.q_stop - s.q_start, most) * row
-            if stage.per != "bias":
-                held = held // longest * (s.k_stop - s.k_start)
-            peak = max(peak, held)
+            keys = self.problem.n_kv if stage.per == "bias" else s.k_stop - s.k_start
+            height = min(self.tiling.block_q, s.q_stop - s.q_start, most)
+            peak = max(peak, sum(tile.nbytes(height, keys) for tile in tiles))
         return peak
 
     def saved(self) -> int:
@@ -223,9 +221,9 @@ def count_schedule(
 def compulsory(problem: Problem, direction: str = "forward") -> int:
     """Bytes that any algorithm must move: each input read once, each output written once.
 
-    Forward: q, k, v (and bias) in, out and LSE out. Backward: those inputs, out, dout and LSE in;
-    dq, dk, dv (and the bias's gradient) out. "flash2-once" alone does without out, which follows
-    from the others, and so may move less.
+    Forward: q, k, v (and bias) in, out and LSE out. Backward: those inputs, out, dout, LSE (and its
+    gradient) in; dq, dk, dv (and the bias's gradient) out. "flash2-once" alone does without out,
+    which follows from the others, and so may move less.
     """
     f = Forms(problem)
     inputs, results = (f.q(item) + f.k(item) + f.v(item) for item in (f.e, f.r))
@@ -235,7 +233,7 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
     if direction == "forward":
         return inputs + f.o(f.r) + f.stat()
     gradients = results + f.matrix(f.r)
-    return inputs + gradients + 2 * f.o(f.r) + f.stat()
+    return inputs + gradients + 2 * f.o(f.r) + f.stat() * (1 + problem.dlse)
 
 
 def once(problem: Problem, algorithm: str, direction: str = "forward") -> int:
@@ -290,11 +288,12 @@ def strip_rows(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
 
 
 def live(problem: Problem, algorithm: str) -> int:
-    """Bytes live in a backward pass: what was saved, workspace, out, dout and the gradients."""
+    """Bytes live in a backward pass: what was saved, workspace, out, dout (dlse), gradients."""
     p = problem
     outputs = p.batch * p.heads * p.n_q * (p.head_dim + p.head_dim_v)  # dq and dout
     outputs += p.batch * p.kv_heads * p.n_kv * (p.head_dim + p.head_dim_v)  # dk and dv
     if "O" not in _kept(p, algorithm):  # out is not needed again, but the caller still has it
         outputs += p.batch * p.heads * p.n_q * p.head_dim_v
     held = saved(p, algorithm) + workspace(p, algorithm, "backward")
+    held += whole_bytes(p, "dL") if p.dlse else 0
     return held + outputs * p.result_itemsize

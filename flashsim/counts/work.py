@@ -157,14 +157,16 @@ def _forward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWork
 
 
 def _backward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWork]:
-    delta = {"multiply": rows(dv), "add": rows(dv)}
+    less = int(p.dlse)  # the LSE's gradient is taken off delta, one addition a row
+    dlse = " dL" if p.dlse else ""
+    delta = {"multiply": rows(dv), "add": rows(dv + less)}
     scale_dq = TileOp("dQ = scale dQ", "dQ", "dQ", {"multiply": rows(d)})
     scale_dk = TileOp("dK = scale dK", "dK", "dK", {"multiply": columns(d)})
     if algorithm == "standard":
-        ds = {"multiply": scores(2), "add": scores(2)}
-        reads = "P dP"
+        ds = {"multiply": scores(2), "add": rows(less, score=2)}
+        reads = f"P dP{dlse}"
         if p.softcap:
-            ds["multiply"], reads = scores(3), "P dP gate"
+            ds["multiply"], reads = scores(3), f"{reads} gate"
         return {
             "dv": StageWork(visit=(_mm("dV = dV + P^T dO", "P dO dV", "dV", dv),)),
             "dp": StageWork(visit=(_mm("dP = dO V^T", "dO V", "dP", dv),)),
@@ -194,18 +196,18 @@ def _backward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWor
     to_reduce = TileOp("dQ = scale dS K", "dP K", "dQ", product)
     added_dq = TileOp("dQ = dQ + scale dS K", "dP K dQ", "dQ", {**product, "add": rows(d)})
     table = {
-        "delta": StageWork(outer=(TileOp("delta = rowsum(dO O)", "O dO", "delta", delta),)),
+        "delta": StageWork(outer=(TileOp("delta = rowsum(dO O)", f"O dO{dlse}", "delta", delta),)),
         "dkdv": StageWork((*recompute, dv_op, *grad_s, dk_op), (scale_dk,)),
         "dq": StageWork((*recompute, *grad_s, dq_op), (scale_dq,)),
         "fused": StageWork((*recompute, dv_op, *grad_s, dk_op, to_reduce), (scale_dk,)),
     }
     if algorithm == "flash2-once":
-        cost = {"multiply": scores(1), "add": scores(1)}
-        here = TileOp("delta = rowsum(P dP)", "S dP", "delta", cost)
+        cost = {"multiply": scores(1), "add": rows(less, score=1)}
+        here = TileOp("delta = rowsum(P dP)", f"S dP{dlse}", "delta", cost)
         visit = (*recompute, dv_op, grad_s[0], here, *grad_s[1:], dk_op, to_reduce)
         table["fused"] = StageWork(visit, (scale_dk,))
     if algorithm == "flash1":
-        row_sum = TileOp("D = rowsum(dO O)", "O dO", "", delta)
+        row_sum = TileOp("D = rowsum(dO O)", f"O dO{dlse}", "", delta)
         visit = (*recompute, dv_op, row_sum, *grad_s, dk_op, added_dq)
         table["backward"] = StageWork(visit, (scale_dk,))
     return table

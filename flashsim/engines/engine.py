@@ -138,8 +138,11 @@ class Engine(Protocol):
             If the algorithm's backward pass needs more than these.
         """
 
-    def backward(self, job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
-        """Run the backward pass; `job.tiling`, `algorithm` and `trace` are the backward's."""
+    def backward(self, job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
+        """Run the backward pass; `job.tiling`, `algorithm` and `trace` are the backward's.
+
+        `dlse`, (batch, heads, n_q) like the LSE, is given where ``job.problem.dlse`` says so.
+        """
 
     def constant(self, job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
         """An array of one value, of the kind and where the job's are, for `engines.nothing`.

@@ -43,8 +43,8 @@ class Nothing:
         """Nothing is needed of a forward pass."""
         return {}
 
-    def backward(self, job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
-        """Gradients of zeros."""
+    def backward(self, job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
+        """Gradients of zeros, whatever `dout` and `dlse` are."""
         p = job.problem
         plans.stages(p, job.algorithm, "backward")  # or say that there is no such pass
         like = {f"d{name}": x for name, x in job.arrays.items()}
@@ -56,4 +56,4 @@ class Nothing:
 
 
 def _outcome(job: Job, arrays: dict[str, Any]) -> Outcome:
-    return Outcome(arrays, job.tiling or Tiling(1, 1), None, KERNEL)
+    return Outcome(arrays, job.tiling or Tiling(1, 1), None, KERNEL, {})

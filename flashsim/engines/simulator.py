@@ -68,7 +68,9 @@ def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
     return {"O": out, "L": lse}
 
 
-def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
+def backward(
+    job: Job, saved: Mapping[str, Any], dout: np.ndarray, dlse: np.ndarray | None = None
+) -> Outcome:
     """Simulate the backward pass tile by tile."""
     tiling = job.tiling or Tiling.fit(job.problem, job.device, job.algorithm, "backward")
     machine = _machine(job, "backward", tiling)
@@ -78,6 +80,8 @@ def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     inputs = job.options.get("precision", USUAL).inputs
     dout = dout if inputs is None else round_to(dout, inputs)
     hbm.put("dO", dout, job.problem.result_dtype)
+    if dlse is not None:
+        hbm.put("dL", dlse, dtype_of(job.problem, "dL"))
     made = _room(job, "backward", hbm)
     arrays = {name.lower(): made[name] for name in ("dQ", "dK", "dV", "dBias") if name in made}
     _run(PASSES[job.algorithm][1], machine)

@@ -23,7 +23,7 @@ from flashsim.jax import frames
 FORWARD, BACKWARD = "flashsim_attention", "flashsim_attention_backward"
 
 #: How many axes each operand has where nothing is mapped.
-RANKS = {**dict.fromkeys(("q", "k", "v", "bias", "out", "dout"), 4), "lse": 3}
+RANKS = {**dict.fromkeys(("q", "k", "v", "bias", "out", "dout"), 4), "lse": 3, "dlse": 3}
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 
 

@@ -78,8 +78,7 @@ def attention(
     backend : str, optional
         "numpy" or "numba" on the CPU, "cupy" or "numba_cuda" on a GPU. Default: "numba" and "cupy".
     return_lse : bool
-        Return ``(out, lse)``; the LSE, (batch, heads, n_q), has a gradient of zero
-        (`jax.lax.stop_gradient`).
+        Return ``(out, lse)``. The LSE, (batch, heads, n_q), has a gradient as well.
 
     Returns
     -------
@@ -121,9 +120,10 @@ def attention(
     if given.empty:
         out, lse = (_spread(x, axes) for x in _of_nothing(given.q, given.v))
     else:
-        out, lse = _attention(question, {name: _spread(x, axes) for name, x in operands.items()})
+        spread = {name: _spread(x, axes) for name, x in operands.items()}
+        out, lse = _attention(question, checks.flag("return_lse", return_lse), spread)
     out, lse = (x.reshape(x.shape[4 - given.ndim :]) for x in (out, lse))
-    return (out, jax.lax.stop_gradient(lse)) if return_lse else out
+    return (out, lse) if return_lse else out
 
 
 def taken(name: str, x: Any) -> jax.Array:
@@ -195,23 +195,32 @@ def _of_nothing(q: Any, v: Any) -> tuple[Any, Any]:
     return jnp.zeros(shape, dtype), jnp.full(rows, -jnp.inf, wide)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(question: Asked, operands: dict[str, Any]) -> tuple[Any, Any]:
-    """out (batch, heads, n_q, head_dim_v), lse (batch, heads, n_q)."""
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(question: Asked, gives_lse: bool, operands: dict[str, Any]) -> tuple[Any, Any]:
+    """out (batch, heads, n_q, head_dim_v), lse (batch, heads, n_q).
+
+    Unless the caller gets the LSE (`gives_lse`), a backward pass reads no gradient of it: zeros.
+    """
     results = _results(operands["q"], operands["v"])
     out, lse = _call(FORWARD, question, operands, results)
     return out, lse
 
 
-def _keep(question: Asked, operands: dict[str, Any]) -> tuple[Any, Any]:
+def _keep(question: Asked, gives_lse: bool, operands: dict[str, Any]) -> tuple[Any, Any]:
     """The forward pass, and what its backward pass needs: beside inputs and out, the LSE."""
-    out, lse = _attention(question, operands)
+    out, lse = _attention(question, gives_lse, operands)
     return (out, lse), (operands, out, lse)
 
 
-def _pull_back(question: Asked, kept: Any, cotangents: Any) -> tuple[dict[str, Any]]:
+def _pull_back(
+    question: Asked, gives_lse: bool, kept: Any, cotangents: Any
+) -> tuple[dict[str, Any]]:
     operands, out, lse = kept
-    return (_gradients(question, operands | {"out": out, "lse": lse, "dout": cotangents[0]}),)
+    dout, dlse = cotangents
+    given = (
+        operands | {"out": out, "lse": lse, "dout": dout} | ({"dlse": dlse} if gives_lse else {})
+    )
+    return (_gradients(question, given),)
 
 
 _attention.defvjp(_keep, _pull_back)

@@ -73,23 +73,27 @@ def dot_product_attention(
     keys_count = _lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     added = _bias(bias, mask, keys_count, shape=(batch, heads, t, s), dtype=query.dtype)
     rows, keys, window = _reach(t, s, checks.flag("is_causal", is_causal), local_window_size)
-    out, lse = attention(
+    given = attention(
         *(q[:, :, :rows], k[:, :, :keys], v[:, :, :keys]),
         bias=None if added is None else added[:, :, :rows, :keys],
         window=window,
         scale=scale,
         backend=backend,
-        return_lse=True,
+        return_lse=return_residual,
     )
+    out, lse = given if return_residual else (given, None)
     if rows < t:  # the others see no key
         out = jnp.pad(out, ((0, 0), (0, 0), (0, t - rows), (0, 0)))
-        lse = jnp.pad(lse, ((0, 0), (0, 0), (0, t - rows)), constant_values=-jnp.inf)
     if query_seq_lengths is not None:
         counts = jnp.arange(t) < query_seq_lengths[:, None, None]
         out = jnp.where(counts[..., None], out, 0)
-    out, lse = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2).astype(query.dtype)
-    out, lse = (x[0] if ndim == 3 else x for x in (out, lse))
-    return (out, lse) if return_residual else out
+    out = jnp.swapaxes(out, 1, 2)
+    out = out[0] if ndim == 3 else out
+    if lse is None:
+        return out
+    lse = jnp.pad(lse, ((0, 0), (0, 0), (0, t - rows)), constant_values=-jnp.inf)
+    lse = jnp.swapaxes(lse, 1, 2).astype(query.dtype)
+    return out, lse[0] if ndim == 3 else lse
 
 
 def _bias(bias: Any, mask: Any, lengths: Any, *, shape: tuple[int, ...], dtype: Any) -> Any:

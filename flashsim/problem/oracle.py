@@ -55,7 +55,7 @@ def attention(
     out : ndarray, (batch, heads, n_q, d_v)
     lse : ndarray, (batch, heads, n_q)
     """
-    q, k, v, bias = _checked(problem, dtype, bias, q=q, k=k, v=v)
+    q, k, v, bias, _ = _checked(problem, dtype, bias, q=q, k=k, v=v)
     P, lse, _ = _probabilities(q, k, problem, bias, dtype)
     return _round(P @ _per_head(v, problem), dtype), lse
 
@@ -68,22 +68,27 @@ def gradients(
     dout: Any,
     problem: Problem,
     *,
+    dlse: Any = None,
     bias: Any = None,
     dtype: str = "float64",
 ) -> dict[str, np.ndarray]:
-    """Gradients of ``sum(out * dout)``: "dq", "dk", "dv" and, with a bias, "dbias".
+    """Gradients of ``sum(out * dout) + sum(lse * dlse)``: "dq", "dk", "dv" and of a bias "dbias".
 
     The derivation is written out (arXiv:2205.14135, appendix B.2):
     dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)), dQ = scale dS K, dK = scale dS^T Q.
+    The derivative of the LSE by the scores is P, so `dlse`, (batch, heads, n_q), adds P dlse to dS.
     """
     p = problem
-    q, k, v, dout, bias = _checked(p, dtype, bias, q=q, k=k, v=v, dout=dout)
+    q, k, v, dout, bias, dlse = _checked(p, dtype, bias, dlse, q=q, k=k, v=v, dout=dout)
     P, _, gate = _probabilities(q, k, p, bias, dtype)
     dO = dout.astype(np.float64)
     q64 = q.astype(np.float64)
     dV = _over_group(P.mT @ dO, p)
     dP = _round(dO @ _per_head(v, p).mT, dtype)
-    dS = _round(P * (dP - (P * dP).sum(axis=-1, keepdims=True)), dtype)
+    delta = (P * dP).sum(axis=-1, keepdims=True)
+    if dlse is not None:
+        delta = delta - dlse.astype(np.float64)[..., None]
+    dS = _round(P * (dP - delta), dtype)
     result = {"dv": _round(dV, dtype)}
     if bias is not None:
         shared = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
@@ -102,6 +107,7 @@ def finite_difference(
     dout: Any,
     problem: Problem,
     *,
+    dlse: Any = None,
     bias: Any = None,
     step: float = 1e-5,
     seed: int = 0,
@@ -113,16 +119,18 @@ def finite_difference(
     dict
         ``{"dq": (by differences, by gradient), ...}``; the two agree to about ``step ** 2``.
     """
-    q, k, v, dout, bias = _checked(problem, "float64", bias, q=q, k=k, v=v, dout=dout)
+    given = {"q": q, "k": k, "v": v, "dout": dout}
+    q, k, v, dout, bias, dlse = _checked(problem, "float64", bias, dlse, **given)
     rng = np.random.default_rng(seed)
     inputs = {"dq": q, "dk": k, "dv": v, **({} if bias is None else {"dbias": bias})}
     inputs = {name: x.astype(np.float64) for name, x in inputs.items()}
-    exact = gradients(q, k, v, dout, problem, bias=bias)
+    exact = gradients(q, k, v, dout, problem, dlse=dlse, bias=bias)
 
     def loss(**moved: np.ndarray) -> float:
         x = {**inputs, **moved}
-        out, _ = attention(x["dq"], x["dk"], x["dv"], problem, bias=x.get("dbias"))
-        return float((out * dout).sum())
+        out, lse = attention(x["dq"], x["dk"], x["dv"], problem, bias=x.get("dbias"))
+        of_lse = 0.0 if dlse is None else (np.where(np.isneginf(lse), 0, lse) * dlse).sum()
+        return float((out * dout).sum() + of_lse)
 
     result = {}
     for name, x in inputs.items():
@@ -144,22 +152,28 @@ def tf32(x: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(x), rounded.view(np.float32), x).astype(np.float32)
 
 
-def _checked(p: Problem, dtype: str, bias: Any, **given: Any) -> tuple[Any, ...]:
+def _checked(p: Problem, dtype: str, bias: Any, dlse: Any = None, **given: Any) -> tuple[Any, ...]:
     """The arrays and the bias as NumPy's; an error unless they are the problem's."""
     checks.one_of("dtype", dtype, (*checks.DTYPES, "tf32"))
     arrays = {name: checks.as_array(name, x) for name, x in given.items()}
-    bias = None if bias is None else checks.as_array("bias", bias)
+    bias, dlse = (
+        None if x is None else checks.as_array(name, x)
+        for name, x in (("bias", bias), ("dlse", dlse))
+    )
     for name, x in arrays.items():
         heads, rows = (p.heads, p.n_q) if name in ("q", "dout") else (p.kv_heads, p.n_kv)
         shape = (p.batch, heads, rows, p.head_dim if name in "qk" else p.head_dim_v)
         if x.shape != shape:
             raise ShapeError(f"{name} must be {shape}, as the problem says, got {x.shape}")
+    of_lse = (p.batch, p.heads, p.n_q)
+    if dlse is not None and dlse.shape != of_lse:
+        raise ShapeError(f"dlse must be {of_lse}, as the problem says, got {dlse.shape}")
     shape = (p.batch, p.heads, p.n_q, p.n_kv)
     if bias is not None and any(
         have not in (1, full) for have, full in zip_longest(bias.shape, shape)
     ):
         raise ShapeError(f"bias must be {shape}, or 1 in place of a length, got {bias.shape}")
-    return (*arrays.values(), bias)
+    return (*arrays.values(), bias, dlse)
 
 
 def _probabilities(

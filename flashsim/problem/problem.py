@@ -111,6 +111,8 @@ class Problem:
         Leading shape, (1 or batch, 1 or heads), of an additive bias (.., .., n_q, n_kv).
     block_mask : BlockMask, optional
         Cells of the score matrix that are kept.
+    dlse : bool
+        The loss depends on the LSE, too: a backward pass is given its gradient, and reads it.
     mask : callable, optional
         ``mask(q_index, k_index)`` gets integer arrays that broadcast against each other (indices
         from the start of each sequence) and returns booleans: True keeps the score.
@@ -142,6 +144,7 @@ class Problem:
     shared_prefix: int = 0
     latent: bool = False
     scales: str | tuple[int, int] | None = None
+    dlse: bool = False
 
     _repr_html_ = report.card
 
@@ -172,6 +175,7 @@ class Problem:
                 f"V is columns of K, of which there are {self.head_dim}: head_dim_v must be at "
                 f"most that, got {self.head_dim_v}"
             )
+        put("dlse", checks.flag("dlse", self.dlse))
         put("dtype", checks.dtype_name(self.dtype))
         put("causal", checks.flag("causal", self.causal))
         put("window", checks.window(self.window))

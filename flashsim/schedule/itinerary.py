@@ -9,10 +9,10 @@ pages in `flashsim.algorithms`, which execute, and the closed forms in `counts.f
 of it: the suite holds all three to each other.
 
 Four rules spare every case its own text. What a problem does not have (`bias`, `dBias`; `gate`
-without a softcap, `table` without pages, `V` where it is columns of K) is left out, and with it a
-stage that has nothing else. An accumulator `X_acc` is X itself where their types are one, and a
-stage that would only convert it is left out. With each tile of Q, K or V that is loaded comes its
-scale, where there are scales.
+without a softcap, `table` without pages, `V` where it is columns of K, `dL` where the LSE has no
+gradient) is left out, and with it a stage that has nothing else. An accumulator `X_acc` is X itself
+where their types are one, and a stage that would only convert it is left out. With each tile of Q,
+K or V that is loaded comes its scale, where there are scales.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ _STANDARD_BACKWARD = (
     _CLEAR_DBIAS,
     Itinerary(
         *("ds", "queries"),
-        visit="load P dP, reduce dBias_acc, load gate, store dS",
+        visit="load P dP dL, reduce dBias_acc, load gate, store dS",
         dense=True,
         whole_rows=True,
     ),
@@ -132,7 +132,8 @@ _FLASH1_BACKWARD = (
     _CLEAR_DBIAS,
     Itinerary(
         *("backward", "keys", "load K V, alloc dK dV"),
-        "load Q O dO dQ_acc l m, alloc S gate, load bias, alloc dP, store dQ_acc, reduce dBias_acc",
+        "load Q O dO dL dQ_acc l m, alloc S gate, load bias, alloc dP, store dQ_acc, "
+        "reduce dBias_acc",
         *("store dK dV", "group"),
     ),
     _convert("dQ"),
@@ -147,7 +148,7 @@ _FLASH2_FORWARD = (
         *("load Q, alloc O l m", "load K V, alloc S, load bias", "store O L"),
     ),
 )
-_DELTA = Itinerary("delta", "queries", "load O dO, alloc delta", after="store delta")
+_DELTA = Itinerary("delta", "queries", "load O dO dL, alloc delta", after="store delta")
 _DKDV = Itinerary(
     *("dkdv", "keys", "load K V, alloc dK dV"),
     "load Q dO L delta, alloc S gate, load bias, alloc dP",
@@ -172,7 +173,7 @@ _ONCE_BACKWARD = (
     _CLEAR_DBIAS,
     Itinerary(
         *("fused", "keys", "load K V, alloc dK dV"),
-        "load Q dO L, alloc S gate, load bias, alloc dP delta dQ, store dQ, reduce dBias_acc",
+        "load Q dO L dL, alloc S gate, load bias, alloc dP delta dQ, store dQ, reduce dBias_acc",
         *("store dK dV", "group"),
         once=True,
     ),

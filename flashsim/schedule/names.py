@@ -15,5 +15,6 @@ TENSORS = (
     "L_part",
     "table",
     *("Q_scale", "K_scale", "V_scale"),
+    "dL",
 )
 CODES = {name: code for code, name in enumerate(TENSORS)}

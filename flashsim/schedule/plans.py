@@ -161,7 +161,7 @@ def _stage(p: Problem, one: Itinerary) -> Stage:
     each = [m.tile._replace(visit=True) for m in visit if m.holds]
     if one.whole_rows:  # a buffer is as long as the longest row of scores
         longest = max(s.k_stop - s.k_start for s in p.sequences) if one.per != "bias" else p.n_kv
-        each = [Buffer(tile.name, tile.per_score * longest) for tile in each]
+        each = [Buffer(tile.name, tile.per_row + tile.per_score * longest) for tile in each]
     how = one.dense, one.per, one.whole_rows, one.converts, one.parts, one.once
     return Stage(one.name, one.outer, (*held, *each), *how, before, visit, after)
 
@@ -175,6 +175,8 @@ def _moves(p: Problem, text: str) -> tuple[Move, ...]:
             if (tensor == "gate" and not p.softcap) or (tensor in BIASES and not p.bias):
                 continue
             if (tensor == "table" and p.page_size is None) or (tensor == "V" and p.latent):
+                continue
+            if tensor == "dL" and not p.dlse:
                 continue
             tensor = tensor.removesuffix("_acc") if wide else tensor
             found.append(Move(op, tensor, _tile(p, op, tensor)))

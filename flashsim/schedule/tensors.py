@@ -12,7 +12,7 @@ QUERY, KEY, BIAS = range(3)  # it has one matrix a query head, a key head or a b
 
 #: What there is one of for each bias head, and the numbers that a row has one of.
 BIASES = frozenset(("bias", "dBias", "dBias_acc"))
-STATISTICS = frozenset(("L", "L_part", "l", "m", "delta"))
+STATISTICS = frozenset(("L", "L_part", "l", "m", "delta", "dL"))
 #: What is read of q, k and v, in their type, and what an FP8 one is multiplied by.
 INPUTS = ("Q", "K", "V")
 SCALES = tuple(f"{name}_scale" for name in INPUTS)

@@ -62,7 +62,8 @@ def attention(
         "numpy" or "numba" for CPU tensors, "cupy" or "numba_cuda" for CUDA ones. Default: "numba"
         and "cupy".
     return_lse : bool
-        Return ``(out, lse)``; the LSE, (batch, heads, n_q), has no gradient.
+        Return ``(out, lse)``. The LSE, (batch, heads, n_q), has a gradient as well: out and LSE of
+        parts of the keys can be merged, and a loss may use the LSE itself.
 
     Returns
     -------
@@ -212,7 +213,9 @@ class FlashAttention(torch.autograd.Function):
         """The gradients of q, k and v."""
         q, k, v, out, lse = ctx.saved_tensors
         gradients = ops.backward(
-            *(x.unsqueeze(1) for x in (*dout, out, lse, q, k, v)),
+            *(x.unsqueeze(1) for x in (*dout, out, lse)),
+            None,
+            *(x.unsqueeze(1) for x in (q, k, v)),
             *(None, None, None),
             causal=ctx.is_causal,
             window_left=-1,

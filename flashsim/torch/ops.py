@@ -56,7 +56,7 @@ def forward(
     "flashsim::attention_backward",
     mutates_args=(),
     schema=(
-        f"(Tensor dout, Tensor out, Tensor lse, {_INPUTS}, *, {_QUESTION}) "
+        f"(Tensor dout, Tensor out, Tensor lse, Tensor? dlse, {_INPUTS}, *, {_QUESTION}) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
     ),
 )
@@ -64,6 +64,7 @@ def backward(
     dout: Tensor,
     out: Tensor,
     lse: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -77,6 +78,7 @@ def backward(
     """`flashsim.backward`; dbias has no elements where there is no bias."""
     gradients = execution.backward(
         *map(readable, (q, k, v, out, lse, dout)),
+        dlse=None if dlse is None else readable(dlse),
         bias=None if bias is None else readable(bias),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
@@ -137,6 +139,7 @@ def backward_shapes(
     dout: Tensor,
     out: Tensor,
     lse: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -157,12 +160,15 @@ def _keep(ctx: Any, inputs: Any, keyword_only_inputs: dict[str, Any], output: An
     out, lse = output
     ctx.save_for_backward(out, lse, *inputs)
     ctx.question = keyword_only_inputs
-    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)  # of the LSE there mostly is no gradient: nothing to read
 
 
-def _gradient(ctx: Any, dout: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     out, lse, *inputs = ctx.saved_tensors
-    *gradients, dbias = _gradients(dout, out, lse, *inputs, **ctx.question)
+    if dout is None and dlse is None:
+        return (None,) * len(inputs)
+    dout = torch.zeros_like(out) if dout is None else dout
+    *gradients, dbias = _gradients(dout, out, lse, dlse, *inputs, **ctx.question)
     return (*gradients, None if inputs[3] is None else dbias, None, None)
 
 
@@ -285,13 +291,16 @@ def backward_folded(
     **question: Any,
 ) -> Any:
     """`backward` or the like, likewise; each entry gets a gradient of the bias of its own."""
-    _refuse_packed(tensors[7:])
-    size, bias = info.batch_size, tensors[6]
-    folded = [_fold(x, dim, size) for x, dim in zip(tensors[:6], dims, strict=False)]
+    _refuse_packed(tensors[8:])
+    size, bias, of_bias = info.batch_size, tensors[7], dims[7]
+    folded: list[Any] = [
+        None if x is None else _fold(x, dim, size)
+        for x, dim in zip(tensors[:7], dims, strict=False)
+    ]
     shared = None
     if bias is not None:
-        shared = bias.shape[0 if dims[6] is None else 1 if dims[6] == 0 else 0] == 1
-        bias = _fold_bias(bias, dims[6], size, len(folded[0]) // size)
+        shared = bias.shape[0 if of_bias is None else 1 if of_bias == 0 else 0] == 1
+        bias = _fold_bias(bias, of_bias, size, len(folded[0]) // size)
     *gradients, dbias = function(*folded, bias, None, None, **question)
     unfolded = [_unfold(x, size) for x in gradients]
     if bias is None:

@@ -77,8 +77,8 @@ def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: 
     rows: list[tuple[int, int, int, int, int, int, int]] = []
     for i, height in enumerate(heights.tolist()):
         for first in range(0, height, strip):
-            area = min(strip, height - first) * int(keys[i])
-            sizes = [move.tile.per_score * area for move in stage.visit]
+            count = min(strip, height - first)
+            sizes = [move.tile.nbytes(count, int(keys[i])) for move in stage.visit]
             rows += [(op, code, 0, i, -1, -1, sizes[k]) for op, code, k in events]
         rows.append((COMPUTE, 0, 0, i, -1, -1, 0))
     return StageTrace.build(stage, schedule, *heads_of(stage, schedule.problem), rows)

@@ -139,7 +139,7 @@ def jobs(monkeypatch):
         out = np.zeros((1, *job.q.shape[1:]), np.float16)
         return Outcome({"out": out, "lse": out[..., 0]}, Tiling(16, 16), None, "none")
 
-    def backward(job, saved, dout):
+    def backward(job, saved, dout, dlse=None):
         asked.append(job)
         return Outcome({"dq": job.q, "dk": job.k, "dv": job.v}, Tiling(16, 16), None, "none")
 
@@ -199,6 +199,16 @@ def test_a_gradient_that_looks_different_is_checked_anew(jobs):
         result.backward(dout, deterministic=True, tiling=(64, 64))
     with pytest.raises(FlashSimError, match="trace"):
         result.backward(dout, deterministic=True, trace="no")
+    lse, wide = OnGpu(1, 2, 40, dtype="float32"), OnGpu(1, 2, 41, dtype="float32")
+    result = replace(result, lse=lse)
+    for _ in range(2):
+        result.backward(dout, dlse=lse, deterministic=True)
+        assert jobs[-1].problem == replace(result.problem, dlse=True)
+    assert jobs[-1].memo is jobs[-2].memo
+    with pytest.raises(FlashSimError, match="dlse must have lse's shape"):
+        result.backward(dout, dlse=wide, deterministic=True)
+    result.backward(dout, deterministic=True)
+    assert jobs[-1].problem == result.problem
     before = jobs[-1]
     assert result.backward(dout, deterministic=False).dq is again.dq
     assert jobs[-1].memo is not before.memo
@@ -332,6 +342,17 @@ def test_a_cpu_backend_takes_what_lies_in_the_cpus_memory(x):
         DTypeError, match=r"backend 'numpy' takes arrays in the CPU's .*Foreign; mo"
     ):
         flashsim.run(*(Foreign(a) for a in (x.q, x.k, x.v)))
+
+
+def test_backward_refuses_a_wrong_dlse(x):
+    result = run(x)
+    dlse = np.ones_like(result.lse)
+    with pytest.raises(ShapeError, match=r"dlse must have lse's shape \(2, 4, 40\), got \(4, 40\)"):
+        result.backward(x.dout, dlse=dlse[0])
+    with pytest.raises(DTypeError, match="dlse must have lse's dtype float32, got float64"):
+        result.backward(x.dout, dlse=dlse.astype(np.float64))
+    with pytest.raises(DTypeError, match="dlse must be an array"):
+        result.backward(x.dout, dlse=1.0)
 
 
 def test_backward_refuses_a_wrong_dout(x):

@@ -3,6 +3,7 @@ arithmetic is theirs (the kernels static_assert its sizes); what cannot run says
 """
 
 import re
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -116,6 +117,25 @@ def test_kernels_are_sound_to_the_compilers_front_end(name):
 def test_kernels_that_report_compile_and_stay_in_registers(name, report):
     family = TF32 if "tf32" in name else PORTABLE
     check_registers(passes(PROBLEMS[name], H200, report, family), "sm_90", REPORT_SPILL_BYTES)
+
+
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("name", ["bf16 64", "fp32 64"])
+def test_only_the_kernel_of_delta_knows_of_a_gradient_of_the_lse(name, arch):
+    problem, changed = PROBLEMS[name], []
+    for algorithm, report in (("flash2", ""), ("flash2-fused", "counts")):
+        without, given = (
+            PORTABLE.backward_passes(p, None, GPUS[arch], "ascending", report, algorithm)
+            for p in (problem, replace(problem, dlse=True))
+        )
+        for one, other in zip(without, given, strict=True):
+            if one.kernel != other.kernel:
+                assert one.stage.name == "delta"
+                changed.append(other)
+    assert len(changed) == 2
+    for one in changed:
+        stack, spilled, _ = compile_kernel(one.kernel, arch)["flash_delta"]
+        assert (stack, spilled) == (0, 0)
 
 
 @pytest.mark.kernels

@@ -37,7 +37,7 @@ def emulated(machine, family, problem, x, algorithm, key_order, gpu, tilings):
     forward = emulator.run_forward(machine, passes, problem, x)
     passes = family.backward_passes(problem, tilings[1], *given, algorithm)
     fused = algorithm == "flash2-fused"
-    backward = emulator.run_backward(machine, passes, problem, forward[0], x["dout"], fused=fused)
+    backward = emulator.run_backward(machine, passes, problem, forward[0], x, fused=fused)
     return [forward, backward]
 
 
@@ -54,12 +54,14 @@ def compare(
     p, x = problem, make(problem)
     runs = emulated(machine, family, p, x, algorithm, key_order, gpu, tilings)
     arrays = runs[1][0]
+    dlse = x.get("dlse")
     rounded = {name: oracle.tf32(a) if family is TF32 else a for name, a in x.items()}
     kind = "tf32" if family is TF32 else p.dtype
     inputs = [[given[name] for name in "qkv"] for given in (x, rounded)]
     exact, plain = oracle.attention(*inputs[0], p), oracle.attention(*inputs[1], p, dtype=kind)
-    true = {"o": exact[0], **oracle.gradients(*inputs[0], x["dout"], p)}
-    rough = {"o": plain[0], **oracle.gradients(*inputs[1], rounded["dout"], p, dtype=kind)}
+    true = {"o": exact[0], **oracle.gradients(*inputs[0], x["dout"], p, dlse=dlse)}
+    grads = oracle.gradients(*inputs[1], rounded["dout"], p, dlse=dlse, dtype=kind)
+    rough = {"o": plain[0], **grads}
     for name in ("o", "dq", "dk", "dv"):
         got = arrays[name][..., : true[name].shape[-1]].astype(np.float64)
         assert np.abs(got - true[name]).max() <= budget(true[name], rough[name], p), name
@@ -73,7 +75,7 @@ def compare(
         trace=True,
         **options(p),
     )
-    traces = (result.trace, result.backward(x["dout"], tiling=tilings[1]).trace)
+    traces = (result.trace, result.backward(x["dout"], dlse=dlse, tiling=tilings[1]).trace)
     for (_, stages), simulated in zip(runs, traces, strict=True):
         for stage, expected in zip(stages, simulated.stages, strict=True):
             np.testing.assert_array_equal(stage.events, expected.events, stage.name)
@@ -97,6 +99,20 @@ def compare(
 def test_results_and_counted_bytes(family, dtype, sides, name, algorithm, machine):
     p = Problem(head_dim=sides[0], head_dim_v=sides[1], dtype=dtype, **FEATURES[name])
     compare(machine, family, p, algorithm)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "name", "algorithm"),
+    [
+        (PORTABLE, "bfloat16", "gqa", "flash2"),
+        (PORTABLE, "float16", "varlen", "flash2-fused"),
+        (PORTABLE, "float32", "no keys", "flash2-fused"),
+        thorough(TF32, "float32", "gqa", "flash2"),
+    ],
+)
+def test_a_gradient_of_the_lse(family, dtype, name, algorithm):
+    p = Problem(head_dim=37, head_dim_v=61, dtype=dtype, dlse=True, **FEATURES[name])
+    compare(HOPPER, family, p, algorithm)
 
 
 def test_descending_keys():

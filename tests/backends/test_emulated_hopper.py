@@ -148,9 +148,9 @@ ONCE = {
 ALONE = replace(H200, multiprocessors=1)
 
 
-def compare_once(name, machine=test_emulated.HOPPER):
+def compare_once(name, machine=test_emulated.HOPPER, *, dlse=False):
     """The same of `ONCE`."""
-    compare(ONCE[name], None, "flash2-once", ALONE, machine)
+    compare(replace(ONCE[name], dlse=dlse), None, "flash2-once", ALONE, machine)
 
 
 def compare(
@@ -167,10 +167,10 @@ def compare(
     arrays, _ = emulator.run_forward(machine, forward, p, x)
     passes = HOPPER.backward_passes(p, tiling, gpu, "ascending", report, algorithm)
     adds = algorithm == "flash2-fused"
-    arrays, stages = emulator.run_backward(machine, passes, p, arrays, x["dout"], fused=adds)
+    arrays, stages = emulator.run_backward(machine, passes, p, arrays, x, fused=adds)
     inputs = [x[name] for name in "qkv"]
-    true = oracle.gradients(*inputs, x["dout"], p)
-    rough = oracle.gradients(*inputs, x["dout"], p, dtype=p.dtype)
+    true = oracle.gradients(*inputs, x["dout"], p, dlse=x.get("dlse"))
+    rough = oracle.gradients(*inputs, x["dout"], p, dlse=x.get("dlse"), dtype=p.dtype)
     for name in ("dq", "dk", "dv"):
         got = arrays[name][..., : true[name].shape[-1]].astype(np.float64)
         assert np.abs(got - true[name]).max() <= budget(true[name], rough[name], p), name
@@ -178,7 +178,8 @@ def compare(
         return passes
     how = {"device": ROOMY, "trace": True, "algorithm": algorithm, **options(p)}
     tiling = passes[0].tables.schedule.tiling
-    simulated = flashsim.run(*inputs, **how).backward(x["dout"], tiling=tiling).trace
+    result = flashsim.run(*inputs, **how)
+    simulated = result.backward(x["dout"], dlse=x.get("dlse"), tiling=tiling).trace
     for stage, expected in zip(stages, simulated.stages, strict=True):
         np.testing.assert_array_equal(stage.events, expected.events, stage.name)
     return passes
@@ -228,6 +229,21 @@ def test_a_pass_in_several_launches(name, choose):
 @pytest.mark.parametrize("name", ONCE)
 def test_gradients_and_counts_of_one_visit(name):
     compare_once(name)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("groups 64", "varlen 128") else thorough(n) for n in ONCE]
+)
+def test_a_gradient_of_the_lse_in_one_visit(name):
+    compare_once(name, dlse=True)
+
+
+def test_a_gradient_of_the_lse_is_taken_off_delta():
+    """The kernel with keys outside does not know of it."""
+    tiling, problem = ALIKE["groups 64"]
+    delta, fused, _ = compare(replace(problem, dlse=True), tiling)
+    assert dict(delta.kernel.constants)["FS_DLSE"] == 1
+    assert dict(fused.kernel.constants)["FS_DLSE"] == 0
 
 
 def test_sums_over_keys_that_nobody_waits_for_show():

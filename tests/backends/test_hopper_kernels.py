@@ -158,6 +158,25 @@ def test_the_backward_in_one_visit_compiles(case):
     check(one.kernel, ONCE_SPILLS)
 
 
+@pytest.mark.parametrize("d", some((64,), (128,), (32, 96)))
+@pytest.mark.parametrize("report", ["", "counts"])
+def test_one_visit_with_a_gradient_of_the_lse_compiles(d, report):
+    """It is one more statistic of each row, in shared memory, for the kernel that makes delta."""
+    problem = replace(ONE_VISIT, head_dim=d, head_dim_v=d)
+    given = None, H200, "ascending", report
+    without, one = (
+        HOPPER.backward_passes(p, *given, "flash2-once")[0].kernel
+        for p in (problem, replace(problem, dlse=True))
+    )
+    rows = dict(one.constants)["FS_BLOCK_Q"]
+    assert 0 <= one.shared_bytes - without.shared_bytes <= -(-2 * rows * 4 // 1024) * 1024
+    check(one, ONCE_SPILLS)
+    for algorithm in ("flash2", "flash2-fused"):
+        _, *without = HOPPER.backward_passes(problem, *given, algorithm)
+        _, *others = HOPPER.backward_passes(replace(problem, dlse=True), *given, algorithm)
+        assert [x.kernel for x in others] == [x.kernel for x in without]
+
+
 @pytest.mark.parametrize("name", some((), ("64 causal",), ("128", "64 causal", "192")))
 def test_tilings_that_are_no_default_compile(name):
     problem = PROBLEMS[name]

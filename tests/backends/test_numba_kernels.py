@@ -254,6 +254,24 @@ def test_row_wise_kernels_wait_before_they_touch_anything(stage):
             assert "griddepcontrol" not in text
 
 
+@pytest.mark.parametrize("report", ["", "counts"])
+def test_delta_less_a_gradient_of_the_lse(report):
+    """A load a row more than without, in registers; the other kernels are the same."""
+    from flashsim.backends.numba_gpu import compiler
+    from flashsim.backends.numba_gpu.tensor.backward_rows import DEEP
+
+    problem = PROBLEMS["bf16 128 causal"]
+    given = None, GPUS["sm_80"], "ascending", report, "flash2-fused"
+    without, found = (
+        [one.kernel for one in TENSOR.backward_passes(p, *given)]
+        for p in (problem, replace(problem, dlse=True))
+    )
+    assert found[1:] == without[1:]
+    loads = [compiler.ptx(x[0], (8, 0)).count("ld.global.cg.f32") for x in (without, found)]
+    assert loads == [0, DEEP]
+    check(found[0], "sm_80", 0, report)
+
+
 def check_hopper(kernel, text, folder, groups, limit):
     """Products stay asynchronous, and `limit` bytes a thread are spilled at most."""
     check_groups(text, groups)
@@ -699,7 +717,7 @@ def test_teaching_kernels_compile_with_the_shared_memory_said(cc, softcap):
     numbers = (types.int64, types.int64, types.float32, types.float32)
     signatures = {
         "forward_kernel": (x4, x4, x4, x4, x3, *tables, *numbers, counts, counts),
-        "delta_kernel": (x4, x4, x3, x4, i2, counts),
+        "delta_kernel": (x4, x4, x3, x4, x3, i2, counts),
         "dkdv_kernel": (x4, x4, x4, x4, x3, x3, x4, x4, x4, *tables, *numbers, counts, counts),
         "dq_kernel": (x4, x4, x4, x4, x3, x3, x4, *tables, *numbers, counts, counts),
         "convert_kernel": (x4, x4, i2, counts),

@@ -68,8 +68,11 @@ def measure(p: Problem, algorithm, tiling, device, key_order="ascending"):
         key_order=key_order,
         trace=True,
     )
-    assert result.problem == p
-    return result.trace, result.backward(dout, tiling=tiling).trace
+    assert result.problem == replace(p, dlse=False)
+    dlse = np.ones_like(result.lse) if p.dlse else None
+    backward = result.backward(dout, dlse=dlse, tiling=tiling).trace
+    assert backward.problem == p
+    return result.trace, backward
 
 
 def assert_counted(p: Problem, algorithm, tiling, device, key_order="ascending"):
@@ -117,6 +120,7 @@ def problems(draw):
         ),
         "causal": draw(st.booleans()),
         "softcap": draw(st.sampled_from([0.0, 2.0])),
+        "dlse": draw(st.booleans()),
     }
     sequences = draw(st.sampled_from([0, 0, 1, 2, 3]))
     if sequences:

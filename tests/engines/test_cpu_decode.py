@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tile_machine
 from helpers import Judge, tensors
+from helpers import plain as plain_attention
 from llvmlite import ir
 from numba import njit
 from test_panels import LOWERED
@@ -16,10 +17,10 @@ from tile_machine import EmulatedAmx, EmulatedBf16
 import flashsim
 from flashsim import BackendUnavailable, Tiling
 from flashsim.engines.cpu import chosen, walks_decode
+from flashsim.engines.cpu.bf16_dot.operations import begin_tiles, end_tiles
 from flashsim.engines.cpu.micro_kernels import along, plain, registers
-from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, FLOAT16
+from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16, FLOAT16
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, Amx, Avx512, Avx512Bf16, Plain
-from flashsim.engines.cpu.pairs.operations import begin_tiles, end_tiles
 from flashsim.problem.masks import masked_score
 from flashsim.problem.problem import numpy_dtype
 
@@ -63,6 +64,36 @@ def test_results_and_traces(way, heads):
 @pytest.mark.parametrize("n_kv", [1, 15, 16, 130, 600])
 def test_kinds_types_and_lengths(n_kv, kind, dtype):
     agree(tensors(1, n_kv, 64, kind=kind, dtype=dtype, heads=4, kv_heads=2))
+
+
+@pytest.mark.parametrize("algorithm", ["flash2", "flash2-fused"])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradients_recompute_the_scores_of_the_forward_pass(dtype, heads, algorithm):
+    """All keys share a large component, which cancels in dQ only if P sums to 1 exactly."""
+    errors = {"numpy": 0.0, "numba": 0.0}
+    for seed in range(3):
+        x = tensors(1, 150, 40, dtype=dtype, seed=seed, **HEADS[heads])
+        x.k[..., 0] += 100
+        x.q[..., 0] = 8
+        exact = plain_attention(x, flashsim.run(x.q, x.k, x.v).problem, np.longdouble)["dq"]
+        for backend in errors:
+            result = flashsim.run(x.q, x.k, x.v, backend=backend, algorithm=algorithm)
+            error = np.abs(result.backward(x.dout).dq - exact).max()
+            errors[backend] = max(errors[backend], float(error))
+    assert errors["numba"] <= 4 * errors["numpy"]
+
+
+@pytest.mark.parametrize("algorithm", ["flash2", "flash2-fused"])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients(way, heads, algorithm):
+    x = tensors(1, 420, 40, bias=(1, 1) if way == "softcap" else None, **HEADS[heads])
+    given = {"bias": x.bias, "tiling": Tiling(16, 16), "algorithm": algorithm, **WAYS[way]}
+    result = flashsim.run(x.q, x.k, x.v, backend="numba", **given)
+    got = result.backward(x.dout, tiling=Tiling(16, 16))
+    judged = {"dq": got.dq, "dk": got.dk, "dv": got.dv}
+    Judge.of(x, result.problem).check(judged | ({"dbias": got.dbias} if x.bias is not None else {}))
 
 
 def test_a_packed_query():

@@ -11,6 +11,7 @@ from helpers import (
     Judge,
     run_both,
     tensors,
+    with_lse_gradient,
 )
 
 import flashsim
@@ -113,6 +114,28 @@ def test_options(target, algorithm, case, dtype):
             run_both(x, target, algorithm, **options)
     else:
         check(x, target, algorithm, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", ["gqa", "varlen-bias", "bias-softcap", "mask-causal-descending"])
+@pytest.mark.parametrize(("target", "algorithm"), ENGINES)
+def test_a_gradient_of_the_lse(target, algorithm, case, dtype):
+    if dtype == "float64" and not precise_longdouble:
+        pytest.skip("this platform has no type wider than float64 to judge it by")
+    shape, options = OPTION_CASES[case]
+    x = tensors(113, 203, 16, dtype=dtype, **shape)
+    with_lse_gradient(x)
+    check(x, target, algorithm, tiling=Tiling(32, 48), **options)
+
+
+@pytest.mark.parametrize(("target", "algorithm"), ENGINES)
+def test_a_gradient_of_the_lse_alone(target, algorithm):
+    """The loss sum(lse * dlse): out has no part in it, and dv is zero."""
+    x = tensors(1, 203, 16, heads=4, kv_heads=2)
+    x.dout[...] = 0
+    with_lse_gradient(x)
+    _, gradients = check(x, target, algorithm, tiling=Tiling(1, 48))
+    assert not gradients.dv.any()
 
 
 @pytest.mark.parametrize("d", [1, 3, 100, 256, 512])

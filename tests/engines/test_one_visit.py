@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import DTYPES, KINDS, Judge, Target, run_both, tensors
+from helpers import DTYPES, KINDS, Judge, Target, run_both, tensors, with_lse_gradient
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from test_engines import OPTION_CASES, precise_longdouble
@@ -49,6 +49,14 @@ def test_options(case):
             judged(x, **options)
     else:
         judged(x, **options)
+
+
+@pytest.mark.parametrize("case", ["gqa", "softcap", "bias"])
+def test_a_gradient_of_the_lse(case):
+    shape, options = OPTION_CASES[case]
+    x = tensors(113, 203, 16, dtype="bfloat16", **shape)
+    with_lse_gradient(x)
+    judged(x, tiling=Tiling(32, 203), **options)
 
 
 def test_cells_that_each_row_tile_has_one_of_need_no_tile_of_all_keys():

@@ -45,7 +45,7 @@ def honest_report(problem, stage, schedule, fused):
         n = cut.stop - cut.start
         steps = {
             "forward": (n * d * e, n * dv * e, n * 4),
-            "delta": (n * dv * e, n * dv * e, n * 4, n * d * 4 if fused else 0),
+            "delta": (n * dv * e, n * dv * e, *[n * 4] * (1 + problem.dlse), n * d * 4 * fused),
             "dkdv": (n * d * e, n * dv * e, n * d * e, n * dv * e),
             "fused": (n * d * e, n * dv * e, n * d * e, n * dv * e),
             "dq": (n * d * e, n * dv * e, n * 4, n * 4, n * d * e),
@@ -65,9 +65,9 @@ def honest_report(problem, stage, schedule, fused):
 
 @pytest.mark.parametrize("key_order", ["ascending", "descending"])
 @pytest.mark.parametrize("algorithm", ["flash2", "flash2-fused"])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", [*PROBLEMS, "dlse"])
 def test_an_honest_report_gives_the_simulators_events(name, algorithm, key_order):
-    p = PROBLEMS[name]
+    p = PROBLEMS["gqa"] if name == "dlse" else PROBLEMS[name]
     arrays = [
         np.ones((p.batch, h, n, d), p.dtype)
         for h, n, d in (
@@ -89,9 +89,12 @@ def test_an_honest_report_gives_the_simulators_events(name, algorithm, key_order
         key_order=key_order,
         trace=True,
     )
-    backward = result.backward(result.out, tiling=TILING)
+    dlse = result.lse if name == "dlse" else None
+    backward = result.backward(result.out, dlse=dlse, tiling=TILING)
+    assert backward.trace.problem.dlse == (name == "dlse")
     fused = algorithm == "flash2-fused"
     for direction, simulated in (("forward", result.trace), ("backward", backward.trace)):
+        p = simulated.problem
         for number, stage in enumerate(plans.stages(p, algorithm, direction)):
             schedule = Schedule(p, TILING, stage.outer, key_order)
             report = honest_report(p, stage, schedule, fused)

@@ -110,10 +110,11 @@ def test_kernels_agree_with_float64_and_count_what_the_simulator_counts(name, dt
     assert runs[0].kernel == "teaching"
     assert runs[0].out.dtype == dtype
     assert runs[0].trace.same_events(runs[1].trace)
-    exact = oracle.gradients(q, k, v, dout, problem)
-    for deterministic in (True, False):
+    for deterministic, of_lse in ((True, False), (False, False), (True, True), (False, True)):
+        dlse = 3 * rng.standard_normal(lse.shape, np.float32) if of_lse else None
+        exact = oracle.gradients(q, k, v, dout, problem, dlse=dlse)
         grads, simulated = (
-            run.backward(dout, deterministic=deterministic, **tiles) for run in runs
+            run.backward(dout, dlse=dlse, deterministic=deterministic, **tiles) for run in runs
         )
         for name in ("dq", "dk", "dv"):
             scale = max(1, np.abs(exact[name]).max())

@@ -44,17 +44,21 @@ def test_mask_is_what_the_conventions_say(p):
 @pytest.mark.parametrize("case", LEAN)
 def test_agrees_with_a_second_formula(case):
     x, p = posed(case)
+    x.dlse = np.random.default_rng(1).standard_normal(x.q.shape[:3])
     second = plain(x, p, np.float64)
     out, lse = oracle.attention(x.q, x.k, x.v, p, bias=x.bias)
-    first = {"out": out, "lse": lse, **oracle.gradients(x.q, x.k, x.v, x.dout, p, bias=x.bias)}
+    gradients = oracle.gradients(x.q, x.k, x.v, x.dout, p, dlse=x.dlse, bias=x.bias)
+    first = {"out": out, "lse": lse, **gradients}
     for name, value in first.items():
         np.testing.assert_allclose(value, second[name], rtol=1e-11, atol=1e-12, err_msg=name)
 
 
 @pytest.mark.parametrize("case", LEAN)
-def test_gradients_agree_with_differences(case):
+@pytest.mark.parametrize("of_lse", [False, True])
+def test_gradients_agree_with_differences(case, of_lse):
     x, p = posed(case)
-    pairs = oracle.finite_difference(x.q, x.k, x.v, x.dout, p, bias=x.bias)
+    dlse = np.random.default_rng(1).standard_normal(x.q.shape[:3]) if of_lse else None
+    pairs = oracle.finite_difference(x.q, x.k, x.v, x.dout, p, dlse=dlse, bias=x.bias)
     assert set(pairs) == {"dq", "dk", "dv"} | ({"dbias"} if x.bias is not None else set())
     for name, (by_differences, by_gradient) in pairs.items():
         assert by_gradient == pytest.approx(by_differences, rel=1e-6, abs=1e-6), name
@@ -83,6 +87,10 @@ def test_two_keys_by_hand():
     assert g["dv"].ravel() == pytest.approx([1 / 4, 3 / 4])
     assert g["dk"].ravel() == pytest.approx([(4 - 7) / 4, 3 * (8 - 7) / 4])
     assert g["dq"].item() == pytest.approx(0.75 * np.log(3))
+    g = oracle.gradients(q, k, v, 0 * dout, p, dlse=np.full((1, 1, 1), 2.0))  # dS = 2 P
+    assert g["dv"].ravel() == pytest.approx([0, 0])
+    assert g["dk"].ravel() == pytest.approx([2 / 4, 2 * 3 / 4])
+    assert g["dq"].item() == pytest.approx(2 * 0.75 * np.log(3))
 
 
 def test_a_row_without_keys():

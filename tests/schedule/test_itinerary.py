@@ -68,7 +68,12 @@ def test_the_pages_move_what_the_itinerary_says_in_its_order(algorithm, case):
         x.q, x.k, x.v, bias=x.bias,
         algorithm=algorithm, tiling=tiling, device=device, trace=True, **options,
     )  # fmt: skip
-    for trace in (result.trace, result.backward(x.dout, tiling=tiling).trace):
+    dlse = np.ones_like(result.lse)
+    for trace in (
+        result.trace,
+        result.backward(x.dout, tiling=tiling).trace,
+        result.backward(x.dout, dlse=dlse, tiling=tiling).trace,
+    ):
         assert [s.stage for s in trace.stages] == list(
             plans.stages(trace.problem, algorithm, trace.direction)
         )

@@ -191,8 +191,8 @@ def poison_shared_memory():
 
 
 def make(problem, seed=0, kind="normal"):
-    """q, k, v and dout; scores rise or fall along the keys, are all negative and fall far
-    ("below"), or a few are huge ("outliers").
+    """q, k, v and dout, and dlse where the problem has one; scores rise or fall along the keys, are
+    all negative and fall far ("below"), or a few are huge ("outliers").
     """
     p, rng = problem, np.random.default_rng(seed)
     shapes = {
@@ -211,7 +211,10 @@ def make(problem, seed=0, kind="normal"):
         x["k"] = -0.1 * np.abs(x["k"]) - np.linspace(0.1, 20, p.n_kv)[:, None]
     if kind == "outliers":
         x["k"] *= np.where(rng.random(shapes["k"][:-1]) < 0.02, 8, 1)[..., None]
-    return {name: array.astype(numpy_dtype(p.dtype)) for name, array in x.items()}
+    x = {name: array.astype(numpy_dtype(p.dtype)) for name, array in x.items()}
+    if p.dlse:
+        x["dlse"] = 3 * rng.standard_normal(shapes["q"][:-1], np.float32)
+    return x
 
 
 def on_gpu(x):
@@ -219,8 +222,13 @@ def on_gpu(x):
     if all(a.dtype.kind == "f" for a in x.values()):
         return {name: cupy.asarray(a) for name, a in x.items()}
     torch = pytest.importorskip("torch")
-    raw = {name: torch.as_tensor(a.view(np.int16), device="cuda") for name, a in x.items()}
-    return {name: a.view(torch.bfloat16) for name, a in raw.items()}
+
+    def moved(a):
+        if a.dtype.kind == "f":
+            return torch.as_tensor(a, device="cuda")
+        return torch.as_tensor(a.view(np.int16), device="cuda").view(torch.bfloat16)
+
+    return {name: moved(a) for name, a in x.items()}
 
 
 def bits(array):
@@ -285,8 +293,9 @@ class Truth:
     def gradients(self):
         """By name: the true one and the plain one."""
         (given, dout), (coarse, rough) = self.exact, self.coarse
-        exact = oracle.gradients(*given, dout, self.problem)
-        plain = oracle.gradients(*coarse, rough, self.problem, dtype=self.dtype)
+        dlse = self.x.get("dlse")
+        exact = oracle.gradients(*given, dout, self.problem, dlse=dlse)
+        plain = oracle.gradients(*coarse, rough, self.problem, dlse=dlse, dtype=self.dtype)
         return {name: (exact[name], plain[name]) for name in ("dq", "dk", "dv")}
 
 
@@ -305,7 +314,8 @@ def check(problem, family=PORTABLE, tiling=None, backward_tiling=None, kind="nor
     within(result.out, truth.out, truth.plain, p, "out")
     check_lse(result.lse, truth.lse, truth.plain_lse if tf32 else truth.lse)
     for form in family.forms_of(problem):
-        grads = gradients(result, truth.x["dout"], form, tiling=backward_tiling)
+        given = {"dlse": truth.x.get("dlse"), "tiling": backward_tiling}
+        grads = gradients(result, truth.x["dout"], form, **given)
         assert grads.kernel.startswith(family.kernel)
         for name, (exact, plain) in truth.gradients.items():
             within(getattr(grads, name), exact, plain, p, (name, form))
@@ -317,7 +327,7 @@ def check_counts(problem, family, key_order="ascending", tilings=(None, None), *
     result = run(problem, x, family, tiling=tilings[0], **how, **more)
     simulated = same_counts(problem, x, result.trace)
     for form in family.forms_of(problem):
-        grads = gradients(result, x["dout"], form, tiling=tilings[1])
+        grads = gradients(result, x["dout"], form, dlse=x.get("dlse"), tiling=tilings[1])
         same_backward_counts(simulated, x, grads.trace)
 
 
@@ -339,7 +349,8 @@ def same_counts(problem, x, trace):
 def same_backward_counts(simulated, x, trace):
     """Compare a backward pass's counts with those that follow from a simulated forward pass."""
     job = replace(simulated._job, algorithm=trace.algorithm)
-    grads = replace(simulated, _job=job).backward(x["dout"], tiling=trace.tiling)
+    given = {"dlse": x.get("dlse"), "tiling": trace.tiling}
+    grads = replace(simulated, _job=job).backward(x["dout"], **given)
     _same(trace, grads.trace)
 
 
@@ -358,7 +369,7 @@ def check_bits(problem, family, runs=200, forms=None):
         result = run(problem, x, family)
         got = {"out": result.out, "lse": result.lse}
         for form in family.forms_of(problem) if forms is None else forms:
-            grads = gradients(result, x["dout"], form)
+            grads = gradients(result, x["dout"], form, dlse=x.get("dlse"))
             names = ("dk", "dv") if form is False else ("dq", "dk", "dv")
             got |= {(name, form): getattr(grads, name) for name in names}
         if not first:
@@ -375,7 +386,7 @@ def check_timelines(problem, family, **more):
     simulated = same_counts(problem, x, result.trace)
     check_timeline(result.trace, result.trace.tiling.block_q // 64 if specialised else 0)
     for form in family.forms_of(problem):
-        trace = gradients(result, x["dout"], form).trace
+        trace = gradients(result, x["dout"], form, dlse=x.get("dlse")).trace
         same_backward_counts(simulated, x, trace)
         check_timeline(trace, (3 if trace.tiling.block_k == 96 else 2) if specialised else 0)
 

@@ -267,13 +267,14 @@ def run_backward(
     passes: Iterable[KernelPass],
     problem: Problem,
     forward: dict[str, np.ndarray],
-    dout: np.ndarray,
+    x: dict[str, np.ndarray],
     *,
     fused: bool,
 ) -> tuple[dict[str, np.ndarray], list[StageTrace | None]]:
-    """The backward pass after `run_forward`, likewise."""
+    """The backward pass after `run_forward`, of dout and, if there is one, dlse; likewise."""
     p = problem
-    arrays = {**forward, "dout": padded(dout), "delta": unwritten(p, p.heads, p.n_q, 0)}
+    arrays = {**forward, "dout": padded(x["dout"]), "delta": unwritten(p, p.heads, p.n_q, 0)}
+    arrays["dlse"] = x.get("dlse")
     arrays["dq"] = unwritten(p, p.heads, p.n_q, p.head_dim)
     arrays["dk"] = unwritten(p, p.kv_heads, p.n_kv, p.head_dim)
     arrays["dv"] = unwritten(p, p.kv_heads, p.n_kv, p.head_dim_v)

@@ -86,6 +86,13 @@ def tensors(
     )
 
 
+def with_lse_gradient(x) -> None:
+    """Give inputs a gradient of the LSE, `dlse`, as large as what dout adds to dS."""
+    rng = np.random.default_rng(7)
+    wide = np.float64 if x.q.dtype == np.float64 else np.float32
+    x.dlse = (3 * rng.standard_normal(x.q.shape[:3])).astype(wide)
+
+
 def brute_force_mask(p: Problem) -> np.ndarray:
     """Boolean (n_q, n_kv) by the conventions in words, one score at a time; no code shared."""
     return _mask(replace(p, dtype="float64"))
@@ -149,6 +156,8 @@ def plain(x, p: Problem, work, times=np.matmul, late=False) -> dict[str, np.ndar
     out = times(weights, v) / np.where(seen, total, 1) if late else times(prob, v)
     dprob = times(dout, v.mT)
     dz = prob * (dprob - (prob * dprob).sum(axis=-1, keepdims=True))
+    if getattr(x, "dlse", None) is not None:
+        dz = dz + prob * x.dlse.astype(work)[..., None]
     fold = lambda a: a.reshape(p.batch, p.kv_heads, p.group, *a.shape[2:]).sum(axis=2)  # noqa: E731
     inner = dz * slope * work(p.scale)
     result = {
@@ -175,6 +184,8 @@ def terms(x, p: Problem, prob: np.ndarray) -> dict[str, np.ndarray]:
     k, v = (np.repeat(a, p.group, axis=1) for a in (k, v))
     dprob = dout @ v.mT
     dz = prob * (dprob + (prob * dprob).sum(axis=-1, keepdims=True))
+    if getattr(x, "dlse", None) is not None:
+        dz = dz + prob * np.abs(x.dlse.astype(np.float64))[..., None]
     fold = lambda a: a.reshape(p.batch, p.kv_heads, p.group, *a.shape[2:]).sum(axis=2)  # noqa: E731
     scale = abs(p.scale)
     return {
@@ -236,7 +247,8 @@ def _judge(p: Problem, *given: tuple) -> Judge:
         rough = [plain(x, p, own), plain(x, p, own, in_order, late=True)]
     else:
         out, lse = oracle.attention(x.q, x.k, x.v, p, bias=x.bias, dtype=p.dtype)
-        grads = oracle.gradients(x.q, x.k, x.v, x.dout, p, bias=x.bias, dtype=p.dtype)
+        dlse = getattr(x, "dlse", None)
+        grads = oracle.gradients(x.q, x.k, x.v, x.dout, p, dlse=dlse, bias=x.bias, dtype=p.dtype)
         rough = [{"out": out, "lse": lse, **grads}]
     size = terms(x, p, prob.astype(np.float64))
     inner = np.finfo(p.compute_dtype).eps
@@ -259,7 +271,7 @@ def run_both(x, target: Target, algorithm: str, **options):
     r = flashsim.run(
         x.q, x.k, x.v, bias=x.bias, backend=target.backend, algorithm=algorithm, **options
     )
-    g = r.backward(x.dout, tiling=options.get("tiling"))
+    g = r.backward(x.dout, dlse=getattr(x, "dlse", None), tiling=options.get("tiling"))
     got = {"out": r.out, "lse": r.lse, "dq": g.dq, "dk": g.dk, "dv": g.dv}
     if x.bias is not None:
         got["dbias"] = g.dbias

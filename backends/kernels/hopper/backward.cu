@@ -10,6 +10,7 @@
 //
 // With FS_ONCE a row tile has one visit, and its keys are all here. So delta is a sum of what this
 // block has, P dP over keys, and nobody ran before; and dQ is complete: it is rounded, and stored.
+// With FS_DLSE as well, delta is less the LSE's gradient; elsewhere flash_delta has seen to that.
 #include "work.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
@@ -57,6 +58,7 @@ constexpr int DS_WIDE = BLOCK_Q % 64 ? 16 : 64;
 [[maybe_unused]] constexpr int ROW_OF_THREADS = 128 * WARPGROUPS * 4;
 static_assert(FS_CLUSTER == 1 || !(FS_ORDERED || FS_TIMELINE), "items have one block there");
 static_assert(!FS_ONCE || (FS_FUSED && !FS_ORDERED && !FS_SOFTCAP && BLOCK_Q % 32 == 0), "");
+static_assert(FS_ONCE || !FS_DLSE, "delta has it already");
 static_assert(!FS_ONCE || !FS_DEFERRED, "no visit follows in which dQ would be computed");
 static_assert(D * ROW_OF_THREADS <= 2 * (2 * BLOCK_K + 2 * STAGES * BLOCK_Q) * D, "room for both");
 
@@ -70,6 +72,9 @@ struct OnChip {
 #if FS_ONCE
     alignas(1024) u16 dq[WARPGROUPS][DQ_BOXES][DQ_ROWS * 64];    // leaving for dQ
     float sums[STAGES][4 * WARPGROUPS][BLOCK_Q], delta[4 * WARPGROUPS][BLOCK_Q];  // of each warp
+#if FS_DLSE
+    float dlse[STAGES][BLOCK_Q];
+#endif
 #else
     alignas(1024) float dq[WARPGROUPS][DQ_BOXES][DQ_ROWS * 32];  // leaving for the accumulator
 #endif
@@ -80,7 +85,7 @@ struct OnChip {
 #endif
     u64 kv_full, k_empty, v_empty;                         // of k and v
     u64 ds_full[STAGES], ds_free[STAGES];                  // of ds, where dQ is deferred
-    u64 full[STAGES], empty[STAGES];                       // of q, dout, lse and (loaded) delta
+    u64 full[STAGES], empty[STAGES];                       // of q, dout, lse, delta or dlse
     Items items;
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_kernels.py and OnChip must agree");
@@ -246,7 +251,11 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             // All warps' are written. Those of the visit before the last, which lay here, were read
             // before anybody came to the last one's barrier.
             named_sync(SUMS_READY, 128 * WARPGROUPS);
+#if FS_DLSE
+            subtract_delta(dP, S, s.sums[stage], s.delta[warp], s.dlse[stage]);
+#else
             subtract_delta(dP, S, s.sums[stage], s.delta[warp]);
+#endif
 #endif
             round_operand(dS, dP);
 #if FS_FUSED

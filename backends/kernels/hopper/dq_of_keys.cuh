@@ -29,17 +29,18 @@ __device__ __forceinline__ void sum_keys(float* sums, const float (&PdP)[BLOCK_Q
 }
 
 // dS^T = P^T (dP^T - delta), of P and P dP. Each warp adds all warps' sums up for itself, in order.
+// `dlse`, where the LSE has a gradient, is that of the visit's rows.
 __device__ __forceinline__ void subtract_delta(float (&dP)[BLOCK_Q / 2],
                                                const float (&P)[BLOCK_Q / 2],
                                                const float (&sums)[4 * WARPGROUPS][BLOCK_Q],
-                                               float* total) {
+                                               float* total, const float* dlse = nullptr) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int x = lane; x < BLOCK_Q; x += 32) {
         float sum = sums[0][x];
 #pragma unroll
         for (int w = 1; w < 4 * WARPGROUPS; ++w) sum += sums[w][x];
-        total[x] = sum;
+        total[x] = FS_DLSE ? sum - dlse[x] : sum;
     }
     __syncwarp();
 #pragma unroll

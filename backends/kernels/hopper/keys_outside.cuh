@@ -142,7 +142,8 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
 __device__ inline float seen(const float* from) { return FS_AFTER ? __ldcg(from) : *from; }
 
 // A warp: where the scores and dP of each visit's rows start, on the tiles' barriers. A row past
-// the end, or one that sees no key, gets -inf, so that its P is exactly 0.
+// the end, or one that sees no key, gets -inf, so that its P is exactly 0. With FS_ONCE there is no
+// delta yet, only, with FS_DLSE, what it will be less.
 __device__ void produce_statistics(OnChip& s, const Args& a) {
     constexpr int PER_LANE = (BLOCK_Q + 31) / 32;
     const int lane = threadIdx.x % 32;
@@ -163,7 +164,7 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
             const int first = it.base + it.visits(a, step.v).tile * BLOCK_Q;
             u32* counts = a.visit_counts + (i64(walk) * a.n_visits + it.visits.first + step.v) * 8;
             float lse[PER_LANE];
-            [[maybe_unused]] float delta[PER_LANE];
+            [[maybe_unused]] float delta[PER_LANE];  // or dlse
 #pragma unroll
             for (int i = 0; i < PER_LANE; ++i) {  // before the wait, to hide their latency
                 const int x = lane + 32 * i;
@@ -171,8 +172,8 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
                 const i64 row = i64(walk) * a.n_q + first + x;
                 lse[i] = exists ? seen(a.lse + row) : NEG_INF;
                 report(counts + 2, 4 * exists);
-                if (FS_ONCE) continue;
-                delta[i] = exists ? seen(a.delta + row) : 0.0f;
+                if (FS_ONCE && !FS_DLSE) continue;
+                delta[i] = exists ? seen((FS_DLSE ? a.dlse : a.delta) + row) : 0.0f;
                 report(counts + 3, 4 * exists);
             }
             wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
@@ -181,7 +182,9 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
                 const int x = lane + 32 * i;
                 if (x < BLOCK_Q) {
                     s.lse[ring.stage][x] = lse[i] == NEG_INF ? NEG_INF : lse[i] * unit;
-#if !FS_ONCE
+#if FS_ONCE && FS_DLSE
+                    s.dlse[ring.stage][x] = delta[i];
+#elif !FS_ONCE
                     s.delta[ring.stage][x] = -delta[i];
 #endif
                 }
@@ -261,7 +264,7 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
                 reduce_commit();
                 const i64 number = i64(walk) * a.n_visits + it.visits.first + step.v;
                 const int rows = max(0, min(DQ_ROWS, it.end - row));
-                report_one(a.visit_counts + number * 8 + (FS_ONCE ? 3 : 4),
+                report_one(a.visit_counts + number * 8 + (FS_ONCE && !FS_DLSE ? 3 : 4),
                            rows * columns * (FS_ONCE ? 2 : 4));
                 reduce_wait_read();
             }

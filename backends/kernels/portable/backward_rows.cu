@@ -1,6 +1,7 @@
-// The two row-wise passes around a backward: `flash_delta` before it (delta = rowsum(dO * O), and
-// the clearing of the float32 dQ accumulator where dQ is reduced into one) and `flash_convert`
-// after it. Block (i, head) owns row tile i; no shared memory, every access 16 bytes wide.
+// The two row-wise passes around a backward: `flash_delta` before it (delta = rowsum(dO * O), with
+// FS_DLSE less the LSE's gradient, and the clearing of the float32 dQ accumulator where dQ is
+// reduced into one) and `flash_convert` after it. Block (i, head) owns row tile i; no shared
+// memory, every access to whole rows 16 bytes wide.
 #include "common.cuh"
 
 constexpr int THREADS = 32 * FS_WARPS, WIDE = 16 / FS_BYTES;  // elements of 16 bytes
@@ -58,10 +59,20 @@ flash_delta(const __grid_constant__ Args a) {
     const Rows out(a, a.o, walk), dout(a, a.dout, walk);
     u32* slots = a.tile_counts + (i64(walk) * a.tiles + i) * 8;
     u32 loaded = 0, stored = 0, cleared = 0;
+    [[maybe_unused]] u32 loaded_dlse = 0;
     // Uniform: the shuffles below need every lane.
     for (int r0 = rows.start; r0 < rows.stop; r0 += DEEP * ROWS) {
         float sum[DEEP] = {};
         const int first = r0 + threadIdx.x / LANES;
+#if FS_DLSE
+        float less[DEEP] = {};  // before the products, to be under way with their rows
+#pragma unroll
+        for (int j = 0; j < DEEP; ++j) {
+            const int r = first + j * ROWS;
+            if (r >= rows.stop || lane != 0) break;
+            less[j] = a.dlse[i64(walk) * a.n_q + r], loaded_dlse += 4;
+        }
+#endif
         for (int c = lane; c < CHUNKS; c += LANES) {
             uint4 x[DEEP] = {}, y[DEEP] = {};
 #pragma unroll
@@ -79,6 +90,9 @@ flash_delta(const __grid_constant__ Args a) {
             const int r = first + j * ROWS;
 #pragma unroll
             for (int w = LANES / 2; w; w /= 2) sum[j] += __shfl_xor_sync(~0u, sum[j], w);
+#if FS_DLSE
+            sum[j] -= less[j];  // of the lane that stores it
+#endif
             if (r < rows.stop && lane == 0) a.delta[i64(walk) * a.n_q + r] = sum[j], stored += 4;
         }
     }
@@ -91,7 +105,10 @@ flash_delta(const __grid_constant__ Args a) {
     }
 #endif
     report(slots, loaded), report(slots + 1, loaded);  // O and dO: one chunk of each at a time
-    report(slots + 2, stored), report(slots + 3, cleared);
+#if FS_DLSE
+    report(slots + 2, loaded_dlse);
+#endif
+    report(slots + 2 + FS_DLSE, stored), report(slots + 3 + FS_DLSE, cleared);
 }
 
 #if !FS_F32

@@ -46,11 +46,11 @@ def load_statistics(block_q: int) -> Any:
             if (step + 1) * 32 > block_q:
                 exists = b.and_(exists, b.icmp_signed("<", row, i32(block_q)))
             far = b.zext(b.shl(row, i32(2)), lse.type)
-            x = ptx_hopper.load_float_if(b, b.add(lse, far), exists)
+            x = ptx.load_float_if(b, b.add(lse, far), exists)
             empty = b.fcmp_ordered("==", x, f32(NEG_INF))
             none = b.or_(empty, b.not_(exists))
             starts.append(b.select(none, f32(NEG_INF), b.fmul(x, unit)))
-            x = ptx_hopper.load_float_if(b, b.add(delta, far), exists)
+            x = ptx.load_float_if(b, b.add(delta, far), exists)
             deltas.append(b.fmul(x, f32(-1.0)))
         return [starts, deltas]
 

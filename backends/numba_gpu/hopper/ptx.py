@@ -203,15 +203,6 @@ def twice(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> Values:
     return struct_values(b, made, 4)
 
 
-def load_float_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> ir.Value:
-    """A float32 of HBM where `condition` holds, else 0 ("ld"), past an L1 that may be older."""
-    text = (
-        "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.f32 $0, 0f00000000; "
-        "@p ld.global.cg.f32 $0, [$1];}"
-    )
-    return asm(b, text, "=&f,l,r", [source, b.zext(condition, I32)], F32, effects=True)
-
-
 # -- registers move from one warpgroup to others --------------------------------------------------
 
 

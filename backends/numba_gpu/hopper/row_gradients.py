@@ -37,10 +37,10 @@ def own_statistics(
         mine = b.add(row, b.add(b.lshr(lane, i32(2)), i32(8 * half)))
         exists = b.icmp_signed("<", mine, stop)
         far = b.sext(b.shl(mine, i32(2)), lse.type)
-        x = ptx_hopper.load_float_if(b, b.add(lse, far), exists)
+        x = ptx.load_float_if(b, b.add(lse, far), exists)
         none = b.or_(b.fcmp_ordered("==", x, f32(NEG_INF)), b.not_(exists))
         tops.append(b.select(none, f32(-NEG_INF), b.fmul(x, f32(LOG2E))))
-        deltas.append(ptx_hopper.load_float_if(b, b.add(delta, far), exists))
+        deltas.append(ptx.load_float_if(b, b.add(delta, far), exists))
         moved = b.add(moved, b.select(b.and_(exists, first), i32(4), i32(0)))
     return [tops, deltas, moved]
 

@@ -32,6 +32,7 @@ class TeachingShape:
     itemsize: int
     counts: bool
     fused: bool = False
+    dlse: bool = False
 
 
 @cuda.jit(device=True, inline="always")
@@ -157,17 +158,23 @@ def forward_kernel(shape: TeachingShape) -> Any:
 
 @lru_cache(maxsize=64)
 def delta_kernel(shape: TeachingShape) -> Any:
-    """delta = rowsum(dO * O), and the clearing of dQ's accumulator; thread r owns row r."""
+    """delta = rowsum(dO * O), and the clearing of dQ's accumulator; thread r owns row r.
+
+    dL is the LSE's gradient, which is taken off delta; without one it is not read.
+    """
     d, dv, itemsize, counts, fused = shape.d, shape.dv, shape.itemsize, shape.counts, shape.fused
+    dlse, delta_slot = shape.dlse, 3 if shape.dlse else 2
 
     @cuda.jit
-    def flash_delta(O, dO, delta, dQ, rows, tile_counts):
+    def flash_delta(O, dO, delta, dQ, dL, rows, tile_counts):
         i, walk, r = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
         batch, head, row = walk // O.shape[1], walk % O.shape[1], rows[i, 0] + r
         if row < rows[i, 1]:
             total = float32(0)
             for x in range(dv):
                 total += float32(O[batch, head, row, x]) * float32(dO[batch, head, row, x])
+            if dlse:
+                total -= dL[batch, head, row]
             delta[batch, head, row] = total
             if fused:
                 for x in range(d):
@@ -175,8 +182,10 @@ def delta_kernel(shape: TeachingShape) -> Any:
             if counts:
                 cuda.atomic.add(tile_counts, (walk, i, 0), dv * itemsize)
                 cuda.atomic.add(tile_counts, (walk, i, 1), dv * itemsize)
-                cuda.atomic.add(tile_counts, (walk, i, 2), 4)
-                cuda.atomic.add(tile_counts, (walk, i, 3), d * 4 if fused else 0)
+                if dlse:
+                    cuda.atomic.add(tile_counts, (walk, i, 2), 4)
+                cuda.atomic.add(tile_counts, (walk, i, delta_slot), 4)
+                cuda.atomic.add(tile_counts, (walk, i, delta_slot + 1), d * 4 if fused else 0)
 
     return flash_delta
 

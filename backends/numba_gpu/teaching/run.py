@@ -104,13 +104,15 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
         return {"place": place, **{name: place.taken(x) for name, x in given.items()}}
 
 
-def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
+def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
     """The backward pass: delta, dkdv and dq, or with "flash2-fused" delta, fused and convert."""
     p, tiling = job.problem, choose(job.problem, job.tiling, "backward")
     check(p, tiling)
     fused = job.algorithm == "flash2-fused"
     place = saved["place"]
     place.check("dout", dout, p.dtype)
+    if dlse is not None:
+        place.check("dlse", dlse, p.dtype)
     with place.active():
         call = _Call(job, tiling, place, fused=fused)
         q, k, v, out, lse = (saved[name] for name in ("q", "k", "v", "out", "lse"))
@@ -118,7 +120,9 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
         delta = place.new((p.batch, p.heads, p.n_q), np.float32)
         dq, dk, dv = (place.new(x.shape, x.dtype) for x in (q, k, v))
         acc = place.new(q.shape, np.float32) if fused and q.dtype != np.float32 else dq
-        call.rows("delta", teaching.delta_kernel, (out, dout, delta, acc))
+        # Without a gradient of the LSE what is in its place is not read.
+        less = place.new((1, 1, 1), np.float32) if dlse is None else place.taken(dlse)
+        call.rows("delta", teaching.delta_kernel, (out, dout, delta, acc, less))
         inputs = (q, k, v, dout, lse, delta)
         if fused:
             call.walk("col", "fused", teaching.dkdv_kernel, (*inputs, acc, dk, dv))
@@ -275,6 +279,7 @@ class _Call:
             itemsize=p.itemsize,
             counts=self.counting,
             fused=fused,
+            dlse=p.dlse,
         )
         self.algorithm = "flash2-fused" if fused else "flash2"
         self.reports: list[tuple[plans.Stage, Lowered, Any, Any]] = []

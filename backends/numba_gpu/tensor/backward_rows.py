@@ -1,8 +1,8 @@
 """The row-wise passes around a backward pass: `flash_delta` before it, `flash_convert` after.
 
-`flash_delta` computes delta = rowsum(dO * O) and clears the float32 accumulator of dQ where dQ is
-reduced into one; `flash_convert` rounds that accumulator. Block (i, head) owns row tile i; no
-shared memory, every access to HBM 16 bytes wide.
+`flash_delta` computes delta = rowsum(dO * O), less the LSE's gradient if it has one, and clears the
+float32 accumulator of dQ where dQ is reduced into one; `flash_convert` rounds that accumulator.
+Block (i, head) owns row tile i; no shared memory, every access to HBM of rows 16 bytes wide.
 """
 
 from __future__ import annotations
@@ -89,6 +89,22 @@ def _write_rows(apart: int) -> Any:
     return write_rows
 
 
+def _less_rows(apart: int) -> Any:
+    """``less_rows(sums, source, left) -> sums``: less float32 of rows `apart` rows apart, of which
+    the first `left` are there.
+    """
+
+    @emitted(floats(DEEP), floats(DEEP), int64, int32)
+    def less_rows(b: ir.IRBuilder, sums: Values, source: ir.Value, left: ir.Value) -> Values:
+        found = []
+        for j in range(DEEP):
+            at = b.add(source, ir.Constant(I64, j * apart * 4))
+            found.append(ptx.load_float_if(b, at, b.icmp_signed("<", i32(j * apart), left)))
+        return [b.fsub(total, x) for total, x in zip(sums, found, strict=True)]
+
+    return less_rows
+
+
 def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
     """``convert(to, step, source, first, pieces, scale) -> bytes``: of `pieces`, `per_row` of 8
     elements in each row, up to `DEEP` that are `apart` pieces apart: float32 times scale, rounded
@@ -139,6 +155,7 @@ def flash_delta_kernel(kernel: Kernel) -> Any:
     lanes = next(n for n in (1, 2, 4, 8, 16, 32) if n >= chunks)  # that share a row
     apart = threads // lanes
     dots, lane_sums, write_rows = _dots(bool(c.bf16), apart), _lane_sums(lanes), _write_rows(apart)
+    less_rows, dlse, delta_slot = _less_rows(apart), bool(c.dlse), 12 if c.dlse else 8
     wait_for_what_ran_before = w.wait_for_what_ran_before
     let_what_runs_next_start = w.let_what_runs_next_start
 
@@ -152,13 +169,16 @@ def flash_delta_kernel(kernel: Kernel) -> Any:
         o = a.o_data + (batch * a.o_batch + head * a.o_head) * 2 + lane * 16
         dout = a.dout_data + (batch * a.dout_batch + head * a.dout_head) * 2 + lane * 16
         o_row, dout_row = a.o_row * 2, a.dout_row * 2
-        loaded, stored, cleared = 0, 0, 0
+        loaded, loaded_dlse, stored, cleared = 0, 0, 0, 0
         for r0 in range(start, stop, DEEP * apart):  # uniform: the sums below need every lane
             r = int32(r0 + thread // lanes)
             left = int32(stop - r if lane < chunks else 0)
             sums, rows = dots(o + r * o_row, dout + r * dout_row, o_row, dout_row, left)
             sums = lane_sums(sums)
             if lane == 0:
+                if dlse:
+                    sums = less_rows(sums, a.dlse + (int64(walk) * a.n_q + r) * 4, left)
+                    loaded_dlse += rows * 4
                 write_rows(a.delta + (int64(walk) * a.n_q + r) * 4, sums, left)
                 stored += rows * 4
             loaded += rows * value_bytes(lane)
@@ -169,8 +189,10 @@ def flash_delta_kernel(kernel: Kernel) -> Any:
                 cleared += cleared_bytes(at % (head_dim // 4) * 4)
         report(slot, loaded)  # O and dO: one piece of each at a time
         report(slot + 4, loaded)
-        report(slot + 8, stored)
-        report(slot + 12, cleared)
+        if dlse:
+            report(slot + 8, loaded_dlse)
+        report(slot + delta_slot, stored)
+        report(slot + delta_slot + 4, cleared)
 
     return flash_delta
 

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashsim.algorithms.tiles import finite
-from flashsim.engines.cpu import chosen, items, threads, walks_decode
+from flashsim.engines.cpu import chosen, threads, walks_decode, work_tiles
 from flashsim.engines.cpu.micro_kernels import registers
-from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, FLOAT16
+from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16, FLOAT16
 from flashsim.engines.cpu.micro_kernels.writer import LINE
 from flashsim.engines.cpu.notes import stage_trace
 from flashsim.engines.cpu.scores import Rules
@@ -69,15 +69,18 @@ def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
     return {"O": out, "L": lse}
 
 
-def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
+def backward(
+    job: Job, saved: Mapping[str, Any], dout: np.ndarray, dlse: np.ndarray | None = None
+) -> Outcome:
     """The backward pass: in three passes ("flash2"), or fused, with dQ summed up in memory."""
     engine = _CpuPass.of(job, "backward")
     p, real = job.problem, job.problem.compute_dtype
     out, dout, q, k, v = engine.operands(saved["O"], dout, job.q, job.k, job.v)
     lse = threads.frozen(finite(saved["L"]))
     delta = np.empty(p.batch * p.heads * p.n_q, real)
-    engine.walk("delta", _as_floats(out), _as_floats(dout), delta)
-    inputs = WalkInputs(q, k, v, dout, lse, threads.frozen(delta))
+    (less,) = engine.wide(np.zeros(0) if dlse is None else dlse)
+    engine.walk("delta", _as_floats(out), _as_floats(dout), less, delta)
+    inputs = WalkInputs(q, k, v, dout, lse, threads.frozen(delta), *engine.along())
 
     dk = np.empty((p.batch, p.kv_heads, p.n_kv, p.head_dim), engine.result)
     dv = np.empty((p.batch, p.kv_heads, p.n_kv, p.head_dim_v), engine.result)
@@ -222,6 +225,20 @@ class _CpuPass:
             self.walk("forward", self.narrow, *arrays, self._parts(), decode=True)
         return out, lse
 
+    def along(self) -> tuple[np.ndarray, np.ndarray]:
+        """Q and a factor as `walks_decode.decode` multiplies them by K; no Q where it did not run.
+
+        Where pairs are multiplied, rounding dS to bfloat16 costs far more than another order does.
+        """
+        p, real = self.job.problem, self.job.problem.compute_dtype
+        mantissa, power = math.frexp(self.rules.scale)
+        factor = threads.frozen(np.array([mantissa], real))
+        if not _one_query(p) or self.pairs:
+            return threads.frozen(np.zeros(0, real)), factor
+        rows = np.zeros((p.batch * p.heads, walks_decode.padded(p.head_dim)), real)
+        rows[:, : p.head_dim] = self.job.q.reshape(-1, p.head_dim)
+        return threads.frozen(rows * np.dtype(real).type(math.ldexp(1.0, power))), factor
+
     def _parts(self) -> tuple[np.ndarray, ...]:
         """Room for what `walks_decode.decode` knows of each part."""
         p, walks = self.job.problem, self.job.problem.batch * self.job.problem.kv_heads
@@ -233,7 +250,7 @@ class _CpuPass:
     def schedule(self, stage: plans.Stage) -> Schedule:
         """A stage's walk."""
         p, order = self.job.problem, self.job.key_order
-        return items.known(Schedule(p, self.tiling, stage.outer, order, stage.dense))
+        return work_tiles.known(Schedule(p, self.tiling, stage.outer, order, stage.dense))
 
     def walk(self, name: str, *arrays: Any, decode: bool = False) -> None:
         """Run a stage on all threads, and keep its trace if one is asked for."""
@@ -243,10 +260,10 @@ class _CpuPass:
         if self.job.trace:
             seen = np.zeros((p.batch * p.heads, stage.visits), np.int64)
             notes = Notes(np.zeros((stage.walks, stage.tiles), np.int64), seen)
-        turns = items.first_turns(stage.schedule) if fused else _NO_TURNS
-        walk = "decode" if decode else "pairs_" * self.pairs + WALKS[name]
-        odd = p.dtype in ROUNDING and walk not in ("pairs_forward", "decode")
-        parts = stage.parts or items.tiles(stage.schedule, name, self.threads, one=decode)
+        turns = work_tiles.first_turns(stage.schedule) if fused else _NO_TURNS
+        walk = "decode" if decode else WALKS[name]
+        odd = p.dtype in ROUNDING and not decode and not (self.pairs and name == "forward")
+        parts = stage.parts or work_tiles.tiles(stage.schedule, name, self.threads, one=decode)
         for tiles in parts:
             counter = np.zeros(PLACES, np.int64)
             args = [*arrays, self.shape, tiles, self.rules, notes, counter]
@@ -273,7 +290,7 @@ class _CpuPass:
         long = self._work(schedule, len(inner)) > threads.LONG
         found = _Stage(schedule, walks, len(ptr) - 1, len(inner), long)
         if p.banded:
-            parts = tuple(items.tiles(schedule, name, self.threads, one=decode))
+            parts = tuple(work_tiles.tiles(schedule, name, self.threads, one=decode))
             self._stages[key] = found = found._replace(parts=parts)
         return found
 
@@ -306,7 +323,12 @@ class _CpuPass:
 
 def _is_one(p: Problem, direction: str) -> bool:
     """Whether there is one query a head, in a forward pass."""
-    return direction == "forward" and p.n_q == 1 and not p.cu_seqlens_q
+    return direction == "forward" and _one_query(p)
+
+
+def _one_query(p: Problem) -> bool:
+    """Whether there is one query a head, whose forward pass `walks_decode` makes."""
+    return p.n_q == 1 and not p.cu_seqlens_q
 
 
 def _cpu(job: Job, direction: str) -> registers.Cpu:
@@ -315,7 +337,7 @@ def _cpu(job: Job, direction: str) -> registers.Cpu:
 
 
 def _as_floats(flat: np.ndarray) -> np.ndarray:
-    """The floats that lie in the place of 16-bit numbers (see `halves`), or what was given.
+    """The floats that lie in the place of 16-bit numbers (see `float16`), or what was given.
 
     The last of an odd number lies beyond the end that a walk is told, which it does not ask for.
     """

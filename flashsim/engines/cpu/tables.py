@@ -77,7 +77,11 @@ class Notes(NamedTuple):
 
 
 class WalkInputs(NamedTuple):
-    """What a backward pass reads, flat; `lse` has 0 where no key was seen."""
+    """What a backward pass reads, flat; `lse` has 0 where no key was seen.
+
+    With one query per head, whose forward pass is `walks_decode`'s, `along` and `factor` are Q and
+    the factor of its scores as that walk has them; `along` is empty otherwise.
+    """
 
     q: np.ndarray
     k: np.ndarray
@@ -85,6 +89,8 @@ class WalkInputs(NamedTuple):
     dout: np.ndarray
     lse: np.ndarray
     delta: np.ndarray
+    along: np.ndarray
+    factor: np.ndarray
 
 
 class Grads(NamedTuple):

@@ -59,6 +59,10 @@ def plain(q, k, v, bias=None, *, causal=False, window=None, softcap=0.0, scale=N
     return jax.nn.softmax(jnp.where(kept, s, -jnp.inf), axis=-1) @ v
 
 
+#: Keys in two parts.
+CUT = slice(0, 4), slice(4, None)
+
+
 def in_parts(q, k, v):
     cuts = ((0, 4, 0, 5), (4, 7, 5, 9))
     parts = [plain(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], causal=True) for a, b, c, d in cuts]
@@ -158,10 +162,44 @@ def test_beside_inputs_and_output_one_number_a_row_is_kept():
     assert kept == sorted([q.shape, k.shape, v.shape, out.shape, q.shape[:-1]])
 
 
-def test_the_lse_has_a_gradient_of_zero():
-    q, k, v = tensors()
-    gradient = jax.grad(lambda x: call(x, k, v, return_lse=True)[1].sum())(q)
-    close(gradient, jnp.zeros_like(q))
+@pytest.mark.parametrize(("sizes", "question"), CASES.values(), ids=CASES)
+def test_check_grads_of_out_and_lse(sizes, question):
+    told = {**question, "return_lse": True, "backend": "numba"}
+    check_grads(lambda *x: call(*x, **told), tensors(**sizes), order=1, modes=["rev"])
+
+
+def test_merged_parts_of_the_keys_have_the_gradients_of_the_whole():
+    def loss(q, k, v):
+        parts = [call(q, k[..., at, :], v[..., at, :], return_lse=True) for at in CUT]
+        lse = jnp.logaddexp(*(part for _, part in parts))
+        out = sum(out * jnp.exp(part - lse)[..., None] for out, part in parts)
+        return jnp.sin(out).sum() + jnp.square(lse).sum()
+
+    def whole(q, k, v):
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        lse = jax.nn.logsumexp(scores, axis=-1)
+        return jnp.sin(plain(q, k, v)).sum() + jnp.square(lse).sum()
+
+    inputs = tensors()
+    expected = jax.grad(whole, (0, 1, 2))(*inputs)
+    close(jax.jit(jax.grad(loss, (0, 1, 2)))(*inputs), expected, atol=1e-12)
+    queries = jnp.stack([inputs[0], -inputs[0]])
+    mapped = jax.vmap(jax.grad(loss), (0, None, None))(queries, *inputs[1:])
+    singles = [jax.grad(whole)(x, *inputs[1:]) for x in queries]
+    close(mapped, jnp.stack(singles), atol=1e-12)
+
+
+def test_without_the_lse_no_gradient_of_it_is_read(monkeypatch):
+    from flashsim.api import execution
+
+    told, backward = [], execution.backward
+    monkeypatch.setattr(
+        execution, "backward", lambda **how: told.append("dlse" in how) or backward(**how)
+    )
+    inputs = tensors()
+    jax.block_until_ready(jax.grad(lambda *x: call(*x).sum())(*inputs))
+    jax.block_until_ready(jax.grad(lambda *x: call(*x, return_lse=True)[1].sum())(*inputs))
+    assert told == [False, True]
 
 
 # -- errors ---------------------------------------------------------------------------------------

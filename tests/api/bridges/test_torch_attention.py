@@ -52,6 +52,16 @@ def plain(q, k, v, bias=None, *, causal=False, window=None, softcap=0.0, scale=N
     return torch.softmax(s.masked_fill(~kept, float("-inf")), dim=-1) @ v
 
 
+#: Keys in two parts.
+CUT = slice(0, 4), slice(4, None)
+
+
+def merged(first, second):
+    """Attention over all keys, from (out, LSE) over some and over the others."""
+    lse = torch.logaddexp(first[1], second[1])
+    return sum(out * (part - lse).exp()[..., None] for out, part in (first, second)), lse
+
+
 # -- numbers --------------------------------------------------------------------------------------
 
 
@@ -79,6 +89,61 @@ def test_gradcheck(backend, sizes, question):
     assert torch.autograd.gradcheck(lambda *x: call(*x, **question), inputs)
 
 
+@pytest.mark.parametrize(("sizes", "question"), CASES.values(), ids=CASES)
+def test_gradcheck_of_out_and_lse(sizes, question):
+    question = {**question, "backend": "numba", "return_lse": True}
+    assert torch.autograd.gradcheck(lambda *x: call(*x, **question), tensors(**sizes))
+
+
+@pytest.mark.parametrize("transformed", [False, True], ids=["operator", "autograd.Function"])
+def test_a_loss_of_the_lse_alone(transformed, monkeypatch):
+    if transformed:
+        monkeypatch.setattr(ops, "_transformed", lambda: True)
+    q, k, v = tensors()
+    _, lse = call(q, k, v, return_lse=True)
+    assert lse.requires_grad
+    got = torch.autograd.grad(lse.sum(), (q, k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    expected = torch.autograd.grad(scores.logsumexp(-1).sum(), (q, k))
+    for x, y in zip(got, (*expected, torch.zeros_like(v)), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_without_a_gradient_of_the_lse_none_is_read(return_lse, monkeypatch):
+    from flashsim.api import execution
+
+    told, backward = [], execution.backward
+    monkeypatch.setattr(
+        execution, "backward", lambda *x, **how: told.append(how["dlse"]) or backward(*x, **how)
+    )
+    found = call(*tensors(), return_lse=return_lse)
+    (found[0] if return_lse else found).sum().backward()
+    assert told == [None]
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "torch.func"])
+def test_merged_parts_of_the_keys_have_the_gradients_of_the_whole(how):
+    def loss(q, k, v):
+        parts = [call(q, k[..., at, :], v[..., at, :], return_lse=True) for at in CUT]
+        out, lse = merged(*parts)
+        return out.sin().sum() + lse.square().sum()
+
+    def whole(q, k, v):
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        return plain(q, k, v).sin().sum() + scores.logsumexp(-1).square().sum()
+
+    inputs = tensors()
+    expected = torch.autograd.grad(whole(*inputs), inputs)
+    if how == "torch.func":
+        got = torch.func.grad(loss, argnums=(0, 1, 2))(*(x.detach() for x in inputs))
+    else:
+        run = loss if how == "eager" else torch.compile(loss, fullgraph=True, backend="aot_eager")
+        got = torch.autograd.grad(run(*inputs), inputs)
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
 def test_gradcheck_fused():
     inputs = tensors(heads=4, kv_heads=2)
     assert torch.autograd.gradcheck(
@@ -91,7 +156,6 @@ def test_narrow_types_come_out_as_they_went_in(dtype):
     q, k, v = tensors(dtype=dtype)
     out, lse = call(q, k, v, return_lse=True, backend="numba")
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-    assert not lse.requires_grad
     out.backward(torch.ones_like(out))
     assert {x.grad.dtype for x in (q, k, v)} == {dtype}
     expected = plain(*(x.detach().double() for x in (q, k, v)))
@@ -151,8 +215,9 @@ def test_opcheck(bias):
     assert set(torch.library.opcheck(ops.forward, inputs, question_of()).values()) == {"SUCCESS"}
     fixed = [x if x is None else x.detach() for x in inputs]
     out, lse = ops.forward(*fixed, **question_of())
-    checks = torch.library.opcheck(ops.backward, (out, out, lse, *fixed), question_of())
-    assert set(checks.values()) == {"SUCCESS"}
+    for dlse in (None, lse):
+        checks = torch.library.opcheck(ops.backward, (out, out, lse, dlse, *fixed), question_of())
+        assert set(checks.values()) == {"SUCCESS"}
 
 
 def test_opcheck_packed():
@@ -244,8 +309,15 @@ def test_the_backward_operator_maps_to_a_gradient_of_the_bias_for_each():
     told = question_of(causal=False)
     out, lse = ops.forward(q, k, v, bias, None, None, **told)
     douts = torch.randn(3, *out.shape, dtype=out.dtype)
-    of = lambda dout: ops.backward(dout, out, lse, q, k, v, bias, None, None, **told)  # noqa: E731
-    for x, singles in zip(torch.vmap(of)(douts), zip(*map(of, douts), strict=True), strict=True):
+    rest = q, k, v, bias, None, None
+    for dlse in (None, lse):
+        of = lambda dout, dlse=dlse: ops.backward(dout, out, lse, dlse, *rest, **told)  # noqa: E731
+        mapped = torch.vmap(of)(douts)
+        for x, singles in zip(mapped, zip(*map(of, douts), strict=True), strict=True):
+            torch.testing.assert_close(x, torch.stack(singles))
+    of = lambda dlse: ops.backward(out, out, lse, dlse, *rest, **told)  # noqa: E731
+    dlses = torch.randn(3, *lse.shape, dtype=lse.dtype)
+    for x, singles in zip(torch.vmap(of)(dlses), zip(*map(of, dlses), strict=True), strict=True):
         torch.testing.assert_close(x, torch.stack(singles))
 
 

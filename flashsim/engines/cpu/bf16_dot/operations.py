@@ -16,48 +16,29 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashsim.engines.cpu.bf16_dot.codegen import (
+    build_add_scaled,
+    build_configure,
+    build_copy_pairs,
+    build_pair_softmax,
+    build_pairs_of_lanes,
+    build_pairs_of_rows,
+    build_release,
+    build_scale,
+    build_transpose_columns,
+    build_transpose_panel,
+    build_transpose_rows,
+)
 from flashsim.engines.cpu.micro_kernels.exponential import SLACK
-from flashsim.engines.cpu.micro_kernels.plain import LOG2E, bits_of, operation
-from flashsim.engines.cpu.pairs import vector
-from flashsim.engines.cpu.primitives.parts import part
+from flashsim.engines.cpu.micro_kernels.plain import LOG2E, bits_of
+from flashsim.engines.cpu.micro_kernels.vector import operation
 from flashsim.problem.masks import masked_score
 
 #: The largest score that counts as masked.
 MASKED = np.float32(masked_score(np.float32))
 
 
-@part
-def dot(total, a, b):
-    """Total + the products of two pairs: of their upper numbers first, as VDPBF16PS has it."""
-    upper = np.uint32(0xFFFF0000)
-    high = np.uint32(a & upper).view(np.float32) * np.uint32(b & upper).view(np.float32)
-    left, right = np.uint32(a << np.uint32(16)), np.uint32(b << np.uint32(16))
-    return (total + high) + left.view(np.float32) * right.view(np.float32)
-
-
-@operation(vector.pairs_set)
-def pairs_set(cpu, C, c0, ldc, A, a0, row, B, b0, ldb, rows, n):
-    """C = A B: C (rows, width) floats, A (rows, n) pairs, B (n, width) pairs."""
-    for r in range(rows):
-        for c in range(cpu.width):
-            total = np.float32(0)
-            for x in range(n):
-                total = dot(total, A[a0 + r * row + x], B[b0 + x * ldb + c])
-            C[c0 + r * ldc + c] = total
-
-
-@operation(vector.pairs_add)
-def pairs_add(cpu, C, c0, ldc, A, a0, row, B, b0, ldb, rows, n):
-    """C += A B; as `pairs_set`."""
-    for r in range(rows):
-        for c in range(cpu.width):
-            total = C[c0 + r * ldc + c]
-            for x in range(n):
-                total = dot(total, A[a0 + r * row + x], B[b0 + x * ldb + c])
-            C[c0 + r * ldc + c] = total
-
-
-@operation(vector.online_softmax_pairs)
+@operation("a o0 i a a a o1,2,3 a a o5", build_pair_softmax)
 def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
     """`plain.online_softmax` of ``factor[0] S``, with P rounded and in pairs of rows.
 
@@ -87,7 +68,7 @@ def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
         l[at + c] = alpha[at + c] * l[at + c] + total
 
 
-@operation(vector.pairs_of_rows)
+@operation("a o0 i i a o1", build_pairs_of_rows)
 def pairs_of_rows(cpu, X, x0, ld, rows, P, p0):
     """Rows of a panel, rounded, in pairs: the right operand of a sum over rows."""
     for r in range(0, rows, 2):
@@ -98,7 +79,7 @@ def pairs_of_rows(cpu, X, x0, ld, rows, P, p0):
             P[p0 + r // 2 * cpu.width + c] = pair
 
 
-@operation(vector.pairs_of_lanes)
+@operation("a o0 i i a o1 i", build_pairs_of_lanes)
 def pairs_of_lanes(cpu, X, x0, ld, rows, P, p0, row):
     """Neighbouring lanes of a panel, rounded, in pairs: the left operand of a sum over lanes."""
     for r in range(rows):
@@ -107,7 +88,7 @@ def pairs_of_lanes(cpu, X, x0, ld, rows, P, p0, row):
             P[p0 + r * row + c // 2] = bits_of(X[x0 + r * ld + c]) | pair
 
 
-@operation(vector.scale_panel)
+@operation("a o0 i i a", build_scale, by_lane=False)
 def scale_panel(cpu, X, x0, ld, rows, factor):
     """X *= ``factor[0]``."""
     for r in range(rows):
@@ -115,7 +96,7 @@ def scale_panel(cpu, X, x0, ld, rows, factor):
             X[at] *= factor[0]
 
 
-@operation(vector.scale_lanes)
+@operation("a o0 i i a o1", build_scale, by_lane=True)
 def scale_lanes(cpu, X, x0, ld, rows, factors, f0):
     """X times a factor a lane; vector code leaves X alone where all of them are 1."""
     for r in range(rows):
@@ -123,7 +104,7 @@ def scale_lanes(cpu, X, x0, ld, rows, factors, f0):
             X[x0 + r * ld + c] *= factors[f0 + c]
 
 
-@operation(vector.add_scaled)
+@operation("a o0 a o1 i i a", build_add_scaled)
 def add_scaled(cpu, Y, y0, X, x0, ld, rows, factor):
     """Y += ``factor[0]`` X, for a panel."""
     for r in range(rows):
@@ -131,7 +112,7 @@ def add_scaled(cpu, Y, y0, X, x0, ld, rows, factor):
             Y[y0 + r * ld + c] += factor[0] * X[x0 + r * ld + c]
 
 
-@operation(vector.copy_pairs)
+@operation("a o0 i a o1 i i", build_copy_pairs)
 def copy_pairs(cpu, out, o0, row, X, x0, rows, pairs):
     """Rows of X as they lie in memory, in pairs of neighbours; `pairs` of whole tiles."""
     for r in range(rows):
@@ -140,7 +121,7 @@ def copy_pairs(cpu, out, o0, row, X, x0, rows, pairs):
             out[o0 + r * row + x] = np.uint32(X[at]) | np.uint32(X[at + 1]) << np.uint32(16)
 
 
-@operation(vector.transpose_columns)
+@operation("a o0 i a o1 i i i", build_transpose_columns)
 def transpose_columns(cpu, out, o0, row, X, x0, d, pairs, columns):
     """Columns of X, its rows in pairs, as rows of `out`; `pairs` and `columns` of whole tiles."""
     for x in range(columns):
@@ -149,7 +130,7 @@ def transpose_columns(cpu, out, o0, row, X, x0, d, pairs, columns):
             out[o0 + x * row + r] = np.uint32(low) | np.uint32(high) << np.uint32(16)
 
 
-@operation(vector.transpose_rows)
+@operation("a o0 a o1 i i i", build_transpose_rows)
 def transpose_rows(cpu, out, o0, X, x0, d, rows, pairs):
     """Rows of X, in pairs of neighbours, as lanes of `out`; `rows` and `pairs` of whole tiles."""
     for r in range(rows):
@@ -158,7 +139,7 @@ def transpose_rows(cpu, out, o0, X, x0, d, rows, pairs):
             out[o0 + x * cpu.width + r] = np.uint32(low) | np.uint32(high) << np.uint32(16)
 
 
-@operation(vector.transpose_panel)
+@operation("a o0 a o1 i a o2 i i", build_transpose_panel)
 def transpose_panel(cpu, panel, p0, X, x0, d, factors, f0, rows, columns):
     """Lanes of a panel times their factors, rounded, as rows of X; whole tiles as well."""
     for r in range(rows):
@@ -167,11 +148,11 @@ def transpose_panel(cpu, panel, p0, X, x0, d, factors, f0, rows, columns):
             X[x0 + r * d + x] = np.uint16(bits_of(value))
 
 
-@operation(vector.begin_tiles)
+@operation("a", build_configure)
 def begin_tiles(cpu, any_array):
     """What a thread does before its first product: AMX wants to know the shape of its tiles."""
 
 
-@operation(vector.end_tiles)
+@operation("a", build_release)
 def end_tiles(cpu, any_array):
     """What a thread does after its last product."""

@@ -20,11 +20,11 @@ from tile_machine import EmulatedAmx, EmulatedBf16, Refused, TileMachine
 import flashsim
 from flashsim import BackendUnavailable, OptionError, Tiling
 from flashsim.api import arrays
-from flashsim.engines.cpu import chosen, engine, threads
-from flashsim.engines.cpu.micro_kernels import amx, pair_writer, registers
+from flashsim.engines.cpu import chosen, engine, operands
+from flashsim.engines.cpu.bf16_dot import codegen, operations, packing, tiles
+from flashsim.engines.cpu.micro_kernels import amx, pair_writer, plain, registers
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, PAIRED, ROWS, Amx, Avx512Bf16
 from flashsim.engines.cpu.micro_kernels.vector import vector_intrinsic
-from flashsim.engines.cpu.pairs import codegen, operations, packing, tiles
 from flashsim.engines.engine import Job
 from flashsim.problem.problem import numpy_dtype
 
@@ -59,7 +59,7 @@ def instructions(text, pattern):
 
 @pytest.mark.parametrize("mode", ["set", "add"])
 def test_sums_stay_in_tiles_over_the_loop(mode):
-    text = assembly(Amx, codegen.build_pair_product, "sapphirerapids", mode=mode)
+    text = assembly(Amx, codegen.build_any_product, "sapphirerapids", mode=mode)
     step = text[text.index(f"\nflashsim_tiles_{mode}_2x2") :].partition("retq")[0]
     before, loop, after = re.split(r"^\.L\w+:.*$", step, flags=re.M)
     # Four tiles of C against two of A and two of B, each fetched once.
@@ -89,7 +89,7 @@ def test_a_thread_describes_its_tiles_and_gives_them_back():
 
 @pytest.mark.parametrize("cpu", ["cooperlake", "znver4"])
 def test_pairs_fill_vector_registers_and_nothing_is_spilled(cpu):
-    text = assembly(Avx512Bf16, codegen.build_pair_product, cpu, mode="add")
+    text = assembly(Avx512Bf16, codegen.build_any_product, cpu, mode="add")
     loops = re.split(r"^\.L\w+:", text, flags=re.M)
     widest = max(loops, key=lambda block: block.count("vdpbf16ps"))
     assert widest.count("vdpbf16ps") >= ROWS * BLOCKING[Avx512Bf16].vecs
@@ -184,14 +184,10 @@ def test_the_machine_refuses():
 
 
 @njit
-def set_(cpu, *args):
-    operations.pairs_set(cpu, *args)
-
-
-@njit
 def add(cpu, *args):
     operations.begin_tiles(cpu, args[0])
-    operations.pairs_add(cpu, *args)
+    C, c0, ldc, A, a0, row, B, b0, ldb, rows, n = args
+    plain.product_add(cpu, C, c0, ldc, A, a0, row, 1, B, b0, ldb, rows, n)
     operations.end_tiles(cpu, args[0])
 
 
@@ -211,23 +207,23 @@ def by_lanes(cpu, *args):
 
 
 @njit
-def left_of_rows(cpu, *args):
-    packing.left_of_rows(cpu, *args)
+def left_of_rows(cpu, out, X, x0, n, d):
+    operands.left_of_rows(cpu, out, 0, X, x0, n, d, None)
 
 
 @njit
-def left_of_columns(cpu, *args):
-    packing.left_of_columns(cpu, *args)
+def left_of_columns(cpu, out, row, X, x0, n, d):
+    operands.left_of_columns(cpu, out, 0, row, row, X, x0, n, d, None)
 
 
 @njit
-def right_of_rows(cpu, *args):
-    packing.right_of_rows(cpu, *args)
+def right_of_rows(cpu, out, X, x0, n, d):
+    operands.right_of_rows(cpu, out, X, x0, n, d, out, out, None)
 
 
 @njit
-def right_of_columns(cpu, *args):
-    packing.right_of_columns(*args)
+def right_of_columns(cpu, out, stride, X, x0, n, d):
+    operands.right_of_columns(cpu, out, stride, X, x0, n, d, 1, out, None)
 
 
 @njit
@@ -248,8 +244,8 @@ def test_operands_are_packed(kind, n, d, monkeypatch):
     by_rows, by_columns = left(whole[: up(n, 16), : up(d, 32)]), left(whole[: up(n, 32)].T)
     panels = right(whole.T[: up(d, 32)])
     for walk, size, args, expected in (
-        (left_of_rows, by_rows.shape, (up(d, 32) // 2,), by_rows),
-        (left_of_columns, (up(d, 16), up(n, 32) // 2), (up(n, 32) // 2,) * 2, by_columns),
+        (left_of_rows, by_rows.shape, (), by_rows),
+        (left_of_columns, (up(d, 16), up(n, 32) // 2), (up(n, 32) // 2,), by_columns),
         (right_of_columns, (up(n, 32) // 2, 64), (64,), right(whole[: up(n, 32), :64])),
         (right_of_rows, panels.shape, (), panels.reshape(len(panels), -1, 64).swapaxes(0, 1)),
     ):
@@ -653,15 +649,8 @@ def test_delta_needs_no_pairs(monkeypatch):
     job = Job(problem, out, out, out, options={"micro_kernel": "amx", "threads": 1})
     walks, delta = engine._CpuPass(job, "backward"), np.zeros(3 * 37, np.float32)
     assert walks.pairs
-    walks.walk("delta", *(engine._as_floats(x) for x in walks.operands(out, dout)), delta)
+    no_dlse = np.zeros(0, np.float32)
+    numbers = (engine._as_floats(x) for x in walks.operands(out, dout))
+    walks.walk("delta", *numbers, no_dlse, delta)
     expected = (out.astype(np.float64) * dout.astype(np.float64)).sum(-1).reshape(-1)
     np.testing.assert_allclose(delta, expected, rtol=0, atol=1e-5)
-
-
-def test_walks_over_pairs_are_kept_on_disk():
-    assert {name for name in threads._WALKS if name.startswith("pairs_")} == {
-        "pairs_delta",
-        "pairs_forward",
-        "pairs_grad_keys",
-        "pairs_grad_queries",
-    }

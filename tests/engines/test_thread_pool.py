@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import flashsim
-from flashsim.engines.cpu import team, threads
-from flashsim.engines.cpu.primitives import seats
+from flashsim.engines.cpu import thread_pool, threads
 from flashsim.engines.cpu.primitives.atomics import fetch_add, load_acquire
-from flashsim.engines.cpu.primitives.parts import part
+from flashsim.engines.cpu.primitives.inline_jit import part
 
 on_linux = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity") or threads.available() < 2,
@@ -51,7 +50,7 @@ def _slow(cpu, counter):
 def _huge(cpu, counter):
     """Asks for more memory than there is, but for who comes first."""
     if fetch_add(counter) > 0:
-        counter[2] = np.empty(1 << 60, np.int64)[0]
+        counter[2] = np.empty(1 << 57, np.int64)[0]
     while load_acquire(counter, 0) < load_acquire(counter, 1):
         pass
 
@@ -78,17 +77,18 @@ def until(condition) -> None:
     assert condition()
 
 
-def sleepers(crew: team.Team) -> list[int]:
-    """The operating system's numbers of a team's threads, once all of them have begun."""
-    until(lambda: all(seat.thread for seat in crew.free))
-    return [seat.thread for seat in crew.free]
+def sleepers(pool: thread_pool.Pool) -> list[int]:
+    """The operating system's numbers of a pool's threads, once all of them have begun."""
+    until(lambda: all(worker.thread for worker in pool.free))
+    return [worker.thread for worker in pool.free]
 
 
 def test_threads_work_at_the_same_time(walks):
     for count in (2, 5, 3):
         meet(count)
-    assert team.here().size >= 4
-    assert len(team.here().free) == team.here().size
+    pool = thread_pool.pool()
+    assert pool.size >= 4
+    assert len(pool.free) == pool.size
 
 
 def test_a_call_waits_for_threads_that_began(walks):
@@ -100,16 +100,15 @@ def test_a_call_waits_for_threads_that_began(walks):
 
 @on_linux
 def test_a_sleeping_thread_is_kept_off_the_callers_cpu_until_it_runs(walks, monkeypatch):
-    crew, every = team.Team(), os.sched_getaffinity(0)
-    with crew.seats(1):
-        pass
-    (thread,) = sleepers(crew)
+    pool, every = thread_pool.Pool(), os.sched_getaffinity(0)
+    pool.free += pool.take(1)
+    (thread,) = sleepers(pool)
     for here in sorted(every):
-        monkeypatch.setattr(team, "_here", lambda here=here: here)
-        crew.keep_off(crew.free)
+        monkeypatch.setattr(thread_pool, "here", lambda here=here: here)
+        thread_pool.keep_off(pool.free)
         assert os.sched_getaffinity(thread) == every - {here}
-    meet(3)
-    until(lambda: all(os.sched_getaffinity(each) == every for each in sleepers(team.here())[-2:]))
+    pool.run(2, lambda: None, (), wait=True)  # by this one and one more
+    until(lambda: all(os.sched_getaffinity(each) == every for each in sleepers(pool)))
 
 
 @on_linux
@@ -120,7 +119,7 @@ def test_a_thread_takes_what_its_caller_may_use(walks):
     os.sched_setaffinity(0, one)
     try:
         meet(2)
-        thread = sleepers(team.here())[-1]
+        thread = sleepers(thread_pool.pool())[-1]
         until(lambda: os.sched_getaffinity(thread) == one)
     finally:
         os.sched_setaffinity(0, every)
@@ -139,44 +138,36 @@ def test_where_that_is_forbidden_threads_work_as_before(walks, monkeypatch):
 
 @pytest.mark.parametrize("n_q", [1, 64], ids=["decode", "forward"])
 def test_a_call_does_not_wait_for_threads_that_never_began(n_q, monkeypatch):
-    """Their errands are withdrawn: whoever comes to such a seat later finds nothing to do."""
+    """Whoever comes to such a task later finds nothing to do."""
     rng = np.random.default_rng(0)
     k = rng.standard_normal((4, 1500, 16), dtype=np.float32)
     q = k[:, :n_q]
     expected = flashsim.run(q, k, k, backend="numba", threads=1).out
-    empty = [team.Seat(), team.Seat()]
-    monkeypatch.setattr(team.Team, "seats", lambda *_: _Taken(empty))
+    late: list[thread_pool.PoolTask] = []
+    workers = [SimpleNamespace(thread=0, tasks=SimpleNamespace(put=late.append)) for _ in "12"]
+    monkeypatch.setattr(thread_pool.Pool, "take", lambda *_: workers)
+    monkeypatch.setattr(thread_pool, "_of", lambda _: thread_pool.Pool())
     out = flashsim.run(q, k, k, backend="numba", threads=3).out
     np.testing.assert_array_equal(out, expected)
-    assert [seat.numbers[seats.STATE] for seat in empty] == [seats.FREE] * 2
-    monkeypatch.undo()
-    threading.Thread(target=empty[0].sit, daemon=True).start()
-    time.sleep(0.05)
-    assert empty[0].numbers[seats.STATE] == seats.FREE
-
-
-class _Taken:
-    def __init__(self, taken):
-        self.taken = np.array([seat.numbers.ctypes.data for seat in taken], np.int64)
-
-    def __enter__(self):
-        return self.taken
-
-    def __exit__(self, *_):
-        return None
+    assert len(late) == 2
+    late[0].call = pytest.fail
+    late[0]()
+    assert late[0].begun == 1  # who called
 
 
 def test_callers_at_a_time_have_threads_of_their_own(walks):
     """A long walk that begins beside a short one must not end with one thread."""
-    crew = team.here()
+    pool = thread_pool.pool()
     meet(2)
-    size = crew.size
-    with crew.seats(size) as taken:
-        assert len(taken) == size
+    size = pool.size
+    taken = pool.take(size)
+    try:
         meet(3)
-        assert crew.size == size + 2
+        assert pool.size == size + 2
+    finally:
+        pool.free += taken
     meet(size + 3)
-    assert crew.size == size + 2 == len(crew.free)
+    assert pool.size == size + 2 == len(pool.free)
 
 
 def test_a_thread_without_memory_is_an_error_of_the_call(walks):
@@ -204,15 +195,3 @@ assert np.array_equal(work(), expected)
 def test_a_fork_has_threads_of_its_own():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], timeout=120)
     assert done.returncode == 0
-
-
-@on_linux
-def test_more_cpus_than_a_seat_can_name_are_left_to_the_system(monkeypatch):
-    monkeypatch.setattr(team, "_allowed", lambda: {0, 64 * seats.CPU_WORDS})
-    crew = team.Team()
-    with crew.seats(1):
-        pass
-    (thread,) = sleepers(crew)
-    crew.keep_off(crew.free)
-    assert os.sched_getaffinity(thread) == os.sched_getaffinity(0)
-    assert not crew.free[0].numbers[seats.CPUS :].any()

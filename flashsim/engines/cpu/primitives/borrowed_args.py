@@ -83,19 +83,32 @@ def _without_owners(array):
     return array._getvalue()
 
 
-def lent(kind: Any) -> Any:
-    """As what a walk sees an argument: a named tuple that holds arrays `ByAddress`."""
+def _lent(kind: Any) -> Any:
+    """As what a kernel sees an argument: a named tuple that holds arrays `ByAddress`."""
     named = isinstance(kind, types.BaseNamedTuple)
     return ByAddress(kind) if named and _holds_arrays(kind) else kind
 
 
-def lend(context: Any, builder: Any, kind: Any, at: Any) -> Any:
-    """The argument of that type that lies at `at`, as a walk takes it.
+@intrinsic
+def call_with_lent(context, kernel, cpu, arguments):
+    """``kernel(cpu, *arguments)``, with arrays that nobody counts and tables where they lie.
 
     Numba counts references to an array around every call that takes it, atomically; the threads of
-    a walk would fight over these counters at every tile.
+    a kernel would fight over these counters at every tile.
     """
-    return at if isinstance(lent(kind), ByAddress) else _read(context, builder, kind, at)
+    signature = kernel.get_call_type(context, (cpu, *map(_lent, arguments)), {})
+
+    def codegen(context, builder, own, args):
+        values = [args[1]]
+        place = cgutils.alloca_once_value(builder, args[2])
+        for i, kind in enumerate(arguments):
+            at = cgutils.gep_inbounds(builder, place, 0, i)
+            by_address = isinstance(_lent(kind), ByAddress)
+            values.append(at if by_address else _read(context, builder, kind, at))
+        context.get_function(kernel, signature)(builder, values)
+        return context.get_dummy_value()
+
+    return types.void(kernel, cpu, arguments), codegen
 
 
 def _holds_arrays(kind: Any) -> bool:
@@ -108,7 +121,7 @@ def _holds_arrays(kind: Any) -> bool:
 def borrow(context, value):
     """`value` (an array, a number, or a tuple of such, nested) with arrays that have no owner.
 
-    See `lend`; the caller must hold `value` meanwhile.
+    See `call_with_lent`; the caller must hold `value` meanwhile.
     """
     del context
 

@@ -8,16 +8,18 @@ from collections.abc import Callable
 import numpy as np
 from llvmlite import ir
 
+from flashsim.engines.cpu.bf16_dot import tiles
 from flashsim.engines.cpu.micro_kernels.codegen import build_product
 from flashsim.engines.cpu.micro_kernels.exponential import SLACK
 from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, Code
-from flashsim.engines.cpu.pairs import tiles
 
 
-def build_pair_product(module: ir.Module, block: Blocking, itemsize: int, mode: str):
-    """C, ldc, A, row, B, ldb, rows, n: see `operations.pairs_set` and `pairs_add`."""
+def build_any_product(module: ir.Module, block: Blocking, itemsize: int, mode: str):
+    """C, ldc, A, row, step, B, ldb, rows, n: see `plain.product_set` and `product_add`."""
+    if not block.pairs:
+        return build_product(module, block, itemsize, mode)
     return PRODUCTS[block.pairs](module, block, mode)
 
 
@@ -25,11 +27,11 @@ def build_vector_product(
     module: ir.Module, block: Blocking, mode: str, writer: type[Code] = PairCode
 ):
     """A product as `codegen.build_product` makes it, where an element is a pair."""
-    code = PairCode(module, f"product_{mode}", block, 4, "pipipiii")
+    code = PairCode(module, f"product_{mode}", block, 4, "pipiipiii")
     if code.is_new:
-        C, ldc, A, row, B, ldb, rows, n = code.function.args
+        C, ldc, A, row, _, *rest = code.function.args
         whole = build_product(module, block, 4, mode, writer)
-        code.b.call(whole, [C, ldc, A, row, ir.Constant(INT, 1), B, ldb, rows, n])
+        code.b.call(whole, [C, ldc, A, row, ir.Constant(INT, 1), *rest])
         code.done()
     return code.function
 
@@ -38,10 +40,10 @@ def build_tile_product(
     module: ir.Module, block: Blocking, mode: str, lower: Callable = tiles.lower
 ):
     """A product by blocks of up to 2 x 2 tiles of C; `rows` and `n` are multiples of a tile's."""
-    code = PairCode(module, f"product_{mode}", block, 4, "pipipiii")
+    code = PairCode(module, f"product_{mode}", block, 4, "pipiipiii")
     if not code.is_new:
         return code.function
-    C, ldc, A, row, B, ldb, rows, n = code.function.args
+    C, ldc, A, row, _, B, ldb, rows, n = code.function.args
     b, columns = code.b, code.width // tiles.SIDE
     steps = [(at, min(tiles.BLOCK, columns - at)) for at in range(0, columns, tiles.BLOCK)]
 
@@ -193,23 +195,6 @@ def build_pairs_of_lanes(module: ir.Module, block: Blocking, itemsize: int):
     return code.done()
 
 
-def transposed(code: PairCode, rows: list) -> list:
-    """A square of 32-bit elements, lanes for rows: bit by bit, row and lane swap their numbers."""
-    b, lanes = code.b, len(rows)
-    index = ir.VectorType(ir.IntType(32), lanes)
-    bit = 1
-    while bit < lanes:
-        low = [at if not at & bit else lanes + at - bit for at in range(lanes)]
-        high = [at + bit if not at & bit else lanes + at for at in range(lanes)]
-        for r in range(lanes):
-            if not r & bit:
-                one, two = rows[r], rows[r | bit]
-                rows[r] = b.shuffle_vector(one, two, ir.Constant(index, low))
-                rows[r | bit] = b.shuffle_vector(one, two, ir.Constant(index, high))
-        bit *= 2
-    return rows
-
-
 def _squares(name: str, args: str, fetch: Callable, put: Callable) -> Callable:
     """A function that transposes a panel square by square: `across` of them beside `down`.
 
@@ -225,7 +210,7 @@ def _squares(name: str, args: str, fetch: Callable, put: Callable) -> Callable:
 
         def row(y, _):
             def square(x, _):
-                values = transposed(code, [fetch(code, given, y, x, r) for r in range(code.lanes)])
+                values = code.transposed([fetch(code, given, y, x, r) for r in range(code.lanes)])
                 for r, value in enumerate(values):
                     put(code, given, y, x, r, value)
                 return []

@@ -32,49 +32,49 @@ def rounded_bits(code: Code, x):
     return b.select(b.fcmp_unordered("uno", x, x), quiet, rounded)
 
 
-def rounded(code: Code, x, bfloat16: bool):
-    """Floats as the nearest numbers of a 16-bit type, as floats."""
+def rounded(code: Code, x, kind: int | None):
+    """Floats as the nearest numbers of a 16-bit type, if there is one, as floats."""
     b = code.b
-    if bfloat16:
+    if kind is None:
+        return x
+    if kind == BFLOAT16:
         return b.bitcast(b.and_(rounded_bits(code, x), code.ints(0xFFFF0000)), code.vector)
     return b.fpext(b.fptrunc(x, ir.VectorType(ir.HalfType(), code.lanes)), code.vector)
 
 
-def as_floats(code: Code, value, bfloat16: bool):
+def as_floats(code: Code, value, kind: int):
     """A vector of 16-bit numbers as floats, exactly."""
     b = code.b
-    if not bfloat16:
+    if kind == FLOAT16:
         return b.fpext(b.bitcast(value, ir.VectorType(ir.HalfType(), code.lanes)), code.vector)
     return b.bitcast(b.shl(b.zext(value, code.ints(0).type), code.ints(16)), code.vector)
 
 
-def build_round(module: ir.Module, block: Blocking, itemsize: int, bfloat16: bool):
-    """X, ld, rows: see `plain.round_to_bfloat16` and `round_to_float16`."""
-    name = "round_to_bfloat16" if bfloat16 else "round_to_float16"
-    code = Code(module, name, block, itemsize, "pii")
+def build_round(module: ir.Module, block: Blocking, itemsize: int, kind: int | None):
+    """X, ld, rows: see `plain.round_panel`."""
+    code = Code(module, f"round_{kind}", block, itemsize, "pii")
     if not code.is_new:
         return code.function
     X, ld, rows = code.function.args
 
     def body(r, _):
         for x in code.vectors(code.at(X, code.b.mul(r, ld))):
-            code.store(rounded(code, code.load(x), bfloat16), x)
+            code.store(rounded(code, code.load(x), kind), x)
         return []
 
-    if itemsize == 4:  # 16-bit inputs are computed in float32
+    if kind:
         code.loop(rows, [], body)
     return code.done()
 
 
 def build_convert(
-    module: ir.Module, block: Blocking, itemsize: int, bfloat16: bool, narrow: bool
+    module: ir.Module, block: Blocking, itemsize: int, kind: int, narrow: bool
 ) -> ir.Function:
     """floats, halves, h0, n: `plain.widen` or, if `narrow`, `plain.narrow`.
 
     What whole rows of a panel leave over is done by the same code for one lane.
     """
-    name = f"{'narrow' if narrow else 'widen'}_{'bfloat16' if bfloat16 else 'float16'}"
-    code = Code(module, name, block, itemsize, "ppii")
+    code = Code(module, f"{'narrow' if narrow else 'widen'}_{kind}", block, itemsize, "ppii")
     if not code.is_new:
         return code.function
     floats, halves, h0, n = code.function.args
@@ -83,11 +83,11 @@ def build_convert(
     first = b.gep(b.bitcast(halves, SHORT.as_pointer()), [h0])
 
     def convert(value):
-        if narrow and not bfloat16:
+        if narrow and kind == FLOAT16:
             return b.bitcast(b.fptrunc(value, half), shorts)
         if narrow:
             return b.trunc(b.lshr(rounded_bits(code, value), code.ints(16)), shorts)
-        return as_floats(code, value, bfloat16)
+        return as_floats(code, value, kind)
 
     def body(i, _):
         there = [b.bitcast(x, shorts.as_pointer()) for x in code.vectors(b.gep(first, [i]))]
@@ -103,6 +103,6 @@ def build_convert(
         if code.width > 1:
             left = b.srem(n, ir.Constant(INT, code.width))
             done = b.sub(n, left)
-            rest = build_convert(module, Blocking(itemsize, 1), itemsize, bfloat16, narrow)
+            rest = build_convert(module, Blocking(itemsize, 1), itemsize, kind, narrow)
             b.call(rest, [code.at(floats, done), halves, b.add(h0, done), left])
     return code.done()
