@@ -31,7 +31,7 @@ from flashsim.schedule import tables
 from flashsim.schedule.grid import Grid
 from flashsim.schedule.plans import Outer, Stage
 from flashsim.schedule.savedmask import Csr, SavedMask
-from flashsim.schedule.split import WHOLE, Split
+from flashsim.schedule.split import WHOLE, Split, cut
 from flashsim.schedule.tables import FULL, MASKED
 from flashsim.schedule.tiling import Tiling
 
@@ -213,12 +213,7 @@ class Schedule(Grid):
     @cached_property
     def part_counts(self) -> np.ndarray:
         """int64 (T_r,): into how many parts the keys of each row tile are divided, at least 1."""
-        visits = self.visit_counts
-        if not self.problem.shared_prefix:
-            return np.clip(visits, 1, self.split.splits)
-        longest = max(1, int(visits.max()))
-        parts = -(-visits * min(self.split.splits, longest) // longest)
-        return np.maximum(parts, 1)
+        return self.split.parts(self.visit_counts, alike=bool(self.problem.shared_prefix))
 
     @cached_property
     def prefix_tiles(self) -> int:
@@ -252,8 +247,7 @@ class Schedule(Grid):
         ptr, inner, kind = self.row_csr if by_row else self.col_csr
         first, last = int(ptr[outer]), int(ptr[outer + 1])
         if part is not None:
-            n, parts = last - first, int(self.part_counts[outer])
-            first, last = first + n * part // parts, first + n * (part + 1) // parts
+            first, last = cut(first, last, part, int(self.part_counts[outer]))
         for v in range(first, last):
             i, j = (outer, int(inner[v])) if by_row else (int(inner[v]), outer)
             yield Visit(self, v, i, j, self.row_slice(i), self.col_slice(j), int(kind[v]))

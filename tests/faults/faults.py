@@ -163,9 +163,9 @@ FAULTS = {
     "parts-overlap": Fault(
         "each part begins with the last key tile of the one before",
         *(
-            SCHEDULE,
-            "first, last = first + n * part // parts,",
-            "first, last = first + max(0, n * part // parts - 1),",
+            "flashsim.schedule.split",
+            "return first + n * part // parts,",
+            "return first + max(0, n * part // parts - 1),",
             PARTS,
         ),
     ),

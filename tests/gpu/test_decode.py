@@ -11,8 +11,7 @@ from decode_cases import Case, moved, simulated
 import flashsim
 from flashsim import Device, Problem
 from flashsim.backends.cupy_gpu import arrays, decode, engine
-from flashsim.backends.families import cascade
-from flashsim.backends.families import decode as family
+from flashsim.backends.launch_policy import decode as family
 from flashsim.engines.engine import Job
 from flashsim.errors import OptionError, ShapeError, UnsupportedError
 from flashsim.trace.events import PHASES
@@ -140,7 +139,7 @@ def test_a_shared_prefix(splits, n_q, d, page):
     space = arrays.space_of({"q": x["q"]}, p.dtype)
     gpu = engine.gpu_of(space.device)
     n = None if splits == "auto" else splits
-    made = cascade.plan(p, case.lengths, case.prefix, gpu, n, page, counts=True)
+    made = family.plan(p, case.lengths, gpu, n, page, counts=True, prefix=case.prefix)
     assert decode.counted(job, gpu, space) == simulated(made, case)
 
 

@@ -21,7 +21,7 @@ from cupy_checks import (  # noqa: F401
 import flashsim
 from flashsim import Problem
 from flashsim.backends.cupy_gpu import quantize
-from flashsim.backends.families.hopper_fp8 import TILINGS
+from flashsim.backends.launch_policy.hopper_fp8 import TILINGS
 from flashsim.errors import ShapeError, UnsupportedError
 from flashsim.problem import oracle
 from flashsim.problem.masks import BlockMask

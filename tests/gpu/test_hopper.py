@@ -28,9 +28,9 @@ from cupy_checks import (  # noqa: F401
 import flashsim
 from flashsim import Device, Problem, Tiling
 from flashsim.backends.cupy_gpu import engine
-from flashsim.backends.families import family, hopper
-from flashsim.backends.families.hopper import Hopper
-from flashsim.backends.families.tile_times import CLUSTERS, HOPPER_FORWARD, ROLES, Times
+from flashsim.backends.launch_policy import family, hopper
+from flashsim.backends.launch_policy.cost_model import CLUSTERS, HOPPER_FORWARD, ROLES, Times
+from flashsim.backends.launch_policy.hopper import Hopper
 from flashsim.errors import UnsupportedError
 from flashsim.problem.masks import BlockMask
 from flashsim.trace.events import PHASES

@@ -34,12 +34,12 @@ from test_hopper import (  # noqa: F401
 )
 
 from flashsim import Problem, Tiling
-from flashsim.backends.families.tile_times import CLUSTERS
+from flashsim.backends.launch_policy.cost_model import CLUSTERS
 from flashsim.errors import BackendUnavailable, UnsupportedError
 
 try:
     import flashsim.backends.numba_gpu.engine  # noqa: F401
-    from flashsim.backends.numba_gpu import families
+    from flashsim.backends.numba_gpu import launch_policy
 except BackendUnavailable as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -103,7 +103,7 @@ def test_a_fused_form_gives_the_same_bits(head_dim, deferred, choose):  # noqa: 
 def test_every_cluster(name, head_dim, blocks, choose):  # noqa: F811
     choose("cluster", lambda self, stage, *_: blocks if stage.outer == "keys" else 1)
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
-    assert clusters_of(families.HOPPER, p) == (blocks,)
+    assert clusters_of(launch_policy.HOPPER, p) == (blocks,)
     check(p, PYTHON_HOPPER)
     check_counts(p, PYTHON_HOPPER)
 
@@ -114,7 +114,7 @@ def test_clusters_of_other_head_dims(head_dims, blocks, choose):  # noqa: F811
     """Of whose columns a cluster's blocks take 32 at a time."""
     choose("cluster", lambda self, stage, *_: blocks if stage.outer == "keys" else 1)
     p = Problem(300, 500, *head_dims, heads=4, kv_heads=2, dtype="float16", causal=True)
-    assert clusters_of(families.HOPPER, p) == (blocks,)
+    assert clusters_of(launch_policy.HOPPER, p) == (blocks,)
     check(p, PYTHON_HOPPER)
     check_counts(p, PYTHON_HOPPER)
 
@@ -127,7 +127,7 @@ def test_clusters_that_compute_dq_a_visit_later(name, head_dim, blocks, choose):
     """With blocks that have no visit among them."""
     choose("cluster", lambda self, stage, *_: blocks if stage.outer == "keys" else 1)
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
-    assert clusters_of(families.HOPPER, p) == (blocks,)
+    assert clusters_of(launch_policy.HOPPER, p) == (blocks,)
     check(p, FUSED)
 
 
@@ -136,7 +136,7 @@ def test_clusters_that_compute_dq_a_visit_later(name, head_dim, blocks, choose):
 def test_clusters_take_what_whole_rounds_leave(problem, clusters, deferred, choose):  # noqa: F811
     """Also where that does not save as much time as it should; always the same bits."""
     choose_launches(choose, problem, clusters, deferred=deferred)
-    assert clusters_of(families.HOPPER, problem) == clusters
+    assert clusters_of(launch_policy.HOPPER, problem) == clusters
     check(problem, PYTHON_HOPPER)
     check_bits(problem, FUSED, runs=20)
 

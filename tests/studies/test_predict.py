@@ -9,8 +9,8 @@ import pytest
 
 import flashsim
 from flashsim import Device, OptionError, Problem, Tiling, UnsupportedError
-from flashsim.backends.families import family
-from flashsim.backends.families.hopper import Hopper
+from flashsim.backends.launch_policy import family
+from flashsim.backends.launch_policy.hopper import Hopper
 from flashsim.schedule import tables
 from flashsim.studies.predict import Constants, model, predict
 from flashsim.studies.predict.blocks import makespan

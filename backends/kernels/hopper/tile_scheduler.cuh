@@ -30,7 +30,7 @@ struct Ring {  // a place in a ring of stages, and the parity of the present lap
 };
 
 #ifndef FS_IN_STEP
-#define FS_IN_STEP 0  // see Step in keys_outside.cuh
+#define FS_IN_STEP 0  // see Step in kv_outer.cuh
 #endif
 // One pass of the persistent loop. The producer writes it, ahead of time; everybody reads it.
 struct Item {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashsim.backends.launch.kernel import ARGS, Gpu, Kernel, Variant, constants, macros
+from flashsim.backends.launch.kernel import ARGS, Gpu, Kernel, Variant, built
+from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
@@ -27,6 +28,7 @@ RECORD = np.dtype(
         ("softcap", "<f4"),
     ]
 )
+_ARGS = {"DECODE_ARGS_BYTES": RECORD.itemsize}
 #: Rows that a block of the merging kernel takes, one a warp.
 MERGE_WARPS = 4
 KEYS = 16  # of a warp's part of a key tile
@@ -36,6 +38,12 @@ _HELD = 192
 #: two blocks', of pages, of short ranges.
 RING, SHORT_RING = 192 << 10, 128 << 10
 _STAGES = 6  # at most
+#: Of latent attention: rows and keys of a tile, stages of the ring, threads.
+LATENT_ROWS, LATENT_KEYS, _LATENT_STAGES, _LATENT_THREADS = 64, 64, 2, 384
+#: Columns of a chunk of a tile; values fill chunks of both consumer warpgroups alike.
+_CHUNK = 64
+#: Key tiles that a split has at least there.
+LATENT_TILES = 4
 
 
 def walking_kernel(
@@ -51,13 +59,39 @@ def walking_kernel(
 ) -> Kernel:
     """kernels/portable/decode.cu for row tiles of `block_q` rows and what `on_chip` says."""
     warps, stages, shared, most = chip
-    values = constants(problem, Tiling(block_q, KEYS * warps), variant)
-    values |= {
-        **{"SMEM_BYTES": shared, "DECODE_ARGS_BYTES": RECORD.itemsize},
-        **{"WARPS": warps, "STAGES": stages, "PAGE": page, "SPLITS": most},
-        **{"CLUSTER": cluster, "OVERLAP": overlap, "CASCADE": cascade},
-    }
-    return Kernel("portable/decode.cu", "flash_decode", 32 * warps, shared, macros(values))
+    return built(
+        *("portable/decode.cu", "flash_decode", 32 * warps, shared),
+        (problem, Tiling(block_q, KEYS * warps), variant),
+        {"WARPS": warps, "STAGES": stages, "PAGE": page, "SPLITS": most, **_ARGS}
+        | {"CLUSTER": cluster, "OVERLAP": overlap, "CASCADE": cascade},
+    )
+
+
+def latent_kernel(problem: Problem, variant: Variant, page: int) -> Kernel:
+    """kernels/hopper/decode_latent.cu."""
+    p, chunks = problem, -(-problem.head_dim // _CHUNK)
+    tiles = 2 * _CHUNK * ((1 + _LATENT_STAGES) * chunks * LATENT_KEYS + LATENT_KEYS)
+    shared = -(-(tiles + 2 * 4 * LATENT_ROWS + 2 * 8 * _LATENT_STAGES + 4) // 1024) * 1024
+    return built(
+        *("hopper/decode_latent.cu", "flash_decode_latent", _LATENT_THREADS, shared),
+        (p, Tiling(LATENT_ROWS, LATENT_KEYS), variant),
+        {"D": chunks * _CHUNK, "DV": p.head_dim_v, "PAGE": page, "OVERLAP": True, "CLUSTER": 1}
+        | _ARGS,
+    )
+
+
+def check_latent(problem: Problem, gpu: Gpu) -> None:
+    """Raise `UnsupportedError` for latent attention that its kernel does not decode."""
+    if gpu.compute_capability != (9, 0):
+        raise UnsupportedError(
+            f"latent attention is decoded on Hopper (sm_90), not on {gpu.name}; give v as well, "
+            "or use backend='numpy'"
+        )
+    if problem.head_dim_v % (2 * _CHUNK):
+        raise UnsupportedError(
+            f"latent attention on a GPU takes head_dim_v in multiples of {2 * _CHUNK}, got "
+            f"{problem.head_dim_v}"
+        )
 
 
 def block_q_of(rows: int, d: int, dv: int) -> int:
@@ -72,11 +106,12 @@ def merge_kernel(
     problem: Problem, block_q: int, *, counts: bool, overlap: bool, cascade: bool = False
 ) -> Kernel:
     """The second stage as a kernel of its own, behind one whose row tiles have `block_q` rows."""
-    values = constants(problem, Tiling(block_q, 1), Variant(True, False, counts=counts))
-    values |= {"DECODE_ARGS_BYTES": RECORD.itemsize, "SMEM_BYTES": 0, "WARPS": MERGE_WARPS}
-    values |= {"OVERLAP": overlap, "CASCADE": cascade}
-    threads = 32 * MERGE_WARPS
-    return Kernel("portable/decode_merge.cu", "flash_decode_merge", threads, 0, macros(values))
+    variant = Variant(True, False, counts=counts)
+    return built(
+        *("portable/decode_merge.cu", "flash_decode_merge", 32 * MERGE_WARPS, 0),
+        (problem, Tiling(block_q, 1), variant),
+        {"WARPS": MERGE_WARPS, "OVERLAP": overlap, "CASCADE": cascade, **_ARGS},
+    )
 
 
 def on_chip(

@@ -1,4 +1,4 @@
-"""Who loads what in the backward with keys outside, as in kernels/hopper/keys_outside.cuh."""
+"""Who loads what in the backward with keys outside, as in kernels/hopper/kv_outer.cuh."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numba.cuda import types
 
 from flashsim.backends.numba_gpu.hopper import gradients
 from flashsim.backends.numba_gpu.hopper import tiles as hopper
-from flashsim.backends.numba_gpu.hopper.onchip import (
+from flashsim.backends.numba_gpu.hopper.smem_layout import (
     BASE,
     COUNT,
     END,
@@ -22,7 +22,7 @@ from flashsim.backends.numba_gpu.hopper.onchip import (
     WALK,
     KeysOutside,
 )
-from flashsim.backends.numba_gpu.walk import SLOTS, device, quotient
+from flashsim.backends.numba_gpu.traversal import SLOTS, device, quotient
 
 int32, int64 = types.int32, types.int64
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashsim.backends import launch
-from flashsim.backends.families import hopper, hopper_kernels
-from flashsim.backends.families.family import Family
-from flashsim.backends.families.tile_times import makespan
 from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Box, Gpu, Kernel, Variant
-from flashsim.backends.launch.lowering import Lowered
+from flashsim.backends.launch_policy import hopper, hopper_kernels
+from flashsim.backends.launch_policy.cost_model import makespan
+from flashsim.backends.launch_policy.family import Family, PassRequest, Walked
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
-from flashsim.schedule import plans
 from flashsim.schedule.tiling import Tiling
 
 #: Head dimensions, and their tiles, the best first (docs/notebooks/hopper.md).
@@ -31,20 +29,13 @@ _TENSOR, _HEAD, _BLOCK, _NONE = range(4)
 class HopperFp8(Family):
     """FlashAttention-3's forward in FP8; there is no backward."""
 
-    def refusal(
-        self,
-        problem: Problem,
-        tiling: Tiling | None,
-        gpu: Gpu,
-        direction: str,
-        algorithm: str = "flash2",
-    ) -> str | None:
+    def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """See `Family`."""
-        p = problem
+        p, gpu = asked.problem, asked.gpu
         if gpu.compute_capability != hopper.CAPABILITY:
             has = ".".join(map(str, gpu.compute_capability))
             return f"they need compute capability 9.0, and {gpu.name} has {has}"
-        if direction != "forward":
+        if asked.direction != "forward":
             return "they have no backward pass"
         if p.head_dim != p.head_dim_v or p.head_dim not in TILINGS:
             dims = ", ".join(map(str, TILINGS))
@@ -55,32 +46,28 @@ class HopperFp8(Family):
             return "they take no packed sequences"
         if p.softcap or p.scale <= 0:
             return "they take no softcap, and a scale above 0"
-        possible = self.tilings(p, gpu, direction)
+        possible = TILINGS[p.head_dim]
         if tiling is not None and tiling not in possible:
             return f"{tiling} tiles are none of theirs ({', '.join(map(str, possible))})"
-        asked = possible if tiling is None else (tiling,)
-        if not any(t.divides(p.block_mask) for t in asked):
+        tiles = possible if tiling is None else (tiling,)
+        if not any(t.divides(p.block_mask) for t in tiles):
             return "their tiles do not divide the block mask's"
-        if not any(_one_scale_a_tile(p, t) for t in asked):
+        if not any(_one_scale_a_tile(p, t) for t in tiles):
             return (
                 f"64 rows of Q, and a tile of K and V, have one scale; blocks of {p.scales} rows "
-                f"do not go with their tiles ({', '.join(map(str, asked))})"
+                f"do not go with their tiles ({', '.join(map(str, tiles))})"
             )
         return None
 
-    def tilings(
-        self, problem: Problem, gpu: Gpu, direction: str, algorithm: str = "flash2"
-    ) -> tuple[Tiling, ...]:
+    def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
         """See `Family`."""
-        return TILINGS[problem.head_dim]
+        return TILINGS[asked.problem.head_dim]
 
-    def default(
-        self, problem: Problem, gpu: Gpu, direction: str, algorithm: str, ordered: bool = False
-    ) -> Tiling | None:
+    def fastest(self, asked: PassRequest) -> Tiling | None:
         """See `Family`."""
-        every = self.tilings(problem, gpu, direction)
-        fit = (t for t in every if t.divides(problem.block_mask) and _one_scale_a_tile(problem, t))
-        return next(fit, None)
+        p = asked.problem
+        fit = (t for t in self.possible(asked) if t.divides(p.block_mask))
+        return next((t for t in fit if _one_scale_a_tile(p, t)), None)
 
     def refused(self, reason: str) -> UnsupportedError:
         """See `Family`."""
@@ -89,52 +76,33 @@ class HopperFp8(Family):
             "arrays to bfloat16"
         )
 
-    def clump(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
+    def clump(self, walk: Walked) -> int:
         """See `Family`. As the 16-bit kernels, or the next smaller size that divides the walks
         evenly, if the launch ends sooner with that.
         """
-        size, group = hopper.HOPPER.clump(stage, tables, gpu), tables.schedule.problem.group
-        walks, visits = plans.heads_of(stage, tables.schedule.problem)[0], tables.visits
-        if (visits == visits[0]).all():
+        size, group, walks = hopper.HOPPER.clump(walk), walk.problem.group, walk.walks
+        if walk.alike:
             return size
         even = next((n for n in range(size - 1, 0, -1) if n % group == walks % n == 0), size)
-        items = visits + 1  # to begin and to end one takes as long as a visit
-        return min(size, even, key=lambda n: makespan(items, walks, gpu.multiprocessors, n))
+        items = walk.tables.visits + 1  # to begin and to end one takes as long as a visit
+        return min(size, even, key=lambda n: makespan(items, walks, walk.gpu.multiprocessors, n))
 
     def kernel(
-        self,
-        stage: str,
-        problem: Problem,
-        tiling: Tiling,
-        variant: Variant,
-        gpu: Gpu,
-        *,
-        fused: bool,
-        ordered: bool,
+        self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
         """See `Family`."""
-        p, bq, bk = problem, tiling.block_q, tiling.block_k
+        p = problem
         stages = next(n for n in _STAGES if shared_bytes(p, tiling, n) <= gpu.shared_bytes)
         shared = shared_bytes(p, tiling, stages)
         kind, (queries, keys) = _scales(p)
-        values = launch.constants(p, tiling, variant) | {
-            "BYTES": p.result_itemsize,
-            "BF16": True,
-            "E5M2": p.dtype == "float8_e5m2",
-            "SMEM_BYTES": shared,
-            "STAGES": stages,
-            "SLICE": 128 if p.head_dim_v <= 128 else 64,
-            "SCALES": kind,
-            "SCALE_QUERIES": queries,
-            "SCALE_KEYS": keys,
-        }
-        return Kernel(
-            *("hopper/forward_fp8.cu", "hopper_forward_fp8", 128 * (bq // 64 + 1), shared),
-            launch.macros(values),
-            (
-                *(Box("q", 64, 128), Box("k", bk, 128)),
-                Box("v", p.head_dim_v, 128, transposed=True),
-            ),
+        threads, made_for = 128 * (tiling.block_q // 64 + 1), (p, tiling, variant)
+        v = Box("v", p.head_dim_v, 128, transposed=True)
+        return launch.built(
+            *("hopper/forward_fp8.cu", "hopper_forward_fp8", threads, shared, made_for),
+            {"BYTES": p.result_itemsize, "BF16": True, "E5M2": p.dtype == "float8_e5m2"}
+            | {"STAGES": stages, "SLICE": 128 if p.head_dim_v <= 128 else 64}
+            | {"SCALES": kind, "SCALE_QUERIES": queries, "SCALE_KEYS": keys},
+            (Box("q", 64, 128), Box("k", tiling.block_k, 128), v),
         )
 
 

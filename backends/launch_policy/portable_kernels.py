@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashsim.backends.launch.kernel import Gpu, Kernel, Variant, constants, macros, padded_dims
+from flashsim.backends.launch.kernel import Gpu, Kernel, Variant, built, padded_dims
 from flashsim.errors import TilingError
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
@@ -13,7 +13,7 @@ SIDES = (16, 32, 48, 64, 80, 96, 112, 128)
 _ACCUMULATORS = 192
 
 
-def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
+def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
     """`flash_forward` for a problem.
 
     Raises
@@ -25,9 +25,7 @@ def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel
     if _plain(problem, variant):
         _require(tiling, bq // 16 * (dv // 16 + bk // 16) <= _ACCUMULATORS)
         shared = _mat(bq, d) + max(_mat(bk, d), _mat(bk, dv)) + _mat(bq, bk)
-        return _kernel(
-            "portable/forward_f32.cu", "flash_forward", 8, shared, problem, tiling, variant
-        )
+        return _kernel("forward_f32", "flash_forward", 8, shared, (problem, tiling, variant))
     size = problem.itemsize
     blocks = 2 if bq % 128 == 0 and (dv + bk) <= _ACCUMULATORS else 1  # 16-row blocks a warp
     held = blocks * (dv + bk) // 2
@@ -42,23 +40,22 @@ def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel
     shared = -(-tiles // 128) * 128 + 8 * bq * 2 * sums_shared
     warps = bq // (16 * blocks)
     return _kernel(
-        *("portable/forward.cu", "flash_forward", warps, shared, problem, tiling, variant),
+        *("forward", "flash_forward", warps, shared, (problem, tiling, variant)),
         q_regs=int(q_regs),
         sums_shared=int(sums_shared),
     )
 
 
-def dkdv_kernel(
-    problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu, *, fused: bool
-) -> Kernel:
-    """`flash_dkdv`, which with `fused` makes dQ as well; as `forward_kernel`."""
+def dkdv_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
+    """`flash_dkdv`, which in a fused backward makes dQ as well; as `forward_kernel`."""
+    fused = variant.fused
     bq, bk, d, dv = _sides(problem, tiling)
     if _plain(problem, variant):
         held = bk // 16 * (d + dv) // 16 + 2 * bq * bk // 256 + fused * bq // 16 * d // 16
         _require(tiling, held <= _ACCUMULATORS)
         shared = _mat(bk, d) + _mat(bk, dv) + _mat(bq, d) + _mat(bq, dv) + 2 * _mat(bq, bk)
-        file, shared = "portable/backward_dkdv_f32.cu", shared + 8 * bq
-        return _kernel(file, "flash_dkdv", 8, shared, problem, tiling, variant, fused=int(fused))
+        file, shared = "backward_dkdv_f32", shared + 8 * bq
+        return _kernel(file, "flash_dkdv", 8, shared, (problem, tiling, variant), fused=int(fused))
     if variant.python:
         splits, queries = max(d, dv) > 128, bq
     else:
@@ -91,7 +88,7 @@ def dkdv_kernel(
         if shared <= gpu.shared_bytes:
             break
     return _kernel(
-        *("portable/backward_dkdv.cu", "flash_dkdv", warps, shared, problem, tiling, variant),
+        *("backward_dkdv", "flash_dkdv", warps, shared, (problem, tiling, variant)),
         parts=parts,
         chunk=chunk,
         stages=stages,
@@ -107,9 +104,7 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> K
     if _plain(problem, variant):
         _require(tiling, bq // 16 * d // 16 + 2 * bq * bk // 256 <= _ACCUMULATORS)
         shared = _mat(bq, d) + _mat(bq, dv) + _mat(bk, d) + _mat(bk, dv) + _mat(bq, bk) + 8 * bq
-        return _kernel(
-            "portable/backward_dq_f32.cu", "flash_dq", 8, shared, problem, tiling, variant
-        )
+        return _kernel("backward_dq_f32", "flash_dq", 8, shared, (problem, tiling, variant))
     blocks = 2 if bq % 128 == 0 and d <= 64 else 1
     chunk = next((c for c in (64, 48, 32, 16) if bk % c == 0 and blocks * (d // 2 + c) <= 192), 0)
     _require(tiling, bool(chunk))
@@ -119,24 +114,26 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> K
             break
     warps = bq // (16 * blocks)
     return _kernel(
-        *("portable/backward_dq.cu", "flash_dq", warps, shared, problem, tiling, variant),
+        *("backward_dq", "flash_dq", warps, shared, (problem, tiling, variant)),
         chunk=chunk,
         stages=stages,
     )
 
 
-def rows_kernel(
-    problem: Problem, tiling: Tiling, variant: Variant, stage: str, *, fused: bool
-) -> Kernel:
+def rows_kernel(stage: str, problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     """`flash_delta` or `flash_convert`, by its stage: row by row, no shared memory."""
-    f32, name = int(problem.dtype == "float32"), f"flash_{stage}"
-    dlse = problem.dlse and stage == "delta"
-    return _kernel(
-        *("portable/backward_rows.cu", name, 8, 0, problem, tiling, variant),
-        fused=int(fused),
-        f32=f32,
-        dlse=int(dlse),
-    )
+    dlse = int(problem.dlse and stage == "delta")
+    more = {"fused": int(variant.fused), "f32": int(problem.dtype == "float32"), "dlse": dlse}
+    return _kernel("backward_rows", f"flash_{stage}", 8, 0, (problem, tiling, variant), **more)
+
+
+#: What makes the kernel of each stage that visits tiles; the others go row by row.
+WALKING = {
+    "forward": forward_kernel,
+    "dkdv": dkdv_kernel,
+    "fused": dkdv_kernel,
+    "dq": dq_kernel,
+}
 
 
 def _sides(problem: Problem, tiling: Tiling) -> tuple[int, int, int, int]:
@@ -166,17 +163,12 @@ def _kernel(
     name: str,
     warps: int,
     shared: int,
-    problem: Problem,
-    tiling: Tiling,
-    variant: Variant,
+    made_for: tuple[Problem, Tiling, Variant],
     **more: int,
 ) -> Kernel:
+    problem, tiling, variant = made_for
     _require(tiling, warps <= 8)
     if not _plain(problem, variant):
         shared = -(-shared // 128) * 128  # tiles for tensor cores are 128-byte aligned
-    values = constants(problem, tiling, variant) | {
-        "SMEM_BYTES": shared,
-        "WARPS": warps,
-        **{key.upper(): value for key, value in more.items()},
-    }
-    return Kernel(file, name, 32 * warps, shared, macros(values))
+    own = {"WARPS": warps, **{key.upper(): value for key, value in more.items()}}
+    return built(f"portable/{file}.cu", name, 32 * warps, shared, made_for, own)

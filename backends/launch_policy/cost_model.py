@@ -179,12 +179,24 @@ def shared_out(
     """
     items = times.items(-(-steps // cluster)) + adding_up * (cluster > 1)
     places = int(len(free) * CLUSTERS[cluster]) // cluster
-    begun, idle = free[:places], free[cluster * places :]
     if walks * len(items) > _ROUNDS * places:
-        begun = [(sum(begun) + walks * float(items.sum())) / places] * places
-    else:
-        begun = ends(np.sort(items)[::-1].tolist(), walks, walks, begun)
-    return [*begun * cluster, *idle]
+        done = (sum(free[:places]) + walks * float(items.sum())) / places
+        return [*[done] * places * cluster, *free[cluster * places :]]
+    return ends_of_launch(np.sort(items)[::-1].tolist(), walks, cluster, places, free)
+
+
+def ends_of_launch(
+    takes: Sequence[float], walks: int, cluster: int, places: int, free: Sequence[float]
+) -> list[float]:
+    """When each multiprocessor is done with a launch's items; in no order.
+
+    Each item is worked on by a `cluster` of multiprocessors, of which there are so many `places`. A
+    cluster begins with the last of its multiprocessors that is free, and takes those that are free
+    at about the same time. The other parameters are those of `ends`.
+    """
+    sooner = sorted(free)
+    begun = sooner[cluster - 1 : cluster * places : cluster]
+    return [*ends(takes, walks, walks, begun) * cluster, *sooner[cluster * places :]]
 
 
 def remainder(
@@ -269,13 +281,25 @@ def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) 
     free : sequence of float
         When each place is free to begin.
     """
-    until = list(free)
-    heapq.heapify(until)
+    return [end for end, _, _ in last_items(takes, walks, clump, free)]
+
+
+def last_items(
+    takes: Sequence[float], walks: int, clump: int, free: Sequence[float]
+) -> list[tuple[float, int, int]]:
+    """Of each place its last item: when it ends, the place's number, the item's in `takes`.
+
+    The parameters are those of `ends`. An item goes to the place that is free first; a place
+    without items has number -1.
+    """
+    held = [(end, place, -1) for place, end in enumerate(free)]
+    heapq.heapify(held)
     for first in range(0, walks, clump):
-        for item in takes:
+        for number, item in enumerate(takes):
             for _ in range(min(clump, walks - first)):
-                heapq.heapreplace(until, until[0] + item)
-    return until
+                end, place, _ = held[0]
+                heapq.heapreplace(held, (end + item, place, number))
+    return held
 
 
 def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = None) -> float:

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import cuda
 from numba.cuda import cgutils, types
 
-from flashsim.backends import launch
+from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import I8, I32, I64, emitted, i32
@@ -74,16 +74,10 @@ def write_zeros(b: ir.IRBuilder, address: ir.Value) -> None:
     ptx.store_16(b, address, [i32(0)] * 4)
 
 
-@emitted(None, types.int32, types.int64, types.int32)
-def copy_in_float(b: ir.IRBuilder, to: ir.Value, source: ir.Value, taken: ir.Value) -> None:
-    """Start copying one float32 from HBM to shared memory; with `taken` 0 it becomes zero."""
-    ptx.cp_async_4(b, to, source, taken)
-
-
-@emitted(None)
-def copies_wait(b: ir.IRBuilder) -> None:
-    """Wait for this thread's copies."""
-    ptx.cp_async_wait(b)
+#: ``copy_in_float(to, source, taken)``: start copying one float32 from HBM to shared memory; with
+#: `taken` 0 it becomes zero. ``copies_wait()``: wait for this thread's copies.
+copy_in_float = emitted(None, types.int32, types.int64, types.int32)(ptx.cp_async_4)
+copies_wait = emitted(None)(ptx.cp_async_wait)
 
 
 def rows_of(c: SimpleNamespace) -> tuple[RowWidth, RowWidth]:
@@ -226,34 +220,12 @@ def _report(b: ir.IRBuilder, slot: ir.Value, count: ir.Value) -> None:
         ptx.add_count(b, slot, total)
 
 
-@emitted(None, types.int64, types.int32)
-def _report_one(b: ir.IRBuilder, slot: ir.Value, count: ir.Value) -> None:
-    ptx.add_count(b, slot, count)
-
-
-@emitted(types.int64)
-def _cycles(b: ir.IRBuilder) -> ir.Value:
-    return ptx.clock(b, "clock64")
-
-
-@emitted(types.int64)
-def _nanoseconds(b: ir.IRBuilder) -> ir.Value:
-    return ptx.clock(b, "globaltimer")
-
-
-@emitted(types.int32)
-def _sm(b: ir.IRBuilder) -> ir.Value:
-    return ptx.special(b, "smid")
-
-
-@emitted(None)
-def _wait_for_what_ran_before(b: ir.IRBuilder) -> None:
-    ptx.wait_for_what_ran_before(b)
-
-
-@emitted(None)
-def _let_what_runs_next_start(b: ir.IRBuilder) -> None:
-    ptx.let_what_runs_next_start(b)
+_report_one = emitted(None, types.int64, types.int32)(ptx.add_count)
+_cycles = emitted(types.int64)(ptx.cycles)
+_nanoseconds = emitted(types.int64)(ptx.nanoseconds)
+_sm = emitted(types.int32)(ptx.multiprocessor)
+_wait_for_what_ran_before = emitted(None)(ptx.wait_for_what_ran_before)
+_let_what_runs_next_start = emitted(None)(ptx.let_what_runs_next_start)
 
 
 # -- the walk -------------------------------------------------------------------------------------

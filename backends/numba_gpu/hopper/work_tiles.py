@@ -1,7 +1,7 @@
 """Items of the launch's list, from the producer to the consumers through slots in shared memory.
 
 An item is a tile of a head, of query rows or (keys outside) of keys, with its visits; a slot holds
-it as `onchip` says.
+it as `smem_layout` says.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numba import cuda
 from numba.cuda import types
 
 from flashsim.backends.launch.kernel import ROUND
-from flashsim.backends.numba_gpu.hopper.onchip import (
+from flashsim.backends.numba_gpu.hopper.smem_layout import (
     BASE,
     COUNT,
     END,
@@ -36,7 +36,7 @@ from flashsim.backends.numba_gpu.hopper.tiles import (
     stage,
     wait_full,
 )
-from flashsim.backends.numba_gpu.walk import TILE_STAMPS, VISIT_STAMPS, device, read_int
+from flashsim.backends.numba_gpu.traversal import TILE_STAMPS, VISIT_STAMPS, device, read_int
 
 int32, int64 = types.int32, types.int64
 

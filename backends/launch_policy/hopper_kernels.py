@@ -1,30 +1,30 @@
 """The Hopper kernels' launches: threads, shared memory (struct OnChip of each), boxes, columns.
 
-`families.hopper` says which of them runs a stage.
+`launch_policy.hopper` says which of them runs a stage.
 """
 
 from __future__ import annotations
 
-from flashsim.backends import launch
-from flashsim.backends.families.tile_times import ROLES
+from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Box, Kernel, Variant
+from flashsim.backends.launch_policy.cost_model import ROLES
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
-#: Bytes of the item slots (struct Items in kernels/hopper/work.cuh) and of one mbarrier.
+#: Bytes of the item slots (struct Items in kernels/hopper/tile_scheduler.cuh) and of one mbarrier.
 _ITEMS, _BARRIER = 160, 8
 _CHUNK = 64  # columns of a shared-memory chunk: 128 bytes of 16-bit elements
 
 
 def forward_kernel(
-    problem: Problem, tiling: Tiling, variant: Variant, shared: int, stages: int, *, turns: bool
+    problem: Problem, tiling: Tiling, variant: Variant, shared: int, stages: int
 ) -> Kernel:
-    """The forward, with rings of so many stages; `turns`: see TURNS in forward.cu."""
-    values = launch.constants(problem, tiling, variant)
-    return Kernel(
-        *("hopper/forward.cu", "hopper_forward", 128 * (tiling.block_q // 64 + 1), shared),
-        launch.macros(values | {"SMEM_BYTES": shared, "STAGES": stages, "TURNS": turns}),
-        forward_boxes(tiling),
+    """The forward, with rings of so many stages."""
+    threads, bk = 128 * (tiling.block_q // 64 + 1), tiling.block_k
+    return launch.built(
+        *("hopper/forward.cu", "hopper_forward", threads, shared, (problem, tiling, variant)),
+        {"STAGES": stages, "TURNS": take_turns(problem, tiling)},
+        _boxes(("q", 64), ("k", bk), ("v", bk)),
     )
 
 
@@ -34,16 +34,16 @@ def take_turns(problem: Problem, tiling: Tiling) -> bool:
     return not (wide and problem.n_kv > 16 * tiling.block_k)
 
 
-def forward_boxes(tiling: Tiling) -> tuple[Box, ...]:
-    """What the forward orders of the copy engine."""
-    k = tiling.block_k
-    return Box("q", 64, _CHUNK), Box("k", k, _CHUNK), Box("v", k, _CHUNK)
+def forward_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
+    """Shared memory of the forward's blocks."""
+    d, dv = tile_columns("forward", problem)
+    q, kv = tiling.block_q * d, tiling.block_k * (d + dv)
+    return on_chip(2 * (q + stages * kv), 2 * (tiling.block_q // 64) + 4 * stages)
 
 
-def backward_kernel(
-    problem: Problem, tiling: Tiling, variant: Variant, *, fused: bool, ordered: bool
-) -> Kernel:
-    """The pass with keys outside; `fused`, it makes dQ as well."""
+def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
+    """The pass with keys outside, which in a fused backward makes dQ as well."""
+    fused = variant.fused
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     wide = d > 128
     staged = fused and d <= 192  # dQ on its way out
@@ -57,27 +57,16 @@ def backward_kernel(
     dlse = problem.dlse and variant.once  # otherwise it is taken off delta
     rows = stages * (1 + dlse) + (stages + 1) * 8 if variant.once else 2 * stages
     shared = on_chip(tiles + 4 * rows * bq, 2 + 2 * stages + (0 if wide else 4))
-    values = launch.constants(problem, tiling, variant)
-    boxes: tuple[Box, ...] = (
-        *(Box("q", bq, _CHUNK), Box("k", bk, _CHUNK), Box("v", bk, _CHUNK)),
-        Box("dout", bq, _CHUNK),
-    )
+    boxes = _boxes(("q", bq), ("k", bk), ("v", bk), ("dout", bq))
     rows = bq // 2 if d == 64 else bq  # of a warpgroup's piece of dQ
     leaving = Box("dq", rows, _CHUNK) if variant.once else Box("dq_acc", rows, 32)
     boxes += (leaving if staged else boxes[0],)
     name = "backward_wide" if wide else "backward"
-    return Kernel(
-        f"hopper/{name}.cu",
-        f"hopper_{name}",
-        384,
-        shared,
-        launch.macros(
-            values
-            | {"SMEM_BYTES": shared, "D": d, "FUSED": fused, "ORDERED": ordered}
-            | {"CLUSTER": variant.cluster, "IN_STEP": variant.in_step, "ONCE": variant.once}
-            | {"DLSE": dlse}
-            | {"AFTER": variant.after, "MORE": variant.more, "DEFERRED": variant.deferred}
-        ),
+    return launch.built(
+        *(f"hopper/{name}.cu", f"hopper_{name}", 384, shared, (problem, tiling, variant)),
+        {"D": d, "FUSED": fused, "ORDERED": variant.ordered, "CLUSTER": variant.cluster}
+        | {"IN_STEP": variant.in_step, "ONCE": variant.once, "AFTER": variant.after}
+        | {"MORE": variant.more, "DEFERRED": variant.deferred, "DLSE": dlse},
         boxes,
         variant.cluster,
     )
@@ -89,18 +78,13 @@ def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     # K, V, Q and dO, P and dS; dQ on its way out.
     tiles = 2 * (2 * bk * d + (stages + 1) * bq * d + 2 * bq * bk) + 4 * bq * d
     shared = on_chip(tiles + 4 * stages * 2 * bq, 3 + 2 * stages + 2 * d // _CHUNK)
-    values = launch.constants(problem, tiling, variant) | {"SMEM_BYTES": shared, "D": d}
-    return Kernel(
+    never = dict.fromkeys(("ORDERED", "ONCE", "AFTER", "MORE", "DEFERRED", "DLSE"), 0)
+    boxes = _boxes(("q", bq), ("k", bk), ("v", bk), ("dout", bq))
+    return launch.built(
         *("hopper/backward_roles.cu", "hopper_backward_roles", 512, shared),
-        launch.macros(
-            values
-            | {"FUSED": True, "ORDERED": False, "IN_STEP": variant.in_step, "ONCE": False}
-            | {"AFTER": False, "MORE": False, "DEFERRED": False, "DLSE": False}
-        ),
-        (
-            *(Box("q", bq, _CHUNK), Box("k", bk, _CHUNK), Box("v", bk, _CHUNK)),
-            *(Box("dout", bq, _CHUNK), Box("dq_acc", bq, 32)),
-        ),
+        (problem, tiling, variant),
+        {"D": d, "FUSED": 1, "IN_STEP": variant.in_step, **never},
+        (*boxes, Box("dq_acc", bq, 32)),
     )
 
 
@@ -109,18 +93,15 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     partial = 4 * 128 * (32 if bq == 64 else 1)
     shared = on_chip(2 * (2 * bq * d + stages * 2 * bk * d) + partial, 2 * bq // 64 + 2 * stages)
-    values = launch.constants(problem, tiling, variant)
-    return Kernel(
-        "hopper/dq.cu",
-        "hopper_dq",
-        384,
-        shared,
-        launch.macros(values | {"SMEM_BYTES": shared, "D": d}),
-        (
-            *(Box("q", 64, _CHUNK), Box("k", bk, _CHUNK), Box("v", bk, _CHUNK)),
-            Box("dout", 64, _CHUNK),
-        ),
+    boxes = _boxes(("q", 64), ("k", bk), ("v", bk), ("dout", 64))
+    return launch.built(
+        "hopper/dq.cu", "hopper_dq", 384, shared, (problem, tiling, variant), {"D": d}, boxes
     )
+
+
+def _boxes(*rows: tuple[str, int]) -> tuple[Box, ...]:
+    """What one order brings of each tensor: so many rows, a chunk wide."""
+    return tuple(Box(tensor, n, _CHUNK) for tensor, n in rows)
 
 
 def on_chip(data: int, barriers: int) -> int:
