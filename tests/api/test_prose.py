@@ -19,7 +19,7 @@ def found(tmp_path, monkeypatch):
     """The findings of a guide, or of a module, with a text."""
     monkeypatch.setattr(prose, "ROOT", tmp_path)
 
-    def of(text, name="docs/guides/page.md"):
+    def of(text, name="docs/guides/masks.md"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -56,7 +56,7 @@ LONG = "Word " + "word " * 35
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        (f"One. {LONG}end. Two.", "docs/guides/page.md:9: 37 words: Word word"),
+        (f"One. {LONG}end. Two.", "docs/guides/masks.md:9: 37 words: Word word"),
         ("Kernels run by turns.", "'by turns': write: interleaved"),
         ("What is chosen by a GPU is chosen as it runs.", "write: start with the subject"),
         ("What is chosen by a GPU?", ""),
@@ -66,7 +66,7 @@ LONG = "Word " + "word " * 35
         ("It makes 1.35 times the speed.", "write: reaches"),
         ("Some three of them.", "write: about"),
         ("All but for the last.", "write: except"),
-        ("A list:\n\n1. Runs by turns.", "page.md:11: 'by turns'"),
+        ("A list:\n\n1. Runs by turns.", "masks.md:11: 'by turns'"),
     ],
 )
 def test_a_broken_rule_is_found(found, broken, said):
@@ -92,7 +92,7 @@ def test_a_sentence_of_the_longest_length_passes(found):
 )
 def test_a_term_is_linked_where_it_is_first_used(found, text, findings):
     assert len(found(text)) == findings
-    assert found(text, "docs/reference/page.md") == []  # reference pages need no links
+    assert found(text, "README.md") == []  # which is no guide
 
 
 def test_docstrings_are_read(found):
@@ -107,6 +107,6 @@ def f():
     """
     return "by turns"
 '''
-    (one,) = found(text, "flashsim/api/page.py")
-    assert one.startswith("flashsim/api/page.py:4: ")
+    (one,) = found(text, "flashsim/version.py")
+    assert one.startswith("flashsim/version.py:4: ")
     assert "start with the subject" in one
