@@ -66,9 +66,9 @@ class Gradients(_Pass):
     dbias : array or None
         Shaped like the bias, if there was one.
     kernel : str
-        What ran.
+        The kernel that ran.
     tiling : Tiling
-        On which tiles.
+        Its tiles.
     """
 
     dq: Any
@@ -96,9 +96,9 @@ class Result(_Pass):
     lse : array, q's shape without its last axis
         Natural log of the sum of exponentials of each row of scores, in the accumulator type.
     kernel : str
-        What ran.
+        The kernel that ran.
     tiling : Tiling
-        On which tiles.
+        Its tiles.
     """
 
     out: Any

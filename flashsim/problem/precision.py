@@ -65,9 +65,9 @@ def round_to(x: np.ndarray, dtype: str, factor: float = 1.0) -> np.ndarray:
 @own_errors
 @dataclass(frozen=True)
 class Precision:
-    """The type of every rounding point of an algorithm; None leaves what the algorithm has.
+    """The type of every rounding point of an algorithm; None keeps the algorithm's own.
 
-    Only numbers change: a run that is given one counts nothing.
+    It changes numbers only, so a run with a `Precision` has no trace.
 
     Attributes
     ----------
@@ -76,21 +76,21 @@ class Precision:
     s : str, optional
         Scores, scaled and masked, before the softmax.
     p, ds : str, optional
-        P and dS as operands of their products; default: the inputs' type, of FP8 float8_e4m3fn
-        forward and bfloat16 backward.
+        P and dS as operands of their products. Default: the inputs' type; with FP8 inputs
+        float8_e4m3fn forward and bfloat16 backward.
     m, l, o : str, optional
         Running row maximum, row sum and output, from one visit to the next.
     lse, delta : str, optional
-        What the forward pass hands to the backward pass; rowsum(dO o O).
+        The LSE that the backward pass reads; delta = rowsum(dO o O).
     dq, dkv : str, optional
         The gradients' accumulators, from one visit to the next.
     o_hbm, l_hbm, m_hbm : str, optional
-        FlashAttention-1: what goes to HBM between visits.
+        FlashAttention-1's O, l and m in HBM between visits.
     accumulator : {"float32", "hopper-fp8"}
-        How Q K^T and P V are summed in the forward pass (see `tensor_core_sum`).
+        The sums of Q K^T and P V in the forward pass (see `tensor_core_sum`).
     flush : int, optional
-        With "hopper-fp8": after so many key tiles the sum P V is added to a float32 accumulator,
-        and begins anew. Default: never, it is summed in O itself.
+        With "hopper-fp8": after so many key tiles, the sum P V is added to a float32 accumulator
+        and starts again from 0. Default: never; it is summed in O itself.
     """
 
     inputs: str | None = None

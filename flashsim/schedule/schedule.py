@@ -84,25 +84,25 @@ class Visit:
 @own_errors
 @dataclass(frozen=True)
 class Schedule(Grid):
-    """The tiles of a problem under a tiling, and the order of the walk. Frozen and hashable.
+    """The tiles of a problem under a tiling, and their order. Frozen and hashable.
 
     Parameters
     ----------
     problem : Problem
     tiling : Tiling
     outer : {"queries", "keys"}
-        The outer loop: FlashAttention-2 has queries outside, FlashAttention-1 keys.
+        The tensor of the outer loop: queries in FlashAttention-2, keys in FlashAttention-1.
     key_order : {"ascending", "descending"}
-        In which order column tiles are taken, wherever a loop runs over them.
+        The order of column tiles in every loop over them.
     dense : bool
-        Visit every tile of a sequence, also those the mask empties (standard attention).
+        Visit every tile of a sequence, also those that the mask empties (standard attention).
     split : Split
-        Parts of the keys, and whether the query heads of a group share rows; queries outside.
+        Parts of the keys, and whether the query heads of a group share rows; Q-outer only.
 
     Raises
     ------
     OptionError, DTypeError
-        For an unknown loop or key order, or arguments of another type.
+        If the loop or key order is unknown, or an argument has another type.
     """
 
     problem: Problem

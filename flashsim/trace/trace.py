@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @own_errors
 class Trace(Recording):
-    """A recorded run, and the questions one asks of it, by the same names as of `Traffic`."""
+    """The recorded events of a run, with the methods of `Traffic`."""
 
     # -- events ---------------------------------------------------------------------------------
 
