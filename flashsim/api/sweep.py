@@ -162,8 +162,8 @@ def sweep(
     """Count every combination of sizes, tiles, algorithms and machines.
 
     Every argument down to `key_order` is one value or a list (a range, an array). The sweep is
-    their Cartesian product. An impossible point, for example one whose tiles do not fit on chip, gets the
-    error as its `status` and does not stop the others.
+    their Cartesian product. An impossible point, for example one whose tiles do not fit on chip,
+    gets the error as its `status` and does not stop the others.
 
     Parameters
     ----------
