@@ -23,10 +23,12 @@ test: $(VENV)/.dev
 # it has the time.
 test-all: test kernels thorough
 
-# mypy sees the packages as they are installed: backends and viz inside flashsim.
+# mypy sees the packages as they are installed: backends and viz inside flashsim. prose.py reads pages
+# and docstrings: long sentences, banned phrases, terms without a link to the glossary.
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python tests/tools/prose.py
 	rm -rf build/types && mkdir -p build/types/flashsim
 	ln -s $(CURDIR)/flashsim/* $(CURDIR)/backends $(CURDIR)/viz build/types/flashsim/
 	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml
@@ -63,7 +65,7 @@ unit: $(VENV)/.dev
 # All tests that run the CPU engine, as on a CPU with AVX2 alone, on an x86 that has more.
 HASWELL = NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c
 avx2: $(VENV)/.dev
-	$(HASWELL) $(BIN)/flashsim warm > $(VENV)/avx2.log
+	$(HASWELL) $(BIN)/flashsim study warm > $(VENV)/avx2.log
 	$(HASWELL) $(PYTEST) tests/engines tests/api tests/problem/test_precision.py \
 	  tests/studies/test_agreement.py tests/studies/test_softmax_matmul.py
 

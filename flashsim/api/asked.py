@@ -1,4 +1,4 @@
-"""A question that `run` or `backward` was asked: checked, or known from an earlier call."""
+"""The arguments of `run` and `backward`, checked or remembered from an earlier call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OR_NONE = {*CACHES, "precision"}
 
 @dataclass(frozen=True)
 class Checked:
-    """A question that passed every check: the job, who runs it, and what its arrays came as.
+    """Arguments that passed every check: the job, its engine, and the kind of its arrays.
 
     `empty`: there is no batch, no query or no key, and the engine is `Nothing`.
     """
@@ -55,7 +55,7 @@ class Checked:
         self.__dict__.update(state, engine=Nothing(engine) if state["empty"] else engine)
 
     def again(self, q: Any, k: Any, v: Any) -> Job:
-        """The same job with other arrays, which look like those that were checked."""
+        """The same job with other arrays of the same shapes and types."""
         if self.ndim == 4:
             return self.job.given(q, k, v)
         return self.job.given(expand(q), expand(k), expand(v))
@@ -114,7 +114,7 @@ def ask(
     names: Iterable[str],
     **question: Any,
 ) -> Checked:
-    """Check what `run` or `backward` was given; `question` goes to `inputs.prepare`.
+    """Check the arguments of `run` or `backward`; `question` goes to `inputs.prepare`.
 
     `names` are the keywords of `run`, for who mistypes one.
     """
@@ -201,7 +201,7 @@ def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:
 
 
 def adopted(engine: Any, name: str, x: Any) -> Any:
-    """An array of a kind that the engine knows, if it can make one of `x`."""
+    """`x` as an array of a kind that the engine knows, if the engine can convert it."""
     return engine.adopt(name, x) if only_dlpack(x) and hasattr(engine, "adopt") else x
 
 
@@ -221,7 +221,7 @@ def key_of(
     plain: tuple[Any, ...],
     options: Mapping[str, Any],
 ) -> tuple[Any, ...] | None:
-    """Where a question is kept, or None for one that is asked anew each time.
+    """The key under which checked arguments are kept, or None if they are checked every time.
 
     `rare` is what must be left out, `plain` what is compared: True and 1 are equal, so the types
     stand beside the values.
@@ -253,7 +253,7 @@ def key_of(
 
 
 def recall(key: tuple[Any, ...] | None) -> Checked | None:
-    """What was kept under `key`."""
+    """The checked arguments kept under `key`, if any."""
     try:
         return None if key is None else _KEPT.get(key)
     except TypeError:  # a value that has no hash
@@ -261,7 +261,7 @@ def recall(key: tuple[Any, ...] | None) -> Checked | None:
 
 
 def keep(key: tuple[Any, ...] | None, asked: Checked) -> None:
-    """Remember a question that passed, where it has a key."""
+    """Remember arguments that passed, if they have a key."""
     try:
         hash(key)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Which engine a backend's name means; the only place that chooses one."""
+"""Find the engine that a backend's name means."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ON_CPU = ("numpy", "numba")
 
 
 def engine(name: str) -> Engine:
-    """The engine of that name, imported when it is first asked for.
+    """The engine of that name, imported at first use.
 
     Raises
     ------

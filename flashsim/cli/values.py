@@ -29,7 +29,7 @@ from flashsim.trace.trace import Trace
 
 
 class Arrays(NamedTuple):
-    """What a command runs on; `out` is a real model's output, to hold ours against."""
+    """The inputs of a command; `out` is a real model's output, to compare with."""
 
     q: np.ndarray
     k: np.ndarray
@@ -159,7 +159,7 @@ def foresee(
     device: Device,
     backend: str = "numpy",
 ) -> Estimate | None:
-    """What running the passes of `tiles` will cost; None on a GPU, or where `run` will refuse.
+    """The cost of the passes of `tiles`; None on a GPU, or where `run` will refuse.
 
     Raises
     ------
@@ -196,7 +196,7 @@ def counted(
     how: opt.One,
     decoding: opt.Decoding | None = None,
 ) -> Traffic:
-    """What one pass moves, by formula."""
+    """Count the bytes of one pass by formula."""
     decoding = decoding or opt.Decoding()
     whole = decoding.posed(problem(sizes, mask))
     return count(
