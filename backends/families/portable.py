@@ -82,7 +82,7 @@ class Portable(Family):
     def default(
         self, problem: Problem, gpu: Gpu, direction: str, algorithm: str, ordered: bool = False
     ) -> Tiling | None:
-        """See `Family`; docs/guides/performance.md."""
+        """See `Family`; docs/notebooks/speed_gpu.md."""
         for sides in self._preferred(problem, direction, fused=algorithm == "flash2-fused"):
             tiling = Tiling(*sides)
             if tiling.divides(problem.block_mask) and self._runs(
