@@ -137,6 +137,29 @@ def test_docs_count_what_misses_its_target():
     assert f"{len(beyond)} of {len(dram)}" in TABLES
 
 
+def test_the_guide_says_what_the_measurement_says():
+    """What to expect of one's own counters: reads, bank conflicts and DRAM reads at worst."""
+    requested, dram, conflicts, _ = summary(KEPT.read_text())
+    reads = [abs(float(x)) for row in requested.rows if (x := row[4]) not in ("exact", None)]
+    assert f"0.1 % for most of the Hopper kernels, {max(reads):.2f} % at worst |" in GUIDE
+    *medians, python = sorted(float(row["median"]) for row in conflicts.records())
+    worst = max(float(row["largest"]) for row in conflicts.records())
+    said = f"medians {medians[0]:.1f} to {medians[-1]:.1f} % of wavefronts, {python:.1f} % for the"
+    assert f"{said} fused kernel in Python; {worst:.1f} % at worst |" in GUIDE
+    with KEPT.open(newline="") as stream:
+        rows = [r for r in csv.DictReader(stream) if r["quantity"] == "DRAM read"]
+    off = [
+        abs(float(r["measured"]) / float(r["predicted"]) - 1)
+        for r in rows
+        if r["kernel"] not in ("delta", "convert") and r["in L2"] == "no"
+    ]
+    within, close = sum(x < 0.1 for x in off), sum(x < 0.05 for x in off)
+    median = dram.records()[-1]["median"]
+    assert f"median {median} %; where the tensors exceed L2, {within} of {len(off)} within" in GUIDE
+    assert f"within 10 %, one {100 * max(off):.0f} % off |" in GUIDE
+    assert f"median {median} %; where the tensors exceed L2, {close} of {len(off)} within" in MODELS
+
+
 def test_kernels_counted_what_was_predicted():
     """Equal but for the boxes of the copy engine that hang over the ends, which are not counted."""
     key = itemgetter("shape", "kernels", "pass", "kernel")

@@ -56,6 +56,15 @@ def test_tables_of_other_guides_are_of_the_kept_measurements(bench):
         assert table.markdown() in page(f"notebooks/{name}").partition(f"\n{section}\n")[2]
 
 
+def test_the_guides_sentences_of_many_gpus_are_of_the_kept_measurements(bench):
+    rows = {tuple(row[:4]): row for row in bench("doc_tables").on_real_gpus().rows}
+    long, short = (rows[4, f"{n} Ki", "causal", "forward"] for n in (64, 16))
+    guide = words("guides/many_gpus.md")
+    assert f"zigzag is {long[6]} × as fast as one GPU at 64 Ki tokens (causal, forward)." in guide
+    assert f"At 16 Ki it is slower than one GPU, {short[6]} ×," in guide
+    assert f'"ulysses" needs less of the host and reaches {short[9]} ×.' in guide
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_what_many_gpus_reach_on_paper_is_predicted_so_today(bench, direction):
@@ -291,6 +300,24 @@ def test_the_sentences_of_an_epyc_are_of_the_kept_measurements(bench):
     ]
     assert all(reached[0] + reached[2] + reached[3])
     assert [sum(column) for column in (reached[1], reached[4], reached[5])] == [5, 3, 3]
+
+
+def test_the_sentence_of_float32_on_a_gpu_is_of_the_kept_measurement(tables):
+    """Our time by torch's, at worst."""
+    times = {}
+    for row in tables.kept("gpu-course-h200.csv"):
+        if row["dtype"] == "float32":
+            times.setdefault(row["seq_len"], {})[row["implementation"]] = row
+    worst = [
+        max(
+            float(of[tables.OURS][f"{way}_ms"]) / float(of["torch sdpa compiled"][f"{way}_ms"])
+            for of in times.values()
+        )
+        for way in ("forward", "backward")
+    ]
+    said = f"up to {worst[0]:.2f} × torch's time forward and up to {worst[1]:.2f} × backward."
+    assert said in GUIDE
+    assert said in GPU
 
 
 def test_a_ratio_is_of_the_fastest_other_that_was_timed(tables, tmp_path, monkeypatch):
