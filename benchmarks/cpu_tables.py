@@ -164,7 +164,7 @@ PAGES: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("## Decoding on a CPU", decoding_elsewhere),
         ("## bfloat16 on AMX", amx),
         ("## float16 and bfloat16 without AMX", halves),
-        ("## More threads than there were", queue),
+        ("## More threads than were measured", queue),
         ("## Over the length", scaling),
     ],
 }

@@ -286,7 +286,7 @@ def test_the_sentence_of_float32_beside_amx_is_of_the_kept_measurement(bench):
     assert sum(float(ratio) >= aim for ratio, aim in pairs) == 9
     forward = [r["of sgemm"] for r in rows if (r["N"], r["pass"]) == ("4096", "forward")]
     least, most = (f"{float(x(forward, key=float)):.2f}" for x in (min, max))
-    assert f"at N = 4096 it makes {least} to {most} of sgemm" in CPU
+    assert f"at N = 4096 it reaches {least} to {most} of sgemm" in CPU
 
 
 def test_the_sentences_of_an_epyc_are_of_the_kept_measurements(bench):
