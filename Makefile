@@ -91,7 +91,7 @@ $(VENV)-torch/.installed: setup.cfg pyproject.toml
 	  torch==2.13.0
 	touch $@
 
-# Other people's tests of attention, on the CPU (OUTSIDE=--gpu: on CUDA); writes docs/guides/outside.md.
+# Other people's tests of attention, on the CPU (OUTSIDE=--gpu: on CUDA); writes docs/notebooks/outside.md.
 outside: $(VENV)-torch/.installed
 	PYTHONPATH=tests/tools $(VENV)-torch/bin/python -m outside $(OUTSIDE)
 

@@ -51,7 +51,7 @@ class Portable(Family):
         return tuple(t for t in every if self._runs(asked, t))
 
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """See `Family`; docs/guides/performance.md."""
+        """See `Family`; docs/notebooks/speed_gpu.md."""
         preferred = (Tiling(*sides) for sides in self._preferred(asked))
         mask = asked.problem.block_mask
         return next((t for t in preferred if t.divides(mask) and self._runs(asked, t)), None)
