@@ -7,7 +7,7 @@ JOBS ?= 2
 # .dev), and each of some hundred processes would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-torch thorough-torch outside lint modules walks unit avx2 kernels thorough wheel bench gpu gallery lessons slides site links look lite reproduce clean
+.PHONY: demo test test-all test-torch thorough-torch outside lint modules walks numba unit avx2 kernels thorough wheel bench gpu gallery lessons slides site links look lite reproduce clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flashsim study demo --out out
@@ -23,10 +23,12 @@ test: $(VENV)/.dev
 # it has the time.
 test-all: test kernels thorough
 
-# mypy sees the packages as they are installed: backends and viz inside flashsim.
+# mypy sees the packages as they are installed: backends and viz inside flashsim. prose.py reads pages
+# and docstrings: long sentences, banned phrases, terms without a link to the glossary.
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python tests/tools/prose.py
 	rm -rf build/types && mkdir -p build/types/flashsim
 	ln -s $(CURDIR)/flashsim/* $(CURDIR)/backends $(CURDIR)/viz build/types/flashsim/
 	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml
@@ -36,6 +38,21 @@ modules: $(VENV)/.dev
 
 walks: $(VENV)/.dev
 	$(BIN)/flashsim study warm > $(VENV)/walks.log
+
+# The CPU engine on the oldest Numba that setup.cfg allows and on the newest, each in an environment
+# of its own; `test` has what pip takes by itself.
+NUMBA := 0.61.0 0.68.1
+numba: $(NUMBA:%=numba-%)
+
+numba-%: $(VENV)-numba-%/.installed
+	OMP_NUM_THREADS=1 $(VENV)-numba-$*/bin/python -m pytest -n $(JOBS) tests/engines/test_primitives.py \
+	  tests/engines/test_panels.py tests/engines/test_cpu_engine.py tests/engines/test_cpu_cache.py
+
+$(VENV)-numba-%/.installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv --upgrade-deps $(VENV)-numba-$*
+	$(VENV)-numba-$*/bin/python -m pip install -q --no-compile --disable-pip-version-check -e .[test] \
+	  numba==$*
+	touch $@
 
 # One BLAS thread for each of the $(JOBS) test processes: more of them fight over the cores. They take
 # whole files, the longest first (tests/conftest.py).
@@ -48,7 +65,7 @@ unit: $(VENV)/.dev
 # All tests that run the CPU engine, as on a CPU with AVX2 alone, on an x86 that has more.
 HASWELL = NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c
 avx2: $(VENV)/.dev
-	$(HASWELL) $(BIN)/flashsim warm > $(VENV)/avx2.log
+	$(HASWELL) $(BIN)/flashsim study warm > $(VENV)/avx2.log
 	$(HASWELL) $(PYTEST) tests/engines tests/api tests/problem/test_precision.py \
 	  tests/studies/test_agreement.py tests/studies/test_softmax_matmul.py
 
@@ -74,7 +91,7 @@ $(VENV)-torch/.installed: setup.cfg pyproject.toml
 	  torch==2.13.0
 	touch $@
 
-# Other people's tests of attention, on the CPU (OUTSIDE=--gpu: on CUDA); writes docs/guides/outside.md.
+# Other people's tests of attention, on the CPU (OUTSIDE=--gpu: on CUDA); writes docs/notebooks/outside.md.
 outside: $(VENV)-torch/.installed
 	PYTHONPATH=tests/tools $(VENV)-torch/bin/python -m outside $(OUTSIDE)
 
@@ -150,4 +167,4 @@ $(VENV)-lite/.installed: setup.cfg
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-torch $(VENV)-lite out build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-torch $(VENV)-lite $(VENV)-numba-* out build dist *.egg-info

@@ -33,7 +33,7 @@ def decode(options: argparse.Namespace) -> None:
     from flashsim import Problem, Tiling
     from flashsim.backends.cupy_gpu import arrays, engine
     from flashsim.backends.cupy_gpu import decode as launcher
-    from flashsim.backends.families import decode as family
+    from flashsim.backends.launch_policy import decode as family
     from flashsim.engines.engine import Job
 
     batch, keys, d, page = options.batch, options.keys, options.head_dim, options.page

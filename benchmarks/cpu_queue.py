@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import flashsim
-from flashsim.engines.cpu import engine, items
+from flashsim.engines.cpu import engine, work_tiles
 from flashsim.engines.engine import Job
 
 THREADS = (2, 4, 8, 16, 32, 64)
@@ -43,7 +43,7 @@ def runs_of(heads: int, n: int, causal: bool, n_threads: int) -> list[tuple[int,
     empty = np.zeros((1, heads, n, 64), np.float32)
     walk = engine._CpuPass(Job(problem, *[empty] * 3, options={"threads": n_threads}), "forward")
     schedule = walk.schedule(walk._plan["forward"])
-    (tiles,) = items.tiles(schedule, "forward", n_threads)
+    (tiles,) = work_tiles.tiles(schedule, "forward", n_threads)
     return [(int(schedule.rows[a, 0]), int(schedule.rows[b - 1, 1])) for a, b in tiles.runs]
 
 

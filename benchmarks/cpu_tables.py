@@ -1,4 +1,4 @@
-"""Tables of a CPU's speed in docs/guides/performance.md, from what benchmarks kept of it.
+"""Tables of CPU speed in docs/notebooks/speed_cpu.md, from what benchmarks kept of it.
 
 benchmarks/cpu.py and benchmarks/cpu_queue.py wrote the files (--csv); benchmarks/doc_tables.py puts
 the tables into the page.
@@ -154,15 +154,17 @@ def scaling() -> str:
     return markdown(["N", "numba", "PyTorch", "naive NumPy", "simulator"], rows)
 
 
-#: Of performance.md: the sections and their tables.
-SECTIONS: list[tuple[str, Callable[[], str]]] = [
-    ("## CPU", speed),
-    ("### AVX-512", avx512),
-    ("### AVX-512", zen4),
-    ("### Decoding on a CPU", decoding),
-    ("### Decoding on a CPU", decoding_elsewhere),
-    ("### bfloat16 on AMX", amx),
-    ("### float16 and bfloat16 without AMX", halves),
-    ("### More threads than there were", queue),
-    ("### Over the length", scaling),
-]
+#: The page of docs/, with its sections and the tables in them.
+PAGES: dict[str, list[tuple[str, Callable[[], str]]]] = {
+    "notebooks/speed_cpu.md": [
+        ("## float32 on AVX2", speed),
+        ("## AVX-512", avx512),
+        ("## AVX-512", zen4),
+        ("## Decoding on a CPU", decoding),
+        ("## Decoding on a CPU", decoding_elsewhere),
+        ("## bfloat16 on AMX", amx),
+        ("## float16 and bfloat16 without AMX", halves),
+        ("## More threads than were measured", queue),
+        ("## Over the length", scaling),
+    ],
+}

@@ -218,7 +218,7 @@ def chosen(s: Shape, name: str) -> int | str:
         return ""
     from flashsim import Problem
     from flashsim.backends.cupy_gpu.engine import gpu_of
-    from flashsim.backends.families import decode
+    from flashsim.backends.launch_policy import decode
 
     p = Problem(
         *(s.n_q, s.keys, s.head_dim),

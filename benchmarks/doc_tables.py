@@ -1,14 +1,18 @@
-"""Writes the tables of docs/ that come from kept measurements anew: python benchmarks/doc_tables.py
+"""Write the tables of docs/ that come from kept measurements: python benchmarks/doc_tables.py
 
-Errors of predicted times and joules into docs/guides/truth.md, decoding's counters, too (from
-times-h200.csv, power-h200.csv, decode-counters-h200.csv and others of docs/data), counters into
-docs/notebooks/counters.md (from verify-h200.csv, verify-widths-h200.csv and what was kept of the
-soaks, soak-h200.csv and soak-counts-h200.csv), what many GPUs reach on paper and did reach into
-docs/guides/many_gpus.md (ring_table.py, from ring-h200.csv and ring4-h200.csv), a course's times
-into docs/guides/texts.md (from softmax-matmul-h200.csv and gpu-course-h200.csv), speeds into
-docs/guides/performance.md (speed_tables.py and cpu_tables.py), and the residuals' picture. A table
-is known by the section it stands in and by its first line. Needs no GPU, but numba-cuda: its
-kernels' times are predicted too.
+All tables are in docs/notebooks, and their data in docs/data:
+
+- predictions.md: errors of predicted times and joules, counters of decoding (times-h200.csv,
+  power-h200.csv, decode-counters-h200.csv and others)
+- counters.md: an H200's counters (verify-h200.csv, verify-widths-h200.csv) and what was kept of the
+  soaks (soak-h200.csv, soak-counts-h200.csv)
+- many_gpus.md: what many GPUs reach on paper, and what two and four reached (ring_table.py, from
+  ring-h200.csv and ring4-h200.csv)
+- speed_gpu.md, speed_decoding.md and speed_cpu.md: speeds (speed_tables.py, cpu_tables.py), and a
+  course's times (softmax-matmul-h200.csv, gpu-course-h200.csv)
+
+It also draws the picture of the residuals. A table is found by its section and its first line. It
+needs no GPU, but numba-cuda, whose kernels' times are predicted too.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from flashsim.studies.predict import spread
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAPER = "## On paper, up to 1,024 GPUs"
-COUNTERS = "### Decoding under the counters"
+COUNTERS = "## Decoding under the counters"
 REAL = "## On real GPUs"
 COURSE = "## A course's homework: softmax(X) V, then attention"
 
@@ -63,23 +67,23 @@ def main() -> None:
     widths, *_ = _summary("verify-widths-h200.csv")
     worst, inside = soaked()
     joules = power_tables()
-    tables = {
-        "guides/performance.md": [
-            (at, made()) for at, made in (*speed_tables.SECTIONS, *cpu_tables.SECTIONS)
-        ],
-        "guides/many_gpus.md": [
+    tables: dict[str, list[tuple[str, str | Table]]] = {
+        **{
+            page: [(at, made()) for at, made in those]
+            for page, those in (speed_tables.PAGES | cpu_tables.PAGES).items()
+        },
+        "notebooks/many_gpus.md": [
             *((PAPER, on_paper(x)) for x in ("forward", "backward")),
             (REAL, on_real_gpus()),
         ],
-        "guides/texts.md": [(COURSE, softmax_matmul()), (COURSE, attention())],
-        "guides/truth.md": [
+        "notebooks/predictions.md": [
             (COUNTERS, decode_counters()),
-            ("## Time", predict.errors_table(found)),
-            ("## Time", predict.library_table()),
-            ("## Time", predict.fp8_table()),
-            ("## Time", predict.chip_table()),
-            ("## Time", predict.others_table()),
-            ("### Decoding's time", predict_decode.decode_table(predict_decode.decode_cases())),
+            ("## Times", predict.errors_table(found)),
+            ("## Standard attention", predict.library_table()),
+            ("## Other people's kernels", predict.others_table()),
+            ("## FP8", predict.fp8_table()),
+            ("## Another chip: an H100", predict.chip_table()),
+            ("## Decoding's time", predict_decode.decode_table(predict_decode.decode_cases())),
             ("## Power", joules[0]),
             ("## Power", joules[1]),
         ],
@@ -93,6 +97,7 @@ def main() -> None:
             ("## Bank conflicts", conflicts),
         ],
     }
+    tables["notebooks/speed_gpu.md"] += [(COURSE, softmax_matmul()), (COURSE, attention())]
     for page, those in tables.items():
         path = DOCS / page
         text = before = path.read_text("utf-8")

@@ -26,9 +26,9 @@ import numpy as np
 
 import flashsim
 from flashsim import Problem
-from flashsim.backends.families import tile_times
-from flashsim.backends.families.hopper import HOPPER
 from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.launch_policy import cost_model
+from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.problem.hardware import Device
 
 DATA = Path(__file__).parent.parent / "docs" / "data" / "forms-h200.csv"
@@ -196,17 +196,17 @@ def passes(shape: Shape, form: str, gpu: Gpu) -> Any:
 
 
 def fit(rows: list[Row], gpu: Gpu) -> None:
-    """Print constants with which `tile_times.backward_microseconds` is nearest."""
+    """Print constants with which `cost_model.backward_microseconds` is nearest."""
     from scipy.optimize import least_squares
 
-    widths = tuple(tile_times.HOPPER_BACKWARD)
-    takes = tile_times.backward_microseconds.__wrapped__
+    widths = tuple(cost_model.HOPPER_BACKWARD)
+    takes = cost_model.backward_microseconds.__wrapped__
 
     def use(values: np.ndarray) -> None:
-        tile_times.CONVERTING, tile_times.CONVERTED = values[1], values[2]
+        cost_model.CONVERTING, cost_model.CONVERTED = values[1], values[2]
         for width, of in zip(widths, values[3:].reshape(-1, 3, 2), strict=True):
-            tile_times.HOPPER_BACKWARD[width] = tile_times.Backward(
-                *(tile_times.Times(*x) for x in of)
+            cost_model.HOPPER_BACKWARD[width] = cost_model.Backward(
+                *(cost_model.Times(*x) for x in of)
             )
 
     def errors(values: np.ndarray) -> list[float]:
@@ -221,14 +221,14 @@ def fit(rows: list[Row], gpu: Gpu) -> None:
             found += [2 * np.log(three / fused * row.fused / row.three)]
         return found
 
-    before = list(chain.from_iterable(chain.from_iterable(tile_times.HOPPER_BACKWARD.values())))
-    begin = np.array([5.0, tile_times.CONVERTING, tile_times.CONVERTED, *before])
+    before = list(chain.from_iterable(chain.from_iterable(cost_model.HOPPER_BACKWARD.values())))
+    begin = np.array([5.0, cost_model.CONVERTING, cost_model.CONVERTED, *before])
     made = least_squares(
         errors, begin, bounds=(0, 30), diff_step=1e-3, loss="soft_l1", f_scale=0.05
     )
     use(made.x)
     print(f"delta {made.x[0]:.2f}, CONVERTING, CONVERTED = {made.x[1]:.2f}, {made.x[2]:.3f}")
-    for width, times in tile_times.HOPPER_BACKWARD.items():
+    for width, times in cost_model.HOPPER_BACKWARD.items():
         print(f"{width}: " + ", ".join(f"Times({a:.2f}, {b:.2f})" for a, b in times))
 
 

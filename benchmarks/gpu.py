@@ -5,7 +5,7 @@
 
 Implementations: flashsim's GPU backends; torch's FlashAttention-2, cuDNN, memory-efficient and math
 kernels through `scaled_dot_product_attention`; and, where it imports, flash-attention's CuTe-DSL
-kernels (docs/guides/performance.md says how to bring them). Times are medians of interleaved
+kernels (docs/notebooks/speed_gpu.md says how to install them). Times are medians of interleaved
 repetitions between CUDA events, after warm-up; each repetition makes several calls back to back
 behind a spinning kernel, which takes twice as long as such calls have taken the slowest contender's
 host, so that each host runs ahead and the GPU's time alone is measured, and behind a call that is

@@ -76,7 +76,7 @@ class Latent(Bench):
 def _splits(n_q: int, batch: int, keys: int) -> int:
     from flashsim import Problem
     from flashsim.backends.cupy_gpu.engine import gpu_of
-    from flashsim.backends.families import latent
+    from flashsim.backends.launch_policy import decode
 
     p = Problem(
         *(n_q, keys, WIDTH, VALUES),
@@ -87,7 +87,7 @@ def _splits(n_q: int, batch: int, keys: int) -> int:
         latent=True,
         scale=SCALE,
     )
-    return latent.plan(p, (keys,) * batch, gpu_of(0)).splits[0]
+    return decode.plan(p, (keys,) * batch, gpu_of(0)).splits[0]
 
 
 def main() -> None:

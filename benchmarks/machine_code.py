@@ -30,14 +30,14 @@ import numpy as np
 from cupy.cuda import nvrtc as cupy_nvrtc
 
 from flashsim import Problem
-from flashsim.backends.families import quantize
-from flashsim.backends.families.family import Family
-from flashsim.backends.families.hopper import HOPPER, Hopper
-from flashsim.backends.families.hopper_fp8 import HOPPER_FP8
-from flashsim.backends.families.portable import PORTABLE, TF32
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import Gpu, Kernel
-from flashsim.backends.numba_gpu import compiler, families
+from flashsim.backends.launch_policy import quantize
+from flashsim.backends.launch_policy.family import Family
+from flashsim.backends.launch_policy.hopper import HOPPER, Hopper
+from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
+from flashsim.backends.launch_policy.portable import PORTABLE, TF32
+from flashsim.backends.numba_gpu import compiler, launch_policy
 from flashsim.problem.masks import BlockMask
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "tools"))
@@ -75,8 +75,8 @@ FAMILIES: dict[str, Family] = {
     "tf32": TF32,
     "hopper": HOPPER,
     "hopper fp8": HOPPER_FP8,
-    "python tensor": families.TENSOR,
-    "python hopper": families.HOPPER,
+    "python tensor": launch_policy.TENSOR,
+    "python hopper": launch_policy.HOPPER,
 }
 
 
@@ -125,7 +125,7 @@ def _kernels(family: Family, p: Problem, gpu: Gpu, report: str) -> Iterator[tupl
     ):
         if family is HOPPER_FP8 and direction == "backward":
             continue
-        if family is families.HOPPER and family.refusal(p, None, gpu, direction):
+        if family is launch_policy.HOPPER and family.refusal(p, None, gpu, direction):
             continue  # there is no backward in Python for the widest rows
         tilings = [
             None,

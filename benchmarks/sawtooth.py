@@ -61,11 +61,11 @@ def measure():
     """Launch each length straight and sawtooth, twice each: the second is the one to read."""
     import cupy
 
-    from flashsim.backends import launch
     from flashsim.backends.cupy_gpu import arrays, engine
     from flashsim.backends.cupy_gpu.calls import ABSENT, Call, Plan
-    from flashsim.backends.families.hopper import HOPPER
-    from flashsim.backends.families.portable import PORTABLE
+    from flashsim.backends.launch import kernel as launch
+    from flashsim.backends.launch_policy.hopper import HOPPER
+    from flashsim.backends.launch_policy.portable import PORTABLE
 
     gpu = engine.gpu_of(0)
     for n in LENGTHS:

@@ -1,7 +1,8 @@
-"""Tables of a GPU's speed in docs/guides/performance.md, from what benchmarks kept with --csv.
+"""Tables of GPU speed in docs/notebooks, from the CSV files that benchmarks write with --csv.
 
-A ratio is the best of the others' time by ours, the others being those of the run that were timed
-there: FA-CuTe, cuDNN and FlashAttention-2. benchmarks/doc_tables.py puts the tables into the page.
+"vs best" is the fastest competitor's time divided by ours. The competitors are those that the run
+timed: FlashAttention's CuTe-DSL kernels (FA-CuTe), cuDNN and FlashAttention-2.
+benchmarks/doc_tables.py puts the tables into the pages.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def papers(name: str = "gpu-papers-h200.csv") -> str:
     others = [name for name in OTHERS if any(name in one.rows for one in found)]
     columns, rows = ["d", "causal", "N"], []
     for direction in ("forward", "backward"):
-        columns += [direction, *(OTHERS[name] for name in others), "of the best"]
+        columns += [direction, *(OTHERS[name] for name in others), "vs best"]
     for one in found:
         line = [str(one.d), _mask(one), str(one.n)]
         for direction in ("forward", "backward"):
@@ -121,7 +122,7 @@ def short() -> str:
 
 def serving() -> str:
     """Times and ratios with several query heads to a key head."""
-    columns = "heads|key heads|N|sequences|window|forward, µs|of the best|backward, µs|of the best"
+    columns = "heads|key heads|N|sequences|window|forward, µs|vs best|backward, µs|vs best"
     rows = []
     for one in shapes("gpu-serving-h200.csv", lambda s: (s.heads, s.n, s.batch, s.window)):
         line: list[object] = [one.heads, one.kv_heads, one.n, one.batch, one.window or ""]
@@ -254,8 +255,8 @@ def decoding() -> str:
         cells.append(f"{min(others) / ours:.3f}")
         cells += [f"{us[f'flashsim, pages of {size}'] / ours:.2f}" for size in (64, 16, 1)]
         rows.append([*cells, f"{float(of['flashsim']['of_copy']):.2f}"])
-    columns = "batch x keys, head_dim|splits|flashsim|cuDNN|FlashAttention-2|the better / ours"
-    columns += "|pages of 64|of 16|of 1|of the copy"
+    columns = "batch x keys, head_dim|splits|flashsim|cuDNN|FlashAttention-2|vs better"
+    columns += "|pages of 64|of 16|of 1|of a copy"
     return markdown(columns.split("|"), rows, "batch x keys, head_dim")
 
 
@@ -270,19 +271,23 @@ def latent() -> str:
     return markdown(columns, cells, columns[0])
 
 
-#: Of performance.md: the sections and their tables.
-SECTIONS: list[tuple[str, Callable[[], str]]] = [
-    ("## GPU", papers),
-    *(
-        ("### Short sequences, few key heads, other widths", table)
-        for table in (short, serving, widths, limits)
-    ),
-    ("### An H100", h100),
-    ("### FP8", fp8),
-    ("### FP8", quantisers),
-    ("### Our forms beside each other", partial(forms, "forward")),
-    ("### Our forms beside each other", partial(forms, "backward")),
-    ("### Our forms beside each other", in_python),
-    ("## Decoding", decoding),
-    ("### Latent attention", latent),
-]
+#: Pages of docs/, with their sections and the tables in them.
+PAGES: dict[str, list[tuple[str, Callable[[], str]]]] = {
+    "notebooks/speed_gpu.md": [
+        ("## The papers' shapes", papers),
+        ("## Short sequences, few key heads, other widths", short),
+        ("### Grouped query heads", serving),
+        ("### Head dimensions", widths),
+        ("### Why the slower shapes are slower", limits),
+        ("## An H100", h100),
+        ("## FP8", fp8),
+        ("## FP8", quantisers),
+        ("## Our forms beside each other", partial(forms, "forward")),
+        ("## Our forms beside each other", partial(forms, "backward")),
+        ("### Kernels in Python against those in C++", in_python),
+    ],
+    "notebooks/speed_decoding.md": [
+        ("## One query, a long cache", decoding),
+        ("## Latent attention", latent),
+    ],
+}

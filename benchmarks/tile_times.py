@@ -1,10 +1,11 @@
 """What an item and a visit of each forward tile take on this GPU: python benchmarks/tile_times.py
 
-For each tile that the Hopper kernels choose between (backends/families/tile_times.py), launches of
-equal walks of several lengths and numbers of heads; a launch takes its rounds of items times what
-an item takes, which is a constant and one for each visit, behind a constant of the launch: three
-unknowns, by least squares of relative errors. Printed in µs, with the largest error of the fit,
-beside the constants in the table. Times are medians of 15 repetitions behind a spinning kernel.
+For each tile that the Hopper kernels choose between (backends/launch_policy/cost_model.py),
+launches of equal walks of several lengths and numbers of heads; a launch takes its rounds of items
+times what an item takes, which is a constant and one for each visit, behind a constant of the
+launch: three unknowns, by least squares of relative errors. Printed in µs, with the largest error
+of the fit, beside the constants in the table. Times are medians of 15 repetitions behind a
+spinning kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from gpu_lab import Lab, open_lab
 
 import flashsim
-from flashsim.backends.families.tile_times import HOPPER_FORWARD
+from flashsim.backends.launch_policy.cost_model import HOPPER_FORWARD
 from flashsim.schedule.tiling import Tiling
 
 LENGTHS, ROUNDS = (128, 256, 384, 512, 768, 1024, 2048), (0.5, 1, 2, 5)

@@ -100,11 +100,15 @@ def this_gpu() -> Any:
 def kernel_families(family: str) -> tuple[Any, ...]:
     """The families of `flashsim.backends`, the preferred one first."""
     if family in ("python", MMA):
-        from flashsim.backends.numba_gpu import families
+        from flashsim.backends.numba_gpu import launch_policy
 
-        return (families.HOPPER, families.TENSOR) if family == "python" else (families.TENSOR,)
-    from flashsim.backends.families.hopper import HOPPER
-    from flashsim.backends.families.portable import PORTABLE
+        return (
+            (launch_policy.HOPPER, launch_policy.TENSOR)
+            if family == "python"
+            else (launch_policy.TENSOR,)
+        )
+    from flashsim.backends.launch_policy.hopper import HOPPER
+    from flashsim.backends.launch_policy.portable import PORTABLE
 
     return (HOPPER,) if family == "hopper" else (PORTABLE,)
 
@@ -128,8 +132,8 @@ def wanted(p: Problem, families: list[str]) -> list[tuple[str, str]]:
 
 def visited_once(p: Problem) -> bool:
     """Whether Hopper's kernels run "flash2-once" here."""
-    from flashsim.backends.families.hopper import HOPPER
     from flashsim.backends.launch.kernel import Gpu
+    from flashsim.backends.launch_policy.hopper import HOPPER
 
     gpu = Gpu.like(flashsim.Device.get("H200"))
     return HOPPER.refusal(p, None, gpu, "backward", ONCE) is None

@@ -13,18 +13,18 @@ tiling = Tiling(64, 64)
 for causal in (False, True):
     trace = flashsim.run(q, k, v, causal=causal, tiling=tiling, trace=True).trace
     print(
-        f"causal={causal!s:<5}  {trace.n_visits} visits a head, K: {trace.bytes('load', 'K'):,} B"
+        f"causal={causal!s:<5}  {trace.n_visits} visits per head, K: {trace.bytes('load', 'K'):,} B"
     )
 
-# Which tiles are visited: F is full, M needs a mask, a dot is skipped.
+# The tiles: F is full, M needs a mask, and a dot is skipped.
 schedule = Schedule(Problem(n_q=512, causal=True), tiling)
 grid = np.full((schedule.t_r, schedule.t_c), ".")
 for visit in schedule:
     grid[visit.i, visit.j] = "F" if visit.keep is None else "M"
 print("\n".join(" ".join(row) for row in grid))
 
-# Forward, every query head loads its own K tiles. Backward, one block serves a whole group:
-# K is read once, and dK and dV, summed over the group, are written once.
+# In the forward pass, every query head loads its own K tiles. In the backward pass, one thread
+# block serves a whole group: it loads K once, and stores dK and dV, summed over the group, once.
 result = flashsim.run(q, k, v, causal=True, tiling=tiling)
 gradients = result.backward(result.out, trace=True)
 print(f"dk {gradients.dk.shape}, stored once: {gradients.trace.bytes('store', 'dK'):,} B")

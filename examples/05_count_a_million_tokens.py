@@ -1,4 +1,4 @@
-"""A million tokens without a GPU, without data, without arithmetic: the closed form."""
+"""Count a million tokens in closed form: without a GPU and without data."""
 
 import flashsim
 from flashsim import Device, Problem, Tiling
@@ -6,8 +6,8 @@ from flashsim.counts.traffic import saved
 
 million = Problem(n_q=2**20, head_dim=128, heads=16, dtype="bfloat16", causal=True)
 
-# Three lower bounds on the time. Requested bytes cross from the L2 cache to the SMs; only
-# what the cache does not hold comes from HBM, at least every input and output once.
+# Three lower bounds on the time. Requested bytes cross between the L2 cache and the SMs. HBM
+# moves only the bytes that miss the cache: at least every input and output once.
 for name in ("A100", "H100"):
     device = Device.get(name)
     for tiling in (Tiling(64, 64), Tiling(128, 64), Tiling.fit(million, device)):

@@ -1,4 +1,4 @@
-"""Traffic against block size, on chips of several sizes, into a CSV file that can be resumed."""
+"""Sweep block sizes and sizes of on-chip memory into a CSV file; an interrupted sweep resumes."""
 
 from pathlib import Path
 
@@ -16,12 +16,12 @@ result = flashsim.sweep(
     tiling=[Tiling(block, 64) for block in (32, 64, 128, 256)],
     device="A100",
     sram_bytes=[48 * 1024, 163 * 1024],
-    path=path,  # stop it, start it again: it goes on where it was
+    path=path,  # stop it and start it again: it goes on where it stopped
 )
 print(result)
 
-# With queries outside, doubling block_q halves what FlashAttention-2 loads of K and V.
+# FlashAttention-2's outer loop is over queries: doubling block_q halves its loads of K and V.
 ok = [row for row in result if row["status"] == "ok" and row["algorithm"] == "flash2"]
 best = min(ok, key=lambda row: row["requested_bytes"] / row["n_q"] ** 2)
-print(f"least traffic for its length: block_q={best['block_q']} in {best['sram_bytes']:,} B")
+print(f"fewest bytes for its length: block_q={best['block_q']} in {best['sram_bytes']:,} B")
 print(f"{len(result)} rows in {path}")

@@ -1,4 +1,4 @@
-"""A trace event by event: what one thread block did, and what it held on chip meanwhile."""
+"""Read a trace event by event: each transfer, and the tiles that a thread block holds."""
 
 from pathlib import Path
 
@@ -11,12 +11,12 @@ from flashsim.schedule.names import OPS, TENSORS
 q, k, v = np.random.default_rng(0).standard_normal((3, 96, 16), dtype=np.float32)
 trace = flashsim.run(q, k, v, tiling=Tiling(32, 48), trace=True).trace
 
-# Each event is one line: which operation, on which tensor, for which tile (i, j), how many bytes.
+# One line per event: the operation, the tensor, the tile (i, j), and the bytes.
 for event in trace.events[:12]:
     op, tensor = OPS[event["op"]], TENSORS[event["tensor"]]
     print(f"{op:<8}{tensor:<3} tile ({event['i']:>2}, {event['j']:>2})  {event['bytes']:>6,} B")
 
-# The sum of the loads in the list is what bytes() says.
+# bytes() is the sum over the loads in the list.
 loads = trace.events[trace.events["op"] == OPS.index("load")]
 assert loads["bytes"].sum() == trace.bytes("load")
 
@@ -24,7 +24,7 @@ names, held = trace.sram_timeline()
 print(f"on chip {names}: at most {held.sum(axis=1).max():,} B = {trace.peak_sram():,} B")
 print(f"moved after each visit: {trace.cumulative().tolist()}")
 
-# What was measured equals what the closed form predicts, to the byte.
+# The simulated bytes equal those that the closed form predicts.
 assert not trace.diff(trace.predicted())
 
 path = Path("out") / "trace.npz"

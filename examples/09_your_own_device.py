@@ -1,4 +1,4 @@
-"""A machine that does not exist yet: how much on-chip memory would be worth having?"""
+"""Your own device: how many bytes would more on-chip memory save?"""
 
 import flashsim
 from flashsim import Device, FlashSimError, Problem, Tiling
@@ -17,7 +17,7 @@ for kib in (48, 96, 227, 512, 1024):
         f"{traffic.intensity():3.0f} FLOP/B"
     )
 
-# A tile that is too large says what it holds and what would fit.
+# The error for a tile that is too large says what it would hold and which tile fits.
 try:
     flashsim.count(problem, tiling=Tiling(256, 256), device="T4")
 except FlashSimError as error:

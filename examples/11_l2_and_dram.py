@@ -6,7 +6,7 @@ from flashsim import Problem, Tiling, l2
 problem = Problem(n_q=8192, head_dim=128, heads=8, dtype="bfloat16")
 requested = flashsim.count(problem, tiling=Tiling(128, 64), device="H100")
 
-# What the SMs ask of L2, and what a model of it leaves for DRAM.
+# The bytes that the SMs request, and those that miss L2, by a model of the cache.
 dram = flashsim.count(problem, tiling=Tiling(128, 64), device="H100", level="dram")
 print(dram)
 print(f"\nrequested {requested.bytes():,} B, DRAM {dram.bytes():,} B, hits {dram.hit_rate():.1%}")

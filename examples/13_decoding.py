@@ -10,14 +10,14 @@ model = {"head_dim": 128, "heads": 32, "kv_heads": 8, "dtype": "bfloat16"}
 problem = Problem(1, 32_768, **model)
 how = {"algorithm": "flash-decode", "device": "H200"}
 
-# Eight key heads are eight blocks; the keys are split so that every SM has one.
+# Eight key heads give eight thread blocks. Split keys give every SM a block.
 filled = fill(problem, flashsim.Device.get("H200"))
 print(f"{filled.whole} row tiles; {filled.split} make {filled.blocks} blocks of 132 SMs")
 for splits in (1, 4, 16):
     took = flashsim.predict.predict(problem, algorithm="flash-decode", splits=splits).seconds
     print(f"  {splits:>2} splits: {took * 1e6:6.1f} µs predicted")
 
-# What parts, unpacked heads, small pages and a shared prefix do to the bytes.
+# The bytes with partial results, unpacked heads, small pages and a shared prefix.
 auto = flashsim.count(problem, **how)
 parts = auto.bytes(None, "O_part") + auto.bytes(None, "L_part")
 print(f"partial results: {parts:,} B of {auto.bytes():,} B")
@@ -27,9 +27,9 @@ paged = flashsim.count(Problem(1, 32_768, page_size=16, **model), **how)
 print(f"pages of 16: {paged.bytes('load', 'table'):,} B of the block table")
 batch = Problem(1, 32_768, batch=8, **model)
 once = flashsim.count(batch, shared_prefix=16_384, **how)
-print(f"half of 8 caches shared: {once.bytes() / flashsim.count(batch, **how).bytes():.2f} x")
+print(f"8 caches, half of each shared: {once.bytes() / flashsim.count(batch, **how).bytes():.2f} x")
 
-# Executed: two entries of different lengths; a part of the keys is merged with the next.
+# Run it: two entries of different lengths. Then merge two parts of the keys by hand.
 rng = np.random.default_rng(0)
 q = rng.standard_normal((2, 4, 1, 16), np.float32)
 k, v = rng.standard_normal((2, 2, 2, 96, 16), np.float32)

@@ -1,4 +1,4 @@
-"""flashsim: watch FlashAttention move its tiles, and count every byte.
+"""Run FlashAttention tile by tile, and count every byte that it moves.
 
 Every name is loaded when it is first used, so that `flashsim --version` need not wait for NumPy.
 """

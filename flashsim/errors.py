@@ -52,10 +52,10 @@ class SramOverflow(TilingError):
 class MemoryModelError(FlashSimError, RuntimeError):
     """An algorithm broke the rules of the simulated memory (a bug in the algorithm).
 
-    `kind` says in a word which rule: a tile used after it was "freed", numbers from "outside" the
-    machine, numbers taken "off chip", HBM that was not loaded ("unloaded") or never written
-    ("unstored"), steps and visits in the wrong "scope", an "operation" that there is none of, or
-    another rule of the "machine". Grading reads it.
+    Grading reads `kind`, which names the rule. "freed": a tile was used after it was freed.
+    "outside": numbers came from outside the machine. "off chip": numbers left the chip. "unloaded":
+    HBM was not loaded. "unstored": HBM was never written. "scope": a step or visit was in the wrong
+    place. "operation": the machine has no such operation. "machine": any other rule.
     """
 
     def __init__(self, text: str, kind: str = "machine") -> None:
@@ -155,12 +155,12 @@ def reject_unknown(given: Iterable[str], known: Iterable[str], function: str) ->
 
 
 def own_errors(called: _Callable) -> _Callable:
-    """A function or a class that refuses a call that does not fit it with an error of ours.
+    """The function or class, which refuses a wrong call with an error of flashsim.
 
     Where Python says that an argument is missing or unknown, `UnknownArgumentError` also says what
-    was given and what there is. Any other error of Python's, from a call with an argument that is
-    not what its annotation says, becomes a `DTypeError` that names that argument. Of a class this
-    holds for its maker and its public methods. A call that fits pays for a `try`.
+    was given and which arguments there are. If a call fails in Python and an argument does not
+    match its annotation, a `DTypeError` names that argument. For a class this holds for its maker
+    and its public methods. A correct call costs one `try`.
     """
     if isinstance(called, type):
         maker = "__new__" if called.__init__ is object.__init__ else "__init__"  # type: ignore[misc]
@@ -195,7 +195,7 @@ def _guarded(function: Any, bound: int) -> Any:
 
 
 def _refusal(function: Any, bound: int, args: Any, kwargs: Any) -> FlashSimError | None:
-    """What is wrong with a call, if its arguments are: their number, a name, or a type."""
+    """The error of a call whose arguments are wrong in number, name or type, if they are."""
     name = function.__qualname__.split("<locals>.")[-1]
     if function.__name__ in ("__init__", "__new__"):  # the latter has the class, not an object
         name = getattr(args[0], "__name__", type(args[0]).__name__)

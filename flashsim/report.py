@@ -52,11 +52,11 @@ class Table:
         return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip("\n").split("\n"))
 
     def rich(self, width: int) -> Any:
-        """What Rich prints on a terminal of `width` columns: no cell is ever cut.
+        """The table for a terminal of `width` columns, as Rich prints it; no cell is ever cut.
 
-        The first form that fits: the table as it is; with what is the same in every row moved into
-        the title; with bytes and FLOPs in larger units; on its side, a column for each row, in as
-        many pieces as it takes.
+        This is the first form that fits. The forms are the table as it is; without constant
+        columns, which move into the title; with bytes and FLOPs in larger units; transposed, one
+        column per row, in as many pieces as it takes.
         """
         from rich.console import Group
         from rich.text import Text
@@ -85,7 +85,7 @@ class Table:
         return [[row[n] for row in self.rows] for n in range(len(self.columns))]
 
     def _told(self) -> Table:
-        """Columns that hold one value in every row, but for the first, as words of the title."""
+        """The table with its constant columns, except the first, moved into the title."""
         if len(self.rows) < 2:
             return self
         values = self._values()
@@ -192,8 +192,8 @@ def dataframe(rows: Sequence[Mapping[str, Cell]], columns: Sequence[str]) -> Any
 def beside(path: Path) -> Iterator[Path]:
     """A name in the same folder to write to: renamed to `path` at the end, gone after an error.
 
-    An interrupt leaves what was at `path` as it was. What is no file, like /dev/stdout, is written
-    to directly.
+    After an interrupt, the old content of `path` is unchanged. A path that is no file, such as
+    /dev/stdout, is written to directly.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():

@@ -75,7 +75,7 @@ WALKS = ("tests/api/test_", "tests/engines/test_c", "tests/engines/test_e")
 #: The files that take longest, longest first (half a minute of a core to eight seconds). What is
 #: short comes last, by its name, so that two processes end together.
 LONGEST = (
-    *("engines/test_pairs", "viz/test_viz_page", "backends/test_numba_kernels"),
+    *("engines/test_bf16_dot", "viz/test_viz_page", "backends/test_numba_kernels"),
     *("backends/test_emulated_decode", "backends/test_decode_launch", "studies/test_exercises"),
     *("viz/test_viz_plots", "faults/test_faults", "engines/test_panels", "cli/test_cli"),
     *("studies/test_agreement", "cli/test_pictures", "backends/test_cuda_kernels"),

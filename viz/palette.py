@@ -1,10 +1,10 @@
 """One colour per tensor, in every plot, animation and page; a light and a dark theme.
 
-The colours come from a search in Oklab that kept the smallest distance between any two of them
-large for normal sight and for protanopia, deuteranopia and tritanopia (simulated with the matrices
-of Machado, Oliveira and Fernandes, 2009); `test_viz_palette.py` measures it. Distance alone
-does not carry seventeen colours to the last row, so nothing here is told by colour only: tensors
-are labelled where they stand, gradients are hatched, and line styles differ.
+The colours come from a search in Oklab for a large smallest distance between any two of them. The
+distance counts for normal sight and for protanopia, deuteranopia and tritanopia, simulated with the
+matrices of Machado, Oliveira and Fernandes (2009); `test_viz_palette.py` measures it. Seventeen
+colours cannot all be far apart, so nothing depends on colour only: tensors have labels, gradients
+are hatched, and line styles differ.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ OWN = ("#3f7f3a", "#a33f63", "#2f7f93", "#8a6d1f", "#6a55a8", "#9a4f3a", "#4f7a1
 
 
 def tint(tensor: str, name: str = "light") -> str:
-    """The colour of a tensor, also of one that an algorithm of one's own has made (`OWN`).
+    """The colour of a tensor, also of one that your own algorithm made (`OWN`).
 
-    What arithmetic holds on chip under no name is grey.
+    Results of arithmetic without a name are grey.
     """
     key = tensor.removesuffix("_acc").removesuffix("_scale")
     if key in theme(name).tensors:

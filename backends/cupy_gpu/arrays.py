@@ -326,7 +326,7 @@ def _space(name: str, array: Any, dtype: str) -> Any:
         return known
     if isinstance(array, np.ndarray):
         return _made(NumpySpace, cupy.cuda.runtime.getDevice(), dtype)
-    if type(array).__module__.partition(".")[0] == "torch":
+    if is_torch(array):
         if not array.is_cuda:
             raise DTypeError(
                 f"{name} is a torch tensor on {array.device}; move it with {name}.cuda(), or give "
@@ -343,12 +343,42 @@ def _space(name: str, array: Any, dtype: str) -> Any:
     )
 
 
+def is_torch(array: Any) -> bool:
+    """Whether an array is torch's, which is not imported to be asked."""
+    return _library(array) == "torch"
+
+
+def dtype_name(array: Any) -> str:
+    """The name of an array's type, whichever library's: "bfloat16"."""
+    return str(array.dtype).removeprefix("torch.")
+
+
+def as_cupy(array: Any) -> cupy.ndarray:
+    """A CuPy array over the same memory; of a NumPy array a copy on the GPU."""
+    return cupy.from_dlpack(array.detach()) if is_torch(array) else cupy.asarray(array)
+
+
+def as_library_of(like: Any, array: cupy.ndarray) -> Any:
+    """A CuPy array as one of the library that `like` is of."""
+    if isinstance(like, np.ndarray):
+        return array.get()
+    if is_torch(like):
+        import torch
+
+        return torch.from_dlpack(array)
+    return array
+
+
+def _library(array: Any) -> str:
+    return type(array).__module__.partition(".")[0]
+
+
 def _type_name(array: Any) -> str:
     return f"{type(array).__module__}.{type(array).__name__}"
 
 
 def _place(array: Any) -> str:
-    return f"{type(array).__module__.partition('.')[0]} on {getattr(array, 'device', 'the CPU')}"
+    return f"{_library(array)} on {getattr(array, 'device', 'the CPU')}"
 
 
 def _readable(steps: int, last: int, width: int) -> bool:

@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
-from flashsim.backends import launch
 from flashsim.backends.cupy_gpu import arrays, tensor_maps
-from flashsim.backends.cupy_gpu.launching import Launcher
+from flashsim.backends.cupy_gpu.launching import Argument, Launcher, Parameters
+from flashsim.backends.launch import kernel as launch
+from flashsim.backends.launch.device_tables import Lowered
 from flashsim.backends.launch.kernel import Gpu, Kernel
-from flashsim.backends.launch.lowering import Lowered
 from flashsim.backends.launch.passes import KernelPass
-from flashsim.backends.reports import counts
-from flashsim.backends.reports import stamps as timeline
+from flashsim.backends.reports import counts, timeline
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.events import StageTrace
@@ -125,30 +124,19 @@ class Call:
         self.packed = _HEAD.pack(*head)
 
 
-class _Parameters:
-    """What the driver reads of a launch, each through a pointer: maps, arguments, counter."""
-
-    def __init__(self, maps: Sequence[np.ndarray], *others: int) -> None:
-        self._maps = maps  # keeps them alive
-        values = [*(one.ctypes.data for one in maps), *others]
-        self._values = (ctypes.c_void_p * len(values))(*values)
-        self.address = ctypes.addressof(self._values)
-
-
 class ReadyPass:
     """A pass, compiled and with its tables uploaded: all of a launch but the call's arrays."""
 
     def __init__(self, one: KernelPass, device: int, load: Load) -> None:
         self.one = one
         self._tables = uploaded(one.tables, device)
-        self._args = bytearray(launch.ARGS.itemsize)
-        self._head = memoryview(self._args)[: _HEAD.size]
+        self._args = Argument(launch.ARGS)
+        self._head = self._args.buffer[: _HEAD.size]
         self._pack_constants()
         self._counter = ctypes.c_uint64()
         kernel, boxes, (across, down) = one.kernel, one.kernel.boxes, (*one.grid, 1)[:2]
         self._launch = Launcher(
-            *(load(kernel, device), (across, down), kernel.threads, kernel.shared_bytes, 0),
-            overlap=kernel.overlaps,
+            load(kernel, device), kernel, (across, down), overlap=kernel.overlaps
         )
         self._lock = Lock()  # the buffer is one, threads may be several
         self._needs_counter = (
@@ -161,7 +149,7 @@ class ReadyPass:
         at = [number for box in boxes for number in _map_of(box)]
         self._made_of = itemgetter(*at) if boxes else lambda head: ()
 
-    def _parameters(self, made_of: tuple[int, ...]) -> _Parameters:
+    def _parameters(self, made_of: tuple[int, ...]) -> Parameters:
         """For maps of tensors at these addresses with these strides, in the order of the boxes."""
         p, boxes = self.one.tables.schedule.problem, self.one.kernel.boxes
         values = iter(made_of)
@@ -172,12 +160,12 @@ class ReadyPass:
             )
             for box in boxes
         ]
-        counter = [ctypes.addressof(self._counter)] if boxes else []
-        return _Parameters(maps, _address(self._args), *counter)
+        others = [self._args.address, *([ctypes.addressof(self._counter)] if boxes else [])]
+        return Parameters(*(one.ctypes.data for one in maps), *others, keeps=maps)
 
     def _pack_constants(self) -> None:
         one, p = self.one, self.one.tables.schedule.problem
-        record = np.frombuffer(self._args, launch.ARGS)
+        record = self._args.values
         for name, pointer in zip(launch.TABLES, self._tables.pointers, strict=True):
             record[name] = pointer
         values = {
@@ -195,10 +183,10 @@ class ReadyPass:
             self._head[:] = call.packed
             if report:
                 addresses = (report[n].data.ptr if n in report else 0 for n in launch.REPORTS)
-                _REPORTS.pack_into(self._args, _REPORTS_AT, *addresses)
+                _REPORTS.pack_into(self._args.buffer, _REPORTS_AT, *addresses)
             if self._needs_counter:
                 self._counter.value, _keeps = self._counter_of(call)
-            self._launch(call.stream, parameters.address)
+            self._launch(call.stream, parameters)
 
     def _counter_of(self, call: Call) -> tuple[int, Any]:
         """Address of a work counter, at 0, that no other launch uses as long as this one runs.
@@ -315,7 +303,3 @@ class Plan:
         spans["start_ns"] -= first
         spans["end_ns"] -= first
         return spans
-
-
-def _address(buffer: bytearray) -> int:
-    return ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))

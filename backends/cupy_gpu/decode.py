@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Mapping
 from functools import lru_cache
@@ -13,12 +12,13 @@ from typing import Any
 import cupy
 import numpy as np
 
-from flashsim.backends import failures, launch
+from flashsim.backends import failures
 from flashsim.backends.cupy_gpu import arrays
-from flashsim.backends.cupy_gpu.launching import Launcher
-from flashsim.backends.families import cascade, decode, decode_kernels, latent
+from flashsim.backends.cupy_gpu.launching import Argument, Launcher, Parameters
 from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.launch_policy import decode, decode_kernels
 from flashsim.backends.reports import decode as traces
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, shown
@@ -26,14 +26,15 @@ from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
-_RECORD = struct.Struct(
-    "<"
-    + "Qqqq" * len(decode_kernels.TENSORS)
-    + "Q" * len(decode_kernels.POINTERS)
-    + "i" * len(decode_kernels.INTEGERS)
-    + "ff"
+#: Of ``struct DecodeArgs`` what a call changes: it begins with it, but for two integers.
+_HEAD = struct.Struct(
+    "<" + "Qqqq" * len(decode_kernels.TENSORS) + "Q" * len(decode_kernels.POINTERS)
 )
-assert _RECORD.size == decode_kernels.RECORD.itemsize
+_TABLE, _ADDRESS = struct.Struct("<ii"), struct.Struct("<Q")
+_TABLE_AT, _ITEMS_AT = (
+    int(decode_kernels.RECORD.fields[name][1])  # type: ignore[index]
+    for name in ("table_row", "items")
+)
 
 
 class Workspace:
@@ -84,47 +85,42 @@ class _Ready:
     """A launch, compiled and with its items uploaded."""
 
     def __init__(self, made: decode.Decode, device: int) -> None:
-        self.made = made
         self._items = cupy.asarray(made.items)
         self.items = self._items.data.ptr
-        record = decode.record(made)
-        self.integers = [int(record[name]) for name in decode_kernels.INTEGERS]
-        self.factors = [float(record["scale"]), float(record["softcap"])]
-        self._args = bytearray(_RECORD.size)
-        at = ctypes.addressof((ctypes.c_char * _RECORD.size).from_buffer(self._args))
-        self._parameters = (ctypes.c_void_p * 1)(at)
-        kernel = made.kernel
+        self._args = Argument(decode_kernels.RECORD)
+        self._args.values[0] = decode.record(made)
+        self._parameters = Parameters(self._args.address)
         self._launch = Launcher(
-            *(nvrtc.load(kernel, device), made.grid, kernel.threads, kernel.shared_bytes),
-            ctypes.addressof(self._parameters),
+            *(nvrtc.load(made.kernel, device), made.kernel, made.grid),
             cluster=made.cluster,
             overlap=made.overlaps,
         )
         self._merge: Launcher | None = None
         if made.merge and len(made.merges):
             self._merges = cupy.asarray(made.merges)
-            self._merge = Launcher(
-                *(nvrtc.load(made.merge, device), made.merge_grid, made.merge.threads, 0),
-                ctypes.addressof(self._parameters),
-                overlap=made.overlaps,
-            )
+            function = nvrtc.load(made.merge, device)
+            self._merge = Launcher(function, made.merge, made.merge_grid, overlap=made.overlaps)
         cupy.cuda.get_current_stream().synchronize()  # other streams may use them from now on
         self._lock = Lock()  # the buffer is one, threads may be several
 
-    def __call__(self, stream: int, heads: list[int], pointers: list[int], row: int, pages: int):
-        """Launch; CuPy's current device must be the call's."""
-        integers = self.integers.copy()
-        integers[_TABLE_ROW], integers[_PAGES] = row, pages
+    def __call__(self, stream: int, head: list[int], row: int, pages: int) -> None:
+        """Launch; CuPy's current device must be the call's.
+
+        Parameters
+        ----------
+        stream : int
+        head : list of int
+            Address and strides of each of `decode_kernels.TENSORS`; addresses, its `POINTERS`.
+        row, pages : int
+            Entries of a sequence in the block table; pages of the pool.
+        """
         with self._lock:
-            _RECORD.pack_into(self._args, 0, *heads, *pointers, *integers, *self.factors)
-            self._launch(stream)
+            _HEAD.pack_into(self._args.buffer, 0, *head)
+            _TABLE.pack_into(self._args.buffer, _TABLE_AT, row, pages)
+            self._launch(stream, self._parameters)
             if self._merge:
-                _ADDRESS.pack_into(self._args, _ITEMS, self._merges.data.ptr)
-                self._merge(stream)
-
-
-_ADDRESS, _ITEMS = struct.Struct("<Q"), int(decode_kernels.RECORD.fields["items"][1])  # type: ignore[index]
-_TABLE_ROW, _PAGES = (decode_kernels.INTEGERS.index(name) for name in ("table_row", "pages"))
+                _ADDRESS.pack_into(self._args.buffer, _ITEMS_AT, self._merges.data.ptr)
+                self._merge(stream, self._parameters)
 
 
 @lru_cache(maxsize=256)
@@ -158,19 +154,14 @@ def _forward(
     if table is not None:
         page = int(job.k.shape[2])
         check_table(table, lengths, page, int(job.k.shape[0]))
-    how = (gpu, _splits(options.get("splits", "auto")), page, counts)
     prefix, timed = _prefix(job, table, page), job.trace == "timeline"
     if timed and (prefix or p.latent):
         raise UnsupportedError(
             "a shared prefix has no timeline on a GPU, nor has latent attention: leave it out, or "
             "give trace=True"
         )
-    if prefix:
-        made = cascade.plan(p, lengths, prefix, *how)
-    elif p.latent:
-        made = latent.plan(p, lengths, *how)
-    else:
-        made = decode.plan(p, lengths, *how, timed)
+    splits = _splits(options.get("splits", "auto"))
+    made = decode.plan(p, lengths, gpu, splits, page, counts, timed, prefix)
     walk = traces.walk_of(made, lengths, page) if job.trace else None
     with failures.Explaining(), space.on_device():
         with space.active():
@@ -187,10 +178,9 @@ def _forward(
         width = launch.row_elements(p.head_dim_v)
         o = (space.pointer(out), p.heads * p.n_q * width, p.n_q * width, width)
         reports = _reports(made, space, timed=timed) if counts else {}
-        pointers = [space.pointer(lse), *parts, ready.items, where]
-        pointers += [reports[n].data.ptr if n in reports else 0 for n in _REPORTS]
-        heads = [x for place in (q.place, o, k.place, v.place) for x in place]
-        ready(stream, heads, pointers, row, int(job.k.shape[0]) if page else 0)
+        head = [*q.place, *o, *k.place, *v.place, space.pointer(lse), *parts, ready.items, where]
+        head += [reports[n].data.ptr if n in reports else 0 for n in _REPORTS]
+        ready(stream, head, row, int(job.k.shape[0]) if page else 0)
         stages = spans = None
         if walk is not None:
             found = {name: report.get() for name, report in reports.items()}
@@ -282,7 +272,7 @@ def check_table(table: Any, lengths: tuple[int, ...], page: int, pages: int) -> 
     ------
     ShapeError, DTypeError
     """
-    if str(table.dtype).removeprefix("torch.") != "int32":
+    if arrays.dtype_name(table) != "int32":
         raise DTypeError(f"block_table must be int32, got {table.dtype}")
     if not isinstance(table, np.ndarray):
         return

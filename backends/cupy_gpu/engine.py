@@ -10,17 +10,18 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from flashsim.backends import failures, launch
-from flashsim.backends.families.decode import ALGORITHM as DECODE
-from flashsim.backends.families.decode import OPTIONS as DECODING
-from flashsim.backends.families.family import Family
-from flashsim.backends.families.hopper import HOPPER
-from flashsim.backends.families.hopper_fp8 import HOPPER_FP8
-from flashsim.backends.families.portable import PORTABLE, TF32
-from flashsim.backends.launch import lowering
+from flashsim.backends import failures
+from flashsim.backends.launch import device_tables
+from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.launch_policy.decode import ALGORITHM as DECODE
+from flashsim.backends.launch_policy.decode import OPTIONS as DECODING
+from flashsim.backends.launch_policy.family import Family
+from flashsim.backends.launch_policy.hopper import HOPPER
+from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
+from flashsim.backends.launch_policy.portable import PORTABLE, TF32
 from flashsim.engines.engine import Job, Outcome
-from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
+from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError
 from flashsim.problem.hardware import Device, reported
 from flashsim.problem.problem import Problem
 
@@ -358,25 +359,15 @@ def _check(job: Job) -> None:
             raise OptionError(
                 f"{option} belongs to algorithm={DECODE!r}, got algorithm={job.algorithm!r}"
             )
-    if job.algorithm not in ALGORITHMS:
-        raise UnsupportedError(
-            f"backend='cupy' runs {', '.join(map(repr, ALGORITHMS))}, not {job.algorithm!r}; "
-            "backend='simulator' simulates it"
-        )
+    launch.check_asked("cupy", job, ALGORITHMS, KERNELS)
     if p.dtype == "float64":
         raise UnsupportedError(
             "backend='cupy' takes float16, bfloat16 and float32, not float64; convert the arrays, "
             "or use backend='simulator'"
         )
-    for name in ("head_dim", "head_dim_v"):
-        if getattr(p, name) > launch.MAX_HEAD_DIM:
-            raise UnsupportedError(
-                f"backend='cupy' takes {name} up to {launch.MAX_HEAD_DIM}, got {getattr(p, name)}"
-            )
-    lowering.refuse(p)
-    name, tf32 = job.options.get("kernel", "auto"), job.options.get("allow_tf32", False)
-    if name not in ("auto", *KERNELS):
-        raise OptionError(f"unknown kernel {name!r}; {choices(name, ('auto', *KERNELS))}")
+    launch.check_head_dims(p, "backend='cupy'")
+    device_tables.refuse(p)
+    tf32 = job.options.get("allow_tf32", False)
     if not isinstance(tf32, bool):
         raise OptionError(f"allow_tf32 must be True or False, got {tf32!r}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from functools import cache
 from typing import Any
@@ -11,9 +10,9 @@ import cupy
 import numpy as np
 
 from flashsim.backends.cupy_gpu import arrays
-from flashsim.backends.families import quantize as family
-from flashsim.backends.kernels import nvrtc
+from flashsim.backends.cupy_gpu.launching import launch_once
 from flashsim.backends.launch.kernel import Kernel, whole_sixteens
+from flashsim.backends.launch_policy import quantize as family
 from flashsim.engines.engine import Job
 from flashsim.errors import ShapeError
 
@@ -79,7 +78,7 @@ def launch(
     others : dict
         Arrays of ``struct Args`` by name.
     q, k : (batch, heads, n, d)
-        Shapes; q may be None (`families.quantize.sizes`).
+        Shapes; q may be None (`launch_policy.quantize.sizes`).
     """
     record = np.zeros((), family.ARGS)
     for name, view in inputs.items():
@@ -90,13 +89,7 @@ def launch(
     for name, value in integers.items():
         record[name] = value
     for kernel in kernels:
-        with space.active():
-            function = nvrtc.load(kernel, space.device)
-        parameters = (ctypes.c_void_p * 1)(record.ctypes.data)
-        cupy.cuda.driver.launchKernel(
-            *(function.ptr, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes),
-            *(space.stream(), ctypes.addressof(parameters), 0),
-        )
+        launch_once(kernel, (blocks, 1), record, space)
 
 
 @cache

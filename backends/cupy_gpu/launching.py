@@ -1,5 +1,7 @@
-"""Launches with attributes that CuPy's launcher does not take: clusters of blocks, and launches
-that may begin before what runs before them has ended. The driver's library is called directly.
+"""How every kernel here is launched: an argument in memory, and a launcher that hands it over.
+
+CuPy's launcher takes no attributes: clusters of blocks, and launches that may begin before what
+runs before them has ended. For these the driver's library is called directly.
 """
 
 from __future__ import annotations
@@ -9,8 +11,11 @@ from functools import cache
 from typing import Any
 
 import cupy
+import numpy as np
 
 from flashsim.backends.cupy_gpu.tensor_maps import driver
+from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch.kernel import Kernel
 
 #: CUlaunchAttributeID of cuda.h.
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
@@ -35,20 +40,43 @@ class _Config(ctypes.Structure):
     )
 
 
+class Argument:
+    """A kernel's ``struct`` argument, at an address that stays.
+
+    Attributes
+    ----------
+    buffer : memoryview
+        Its bytes.
+    values : ndarray, (1,)
+        The same, by field.
+    """
+
+    def __init__(self, dtype: np.dtype) -> None:
+        whole = np.zeros(dtype.itemsize, np.uint8)
+        self.buffer, self.values = whole.data, whole.view(dtype)
+        self.address = whole.ctypes.data
+
+
+class Parameters:
+    """What the driver reads of a launch: the address of each of the kernel's arguments."""
+
+    def __init__(self, *addresses: int, keeps: Any = None) -> None:
+        self._keeps = keeps  # alive
+        self._values = (ctypes.c_void_p * len(addresses))(*addresses)
+        self.address = ctypes.addressof(self._values)
+
+
 class Launcher:
     """How one kernel is launched, again and again.
 
     Parameters
     ----------
     function : cupy.cuda.function.Function
+    kernel : Kernel
     grid : tuple of int
         Thread blocks, along x and y.
-    threads, shared : int
-        Of a block; shared memory in bytes.
-    parameters : int
-        Address of the addresses of the kernel's arguments.
     cluster : int
-        Blocks of a cluster, along x.
+        Blocks of a cluster, along x, where the kernel itself does not say it.
     overlap : bool
         Whether the kernel may begin before the stream's last one has ended; it must wait itself
         (griddepcontrol.wait) before it reads or writes what that one may touch.
@@ -57,22 +85,23 @@ class Launcher:
     def __init__(
         self,
         function: Any,
+        kernel: Kernel,
         grid: tuple[int, int],
-        threads: int,
-        shared: int,
-        parameters: int,
         *,
         cluster: int = 1,
         overlap: bool = False,
     ) -> None:
         self._function = function  # owns the code that the address is of
+        threads, shared = kernel.threads, kernel.shared_bytes
         self._plain = (function.ptr, *grid, 1, threads, 1, 1, shared)
-        self._parameters = parameters
         wanted: list[tuple[int, tuple[int, ...]]] = []
         if cluster > 1:
             wanted.append((_CLUSTER_DIMENSION, (cluster, 1, 1)))
         if overlap:
             wanted.append((_PROGRAMMATIC_STREAM_SERIALIZATION, (1,)))
+        self._config: _Config | None = None
+        if not wanted:
+            return
         self._attributes = (_Attribute * len(wanted))()
         for attribute, (number, value) in zip(self._attributes, wanted, strict=True):
             attribute.id = number
@@ -83,22 +112,29 @@ class Launcher:
         )
         self._at = ctypes.addressof(self._config)
 
-    def __call__(self, stream: int, parameters: int = 0) -> None:
-        """Launch on a stream, maybe with parameters at another address; no other thread may, at the
-        same time.
+    def __call__(self, stream: int, parameters: Parameters) -> None:
+        """Launch on a stream; no other thread may, at the same time.
 
         Raises
         ------
         cupy.cuda.driver.CUDADriverError
             If the driver refuses.
         """
-        if not self._attributes:
-            cupy.cuda.driver.launchKernel(*self._plain, stream, parameters or self._parameters, 0)
+        if self._config is None:
+            cupy.cuda.driver.launchKernel(*self._plain, stream, parameters.address, 0)
             return
         self._config.stream = stream
-        error = _launch()(self._at, self._plain[0], parameters or self._parameters, None)
+        error = _launch()(self._at, self._plain[0], parameters.address, None)
         if error:
             raise cupy.cuda.driver.CUDADriverError(error)
+
+
+def launch_once(kernel: Kernel, grid: tuple[int, int], record: np.ndarray, space: Any) -> None:
+    """Launch a kernel of this package on a space's stream, with a ``struct`` that the driver
+    copies."""
+    with space.active():
+        function = nvrtc.load(kernel, space.device)
+    Launcher(function, kernel, grid)(space.stream(), Parameters(record.ctypes.data))
 
 
 @cache

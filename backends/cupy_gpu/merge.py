@@ -61,7 +61,7 @@ def merge_into(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
 
 def _launch(space: arrays.Space, given: tuple[Any, ...], strides: tuple[int, int]) -> None:
     """Start the kernel; `strides` are from head to head of out and of the LSE, in elements."""
-    names = (str(x.dtype).removeprefix("torch.") for x in (given[0], given[2]))
+    names = (arrays.dtype_name(x) for x in (given[0], given[2]))
     batch, heads, rows, width = given[0].shape
     made = kernel(width, *names)
     per_block = THREADS // dict(made.constants)["FS_LANES"]
@@ -86,7 +86,7 @@ def held(given: dict[str, Any]) -> dict[str, Any]:
     engine.require_gpu()
     space = arrays.space_of(given, "float32")
     for name, x in given.items():
-        dtype = str(x.dtype).removeprefix("torch.")
+        dtype = arrays.dtype_name(x)
         may_be = [*_TYPES] if name.startswith("out") else ["float32"]
         if dtype not in may_be:
             raise DTypeError(

@@ -11,8 +11,8 @@ import numpy as np
 
 from flashsim.backends import failures
 from flashsim.backends.cupy_gpu import arrays, engine, fp8
-from flashsim.backends.families import quantize as family
 from flashsim.backends.launch.kernel import whole_sixteens
+from flashsim.backends.launch_policy import quantize as family
 from flashsim.errors import DTypeError
 
 
@@ -67,7 +67,7 @@ def quantize(
             "the GPU's quantiser takes arrays that are on the GPU, got NumPy's; move them there, "
             "or use backend='simulator'"
         )
-    kind = str(q.dtype).removeprefix("torch.")
+    kind = arrays.dtype_name(q)
     space = arrays.space_of({"q": q, "k": k, "v": v}, kind)
     family.check_gpu(engine.gpu_of(space.device))
     rotate = {"rotate": signs is not None, "e5m2": dtype == "float8_e5m2"}

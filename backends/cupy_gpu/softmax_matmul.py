@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import cupy
@@ -10,9 +9,9 @@ import numpy as np
 
 from flashsim.backends import failures
 from flashsim.backends.cupy_gpu import arrays, engine
-from flashsim.backends.families import softmax_matmul as family
-from flashsim.backends.kernels import nvrtc
+from flashsim.backends.cupy_gpu.launching import launch_once
 from flashsim.backends.launch.kernel import row_elements
+from flashsim.backends.launch_policy import softmax_matmul as family
 
 
 def forward(
@@ -34,7 +33,6 @@ def forward(
         width = row_elements(d3)
         out = space.empty((batch, 1, d1, width), views[0].array)
         with space.active():
-            function = nvrtc.load(made, space.device)
             report = cupy.zeros((batch, tiles, 3), "uint32") if counts else None
         record = np.zeros((), family.ARGS)
         for name, view in zip("xv", views, strict=True):
@@ -42,20 +40,8 @@ def forward(
         record["o"], record["o_batch"], record["o_row"] = space.pointer(out), d1 * width, width
         record["counts"] = 0 if report is None else report.data.ptr
         record["d1"], record["d2"], record["d3"] = d1, d2, d3
-        launch(function, (tiles, batch), made, record, space.stream())
+        launch_once(made, (tiles, batch), record, space)
         result = space.result(out, d3, width)[:, 0]
         moved = {} if report is None else report.get().sum((0, 1), dtype=np.int64)
     names = ("load X", "load V", "store O")
     return result, dict(zip(names, map(int, moved), strict=False))
-
-
-def launch(
-    function: Any, grid: tuple[int, int], made: Any, record: np.ndarray, stream: int
-) -> None:
-    """Start the kernel with a ``struct Args``, which the driver copies."""
-    parameters = (ctypes.c_void_p * 1)(record.ctypes.data)
-    cupy.cuda.driver.launchKernel(
-        *(function.ptr, *grid, 1, made.threads, 1, 1, made.shared_bytes, stream),
-        ctypes.addressof(parameters),
-        0,
-    )

@@ -36,7 +36,7 @@ struct Args {
     const int4* spans;             // Schedule.row_spans or col_spans, whichever this pass walks
     const int *ptr, *index, *kind; // Schedule.row_csr or col_csr
     const int* order;              // outer tiles, in the order in which blocks take them
-    const int* ranks;              // of each visit, where dQ is added in order (lowering.py)
+    const int* ranks;              // of each visit, where dQ is added in order (device_tables.py)
     u32 *visit_counts, *tile_counts;  // bytes moved: (query heads, n_visits, 8), (walks, tiles, 8)
     u64 *visit_stamps, *tile_stamps;  // (query heads, n_visits, 5), (walks, tiles, 5)
     int n_q, n_kv, heads, group, walks, tiles, clump, n_visits, left, right;

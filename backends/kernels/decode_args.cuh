@@ -4,7 +4,7 @@ struct DecodeArgs {
     float* lse;              // (batch * heads, n_q)
     float *o_part, *l_part;  // (slots, kv_heads, rows, FS_HEAD_DIM_V), (slots, kv_heads, rows)
     u32* arrived;            // (batch, kv_heads, row tiles): splits done; 0 between launches
-    const int4* items;       // families.decode.items: two of each
+    const int4* items;       // launch_policy.decode.items: two of each
     const int* table;        // (batch, table_row): each sequence's pages
     u32 *visit_counts, *item_counts;  // (batch, kv_heads, row tiles, n_visits, 8), (blocks, 8)
     u64 *visit_stamps, *item_stamps;  // the same, 5 of a visit, 6 of a block

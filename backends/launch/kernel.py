@@ -7,13 +7,19 @@ static_assert that `Kernel.shared_bytes` and `ARGS` equal what they declare.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flashsim.errors import OptionError, UnsupportedError, choices
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
+
+if TYPE_CHECKING:
+    from flashsim.engines.engine import Job
 
 _TENSOR = [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")]
 TENSORS = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
@@ -96,10 +102,11 @@ class Variant:
     pass, and its row sums are in registers whatever it costs. `cluster` thread blocks share an item
     of the Hopper backward. With `overlap` a kernel lets the next one start before it has ended, and
     itself waits for the one before, where that matters. `in_step` is how items of the Hopper
-    backward go through row tiles (kernels/hopper/keys_outside.cuh), `deferred` whether it computes
+    backward go through row tiles (kernels/hopper/kv_outer.cuh), `deferred` whether it computes
     dQ of a visit in the next one (kernels/hopper/backward.cu). Of a pass in several launches, one
     runs `after` the one before it has begun, and lets the next one begin if there is `more`. With
-    `once` each row tile has one visit.
+    `once` each row tile has one visit. `fused` kernels are of a backward that makes dQ in one pass
+    with dK and dV, in a fixed order if `ordered`.
     """
 
     spans: bool
@@ -115,6 +122,8 @@ class Variant:
     deferred: bool = False
     after: bool = False
     more: bool = False
+    fused: bool = False
+    ordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,6 +191,36 @@ def whole_sixteens(n: int) -> int:
     return -(-n // 16) * 16
 
 
+def check_asked(
+    backend: str, asked: Job, algorithms: tuple[str, ...], kernels: Iterable[str]
+) -> str:
+    """The option `kernel`, "auto" without it, if a backend has these algorithms and kernels.
+
+    Raises
+    ------
+    UnsupportedError, OptionError
+        If it has not what a job asks for.
+    """
+    if asked.algorithm not in algorithms:
+        raise UnsupportedError(
+            f"backend={backend!r} runs {', '.join(map(repr, algorithms))}, not "
+            f"{asked.algorithm!r}; backend='simulator' simulates it"
+        )
+    name, known = asked.options.get("kernel", "auto"), ("auto", *kernels)
+    if name not in known:
+        raise OptionError(f"unknown kernel {name!r}; {choices(name, known)}")
+    return name
+
+
+def check_head_dims(problem: Problem, what: str) -> None:
+    """Raise `UnsupportedError` for head dims that the kernels are not built for."""
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(problem, name) > MAX_HEAD_DIM:
+            raise UnsupportedError(
+                f"{what} takes {name} up to {MAX_HEAD_DIM}, got {getattr(problem, name)}"
+            )
+
+
 # -- parts ----------------------------------------------------------------------------------------
 
 
@@ -226,3 +265,18 @@ def constants(problem: Problem, tiling: Tiling, variant: Variant) -> dict[str, i
 def macros(values: dict[str, int]) -> tuple[tuple[str, int], ...]:
     """Constants as the macros of `Kernel.constants`."""
     return tuple((f"FS_{name}", int(value)) for name, value in values.items())
+
+
+def built(
+    file: str,
+    name: str,
+    threads: int,
+    shared: int,
+    made_for: tuple[Problem, Tiling, Variant],
+    more: dict[str, int],
+    boxes: tuple[Box, ...] = (),
+    cluster: int = 1,
+) -> Kernel:
+    """The kernel `name` of a file, compiled for these `constants` and some more."""
+    values = constants(*made_for) | {"SMEM_BYTES": shared} | more
+    return Kernel(file, name, threads, shared, macros(values), boxes, cluster)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashsim.backends.launch.device_tables import Lowered
 from flashsim.backends.launch.kernel import Kernel
-from flashsim.backends.launch.lowering import Lowered
 from flashsim.schedule import plans
 
 

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from flashsim.backends import launch
+from flashsim.backends.launch import kernel as launch
 
 I1, I8, I32, I64, F32 = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 Values = list[ir.Value]
@@ -72,7 +72,8 @@ def emitted(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], An
         def typer(typing_context: Any, *args: Any) -> Any:
             return result(*args), generate
 
-        typer.__name__, typer.__doc__ = function.__name__, function.__doc__
+        whole = getattr(function, "func", function)  # of a partial one
+        typer.__name__, typer.__doc__ = whole.__name__, whole.__doc__
         names = ["typing_context", *(f"x{n}" for n in range(len(parameters)))]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         typer.__signature__ = inspect.Signature(  # Numba folds arguments by it

@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 
 from flashsim.backends import failures
-from flashsim.backends.families.family import Family
+from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.launch_policy.family import Family
 from flashsim.engines.engine import Job, Outcome
-from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
+from flashsim.errors import BackendUnavailable, UnsupportedError
 
 OPTIONS: frozenset[str] = frozenset({"kernel"})
 KERNELS = ("tensor", "hopper", "teaching")
+ALGORITHMS = ("flash2", "flash2-fused")
 
 
 def _require_numba_cuda() -> None:
@@ -123,7 +125,7 @@ def _family(job: Job, gpu: Gpu, direction: str) -> Family:
 
     Of a head_dim for which Hopper's have no backward it is `TENSOR`'s, whatever was asked for.
     """
-    from flashsim.backends.numba_gpu.families import HOPPER, TENSOR, WIDEST_BACKWARD
+    from flashsim.backends.numba_gpu.launch_policy import HOPPER, TENSOR, WIDEST_BACKWARD
 
     asked, p = job.options.get("kernel", "auto"), job.problem
     if direction == "backward" and max(p.head_dim, p.head_dim_v) > WIDEST_BACKWARD:
@@ -147,16 +149,9 @@ def _kernel(job: Job) -> str:
     OptionError, UnsupportedError
     """
     p = job.problem
-    if job.algorithm not in ("flash2", "flash2-fused"):
-        raise UnsupportedError(
-            f"backend='numba_cuda' runs 'flash2' and 'flash2-fused', not {job.algorithm!r}; "
-            "backend='simulator' simulates it"
-        )
+    name = launch.check_asked("numba_cuda", job, ALGORITHMS, KERNELS)
     simulated = teaching_run.simulated()
     narrow = p.dtype in ("float16", "bfloat16")
-    name = job.options.get("kernel", "auto")
-    if name not in ("auto", *KERNELS):
-        raise OptionError(f"unknown kernel {name!r}; {choices(name, ('auto', *KERNELS))}")
     if name == "auto":
         name = "tensor" if narrow and not simulated else "teaching"
     takes = ("float16", "float32") if name == "teaching" else ("float16", "bfloat16")
@@ -176,16 +171,5 @@ def _kernel(job: Job) -> str:
             "time stamps; use kernel='tensor' with float16 or bfloat16, or backend='cupy'"
         )
     if name != "teaching":
-        _check_head_dims(p)
+        launch.check_head_dims(p, "backend='numba_cuda'")
     return name
-
-
-def _check_head_dims(problem: Any) -> None:
-    from flashsim.backends import launch
-
-    for name in ("head_dim", "head_dim_v"):
-        if getattr(problem, name) > launch.MAX_HEAD_DIM:
-            raise UnsupportedError(
-                f"backend='numba_cuda' takes {name} up to {launch.MAX_HEAD_DIM}, got "
-                f"{getattr(problem, name)}"
-            )

@@ -223,6 +223,16 @@ def again(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return asm(b, "mov.b32 $0, $1;", "=r,r", [value], I32, effects=True)
 
 
-def clock(b: ir.IRBuilder, name: str) -> ir.Value:
-    """A 64-bit special register that counts: clock64 (SM cycles), globaltimer (ns)."""
-    return asm(b, f"mov.u64 $0, %{name};", "=l", [], I64, effects=True)
+def cycles(b: ir.IRBuilder) -> ir.Value:
+    """The SM's cycles, 64 bits."""
+    return asm(b, "mov.u64 $0, %clock64;", "=l", [], I64, effects=True)
+
+
+def nanoseconds(b: ir.IRBuilder) -> ir.Value:
+    """The GPU's clock, 64 bits."""
+    return asm(b, "mov.u64 $0, %globaltimer;", "=l", [], I64, effects=True)
+
+
+def multiprocessor(b: ir.IRBuilder) -> ir.Value:
+    """The SM that the thread runs on."""
+    return special(b, "smid")

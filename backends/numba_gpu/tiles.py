@@ -121,12 +121,7 @@ def elements(blocks: int, n: int) -> Iterator[tuple[int, int, int, int]]:
 
 def zeros(count: int) -> Any:
     """``zeros() -> fragment``."""
-
-    @emitted(floats(count))
-    def zeros_(b: ir.IRBuilder) -> Values:
-        return [f32(0.0)] * count
-
-    return zeros_
+    return full(count, 0.0)
 
 
 def full(count: int, value: float) -> Any:

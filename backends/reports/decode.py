@@ -8,19 +8,16 @@ itinerary's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import accumulate
 
 import numpy as np
 
-from flashsim.backends.families.decode import ALGORITHM, ITEM_SLOTS, VISIT_SLOTS, Decode
-from flashsim.backends.reports import stamps
+from flashsim.backends.launch_policy.decode import ALGORITHM, ITEM_SLOTS, VISIT_SLOTS, Decode, live
+from flashsim.backends.reports import timeline as stamps
 from flashsim.backends.reports.counts import one_walk
 from flashsim.errors import UnsupportedError
 from flashsim.schedule import plans
 from flashsim.schedule.names import CODES, COMPUTE, FREE
 from flashsim.schedule.schedule import Schedule
-from flashsim.schedule.split import Split
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.events import PHASES, ROLES, TIMELINE, StageTrace
 
@@ -38,10 +35,9 @@ def walk_of(made: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
     Raises
     ------
     UnsupportedError
-        If a schedule cannot say it: sequences split differently, several row tiles under a mask
-        (the kernel visits for each what any of them sees), no key at all.
+        If a schedule cannot say it: several row tiles under a mask (the kernel visits for each what
+        any of them sees), no key at all. A shared prefix is not reported visit by visit.
     """
-    p = made.problem
     if made.prefix:
         raise UnsupportedError(
             "a GPU records no trace of a shared prefix; backend='simulator' traces it, and what "
@@ -49,20 +45,10 @@ def walk_of(made: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
         )
     if not any(lengths):
         raise UnsupportedError("there is no key, so nothing that a trace could show")
-    live = replace(
-        p, batch=1, n_q=p.n_q * p.batch, n_kv=sum(lengths), page_size=page or None,
-        cu_seqlens_q=tuple(range(0, p.n_q * p.batch + 1, p.n_q)),
-        cu_seqlens_k=tuple(accumulate(lengths, initial=0)),
-    )  # fmt: skip
     tiling = Tiling(dict(made.kernel.constants)["FS_BLOCK_Q"], made.block_k)
-    schedule = Schedule(live, tiling, split=Split(max(made.splits), pack_gqa=True))
-    parts = np.repeat(made.splits, made.row_tiles)
-    visits = [made.items[made.items[:, 0] == b] for b in range(p.batch)]
-    tiles = [int((mine[:, 2] - mine[:, 1]).sum()) for mine in visits]
-    if (schedule.part_counts != parts).any():
-        raise UnsupportedError(
-            f"a trace has one number of splits, and the sequences got {made.splits}; give splits="
-        )
+    schedule = Schedule(live(made.problem, lengths, page), tiling, split=made.split)
+    tiles = np.zeros(len(lengths), np.int64)
+    np.add.at(tiles, made.items[:, 0], made.items[:, 2] - made.items[:, 1])
     if (schedule.visit_counts != np.repeat(tiles, made.row_tiles)).any():
         raise UnsupportedError(
             f"with {made.row_tiles} row tiles under a mask the kernel visits for each of them what "

@@ -40,23 +40,23 @@ EXAMPLES = "examples"
 LANDING = """\
 # flashsim
 
-**Watch FlashAttention move its tiles, and count every byte.**
+**flashsim runs FlashAttention tile by tile and counts every byte that moves between memory and
+chip.**
 
-flashsim executes attention the way the papers describe it, tile by tile, on a simulated HBM and
-SRAM that refuse to compute with anything that was not loaded. Bytes are measured, predicted by
-closed forms, and reported by GPU kernels: the three counts are equal as integers.
+Tiles move between a simulated memory and a simulated chip, which computes only with loaded tiles.
+The simulator counts bytes, closed forms predict them, and GPU kernels report them. The three counts
+are equal as integers.
 
 New to all this? **[Start here](docs/lessons/start_here.md)**: from a clone to a graded exercise, in
 an hour, without a GPU.
 
 ![FlashAttention-2 under a causal mask, tile by tile](docs/gallery/traversal.gif)
 
-- **Learn**: [eight lessons](docs/lessons/README.md), shown here as they run, and [exercises graded
-  by bytes](exercises/index.md).
-- **Look**: [every picture](docs/guides/gallery.md), with the line that draws it, and players that
-  play.
-- **Ask**: [what it can do](README.md), [a glossary](docs/guides/glossary.md), [all
-  pages](docs/README.md).
+- **Learn**: [eight lessons](docs/lessons/README.md), shown here with their results, and [exercises
+  graded by bytes](exercises/index.md).
+- **Look**: [every picture](docs/guides/gallery.md), with the line that draws it, and players.
+- **Ask**: [flashsim in a minute](README.md), [a glossary](docs/guides/glossary.md), [all
+  pages, and what you can ask](docs/README.md).
 - **Look up**: [what every count means](docs/reference/model.md), and [the API](api/index.md).
 - **Measured**: [beside a GPU's counters](docs/guides/truth.md), [how
   fast](docs/guides/performance.md), and [the data](data.md).
@@ -115,7 +115,7 @@ def landing() -> str:
     }
     start = "docs/lessons/start_here.md"
     lists["Lessons"].remove(start)
-    first = contents("Begin", [f"Start here <{start}>", "What it can do <README.md>"])
+    first = contents("Begin", [f"Start here <{start}>", "flashsim in a minute <README.md>"])
     learn = contents("Lessons", [*lists.pop("Lessons"), "exercises/index.md"])
     lists["Reference"] += ["api/index.md"]
     rest = "".join(contents(caption, names) for caption, names in lists.items() if names)

@@ -1,4 +1,4 @@
-"""What users call: the public names of `flashsim`, which loads them from here."""
+"""The public functions and classes of `flashsim`, which loads them from here."""
 
 from flashsim.api.compare import Comparison, compare
 from flashsim.api.counting import count

@@ -1,8 +1,8 @@
-"""Arrays in the CPU's memory: any library's as NumPy's over the same memory, and back again.
+"""Convert CPU arrays of any library to NumPy's over the same memory, and back.
 
-What goes in comes out; of a subclass of torch's tensors a plain one. NumPy and torch are known by
-name; any other library's arrays come through DLPack and go back through its array namespace (JAX's
-do) or, if it names none, as NumPy's, which speak DLPack too. Nothing is copied on the way in.
+Results have the inputs' kind; a subclass of torch's tensors gives a plain tensor. NumPy and torch
+are known by name. Arrays of other libraries come through DLPack. They go back through the library's
+array namespace, as JAX's do, or else as NumPy's. Nothing is copied on the way in.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ ANY = NUMPY._replace(library="")
 
 
 def take(host: Host, **arrays: Any) -> list[Any]:
-    """Arrays (or None) as NumPy's, all by the same host.
+    """Convert arrays to NumPy's, all from the same library; None stays None.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def take(host: Host, **arrays: Any) -> list[Any]:
 
 
 def take_anywhere(**arrays: Any) -> tuple[Host, list[np.ndarray]]:
-    """Arrays as NumPy's, those on a GPU copied, and how results go back to where they lay.
+    """Convert arrays to NumPy's, copying from a GPU; the host converts results back.
 
     For what has no kernel of its own; all by the first one's host.
     """

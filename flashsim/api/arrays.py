@@ -1,4 +1,4 @@
-"""One array of the user's: its shape, its type, its values, whoever made it.
+"""Questions about one array of any library: its shape, its element type, its values.
 
 Works on anything with `shape`, `dtype` and `reshape` (NumPy, CuPy, torch), without a copy.
 """
@@ -26,16 +26,14 @@ def name_of(dtype: Any) -> str:
 
 
 def only_dlpack(x: Any) -> bool:
-    """Whether an array has to be taken through DLPack: not NumPy, CuPy, torch or the like."""
+    """Whether an array can only be read through DLPack: it is not NumPy's, CuPy's or torch's."""
     if type(x).__module__.partition(".")[0] in ("numpy", "cupy", "torch"):
         return False
     return hasattr(x, "__dlpack__") and not hasattr(x, "__cuda_array_interface__")
 
 
 def last_axes(name: str) -> str:
-    """What the last two axes of an argument of that name are: those of q's kind, unless it is a
-    bias or an LSE.
-    """
+    """The last two axes of an argument of that name: q's, unless it is a bias or an LSE."""
     if "lse" in name:
         return "(heads, n_q)"
     return "(n_q, n_kv)" if "bias" in name else "(n, head_dim)"
@@ -71,17 +69,17 @@ def shape_of(name: str, x: Any) -> tuple[int, ...]:
 
 
 def expand(x: Any, ndim: int = 4) -> Any:
-    """With axes of length 1 in front, where there are fewer than `ndim`."""
+    """The array with axes of length 1 added in front, up to `ndim` axes."""
     return x if x.ndim == ndim else x.reshape((1,) * (ndim - len(x.shape)) + tuple(x.shape))
 
 
 def squeeze(x: Any, ndim: int) -> Any:
-    """Without the axes that `expand` put in front."""
+    """The array without the axes that `expand` added."""
     return x if x.ndim == ndim else x.reshape(tuple(x.shape)[len(x.shape) - ndim :])
 
 
 def require_numpy(backend: str, **arrays: Any) -> None:
-    """Refuse what is no NumPy array by now: this backend runs on the CPU."""
+    """Raise unless these are NumPy arrays: this backend runs on the CPU."""
     for name, x in arrays.items():
         if x is not None and not isinstance(x, np.ndarray):
             raise DTypeError(
@@ -93,7 +91,7 @@ def require_numpy(backend: str, **arrays: Any) -> None:
 
 
 def check_like(name: str, array: Any, like: Any, what: str) -> Any:
-    """`array`, if it has the shape and dtype of `like`; `what` is what the error calls that."""
+    """`array`, if it has the shape and dtype of `like`; errors call `like` by the name `what`."""
     wanted, shape = shape_of(what, like), shape_of(name, array)
     if shape != wanted:
         raise ShapeError(f"{name} must have {what}'s shape {wanted}, got {shape}")
@@ -138,7 +136,7 @@ def _not_finite(array: Any) -> int:
 
 
 def warn_of_overflow(results: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Warn of results that are NaN or infinite although nothing that was given is.
+    """Warn if results have NaN or infinity although all inputs are finite.
 
     A bias may hold -inf, which masks.
     """

@@ -41,7 +41,7 @@ class Comparison:
         return [r.trace for r in runs if r.traced]
 
     def table(self) -> report.Table:
-        """One row an algorithm and direction."""
+        """One row per algorithm and direction."""
         traces = self.traces
         first = traces[0]
         table = report.Table(
@@ -99,7 +99,7 @@ def compare(
     backward_tiling: Tiling | None = None,
     **options: Any,
 ) -> Comparison:
-    """Run several algorithms on the same inputs, traced, and set them side by side.
+    """Run several algorithms on the same inputs, with traces, and compare them in one table.
 
     Parameters
     ----------
@@ -107,18 +107,18 @@ def compare(
         As in `run`.
     algorithms : sequence of str
     dout : array, optional
-        Gradient of `out`; with it, the backward passes run too.
+        Gradient of the loss with respect to `out`; if given, the backward passes also run.
     backward_tiling : Tiling, optional
-        Of the backward passes (`tiling` is the forward's); default: the best that fits.
+        The tiling of the backward passes (`tiling` is the forward's); default: the best that fits.
     **options
-        Any other keyword of `run`; `splits` and the like go to the algorithms that take them, and
-        the others get the same keys without a cache: out of their pages, V apart from K.
+        Any other keyword of `run`. `splits` and the like go to the algorithms that take them. The
+        others get the same keys without a cache: not in pages, and V separate from K.
 
     Raises
     ------
     OptionError
-        If no algorithm is named, or tracing is turned off; if `cache_seqlens` differ and one of the
-        algorithms knows no cache; otherwise as `run`.
+        If no algorithm is named, tracing is turned off, or `cache_seqlens` differ and one of the
+        algorithms has no cache; otherwise as `run`.
     UnknownArgumentError
         For ``algorithm=``.
     """

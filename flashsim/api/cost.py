@@ -1,4 +1,4 @@
-"""What simulating will cost, before it begins: bytes of this machine's memory, and seconds."""
+"""The cost of a simulation before it begins: bytes of this machine's memory, and seconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REQUEST, REQUEST_BYTES = 0.2e-6, (7, 50)
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one or more passes, one after the other."""
+    """The memory and time of passes that run one after the other."""
 
     seconds: float
     nbytes: int
@@ -68,7 +68,7 @@ def replay_cost(passes: list[Traffic], *, at_every_size: bool = False) -> Estima
 
 
 def fits(nbytes: int, instead: str) -> None:
-    """Raise `OptionError` if so many bytes are more than this machine's memory."""
+    """Raise `OptionError` if this machine has less memory than so many bytes."""
     there = memory()
     if nbytes > there:
         raise OptionError(
@@ -78,5 +78,5 @@ def fits(nbytes: int, instead: str) -> None:
 
 
 def memory() -> int:
-    """Bytes of memory of this machine."""
+    """The size of this machine's memory, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,4 @@
-"""`count`: what a run would move, without running it."""
+"""`count`: the bytes and FLOPs of a run, without running it."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def count(
     level: str = "requested",
     l2: L2Model | None = None,
 ) -> Traffic | Dram:
-    """What a run would move and compute, without data and without arithmetic.
+    """Count the bytes and FLOPs of a run by formula, without data.
 
-    Equal, as integers, to what `run(..., trace=True)` measures. Costs O(row tiles) for causal and
-    windowed problems.
+    The result equals, as integers, the trace of `run(..., trace=True)`. For causal and windowed
+    problems the time is proportional to the number of row tiles.
 
     Parameters
     ----------
@@ -87,14 +87,14 @@ def count(
         As in `run`.
     direction : {"forward", "backward"}
     level : {"requested", "dram"}
-        Which bytes: every tile transfer, or what a model of the L2 cache leaves for DRAM.
+        Which bytes: of every tile transfer, or those that miss L2, by a model of the cache.
     l2 : L2Model, optional
         With ``level="dram"``: launch order, blocks in flight, partitions (see `flashsim.l2`).
 
     Raises
     ------
     OptionError, DTypeError, SramOverflow, TilingError, UnsupportedError
-        Also for more tiles than a schedule lists, or more scores than 64 bits count.
+        Also if there are more tiles than a schedule can list, or more scores than fit in 64 bits.
     """
     checks.one_of("level", level, LEVELS)
     if l2 is not None and level != "dram":

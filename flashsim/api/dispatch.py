@@ -1,4 +1,4 @@
-"""Which engine a backend's name means; the only place that chooses one."""
+"""Find the engine that a backend's name means."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def backend_name(name: Any, possible: Iterable[str] = BACKENDS) -> str:
 
 
 def engine(name: str) -> Engine:
-    """The engine of that name, imported when it is first asked for.
+    """The engine of that name, imported at first use.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The public function `run`, and `backward` for a forward pass of which little was kept."""
+"""`run`: attention, executed; `backward`: gradients from `out` and `lse` alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(
     trace: bool | str = False,
     **options: Any,
 ) -> Result:
-    """Attention, tile by tile.
+    """Compute attention tile by tile, on the simulator, the CPU or a GPU.
 
     Computes ``softmax(mask(softcap(scale q k^T) + bias)) v``. If the batch, the queries or the keys
     are empty, out and gradients are zeros and the LSE is -inf; nothing is traced.
@@ -48,74 +48,72 @@ def run(
     ----------
     q : array, (batch, heads, n_q, head_dim); leading axes may be left out
     k, v : array, (batch, kv_heads, n_kv, head_dim) and (batch, kv_heads, n_kv, head_dim_v)
-        `heads` must be a multiple of `kv_heads`; v may be None where an option `head_dim_v` says
-        which of k's columns it is. float64, float32, float16 or bfloat16 (on a GPU not float64),
-        "simulator" and, forward on Hopper, "cupy" also float8_e4m3fn or float8_e5m2, whose out is
-        bfloat16. On the CPU, arrays of
-        NumPy, torch, or any library that speaks DLPack (JAX); what goes in comes out, and is not
-        copied on its way in.
+        `heads` must be a multiple of `kv_heads`. v may be None if the option `head_dim_v` says how
+        many of k's first columns it is. The type is float64, float32, float16 or bfloat16; on a GPU
+        not float64. "simulator" also takes float8_e4m3fn and float8_e5m2, and so does "cupy",
+        forward on Hopper; out is then bfloat16. On the CPU, arrays may be NumPy's, torch's or of
+        any library with DLPack, such as JAX. Results have the inputs' kind. Inputs are not copied.
     algorithm : {"flash2", "flash2-fused", "flash2-once", "flash1", "standard", "flash-decode"}
-        "flash1" and "standard" hold what the first papers describe. Three differ in the backward
-        pass only: "flash2" runs three passes, without atomics; "flash2-fused" is the one of
-        FlashAttention-2's authors (their Algorithm 2: one pass, KV-outer, dQ added by atomics);
-        "flash2-once" takes schedules with one visit of each row tile alone. "flash-decode"
-        divides the keys as well, for few queries of a long cache, and has no backward pass.
+        "flash1" and "standard" follow the first papers. Three differ in the backward pass only:
+        "flash2" runs three passes, without atomics. "flash2-fused" runs the backward of
+        FlashAttention-2's authors (their Algorithm 2): one pass, KV-outer, with dQ added by
+        atomics. "flash2-once" needs exactly one key tile per row tile. "flash-decode" also splits
+        the keys, for few queries of a long cache; it has no backward pass.
     causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k
         See `Problem`.
     bias : array, (1 or batch, 1 or heads, n_q, n_kv), optional
         Added to the scores, in q's dtype; leading axes may be left out. -inf masks a score, as
         does a number near the lowest of the type that scores are computed in.
-    block_mask : BlockMask, or a boolean grid with one value a tile (then give `tiling`), optional
+    block_mask : BlockMask, or a boolean grid with one value per tile (then give `tiling`), optional
     tiling : Tiling, optional
         Default: the tiling that fits `device` and moves the fewest bytes.
     device : str or Device
-        The machine that is simulated; see ``flashsim study devices`` for names.
+        The simulated machine; ``flashsim study devices`` lists the names.
     backend : str
-        "simulator" (its older name "numpy" means the same). "numba": the same tiles as fast as
-        this CPU can (FlashAttention-2 only), with the same trace; compiled at the first call, then
-        cached on disk. "cupy": CUDA C++ kernels on the NVIDIA GPU that holds the arrays (NumPy
-        arrays are copied there and back); "numba_cuda": kernels in Python there. What goes in comes
-        out: NumPy, CuPy or torch; another library's GPU arrays, by ``__cuda_array_interface__`` or
-        ``__dlpack__``, come out as CuPy's over memory that it can take back through DLPack.
+        "simulator" (its older name "numpy" means the same) runs every algorithm. "numba" runs the
+        same tiles as fast as this CPU can, with the same trace, for FlashAttention-2 only; the
+        first call compiles it and keeps the code on disk. "cupy" runs CUDA C++ kernels on the
+        NVIDIA GPU that holds the arrays, and "numba_cuda" kernels in Python; both copy NumPy arrays
+        to the GPU and back. Results have the inputs' kind: NumPy, CuPy or torch. GPU arrays of
+        another library, by ``__cuda_array_interface__`` or ``__dlpack__``, give CuPy arrays, which
+        that library can take back through DLPack.
     key_order : {"ascending", "descending"}
-        In which order key tiles are taken.
+        The order of the key tiles.
     nan_policy : {"propagate", "raise"}
         What to do about NaN and infinity in the inputs.
     trace : bool or "timeline"
-        Record what moves. "timeline" also records where and when: on a GPU, by any kernels but the
-        "teaching" ones of "numba_cuda", so by that backend not for float32.
+        Record every transfer. "timeline" also records where and when it happened on a GPU. The
+        "teaching" kernels of "numba_cuda" have no timeline, so that backend has none in float32.
     **options
-        Options of the backend, where it has any. "simulator", for "flash-decode": `splits`, into
-        how many parts the keys are divided: an integer, "auto" (default: as many as occupy
-        `device`'s SMs once) or "fa3" (FlashAttention-3's rule), and `pack_gqa` (default: True),
-        whether the query heads of a key head share a tile, so that K and V are loaded once for
-        them; `cache_seqlens`, (batch,): how many keys of each entry are live (causal is aligned to
-        their end); `block_table`, integers (batch, max_pages): k and v are (pages, kv_heads,
-        page_size, head_dim), and entry b's keys lie in the pages of its row; `shared_prefix`: all
-        entries begin with so many keys, which are walked once for the queries of all (cascade
-        attention), or in so many keys' pages, whole ones; with v=None,
-        `head_dim_v`: V is k's first columns, as many, and one load serves both (latent attention).
-        "simulator" and "cupy", for FP8 inputs, which must say what they stand for: `scales`, three
-        float32 arrays that q, k and v are multiplied by, each () (or a number) for a whole tensor,
-        (batch, heads) or (batch, heads, blocks), or "unscaled", if they stand for themselves; and
-        `scale_block`, (query rows, key rows) of a block (default: a tile's); "cupy" also
-        `v_transposed`, V as its kernel takes it; see `flashsim.quantize`. "simulator":
-        `precision`, a `flashsim.Precision`, for every type that numbers are rounded to on the way
-        (without a trace, since it changes no size).
-        "numba": `threads`, how many (default: every CPU this process may use), and `micro_kernel`,
-        "amx", "avx512_bf16" (both for bfloat16), "vector" or "plain" (default: the first of them
-        that can run here and pays; the result's `kernel` says which ran). "cupy": `kernel`,
-        "hopper" or "portable" (default: Hopper's wherever they run the problem), and `allow_tf32`:
-        float32 products on tensor cores, every operand rounded to tf32, which is off by at most
-        2**-11 of itself (default: False, float32 throughout). With ``algorithm="flash-decode"``, a
-        few queries against a cache whose keys are split over blocks: `splits` ("auto" or how many),
-        `pack_gqa` (True, what its kernels do), `cache_seqlens` (batch,), how many keys of each
-        sequence are live, `block_table` (batch, pages of a sequence), int32, with k and v in pages,
-        (pages, kv_heads, rows of a page, head_dim), and `workspace`
-        (`flashsim.backends.cupy_gpu.decode.Workspace`). "numba_cuda":
-        `kernel`, "hopper" (backward up to a head_dim of 128, "tensor" above), "tensor" (both:
-        float16 and bfloat16) or "teaching" (float16 and float32); default: the first of them that
-        runs the problem.
+        Options of the backend and the algorithm:
+
+        - FP8 inputs, "simulator" and "cupy": `scales` must say what the elements stand for. It is
+          three float32 arrays that q, k and v are multiplied by, or "unscaled". Each array is ()
+          (or a number) for a whole tensor, (batch, heads), or (batch, heads, blocks). `scale_block`
+          is (query rows, key rows) of a block; default: a tile's. "cupy" also takes `v_transposed`,
+          V as its kernel reads it. See `flashsim.quantize`.
+        - "flash-decode", "simulator" and "cupy": `splits` is the number of parts of the keys;
+          "auto" (default) occupies `device`'s SMs once, and "fa3" ("simulator" only) is
+          FlashAttention-3's rule. With `pack_gqa` (default: True; "cupy" has nothing else) the
+          query heads of a key head share a tile, so that K and V are loaded once for them.
+          `cache_seqlens`, (batch,), is the number of live keys of each entry; causal is aligned to
+          their end. With `block_table`, integers (batch, max_pages), k and v are (pages, kv_heads,
+          page_size, head_dim), and the keys of entry b lie in the pages of its row. All entries
+          begin with the same `shared_prefix` keys, whole pages of them, which are read once for the
+          queries of all (cascade attention). With v=None, V is k's first `head_dim_v` columns, and
+          one load serves both (latent attention). `workspace`, "cupy" only, is a
+          `flashsim.backends.cupy_gpu.decode.Workspace`.
+        - "simulator": `precision`, a `flashsim.Precision`, is the type of every rounding point; not
+          with a trace, since it changes no size.
+        - "numba": `threads`, default: every CPU that this process may use. `micro_kernel` is "amx",
+          "avx512_bf16" (both for bfloat16), "vector" or "plain"; default: the first that can run
+          here and is worth it. The result's `kernel` says which ran.
+        - "cupy": `kernel` is "hopper" or "portable"; default: Hopper's wherever they run the
+          problem. `allow_tf32` (default: False) puts float32 products on tensor cores. Every
+          operand is then rounded to tf32, which changes it by at most 2**-11 of itself.
+        - "numba_cuda": `kernel` is "hopper" (backward up to a head_dim of 128, "tensor" above),
+          "tensor" (both: float16 and bfloat16) or "teaching" (float16 and float32); default: the
+          first that runs the problem.
 
     Returns
     -------
@@ -125,8 +123,8 @@ def run(
     Raises
     ------
     FlashSimError
-        Of a kind that fits (each is also a ValueError, TypeError, ...): what was wrong, what was
-        given, what is possible.
+        Each is also a built-in error, such as ValueError or TypeError. It says what was wrong, what
+        was given, and what is possible.
     """
     request = Request(
         *(causal, window, softcap, scale, mask, block_mask, cu_seqlens_q, cu_seqlens_k),
@@ -165,7 +163,7 @@ def backward(
     deterministic: bool | None = None,
     **question: Any,
 ) -> Gradients:
-    """The backward pass of a forward pass of which only `out` and `lse` were kept.
+    """Compute gradients from the inputs, `out`, `lse` and `dout` alone.
 
     Parameters
     ----------

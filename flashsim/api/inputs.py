@@ -1,4 +1,4 @@
-"""From the user's arrays and keywords to a validated `Problem` and 4-D arrays, without a copy."""
+"""Turn the user's arrays and keywords into a checked `Problem` and 4-D arrays, without a copy."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ DECODING = ("splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix
 
 
 class Request(NamedTuple):
-    """What `run` or `backward` is asked, besides arrays: its keywords and their defaults.
+    """The keywords of `run` and `backward`, with their defaults; arrays are not among them.
 
     Attributes
     ----------
     causal .. cu_seqlens_k
-        What: see `flashsim.Problem`.
+        The problem: see `flashsim.Problem`.
     algorithm .. trace
-        How: see `flashsim.run`.
+        How it is solved: see `flashsim.run`.
     options : tuple of (name, value)
         The backend's own.
     """
@@ -65,7 +65,7 @@ class Request(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Validated arrays, 4-D, and the problem they pose; `ndim` is what the user gave.
+    """Checked 4-D arrays and their problem; `ndim` is the number of axes that the user gave.
 
     `empty` says that the batch, the queries or the keys are none: then the problem has 1 there, and
     neither offsets nor a block mask.
@@ -92,7 +92,7 @@ def offsets(cu_seqlens: Any) -> Any:
 
 
 def check_tiling(tiling: Any) -> None:
-    """Raise `DTypeError` unless this is a `Tiling`, or None."""
+    """Raise `DTypeError` unless this is a `Tiling` or None."""
     if tiling is not None and not isinstance(tiling, Tiling):
         raise DTypeError(f"tiling must be a flashsim.Tiling(block_q, block_k), got {shown(tiling)}")
 

@@ -1,4 +1,4 @@
-"""Key caches whose entries have different live lengths, or begin alike: the problem they pose.
+"""The problem that a key cache poses: entries of different lengths, or with a common prefix.
 
 An entry of the batch is a packed sequence of its live keys, which `Schedule` knows already. The
 arrays stay as they are given; an engine finds `cache_seqlens` and `block_table` among its options.
@@ -23,7 +23,7 @@ CACHES = {"cache_seqlens", "block_table", "shared_prefix"}
 
 
 def paged_shapes(shapes: Shapes, block_table: Any) -> Shapes:
-    """The shapes that q, k and v would have, were the keys of each entry's pages in a row.
+    """The shapes of q, k and v if the keys of each entry's pages lay in one row.
 
     Of the table only the shape and the type are asked, so one on a GPU is not waited for.
 
@@ -94,7 +94,7 @@ def live_problem(
 
 
 def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
-    """How many keys of each entry are live, as `live_problem` takes them.
+    """The number of live keys per entry, as `live_problem` takes them.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""`merge`: attention over two sets of keys, from attention over each."""
+"""`merge`: combine attention over two sets of keys."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ WIDE = ("float64", "float32", "float16", "bfloat16")
 
 @own_errors
 def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
-    """Attention over the keys of both, where a and b are the same queries over disjoint keys.
+    """Combine attention of the same queries over two disjoint sets of keys, a and b.
 
     ``lse = log(exp(lse_a) + exp(lse_b))``, and ``out = exp(lse_a - lse) out_a + exp(lse_b - lse)
-    out_b``: what FlashDecoding's second step does with two parts. A row that saw no key on one side
-    (lse = -inf, out = 0) is the other's.
+    out_b``. This is FlashDecoding's second step for two parts. If a row saw no key on one side
+    (lse = -inf, out = 0), the result is the other side's.
 
     An LSE is a natural logarithm. Some libraries (FlashInfer) return one to base 2: multiply it by
     ``math.log(2)``.
@@ -31,8 +31,8 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     ----------
     out_a, out_b : array, (.., n_q, head_dim_v)
     lse_a, lse_b : array, (.., n_q)
-        `Result.out` and `Result.lse`: of any library, on the CPU or a GPU, as `run` returns them;
-        what goes in comes out.
+        `Result.out` and `Result.lse`, as `run` returns them: of any library, on the CPU or a GPU.
+        Results have the same kind.
 
     Returns
     -------
@@ -44,7 +44,7 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     ShapeError, DTypeError
         If they do not fit each other.
     OptionError
-        If an LSE is NaN or +inf. To look for one, a GPU is waited for.
+        If an LSE is NaN or +inf. On a GPU, this check waits for the device.
     """
     host = array_libraries.host_of(out_a)
     given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}

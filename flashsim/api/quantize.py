@@ -1,4 +1,4 @@
-"""`quantize`: q, k and v in FP8, each block with a scale of its own."""
+"""`quantize`: round q, k and v to FP8, with scales."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ ROTATIONS = ("hadamard",)
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """Attention inputs in FP8: an element stands for itself times its scale.
+    """Attention inputs in FP8; each element is multiplied by its scale.
 
     ``flashsim.run(x.q, x.k, x.v, **x.options)`` runs on them.
 
     Attributes
     ----------
-    q, k, v : array of an FP8 type, of the library and shape of those that were given
+    q, k, v : array of an FP8 type, of the inputs' library and shape
     q_scale, k_scale, v_scale : array of float32, of the same library
-        Shaped () for a tensor; for a head, as q (k, v) without its last two axes; for a block, with
-        one axis more, of ceil(n / rows of a block).
+        One per tensor: shape (). One per head: the shape of q (k, v) without its last two axes. One
+        per block: one axis more, of ceil(n / rows of a block).
     granularity : {"tensor", "head", "block"}
     block : (int, int) or None
         Query rows, and key rows, that share a scale.
     rotate : {"hadamard"} or None
-        What q and k were multiplied by.
+        The rotation of q and k.
     signs : ndarray (head_dim,) or None
-        Of the rotation: M = diag(signs) H / sqrt(head_dim).
+        The rotation's signs: M = diag(signs) H / sqrt(head_dim).
     v_transposed : array or None
-        On a GPU, V once more, as the FP8 kernel takes it (docs/reference/hopper.md): `options` have
-        it, so that `run` need not transpose V.
+        On a GPU, V as the FP8 kernel reads it (docs/reference/hopper.md). `options` contain it, so
+        that `run` does not transpose V.
     """
 
     q: Any
@@ -62,18 +62,18 @@ class Quantized:
 
     @property
     def scales(self) -> tuple[Any, Any, Any]:
-        """Of q, k and v."""
+        """The scales of q, k and v."""
         return self.q_scale, self.k_scale, self.v_scale
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords of `run` that say how the numbers are meant."""
+        """The keywords with which `run` uses these scales."""
         block = {} if self.block is None else {"scale_block": self.block}
         extra = {} if self.v_transposed is None else {"v_transposed": self.v_transposed}
         return {"scales": self.scales, **block, **extra}
 
     def dequantized(self) -> tuple[Any, Any, Any]:
-        """What q, k and v stand for, float32, not rotated."""
+        """q, k and v in float32, with scales applied and the rotation undone."""
         rows = self.block or (1, 1)
         sides = {"q": rows[0], "k": rows[1], "v": rows[1]}
         found = []
@@ -89,7 +89,7 @@ class Quantized:
         return q, k, v
 
     def unrotated(self, x: Any) -> Any:
-        """Rows of q or k, or of their gradients, turned back; out and dv never were turned."""
+        """Undo the rotation of q or k, or of their gradients; out and dv are never rotated."""
         if self.signs is None:
             return x
         host, (here,) = array_libraries.take_anywhere(x=x)
@@ -116,28 +116,29 @@ def quantize(
     q : array, (batch, heads, n_q, head_dim); leading axes may be left out
     k, v : array, (batch, kv_heads, n_kv, head_dim or head_dim_v)
         On the CPU, float64, float32, float16 or bfloat16, of any library that `run` takes; on a
-        GPU (Hopper or later), of the last two and head_dim 64, 128 or 256. What goes in comes out.
+        GPU (Hopper or later), of the last two and head_dim 64, 128 or 256. Results have the same
+        kind.
     granularity : {"tensor", "head", "block"}
-        What has a scale of its own: each of q, k and v; each of their heads; each block of rows of
-        a head, as FlashAttention-3 has it (arXiv:2407.08608, section 3.3).
+        One scale for each of q, k and v, for each of their heads, or for each block of rows of a
+        head, as in FlashAttention-3 (arXiv:2407.08608, section 3.3).
     rotate : "hadamard", optional
-        Multiply q and k by one random orthogonal matrix first, which leaves their products as they
-        are and spreads outliers (`flashsim.problem.rotation`); head_dim must be a power of two. The
-        result's `unrotated` turns gradients back.
+        Multiply q and k by one random orthogonal matrix first. Their products stay the same, and
+        outliers are spread (`flashsim.problem.rotation`). head_dim must be a power of two. The
+        result's `unrotated` rotates gradients back.
     block : (int, int)
-        Of granularity "block", and of no other: query rows and key rows of a block. The default
-        goes with every tile of the GPU's kernels.
+        For granularity "block" only: query rows and key rows of a block. The default fits every
+        tile of the GPU's kernels.
     dtype : {"float8_e4m3fn", "float8_e5m2"}
     seed : int
-        Of the rotation's signs.
+        Seed of the rotation's signs.
     backend : {"simulator", "cupy"}
-        "cupy": one kernel on the GPU that holds the arrays, which does not look for what is not
-        finite; the same numbers but for elements that lie half way between two.
+        "cupy" is one kernel on the GPU that holds the arrays. It does not check for NaN and
+        infinity. Its numbers are the same, except elements half way between two FP8 numbers.
 
     Raises
     ------
     ShapeError, DTypeError, OptionError, UnsupportedError, BackendUnavailable
-        Also for what is not finite: it has no scale.
+        Also for NaN and infinity, which have no scale.
     """
     backend = dispatch.backend_name(backend, ("simulator", "cupy"))
     checks.one_of("granularity", granularity, GRANULARITIES)

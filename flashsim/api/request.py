@@ -34,7 +34,7 @@ _OR_NONE = {*CACHES, "precision"}
 
 @dataclass(frozen=True)
 class Checked:
-    """A request that passed every check: the job, who runs it, and what its arrays came as.
+    """A request that passed every check: the job, its engine, and the kind of its arrays.
 
     `empty`: there is no batch, no query or no key, and the engine is `Nothing`.
     """
@@ -56,9 +56,9 @@ class Checked:
         self.__dict__.update(state, engine=Nothing(engine) if state["empty"] else engine)
 
     def again(self, request: Request, q: Any, k: Any, v: Any, bias: Any) -> Job:
-        """The same job with other arrays, which look like those that were checked.
+        """The same job with other arrays of the same shapes and types.
 
-        What was found out for it holds where the checks saw all values that it may depend on.
+        It shares the memo only if the checks saw every value that the memo may depend on.
         """
         if self.ndim < 4:
             q, k, v = expand(q), expand(k), expand(v)
@@ -107,12 +107,12 @@ class Checked:
         return job
 
 
-#: Requests that passed every check, under all that the checks look at: a short call takes less time
-#: than they do.
+#: Requests that passed every check, by everything that the checks look at: the checks take longer
+#: than a short call.
 _KEPT: dict[tuple[Any, ...], Checked] = {}
 _MOST_KEPT = 256
 _PLAIN = frozenset({"kernel", "allow_tf32", "threads", "micro_kernel"})
-#: Of these the checks see on a GPU the shape and the type alone.
+#: On a GPU the checks look only at the shape and the type of these.
 _SEEN_LATER = frozenset({"cache_seqlens", "block_table", "workspace"})
 
 
@@ -148,7 +148,7 @@ def ask(request: Request, q: Any, k: Any, v: Any, bias: Any = None) -> tuple[Che
 def _key(
     request: Request, host: array_libraries.Host, q: Any, k: Any, v: Any, bias: Any
 ) -> tuple[Any, ...] | None:
-    """Where a request on arrays like these is kept, or None for one that is checked each time.
+    """The key under which a request is kept, or None if it is checked at every call.
 
     True and 1 are equal, so the types stand beside the values.
     """
@@ -182,7 +182,7 @@ def _options(request: Request) -> dict[str, Any]:
 def _check(
     request: Request, host: array_libraries.Host, q: Any, k: Any, v: Any, bias: Any
 ) -> Checked:
-    """A request that passes every check."""
+    """Run every check."""
     backend, algorithm, options = request.backend, request.algorithm, _options(request)
     engine = dispatch.engine(backend)
     if "precision" in options:
@@ -272,5 +272,5 @@ def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:
 
 
 def adopted(engine: Any, name: str, x: Any) -> Any:
-    """An array of a kind that the engine knows, if it can make one of `x`."""
+    """`x` as an array of a kind that the engine knows, if the engine can convert it."""
     return engine.adopt(name, x) if only_dlpack(x) and hasattr(engine, "adopt") else x

@@ -1,4 +1,4 @@
-"""What a pass returns: `Result` and `Gradients`."""
+"""The results of a pass: `Result` and `Gradients`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flashsim.version import __version__
 
 
 class _Pass:
-    """What a pass recorded, if it was asked to."""
+    """The trace of a pass, if it was asked to record one."""
 
     _trace: Trace | None
 
@@ -40,7 +40,7 @@ class _Pass:
 
     @property
     def trace(self) -> Trace:
-        """What was moved.
+        """The trace: every transfer of the pass.
 
         Raises
         ------
@@ -66,9 +66,9 @@ class Gradients(_Pass):
     dbias : array or None
         Shaped like the bias, if there was one.
     kernel : str
-        What ran.
+        The kernel that ran.
     tiling : Tiling
-        On which tiles.
+        Its tiles.
     """
 
     dq: Any
@@ -88,7 +88,7 @@ class Gradients(_Pass):
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Result(_Pass):
-    """What `run` returns.
+    """The result of `run`: `out`, `lse`, a trace, and `backward`.
 
     Attributes
     ----------
@@ -96,9 +96,9 @@ class Result(_Pass):
     lse : array, q's shape without its last axis
         Natural log of the sum of exponentials of each row of scores, in the accumulator type.
     kernel : str
-        What ran.
+        The kernel that ran.
     tiling : Tiling
-        On which tiles.
+        Its tiles.
     """
 
     out: Any
@@ -133,7 +133,7 @@ class Result(_Pass):
 
     @property
     def copied(self) -> Mapping[str, int]:
-        """Bytes, by tensor, of the copies on the GPU of inputs that its kernels cannot read.
+        """Bytes per tensor of inputs copied on the GPU, because its kernels cannot read them.
 
         They read rows of whole 16-byte pieces on 16-byte boundaries: a head_dim that is no
         multiple of 8 is padded. A trace counts elements that exist, and no copy.
@@ -149,7 +149,7 @@ class Result(_Pass):
         deterministic: bool | None = None,
         trace: bool | str | None = None,
     ) -> Gradients:
-        """The backward pass of the same algorithm, recomputing what was not saved.
+        """Compute the gradients with the same algorithm, recomputing P.
 
         FlashAttention-2's own backward (Algorithm 2 of arXiv:2307.08691) is one pass, KV-outer,
         which adds to dQ by atomics: here that is "flash2-fused". The backward of "flash2" has three
@@ -188,7 +188,7 @@ class Result(_Pass):
 
 
 def _cell(ran: Result | Gradients) -> str:
-    """What a notebook shows of a pass: arrays by shape, and below what was moved."""
+    """The HTML of a pass for a notebook: arrays by shape, and below what was moved."""
     return report.card(ran) + (ran.trace.table().html() if ran.traced else "")
 
 
@@ -260,14 +260,14 @@ def _alike(mine: Job, dout: Any, dlse: Any, *how: Any) -> tuple[Any, ...] | None
 
 
 def made(kind: Any, **fields: Any) -> Any:
-    """A frozen dataclass, all fields given: made by its own `__init__` it takes 2 us longer."""
+    """Make a frozen dataclass of all its fields; its own `__init__` takes 2 us longer."""
     one = object.__new__(kind)
     one.__dict__.update(fields)
     return one
 
 
 def recorded(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace | None:
-    """What an engine recorded, if it did."""
+    """The trace that an engine recorded, or None."""
     if outcome.stages is None:
         return None
     return Trace(
@@ -283,7 +283,7 @@ def recorded(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace 
 
 
 def provenance(kernel: str, gpu: str = "") -> dict[str, str]:
-    """Versions, and what ran on what, for a trace."""
+    """The versions, the kernel and the device, for a trace."""
     return {
         "flashsim": __version__,
         "numpy": np.__version__,

@@ -1,4 +1,4 @@
-"""What comes with flashsim: tensors of a real model, timed traces of a real GPU; random inputs."""
+"""Sample data: tensors of a real model, timed traces of a real GPU, and random inputs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Sample(NamedTuple):
 
 @own_errors
 def load_sample(name: str = "layer0") -> Sample:
-    """Real tensors: one attention layer of all-MiniLM-L6-v2 reading 512 tokens of English.
+    """Load q, k, v and the output of one attention layer of all-MiniLM-L6-v2 on 512 tokens.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ def load_sample(name: str = "layer0") -> Sample:
 
 @own_errors
 def load_sample_trace(name: str = "h200-forward") -> Trace:
-    """A real GPU's trace, with a timeline: where and when each part of each visit ran.
+    """Load a trace of a real GPU, with a timeline of every part of every visit.
 
     FlashAttention-2 of 16 heads, 2,048 queries and keys, causal, bfloat16, by the Hopper kernels on
     an NVIDIA H200; head_dim 128, the backward pass fused. ``provenance`` says more.
@@ -104,7 +104,7 @@ class RandomInputs(NamedTuple):
 
 @own_errors
 def random_inputs(problem: Problem, seed: int = 0) -> RandomInputs:
-    """Standard normal q, k, v of a problem's shapes and dtype, and dout as its results are.
+    """Draw standard normal q, k, v and dout of a problem's shapes and dtype.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Scales of FP8 inputs, as `run` takes them: given, or said not to be there."""
+"""Check the scales of FP8 inputs, as `run` takes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNSCALED = "unscaled"
 
 
 def said(scales: Any) -> Any:
-    """`scales` without the word that there are none; Python's numbers as float32.
+    """The three scales, numbers as float32 arrays, or None for "unscaled".
 
     Raises
     ------
@@ -45,7 +45,7 @@ def _number(one: Any) -> Any:
 
 
 def require(dtype: str) -> None:
-    """Raise `OptionError`: FP8 elements without scales would be taken for what they stand for."""
+    """Raise `OptionError`: FP8 inputs need scales, or "unscaled"."""
     raise OptionError(
         f"q, k and v are {dtype}, and nothing says what their elements stand for: give "
         "scales=(q_scale, k_scale, v_scale), which flashsim.quantize has in x.options (run(x.q, "
@@ -54,7 +54,7 @@ def require(dtype: str) -> None:
 
 
 def refuse(dtype: str, who: str) -> None:
-    """Raise `UnsupportedError` for FP8 inputs of `who`, which has no word for their scales."""
+    """Raise `UnsupportedError` for FP8 inputs of `who`, which takes no scales."""
     if dtype in checks.FP8:
         raise UnsupportedError(
             f"{who} has no scales, without which {dtype} would stand for other numbers; give "
@@ -65,7 +65,7 @@ def refuse(dtype: str, who: str) -> None:
 def granularity(
     scales: Any, block: Any, ndim: int, tiling: Tiling | None
 ) -> str | tuple[int, int] | None:
-    """What `Problem.scales` says of scales of these shapes; `ndim` is q's.
+    """The value of `Problem.scales` for scales of these shapes; `ndim` is q's.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""`simulate`: an algorithm of one's own, run on the simulated machine."""
+"""`simulate`: run your own algorithm on the simulated machine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ NAMES = tuple(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OwnResult(Result):
-    """What `simulate` returns: a `Result` of an algorithm of one's own.
+    """The result of `simulate`: a `Result` of your own algorithm.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class OwnResult(Result):
     tensors: Mapping[str, Any] = field(default_factory=dict)
 
     def backward(self, *_: Any, **__: Any) -> Any:
-        """There is none: an algorithm of one's own has the passes that one writes."""
+        """Raise `UnsupportedError`: your own algorithm has only the passes that you write."""
         raise UnsupportedError(
             "the backward pass of an algorithm of your own is an algorithm of your own: "
             "flashsim.simulate(my_backward, q, k, v, inputs={'dO': dout, ...}, outputs=['dQ'])"
@@ -89,43 +89,45 @@ def simulate(
     scale: float | None = None,
     mask: Callable[..., Any] | None = None,
 ) -> OwnResult:
-    """Run an algorithm of your own on the simulated machine, where no byte is free.
+    """Run your own algorithm on the simulated machine, and count every byte.
 
-    It is a function of one argument, the machine, and moves tiles between HBM and SRAM as the
-    built-in pages do (`flashsim/algorithms/`). `docs/guides/your_own_algorithm.md` has examples.
+    The algorithm is a function of one argument, the machine. It moves tiles between HBM and SRAM,
+    as the built-in algorithms do (`flashsim/algorithms/`). `docs/guides/your_own_algorithm.md` has
+    examples.
 
     Parameters
     ----------
     algorithm : function of an `OpenMachine`
-        Its name is what tables and pictures call it.
+        Tables and pictures use its name.
     q, k, v : array
         As for `run`. They are copied: the function sees ``machine.hbm.Q``, ``K`` and ``V``.
     inputs : mapping of str to array, optional
-        More tensors by the papers' names ("dO", "L", "delta", "S", ...): (.., n, width) or, of
-        one number a row, (.., n), with as many axes in front as q has.
+        More tensors by the papers' names ("dO", "L", "delta", "S", ...): (.., n, width), or (.., n)
+        for one number per row, with as many leading axes as q.
     outputs : iterable of str
-        What the function must store, wholly. With "O" it may store "L" (LSE) as well.
+        The tensors that the function must store completely. With "O" it may also store "L" (LSE).
     tiling : Tiling, optional
         ``machine.tiling``, the grid of pictures; default: 64 x 64, or the whole matrix if smaller.
     device : str or Device
-        Its `sram_bytes` is what a step can hold.
+        A step can hold its `sram_bytes`.
     causal, window, softcap, scale, mask
-        See `Problem`; the function has to act on them (``machine.keep(rows, cols)``).
+        See `Problem`. The function itself must apply them (``machine.keep(rows, cols)``).
 
     Returns
     -------
     OwnResult
-        With `out`, `lse`, `tensors` and `trace`: events, bytes, FLOPs, as any other.
+        With `out`, `lse`, `tensors` and a `trace` like that of `run`.
 
     Raises
     ------
     SramOverflow
-        If more is held than the device gives.
+        If a step holds more than the device has.
     MemoryModelError
-        For what a machine cannot do: use of what was not loaded, was never stored or has been
-        freed, numbers taken off the chip or brought in from outside, results not wholly stored.
+        If the function breaks a rule of the machine. It used a tile that was not loaded, never
+        stored or already freed; it moved numbers off the chip or in from outside; or it did not
+        store a result completely.
     FlashSimError
-        For arguments that fit no problem. Errors in the function name its line.
+        If the arguments fit no problem. Errors in the function name its line.
     """
     if not callable(algorithm):
         raise DTypeError(

@@ -1,4 +1,4 @@
-"""`sweep`: one question asked of many problems, tilings and machines; the answers as one table.
+"""`sweep`: count many problems, tilings and machines into one table.
 
 A sweep is a Cartesian product of axes. Each point is independent of every other one, so any
 `concurrent.futures` executor may run them, on one machine or many.
@@ -50,9 +50,9 @@ class Sweep:
     Attributes
     ----------
     rows : list of dict
-        One a point, ``{column: value}`` with the columns `COLUMNS`; bytes are summed over all
-        heads, `intensity` is FLOP per requested byte, and figures of a point whose `status` is not
-        "ok" are None.
+        One per point, ``{column: value}`` with the columns `COLUMNS`. Bytes are summed over all
+        heads, and `intensity` is FLOPs per requested byte. If a point's `status` is not "ok", its
+        figures are None.
     """
 
     rows: list[Row]
@@ -64,7 +64,7 @@ class Sweep:
         return iter(self.rows)
 
     def table(self) -> report.Table:
-        """For people: the parameters that vary, and the figures; the title says the others.
+        """The table for people: the parameters that vary, and the figures.
 
         `csv`, `json`, `rows` and `dataframe` hold every column, and the whole text of each status.
         """
@@ -88,7 +88,7 @@ class Sweep:
         return table
 
     def full_table(self) -> report.Table:
-        """Every column of every row: what `csv` and `json` write."""
+        """Every column of every row, as `csv` and `json` write them."""
         return report.Table("sweep", COLUMNS, [[row[c] for c in COLUMNS] for row in self.rows])
 
     def csv(self) -> str:
@@ -159,37 +159,37 @@ def sweep(
     progress: bool = True,
     **unknown: Any,
 ) -> Sweep:
-    """What every combination of some sizes, tiles, algorithms and machines moves and computes.
+    """Count every combination of sizes, tiles, algorithms and machines.
 
-    Every argument down to `key_order` is one value or a list of them (a range, an array); the
-    sweep is their Cartesian product. A point that cannot be had, for example because its tiles do
-    not fit on chip, gets the error as its `status` and does not stop the others.
+    Every argument down to `key_order` is one value or a list (a range, an array). The sweep is
+    their Cartesian product. An impossible point, for example one whose tiles do not fit on chip,
+    gets the error as its `status` and does not stop the others.
 
     Parameters
     ----------
     n_q, n_kv : int or list
-        Query length, which `n` means as well; key length, the same where None.
+        Query length, also called `n`; key length, or None for the same.
     head_dim, head_dim_v, batch, heads, kv_heads, dtype, causal, window, softcap
         As in `Problem`; a pair of integers is one window, a list of pairs several.
     algorithm, direction, device, key_order
         As in `count`.
     tiling : Tiling, str or None, or a list of them
-        A tiling; "fit" or None for the one that fits and moves the fewest bytes; a name of
-        `Tiling.preset`.
+        A tiling, a name of `Tiling.preset`, or "fit" or None for the one that fits and moves the
+        fewest bytes.
     sram_bytes : int or None, or a list of them
-        On-chip capacity of one thread block, in bytes, in place of the device's own.
+        On-chip capacity of one thread block, in bytes, instead of the device's own.
     method : {"count", "run"}
         "count": the closed form. "run": the simulator, on random inputs; the same figures.
     executor : concurrent.futures.Executor, optional
-        Runs the points: a ``ProcessPoolExecutor``, or of a Dask cluster ``client.get_executor()``.
-        Default: here, one after another.
+        Runs the points: a ``ProcessPoolExecutor``, or a Dask cluster's ``client.get_executor()``.
+        Default: in this process, one after the other.
     path : path-like, optional
-        A CSV file that gets each row as soon as it is there. If it holds rows already, those
-        points are not run again, so an interrupted sweep goes on where it stopped, and a larger
-        one builds on a smaller. Points of the file that are not part of this sweep stay there.
+        A CSV file that gets each row as soon as it is ready. Points that it already holds are not
+        run again. So an interrupted sweep goes on where it stopped, and a larger sweep builds on a
+        smaller one. Other points in the file stay.
     progress : bool
-        Say on stderr if simulating will take more than a minute; show a progress bar there, if that
-        is a terminal.
+        Print on stderr if simulating will take more than a minute, and show a progress bar if
+        stderr is a terminal.
 
     Returns
     -------
@@ -198,8 +198,7 @@ def sweep(
     Raises
     ------
     OptionError, DTypeError, UnknownArgumentError
-        For an axis without values or with one that no point could have, or a file that is not a
-        sweep's.
+        If an axis has no value or an impossible one, or the file is not a sweep's.
     """
     reject_unknown(unknown, sweep.__kwdefaults__ or (), "sweep")
     checks.one_of("method", method, METHODS)

@@ -75,12 +75,12 @@ class SweepPoint:
 
     @property
     def machine(self) -> Device:
-        """The device, with the on-chip capacity that is asked for."""
+        """The device, with the on-chip capacity of this point."""
         return self.device if self.sram_bytes is None else self.device.with_sram(self.sram_bytes)
 
     @property
     def key(self) -> Key:
-        """What tells the point from every other one."""
+        """The values that identify the point."""
         return key_of(self.parameters())
 
     def parameters(self) -> Row:
@@ -100,7 +100,7 @@ class SweepPoint:
         return Problem(**{name: getattr(self, name) for name in (*names, *masks)})
 
     def tile(self, problem: Problem) -> Tiling:
-        """The tiling that is meant; raises if none fits or the preset has none."""
+        """The tiling of this point; raises if none fits or the preset has none."""
         if isinstance(self.tiling, Tiling):
             return self.tiling
         if self.tiling == "fit":
@@ -109,7 +109,7 @@ class SweepPoint:
 
 
 def seconds(point: SweepPoint) -> float:
-    """About how long `measure` takes; 0 for a closed form, and for a point that cannot be had."""
+    """The estimated seconds of `measure`; 0 for a closed form, and for an impossible point."""
     if point.method == "count":
         return 0.0
     try:
@@ -271,7 +271,7 @@ _CHECKS: Mapping[str, Any] = {
 
 
 def key_of(row: Mapping[str, Cell]) -> Key:
-    """What tells a row's point from every other one."""
+    """The values that identify a row's point."""
     return tuple(row[name] for name in PARAMETERS)
 
 

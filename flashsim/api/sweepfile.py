@@ -17,7 +17,7 @@ Row = dict[str, Cell]
 
 
 class SweepFile:
-    """Rows on disk under fixed columns; opening the file again finds those already there.
+    """Rows on disk with fixed columns; opening the file again finds its rows.
 
     Each row is one line, written and flushed at once, so an interruption can tear only the last
     line. A torn line is dropped when the file is opened. A file that a spreadsheet or an editor

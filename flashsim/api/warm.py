@@ -23,7 +23,7 @@ DECODED = (1, 16)
 @own_errors
 @dataclass(frozen=True)
 class Warmed:
-    """What `warm` did.
+    """The result of `warm`: which kernels it compiled, and where they are kept.
 
     Attributes
     ----------
@@ -55,21 +55,21 @@ def warm(
     direction: str = "all",
     algorithm: str = "flash2-fused",
 ) -> Warmed:
-    """Compile what `backend="numba"` needs, and keep it on disk.
+    """Compile the code of `backend="numba"` ahead of time, and keep it on disk.
 
-    One compilation serves every shape, mask and option, of one type; float16 and bfloat16 share
-    theirs, but on a CPU with AMX or AVX512-BF16 bfloat16 has its own, and decoding both. Small
-    passes are run to see it work.
+    One compilation per type serves every shape, mask and option. float16 and bfloat16 share theirs.
+    On a CPU with AMX or AVX512-BF16, bfloat16 has its own, and decoding in bfloat16 uses both.
+    `warm` then runs small passes to test the code.
 
     Parameters
     ----------
     dtype : str
-        Of q, k and v.
+        The type of q, k and v.
     head_dim : int
-        Of the passes that are run; of decoding's at least 16.
+        That of the small passes; for decoding at least 16.
     direction : str
         "forward", "backward" or "both"; a backward pass needs a forward pass, so the last two
-        compile the same. "decode": a forward pass of one query, which has a walk of its own.
+        compile the same. "decode": a forward pass of one query, which has a kernel of its own.
         "all": both, and "decode".
     algorithm : str
         "flash2", whose backward pass is in three stages, or "flash2-fused".

@@ -193,4 +193,4 @@ def main() -> None:
 def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
-    """Watch FlashAttention move its tiles, and count every byte."""
+    """Run FlashAttention tile by tile, and count every byte that it moves."""

@@ -96,7 +96,7 @@ def each(convert: Callable[[str], Any]) -> Callable[[str, str], list[Any]]:
 
 
 def _lists(kind: Any) -> Callable[[str, str], list[Any]] | None:
-    """What reads a list, if `kind` is one."""
+    """The function that reads a list, if `kind` is one."""
     one = next((x for x in (kind, *get_args(kind)) if get_origin(x) is list), None)
     return None if one is None else each(get_args(one)[0])
 
@@ -119,8 +119,8 @@ def pair(
 def spread(command: Callable[..., Any], show: Callable[..., None]) -> Callable[..., None]:
     """`command` as Typer reads it: each bundle among its parameters spread into its fields.
 
-    A parameter that is called as a field takes the place of that field's option. What the command
-    returns is shown, in the `Format` asked for.
+    A parameter that is called as a field takes the place of that field's option. The
+    command's result is shown in the requested `Format`.
     """
     hints: dict[str, Any] = get_type_hints(command, include_extras=True)
     parameters = inspect.signature(command).parameters
@@ -471,7 +471,7 @@ Theme = Annotated[str, typer.Option(help="light or dark.", rich_help_panel=OUTPU
 
 @dataclass(frozen=True)
 class Source:
-    """What is drawn: saved traces, or algorithms run now on tensors of these sizes."""
+    """The data to draw: saved traces, or algorithms run now on tensors of these sizes."""
 
     panel = _HOW
     trace: list[Path] | None = _option(

@@ -1,4 +1,4 @@
-"""What the commands of `flashsim` print: tables for people, JSON or CSV for programs."""
+"""The output of the commands: tables for people, JSON or CSV for programs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FIGURES = ("algorithm", "direction", "tile", "quantity", "of", "value", "unit")
 
 
 def figures(source: Trace | Traffic) -> report.Table:
-    """Every figure of a run or count, one a row."""
+    """Every figure of a run or count, one per row."""
     table = report.Table(f"{source.algorithm} {source.direction}", _FIGURES)
     for tensor, row in sorted(
         source.by_tensor().items(), key=lambda item: CODES.get(item[0], len(CODES))

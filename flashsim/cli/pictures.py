@@ -299,7 +299,7 @@ def _counts(source: opt.Source, defaults: opt.Sizes) -> list[Traffic]:
 def _roofline(
     source: opt.Source, seconds: float | None, typed: list[str]
 ) -> tuple[Any, dict[str, Any]]:
-    """What `flashsim roofline` tabulates, or saved traces at the time that a GPU took."""
+    """The data of `flashsim roofline`, or saved traces at the time that a GPU took."""
     if source.trace:
         traces = _recorded(source, typed).traces
         took = {t.algorithm: s for t in traces if (s := values.duration(t)) is not None}

@@ -67,7 +67,7 @@ def predict(
     """Predict how long the kernels of backend cupy take: units, overlap, waves and tails.
 
     Needs no GPU. With --tiling fit the kernels choose the tiling. The model is calibrated on one
-    H200; docs/guides/truth.md compares it with measurements.
+    H200; docs/reference/predictions.md compares it with measurements.
     """
     from flashsim.studies import predict as model
 

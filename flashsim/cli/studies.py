@@ -160,7 +160,7 @@ def precision(
     *,
     typed: typer.Context,
 ) -> Tables:
-    """What each rounding costs: every point lowered alone, against float64."""
+    """The error of each rounding: every point lowered alone, against float64."""
     from flashsim.studies import precision as lab
 
     ready_to_draw(plot)

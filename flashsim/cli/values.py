@@ -30,7 +30,7 @@ from flashsim.trace.trace import Trace
 
 
 class Arrays(NamedTuple):
-    """What a command runs on; `out` is a real model's output, to hold ours against."""
+    """The inputs of a command; `out` is a real model's output, to compare with."""
 
     q: np.ndarray
     k: np.ndarray
@@ -160,7 +160,7 @@ def foresee(
     device: Device,
     backend: str = "simulator",
 ) -> Estimate | None:
-    """What running the passes of `tiles` will cost; None on a GPU, or where `run` will refuse.
+    """The cost of the passes of `tiles`; None on a GPU, or where `run` will refuse.
 
     Raises
     ------
@@ -198,7 +198,7 @@ def counted(
     how: opt.One,
     decoding: opt.Decoding | None = None,
 ) -> Traffic:
-    """What one pass moves, by formula."""
+    """Count the bytes of one pass by formula."""
     decoding = decoding or opt.Decoding()
     whole = decoding.posed(problem(sizes, mask))
     return count(

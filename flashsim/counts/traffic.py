@@ -27,12 +27,12 @@ from flashsim.schedule.tiling import Tiling
 
 @own_errors
 class Traffic:
-    """What a schedule would move and compute. Answers by the same names as `Trace`.
+    """The bytes and FLOPs of a schedule, in closed form, with the methods of `Trace`.
 
     Attributes
     ----------
     problem, tiling, algorithm, direction, device, split
-        What was counted.
+        The counted run.
     transfers : dict
         Requested bytes over all heads, ``{(stage, op, tensor): bytes}``.
     """

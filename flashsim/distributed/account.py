@@ -212,6 +212,6 @@ def zeros(group: Group, direction: str) -> np.ndarray:
 
 
 def fields(made: dict[str, Any]) -> dict[str, Any]:
-    """What was counted, without tensors that nobody sends."""
+    """The counts, without tensors that nobody sends."""
     sent = {name: x for name, x in made.pop("sent").items() if x.any()}
     return {"sent": sent, **made}

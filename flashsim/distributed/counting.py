@@ -29,9 +29,9 @@ def count(
     tiling: Tiling | None = None,
     device: str | Device = "H100",
 ) -> Account:
-    """What attention over several ranks moves, in closed form.
+    """Count the bytes of attention over several ranks in closed form.
 
-    Equal, integer by integer, to what `run` executes.
+    The counts equal those of `run`, as integers.
 
     Parameters
     ----------

@@ -56,7 +56,7 @@ class Ranks:
         self.now = 0
 
     def account(self, direction: str) -> Account:
-        """What was done since `begin`."""
+        """The account of everything since `begin`."""
         peak = np.array([rank.peak for rank in self.ranks], np.int64)
         return Account(
             self.group, direction, **fields({"sent": self.sent, **self.made, "peak": peak})
@@ -98,7 +98,7 @@ class Ranks:
     def exchange(self, names: dict[str, str], before: str, split: int, join: int) -> None:
         """Each rank's n-th piece along one axis goes to its team's n-th, to be joined in order.
 
-        What was there stays, under a name that begins with `before`.
+        The old arrays stay, under names that begin with `before`.
         """
         team = self.group.ulysses
         if team == 1:

@@ -2,14 +2,14 @@
 
 Every scheme is a ring of `ring` members, each of which is a team of `ulysses` ranks:
 
-- "ring" (Liu, Zaharia and Abbeel, arXiv:2310.01889): rows in order, one part a member. K and V go
-  round; at step s a member has those of the member s places before it. Under a causal mask the
-  first members have no work at most steps.
+- "ring" (Liu, Zaharia and Abbeel, arXiv:2310.01889): rows in order, one part per member. K and V go
+  round; at step s a member has those of the member s places before it. Under a causal mask, the
+  first members have no work in most steps.
 - "zigzag" (Llama 3, arXiv:2407.21783, section 3.3.2; github.com/zhuzilin/ring-flash-attention):
-  rows in 2 x ring chunks; member j holds chunks j and 2 x ring - 1 - j. At each step after the
-  first every member has half of a block to compute.
+  rows in 2 x ring chunks; member j holds chunks j and 2 x ring - 1 - j. In each step after the
+  first, every member computes half of a block.
 - "striped" (Brandon et al., arXiv:2311.09431): member j holds rows j, j + ring, j + 2 x ring ...,
-  so that every block is a causal triangle, with or without its diagonal.
+  so every block is a causal triangle, with or without its diagonal.
 - "ulysses" (Jacobs et al., arXiv:2309.14509): one team. All to all, each rank gets all rows of some
   of the heads; afterwards each gets its own rows back.
 - "usp" (Fang and Zhao, arXiv:2405.07719): teams that exchange heads, in a zigzag ring.
@@ -38,7 +38,7 @@ OWN, BEFORE, AFTER = range(3)
 
 
 class Block(NamedTuple):
-    """What a member computes at a step: its query rows `q` against the visiting keys `k`."""
+    """The work of a member in a step: its query rows `q` against the keys `k` that it has now."""
 
     q: slice
     k: slice
@@ -253,7 +253,7 @@ class Group:
         return Block(q, k, part)
 
     def block(self, rank: int, step: int) -> Block | None:
-        """What a rank computes at a step of the ring; None: nothing."""
+        """The work of a rank in a step of the ring, or None."""
         return self.blocks[self.relation(rank, step)]
 
     @cached_property
@@ -280,13 +280,13 @@ class Group:
         return first_part, rest
 
     def gradient_block(self, rank: int, step: int) -> Block | None:
-        """What a rank computes at a step of the backward pass; step `ring` is the way home."""
+        """The work of a rank in a backward step; gradients go home in the step numbered `ring`."""
         if step in (0, self.ring):
             return self.own_parts[step > 0]
         return self.block(rank, step)
 
     def steps(self, direction: str) -> tuple[str, ...]:
-        """What happens, in order: exchanges of heads, steps of the ring, gradients going home."""
+        """The steps in order: exchanges of heads, steps of the ring, gradients going home."""
         ring = tuple(f"ring {s}" for s in range(self.ring))
         home = ("home",) if direction == "backward" and self.ring > 1 else ()
         if self.ulysses == 1:

@@ -24,7 +24,7 @@ from flashsim.schedule.tiling import Tiling
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """What `run` returns: results in the sequence's order, and what every rank did.
+    """The result of `run`: outputs in the sequence's order, and an account of every rank.
 
     Attributes
     ----------
@@ -260,7 +260,7 @@ class _Run(Ranks):
         rank.drop(*(name for name in (*names, "dk_sent", "dv_sent") if name in rank))
 
     def _begin_sums(self, number: int, rank: Rank, *names: str) -> None:
-        """What one block gave, if any, as sums to add to: all rows, float32."""
+        """Make zero arrays for the sums of blocks: all rows, float32."""
         for name in names:
             total = np.zeros(rank[name[1:]].shape, self.wide)
             rank.put(**{f"sum_{name}": total})
@@ -331,7 +331,7 @@ class _Run(Ranks):
             self.send(tensor, f"{name}_sent", name)
 
     def _arrive(self) -> None:
-        """What came in during a step is what the next one computes with."""
+        """Make the keys and values that arrived during a step those of the next step."""
         for rank in self.ranks:
             for name in ("k", "v"):
                 rank.arrays.pop(f"visiting_{name}", None)

@@ -116,7 +116,7 @@ def _failed(one: Exercise, kind: str, text: str, began: float | None) -> Marks:
 
 
 def main(name: str, path: str, folder: str, memory: str = "0") -> None:
-    """What the child does; a memory of 0 is no limit."""
+    """Grade in the child process; a memory of 0 is no limit."""
     text, one = text_of(Path(path)), shelf.get(name)
     if int(memory):
         _bound(int(memory))

@@ -1,4 +1,4 @@
-"""What an exercise is made of, and what its solutions are run on."""
+"""An exercise: its task, reference and marks, and the inputs of its solutions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Arrays = Mapping[str, np.ndarray]
 @own_errors
 @dataclass(frozen=True)
 class Task:
-    """What a solution is given, what it must store, and the machine it has.
+    """The inputs of a solution, the outputs that it must store, and its machine.
 
     Attributes
     ----------
@@ -239,7 +239,7 @@ class Exercise:
 
     @property
     def file_text(self) -> str:
-        """What a student starts from: the statement as a comment, and the skeleton."""
+        """The file that a student starts from: the statement as a comment, and the skeleton."""
         about = f"{self.statement.strip()}\n\n{self.sizes}."
         if not self.questions:
             about += (

@@ -69,7 +69,7 @@ def nothing(kind: str, text: str) -> tuple[Mark, ...]:
 
 
 def _executed(text: str, file: str) -> dict[str, Any]:
-    """What the file defines."""
+    """The names that the file defines."""
     code: CodeType = compile(checked(text, file), file, "exec")
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
     scope: dict[str, Any] = {"__name__": "solution"}

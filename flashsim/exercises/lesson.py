@@ -27,7 +27,7 @@ QUESTION, EXERCISE = 10, 50
 
 @own_errors
 class Lesson:
-    """What a reader of one lesson has answered; the last answer to each question counts.
+    """The answers of a reader to one lesson; the last answer to each question counts.
 
     Attributes
     ----------

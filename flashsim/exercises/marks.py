@@ -26,7 +26,7 @@ class Mark:
 
 @dataclass(frozen=True, repr=False)
 class Marks:
-    """What a file, or a lesson, got.
+    """The marks of a file or a lesson.
 
     Attributes
     ----------
@@ -124,7 +124,7 @@ class Marks:
 
     @classmethod
     def from_json(cls, text: str) -> Marks:
-        """What `json` wrote."""
+        """Read marks from the text that `json` wrote."""
         given = json.loads(text)
         return cls(
             given["exercise"],

@@ -28,7 +28,7 @@ def names() -> list[str]:
 
 @own_errors
 def get(name: str) -> Exercise:
-    """The exercise of that name, or the one in a file of one's own.
+    """The exercise of that name, or the one in your own file.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What went wrong, in words."""
+"""Describe in words why a solution lost points."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DONE = {"load": "was loaded", "store": "was stored", "reduce": "was added to"}
 
 
 def kind_of(error: BaseException) -> str:
-    """What an error is about, in one word; of the machine's own, the rule that was broken."""
+    """The subject of an error in one word; for an error of the machine, the broken rule."""
     if isinstance(error, MemoryModelError):
         return error.kind
     kinds = {SramOverflow: "overflow", MemoryError: "memory", ShapeError: "shape"}
@@ -53,7 +53,7 @@ def transfers(trace: Trace) -> dict[tuple[str, str], int]:
 
 
 def excess(trace: Trace, reference: Trace) -> list[str]:
-    """What was moved more often than need be, the worst first: "K was loaded 64 times; 8 ..."."""
+    """Transfers that happened too often, the worst first: "K was loaded 64 times; 8 ..."."""
     mine, theirs, p = transfers(trace), transfers(reference), trace.problem
     over = {key: n - theirs.get(key, 0) for key, n in mine.items() if n > theirs.get(key, 0)}
     said = []

@@ -2,7 +2,7 @@
 
 The requests of every thread block are laid out tile by tile, woven together as the SMs would issue
 them (launch order, blocks in flight, uneven progress), and replayed through a cache. A model: what
-it leaves out, and how far from hardware counters it is, is said in docs/guides/truth.md.
+it leaves out, and how far from hardware counters it is, is said in docs/reference/predictions.md.
 """
 
 from flashsim.l2.curve import Curve

@@ -189,7 +189,8 @@ class L2Model:
     ) -> np.ndarray:
         """Of `blocks` thread blocks, in the order they start: in which wave each is.
 
-        In step, every group of heads has as many waves, whole ones (kernels/hopper/work.cuh).
+        In step, every group of heads has as many waves, whole ones
+        (kernels/hopper/tile_scheduler.cuh).
         """
         at_once = max(min(self.slots(stage, schedule, device), blocks), 1)
         block = np.arange(blocks)

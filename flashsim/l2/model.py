@@ -120,7 +120,7 @@ class Dram:
             ),
             note=(
                 f"compulsory {r.compulsory():,} B · L2 hit rate {self.hit_rate():.1%} · a model; "
-                "how far it is from hardware counters: docs/guides/truth.md"
+                "how far it is from hardware counters: docs/reference/predictions.md"
             ),
         )
 

@@ -1,4 +1,4 @@
-"""What is asked: problems, masks, devices, and the oracle that judges answers."""
+"""Problems, masks and devices, and the oracle that judges results."""
 
 from flashsim.problem.hardware import Device
 from flashsim.problem.masks import BlockMask

@@ -63,14 +63,14 @@ def flag(name: str, value: Any) -> bool:
 
 
 def one_of(name: str, value: Any, possible: Iterable[str]) -> Any:
-    """One of some names."""
+    """`value`, if it is one of these names."""
     if not isinstance(value, str) or value not in possible:
         raise OptionError(f"unknown {name} {shown(value)}; {choices(value, possible)}")
     return value
 
 
 def instance(name: str, value: Any, kind: type, how: str) -> Any:
-    """An object of a class of ours; `how` says how to make one."""
+    """`value`, if it is an object of this class; `how` says how to make one."""
     if not isinstance(value, kind):
         raise DTypeError(f"{name} must be a {how}, got {shown(value)}")
     return value

@@ -64,7 +64,7 @@ class Device:
     Parameters
     ----------
     name : str
-        What tables and plots print.
+        The name in tables and plots.
     sram_bytes : int
         Shared memory one thread block can own: the capacity that simulated algorithms must fit in.
     sram_per_sm, registers_per_sm : int
@@ -74,7 +74,7 @@ class Device:
     l2_bytes : int
         L2 cache, in bytes.
     l2_partitions : int
-        1, or 2 where L2 is two halves that each serve the nearer SMs and memory [A], [H].
+        1, or 2 if L2 has two halves that each serve the nearer SMs and memory [A], [H].
     hbm_bytes : int
         Off-chip memory, in bytes.
     hbm_bandwidth, l2_bandwidth : float
@@ -86,7 +86,7 @@ class Device:
     source : str
         Where the figures come from.
     link : str
-        What joins it to other GPUs of its host: a name of `flashsim.problem.links.LINKS`, or "".
+        Its link to other GPUs of its host: a name of `flashsim.problem.links.LINKS`, or "".
 
     Raises
     ------

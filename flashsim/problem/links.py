@@ -1,8 +1,8 @@
-"""What joins GPUs: bytes per second in each direction, on paper.
+"""Links between GPUs: bytes per second in each direction, on paper.
 
 Sources, cited by letter beside each link; the other letters are those of `hardware`:
 
- [V], [A], [H] NVLink 2, 3, 4: 6, 12 and 18 links of 25 GB/s a direction.
+ [V], [A], [H] NVLink 2, 3, 4: 6, 12 and 18 links of 25 GB/s per direction.
  [N] NVIDIA, "NVLink and NVLink Switch" (nvidia.com/en-us/data-center/nvlink): fifth generation,
      18 links, 1,800 GB/s both directions together.
  [G] GeForce RTX 3090: four third-generation links of 14.0625 GB/s a direction.

@@ -61,7 +61,7 @@ class BlockMask:
 
 
 def call_mask(mask: Callable[..., Any], q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """What a mask function keeps, as booleans that span both index arrays; else `MaskError`."""
+    """The booleans of a mask function over both index arrays; else raises `MaskError`."""
     shape = np.broadcast_shapes(q.shape, k.shape)
     name = getattr(mask, "__name__", repr(mask))
     try:

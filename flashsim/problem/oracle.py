@@ -1,4 +1,4 @@
-"""What is true: attention and its gradients in float64, and plain attention as a yardstick.
+"""Attention and its gradients in float64, and plain attention in any type for comparison.
 
 Nothing here is tiled or shared with an engine; masks are built from `Problem.keep`, whole. These
 functions use N x N arrays: they are for judging, not for running. They take arrays of any library,
@@ -144,8 +144,8 @@ def finite_difference(
 def tf32(x: np.ndarray) -> np.ndarray:
     """float32 values rounded to NVIDIA's tf32, 10 bits of mantissa: to nearest, ties away from 0.
 
-    What a tensor core takes as an operand of a float32 product where that is allowed; it is off by
-    at most 2**-11 of itself.
+    A tensor core takes such operands for float32 products, if that is allowed. The error is at most
+    2**-11 of the value.
     """
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)

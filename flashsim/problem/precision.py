@@ -65,9 +65,9 @@ def round_to(x: np.ndarray, dtype: str, factor: float = 1.0) -> np.ndarray:
 @own_errors
 @dataclass(frozen=True)
 class Precision:
-    """The type of every rounding point of an algorithm; None leaves what the algorithm has.
+    """The type of every rounding point of an algorithm; None keeps the algorithm's own.
 
-    Only numbers change: a run that is given one counts nothing.
+    It changes numbers only, so a run with a `Precision` has no trace.
 
     Attributes
     ----------
@@ -76,21 +76,21 @@ class Precision:
     s : str, optional
         Scores, scaled and masked, before the softmax.
     p, ds : str, optional
-        P and dS as operands of their products; default: the inputs' type, of FP8 float8_e4m3fn
-        forward and bfloat16 backward.
+        P and dS as operands of their products. Default: the inputs' type; with FP8 inputs
+        float8_e4m3fn forward and bfloat16 backward.
     m, l, o : str, optional
         Running row maximum, row sum and output, from one visit to the next.
     lse, delta : str, optional
-        What the forward pass hands to the backward pass; rowsum(dO o O).
+        The LSE that the backward pass reads; delta = rowsum(dO o O).
     dq, dkv : str, optional
         The gradients' accumulators, from one visit to the next.
     o_hbm, l_hbm, m_hbm : str, optional
-        FlashAttention-1: what goes to HBM between visits.
+        FlashAttention-1's O, l and m in HBM between visits.
     accumulator : {"float32", "hopper-fp8"}
-        How Q K^T and P V are summed in the forward pass (see `tensor_core_sum`).
+        The sums of Q K^T and P V in the forward pass (see `tensor_core_sum`).
     flush : int, optional
-        With "hopper-fp8": after so many key tiles the sum P V is added to a float32 accumulator,
-        and begins anew. Default: never, it is summed in O itself.
+        With "hopper-fp8": after so many key tiles, the sum P V is added to a float32 accumulator
+        and starts again from 0. Default: never; it is summed in O itself.
     """
 
     inputs: str | None = None
@@ -151,7 +151,7 @@ class Precision:
 
     @classmethod
     def preset(cls, name: str, dtype: str = "bfloat16") -> Precision:
-        """What a published kernel rounds; `dtype` is its inputs', float16 or bfloat16.
+        """The roundings of a published kernel; `dtype` is its inputs', float16 or bfloat16.
 
         Raises
         ------
@@ -199,11 +199,11 @@ PRESETS: dict[str, tuple[Precision, str]] = {
 
 
 class Roundings(NamedTuple):
-    """What one stage rounds, by the papers' names of tensors.
+    """The roundings of one stage, by the papers' names of tensors.
 
     Attributes
     ----------
-    operands : what is rounded where it is computed, or enters a product
+    operands : tensors that are rounded where they are computed, or enter a product
     held : accumulators, at the end of each visit
     stored : what is written to HBM, or added there
     tensor_cores : whether products are summed as FP8's are on Hopper
@@ -270,10 +270,10 @@ TERMS, FRACTION = 32, 13
 def tensor_core_sum(into: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
     """``into += a @ b``, summed as Hopper's tensor cores sum products of FP8 operands.
 
-    Of 32 products and the sum so far, each is shifted to the largest one's exponent and cut off
-    after 14 bits, the leading one and 13 more (DeepSeek-V3, arXiv:2412.19437, section 3.5.2); what
-    is kept of the sum has as many. Cut off means towards zero, as in tensor cores before (Fasi et
-    al., PeerJ Computer Science 2021). Products of FP8 numbers are exact.
+    The core adds 32 products and the sum so far. Each is shifted to the largest one's exponent and
+    cut off after 14 bits: the leading one and 13 more (DeepSeek-V3, arXiv:2412.19437, section
+    3.5.2). The new sum has as many bits. Cutting off rounds towards zero, as in older tensor cores
+    (Fasi et al., PeerJ Computer Science 2021). Products of FP8 numbers are exact.
 
     Parameters
     ----------

@@ -82,7 +82,7 @@ class Problem:
         `heads` must be a multiple of `kv_heads` (grouped-query attention); default: equal.
     dtype : str
         Element type of q, k and v in HBM: "float64", "float32", "float16", "bfloat16",
-        "float8_e4m3fn" or "float8_e5m2". Results have it, too; of FP8 inputs they are bfloat16.
+        "float8_e4m3fn" or "float8_e5m2". Results have it too; with FP8 inputs they are bfloat16.
     causal : bool
         Keep key k for query q iff ``k <= q + n_kv - n_q``.
     window : (int, int), optional
@@ -95,25 +95,25 @@ class Problem:
         Offsets of variable-length sequences packed along the sequence axis: start at 0, never
         fall, end at n_q (n_kv). Needs ``batch=1``. Each query sees its own sequence only.
     page_size : int, optional
-        K and V lie in pages of so many keys, which a block table of int32 names, entry by entry.
-        A page that two entries share counts for each.
+        K and V lie in pages of so many keys. A block table of int32 numbers lists the pages of each
+        entry. A page that two entries share counts for both.
     shared_prefix : int
-        So many keys, the first of all, belong to every packed sequence, before its own keys, which
-        `cu_seqlens_k` then counts from there on. Attention over them is computed once for all
-        queries (cascade attention). Every query must see all of them.
+        The first so many keys belong to every packed sequence, before its own keys, and
+        `cu_seqlens_k` counts from their end. Attention over them is computed once for all queries
+        (cascade attention). Every query must see all of them.
     latent : bool
         V is the first `head_dim_v` columns of K, and one load serves both: latent attention (MLA of
         DeepSeek-V2, arXiv:2405.04434) in its absorbed form, with one key head of 576 columns, 512
         of them V's.
     scales : "tensor", "head" or (int, int), optional
-        FP8 inputs stand for themselves times a float32 scale: one a tensor, one a head, or one for
-        so many query rows and so many key rows of a head (see `flashsim.quantize`).
+        FP8 inputs are multiplied by float32 scales: one per tensor, one per head, or one per block
+        of so many query rows and so many key rows of a head (see `flashsim.quantize`).
     bias : (int, int) , optional
         Leading shape, (1 or batch, 1 or heads), of an additive bias (.., .., n_q, n_kv).
     block_mask : BlockMask, optional
         Cells of the score matrix that are kept.
     dlse : bool
-        The loss depends on the LSE, too: a backward pass is given its gradient, and reads it.
+        The loss also depends on the LSE: a backward pass reads the LSE's gradient.
     mask : callable, optional
         ``mask(q_index, k_index)`` gets integer arrays that broadcast against each other (indices
         from the start of each sequence) and returns booleans: True keeps the score.
@@ -121,7 +121,7 @@ class Problem:
     Raises
     ------
     ShapeError, DTypeError, OptionError, MaskError
-        Each names the argument, what was given and what is possible.
+        Each names the argument, the value and the possible values.
     """
 
     n_q: int

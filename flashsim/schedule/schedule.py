@@ -10,7 +10,7 @@ tables that kernels read:
     which full_lo .. full_hi - 1 are FULL; None where the tiles of a row are not contiguous
 ``row_csr``         (ptr (T_r + 1,), col (n,), kind (n,)): the same for any mask, in visit order
 
-`col_spans` and `col_csr` say the same by column, for passes with keys outside. Within a visited
+`col_spans` and `col_csr` say the same by column, for KV-outer loops. Within a visited
 tile of a causal or windowed problem, score (q, k) is kept iff
 ``-left <= k - (q + offset) <= right`` and k lies in the tile's sequence.
 """
@@ -31,7 +31,7 @@ from flashsim.schedule import tables
 from flashsim.schedule.grid import Grid
 from flashsim.schedule.plans import Outer, Stage
 from flashsim.schedule.savedmask import Csr, SavedMask
-from flashsim.schedule.split import WHOLE, Split
+from flashsim.schedule.split import WHOLE, Split, cut
 from flashsim.schedule.tables import FULL, MASKED
 from flashsim.schedule.tiling import Tiling
 
@@ -84,25 +84,25 @@ class Visit:
 @own_errors
 @dataclass(frozen=True)
 class Schedule(Grid):
-    """The tiles of a problem under a tiling, and the order of the walk. Frozen and hashable.
+    """The tiles of a problem under a tiling, and their order. Frozen and hashable.
 
     Parameters
     ----------
     problem : Problem
     tiling : Tiling
     outer : {"queries", "keys"}
-        The outer loop: FlashAttention-2 has queries outside, FlashAttention-1 keys.
+        The tensor of the outer loop: queries in FlashAttention-2, keys in FlashAttention-1.
     key_order : {"ascending", "descending"}
-        In which order column tiles are taken, wherever a loop runs over them.
+        The order of column tiles in every loop over them.
     dense : bool
-        Visit every tile of a sequence, also those the mask empties (standard attention).
+        Visit every tile of a sequence, also those that the mask empties (standard attention).
     split : Split
-        Parts of the keys, and whether the query heads of a group share rows; queries outside.
+        Parts of the keys, and whether the query heads of a group share rows; Q-outer only.
 
     Raises
     ------
     OptionError, DTypeError
-        For an unknown loop or key order, or arguments of another type.
+        If the loop or key order is unknown, or an argument has another type.
     """
 
     problem: Problem
@@ -145,8 +145,8 @@ class Schedule(Grid):
     def col_csr(self) -> Csr:
         """``(ptr (T_c + 1,), row (n,), kind (n,))``: the same tiles by column, rows ascending.
 
-        Column tiles are numbered from the first key whatever `key_order` says; a walk with keys
-        outside and descending order takes the columns from the last to the first.
+        Column tiles are numbered from the first key, whatever `key_order` is. A KV-outer loop in
+        descending order takes the columns from the last to the first.
         """
         if self.col_spans is not None:
             return tables.frozen(*tables.expand(self.col_spans))
@@ -213,12 +213,7 @@ class Schedule(Grid):
     @cached_property
     def part_counts(self) -> np.ndarray:
         """int64 (T_r,): into how many parts the keys of each row tile are divided, at least 1."""
-        visits = self.visit_counts
-        if not self.problem.shared_prefix:
-            return np.clip(visits, 1, self.split.splits)
-        longest = max(1, int(visits.max()))
-        parts = -(-visits * min(self.split.splits, longest) // longest)
-        return np.maximum(parts, 1)
+        return self.split.parts(self.visit_counts, alike=bool(self.problem.shared_prefix))
 
     @cached_property
     def prefix_tiles(self) -> int:
@@ -243,7 +238,7 @@ class Schedule(Grid):
         return self.part_counts > 1
 
     def visits(self, outer: int, part: int | None = None) -> Iterator[Visit]:
-        """The visits of one outer step: of row tile i, or with keys outside of column tile j.
+        """The visits of one outer step: of row tile i, or in a KV-outer loop of column tile j.
 
         `part` picks one part of a row tile's keys: of n visits in P parts, the p-th has those from
         ``n p // P`` up to ``n (p + 1) // P``.
@@ -252,8 +247,7 @@ class Schedule(Grid):
         ptr, inner, kind = self.row_csr if by_row else self.col_csr
         first, last = int(ptr[outer]), int(ptr[outer + 1])
         if part is not None:
-            n, parts = last - first, int(self.part_counts[outer])
-            first, last = first + n * part // parts, first + n * (part + 1) // parts
+            first, last = cut(first, last, part, int(self.part_counts[outer]))
         for v in range(first, last):
             i, j = (outer, int(inner[v])) if by_row else (int(inner[v]), outer)
             yield Visit(self, v, i, j, self.row_slice(i), self.col_slice(j), int(kind[v]))

@@ -92,10 +92,11 @@ class Tiling:
         direction: str = "forward",
         split: Split = WHOLE,
     ) -> int:
-        """On-chip bytes of the stage that needs the most, everything held at once.
+        """On-chip bytes of the stage that needs the most, with all its tiles at once.
 
-        FlashAttention-2 forward in float32 keeps Q, K, V, O and the scores S, and the statistics
-        m and l: with 64 x 64 tiles at d = 64 the first five take 81,920 B, m and l 512 B more.
+        For example, FlashAttention-2 forward keeps Q, K, V, O, the scores S, and the statistics m
+        and l. In float32, with 64 x 64 tiles at d = 64, the first five take 81,920 B, and m and l
+        512 B more.
         """
         tables = self.buffers(problem, algorithm, direction, split).values()
         return max(sum(table.values()) for table in tables)
@@ -115,7 +116,7 @@ class Tiling:
         SramOverflow
             With the table of buffers and the largest tiling that fits.
         TilingError
-            If it straddles the blocks of a scale.
+            If a tile straddles two blocks with different scales.
         """
         device = Device.get(device)
         if not self.keeps_scales(problem):
@@ -154,27 +155,27 @@ class Tiling:
     ) -> Tiling:
         """The tiling that fits on chip and moves the fewest bytes through HBM.
 
-        HBM traffic falls with the block of the *outer* loop alone: with queries outside, K and V
-        are read once for each of the ``n_q / block_q`` row tiles; with keys outside, Q (and O) once
-        for each of the ``n_kv / block_k`` column tiles. So the outer block comes first and the
-        inner one takes what is left; an algorithm with both orders (a three-pass backward) grows
-        the smaller side first. Sides are powers of two from 16 to 512; the first line of
-        Algorithm 1 in arXiv:2205.14135, B_c = ceil(M / 4d), leaves the score tile out and so can
-        overshoot M. An algorithm that divides keys into parts deals them out in tiles of at most
-        128, so that the parts come out alike; how many blocks of that tile fill the device, and
-        into how many parts the keys must go for it, says `flashsim.schedule.splitting.fill`. One
-        that visits each row tile once has the keys of a sequence in one tile.
+        Only the block of the *outer* loop reduces HBM traffic. In a Q-outer loop, K and V are read
+        once for each of the ``n_q / block_q`` row tiles. In a KV-outer loop, Q (and O) are read
+        once for each of the ``n_kv / block_k`` column tiles. So the outer block is chosen first,
+        and the inner one takes the remaining room. An algorithm with both loops (a three-pass
+        backward) grows the smaller side first. Sides are powers of two from 16 to 512.
+
+        The first line of Algorithm 1 in arXiv:2205.14135, B_c = ceil(M / 4d), leaves out the score
+        tile, and so can exceed M. An algorithm that splits keys has tiles of at most 128 keys, so
+        that the parts are equal; `flashsim.schedule.splitting.fill` says how many parts fill a
+        device. An algorithm with one key tile per row tile has all keys of a sequence in one tile.
 
         Raises
         ------
         SramOverflow
-            If not even a tile of 1 x 1, or of one query and all keys, fits.
+            If not even a tile of 1 x 1 fits, or one of one query and all keys.
         """
         return _fit(problem, Device.get(device), algorithm, direction, split)
 
     @classmethod
     def preset(cls, name: str, head_dim: int, *, causal: bool = False) -> Tiling:
-        """The tile of a published kernel at this head_dim (see `PRESETS` for names and sources).
+        """The tile of a published kernel at this head_dim; `PRESETS` has the names and sources.
 
         Raises
         ------

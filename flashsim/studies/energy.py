@@ -1,8 +1,9 @@
 """Joules: what a chip's units take for what they do, and the board for as long as it takes.
 
-The constants were measured with NVML's count of energy, each unit by a kernel of its own where one
-does nothing else (`benchmarks/power.py`, docs/data/power-h200.csv). Those of products, scores and
-sums are fitted to some of attention's passes there and judged on the others (docs/guides/truth.md).
+The constants were measured with NVML's energy counter. Where a kernel can use one unit alone, that
+unit was measured alone (`benchmarks/power.py`, docs/data/power-h200.csv). Those of products, scores
+and sums are fitted to some of the attention passes in that file and judged on the others
+(docs/reference/predictions.md).
 
 A chip that is kept busy meets the limit of its power, and lowers its clock until it keeps it: with
 the clock falls the voltage, and so the energy of what the SMs do, in proportion, as was measured of

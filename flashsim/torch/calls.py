@@ -86,7 +86,7 @@ class AttentionCall:
 
     @cached_property
     def problem(self) -> Problem:
-        """What was asked, for `flashsim.count`, `predict` and the rest.
+        """The call as a `Problem`, for `flashsim.count`, `predict` and the rest.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""What several blocks make together: out merged by LSE, gradients added, both in float32."""
+"""Combine the results of several blocks in float32: merge out by LSE, add gradients."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def _but_for(name: str, theirs: Callable[..., bool]) -> Callable[..., bool]:
 
 @dataclass(frozen=True, eq=False)
 class Band:
-    """What each query may see: keys in a band along the diagonal, less the padding.
+    """The keys that each query may see: a band along the diagonal, without the padding.
 
     Attributes
     ----------

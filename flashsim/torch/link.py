@@ -1,4 +1,4 @@
-"""What ranks of a process group say to each other: agreement first, then tensors, counted.
+"""Messages between ranks of a process group: an agreement first, then tensors, counted.
 
 All of it is torch.distributed's: `batch_isend_irecv`, which is NCCL on GPUs, on a stream of its own
 beside the kernels, and gloo on the CPU. A rank that fails, dies or asks something else gives an

@@ -1,4 +1,4 @@
-"""What a mask tensor stands for: causal, a window, a bias, or no pattern that can be counted."""
+"""Recognise a mask tensor: causal, a window, a bias, or no pattern that can be counted."""
 
 from __future__ import annotations
 

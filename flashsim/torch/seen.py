@@ -100,7 +100,7 @@ class Seen:
     # -- counted ----------------------------------------------------------------------------------
 
     def table(self, *, device: str | Device = "H100", l2: bool | None = None) -> report.Table:
-        """What people want to see of `full_table`."""
+        """The most important columns of `full_table`."""
         full = self.full_table(device=device, l2=l2)
         measured = any(call.measured for call in self)
         short = [name for name in _SHORT if measured or name != "measured ms"]
@@ -112,23 +112,23 @@ class Seen:
         return report.Table(full.title, tuple(short), rows, "\n".join([note, *notes, *missed]))
 
     def full_table(self, *, device: str | Device = "H100", l2: bool | None = None) -> report.Table:
-        """Each distinct call, with how often it was made, and all together.
+        """One row per distinct call, with its count, and rows for the total.
 
-        A row's figures are of one call; the rows called "total" are of all calls counted, and
-        empty where a call's figure is not known. Backward passes have rows where one was run.
+        A row has the figures of one call. The rows called "total" sum all calls, and are empty if
+        a call's figure is unknown. A backward pass has a row if one ran.
 
-        - requested B: bytes of tiles between L2 and the SMs; DRAM B: what the model of the L2
-          cache leaves of them; compulsory B: each input and output once.
-        - matmul FLOP/B, bound: by the DRAM bytes, or where these were not computed by each
-          kernel's tensors once.
-        - ms, by: "predict" (`flashsim.predict`, FlashAttention-2's kernels here), or "roofline":
-          the least time that the device's bandwidth and arithmetic allow, which no kernel reaches.
-        - measured ms, on: what this machine took for the model's own kernels (``watch(...,
-          measure=True)``), the mean of the calls; the same in the rows of all algorithms. On a CPU
-          the time of its operators, which no prediction is of.
-        - saved B: kept for the backward pass, inputs included; its total is the sum, as if all
-          layers waited for it. scores B: score matrices that standard attention has in HBM at
-          once; its total is the largest.
+        - requested B: bytes of tiles between L2 and the SMs. DRAM B: those that miss L2, by a model
+          of the cache. compulsory B: each input and output once.
+        - matmul FLOP/B, bound: per DRAM byte, or where DRAM bytes are not computed, per byte of
+          each kernel's tensors once.
+        - ms, by: "predict" is `flashsim.predict`, for FlashAttention-2's kernels. "roofline" is a
+          lower bound from the device's bandwidth and arithmetic.
+        - measured ms, on: with ``watch(..., measure=True)``, the mean time of the model's own
+          kernels on this machine, the same for all algorithms. On a CPU it is the time of the
+          operators, which no prediction describes.
+        - saved B: bytes kept for the backward pass, inputs included; the total is the sum over all
+          layers. scores B: score matrices that standard attention has in HBM at once; the total is
+          the largest.
 
         Parameters
         ----------
@@ -166,7 +166,7 @@ class Seen:
         return list(groups.values())
 
     def kernels(self) -> report.Table:
-        """What each distinct call ran, by kernel (on a CPU by operator), slowest first.
+        """The kernels of each distinct call (on a CPU its operators), slowest first.
 
         Raises
         ------
@@ -314,7 +314,7 @@ def _measured(calls: list[AttentionCall], direction: str) -> dict[str, Any]:
 
 
 def _place(call: AttentionCall) -> str:
-    """What a measured time is of."""
+    """The kind of a measured time, for the table."""
     return f"{call.place}, {'kernels' if call.place == 'cuda' else 'operators'}"
 
 
@@ -354,7 +354,7 @@ def _tiles(counted: Traffic) -> int:
 
 
 def _time(counted: Traffic, point: Point) -> tuple[str, float | None, str]:
-    """What bounds a pass, its milliseconds, and where these are from."""
+    """The bound of a pass, its milliseconds, and the source of these."""
     try:
         attainable, bound = point.attainable, point.bound
     except FlashSimError:  # the device has no figure for this type

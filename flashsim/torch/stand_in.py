@@ -3,7 +3,7 @@
 torch keeps a register of implementations of flash attention. `install` adds "flashsim" to it; once
 ``torch.nn.attention.activate_flash_attention_impl("flashsim")`` was called,
 ``scaled_dot_product_attention`` runs it wherever torch chooses its flash attention, on the CPU and
-on CUDA, until ``restore_flash_attention_impl()``. What the kernels cannot do (dropout) is an error.
+on CUDA, until ``restore_flash_attention_impl()``. Dropout, which the kernels lack, is an error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`watch`: every attention call of a model, recorded as it is made.
 
-Three things look on. A torch function mode sees functions called from Python; a dispatch mode sees
-operators called from elsewhere (TorchScript, C++); and attention functions of transformers are
-wrapped as they are looked up, since "eager" ones are plain products. A call is recorded once, by
+Three observers work together. A torch function mode sees functions called from Python. A dispatch
+mode sees operators called from elsewhere (TorchScript, C++). Attention functions of transformers
+are wrapped at look-up, since "eager" ones are plain products. A call is recorded once, by
 the outermost that sees it; transformers' own count only if nothing under them did. Hooks on all
 modules keep the stack of modules that names are read from: hooks on one module would turn off the
 fast path of nn.TransformerEncoderLayer.
@@ -40,16 +40,16 @@ KEPT = 2**26
 def watch(
     model: nn.Module | None = None, *, keep: int = 2**20, measure: bool = False
 ) -> Iterator[Seen]:
-    """Record the attention calls made in a ``with`` block; the results stay as they are.
+    """Record the attention calls in a ``with`` block, without changing their results.
 
-    Also on the meta device and under `FakeTensorMode`, where nothing is computed. What
-    ``torch.compile`` has compiled runs uncompiled meanwhile, so that its calls are seen: its
-    results are those of the uncompiled model. Only this thread is watched.
+    It also works on the meta device and under `FakeTensorMode`, where nothing is computed. Code
+    that ``torch.compile`` compiled runs uncompiled meanwhile, so that its calls are seen; results
+    are then the uncompiled model's. Only this thread is watched.
 
-    Seen are: `scaled_dot_product_attention` and the operators under it, `flex_attention`,
+    It sees `scaled_dot_product_attention` and the operators under it, `flex_attention`,
     `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`, the forward operators of flash_attn
-    2.7 and newer, `flashsim.torch.attention`, and attention of transformers 5. Not seen: products
-    and a softmax written out by hand, and extensions that torch knows nothing of, such as
+    2.7 and newer, `flashsim.torch.attention`, and attention of transformers 5. It does not see
+    products and a softmax written out by hand, or extensions that torch does not know, such as
     `flash_attn_with_kvcache`.
 
     Parameters
@@ -95,9 +95,7 @@ def watch(
 
 
 class _Everywhere:
-    """What is replaced in torch and transformers while any thread watches: with the first, until
-    the last has ended, whichever that is.
-    """
+    """The replacements in torch and transformers while at least one thread watches."""
 
     def __init__(self) -> None:
         self.lock, self.watching, self.replaced = threading.Lock(), 0, ExitStack()

@@ -1,4 +1,4 @@
-"""What was recorded, and the questions one asks of it."""
+"""Traces: the recorded events of a run, and questions about them."""
 
 from flashsim.trace.trace import Trace
 

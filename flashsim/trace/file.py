@@ -195,7 +195,7 @@ def _pack_stage(stage: StageTrace) -> dict[str, Any]:
         "buffers": [buffer[:5] for buffer in stage.stage.buffers],
         "tiling": [schedule.tiling.block_q, schedule.tiling.block_k],
         "key_order": schedule.key_order,
-        "split": [schedule.split.splits, schedule.split.pack_gqa],
+        "split": soundness.split_entry(schedule.split),
         "repeat": stage.repeat,
         "stride": stage.stride,
     }

@@ -128,10 +128,16 @@ def problem(given: dict[str, Any], **masks: Any) -> Problem:
 def split(entry: Mapping[str, Any]) -> Split:
     """Parts of the keys and packed heads of a stage; older files say nothing of them."""
     given = entry.get("split", [1, False])
-    if not isinstance(given, list) or len(given) != 2:
+    if not isinstance(given, list) or len(given) not in (2, 3):
         raise ValueError(f"a split is {shown(given)}, not parts and whether heads are packed")
-    integers("a split", given[:1], 1, 1)
+    integers("a split", [given[0], *given[2:]], len(given) - 1, 1)
     return Split(*given)
+
+
+def split_entry(split: Split) -> list[Any]:
+    """What a file says of a split, for `split` to read."""
+    entry = [split.splits, split.pack_gqa]
+    return entry if split.part_tiles is None else [*entry, split.part_tiles]
 
 
 def stage(

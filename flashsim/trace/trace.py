@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @own_errors
 class Trace(Recording):
-    """A recorded run, and the questions one asks of it, by the same names as of `Traffic`."""
+    """The recorded events of a run, with the methods of `Traffic`."""
 
     # -- events ---------------------------------------------------------------------------------
 
@@ -130,8 +130,8 @@ class Trace(Recording):
     def by_tile(self, op: str | None = None, tensor: str | None = None) -> np.ndarray:
         """Requested bytes of each score tile, int64 (T_r, T_c), all heads.
 
-        Transfers of an outer step (Q and O with queries outside) belong to no tile; with
-        `by_outer` they complete the total.
+        Transfers of an outer step (Q and O in a Q-outer loop) belong to no tile; `by_outer`
+        has them.
         """
         grid = np.zeros((self.schedule.t_r, self.schedule.t_c), np.int64)
         for stage in self.stages:
@@ -149,7 +149,7 @@ class Trace(Recording):
     def by_head(self) -> np.ndarray:
         """Requested bytes of each query head, int64 (batch * heads,).
 
-        What a walk moves for a whole group of query heads counts for the group's first one.
+        Transfers for a whole group of query heads count for the group's first head.
         """
         totals = np.zeros(self.problem.batch * self.problem.heads, np.int64)
         for stage in self.stages:
@@ -212,7 +212,7 @@ class Trace(Recording):
     # -- SRAM -----------------------------------------------------------------------------------
 
     def sram_timeline(self, stage: str | None = None) -> tuple[list[str], np.ndarray]:
-        """What one walk keeps on chip, event by event.
+        """The bytes on chip, event by event, in the traversal of one head.
 
         Returns
         -------

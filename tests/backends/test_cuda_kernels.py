@@ -15,9 +15,9 @@ from gpus import GPUS, H200, KIB, ODD
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.backends import launch
-from flashsim.backends.families.portable import PORTABLE, TF32
-from flashsim.backends.launch.lowering import lower
+from flashsim.backends.launch import kernel as launch
+from flashsim.backends.launch.device_tables import lower
+from flashsim.backends.launch_policy.portable import PORTABLE, TF32
 from flashsim.engines.engine import Job
 from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
 from flashsim.problem.masks import BlockMask

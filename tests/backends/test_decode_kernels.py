@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashsim import Problem
-from flashsim.backends.families import decode
+from flashsim.backends.launch_policy import decode
 from flashsim.errors import OptionError, UnsupportedError
 
 pytest.importorskip("cupy")

@@ -24,8 +24,8 @@ from test_emulated_decode import AMPERE, CASCADES, CASES, H200
 from flashsim.api import inputs
 from flashsim.backends.cupy_gpu import arrays, decode, launching
 from flashsim.backends.cupy_gpu import engine as cupy_engine
-from flashsim.backends.families import cascade, decode_kernels
-from flashsim.backends.families import decode as family
+from flashsim.backends.launch_policy import decode as family
+from flashsim.backends.launch_policy import decode_kernels
 
 needs_gcc = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 
@@ -160,7 +160,7 @@ def test_a_shared_prefix_is_two_launches(name, launches):
         case.check(x, out.arrays["out"], out.arrays["lse"])
     assert len(launches) == 4
     assert space.made == 2 * 2 + 1, "results anew, the parts once"
-    made = cascade.plan(case.problem, case.lengths, case.prefix, H200, splits, case.page)
+    made = family.plan(case.problem, case.lengths, H200, splits, case.page, prefix=case.prefix)
     assert decode.counted(one, H200, space) == simulated(made, case)
 
 

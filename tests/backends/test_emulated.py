@@ -9,8 +9,8 @@ import pytest
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.backends.families.portable import PORTABLE, TF32
 from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch_policy.portable import PORTABLE, TF32
 from flashsim.errors import TraceError
 from flashsim.problem import oracle
 

@@ -9,7 +9,7 @@ from barriers import left_out, untried
 from compiled import thorough
 
 from flashsim import Problem, Tiling
-from flashsim.backends.families.portable import PORTABLE
+from flashsim.backends.launch_policy.portable import PORTABLE
 from flashsim.errors import TraceError
 
 pytest.importorskip("cupy")  # as test_emulated

@@ -10,13 +10,14 @@ import pytest
 
 import flashsim
 from flashsim import Problem, TraceError, UnsupportedError
-from flashsim.backends.families import decode, decode_kernels
+from flashsim.backends.launch_policy import decode, decode_kernels
 from flashsim.backends.reports import decode as traces
+from flashsim.trace.trace import Trace
 
 pytest.importorskip("cupy")  # test_cuda_kernels wants it; nothing here does
 import emulator
 from barriers import barriers, left_out
-from decode_cases import Case, moved, planned, simulated
+from decode_cases import Case, moved, named, planned, simulated
 from test_cuda_kernels import H200 as HOPPER
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
@@ -186,12 +187,26 @@ def test_a_trace_is_the_simulators_event_by_event(name):
         np.testing.assert_array_equal(ours.events, theirs.events, err_msg=ours.name)
 
 
+def test_sequences_that_are_divided_differently_have_a_trace(tmp_path):
+    case, reports = Case(Problem(1, 900, 64, batch=3, **GROUPED), (900, 400, 0)), {}
+    made = launch(AMPERE, case, case.make(), reports=reports)[2]
+    assert len({*made.splits}) == 3, made.splits
+    schedule = traces.walk_of(made, case.lengths, 0)
+    assert schedule.part_counts.tolist() == [*made.splits]
+    found = traces.stages(made, schedule, **reports)
+    device = flashsim.Device.get("H200")
+    trace = Trace(schedule.problem, device, decode.ALGORITHM, "forward", "cupy", found)
+    assert named(trace.transfers) == moved(made, case)
+    trace.save(tmp_path / "trace.npz")
+    again = Trace.load(tmp_path / "trace.npz")
+    assert again.schedule.split == made.split
+    assert again.transfers == trace.transfers
+
+
 def test_what_a_trace_cannot_say():
     def walk(p, lengths, splits=None):
         return traces.walk_of(decode.plan(p, lengths, H200, splits), lengths, 0)
 
-    with pytest.raises(UnsupportedError, match=r"the sequences got \(.*give splits="):
-        walk(Problem(1, 9000, 64, batch=2, **GROUPED), (9000, 300))
     with pytest.raises(UnsupportedError, match="row tiles under a mask"):
         walk(Problem(300, 600, 64, causal=True, **GROUPED), (600,), 1)
     with pytest.raises(UnsupportedError, match="there is no key"):

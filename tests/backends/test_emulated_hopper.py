@@ -10,10 +10,10 @@ import pytest
 
 import flashsim
 from flashsim import Problem
-from flashsim.backends.families import family
-from flashsim.backends.families.hopper import HOPPER, Hopper
-from flashsim.backends.families.portable import PORTABLE
-from flashsim.backends.families.tile_times import ROLES
+from flashsim.backends.launch_policy import family
+from flashsim.backends.launch_policy.cost_model import ROLES
+from flashsim.backends.launch_policy.hopper import HOPPER, Hopper
+from flashsim.backends.launch_policy.portable import PORTABLE
 from flashsim.problem import oracle
 from flashsim.schedule.tiling import Tiling
 

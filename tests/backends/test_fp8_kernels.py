@@ -10,10 +10,10 @@ from test_hopper_kernels import A100, H200, check, compile_log, driver  # noqa: 
 
 from flashsim import Problem, Tiling
 from flashsim.backends.cupy_gpu import tensor_maps
-from flashsim.backends.families import hopper_fp8, quantize
-from flashsim.backends.families.hopper_fp8 import HOPPER_FP8
-from flashsim.backends.families.tile_times import makespan
 from flashsim.backends.launch.kernel import Box
+from flashsim.backends.launch_policy import hopper_fp8, quantize
+from flashsim.backends.launch_policy.cost_model import makespan
+from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
 from flashsim.engines.engine import Job
 from flashsim.errors import UnsupportedError
 from flashsim.problem.masks import BlockMask

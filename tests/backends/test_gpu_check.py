@@ -15,9 +15,9 @@ from decode_cases import planned
 from gpu_check import Command, Stage
 from test_cuda_kernels import H200
 
-from flashsim.backends.families.hopper import HOPPER
-from flashsim.backends.families.portable import PORTABLE, TF32
-from flashsim.backends.families.tile_times import HOPPER_FORWARD
+from flashsim.backends.launch_policy.cost_model import HOPPER_FORWARD
+from flashsim.backends.launch_policy.hopper import HOPPER
+from flashsim.backends.launch_policy.portable import PORTABLE, TF32
 
 
 def entries():

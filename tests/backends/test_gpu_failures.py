@@ -18,9 +18,10 @@ from gpus import H200
 
 import flashsim
 from flashsim import Problem
-from flashsim.backends import failures, launch
-from flashsim.backends.families.portable import PORTABLE
+from flashsim.backends import failures
 from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch import kernel as launch
+from flashsim.backends.launch_policy.portable import PORTABLE
 from flashsim.engines.engine import Job
 from flashsim.errors import BackendUnavailable
 from flashsim.schedule.tiling import Tiling
@@ -269,7 +270,8 @@ def test_a_compile_that_lasts_says_so_and_a_load_from_disk_does_not(
 
 
 @pytest.mark.parametrize(
-    "change", ["nothing", "numba", "numba_gpu/walk.py", "launch/kernel.py", "reports/counts.py"]
+    "change",
+    ["nothing", "numba", "numba_gpu/traversal.py", "launch/kernel.py", "reports/counts.py"],
 )
 def test_a_compiled_kernel_is_kept_for_all_that_decides_what_it_is(change, tmp_path, monkeypatch):
     pytest.importorskip("numba_cuda")

@@ -24,13 +24,13 @@ from gpus import A100, H200, ODD
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.backends import launch
 from flashsim.backends.cupy_gpu import tensor_maps
-from flashsim.backends.families import tile_times
-from flashsim.backends.families.hopper import HOPPER, Hopper
-from flashsim.backends.families.portable import PORTABLE
-from flashsim.backends.families.tile_times import ROLES
+from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Box, Variant
+from flashsim.backends.launch_policy import cost_model
+from flashsim.backends.launch_policy.cost_model import ROLES
+from flashsim.backends.launch_policy.hopper import HOPPER, Hopper
+from flashsim.backends.launch_policy.portable import PORTABLE
 from flashsim.engines.engine import Job
 from flashsim.errors import OptionError, TilingError, UnsupportedError
 from flashsim.problem.masks import BlockMask
@@ -206,9 +206,8 @@ def test_the_backward_compiles_in_every_cluster(case):
     problem = PROBLEMS[name]
     for stage, fused in (("fused", True), ("dkdv", False)):
         tiling = HOPPER.choose(problem, None, H200, "backward", "flash2-fused")
-        variant = Variant(spans=True, descending=False, cluster=blocks)
-        given = stage, problem, tiling, variant, H200
-        kernel = HOPPER.kernel(*given, fused=fused, ordered=False)
+        variant = Variant(spans=True, descending=False, cluster=blocks, fused=fused)
+        kernel = HOPPER.kernel(stage, problem, tiling, variant, H200)
         assert kernel.cluster == blocks
         check(kernel, SPILL_BYTES[bool(problem.softcap)])
         assert "have one block" in compile_log(kernel, TIMELINE=1) or blocks == 1
@@ -305,13 +304,13 @@ def test_clusters_take_what_whole_rounds_of_items_leave():
 @pytest.mark.parametrize("items", [1, 131, 132, 133, 200, 264, 300, 2048, 4096])
 def test_a_remainder_is_shared_only_where_all_end_sooner(items, steps):
     """By a launch simulated block by block, clusters first."""
-    known = tile_times.HOPPER_BACKWARD[128].fused, tile_times.ADDING_UP[128]
-    shares = tile_times.remainder(items, steps, *known, H200)
+    known = cost_model.HOPPER_BACKWARD[128].fused, cost_model.ADDING_UP[128]
+    shares = cost_model.remainder(items, steps, *known, H200)
     assert sum(n for _, n in shares) in (0, items % H200.multiprocessors)
     free, each = [0.0] * H200.multiprocessors, np.array([steps])
-    alone = tile_times.shared_out(items, each, *known, 1, free)
+    alone = cost_model.shared_out(items, each, *known, 1, free)
     for cluster, n in (*shares, (1, items - sum(n for _, n in shares))):
-        free = tile_times.shared_out(n, each, *known, cluster, free) if n else free
+        free = cost_model.shared_out(n, each, *known, cluster, free) if n else free
     saved = max(alone) - max(free)
     assert not shares or saved > 0 or items > 12 * H200.multiprocessors  # spread evenly from there
 
@@ -431,9 +430,9 @@ def test_all_grouped_heads_come_at_once_where_that_ends_sooner():
 def test_blocks_that_are_busy_at_once():
     """By hand: of four row tiles each; causal, with 1 to 4 visits."""
     p = Problem(512, 512, 64, batch=3, heads=4, kv_heads=2, dtype="float16")
-    assert tile_times.busy_at_once(p, Tiling(128, 128)) == (48, 24)
-    assert tile_times.busy_at_once(replace(p, causal=True), Tiling(128, 128)) == (30, 15)
-    assert tile_times.busy_at_once(p, Tiling(64, 128)) == (96, 24)
+    assert cost_model.busy_at_once(p, Tiling(128, 128)) == (48, 24)
+    assert cost_model.busy_at_once(replace(p, causal=True), Tiling(128, 128)) == (30, 15)
+    assert cost_model.busy_at_once(p, Tiling(64, 128)) == (96, 24)
 
 
 @pytest.mark.parametrize(
@@ -484,15 +483,15 @@ def test_the_fused_backward_of_wide_rows_takes_the_faster_tile(n, heads, kv_head
     assert HOPPER.tilings(p, H200, "backward", "flash2-fused")[0] == tile
     cells = BlockMask(np.eye(n // 128, dtype=bool), 128, 128)
     p = replace(p, causal=False, block_mask=cells)  # 96 keys do not divide them
-    assert HOPPER.default(p, H200, "backward", "flash2-fused") == Tiling(64, 64)
+    assert HOPPER.choose(p, None, H200, "backward", "flash2-fused") == Tiling(64, 64)
 
 
 def test_a_cluster_takes_what_its_blocks_have_left_each():
     """By hand, in µs: items of 4 + 2 a visit, and 2 for adding up."""
-    times = tile_times.Times(item=4.0, visit=2.0), 2.0
+    times = cost_model.Times(item=4.0, visit=2.0), 2.0
 
     def fastest(steps, processors):
-        return tile_times.fastest_cluster(1, np.array(steps), *times, processors)
+        return cost_model.fastest_cluster(1, np.array(steps), *times, processors)
 
     assert fastest([16, 16], 2) == 1  # nobody is idle
     assert fastest([16, 16], 4) == 2  # 4 + 32; 4 + 16 + 2; one place for four blocks
@@ -622,42 +621,42 @@ def test_rings_have_as_many_stages_as_fit():
 
 def test_a_launch_takes_as_long_as_its_fullest_block():
     """By hand: items of one block each; then two rounds; then longest first."""
-    times, gpu = tile_times.Times(item=2.0, visit=1.0), 4
+    times, gpu = cost_model.Times(item=2.0, visit=1.0), 4
     full = Problem(256, 512, 64, heads=2, dtype="float16")
-    assert tile_times.microseconds(full, Tiling(128, 128), times, gpu) == 2 + 4
-    assert tile_times.microseconds(full, Tiling(64, 128), times, gpu) == 2 * (2 + 4)
+    assert cost_model.microseconds(full, Tiling(128, 128), times, gpu) == 2 + 4
+    assert cost_model.microseconds(full, Tiling(64, 128), times, gpu) == 2 * (2 + 4)
     causal = Problem(512, 512, 64, heads=2, dtype="float16", causal=True)  # 3 to 6 µs, twice
-    assert tile_times.microseconds(causal, Tiling(128, 128), times, gpu) == 6 + 3
+    assert cost_model.microseconds(causal, Tiling(128, 128), times, gpu) == 6 + 3
     many = replace(causal, heads=200, kv_heads=200)
-    assert tile_times.microseconds(many, Tiling(128, 128), times, gpu) == 200 * 18 / 4
+    assert cost_model.microseconds(many, Tiling(128, 128), times, gpu) == 200 * 18 / 4
 
 
 def test_blocks_begin_where_others_have_ended():
-    assert sorted(tile_times.ends([3.0, 1.0], 2, 2, [0.0, 0.0])) == [4.0, 4.0]
+    assert sorted(cost_model.ends([3.0, 1.0], 2, 2, [0.0, 0.0])) == [4.0, 4.0]
     # Two blocks for two SMs, one of them free a second earlier: the last still ends at 2.
-    assert sorted(tile_times.ends([2.0], 2, 2, [-1.0, 0.0])) == [1.0, 2.0]
-    assert sorted(tile_times.ends([2.0], 3, 3, [-2.0, 0.0])) == [
+    assert sorted(cost_model.ends([2.0], 2, 2, [-1.0, 0.0])) == [1.0, 2.0]
+    assert sorted(cost_model.ends([2.0], 3, 3, [-2.0, 0.0])) == [
         2.0,
         2.0,
     ]  # a third one's time is saved
-    assert max(tile_times.ends([2.0], 3, 3, [0.0, 0.0])) == 4.0
+    assert max(cost_model.ends([2.0], 3, 3, [0.0, 0.0])) == 4.0
 
 
 @pytest.fixture
 def plain_times(monkeypatch):
     """dK's and dV's items take 2 + 2 µs a visit, dQ's 1 + 1, the fused pass's 2 + 3, and 5 more."""
-    takes = (tile_times.Times(2, 2), tile_times.Times(1, 1), tile_times.Times(2, 3))
-    monkeypatch.setattr(tile_times, "HOPPER_BACKWARD", {128: tile_times.Backward(*takes)})
-    monkeypatch.setattr(tile_times, "ADDING_UP", {64: 0.0, 128: 100.0})
-    monkeypatch.setattr(tile_times, "CONVERTING", 5)
-    monkeypatch.setattr(tile_times, "CONVERTED", 1e9 * 1e6 / H200.hbm_bandwidth)
+    takes = (cost_model.Times(2, 2), cost_model.Times(1, 1), cost_model.Times(2, 3))
+    monkeypatch.setattr(cost_model, "HOPPER_BACKWARD", {128: cost_model.Backward(*takes)})
+    monkeypatch.setattr(cost_model, "ADDING_UP", {64: 0.0, 128: 100.0})
+    monkeypatch.setattr(cost_model, "CONVERTING", 5)
+    monkeypatch.setattr(cost_model, "CONVERTED", 1e9 * 1e6 / H200.hbm_bandwidth)
 
 
 def forms(problem, multiprocessors):
     """µs of three passes and of the fused one."""
     gpu = replace(H200, multiprocessors=multiprocessors)
     return [
-        tile_times.backward_microseconds.__wrapped__(
+        cost_model.backward_microseconds.__wrapped__(
             HOPPER.backward_passes(problem, None, gpu, "ascending", "", algorithm), gpu
         )
         for algorithm in ("flash2", "flash2-fused")
@@ -766,7 +765,7 @@ def test_the_copy_engine_stops_where_a_sequence_ends(driver, ends, box_rows):
     assert box == box_rows
     for start, stop in pairwise(ends):
         for row in range(start, stop, box):
-            # `place` of hopper/work.cuh: the box's first row, and which view of the tensor
+            # `place` of hopper/tile_scheduler.cuh: the box's first row, and which view
             first, head, view = launch.ROUND - stop + row, 1, stop
             at = (head, launch.ROUND, view)
             assert all(place < size for place, size in zip(at, sizes[2:], strict=True))

@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("numba_cuda")
 
-from flashsim.backends.numba_gpu.hopper import backward, keys_outside
-from flashsim.backends.numba_gpu.hopper.onchip import (
+from flashsim.backends.numba_gpu.hopper import backward, kv_outer
+from flashsim.backends.numba_gpu.hopper.smem_layout import (
     BASE,
     COUNT,
     END,
@@ -477,7 +477,7 @@ def run(monkeypatch):
 
     def kernel_of(block, c, items, walk):
         hopper, gradients, zeros, columns = played(block)
-        for module in (backward, keys_outside):
+        for module in (backward, kv_outer):
             for name in ("int32", "int64"):
                 monkeypatch.setattr(module, name, int)
             for name, value in {
@@ -498,7 +498,7 @@ def run(monkeypatch):
         at = KeysOutside(block_q, 128, d, fused=True, deferred=deferred)
         lots, counts = Lots(seed), (ITEMS if item is None else SHARED)[heads]
         cluster, mine = Cluster(lots, ignored), range(len(counts)) if item is None else (item,)
-        for module in (backward, keys_outside):
+        for module in (backward, kv_outer):
             monkeypatch.setattr(module, "cuda", Cuda(cluster))
         yes = dict.fromkeys(("bf16", "fused", "after"), 1) | {"deferred": int(deferred)}
         no = ("scaled", "softcap", "ordered", "varlen", "left", "right", "timeline", "more")

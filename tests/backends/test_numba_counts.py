@@ -13,8 +13,8 @@ pytest.importorskip("numba_cuda")
 
 from llvmlite import ir  # noqa: E402
 
-from flashsim.backends import launch  # noqa: E402
-from flashsim.backends.numba_gpu import ptx, walk  # noqa: E402
+from flashsim.backends.launch import kernel as launch  # noqa: E402
+from flashsim.backends.numba_gpu import ptx, traversal  # noqa: E402
 from flashsim.backends.numba_gpu.emit import F32, I32, I64, i32  # noqa: E402
 from flashsim.backends.numba_gpu.hopper import tiles as hopper_tiles  # noqa: E402
 from flashsim.backends.numba_gpu.tensor import backward_rows, output  # noqa: E402
@@ -70,7 +70,7 @@ def fragment(count):
 @pytest.mark.parametrize("rows", [64, 37])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_tiles_in_shared_memory_count_what_exists(block, head_dim, rows):
-    copies = walk.tile_copies(Tile(64, padded(head_dim)), row(head_dim), 128)
+    copies = traversal.tile_copies(Tile(64, padded(head_dim)), row(head_dim), 128)
     there = 2 * rows * head_dim
     assert block(128, copies.load, i32(0), ANYWHERE, i32(2 * head_dim), i32(rows)) == there
     assert block(128, copies.store, i32(0), ANYWHERE, i32(2 * head_dim), i32(rows)) == there
@@ -98,7 +98,7 @@ def test_outputs_from_hoppers_registers_count_what_exists(block, head_dim, rows)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_the_row_wise_passes_count_what_exists(block, head_dim):
     width = row(head_dim).width
-    pieces, zeros = walk.piece_bytes(row(head_dim)), backward_rows.zeros_bytes(row(head_dim))
+    pieces, zeros = traversal.piece_bytes(row(head_dim)), backward_rows.zeros_bytes(row(head_dim))
     assert block(width // 8, pieces, lambda b, thread: thread) == 2 * head_dim
     fours = block(width // 4, zeros, lambda b, thread: b.mul(thread, i32(4)))
     assert fours == 4 * head_dim

@@ -13,7 +13,7 @@ pytest.importorskip("numba_cuda")
 from test_numba_barriers import Arguments, Block, Lots, Stuck, item_functions
 
 from flashsim.backends.numba_gpu.hopper import forward
-from flashsim.backends.numba_gpu.hopper.onchip import COUNT, OnChip
+from flashsim.backends.numba_gpu.hopper.smem_layout import COUNT, OnChip
 
 #: Visits of each item of a block.
 ITEMS = (2, 0, 1, 3, 1, 0, 0, 5, 2, 1, 4)

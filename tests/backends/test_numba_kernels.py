@@ -21,15 +21,15 @@ from gpus import A100, H200, ODD
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.backends import launch
+from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.engines.engine import Job
 from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
 from flashsim.problem.masks import BlockMask
 
 try:
-    from flashsim.backends.numba_gpu.families import HOPPER, TENSOR, PythonHopper
-    from flashsim.backends.numba_gpu.hopper.onchip import KeysOutside
+    from flashsim.backends.numba_gpu.hopper.smem_layout import KeysOutside
+    from flashsim.backends.numba_gpu.launch_policy import HOPPER, TENSOR, PythonHopper
     from flashsim.backends.numba_gpu.teaching import run as teaching_run
     from flashsim.backends.numba_gpu import engine as numba_engine  # isort: skip
 except BackendUnavailable as error:
@@ -155,8 +155,8 @@ class Deferring(PythonHopper):
 
     deferred: bool = True
 
-    def defers(self, stage, tables, cluster):
-        return self.deferred and stage.name == "fused"
+    def defers(self, walk, cluster):
+        return self.deferred and walk.stage.name == "fused"
 
 
 def hopper_kernel(problem, report="", stage="forward"):
@@ -332,7 +332,7 @@ def test_statistics_of_the_next_visit_are_loaded_under_the_last_products(name, l
 
 
 def test_dq_is_deferred_where_cpps_is():
-    from flashsim.backends.families.hopper import HOPPER as CPP
+    from flashsim.backends.launch_policy.hopper import HOPPER as CPP
 
     def deferred(family, problem, ordered=False):
         given = problem, None, GPUS["sm_90a"], "ascending", "", "flash2-fused", ordered
@@ -358,7 +358,7 @@ def test_a_ds_that_is_waited_for_later_has_barriers_of_its_own():
 
 def test_the_backwards_shared_memory_is_no_larger_than_in_cpp():
     """The layouts are the same but for item slots."""
-    from flashsim.backends.families.hopper import HOPPER as CPP
+    from flashsim.backends.launch_policy.hopper import HOPPER as CPP
 
     h200 = GPUS["sm_90a"]
     for problem in (HOPPER_PROBLEMS["128"], HOPPER_PROBLEMS["64 causal"]):
@@ -418,7 +418,7 @@ def launches(family, problem, report="", *, algorithm="flash2-fused", ordered=Fa
 def test_clusters_share_what_they_share_in_cpp(name):
     """Few items; and of items that are all alike what whole rounds leave, in launches that come
     first, but where anything is reported or added in order. Tiles are the same here."""
-    from flashsim.backends.families.hopper import HOPPER as CPP
+    from flashsim.backends.launch_policy.hopper import HOPPER as CPP
 
     problem, expected = LAUNCHES[name]
     for family in (HOPPER, CPP):
@@ -512,7 +512,7 @@ def test_an_item_that_is_timed_has_one_block():
     ("name", "stages", "turns"), [("128", 2, 0), ("64 causal", 3, 1), ("256", 2, 1)]
 )
 def test_rings_and_turns_of_the_forward_are_cpps(name, stages, turns):
-    from flashsim.backends.families.hopper import HOPPER as CPP
+    from flashsim.backends.launch_policy.hopper import HOPPER as CPP
 
     given = HOPPER_PROBLEMS[name], None, GPUS["sm_90a"], "ascending", ""
     for family in (CPP, HOPPER):

@@ -3,11 +3,13 @@ through its own launcher; its benchmark.
 """
 
 import csv
+import ctypes
 import importlib
 import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,8 +26,8 @@ from test_decode_launch import Space
 
 from flashsim.backends.cupy_gpu import arrays, engine
 from flashsim.backends.cupy_gpu import softmax_matmul as gpu
-from flashsim.backends.families import softmax_matmul as family
 from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch_policy import softmax_matmul as family
 
 needs_gcc = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 
@@ -77,7 +79,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(nvrtc, "load", lambda kernel, device: kernel)
     monkeypatch.setattr(gpu.cupy, "zeros", lab.zeros)
     monkeypatch.setattr(
-        gpu, "launch", lambda function, grid, made, record, _: cpu.run(made, record, grid)
+        gpu, "launch_once", lambda made, grid, record, space: cpu.run(made, record, grid)
     )
     return cpu
 
@@ -120,12 +122,19 @@ def test_a_barrier_left_out_shows(machine, barrier):
 
 
 def test_a_launch_hands_the_driver_the_struct(monkeypatch):
-    seen = []
-    monkeypatch.setattr(gpu.cupy.cuda.driver, "launchKernel", lambda *a: seen.append(a))
+    seen, record = [], np.zeros((), family.ARGS)
+    record["d1"] = 12
+
+    def launch(*given):
+        (at,) = ctypes.cast(given[9], ctypes.POINTER(ctypes.c_void_p))[:1]
+        data = ctypes.string_at(at, family.ARGS.itemsize)
+        seen.append((given[:9], np.frombuffer(data, family.ARGS)["d1"]))
+
+    monkeypatch.setattr(gpu.cupy.cuda.driver, "launchKernel", launch)
+    monkeypatch.setattr(nvrtc, "load", lambda kernel, device: SimpleNamespace(ptr=7))
     made = family.kernel(32, 32, 64)
-    function = type("Function", (), {"ptr": 7})
-    gpu.launch(function, (3, 2), made, np.zeros((), family.ARGS), 5)
-    assert seen[0][:9] == (7, 3, 2, 1, 256, 1, 1, made.shared_bytes, 5)
+    gpu.launch_once(made, (3, 2), record, Lab())
+    assert seen == [((7, 3, 2, 1, 256, 1, 1, made.shared_bytes, 0), 12)]
 
 
 # -- benchmarks/softmax_matmul.py ------------------------------------------------------------------

@@ -13,7 +13,7 @@ import flashsim
 from flashsim import Device, OptionError, Problem, Tiling, Trace, UnsupportedError
 from flashsim.counts.work import KINDS as FLOPS
 from flashsim.schedule.schedule import Schedule
-from flashsim.schedule.split import Split, fa3, fill_once
+from flashsim.schedule.split import Split, fa3, fill_once, longest_part
 
 DECODE = "flash-decode"
 
@@ -141,6 +141,26 @@ def test_rules_by_hand():
     assert fa3(66, 132, 256) == 2
     # 8 blocks: 14 parts fill 112 / 132 = 0.848 of the SMs; 33 fill two rounds to the last SM.
     assert fa3(8, 132, 256) == 15
+
+
+def test_parts_of_bounded_length_by_hand():
+    """Sequences of 70, 33 and 16 keys, tiles of 16: 5, 3 and 1 key tiles."""
+    lengths = {"cu_seqlens_q": (0, 1, 2, 3), "cu_seqlens_k": (0, 70, 103, 119)}
+    p = Problem(3, 119, 8, **lengths)
+    schedule = Schedule(p, Tiling(1, 16), split=Split(part_tiles=2))
+    assert schedule.part_counts.tolist() == [3, 2, 1]
+    parts = [[v.j for v in schedule.visits(0, part)] for part in range(3)]
+    assert parts == [[0], [1, 2], [3, 4]]
+    # Two parts of at most 3 tiles and one of 1; 4 would be a part too many of at most 2.
+    assert [longest_part((5, 3, 1), capacity) for capacity in (4, 6, 99)] == [3, 2, 2]
+    assert longest_part((5, 3, 1), 2) == 5  # more sequences than blocks: their average load
+    assert str(Split(1, True, 2)) == "parts of 2 key tiles, heads packed"
+    assert str(Split(part_tiles=2)) == "parts of 2 key tiles"
+    with pytest.raises(OptionError, match="splits or part_tiles, not both: got 3 and 2"):
+        Split(3, part_tiles=2)
+    for wrong in (0, 2.0):
+        with pytest.raises(OptionError, match="part_tiles must be an integer of at least 1, got"):
+            Split(part_tiles=wrong)
 
 
 @pytest.mark.parametrize("pack_gqa", [False, True])

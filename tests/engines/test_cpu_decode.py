@@ -17,10 +17,10 @@ from tile_machine import EmulatedAmx, EmulatedBf16
 import flashsim
 from flashsim import BackendUnavailable, Tiling
 from flashsim.engines.cpu import chosen, walks_decode
+from flashsim.engines.cpu.bf16_dot.operations import begin_tiles, end_tiles
 from flashsim.engines.cpu.micro_kernels import along, plain, registers
-from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, FLOAT16
+from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16, FLOAT16
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, Amx, Avx512, Avx512Bf16, Plain
-from flashsim.engines.cpu.pairs.operations import begin_tiles, end_tiles
 from flashsim.problem.masks import masked_score
 from flashsim.problem.problem import numpy_dtype
 

@@ -21,7 +21,7 @@ from test_engines import OPTION_CASES, SIZES, check, precise_longdouble
 import flashsim
 from flashsim import BackendUnavailable, Device, OptionError, SramOverflow, Tiling, UnsupportedError
 from flashsim.engines.cpu import engine as cpu
-from flashsim.engines.cpu import items, notes, threads
+from flashsim.engines.cpu import notes, threads, work_tiles
 from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.engines.cpu.tables import NOTE
 from flashsim.engines.engine import Job
@@ -191,20 +191,20 @@ RUNS = {
 def test_tiles_walked_together_keep_their_bits_and_traces(algorithm, case, monkeypatch):
     x = tensors(113, 170, 16, heads=8, kv_heads=4)
     options = {"tiling": Tiling(16, 16), "threads": 1, "trace": True, **RUNS[case]}
-    real, longest = items.runs, {}
+    real, longest = work_tiles.runs, {}
 
     def noted(*args, **more):
         runs = real(*args, **more)
-        longest.setdefault(items.TOGETHER, []).append(np.diff(runs).max())
+        longest.setdefault(work_tiles.TOGETHER, []).append(np.diff(runs).max())
         return runs
 
-    monkeypatch.setattr(items, "runs", noted)
+    monkeypatch.setattr(work_tiles, "runs", noted)
     runs = []
     for together in (1 << 18, 0):
-        items._known.cache_clear()  # tables of an earlier test
-        monkeypatch.setattr(items, "TOGETHER", together)
+        work_tiles._known.cache_clear()  # tables of an earlier test
+        monkeypatch.setattr(work_tiles, "TOGETHER", together)
         runs.append(both(x, algorithm, **options))
-    items._known.cache_clear()
+    work_tiles._known.cache_clear()
     grouped, alone = runs
     assert sum(n > 1 for n in longest[1 << 18]) == 2  # forward, and keys outside
     assert set(longest[0]) == {1}
@@ -222,7 +222,7 @@ def test_the_last_run_is_handed_out_tile_by_tile(fused, order):
     schedule = Schedule(problem, Tiling(64, 64), outer, key_order=order)
     csr = schedule.col_csr if fused else schedule.row_csr
     (even, spread) = (
-        [(int(a), int(b)) for a, b in items.runs(schedule, csr, fused, 4, spread=spread)]
+        [(int(a), int(b)) for a, b in work_tiles.runs(schedule, csr, fused, 4, spread=spread)]
         for spread in (False, True)
     )
     last = even[-1]
@@ -273,7 +273,7 @@ def test_what_is_called_finite_is(algorithm, dtype):
 def test_heads_that_share_a_bias_gradient_belong_to_one_thread(by_row, bias):
     """Threads that race for a gradient's tile seldom show it, so this looks at who takes what."""
     problem = flashsim.Problem(8, batch=2, heads=4, kv_heads=2, bias=bias)
-    ptr, members = items.sets(problem, by_row, shares=True)
+    ptr, members = work_tiles.sets(problem, by_row, shares=True)
     heads = 4 if by_row else 2
     assert sorted(members) == list(range(2 * heads))
     batch, matrices = bias or (2, 4)
@@ -291,7 +291,7 @@ def test_masks_evaluated_in_pieces_change_nothing(algorithm, monkeypatch):
     x = tensors(113, 203, 8)
     options = {"tiling": Tiling(32, 48), "mask": lambda q, k: (q * k) % 3 != 1, "causal": True}
     whole = both(x, algorithm, **options)[2]
-    monkeypatch.setattr(items, "MASK_CHUNK", 1)
+    monkeypatch.setattr(work_tiles, "MASK_CHUNK", 1)
     assert_same_bits(whole, both(x, algorithm, **options)[2])
 
 
@@ -447,15 +447,16 @@ def test_the_environment_says_what_numba_compiles_for():
 @pytest.mark.parametrize(("terminal", "patience", "told"), [(1, 0.01, 1), (0, 0.01, 0), (1, 99, 0)])
 def test_long_compilation_is_announced_on_a_terminal(terminal, patience, told, monkeypatch, capsys):
     @njit
-    def walk(seats, x):
-        return len(seats) + x
+    def walk(x, counter):
+        return x
 
     monkeypatch.setitem(threads._WALKS, "forward", walk)
     monkeypatch.setattr(threads, "PATIENCE", patience)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: bool(terminal))
-    threads.run("forward", 1, 1)
+    counter = np.zeros(3, np.int64)
+    threads.run("forward", 1, 1, counter, counter=counter)
     assert ("compiling the CPU kernels" in capsys.readouterr().err) == bool(told)
-    threads.run("forward", 1, 1)  # compiled by now
+    threads.run("forward", 1, 1, counter, counter=counter)  # compiled by now
     assert not capsys.readouterr().err
 
 
@@ -503,7 +504,7 @@ def test_threads_are_a_positive_integer(given):
 INTERRUPTED = """
 import dataclasses, os, signal, threading, time
 import numpy as np, flashsim
-from flashsim.engines.cpu import engine, team, threads
+from flashsim.engines.cpu import engine, thread_pool, threads
 from flashsim.engines.cpu.tables import Tiles
 from flashsim.engines.engine import Job
 WALKERS = 2
@@ -552,10 +553,8 @@ def interrupted(what, work, long):
         beside.join()
         assert np.array_equal(work(), expected)
         assert others and all(others)
-        for thread in threading.enumerate():
-            if thread.name == "flashsim walk":
-                thread.join(60)
-        assert len(team.here().free) == team.here().size
+        pool = thread_pool.pool()
+        assert len(pool.free) == pool.size
         counter, tiles = walked
         assert counter[0] < len(tiles.runs) * (len(tiles.set_ptr) - 1)  # they were told to leave
         print(what, took)

@@ -11,8 +11,7 @@ from compiled import kernels_only, thorough
 from llvmlite import ir
 from numba import njit
 
-from flashsim.engines.cpu import scores
-from flashsim.engines.cpu.micro_kernels import codegen, halves, plain, registers
+from flashsim.engines.cpu.micro_kernels import codegen, float16, plain, registers
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, ROWS, Avx2, Avx512, Neon, Plain
 from flashsim.engines.cpu.primitives import packing
 from flashsim.problem.masks import masked_score
@@ -85,7 +84,7 @@ def cap_gated(cpu, *args):
 
 @njit
 def round_(cpu, *args):
-    scores.round_panel(cpu, *args)
+    plain.round_panel(cpu, *args)
 
 
 @njit
@@ -275,7 +274,7 @@ def every_case(dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rounding"), [("float16", halves.FLOAT16), ("bfloat16", halves.BFLOAT16)]
+    ("dtype", "rounding"), [("float16", float16.FLOAT16), ("bfloat16", float16.BFLOAT16)]
 )
 def test_rounding_to_16_bits(dtype, rounding):
     """Every 16-bit number, what lies halfway to its neighbour, and what lies beside that."""
@@ -287,7 +286,7 @@ def test_rounding_to_16_bits(dtype, rounding):
     every = range(len(x))
     some = [*every[::37], every[-1]]  # in Python: slow, and the same as `Plain` is compiled from
     for walk, kind, panels in (
-        (scores.round_panel, Plain, some),
+        (plain.round_panel, Plain, some),
         (round_, Plain, every),
         (round_, HOST, every),
     ):
@@ -309,7 +308,7 @@ def test_conversion_of_16_bits(dtype, kind):
     `None` is Python, of one number in 37; `Plain` is the same code, compiled.
     """
     step = 37 if kind is None else 1
-    code = halves.FLOAT16 if dtype == "float16" else halves.BFLOAT16
+    code = float16.FLOAT16 if dtype == "float16" else float16.BFLOAT16
     block = BLOCKING[HOST if kind in (None, Plain) else kind]
     cpu = (kind or Plain)(block.lanes(4) * block.vecs)
     there, back = (plain.widen, plain.narrow) if kind is None else (widen, narrow)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import Mock
 
+import numba
 import numpy as np
 import pytest
 from numba import njit
@@ -14,12 +17,11 @@ from numba.core.errors import TypingError
 
 from flashsim.engines.cpu import engine
 from flashsim.engines.cpu.micro_kernels import writer
-from flashsim.engines.cpu.primitives import atomics, parts
+from flashsim.engines.cpu.primitives import atomics, inline_jit
 from flashsim.engines.cpu.primitives.arrays import panel_array, rest
+from flashsim.engines.cpu.primitives.borrowed_args import borrow, call_with_lent
+from flashsim.engines.cpu.primitives.inline_jit import Whole, part
 from flashsim.engines.cpu.primitives.packing import filled
-from flashsim.engines.cpu.primitives.parts import Whole, part
-from flashsim.engines.cpu.primitives.references import borrow
-from flashsim.engines.cpu.primitives.seats import together
 
 
 @njit(nogil=True)
@@ -89,8 +91,8 @@ def read_tables(cpu, held, alike, nested, out):
 
 
 @njit(pipeline_class=Whole)
-def walk_once(seats, *args):
-    return together(seats, read_tables, 0, args)
+def walk_once(*args):
+    call_with_lent(read_tables, 0, args)
 
 
 @njit
@@ -133,16 +135,29 @@ def test_a_walk_reads_its_tables_where_they_lie():
     held = Held(grid, 10.0, None, row, True)
     alike, nested, out = Alike(row, row[::-1]), (4.0, (grid[:, 1],)), np.zeros(3)
     counts = [sys.getrefcount(x) for x in (grid, row, out)]
-    assert walk_once(np.zeros(0, np.int64), held, alike, nested, out) == 0
+    walk_once(held, alike, nested, out)
     assert out.tolist() == [150 + 18, 6 - 5, 8 + 1]
     assert [sys.getrefcount(x) for x in (grid, row, out)] == counts
+
+
+def test_numba_is_of_a_version_that_is_tried():
+    """The engine builds on classes of its compiler that any release may change."""
+    root = Path(__file__).parents[2]
+    allowed = re.search(r"numba >= (\S+), < (\S+)", (root / "setup.cfg").read_text())
+    tried = re.search(r"NUMBA := (\S+) (\S+)", (root / "Makefile").read_text())
+    low, high, oldest, newest, here = (
+        tuple(map(int, version.split(".")[:2]))
+        for version in (*allowed.groups(), *tried.groups(), numba.__version__)
+    )
+    assert low <= here < high, f"Numba {numba.__version__} is outside of what setup.cfg allows"
+    assert (oldest, newest) == (low, (high[0], high[1] - 1)), "`make numba` tries other versions"
 
 
 def test_text_of_numba_0_61_is_linked():
     """Its libraries do not say how they begin anew."""
     other = Mock(spec=["_get_module_for_linking"])
     library, module = Mock(spec=["_linking_libraries"], _linking_libraries=[other, other]), Mock()
-    parts._link(library, module)
+    inline_jit._link(library, module)
     module.link_in.assert_called_once_with(other._get_module_for_linking(), preserve=True)
 
 
@@ -152,12 +167,12 @@ def test_a_table_has_no_other_fields():
         held.missing  # noqa: B018
 
     @njit(pipeline_class=Whole)
-    def call(seats, *args):
-        return together(seats, ask, 0, args)
+    def call(*args):
+        call_with_lent(ask, 0, args)
 
     held = Held(np.ones((1, 1)), 1.0, None, np.ones(1), True)
     with pytest.raises(TypingError, match="Unknown attribute 'missing'"):
-        call(np.zeros(0, np.int64), held)
+        call(held)
 
 
 def test_the_rest_of_an_array_holds_all_of_it():

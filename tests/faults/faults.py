@@ -52,8 +52,8 @@ TILES_DOTS, TILES_WEIGH = (
     (f"engines/test_cpu_decode.py::{test}", "-k", "EmulatedAmx")
     for test in ("test_dots", "test_weigh")
 )
-TILE_MACHINE = ("engines/test_pairs.py::test_the_machine_multiplies", "-k", "add")
-KEPT = ("engines/test_pairs.py", "-k", "wide_column_tile and rising")
+TILE_MACHINE = ("engines/test_bf16_dot.py::test_the_machine_multiplies", "-k", "add")
+KEPT = ("engines/test_bf16_dot.py", "-k", "wide_column_tile and rising")
 
 
 class FaultError(Exception):
@@ -81,7 +81,7 @@ COUNTS = "flashsim.counts.forms"
 QUANTIZE, NUMBERS = "flashsim.api.quantize", "flashsim.problem.precision"
 DECODING, MERGE = "flashsim.algorithms.decode", "flashsim.algorithms.merge"
 
-AMX, PAIRS = "flashsim.engines.cpu.pairs.tiles", "flashsim.engines.cpu.pairs.forward"
+AMX, STEPS = "flashsim.engines.cpu.bf16_dot.tiles", "flashsim.engines.cpu.bf16_dot.steps"
 ALONG = "flashsim.engines.cpu.micro_kernels.along_tiles"
 
 FAULTS = {
@@ -113,16 +113,16 @@ FAULTS = {
     "kept-over-a-new-maximum": Fault(
         "P that waits for its product is multiplied after the sums have been scaled",
         *(
-            PAIRS,
-            "weigh(cpu, O, O0, of_o, begin, end)\n                    begin = start",
+            STEPS,
+            "weigh(cpu, O, P, V, panel, dv, (begin, end))\n        begin = start",
             "pass",
         ),
         KEPT,
     ),
     "kept-over-a-gap": Fault(
         "P that waits is multiplied with the keys between two tiles that a row visits, too",
-        *(PAIRS, "if end != start or moved", "if moved"),
-        ("engines/test_pairs.py", "-k", "between_two_tiles"),
+        *(STEPS, "if end != start or moved", "if moved"),
+        ("engines/test_bf16_dot.py", "-k", "between_two_tiles"),
     ),
     "tile-rows-beyond-the-last": Fault(
         "a last odd row of V is paired with what lies behind it",
@@ -163,9 +163,9 @@ FAULTS = {
     "parts-overlap": Fault(
         "each part begins with the last key tile of the one before",
         *(
-            SCHEDULE,
-            "first, last = first + n * part // parts,",
-            "first, last = first + max(0, n * part // parts - 1),",
+            "flashsim.schedule.split",
+            "return first + n * part // parts,",
+            "return first + max(0, n * part // parts - 1),",
             PARTS,
         ),
     ),

@@ -24,7 +24,7 @@ from faults import Fault
 
 NUMBA = "flashsim.backends.numba_gpu"
 FORWARD, TILES = f"{NUMBA}.hopper.forward", f"{NUMBA}.hopper.tiles"
-KEYS = f"{NUMBA}.hopper.keys_outside"
+KEYS = f"{NUMBA}.hopper.kv_outer"
 BACKWARD, GRADIENTS = f"{NUMBA}.hopper.backward", f"{NUMBA}.hopper.gradients"
 SOFTMAX = f"{NUMBA}.tensor.softmax"
 INDENT = " " * 20  # of a visit's lines in the forward
@@ -86,7 +86,7 @@ FAULTS = {
     ),
     "hopper-sequences-start-at-0": Fault(
         "the keys of every packed sequence are read from the first one's tiles",
-        *(f"{NUMBA}.hopper.items", "base = int32(read_int(other, tile * 4) - tile * block)"),
+        *(f"{NUMBA}.hopper.work_tiles", "base = int32(read_int(other, tile * 4) - tile * block)"),
         *("pass", VARLEN),
     ),
     "hopper-second-chunk-of-v": Fault(
@@ -178,7 +178,7 @@ FAULTS = {
     ),
     "hopper-items-taken-twice": Fault(
         "the launch behind clusters begins with their items, not with the others",
-        *(f"{NUMBA}.hopper.items", "return a.first if part else int32(0)", "return int32(0)"),
+        *(f"{NUMBA}.hopper.work_tiles", "return a.first if part else int32(0)", "return int32(0)"),
         ("gpu/test_numba_hopper.py::test_clusters_take_what_whole_rounds_leave",),
     ),
     # -- Hopper's backward: when ----------------------------------------------------------------
@@ -219,7 +219,7 @@ FAULTS = {
     # -- the mma.sync kernels -------------------------------------------------------------------
     "mma-copies-not-waited-for": Fault(
         "tiles are read before their copies have arrived",
-        *(f"{NUMBA}.walk", "    ptx.cp_async_wait(b)", "    pass", MMA),
+        *(f"{NUMBA}.ptx", 'asm(b, "cp.async.wait_all;", "", [], effects=True)', "pass", MMA),
     ),
     "mma-bank-swizzle-of-reads": Fault(
         "a tile is read without the permutation with which it was written",

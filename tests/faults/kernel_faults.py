@@ -15,7 +15,7 @@ from dataclasses import dataclass
 HOPPER_FORWARD = "hopper/forward.cu"
 BACKWARD, WIDE, DQ = "hopper/backward.cu", "hopper/backward_wide.cu", "hopper/dq.cu"
 ROLES = "hopper/backward_roles.cu"
-SHARED, WORK = "hopper/keys_outside.cuh", "hopper/work.cuh"
+SHARED, WORK = "hopper/kv_outer.cuh", "hopper/tile_scheduler.cuh"
 FORWARD, DKDV, PORTABLE_DQ = (
     "portable/forward.cu",
     "portable/backward_dkdv.cu",

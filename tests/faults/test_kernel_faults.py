@@ -23,10 +23,10 @@ from test_emulated import compare
 from test_hopper_kernels import H200, PROBLEMS, kernels
 
 from flashsim import Problem
-from flashsim.backends.families import quantize
-from flashsim.backends.families.hopper_fp8 import HOPPER_FP8
-from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch_policy import quantize
+from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
+from flashsim.backends.launch_policy.portable import PORTABLE
 from flashsim.errors import TraceError
 
 TESTS = Path(__file__).parents[1]

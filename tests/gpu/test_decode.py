@@ -11,8 +11,7 @@ from decode_cases import Case, moved, simulated
 import flashsim
 from flashsim import Device, Problem
 from flashsim.backends.cupy_gpu import arrays, decode, engine
-from flashsim.backends.families import cascade
-from flashsim.backends.families import decode as family
+from flashsim.backends.launch_policy import decode as family
 from flashsim.engines.engine import Job
 from flashsim.errors import OptionError, ShapeError, UnsupportedError
 from flashsim.trace.events import PHASES
@@ -140,7 +139,7 @@ def test_a_shared_prefix(splits, n_q, d, page):
     space = arrays.space_of({"q": x["q"]}, p.dtype)
     gpu = engine.gpu_of(space.device)
     n = None if splits == "auto" else splits
-    made = cascade.plan(p, case.lengths, case.prefix, gpu, n, page, counts=True)
+    made = family.plan(p, case.lengths, gpu, n, page, counts=True, prefix=case.prefix)
     assert decode.counted(job, gpu, space) == simulated(made, case)
 
 
@@ -343,10 +342,15 @@ def test_a_trace_is_the_simulators(name, splits, page):
     assert trace.same_events(simulated_one)
 
 
-def test_what_has_no_trace():
+def test_sequences_that_are_divided_differently_have_a_trace():
     case = ragged(2, 9000)  # lengths 9,000 and 4,500: other numbers of splits
-    with pytest.raises(UnsupportedError, match="give splits="):
-        run(case, case.make(), trace=True)
+    trace = run(case, case.make(), trace=True).trace
+    assert trace.stages[0].schedule.split.part_tiles is not None
+    assert trace.diff(trace.predicted()) == {}
+
+
+def test_what_has_no_timeline():
+    case = ragged(2, 9000)
     with pytest.raises(UnsupportedError, match="has no timeline"):
         run(case, case.make(), shared_prefix=16, trace="timeline")
 

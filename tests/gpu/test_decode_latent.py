@@ -11,8 +11,7 @@ from decode_cases import Case, moved, simulated
 import flashsim
 from flashsim import Device, Problem
 from flashsim.backends.cupy_gpu import arrays, decode, engine
-from flashsim.backends.families import decode as family
-from flashsim.backends.families import latent
+from flashsim.backends.launch_policy import decode as family
 from flashsim.engines.engine import Job
 from flashsim.errors import UnsupportedError
 
@@ -124,7 +123,7 @@ def test_counted_bytes_are_the_simulators(n_q, splits, page):
     space = arrays.space_of({"q": x["q"]}, p.dtype)
     gpu = engine.gpu_of(space.device)
     n = None if splits == "auto" else splits
-    made = latent.plan(p, case.lengths, gpu, n, page, counts=True)
+    made = family.plan(p, case.lengths, gpu, n, page, counts=True)
     counted = decode.counted(job, gpu, space)
     assert counted == moved(made, case)
     assert counted == simulated(made, case)

@@ -21,7 +21,7 @@ from cupy_checks import (  # noqa: F401
 import flashsim
 from flashsim import Problem
 from flashsim.backends.cupy_gpu import quantize
-from flashsim.backends.families.hopper_fp8 import TILINGS
+from flashsim.backends.launch_policy.hopper_fp8 import TILINGS
 from flashsim.errors import ShapeError, UnsupportedError
 from flashsim.problem import oracle
 from flashsim.problem.masks import BlockMask
@@ -171,7 +171,9 @@ def test_without_scales():
     _, x8 = make(p, "tensor", spread=False)
     q, k, v = (x.astype(np.float64) for x in (x8.q, x8.k, x8.v))
     given = replace(p, scale=2.0**-14)
-    result = flashsim.run(x8.q, x8.k, x8.v, backend="cupy", causal=True, scale=2.0**-14)
+    result = flashsim.run(
+        x8.q, x8.k, x8.v, backend="cupy", causal=True, scale=2.0**-14, scales="unscaled"
+    )
     check(given, result.out, result.lse, (q, k, v))
 
 
@@ -181,7 +183,7 @@ def test_without_scales():
 def test_counts_are_the_simulators(name, granularity, head_dim):
     p = Problem(head_dim=head_dim, dtype="bfloat16", **SHAPES[name])
     _, x8 = make(p, "head" if granularity == "none" else granularity)
-    asked = {} if granularity == "none" else x8.options
+    asked = {"scales": "unscaled"} if granularity == "none" else x8.options
     given = {"trace": True, **options(p), **asked}
     counted = flashsim.run(x8.q, x8.k, x8.v, backend="cupy", **given).trace
     simulated = flashsim.run(x8.q, x8.k, x8.v, tiling=counted.tiling, device=ROOMY, **given).trace
@@ -223,7 +225,7 @@ def test_sums_over_many_keys_lose_nothing(head_dim):
     q = np.zeros((1, 1, 128, head_dim), e4m3)
     k = rng.standard_normal((1, 1, n, head_dim)).astype(e4m3)
     v = rng.uniform(1, 2, (1, 1, n, head_dim)).astype(e4m3)
-    result = flashsim.run(q, k, v, backend="cupy")
+    result = flashsim.run(q, k, v, backend="cupy", scales="unscaled")
     exact = v.astype(np.float64).mean(axis=2, keepdims=True)
     error = result.out.astype(np.float64) / exact - 1
     assert np.abs(error).max() <= 2**-8 + 2**-11  # bfloat16's rounding, and what a visit loses

@@ -9,9 +9,8 @@ import pytest
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.backends import launch
-from flashsim.backends.reports import counts
-from flashsim.backends.reports import stamps as timeline
+from flashsim.backends.launch import kernel as launch
+from flashsim.backends.reports import counts, timeline
 from flashsim.errors import TraceError
 from flashsim.problem.masks import BlockMask
 from flashsim.schedule import plans

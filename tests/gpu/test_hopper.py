@@ -28,9 +28,9 @@ from cupy_checks import (  # noqa: F401
 import flashsim
 from flashsim import Device, Problem, Tiling
 from flashsim.backends.cupy_gpu import engine
-from flashsim.backends.families import family, hopper
-from flashsim.backends.families.hopper import Hopper
-from flashsim.backends.families.tile_times import CLUSTERS, HOPPER_FORWARD, ROLES, Times
+from flashsim.backends.launch_policy import family, hopper
+from flashsim.backends.launch_policy.cost_model import CLUSTERS, HOPPER_FORWARD, ROLES, Times
+from flashsim.backends.launch_policy.hopper import Hopper
 from flashsim.errors import UnsupportedError
 from flashsim.problem.masks import BlockMask
 from flashsim.trace.events import PHASES
@@ -125,7 +125,7 @@ def test_the_fastest_form_of_short_sequences():
     "name", ["1 x 1", "ragged", "causal", "window", "varlen", "blocks", "one visit"]
 )
 def test_every_cluster(name, head_dim, blocks, choose):
-    choose("cluster", lambda self, stage, *_: blocks if stage.outer == "keys" else 1)
+    choose("cluster", lambda self, walk, *_: blocks if walk.stage.outer == "keys" else 1)
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
     check(p, HOPPER)
     check_counts(p, HOPPER)
@@ -163,7 +163,7 @@ def test_many_keys(name):
 @pytest.mark.parametrize("name", FEATURES)
 def test_dq_of_a_visit_computed_in_the_next_one(name, head_dim, choose):
     """Also where walks are so short that it would not be."""
-    choose("defers", lambda self, stage, *_: stage.name == "fused")
+    choose("defers", lambda self, walk, *_: walk.stage.name == "fused")
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
     fused = replace(HOPPER, forms=(False,))
     check(p, fused)
@@ -198,8 +198,8 @@ def choose_launches(choose, problem, clusters, *, deferred):
     """That clusters of so many blocks take what whole rounds leave."""
     shares = shares_of(problem, clusters)
     choose("cluster", lambda *_: 1)
-    choose("defers", lambda self, stage, *_: deferred and stage.name == "fused")
-    choose("remainder", lambda self, stage, *_: shares if stage.name == "fused" else ())
+    choose("defers", lambda self, walk, *_: deferred and walk.stage.name == "fused")
+    choose("remainder", lambda self, walk, *_: shares if walk.stage.name == "fused" else ())
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -219,7 +219,7 @@ def test_grouped_heads_in_step(name, head_dim, choose):
     """Also where a pass would not be; back in the first round, on in the second."""
     choose("cluster", lambda *_: 1)
     choose(
-        "in_step", lambda self, stage, tables, *_: stage.outer == "keys" and tables.ranks is None
+        "in_step", lambda self, walk, *_: walk.stage.outer == "keys" and walk.tables.ranks is None
     )
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
     if name == "many items":
@@ -251,7 +251,7 @@ def test_the_backward_by_roles(name, head_dims):
 @pytest.mark.parametrize("name", ["causal", "more queries", "varlen", "many items"])
 @pytest.mark.usefixtures("by_roles")
 def test_grouped_heads_in_step_by_roles(name, choose):
-    choose("in_step", lambda self, stage, *_: stage.name == "fused")
+    choose("in_step", lambda self, walk, *_: walk.stage.name == "fused")
     p = Problem(head_dim=192, dtype="bfloat16", **FEATURES[name])
     p = replace(p, kv_heads=20) if name == "many items" else p
     check(p, HOPPER)

@@ -34,12 +34,12 @@ from test_hopper import (  # noqa: F401
 )
 
 from flashsim import Problem, Tiling
-from flashsim.backends.families.tile_times import CLUSTERS
+from flashsim.backends.launch_policy.cost_model import CLUSTERS
 from flashsim.errors import BackendUnavailable, UnsupportedError
 
 try:
     import flashsim.backends.numba_gpu.engine  # noqa: F401
-    from flashsim.backends.numba_gpu import families
+    from flashsim.backends.numba_gpu import launch_policy
 except BackendUnavailable as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -58,7 +58,7 @@ def test_features(name, head_dim):
 @pytest.fixture
 def deferring(choose):  # noqa: F811
     """Also where walks are so short that it would not be."""
-    choose("defers", lambda self, stage, *_: stage.name == "fused")
+    choose("defers", lambda self, walk, *_: walk.stage.name == "fused")
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
@@ -92,7 +92,7 @@ def test_timelines_where_dq_is_deferred(name, head_dim):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_fused_form_gives_the_same_bits(head_dim, deferred, choose):  # noqa: F811
     """Long walks and several items a block, with dQ deferred and not."""
-    choose("defers", lambda self, stage, *_: deferred and stage.name == "fused")
+    choose("defers", lambda self, walk, *_: deferred and walk.stage.name == "fused")
     p = Problem(1024, 1024, head_dim, heads=40, dtype="bfloat16", causal=True)
     check_bits(p, FUSED, runs=60)
 
@@ -101,9 +101,9 @@ def test_a_fused_form_gives_the_same_bits(head_dim, deferred, choose):  # noqa: 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["1 x 1", "ragged", "causal", "window", "varlen", "blocks"])
 def test_every_cluster(name, head_dim, blocks, choose):  # noqa: F811
-    choose("cluster", lambda self, stage, *_: blocks if stage.outer == "keys" else 1)
+    choose("cluster", lambda self, walk, *_: blocks if walk.stage.outer == "keys" else 1)
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
-    assert clusters_of(families.HOPPER, p) == (blocks,)
+    assert clusters_of(launch_policy.HOPPER, p) == (blocks,)
     check(p, PYTHON_HOPPER)
     check_counts(p, PYTHON_HOPPER)
 
@@ -112,9 +112,9 @@ def test_every_cluster(name, head_dim, blocks, choose):  # noqa: F811
 @pytest.mark.parametrize("head_dims", [(32, 20), (59, 111), (80, 80)])
 def test_clusters_of_other_head_dims(head_dims, blocks, choose):  # noqa: F811
     """Of whose columns a cluster's blocks take 32 at a time."""
-    choose("cluster", lambda self, stage, *_: blocks if stage.outer == "keys" else 1)
+    choose("cluster", lambda self, walk, *_: blocks if walk.stage.outer == "keys" else 1)
     p = Problem(300, 500, *head_dims, heads=4, kv_heads=2, dtype="float16", causal=True)
-    assert clusters_of(families.HOPPER, p) == (blocks,)
+    assert clusters_of(launch_policy.HOPPER, p) == (blocks,)
     check(p, PYTHON_HOPPER)
     check_counts(p, PYTHON_HOPPER)
 
@@ -125,9 +125,9 @@ def test_clusters_of_other_head_dims(head_dims, blocks, choose):  # noqa: F811
 @pytest.mark.usefixtures("deferring")
 def test_clusters_that_compute_dq_a_visit_later(name, head_dim, blocks, choose):  # noqa: F811
     """With blocks that have no visit among them."""
-    choose("cluster", lambda self, stage, *_: blocks if stage.outer == "keys" else 1)
+    choose("cluster", lambda self, walk, *_: blocks if walk.stage.outer == "keys" else 1)
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
-    assert clusters_of(families.HOPPER, p) == (blocks,)
+    assert clusters_of(launch_policy.HOPPER, p) == (blocks,)
     check(p, FUSED)
 
 
@@ -136,7 +136,7 @@ def test_clusters_that_compute_dq_a_visit_later(name, head_dim, blocks, choose):
 def test_clusters_take_what_whole_rounds_leave(problem, clusters, deferred, choose):  # noqa: F811
     """Also where that does not save as much time as it should; always the same bits."""
     choose_launches(choose, problem, clusters, deferred=deferred)
-    assert clusters_of(families.HOPPER, problem) == clusters
+    assert clusters_of(launch_policy.HOPPER, problem) == clusters
     check(problem, PYTHON_HOPPER)
     check_bits(problem, FUSED, runs=20)
 

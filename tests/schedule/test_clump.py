@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashsim import Device, Problem, l2
-from flashsim.backends.families.hopper import HOPPER
-from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.launch_policy.hopper import HOPPER
+from flashsim.backends.launch_policy.portable import PORTABLE
 from flashsim.schedule import plans
 from flashsim.schedule.clump import clump_size
 from flashsim.studies.predict import predict
@@ -121,15 +121,16 @@ def test_short_forwards_are_at_work_on_several_clumps(n, short):
     """
     p = Problem(n, head_dim=128, batch=64, heads=16, dtype="bfloat16", causal=True)
     (forward,) = HOPPER.forward_passes(p, None, H200, "ascending", "")
-    rule = PORTABLE.clump(forward.stage, forward.tables, H200)  # what L2 holds
+    rule = PORTABLE.hand_out(forward.stage, forward.tables, H200).clump  # what L2 holds
     assert rule > 16
     assert forward.clump == (16 if short else rule)
     (once,) = HOPPER.forward_passes(replace(p, batch=2), None, H200, "ascending", "")
-    assert once.clump == PORTABLE.clump(once.stage, once.tables, H200)  # few rounds of items
+    few = PORTABLE.hand_out(once.stage, once.tables, H200)
+    assert once.clump == few.clump  # few rounds of items
     (shared,) = HOPPER.forward_passes(replace(p, kv_heads=2), None, H200, "ascending", "")
     assert shared.clump % 8 == 0  # heads that share K and V stay together
     backward = HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2-fused")[1]
-    assert backward.clump == PORTABLE.clump(backward.stage, backward.tables, H200)
+    assert backward.clump == PORTABLE.hand_out(backward.stage, backward.tables, H200).clump
 
 
 def item(one, number):

@@ -10,7 +10,7 @@ from flashsim import Device, OptionError, Problem, Tiling, claims
 from flashsim.studies.claims import bytes_and_flops, numbers
 from flashsim.studies.reproduce import pallas
 
-PAGE = Path(__file__).parents[2] / "docs/guides/claims.md"
+PAGE = Path(__file__).parents[2] / "docs/guides/texts.md"
 WRONG = {
     *("bf16-52", "faster-backward", "a100-335", "blocks-64-45", "scores-32", "268-times"),
     *("incoherent", "tile-softmax", "l-sum", "advance-k"),

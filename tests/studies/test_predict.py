@@ -9,8 +9,8 @@ import pytest
 
 import flashsim
 from flashsim import Device, OptionError, Problem, Tiling, UnsupportedError
-from flashsim.backends.families import family
-from flashsim.backends.families.hopper import Hopper
+from flashsim.backends.launch_policy import family
+from flashsim.backends.launch_policy.hopper import Hopper
 from flashsim.schedule import tables
 from flashsim.studies.predict import Constants, model, predict
 from flashsim.studies.predict.blocks import makespan
@@ -411,7 +411,8 @@ def test_what_the_decode_kernel_does_not_do_is_refused():
 
 
 def test_measured_decode_calls_are_predicted():
-    """docs/data/decode-h200.csv, the contiguous ones of the table; docs/guides/truth.md has all.
+    """docs/data/decode-h200.csv, its contiguous calls; docs/notebooks/predictions.md has all.
+
     With the splits that were measured: the kernel's own choice has become another since.
     """
     with DECODE_CSV.open(newline="") as stream:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flashsim import OptionError, Problem
-from flashsim.backends.families import tile_times
+from flashsim.backends.launch_policy import cost_model
 from flashsim.studies.predict import Constants, predict
 from flashsim.studies.predict.blocks import in_launches
 from flashsim.studies.predict.calibration import CALIBRATED
@@ -32,7 +32,7 @@ def test_clusters_take_what_whole_rounds_leave():
     found = predict(PROBLEM, **options, constants={"fused, deferred": visits}).stages[1]
     product = 5 * 2 * 64 * 128 * 128 / (989.4e12 / 132)  # of S, dP, dV, dK and dQ
     item = 64 * (product + 1e-6)  # 4,096 queries, 64 at a time
-    adding_up = 1e-6 * tile_times.ADDING_UP[128]
+    adding_up = 1e-6 * cost_model.ADDING_UP[128]
     # 58 pairs begin at once, the 8 others where the two clusters of 8 were.
     last = item / 8 + adding_up + item / 2 + adding_up
     assert found.seconds == pytest.approx(15 * item + last, rel=1e-9)

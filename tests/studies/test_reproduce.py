@@ -56,7 +56,7 @@ def test_ring_attention_agrees_to_its_rounding_but_for_infiniband():
 def test_eight_gpus_fall_in_the_published_order():
     """Plain ring waits half of the time; the balanced schemes reach more than was published."""
     table = rows("ring", 1)
-    page = (Path(__file__).parents[2] / "docs/guides/many_gpus.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/notebooks/many_gpus.md").read_text(encoding="utf-8")
     for scheme in ("ring", "zigzag", "striped"):
         each = (table[f"{scheme}: {way}"] for way in ("forward", "with backward"))
         cells = (f"{row[name]:.1f}" for row in each for name in ("paper", "ours"))

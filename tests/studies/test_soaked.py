@@ -51,9 +51,9 @@ def test_random_shapes_under_the_counters(tables):
     assert max(others) < 5 < worst
     counted = f"one of {of} that exceed L2, by {worst:.1f} % (median {median(exceeding):.1f} %)"
     assert counted in " ".join(PAGE.split())
-    truth = (ROOT / "docs" / "guides" / "truth.md").read_text(encoding="utf-8")
+    results = (ROOT / "docs" / "notebooks" / "predictions.md").read_text(encoding="utf-8")
     share = f"{of - 1} of {of} within 5 %, one {worst:.1f} %, median {median(exceeding):.1f} %"
-    assert f"of random shapes {share}" in truth
+    assert f"of random shapes {share}" in results
 
 
 def test_the_soak_has_kernels_that_defer_dq_and_their_flops_are_equal():

@@ -7,8 +7,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PERFORMANCE = (ROOT / "docs/guides/performance.md").read_text(encoding="utf-8")
-WORDS = " ".join(PERFORMANCE.split())
+
+
+def page(name):
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def words(*names):
+    """What pages say, line ends and marks of lists aside."""
+    return " ".join(" ".join(page(name).split()) for name in names)
+
+
+GUIDE = words("guides/performance.md")
+GPU, CPU, DECODING = (words(f"notebooks/speed_{name}.md") for name in ("gpu", "cpu", "decoding"))
 #: The shapes of the papers that are behind, forward and backward.
 BEHIND = [f"d = {d} without a mask at N = 16,384" for d in (64, 128)]
 
@@ -27,30 +38,39 @@ def tables(bench):
 
 @pytest.mark.parametrize(("module", "least"), [("speed_tables", 13), ("cpu_tables", 7)])
 def test_the_guides_tables_are_of_the_kept_measurements(bench, module, least):
-    sections = bench(module).SECTIONS
-    assert len(sections) >= least
-    for section, table in sections:
-        assert table() in PERFORMANCE.partition(f"{section}\n")[2], section
+    pages = bench(module).PAGES
+    assert sum(map(len, pages.values())) >= least
+    for name, sections in pages.items():
+        for section, table in sections:
+            assert table() in page(name).partition(f"\n{section}\n")[2], section
 
 
 def test_tables_of_other_guides_are_of_the_kept_measurements(bench):
     tables = bench("doc_tables")
-    for page, section, table in (
-        ("texts.md", tables.COURSE, tables.softmax_matmul()),
-        ("texts.md", tables.COURSE, tables.attention()),
+    for name, section, table in (
+        ("speed_gpu.md", tables.COURSE, tables.softmax_matmul()),
+        ("speed_gpu.md", tables.COURSE, tables.attention()),
         ("many_gpus.md", tables.REAL, tables.on_real_gpus()),
-        ("truth.md", tables.COUNTERS, tables.decode_counters()),
+        ("predictions.md", tables.COUNTERS, tables.decode_counters()),
     ):
-        text = (ROOT / "docs/guides" / page).read_text(encoding="utf-8")
-        assert table.markdown() in text.partition(f"{section}\n")[2]
+        assert table.markdown() in page(f"notebooks/{name}").partition(f"\n{section}\n")[2]
+
+
+def test_the_guides_sentences_of_many_gpus_are_of_the_kept_measurements(bench):
+    rows = {tuple(row[:4]): row for row in bench("doc_tables").on_real_gpus().rows}
+    long, short = (rows[4, f"{n} Ki", "causal", "forward"] for n in (64, 16))
+    guide = words("guides/many_gpus.md")
+    assert f"zigzag is {long[6]} × as fast as one GPU at 64 Ki tokens (causal, forward)." in guide
+    assert f"At 16 Ki it is slower than one GPU, {short[6]} ×," in guide
+    assert f'"ulysses" needs less of the host and reaches {short[9]} ×.' in guide
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_what_many_gpus_reach_on_paper_is_predicted_so_today(bench, direction):
     tables = bench("doc_tables")
-    text = (ROOT / "docs/guides/many_gpus.md").read_text(encoding="utf-8")
-    assert tables.on_paper(direction).markdown() in text.partition(f"{tables.PAPER}\n")[2]
+    text = page("notebooks/many_gpus.md").partition(f"\n{tables.PAPER}\n")[2]
+    assert tables.on_paper(direction).markdown() in text
 
 
 def test_the_guides_sentences_are_of_the_kept_measurements(tables):
@@ -64,36 +84,66 @@ def test_the_guides_sentences_are_of_the_kept_measurements(tables):
     papers = of("gpu-papers-h200.csv", tables.Shape.ratio)
     assert [sum(x >= 1 for x in way) for way in papers] == [12, 12]
     least = 100 * (min(papers[0] + papers[1]) - 1)
-    assert f"all twelve are at least as fast as the best, by {least:.1f} % at least;" in WORDS
+    assert f"all twelve are at least as fast as the best, by {least:.1f} % at least." in GPU
     first = of("gpu-papers-h200-first.csv", tables.Shape.ratio)
     assert [sum(x >= 1 for x in way) for way in first] == [11, 11]
     forward, backward = (f"{way[0]:.3f}" for way in first)
-    assert f"eleven were forward, {BEHIND[0]} made {forward}, and eleven" in WORDS
-    assert f"backward, {BEHIND[1]} made {backward}, both behind FA-CuTe" in WORDS
-    best = "× the best of FA-CuTe, cuDNN and FlashAttention-2"
+    assert "eleven of twelve shapes were at least as fast in each direction." in GPU
+    assert f"Forward, {BEHIND[0]} reached {forward}; backward, {BEHIND[1]} reached" in GPU
+    assert f"reached {backward}. Both were behind FA-CuTe" in GPU
+    assert f"{BEHIND[0]}, forward: {forward} × in one of two runs." in GUIDE
+    assert f"{BEHIND[1]}, backward: {backward} × in one of two runs." in GUIDE
     both = [ends(sorted(way + other)) for way, other in zip(papers, first, strict=True)]
-    assert f"| in two runs {both[0]} {best} forward, {both[1]} × backward |" in WORDS
+    said = (
+        f"{both[0]} × the fastest competitor forward, {both[1]} × backward | measured, two runs |"
+    )
+    assert f'| H200, 16-bit inputs | `"cupy"` | {said}' in GUIDE
     before = of("gpu-papers-h200-before.csv", tables.Shape.ratio)
     assert [sum(x >= 1 for x in way) for way in before] == [10, 9]
-    assert "ten forward and nine backward were" in WORDS
+    assert "ten forward and nine backward were" in GPU
     cudnn = of("gpu-papers-h200.csv", lambda x, way: x.ms(way, "torch cudnn") / x.ms(way))
-    assert f"behind in all, forward {ends(cudnn[0])} times, backward {ends(cudnn[1])}." in WORDS
+    said = (
+        f"We reach {ends(cudnn[0])} × cuDNN's throughput forward and {ends(cudnn[1])} × backward."
+    )
+    assert said in GPU
     short = of("gpu-short-h200.csv", tables.Shape.ratio)
     assert [len(way) for way in short] == [72, 72]
     assert [sum(x >= 1 for x in way) for way in short] == [70, 68]
-    assert (
-        f"70 are at least as fast forward, and 68 backward, by up to {short[1][-1]:.2f}." in WORDS
-    )
+    assert f"70 are at least as fast forward, and 68 backward, by up to {short[1][-1]:.2f}." in GPU
     assert {f"{x:.2f}" for x in short[0][:2]} == {"0.97"}
     behind = f"{short[1][0]:.2f} to {short[1][3]:.2f}"
-    assert f"of 256, 0.97 each; backward 64 of 256 to 768, {behind} of FA-CuTe." in WORDS
+    assert f"of 256, 0.97 each; backward 64 of 256 to 768, {behind} of FA-CuTe." in GPU
+    assert f"64 of 256 forward, 64 of 256 to 768 backward: {behind} ×." in GUIDE
     serving = of("gpu-serving-h200.csv", tables.Shape.ratio)
     assert [sum(x >= 1 for x in way) for way in serving] == [13, 12]
-    last = f"32 heads on 8 at 32,768 tokens make {serving[1][0]:.3f}."
-    assert f"Forward all thirteen are at least as fast, backward twelve; {last}" in WORDS
+    last = f"32 heads on 8 at 32,768 tokens reach {serving[1][0]:.3f}."
+    assert f"Forward all thirteen are at least as fast, backward twelve; {last}" in GPU
+    assert f"8 key heads at 32,768 tokens, backward: {serving[1][0]:.3f} ×." in GUIDE
     widths = of("gpu-widths-h200.csv", tables.Shape.ratio)
     assert [sum(x >= 1 for x in way) for way in widths] == [16, 15]
-    assert f"backward fifteen; d = 32 without a mask makes {widths[1][0]:.3f}." in WORDS
+    assert f"backward fifteen; d = 32 without a mask reaches {widths[1][0]:.3f}." in GPU
+    assert f"d = 32 without a mask, backward: {widths[1][0]:.3f} ×." in GUIDE
+    h100 = [ends(way) for way in of("gpu-papers-h100.csv", tables.Shape.ratio)]
+    said = f"{h100[0]} × the faster of cuDNN and FlashAttention-2 forward, {h100[1]} × backward |"
+    assert f'| H100, 16-bit inputs | `"cupy"` | {said}' in GUIDE
+
+
+def test_the_sentences_of_portable_kernels_are_of_the_kept_measurement(tables):
+    """Of FlashAttention-2's time by theirs, on an H200."""
+
+    def ratios(name, direction):
+        times = {}
+        for row in tables.kept("gpu-h200.csv"):
+            shape = row["head_dim"], row["causal"], row["seq_len"]
+            times.setdefault(shape, {})[row["implementation"]] = float(row[f"{direction}_ms"])
+        found = [of["torch flash2"] / of[name] for of in times.values()]
+        assert len(found) == 12
+        return f"{min(found):.2f} to {max(found):.2f} × FlashAttention-2"
+
+    forward, backward = (ratios("flashsim cupy portable", x) for x in ("forward", "backward"))
+    backward = backward.removesuffix(" FlashAttention-2")
+    assert f"on the H200, {forward} forward, {backward} backward |" in GUIDE
+    assert f"reach {ratios('flashsim numba_cuda', 'backward')} backward." in GUIDE
 
 
 def test_the_sentences_of_fp8_are_of_the_kept_measurements(tables):
@@ -101,7 +151,7 @@ def test_the_sentences_of_fp8_are_of_the_kept_measurements(tables):
     rows = [row for row in tables.kept("fp8-h200.csv") if row["rmse"]]
     assert len(rows) == 6
     for row in rows:
-        assert row["rmse"] in WORDS or row["way"] == "a scale each tensor, rotated"
+        assert row["rmse"] in GPU or row["way"] == "a scale each tensor, rotated"
 
 
 def test_the_sentences_of_kernels_in_python_are_of_the_kept_measurements(tables):
@@ -117,19 +167,19 @@ def test_the_sentences_of_kernels_in_python_are_of_the_kept_measurements(tables)
         found = [python / ours for python, ours in pairs]
         return f"{min(found):.2f} to {max(found):.2f}"
 
-    words = f"{ratios('')} of C++'s fused, {ratios(' deterministic')} in order and"
-    assert f"{words} {ratios(' three passes')} in three passes" in WORDS
+    said = f"{ratios('')} of C++'s fused, {ratios(' deterministic')} in order and"
+    assert f"{said} {ratios(' three passes')} in three passes" in GPU
     forward = ratios("", "forward")
-    assert f"in three passes, the forward {forward}." in WORDS
-    assert f'on a Hopper GPU {forward} × `"cupy"` forward, {ratios("")} backward (from' in WORDS
+    assert f"in three passes, the forward {forward}." in GPU
+    assert f'it reaches {forward} × `"cupy"` forward and {ratios("")} × backward, from' in GUIDE
     ours = [
         float(row["C++ / and K ahead"])
         for row in tables.kept("python-forward-h200.csv")
         if row["head_dim"] not in ("64", "128")
     ]
     worst, *others = sorted(ours)
-    assert f"the forward makes {worst:.2f} at d = 256 without a mask, and elsewhere" in WORDS
-    assert f"elsewhere {others[0]:.2f} to {others[-1]:.2f} ([file]" in WORDS
+    assert f"the forward reaches {worst:.2f} at d = 256 without a mask, and elsewhere" in GPU
+    assert f"elsewhere {others[0]:.2f} to {others[-1]:.2f} ([file]" in GPU
 
 
 def test_the_sentences_of_second_runs_are_of_the_kept_measurements(tables):
@@ -141,7 +191,7 @@ def test_the_sentences_of_second_runs_are_of_the_kept_measurements(tables):
             found = [x for one in runs[name] if (x := one.ratio(way))]
             assert (len(found), min(found) >= 1) == (count, True)
             if name == "short":
-                assert f"{way} by {min(found):.2f}" in WORDS
+                assert f"{way} by {min(found):.2f}" in GPU
 
     def python(shapes):
         times = [
@@ -151,16 +201,15 @@ def test_the_sentences_of_second_runs_are_of_the_kept_measurements(tables):
         return f"{min(found):.2f} to {max(found):.2f}"
 
     (long,) = (one for one in runs["serving"] if one.n == 32_768)
-    assert f"and all nine are faster, that one by {long.ratio('backward'):.2f}." in WORDS
-    assert f"32 or 64 heads on 8, causal, {python(runs['serving'])}" in WORDS
+    assert f"and all nine are faster, that one by {long.ratio('backward'):.2f}." in GPU
+    assert f"32 or 64 heads on 8, causal, {python(runs['serving'])}" in GPU
     narrow = [one for one in runs["short"] if one.d == 64]
     once = python(one for one in narrow if one.n == 128 and one.batch > 1)
-    assert (
-        f"at d = 64, N = 128 the backward of 8 and of 64 sequences makes {once} of C++'s" in WORDS
-    )
+    said = f"at d = 64, N = 128 the backward of 8 and of 64 sequences reaches {once} of C++'s"
+    assert said in GPU
     others = python(one for one in narrow if one.n > 128)
-    notebook = (ROOT / "docs/notebooks/python_kernels.md").read_text(encoding="utf-8")
-    assert f"d = 64, from N = 197 to 768, Python's make {others} of C++'s" in notebook
+    said = f"d = 64, from N = 197 to 768, Python's make {others} of C++'s"
+    assert said in page("notebooks/python_kernels.md")
 
 
 def test_the_sentences_since_then_are_of_the_kept_measurements(tables):
@@ -177,7 +226,7 @@ def test_the_sentences_since_then_are_of_the_kept_measurements(tables):
     then, now = ratios("gpu-h200.csv"), ratios("gpu-papers-h200.csv")
     gains = sorted(100 * (now[shape] / then[shape] - 1) for shape in then)
     said = f"{gains[0]:.0f} to {gains[-1]:.0f} % on cuDNN at N = 1,024"
-    assert f'Since then "cupy" forward has gained {said}' in WORDS
+    assert f'Since then "cupy" forward has gained {said}' in GPU
 
 
 def test_the_sentences_of_decoding_are_of_the_kept_measurements(tables):
@@ -189,9 +238,17 @@ def test_the_sentences_of_decoding_are_of_the_kept_measurements(tables):
     for (n_q, *_), us in shapes.items():
         ratios[n_q].append(min(us["cuDNN"], us["FlashAttention-2"]) / us["flashsim"])
     ahead = {n_q: sum(x >= 1 for x in of) for n_q, of in ratios.items()}
-    assert f"Of {len(ratios['1'])} shapes with one query {ahead['1']} are at least as fast" in WORDS
+    assert (
+        f"Of {len(ratios['1'])} shapes with one query {ahead['1']} are at least as fast" in DECODING
+    )
+    behind = [x for x in ratios["1"] if x < 1]
+    said = f"decoding one query: {len(behind)} of {len(ratios['1'])} shapes are"
+    slower = [100 * (1 - x) for x in sorted(behind, reverse=True)]
+    assert f"{said} {slower[0]:.1f} to {slower[-1]:.1f} % behind cuDNN." in GUIDE
     least, most = min(ratios["4"]), max(ratios["4"])
-    assert f"four queries all {ahead['4']} are ahead, by {least:.1f} to {most:.1f} times" in WORDS
+    assert (
+        f"four queries all {ahead['4']} are ahead, by {least:.1f} to {most:.1f} times" in DECODING
+    )
 
 
 def test_the_sentence_of_float32_on_a_cpu_is_of_the_kept_measurements(bench):
@@ -202,7 +259,7 @@ def test_the_sentence_of_float32_on_a_cpu_is_of_the_kept_measurements(bench):
     others = tables.kept("cpu-zen4.csv") + tables.kept("cpu-amx-float32.csv")
     ratios += [float(row["x torch"]) for row in others if row.get("type", "float32") == "float32"]
     assert len(ratios) == 48
-    assert f"in float32 {min(ratios)} to {max(ratios)} × PyTorch's attention" in WORDS
+    assert f"in float32 {min(ratios)} to {max(ratios)} × PyTorch's attention" in GUIDE
 
 
 def test_the_sentence_of_amx_is_of_the_kept_measurement(bench):
@@ -211,9 +268,12 @@ def test_the_sentence_of_amx_is_of_the_kept_measurement(bench):
     eight, two = 5, 9
     assert all("**" in row[column] for row in backward for column in (eight, two))
     assert [sum("**" in row[column] for row in forward) for column in (eight, two)] == [4, 6]
-    assert "on two CPUs all, on eight all with the backward and four of six forward passes" in WORDS
-    lacking = f"{forward[0][eight].strip()}, and d = 128 without one, {forward[4][eight].strip()};"
-    assert f"what eight lack in this run, {lacking}" in WORDS
+    assert "on two CPUs all, on eight all with the backward and four of six forward passes" in CPU
+    lacking = [forward[n][eight].strip() for n in (0, 4)]
+    said = f"{lacking[0]}, and d = 128 without one, {lacking[1]};"
+    assert f"what eight lack in this run, {said}" in CPU
+    said = f"2 of 6 forward shapes miss their target of 1.25 × PyTorch, at {' and '.join(lacking)}."
+    assert said in GUIDE
 
 
 def test_the_sentence_of_float32_beside_amx_is_of_the_kept_measurement(bench):
@@ -221,12 +281,12 @@ def test_the_sentence_of_float32_beside_amx_is_of_the_kept_measurement(bench):
     rows = tables.kept("cpu-amx-float32.csv")
     ratios = [f"{float(row['x torch']):.2f}" for row in rows]
     said = "; ".join(", ".join(ratios[i : i + 4]) for i in (0, 4, 8))
-    assert f"{said} × PyTorch: nine of the twelve" in WORDS
+    assert f"{said} × PyTorch: nine of the twelve" in CPU
     pairs = zip(ratios, tables.AVX512_AIMS, strict=True)
     assert sum(float(ratio) >= aim for ratio, aim in pairs) == 9
     forward = [r["of sgemm"] for r in rows if (r["N"], r["pass"]) == ("4096", "forward")]
     least, most = (f"{float(x(forward, key=float)):.2f}" for x in (min, max))
-    assert f"at N = 4096 it makes {least} to {most} of sgemm" in WORDS
+    assert f"at N = 4096 it reaches {least} to {most} of sgemm" in CPU
 
 
 def test_the_sentences_of_an_epyc_are_of_the_kept_measurements(bench):
@@ -240,6 +300,24 @@ def test_the_sentences_of_an_epyc_are_of_the_kept_measurements(bench):
     ]
     assert all(reached[0] + reached[2] + reached[3])
     assert [sum(column) for column in (reached[1], reached[4], reached[5])] == [5, 3, 3]
+
+
+def test_the_sentence_of_float32_on_a_gpu_is_of_the_kept_measurement(tables):
+    """Our time by torch's, at worst."""
+    times = {}
+    for row in tables.kept("gpu-course-h200.csv"):
+        if row["dtype"] == "float32":
+            times.setdefault(row["seq_len"], {})[row["implementation"]] = row
+    worst = [
+        max(
+            float(of[tables.OURS][f"{way}_ms"]) / float(of["torch sdpa compiled"][f"{way}_ms"])
+            for of in times.values()
+        )
+        for way in ("forward", "backward")
+    ]
+    said = f"up to {worst[0]:.2f} × torch's time forward and up to {worst[1]:.2f} × backward."
+    assert said in GUIDE
+    assert said in GPU
 
 
 def test_a_ratio_is_of_the_fastest_other_that_was_timed(tables, tmp_path, monkeypatch):

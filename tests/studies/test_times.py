@@ -10,8 +10,8 @@ import pytest
 import flashsim
 from flashsim import Problem
 from flashsim.api.request import Checked
-from flashsim.backends.families.hopper import HOPPER
 from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.engines.engine import Job
 
 GPU = Gpu.like(flashsim.Device.get("H200"))

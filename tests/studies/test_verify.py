@@ -23,7 +23,7 @@ from flashsim import (
     UnsupportedError,
     l2,
 )
-from flashsim.backends.families.hopper_kernels import product_columns
+from flashsim.backends.launch_policy.hopper_kernels import product_columns
 from flashsim.cli.app import app
 from flashsim.problem.hardware import PRESETS, reported
 from flashsim.problem.masks import BlockMask

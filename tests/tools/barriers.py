@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from importlib import resources
 
-from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch_policy.portable import PORTABLE
 
 #: ``__syncthreads();  // B1: what it protects``, as every barrier is written; some are a group's.
 BARRIER = re.compile(r"(?:__syncthreads\(\)|sync_group\([^;]*\));(?=\s*// (B\d):)")

@@ -406,7 +406,7 @@ void ptx_cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_byte
     u32 to, const void* map, u32 bar, int column, int row, int head, int batch, int) {
     load_box(to, map, bar, column, row, head, batch, rows_of(map));
 }
-// Of packed sequences: in view `stop` the row before it is number `round` - 1 (work.cuh).
+// Of packed sequences: in view `stop` the row before it is number `round` - 1 (tile_scheduler.cuh).
 void ptx_cp_async_bulk_tensor_5d_shared_cluster_global_mbarrier_complete_tx_bytes(
     u32 to, const void* map, u32 bar, int column, int row, int head, int stop, int round) {
     load_box(to, map, bar, column, row - round + stop, head, 0, stop);

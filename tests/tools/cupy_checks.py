@@ -65,7 +65,7 @@ class Family:
 def stores_dq(problem):
     """Whether Hopper's kernels have "flash2-once" for a problem."""
     from flashsim.backends.cupy_gpu.engine import gpu_of
-    from flashsim.backends.families import hopper
+    from flashsim.backends.launch_policy import hopper
 
     return not hopper.HOPPER.refusal(problem, None, gpu_of(0), "backward", ONCE)
 
@@ -151,7 +151,7 @@ def poisoned(monkeypatch):
 def without_turns(monkeypatch):
     """No forward of Hopper's takes turns; by default those of many visits at 128 columns do not."""
     from flashsim.backends.cupy_gpu import engine
-    from flashsim.backends.families import family, hopper_kernels
+    from flashsim.backends.launch_policy import family, hopper_kernels
 
     def forget():
         family._passes.cache_clear()

@@ -10,9 +10,9 @@ import numpy as np
 
 import flashsim
 from flashsim import Device, Tiling
-from flashsim.backends.families import cascade, decode, latent
-from flashsim.backends.families.decode import Decode
 from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.launch_policy import decode
+from flashsim.backends.launch_policy.decode import Decode
 from flashsim.problem import oracle
 from flashsim.problem.problem import Problem, numpy_dtype
 
@@ -107,11 +107,8 @@ class Case:
 
 def planned(case: Case, gpu: Gpu, splits: int | None = None, **more: bool) -> Decode:
     """What a GPU launches for it."""
-    given = (gpu, splits, case.page)
-    if case.prefix:
-        return cascade.plan(case.problem, case.lengths, case.prefix, *given, **more)
-    family = latent if case.problem.latent else decode
-    return family.plan(case.problem, case.lengths, *given, **more)
+    given = (case.problem, case.lengths, gpu, splits, case.page)
+    return decode.plan(*given, **more, prefix=case.prefix)
 
 
 def moved(decode: Decode, case: Case) -> dict[str, int]:
@@ -162,7 +159,7 @@ def simulated(decode: Decode, case: Case, x: dict[str, np.ndarray] | None = None
         how["tiling"] = Tiling(dict(decode.kernel.constants)["FS_BLOCK_Q"], decode.block_k)
         whole = replace(p, page_size=case.page or None)
         more = {"cache_seqlens": case.lengths, "shared_prefix": decode.prefix}
-        return _named(flashsim.count(whole, splits=splits, **more, **how).transfers)
+        return named(flashsim.count(whole, splits=splits, **more, **how).transfers)
     groups: dict[int, list[int]] = {}
     for b in sorted(range(p.batch), key=lambda b: -case.lengths[b]):
         splits = decode.splits[b] if case.lengths[b] else next(iter(groups))
@@ -186,10 +183,11 @@ def simulated(decode: Decode, case: Case, x: dict[str, np.ndarray] | None = None
                 **{name: getattr(p, name) for name in names}, **paged, **how,
             ).trace.transfers  # fmt: skip
         moved.update(transfers)
-    return _named(moved)
+    return named(moved)
 
 
-def _named(transfers: Mapping[tuple[str, str, str], int]) -> dict[str, int]:
+def named(transfers: Mapping[tuple[str, str, str], int]) -> dict[str, int]:
+    """A trace's or a count's transfers by tensor, as `moved` has them."""
     moved: Counter[str] = Counter()
     for (stage, _, tensor), nbytes in transfers.items():
         read = stage == "combine" and tensor.endswith("_part")

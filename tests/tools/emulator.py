@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from flashsim.backends import launch
 from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.backends.reports import counts

@@ -34,9 +34,8 @@ class Island:
     """The smallest piece of memory that can be mapped, alone in addresses of its own; stays."""
 
     def __init__(self) -> None:
-        cupy.cuda.Device(0).use()
         cupy.cuda.runtime.free(0)  # there is a context from here on
-        where = _Location(_DEVICE, 0)
+        where = _Location(_DEVICE, cupy.cuda.Device().id)
         properties = _Properties(_PINNED, 0, where)
         size, start = ctypes.c_size_t(), ctypes.c_uint64()
         _call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(properties), 0)

@@ -21,7 +21,7 @@ from decode_cases import Case
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.backends.families.tile_times import HOPPER_FORWARD
+from flashsim.backends.launch_policy.cost_model import HOPPER_FORWARD
 from flashsim.problem.masks import BlockMask
 
 #: (head_dim, head_dim_v, what else): padded rows; scores that cross warps, halves of a wide row; a
@@ -173,7 +173,7 @@ def check_fp8() -> int:
     """Every tile of the FP8 forward, its inputs quantised here; V as it is left, and transposed."""
     import cupy
 
-    from flashsim.backends.families.hopper_fp8 import TILINGS
+    from flashsim.backends.launch_policy.hopper_fp8 import TILINGS
 
     rng, ways = np.random.default_rng(0), (("block", "hadamard"), ("head", None))
     cases = [(d, tile, way) for d, tiles in TILINGS.items() for tile in tiles for way in ways]

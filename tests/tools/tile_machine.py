@@ -1,8 +1,8 @@
 """AMX tiles and VDPBF16PS in NumPy and in portable code, as Intel's manual has them.
 
-`TileMachine` carries out the instructions of `pairs.tiles.program`, the very ones that
-`pairs.tiles.lower` writes for a CPU with AMX, and refuses what such a CPU refuses (a tile that no
-LDTILECFG described) or what nobody can want (a tile read before it was written). `emulate` makes
+`TileMachine` carries out the instructions of `bf16_dot.tiles.program`, the very ones that
+`bf16_dot.tiles.lower` writes for a CPU with AMX. It refuses what such a CPU refuses (a tile that
+no LDTILECFG described) or what nobody can want (a tile read before it was written). `emulate` makes
 two kinds of CPU for the engine, which then runs as on those CPUs but for the instructions.
 
 Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2: LDTILECFG, TDPBF16PS,
@@ -21,10 +21,10 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
+from flashsim.engines.cpu.bf16_dot import codegen, tiles
 from flashsim.engines.cpu.micro_kernels import along_tiles, pair_writer, registers
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, VOID
-from flashsim.engines.cpu.pairs import codegen, tiles
 from flashsim.l2 import compiled
 
 SMALLEST = np.finfo(np.float32).tiny

@@ -1,8 +1,8 @@
 """Where tensors stand around the grid of score tiles, in animations and pages alike.
 
-Queries run down and keys run across, so a tensor with one row a query stands as a column beside
-the grid, one with one row a key as a row above or below it; a matrix of scores is the grid.
-Inputs stand left and above, results right and below.
+Queries run down and keys run across. So a tensor with one row per query is a column beside the
+grid, and one with one row per key is a row above or below it. A matrix of scores is the grid.
+Inputs are left and above, results right and below.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SYMBOLS = {"delta": "δ", "dBias": "dB", "bias": "B", "O_part": "O′", "L_part"
 
 
 def key_side(trace: Trace) -> frozenset[str]:
-    """The tensors that have one row a key; an accumulator is its own tensor."""
+    """The tensors that have one row per key; an accumulator is its own tensor."""
     return _cut_along(trace, COL)
 
 
@@ -63,8 +63,8 @@ def tile_kinds(schedule: Schedule) -> np.ndarray:
     """uint8 (T_r, T_c): whether the mask empties a tile, keeps it whole, or cuts it, and where.
 
     A tile that the mask cuts is CUT if it takes the upper right corner (as causal masks do),
-    CUT_LOW if the lower left one (a window's other side), CUT_BOTH if both. Where it takes neither
-    (a mask of one's own), or all (in a dense walk), the tile is CUT.
+    CUT_LOW if the lower left one (a window's other side), CUT_BOTH if both. If it takes neither
+    (your own mask may), or all (standard attention skips nothing), the tile is CUT.
     """
     grid = np.zeros((schedule.t_r, schedule.t_c), np.uint8)
     ptr, col, kind = schedule.row_csr

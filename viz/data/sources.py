@@ -1,4 +1,4 @@
-"""What plots accept: traces, closed forms, results, comparisons, sweeps, and lists of them."""
+"""The data that plots accept: traces, counts, results, comparisons, sweeps, lists of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = {name: algorithm.title for name, algorithm in ALGORITHMS.items()}
 
 
 def title(algorithm: str) -> str:
-    """What an algorithm is called in print; one of one's own has its function's name."""
+    """An algorithm's name in print; your own algorithm has its function's name."""
     return NAMES.get(algorithm, algorithm)
 
 
@@ -201,7 +201,7 @@ def window(sides: tuple[int, int]) -> str:
 
 
 def common(sources: Iterable[Trace | Traffic], *, name: bool = False) -> str:
-    """What `about` says of all sources alike, in one line; with `name`, the algorithm first."""
+    """The words of `about` that all sources share; with `name`, the algorithm first."""
     all_of_them = list(sources)
     words = [about(source) for source in all_of_them]
     alike = [word for word in words[0] if all(word in other for other in words)]
@@ -234,7 +234,7 @@ def rows(data: Any) -> list[dict[str, Any]]:
 
 
 def fixed(rows: Sequence[dict[str, Any]], x: str) -> str:
-    """What is the same at every point of a plot against `x`, in words."""
+    """The constants of a plot against `x`, in words."""
     words = {
         "batch": "batch {}", "heads": "{}", "n_q": "N = {:,}", "head_dim": "d = {}",
         "dtype": "{}", "causal": "causal", "window": "window {}", "direction": "{}", "device": "{}",

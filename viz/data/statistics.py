@@ -44,7 +44,7 @@ class RowStatistics:
     _repr_html_ = report.tabled
 
     def table(self) -> report.Table:
-        """One row a visit."""
+        """One row per visit."""
         rows = zip(*(x.tolist() for x in (self.j, self.m, self.alpha, self.l)), strict=True)
         return report.Table(
             f"Online softmax of query row {self.row}, head {self.head}",

@@ -1,4 +1,4 @@
-"""`animate`: a walk, or two in step, as GIF, MP4 or a self-contained HTML file.
+"""`animate`: one run, or two side by side, as GIF, MP4 or a self-contained HTML file.
 
 Everything that does not move is drawn once; for each frame the artists that do are moved and drawn
 over a copy of it.
@@ -226,7 +226,7 @@ class Film:
 
     @property
     def title(self) -> str:
-        """What a page is called."""
+        """The title of a player."""
         return " and ".join(scene.walk.trace.algorithm for scene in self.scenes)
 
     def shades(self) -> np.ndarray:

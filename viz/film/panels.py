@@ -1,4 +1,4 @@
-"""What stands beside the diagram of an animation: totals, what is in flight, and m and l."""
+"""The panels beside an animation's diagram: totals, transfers in flight, and m and l."""
 
 from __future__ import annotations
 

@@ -35,12 +35,12 @@ def animate_ranks(
     fps: float = 8,
     theme: str = "light",
 ) -> Animation:
-    """Write an animation, or a page, of a group at work.
+    """Write an animation, or a player, of a group of ranks at work.
 
-    At the left the members of the ring, each with the K and V that it has, in the colour of the
-    member whose they are; on their way they move from one to the next. At the right the scores:
-    a band of rows for each member, a band of columns for each member's keys. Tiles light up as
-    their member computes them; a member that has nothing to do is told.
+    The members of the ring are at the left, each with the K and V that it has, in the colour of
+    their owner. K and V move from member to member. The scores are at the right: a band of rows per
+    member, and a band of columns per member's keys. Tiles light up when their member computes them,
+    and idle members are labelled.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """`page`: a trace as one self-contained HTML file that plays it, without server or network.
 
-The data are compact columns (about 8 bytes an event, base64) in a JSON block; the program is
+The data are compact columns (about 8 bytes per event, base64) in a JSON block. The program is
 `decode.js`, `diagram.js` and `player.js` beside this file. A content security policy that names the
 program by its hash lets nothing else run and nothing leave the page.
 """

@@ -1,4 +1,4 @@
-"""What a tile's size costs: visits, bytes and time over tiles."""
+"""Visits, bytes and predicted time against the size of a tile."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flashsim.viz.style import heading, human, series_style, themed
 
 @themed
 def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) -> None:
-    """Visits, requested bytes and predicted time of one stage, each over its own smallest.
+    """Draw visits, requested bytes and predicted time of one stage, each divided by its smallest.
 
-    Below each tile stands how many blocks an SM holds; a tile that does not fit is hollow.
+    Below each tile is the number of blocks per SM. A tile that does not fit is hollow.
 
     Parameters
     ----------
     data : BlockSizes
-        What `flashsim.blocks.sizes` gives.
+        The result of `flashsim.blocks.sizes`.
     stage : str, optional
         Default: the first.
 

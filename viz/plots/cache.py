@@ -1,4 +1,4 @@
-"""What an L2 cache of any size would leave for DRAM."""
+"""DRAM bytes for an L2 cache of any size."""
 
 from __future__ import annotations
 

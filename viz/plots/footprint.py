@@ -1,4 +1,4 @@
-"""What training keeps in HBM, against the sequence length."""
+"""Memory that training keeps in HBM, against the sequence length."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def memory_footprint(
     ax: Axes,
     theme: Theme,
 ) -> None:
-    """What a training step keeps in HBM from the forward to the backward pass, against N.
+    """Draw the bytes that a training step keeps in HBM from forward to backward, against N.
 
     Parameters
     ----------

@@ -28,13 +28,13 @@ AXES = {
 
 @themed
 def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None:
-    """Requested HBM bytes against N, d, a tile's side or M, with the papers' bounds.
+    """Draw requested bytes against N, d, a tile's side or M, with the papers' bounds.
 
-    Drawn beside the counts, for the first FlashAttention series: the theorem's
-    N² d² / M with one constant fitted to all points, the compulsory bytes (exact),
-    and the lower bound of Saha and Ye with constant 1, which gives a slope and no level. Where
-    bounds depend on more than `x`, each point uses its own values. Under a sliding window, work
-    grows with N and neither of the two holds: the compulsory bytes stand alone.
+    Three bounds are drawn for the first FlashAttention series. The compulsory bytes are exact. The
+    theorem's N² d² / M has one constant, fitted to all points. The lower bound of Saha and Ye has
+    constant 1, so it gives a slope and no level. If bounds depend on more than `x`, each point uses
+    its own values. Under a sliding window, work grows with N and the last two do not hold, so only
+    the compulsory bytes are drawn.
 
     Parameters
     ----------

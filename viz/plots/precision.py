@@ -1,4 +1,4 @@
-"""What each rounding costs: errors by the point that was lowered."""
+"""The error of each rounding, by the point that was lowered."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _RESULTS = ("out", "dq", "dk", "dv")
 def precision(
     data: Any, *, kind: str | None = None, n: int | None = None, ax: Axes, theme: Theme
 ) -> None:
-    """Error of out, dq, dk and dv for each rounding point lowered alone, on one kind of input.
+    """Draw the errors of out, dq, dk and dv, each rounding point lowered alone.
 
-    Across, the points, the first with nothing lowered; up, the error, logarithmic. What is not
-    finite stands at the upper edge.
+    The points are on the x axis, the first with nothing lowered. The logarithmic error is on the y
+    axis. Infinite errors are at the upper edge.
 
     Parameters
     ----------
     data : Laboratory
-        What `flashsim.precision.laboratory` gives.
+        The result of `flashsim.precision.laboratory`.
     kind : str, optional
         Of input; default: the first.
     n : int, optional

@@ -32,15 +32,14 @@ def roofline(
     ax: Axes,
     theme: Theme,
 ) -> None:
-    """Algorithms on a device's roofs.
+    """Draw algorithms on a device's roofline.
 
-    Each algorithm is a bar between two intensities, matrix FLOPs over bytes: hollow, if every
-    requested byte came from HBM; filled, if the L2 cache were perfect within each kernel, so that
-    a kernel read and wrote each of its tensors once (`counts.traffic.once`). Standard attention's
-    N x N matrices cross HBM between its kernels even then. The truth lies between; `dram_bytes`
-    says where, and a diamond marks it. `seconds` says what was measured, and that is the bar's
-    height. Without it a bar has none: it lies in a strip below the axis' figures, and its ends
-    stand on the roof.
+    Each algorithm is a bar between two intensities, matrix FLOPs divided by bytes. At the hollow
+    end every requested byte comes from HBM. At the filled end the L2 cache is perfect within each
+    kernel, so that a kernel reads and writes each of its tensors once (`counts.traffic.once`).
+    Standard attention's N x N matrices cross HBM between its kernels even then. The real intensity
+    lies between; a diamond marks it if `dram_bytes` is given. `seconds` gives the bar a height.
+    Without it the bar lies in a strip below the axis' figures, and its ends are on the roof.
 
     Parameters
     ----------
@@ -50,7 +49,7 @@ def roofline(
     seconds : dict, optional
         Measured time by label (of `data`'s dict, or an algorithm's name).
     dram_bytes : dict, optional
-        DRAM bytes by label or algorithm: measured, or what `flashsim.l2` predicts.
+        DRAM bytes by label or algorithm, measured or predicted by `flashsim.l2`.
     """
     rows = sources.rows(data)
     machine = Device.get(device or rows[0]["device"])
@@ -140,7 +139,7 @@ def _given(
     rows: Sequence[Mapping[str, Any]],
     least: float,
 ) -> list[float | None]:
-    """What is said of each row, by its label or its algorithm; else None. Nobody's is refused."""
+    """The value of each row, by its label or its algorithm, or None. Raises for unknown names."""
     values, names = values or {}, [row["algorithm"] for row in rows]
     known = dict.fromkeys((*labels, *names))
     for name, value in values.items():

@@ -37,13 +37,12 @@ _MOST_SCORES = 1 << 22
 def tile_map(
     data: Any, *, color: str = "order", stage: str | None = None, ax: Axes, theme: Theme
 ) -> None:
-    """The grid of score tiles of one head.
+    """Draw the grid of score tiles of one head.
 
-    Tiles that the mask cuts are marked in the corner that it takes (upper right: keys still to
-    come; lower left: keys that a window has left behind), tiles that are skipped are hatched, full
-    ones are plain. Where keys are divided into parts, a line stands between them; where they lie in
-    pages, a tick at the upper edge says where each begins. ``ax.images[0]`` holds the values,
-    (T_r, T_c), NaN where a tile is skipped.
+    A tile that the mask cuts has a mark in the corner that the mask takes. The upper right corner
+    has later keys, and the lower left corner keys before a window. Skipped tiles are hatched, and
+    full ones are plain. A line separates parts of the keys, and a tick at the upper edge marks
+    where a page begins. ``ax.images[0]`` holds the values, (T_r, T_c), NaN for a skipped tile.
 
     Parameters
     ----------
@@ -129,10 +128,10 @@ def tile_map(
 def mask(
     problem: Problem, tiling: Tiling | None = None, *, bias: Any = None, ax: Axes, theme: Theme
 ) -> None:
-    """What a mask keeps, score by score, and what tiles make of it.
+    """Draw the scores that a mask keeps, and the tiles that this leaves.
 
-    A tile without a kept score is skipped; of the others every score is computed, also those that
-    the mask then takes away. ``ax.images[0]`` holds the picture, (n_q, n_kv, 4).
+    A tile without a kept score is skipped. In the other tiles every score is computed, also those
+    that the mask then removes. ``ax.images[0]`` holds the picture, (n_q, n_kv, 4).
 
     Parameters
     ----------

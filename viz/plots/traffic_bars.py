@@ -104,7 +104,7 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
 
 
 def _place(tensor: str) -> tuple[int, str]:
-    """Where a tensor stands among others; those of one's own come last."""
+    """The position of a tensor among others; tensors of your own algorithm come last."""
     return CODES.get(tensor, len(CODES)), tensor
 
 
@@ -223,11 +223,11 @@ def sram_timeline(
     ax: Axes,
     theme: Theme,
 ) -> None:
-    """What one thread block keeps on chip, event by event, stacked by buffer.
+    """Draw the bytes that one thread block keeps on chip, event by event, stacked by buffer.
 
-    The dashed line is the device's capacity for one block; where the tiles fill little of it, it is
-    written at the top instead. A GPU's kernel may hold more: registers come on top of the shared
-    memory that a block gets.
+    The dashed line is the device's capacity for one block. If the tiles fill little of it, it is
+    written at the top instead. A GPU's kernel may hold more, because a block has registers besides
+    its shared memory.
 
     Parameters
     ----------

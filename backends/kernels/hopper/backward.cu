@@ -11,7 +11,7 @@
 // With FS_ONCE a row tile has one visit, and its keys are all here. So delta is a sum of what this
 // block has, P dP over keys, and nobody ran before; and dQ is complete: it is rounded, and stored.
 // With FS_DLSE as well, delta is less the LSE's gradient; elsewhere flash_delta has seen to that.
-#include "work.cuh"
+#include "tile_scheduler.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
 constexpr int WARPGROUPS = BLOCK_K / 64, STAGES = 2, CHUNKS = D / 64;
@@ -97,7 +97,7 @@ enum NamedBarrier { DS_READY = 1, DQ_FREE = 2, DQ_FULL = 4, TILES_READ = 6, SUMS
 #if FS_FUSED
 #define STAGES_DQ
 #endif
-#include "keys_outside.cuh"
+#include "kv_outer.cuh"
 
 // S^T (+)= K Q^T or dP^T += V dO^T, issued and committed: `mine` is 64 rows of a key-side tile.
 template <bool ADD>

@@ -4,7 +4,7 @@
 // and columns. So each product is as large as a warpgroup's registers allow, which is what keeps
 // its operands' traffic of shared memory low, and nobody waits for a warpgroup that does the same.
 // P and dS go through shared memory, transposed. Rows of the scores are queries.
-#include "work.cuh"
+#include "tile_scheduler.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
 constexpr int WARPGROUPS = 3, STAGES = 2, CHUNKS = D / 64, THREADS = 128 * (WARPGROUPS + 1);
@@ -39,7 +39,7 @@ enum NamedBarrier { P_FULL = 1, P_FREE, DS_FULL, DS_FREE, DS_WRITTEN, DQ_FREE, D
 
 #define STAGES_DQ
 #define ONE_DOUT
-#include "keys_outside.cuh"
+#include "kv_outer.cuh"
 
 // S = Q K^T or dP = dO V^T, issued and committed: a row is a query.
 __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u16* queries,

@@ -6,7 +6,7 @@
 // not fit in shared memory beside the rest and are added to the accumulator straight from
 // registers. Without FS_FUSED there is no dQ. Fused, 192 columns have a faster kernel where there
 // are many items: backward_roles.cu.
-#include "work.cuh"
+#include "tile_scheduler.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
 constexpr int WARPGROUPS = 2, STAGES = 2, CHUNKS = D / 64, THREADS = 128 * (WARPGROUPS + 1);
@@ -49,7 +49,7 @@ enum NamedBarrier { SCORES_READY = 1, DQ_FREE = 2, DQ_FULL = 4 };
 #if FS_FUSED && FS_D == 192
 #define STAGES_DQ
 #endif
-#include "keys_outside.cuh"
+#include "kv_outer.cuh"
 
 // An accumulator of 64 rows by this warpgroup's columns.
 struct Columns {

@@ -5,7 +5,7 @@
 // own. The first consumer warpgroup computes the scores and their softmax; it and the second one
 // each hold half of the columns of O, 64 x FS_DV / 2, in registers. P goes to the second through
 // shared memory. Splits' O and LSE go to HBM, in float32; decode_merge.cu merges them.
-#include "work.cuh"
+#include "tile_scheduler.cuh"
 #include "softmax.cuh"
 #include "decode_args.cuh"
 
@@ -15,7 +15,7 @@ constexpr int CHUNK = 64 * 64;                   // elements of 64 rows by 64 co
 constexpr int PIECES = KeyRow::WIDTH / 8;        // of 16 bytes, in a row in HBM
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
-static_assert(FS_BLOCK_Q == ROWS && FS_BLOCK_K == BLOCK_K && D % 64 == 0, "see families.latent");
+static_assert(FS_BLOCK_Q == ROWS && FS_BLOCK_K == BLOCK_K && D % 64 == 0, "see decode_kernels.py");
 static_assert(DV % 128 == 0 && DV <= D && DV <= 512, "each warpgroup has chunks of its own");
 
 struct OnChip {  // the launcher asks for exactly sizeof(OnChip) bytes
@@ -27,7 +27,7 @@ struct OnChip {  // the launcher asks for exactly sizeof(OnChip) bytes
     u64 full[STAGES], empty[STAGES];             // of k; empty: no product reads it any more
     u32 bad;  // does the table name a page that the pool has not?
 };
-static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families.latent and OnChip must agree");
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "decode_kernels.py and OnChip must agree");
 
 // Named barriers between the two consumer warpgroups: p and alpha (in the end inverse) are written;
 // both are read; the rows of q that each of them copied are there.

@@ -4,7 +4,7 @@
 // operand of dQ += dS K. With row tiles of 128 the warpgroups share out the rows; with 64, the keys
 // of each visit, and their two dQ are added at the end. One producer thread keeps a ring of K and V
 // tiles full. Which tiles are visited is read from the schedule's tables.
-#include "work.cuh"
+#include "tile_scheduler.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
 constexpr int WARPGROUPS = 2, ROW_GROUPS = BLOCK_Q / 64, STAGES = 2, CHUNKS = D / 64;

@@ -1,6 +1,6 @@
 // dQ of the backward with keys outside (backward.cu): its product, and what lays it down for the
 // warp that sends it off; with FS_ONCE delta too, which is made of P dP. Included behind that
-// kernel's constants, its OnChip and keys_outside.cuh.
+// kernel's constants, its OnChip and kv_outer.cuh.
 
 #if FS_ONCE
 // The sums of a visit's P dP over this warp's keys, one a query. Eight lanes have the same queries:

@@ -3,7 +3,7 @@
 // engine; each of WARPGROUPS consumer warpgroups owns 64 query rows, with S, P and O in registers.
 // Which tiles a row of tiles visits, and which of them need a mask, is read from the schedule's
 // tables. Blocks are persistent: each takes the next item (row tile, head) of the launch's list.
-#include "work.cuh"
+#include "tile_scheduler.cuh"
 #include "softmax.cuh"
 
 constexpr int D = FS_D, DV = FS_DV, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, STAGES = FS_STAGES;

@@ -11,7 +11,7 @@
 //   float32, in the instructions that the rescaling of O takes anyway.
 // - A warpgroup's own products do not run under its softmax, for which there are no registers;
 //   those of the others do, in turns.
-#include "work.cuh"
+#include "tile_scheduler.cuh"
 #include "softmax.cuh"
 #include "pack_fp8.cuh"
 #include "wgmma_fp8.cuh"
@@ -45,7 +45,7 @@ struct OnChip {
     float2 kv_scale[STAGES], q_scale[WARPGROUPS];  // with K: its scale and V's; with Q: x is its
     Items items;
 };
-static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families/hopper_fp8.py and OnChip must agree");
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_fp8.py and OnChip must agree");
 
 // How an input's scales lie: one for the tensor, for each head, for each ROWS rows of a head; or
 // none.

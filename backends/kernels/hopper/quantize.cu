@@ -36,7 +36,7 @@ struct Args {
     const float* signs;                      // (d,), of the rotation
     int n_q, n_kv, heads, kv_heads, batch, tiles_q, tiles_kv, columns;  // columns: of vt
 };
-static_assert(sizeof(Args) == FS_ARGS_BYTES, "families/quantize.py and Args must agree");
+static_assert(sizeof(Args) == FS_ARGS_BYTES, "quantize.py and Args must agree");
 
 __device__ __forceinline__ u32 pack(float a, float b, float c, float d) {
     return pack_fp8<FS_E5M2 != 0>(a, b, c, d);
@@ -84,7 +84,7 @@ struct OnChip {
     u32 tops[2][32];   // a warp's largest element
     Tile tiles[4];     // the present one, the two that are fetched, and one that is being found
 };
-static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families/quantize.py and OnChip must agree");
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "quantize.py and OnChip must agree");
 // Where a tile of V^T has the four keys at 4 `four` of row `row`, in words. The 16-byte pieces of a
 // row are permuted, lest rows eight apart meet in a bank.
 __device__ __forceinline__ int transposed_at(int row, int four) {

@@ -37,7 +37,7 @@ struct OnChip {
 #endif
     float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];  // one visit
 };
-static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families.portable_kernels and OnChip must agree");
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "portable_kernels.py and OnChip must agree");
 
 #if FS_FUSED
 // Add a warp's fragments of dQ to HBM, from `row` on; a WHOLE tile, which nearly all are, takes no

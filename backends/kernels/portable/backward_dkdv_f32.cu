@@ -15,7 +15,7 @@ struct OnChip {
     Mat<BLOCK_Q, BLOCK_K> P, dS;  // one visit
     float lse[BLOCK_Q], delta[BLOCK_Q];  // one visit
 };
-static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families.portable_kernels and OnChip must agree");
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "portable_kernels.py and OnChip must agree");
 
 extern "C" __global__ void __launch_bounds__(THREADS) flash_dkdv(const __grid_constant__ Args a) {
     extern __shared__ __align__(128) char shared[];

@@ -23,7 +23,7 @@ struct OnChip {  // the launcher asks for exactly sizeof(OnChip) bytes
     float l[MT][2][THREADS];        // each thread's own, whole block
 #endif
 };
-static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families.portable_kernels and OnChip must agree");
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "portable_kernels.py and OnChip must agree");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 flash_forward(const __grid_constant__ Args a) {

@@ -16,7 +16,7 @@ struct OnChip {  // the launcher asks for exactly sizeof(OnChip) bytes
     };
     Mat<BLOCK_Q, BLOCK_K> P;  // one visit
 };
-static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families.portable_kernels and OnChip must agree");
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "portable_kernels.py and OnChip must agree");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 flash_forward(const __grid_constant__ Args a) {

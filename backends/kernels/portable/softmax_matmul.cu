@@ -3,7 +3,7 @@
 // Block (i, b) owns BLOCK_1 rows of matrix b and all columns of O; each of its warps owns some of
 // the rows, from the softmax to the store, so that P needs no barrier of the block.
 // Where things live: P of one visit and a slice of V in shared memory; O, m, l in registers.
-// Constants (FS_*) come from flashsim.backends.families.softmax_matmul.
+// Constants (FS_*) come from flashsim.backends.launch_policy.softmax_matmul.
 using u32 = unsigned int;
 using i64 = long long;
 #define NEG_INF __int_as_float(0xff800000)  // NVRTC has no constexpr infinity

@@ -24,9 +24,8 @@ from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import tiles
 from flashsim.backends.numba_gpu.hopper import gradients
 from flashsim.backends.numba_gpu.hopper import tiles as hopper
-from flashsim.backends.numba_gpu.hopper.items import item_functions
-from flashsim.backends.numba_gpu.hopper.keys_outside import producer, share_of, statistics
-from flashsim.backends.numba_gpu.hopper.onchip import (
+from flashsim.backends.numba_gpu.hopper.kv_outer import producer, share_of, statistics
+from flashsim.backends.numba_gpu.hopper.smem_layout import (
     BASE,
     COUNT,
     END,
@@ -39,10 +38,11 @@ from flashsim.backends.numba_gpu.hopper.onchip import (
     WALK,
     KeysOutside,
 )
+from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
 from flashsim.backends.numba_gpu.tensor import gradients as tensor_gradients
 from flashsim.backends.numba_gpu.tensor import softmax
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
-from flashsim.backends.numba_gpu.walk import (
+from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
     constants,
     device,

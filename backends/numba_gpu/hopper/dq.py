@@ -19,8 +19,7 @@ from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import tiles
 from flashsim.backends.numba_gpu.hopper import row_gradients as gradients
 from flashsim.backends.numba_gpu.hopper import tiles as hopper
-from flashsim.backends.numba_gpu.hopper.items import item_functions
-from flashsim.backends.numba_gpu.hopper.onchip import (
+from flashsim.backends.numba_gpu.hopper.smem_layout import (
     BASE,
     COUNT,
     END,
@@ -34,9 +33,10 @@ from flashsim.backends.numba_gpu.hopper.onchip import (
     DqAlone,
     registers,
 )
+from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
 from flashsim.backends.numba_gpu.tensor import softmax
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
-from flashsim.backends.numba_gpu.walk import (
+from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
     constants,
     device,
@@ -277,7 +277,7 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
             stamp_block(tile_stamp, True)
             item = int32(item + 1)
         # dK and dV, which nothing here needs, are made at the same time: that pass let this one
-        # start when delta was complete (`keys_outside.statistics`). But who waits for this one
+        # start when delta was complete (`kv_outer.statistics`). But who waits for this one
         # waits for both.
         wait_for_what_ran_before()
 

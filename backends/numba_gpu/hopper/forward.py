@@ -18,8 +18,7 @@ from numba.cuda import types
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import tiles
 from flashsim.backends.numba_gpu.hopper import tiles as hopper
-from flashsim.backends.numba_gpu.hopper.items import item_functions
-from flashsim.backends.numba_gpu.hopper.onchip import (
+from flashsim.backends.numba_gpu.hopper.smem_layout import (
     BASE,
     COUNT,
     END,
@@ -33,9 +32,10 @@ from flashsim.backends.numba_gpu.hopper.onchip import (
     OnChip,
     registers,
 )
+from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
 from flashsim.backends.numba_gpu.tensor import output, softmax
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
-from flashsim.backends.numba_gpu.walk import (
+from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
     constants,
     device,

@@ -7,6 +7,7 @@ alone, queries outside.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -103,16 +104,8 @@ def mask_columns(n: int, left: bool, right: bool) -> Any:
     kind = floats(n // 2)
 
     @emitted(kind, kind, *[int32] * 6)
-    def mask_columns_(
-        b: ir.IRBuilder,
-        s: Values,
-        key: ir.Value,
-        query: ir.Value,
-        offset: ir.Value,
-        key_stop: ir.Value,
-        window_left: ir.Value,
-        window_right: ir.Value,
-    ) -> Values:
+    def mask_columns_(b: ir.IRBuilder, s: Values, *place: ir.Value) -> Values:
+        key, query, offset, key_stop, window_left, window_right = place
         lane, limits = lane_of(b), []
         first = b.add(query, b.shl(b.and_(lane, i32(3)), i32(1)))
         for half in range(2):
@@ -192,17 +185,17 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
             early = b.bitcast(made[0], I32)
             where = b.add(ptx_hopper.descriptor(b, dout, n * 128), i32(_sixteens(first)))
             steps = [_sixteens(x) for x in range(0, size, 16)]
-            left = rounded(b, bf16, made)
+            left = rounded(b, made, bf16=bf16)
             dv = ptx_hopper.wgmma(b, bf16, d, dv, left, where, [], steps, right_down=True)
             if not halfway:
                 continue
             if first + size == n // 2:
-                dp = ptx_hopper.wgmma_wait(b, slices // 2, dp)
+                dp = ptx_hopper.wgmma_wait(b, dp, pending=slices // 2)
             if first >= n // 2:  # dS of the slices of the first half
                 for e in range((first - n // 2) // 2, (first - n // 2 + size) // 2):
                     dp[e] = b.fmul(dp[e], p[e])
         if not halfway:
-            dp = ptx_hopper.wgmma_wait(b, slices, dp)
+            dp = ptx_hopper.wgmma_wait(b, dp, pending=slices)
         return [p, dp, dv]
 
     return queue_dv_
@@ -220,7 +213,7 @@ def score_gradients(bf16: bool, n: int) -> Any:
     @emitted(words(n // 4), kind, kind)
     def score_gradients_(b: ir.IRBuilder, p: Values, dp: Values) -> Values:
         ds = [x if e < begun else b.fmul(x, p[e]) for e, x in enumerate(dp)]
-        return rounded(b, bf16, ds)
+        return rounded(b, ds, bf16=bf16)
 
     return score_gradients_
 
@@ -343,10 +336,8 @@ def reduce_dq(rows: int, *, packed: bool) -> Any:
     return reduce_dq_
 
 
-@emitted(None)
-def reduce_wait_read(b: ir.IRBuilder) -> None:
-    """The sources of this thread's reductions may be overwritten."""
-    ptx_hopper.reduce_wait(b, read=True)
+#: ``reduce_wait_read()``: the sources of this thread's reductions may be overwritten.
+reduce_wait_read = emitted(None)(partial(ptx_hopper.reduce_wait, read=True))
 
 
 @emitted(None, int64, int32)
@@ -364,10 +355,8 @@ def pass_turn(b: ir.IRBuilder, turn: ir.Value) -> None:
     ptx_hopper.count_on(b, turn)
 
 
-@emitted(None)
-def fence_shared(b: ir.IRBuilder) -> None:
-    """What this thread wrote to shared memory is seen by products and copies."""
-    ptx_hopper.fence_async(b, "shared::cta")
+#: ``fence_shared()``: what this thread wrote to shared memory is seen by products and copies.
+fence_shared = emitted(None)(partial(ptx_hopper.fence_async, space="shared::cta"))
 
 
 # -- dK and dV of a cluster: through each other's shared memory -----------------------------------

@@ -324,7 +324,7 @@ def wgmma(
     return struct_values(b, made, count)
 
 
-def wgmma_wait(b: ir.IRBuilder, pending: int, c: Values) -> Values:
+def wgmma_wait(b: ir.IRBuilder, c: Values, *, pending: int) -> Values:
     """Wait for all groups but the last `pending` ("wgmma.wait_group"); `c` are sums now complete.
 
     The registers pass through the instruction, so that nothing reads them before it.

@@ -73,7 +73,7 @@ def row_gradients(bf16: bool, n: int) -> Any:
     @emitted(words(n // 4), kind, kind, floats(2))
     def row_gradients_(b: ir.IRBuilder, p: Values, dp: Values, delta: Values) -> Values:
         ds = [b.fmul(p[at], b.fsub(dp[at], delta[x // 2])) for at, _, _, x in elements(1, n)]
-        return rounded(b, bf16, ds)
+        return rounded(b, ds, bf16=bf16)
 
     return row_gradients_
 

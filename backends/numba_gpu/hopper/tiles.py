@@ -8,6 +8,7 @@ says which rows of the warpgroup's 64 those are.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -51,12 +52,7 @@ def speaks(b: ir.IRBuilder) -> ir.Value:
 
 def registers(count: int, *, more: bool) -> Any:
     """``registers()``: from here on the warpgroup's threads have `count` registers."""
-
-    @emitted(None)
-    def registers_(b: ir.IRBuilder) -> None:
-        ptx_hopper.registers(b, count, more=more)
-
-    return registers_
+    return emitted(None)(partial(ptx_hopper.registers, count=count, more=more))
 
 
 # -- barriers -------------------------------------------------------------------------------------
@@ -74,26 +70,14 @@ def barriers_begin(counts: dict[int, int]) -> Any:
     return barriers_begin_
 
 
-@emitted(None, int32, int32)
-def wait(b: ir.IRBuilder, barrier: ir.Value, parity: ir.Value) -> None:
-    """Wait until the barrier's phase of that parity is over."""
-    ptx_hopper.barrier_wait(b, barrier, parity)
-
-
-@emitted(None, int32, types.boolean)
-def arrive(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value) -> None:
-    """Arrive, where `condition` holds."""
-    ptx_hopper.barrier_arrive(b, barrier, condition)
+#: ``wait(barrier, parity)``, ``arrive(barrier, condition)``: as their instructions.
+wait = emitted(None, int32, int32)(ptx_hopper.barrier_wait)
+arrive = emitted(None, int32, types.boolean)(ptx_hopper.barrier_arrive)
 
 
 def expect(count: int) -> Any:
     """``expect(barrier)``: arrive, and let the phase wait for `count` bytes of copies."""
-
-    @emitted(None, int32)
-    def expect_(b: ir.IRBuilder, barrier: ir.Value) -> None:
-        ptx_hopper.barrier_expect(b, barrier, count)
-
-    return expect_
+    return emitted(None, int32)(partial(ptx_hopper.barrier_expect, count=count))
 
 
 class Ring:
@@ -170,51 +154,29 @@ def arrive_behind(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value, alpha
     ptx_hopper.barrier_arrive(b, barrier, b.and_(condition, b.not_(never)))
 
 
-@emitted(None, int32)
-def my_turn(b: ir.IRBuilder, barrier: ir.Value) -> None:
-    """Wait until the warpgroup before has queued its products (a named barrier of two)."""
-    ptx_hopper.named_sync(b, barrier, 256)
-
-
-@emitted(None, int32)
-def pass_turn(b: ir.IRBuilder, barrier: ir.Value) -> None:
-    """Let the next warpgroup queue its products."""
-    ptx_hopper.named_arrive(b, barrier, 256)
-
-
 def named_sync(threads: int) -> Any:
     """``named_sync(barrier)``: wait until `threads` have come to a named barrier or arrived."""
-
-    @emitted(None, int32)
-    def named_sync_(b: ir.IRBuilder, barrier: ir.Value) -> None:
-        ptx_hopper.named_sync(b, barrier, threads)
-
-    return named_sync_
+    return emitted(None, int32)(partial(ptx_hopper.named_sync, threads=threads))
 
 
 def named_arrive(threads: int) -> Any:
     """``named_arrive(barrier)``: come to a named barrier of `threads`, and go on."""
-
-    @emitted(None, int32)
-    def named_arrive_(b: ir.IRBuilder, barrier: ir.Value) -> None:
-        ptx_hopper.named_arrive(b, barrier, threads)
-
-    return named_arrive_
+    return emitted(None, int32)(partial(ptx_hopper.named_arrive, threads=threads))
 
 
-@emitted(None)
-def cluster_sync(b: ir.IRBuilder) -> None:
-    """Wait for all threads of the cluster that have not ended, and see what each wrote."""
-    ptx_hopper.cluster_sync(b)
+#: ``my_turn(barrier)``: wait until the warpgroup before has queued its products, by a named barrier
+#: of two; ``pass_turn(barrier)``: let the next warpgroup queue its own.
+my_turn, pass_turn = named_sync(256), named_arrive(256)
+
+
+cluster_sync = emitted(None)(ptx_hopper.cluster_sync)
 
 
 # -- items: what the producer tells the consumers -------------------------------------------------
 
 
-@emitted(None, int32, int32)
-def put(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
-    """An integer to shared memory."""
-    ptx.store_shared(b, address, value)
+#: ``put(address, integer)``, to shared memory.
+put = emitted(None, int32, int32)(ptx.store_shared)
 
 
 @emitted(int32, int32)
@@ -223,10 +185,8 @@ def get(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return ptx.asm(b, "ld.shared.b32 $0, [$1];", "=r,r", [address], I32, effects=True)
 
 
-@emitted(int32, int64, int32)
-def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
-    """Count on from an integer in HBM, 0 after `last`, and get what it was."""
-    return ptx_hopper.fetch_count(b, address, last)
+#: ``fetch_count(address, last) -> int32``: count on from an integer in HBM, 0 after `last`.
+fetch_count = emitted(int32, int64, int32)(ptx_hopper.fetch_count)
 
 
 # -- the copy engine ------------------------------------------------------------------------------
@@ -274,10 +234,8 @@ def copy_tile(rows: int, chunks: int, *, packed: bool, blocks: int = 1) -> Any:
     return copy_tile_
 
 
-@emitted(int32, int32)
-def uncounted(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """A loop's counter, unchanged; LLVM, which cannot know so, does not unroll the loop."""
-    return ptx.again(b, value)
+#: ``uncounted(value)``: a loop's counter, unchanged; LLVM, which cannot know so, does not unroll.
+uncounted = emitted(int32, int32)(ptx.again)
 
 
 # -- products -------------------------------------------------------------------------------------
@@ -339,25 +297,15 @@ def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
 
 def product_wait(pending: int, n: int) -> Any:
     """``product_wait(c) -> c``: its sums are complete, as are all groups but the last `pending`."""
-
-    @emitted(floats(n // 2), floats(n // 2))
-    def product_wait_(b: ir.IRBuilder, c: Values) -> Values:
-        return ptx_hopper.wgmma_wait(b, pending, c)
-
-    return product_wait_
+    return emitted(floats(n // 2), floats(n // 2))(partial(ptx_hopper.wgmma_wait, pending=pending))
 
 
 def round_operand(bf16: bool, n: int) -> Any:
     """``round_operand(s) -> p``: sums as a left operand, two neighbours to a register."""
-
-    @emitted(words(n // 4), floats(n // 2))
-    def round_operand_(b: ir.IRBuilder, s: Values) -> Values:
-        return rounded(b, bf16, s)
-
-    return round_operand_
+    return emitted(words(n // 4), floats(n // 2))(partial(rounded, bf16=bf16))
 
 
-def rounded(b: ir.IRBuilder, bf16: bool, s: Values) -> Values:
+def rounded(b: ir.IRBuilder, s: Values, *, bf16: bool) -> Values:
     """Emit neighbours rounded to 16 bits, two to a register."""
     return [ptx.pack(b, bf16, s[x], s[x + 1]) for x in range(0, len(s), 2)]
 

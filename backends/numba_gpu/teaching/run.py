@@ -12,8 +12,9 @@ from typing import Any, Literal
 import numpy as np
 from numba import config, cuda
 
-from flashsim.backends import failures, launch
-from flashsim.backends.launch.lowering import Lowered, check, lower
+from flashsim.backends import failures
+from flashsim.backends.launch import kernel as launch
+from flashsim.backends.launch.device_tables import Lowered, check, lower
 from flashsim.backends.numba_gpu.teaching import kernels as teaching
 from flashsim.backends.numba_gpu.teaching.kernels import TeachingShape
 from flashsim.backends.reports import counts
@@ -218,11 +219,9 @@ class _Gpu:
 
     def taken(self, array: Any) -> Any:
         """See `_Simulator`."""
-        import cupy
+        from flashsim.backends.cupy_gpu import arrays
 
-        if type(array).__module__.partition(".")[0] == "torch":
-            return cupy.from_dlpack(array.detach())
-        return cupy.asarray(array)
+        return arrays.as_cupy(array)
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """See `_Simulator`."""
@@ -232,13 +231,9 @@ class _Gpu:
 
     def given(self, array: Any, like: Any) -> Any:
         """See `_Simulator`."""
-        if isinstance(like, np.ndarray):
-            return array.get()
-        if type(like).__module__.partition(".")[0] == "torch":
-            import torch
+        from flashsim.backends.cupy_gpu import arrays
 
-            return torch.from_dlpack(array)
-        return array
+        return arrays.as_library_of(like, array)
 
     def host(self, array: Any) -> np.ndarray:
         """See `_Simulator`."""

@@ -18,7 +18,7 @@ from flashsim.backends.numba_gpu import tiles
 from flashsim.backends.numba_gpu.tensor import gradients, output
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
 from flashsim.backends.numba_gpu.tiles import Operand, Tile
-from flashsim.backends.numba_gpu.walk import (
+from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
     TILE_STAMPS,
     VISIT_STAMPS,

@@ -17,7 +17,7 @@ from flashsim.backends.numba_gpu import tiles
 from flashsim.backends.numba_gpu.tensor import output, softmax
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
 from flashsim.backends.numba_gpu.tiles import Operand, Tile
-from flashsim.backends.numba_gpu.walk import (
+from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
     TILE_STAMPS,
     VISIT_STAMPS,

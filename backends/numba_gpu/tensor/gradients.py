@@ -109,16 +109,8 @@ def mask_probabilities(blocks: int, n: int, by_row: bool, left: bool, right: boo
     kind = floats(blocks * n // 2)
 
     @emitted(kind, kind, *[types.int32] * 6)
-    def mask_probabilities_(
-        b: ir.IRBuilder,
-        p: Values,
-        query: ir.Value,
-        key: ir.Value,
-        offset: ir.Value,
-        key_stop: ir.Value,
-        window_left: ir.Value,
-        window_right: ir.Value,
-    ) -> Values:
+    def mask_probabilities_(b: ir.IRBuilder, p: Values, *place: ir.Value) -> Values:
+        query, key, offset, key_stop, window_left, window_right = place
         lane = lane_of(b)
         down, across = b.lshr(lane, i32(2)), b.shl(b.and_(lane, i32(3)), i32(1))
         q, k = (down, across) if by_row else (across, down)

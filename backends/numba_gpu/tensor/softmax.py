@@ -45,16 +45,8 @@ def mask_rows(blocks: int, n: int, left: bool, right: bool) -> Any:
     kind = floats(blocks * n // 2)
 
     @emitted(kind, kind, *[types.int32] * 6)
-    def mask_rows_(
-        b: ir.IRBuilder,
-        s: Values,
-        query: ir.Value,
-        key: ir.Value,
-        offset: ir.Value,
-        key_stop: ir.Value,
-        window_left: ir.Value,
-        window_right: ir.Value,
-    ) -> Values:
+    def mask_rows_(b: ir.IRBuilder, s: Values, *place: ir.Value) -> Values:
+        query, key, offset, key_stop, window_left, window_right = place
         lane, limits = lane_of(b), {}
         column = b.add(key, b.shl(b.and_(lane, i32(3)), i32(1)))
         last = b.sub(b.sub(key_stop, i32(1)), column)  # compared with constants from here on

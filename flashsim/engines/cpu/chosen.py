@@ -6,8 +6,8 @@ from functools import lru_cache
 from typing import Any
 
 from flashsim.engines.cpu import threads
+from flashsim.engines.cpu.bf16_dot.tiles import SIDE
 from flashsim.engines.cpu.micro_kernels import along_tiles, registers
-from flashsim.engines.cpu.pairs.tiles import SIDE
 from flashsim.errors import BackendUnavailable, OptionError, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashsim.algorithms.tiles import finite
-from flashsim.engines.cpu import chosen, items, threads, walks_decode
+from flashsim.engines.cpu import chosen, threads, walks_decode, work_tiles
 from flashsim.engines.cpu.micro_kernels import registers
-from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, FLOAT16
+from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16, FLOAT16
 from flashsim.engines.cpu.micro_kernels.writer import LINE
 from flashsim.engines.cpu.notes import stage_trace
 from flashsim.engines.cpu.scores import Rules
@@ -250,7 +250,7 @@ class _CpuPass:
     def schedule(self, stage: plans.Stage) -> Schedule:
         """A stage's walk."""
         p, order = self.job.problem, self.job.key_order
-        return items.known(Schedule(p, self.tiling, stage.outer, order, stage.dense))
+        return work_tiles.known(Schedule(p, self.tiling, stage.outer, order, stage.dense))
 
     def walk(self, name: str, *arrays: Any, decode: bool = False) -> None:
         """Run a stage on all threads, and keep its trace if one is asked for."""
@@ -260,10 +260,10 @@ class _CpuPass:
         if self.job.trace:
             seen = np.zeros((p.batch * p.heads, stage.visits), np.int64)
             notes = Notes(np.zeros((stage.walks, stage.tiles), np.int64), seen)
-        turns = items.first_turns(stage.schedule) if fused else _NO_TURNS
-        walk = "decode" if decode else "pairs_" * self.pairs + WALKS[name]
-        odd = p.dtype in ROUNDING and walk not in ("pairs_forward", "decode")
-        parts = stage.parts or items.tiles(stage.schedule, name, self.threads, one=decode)
+        turns = work_tiles.first_turns(stage.schedule) if fused else _NO_TURNS
+        walk = "decode" if decode else WALKS[name]
+        odd = p.dtype in ROUNDING and not decode and not (self.pairs and name == "forward")
+        parts = stage.parts or work_tiles.tiles(stage.schedule, name, self.threads, one=decode)
         for tiles in parts:
             counter = np.zeros(PLACES, np.int64)
             args = [*arrays, self.shape, tiles, self.rules, notes, counter]
@@ -290,7 +290,7 @@ class _CpuPass:
         long = self._work(schedule, len(inner)) > threads.LONG
         found = _Stage(schedule, walks, len(ptr) - 1, len(inner), long)
         if p.banded:
-            parts = tuple(items.tiles(schedule, name, self.threads, one=decode))
+            parts = tuple(work_tiles.tiles(schedule, name, self.threads, one=decode))
             self._stages[key] = found = found._replace(parts=parts)
         return found
 
@@ -337,7 +337,7 @@ def _cpu(job: Job, direction: str) -> registers.Cpu:
 
 
 def _as_floats(flat: np.ndarray) -> np.ndarray:
-    """The floats that lie in the place of 16-bit numbers (see `halves`), or what was given.
+    """The floats that lie in the place of 16-bit numbers (see `float16`), or what was given.
 
     The last of an odd number lies beyond the end that a walk is told, which it does not ask for.
     """

@@ -1,4 +1,4 @@
-"""What happens to a panel of scores between products and softmax: softcap, bias, mask, rounding.
+"""What happens to a panel of scores between products and softmax: softcap, bias, mask.
 
 The same functions serve both orientations. Row r and lane c of a panel stand for one score (query,
 key); where that score lies in the bias, in the mask's bits and in the band is linear in r and c, so
@@ -11,14 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16
-from flashsim.engines.cpu.micro_kernels.plain import (
-    round_to_bfloat16,
-    round_to_float16,
-    soft_cap,
-    soft_cap_gated,
-)
-from flashsim.engines.cpu.primitives.parts import part
+from flashsim.engines.cpu.micro_kernels.plain import soft_cap, soft_cap_gated
+from flashsim.engines.cpu.primitives.inline_jit import part
 
 
 class Rules(NamedTuple):
@@ -34,7 +28,7 @@ class Rules(NamedTuple):
     banded : bool
         Whether the band alone decides; otherwise MASKED tiles bring their own bits.
     rounding : int
-        What inputs of 16 bits are, `BFLOAT16` or `FLOAT16`; None of others.
+        What inputs of 16 bits are, `float16.BFLOAT16` or `FLOAT16`; None of others.
     bias : ndarray, flat, accumulator type
         Of (batch, head) it starts at ``batch * bias_batch + head * bias_head``; empty without bias.
     """
@@ -142,17 +136,6 @@ def add_bias_gradient(dbias, dS, s0, ld, first, last, lanes, place):
         at = place.bias + r * place.bias_row
         for c in range(lanes):
             dbias[at + c * place.bias_lane] += dS[np.uint64(s0 + r * ld + c)]
-
-
-@part
-def round_panel(cpu, X, x0, ld, rows, rounding):
-    """Round to the nearest number of a 16-bit type (ties to even), if any, staying in float32."""
-    if rounding is None:
-        return
-    if rounding == BFLOAT16:
-        round_to_bfloat16(cpu, X, x0, ld, rows)
-    else:
-        round_to_float16(cpu, X, x0, ld, rows)
 
 
 @part

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,9 @@ import numpy as np
 from numba import njit
 from numba.core.event import Event, Listener, register
 
-from flashsim.engines.cpu import team, walks, walks_backward, walks_decode
-from flashsim.engines.cpu.pairs import backward as pair_walks_backward
-from flashsim.engines.cpu.pairs import forward as pair_walks
-from flashsim.engines.cpu.primitives.parts import Whole
-from flashsim.engines.cpu.primitives.seats import together
+from flashsim.engines.cpu import kernels_backward, kernels_forward, thread_pool, walks_decode
+from flashsim.engines.cpu.primitives.borrowed_args import call_with_lent
+from flashsim.engines.cpu.primitives.inline_jit import Whole
 from flashsim.engines.cpu.tables import STOP
 from flashsim.l2.compiled import keep, kept
 
@@ -28,30 +27,20 @@ PATIENCE = 1.0
 #: Multiply-adds of a walk beyond which it can be interrupted: a tenth of a second or less.
 LONG = 1 << 30
 
-#: Seconds between two looks for an interrupt, where waiting does not end with it.
-HEARING = 0.2
-
 #: Threads that can be asked for on any machine: more than CPUs gain nothing, but show that nothing
 #: changes.
 ALWAYS = 64
-
-#: No other threads.
-_NOBODY = np.zeros(0, np.int64)
 
 #: No wrapper for callers in C, of whom there are none.
 _LESS: Any = {"no_cfunc_wrapper": True, "pipeline_class": Whole}
 
 #: What a walk is called by, and what it is.
 _ALL: dict[str, Callable] = {
-    "forward": walks.forward,
+    "forward": kernels_forward.forward,
     "decode": walks_decode.decode,
-    "delta": walks_backward.delta_rows,
-    "grad_keys": walks_backward.grad_keys,
-    "grad_queries": walks_backward.grad_queries,
-    "pairs_forward": pair_walks.forward,
-    "pairs_delta": walks_backward.delta_rows,
-    "pairs_grad_keys": pair_walks_backward.grad_keys,
-    "pairs_grad_queries": pair_walks_backward.grad_queries,
+    "delta": kernels_backward.delta_rows,
+    "grad_keys": kernels_backward.grad_keys,
+    "grad_queries": kernels_backward.grad_queries,
 }
 
 
@@ -60,14 +49,12 @@ def _entry(name: str, walk: Callable, sources: str) -> Any:
 
     Numba notices an edit of the file that holds a cached function, not of those it calls. So the
     function here has the text of all of them, `sources`, as a free variable: it is then part of
-    the cache's key; its name is that of its files. The arrays among its arguments live as long as
-    the call (see `references.lend`).
+    the cache's key; its name is that of its files.
     """
 
-    def entry(seats, cpu, *args):
+    def entry(cpu, *args):
         sources  # noqa: B018
-        if together(seats, walk, cpu, args):
-            raise MemoryError("no memory for the tiles of a thread")
+        call_with_lent(walk, cpu, args)
 
     entry.__name__ = entry.__qualname__ = name
     return keep(njit(nogil=True, error_model="numpy", **_LESS)(entry))
@@ -106,46 +93,48 @@ def most() -> int:
     return max(available(), ALWAYS)
 
 
-def run(
-    name: str, threads: int, *args: Any, counter: np.ndarray | None = None, long: bool = False
-) -> None:
-    """Run one walk on `threads` threads; compile it first if need be.
+def run(name: str, threads: int, *args: Any, counter: np.ndarray, long: bool = False) -> None:
+    """Run one kernel on `threads` threads; compile it first if need be.
 
     Python hears an interrupt only between its own instructions. So this thread is one of them in a
-    short walk only; in a `long` one another takes its place, and when it is interrupted it tells
-    them to leave (`walks.stopped`) by the walk's `counter`, one of its arguments. A thread that has
+    short kernel only; in a `long` one it waits, and when it is interrupted it tells them to leave
+    (`kernels_forward.stopped`) by the kernel's `counter`, one of its arguments. A thread that has
     not begun when no items are left is not waited for.
     """
-    walk = _WALKS[name]
-    if not long or counter is None:
-        _walk(walk, threads, args)
+    call = partial(_call, _WALKS[name])
+    if threads == 1 and not long:
+        call(*args)
         return
-    counter[STOP] = 1
-    walk(_NOBODY, *args)  # compiled here, where an interrupt is heard
-    counter[:] = 0
-    raised: list[BaseException] = []
-    mine = walk, threads, args, raised
-    caller = threading.Thread(target=_walk, args=mine, name="flashsim walk", daemon=True)
+    kind = name, _kind(args)
+    if kind not in _COMPILED:  # by this thread alone, where an interrupt is heard
+        before = counter.copy()
+        counter[STOP] = 1
+        call(*args)
+        counter[:] = before
+        _COMPILED.add(kind)
     try:
-        caller.start()
-        while caller.is_alive():  # Windows hears no interrupt without a timeout
-            caller.join(HEARING)
+        thread_pool.pool().run(threads, call, args, wait=long)
     except BaseException:
         counter[STOP] = 1
         raise
-    for error in raised:
-        raise error
 
 
-def _walk(walk: Any, threads: int, args: Any, raised: list[BaseException] | None = None) -> None:
-    """One walk on this thread and others."""
+def _call(kernel: Any, *args: Any) -> None:
     try:
-        with team.here().seats(threads - 1) as seats:
-            walk(seats, *args)
-    except BaseException as error:
-        if raised is None:
-            raise
-        raised.append(error)
+        kernel(*args)
+    except MemoryError:  # Numba says "Allocation failed"
+        raise MemoryError("no memory for the tiles of a thread") from None
+
+
+#: Kernels, and types of their arguments, that are compiled.
+_COMPILED: set[tuple] = set()
+
+
+def _kind(x: Any) -> Any:
+    """What of an argument a compilation depends on."""
+    if isinstance(x, np.ndarray):
+        return x.dtype
+    return (type(x), *map(_kind, x)) if isinstance(x, tuple) else type(x)
 
 
 def frozen(array: np.ndarray) -> np.ndarray:

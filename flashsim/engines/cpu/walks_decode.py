@@ -14,11 +14,14 @@ import math
 
 import numpy as np
 
+from flashsim.engines.cpu.bf16_dot.operations import begin_tiles, end_tiles
+from flashsim.engines.cpu.kernels_forward import stopped
 from flashsim.engines.cpu.micro_kernels.plain import dots, side_by_side, softmax_along, weigh, widen
 from flashsim.engines.cpu.micro_kernels.plain import narrow as narrow_numbers
-from flashsim.engines.cpu.pairs.operations import begin_tiles, end_tiles
 from flashsim.engines.cpu.primitives.arrays import panel_array
 from flashsim.engines.cpu.primitives.atomics import arrive, fetch_add
+from flashsim.engines.cpu.primitives.borrowed_args import borrow
+from flashsim.engines.cpu.primitives.inline_jit import part
 from flashsim.engines.cpu.primitives.packing import (
     SIDE,
     copy_rows,
@@ -27,11 +30,8 @@ from flashsim.engines.cpu.primitives.packing import (
     room_for,
     widened,
 )
-from flashsim.engines.cpu.primitives.parts import part
-from flashsim.engines.cpu.primitives.references import borrow
 from flashsim.engines.cpu.scores import Place, finish_scores, visible_rows
 from flashsim.engines.cpu.tables import NOTE
-from flashsim.engines.cpu.walks import stopped
 from flashsim.schedule.schedule import MASKED
 
 #: The least visits of a part, and how many items a walk has if keys allow.

@@ -1,7 +1,7 @@
 """How long the GPU kernels of `flashsim.backends` take: a model of units, overlap, waves and tails.
 
 Standard attention's time, too, and when FlashAttention wins: `when`. What the model was calibrated
-on, and how far off it is elsewhere: docs/guides/truth.md.
+on, and how far off it is elsewhere: docs/reference/predictions.md.
 """
 
 from flashsim.problem.links import LINKS, Link

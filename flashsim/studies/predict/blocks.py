@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections.abc import Sequence
 
-from flashsim.backends.families import tile_times
+from flashsim.backends.launch_policy import cost_model
 
 
 def makespan(
@@ -43,23 +41,11 @@ def makespan(
     slots = min(items, share * processors)
     whole = [share * w + t for w, t in zip(work, latency, strict=True)]
     # A slot: when its block ends, its number (SM: number modulo `processors`), the tile.
-    held: list[tuple[float, int, int]]
     if len({*zip(work, latency, strict=True)}) == 1:  # they end in waves
         waves, rest = divmod(items, slots)
         held = [((waves + (slot < rest)) * whole[0], slot, 0) for slot in range(slots)]
     else:
-        started = itertools.chain.from_iterable(
-            itertools.repeat(tile, min(clump, walks - first))
-            for first in range(0, walks, clump)
-            for tile in range(len(work))
-        )
-        held = [
-            (whole[tile], slot, tile) for slot, tile in zip(range(slots), started, strict=False)
-        ]
-        heapq.heapify(held)
-        for tile in started:
-            end, slot, _ = held[0]
-            heapq.heapreplace(held, (end + whole[tile], slot, tile))
+        held = cost_model.last_items(whole, walks, clump, [0.0] * slots)
     on: list[list[tuple[float, float, float]]] = [[] for _ in range(processors)]
     for end, slot, tile in held:
         on[slot % processors].append((end, work[tile], latency[tile]))
@@ -85,10 +71,7 @@ def in_launches(
     """
     free = [0.0] * processors
     for seconds, items, cluster, places in launches:
-        free.sort()
-        begun = free[cluster - 1 : cluster * places : cluster]  # with the last of a cluster's SMs
-        done = tile_times.ends([seconds], items, items, begun)
-        free = done * cluster + free[cluster * places :]
+        free = cost_model.ends_of_launch([seconds], items, cluster, places, free)
     return max(free), sum(free) / processors
 
 

@@ -1,8 +1,8 @@
 """Constants of the time model, fitted by `benchmarks/predict.py --fit` to one H200's kernels.
 
-What they were fitted to is `benchmarks/time_shapes.py`'s `CALIBRATION`; what they were judged on is
-never seen by the fit (docs/guides/truth.md). What a chip's units can do is measured without any of
-these kernels: docs/data/units-h200.csv.
+They were fitted to the shapes of `CALIBRATION` in `benchmarks/time_shapes.py`, and judged on shapes
+that the fit never sees (docs/reference/predictions.md). The rates of a chip's units are measured
+without any of these kernels: docs/data/units-h200.csv.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ HBM_SHARE, LAUNCH = 0.85, 3e-6
 L2_KEEPS = 2 / 3
 #: How the time of tiles and that of bytes that cross HBM again make one: as the root of the sum of
 #: such powers. 1 would be one after the other, infinity the longer alone; chosen with six passes of
-#: grouped heads in view (docs/guides/truth.md).
+#: grouped heads in view (docs/reference/predictions.md).
 AGAIN = 3
 #: Share of the tensor cores' peak that a large matrix product of a library reaches: 783 of 989
 #: TFLOP/s, bfloat16, 8192 x 8192 x 8192, on the same H200.

@@ -16,8 +16,8 @@ from itertools import pairwise
 import numpy as np
 
 from flashsim.api import counting
-from flashsim.backends.families import decode
 from flashsim.backends.launch.kernel import Gpu, padded_dims
+from flashsim.backends.launch_policy import decode
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem.hardware import Device

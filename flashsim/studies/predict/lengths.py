@@ -92,7 +92,7 @@ def when(
     table.note = (
         f"{found}. standard: a library's kernels at best, every score computed; bound: its "
         f"slowest kernel and what that waits for; flash: flashsim's kernels{untested(device)}; "
-        "how far both are from measurements: docs/guides/truth.md"
+        "how far both are from measurements: docs/reference/predictions.md"
     )
     return table
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from flashsim.api import counting, inputs
-from flashsim.backends.families import tile_times
-from flashsim.backends.families.family import Family
-from flashsim.backends.families.hopper import HOPPER
-from flashsim.backends.families.hopper_fp8 import HOPPER_FP8
-from flashsim.backends.families.portable import PORTABLE
-from flashsim.backends.launch import Gpu
+from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch.passes import KernelPass
+from flashsim.backends.launch_policy import cost_model
+from flashsim.backends.launch_policy.family import Family
+from flashsim.backends.launch_policy.hopper import HOPPER
+from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
+from flashsim.backends.launch_policy.portable import PORTABLE
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import DTypeError, OptionError, UnsupportedError, own_errors, shown
 from flashsim.problem import checks
@@ -176,10 +176,10 @@ def _beside(
         launched = c.launch
     (before, its, places), (takes, grid, _) = runs
     # A cluster has no room on some SMs: those are free from the beginning.
-    done = tile_times.ends(before, *its, [0.0] * places) + [0.0] * (device.sm_count - places)
+    done = cost_model.ends(before, *its, [0.0] * places) + [0.0] * (device.sm_count - places)
     idle = [max(0.0, max(done) - end - launched) for end in done]
-    alone = max(tile_times.ends(takes, *grid, [0.0] * len(idle)))
-    gained = alone - max(tile_times.ends(takes, *grid, [-x for x in idle]))
+    alone = max(cost_model.ends(takes, *grid, [0.0] * len(idle)))
+    gained = alone - max(cost_model.ends(takes, *grid, [-x for x in idle]))
     adds = max(dq.seconds - gained, min(dq.seconds, max(dq.units.values())))
     return replace(dq, seconds=adds, joules=dq.joules and joules(dq.use, adds, device))
 
@@ -231,9 +231,9 @@ def _prepare(
 
 
 def _in_python(direction: str) -> Family:
-    from flashsim.backends.numba_gpu import families
+    from flashsim.backends.numba_gpu import launch_policy
 
-    return families.HOPPER if direction == "forward" else families.TENSOR
+    return launch_policy.HOPPER if direction == "forward" else launch_policy.TENSOR
 
 
 def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]) -> StageTime:
@@ -318,9 +318,9 @@ def _blocks(
     shared, waiting = durations(work, c)
     if blocks > 1:  # that share an item: each is as long in its part of it
         width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
-        adding_up = 1e-6 * tile_times.ADDING_UP[width]
+        adding_up = 1e-6 * cost_model.ADDING_UP[width]
         shared, waiting = shared / blocks, (waiting - c.item) / blocks + c.item + adding_up
-    places = int(traffic.device.sm_count * tile_times.CLUSTERS[blocks])
+    places = int(traffic.device.sm_count * cost_model.CLUSTERS[blocks])
     return shared, waiting, (one.walks * blocks, one.clump * blocks), places
 
 

@@ -89,7 +89,7 @@ class Prediction:
             f"{named}: {self.seconds * 1e3:.3f} ms{energy}",
             ("stage", "ms", "bound", *(f"{unit} ms" for unit in units), "waves", "tail", "J"),
             note=f"{source}{untested(t.device)}; errors on other shapes, and what "
-            "is not modelled: docs/guides/truth.md",
+            "is not modelled: docs/reference/predictions.md",
         )
         if held is not None:
             table.note = (

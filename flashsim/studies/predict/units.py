@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flashsim.backends.families import hopper_kernels
-from flashsim.backends.launch import padded_dims, row_elements
+from flashsim.backends.launch.kernel import padded_dims, row_elements
 from flashsim.backends.launch.passes import KernelPass
+from flashsim.backends.launch_policy import hopper_kernels
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import stage_work, total_flops
 from flashsim.problem.hardware import Device

@@ -8,9 +8,9 @@ from statistics import fmean
 from typing import Any
 
 from flashsim import report
-from flashsim.backends.families.hopper import HOPPER
+from flashsim.backends.launch.device_tables import Lowered, lower
 from flashsim.backends.launch.kernel import Gpu, row_elements
-from flashsim.backends.launch.lowering import Lowered, lower
+from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import DTypeError, TraceError, own_errors, shown
 from flashsim.l2 import L2Model, dram
@@ -217,10 +217,8 @@ def _together(traffic: Traffic, stage: plans.Stage) -> tuple[int, bool]:
     The others have the L2 model's rule. Of those in Python, which are never in step, it is C++'s
     that is predicted, too.
     """
-    tables, gpu = _lowered(traffic, stage), Gpu.like(traffic.device)
-    heads = HOPPER.clump(stage, tables, gpu)
-    alone = HOPPER.cluster(stage, tables, gpu) == 1
-    return heads, alone and HOPPER.in_step(stage, tables, heads, gpu)
+    how = HOPPER.hand_out(stage, _lowered(traffic, stage), Gpu.like(traffic.device))
+    return how.clump, how.in_step
 
 
 def _lowered(traffic: Traffic, stage: plans.Stage) -> Lowered:

@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flashsim.backends.families import hopper_kernels
-from flashsim.backends.families.family import PLAIN
-from flashsim.backends.families.hopper import HOPPER
-from flashsim.backends.families.portable_kernels import dkdv_kernel
+from flashsim.backends.launch.device_tables import lower
 from flashsim.backends.launch.kernel import Gpu, padded_dims, row_elements
-from flashsim.backends.launch.lowering import lower
+from flashsim.backends.launch_policy import hopper_kernels
+from flashsim.backends.launch_policy.family import PLAIN
+from flashsim.backends.launch_policy.hopper import HOPPER
+from flashsim.backends.launch_policy.portable_kernels import dkdv_kernel
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import stage_work, total_flops
 from flashsim.schedule import plans
@@ -68,19 +68,13 @@ def shares(
     if stage.outer != "keys":
         return ()
     gpu, tables = Gpu.like(traffic.device), lower(traffic.schedule(stage), "col")
-    walks, _ = plans.heads_of(stage, traffic.problem)
-    late = not (in_turns or stage.once)
-    cluster = 1 if in_turns else HOPPER.cluster(stage, tables, gpu)
-    parts = () if in_turns else HOPPER.remainder(stage, tables, cluster, gpu)
     steps = tables.visits * (traffic.problem.group if stage.per == "group" else 1)
-    rest = walks * tables.tiles - sum(items for _, items in parts)
     found = []
-    for blocks, items in (*parts, (cluster, rest)):
+    for blocks, items, late in HOPPER.hand_out(stage, tables, gpu, ordered=in_turns).launches:
         # Of each tile of keys; where launches differ, all are equally long (`Hopper.remainder`).
         working = np.minimum(steps, blocks) if python else np.full_like(steps, blocks)
         products = int(working.sum()) * int(items) // tables.tiles
-        unused = products if late and HOPPER.defers(stage, tables, blocks) else 0
-        found.append(SharedItems(int(items), int(blocks), unused))
+        found.append(SharedItems(int(items), int(blocks), products if late else 0))
     return tuple(found)
 
 
@@ -203,7 +197,7 @@ def _columns_of_dq(traffic: Traffic) -> int:
     """
     device = traffic.device
     gpu = Gpu(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes)
-    kernel = dkdv_kernel(traffic.problem, traffic.tiling, PLAIN, gpu, fused=True)
+    kernel = dkdv_kernel(traffic.problem, traffic.tiling, replace(PLAIN, fused=True), gpu)
     constants = dict(kernel.constants)
     pairs, across = constants["FS_D"] // 16, constants["FS_WARPS"] // constants["FS_WARPS_Q"]
     share = -(-pairs // across)

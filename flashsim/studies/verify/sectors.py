@@ -6,7 +6,8 @@ warps, that write a half of it each. Whether L2 sees one request or two is a mat
 waits on the way from an SM to L2 is put together. So of writes two numbers are exact, the bytes
 stored and the sectors that instructions touch, and the counter lies between them
 (docs/notebooks/counters.md). Which elements one instruction stores is written in the kernels:
-`store_row` of hopper/work.cuh, `store_tile` of portable/mma.cuh, portable/backward_rows.cu.
+`store_row` of hopper/tile_scheduler.cuh, `store_tile` of portable/mma.cuh and
+portable/backward_rows.cu.
 """
 
 from __future__ import annotations

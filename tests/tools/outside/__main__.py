@@ -2,9 +2,9 @@
 
     PYTHONPATH=tests/tools python -m outside [SUITE ...] [--gpu] [--whole] [--jobs N] [--page FILE]
 
-Prints a table of what passed, failed, was not applicable (and why) and was left out, and writes it
-into docs/guides/outside.md, in the place of the device's last one, if every suite was run. The exit
-status is 1 if a test failed.
+Prints a table of what passed, failed, was not applicable (and why) and was left out. If every suite
+was run, the table replaces the device's last one in docs/notebooks/outside.md. The exit status is 1
+if a test failed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outside.cases import Tested
 from outside.running import run
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "docs/guides/outside.md"
+PAGE = ROOT / "docs/notebooks/outside.md"
 SUITES = ("cs336", "flash_attention", "torch_sdpa", "jax_nn")
 
 

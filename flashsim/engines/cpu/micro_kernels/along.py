@@ -16,7 +16,7 @@ from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels.along_pairs import weigh_pairs
 from flashsim.engines.cpu.micro_kernels.along_tiles import dots_in_tiles, tiled, weigh_in_tiles
-from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, rounded
+from flashsim.engines.cpu.micro_kernels.float16 import rounded
 from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.stretch import (
@@ -216,7 +216,7 @@ def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind:
                 ps = [b.fadd(one, other) for one, other in zip(ps[::2], ps[1::2], strict=True)]
             else:
                 for p, place in zip(ps, places, strict=True):
-                    code.store(rounded(code, p, kind == BFLOAT16) if kind else p, place)
+                    code.store(rounded(code, p, kind), place)
             return [b.fadd(total, p) for total, p in zip(sums, ps, strict=True)]
 
         sums = code.loop(n, [code.const(0)] * count, exponentials, by=at_once * code.lanes)

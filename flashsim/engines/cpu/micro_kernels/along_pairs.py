@@ -9,7 +9,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels.along_tiles import side_by_side_in_tiles, tiled
-from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, SHORT
+from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16, SHORT
 from flashsim.engines.cpu.micro_kernels.pair_writer import WORD, PairCode
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.stretch import (

@@ -1,4 +1,4 @@
-"""What `along` does otherwise where AMX's tiles multiply pairs (`pairs.tiles`): 16 heads at a time.
+"""What `along` does otherwise where AMX multiplies pairs (`bf16_dot.tiles`): 16 heads at a time.
 
 Rows of K are a left operand as they lie in memory, and Q a right one, so scores come with keys for
 rows and heads for columns, and are turned over. P is a left operand as softmax leaves it; two rows
@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16
+from flashsim.engines.cpu.bf16_dot import tiles
+from flashsim.engines.cpu.bf16_dot.tiles import SIDE
+from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16
 from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.stretch import HEADS, Stretch, in_blocks, lanes_below
 from flashsim.engines.cpu.micro_kernels.writer import INT, LINE
-from flashsim.engines.cpu.pairs import tiles
-from flashsim.engines.cpu.pairs.tiles import SIDE
 
 #: What writes a product of tiles, by `Blocking.pairs`.
 TILED: dict[str, Callable] = {"amx": tiles.lower}

@@ -8,7 +8,7 @@ import numpy as np
 from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels.exponential import POWER_FROM_0
-from flashsim.engines.cpu.micro_kernels.halves import SHORT, rounded_bits
+from flashsim.engines.cpu.micro_kernels.float16 import SHORT, rounded_bits
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import Code
 

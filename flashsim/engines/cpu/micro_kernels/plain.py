@@ -10,43 +10,43 @@ lanes S^T = K Q^T and O^T += V^T P^T, so that
 
 Every function here takes flat arrays and offsets (in elements): ``S[s0 + r * ld + c]`` is row r,
 lane c. The functions below are the specification. On CPUs whose vector registers are known
-(`registers.py`) `vector.py` supplies the same operation as vector code, chosen when a kernel is
-compiled by the type of its first argument; tests hold the two against each other.
+(`registers.py`) the same operation is vector code, which the decorator names (`vector.operation`):
+it is chosen when a kernel is compiled, by the type of the first argument. Tests hold the two
+against each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-from flashsim.engines.cpu.micro_kernels import vector
-from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16
-from flashsim.engines.cpu.micro_kernels.registers import Plain
-from flashsim.engines.cpu.primitives.parts import HotPart, part, using
+from flashsim.engines.cpu.bf16_dot.codegen import build_any_product
+from flashsim.engines.cpu.micro_kernels.along import build_dots, build_softmax_along, build_weigh
+from flashsim.engines.cpu.micro_kernels.along_pairs import build_side_by_side
+from flashsim.engines.cpu.micro_kernels.codegen import (
+    build_grad_scores,
+    build_online_softmax,
+    build_product,
+    build_soft_cap,
+    build_transpose,
+)
+from flashsim.engines.cpu.micro_kernels.float16 import (
+    BFLOAT16,
+    build_convert,
+    build_round,
+)
+from flashsim.engines.cpu.micro_kernels.vector import operation, operation_by_kind
+from flashsim.engines.cpu.primitives.inline_jit import part
 
 LOG2E = 1.4426950408889634
 
 
-def operation(vectorised: Callable) -> Callable:
-    """Let compiled callers of the decorated definition use `vectorised`, where registers are known.
-
-    Called from Python, the definition runs as it stands.
-    """
-
-    def decorate(definition: Callable) -> Callable:
-        def choose(cpu, *_):
-            return definition if cpu.instance_class is Plain else vectorised
-
-        using(HotPart, definition, choose)
-        return definition
-
-    return decorate
-
-
-@operation(vector.product_set)
+@operation("a o0 i a o1 i i a o2 i i i", build_any_product, mode="set")
 def product_set(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
-    """C = A B: C (rows, width), A (rows, n) with strides `row` and `step`, B (n, width)."""
+    """C = A B: C (rows, width), A (rows, n) with strides `row` and `step`, B (n, width).
+
+    Where a CPU multiplies pairs of bfloat16 (`Blocking.pairs`), elements of A and B are such pairs,
+    each product is that of two pairs, and neighbours in a row of A lie side by side.
+    """
     for r in range(rows):
         for c in range(cpu.width):
             total = C.dtype.type(0)
@@ -55,7 +55,7 @@ def product_set(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
             C[c0 + r * ldc + c] = total
 
 
-@operation(vector.product_add)
+@operation("a o0 i a o1 i i a o2 i i i", build_any_product, mode="add")
 def product_add(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
     """C += A B; as `product_set`."""
     for r in range(rows):
@@ -66,7 +66,7 @@ def product_add(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
             C[c0 + r * ldc + c] = total
 
 
-@operation(vector.product_rescale)
+@operation("a o0 i a o1 i i a o2 i i i a o3", build_product, mode="rescale")
 def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, alpha0):
     """C = alpha C + A B, one alpha a lane; the rescaling rides on the load of C."""
     for r in range(rows):
@@ -77,7 +77,7 @@ def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alph
             C[c0 + r * ldc + c] = total
 
 
-@operation(vector.online_softmax)
+@operation("a o0 i a a a o1,2,3", build_online_softmax)
 def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
     """One step of the online softmax down each lane: S becomes P, and m, l, alpha move on.
 
@@ -102,7 +102,7 @@ def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
         l[at + c] = alpha[at + c] * l[at + c] + (even + odd)
 
 
-@operation(vector.grad_scores_by_row)
+@operation("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=True)
 def grad_scores_by_row(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
     """P = exp(S - L) in S's place and dS = P (dP - delta) in dP's; L and delta belong to rows."""
     log2e = S.dtype.type(LOG2E)
@@ -113,7 +113,7 @@ def grad_scores_by_row(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
             dP[d0 + r * ld + c] = p * (dP[d0 + r * ld + c] - delta[l0 + r])
 
 
-@operation(vector.grad_scores_by_lane)
+@operation("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=False)
 def grad_scores_by_lane(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
     """As `grad_scores_by_row`, where L and delta belong to lanes."""
     log2e = S.dtype.type(LOG2E)
@@ -124,7 +124,7 @@ def grad_scores_by_lane(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
             dP[d0 + r * ld + c] = p * (dP[d0 + r * ld + c] - delta[l0 + c])
 
 
-@operation(vector.soft_cap)
+@operation("a o0 i i a", build_soft_cap, gated=False)
 def soft_cap(cpu, S, s0, ld, rows, c):
     """S = c tanh(S / c), with the cap in ``c[0]``."""
     for r in range(rows):
@@ -132,7 +132,7 @@ def soft_cap(cpu, S, s0, ld, rows, c):
             S[at] = c[0] * np.tanh(S[at] / c[0])
 
 
-@operation(vector.soft_cap_gated)
+@operation("a o0 i i a a o2", build_soft_cap, gated=True)
 def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
     """As `soft_cap`; `gate`, laid out like S, takes 1 - tanh^2, the factor from dS back."""
     for r in range(rows):
@@ -142,7 +142,7 @@ def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
             gate[g0 + x] = 1 - t * t
 
 
-@operation(vector.side_by_side)
+@operation_by_kind("a i i", build_side_by_side)
 def side_by_side(cpu, Q, ld, rows, kind):
     """Q (rows, ld), as `dots` takes it: as it is.
 
@@ -152,7 +152,7 @@ def side_by_side(cpu, Q, ld, rows, kind):
     """
 
 
-@operation(vector.dots)
+@operation_by_kind("a i a i i a o2 i i i a", build_dots)
 def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
     """S (heads, rows) = factor[0] Q K^T of Q (heads, d), by `side_by_side`, and K (rows, d), which
     may be of 16-bit numbers.
@@ -168,7 +168,7 @@ def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
             S[h * ld + r] = factor[0] * total
 
 
-@operation(vector.softmax_along)
+@operation_by_kind("a i i i a a a o1,2,3", build_softmax_along)
 def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
     """`online_softmax` along the rows of S (heads, n), one head each; n a multiple of 32.
 
@@ -192,7 +192,7 @@ def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
         l[at + h] = alpha[at + h] * l[at + h] + total
 
 
-@operation(vector.weigh)
+@operation_by_kind("a o0 i a i a i i i i", build_weigh)
 def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):
     """O (heads, dv) += P V of P (heads, keys) and V (keys, dv), which may be of 16-bit numbers, and
     P's are then such numbers, too, as `softmax_along` leaves them.
@@ -208,7 +208,7 @@ def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):
             O[o0 + h * ldo + x] += total
 
 
-@operation(vector.transpose_in)
+@operation("a a o1 i i i a", build_transpose, out=False)
 def transpose_in(cpu, panels, X, x0, rows, cols, d, factors):
     """X (rows, d), each row times its factor, into panels: `cols` of its columns, see `pack`."""
     w = cpu.width
@@ -217,7 +217,7 @@ def transpose_in(cpu, panels, X, x0, rows, cols, d, factors):
             panels[(row // w * d + x) * w + row % w] = X[x0 + row * d + x] * factors[row]
 
 
-@operation(vector.transpose_out)
+@operation("a a o1 i i i a", build_transpose, out=True)
 def transpose_out(cpu, panels, X, x0, rows, cols, d, factors):
     """The reverse of `transpose_in`."""
     w = cpu.width
@@ -226,38 +226,22 @@ def transpose_out(cpu, panels, X, x0, rows, cols, d, factors):
             X[x0 + row * d + x] = panels[(row // w * d + x) * w + row % w] * factors[row]
 
 
-@operation(vector.round_to_bfloat16)
-def round_to_bfloat16(cpu, X, x0, ld, rows):
-    """Round to the nearest bfloat16 (ties to even), staying in float32; NaN and infinity stay.
+@operation_by_kind("a o0 i i", build_round)
+def round_panel(cpu, X, x0, ld, rows, kind):
+    """Round to the nearest 16-bit number (ties to even), if inputs are such, staying in float32.
 
-    On the bits, since Numba has no 16-bit floats on CPUs.
+    Infinity from 65520 on for float16; NaN stays.
     """
-    bits = X.view(np.uint32)
+    if kind is None:
+        return
     for r in range(rows):
         for at in range(x0 + r * ld, x0 + r * ld + cpu.width):
-            if abs(X[at]) < np.inf:
-                bits[at] = _drop(bits[at], np.uint32(16))
+            X[at] = rounded_number(X[at], kind)
 
 
-@operation(vector.round_to_float16)
-def round_to_float16(cpu, X, x0, ld, rows):
-    """The same to the nearest float16; infinity from 65520 on."""
-    bits = X.view(np.uint32)
-    for r in range(rows):
-        for at in range(x0 + r * ld, x0 + r * ld + cpu.width):
-            size = abs(X[at])
-            if size < 2.0**-14:  # subnormal in float16: a multiple of 2^-24, the ulp of 1/2
-                half = np.copysign(np.float32(0.5), np.float32(X[at]))
-                X[at] = (np.float32(X[at]) + half) - half
-            elif size < np.inf:
-                bits[at] = _drop(bits[at], np.uint32(13))
-                if abs(X[at]) > 65504:
-                    X[at] = np.copysign(np.inf, X[at])
-
-
-@operation(vector.widen)
+@operation_by_kind("a o0 a i i", build_convert, narrow=False)
 def widen(cpu, floats, f0, halves, h0, n, kind):
-    """n 16-bit numbers, BFLOAT16 or FLOAT16, as floats, exactly; see `halves` for their array."""
+    """n 16-bit numbers, BFLOAT16 or FLOAT16, as floats, exactly; see `float16` for their array."""
     bits = halves.view(np.uint16)
     for i in range(n):
         value = number_of(bits[h0 + i])
@@ -266,7 +250,7 @@ def widen(cpu, floats, f0, halves, h0, n, kind):
         floats[f0 + i] = value
 
 
-@operation(vector.narrow)
+@operation_by_kind("a o0 a i i", build_convert, narrow=True)
 def narrow(cpu, floats, f0, halves, h0, n, kind):
     """The reverse, to the nearest (ties to even); infinity where it is too large for float16."""
     bits = halves.view(np.uint16)
@@ -296,10 +280,10 @@ def rounded_number(x, kind):
 def bits_of(x):
     """The bits of the bfloat16 nearest to a float32 (ties to even), as 32 bits."""
     bits = np.float32(x).view(np.uint32)
+    if x != x:  # rounding could carry a NaN into a number
+        return np.uint32((bits | np.uint32(1 << 22)) >> np.uint32(16))
     odd = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded = np.uint32(bits + np.uint32(0x7FFF) + odd)
-    quiet = np.uint32(bits | np.uint32(1 << 22))  # rounding could carry a NaN into a number
-    return np.uint32((rounded if x == x else quiet) >> np.uint32(16))
+    return np.uint32(np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
 
 
 @part

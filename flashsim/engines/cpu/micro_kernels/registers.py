@@ -48,13 +48,13 @@ class Avx512(NamedTuple):
 
 
 class Avx512Bf16(NamedTuple):
-    """AVX-512 whose dot products of bfloat16 pairs are an instruction (`engines.cpu.pairs`)."""
+    """AVX-512 whose dot products of bfloat16 pairs are an instruction (`engines.cpu.bf16_dot`)."""
 
     width: int
 
 
 class Amx(NamedTuple):
-    """The same with AMX: eight registers of 16 x 64 B (`pairs.tiles`)."""
+    """The same with AMX: eight registers of 16 x 64 B (`bf16_dot.tiles`)."""
 
     width: int
 
@@ -98,7 +98,7 @@ class Blocking(NamedTuple):
     prefetch : bool
         Whether products bring near what they read next (docs/notebooks/cpu.md).
     pairs : str
-        How pairs of bfloat16 are multiplied, if they are (`pairs.codegen.PRODUCTS`).
+        How pairs of bfloat16 are multiplied, if they are (`bf16_dot.codegen.PRODUCTS`).
     """
 
     register: int

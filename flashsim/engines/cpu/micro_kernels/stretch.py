@@ -7,7 +7,7 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels import registers
-from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, SHORT, as_floats
+from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16, SHORT, as_floats
 from flashsim.engines.cpu.micro_kernels.pair_writer import WRITERS, PairCode
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, LINE, Code
@@ -56,7 +56,7 @@ class Stretch:
             value = b.call(function, [address, ir.Constant(kinds[1], self.size), some, nothing])
         if self.pairs:
             return value
-        return as_floats(code, value, self.kind == BFLOAT16) if self.kind else value
+        return as_floats(code, value, self.kind) if self.kind else value
 
     def bring_near(self, at, count: int) -> None:
         """The `count` numbers that lie `AHEAD` of number `at`."""

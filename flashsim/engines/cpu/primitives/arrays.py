@@ -11,7 +11,7 @@ from numba.core import cgutils
 from numba.core.imputils import impl_ret_borrowed
 
 from flashsim.engines.cpu.micro_kernels.writer import LINE
-from flashsim.engines.cpu.primitives.references import intrinsic
+from flashsim.engines.cpu.primitives.borrowed_args import intrinsic
 
 
 @intrinsic

@@ -6,7 +6,7 @@ import numpy as np
 
 from flashsim.engines.cpu.micro_kernels.plain import narrow, transpose_in, transpose_out, widen
 from flashsim.engines.cpu.primitives.arrays import panel_array
-from flashsim.engines.cpu.primitives.parts import hot_part, part
+from flashsim.engines.cpu.primitives.inline_jit import hot_part, part
 from flashsim.engines.cpu.tables import ODD
 
 #: Rows and columns that are transposed a register at a time: multiples of every register's lanes.

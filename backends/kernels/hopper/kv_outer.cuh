@@ -1,0 +1,313 @@
+// What the backward kernels with keys outside share (backward.cu, backward_wide.cu):
+// who loads what, what happens to a score, and, with STAGES_DQ, who sends dQ off. Included after a
+// kernel's constants, its OnChip and its named barriers.
+
+// The heads and visits of an item, in order: for each query head of the group, each row tile. The
+// blocks of a cluster share them out, each takes some in a row.
+//
+// In step it is each row tile, for each query head. Of grouped heads under a causal mask that are
+// more than L2 holds, Q, dO and dQ of a row tile are there but once, and not long, if all key tiles
+// of a head come by at the same time. All begin together at the last row tile: so items of the
+// first round walk back. The shorter one of them is, the sooner it ends, and the longer is what its
+// block takes next, whose first row tile is about where the others are: so those of the next round
+// walk on, all end together, and the third round is like the first.
+struct Step {
+    int member = 0, v = 0;
+    // To where this block begins; how many it takes.
+    __device__ inline int begin(const Args& a, const Item& it, int visits) {
+        const int steps = a.group * visits;
+#if FS_IN_STEP
+        if (it.way < 0) v = visits - 1;
+#endif
+        if (FS_CLUSTER == 1) return steps;
+        const int first = steps * cluster_rank() / FS_CLUSTER;
+        if (steps) member = first / visits, v = first % visits;
+        return steps * (cluster_rank() + 1) / FS_CLUSTER - first;
+    }
+    __device__ inline void next(const Args& a, const Item& it, int visits) {
+#if FS_IN_STEP
+        if (++member == a.group) member = 0, v += it.way;
+#else
+        if (++v == visits) v = 0, ++member;
+#endif
+    }
+};
+static_assert(!FS_IN_STEP || (FS_CLUSTER == 1 && !FS_ORDERED), "these have an order of their own");
+
+// One thread makes the barriers; `senders` further warps read the items.
+__device__ __forceinline__ void begin_barriers(OnChip& s, int senders) {
+    if (threadIdx.x != 0) return;
+    barrier_init(&s.kv_full, 1);
+    barrier_init(&s.k_empty, 4 * WARPGROUPS), barrier_init(&s.v_empty, 4 * WARPGROUPS);
+    for (int i = 0; i < STAGES; ++i) {
+        barrier_init(&s.full[i], 1 + 32);  // the copies, and the lanes with the statistics
+        barrier_init(&s.empty[i], 4 * WARPGROUPS);
+    }
+#if FS_DEFERRED
+    for (int i = 0; i < STAGES; ++i)
+        barrier_init(&s.ds_full[i], 4 * WARPGROUPS), barrier_init(&s.ds_free[i], 4 * WARPGROUPS);
+#endif
+    s.items.init(4 * WARPGROUPS + 1 + senders);
+    barrier_init_fence();
+}
+
+// K or V of an item. Each block of a cluster fetches some of its boxes, for all.
+template <int CHUNKS, int ELEMENTS>
+__device__ inline void copy_own_tile(u16 (&to)[CHUNKS][ELEMENTS], const TensorMap* map, u64* bar,
+                                     Place from, int head) {
+#if FS_CLUSTER > 1
+    for (int c = 0; c < CHUNKS; ++c)
+        if (c % FS_CLUSTER == cluster_rank())
+            copy_box_to_all(to[c], map, bar, 64 * c, from.row, head, from.batch, FS_CLUSTER);
+#else
+    copy_tile(to, map, bar, from, head);
+#endif
+}
+
+__device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const TensorMap* map_k,
+                        const TensorMap* map_v, const TensorMap* map_dout, u32* counter) {
+    Ring ring, slot;
+    u32 kv_parity = 0;
+    [[maybe_unused]] u32 dout_parity = 0;
+    const int kv_heads = a.heads / a.group;
+    if (FS_ONCE) wait_for_what_ran_before();  // no delta did, which would have waited
+    for (int w = a.first + first_work();; w = a.first + next_work(counter, a.stop - a.first)) {
+        const Item& it = s.items.write(slot, a, w, a.stop, false);
+        if (it.walk < 0) return;
+        const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
+        stamp_item(a, it.walk, it.outer, false);
+        Step step;
+        const int steps = step.begin(a, it, it.visits.count);
+        int left = steps;
+#pragma unroll 1
+        do {
+            if (steps > 0) {
+                const int query = it.base + it.visits(a, step.v).tile * BLOCK_Q;
+                const int head = kv_head * a.group + step.member;
+                const i64 visit =
+                    i64(batch * a.heads + head) * a.n_visits + it.visits.first + step.v;
+                u64* stamps = visit_stamps(a, visit);
+                stamp(stamps, 0);
+                wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
+                stamp(stamps, 1);
+#ifdef ONE_DOUT  // dO has one stage, whose chunks have their own barriers
+                arrive_expect(&s.full[ring.stage], sizeof(s.q[0]));
+#else
+                arrive_expect(&s.full[ring.stage], sizeof(s.q[0]) + sizeof(s.dout[0]));
+#endif
+                const Place from = place(query, it.end, batch);
+                copy_tile(s.q[ring.stage], map_q, &s.full[ring.stage], from, head);
+#ifdef ONE_DOUT
+#pragma unroll 1
+                for (int c = 0; c < CHUNKS; ++c) {
+                    wait(&s.dout_empty[c], dout_parity ^ 1);
+                    arrive_expect(&s.dout_full[c], sizeof(s.dout[c]));
+                    copy_box(s.dout[c], map_dout, &s.dout_full[c], 64 * c, from.row, head,
+                             from.batch);
+                }
+                dout_parity ^= 1;
+#else
+                copy_tile(s.dout[ring.stage], map_dout, &s.full[ring.stage], from, head);
+#endif
+                stamp(stamps, 4);
+                ring.next(STAGES);
+                const int rows = min(BLOCK_Q, it.end - query);
+                report_one(a.visit_counts + visit * 8, rows * FS_COUNTED * 2);
+                report_one(a.visit_counts + visit * 8 + 1, rows * FS_COUNTED_V * 2);
+                step.next(a, it, it.visits.count);
+            }
+            // The last item is done with a stage before it is done with V, and then with K: so the
+            // first visit's tiles come first. A cluster has one item, and no last one. Its blocks
+            // bring each other's tiles: so one without visits may be done with both before it comes
+            // to the wait, which would take that for the phase before, and wait for ever.
+            if (left == steps) {
+                if (FS_CLUSTER == 1) wait(&s.v_empty, kv_parity ^ 1);
+                arrive_expect(&s.kv_full, sizeof(s.k) + sizeof(s.v));
+                const Place own = place(it.own.start, it.own.stop, batch);
+                copy_own_tile(s.v, map_v, &s.kv_full, own, kv_head);
+                if (FS_CLUSTER == 1) wait(&s.k_empty, kv_parity ^ 1);
+                copy_own_tile(s.k, map_k, &s.kv_full, own, kv_head);
+                kv_parity ^= 1;
+                u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
+                const int keys = cluster_rank() ? 0 : it.own.stop - it.own.start;  // read once
+                report_one(counts, keys * FS_COUNTED * 2);
+                report_one(counts + 1, keys * FS_COUNTED_V * 2);
+            }
+        } while (--left > 0);
+        stamp_item(a, it.walk, it.outer, true);
+    }
+}
+
+// Of what ran before: a launch that does not wait for it itself reads past the L1.
+__device__ inline float seen(const float* from) { return FS_AFTER ? __ldcg(from) : *from; }
+
+// A warp: where the scores and dP of each visit's rows start, on the tiles' barriers. A row past
+// the end, or one that sees no key, gets -inf, so that its P is exactly 0. With FS_ONCE there is no
+// delta yet, only, with FS_DLSE, what it will be less.
+__device__ void produce_statistics(OnChip& s, const Args& a) {
+    constexpr int PER_LANE = (BLOCK_Q + 31) / 32;
+    const int lane = threadIdx.x % 32;
+    const float unit = START ? -1.0f / a.scale : -LOG2E;
+    Ring ring, slot;
+    // Nothing else here reads or adds to what ran before has written but by way of these.
+    if (!FS_AFTER) wait_for_what_ran_before();
+    // dQ's pass, whose blocks take a whole SM each; the conversion's would crowd on the few SMs
+    // that are idle by now.
+    if (!FS_FUSED || FS_MORE) let_what_runs_next_start();
+    while (true) {
+        const Item it = s.items.read(slot);
+        if (it.walk < 0) break;
+        Step step;
+#pragma unroll 1
+        for (int left = step.begin(a, it, it.visits.count); left; --left) {
+            const int walk = it.walk * a.group + step.member;  // of the query head
+            const int first = it.base + it.visits(a, step.v).tile * BLOCK_Q;
+            u32* counts = a.visit_counts + (i64(walk) * a.n_visits + it.visits.first + step.v) * 8;
+            float lse[PER_LANE];
+            [[maybe_unused]] float delta[PER_LANE];  // or dlse
+#pragma unroll
+            for (int i = 0; i < PER_LANE; ++i) {  // before the wait, to hide their latency
+                const int x = lane + 32 * i;
+                const bool exists = x < BLOCK_Q && first + x < it.end;
+                const i64 row = i64(walk) * a.n_q + first + x;
+                lse[i] = exists ? seen(a.lse + row) : NEG_INF;
+                report(counts + 2, 4 * exists);
+                if (FS_ONCE && !FS_DLSE) continue;
+                delta[i] = exists ? seen((FS_DLSE ? a.dlse : a.delta) + row) : 0.0f;
+                report(counts + 3, 4 * exists);
+            }
+            wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
+#pragma unroll
+            for (int i = 0; i < PER_LANE; ++i) {
+                const int x = lane + 32 * i;
+                if (x < BLOCK_Q) {
+                    s.lse[ring.stage][x] = lse[i] == NEG_INF ? NEG_INF : lse[i] * unit;
+#if FS_ONCE && FS_DLSE
+                    s.dlse[ring.stage][x] = delta[i];
+#elif !FS_ONCE
+                    s.delta[ring.stage][x] = -delta[i];
+#endif
+                }
+            }
+            arrive(&s.full[ring.stage]);  // every lane for what it wrote
+            ring.next(STAGES);
+            step.next(a, it, it.visits.count);
+        }
+    }
+    if (FS_AFTER) wait_for_what_ran_before();
+}
+
+#ifdef STAGES_DQ
+// Adding in a fixed order: `turn` counts the additions that a piece of dQ has had.
+__device__ inline void wait_turn(const u32* turn, u32 mine) {
+    u32 now;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    while (now != mine);
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+__device__ inline void pass_turn(u32* turn) {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(turn) : "memory");
+}
+
+// Lays a piece of dQ down that is not transposed, 32 columns to a box, whose rows are swizzled. Odd
+// rows take the other half of a box's columns first: else two rows would meet in the same banks.
+template <int N>
+__device__ __forceinline__ void stage_columns(float (*boxes)[DQ_ROWS * 32], const float (&dQ)[N]) {
+    const int row = fragment_row(), lane = threadIdx.x % 32;
+    const bool odd = row % 2;
+    const u32 to = shared_address(boxes[0]) + row * 128 + lane % 2 * 8;
+#pragma unroll
+    for (int box = 0; box < N / 16; ++box)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int even = 16 * box + 4 * j + 2 * r, other = 16 * box + 4 * (j ^ 2) + 2 * r;
+                const u32 piece = (2 * j + lane / 2 % 2) ^ (row % 8) ^ (odd ? 4 : 0);
+                store_pair(to + box * sizeof(boxes[0]) + r * 1024 + piece * 16,
+                           odd ? dQ[other] : dQ[even], odd ? dQ[other + 1] : dQ[even + 1]);
+            }
+}
+
+// A warp for each warpgroup g: its piece of dQ, once staged, is added to the accumulator; or, if it
+// is all of it, stored. DQ_FREE + g and DQ_FULL + g pass the piece to and fro between the two.
+__device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g) {
+    const bool leads = threadIdx.x % 32 == 0;
+    Ring slot;
+    named_arrive(DQ_FREE + g, 160);
+    while (true) {
+        const Item it = s.items.read(slot);
+        if (it.walk < 0) return;
+        Step step;
+#pragma unroll 1
+        for (int left = step.begin(a, it, it.visits.count); left; --left) {
+            const int walk = it.walk * a.group + step.member;  // of the query head
+            const int first = it.base + it.visits(a, step.v).tile * BLOCK_Q;
+            named_sync(DQ_FULL + g, 160);  // the piece is complete
+            if (leads) {
+#if FS_ORDERED
+                u32* turn = a.turns + (i64(walk) * a.n_q + first) * 2 + g;
+                wait_turn(turn, a.ranks[a.ptr[it.outer] + step.v]);
+#endif
+                const int row = first + dq_row(g);
+                const Place to = place(row, it.end, walk / a.heads);
+                int columns = 0;  // that exist
+#pragma unroll
+                for (int c = 0; c < DQ_BOXES; ++c) {
+                    const int column = dq_column(g, c);
+                    if (column >= FS_HEAD_DIM) continue;
+                    (FS_ONCE ? store_box : reduce_box)(map_dq, s.dq[g][c], column, to.row,
+                                                       walk % a.heads, to.batch);
+                    columns += min(FS_ONCE ? 64 : 32, FS_COUNTED - column);
+                }
+                reduce_commit();
+                const i64 number = i64(walk) * a.n_visits + it.visits.first + step.v;
+                const int rows = max(0, min(DQ_ROWS, it.end - row));
+                report_one(a.visit_counts + number * 8 + (FS_ONCE && !FS_DLSE ? 3 : 4),
+                           rows * columns * (FS_ONCE ? 2 : 4));
+                reduce_wait_read();
+            }
+            __syncwarp();
+            named_arrive(DQ_FREE + g, 160);  // the piece may be overwritten
+#if FS_ORDERED
+            if (leads) {
+                reduce_wait();
+                pass_turn(a.turns + (i64(walk) * a.n_q + first) * 2 + g);
+            }
+#endif
+            step.next(a, it, it.visits.count);
+        }
+    }
+}
+#endif
+
+// A statistic of the two queries that are this thread's columns in the j-th eight.
+__device__ __forceinline__ float2 query_pair(const float* statistic, int j) {
+    return *reinterpret_cast<const float2*>(&statistic[8 * j + fragment_column()]);
+}
+
+// Scales and caps the scores (where the exponent cannot take the scale), masks them (where asked).
+// Queries past the end need none: their statistic is -inf (`produce_statistics`), so that P is 0.
+// `key` and `query` are the first ones of this thread's scores.
+template <int N>
+__device__ __forceinline__ void shape_scores(float (&S)[N], const Args& a, const Item& it,
+                                             bool masked, int key, int query) {
+#if FS_SCALED
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+        S[e] = scaled(a, S[e]);
+    }
+#endif
+    if (!masked) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const KeepColumn keep(a, key + 8 * r, it.own);
+        const int first = keep.lo - query, last = FS_LEFT ? keep.hi - query : 2 * N;
+#pragma unroll
+        for (int e = 0; e < N; ++e) {
+            const int c = e / 4 * 8 + e % 2;
+            if (e / 2 % 2 == r && (c < first || (FS_LEFT && c > last))) S[e] = NEG_INF;
+        }
+    }
+}

@@ -1,0 +1,437 @@
+"""Decoding (kernels/portable/decode.cu): which blocks a call has, and how they are launched.
+
+The keys of a sequence are split over blocks, as many as the live lengths of the whole batch and the
+GPU's multiprocessors ask for (`flashsim.schedule.split` has the rules). Latent attention has a
+kernel of its own (kernels/hopper/decode_latent.cu). A prefix that all sequences share (cascade
+attention) is walked once, with the queries of all of them in its row tiles. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from flashsim.backends.launch.kernel import (
+    Gpu,
+    Kernel,
+    Variant,
+    check_head_dims,
+    padded_dims,
+    row_elements,
+)
+from flashsim.backends.launch_policy import decode_kernels as kernels
+from flashsim.errors import OptionError, UnsupportedError
+from flashsim.problem.problem import Problem
+from flashsim.schedule.split import Split, cut, longest_part
+
+ALGORITHM = "flash-decode"
+#: What `run` takes for it besides `splits`: lengths, pages, memory that calls share.
+OPTIONS = (
+    *("splits", "pack_gqa", "cache_seqlens", "block_table", "workspace", "head_dim_v"),
+    "shared_prefix",
+)
+#: Slots of a count record: of a visit, and of a block. See `Decode.expected`.
+VISIT_SLOTS = ("K", "V", "table")
+ITEM_SLOTS = ("Q", "O_part", "L_part", "O", "L", "O_part read", "L_part read")
+SLOTS = 8
+#: Time stamps of a visit, and of a block: SM, cycles and ns at its start, and at its end; cycles
+#: when it began to merge, or 0.
+VISIT_STAMPS, ITEM_STAMPS = 5, 6
+
+_INT32 = int(np.iinfo(np.int32).max)
+#: Splits that may be a cluster of blocks, which merge through their shared memory (sm_90 and
+#: later); the programming guide promises a cluster of 8.
+_CLUSTERS = (2, 4, 8)
+#: Key tiles of a block up to which 8 splits that are a cluster are better than more through HBM.
+_CLUSTERED = 4
+#: Of the multiprocessors, as many as take nearly all that the memory gives; key tiles from which
+#: on wide rows stay whole where they take so many.
+_ENOUGH, _LONG = 0.45, 128
+#: Key tiles of a range up to which it is short, and has fewer bytes under way.
+_SHORT = 8
+#: Bytes of K and V up to which a call begins before what runs before it has ended, if its blocks
+#: are two on a multiprocessor and all there at once: more of them stream faster behind it.
+_OVERLAPPED = 600e6
+
+
+@dataclass(frozen=True, eq=False)
+class Decode:
+    """One launch of `flash_decode`.
+
+    Attributes
+    ----------
+    kernel : Kernel
+    items : ndarray of int32, (n, 8)
+        Of each block of a key head and row tile: sequence, first key tile and the one after the
+        last, slot of its partial results; the sequence's first slot, its splits, its length, 0. The
+        longest come first; where the splits of a sequence are a cluster, they stay together.
+    splits : tuple of int
+        Of each sequence.
+    rows : int
+        Packed rows of a key head: queries times the query heads that share it.
+    row_tiles : int
+        Tiles that these rows fill.
+    block_k : int
+        Keys of a tile.
+    n_visits : int
+        Key tiles of the longest sequence.
+    split : Split
+        The rule by which the keys were divided; `splits` is what it gives.
+    merge : Kernel, optional
+        What merges the splits, launched behind `kernel` where there are any; otherwise it does.
+    prefix, prefix_splits : int
+        Keys that all sequences share, walked once, and the parts that these are divided into.
+    """
+
+    problem: Problem
+    kernel: Kernel
+    items: np.ndarray
+    splits: tuple[int, ...]
+    rows: int
+    row_tiles: int
+    block_k: int
+    n_visits: int
+    split: Split
+    merge: Kernel | None = None
+    prefix: int = 0
+    prefix_splits: int = 0
+
+    @property
+    def prefix_tiles(self) -> int:
+        """Row tiles of the queries of all sequences, which visit a shared prefix."""
+        block_q = dict(self.kernel.constants)["FS_BLOCK_Q"]
+        return -(-self.problem.batch * self.rows // block_q) if self.prefix else 0
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Thread blocks; where another kernel merges, row tiles of a split follow each other."""
+        blocks = len(self.items) * self.problem.kv_heads
+        if self.prefix:
+            return blocks, 1
+        return (blocks * self.row_tiles, 1) if self.merge else (blocks, self.row_tiles)
+
+    @property
+    def merges(self) -> np.ndarray:
+        """What the merging kernel does: of each sequence that has parts its number, its first slot,
+        its splits, the first of its items; parts of a shared prefix, slots from one of these to the
+        next; int32, (n, 8)."""
+        first = {b: i for i, b in reversed([*enumerate(self.items[:, 0].tolist())])}
+        parted = [b for b, n in enumerate(self.splits) if n > 1 or self.prefix]
+        shared = (self.prefix_splits, self.problem.batch, 0, 0)
+        made = [(b, self.items[first[b], 4], self.splits[b], first[b], *shared) for b in parted]
+        return np.array(made, np.int32).reshape(-1, 8)
+
+    @property
+    def merge_grid(self) -> tuple[int, int]:
+        """Its thread blocks."""
+        return -(-self.rows // kernels.MERGE_WARPS), len(self.merges) * self.problem.kv_heads
+
+    @property
+    def cluster(self) -> int:
+        """Blocks that merge through each other's shared memory; 1: parts go through HBM."""
+        return dict(self.kernel.constants)["FS_CLUSTER"]
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a launch may begin before what runs before it has ended (sm_90)."""
+        return bool(dict(self.kernel.constants)["FS_OVERLAP"])
+
+    @property
+    def slots(self) -> int:
+        """Splits whose partial results are kept in HBM until they are merged."""
+        if self.cluster > 1:
+            return 0
+        if self.prefix:
+            return self.prefix_splits * self.problem.batch + sum(self.splits)
+        return sum(n for n in self.splits if n > 1)
+
+    @property
+    def partial_elements(self) -> tuple[int, int]:
+        """float32 elements of the partial O, and of the partial LSE."""
+        rows = self.slots * self.problem.kv_heads * self.rows
+        return rows * row_elements(self.problem.head_dim_v), rows
+
+    @property
+    def counters(self) -> int:
+        """Arrival counters, uint32."""
+        return self.problem.batch * self.problem.kv_heads * self.row_tiles
+
+    @property
+    def walks(self) -> int:
+        """Row tiles of all key heads, a shared prefix's behind the others."""
+        return self.counters + self.problem.kv_heads * self.prefix_tiles
+
+
+def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
+    """A launch's argument but for its addresses and strides.
+
+    Parameters
+    ----------
+    table_row : int
+        Entries of a sequence in the block table.
+    pages : int
+        Pages of the pool.
+    """
+    made_of = {"row_tiles": made.row_tiles, "n_visits": made.n_visits, "unused": 0}
+    made_of |= {"prefix": made.prefix, "prefix_tiles": made.prefix_tiles}
+    given = made_of | {"table_row": table_row, "pages": pages}
+    packed = np.zeros((), kernels.RECORD)
+    for name in (*kernels.INTEGERS, "scale", "softcap"):
+        packed[name] = given[name] if name in given else getattr(made.problem, name)
+    return packed
+
+
+def live(problem: Problem, lengths: tuple[int, ...], page: int, prefix: int = 0) -> Problem:
+    """What a batch of these lengths poses, of which the first `prefix` keys are shared: its live
+    keys, packed.
+
+    Raises
+    ------
+    OptionError, UnsupportedError
+        If a sequence is shorter than the prefix, or a query does not see all of it, or it is not
+        whole pages.
+    """
+    p = problem
+    for b, length in enumerate(lengths):
+        if length < prefix:
+            raise OptionError(
+                f"shared_prefix is {prefix:,} keys, and entry {b} of the batch has {length:,}"
+            )
+    own = (length - prefix for length in lengths)
+    return replace(
+        p, batch=1, n_q=p.n_q * p.batch, n_kv=sum(lengths) - prefix * (p.batch - 1),
+        cu_seqlens_q=tuple(range(0, p.n_q * p.batch + 1, p.n_q)), page_size=page or None,
+        cu_seqlens_k=tuple(accumulate(own, initial=prefix)), shared_prefix=prefix,
+    )  # fmt: skip
+
+
+def check(problem: Problem, gpu: Gpu) -> None:
+    """Raise `UnsupportedError` for what no kernel decodes on this GPU."""
+    p = problem
+    if p.dtype not in ("float16", "bfloat16"):
+        raise UnsupportedError(
+            f"decoding on a GPU takes float16 and bfloat16, not {p.dtype}; convert the arrays"
+        )
+    for name in ("bias", "mask", "block_mask", "cu_seqlens_q"):
+        if getattr(p, name) is not None:
+            raise UnsupportedError(
+                f"decoding on a GPU takes no {name}; causal, window and softcap it does, and "
+                "cache_seqlens says how long each sequence is"
+            )
+    if p.latent:
+        kernels.check_latent(p, gpu)
+    else:
+        check_head_dims(p, "decoding on a GPU")
+
+
+@lru_cache(maxsize=256)
+def plan(
+    problem: Problem,
+    lengths: tuple[int, ...],
+    gpu: Gpu,
+    splits: int | None = None,
+    page: int = 0,
+    counts: bool = False,
+    timeline: bool = False,
+    prefix: int = 0,
+) -> Decode:
+    """The launch for a batch of these live lengths.
+
+    Without `splits`, a sequence gets so many that the blocks fill the multiprocessors once. With
+    `splits`, a sequence of fewer key tiles gets one per tile. With a `prefix`, so many are the
+    parts of the row tile that visits the most key tiles; another has parts in proportion.
+
+    Parameters
+    ----------
+    problem : Problem
+        `n_kv` is the room of the cache.
+    lengths : tuple of int
+        Keys of each sequence that are read.
+    splits : int, optional
+        Of every sequence.
+    page : int
+        Rows of a page; 0: the cache is contiguous.
+    counts, timeline : bool
+        Whether the kernel reports what it moves, and when.
+    prefix : int
+        Keys that all sequences share.
+
+    Raises
+    ------
+    UnsupportedError, OptionError
+        If the kernel does not decode this, or cannot merge so many splits.
+    """
+    check(problem, gpu)
+    if max(problem.n_kv, *lengths) > _INT32:
+        raise UnsupportedError(
+            f"the decode kernel numbers keys in 32 bits, up to {_INT32:,}, got {problem.n_kv:,}"
+        )
+    variant = Variant(True, False, counts=counts, timeline=timeline)
+    asked = _DecodeRequest(problem, lengths, gpu, splits, page, variant, prefix)
+    return (_behind_prefix if prefix else _latent if problem.latent else _plain)(asked)
+
+
+class _DecodeRequest(NamedTuple):
+    """`plan`'s parameters."""
+
+    problem: Problem
+    lengths: tuple[int, ...]
+    gpu: Gpu
+    splits: int | None
+    page: int
+    variant: Variant
+    prefix: int
+
+
+def _plain(asked: _DecodeRequest) -> Decode:
+    """Blocks of 8 warps, one on each multiprocessor, where sequences must be split to fill these.
+
+    Where the batch has more blocks than there are multiprocessors: blocks of 4 warps, two on each,
+    of which no one is longer than the average load. Where clusters merge, short sequences alike in
+    length get 8 splits, or as many of these as they have key tiles. Contiguous sequences alike in
+    length, whose blocks are `_ENOUGH` by themselves, stay whole, since a split would cost a merge
+    for nothing: with up to 128 columns of keys and values; with more where no cluster merges, or
+    from `_LONG` tiles on. (Measured on an H200; docs/notebooks/decoding.md and benchmarks/decode.py
+    have the sweeps.)
+    """
+    p, lengths, gpu, splits, page, variant, _ = asked
+    hopper, rows, (d, dv) = gpu.compute_capability >= (9, 0), p.n_q * p.group, padded_dims(p)
+    block_q = kernels.block_q_of(rows, d, dv)
+    each = p.kv_heads * -(-rows // block_q)  # blocks of a part of a sequence
+    wide = sum(n > 0 for n in lengths) * each <= gpu.multiprocessors
+    warps = kernels.on_chip(block_q, d, dv, gpu, wide=wide)[0]
+    ranges, tiles = _ranges(p, lengths, kernels.KEYS * warps)
+    capacity = gpu.multiprocessors * (1 if wide else 2) // each
+    longest = longest_part(tiles, capacity)
+    whole = wide and not page and (not hopper or d + dv <= 128 or max(tiles) >= _LONG)
+    if whole and sum(tiles) * each >= _ENOUGH * max(tiles) * gpu.multiprocessors:
+        longest = max(longest, *tiles)
+    clusters, alike, most = hopper and wide, len({*tiles}) == 1, max(_CLUSTERS)
+    if clusters and alike and p.batch * most <= capacity and 1 < tiles[0] <= most * _CLUSTERED:
+        splits = splits or max(n for n in _CLUSTERS if n <= tiles[0])
+    split = _packed(splits, longest)
+    made = split.parts(tiles).tolist()
+    short = page or not wide or -(-max(tiles) // max(made)) <= _SHORT
+    ring = kernels.SHORT_RING if short else kernels.RING
+    chip = kernels.on_chip(block_q, d, dv, gpu, wide=wide, ring=ring)
+    if max(made) > chip[3]:
+        raise OptionError(
+            f"splits must be at most {chip[3]} here, whose weights fit a block's shared memory, "
+            f"got {max(made)}"
+        )
+    cluster = made[0] if clusters and made[0] in _CLUSTERS and len({*made}) == 1 else 1
+    exchanged = kernels.exchanged(cluster, block_q, row_elements(p.head_dim_v))
+    if chip[2] + exchanged > gpu.shared_bytes:
+        cluster, exchanged = 1, 0
+    read = sum(lengths) * p.kv_heads * (p.head_dim + p.head_dim_v) * p.itemsize
+    at_once = not wide and sum(made) <= capacity
+    kernel = kernels.walking_kernel(
+        *(p, variant, block_q, (*chip[:2], chip[2] + exchanged, chip[3])),
+        page=page,
+        overlap=hopper and not (at_once and read > _OVERLAPPED),
+        cluster=cluster,
+    )
+    return _launch(p, kernel, lengths, split, ranges, made)
+
+
+def _latent(asked: _DecodeRequest) -> Decode:
+    """V is columns of K, one key head serves all; a block holds all of a multiprocessor's shared
+    memory, and a second kernel merges."""
+    p, lengths, gpu, splits, page, variant, _ = asked
+    kernel = kernels.latent_kernel(p, variant, page)
+    merge = kernels.merge_kernel(p, kernels.LATENT_ROWS, counts=variant.counts, overlap=True)
+    ranges, tiles = _ranges(p, lengths, kernels.LATENT_KEYS)
+    capacity = gpu.multiprocessors // (p.kv_heads * -(-p.n_q * p.group // kernels.LATENT_ROWS))
+    split = _packed(splits, longest_part(tiles, capacity, kernels.LATENT_TILES))
+    return _launch(p, kernel, lengths, split, ranges, split.parts(tiles).tolist(), merge)
+
+
+def _behind_prefix(asked: _DecodeRequest) -> Decode:
+    """The prefix is walked once, and a second kernel merges its parts with each sequence's own.
+
+    Without `splits`, as many as make a part no longer than what all of them are to a
+    multiprocessor.
+    """
+    p, lengths, gpu, splits, page, variant, prefix = asked
+    if p.latent:
+        raise UnsupportedError("on a GPU latent attention has no shared_prefix; leave it out")
+    live(p, lengths, page, prefix)
+    rows, (d, dv) = p.n_q * p.group, padded_dims(p)
+    block_q = kernels.block_q_of(rows * p.batch, d, dv)
+    ring = kernels.SHORT_RING if page else kernels.RING
+    chip = kernels.on_chip(block_q, d, dv, gpu, wide=True, ring=ring)
+    block_k, overlap = kernels.KEYS * chip[0], gpu.compute_capability >= (9, 0)
+    own = tuple(length - prefix for length in lengths)
+    shared, (ranges, tiles) = -(-prefix // block_k), _ranges(p, own, block_k)
+    if splits is None:
+        visits = shared * -(-rows * p.batch // block_q) + sum(tiles) * -(-rows // block_q)
+        longest = longest_part([p.kv_heads * visits], gpu.multiprocessors)
+        splits = -(-max(shared, *tiles) // longest)
+    split = Split(splits, pack_gqa=True)
+    parts = split.parts([*tiles, shared], alike=True).tolist()
+    kernel = kernels.walking_kernel(
+        p, variant, block_q, chip, page=page, overlap=overlap, cascade=True
+    )
+    merge = kernels.merge_kernel(p, block_q, counts=variant.counts, overlap=overlap, cascade=True)
+    return _launch(p, kernel, own, split, ranges, parts, merge, prefix)
+
+
+@lru_cache(maxsize=256)
+def _packed(splits: int | None, longest: int) -> Split:
+    """So many parts, or for None parts of at most `longest` key tiles."""
+    return Split(pack_gqa=True, part_tiles=longest) if splits is None else Split(splits, True)
+
+
+def _ranges(
+    p: Problem, lengths: tuple[int, ...], block_k: int
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """The key tiles that each sequence's queries see, and how many: a window leaves out some."""
+    ends = [-(-length // block_k) for length in lengths]
+    first = [max(0, length - p.n_q - p.left) // block_k for length in lengths]
+    ranges = [(min(lo, hi), hi) for lo, hi in zip(first, ends, strict=True)]
+    return ranges, [hi - lo for lo, hi in ranges]
+
+
+def _launch(
+    p: Problem,
+    kernel: Kernel,
+    lengths: tuple[int, ...],
+    split: Split,
+    ranges: list[tuple[int, int]],
+    parts: list[int],
+    merge: Kernel | None = None,
+    prefix: int = 0,
+) -> Decode:
+    """The launch of a kernel on sequences whose key tiles are ``range(*ranges[b])``.
+
+    `parts` are what `split` makes of these; with a prefix, whose keys the lengths are without, its
+    own come last.
+    """
+    values, rows = dict(kernel.constants), p.n_q * p.group
+    block_q, block_k = values["FS_BLOCK_Q"], values["FS_BLOCK_K"]
+    listed, shared, row_tiles = [], -(-prefix // block_k), -(-rows // block_q)
+    *made, shared_parts = parts if prefix else (*parts, 0)
+    for tile in range(-(-rows * p.batch // block_q) if prefix else 0):
+        for i in range(shared_parts):  # a part takes a slot of each sequence
+            keys = cut(0, shared, i, shared_parts)
+            listed.append((-1, *keys, i * p.batch, 0, shared_parts, prefix, tile))
+    slot = shared_parts * p.batch
+    for b, (length, (lo, hi), n) in enumerate(zip(lengths, ranges, made, strict=True)):
+        kept = n > 1 or prefix > 0
+        for tile in range(row_tiles if prefix else 1):
+            for i in range(n):
+                keys = cut(lo, hi, i, n)
+                listed.append((b, *keys, slot + i if kept else 0, slot, n, length, tile))
+        slot += n if kept else 0
+    if values["FS_CLUSTER"] > 1:  # a sequence's stay together
+        listed.sort(key=lambda item: ranges[item[0]][0] - ranges[item[0]][1])
+    else:
+        listed.sort(key=lambda item: item[1] - item[2])
+    return Decode(
+        *(p, kernel, np.array(listed, np.int32), tuple(made), rows, row_tiles, block_k),
+        *(max(1, shared, *(hi for _, hi in ranges)), split, merge, prefix, shared_parts),
+    )

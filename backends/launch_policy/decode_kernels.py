@@ -1,0 +1,145 @@
+"""The kernels of decoding: their argument, their blocks, and what these hold on chip."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.backends.launch.kernel import ARGS, Gpu, Kernel, Variant, built
+from flashsim.errors import UnsupportedError
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+
+TENSORS = ("q", "o", "k", "v")
+POINTERS = (
+    *("lse", "o_part", "l_part", "arrived", "items", "table"),
+    *("visit_counts", "item_counts", "visit_stamps", "item_stamps"),
+)
+INTEGERS = (
+    *("n_q", "heads", "group", "kv_heads", "left", "right", "row_tiles", "table_row", "pages"),
+    *("n_visits", "batch", "prefix", "prefix_tiles", "unused"),
+)
+#: The kernel's one argument, by value: ``struct DecodeArgs``.
+RECORD = np.dtype(
+    [
+        *((name, ARGS["q"]) for name in TENSORS),
+        *((name, "<u8") for name in POINTERS),
+        *((name, "<i4") for name in INTEGERS),
+        ("scale", "<f4"),
+        ("softcap", "<f4"),
+    ]
+)
+_ARGS = {"DECODE_ARGS_BYTES": RECORD.itemsize}
+#: Rows that a block of the merging kernel takes, one a warp.
+MERGE_WARPS = 4
+KEYS = 16  # of a warp's part of a key tile
+#: Registers a thread may spend on Q and O; the rest of its 255 is for scores and addresses.
+_HELD = 192
+#: Bytes of K and V under way on a multiprocessor: of one block's long contiguous range of keys; of
+#: two blocks', of pages, of short ranges.
+RING, SHORT_RING = 192 << 10, 128 << 10
+_STAGES = 6  # at most
+#: Of latent attention: rows and keys of a tile, stages of the ring, threads.
+LATENT_ROWS, LATENT_KEYS, _LATENT_STAGES, _LATENT_THREADS = 64, 64, 2, 384
+#: Columns of a chunk of a tile; values fill chunks of both consumer warpgroups alike.
+_CHUNK = 64
+#: Key tiles that a split has at least there.
+LATENT_TILES = 4
+
+
+def walking_kernel(
+    problem: Problem,
+    variant: Variant,
+    block_q: int,
+    chip: tuple[int, int, int, int],
+    *,
+    page: int,
+    overlap: bool,
+    cluster: int = 1,
+    cascade: bool = False,
+) -> Kernel:
+    """kernels/portable/decode.cu for row tiles of `block_q` rows and what `on_chip` says."""
+    warps, stages, shared, most = chip
+    return built(
+        *("portable/decode.cu", "flash_decode", 32 * warps, shared),
+        (problem, Tiling(block_q, KEYS * warps), variant),
+        {"WARPS": warps, "STAGES": stages, "PAGE": page, "SPLITS": most, **_ARGS}
+        | {"CLUSTER": cluster, "OVERLAP": overlap, "CASCADE": cascade},
+    )
+
+
+def latent_kernel(problem: Problem, variant: Variant, page: int) -> Kernel:
+    """kernels/hopper/decode_latent.cu."""
+    p, chunks = problem, -(-problem.head_dim // _CHUNK)
+    tiles = 2 * _CHUNK * ((1 + _LATENT_STAGES) * chunks * LATENT_KEYS + LATENT_KEYS)
+    shared = -(-(tiles + 2 * 4 * LATENT_ROWS + 2 * 8 * _LATENT_STAGES + 4) // 1024) * 1024
+    return built(
+        *("hopper/decode_latent.cu", "flash_decode_latent", _LATENT_THREADS, shared),
+        (p, Tiling(LATENT_ROWS, LATENT_KEYS), variant),
+        {"D": chunks * _CHUNK, "DV": p.head_dim_v, "PAGE": page, "OVERLAP": True, "CLUSTER": 1}
+        | _ARGS,
+    )
+
+
+def check_latent(problem: Problem, gpu: Gpu) -> None:
+    """Raise `UnsupportedError` for latent attention that its kernel does not decode."""
+    if gpu.compute_capability != (9, 0):
+        raise UnsupportedError(
+            f"latent attention is decoded on Hopper (sm_90), not on {gpu.name}; give v as well, "
+            "or use backend='simulator'"
+        )
+    if problem.head_dim_v % (2 * _CHUNK):
+        raise UnsupportedError(
+            f"latent attention on a GPU takes head_dim_v in multiples of {2 * _CHUNK}, got "
+            f"{problem.head_dim_v}"
+        )
+
+
+def block_q_of(rows: int, d: int, dv: int) -> int:
+    """Rows of a tile: so many blocks of 16 as a warp's registers hold, for `rows` packed rows."""
+    blocks = 1
+    while 16 * blocks < rows and 2 * blocks * (d // 4 + dv // 2) <= _HELD:
+        blocks *= 2
+    return 16 * blocks
+
+
+def merge_kernel(
+    problem: Problem, block_q: int, *, counts: bool, overlap: bool, cascade: bool = False
+) -> Kernel:
+    """The second stage as a kernel of its own, behind one whose row tiles have `block_q` rows."""
+    variant = Variant(True, False, counts=counts)
+    return built(
+        *("portable/decode_merge.cu", "flash_decode_merge", 32 * MERGE_WARPS, 0),
+        (problem, Tiling(block_q, 1), variant),
+        {"WARPS": MERGE_WARPS, "OVERLAP": overlap, "CASCADE": cascade, **_ARGS},
+    )
+
+
+def on_chip(
+    rows: int, d: int, dv: int, gpu: Gpu, *, wide: bool, ring: int = RING
+) -> tuple[int, int, int, int]:
+    """Warps and stages, of which as many as make `ring` bytes under way on a multiprocessor;
+    ``sizeof(OnChip)``; how many splits have their weights in it.
+    """
+    room, blocks = (gpu.shared_bytes, 1) if wide else ((gpu.shared_bytes - 1024) // 2, 2)
+    for warps in (8, 4, 2, 1) if wide else (4, 2, 1):
+        stage = warps * 2 * KEYS * (d + dv)
+        most = max(2, min(_STAGES, ring // blocks // stage))
+        for stages in range(most, 1, -1):
+            after = max(stages * stage, 4 * warps * rows * dv)
+            shared = 2 * rows * d + after + _lines(8 * warps * rows) + 128
+            if shared <= room or (warps, stages) == (1, 2):
+                return warps, stages, shared, stages * stage // (4 * rows)
+    raise AssertionError("the last one is taken whatever it needs")
+
+
+def exchanged(cluster: int, rows: int, width: int) -> int:
+    """Bytes of ``OnChip`` that the blocks of a cluster write into each other's shared memory."""
+    if cluster == 1:
+        return 0
+    share = -(-rows * width // 4 // cluster)
+    return _lines(cluster * (16 * share + 4 * rows))
+
+
+def _lines(n: int) -> int:
+    """Bytes in whole lines of 128."""
+    return -(-n // 128) * 128

@@ -1,0 +1,287 @@
+"""The Hopper kernels (sm_90a): what they take, which kernel runs a stage, and how it is launched.
+
+Where `refusal` gives a reason, portable kernels run. How the kernels got to be as they are, step by
+step: docs/notebooks/hopper.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch import kernel as launch
+from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
+from flashsim.backends.launch_policy import hopper_kernels, portable_kernels
+from flashsim.backends.launch_policy.cost_model import (
+    ADDING_UP,
+    HOPPER_FORWARD,
+    HOPPER_FUSED_WIDE,
+    ROLES,
+    Times,
+    backward_microseconds,
+    backward_times,
+    busy_at_once,
+    fastest_cluster,
+    fastest_first,
+    microseconds_by_keys,
+    remainder,
+    sooner_at_once,
+)
+from flashsim.backends.launch_policy.family import Family, PassRequest, Walked, widest
+from flashsim.errors import UnsupportedError
+from flashsim.problem.problem import Problem
+from flashsim.schedule.clump import held
+from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.tiling import Tiling
+
+CAPABILITY = (9, 0)
+
+#: Query rows of a walk, on average, from which on dQ is deferred.
+_LONG_WALK = 1024
+
+#: The head_dim up to which the fused kernel stores dQ after one visit.
+_WIDEST_ONCE = 128
+
+
+@dataclass(frozen=True)
+class Hopper(Family):
+    """The family of kernels that use Hopper's own instructions.
+
+    Attributes
+    ----------
+    instead : str
+        What `kernel` option to try where these do not run.
+    """
+
+    instead: str = "portable"
+
+    def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
+        """See `Family`."""
+        problem, gpu, direction, algorithm, _ = asked
+        if gpu.compute_capability != CAPABILITY:
+            return f"they need compute capability 9.0, and {gpu.name} has " + ".".join(
+                map(str, gpu.compute_capability)
+            )
+        if problem.itemsize != 2:
+            return f"they take float16 and bfloat16, not {problem.dtype}"
+        if asked.wide > launch.MAX_HEAD_DIM:
+            return f"they take a head_dim up to {launch.MAX_HEAD_DIM}"
+        possible = self.possible(asked)
+        if direction == "backward" and algorithm == "flash2-once":
+            if asked.wide > _WIDEST_ONCE or problem.softcap:
+                return (
+                    f"they store dQ at once up to a head_dim of {_WIDEST_ONCE}, without a softcap"
+                )
+            if not possible:
+                return "of their tiles of 128 keys a row tile has several visits, or none"
+        if tiling is None:
+            if not any(t.divides(problem.block_mask) for t in possible):
+                return "their tiles do not divide the block mask's"
+        elif tiling not in possible:
+            return f"{tiling} tiles are none of theirs ({', '.join(map(str, possible))})"
+        return None
+
+    def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
+        """The tilings that the kernels are built for, the best first (docs/reference/hopper.md)."""
+        problem, gpu, d = asked.problem, asked.gpu, asked.wide
+        if asked.direction == "backward":
+            if asked.algorithm == "flash2-once":
+                tile = Tiling(128, 128) if d <= 64 else Tiling(64, 128)
+                return (tile,) if Schedule(problem, tile).visited_once else ()
+            if d <= 64:
+                return (Tiling(128, 128),)
+            if d > 128:
+                if not asked.fused or d > 192:
+                    return (Tiling(64, 64),)
+                given = problem, HOPPER_FUSED_WIDE, gpu.multiprocessors
+                return fastest_first(*given, microseconds_by_keys)
+            # By itself dQ takes 64 rows to a product; a softcap takes registers.
+            if not asked.fused or problem.softcap:
+                return (Tiling(64, 128),)
+            low, high = Tiling(64, 128), Tiling(80, 128)
+            return (high, low) if d <= 80 else (low, high)
+        if d <= 128:
+            times = next(times for widest, times in HOPPER_FORWARD.items() if d <= widest)
+            best = list(fastest_first(problem, times, gpu.multiprocessors))
+            if problem.softcap:  # takes registers, and wide tiles have none left
+                best = [t for t in best if t.block_k <= 128] + [t for t in best if t.block_k > 128]
+        else:
+            best = [Tiling(128, 112)] if d <= 192 else [Tiling(128, 80)]
+        best += [Tiling(128, 64)]  # divides common block masks
+        return tuple(t for t in best if self.forward_bytes(problem, t) <= gpu.shared_bytes)
+
+    def fastest(self, asked: PassRequest) -> Tiling | None:
+        """See `Family`."""
+        possible = [t for t in self.possible(asked) if t.divides(asked.problem.block_mask)]
+        # In order: the fewer row tiles, the fewer turns to wait.
+        return max(possible, key=lambda t: t.block_q) if asked.ordered else possible[0]
+
+    def refused(self, reason: str) -> UnsupportedError:
+        """See `Family`."""
+        return UnsupportedError(
+            f"the Hopper kernels do not run this: {reason}; kernel={self.instead!r} may, and "
+            "without kernel=... whichever does is taken"
+        )
+
+    def orders_dq(self, problem: Problem) -> bool:
+        """See `Family`."""
+        return widest(problem) <= 128
+
+    def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
+        """See `Family`. By the time model: for a few items dQ's own pass beside another is faster.
+
+        Additions in order never are, with a delta before them and a conversion behind.
+        """
+        if self.refusal(problem, None, gpu, "backward", "flash2-once"):
+            return False
+        once, *others = self._times(problem, gpu, "flash2-once", "flash2", "flash2-fused")
+        return ordered or once < min(others)
+
+    def fuses(self, problem: Problem, gpu: Gpu) -> bool:
+        """See `Family`."""
+        if self.refusal(problem, None, gpu, "backward"):
+            return True  # cells of 80 rows, say: three passes have no such tile
+        return self.fused_is_faster(problem, gpu)
+
+    def fused_is_faster(self, problem: Problem, gpu: Gpu) -> bool:
+        """Than three passes, if these run: by the time model (`cost_model`).
+
+        The three passes have more products, but no float32 dQ to clear and to convert, and dQ's
+        runs beside dK's and dV's. Above 192 the fused kernel has no room to send dQ off.
+        """
+        if widest(problem) > 192:
+            return False
+        three, fused = self._times(problem, gpu, "flash2", "flash2-fused")
+        return fused < three
+
+    def _times(self, problem: Problem, gpu: Gpu, *algorithms: str) -> list[float]:
+        """µs of backward passes, by the time model."""
+        made = (
+            self.backward_passes(problem, None, gpu, "ascending", "", algorithm)
+            for algorithm in algorithms
+        )
+        return [backward_microseconds(passes, gpu) for passes in made]
+
+    def cluster(self, walk: Walked) -> int:
+        """See `Family`. A backward with keys outside whose items leave multiprocessors idle."""
+        p, (stage, tables, gpu) = walk.problem, walk
+        if stage.outer != "keys" or widest(p) > 128:
+            return 1
+        items, free = walk.walks * tables.tiles, gpu.multiprocessors
+        if stage.name == "dkdv":  # dQ's pass runs beside it, if there is room, or else behind it
+            if items >= free:
+                return 1
+            beside = busy_at_once(p, tables.schedule.tiling)[0]
+            free = int(free - beside) if beside + items <= free else free
+        return fastest_cluster(walk.walks, p.group * tables.visits, *_item_times(walk), free)
+
+    def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
+        """See `Family`. Where all items are equally long, clusters take what whole rounds leave."""
+        p, (stage, tables, gpu) = walk.problem, walk
+        if stage.name != "fused" or stage.once or cluster > 1 or widest(p) > 128 or not walk.alike:
+            return ()
+        items, steps = walk.walks * tables.tiles, p.group * int(tables.visits[0])
+        return remainder(items, steps, *_item_times(walk), gpu)
+
+    def defers(self, walk: Walked, cluster: int) -> bool:
+        """See `Family`. Where a block's walk is long: its end takes longer."""
+        p, tables = walk.problem, walk.tables
+        rows = p.group * (tables.schedule.tiling.block_q * tables.visits.mean())
+        return walk.stage.name == "fused" and widest(p) <= 128 and rows >= _LONG_WALK * cluster
+
+    def clump(self, walk: Walked) -> int:
+        """See `Family`. Where no item is shorter than another, one head's (or one group's, which
+        shares K and V) are worked on at a time: nothing is gained by taking long ones first, and
+        more blocks read the same tiles at the same time. But not where they add to the same dQ in
+        turns.
+
+        A clump's long items, which come first, fetch its K and V; the short ones find them in L2.
+        So a forward of many short sequences, which is bound by DRAM, gets clumps so small that
+        blocks are at work on several, some at the beginning and some at the end of theirs. Where
+        there are few rounds of items, it counts for more that the long ones of all heads come
+        first.
+        """
+        p, (stage, tables, gpu) = walk.problem, walk
+        if tables.ranks is None and walk.alike:
+            return p.group if stage.per == "head" else 1
+        size, processors = super().clump(walk), gpu.multiprocessors
+        if _drifts(walk):
+            if self.in_step(walk, 1):
+                size = _whole_rounds(walk.walks, tables.tiles, gpu) or size
+            items = _item_times(walk)[0].items(p.group * tables.visits)
+            if sooner_at_once(walk.walks, items, processors, size):
+                size = walk.walks  # in step, they need not fit in L2 together
+        few = processors // 8
+        short = stage.name == "forward" and 0 < few * tables.tiles <= processors
+        if short and walk.walks * tables.tiles >= 8 * processors:
+            size = min(size, max(1, few // p.group) * p.group)
+        return size
+
+    def in_step(self, walk: Walked, clump: int) -> bool:
+        """See `Family`. Where what a clump's blocks go through, dQ too, is more than L2 holds.
+
+        Under a left window they begin at different row tiles, and no order brings them together.
+        Of more items than multiprocessors those that run together are about equally long, and
+        drift slowly: there it takes twice as much.
+        """
+        p, gpu = walk.problem, walk.gpu
+        room = gpu.l2_bytes * (1 if clump * walk.tables.tiles <= gpu.multiprocessors else 2)
+        unlimited = walk.stage.name == "fused" and p.left >= p.n_q + p.n_kv
+        return unlimited and _drifts(walk) and clump * held(walk.stage, p) > room
+
+    def stages(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> int:
+        """Stages of the forward's rings: three where they fit."""
+        return 3 if self.forward_bytes(problem, tiling, 3) <= gpu.shared_bytes else 2
+
+    def forward_bytes(self, problem: Problem, tiling: Tiling, stages: int = 2) -> int:
+        """Shared memory of the forward's blocks."""
+        return hopper_kernels.forward_bytes(problem, tiling, stages)
+
+    def kernel(
+        self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
+    ) -> Kernel:
+        """See `Family`; the row-wise kernels are the portable ones."""
+        given = problem, tiling, replace(variant, overlap=True)
+        if stage == "forward":
+            stages = self.stages(problem, tiling, gpu)
+            shared = self.forward_bytes(problem, tiling, stages)
+            made = hopper_kernels.forward_kernel(*given, shared, stages)
+        elif stage == "fused" and tiling == ROLES:
+            made = hopper_kernels.roles_kernel(*given)
+        elif stage in ("dkdv", "fused"):
+            made = hopper_kernels.backward_kernel(*given)
+        elif stage == "dq":
+            made = hopper_kernels.dq_kernel(*given)
+        else:
+            made = portable_kernels.rows_kernel(stage, *given)
+        return replace(made, overlaps=True)
+
+
+HOPPER = Hopper("hopper", nvrtc.load)
+
+
+def _item_times(walk: Walked) -> tuple[Times, float]:
+    """What an item of a backward takes, and what it takes a cluster besides."""
+    p = walk.problem
+    known = backward_times(p, walk.tables.schedule.tiling)
+    return getattr(known, walk.stage.name), ADDING_UP[64 if widest(p) <= 64 else 128]
+
+
+def _drifts(walk: Walked) -> bool:
+    """Whether blocks of a key head, begun together, would soon be at different query heads."""
+    uneven = walk.tables.ranks is None and not walk.alike
+    return walk.stage.outer == "keys" and walk.problem.group > 1 and uneven
+
+
+def _whole_rounds(walks: int, tiles: int, gpu: Gpu) -> int:
+    """Walks of a clump, four at most, whose items are about whole rounds; 0 if none are.
+
+    In step, the items of a round go the same way; of a round that two clumps share, they do not.
+    """
+    most = gpu.multiprocessors
+
+    def beside(size: int) -> int:
+        return abs(size * tiles - most * max(1, round(size * tiles / most)))
+
+    best = min(range(1, min(walks, 4) + 1), key=beside)
+    return best if 6 * beside(best) <= most else 0

@@ -1,0 +1,133 @@
+"""The FP8 forward of Hopper (kernels/hopper/forward_fp8.cu): what it takes, how it is launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch import kernel as launch
+from flashsim.backends.launch.kernel import Box, Gpu, Kernel, Variant
+from flashsim.backends.launch_policy import hopper, hopper_kernels
+from flashsim.backends.launch_policy.cost_model import makespan
+from flashsim.backends.launch_policy.family import Family, PassRequest, Walked
+from flashsim.errors import UnsupportedError
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+
+#: Head dimensions, and their tiles, the best first (docs/notebooks/hopper.md).
+TILINGS: dict[int, tuple[Tiling, ...]] = {
+    64: (Tiling(192, 128), Tiling(128, 128)),
+    128: (Tiling(192, 128), Tiling(128, 128)),
+    256: (Tiling(128, 128),),
+}
+_STAGES = (4, 3, 2)
+#: ``enum Scales`` of the kernel.
+_TENSOR, _HEAD, _BLOCK, _NONE = range(4)
+
+
+@dataclass(frozen=True)
+class HopperFp8(Family):
+    """FlashAttention-3's forward in FP8; there is no backward."""
+
+    def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
+        """See `Family`."""
+        p, gpu = asked.problem, asked.gpu
+        if gpu.compute_capability != hopper.CAPABILITY:
+            has = ".".join(map(str, gpu.compute_capability))
+            return f"they need compute capability 9.0, and {gpu.name} has {has}"
+        if asked.direction != "forward":
+            return "they have no backward pass"
+        if p.head_dim != p.head_dim_v or p.head_dim not in TILINGS:
+            dims = ", ".join(map(str, TILINGS))
+            return (
+                f"they take a head_dim of {dims}, v's the same, got {p.head_dim} and {p.head_dim_v}"
+            )
+        if p.cu_seqlens_q is not None:
+            return "they take no packed sequences"
+        if p.softcap or p.scale <= 0:
+            return "they take no softcap, and a scale above 0"
+        possible = TILINGS[p.head_dim]
+        if tiling is not None and tiling not in possible:
+            return f"{tiling} tiles are none of theirs ({', '.join(map(str, possible))})"
+        tiles = possible if tiling is None else (tiling,)
+        if not any(t.divides(p.block_mask) for t in tiles):
+            return "their tiles do not divide the block mask's"
+        if not any(_one_scale_a_tile(p, t) for t in tiles):
+            return (
+                f"64 rows of Q, and a tile of K and V, have one scale; blocks of {p.scales} rows "
+                f"do not go with their tiles ({', '.join(map(str, tiles))})"
+            )
+        return None
+
+    def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
+        """See `Family`."""
+        return TILINGS[asked.problem.head_dim]
+
+    def fastest(self, asked: PassRequest) -> Tiling | None:
+        """See `Family`."""
+        p = asked.problem
+        fit = (t for t in self.possible(asked) if t.divides(p.block_mask))
+        return next((t for t in fit if _one_scale_a_tile(p, t)), None)
+
+    def refused(self, reason: str) -> UnsupportedError:
+        """See `Family`."""
+        return UnsupportedError(
+            f"the FP8 kernels do not run this: {reason}; backend='simulator' does, or convert the "
+            "arrays to bfloat16"
+        )
+
+    def clump(self, walk: Walked) -> int:
+        """See `Family`. As the 16-bit kernels, or the next smaller size that divides the walks
+        evenly, if the launch ends sooner with that.
+        """
+        size, group, walks = hopper.HOPPER.clump(walk), walk.problem.group, walk.walks
+        if walk.alike:
+            return size
+        even = next((n for n in range(size - 1, 0, -1) if n % group == walks % n == 0), size)
+        items = walk.tables.visits + 1  # to begin and to end one takes as long as a visit
+        return min(size, even, key=lambda n: makespan(items, walks, walk.gpu.multiprocessors, n))
+
+    def kernel(
+        self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
+    ) -> Kernel:
+        """See `Family`."""
+        p = problem
+        stages = next(n for n in _STAGES if shared_bytes(p, tiling, n) <= gpu.shared_bytes)
+        shared = shared_bytes(p, tiling, stages)
+        kind, (queries, keys) = _scales(p)
+        threads, made_for = 128 * (tiling.block_q // 64 + 1), (p, tiling, variant)
+        v = Box("v", p.head_dim_v, 128, transposed=True)
+        return launch.built(
+            *("hopper/forward_fp8.cu", "hopper_forward_fp8", threads, shared, made_for),
+            {"BYTES": p.result_itemsize, "BF16": True, "E5M2": p.dtype == "float8_e5m2"}
+            | {"STAGES": stages, "SLICE": 128 if p.head_dim_v <= 128 else 64}
+            | {"SCALES": kind, "SCALE_QUERIES": queries, "SCALE_KEYS": keys},
+            (Box("q", 64, 128), Box("k", tiling.block_k, 128), v),
+        )
+
+
+HOPPER_FP8 = HopperFp8("hopper, fp8", nvrtc.load)
+
+
+def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
+    """Shared memory of a block (``struct OnChip``): rows of Q and K fill whole chunks."""
+    d, dv = -(-problem.head_dim // 128) * 128, problem.head_dim_v
+    groups = tiling.block_q // 64
+    tiles = tiling.block_q * d + stages * tiling.block_k * (d + dv)
+    return hopper_kernels.on_chip(tiles, 3 * groups + 5 * stages)
+
+
+def _scales(problem: Problem) -> tuple[int, tuple[int, int]]:
+    """How scales lie, and the rows of Q and of K that share one."""
+    if problem.scales is None:
+        return _NONE, (1, 1)
+    if isinstance(problem.scales, str):
+        return (_TENSOR if problem.scales == "tensor" else _HEAD), (1, 1)
+    return _BLOCK, problem.scales
+
+
+def _one_scale_a_tile(problem: Problem, tiling: Tiling) -> bool:
+    """Whether each tile of K and V, and each warpgroup's 64 rows of Q, lie in one block."""
+    kind, (queries, keys) = _scales(problem)
+    rows = queries % tiling.block_q == 0 or (queries % 64 == 0 and tiling.block_q % queries == 0)
+    return kind != _BLOCK or (rows and keys % tiling.block_k == 0)

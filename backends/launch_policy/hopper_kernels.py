@@ -1,0 +1,147 @@
+"""The Hopper kernels' launches: threads, shared memory (struct OnChip of each), boxes, columns.
+
+`launch_policy.hopper` says which of them runs a stage.
+"""
+
+from __future__ import annotations
+
+from flashsim.backends.launch import kernel as launch
+from flashsim.backends.launch.kernel import Box, Kernel, Variant
+from flashsim.backends.launch_policy.cost_model import ROLES
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+
+#: Bytes of the item slots (struct Items in kernels/hopper/tile_scheduler.cuh) and of one mbarrier.
+_ITEMS, _BARRIER = 160, 8
+_CHUNK = 64  # columns of a shared-memory chunk: 128 bytes of 16-bit elements
+
+
+def forward_kernel(
+    problem: Problem, tiling: Tiling, variant: Variant, shared: int, stages: int
+) -> Kernel:
+    """The forward, with rings of so many stages."""
+    threads, bk = 128 * (tiling.block_q // 64 + 1), tiling.block_k
+    return launch.built(
+        *("hopper/forward.cu", "hopper_forward", threads, shared, (problem, tiling, variant)),
+        {"STAGES": stages, "TURNS": take_turns(problem, tiling)},
+        _boxes(("q", 64), ("k", bk), ("v", bk)),
+    )
+
+
+def take_turns(problem: Problem, tiling: Tiling) -> bool:
+    """Whether the forward's warpgroups queue their products in turn: see TURNS in forward.cu."""
+    wide = problem.head_dim == problem.head_dim_v == 128
+    return not (wide and problem.n_kv > 16 * tiling.block_k)
+
+
+def forward_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
+    """Shared memory of the forward's blocks."""
+    d, dv = tile_columns("forward", problem)
+    q, kv = tiling.block_q * d, tiling.block_k * (d + dv)
+    return on_chip(2 * (q + stages * kv), 2 * (tiling.block_q // 64) + 4 * stages)
+
+
+def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
+    """The pass with keys outside, which in a fused backward makes dQ as well."""
+    fused = variant.fused
+    d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
+    wide = d > 128
+    staged = fused and d <= 192  # dQ on its way out
+    tiles = 2 * (2 * bk * d + stages * 2 * bq * d)
+    if wide:
+        tiles += 2 * 2 * stages * bq * bk  # P and dS
+        tiles += 4 * bq * d if staged else 0
+    elif fused:
+        tiles += 2 * stages * bq * bk + (2 if variant.once else 4) * bq * d  # dS and dQ
+    # Log-sum-exp and delta of each stage; or 8 warps' sums instead, and each one's delta.
+    dlse = problem.dlse and variant.once  # otherwise it is taken off delta
+    rows = stages * (1 + dlse) + (stages + 1) * 8 if variant.once else 2 * stages
+    shared = on_chip(tiles + 4 * rows * bq, 2 + 2 * stages + (0 if wide else 4))
+    boxes = _boxes(("q", bq), ("k", bk), ("v", bk), ("dout", bq))
+    rows = bq // 2 if d == 64 else bq  # of a warpgroup's piece of dQ
+    leaving = Box("dq", rows, _CHUNK) if variant.once else Box("dq_acc", rows, 32)
+    boxes += (leaving if staged else boxes[0],)
+    name = "backward_wide" if wide else "backward"
+    return launch.built(
+        *(f"hopper/{name}.cu", f"hopper_{name}", 384, shared, (problem, tiling, variant)),
+        {"D": d, "FUSED": fused, "ORDERED": variant.ordered, "CLUSTER": variant.cluster}
+        | {"IN_STEP": variant.in_step, "ONCE": variant.once, "AFTER": variant.after}
+        | {"MORE": variant.more, "DEFERRED": variant.deferred, "DLSE": dlse},
+        boxes,
+        variant.cluster,
+    )
+
+
+def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
+    """The fused pass of 129 to 192 columns, whose consumers make different products."""
+    d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
+    # K, V, Q and dO, P and dS; dQ on its way out.
+    tiles = 2 * (2 * bk * d + (stages + 1) * bq * d + 2 * bq * bk) + 4 * bq * d
+    shared = on_chip(tiles + 4 * stages * 2 * bq, 3 + 2 * stages + 2 * d // _CHUNK)
+    never = dict.fromkeys(("ORDERED", "ONCE", "AFTER", "MORE", "DEFERRED", "DLSE"), 0)
+    boxes = _boxes(("q", bq), ("k", bk), ("v", bk), ("dout", bq))
+    return launch.built(
+        *("hopper/backward_roles.cu", "hopper_backward_roles", 512, shared),
+        (problem, tiling, variant),
+        {"D": d, "FUSED": 1, "IN_STEP": variant.in_step, **never},
+        (*boxes, Box("dq_acc", bq, 32)),
+    )
+
+
+def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
+    """dQ alone, the last of three passes."""
+    d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
+    partial = 4 * 128 * (32 if bq == 64 else 1)
+    shared = on_chip(2 * (2 * bq * d + stages * 2 * bk * d) + partial, 2 * bq // 64 + 2 * stages)
+    boxes = _boxes(("q", 64), ("k", bk), ("v", bk), ("dout", 64))
+    return launch.built(
+        "hopper/dq.cu", "hopper_dq", 384, shared, (problem, tiling, variant), {"D": d}, boxes
+    )
+
+
+def _boxes(*rows: tuple[str, int]) -> tuple[Box, ...]:
+    """What one order brings of each tensor: so many rows, a chunk wide."""
+    return tuple(Box(tensor, n, _CHUNK) for tensor, n in rows)
+
+
+def on_chip(data: int, barriers: int) -> int:
+    """Bytes of a ``struct OnChip``: tiles and rows, mbarriers, item slots; a multiple of 1024."""
+    items = -(-(data + barriers * _BARRIER) // 16) * 16
+    return -(-(items + _ITEMS) // 1024) * 1024
+
+
+def _wide(head_dim: int) -> int:
+    """Columns of a tile in shared memory: whole chunks."""
+    return -(-head_dim // _CHUNK) * _CHUNK
+
+
+def tile_columns(stage: str, problem: Problem) -> tuple[int, int]:
+    """Columns of a tile of Q or K, and of V or dO, that the copy engine delivers: whole boxes."""
+    if stage == "forward":
+        return _wide(problem.head_dim), _wide(problem.head_dim_v)
+    return _shared_dim(problem), _shared_dim(problem)
+
+
+def _shared_dim(problem: Problem) -> int:
+    """The head_dim that the backward kernels compute with, for Q and K as for V and dO."""
+    return _wide(max(problem.head_dim, problem.head_dim_v))
+
+
+def product_columns(
+    stage: str, problem: Problem, tiling: Tiling, cluster: int = 1
+) -> tuple[int, int]:
+    """Columns that a backward's products take: of both head dims, and beyond them, all products'.
+
+    Whole sixteens, or thirty-twos where a cluster shares an item. A tile's whole columns are taken
+    by dQ^T, whose rows they are (up to 32 columns dQ itself is computed), and beyond a head_dim of
+    128, where warpgroups share them out, by dK and dV too. With one warpgroup for dQ it takes
+    thirty-twos.
+    """
+    step = 32 if cluster > 1 else 16
+    d = max(problem.head_dim, problem.head_dim_v)
+    taken, whole = -(-d // step) * step, _shared_dim(problem)
+    products = (stage == "fused" and taken > 32) + (2 if stage != "dq" and whole > 128 else 0)
+    beyond = products * (whole - taken)
+    if stage == "fused" and tiling == ROLES:
+        beyond -= whole - -(-d // 32) * 32
+    return taken, beyond

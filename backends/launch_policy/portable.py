@@ -1,0 +1,100 @@
+"""The portable kernels (sm_80 and later): which tiles they run, and which one if none is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
+from flashsim.backends.launch_policy import portable_kernels as kernels
+from flashsim.backends.launch_policy.family import PLAIN, Family, PassRequest
+from flashsim.errors import TilingError
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+
+
+@dataclass(frozen=True)
+class Portable(Family):
+    """The family whose kernels are compiled for `like`, except for what a walk and a report ask."""
+
+    def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
+        """See `Family`."""
+        problem, gpu, direction, algorithm, _ = asked
+        if direction == "backward" and algorithm == "flash2-once":
+            return (
+                "the portable kernels add dQ up in memory; Hopper's store it after one visit "
+                "(float16 and bfloat16, head_dim up to 128), and algorithm='flash2-fused' runs here"
+            )
+        what = f"{direction} at head_dim={problem.head_dim}, {problem.dtype}"
+        if tiling is None:
+            if self.fastest(asked):
+                return None
+            why = f"no default tiling for {what} on {gpu.name}; give tiling=..., one of: "
+        else:
+            need = self._shared_need(asked, tiling)
+            if need is None:
+                why = "is not one that the kernels are built for (sides are multiples of 16)"
+            elif need > gpu.shared_bytes:
+                why = f"needs {need:,} B of shared memory, and {gpu.name} gives a block "
+                why += f"{gpu.shared_bytes:,} B"
+            else:
+                return None
+            why = f"{what}: a {tiling} tile {why}; possible: "
+        why += ", ".join(map(str, self.possible(asked))) or "none on this GPU"
+        if tiling is None and problem.block_mask is not None:
+            why += f" that divides the block mask's {problem.block_mask!r}"
+        return why
+
+    def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
+        """Every tiling that the kernels run on this GPU, smallest first."""
+        every = (Tiling(q, k) for q in kernels.SIDES for k in kernels.SIDES)
+        return tuple(t for t in every if self._runs(asked, t))
+
+    def fastest(self, asked: PassRequest) -> Tiling | None:
+        """See `Family`; docs/notebooks/speed_gpu.md."""
+        preferred = (Tiling(*sides) for sides in self._preferred(asked))
+        mask = asked.problem.block_mask
+        return next((t for t in preferred if t.divides(mask) and self._runs(asked, t)), None)
+
+    def kernel(
+        self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
+    ) -> Kernel:
+        """See `Family`."""
+        if stage in kernels.WALKING:
+            return kernels.WALKING[stage](problem, tiling, variant, gpu)
+        return kernels.rows_kernel(stage, problem, tiling, variant)
+
+    def _preferred(self, asked: PassRequest) -> tuple[tuple[int, int], ...]:
+        d, tf32 = asked.wide, self.like.tf32
+        if asked.problem.dtype == "float32" and not tf32:
+            return ((64, 64), (32, 32), (16, 16))
+        if asked.direction == "backward":
+            smaller = ((64, 64), (32, 64), (32, 32), (16, 32), (16, 16))
+            if tf32 and asked.fused and d > 80:
+                return ((64, 128), (48, 128) if d <= 96 else (32, 128), *smaller)
+            return ((64, 128), *smaller)
+        if d <= 64:
+            return ((128, 96), (128, 64), (64, 64), (32, 32), (16, 16))
+        return ((128, 64), (128, 32), (64, 32), (32, 32), (16, 16))
+
+    def _runs(self, asked: PassRequest, tiling: Tiling) -> bool:
+        need = self._shared_need(asked, tiling)
+        return need is not None and need <= asked.gpu.shared_bytes
+
+    def _shared_need(self, asked: PassRequest, tiling: Tiling) -> int | None:
+        """Shared memory of the largest kernel of a pass, in bytes; None: not built for the tile."""
+        if asked.direction == "forward":
+            stages: tuple[str, ...] = ("forward",)
+        else:
+            stages = ("dkdv",) if asked.fused else ("dkdv", "dq")
+        variant = replace(self.like, fused=asked.fused)
+        made = (asked.problem, tiling, variant, asked.gpu)
+        try:
+            return max(self.kernel(stage, *made).shared_bytes for stage in stages)
+        except TilingError:
+            return None
+
+
+PORTABLE = Portable("portable", nvrtc.load)
+#: float32 products on tensor cores, their operands rounded to tf32.
+TF32 = Portable("portable, tf32", nvrtc.load, replace(PLAIN, tf32=True))

@@ -1,0 +1,226 @@
+"""Who loads what in the backward with keys outside, as in kernels/hopper/kv_outer.cuh."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from flashsim.backends.numba_gpu.hopper import gradients
+from flashsim.backends.numba_gpu.hopper import tiles as hopper
+from flashsim.backends.numba_gpu.hopper.smem_layout import (
+    BASE,
+    COUNT,
+    END,
+    FIRST,
+    ITEM,
+    OUTER,
+    START,
+    STOP,
+    WALK,
+    KeysOutside,
+)
+from flashsim.backends.numba_gpu.traversal import SLOTS, device, quotient
+
+int32, int64 = types.int32, types.int64
+
+
+def share_of(c: SimpleNamespace) -> Any:
+    """``share(group, count) -> member, n, left``: which visits of an item its block makes.
+
+    An item has `count` visits for each query head of its group, one head after the other. The
+    blocks of a cluster share them out, each takes some in a row: `left`, from visit n of the
+    group's head `member` on.
+    """
+    blocks = c.cluster
+
+    @device
+    def whole(group, count):
+        return int32(0), int32(0), int32(group * count)
+
+    @device
+    def share(group, count):
+        steps, rank = int32(group * count), int32(cuda.blockIdx.x & (blocks - 1))
+        first, stop = quotient(steps * rank, blocks), quotient(steps * (rank + 1), blocks)
+        member = quotient(first, max(count, 1))
+        return member, int32(first - member * count), int32(stop - first)
+
+    return whole if blocks == 1 else share
+
+
+def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+    """``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``: a thread takes items, brings
+    tiles."""
+    block_q, packed = c.block_q, bool(c.varlen)
+    row_bytes, row_bytes_v = c.counted * 2, c.counted_v * 2
+    k_at, v_at, q_at, dout_at = map(at.region, ("k", "v", "q", "dout"))
+    query_bytes = at.query_bytes
+    kv_full, k_free, v_free = at.barrier("kv_full"), at.barrier("k_free"), at.barrier("v_free")
+    full, free = at.barrier("full"), at.barrier("free")
+    item_full, item_free, items = at.barrier("item_full"), at.barrier("item_free"), at.items
+    expect_kv, expect_q = hopper.expect(2 * at.key_bytes), hopper.expect(2 * query_bytes)
+    blocks, share = c.cluster, share_of(c)
+    again = blocks == 1  # a block may have several items
+    copy_k = hopper.copy_tile(c.block_k, at.chunks, packed=packed, blocks=blocks)
+    copy_q = hopper.copy_tile(block_q, at.chunks, packed=packed)
+    first_of, stop_of, write_item, after = i.first, i.stop, i.write, i.after
+    visits_of, place = i.visits, i.place
+    visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
+    visit_of, report_one, stamp, stamp_block = w.visit, w.report_one, w.stamp, w.stamp_block
+    put, get, map_address = hopper.put, hopper.get, hopper.map_address
+    wait, wait_free, arrive, stage = hopper.wait, hopper.wait_free, hopper.arrive, hopper.stage
+
+    @device
+    def bring_queries(map_q, map_dout, a, shared, slot, done, n, head, batch):
+        """Q and dO of an item's visit n, the block's `done`-th, of one query head."""
+        tile, _ = visit_of(a, visits_of(slot), n)
+        query = int32(get(slot + BASE) + tile * block_q)
+        number = int64(batch * a.heads + head) * a.n_visits + get(slot + FIRST) + n
+        walk = int32(batch * a.heads + head)
+        visit_stamp = visit_stamps(a, walk, get(slot + FIRST) + n, 0)
+        stamp(visit_stamp, 0)
+        wait_free(shared + free, done)  # its last readers are done
+        stamp(visit_stamp, 1)
+        barrier = stage(shared + full, done)
+        expect_q(barrier)
+        row, last = place(query, get(slot + END), batch)
+        shift = int32((done & 1) * query_bytes)
+        copy_q(shared + q_at + shift, map_address(map_q), barrier, row, head, last)
+        copy_q(shared + dout_at + shift, map_address(map_dout), barrier, row, head, last)
+        stamp(visit_stamp, 4)
+        rows = int32(min(block_q, get(slot + END) - query))
+        visit_count = a.visit_counts + number * (SLOTS * 4)
+        report_one(visit_count, int32(rows * row_bytes))
+        report_one(visit_count + 4, int32(rows * row_bytes_v))
+
+    @device
+    def bring_keys(map_k, map_v, a, shared, slot, item, head, batch):
+        """An item's V, then its K: in this order the last item is done with them.
+
+        A cluster has one item, and no last one to wait for. Its blocks bring each other's tiles: so
+        one without visits may be done with both before its producer comes to the wait, which would
+        take that for the phase before, and wait for ever.
+        """
+        start, stop = get(slot + START), get(slot + STOP)
+        barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)
+        row, last = place(start, stop, batch)
+        if again:
+            wait(shared + v_free, parity)
+        expect_kv(barrier)
+        copy_k(shared + v_at, map_address(map_v), barrier, row, head, last)
+        if again:
+            wait(shared + k_free, parity)
+        copy_k(shared + k_at, map_address(map_k), barrier, row, head, last)
+        number = int64(get(slot + WALK)) * a.tiles + get(slot + OUTER)
+        tile_count = a.tile_counts + number * (SLOTS * 4)
+        keys = int32(stop - start)
+        if blocks > 1 and cuda.blockIdx.x & (blocks - 1) > 0:  # a cluster reads them once
+            keys = int32(0)
+        report_one(tile_count, int32(keys * row_bytes))
+        report_one(tile_count + 4, int32(keys * row_bytes_v))
+
+    @device
+    def produce(map_q, map_k, map_v, map_dout, a, counter, shared):
+        # `item` counts the block's items, `done` their visits so far.
+        item, done = int32(0), int32(0)
+        number, kv_heads = int32(cuda.blockIdx.x), quotient(a.heads, a.group)
+        number = int32(first_of(a) + quotient(number, blocks))
+        while True:
+            slot = int32(shared + items + (item & 1) * ITEM)
+            wait_free(shared + item_free, item)  # every warp is done with the slot's last item
+            if number >= stop_of(a):
+                put(slot + WALK, int32(-1))
+                arrive(stage(shared + item_full, item), True)
+                break
+            write_item(a, slot, number)
+            arrive(stage(shared + item_full, item), True)  # releases the item to its readers
+            walk, count = get(slot + WALK), get(slot + COUNT)
+            batch = quotient(walk, kv_heads)
+            kv_head = int32(walk - batch * kv_heads)
+            tile_stamp = tile_stamps(a, walk, get(slot + OUTER), 0)
+            stamp_block(tile_stamp, False)
+            # The last item is done with a stage before it is done with V, and then with K: so the
+            # first visit's tiles come first.
+            head = int32(kv_head * a.group)
+            member, n, left = share(a.group, count)
+            head, first = int32(head + member), True
+            while first or left > 0:
+                if left > 0:
+                    bring_queries(map_q, map_dout, a, shared, slot, done, n, head, batch)
+                    done, left, n = int32(done + 1), int32(left - 1), int32(n + 1)
+                    if n == count:
+                        head, n = int32(head + 1), int32(0)
+                if first:
+                    bring_keys(map_k, map_v, a, shared, slot, item, kv_head, batch)
+                    first = False
+            stamp_block(tile_stamp, True)
+            item, number = int32(item + 1), after(a, counter)
+
+    return produce
+
+
+def statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+    """``produce_statistics(a, shared)``: a warp brings where each visit's scores and dP start, on
+    the tiles' barriers."""
+    block_q, start, fused, share = c.block_q, not c.scaled, bool(c.fused), share_of(c)
+    # Of a pass in several launches none needs anything of another: each lets the next one begin,
+    # and waits for the one before it, through which for all that ran before, when it ends.
+    first, lets = not c.after, not fused or bool(c.more)
+    lse_at, delta_at = at.region("lse"), at.region("delta")
+    full, free = at.barrier("full"), at.barrier("free")
+    load_statistics, put_rows = gradients.load_statistics(block_q), gradients.put_rows(block_q)
+    unit_of_starts = gradients.unit_of_starts(start)
+    take, leave, visits_of = i.take, i.leave, i.visits
+    visit_of, report_one = w.visit, w.report_one
+    get, speaks, wait_free = hopper.get, hopper.speaks, hopper.wait_free
+    arrive, stage = hopper.arrive, hopper.stage
+    wait_for_what_ran_before = w.wait_for_what_ran_before
+    let_what_runs_next_start = w.let_what_runs_next_start
+
+    @device
+    def produce_statistics(a, shared):
+        item, done, speaking = int32(0), int32(0), speaks()
+        unit, kv_heads = unit_of_starts(a.scale), quotient(a.heads, a.group)
+        # Nothing else here reads or adds to what ran before has written but by way of these.
+        if first:
+            wait_for_what_ran_before()
+        # dQ's pass, whose blocks take a whole SM each; the conversion's would crowd on the few SMs
+        # that are idle by now.
+        if lets:
+            let_what_runs_next_start()
+        while True:
+            slot = take(shared, item)
+            if get(slot + WALK) < 0:
+                break
+            batch, count = quotient(get(slot + WALK), kv_heads), get(slot + COUNT)
+            kv_head = int32(get(slot + WALK) - batch * kv_heads)
+            walk = int32(batch * a.heads + kv_head * a.group)  # of the query head
+            member, n, left = share(a.group, count)
+            walk = int32(walk + member)
+            while left > 0:
+                tile, _ = visit_of(a, visits_of(slot), n)
+                query = int32(get(slot + BASE) + tile * block_q)
+                rows = int32(min(block_q, get(slot + END) - query))
+                row = (int64(walk) * a.n_q + query) * 4
+                # Before the wait, to hide their latency:
+                starts, deltas = load_statistics(a.lse + row, a.delta + row, rows, unit)
+                wait_free(shared + free, done)  # its last readers are done
+                put_rows(shared + lse_at + (done & 1) * (block_q * 4), starts)
+                put_rows(shared + delta_at + (done & 1) * (block_q * 4), deltas)
+                arrive(stage(shared + full, done), True)  # every lane for what it wrote
+                if speaking:
+                    number = int64(walk) * a.n_visits + get(slot + FIRST) + n
+                    visit_count = a.visit_counts + number * (SLOTS * 4)
+                    report_one(visit_count + 8, int32(rows * 4))
+                    report_one(visit_count + 12, int32(rows * 4))
+                done, left, n = int32(done + 1), int32(left - 1), int32(n + 1)
+                if n == count:
+                    walk, n = int32(walk + 1), int32(0)
+            leave(shared, item, speaking)
+            item = int32(item + 1)
+        if not first:
+            wait_for_what_ran_before()
+
+    return produce_statistics

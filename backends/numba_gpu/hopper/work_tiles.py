@@ -1,0 +1,153 @@
+"""Items of the launch's list, from the producer to the consumers through slots in shared memory.
+
+An item is a tile of a head, of query rows or (keys outside) of keys, with its visits; a slot holds
+it as `smem_layout` says.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from numba import cuda
+from numba.cuda import types
+
+from flashsim.backends.launch.kernel import ROUND
+from flashsim.backends.numba_gpu.hopper.smem_layout import (
+    BASE,
+    COUNT,
+    END,
+    FIRST,
+    FULL_HI,
+    FULL_LO,
+    ITEM,
+    LO,
+    OFFSET,
+    OUTER,
+    START,
+    STOP,
+    WALK,
+    Layout,
+)
+from flashsim.backends.numba_gpu.hopper.tiles import (
+    arrive,
+    fetch_count,
+    get,
+    put,
+    stage,
+    wait_full,
+)
+from flashsim.backends.numba_gpu.traversal import TILE_STAMPS, VISIT_STAMPS, device, read_int
+
+int32, int64 = types.int32, types.int64
+
+
+def item_functions(
+    c: SimpleNamespace, at: Layout, w: SimpleNamespace, *, by_row: bool = True, part: bool = False
+) -> SimpleNamespace:
+    """Device functions on item slots, for one kernel's constants `c`, layout and walk `w`.
+
+    Each role, the producer's warpgroup and then every consumer's, has time stamps of its own.
+
+    ``first(a)`` and ``stop(a)`` are the numbers of the launch's first item and of the one behind
+    its last: all that there are, but for `part` of a pass. ``write(a, slot, number)`` puts an item
+    into a slot; ``after(a, counter)`` asks for the number of the next. ``take(shared, item)`` waits
+    for an item and returns its slot; ``leave(shared, item, speaking)`` is a warp's word that it is
+    done with it. ``visits(slot)`` gives its walk, as ``walk.begin`` does; ``place(row, stop,
+    batch)`` says where rows lie in a tensor map; ``visit_stamps(a, walk, first, role)`` and
+    ``tile_stamps(a, walk, outer, role)`` where a role stamps.
+    """
+    block, varlen = c.block_k if by_row else c.block_q, bool(c.varlen)  # of the side visited
+    item_of, begin, visit_of = w.item, w.begin, w.visit
+    own_tile = w.row_tile if by_row else w.col_tile
+    roles = at.groups + 1
+    visit_words, tile_words = roles * VISIT_STAMPS, roles * TILE_STAMPS
+    items, full, free = at.items, at.barrier("item_full"), at.barrier("item_free")
+
+    @device
+    def visit_stamps(a, walk, first, role):
+        number = int64(walk) * a.n_visits + first
+        return a.visit_stamps + (number * visit_words + role * VISIT_STAMPS) * 8
+
+    @device
+    def tile_stamps(a, walk, outer, role):
+        number = int64(walk) * a.tiles + outer
+        return a.tile_stamps + (number * tile_words + role * TILE_STAMPS) * 8
+
+    @device
+    def place(row, stop, batch):
+        # Row and last axis. Of packed sequences a map has a view for each end of a tile
+        # (`tensor_maps`), in which the row before `stop` is the last.
+        if varlen:
+            return int32(ROUND - stop + row), stop
+        return row, batch
+
+    @device
+    def first(a):
+        return a.first if part else int32(0)
+
+    @device
+    def stop(a):
+        return a.stop if part else a.walks * a.tiles
+
+    @device
+    def write(a, slot, number):
+        walk, outer = item_of(a, number)
+        start, stop, offset = own_tile(a, outer)
+        first, count, lo, full_lo, full_hi = begin(a, outer)
+        base, end = int32(0), a.n_kv if by_row else a.n_q
+        if varlen:
+            end = read_int(a.rows if by_row else a.cols, outer * 4 + 3)
+            if count > 0:
+                tile, _ = visit_of(a, (first, count, lo, full_lo, full_hi), int32(0))
+                other = a.cols if by_row else a.rows
+                base = int32(read_int(other, tile * 4) - tile * block)
+        put(slot + WALK, walk)
+        put(slot + OUTER, outer)
+        put(slot + START, start)
+        put(slot + STOP, stop)
+        put(slot + OFFSET, offset)
+        put(slot + BASE, base)
+        put(slot + END, end)
+        put(slot + FIRST, first)
+        put(slot + COUNT, count)
+        put(slot + LO, lo)
+        put(slot + FULL_LO, full_lo)
+        put(slot + FULL_HI, full_hi)
+
+    @device
+    def visits(slot):
+        span = get(slot + LO), get(slot + FULL_LO), get(slot + FULL_HI)
+        return get(slot + FIRST), get(slot + COUNT), span[0], span[1], span[2]
+
+    @device
+    def after(a, counter):
+        number = int32(0x7FFFFFFF)
+        if counter != 0:  # else no block gets a second item
+            last = int32(stop(a) - first(a) - 1)  # asking for it sets the counter to 0 again
+            number = int32(first(a) + cuda.gridDim.x + fetch_count(counter, last))
+        return number
+
+    @device
+    def take(shared, item):
+        slot = int32(shared + items + (item & 1) * ITEM)
+        wait_full(shared + full, item)
+        return slot
+
+    @device
+    def leave(shared, item, speaking):
+        cuda.syncwarp()  # the whole warp is done with the item
+        arrive(stage(shared + free, item), speaking)
+
+    return SimpleNamespace(
+        first=first,
+        stop=stop,
+        after=after,
+        take=take,
+        leave=leave,
+        visit_stamps=visit_stamps,
+        tile_stamps=tile_stamps,
+        visit_words=visit_words,
+        place=place,
+        write=write,
+        visits=visits,
+    )

@@ -1,0 +1,74 @@
+"""The kernels in Python as families: `TENSOR` by `mma.sync`, `HOPPER` by Hopper's own instructions.
+
+Passes, tiles, threads and shared memory of `TENSOR` are those of the CUDA C++ kernels, but for what
+`launch.Variant` says; what differs is the language, and so the compiler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flashsim.backends.launch import kernel as launch
+from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
+from flashsim.backends.launch_policy import hopper
+from flashsim.backends.launch_policy.family import PLAIN, PassRequest, Walked
+from flashsim.backends.launch_policy.portable import Portable
+from flashsim.backends.numba_gpu import compiler
+from flashsim.backends.numba_gpu.hopper.smem_layout import DqAlone, KeysOutside, OnChip
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+
+#: The head_dim up to which there is a backward with Hopper's own instructions.
+WIDEST_BACKWARD = 128
+
+
+@dataclass(frozen=True)
+class PythonHopper(hopper.Hopper):
+    """There is no backward above `WIDEST_BACKWARD`; row-wise kernels are `TENSOR`'s."""
+
+    def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
+        """See `Family`."""
+        if asked.direction == "backward" and asked.wide > WIDEST_BACKWARD:
+            return f"their backward takes a head_dim up to {WIDEST_BACKWARD}"
+        if asked.direction == "backward" and asked.algorithm == "flash2-once":
+            return "they add dQ up in memory"
+        return super().why_not(asked, tiling)
+
+    def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
+        """See `Family`; of the C++ kernel's those that were tried in Python."""
+        every = super().possible(asked)
+        if asked.direction == "backward":  # products take no fewer columns at 80 than at 128
+            return tuple(sorted(every, key=lambda t: t.block_q))
+        return tuple(t for t in every if t.block_k <= 176)
+
+    def in_step(self, walk: Walked, clump: int) -> bool:
+        """See `Family`; they go through a group's heads one after the other."""
+        return False
+
+    def forward_bytes(self, problem: Problem, tiling: Tiling, stages: int = 2) -> int:
+        """Shared memory of the forward's blocks."""
+        sides = launch.padded_dims(problem)
+        return OnChip(tiling.block_q, tiling.block_k, *sides, stages).nbytes
+
+    def kernel(
+        self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
+    ) -> Kernel:
+        """See `Family`: as the C++ kernel, except for what lies where in shared memory."""
+        made = super().kernel(stage, problem, tiling, variant, gpu)
+        if not made.boxes:
+            return made
+        shared, sides = made.shared_bytes, (tiling.block_q, tiling.block_k)
+        if stage == "dq":
+            shared = DqAlone(*sides, dict(made.constants)["FS_D"]).nbytes
+        elif stage != "forward":
+            layout = KeysOutside(
+                *(*sides, dict(made.constants)["FS_D"]),
+                fused=variant.fused,
+                deferred=variant.deferred,
+            )
+            shared = layout.nbytes
+        return replace(made, file=f"{made.name}.py", shared_bytes=shared)
+
+
+TENSOR = Portable("tensor", compiler.load, replace(PLAIN, python=True))
+HOPPER = PythonHopper("hopper", compiler.load, instead="tensor")

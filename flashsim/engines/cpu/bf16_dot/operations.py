@@ -1,0 +1,158 @@
+"""What the walks over pairs compute on one panel, defined in plain Numba.
+
+A *pair* is two bfloat16 in 32 bits, the first in the lower half: two neighbours in memory.
+Products here sum over pairs. Their left operand A has the pairs of a row side by side, as rows of a
+tensor lie in memory; the right one, B, has in each row the pairs of all lanes, two rows of numbers
+merged. As in `micro_kernels.plain`, lanes are queries (forward, dQ) or keys (dK, dV): then the
+softmax of two rows, rounded, is a row of the right operand of the next product, without a shuffle.
+
+C's rows, and the pairs along the sum, come in multiples of `tiles.SIDE`, and lanes in multiples of
+two of them; whoever packs an operand fills it up with zeros. As in `micro_kernels.plain`, these are
+the specification: a CPU whose `Blocking.pairs` is known has code of its own, and tests hold the two
+against each other.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.engines.cpu.bf16_dot.codegen import (
+    build_add_scaled,
+    build_configure,
+    build_copy_pairs,
+    build_pair_softmax,
+    build_pairs_of_lanes,
+    build_pairs_of_rows,
+    build_release,
+    build_scale,
+    build_transpose_columns,
+    build_transpose_panel,
+    build_transpose_rows,
+)
+from flashsim.engines.cpu.micro_kernels.exponential import SLACK
+from flashsim.engines.cpu.micro_kernels.plain import LOG2E, bits_of
+from flashsim.engines.cpu.micro_kernels.vector import operation
+from flashsim.problem.masks import masked_score
+
+#: The largest score that counts as masked.
+MASKED = np.float32(masked_score(np.float32))
+
+
+@operation("a o0 i a a a o1,2,3 a a o5", build_pair_softmax)
+def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
+    """`plain.online_softmax` of ``factor[0] S``, with P rounded and in pairs of rows.
+
+    P = e^(factor S - m) is at most 1: m is `SLACK` above a row's largest score, and stays, with an
+    alpha of 1, until one passes it. The factor is not negative; S stays; an odd last row is paired
+    with zeros. `l` sums what is not rounded.
+    """
+    w, log2e = cpu.width, np.float32(LOG2E)
+    for c in range(w):
+        top = np.float32(-np.inf)
+        for r in range(rows):
+            top = max(top, S[s0 + r * w + c])
+        old, needed = m[at + c], top * factor[0]
+        if needed > old:
+            m[at + c] = needed + np.float32(SLACK)
+        base = m[at + c] if m[at + c] > MASKED else np.float32(0)
+        alpha[at + c] = np.exp2((old - base) * log2e)
+        total = np.float32(0)
+        for r in range(rows):
+            p = np.exp2((S[s0 + r * w + c] * factor[0] - base) * log2e)
+            here = p0 + r // 2 * w + c
+            if r % 2 == 0:
+                P[here] = bits_of(p)
+            else:
+                P[here] |= bits_of(p) << np.uint32(16)
+            total += p
+        l[at + c] = alpha[at + c] * l[at + c] + total
+
+
+@operation("a o0 i i a o1", build_pairs_of_rows)
+def pairs_of_rows(cpu, X, x0, ld, rows, P, p0):
+    """Rows of a panel, rounded, in pairs: the right operand of a sum over rows."""
+    for r in range(0, rows, 2):
+        for c in range(cpu.width):
+            pair = bits_of(X[x0 + r * ld + c])
+            if r + 1 < rows:
+                pair |= bits_of(X[x0 + (r + 1) * ld + c]) << np.uint32(16)
+            P[p0 + r // 2 * cpu.width + c] = pair
+
+
+@operation("a o0 i i a o1 i", build_pairs_of_lanes)
+def pairs_of_lanes(cpu, X, x0, ld, rows, P, p0, row):
+    """Neighbouring lanes of a panel, rounded, in pairs: the left operand of a sum over lanes."""
+    for r in range(rows):
+        for c in range(0, cpu.width, 2):
+            pair = bits_of(X[x0 + r * ld + c + 1]) << np.uint32(16)
+            P[p0 + r * row + c // 2] = bits_of(X[x0 + r * ld + c]) | pair
+
+
+@operation("a o0 i i a", build_scale, by_lane=False)
+def scale_panel(cpu, X, x0, ld, rows, factor):
+    """X *= ``factor[0]``."""
+    for r in range(rows):
+        for at in range(x0 + r * ld, x0 + r * ld + cpu.width):
+            X[at] *= factor[0]
+
+
+@operation("a o0 i i a o1", build_scale, by_lane=True)
+def scale_lanes(cpu, X, x0, ld, rows, factors, f0):
+    """X times a factor a lane; vector code leaves X alone where all of them are 1."""
+    for r in range(rows):
+        for c in range(cpu.width):
+            X[x0 + r * ld + c] *= factors[f0 + c]
+
+
+@operation("a o0 a o1 i i a", build_add_scaled)
+def add_scaled(cpu, Y, y0, X, x0, ld, rows, factor):
+    """Y += ``factor[0]`` X, for a panel."""
+    for r in range(rows):
+        for c in range(cpu.width):
+            Y[y0 + r * ld + c] += factor[0] * X[x0 + r * ld + c]
+
+
+@operation("a o0 i a o1 i i", build_copy_pairs)
+def copy_pairs(cpu, out, o0, row, X, x0, rows, pairs):
+    """Rows of X as they lie in memory, in pairs of neighbours; `pairs` of whole tiles."""
+    for r in range(rows):
+        for x in range(pairs):
+            at = x0 + 2 * (r * pairs + x)
+            out[o0 + r * row + x] = np.uint32(X[at]) | np.uint32(X[at + 1]) << np.uint32(16)
+
+
+@operation("a o0 i a o1 i i i", build_transpose_columns)
+def transpose_columns(cpu, out, o0, row, X, x0, d, pairs, columns):
+    """Columns of X, its rows in pairs, as rows of `out`; `pairs` and `columns` of whole tiles."""
+    for x in range(columns):
+        for r in range(pairs):
+            low, high = X[x0 + 2 * r * d + x], X[x0 + (2 * r + 1) * d + x]
+            out[o0 + x * row + r] = np.uint32(low) | np.uint32(high) << np.uint32(16)
+
+
+@operation("a o0 a o1 i i i", build_transpose_rows)
+def transpose_rows(cpu, out, o0, X, x0, d, rows, pairs):
+    """Rows of X, in pairs of neighbours, as lanes of `out`; `rows` and `pairs` of whole tiles."""
+    for r in range(rows):
+        for x in range(pairs):
+            low, high = X[x0 + r * d + 2 * x], X[x0 + r * d + 2 * x + 1]
+            out[o0 + x * cpu.width + r] = np.uint32(low) | np.uint32(high) << np.uint32(16)
+
+
+@operation("a o0 a o1 i a o2 i i", build_transpose_panel)
+def transpose_panel(cpu, panel, p0, X, x0, d, factors, f0, rows, columns):
+    """Lanes of a panel times their factors, rounded, as rows of X; whole tiles as well."""
+    for r in range(rows):
+        for x in range(columns):
+            value = panel[p0 + x * cpu.width + r] * factors[f0 + r]
+            X[x0 + r * d + x] = np.uint16(bits_of(value))
+
+
+@operation("a", build_configure)
+def begin_tiles(cpu, any_array):
+    """What a thread does before its first product: AMX wants to know the shape of its tiles."""
+
+
+@operation("a", build_release)
+def end_tiles(cpu, any_array):
+    """What a thread does after its last product."""

@@ -1,0 +1,140 @@
+"""From bfloat16 as it lies in memory to operands of pairs, and back: see `operations`.
+
+``X`` holds the bits of rows of d numbers. What an operand has beyond n rows and d columns is zero.
+Arguments are those of `engines.cpu.operands`, where the same is done for floats.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from flashsim.engines.cpu.bf16_dot.operations import (
+    copy_pairs,
+    transpose_columns,
+    transpose_panel,
+    transpose_rows,
+)
+from flashsim.engines.cpu.bf16_dot.tiles import SIDE
+from flashsim.engines.cpu.micro_kernels.plain import bits_of
+from flashsim.engines.cpu.primitives.arrays import rest
+from flashsim.engines.cpu.primitives.inline_jit import hot_part, part
+from flashsim.engines.cpu.tables import ODD
+
+
+class Left(NamedTuple):
+    """A left operand: term x of row r is ``array[start + r * row + x * step]``."""
+
+    array: np.ndarray
+    start: int
+    row: int
+    step: int
+
+
+@part
+def tiles_of(n):
+    """`n` rounded up to whole tiles: rows of C, or pairs along a sum."""
+    return (n + SIDE - 1) // SIDE * SIDE
+
+
+@part
+def pair_tiles_of(n):
+    """Pairs that n numbers along a sum take, in whole tiles."""
+    return tiles_of((n + 1) // 2)
+
+
+@part
+def pair_at(X, at, step, count):
+    """X[at] and X[at + step] as a pair; of fewer than two numbers what is missing is 0."""
+    pair = np.uint32(0)
+    if count > 0:
+        pair = np.uint32(X[at])
+        if count > 1:
+            pair |= np.uint32(X[at + step]) << np.uint32(16)
+    return pair
+
+
+def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
+    """Rows of X as a left operand, for a sum over d: as they lie in memory."""
+    row, begin = pair_tiles_of(d), 0
+    out = rest(room, first * row)
+    if d == 2 * row:  # whole tiles
+        copy_pairs(cpu, out, 0, row, X, x0, n, row)
+        begin = n
+    for r in range(begin, tiles_of(n)):
+        for x in range(row):
+            out[r * row + x] = pair_at(X, x0 + r * d + 2 * x, 1, d - 2 * x if r < n else 0)
+    return Left(room, 0, row, 1)
+
+
+@hot_part
+def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
+    """Columns of X as a left operand, for a sum over rows: row x of `out` pairs X's rows."""
+    out, full, begin = rest(room, first // 2), n // 2, 0
+    if n == 2 * block and d % SIDE == 0:  # whole tiles
+        transpose_columns(cpu, out, 0, row, X, x0, d, block, d)
+        begin = d
+    for x in range(begin, d):
+        to = x * row
+        for r in range(full):
+            at = x0 + 2 * r * d + x
+            out[to + r] = X[at] | np.uint32(X[at + d]) << np.uint32(16)
+        for r in range(full, block):
+            out[to + r] = X[x0 + (n - 1) * d + x] if 2 * r < n else 0
+    for x in range(d, tiles_of(d)):
+        for r in range(block):
+            out[x * row + r] = 0
+    return Left(room, 0, row, 1)
+
+
+def turned(cpu, left, room, row, X, x0, n, d):
+    """Pairs of columns are others than those of rows."""
+    return left_of_columns(cpu, room, 0, row, row, X, x0, n, d, None)
+
+
+def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
+    """Rows of X in the lanes of panels, for a sum over d: pair x of panel p at (p pairs + x)."""
+    w, pairs = cpu.width, pair_tiles_of(d)
+    for p in range((n + w - 1) // w):
+        begin = 0
+        if 2 * pairs == d:  # whole tiles
+            begin = min(w, n - p * w) // SIDE * SIDE
+            transpose_rows(cpu, panels, p * pairs * w, X, x0 + p * w * d, d, begin, pairs)
+        for c in range(begin, w):
+            r, to = p * w + c, p * pairs * w + c
+            for x in range(pairs):
+                count = d - 2 * x if r < n else 0
+                panels[to + x * w] = pair_at(X, x0 + r * d + 2 * x, 1, count)
+
+
+def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
+    """Columns of X in the lanes, for a sum over rows: rows of `stride` lanes."""
+    for r in range(pair_tiles_of(n)):
+        for x in range(stride):
+            count = n - 2 * r if x < d else 0
+            out[r * stride + x] = pair_at(X, x0 + 2 * r * d + x, d, count)
+
+
+def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
+    """Lanes of panels, each times its factor, rounded to bfloat16, as rows of X."""
+    for r in range(0, n, cpu.width):
+        panel, lanes = rest(panels, r * tiles_of(d)), min(cpu.width, n - r)
+        unpack_bits(cpu, panel, X, x0 + r * d, lanes, d, rest(factors, r))
+    seen = np.uint64(0)
+    for i in range(n * d):  # 0x80 more in an exponent of ones reaches the sign
+        seen |= (np.uint64(X[np.uint64(x0 + i)]) & np.uint64(0x7FFF)) + np.uint64(0x80)
+    if seen & np.uint64(0x8000):
+        counter[ODD] = 1
+
+
+@hot_part
+def unpack_bits(cpu, panel, X, x0, n, d, factors):
+    """`write_rows` of one panel."""
+    begin = 0
+    if d % SIDE == 0:  # whole tiles
+        begin = n // SIDE * SIDE
+        transpose_panel(cpu, panel, 0, X, x0, d, factors, 0, begin, d)
+    for row in range(begin, n):
+        for x in range(d):
+            X[x0 + row * d + x] = np.uint16(bits_of(panel[x * cpu.width + row] * factors[row]))

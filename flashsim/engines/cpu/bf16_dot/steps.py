@@ -1,0 +1,94 @@
+"""What kernels do otherwise with pairs than with floats, between products: see `operands`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.engines.cpu.bf16_dot.operations import (
+    add_scaled,
+    online_softmax_pairs,
+    pairs_of_lanes,
+    pairs_of_rows,
+    scale_lanes,
+    scale_panel,
+)
+from flashsim.engines.cpu.bf16_dot.packing import pair_tiles_of, tiles_of
+from flashsim.engines.cpu.micro_kernels.plain import product_add, product_set
+from flashsim.engines.cpu.primitives.arrays import rest
+from flashsim.engines.cpu.primitives.inline_jit import part
+
+
+def scaled(cpu, S, rows, plain, scales):
+    """The softmax takes the scale itself where nothing comes between, and it is not negative."""
+    if plain and scales[0] >= 0:
+        return scales
+    scale_panel(cpu, S, 0, cpu.width, rows, scales)
+    return rest(scales, 1)
+
+
+def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
+    """Rounded rows, in pairs, with zeros up to whole tiles."""
+    pairs_of_rows(cpu, X, x0, ld, rows, P, 0)
+    clear_pairs(cpu, P, 0, rows)
+    return P, 0, cpu.width
+
+
+def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiting):
+    """P waits in the place of its keys, unless a maximum has moved or keys were left out."""
+    O, m, l, alpha = sums
+    w, (begin, end), start, o_rows = cpu.width, waiting, key // 2, tiles_of(dv)
+    online_softmax_pairs(cpu, S, 0, rows, m, l, alpha, panel * w, scale, P, start * w)
+    clear_pairs(cpu, P, start * w, rows)
+    if end != start or moved(cpu, alpha, panel * w):
+        weigh(cpu, O, P, V, panel, dv, (begin, end))
+        begin = start
+        scale_lanes(cpu, O, panel * o_rows * w, w, o_rows, alpha, panel * w)
+    return begin, start + pair_tiles_of(rows)
+
+
+@part
+def weigh(cpu, O, P, V, panel, dv, waiting):
+    """O += V^T P, by the pairs of keys that wait, if there are any."""
+    (begin, end), w, o_rows = waiting, cpu.width, tiles_of(dv)
+    if begin < end:
+        product_add(
+            *(cpu, O, panel * o_rows * w, w, V.array, begin, V.row, 1),
+            *(P, begin * w, w, o_rows, end - begin),
+        )
+
+
+@part
+def moved(cpu, alpha, at):
+    """Whether any lane's sums have to be scaled anew."""
+    found = False
+    for c in range(cpu.width):
+        found |= alpha[np.uint64(at + c)] != 1
+    return found
+
+
+@part
+def clear_pairs(cpu, P, p0, rows):
+    """Zeros after the pairs of so many rows, up to whole tiles."""
+    w = cpu.width
+    for at in range(p0 + (rows + 1) // 2 * w, p0 + pair_tiles_of(rows) * w):
+        P[at] = 0
+
+
+def left_of_lanes(cpu, dS, s0, ld, rows, left, row):
+    """Rounded lanes, in pairs."""
+    pairs_of_lanes(cpu, dS, s0, ld, rows, left, s0 // 2, row)
+
+
+def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
+    """All of the product, unscaled."""
+    for x in range(0, padded, cpu.width):
+        product_set(
+            *(cpu, part_dq, x, padded, left, 0, row, 1),
+            *(K, k0 + x, padded, tiles_of(rows), pair_tiles_of(n)),
+        )
+
+
+def add_dq(cpu, dq, to, padded, dS, ld, part_dq, K, k0, rows, n, scales, is_last, counter):
+    """What was prepared, times the scale."""
+    for x in range(0, padded, cpu.width):
+        add_scaled(cpu, dq, to + x, part_dq, x, padded, rows, scales)

@@ -1,0 +1,234 @@
+"""The forward kernel of the CPU engine: what one thread does.
+
+Threads take items (an outer tile and a set of heads) from a shared counter until none is left;
+every item is computed the same way whoever takes it. Tile order, skipping and masks come from the
+schedule's tables alone; a kernel notes the size of every tile it visited, and the trace is made of
+these notes. What it multiplies, floats or pairs of bfloat16, is the business of `operands`.
+`kernels_backward.py` holds the backward kernels, built the same way.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.engines.cpu.bf16_dot.operations import begin_tiles, end_tiles
+from flashsim.engines.cpu.operands import (
+    RowSums,
+    aligned,
+    chunk_of,
+    left_of_columns,
+    left_of_rows,
+    left_room,
+    operand_room,
+    pairs_room,
+    right_of_rows,
+    rows_of,
+    scaled,
+    set_product,
+    slots_of,
+    take_scores,
+    terms,
+    weigh,
+    whole,
+    wide_room,
+    write_rows,
+)
+from flashsim.engines.cpu.primitives.arrays import panel_array, rest
+from flashsim.engines.cpu.primitives.atomics import fetch_add, load_acquire
+from flashsim.engines.cpu.primitives.inline_jit import part
+from flashsim.engines.cpu.primitives.packing import fill, filled, panels_of
+from flashsim.engines.cpu.scores import finish_scores, hides, is_plain, place_of, visible_rows
+from flashsim.engines.cpu.tables import NOTE, STOP
+from flashsim.schedule.schedule import MASKED
+
+
+@part
+def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
+    """FlashAttention-2's Algorithm 1 with queries in the lanes: S^T = K Q^T, O^T += V^T P^T.
+
+    q, k, v, out and lse are flat; out and lse are written. On chip: Q^T, O^T, m, l and alpha of
+    the row tiles, and one panel of S^T, which becomes P^T; of 16-bit inputs also K and V of a
+    column tile, or of several (`slots_of`), as operands.
+
+    A thread walks a run of row tiles together: K and V of a column tile, which come from far, serve
+    all those that visit it. Each row tile still visits its own tiles, in its own order.
+    """
+    w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, lse.dtype, rules.rounding
+    real, group = dtype.type, shape.heads // shape.kv_heads
+    lanes = panels_of(cpu, shape.block_q) * w  # of a row tile, padding included
+    most, d_terms, o_rows = tiles.longest, terms(cpu, d), rows_of(cpu, dv)
+    slots, keys = slots_of(cpu, shape.block_k), whole(cpu, shape.block_k)
+    k_terms = terms(cpu, shape.block_k)
+    Q, O = (
+        operand_room(cpu, most * lanes * d_terms, dtype),
+        panel_array(most * lanes * o_rows, dtype),
+    )
+    K, V = (
+        left_room(cpu, slots * keys, d, dtype, rounding),
+        left_room(cpu, o_rows, slots * keys, dtype, rounding),
+    )
+    S, P = (
+        panel_array(chunk_of(cpu, shape.block_k) * w, dtype),
+        pairs_room(cpu, slots * k_terms * w, np.uint32),
+    )
+    m, l = panel_array(most * lanes, dtype), panel_array(most * lanes, dtype)
+    alpha, inverse = panel_array(lanes, dtype), panel_array(lanes, dtype)
+    rows = wide_room(cpu, shape.block_q * max(d, dv), dtype, rounding)  # of Q and of O
+    factors, scales = filled(lanes, rules.scale, dtype), filled(2, 1, dtype)
+    scales[0] = rules.scale
+    at, then = panel_array(most, np.int64), panel_array(most, np.int64)  # visits of each row tile
+    near = panel_array(slots, np.int64)  # the column tile in each slot
+    begin_tiles(cpu, S)
+    while True:
+        begin, end, first_head, last_head = next_item(tiles, counter)
+        if begin == end:
+            break
+        for at_head in range(first_head, last_head):
+            h = tiles.sets[at_head]
+            batch, head = h // shape.heads, h % shape.heads
+            kv = (batch * shape.kv_heads + head // group) * shape.n_kv
+            bias0 = batch * rules.bias_batch + head * rules.bias_head
+            for i in range(begin, end):
+                q0, n, x = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], (i - begin) * lanes
+                start = (h * shape.n_q + q0) * d
+                right_of_rows(cpu, rest(Q, x * d_terms), q, start, n, d, factors, rows, rounding)
+                at[i - begin] = tiles.ptr[i]
+            fill(O, real(0))
+            fill(m, real(-np.inf))
+            fill(l, real(0))
+            while True:
+                count = next_tiles(tiles, at, then, begin, end, near)
+                if count == 0 or stopped(counter):
+                    break
+                for slot in range(count):
+                    j, first = near[slot], slot * keys
+                    key0, n = kv + tiles.other[j, 0], tiles.other[j, 1] - tiles.other[j, 0]
+                    of_k = left_of_rows(cpu, K, first, k, key0 * d, n, d, rounding)
+                    of_v = left_of_columns(
+                        *(cpu, V, first, slots * k_terms, k_terms, v, key0 * dv, n, dv),
+                        rounding,
+                    )
+                for i in range(begin, end):
+                    x, visits = (i - begin) * lanes, (at[i - begin], then[i - begin])
+                    sums = RowSums(rest(O, x * o_rows), rest(m, x), rest(l, x), alpha)
+                    forward_visits(
+                        *(cpu, shape, tiles, rules, rest(Q, x * d_terms), of_k, of_v, S, P),
+                        *(sums, scales, i, visits, near, bias0),
+                    )
+                    at[i - begin] = then[i - begin]
+                    if notes.visits.size > 0:
+                        for now in range(visits[0], visits[1]):
+                            j = tiles.inner[now]
+                            note = (tiles.own[i, 1] - tiles.own[i, 0]) * NOTE
+                            notes.visits[h, now] = note + tiles.other[j, 1] - tiles.other[j, 0]
+            for i in range(begin, end):
+                q0, n, x = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], (i - begin) * lanes
+                row0 = h * shape.n_q + q0
+                for r in range(n):  # no key seen: out = 0, lse = -inf
+                    seen = l[x + r] != 0
+                    inverse[r] = real(1) / l[x + r] if seen else real(0)
+                    lse[row0 + r] = m[x + r] + np.log(l[x + r]) if seen else -np.inf
+                write_rows(
+                    *(cpu, rest(O, x * o_rows), out, row0 * dv, n, dv, inverse),
+                    *(rows, rounding, counter),
+                )
+                if notes.steps.size > 0:
+                    notes.steps[h, i] = n
+    end_tiles(cpu, S)
+
+
+@part
+def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, visits, near, bias0):
+    """Some tiles of a row: S = scale Q K^T, its softmax, O = alpha O + P V, panel by panel.
+
+    `near` says in which slot of K and V each column tile is.
+    """
+    w, d, dv, d_terms = cpu.width, shape.d, shape.dv, terms(cpu, shape.d)
+    keys, chunk = whole(cpu, shape.block_k), chunk_of(cpu, shape.block_k)
+    q0, q1, offset = tiles.own[i, 0], tiles.own[i, 1], tiles.own[i, 2]
+    for p in range(panels_of(cpu, q1 - q0)):
+        lanes, slot, waiting = min(w, q1 - q0 - p * w), 0, (0, 0)
+        for at in range(visits[0], visits[1]):
+            j, masked = tiles.inner[at], tiles.kind[at] == MASKED
+            while near[slot] != j:
+                slot += 1
+            k0, k1 = tiles.other[j, 0], tiles.other[j, 1]
+            first, last, rel = 0, k1 - k0, k0 - (q0 + p * w + offset)
+            banded = masked and rules.banded
+            if banded:
+                first, last = visible_rows(rules, rel, 1, last, lanes)
+                if last <= first:
+                    continue
+                first = aligned(cpu, first)  # the mask hides what is before
+            for c in range(first, last, chunk):
+                n, key = min(chunk, last - c), slot * keys + c
+                set_product(cpu, S, 0, w, K, key, 0, Q, p * d_terms * w, w, n, d)
+                hidden = hides(rules, rel + c, n, lanes) if banded else masked
+                plain = is_plain(cpu, rules, hidden, lanes)
+                scale = scaled(cpu, S, n, plain, scales)
+                if not plain:
+                    place = place_of(
+                        *(rules, tiles, at, bias0, q0, k0),
+                        *(shape.n_kv, offset, k1 - k0, True, c, p * w),
+                    )
+                    finish_scores(cpu, S, 0, w, 0, n, lanes, rules, place, hidden, tiles.keep, None)
+                waiting = take_scores(
+                    cpu, sums, S, n, scale, P, V, key, p, dv, rules.rounding, waiting
+                )
+        weigh(cpu, sums.O, P, V, p, dv, waiting)
+
+
+@part
+def next_item(tiles, counter):
+    """The next run of outer tiles and its heads (in `tiles.sets`), begin and end of each.
+
+    A run without tiles says that there is none left, or that nobody wants the results.
+    """
+    n_sets, item = tiles.set_ptr.size - 1, fetch_add(counter)
+    if item >= len(tiles.runs) * n_sets or stopped(counter):
+        return 0, 0, 0, 0
+    run, s = item // n_sets, item % n_sets
+    return tiles.runs[run, 0], tiles.runs[run, 1], tiles.set_ptr[s], tiles.set_ptr[s + 1]
+
+
+@part
+def stopped(counter):
+    """Whether nobody wants the results any more; what a kernel writes then is never read."""
+    return load_acquire(counter, STOP) != 0
+
+
+@part
+def next_tiles(tiles, at, then, begin, end, near):
+    """The column tiles that come next for a run at visits `at`, into `near`: how many there are.
+
+    `then` is where each row tile is after them.
+    """
+    for i in range(end - begin):
+        then[i] = at[i]
+    count = 0
+    while count < near.size:
+        j = next_inner(tiles, then, begin, end, tiles.descending)
+        if j < 0:
+            break
+        near[count] = j
+        count += 1
+        for i in range(end - begin):
+            now = then[i]
+            if now < tiles.ptr[begin + i + 1] and tiles.inner[now] == j:
+                then[i] = now + 1
+    return count
+
+
+@part
+def next_inner(tiles, at, begin, end, descending):
+    """The inner tile that comes next for any tile of a run, where each is at visit ``at``; or -1.
+
+    A kernel takes inner tiles in ascending or in descending order.
+    """
+    best = -1
+    for i in range(begin, end):
+        if at[i - begin] < tiles.ptr[i + 1]:
+            j = tiles.inner[at[i - begin]]
+            if best < 0 or (j > best if descending else j < best):
+                best = j
+    return best

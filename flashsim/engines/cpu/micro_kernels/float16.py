@@ -1,0 +1,108 @@
+"""Vector code for 16-bit numbers: rounding to them, and between them and float32 in memory.
+
+Arrays of them come as the float32 that lie in their place, two numbers each: so a walk is compiled
+once for float16 and bfloat16.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from flashsim.engines.cpu.micro_kernels.registers import Blocking
+from flashsim.engines.cpu.micro_kernels.writer import INT, Code
+
+#: What 16-bit numbers are, if the inputs are such (None where they are not: Numba then leaves out
+#: what is asked for them, before it compiles it). P and dS are rounded to them before they meet V,
+#: K and Q.
+BFLOAT16, FLOAT16 = 1, 2
+
+SHORT = ir.IntType(16)
+
+
+def rounded_bits(code: Code, x):
+    """The bits of floats, whose upper 16 are the nearest bfloat16 (ties to even).
+
+    The lower ones are arbitrary. A NaN stays one, where rounding could carry it into a number.
+    """
+    b, ints = code.b, code.ints
+    bits = b.bitcast(x, ints(0).type)
+    odd = b.and_(b.lshr(bits, ints(16)), ints(1))
+    rounded = b.add(b.add(bits, ints(0x7FFF)), odd)
+    quiet = b.or_(bits, ints(0x00400000))  # a payload in the lower bits alone would be lost
+    return b.select(b.fcmp_unordered("uno", x, x), quiet, rounded)
+
+
+def rounded(code: Code, x, kind: int | None):
+    """Floats as the nearest numbers of a 16-bit type, if there is one, as floats."""
+    b = code.b
+    if kind is None:
+        return x
+    if kind == BFLOAT16:
+        return b.bitcast(b.and_(rounded_bits(code, x), code.ints(0xFFFF0000)), code.vector)
+    return b.fpext(b.fptrunc(x, ir.VectorType(ir.HalfType(), code.lanes)), code.vector)
+
+
+def as_floats(code: Code, value, kind: int):
+    """A vector of 16-bit numbers as floats, exactly."""
+    b = code.b
+    if kind == FLOAT16:
+        return b.fpext(b.bitcast(value, ir.VectorType(ir.HalfType(), code.lanes)), code.vector)
+    return b.bitcast(b.shl(b.zext(value, code.ints(0).type), code.ints(16)), code.vector)
+
+
+def build_round(module: ir.Module, block: Blocking, itemsize: int, kind: int | None):
+    """X, ld, rows: see `plain.round_panel`."""
+    code = Code(module, f"round_{kind}", block, itemsize, "pii")
+    if not code.is_new:
+        return code.function
+    X, ld, rows = code.function.args
+
+    def body(r, _):
+        for x in code.vectors(code.at(X, code.b.mul(r, ld))):
+            code.store(rounded(code, code.load(x), kind), x)
+        return []
+
+    if kind:
+        code.loop(rows, [], body)
+    return code.done()
+
+
+def build_convert(
+    module: ir.Module, block: Blocking, itemsize: int, kind: int, narrow: bool
+) -> ir.Function:
+    """floats, halves, h0, n: `plain.widen` or, if `narrow`, `plain.narrow`.
+
+    What whole rows of a panel leave over is done by the same code for one lane.
+    """
+    code = Code(module, f"{'narrow' if narrow else 'widen'}_{kind}", block, itemsize, "ppii")
+    if not code.is_new:
+        return code.function
+    floats, halves, h0, n = code.function.args
+    b = code.b
+    shorts, half = (ir.VectorType(kind, code.lanes) for kind in (SHORT, ir.HalfType()))
+    first = b.gep(b.bitcast(halves, SHORT.as_pointer()), [h0])
+
+    def convert(value):
+        if narrow and kind == FLOAT16:
+            return b.bitcast(b.fptrunc(value, half), shorts)
+        if narrow:
+            return b.trunc(b.lshr(rounded_bits(code, value), code.ints(16)), shorts)
+        return as_floats(code, value, kind)
+
+    def body(i, _):
+        there = [b.bitcast(x, shorts.as_pointer()) for x in code.vectors(b.gep(first, [i]))]
+        for wide, short in zip(code.vectors(code.at(floats, i)), there, strict=True):
+            if narrow:
+                b.store(convert(code.load(wide)), short, align=2)
+            else:
+                code.store(convert(b.load(short, align=2)), wide)
+        return []
+
+    if itemsize == 4:  # 16-bit inputs are computed in float32
+        code.loop(n, [], body, by=code.width)
+        if code.width > 1:
+            left = b.srem(n, ir.Constant(INT, code.width))
+            done = b.sub(n, left)
+            rest = build_convert(module, Blocking(itemsize, 1), itemsize, kind, narrow)
+            b.call(rest, [code.at(floats, done), halves, b.add(h0, done), left])
+    return code.done()

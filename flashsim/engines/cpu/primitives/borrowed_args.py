@@ -1,0 +1,142 @@
+"""What a walk is handed without being handed over: arrays nobody counts, tables where they lie.
+
+Both outlive the walk, which therefore need not say that it uses them, nor have copies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba.extending
+from numba import types
+from numba.core import cgutils
+from numba.core.datamodel import models
+from numba.core.typing.templates import AttributeTemplate
+from numba.extending import infer_getattr, lower_getattr_generic, register_model
+
+#: Its stub counts the compiler's context as an argument of the caller's.
+intrinsic: Any = numba.extending.intrinsic
+
+#: Places of an array's owners, whom Numba would count.
+_OWNERS = "meminfo", "parent"
+
+
+class ByAddress(types.Type):
+    """A named tuple by where it lies: one address in place of a hundred numbers.
+
+    Numba hands a tuple over field by field, an array as seven numbers, through every call down to
+    the last function that asks for one field of it, and counts references to each array on the way.
+    """
+
+    def __init__(self, of: types.BaseTuple) -> None:
+        self.of: Any = of
+        super().__init__(name=f"address({of})")
+
+
+@register_model(ByAddress)
+class _AddressModel(models.PrimitiveModel):
+    """An address."""
+
+    def __init__(self, dmm, fe_type):
+        lies = dmm.lookup(fe_type.of).get_value_type()
+        super().__init__(dmm, fe_type, lies.as_pointer())
+
+
+@infer_getattr
+class _FieldsByAddress(AttributeTemplate):
+    key = ByAddress
+
+    def generic_resolve(self, value, attr):
+        """The type of a field; None, Numba's word for an error, of what is none."""
+        if attr not in value.of.fields:
+            return None
+        return value.of.types[value.of.fields.index(attr)]
+
+
+@lower_getattr_generic(ByAddress)
+def _field(context, builder, kind, value, attr):
+    """A field, read from memory; an array without its owners."""
+    index = kind.of.fields.index(attr)
+    at = cgutils.gep_inbounds(builder, value, 0, index)
+    return _read(context, builder, kind.of.types[index], at)
+
+
+def _read(context, builder, kind, at):
+    """A value from memory; arrays without their owners."""
+    if isinstance(kind, types.Array):
+        array = context.make_array(kind)(context, builder)
+        for place, name in enumerate(context.data_model_manager[kind]._fields):
+            if name not in _OWNERS:
+                setattr(array, name, builder.load(cgutils.gep_inbounds(builder, at, 0, place)))
+        return _without_owners(array)
+    if _holds_arrays(kind):
+        elements: Any = kind
+        places = [cgutils.gep_inbounds(builder, at, 0, i) for i in range(len(elements.types))]
+        pairs = zip(elements.types, places, strict=True)
+        return context.make_tuple(builder, kind, [_read(context, builder, *pair) for pair in pairs])
+    return builder.load(at)
+
+
+def _without_owners(array):
+    for owner in _OWNERS:
+        setattr(array, owner, cgutils.get_null_value(getattr(array, owner).type))
+    return array._getvalue()
+
+
+def _lent(kind: Any) -> Any:
+    """As what a kernel sees an argument: a named tuple that holds arrays `ByAddress`."""
+    named = isinstance(kind, types.BaseNamedTuple)
+    return ByAddress(kind) if named and _holds_arrays(kind) else kind
+
+
+@intrinsic
+def call_with_lent(context, kernel, cpu, arguments):
+    """``kernel(cpu, *arguments)``, with arrays that nobody counts and tables where they lie.
+
+    Numba counts references to an array around every call that takes it, atomically; the threads of
+    a kernel would fight over these counters at every tile.
+    """
+    signature = kernel.get_call_type(context, (cpu, *map(_lent, arguments)), {})
+
+    def codegen(context, builder, own, args):
+        values = [args[1]]
+        place = cgutils.alloca_once_value(builder, args[2])
+        for i, kind in enumerate(arguments):
+            at = cgutils.gep_inbounds(builder, place, 0, i)
+            by_address = isinstance(_lent(kind), ByAddress)
+            values.append(at if by_address else _read(context, builder, kind, at))
+        context.get_function(kernel, signature)(builder, values)
+        return context.get_dummy_value()
+
+    return types.void(kernel, cpu, arguments), codegen
+
+
+def _holds_arrays(kind: Any) -> bool:
+    if isinstance(kind, types.BaseTuple):
+        return any(map(_holds_arrays, kind))
+    return isinstance(kind, types.Array)
+
+
+@intrinsic
+def borrow(context, value):
+    """`value` (an array, a number, or a tuple of such, nested) with arrays that have no owner.
+
+    See `call_with_lent`; the caller must hold `value` meanwhile.
+    """
+    del context
+
+    def codegen(context, builder, signature, args):
+        return _disowned(context, builder, signature.args[0], args[0])
+
+    return value(value), codegen
+
+
+def _disowned(context, builder, kind, value):
+    if isinstance(kind, types.Array):
+        return _without_owners(context.make_array(kind)(context, builder, value))
+    if isinstance(kind, types.BaseTuple):
+        elements: Any = kind
+        pairs = zip(elements.types, cgutils.unpack_tuple(builder, value), strict=True)
+        parts = [_disowned(context, builder, *pair) for pair in pairs]
+        return context.make_tuple(builder, kind, parts)
+    return value
