@@ -8,7 +8,7 @@ then 1. At the end, and once a minute: inputs a second, and how many there were 
   --seconds N     how long (default: 60, or until --inputs are through)
   --inputs N      how many; with --first M the inputs M .. M + N - 1 of the seed
   --jobs N        processes (default: 1)
-  --backend NAME  "numpy" or "numba" (default: both in turn)
+  --backend NAME  "simulator" or "numba" (default: both in turn)
   --seed S        where the sequence of inputs begins (default: 0); the same seed, the same inputs,
                   however many processes
   --keep-going    after a wrong one, too
@@ -55,7 +55,7 @@ def main() -> int:
     options = parser.parse_args()
     seconds = options.seconds or (60 if options.inputs is None else float("inf"))
     counts: Counts = Counter()
-    if options.backend != "numpy":
+    if options.backend != "simulator":
         compile_first()
     begin = said = time.monotonic()
     results = run(batches(options), options, begin + seconds)

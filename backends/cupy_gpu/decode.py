@@ -350,7 +350,7 @@ def check(job: Job) -> None:
     if not packs and job.problem.group > 1:
         raise UnsupportedError(
             "on a GPU the query heads of a key head always share a tile, which loads K and V once "
-            "for all: leave pack_gqa out, or give True; backend='numpy' simulates False"
+            "for all: leave pack_gqa out, or give True; backend='simulator' simulates False"
         )
     workspace = job.options.get("workspace")
     if workspace is not None and not isinstance(workspace, Workspace):

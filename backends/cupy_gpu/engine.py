@@ -293,7 +293,7 @@ def gpu_of(device: int) -> Gpu:
     if capability < OLDEST:
         raise BackendUnavailable(
             f"{name} has compute capability {capability[0]}.{capability[1]}; the kernels need "
-            f"{OLDEST[0]}.{OLDEST[1]} (Ampere) or later: use backend='numpy' or 'numba'"
+            f"{OLDEST[0]}.{OLDEST[1]} (Ampere) or later: use backend='simulator' or 'numba'"
         )
     return Gpu(
         name,
@@ -363,7 +363,7 @@ def _check(job: Job) -> None:
     if p.dtype == "float64":
         raise UnsupportedError(
             "backend='cupy' takes float16, bfloat16 and float32, not float64; convert the arrays, "
-            "or use backend='numpy'"
+            "or use backend='simulator'"
         )
     launch.check_head_dims(p, "backend='cupy'")
     device_tables.refuse(p)
@@ -375,7 +375,8 @@ def _check(job: Job) -> None:
 def _no_fp8_gradients(job: Job) -> None:
     if job.problem.fp8:
         raise UnsupportedError(
-            "FP8 inputs have no backward pass on a GPU; backend='numpy' has one, or give bfloat16"
+            "FP8 inputs have no backward pass on a GPU; backend='simulator' has one, or give "
+            "bfloat16"
         )
 
 

@@ -65,7 +65,7 @@ def quantize(
     if isinstance(q, np.ndarray):
         raise DTypeError(
             "the GPU's quantiser takes arrays that are on the GPU, got NumPy's; move them there, "
-            "or use backend='numpy'"
+            "or use backend='simulator'"
         )
     kind = arrays.dtype_name(q)
     space = arrays.space_of({"q": q, "k": k, "v": v}, kind)

@@ -120,12 +120,12 @@ def refuse(problem: Problem) -> None:
     """Raise `UnsupportedError` for what a GPU kernel cannot evaluate under any tiling."""
     if problem.mask is not None:
         raise UnsupportedError(
-            "the GPU kernels take no mask function (it is Python); use backend='numpy' or 'numba', "
-            "or say the same with causal, window or block_mask"
+            "the GPU kernels take no mask function (it is Python); use backend='simulator' or "
+            "'numba', or say the same with causal, window or block_mask"
         )
     if problem.bias is not None:
         raise UnsupportedError(
-            "the GPU kernels take no bias; use backend='numpy' or 'numba', with arrays in the "
+            "the GPU kernels take no bias; use backend='simulator' or 'numba', with arrays in the "
             "CPU's memory, or causal, window, softcap or block_mask"
         )
 

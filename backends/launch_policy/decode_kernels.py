@@ -85,7 +85,7 @@ def check_latent(problem: Problem, gpu: Gpu) -> None:
     if gpu.compute_capability != (9, 0):
         raise UnsupportedError(
             f"latent attention is decoded on Hopper (sm_90), not on {gpu.name}; give v as well, "
-            "or use backend='numpy'"
+            "or use backend='simulator'"
         )
     if problem.head_dim_v % (2 * _CHUNK):
         raise UnsupportedError(

@@ -72,7 +72,7 @@ class HopperFp8(Family):
     def refused(self, reason: str) -> UnsupportedError:
         """See `Family`."""
         return UnsupportedError(
-            f"the FP8 kernels do not run this: {reason}; backend='numpy' does, or convert the "
+            f"the FP8 kernels do not run this: {reason}; backend='simulator' does, or convert the "
             "arrays to bfloat16"
         )
 

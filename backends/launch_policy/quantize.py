@@ -87,7 +87,7 @@ def check_gpu(gpu: Gpu) -> None:
         has = ".".join(map(str, gpu.compute_capability))
         raise UnsupportedError(
             f"the GPU's quantiser needs compute capability 9.0 or later, and {gpu.name} has {has}; "
-            "backend='numpy' quantises NumPy arrays"
+            "backend='simulator' quantises NumPy arrays"
         )
 
 

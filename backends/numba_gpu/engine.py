@@ -158,7 +158,7 @@ def _kernel(job: Job) -> str:
     if p.dtype not in takes:
         raise UnsupportedError(
             f"backend='numba_cuda', kernel={name!r} takes {' and '.join(takes)}, not {p.dtype}; "
-            "convert the arrays, or use backend='numpy'"
+            "convert the arrays, or use backend='simulator'"
         )
     if name != "teaching" and simulated:
         raise UnsupportedError(

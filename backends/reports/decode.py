@@ -40,8 +40,8 @@ def walk_of(made: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
     """
     if made.prefix:
         raise UnsupportedError(
-            "a GPU records no trace of a shared prefix; backend='numpy' traces it, and what the "
-            "kernel moves is counted"
+            "a GPU records no trace of a shared prefix; backend='simulator' traces it, and what "
+            "the kernel moves is counted"
         )
     if not any(lengths):
         raise UnsupportedError("there is no key, so nothing that a trace could show")
@@ -52,7 +52,7 @@ def walk_of(made: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
     if (schedule.visit_counts != np.repeat(tiles, made.row_tiles)).any():
         raise UnsupportedError(
             f"with {made.row_tiles} row tiles under a mask the kernel visits for each of them what "
-            "any sees, which no schedule says; backend='numpy' traces it"
+            "any sees, which no schedule says; backend='simulator' traces it"
         )
     return schedule
 

@@ -118,12 +118,14 @@ def ask(
 
     `names` are the keywords of `run`, for who mistypes one.
     """
+    backend = dispatch.backend_name(backend)
     engine = dispatch.engine(backend)
     if options.get("precision") is not None:
         checks.instance("precision", options["precision"], Precision, "flashsim.Precision")
         if "precision" not in engine.OPTIONS:
             raise UnsupportedError(
-                f"backend {backend!r} rounds as its kernels do; precision is for backend='numpy'"
+                f"backend {backend!r} rounds as its kernels do; precision is for "
+                "backend='simulator'"
             )
         options["precision"].check(plans.check_algorithm(algorithm))
     unknown = [name for name in options if name not in engine.OPTIONS]
@@ -153,8 +155,8 @@ def ask(
     problem, empty = given.problem, given.empty
     if problem.fp8 and "scales" not in engine.OPTIONS:
         raise UnsupportedError(
-            f"backend {backend!r} takes no {problem.dtype}; backend='numpy' does, or convert q, k "
-            "and v"
+            f"backend {backend!r} takes no {problem.dtype}; backend='simulator' does, or convert "
+            "q, k and v"
         )
     if problem.fp8 and unsaid:
         scales.require(problem.dtype)
@@ -227,7 +229,7 @@ def key_of(
     stand beside the values.
     """
     _, causal, window, softcap, scale, _, _, backend, _, trace = plain
-    on_cpu = isinstance(backend, str) and backend in dispatch.ON_CPU
+    on_cpu = isinstance(backend, str) and backend in (*dispatch.ON_CPU, "numpy")
     arrays = q, k, v
     if on_cpu and not all(type(x) is np.ndarray and x.flags.c_contiguous for x in arrays):
         return None

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flashsim import report
-from flashsim.api import hosts, inputs
+from flashsim.api import dispatch, hosts, inputs
 from flashsim.api.execution import Gradients, Result, run
 from flashsim.counts import questions
 from flashsim.errors import OptionError, UnknownArgumentError, choices, own_errors, shown
@@ -136,9 +136,8 @@ def compare(
     inputs.check_tiling(backward_tiling)
     if backward_tiling is not None and dout is None:
         raise OptionError("backward_tiling is of the backward pass: give dout as well")
-    if not inputs.check_trace_mode(
-        options.setdefault("trace", True), options.get("backend", "numpy")
-    ):
+    backend = dispatch.backend_name(options.get("backend", "simulator"))
+    if not inputs.check_trace_mode(options.setdefault("trace", True), backend):
         raise OptionError("compare() shows what was traced, got trace=False")
     decoding = {name: options.pop(name) for name in inputs.DECODING if name in options}
     # Options of decoding go to those that divide the keys, or to all; these first, since they check

@@ -33,7 +33,7 @@ class Estimate:
         return f"about {time}" if minutes >= 1 else "less than a minute"
 
 
-def cost(passes: list[Traffic], backend: str = "numpy") -> Estimate:
+def cost(passes: list[Traffic], backend: str = "simulator") -> Estimate:
     """The cost of executing these passes and keeping what they return.
 
     Raises
@@ -46,8 +46,8 @@ def cost(passes: list[Traffic], backend: str = "numpy") -> Estimate:
         visits = sum(one.schedule(stage).sums.visits for stage in one.stages)
         products = one.flops("matmul")
         simulated = visits * VISIT + products / FLOPS
-        seconds += simulated if backend == "numpy" else products / NUMBA_FLOPS
-        nbytes += saved(one.problem, one.algorithm) + EVENTS * visits * (backend == "numpy")
+        seconds += simulated if backend == "simulator" else products / NUMBA_FLOPS
+        nbytes += saved(one.problem, one.algorithm) + EVENTS * visits * (backend == "simulator")
         nbytes += workspace(one.problem, one.algorithm, one.direction)
     fits(nbytes, "`flashsim count` counts the same without arrays")
     return Estimate(seconds, nbytes)

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from flashsim.engines.engine import Engine
 from flashsim.errors import require_numba
 from flashsim.problem import checks
 
-BACKENDS = ("numpy", "numba", "cupy", "numba_cuda")
-ON_CPU = ("numpy", "numba")
+BACKENDS = ("simulator", "numba", "cupy", "numba_cuda")
+ON_CPU = ("simulator", "numba")
+
+
+def backend_name(name: Any, possible: Iterable[str] = BACKENDS) -> str:
+    """The backend that `name` means; "numpy" is the simulator's older name.
+
+    Raises
+    ------
+    OptionError
+        If it is none of the possible ones.
+    """
+    simulator = isinstance(name, str) and name == "numpy"
+    return checks.one_of("backend", "simulator" if simulator else name, possible)
 
 
 def engine(name: str) -> Engine:
@@ -20,13 +35,13 @@ def engine(name: str) -> Engine:
     BackendUnavailable
         If what it needs is not installed.
     """
-    checks.one_of("backend", name, BACKENDS)
-    if name == "numpy":
+    name = backend_name(name)
+    if name == "simulator":
         import flashsim.engines.simulator as simulator
 
         return simulator
     if name == "numba":
-        require_numba("backend='numba'", "backend='numpy' gives the same results and counts")
+        require_numba("backend='numba'", "backend='simulator' gives the same results and counts")
         import flashsim.engines.cpu.engine as cpu
 
         return cpu

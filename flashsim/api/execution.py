@@ -33,7 +33,7 @@ def run(
     cu_seqlens_k: Sequence[int] | None = None,
     tiling: Tiling | None = None,
     device: str | Device = "H100",
-    backend: str = "numpy",
+    backend: str = "simulator",
     key_order: str = "ascending",
     nan_policy: str = "propagate",
     trace: bool | str = False,
@@ -50,14 +50,15 @@ def run(
     k, v : array, (batch, kv_heads, n_kv, head_dim) and (batch, kv_heads, n_kv, head_dim_v)
         `heads` must be a multiple of `kv_heads`. v may be None if the option `head_dim_v` says how
         many of k's first columns it is. The type is float64, float32, float16 or bfloat16; on a GPU
-        not float64. "numpy" also takes float8_e4m3fn and float8_e5m2, and so does "cupy", forward
-        on Hopper; out is then bfloat16. On the CPU, arrays may be NumPy's, torch's or of any
-        library with DLPack, such as JAX. Results have the inputs' kind. Inputs are not copied.
+        not float64. "simulator" also takes float8_e4m3fn and float8_e5m2, and so does "cupy",
+        forward on Hopper; out is then bfloat16. On the CPU, arrays may be NumPy's, torch's or of
+        any library with DLPack, such as JAX. Results have the inputs' kind. Inputs are not copied.
     algorithm : {"flash2", "flash2-fused", "flash2-once", "flash1", "standard", "flash-decode"}
-        "flash1" and "standard" follow the first papers. "flash2-fused" and "flash2-once" differ
-        from "flash2" in the backward pass only; "flash2-once" needs exactly one key tile per row
-        tile. "flash-decode" also splits the keys, for few queries of a long cache; it has no
-        backward pass.
+        "flash1" and "standard" follow the first papers. Three differ in the backward pass only:
+        "flash2" runs three passes without atomics. "flash2-fused" is the form of FlashAttention-2's
+        authors (their Algorithm 2): one KV-outer pass that adds to dQ by atomics. "flash2-once"
+        needs exactly one key tile per row tile. "flash-decode" also splits the keys, for few
+        queries of a long cache; it has no backward pass.
     causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k
         See `Problem`.
     bias : array, (1 or batch, 1 or heads, n_q, n_kv), optional
@@ -69,9 +70,9 @@ def run(
     device : str or Device
         The simulated machine; ``flashsim study devices`` lists the names.
     backend : str
-        "numpy" is the simulator. "numba" runs the same tiles as fast as this CPU can, with the same
-        trace, for FlashAttention-2 only; the first call compiles it and keeps the code on disk.
-        "cupy" runs CUDA C++ kernels on the NVIDIA GPU that holds the arrays, and "numba_cuda"
+        "simulator" (older name: "numpy"). "numba" runs the same tiles as fast as this CPU can, with
+        the same trace, for FlashAttention-2 only; the first call compiles it and keeps the code on
+        disk. "cupy" runs CUDA C++ kernels on the NVIDIA GPU that holds the arrays, and "numba_cuda"
         kernels in Python; both copy NumPy arrays to the GPU and back. Results have the inputs'
         kind: NumPy, CuPy or torch. GPU arrays of another library, by ``__cuda_array_interface__``
         or ``__dlpack__``, give CuPy arrays, which that library can take back through DLPack.
@@ -85,23 +86,23 @@ def run(
     **options
         Options of the backend and the algorithm:
 
-        - FP8 inputs, "numpy" and "cupy": `scales` must say what the elements stand for. It is three
-          float32 arrays that q, k and v are multiplied by, or "unscaled". Each array is () (or a
-          number) for a whole tensor, (batch, heads), or (batch, heads, blocks). `scale_block` is
-          (query rows, key rows) of a block; default: a tile's. "cupy" also takes `v_transposed`, V
-          as its kernel reads it. See `flashsim.quantize`.
-        - "flash-decode", "numpy" and "cupy": `splits` is the number of parts of the keys; "auto"
-          (default) occupies `device`'s SMs once, and "fa3" ("numpy" only) is FlashAttention-3's
-          rule. With `pack_gqa` (default: True; "cupy" has nothing else) the query heads of a key
-          head share a tile, so that K and V are loaded once for them. `cache_seqlens`, (batch,), is
-          the number of live keys of each entry; causal is aligned to their end. With `block_table`,
-          integers (batch, max_pages), k and v are (pages, kv_heads, page_size, head_dim), and the
-          keys of entry b lie in the pages of its row. All entries begin with the same
-          `shared_prefix` keys, whole pages of them, which are read once for the queries of all
-          (cascade attention). With v=None, V is k's first `head_dim_v` columns, and one load serves
-          both (latent attention). `workspace`, "cupy" only, is a
+        - FP8 inputs, "simulator" and "cupy": `scales` must say what the elements stand for. It is
+          three float32 arrays that q, k and v are multiplied by, or "unscaled". Each array is ()
+          (or a number) for a whole tensor, (batch, heads), or (batch, heads, blocks). `scale_block`
+          is (query rows, key rows) of a block; default: a tile's. "cupy" also takes `v_transposed`,
+          V as its kernel reads it. See `flashsim.quantize`.
+        - "flash-decode", "simulator" and "cupy": `splits` is the number of parts of the keys;
+          "auto" (default) occupies `device`'s SMs once, and "fa3" ("simulator" only) is
+          FlashAttention-3's rule. With `pack_gqa` (default: True; "cupy" has nothing else) the
+          query heads of a key head share a tile, so that K and V are loaded once for them.
+          `cache_seqlens`, (batch,), is the number of live keys of each entry; causal is aligned to
+          their end. With `block_table`, integers (batch, max_pages), k and v are (pages, kv_heads,
+          page_size, head_dim), and the keys of entry b lie in the pages of its row. All entries
+          begin with the same `shared_prefix` keys, whole pages of them, which are read once for the
+          queries of all (cascade attention). With v=None, V is k's first `head_dim_v` columns, and
+          one load serves both (latent attention). `workspace`, "cupy" only, is a
           `flashsim.backends.cupy_gpu.decode.Workspace`.
-        - "numpy": `precision`, a `flashsim.Precision`, is the type of every rounding point; not
+        - "simulator": `precision`, a `flashsim.Precision`, is the type of every rounding point; not
           with a trace, since it changes no size.
         - "numba": `threads`, default: every CPU that this process may use. `micro_kernel` is "amx",
           "avx512_bf16" (both for bfloat16), "vector" or "plain"; default: the first that can run
@@ -158,14 +159,14 @@ def run(
         job = asked.again(q, k, v)
     give = asked.host.give
     outcome = asked.engine.forward(job)
-    if backend in dispatch.ON_CPU:
+    if asked.backend in dispatch.ON_CPU:
         warn_of_overflow(outcome.unseen("out"), job.arrays)
     ndim = asked.ndim
     return made(
         Result,
         out=give(squeeze(outcome.arrays["out"], ndim)),
         lse=give(squeeze(outcome.arrays["lse"], ndim - 1)),
-        _trace=recorded(job, outcome, "forward", backend),
+        _trace=recorded(job, outcome, "forward", asked.backend),
         kernel=outcome.kernel,
         tiling=outcome.tiling,
         _job=job,

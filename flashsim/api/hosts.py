@@ -100,7 +100,7 @@ def take_anywhere(**arrays: Any) -> tuple[Host, list[np.ndarray]]:
         from flashsim.backends.cupy_gpu.arrays import download, upload
 
         return host._replace(give=upload), [download(x) for x in taken]
-    require_numpy("numpy", **dict(zip(arrays, taken, strict=True)))
+    require_numpy("simulator", **dict(zip(arrays, taken, strict=True)))
     raise AssertionError
 
 

@@ -107,7 +107,7 @@ def quantize(
     block: tuple[int, int] = (64, 128),
     dtype: str = "float8_e4m3fn",
     seed: int = 0,
-    backend: str = "numpy",
+    backend: str = "simulator",
 ) -> Quantized:
     """Round q, k and v to FP8, scaled so that the largest element is the type's largest number.
 
@@ -131,7 +131,7 @@ def quantize(
     dtype : {"float8_e4m3fn", "float8_e5m2"}
     seed : int
         Seed of the rotation's signs.
-    backend : {"numpy", "cupy"}
+    backend : {"simulator", "cupy"}
         "cupy" is one kernel on the GPU that holds the arrays. It does not check for NaN and
         infinity. Its numbers are the same, except elements half way between two FP8 numbers.
 
@@ -140,7 +140,7 @@ def quantize(
     ShapeError, DTypeError, OptionError, UnsupportedError, BackendUnavailable
         Also for NaN and infinity, which have no scale.
     """
-    checks.one_of("backend", backend, ("numpy", "cupy"))
+    backend = dispatch.backend_name(backend, ("simulator", "cupy"))
     checks.one_of("granularity", granularity, GRANULARITIES)
     checks.one_of("FP8 dtype", dtype, checks.FP8)
     if rotate is not None:
@@ -149,7 +149,7 @@ def quantize(
         raise ShapeError(f"block must be (query rows, key rows), got {shown(block)}")
     rows, keys = (checks.positive_int("rows of a block", x) for x in block)
     host = hosts.host_of(q)
-    if backend == "numpy":
+    if backend == "simulator":
         q, k, v = hosts.take(host, q=q, k=k, v=v)
     else:
         engine = dispatch.engine(backend)  # or say what is missing
@@ -167,7 +167,7 @@ def quantize(
     }
     if backend == "cupy":
         return _on_gpu(given, about, (rows, keys), dtype)
-    require_numpy("numpy", q=q, k=k, v=v)
+    require_numpy("simulator", q=q, k=k, v=v)
     with np.errstate(over="ignore"):  # refused below, by name
         wide = {name: x.astype(np.float32) for name, x in {"q": q, "k": k, "v": v}.items()}
     for name, x in wide.items():

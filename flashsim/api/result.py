@@ -151,6 +151,11 @@ class Result(_Pass):
     ) -> Gradients:
         """Compute the gradients with the same algorithm, recomputing P.
 
+        FlashAttention-2's own backward (Algorithm 2 of arXiv:2307.08691) is one pass, KV-outer,
+        which adds to dQ by atomics: here that is "flash2-fused". The backward of "flash2" has three
+        passes and no atomics: delta; dK and dV; dQ. It recomputes the scores for dQ in a pass of
+        their own, so it takes 7 products instead of 5.
+
         Reads the inputs of `run`, `out` and `lse` where they lie: do not change them in place
         before.
 
@@ -170,8 +175,7 @@ class Result(_Pass):
             the tiling, the three passes (after ``algorithm="flash2-fused"`` always the fused one).
             Either runs "flash2-once", which adds nothing up, where a backend knows that it is
             faster: on a Hopper GPU, of short sequences. A trace says what ran.
-            Default: what `algorithm` says ("flash2": True,
-            "flash2-fused": False).
+            Default: what `algorithm` says ("flash2", three-pass: True; "flash2-fused": False).
         trace : bool or "timeline", optional
             Default: as in `run`.
 

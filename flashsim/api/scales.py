@@ -121,7 +121,7 @@ def checked(problem: Problem, scales: Any, *, values: bool) -> tuple[Any, ...]:
             raise DTypeError(f"the scale of {name.lower()} must be a float32 array, got {dtype}")
         if values:
             (one,) = hosts.take(hosts.host_of(one), **{f"scale of {name.lower()}": one})
-            require_numpy("numpy", **{f"scale of {name.lower()}": one})
+            require_numpy("simulator", **{f"scale of {name.lower()}": one})
         given = tuple(one.shape)
         if (1,) * (len(shape) - len(given)) + given != shape:
             raise ShapeError(f"the scale of {name.lower()} must have shape {shape}, got {given}")

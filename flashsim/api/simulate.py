@@ -186,7 +186,7 @@ def simulate(
         _trace=_trace(name, machine, arrays, asked),
         _job=job,
         _saved={},
-        _asked=Checked(dispatch.engine("numpy"), "numpy", host, job, ndim, None),
+        _asked=Checked(dispatch.engine("simulator"), "simulator", host, job, ndim, None),
     )
 
 
@@ -204,7 +204,7 @@ def _problem(
     host = hosts.host_of(q)
     q, k, v = hosts.take(host, q=q, k=k, v=v)
     made = inputs.prepare(q, k, v, mask=mask, **question)
-    require_numpy("numpy", q=made.q, k=made.k, v=made.v)
+    require_numpy("simulator", q=made.q, k=made.k, v=made.v)
     if made.problem.fp8:
         raise UnsupportedError(
             f"simulate takes no {made.problem.dtype}: what is rounded to it, the function would "
@@ -279,7 +279,14 @@ def _trace(
     p, hbm = machine.problem, machine.hbm
     backward = any(one.startswith("d") for one in asked)
     trace = Trace(
-        *(p, machine.device, name, "backward" if backward else "forward", "numpy", machine.stages),
+        *(
+            p,
+            machine.device,
+            name,
+            "backward" if backward else "forward",
+            "simulator",
+            machine.stages,
+        ),
         provenance("simulator"),
         own=Own(hbm._own, 0),
     )

@@ -37,7 +37,7 @@ def run(
     rotate: bool = opt.option(False, "FP8: a Hadamard rotation before scaling.", panel="Sizes"),
     scale: float | None = _SCALE,
     algorithm: opt.Algorithm = "flash2",
-    backend: opt.Backend = "numpy",
+    backend: opt.Backend = "simulator",
     save: Path | None = opt.option(
         None, "Save the trace (.npz); a backward trace as NAME-backward.npz.", panel=opt.OUTPUT
     ),

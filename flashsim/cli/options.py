@@ -406,7 +406,13 @@ class L2:
 
 Algorithm = Annotated[
     str,
-    typer.Option("--algorithm", "-a", help=f"{', '.join(ALGORITHMS)}.", rich_help_panel=_HOW),
+    typer.Option(
+        "--algorithm",
+        "-a",
+        help=f"{', '.join(ALGORITHMS)}. Backward, flash2 runs three passes; flash2-fused is the "
+        "one-pass form of FlashAttention-2's authors (dQ by atomics).",
+        rich_help_panel=_HOW,
+    ),
 ]
 
 
@@ -416,7 +422,10 @@ def algorithms(default: Any) -> Any:
 
 
 Backend = Annotated[
-    str, typer.Option(help="What executes it; numpy is the simulator.", rich_help_panel=_HOW)
+    str,
+    typer.Option(
+        help="What executes it; simulator, numba, cupy or numba_cuda.", rich_help_panel=_HOW
+    ),
 ]
 Device = Annotated[str, typer.Option(help=_GPU, rich_help_panel=_HOW)]
 Causal = Annotated[bool, typer.Option("--causal", help="Causal mask.", rich_help_panel=_MASK)]

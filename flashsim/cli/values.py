@@ -13,6 +13,7 @@ import numpy as np
 from flashsim.api.arrays import expand
 from flashsim.api.cost import Estimate, cost, fits
 from flashsim.api.counting import count
+from flashsim.api.dispatch import ON_CPU, backend_name
 from flashsim.api.quantize import quantize
 from flashsim.api.samples import TRACES, load_sample, load_sample_trace, random_inputs
 from flashsim.api.scales import UNSCALED
@@ -157,7 +158,7 @@ def foresee(
     algorithms: Iterable[str],
     tiles: Mapping[str, Tiling | None],
     device: Device,
-    backend: str = "numpy",
+    backend: str = "simulator",
 ) -> Estimate | None:
     """The cost of the passes of `tiles`; None on a GPU, or where `run` will refuse.
 
@@ -167,7 +168,8 @@ def foresee(
         If that is more than this machine's memory.
     """
     q, k, v = arrays[:3]
-    if backend not in ("numpy", "numba") or not 2 <= q.ndim == k.ndim == v.ndim <= 4:
+    backend = backend_name(backend)
+    if backend not in ON_CPU or not 2 <= q.ndim == k.ndim == v.ndim <= 4:
         return None
     shape = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
     heads = (math.prod(q.shape[:-2]), math.prod(k.shape[:-2]))

@@ -11,6 +11,7 @@ from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
+from flashsim.schedule.itinerary import ALGORITHMS
 from flashsim.schedule.names import TENSORS
 from flashsim.schedule.tiling import Tiling
 
@@ -113,10 +114,13 @@ def summary(source: Answers) -> report.Table:
     p, tables = source.problem, source.by_tensor()
     parts = ""
     known = source.algorithm in plans.ALGORITHMS  # or a user's own
+    way = source.direction
+    if known:
+        way = ALGORITHMS[source.algorithm].direction(way)
     if known and plans.splits_keys(source.algorithm):
         parts = f"{source.parts} split{'s' * (source.parts != 1)}, "
     table = report.Table(
-        f"{source.algorithm} {source.direction} ({source.backend}): {in_words(p)}, "
+        f"{source.algorithm} {way} ({source.backend}): {in_words(p)}, "
         f"tiles {source.tiling}, {parts}{source.device.name}",
         ("tensor", "load B", "store B", "reduce B", "total B"),
         note=(

@@ -1,15 +1,16 @@
 """Attention over several GPUs: ring, zigzag, striped, Ulysses and USP, simulated and counted.
 
 The link between ranks is one more level: what each rank sends to whom at each step, beside what it
-computes and moves then. `simulate` executes with real arrays, all ranks in one process; `count`
+computes and moves then. `run` executes with real arrays, all ranks in one process; `count`
 gives the same integers without.
 """
 
 from flashsim.distributed.account import Account
 from flashsim.distributed.counting import count
 from flashsim.distributed.group import SCHEMES, Block, Group
-from flashsim.distributed.simulation import Spread, SpreadGradients, simulate
+from flashsim.distributed.simulation import Spread, SpreadGradients, run, simulate
 
 __all__ = [
-    "SCHEMES", "Account", "Block", "Group", "Spread", "SpreadGradients", "count", "simulate",
+    "SCHEMES", "Account", "Block", "Group", "Spread", "SpreadGradients", "count", "run",
+    "simulate",
 ]  # fmt: skip

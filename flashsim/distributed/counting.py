@@ -31,7 +31,7 @@ def count(
 ) -> Account:
     """Count the bytes of attention over several ranks in closed form.
 
-    The counts equal those of `simulate`, as integers.
+    The counts equal those of `run`, as integers.
 
     Parameters
     ----------

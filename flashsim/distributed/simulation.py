@@ -1,7 +1,8 @@
-"""`simulate`: attention over several ranks, executed with real arrays in one process."""
+"""`run`: attention over several ranks, executed with real arrays in one process."""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from flashsim import report
 from flashsim.algorithms.merge import merged
-from flashsim.api import execution, hosts, inputs
+from flashsim.api import dispatch, execution, hosts, inputs
 from flashsim.api.arrays import check_like, require_numpy
 from flashsim.distributed.account import Account
 from flashsim.distributed.exchange import Rank, Ranks
@@ -23,7 +24,7 @@ from flashsim.schedule.tiling import Tiling
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """The result of `simulate`: outputs in the sequence's order, and an account of every rank.
+    """The result of `run`: outputs in the sequence's order, and an account of every rank.
 
     Attributes
     ----------
@@ -61,7 +62,7 @@ class Spread:
         """
         (dout,) = hosts.take(self._run.host, dout=dout)
         check_like("dout", dout, self.out, "out")
-        require_numpy("numpy", dout=dout)
+        require_numpy("simulator", dout=dout)
         return self._run.backward(dout)
 
 
@@ -81,7 +82,7 @@ class SpreadGradients:
 
 
 @own_errors
-def simulate(
+def run(
     q: Any,
     k: Any,
     v: Any,
@@ -95,7 +96,7 @@ def simulate(
     algorithm: str = "flash2",
     tiling: Tiling | None = None,
     device: str | Device = "H100",
-    backend: str = "numpy",
+    backend: str = "simulator",
 ) -> Spread:
     """Attention over several ranks, each of which has arrays of its own; all in this process.
 
@@ -110,7 +111,7 @@ def simulate(
     ranks, scheme, ulysses
         See `Group`.
     causal, softcap, scale, algorithm, tiling, device, backend
-        As in `flashsim.run`; the backend is "numpy" or "numba".
+        As in `flashsim.run`; the backend is "simulator" or "numba".
 
     Returns
     -------
@@ -124,10 +125,22 @@ def simulate(
     host = hosts.host_of(q)
     q, k, v = hosts.take(host, q=q, k=k, v=v)
     asked = inputs.prepare(q, k, v, tiling=tiling, causal=causal, softcap=softcap, scale=scale)
+    backend = dispatch.backend_name(backend)
     require_numpy(backend, q=asked.q, k=asked.k, v=asked.v)
     group = Group(asked.problem, ranks, scheme, ulysses)  # type: ignore[arg-type]  # None: filled in
     how = {"algorithm": algorithm, "tiling": tiling, "device": device, "backend": backend}
     return _Run(group, how, host).forward(asked.q, asked.k, asked.v)
+
+
+def simulate(*args: Any, **kwargs: Any) -> Spread:
+    """`run` by its older name, for one version more: `flashsim.simulate` is something else."""
+    warnings.warn(
+        "flashsim.distributed.simulate is now flashsim.distributed.run; flashsim.simulate runs an "
+        "algorithm of your own",
+        FutureWarning,
+        stacklevel=2,
+    )
+    return run(*args, **kwargs)
 
 
 class _Run(Ranks):

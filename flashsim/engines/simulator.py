@@ -1,4 +1,4 @@
-"""`backend="numpy"`: the algorithms of `flashsim.algorithms` on the simulated memory."""
+"""`backend="simulator"`: the algorithms of `flashsim.algorithms` on the simulated memory."""
 
 from __future__ import annotations
 

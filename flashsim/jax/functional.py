@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flashsim.api import inputs, scales
-from flashsim.api.dispatch import BACKENDS
+from flashsim.api.dispatch import backend_name
 from flashsim.errors import DTypeError, UnsupportedError, reject_unknown
 from flashsim.jax.foreign import BACKWARD, FORWARD, OFFSETS
 from flashsim.problem import checks
@@ -76,7 +76,8 @@ def attention(
     deterministic : bool, optional
         As in `flashsim.Result.backward`.
     backend : str, optional
-        "numpy" or "numba" on the CPU, "cupy" or "numba_cuda" on a GPU. Default: "numba" and "cupy".
+        "simulator" or "numba" on the CPU, "cupy" or "numba_cuda" on a GPU. Default: "numba"
+        and "cupy".
     return_lse : bool
         Return ``(out, lse)``. The LSE, (batch, heads, n_q), has a gradient as well.
 
@@ -97,7 +98,7 @@ def attention(
             "flashsim.run simulates every algorithm"
         )
     if backend is not None:
-        checks.one_of("backend", backend, BACKENDS)
+        backend = backend_name(backend)
     if deterministic is not None:
         deterministic = checks.flag("deterministic", deterministic)
     q, k, v = taken("q", q), taken("k", k), taken("v", v)

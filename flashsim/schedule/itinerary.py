@@ -69,12 +69,18 @@ class Itinerary(NamedTuple):
 class Algorithm(NamedTuple):
     """An algorithm's stages in the order they run, and what it is called in print.
 
-    One without a backward pass has no stages there.
+    One without a backward pass has no stages there. `form` says which form of the paper's backward
+    it has, where its name does not.
     """
 
     title: str
     forward: tuple[Itinerary, ...]
     backward: tuple[Itinerary, ...]
+    form: str = ""
+
+    def direction(self, name: str) -> str:
+        """A direction in print: "forward", "backward" or, for one, "backward in three passes"."""
+        return f"{name} {self.form}" if name == "backward" and self.form else name
 
 
 def _convert(result: str) -> Itinerary:
@@ -196,7 +202,8 @@ _DECODE = (
 ALGORITHMS = {
     "standard": Algorithm("standard", _STANDARD_FORWARD, _STANDARD_BACKWARD),
     "flash1": Algorithm("FlashAttention-1", _FLASH1_FORWARD, _FLASH1_BACKWARD),
-    "flash2": Algorithm("FlashAttention-2", _FLASH2_FORWARD, _FLASH2_BACKWARD),
+    # The paper's Algorithm 2 is one pass, "flash2-fused"; this form adds nothing up in HBM.
+    "flash2": Algorithm("FlashAttention-2", _FLASH2_FORWARD, _FLASH2_BACKWARD, "in three passes"),
     "flash2-fused": Algorithm("FlashAttention-2 fused", _FLASH2_FORWARD, _FUSED_BACKWARD),
     "flash2-once": Algorithm("FlashAttention-2 in one visit", _FLASH2_FORWARD, _ONCE_BACKWARD),
     "flash-decode": Algorithm("FlashDecoding", _DECODE, ()),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashsim.api import scales
 from flashsim.api.arrays import last_axes, name_of
-from flashsim.api.dispatch import BACKENDS
+from flashsim.api.dispatch import backend_name
 from flashsim.errors import DTypeError, ShapeError, UnsupportedError, reject_unknown, shown
 from flashsim.problem import checks
 from flashsim.torch import ops
@@ -59,8 +59,8 @@ def attention(
     deterministic : bool, optional
         As in `flashsim.Result.backward`.
     backend : str, optional
-        "numpy" or "numba" for CPU tensors, "cupy" or "numba_cuda" for CUDA ones. Default: "numba"
-        and "cupy".
+        "simulator" or "numba" for CPU tensors, "cupy" or "numba_cuda" for CUDA ones. Default:
+        "numba" and "cupy".
     return_lse : bool
         Return ``(out, lse)``. The LSE, (batch, heads, n_q), has a gradient as well: out and LSE of
         parts of the keys can be merged, and a loss may use the LSE itself.
@@ -88,7 +88,7 @@ def attention(
             "window, softcap or cu_seqlens, move the tensors to the CPU (q.cpu()), or call torch's "
             "scaled_dot_product_attention(attn_mask=bias)"
         )
-    backend = default_backend(q) if backend is None else checks.one_of("backend", backend, BACKENDS)
+    backend = default_backend(q) if backend is None else backend_name(backend)
     if not torch.compiler.is_compiling():  # then numbers are symbols, and the engine looks
         causal = checks.flag("causal", causal)
         window = checks.window(window)

@@ -267,7 +267,7 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
         Device(**header["device"]),
         algorithm,
         direction,
-        header["backend"],
+        "simulator" if header["backend"] == "numpy" else header["backend"],  # its older name
         stages,
         header["provenance"],
         timeline,

@@ -25,6 +25,7 @@ from flashsim import (
     Tiling,
     UnknownArgumentError,
 )
+from flashsim.api.dispatch import BACKENDS
 
 
 @pytest.fixture
@@ -34,6 +35,21 @@ def x():
 
 def run(x, **options):
     return flashsim.run(x.q, x.k, x.v, **options)
+
+
+def test_numpy_is_the_simulators_older_name(x):
+    for name in ("simulator", "numpy", "numpy"):  # checked, and known from the call before
+        result = run(x, backend=name, trace=True)
+        assert (result.kernel, result.trace.backend) == ("simulator", "simulator")
+        assert result.backward(result.out).trace.backend == "simulator"
+        np.testing.assert_array_equal(result.out, run(x).out)
+    again = flashsim.backward(x.q, x.k, x.v, result.out, result.lse, result.out, backend="numpy")
+    np.testing.assert_array_equal(again.dq, result.backward(result.out).dq)
+    assert flashsim.compare(x.q, x.k, x.v, backend="numpy").traces[0].backend == "simulator"
+    assert flashsim.quantize(x.q, x.k, x.v, backend="numpy").q.dtype.name == "float8_e4m3fn"
+    assert BACKENDS == ("simulator", "numba", "cupy", "numba_cuda")
+    with pytest.raises(UnknownArgumentError, match="'numba' has it"):
+        run(x, backend="numpy", threads=1)
 
 
 def test_run_returns_arrays_of_the_same_kind(x):
@@ -304,7 +320,11 @@ def test_a_bare_grid_is_one_value_a_tile(x):
     ("options", "kind", "text"),
     [
         ({"algorithm": "flash3"}, OptionError, r"unknown algorithm 'flash3'.*did you mean 'flash"),
-        ({"backend": "numppy"}, OptionError, r"unknown backend 'numppy'.*did you mean 'numpy'"),
+        (
+            {"backend": "simulater"},
+            OptionError,
+            r"unknown backend 'simulater'.*did you mean 'simulator'",
+        ),
         ({"device": "H1000"}, OptionError, r"H1000"),
         ({"trace": "yes"}, OptionError, r"trace must be True, False or 'timeline', got 'yes'"),
         (
@@ -339,7 +359,7 @@ def test_a_cpu_backend_takes_what_lies_in_the_cpus_memory(x):
             return Foreign(self.a.reshape(shape))
 
     with pytest.raises(
-        DTypeError, match=r"backend 'numpy' takes arrays in the CPU's .*Foreign; mo"
+        DTypeError, match=r"backend 'simulator' takes arrays in the CPU's .*Foreign; mo"
     ):
         flashsim.run(*(Foreign(a) for a in (x.q, x.k, x.v)))
 

@@ -9,7 +9,7 @@ import pytest
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.distributed import SCHEMES, Group, count, simulate
+from flashsim.distributed import SCHEMES, Group, count, run, simulate
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError
 from flashsim.problem.oracle import attention
 
@@ -27,7 +27,7 @@ def check(scheme, ranks, causal, *, dtype="float32", kv_heads=4, ulysses=None):
     """Results against one process, and everything counted against the closed form."""
     q, k, v, dout = arrays(kv_heads=kv_heads, dtype=dtype)
     how = {"ranks": ranks, "scheme": scheme, "ulysses": ulysses, "tiling": SMALL}
-    spread = simulate(q, k, v, causal=causal, **how)
+    spread = run(q, k, v, causal=causal, **how)
     whole = flashsim.run(q, k, v, causal=causal, tiling=SMALL)
     gradients, expected = spread.backward(dout), whole.backward(dout)
     near = {"rtol": 0, "atol": 4e-6 if dtype == "float32" else 0.04}
@@ -78,7 +78,7 @@ def test_every_scheme_at_every_size(scheme, ranks, causal, dtype):
 
 def test_against_the_oracle_and_not_only_ourselves():
     q, k, v, _ = arrays()
-    spread = simulate(q, k, v, ranks=4, scheme="zigzag", causal=True)
+    spread = run(q, k, v, ranks=4, scheme="zigzag", causal=True)
     out, lse = attention(q, k, v, spread.group.problem)
     np.testing.assert_allclose(spread.out, out, rtol=0, atol=2e-6)
     np.testing.assert_allclose(spread.lse, lse, rtol=0, atol=2e-6)
@@ -256,24 +256,32 @@ def test_padding_at_the_end_is_what_the_error_says_it_is():
     whole = [pad(x) for x in (q, k, v)]
     want = flashsim.run(*(x[:, :, :n] for x in (q, k, v)), causal=True)
     with pytest.raises(ShapeError, match=f"pad it at its end to {padded}"):
-        simulate(*(x[:, :, :n] for x in (q, k, v)), ranks=4, causal=True)
-    spread = simulate(*whole, ranks=4, causal=True)
+        run(*(x[:, :, :n] for x in (q, k, v)), ranks=4, causal=True)
+    spread = run(*whole, ranks=4, causal=True)
     np.testing.assert_allclose(spread.out[:, :, :n], want.out, atol=1e-5)
     grads, expected = spread.backward(pad(dout)), want.backward(dout[:, :, :n])
     for name in ("dq", "dk", "dv"):
         got = getattr(grads, name)[:, :, :n]
         np.testing.assert_allclose(got, getattr(expected, name), atol=2e-5)
-    open_to_all = simulate(*whole, ranks=4).out[:, :, :n]
+    open_to_all = run(*whole, ranks=4).out[:, :, :n]
     assert np.abs(open_to_all - flashsim.run(*(x[:, :, :n] for x in (q, k, v))).out).max() > 1e-3
     with pytest.raises(ShapeError, match=r"cut it to 40; .* every row would attend to the padding"):
-        simulate(*(x[:, :, :n] for x in (q, k, v)), ranks=4)
+        run(*(x[:, :, :n] for x in (q, k, v)), ranks=4)
 
 
-def test_simulate_checks_what_it_is_given():
+def test_the_older_name_warns():
+    q, k, v = np.ones((3, 1, 2, 16, 4), np.float32)
+    with pytest.warns(FutureWarning, match=r"flashsim\.distributed\.run") as caught:
+        spread = simulate(q, k, v, ranks=2)
+    assert caught[0].filename == __file__
+    assert spread.account == run(q, k, v, ranks=2).account
+
+
+def test_run_checks_what_it_is_given():
     q, k, v, dout = arrays()
     with pytest.raises(ShapeError, match="8 divides"):
-        simulate(q[:, :, :20], k[:, :, :20], v[:, :, :20], ranks=4)
-    spread = simulate(q, k, v, ranks=2)
+        run(q[:, :, :20], k[:, :, :20], v[:, :, :20], ranks=4)
+    spread = run(q, k, v, ranks=2)
     with pytest.raises(ShapeError, match="dout"):
         spread.backward(dout[:, :, 1:])
     assert "out" in repr(spread)

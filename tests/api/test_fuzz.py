@@ -13,8 +13,8 @@ SEED = 7
 @pytest.mark.parametrize(
     ("backend", "first", "last"),
     [
-        *(("numpy", 0, 150), ("numba", 0, 150)),
-        *(thorough("numpy", 150, 350), thorough("numba", 150, 250)),
+        *(("simulator", 0, 150), ("numba", 0, 150)),
+        *(thorough("simulator", 150, 350), thorough("numba", 150, 250)),
     ],
 )
 def test_random_problems_are_right_to_the_byte_and_to_a_rounding(backend, first, last):
@@ -37,7 +37,7 @@ CHECKED = (
 def test_bad_arguments_are_refused_in_flashsims_words():
     refused = 0
     for number in range(500):
-        case, argument, value = fuzz.draw_spoilt(np.random.default_rng([SEED, number]), "numpy")
+        case, argument, value = fuzz.draw_spoilt(np.random.default_rng([SEED, number]), "simulator")
         if argument not in CHECKED:
             continue
         try:
@@ -74,7 +74,7 @@ def test_a_wrong_byte_and_a_wrong_digit_are_found(monkeypatch):
 
 
 def test_a_case_prints_as_code_that_runs_it():
-    case = fuzz.draw(np.random.default_rng(5), "numpy")
+    case = fuzz.draw(np.random.default_rng(5), "simulator")
     scope = {}
     exec(fuzz.code(case).replace("check(", "again = ("), scope)
     assert scope["again"] == case

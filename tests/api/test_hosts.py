@@ -48,7 +48,12 @@ def bits(x):
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
 @pytest.mark.parametrize(
     ("backend", "algorithm"),
-    [("numpy", "flash2"), ("numpy", "flash2-fused"), ("numba", "flash2"), ("numpy", "flash1")],
+    [
+        ("simulator", "flash2"),
+        ("simulator", "flash2-fused"),
+        ("numba", "flash2"),
+        ("simulator", "flash1"),
+    ],
 )
 def test_backward_needs_only_what_was_kept(backend, algorithm, question):
     x = tensors(20, 24, 8, heads=4, kv_heads=2, dtype="float32", bias=(1, 4))
@@ -124,7 +129,7 @@ def as_torch(a):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("backend", ["numpy", "numba"])
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
 def test_torch_in_torch_out_without_a_copy(backend, dtype):
     torch = pytest.importorskip("torch")
     x = tensors(20, 24, 8, heads=4, kv_heads=2, dtype=dtype, bias=(1, 1))
@@ -229,7 +234,7 @@ def merges(q, k, v, dout, scores):
 
 
 def distributes(q, k, v, dout, scores):
-    spread = flashsim.distributed.simulate(q, k, v, ranks=2)
+    spread = flashsim.distributed.run(q, k, v, ranks=2)
     grads = spread.backward(dout)
     return spread.out, spread.lse, grads.dq, grads.dk, grads.dv
 
@@ -256,7 +261,9 @@ def compares(q, k, v, dout, scores):
 
 
 def multiplies(q, k, v, dout, scores):
-    return [flashsim.softmax_matmul.run(scores, v[0], backend=b).out for b in ("numpy", "numba")]
+    return [
+        flashsim.softmax_matmul.run(scores, v[0], backend=b).out for b in ("simulator", "numba")
+    ]
 
 
 FUNCTIONS = (merges, distributes, quantizes, compares, multiplies)

@@ -412,13 +412,13 @@ BAD = {
         lambda: run(threads=2),
         "UnknownArgumentError",
         TypeError,
-        ["run() has no argument 'threads' with backend='numpy'; backend='numba' has it"],
+        ["run() has no argument 'threads' with backend='simulator'; backend='numba' has it"],
     ),
     "option of other backends": (
         lambda: run(backend="numba", scales=(1, 1, 1)),
         "UnknownArgumentError",
         TypeError,
-        ["run() has no argument 'scales' with backend='numba'; backend='numpy'"],
+        ["run() has no argument 'scales' with backend='numba'; backend='simulator'"],
     ),
     "dropout": (
         lambda: run(dropout_p=0.1),
@@ -598,7 +598,7 @@ def test_a_transposed_bias_or_lse_is_told_its_own_axes():
         flashsim.merge(r.out, r.lse, r.out, aside)
 
 
-@pytest.mark.parametrize("backend", ["numpy", "numba"])
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
 def test_a_matrix_is_an_array(backend):
     matrix = X.view(np.matrix)
 
@@ -608,7 +608,7 @@ def test_a_matrix_is_an_array(backend):
     assert type(result.backward(matrix).dq) is np.ndarray
 
 
-@pytest.mark.parametrize("backend", ["numpy", "numba"])
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
 def test_what_a_cpu_cannot_read_is_refused_in_backward_too(backend):
     class Tensor:
         shape, dtype = (8, 16), "torch.float32"
@@ -639,7 +639,7 @@ def test_a_softcap_that_rounds_to_zero_is_refused():
         Problem(8, softcap=1e-46)
 
 
-@pytest.mark.parametrize("backend", ["numpy", "numba"])
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
 def test_float16_overflow_is_said(backend):
     x = np.full((4, 16), 200, np.float16)
 
@@ -648,7 +648,7 @@ def test_float16_overflow_is_said(backend):
         result.backward(np.full_like(x, 65504))
 
 
-@pytest.mark.parametrize("backend", ["numpy", "numba"])
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
 def test_what_was_not_finite_to_begin_with_is_no_overflow(backend):
     x, bias = X.astype(np.float16), np.zeros((8, 8), np.float16)
     bias[0] = -np.inf
@@ -658,7 +658,7 @@ def test_what_was_not_finite_to_begin_with_is_no_overflow(backend):
     assert not np.isfinite(result.out.astype(np.float32)).all()
 
 
-@pytest.mark.parametrize("backend", ["numpy", "numba"])
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
 def test_a_timeline_is_a_gpus(backend):
     message = f"backends cupy and numba_cuda have it; backend '{backend}' records trace=True"
     with pytest.raises(flashsim.UnsupportedError, match=message):

@@ -250,7 +250,9 @@ def test_what_a_decode_does_not_take():
     refused(UnsupportedError, "leave kernel out", options={"kernel": "hopper"})
     refused(DTypeError, "workspace must be a .*Workspace, got 3", options={"workspace": 3})
     refused(DTypeError, "pack_gqa must be True or False, got 1", options={"pack_gqa": 1})
-    text = "always share a tile, .*: leave pack_gqa out, or give True; backend='numpy' simulates"
+    text = (
+        "always share a tile, .*: leave pack_gqa out, or give True; backend='simulator' simulates"
+    )
     refused(UnsupportedError, text, options={"pack_gqa": False})
 
 

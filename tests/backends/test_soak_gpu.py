@@ -25,7 +25,7 @@ def soak(monkeypatch):
     def run(q, k, v, *, backend, kernel=None, allow_tf32=None, **asked):
         if kernel == "hopper" and backend == "numba_cuda":
             raise UnsupportedError("none of that")
-        return simulate(q, k, v, backend="numpy", **asked)
+        return simulate(q, k, v, backend="simulator", **asked)
 
     monkeypatch.setattr(flashsim, "run", run)
     return module

@@ -191,8 +191,8 @@ def test_count_predicts_the_same_figures():
 def test_people_get_tables():
     text = ok("run", "-n", 64, "-d", 16, "--backward")
 
-    assert "flash2 forward (numpy): 1 x 1 heads, 64 x 64, d=16" in " ".join(text.split())
-    assert "flash2 backward (numpy)" in text
+    assert "flash2 forward (simulator): 1 x 1 heads, 64 x 64, d=16" in " ".join(text.split())
+    assert "flash2 backward in three passes (simulator)" in " ".join(text.split())
     assert "compulsory" in text
     assert "closed form" in ok("count", "-n", 64)
 

@@ -28,7 +28,7 @@ from flashsim.engines.cpu.micro_kernels.vector import vector_intrinsic
 from flashsim.engines.engine import Job
 from flashsim.problem.problem import numpy_dtype
 
-NUMPY, NUMBA = Target("numpy"), Target("numba")
+NUMPY, NUMBA = Target("simulator"), Target("numba")
 HERE = [name for name in PAIRED if registers.without(name) is None]
 on_amx = pytest.mark.skipif("amx" not in HERE, reason="needs a CPU with AMX")
 on_bf16 = pytest.mark.skipif("avx512_bf16" not in HERE, reason="needs a CPU with AVX512-BF16")

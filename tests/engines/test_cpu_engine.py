@@ -30,7 +30,7 @@ from flashsim.schedule.plans import stages
 from flashsim.schedule.schedule import Schedule
 
 SMALL = dataclasses.replace(Device.get("H100"), sram_bytes=4096)
-NUMPY, NUMBA = Target("numpy"), Target("numba", cpu.ALGORITHMS)
+NUMPY, NUMBA = Target("simulator"), Target("numba", cpu.ALGORITHMS)
 vector_only = pytest.mark.skipif(
     isinstance(registers.best("float32"), registers.Plain),
     reason="needs a CPU with AVX2 and FMA, AVX-512 or NEON",

@@ -187,7 +187,12 @@ def test_keys_that_nobody_sees_have_no_gradient(target, algorithm):
 
 @pytest.mark.parametrize(
     ("backend", "algorithm"),
-    [("numpy", "flash2"), ("numpy", "flash1"), ("numpy", "standard"), ("numba", "flash2")],
+    [
+        ("simulator", "flash2"),
+        ("simulator", "flash1"),
+        ("simulator", "standard"),
+        ("numba", "flash2"),
+    ],
 )
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_p_is_rounded_to_the_input_type(backend, algorithm, dtype):

@@ -46,11 +46,11 @@ def test_a_small_softcap_is_derived_as_precisely_as_plain_attention_does(target,
 BACKENDS = pytest.mark.parametrize(
     ("backend", "options"),
     [
-        ("numpy", {}),
+        ("simulator", {}),
         ("numba", {}),
         pytest.param("numba", {"micro_kernel": "plain"}, marks=pytest.mark.kernels),
     ],
-    ids=["numpy", "vector", "plain"],
+    ids=["simulator", "vector", "plain"],
 )
 
 

@@ -25,11 +25,11 @@ SHAPES = {
     "nothing": ((0, 4, 0, 8), (0, 2, 0, 8), (0, 2, 0, 6)),
 }
 ALGORITHMS = [
-    ("numpy", "flash2"),
-    ("numpy", "flash2-fused"),
-    ("numpy", "flash2-once"),
-    ("numpy", "flash1"),
-    ("numpy", "standard"),
+    ("simulator", "flash2"),
+    ("simulator", "flash2-fused"),
+    ("simulator", "flash2-once"),
+    ("simulator", "flash1"),
+    ("simulator", "standard"),
     ("numba", "flash2"),
     ("numba", "flash2-fused"),
 ]
@@ -181,7 +181,7 @@ def test_what_is_wrong_is_refused_all_the_same():
         r.backward(np.ones((2, 4, 5, 8), np.float32))
     for asks in (
         lambda: flashsim.quantize(q, k, v),
-        lambda: flashsim.distributed.simulate(q, k, v, ranks=1),
+        lambda: flashsim.distributed.run(q, k, v, ranks=1),
         lambda: flashsim.simulate(lambda machine: None, q, k, v),
     ):
         with pytest.raises(ShapeError, match="must not be empty"):

@@ -17,7 +17,7 @@ from flashsim.errors import OptionError, UnsupportedError
 from flashsim.schedule.schedule import Schedule
 
 ONCE = "flash2-once"
-NUMPY = Target("numpy", (ONCE,))
+NUMPY = Target("simulator", (ONCE,))
 ROOMY = replace(Device.get("H100"), name="roomy", sram_bytes=1 << 24)
 #: Of `OPTION_CASES` those of which some row tile sees no key, or more cells than one.
 ELSEWHERE = {"varlen", "varlen-bias"}

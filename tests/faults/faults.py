@@ -14,24 +14,24 @@ import sys
 from dataclasses import dataclass
 
 # Where each fault shows: pytest's arguments for a quick part of the suite.
-KINDS_1 = ("engines/test_engines.py::test_kinds_and_types", "-k", "numpy-flash1- and float32")
-KINDS_2 = ("engines/test_engines.py::test_kinds_and_types", "-k", "numpy-flash2- and float32")
+KINDS_1 = ("engines/test_engines.py::test_kinds_and_types", "-k", "simulator-flash1- and float32")
+KINDS_2 = ("engines/test_engines.py::test_kinds_and_types", "-k", "simulator-flash2- and float32")
 KINDS_FUSED = (
     "engines/test_engines.py::test_kinds_and_types",
     "-k",
-    "numpy-flash2-fused and float32",
+    "simulator-flash2-fused and float32",
 )
 KINDS_STANDARD = (
     "engines/test_engines.py::test_kinds_and_types",
     "-k",
-    "numpy-standard and float32",
+    "simulator-standard and float32",
 )
-OPTIONS = ("engines/test_engines.py::test_options", "-k", "numpy-flash2- and float32")
+OPTIONS = ("engines/test_engines.py::test_options", "-k", "simulator-flash2- and float32")
 LEAST = (
     "engines/test_extremes.py::test_both_passes_have_one_p_where_scores_are_the_least_there_are",
 )
 BIAS, SHARED_BIAS, SOFTCAP = (
-    (f"engines/test_engines.py::test_options[numpy-flash2-{case}-float32]",)
+    (f"engines/test_engines.py::test_options[simulator-flash2-{case}-float32]",)
     for case in ("bias", "bias-shared", "softcap")
 )
 PRECISION = ("engines/test_engines.py::test_p_is_rounded_to_the_input_type",)

@@ -328,7 +328,11 @@ def test_a_trace_is_the_simulators(name, splits, page):
     trace = run(case, x, splits=splits, trace=True).trace
     assert trace.backend == "cupy"
     assert trace.diff(trace.predicted()) == {}
-    given = {**options(case), "backend": "numpy", "device": Device.get("H200").with_sram(1 << 24)}
+    given = {
+        **options(case),
+        "backend": "simulator",
+        "device": Device.get("H200").with_sram(1 << 24),
+    }
     if page:
         given["block_table"] = x["table"]
     simulated_one = flashsim.run(

@@ -158,7 +158,7 @@ def test_what_is_no_precision():
         run(precision=Precision(m_hbm="float16"))
     with pytest.raises(UnsupportedError, match="changes numbers, not what moves"):
         run(precision=Precision(m="float16"), trace=True)
-    with pytest.raises(UnsupportedError, match="precision is for backend='numpy'"):
+    with pytest.raises(UnsupportedError, match="precision is for backend='simulator'"):
         run(precision=Precision(m="float16"), backend="numba")
     with pytest.raises(TypeError, match=r"precision must be a flashsim\.Precision"):
         run(precision="float16")

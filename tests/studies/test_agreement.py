@@ -238,8 +238,8 @@ def test_what_was_kept_becomes_a_table(measurement, tmp_path, monkeypatch):
     """Counters that a GPU might give, for cases that the simulator counts."""
     problem = Problem(64, head_dim=8, dtype="bfloat16", causal=True)
     cases = (
-        Case(problem, backend="numpy", device="H200", kernel="hopper", backward=(None, False)),
-        Case(replace(problem, n_q=65, n_kv=65), backend="numpy", device="H200"),
+        Case(problem, backend="simulator", device="H200", kernel="hopper", backward=(None, False)),
+        Case(replace(problem, n_q=65, n_kv=65), backend="simulator", device="H200"),
     )
     counted = tuple(tuple(run_case(replace(case, kernel=None), counting=True)) for case in cases)
     kernels = ["forward", "delta", "dkdv", "dq", "delta", "dkdv", "convert", "forward"]
@@ -265,7 +265,7 @@ def test_what_was_kept_becomes_a_table(measurement, tmp_path, monkeypatch):
         *(("hopper", "forward", "forward"),),
         *(("hopper", "flash2", kernel) for kernel in ("delta", "dkdv", "dq")),
         *(("hopper", "flash2-fused", kernel) for kernel in ("delta", "fused", "convert")),
-        *(("numpy", "forward", "forward"),),
+        *(("simulator", "forward", "forward"),),
     ]
     assert {row["in L2"] for row in rows} == {"yes"}
     assert len(summary(out.read_text())[1].rows) == 5 + 1

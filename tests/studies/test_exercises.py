@@ -434,7 +434,7 @@ def test_grade_writes_what_is_asked_for(tmp_path, monkeypatch):
     again = flashsim.Trace.load(trace)
     assert marks.figures["bytes"] == again.bytes()
     assert again.device == one.task.device
-    assert "solution forward (numpy)" in ok("trace", "show", trace)
+    assert "solution forward (simulator)" in ok("trace", "show", trace)
     assert f"below {one.bound(one.task):,} B" in picture.read_text()
     results = json.loads(scope.read_text())
     assert results["score"] == marks.points == sum(t["score"] for t in results["tests"])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flashsim import Device, OptionError, Problem, UnsupportedError, predict
-from flashsim.distributed import count, simulate
+from flashsim.distributed import count, run
 from flashsim.problem.links import LINKS, Link
 from flashsim.studies.predict.calibration import HBM_SHARE
 
@@ -122,7 +122,7 @@ def test_links_that_cannot_be_say_why():
 def executed(scheme, causal, ranks=4, n=64):
     rng = np.random.default_rng(0)
     q, k, v, dout = rng.standard_normal((4, 1, 1, n, 8), dtype=np.float32)
-    spread = simulate(q, k, v, ranks=ranks, scheme=scheme, causal=causal)
+    spread = run(q, k, v, ranks=ranks, scheme=scheme, causal=causal)
     return spread.account, spread.backward(dout).account
 
 

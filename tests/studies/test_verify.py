@@ -514,7 +514,7 @@ def test_without_ncu_the_error_says_what_to_do(monkeypatch):
 
 
 TILES = (Tiling(16, 16), Tiling(16, 16))
-SIMULATED = {"backend": "numpy", "device": "H200"}
+SIMULATED = {"backend": "simulator", "device": "H200"}
 CASES = [
     Case(Problem(32, head_dim=8, causal=True), tilings=TILES, backward=(None,), **SIMULATED),
     Case(Problem(48, head_dim=8, heads=2, kv_heads=1, window=(9, 0)), "flash2", **SIMULATED),
@@ -661,8 +661,8 @@ def test_it_is_predicted_for_the_gpu_that_is_measured(tmp_path, monkeypatch):
         assert f"on {gpu}" in " ".join(shown.output.split())
         named = CliRunner().invoke(app, ["verify", "-n", "64", "--device", "A100", "--heads", "1"])
         assert "on A100" in " ".join(named.output.split())
-    with pytest.raises(OptionError, match="backend 'numpy' runs on no GPU: name the device"):
-        record([replace(unnamed, backend="numpy")])
+    with pytest.raises(OptionError, match="backend 'simulator' runs on no GPU: name the device"):
+        record([replace(unnamed, backend="simulator")])
 
 
 def test_without_a_gpu_nothing_is_predicted_for_one_by_default(monkeypatch, tmp_path):
@@ -695,7 +695,7 @@ def test_the_command_measures_and_keeps_the_table(tmp_path, monkeypatch):
     stand_in(tmp_path, f"print({text!r})")
     monkeypatch.setenv("PATH", str(tmp_path))
     kept = tmp_path / "kept.csv"
-    arguments = ["-n", "64", "-d", "16", "--heads", "1", "--batch", "1", "--backend", "numpy"]
+    arguments = ["-n", "64", "-d", "16", "--heads", "1", "--batch", "1", "--backend", "simulator"]
     arguments += ["--device", "H200"]
     result = CliRunner().invoke(app, ["verify", *arguments, "--save", str(kept), "--json"])
     assert result.exit_code == 0, result.output
@@ -716,7 +716,7 @@ def test_what_was_saved_says_what_ran_and_what_was_counted(tmp_path, monkeypatch
     stand_in(tmp_path, f"print({long_csv([('flash_forward', {counter: ('10', 'byte')})])!r})")
     monkeypatch.setenv("PATH", str(tmp_path))
     kept = tmp_path / "kept.csv"
-    arguments = ["-n", "64", "-d", "16", "--heads", "1", "--batch", "1", "--backend", "numpy"]
+    arguments = ["-n", "64", "-d", "16", "--heads", "1", "--batch", "1", "--backend", "simulator"]
     arguments += ["--device", "H200"]
     first = CliRunner().invoke(app, ["verify", *arguments, "--causal", "--save", str(kept)])
     assert first.exit_code == 0, first.output

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 ALGORITHMS = {
-    "numpy": ("standard", "flash1", "flash2", "flash2-fused"),
+    "simulator": ("standard", "flash1", "flash2", "flash2-fused"),
     "numba": ("flash2", "flash2-fused"),
 }
 LENGTHS = (1, 1, 2, 3, 4, 5, 7, 8, 11, 13, 16, 17, 19, 23, 31, 32, 33, 41, 53, 64)
@@ -33,7 +33,7 @@ class Case:
     seed: int
     kind: str = "normal"  # how the inputs are drawn
     layout: str = "plain"  # how they lie in memory
-    backend: str = "numpy"
+    backend: str = "simulator"
     algorithm: str = "flash2"
     deterministic: bool | None = None
     dtype: str = "float32"

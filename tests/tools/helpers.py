@@ -29,7 +29,7 @@ class Target:
 
 
 #: One line a backend.
-TARGETS = (Target("numpy"), Target("numba", ("flash2", "flash2-fused")))
+TARGETS = (Target("simulator"), Target("numba", ("flash2", "flash2-fused")))
 
 #: Every (target, algorithm) to test.
 ENGINES = [

@@ -49,7 +49,7 @@ def run(scheme, group, causal, dtype, kv_heads):
     q, k, v, dout = (shard(x, **how) for x in tensors(kv_heads, dtype))
     inputs = [x.requires_grad_() for x in (q, k, v)]
     with count_sent() as forward:
-        out = ring_attention(*inputs, causal=causal, backend="numpy", **how)
+        out = ring_attention(*inputs, causal=causal, backend="simulator", **how)
     with count_sent() as backward:
         gradients = torch.autograd.grad(out, inputs, dout)
     return [out.detach(), *gradients], dict(forward), dict(backward)
@@ -71,7 +71,7 @@ def refusals(rank):
     short, half = whole[:, :, :4], whole.to(torch.float16)
 
     def call(x, **how):
-        return outcome(lambda: ring_attention(x, x, x, backend="numpy", **how))
+        return outcome(lambda: ring_attention(x, x, x, backend="simulator", **how))
 
     odd = rank == 1
     return {
@@ -82,7 +82,9 @@ def refusals(rank):
         "one alone": call(whole[0] if odd else whole),
         "not divisible": call(whole[:, :, :7]),
         "heads": call(whole[:, :3], scheme="ulysses"),
-        "engine": outcome(lambda: ring_attention(*(whole,) * 3, backend="c" if odd else "numpy")),
+        "engine": outcome(
+            lambda: ring_attention(*(whole,) * 3, backend="c" if odd else "simulator")
+        ),
         "meta": call(whole.to("meta")),
         "no tensor": outcome(lambda: ring_attention(1, whole, whole)),
     }
@@ -94,7 +96,7 @@ def silence(rank, group):
         time.sleep(PATIENCE + 1)
         return "stayed away", 0.0
     x = torch.zeros(1, HEADS, 8, D)
-    return outcome(lambda: ring_attention(x, x, x, group=group, backend="numpy"))
+    return outcome(lambda: ring_attention(x, x, x, group=group, backend="simulator"))
 
 
 def death(rank, group):
@@ -113,7 +115,7 @@ def death(rank, group):
 
     def twice():
         for _ in range(2):
-            ring_attention(x, x, x, group=group, backend="numpy")
+            ring_attention(x, x, x, group=group, backend="simulator")
 
     return outcome(twice)
 

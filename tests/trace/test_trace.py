@@ -279,7 +279,8 @@ def test_prints_as_a_table():
     assert f"{trace.bytes():,}" in text
     assert "2 x 4 / 2 heads" in text
     assert repr(trace) == (
-        f"<Trace flash2 forward on numpy: {trace.n_events:,} events, {trace.bytes():,} B requested>"
+        f"<Trace flash2 forward on simulator: {trace.n_events:,} events, "
+        f"{trace.bytes():,} B requested>"
     )
     assert f"{trace.bytes():,}" in trace._repr_html_()
 
@@ -288,10 +289,10 @@ def test_provenance_names_versions():
     trace = traced()
     assert trace.provenance["flashsim"] == flashsim.__version__
     assert trace.provenance["numpy"] == np.__version__
-    assert (trace.backend, trace.algorithm, trace.direction) == ("numpy", "flash2", "forward")
+    assert (trace.backend, trace.algorithm, trace.direction) == ("simulator", "flash2", "forward")
 
 
 def test_a_trace_of_nothing():
     whole = traced()
-    empty = Trace(whole.problem, whole.device, "flash2", "forward", "numpy", ())
+    empty = Trace(whole.problem, whole.device, "flash2", "forward", "simulator", ())
     assert (len(empty), len(empty.events), empty.bytes(), empty.peak_sram()) == (0, 0, 0, 0)

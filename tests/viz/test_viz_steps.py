@@ -51,7 +51,7 @@ def test_moves_of_a_step():
 def test_a_trace_without_events_says_so():
     source = cases.trace()
     with pytest.raises(TraceError, match="nothing to walk through"):
-        Steps(Trace(source.problem, source.device, "flash2", "forward", "numpy", ()))
+        Steps(Trace(source.problem, source.device, "flash2", "forward", "simulator", ()))
 
 
 @pytest.mark.parametrize("algorithm", ["flash1", "flash2"])

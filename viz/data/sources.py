@@ -21,6 +21,12 @@ def title(algorithm: str) -> str:
     return NAMES.get(algorithm, algorithm)
 
 
+def direction(trace: Trace) -> str:
+    """Forward or backward and, where the algorithm's name does not say it, in which form."""
+    known = ALGORITHMS.get(trace.algorithm)
+    return known.direction(trace.direction) if known else trace.direction
+
+
 def one_trace(data: Any) -> Trace:
     """The trace in `data`: itself, or that of a `Result` or `Gradients`.
 

@@ -148,7 +148,8 @@ def _pane(
     return {
         "label": label,
         "about": (
-            f"{sources.title(trace.algorithm)} {trace.direction}: {sources.common([trace])}; "
+            f"{sources.title(trace.algorithm)} {sources.direction(trace)}: "
+            f"{sources.common([trace])}; "
             f"{'one head is shown; ' if p.batch * p.heads > 1 else ''}SRAM of "
             f"{trace.device.name}; recorded by {trace.backend}{f' on {gpu}' if gpu else ''}"
         ),

@@ -113,7 +113,7 @@ def _check(job: Job) -> None:
     if job.algorithm not in ALGORITHMS:
         raise UnsupportedError(
             f"backend 'numba' runs {' and '.join(ALGORITHMS)}, not {job.algorithm!r}; "
-            "backend='numpy' simulates every algorithm"
+            "backend='simulator' simulates every algorithm"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from flashsim.api.samples import random_inputs
 from flashsim.counts import traffic
-from flashsim.distributed import simulate
+from flashsim.distributed import run
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
@@ -64,7 +64,7 @@ def decoding() -> list[Table]:
 def ring() -> list[Table]:
     """Table 2: block size at which sending K and V hides behind arithmetic, c = FLOP/s / (B/s).
 
-    From bytes and FLOPs of ring attention executed on four ranks (`flashsim.distributed.simulate`):
+    From bytes and FLOPs of ring attention executed on four ranks (`flashsim.distributed.run`):
     a block of c queries and keys takes 4 d c^2 FLOPs, its K and V are 4 d c bytes in half
     precision, so arithmetic covers the transfer from c = F / B on, whatever d is.
     """
@@ -73,7 +73,7 @@ def ring() -> list[Table]:
         "Liu, Zaharia and Abbeel, arXiv:2310.01889, table 2: s = 6 c (six blocks are held)",
     )
     problem = Problem(64, head_dim=16, dtype="float16")
-    account = simulate(*random_inputs(problem)[:3], ranks=4, scheme="ring").account
+    account = run(*random_inputs(problem)[:3], ranks=4, scheme="ring").account
     for name, tera, giga, block, sequence in RING:
         ours = account.rows_to_hide(tera * 1e12, giga * 1e9) / 1e3
         for what, paper, mine in (("block", block, ours), ("sequence", sequence, 6 * ours)):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flashsim import report
-from flashsim.api import hosts
+from flashsim.api import dispatch, hosts
 from flashsim.api.arrays import require_numpy
 from flashsim.errors import DTypeError, ShapeError, own_errors
 from flashsim.problem import checks
@@ -90,7 +90,7 @@ def run(
     *,
     block: int = 64,
     block_2: int | None = None,
-    backend: str = "numpy",
+    backend: str = "simulator",
     device: str | Device = "H100",
     trace: bool = True,
 ) -> SoftmaxProduct:
@@ -106,7 +106,7 @@ def run(
     block : int
         Rows of X in a block, and columns unless `block_2` says otherwise; need not divide.
     block_2 : int, optional
-    backend : {"numpy", "numba", "cupy"}
+    backend : {"simulator", "numba", "cupy"}
         The simulator, which counts; the same walk compiled, on every core, which does not; or one
         CUDA kernel, for NumPy, CuPy and torch CUDA arrays, with blocks of 16, 32 or 64. On the CPU
         arrays of any library; what goes in comes out.
@@ -125,7 +125,7 @@ def run(
     BackendUnavailable
         If there is no GPU.
     """
-    checks.one_of("backend", backend, ("numpy", "numba", "cupy"))
+    backend = dispatch.backend_name(backend, ("simulator", "numba", "cupy"))
     shape, tiling = _shape(x, v), _tiling(block, block_2)
     if backend == "cupy":
         from flashsim.backends.failures import require_cupy

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from flashsim.api import counting
-from flashsim.api.dispatch import ON_CPU
+from flashsim.api.dispatch import ON_CPU, backend_name
 from flashsim.backends.failures import require_cupy
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, UnsupportedError, own_errors
@@ -79,6 +79,7 @@ class Case:
     backward: tuple[bool | None, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "backend", backend_name(self.backend))
         carried = Problem(**{name: getattr(self.problem, name) for name in _SHAPE})
         for name in (one.name for one in fields(Problem)):
             if getattr(self.problem, name) != getattr(carried, name):

@@ -42,7 +42,7 @@ def tensors(*, batch=2, heads=2, kv_heads=2, n_q=7, n_kv=9, d=4, dv=3, bias=None
 
 
 def call(q, k, v, bias=None, **question):
-    return attention(q, k, v, bias=bias, **{"backend": "numpy", **question})
+    return attention(q, k, v, bias=bias, **{"backend": "simulator", **question})
 
 
 def plain(q, k, v, bias=None, *, causal=False, window=None, softcap=0.0, scale=None):
@@ -85,7 +85,7 @@ def test_the_value_is_plain_attentions_also_under_jit(sizes, question):
 
 
 @pytest.mark.parametrize(("sizes", "question"), CASES.values(), ids=CASES)
-@pytest.mark.parametrize("backend", ["numpy", "numba"])
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
 def test_check_grads(backend, sizes, question):
     question = {**question, "backend": backend}
     check_grads(lambda *x: call(*x, **question), tensors(**sizes), order=1, modes=["rev"])
@@ -232,7 +232,7 @@ def test_what_cannot_be_done_is_said_while_it_is_traced():
 NOTHING = {"no batch": {"batch": 0}, "no queries": {"n_q": 0}, "no keys": {"n_kv": 0}}
 
 
-@pytest.mark.parametrize("backend", ["numpy", "numba"])
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
 @pytest.mark.parametrize("sizes", NOTHING.values(), ids=NOTHING)
 def test_of_nothing_zeros(sizes, backend):
     inputs = tensors(**sizes, bias=(1, 2))
@@ -262,7 +262,7 @@ def test_of_nothing_packed():
 def test_fp8_has_no_scales_here():
     q, k, v = tensors(dtype="float8_e4m3fn")
     with pytest.raises(UnsupportedError, match=r"jax.attention has no scales.*run\(q, k, v, sca"):
-        attention(q, k, v, backend="numpy")
+        attention(q, k, v, backend="simulator")
 
 
 def test_what_only_the_engine_can_tell_is_said_when_it_runs():
@@ -333,7 +333,7 @@ def test_called_as_jax_nn_is(t, s, question):
 
         return jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(q, k, v, bias)
 
-    got = residual_and_gradients(dot_product_attention, backend="numpy")
+    got = residual_and_gradients(dot_product_attention, backend="simulator")
     expected = residual_and_gradients(jax.nn.dot_product_attention)
     close(got, expected, rtol=1e-4, atol=1e-6)  # its softmax is float32
 
@@ -341,7 +341,7 @@ def test_called_as_jax_nn_is(t, s, question):
 def test_without_a_batch_and_rows_that_see_no_key():
     q = jnp.ones((9, 2, 4))
     out, lse = dot_product_attention(
-        q, q[:5], q[:5], local_window_size=(1, 0), return_residual=True, backend="numpy"
+        q, q[:5], q[:5], local_window_size=(1, 0), return_residual=True, backend="simulator"
     )
     assert (out.shape, lse.shape) == (q.shape, (9, 2))
     close(out, jnp.where(jnp.arange(9)[:, None, None] < 6, 1.0, 0.0) * q)
@@ -382,7 +382,7 @@ import flashsim.jax
 assert jax.device_count() == 2
 mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
 q, k, v = (jax.random.normal(key, (2, 3, 5, 4)) for key in jax.random.split(jax.random.key(0), 3))
-mine = lambda *x: flashsim.jax.attention(*x, causal=True, backend="numpy")
+mine = lambda *x: flashsim.jax.attention(*x, causal=True, backend="simulator")
 for specs in ((P("x"), P("x"), P("x")), (P(None, None), P("x"), P("x"))):
     parts = jax.shard_map(mine, mesh=mesh, in_specs=specs, out_specs=P("x"))
     given = (q if specs[0] == P("x") else q[:1], k, v)

@@ -35,7 +35,7 @@ def tensors(*, batch=2, heads=2, kv_heads=2, n_q=7, n_kv=9, d=4, dv=3, bias=None
 
 
 def call(q, k, v, bias=None, **question):
-    return attention(q, k, v, bias=bias, **{"backend": "numpy", **question})
+    return attention(q, k, v, bias=bias, **{"backend": "simulator", **question})
 
 
 def plain(q, k, v, bias=None, *, causal=False, window=None, softcap=0.0, scale=None):
@@ -82,7 +82,7 @@ def test_the_value_is_plain_attentions(sizes, question):
 
 
 @pytest.mark.parametrize(("sizes", "question"), CASES.values(), ids=CASES)
-@pytest.mark.parametrize("backend", ["numpy", "numba"])
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
 def test_gradcheck(backend, sizes, question):
     inputs = tensors(**sizes)
     question = {**question, "backend": backend}
@@ -204,7 +204,7 @@ def test_beside_inputs_and_output_one_number_a_row_is_kept(transformed, monkeypa
 
 def question_of(**changes):
     usual = {"window_left": -1, "window_right": -1, "softcap": 0.0, "scale": None, "causal": True}
-    last = {"algorithm": "flash2", "deterministic": None, "backend": "numpy"}
+    last = {"algorithm": "flash2", "deterministic": None, "backend": "simulator"}
     return {**usual, **last, **changes}
 
 
@@ -384,7 +384,7 @@ NOTHING = {"no batch": {"batch": 0}, "no queries": {"n_q": 0}, "no keys": {"n_kv
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("backend", ["numpy", "numba"])
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
 @pytest.mark.parametrize("sizes", NOTHING.values(), ids=NOTHING)
 def test_of_nothing_zeros_as_torchs_own(sizes, backend, compiled):
     """Gradients, too: those of the inputs there are, and of a bias."""
@@ -421,7 +421,7 @@ def test_of_nothing_on_the_meta_device_and_under_vmap(sizes):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("backend", ["numpy", "numba", None])
+@pytest.mark.parametrize("backend", ["simulator", "numba", None])
 def test_fp8_has_no_scales_here(device, backend):
     q, k, v = (x.detach().to(torch.float8_e4m3fn).to(device) for x in tensors(dv=4))
     with pytest.raises(UnsupportedError, match=r"torch.attention has no scales.*run\(q, k, v, sca"):

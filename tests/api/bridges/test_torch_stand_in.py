@@ -28,7 +28,7 @@ def calls(monkeypatch):
 
         def counted(*args, _name=name, _real=real, **options):
             seen.append(_name)
-            return _real(*args, **{**options, "backend": "numpy"})
+            return _real(*args, **{**options, "backend": "simulator"})
 
         monkeypatch.setattr(execution, name, counted)
     flashsim.torch.install()
@@ -133,7 +133,7 @@ def test_the_cuda_functions_by_their_schemas():
     """(batch, n, heads, d) or packed (tokens, heads, d): out, LSE and gradients as torch's."""
     q, k, v = (x.transpose(1, 2).contiguous() for x in tensors(20, 20))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stand_in, "default_backend", lambda x: "numpy")
+        patch.setattr(stand_in, "default_backend", lambda x: "simulator")
         out, lse, *state, debug = stand_in._flash_forward(
             *(q, k, v, None, None, 20, 20, 0.0, True, False), scale=0.3
         )

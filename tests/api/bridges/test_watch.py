@@ -293,7 +293,7 @@ def test_our_own_attention():
     x = SQUARE.clone().requires_grad_()
     k = heads(2, 2, 9, 8)
     bias = heads(1, 4, 6, 9)
-    options = {"window": (3, -1), "causal": True, "softcap": 2.0, "backend": "numpy"}
+    options = {"window": (3, -1), "causal": True, "softcap": 2.0, "backend": "simulator"}
     with watch() as seen:
         attention(x, k, k, bias=bias, **options).sum().backward()
         attention(x[:1], x[:1], x[:1], cu_seqlens_q=(0, 2, 6), cu_seqlens_k=(0, 2, 6))

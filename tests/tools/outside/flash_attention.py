@@ -319,7 +319,7 @@ def cached(
         q,
         *given,
         algorithm="flash-decode",
-        backend="cupy" if device == "cuda" else "numpy",
+        backend="cupy" if device == "cuda" else "simulator",
         causal=causal,
         window=window,
         splits=splits or "auto",
