@@ -17,9 +17,9 @@ from flashsim.api.arrays import require_numpy, squeeze
 from flashsim.api.asked import Checked
 from flashsim.api.result import Result, provenance
 from flashsim.engines.engine import Job
-from flashsim.engines.own.hbm import require_shape
-from flashsim.engines.own.lines import deepest
-from flashsim.engines.own.machine import OpenMachine
+from flashsim.engines.sandbox.hbm import require_shape
+from flashsim.engines.sandbox.lines import deepest
+from flashsim.engines.sandbox.machine import OpenMachine
 from flashsim.errors import (
     DTypeError,
     FlashSimError,

@@ -82,7 +82,7 @@ QUANTIZE, NUMBERS = "flashsim.api.quantize", "flashsim.problem.precision"
 DECODING, MERGE = "flashsim.algorithms.decode", "flashsim.algorithms.merge"
 
 AMX, STEPS = "flashsim.engines.cpu.bf16_dot.tiles", "flashsim.engines.cpu.bf16_dot.steps"
-ALONG = "flashsim.engines.cpu.micro_kernels.along_tiles"
+ALONG = "flashsim.engines.cpu.micro_kernels.decode_gemv_amx"
 
 FAULTS = {
     # -- One visit ------------------------------------------------------------------------------
