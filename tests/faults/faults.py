@@ -299,7 +299,7 @@ FAULTS = {
     "standard-row-sum-left-out": Fault(
         "standard attention's dS = P dP",
         STANDARD,
-        "(dP_i - (P_i * dP_i).sum(axis=-1, keepdims=True))",
+        "(dP_i - D_i[..., None])",
         "dP_i",
         KINDS_STANDARD,
     ),
