@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flashsim import report
-from flashsim.api import dispatch, hosts, inputs
+from flashsim.api import array_libraries, dispatch, inputs
 from flashsim.api.execution import Gradients, Result, run
 from flashsim.counts import questions
 from flashsim.errors import OptionError, UnknownArgumentError, choices, own_errors, shown
@@ -78,7 +78,7 @@ class Comparison:
             pairs = [(g.dq, f.dq), (g.dk, f.dk), (g.dv, f.dv)]
         found = []
         for mine, first in pairs:
-            _, (a, b) = hosts.take_anywhere(mine=mine, first=first)
+            _, (a, b) = array_libraries.take_anywhere(mine=mine, first=first)
             apart = np.abs(a.astype(np.float64) - b.astype(np.float64))
             found.append(float(apart.max()))
         return max(found)
@@ -162,7 +162,7 @@ def _without_cache(k: Any, v: Any, decoding: dict[str, Any]) -> tuple[Any, Any]:
     if v is None:
         v = k[..., : decoding["head_dim_v"]]
     if (table := decoding.get("block_table")) is not None:
-        host, (k, v) = hosts.take_anywhere(k=k, v=v)
+        host, (k, v) = array_libraries.take_anywhere(k=k, v=v)
         pages = checks.as_array("block_table", table)
         pools = (x[pages].swapaxes(1, 2) for x in (k, v))
         k, v = (host.give(x.reshape(*x.shape[:2], -1, x.shape[-1])) for x in pools)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from flashsim.api import inputs
-from flashsim.api.caches import live_problem
+from flashsim.api.kv_cache import live_problem
 from flashsim.counts import traffic
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import DTypeError, OptionError, own_errors

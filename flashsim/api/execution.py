@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any
 
-from flashsim.api import dispatch, hosts
+from flashsim.api import array_libraries, dispatch
 from flashsim.api.arrays import check_kept, expand, squeeze, warn_of_overflow
-from flashsim.api.asked import ask, keep, key_of, recall
+from flashsim.api.inputs import Request
+from flashsim.api.request import ask
 from flashsim.api.result import Gradients, Result, gradients, made, recorded
 from flashsim.errors import own_errors
 from flashsim.problem.hardware import Device
@@ -125,42 +125,16 @@ def run(
         Each is also a built-in error, such as ValueError or TypeError. It says what was wrong, what
         was given, and what is possible.
     """
-    rare = bias, mask, block_mask, cu_seqlens_q, cu_seqlens_k, nan_policy
-    plain = (
-        *(algorithm, causal, window, softcap, scale),
-        *(tiling, device, backend, key_order, trace),
+    request = Request(
+        *(causal, window, softcap, scale, mask, block_mask, cu_seqlens_q, cu_seqlens_k),
+        *(algorithm, tiling, device, backend, key_order, nan_policy, trace),
+        tuple(options.items()),
     )
-    key = key_of(q, k, v, rare, plain, options)
-    asked = recall(key)
-    if asked is None:
-        asked = ask(
-            *(q, k, v, options),
-            algorithm=algorithm,
-            causal=causal,
-            window=window,
-            softcap=softcap,
-            scale=scale,
-            bias=bias,
-            mask=mask,
-            block_mask=block_mask,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            tiling=tiling,
-            device=device,
-            backend=backend,
-            key_order=key_order,
-            nan_policy=nan_policy,
-            trace=trace,
-            names=_DEFAULTS,
-        )
-        keep(key, asked)
-        job = asked.job
-    else:
-        job = asked.again(q, k, v)
+    asked, job = ask(request, q, k, v, bias)
     give = asked.host.give
     outcome = asked.engine.forward(job)
-    if asked.backend in dispatch.ON_CPU:
-        warn_of_overflow(outcome.unseen("out"), job.arrays)
+    if asked.backend in dispatch.ON_CPU and (unseen := outcome.unseen("out")):
+        warn_of_overflow(unseen, job.arrays)
     ndim = asked.ndim
     return made(
         Result,
@@ -212,31 +186,18 @@ def backward(
     ------
     FlashSimError
     """
-    keywords = {name: question.pop(name, x) for name, x in _DEFAULTS.items()}
-    key = key_of(q, k, v, _rare(keywords), _plain(keywords), question)
-    asked = recall(key)
-    if asked is None:
-        asked = ask(q, k, v, question, **keywords, names=_DEFAULTS)
-        keep(key, asked)
-        job = asked.job
-    else:
-        job = asked.again(q, k, v)
+    bias = question.pop("bias", None)
+    keywords = {name: question.pop(name) for name in Request._fields[:-1] if name in question}
+    request = Request(**keywords)._replace(options=tuple(question.items()))
+    asked, job = ask(request, q, k, v, bias)
     p = job.problem
     rows = tuple(job.q.shape[4 - asked.ndim : 3])
-    out, lse = hosts.take(asked.host, out=out, lse=lse)
+    out, lse = array_libraries.take(asked.host, out=out, lse=lse)
     check_kept("out", out, (*rows, p.head_dim_v), p.result_dtype)
     check_kept("lse", lse, rows, p.compute_dtype)
     saved = asked.engine.recall(job, expand(out), expand(lse, 3))
     given = asked, job, out, lse, saved, dout, dlse
-    return gradients(*given, keywords["tiling"], deterministic, None)
+    return gradients(*given, request.tiling, deterministic, None)
 
-
-_DEFAULTS = run.__kwdefaults__ or {}
-#: Keywords as `key_of` takes them, as in `run`.
-_rare = itemgetter("bias", "mask", "block_mask", "cu_seqlens_q", "cu_seqlens_k", "nan_policy")
-_plain = itemgetter(
-    *("algorithm", "causal", "window", "softcap", "scale"),
-    *("tiling", "device", "backend", "key_order", "trace"),
-)
 
 __all__ = ["Gradients", "Result", "backward", "run"]

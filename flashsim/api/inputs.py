@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from flashsim.api.arrays import check_finite, expand, name_of, shape_of
-from flashsim.api.caches import paged_shapes
 from flashsim.api.dispatch import BACKENDS, ON_CPU
+from flashsim.api.kv_cache import paged_shapes
 from flashsim.errors import (
     DTypeError,
     MaskError,
@@ -20,6 +20,7 @@ from flashsim.errors import (
     shown,
 )
 from flashsim.problem import checks
+from flashsim.problem.hardware import Device
 from flashsim.problem.masks import BlockMask
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
@@ -30,6 +31,37 @@ AXES = {2: "(n, d)", 3: "(heads, n, d)", 4: "(batch, heads, n, d)"}
 
 #: Options of algorithms that divide the keys (`Split`), and of caches.
 DECODING = ("splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix", "head_dim_v")
+
+
+class Request(NamedTuple):
+    """What `run` or `backward` is asked, besides arrays: its keywords and their defaults.
+
+    Attributes
+    ----------
+    causal .. cu_seqlens_k
+        What: see `flashsim.Problem`.
+    algorithm .. trace
+        How: see `flashsim.run`.
+    options : tuple of (name, value)
+        The backend's own.
+    """
+
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    softcap: float = 0.0
+    scale: float | None = None
+    mask: Callable[..., Any] | None = None
+    block_mask: Any = None
+    cu_seqlens_q: Sequence[int] | None = None
+    cu_seqlens_k: Sequence[int] | None = None
+    algorithm: str = "flash2"
+    tiling: Tiling | None = None
+    device: str | Device = "H100"
+    backend: str = "simulator"
+    key_order: str = "ascending"
+    nan_policy: str = "propagate"
+    trace: bool | str = False
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 class Inputs(NamedTuple):
@@ -88,19 +120,10 @@ def prepare(
     q: Any,
     k: Any,
     v: Any,
+    request: Request = Request(),  # noqa: B008  (it is immutable)
     *,
     bias: Any = None,
-    block_mask: Any = None,
-    tiling: Tiling | None = None,
     block_table: Any = None,
-    nan_policy: str = "propagate",
-    causal: Any = False,
-    window: Any = None,
-    softcap: Any = 0.0,
-    scale: Any = None,
-    mask: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
     latent: bool = False,
     scales: Any = None,
     may_be_empty: bool = False,
@@ -117,35 +140,62 @@ def prepare(
     shapes: tuple[tuple[int, ...], ...] = shape_of("q", q), shape_of("k", k), shape_of("v", v)
     if block_table is not None:
         shapes = paged_shapes(shapes, block_table)
-        if nan_policy == "raise":
+        if request.nan_policy == "raise":
             raise OptionError(
                 "nan_policy='raise' would look at rows of pages that no sequence uses; check k and "
                 "v where they are written"
             )
-    dtypes = q.dtype, k.dtype, v.dtype
-    added = None
+    ndim = _same_ndim(shapes, may_be_empty)
+    dtype = name_of(q.dtype)
+    if not q.dtype == k.dtype == v.dtype and not dtype == name_of(k.dtype) == name_of(v.dtype):
+        raise DTypeError(
+            "q, k and v must have one dtype, got "
+            + ", ".join(f"{name} {name_of(x.dtype)}" for name, x in (("q", q), ("k", k), ("v", v)))
+        )
+    of_q, of_k, of_v = ((1,) * (4 - ndim) + shape for shape in shapes)
+    _check_shapes(of_q, of_k, of_v)
+    batch, heads, n_q, d = of_q
+    n_kv, leading = of_k[2], None
     if bias is not None:
-        added = shape_of("bias", bias), bias.dtype
+        wide = "bfloat16" if dtype in checks.FP8 else dtype
+        shape = _bias_shape(bias, wide, (batch, heads, n_q, n_kv))
+        bias = bias.reshape(shape)
+        leading = bias.shape[0], bias.shape[1]
+    offsets_q, offsets_k = offsets(request.cu_seqlens_q), offsets(request.cu_seqlens_k)
+    block_mask = request.block_mask
     if block_mask is not None:
-        block_mask = _block_mask(block_mask, tiling)
-    cu_seqlens_q, cu_seqlens_k = offsets(cu_seqlens_q), offsets(cu_seqlens_k)
-    scales = tuple(scales) if isinstance(scales, list) else scales
-    fields = (causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k, latent, scales)
-    asked = (shapes, dtypes, added, block_mask, *fields, may_be_empty)
+        block_mask = _block_mask(block_mask, request.tiling)
+    empty = 0 in (batch, n_q, n_kv)
+    if empty:
+        if offsets_q is not None and offsets_k is not None:
+            _check_offsets(offsets_q, offsets_k, batch, n_q, n_kv)
+            offsets_q = offsets_k = None
+        block_mask = None
+        leading = None if leading is None else (max(leading[0], 1), leading[1])
+    fields: dict[str, Any] = {
+        **{"n_q": max(n_q, 1), "n_kv": max(n_kv, 1), "head_dim": d, "head_dim_v": of_v[3]},
+        **{"batch": max(batch, 1), "heads": heads, "kv_heads": of_k[1], "dtype": dtype},
+        **{"causal": request.causal, "window": request.window, "softcap": request.softcap},
+        **{"scale": request.scale, "mask": request.mask, "block_mask": block_mask},
+        **{"cu_seqlens_q": offsets_q, "cu_seqlens_k": offsets_k, "bias": leading},
+        **{"latent": latent, "scales": tuple(scales) if isinstance(scales, list) else scales},
+    }
     try:
-        problem, ndim, bias_shape, empty = _same_problem(*asked)
+        problem = _same_problem(**fields)
     except TypeError:  # an unhashable argument, such as a window given as a list; or an error
-        problem, ndim, bias_shape, empty = _problem(*asked)
-    if bias is not None:
-        bias = bias.reshape(bias_shape)
-    arrays = {"q": q, "k": k, "v": v}
+        problem = Problem(**fields)
+    checks.one_of("nan_policy", request.nan_policy, ("propagate", "raise"))
+    if request.nan_policy == "raise":
+        for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias)):
+            if x is not None:
+                check_finite(name, x)
     if ndim < 4:
-        q, k, v = (expand(x) for x in (q, k, v))
-    checks.one_of("nan_policy", nan_policy, ("propagate", "raise"))
-    if nan_policy == "raise":
-        for name, x in {**arrays, **({} if bias is None else {"bias": bias})}.items():
-            check_finite(name, x)
+        q, k, v = expand(q), expand(k), expand(v)
     return Inputs(problem, q, k, v, bias, ndim, empty)
+
+
+#: Validated once for the same arguments: short GPU calls feel the difference.
+_same_problem = lru_cache(maxsize=256, typed=True)(Problem)
 
 
 def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
@@ -178,77 +228,6 @@ def check_decoding(algorithm: str, options: Iterable[str]) -> None:
             f"{algorithm!r} takes no {', '.join(given)}: it walks all keys of a row tile in turn; "
             "algorithm='flash-decode' divides them"
         )
-
-
-def _problem(
-    shapes: tuple[tuple[int, ...], ...],
-    dtypes: tuple[Any, ...],
-    bias: tuple[tuple[int, ...], Any] | None,
-    block_mask: Any,
-    causal: Any,
-    window: Any,
-    softcap: Any,
-    scale: Any,
-    mask: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    latent: bool,
-    scales: Any,
-    may_be_empty: bool,
-) -> tuple[Problem, int, tuple[int, ...] | None, bool]:
-    """The problem that arrays of these shapes and types pose, their ndim, the bias in 4-D, and
-    whether there is nothing to compute (see `Inputs`).
-    """
-    ndim = _same_ndim(shapes, may_be_empty)
-    names = [name_of(dtype) for dtype in dtypes]
-    if len(set(names)) > 1:
-        raise DTypeError(
-            "q, k and v must have one dtype, got "
-            + ", ".join(f"{name} {dtype}" for name, dtype in zip("qkv", names, strict=True))
-        )
-    q, k, v = ((1,) * (4 - ndim) + shape for shape in shapes)
-    _check_shapes(q, k, v)
-    batch, heads, n_q, d = q
-    bias_shape = None
-    if bias is not None:
-        bias_shape = _bias_shape(
-            *bias, "bfloat16" if names[0] in checks.FP8 else names[0], (batch, heads, n_q, k[2])
-        )
-    n_kv, leading = k[2], None if bias_shape is None else (bias_shape[0], bias_shape[1])
-    empty = 0 in (batch, n_q, n_kv)
-    if empty:
-        if cu_seqlens_q is not None and cu_seqlens_k is not None:
-            _check_offsets(cu_seqlens_q, cu_seqlens_k, batch, n_q, n_kv)
-            cu_seqlens_q = cu_seqlens_k = None
-        block_mask = None
-        batch, n_q, n_kv = (max(n, 1) for n in (batch, n_q, n_kv))
-        leading = None if leading is None else (max(leading[0], 1), leading[1])
-    problem = Problem(
-        n_q=n_q,
-        n_kv=n_kv,
-        head_dim=d,
-        head_dim_v=v[3],
-        batch=batch,
-        heads=heads,
-        kv_heads=k[1],
-        dtype=names[0],
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        scale=scale,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        bias=leading,
-        block_mask=block_mask,
-        mask=mask,
-        latent=latent,
-        scales=scales,
-    )
-    return problem, ndim, bias_shape, empty
-
-
-#: Validated once for the same arguments: short GPU calls feel the difference.
-_same_problem = lru_cache(maxsize=256, typed=True)(_problem)
 
 
 def _same_ndim(shapes: tuple[tuple[int, ...], ...], may_be_empty: bool) -> int:
@@ -299,12 +278,11 @@ def _named(shapes: Iterable[tuple[int, ...]]) -> str:
     return ", ".join(f"{name} {shape}" for name, shape in zip("qkv", shapes, strict=True))
 
 
-def _bias_shape(
-    shape: tuple[int, ...], kind: Any, dtype: str, full: tuple[int, ...]
-) -> tuple[int, ...]:
-    if name_of(kind) != dtype:
+def _bias_shape(bias: Any, dtype: str, full: tuple[int, ...]) -> tuple[int, ...]:
+    shape = shape_of("bias", bias)
+    if name_of(bias.dtype) != dtype:
         whose = "out" if dtype == "bfloat16" else "q"  # as FP8 inputs have it, whose out is wider
-        raise DTypeError(f"bias must have {whose}'s dtype {dtype}, got {name_of(kind)}")
+        raise DTypeError(f"bias must have {whose}'s dtype {dtype}, got {name_of(bias.dtype)}")
     if not 2 <= len(shape) <= 4 or shape[-2:] != full[2:]:
         raise ShapeError(
             f"bias must be (1 or {full[0]}, 1 or {full[1]}, {full[2]}, {full[3]}), leading axes "

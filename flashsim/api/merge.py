@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from flashsim.algorithms.merge import merged
-from flashsim.api import dispatch, hosts
+from flashsim.api import array_libraries, dispatch
 from flashsim.api.arrays import check_like, dtype_name
-from flashsim.api.asked import adopted
+from flashsim.api.request import adopted
 from flashsim.errors import OptionError, ShapeError, own_errors
 from flashsim.problem import checks
 
@@ -46,9 +46,9 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     OptionError
         If an LSE is NaN or +inf. On a GPU, this check waits for the device.
     """
-    host = hosts.host_of(out_a)
+    host = array_libraries.host_of(out_a)
     given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    out_a, lse_a, out_b, lse_b = hosts.take(host, **given)
+    out_a, lse_a, out_b, lse_b = array_libraries.take(host, **given)
     check_like("out_b", out_b, out_a, "out_a")
     check_like("lse_b", lse_b, lse_a, "lse_a")
     if lse_a.shape != out_a.shape[:-1]:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from flashsim import report
-from flashsim.api import dispatch, hosts, inputs
+from flashsim.api import array_libraries, dispatch, inputs
 from flashsim.api.arrays import require_numpy, squeeze
-from flashsim.api.asked import adopted
+from flashsim.api.request import adopted
 from flashsim.errors import DTypeError, OptionError, ShapeError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.problem import numpy_dtype
@@ -80,7 +80,7 @@ class Quantized:
         for name, side in sides.items():
             scale = f"{name}_scale"
             given = {name: getattr(self, name), scale: getattr(self, scale)}
-            host, (x, factors) = hosts.take_anywhere(**given)
+            host, (x, factors) = array_libraries.take_anywhere(**given)
             wide = x.astype(np.float32) * _spread(factors, x, side)
             if self.signs is not None and name != "v":
                 wide = unrotated(wide, self.signs)
@@ -92,7 +92,7 @@ class Quantized:
         """Undo the rotation of q or k, or of their gradients; out and dv are never rotated."""
         if self.signs is None:
             return x
-        host, (here,) = hosts.take_anywhere(x=x)
+        host, (here,) = array_libraries.take_anywhere(x=x)
         return host.give(unrotated(here, self.signs))
 
 
@@ -148,9 +148,9 @@ def quantize(
     if not isinstance(block, (tuple, list)) or len(block) != 2:
         raise ShapeError(f"block must be (query rows, key rows), got {shown(block)}")
     rows, keys = (checks.positive_int("rows of a block", x) for x in block)
-    host = hosts.host_of(q)
+    host = array_libraries.host_of(q)
     if backend == "simulator":
-        q, k, v = hosts.take(host, q=q, k=k, v=v)
+        q, k, v = array_libraries.take(host, q=q, k=k, v=v)
     else:
         engine = dispatch.engine(backend)  # or say what is missing
         q, k, v = (adopted(engine, name, x) for name, x in (("q", q), ("k", k), ("v", v)))

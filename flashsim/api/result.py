@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flashsim import report
-from flashsim.api import dispatch, hosts, inputs
+from flashsim.api import array_libraries, dispatch, inputs
 from flashsim.api.arrays import (
     check_like,
     expand,
@@ -19,7 +19,7 @@ from flashsim.api.arrays import (
     squeeze,
     warn_of_overflow,
 )
-from flashsim.api.asked import Checked, adopted
+from flashsim.api.request import Checked, adopted
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import TraceError, UnsupportedError, own_errors
 from flashsim.problem.problem import Problem
@@ -214,7 +214,7 @@ def gradients(
     if known is None:
         given = {"dout": dout} if dlse is None else {"dout": dout, "dlse": dlse}
         given = {name: adopted(asked.engine, name, x) for name, x in given.items()}
-        dout, *rest = hosts.take(asked.host, **given)
+        dout, *rest = array_libraries.take(asked.host, **given)
         check_like("dout", dout, out, "out")
         if dlse is not None:
             dlse = check_like("dlse", rest[0], lse, "lse")

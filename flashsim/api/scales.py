@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.api import hosts
+from flashsim.api import array_libraries
 from flashsim.api.arrays import require_numpy
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, shown
 from flashsim.problem import checks
@@ -120,7 +120,9 @@ def checked(problem: Problem, scales: Any, *, values: bool) -> tuple[Any, ...]:
         if dtype != "float32":
             raise DTypeError(f"the scale of {name.lower()} must be a float32 array, got {dtype}")
         if values:
-            (one,) = hosts.take(hosts.host_of(one), **{f"scale of {name.lower()}": one})
+            (one,) = array_libraries.take(
+                array_libraries.host_of(one), **{f"scale of {name.lower()}": one}
+            )
             require_numpy("simulator", **{f"scale of {name.lower()}": one})
         given = tuple(one.shape)
         if (1,) * (len(shape) - len(given)) + given != shape:

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.api import dispatch, hosts, inputs
+from flashsim.api import array_libraries, dispatch, inputs
 from flashsim.api.arrays import require_numpy, squeeze
-from flashsim.api.asked import Checked
+from flashsim.api.inputs import Request
+from flashsim.api.request import Checked
 from flashsim.api.result import Result, provenance
 from flashsim.engines.engine import Job
 from flashsim.engines.sandbox.hbm import require_shape
@@ -154,7 +155,7 @@ def simulate(
         raise OptionError(f"outputs are what is computed, got {asked} beside inputs {[*given]}")
     problem, arrays, ndim, host = _problem(
         *(q, k, v, given),
-        *(tiling, {"causal": causal, "window": window, "softcap": softcap, "scale": scale}, mask),
+        Request(causal, window, softcap, scale, mask, tiling=tiling),
     )
     _check_outsiders(algorithm, name, {"q": q, "k": k, "v": v, **given})
     tiling = (tiling or Tiling(64, 64)).clip(problem)
@@ -195,15 +196,13 @@ def _problem(
     k: Any,
     v: Any,
     given: Mapping[str, Any],
-    tiling: Tiling | None,
-    question: dict[str, Any],
-    mask: Any,
-) -> tuple[Problem, dict[str, np.ndarray], int, hosts.Host]:
+    request: Request,
+) -> tuple[Problem, dict[str, np.ndarray], int, array_libraries.Host]:
     """The problem, copies of the arrays by the papers' names (4-D), and what they came as."""
-    inputs.check_tiling(tiling)
-    host = hosts.host_of(q)
-    q, k, v = hosts.take(host, q=q, k=k, v=v)
-    made = inputs.prepare(q, k, v, mask=mask, **question)
+    inputs.check_tiling(request.tiling)
+    host = array_libraries.host_of(q)
+    q, k, v = array_libraries.take(host, q=q, k=k, v=v)
+    made = inputs.prepare(q, k, v, request)
     require_numpy("simulator", q=made.q, k=made.k, v=made.v)
     if made.problem.fp8:
         raise UnsupportedError(
@@ -212,7 +211,7 @@ def _problem(
         )
     p, ndim = made.problem, made.ndim
     arrays = {"Q": made.q, "K": made.k, "V": made.v}
-    for name, x in zip(given, hosts.take(host, **given), strict=True):
+    for name, x in zip(given, array_libraries.take(host, **given), strict=True):
         want = _size(p, name)
         x = np.asarray(x)
         full = x.reshape((1,) * (len(want) - x.ndim) + x.shape) if x.ndim <= len(want) else x

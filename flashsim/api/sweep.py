@@ -16,7 +16,7 @@ from typing import Any
 
 from flashsim import report
 from flashsim.api.cost import Estimate
-from flashsim.api.point import (
+from flashsim.api.sweep_point import (
     COLUMNS,
     METHODS,
     PARAMETERS,

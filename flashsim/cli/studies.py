@@ -12,8 +12,8 @@ import typer
 
 from flashsim import report
 from flashsim.api import counting
-from flashsim.api.caches import live_problem
 from flashsim.api.cost import cost, fits
+from flashsim.api.kv_cache import live_problem
 from flashsim.api.warm import ALGORITHMS, DIRECTIONS
 from flashsim.api.warm import warm as compile_ahead
 from flashsim.cli import options as opt

@@ -10,7 +10,7 @@ import numpy as np
 
 from flashsim import report
 from flashsim.algorithms.merge import merged
-from flashsim.api import dispatch, execution, hosts, inputs
+from flashsim.api import array_libraries, dispatch, execution, inputs
 from flashsim.api.arrays import check_like, require_numpy
 from flashsim.distributed.account import Account
 from flashsim.distributed.exchange import Rank, Ranks
@@ -60,7 +60,7 @@ class Spread:
         ------
         ShapeError, DTypeError
         """
-        (dout,) = hosts.take(self._run.host, dout=dout)
+        (dout,) = array_libraries.take(self._run.host, dout=dout)
         check_like("dout", dout, self.out, "out")
         require_numpy("simulator", dout=dout)
         return self._run.backward(dout)
@@ -122,9 +122,10 @@ def run(
     ------
     FlashSimError
     """
-    host = hosts.host_of(q)
-    q, k, v = hosts.take(host, q=q, k=k, v=v)
-    asked = inputs.prepare(q, k, v, tiling=tiling, causal=causal, softcap=softcap, scale=scale)
+    host = array_libraries.host_of(q)
+    q, k, v = array_libraries.take(host, q=q, k=k, v=v)
+    request = inputs.Request(causal=causal, softcap=softcap, scale=scale, tiling=tiling)
+    asked = inputs.prepare(q, k, v, request)
     backend = dispatch.backend_name(backend)
     require_numpy(backend, q=asked.q, k=asked.k, v=asked.v)
     group = Group(asked.problem, ranks, scheme, ulysses)  # type: ignore[arg-type]  # None: filled in
@@ -146,7 +147,7 @@ def simulate(*args: Any, **kwargs: Any) -> Spread:
 class _Run(Ranks):
     """Both passes of one question: ranks keep from the first what the second wants."""
 
-    def __init__(self, group: Group, how: dict[str, Any], host: hosts.Host) -> None:
+    def __init__(self, group: Group, how: dict[str, Any], host: array_libraries.Host) -> None:
         super().__init__(group)
         self.how, self.host = how, host
         # Two members merge once, straight to the result.

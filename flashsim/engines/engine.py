@@ -67,10 +67,10 @@ class Job:
         arrays = {"q": self.q, "k": self.k, "v": self.v, "bias": self.bias}
         return {name: x for name, x in arrays.items() if x is not None}
 
-    def given(self, q: Any, k: Any, v: Any) -> Job:
-        """The same job with other arrays; its memo is this one's."""
+    def given(self, q: Any, k: Any, v: Any, **others: Any) -> Job:
+        """The same job with other arrays and other fields; its memo is this one's, if not named."""
         made = object.__new__(Job)  # `replace` takes as long as a launch
-        made.__dict__.update(self.__dict__, q=q, k=k, v=v)
+        made.__dict__.update(self.__dict__, q=q, k=k, v=v, **others)
         return made
 
 

@@ -42,7 +42,7 @@ def backward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
 
 def _answer(function: Callable[..., list[Any]], place: Any, call: xla_ffi.ForeignCall) -> None:
     question = json.loads(call.text("question"))
-    names = question.pop("operands")
+    names, _ = question.pop("operands"), question.pop("options")
     question["backend"] = question["backend"] or place.backend
     for name in ("window", *OFFSETS):  # JSON knows no tuples
         if question.get(name) is not None:
@@ -50,6 +50,7 @@ def _answer(function: Callable[..., list[Any]], place: Any, call: xla_ffi.Foreig
     here = place(call)
     with here.active:
         arrays = dict(zip(names, map(here.array, call.arguments), strict=True))
+        question = {name: x for name, x in question.items() if name not in arrays}
         lead = folded(arrays)
         results = function(arrays, question)
         for buffer, x in zip(call.results, results, strict=True):

@@ -21,17 +21,10 @@ ALGORITHMS = ("flash2", "flash2-fused")
 
 
 class Asked(NamedTuple):
-    """What is asked, but for arrays: known when a function is traced."""
+    """What is asked, besides arrays: known when a function is traced."""
 
-    causal: bool
-    window: tuple[int, int] | None
-    softcap: float
-    scale: float
-    algorithm: str
+    request: inputs.Request
     deterministic: bool | None
-    backend: str | None
-    cu_seqlens_q: tuple[int, ...] | None
-    cu_seqlens_k: tuple[int, ...] | None
 
 
 def attention(
@@ -106,14 +99,14 @@ def attention(
     bias = None if bias is None else taken("bias", bias)
     offsets = {"cu_seqlens_q": _known(cu_seqlens_q), "cu_seqlens_k": _known(cu_seqlens_k)}
     traced = {name: x for name, x in offsets.items() if isinstance(x, jax.core.Tracer)}
-    told: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
-    told |= {name: None if name in traced else x for name, x in offsets.items()}
-    given = inputs.prepare(q, k, v, bias=bias, may_be_empty=True, **told)
+    of_q, of_k = (None if name in traced else x for name, x in offsets.items())
+    request = inputs.Request(causal, window, softcap, scale, None, None, of_q, of_k, algorithm)
+    given = inputs.prepare(q, k, v, request, bias=bias, may_be_empty=True)
     p = given.problem
-    question = Asked(
-        *(p.causal, p.window, p.softcap, p.scale, algorithm, deterministic, backend),
-        *(p.cu_seqlens_q, p.cu_seqlens_k),
-    )
+    checked = {
+        name: getattr(p, name) for name in ("causal", "window", "softcap", "scale", *OFFSETS)
+    }
+    question = Asked(request._replace(backend=backend or "", **checked), deterministic)
     operands = {"q": given.q, "k": given.k, "v": given.v, **traced}
     if given.bias is not None:
         operands["bias"] = given.bias
@@ -172,14 +165,15 @@ def _call(
     target: str, question: Asked, operands: dict[str, Any], results: Sequence[Any]
 ) -> Sequence[Any]:
     """Have XLA call one of `flashsim.jax.foreign`'s functions."""
-    packed = any(name in operands or getattr(question, name) is not None for name in OFFSETS)
+    request, deterministic = question
+    packed = any(name in operands or getattr(request, name) is not None for name in OFFSETS)
     call = jax.ffi.ffi_call(
         target,
         [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results],
         vmap_method="sequential" if packed else "expand_dims",
     )
-    static = {name: x for name, x in question._asdict().items() if name not in operands}
-    found = call(*operands.values(), question=json.dumps(static | {"operands": [*operands]}))
+    static = request._asdict() | {"deterministic": deterministic, "operands": [*operands]}
+    found = call(*operands.values(), question=json.dumps(static))
     axes = _axes(operands)
     return [_spread(x, axes) for x in found]
 

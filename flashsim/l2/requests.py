@@ -113,7 +113,7 @@ class TileNumbers:
 def numbers_of(problem: Problem, schedule: Schedule, algorithm: str, direction: str) -> TileNumbers:
     """The tiles of every tensor that the pass touches."""
     used = plans.tensors_of(problem, algorithm, direction, "load", "store", "reduce")
-    return TileNumbers(problem, schedule, used)
+    return TileNumbers(problem, schedule, [*used])
 
 
 def requests(stage: plans.Stage, schedule: Schedule) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from flashsim.problem.masks import BlockMask, call_mask
 MAX_HEAD_DIM = 576
 
 
+@lru_cache(maxsize=32)
 def numpy_dtype(name: str) -> np.dtype:
     """The NumPy dtype of that name; `ml_dtypes`, loaded when first needed, has what NumPy lacks."""
     if name == "bfloat16" or name in checks.FP8:

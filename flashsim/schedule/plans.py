@@ -199,10 +199,11 @@ def _tile(p: Problem, op: str, tensor: str) -> Buffer:
     return Buffer(tensor.removesuffix("_acc"), row, col, score)
 
 
-def tensors_of(problem: Problem, algorithm: str, direction: str, *ops: str) -> list[str]:
+@lru_cache(maxsize=256)
+def tensors_of(problem: Problem, algorithm: str, direction: str, *ops: str) -> tuple[str, ...]:
     """Tensors that a pass moves by any of `ops`, in the order in which it first does."""
     moves = (m for stage in stages(problem, algorithm, direction) for m in stage.moves)
-    return list(dict.fromkeys(m.tensor for m in moves if m.op in ops))
+    return tuple(dict.fromkeys(m.tensor for m in moves if m.op in ops))
 
 
 def backward_form(algorithm: str, deterministic: bool | None) -> str:
@@ -241,6 +242,7 @@ def check_backward(algorithm: str) -> None:
         )
 
 
+@lru_cache(maxsize=32)
 def splits_keys(algorithm: str) -> bool:
     """Whether the algorithm walks the keys of a row tile in parts (see `Split`)."""
     return any(one.parts for one in dataflow.ALGORITHMS[algorithm].forward)

@@ -126,7 +126,8 @@ def forward_shapes(
     operator itself looks, when it runs.
     """
     if all(type(n) is int for x in (q, k, v) for n in x.shape) and cu_seqlens_q is None:
-        inputs.prepare(q, k, v, bias=bias, may_be_empty=True, **_keywords(**question))
+        request = inputs.Request(**_keywords(**question))
+        inputs.prepare(q, k, v, request, bias=bias, may_be_empty=True)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return (
         q.new_empty((*q.shape[:-1], v.shape[-1])),

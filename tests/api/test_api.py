@@ -26,6 +26,7 @@ from flashsim import (
     UnknownArgumentError,
 )
 from flashsim.api.dispatch import BACKENDS
+from flashsim.api.inputs import Request
 
 
 @pytest.fixture
@@ -144,8 +145,8 @@ def jobs(monkeypatch):
     """The jobs that an engine behind backend "cupy" gets; it computes nothing."""
     from types import SimpleNamespace
 
-    from flashsim.api import asked as questions
     from flashsim.api import dispatch
+    from flashsim.api import request as requests
     from flashsim.engines.engine import Outcome
 
     asked = []
@@ -160,11 +161,14 @@ def jobs(monkeypatch):
         return Outcome({"dq": job.q, "dk": job.k, "dv": job.v}, Tiling(16, 16), None, "none")
 
     engine = SimpleNamespace(
-        OPTIONS={"kernel"}, forward=forward, backward=backward, recall=lambda *_: {}
+        OPTIONS={"kernel", "cache_seqlens"},
+        forward=forward,
+        backward=backward,
+        recall=lambda *_: {},
     )
     monkeypatch.setattr(dispatch, "engine", lambda backend: engine)
-    monkeypatch.setattr(questions, "_KEPT", {})
-    monkeypatch.setattr(questions, "_MOST_KEPT", 3)
+    monkeypatch.setattr(requests, "_KEPT", {})
+    monkeypatch.setattr(requests, "_MOST_KEPT", 3)
     return asked
 
 
@@ -190,6 +194,35 @@ def test_what_was_checked_once_is_not_checked_again_on_a_gpu(jobs):
         ask(q, causal=1)
     with pytest.raises(FlashSimError, match="window"):
         ask(q, window=[1, 2, 3])  # has no hash
+
+
+def test_lengths_of_a_cache_are_read_at_every_call(jobs):
+    q, given = OnGpu(2, 4, 1, 8), {"algorithm": "flash-decode", "backend": "cupy"}
+    for lengths in (np.array([1, 1]), np.array([1, 0]), None):
+        flashsim.run(q, q, q, cache_seqlens=lengths, **given)
+    first, again, none = jobs
+    assert again.problem is first.problem
+    assert again.memo is not first.memo
+    assert again.options["cache_seqlens"].tolist() == [1, 0]
+    assert "cache_seqlens" not in none.options
+
+
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
+def test_a_bias_is_read_at_every_call(x, backend):
+    given = {"backend": backend, "tiling": Tiling(16, 16)}
+    for bias in (x.bias, -x.bias, x.bias[0, 0], -x.bias[0, 0]):
+        for q, k, v, dout in ((x.q, x.k, x.v, x.dout), (x.q[0], x.k[0], x.v[0], x.dout[0])):
+            alone = flashsim.run(q, k, v, bias=bias, nan_policy="raise", **given)  # checked anew
+            again = flashsim.run(q, k, v, bias=bias, **given)
+            np.testing.assert_array_equal(again.out, alone.out)
+            np.testing.assert_array_equal(again.backward(dout).dbias, alone.backward(dout).dbias)
+            assert again.backward(dout).dbias.shape == bias.shape
+
+
+def test_a_request_has_the_keywords_of_run():
+    keywords = dict(flashsim.run.__kwdefaults__)
+    assert keywords.pop("bias") is None
+    assert Request()._asdict() == {**keywords, "options": ()}
 
 
 def test_a_gradient_that_looks_different_is_checked_anew(jobs):

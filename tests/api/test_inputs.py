@@ -8,7 +8,7 @@ import pytest
 import flashsim
 from flashsim import BlockMask, Device, Problem, Schedule, Tiling
 from flashsim.api.arrays import check_finite, check_like
-from flashsim.api.inputs import AXES, prepare
+from flashsim.api.inputs import AXES, Request, prepare
 from flashsim.errors import SYNONYMS
 
 X = np.zeros((8, 16), np.float32)
@@ -475,7 +475,7 @@ def test_the_problem_follows_from_the_shapes():
     k, v = np.zeros((2, 3, 9, 16), np.float16), np.zeros((2, 3, 9, 24), np.float16)
     bias = np.zeros((6, 5, 9), np.float16)
 
-    p = prepare(q, k, v, bias=bias, causal=True).problem
+    p = prepare(q, k, v, Request(causal=True), bias=bias).problem
 
     assert p == Problem(
         5,
@@ -494,7 +494,7 @@ def test_the_problem_follows_from_the_shapes():
 def test_a_bare_grid_means_one_value_a_tile():
     grid = np.array([[True, False], [True, True]])
 
-    p = prepare(X, X, X, block_mask=grid, tiling=Tiling(4, 5)).problem
+    p = prepare(X, X, X, Request(block_mask=grid, tiling=Tiling(4, 5))).problem
 
     assert p.block_mask == BlockMask(grid, 4, 5)
 
@@ -513,7 +513,7 @@ def test_nan_goes_through_unless_told_otherwise():
 
     assert prepare(bad, X, X).problem.n_q == 8
     with pytest.raises(flashsim.OptionError, match="q holds 1 NaN"):
-        prepare(bad, X, X, nan_policy="raise")
+        prepare(bad, X, X, Request(nan_policy="raise"))
 
 
 def test_nan_in_bfloat16_and_in_a_bias_is_seen():
@@ -528,7 +528,7 @@ def test_nan_in_bfloat16_and_in_a_bias_is_seen():
             check_finite("x", np.array([[1, x], [-1, 2]], ml_dtypes.bfloat16))
     bias = np.full((8, 8), np.nan, np.float32)
     with pytest.raises(flashsim.OptionError, match="bias holds 64 NaN"):
-        prepare(X, X, X, bias=bias, nan_policy="raise")
+        prepare(X, X, X, Request(nan_policy="raise"), bias=bias)
 
 
 def test_check_like_wants_shape_and_dtype():

@@ -13,8 +13,8 @@ import pytest
 
 import flashsim
 from flashsim import Device, FlashSimError, Problem, Tiling
-from flashsim.api import point as point_module
-from flashsim.api.point import COLUMNS, FIGURES, PARAMETERS
+from flashsim.api import sweep_point as point_module
+from flashsim.api.sweep_point import COLUMNS, FIGURES, PARAMETERS
 
 sweep_module = sys.modules["flashsim.api.sweep"]  # the package's attribute is the function
 

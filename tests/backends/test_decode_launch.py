@@ -288,4 +288,4 @@ def test_pages_as_one_array():
         with pytest.raises(error, match=said):
             inputs.prepare(*given[:3], block_table=given[3])
     with pytest.raises(OptionError, match="nan_policy='raise' would look at rows"):
-        inputs.prepare(q, k, v, block_table=table, nan_policy="raise")
+        inputs.prepare(q, k, v, inputs.Request(nan_policy="raise"), block_table=table)

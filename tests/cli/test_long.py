@@ -14,7 +14,7 @@ from commands import invoke
 
 import flashsim
 from flashsim import l2
-from flashsim.api import cost, point
+from flashsim.api import cost, sweep_point
 from flashsim.cli import attention, options, values
 from flashsim.errors import OptionError
 from flashsim.report import beside
@@ -79,7 +79,7 @@ def test_a_sweep_that_simulates_for_minutes_says_so(monkeypatch):
 
 def test_a_point_of_a_sweep_beyond_the_machines_memory_is_not_begun(monkeypatch):
     monkeypatch.setattr(cost, "memory", lambda: 50_000_000)
-    monkeypatch.setattr(point.execution, "run", None)
+    monkeypatch.setattr(sweep_point.execution, "run", None)
     given = flashsim.sweep([4096], head_dim=8, tiling=flashsim.Tiling(16, 16), method="run")
     assert "GB of memory, and this machine has 0.05 GB" in given.rows[0]["status"]
 

@@ -9,7 +9,7 @@ import pytest
 
 import flashsim
 from flashsim import Problem
-from flashsim.api.asked import Checked
+from flashsim.api.request import Checked
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.engines.engine import Job
@@ -71,7 +71,7 @@ def form_of(problem, deterministic, tiling):
     engine = SimpleNamespace(fuses=lambda job, saved: HOPPER.fuses(job.problem, GPU))
     checked = Checked(engine, "cupy", None, None, 4, None)
     mine = Job(problem, None, None, None)
-    return checked.backward_job(mine, {}, tiling, deterministic, None).algorithm
+    return checked.backward_job(mine, {}, tiling, deterministic, None, dlse=False).algorithm
 
 
 def test_the_rule_takes_three_passes_there():

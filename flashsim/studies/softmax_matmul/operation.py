@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flashsim import report
-from flashsim.api import dispatch, hosts
+from flashsim.api import array_libraries, dispatch
 from flashsim.api.arrays import require_numpy
 from flashsim.errors import DTypeError, ShapeError, own_errors
 from flashsim.problem import checks
@@ -136,8 +136,8 @@ def run(
         out, counted = gpu.forward(x, v, tiling.block_q, tiling.block_k, counts=bool(trace))
         moved = {(op, name): n for key, n in counted.items() for op, name in [key.split()]}
         return SoftmaxProduct(out, shape, tiling, True, moved)
-    host = hosts.host_of(x)
-    x, v = hosts.take(host, x=x, v=v)
+    host = array_libraries.host_of(x)
+    x, v = array_libraries.take(host, x=x, v=v)
     require_numpy(backend, x=x, v=v)
     if backend == "numba":
         from flashsim.studies.softmax_matmul import compiled

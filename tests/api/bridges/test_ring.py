@@ -118,7 +118,7 @@ REFUSED = {
 }
 ALONE = {
     "one alone": "ShapeError: q must be (batch, heads, rows of this rank, head_dim)",
-    "engine": "OptionError: unknown backend 'c'; possible: numpy",
+    "engine": "OptionError: unknown backend 'c'; possible: simulator",
 }
 
 

@@ -160,20 +160,10 @@ def _run(point: SweepPoint, problem: Problem, tiling: Tiling) -> Trace | None:
     _cost(point, problem, tiling)  # an error, if it is more than there is memory for
     q, k, v, dout = random_inputs(problem)
     meant: dict[str, Any] = {"scales": UNSCALED} if problem.fp8 else {}  # numbers as drawn
-    result = execution.run(
-        q,
-        k,
-        v,
-        algorithm=point.algorithm,
-        causal=point.causal,
-        window=point.window,
-        softcap=point.softcap,
-        tiling=tiling if forward else None,  # a backward tile may be wrong for the forward pass
-        device=point.machine,
-        key_order=point.key_order,
-        trace=forward,
-        **meant,
-    )
+    meant |= {name: getattr(point, name) for name in ("algorithm", "causal", "window", "softcap")}
+    meant |= {"device": point.machine, "key_order": point.key_order, "trace": forward}
+    # A backward tile may be wrong for the forward pass.
+    result = execution.run(q, k, v, tiling=tiling if forward else None, **meant)
     return result.trace if forward else result.backward(dout, tiling=tiling, trace=True).trace
 
 

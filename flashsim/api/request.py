@@ -1,4 +1,4 @@
-"""The arguments of `run` and `backward`, checked or remembered from an earlier call."""
+"""The request that `run` and `backward` make: checked, or known from an earlier call."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.api import dispatch, hosts, inputs, scales
+from flashsim.api import array_libraries, dispatch, inputs, scales
 from flashsim.api.arrays import expand, only_dlpack, require_numpy
-from flashsim.api.caches import CACHES, check_alike, live_lengths, live_problem
+from flashsim.api.inputs import Request
+from flashsim.api.kv_cache import CACHES, check_alike, live_lengths, live_problem
 from flashsim.engines.engine import Engine, Job
 from flashsim.engines.nothing import Nothing
 from flashsim.errors import (
@@ -33,14 +34,14 @@ _OR_NONE = {*CACHES, "precision"}
 
 @dataclass(frozen=True)
 class Checked:
-    """Arguments that passed every check: the job, its engine, and the kind of its arrays.
+    """A request that passed every check: the job, its engine, and the kind of its arrays.
 
     `empty`: there is no batch, no query or no key, and the engine is `Nothing`.
     """
 
     engine: Engine
     backend: str
-    host: hosts.Host
+    host: array_libraries.Host
     job: Job
     ndim: int
     bias_shape: tuple[int, ...] | None
@@ -54,11 +55,19 @@ class Checked:
         engine = dispatch.engine(state["backend"])
         self.__dict__.update(state, engine=Nothing(engine) if state["empty"] else engine)
 
-    def again(self, q: Any, k: Any, v: Any) -> Job:
-        """The same job with other arrays of the same shapes and types."""
-        if self.ndim == 4:
+    def again(self, request: Request, q: Any, k: Any, v: Any, bias: Any) -> Job:
+        """The same job with other arrays, which look like those that were checked.
+
+        What was found out for it holds where the checks saw all values that it may depend on.
+        """
+        if self.ndim < 4:
+            q, k, v = expand(q), expand(k), expand(v)
+        plain = bias is None is request.mask is request.block_mask
+        if plain and _SEEN_LATER.isdisjoint(self.job.options):
             return self.job.given(q, k, v)
-        return self.job.given(expand(q), expand(k), expand(v))
+        options = _options(request)
+        bias = None if bias is None else expand(bias)
+        return self.job.given(q, k, v, bias=bias, options=options, memo={})
 
     def backward_job(
         self,
@@ -98,29 +107,85 @@ class Checked:
         return job
 
 
-def ask(
-    q: Any,
-    k: Any,
-    v: Any,
-    options: Mapping[str, Any],
-    *,
-    algorithm: str,
-    backend: str,
-    bias: Any,
-    tiling: Tiling | None,
-    device: str | Device,
-    key_order: str,
-    trace: bool | str,
-    names: Iterable[str],
-    **question: Any,
-) -> Checked:
-    """Check the arguments of `run` or `backward`; `question` goes to `inputs.prepare`.
+#: Requests that passed every check, under all that the checks look at: a short call takes less time
+#: than they do.
+_KEPT: dict[tuple[Any, ...], Checked] = {}
+_MOST_KEPT = 256
+_PLAIN = frozenset({"kernel", "allow_tf32", "threads", "micro_kernel"})
+#: Of these the checks see on a GPU the shape and the type alone.
+_SEEN_LATER = frozenset({"cache_seqlens", "block_table", "workspace"})
 
-    `names` are the keywords of `run`, for who mistypes one.
+
+def ask(request: Request, q: Any, k: Any, v: Any, bias: Any = None) -> tuple[Checked, Job]:
+    """A request, checked now or known from an earlier call, and its job on these arrays."""
+    if request.backend == "numpy":
+        request = request._replace(backend="simulator")
+    host = array_libraries.ANY
+    if request.backend in dispatch.ON_CPU:
+        host = array_libraries.NUMPY
+        if not type(q) is type(k) is type(v) is np.ndarray or bias is not None:
+            host = array_libraries.host_of(q)
+            q, k, v, bias = array_libraries.take(host, q=q, k=k, v=v, bias=bias)
+    if not request.cu_seqlens_q is request.cu_seqlens_k is None:
+        of_q, of_k = map(inputs.offsets, (request.cu_seqlens_q, request.cu_seqlens_k))
+        request = request._replace(cu_seqlens_q=of_q, cu_seqlens_k=of_k)
+    try:
+        key = _key(request, host, q, k, v, bias)
+        checked = None if key is None else _KEPT.get(key)
+    except (AttributeError, TypeError):  # no array; or a value that has no hash
+        key = checked = None
+    if checked is not None:
+        return checked, checked.again(request, q, k, v, bias)
+    checked = _check(request, host, q, k, v, bias)
+    if key is not None and not any(map(only_dlpack, (q, k, v))):  # those are adopted each time
+        if len(_KEPT) >= _MOST_KEPT:
+            _KEPT.clear()
+        job = checked.job.given(None, None, None, bias=None)
+        _KEPT[key] = replace(checked, job=job)
+    return checked, checked.job
+
+
+def _key(
+    request: Request, host: array_libraries.Host, q: Any, k: Any, v: Any, bias: Any
+) -> tuple[Any, ...] | None:
+    """Where a request on arrays like these is kept, or None for one that is checked each time.
+
+    True and 1 are equal, so the types stand beside the values.
     """
-    backend = dispatch.backend_name(backend)
+    if host.library:  # in the CPU's memory
+        for x in (q, k, v) if bias is None else (q, k, v, bias):
+            if type(x) is not np.ndarray or not x.flags.c_contiguous:
+                return None
+    elif isinstance(q, np.ndarray) or bias is not None:
+        return None
+    if request.nan_policy != "propagate":
+        return None
+    more: list[Any] = [] if bias is None else [bias.shape, bias.dtype]
+    for name, x in request.options:
+        if name in _PLAIN:
+            more += name, x, type(x)
+        elif name in _SEEN_LATER and not host.library:
+            more += name, type(x), getattr(x, "shape", None), getattr(x, "dtype", None)
+        else:
+            return None
+    return (
+        *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, type(q), type(k), type(v)),
+        *(type(request.causal), type(request.window), type(request.softcap)),
+        *(type(request.scale), type(request.trace), host.library, *request[:-1], *more),
+    )
+
+
+def _options(request: Request) -> dict[str, Any]:
+    return {name: x for name, x in request.options if x is not None or name not in _OR_NONE}
+
+
+def _check(
+    request: Request, host: array_libraries.Host, q: Any, k: Any, v: Any, bias: Any
+) -> Checked:
+    """A request that passes every check."""
+    backend, algorithm, options = request.backend, request.algorithm, _options(request)
     engine = dispatch.engine(backend)
-    if options.get("precision") is not None:
+    if "precision" in options:
         checks.instance("precision", options["precision"], Precision, "flashsim.Precision")
         if "precision" not in engine.OPTIONS:
             raise UnsupportedError(
@@ -128,30 +193,34 @@ def ask(
                 "backend='simulator'"
             )
         options["precision"].check(plans.check_algorithm(algorithm))
-    unknown = [name for name in options if name not in engine.OPTIONS]
+    unknown = [name for name, _ in request.options if name not in engine.OPTIONS]
     if unknown:
         _refuse_of_other_backends(unknown, backend)
-        reject_unknown(unknown, [*names, *engine.OPTIONS], "run")
+        reject_unknown(unknown, ["bias", *Request._fields[:-1], *engine.OPTIONS], "run")
     plans.check_algorithm(algorithm)
-    inputs.check_decoding(algorithm, options)
-    inputs.check_tiling(tiling)
+    inputs.check_decoding(algorithm, dict(request.options))
+    inputs.check_tiling(request.tiling)
     on_cpu = backend in dispatch.ON_CPU
-    host = hosts.host_of(q) if on_cpu else hosts.ANY
-    given_bias, table = bias, options.get("block_table")
-    options = {name: x for name, x in options.items() if x is not None or name not in _OR_NONE}
     v, latent = inputs.values_in_keys(k, v, options)
-    if on_cpu:
-        q, k, v, bias = hosts.take(host, q=q, k=k, v=v, bias=bias)
-        table = None if table is None else checks.as_array("block_table", table)
-    else:
+    table = options.get("block_table")
+    if not on_cpu:
         q, k, v = (adopted(engine, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    scaled, block = options.pop("scales", None), options.pop("scale_block", None)
-    unsaid = scaled is None
+    elif table is not None:
+        table = checks.as_array("block_table", table)
+    unsaid, block = options.get("scales") is None, options.pop("scale_block", None)
+    scaled = options.pop("scales", None)
     scaled = None if unsaid else scales.said(scaled)
+    grains = None
     if scaled is not None or block is not None:
-        question["scales"] = scales.granularity(scaled, block, len(q.shape), tiling)
-    question |= {"latent": latent, "block_table": table}
-    given = inputs.prepare(q, k, v, bias=bias, tiling=tiling, may_be_empty=True, **question)
+        grains = scales.granularity(scaled, block, len(q.shape), request.tiling)
+    given = inputs.prepare(
+        *(q, k, v, request),
+        bias=bias,
+        block_table=table,
+        latent=latent,
+        scales=grains,
+        may_be_empty=True,
+    )
     problem, empty = given.problem, given.empty
     if problem.fp8 and "scales" not in engine.OPTIONS:
         raise UnsupportedError(
@@ -176,13 +245,13 @@ def ask(
                 check_alike(problem.shared_prefix, k=given.k, v=given.v)
     job = Job(
         *(problem, given.q, given.k, given.v, given.bias),
-        *(tiling, Device.get(device), algorithm),
-        inputs.check_key_order(key_order),
-        inputs.check_trace_mode(trace, backend),
+        *(request.tiling, Device.get(request.device), algorithm),
+        inputs.check_key_order(request.key_order),
+        inputs.check_trace_mode(request.trace, backend),
         options,
     )
-    bias_shape = None if given_bias is None else tuple(given_bias.shape)
     runs = Nothing(engine) if empty else engine
+    bias_shape = None if bias is None else tuple(bias.shape)
     return Checked(runs, backend, host, job, given.ndim, bias_shape, empty)
 
 
@@ -205,70 +274,3 @@ def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:
 def adopted(engine: Any, name: str, x: Any) -> Any:
     """`x` as an array of a kind that the engine knows, if the engine can convert it."""
     return engine.adopt(name, x) if only_dlpack(x) and hasattr(engine, "adopt") else x
-
-
-#: What was asked, without its arrays, by all that the checks look at: a short call takes less time
-#: than they do. Only for questions without a bias, masks and lengths, whose values may change; on
-#: the CPU only about NumPy's own arrays, whole as they lie in memory.
-_KEPT: dict[tuple[Any, ...], Checked] = {}
-_MOST_KEPT = 256
-_PLAIN = frozenset({"kernel", "allow_tf32", "threads", "micro_kernel"})
-
-
-def key_of(
-    q: Any,
-    k: Any,
-    v: Any,
-    rare: tuple[Any, ...],
-    plain: tuple[Any, ...],
-    options: Mapping[str, Any],
-) -> tuple[Any, ...] | None:
-    """The key under which checked arguments are kept, or None if they are checked every time.
-
-    `rare` is what must be left out, `plain` what is compared: True and 1 are equal, so the types
-    stand beside the values.
-    """
-    _, causal, window, softcap, scale, _, _, backend, _, trace = plain
-    on_cpu = isinstance(backend, str) and backend in (*dispatch.ON_CPU, "numpy")
-    arrays = q, k, v
-    if on_cpu and not all(type(x) is np.ndarray and x.flags.c_contiguous for x in arrays):
-        return None
-    if not on_cpu and isinstance(q, np.ndarray):
-        return None
-    bias, mask, cells, of_q, of_k, nan_policy = rare
-    if not (bias is mask is cells is of_q is of_k is None):
-        return None
-    if not isinstance(nan_policy, str) or nan_policy != "propagate":
-        return None
-    if options and not _PLAIN.issuperset(options):
-        return None
-    try:
-        return (
-            *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, type(q), type(k), type(v)),
-            *plain,
-            *map(type, (causal, window, softcap, scale, trace)),
-            *options.items(),
-            *map(type, options.values()),
-        )
-    except AttributeError:  # no array
-        return None
-
-
-def recall(key: tuple[Any, ...] | None) -> Checked | None:
-    """The checked arguments kept under `key`, if any."""
-    try:
-        return None if key is None else _KEPT.get(key)
-    except TypeError:  # a value that has no hash
-        return None
-
-
-def keep(key: tuple[Any, ...] | None, asked: Checked) -> None:
-    """Remember arguments that passed, if they have a key."""
-    try:
-        hash(key)
-    except TypeError:
-        return
-    if key is not None:
-        if len(_KEPT) >= _MOST_KEPT:
-            _KEPT.clear()
-        _KEPT[key] = replace(asked, job=asked.job.given(None, None, None))
