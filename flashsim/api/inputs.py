@@ -34,7 +34,7 @@ DECODING = ("splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix
 
 
 class Request(NamedTuple):
-    """What `run` or `backward` is asked, besides arrays: its keywords and their defaults.
+    """The keywords of `run` or `backward`, without the arrays, and their defaults.
 
     Attributes
     ----------

@@ -58,7 +58,7 @@ class Checked:
     def again(self, request: Request, q: Any, k: Any, v: Any, bias: Any) -> Job:
         """The same job with other arrays, which look like those that were checked.
 
-        What was found out for it holds where the checks saw all values that it may depend on.
+        The job keeps its memo if the checks saw every value that the memo may depend on.
         """
         if self.ndim < 4:
             q, k, v = expand(q), expand(k), expand(v)
