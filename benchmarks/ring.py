@@ -40,7 +40,7 @@ import flashsim.torch
 from flashsim.distributed import count
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
-from flashsim.torch import count_sent, link, ring_attention, shard
+from flashsim.torch import count_sent, process_group, ring_attention, shard
 
 COLUMNS = (
     *("gpu", "ranks", "n", "causal", "pass", "implementation", "ms", "tflops", "of_one"),
@@ -95,20 +95,22 @@ def both(attention: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple
 @contextmanager
 def nothing_sent() -> Iterator[None]:
     """What should come in is what would go out, or zeros: the same work without a link."""
-    exchange = link.Member.exchange
-    link.Member.exchange = _at_home  # type: ignore[method-assign]
+    exchange = process_group.Member.exchange
+    process_group.Member.exchange = _at_home  # type: ignore[method-assign]
     try:
         yield
     finally:
-        link.Member.exchange = exchange  # type: ignore[method-assign]
+        process_group.Member.exchange = exchange  # type: ignore[method-assign]
 
 
-def _at_home(self: link.Member, going: Any, coming: Any, what: str) -> link.Pending:
+def _at_home(
+    self: process_group.Member, going: Any, coming: Any, what: str
+) -> process_group.Pending:
     for (mine, _), (other, _) in zip(going, coming, strict=True):
         for name, x in other.items():
             same = name in mine and mine[name].shape == x.shape
             other[name] = mine[name] if same else _zeros(x.shape, x.dtype, x.device)
-    return link.Pending([], (), what)
+    return process_group.Pending([], (), what)
 
 
 @lru_cache
@@ -170,13 +172,13 @@ class Bench:
         mine = [shard(x, scheme="zigzag") for x in whole]
         with nothing_sent():
             self.measure("flashsim, nothing sent", n, causal, both(ours, *mine))
-        default = link.HEAD_START
+        default = process_group.HEAD_START
         for cycles in HEAD_STARTS if self.vary and causal else ():
-            link.HEAD_START = cycles
+            process_group.HEAD_START = cycles
             self.measure(f"head start {cycles}", n, causal, both(ours, *mine))
             urgent = partial(ours, group=self.urgent)
             self.measure(f"head start {cycles}, high priority", n, causal, both(urgent, *mine))
-        link.HEAD_START = default
+        process_group.HEAD_START = default
         for name in self.rivals:
             try:
                 self.rival(name, RIVALS[name], [x.clone() for x in whole], n, causal)

@@ -4,7 +4,7 @@ import numpy as np
 
 import flashsim
 from flashsim import Problem
-from flashsim.schedule.splitting import fill
+from flashsim.schedule.split_kv import fill
 
 model = {"head_dim": 128, "heads": 32, "kv_heads": 8, "dtype": "bfloat16"}
 problem = Problem(1, 32_768, **model)

@@ -10,11 +10,11 @@ import numpy as np
 
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
-from flashsim.schedule.savedmask import Csr
+from flashsim.schedule.dq_order import turns
+from flashsim.schedule.file_mask import Csr
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tables import FULL
 from flashsim.schedule.tiling import Tiling
-from flashsim.schedule.turns import turns
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from flashsim.backends.launch.passes import KernelPass
 from flashsim.errors import FlashSimError, TilingError, UnsupportedError
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
-from flashsim.schedule.clump import clump_size
+from flashsim.schedule.head_grouping import clump_size
 from flashsim.schedule.schedule import KeyOrder, Schedule
 from flashsim.schedule.tiling import Tiling
 

@@ -30,7 +30,7 @@ from flashsim.backends.launch_policy.cost_model import (
 from flashsim.backends.launch_policy.family import Family, PassRequest, Walked, widest
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
-from flashsim.schedule.clump import held
+from flashsim.schedule.head_grouping import held
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
 

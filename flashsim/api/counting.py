@@ -15,7 +15,7 @@ from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.split import WHOLE
-from flashsim.schedule.splitting import choose
+from flashsim.schedule.split_kv import choose
 from flashsim.schedule.tiling import Tiling
 
 if TYPE_CHECKING:

@@ -55,10 +55,10 @@ def run(
         any library with DLPack, such as JAX. Results have the inputs' kind. Inputs are not copied.
     algorithm : {"flash2", "flash2-fused", "flash2-once", "flash1", "standard", "flash-decode"}
         "flash1" and "standard" follow the first papers. Three differ in the backward pass only:
-        "flash2" runs three passes, without atomics. "flash2-fused" runs the backward of
-        FlashAttention-2's authors (their Algorithm 2): one pass, KV-outer, with dQ added by
-        atomics. "flash2-once" needs exactly one key tile per row tile. "flash-decode" also splits
-        the keys, for few queries of a long cache; it has no backward pass.
+        "flash2" runs three passes without atomics. "flash2-fused" is the form of FlashAttention-2's
+        authors (their Algorithm 2): one KV-outer pass that adds to dQ by atomics. "flash2-once"
+        needs exactly one key tile per row tile. "flash-decode" also splits the keys, for few
+        queries of a long cache; it has no backward pass.
     causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k
         See `Problem`.
     bias : array, (1 or batch, 1 or heads, n_q, n_kv), optional
@@ -70,13 +70,12 @@ def run(
     device : str or Device
         The simulated machine; ``flashsim study devices`` lists the names.
     backend : str
-        "simulator" (its older name "numpy" means the same) runs every algorithm. "numba" runs the
-        same tiles as fast as this CPU can, with the same trace, for FlashAttention-2 only; the
-        first call compiles it and keeps the code on disk. "cupy" runs CUDA C++ kernels on the
-        NVIDIA GPU that holds the arrays, and "numba_cuda" kernels in Python; both copy NumPy arrays
-        to the GPU and back. Results have the inputs' kind: NumPy, CuPy or torch. GPU arrays of
-        another library, by ``__cuda_array_interface__`` or ``__dlpack__``, give CuPy arrays, which
-        that library can take back through DLPack.
+        "simulator" (older name: "numpy"). "numba" runs the same tiles as fast as this CPU can, with
+        the same trace, for FlashAttention-2 only; the first call compiles it and keeps the code on
+        disk. "cupy" runs CUDA C++ kernels on the NVIDIA GPU that holds the arrays, and "numba_cuda"
+        kernels in Python; both copy NumPy arrays to the GPU and back. Results have the inputs'
+        kind: NumPy, CuPy or torch. GPU arrays of another library, by ``__cuda_array_interface__``
+        or ``__dlpack__``, give CuPy arrays, which that library can take back through DLPack.
     key_order : {"ascending", "descending"}
         The order of the key tiles.
     nan_policy : {"propagate", "raise"}

@@ -34,14 +34,14 @@ DECODING = ("splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix
 
 
 class Request(NamedTuple):
-    """The keywords of `run` and `backward`, with their defaults; arrays are not among them.
+    """The keywords of `run` or `backward`, without the arrays, and their defaults.
 
     Attributes
     ----------
     causal .. cu_seqlens_k
-        The problem: see `flashsim.Problem`.
+        What: see `flashsim.Problem`.
     algorithm .. trace
-        How it is solved: see `flashsim.run`.
+        How: see `flashsim.run`.
     options : tuple of (name, value)
         The backend's own.
     """

@@ -1,4 +1,4 @@
-"""A request to `run` or `backward`: checked, or known from an earlier call."""
+"""The request that `run` and `backward` make: checked, or known from an earlier call."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Checked:
         self.__dict__.update(state, engine=Nothing(engine) if state["empty"] else engine)
 
     def again(self, request: Request, q: Any, k: Any, v: Any, bias: Any) -> Job:
-        """The same job with other arrays of the same shapes and types.
+        """The same job with other arrays, which look like those that were checked.
 
-        It shares the memo only if the checks saw every value that the memo may depend on.
+        The job keeps its memo if the checks saw every value that the memo may depend on.
         """
         if self.ndim < 4:
             q, k, v = expand(q), expand(k), expand(v)
@@ -107,12 +107,12 @@ class Checked:
         return job
 
 
-#: Requests that passed every check, by everything that the checks look at: the checks take longer
-#: than a short call.
+#: Requests that passed every check, under all that the checks look at: a short call takes less time
+#: than they do.
 _KEPT: dict[tuple[Any, ...], Checked] = {}
 _MOST_KEPT = 256
 _PLAIN = frozenset({"kernel", "allow_tf32", "threads", "micro_kernel"})
-#: On a GPU the checks look only at the shape and the type of these.
+#: Of these the checks see on a GPU the shape and the type alone.
 _SEEN_LATER = frozenset({"cache_seqlens", "block_table", "workspace"})
 
 
@@ -148,7 +148,7 @@ def ask(request: Request, q: Any, k: Any, v: Any, bias: Any = None) -> tuple[Che
 def _key(
     request: Request, host: array_libraries.Host, q: Any, k: Any, v: Any, bias: Any
 ) -> tuple[Any, ...] | None:
-    """The key under which a request is kept, or None if it is checked at every call.
+    """Where a request on arrays like these is kept, or None for one that is checked each time.
 
     True and 1 are equal, so the types stand beside the values.
     """
@@ -182,7 +182,7 @@ def _options(request: Request) -> dict[str, Any]:
 def _check(
     request: Request, host: array_libraries.Host, q: Any, k: Any, v: Any, bias: Any
 ) -> Checked:
-    """Run every check."""
+    """A request that passes every check."""
     backend, algorithm, options = request.backend, request.algorithm, _options(request)
     engine = dispatch.engine(backend)
     if "precision" in options:

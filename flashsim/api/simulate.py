@@ -18,9 +18,9 @@ from flashsim.api.inputs import Request
 from flashsim.api.request import Checked
 from flashsim.api.result import Result, provenance
 from flashsim.engines.engine import Job
-from flashsim.engines.own.hbm import require_shape
-from flashsim.engines.own.lines import deepest
-from flashsim.engines.own.machine import OpenMachine
+from flashsim.engines.sandbox.hbm import require_shape
+from flashsim.engines.sandbox.lines import deepest
+from flashsim.engines.sandbox.machine import OpenMachine
 from flashsim.errors import (
     DTypeError,
     FlashSimError,

@@ -12,7 +12,7 @@ from flashsim import report
 from flashsim.cli import options as opt
 from flashsim.cli.output import Tables, ready, say, show, viz
 from flashsim.errors import OptionError
-from flashsim.exercises import apart, shelf
+from flashsim.exercises import shelf, subprocess_grader
 from flashsim.exercises.exercise import Exercise
 from flashsim.exercises.picture import draw
 from flashsim.report import beside
@@ -106,18 +106,21 @@ def grade(
     gradescope: Path | None = opt.option(None, "Also write a results.json as Gradescope reads it."),
     plot: opt.Plot = None,
     save: Path | None = opt.option(None, "Save the trace (.npz)."),
-    timeout: float = opt.option(apart.LIMIT, "Seconds that it may take.", min=0.1),
+    timeout: float = opt.option(subprocess_grader.LIMIT, "Seconds that it may take.", min=0.1),
     memory: int | None = opt.option(
-        None, f"MiB that it may take (Linux). Default: {apart.MEMORY:,}.", min=1
+        None, f"MiB that it may take (Linux). Default: {subprocess_grader.MEMORY:,}.", min=1
     ),
 ) -> None:
     """Grade a solution: results, room on chip, bytes; in words, and in points of 100."""
     for path in (gradescope, plot, save):
         ready(path)
     if gradescope is not None and exercise is not None and not file.is_file():
-        marks, trace = apart.missing(file, exercise), None  # a student's fault: points, no error
+        marks, trace = (
+            subprocess_grader.missing(file, exercise),
+            None,
+        )  # a student's fault: points, no error
     else:
-        marks, trace = apart.grade_file(file, exercise, limit=timeout, memory=memory)
+        marks, trace = subprocess_grader.grade_file(file, exercise, limit=timeout, memory=memory)
     typer.echo(marks.json() if json else marks.text())
     if gradescope is not None:
         with beside(gradescope) as part:
@@ -129,7 +132,9 @@ def grade(
         trace.save(save)
         say(f"trace in {save}")
     if plot is not None:
-        one = shelf.get(exercise or apart.exercise_of(apart.text_of(file)) or "")
+        one = shelf.get(
+            exercise or subprocess_grader.exercise_of(subprocess_grader.text_of(file)) or ""
+        )
         _draw({"yours": trace, "full marks": one.executed.trace}, one, plot)
 
 

@@ -24,7 +24,7 @@ from flashsim.errors import MemoryModelError, OptionError, choices
 from flashsim.problem.hardware import PRESETS
 from flashsim.problem.links import Link
 from flashsim.problem.problem import Problem
-from flashsim.schedule.splitting import fill
+from flashsim.schedule.split_kv import fill
 
 _ONE_HEAD = opt.Lengths(n_q=512, head_dim=64, dtype="float32")
 

@@ -11,7 +11,7 @@ from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
-from flashsim.schedule.itinerary import ALGORITHMS
+from flashsim.schedule.dataflow import ALGORITHMS
 from flashsim.schedule.names import TENSORS
 from flashsim.schedule.tiling import Tiling
 

@@ -18,7 +18,7 @@ from flashsim.problem.precision import USUAL, round_to
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule import plans
 from flashsim.schedule.split import WHOLE, Split
-from flashsim.schedule.splitting import choose
+from flashsim.schedule.split_kv import choose
 from flashsim.schedule.tensors import BIAS, COL, INPUTS, ROW, TILE, rows_a_scale, shape
 from flashsim.schedule.tensors import dtype as dtype_of
 from flashsim.schedule.tiling import Tiling

@@ -20,7 +20,7 @@ if not hasattr(jax, "ffi"):
         "pip install 'flashsim-attention[jax]'"
     )
 
+from flashsim.jax.attention_override import dot_product_attention
 from flashsim.jax.functional import attention
-from flashsim.jax.stand_in import dot_product_attention
 
 __all__ = ["attention", "dot_product_attention"]

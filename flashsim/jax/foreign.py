@@ -18,7 +18,7 @@ import numpy as np
 
 from flashsim.api import execution
 from flashsim.backends.failures import require_cupy
-from flashsim.jax import frames
+from flashsim.jax import xla_ffi
 
 FORWARD, BACKWARD = "flashsim_attention", "flashsim_attention_backward"
 
@@ -40,7 +40,7 @@ def backward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
     return [got.dq, got.dk, got.dv, *([] if got.dbias is None else [got.dbias])]
 
 
-def _answer(function: Callable[..., list[Any]], place: Any, call: frames.ForeignCall) -> None:
+def _answer(function: Callable[..., list[Any]], place: Any, call: xla_ffi.ForeignCall) -> None:
     question = json.loads(call.text("question"))
     names, _ = question.pop("operands"), question.pop("options")
     question["backend"] = question["backend"] or place.backend
@@ -97,15 +97,15 @@ class OnCpu:
 
     backend = "numba"
 
-    def __init__(self, call: frames.ForeignCall) -> None:
+    def __init__(self, call: xla_ffi.ForeignCall) -> None:
         self.active: AbstractContextManager[Any] = nullcontext()
 
-    def array(self, buffer: frames.XlaArray) -> Any:
+    def array(self, buffer: xla_ffi.XlaArray) -> Any:
         """What a buffer holds."""
         memory: Any = (ctypes.c_char * buffer.nbytes).from_address(buffer.address)
         return np.frombuffer(memory, buffer.dtype).reshape(buffer.shape)
 
-    def store(self, buffer: frames.XlaArray, x: Any) -> None:
+    def store(self, buffer: xla_ffi.XlaArray, x: Any) -> None:
         """Write a result."""
         np.copyto(self.array(buffer), x)
 
@@ -115,7 +115,7 @@ class OnGpu:
 
     backend = "cupy"
 
-    def __init__(self, call: frames.ForeignCall) -> None:
+    def __init__(self, call: xla_ffi.ForeignCall) -> None:
         require_cupy("cupy")
         import cupy
 
@@ -126,13 +126,13 @@ class OnGpu:
         self.device = cupy.cuda.runtime.pointerGetAttributes(address).device
         self.active: AbstractContextManager[Any] = ForeignStream(self.device, self.stream)
 
-    def array(self, buffer: frames.XlaArray) -> Any:
+    def array(self, buffer: xla_ffi.XlaArray) -> Any:
         """What a buffer holds."""
         cuda = self.cupy.cuda
         memory = cuda.UnownedMemory(buffer.address, buffer.nbytes, None, self.device)
         return self.cupy.ndarray(buffer.shape, buffer.dtype, cuda.MemoryPointer(memory, 0))
 
-    def store(self, buffer: frames.XlaArray, x: Any) -> None:
+    def store(self, buffer: xla_ffi.XlaArray, x: Any) -> None:
         """Write a result, as soon as the stream has got so far."""
         x = self.cupy.ascontiguousarray(x)
         to_device = self.cupy.cuda.runtime.memcpyDeviceToDevice
@@ -143,4 +143,4 @@ class OnGpu:
 
 for _name, _function in ((FORWARD, forward), (BACKWARD, backward)):
     for _platform, _place in (("cpu", OnCpu), ("CUDA", OnGpu)):
-        frames.register(_name, _platform, partial(_answer, _function, _place))
+        xla_ffi.register(_name, _platform, partial(_answer, _function, _place))

@@ -11,10 +11,10 @@ from flashsim.errors import DTypeError, OptionError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.schedule import plans
-from flashsim.schedule.clump import clump_size
+from flashsim.schedule.head_grouping import clump_size
 from flashsim.schedule.plans import heads_of
 from flashsim.schedule.schedule import Schedule
-from flashsim.schedule.splitting import occupancy
+from flashsim.schedule.split_kv import occupancy
 from flashsim.schedule.tables import INT32
 
 ORDERS = ("head-first", "tile-first", "longest-first", "grouped", "in-turns")
@@ -38,7 +38,7 @@ class L2Model:
         tensors stay in L2 together, the longest tiles of a group first (as FlashAttention-3 does,
         and the kernels of `flashsim.backends`: `clump_size`). "in-turns": likewise, but a fused
         backward adds to dQ in a fixed order: its blocks take the columns that start at the last
-        rows first and wait for their turns (`flashsim.schedule.turns`).
+        rows first and wait for their turns (`flashsim.schedule.dq_order`).
     walk : {"straight", "sawtooth", "in-step"}
         "sawtooth": every other wave of blocks takes its visits backwards, so that it begins with
         what the wave before left in L2 (arXiv:2601.16032). "in-step": with keys outside, likewise,

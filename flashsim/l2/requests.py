@@ -13,6 +13,7 @@ from flashsim.l2.launch import L2Model
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
+from flashsim.schedule.dq_order import turns
 from flashsim.schedule.plans import heads_of
 from flashsim.schedule.schedule import Csr, Schedule
 from flashsim.schedule.tensors import (
@@ -25,7 +26,6 @@ from flashsim.schedule.tensors import (
     matrices,
     shape,
 )
-from flashsim.schedule.turns import turns
 
 #: Most requests of one stage, and most different tiles, that are replayed: 5 B and 40 B each.
 MOST_REQUESTS, MOST_TILES = 400_000_000, 50_000_000
@@ -162,7 +162,7 @@ def stream(
         Without Numba.
     """
     require_numba("the model of the L2 cache")
-    from flashsim.l2.weaving import weave
+    from flashsim.l2.interleave import weave
 
     p, merges = schedule.problem, stage.parts == "merges"
     parts = [_requests(tiles, moves, merges=merges) for moves in _moves(stage)]

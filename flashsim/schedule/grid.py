@@ -12,7 +12,7 @@ import numpy as np
 
 from flashsim.problem.problem import Problem, Segment
 from flashsim.schedule import tables
-from flashsim.schedule.bands import Strip
+from flashsim.schedule.closed_sums import Strip
 from flashsim.schedule.plans import Outer
 from flashsim.schedule.split import Split
 from flashsim.schedule.tiling import Tiling

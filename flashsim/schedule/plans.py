@@ -15,18 +15,18 @@ from typing import NamedTuple
 from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
-from flashsim.schedule import itinerary
-from flashsim.schedule.itinerary import Itinerary, Outer, Per
+from flashsim.schedule import dataflow
+from flashsim.schedule.dataflow import Itinerary, Outer, Per
 from flashsim.schedule.names import OPS, TRANSFERS
 from flashsim.schedule.split import WHOLE, Split
 from flashsim.schedule.tensors import BIASES, COL, INPUTS, ROW, TILE, rows_a_scale, shape
 
-ALGORITHMS = tuple(itinerary.ALGORITHMS)
+ALGORITHMS = tuple(dataflow.ALGORITHMS)
 #: Those with a backward pass.
-TRAINING = tuple(name for name, one in itinerary.ALGORITHMS.items() if one.backward)
+TRAINING = tuple(name for name, one in dataflow.ALGORITHMS.items() if one.backward)
 #: Of these, those whose backward pass takes any schedule.
 GENERAL = tuple(
-    name for name in TRAINING if not any(x.once for x in itinerary.ALGORITHMS[name].backward)
+    name for name in TRAINING if not any(x.once for x in dataflow.ALGORITHMS[name].backward)
 )
 DIRECTIONS = ("forward", "backward")
 
@@ -148,7 +148,7 @@ def _stages(problem: Problem, algorithm: str, direction: str, packed: bool) -> t
     if direction == "backward":
         check_backward(algorithm)
     wide = problem.itemsize == problem.compute_itemsize
-    listed: tuple[Itinerary, ...] = getattr(itinerary.ALGORITHMS[algorithm], direction)
+    listed: tuple[Itinerary, ...] = getattr(dataflow.ALGORITHMS[algorithm], direction)
     if packed:
         listed = tuple(one._replace(per="group") for one in listed)
     made = (_stage(problem, one) for one in listed if not (wide and one.converts))
@@ -245,7 +245,7 @@ def check_backward(algorithm: str) -> None:
 @lru_cache(maxsize=32)
 def splits_keys(algorithm: str) -> bool:
     """Whether the algorithm walks the keys of a row tile in parts (see `Split`)."""
-    return any(one.parts for one in itinerary.ALGORITHMS[algorithm].forward)
+    return any(one.parts for one in dataflow.ALGORITHMS[algorithm].forward)
 
 
 def heads_of(stage: Stage, problem: Problem) -> tuple[int, int]:

@@ -28,9 +28,9 @@ from flashsim.errors import MaskError, OptionError, TilingError, own_errors
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.schedule import tables
+from flashsim.schedule.file_mask import Csr, SavedMask
 from flashsim.schedule.grid import Grid
 from flashsim.schedule.plans import Outer, Stage
-from flashsim.schedule.savedmask import Csr, SavedMask
 from flashsim.schedule.split import WHOLE, Split, cut
 from flashsim.schedule.tables import FULL, MASKED
 from flashsim.schedule.tiling import Tiling

@@ -6,7 +6,7 @@ import numpy as np
 
 from flashsim.errors import TilingError, UnsupportedError
 from flashsim.problem.problem import Problem
-from flashsim.schedule.savedmask import Csr
+from flashsim.schedule.file_mask import Csr
 from flashsim.schedule.tiling import Tiling
 
 FULL, MASKED = 0, 1

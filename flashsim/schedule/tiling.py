@@ -163,7 +163,7 @@ class Tiling:
 
         The first line of Algorithm 1 in arXiv:2205.14135, B_c = ceil(M / 4d), leaves out the score
         tile, and so can exceed M. An algorithm that splits keys has tiles of at most 128 keys, so
-        that the parts are equal; `flashsim.schedule.splitting.fill` says how many parts fill a
+        that the parts are equal; `flashsim.schedule.split_kv.fill` says how many parts fill a
         device. An algorithm with one key tile per row tile has all keys of a sequence in one tile.
 
         Raises

@@ -19,9 +19,9 @@ except ImportError as error:
     ) from None
 
 from flashsim.torch.functional import FlashAttention, attention
-from flashsim.torch.link import count_sent
+from flashsim.torch.process_group import count_sent
 from flashsim.torch.ring import ring_attention, shard
-from flashsim.torch.stand_in import install
+from flashsim.torch.sdpa_override import install
 from flashsim.torch.watch import watch
 
 __all__ = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashsim.torch.link import Parcel
+from flashsim.torch.process_group import Parcel
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.torch import functional, ops
 from flashsim.torch.combining import NOTHING, Share, merge_into
-from flashsim.torch.link import DTYPES, Member, Parcel, Pending, parcel, room
+from flashsim.torch.process_group import DTYPES, Member, Parcel, Pending, parcel, room
 
 
 @torch.compiler.disable

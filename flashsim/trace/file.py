@@ -30,11 +30,11 @@ from flashsim.errors import TraceError, shown
 from flashsim.problem.hardware import Device
 from flashsim.problem.masks import BlockMask
 from flashsim.report import beside
+from flashsim.schedule.file_mask import Csr, SavedMask
 from flashsim.schedule.names import OPS, TENSORS
-from flashsim.schedule.savedmask import Csr, SavedMask
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
-from flashsim.trace import soundness
+from flashsim.trace import validate
 from flashsim.trace.archive import Archive
 from flashsim.trace.events import EVENT, PHASES, ROLES, TIMELINE, StageTrace
 from flashsim.trace.recording import Recording
@@ -117,7 +117,7 @@ def _read(file: Any, path: str) -> Recording:
         header = _header(archive)
         if not isinstance(header, dict) or header.get("format") != FORMAT:
             raise TraceError(f"{path!r} is an archive with a header, but not a flashsim trace")
-        soundness.typed("the header", header, {"version": int})
+        validate.typed("the header", header, {"version": int})
         if header["version"] > VERSION:
             raise TraceError(
                 f"{path!r} has trace format {header['version']}, written by flashsim "
@@ -195,16 +195,16 @@ def _pack_stage(stage: StageTrace) -> dict[str, Any]:
         "buffers": [buffer[:5] for buffer in stage.stage.buffers],
         "tiling": [schedule.tiling.block_q, schedule.tiling.block_k],
         "key_order": schedule.key_order,
-        "split": soundness.split_entry(schedule.split),
+        "split": validate.split_entry(schedule.split),
         "repeat": stage.repeat,
         "stride": stage.stride,
     }
 
 
 def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
-    own = soundness.own(header.get("own"))
+    own = validate.own(header.get("own"))
     tensors = TENSORS if own is None else (*TENSORS, *own.tensors)
-    soundness.header(header, tensors)
+    validate.header(header, tensors)
     kinds = _members(header, archive)
     shapes = {name: archive.shape(name, *kind) for name, kind in kinds.items()}
     found = {name: list(shape) for name, shape in shapes.items()}
@@ -215,53 +215,53 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
     def read(name: str) -> np.ndarray:
         return archive.read(name, kinds[name][0], shapes[name])
 
-    problem = soundness.problem(header["problem"])
+    problem = validate.problem(header["problem"])
     masks: dict[str, Any] = {}
     if "block_mask" in header:
-        cells = soundness.integers("block_mask", header["block_mask"], 2, 1)
-        soundness.grid(shapes["block_mask"], problem, *cells)
+        cells = validate.integers("block_mask", header["block_mask"], 2, 1)
+        validate.grid(shapes["block_mask"], problem, *cells)
         masks["block_mask"] = BlockMask(read("block_mask"), *cells)
     if "mask" in header:
         tables: dict[Tiling, Csr] = {}
-        packed = soundness.split(header["stages"][0]).pack_gqa
+        packed = validate.split(header["stages"][0]).pack_gqa
         rows_each = problem.group if packed else 1
         for n, sides in enumerate(header["mask"]["tilings"]):
             tiling = Tiling(*sides)
             ptr, col, kind = _csr(n)
-            soundness.length_of_mask(
+            validate.length_of_mask(
                 shapes[ptr], shapes[col], shapes[kind], problem, tiling, rows_each
             )
             tables[tiling] = read(ptr), read(col), read(kind)
-            soundness.mask_table(tables[tiling], problem, tiling, rows_each)
+            validate.mask_table(tables[tiling], problem, tiling, rows_each)
         masks["mask"] = SavedMask(header["mask"]["name"], tables)
-    problem = soundness.problem(header["problem"], **masks)
+    problem = validate.problem(header["problem"], **masks)
 
     names, algorithm, direction = header["names"], header["algorithm"], header["direction"]
     stages, walks = [], []
     for n, entry in enumerate(header["stages"]):
         mine = own is not None
-        walk, tiling, repeat, stride = soundness.stage(
+        walk, tiling, repeat, stride = validate.stage(
             entry, problem, algorithm, direction, own=mine
         )
         if "mask" in masks and tiling not in masks["mask"].tables:
             raise ValueError(f"stage {walk.name!r}: the mask was not saved for {tiling} tiles")
-        soundness.length_of_events(shapes[f"events_{n}"][0], walk, problem, tiling, own=mine)
-        how = walk.outer, entry["key_order"], walk.dense, soundness.split(entry)
+        validate.length_of_events(shapes[f"events_{n}"][0], walk, problem, tiling, own=mine)
+        how = walk.outer, entry["key_order"], walk.dense, validate.split(entry)
         schedule = Schedule(problem, tiling, *how)
         table = _recoded(read(f"events_{n}"), names, tensors)
-        soundness.events(table, walk, problem, tiling, own=mine)
+        validate.events(table, walk, problem, tiling, own=mine)
         costs = None
         if mine:
             costs = read(f"costs_{n}")
-            soundness.own_costs(costs, table)
+            validate.own_costs(costs, table)
         stages.append(StageTrace(walk, schedule, repeat, stride, table, costs))
         walks.append((walk, tiling))
     timeline = None
     if "timeline_sm" in shapes:
         total = sum(len(stage.events) * stage.repeat for stage in stages)
-        soundness.length_of_timeline(shapes["timeline_sm"][0], total)
+        validate.length_of_timeline(shapes["timeline_sm"][0], total)
         timeline = _recoded(_unpack_timeline(shapes, read), names, tensors)
-        soundness.timeline(timeline, walks, problem)
+        validate.timeline(timeline, walks, problem)
     return Recording(
         problem,
         Device(**header["device"]),
@@ -286,11 +286,11 @@ def _members(header: dict[str, Any], archive: Archive) -> dict[str, tuple[np.dty
     if "block_mask" in header:
         kinds["block_mask"] = np.dtype(bool), 2
     if "mask" in header:
-        saved = soundness.typed("mask", header["mask"], {"name": str, "tilings": list})
+        saved = validate.typed("mask", header["mask"], {"name": str, "tilings": list})
         for n, tiling in enumerate(saved["tilings"]):
-            soundness.integers("a mask's tiling", tiling, 2, 1)
+            validate.integers("a mask's tiling", tiling, 2, 1)
             kinds |= dict.fromkeys(_csr(n), (_INT32, 1))
-    soundness.typed("members", header.get("members", {}), {})
+    validate.typed("members", header.get("members", {}), {})
     # A file from before headers named their members: some of a timeline stands for all of it.
     if any(name.startswith("timeline_") for name in header.get("members", archive.names)):
         kinds |= {f"timeline_{name}": (TIMELINE[name], 1) for name in TIMELINE.names or ()}
@@ -334,7 +334,7 @@ def _recoded(table: np.ndarray, names: dict[str, list[str]], tensors: Sequence[s
     for field, ours in {**_NAMES, "tensor": tensors}.items():
         if field in (table.dtype.names or ()):
             codes = np.array([ours.index(name) for name in names[field]], np.uint8)
-            soundness.within(f"codes of {field}", table[field], 0, len(codes))
+            validate.within(f"codes of {field}", table[field], 0, len(codes))
             table[field] = codes[table[field]] if len(table) else 0
     table.setflags(write=False)
     return table

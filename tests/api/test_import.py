@@ -71,16 +71,16 @@ def test_counting_loads_nothing_heavier_either():
 ROOT = Path(__file__).parents[2]
 
 
-def storeys(page):
-    """The table of docs/reference/design.md: for each storey its parts, from the ground up."""
-    _, _, table = page.partition("| storey |")
+def layers(page):
+    """The table of docs/reference/design.md: for each layer its parts, from the ground up."""
+    _, _, table = page.partition("| layer |")
     rows = table.partition("\n\n")[0].splitlines()[2:]
     return [re.findall(r"`(\w+)`", row.split("|")[1]) for row in rows]
 
 
 DESIGN = (ROOT / "docs/reference/design.md").read_text(encoding="utf-8")
-STOREYS = storeys(DESIGN)
-RANK = {name: rank for rank, names in enumerate(STOREYS) for name in names}
+LAYERS = layers(DESIGN)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 
 def sources():
@@ -115,7 +115,7 @@ def imports_of(source, known=SOURCES):
 
 
 def climbs(sources, rank):
-    """(module, what it imports from a storey that does not lie below its own)."""
+    """(module, what it imports from a layer that does not lie below its own)."""
     found = []
     for me, text in sources.items():
         if me == "flashsim":
@@ -140,17 +140,17 @@ def circles(graph):
     return sorted(graph)
 
 
-def test_every_part_has_its_storey():
+def test_every_part_has_its_layer():
     parts = {name.split(".")[1] for name in SOURCES if "." in name}
     assert parts == set(RANK)
 
 
-def test_every_room_of_a_storey_is_listed():
-    listed = re.findall(r"^\| `(\w+)` \| (`.*?) \|", DESIGN.partition("| storey |")[2], re.M)
+def test_every_module_of_a_layer_is_listed():
+    listed = re.findall(r"^\| `(\w+)` \| (`.*?) \|", DESIGN.partition("| layer |")[2], re.M)
     assert len(listed) > 10
-    for storey, rooms in listed:
-        modules = {name.split(".")[2] for name in SOURCES if name.startswith(f"flashsim.{storey}.")}
-        assert set(re.findall(r"`(\w+)`", rooms)) == modules, storey
+    for layer, modules_ in listed:
+        modules = {name.split(".")[2] for name in SOURCES if name.startswith(f"flashsim.{layer}.")}
+        assert set(re.findall(r"`(\w+)`", modules_)) == modules, layer
 
 
 def test_no_import_climbs():
@@ -183,7 +183,7 @@ def test_the_parser_sees_every_kind_of_import(source, found):
     assert imports_of(source) == found
 
 
-# flashsim: the storeys, and four rooms on top of api (torch, jax, distributed, exercises).
+# flashsim: the layers, and four packages on top of api (torch, jax, distributed, exercises).
 @pytest.mark.parametrize(
     ("folder", "most"), [("flashsim", 18), ("backends", 12), ("viz", 12), ("tests", 15)]
 )

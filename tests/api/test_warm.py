@@ -9,14 +9,14 @@ from typer.testing import CliRunner
 
 import flashsim
 from flashsim.cli.app import app
-from flashsim.engines.cpu import chosen, threads
+from flashsim.engines.cpu import heuristics, threads
 from flashsim.problem.problem import Problem
 
 
 def test_a_warm_process_finds_everything_compiled():
     """Of another shape, and of the other type of 16 bits if it is multiplied likewise."""
     flashsim.warm("float16")
-    halves, others = (chosen.cpu(None, Problem(64, dtype=x)) for x in ("float16", "bfloat16"))
+    halves, others = (heuristics.cpu(None, Problem(64, dtype=x)) for x in ("float16", "bfloat16"))
     for dtype in ("float16", "bfloat16") if type(halves) is type(others) else ("float16",):
         again = flashsim.warm(dtype, 32)
         assert again.compiled == ()

@@ -7,7 +7,7 @@ from commands import invoke, rows
 import flashsim
 from flashsim import Problem, l2
 from flashsim.problem.hardware import PRESETS
-from flashsim.schedule.splitting import fill
+from flashsim.schedule.split_kv import fill
 from flashsim.studies import predict
 
 SIZES = ("-a", "flash-decode", "-n", 1, "--n-kv", 64, "-b", 2, "--heads", 4, "--kv-heads", 2)

@@ -11,7 +11,7 @@ from flashsim.l2.launch import SIDE
 from flashsim.schedule.names import OPS, TENSORS, TRANSFERS
 from flashsim.schedule.plans import DIRECTIONS
 from flashsim.schedule.plans import GENERAL as ALGORITHMS
-from flashsim.schedule.splitting import occupancy
+from flashsim.schedule.split_kv import occupancy
 
 PROBLEMS = {
     "plain": Problem(50, 70, head_dim=8, batch=2, heads=2),

@@ -20,7 +20,7 @@ from tile_machine import EmulatedAmx, EmulatedBf16, Refused, TileMachine
 import flashsim
 from flashsim import BackendUnavailable, OptionError, Tiling
 from flashsim.api import arrays
-from flashsim.engines.cpu import chosen, engine, operands
+from flashsim.engines.cpu import engine, heuristics, operands
 from flashsim.engines.cpu.bf16_dot import codegen, operations, packing, tiles
 from flashsim.engines.cpu.micro_kernels import amx, pair_writer, plain, registers
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, PAIRED, ROWS, Amx, Avx512Bf16
@@ -400,7 +400,7 @@ def judged(x, algorithm, micro_kernel=None, traces=False, **options):
 def emulated(request, monkeypatch):
     """The engine on a CPU that this one is not."""
     tile_machine.emulate(monkeypatch)
-    monkeypatch.setattr(chosen, "cpu", lambda *_, **__: request.param(64))
+    monkeypatch.setattr(heuristics, "cpu", lambda *_, **__: request.param(64))
     yield request.param
     assert tile_machine.ERRORS == []
     for machine in tile_machine.ALL:
@@ -585,7 +585,7 @@ def test_bfloat16_takes_what_this_process_may_use(
     for cached in ("_host", "_lacks", "pays"):
         monkeypatch.setattr(registers, cached, getattr(registers, cached).__wrapped__)
     choose = lambda dtype, one=False, heads=1: type(  # noqa: E731
-        chosen.cpu(None, flashsim.Problem(1, dtype=dtype, heads=heads, kv_heads=1), one=one)
+        heuristics.cpu(None, flashsim.Problem(1, dtype=dtype, heads=heads, kv_heads=1), one=one)
     )
     assert choose("bfloat16") is kind
     # One query a head: pairs where arithmetic is the limit.
@@ -594,7 +594,7 @@ def test_bfloat16_takes_what_this_process_may_use(
     assert choose("float32") not in (Amx, Avx512Bf16)
     if refused:
         with pytest.raises(BackendUnavailable, match="Linux refuses"):
-            chosen.cpu("amx", flashsim.Problem(1, dtype="bfloat16"))
+            heuristics.cpu("amx", flashsim.Problem(1, dtype="bfloat16"))
 
 
 class Kernel:

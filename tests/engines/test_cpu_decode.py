@@ -16,9 +16,9 @@ from tile_machine import EmulatedAmx, EmulatedBf16
 
 import flashsim
 from flashsim import BackendUnavailable, Tiling
-from flashsim.engines.cpu import chosen, walks_decode
+from flashsim.engines.cpu import heuristics, kernels_decode
 from flashsim.engines.cpu.bf16_dot.operations import begin_tiles, end_tiles
-from flashsim.engines.cpu.micro_kernels import along, plain, registers
+from flashsim.engines.cpu.micro_kernels import decode_gemv, plain, registers
 from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16, FLOAT16
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, Amx, Avx512, Avx512Bf16, Plain
 from flashsim.problem.masks import masked_score
@@ -176,7 +176,7 @@ EMULATED = [
 def test_tiles_decode_on_an_emulated_cpu(shape, monkeypatch):
     heads, kv_heads, keys, d, dv, tile = shape
     tile_machine.emulate(monkeypatch)
-    monkeypatch.setattr(chosen, "cpu", lambda *_, **__: EmulatedAmx(64))
+    monkeypatch.setattr(heuristics, "cpu", lambda *_, **__: EmulatedAmx(64))
     x = tensors(1, keys, d, dtype="bfloat16", heads=heads, kv_heads=kv_heads, dv=dv)
     before = [dict(machine.counts) for machine in tile_machine.ALL]
     result = agree(x, tiling=Tiling(1, tile))
@@ -194,7 +194,7 @@ def test_tiles_decode_on_an_emulated_cpu(shape, monkeypatch):
 def test_panels_that_do_not_hold_the_heads_of_a_tile_are_refused(monkeypatch):
     """Decoding would write beyond the end of O."""
     tile_machine.emulate(monkeypatch)
-    monkeypatch.setattr(chosen, "cpu", lambda *_, **__: EmulatedAmx(64))
+    monkeypatch.setattr(heuristics, "cpu", lambda *_, **__: EmulatedAmx(64))
     monkeypatch.setitem(registers.NARROW, EmulatedAmx, registers.Avx2Narrow)
     x = tensors(1, 70, 64, dtype="bfloat16")
     with pytest.raises(BackendUnavailable, match=r"16 heads at a time, and panels of 8 lanes"):
@@ -215,7 +215,7 @@ def test_panels_that_do_not_hold_the_heads_of_a_tile_are_refused(monkeypatch):
 def test_panels_of_one_register_are_those_of_the_chosen_cpu(cpu, lanes, host, monkeypatch):
     """Also where another CPU's code was chosen than this one's, as tests do."""
     monkeypatch.setattr(registers, "_host", lambda: host)
-    assert chosen.narrow(cpu, "float32").width == lanes
+    assert heuristics.narrow(cpu, "float32").width == lanes
 
 
 def test_a_score_beyond_float32_stays_one_where_the_scale_brings_it_back():
@@ -243,7 +243,7 @@ def test_heads_that_share_keys_make_arithmetic_of_decoding(group, d, pairs, tile
     """As measured on a CPU with either: more work is hidden behind memory where it has AMX."""
     p = flashsim.Problem(1, 4096, d, heads=2 * group, kv_heads=2, dtype="bfloat16")
     for name, limits in (("avx512_bf16", pairs), ("amx", tiles)):
-        assert chosen.arithmetic_limits(p, chosen.PRODUCTS[name]) is limits
+        assert heuristics.arithmetic_limits(p, heuristics.PRODUCTS[name]) is limits
 
 
 @pytest.mark.thorough  # walks of plain definitions take long to compile
@@ -264,7 +264,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(n_kv):
     ("walks", "visits", "parts"), [(1, 0, 1), (1, 7, 1), (1, 64, 16), (1, 4096, 64), (64, 4096, 1)]
 )
 def test_parts_keep_threads_busy_and_stay_long(walks, visits, parts):
-    assert walks_decode.parts_of(walks, visits) == parts
+    assert kernels_decode.parts_of(walks, visits) == parts
 
 
 def test_parts_without_a_key_count_for_nothing():
@@ -273,7 +273,7 @@ def test_parts_without_a_key_count_for_nothing():
     tops = np.float32([[0, -np.inf], [-np.inf, -np.inf], [1, -np.inf]]).reshape(-1)
     totals = np.float32([[2, 0], [0, 0], [1, 0]]).reshape(-1)
     out, lse = np.full(7, 7, np.float32), np.full(2, 7, np.float32)
-    walks_decode.put_together(out, 1, lse, sums, tops, totals, 3, 2, 0, 2, 2)
+    kernels_decode.put_together(out, 1, lse, sums, tops, totals, 3, 2, 0, 2, 2)
     total = 2 / np.e + 1
     expected = [7, (1 / np.e + 3) / total, (2 / np.e + 5) / total, 0, 0, 7, 7]
     np.testing.assert_allclose(out, expected, rtol=1e-6)
@@ -463,7 +463,7 @@ def test_softmax_along_of_scores_that_count_as_masked(kind, dtype, halves):
 def test_lines_are_brought_into_the_cache_that_has_room_for_them(cpu, locality, monkeypatch):
     """The second one on AMD's CPUs, of K's rows and of V's."""
     monkeypatch.setattr(registers.llvm, "get_host_cpu_name", lambda: cpu)
-    for build in (along.build_dots, along.build_weigh):
+    for build in (decode_gemv.build_dots, decode_gemv.build_weigh):
         module = ir.Module()
         build(module, BLOCKING[Avx512], 4)
         asked = re.findall(r"prefetch[^)]*, i32 0, i32 (\d), i32 1\)", str(module))

@@ -82,7 +82,7 @@ QUANTIZE, NUMBERS = "flashsim.api.quantize", "flashsim.problem.precision"
 DECODING, MERGE = "flashsim.algorithms.decode", "flashsim.algorithms.merge"
 
 AMX, STEPS = "flashsim.engines.cpu.bf16_dot.tiles", "flashsim.engines.cpu.bf16_dot.steps"
-ALONG = "flashsim.engines.cpu.micro_kernels.along_tiles"
+ALONG = "flashsim.engines.cpu.micro_kernels.decode_gemv_amx"
 
 FAULTS = {
     # -- One visit ------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ FAULTS = {
     "standard-row-sum-left-out": Fault(
         "standard attention's dS = P dP",
         STANDARD,
-        "(dP_i - (P_i * dP_i).sum(axis=-1, keepdims=True))",
+        "(dP_i - D_i[..., None])",
         "dP_i",
         KINDS_STANDARD,
     ),

@@ -9,7 +9,7 @@ import flashsim
 from flashsim import Device, Problem, SramOverflow, Tiling, TilingError
 from flashsim.schedule import plans
 from flashsim.schedule.presets import PRESETS
-from flashsim.schedule.splitting import fill
+from flashsim.schedule.split_kv import fill
 from flashsim.schedule.tiling import SIDES
 
 ALL = [(a, d) for a in plans.GENERAL for d in plans.DIRECTIONS]

@@ -18,7 +18,7 @@ from wrong_solutions import WRONG, seeded
 import flashsim
 from flashsim import OptionError
 from flashsim.cli.app import app
-from flashsim.exercises import Marks, apart, get, grade, names, words
+from flashsim.exercises import Marks, get, grade, names, subprocess_grader, words
 from flashsim.exercises.exercise import KINDS
 from flashsim.exercises.source import Refused, checked
 
@@ -221,7 +221,7 @@ def solved(tmp_path):
 
 def test_a_process_of_its_own(solved):
     solved.write_text(solved.read_text() + "print('a' * 100_000)\n")
-    marks, trace = apart.grade_file(solved)
+    marks, trace = subprocess_grader.grade_file(solved)
     assert marks.points == 100
     assert trace.bytes() == FLASH2.full_marks_bytes
     assert trace.algorithm == "solution"
@@ -237,7 +237,7 @@ def test_a_process_of_its_own(solved):
 )
 def test_a_process_that_does_not_come_back(solved, text, limit, kind, said):
     solved.write_text(text)
-    marks, trace = apart.grade_file(solved, "flash2-forward", limit=limit)
+    marks, trace = subprocess_grader.grade_file(solved, "flash2-forward", limit=limit)
     assert (marks.points, trace, marks.marks[0].kind) == (0, None, kind)
     assert said in marks.marks[0].words
 
@@ -249,7 +249,7 @@ def test_memory_that_grows(solved):
     grow += "        kept.append(bytes(10**6))\n    raise ValueError('all there')\n"
     for pieces, memory, kind in ((500, 100, "memory"), (500, None, "error"), (50, 100, "error")):
         solved.write_text(grow.format(pieces))
-        marks, _ = apart.grade_file(solved, "flash2-forward", memory=memory)
+        marks, _ = subprocess_grader.grade_file(solved, "flash2-forward", memory=memory)
         assert marks.marks[0].kind == kind
     assert marks.marks[0].words.startswith("ValueError: all there")
 
@@ -257,24 +257,24 @@ def test_memory_that_grows(solved):
 def test_a_memory_where_none_can_be_limited(solved, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(OptionError, match="memory=100: only Linux can limit it"):
-        apart.grade_file(solved, memory=100)
-    assert apart.grade_file(solved)[0].points == 100
+        subprocess_grader.grade_file(solved, memory=100)
+    assert subprocess_grader.grade_file(solved)[0].points == 100
 
 
 def test_what_the_child_does(solved, tmp_path):
-    apart.main("flash2-forward", str(solved), str(tmp_path))
+    subprocess_grader.main("flash2-forward", str(solved), str(tmp_path))
     assert Marks.from_json((tmp_path / "marks.json").read_text()).points == 100
     assert flashsim.Trace.load(tmp_path / "trace.npz").bytes() == FLASH2.full_marks_bytes
 
 
 def test_files_that_cannot_be_graded(tmp_path):
     with pytest.raises(OptionError, match="cannot read"):
-        apart.grade_file(tmp_path / "none.py")
+        subprocess_grader.grade_file(tmp_path / "none.py")
     (tmp_path / "x.py").write_text("def solution(machine): pass\n")
     with pytest.raises(OptionError, match=r"x\.py does not say which exercise"):
-        apart.grade_file(tmp_path / "x.py")
+        subprocess_grader.grade_file(tmp_path / "x.py")
     with pytest.raises(OptionError, match=r"no exercise 'flash2-backward'.*did you mean"):
-        apart.grade_file(tmp_path / "x.py", "flash2-backward")
+        subprocess_grader.grade_file(tmp_path / "x.py", "flash2-backward")
 
 
 def test_files_as_windows_writes_them(solved, tmp_path):
@@ -287,10 +287,10 @@ def test_files_as_windows_writes_them(solved, tmp_path):
         f"# -*- coding: latin-1 -*-\n# gr\u00fcn\n{text}".encode("latin-1"),
     ):
         written.write_bytes(encoded)
-        assert apart.grade_file(written)[0].points == 100
+        assert subprocess_grader.grade_file(written)[0].points == 100
     for encoded in (f"{text}# gr\u00fcn".encode("latin-1"), text.encode("utf-16")):
         written.write_bytes(encoded)
-        marks, trace = apart.grade_file(written, "flash2-forward")
+        marks, trace = subprocess_grader.grade_file(written, "flash2-forward")
         assert (marks.points, marks.marks[0].kind, trace) == (0, "syntax", None)
         assert "Python cannot read the file: " in marks.text()
 
@@ -317,7 +317,7 @@ def test_a_lecturers_exercise_is_one_file(tmp_path):
     started = ok("exercise", "start", path, "-o", tmp_path / "mine.py")
     assert f"mine.py --exercise {path}`" in started
     assert (tmp_path / "mine.py").read_text() == one.file_text
-    marks, _ = apart.grade_file(tmp_path / "mine.py", str(path))
+    marks, _ = subprocess_grader.grade_file(tmp_path / "mine.py", str(path))
     assert marks.points < 100
 
 
@@ -420,7 +420,9 @@ def test_predict(tmp_path):
 
 
 def test_grade_writes_what_is_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(apart, "grade_file", functools.cache(apart.grade_file))  # twice the same
+    monkeypatch.setattr(
+        subprocess_grader, "grade_file", functools.cache(subprocess_grader.grade_file)
+    )  # twice the same
     one = get("fewest-bytes")
     path = tmp_path / "fewest.py"
     source = seeded(one.solution_source, "*16", "12")

@@ -22,7 +22,7 @@ import numpy as np
 from llvmlite import ir
 
 from flashsim.engines.cpu.bf16_dot import codegen, tiles
-from flashsim.engines.cpu.micro_kernels import along_tiles, pair_writer, registers
+from flashsim.engines.cpu.micro_kernels import decode_gemv_amx, pair_writer, registers
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, VOID
 from flashsim.l2 import compiled
@@ -265,7 +265,7 @@ def emulate(monkeypatch) -> None:
     }
     monkeypatch.setitem(pair_writer.WRITERS, "fmas", TwoFmas)
     monkeypatch.setitem(pair_writer.WRITERS, "machine", pair_writer.PairCode)
-    monkeypatch.setitem(along_tiles.TILED, "machine", _lower)
+    monkeypatch.setitem(decode_gemv_amx.TILED, "machine", _lower)
     for pairs, build in products.items():
         monkeypatch.setitem(codegen.PRODUCTS, pairs, build)
     monkeypatch.setitem(codegen.TILES, "machine", (_once("configure"), _once("release")))

@@ -11,8 +11,8 @@ import pytest
 
 import flashsim
 from flashsim import BlockMask, Device, Tiling, Trace, TraceError
+from flashsim.schedule.file_mask import SavedMask
 from flashsim.schedule.names import TENSORS
-from flashsim.schedule.savedmask import SavedMask
 from flashsim.trace import file as tracefile
 from flashsim.trace.events import PHASES, TIMELINE
 

@@ -8,7 +8,7 @@ from typing import Any
 from flashsim.counts import traffic
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import DTypeError, OptionError, shown
-from flashsim.schedule.itinerary import ALGORITHMS
+from flashsim.schedule.dataflow import ALGORITHMS
 from flashsim.trace.trace import Trace
 from flashsim.viz.data.statistics import RowStatistics
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashsim.algorithms.tiles import finite
-from flashsim.engines.cpu import chosen, threads, walks_decode, work_tiles
+from flashsim.engines.cpu import heuristics, kernels_decode, threads, work_tiles
 from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16, FLOAT16
 from flashsim.engines.cpu.micro_kernels.writer import LINE
@@ -157,22 +157,24 @@ class _CpuPass:
         made = cls.__new__(cls)  # as `copy` makes it, which takes 0.04 ms after a pause
         made.__dict__.update(known.__dict__)
         made.job, made.stages, made.finite = job, [], set()
-        made.threads = chosen.thread_count(job.options.get("threads"))
+        made.threads = heuristics.thread_count(job.options.get("threads"))
         return made
 
     def __post_init__(self) -> None:
         job, p = self.job, self.job.problem
         _check(job)
-        self.threads = chosen.thread_count(job.options.get("threads"))
+        self.threads = heuristics.thread_count(job.options.get("threads"))
         self.cpu = _cpu(job, self.direction)
         alone = _is_one(p, self.direction)
         self.pairs = bool(registers.BLOCKING[type(self.cpu)].pairs) and not alone
         #: What a walk writes: its results, or numbers to be rounded.
         self.result = numpy_dtype(p.dtype if p.dtype in ROUNDING else p.compute_dtype)
         #: Panels of one register, of a forward pass of one query a head, which has its own walk.
-        self.narrow = chosen.narrow(self.cpu, p.compute_dtype) if alone else None
-        usual = chosen.USUAL["decode" if alone else self.direction]
-        self.tiling = chosen.tiling(p, job.tiling, job.device, job.algorithm, self.direction, usual)
+        self.narrow = heuristics.narrow(self.cpu, p.compute_dtype) if alone else None
+        usual = heuristics.USUAL["decode" if alone else self.direction]
+        self.tiling = heuristics.tiling(
+            p, job.tiling, job.device, job.algorithm, self.direction, usual
+        )
         tile = self.tiling.clip(p)
         sizes = (p.heads, p.kv_heads, p.n_q, p.n_kv, p.head_dim, p.head_dim_v)
         self.shape = Shape(*sizes, tile.block_q, tile.block_k)
@@ -235,14 +237,14 @@ class _CpuPass:
         factor = threads.frozen(np.array([mantissa], real))
         if not _one_query(p) or self.pairs:
             return threads.frozen(np.zeros(0, real)), factor
-        rows = np.zeros((p.batch * p.heads, walks_decode.padded(p.head_dim)), real)
+        rows = np.zeros((p.batch * p.heads, kernels_decode.padded(p.head_dim)), real)
         rows[:, : p.head_dim] = self.job.q.reshape(-1, p.head_dim)
         return threads.frozen(rows * np.dtype(real).type(math.ldexp(1.0, power))), factor
 
     def _parts(self) -> tuple[np.ndarray, ...]:
         """Room for what `walks_decode.decode` knows of each part."""
         p, walks = self.job.problem, self.job.problem.batch * self.job.problem.kv_heads
-        parts = walks_decode.parts_of(walks, self._stage("forward", True).visits)
+        parts = kernels_decode.parts_of(walks, self._stage("forward", True).visits)
         heads = parts * p.batch * p.heads
         sums, top, total = (np.empty(heads * n, p.compute_dtype) for n in (p.head_dim_v, 1, 1))
         return sums, top, total, np.zeros(walks, np.int64)
@@ -333,7 +335,7 @@ def _one_query(p: Problem) -> bool:
 
 def _cpu(job: Job, direction: str) -> registers.Cpu:
     one = _is_one(job.problem, direction)
-    return chosen.cpu(job.options.get("micro_kernel"), job.problem, one=one)
+    return heuristics.cpu(job.options.get("micro_kernel"), job.problem, one=one)
 
 
 def _as_floats(flat: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flashsim.engines.cpu.bf16_dot.operations import begin_tiles, end_tiles
+from flashsim.engines.cpu.kernels_decode import padded as whole_lines
 from flashsim.engines.cpu.kernels_forward import next_inner, next_item, stopped
 from flashsim.engines.cpu.micro_kernels.plain import (
     dots,
@@ -54,7 +55,6 @@ from flashsim.engines.cpu.scores import (
     visible_rows,
 )
 from flashsim.engines.cpu.tables import NOTE
-from flashsim.engines.cpu.walks_decode import padded as whole_lines
 from flashsim.schedule.schedule import MASKED
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit
 from numba.core.event import Event, Listener, register
 
-from flashsim.engines.cpu import kernels_backward, kernels_forward, thread_pool, walks_decode
+from flashsim.engines.cpu import kernels_backward, kernels_decode, kernels_forward, thread_pool
 from flashsim.engines.cpu.primitives.borrowed_args import call_with_lent
 from flashsim.engines.cpu.primitives.inline_jit import Whole
 from flashsim.engines.cpu.tables import STOP
@@ -37,7 +37,7 @@ _LESS: Any = {"no_cfunc_wrapper": True, "pipeline_class": Whole}
 #: What a walk is called by, and what it is.
 _ALL: dict[str, Callable] = {
     "forward": kernels_forward.forward,
-    "decode": walks_decode.decode,
+    "decode": kernels_decode.decode,
     "delta": kernels_backward.delta_rows,
     "grad_keys": kernels_backward.grad_keys,
     "grad_queries": kernels_backward.grad_queries,

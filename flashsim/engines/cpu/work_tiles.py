@@ -9,7 +9,7 @@ import numpy as np
 
 from flashsim.engines.cpu.tables import Tiles
 from flashsim.problem.problem import Problem
-from flashsim.schedule.savedmask import Csr
+from flashsim.schedule.file_mask import Csr
 from flashsim.schedule.schedule import MASKED, Schedule
 
 #: Bytes of its outer tiles that a thread keeps in its second-level cache, so that the inner ones,

@@ -9,7 +9,7 @@ Fill in ANSWERS: bytes and FLOPs, as integers. A multiply-add is two FLOPs.
 """
 
 from flashsim.exercises.exercise import Exercise, Question, Task
-from flashsim.exercises.truths import scores
+from flashsim.exercises.references import scores
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 

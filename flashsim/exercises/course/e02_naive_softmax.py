@@ -8,7 +8,7 @@ Load S once, store P once.
 import numpy as np
 
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.truths import softmax
+from flashsim.exercises.references import softmax
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling

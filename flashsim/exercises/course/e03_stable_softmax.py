@@ -8,7 +8,7 @@ import numpy as np
 
 from flashsim.exercises.course.e02_naive_softmax import budget
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.truths import softmax
+from flashsim.exercises.references import softmax
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 

@@ -9,7 +9,7 @@ S twice, store P once.
 import numpy as np
 
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.truths import softmax
+from flashsim.exercises.references import softmax
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling

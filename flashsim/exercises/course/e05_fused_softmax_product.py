@@ -7,7 +7,7 @@ l of eight rows on chip; when the maximum grows, rescale O as well as l. Load ea
 import numpy as np
 
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.truths import output_terms, softmax_product
+from flashsim.exercises.references import output_terms, softmax_product
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling

@@ -12,7 +12,7 @@ import numpy as np
 
 from flashsim.api.counting import count
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.truths import SLIPS, attention, output_terms
+from flashsim.exercises.references import SLIPS, attention, output_terms
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 

@@ -5,7 +5,7 @@ dO Vᵀ and O = P V). So nobody needs P for it: load O and dO once, store delta.
 """
 
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.truths import delta, scaled
+from flashsim.exercises.references import delta, scaled
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling

@@ -11,7 +11,7 @@ import numpy as np
 
 from flashsim.api.counting import count
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.truths import gradient_terms, gradients, scaled
+from flashsim.exercises.references import gradient_terms, gradients, scaled
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 

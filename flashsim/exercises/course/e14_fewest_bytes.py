@@ -14,7 +14,7 @@ import numpy as np
 
 from flashsim.counts import bounds
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.truths import SLIPS, attention, output_terms
+from flashsim.exercises.references import SLIPS, attention, output_terms
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling

@@ -22,7 +22,7 @@ from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
-from flashsim.schedule.splitting import RESERVED
+from flashsim.schedule.split_kv import RESERVED
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.predict.blocks import makespan
 from flashsim.studies.predict.calibration import CALIBRATED, DECODING, DecodeConstants

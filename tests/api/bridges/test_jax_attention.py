@@ -25,7 +25,7 @@ from flashsim.errors import (  # noqa: E402
     UnknownArgumentError,
     UnsupportedError,
 )
-from flashsim.jax import attention, dot_product_attention, frames  # noqa: E402
+from flashsim.jax import attention, dot_product_attention, xla_ffi  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -274,9 +274,9 @@ def test_what_only_the_engine_can_tell_is_said_when_it_runs():
 
 
 def test_an_interface_of_another_major_version_is_refused(monkeypatch):
-    monkeypatch.setattr(frames, "_MAJOR", 1)
+    monkeypatch.setattr(xla_ffi, "_MAJOR", 1)
     with pytest.raises(BackendUnavailable, match=r"speaks version 1.x .* speaks 0.x"):
-        frames.register("flashsim_never_called", "cpu", print)
+        xla_ffi.register("flashsim_never_called", "cpu", print)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from flashsim.errors import (  # noqa: E402
 from flashsim.problem import oracle  # noqa: E402
 from flashsim.problem.problem import Problem  # noqa: E402
 from flashsim.torch.combining import merge_into  # noqa: E402
-from flashsim.torch.link import Member  # noqa: E402
+from flashsim.torch.process_group import Member  # noqa: E402
 
 RANKS = 4
 NAMES = ("out", "dq", "dk", "dv")

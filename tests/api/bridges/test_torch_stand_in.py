@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 import flashsim.torch  # noqa: E402
 from flashsim.api import execution  # noqa: E402
 from flashsim.errors import UnsupportedError  # noqa: E402
-from flashsim.torch import stand_in  # noqa: E402
+from flashsim.torch import sdpa_override  # noqa: E402
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_compiled_code_uses_it(calls):
 def test_dropout_is_refused():
     q, k, v = tensors()
     with pytest.raises(UnsupportedError, match=r"no dropout, got 0.1; set it to 0"):
-        stand_in._cpu_forward(q, k, v, 0.1)
+        sdpa_override._cpu_forward(q, k, v, 0.1)
 
 
 # -- what torch registers for CUDA, on CPU tensors: the same code, another engine ------------------
@@ -133,22 +133,24 @@ def test_the_cuda_functions_by_their_schemas():
     """(batch, n, heads, d) or packed (tokens, heads, d): out, LSE and gradients as torch's."""
     q, k, v = (x.transpose(1, 2).contiguous() for x in tensors(20, 20))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stand_in, "default_backend", lambda x: "simulator")
-        out, lse, *state, debug = stand_in._flash_forward(
+        patch.setattr(sdpa_override, "default_backend", lambda x: "simulator")
+        out, lse, *state, debug = sdpa_override._flash_forward(
             *(q, k, v, None, None, 20, 20, 0.0, True, False), scale=0.3
         )
         cuts = torch.tensor([0, 20, 40], dtype=torch.int32)
         rows = [x.reshape(40, 3, 16) for x in (q, k, v)]
-        packed = stand_in._flash_forward(*rows, cuts, cuts, 20, 20, 0.0, True, False, scale=0.3)
+        packed = sdpa_override._flash_forward(
+            *rows, cuts, cuts, 20, 20, 0.0, True, False, scale=0.3
+        )
         whole = [x.transpose(1, 2) for x in (q, k, v)]
-        sdpa = stand_in._sdpa_forward(*whole, is_causal=True, scale=0.3)
+        sdpa = sdpa_override._sdpa_forward(*whole, is_causal=True, scale=0.3)
         dout = torch.randn_like(out)
         ends = (20, 20, 0.0, True, *state)
-        grads = stand_in._flash_backward(dout, q, k, v, out, lse, None, None, *ends, scale=0.3)
-        packed_grads = stand_in._flash_backward(
+        grads = sdpa_override._flash_backward(dout, q, k, v, out, lse, None, None, *ends, scale=0.3)
+        packed_grads = sdpa_override._flash_backward(
             dout.reshape(40, 3, 16), *rows, *packed[:2], cuts, cuts, *ends, scale=0.3
         )
-        sdpa_grads = stand_in._sdpa_backward(
+        sdpa_grads = sdpa_override._sdpa_backward(
             *(dout.transpose(1, 2), *whole, *sdpa[:2], None, None, *ends), scale=0.3
         )
     inputs = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
@@ -170,7 +172,7 @@ def test_the_cuda_functions_take_what_torch_has_for_each():
     """Each replacement takes the arguments of the schema that it is registered for."""
     import inspect
 
-    for functions in (stand_in._CPU, stand_in._CUDA):
+    for functions in (sdpa_override._CPU, sdpa_override._CUDA):
         for name, function in functions.items():
             schema = getattr(torch.ops.aten, name).default._schema
             takes = inspect.signature(function).parameters
@@ -183,7 +185,7 @@ def test_what_flash_attention_cannot_do_here_is_said():
     q, k, v = (x.transpose(1, 2) for x in tensors(20, 20))
     rest = (None, None, 20, 20, 0.0, True, False)
     with pytest.raises(UnsupportedError, match=r"takes no alibi_slopes; .*restore_flash"):
-        stand_in._flash_forward(q, k, v, *rest, alibi_slopes=torch.ones(3))
+        sdpa_override._flash_forward(q, k, v, *rest, alibi_slopes=torch.ones(3))
 
 
 @pytest.mark.parametrize("sizes", [(0, 5, 7), (2, 0, 7), (2, 5, 0)])
@@ -198,10 +200,10 @@ def test_of_nothing_zeros_as_torchs_own(calls, sizes, masked):
     assert out.shape == q.shape
     assert not out.any()
     given = [x.detach() for x in (q, k, v)]
-    mine, lse = stand_in._cpu_forward(*given, attn_mask=mask)
+    mine, lse = sdpa_override._cpu_forward(*given, attn_mask=mask)
     torch.testing.assert_close(mine, out.detach(), rtol=0, atol=0)
     assert torch.isneginf(lse).all()
-    gradients = stand_in._cpu_backward(
+    gradients = sdpa_override._cpu_backward(
         *(torch.ones_like(mine), *given, mine, lse, 0.0, False), attn_mask=mask
     )
     for got, like in zip(gradients, given, strict=True):

@@ -20,8 +20,6 @@ from __future__ import annotations
 import numpy as np
 
 from flashsim.engines.cpu.bf16_dot.codegen import build_any_product
-from flashsim.engines.cpu.micro_kernels.along import build_dots, build_softmax_along, build_weigh
-from flashsim.engines.cpu.micro_kernels.along_pairs import build_side_by_side
 from flashsim.engines.cpu.micro_kernels.codegen import (
     build_grad_scores,
     build_online_softmax,
@@ -29,6 +27,12 @@ from flashsim.engines.cpu.micro_kernels.codegen import (
     build_soft_cap,
     build_transpose,
 )
+from flashsim.engines.cpu.micro_kernels.decode_gemv import (
+    build_dots,
+    build_softmax_along,
+    build_weigh,
+)
+from flashsim.engines.cpu.micro_kernels.decode_gemv_bf16 import build_side_by_side
 from flashsim.engines.cpu.micro_kernels.float16 import (
     BFLOAT16,
     build_convert,

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from flashsim.engines.own.arithmetic import COSTS, REDUCTIONS, priced
-from flashsim.engines.own.room import Lease, Room
+from flashsim.engines.sandbox.arithmetic import COSTS, REDUCTIONS, priced
+from flashsim.engines.sandbox.room import Lease, Room
 from flashsim.errors import MemoryModelError, ShapeError
 
 _LEAD = (slice(None), slice(None))

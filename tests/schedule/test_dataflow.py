@@ -9,7 +9,7 @@ from flashsim import Device, Problem, Tiling
 from flashsim.algorithms import PASSES
 from flashsim.counts.traffic import strip_rows
 from flashsim.errors import OptionError
-from flashsim.schedule import itinerary, plans
+from flashsim.schedule import dataflow, plans
 from flashsim.schedule.names import ALLOC, CODES, TENSORS, TRANSFERS
 from flashsim.schedule.plans import DIRECTIONS
 from flashsim.schedule.plans import GENERAL as ALGORITHMS
@@ -116,7 +116,7 @@ def test_decoding_moves_what_its_itinerary_says_in_its_order(pack_gqa):
 
 
 def test_every_algorithm_has_its_page_and_every_tensor_lies_somewhere():
-    assert set(PASSES) == set(itinerary.ALGORITHMS)
+    assert set(PASSES) == set(dataflow.ALGORITHMS)
     assert set(AXES) == set(TENSORS) - {"-"}
 
 

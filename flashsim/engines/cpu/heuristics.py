@@ -7,7 +7,7 @@ from typing import Any
 
 from flashsim.engines.cpu import threads
 from flashsim.engines.cpu.bf16_dot.tiles import SIDE
-from flashsim.engines.cpu.micro_kernels import along_tiles, registers
+from flashsim.engines.cpu.micro_kernels import decode_gemv_amx, registers
 from flashsim.errors import BackendUnavailable, OptionError, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
@@ -91,7 +91,7 @@ def narrow(cpu: registers.Cpu, dtype: str) -> registers.Cpu:
     Where tiles multiply, a panel must hold the 16 heads that they write.
     """
     panel = registers.narrow(cpu, dtype)
-    tiles = registers.BLOCKING[type(cpu)].pairs in along_tiles.TILED
+    tiles = registers.BLOCKING[type(cpu)].pairs in decode_gemv_amx.TILED
     if tiles and panel.width % SIDE:
         raise BackendUnavailable(
             f"{type(cpu).__name__} decodes {SIDE} heads at a time, and panels of {panel.width} "

@@ -15,9 +15,9 @@ from llvmlite import ir
 from flashsim.engines.cpu.bf16_dot import tiles
 from flashsim.engines.cpu.bf16_dot.tiles import SIDE
 from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16
+from flashsim.engines.cpu.micro_kernels.kv_stream import HEADS, Stretch, in_blocks, lanes_below
 from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
-from flashsim.engines.cpu.micro_kernels.stretch import HEADS, Stretch, in_blocks, lanes_below
 from flashsim.engines.cpu.micro_kernels.writer import INT, LINE
 
 #: What writes a product of tiles, by `Blocking.pairs`.

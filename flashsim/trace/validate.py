@@ -16,8 +16,8 @@ from flashsim.counts.work import KINDS
 from flashsim.errors import shown
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
+from flashsim.schedule.file_mask import Csr
 from flashsim.schedule.names import COMPUTE, OPS, TENSORS, TRANSFERS
-from flashsim.schedule.savedmask import Csr
 from flashsim.schedule.split import Split
 from flashsim.schedule.tensors import COL, ROW, TILE
 from flashsim.schedule.tiling import Tiling

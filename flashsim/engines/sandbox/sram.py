@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.engines.own.arithmetic import priced
-from flashsim.engines.own.hbm import OpenHbm, Remote, part_of
-from flashsim.engines.own.lines import at_work
-from flashsim.engines.own.room import Lease, Room
-from flashsim.engines.own.spans import span, tile_number
-from flashsim.engines.own.tile import SramTile, product
+from flashsim.engines.sandbox.arithmetic import priced
+from flashsim.engines.sandbox.hbm import OpenHbm, Remote, part_of
+from flashsim.engines.sandbox.lines import at_work
+from flashsim.engines.sandbox.room import Lease, Room
+from flashsim.engines.sandbox.spans import span, tile_number
+from flashsim.engines.sandbox.tile import SramTile, product
 from flashsim.errors import DTypeError, MemoryModelError, ShapeError, SramOverflow, shown
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import numpy_dtype
@@ -22,7 +22,7 @@ from flashsim.schedule import plans
 from flashsim.schedule.names import ALLOC, COMPUTE, FREE, LOAD, REDUCE, STORE
 from flashsim.schedule.schedule import Schedule, Visit
 from flashsim.trace.events import StageTrace
-from flashsim.trace.soundness import MOST_EVENTS
+from flashsim.trace.validate import MOST_EVENTS
 
 ALL = slice(None)
 #: What room taken by arithmetic is called, until `OpenSram.name` gives it another name.

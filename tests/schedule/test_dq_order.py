@@ -5,7 +5,7 @@ import numpy as np
 import flashsim
 from flashsim import Problem, Tiling, l2
 from flashsim.l2 import model as replays
-from flashsim.schedule.turns import turns
+from flashsim.schedule.dq_order import turns
 
 
 def test_each_row_is_added_to_by_turns_that_have_come():

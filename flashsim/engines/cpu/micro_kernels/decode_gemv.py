@@ -14,12 +14,10 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from flashsim.engines.cpu.micro_kernels.along_pairs import weigh_pairs
-from flashsim.engines.cpu.micro_kernels.along_tiles import dots_in_tiles, tiled, weigh_in_tiles
+from flashsim.engines.cpu.micro_kernels.decode_gemv_amx import dots_in_tiles, tiled, weigh_in_tiles
+from flashsim.engines.cpu.micro_kernels.decode_gemv_bf16 import weigh_pairs
 from flashsim.engines.cpu.micro_kernels.float16 import rounded
-from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
-from flashsim.engines.cpu.micro_kernels.registers import Blocking
-from flashsim.engines.cpu.micro_kernels.stretch import (
+from flashsim.engines.cpu.micro_kernels.kv_stream import (
     CHUNK,
     HEADS,
     KEYS,
@@ -29,6 +27,8 @@ from flashsim.engines.cpu.micro_kernels.stretch import (
     numbers_of,
     writer_of,
 )
+from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
+from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT
 
 

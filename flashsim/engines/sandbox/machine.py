@@ -7,19 +7,19 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from flashsim.engines.own.hbm import OpenHbm
-from flashsim.engines.own.spans import span
-from flashsim.engines.own.sram import OpenSram
+from flashsim.engines.sandbox.hbm import OpenHbm
+from flashsim.engines.sandbox.spans import span
+from flashsim.engines.sandbox.sram import OpenSram
 from flashsim.errors import MemoryModelError
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
-from flashsim.schedule.itinerary import Outer, Per
+from flashsim.schedule.dataflow import Outer, Per
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.events import StageTrace
-from flashsim.trace.soundness import MOST_STAGES
+from flashsim.trace.validate import MOST_STAGES
 
 
 class OpenMachine:

@@ -12,7 +12,7 @@ from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.backends.launch_policy.portable import PORTABLE
 from flashsim.schedule import plans
-from flashsim.schedule.clump import clump_size
+from flashsim.schedule.head_grouping import clump_size
 from flashsim.studies.predict import predict
 
 H200 = Gpu("H200", (9, 0), 232448, 60 << 20)  # 132 multiprocessors

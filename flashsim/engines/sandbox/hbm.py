@@ -7,13 +7,13 @@ from typing import Any, NoReturn
 import numpy as np
 
 from flashsim.algorithms.hbm import Tensor
-from flashsim.engines.own.spans import span
+from flashsim.engines.sandbox.spans import span
 from flashsim.errors import MemoryModelError, OptionError, ShapeError, choices, shown
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule.names import CODES, TENSORS
 from flashsim.schedule.tensors import COL, ROW, TILE
-from flashsim.trace.soundness import MOST_NAMES, own_name
+from flashsim.trace.validate import MOST_NAMES, own_name
 
 #: What a tensor of one's own can be cut along.
 SIDES = {"queries": ROW, "keys": COL, "scores": TILE}

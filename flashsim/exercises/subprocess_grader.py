@@ -1,6 +1,6 @@
 """A file judged in a process of its own, which is given a time and a memory.
 
-``python -m flashsim.exercises.apart`` is what the child does.
+``python -m flashsim.exercises.subprocess_grader`` is what the child does.
 
 It writes what it found to a file, so that a solution may print what it likes. It is no
 sandbox: a file from the internet belongs into a container.

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.engines.own.lines import at_work
+from flashsim.engines.sandbox.lines import at_work
 
 
 class Room:

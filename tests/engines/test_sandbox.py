@@ -9,7 +9,7 @@ import pytest
 
 import flashsim
 from flashsim import MemoryModelError, ShapeError, SramOverflow, Tiling
-from flashsim.engines.own.tile import product
+from flashsim.engines.sandbox.tile import product
 from flashsim.problem.hardware import Device
 
 N, D = 32, 8
@@ -526,7 +526,7 @@ def test_steps_that_are_none(outer, text):
 
 
 def test_too_much_is_recorded_for_a_file(monkeypatch):
-    monkeypatch.setattr("flashsim.engines.own.sram.MOST_EVENTS", 12)
+    monkeypatch.setattr("flashsim.engines.sandbox.sram.MOST_EVENTS", 12)
     with pytest.raises(MemoryModelError, match="more than 12 events"):
         on_a_tile(lambda tile, sram, machine: [tile * 2 for _ in range(9)])
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from flashsim.engines.cpu.micro_kernels.along_tiles import side_by_side_in_tiles, tiled
+from flashsim.engines.cpu.micro_kernels.decode_gemv_amx import side_by_side_in_tiles, tiled
 from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16, SHORT
-from flashsim.engines.cpu.micro_kernels.pair_writer import WORD, PairCode
-from flashsim.engines.cpu.micro_kernels.registers import Blocking
-from flashsim.engines.cpu.micro_kernels.stretch import (
+from flashsim.engines.cpu.micro_kernels.kv_stream import (
     CHUNK,
     HEADS,
     Stretch,
@@ -20,6 +18,8 @@ from flashsim.engines.cpu.micro_kernels.stretch import (
     lanes_below,
     writer_of,
 )
+from flashsim.engines.cpu.micro_kernels.pair_writer import WORD, PairCode
+from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT
 
 
