@@ -121,9 +121,17 @@ class _Late:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is left to run; the module keeps the spec of its first name."""
-        if module.__spec__ is not None:
-            module.__spec__ = module.__spec__.loader_state
+        """Nothing is left to run; the module keeps the spec of its first name.
+
+        The modules inside that are loaded get their second name here. An import of that name would
+        put the module in place of a function of the package that has the same name.
+        """
+        second = module.__spec__
+        assert second is not None
+        module.__spec__ = second.loader_state
+        first = f"{second.origin}."
+        for name in [name for name in sys.modules if name.startswith(first)]:
+            sys.modules[f"{second.name}.{name.removeprefix(first)}"] = sys.modules[name]
 
 
 sys.meta_path.insert(0, _Late())  # before Python's own, which would make copies of modules inside

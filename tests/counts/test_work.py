@@ -23,7 +23,7 @@ KIND_OF = {
     "maximum": "max",
     "matmul": "matmul",
 }
-NOT_ARITHMETIC = {"equal", "isinf", "signbit", "logical_and"}
+NOT_ARITHMETIC = {"equal", "less_equal", "isinf", "signbit", "logical_and"}
 
 
 class Counted(np.ndarray):
