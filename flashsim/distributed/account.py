@@ -35,9 +35,9 @@ class Account:
     flops, visits : ndarray, int64, (ranks, steps)
         FLOPs of matrix products, and visits (one query tile times one key tile), summed over all
         heads and kernels.
-    hbm : ndarray, likewise
+    hbm : ndarray, int64, (ranks, steps)
         Requested HBM bytes of the local attention (`flashsim.count`).
-    merge : ndarray, likewise
+    merge : ndarray, int64, (ranks, steps)
         HBM bytes that a rank loads and stores to combine a step's results with earlier ones.
     peak : ndarray, int64, (ranks,)
         Most bytes of tensors held at once: inputs, tensors in flight, partial results,

@@ -58,7 +58,7 @@ class L2Model:
     jitter : float
         In seconds: the largest random deviation of a visit's time, drawn uniformly for each visit.
         A visit takes as long as its matrix products at the device's peak. If that peak is unknown
-        for the dtype, or with 0, all blocks advance at the same speed.
+        for the dtype, or if `jitter` is 0, all blocks advance at the same speed.
     turn : float
         For "in-turns": seconds from one block's addition to a row tile's dQ to the next block's.
         The default fits six launches on an H200 (docs/notebooks/l2.md).

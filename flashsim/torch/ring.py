@@ -46,9 +46,9 @@ def ring_attention(
 ) -> Tensor:
     """Attention, with a gradient, over a sequence whose rows are spread over a process group.
 
-    Every rank calls it with its own rows (`shard`). Ranks pass K and V on, or exchange heads, while
-    the kernels of `attention` compute. Blocks are merged by their LSE in float32. The backward pass
-    also sends dK and dV, in float32, behind K and V. Autocast casts q, k and v; under
+    Every rank calls it with its own rows (`shard`). Ranks pass on K and V while the kernels of
+    `attention` compute, or exchange heads. Blocks are merged by their LSE in float32. The backward
+    pass also sends dK and dV, in float32, behind K and V. Autocast casts q, k and v; under
     ``torch.compile`` the call is a graph break.
 
     Parameters
