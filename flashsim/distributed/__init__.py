@@ -1,8 +1,8 @@
 """Attention over several GPUs: ring, zigzag, striped, Ulysses and USP, simulated and counted.
 
-The link between ranks is one more level: what each rank sends to whom at each step, beside what it
-computes and moves then. `run` executes with real arrays, all ranks in one process; `count`
-gives the same integers without.
+The link between ranks is one more level of the memory hierarchy. For each step, the model says what
+each rank sends and to whom, and what it computes and moves meanwhile. `run` executes with real
+arrays, all ranks in one process; `count` gives the same integers without executing.
 """
 
 from flashsim.distributed.account import Account

@@ -1,4 +1,4 @@
-"""`Account`: what each rank sends, computes, moves and holds, step by step."""
+"""`Account`: the bytes and FLOPs that each rank sends, computes, moves and holds, step by step."""
 
 from __future__ import annotations
 
@@ -21,23 +21,27 @@ QUANTITIES = ("flops", "visits", "hbm", "merge")
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Account:
-    """One pass of a group, executed or counted; two are equal if every integer in them is.
+    """The counts of one pass of a group, executed or only counted.
+
+    Two accounts are equal if every integer in them is.
 
     Attributes
     ----------
     group : Group
     direction : {"forward", "backward"}
     sent : dict of str to ndarray
-        Bytes that go out on a rank's link, by tensor: int64, (ranks, steps), while the step lasts.
-        Each rank receives as many.
+        Bytes that a rank sends on its link during a step, by tensor: int64, (ranks, steps). Each
+        rank receives as many.
     flops, visits : ndarray, int64, (ranks, steps)
-        Of matrix products, and tiles visited, all heads and stages.
-    hbm : ndarray, likewise
+        FLOPs of matrix products, and visits (one query tile times one key tile), summed over all
+        heads and kernels.
+    hbm : ndarray, int64, (ranks, steps)
         Requested HBM bytes of the local attention (`flashsim.count`).
-    merge : ndarray, likewise
-        HBM bytes that combining with earlier steps loads and stores.
+    merge : ndarray, int64, (ranks, steps)
+        HBM bytes that a rank loads and stores to combine a step's results with earlier ones.
     peak : ndarray, int64, (ranks,)
-        Most bytes of tensors held at once: given, in flight, partial, accumulated, results.
+        Most bytes of tensors held at once: inputs, tensors in flight, partial results,
+        accumulators, outputs.
     """
 
     group: Group
@@ -71,7 +75,7 @@ class Account:
     # -- questions ------------------------------------------------------------------------------
 
     def link_bytes(self, tensor: str | None = None, rank: int | None = None) -> int:
-        """Bytes sent, of one tensor or all, by one rank or all."""
+        """Bytes sent: of one tensor or of all, by one rank or by all."""
         if tensor is not None and tensor not in self.sent:
             raise OptionError(f"no tensor {shown(tensor)} is sent; {choices(tensor, self.sent)}")
         if rank is not None:
@@ -87,30 +91,32 @@ class Account:
 
     @property
     def idle_share(self) -> float:
-        """Share of the ranks' time without work, were arithmetic all and steps taken together.
+        """Share of the ranks' time without work, if only arithmetic took time.
 
-        A step lasts as long as the rank with the most work in it: blocks pass no rank by.
+        All ranks take each step together. A step lasts as long as its busiest rank computes,
+        because K and V pass through every rank.
         """
         lasts = int(self.flops.max(axis=0).sum()) * self.group.ranks
         return 1 - int(self.flops.sum()) / lasts
 
     def rows_to_hide(self, flop_rate: float, bandwidth: float) -> float:
-        """Rows a member of the ring needs, so that what travels hides behind its arithmetic.
+        """Rows per ring member at which communication hides behind arithmetic.
 
-        A step's FLOPs grow with the square of the rows, its bytes with the rows: ring attention's
-        "minimal block size" c = F / B (arXiv:2310.01889, section 3), from the bytes and FLOPs
-        that stand here. Of all steps in which both happen, the one that asks for most; what
-        travels while nothing is computed, such as gradients on their last way home, never hides.
+        A step's FLOPs grow with the square of the rows, its bytes only with the rows. This is ring
+        attention's "minimal block size" c = F / B (arXiv:2310.01889, section 3), computed from the
+        bytes and FLOPs of this account. The result is the largest over all steps that both compute
+        and communicate. Bytes sent while nothing is computed, such as gradients on their last step
+        home, never hide and are left out.
 
         Parameters
         ----------
         flop_rate, bandwidth : float
-            FLOP/s of a rank's products; bytes per second of its link, a direction.
+            FLOP/s of a rank's matrix products; bytes per second of its link, per direction.
 
         Raises
         ------
         OptionError, DTypeError
-            If nothing travels round a ring, or a rate is none.
+            If nothing travels round a ring, or a rate is not a valid number.
         """
         for name, rate in (("flop_rate", flop_rate), ("bandwidth", bandwidth)):
             if checks.number(name, rate, low=0.0) == 0:
@@ -126,7 +132,7 @@ class Account:
         return self.group.rows_a_member * longest * flop_rate / bandwidth
 
     def destination(self, rank: int, step: int) -> tuple[int, ...]:
-        """To whom a rank sends at a step; nobody where it sends nothing."""
+        """Return the ranks to which a rank sends at a step; none if it sends nothing."""
         rank = checks.place("rank", rank, self.group.ranks)
         step = checks.place("step", step, len(self.steps))
         if not self.out_bytes[rank, step]:
@@ -138,7 +144,7 @@ class Account:
     # -- tables ---------------------------------------------------------------------------------
 
     def table(self) -> report.Table:
-        """One row a rank."""
+        """Return a table with one row per rank."""
         group = self.group
         columns = ("rank", "rows", "link B", "TFLOP", "idle %", "HBM B", "merge B", "peak B")
         table = report.Table(
@@ -161,7 +167,10 @@ class Account:
         return table
 
     def rank_table(self, rank: int) -> report.Table:
-        """One row a step of one rank: whose keys it has, which tiles it computes, what it sends."""
+        """Return a table with one row per step of one rank.
+
+        A row says whose keys the rank has, which tiles it computes, and what it sends.
+        """
         group, out = self.group, self.out_bytes
         checks.place("rank", rank, group.ranks)
         table = report.Table(
@@ -188,7 +197,7 @@ class Account:
 
 
 def _scores(account: Account, rank: int, step: int) -> str:
-    """A block in words."""
+    """Describe a rank's block at a step in words."""
     group = account.group
     found = group.block if account.direction == "forward" else group.gradient_block
     block = found(rank, step)
@@ -199,7 +208,7 @@ def _scores(account: Account, rank: int, step: int) -> str:
 
 
 def _spans(rows: np.ndarray) -> str:
-    """Positions in words: 0:4 28:32, or 1::8 for every eighth."""
+    """Describe positions in words: 0:4 28:32, or 1::8 for every eighth."""
     if len(rows) > 1 and len(steps := np.unique(np.diff(rows))) == 1 and steps[0] > 1:
         return f"{rows[0]}::{steps[0]}"
     breaks = np.flatnonzero(np.diff(rows) != 1) + 1
@@ -207,11 +216,11 @@ def _spans(rows: np.ndarray) -> str:
 
 
 def zeros(group: Group, direction: str) -> np.ndarray:
-    """Room for a count of every rank and step."""
+    """Return zeros for one count of every rank and step."""
     return np.zeros((group.ranks, len(group.steps(direction))), np.int64)
 
 
 def fields(made: dict[str, Any]) -> dict[str, Any]:
-    """The counts, without tensors that nobody sends."""
+    """Return the counts, without the tensors that no rank sends."""
     sent = {name: x for name, x in made.pop("sent").items() if x.any()}
     return {"sent": sent, **made}

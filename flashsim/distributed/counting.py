@@ -1,4 +1,4 @@
-"""`count`: what a group of ranks would send, compute, move and hold; nothing is computed."""
+"""`count`: what the ranks of a group would send, compute, move and hold, without computing it."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def count(
     Parameters
     ----------
     problem : Problem
-        The whole, of all ranks.
+        The whole problem, over all ranks.
     ranks, scheme, ulysses
         See `Group`.
     direction : {"forward", "backward"}
     algorithm, tiling, device
-        Of every rank's local attention, as in `flashsim.count`.
+        Those of every rank's local attention, as in `flashsim.count`.
 
     Returns
     -------
@@ -70,7 +70,7 @@ def count(
 
 
 def work(group: Group, direction: str) -> Iterator[tuple[slice, np.ndarray, Block]]:
-    """Every kind of block: the steps among which it is, at which of them for which ranks."""
+    """Yield every kind of block as (steps, mask of the ranks that compute it per step, block)."""
     relations, first = group.relations(), int(group.ulysses > 1)
     steps = slice(first, first + group.ring)
     if direction == "backward":
@@ -86,17 +86,17 @@ def work(group: Group, direction: str) -> Iterator[tuple[slice, np.ndarray, Bloc
 
 
 def visits(local: Traffic) -> int:
-    """Tiles visited, all heads, all stages that go from tile to tile."""
+    """Number of visits (one query tile times one key tile), all heads and kernels."""
     stages = [stage for stage in local.stages if any(buffer.visit for buffer in stage.buffers)]
     walk = sum(local.schedule(stage).n_visits for stage in stages)
     return walk * local.problem.batch * local.problem.heads
 
 
 class MemberSizes:
-    """Bytes of a member's tensors: `n` rows each, of the heads that a rank works on.
+    """Bytes of a ring member's tensors: `n` rows of each, for the heads that a rank works on.
 
-    `wide` is the size of accumulators: float32's, unless two members merge once, from what they
-    computed straight to the result.
+    `wide` is the size of an accumulator's element: float32's. With two members it is the input
+    type's, because they merge only once, directly into the result.
     """
 
     def __init__(self, group: Group) -> None:
@@ -108,27 +108,27 @@ class MemberSizes:
         self.wide = self.a if self.merges_wide else self.e
 
     def q(self, n: int, itemsize: int) -> int:
-        """Q or dQ."""
+        """Bytes of Q or dQ."""
         return self.heads * n * self.problem.head_dim * itemsize
 
     def out(self, n: int, itemsize: int) -> int:
-        """Out or dout."""
+        """Bytes of out or dout."""
         return self.heads * n * self.problem.head_dim_v * itemsize
 
     def lse(self, n: int) -> int:
-        """LSE."""
+        """Bytes of the LSE."""
         return self.heads * n * self.a
 
     def k(self, n: int, itemsize: int) -> int:
-        """K or dK."""
+        """Bytes of K or dK."""
         return self.kv_heads * n * self.problem.head_dim * itemsize
 
     def v(self, n: int, itemsize: int) -> int:
-        """V or dV."""
+        """Bytes of V or dV."""
         return self.kv_heads * n * self.problem.head_dim_v * itemsize
 
     def kv(self, n: int, itemsize: int) -> int:
-        """K and V, or dK and dV."""
+        """Bytes of K and V, or of dK and dV."""
         return self.k(n, itemsize) + self.v(n, itemsize)
 
 
@@ -136,7 +136,10 @@ class MemberSizes:
 
 
 def _sent_forward(group: Group) -> dict[str, np.ndarray]:
-    """Q, K, V and out where heads are exchanged; K and V at every step of the ring but the last."""
+    """Bytes that ranks send in the forward pass.
+
+    Teams exchange heads of Q, K, V and out. Rings send K and V at every step except the last.
+    """
     size, sent = MemberSizes(group), _nothing(group, "forward", "Q", "K", "V", "out")
     n = group.rows_a_member
     _pass_on(group, sent, size)
@@ -148,7 +151,11 @@ def _sent_forward(group: Group) -> dict[str, np.ndarray]:
 
 
 def _sent_backward(group: Group) -> dict[str, np.ndarray]:
-    """The same, and dK and dV two steps behind: one block's as they are, then float32 sums."""
+    """Bytes that ranks send in the backward pass.
+
+    Ranks also send dK and dV, two steps behind K and V. At first these are one block's gradients in
+    the input's type, later float32 sums.
+    """
     size = MemberSizes(group)
     sent = _nothing(group, "backward", "dout", "K", "V", "dQ", "dK", "dV")
     n, first = group.rows_a_member, int(group.ulysses > 1)
@@ -174,7 +181,11 @@ def _pass_on(group: Group, sent: dict[str, np.ndarray], size: MemberSizes) -> No
 
 
 def _others_share(group: Group, whole: int) -> int:
-    """Of a rank's own rows of all heads, as large as its team's of its heads, what others get."""
+    """Bytes of a rank's share that go to the other ranks of its team.
+
+    `whole` is the size of a rank's own rows of all heads, which equals that of all its team's rows
+    of its heads.
+    """
     return whole // group.ulysses * (group.ulysses - 1)
 
 
@@ -186,7 +197,7 @@ def _nothing(group: Group, direction: str, *names: str) -> dict[str, np.ndarray]
 
 
 def _merged(group: Group, first: int) -> np.ndarray:
-    """Loads and stores of merging a step's out and LSE with those before."""
+    """Bytes loaded and stored to merge each step's out and LSE with the earlier ones."""
     size, n = MemberSizes(group), group.rows_a_member
     made = zeros(group, "forward")
     if group.ring == 1:
@@ -202,7 +213,11 @@ def _merged(group: Group, first: int) -> np.ndarray:
 
 
 def _added(group: Group, first: int) -> np.ndarray:
-    """Loads and stores of summing dQ over steps, dK and dV over members; all of it at the end."""
+    """Bytes loaded and stored to sum gradients.
+
+    dQ is summed over steps, dK and dV over ring members, and the own block's gradients are added at
+    the end.
+    """
     size, n, ring = MemberSizes(group), group.rows_a_member, group.ring
     made = zeros(group, "backward")
     if ring == 1:
@@ -226,18 +241,18 @@ def _added(group: Group, first: int) -> np.ndarray:
 
 
 def _widened(size: MemberSizes, nbytes: np.ndarray) -> np.ndarray:
-    """Loads of so many bytes, and stores of as many elements in float32."""
+    """Bytes to load `nbytes` and store as many elements in float32."""
     return nbytes + nbytes // size.e * size.a
 
 
 def _first(group: Group, nbytes: Callable[[Problem], int], before: bool = False) -> np.ndarray:
-    """`nbytes` of the block after a rank's own, or its predecessor's; 0 where there is none."""
+    """`nbytes` of the first block after a rank's own (or its predecessor's); 0 if there is none."""
     first = _later(group, nbytes)[:, 0]
     return np.roll(first, group.ulysses) if before else first
 
 
 def _later(group: Group, nbytes: Callable[[Problem], int]) -> np.ndarray:
-    """`nbytes` of every rank's block at each step of the ring after the first; 0 without one."""
+    """`nbytes` of every rank's block at each ring step after the first; 0 if there is none."""
     each = [0 if block is None else nbytes(block.problem) for block in group.blocks]
     return np.array(each, np.int64)[group.relations()[:, 1:]]
 
@@ -296,7 +311,7 @@ def _peak_backward(group: Group) -> np.ndarray:
 
 
 def _largest(held: np.ndarray, visitor: int) -> np.ndarray:
-    """The most of any later step: with it are K and V that visit, and those that come next."""
+    """The most bytes held at any later step, including the visiting K and V and the next ones."""
     held[:, :-1] += 2 * visitor
     held[:, -1] += visitor
     return held.max(axis=1)

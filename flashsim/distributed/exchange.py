@@ -1,4 +1,4 @@
-"""The ranks of a group, simulated: what each holds, sends and executes, counted."""
+"""Simulated ranks of a group: the arrays they hold, send and compute, with counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashsim.schedule.names import COMPUTE
 
 
 class Rank:
-    """The arrays that one rank holds, by name, and the most bytes that they ever took."""
+    """The arrays that one rank holds, by name, and the most bytes they ever took together."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
@@ -26,22 +26,22 @@ class Rank:
         return name in self.arrays
 
     def put(self, **arrays: np.ndarray) -> None:
-        """Hold arrays, in place of those of the same names."""
+        """Hold arrays; each replaces an array of the same name."""
         self.arrays |= arrays
         self.peak = max(self.peak, sum(x.nbytes for x in self.arrays.values()))
 
     def rename(self, name: str, to: str) -> None:
-        """Hold an array under another name, in place of what had it."""
+        """Hold an array under another name; it replaces an array of that name."""
         self.arrays[to] = self.arrays.pop(name)
 
     def drop(self, *names: str) -> None:
-        """Hold arrays no longer."""
+        """Release arrays."""
         for name in names:
             del self.arrays[name]
 
 
 class Ranks:
-    """All ranks of a group at step `now` of a pass, and what they did at each step so far."""
+    """All ranks of a group at step `now` of a pass, and their counts for each step so far."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -49,21 +49,21 @@ class Ranks:
         self.ranks = [Rank() for _ in range(group.ranks)]
 
     def begin(self, direction: str, *tensors: str) -> None:
-        """A pass in which these tensors travel."""
+        """Start a pass in which these tensors travel."""
         names = ("flops", "visits", "hbm", "merge")
         self.made = {name: zeros(self.group, direction) for name in names}
         self.sent = {name: zeros(self.group, direction) for name in tensors}
         self.now = 0
 
     def account(self, direction: str) -> Account:
-        """The account of everything since `begin`."""
+        """Return the account of everything since `begin`."""
         peak = np.array([rank.peak for rank in self.ranks], np.int64)
         return Account(
             self.group, direction, **fields({"sent": self.sent, **self.made, "peak": peak})
         )
 
     def note(self, number: int, trace: Any) -> None:
-        """Count what a rank's kernels did."""
+        """Count the work of a rank's kernels from their trace."""
         here = number, self.now
         self.made["flops"][here] += trace.flops("matmul")
         for stage in trace.stages:
@@ -72,7 +72,7 @@ class Ranks:
         self.made["hbm"][here] += trace.bytes()
 
     def touch(self, number: int, *arrays: np.ndarray) -> None:
-        """Count arrays that combining loads or stores."""
+        """Count the bytes of arrays that are loaded or stored to combine results."""
         self.made["merge"][number, self.now] += sum(x.nbytes for x in arrays)
 
     def add(self, number: int, total: np.ndarray, part: np.ndarray) -> None:
@@ -81,14 +81,14 @@ class Ranks:
         self.touch(number, total, total, part)
 
     def convert(self, number: int, name: str, dtype: np.dtype) -> None:
-        """An array of a rank in another type."""
+        """Convert an array of a rank to another type."""
         rank = self.ranks[number]
         rank.put(converted=rank[name].astype(dtype))
         self.touch(number, rank[name], rank["converted"])
         rank.rename("converted", name)
 
     def send(self, tensor: str, source: str, target: str) -> None:
-        """Every rank that has `source` sends it on, to be its successor's `target`."""
+        """Send `source` from every rank that has it to its successor, which stores `target`."""
         for number, rank in enumerate(self.ranks):
             if source in rank:
                 self.sent[tensor][number, self.now] += rank[source].nbytes
@@ -96,9 +96,10 @@ class Ranks:
                 to.put(**{target: rank[source].copy()})
 
     def exchange(self, names: dict[str, str], before: str, split: int, join: int) -> None:
-        """Each rank's n-th piece along one axis goes to its team's n-th, to be joined in order.
+        """All-to-all: each rank's n-th piece along `split` goes to the n-th rank of its team.
 
-        The old arrays stay, under names that begin with `before`.
+        The receiver joins the pieces in order along `join`. The old arrays stay, under names that
+        begin with `before`.
         """
         team = self.group.ulysses
         if team == 1:
@@ -116,7 +117,7 @@ class Ranks:
         self.now += 1
 
     def gather(self, name: str, rows_of: Callable[[int], np.ndarray], *, heads: bool) -> np.ndarray:
-        """The whole array, from every rank's rows (and, in a team, heads)."""
+        """Assemble the whole array from every rank's rows (and, in a team, heads)."""
         p, team = self.group.problem, self.group.ulysses
         first = self.ranks[0][name]
         each = first.shape[1]

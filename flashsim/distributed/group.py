@@ -1,17 +1,18 @@
 """`Group`: which rank holds which rows, and which block of scores it computes at which step.
 
-Every scheme is a ring of `ring` members, each of which is a team of `ulysses` ranks:
+In every scheme, the ranks form a ring of `ring` members, and each member is a team of `ulysses`
+ranks:
 
-- "ring" (Liu, Zaharia and Abbeel, arXiv:2310.01889): rows in order, one part per member. K and V go
-  round; at step s a member has those of the member s places before it. Under a causal mask, the
-  first members have no work in most steps.
+- "ring" (Liu, Zaharia and Abbeel, arXiv:2310.01889): rows in order, one part per member. K and V
+  travel round the ring; at step s a member has the K and V of the member s places before it. Under
+  a causal mask, the first members have no work in most steps.
 - "zigzag" (Llama 3, arXiv:2407.21783, section 3.3.2; github.com/zhuzilin/ring-flash-attention):
   rows in 2 x ring chunks; member j holds chunks j and 2 x ring - 1 - j. In each step after the
   first, every member computes half of a block.
 - "striped" (Brandon et al., arXiv:2311.09431): member j holds rows j, j + ring, j + 2 x ring ...,
   so every block is a causal triangle, with or without its diagonal.
-- "ulysses" (Jacobs et al., arXiv:2309.14509): one team. All to all, each rank gets all rows of some
-  of the heads; afterwards each gets its own rows back.
+- "ulysses" (Jacobs et al., arXiv:2309.14509): one team. An all-to-all gives each rank all rows of
+  some of the heads; a second one gives each rank its own rows back.
 - "usp" (Fang and Zhao, arXiv:2405.07719): teams that exchange heads, in a zigzag ring.
 """
 
@@ -38,7 +39,7 @@ OWN, BEFORE, AFTER = range(3)
 
 
 class Block(NamedTuple):
-    """The work of a member in a step: its query rows `q` against the keys `k` that it has now."""
+    """A member's work in one step: its query rows `q` against the keys `k` that it has then."""
 
     q: slice
     k: slice
@@ -50,16 +51,17 @@ class Block(NamedTuple):
 @own_errors
 @dataclass(frozen=True)
 class Group:
-    """A problem spread over ranks. Rank r is number ``r % ulysses`` of member ``r // ulysses``.
+    """A problem spread over ranks. Rank r is number ``r % ulysses`` in member ``r // ulysses``.
 
     Parameters
     ----------
     problem : Problem
-        The whole, of all ranks: as many queries as keys, causal or without a mask.
+        The whole problem, over all ranks: as many queries as keys, causal or without a mask.
     ranks : int
     scheme : {"ring", "zigzag", "striped", "ulysses", "usp"}
     ulysses : int, optional
-        For "usp": ranks that exchange heads; default: as many as ranks and key heads allow.
+        For "usp": the number of ranks that exchange heads. Default: as many as ranks and key heads
+        allow.
 
     Raises
     ------
@@ -103,9 +105,9 @@ class Group:
             )
 
     def _whole_parts(self, parts: int) -> str:
-        """How to make the sequence one that so many parts divide, without changing the result.
+        """Say how to make the sequence divisible into `parts` without changing the result.
 
-        Only a causal mask hides rows that are padded at the end from the rows before them.
+        Padding at the end needs a causal mask, which hides the padding from the rows before it.
         """
         n = self.problem.n_q
         padded, cut = f"{-(-n // parts) * parts:,}", f"{n // parts * parts:,}"
@@ -156,22 +158,22 @@ class Group:
 
     @property
     def ring(self) -> int:
-        """Members of the ring."""
+        """Number of members in the ring."""
         return self.ranks // self.ulysses
 
     @property
     def order(self) -> str:
-        """In which order members hold the rows: "in order", "zigzag" or "striped"."""
+        """The order in which members hold the rows: "in order", "zigzag" or "striped"."""
         return _ORDER.get(self.scheme, "in order")
 
     @property
     def rows_a_rank(self) -> int:
-        """Rows of q, k, v and out that a rank is given."""
+        """Number of rows of q, k, v and out that each rank is given."""
         return self.problem.n_q // self.ranks
 
     @property
     def rows_a_member(self) -> int:
-        """Rows that a rank computes on: those of its team."""
+        """Number of rows that each rank computes on: all rows of its team."""
         return self.problem.n_q // self.ring
 
     def member_rows(self, member: int) -> np.ndarray:
@@ -193,26 +195,26 @@ class Group:
         return self.member_rows(member)[number * n : (number + 1) * n]
 
     def team(self, rank: int) -> range:
-        """The ranks that exchange heads with a rank, itself among them."""
+        """The ranks that exchange heads with a rank, including itself."""
         first = rank // self.ulysses * self.ulysses
         return range(first, first + self.ulysses)
 
     def successor(self, rank: int) -> int:
-        """To whom a rank passes K and V."""
+        """The rank to which a rank passes K and V."""
         return (rank + self.ulysses) % self.ranks
 
     def predecessor(self, rank: int) -> int:
-        """From whom it gets them."""
+        """The rank from which a rank gets K and V."""
         return (rank - self.ulysses) % self.ranks
 
     def source(self, rank: int, step: int) -> int:
-        """Whose K and V a rank has at a step of the ring."""
+        """The rank whose K and V a rank has at a ring step."""
         return (rank - step * self.ulysses) % self.ranks
 
     # -- what is computed -----------------------------------------------------------------------
 
     def relation(self, rank: int, step: int) -> int:
-        """`OWN`, `BEFORE` or `AFTER`: where the visiting keys come from."""
+        """Origin of the keys that a rank has at a ring step: `OWN`, `BEFORE` or `AFTER`."""
         member = rank // self.ulysses
         if step == 0:
             return OWN
@@ -226,7 +228,7 @@ class Group:
 
     @cached_property
     def blocks(self) -> tuple[Block | None, Block | None, Block | None]:
-        """The block of each relation; None where the mask leaves nothing."""
+        """The block of each relation; None if the mask leaves nothing of it."""
         n = self.rows_a_member
         everything = slice(0, n)
         if not self.problem.causal:
@@ -253,14 +255,15 @@ class Group:
         return Block(q, k, part)
 
     def block(self, rank: int, step: int) -> Block | None:
-        """The work of a rank in a step of the ring, or None."""
+        """The work of a rank in a ring step, or None."""
         return self.blocks[self.relation(rank, step)]
 
     @cached_property
     def own_parts(self) -> tuple[Block, Block | None]:
-        """A member's own block in the backward pass: some heads at first, the others at the end.
+        """A member's own block in the backward pass, split by heads: some first, the others last.
 
-        Each part has something to hide: K and V on their first way, dK and dV on their last.
+        The first part hides the first transfer of K and V; the last part hides the last transfer
+        of dK and dV.
         """
         own = self.blocks[OWN]
         assert own is not None
@@ -280,13 +283,13 @@ class Group:
         return first_part, rest
 
     def gradient_block(self, rank: int, step: int) -> Block | None:
-        """The work of a rank in a backward step; gradients go home in the step numbered `ring`."""
+        """A rank's work in a backward step; at step number `ring`, gradients reach their owner."""
         if step in (0, self.ring):
             return self.own_parts[step > 0]
         return self.block(rank, step)
 
     def steps(self, direction: str) -> tuple[str, ...]:
-        """The steps in order: exchanges of heads, steps of the ring, gradients going home."""
+        """Names of the steps, in order: head exchanges, ring steps, gradients going home."""
         ring = tuple(f"ring {s}" for s in range(self.ring))
         home = ("home",) if direction == "backward" and self.ring > 1 else ()
         if self.ulysses == 1:

@@ -24,14 +24,14 @@ from flashsim.schedule.tiling import Tiling
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """The result of `run`: outputs in the sequence's order, and an account of every rank.
+    """The result of `run`: outputs in the sequence's order, and the account of all ranks.
 
     Attributes
     ----------
     out : array, (batch, heads, n, head_dim_v)
     lse : array, (batch, heads, n)
     account : Account
-        What was executed; equal to `count`.
+        The executed work; equal to the result of `count`.
     """
 
     out: Any
@@ -46,11 +46,11 @@ class Spread:
 
     @property
     def group(self) -> Group:
-        """Who held what."""
+        """The group: which rank held which rows."""
         return self.account.group
 
     def backward(self, dout: Any) -> SpreadGradients:
-        """Gradients, by the same scheme.
+        """Compute the gradients with the same scheme.
 
         Parameters
         ----------
@@ -68,7 +68,7 @@ class Spread:
 
 @dataclass(frozen=True, eq=False)
 class SpreadGradients:
-    """Gradients in the sequence's order, shaped and typed like the inputs; what every rank did."""
+    """Gradients in the sequence's order, shaped and typed like the inputs, and their account."""
 
     dq: Any
     dk: Any
@@ -98,16 +98,16 @@ def run(
     device: str | Device = "H100",
     backend: str = "simulator",
 ) -> Spread:
-    """Attention over several ranks, each of which has arrays of its own; all in this process.
+    """Run attention over several simulated ranks, all in this process, each with its own arrays.
 
-    A rank sees its own rows and what it was sent, nothing else. Each block is executed by
-    `flashsim.run` with a trace; blocks are merged by their LSE in float32.
+    A rank sees only its own rows and the arrays sent to it. `flashsim.run` executes each block,
+    with a trace; blocks are merged by their LSE in float32.
 
     Parameters
     ----------
     q, k, v : array, (batch, heads, n, head_dim), (batch, kv_heads, n, ..)
-        The whole sequence, in its own order. Arrays in the CPU's memory, as in `flashsim.run`; what
-        goes in comes out.
+        The whole sequence, in its own order. The arrays lie in CPU memory, as in `flashsim.run`;
+        results are arrays of the same kind.
     ranks, scheme, ulysses
         See `Group`.
     causal, softcap, scale, algorithm, tiling, device, backend
@@ -134,7 +134,10 @@ def run(
 
 
 def simulate(*args: Any, **kwargs: Any) -> Spread:
-    """`run` by its older name, for one version more: `flashsim.simulate` is something else."""
+    """Call `run` by its older name, kept for one more version.
+
+    `flashsim.simulate` is a different function.
+    """
     warnings.warn(
         "flashsim.distributed.simulate is now flashsim.distributed.run; flashsim.simulate runs an "
         "algorithm of your own",
@@ -145,7 +148,7 @@ def simulate(*args: Any, **kwargs: Any) -> Spread:
 
 
 class _Run(Ranks):
-    """Both passes of one question: ranks keep from the first what the second wants."""
+    """Both passes of one problem: ranks keep from the forward pass what the backward pass needs."""
 
     def __init__(self, group: Group, how: dict[str, Any], host: array_libraries.Host) -> None:
         super().__init__(group)
@@ -156,7 +159,7 @@ class _Run(Ranks):
     # -- forward --------------------------------------------------------------------------------
 
     def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Spread:
-        """All ranks, step by step."""
+        """Run the forward pass of all ranks, step by step."""
         group = self.group
         self.begin("forward", "Q", "K", "V", "out")
         for number, rank in enumerate(self.ranks):
@@ -208,7 +211,10 @@ class _Run(Ranks):
     # -- backward -------------------------------------------------------------------------------
 
     def backward(self, dout: np.ndarray) -> SpreadGradients:
-        """All ranks, step by step; dK and dV of others' keys follow them, and end at home."""
+        """Run the backward pass of all ranks, step by step.
+
+        dK and dV of other members' keys travel behind them and end at their owner.
+        """
         group = self.group
         self.begin("backward", "dout", "K", "V", "dQ", "dK", "dV")
         for number, rank in enumerate(self.ranks):
@@ -273,7 +279,10 @@ class _Run(Ranks):
             rank.rename(f"sum_{name}", name)
 
     def _given_rows(self, number: int, name: str) -> slice:
-        """Of which rows the first block after a member's own gives a gradient: it, or to it."""
+        """Rows that get a gradient from the first block after a member's own.
+
+        For "dq" this block is the member's; for dK and dV it is its predecessor's.
+        """
         group = self.group
         block = group.block(number if name == "dq" else group.predecessor(number), 1)
         assert block is not None
@@ -290,7 +299,10 @@ class _Run(Ranks):
         return made
 
     def _come_home(self, number: int, rank: Rank) -> None:
-        """To what other blocks gave the own one is added, of whose heads each part has some."""
+        """Add the gradients that other blocks computed to those of the own block.
+
+        The own block comes in parts, each of some of the heads.
+        """
         ring = self.group.ring
         parts = [part for part in (0, ring) if f"own{part}_dq" in rank]
         for name in ("dq", "dk", "dv"):
@@ -314,16 +326,16 @@ class _Run(Ranks):
     # -- what is on its way ---------------------------------------------------------------------
 
     def _visiting(self, rank: Rank, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """The K and V of a step: a rank's own, or a visitor's."""
+        """Return the K and V of a step: the rank's own, or another member's."""
         return (rank["k"], rank["v"]) if step == 0 else (rank["visiting_k"], rank["visiting_v"])
 
     def _pass_keys(self, step: int) -> None:
-        """Every rank sends on the K and V that it computes with now."""
+        """Make every rank send on the K and V that it computes with in this step."""
         for name, tensor in (("k", "K"), ("v", "V")):
             self.send(tensor, f"visiting_{name}" if step else name, f"incoming_{name}")
 
     def _pass_gradients(self) -> None:
-        """Every rank sends the dK and dV that it has, if it has any."""
+        """Make every rank send the dK and dV that it has, if any."""
         for name, tensor in (("dk", "dK"), ("dv", "dV")):
             for rank in self.ranks:
                 if name in rank:
@@ -331,7 +343,7 @@ class _Run(Ranks):
             self.send(tensor, f"{name}_sent", name)
 
     def _arrive(self) -> None:
-        """Make the keys and values that arrived during a step those of the next step."""
+        """Make the K and V that arrived during a step the visiting K and V of the next step."""
         for rank in self.ranks:
             for name in ("k", "v"):
                 rank.arrays.pop(f"visiting_{name}", None)
@@ -339,9 +351,9 @@ class _Run(Ranks):
                     rank.rename(f"incoming_{name}", f"visiting_{name}")
 
     def _to_heads(self, names: dict[str, str]) -> None:
-        """All to all in each team: from some rows of all heads to all rows of some heads."""
+        """All-to-all in each team: from some rows of all heads to all rows of some heads."""
         self.exchange(names, "given", split=1, join=2)
 
     def _to_rows(self, names: dict[str, str]) -> None:
-        """The way back."""
+        """All-to-all in reverse: from all rows of some heads to some rows of all heads."""
         self.exchange(names, "heads", split=2, join=1)

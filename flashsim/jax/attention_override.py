@@ -1,4 +1,4 @@
-"""`dot_product_attention`, called as `jax.nn.dot_product_attention` is."""
+"""`dot_product_attention`, with the same arguments as `jax.nn.dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def dot_product_attention(
 ) -> Any:
     """`attention` with the layout and the arguments of `jax.nn.dot_product_attention`.
 
-    As there, `is_causal` and `local_window_size` count from the top left: query i is beside key i.
+    As in jax.nn, `is_causal` and `local_window_size` are top-left aligned: query i is beside key i.
     A mask and lengths become a bias, (batch, heads, T, S), which the CPU engines take and the GPU
-    kernels refuse; packed sequences (`attention`'s `cu_seqlens_q`) cost no bias.
+    kernels refuse. Packed sequences (`cu_seqlens_q` of `attention`) need no bias.
 
-    Two things differ. A row that sees no key gives zeros, where jax.nn's softmax over equal scores
-    gives the mean of all values; and the residual is not rounded through the masked scores.
+    Two things differ from jax.nn. A row that sees no key gives zeros here; jax.nn's softmax over
+    equal scores gives the mean of all values. And the residual is not rounded through the masked
+    scores.
 
     Parameters
     ----------
@@ -45,7 +46,7 @@ def dot_product_attention(
     scale, is_causal, local_window_size, return_residual
         As in `jax.nn.dot_product_attention`; the residual, (batch, T, heads), is the LSE.
     query_seq_lengths, key_value_seq_lengths : array, (batch,), optional
-        How many rows count; rows of the result past them are zeros.
+        Number of valid rows per batch entry; later rows of the result are zeros.
     backend : str, optional
         As in `attention`.
 
@@ -97,7 +98,10 @@ def dot_product_attention(
 
 
 def _bias(bias: Any, mask: Any, lengths: Any, *, shape: tuple[int, ...], dtype: Any) -> Any:
-    """What is added to the scores: the bias, -inf where a mask or a length leaves a key out."""
+    """Return the term added to the scores: the bias, and -inf at keys that are masked out.
+
+    Both the mask and the lengths mask keys out.
+    """
     added = None if bias is None else _four(taken("bias", bias), "bias", shape).astype(dtype)
     if lengths is not None:
         kept = jnp.arange(shape[3]) < lengths[:, None, None, None]
@@ -133,7 +137,7 @@ def _lengths(name: str, given: Any, batch: int) -> Any:
 
 
 def _sides(window: Any) -> tuple[int | None, int | None]:
-    """How far a row sees to the left and to the right; None: to the end."""
+    """How far a row sees to the left and to the right; None means no limit."""
     sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
     if window is not None and not (len(sides) == 2 and all(map(checks.is_int, sides))):
         raise DTypeError(
@@ -145,9 +149,10 @@ def _sides(window: Any) -> tuple[int | None, int | None]:
 def _reach(
     t: int, s: int, is_causal: bool, local_window_size: int | tuple[int, int] | None
 ) -> tuple[int, int, tuple[int, int] | None]:
-    """Rows that see a key, keys that are seen, and their window from the bottom right.
+    """Return the number of rows that see a key, of keys that are seen, and the window.
 
-    `t` queries and `s` keys lie top-left here; the engines count from the last row and key.
+    The `t` queries and `s` keys are aligned at the top left here. The engines align at the bottom
+    right, so the returned window is bottom-right aligned.
     """
     left, right = _sides(local_window_size)
     if is_causal:

@@ -1,8 +1,8 @@
-"""The foreign functions ``flashsim_attention`` and ``flashsim_attention_backward`` of XLA's.
+"""The XLA foreign functions ``flashsim_attention`` and ``flashsim_attention_backward``.
 
-Each works where XLA's memory lies: on the CPU on NumPy arrays over it, on a GPU on CuPy arrays over
-it, on XLA's stream. Under `jax.vmap` every array has more leading axes, of the mapped length or 1;
-one more axis of independent problems is a larger batch.
+Each works directly on XLA's memory. On the CPU it wraps that memory in NumPy arrays; on a GPU in
+CuPy arrays, on XLA's stream. Under `jax.vmap` every array has additional leading axes, of the
+mapped length or 1. The mapped problems are independent, so these axes become part of the batch.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 
 
 def forward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
-    """`flashsim.run` on folded arrays: out, lse."""
+    """Run `flashsim.run` on folded arrays; return out and lse."""
     question.pop("deterministic")
     result = execution.run(**arrays, **question)
     return [result.out, result.lse]
 
 
 def backward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
-    """`flashsim.backward`: dq, dk, dv and, where there is a bias, dbias."""
+    """Run `flashsim.backward`; return dq, dk, dv and, if there is a bias, dbias."""
     got = execution.backward(**arrays, **question)
     return [got.dq, got.dk, got.dv, *([] if got.dbias is None else [got.dbias])]
 
@@ -58,9 +58,9 @@ def _answer(function: Callable[..., list[Any]], place: Any, call: xla_ffi.Foreig
 
 
 def folded(arrays: dict[str, Any]) -> tuple[int, ...]:
-    """Make mapped axes part of each array's batch, in place; what they were.
+    """Fold mapped axes into each array's batch, in place; return the mapped axes' lengths.
 
-    An array that is the same for all is repeated.
+    An array shared by all mapped entries is repeated.
     """
     leads = {name: x.shape[: x.ndim - RANKS[name]] for name, x in arrays.items() if name in RANKS}
     lead = np.broadcast_shapes(*leads.values())
@@ -79,7 +79,10 @@ def folded(arrays: dict[str, Any]) -> tuple[int, ...]:
 
 
 def unfolded(x: Any, lead: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    """A result with its mapped axes; of a bias that a batch shares, the gradients are added."""
+    """Return a result with its mapped axes restored.
+
+    For a bias shared by a batch, the gradients are summed.
+    """
     if not lead:
         return x
     x = x.reshape(*lead, -1, *shape[len(lead) + 1 :])
@@ -101,12 +104,12 @@ class OnCpu:
         self.active: AbstractContextManager[Any] = nullcontext()
 
     def array(self, buffer: xla_ffi.XlaArray) -> Any:
-        """What a buffer holds."""
+        """Return the contents of a buffer."""
         memory: Any = (ctypes.c_char * buffer.nbytes).from_address(buffer.address)
         return np.frombuffer(memory, buffer.dtype).reshape(buffer.shape)
 
     def store(self, buffer: xla_ffi.XlaArray, x: Any) -> None:
-        """Write a result."""
+        """Write a result to a buffer."""
         np.copyto(self.array(buffer), x)
 
 
@@ -127,13 +130,13 @@ class OnGpu:
         self.active: AbstractContextManager[Any] = ForeignStream(self.device, self.stream)
 
     def array(self, buffer: xla_ffi.XlaArray) -> Any:
-        """What a buffer holds."""
+        """Return the contents of a buffer."""
         cuda = self.cupy.cuda
         memory = cuda.UnownedMemory(buffer.address, buffer.nbytes, None, self.device)
         return self.cupy.ndarray(buffer.shape, buffer.dtype, cuda.MemoryPointer(memory, 0))
 
     def store(self, buffer: xla_ffi.XlaArray, x: Any) -> None:
-        """Write a result, as soon as the stream has got so far."""
+        """Write a result to a buffer, in stream order."""
         x = self.cupy.ascontiguousarray(x)
         to_device = self.cupy.cuda.runtime.memcpyDeviceToDevice
         self.cupy.cuda.runtime.memcpyAsync(

@@ -1,4 +1,4 @@
-"""What a model calls: `attention`, with a gradient, under jit and vmap."""
+"""The function that a model calls: `attention`, with a gradient, under jit and vmap."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALGORITHMS = ("flash2", "flash2-fused")
 
 
 class Asked(NamedTuple):
-    """What is asked, besides arrays: known when a function is traced."""
+    """The arguments besides arrays, known when a function is traced."""
 
     request: inputs.Request
     deterministic: bool | None
@@ -47,10 +47,10 @@ def attention(
 ) -> Any:
     """``softmax(mask(softcap(scale q k^T) + bias)) v`` for JAX, with a gradient (`jax.custom_vjp`).
 
-    A foreign function of XLA's (`jax.ffi`): it runs where XLA's memory lies, eagerly and under
-    `jax.jit`; `jax.vmap` folds into the batch (packed sequences run one after the other). For the
-    backward pass it keeps, besides q, k, v, bias and out, one number a row: the LSE.
-    `flashsim.jax.dot_product_attention` takes the arguments and the layout of `jax.nn`'s.
+    It is an XLA foreign function (`jax.ffi`): it works on XLA's own memory, eagerly and under
+    `jax.jit`. Under `jax.vmap` the mapped axis becomes part of the batch (packed sequences run one
+    after the other). Besides q, k, v, bias and out, the backward pass needs only the LSE, one
+    number per row. `flashsim.jax.dot_product_attention` has the arguments and layout of `jax.nn`'s.
 
     Parameters
     ----------
@@ -59,12 +59,12 @@ def attention(
         `heads` must be a multiple of `kv_heads`. On the CPU float64 (with JAX's
         ``jax_enable_x64``), float32, float16 or bfloat16; on a GPU not float64.
     causal, window, softcap, scale, bias
-        As in `flashsim.run`; causal is bottom-right aligned, so one query against a cache sees all
-        of it. The bias has a gradient (CPU only). All but the bias must be known when a function is
-        traced.
+        As in `flashsim.run`. `causal` is bottom-right aligned, so a single query sees the whole KV
+        cache. The bias has a gradient (CPU only). All except the bias must be known when a function
+        is traced.
     cu_seqlens_q, cu_seqlens_k : array or sequence of int, optional
-        As in `flashsim.Problem`. Those that are traced are read when the function runs, on a GPU by
-        waiting for it.
+        As in `flashsim.Problem`. Traced offsets are read when the function runs; on a GPU this
+        waits for the device.
     algorithm : {"flash2", "flash2-fused"}
     deterministic : bool, optional
         As in `flashsim.Result.backward`.
@@ -81,8 +81,8 @@ def attention(
     Raises
     ------
     FlashSimError
-        While the function is traced. What only the engine can tell (a GPU's kernels take no bias)
-        is a `jax.errors.JaxRuntimeError` of the same words, when it runs.
+        While the function is traced. Errors that only the engine finds (GPU kernels take no bias)
+        come at run time, as a `jax.errors.JaxRuntimeError` with the same text.
     """
     reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
     if algorithm not in ALGORITHMS:
@@ -121,12 +121,12 @@ def attention(
 
 
 def taken(name: str, x: Any) -> jax.Array:
-    """An array of JAX's or of NumPy's, as JAX's.
+    """Return a JAX or NumPy array as a JAX array.
 
     Raises
     ------
     DTypeError
-        If it is neither.
+        If `x` is neither.
     """
     if type(x) is not np.ndarray and not isinstance(x, jax.Array):
         raise DTypeError(
@@ -137,25 +137,25 @@ def taken(name: str, x: Any) -> jax.Array:
 
 
 def _axes(operands: dict[str, Any]) -> frozenset[Any]:
-    """The axes of `jax.shard_map` over which any operand varies."""
+    """Return the axes of `jax.shard_map` over which any operand varies."""
     return frozenset().union(*map(_varies, operands.values()))
 
 
 def _varies(x: Any) -> frozenset[Any]:
-    """Those over which one does, which JAX before 0.10 called `vma`."""
+    """Return the `jax.shard_map` axes over which `x` varies; JAX before 0.10 calls them `vma`."""
     kind = jax.typeof(x)
     manual = getattr(kind, "manual_axis_type", None)
     return getattr(kind, "vma", frozenset()) if manual is None else manual.varying
 
 
 def _spread(x: Any, axes: frozenset[Any]) -> Any:
-    """`x` as one that varies over these axes; its gradient is summed over those that are new."""
+    """Mark `x` as varying over `axes`; its gradient is summed over the newly added ones."""
     missing = tuple(axes - _varies(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _known(offsets: Any) -> Any:
-    """Offsets as integers, unless they are being traced."""
+    """Return offsets as integers, unless they are being traced."""
     if offsets is None or isinstance(offsets, jax.core.Tracer):
         return offsets
     return tuple(np.asarray(offsets).tolist())
@@ -164,7 +164,7 @@ def _known(offsets: Any) -> Any:
 def _call(
     target: str, question: Asked, operands: dict[str, Any], results: Sequence[Any]
 ) -> Sequence[Any]:
-    """Have XLA call one of `flashsim.jax.foreign`'s functions."""
+    """Make XLA call one of the functions in `flashsim.jax.foreign`."""
     request, deterministic = question
     packed = any(name in operands or getattr(request, name) is not None for name in OFFSETS)
     call = jax.ffi.ffi_call(
@@ -179,22 +179,23 @@ def _call(
 
 
 def _results(q: Any, v: Any) -> list[tuple[tuple[int, ...], Any]]:
-    """Shapes and types of out and LSE."""
+    """Return shapes and types of out and LSE."""
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     return [((*q.shape[:-1], v.shape[-1]), q.dtype), (q.shape[:-1], wide)]
 
 
 def _of_nothing(q: Any, v: Any) -> tuple[Any, Any]:
-    """out and LSE where there is no batch, no query or no key: XLA calls nothing."""
+    """Return out and LSE if there is no batch, query or key; XLA calls nothing then."""
     (shape, dtype), (rows, wide) = _results(q, v)
     return jnp.zeros(shape, dtype), jnp.full(rows, -jnp.inf, wide)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(question: Asked, gives_lse: bool, operands: dict[str, Any]) -> tuple[Any, Any]:
-    """out (batch, heads, n_q, head_dim_v), lse (batch, heads, n_q).
+    """Return out (batch, heads, n_q, head_dim_v) and lse (batch, heads, n_q).
 
-    Unless the caller gets the LSE (`gives_lse`), a backward pass reads no gradient of it: zeros.
+    Unless the caller gets the LSE (`gives_lse`), the backward pass ignores its gradient, which is
+    zero.
     """
     results = _results(operands["q"], operands["v"])
     out, lse = _call(FORWARD, question, operands, results)
@@ -202,7 +203,7 @@ def _attention(question: Asked, gives_lse: bool, operands: dict[str, Any]) -> tu
 
 
 def _keep(question: Asked, gives_lse: bool, operands: dict[str, Any]) -> tuple[Any, Any]:
-    """The forward pass, and what its backward pass needs: beside inputs and out, the LSE."""
+    """Run the forward pass; also return what the backward pass needs: inputs, out and the LSE."""
     out, lse = _attention(question, gives_lse, operands)
     return (out, lse), (operands, out, lse)
 
@@ -223,7 +224,7 @@ _attention.defvjp(_keep, _pull_back)
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gradients(question: Asked, operands: dict[str, Any]) -> dict[str, Any]:
-    """The gradients of q, k, v and bias; offsets have none."""
+    """Return the gradients of q, k, v and bias; offsets have none."""
     names = [name for name in ("q", "k", "v", "bias") if name in operands]
     results = [(operands[name].shape, operands[name].dtype) for name in names]
     found = dict(zip(names, _call(BACKWARD, question, operands, results), strict=True))

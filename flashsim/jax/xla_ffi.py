@@ -1,9 +1,9 @@
-"""What XLA hands to a foreign function, read and answered in Python.
+"""Read what XLA passes to a foreign function, and answer it, in Python.
 
-XLA calls a pointer with a *call frame*: arguments, results to be filled, attributes, and a table of
-its own functions. These are the structures of ``xla/ffi/api/c_api.h``, version 0.x, which jaxlib
-carries (`jax.ffi.include_dir`); a later minor version appends fields. `register` makes such a
-pointer of a Python function. XLA calls it from a thread of its own; ctypes takes the GIL.
+XLA calls a function pointer with a *call frame*: arguments, results to be filled, attributes, and a
+table of its own functions. The structures here are those of ``xla/ffi/api/c_api.h``, version 0.x,
+which jaxlib ships (`jax.ffi.include_dir`); later minor versions append fields. `register` makes
+such a pointer from a Python function. XLA calls it from a thread of its own; ctypes takes the GIL.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ _STREAM = ctypes.CFUNCTYPE(c_void_p, POINTER(_StreamGet))
 
 
 class XlaArray:
-    """Memory of an argument or a result: `address`, `shape`, `dtype` (NumPy's)."""
+    """Memory of an argument or a result: `address`, `shape`, `dtype` (a NumPy dtype)."""
 
     def __init__(self, buffer: Any) -> None:
         self.address: int = buffer.data
@@ -130,12 +130,12 @@ class XlaArray:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
 
 class ForeignCall:
-    """One call: `arguments` and `results` (lists of XlaArray), and attributes that are texts."""
+    """One call: `arguments` and `results` (lists of XlaArray), and text attributes."""
 
     def __init__(self, frame: Any) -> None:
         self._frame = frame
@@ -145,7 +145,7 @@ class ForeignCall:
         )
 
     def text(self, name: str) -> str:
-        """The attribute of that name."""
+        """Return the text attribute of that name."""
         attributes = self._frame.attributes
         for n in range(attributes.size):
             if _read(attributes.names[n]) == name and attributes.kinds[n] == _STRING:
@@ -169,14 +169,14 @@ _REGISTERED: list[Any] = []
 
 
 def register(name: str, platform: str, function: Callable[[ForeignCall], None]) -> None:
-    """Have XLA call `function` for calls of the target `name` on a platform, "cpu" or "CUDA".
+    """Make XLA call `function` for the target `name` on a platform, "cpu" or "CUDA".
 
-    What it raises becomes an error of the computation, with the same text.
+    An exception in `function` becomes an error of the computation, with the same text.
 
     Raises
     ------
     BackendUnavailable
-        If jaxlib's interface has another major version than the one this page describes.
+        If jaxlib's interface has another major version than the one this module describes.
     """
     spoken: list[int] = []
 

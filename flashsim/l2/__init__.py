@@ -1,8 +1,9 @@
 """The L2 cache between HBM and the SMs: from requested bytes to DRAM bytes.
 
-The requests of every thread block are laid out tile by tile, woven together as the SMs would issue
-them (launch order, blocks in flight, uneven progress), and replayed through a cache. A model: what
-it leaves out, and how far from hardware counters it is, is said in docs/reference/predictions.md.
+The package lists the requests of every thread block tile by tile, interleaves them as the SMs would
+issue them (launch order, blocks in flight, uneven progress), and replays them through a cache. This
+is a model: docs/reference/predictions.md says what it leaves out, and how far it is from hardware
+counters.
 """
 
 from flashsim.l2.curve import Curve

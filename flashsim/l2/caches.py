@@ -1,7 +1,8 @@
-"""Two caches, compiled by Numba: one that textbooks assume, and one built like a GPU's L2.
+"""Two caches, compiled by Numba: a textbook cache, and one built like a GPU's L2.
 
-`replay` is fully associative, least recently used, of whole tiles: its answers for all sizes at
-once are the stack distances of `distances`. `replay_sets` has sets of a few ways, and partitions.
+`replay` is a fully associative cache of whole tiles that evicts the least recently used; the stack
+distances of `distances` give its results for all sizes at once. `replay_sets` is a set-associative
+cache with partitions.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def _unlink(links, tile):
 @keep
 @njit
 def replay(ids, codes, size, capacity, links, state, used, fetched, lost):
-    """What requests read from DRAM and what evictions write to it.
+    """Replay requests; count the bytes read from DRAM and the bytes that evictions write to it.
 
     Parameters
     ----------
@@ -44,7 +45,7 @@ def replay(ids, codes, size, capacity, links, state, used, fetched, lost):
     links : int32 (tiles + 1, 2); state : uint8 (tiles + 1); used : int64 (1,)
         The cache, changed in place.
     fetched, lost : int64 (tiles,)
-        Bytes of each tile read from and written to DRAM, added to.
+        Bytes of each tile read from and written to DRAM; the counts are added to these.
     """
     end = len(links) - 1
     for r in range(len(ids)):
@@ -88,7 +89,7 @@ def _way(held, part, place, line):
 @keep
 @njit
 def _insert(held, touched, dirty, part, place, line, now, tile_of, lost):
-    """Put a line in an empty way, or in that of the line not used for longest; which way."""
+    """Put a line in an empty way or in the least recently used one; return that way."""
     way = 0
     for other in range(held.shape[2]):
         if held[part, place, other] < 0:
@@ -109,11 +110,11 @@ def _insert(held, touched, dirty, part, place, line, now, tile_of, lost):
 def replay_sets(
     ids, codes, first, place_of, home_of, tile_of, held, touched, dirty, clock, fetched, lost
 ):
-    """What requests read from DRAM and what evictions write to it, in lines.
+    """Replay requests; count the lines read from DRAM and the lines that evictions write to it.
 
-    An SM asks its own partition. A line that is at home in the other one is fetched through it and
-    kept on both sides; what is written or reduced goes home, and the copy on the other side is
-    dropped.
+    An SM sends its requests to its own partition. A line whose home is the other partition is
+    fetched through it and kept in both. A write or a reduction goes to the line's home partition,
+    and the copy in the other partition is dropped.
 
     Parameters
     ----------
@@ -125,7 +126,7 @@ def replay_sets(
     held : int32, touched : int64, dirty : bool (partitions, sets, ways); clock : int64 (1,)
         The cache, changed in place.
     fetched, lost : int64 (tiles,)
-        Lines of each tile read from and written to DRAM, added to.
+        Lines of each tile read from and written to DRAM; the counts are added to these.
     """
     partitions = held.shape[0]
     for r in range(len(ids)):

@@ -1,8 +1,8 @@
-"""What Numba compiles, on disk: kept where that works, compiled in memory where it does not.
+"""A disk cache for Numba's compiled code that falls back to memory when the disk fails.
 
-Numba's cache raises where no folder can be written, where the disk is full and, for ever, where a
-file of its own was cut short. Here each of these costs a compilation and says so in a line on
-stderr. What is loaded has been checked: a file says for which key it was written, and its checksum.
+Numba's own cache raises if no folder is writable, if the disk is full and, on every call, if one of
+its files was cut short. Here each of these costs one compilation and prints a line to stderr.
+Loaded code has been checked: each file stores the key it was written for, and its checksum.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numba.core.serialize import dumps
 
 
 def keep(function: Any) -> Any:
-    """What ``@njit(cache=True)`` means, above a plain ``@njit``."""
+    """Cache compiled code as ``@njit(cache=True)`` does; use it above a plain ``@njit``."""
     try:
         function._cache = _Disk(function.py_func)
     except (RuntimeError, OSError):  # no folder that Numba knows of can be written
@@ -27,12 +27,12 @@ def keep(function: Any) -> Any:
 
 
 def kept(function: Any) -> bool:
-    """Whether there is a place on disk for what `function` is compiled to."""
+    """Whether the code that `function` compiles to can be kept on disk."""
     return isinstance(function._cache, _Disk)
 
 
 class _Disk(FunctionCache):
-    """Numba's cache of one function; a failure is told, and is one to load or to keep only."""
+    """Numba's cache of one function; failures are reported and affect only this load or save."""
 
     def __init__(self, py_func: Any) -> None:
         super().__init__(py_func)
@@ -42,7 +42,7 @@ class _Disk(FunctionCache):
         )
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """What was compiled for these types, or None."""
+        """Return the code compiled for these types, or None."""
         try:
             return super().load_overload(sig, target_context)
         except Exception as error:  # whatever unpickling a damaged file raises
@@ -50,7 +50,7 @@ class _Disk(FunctionCache):
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep what was compiled for these types, if that can be."""
+        """Save the code compiled for these types, if possible."""
         try:
             try:
                 super().save_overload(sig, data)
@@ -64,17 +64,19 @@ class _Disk(FunctionCache):
 
 
 class _Files(IndexDataCacheFile):
-    """Each entry with its key and checksum. Numba writes the index first and numbers files anew
-    when sources change: without the key, an entry that could not be written is an older one.
+    """Cache files whose entries each store their key and checksum.
+
+    Numba writes the index first, and numbers files anew when sources change. If a write fails, the
+    index may therefore point to an older entry; the stored key reveals that.
     """
 
     def save(self, key: Any, data: Any) -> None:
-        """Write an entry."""
+        """Write an entry with its key and checksum."""
         blob = dumps(data)
         super().save(key, (key, hashlib.sha256(blob).digest(), blob))
 
     def load(self, key: Any) -> Any:
-        """The entry of this key, or None."""
+        """Return the entry of this key, or None."""
         entry = super().load(key)
         if entry is None:
             return None
@@ -87,10 +89,10 @@ class _Files(IndexDataCacheFile):
 
 
 class _Memory(NullCache):
-    """For where nothing can be kept."""
+    """A cache for machines where nothing can be kept on disk."""
 
     def save_overload(self, sig: Any, cres: Any) -> None:
-        """Say that it is lost."""
+        """Report that the compiled code is not kept."""
         _say("no folder for compiled code can be written", None, _AGAIN)
 
 

@@ -17,18 +17,18 @@ from flashsim.schedule.names import LOAD, STORE
 @own_errors
 @dataclass(frozen=True)
 class Curve:
-    """What a fully associative LRU cache of any size reads from and writes to DRAM.
+    """DRAM reads and writes of a fully associative LRU cache, for every cache size.
 
-    From stack distances: Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage
-    hierarchies", 1970; writes after Thompson and Smith, "Efficient (stack) algorithms for analysis
-    of write-back and sector memories", 1989.
+    It is computed from stack distances: Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques
+    for storage hierarchies", 1970. Writes follow Thompson and Smith, "Efficient (stack) algorithms
+    for analysis of write-back and sector memories", 1989.
 
     Attributes
     ----------
     steps : int64 (n,)
-        Cache sizes in bytes at which something begins to hit, rising.
+        Cache sizes in bytes from which on more requests hit, ascending.
     saved : int64 (n,)
-        Read bytes that a cache of at least ``steps[k]`` no longer reads, summed up to k.
+        Bytes that a cache of at least ``steps[k]`` no longer reads from DRAM (cumulative).
     most : int
         Bytes read without a cache.
     write_steps, write_saved, most_written
@@ -47,7 +47,7 @@ class Curve:
 
     @classmethod
     def measure(cls, stream: Stream, size: np.ndarray) -> Curve:
-        """From the requests of one stage, in one pass."""
+        """Compute the curve from the requests of one kernel, in one pass."""
         from flashsim.l2.distances import COLD, distances
 
         near, strayed = distances(stream.ids, stream.codes, size)
@@ -63,20 +63,20 @@ class Curve:
         )
 
     def reads(self, l2_bytes: Any) -> Any:
-        """DRAM bytes read with an L2 of that size (a number or an array of them)."""
+        """Return DRAM bytes read with an L2 of that size (a number or an array of numbers)."""
         return self._at(l2_bytes, self.steps, self.saved, self.most)
 
     def writes(self, l2_bytes: Any) -> Any:
-        """Dirty bytes evicted to DRAM while the stage runs, with an L2 of that size."""
+        """Return dirty bytes evicted to DRAM while the kernel runs, with an L2 of that size."""
         return self._at(l2_bytes, self.write_steps, self.write_saved, self.most_written)
 
     @property
     def cold(self) -> int:
-        """Bytes read with an L2 of unlimited size."""
+        """Bytes read from DRAM with an L2 of unlimited size."""
         return int(self.most - (self.saved[-1] if len(self.saved) else 0))
 
     def enough(self) -> int:
-        """The smallest L2, in bytes, that leaves only first reads."""
+        """The smallest L2, in bytes, for which only the first read of each tile goes to DRAM."""
         return int(self.steps[-1]) if len(self.steps) else 0
 
     @staticmethod
@@ -90,7 +90,7 @@ class Curve:
 
 
 def _cumulative(at: np.ndarray, nbytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Different values of `at`, rising, and the sum of `nbytes` up to each of them."""
+    """Return the distinct values of `at`, ascending, and the sum of `nbytes` up to each of them."""
     from flashsim.l2.distances import tally
 
     steps, sums = tally(at, nbytes)

@@ -24,7 +24,7 @@ def _add(tree, at, value):
 @keep
 @njit
 def _sum(tree, at):
-    """Sum of entries 0 .. at."""
+    """Return the sum of entries 0 .. at."""
     at += 1
     total = 0
     while at:
@@ -36,20 +36,20 @@ def _sum(tree, at):
 @keep
 @njit
 def distances(ids, codes, size):
-    """Stack distance in bytes of every request, and how far each written tile strayed.
+    """Return every request's stack distance in bytes, and the largest one that follows each write.
 
-    The distance of a request is the size of all different tiles touched since its tile was last
-    touched, its own size included: a cache of C bytes hits exactly when distance <= C
-    (Mattson et al. 1970). A tile written once is written back once by every cache that its
-    largest distance until it is next written, or dropped at the end, exceeds.
+    The distance of a request is the size of all distinct tiles touched since its tile was last
+    touched, its own size included. A cache of C bytes hits exactly when distance <= C (Mattson et
+    al. 1970). After a write, take the tile's largest distance until its next write or the end. A
+    cache of C bytes writes the tile back once, exactly if that distance exceeds C.
 
     Returns
     -------
     near : int64 (n,)
-        Distance of each request, COLD at a tile's first.
+        Distance of each request; COLD for the first request of a tile.
     strayed : int64 (n,)
-        For each store or reduction: the largest distance at which its tile was asked for again, up
-        to and including the next write, or the depth at which it ends; -1 for a load.
+        For each store or reduction: the largest distance at which its tile is requested again, up
+        to and including the next write, or its depth in the stack at the end; -1 for a load.
     """
     tiles, n = len(size), len(ids)
     room = max(4 * tiles, 1024)
@@ -100,9 +100,10 @@ def distances(ids, codes, size):
 @keep
 @njit
 def tally(keys, weights):
-    """Different keys (at least 0), in no order, and the sum of the weights of each: a hash table.
+    """Return the distinct keys, unordered, and the sum of the weights of each.
 
-    Much faster than sorting: millions of requests have a few thousand different distances.
+    Keys must be at least 0. A hash table is much faster than sorting here: millions of requests
+    have a few thousand distinct distances.
     """
     bits = 12
     table, sums = np.full(1 << bits, -1, np.int64), np.zeros(1 << bits, np.int64)
@@ -128,7 +129,10 @@ def tally(keys, weights):
 @keep
 @njit
 def _find(table, key):
-    """Where a key stands in a hash table of a power of two of places, or should stand."""
+    """Return the index of a key in a hash table, or of the free slot where it belongs.
+
+    The table's length is a power of two.
+    """
     mask = len(table) - 1
     at = (key * 0x9E3779B97F4A7C1 >> 20) & mask  # Fibonacci hashing
     while table[at] >= 0 and table[at] != key:

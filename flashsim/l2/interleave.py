@@ -1,7 +1,7 @@
-"""Weave the blocks' requests together, in the order in which the SMs issue them (Numba).
+"""Interleave the thread blocks' requests in the order in which the SMs issue them (Numba).
 
-A request is a tile number and a code: its operation (`names.OPS`) plus SIDE for an SM of the
-second partition.
+A request is a tile number and a code: its operation (`names.OPS`), plus SIDE if the SM belongs to
+the second partition.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ POLL = 0.02
 @keep
 @njit
 def _earlier(time, a, b):
-    """Whether slot a acts before slot b; lock-step slots act in the order of their numbers."""
+    """Whether slot a acts before slot b; on a tie, the lower slot number acts first."""
     return time[a] < time[b] or (time[a] == time[b] and a < b)
 
 
@@ -44,7 +44,7 @@ def _sift_down(heap, n, time):
 def _ask(
     requests, first, last, head_of, walk_head, outer, own, inner, keys_outside, side, out, codes, n
 ):
-    """Append requests first .. last - 1 of the table for one block at one visit."""
+    """Append requests first .. last - 1 of the table for one block and visit (tile pair)."""
     i, j = (inner, own) if keys_outside else (own, inner)
     for r in range(first, last):
         axis, owner = requests[r, 1], requests[r, 2]
@@ -69,41 +69,43 @@ def weave(
     flipped, time, block, done, heap, sides, jitter, seed, keys_outside, out, codes, ranks, turns,
     since, turn,
 ):  # fmt: skip
-    """Lay out all requests of one stage in the order in which the SMs issue them.
+    """Write all requests of one kernel in the order in which the SMs issue them.
 
-    Block b belongs to walk ``walks[b]``, owns ``outers[b]``, an outer tile or a part of it, and
-    makes the visits ``inner[ptr[outer]:ptr[outer + 1]]`` once for each of `members` query heads.
-    As many blocks run at once as `time` has slots; one that ends makes room for the next. A visit
-    takes 1 plus a draw from ± `jitter`. With `ranks`, it begins when as many others have visited
-    its inner tile.
+    Block b belongs to walk ``walks[b]``: a walk is a loop over the tiles of one head, or of one
+    group of query heads. The block owns ``outers[b]``: an outer tile, or one part of it. It makes
+    the visits (tile pairs) ``inner[ptr[outer]:ptr[outer + 1]]`` once for each of `members` query
+    heads. As many blocks run at once as `time` has slots; when one ends, the next starts. A visit
+    takes 1 plus a draw from ± `jitter`. With `ranks`, a visit waits until that many other visits of
+    its inner tile have started.
 
     Parameters
     ----------
     tile_of : int32 (outers,)
-        The outer tile of each.
+        The outer tile of each entry.
     several : bool (outers,)
-        Whether it is one part of several.
+        Whether the entry is one of several parts of its tile.
     requests : int64 (n, 6)
-        op, axis, owner, first tile number, tiles a head, column tiles; `parts` (5,) splits the
-        table into those before, at and after the visits, the last for one of several parts.
+        op, axis, owner, first tile number, tiles per head, column tiles. `parts` (5,) splits the
+        table into four sections: requests before, at and after the visits, and those after the
+        visits for one of several parts.
     head_of : int32 (3, heads)
-        Number of a query head's matrix among those of query heads, key heads and bias heads.
+        For each query head: the number of its matrix among query heads, key heads and bias heads.
     in_step : bool
-        Whether a visit is made for each of the members before the next one is.
+        Whether a block makes a visit for each of the members before the next visit.
     flipped : bool (blocks,)
-        Whether the block makes its visits backwards.
+        Whether the block makes its visits in reverse order.
     time : float64 (slots,); block, done, heap : int64 (slots,)
-        To work with: zeros, the first blocks, zeros, and the numbers of the slots.
+        Work arrays: zeros, the first blocks, zeros, and the numbers of the slots.
     sides : uint8 (slots,)
         Partition of each slot's SM.
     out, codes : int32, uint8
-        Filled in.
+        Results: tile numbers and codes.
     ranks : int32 (visits,), or empty
-        How many visits of an inner tile come before each; none wait if it is empty.
+        How many visits of the same inner tile precede each visit; if empty, no visit waits.
     turns : int32, since : float64 (query heads, inner tiles)
-        To work with: zeros. Visits that an inner tile has had, and when the next one may begin.
+        Work arrays: zeros. How many visits an inner tile has had, and when the next may start.
     turn : float
-        Time from the beginning of one visit of an inner tile to that of the next.
+        Time from the start of one visit of an inner tile to the start of the next.
 
     Returns
     -------

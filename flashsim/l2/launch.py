@@ -1,4 +1,4 @@
-"""In which order thread blocks start, and how many run at once."""
+"""The order in which thread blocks start, and how many run at once."""
 
 from __future__ import annotations
 
@@ -27,46 +27,52 @@ SIDE = 4
 @own_errors
 @dataclass(frozen=True)
 class L2Model:
-    """How a kernel's requests reach L2, and what that L2 is like.
+    """Options of the L2 model: how a kernel's requests reach L2, and how that L2 is built.
 
     Parameters
     ----------
     launch : {"head-first", "tile-first", "longest-first", "grouped", "in-turns"}
-        The order thread blocks start in. "head-first": all tiles of one head, then the next head
-        (FlashAttention-2's grid). "tile-first": tile 0 of every head, then tile 1. "longest-first":
-        over all heads, the tile with the most visits first. "grouped": heads in groups whose
-        tensors stay in L2 together, the longest tiles of a group first (as FlashAttention-3 does,
-        and the kernels of `flashsim.backends`: `clump_size`). "in-turns": likewise, but a fused
-        backward adds to dQ in a fixed order: its blocks take the columns that start at the last
-        rows first and wait for their turns (`flashsim.schedule.dq_order`).
+        The order in which thread blocks start. A visit is one query tile times one key tile.
+
+        - "head-first": all tiles of one head, then the next head (FlashAttention-2's grid).
+        - "tile-first": tile 0 of every head, then tile 1.
+        - "longest-first": over all heads, the tile with the most visits first.
+        - "grouped": groups of heads whose tensors fit in L2 together; within a group, the longest
+          tiles first. FlashAttention-3 and the kernels of `flashsim.backends` do this; `clump_size`
+          gives the size of a group.
+        - "in-turns": as "grouped", but a fused backward adds to dQ in a fixed order. Its blocks
+          start with the columns whose first row is last, and each addition waits for its turn
+          (`flashsim.schedule.dq_order`).
     walk : {"straight", "sawtooth", "in-step"}
-        "sawtooth": every other wave of blocks takes its visits backwards, so that it begins with
-        what the wave before left in L2 (arXiv:2601.16032). "in-step": with keys outside, likewise,
-        but from the first wave on, and the query heads of a group are at each tile in turn (the
-        Hopper kernels of `flashsim.backends`): see docs/reference/hopper.md.
+        The order of a block's visits. "sawtooth": every other wave of blocks makes its visits in
+        reverse order, so that it starts with the data that the previous wave left in L2
+        (arXiv:2601.16032). "in-step" (KV-outer kernels): the same, but starting with the first
+        wave; and a block makes each visit for all query heads of its group before the next one.
+        The Hopper kernels of `flashsim.backends` do this: see docs/reference/hopper.md.
     blocks_per_sm : int, optional
-        Thread blocks that share an SM. Default: as many as its shared memory holds.
+        Thread blocks that share an SM. Default: as many as fit into its shared memory.
     partitions : int, optional
         1 or 2; default: the device's. With 2, each half caches the half of memory attached to it,
-        and copies of what its own SMs read from the other half; so data that all SMs read takes
-        its space twice.
+        and copies of the data that its own SMs read from the other half. Data that all SMs read
+        therefore takes its space twice.
     jitter : float
-        In seconds: how far a visit's time strays, uniformly, each on its own. A visit takes as long
-        as its matrix products at the device's peak; where that is not known for the dtype, and with
-        0, all blocks keep step.
+        In seconds: the largest random deviation of a visit's time, drawn uniformly for each visit.
+        A visit takes as long as its matrix products at the device's peak. If that peak is unknown
+        for the dtype, or if `jitter` is 0, all blocks advance at the same speed.
     turn : float
-        For "in-turns", in seconds: from one addition to a row tile's dQ to the next block's. What
-        fits six launches on an H200 (docs/notebooks/l2.md).
+        For "in-turns": seconds from one block's addition to a row tile's dQ to the next block's.
+        The default fits six launches on an H200 (docs/notebooks/l2.md).
     ways : int or None
-        Lines a set of the cache holds. None: the textbook cache, fully associative, of whole tiles,
-        in one partition, as `curves` assumes.
+        Lines per set of the cache. None: the textbook cache that `curves` assumes, fully
+        associative, with whole tiles and one partition.
     flush : bool
-        Start every stage with an empty cache, as Nsight Compute does by default. False: what one
-        stage leaves, the next one finds.
+        Start every kernel with an empty cache, as Nsight Compute does by default. False: each
+        kernel starts with the cache that the previous one left.
     heads_in_group : int, optional
-        For "grouped" and "in-turns". Default: as described there.
+        Heads per group, for "grouped" and "in-turns". Default: as described there.
     seed : int
-        Of the jitter, of which SM is in which partition, and of which lines share a set.
+        Random seed for the jitter, for the partition of each SM, and for the lines that share a
+        set.
 
     Raises
     ------
@@ -111,32 +117,35 @@ class L2Model:
         checks.seed(self.seed)
 
     def parts(self, device: Device) -> int:
-        """Partitions of the cache."""
+        """Return the number of partitions of the cache."""
         return 1 if self.ways is None else self.partitions or device.l2_partitions
 
     def sides(self, slots: int, device: Device) -> np.ndarray:
-        """uint8 (slots,): the partition of each slot's SM; half of the SMs, drawn at random."""
+        """Return the partition of each slot's SM, uint8 (slots,).
+
+        With 2 partitions, half of the SMs belong to each, drawn at random.
+        """
         halves = np.arange(device.sm_count) % self.parts(device)
         return np.resize(np.random.default_rng(self.seed).permutation(halves), slots).astype("u1")
 
     def jitter_share(
         self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
     ) -> float:
-        """The jitter as a share of a visit's time, at most 1."""
+        """Return the jitter as a share of a visit's time, at most 1."""
         seconds = self.visit_seconds(stage, schedule, device, algorithm, direction)
         return min(1.0, self.jitter / seconds) if seconds else 0.0
 
     def turn_share(
         self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
     ) -> float:
-        """The time of a turn in visits."""
+        """Return the time of a turn, in units of a visit's time."""
         seconds = self.visit_seconds(stage, schedule, device, algorithm, direction)
         return self.turn / seconds if seconds else 0.0
 
     def visit_seconds(
         self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
     ) -> float:
-        """What a visit's matrix products take at the device's peak; 0 where that is not known."""
+        """Return a visit's seconds of matrix products at peak; 0 if the peak is unknown."""
         p, tile = schedule.problem, schedule.tiling.clip(schedule.problem, schedule.split)
         if p.dtype not in {*device.tensor_flops, *device.cuda_flops}:
             return 0.0
@@ -147,7 +156,7 @@ class L2Model:
         return flops / each
 
     def slots(self, stage: plans.Stage, schedule: Schedule, device: Device) -> int:
-        """Thread blocks in flight at once: SMs times blocks an SM."""
+        """Return how many thread blocks run at once: SMs times blocks per SM."""
         return device.sm_count * (self.blocks_per_sm or occupancy(stage, schedule, device))
 
     def order(
@@ -158,14 +167,16 @@ class L2Model:
         device: Device,
         columns: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Thread blocks in the order they start: their walk and their outer tile, int32 each.
+        """Return each thread block's walk and outer tile, in the order they start, int32 each.
+
+        A walk is a loop over the tiles of one head, or of one group of query heads.
 
         Parameters
         ----------
         visits : ndarray, (outer tiles,)
-            How many visits each outer tile has; of keys in parts, each part.
+            Number of visits of each outer tile, or of each part if keys are split.
         columns : ndarray, (outer tiles,), optional
-            Those of "in-turns", in their order, where the stage adds in turns.
+            The column tiles in the order of "in-turns", if the kernel adds to dQ in turns.
         """
         walks, tiles = heads_of(stage, schedule.problem)[0], len(visits)
         tile_order = np.arange(tiles)
@@ -187,9 +198,9 @@ class L2Model:
     def waves(
         self, stage: plans.Stage, schedule: Schedule, tiles: int, device: Device, blocks: int
     ) -> np.ndarray:
-        """Of `blocks` thread blocks, in the order they start: in which wave each is.
+        """Return the wave of each of `blocks` thread blocks, in the order they start.
 
-        In step, every group of heads has as many waves, whole ones
+        With "in-step", every group of heads takes the same whole number of waves
         (kernels/hopper/tile_scheduler.cuh).
         """
         at_once = max(min(self.slots(stage, schedule, device), blocks), 1)
@@ -201,7 +212,7 @@ class L2Model:
         return block // whole * each + block % whole // at_once
 
     def _together(self, stage: plans.Stage, schedule: Schedule, tiles: int, device: Device) -> int:
-        """Walks of a group."""
+        """Return the number of walks (heads, or groups of query heads) that start as one group."""
         if self.launch not in ("grouped", "in-turns"):
             return heads_of(stage, schedule.problem)[0]
         return self.heads_in_group or clump_size(

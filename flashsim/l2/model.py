@@ -1,4 +1,4 @@
-"""`dram`: what is left for HBM when the L2 cache has served its hits; `curves`: at every size."""
+"""Predict DRAM traffic from an L2 model: `dram` for the device's L2, `curves` for every size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LINE, LEAST_SETS, LEAST_LINES, SPARE = 128, 256, 50_000, 16
 
 @dataclass(frozen=True)
 class StageDram:
-    """DRAM bytes of one stage by tensor: read, written, and still dirty in L2 when it ends."""
+    """DRAM bytes of one kernel by tensor: read, written, and still dirty in L2 when it ends."""
 
     name: str
     read: dict[str, int]
@@ -41,10 +41,10 @@ class Dram:
     Attributes
     ----------
     requested : Traffic
-        What the SMs ask of L2.
+        The bytes that the SMs request from L2.
     model : L2Model
     stages : tuple of StageDram
-        One for each stage, in order.
+        One entry per kernel (stage), in order.
     """
 
     requested: Traffic
@@ -54,14 +54,14 @@ class Dram:
     def bytes(
         self, op: str | None = None, tensor: str | None = None, stage: str | None = None
     ) -> int:
-        """DRAM bytes: of one operation, tensor and stage, or of all.
+        """Return DRAM bytes: of one operation, tensor and stage (kernel), or of all.
 
         Parameters
         ----------
         op : {"read", "write", "pending"}, optional
-            "write": written back by evictions while the stage ran (the counter
-            ``dram__bytes_write.sum`` sees at least this). "pending": dirty in L2 when the stage
-            ended (with ``flush=False`` when the last stage ended), written some time after.
+            "write": written back by evictions while the kernel ran (the counter
+            ``dram__bytes_write.sum`` sees at least this). "pending": dirty in L2 when the kernel
+            ended (with ``flush=False``, when the last kernel ended), and written some time after.
             Default: reads and writes, pending included.
         """
         if op is not None:
@@ -81,16 +81,16 @@ class Dram:
         )
 
     def hit_rate(self) -> float:
-        """Share of the loaded and reduced bytes that L2 had."""
+        """Return the share of loaded and reduced bytes that hit in L2."""
         asked = self.requested.bytes("load") + self.requested.bytes("reduce")
         return 1 - self.bytes("read") / asked
 
     def intensity(self) -> float:
-        """FLOPs for each byte of DRAM."""
+        """Return FLOPs per byte of DRAM traffic."""
         return self.requested.flops() / self.bytes()
 
     def table(self) -> report.Table:
-        """Requested and DRAM bytes, stage by stage."""
+        """Return a table of requested and DRAM bytes per kernel."""
         r, table = self.requested, self._empty()
         for part in self.stages:
             asked = {
@@ -166,16 +166,17 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
 
 @own_errors
 def curves(requested: Traffic, model: L2Model | None = None) -> dict[str, Curve]:
-    """DRAM bytes of each stage as a function of the size of L2, from one pass over its requests.
+    """Return DRAM bytes of each kernel (stage) as a function of L2's size.
 
-    The cache is the textbook one, `L2Model(ways=None)`; each stage starts with an empty one.
+    One pass over the requests gives all sizes. The cache is the textbook one,
+    `L2Model(ways=None)`; each kernel starts with an empty cache.
     """
     tiles, streams = _streams(requested, _model(requested, model))
     return {part.stage.name: Curve.measure(part, tiles.size) for part in streams}
 
 
 def _model(requested: Traffic, model: L2Model | None) -> L2Model:
-    """The model asked for, or the usual one; both arguments checked."""
+    """Check both arguments; return the model, or the default model for None."""
     checks.instance("requested", requested, Traffic, "Traffic, from flashsim.count")
     shared = requested.problem.shared_prefix
     if shared or (requested.split.pack_gqa and requested.problem.bias):
@@ -201,7 +202,7 @@ def _streams(requested: Traffic, model: L2Model) -> tuple[TileNumbers, Iterator[
 
 
 class _WholeTiles:
-    """The textbook cache: `caches.replay`."""
+    """The textbook cache, simulated by `caches.replay`."""
 
     def __init__(self, tiles: TileNumbers, device: Device) -> None:
         self.tiles, self.capacity = tiles, device.l2_bytes
@@ -214,7 +215,7 @@ class _WholeTiles:
         self.state, self.used = np.zeros(count + 1, np.uint8), np.zeros(1, np.int64)
 
     def replay(self, part: Stream) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes read and written by tensor."""
+        """Replay a kernel's requests; return the bytes read and written, by tensor."""
         from flashsim.l2.caches import replay
 
         size = self.tiles.size
@@ -224,7 +225,7 @@ class _WholeTiles:
         return self.tiles.by_tensor(fetched), self.tiles.by_tensor(lost)
 
     def drain(self) -> dict[str, int]:
-        """Bytes still dirty, by tensor; the cache is empty afterwards."""
+        """Empty the cache; return the bytes that were still dirty, by tensor."""
         from flashsim.l2.caches import DIRTY
 
         dirty = self.tiles.by_tensor(self.tiles.size * (self.state[:-1] == DIRTY))
@@ -235,9 +236,9 @@ class _WholeTiles:
 class _Sets:
     """A GPU's L2: `caches.replay_sets` over a sample of its sets.
 
-    A set sees the lines that hash to it and no others, so some of the sets speak for all
-    (set sampling: Kessler, Hill and Wood, 1994). Every tile gives the sample its share of lines;
-    what happens to a tensor's sampled lines happens to all of its bytes.
+    A set sees only the lines that hash to it, so a sample of the sets represents all of them
+    (set sampling: Kessler, Hill and Wood, 1994). Each tile has its share of lines in the sample.
+    The counts of a tensor's sampled lines are scaled to all of its bytes.
     """
 
     def __init__(self, tiles: TileNumbers, device: Device, model: L2Model) -> None:
@@ -269,7 +270,7 @@ class _Sets:
         self.dirty, self.clock = np.zeros(self.shape, bool), np.zeros(1, np.int64)
 
     def replay(self, part: Stream) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes read and written by tensor."""
+        """Replay a kernel's requests; return the bytes read and written, by tensor."""
         from flashsim.l2.caches import replay_sets
 
         fetched, lost = np.zeros((2, len(self.tiles.size)), np.int64)
@@ -280,7 +281,7 @@ class _Sets:
         return self._bytes(fetched), self._bytes(lost)
 
     def drain(self) -> dict[str, int]:
-        """Bytes still dirty, by tensor; the cache is empty afterwards."""
+        """Empty the cache; return the bytes that were still dirty, by tensor."""
         lines = self.held[self.dirty & (self.held >= 0)]
         dirty = np.bincount(self.tile_of[lines], minlength=len(self.tiles.size))
         self._empty()

@@ -1,4 +1,4 @@
-"""From a schedule to the requests of one stage, as arrays of tile numbers in the order issued."""
+"""Turn a schedule into the requests of one kernel: arrays of tile numbers in the order issued."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PART = 3
 
 @dataclass(frozen=True)
 class Stream:
-    """The requests of one stage.
+    """The requests of one stage (kernel).
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class Stream:
     ids : int32 (n,)
         Tile numbers, in the order issued.
     codes : uint8 (n,)
-        Operation (`names.OPS`), plus `launch.SIDE` if an SM of the second partition asks.
+        Operation (`names.OPS`), plus `launch.SIDE` if the SM belongs to the second partition.
     """
 
     stage: plans.Stage
@@ -52,12 +52,12 @@ class Stream:
 
 
 class TileNumbers:
-    """Numbers for all tiles of all tensors of one pass, and their sizes.
+    """The numbers and sizes of all tiles of all tensors in one pass.
 
     Attributes
     ----------
     first : dict of int
-        Number of each tensor's first tile; a tensor's tiles stand together, head by head.
+        Number of each tensor's first tile. A tensor's tiles have consecutive numbers, head by head.
     size : int64 (tiles,)
         Bytes of each tile.
     """
@@ -84,12 +84,12 @@ class TileNumbers:
         self.size = np.concatenate(sizes)
 
     def matrices(self, tensor: TensorShape) -> int:
-        """One a head; of packed query heads, one a group."""
+        """Return a tensor's number of matrices: one per head, or one per group of packed heads."""
         members = self.schedule.members if tensor.owner == QUERY else 1
         return matrices(self.problem, tensor.owner) // members
 
     def tiles(self, tensor: TensorShape) -> int:
-        """Tiles of one head's matrix."""
+        """Return the number of tiles of one head's matrix."""
         t_r, t_c = self.schedule.t_r, self.schedule.t_c
         parts = int(self.schedule.part_counts.sum()) if tensor.axis == PART else 0
         return {ROW: t_r, COL: t_c, PART: parts}.get(tensor.axis, t_r * t_c)
@@ -104,20 +104,23 @@ class TileNumbers:
         return (self.heights if tensor.axis == ROW else self.widths) * tensor.width
 
     def by_tensor(self, per_tile: np.ndarray) -> dict[str, int]:
-        """Sums of a value per tile over each tensor, zeros left out."""
+        """Sum a value per tile over each tensor; tensors with a sum of zero are left out."""
         edges = [*self.first.values(), len(self.size)]
         sums = [int(per_tile[a:b].sum()) for a, b in pairwise(edges)]
         return {name: total for name, total in zip(self.names, sums, strict=True) if total}
 
 
 def numbers_of(problem: Problem, schedule: Schedule, algorithm: str, direction: str) -> TileNumbers:
-    """The tiles of every tensor that the pass touches."""
+    """Number the tiles of every tensor that the pass touches."""
     used = plans.tensors_of(problem, algorithm, direction, "load", "store", "reduce")
     return TileNumbers(problem, schedule, [*used])
 
 
 def requests(stage: plans.Stage, schedule: Schedule) -> int:
-    """How many tiles one stage asks for, all heads together; needs tables only of divided keys."""
+    """Return how many tiles one kernel requests, over all heads.
+
+    Only split keys (`stage.parts`) need the schedule's tables.
+    """
     before, each, whole, rest = (sum(move.transfers for move in moves) for moves in _moves(stage))
     if stage.parts:
         _, inner, tile_of, several = _visits(stage, schedule)
@@ -131,7 +134,10 @@ def requests(stage: plans.Stage, schedule: Schedule) -> int:
 
 
 def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
-    """Before, at each visit, and after a tile whose keys are whole or one part of several."""
+    """Return four lists of moves: before the visits, at each visit, and two after them.
+
+    The third is for an outer tile with all its keys; the fourth is for one of several parts.
+    """
     if stage.parts != "walks":
         return stage.before, stage.visit, stage.after, ()
     partial = tuple(move for move in stage.after if move.tensor.endswith("_part"))
@@ -139,7 +145,7 @@ def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
 
 
 def _members(stage: plans.Stage, schedule: Schedule, group: int) -> int:
-    """Query heads that a block of a key head goes through one after the other."""
+    """Return how many query heads a key head's block processes one after the other."""
     return group if stage.per == "group" and schedule.members == 1 else 1
 
 
@@ -152,14 +158,14 @@ def stream(
     device: Device,
     model: L2Model,
 ) -> Stream:
-    """The requests of one stage, woven together as its thread blocks would issue them.
+    """Return the requests of one kernel, interleaved as its thread blocks would issue them.
 
     Raises
     ------
     UnsupportedError
-        If there are more than `MOST_REQUESTS`.
+        If there are more than `MOST_REQUESTS` requests.
     BackendUnavailable
-        Without Numba.
+        If Numba is not installed.
     """
     require_numba("the model of the L2 cache")
     from flashsim.l2.interleave import weave
@@ -207,7 +213,7 @@ def stream(
 
 
 def _shape(problem: Problem, name: str) -> TensorShape:
-    """As in `tensors`, but that a partial result has an axis of its own."""
+    """Return a tensor's shape as in `tensors`, except that a partial result has its own axis."""
     its = shape(problem, name)
     return its._replace(axis=PART) if name.endswith("_part") else its
 
@@ -215,11 +221,11 @@ def _shape(problem: Problem, name: str) -> TensorShape:
 def _visits(
     stage: plans.Stage, schedule: Schedule
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """``(ptr, inner, tile_of, several)`` of what blocks own, and of the visits they make.
+    """Return ``(ptr, inner, tile_of, several)``: what blocks own, and their visits.
 
-    A block owns an outer tile; of a row tile whose keys are divided, a part, which is one of
-    `several`; merging, a row tile of several parts, and its visits are those parts. A bias is
-    cleared and rounded whole.
+    A block normally owns an outer tile. If a row tile's keys are split over several blocks, each
+    block owns one part (`several` is True). A block that merges owns a row tile of several parts,
+    and its visits are those parts. A bias is cleared and rounded whole.
     """
     by_row = stage.outer == "queries"
     t_outer = schedule.t_r if by_row else schedule.t_c
@@ -248,9 +254,9 @@ def _visits(
 def _requests(
     tiles: TileNumbers, moves: Iterable[plans.Move], *, merges: bool
 ) -> list[tuple[int, ...]]:
-    """A row of `weave`'s table for each move between HBM and SRAM.
+    """Return one row of `weave`'s table for each move between HBM and SRAM.
 
-    A stage that merges visits the parts: these are its inner tiles.
+    The inner tiles of a kernel that merges are the parts.
     """
     rows: list[tuple[int, ...]] = []
     for move in moves:
@@ -263,11 +269,11 @@ def _requests(
 
 
 def _head_table(p: Problem, stage: plans.Stage, members: int) -> np.ndarray:
-    """int32 (3, batch * heads): the number of a query head's own, key's and bias's matrix.
+    """Map each query head to the numbers of its own, its key's and its bias's matrix.
 
-    A stage that walks over a bias's matrices numbers those themselves; a bias shared by all heads
-    of a batch entry, or by all entries, has fewer matrices than there are heads. `members` query
-    heads have one matrix, where they are packed.
+    The result is int32 (3, batch * heads). A kernel that loops over a bias's matrices numbers those
+    directly. A bias shared by all heads of a batch entry, or by all entries, has fewer matrices
+    than there are heads. If query heads are packed, `members` of them share one matrix.
     """
     head = np.arange(p.batch * p.heads)
     if stage.per == "bias":

@@ -1,6 +1,6 @@
-"""Attention for models in PyTorch: an operator with a gradient, and a stand-in for torch's own.
+"""Attention for PyTorch models: a differentiable operator, and a replacement for torch's own.
 
-And `watch`, which counts the attention that a model has.
+`watch` records and counts the attention calls of a model.
 
 Needs torch (``pip install 'flashsim-attention[torch]'``); nothing is registered until `install` is
 called.

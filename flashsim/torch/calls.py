@@ -1,4 +1,4 @@
-"""`AttentionCall`: one attention call of a model, as it was seen."""
+"""`AttentionCall`: one recorded attention call of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flashsim.trace.trace import Trace
 
 
 class Extents(NamedTuple):
-    """Extents of a call, in the words of `Problem`; offsets where sequences are packed."""
+    """Sizes of a call, named as in `Problem`, with offsets if sequences are packed."""
 
     batch: int
     heads: int
@@ -35,7 +35,7 @@ class Extents(NamedTuple):
 
     @classmethod
     def of(cls, *sizes: int, offsets: tuple[Any, Any] = (None, None)) -> Extents:
-        """The same of sizes that may be torch's symbols."""
+        """Build `Extents` from sizes that may be torch's symbolic integers."""
         batch, heads, kv_heads, n_q, n_kv, d, d_v = map(int, sizes)
         return cls(batch, heads, kv_heads, n_q, n_kv, d, d_v, *offsets)
 
@@ -47,27 +47,27 @@ class AttentionCall:
     Attributes
     ----------
     name : str
-        The module that made it, as ``model.named_modules()`` has it; "" outside of any.
+        The module that made the call, named as in ``model.named_modules()``; "" outside of any.
     api : str
-        What was called: "scaled_dot_product_attention", "flex_attention", ...
+        The function called: "scaled_dot_product_attention", "flex_attention", ...
     sizes : Extents
     dtype : str
-        In which it is computed: under autocast, autocast's.
+        The type used for the computation; under autocast, autocast's type.
     device : str
-        "cpu" or "cuda:0"; "meta", or "cpu (fake)", where there are no numbers.
+        "cpu" or "cuda:0"; "meta" or "cpu (fake)" for tensors without values.
     pattern : Pattern
         Which scores are kept.
     scale : float or None
         None: 1 / sqrt(head_dim).
     softcap, dropout : float
     notes : list of str
-        What is not counted as it is.
+        What the count does not reproduce exactly.
     backward : bool
         Whether its gradient was computed; may become true after the watch has ended.
     inputs : tuple of Tensor, or None
         Copies of q, k and v, (batch, heads, n, head_dim), if they are small.
     measured : dict of str to dict of str to float
-        Seconds by kernel (on a CPU by operator) of "forward" and "backward", if they were measured.
+        Seconds per kernel (on a CPU per operator) of "forward" and "backward", if measured.
     """
 
     name: str
@@ -86,12 +86,12 @@ class AttentionCall:
 
     @cached_property
     def problem(self) -> Problem:
-        """The call as a `Problem`, for `flashsim.count`, `predict` and the rest.
+        """Return the call as a `Problem`, for `flashsim.count`, `predict` and the rest.
 
         Raises
         ------
         FlashSimError
-            If flashsim has no such problem: a head_dim above 512, an 8-bit type.
+            If flashsim does not support the problem: a head_dim above 512, an 8-bit type.
         """
         p = self.pattern
         return Problem(
@@ -107,13 +107,13 @@ class AttentionCall:
 
     @property
     def place(self) -> str | None:
-        """On what it was computed, "cpu" or "cuda"; None where there are no numbers."""
+        """The kind of device that computed it, "cpu" or "cuda"; None for tensors without values."""
         kind = self.device.partition(":")[0]
         return kind if kind in ("cpu", "cuda") and "fake" not in self.device else None
 
     @property
     def note(self) -> str:
-        """Everything that is not counted as it is, and why; "" if nothing."""
+        """Everything that the count does not reproduce exactly, and why; "" if nothing."""
         dropout = f"dropout {self.dropout:g}: its random numbers are not counted"
         notes = [self.pattern.note, *self.notes, *[dropout] * bool(self.dropout)]
         try:
@@ -125,7 +125,7 @@ class AttentionCall:
     def trace(self, *, algorithm: str = "flash2", seed: int = 0, **options: Any) -> Trace:
         """Run the simulator on this call and return its trace, for pictures and the player.
 
-        On the call's own numbers, if they were kept; else on random ones (`seed`).
+        It uses the call's own q, k and v if they were kept, else random ones (`seed`).
 
         Parameters
         ----------
@@ -139,7 +139,7 @@ class AttentionCall:
         OptionError
             If this machine's memory is too small for the tensors.
         UnsupportedError
-            For a bias, whose numbers are not kept.
+            For a call with a bias, because the bias's values are not kept.
         """
         p = self.problem
         if p.bias is not None:
@@ -179,8 +179,9 @@ class AttentionCall:
 
 
 def copies(tensors: tuple[Tensor, ...], sizes: Extents, limit: int) -> tuple[Tensor, ...] | None:
-    """Copies of q, k, v as (batch, heads, n, head_dim), if they have values and at most `limit`
-    bytes, and lie that way.
+    """Copy q, k and v as (batch, heads, n, head_dim).
+
+    Returns None if they have no values, take more than `limit` bytes or do not fit these shapes.
     """
     s = sizes
     wanted = (
@@ -201,14 +202,14 @@ def copies(tensors: tuple[Tensor, ...], sizes: Extents, limit: int) -> tuple[Ten
 
 
 def _numpy(x: Tensor) -> np.ndarray:
-    """The numbers of a CPU tensor; NumPy knows bfloat16 by its bits."""
+    """Return a CPU tensor as a NumPy array; bfloat16 is passed as bits."""
     if x.dtype == torch.bfloat16:
         return x.contiguous().view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
     return x.numpy()
 
 
 def only(calls: list[AttentionCall], name: str) -> AttentionCall:
-    """The one call of that name.
+    """Return the only call of that name.
 
     Raises
     ------

@@ -12,13 +12,13 @@ from flashsim.torch.process_group import Parcel
 
 @dataclass(frozen=True)
 class Share:
-    """Gradients of the rows `rows`: one block's as they were computed, or several's in float32."""
+    """Gradients of rows `rows`: one block's, in the type they were computed in, or float32 sums."""
 
     parts: Parcel
     rows: slice
 
     def widened(self, **whole: Tensor) -> Share:
-        """The same as a sum to add to: all rows, float32."""
+        """Return these gradients as float32 sums over all rows, ready to add other blocks to."""
         parts = {}
         for name, x in whole.items():
             wide = torch.promote_types(x.dtype, torch.float32)
@@ -28,12 +28,15 @@ class Share:
         return Share(parts, slice(0, x.shape[2]))
 
     def add(self, other: Share) -> None:
-        """Add a block's."""
+        """Add the gradients of a block to this sum."""
         for name, x in other.parts.items():
             self.parts[name][:, :, other.rows].add_(x)
 
     def plus(self, name: str, like: Tensor, own: list[tuple[slice, Tensor]]) -> Tensor:
-        """This and a member's own block, of whose heads each part has some, rounded once."""
+        """Add these gradients to a member's own block and round the sum once.
+
+        The own block comes in parts, each of some of the heads.
+        """
         total = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         for heads, part in own:
             if name in self.parts:
@@ -49,9 +52,9 @@ NOTHING = Share({}, slice(0, 0))
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge `part`, the same rows over other keys, into `out` and its LSE, in place and float32.
+    """Merge `part`, the same rows over other keys, into `out` and its LSE, in place in float32.
 
-    On a GPU one kernel; on the CPU torch's operators. See `flashsim.merge`.
+    Uses one kernel on a GPU and torch operators on the CPU. See `flashsim.merge`.
     """
     if out.is_cuda:
         from flashsim.backends.cupy_gpu.merge import merge_into as fused

@@ -1,4 +1,4 @@
-"""What a model calls: `attention`, and `FlashAttention` as an autograd function."""
+"""The functions that a model calls: `attention`, and `FlashAttention` as an autograd function."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def attention(
     return_lse: bool = False,
     **unknown: Any,
 ) -> Any:
-    """``softmax(mask(softcap(scale q k^T) + bias)) v`` as an operator of torch's, with a gradient.
+    """``softmax(mask(softcap(scale q k^T) + bias)) v`` as a torch operator, with a gradient.
 
-    Works under autograd, ``torch.compile(fullgraph=True)``, ``torch.func.grad`` and ``vmap`` (which
-    folds into the batch), and on the meta device. Autocast has q, k, v and bias cast, as torch's
-    own attention. For the backward pass it saves, besides q, k, v, bias and out, one number a row:
-    the LSE.
+    It works under autograd, ``torch.compile(fullgraph=True)``, ``torch.func.grad`` and ``vmap``
+    (the mapped axis becomes part of the batch), and on the meta device. Autocast casts q, k, v and
+    bias, as it does for torch's own attention. Besides q, k, v, bias and out, the backward pass
+    needs only the LSE, one number per row.
 
     Parameters
     ----------
@@ -50,11 +50,11 @@ def attention(
         `heads` must be a multiple of `kv_heads`. On the CPU float64, float32, float16 or bfloat16;
         on a GPU not float64.
     causal, window, softcap, scale, bias
-        As in `flashsim.run`; causal is bottom-right aligned, so one query against a cache sees all
-        of it. The bias has a gradient (CPU only).
+        As in `flashsim.run`. `causal` is bottom-right aligned, so a single query sees the whole KV
+        cache. The bias has a gradient (CPU only).
     cu_seqlens_q, cu_seqlens_k : Tensor or sequence of int, optional
-        As in `flashsim.Problem`. They are read on the host: on a GPU, offsets that are a sequence
-        or lie in the CPU's memory save a synchronisation, and CUDA graphs need them there.
+        As in `flashsim.Problem`. They are read on the host. On a GPU, pass a sequence or a CPU
+        tensor: it saves a synchronisation, and CUDA graphs need it.
     algorithm : {"flash2", "flash2-fused"}
     deterministic : bool, optional
         As in `flashsim.Result.backward`.
@@ -62,7 +62,7 @@ def attention(
         "simulator" or "numba" for CPU tensors, "cupy" or "numba_cuda" for CUDA ones. Default:
         "numba" and "cupy".
     return_lse : bool
-        Return ``(out, lse)``. The LSE, (batch, heads, n_q), has a gradient as well: out and LSE of
+        Return ``(out, lse)``. The LSE, (batch, heads, n_q), has a gradient as well. So results for
         parts of the keys can be merged, and a loss may use the LSE itself.
 
     Returns
@@ -72,7 +72,8 @@ def attention(
     Raises
     ------
     FlashSimError
-        Also for a bias on a GPU, whose kernels take none.
+        For arguments that flashsim does not support; also for a bias on a GPU, because the GPU
+        kernels take none.
     """
     reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
     q, k, v, *given = taken(q=q, k=k, v=v, **({} if bias is None else {"bias": bias}))
@@ -116,16 +117,18 @@ def attention(
 
 
 def taken(**tensors: Any) -> list[Tensor]:
-    """Tensors as an operator takes them; under autocast in its type, unless they are float64.
+    """Check tensors and return them as the operator takes them.
+
+    Under autocast they are cast to its type, unless they are float64.
 
     Raises
     ------
     DTypeError
-        If one is no tensor, or lies on another device than the first.
+        If an argument is not a tensor, or lies on another device than the first.
     ShapeError
-        If one has not 2 to 4 axes.
+        If a tensor does not have 2 to 4 axes.
     UnsupportedError
-        If one is nested or sparse.
+        If a tensor is nested or sparse.
     """
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
@@ -152,7 +155,7 @@ def taken(**tensors: Any) -> list[Tensor]:
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """`x` in the type of autocast, where that is on."""
+    """Return `x`, cast to autocast's type if autocast is on."""
     kind = x.device.type
     # Not amp.is_autocast_available: torch 2.11's Dynamo cannot trace it.
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
@@ -162,12 +165,12 @@ def _autocast(x: Tensor) -> Tensor:
 
 
 def default_backend(x: Tensor) -> str:
-    """The engine that runs where a tensor lies."""
+    """Return the default engine for the tensor's device."""
     return "cupy" if x.is_cuda else "numba"
 
 
 def _expand(x: Tensor) -> Tensor:
-    """With axes of length 1 in front, up to four."""
+    """Prepend axes of length 1 until the tensor has four axes."""
     return x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
 
 
@@ -184,15 +187,15 @@ def _offsets(name: str, cu_seqlens: Any) -> Tensor | None:
 class FlashAttention(torch.autograd.Function):
     """FlashAttention-2 as an autograd function: ``FlashAttention.apply(q, k, v, is_causal)``.
 
-    q is (batch, n_q, d), k and v are (batch, n_k, d); saved for the backward pass are these, the
-    output and L, (batch, n_q): the interface of Stanford CS336's assignment 2.
+    q is (batch, n_q, d); k and v are (batch, n_k, d). For the backward pass it saves these, the
+    output and L, (batch, n_q). This is the interface of Stanford CS336's assignment 2.
     """
 
     jvp = staticmethod(ops.no_forward_mode)
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        """The output, (batch, n_q, d)."""
+        """Return the output, (batch, n_q, d)."""
         q, k, v = taken(q=q, k=k, v=v)
         if not q.ndim == k.ndim == v.ndim == 3:
             raise ShapeError(
@@ -210,7 +213,7 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dout: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
         q, k, v, out, lse = ctx.saved_tensors
         gradients = ops.backward(
             *(x.unsqueeze(1) for x in (*dout, out, lse)),

@@ -1,9 +1,10 @@
-"""flashsim as an attention of Hugging Face's transformers: a mask interface and an attention.
+"""flashsim as an attention for Hugging Face's transformers: a mask and an attention function.
 
-A model asks the mask interface once a step for what its layers may see, and hands the answer to the
-attention. Here the answer is a `Band` for all keys, all up to the diagonal, or a window, each less
-padding; and for any other pattern the mask itself. It is never None, for which a layer's own word
-is taken: of layers for eager attention alone, some say `is_causal` wrongly, or nothing.
+Once per step, a model calls the mask function for what its layers may see, and passes the result to
+the attention function. Here the result is a `Band` if the mask is full, causal or a window, with or
+without padding. For any other pattern it is the mask tensor itself. It is never None: then the
+layer's own `is_causal` would decide, which is wrong or missing in some layers written for eager
+attention alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from flashsim.torch.masks import has_values
 
 
 def register(name: str) -> None:
-    """Make both interfaces known to transformers under one name."""
+    """Register both functions with transformers under one name."""
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
     # A name with "flash" in it is the flash-attn package's, thinks transformers: it would import
@@ -42,7 +43,7 @@ def register(name: str) -> None:
 
 
 def _but_for(name: str, theirs: Callable[..., bool]) -> Callable[..., bool]:
-    """transformers' `is_flash_attention_requested`, which says no of `name`."""
+    """Wrap transformers' `is_flash_attention_requested` so that it returns False for `name`."""
 
     def is_flash_attention_requested(
         config: Any = None, requested_attention_implementation: str | None = None, **rest: Any
@@ -62,11 +63,11 @@ class Band:
     ----------
     causal : bool
     window : (int, int) or None
-        As in `flashsim.Problem`: bottom-right aligned, once padding is taken out.
+        As in `flashsim.Problem`: bottom-right aligned, after padding is removed.
     keys, queries : Tensor of bool, (batch, n_kv) and (batch, n_q), or None
-        Which tokens are no padding; None: all. Rows of padding get zeros.
+        True for tokens that are not padding; None: all are. Rows of padding get zeros.
     whole : function without arguments, optional
-        The same as a boolean tensor, for a model that lays out its mask anew or cuts it.
+        Returns the same mask as a boolean tensor, for a model that reshapes or slices its mask.
     """
 
     causal: bool
@@ -80,12 +81,12 @@ class Band:
     ndim: ClassVar[int] = 4
 
     def contiguous(self) -> Band:
-        """This, as it is."""
+        """Return this object unchanged."""
         return self
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> NoReturn:
-        """What a model gets that computes with its mask, and did not ask for it whole."""
+        """Raise for a model that computes with its mask but did not request it as a tensor."""
         raise _NoTensor(
             "this model computes with its attention mask, which flashsim's attention describes and "
             "does not spell out; model.set_attn_implementation('eager') gives it a tensor"
@@ -115,10 +116,10 @@ _CHOOSING = frozenset(
 
 
 class _Spelled(Tensor):
-    """A boolean mask that a model may lay out and choose by, but not add to scores.
+    """A boolean mask that a model may reshape and select by, but not add to scores.
 
-    A model that was written for eager attention alone would add it as the floats it gets there, and
-    torch would take True for 1.
+    A model that was written for eager attention alone expects a float mask and would add this one.
+    torch would then add 1 for True.
     """
 
     @classmethod
@@ -130,7 +131,7 @@ class _Spelled(Tensor):
 
 
 class _NoTensor(UnsupportedError, AttributeError):
-    """For who asks whether there is such an attribute, too."""
+    """An UnsupportedError that is also an AttributeError, so that `hasattr` returns False."""
 
 
 def mask(
@@ -144,14 +145,14 @@ def mask(
     local_size: int | None = None,
     **rest: Any,
 ) -> Band | Tensor:
-    """What transformers' masks say, by a few numbers where they can: see the module.
+    """Return the mask of a call from transformers: a `Band` if possible, else a tensor.
 
     Parameters
     ----------
     batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size
-        As transformers calls its own `sdpa_mask`. Queries stand at positions ``q_offset + i``, keys
-        at ``kv_offset + j``; `attention_mask`, (batch, positions), is False at padding, or was made
-        by this function.
+        As in transformers' own `sdpa_mask`. Query i has position ``q_offset + i``, key j has
+        ``kv_offset + j``. `attention_mask`, (batch, positions), is False at padding, or is a result
+        of this function.
     """
     if isinstance(attention_mask, Band):
         return attention_mask
@@ -187,9 +188,9 @@ def mask(
 
 
 def _wanted_whole(band: Band, rest: dict[str, Any], start: int, n_q: int, n_kv: int) -> bool:
-    """Whether a model asks for the mask as a tensor, to join it with one of its own.
+    """Whether a model requests the mask as a tensor, to combine it with one of its own.
 
-    So does transformers, for one query of a static cache: there the model has no use for it.
+    transformers itself requests it for one query of a static cache, but the model does not use it.
     """
     skip = f"allow_is_{'causal' if band.causal else 'bidirectional'}_skip"
     return not rest.get(skip, True) and not (n_q == 1 and start + 1 < n_kv)
@@ -200,7 +201,7 @@ def _readable(*given: Any) -> bool:
 
 
 def _narrowed(band: Band, keys: Tensor | None, start: int, n_q: int, n_kv: int) -> Band | None:
-    """`band` for these queries and keys, if it is one for them; None if it is not."""
+    """Return the `Band` for these queries and keys, or None if their mask is not a band."""
     end, window = start + n_q, band.window
     if window is not None and n_kv <= window[0] + 1:
         window = None
@@ -219,12 +220,12 @@ def _narrowed(band: Band, keys: Tensor | None, start: int, n_q: int, n_kv: int) 
 
 
 def _has_gaps(keys: Tensor) -> bool:
-    """Whether padding stands between tokens."""
+    """Whether there is padding between tokens."""
     return bool((keys[:, 1:] & ~keys[:, :-1]).sum(1).add(keys[:, 0]).gt(1).any())
 
 
 def _no_padding(attention_mask: Tensor | None, n_kv: int, kv_offset: int) -> Tensor | None:
-    """Which keys are no padding, (batch, n_kv)."""
+    """Return which keys are not padding, (batch, n_kv)."""
     if attention_mask is None:
         return None
     padded: Any = masking_utils.prepare_padding_mask(attention_mask, n_kv, kv_offset)
@@ -232,7 +233,7 @@ def _no_padding(attention_mask: Tensor | None, n_kv: int, kv_offset: int) -> Ten
 
 
 def _band(mask_function: Callable[..., Any], size: int | None) -> Band | None:
-    """The band that a mask function of transformers' stands for, if it is one."""
+    """Return the `Band` of a transformers mask function, or None if its mask is not a band."""
     if mask_function is masking_utils.causal_mask_function:
         return Band(causal=True)
     if mask_function is masking_utils.bidirectional_mask_function:
@@ -248,7 +249,7 @@ def _band(mask_function: Callable[..., Any], size: int | None) -> Band | None:
 
 
 def _same(f: Any, g: Any) -> bool:
-    """Whether two functions have one code and equal values in their closures, all the way down."""
+    """Whether two functions have the same code and equal values in their closures, recursively."""
     if isinstance(f, FunctionType) and isinstance(g, FunctionType):
         cells = [[cell.cell_contents for cell in x.__closure__ or ()] for x in (f, g)]
         return f.__code__ is g.__code__ and _same(*map(tuple, cells))
@@ -278,7 +279,8 @@ def attend(
     Raises
     ------
     UnsupportedError
-        For dropout, attention sinks, a paged cache, or a request for the probabilities.
+        For dropout, attention sinks, a paged cache, keys or blocks of keys that an indexer chose,
+        or a request for the probabilities.
     """
     _refuse(dropout, rest)
     if isinstance(attention_mask, Band):
@@ -313,11 +315,12 @@ def attend(
 
 
 def _added(mask: Tensor, query: Tensor) -> Tensor:
-    """A mask as a bias: -inf where a key is masked, so that a row without keys gives zeros.
+    """Turn a mask into a bias: -inf at masked keys, so that a row without keys gives zeros.
 
-    A float mask masks by a number near the lowest of its type, or by any that leaves no digit of
-    the score it is added to (-1e9 in float32). A row of such sums has lost the scores, and its LSE
-    has lost log n, so a backward pass would recompute P = 1 where it is 1 / n.
+    A float mask may mask by a number near the lowest of its type. It may also use any number so
+    large that adding it erases the score's digits (-1e9 in float32). A row of such sums has lost
+    its scores, and its LSE has lost log n. A backward pass would then recompute P = 1 where P is
+    1 / n.
     """
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
@@ -331,7 +334,7 @@ def _added(mask: Tensor, query: Tensor) -> Tensor:
 def _without_padding(
     query: Tensor, key: Tensor, value: Tensor, band: Band, options: dict[str, Any]
 ) -> Tensor:
-    """Attention over the tokens alone, packed into one sequence of varying parts."""
+    """Compute attention without padding tokens, packed as sequences of different lengths."""
     batch, heads, n_q, _ = query.shape
     q, rows, cu_q = _packed(query, band.queries)
     k, _, cu_k = _packed(key, band.keys)
@@ -347,7 +350,7 @@ def _without_padding(
 
 
 def _packed(x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
-    """(1, heads, tokens, d) of the tokens kept, their places among all, and their offsets."""
+    """Pack the kept tokens: (1, heads, tokens, d), their row indices, and sequence offsets."""
     batch, heads, n, d = x.shape
     kept = torch.ones(1, n, dtype=torch.bool, device=x.device) if kept is None else kept
     kept = kept.to(x.device).expand(batch, n)

@@ -1,4 +1,4 @@
-"""Recognise a mask tensor: causal, a window, a bias, or no pattern that can be counted."""
+"""Recognise the pattern of a mask tensor: causal, a window, a bias, or none that can be counted."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ READ = 2**26
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which scores a call keeps, in the words of `flashsim.Problem`.
+    """The scores that a call keeps, described with the parameters of `flashsim.Problem`.
 
     Attributes
     ----------
     causal, window, bias, mask
         As in `Problem`.
     note : str
-        What is not counted as it is; "" if nothing.
+        What the count does not reproduce exactly; "" if nothing.
     known : bool
-        False where a mask has no values to read, as on the meta device.
+        False if the mask's values cannot be read, as on the meta device.
     """
 
     causal: bool = False
@@ -37,7 +37,7 @@ class Pattern:
 
     @property
     def kind(self) -> str:
-        """One word or two, for tables."""
+        """Name of the pattern in one or two words, for tables."""
         words = ["causal"] if self.causal else []
         if self.window is not None:
             words.append("window {}:{}".format(*self.window))
@@ -54,7 +54,7 @@ def top_left(q: Any, k: Any) -> Any:
 
 
 def diagonal(n_q: int, n_kv: int) -> Pattern:
-    """torch's ``is_causal=True``."""
+    """The pattern of torch's ``is_causal=True``."""
     return Pattern(causal=True) if n_q == n_kv else Pattern(mask=top_left)
 
 
@@ -67,9 +67,9 @@ def has_values(x: Tensor) -> bool:
 def read(mask: Tensor, n_q: int, n_kv: int, batch: int, heads: int) -> Pattern:
     """The pattern of a mask that broadcasts to (batch, heads, n_q, n_kv).
 
-    Boolean, True keeps; or additive. An additive mask that only adds 0 or a number as low as
-    numbers get is boolean. One of each head that cannot be read is a bias: masks rarely differ
-    between heads.
+    The mask is boolean (True keeps a score) or additive. An additive mask counts as boolean if it
+    adds only 0 or about the lowest number of its type. An additive mask per head that cannot be
+    read counts as a bias, because masks rarely differ between heads.
     """
     bias = added(mask, batch, heads)
     of_heads = mask.dtype != torch.bool and bias[1] > 1
@@ -94,13 +94,13 @@ def read(mask: Tensor, n_q: int, n_kv: int, batch: int, heads: int) -> Pattern:
 
 
 def added(x: Tensor, batch: int, heads: int) -> tuple[int, int]:
-    """How many matrices x adds to the scores of a batch and its heads, as `Problem.bias` says."""
+    """How many matrices `x` adds, per batch and per head: the form of `Problem.bias`."""
     lead = (1, 1, *x.shape)[-4:-2]
     return batch if lead[0] > 1 else 1, heads if lead[1] > 1 else 1
 
 
 def _boolean(kept: Tensor, n_q: int, n_kv: int) -> Pattern:
-    """The pattern of kept scores, (any, n_q or 1, n_kv or 1)."""
+    """The pattern of a boolean mask of kept scores, (any, n_q or 1, n_kv or 1)."""
     if bool(kept.all()):
         return Pattern()
     kept = kept.expand(-1, n_q, n_kv)

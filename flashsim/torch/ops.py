@@ -1,9 +1,9 @@
 """The operators ``flashsim::attention`` and ``flashsim::attention_backward``, as torch sees them.
 
-Tensors are (batch, heads, n, head_dim), as everywhere here; `functional` adds the rest. An operator
-of torch's is a name with a schema, and beside it: what computes it (`forward`, `backward`), what
-shapes it returns (`*_shapes`: for torch.compile, the meta device and fake tensors), its gradient
-and its rule under torch.vmap.
+Tensors are (batch, heads, n, head_dim), as everywhere here; `functional` adds the rest. A torch
+operator is a name with a schema, and functions are registered for it. `forward` and `backward`
+compute it. The `*_shapes` return the shapes of its results, for torch.compile, the meta device and
+fake tensors. Others give its gradient and its rule under torch.vmap.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def forward(
     deterministic: bool | None,
     **question: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`flashsim.run`: out (batch, heads, n_q, head_dim_v), lse (batch, heads, n_q)."""
+    """Run `flashsim.run`; return out (batch, heads, n_q, head_dim_v), lse (batch, heads, n_q)."""
     result = execution.run(
         *map(readable, (q, k, v)),
         bias=None if bias is None else readable(bias),
@@ -75,7 +75,7 @@ def backward(
     deterministic: bool | None,
     **question: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`flashsim.backward`; dbias has no elements where there is no bias."""
+    """Run `flashsim.backward`; dbias has no elements if there is no bias."""
     gradients = execution.backward(
         *map(readable, (q, k, v, out, lse, dout)),
         dlse=None if dlse is None else readable(dlse),
@@ -90,13 +90,14 @@ def backward(
 
 
 def _keywords(*, window_left: int, window_right: int, **question: Any) -> dict[str, Any]:
-    """The keywords of `flashsim.run` for those of an operator, whose schema knows no pairs."""
+    """Turn the operator's keywords into those of `flashsim.run`: a schema has no type for pairs."""
     return {"window": (window_left, window_right), **question}
 
 
 def readable(x: Tensor) -> Tensor:
-    """A tensor that every engine can read: last axis contiguous, nothing broadcast, no lazy sign.
+    """Return a tensor that every engine can read.
 
+    Its last axis is contiguous, nothing is broadcast, and no negation is pending.
     Gradients often come broadcast (``out.sum().backward()``).
     """
     x = x.detach().resolve_neg()
@@ -120,10 +121,10 @@ def forward_shapes(
     backend: str,
     **question: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Empty tensors like the results; an error where there would be one.
+    """Return empty tensors shaped like the results; raise the errors that a run would raise.
 
-    Offsets have no values here, and sizes that a compiler leaves open none either: then the
-    operator itself looks, when it runs.
+    Offsets have no values here, and neither have sizes that a compiler leaves symbolic. The
+    operator itself checks these when it runs.
     """
     if all(type(n) is int for x in (q, k, v) for n in x.shape) and cu_seqlens_q is None:
         request = inputs.Request(**_keywords(**question))
@@ -148,7 +149,7 @@ def backward_shapes(
     *_: Any,
     **__: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Empty tensors like the gradients."""
+    """Return empty tensors shaped like the gradients."""
     dbias = q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
@@ -157,7 +158,7 @@ def backward_shapes(
 
 
 def _keep(ctx: Any, inputs: Any, keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    """Keep for the backward pass, beside inputs and out, one number a row: the LSE."""
+    """Save inputs, out and the LSE (one number per row) for the backward pass."""
     out, lse = output
     ctx.save_for_backward(out, lse, *inputs)
     ctx.question = keyword_only_inputs
@@ -185,7 +186,7 @@ backward.register_autograd(_no_second)
 
 
 def no_forward_mode(*_: Any) -> NoReturn:
-    """`jvp` of an autograd function: there is none."""
+    """Raise UnsupportedError in place of an autograd function's `jvp`: there is no forward mode."""
     raise UnsupportedError(
         "flashsim's attention has no forward mode (torch.func.jvp, jacfwd, linearize, "
         "torch.autograd.forward_ad): its gradient is a kernel of reverse mode, and comes by "
@@ -197,14 +198,14 @@ def no_forward_mode(*_: Any) -> NoReturn:
 
 
 def differentiable(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, Tensor]:
-    """`forward`, also under torch.func's transforms."""
+    """`forward`, differentiable under torch.func's transforms as well."""
     if _transformed():
         return _Forward.apply(*tensors, question)
     return forward(*tensors, **question)
 
 
 def _transformed() -> bool:
-    """In a transform of torch.func's, or in forward mode, of which an operator would not hear."""
+    """Whether a torch.func transform or forward mode is active: operators do not notice these."""
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     if torch.compiler.is_compiling():
         return no_forward_mode() if forward_mode else False
@@ -212,7 +213,7 @@ def _transformed() -> bool:
 
 
 def _gradients(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, ...]:
-    """`backward`, also under torch.func's transforms."""
+    """`backward`, usable under torch.func's transforms as well."""
     if _transformed():
         return _Backward.apply(*tensors, question)
     return backward(*tensors, **question)
@@ -252,7 +253,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is kept."""
+        """Save nothing: there is no second derivative."""
 
     @staticmethod
     def vmap(info: Any, dims: Any, *tensors_and_question: Any) -> Any:
@@ -274,7 +275,10 @@ def forward_folded(
     *offsets: Any,
     **question: Any,
 ) -> Any:
-    """`function`, `forward` or the like, under torch.vmap: the mapped axis is part of the batch."""
+    """Run `function` (`forward` or `differentiable`) under torch.vmap.
+
+    The mapped axis becomes part of the batch.
+    """
     _refuse_packed(offsets)
     size = info.batch_size
     q, k, v = (_fold(x, dim, size) for x, dim in zip((q, k, v), dims, strict=False))
@@ -291,7 +295,10 @@ def backward_folded(
     *tensors: Any,
     **question: Any,
 ) -> Any:
-    """`backward` or the like, likewise; each entry gets a gradient of the bias of its own."""
+    """Run `function` (`backward` or `_gradients`) under torch.vmap.
+
+    The mapped axis becomes part of the batch. Each mapped entry gets its own bias gradient.
+    """
     _refuse_packed(tensors[8:])
     size, bias, of_bias = info.batch_size, tensors[7], dims[7]
     folded: list[Any] = [
@@ -315,13 +322,13 @@ backward.register_vmap(partial(backward_folded, backward))
 
 
 def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """(batch, ...) mapped over `dim`, or the same for all, as (size * batch, ...)."""
+    """Reshape to (size * batch, ...), from a tensor mapped over `dim` or (None) shared by all."""
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return x.flatten(0, 1)
 
 
 def _fold_bias(bias: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
-    """A bias (1 or batch, ...) likewise, one for each entry of the larger batch."""
+    """Fold a bias (1 or batch, ...) in the same way, to one bias per entry of the larger batch."""
     bias = bias.expand(size, *bias.shape) if dim is None else bias.movedim(dim, 0)
     return bias.expand(size, batch, *bias.shape[2:]).flatten(0, 1)
 

@@ -1,8 +1,8 @@
-"""Messages between ranks of a process group: an agreement first, then tensors, counted.
+"""Messages between ranks of a process group: first an agreement, then tensors. Counts sent bytes.
 
-All of it is torch.distributed's: `batch_isend_irecv`, which is NCCL on GPUs, on a stream of its own
-beside the kernels, and gloo on the CPU. A rank that fails, dies or asks something else gives an
-error on every rank: at once, or when the group's own timeout has passed.
+It uses only torch.distributed: `batch_isend_irecv`, which is gloo on the CPU and NCCL on GPUs,
+where it runs on its own stream beside the kernels. If a rank fails, dies or is called with other
+arguments, every rank raises an error: at once, or when the group's own timeout has passed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _COUNTERS: list[Counter[str]] = []
 
 @contextmanager
 def count_sent() -> Iterator[Counter[str]]:
-    """Bytes that this rank hands to its link meanwhile, by tensor: "K", "V", "dK", ...
+    """Count the bytes that this rank sends in a ``with`` block, by tensor: "K", "V", "dK", ...
 
-    What `flashsim.distributed.count` predicts.
+    `flashsim.distributed.count` predicts the same numbers.
     """
     counter: Counter[str] = Counter()
     _COUNTERS.append(counter)
@@ -42,24 +42,24 @@ Parcel = dict[str, Tensor]
 
 
 def parcel(**tensors: Tensor) -> Parcel:
-    """Tensors to send, from where they lie; only what is in pieces is copied."""
+    """Tensors to send as one message; only tensors that are not contiguous are copied."""
     return {name: x.contiguous() for name, x in tensors.items()}
 
 
 def room(like: Parcel) -> Parcel:
-    """Where a parcel like this can come in."""
+    """Allocate tensors to receive a parcel like this one."""
     return {name: torch.empty_like(x) for name, x in like.items()}
 
 
 class Pending:
-    """Parcels on their way."""
+    """A batch of sends and receives in progress."""
 
     def __init__(self, works: Sequence[Any], going: Any, what: str) -> None:
         self._works, self._what = works, what
         self._going = going  # alive until they are sent
 
     def wait(self) -> None:
-        """Until all is sent and received; on a GPU the current stream waits, no caller.
+        """Wait for all sends and receives; on a GPU the current stream waits, not the caller.
 
         Raises
         ------
@@ -73,7 +73,7 @@ class Pending:
 
 
 class Member:
-    """This process's place in a process group."""
+    """This process as a member of a process group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -87,21 +87,21 @@ class Member:
             raise RankError("this process is no member of the group it was given")
 
     def ask(self, mine: Mapping[str, int], error: Exception | None = None) -> Inquiry:
-        """Begin to tell the other ranks what this one was asked, and to hear what they were.
+        """Start to compare this rank's arguments with those of the other ranks.
 
         Parameters
         ----------
         mine : mapping of str to int
-            What has to be equal on all ranks.
+            Values that must be equal on all ranks.
         error : Exception, optional
-            What is wrong with this rank's own question; the others are told that there is one.
+            The error in this rank's own call; the other ranks learn that there is one.
         """
         return Inquiry(self, mine, error)
 
     def exchange(
         self, going: Sequence[tuple[Parcel, int]], coming: Sequence[tuple[Parcel, int]], what: str
     ) -> Pending:
-        """Begin to send and to receive: (parcel, rank) each, in one batch."""
+        """Start to send and to receive (parcel, rank) pairs, all in one batch."""
         for counter in _COUNTERS:
             for tensors, _ in going:
                 for name, x in tensors.items():
@@ -127,7 +127,7 @@ HEAD_START = 20_000
 
 
 class Inquiry:
-    """What all ranks were asked, on its way to all."""
+    """A comparison of all ranks' arguments, in progress."""
 
     #: Questions of a group that all of its ranks once agreed on.
     _known: ClassVar[set[tuple[Any, ...]]] = set()
@@ -145,18 +145,18 @@ class Inquiry:
 
     @property
     def familiar(self) -> bool:
-        """Whether the same was agreed on before: then the answer may be heard later."""
+        """Whether the ranks agreed on these arguments before; `settle` may then come later."""
         return self._error is None and self._key in self._known
 
     def settle(self) -> None:
-        """Raise on every rank, unless all ranks were asked the same and none has an error.
+        """Raise on every rank if arguments differ between ranks or any rank has an error.
 
         Raises
         ------
         Exception
             The rank's own error.
         RankError
-            Otherwise: which ranks differ, and in what.
+            Otherwise: which ranks differ, and in which value.
         """
         with _explaining(self._what):
             self._work.wait()
@@ -171,7 +171,7 @@ class Inquiry:
         self._known.add(self._key)
 
     def _refuse(self, told: list[list[int]]) -> NoReturn:
-        """Say in what ranks differ first."""
+        """Raise RankError for the first value that differs between ranks."""
         for column, name in enumerate(self._names, 1):
             values = [numbers[column] for numbers in told]
             if len(set(values)) > 1:
@@ -185,7 +185,7 @@ class Inquiry:
 
 @contextmanager
 def _explaining(what: str) -> Iterator[None]:
-    """What torch.distributed raises, as an error that says where."""
+    """Turn an error of torch.distributed into a RankError that says what failed."""
     try:
         yield
     except RuntimeError as error:
@@ -198,9 +198,9 @@ def _explaining(what: str) -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks that takes tensors in the CPU's memory: itself, or one beside it.
+    """Return a group of the same ranks that takes CPU tensors: `group` itself, or a new gloo group.
 
-    The one beside it has gloo's default timeout unless the group tells its own.
+    The new group has the timeout of `group` if that can be read, else gloo's default.
     """
     try:
         group._get_backend(torch.device("cpu"))
@@ -232,6 +232,6 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def _named(name: str, value: int) -> str:
-    """A compared number as an error prints it."""
+    """Format a compared number for an error message."""
     names = {"dtype": DTYPES, "scheme": SCHEMES, "causal": ("no", "yes")}.get(name)
     return str(value) if names is None else str(names[value]).removeprefix("torch.")

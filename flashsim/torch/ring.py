@@ -1,7 +1,7 @@
-"""`ring_attention`: attention over the GPUs of a process group, each with some of the rows.
+"""`ring_attention`: attention over the GPUs of a process group, each of which holds some rows.
 
-Which rank holds which rows, computes which block at which step and sends what to whom is
-`flashsim.distributed.Group`'s to say, as for the simulation.
+`flashsim.distributed.Group` decides which rank holds which rows, which block it computes at each
+step, and what it sends to whom. The simulation uses the same class.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def ring_attention(
     backend: str | None = None,
     **unknown: Any,
 ) -> Tensor:
-    """Attention over a sequence whose rows are spread over the ranks of a group; with a gradient.
+    """Attention, with a gradient, over a sequence whose rows are spread over a process group.
 
-    Every rank calls it with its own rows (`shard`). K and V travel, or heads are exchanged, while
-    tiles are computed by the same kernels as `attention`'s; blocks are merged by their LSE in
-    float32. The backward pass does the same with dK and dV in float32 behind K and V. Autocast has
-    q, k and v cast; under ``torch.compile`` it is a graph break.
+    Every rank calls it with its own rows (`shard`). Ranks pass on K and V while the kernels of
+    `attention` compute, or exchange heads. Blocks are merged by their LSE in float32. The backward
+    pass also sends dK and dV, in float32, behind K and V. Autocast casts q, k and v; under
+    ``torch.compile`` the call is a graph break.
 
     Parameters
     ----------
@@ -57,9 +57,9 @@ def ring_attention(
         This rank's rows of the sequence, in the order of `scheme`.
     k, v : Tensor, (batch, kv_heads, n / ranks, ..)
     group : ProcessGroup, optional
-        Default: all processes. Its backend must reach where the tensors lie: NCCL or gloo.
+        Default: all processes. Its backend must support the tensors' device: NCCL or gloo.
     scheme, ulysses
-        See `flashsim.distributed.Group`. Without a mask, "ring" does what "zigzag" does.
+        See `flashsim.distributed.Group`. Without a mask, "ring" does the same as "zigzag".
     causal, softcap, scale, algorithm, deterministic, backend
         As in `attention`.
 
@@ -70,10 +70,10 @@ def ring_attention(
     Raises
     ------
     RankError
-        On every rank, if ranks disagree, one refuses its tensors, dies, or does not answer within
-        the group's timeout.
+        On every rank, if ranks disagree, or if one rejects its tensors, dies, or does not answer
+        within the group's timeout.
     FlashSimError
-        For what cannot be spread over the ranks.
+        For a problem that cannot be spread over the ranks.
     """
     reject_unknown(unknown, unwrap(ring_attention).__kwdefaults__, "ring_attention")
     link = Member(group)
@@ -114,12 +114,12 @@ def shard(
     ulysses: int | None = None,
     dim: int = -2,
 ) -> Tensor:
-    """This rank's rows of a whole sequence's tensor, in the order of `scheme`.
+    """Return this rank's rows of a whole sequence's tensor, in the order of `scheme`.
 
     Parameters
     ----------
     x : Tensor
-        With the sequence along `dim`: q, k or v, but token ids and positions as well.
+        A tensor with the sequence along `dim`: q, k or v, but also token ids or positions.
     group, scheme, ulysses
         As in `ring_attention`; for "usp", `ulysses` must be given.
 
@@ -146,7 +146,7 @@ _Spread = tuple[int, str, int | None]
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, spread: _Spread, **scores: Any) -> Group:
-    """The whole problem, from this rank's share of it."""
+    """Return the plan of the whole problem, derived from this rank's share of it."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ShapeError(
@@ -193,7 +193,7 @@ _AGREED = (
 
 
 def _asked(plan: Group, q: Tensor) -> dict[str, int]:
-    """What must be the same on all ranks, as integers."""
+    """Return, as integers, the values that must be equal on all ranks."""
     p = plan.problem
     values = (
         *(p.batch, p.heads, p.kv_heads, q.shape[2], p.head_dim, p.head_dim_v),
@@ -234,7 +234,7 @@ class _RingAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Part:
-    """One rank's part of both passes."""
+    """One rank's part of the forward and backward pass."""
 
     plan: Group
     link: Member
@@ -242,7 +242,7 @@ class _Part:
     deterministic: bool | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Out and LSE of this rank's rows (and heads)."""
+        """Return out and LSE of this rank's rows (and heads)."""
         plan, ring = self.plan, self.plan.ring
         keys = parcel(K=k, V=v)
         out = lse = None
@@ -265,7 +265,7 @@ class _Part:
         return out.to(q.dtype), lse
 
     def attention(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Out and LSE of one block."""
+        """Return out and LSE of one block."""
         ran = execution.run(
             *(q[:, :, block.q], k[:, :, block.k], v[:, :, block.k]),
             causal=block.problem.causal,
@@ -276,10 +276,12 @@ class _Part:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of this rank's rows; those of others' K and V follow these until home.
+        """Return the gradients of this rank's rows.
 
-        dK and dV set out as one block's, the way it was computed; from the second block on they
-        are sums in float32. At home the own block's are added, and the sum is rounded once.
+        dK and dV of other members' keys travel behind their K and V until they reach their owner.
+        They start as one block's gradients, in the type they were computed in. From the second
+        block on they are float32 sums. The owner adds the gradients of its own block and rounds
+        the sum once.
         """
         plan, ring = self.plan, self.plan.ring
         rows, (own_k, own_v) = (dout, out, lse, q), (k, v)
@@ -318,7 +320,7 @@ class _Part:
         )
 
     def arriving(self, step: int, k: Tensor, v: Tensor) -> Share:
-        """Room for the dK and dV that come in at a step: at first one block's, later sums."""
+        """Allocate the dK and dV received at a step: one block's at first, float32 sums later."""
         everything = slice(0, k.shape[2])
         block = self.plan.block(self.plan.predecessor(self.link.rank), 1)
         if step < 2 or (step == 2 and block is None):
@@ -334,7 +336,7 @@ class _Part:
     def gradients(
         self, block: Block, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV of one block, in the inputs' type."""
+        """Return dQ, dK and dV of one block, in the inputs' type."""
         q, out, lse, dout = (x[:, block.heads, block.q] for x in (q, out, lse, dout))
         k, v = (x[:, block.kv_heads, block.k] for x in (k, v))
         made = execution.backward(
@@ -346,14 +348,18 @@ class _Part:
         return made.dq, made.dk, made.dv
 
     def sums_wide(self, q: Tensor) -> bool:
-        """Whether sums of blocks are kept in float32; two are added at once, and rounded once."""
+        """Whether sums of blocks are kept in float32.
+
+        Just two blocks need no such sum: they are added and rounded at once.
+        """
         return self.plan.ring > 2 and q.dtype not in (torch.float32, torch.float64)
 
     # -- the link -------------------------------------------------------------------------------
 
     def pass_on(self, step: int, *parcels: tuple[Parcel, Parcel]) -> Pending:
-        """Begin to send to the next member of the ring, and to receive from the last: (going,
-        coming) each.
+        """Start to send to the next member of the ring and to receive from the previous one.
+
+        Each pair of `parcels` is (sent, received).
         """
         plan, rank = self.plan, self.link.rank
         after, before = plan.successor(rank), plan.predecessor(rank)
@@ -365,15 +371,15 @@ class _Part:
         )
 
     def to_heads(self, **tensors: Tensor) -> list[Tensor]:
-        """All to all in this rank's team: from some rows of all heads to all rows of some heads."""
+        """All-to-all in this rank's team: from some rows of all heads to all rows of some heads."""
         return self._all_to_all(tensors, split=1, join=2)
 
     def to_rows(self, **tensors: Tensor) -> list[Tensor]:
-        """The way back."""
+        """All-to-all in reverse: from all rows of some heads to some rows of all heads."""
         return self._all_to_all(tensors, split=2, join=1)
 
     def _all_to_all(self, tensors: dict[str, Tensor], split: int, join: int) -> list[Tensor]:
-        """The n-th piece along one axis goes to the team's n-th, to be joined along the other."""
+        """Send the n-th piece along `split` to the team's n-th rank; join pieces along `join`."""
         team, rank = self.plan.team(self.link.rank), self.link.rank
         if len(team) == 1:
             return [ops.readable(x) for x in tensors.values()]

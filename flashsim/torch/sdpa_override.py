@@ -1,9 +1,10 @@
-"""flashsim in the place of torch's own attention, and as an attention of Hugging Face's.
+"""flashsim in place of torch's own attention, and as an attention of Hugging Face's transformers.
 
-torch keeps a register of implementations of flash attention. `install` adds "flashsim" to it; once
-``torch.nn.attention.activate_flash_attention_impl("flashsim")`` was called,
-``scaled_dot_product_attention`` runs it wherever torch chooses its flash attention, on the CPU and
-on CUDA, until ``restore_flash_attention_impl()``. Dropout, which the kernels lack, is an error.
+torch keeps a registry of flash-attention implementations, and `install` adds "flashsim" to it.
+After ``torch.nn.attention.activate_flash_attention_impl("flashsim")``,
+``scaled_dot_product_attention`` runs flashsim wherever torch chooses its flash attention, on the
+CPU and on CUDA, until ``restore_flash_attention_impl()``. Dropout raises an error, because the
+kernels lack it.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ NAME = "flashsim"
 
 
 def install() -> tuple[str, ...]:
-    """Make "flashsim" known to torch and, where it is installed, to transformers.
+    """Register "flashsim" with torch and, if it is installed, with transformers.
 
-    Nothing changes until someone asks for it by name:
-    ``torch.nn.attention.activate_flash_attention_impl("flashsim")``, or of a Hugging Face model
+    Nothing changes until a program selects it by name:
+    ``torch.nn.attention.activate_flash_attention_impl("flashsim")``, or for a Hugging Face model
     ``set_attn_implementation("flashsim")``.
 
     Returns
@@ -40,7 +41,7 @@ def install() -> tuple[str, ...]:
     Raises
     ------
     BackendUnavailable
-        If this torch has no register of implementations.
+        If this version of torch has no registry of implementations.
     """
     try:
         from torch.nn.attention import register_flash_attention_impl
@@ -59,13 +60,13 @@ def install() -> tuple[str, ...]:
 
 
 class _Activated:
-    """Keeps the replacements in torch's dispatcher for as long as it lives."""
+    """Replacements in torch's dispatcher, in effect while this object lives or until `remove`."""
 
     def __init__(self) -> None:
         self.libraries = [_replace("CPU", _CPU), _replace("CUDA", _CUDA)]
 
     def remove(self) -> None:
-        """Give torch its own attention back."""
+        """Restore torch's own attention."""
         self.libraries.clear()
 
 
@@ -83,7 +84,7 @@ def _replace(device: str, functions: dict[str, Any]) -> Library:
 
 
 def _of_a_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`backward`, which gives no gradients where torch has none to give it."""
+    """Wrap `backward` so that it returns no gradients if torch passes it none."""
 
     @wraps(backward)
     def checked(grad_out: Tensor | None, *args: Any, **options: Any) -> Any:
@@ -96,14 +97,14 @@ def _of_a_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _top_left(q_index: Any, k_index: Any) -> Any:
-    """torch's causal mask where there are more keys than queries, or fewer."""
+    """torch's causal mask for unequal numbers of queries and keys: aligned at the top left."""
     return k_index <= q_index
 
 
 def _cpu_question(
     q: Tensor, k: Tensor, dropout: float, causal: bool, mask: Tensor | None, scale: float | None
 ) -> dict[str, Any]:
-    """The keywords of `flashsim.run` that say the same."""
+    """Translate a torch call into keywords of `flashsim.run`."""
     _refuse_dropout(dropout)
     square = q.shape[2] == k.shape[2]
     return {
@@ -116,7 +117,7 @@ def _cpu_question(
 
 
 def _as_bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """A mask that broadcasts to the scores, added to them: False is minus infinity."""
+    """Turn a mask that broadcasts to the scores into a bias: False becomes minus infinity."""
     if mask.dtype == torch.bool:
         mask = torch.zeros((), dtype=q.dtype).masked_fill(~mask, float("-inf"))
     mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape)).to(q.dtype)
@@ -133,7 +134,7 @@ def _cpu_forward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``_scaled_dot_product_flash_attention_for_cpu``, in the memory layouts that it has."""
+    """Replace ``_scaled_dot_product_flash_attention_for_cpu``, in the same memory layouts."""
     q, k, v = _dense(query, key, value)
     question = _cpu_question(q, k, dropout_p, is_causal, attn_mask, scale)
     result = execution.run(q, k, v, **question)
@@ -154,7 +155,7 @@ def _cpu_backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """``_scaled_dot_product_flash_attention_for_cpu_backward``."""
+    """Replace ``_scaled_dot_product_flash_attention_for_cpu_backward``."""
     q, k, v, out, lse, dout = _dense(query, key, value, out, logsumexp, grad_out)
     question = _cpu_question(q, k, dropout_p, is_causal, attn_mask, scale)
     gradients = execution.backward(q, k, v, out, lse, dout, **question)
@@ -162,7 +163,7 @@ def _cpu_backward(
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """`x` in the memory layout of `like`, as torch promises it to compiled code."""
+    """Return `x` in the memory layout of `like`: torch promises that layout to compiled code."""
     place = torch.empty_like(like)
     return x if x.stride() == place.stride() else place.copy_(x)
 
@@ -172,7 +173,7 @@ def _dense(*tensors: Tensor) -> list[Tensor]:
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """Laid out (batch, n, heads, d) in memory, as torch's gradients are."""
+    """Lay a tensor out as (batch, n, heads, d) in memory, as torch's gradients are."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -201,7 +202,7 @@ def _flash_forward(
     window_size_right: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, ...]:
-    """``_flash_attention_forward``: (batch, n, heads, d), or (tokens, heads, d) and offsets."""
+    """Replace ``_flash_attention_forward``: (batch, n, heads, d), or (tokens, heads, d) packed."""
     _refuse_dropout(dropout_p)
     asked = sorted(name for name, value in rest.items() if value is not None)
     if return_debug_mask or asked:
@@ -239,7 +240,7 @@ def _flash_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """``_flash_attention_backward``."""
+    """Replace ``_flash_attention_backward``."""
     _refuse_dropout(dropout_p)
     question = _question(
         query, cum_seq_q, cum_seq_k, is_causal, scale, window_size_left, window_size_right
@@ -264,7 +265,7 @@ def _sdpa_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """``_scaled_dot_product_flash_attention``: (batch, heads, n, d)."""
+    """Replace ``_scaled_dot_product_flash_attention``: (batch, heads, n, d)."""
     n_q, n_k = query.shape[2], key.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse, *rest = _flash_forward(
@@ -292,7 +293,7 @@ def _sdpa_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """``_scaled_dot_product_flash_attention_backward``."""
+    """Replace ``_scaled_dot_product_flash_attention_backward``."""
     dout, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     options = (max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset)
     gradients = _flash_backward(dout, q, k, v, out, logsumexp, None, None, *options, scale=scale)
@@ -320,20 +321,20 @@ def _question(
 
 
 def _by_head(x: Tensor, packed: Tensor | None) -> Tensor:
-    """(batch, heads, n, d), of a tensor by row; nothing broadcast."""
+    """Return a token-major tensor as (batch, heads, n, d), with nothing broadcast."""
     x = x.detach()
     x = x.contiguous() if x.stride(-1) != 1 or 0 in x.stride() else x
     return x.transpose(1, 2) if packed is None else x.transpose(0, 1)[None]
 
 
 def _by_row(x: Tensor, packed: Tensor | None) -> Tensor:
-    """(batch, n, heads, d), or (tokens, heads, d) if packed, contiguous."""
+    """Return (batch, n, heads, d), or (tokens, heads, d) if packed; contiguous."""
     x = x.transpose(1, 2).contiguous()
     return x if packed is None else x[0]
 
 
 def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What flash attention says of its dropout: the generator's state, and an empty mask."""
+    """Return flash attention's dropout outputs: the generator's state and an empty debug mask."""
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return state, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)
 

@@ -1,4 +1,7 @@
-"""`Seen`: the attention calls of a model, and what they move, as standard and FlashAttention-2."""
+"""`Seen`: a model's recorded attention calls, and their memory traffic in two algorithms.
+
+The algorithms are standard attention and FlashAttention-2.
+"""
 
 from __future__ import annotations
 
@@ -46,16 +49,16 @@ _SUMMED = ("requested B", "compulsory B", "FLOPs", "saved B", "DRAM B", "ms", "m
 
 
 class Seen:
-    """Attention calls, in the order in which they were made.
+    """A list of attention calls, in the order in which they were made.
 
-    ``len``, iteration, ``seen[0]``, and by module: ``seen["layers.3.self_attn"]``, where the end
-    of a name is enough if it is the end of one only.
+    It supports ``len``, iteration, ``seen[0]``, and look-up by module:
+    ``seen["layers.3.self_attn"]``. The end of a module's name is enough if no other name ends so.
 
     Attributes
     ----------
     calls : list of AttentionCall
     missed : list of str
-        Attention that was noticed but whose arguments could not be read, and why.
+        Calls whose arguments could not be read, each with the reason.
     """
 
     def __init__(self, model: str) -> None:
@@ -79,12 +82,12 @@ class Seen:
         return self.calls[which]
 
     def named(self, name: str) -> list[AttentionCall]:
-        """The calls that a module made.
+        """Return the calls that a module made.
 
         Raises
         ------
         OptionError
-            If no module of that name made any, or several names end so.
+            If no module of that name made a call, or several modules have names that end so.
         """
         names = list(dict.fromkeys(call.name for call in self.calls))
         ends = [known for known in names if known == name or known.endswith(f".{name}")]
@@ -100,7 +103,7 @@ class Seen:
     # -- counted ----------------------------------------------------------------------------------
 
     def table(self, *, device: str | Device = "H100", l2: bool | None = None) -> report.Table:
-        """The most important columns of `full_table`."""
+        """Return the most important columns of `full_table`."""
         full = self.full_table(device=device, l2=l2)
         measured = any(call.measured for call in self)
         short = [name for name in _SHORT if measured or name != "measured ms"]
@@ -112,29 +115,29 @@ class Seen:
         return report.Table(full.title, tuple(short), rows, "\n".join([note, *notes, *missed]))
 
     def full_table(self, *, device: str | Device = "H100", l2: bool | None = None) -> report.Table:
-        """One row per distinct call, with its count, and rows for the total.
+        """Return one row per distinct call, with its count, and rows for the total.
 
-        A row has the figures of one call. The rows called "total" sum all calls, and are empty if
-        a call's figure is unknown. A backward pass has a row if one ran.
+        Each row has the figures of one call. The rows called "total" sum all calls; a cell is empty
+        if the figure of any call is unknown. A backward pass has a row if one ran.
 
-        - requested B: bytes of tiles between L2 and the SMs. DRAM B: those that miss L2, by a model
-          of the cache. compulsory B: each input and output once.
-        - matmul FLOP/B, bound: per DRAM byte, or where DRAM bytes are not computed, per byte of
-          each kernel's tensors once.
+        - requested B: bytes of tiles moved between L2 and the SMs. DRAM B: the bytes that miss L2,
+          from a model of the cache. compulsory B: each input and output counted once.
+        - matmul FLOP/B, bound: per DRAM byte. If DRAM bytes are not computed, each kernel's tensors
+          count once instead.
         - ms, by: "predict" is `flashsim.predict`, for FlashAttention-2's kernels. "roofline" is a
           lower bound from the device's bandwidth and arithmetic.
         - measured ms, on: with ``watch(..., measure=True)``, the mean time of the model's own
           kernels on this machine, the same for all algorithms. On a CPU it is the time of the
           operators, which no prediction describes.
-        - saved B: bytes kept for the backward pass, inputs included; the total is the sum over all
-          layers. scores B: score matrices that standard attention has in HBM at once; the total is
-          the largest.
+        - saved B: bytes kept for the backward pass, inputs included; the total sums all layers.
+        - scores B: bytes of the score matrices that standard attention holds in HBM at once; the
+          total is the largest.
 
         Parameters
         ----------
         device : str or Device
         l2 : bool, optional
-            Run the L2 model for every call, or for none. Default: for those of at most `REPLAYED`
+            Run the L2 model for every call, or for none. Default: for calls of at most `REPLAYED`
             tiles.
         """
         device = Device.get(device)
@@ -157,7 +160,7 @@ class Seen:
         return f"; measured ms: what was run here ({', '.join(places)})" if places else ""
 
     def distinct(self) -> list[list[AttentionCall]]:
-        """Calls that ask the same, together."""
+        """Group calls that compute the same thing."""
         groups: dict[Any, list[AttentionCall]] = {}
         for call in self.calls:
             same = (call.api, call.sizes, call.dtype, call.device, call.pattern, call.note)
@@ -166,7 +169,7 @@ class Seen:
         return list(groups.values())
 
     def kernels(self) -> report.Table:
-        """The kernels of each distinct call (on a CPU its operators), slowest first.
+        """Return the kernels of each distinct call (on a CPU its operators), slowest first.
 
         Raises
         ------
@@ -195,7 +198,7 @@ class Seen:
         return table
 
     def rows(self, **options: Any) -> list[dict[str, report.Cell]]:
-        """`full_table` as one dict a row; takes its options."""
+        """`full_table` as one dict per row; takes the same options."""
         return self.full_table(**options).records()
 
     def csv(self, **options: Any) -> str:
@@ -217,18 +220,18 @@ class Seen:
         return report.dataframe(self.rows(**options), [*_COLUMNS])
 
     def plot(self, *, device: str | Device = "H100", **options: Any) -> Any:
-        """Requested bytes of each distinct call's forward pass, standard beside FlashAttention-2.
+        """Plot each distinct call's requested forward bytes: standard beside FlashAttention-2.
 
         Parameters
         ----------
         device : str or Device
         **options
-            Of `flashsim.viz.traffic`.
+            Options of `flashsim.viz.traffic`.
 
         Raises
         ------
         OptionError
-            If there is no call that can be counted.
+            If no call can be counted.
         """
         from flashsim import viz
 
@@ -261,7 +264,7 @@ class Seen:
 
 
 def together(names: list[str]) -> str:
-    """Names of modules as one: layers.0-79.self_attn."""
+    """Join module names into one, such as layers.0-79.self_attn."""
     names = list(dict.fromkeys(names))
     if len(names) == 1:
         return names[0] or "(no module)"
@@ -306,7 +309,7 @@ def _rows(calls: list[AttentionCall], device: Device, l2: bool | None) -> list[d
 
 
 def _measured(calls: list[AttentionCall], direction: str) -> dict[str, Any]:
-    """Mean time of the calls that were measured, and what it is of."""
+    """Mean time of the measured calls, and whether it is of kernels or operators."""
     times = [sum(call.measured[direction].values()) for call in calls if direction in call.measured]
     if not times:
         return {"measured ms": None}
@@ -314,7 +317,7 @@ def _measured(calls: list[AttentionCall], direction: str) -> dict[str, Any]:
 
 
 def _place(call: AttentionCall) -> str:
-    """The kind of a measured time, for the table."""
+    """Label of a measured time: the device, and kernels or operators."""
     return f"{call.place}, {'kernels' if call.place == 'cuda' else 'operators'}"
 
 
@@ -322,7 +325,7 @@ def _place(call: AttentionCall) -> str:
 def _figures(
     problem: Problem, algorithm: str, direction: str, device: Device, l2: bool | None
 ) -> dict[str, Any]:
-    """The figures of one pass of one call."""
+    """Compute the table's figures for one pass of one call."""
     about = {"pass": direction, "algorithm": algorithm}
     try:
         counted = count(problem, algorithm=algorithm, direction=direction, device=device)
@@ -354,7 +357,7 @@ def _tiles(counted: Traffic) -> int:
 
 
 def _time(counted: Traffic, point: Point) -> tuple[str, float | None, str]:
-    """The bound of a pass, its milliseconds, and the source of these."""
+    """Return the bound of a pass, its time in milliseconds, and the source of that time."""
     try:
         attainable, bound = point.attainable, point.bound
     except FlashSimError:  # the device has no figure for this type
@@ -378,7 +381,7 @@ def _scores(problem: Problem, algorithm: str, direction: str) -> int:
 
 
 def _totals(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One more row for each pass and algorithm; empty where a row has no figure to add."""
+    """Return one total row per pass and algorithm; a cell is empty if any row lacks its figure."""
     totals = []
     for direction, algorithm in dict.fromkeys(
         (r["pass"], r["algorithm"]) for r in records if "requested B" in r

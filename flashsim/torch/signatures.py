@@ -1,7 +1,7 @@
-"""The functions that are attention, and how each one's arguments say what it computes.
+"""The functions that count as attention, and how to read the arguments of each.
 
-`reader` looks a function up by its name, as torch's dispatcher has it; the reader turns the
-arguments, by the names of the function's schema, into a `AttentionCall`.
+`reader` looks up a function by its name in torch's dispatcher. The reader it returns takes the
+arguments, named as in the function's schema, and returns an `AttentionCall`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
 
 
 def reader(func: Any) -> tuple[Reader, str] | None:
-    """How to read the arguments of `func`, and its name; None for what is no attention."""
+    """Return the reader for the arguments of `func` and its name; None if it is not attention."""
     if func is _MULTI_HEAD:
         return _multi_head, "multi_head_attention_forward"
     name = _name(func)
@@ -36,7 +36,7 @@ def reader(func: Any) -> tuple[Reader, str] | None:
 
 
 def bind(func: Any, name: str, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
-    """All arguments by name, defaults filled in."""
+    """Return all arguments by name, with defaults filled in."""
     if func is _MULTI_HEAD:
         bound = inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -63,7 +63,7 @@ def _name(func: Any) -> str:
 
 
 def dtype_of(x: Tensor, autocast: bool = False) -> str:
-    """A tensor's type; under autocast that to which its operands are cast."""
+    """Return a tensor's type; with `autocast`, the type to which autocast would cast it."""
     dtype, kind = x.dtype, x.device.type
     if autocast and dtype != torch.float64 and torch.amp.is_autocast_available(kind):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
@@ -71,12 +71,12 @@ def dtype_of(x: Tensor, autocast: bool = False) -> str:
 
 
 def device_of(x: Tensor) -> str:
-    """Where a tensor lies; a fake one lies nowhere."""
+    """Return a tensor's device, marked "(fake)" for a fake tensor."""
     return f"{x.device} (fake)" if isinstance(x, FakeTensor) else str(x.device)
 
 
 def mapped(tensors: Iterable[Tensor]) -> int:
-    """How many calls torch.vmap makes of one on these: the product of the axes it maps."""
+    """Return how many calls torch.vmap makes of one: the product of the mapped axes' lengths."""
     functorch: Any = torch._C._functorch
     axes: dict[int, int] = {}
     for x in tensors:
@@ -89,7 +89,7 @@ def mapped(tensors: Iterable[Tensor]) -> int:
 
 
 def _masked(mask: Tensor | None, causal: bool, sizes: Extents) -> Pattern:
-    """torch's two ways to say which scores are kept; from the top left, if it says causal."""
+    """The pattern of torch's two arguments, a mask or `is_causal` (aligned at the top left)."""
     if mask is not None:
         return read(mask, sizes.n_q, sizes.n_kv, sizes.batch, sizes.heads)
     if not causal:
@@ -100,18 +100,18 @@ def _masked(mask: Tensor | None, causal: bool, sizes: Extents) -> Pattern:
 
 
 def _window(left: int | None, right: int | None, causal: bool) -> tuple[int, int] | None:
-    """FlashAttention's window; None if it is unlimited."""
+    """The window of a FlashAttention call; None if it is unlimited."""
     left, right = (-1 if side is None else int(side) for side in (left, right))
     return None if left < 0 and (right < 0 or causal) else (left, 0 if causal else right)
 
 
 def _lengths(x: Tensor, axis: int) -> tuple[int, ...]:
-    """Offsets of the sequences of a nested tensor."""
+    """Offsets of the sequences in a nested tensor."""
     return tuple(accumulate((t.shape[axis] for t in x.unbind()), initial=0))
 
 
 def _offsets(x: Tensor | None, notes: list[str]) -> tuple[int, ...] | None:
-    """Offsets that a call was given, as numbers."""
+    """The values of a call's offsets; None, with a note, if they cannot be read."""
     if x is None:
         return None
     if not has_values(x):
@@ -125,7 +125,7 @@ def _offsets(x: Tensor | None, notes: list[str]) -> tuple[int, ...] | None:
 
 
 def _sdpa(a: Arguments) -> AttentionCall:
-    """torch's scaled_dot_product_attention and the operators under it: (..., heads, n, d)."""
+    """Read torch's scaled_dot_product_attention and its operators: (..., heads, n, d)."""
     q, k, v = a["query"], a["key"], a["value"]
     notes: list[str] = []
     if q.is_nested:
@@ -153,9 +153,10 @@ def _sdpa(a: Arguments) -> AttentionCall:
 
 
 def _flash(a: Arguments) -> AttentionCall:
-    """FlashAttention's own functions, and torch's: (batch, n, heads, d), or packed (n, heads, d).
+    """Read FlashAttention's own functions, and torch's versions of them.
 
-    Causal and the window end at the bottom right.
+    Tensors are (batch, n, heads, d), or packed (n, heads, d). The causal mask and the window are
+    bottom-right aligned.
     """
     q, v = (a[short if short in a else long] for short, long in (("q", "query"), ("v", "value")))
     notes: list[str] = []
@@ -188,7 +189,7 @@ OURS = "flashsim.torch.attention"
 
 
 def _ours(a: Arguments) -> AttentionCall:
-    """`flashsim.torch.attention`: (batch, heads, n, d)."""
+    """Read `flashsim.torch.attention`: (batch, heads, n, d)."""
     q, v, bias = a["q"], a["v"], a.get("bias")
     notes: list[str] = []
     cu_q, cu_k = (_offsets(a.get(f"cu_seqlens_{side}"), notes) for side in "qk")
@@ -212,7 +213,7 @@ _FLEX = ("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_op
 
 
 def _flex(a: Arguments) -> AttentionCall:
-    """torch's flex_attention: (batch, heads, n, d), a mask as a function of indices."""
+    """Read torch's flex_attention: (batch, heads, n, d), and a mask as a function of indices."""
     q, k, v = a["query"], a["key"], a["value"]
     (batch, heads, n_q, d), (_, kv_heads, n_kv, d_v) = q.shape, v.shape
     sizes = Extents.of(batch, heads, kv_heads, n_q, n_kv, d, d_v)
@@ -230,7 +231,7 @@ def _flex(a: Arguments) -> AttentionCall:
 
 
 def _of_block_mask(block_mask: tuple[Any, ...], sizes: Extents) -> Pattern:
-    """The pattern of flex_attention's mask, which is a function; the last of the tuple."""
+    """The pattern of flex_attention's mask: a function, the last entry of `block_mask`."""
     from torch.nn.attention.flex_attention import create_mask, noop_mask
 
     mask, blocks = block_mask[-1], block_mask[2]
@@ -247,7 +248,7 @@ def _of_block_mask(block_mask: tuple[Any, ...], sizes: Extents) -> Pattern:
 
 
 def _multi_head(a: Arguments) -> AttentionCall:
-    """F.multi_head_attention_forward: (n, batch, width), or (n, width), before its projections."""
+    """Read F.multi_head_attention_forward: (n, batch, width) or (n, width), before projections."""
     q, k = (x if x.ndim == 3 else x.unsqueeze(1) for x in (a["query"], a["key"]))
     (n_q, batch, width), n_kv, heads = q.shape, k.shape[0], a["num_heads"]
     if a["static_k"] is not None:
@@ -277,7 +278,7 @@ def _multi_head(a: Arguments) -> AttentionCall:
 
 
 def _fused_layer(a: Arguments) -> AttentionCall:
-    """The fast paths of nn.MultiheadAttention and nn.TransformerEncoderLayer: (batch, n, width)."""
+    """Read the fast paths of MultiheadAttention and TransformerEncoderLayer: (batch, n, width)."""
     q, k = (a["src"], a["src"]) if "src" in a else (a["query"], a["key"])
     heads = a["num_heads"] if "src" in a else a["num_head"]
     d = a["embed_dim"] // heads
@@ -339,7 +340,7 @@ def layer(
     softcap: float | None = None,
     **rest: Any,
 ) -> AttentionCall:
-    """An attention function of transformers: (batch, heads, n, d) and the layer that calls it."""
+    """Read an attention function of transformers: (batch, heads, n, d), and the calling layer."""
     (batch, heads, n_q, d), (_, kv_heads, n_kv, d_v) = query.shape, value.shape
     sizes = Extents.of(batch, heads, kv_heads, n_q, n_kv, d, d_v)
     pattern = Pattern()
@@ -367,7 +368,7 @@ def layer(
 
 
 def said(module: Any, sizes: Extents, keywords: Arguments) -> Pattern:
-    """What a layer of transformers says of its mask, where the mask itself cannot be read."""
+    """The pattern that a transformers layer declares, for a mask that cannot be read."""
     causal = keywords.get("is_causal")
     causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
     size = keywords.get("sliding_window") or getattr(module, "sliding_window", None)

@@ -1,7 +1,7 @@
-"""Times of attention calls, by kernel: torch's profiler, read for the calls that `watch` sees.
+"""Kernel times of the attention calls that `watch` sees, read from torch's profiler.
 
-Each call runs in a range of the profiler's that has its own name, and so does each node that it put
-into autograd's graph: those whose sequence numbers were given out meanwhile.
+Each call runs in a profiler range with a name of its own. So does each autograd node that the call
+creates; such nodes are recognised by the sequence numbers handed out during the call.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Timer:
 
     @contextmanager
     def forward(self) -> Iterator[tuple[str, int]]:
-        """A range; gives its name, and the first sequence number of the nodes that it makes."""
+        """Open a profiler range; yield its name and its first autograd node's sequence number."""
         self.made += 1
         mark = f"{_RANGE} {self.made}", torch.autograd._get_sequence_nr()
         with record_function(mark[0]):
             yield mark
 
     def follow(self, mark: tuple[str, int], call: AttentionCall, out: Any) -> None:
-        """The range was `call`'s, and `out` is its result: its backward pass has ranges too."""
+        """Assign a range to `call`; put its backward pass (the graph of `out`) in ranges too."""
         name, first = mark
         self.calls[name] = call, "forward"
         self.calls[f"{name} backward"] = call, "backward"
@@ -67,7 +67,7 @@ class Timer:
             _in_range(node, f"{name} backward")
 
     def read(self) -> None:
-        """Give each call its times."""
+        """Write the measured times into each call."""
         for event in self.profile.events():
             if event.name in self.calls and event.device_type == DeviceType.CPU:
                 call, direction = self.calls[event.name]
@@ -79,7 +79,7 @@ class Timer:
 
 
 def _in_range(node: Any, name: str) -> None:
-    """Have a node of autograd's run in a range."""
+    """Make an autograd node run in a profiler range."""
     running: list[Any] = []
 
     def begin(_: Any) -> None:
@@ -94,7 +94,7 @@ def _in_range(node: Any, name: str) -> None:
 
 
 def _times(event: Any, on_gpu: bool) -> Iterator[tuple[str, float]]:
-    """Kernels launched within an event, or operators run in it, each with its microseconds."""
+    """Yield the kernels launched within an event, or the operators run in it, with microseconds."""
     for inner in event.cpu_children:
         if on_gpu:
             yield from (

@@ -1,11 +1,12 @@
-"""`watch`: every attention call of a model, recorded as it is made.
+"""`watch`: record every attention call of a model as it is made.
 
 Three observers work together. A torch function mode sees functions called from Python. A dispatch
 mode sees operators called from elsewhere (TorchScript, C++). Attention functions of transformers
-are wrapped at look-up, since "eager" ones are plain products. A call is recorded once, by
-the outermost that sees it; transformers' own count only if nothing under them did. Hooks on all
-modules keep the stack of modules that names are read from: hooks on one module would turn off the
-fast path of nn.TransformerEncoderLayer.
+are wrapped at look-up, since "eager" ones are plain products. Each call is recorded once, by the
+outermost observer that sees it. A transformers function is recorded only if no call under it was.
+
+Hooks on all modules keep the stack of modules that names are read from. Hooks on a single module
+would turn off the fast path of nn.TransformerEncoderLayer.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def watch(
 ) -> Iterator[Seen]:
     """Record the attention calls in a ``with`` block, without changing their results.
 
-    It also works on the meta device and under `FakeTensorMode`, where nothing is computed. Code
-    that ``torch.compile`` compiled runs uncompiled meanwhile, so that its calls are seen; results
-    are then the uncompiled model's. Only this thread is watched.
+    It also works on the meta device and under `FakeTensorMode`, where nothing is computed. Inside
+    the block, code compiled by ``torch.compile`` runs uncompiled, so that its calls are seen; the
+    results are then those of the uncompiled model. Only this thread is watched.
 
     It sees `scaled_dot_product_attention` and the operators under it, `flex_attention`,
     `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`, the forward operators of flash_attn
@@ -55,14 +56,14 @@ def watch(
     Parameters
     ----------
     model : torch.nn.Module, optional
-        Whose modules give the calls their names. Default: the outermost module that is called.
+        The model whose module names label the calls. Default: the outermost module called.
     keep : int
-        Copy q, k and v of a call if they are at most so many bytes, for `AttentionCall.trace`;
+        Copy q, k and v of a call for `AttentionCall.trace` if they take at most `keep` bytes;
         0 copies nothing.
     measure : bool
-        Time the calls with torch's profiler: on a GPU their kernels, on a CPU their operators.
-        `Seen.table` has a column of it then, `Seen.kernels` each kernel. The first run of a model
-        also compiles and warms up: run it once before.
+        Time the calls with torch's profiler: their kernels on a GPU, their operators on a CPU.
+        `Seen.table` then has a column of times, and `Seen.kernels` lists each kernel. The first
+        run of a model also compiles and warms up, so run it once before.
 
     Yields
     ------
@@ -72,9 +73,9 @@ def watch(
     Raises
     ------
     DTypeError
-        If `model` is no module.
+        If `model` is not a module.
     OptionError
-        If it is to measure while a profiler of torch's is running.
+        If `measure` is set while a torch profiler is already running.
     """
     if model is not None and not isinstance(model, nn.Module):
         raise DTypeError(f"watch() takes a torch.nn.Module, got {type(model).__name__}")
@@ -95,7 +96,7 @@ def watch(
 
 
 class _Everywhere:
-    """The replacements in torch and transformers while at least one thread watches."""
+    """The patches of torch and transformers, in effect while at least one thread watches."""
 
     def __init__(self) -> None:
         self.lock, self.watching, self.replaced = threading.Lock(), 0, ExitStack()
@@ -121,7 +122,7 @@ class _Everywhere:
                 self.transformers = False
 
     def look_for_transformers(self) -> None:
-        """Wrap what its layers look up, once it is loaded: programs import it while watched."""
+        """Patch transformers' attention look-up once it is imported, even during a watch."""
         if self.transformers or "transformers.modeling_utils" not in sys.modules:
             return
         interface = sys.modules["transformers.modeling_utils"].AttentionInterface
@@ -140,7 +141,7 @@ _everywhere = _Everywhere()
 
 
 def _wrapping(look_up: Callable[..., Any]) -> Callable[..., Any]:
-    """A look-up of attention functions whose findings those see called who watch here."""
+    """Wrap transformers' look-up so that this thread's recorders see the functions it returns."""
 
     def get_interface(self: Any, implementation: str, default: Any) -> Any:
         attend = look_up(self, implementation, default)
@@ -152,7 +153,7 @@ def _wrapping(look_up: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Names:
-    """The module that is running, and its name."""
+    """The stack of running modules, and their names."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self.stack: list[nn.Module] = []
@@ -176,7 +177,7 @@ class _Names:
             pass
 
     def current(self) -> str:
-        """The name of the innermost module that has one; "" outside of any."""
+        """Return the name of the innermost module that has one; "" outside of any module."""
         for module in reversed(self.stack):
             if module in self.known:
                 name = self.known[module]
@@ -187,7 +188,7 @@ class _Names:
 
 
 class _Recorder:
-    """Where calls go: those that watch from several sides share one."""
+    """Records the calls of one watch; all its observers share one recorder."""
 
     def __init__(self, seen: Seen, names: _Names, keep: int) -> None:
         self.seen, self.names, self.keep, self.left = seen, names, keep, KEPT
@@ -197,18 +198,18 @@ class _Recorder:
         self.timer: Timer | None = None
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        """A module begins, in any thread: hooks on all modules are called in all."""
+        """Note that a module starts. Global hooks run in every thread, so check the thread."""
         if self in _here():
             _everywhere.look_for_transformers()
             self.names.enter(module)
 
     def leave(self, module: nn.Module, *_: Any) -> None:
-        """It ends."""
+        """Note that a module has ended."""
         if self in _here():
             self.names.leave(module)
 
     def watched(self, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
-        """AttentionCall `func`, and record it if it is attention."""
+        """Call `func`, and record the call if it is attention."""
         kwargs = kwargs or {}
         if func is torch.ops.flashsim.attention_backward.default:
             self._went_back(args[1])
@@ -244,8 +245,10 @@ class _Recorder:
         return call
 
     def _went_back(self, out: Tensor) -> None:
-        """Our operator's gradient is computed: where an autograd.Function asked for it, no output
-        that was seen has a hook.
+        """Mark the call with this output as differentiated.
+
+        This is needed if an autograd.Function ran the backward operator: then no recorded output
+        has a hook.
         """
         call = self.ours.get(_memory(out))
         if call is not None:
@@ -262,7 +265,7 @@ class _Recorder:
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
-        """Record nothing meanwhile."""
+        """Record nothing inside this block."""
         self.within += 1
         try:
             yield
@@ -270,7 +273,10 @@ class _Recorder:
             self.within -= 1
 
     def add(self, read: Callable[[], AttentionCall], result: Any, mark: Any) -> None:
-        """Keep a call, and follow its output backward; what cannot be read is said, not raised."""
+        """Record a call, and whether its output is differentiated.
+
+        Arguments that cannot be read go to `Seen.missed` and raise nothing.
+        """
         name = self.names.current()
         try:
             call = read()
@@ -291,7 +297,7 @@ class _Recorder:
         self.seen.calls.append(call)
 
     def wrapped(self, attend: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """An attention function of transformers that is recorded if nothing under it was."""
+        """Wrap a transformers attention function: record it if no call under it was recorded."""
 
         @wraps(attend)
         def attending(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -313,12 +319,12 @@ class _Recorder:
 
 
 def _memory(x: Tensor) -> int:
-    """Which memory a tensor is a view of; the meta device's has no address."""
+    """Identify the storage that a tensor is a view of; meta tensors have no address."""
     return x.untyped_storage()._cdata
 
 
 class _Functions(TorchFunctionMode):
-    """Sees what is called from Python."""
+    """Observes functions called from Python."""
 
     def __init__(self, recorder: _Recorder) -> None:
         self.recorder = recorder
@@ -328,13 +334,13 @@ class _Functions(TorchFunctionMode):
 
 
 def _here() -> list[_Recorder]:
-    """Who watches in this thread, outermost first; a backward pass takes them to its threads."""
+    """This thread's recorders, outermost first; a backward pass hands them to its threads."""
     modes = torch.overrides._get_current_function_mode_stack()
     return [mode.recorder for mode in modes if isinstance(mode, _Functions)]
 
 
 class _Operators(TorchDispatchMode):
-    """Sees what is called from C++."""
+    """Observes operators called from C++."""
 
     supports_higher_order_operators = True
 
@@ -350,7 +356,7 @@ _has_torch_function = torch.overrides.has_torch_function
 
 
 def _others_look_on(tensors: Any) -> bool:
-    """torch's `has_torch_function`, as it would answer without our modes."""
+    """Return what torch's `has_torch_function` would return without our modes."""
     if not _has_torch_function(tensors):
         return False
     modes = torch.overrides._get_current_function_mode_stack()
