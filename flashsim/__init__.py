@@ -100,14 +100,14 @@ def __getattr__(name: str) -> Any:
 
 
 class _Late:
-    """Lets import statements name a module of `_LATE` as attributes do.
+    """Import finder that also lets import statements use the short module names of `_LATE`.
 
-    `import flashsim.predict` gives the module `flashsim.studies.predict` itself, no copy of it; and
-    so it is with the modules inside.
+    `import flashsim.predict` gives the module `flashsim.studies.predict` itself, not a copy of it.
+    The same holds for the modules inside it.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """How to import `flashsim.X`, where X lies in another package."""
+        """The import spec of `flashsim.X` if X lies in another package; None for other names."""
         package, _, rest = name.partition(".")
         where = _LATE.get(rest.partition(".")[0], __name__)
         if package != __name__ or where == __name__:
@@ -115,13 +115,13 @@ class _Late:
         return ModuleSpec(name, self, origin=f"{where}.{rest}")  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module that has another name, too."""
+        """The existing module, which gets a second name."""
         module = importlib.import_module(str(spec.origin))
         spec.loader_state = module.__spec__  # Python gives the module the spec of its second name
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is left to run; the module keeps the spec of its first name."""
+        """Restore the spec of the module's first name; the module's code has already run."""
         if module.__spec__ is not None:
             module.__spec__ = module.__spec__.loader_state
 
