@@ -25,9 +25,9 @@ def lower_bound(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
     """Elements that any exact algorithm must move, up to a constant.
 
     The bound is by Saha and Ye, arXiv:2402.07443. For M >= d^2 it is N^2 d^2 / M, whichever way
-    matrices are multiplied, so FlashAttention is optimal there. For smaller M it is N^2 d /
-    sqrt(M), for algorithms that multiply matrices the usual way; there the product Q K^T itself
-    dominates the cost.
+    matrices are multiplied, so FlashAttention is optimal there. For smaller M it is
+    N^2 d / sqrt(M), for algorithms that multiply matrices the usual way. The product Q K^T itself
+    dominates the cost there.
     """
     if m >= head_dim**2:
         return flash_theorem(n_q, n_kv, head_dim, m)

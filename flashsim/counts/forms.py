@@ -48,7 +48,7 @@ class Forms:
         return self.heads * self.p.n_q * self.a
 
     def matrix(self, item: int) -> int:
-        """Bytes of the bias or its gradient: one matrix per bias head and batch entry."""
+        """Bytes of the bias or its gradient: one matrix per entry of the bias's leading shape."""
         return self.lead * self.p.n_q * self.p.n_kv * item
 
     def scales(self, loaded: set[str], outer: str, s: Schedule, owners: int) -> dict[str, int]:

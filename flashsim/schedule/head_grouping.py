@@ -12,21 +12,21 @@ def clump_size(
     """The number of heads (or groups) to work on together, so that their shared data stays in L2.
 
     A launch hands out the outer tiles of one head group, the longest first, and then those of the
-    next group. When a group runs out of tiles, the next one fills the idle SMs. Nothing follows the
-    last group, which has the remaining heads: the fewer they are, the longer most of the GPU waits
-    for a few long tiles. So of the sizes that fit, the function returns the one that leaves the
-    most heads for the last group, and of several such sizes the smallest.
+    next head group. When a head group runs out of tiles, the next one fills the idle SMs. Nothing
+    follows the last head group, which has the remaining heads: the fewer they are, the longer most
+    of the GPU waits for a few long tiles. So of the sizes that fit, the function returns the one
+    that leaves the most heads for the last head group, and of several such sizes the smallest.
 
     A size fits if its shared data takes at most 0.4 of L2, because either half of a large L2 keeps
-    its own copy. The shared data is K and V, which query heads of a group share, in a Q-outer loop;
-    and Q, dO and a float32 dQ in a KV-outer loop. If the tiles of several heads all run at once,
-    they share L2 in any order. Then the size is as many heads as run at once, however much they
-    take.
+    its own copy. In a Q-outer loop the shared data is K and V, which the query heads of a GQA group
+    have in common. In a KV-outer loop it is Q, dO and a float32 dQ. If the tiles of several heads
+    all run at once, they share L2 in any order. So as many heads as run at once always fit, however
+    much they take.
 
     Parameters
     ----------
     tiles : int
-        Outer tiles per head (or per group, for a stage that runs per group).
+        Outer tiles per head (or per GQA group, for a stage that runs per group).
     l2_bytes : int
     processors : int
         The least number of blocks that run at once: one on every SM.
@@ -42,8 +42,8 @@ def clump_size(
 def held(stage: Stage, problem: Problem) -> int:
     """Bytes that every block of one head (or group) reads or writes over its inner loop.
 
-    In a Q-outer loop these are K and V, which heads of a group share. In a KV-outer loop they are
-    Q, dO and a float32 dQ of the group's heads.
+    In a Q-outer loop these are K and V, which heads of a GQA group share. In a KV-outer loop they
+    are Q, dO and a float32 dQ of the group's heads.
     """
     p = problem
     row = (p.head_dim + p.head_dim_v) * p.itemsize

@@ -236,7 +236,10 @@ class Schedule(Grid):
 
     @cached_property
     def merged(self) -> np.ndarray:
-        """bool (T_r,): True for row tiles whose parts are merged by a second stage."""
+        """bool (T_r,): True for row tiles for whose queries a second stage merges parts.
+
+        A shared prefix's own row tiles are False: the queries' other row tiles merge their parts.
+        """
         if self.prefix_tiles:
             return np.arange(self.t_r) >= self.prefix_tiles
         return self.part_counts > 1

@@ -146,11 +146,11 @@ def fa3(blocks: int, processors: int, visits: int) -> int:
 
 
 def longest_part(tiles: Sequence[int], capacity: int, least: int = LEAST_TILES) -> int:
-    """The most key tiles per part such that all row tiles together have at most `capacity` parts.
+    """The smallest part length, in key tiles, with which there are at most `capacity` parts in all.
 
-    `tiles` holds the number of key tiles of each row tile. If there are more row tiles than
-    `capacity`, the result is the average load: all key tiles divided by `capacity`. Row tiles of
-    equal length get no more parts than `fill_once` gives.
+    `tiles` holds the number of key tiles of each row tile. If more row tiles than `capacity` have
+    key tiles, the result is the average load instead: all key tiles divided by `capacity`. The
+    result is at least `least`. Row tiles of equal length get no more parts than `fill_once` gives.
     """
     if sum(n > 0 for n in tiles) > capacity:
         return max(least, -(-sum(tiles) // max(1, capacity)))

@@ -57,7 +57,7 @@ def choose(
     An algorithm that does not divide keys has the split `WHOLE`. No row tile gets more parts than
     the most key tiles that any row tile visits. "auto" uses `fill_once` and "fa3" uses `fa3`. Both
     assume one thread block per SM and the row tile that visits the most key tiles. With a shared
-    prefix, they assume that all row tiles are as long as that one, and count blocks accordingly.
+    prefix, the number of row tiles is replaced by all visits divided by that row tile's visits.
 
     Raises
     ------
