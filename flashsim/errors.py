@@ -1,7 +1,7 @@
 """Every error flashsim raises on purpose; all derive from `FlashSimError`.
 
-Each kind is also the built-in that a caller would expect (`ValueError`, `TypeError`, ...), so code
-that does not know flashsim still catches the right thing.
+Each error class also derives from the built-in that a caller would expect (`ValueError`,
+`TypeError`, ...). So code that does not know flashsim still catches the right errors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OptionError(FlashSimError, ValueError):
 
 
 class UnknownArgumentError(FlashSimError, TypeError):
-    """A call with an argument that the function does not take, one too many or one too few."""
+    """A call with an argument that the function does not take, or with too many or too few."""
 
 
 class MaskError(FlashSimError, ValueError):
@@ -52,10 +52,11 @@ class SramOverflow(TilingError):
 class MemoryModelError(FlashSimError, RuntimeError):
     """An algorithm broke the rules of the simulated memory (a bug in the algorithm).
 
-    Grading reads `kind`, which names the rule. "freed": a tile was used after it was freed.
+    Grading reads `kind`, which names the broken rule. "freed": a tile was used after it was freed.
     "outside": numbers came from outside the machine. "off chip": numbers left the chip. "unloaded":
-    HBM was not loaded. "unstored": HBM was never written. "scope": a step or visit was in the wrong
-    place. "operation": the machine has no such operation. "machine": any other rule.
+    HBM data was used without being loaded. "unstored": HBM was never written. "scope": a step or
+    visit was in the wrong place. "operation": the machine has no such operation. "machine": any
+    other rule.
     """
 
     def __init__(self, text: str, kind: str = "machine") -> None:
@@ -64,17 +65,17 @@ class MemoryModelError(FlashSimError, RuntimeError):
 
 
 class TraceError(FlashSimError, ValueError):
-    """A trace, or a trace file, that cannot be used for what was asked."""
+    """A trace or a trace file that cannot be used for the requested purpose."""
 
 
 class BackendUnavailable(FlashSimError, RuntimeError):
-    """The backend asked for cannot run here; the message says what to install or change."""
+    """The requested backend cannot run here; the message says what to install or change."""
 
 
 def require_numba(what: str, instead: str = "") -> None:
-    """Raise `BackendUnavailable`, naming what was asked for, unless Numba imports.
+    """Raise `BackendUnavailable`, naming the requested feature, unless Numba imports.
 
-    It comes along wherever pip installs flashsim, and there is none for a browser's Python.
+    pip installs Numba together with flashsim; Python in a browser has none.
     """
     try:
         import numba  # noqa: F401
@@ -86,7 +87,7 @@ def require_numba(what: str, instead: str = "") -> None:
 
 
 class RankError(FlashSimError, RuntimeError):
-    """Ranks of a group do not agree, or one does not answer any more."""
+    """The ranks of a group do not agree, or one no longer answers."""
 
 
 class UnsupportedError(FlashSimError, NotImplementedError):
@@ -94,7 +95,10 @@ class UnsupportedError(FlashSimError, NotImplementedError):
 
 
 def shown(value: object) -> str:
-    """`value` as an error quotes it: its `repr`, short, on one line, whatever it is."""
+    """`value` as an error message quotes it: its `repr`, shortened, on one line.
+
+    It works for any value.
+    """
     try:
         text = " ".join(repr(value).split())
     except Exception:  # an integer of more than 4,300 digits, or an object that cannot say
@@ -103,7 +107,7 @@ def shown(value: object) -> str:
 
 
 def choices(given: object, possible: Iterable[object]) -> str:
-    """Say what is possible and, where the name given looks like one of them, which was meant."""
+    """A list of the possible names, with a suggestion if `given` looks like one of them."""
     names = [str(name) for name in possible]
     close = difflib.get_close_matches(given, names, n=1) if isinstance(given, str) else ()
     hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -155,12 +159,12 @@ def reject_unknown(given: Iterable[str], known: Iterable[str], function: str) ->
 
 
 def own_errors(called: _Callable) -> _Callable:
-    """The function or class, which refuses a wrong call with an error of flashsim.
+    """Decorator: the function or class raises an error of flashsim if it is called wrongly.
 
-    Where Python says that an argument is missing or unknown, `UnknownArgumentError` also says what
-    was given and which arguments there are. If a call fails in Python and an argument does not
-    match its annotation, a `DTypeError` names that argument. For a class this holds for its maker
-    and its public methods. A correct call costs one `try`.
+    If an argument is missing or unknown, `UnknownArgumentError` adds the given arguments and the
+    possible ones to Python's message. If a call fails in Python and an argument does not match its
+    annotation, a `DTypeError` names that argument. For a class, this covers its constructor and its
+    public methods. A correct call costs one `try`.
     """
     if isinstance(called, type):
         maker = "__new__" if called.__init__ is object.__init__ else "__init__"  # type: ignore[misc]
@@ -195,7 +199,7 @@ def _guarded(function: Any, bound: int) -> Any:
 
 
 def _refusal(function: Any, bound: int, args: Any, kwargs: Any) -> FlashSimError | None:
-    """The error of a call whose arguments are wrong in number, name or type, if they are."""
+    """The error for arguments that are wrong in number, name or type; None if none is wrong."""
     name = function.__qualname__.split("<locals>.")[-1]
     if function.__name__ in ("__init__", "__new__"):  # the latter has the class, not an object
         name = getattr(args[0], "__name__", type(args[0]).__name__)
@@ -227,7 +231,7 @@ def _refusal(function: Any, bound: int, args: Any, kwargs: Any) -> FlashSimError
 
 
 def _type(annotation: str, function: Any) -> Any:
-    """The type that an annotation names; `Any` where that is imported for type checkers alone."""
+    """The type that an annotation names; `Any` if it is imported only for type checkers."""
     holder = SimpleNamespace(__annotations__={"x": annotation})
     try:
         return get_type_hints(holder, vars(sys.modules[function.__module__]))["x"]
@@ -236,9 +240,10 @@ def _type(annotation: str, function: Any) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is what an annotation says, as far as that is seen without using it up.
+    """Whether a value matches an annotation, as far as can be seen without consuming the value.
 
-    NumPy's scalars are numbers; True and False are none; an array is a sequence, a text is none.
+    NumPy's scalars count as numbers, but True and False do not. An array counts as a sequence, but
+    a string does not.
     """
     origin, of = get_origin(hint), get_args(hint)
     kind = origin or hint

@@ -1,6 +1,6 @@
-"""Tables: the same rows as text for people (Rich), as JSON, CSV or HTML for programs and pages.
+"""Tables: the same rows as text for people (Rich), and as JSON, CSV or HTML for programs and pages.
 
-And files of any kind, written whole or not at all (`beside`).
+This module also writes files of any kind, completely or not at all (`beside`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Cell = str | int | float | bool | None
 class Table:
     """Rows under named columns.
 
-    `rows` hold plain values; `text` and `html` format them (thousands separators, units in the
-    column's name), `json` and `csv` keep them exact.
+    `rows` hold plain values. `text` and `html` format them (thousands separators, units in the
+    column's name); `json` and `csv` keep them exact.
     """
 
     title: str
@@ -37,11 +37,11 @@ class Table:
     note: str = ""
 
     def records(self) -> list[dict[str, Cell]]:
-        """One dict a row."""
+        """One dict per row."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
     def text(self, width: int | None = None) -> str:
-        """The table as plain text of at most `width` columns; default: a terminal's own, or 100."""
+        """The table as plain text of at most `width` columns; default: the terminal's, or 100."""
         from rich.console import Console
 
         width = width or shutil.get_terminal_size((100, 24)).columns
@@ -81,7 +81,7 @@ class Table:
         return Group(*title, *grids, *note)
 
     def _values(self) -> list[Sequence[Cell]]:
-        """Cells by column."""
+        """The cells of each column."""
         return [[row[n] for row in self.rows] for n in range(len(self.columns))]
 
     def _told(self) -> Table:
@@ -96,7 +96,7 @@ class Table:
         return Table(title, keep(self.columns), [keep(row) for row in self.rows], self.note)
 
     def _shortened(self) -> Table:
-        """Bytes and FLOPs in the unit that their column's largest value asks for."""
+        """The table with bytes and FLOPs in the unit that suits their column's largest value."""
         columns = list(self.columns)
         values: list[Any] = [list(row) for row in self.rows]
         for n, name in enumerate(columns):
@@ -114,7 +114,7 @@ class Table:
         return Table(self.title, columns, values, self.note)
 
     def markdown(self) -> str:
-        """The table as GitHub's Markdown has it, without title and note."""
+        """The table as GitHub's Markdown, without title and note."""
         rows = [list(self.columns), ["---"] * len(self.columns)]
         rows += [[format_cell(cell) for cell in row] for row in self.rows]
         return "".join(f"| {' | '.join(row)} |\n" for row in rows)
@@ -164,7 +164,7 @@ class Table:
 
 
 def format_cell(cell: Cell) -> str:
-    """One value as people read it."""
+    """One cell's value as text for people."""
     if cell is None:
         return ""
     if isinstance(cell, bool):
@@ -177,7 +177,10 @@ def format_cell(cell: Cell) -> str:
 
 
 def dataframe(rows: Sequence[Mapping[str, Cell]], columns: Sequence[str]) -> Any:
-    """Rows as a `pandas.DataFrame`, or a `BackendUnavailable` that says what to install."""
+    """Rows as a `pandas.DataFrame`.
+
+    Raises a `BackendUnavailable` that says what to install, if pandas is missing.
+    """
     try:
         import pandas
     except ImportError:
@@ -190,10 +193,10 @@ def dataframe(rows: Sequence[Mapping[str, Cell]], columns: Sequence[str]) -> Any
 
 @contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """A name in the same folder to write to: renamed to `path` at the end, gone after an error.
+    """A temporary path to write to, in the same folder; renamed to `path` at the end.
 
-    After an interrupt, the old content of `path` is unchanged. A path that is no file, such as
-    /dev/stdout, is written to directly.
+    After an error, the temporary file is removed. After an interrupt, the old content of `path` is
+    unchanged. If `path` is not a regular file, such as /dev/stdout, it is written to directly.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():
@@ -210,7 +213,7 @@ def beside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """`beside`, with an `OptionError` where nothing can be written."""
+    """Like `beside`, but raises an `OptionError` if nothing can be written."""
     try:
         with beside(path) as part:
             yield part
@@ -232,14 +235,14 @@ def _texts(table: Table) -> list[list[str]]:
 
 
 def _phrase(name: str, value: Cell) -> str:
-    """A column's name and its one value: ("store B", 5) as "store 5 B"."""
+    """A column's name and its constant value as words: ("store B", 5) gives "store 5 B"."""
     what, _, unit = name.rpartition(" ")
     text = format_cell(value)
     return f"{what} {text} B" if unit == "B" and what else f"{name} {text}"
 
 
 def _least(text: str) -> int:
-    """Columns that a cell needs: a number or a short text is not broken, a long one at spaces."""
+    """The least width of a cell. Numbers and short texts never break; long texts may at spaces."""
     if len(text) <= _WHOLE:
         return len(text)
     return max(len(word) if word[:1].isdigit() else min(len(word), _WHOLE) for word in text.split())
@@ -252,8 +255,9 @@ def _grids(
     width: int,
     pieces: bool,
 ) -> list[Any]:
-    """Rich tables of these cells; none if they do not fit, or with `pieces` several, each with the
-    first column and as many others as fit.
+    """Rich tables of these cells, or an empty list if they do not fit.
+
+    With `pieces`, several tables, each with the first column and as many others as fit.
     """
     from rich import box
     from rich.table import Table as RichTable
@@ -287,7 +291,7 @@ def _grids(
 
 
 def _shared(least: Sequence[int], wanted: Sequence[int], room: int) -> list[int]:
-    """Widths of columns: what each wants; where there is no room, those that want most share it."""
+    """Widths of columns: as wanted, or with too little room, the widest ones capped evenly."""
     upto = lambda cap: [max(x, min(y, cap)) for x, y in zip(least, wanted, strict=True)]  # noqa: E731
     cap = max((c for c in range(max(wanted) + 1) if sum(upto(c)) <= room), default=0)
     widths, wider = upto(cap), upto(cap + 1)
@@ -302,7 +306,7 @@ def _shared(least: Sequence[int], wanted: Sequence[int], room: int) -> list[int]
 
 
 def titled(value: Any) -> str:
-    """One line for what has a `table()`: its class and the table's title."""
+    """One line for an object that has a `table()`: its class and the table's title."""
     return f"<{type(value).__name__} {value.table().title}>"
 
 
@@ -317,13 +321,13 @@ def tabled(value: Any) -> str:
 
 
 def short(value: Any) -> str:
-    """One line for a dataclass or a named tuple: its fields, arrays by type and shape."""
+    """One line for a dataclass or a named tuple: its fields, with arrays by type and shape."""
     facts = ", ".join(f"{name} {text}" for name, text in _facts(value))
     return f"<{type(value).__name__} {facts}>"
 
 
 def card(value: Any) -> str:
-    """The fields of a dataclass or a named tuple, arrays by type and shape, as an HTML table."""
+    """HTML table of the fields of a dataclass or a named tuple, with arrays by type and shape."""
     return Table(type(value).__name__, ("field", "value"), [*_facts(value)]).html()
 
 

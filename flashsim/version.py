@@ -1,3 +1,3 @@
-"""The version, read by setup.cfg as well."""
+"""The version number, which setup.cfg also reads."""
 
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
-"""Bounds on HBM traffic from the papers, as curves to hold a count against.
+"""Bounds on HBM traffic from the papers, as curves to compare a count with.
 
-The first two are asymptotic: each gives a shape, not a constant. `proven` is a level that nobody
-gets below. M, the on-chip capacity, is in elements.
+The first two are asymptotic: each gives a shape, not a constant. `proven` gives a level that no
+algorithm gets below. M, the on-chip capacity, is in elements.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from flashsim.problem import checks
 
 
 def flash_theorem(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
-    """N^2 d^2 / M elements: what FlashAttention reads and writes, up to a constant.
+    """N^2 d^2 / M elements: the reads and writes of FlashAttention, up to a constant.
 
-    Theorem 2 of arXiv:2205.14135, for d <= M <= N d. Its Proposition 3: no exact algorithm does
-    asymptotically better for *every* M in that range.
+    This is Theorem 2 of arXiv:2205.14135, for d <= M <= N d. By the paper's Proposition 3, no exact
+    algorithm is asymptotically better for *every* M in that range.
     """
     return n_q * n_kv * head_dim**2 / m
 
@@ -24,9 +24,10 @@ def flash_theorem(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
 def lower_bound(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
     """Elements that any exact algorithm must move, up to a constant.
 
-    Saha and Ye, arXiv:2402.07443: N^2 d^2 / M where M >= d^2, whichever way matrices are
-    multiplied, so FlashAttention is optimal there; N^2 d / sqrt(M) below, for algorithms that
-    multiply matrices the usual way, where the scores' own product is what costs.
+    The bound is by Saha and Ye, arXiv:2402.07443. For M >= d^2 it is N^2 d^2 / M, whichever way
+    matrices are multiplied, so FlashAttention is optimal there. For smaller M it is
+    N^2 d / sqrt(M), for algorithms that multiply matrices the usual way. The product Q K^T itself
+    dominates the cost there.
     """
     if m >= head_dim**2:
         return flash_theorem(n_q, n_kv, head_dim, m)
@@ -35,36 +36,38 @@ def lower_bound(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
 
 @own_errors
 def proven(scores: int, head_dim: int, m: int, head_dim_v: int | None = None) -> int:
-    """Elements that any forward pass moves if it multiplies matrices the usual way.
+    """Elements that any forward pass must move if it multiplies matrices the usual way.
 
-    Usual: every score is a sum of `head_dim` products, and each of its `head_dim_v` products with a
-    row of V is added to a number of O. Scores may be kept on chip, stored or computed again, O may
-    be gathered in parts. A run is cut into segments of T transfers. Within one, the numbers that
-    it can use of Q, K, V, O and of scores from before are X = 2 M + T at most, which is room for
-    at most max(X^2 / (16 d), (X / 3)^1.5) products with V (the inequality of Loomis and Whitney, as
-    Irony, Toledo and Tiskin use it for one matrix product). So there are many segments, whatever T
-    is; the best of some is returned. T = 2 M shows its shape, where M > 2.4 d^2:
-    2 N^2 d^2 / M - 2 M, of the order that Saha and Ye prove (arXiv:2402.07443). The whole proof is
-    in docs/reference/model.md.
+    The usual way means that every score is a sum of `head_dim` products, and that each of its
+    `head_dim_v` products with a row of V is added to a number of O. Scores may be kept on chip,
+    stored or recomputed, and O may be accumulated in parts.
+
+    The proof cuts a run into segments of T transfers. Within a segment, at most X = 2 M + T
+    numbers of Q, K, V, O and earlier scores are available. They allow at most
+    max(X^2 / (16 d), (X / 3)^1.5) products with V, by the inequality of Loomis and Whitney, as
+    Irony, Toledo and Tiskin use it for one matrix product. So there are many segments for any T;
+    the function returns the best bound over several T. T = 2 M shows the bound's shape for
+    M > 2.4 d^2: 2 N^2 d^2 / M - 2 M, of the order that Saha and Ye prove (arXiv:2402.07443).
+    The whole proof is in docs/reference/model.md.
 
     Parameters
     ----------
     scores : int
-        That the mask keeps, of all heads.
+        Number of scores that the mask keeps, over all heads.
     head_dim, head_dim_v : int
-        Of Q and K; of V, as wide if left out.
+        Row width of Q and K, and of V (default: the same).
     m : int
-        Elements on chip; of 0, with which nothing can be computed, what holds for any m is said.
+        Elements on chip. Nothing can be computed with 0; the result then holds for any m.
 
     Returns
     -------
     int
-        Exact, however large; 0 where the chip is so large that this says nothing.
+        Exact, however large; 0 if the chip is so large that the bound says nothing.
 
     Raises
     ------
     DTypeError, OptionError, ShapeError
-        For what is no integer, is negative, or a head_dim of 0.
+        If an argument is not an integer or is negative, or a head_dim is 0.
     """
     widths = head_dim, head_dim if head_dim_v is None else head_dim_v
     d, d_v = (checks.positive_int("head_dim", width) for width in widths)

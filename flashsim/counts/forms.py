@@ -1,7 +1,7 @@
 """The closed forms: requested bytes of each stage of each algorithm.
 
-Every term is a sentence about an algorithm: "with queries outside, K is read once for each visit"
-is ``load K: heads * row_cols * d * e``. Nothing here shares code with the simulator.
+Every term is a statement about an algorithm. For example, "in a Q-outer loop, K is read once per
+visit" is ``load K: heads * row_cols * d * e``. Nothing here shares code with the simulator.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from flashsim.schedule.schedule import Schedule
 class Forms:
     """Requested bytes of each stage.
 
-    e, r, a: bytes of an element of q, k or v, of a result and of an accumulator in HBM.
+    `e`, `r` and `a` are the bytes per element in HBM: of q, k or v, of a result and of an
+    accumulator.
     """
 
     def __init__(self, p: Problem) -> None:
@@ -27,33 +28,34 @@ class Forms:
     # -- one tensor, whole, once: bytes over all heads -------------------------------------------
 
     def q(self, item: int) -> int:
-        """Q, or a gradient or accumulator of its shape."""
+        """Bytes of Q, or of a gradient or accumulator of its shape; `item` bytes per element."""
         return self.heads * self.p.n_q * self.p.head_dim * item
 
     def o(self, item: int) -> int:
-        """Out, or anything of its shape."""
+        """Bytes of out, or of anything of its shape."""
         return self.heads * self.p.n_q * self.p.head_dim_v * item
 
     def k(self, item: int) -> int:
-        """K or dk."""
+        """Bytes of K or dk."""
         return self.kv_heads * self.p.n_kv * self.p.head_dim * item
 
     def v(self, item: int) -> int:
-        """V or dv; none where V is columns of K."""
+        """Bytes of V or dv; 0 where V is columns of K."""
         return 0 if self.p.latent else self.kv_heads * self.p.n_kv * self.p.head_dim_v * item
 
     def stat(self) -> int:
-        """One statistic a row: LSE, delta, l or m."""
+        """Bytes of one statistic with one number per row: LSE, delta, l or m."""
         return self.heads * self.p.n_q * self.a
 
     def matrix(self, item: int) -> int:
-        """The bias, or its gradient: one matrix for each that is not shared."""
+        """Bytes of the bias or its gradient: one matrix per entry of the bias's leading shape."""
         return self.lead * self.p.n_q * self.p.n_kv * item
 
     def scales(self, loaded: set[str], outer: str, s: Schedule, owners: int) -> dict[str, int]:
-        """Scales that come with tiles of Q, K and V: 4 B for each block of rows that a tile has.
+        """Bytes of the scales that come with tiles of Q, K and V.
 
-        The outer tiles are loaded once, by `owners` walks, the inner ones at every visit.
+        Each tile brings 4 B for each scale block that it overlaps. The outer tiles are loaded once
+        for each of `owners` heads or groups, the inner ones at every visit.
         """
         if self.p.scales is None:
             return {}
@@ -75,7 +77,7 @@ class Forms:
     # -- stages ---------------------------------------------------------------------------------
 
     def forward(self, algorithm: str, stage: str, s: Schedule) -> dict[tuple[str, str], int]:
-        """``{(op, tensor): bytes}`` of a forward stage walked by `s`."""
+        """``{(op, tensor): bytes}`` of a forward stage under schedule `s`."""
         h, e, r, a, sums = self.heads, self.e, self.r, self.a, s.sums
         d, dv = self.p.head_dim, self.p.head_dim_v
         bias = {("load", "bias"): h * sums.area * r} if self.lead else {}
@@ -121,7 +123,11 @@ class Forms:
         }
 
     def _decode(self, stage: str, s: Schedule, walks: int) -> dict[tuple[str, str], int]:
-        """FlashDecoding: each part loads Q again; each of several parts is written and read."""
+        """Bytes of FlashDecoding's stages.
+
+        Each part loads Q again. If there are several parts, each one's results are written and
+        read.
+        """
         e, r, a, d, dv = self.e, self.r, self.a, self.p.head_dim, self.p.head_dim_v
         parts = walks * s.part_sums.part_rows
         if stage == "combine":
@@ -146,7 +152,7 @@ class Forms:
         }
 
     def backward(self, algorithm: str, stage: str, s: Schedule) -> dict[tuple[str, str], int]:
-        """``{(op, tensor): bytes}`` of a backward stage walked by `s`."""
+        """``{(op, tensor): bytes}`` of a backward stage under schedule `s`."""
         h, e, r, a, sums = self.heads, self.e, self.r, self.a, s.sums
         d, dv = self.p.head_dim, self.p.head_dim_v
         dq_acc, dbias_acc = "dQ" + self.acc, "dBias" + self.acc

@@ -1,4 +1,4 @@
-"""Questions that `Trace` and `Traffic` answer alike."""
+"""The questions that both `Trace` and `Traffic` answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Transfers = Mapping[tuple[str, str, str], int]
 
 
 class Answers(Protocol):
-    """What `Trace` and `Traffic` both say of a pass."""
+    """The methods of a pass's result that both `Trace` and `Traffic` have."""
 
     problem: Problem
     device: Device
@@ -44,7 +44,7 @@ class Answers(Protocol):
 
 
 def check_names(op: str | None, tensor: str | None, tensors: Sequence[str] = TENSORS) -> None:
-    """Raise `OptionError` unless both name something that exists."""
+    """Raise `OptionError` unless the operation and the tensor both exist."""
     if op is not None:
         checks.one_of("operation", op, OPS)
     if tensor is not None:
@@ -57,7 +57,7 @@ def select(
     tensor: str | None,
     tensors: Sequence[str] = TENSORS,
 ) -> int:
-    """Bytes of one operation and tensor, or of all."""
+    """Bytes of one operation, one tensor or both; None means all."""
     check_names(op, tensor, tensors)
     return sum(
         nbytes
@@ -67,7 +67,7 @@ def select(
 
 
 def select_kind(flops: Mapping[str, int], kind: str | None) -> int:
-    """FLOPs of one kind, or of all."""
+    """FLOPs of one kind, or of all kinds."""
     if kind is None:
         return sum(flops.values())
     checks.one_of("kind of FLOP", kind, KINDS)
@@ -75,7 +75,7 @@ def select_kind(flops: Mapping[str, int], kind: str | None) -> int:
 
 
 def select_chip(chip: Mapping[str, int], op: str | None) -> int:
-    """On-chip bytes read or written, or both."""
+    """On-chip bytes that are read, written, or both."""
     if op is None:
         return sum(chip.values())
     checks.one_of("on-chip operation", op, ("read", "write"))
@@ -92,7 +92,10 @@ def by_tensor(transfers: Transfers) -> dict[str, dict[str, int]]:
 
 
 def in_words(p: Problem) -> str:
-    """Sizes, type and mask of a problem, for titles: 1 x 16 / 4 heads are 16 over 4 key heads."""
+    """Sizes, type and mask of a problem, for titles.
+
+    "1 x 16 / 4 heads" means a batch of 1 and 16 heads over 4 key heads.
+    """
     heads = f"{p.heads} / {p.kv_heads}" if p.group > 1 else f"{p.heads}"
     width = f"{p.head_dim}" if p.head_dim_v == p.head_dim else f"{p.head_dim} / {p.head_dim_v}"
     words = [f"{p.batch} x {heads} heads", f"{p.n_q:,} x {p.n_kv:,}", f"d={width}", p.dtype]

@@ -1,6 +1,6 @@
-"""Traffic in closed form: what a schedule moves, computed without moving anything.
+"""Traffic in closed form: the bytes that a schedule moves, computed without moving any.
 
-The forms themselves stand in `forms`. The sums over a schedule's visits that they need cost O(row
+The forms themselves are in `forms`. They need sums over a schedule's visits. These cost O(row
 tiles) for causal and windowed problems, so a million queries take milliseconds. Nothing here shares
 code with the simulator; the tests assert that the two are equal as integers.
 """
@@ -72,16 +72,16 @@ class Traffic:
                     self.transfers[stage.name, op, tensor] = nbytes
 
     def schedule(self, stage: plans.Stage) -> Schedule:
-        """The walk of one stage."""
+        """The schedule of one stage: its visits and their order."""
         return self._schedules[stage.outer, stage.dense]
 
     @property
     def parts(self) -> int:
-        """Parts of the keys, of the row tile that has the most."""
+        """The number of parts that keys are divided into, for the row tile that has the most."""
         return max(int(walk.part_counts.max(initial=1)) for walk in self._schedules.values())
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Requested bytes between HBM and SRAM, all heads: of one operation and tensor, or all."""
+        """Requested bytes between HBM and SRAM, all heads: for one operation and tensor, or all."""
         return select(self.transfers, op, tensor)
 
     def by_tensor(self) -> dict[str, dict[str, int]]:
@@ -121,7 +121,7 @@ class Traffic:
         return flops, chip
 
     def flops(self, kind: str | None = None) -> int:
-        """FLOPs executed, all heads; of one kind (see `work.KINDS`) or all together."""
+        """FLOPs executed over all heads: of one kind (see `work.KINDS`) or of all."""
         return select_kind(self._work()[0], kind)
 
     def on_chip(self, op: str | None = None) -> int:
@@ -129,7 +129,7 @@ class Traffic:
         return select_chip(self._work()[1], op)
 
     def intensity(self) -> float:
-        """Arithmetic intensity: FLOPs for each requested byte of HBM."""
+        """Arithmetic intensity: FLOPs per requested byte of HBM."""
         return self.flops() / self.bytes()
 
     def peak_sram(self) -> int:
@@ -150,7 +150,10 @@ class Traffic:
         return int(max(held, default=0)) if stage.buffers else 0
 
     def _paged_peak(self, stage: plans.Stage) -> int:
-        """A visit holds as many page numbers as its tile has pages: not one a key."""
+        """Peak on-chip bytes of a stage with pages.
+
+        A visit holds one page number per page of its tile, not one per key.
+        """
         s = self.schedule(stage)
         ptr, col, _ = s.row_csr
         heights, widths = (np.diff(t[:, :2])[:, 0].astype(np.int64) for t in (s.rows, s.cols))
@@ -162,7 +165,11 @@ class Traffic:
         return int(max(held.max(), visits.max(initial=0)))
 
     def _strip_peak(self, stage: plans.Stage) -> int:
-        """A buffer's row spans the longest sequence's keys; other sequences hold their own part."""
+        """Peak on-chip bytes of a stage that works on whole rows of scores.
+
+        A buffer has room for a row of the longest sequence's keys; shorter sequences fill only a
+        part.
+        """
         tiles = [move.tile for move in stage.visit if move.holds]
         most = strip_rows(stage, self.schedule(stage), self.device)
         peak = 0
@@ -177,7 +184,7 @@ class Traffic:
         return saved(self.problem, self.algorithm)
 
     def workspace(self) -> int:
-        """Bytes of HBM used besides inputs, outputs and what is saved: accumulators, dP, dS."""
+        """Bytes of HBM used besides inputs, outputs and saved tensors: accumulators, dP, dS."""
         parts = [int(self.schedule(s).slots[:, 1].max()) for s in self.stages if s.parts]
         return workspace(self.problem, self.algorithm, self.direction, max(parts, default=1))
 
@@ -208,7 +215,7 @@ def count_schedule(
     SramOverflow
         If a stage does not fit on the device's chip.
     TilingError
-        If a row tile has several visits, or none, and the algorithm is for one.
+        If the algorithm needs exactly one visit per row tile, and a row tile has several or none.
     """
     tiling.check(problem, device, algorithm, direction, split)
     check_visits(plans.stages(problem, algorithm, direction, split), problem, tiling)
@@ -221,9 +228,9 @@ def count_schedule(
 def compulsory(problem: Problem, direction: str = "forward") -> int:
     """Bytes that any algorithm must move: each input read once, each output written once.
 
-    Forward: q, k, v (and bias) in, out and LSE out. Backward: those inputs, out, dout, LSE (and its
-    gradient) in; dq, dk, dv (and the bias's gradient) out. "flash2-once" alone does without out,
-    which follows from the others, and so may move less.
+    A forward pass reads q, k, v (and bias) and writes out and LSE. A backward pass reads the same
+    inputs, out, dout, LSE (and its gradient), and writes dq, dk, dv (and the bias's gradient). Only
+    "flash2-once" does without out, which follows from the others, so it may move less.
     """
     f = Forms(problem)
     inputs, results = (f.q(item) + f.k(item) + f.v(item) for item in (f.e, f.r))
@@ -239,9 +246,10 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
 def once(problem: Problem, algorithm: str, direction: str = "forward") -> int:
     """Bytes if each stage read and wrote each of its tensors once.
 
-    What a cache leaves that is perfect within a kernel and empty between kernels: what is
-    compulsory for FlashAttention-2's forward, one kernel; its N x N matrices, too, for standard.
-    One tile over all scores asks for just that; no mask keeps a whole tensor from being read.
+    This is the traffic of a cache that is perfect within a kernel and empty between kernels. For
+    FlashAttention-2's forward pass, which is one kernel, it equals the compulsory bytes. For
+    standard attention it adds the N x N matrices. A single tile over all scores requests exactly
+    these bytes; no mask keeps a whole tensor from being read.
     """
     p = replace(problem, mask=None, block_mask=None, causal=False, window=None)
     whole = Tiling(p.n_q, p.n_kv)
@@ -252,15 +260,15 @@ def saved(problem: Problem, algorithm: str) -> int:
     """Bytes of HBM kept from forward to backward, the inputs included.
 
     Standard attention keeps P (and, with a softcap, its derivative): O(N^2). FlashAttention-1 keeps
-    out, l and m, FlashAttention-2 keeps out and LSE: O(N); "flash2-once" has no use for out.
+    out, l and m, and FlashAttention-2 keeps out and LSE: O(N). "flash2-once" does not need out.
     """
     return sum(whole_bytes(problem, name) for name in _kept(problem, algorithm))
 
 
 def workspace(problem: Problem, algorithm: str, direction: str = "forward", parts: int = 1) -> int:
-    """Bytes of HBM a pass uses besides its inputs, its outputs and what is saved.
+    """Bytes of HBM that a pass uses besides its inputs, its outputs and the saved tensors.
 
-    `parts` is into how many a query's keys are divided at most.
+    `parts` is the largest number of parts that any query's keys are divided into.
     """
     written = set(plans.tensors_of(problem, algorithm, direction, "store", "reduce"))
     rest = written - _kept(problem, algorithm) - {"O", "dQ", "dK", "dV", "dBias"}
@@ -271,7 +279,7 @@ def workspace(problem: Problem, algorithm: str, direction: str = "forward", part
 
 
 def _kept(problem: Problem, algorithm: str) -> set[str]:
-    """The inputs, and what the forward pass writes and the backward pass reads."""
+    """Names of the inputs, and of what the forward pass writes and the backward pass reads."""
     written = set(plans.tensors_of(problem, algorithm, "forward", "store"))
     inputs = set(plans.tensors_of(problem, algorithm, "forward", "load")) - written
     if algorithm not in plans.TRAINING:  # nothing but what the caller gets
@@ -280,7 +288,7 @@ def _kept(problem: Problem, algorithm: str) -> set[str]:
 
 
 def strip_rows(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
-    """Whole score rows that a stage keeps on chip at a time."""
+    """How many whole score rows a stage keeps on chip at a time."""
     row = sum(b.per_row for b in stage.buffers)
     longest = max(s.q_stop - s.q_start for s in schedule.problem.sequences)
     tallest = min(schedule.tiling.block_q, longest)
@@ -288,7 +296,7 @@ def strip_rows(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
 
 
 def live(problem: Problem, algorithm: str) -> int:
-    """Bytes live in a backward pass: what was saved, workspace, out, dout (dlse), gradients."""
+    """Bytes live in a backward pass: saved tensors, workspace, out, dout (dlse) and gradients."""
     p = problem
     outputs = p.batch * p.heads * p.n_q * (p.head_dim + p.head_dim_v)  # dq and dout
     outputs += p.batch * p.kv_heads * p.n_kv * (p.head_dim + p.head_dim_v)  # dk and dv

@@ -1,13 +1,14 @@
-"""The work of a visit: floating-point operations by kind, and bytes read and written on chip.
+"""The work per visit: floating-point operations by kind, and bytes read and written on chip.
 
 Each stage is a short list of tile operations. A cost is linear in the tile's rows, columns and
-scores, so the same table prices one visit, or, given the sums over a schedule, all of them.
+scores. So the same table gives the cost of one visit or, from sums over a schedule, of all visits.
 
 Rules. A multiply-add in a matrix product is 2 FLOPs. ``exp`` counts exponentials, logarithms and
 tanh (a GPU's special-function unit); ``max`` counts comparisons; subtraction is ``add``. A row sum
-or row maximum over n elements is n; guards against rows without keys are not counted. A tile
-operation reads each operand once from SRAM and writes its result once; reuse in registers lies
-below this model. A masked tile costs what a full one does: the hardware computes all of it.
+or row maximum over n elements is n operations; guards against rows without keys are not counted. A
+tile operation reads each operand once from SRAM and writes its result once; this model ignores
+reuse in registers. A masked tile costs as much as a full one, because the hardware computes all of
+it.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ class Cost(NamedTuple):
     score: int = 0
 
     def at(self, rows: int, cols: int, scores: int) -> int:
-        """Its value; sums over tiles give the sum over tiles."""
+        """The cost of a tile; from sums over tiles, the sum of their costs."""
         return self.row * rows + self.col * cols + self.score * scores
 
 
 @dataclass(frozen=True)
 class TileOp:
-    """One operation on on-chip tiles: buffers read, buffers written, FLOPs by kind."""
+    """One operation on on-chip tiles: the buffers it reads and writes, and its FLOPs by kind."""
 
     name: str
     reads: str
@@ -45,29 +46,29 @@ class TileOp:
 
 @dataclass(frozen=True)
 class StageWork:
-    """What one stage computes: at each visit, and once for each outer step (merging: each part)."""
+    """The tile operations of one stage: per visit, and per outer step (when merging, per part)."""
 
     visit: tuple[TileOp, ...] = ()
     outer: tuple[TileOp, ...] = ()
 
 
 def scores(n: int) -> Cost:
-    """`n` operations a score."""
+    """A cost of `n` operations per score."""
     return Cost(score=n)
 
 
 def rows(n: int, score: int = 0) -> Cost:
-    """`n` operations a row, and `score` a score."""
+    """A cost of `n` operations per row, and `score` per score."""
     return Cost(row=n, score=score)
 
 
 def columns(n: int) -> Cost:
-    """`n` operations a column."""
+    """A cost of `n` operations per column."""
     return Cost(col=n)
 
 
 def stage_work(problem: Problem, algorithm: str, direction: str, stage: str) -> StageWork:
-    """The tile operations of one stage of an algorithm (a stage without arithmetic has none)."""
+    """The tile operations of one stage of an algorithm; empty for a stage without arithmetic."""
     d, dv, p = problem.head_dim, problem.head_dim_v, problem
     if direction == "forward":
         table = _forward(p, d, dv, algorithm)
@@ -77,7 +78,7 @@ def stage_work(problem: Problem, algorithm: str, direction: str, stage: str) -> 
 
 
 def _scores(p: Problem, d: int, *, gated: bool = False) -> tuple[TileOp, ...]:
-    """S = softcap(scale Q K^T) + bias."""
+    """The tile operations of S = softcap(scale Q K^T) + bias."""
     ops = [TileOp("S = scale Q K^T", "Q K", "S", {"matmul": scores(2 * d), "multiply": scores(1)})]
     if p.softcap:
         cap = {"divide": scores(1), "exp": scores(1), "multiply": scores(1)}
@@ -218,7 +219,7 @@ def _mm(name: str, reads: str, writes: str, inner: int) -> TileOp:
 
 
 def total_flops(ops: tuple[TileOp, ...], n_rows: int, n_cols: int, n_scores: int) -> dict[str, int]:
-    """FLOPs by kind of some tile operations over tiles with these sums."""
+    """FLOPs by kind of the tile operations over tiles with these sums."""
     result = dict.fromkeys(KINDS, 0)
     for op in ops:
         for kind, cost in op.flops.items():
@@ -229,7 +230,7 @@ def total_flops(ops: tuple[TileOp, ...], n_rows: int, n_cols: int, n_scores: int
 def on_chip_bytes(
     ops: tuple[TileOp, ...], stage: plans.Stage, n_rows: int, n_cols: int, n_scores: int
 ) -> dict[str, int]:
-    """Bytes that tile operations read from and write to SRAM: ``{"read": .., "write": ..}``."""
+    """Bytes that the tile operations read from and write to SRAM: ``{"read": .., "write": ..}``."""
     size = {b.name: Cost(b.per_row, b.per_col, b.per_score) for b in stage.buffers}
     result = {"read": 0, "write": 0}
     for op in ops:

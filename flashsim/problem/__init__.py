@@ -1,4 +1,4 @@
-"""Problems, masks and devices, and the oracle that judges results."""
+"""Problems, masks and devices, and the oracle that checks results."""
 
 from flashsim.problem.hardware import Device
 from flashsim.problem.masks import BlockMask

@@ -1,6 +1,6 @@
-"""Checks of single values that describe a problem; each returns what it accepted, normalised.
+"""Checks of single values that describe a problem; each returns the accepted value, normalised.
 
-Raised, with what was wrong and what was given: `DTypeError` for a value of the wrong type,
+Each error says what was wrong and what was given: `DTypeError` for a value of the wrong type,
 `ShapeError` for lengths, `OptionError` for the rest.
 """
 
@@ -26,12 +26,12 @@ LARGEST = 2**63 - 1
 
 
 def is_int(value: Any) -> bool:
-    """Whether this is an integer, Python's or NumPy's; True and False are not."""
+    """Whether `value` is an integer, Python's or NumPy's; True and False do not count."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def positive_int(name: str, value: Any) -> int:
-    """An integer from 1 to 2**63 - 1."""
+    """Return `value` as an integer from 1 to 2**63 - 1."""
     if not is_int(value):
         raise DTypeError(f"{name} must be an integer, got {shown(value)} ({type(value).__name__})")
     if value < 1:
@@ -42,12 +42,12 @@ def positive_int(name: str, value: Any) -> int:
 
 
 def count(name: str, value: Any) -> int:
-    """An integer from 0 to 2**63 - 1."""
+    """Return `value` as an integer from 0 to 2**63 - 1."""
     return 0 if is_int(value) and value == 0 else positive_int(name, value)
 
 
 def place(name: str, value: Any, among: int) -> int:
-    """One of so many that are counted from 0."""
+    """Return `value` as an index from 0 to `among` - 1."""
     if not is_int(value):
         raise DTypeError(f"{name} must be an integer, got {shown(value)} ({type(value).__name__})")
     if not 0 <= value < among:
@@ -56,28 +56,28 @@ def place(name: str, value: Any, among: int) -> int:
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False."""
+    """Return `value` as True or False."""
     if not isinstance(value, (bool, np.bool_)):
         raise DTypeError(f"{name} must be True or False, got {shown(value)}")
     return bool(value)
 
 
 def one_of(name: str, value: Any, possible: Iterable[str]) -> Any:
-    """`value`, if it is one of these names."""
+    """Return `value` if it is one of the possible names."""
     if not isinstance(value, str) or value not in possible:
         raise OptionError(f"unknown {name} {shown(value)}; {choices(value, possible)}")
     return value
 
 
 def instance(name: str, value: Any, kind: type, how: str) -> Any:
-    """`value`, if it is an object of this class; `how` says how to make one."""
+    """Return `value` if it is an object of this class; `how` says how to make one."""
     if not isinstance(value, kind):
         raise DTypeError(f"{name} must be a {how}, got {shown(value)}")
     return value
 
 
 def path(name: str, value: Any) -> str:
-    """The path of a file that could exist."""
+    """Return `value` as the path of a possible file."""
     try:
         if not isinstance(value, (str, os.PathLike)) or b"\0" in os.fsencode(value):
             raise DTypeError(f"{name} must be the path of a file, got {shown(value)}")
@@ -87,7 +87,7 @@ def path(name: str, value: Any) -> str:
 
 
 def seed(value: Any) -> int:
-    """A seed for random numbers."""
+    """Return `value` as a seed for random numbers."""
     if not is_int(value):
         raise DTypeError(f"seed must be an integer, got {shown(value)}")
     if value < 0:
@@ -96,7 +96,10 @@ def seed(value: Any) -> int:
 
 
 def as_array(name: str, values: Any) -> np.ndarray:
-    """Anything that can be read as an array, on a GPU too; torch's 16 and 8 bits as float32."""
+    """Return any array-like, also one on a GPU, as a NumPy array.
+
+    Floats of 8 and 16 bits from torch become float32.
+    """
     if isinstance(values, np.ma.MaskedArray):
         raise DTypeError(
             f"{name} is a masked array, whose mask would be lost; "
@@ -114,7 +117,7 @@ def as_array(name: str, values: Any) -> np.ndarray:
 
 
 def number(name: str, value: Any, low: float = -math.inf) -> float:
-    """A finite number of at least `low`."""
+    """Return `value` as a finite float of at least `low`."""
     if not (is_int(value) or isinstance(value, (float, np.floating))):
         raise DTypeError(f"{name} must be a number, got {shown(value)} ({type(value).__name__})")
     try:
@@ -128,7 +131,7 @@ def number(name: str, value: Any, low: float = -math.inf) -> float:
 
 
 def dtype_name(dtype: Any) -> str:
-    """The name of a supported dtype."""
+    """Return the name of a supported dtype."""
     try:
         known = isinstance(dtype, (type, np.dtype))
         name = np.dtype(dtype).name if known else dtype
@@ -146,7 +149,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def window(window: Any) -> tuple[int, int] | None:
-    """Keys seen to the left and right, -1 unlimited; None for no window."""
+    """Return the numbers of keys seen to the left and right, -1 unlimited; None for no window."""
     if window is None:
         return None
     try:
@@ -164,7 +167,7 @@ def window(window: Any) -> tuple[int, int] | None:
 
 
 def cu_seqlens(name: str, values: Any, total: int, first: int = 0) -> tuple[int, ...]:
-    """Offsets of packed sequences: from `first` up to `total`."""
+    """Return the offsets of packed sequences, which go from `first` up to `total`."""
     array = as_array(name, values)
     if array.ndim != 1 or array.size < 2 or array.dtype.kind not in "iu":
         raise ShapeError(

@@ -1,4 +1,4 @@
-"""GPUs as flashsim sees them: how much fits on chip, and how fast each level moves and computes.
+"""GPU models: the capacity of each memory level, its bandwidth, and the peak compute rates.
 
 Sources, cited by letter beside each device:
 
@@ -25,15 +25,15 @@ Sources, cited by letter beside each device:
      with the same die and SM count: A100 40 GB, L40S, H100.
 
 FP8 peaks are the dense ones of [L], [W], [S], [H] and [B], entered from memory; the sheets
-themselves were not read again. Copies of their tables on other pages say the same of the H100
-(3,957.8 with sparsity), L40S (733 and 1,466), RTX 4000 Ada (427.6 with sparsity) and B200 (9,000
-with sparsity). For the RTX 4090 pages print both 330.3 and 660.6: entered is the first, that with
-float32 accumulation, as for its FP16.
+themselves were not read again. Copies of their tables on other websites agree for the
+H100 (3,957.8 with sparsity), L40S (733 and 1,466), RTX 4000 Ada (427.6 with sparsity) and B200
+(9,000 with sparsity). For the RTX 4090, websites print both 330.3 and 660.6. The first is entered
+here: it is the peak with float32 accumulation, as for the card's FP16.
 
-Off-chip capacities are the GB of the data sheets, which are GiB: an H200 "of 141 GB" reports
+Off-chip capacities are the data sheets' "GB", which in fact are GiB: an H200 "of 141 GB" reports
 143,771 MiB, not 134,468. Matrix peaks are *dense*, with float32 accumulation, at boost clock; a
-data sheet's figure "with sparsity" is halved before it is entered here. A dtype that is missing
-has no such unit. Bandwidth 0 means that no figure is published.
+data sheet's figure "with sparsity" is halved before it is entered here. If a dtype is missing, the
+GPU has no such unit. Bandwidth 0 means that no figure is published.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Device:
     source : str
         Where the figures come from.
     link : str
-        Its link to other GPUs of its host: a name of `flashsim.problem.links.LINKS`, or "".
+        The link to other GPUs of the same host: a name of `flashsim.problem.links.LINKS`, or "".
 
     Raises
     ------
@@ -172,7 +172,7 @@ class Device:
         return self.peak(dtype) / self.hbm_bandwidth
 
     def with_sram(self, sram_bytes: int) -> Device:
-        """The same device with another on-chip capacity per block, for studies over M."""
+        """The same device with another on-chip capacity per block, for studies that vary M."""
         sram_bytes = checks.positive_int("sram_bytes", sram_bytes)
         return replace(
             self,
@@ -205,18 +205,18 @@ class Device:
 def reported(
     name: str, compute_capability: tuple[int, int], sm_count: int, hbm_bytes: int
 ) -> Device:
-    """The preset of a GPU that its driver describes so: by its name, and by figures that agree.
+    """The preset of the GPU that a driver describes: its name and its figures must match.
 
     A part of a GPU (MIG), or another model of the same name, has other figures.
 
     Parameters
     ----------
     name : str
-        As CUDA has it, "NVIDIA H100 80GB HBM3".
+        The name as CUDA reports it, for example "NVIDIA H100 80GB HBM3".
     compute_capability : tuple of int
     sm_count : int
     hbm_bytes : int
-        Drivers keep some of it back.
+        Memory that the driver reports; drivers keep some of it back.
 
     Raises
     ------
@@ -265,7 +265,7 @@ def _tera(**peaks: float) -> dict[str, float]:
 
 
 def _fp8(peak: float) -> dict[str, float]:
-    """Either FP8 type, or the two mixed, at one rate."""
+    """The same peak for both FP8 types, and for products that mix them."""
     return {"float8_e4m3fn": peak, "float8_e5m2": peak}
 
 

@@ -1,18 +1,18 @@
-"""Links between GPUs: bytes per second in each direction, on paper.
+"""Links between GPUs: specified bytes per second in each direction.
 
-Sources, cited by letter beside each link; the other letters are those of `hardware`:
+Each link cites its sources by letter; letters not listed here are those of `hardware`:
 
  [V], [A], [H] NVLink 2, 3, 4: 6, 12 and 18 links of 25 GB/s per direction.
  [N] NVIDIA, "NVLink and NVLink Switch" (nvidia.com/en-us/data-center/nvlink): fifth generation,
      18 links, 1,800 GB/s both directions together.
- [G] GeForce RTX 3090: four third-generation links of 14.0625 GB/s a direction.
- [P] PCI-SIG, PCI Express Base Specification: 8, 16, 32 GT/s a lane, 128b/130b, 16 lanes.
+ [G] GeForce RTX 3090: four third-generation links of 14.0625 GB/s per direction.
+ [P] PCI-SIG, PCI Express Base Specification: 8, 16, 32 GT/s per lane, 128b/130b, 16 lanes.
  [Q] InfiniBand Trade Association roadmap: HDR, NDR, XDR, four lanes: 200, 400, 800 Gb/s.
- [X] The H800 is an H100 with 400 GB/s of NVLink for 900, both directions together ("Insights into
-     DeepSeek-V3", arXiv:2505.09343, on the H800 node).
- [R] Ring attention's table 2 (arXiv:2310.01889) takes one 100 Gb/s InfiniBand port a GPU.
+ [X] The H800 is an H100 with 400 GB/s of NVLink instead of 900, both directions together
+     ("Insights into DeepSeek-V3", arXiv:2505.09343, on the H800 node).
+ [R] Table 2 of Ring attention (arXiv:2310.01889) assumes one 100 Gb/s InfiniBand port per GPU.
 
-Messages reach less: two H200s exchanged 256 MiB at 285 GB/s a direction through NCCL, of 450.
+Messages are slower: two H200s exchanged 256 MiB through NCCL at 285 GB/s per direction, of 450.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Link:
     ----------
     name : str
     bandwidth : float
-        Bytes per second a direction; both directions work at once.
+        Bytes per second per direction; both directions work at once.
     latency : float
         Seconds before the first byte of a message arrives.
     source : str
@@ -42,7 +42,7 @@ class Link:
     Raises
     ------
     OptionError, DTypeError
-        If a figure is none that a link can have.
+        If a figure is impossible for a link.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Block-sparse masks, what a mask function may return, and which scores count as masked."""
+"""Block-sparse masks, the check of a mask function's result, and the limit for masked scores."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flashsim.problem import checks
 
 
 def masked_score(dtype: Any) -> float:
-    """The largest score that counts as masked: half the lowest finite number of `dtype`, in which
-    scores are computed.
+    """The largest score that counts as masked: half the lowest finite number of `dtype`.
 
-    Model code masks by the lowest number of a type. A row of such scores, finite as they are, has
-    no keys: their differences and the log n of their LSE are lost in rounding.
+    `dtype` is the type in which scores are computed. Model code masks by the lowest number of a
+    type. A row of such scores counts as a row without keys, although the scores are finite: their
+    differences and the log n of their LSE are lost in rounding.
     """
     return float(np.finfo(dtype).min) / 2
 
@@ -61,7 +61,7 @@ class BlockMask:
 
 
 def call_mask(mask: Callable[..., Any], q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """The booleans of a mask function over both index arrays; else raises `MaskError`."""
+    """The booleans that a mask function returns for both index arrays; else raise `MaskError`."""
     shape = np.broadcast_shapes(q.shape, k.shape)
     name = getattr(mask, "__name__", repr(mask))
     try:

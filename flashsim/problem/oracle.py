@@ -1,8 +1,8 @@
 """Attention and its gradients in float64, and plain attention in any type for comparison.
 
-Nothing here is tiled or shared with an engine; masks are built from `Problem.keep`, whole. These
-functions use N x N arrays: they are for judging, not for running. They take arrays of any library,
-and return NumPy's.
+Nothing here is tiled or shared with an engine; masks are built whole, from `Problem.keep`. These
+functions use N x N arrays, so they serve to check results, not to run large problems. They take
+arrays of any library and return NumPy's.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def attention(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Plain attention with every intermediate rounded to `dtype`, an element type or "tf32".
 
-    In "float64" it is the oracle; in the input's type it is what an untiled implementation would
-    give, whose error is the yardstick for tiled ones.
+    In "float64" it is the oracle. In the input's type it gives the result of an untiled
+    implementation, whose error is the reference for tiled ones.
 
     Parameters
     ----------
@@ -72,9 +72,9 @@ def gradients(
     bias: Any = None,
     dtype: str = "float64",
 ) -> dict[str, np.ndarray]:
-    """Gradients of ``sum(out * dout) + sum(lse * dlse)``: "dq", "dk", "dv" and of a bias "dbias".
+    """Gradients of ``sum(out * dout) + sum(lse * dlse)``: dq, dk, dv, and dbias with a bias.
 
-    The derivation is written out (arXiv:2205.14135, appendix B.2):
+    They follow arXiv:2205.14135, appendix B.2:
     dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)), dQ = scale dS K, dK = scale dS^T Q.
     The derivative of the LSE by the scores is P, so `dlse`, (batch, heads, n_q), adds P dlse to dS.
     """
@@ -112,7 +112,7 @@ def finite_difference(
     step: float = 1e-5,
     seed: int = 0,
 ) -> dict[str, tuple[float, float]]:
-    """Check `gradients` along one random direction for each input, by central differences.
+    """Compare `gradients` with central differences, along one random direction for each input.
 
     Returns
     -------
@@ -144,8 +144,8 @@ def finite_difference(
 def tf32(x: np.ndarray) -> np.ndarray:
     """float32 values rounded to NVIDIA's tf32, 10 bits of mantissa: to nearest, ties away from 0.
 
-    A tensor core takes such operands for float32 products, if that is allowed. The error is at most
-    2**-11 of the value.
+    A tensor core takes such operands for float32 products, if that is allowed. The relative error
+    is at most 2**-11.
     """
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)
@@ -153,7 +153,7 @@ def tf32(x: np.ndarray) -> np.ndarray:
 
 
 def _checked(p: Problem, dtype: str, bias: Any, dlse: Any = None, **given: Any) -> tuple[Any, ...]:
-    """The arrays and the bias as NumPy's; an error unless they are the problem's."""
+    """The arrays and the bias as NumPy arrays; raises an error unless they match the problem."""
     checks.one_of("dtype", dtype, (*checks.DTYPES, "tf32"))
     arrays = {name: checks.as_array(name, x) for name, x in given.items()}
     bias, dlse = (
@@ -179,7 +179,7 @@ def _checked(p: Problem, dtype: str, bias: Any, dlse: Any = None, **given: Any) 
 def _probabilities(
     q: np.ndarray, k: np.ndarray, p: Problem, bias: np.ndarray | None, dtype: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
-    """P, its LSE and the softcap's derivative, all (batch, heads, n_q, ..)."""
+    """P, its LSE and the softcap's derivative, each of shape (batch, heads, n_q, ..)."""
     S = _round(q.astype(np.float64) @ _per_head(k, p).mT * p.scale, dtype)
     gate: np.ndarray | float = 1.0
     if p.softcap:
@@ -207,7 +207,7 @@ def _over_group(x: np.ndarray, p: Problem) -> np.ndarray:
 
 
 def _round(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Round to `dtype`; sums themselves are exact enough (float64) to judge that type by."""
+    """Round to `dtype`. The sums before it are in float64, exact enough to test that type."""
     if dtype == "tf32":
         return tf32(x).astype(np.float64)
     return x if dtype == "float64" else x.astype(numpy_dtype(dtype)).astype(np.float64)

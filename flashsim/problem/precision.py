@@ -1,7 +1,7 @@
-"""`Precision`: to which type numbers are rounded on their way through an algorithm.
+"""`Precision`: the types to which an algorithm rounds its numbers.
 
-Every place where a kernel could keep fewer bits has a name. Of a kernel's choices only two are
-usual: P and dS enter their products in the inputs' type, and everything else is float32.
+Every point where a kernel could keep fewer bits has a name. Only two choices are usual in kernels:
+P and dS enter their products in the inputs' type, and everything else is float32.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ POINTS = {
 
 @own_errors
 def points_of(algorithm: str) -> tuple[str, ...]:
-    """The rounding points of an algorithm; one that `POINTS` does not list has its inputs'."""
+    """The rounding points of an algorithm; only "inputs" for one that `POINTS` does not list."""
     return POINTS.get(algorithm, ("inputs",))
 
 
 def round_to(x: np.ndarray, dtype: str, factor: float = 1.0) -> np.ndarray:
-    """`x` rounded to a type and back again; the factor, a power of two, is exact.
+    """`x * factor` rounded to a type, then divided by the factor, a power of two (so exact).
 
-    Where a type has no infinity (float8_e4m3fn), what is too large becomes NaN, as in `ml_dtypes`.
+    If a type has no infinity (float8_e4m3fn), values that are too large become NaN, as in
+    `ml_dtypes`.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         if factor == 1.0:
@@ -67,7 +68,7 @@ def round_to(x: np.ndarray, dtype: str, factor: float = 1.0) -> np.ndarray:
 class Precision:
     """The type of every rounding point of an algorithm; None keeps the algorithm's own.
 
-    It changes numbers only, so a run with a `Precision` has no trace.
+    It changes only numbers, so a run with a `Precision` has no trace.
 
     Attributes
     ----------
@@ -79,7 +80,7 @@ class Precision:
         P and dS as operands of their products. Default: the inputs' type; with FP8 inputs
         float8_e4m3fn forward and bfloat16 backward.
     m, l, o : str, optional
-        Running row maximum, row sum and output, from one visit to the next.
+        Running row maximum, row sum and output, from one visit (one pair of tiles) to the next.
     lse, delta : str, optional
         The LSE that the backward pass reads; delta = rowsum(dO o O).
     dq, dkv : str, optional
@@ -89,8 +90,8 @@ class Precision:
     accumulator : {"float32", "hopper-fp8"}
         The sums of Q K^T and P V in the forward pass (see `tensor_core_sum`).
     flush : int, optional
-        With "hopper-fp8": after so many key tiles, the sum P V is added to a float32 accumulator
-        and starts again from 0. Default: never; it is summed in O itself.
+        Only with "hopper-fp8": after this many key tiles, the sum P V is added to a float32
+        accumulator and starts again from 0. Default: never; it is summed in O itself.
     """
 
     inputs: str | None = None
@@ -114,7 +115,7 @@ class Precision:
     _repr_html_ = report.card
 
     def __new__(cls, *_: Any, **given: Any) -> Precision:
-        """Name a keyword that is no point, in place of Python's own error."""
+        """Raise flashsim's error for an unknown keyword, in place of Python's own."""
         known = [one.name for one in fields(cls)]
         for name in given:
             if name not in known:
@@ -203,10 +204,10 @@ class Roundings(NamedTuple):
 
     Attributes
     ----------
-    operands : tensors that are rounded where they are computed, or enter a product
-    held : accumulators, at the end of each visit
-    stored : what is written to HBM, or added there
-    tensor_cores : whether products are summed as FP8's are on Hopper
+    operands : tensors that are rounded when they are computed or enter a product
+    held : accumulators, rounded at the end of each visit
+    stored : tensors that are rounded when they are stored or added to HBM
+    tensor_cores : whether products are summed as on Hopper's FP8 tensor cores
     flush : int or None
     """
 
@@ -221,7 +222,7 @@ class Roundings(NamedTuple):
     def of(
         cls, problem: Problem, algorithm: str, direction: str, stage: str, precision: Precision
     ) -> Roundings:
-        """Those of one stage."""
+        """The roundings of one stage."""
         p, forward = problem, direction == "forward"
         points = precision.points
         found = _usual(p, forward) | {
@@ -254,9 +255,10 @@ NO_ROUNDINGS = Roundings()
 
 
 def _usual(p: Problem, forward: bool) -> dict[str, str]:
-    """How P and dS enter products: in the input's type; of FP8 inputs e4m3, backward bfloat16.
+    """The usual types of P and dS as operands: the inputs' type.
 
-    FlashAttention-3 has no FP8 backward pass; the 16-bit one is what follows its FP8 forward.
+    With FP8 inputs they are e4m3 in the forward pass and bfloat16 in the backward pass, because
+    FlashAttention-3 has no FP8 backward pass: a 16-bit one follows its FP8 forward pass.
     """
     if forward:
         return {"P": P_OF_FP8 if p.fp8 else p.dtype}
@@ -270,9 +272,9 @@ TERMS, FRACTION = 32, 13
 def tensor_core_sum(into: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
     """``into += a @ b``, summed as Hopper's tensor cores sum products of FP8 operands.
 
-    The core adds 32 products and the sum so far. Each is shifted to the largest one's exponent and
-    cut off after 14 bits: the leading one and 13 more (DeepSeek-V3, arXiv:2412.19437, section
-    3.5.2). The new sum has as many bits. Cutting off rounds towards zero, as in older tensor cores
+    The core adds 32 products and the running sum. It shifts each to the largest one's exponent and
+    truncates it to 14 bits: the leading one and 13 more (DeepSeek-V3, arXiv:2412.19437, section
+    3.5.2). The new sum has as many bits. Truncation rounds towards zero, as in older tensor cores
     (Fasi et al., PeerJ Computer Science 2021). Products of FP8 numbers are exact.
 
     Parameters
@@ -293,6 +295,6 @@ def tensor_core_sum(into: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
 
 
 def _unit(size: np.ndarray) -> np.ndarray:
-    """The last bit that is kept of numbers of this size."""
+    """The value of the last bit that is kept for numbers of this size."""
     _, exponent = np.frexp(size)
     return np.ldexp(np.float32(1), np.maximum(exponent - 1 - FRACTION, -126)).astype(np.float32)

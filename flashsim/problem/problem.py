@@ -1,9 +1,9 @@
-"""`Problem`: what is to be computed, validated once; nothing about how.
+"""`Problem`: the attention to compute, validated once. It says nothing about how to compute it.
 
 Conventions (docs/reference/model.md): arrays are (batch, heads, sequence, head_dim); causal is
-bottom-right aligned; `window=(left, right)` is inclusive, -1 unlimited; scores are
-``softcap(scale * q @ k.T) + bias``, masked last; a score near the lowest finite number counts as
-masked (`masks.masked_score`); a row that sees no key gives out = 0, lse = -inf.
+bottom-right aligned; `window=(left, right)` is inclusive, and -1 is unlimited. Scores are
+``softcap(scale * q @ k.T) + bias``, masked last. A score near the lowest finite number counts as
+masked (`masks.masked_score`). A row that sees no key gives out = 0, lse = -inf.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_HEAD_DIM = 576
 
 @lru_cache(maxsize=32)
 def numpy_dtype(name: str) -> np.dtype:
-    """The NumPy dtype of that name; `ml_dtypes`, loaded when first needed, has what NumPy lacks."""
+    """The NumPy dtype of that name. `ml_dtypes`, loaded when needed, has those NumPy lacks."""
     if name == "bfloat16" or name in checks.FP8:
         import ml_dtypes
 
@@ -45,9 +45,10 @@ def numpy_dtype(name: str) -> np.dtype:
 
 @dataclass(frozen=True)
 class Segment:
-    """One sequence of a packed batch: query rows and key rows it owns, as packed indices.
+    """One sequence of a packed batch: its query rows and key rows, as packed indices.
 
-    A `prefix` belongs to the queries of all sequences, whose own keys follow it.
+    A segment with `prefix` holds a shared prefix: it belongs to the queries of all sequences, and
+    their own keys follow it.
     """
 
     q_start: int
@@ -58,9 +59,9 @@ class Segment:
 
     @property
     def offset(self) -> int:
-        """Added to a query index, gives the key on its (bottom-right aligned) diagonal.
+        """The number to add to a query index to get the key on its (bottom-right aligned) diagonal.
 
-        Every key of a prefix lies left of it.
+        Every key of a prefix lies left of the diagonal.
         """
         if self.prefix:
             return self.k_stop - 1 - self.q_start
@@ -95,10 +96,10 @@ class Problem:
         Offsets of variable-length sequences packed along the sequence axis: start at 0, never
         fall, end at n_q (n_kv). Needs ``batch=1``. Each query sees its own sequence only.
     page_size : int, optional
-        K and V lie in pages of so many keys. A block table of int32 numbers lists the pages of each
-        entry. A page that two entries share counts for both.
+        Keys per page, if K and V lie in pages. A block table of int32 numbers lists the pages of
+        each batch entry. A page that two entries share counts for both.
     shared_prefix : int
-        The first so many keys belong to every packed sequence, before its own keys, and
+        This many first keys belong to every packed sequence, before its own keys, and
         `cu_seqlens_k` counts from their end. Attention over them is computed once for all queries
         (cascade attention). Every query must see all of them.
     latent : bool
@@ -107,8 +108,9 @@ class Problem:
         of them V's.
     scales : "tensor", "head" or (int, int), optional
         FP8 inputs are multiplied by float32 scales: one per tensor, one per head, or one per block
-        of so many query rows and so many key rows of a head (see `flashsim.quantize`).
-    bias : (int, int) , optional
+        of a head. (int, int) are the query rows and the key rows per block (see
+        `flashsim.quantize`).
+    bias : (int, int), optional
         Leading shape, (1 or batch, 1 or heads), of an additive bias (.., .., n_q, n_kv).
     block_mask : BlockMask, optional
         Cells of the score matrix that are kept.
@@ -217,7 +219,11 @@ class Problem:
             ) from None
 
     def _factor(self, name: str, value: Any, low: float = -math.inf) -> float:
-        """A factor of the scores, which must be finite in their type, too; a cap not 0 there."""
+        """Check and return a factor of the scores.
+
+        It must be finite in the type of the scores. A softcap above 0 must be at least that type's
+        smallest normal number.
+        """
         number, limits = checks.number(name, value, low), np.finfo(self.compute_dtype)
         largest, least = float(limits.max), float(limits.tiny)
         if abs(number) > largest or (name == "softcap" and 0 < number < least):
@@ -249,7 +255,7 @@ class Problem:
             )
 
     def _check_prefix(self, prefix: int) -> None:
-        """Every query sees all of it, and it ends where a page does."""
+        """Check that every query sees all of the prefix, and that it ends where a page ends."""
         if self.cu_seqlens_q is None:
             raise ShapeError(
                 f"shared_prefix={shown(prefix)} is shared by packed sequences: give cu_seqlens_q "
@@ -327,12 +333,12 @@ class Problem:
 
     @cached_property
     def fp8(self) -> bool:
-        """Whether inputs are of one byte."""
+        """Whether inputs are FP8: one byte per element."""
         return self.dtype in checks.FP8
 
     @cached_property
     def result_dtype(self) -> str:
-        """Type of out, of gradients and of scores in HBM: the inputs', or bfloat16 for FP8."""
+        """Type of out, of gradients and of scores in HBM: the inputs' type, or bfloat16 for FP8."""
         return "bfloat16" if self.fp8 else self.dtype
 
     @property
@@ -352,9 +358,9 @@ class Problem:
 
     @cached_property
     def sequences(self) -> tuple[Segment, ...]:
-        """The packed sequences; one, covering everything, without `cu_seqlens`.
+        """The packed sequences; without `cu_seqlens`, a single one that covers everything.
 
-        A shared prefix comes before them.
+        A shared prefix comes first.
         """
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             return (Segment(0, self.n_q, 0, self.n_kv),)
@@ -365,7 +371,7 @@ class Problem:
 
     @property
     def pages(self) -> int:
-        """Entries of the block table that name live keys, all of the batch; 0 without pages."""
+        """Block-table entries that name pages of live keys, all of the batch; 0 without pages."""
         size = self.page_size
         if size is None:
             return 0
@@ -389,11 +395,11 @@ class Problem:
 
     @property
     def banded(self) -> bool:
-        """Whether causality and the window alone decide: each row's kept keys are one interval."""
+        """Whether causality and the window are the only mask, so a row keeps one interval."""
         return self.block_mask is None and self.mask is None
 
     def rounded(self, array: np.ndarray) -> np.ndarray:
-        """`array` rounded to the type of results and back to the accumulator type."""
+        """`array` rounded to the results' type and converted back to the accumulators' type."""
         if self.result_dtype == self.compute_dtype:
             return array
         return array.astype(numpy_dtype(self.result_dtype)).astype(array.dtype)
@@ -408,7 +414,7 @@ class Problem:
         Raises
         ------
         MaskError
-            If the user's `mask` fails, or returns something that is not one boolean a score.
+            If the user's `mask` fails, or does not return one boolean per score.
         """
         rel = k[None, :] - (q[:, None] + sequence.offset)
         kept = (rel >= -self.left) & (rel <= self.right)

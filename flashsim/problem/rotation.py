@@ -1,9 +1,9 @@
-"""Incoherent processing: rows rotated by a Hadamard matrix, so that no element stands out.
+"""Incoherent processing: rows are rotated by a Hadamard matrix, which spreads out outliers.
 
-An outlier in one of d elements decides the scale of its row's whole block, and costs all others
-their precision. A rotation M spreads it over all d. Rotating q and k by the same M leaves every
-product as it is, (q M) (k M)^T = q M M^T k^T = q k^T. M is a diagonal of random signs times a
-Hadamard matrix over sqrt(d): QuIP# (arXiv:2402.04396), FlashAttention-3 (arXiv:2407.08608, 3.3).
+An outlier in one of d elements sets the scale of its row's whole block, and costs all other
+elements their precision. A rotation M spreads it over all d. Rotating q and k by the same M keeps
+every product: (q M) (k M)^T = q M M^T k^T = q k^T. M is a diagonal of random signs times a Hadamard
+matrix over sqrt(d): QuIP# (arXiv:2402.04396), FlashAttention-3 (arXiv:2407.08608, 3.3).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ def random_signs(d: int, seed: int) -> np.ndarray:
 
 
 def hadamard(x: np.ndarray) -> np.ndarray:
-    """``x @ H / sqrt(d)`` for Sylvester's Hadamard matrix H of order d, in d log d additions a row.
+    """``x @ H / sqrt(d)`` for Sylvester's Hadamard matrix H of order d, by d log d sums per row.
 
-    The fast Walsh-Hadamard transform: sums and differences of neighbours, then of pairs, of fours.
-    H / sqrt(d) is symmetric and orthogonal, so it is its own inverse.
+    It is the fast Walsh-Hadamard transform: sums and differences of neighbours, then of pairs, then
+    of fours. H / sqrt(d) is symmetric and orthogonal, so it is its own inverse.
 
     Parameters
     ----------
     x : ndarray, (.., d)
-        d a power of two.
+        d must be a power of two.
 
     Raises
     ------
     ShapeError
-        If d is none.
+        If d is not a power of two.
     """
     d = x.shape[-1]
     if d & (d - 1):
@@ -55,5 +55,5 @@ def rotated(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
 
 
 def unrotated(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """``x M^T``, which undoes `rotated`: of q and k, and of their gradients."""
+    """``x M^T``, which undoes `rotated`, both for q and k and for their gradients."""
     return hadamard(x) * signs.astype(x.dtype)

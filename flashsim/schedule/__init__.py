@@ -1,4 +1,4 @@
-"""Which tiles there are, in which order, and what a stage of an algorithm holds."""
+"""Schedules: the tiles, their order, and the on-chip buffers of each stage of an algorithm."""
 
 from flashsim.schedule.schedule import Schedule, Visit
 from flashsim.schedule.tiling import Tiling

@@ -1,7 +1,7 @@
-"""Sums over a contiguous walk in closed form: in exact integers, however long, without a table.
+"""Closed-form sums over contiguous visits: exact integers for any length, computed without a table.
 
-A tile of the outer axis visits the tiles lo .. hi - 1 of the inner one, and both ends are floors of
-linear functions of its number, cut off at 0 and at the last tile. So every sum is one of floors.
+An outer tile visits the inner tiles lo .. hi - 1. Both ends are floors of linear functions of the
+outer tile's number, clipped to 0 and the last tile. So every sum here is a sum of floors.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 
 class Strip(NamedTuple):
-    """One sequence: outer tiles of `block` rows each, inner tiles of `inner` of `n` positions.
+    """The tiles of one sequence: outer tiles of `block` rows, and inner tiles of `inner` positions.
 
-    There are `rows` rows, `members` for each outer position; position p sees p + offset - left ..
-    p + offset + right, as far as they exist.
+    The inner axis has `n` positions. The outer axis has `rows` rows, `members` of them for each
+    outer position. Outer position p sees the inner positions p + offset - left .. p + offset +
+    right, as far as these exist.
     """
 
     rows: int
@@ -27,11 +28,11 @@ class Strip(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """Outer tiles."""
+        """Number of outer tiles."""
         return -(-self.rows // self.block)
 
     def visit(self, tile: int) -> tuple[int, int, int]:
-        """Rows of an outer tile, the first inner tile that it visits, and one past the last."""
+        """(rows of the outer tile, first inner tile that it visits, one past the last)."""
         start = tile * self.block
         stop = min(start + self.block, self.rows)
         begin = max(start // self.members + self.offset - self.left, 0)
@@ -40,11 +41,14 @@ class Strip(NamedTuple):
         return stop - start, *seen
 
     def width(self, lo: int, hi: int) -> int:
-        """Positions of the inner tiles lo .. hi - 1."""
+        """Number of positions in the inner tiles lo .. hi - 1."""
         return min(hi * self.inner, self.n) - lo * self.inner if hi > lo else 0
 
     def sums(self) -> tuple[int, int, int, int]:
-        """Visits; over them, positions of inner tiles, rows of outer tiles, rows x positions."""
+        """Four sums over all visits: the number of visits, and the totals of three sizes.
+
+        The sizes are the inner tile's positions, the outer tile's rows, and rows x positions.
+        """
         if not self.tiles:
             return 0, 0, 0, 0
         wide = self.members * self.inner
@@ -73,10 +77,11 @@ class Strip(NamedTuple):
         )
 
     def extents(self) -> list[tuple[int, int]]:
-        """Rows of an outer tile and the largest inner tile it visits, of tiles that have the most.
+        """The largest outer tiles: (rows, positions of the largest inner tile visited) of each.
 
-        The largest inner tile of a visit is its first, and that only moves on along the walk: no
-        outer tile has more than the first that sees anything, if that is not the last and ragged.
+        The largest inner tile that an outer tile visits is its first. That first tile only moves
+        forward from one outer tile to the next. So no outer tile has a larger one than the first
+        outer tile that sees any position, unless that inner tile is the last and ragged.
         """
         if not self.tiles:
             return []
@@ -88,11 +93,11 @@ class Strip(NamedTuple):
         return found
 
     def _reaching(self, position: int) -> int:
-        """The first tile, the last left out, with a row of `position` or one past it."""
+        """The first outer tile that has a row of `position` or later; the last tile at most."""
         return self._within(-(-(self.members * position - self.block + 1) // self.block))
 
     def _beyond(self, position: int) -> int:
-        """The first tile, the last left out, all of whose rows are of `position` or past it."""
+        """The first outer tile whose rows are all of `position` or later; the last tile at most."""
         return self._within(-(-(self.members * position) // self.block))
 
     def _within(self, tile: int) -> int:
@@ -102,8 +107,8 @@ class Strip(NamedTuple):
 def _floors(first: int, stop: int, step: int, shift: int, over: int) -> int:
     """Sum of floor((step i + shift) / over) for i = first .. stop - 1, in O(log) divisions.
 
-    Whole parts are sums of arithmetic series; what is left counts lattice points under a line,
-    which are as many with the axes swapped: Euclid's algorithm on step and over.
+    The integer parts form arithmetic series. The remainder counts lattice points under a line. That
+    count stays the same when the axes are swapped, which gives Euclid's algorithm on step and over.
     """
     count, shift, total = stop - first, shift + step * first, 0
     while count > 0:

@@ -1,18 +1,24 @@
-"""What each stage of each algorithm moves, and when: as data, and written nowhere else.
+"""The data that each stage of each algorithm moves, and when. It is written here and nowhere else.
 
-An algorithm runs in stages, one kernel each. A stage's itinerary has three parts: when an outer
-step begins, at each visit, when the step ends. Each lists, in order, what is loaded from HBM,
-stored or reduced (added) into it, and what room is made on chip: "load K V, alloc S, load bias".
-From these come a stage's buffers (and so which tilings fit), the events of engines whose kernels
-report sizes alone, the requests that L2 sees, what a pass saves and what pictures are called. The
-pages in `flashsim.algorithms`, which execute, and the closed forms in `counts.forms` know nothing
-of it: the suite holds all three to each other.
+An algorithm runs in stages, one kernel each. A stage's itinerary has three parts: the start of an
+outer step, each visit (one pair of a query tile and a key tile), and the end of the outer step.
+Each part lists, in order, the tensors that are loaded from HBM, stored to it or reduced (added)
+into it, and the on-chip buffers that are allocated: "load K V, alloc S, load bias".
 
-Four rules spare every case its own text. What a problem does not have (`bias`, `dBias`; `gate`
-without a softcap, `table` without pages, `V` where it is columns of K, `dL` where the LSE has no
-gradient) is left out, and with it a stage that has nothing else. An accumulator `X_acc` is X itself
-where their types are one, and a stage that would only convert it is left out. With each tile of Q,
-K or V that is loaded comes its scale, where there are scales.
+Several things are derived from these lists. They are a stage's buffers (and so the tilings that
+fit), the events of engines whose kernels report only sizes, and the requests that L2 sees. They
+are also the tensors that a pass saves, and the titles of pictures. The modules in
+`flashsim.algorithms`, which execute, and the closed forms in `counts.forms` do not use this module.
+The tests compare all three.
+
+Four rules avoid a separate text for every case:
+
+- A tensor that the problem does not have is left out, and so is a stage that has nothing else.
+  `bias` and `dBias` need a bias, `gate` a softcap, and `table` pages. `V` is left out where it is
+  columns of K, and `dL` where the LSE has no gradient.
+- An accumulator `X_acc` is X itself if their types are equal.
+- A stage that only converts an accumulator is left out if the types are equal.
+- If there are scales, each loaded tile of Q, K or V brings its scale.
 """
 
 from __future__ import annotations
@@ -24,33 +30,35 @@ Per = Literal["head", "group", "bias"]
 
 
 class Itinerary(NamedTuple):
-    """One stage: a pass over the score matrix, and what it moves.
+    """One stage (one pass over the score matrix) and the tensors that it moves.
 
     Attributes
     ----------
     name : str
-        What the trace calls it.
+        The stage's name in a trace.
     outer : {"queries", "keys"}
         The outer loop.
     before, visit, after : str
-        What an outer step moves when it begins, at each visit, when it ends.
+        The moves at the start of an outer step, at each visit, and at the end of the step.
     per : {"head", "group", "bias"}
-        Whose walk it is: each query head's own; one for all query heads of a key head (dK and dV
-        are summed over the group); or one for each matrix of a bias shared by several heads.
+        The unit that the stage repeats its loop for: each query head; all query heads of a key head
+        together (dK and dV are summed over the group); or each matrix of a bias that several heads
+        share.
     dense : bool
-        Visits every tile, also those the mask empties (standard attention does not skip).
+        Visits every tile, even those that the mask empties (standard attention does not skip).
     whole_rows : bool
-        Works on whole rows of scores, as many at a time as fit (standard attention's softmax);
-        `visit` is then what it moves of each row.
+        Works on whole rows of scores, as many at a time as fit (standard attention's softmax).
+        `visit` then lists the moves per row.
     converts : bool
-        Rounds an accumulator to the input's type, and does nothing else.
+        Only rounds an accumulator to the input's type.
     parts : {"", "walks", "merges"}
-        How it goes about parts of the keys (`Split`). "walks": an outer step for each part of a row
-        tile, which stores `O_part` and `L_part`, or O and L where the keys are one part. "merges":
-        an outer step for each row tile of several parts; `visit` is then what it moves of each.
+        How the stage handles parts of the keys (`Split`). "walks": it has one outer step per part
+        of a row tile. The step stores `O_part` and `L_part`, or O and L if the keys have one part.
+        "merges": it has one outer step per row tile with several parts, and `visit` lists the moves
+        per part.
     once : bool
-        Only for schedules in which each row tile has exactly one visit (`Schedule.visited_once`):
-        what a visit makes of its rows is complete.
+        Only for schedules in which each row tile has exactly one visit (`Schedule.visited_once`),
+        so that the results of one visit are complete for its rows.
     """
 
     name: str
@@ -67,10 +75,10 @@ class Itinerary(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """An algorithm's stages in the order they run, and what it is called in print.
+    """An algorithm's stages in the order they run, and its name in print.
 
-    One without a backward pass has no stages there. `form` says which form of the paper's backward
-    it has, where its name does not.
+    An algorithm without a backward pass has no backward stages. `form` names its form of the
+    paper's backward pass, if the algorithm's name does not say it.
     """
 
     title: str
@@ -79,7 +87,10 @@ class Algorithm(NamedTuple):
     form: str = ""
 
     def direction(self, name: str) -> str:
-        """A direction in print: "forward", "backward" or, for one, "backward in three passes"."""
+        """The direction as printed, followed by `form` for a backward pass that has one.
+
+        For example "forward", "backward" or "backward in three passes".
+        """
         return f"{name} {self.form}" if name == "backward" and self.form else name
 
 

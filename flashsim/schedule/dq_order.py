@@ -1,4 +1,4 @@
-"""In which order keys-outside blocks add to one dQ, where that order is fixed."""
+"""The order in which thread blocks of a KV-outer loop add to dQ, if that order is fixed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 
 
 def turns(ptr: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Columns in the order in which they are taken, and each visit's turn among its row's.
+    """The order in which blocks take the columns, and each visit's rank within its row tile.
 
-    A visit adds to its row tile's dQ when the columns that were taken before its own have added
-    theirs: blocks thus wait only for blocks that started earlier, so the waiting ends. Columns that
-    start at the last rows are taken first: a causal column reaches the rows of the next one just
-    when that one has left them.
+    A visit adds to its row tile's dQ after the visits of all columns that were taken earlier. So a
+    block only ever waits for blocks that started before it, and the waiting ends. Columns that
+    start at the last rows are taken first: a causal column reaches the next column's rows just when
+    the block of that next column has left them.
 
     Parameters
     ----------
@@ -23,8 +23,9 @@ def turns(ptr: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Returns
     -------
     order : ndarray of int32, (columns,)
+        The columns, in the order in which they are taken.
     ranks : ndarray of int32, (visits,)
-        How many visits of its row tile come before each.
+        The number of earlier visits of the same row tile.
     """
     tiles, visits = len(ptr) - 1, len(index)
     columns = np.repeat(np.arange(tiles), np.diff(ptr))

@@ -1,4 +1,7 @@
-"""`SavedMask`: what a trace file keeps of a user's mask function, which cannot be saved itself."""
+"""`SavedMask`: the tiles that a user's mask function kept, as a trace file stores them.
+
+The function itself cannot be saved.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ Csr = tuple[np.ndarray, np.ndarray, np.ndarray]
 class SavedMask:
     """Stands for a mask function in a problem that was read from a trace file.
 
-    Knows which tiles the mask kept and which of them needed it, for the tilings of that trace:
-    enough for schedules, counts and plots. Single scores are lost.
+    It knows which tiles the mask kept, and which of them needed it, for the tilings of that trace.
+    This is enough for schedules, counts and plots. The mask's value at single scores is lost.
 
     Parameters
     ----------
     name : str
-        What the function was called.
+        The function's name.
     tables : mapping of Tiling to (ptr (T_r + 1,), col (n,), kind (n,)), int32
         `Schedule.row_csr` with ascending keys, for each tiling.
     """
@@ -32,7 +35,7 @@ class SavedMask:
         self.tables = dict(tables)
 
     def row_csr(self, tiling: Tiling) -> Csr:
-        """The tiles that were kept under `tiling`, keys ascending.
+        """The tiles that the mask kept under `tiling`, with keys in ascending order.
 
         Raises
         ------

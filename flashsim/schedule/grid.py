@@ -19,7 +19,10 @@ from flashsim.schedule.tiling import Tiling
 
 
 class Grid:
-    """What of a `Schedule` is no order: its tiles, and the spans of those that a band keeps."""
+    """The part of a `Schedule` without order: its tiles, and the spans of tiles that a band keeps.
+
+    A band is a mask that consists of causality and a window alone, so each row keeps one interval.
+    """
 
     problem: Problem
     tiling: Tiling
@@ -30,7 +33,7 @@ class Grid:
 
     @cached_property
     def _edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Rows table, cols table, and each sequence's first row tile and first column tile."""
+        """The tables of row and column tiles, and each sequence's first row and column tile."""
         block_q, block_k = self._blocks
         refusal = self._refusal()
         if refusal is not None:
@@ -52,14 +55,14 @@ class Grid:
         return edges
 
     def _refusal(self) -> Exception | None:
-        """Why tables cannot hold this walk, or None."""
+        """The error that says why tables cannot hold these tiles; None if they can."""
         contiguous = self._contiguous
         return tables.refusal(
             self.problem, self.tiling, self._blocks, self.members, contiguous=contiguous
         )
 
     def _bands(self, outer: Outer) -> list[Strip] | None:
-        """Each sequence's tiles, where they are contiguous and too many for tables; else None."""
+        """One `Strip` per sequence if tiles are contiguous and too many for tables; else None."""
         if not self._contiguous or self._refusal() is None:
             return None
         p, (block_q, block_k) = self.problem, self._blocks
@@ -77,7 +80,7 @@ class Grid:
 
     @property
     def _blocks(self) -> tuple[int, int]:
-        """The tile's sides, beyond the longest sequence by one at most: sums with them fit."""
+        """The tile's two sides, at most one more than the length, so that sums do not overflow."""
         return (
             min(self.tiling.block_q, self.n_rows + 1),
             min(self.tiling.block_k, self.problem.n_kv + 1),
@@ -85,19 +88,19 @@ class Grid:
 
     @property
     def members(self) -> int:
-        """Rows a query has in a walk: one, or with packed heads one for each head of a group."""
+        """Rows per query: 1, or with packed heads one per query head of a group."""
         return self.problem.group if self.split.pack_gqa else 1
 
     @property
     def n_rows(self) -> int:
-        """Rows of one walk."""
+        """Number of rows of one head, or of one head group with packed heads."""
         return self.problem.n_q * self.members
 
     @property
     def rows(self) -> np.ndarray:
         """int32 (T_r, 4): start, stop, offset and key_stop of each row tile.
 
-        int64 where a length exceeds int32, which can be counted but not run.
+        The type is int64 if a length exceeds int32; such a problem can be counted but not run.
         """
         return self._edges[0]
 
@@ -117,7 +120,7 @@ class Grid:
         return len(self.cols)
 
     def row_slice(self, i: int) -> slice:
-        """Query rows of row tile i, as packed indices (with packed heads: `Split`'s rows)."""
+        """Query rows of row tile i, as packed indices; with packed heads, rows as in `Split`."""
         return slice(int(self.rows[i, 0]), int(self.rows[i, 1]))
 
     def col_slice(self, j: int) -> slice:
@@ -134,12 +137,12 @@ class Grid:
 
     @cached_property
     def key_counts(self) -> np.ndarray:
-        """int64 (T_r,): how many keys the sequence of each row tile has."""
+        """int64 (T_r,): the number of keys in the sequence of each row tile."""
         lengths = np.array([s.k_stop - s.k_start for s in self.problem.sequences])
         return lengths[self._sequence_numbers]
 
     def queries(self, i: int) -> np.ndarray:
-        """The query of each row of row tile i, as packed indices."""
+        """The query that each row of row tile i belongs to, as packed indices."""
         return np.arange(*self.rows[i, :2].tolist()) // self.members
 
     def keep(self, i: int, j: int) -> np.ndarray | None:
@@ -154,7 +157,10 @@ class Grid:
 
     @cached_property
     def row_spans(self) -> np.ndarray | None:
-        """int32 (T_r, 4): lo, full_lo, full_hi, hi; None unless each row is one interval."""
+        """int32 (T_r, 4): lo, full_lo, full_hi, hi of each row tile, over column tiles.
+
+        None unless the tiles of each row are one interval.
+        """
         if not self._contiguous:
             return None
         p = self.problem
@@ -162,7 +168,10 @@ class Grid:
 
     @cached_property
     def col_spans(self) -> np.ndarray | None:
-        """int32 (T_c, 4): lo, full_lo, full_hi, hi over row tiles; None as for `row_spans`."""
+        """int32 (T_c, 4): lo, full_lo, full_hi, hi of each column tile, over row tiles.
+
+        None where `row_spans` is None, and with packed heads.
+        """
         if not self._contiguous or self.members > 1:  # rows of one query: no interval of rows
             return None
         # Key k is seen by queries from k - offset - right to k - offset + left.
@@ -173,7 +182,7 @@ class Grid:
         return self.dense or self.problem.banded
 
     def _spans(self, table: np.ndarray, other: str, left: int, right: int) -> np.ndarray:
-        """Spans of the tiles of `table` over tiles of the other axis, sequence by sequence."""
+        """For each tile of `table`, its span of tiles of the other axis, sequence by sequence."""
         if other == "k":
             base, other_base, block, sign = *self._edges[2:], self._blocks[1], 1
         else:

@@ -1,4 +1,4 @@
-"""How many heads a launch works on together, so that what their blocks share stays in L2."""
+"""The number of heads that a launch works on together, so that their shared data stays in L2."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from flashsim.schedule.plans import Stage, heads_of
 def clump_size(
     stage: Stage, problem: Problem, tiles: int, *, l2_bytes: int, processors: int
 ) -> int:
-    """How many walks are worked on together, so that what their blocks share stays in L2.
+    """The number of heads (or groups) to work on together, so that their shared data stays in L2.
 
-    A launch hands out the outer tiles of one clump, the longest first, then those of the next. The
-    next clump fills the places that one leaves idle at its end, but nothing follows the last, which
-    has whatever walks remain: the fewer, the longer most of the GPU waits for a few long tiles. So
-    of the sizes that fit, this is the one that leaves the most for the last clump, and of several
-    such sizes the smallest.
+    A launch hands out the outer tiles of one head group, the longest first, and then those of the
+    next head group. When a head group runs out of tiles, the next one fills the idle SMs. Nothing
+    follows the last head group, which has the remaining heads: the fewer they are, the longer most
+    of the GPU waits for a few long tiles. So of the sizes that fit, the function returns the one
+    that leaves the most heads for the last head group, and of several such sizes the smallest.
 
-    What fits takes at most 0.4 of L2, of which either half of a large one keeps a copy: K and V,
-    which query heads of a group share, with queries outside; Q, dO and a float32 dQ with keys
-    outside. Walks whose tiles all run at once share L2 in any order, so as many as that fit,
-    whatever they take.
+    A size fits if its shared data takes at most 0.4 of L2, because either half of a large L2 keeps
+    its own copy. In a Q-outer loop the shared data is K and V, which the query heads of a GQA group
+    have in common. In a KV-outer loop it is Q, dO and a float32 dQ. If the tiles of several heads
+    all run at once, they share L2 in any order. So as many heads as run at once always fit, however
+    much they take.
 
     Parameters
     ----------
     tiles : int
-        Outer tiles of a walk.
+        Outer tiles per head (or per GQA group, for a stage that runs per group).
     l2_bytes : int
     processors : int
-        How many blocks run at once, at least: one on every SM.
+        The least number of blocks that run at once: one on every SM.
     """
     p, room = problem, 2 * l2_bytes // 5
     # Heads that share K and V stay together.
@@ -39,10 +40,10 @@ def clump_size(
 
 
 def held(stage: Stage, problem: Problem) -> int:
-    """Bytes that the blocks of a walk go through, all of them the same.
+    """Bytes that every block of one head (or group) reads or writes over its inner loop.
 
-    Of queries outside K and V, which heads of a group share; of keys outside Q, dO and a float32
-    dQ, of the group's heads.
+    In a Q-outer loop these are K and V, which heads of a GQA group share. In a KV-outer loop they
+    are Q, dO and a float32 dQ of the group's heads.
     """
     p = problem
     row = (p.head_dim + p.head_dim_v) * p.itemsize

@@ -1,9 +1,9 @@
-"""An algorithm's stages for one problem: `itinerary` with sizes, and the buffers that follow.
+"""An algorithm's stages for one problem: its itineraries with sizes, and the on-chip buffers.
 
 A stage has an *outer* loop, over query row tiles or key column tiles, and an inner loop over the
-tiles that the outer one visits. What it loads, and what it makes room for, lives on chip as long as
-an outer step or as one visit. `footprint` sizes a kernel from these buffers, `fit` searches them,
-and the simulated SRAM is measured against them.
+tiles that the outer tile visits. Loaded and allocated tiles stay on chip for an outer step or for
+one visit. `footprint` sizes a kernel from these buffers, `fit` searches over them, and the tests
+compare the simulated SRAM with them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ DIRECTIONS = ("forward", "backward")
 
 
 class Buffer(NamedTuple):
-    """One on-chip array: bytes a query row, bytes a key column and bytes a score of the tile.
+    """One on-chip array: its bytes per query row, per key column and per score of the tile.
 
-    Of a scale: bytes for `every` so many rows or columns.
+    The buffer of a scale has these bytes per `every` rows or columns.
     """
 
     name: str
@@ -45,14 +45,14 @@ class Buffer(NamedTuple):
     every: int = 1
 
     def nbytes(self, rows, cols):
-        """Bytes at a tile of `rows` x `cols` (numbers or arrays)."""
+        """The buffer's bytes for a tile of `rows` x `cols` (numbers or arrays)."""
         if self.every > 1:
             rows, cols = -(-rows // self.every), -(-cols // self.every)
         return self.per_row * rows + self.per_col * cols + self.per_score * rows * cols
 
 
 class Move(NamedTuple):
-    """One entry of an itinerary: "load", "store", "reduce" or "alloc", the tensor, the tile."""
+    """One entry of an itinerary: a load, store, reduce or alloc, its tensor and the tile's size."""
 
     op: str
     tensor: str
@@ -60,7 +60,7 @@ class Move(NamedTuple):
 
     @property
     def code(self) -> int:
-        """The operation, as in `names`."""
+        """The operation's code, as listed in `names`."""
         return OPS.index(self.op)
 
     @property
@@ -70,22 +70,22 @@ class Move(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Whether it fills a buffer."""
+        """Whether the move fills an on-chip buffer."""
         return self.op in ("load", "alloc")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One pass over the score matrix, for one problem; what is not said here, `Itinerary` says.
+    """One pass over the score matrix, for one problem. `Itinerary` explains the fields it shares.
 
     Attributes
     ----------
     name, outer, dense, per, whole_rows, converts, parts, once
-        As in `Itinerary`; with packed heads, a walk belongs to a group.
+        As in `Itinerary`; with packed heads, the stage runs once per group of query heads.
     buffers : tuple of Buffer
-        What it holds on chip. ``visit=False`` buffers are held while the inner loop runs.
+        On-chip buffers. Those with ``visit=False`` are held while the inner loop runs.
     before, visit, after : tuple of Move
-        What it moves, in order.
+        The moves at the start of an outer step, at each visit and at the end of the step, in order.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Stage:
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        """All it moves, once."""
+        """All moves of the stage, each listed once."""
         return (*self.before, *self.visit, *self.after)
 
 
@@ -115,9 +115,9 @@ def stages(
     Raises
     ------
     OptionError, DTypeError
-        If the algorithm or the direction does not exist, or this is no problem.
+        If the algorithm or the direction does not exist, or `problem` is not a `Problem`.
     UnsupportedError
-        If the algorithm has no such direction.
+        If the algorithm has no such direction, or does not handle such a problem.
     """
     checks.instance("problem", problem, Problem, "flashsim.Problem")
     check_algorithm(algorithm)
@@ -192,7 +192,7 @@ def _scale(p: Problem, name: str) -> Buffer:
 
 
 def _tile(p: Problem, op: str, tensor: str) -> Buffer:
-    """Of the type in HBM if it is moved, of the accumulator's if room is made for it."""
+    """The tile's buffer: in the tensor's HBM type if moved, in the accumulator's if allocated."""
     its = shape(p, tensor)
     width = its.elements * p.compute_itemsize if op == "alloc" else its.width
     row, col, score = (width * (its.axis == axis) for axis in (ROW, COL, TILE))
@@ -201,18 +201,18 @@ def _tile(p: Problem, op: str, tensor: str) -> Buffer:
 
 @lru_cache(maxsize=256)
 def tensors_of(problem: Problem, algorithm: str, direction: str, *ops: str) -> tuple[str, ...]:
-    """Tensors that a pass moves by any of `ops`, in the order in which it first does."""
+    """Tensors that a pass moves by any of `ops`, in the order of their first such move."""
     moves = (m for stage in stages(problem, algorithm, direction) for m in stage.moves)
     return tuple(dict.fromkeys(m.tensor for m in moves if m.op in ops))
 
 
 def backward_form(algorithm: str, deterministic: bool | None) -> str:
-    """The algorithm whose backward pass `deterministic` asks for; None asks for `algorithm`'s own.
+    """The algorithm whose backward pass `deterministic` requests; None keeps `algorithm`'s own.
 
     Raises
     ------
     OptionError
-        If there is nothing to choose.
+        If the algorithm has only one form.
     UnsupportedError
         If there is no backward pass.
     """
@@ -229,7 +229,7 @@ def backward_form(algorithm: str, deterministic: bool | None) -> str:
 
 
 def check_algorithm(algorithm: str) -> str:
-    """`algorithm`, if it is one of those there are; otherwise an `OptionError` names these."""
+    """`algorithm` if it exists; otherwise raise an `OptionError` that lists the possible names."""
     return checks.one_of("algorithm", algorithm, ALGORITHMS)
 
 
@@ -244,12 +244,12 @@ def check_backward(algorithm: str) -> None:
 
 @lru_cache(maxsize=32)
 def splits_keys(algorithm: str) -> bool:
-    """Whether the algorithm walks the keys of a row tile in parts (see `Split`)."""
+    """Whether the algorithm can divide the keys of a row tile into parts (see `Split`)."""
     return any(one.parts for one in dataflow.ALGORITHMS[algorithm].forward)
 
 
 def heads_of(stage: Stage, problem: Problem) -> tuple[int, int]:
-    """How many times a stage's walk is made, and the step between their first query heads."""
+    """How many times a stage runs its loops, and how many query heads apart these runs start."""
     p = problem
     if stage.per == "bias":
         batch, heads = p.bias or (1, 1)

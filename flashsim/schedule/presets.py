@@ -1,4 +1,4 @@
-"""Tiles of published kernels."""
+"""Tile sizes of published kernels."""
 
 from __future__ import annotations
 

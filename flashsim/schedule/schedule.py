@@ -1,8 +1,8 @@
-"""`Schedule`: which score tiles exist, in which order they are visited, which need a mask.
+"""`Schedule`: which score tiles exist, in which order they are visited, and which need a mask.
 
 Every engine, kernel, count and plot follows this one object. It cuts the queries into *row tiles*
-and the keys into *column tiles* (a tile never straddles two packed sequences), and lowers to int32
-tables that kernels read:
+and the keys into *column tiles* (a tile never straddles two packed sequences). A *visit* is one row
+tile times one column tile. The schedule is also available as int32 tables that kernels read:
 
 ``rows (T_r, 4)``   start, stop, offset, key_stop     of each row tile, packed indices
 ``cols (T_c, 4)``   start, stop, offset, query_stop   of each column tile
@@ -10,7 +10,7 @@ tables that kernels read:
     which full_lo .. full_hi - 1 are FULL; None where the tiles of a row are not contiguous
 ``row_csr``         (ptr (T_r + 1,), col (n,), kind (n,)): the same for any mask, in visit order
 
-`col_spans` and `col_csr` say the same by column, for KV-outer loops. Within a visited
+`col_spans` and `col_csr` hold the same by column, for KV-outer loops. Within a visited
 tile of a causal or windowed problem, score (q, k) is kept iff
 ``-left <= k - (q + offset) <= right`` and k lies in the tile's sequence.
 """
@@ -42,7 +42,7 @@ MOST_SCORES = 2**40
 
 
 class Sums(NamedTuple):
-    """Sums over a schedule's visits: all that closed forms need. Integers."""
+    """Integer sums over a schedule's visits: all that the closed forms need."""
 
     visits: int
     row_cols: int  # sum over visits of the tile's columns: keys loaded with queries outside
@@ -51,7 +51,7 @@ class Sums(NamedTuple):
 
 
 class PartSums(NamedTuple):
-    """Sums over a schedule's row tiles, by the parts that their keys are divided into."""
+    """Sums over a schedule's row tiles, by the number of parts that their keys are divided into."""
 
     whole_rows: int  # of tiles whose one part is the result: their rows
     part_rows: int  # of the others: rows x parts
@@ -61,8 +61,8 @@ class PartSums(NamedTuple):
 class Visit:
     """One score tile being worked on.
 
-    `i`, `j` number the row and column tile; `rows`, `cols` are their slices of the packed
-    sequence; `index` is the visit's place in the walk; `kind` is FULL or MASKED.
+    `i` and `j` number the row and the column tile; `rows` and `cols` are their slices of the packed
+    sequence. `index` counts the visits in order; `kind` is FULL or MASKED.
     """
 
     schedule: Schedule
@@ -129,8 +129,9 @@ class Schedule(Grid):
     def row_csr(self) -> Csr:
         """``(ptr (T_r + 1,), col (n,), kind (n,))``, int32, in the order tiles are visited.
 
-        Tiles of row i are ``col[ptr[i]:ptr[i + 1]]``, in `key_order`. A tile that the mask empties
-        is absent; FULL: every score is kept and no key is missing; every other one is MASKED.
+        The tiles of row i are ``col[ptr[i]:ptr[i + 1]]``, in `key_order`. A tile that the mask
+        empties is absent. A tile is FULL if every score is kept and no key is missing; every other
+        one is MASKED.
         """
         if self.row_spans is not None:
             ptr, col, kind = tables.expand(self.row_spans)
@@ -178,7 +179,7 @@ class Schedule(Grid):
         return np.array(ptr, np.int32), np.concatenate(cols), np.concatenate(kinds)
 
     def _row_of_tiles(self, i: int, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
-        """For tiles lo .. hi - 1 of row i: is any score kept, and are all of them?"""
+        """For tiles lo .. hi - 1 of row i: whether any score is kept, and whether all are."""
         if hi == lo:
             return np.zeros(0, bool), np.zeros(0, bool)
         edges = self.cols[lo:hi]
@@ -192,7 +193,7 @@ class Schedule(Grid):
     # -- the walk -------------------------------------------------------------------------------
 
     def outer_order(self) -> range:
-        """The outer loop: row tiles, or column tiles in `key_order`."""
+        """The tile numbers of the outer loop: row tiles, or column tiles in `key_order`."""
         if self.outer == "queries":
             return range(self.t_r)
         columns = range(self.t_c)
@@ -200,31 +201,34 @@ class Schedule(Grid):
 
     @cached_property
     def visit_counts(self) -> np.ndarray:
-        """int64 (T_r,): column tiles that each row tile visits."""
+        """int64 (T_r,): the number of column tiles that each row tile visits."""
         if self.row_spans is not None:
             return (self.row_spans[:, 3] - self.row_spans[:, 0]).astype(np.int64)
         return np.diff(self.row_csr[0]).astype(np.int64)
 
     @cached_property
     def visited_once(self) -> bool:
-        """Whether each row tile has exactly one visit, of a column tile with all that it sees."""
+        """Whether each row tile has exactly one visit, which covers all keys that it sees."""
         return self.sums.visits == self.t_r and bool((self.visit_counts == 1).all())
 
     @cached_property
     def part_counts(self) -> np.ndarray:
-        """int64 (T_r,): into how many parts the keys of each row tile are divided, at least 1."""
+        """int64 (T_r,): how many parts each row tile's keys are divided into, at least 1."""
         return self.split.parts(self.visit_counts, alike=bool(self.problem.shared_prefix))
 
     @cached_property
     def prefix_tiles(self) -> int:
-        """Row tiles of all sequences' queries, which visit a shared prefix; they come first."""
+        """Number of row tiles that visit a shared prefix; they come first. 0 without a prefix.
+
+        They hold the queries of all sequences.
+        """
         return int(self._edges[2][1]) if self.problem.shared_prefix else 0
 
     @cached_property
     def slots(self) -> np.ndarray:
         """int64 (T_r, 2): the parts of row tile i are numbers ``slots[i, 0] .. slots[i, 1] - 1``.
 
-        Of a query's parts those of a shared prefix come first, then those of its own keys.
+        A query's parts of a shared prefix come first, followed by the parts of its own keys.
         """
         first = np.zeros(self.t_r, np.int64)
         first[self.prefix_tiles :] = self.part_counts[0] if self.prefix_tiles else 0
@@ -232,7 +236,10 @@ class Schedule(Grid):
 
     @cached_property
     def merged(self) -> np.ndarray:
-        """bool (T_r,): row tiles whose queries' parts a second stage merges."""
+        """bool (T_r,): True for row tiles for whose queries a second stage merges parts.
+
+        A shared prefix's own row tiles are False: the queries' other row tiles merge their parts.
+        """
         if self.prefix_tiles:
             return np.arange(self.t_r) >= self.prefix_tiles
         return self.part_counts > 1
@@ -240,8 +247,8 @@ class Schedule(Grid):
     def visits(self, outer: int, part: int | None = None) -> Iterator[Visit]:
         """The visits of one outer step: of row tile i, or in a KV-outer loop of column tile j.
 
-        `part` picks one part of a row tile's keys: of n visits in P parts, the p-th has those from
-        ``n p // P`` up to ``n (p + 1) // P``.
+        `part` picks one part of a row tile's keys. With n visits in P parts, part p holds visits
+        ``n p // P`` up to, but not including, ``n (p + 1) // P``.
         """
         by_row = self.outer == "queries"
         ptr, inner, kind = self.row_csr if by_row else self.col_csr
@@ -258,14 +265,17 @@ class Schedule(Grid):
 
     @cached_property
     def n_visits(self) -> int:
-        """Score tiles visited by one walk of one head."""
+        """Number of score tiles visited per head (or per group with packed heads)."""
         return self.sums.visits
 
     # -- sums -----------------------------------------------------------------------------------
 
     @cached_property
     def sums(self) -> Sums:
-        """Sums over all visits; if contiguous in O(row tiles), and without tables if long."""
+        """Sums over all visits, in O(row tiles) if tiles are contiguous.
+
+        Contiguous tiles that are too many for tables are summed in closed form.
+        """
         bands = self._bands("queries")
         if bands is not None:
             return Sums(*map(sum, zip(*(band.sums() for band in bands), strict=True)))
@@ -288,7 +298,7 @@ class Schedule(Grid):
 
     @cached_property
     def page_counts(self) -> np.ndarray:
-        """int64 (T_c,): pages that hold keys of each column tile; all 0 without pages."""
+        """int64 (T_c,): how many pages hold keys of each column tile; all 0 without pages."""
         size = self.problem.page_size
         if size is None:
             return np.zeros(self.t_c, np.int64)
@@ -299,11 +309,11 @@ class Schedule(Grid):
 
     @cached_property
     def page_reads(self) -> int:
-        """Sum over visits of the pages that hold the tile's keys."""
+        """Sum over visits of the number of pages that hold the visited tile's keys."""
         return self.over_visits(self.page_counts)
 
     def over_visits(self, each: np.ndarray) -> int:
-        """Sum over visits of what the visited column tile has of `each`, int64 (T_c,)."""
+        """Sum over visits of the visited column tile's entry of `each`, int64 (T_c,)."""
         if self.row_spans is not None:
             reach = np.concatenate([[0], np.cumsum(each)])
             return int((reach[self.row_spans[:, 3]] - reach[self.row_spans[:, 0]]).sum())
@@ -311,7 +321,7 @@ class Schedule(Grid):
 
     @cached_property
     def part_sums(self) -> PartSums:
-        """Sums over all row tiles, of their rows and parts."""
+        """Sums over all row tiles of their rows and parts."""
         heights = (self.rows[:, 1] - self.rows[:, 0]).astype(np.int64)
         several = (self.part_counts > 1) | (self.prefix_tiles > 0)
         return PartSums(
@@ -322,7 +332,7 @@ class Schedule(Grid):
     def extents(self) -> tuple[np.ndarray, np.ndarray]:
         """For each outer tile: its own size, and the largest inner tile it visits (0 if none).
 
-        Of a walk that is too long for tables, those outer tiles alone that have the most.
+        If there are too many tiles for tables, only the largest outer tiles are returned.
         """
         bands = self._bands(self.outer)
         if bands is not None:
@@ -345,7 +355,7 @@ class Schedule(Grid):
 
 
 def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> None:
-    """Raise `TilingError` if a stage is for one visit of each row tile, and one has others."""
+    """Raise `TilingError` if a stage needs exactly one visit per row tile and does not get it."""
     if any(stage.once for stage in stages) and not Schedule(problem, tiling).visited_once:
         longest = max(s.k_stop - s.k_start for s in problem.sequences)
         raise TilingError(
@@ -356,5 +366,5 @@ def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> N
 
 
 def _band(problem: Problem) -> Problem:
-    """The problem without block_mask and mask: the tiles that causality and window allow."""
+    """The problem without block_mask and mask: only causality and the window remain."""
     return replace(problem, block_mask=None, mask=None)

@@ -1,9 +1,9 @@
 """`Split`: how the keys of a row tile are divided, and whether grouped heads share its rows.
 
-The simulator's schedule and the GPU's launches divide by it, and by the rules here.
+The simulator's schedule and the GPU's launches both use it and the rules in this module.
 
-A GPU has over a hundred SMs; one query of eight key heads gives work to eight. FlashDecoding (Dao,
-Haziza, Massa and Sizov, 2023) deals the keys of a row tile out as well.
+A GPU has over a hundred SMs, but a single query with eight key heads gives work to only eight.
+FlashDecoding (Dao, Haziza, Massa and Sizov, 2023) also distributes the keys of a row tile.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ LEAST_TILES = 2
 
 @dataclass(frozen=True)
 class Split:
-    """Parts of the keys, and rows of a tile.
+    """How keys are divided into parts, and whether query heads of a group share a tile's rows.
 
     Parameters
     ----------
     splits : int
-        The key tiles that a row tile visits are divided into this many contiguous parts, whose
-        numbers of tiles differ by one at most; into as many as there are tiles, where these are
-        fewer. With a shared prefix, so many are the parts of the row tile that visits the most key
-        tiles; another has fewer in proportion, so that a part is as long anywhere.
+        The number of contiguous parts that a row tile's key tiles are divided into. Their sizes
+        differ by at most one tile. A row tile with fewer key tiles has one part per key tile. With
+        a shared prefix, this is the number of parts of the row tile that visits the most key tiles.
+        Other row tiles have proportionally fewer, so that all parts are about as long.
     pack_gqa : bool
-        Row r of a head's walk is query ``r // group`` of the group's query head ``r % group``: all
-        query heads of a key head share a tile, and K and V are loaded once for them.
+        All query heads of a key head share a tile, and K and V are loaded once for them. Row r is
+        then query ``r // group`` of the group's query head ``r % group``.
     part_tiles : int, optional
-        Instead of `splits`: a part has at most so many key tiles, so that sequences of different
-        lengths are divided in proportion. The GPU's kernels choose splits in this way.
+        The most key tiles per part, instead of `splits`. Sequences of different lengths are then
+        divided in proportion. The GPU's kernels choose splits in this way.
 
     Raises
     ------
     OptionError, DTypeError
-        For less than one part, or one tile in it; for both `splits` and `part_tiles`; for other
-        types.
+        For fewer than one part, or fewer than one tile per part; for both `splits` and
+        `part_tiles`; for other types.
     """
 
     splits: int = 1
@@ -72,15 +72,15 @@ class Split:
                 )
 
     def parts(self, visits: ArrayLike, *, alike: bool = False) -> np.ndarray:
-        """int64: into how many parts so many visits of each row tile are divided, at least 1.
+        """int64: the number of parts for each row tile, at least 1, given its number of visits.
 
         Parameters
         ----------
         visits : array_like of int
             Key tiles that each row tile visits.
         alike : bool
-            Parts of all row tiles are about as long as those of the one with the most visits. With
-            a shared prefix it is so.
+            Make parts of all row tiles about as long as those of the row tile with the most visits,
+            as with a shared prefix.
         """
         tiles = np.asarray(visits, np.int64)
         if self.part_tiles is not None:
@@ -103,16 +103,16 @@ WHOLE = Split()
 
 
 def cut(first: int, last: int, part: int, parts: int) -> tuple[int, int]:
-    """The part-th of so many contiguous parts of ``range(first, last)``: where it begins and ends.
+    """Start and stop of one of `parts` contiguous parts of ``range(first, last)``.
 
-    Parts differ by one at most.
+    The lengths of the parts differ by at most one.
     """
     n = last - first
     return first + n * part // parts, first + n * (part + 1) // parts
 
 
 def check_splits(splits: Any) -> None:
-    """Raise `OptionError` unless this is a number of splits, or a rule that chooses one."""
+    """Raise `OptionError` unless `splits` is a number of splits or the name of a rule."""
     if isinstance(splits, str):
         if splits not in RULES:
             raise OptionError(f"unknown splits {splits!r}; {choices(splits, RULES)}, or an integer")
@@ -121,20 +121,22 @@ def check_splits(splits: Any) -> None:
 
 
 def fill_once(blocks: int, processors: int, visits: int) -> int:
-    """The most parts of `blocks` row tiles, of `visits` key tiles each, that run all at once.
+    """The most parts per row tile such that all parts of all `blocks` row tiles run at once.
 
-    More rounds of smaller parts do not end sooner, and each part costs a partial O, written and
-    read; so where the row tiles alone occupy every SM, they stay whole.
+    Each row tile visits `visits` key tiles. More waves of smaller parts do not end sooner, and each
+    part costs a partial O that is written and read. So if the row tiles alone occupy every SM, they
+    stay whole.
     """
     return max(1, min(processors // blocks, visits))
 
 
 def fa3(blocks: int, processors: int, visits: int) -> int:
-    """FlashAttention-3's rule, without its case for heads that exceed L2.
+    """The number of parts by FlashAttention-3's rule, without its case for heads that exceed L2.
 
-    `num_splits_heuristic` in hopper/heuristics.h of Dao-AILab/flash-attention: one part where 0.8
-    of the SMs are busy or there are at most 4 key tiles; else the fewest, up to 128, whose last
-    round is filled at least 0.85 times as well as the best filled one's.
+    The rule is `num_splits_heuristic` in hopper/heuristics.h of Dao-AILab/flash-attention. It gives
+    one part if 0.8 of the SMs are busy or there are at most 4 key tiles. Otherwise it gives the
+    fewest parts, up to 128, whose last wave is filled at least 0.85 times as well as the
+    best-filled one.
     """
     if 5 * blocks >= 4 * processors or visits <= 4:
         return 1
@@ -144,10 +146,11 @@ def fa3(blocks: int, processors: int, visits: int) -> int:
 
 
 def longest_part(tiles: Sequence[int], capacity: int, least: int = LEAST_TILES) -> int:
-    """Key tiles of the longest part, so that row tiles of so many visits have at most `capacity`
-    parts; where there are more row tiles than that, the average load of so many.
+    """The smallest part length, in key tiles, with which there are at most `capacity` parts in all.
 
-    Row tiles of one length get no more parts than `fill_once` says.
+    `tiles` holds the number of key tiles of each row tile. If more row tiles than `capacity` have
+    key tiles, the result is the average load instead: all key tiles divided by `capacity`. The
+    result is at least `least`. Row tiles of equal length get no more parts than `fill_once` gives.
     """
     if sum(n > 0 for n in tiles) > capacity:
         return max(least, -(-sum(tiles) // max(1, capacity)))

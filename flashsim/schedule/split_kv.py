@@ -1,4 +1,4 @@
-"""How many parts the keys are divided into on a device, and how many blocks fill it."""
+"""How many parts a device divides the keys into, and how many thread blocks fill the device."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ MOST_BLOCKS = 16
 
 
 class Filling(NamedTuple):
-    """How far the blocks of a forward pass fill a device.
+    """How well the thread blocks of a forward pass fill a device.
 
     Attributes
     ----------
     tiling, split : Tiling, Split
-        What was chosen.
+        The chosen tiling and split.
     per_sm : int
         Thread blocks that fit on an SM side by side.
     needed : int
-        Blocks that occupy every SM, each with so many: SMs x blocks an SM.
+        Blocks that fill every SM: number of SMs x blocks per SM.
     whole : int
-        Blocks of the pass, if keys stay whole.
+        Blocks of the pass if keys are not divided.
     blocks : int
         Blocks of the pass.
     """
@@ -54,10 +54,10 @@ def choose(
 ) -> tuple[Tiling, Split]:
     """The tiling (default: the one that fits) and the split of a forward pass.
 
-    An algorithm that does not divide keys has `WHOLE`. More parts than any row tile visits key
-    tiles are as many as it does. "auto" is `fill_once`, "fa3" is `fa3`, both
-    with a thread block an SM and the row tile that visits the most key tiles; with a shared prefix,
-    the blocks are as many as if all row tiles were as long as that one.
+    An algorithm that does not divide keys has the split `WHOLE`. No row tile gets more parts than
+    the most key tiles that any row tile visits. "auto" uses `fill_once` and "fa3" uses `fa3`. Both
+    assume one thread block per SM and the row tile that visits the most key tiles. With a shared
+    prefix, the number of row tiles is replaced by all visits divided by that row tile's visits.
 
     Raises
     ------
@@ -89,12 +89,12 @@ def fill(
     splits: Any = "auto",
     pack_gqa: Any = True,
 ) -> Filling:
-    """How many blocks a device needs to be filled, and how many a forward pass has.
+    """The number of thread blocks that fill a device, and the number that a forward pass has.
 
     Raises
     ------
     OptionError, DTypeError, SramOverflow
-        As `choose`.
+        As for `choose`.
     """
     tiling, split = choose(problem, tiling, device, algorithm, splits, pack_gqa)
     schedule = Schedule(problem, tiling, split=split)
@@ -105,10 +105,10 @@ def fill(
 
 
 def occupancy(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
-    """Thread blocks of a stage that fit on one SM side by side, by their on-chip bytes.
+    """How many thread blocks of a stage fit on one SM side by side, given their on-chip bytes.
 
     Registers are part of the on-chip bytes in this model, so a kernel that keeps its accumulators
-    in registers may fit more blocks; pass `blocks_per_sm` for a kernel you know.
+    in registers may fit more blocks. Pass `blocks_per_sm` for a kernel you know.
     """
     tile = schedule.tiling.clip(schedule.problem, schedule.split)
     rows = 1 if stage.whole_rows else tile.block_q

@@ -1,4 +1,4 @@
-"""Tables of tiles: cut, spelled out, and refused where they could not hold what they should."""
+"""Tables of tiles: how they are cut and expanded, and which are refused as too large."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ INT32 = int(np.iinfo(np.int32).max)
 def refusal(
     problem: Problem, tiling: Tiling, blocks: tuple[int, int], members: int, *, contiguous: bool
 ) -> UnsupportedError | TilingError | None:
-    """Why tables of tiles and their sums cannot hold this walk, found before any is allocated.
+    """The error that says why tables cannot hold these tiles and their sums; None if they can.
 
-    A `TilingError` where larger tiles help. None where they can.
+    It is found before any table is allocated. It is a `TilingError` if larger tiles would help.
     """
     p, size = problem, f"{problem.n_q:,} queries x {problem.n_kv:,} keys"
     if p.n_q * members * p.n_kv >= 2**63:
@@ -45,7 +45,7 @@ def refusal(
 
 
 def cut(start: int, stop: int, block: int, offset: int, other_stop: int, kind: type) -> np.ndarray:
-    """Start, stop, offset and the other axis's end of each tile of one sequence."""
+    """Table of the tiles of one sequence: start, stop, offset and the other axis's end of each."""
     begins = np.arange(start, stop, block, dtype=np.int64)
     table: np.ndarray = np.empty((len(begins), 4), kind)
     table[:, 0], table[:, 1] = begins, np.minimum(begins + block, stop)
@@ -54,7 +54,7 @@ def cut(start: int, stop: int, block: int, offset: int, other_stop: int, kind: t
 
 
 def expand(spans: np.ndarray) -> Csr:
-    """CSR of spans: one entry for each tile of each interval."""
+    """The spans as CSR: one entry for each tile of each interval."""
     lo, full_lo, full_hi, hi = (spans[:, x].astype(np.int64) for x in range(4))
     ptr = np.concatenate([[0], np.cumsum(hi - lo)])
     if ptr[-1] > INT32:
@@ -75,7 +75,7 @@ def reversed_rows(ptr: np.ndarray) -> np.ndarray:
 
 
 def frozen(*arrays: np.ndarray) -> Csr:
-    """Contiguous, int32 and read-only."""
+    """The arrays as contiguous, int32, read-only ones."""
     result = tuple(np.ascontiguousarray(array, np.int32) for array in arrays)
     for array in result:
         array.setflags(write=False)

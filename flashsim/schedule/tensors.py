@@ -1,4 +1,4 @@
-"""How each tensor lies: what it is cut along, whose matrix it is, how wide it is in HBM."""
+"""The layout of each tensor: the axis it is cut along, whose matrix it is, its width in HBM."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ _WIDTHS = {  # by name; a statistic or a score is one number
 
 
 class TensorShape(NamedTuple):
-    """How a tensor lies in HBM: cut along `axis`, `elements` of `itemsize` bytes a row (or score).
+    """A tensor's layout in HBM: cut along `axis`, `elements` of `itemsize` bytes per row or score.
 
-    A statistic, one number a row, has ``vector=True``. A scale is one number for several rows.
+    A statistic, which is one number per row, has ``vector=True``. A scale is one number for several
+    rows.
     """
 
     axis: int
@@ -47,12 +48,12 @@ class TensorShape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Bytes a row, a column or a score."""
+        """Bytes per row, column or score."""
         return self.elements * self.itemsize
 
 
 def shape(problem: Problem, name: str) -> TensorShape:
-    """How a tensor lies, for a problem."""
+    """The layout of a tensor for a problem."""
     axis, statistic = AXES[name], name in STATISTICS
     owner = BIAS if name in BIASES else KEY if axis == COL else QUERY
     elements = getattr(problem, _WIDTHS[name]) if name in _WIDTHS else 1
@@ -70,14 +71,14 @@ def dtype(problem: Problem, name: str) -> str:
 
 
 def rows_a_scale(problem: Problem, name: str) -> int:
-    """How many rows of Q, or of K or V, one entry of their scale serves."""
+    """How many rows of Q, or of K or V, share one entry of their scale."""
     if isinstance(problem.scales, tuple):
         return problem.scales[AXES[name]]
     return problem.n_q if AXES[name] == ROW else problem.n_kv
 
 
 def matrices(problem: Problem, owner: int) -> int:
-    """How many matrices there are: one a query head, a key head or a bias head."""
+    """How many matrices there are: one per query head, key head or bias head, by `owner`."""
     p = problem
     bias = p.bias[0] * p.bias[1] if p.bias else 0
     return {QUERY: p.batch * p.heads, KEY: p.batch * p.kv_heads, BIAS: bias}[owner]
@@ -85,9 +86,9 @@ def matrices(problem: Problem, owner: int) -> int:
 
 @lru_cache(maxsize=256)
 def whole_bytes(problem: Problem, name: str) -> int:
-    """Bytes of a tensor in HBM, all heads (of `O_part` and `L_part`: for one part of the keys).
+    """Bytes of a tensor in HBM over all heads (for `O_part` and `L_part`: one part of the keys).
 
-    A query head's scores are those of its sequences.
+    The scores of a query head are those within its sequences.
     """
     p, its = problem, shape(problem, name)
     if name == "table":

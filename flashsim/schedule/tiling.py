@@ -1,4 +1,4 @@
-"""`Tiling`: the size of a score tile, what it takes on chip, and the largest that fits."""
+"""`Tiling`: the size of a score tile, its on-chip bytes, and the best tiling that fits."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Tiling:
         return f"{self.block_q} x {self.block_k}"
 
     def divides(self, cells: BlockMask | None) -> bool:
-        """Whether no tile straddles two cells of a block mask; without one, none does."""
+        """Whether no tile straddles two cells of a block mask; True without a block mask."""
         return cells is None or not (cells.block_q % self.block_q or cells.block_k % self.block_k)
 
     def keeps_scales(self, problem: Problem) -> bool:
-        """Whether tiles are whole blocks of a scale or parts of one; without blocks, they are."""
+        """Whether each tile is made of whole scale blocks or lies within one; True without them."""
         if not isinstance(problem.scales, tuple):
             return True
         sides = zip(
@@ -58,7 +58,7 @@ class Tiling:
         return all(side >= n or not (side % every and every % side) for side, every, n in sides)
 
     def clip(self, problem: Problem, split: Split = WHOLE) -> Tiling:
-        """The tile as far as the problem fills it; a tile may be larger than the score matrix."""
+        """The tile, cut to the problem's size; a tile may be larger than the score matrix."""
         checks.instance("problem", problem, Problem, "flashsim.Problem")
         rows = problem.n_q * (problem.group if split.pack_gqa else 1)
         return Tiling(min(self.block_q, rows), min(self.block_k, problem.n_kv))
@@ -180,7 +180,7 @@ class Tiling:
         Raises
         ------
         OptionError, ShapeError, DTypeError
-            If there is no such kernel, or it has no tile for such a head_dim.
+            If there is no such kernel, or it has no tile for that head_dim.
         """
         checks.one_of("tiling preset", name, PRESETS)
         head_dim = checks.positive_int("head_dim", head_dim)
@@ -196,7 +196,7 @@ class Tiling:
 
 @lru_cache(maxsize=256)
 def _fit(problem: Problem, device: Device, algorithm: str, direction: str, split: Split) -> Tiling:
-    """`Tiling.fit`, which depends on nothing else and tries up to 72 candidates."""
+    """The search of `Tiling.fit`, cached by its arguments; it tries up to 72 candidates."""
     stages = plans.stages(problem, algorithm, direction, split)
     most_keys = 128 if any(stage.parts for stage in stages) else SIDES[-1]
     whole = any(stage.once for stage in stages)
@@ -244,7 +244,7 @@ def _tilings(sides: tuple[int, ...]) -> Iterator[Tiling]:
 
 
 def _trim(tiling: Tiling, problem: Problem, split: Split) -> Tiling:
-    """Halve sides that reach past the matrix: 512 x 512 for 17 queries says less than 32."""
+    """Halve sides that reach past the matrix: for 17 queries, a side of 512 says less than 32."""
     q, k = tiling.block_q, tiling.block_k
     rows = problem.n_q * (problem.group if split.pack_gqa else 1)
     while q // 2 >= rows:

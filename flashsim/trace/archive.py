@@ -1,8 +1,9 @@
-"""Reading an ``.npz`` archive that nobody vouches for, with NumPy's own reader of arrays.
+"""Safe reading of an untrusted ``.npz`` archive, with NumPy's own reader of arrays.
 
-NumPy allocates what an array's header declares, and does not look at a member's checksum unless it
-happens to read up to its end. So before NumPy reads a member, the zip directory and the array's own
-header must agree with what the caller expects; and afterwards its end is read, for the checksum.
+NumPy allocates as much as an array's header declares, and checks a member's checksum only if it
+happens to read to the member's end. So before NumPy reads a member, the zip directory and the
+array's own header must agree with the caller's expectation. Afterwards the member is read to its
+end, which checks the checksum.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class Archive:
 
     @property
     def names(self) -> list[str]:
-        """What the arrays are called, in the order of the directory."""
+        """The names of the arrays, in the order of the directory."""
         return list(self._infos)
 
     def shape(self, name: str, dtype: np.dtype, ndim: int = 1) -> tuple[int, ...]:
-        """The shape of an array that must be of this type and have `ndim` axes; reads only that."""
+        """The shape of an array, which must have this type and `ndim` axes; reads no data."""
         with self._zip.open(self._infos[name]) as member:
             version = np.lib.format.read_magic(member)
             if version != (1, 0):  # what NumPy writes for our types
@@ -53,7 +54,7 @@ class Archive:
         return shape
 
     def read(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-        """The array, which must be of this type and shape."""
+        """The array, which must have this type and shape."""
         found = self.shape(name, dtype, len(shape))
         if found != tuple(shape):
             raise ValueError(f"{name} has shape {found}, not {tuple(shape)}")

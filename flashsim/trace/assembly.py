@@ -1,8 +1,8 @@
-"""From the sizes that an engine's kernels noted to the events of one stage.
+"""Builds the events of one stage from the sizes that an engine's kernels noted.
 
-Which moves a step and a visit make, and in which order, is the stage's itinerary; which visits
-there were, and the bytes of every move, come from the engine. So a tile that a kernel skips, or
-cuts short, is missing from the trace.
+The stage's itinerary says which moves a step and a visit make, and in which order. The engine says
+which visits there were, and the bytes of every move. So a tile that a kernel skips or cuts short is
+also missing or short in the trace.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _COMPUTE: Event = (COMPUTE, 0, -1)
 def assemble(
     stage: Stage, schedule: Schedule, steps: np.ndarray, visits: np.ndarray, made: np.ndarray
 ) -> StageTrace:
-    """The events of one stage whose visits are of score tiles.
+    """The events of one stage that visits score tiles.
 
     Parameters
     ----------
     steps : int64 (T, moves)
-        Bytes of each of the moves before and after the visits, for each outer tile.
+        Bytes of each move before and after the visits, for each outer tile.
     visits : int64 (members, n, moves)
         Bytes of each move of a visit, for each member of a group and each visit of the schedule.
     made : bool (members, n)
-        Which visits there were.
+        True for visits that were executed.
     """
     by_row = stage.outer == "queries"
     ptr, inner, _ = schedule.row_csr if by_row else schedule.col_csr
@@ -67,8 +67,8 @@ def assemble(
 def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: int) -> StageTrace:
     """The events of a stage that works on whole rows of scores, `strip` of them at a time.
 
-    `heights`, int64 (T,), are the rows of each row tile. A row has its sequence's keys; one of a
-    bias's matrix, which is cleared and rounded whole, has all of them.
+    `heights`, int64 (T,), are the numbers of rows of the row tiles. A row has its sequence's keys.
+    A row of a bias's matrix has all keys, because the matrix is cleared and rounded whole.
     """
     keys = (
         schedule.key_counts if stage.per != "bias" else np.full(schedule.t_r, schedule.problem.n_kv)
@@ -85,9 +85,9 @@ def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: 
 
 
 def tile_bytes(moves, rows, cols, reported=None) -> np.ndarray:
-    """Bytes of each move at tiles of `rows` x `cols`; the moves are the last axis.
+    """Bytes of each move for tiles of `rows` x `cols`; the last axis is the moves.
 
-    `reported`, (.., slots), overrules them for the moves between HBM and SRAM, one slot each.
+    `reported`, (.., slots), replaces them for the moves between HBM and SRAM, with one slot each.
     """
     shape = np.shape(rows + cols) if reported is None else reported.shape[:-1]
     sizes, slot = np.zeros((*shape, len(moves)), np.int64), 0
@@ -104,12 +104,12 @@ def _events(moves: tuple[Move, ...], first: int = 0) -> list[Event]:
 
 
 def _frees(moves: tuple[Move, ...]) -> list[Event]:
-    """The end of what was loaded or allocated, in the same order."""
+    """The events that free each loaded or allocated tile, in the same order."""
     return [(FREE, CODES[m.tile.name], k) for k, m in enumerate(moves) if m.holds]
 
 
 def _put(table, at, events, where, sizes) -> None:
-    """Write a run of events at each of the places `at`."""
+    """Write the same sequence of events at each of the positions `at`."""
     place = np.stack(where, axis=1)
     for k, (op, tensor, column) in enumerate(events):
         table[at + k, :2] = op, tensor

@@ -40,11 +40,12 @@ ROLES = ("block", "producer", "consumer 0", "consumer 1", "consumer 2")
 
 @dataclass(frozen=True, eq=False)
 class StageTrace:
-    """The events of one stage: one walk, made `repeat` times, `stride` query heads apart.
+    """The events of one stage's loops over one head, and how often they repeat.
 
-    In `events`, ``head`` counts from the walk's first query head. `costs` is what an algorithm of
-    one's own did at each "compute", int64 (computes, kinds of FLOP + 2): FLOPs by kind, bytes read
-    from and written to SRAM. What the others do is in `counts.work`.
+    The stage runs its loops `repeat` times, and these runs start `stride` query heads apart. In
+    `events`, ``head`` counts from the run's first query head. `costs` is the work of a user's own
+    algorithm at each "compute", int64 (computes, kinds of FLOP + 2): FLOPs by kind, and bytes read
+    from and written to SRAM. The work of built-in algorithms is in `counts.work`.
     """
 
     stage: plans.Stage
@@ -67,7 +68,7 @@ class StageTrace:
         rows: Sequence[tuple[int, ...]] | np.ndarray,
         costs: np.ndarray | None = None,
     ) -> StageTrace:
-        """From rows of (op, tensor, member, i, j, visit, bytes)."""
+        """Build the stage's trace from rows of (op, tensor, member, i, j, visit, bytes)."""
         table = np.asarray(rows, np.int64).reshape(-1, 7)
         events = np.zeros(len(table), EVENT)
         for column, name in enumerate(("op", "tensor", "head", "i", "j", "visit", "bytes")):
@@ -82,10 +83,10 @@ class StageTrace:
         return self.stage.name
 
     def sides(self, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and columns of visits, or of outer steps, of which one side's number is -1.
+        """Rows and columns of visits, or of outer steps, for which `i` or `j` is -1.
 
-        A step with queries outside spans its sequence's keys (standard attention's softmax does
-        work on whole rows); one with keys outside has columns alone.
+        A step of a Q-outer loop spans its sequence's keys (standard attention's softmax does work
+        on whole rows). A step of a KV-outer loop has only columns, and 0 rows.
         """
         schedule = self.schedule
         rows = np.where(i < 0, 0, schedule.rows[i, 1] - schedule.rows[i, 0]).astype(np.int64)
@@ -100,7 +101,7 @@ class StageTrace:
         return int(rows.sum()), int(cols.sum()), int((rows * cols).sum())
 
     def expand(self, number: int) -> np.ndarray:
-        """The events of every head; `number` is the stage's place in the trace."""
+        """The events of every head; `number` is the stage's index in the trace."""
         full = np.concatenate([self.events] * self.repeat)
         full["head"] += np.repeat(
             np.arange(self.repeat, dtype=np.int32) * self.stride, len(self.events)
@@ -110,16 +111,16 @@ class StageTrace:
 
 
 def gain(events: np.ndarray) -> np.ndarray:
-    """Change of what SRAM holds, in bytes, at each event."""
+    """Change of the bytes held in SRAM at each event."""
     on = (events["op"] == LOAD) | (events["op"] == ALLOC)
     off = events["op"] == FREE
     return np.where(on, events["bytes"], 0) - np.where(off, events["bytes"], 0)
 
 
 def buffer_of(codes: np.ndarray) -> np.ndarray:
-    """The on-chip buffer a tensor is loaded into: an accumulator's is named without `_acc`.
+    """The on-chip buffer that a tensor is loaded into: the tensor's name without `_acc`.
 
-    That of a tensor of one's own has its name.
+    A tensor of a user's own algorithm has a buffer of its own name.
     """
     table = np.arange(256)
     table[: len(TENSORS)] = [CODES[name.removesuffix("_acc")] for name in TENSORS]

@@ -1,18 +1,22 @@
-"""Trace files: a versioned ``.npz`` without pickle, written whole or not at all.
+"""Trace files: a versioned ``.npz`` without pickle, written completely or not at all.
 
-An archive holds ``header`` (JSON, as UTF-8 bytes): format, version, problem, device, stages,
-provenance and, by name, the shape of every other member; and arrays: ``events_0``, ``events_1``,
-... (dtype `events.EVENT`), one a stage; ``block_mask``, if there is one; and ``mask_0_ptr``,
-``mask_0_col``, ``mask_0_kind``, the tiles that a mask function kept under the trace's first tiling
-(see `SavedMask`), and so on; ``costs_0`` ..., of an algorithm of one's own, `StageTrace.costs`.
-A timeline is stored field by field, ``timeline_sm`` and so on (`events.TIMELINE`), each start as
-its distance from the one before and each end as a duration: a third of the size.
+An archive holds a header and arrays. ``header`` (JSON, as UTF-8 bytes) has format, version,
+problem, device, stages, provenance and, by name, the shape of every other member. The arrays are:
 
-What the codes of operations, tensors, phases and roles mean is spelled out in the header, so a
-later flashsim may renumber them.
+- ``events_0``, ``events_1``, ... (dtype `events.EVENT`), one per stage;
+- ``block_mask``, if there is one;
+- ``mask_0_ptr``, ``mask_0_col``, ``mask_0_kind``, the tiles that a mask function kept under the
+  trace's first tiling (see `SavedMask`), and so on for its other tilings;
+- ``costs_0`` ..., the `StageTrace.costs` of a user's own algorithm.
 
-Files come from anywhere: sizes are checked before anything is allocated (`archive`), values before
-anything is built on them (`soundness`). What is not sound is a `TraceError`.
+A timeline is stored field by field, as ``timeline_sm`` and so on (`events.TIMELINE`). Each start
+is stored as its distance from the one before, and each end as a duration: a third of the size.
+
+The header spells out the meaning of the codes of operations, tensors, phases and roles, so a later
+flashsim may renumber them.
+
+Files are untrusted: sizes are checked before anything is allocated (`archive`), and values before
+anything is built on them (`validate`). An unsound file raises a `TraceError`.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ _INT32 = np.dtype(np.int32)
 
 
 def save(trace: Recording, path: str | os.PathLike) -> None:
-    """Write `trace` to `path`, replacing what was there only once the new file is complete.
+    """Write `trace` to `path`, replacing an existing file only once the new one is complete.
 
     Raises
     ------
@@ -276,7 +280,7 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
 
 
 def _members(header: dict[str, Any], archive: Archive) -> dict[str, tuple[np.dtype, int]]:
-    """Type and axes of each array that the header speaks of; all and no others must be there."""
+    """Type and axes of each array that the header mentions; the file must have exactly these."""
     kinds: dict[str, tuple[np.dtype, int]] = {
         f"events_{n}": (EVENT, 1) for n in range(len(header["stages"]))
     }
@@ -330,7 +334,7 @@ def _unpack_timeline(
 
 
 def _recoded(table: np.ndarray, names: dict[str, list[str]], tensors: Sequence[str]) -> np.ndarray:
-    """`table` with the file's codes turned into ours, by what they are called; read-only."""
+    """`table` with the file's codes replaced by the current ones, matched by name; read-only."""
     for field, ours in {**_NAMES, "tensor": tensors}.items():
         if field in (table.dtype.names or ()):
             codes = np.array([ours.index(name) for name in names[field]], np.uint8)

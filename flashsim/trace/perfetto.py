@@ -1,14 +1,15 @@
 """Traces as Chrome trace events, for https://ui.perfetto.dev or chrome://tracing.
 
-A real timeline (``trace="timeline"`` on a GPU) keeps its own clock; stages that it did not time are
-left out, of the counters too. A simulated trace has none, so one is made up from the device's
-peaks: an SM gets 1 / sm_count of the HBM bandwidth and of the FLOP/s, a step moves its tiles and
-then computes, nothing overlaps. It shows order and proportion; it does not predict a kernel's time.
+A real timeline (``trace="timeline"`` on a GPU) keeps its own clock. Stages that it did not time are
+left out, also of the counters. A simulated trace has no clock, so one is made up from the device's
+peaks: an SM gets 1 / sm_count of the HBM bandwidth and of the FLOP/s. A step moves its tiles and
+then computes, and nothing overlaps. This shows order and proportion; it does not predict a kernel's
+time.
 
-One thread id stands for one SM and pipe (simulated), or one SM, role and layer of overlapping
-visits (real), and within it slices nest. Both clocks tick in whole nanoseconds, as Perfetto's does:
-it rounds starts and durations apart from each other, and drops a slice that then ends after the one
-that holds it.
+One thread id stands for one SM and pipe (simulated), or for one SM, role and layer of overlapping
+visits (real). Slices nest within it. Both clocks tick in whole nanoseconds, as Perfetto's does.
+Perfetto rounds starts and durations separately, and drops a slice that then ends after the slice
+that contains it.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ def write(trace: Recording, path: str | Path, *, heads: int = 1) -> Path:
     ----------
     trace : Trace, or its `Recording`
     path : path-like
-        One that ends in .gz is compressed, which Perfetto opens as well.
+        A path that ends in .gz is compressed, which Perfetto opens as well.
     heads : int
-        Of a simulated trace: how many walks of each stage to lay out, at most all.
+        For a simulated trace: how many heads (or head groups) of each stage to lay out, at most
+        all.
 
     Returns
     -------
@@ -118,10 +120,11 @@ def _real(trace: Recording) -> Iterator[Slice]:
 def _real_counters(
     trace: Recording, spans: np.ndarray, block: np.ndarray, origin: int
 ) -> Iterator[Slice]:
-    """Requested HBM bytes, counted when a block's part ends; SRAM that the blocks of an SM hold.
+    """Counters of a real timeline: requested HBM bytes in total, and SRAM bytes held per SM.
 
-    The timeline knows when, the events know how much: bytes of a visit count at its end, those of a
-    whole row or column when it is stored. A block holds its stage's peak while its last role works.
+    The timeline gives the times, the events give the bytes. A visit's bytes count at its end; bytes
+    of a whole row or column count when it is stored. A block holds its stage's peak SRAM from the
+    start to the end of its last role's work.
     """
     yield from _process(_COUNTERS, "totals")
     moved: list[tuple[int, int]] = []
@@ -150,7 +153,7 @@ def _real_counters(
 def _part_bytes(stage: StageTrace, parts: np.ndarray) -> np.ndarray:
     """Requested bytes of visits, and of the rows or columns that are stored; int64 (n_parts,).
 
-    Where several blocks store parts of a row, each has its share of the row's bytes.
+    If several blocks store parts of a row, the row's bytes are divided among them.
     """
     events = stage.events[np.isin(stage.events["op"], TRANSFERS)]
     side = "j" if stage.stage.outer == "keys" else "i"
@@ -201,7 +204,7 @@ def _simulated(trace: Recording, heads: int) -> Iterator[Slice]:
 
 
 def _outer_steps(stage: StageTrace) -> list[np.ndarray]:
-    """The events of each outer step, in order: what one thread block does."""
+    """The events of each outer step, in order. One thread block executes one outer step."""
     events = stage.events
     ends = (events["op"] == COMPUTE) & (events["visit"] < 0)
     inside = gain(events)
@@ -213,7 +216,7 @@ def _outer_steps(stage: StageTrace) -> list[np.ndarray]:
 
 
 class _Clock:
-    """Turns the events of a block into slices, by the device's share for one SM."""
+    """Turns a block's events into slices, timed by one SM's share of the device's peaks."""
 
     def __init__(self, trace: Recording) -> None:
         self.trace, self.used = trace, set[int]()
@@ -228,7 +231,7 @@ class _Clock:
     def block(
         self, stage: StageTrace, events: np.ndarray, start: int, sm: int, walk: int
     ) -> tuple[list[Slice], int, list[tuple[int, int]]]:
-        """Slices, end and transfers (time, bytes) of one outer step that begins at `start`, ns."""
+        """Slices, end and transfers (time, bytes) of one outer step that begins at `start` ns."""
         self.used.add(sm)
         trace = self.trace
         work = StageWork()
@@ -280,7 +283,7 @@ class _Clock:
 
 
 def _ticks(ns: float) -> int:
-    """Whole nanoseconds, at least one, so that every slice can be seen."""
+    """`ns` in whole nanoseconds, at least one, so that every slice is visible."""
     return max(1, round(ns))
 
 
@@ -305,12 +308,15 @@ def _thread(sm: Any, row: Any) -> Any:
 
 
 def _counter(name: str, pid: int, when: int, value: int) -> Slice:
-    """Shown as `name` bytes."""
+    """A counter event that shows `value` as `name` bytes."""
     return {"ph": "C", "name": name, "pid": pid, "ts": when / 1000, "args": {"bytes": value}}
 
 
 def _process(pid: int, name: str) -> Iterator[Slice]:
-    """A process's name, which viewers show before its id, and its place: totals, SM 0, SM 1 ..."""
+    """A process's name, which viewers show before its id, and its position in the viewer.
+
+    Totals come first, then SM 0, SM 1 ...
+    """
     yield _about("process_name", pid, 0, name)
     order = 0 if pid == _COUNTERS else 1 + pid
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": order}}

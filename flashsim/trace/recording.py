@@ -1,4 +1,7 @@
-"""`Recording`: the data of a trace. Files, timelines and Perfetto take it; `Trace` asks of it."""
+"""`Recording`: the data of a trace.
+
+Trace files, timelines and Perfetto export use it; `Trace` adds the questions.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,12 @@ from flashsim.trace.events import StageTrace
 
 
 class Own(NamedTuple):
-    """What is known of an algorithm of one's own, of which no itinerary and no closed form exists.
+    """The description of a user's own algorithm, which has no itinerary and no closed form.
 
-    `tensors` are names that are not in `TENSORS`, in the order of their codes, which follow, with
-    what each is cut along (see `schedule.tensors`); `compulsory` is what no algorithm for these
-    results can do without, and `workspace` what it keeps in HBM besides, in bytes.
+    `tensors` maps names that are not in `TENSORS` to the axis that each is cut along (see
+    `schedule.tensors`). Their codes follow those of `TENSORS`, in this order. `compulsory` is the
+    bytes that any algorithm for these results must move. `workspace` is the bytes kept in HBM
+    besides.
     """
 
     tensors: Mapping[str, int]
@@ -32,12 +36,12 @@ class Own(NamedTuple):
 @own_errors
 @dataclass(eq=False, repr=False)
 class Recording:
-    """What was recorded of a run.
+    """The record of a run.
 
     Attributes
     ----------
     problem, device, algorithm, direction, backend
-        What ran.
+        The problem that ran, and how it ran.
     stages : tuple of StageTrace
         One for each pass, in order.
     provenance : dict
@@ -45,7 +49,7 @@ class Recording:
     timeline : ndarray of dtype `TIMELINE`, or None
         Where and when each part of each visit ran on a GPU, from ``trace="timeline"``.
     own : Own or None
-        Of a pass by `flashsim.simulate`.
+        Describes the algorithm of a pass by `flashsim.simulate`.
     """
 
     problem: Problem
@@ -64,10 +68,10 @@ class Recording:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of tensors by the codes that events have."""
+        """Names of tensors, indexed by the codes in the events."""
         return TENSORS if self.own is None else (*TENSORS, *self.own.tensors)
 
     @property
     def axes(self) -> Mapping[str, int]:
-        """What each tensor is cut along."""
+        """The axis that each tensor is cut along."""
         return AXES if self.own is None else {**AXES, **self.own.tensors}

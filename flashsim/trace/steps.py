@@ -1,8 +1,8 @@
-"""`Steps`: one head's way through a trace, step by step, computed once for all steps.
+"""`Steps`: one head's path through a trace, step by step, computed at once for all steps.
 
 A step ends where something was computed: at each visit of a score tile, and at the end of each
-outer step (where FlashAttention-2 divides by l and stores O). Animations and pages need every step;
-`Trace.frame` reads one visit's off as a `Frame`.
+outer step (where FlashAttention-2 divides by l and stores O). Animations and HTML players need
+every step. `Trace.frame` takes the state after one visit from here, as a `Frame`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _Trace = TypeVar("_Trace", bound=Recording)
 
 
 class Frame(NamedTuple):
-    """The state of a walk right after visit `step`, for drawing. Tile grids are (T_r, T_c)."""
+    """The state of one head's traversal right after visit `step`, for drawing.
+
+    Tile grids are (T_r, T_c).
+    """
 
     step: int
     stage: str
@@ -44,17 +47,17 @@ class Frame(NamedTuple):
 
 
 class Steps(Generic[_Trace]):
-    """The steps of one walk of each stage of a trace, in order.
+    """The steps of one head (or head group) in each stage of a trace, in order.
 
     Attributes
     ----------
     trace : Trace
     events : ndarray of dtype `EVENT`, (n_events,)
-        One walk of each stage; ``stage`` says which.
+        The events of one head in each stage; ``stage`` says which stage.
     ends : ndarray of int64, (n_steps,)
         The event that ends each step (its "compute").
     stage, i, j, visit : ndarray of int, (n_steps,)
-        -1 where a step has no such number: j with queries outside, at the end of a row.
+        -1 where a step has no such number, such as j at the end of a row in a Q-outer loop.
     """
 
     def __init__(self, trace: _Trace) -> None:
@@ -92,7 +95,7 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def hbm_bytes(self) -> np.ndarray:
-        """int64 (n_steps, 3): bytes loaded, stored and reduced when each step has ended."""
+        """int64 (n_steps, 3): bytes loaded, stored and reduced up to the end of each step."""
         totals = np.zeros((len(self.events), len(TRANSFERS)), np.int64)
         for column, op in enumerate(TRANSFERS):
             totals[:, column] = np.where(self.events["op"] == op, self.events["bytes"], 0)
@@ -100,12 +103,12 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def flops(self) -> np.ndarray:
-        """int64 (n_steps,): floating-point operations done when each step has ended."""
+        """int64 (n_steps,): floating-point operations done up to the end of each step."""
         return np.cumsum(self.step_flops)
 
     @cached_property
     def step_flops(self) -> np.ndarray:
-        """int64 (n_steps,): floating-point operations of each step, priced as `Trace.flops`."""
+        """int64 (n_steps,): floating-point operations of each step, counted as in `Trace.flops`."""
         done = np.zeros(len(self), np.int64)
         trace = self.trace
         for number, stage in enumerate(trace.stages):
@@ -128,7 +131,7 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def notes(self) -> list[str]:
-        """Of which part of the keys each step is, or how many it merges; "" where there is one."""
+        """Each step's part of the keys, or how many parts it merges; "" if there is only one."""
         found = [""] * len(self)
         for number, stage in enumerate(self.trace.stages):
             slots, parts = stage.schedule.slots, stage.schedule.part_counts
@@ -152,7 +155,7 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def on_chip(self) -> np.ndarray:
-        """int64 (n_steps, n_buffers): what SRAM holds when it is fullest during each step."""
+        """int64 (n_steps, n_buffers): bytes in SRAM at the fullest moment of each step."""
         change, owner = gain(self.events), buffer_of(self.events["tensor"])
         total = np.where(self.events["op"] == FREE, -1, np.cumsum(change))
         fullest = np.maximum.reduceat(total, self.starts)
@@ -169,15 +172,16 @@ class Steps(Generic[_Trace]):
 
     @property
     def sram_scale(self) -> int:
-        """Bytes that fill a bar of SRAM, so that bars compare: a block's share of the device.
+        """Bytes of a full SRAM bar, the same for all steps: the device's capacity per block.
 
-        A GPU's kernel may hold more: its registers come on top, and the bar ends at the peak.
+        A GPU's kernel may hold more, because its registers come on top. The bar then ends at the
+        peak.
         """
         return max(int(self.on_chip.sum(axis=1).max(initial=1)), self.trace.device.sram_bytes)
 
     @cached_property
     def order(self) -> np.ndarray:
-        """int64 (n_steps,): how many visits its stage has made before each step."""
+        """int64 (n_steps,): the number of visits that the step's stage made before it."""
         seen = np.cumsum(self.visit >= 0)
         before = np.concatenate([[0], seen[:-1]])
         first = np.searchsorted(self.stage, np.arange(len(self.trace.stages)))
@@ -185,11 +189,11 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def visits(self) -> np.ndarray:
-        """The steps that are visits of score tiles."""
+        """Indices of the steps that are visits of score tiles."""
         return np.flatnonzero(self.visit >= 0)
 
     def frame(self, visit: int, head: int) -> Frame:
-        """The state after a visit, of the walk that begins with a query head."""
+        """The state after a visit, for the traversal whose first query head is `head`."""
         at = self.visits[visit]
         stage = self.trace.stages[self.stage[at]]
         order = np.full((stage.schedule.t_r, stage.schedule.t_c), np.nan)

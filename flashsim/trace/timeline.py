@@ -1,7 +1,8 @@
-"""GPU timelines: which thread block a span belongs to, and on which row it can be drawn.
+"""GPU timelines: the thread block of each span, and the row on which to draw the span.
 
-Blocks share an SM, and within a block visits overlap where a kernel starts the next tile's scores
-under this one's softmax. On a row of its own, each span nests or stands alone.
+Blocks share an SM. Within a block, visits overlap where a kernel starts the next tile's scores
+during this tile's softmax. Each span is put on a row where it nests with the others or stands
+alone.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from flashsim.trace.recording import Recording
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows for the spans of a timeline; every SM has the same ones.
+    """The thread block and the drawing row of each span of a timeline; every SM has the same rows.
 
     Attributes
     ----------
     block : ndarray of int, (n,)
         Number of each span's thread block, in the order of their starts.
     slot : ndarray of int, (n,)
-        The block's place on its SM: blocks that share it at one time have different ones.
+        The block's slot on its SM. Blocks that are on the SM at the same time have different slots.
     row : ndarray of int, (n,)
-        The span's row among its SM's. Spans of a visit by one role share one.
+        The span's row on its SM. Spans of one visit by one role share a row.
     names : tuple of str
-        What each row of an SM holds: which of its blocks, which role, and "next" for visits that
+        The name of each row of an SM: which of its blocks, which role, and "next" for visits that
         begin before those of the row above have ended.
     """
 
@@ -39,14 +40,14 @@ class Rows:
 
 
 def rows(trace: Recording, spans: np.ndarray) -> Rows:
-    """Give each span a row.
+    """Assign a drawing row to each span.
 
     Parameters
     ----------
     trace : Trace, or its `Recording`
-        Whose stages the spans belong to.
+        The trace whose stages the spans belong to.
     spans : ndarray of dtype `TIMELINE`, (n,)
-        All of a timeline, or some.
+        All spans of a timeline, or a subset.
 
     Raises
     ------
@@ -101,7 +102,7 @@ def _name(place: str, role: str, layer: int) -> str:
 
 
 def _numbers(*columns: np.ndarray) -> np.ndarray:
-    """Equal rows of the columns get equal numbers."""
+    """One number per row of the stacked columns; equal rows get equal numbers."""
     _, number = np.unique(np.stack(columns, axis=1).astype(np.int64), axis=0, return_inverse=True)
     return number.reshape(-1)
 
@@ -116,7 +117,7 @@ def _extents(spans: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _greedy(place: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """A layer for each interval, so that those of one place and layer do not overlap."""
+    """A layer for each interval, such that intervals of equal place and layer do not overlap."""
     layer = np.zeros(len(start), np.int64)
     taken: dict[int, list[int]] = {}  # when each layer of a place is free again
     for at in np.lexsort((end, start)).tolist():

@@ -1,7 +1,7 @@
-"""`Trace`: what was moved and computed, event by event, and the questions one asks of it.
+"""`Trace`: the recorded transfers and computations, event by event, and methods that query them.
 
-Since every head makes the same walk, a stage keeps the events of one walk and how often it is
-made; `Trace.events` spells them all out.
+Every head runs the same loops. So a stage keeps the events of one head and how often they repeat;
+`Trace.events` expands them for all heads.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Trace(Recording):
 
     @cached_property
     def events(self) -> np.ndarray:
-        """Every event of every head, one structured array (dtype `EVENT`), stage by stage."""
+        """Every event of every head in one structured array (dtype `EVENT`), stage by stage."""
         parts = [stage.expand(number) for number, stage in enumerate(self.stages)]
         return np.concatenate(parts) if parts else np.zeros(0, EVENT)
 
     @property
     def n_events(self) -> int:
-        """Number of events over all heads, without spelling them out."""
+        """Number of events over all heads, without expanding them."""
         return sum(len(stage.events) * stage.repeat for stage in self.stages)
 
     @property
@@ -61,12 +61,12 @@ class Trace(Recording):
 
     @property
     def parts(self) -> int:
-        """Parts of the keys, of the row tile that has the most."""
+        """The number of parts that keys are divided into, for the row tile that has the most."""
         return int(self.schedule.part_counts.max(initial=1))
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the stage with the most visits: the walk worth drawing."""
+        """The schedule of the stage with the most visits: the one to draw."""
         return self.main_stage.schedule
 
     @property
@@ -130,8 +130,8 @@ class Trace(Recording):
     def by_tile(self, op: str | None = None, tensor: str | None = None) -> np.ndarray:
         """Requested bytes of each score tile, int64 (T_r, T_c), all heads.
 
-        Transfers of an outer step (Q and O in a Q-outer loop) belong to no tile; `by_outer`
-        has them.
+        Transfers of an outer step (Q and O in a Q-outer loop) belong to no tile; `by_outer` counts
+        them.
         """
         grid = np.zeros((self.schedule.t_r, self.schedule.t_c), np.int64)
         for stage in self.stages:
@@ -173,7 +173,7 @@ class Trace(Recording):
 
     @cached_property
     def _work(self) -> tuple[dict[str, int], dict[str, int]]:
-        """FLOPs by kind and on-chip bytes, priced from the visits and steps that were executed."""
+        """FLOPs by kind and on-chip bytes, computed from the executed visits and steps."""
         flops: dict[str, int] = {}
         chip: dict[str, int] = {}
         for stage in self.stages:
@@ -198,7 +198,7 @@ class Trace(Recording):
         return flops, chip
 
     def flops(self, kind: str | None = None) -> int:
-        """FLOPs executed, all heads; of one kind (see `work.KINDS`) or all together."""
+        """FLOPs executed over all heads: of one kind (see `work.KINDS`) or of all."""
         return questions.select_kind(self._work[0], kind)
 
     def on_chip(self, op: str | None = None) -> int:
@@ -206,13 +206,13 @@ class Trace(Recording):
         return questions.select_chip(self._work[1], op)
 
     def intensity(self) -> float:
-        """Arithmetic intensity: FLOPs for each requested byte of HBM."""
+        """Arithmetic intensity: FLOPs per requested byte of HBM."""
         return self.flops() / self.bytes()
 
     # -- SRAM -----------------------------------------------------------------------------------
 
     def sram_timeline(self, stage: str | None = None) -> tuple[list[str], np.ndarray]:
-        """The bytes on chip, event by event, in the traversal of one head.
+        """The bytes on chip, event by event, for one head.
 
         Returns
         -------
@@ -238,10 +238,10 @@ class Trace(Recording):
     # -- over time ------------------------------------------------------------------------------
 
     def cumulative(self) -> np.ndarray:
-        """Requested bytes of one walk of each stage, summed up visit by visit, all stages.
+        """Cumulative requested bytes of one head, visit by visit over all stages.
 
-        Entry v is what has moved when v visits have ended; transfers outside visits count with
-        the visit that they precede (or, at the end of a stage, the one they follow).
+        Entry v is the total when v visits have ended. Transfers outside visits count with the visit
+        that they precede (or, at the end of a stage, with the one they follow).
         """
         per_visit = [np.zeros(1, np.int64)]
         for stage in self.stages:
@@ -260,7 +260,7 @@ class Trace(Recording):
 
     @property
     def n_visits(self) -> int:
-        """Visits in one walk of every stage: the steps of an animation."""
+        """Visits of one head (or head group), summed over stages: the steps of an animation."""
         return sum(
             int(((s.events["op"] == COMPUTE) & (s.events["visit"] >= 0)).sum()) for s in self.stages
         )
@@ -283,15 +283,15 @@ class Trace(Recording):
     # -- against others -------------------------------------------------------------------------
 
     def predicted(self) -> Traffic:
-        """The closed form for the same schedule: what `flashsim.count` says.
+        """The closed form for the same schedule, equal to the result of `flashsim.count`.
 
-        Without asking whether the tiles fit: they ran, and a GPU's kernel may keep in registers
+        It does not check whether the tiles fit: they ran, and a GPU's kernel may keep in registers
         what the model keeps on chip.
 
         Raises
         ------
         UnsupportedError
-            For an algorithm of one's own: nobody has derived its closed form.
+            For a user's own algorithm, which has no derived closed form.
         """
         if self.own is not None:
             raise UnsupportedError(
@@ -323,12 +323,12 @@ class Trace(Recording):
         return dram(requested, l2)
 
     def diff(self, other: Trace | Traffic) -> dict[tuple[str, str, str], tuple[int, int]]:
-        """Where two differ: ``{(stage, op, tensor): (ours, theirs)}``; empty if they agree.
+        """Where two results differ: ``{(stage, op, tensor): (ours, theirs)}``; empty if they agree.
 
         Raises
         ------
         DTypeError
-            For what is no trace and no count.
+            If `other` is neither a trace nor a count.
         """
         if not hasattr(other, "transfers"):
             raise DTypeError(f"diff() takes a Trace or a Traffic, got {shown(other)}")
@@ -340,12 +340,12 @@ class Trace(Recording):
         }
 
     def same_events(self, other: Trace) -> bool:
-        """Whether two traces have the same stages and, walk for walk, the same events.
+        """Whether two traces have the same stages and, stage by stage, the same events.
 
         Raises
         ------
         DTypeError
-            For what is no trace.
+            If `other` is not a trace.
         """
         checks.instance("other", other, Trace, "flashsim.Trace")
         return [s.name for s in self.stages] == [s.name for s in other.stages] and np.array_equal(

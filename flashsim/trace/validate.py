@@ -1,8 +1,8 @@
-"""Whether what a trace file says of a run can be true: types, ranges, and how long tables can be.
+"""Checks that a trace file's content is possible: types, ranges, and lengths of tables.
 
-A file may come from anywhere. What is checked here before a table is read bounds its memory by what
-the problem's own walk would take; what is checked afterwards keeps every index in range for those
-who ask the trace questions.
+A file may come from anywhere. The checks before a table is read bound its memory by the size that
+the problem itself implies. The checks after it is read keep every index in range for later queries
+of the trace.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STAGE = {
 
 
 def typed(what: str, given: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON object with at least these keys, each of its kind."""
+    """`given` as a JSON object that has at least these keys, each of its kind."""
     if not isinstance(given, dict):
         raise ValueError(f"{what} is {shown(given)}, not an object")
     for key, kind in kinds.items():
@@ -48,7 +48,7 @@ def typed(what: str, given: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def integers(what: str, given: Any, n: int, low: int = 0) -> list[int]:
-    """A list of n integers from `low` up to what an index can be."""
+    """`given` as a list of n integers, from `low` up to the largest possible index."""
     if not isinstance(given, list) or len(given) != n:
         raise ValueError(f"{what} is {shown(given)}, not {n} integers")
     for value in given:
@@ -58,7 +58,10 @@ def integers(what: str, given: Any, n: int, low: int = 0) -> list[int]:
 
 
 def header(given: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
-    """The header's own fields; those of its problem, device and stages when these are made."""
+    """Check the header's own fields.
+
+    The fields of its problem, device and stages are checked when these are built.
+    """
     kinds = {
         **{"names": dict, "problem": dict, "device": dict, "stages": list, "provenance": dict},
         **{"algorithm": str, "direction": str, "backend": str},
@@ -80,7 +83,7 @@ def header(given: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
 
 
 def own(given: Any) -> Own | None:
-    """What an algorithm of one's own says of itself; None of a built-in one."""
+    """The file's description of a user's own algorithm; None for a built-in one."""
     if given is None:
         return None
     kinds = {"tensors": list, "compulsory": int, "workspace": int}
@@ -102,19 +105,19 @@ def own(given: Any) -> Own | None:
 
 
 def own_name(name: Any) -> bool:
-    """Whether a tensor of one's own may be called so."""
+    """Whether a tensor of a user's own algorithm may have this name."""
     return isinstance(name, str) and name.isidentifier() and len(name) <= 24
 
 
 def own_costs(costs: np.ndarray, events: np.ndarray) -> None:
-    """One row of work for each computation, of amounts that add up."""
+    """Check that there is one row of work per computation, and that sums cannot overflow."""
     if costs.shape != (int((events["op"] == COMPUTE).sum()), len(KINDS) + 2):
         raise ValueError(f"a stage's work is {costs.shape}")
     within("work", costs.ravel(), 0, (1 << 62) // max(len(costs), 1))
 
 
 def problem(given: dict[str, Any], **masks: Any) -> Problem:
-    """The problem; its lengths are such as tables can hold."""
+    """The problem, with lengths that tables can hold."""
     if own_masks := {"mask", "block_mask"} & given.keys():
         raise ValueError(f"problem: a header holds no {', '.join(sorted(own_masks))}")
     made = Problem(**given, **masks)
@@ -126,7 +129,7 @@ def problem(given: dict[str, Any], **masks: Any) -> Problem:
 
 
 def split(entry: Mapping[str, Any]) -> Split:
-    """Parts of the keys and packed heads of a stage; older files say nothing of them."""
+    """Parts of the keys and packed heads of a stage. Older files have no entry for them."""
     given = entry.get("split", [1, False])
     if not isinstance(given, list) or len(given) not in (2, 3):
         raise ValueError(f"a split is {shown(given)}, not parts and whether heads are packed")
@@ -135,7 +138,7 @@ def split(entry: Mapping[str, Any]) -> Split:
 
 
 def split_entry(split: Split) -> list[Any]:
-    """What a file says of a split, for `split` to read."""
+    """A file's entry for a split, which `split` reads."""
     entry = [split.splits, split.pack_gqa]
     return entry if split.part_tiles is None else [*entry, split.part_tiles]
 
@@ -143,9 +146,9 @@ def split_entry(split: Split) -> list[Any]:
 def stage(
     given: Any, of: Problem, algorithm: str, direction: str, *, own: bool = False
 ) -> tuple[plans.Stage, Tiling, int, int]:
-    """A stage, its tiling, how often its walk is made, and how far apart.
+    """A stage, its tiling, how often its loops repeat, and how many query heads apart.
 
-    Of one's `own` algorithm it is what the file says, else what the algorithm's plan says.
+    For a user's `own` algorithm the file describes the stage; otherwise the algorithm's plan does.
     """
     entry = typed("a stage", given, _STAGE)
     name = entry["name"]
@@ -171,7 +174,10 @@ def stage(
 
 
 def _check_buffers(given: list[Any]) -> None:
-    """Buffers are the itinerary's, which may have changed since; the file's must be buffers."""
+    """Check that the file's buffers are well-formed.
+
+    The stage's buffers come from the itinerary, which may have changed since the file was written.
+    """
     if len(given) > len(TENSORS):
         raise ValueError(f"a stage has {len(given)} buffers")
     for entry in given:
@@ -186,12 +192,12 @@ def _check_buffers(given: list[Any]) -> None:
 
 
 def members(walk: plans.Stage, of: Problem) -> int:
-    """Rows that a query has in a walk: one for each packed head (`Split`)."""
+    """Rows per query in a stage's loops: one for each packed head (`Split`)."""
     return of.group if walk.parts and walk.per == "group" else 1
 
 
 def tiles(of: Problem, tiling: Tiling, members: int = 1) -> tuple[int, int, int]:
-    """Row tiles, column tiles, and score tiles: pairs of them in one sequence."""
+    """Numbers of row tiles, column tiles and score tiles (pairs of them in one sequence)."""
     t_r = t_c = pairs = 0
     for s in of.sequences:
         rows = -(-(s.q_stop - s.q_start) * members // tiling.block_q)
@@ -203,9 +209,10 @@ def tiles(of: Problem, tiling: Tiling, members: int = 1) -> tuple[int, int, int]
 def length_of_events(
     length: int, walk: plans.Stage, of: Problem, tiling: Tiling, *, own: bool = False
 ) -> None:
-    """Refuse a table of events that is longer than any walk of the stage, or too short for one.
+    """Refuse a table of events that is too long or too short for the stage.
 
-    How long a walk of one's `own` is, no problem says.
+    The problem does not bound the length for a user's `own` algorithm, so only a fixed limit
+    applies.
     """
     if own:
         if not 0 < length <= MOST_EVENTS:
@@ -233,14 +240,14 @@ def length_of_mask(
     tiling: Tiling,
     rows_each: int,
 ) -> None:
-    """Refuse a mask's table of tiles of another length than its tiling has."""
+    """Refuse a mask's table of tiles whose length does not match its tiling."""
     t_r, _, pairs = tiles(of, tiling, rows_each)
     if ptr[0] != t_r + 1 or col != kind or col[0] > pairs:
         raise ValueError(f"a mask's table has {ptr[0] - 1} rows and {col[0]} of {pairs} tiles")
 
 
 def grid(shape: tuple[int, ...], of: Problem, rows: int, cols: int) -> None:
-    """Refuse a block mask's grid of more cells than there are scores."""
+    """Refuse a block mask's grid that reaches past the scores."""
     if shape[0] * rows >= of.n_q + rows or shape[1] * cols >= of.n_kv + cols:
         raise ValueError(
             f"a block mask of {shape} cells of {rows} x {cols} reaches past the scores"
@@ -248,7 +255,7 @@ def grid(shape: tuple[int, ...], of: Problem, rows: int, cols: int) -> None:
 
 
 def length_of_timeline(length: int, events: int) -> None:
-    """Refuse a timeline with more spans than there are phases and roles of events."""
+    """Refuse a timeline with more spans than events x phases x roles."""
     if length > events * len(PHASES) * len(ROLES):
         raise ValueError(f"the timeline has {length} spans of {events} events")
 
@@ -265,7 +272,7 @@ def within(what: str, values: np.ndarray, low: int, high: int) -> None:
 def events(
     table: np.ndarray, walk: plans.Stage, of: Problem, tiling: Tiling, *, own: bool = False
 ) -> None:
-    """Events of one stage: tiles and heads that exist, bytes that can be moved."""
+    """Check the events of one stage: tiles and heads exist, and byte counts are possible."""
     rows_each = members(walk, of)
     t_r, t_c, pairs = tiles(of, tiling, rows_each)
     what = f"stage {walk.name!r}: "
@@ -290,7 +297,7 @@ def events(
 
 
 def timeline(spans: np.ndarray, stages: Sequence[Any], of: Problem) -> None:
-    """Spans of stages, heads and tiles that exist, which end after they begin."""
+    """Check the spans: stages, heads and tiles exist, and no span ends before it begins."""
     within("timeline: stage", spans["stage"], 0, len(stages))
     within("timeline: sm", spans["sm"], 0, 1 << 15)
     within("timeline: head", spans["head"], 0, of.batch * of.heads)
@@ -306,7 +313,7 @@ def timeline(spans: np.ndarray, stages: Sequence[Any], of: Problem) -> None:
 
 
 def mask_table(table: Csr, of: Problem, tiling: Tiling, rows_each: int) -> None:
-    """The tiles that a mask kept: of each row tile, keys ascending, in the row's own sequence."""
+    """Check a mask's table: each row tile lists tiles of its own sequence, with keys ascending."""
     ptr, col, kind = table
     within("a mask's kinds", kind, 0, 2)
     if ptr[0] != 0 or ptr[-1] != len(col) or (np.diff(ptr) < 0).any():
