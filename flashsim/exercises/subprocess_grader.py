@@ -44,7 +44,7 @@ def grade_file(
         The student's file.
     exercise : str, optional
         A name, or a path of a lecturer's file. Default: the exercise that the file's first line
-    names.
+        names.
     limit : float
         Seconds.
     memory : int, optional

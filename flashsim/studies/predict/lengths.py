@@ -56,8 +56,8 @@ def when(
     -------
     Table
         One row per length: milliseconds of standard attention with a library's kernels at their
-    best, its slowest kernel and that kernel's bound; milliseconds of flashsim's kernels;
-    standard attention's time divided by theirs; and the lower bound from units (`least`).
+        best, its slowest kernel and that kernel's bound; milliseconds of flashsim's kernels;
+        standard attention's time divided by theirs; and the lower bound from units (`least`).
 
     Raises
     ------

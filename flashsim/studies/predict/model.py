@@ -80,10 +80,10 @@ def predict(
     direction : {"forward", "backward"}
     algorithm : {"flash2", "flash2-fused", "flash2-once", "flash-decode", "standard"}
         "flash2-once" exists for Hopper's kernels only. With "standard", do not pass kernels,
-    tiling, constants or heads_in_group.
+        tiling, constants or heads_in_group.
     kernels : {"hopper", "portable", "python"}, optional
         The kernel family; default: the one made for the device. "python" means the kernels of
-    `backend="numba_cuda"` on a Hopper GPU (backward: ``kernel="tensor"``); it needs numba-cuda.
+        `backend="numba_cuda"` on a Hopper GPU (backward: ``kernel="tensor"``); it needs numba-cuda.
     tiling : Tiling, optional
         Default: the family's own.
     device : str or Device
@@ -94,8 +94,8 @@ def predict(
         Heads that are processed together, by stage; default: the kernels' own (`clump_size`).
     splits : int or "auto"
         For "flash-decode": number of blocks that share the keys of a sequence; "auto" is the
-    kernel's choice. The model reads the keys from HBM once per row tile, in random order if
-    they lie in pages. With several row tiles, L2 may serve some reads; the model ignores that.
+        kernel's choice. The model reads the keys from HBM once per row tile, in random order if
+        they lie in pages. With several row tiles, L2 may serve some reads; the model ignores that.
 
     Raises
     ------

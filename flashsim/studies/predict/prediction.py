@@ -22,10 +22,10 @@ class StageTime:
     name : str
     seconds : float
         Time that it adds to the pass. On Hopper, dQ's blocks begin on SMs that the dK and dV
-    blocks leave idle, so dQ adds less than it takes alone.
+        blocks leave idle, so dQ adds less than it takes alone.
     units : dict of float
         Seconds for which each unit would be busy if the work were spread evenly: at most
-    `seconds`, unless a clock above the nominal one is needed.
+        `seconds`, unless a clock above the nominal one is needed.
     waves : float
         Thread blocks divided by the number that run at a time; a fraction is a tail.
     tail : float

@@ -43,7 +43,7 @@ class SpreadTime:
         Seconds of a rank's sends, on the slowest link that they use.
     start, end : ndarray, (ranks, steps)
         When each step begins and ends on each rank. A step ends when its blocks are computed and
-    all data that it sends and receives has arrived.
+        all data that it sends and receives has arrived.
     """
 
     account: Account
@@ -142,7 +142,7 @@ def spread(
         For every rank's local attention, as in `predict`.
     link : str or Link, optional
         Link between the GPUs of a host, by name (`flashsim.problem.links.LINKS`); default: the
-    device's own.
+        device's own.
     network : str or Link
         Link between hosts, one per GPU.
     host : int

@@ -1,4 +1,4 @@
-"""Shared memory of FlashAttention-2's and -3's tiles, from what their kernels keep there."""
+"""Shared memory of FlashAttention-2's and -3's tiles, from the tensors that their kernels keep."""
 
 from __future__ import annotations
 
@@ -59,6 +59,6 @@ def fa2_backward(
 
 
 def fa3_widest(d: int, block_q: int, *, p_in_smem: bool = False) -> int:
-    """The widest key block for which Q and two stages of K and V fit in a block's shared memory."""
+    """The widest key block for which Q and two stages of K and V fit in shared memory."""
     per_key = ITEM * (2 * 2 * d + (block_q if p_in_smem else 0))
     return (Device.get("H100").sram_bytes - ITEM * block_q * d) // per_key // 16 * 16

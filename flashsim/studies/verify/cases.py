@@ -56,7 +56,7 @@ class Case:
     algorithm, backend : str
     device : str
         Device of the prediction. Default: `HERE`, which `record` replaces with the preset of the
-    GPU that it measures.
+        GPU that it measures.
     kernel : str or None
         Passed on to `run` unless None: "hopper" or "portable".
     tilings : (Tiling or None, Tiling or None)

@@ -94,9 +94,9 @@ def verify(
     title : str
     l2 : L2Model, optional
         Default: heads in groups, as the kernels of `flashsim.backends` run them. If it does not
-    set `blocks_per_sm`, the value is the one that Nsight Compute recorded of the launch. A
-    group has as many heads as the kernel's family processes together. Where a pass adds to dQ
-    in a fixed order, its blocks wait for each other.
+        set `blocks_per_sm`, the value is the one that Nsight Compute recorded of the launch. A
+        group has as many heads as the kernel's family processes together. Where a pass adds to dQ
+        in a fixed order, its blocks wait for each other.
     """
     if not isinstance(passes, (list, tuple)):
         raise DTypeError(f"passes must be a list of MeasuredPass, got {shown(passes)}")

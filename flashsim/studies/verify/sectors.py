@@ -35,7 +35,7 @@ def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> in
     -------
     int or None
         Bytes for all heads. None for cases that are not implemented: float32 (its kernels store
-    other pieces), packed sequences, a bias, and other algorithms' stages.
+        other pieces), packed sequences, a bias, and other algorithms' stages.
     """
     p, total = traffic.problem, 0
     if p.itemsize != 2 or len(p.sequences) > 1 or stage.name not in (*WALKS, "delta", "convert"):
