@@ -365,7 +365,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Decoding(Parts):
-    """How flash-decode reads the cache."""
+    """Options for how flash-decode reads the cache."""
 
     no_pack_gqa: bool = _option(False, "flash-decode: grouped query heads do not share a tile.")
     shared_prefix: int | None = _option(None, "flash-decode: keys that all entries begin with.")

@@ -54,7 +54,7 @@ def table(*names: str) -> Table:
 
 @own_errors
 def overview(full: Table) -> Table:
-    """`table` without its reasons, which make it long."""
+    """The result of `table` without its column of reasons, which is long."""
     return Table(
         full.title,
         full.columns[:-1],

@@ -1,4 +1,4 @@
-"""Work spread over a GPU (flash-decoding) and over several (ring attention)."""
+"""Work divided over one GPU's SMs (flash-decoding) and over several GPUs (ring attention)."""
 
 from __future__ import annotations
 

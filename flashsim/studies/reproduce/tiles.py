@@ -26,7 +26,7 @@ FA3_FORWARD = ((128, 128, 192, False), (128, 128, 144, True), (192, 128, 112, Fa
 
 
 def tiles() -> list[Table]:
-    """FlashAttention-2's backward in KiB, and how wide FlashAttention-3's key block can be."""
+    """Tables of FlashAttention-2's backward in KiB, and of FlashAttention-3's widest key block."""
     second = page(
         "FlashAttention-2 backward: shared memory, KiB",
         "flash_bwd_launch_template.h of Dao-AILab/flash-attention; ours: two Q and one dO buffer, "
@@ -52,7 +52,7 @@ def tiles() -> list[Table]:
 def fa2_backward(
     d: int, block_q: int, block_k: int, *, v_in_registers: bool = False, one_q: bool = False
 ) -> int:
-    """Bytes: Q (twice, to load the next while using this), dO, K, V, P and dS."""
+    """On-chip bytes: Q (twice, to load the next while using this), dO, K, V, P and dS."""
     rows = (2 if one_q else 3) * block_q * d
     columns = (1 if v_in_registers else 2) * block_k * d
     return ITEM * (rows + columns + 2 * block_q * block_k)

@@ -42,7 +42,7 @@ class Row:
 @own_errors
 @dataclass(frozen=True)
 class Verification:
-    """All rows of a run; prints as a table."""
+    """The comparison's rows for one run; prints as a table."""
 
     title: str
     rows: tuple[Row, ...]

@@ -1,4 +1,4 @@
-"""A few logits through three softmaxes, every intermediate value in float32."""
+"""A few logits through three softmaxes, with every intermediate value in float32."""
 
 from __future__ import annotations
 
