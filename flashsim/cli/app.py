@@ -1,6 +1,7 @@
-"""The `flashsim` command. Tables for people, ``--json`` and ``--csv`` for programs.
+"""The `flashsim` command: it prints tables for people, ``--json`` and ``--csv`` for programs.
 
-A command's module is imported when the command is called: `flashsim --help` reads the list below.
+A command's module is imported only when the command is called: `flashsim --help` reads the list
+below.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _moved(old: str, new: str) -> None:
 
 
 class _Command(TyperCommand):
-    """A command: its flags take no value, so help shows none."""
+    """A command whose help shows no value for flags, since they take none."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         found: list[Any] = super().get_params(ctx)
@@ -120,7 +121,7 @@ class _Command(TyperCommand):
 
 
 class _Group(TyperGroup):
-    """Commands that are imported when called; turns errors into one line and exit code 2."""
+    """A group that imports its commands when called; errors give one line and exit code 2."""
 
     entries: _Entries = COMMANDS
 

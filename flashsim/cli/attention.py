@@ -184,7 +184,7 @@ def sweep(
 
 
 def _asked(scores: opt.Scores, how: opt.Simulated, decoding: opt.Decoding) -> dict[str, Any]:
-    """Options of a run, as the library takes them."""
+    """The options of a run, in the library's form."""
     return {
         **{"causal": scores.causal, "window": values.window(scores), "softcap": scores.softcap},
         **{"device": values.device(how), "key_order": how.key_order},
@@ -198,7 +198,7 @@ def _save(trace: Trace, path: Path) -> None:
 
 
 def _ready_apart(save: Path | None, out: Path | None, backward: bool) -> None:
-    """See that the files can be written, and are not one."""
+    """Check that both files can be written, and that they differ."""
     ready(save)
     ready(out)
     traces = [] if save is None else [save, *([_backward_name(save)] if backward else [])]

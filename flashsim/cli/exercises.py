@@ -68,7 +68,7 @@ def hint(
 
 
 def reveal(name: _Name) -> None:
-    """Print a reference solution, which gets every point; in a file, it can be graded."""
+    """Print a reference solution, which gets every point; if you save it, it can be graded."""
     one = shelf.get(name)
     typer.echo(f"# flashsim exercise: {one.name}\n\n{one.solution_source}", nl=False)
 
@@ -79,7 +79,7 @@ def predict(
     stored: int | None = opt.option(None, "Your bytes. Default: you are asked."),
     plot: opt.Plot = None,
 ) -> None:
-    """Guess how many bytes move, then see. For the lecture hall."""
+    """Guess how many bytes move, then see the answer. For the lecture hall."""
     one = shelf.get(name)
     ready(plot)
     typer.echo(f"{textwrap.dedent(one.statement).strip()}\n\n{one.sizes}\n")
@@ -111,7 +111,7 @@ def grade(
         None, f"MiB that it may take (Linux). Default: {subprocess_grader.MEMORY:,}.", min=1
     ),
 ) -> None:
-    """Grade a solution: results, room on chip, bytes; in words, and in points of 100."""
+    """Grade a solution by results, on-chip memory and bytes; in words, and in points of 100."""
     for path in (gradescope, plot, save):
         ready(path)
     if gradescope is not None and exercise is not None and not file.is_file():
@@ -139,6 +139,6 @@ def grade(
 
 
 def _draw(traces: dict[str, Trace], one: Exercise, path: Path) -> None:
-    """A picture of where the bytes went."""
+    """Draw the bytes by tensor, and print the picture's path."""
     viz().save_figure(draw(traces, one), path)
     say(f"plot in {path}")

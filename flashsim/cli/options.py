@@ -1,8 +1,8 @@
-"""The options of the commands, alone or in bundles: a dataclass for each topic.
+"""The options of the commands, single or in bundles: a dataclass per topic.
 
 A command takes a bundle as one parameter, and `spread` turns it into one option per field. The
-parameter's default, if it has one, holds the command's own defaults: ``sizes: Sizes = LAYER``.
-An option of one command alone is a parameter with ``option(default, help)`` as its default.
+parameter's default, if any, holds the command's own defaults: ``sizes: Sizes = LAYER``. An option
+that only one command has is a parameter with ``option(default, help)`` as its default.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REQUIRED: Any = ...
 
 @dataclass(frozen=True)
 class _Option:
-    """An option whose name is that of the parameter or field that holds it."""
+    """An option that is named after the parameter or field that holds it."""
 
     default: Any
     help: str
@@ -42,7 +42,7 @@ class _Option:
     more: dict[str, Any] = field(default_factory=dict)
 
     def parameter(self, name: str, kind: Any, default: Any, panel: str | None) -> Any:
-        """As Typer reads it."""
+        """The option as a parameter for Typer."""
         about = typer.Option(
             *(flag(name), *self.short.split()),
             help=self.help,
@@ -61,26 +61,26 @@ def option(
     panel: str | None = None,
     **more: Any,
 ) -> Any:
-    """The default of a command's parameter: an option called as the parameter is.
+    """Declare an option as the default of a command's parameter, whose name it takes.
 
-    `read`, given the option's name and its text, makes the value; a list is read from text with
-    commas. `more` is `typer.Option`'s.
+    `read` turns the option's name and its text into the value; a list is read from text with
+    commas. `more` is passed to `typer.Option`.
     """
     return _Option(default, help, short, read, more | ({"rich_help_panel": panel} if panel else {}))
 
 
 def _option(default: Any, help: str, short: str = "") -> Any:
-    """The default of a bundle's field: an option called as the field is."""
+    """Declare an option as the default of a bundle's field, whose name it takes."""
     return field(default=default, metadata={"option": _Option(default, help, short)})
 
 
 def flag(name: str) -> str:
-    """An option as it is typed."""
+    """The option's name as the user types it."""
     return "--" + name.strip("_").replace("_", "-")
 
 
 def each(convert: Callable[[str], Any]) -> Callable[[str, str], list[Any]]:
-    """Reads the values of ``a,b,c``."""
+    """A reader that converts each value of ``a,b,c``."""
 
     def read(name: str, text: str) -> list[Any]:
         try:
@@ -96,7 +96,7 @@ def each(convert: Callable[[str], Any]) -> Callable[[str, str], list[Any]]:
 
 
 def _lists(kind: Any) -> Callable[[str, str], list[Any]] | None:
-    """The function that reads a list, if `kind` is one."""
+    """The reader of a list type; None for any other type."""
     one = next((x for x in (kind, *get_args(kind)) if get_origin(x) is list), None)
     return None if one is None else each(get_args(one)[0])
 
@@ -104,7 +104,7 @@ def _lists(kind: Any) -> Callable[[str, str], list[Any]] | None:
 def pair(
     between: str, convert: Callable[[str], T], takes: str
 ) -> Callable[[str, str], tuple[T, T]]:
-    """Reads both sides of a separator; `takes` says in an error what the option takes."""
+    """A reader of two values around a separator; `takes` describes the format in errors."""
 
     def read(name: str, text: str) -> tuple[T, T]:
         try:
@@ -117,10 +117,10 @@ def pair(
 
 
 def spread(command: Callable[..., Any], show: Callable[..., None]) -> Callable[..., None]:
-    """`command` as Typer reads it: each bundle among its parameters spread into its fields.
+    """`command` with each bundle among its parameters spread into its fields, for Typer.
 
-    A parameter that is called as a field takes the place of that field's option. The
-    command's result is shown in the requested `Format`.
+    If a parameter has the name of a field, it replaces that field's option. The command's result
+    is shown in the requested `Format`.
     """
     hints: dict[str, Any] = get_type_hints(command, include_extras=True)
     parameters = inspect.signature(command).parameters
@@ -160,7 +160,7 @@ def spread(command: Callable[..., Any], show: Callable[..., None]) -> Callable[.
 
 
 def _leaves(bundle: Any) -> dict[str, inspect.Parameter]:
-    """One parameter per field; a field may be a bundle itself."""
+    """Parameters for a bundle's fields, one each; a field may be a bundle itself."""
     found: dict[str, inspect.Parameter] = {}
     for name, kind in get_type_hints(type(bundle)).items():
         default = getattr(bundle, name)
@@ -173,7 +173,7 @@ def _leaves(bundle: Any) -> dict[str, inspect.Parameter]:
 
 
 def _gather(defaults: Any, given: dict[str, Any]) -> Any:
-    """The bundle of the given values, which are taken out of `given`; else of `defaults`."""
+    """Build a bundle from values taken out of `given`; others come from `defaults`."""
     return type(defaults)(
         **{
             name: _gather(default, given) if is_dataclass(default) else given.pop(name, default)
@@ -184,7 +184,7 @@ def _gather(defaults: Any, given: dict[str, Any]) -> Any:
 
 
 def written(typed: typer.Context) -> list[str]:
-    """Names of the options on the command line."""
+    """Names of the options that were typed on the command line."""
     found = []
     for option in typed.command.params:
         source = typed.get_parameter_source(option.name or "")  # an enum, of click's or of Typer's
@@ -202,7 +202,7 @@ def refuse_unused(
 ) -> None:
     """Refuse options that were typed and have no effect in this case.
 
-    These are the ones in `never`; or, if `only` is given, all except those and the formats.
+    These are the options in `never`; or, if `only` is set, all except `only` and the formats.
 
     Raises
     ------
@@ -229,7 +229,7 @@ class Lengths:
     dtype: str | None = _option(None, f"One of {', '.join(DTYPES)}.")
 
     def given(self) -> dict[str, Any]:
-        """Those that are not None, by the names of `Problem`."""
+        """The sizes that are not None, by the names of `Problem`."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
@@ -258,7 +258,7 @@ class Scaling:
     )
 
     def kind(self) -> str | tuple[int, int] | None:
-        """As `Problem.scales` has it."""
+        """The scales in the form of `Problem.scales`."""
         if self.scales is None or self.scales in ("tensor", "head"):
             return self.scales
         blocks = pair("x", int, "tensor, head or QUERIESxKEYS, e.g. 128x128")
@@ -267,7 +267,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Tensors:
-    """Which numbers a command runs on."""
+    """The numbers on which a command runs."""
 
     panel = _SIZES
     seed: int = _option(0, "Of the random tensors.")
@@ -281,7 +281,7 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees."""
+    """The keys that each query sees."""
 
     panel = _MASK
     causal: bool = _option(False, "Causal mask: key k <= query + n_kv - n_q.")
@@ -290,7 +290,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Scores(Mask):
-    """A mask, and what is done to scores."""
+    """A mask, and the operations on scores."""
 
     softcap: float = _option(0.0, "c of c tanh(s / c); 0 is off.")
 
@@ -316,7 +316,7 @@ class One:
 
 
 def one_pass(direction: str) -> str:
-    """The pass, if there is one of that name.
+    """Return the name of a pass after checking that it exists.
 
     Raises
     ------
@@ -331,7 +331,7 @@ def one_pass(direction: str) -> str:
 
 @dataclass(frozen=True)
 class Passes:
-    """The forward pass, and the backward one on demand."""
+    """The forward pass, and the backward pass if requested."""
 
     panel = _HOW
     backward: bool = _option(False, "The backward pass as well.")
@@ -342,7 +342,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Simulated(Passes):
-    """Passes on a device that can be changed."""
+    """Passes on a device whose on-chip capacity can be changed."""
 
     sram: int | None = _option(None, "Bytes on chip, instead of the device's.")
     key_order: str = _option("ascending", "Order of key tiles: ascending or descending.")
@@ -350,14 +350,14 @@ class Simulated(Passes):
 
 @dataclass(frozen=True)
 class Parts:
-    """Into how many parts flash-decode divides the keys, and how they lie."""
+    """The number of parts into which flash-decode divides the keys, and the keys' layout."""
 
     panel = _HOW
     splits: str | None = _option(None, "flash-decode: parts of the keys; a number, auto or fa3.")
     page_size: int | None = _option(None, "flash-decode: keys per page of the cache.")
 
     def options(self) -> dict[str, Any]:
-        """How keys are divided, of what is given, as the library takes them."""
+        """The options that were set for dividing the keys, in the library's form."""
         if self.splits is None:
             return {}
         return {"splits": int(self.splits) if self.splits.lstrip("-").isdecimal() else self.splits}
@@ -365,18 +365,18 @@ class Parts:
 
 @dataclass(frozen=True)
 class Decoding(Parts):
-    """How flash-decode reads the cache."""
+    """Options for how flash-decode reads the cache."""
 
     no_pack_gqa: bool = _option(False, "flash-decode: grouped query heads do not share a tile.")
     shared_prefix: int | None = _option(None, "flash-decode: keys that all entries begin with.")
     latent: bool = _option(False, "flash-decode: V is the first head_dim_v columns of K (MLA).")
 
     def posed(self, problem: Problem) -> Problem:
-        """The problem with a cache that lies as is said here."""
+        """The problem with the cache layout of these options."""
         return replace(problem, page_size=self.page_size, latent=self.latent)
 
     def options(self) -> dict[str, Any]:
-        """How keys are divided, of what is given, as the library takes them."""
+        """The options that were set for dividing the keys, in the library's form."""
         found = super().options()
         if self.shared_prefix is not None:
             found["shared_prefix"] = self.shared_prefix
@@ -385,7 +385,7 @@ class Decoding(Parts):
 
 @dataclass(frozen=True)
 class L2:
-    """The model of the L2 cache."""
+    """Settings of the L2 cache model."""
 
     panel = _L2
     launch: str = _option("head-first", f"Order of thread blocks: {', '.join(ORDERS)}.")
@@ -396,7 +396,7 @@ class L2:
     warm: bool = _option(False, "A stage finds in L2 what the last one left.")
 
     def model(self) -> L2Model:
-        """As the library takes it."""
+        """These settings as an `L2Model`."""
         return L2Model(
             *(self.launch, self.walk, self.blocks_per_sm, self.partitions),
             jitter=self.jitter * 1e-6,
@@ -417,7 +417,7 @@ Algorithm = Annotated[
 
 
 def algorithms(default: Any) -> Any:
-    """Several algorithms, separated by commas."""
+    """Declare an option for several algorithms, separated by commas."""
     return option(default, f"Some of {', '.join(ALGORITHMS)}.", "-a", panel=_HOW)
 
 
@@ -487,9 +487,9 @@ class Source:
     how: One = One(tiling="64x64")
 
     def names(self) -> list[str]:
-        """The algorithms."""
+        """The names of the algorithms."""
         return [name.strip() for name in self.algorithm.split(",")]
 
     def last(self) -> Source:
-        """Its last algorithm alone, for what shows one."""
+        """This source with its last algorithm only, for plots that show one."""
         return replace(self, algorithm=self.names()[-1])

@@ -66,13 +66,13 @@ def add(
     value: float,
     unit: str | None = None,
 ) -> None:
-    """One more figure of `source`."""
+    """Add one figure of `source` as a row."""
     what = (source.algorithm, source.direction, str(source.tiling))
     table.rows.append((*what, quantity, of, value, unit))
 
 
 def event_table(trace: Trace, limit: int) -> report.Table:
-    """The first events, by name."""
+    """The first events, with names instead of codes."""
     columns = ("stage", "op", "tensor", "level", "head", "i", "j", "visit", "bytes")
     table = report.Table(f"{trace.n_events:,} events, the first {limit:,}", columns)
     for e in trace.events[:limit]:
@@ -87,7 +87,7 @@ Tables = report.Table | list[report.Table] | tuple[list[report.Table], list[repo
 
 
 def show(found: Tables, form: Format | None = None) -> None:
-    """Print what a command gave: tables for people, or one JSON array or one CSV of everything."""
+    """Print a command's results: tables for people, or one JSON array or one CSV for programs."""
     people, full = found if isinstance(found, tuple) else (found, found)
     if form is None or not (form.json or form.csv):
         to = console()
@@ -100,7 +100,7 @@ def show(found: Tables, form: Format | None = None) -> None:
 
 
 def console() -> Console:
-    """Where tables for people go."""
+    """The console that prints tables for people."""
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
@@ -110,7 +110,7 @@ def working(
     cost: Estimate | None = None,
     by: str = "tiles; `flashsim count` counts the same at once",
 ) -> Iterator[None]:
-    """Say first what takes minutes; on a terminal, show a spinner meanwhile."""
+    """Announce work that takes minutes; on a terminal, show a spinner meanwhile."""
     if cost is not None and cost.seconds > 60:
         text += f", {cost}"
         say(f"{text} by the number of its {by}")
@@ -122,7 +122,7 @@ def working(
 
 
 def viz() -> Any:
-    """`flashsim.viz`, which commands load only to draw; it shows no window."""
+    """`flashsim.viz`, imported only when a command draws; it opens no window."""
     import matplotlib as mpl
 
     from flashsim import viz as drawing
@@ -132,7 +132,7 @@ def viz() -> Any:
 
 
 def draw(kind: str, data: Any, out: Path, options: dict[str, Any], **how: Any) -> None:
-    """Draw one plot, and say where it is."""
+    """Draw one plot, and print its path."""
     plot = getattr(viz(), kind.replace("-", "_"))
     axes = plot(*data, **options) if kind == "diff" else plot(data, **options)
     viz().save_figure(axes, out, **how)
@@ -140,7 +140,7 @@ def draw(kind: str, data: Any, out: Path, options: dict[str, Any], **how: Any) -
 
 
 def ready_to_draw(path: Path | None) -> None:
-    """See before the work that a plot can be written."""
+    """Check before the work that a plot can be written."""
     if path is not None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -149,12 +149,12 @@ def ready_to_draw(path: Path | None) -> None:
 
 
 def ready(path: Path | None, endings: Sequence[str] = ()) -> None:
-    """See before the work that a file can be written, and make its folder.
+    """Check before the work that a file can be written, and make its folder.
 
     Raises
     ------
     OptionError
-        For an ending that is not one of `endings`, a folder, or a place without write permission.
+        If the ending is not one of `endings`, the path is a folder, or write permission is missing.
     """
     if path is None:
         return
@@ -171,5 +171,5 @@ def ready(path: Path | None, endings: Sequence[str] = ()) -> None:
 
 
 def say(text: str) -> None:
-    """News about files, on stderr: stdout holds the figures alone."""
+    """Print news about files on stderr: stdout holds only the figures."""
     typer.echo(text, err=True)

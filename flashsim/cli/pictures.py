@@ -54,14 +54,14 @@ _ROW = opt.option(None, "Query row whose m and l are followed.")
 
 @dataclass(frozen=True)
 class Recorded:
-    """Traces to draw, and the queries and keys of the first, where they are known."""
+    """Traces to draw, and the queries and keys of the first trace if they are known."""
 
     traces: list[Trace]
     q: np.ndarray | None = None
     k: np.ndarray | None = None
 
     def statistics(self, row: int | None) -> Any:
-        """m and l of a row; None where the trace or the tensors do not give them."""
+        """m and l of a row; None if the trace or the tensors do not contain them."""
         if self.q is None or self.k is None:
             if row is not None:
                 raise OptionError(
@@ -199,7 +199,7 @@ def page(
 
 
 def demo_figures(name: str, comparison: Comparison, out: Path) -> list[Path]:
-    """One plot, one animation and one page of a bundled layer; returns where they are."""
+    """Draw one plot, one animation and one page of a bundled layer; return their paths."""
     drawing = viz()
     sample = load_sample(name)
     # Small tiles, so that there is something to watch: 16 x 16 of them.
@@ -231,7 +231,7 @@ def _refuse_unused(kind: str, given: list[str], over: str) -> None:
 
 
 def _recorded(source: opt.Source, typed: list[str]) -> Recorded:
-    """Saved traces, or those of running the simulator now; and which options were `typed`."""
+    """Load the saved traces, or run the simulator now; `typed` names the options in use."""
     mask, how = source.mask, source.how
     if source.trace:
         if given := [name for name in typed if name in _RUN - {"trace"}]:
@@ -267,7 +267,7 @@ def _recorded(source: opt.Source, typed: list[str]) -> Recorded:
 
 
 def _io_sweep(source: opt.Source, over: str) -> Sweep:
-    """Closed forms along one axis."""
+    """Count bytes in closed form along one axis."""
     how, mask = source.how, source.mask
     if over not in _OVER:
         raise OptionError(f"unknown axis {over!r}; {choices(over, _OVER)}")
@@ -291,7 +291,7 @@ def _io_sweep(source: opt.Source, over: str) -> Sweep:
 
 
 def _counts(source: opt.Source, defaults: opt.Sizes) -> list[Traffic]:
-    """By formula, of the default sizes where none are given."""
+    """Closed-form counts of the given sizes, with `defaults` for sizes that are not given."""
     sizes = replace(defaults, **source.sizes.given())
     return [values.counted(sizes, source.mask, name, source.how) for name in source.names()]
 
@@ -299,7 +299,7 @@ def _counts(source: opt.Source, defaults: opt.Sizes) -> list[Traffic]:
 def _roofline(
     source: opt.Source, seconds: float | None, typed: list[str]
 ) -> tuple[Any, dict[str, Any]]:
-    """The data of `flashsim roofline`, or saved traces at the time that a GPU took."""
+    """The data of `flashsim roofline`, or saved traces with their GPU times."""
     if source.trace:
         traces = _recorded(source, typed).traces
         took = {t.algorithm: s for t in traces if (s := values.duration(t)) is not None}

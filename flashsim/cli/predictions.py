@@ -1,4 +1,4 @@
-"""Commands that predict: roofline, predict, dram; and that measure for it: verify, calibrate."""
+"""Commands that predict (roofline, predict, dram) and that measure (verify, calibrate)."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def predict(
 ) -> Tables:
     """Predict how long the kernels of backend cupy take: units, overlap, waves and tails.
 
-    Needs no GPU. With --tiling fit the kernels choose the tiling. The model is calibrated on one
-    H200; docs/reference/predictions.md compares it with measurements.
+    This needs no GPU. With --tiling fit the kernels choose the tiling. The model is calibrated on
+    one H200; docs/reference/predictions.md compares it with measurements.
     """
     from flashsim.studies import predict as model
 
@@ -134,9 +134,9 @@ def verify(
 ) -> None:
     """Compare predictions with hardware counters, kernel by kernel.
 
-    Runs the kernels under Nsight Compute and predicts for this machine's GPU unless --device names
-    another; or reads with --from what it printed elsewhere. A file that --save wrote also says what
-    ran; for other tables give the same options as for the run.
+    Runs the kernels under Nsight Compute, and predicts for this machine's GPU unless --device names
+    another. With --from, it reads Nsight Compute's output from another run instead. A file that
+    --save wrote also records the cases; for other tables give the same options as for the run.
     """
     from flashsim.studies import verify as verification
 
@@ -200,7 +200,7 @@ def verify(
 
 
 def _measured(cases: Any, save: Path | None) -> Any:
-    """The record of these cases, measured now, and saved if asked."""
+    """The record of these cases: measures them now, and saves it if requested."""
     from flashsim.studies import verify as verification
 
     with working("measuring"):
@@ -218,9 +218,9 @@ def calibrate(
         None, "With --units: the GPU that they were measured on; H200."
     ),
 ) -> Tables:
-    """Measure what each unit of this GPU does: the chip's part of `flashsim predict`, in seconds.
+    """Measure the speed of each unit of this GPU, for `flashsim predict`; takes seconds.
 
-    The last table has the speeds of a `flashsim.Device` to predict with. In Python,
+    The last table has the speeds of a `flashsim.Device` for predictions. In Python,
     `flashsim.studies.predict.chip.calibrated` makes that device.
     """
     from flashsim.studies.predict import chip

@@ -1,4 +1,4 @@
-"""The command about many GPUs: `flashsim study ring`."""
+"""The `flashsim study ring` command, about attention over several GPUs."""
 
 from __future__ import annotations
 

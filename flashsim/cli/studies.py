@@ -1,4 +1,4 @@
-"""Commands of `flashsim study`: each runs one study of `flashsim.studies`, and prints its table."""
+"""Commands of `flashsim study`: each runs one study of `flashsim.studies` and prints its table."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def ladder(
     magnify: float = opt.option(1.0, "Multiplies Q: large scores."),
     seed: int = opt.option(0, "Of the random tensors."),
 ) -> Tables:
-    """Climb from a naive softmax to FlashAttention: each rung executed, counted, predicted."""
+    """Climb from a naive softmax to FlashAttention: each rung is executed, counted, predicted."""
     from flashsim.studies import ladder as rungs_of
 
     asked = sizes.given()
@@ -124,7 +124,7 @@ def softmax_matmul(
     block_2: int | None = opt.option(None, "Columns of X in a block. Default: as many as rows."),
     run: bool = opt.option(False, "Simulate it on random matrices, beside the formula."),
 ) -> Tables:
-    """softmax(X) V, fused into one kernel and in two: what each moves."""
+    """Count the bytes of softmax(X) V, fused into one kernel and in two kernels."""
     from flashsim.studies import softmax_matmul as operation
 
     shape, blocks_of = (batch, d1, d2, d3), dict[str, Any](block=block, block_2=block_2)
@@ -160,7 +160,7 @@ def precision(
     *,
     typed: typer.Context,
 ) -> Tables:
-    """The error of each rounding: every point lowered alone, against float64."""
+    """Measure the error of each rounding: lower one point at a time, compare with float64."""
     from flashsim.studies import precision as lab
 
     ready_to_draw(plot)
@@ -193,7 +193,7 @@ def banks(
     plot: opt.Plot = None,
     theme: str | None = opt.option(None, "--plot: light or dark; light."),
 ) -> Tables:
-    """Bank conflicts and sectors: what a warp's request costs in each layout of a tile."""
+    """Count bank conflicts and sectors of a warp's request, for each layout of a tile."""
     from flashsim.studies import banks as on_chip
 
     ready_to_draw(plot)
@@ -222,7 +222,7 @@ def blocks(
     *,
     typed: typer.Context,
 ) -> Tables:
-    """Tile sizes: iterations, blocks per SM, bytes and predicted time of each stage."""
+    """Compare tile sizes: iterations, blocks per SM, bytes and predicted time of each stage."""
     from flashsim.studies import blocks as tiles
 
     ready_to_draw(plot)
@@ -263,7 +263,7 @@ def when(
     *,
     typed: typer.Context,
 ) -> Tables:
-    """When does FlashAttention win? Predicted times beside standard attention's, over N."""
+    """Find when FlashAttention wins: predicted times beside standard attention's, over N."""
     from flashsim.studies import predict
 
     opt.refuse_unused(typed, "this: keys are as many as queries", never=["n_kv"])
@@ -276,7 +276,7 @@ def versions(
     sizes: opt.Sizes = opt.BATCH,
     device: opt.Device = "H200",
 ) -> Tables:
-    """FlashAttention-1, -2 and -3 beside standard attention: bytes, memory, times, OOM."""
+    """Compare FlashAttention-1, -2, -3 and standard attention: bytes, memory, times, OOM."""
     from flashsim.studies import predict
 
     return predict.versions(values.problem(sizes, mask), device=device)
@@ -285,8 +285,8 @@ def versions(
 def devices(sizes: opt.Sizes, decoding: opt.Decoding, *, typed: typer.Context) -> Tables:
     """List the GPUs that can be simulated, with the source of each figure.
 
-    Given sizes: how many thread blocks fill each GPU (SMs x blocks per SM), how many flash-decode
-    launches, and into how many parts it divides the keys.
+    With sizes, it also shows how many thread blocks fill each GPU (SMs x blocks per SM), how many
+    flash-decode launches, and into how many parts it divides the keys.
     """
     if sizes.given():
         return _filled(sizes, decoding)
@@ -318,7 +318,7 @@ def reproduce(
     name: str | None = typer.Argument(None, help="Leave out to list names; or `all`."),
     plot: Path | None = opt.option(None, "pallas: also draw its roofline, in this file."),
 ) -> None:
-    """Recompute published numbers: paper, ours, and why they differ."""
+    """Recompute published numbers: the paper's, ours, and why they differ."""
     from flashsim.studies import reproduce as pages
 
     if plot is not None:
@@ -351,7 +351,7 @@ def reproduce(
 def claims(
     names: list[str] | None = typer.Argument(None, help="Default: all."),
 ) -> Tables:
-    """Recompute statements of well-known texts: right or wrong, and why."""
+    """Recompute statements from well-known texts: right or wrong, and why."""
     from flashsim.studies import claims as all_claims
 
     table = all_claims.table(*(names or ()))
@@ -364,7 +364,7 @@ def warm(
     direction: str = opt.option("all", f"Which pass: {', '.join(DIRECTIONS)}."),
     algorithm: str = opt.option("flash2-fused", f"{', '.join(ALGORITHMS)}.", "-a"),
 ) -> Tables:
-    """Compile the CPU engine (backend numba) ahead of time, and say where the code is kept."""
+    """Compile the CPU engine (backend numba) ahead of time, and print where the code is kept."""
     with working("compiling the CPU engine"):
         done = compile_ahead(dtype, head_dim, direction, algorithm)
     return report.Table(

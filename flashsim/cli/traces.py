@@ -18,7 +18,7 @@ def show(
     *,
     typed: typer.Context,
 ) -> Tables:
-    """Show what a saved trace holds."""
+    """Show the contents of a saved trace."""
     if not events:
         opt.refuse_unused(typed, "totals: give --events as well", never=["limit"])
     trace = values.load_trace(file)

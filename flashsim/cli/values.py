@@ -1,4 +1,4 @@
-"""From the text of options to values: windows, tilings, devices, tensors, traces."""
+"""Turn the text of options into values: windows, tilings, devices, tensors, traces."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from flashsim.trace.trace import Trace
 
 
 class Arrays(NamedTuple):
-    """The inputs of a command; `out` is a real model's output, to compare with."""
+    """The inputs of a command; `out` is a real model's output, for comparison."""
 
     q: np.ndarray
     k: np.ndarray
@@ -39,7 +39,7 @@ class Arrays(NamedTuple):
     out: np.ndarray | None = None
 
     def gradient(self, seed: int) -> np.ndarray:
-        """`dout`, or a standard normal one of out's shape."""
+        """`dout`, or a standard normal array of out's shape."""
         if self.dout is not None:
             return self.dout
         shape = (*self.q.shape[:-1], self.v.shape[-1])
@@ -64,9 +64,10 @@ def read_text(file: Path) -> str:
 def arrays(
     sizes: opt.Lengths, tensors: opt.Tensors, prefix: int | None = None, **instead: Any
 ) -> Arrays:
-    """Arrays from a file, of the bundled model, or random ones of the sizes that are given.
+    """Arrays from a file or the bundled model, or random ones of the given sizes.
 
-    All entries of random ones begin with the same `prefix` keys. `instead` overrules their sizes.
+    All batch entries of random arrays begin with the same `prefix` keys. `instead` overrides
+    their sizes.
     """
     given, file, sample = sizes.given(), tensors.input, tensors.demo_data
     if file is not None and sample is not None:
@@ -87,14 +88,17 @@ def arrays(
 
 
 def unscaled(arrays: Arrays) -> dict[str, Any]:
-    """The option that says of FP8 arrays, which were drawn as such, that they have no scales."""
+    """The option `scales` for arrays drawn directly in FP8, which have no scales; else empty."""
     return {"scales": UNSCALED} if arrays.q.dtype.name in FP8 else {}
 
 
 def quantized(
     arrays: Arrays, scaling: opt.Scaling, rotate: bool, dtype: str | None
 ) -> tuple[Arrays, dict[str, Any]]:
-    """The arrays in FP8, and the options that say what they stand for; without scales, as given."""
+    """The arrays quantised to FP8, and the options with their scales.
+
+    Without --scales the arrays are returned unchanged.
+    """
     kind = scaling.kind()
     if kind is None:
         if rotate:
@@ -116,7 +120,10 @@ def quantized(
 def cache(
     arrays: Arrays, how: opt.Decoding
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, dict[str, Any]]:
-    """Q, K and V as they are to lie, and the options that say so: no V, if it is columns of K."""
+    """Q, K and V in the requested cache layout, and the options that describe it.
+
+    V is None if it is columns of K.
+    """
     q, k, v, options = _in_pages(arrays, how)
     if how.latent:
         return q, k, None, options | {"head_dim_v": v.shape[-1]}
@@ -126,9 +133,9 @@ def cache(
 def _in_pages(
     arrays: Arrays, how: opt.Decoding
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-    """Q, and K and V cut into pages of so many keys in order, and the options that say so.
+    """Q, and K and V cut into pages of `page_size` keys in order, and the options for them.
 
-    A prefix that is shared lies in the pages of the first entry.
+    A shared prefix lies in the pages of the first batch entry.
     """
     q, k, v = arrays[:3]
     if how.page_size is None:
@@ -160,12 +167,12 @@ def foresee(
     device: Device,
     backend: str = "simulator",
 ) -> Estimate | None:
-    """The cost of the passes of `tiles`; None on a GPU, or where `run` will refuse.
+    """The estimated cost of the passes in `tiles`; None on a GPU, or if `run` will refuse them.
 
     Raises
     ------
     OptionError
-        If that is more than this machine's memory.
+        If they need more than this machine's memory.
     """
     q, k, v = arrays[:3]
     backend = backend_name(backend)
@@ -186,7 +193,7 @@ def foresee(
 
 
 def problem(sizes: opt.Lengths, mask: opt.Mask) -> Problem:
-    """The problem of these sizes."""
+    """The problem with these sizes and this mask."""
     softcap = mask.softcap if isinstance(mask, opt.Scores) else 0.0
     return Problem(**sizes.given(), causal=mask.causal, window=window(mask), softcap=softcap)
 
@@ -212,12 +219,12 @@ def counted(
 
 
 def window(mask: opt.Mask) -> tuple[int, int] | None:
-    """The window, if there is one."""
+    """The window of a mask, or None."""
     return None if mask.window is None else parse_window(mask.window)
 
 
 def flags(names: Iterable[str]) -> str:
-    """Options as they are typed, for an error."""
+    """Options as the user types them, for error messages."""
     return ", ".join(map(opt.flag, names))
 
 
@@ -240,7 +247,7 @@ def _read_file(file: Path) -> Arrays:
 
 
 def parse_size(name: str, text: str) -> tuple[float, float]:
-    """``WIDTHxHEIGHT`` in inches."""
+    """Parse ``WIDTHxHEIGHT`` in inches."""
     takes = "WIDTHxHEIGHT, 1 to 100 inches, e.g. 9.6x5.4"
     size = opt.pair("x", float, takes)(name, text)
     if not all(1 <= side <= 100 for side in size):
@@ -249,14 +256,14 @@ def parse_size(name: str, text: str) -> tuple[float, float]:
 
 
 def parse_window(text: str) -> tuple[int, int] | None:
-    """``LEFT:RIGHT``, or "none"."""
+    """Parse ``LEFT:RIGHT``, or "none"."""
     if text == "none":
         return None
     return opt.pair(":", int, "LEFT:RIGHT, e.g. 128:0 (-1 is unlimited)")("--window", text)
 
 
 def parse_mask(text: str) -> bool:
-    """Whether the mask is causal."""
+    """Parse "full" or "causal"; true for causal."""
     masks = {"full": False, "causal": True}
     if text not in masks:
         raise OptionError(f"unknown mask {text!r}; {choices(text, masks)}")
@@ -264,7 +271,7 @@ def parse_mask(text: str) -> bool:
 
 
 def parse_tiling(text: str) -> Tiling | str:
-    """``128x64`` as a Tiling; "fit" and the names of presets as they are."""
+    """Parse ``128x64`` as a Tiling; return "fit" and the names of presets unchanged."""
     if text == "fit" or text in PRESETS:
         return text
     takes = f"QUERIESxKEYS, e.g. 128x64, or a name ({choices(text, ('fit', *PRESETS))})"
@@ -272,7 +279,7 @@ def parse_tiling(text: str) -> Tiling | str:
 
 
 def tiling(text: str, head_dim: int, causal: bool) -> Tiling | None:
-    """The tiling for one run; None for the one that fits."""
+    """The tiling for one run; None for "fit"."""
     parsed = parse_tiling(text)
     if isinstance(parsed, Tiling):
         return parsed
@@ -280,14 +287,14 @@ def tiling(text: str, head_dim: int, causal: bool) -> Tiling | None:
 
 
 def tilings(how: opt.Passes, head_dim: int, causal: bool) -> tuple[Tiling | None, Tiling | None]:
-    """Of the forward pass and of the backward one."""
+    """The tilings of the forward and the backward pass."""
     if how.backward_tiling != "fit" and not how.backward:
         raise OptionError("--backward-tiling is of the backward pass; give --backward as well")
     return tiling(how.tiling, head_dim, causal), tiling(how.backward_tiling, head_dim, causal)
 
 
 def device(how: opt.Simulated) -> Device:
-    """The device, with another on-chip capacity if one is given."""
+    """The device, with another on-chip capacity if `how` sets one."""
     machine = Device.get(how.device)
     return machine if how.sram is None else machine.with_sram(how.sram)
 
@@ -301,6 +308,6 @@ def duration(trace: Trace) -> float | None:
 
 
 def load_trace(file: Path) -> Trace:
-    """A saved trace; a bundled one by its name, unless a file has it."""
+    """Load a saved trace, or a bundled one by its name if no file has that name."""
     bundled = str(file) in TRACES and not file.exists()
     return load_sample_trace(str(file)) if bundled else Trace.load(file)

@@ -1,4 +1,4 @@
-"""The command about other people's programs: watch."""
+"""The `flashsim watch` command, which runs other people's programs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def watch(
     """Run a program that uses PyTorch, and count every attention call that it makes.
 
     With --csv or --json, the program's own output goes to stderr. If the program fails, or is
-    stopped by Ctrl-C, the calls seen until then are printed. The exit code is the program's.
+    stopped by Ctrl-C, the calls seen so far are printed. The exit code is the program's.
     """
     from flashsim.torch import watch as watching
 

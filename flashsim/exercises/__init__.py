@@ -1,8 +1,9 @@
 """Exercises graded by bytes: a statement, a skeleton, hints, a reference solution, a grader.
 
-``flashsim exercise list`` names them, ``flashsim exercise start NAME`` writes one's skeleton,
-``flashsim exercise grade FILE`` grades what was made of it. An exercise is one file: `course` has
-those that come along, and a lecturer's own is named by its path. See docs/guides/course.md.
+``flashsim exercise list`` names them, ``flashsim exercise start NAME`` writes the skeleton of one,
+and ``flashsim exercise grade FILE`` grades the completed file. An exercise is one file. `course`
+contains the bundled ones; a lecturer's own exercise is named by its path. See
+docs/guides/course.md.
 """
 
 from flashsim.exercises.exercise import Exercise, Question, Task

@@ -37,13 +37,13 @@ class Task:
     tiling : Tiling
         ``machine.tiling``.
     sram_bytes : int
-        What a step can hold.
+        Bytes that fit on chip.
     inputs : tuple of str
         Tensors besides Q, K and V: "S" (the scaled scores), "O", "L", "dO", "delta".
     outputs : tuple of str
-        What it must store.
+        Tensors that the solution must store.
     spread : float
-        Rising scores climb from -spread to spread.
+        Inputs with rising scores have scores from -spread to spread.
     """
 
     problem: Problem
@@ -55,12 +55,12 @@ class Task:
 
     @property
     def device(self) -> Device:
-        """An H100 with that much SRAM a block."""
+        """An H100 whose thread blocks have `sram_bytes` of SRAM each."""
         name, size = "this exercise's machine", self.sram_bytes
         return replace(Device.get("H100"), name=name, sram_bytes=size, sram_per_sm=size)
 
     def arrays(self, kind: str = "normal", seed: int = 0) -> dict[str, np.ndarray]:
-        """Q, K, V and the other inputs, float32, of one of `KINDS`."""
+        """Q, K, V and the other inputs in float32, of one kind from `KINDS`."""
         p = self.problem
         checks.one_of("kind of input", kind, KINDS)
         rng = np.random.default_rng([checks.seed(seed), KINDS.index(kind)])
@@ -91,7 +91,7 @@ class Task:
     def run(
         self, solution: Callable[..., None], arrays: Arrays, device: Device | None = None
     ) -> OwnResult:
-        """Run a solution on some arrays; default: on the task's own device."""
+        """Run a solution on some arrays; the default device is the task's own."""
         p = self.problem
         if lacking := {"Q", "K", "V", *self.inputs} - {*arrays}:
             raise OptionError(f"arrays lack {', '.join(sorted(lacking))}; `arrays` draws them all")
@@ -109,9 +109,9 @@ class Task:
 
 @own_errors
 class Question(NamedTuple):
-    """Something to count by hand; `answer` reads it off the reference's trace.
+    """A quantity to count by hand; `answer` reads it from the reference's trace.
 
-    `slips` are wrong answers that have a reason: words by number, from the trace as well.
+    `slips` gives known wrong answers, also from the trace: the reason for each, by number.
     """
 
     ask: str
@@ -122,43 +122,43 @@ class Question(NamedTuple):
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Exercise:
-    """One exercise; its file gives it the name EXERCISE.
+    """One exercise; its file assigns it to the name EXERCISE.
 
     Attributes
     ----------
     name : str
-        As the command line calls it.
+        Name on the command line.
     statement : str
-        What is asked, in Markdown: the file's own docstring (``__doc__``); its first line is the
+        The assignment, in Markdown: the file's own docstring (``__doc__``); its first line is the
         title.
     task : Task
     reference : function of the machine
-        A solution that gets every point. It must be whole in itself, `np` excepted.
+        A solution that gets every point. It must need nothing outside itself except `np`.
     truth : function of (arrays, problem, dtype)
-        The outputs by name, in plain NumPy of that dtype ("float64" judges, "float32" is the
-        yardstick).
+        The outputs by name, in plain NumPy of that dtype ("float64" judges, "float32" sets the
+        tolerance).
     skeleton : str, optional
         The student's function, to be filled in; its name is ``solution``. Default: the reference,
-        in which a line ``# TODO: ...`` stands for the lines from it to ``# END``, and nothing for
-        those from ``# LEFT OUT``; of questions, ANSWERS with zeros.
+        in which a line ``# TODO: ...`` replaces the lines from it to ``# END``, and the lines from
+        ``# LEFT OUT`` to ``# END`` are removed. For questions, the default is ANSWERS with zeros.
     hints : tuple of str
-        From a nudge to nearly everything.
+        Hints, from a nudge to nearly the full solution.
     terms : function of (arrays, problem), optional
-        Of each output, float64: what its terms add up to without their signs, which is what
-        roundings are shares of; default: the output itself.
+        For each output, the sum of its terms' absolute values, in float64: rounding errors are
+        relative to it. Default: the output itself.
     budget : function of the task, optional
-        Bytes that get full marks, as a closed form; default: what the reference moves.
+        Bytes that get full marks, as a closed form; default: the reference's bytes.
     at_most : tuple of (op, tensor)
-        Transfers that may not exceed the reference's, whatever else was saved.
+        Transfers that may not exceed the reference's, whatever other transfers are saved.
     demand : function of a trace, optional
-        What else must be so: words if it is not, or "".
+        A further condition: returns the complaint if it fails, or "".
     mistakes : mapping of str to function
-        Functions like `truth` of what comes out by mistakes that are easily made, by words for
-        them.
+        Explanations of common mistakes, each with a function like `truth` that returns the
+        mistake's result.
     questions : tuple of Question
         If there are any, the student answers them, in a dict ANSWERS, instead of programming.
     bound : function of the task, optional
-        Bytes that nobody gets below, for the picture.
+        A lower bound on the bytes of any solution, for the picture.
     """
 
     name: str
@@ -193,7 +193,7 @@ class Exercise:
 
     @cached_property
     def executed(self) -> OwnResult:
-        """The reference, run on normal inputs."""
+        """The result of the reference, run on normal inputs."""
         return self.task.run(self.reference, self.task.arrays())
 
     @property
@@ -203,7 +203,7 @@ class Exercise:
 
     @cached_property
     def solution_source(self) -> str:
-        """The reference as a student would have written it."""
+        """The source of the reference as a student would write it."""
         if self.questions:
             answers = [q.answer(self.executed.trace) for q in self.questions]
             lines = (f"    {q.ask!r}: {n},\n" for q, n in zip(self.questions, answers, strict=True))
@@ -212,7 +212,7 @@ class Exercise:
 
     @property
     def _marked(self) -> str:
-        """The reference under the name of a solution, with the marks of what is left out."""
+        """The reference's source, named ``solution``, with the comments that mark omitted lines."""
         text = textwrap.dedent(inspect.getsource(self.reference))
         name = self.reference.__name__
         return f"import numpy as np\n\n\n{text.replace(f'def {name}(', 'def solution(', 1)}"
@@ -229,7 +229,7 @@ class Exercise:
 
     @property
     def sizes(self) -> str:
-        """The sizes that the bytes follow from, in a line."""
+        """The sizes that determine the bytes, in one line."""
         p, t = self.task.problem, self.task.tiling
         heads = f"{p.heads} query heads, {p.kv_heads} key heads, " if p.heads > 1 else ""
         return (

@@ -1,4 +1,4 @@
-"""A student's source, judged: results, room on chip, bytes."""
+"""Judge a student's source: results, on-chip memory, bytes."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def grade(
     exercise: Exercise,
     file: str = "solution.py",
 ) -> tuple[Marks, Trace | None]:
-    """Judge a solution in this process; returns its marks, and the trace of what it moved.
+    """Judge a solution in this process; returns its marks and the trace of its transfers.
 
     Parameters
     ----------
     given : str, function of the machine, or mapping
-        A file's text; or, as in a notebook, the function itself, or the answers by question.
+        A file's text; or, in a notebook, the function itself or the answers by question.
     exercise : Exercise
     file : str
-        What errors call the text. A file from someone else belongs into a process of its own:
+        The text's name in error messages. Judge a file from someone else in a process of its own:
         `apart.grade_file`.
     """
     began = time.perf_counter()
@@ -64,7 +64,7 @@ def grade(
 
 
 def nothing(kind: str, text: str) -> tuple[Mark, ...]:
-    """No points: the file could not be judged."""
+    """Marks without points, for a file that could not be judged."""
     return (Mark("the file", 0, 100, kind, text),)
 
 

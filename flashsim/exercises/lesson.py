@@ -1,4 +1,4 @@
-"""Questions of a notebook, judged as they are answered: say first, then see.
+"""Questions of a notebook, judged at once: readers guess first, then see the result.
 
 >>> from flashsim.exercises import Lesson
 >>> lesson = Lesson("tiles")
@@ -27,7 +27,7 @@ QUESTION, EXERCISE = 10, 50
 
 @own_errors
 class Lesson:
-    """The answers of a reader to one lesson; the last answer to each question counts.
+    """The answers of a reader to one lesson; only the last answer to each question counts.
 
     Attributes
     ----------
@@ -48,22 +48,22 @@ class Lesson:
         slips: Mapping[float, str] | None = None,
         choices: Sequence[str] = (),
     ) -> None:
-        """Judge one answer, and print what becomes of it. Only a right one is shown.
+        """Judge one answer, and print the mark. The right value is shown only after a right answer.
 
         Parameters
         ----------
         question : str
-            What is asked, in a few words.
+            The question, in a few words.
         said : number, str, or ...
-            The reader's; ``...`` is no answer yet.
+            The reader's answer; ``...`` means that there is none yet.
         right : number or str
-            What it should be: counted or measured in the same cell.
+            The right answer, counted or measured in the same cell.
         within : float
-            Share of `right` that the answer may be off by; 0 asks for the very number.
+            Allowed relative error of the answer; 0 demands the exact number.
         slips : mapping of number to str, optional
-            Wrong answers that have a reason.
+            Known wrong answers, with the reason for each.
         choices : sequence of str
-            What may be said, where the answer is one of a few words.
+            Allowed answers, if the answer is one of a few words.
         """
         if not isinstance(right, str):
             checks.number("right", right)
@@ -86,7 +86,7 @@ class Lesson:
         slips: Mapping[float, str],
         choices: Sequence[str],
     ) -> tuple[()] | tuple[str, str]:
-        """The kind of mistake and words for it; nothing if it is right."""
+        """The kind of mistake and an explanation; empty if the answer is right."""
         if said is ...:
             wanted = f"one of {', '.join(map(repr, choices))}" if choices else "a number"
             return "open", f"no answer yet; write {wanted} in place of ..."
@@ -113,13 +113,13 @@ class Lesson:
         Parameters
         ----------
         exercise : str
-            A name of ``flashsim exercise list``, or a path.
+            A name from ``flashsim exercise list``, or a path.
         solution : function of the machine, dict of answers, or ...
 
         Returns
         -------
         Trace or None
-            What it moved; None where it did not run to its end.
+            The solution's transfers; None if it did not finish.
         """
         if solution is ...:
             said = "no solution yet"
@@ -134,5 +134,5 @@ class Lesson:
         return trace
 
     def marks(self) -> Marks:
-        """All of the lesson, so far: prints as text, has JSON and Gradescope's format."""
+        """The lesson's marks so far; they print as text and export as JSON or for Gradescope."""
         return Marks(self.title, tuple(self._marks.values()), {})

@@ -1,4 +1,4 @@
-"""Points, and the words that go with them: as text, as JSON, and as Gradescope reads them."""
+"""Points with their explanations: as text, as JSON, and in Gradescope's format."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from flashsim.report import Table
 
 @dataclass(frozen=True)
 class Mark:
-    """One thing that was judged.
+    """One item that was judged.
 
-    `kind` says what is wrong in one word, for programs; "" if nothing is. `words` tell people.
+    `kind` names the mistake in one word, for programs; it is "" if there is none. `words` explains
+    it to people.
     """
 
     name: str
@@ -33,10 +34,10 @@ class Marks:
     exercise : str
     marks : tuple of Mark
     figures : dict
-        Bytes moved, bytes that get full marks, peak on chip, capacity, and a lower bound.
+        Bytes moved, bytes that get full marks, peak bytes on chip, capacity, and a lower bound.
     moved : tuple of (op, tensor, bytes, the reference's bytes)
     seconds : float
-        What the judging took.
+        Time that the judging took.
     """
 
     exercise: str
@@ -47,12 +48,12 @@ class Marks:
 
     @property
     def points(self) -> int:
-        """All points together."""
+        """The sum of the points."""
         return sum(mark.points for mark in self.marks)
 
     @property
     def most(self) -> int:
-        """All points there are: 100 of an exercise."""
+        """The largest possible number of points: 100 for an exercise."""
         return sum(mark.most for mark in self.marks)
 
     def __repr__(self) -> str:
@@ -64,7 +65,7 @@ class Marks:
         return table.html()
 
     def text(self) -> str:
-        """For a terminal."""
+        """The marks as text for a terminal."""
         lines = [f"{self.exercise}: {self.points} of {self.most} points", ""]
         for mark in self.marks:
             sign = "✓" if mark.points == mark.most else "✗" if not mark.points else "~"
@@ -89,13 +90,13 @@ class Marks:
         return "\n".join(lines)
 
     def json(self) -> str:
-        """Everything, for programs."""
+        """The marks as JSON, complete, for programs."""
         return json.dumps({**asdict(self), "points": self.points, "most": self.most}, indent=2)
 
     def gradescope(self) -> str:
-        """Gradescope's ``results.json``: a test for each mark, one score, fewest bytes on a board.
+        """Gradescope's ``results.json``: a test per mark, one score, fewest bytes on a leaderboard.
 
-        As https://gradescope-autograders.readthedocs.io/en/latest/specs/ has it.
+        The format is at https://gradescope-autograders.readthedocs.io/en/latest/specs/.
         """
         tests: list[dict[str, Any]] = [
             {
@@ -124,7 +125,7 @@ class Marks:
 
     @classmethod
     def from_json(cls, text: str) -> Marks:
-        """Read marks from the text that `json` wrote."""
+        """Read marks from the text that `json` returned."""
         given = json.loads(text)
         return cls(
             given["exercise"],

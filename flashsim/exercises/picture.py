@@ -1,4 +1,4 @@
-"""Where the bytes of a solution went, beside the reference's."""
+"""Plot the bytes that a solution moved beside the reference's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashsim.trace.trace import Trace
 
 
 def draw(traces: Mapping[str, Trace], exercise: Exercise) -> Any:
-    """Bars by tensor, and a line for what is proven that nobody gets below; returns the Axes."""
+    """Draw bars by tensor and a line for the proven lower bound; return the Axes."""
     from flashsim import viz
 
     axes = viz.traffic(dict(traces))

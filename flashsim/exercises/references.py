@@ -1,7 +1,7 @@
-"""Results in plain NumPy, for exercises to be judged by: float64 is true, float32 the yardstick.
+"""Results in plain NumPy that judge exercises: float64 is the truth, float32 sets the tolerance.
 
-Each is a function of (arrays, problem, dtype) and gives outputs by name; `without` makes of one
-what comes out by a mistake.
+Each function takes (arrays, problem, dtype) and returns outputs by name. `with_problem` and
+`scaled` turn one into the result of a mistake.
 """
 
 from __future__ import annotations
@@ -38,20 +38,24 @@ def softmax_product(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
 
 
 def attention(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
-    """O and L = log sum exp, by the oracle."""
+    """O and L = log sum exp, computed by the oracle."""
     out, lse = oracle.attention(arrays["Q"], arrays["K"], arrays["V"], p, dtype=dtype)
     return {"O": out, "L": lse}
 
 
 def gradients(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
-    """dQ, dK and dV, by the oracle."""
+    """dQ, dK and dV, computed by the oracle."""
     q, k, v, dout = (arrays[name] for name in ("Q", "K", "V", "dO"))
     found = oracle.gradients(q, k, v, dout, p, dtype=dtype)
     return {"dQ": found["dq"], "dK": found["dk"], "dV": found["dv"]}
 
 
 def output_terms(arrays: Arrays, p: Problem) -> Arrays:
-    """Of what a forward pass stores: a mean of rows of V may be small, and its terms are not."""
+    """Sums of absolute terms for the outputs of a forward pass.
+
+    Rounding errors are relative to these: a mean of rows of V may be small although its terms are
+    not.
+    """
     v = np.repeat(np.abs(arrays["V"].astype(np.float64)), p.group, axis=1)
     found = attention(arrays, p, "float64")
     weights = np.exp(arrays["S"] - arrays["S"].max(axis=-1, keepdims=True))
@@ -61,7 +65,10 @@ def output_terms(arrays: Arrays, p: Problem) -> Arrays:
 
 
 def gradient_terms(arrays: Arrays, p: Problem) -> Arrays:
-    """Of `gradients`: dS subtracts two numbers that nearly agree where a row has one large P."""
+    """Sums of absolute terms for `gradients`.
+
+    In dS two nearly equal numbers are subtracted where a row has one large P.
+    """
     q, k, v, dout = (np.abs(arrays[name].astype(np.float64)) for name in ("Q", "K", "V", "dO"))
     P = softmax(arrays, p, "float64")["P"]
     dP = dout @ v.mT
@@ -75,19 +82,19 @@ def delta(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
 
 
 def numerator(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
-    """O before it is divided by l: a mistake."""
+    """O before the division by l: the result of a common mistake."""
     found = attention(arrays, p, dtype)
     top = arrays["S"].max(axis=-1).astype(dtype)
     return {"O": found["O"] * np.exp(found["L"] - top)[..., None]}
 
 
 def with_problem(truth: Truth, **changes: Any) -> Truth:
-    """`truth` of another problem: ``scale=1.0`` is what comes out without the scale."""
+    """`truth` for a changed problem: ``scale=1.0`` gives the result of forgetting the scale."""
     return lambda arrays, p, dtype: truth(arrays, replace(p, **changes), dtype)
 
 
 def scaled(truth: Truth, name: str, factor: Callable[[Problem], float]) -> Truth:
-    """`truth` with one result multiplied."""
+    """`truth` with one result multiplied by a factor."""
     return lambda arrays, p, dtype: {name: truth(arrays, p, dtype)[name] * factor(p)}
 
 

@@ -1,4 +1,4 @@
-"""Which exercises there are: those of `course`, and any file of a lecturer's."""
+"""Find exercises: those of `course`, and any file of a lecturer's."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def _course() -> dict[str, Exercise]:
 
 @own_errors
 def names() -> list[str]:
-    """The exercises that come along, in the order of the course."""
+    """The names of the bundled exercises, in the order of the course."""
     return list(_course())
 
 
 @own_errors
 def get(name: str) -> Exercise:
-    """The exercise of that name, or the one in your own file.
+    """The exercise with that name, or the one in the file at that path.
 
     Raises
     ------
     OptionError
-        If there is none, or the file defines no EXERCISE.
+        If it does not exist, or the file defines no EXERCISE.
     """
     if name in _course():
         return _course()[name]

@@ -1,4 +1,4 @@
-"""A student's file before it runs: whether it parses, and what a solution has no use for."""
+"""Checks of a student's file before it runs: it must parse and use only what a solution needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _VERBS = {"load"}
 
 
 class Refused(Exception):
-    """A file that is not run; `kind` and the text say why."""
+    """The file is refused and does not run; `kind` and the text give the reason."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -35,7 +35,7 @@ class Refused(Exception):
 
 
 def text_of(path: Path) -> str:
-    """A file's text, in the encoding that Python reads it in: UTF-8 unless it says another.
+    """A file's text, decoded as Python decodes it: UTF-8 unless the file declares another encoding.
 
     Raises
     ------
@@ -52,12 +52,12 @@ def exercise_of(text: str) -> str | None:
 
 
 def checked(text: str, name: str) -> ast.Module:
-    """The file's tree.
+    """Parse the file, check it, and return its syntax tree.
 
     Raises
     ------
     Refused
-        For a syntax error ("syntax"), or for what goes round the machine ("source").
+        For a syntax error ("syntax"), or for code that bypasses the machine ("source").
     """
     try:
         tree = ast.parse(text, name)

@@ -1,9 +1,9 @@
-"""A file judged in a process of its own, which is given a time and a memory.
+"""Judge a file in a process of its own, with limits on time and memory.
 
-``python -m flashsim.exercises.subprocess_grader`` is what the child does.
+``python -m flashsim.exercises.subprocess_grader`` is the child process.
 
-It writes what it found to a file, so that a solution may print what it likes. It is no
-sandbox: a file from the internet belongs into a container.
+It writes its result to a file, so a solution may print anything. It is no
+sandbox: run a file from the internet in a container.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ def grade_file(
     limit: float = LIMIT,
     memory: int | None = None,
 ) -> tuple[Marks, Trace | None]:
-    """The marks of a file, and the trace of what it moved.
+    """The marks of a file, and the trace of its transfers.
 
     Parameters
     ----------
     path : path-like
         The student's file.
     exercise : str, optional
-        A name, or a path of a lecturer's file. Default: what the file's first line says.
+        A name, or a path of a lecturer's file. Default: the exercise that the file's first line
+        names.
     limit : float
         Seconds.
     memory : int, optional
@@ -52,7 +53,7 @@ def grade_file(
     Raises
     ------
     OptionError
-        If there is no such file or exercise, or a memory is asked for where no limit can be set.
+        If there is no such file or exercise, or `memory` is set on a system without such limits.
     """
     path = Path(path)
     linux = sys.platform == "linux"
@@ -104,7 +105,7 @@ def grade_file(
 
 
 def missing(path: Path, exercise: str) -> Marks:
-    """The marks of a file that was not handed in."""
+    """The marks for a file that was not handed in."""
     there = sorted(other.name for other in path.parent.glob("*.py"))
     said = f"there is no {path.name}" + (f", but {', '.join(there)}" if there else "")
     return _failed(shelf.get(exercise), "missing", f"{said}: hand in a file of that name", None)
@@ -116,7 +117,7 @@ def _failed(one: Exercise, kind: str, text: str, began: float | None) -> Marks:
 
 
 def main(name: str, path: str, folder: str, memory: str = "0") -> None:
-    """Grade in the child process; a memory of 0 is no limit."""
+    """Grade in the child process; memory 0 means no limit."""
     text, one = text_of(Path(path)), shelf.get(name)
     if int(memory):
         _bound(int(memory))
@@ -127,7 +128,7 @@ def main(name: str, path: str, folder: str, memory: str = "0") -> None:
 
 
 def _bound(mebibytes: int) -> None:
-    """Let this process take so much more memory, and no more."""
+    """Limit this process to so much more memory than it uses now."""
     import resource
 
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])

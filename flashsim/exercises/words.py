@@ -22,7 +22,7 @@ _DONE = {"load": "was loaded", "store": "was stored", "reduce": "was added to"}
 
 
 def kind_of(error: BaseException) -> str:
-    """The subject of an error in one word; for an error of the machine, the broken rule."""
+    """The kind of an error in one word; for an error of the machine, the rule that was broken."""
     if isinstance(error, MemoryModelError):
         return error.kind
     kinds = {SramOverflow: "overflow", MemoryError: "memory", ShapeError: "shape"}
@@ -33,7 +33,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def of_error(error: BaseException) -> str:
-    """An error for a student: its text and, from its notes, the line."""
+    """An error's message for a student: its text and, from its notes, the line."""
     if isinstance(error, FlashSimError):
         return str(error)
     if isinstance(error, MemoryError):
@@ -44,7 +44,7 @@ def of_error(error: BaseException) -> str:
 
 
 def transfers(trace: Trace) -> dict[tuple[str, str], int]:
-    """Bytes by operation and tensor, all stages."""
+    """Bytes by operation and tensor, summed over all stages."""
     found: dict[tuple[str, str], int] = {}
     for (_, op, tensor), nbytes in trace.transfers.items():
         found[op, tensor] = found.get((op, tensor), 0) + nbytes
@@ -53,7 +53,7 @@ def transfers(trace: Trace) -> dict[tuple[str, str], int]:
 
 
 def excess(trace: Trace, reference: Trace) -> list[str]:
-    """Transfers that happened too often, the worst first: "K was loaded 64 times; 8 ..."."""
+    """Transfers that happened too often, worst first: "K was loaded 64 times; 8 ..."."""
     mine, theirs, p = transfers(trace), transfers(reference), trace.problem
     over = {key: n - theirs.get(key, 0) for key, n in mine.items() if n > theirs.get(key, 0)}
     said = []
@@ -72,7 +72,7 @@ _BY = {"Q": "i", "dO": "i", "K": "j", "V": "j"}
 
 
 def unread(trace: Trace) -> list[str]:
-    """Inputs that a solution uses, but of which a part was never loaded."""
+    """Inputs that a solution uses without loading all of them."""
     loads = trace.events[trace.events["op"] == OPS.index("load")]
     found = []
     for tensor, index in _BY.items():
@@ -90,12 +90,12 @@ def unread(trace: Trace) -> list[str]:
 
 
 def times(n: float) -> str:
-    """How often, in words."""
+    """A count in words: "once" or "N times"."""
     return "once" if n == 1 else f"{number(n)} times"
 
 
 def of_number(said: float, right: float, why: str = "") -> str:
-    """A wrong answer to a question: why, if that is known, else how far off it is."""
+    """The reply to a wrong number: the reason if known, otherwise the factor it is off by."""
     if not why and said > 0 and right > 0:
         ratio = number(max(said / right, right / said))
         why = f"it is {ratio} times too {'large' if said > right else 'small'}"
@@ -103,12 +103,15 @@ def of_number(said: float, right: float, why: str = "") -> str:
 
 
 def number(n: float) -> str:
-    """A number of times, whole where it is."""
+    """A number as text, without decimals if it is an integer."""
     return f"{n:.0f}" if n == int(n) else f"{n:.2f}".rstrip("0").rstrip(".")
 
 
 def off(exercise: Exercise, arrays: Arrays, kind: str, name: str, got: np.ndarray) -> str:
-    """Why a result is not right; "" if it errs by twice plain float32 and a rounding at most."""
+    """The reason why a result is wrong, or "" if it is right.
+
+    A result is right if its error is at most twice plain float32's plus one rounding.
+    """
     p = exercise.task.problem
     exact = exercise.truth(arrays, p, "float64")[name]
     rough = exercise.truth(arrays, p, "float32")[name]

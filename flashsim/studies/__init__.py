@@ -1,1 +1,1 @@
-"""What one learns: ladder, reproduce, verify, predict, roofline, demo."""
+"""Studies that teach and check: ladder, reproduce, verify, predict, roofline, demo."""

@@ -1,4 +1,4 @@
-"""The demonstration: a real model's attention, executed, checked against the model, compared."""
+"""Demonstration: run a real model's attention, check it against the model, compare algorithms."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class DemoLayer:
 
     @property
     def passed(self) -> bool:
-        """Whether what `run` gives by default, FlashAttention-2's output, is the model's."""
+        """Whether the output of `run`'s default, FlashAttention-2, equals the model's."""
         return self.differences["flash2"] < LIMIT
 
     def agreement(self) -> Table:
-        """Each algorithm's output against the model's."""
+        """A table of each algorithm's output error against the model's output."""
         table = Table(
             f"{self.name}: output against the model's own",
             ("algorithm", "largest difference", f"below {LIMIT:g}"),

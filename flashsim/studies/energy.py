@@ -1,13 +1,13 @@
-"""Joules: what a chip's units take for what they do, and the board for as long as it takes.
+"""Joules of a kernel: the energy of each operation of a chip's units, plus the board's idle power.
 
-The constants were measured with NVML's energy counter. Where a kernel can use one unit alone, that
-unit was measured alone (`benchmarks/power.py`, docs/data/power-h200.csv). Those of products, scores
+The constants were measured with NVML's energy counter. A unit that a kernel can use by itself was
+measured alone (`benchmarks/power.py`, docs/data/power-h200.csv). The constants of products, scores
 and sums are fitted to some of the attention passes in that file and judged on the others
 (docs/reference/predictions.md).
 
-A chip that is kept busy meets the limit of its power, and lowers its clock until it keeps it: with
-the clock falls the voltage, and so the energy of what the SMs do, in proportion, as was measured of
-one product at 1,980 and at 1,540 MHz (1.06 and 0.82 pJ a FLOP). What HBM takes stays.
+A busy chip reaches its power limit and lowers its clock until it stays within it. The voltage falls
+with the clock, and so does the energy of the SMs' operations, in proportion. This was measured for
+one product at 1,980 and at 1,540 MHz (1.06 and 0.82 pJ per FLOP). HBM's energy stays the same.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from flashsim.problem.hardware import Device
 
 @dataclass(frozen=True)
 class Use:
-    """What a kernel asks of a chip.
+    """The load of a kernel on a chip.
 
     Attributes
     ----------
     flops : float
-        Of the tensor cores, whole tiles.
+        FLOPs of the tensor cores, whole tiles.
     scores : float
-        Scores that are computed, those masked included.
+        Scores that are computed, including masked ones.
     shared : float
         Bytes that warps read from shared memory.
     moved, added : float
@@ -38,8 +38,8 @@ class Use:
     hbm : float
         Bytes that cross HBM.
     by_threads : bool
-        Whether threads load and warps fill registers (mma.sync), or the copy engine does and
-        products read shared memory (wgmma).
+        True if threads load and warps fill registers (mma.sync); False if TMA loads and products
+        read shared memory (wgmma).
     """
 
     flops: float = 0.0
@@ -52,8 +52,8 @@ class Use:
 
 
 class Sustained(NamedTuple):
-    """A call that is made again and again: its seconds and joules, and the clock that it has, as a
-    share of the highest.
+    """Cost of one call among many repeated calls: seconds, joules, and the clock as a share of the
+    highest.
     """
 
     seconds: float
@@ -68,21 +68,21 @@ class Energy:
     Attributes
     ----------
     waiting : float
-        Watts of the board while SMs wait.
+        Watts of the board while its SMs wait.
     most : float
-        Watts that it holds when its power is limited.
+        Watts of the board at its power limit.
     flop : (float, float)
-        Joules of a FLOP on the tensor cores: wgmma, and mma.sync.
+        Joules per FLOP on the tensor cores: wgmma, and mma.sync.
     score : float
-        Joules of a score: its exponential and all other instructions.
+        Joules per score: its exponential and all other instructions.
     shared : float
-        Joules of a byte that warps read from shared memory.
+        Joules per byte that warps read from shared memory.
     moved : (float, float)
-        Joules of a byte between L2 and an SM: by the copy engine, and by threads.
+        Joules per byte between L2 and an SM: loaded by TMA, and by threads.
     added : float
-        Joules of a byte added at L2, with what brings it there.
+        Joules per byte added at L2, including its way to L2.
     hbm : float
-        Joules of a byte between HBM and L2.
+        Joules per byte between HBM and L2.
     """
 
     waiting: float
@@ -95,14 +95,15 @@ class Energy:
     hbm: float
 
     def joules(self, use: Use, seconds: float) -> float:
-        """Of a kernel that takes so long at the highest clock."""
+        """Joules of a kernel that takes `seconds` at the highest clock."""
         return self.waiting * seconds + self._inside(use) + self.hbm * use.hbm
 
     def sustained(self, uses: Sequence[Use], seconds: float) -> Sustained:
-        """Of kernels that take so long at the highest clock, when the power is limited.
+        """Cost of kernels that take `seconds` at the highest clock, under the board's power limit.
 
-        At the share x of the clock they take 1 / x of the time, and x of the energy but HBM's: the
-        power is what the board may have where ``x^2 inside + x hbm = (most - waiting) seconds``.
+        At a share x of the highest clock they take 1 / x of the time and x of the energy; HBM's
+        energy stays. The power equals the limit if
+        ``x^2 inside + x hbm = (most - waiting) seconds``.
         """
         inside, hbm = sum(map(self._inside, uses)), sum(self.hbm * use.hbm for use in uses)
         left, clock = (self.most - self.waiting) * seconds, 1.0
@@ -112,7 +113,7 @@ class Energy:
         return Sustained(seconds / clock, joules, clock)
 
     def _inside(self, use: Use) -> float:
-        """What the SMs and L2 take."""
+        """Joules of the SMs and L2."""
         return (
             self.flop[use.by_threads] * use.flops
             + self.score * use.scores
@@ -139,7 +140,7 @@ ENERGIES = {
 
 @own_errors
 def energy_of(device: Device | str) -> Energy | None:
-    """A device's constants; None where nothing was measured.
+    """A device's energy constants; None if they were never measured.
 
     Parameters
     ----------
@@ -149,6 +150,6 @@ def energy_of(device: Device | str) -> Energy | None:
 
 
 def joules(use: Use, seconds: float, device: Device) -> float | None:
-    """Of a kernel at the highest clock; None where nothing was measured."""
+    """Joules of a kernel at the highest clock; None if the device was never measured."""
     energy = energy_of(device)
     return None if energy is None else energy.joules(use, seconds)

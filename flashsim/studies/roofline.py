@@ -1,10 +1,11 @@
-"""Roofline: which of bandwidth and arithmetic bounds a pass, for each way of counting its bytes.
+"""Roofline: whether bandwidth or arithmetic bounds a pass, for each way of counting its bytes.
 
-Williams, Waterman and Patterson, "Roofline", CACM 2009. Only matrix products count as work here,
-since only they run on tensor cores and `Device.peak` is theirs; the exponentials and the rest are
-in `Traffic.flops` but have another roof.
+Williams, Waterman and Patterson, "Roofline", CACM 2009. Only matrix products count as work here:
+only they run on tensor cores, whose peak is `Device.peak`. Exponentials and the other operations
+are in `Traffic.flops`, but their roof is another.
 
-Bytes are counted in several ways that are often mixed up (`COUNTS`), so a point always says which.
+Bytes can be counted in several ways that are often confused (`COUNTS`), so each point names its
+count.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Point:
     device : Device
     dtype : str
     seconds : float or None
-        How long a real kernel took, if known.
+        Measured time of a real kernel, if known.
     """
 
     algorithm: str
@@ -67,15 +68,15 @@ class Point:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second of the level these bytes cross: L2 for requested ones, else HBM.
+        """Bytes per second of the level that these bytes cross: L2 for requested bytes, else HBM.
 
-        0 where the device's L2 bandwidth is not published.
+        0 if the device's L2 bandwidth is not published.
         """
         return self.device.l2_bandwidth if self.count == "requested" else self.device.hbm_bandwidth
 
     @property
     def intensity(self) -> float:
-        """Matrix-product FLOPs for each byte."""
+        """Matrix-product FLOPs per byte."""
         return self.flops / self.bytes
 
     @property
@@ -92,15 +93,16 @@ class Point:
 
     @property
     def achieved(self) -> float | None:
-        """FLOP/s of the kernel that took `seconds`."""
+        """FLOP/s of the kernel, whose time is `seconds`."""
         return None if self.seconds is None else self.flops / self.seconds
 
     @property
     def joules(self) -> float | None:
         """The least energy, after Choi and others, "A roofline model of energy", IPDPS 2013.
 
-        Matrix products and these bytes, and the board for `seconds`, or for the time under the
-        roof; no exponentials. None on a device of which nothing was measured.
+        The sum covers matrix products, these bytes, and the board's idle power for `seconds` or for
+        the time under the roof, but no exponentials. None on a device whose energy was never
+        measured.
         """
         energy = energy_of(self.device)
         if energy is None or not self.attainable:
@@ -112,7 +114,7 @@ class Point:
 
     @property
     def bound(self) -> str:
-        """What limits the pass: "arithmetic", "HBM", "L2", or "unknown"."""
+        """The limit of the pass: "arithmetic", "HBM", "L2", or "unknown"."""
         if self.ridge is None:
             return "unknown"
         if self.intensity >= self.ridge:
@@ -128,14 +130,14 @@ class Roofline:
     points: tuple[Point, ...]
 
     def __getitem__(self, count: str) -> Point:
-        """The (first) point counted in that way."""
+        """The (first) point with that count."""
         for point in self.points:
             if point.count == count:
                 return point
         raise OptionError(f"no point {count!r}; {choices(count, [p.count for p in self.points])}")
 
     def table(self) -> report.Table:
-        """One row a point."""
+        """The points as a table, one row each."""
         first = self.points[0]
         table = report.Table(
             f"{in_words(self.problem)} on {first.device.name}: "
@@ -187,9 +189,9 @@ def roofline(
     l2 : L2Model, optional
         For the "dram" point.
     seconds : float, optional
-        How long a real kernel took: gives each point its achieved FLOP/s.
+        Measured time of a real kernel: gives each point its achieved FLOP/s.
     measured_bytes : int, optional
-        DRAM bytes read off hardware counters: adds a "measured" point.
+        DRAM bytes from hardware counters: adds a "measured" point.
 
     Raises
     ------
@@ -224,11 +226,11 @@ def roofline(
 
 @own_errors
 def textbook_bytes(problem: Problem, algorithm: str, direction: str = "forward") -> int:
-    """The idealised count of textbooks: each tensor once, and for standard one N x N matrix, once.
+    """The textbooks' idealised bytes: each tensor once, plus one N x N matrix once for standard.
 
-    Forward: q, k, v, out. Backward: those, their gradients, and nothing else: no LSE, no delta, no
-    accumulator. Real standard attention writes and reads S and P, four times as much as this one
-    matrix; real FlashAttention reads K and V once for each row tile.
+    Forward: q, k, v, out. Backward: those and their gradients only, without LSE, delta or an
+    accumulator. Real standard attention writes and reads S and P, which is four times this one
+    matrix. Real FlashAttention reads K and V once per row tile.
     """
     plans.stages(problem, algorithm, direction)  # or say what there is
     p = problem
@@ -245,7 +247,7 @@ def textbook_bytes(problem: Problem, algorithm: str, direction: str = "forward")
 
 @own_errors
 def ridge_points(device: Device | str) -> report.Table:
-    """Ridge points of a device: FLOPs a byte at which arithmetic begins to bound, by dtype."""
+    """Ridge points of a device by dtype: the FLOPs per byte above which arithmetic is the bound."""
     device = Device.get(device)
     table = report.Table(
         f"Ridge points of {device.name}",

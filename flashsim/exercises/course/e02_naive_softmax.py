@@ -15,7 +15,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """Rows on chip from load to store."""
+    """Keep whole rows on chip from load to store."""
     hbm = machine.hbm  # hbm.S and hbm.P, (32, 48)
     with machine.stage("softmax") as sram:
         for rows in machine.row_tiles():  # slices of 8 rows
@@ -29,12 +29,12 @@ def reference(machine):
 
 
 def budget(task):
-    """S in, P out."""
+    """Bytes: S loaded once, P stored once."""
     return whole_bytes(task.problem, "S") + whole_bytes(task.problem, "P")
 
 
 def weights(arrays, p, dtype):
-    """Not divided by the sum."""
+    """P without the division by the sum: the result of a common mistake."""
     return {"P": np.exp(arrays["S"].astype(dtype))}
 
 

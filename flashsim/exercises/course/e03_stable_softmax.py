@@ -14,7 +14,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """The row's maximum is taken off in place."""
+    """Subtract the row's maximum in place."""
     hbm = machine.hbm
     with machine.stage("softmax") as sram:
         for rows in machine.row_tiles():
@@ -29,7 +29,7 @@ def reference(machine):
 
 
 def weights(arrays, p, dtype):
-    """Not divided by the sum."""
+    """P without the division by the sum: the result of a common mistake."""
     s = arrays["S"].astype(dtype)
     return {"P": np.exp(s - s.max(axis=-1, keepdims=True))}
 

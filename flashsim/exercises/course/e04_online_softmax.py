@@ -47,7 +47,7 @@ def reference(machine):
 
 
 def budget(task):
-    """S in twice, P out."""
+    """Bytes: S loaded twice, P stored once."""
     return 2 * whole_bytes(task.problem, "S") + whole_bytes(task.problem, "P")
 
 

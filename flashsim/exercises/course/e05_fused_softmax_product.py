@@ -14,7 +14,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """One pass: division is left to the end."""
+    """One pass over S; the division comes at the end."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("fused") as sram:
         for rows in machine.row_tiles():
@@ -61,13 +61,13 @@ def solution(machine):
 
 
 def budget(task):
-    """S once, V once for each tile of rows, O once."""
+    """Bytes: S once, V once per tile of rows, O once."""
     p, t_r = task.problem, -(-task.problem.n_q // task.tiling.block_q)
     return whole_bytes(p, "S") + t_r * whole_bytes(p, "V") + whole_bytes(p, "O")
 
 
 def undivided(arrays, p, dtype):
-    """Σ exp(S - m) V."""
+    """Σ exp(S - m) V, without the division by l: the result of a common mistake."""
     s = arrays["S"].astype(dtype)
     return {"O": np.exp(s - s.max(axis=-1, keepdims=True)) @ arrays["V"].astype(dtype)}
 

@@ -16,7 +16,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """Tiles above the diagonal are not visited."""
+    """Skip the tiles above the diagonal."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("forward") as sram:
         for rows in machine.row_tiles():
@@ -54,7 +54,7 @@ def reference(machine):
 
 
 def budget(task):
-    """FlashAttention-2's closed form, without L."""
+    """Bytes by FlashAttention-2's closed form, without L."""
     counted = count(task.problem, tiling=task.tiling).bytes()
     return counted - whole_bytes(task.problem, "L")
 

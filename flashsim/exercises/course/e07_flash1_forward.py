@@ -54,7 +54,7 @@ def reference(machine):
 
 
 def truth(arrays, p, dtype):
-    """O, and l and m whose m + log l is the LSE."""
+    """O, and l and m such that m + log l is the LSE."""
     s = arrays["S"].astype(dtype)
     m = s.max(axis=-1)
     l = np.exp(s - m[..., None]).sum(axis=-1)

@@ -25,7 +25,7 @@ def reference(machine):
 
 
 def budget(task):
-    """O and dO in, delta out."""
+    """Bytes: O and dO loaded once, delta stored once."""
     return sum(whole_bytes(task.problem, name) for name in ("O", "dO", "delta"))
 
 

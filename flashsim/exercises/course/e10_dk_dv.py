@@ -47,7 +47,7 @@ def reference(machine):
 
 
 def budget(task):
-    """That stage of FlashAttention-2's backward pass, in closed form."""
+    """Bytes of that stage of FlashAttention-2's backward pass, in closed form."""
     counted = count(task.problem, direction="backward", tiling=task.tiling)
     return sum(nbytes for (stage, _, _), nbytes in counted.transfers.items() if stage == "dkdv")
 

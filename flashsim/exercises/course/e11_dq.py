@@ -16,7 +16,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """The third stage of a backward pass without atomics."""
+    """Compute dQ, the third stage of a backward pass without atomics."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("dq") as sram:
         for rows in machine.row_tiles():
@@ -42,7 +42,7 @@ def reference(machine):
 
 
 def budget(task):
-    """That stage of FlashAttention-2's backward pass, in closed form."""
+    """Bytes of that stage of FlashAttention-2's backward pass, in closed form."""
     counted = count(task.problem, direction="backward", tiling=task.tiling)
     return sum(nbytes for (stage, _, _), nbytes in counted.transfers.items() if stage == "dq")
 

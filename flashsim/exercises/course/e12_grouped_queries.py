@@ -18,7 +18,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """Four heads' O, m and l on chip, one K and V past them."""
+    """Keep four heads' O, m and l on chip, and stream K and V past them once."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("forward", per="group") as sram:
         for rows in machine.row_tiles():
@@ -58,7 +58,7 @@ def reference(machine):
 
 
 def budget(task):
-    """Q and O of every head once; K and V once for each tile of rows."""
+    """Bytes: Q and O of every head once; K and V once per tile of rows."""
     p, t_r = task.problem, -(-task.problem.n_q // task.tiling.block_q)
     keys = whole_bytes(p, "K") + whole_bytes(p, "V")
     return whole_bytes(p, "Q") + t_r * keys + whole_bytes(p, "O")

@@ -22,7 +22,7 @@ PARTS = 4
 
 
 def reference(machine):
-    """Flash-Decoding's two steps: each part of the keys is one tile."""
+    """Flash-Decoding's two steps; each part of the keys is one tile."""
     hbm, p = machine.hbm, machine.problem
     query, parts = slice(0, 1), machine.key_tiles()  # four slices of 24 keys
     O_split = hbm.new("O_split", len(parts), p.head_dim_v)
@@ -55,7 +55,7 @@ def reference(machine):
 
 
 def budget(task):
-    """K, V, O and L once, Q once a part, partial results out and in again."""
+    """Bytes: K, V, O and L once, Q once per part, partial results stored and loaded once."""
     p = task.problem
     once = sum(whole_bytes(p, name) for name in ("K", "V", "O", "L"))
     partial = whole_bytes(p, "O") + whole_bytes(p, "L")
@@ -63,7 +63,7 @@ def budget(task):
 
 
 def in_parallel(trace):
-    """No step loads more than its share of the keys."""
+    """A complaint if a step loads more than its share of the keys, else ""."""
     share = whole_bytes(trace.problem, "K") // PARTS
     for stage in trace.stages:
         e = stage.events

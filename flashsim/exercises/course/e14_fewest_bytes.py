@@ -21,7 +21,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """Rows are what saves loads: 16 of them stay, and 4 keys at a time pass."""
+    """Keep 16 rows on chip, which saves most loads, and stream 4 keys at a time."""
     hbm, p = machine.hbm, machine.problem
     tiling = type(machine.tiling)(16, 4)
     with machine.stage("forward", tiling=tiling) as sram:
@@ -68,7 +68,10 @@ def solution(machine):
 
 
 def bound(task):
-    """Each of Q, K, V and O once, or what room so small forces to be moved, whichever is more."""
+    """A lower bound on bytes: the larger of two bounds.
+
+    One is Q, K, V and O once each; the other is the proven bound for so little SRAM.
+    """
     p = task.problem
     once = sum(whole_bytes(p, name) for name in "QKVO")
     return max(once, 4 * bounds.proven(p.n_q * p.n_kv, p.head_dim, task.sram_bytes // 4))

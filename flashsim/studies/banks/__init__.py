@@ -1,8 +1,8 @@
-"""Memory on the chip: bank conflicts of shared memory, sectors of global memory, a warp at a time.
+"""Bank conflicts of shared memory and sectors of global memory, for one warp's request.
 
-Shared memory is 32 banks of 4 bytes: word w lies in bank w % 32. What a warp asks for takes one
-*wavefront* a cycle; words of one bank that differ take one each, a word that several lanes want is
-handed to all of them. Global memory moves in sectors of 32 bytes.
+Shared memory is 32 banks of 4 bytes: word w lies in bank w % 32. Shared memory serves one
+*wavefront* per cycle. Different words of one bank take one wavefront each; a word that several
+lanes request is sent to all of them at once. Global memory moves in sectors of 32 bytes.
 
 >>> from flashsim import banks
 >>> banks.access("column", "row-major").wavefronts

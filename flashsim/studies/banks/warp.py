@@ -1,4 +1,4 @@
-"""One warp's request to a tile in shared memory, and what the banks make of it."""
+"""One warp's request to a tile in shared memory, and the bank conflicts it causes."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Access:
     addresses : ndarray of int, (32,)
         The byte at which each lane's part begins.
     width : int
-        Bytes a lane.
+        Bytes per lane.
     global_addresses : ndarray of int, (32,)
-        Where the same elements begin in a row-major matrix in global memory.
+        The bytes at which the same elements begin in a row-major matrix in global memory.
     """
 
     pattern: str
@@ -62,10 +62,10 @@ class Access:
     _repr_html_ = report.card
 
     def fronts(self) -> np.ndarray:
-        """The wavefront that serves each word: (words,) of rows (address // 4, lane, wavefront).
+        """The wavefront that serves each word, as (words,) rows (address // 4, lane, wavefront).
 
-        Lanes take part in groups whose bytes fill a wavefront: all 32 at 4 bytes, 8 at 16. In a
-        group, each bank serves one word a wavefront, the lowest first.
+        Lanes are served in groups whose bytes fill a wavefront: all 32 lanes at 4 bytes, 8 at 16.
+        Within a group, each bank serves one word per wavefront, lowest address first.
         """
         group, found, first = max(1, FRONT // max(self.width, WORD)), [], 0
         for start in range(0, LANES, group):
@@ -84,30 +84,30 @@ class Access:
 
     @property
     def wavefronts(self) -> int:
-        """Cycles for which shared memory is busy with it."""
+        """Cycles for which the request occupies shared memory."""
         return int(self.fronts()[:, 2].max()) + 1
 
     @property
     def ideal(self) -> int:
-        """Wavefronts that so many bytes need at least."""
+        """The fewest wavefronts that can carry so many bytes."""
         distinct = len(np.unique(self.fronts()[:, 0]))
         return -(-distinct // BANKS)
 
     @property
     def conflicts(self) -> int:
-        """Wavefronts beyond the ideal ones."""
+        """Wavefronts beyond `ideal`."""
         return self.wavefronts - self.ideal
 
     @property
     def sectors(self) -> int:
-        """Sectors of 32 bytes that the request takes, were the matrix in global memory."""
+        """Sectors of 32 bytes that the request would take if the matrix were in global memory."""
         last = self.global_addresses + self.width - 1
         ends = np.concatenate([self.global_addresses // SECTOR, last // SECTOR])
         return len(np.unique(ends))
 
     @property
     def ideal_sectors(self) -> int:
-        """Sectors that hold so many bytes."""
+        """The fewest sectors that can hold so many bytes."""
         elements = np.unique(self.global_addresses)
         return -(-len(elements) * self.width // SECTOR)
 
@@ -121,26 +121,26 @@ def access(
     columns: int | None = None,
     pad: int | None = None,
 ) -> Access:
-    """What one warp asks of a tile.
+    """The request of one warp to a tile.
 
     Parameters
     ----------
     pattern : name out of `PATTERNS`
     layout : name out of `LAYOUTS`
     dtype : str, optional
-        Element type; default float32, of "ldmatrix" bfloat16.
+        Element type; default float32, or bfloat16 for "ldmatrix".
     columns : int, optional
-        Elements of a row; default: as many as make 128 bytes.
+        Elements per row; default: as many as fill 128 bytes.
     pad : int, optional
-        Elements that "padded" adds to a row; default 1, or what makes 16 bytes where lanes read
-        16: such reads must begin at a multiple of 16.
+        Elements that "padded" adds to a row; default 1. Where lanes read 16 bytes, the default is
+        16 bytes, since such reads must begin at a multiple of 16.
 
     Raises
     ------
     OptionError
         For an unknown name, rows too short for the pattern, a padding that leaves reads of 16 bytes
-        unaligned, rows that are no multiple of 128 bytes where a layout permutes 128, or "xor" of
-        reads that it would tear apart.
+        unaligned, rows that are no multiple of 128 bytes in a layout that permutes 128 bytes, or
+        "xor" with reads that it would split.
     """
     checks.one_of("pattern", pattern, PATTERNS)
     checks.one_of("layout", layout, LAYOUTS)
@@ -183,7 +183,7 @@ def access(
 
 
 def _where(pattern: str, item: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row, and byte in the row, at which each lane reads."""
+    """The row, and the byte in the row, at which each lane reads."""
     lane = np.arange(LANES)
     zero = np.zeros(LANES, int)
     if pattern == "row":
@@ -203,7 +203,7 @@ def table(
     pad: int | None = None,
     pattern: str | None = None,
 ) -> Table:
-    """Every pattern, or one, in every layout that allows it."""
+    """A table of one pattern, or of all, in every layout that allows it."""
     names = [*PATTERNS] if pattern is None else [checks.one_of("pattern", pattern, PATTERNS)]
     made = Table(
         "A warp's request to shared memory, and to global memory",

@@ -1,4 +1,4 @@
-"""Sizes of tiles: what each costs in visits, room, bytes and time, stage by stage.
+"""Tile sizes: the cost of each in iterations, on-chip bytes, HBM bytes and time, per stage.
 
 >>> from flashsim import Problem, blocks
 >>> print(blocks.sizes(Problem(4096, head_dim=128, heads=16, dtype="bfloat16")))  # doctest: +SKIP

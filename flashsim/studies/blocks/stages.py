@@ -1,4 +1,4 @@
-"""Every stage of a pass under every tile, and a backward pass whose stages have their own."""
+"""Costs of every stage under every tile, and of a backward pass with a tile per stage."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ SIDES = (32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class TiledStage:
-    """One stage under one tile.
+    """The cost of one stage with one tile size.
 
     Attributes
     ----------
     stage : str
     tiling : Tiling
     outer : int
-        Outer tiles, each a thread block's work: of queries, or of keys.
+        Outer tiles (of queries, or of keys), each the work of one thread block.
     visits : int
-        Iterations of the inner loop, all outer tiles of one head together.
+        Iterations of the inner loop, summed over all outer tiles of one head.
     sram : int
-        On-chip bytes of a block.
+        On-chip bytes per block.
     blocks : int
-        Blocks that an SM holds at once; 0 where not even one fits.
+        Blocks that fit on an SM at a time; 0 if not even one fits.
     bytes : int
-        Requested, all heads.
+        Requested bytes, for all heads.
     seconds : float or None
-        Predicted for flashsim's portable kernels; None where they have no such tile.
+        Predicted time of flashsim's portable kernels; None if they have no such tile.
     """
 
     stage: str
@@ -58,7 +58,7 @@ class TiledStage:
 @own_errors
 @dataclass(frozen=True, eq=False)
 class BlockSizes:
-    """Blocks of all stages and tiles; prints as a table."""
+    """Costs of all stages and tiles; prints as a table."""
 
     problem: Problem
     device: Device
@@ -67,7 +67,7 @@ class BlockSizes:
     found: tuple[TiledStage, ...]
 
     def best(self, stage: str) -> TiledStage:
-        """The tile of a stage with the shortest time, or where none is known the fewest bytes."""
+        """The fastest tile of a stage, or the tile with the fewest bytes if no time is known."""
         rows = [b for b in self.found if b.stage == stage and (b.blocks or b.seconds)]
         if not rows:
             raise OptionError(f"no tile of stage {shown(stage)} fits; ask for smaller ones")
@@ -75,7 +75,7 @@ class BlockSizes:
         return min(timed or rows, key=lambda b: (b.seconds or 0, b.bytes))
 
     def table(self) -> Table:
-        """One row a stage and tile."""
+        """The costs as a table, one row per stage and tile."""
         table = Table(
             f"{self.algorithm} {self.direction}, {in_words(self.problem)} on {self.device.name}",
             ("stage", "tile", "tiles", "visits", "SRAM B", "blocks/SM", "requested B", "ms"),
@@ -116,22 +116,22 @@ def sizes(
 ) -> BlockSizes:
     """Iterations, occupancy, bytes and time of every tile of these sides, stage by stage.
 
-    Stages without visits (delta) are left out.
+    Stages without an inner loop (delta) are left out.
 
     Parameters
     ----------
     problem : Problem
     sides : sequence of int
-        Rows and columns of tiles; all pairs.
+        Rows and columns of tiles; all pairs are tried.
     tilings : sequence of Tiling, optional
-        Just these instead.
+        Only these tiles instead.
     algorithm, direction : str
     device : str or Device
 
     Raises
     ------
     OptionError
-        If there are no sides.
+        If `sides` is empty.
     """
     device = Device.get(device)
     if tilings is None:
@@ -152,10 +152,10 @@ def mixed(
     algorithm: str = "flash2",
     device: str | Device = "H200",
 ) -> BlockSizes:
-    """A backward pass whose stages have tiles of their own: ``{"dkdv": ..., "dq": ...}``.
+    """Costs of a backward pass with a tile per stage: ``{"dkdv": ..., "dq": ...}``.
 
-    The stages exchange nothing but delta, one value a row, so each moves what it moves in a pass
-    with its tile everywhere.
+    The stages exchange only delta, one value per row. So each stage moves the same bytes as in a
+    pass that uses its tile everywhere.
 
     Raises
     ------
@@ -213,7 +213,7 @@ def _blocks(
 def _times(
     problem: Problem, tiling: Tiling, algorithm: str, direction: str, device: Device
 ) -> dict[str, float]:
-    """Seconds by stage of the portable kernels; none where they do not run this."""
+    """Seconds per stage of the portable kernels; empty if they cannot run this."""
     if algorithm not in ("flash2", "flash2-fused"):
         return {}
     try:

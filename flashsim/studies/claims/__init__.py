@@ -1,6 +1,6 @@
-"""Statements found in well-known write-ups on FlashAttention, each recomputed: right or wrong, why.
+"""Statements from well-known write-ups on FlashAttention, recomputed: right or wrong, and why.
 
-A verdict is never written down: a check computes what is so and compares.
+Verdicts are not stored: each check computes the truth and compares.
 
 >>> from flashsim import claims
 >>> print(claims.table())  # doctest: +SKIP
@@ -37,7 +37,7 @@ def judge(name: str) -> Finding:
 
 @own_errors
 def table(*names: str) -> Table:
-    """The claims named, or all: what is said, what comes out, the verdict and why.
+    """A table of the named claims, or all: the statement, our result, the verdict and the reason.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def table(*names: str) -> Table:
 
 @own_errors
 def overview(full: Table) -> Table:
-    """`table` without its reasons, which make it long."""
+    """The result of `table` without its column of reasons, which is long."""
     return Table(
         full.title,
         full.columns[:-1],

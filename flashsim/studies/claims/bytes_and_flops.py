@@ -48,7 +48,7 @@ def _beyond_the_peak() -> Finding:
 
 
 def _blocks() -> Finding:
-    """A rule B = sqrt(M / c) for square tiles, at two sizes of element: sides in ratio sqrt 2."""
+    """Finding on a rule B = sqrt(M / c) for square tiles, at two element sizes: ratio sqrt 2."""
     side, printed = 128, (64, 45)
     ours = side, isqrt(side**2 // 2)
     quarter = isqrt(side**2 // 4), isqrt(side**2 // 8)

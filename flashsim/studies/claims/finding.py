@@ -1,4 +1,4 @@
-"""A claim, and what came of it."""
+"""A claim, and the finding of its check."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Finding(NamedTuple):
-    """What a check found: in words with its figures, whether the claim holds, and why."""
+    """The result of a check: the figures in words, whether the claim holds, and why."""
 
     found: str
     right: bool
@@ -17,7 +17,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement as write-ups make it, in short, and the function that recomputes it."""
+    """A statement from write-ups, shortened, and the function that recomputes it."""
 
     name: str
     said: str

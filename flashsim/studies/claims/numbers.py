@@ -1,4 +1,4 @@
-"""Claims about what is computed, tried on numbers."""
+"""Claims about numerical results, tested on numbers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def _softmax(S: np.ndarray) -> np.ndarray:
 
 
 def _worst(found: np.ndarray, true: np.ndarray) -> float:
-    """Largest difference over the largest true value."""
+    """Largest difference divided by the largest true value."""
     return float(np.abs(found - true).max() / np.abs(true).max())
 
 
 def _hadamard(n: int) -> np.ndarray:
-    """The n x n Hadamard matrix over sqrt n, orthogonal; n a power of two."""
+    """The n x n Hadamard matrix divided by sqrt n, orthogonal; n is a power of two."""
     H = np.ones((1, 1))
     while len(H) < n:
         H = np.block([[H, H], [H, -H]])
@@ -35,8 +35,10 @@ def _hadamard(n: int) -> np.ndarray:
 
 
 def _incoherent() -> Finding:
-    """FlashAttention-3, section 3.3: q and k times a random orthogonal matrix M; q M (k M)^T is
-    q k^T, and outliers are spread over all columns before they are rounded to 8 bits.
+    """FlashAttention-3, section 3.3: multiply q and k by a random orthogonal matrix M.
+
+    q M (k M)^T equals q k^T, and outliers are spread over all columns before they are rounded to
+    8 bits.
     """
     q, k = _inputs()[:2]
     q[:, 3] *= 30  # a column of outliers
@@ -120,7 +122,7 @@ def _underflow() -> Finding:
 
 
 def _online(S: np.ndarray, m_type: str, l_type: str) -> np.ndarray:
-    """Weights of an online softmax whose m and l are rounded to these types after every tile."""
+    """Weights of an online softmax that rounds m and l to these types after every tile."""
     narrow = lambda x, kind: x.astype(numpy_dtype(kind)).astype(np.float32)  # noqa: E731
     m, l = np.full((len(S), 1), -np.inf, np.float32), np.zeros((len(S), 1), np.float32)
     for j in range(0, S.shape[1], _BLOCK):

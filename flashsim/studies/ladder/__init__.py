@@ -1,8 +1,8 @@
-"""The ladder from softmax to FlashAttention, one rung at a time, executed and counted.
+"""The ladder from softmax to FlashAttention: each rung is executed and counted.
 
-Every course starts here: softmax naive, stable and online; softmax fused with the product that
-follows it; attention without its softmax; attention with a whole row of scores on chip; attention.
-Each rung runs on the simulated memory, is predicted in closed form and judged against float64.
+The rungs are: softmax (naive, stable and online); softmax fused with the product that follows it;
+attention without its softmax; attention with a whole row of scores on chip; attention. Each rung
+runs on the simulated memory, is predicted in closed form and is compared with float64.
 
 >>> from flashsim import ladder
 >>> print(ladder.climb(n_q=256, n_kv=512, head_dim=32))  # doctest: +SKIP

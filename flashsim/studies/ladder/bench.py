@@ -1,4 +1,4 @@
-"""The simulated machine that the rungs run on: one head, dense tiles, queries outside."""
+"""The simulated machine that the rungs run on: one head, dense tiles, Q-outer loops."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Bench:
 
     @contextmanager
     def kernel(self, name: str) -> Iterator[Sram]:
-        """Run one kernel: an empty SRAM of the device's capacity."""
+        """Run one kernel; yields an empty SRAM of the device's capacity."""
         sram = Sram(self.schedule, Stage(name, "queries", (), dense=True), self.device, record=True)
         yield sram
         events = sram.done().events
@@ -51,13 +51,13 @@ class Bench:
         self.peak = max(self.peak, sram.peak)
 
     def steps(self, sram: Sram) -> Iterator[tuple[int, slice]]:
-        """Each row tile's number and rows; what is made between two of them ends with its step."""
+        """Yield each row tile's number and rows; a step's on-chip tiles are freed when it ends."""
         for i in range(self.schedule.t_r):
             with sram.step(i):
                 yield i, self.schedule.row_slice(i)
 
     def visits(self, sram: Sram, i: int) -> Iterator[slice]:
-        """The columns of each score tile of a row tile, likewise for a visit."""
+        """Yield the columns of each score tile in a row tile; a visit ends by freeing its tiles."""
         for visit in self.schedule.visits(i):
             with sram.visit(visit):
                 yield visit.cols
@@ -68,7 +68,7 @@ class Bench:
         Parameters
         ----------
         what : str
-            What the rung is called.
+            Name of the rung.
         score : int
             On-chip bytes of one score.
         per_row : int
@@ -79,7 +79,7 @@ class Bench:
         Raises
         ------
         SramOverflow
-            With the longest row that fits, at this tile height and at height 1.
+            The message gives the longest row that fits, at this tile height and at height 1.
         """
         height = min(self.tiling.block_q, self.problem.n_q)
         need = height * (self.problem.n_kv * score + per_row) + per_tile

@@ -1,4 +1,4 @@
-"""From a softmax followed by a product to attention: what each fusion saves."""
+"""From softmax followed by a product to attention: the bytes that each fusion saves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flashsim.studies.ladder.bench import Bench
 
 
 def softmax_then_product(bench: Bench) -> None:
-    """O = softmax(S) V in two kernels: P goes out to HBM and comes back."""
+    """O = softmax(S) V in two kernels: P is written to HBM and read back."""
     softmax.online(bench)
     hbm, p = bench.hbm, bench.problem
     with bench.kernel("P V") as sram:
@@ -24,7 +24,7 @@ def softmax_then_product(bench: Bench) -> None:
 def softmax_product(bench: Bench) -> None:
     """O = softmax(S) V in one kernel: S is read once, P never leaves the chip.
 
-    The online softmax's rescaling reaches the output too: O = exp(m_old - m) O + P V.
+    The online softmax also rescales the output: O = exp(m_old - m) O + P V.
     """
     hbm, p = bench.hbm, bench.problem
     with bench.kernel("softmax V") as sram:
@@ -49,10 +49,10 @@ def softmax_product(bench: Bench) -> None:
 
 
 def without_softmax(bench: Bench) -> None:
-    """O = (scale Q K^T) V in one kernel: FlashAttention's walk with nothing to rescale.
+    """O = (scale Q K^T) V in one kernel: FlashAttention's loops without rescaling.
 
-    Without the softmax one could also compute Q (K^T V), which is linear in the length; the softmax
-    between the products is what forbids it.
+    Without the softmax one could also compute Q (K^T V), which is linear in the length; the
+    softmax between the products forbids that.
     """
     hbm, p = bench.hbm, bench.problem
     with bench.kernel("Q K^T V") as sram:
@@ -72,7 +72,7 @@ def without_softmax(bench: Bench) -> None:
 def whole_row_attention(bench: Bench) -> None:
     """Attention with plain softmax: all scores of a row tile on chip at once, while they fit.
 
-    It moves as little as FlashAttention; its need of SRAM grows with the number of keys.
+    It moves as few bytes as FlashAttention; its SRAM use grows with the number of keys.
     """
     hbm, p = bench.hbm, bench.problem
     block_k = min(bench.tiling.block_k, p.n_kv)

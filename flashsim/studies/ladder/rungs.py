@@ -1,4 +1,4 @@
-"""The rungs in order: what each computes, what it should move, and running them all."""
+"""The rungs in order: each one's result and expected bytes, and a function that runs them all."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Rung:
     ----------
     name, title : str
     result : {"P", "softmax V", "Q K^T V", "attention"}
-        What it computes, and so which float64 result judges it.
+        The quantity that it computes, which selects the float64 result that judges it.
     page : callable or None
-        Runs it on a `Bench`; None for the algorithms flashsim has anyway.
+        Function that runs it on a `Bench`; None for flashsim's own algorithms.
     scores : (int, int, int)
-        How often each S is loaded, each P stored and each P loaded again: what the closed form
-        needs to know of a page (of flashsim's own algorithms, `traffic` knows it).
+        How often each S is loaded, each P stored and each P loaded again. The closed form of a
+        rung with a `page` needs these; for flashsim's own algorithms `traffic` has them.
     """
 
     name: str
@@ -50,13 +50,13 @@ class Rung:
 
     @property
     def matrices(self) -> int:
-        """Whole matrices of scores that lie in HBM: S, P."""
+        """Names of the whole score matrices that lie in HBM: S, P."""
         if self.page is None:
             return 2 * (self.name == "standard")
         return (self.scores[0] > 0) + (self.scores[1] > 0)
 
     def predict(self, problem: Problem, tiling: Tiling, device: Device) -> Moves:
-        """What it moves, in closed form: ``{(op, tensor): bytes}``."""
+        """Bytes that the rung moves, in closed form: ``{(op, tensor): bytes}``."""
         if self.page is None:
             counted = traffic.count_schedule(problem, tiling, self.name, "forward", device)
             total: Moves = {}
@@ -113,7 +113,7 @@ RUNGS: dict[str, Rung] = {
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One rung as it ran.
+    """The result of one rung.
 
     Attributes
     ----------
@@ -138,7 +138,7 @@ class Step:
         return f"<Step {self.rung.name}: {self.bytes():,} B moved, error {self.error:.2g}>"
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Bytes moved: of one operation and tensor, or all."""
+        """Bytes moved, in total or of one operation and tensor."""
         return sum(
             nbytes
             for (its_op, its_tensor), nbytes in self.moved.items()
@@ -146,7 +146,7 @@ class Step:
         )
 
     def accesses(self, n_scores: int, itemsize: int) -> tuple[float, float]:
-        """Loads and stores of each score: the count of arXiv:1805.02867 (naive 2 + 1, ...)."""
+        """Loads and stores per score, as arXiv:1805.02867 counts them (naive 2 + 1, ...)."""
         loads, stores = (sum(self.bytes(op, tensor) for tensor in "SP") for op in ("load", "store"))
         return loads / (n_scores * itemsize), stores / (n_scores * itemsize)
 
@@ -161,7 +161,7 @@ class Climb:
     steps: dict[str, Step]
 
     def table(self) -> Table:
-        """One row a rung."""
+        """The steps as a table, one row per rung."""
         p = self.problem
         table = Table(
             f"{p.n_q:,} x {p.n_kv:,} scores, d={p.head_dim}, {p.dtype}, tiles {self.tiling}, "
@@ -190,7 +190,7 @@ class Climb:
     _repr_html_ = report.tabled
 
     def _loops(self) -> str:
-        """Why one FlashAttention moves more than the other: what their outer loops load again."""
+        """A note on FlashAttention-1's and -2's bytes: the tensors that each outer loop reloads."""
         if not {"flash1", "flash2"} <= set(self.steps):
             return ""
         grid = Schedule(self.problem, self.tiling, dense=True)
@@ -233,9 +233,9 @@ def climb(
     Raises
     ------
     OptionError
-        For a rung that does not exist, or matrices of scores larger than this machine's memory.
+        For a rung that does not exist, or for score matrices larger than this machine's memory.
     SramOverflow
-        Where whole rows no longer fit on chip; the message says up to which length they do.
+        If whole rows do not fit on chip; the message gives the longest row that fits.
     """
     if rungs is not None and (not isinstance(rungs, (tuple, list)) or not rungs):
         raise OptionError(
@@ -273,7 +273,7 @@ def climb(
 
 
 class _Inputs:
-    """Q, K, V and, when asked, the scores, and how far a result is from float64."""
+    """Q, K, V and, if requested, the scores; measures a result's error from float64."""
 
     def __init__(self, problem: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         self.problem, self.q, self.k, self.v = problem, q, k, v

@@ -1,4 +1,7 @@
-"""Drawn that precision is tried on: random scores alone hardly move the running maximum."""
+"""Random inputs for the precision laboratory, of several kinds.
+
+Normal scores alone hardly move the running maximum.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ KINDS = {
 
 
 class Drawn(NamedTuple):
-    """q, k, v and dout, float64, (1, heads, n, head_dim)."""
+    """Random inputs q, k, v and dout in float64, each (1, heads, n, head_dim)."""
 
     q: np.ndarray
     k: np.ndarray
@@ -30,7 +33,7 @@ class Drawn(NamedTuple):
 
 @own_errors
 def draw(kind: str, n: int, head_dim: int = 64, *, heads: int = 1, seed: int = 0) -> Drawn:
-    """Drawn of one kind; the same seed gives the same numbers."""
+    """Draw inputs of one kind; the same seed gives the same numbers."""
     checks.one_of("kind of input", kind, KINDS)
     n = checks.positive_int("n", n)
     d = checks.positive_int("head_dim", head_dim)

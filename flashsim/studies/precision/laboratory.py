@@ -1,4 +1,4 @@
-"""Each rounding point lowered alone, against float64."""
+"""Lower the precision of one rounding point at a time and compare with float64."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _NOTE = (
 
 @dataclass(frozen=True)
 class LoweredPoint:
-    """What one rounding did to one kind of input.
+    """The errors caused by one rounding on one kind of input.
 
     Attributes
     ----------
     point : str
         The point that was lowered, or `NOTHING`, or the name of a published kernel.
     kind : str
-        Of input.
+        Kind of input.
     n : int
         Queries and keys.
     errors : dict of float
-        Of "out", "dq", "dk" and "dv": root mean square error over root mean square; NaN or infinite
-        where a result is.
+        For "out", "dq", "dk" and "dv": root mean square of the error divided by that of the result;
+        NaN or infinite if the result is.
     row_sum : float
         Largest ``|sum of exp(S - LSE) - 1|`` over rows.
     """
@@ -54,7 +54,7 @@ class LoweredPoint:
     row_sum: float
 
     def row(self) -> tuple[report.Cell, ...]:
-        """A line of a table."""
+        """The finding as a row of a table."""
         each = (self.errors[name] for name in RESULTS)
         return (self.kind, self.n, self.point, *each, self.row_sum)
 
@@ -67,7 +67,7 @@ class Laboratory:
     Attributes
     ----------
     dtype : str
-        What points were lowered to.
+        The type to which points were lowered.
     algorithm : str
     head_dim : int
     findings : tuple of LoweredPoint
@@ -79,7 +79,7 @@ class Laboratory:
     findings: tuple[LoweredPoint, ...]
 
     def of(self, point: str, kind: str | None = None, n: int | None = None) -> LoweredPoint:
-        """One finding; kind and length default to the first there is."""
+        """The finding for a point; kind and length default to the first available."""
         for one in self.findings:
             if one.point == point and kind in (None, one.kind) and n in (None, one.n):
                 return one
@@ -88,11 +88,11 @@ class Laboratory:
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds of input, in order."""
+        """Kinds of input, in the order of the findings."""
         return list(dict.fromkeys(one.kind for one in self.findings))
 
     def table(self) -> report.Table:
-        """One row a kind of input, length and point."""
+        """The findings as a table, one row per kind of input, length and point."""
         what = f"{self.algorithm}, d = {self.head_dim}"
         table = report.Table(
             f"Error of {what}, lowered to {self.dtype}, one at a time", _COLUMNS, note=_NOTE
@@ -101,7 +101,7 @@ class Laboratory:
         return table
 
     def tables(self) -> list[report.Table]:
-        """For people: a table as N grows for the first kind of input, one of kinds at one N."""
+        """Tables for people: one over N for the first kind of input, one over kinds at one N."""
         first, longest = self.kinds[0], max(one.n for one in self.findings)
         made = []
         if any(one.n != longest for one in self.findings):
@@ -141,20 +141,20 @@ def laboratory(
     tiling: Tiling | None = None,
     seed: int = 0,
 ) -> Laboratory:
-    """Run attention with one rounding point lowered at a time, and hold it against float64.
+    """Run attention with one rounding point lowered at a time, and compare it with float64.
 
-    Inputs are float32 and so is everything that is not lowered.
+    Inputs and all points that are not lowered are float32.
 
     Parameters
     ----------
     n : sequence of int
-        Lengths, one at least.
+        Lengths, at least one.
     dtype : str
-        What points are lowered to.
+        The type to which points are lowered.
     kinds : names out of `KINDS`, optional
-        Of inputs; default: all.
+        Kinds of input; default: all.
     points : names out of `points_of` the algorithm, optional
-        Default: all.
+        Rounding points to lower; default: all.
     algorithm : str
     head_dim : int
     causal : bool
@@ -169,7 +169,7 @@ def laboratory(
     Raises
     ------
     OptionError, DTypeError, ShapeError
-        Also for what does not exist.
+        Also for unknown names.
     """
     if not isinstance(n, Sequence) or isinstance(n, str) or not n:
         raise OptionError(f"n must be lengths, as in (256, 1024), got {shown(n)}")
@@ -207,7 +207,10 @@ KERNELS = {
 def presets(
     n: int = 1024, *, dtype: str = "bfloat16", head_dim: int = 64, seed: int = 0
 ) -> report.Table:
-    """Errors of what published kernels round, on every kind of input (see `Precision.preset`)."""
+    """Errors of the roundings that published kernels use, on every kind of input.
+
+    See `Precision.preset`.
+    """
     n, head_dim = checks.positive_int("n", n), checks.positive_int("head_dim", head_dim)
     table = report.Table(
         f"Error of published kernels' roundings, {dtype}, N = {n:,}, d = {head_dim}",
@@ -232,7 +235,7 @@ def _findings(
     tiling: Tiling,
     seed: int,
 ) -> list[LoweredPoint]:
-    """One for each way of rounding, on the same inputs."""
+    """One finding per set of rounding points, on the same inputs."""
     x = draw(kind, n, head_dim, seed=seed)
     q, k, v, dout = (part.astype(np.float32) for part in x)
     problem = Problem(n, head_dim=head_dim, causal=causal)
@@ -253,7 +256,7 @@ def _findings(
 
 
 def _error(got: np.ndarray, truth: np.ndarray) -> float:
-    """Root mean square of the error over that of the result."""
+    """Root mean square of the error divided by that of the result."""
     with np.errstate(all="ignore"):
         square = ((got.astype(np.float64) - truth) ** 2).mean() / (truth**2).mean()
     return float(np.sqrt(square))

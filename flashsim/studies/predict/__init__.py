@@ -1,7 +1,7 @@
-"""How long the GPU kernels of `flashsim.backends` take: a model of units, overlap, waves and tails.
+"""Predict the time of `flashsim.backends`' GPU kernels from units, overlap, waves and tails.
 
-Standard attention's time, too, and when FlashAttention wins: `when`. What the model was calibrated
-on, and how far off it is elsewhere: docs/reference/predictions.md.
+The model also covers standard attention's time; `when` finds the lengths at which FlashAttention
+wins. docs/reference/predictions.md tells how it was calibrated, and its error elsewhere.
 """
 
 from flashsim.problem.links import LINKS, Link

@@ -1,4 +1,4 @@
-"""Thread blocks on the SMs of a GPU: who starts where and when, who shares an SM, who ends last."""
+"""Place thread blocks on a GPU's SMs: where and when each starts, shares its SM, and ends."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ def makespan(
     processors: int,
     together: int,
 ) -> tuple[float, float]:
-    """When the last block ends, and the mean time that SMs are busy.
+    """The time when the last block ends, and the mean time that SMs are busy.
 
-    A block that shares its SM with k - 1 others takes ``k * work + latency``: the SM's units are
-    shared out, waiting is not. Blocks start in order, spread over the SMs; when one ends, the next
-    takes its place. `clump` walks are finished before the next ones begin; inside, the longest
-    tiles of all come first. When none are left to start, those that remain on an SM speed up.
+    A block that shares its SM with k - 1 others takes ``k * work + latency``: they share the SM's
+    units, but they wait at the same time. Blocks start in order, spread over the SMs; when one
+    ends, the next takes its place. The kernel finishes `clump` loops before it begins the next
+    ones; among these, the longest tiles start first. When no block is left to start, the blocks
+    that remain on an SM speed up.
 
     Parameters
     ----------
     work, latency : sequence of float
-        Seconds of an SM, by outer tile, in launch order.
+        Seconds on an SM, by outer tile, in launch order.
     walks : int
-        How many times the tiles are walked.
+        How many times the kernel loops over all tiles (for example once per head).
     clump : int
+        Loops per head group.
     processors : int
         SMs.
     together : int
@@ -56,16 +58,16 @@ def makespan(
 def in_launches(
     launches: Sequence[tuple[float, int, int, int]], processors: int
 ) -> tuple[float, float]:
-    """`makespan` of items that several launches take: each begins as the one before runs out.
+    """`makespan` for work tiles spread over several launches; each begins as the previous runs out.
 
-    An SM takes blocks of the next launch as soon as none of its own is left to begin; a cluster's
-    begin together, on SMs that are free at about the same time.
+    An SM takes blocks of the next launch as soon as it has none of its own left to begin. The
+    blocks of a cluster begin together, on SMs that become free at about the same time.
 
     Parameters
     ----------
     launches : sequence of (float, int, int, int)
-        Seconds of each item, how many there are, how many SMs share one, and how many items can be
-        under way at a time.
+        Per launch: seconds per work tile, number of work tiles, SMs that share one, and work tiles
+        that can run at a time.
     processors : int
         SMs.
     """
@@ -76,7 +78,10 @@ def in_launches(
 
 
 def _alone(blocks: list[tuple[float, float, float]], share: int) -> float:
-    """When an SM's last blocks have ended, which would end as given if `share` shared it on."""
+    """The time when an SM's last blocks end.
+
+    The given ends assume that `share` blocks use the SM throughout; fewer blocks are faster.
+    """
     if not blocks:
         return 0.0
     crowded = len(blocks) == share

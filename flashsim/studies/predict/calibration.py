@@ -16,35 +16,36 @@ from flashsim.errors import own_errors
 
 @own_errors
 class Constants(NamedTuple):
-    """What one stage of one kernel family makes of an SM's units, and what it waits for.
+    """How much of an SM's units one stage of a kernel family uses, and its latencies.
 
-    The first seven are shares of a unit's own time (`units.Work`) for which a visit keeps other
-    blocks of its SM waiting: near 1 where a unit is what bounds a kernel, near 0 where its work
-    hides behind another's. Where a kernel's warps wait for each other, they exceed 1.
+    The first seven are shares of a unit's own time (`units.Work`) for which a visit (one query tile
+    times one key tile) keeps the other blocks of its SM waiting. A share is near 1 if the unit
+    bounds the kernel, and near 0 if its work hides behind another unit's. It exceeds 1 if the
+    kernel's warps wait for each other.
 
     Attributes
     ----------
     tensor : float
-        Of the tensor cores' time at the data sheet's peak.
+        Share of the tensor cores' time at the data sheet's peak.
     scores : float
-        Instructions for each score, on the CUDA cores.
+        Instructions per score, on the CUDA cores.
     masked : float
-        More of them for each score of a tile with a mask.
+        Further instructions per score of a tile with a mask.
     shared : float
-        Of shared memory's time.
+        Share of shared memory's time.
     pieces : float
-        Instructions for each 16 bytes that are placed one by one.
+        Instructions per 16 bytes that are placed one by one.
     reduced : float
-        Of the time in which L2 delivers what is added to it.
+        Share of the time in which L2 delivers the bytes that are added to it.
     own : float
-        Of L2's time for what an outer tile loads and stores besides its visits.
+        Share of L2's time for the bytes that an outer tile loads and stores outside its visits.
     waits : float
-        Of the tensor cores' time, in which a block waits and the others of its SM need not.
+        Share of the tensor cores' time in which a block waits while the others of its SM run.
     visit, item, launch : float
-        Seconds: latency of a visit, of an outer tile, and of the kernel. That of a visit, and
-        `waits`, are for two warpgroups that take turns.
+        Latencies in seconds: of a visit, of an outer tile, and of the kernel. `visit` and `waits`
+        hold for two warpgroups that use the tensor cores alternately (ping-pong scheduling).
     changeover : float
-        Seconds, once, where there are more outer tiles than places for their blocks.
+        Seconds lost once if there are more outer tiles than the SMs can hold at a time.
     throttle : float
         How much slower the chip is, as a share, when a kernel has run for `POWER_AFTER`.
     """
@@ -65,13 +66,13 @@ class Constants(NamedTuple):
 
 
 class DecodeConstants(NamedTuple):
-    """What the decode kernel makes of an SM and of HBM; seconds, but for the bytes a second.
+    """Constants of the decode kernel, in seconds except for `rate`, `hbm_share` and `scatter`.
 
-    `launch` of any call; `item` of a block, besides its keys, and `row` more for each element of
-    its results; an SM streams at most `rate` bytes a second, and all of them `hbm_share` of HBM's
-    nominal bandwidth; `merge` where keys are split, `exchange` where the splits are a cluster. With
-    pages, `table` for the first numbers, and a byte takes 1 + `scatter` / sqrt(bytes of a page's
-    rows) times as long.
+    `launch` is per call, `item` per block without its keys, and `row` per element of its results.
+    An SM streams at most `rate` bytes per second; all SMs together stream at most `hbm_share` of
+    HBM's nominal bandwidth. `merge` applies if keys are split, `exchange` if the splits form a
+    cluster. With pages, `table` is the time for the first page numbers, and a byte takes
+    1 + `scatter` / sqrt(bytes of a page's rows) times as long.
     """
 
     launch: float

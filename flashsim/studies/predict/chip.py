@@ -1,8 +1,9 @@
-"""A GPU as the time model wants it, from what its units were measured to do.
+"""A GPU's description for the time model, from measurements of its units.
 
-The constants of `calibration` are shares of an H200's data sheet. Another chip's figures are those
-of the H200 times what its units did, measured alone, over what the H200's did: so a chip that is an
-H200 in all its units gets an H200's times, and one with half of its bandwidth half of that.
+The constants of `calibration` are shares of an H200's data sheet. A figure of another chip is the
+H200's figure, times the speed measured on that chip's unit alone, divided by the speed measured on
+the H200's. So a chip whose units all match an H200's gets an H200's times, and a chip with half of
+its bandwidth gets half of the H200's bandwidth.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ H200 = {
 
 
 def rates(units: Mapping[str, float]) -> dict[str, float]:
-    """Of an SM: FLOP/s of its tensor cores and of its CUDA cores; of the chip: HBM's and L2's B/s.
+    """Rates: FLOP/s of an SM's tensor cores and CUDA cores, and B/s of the chip's HBM and L2.
 
     Parameters
     ----------
@@ -48,12 +49,12 @@ def rates(units: Mapping[str, float]) -> dict[str, float]:
 
 
 def calibrated(gpu: Device, units: Mapping[str, float]) -> Device:
-    """The device to give to `predict`: its capacities, and figures in an H200's terms.
+    """The device to pass to `predict`: its own capacities, and rates relative to an H200's.
 
     Parameters
     ----------
     gpu : Device
-        Name, SMs and capacities; its peaks and bandwidths are not looked at.
+        Supplies name, SMs and capacities; its peaks and bandwidths are ignored.
     units : mapping of float
         As in `rates`.
     """

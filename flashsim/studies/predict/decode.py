@@ -1,10 +1,11 @@
-"""How long the GPU kernel of `algorithm="flash-decode"` takes: blocks, bandwidth, a merge.
+"""Time of the GPU kernel of `algorithm="flash-decode"`: blocks, bandwidth and a merge.
 
-A block waits for its first keys and ends with a merge of its warps (`item`), and in between streams
+A block waits for its first keys and ends with a merge of its warps (`item`). In between it streams
 its keys as fast as an SM can (`rate`), or multiplies them as fast as the portable forward kernel
-does on tensor cores, whichever takes longer; all blocks together no faster than HBM. Blocks take
-the places that become free. Where keys are split, the block of a sequence that ends last merges, or
-a cluster on chip. That a call may begin before the last one has ended is in `launch`.
+does on tensor cores, whichever takes longer. All blocks together are no faster than HBM. A new
+block starts where an earlier one has ended. Where keys are split, either the block of a sequence
+that ends last merges the parts, or a cluster merges them on chip. `launch` accounts for a call that
+begins before the previous one has ended.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ ALGORITHM = decode.ALGORITHM
 
 
 def launch(problem: Problem, splits: int | str, device: Device) -> decode.Decode:
-    """What the kernel would launch for a batch, or for the packed sequences of one.
+    """The launch of the decode kernel for a batch, or for the packed sequences of one.
 
     Raises
     ------
     UnsupportedError, OptionError
-        For what has no prediction: a shared prefix, latent attention; for sequences of different
-        numbers of queries.
+        For problems without a prediction: a shared prefix, latent attention, or sequences with
+        different numbers of queries.
     """
     if splits == "fa3":
         raise OptionError("the kernels choose splits by their own rule: 'auto', or an integer")
@@ -65,7 +66,7 @@ def launch(problem: Problem, splits: int | str, device: Device) -> decode.Decode
 
 
 def traffic(problem: Problem, made: decode.Decode, device: Device) -> Traffic:
-    """The closed form of that launch."""
+    """The closed-form traffic of that launch."""
     tiling = Tiling(min(made.rows, dict(made.kernel.constants)["FS_BLOCK_Q"]), made.block_k)
     roomy = replace(device, sram_bytes=device.sram_per_sm + device.registers_per_sm)
     splits = max(made.splits)
@@ -75,7 +76,7 @@ def traffic(problem: Problem, made: decode.Decode, device: Device) -> Traffic:
 def stages(
     made: decode.Decode, page: int | None, device: Device, c: DecodeConstants = DECODING
 ) -> tuple[StageTime, ...]:
-    """The walk over the keys, and the merge of its parts, if there are any: one kernel's times."""
+    """Times of the kernel: the loop over the keys, and the merge of the parts if there are any."""
     p = made.problem
     per_sm = 1
     if made.kernel.threads < 256:  # `plan` gives two blocks an SM half of its shared memory each

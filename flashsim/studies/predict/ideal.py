@@ -1,4 +1,4 @@
-"""The least time of a pass, of any algorithm: each kernel waits for its busiest unit alone."""
+"""The least time of a pass for any algorithm: each kernel takes as long as its busiest unit."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from flashsim.studies.predict.units import LANES, SPECIAL, clock
 
 @own_errors
 def least(traffic: Traffic) -> Prediction:
-    """A lower bound of a pass's time: perfect overlap, no tails, no latencies but the launches'.
+    """A lower bound on a pass's time: perfect overlap, no tails, no latencies except launches.
 
-    Each stage is a kernel. It takes a launch and the longest of what tensor cores, exponentials,
-    CUDA cores, L2 (requested bytes) and HBM need. Through HBM goes every tensor once, but for those
-    that an earlier stage of the pass has written and that L2 holds. Kernels that were written are
-    slower: `predict` has two families of FlashAttention-2; this has standard attention, too.
+    Each stage is a kernel. It takes a launch plus the longest of the times that tensor cores,
+    exponentials, CUDA cores, L2 (requested bytes) and HBM need. Every tensor crosses HBM once,
+    except those that an earlier stage of the pass has written and that L2 holds. Actual kernels are
+    slower: `predict` covers two families of FlashAttention-2; this function also covers standard
+    attention.
 
     Raises
     ------
     OptionError
-        Where keys are divided into parts, or the device has no peak for the dtype.
+        If keys are divided into parts, or the device has no peak for the dtype.
     """
     checks.instance("traffic", traffic, Traffic, "Traffic, from flashsim.count")
     if any(stage.parts for stage in traffic.stages):
@@ -56,7 +57,7 @@ def least(traffic: Traffic) -> Prediction:
 
 
 def _flops(traffic: Traffic, stage: plans.Stage) -> dict[str, int]:
-    """One stage's FLOPs by kind, all heads."""
+    """One stage's FLOPs by kind, for all heads."""
     p, sums = traffic.problem, traffic.schedule(stage).sums
     work = stage_work(p, traffic.algorithm, traffic.direction, stage.name)
     walks, _ = plans.heads_of(stage, p)

@@ -1,4 +1,4 @@
-"""From which length FlashAttention is faster, by time; and the versions of it, side by side."""
+"""The length from which FlashAttention is faster, by time; and its versions side by side."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ def when(
     direction: str = "forward",
     device: str | Device = "H200",
 ) -> Table:
-    """When FlashAttention wins, and by how much: predicted times beside standard attention's.
+    """Compare FlashAttention's predicted times with standard attention's at each length.
 
     Parameters
     ----------
     problem : Problem
-        Its lengths are replaced by `lengths`, queries and keys alike; batch and heads stay.
+        `lengths` replaces its numbers of queries and keys; batch and heads stay.
     lengths : sequence of int
-        Tokens of a sequence.
+        Tokens per sequence.
     direction : {"forward", "backward"}
-        The backward is that of "flash2-fused".
+        The backward pass is that of "flash2-fused".
     device : str or Device
 
     Returns
     -------
     Table
-        A row a length: milliseconds of standard attention as a library's kernels could be at best,
-        its slowest kernel and that one's bound; of flashsim's kernels; how many times faster they
-        are; and what units alone would allow (`least`).
+        One row per length: milliseconds of standard attention with a library's kernels at their
+        best, its slowest kernel and that kernel's bound; milliseconds of flashsim's kernels;
+        standard attention's time divided by theirs; and the lower bound from units (`least`).
 
     Raises
     ------
@@ -99,11 +99,11 @@ def when(
 
 @own_errors
 def versions(problem: Problem, *, device: str | Device = "H200") -> Table:
-    """Standard attention and FlashAttention-1, -2, -3: bytes, memory and times of a training step.
+    """Compare standard attention and FlashAttention-1, -2, -3: bytes, memory, training-step times.
 
-    Where the forward pass's tensors do not fit in the device's memory the status is "OOM", where
-    the backward pass's do not "OOM(backward)"; on a GPU that a version was not written for it is
-    "needs Ampere" or "needs Hopper". What cannot run has no bytes and no times.
+    The status is "OOM" if the forward pass's tensors do not fit in the device's memory, and
+    "OOM(backward)" if the backward pass's do not. On a GPU that a version was not written for it
+    is "needs Ampere" or "needs Hopper". A version that cannot run has no bytes and no times.
     """
     device, p = Device.get(device), problem
     table = Table(
@@ -141,7 +141,7 @@ def versions(problem: Problem, *, device: str | Device = "H200") -> Table:
 def _figures(
     name: str, p: Problem, algorithm: str, direction: str, device: Device
 ) -> tuple[int, float, float | None]:
-    """Requested bytes, ideal and predicted milliseconds; the last where there are kernels."""
+    """Requested bytes, ideal and predicted milliseconds; the last only where kernels exist."""
     found = None
     if name in KERNELS:
         try:
@@ -162,5 +162,5 @@ def _figures(
 def _counted(
     p: Problem, tile: Tiling, algorithm: str, direction: str, device: Device
 ) -> traffic.Traffic:
-    """Counts of one algorithm, on a chip that its tiles fit: a library's kernels hold their own."""
+    """The counts of one algorithm on a chip that its tiles fit, as a library's tiles fit theirs."""
     return traffic.Traffic(p, tile, algorithm, direction, device, "ascending")

@@ -1,4 +1,4 @@
-"""`predict`: what a visit needs of each unit, who waits for whom, waves, tails and power."""
+"""`predict`: kernel times from the work per unit, waiting, waves, tails and the power limit."""
 
 from __future__ import annotations
 
@@ -68,39 +68,39 @@ def predict(
     heads_in_group: Mapping[str, int] | None = None,
     splits: int | str = "auto",
 ) -> Prediction:
-    """How long the kernels of `backend="cupy"` take, or a library's for standard attention.
+    """Predict the time of the kernels of `backend="cupy"`, or of a library's standard attention.
 
-    Blocks start in the kernels' own order, the longest first, and the next one takes the place of
-    the first that ends. No data, no GPU.
+    Blocks start in the kernels' own order, longest first; each next block starts where an
+    earlier one ends. The prediction needs neither data nor a GPU.
 
     Parameters
     ----------
     problem : Problem
-        Of FP8 inputs, the forward alone, with the constants of the 16-bit one.
+        For FP8 inputs only the forward pass is predicted, with the 16-bit forward's constants.
     direction : {"forward", "backward"}
     algorithm : {"flash2", "flash2-fused", "flash2-once", "flash-decode", "standard"}
-        "flash2-once" is of Hopper's kernels alone; "standard" takes no kernels, tiling, constants
-        or heads_in_group.
+        "flash2-once" exists for Hopper's kernels only. With "standard", do not pass kernels,
+        tiling, constants or heads_in_group.
     kernels : {"hopper", "portable", "python"}, optional
-        The kernel family; default: the one made for the device. "python" are the kernels of
-        `backend="numba_cuda"` on a Hopper GPU, backward ``kernel="tensor"``, and needs numba-cuda.
+        The kernel family; default: the one made for the device. "python" means the kernels of
+        `backend="numba_cuda"` on a Hopper GPU (backward: ``kernel="tensor"``); it needs numba-cuda.
     tiling : Tiling, optional
         Default: the family's own.
     device : str or Device
-        The constants were fitted on an H200; for another device they are taken over, untested.
+        The constants were fitted on an H200. Other devices use the same constants, untested.
     constants : mapping of Constants, optional
-        By stage; default: the calibrated ones.
+        Constants by stage; default: the calibrated ones.
     heads_in_group : mapping of int, optional
-        By stage, how many heads are worked on together; default: the kernels' own (`clump_size`).
+        Heads that are processed together, by stage; default: the kernels' own (`clump_size`).
     splits : int or "auto"
-        "flash-decode": over how many blocks the keys of a sequence are spread; the kernel's choice.
-        Its keys come from HBM, at random if they lie in pages, and once for each row tile: of more
-        queries than fill one, L2 may serve some, which this does not know.
+        For "flash-decode": number of blocks that share the keys of a sequence; "auto" is the
+        kernel's choice. The model reads the keys from HBM once per row tile, in random order if
+        they lie in pages. With several row tiles, L2 may serve some reads; the model ignores that.
 
     Raises
     ------
     OptionError, UnsupportedError, TilingError
-        If there is no such family, or its kernels do not run this.
+        If there is no such family, or its kernels cannot run this problem.
     """
     device = Device.get(device)
     plans.stages(problem, algorithm, direction)  # or say what there is
@@ -163,10 +163,10 @@ def _beside(
     traffic: Traffic,
     constants: Mapping[str, Constants],
 ) -> StageTime:
-    """Hopper's dQ, as long as it adds to the pass: to the one with dK and dV, which comes before.
+    """The time that Hopper's dQ kernel adds to the pass, after the kernel for dK and dV.
 
-    Its blocks begin on SMs that have run out of dK's and dV's, but no sooner than they are
-    launched. No unit is faster for that: what it adds is no less than its busiest one takes.
+    Its blocks begin on SMs that have no dK and dV blocks left, but not before they are launched.
+    This overlap makes no unit faster: dQ adds at least the time that its busiest unit needs.
     """
     device, launched, runs = traffic.device, 0.0, []
     for one in passes:
@@ -185,12 +185,12 @@ def _beside(
 
 
 def made_for(device: Device) -> str:
-    """The kernel family that runs on a device if none is named."""
+    """The kernel family that runs on a device if the caller names none."""
     return "hopper" if device.compute_capability == (9, 0) else "portable"
 
 
 def decoding(problem: Problem, direction: str, splits: int | str, device: Device) -> Prediction:
-    """The prediction of `algorithm="flash-decode"`."""
+    """The prediction for `algorithm="flash-decode"`."""
     plans.stages(problem, decode.ALGORITHM, direction)  # or say what there is
     made = decode.launch(problem, splits, device)
     found = decode.stages(made, problem.page_size, device)
@@ -206,7 +206,7 @@ def _prepare(
     tiling: Tiling | None,
     device: Device,
 ) -> tuple[tuple[KernelPass, ...], Traffic]:
-    """What would be launched, and its traffic."""
+    """The kernel passes that would be launched, and their traffic."""
     if algorithm not in ("flash2", "flash2-fused", "flash2-once"):
         raise OptionError(
             f"times of flash2, flash2-fused, flash2-once, flash-decode and standard are predicted, "
@@ -267,16 +267,17 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
 
 
 def works_of(one: KernelPass, traffic: Traffic) -> tuple[Work, ...]:
-    """`work_of` each of a stage's launches, in their order."""
+    """The result of `work_of` for each launch of a stage, in launch order."""
     return tuple(work_of(each, traffic) for each in (*one.before, one))
 
 
 def stage_seconds(
     one: KernelPass, works: tuple[Work, ...], traffic: Traffic, c: Constants
 ) -> tuple[float, float, float, float]:
-    """Seconds of a stage's launches; when the last tile ends; how long an SM is at work; and HBM.
+    """Seconds of a stage: its launches, its last tile's end, an SM's mean busy time, and HBM.
 
-    `works` is `works_of`'s, the constants are of the launch that takes most items, the last.
+    `works` comes from `works_of`. The constants are those of the last launch, which takes most
+    work tiles.
     """
     device, work = traffic.device, works[-1]
     shared, waiting, grid, places = _blocks(one, work, traffic, c)
@@ -300,7 +301,7 @@ def stage_seconds(
 def _alike(
     one: KernelPass, works: tuple[Work, ...], traffic: Traffic, c: Constants
 ) -> list[tuple[float, int, int, int]]:
-    """What `in_launches` wants to know of a stage whose items are all equally long."""
+    """The arguments of `in_launches` for a stage whose work tiles all take equally long."""
     found = []
     for each, work in zip((*one.before, one), works, strict=True):
         shared, waiting, _, places = _blocks(each, work, traffic, c)
@@ -313,7 +314,7 @@ def _alike(
 def _blocks(
     one: KernelPass, work: Work, traffic: Traffic, c: Constants
 ) -> tuple[np.ndarray, np.ndarray, tuple[int, int], int]:
-    """`durations` of a launch's blocks, the walks and how many at once, and the SMs they are on."""
+    """`durations` of a launch's blocks, its (loops, loops per head group), and its usable SMs."""
     p, blocks = traffic.problem, one.kernel.cluster
     shared, waiting = durations(work, c)
     if blocks > 1:  # that share an item: each is as long in its part of it
@@ -325,7 +326,7 @@ def _blocks(
 
 
 def constants_name(one: KernelPass, problem: Problem) -> str:
-    """Which of a family's constants a launch has."""
+    """The name of the constants, in the kernel family, that a launch uses."""
     name = one.stage.name
     if not one.kernel.boxes or name == "forward":
         return name
@@ -338,7 +339,7 @@ def constants_name(one: KernelPass, problem: Problem) -> str:
 
 
 def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of each outer tile that it needs its SM for, and that it only waits."""
+    """Seconds for which each outer tile uses its SM, and seconds for which it only waits."""
     unit = work.visit
     shares = {"tensor cores": c.tensor, "scores": c.scores, "shared memory": c.shared}
     shares |= {"pieces": c.pieces, "reductions": c.reduced}
@@ -352,13 +353,13 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
 
 
 def changeover(c: Constants, blocks: int, places: int) -> float:
-    """Seconds that are lost when the first blocks end, all at about the same time, and others come.
+    """Seconds lost when the first blocks end together and the next blocks start.
 
-    Once: later on they end one by one.
+    This happens once: later blocks end one by one.
     """
     return c.changeover if blocks > places else 0.0
 
 
 def _throttled(seconds: float, more: float) -> float:
-    """Time at the highest clock for a while, then at one that the power limit allows."""
+    """The time if the clock is highest until `POWER_AFTER` and then drops to the power limit's."""
     return seconds + more * max(0.0, seconds - POWER_AFTER)

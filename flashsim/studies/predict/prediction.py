@@ -1,4 +1,4 @@
-"""What a prediction of time says: each stage's kernel, what bounds it, and the sum."""
+"""The prediction of a pass's time: each stage's kernel, the unit that bounds it, and the sum."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ class StageTime:
     ----------
     name : str
     seconds : float
-        What it adds to the pass: dQ's on Hopper begins on SMs that those of dK and dV leave idle.
+        Time that it adds to the pass. On Hopper, dQ's blocks begin on SMs that the dK and dV
+        blocks leave idle, so dQ adds less than it takes alone.
     units : dict of float
-        Seconds for which each unit is busy, were the work spread evenly: at most `seconds`, unless
-        a clock above the nominal one is needed.
+        Seconds for which each unit would be busy if the work were spread evenly: at most
+        `seconds`, unless a clock above the nominal one is needed.
     waves : float
-        Thread blocks for each place on the SMs; a fraction is a tail.
+        Thread blocks divided by the number that run at a time; a fraction is a tail.
     tail : float
         Share of the time in which some SMs have run out of work: 1 - (mean busy time / seconds).
     use : Use
-        What its energy depends on.
+        The quantities on which its energy depends.
     joules : float or None
-        Of the board; None on a device of which nothing was measured.
+        Energy of the board; None on a device whose energy was never measured.
     """
 
     name: str
@@ -45,7 +46,7 @@ class StageTime:
 
     @property
     def bound(self) -> str:
-        """The unit that is busy for longest."""
+        """The unit that is busy longest."""
         return max(self.units, key=lambda unit: self.units[unit])
 
 
@@ -59,25 +60,28 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """All stages, one after the other."""
+        """Seconds of all stages, one after the other."""
         return sum(stage.seconds for stage in self.stages)
 
     @property
     def joules(self) -> float | None:
-        """All stages'; None on a device of which nothing was measured."""
+        """Joules of all stages; None on a device whose energy was never measured."""
         known = [stage.joules for stage in self.stages if stage.joules is not None]
         return sum(known) if len(known) == len(self.stages) else None
 
     @property
     def sustained(self) -> Sustained | None:
-        """Called again and again, at the clock that the board's power allows; None as `joules`."""
+        """Cost of one call among many repeated calls, at the clock that the board's power allows.
+
+        None where `joules` is None.
+        """
         energy = energy_of(self.traffic.device)
         if energy is None or self.joules is None:
             return None
         return energy.sustained([stage.use for stage in self.stages], self.seconds)
 
     def table(self) -> report.Table:
-        """One row a stage: time, what each unit needs of it, waves and tail."""
+        """The prediction as a table, one row per stage: time, time per unit, waves and tail."""
         t = self.traffic
         units = (*UNITS, "HBM")
         named, source = f"{self.kernels} kernels, tiles {t.tiling}", "calibrated on one H200"
@@ -110,5 +114,5 @@ class Prediction:
 
 
 def untested(device: Device) -> str:
-    """What a note adds where the constants were fitted to another device."""
+    """A remark for notes if the constants were fitted to another device."""
     return "" if device.name == "H200" else f", untested on {device.name}"

@@ -1,4 +1,4 @@
-"""`spread`: how long attention over several GPUs takes, step by step, beside the link."""
+"""`spread`: the time of attention over several GPUs, step by step, with the links' transfers."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class SpreadTime:
     Attributes
     ----------
     account : Account
-        What is sent and computed.
+        Data sent and work computed.
     device : Device
     link, network : Link
-        Inside a host, and between hosts.
+        The links inside a host, and between hosts.
     one : float
-        Seconds that one such GPU would take for the whole, if its power had no limit.
+        Seconds that one such GPU would take for the whole problem without a power limit.
     compute : ndarray, (ranks, steps)
         Seconds of local attention and merging.
     transfer : ndarray, (ranks, steps)
-        Seconds of what a rank sends, on the slowest link that it takes.
+        Seconds of a rank's sends, on the slowest link that they use.
     start, end : ndarray, (ranks, steps)
-        When each step begins and ends on each rank; it ends when its blocks are computed and what
-        it sends and receives has arrived.
+        When each step begins and ends on each rank. A step ends when its blocks are computed and
+        all data that it sends and receives has arrived.
     """
 
     account: Account
@@ -58,26 +58,26 @@ class SpreadTime:
 
     @property
     def seconds(self) -> float:
-        """Until the last rank is done."""
+        """Seconds until the last rank is done."""
         return float(self.end.max())
 
     @property
     def alone(self) -> float:
-        """The same with links that take no time."""
+        """Seconds until the last rank is done, if transfers took no time."""
         return float(_run(self.account, self.compute, np.zeros_like(self.transfer))[1].max())
 
     @property
     def exposed(self) -> float:
-        """Seconds for which communication prolongs the pass."""
+        """Seconds by which communication prolongs the pass."""
         return self.seconds - self.alone
 
     @property
     def efficiency(self) -> float:
-        """One GPU's time over that of all ranks together: 1 where nothing is lost."""
+        """One GPU's time divided by (this time times the number of ranks): 1 if nothing is lost."""
         return self.one / (self.seconds * self.account.group.ranks)
 
     def table(self) -> report.Table:
-        """One row a step: its compute and transfer, and how much of the transfer shows."""
+        """The prediction as a table, one row per step: compute, transfer and exposed transfer."""
         account, group = self.account, self.account.group
         table = report.Table(
             f"{account.direction} by {group.scheme!r} over {group.ranks} x {self.device.name}, "
@@ -125,27 +125,28 @@ def spread(
     network: str | Link = "InfiniBand NDR",
     host: int = HOST,
 ) -> SpreadTime:
-    """How long attention over several GPUs takes, step by step.
+    """Predict the time of attention over several GPUs, step by step.
 
-    At each step every rank begins to send, to receive and to compute at once; a transfer begins
-    when both of its ends have begun the step; the next step begins when the blocks are computed,
-    and what was sent and received has arrived. Links are as fast as on paper and slow no kernel.
-    Blocks take what `predict` says of them, merging what HBM needs for its bytes. All run at the
-    clock of short kernels: a power limit would slow many blocks in a row and one GPU's long kernel
-    alike, which `predict` says of the long kernel only.
+    At each step every rank begins to send, receive and compute at the same time. A transfer
+    begins when both of its ranks have begun the step. The next step begins when the blocks are
+    computed and all data sent and received has arrived. Links reach their nominal speed and slow
+    no kernel. Blocks take the time that `predict` gives; merging takes the time that HBM needs for
+    its bytes. All kernels run at the clock of short kernels: a power limit would slow many blocks
+    in a row as much as one GPU's long kernel, but `predict` applies it to the long kernel only.
 
     Parameters
     ----------
     problem, ranks, scheme, ulysses
         As in `flashsim.distributed.count`.
     direction, algorithm, kernels, device
-        Of every rank's local attention, as in `predict`.
+        For every rank's local attention, as in `predict`.
     link : str or Link, optional
-        Between GPUs of a host, by name (`flashsim.problem.links.LINKS`); default: the device's own.
+        Link between the GPUs of a host, by name (`flashsim.problem.links.LINKS`); default: the
+        device's own.
     network : str or Link
-        Between hosts, one a GPU.
+        Link between hosts, one per GPU.
     host : int
-        GPUs of a host: ranks 0 to `host` - 1 and so on.
+        GPUs per host: ranks 0 to `host` - 1 share the first host, and so on.
 
     Raises
     ------
@@ -199,7 +200,7 @@ def _seconds(
 
 
 def _transfers(account: Account, inside: Link, between: Link, host: int) -> np.ndarray:
-    """Seconds of what every rank sends at every step."""
+    """Seconds that every rank's sends take at every step."""
     group, out = account.group, account.out_bytes
     ranks = np.arange(group.ranks)
     abroad = ranks // host != (ranks + group.ulysses) % group.ranks // host

@@ -1,10 +1,11 @@
 """Standard attention's time: kernels that pass S and P through memory, each bounded by one unit.
 
-Matrix products and a softmax as a library runs them, one kernel a stage of algorithm "standard",
-every score computed, masked or not. Nothing here is fitted to attention: a product reaches the
-share of the tensor cores' peak that a large one does, and a stream the share of the bandwidth that
-a copy does. A stage whose tensors all fit in L2 finds and leaves them there. So this is what
-standard attention could be; a framework's own adds kernels for scale, mask and types.
+The model runs matrix products and a softmax as a library does, one kernel per stage of algorithm
+"standard". It computes every score, masked or not. Nothing here is fitted to attention: a product
+reaches the share of the tensor cores' peak that a large product reaches, and a stream reaches the
+share of the bandwidth that a copy reaches. A stage whose tensors all fit in L2 finds them there
+and leaves them there. The result is what standard attention could reach; a framework's version
+adds kernels for scale, mask and types.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def predict_standard(problem: Problem, direction: str, device: Device) -> Predic
     OptionError
         If the device has no peak for the dtype.
     UnsupportedError
-        For packed sequences, which no batched product takes.
+        For packed sequences, which a batched product cannot take.
     """
     if problem.cu_seqlens_q is not None:
         raise UnsupportedError(
@@ -72,7 +73,7 @@ def _stage(stage: plans.Stage, traffic: Traffic) -> StageTime:
 
 
 def _tiles(stage: plans.Stage, problem: Problem) -> int:
-    """Blocks of a head: tiles of the result."""
+    """Thread blocks per head: tiles of the result."""
     stored = next(move.tensor for move in stage.moves if move.op == "store")
     its = shape(problem, stored)
     rows = problem.n_kv if its.axis == COL else problem.n_q

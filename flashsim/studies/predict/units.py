@@ -1,8 +1,8 @@
-"""What a block's tiles ask of each unit of an SM, by the instructions and bytes of its kernel.
+"""The load of a block's tiles on each unit of an SM, from its kernel's instructions and bytes.
 
-Products are counted as the tensor cores make them, of whole tiles and of the head_dim that a kernel
-pads to; bytes as they are moved, of rows filled up to 16. How many blocks share an SM comes from
-their registers and shared memory.
+Products are counted as the tensor cores compute them: whole tiles, with the head_dim that a kernel
+pads to. Bytes are counted as the kernel moves them: rows padded to 16 bytes. The number of blocks
+that share an SM follows from their registers and shared memory.
 """
 
 from __future__ import annotations
@@ -47,20 +47,19 @@ class Work:
     Attributes
     ----------
     visits, masked : ndarray
-        Visits of each outer tile, all members of a group; those of them with a mask.
+        Visits (tile pairs) per outer tile, for all members of a group; and those with a mask.
     visit : dict of float
-        Seconds of an SM's unit for one visit, had it nothing else to do, by `UNITS`, and of these
-        besides: "reductions" (bytes added at L2, at the speed it is read), "scores" (one
-        instruction for each score), "O" (one for each element of O that a Hopper forward scales),
-        "pieces" (one for each 16 bytes that a thread places in shared memory by an address of its
-        own).
+        Seconds that one visit takes on each unit of an SM, if the unit does nothing else. Keys are
+        `UNITS` and also "reductions" (bytes added at L2, at the speed of L2 reads), "scores" (one
+        instruction per score), "O" (one per element of O that a Hopper forward scales) and
+        "pieces" (one per 16 bytes that a thread places in shared memory by an address of its own).
     own : float
-        Seconds of L2 for what an outer tile loads and stores besides its visits.
+        Seconds of L2 for the bytes that an outer tile loads and stores outside its visits.
     blocks : int
         Blocks that share an SM.
     groups : int
-        Warpgroups of a block that share a visit's rows out, of kernels whose warpgroups take turns
-        on the tensor cores; otherwise `PAIR`.
+        Warpgroups of a block that split a visit's rows, for kernels with ping-pong scheduling of
+        warpgroups on the tensor cores; otherwise `PAIR`.
     """
 
     visits: np.ndarray
@@ -78,7 +77,7 @@ def clock(device: Device) -> float:
 
 
 def work_of(one: KernelPass, traffic: Traffic) -> Work:
-    """What a launch's blocks have to do, on the traffic's device."""
+    """The work of a launch's blocks on the traffic's device."""
     p, device, stage = traffic.problem, traffic.device, one.stage
     tiling, tables = one.tables.schedule.tiling, one.tables
     sides, hertz = (tiling.block_q, tiling.block_k), clock(device)
@@ -115,7 +114,7 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
 
 
 def _bytes(p: Problem, moves: Iterable[plans.Move], op: str, sides: tuple[int, int]) -> int:
-    """Bytes that moves of one kind make of whole tiles, rows filled up."""
+    """Bytes that the moves of one kind (`op`) transfer: whole tiles, rows padded to 16 bytes."""
     total = 0
     for move in moves:
         if move.op == op:
@@ -126,10 +125,10 @@ def _bytes(p: Problem, moves: Iterable[plans.Move], op: str, sides: tuple[int, i
 
 
 def _shared_reads(one: KernelPass, dims: tuple[int, int], sides: tuple[int, int]) -> int:
-    """Bytes that the warps of a block read from shared memory at a visit, in portable kernels.
+    """Bytes that the warps of a block read from shared memory per visit, in portable kernels.
 
-    Each warp reads the visited tiles for its own rows of the outer tile, once a product; with keys
-    outside, several warps may share a product's columns out (`parts`).
+    Each warp reads the visited tiles for its own rows of the outer tile, once per product. In the
+    KV-outer kernels, several warps may split a product's columns (`parts`).
     """
     if one.kernel.boxes:  # operands go from shared memory to the tensor cores by themselves
         return 0
@@ -149,8 +148,9 @@ def _uneven_pieces(
 ) -> int:
     """16-byte pieces of a visit whose addresses are computed one by one.
 
-    Portable kernels only (`load_async` in mma.cuh): where the threads of a block do not divide into
-    whole rows of pieces, eight rows at a time, or rows have pieces that are not there.
+    This concerns portable kernels only (`load_async` in mma.cuh). It happens where a block's
+    threads do not divide into whole rows of pieces, eight rows at a time, or where padded rows
+    contain pieces that do not exist in memory.
     """
     if one.kernel.boxes:
         return 0
@@ -166,7 +166,7 @@ def _uneven_pieces(
 
 
 def blocks_per_sm(one: KernelPass, device: Device) -> int:
-    """Blocks that fit on an SM, by registers and shared memory; one of a persistent kernel."""
+    """Blocks that fit on an SM, by registers and shared memory; 1 for a persistent kernel."""
     if one.kernel.boxes:
         return 1
     by_shared = device.sram_per_sm // (one.kernel.shared_bytes + RESERVED)
@@ -175,7 +175,7 @@ def blocks_per_sm(one: KernelPass, device: Device) -> int:
 
 
 def use_of(one: KernelPass, traffic: Traffic, units: Mapping[str, float]) -> Use:
-    """What a launch's energy depends on; `units` as in `StageTime`."""
+    """The quantities on which a launch's energy depends; `units` as in `StageTime`."""
     p, device, tiling = traffic.problem, traffic.device, one.tables.schedule.tiling
     members = p.group if one.stage.per == "group" else 1
     visits = int(one.tables.visits.sum()) * members * one.walks if one.stage.visit else 0
@@ -196,13 +196,14 @@ def use_of(one: KernelPass, traffic: Traffic, units: Mapping[str, float]) -> Use
 
 
 def bytes_again(one: KernelPass, traffic: Traffic) -> float:
-    """Bytes that cross HBM again, since L2 does not hold what blocks that run together add to.
+    """Bytes that cross HBM again because L2 cannot hold the data of concurrently running blocks.
 
-    A fused block with grouped heads goes through its query heads one after the other. Where the
-    long and the short blocks of a head all run together they are soon at different query heads, and
-    the Q, dO and dQ of all are in use at a time; of what L2 has no room for, each request is one to
-    HBM, and what is added to is read and written. The L2 model (`flashsim.l2`), which takes
-    seconds, says the same to a seventh where it was tried. Blocks in step go through them together.
+    A fused block with grouped heads processes its query heads one after the other. If the long and
+    the short blocks of a head all run together, they soon work on different query heads. Then the
+    Q, dO and dQ of all these heads are in use at a time. Each request for data that does not fit in
+    L2 goes to HBM, and each addition there is a read and a write. The L2 model (`flashsim.l2`),
+    which takes seconds, agrees to within a seventh in the cases tried. Co-scheduled blocks process
+    the query heads together and cause no such bytes.
     """
     if dict(one.kernel.constants).get("FS_IN_STEP"):
         return 0.0
@@ -222,7 +223,7 @@ def bytes_again(one: KernelPass, traffic: Traffic) -> float:
 
 
 def once_bytes(traffic: Traffic, stage: str) -> int:
-    """Bytes of all tensors that a stage touches, each once for reading and once for writing."""
+    """Bytes of all tensors that a stage accesses, each counted once per read and once per write."""
     return sum(
         whole_bytes(traffic.problem, tensor) * (2 if op == "reduce" else 1)
         for name, op, tensor in traffic.transfers

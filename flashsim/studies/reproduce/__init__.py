@@ -1,4 +1,4 @@
-"""Published numbers, recomputed: what the paper prints, what we get, and why the two differ.
+"""Published numbers, recomputed: the paper's value, ours, and why the two differ.
 
 >>> from flashsim import reproduce
 >>> for table in reproduce.tables("ring"):
@@ -79,7 +79,7 @@ def tables(name: str) -> list[Table]:
 
 @own_errors
 def listing() -> list[Table]:
-    """What can be recomputed, and what cannot and why."""
+    """A table of the sets that can be recomputed, and of those that cannot and why."""
     known = Table("What can be recomputed", ("name", "what"))
     known.rows = [(name, what) for name, (what, _) in NAMES.items()]
     rest = Table("What cannot be derived from the algorithm alone", ("published", "why"))

@@ -16,7 +16,7 @@ from flashsim.studies.reproduce.page import line, page
 
 
 def bounds() -> list[Table]:
-    """Executed HBM accesses of FlashAttention over M, against N^2 d^2 / M and the lower bounds.
+    """HBM accesses of FlashAttention as M grows, compared with N^2 d^2 / M and the lower bounds.
 
     The tile follows line 1 of Algorithm 1: B_c = ceil(M / 4 d), B_r = min(B_c, d), M in elements.
     Each count is executed on the simulated memory, not only predicted.
@@ -53,7 +53,7 @@ def bounds() -> list[Table]:
 
 
 def _parts(n: int, d: int, m: int, order: float) -> str:
-    """What the accesses of Algorithm 1 are made of, each part over N^2 d^2 / M."""
+    """The parts of Algorithm 1's accesses, each divided by N^2 d^2 / M."""
     visits = n * 4 * n * d / m  # of a row of Q: N rows, each with T_c = 4 N d / M tiles of keys
     matrices, statistics, once = 3 * d * visits, 4 * visits, n * (3 * d + 2)
     return (
@@ -64,7 +64,7 @@ def _parts(n: int, d: int, m: int, order: float) -> str:
 
 
 def order() -> list[Table]:
-    """Keys outside (FlashAttention) against queries outside (FlashAttention-2), same tiles."""
+    """Compare KV-outer (FlashAttention) with Q-outer loops (FlashAttention-2) on the same tiles."""
     table = page(
         "Forward HBM bytes, keys outside / queries outside, N = 4096, d = 128, bf16",
         "arXiv:2307.08691, section 3: the loops are swapped, so that O, l and m stay on chip",

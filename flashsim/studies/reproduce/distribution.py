@@ -1,4 +1,4 @@
-"""Work spread over a GPU (flash-decoding) and over several (ring attention)."""
+"""Work divided over one GPU's SMs (flash-decoding) and over several GPUs (ring attention)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RING = (
 
 
 def decoding() -> list[Table]:
-    """How many SMs a decoding step keeps busy, and what splitting the keys costs in bytes."""
+    """How many SMs a decoding step keeps busy, and the bytes that splitting the keys costs."""
     table = page(
         "Decoding on an A100, one query, 64 Ki keys, d = 128, half precision",
         "Dao, Haziza, Massa and Sizov, Flash-Decoding, 2023",
@@ -62,11 +62,12 @@ def decoding() -> list[Table]:
 
 
 def ring() -> list[Table]:
-    """Table 2: block size at which sending K and V hides behind arithmetic, c = FLOP/s / (B/s).
+    """Table 2: the block size at which computing hides sending K and V, c = FLOP/s / (B/s).
 
-    From bytes and FLOPs of ring attention executed on four ranks (`flashsim.distributed.run`):
-    a block of c queries and keys takes 4 d c^2 FLOPs, its K and V are 4 d c bytes in half
-    precision, so arithmetic covers the transfer from c = F / B on, whatever d is.
+    The bytes and FLOPs are those of ring attention executed on four ranks
+    (`flashsim.distributed.run`). A block of c queries and keys takes 4 d c^2 FLOPs, and its K and V
+    are 4 d c bytes in half precision. So computing takes longer than the transfer if c > F / B, for
+    any d.
     """
     table = page(
         "Smallest block and sequence a device, in thousands of tokens",
@@ -95,7 +96,7 @@ _WHY = {
 
 
 def efficiency() -> Table:
-    """Published shares of the ideal on eight GPUs, and what the time model says."""
+    """Published shares of the ideal on eight GPUs, compared with the time model's."""
     table = page(
         "Eight GPUs, % of the ideal: 8 x the rate of one at 8 Ki, causal, 8 Ki a GPU",
         "github.com/zhuzilin/ring-flash-attention, README, H800; ours: flashsim.predict.spread, "

@@ -98,7 +98,7 @@ def memory() -> list[Table]:
 
 
 def _missing(p: Problem, rest: int, tensor: int) -> str:
-    """What the paper holds beyond ours, in units of S and T."""
+    """The difference between the paper's bytes and ours, in units of S and T."""
     scores = p.batch * p.heads * p.n_q * p.n_kv * p.itemsize
     matrices = 1 if rest >= scores + tensor else 0
     more = f"{(rest - matrices * scores) / tensor:.2g} T"

@@ -1,4 +1,4 @@
-"""FlashAttention-3's table 3, FP8 and half precision, and what its accumulator costs."""
+"""FlashAttention-3's table 3: errors of FP8 and half precision, and of its FP8 accumulator."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ BEST = "FP8, FlashAttention-3"
 
 
 def fp8(n: int = 8192, seeds: int = 4, queries: int = 1024) -> list[Table]:
-    """Table 3, with outliers, N(0, 1) + N(0, 100) Bernoulli(0.001), and the accumulator's share.
+    """Table 3, with outliers, N(0, 1) + N(0, 100) Bernoulli(0.001), and the accumulator's part.
 
-    `queries` rows of each seed are computed, of n queries and keys that are quantised.
+    All n queries and keys of each seed are quantised; `queries` rows of the output are computed.
     """
     squares: dict[str, list[float]] = {name: [] for name in PAPER}
     apart: dict[str, float] = {}
@@ -96,7 +96,7 @@ def _flushed(apart: dict[str, float], n: int, rows: int) -> Table:
 
 
 def _half(q: np.ndarray, k: np.ndarray, v: np.ndarray, problem: Problem) -> dict[str, np.ndarray]:
-    """Both implementations in half precision."""
+    """Outputs of both implementations in half precision."""
     q, k, v = (x.astype(np.float16) for x in (q, k, v))
     scaled = q / np.float16(np.sqrt(D))
     unscaled = Problem(problem.n_q, problem.n_kv, D, scale=1.0)
@@ -107,14 +107,14 @@ def _half(q: np.ndarray, k: np.ndarray, v: np.ndarray, problem: Problem) -> dict
 
 
 def _plain(x: Quantized, queries: int, _: Precision | None = None) -> np.ndarray:
-    """Plain attention of the numbers that are meant, its intermediates in float16."""
+    """Plain attention on the dequantised numbers, with intermediates in float16."""
     q, k, v = x.dequantized()
     problem = Problem(queries, k.shape[-2], D)
     return attention(q[..., :queries, :], k, v, problem, dtype="float16")[0]
 
 
 def _run(x: Quantized, queries: int, precision: Precision | None = None) -> np.ndarray:
-    """FlashAttention on the first rows; their scales are the first ones."""
+    """FlashAttention on the first `queries` rows, with the scales of their blocks."""
     blocks = x.q_scale[..., : -(-queries // TILE)] if x.block else x.q_scale
     options = {**x.options, "scales": (blocks, x.k_scale, x.v_scale)}
     rows = x.q[..., :queries, :]

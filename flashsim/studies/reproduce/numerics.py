@@ -22,7 +22,7 @@ PAPER_ERROR = {"baseline": 3.2e-4, "FlashAttention-2": 1.9e-4}
 
 
 def softmax() -> list[Table]:
-    """Memory accesses an element of naive, safe and online softmax, executed."""
+    """Memory accesses per element of naive, safe and online softmax, executed."""
     table = page(
         "Memory accesses an element",
         "arXiv:1805.02867; executed on 256 x 1,000 scores in chunks of 64",
@@ -80,6 +80,6 @@ def error(n: int = 1024, seeds: int = 2) -> list[Table]:
 
 
 def _with_outliers(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """N(0, 1), and for one element in a thousand N(0, 100) on top; float16."""
+    """N(0, 1) plus N(0, 100) for one element in a thousand; float16."""
     large = 10 * rng.standard_normal(shape) * (rng.random(shape) < 0.001)
     return (rng.standard_normal(shape) + large).astype(np.float16)

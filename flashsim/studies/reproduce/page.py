@@ -1,4 +1,4 @@
-"""The shape of every page: quantity, paper, ours, why they differ."""
+"""The layout of every table of published numbers: quantity, paper, ours, why they differ."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ COLUMNS = ("quantity", "paper", "ours", "ours / paper", "why they differ")
 
 
 def page(title: str, source: str) -> Table:
-    """An empty page with its source below."""
+    """An empty table with its source as a note."""
     return Table(title, COLUMNS, note=source)
 
 
 def line(quantity: str, paper: float | str | None, ours: Cell, why: str = "") -> tuple[Cell, ...]:
-    """One row; the ratio where both are numbers. A paper without a number says so in words."""
+    """One row, with the ratio if both values are numbers; a paper without a number gets a word."""
     ratio: Cell = None
     if isinstance(paper, (int, float)) and isinstance(ours, (int, float)) and paper:
         ratio = ours / paper

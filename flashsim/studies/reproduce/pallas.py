@@ -1,8 +1,8 @@
 """A write-up of attention in Pallas (JAX): roofline, intensities, measured times, on-chip bytes.
 
-Its model: two products of 2 T^2 d and five operations a score for the softmax forward; backward
-what each kernel multiplies; of each tensor one crossing of HBM. All of it is derived here from
-flashsim's own counts; the printed figures are only what they are held against.
+Its model counts two products of 2 T^2 d and five operations per score for the softmax in the
+forward pass, each kernel's own products in the backward pass, and one HBM crossing per tensor. This
+module derives all of it from flashsim's own counts and compares it with the printed figures.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _ROOMY = Device.get("H100")
 
 @dataclass(frozen=True)
 class Textbook:
-    """One pass of one head, counted as the write-up does.
+    """One pass of one head, counted as in the write-up.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class Textbook:
     n : int
         Queries, and keys.
     flops, bytes : int
-        With 4-byte elements: the printed figures come out with no other size.
+        With 4-byte elements: no other size gives the printed figures.
     """
 
     direction: str
@@ -80,16 +80,16 @@ class Textbook:
 
     @property
     def intensity(self) -> float:
-        """FLOPs for each byte."""
+        """FLOPs per byte."""
         return self.flops / self.bytes
 
 
 def textbook(direction: str, kernel: str, n: int, dtype: str = "float32") -> Textbook:
     """FLOPs and bytes of the write-up's model, from flashsim's own counts.
 
-    Products are those of the algorithm (backward: 8 T^2 d naive, 14 in two kernels, 10 in one); the
-    softmax adds 5 T^2 forward. Each tensor crosses HBM once: q, k, v, out, naive's P, and one
-    float32 logsumexp a row where P is not kept; backward the gradients as well.
+    Products are those of the algorithm (backward: 8 T^2 d naive, 14 in two kernels, 10 in one);
+    the softmax adds 5 T^2 forward. Each tensor crosses HBM once: q, k, v, out, naive's P, and one
+    float32 logsumexp per row if P is not kept; in the backward pass also the gradients.
     """
     problem, algorithm = Problem(n, head_dim=WIDTH, dtype=dtype), KERNELS[kernel]
     counted = traffic.count_schedule(problem, TILING, algorithm, direction, _ROOMY)
@@ -100,12 +100,12 @@ def textbook(direction: str, kernel: str, n: int, dtype: str = "float32") -> Tex
 
 
 def pallas() -> list[Table]:
-    """All of the write-up's figures."""
+    """Tables of all the write-up's figures."""
     return [_intensities(), _executed(), _speeds(), _overflow(), _scores_on_chip()]
 
 
 def _cells() -> list[tuple[str, str, int, int]]:
-    """(direction, kernel, length, its place) of all thirty-six figures."""
+    """(direction, kernel, length, index) of all thirty-six figures."""
     return [(*key, n, at) for key in INTENSITY for at, n in enumerate(LENGTHS)]
 
 
@@ -163,7 +163,10 @@ def _run(n: int) -> dict[tuple[str, str], int]:
 
 
 def heads() -> int:
-    """Batch entries times heads of what it timed: it prints a time and a share, not the shape."""
+    """Batch entries times heads that the write-up timed, derived from its times and shares.
+
+    It does not print the shape itself.
+    """
     peak = Device.get(DEVICE).peak(DTYPE)
     found = {
         round(share / 100 * peak * TIMES[key][-1] / 1e3 / textbook(*key, LENGTHS[-1]).flops)
@@ -174,7 +177,7 @@ def heads() -> int:
 
 
 def speed(direction: str, kernel: str, at: int) -> float:
-    """FLOP/s of the kernel as printed, FLOPs as the write-up counts them."""
+    """FLOP/s of the kernel from its printed time, with FLOPs as the write-up counts them."""
     counted = textbook(direction, kernel, LENGTHS[at])
     return heads() * counted.flops / (TIMES[direction, kernel][at] / 1e3)
 
@@ -239,7 +242,7 @@ def _fitting(size: int) -> str:
 
 
 def series() -> dict[str, list[tuple[str, float, float]]]:
-    """What `viz.roofline_series` draws: by kernel (length, FLOP/B in bfloat16, FLOP/s timed)."""
+    """Data for `viz.roofline_series`, by kernel: (length, FLOP/B in bfloat16, measured FLOP/s)."""
     return {
         f"{kernel}, {direction}": [
             (

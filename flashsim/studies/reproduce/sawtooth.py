@@ -22,7 +22,7 @@ GB10 = Device(
 
 
 def sawtooth() -> list[Table]:
-    """Misses of a straight and a sawtooth walk over keys that exceed L2, in lock-step."""
+    """L2 misses of straight and sawtooth key loops, co-scheduled, with keys larger than L2."""
     table = page(
         "Share of L2 misses that alternate scans save, %, one head, d = 64, half precision",
         "arXiv:2601.16032 (abstract: 50 % or more on GB10). Ours: the L2 model, tiles of 64 x 64, "

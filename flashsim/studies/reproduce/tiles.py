@@ -1,4 +1,4 @@
-"""Shared memory of FlashAttention-2's and -3's tiles, from what their kernels keep there."""
+"""Shared memory of FlashAttention-2's and -3's tiles, from the tensors that their kernels keep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FA3_FORWARD = ((128, 128, 192, False), (128, 128, 144, True), (192, 128, 112, Fa
 
 
 def tiles() -> list[Table]:
-    """FlashAttention-2's backward in KiB, and how wide FlashAttention-3's key block can be."""
+    """Tables of FlashAttention-2's backward in KiB, and of FlashAttention-3's widest key block."""
     second = page(
         "FlashAttention-2 backward: shared memory, KiB",
         "flash_bwd_launch_template.h of Dao-AILab/flash-attention; ours: two Q and one dO buffer, "
@@ -52,13 +52,13 @@ def tiles() -> list[Table]:
 def fa2_backward(
     d: int, block_q: int, block_k: int, *, v_in_registers: bool = False, one_q: bool = False
 ) -> int:
-    """Bytes: Q (twice, to load the next while using this), dO, K, V, P and dS."""
+    """On-chip bytes: Q (twice, to load the next while using this), dO, K, V, P and dS."""
     rows = (2 if one_q else 3) * block_q * d
     columns = (1 if v_in_registers else 2) * block_k * d
     return ITEM * (rows + columns + 2 * block_q * block_k)
 
 
 def fa3_widest(d: int, block_q: int, *, p_in_smem: bool = False) -> int:
-    """The widest key block for which Q and two stages of K and V fit in a block's shared memory."""
+    """The widest key block for which Q and two stages of K and V fit in shared memory."""
     per_key = ITEM * (2 * 2 * d + (block_q if p_in_smem else 0))
     return (Device.get("H100").sram_bytes - ITEM * block_q * d) // per_key // 16 * 16

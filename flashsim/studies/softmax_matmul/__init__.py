@@ -1,4 +1,4 @@
-"""softmax(X) V without softmax(X) in memory: the first step of many a course on FlashAttention.
+"""softmax(X) V without softmax(X) in memory: the first step of many courses on FlashAttention.
 
 X (batch, d1, d2) holds scores, V (batch, d2, d3) values; softmax runs along d2.
 

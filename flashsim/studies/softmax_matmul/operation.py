@@ -1,4 +1,4 @@
-"""The fused softmax-product: simulated and counted, on the CPU's cores, on a GPU."""
+"""The fused softmax-product: simulated and counted, or run on the CPU's cores or on a GPU."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ Moves = Mapping[tuple[str, str], int]
 @own_errors
 @dataclass(frozen=True, eq=False)
 class SoftmaxProduct:
-    """softmax(X) V and what it moved; prints as a table.
+    """softmax(X) V and the bytes that it moved; prints as a table.
 
     Attributes
     ----------
-    out : array (batch, d1, d3), or None of a count
+    out : array (batch, d1, d3), or None for a count
     shape : (batch, d1, d2, d3)
     tiling : Tiling
-        Rows and columns of X in a block.
+        Rows and columns of X per block.
     fused : bool
     moved : dict
-        ``{(op, tensor): bytes}``, all matrices of the batch: executed, or of a count predicted. A
-        GPU's are there where its threads counted, of "numba" there are none.
+        ``{(op, tensor): bytes}`` for all matrices of the batch: executed, or predicted for a count.
+        A GPU run has them only if its threads counted; a "numba" run has none.
     peak_sram : int or None
         Most bytes that one simulated block held on chip.
     """
@@ -53,18 +53,18 @@ class SoftmaxProduct:
     peak_sram: int | None = None
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Bytes moved: of one operation ("load", "store") and tensor, or all."""
+        """Bytes moved, in total or of one operation ("load", "store") and tensor."""
         return sum(
             n for key, n in self.moved.items() if op in (None, key[0]) and tensor in (None, key[1])
         )
 
     def compulsory(self) -> int:
-        """X and V read once, O written once, float32."""
+        """Bytes of X and V read once and O written once, in float32."""
         batch, d1, d2, d3 = self.shape
         return 4 * batch * (d1 * d2 + d2 * d3 + d1 * d3)
 
     def table(self) -> Table:
-        """One row a tensor."""
+        """The bytes as a table, one row per tensor."""
         batch, d1, d2, d3 = self.shape
         made = Table(
             f"softmax(X) V, {'fused' if self.fused else 'two kernels'}: X {batch} x {d1:,} x "
@@ -96,32 +96,32 @@ def run(
 ) -> SoftmaxProduct:
     """softmax(X) V in one pass over X: P never leaves the chip.
 
-    The online softmax along d2, as in FlashAttention-2: when a block raises a row's maximum, what
-    was added up so far is rescaled. A row of -inf alone gives NaN, as softmax does.
+    It is an online softmax along d2, as in FlashAttention-2: when a block raises a row's maximum,
+    the sums so far are rescaled. A row of only -inf gives NaN, as softmax does.
 
     Parameters
     ----------
     x : array (batch, d1, d2), float32
     v : array (batch, d2, d3), float32; d3 up to 512
     block : int
-        Rows of X in a block, and columns unless `block_2` says otherwise; need not divide.
+        Rows of X per block, and columns unless `block_2` is set. It need not divide d1 or d2.
     block_2 : int, optional
     backend : {"simulator", "numba", "cupy"}
-        The simulator, which counts; the same walk compiled, on every core, which does not; or one
-        CUDA kernel, for NumPy, CuPy and torch CUDA arrays, with blocks of 16, 32 or 64. On the CPU
-        arrays of any library; what goes in comes out.
+        "simulator" counts; "numba" is the same loop compiled, on every core, and does not count;
+        "cupy" is one CUDA kernel, for NumPy, CuPy and torch CUDA arrays, with blocks of 16, 32 or
+        64. On the CPU, arrays of any library work, and the result is of the same library.
     device : str or Device
-        Of the simulator: a block's tiles must fit in its shared memory and an SM's registers,
-        where kernels keep O.
+        Device of the simulator. A block's tiles must fit in its shared memory plus an SM's
+        registers, where kernels keep O.
     trace : bool
-        On a GPU: have the threads count what they move.
+        On a GPU: make the threads count the bytes that they move.
 
     Raises
     ------
     ShapeError, DTypeError, OptionError
         If the arrays do not fit each other, or are not float32.
     SramOverflow, TilingError
-        If a block does not fit, or the GPU's kernel has none like it.
+        If a block does not fit, or the GPU's kernel does not support its size.
     BackendUnavailable
         If there is no GPU.
     """
@@ -167,9 +167,10 @@ def count(
     block_2: int | None = None,
     fused: bool = True,
 ) -> SoftmaxProduct:
-    """What `run` moves, in closed form; with `fused` False, what two kernels do.
+    """Bytes that `run` moves, in closed form; with `fused` False, those of two kernels.
 
-    Two kernels: an online softmax that reads X twice and writes P, and a product that reads P.
+    The two kernels are an online softmax that reads X twice and writes P, and a product that
+    reads P.
     """
     for name, size in (("batch", batch), ("d1", d1), ("d2", d2), ("d3", d3)):
         checks.positive_int(name, size)
@@ -221,5 +222,5 @@ def _problem(shape: tuple[int, ...]) -> Problem:
 
 
 def _of_all(moved: Mapping[tuple[str, str], int], batch: int) -> dict[tuple[str, str], int]:
-    """Bytes of one matrix as those of the batch, tensors as they are called here."""
+    """Multiply one matrix's bytes by the batch, and rename tensors to those of this operation."""
     return {(op, _NAMES[tensor]): n * batch for (op, tensor), n in moved.items()}

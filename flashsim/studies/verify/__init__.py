@@ -1,4 +1,4 @@
-"""Predictions against hardware counters: what Nsight Compute measured, kernel by kernel."""
+"""Compare predictions with hardware counters that Nsight Compute measured, kernel by kernel."""
 
 from flashsim.studies.verify.agreement import summary
 from flashsim.studies.verify.cases import HERE, Case, Counted, MeasuredPass, here, predict

@@ -1,6 +1,6 @@
-"""What a table of `benchmarks/verify.py` says: how far predictions are from counters.
+"""How far the predictions in a table of `benchmarks/verify.py` are from the hardware's counters.
 
-Predictions and counters are read as they stand in the table; nothing is measured or replayed.
+Predictions and counters are read from the table as they are; nothing is measured or replayed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _READS, _WRITES, _SECTORS = "requested read", "requested write", "sectors writte
 
 @dataclass(frozen=True)
 class Difference:
-    """One quantity of one kernel on one shape; `fits` where all its tensors stay in L2."""
+    """One quantity of one kernel on one shape; `fits` is true if all its tensors stay in L2."""
 
     shape: str
     kernels: str
@@ -70,7 +70,7 @@ def read(text: str) -> list[Difference]:
 
 @own_errors
 def summary(text: str) -> list[Table]:
-    """Tables of the requested bytes, DRAM reads and bank conflicts, and of what misses its target.
+    """Tables of requested bytes, DRAM reads and bank conflicts, and of quantities off their target.
 
     Parameters
     ----------

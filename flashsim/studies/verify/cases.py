@@ -1,4 +1,4 @@
-"""What is measured: a `Case` is a problem and how it is run, a `MeasuredPass` a pass of it."""
+"""A `Case` is a problem and the way to run it; a `MeasuredPass` is one pass of it, measured."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ HERE = "this GPU"
 
 @own_errors
 def here() -> str:
-    """The preset's name of the GPU of this machine.
+    """The name of the preset that describes this machine's GPU.
 
     Raises
     ------
     BackendUnavailable
-        If there is none, or no CuPy to ask.
+        If there is no GPU, or CuPy is missing.
     OptionError
         If no preset describes it.
     """
@@ -47,7 +47,7 @@ def here() -> str:
 @own_errors
 @dataclass(frozen=True)
 class Case:
-    """A problem and how a backend runs it.
+    """A problem and the way in which a backend runs it.
 
     Attributes
     ----------
@@ -55,19 +55,19 @@ class Case:
         Dense, causal or windowed, with or without a softcap.
     algorithm, backend : str
     device : str
-        For which it is predicted. Default: `HERE`, for which `record` puts the preset of the GPU
-        that it measures.
+        Device of the prediction. Default: `HERE`, which `record` replaces with the preset of the
+        GPU that it measures.
     kernel : str or None
-        Passed on to `run` where given: "hopper" or "portable".
+        Passed on to `run` unless None: "hopper" or "portable".
     tilings : (Tiling or None, Tiling or None)
-        Forward and backward; None takes the backend's.
+        Tilings of forward and backward; None means the backend's.
     backward : tuple of (bool or None)
-        A backward pass for each: the `deterministic` of `Result.backward`.
+        One backward pass per entry, which is the `deterministic` of `Result.backward`.
 
     Raises
     ------
     UnsupportedError
-        For a problem with more to it.
+        For a problem with any other feature.
     """
 
     problem: Problem
@@ -89,12 +89,12 @@ class Case:
                 )
 
     def placed(self) -> Case:
-        """The case itself or, where its device is `HERE`, the same for this machine's GPU.
+        """The case itself or, if its device is `HERE`, the same case for this machine's GPU.
 
         Raises
         ------
         BackendUnavailable, OptionError
-            As `here`; also for a backend that runs on no GPU.
+            As `here`; also for a backend that does not run on a GPU.
         """
         if self.device != HERE:
             return self
@@ -106,7 +106,7 @@ class Case:
         return replace(self, device=here())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """The case as plain values, for JSON."""
         sides = [None if t is None else (t.block_q, t.block_k) for t in self.tilings]
         shape = {name: getattr(self.problem, name) for name in _SHAPE}
         return vars(self) | {"problem": shape, "tilings": sides}
@@ -139,7 +139,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Counted:
-    """What the kernels of one pass counted.
+    """The transfers that the kernels of one pass counted.
 
     Attributes
     ----------
@@ -156,7 +156,7 @@ class Counted:
     transfers: Mapping[tuple[str, str, str], int]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """The counts as plain values, for JSON."""
         return {
             "algorithm": self.algorithm,
             "direction": self.direction,
@@ -166,26 +166,26 @@ class Counted:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Counted:
-        """The pass that `to_dict` described."""
+        """The counts that `to_dict` described."""
         transfers = {(stage, op, tensor): n for stage, op, tensor, n in values["transfers"]}
         tiling = Tiling(*values["tiling"])
         return cls(values["algorithm"], values["direction"], tiling, transfers)
 
     def predicted(self, case: Case) -> Traffic:
-        """The closed forms for the same pass."""
+        """The predicted traffic of the same pass."""
         return predict(case.problem, self.algorithm, self.direction, self.tiling, case.device)
 
 
 @dataclass(frozen=True)
 class MeasuredPass:
-    """A pass with all that is known of it.
+    """A pass with its prediction, its measured launches and its kernels' counts.
 
     Attributes
     ----------
     traffic : Traffic
-        Predicted.
+        The predicted traffic.
     launches : dict of list of MeasuredLaunch
-        By stage.
+        Launches by stage.
     counted : dict or None
         Transfers that the kernels counted.
     in_turns : bool
@@ -205,7 +205,7 @@ class MeasuredPass:
 def predict(
     problem: Problem, algorithm: str, direction: str, tiling: Tiling | None, device: str | Device
 ) -> Traffic:
-    """Closed forms for a GPU's kernels, which keep tiles in registers as well as shared memory."""
+    """Predicted traffic of GPU kernels, which keep tiles in registers and in shared memory."""
     here = Device.get(device)
     wide = replace(here, sram_bytes=here.sram_per_sm + here.registers_per_sm)
     return counting.count(

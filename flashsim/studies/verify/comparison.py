@@ -1,4 +1,4 @@
-"""One table: predicted, counted by the kernels, measured by the hardware, and their ratio."""
+"""One table: values predicted, counted by the kernels and measured by the hardware; their ratio."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flashsim.studies.verify.sectors import sectors_written
 
 @dataclass(frozen=True)
 class Row:
-    """One quantity of one stage's kernel, bytes or counts. None: not predicted, not counted."""
+    """A quantity of one stage's kernel, in bytes or counts; None: not predicted or not counted."""
 
     stage: str
     quantity: str
@@ -35,21 +35,21 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted; None where nothing is predicted, or zero."""
+        """Measured divided by predicted; None if nothing, or zero, is predicted."""
         return self.measured / self.predicted if self.predicted else None
 
 
 @own_errors
 @dataclass(frozen=True)
 class Verification:
-    """All rows of a run; prints as a table."""
+    """The comparison's rows for one run; prints as a table."""
 
     title: str
     rows: tuple[Row, ...]
     launches: int
 
     def worst(self, quantity: str) -> float:
-        """Largest relative difference of a quantity between measured and predicted.
+        """Largest relative difference between a quantity's measured and predicted values.
 
         Raises
         ------
@@ -66,7 +66,7 @@ class Verification:
     _repr_html_ = report.tabled
 
     def table(self) -> Table:
-        """One row a kernel and quantity."""
+        """The rows as a table, one per kernel and quantity."""
         table = Table(
             self.title,
             ("kernel", "quantity", "predicted", "counted", "measured", "measured / predicted"),
@@ -85,7 +85,7 @@ class Verification:
 def verify(
     passes: Sequence[MeasuredPass], title: str, *, l2: L2Model | None = None
 ) -> Verification:
-    """Set launches against predictions.
+    """Compare measured launches with predictions.
 
     Parameters
     ----------
@@ -93,10 +93,10 @@ def verify(
         From `measure.passes_of` or `measure.assign`.
     title : str
     l2 : L2Model, optional
-        Default: heads in groups, as the kernels of `flashsim.backends` run them. Where it does not
-        say `blocks_per_sm`, what Nsight Compute recorded of the launch does. Heads in groups are as
-        many as the kernel's family works on together, and where a pass adds to dQ in a fixed order
-        its blocks wait for their turns.
+        Default: heads in groups, as the kernels of `flashsim.backends` run them. If it does not
+        set `blocks_per_sm`, the value is the one that Nsight Compute recorded of the launch. A
+        group has as many heads as the kernel's family processes together. Where a pass adds to dQ
+        in a fixed order, its blocks wait for each other.
     """
     if not isinstance(passes, (list, tuple)):
         raise DTypeError(f"passes must be a list of MeasuredPass, got {shown(passes)}")
@@ -138,7 +138,7 @@ _OPS = {"requested read": "load", "requested write": "store", "requested reduce"
 
 
 def _means(launches: Sequence[MeasuredLaunch]) -> dict[str, float]:
-    """Quantities of a stage: means over its launches."""
+    """Measured quantities of a stage: means over its launches."""
     names = launches[0].counters.keys()
     mean = {n: fmean(x.counters[n] for x in launches if n in x.counters) for n in names}
     found = {}
@@ -160,7 +160,7 @@ def _means(launches: Sequence[MeasuredLaunch]) -> dict[str, float]:
 def _predicted(
     one: MeasuredPass, stage: plans.Stage, launch: MeasuredLaunch
 ) -> dict[str, int | None]:
-    """Everything but DRAM."""
+    """All predicted quantities of a stage except DRAM bytes."""
     traffic, hopper = one.traffic, "hopper_" in launch.kernel
     how: dict[str, Any] = {"hopper": hopper}
     if hopper:
@@ -176,7 +176,7 @@ def _predicted(
 
 
 class _Dram:
-    """DRAM bytes of a pass's stages; replayed once for each way in which they were launched."""
+    """DRAM bytes of a pass's stages; each way of launching them is replayed only once."""
 
     def __init__(self, traffic: Traffic, l2: L2Model) -> None:
         self.traffic, self.l2 = _filled(traffic), l2
@@ -201,7 +201,7 @@ class _Dram:
 
 
 def _filled(traffic: Traffic) -> Traffic:
-    """The same pass over rows as they lie in HBM, filled up to 16 bytes."""
+    """The same pass with rows as they lie in HBM, padded to 16 bytes."""
     p = traffic.problem
     d, dv = row_elements(p.head_dim), row_elements(p.head_dim_v)
     if (d, dv) == (p.head_dim, p.head_dim_v):
@@ -212,10 +212,10 @@ def _filled(traffic: Traffic) -> Traffic:
 
 
 def _together(traffic: Traffic, stage: plans.Stage) -> tuple[int, bool]:
-    """How many heads the Hopper kernels work on together, and whether in step.
+    """Heads that a Hopper kernel processes together, and whether they are co-scheduled.
 
-    The others have the L2 model's rule. Of those in Python, which are never in step, it is C++'s
-    that is predicted, too.
+    Other kernels follow the L2 model's rule. The Python kernels are never co-scheduled, but the
+    prediction for C++ is used for them, too.
     """
     how = HOPPER.hand_out(stage, _lowered(traffic, stage), Gpu.like(traffic.device))
     return how.clump, how.in_step

@@ -1,14 +1,14 @@
-"""What crosses between L2 and the SMs besides the problem's own bytes, from the kernels' own tiles.
+"""Bytes between L2 and the SMs beyond the problem's own bytes, computed from the kernels' tiles.
 
-Rows in HBM are filled up to 16 bytes: an array whose head_dim is no multiple of 8 is copied so
-before it is launched on. L2 sends sectors of 32 bytes; of rows with an odd number of 16-byte pieces
-every other one begins in the middle of a sector, and what is asked for together lies in one more.
-Hopper's copy engine delivers whole boxes: columns that a row does not have, rows that a sequence
-does not have; they are zeros that no memory is asked for, but they arrive at the SM. Where a
-cluster shares a tile of keys (all of a launch, or those that whole rounds leave), K and V arrive at
-each of its blocks, and so do the others' parts of dK and dV. And products are made of whole tiles,
-of whole steps of the head_dim. Each rule was read off counters (docs/notebooks/counters.md), but
-that of clusters in Python, which are as the code says: none was measured.
+Rows in HBM are padded to 16 bytes: an array whose head_dim is no multiple of 8 is copied to padded
+rows before a launch. L2 sends sectors of 32 bytes. If rows have an odd number of 16-byte pieces,
+every other row begins in the middle of a sector, and a combined request touches one sector more.
+Hopper's TMA delivers whole boxes. Columns past a row's end and rows past a sequence's end are zeros
+that are not read from memory, but they arrive at the SM. A cluster shares a
+tile of keys in all of a launch, or in its last partial wave. There K and V arrive at each of its
+blocks, and so do the other blocks' parts of dK and dV. Products are computed on whole tiles and on
+whole steps of the head_dim. Each rule was derived from counters (docs/notebooks/counters.md),
+except the rule for clusters in the Python kernels: it follows from their code and was not measured.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ WALKS = ("forward", "dkdv", "dq", "fused")
 
 
 class SharedItems(NamedTuple):
-    """Tiles of keys, all heads, of one launch of a Hopper backward with keys outside.
+    """Tiles of keys, for all heads, in one launch of a Hopper backward kernel that is KV-outer.
 
-    Each has so many `blocks`; `unused` are the products of dQ that all of them make and do not use.
+    `blocks` thread blocks share each tile. `unused` is the number of dQ products that all of them
+    compute and discard.
     """
 
     items: int
@@ -52,18 +53,18 @@ class SharedItems(NamedTuple):
 def shares(
     traffic: Traffic, stage: plans.Stage, *, in_turns: bool = False, python: bool = False
 ) -> tuple[SharedItems, ...]:
-    """The launches of a stage of Hopper's kernels; none, where queries are outside.
+    """The launches of a stage of Hopper's kernels; empty for Q-outer stages.
 
-    Where dQ is computed a visit later, a block makes one product more than it makes visits to an
-    item: in the first there is none to compute, but the tensor cores work as in the others. In C++
-    that is so of a block without visits, too.
+    Where dQ is deferred by one visit (inner-loop iteration), a block computes one product more per
+    work tile than it has visits. The first visit has no dQ to compute, but the tensor cores work as
+    in the others. In C++ this also holds for a block without visits.
 
     Parameters
     ----------
     in_turns : bool
         Whether dQ is added to in a fixed order.
     python : bool
-        Whether the kernels are those in Python.
+        Whether the kernels are the ones written in Python.
     """
     if stage.outer != "keys":
         return ()
@@ -86,15 +87,15 @@ def crossing(
     hopper: bool,
     launches: Sequence[SharedItems] = (),
 ) -> int:
-    """Bytes of an operation that a stage's kernel moves, all heads.
+    """Bytes that a stage's kernel moves in one kind of operation, for all heads.
 
     Parameters
     ----------
     op : {"load", "store", "reduce"}
     hopper : bool
-        Whether the kernel is of the Hopper family, which loads through the copy engine.
+        Whether the kernel is of the Hopper family, which loads through TMA.
     launches : sequence of SharedItems
-        Of `shares`. Default: an outer tile has one block.
+        Result of `shares`. Default: each outer tile has one block.
     """
     p, total = traffic.problem, 0
     own = {move.tensor for move in stage.before}
@@ -128,17 +129,17 @@ def crossing(
 
 
 def _split_sectors(width: int) -> int:
-    """Sectors more than 4 in a row of each box, in halves: the means of a row and the next.
+    """Half-sectors per tensor row beyond 4 sectors per box row, as a mean over two adjacent rows.
 
-    A box's row is cut where sectors end and where the tensor's row does. If that is in the middle
-    of a sector, the last box with anything in it has a fifth part, and a whole one before it has in
-    every other row, which begins in the middle.
+    A box's row is split where sectors end and where the tensor's row ends. If the tensor's row ends
+    in the middle of a sector, the last box that is not empty has a fifth part. A full box before it
+    has a fifth part in every other row, namely in rows that begin in the middle of a sector.
     """
     return width // (4 * SECTOR) + 2 if width % SECTOR else 0
 
 
 def _box_rows(traffic: Traffic, stage: plans.Stage, tensor: str) -> int:
-    """Rows of a tensor's boxes, all heads: whole tiles, also where a sequence ends in one."""
+    """Rows of a tensor's boxes, for all heads; a tile cut by a sequence's end counts whole."""
     p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
     walks, _ = plans.heads_of(stage, p)
     rows = shape(p, tensor).axis == ROW
@@ -159,10 +160,10 @@ def tensor_flops(
     launches: Sequence[SharedItems] = (),
     python: bool = False,
 ) -> int:
-    """FLOPs of the matrix products on tensor cores: whole tiles, masked and ragged ones as well.
+    """FLOPs of the matrix products on tensor cores: whole tiles, including masked and ragged ones.
 
-    Hopper's backward in Python takes whole chunks of 64 columns. `launches`: as of `crossing`; dQ's
-    products that they make and do not use come on top of one a visit.
+    Hopper's backward in Python takes whole chunks of 64 columns. `launches` is as for `crossing`.
+    The dQ products that they compute and discard come on top of one product per visit.
     """
     p, tiling = traffic.problem, traffic.tiling
     (d, dv), beyond = padded_dims(p), 0
@@ -190,10 +191,10 @@ def tensor_flops(
 
 
 def _columns_of_dq(traffic: Traffic) -> int:
-    """Columns of dQ that the portable fused kernel multiplies: 16 at a time, as many for each warp.
+    """Columns of dQ that the portable fused kernel multiplies: steps of 16, equally many per warp.
 
-    A warp past the last column does nothing; one with one pair of fragments left makes two, if that
-    is its share (larger shares are left at a branch).
+    A warp past the last column does nothing. If a warp has one pair of fragments left and its share
+    is two, it computes two (larger shares stop at a branch).
     """
     device = traffic.device
     gpu = Gpu(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes)

@@ -1,4 +1,4 @@
-"""Measure here: the cases once with their kernels counting, once under Nsight Compute."""
+"""Measure on this machine: run the cases once with counting kernels, once under Nsight Compute."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from flashsim.studies.verify.ncu import MeasuredLaunch, command, parse, stage_of
 @own_errors
 @dataclass(frozen=True)
 class Record:
-    """What a measurement of some cases gave; enough to compare it with predictions anywhere.
+    """The output of measuring some cases; enough to compare it with predictions anywhere.
 
     Attributes
     ----------
     cases : tuple of Case
     text : str
-        What Nsight Compute printed, CSV.
+        The CSV that Nsight Compute printed.
     counted : tuple of (tuple of Counted)
-        What the kernels counted, pass by pass of each case.
+        The kernels' counts, for each pass of each case.
     """
 
     cases: tuple[Case, ...]
@@ -37,7 +37,7 @@ class Record:
     counted: tuple[tuple[Counted, ...], ...]
 
     def save(self, path: Path) -> None:
-        """Nsight Compute's CSV at `path`; cases and counts beside it, as JSON."""
+        """Write Nsight Compute's CSV to `path`; write cases and counts as JSON beside it."""
         with beside(path) as part:
             part.write_text(self.text)
         cases = [case.to_dict() for case in self.cases]
@@ -47,14 +47,14 @@ class Record:
 
     @classmethod
     def load(cls, path: Path) -> Record:
-        """What `save` wrote.
+        """Read the record that `save` wrote.
 
         Raises
         ------
         TraceError
-            If the file beside `path` is no such file.
+            If the file beside `path` has another format.
         OSError
-            If there is none.
+            If a file is missing.
         """
         beside = counts_beside(path)
         try:
@@ -70,20 +70,20 @@ class Record:
 
 @own_errors
 def counts_beside(path: Path) -> Path:
-    """Where the cases and counts lie that belong to a CSV."""
+    """The path of the cases and counts that belong to a CSV."""
     return path.with_suffix(".counts.json")
 
 
 @own_errors
 def record(cases: Sequence[Case]) -> Record:
-    """Run the cases and keep what comes out: two processes, whatever the number of cases.
+    """Run the cases and return the record: two processes, whatever the number of cases.
 
-    Cases that name no device are those of this machine's GPU from then on.
+    Cases that name no device get this machine's GPU.
 
     Raises
     ------
     BackendUnavailable
-        If there is no ``ncu``, or a run fails; the message ends with what it printed last.
+        If there is no ``ncu``, or a run fails; the message ends with the run's last output.
     OptionError
         If a case names no device, and no preset describes this GPU.
     """
@@ -105,7 +105,7 @@ def _counted(values: Any) -> tuple[tuple[Counted, ...], ...]:
 
 @own_errors
 def passes_of(measured: Record) -> list[list[MeasuredPass]]:
-    """Passes of each case: launches come in the order of the cases' stages.
+    """The measured passes of each case; launches are in the order of the cases' stages.
 
     Raises
     ------
@@ -130,7 +130,7 @@ def passes_of(measured: Record) -> list[list[MeasuredPass]]:
 
 @own_errors
 def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> list[MeasuredPass]:
-    """Give launches to stages by their kernels' names: one shape, run any number of times.
+    """Assign launches to stages by kernel name, for one shape that ran any number of times.
 
     Raises
     ------
@@ -155,8 +155,11 @@ def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> l
 
 
 def _whole(launches: Iterable[MeasuredLaunch]) -> list[MeasuredLaunch]:
-    """Counters of launches in a row of Hopper's pass with keys outside, added up: they are one
-    pass's (`KernelPass.before`), since other kernels run before and after it."""
+    """Add up the counters of consecutive launches of Hopper's KV-outer kernel.
+
+    These launches belong to one pass (`KernelPass.before`), since other kernels run before and
+    after them.
+    """
     found: list[MeasuredLaunch] = []
     for one in launches:
         known = one.kernel.startswith("hopper_backward")

@@ -1,4 +1,4 @@
-"""Nsight Compute: which counters to ask for, how to ask, and how to read its CSV."""
+"""Nsight Compute: the counters to request, the command line, and a reader of its CSV."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 @dataclass(frozen=True)
 class MeasuredLaunch:
-    """One kernel launch: its name and its counters, by our names, in bytes, seconds or counts."""
+    """One kernel launch: its name, and counters by flashsim's names (bytes, seconds or counts)."""
 
     kernel: str
     number: int
@@ -50,16 +50,16 @@ class MeasuredLaunch:
 
     @property
     def blocks_per_sm(self) -> int | None:
-        """Thread blocks that fit on an SM side by side; None where that was not recorded."""
+        """Thread blocks that fit on an SM at a time; None if that was not recorded."""
         limits = [n for name, n in self.counters.items() if name.startswith("blocks an SM")]
         return int(min(limits)) if limits else None
 
 
 def stage_of(kernel: str) -> str | None:
-    """The stage that a kernel is, by its name; None for a kernel that is not ours.
+    """The stage that a kernel implements, by its name; None if it is not flashsim's kernel.
 
-    The pass with keys outside is one kernel, called ``dkdv`` or ``backward``, whether it also
-    reduces dQ (stage "fused") or not (stage "dkdv"): "dkdv" here.
+    The KV-outer pass is one kernel, called ``dkdv`` or ``backward``, whether it also reduces dQ
+    (stage "fused") or not (stage "dkdv"). This function returns "dkdv" for both.
     """
     found = re.search(KERNELS + r"([a-z]+)", kernel)
     if found is None:
@@ -69,7 +69,7 @@ def stage_of(kernel: str) -> str | None:
 
 @own_errors
 def table(text: str) -> tuple[list[str], list[dict[str, str]]]:
-    """Columns and rows of what ``ncu --csv`` printed; with ``--page raw`` the first are units.
+    """Columns and rows of the output of ``ncu --csv``; with ``--page raw`` the first row is units.
 
     Lines before the header (``==PROF==``, the program's own output) are skipped.
 
@@ -92,12 +92,12 @@ def table(text: str) -> tuple[list[str], list[dict[str, str]]]:
 
 @own_errors
 def parse(text: str) -> list[MeasuredLaunch]:
-    """Launches of a table, which has one counter a row, or one launch a row (``--page raw``).
+    """Launches in a table that has one counter per row, or one launch per row (``--page raw``).
 
     Raises
     ------
     TraceError
-        If there is no table, no counter we know, or a value or unit we do not understand.
+        If there is no table, no known counter, or an unknown value or unit.
     """
     header, rows = table(text)
     long = "Metric Name" in header
@@ -130,7 +130,7 @@ def _long(rows: Iterable[dict[str, str]]) -> list[MeasuredLaunch]:
 
 
 def _wide(rows: Sequence[dict[str, str]]) -> list[MeasuredLaunch]:
-    """The first row holds the units."""
+    """Launches of a table with one launch per row, whose first row holds the units."""
     launches = []
     for cell in rows[1:]:
         counters = {
@@ -158,7 +158,7 @@ def _number(text: str) -> int:
 
 
 def _value(counter: str, text: str, unit: str) -> float:
-    """A counter in bytes, seconds or counts."""
+    """The value of a counter, converted to bytes, seconds or counts."""
     try:
         value = float(text.replace(",", ""))
     except ValueError:
@@ -178,7 +178,7 @@ def _value(counter: str, text: str, unit: str) -> float:
 def command(program: Sequence[str]) -> list[str]:
     """The command line that profiles a program's kernels.
 
-    Clocks are left alone; the cache is flushed before each kernel, as the L2 model assumes.
+    Clocks stay unchanged; the cache is flushed before each kernel, as the L2 model assumes.
 
     Raises
     ------

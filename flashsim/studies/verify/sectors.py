@@ -1,13 +1,12 @@
-"""Sectors that the kernels' stores touch: what L2 is asked to write, at most.
+"""Sectors that the kernels' stores touch: an upper bound on the writes that L2 receives.
 
-L2 counts writes in sectors of 32 bytes. A row of an odd number of 16-byte pieces begins, every
-other time, in the middle of one, and then a sector has two store instructions of a warp, or of two
-warps, that write a half of it each. Whether L2 sees one request or two is a matter of time: what
-waits on the way from an SM to L2 is put together. So of writes two numbers are exact, the bytes
-stored and the sectors that instructions touch, and the counter lies between them
-(docs/notebooks/counters.md). Which elements one instruction stores is written in the kernels:
-`store_row` of hopper/tile_scheduler.cuh, `store_tile` of portable/mma.cuh and
-portable/backward_rows.cu.
+L2 counts writes in sectors of 32 bytes. If a row has an odd number of 16-byte pieces, every other
+row begins in the middle of a sector. Two store instructions, of one warp or of two, then write a
+half of that sector each. Timing decides whether L2 sees one request or two: writes that wait on
+the way from an SM to L2 are merged. So two numbers are exact, the bytes stored and the sectors that
+instructions touch, and the counter lies between them (docs/notebooks/counters.md). The kernels
+define which elements one instruction stores: `store_row` of hopper/tile_scheduler.cuh, and
+`store_tile` of portable/mma.cuh and portable/backward_rows.cu.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _STATISTICS = 8  # rows of LSE that an instruction stores, those of an accumulat
 
 
 def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> int | None:
-    """Bytes of the sectors that a stage's store instructions touch, each instruction by itself.
+    """Bytes of the sectors that a stage's store instructions touch, counted per instruction.
 
     Parameters
     ----------
@@ -35,8 +34,8 @@ def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> in
     Returns
     -------
     int or None
-        All heads; None where it is not worked out: for float32, whose kernels store other pieces,
-        packed sequences, a bias, and other algorithms' stages.
+        Bytes for all heads. None for cases that are not implemented: float32 (its kernels store
+        other pieces), packed sequences, a bias, and other algorithms' stages.
     """
     p, total = traffic.problem, 0
     if p.itemsize != 2 or len(p.sequences) > 1 or stage.name not in (*WALKS, "delta", "convert"):
@@ -64,9 +63,9 @@ def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> in
 
 
 def _touched(instructions: np.ndarray, each: int, heads: int) -> int:
-    """Bytes of sectors, all heads, which lie one after the other.
+    """Bytes of touched sectors, for all heads, which lie one after the other.
 
-    `instructions` (n,) says which one stores each item of `each` bytes of a head.
+    `instructions` (n,) gives the instruction that stores each piece of `each` bytes of a head.
     """
     items, place = SECTOR // each, np.arange(n := len(instructions))
     another = np.diff(instructions) != 0
@@ -90,12 +89,15 @@ def _of_statistics(traffic: Traffic, stage: plans.Stage, row: np.ndarray) -> np.
 
 
 def _by_quads(row: np.ndarray, piece: np.ndarray) -> np.ndarray:
-    """Hopper: eight rows, of each four pieces."""
+    """The instruction that stores each piece on Hopper: eight rows with four pieces each."""
     return row // 8 * (piece.max() + 1) + piece // 4
 
 
 def _in_order(traffic: Traffic, tensor: str, row: np.ndarray, piece: np.ndarray) -> np.ndarray:
-    """Portable: the pieces of a tile as they lie in shared memory, a warp's lanes in order."""
+    """The instruction that stores each piece in portable kernels.
+
+    A warp's lanes take the pieces of a tile in the order in which they lie in shared memory.
+    """
     p, rows = traffic.problem, shape(traffic.problem, tensor).axis == ROW
     block = traffic.tiling.block_q if rows else traffic.tiling.block_k
     width = padded_dims(p)[tensor in ("O", "dV")] * p.itemsize // PIECE

@@ -1,4 +1,6 @@
-"""Random shapes against the hardware's counters: what is furthest off, and is it too far."""
+"""Compare random shapes with the hardware's counters: the largest errors, and whether they are
+within their targets.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ MOST_CASES = 10_000  # drawn at once
 
 @own_errors
 def draw(count: int, *, seed: int = 0, device: str = HERE, kernels: Sequence[str]) -> list[Case]:
-    """Random cases: lengths, widths, heads, groups, masks; forward, three passes and fused.
+    """Random cases: lengths, widths, heads, groups, masks; forward, three-pass and fused backward.
 
     Parameters
     ----------
@@ -45,7 +47,7 @@ def draw(count: int, *, seed: int = 0, device: str = HERE, kernels: Sequence[str
     seed : int
         The same seed gives the same cases.
     device : str
-        Default: that of the GPU on which they are measured.
+        Default: the GPU on which they are measured.
     kernels : sequence of str
         Families of backend "cupy" to choose from.
     """
@@ -77,7 +79,7 @@ def draw(count: int, *, seed: int = 0, device: str = HERE, kernels: Sequence[str
 
 @dataclass(frozen=True)
 class Apart:
-    """One quantity of one kernel, and how far it may be off."""
+    """One quantity of one kernel: its prediction, its measurement and its largest allowed error."""
 
     case: Case
     stage: str
@@ -93,15 +95,15 @@ class Apart:
 
     @property
     def misses(self) -> bool:
-        """Whether it is beyond its target."""
+        """Whether the error exceeds its target."""
         return abs(self.difference) > self.target
 
 
 @own_errors
 def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> list[Apart]:
-    """Every quantity with a target; the furthest off first, in units of its target.
+    """Every quantity that has a target, sorted by |error| / target, largest first.
 
-    `passes` are the measured ones of each case, from `passes_of`.
+    `passes` are the measured passes of each case, from `passes_of`.
     """
     found = []
     for case, those in zip(cases, passes, strict=True):
@@ -117,7 +119,7 @@ def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> 
 
 
 def _counts(case: Case, one: MeasuredPass) -> list[Apart]:
-    """What the kernels counted beside the closed forms, stage by stage."""
+    """Compare the kernels' own counts with the closed forms, stage by stage."""
     if one.counted is None:
         return []
     found = []
@@ -130,7 +132,7 @@ def _counts(case: Case, one: MeasuredPass) -> list[Apart]:
 
 @own_errors
 def table(found: Sequence[Apart], most: int = 20) -> Table:
-    """The worst of them, and how many of each quantity are where they should be."""
+    """The largest errors as a table; its note counts the quantities within their targets."""
     parts = []
     for quantity in TARGETS:
         those = [x for x in found if x.quantity == quantity]

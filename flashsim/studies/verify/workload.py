@@ -1,8 +1,7 @@
 """``python -m flashsim.studies.verify.workload CASES [COUNTED]``: the runs that are measured.
 
-CASES is a JSON list of `Case.to_dict`. With a file COUNTED the kernels count, and what they counted
-is written there; without one they run as fast as they can, which is how Nsight Compute measures
-them.
+CASES is a JSON list of `Case.to_dict`. With a file COUNTED the kernels count, and their counts are
+written to it. Without it they run at full speed; Nsight Compute measures them this way.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def main(arguments: list[str]) -> None:
 
 
 def run_case(case: Case, *, counting: bool) -> list[Counted]:
-    """Run a case: the forward pass, then its backward passes. What they counted, if they did."""
+    """Run a case's forward pass, then its backward passes; return the kernels' counts, if any."""
     q, k, v, dout = _inputs(case)
     options: dict[str, Any] = {} if case.kernel is None else {"kernel": case.kernel}
     result = run(

@@ -1,4 +1,4 @@
-"""Walkthroughs with values: numbers small enough to follow by hand, and why the algorithm is so.
+"""Walkthroughs with values: numbers small enough to follow by hand, and reasons for each step.
 
 >>> from flashsim import walkthrough
 >>> print(walkthrough.softmax([70, 80, 90]))  # doctest: +SKIP

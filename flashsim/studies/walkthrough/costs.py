@@ -1,4 +1,4 @@
-"""Why FlashAttention is as it is: one identity and three costs, in numbers."""
+"""Why FlashAttention has its form: one identity and three costs, in numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_ROWS = 8
 
 @own_errors
 def delta(n: int = 32, head_dim: int = 4, *, seed: int = 0) -> Table:
-    """rowsum(P dP) beside rowsum(O dO), float64: the second needs no score.
+    """Compare rowsum(P dP) with rowsum(O dO) in float64: the second needs no scores.
 
     The softmax's backward needs sum_j P_ij dP_ij; dP = dO V^T makes it
     dO_i . (sum_j P_ij V_j) = dO_i . O_i (arXiv:2307.08691, section 2.3.2).
@@ -50,10 +50,10 @@ def corrections(
     *,
     tiling: Tiling | None = None,
 ) -> Table:
-    """Operations other than products, of FlashAttention-1 and -2: where O is divided.
+    """Operations other than products in FlashAttention-1 and -2, which divide O at other points.
 
-    FlashAttention-1 divides O by l at every tile of keys, and multiplies it back at the next;
-    FlashAttention-2 once, after the last (arXiv:2307.08691, section 3.1.1).
+    FlashAttention-1 divides O by l at every tile of keys, and multiplies it back at the next.
+    FlashAttention-2 divides once, after the last tile (arXiv:2307.08691, section 3.1.1).
     """
     tiling, problem = tiling or Tiling(64, 64), Problem(n, head_dim=head_dim, dtype="bfloat16")
     table = Table(
@@ -74,7 +74,7 @@ def corrections(
 
 @own_errors
 def reread(n: int = 4096, *, head_dim: int = 64, dtype: str = "float32") -> Table:
-    """How long one pass over P takes, and the four of standard attention, by device."""
+    """Time of one pass over P, and of standard attention's four passes, by device."""
     problem = Problem(n, head_dim=head_dim, dtype=dtype)
     size = whole_bytes(problem, "P")
     flops = traffic.Traffic(

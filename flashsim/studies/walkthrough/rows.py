@@ -37,7 +37,7 @@ def tiles(
     tiling : Tiling, optional
         Default 16 x 16.
     row : int, optional
-        Which query; default the last, which sees every tile under a causal mask.
+        Index of the query; default the last, which sees every tile under a causal mask.
     causal : bool
     seed : int
 

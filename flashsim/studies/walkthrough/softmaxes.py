@@ -1,4 +1,4 @@
-"""A few logits through three softmaxes, every intermediate value in float32."""
+"""A few logits through three softmaxes, with every intermediate value in float32."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def softmax(logits: Sequence[float], *, chunk: int = 1, subnormals: bool = False
     logits : sequence of float
         The row; rounded to float32.
     chunk : int
-        How many logits the online softmax takes at a time.
+        Number of logits that the online softmax processes at a time.
     subnormals : bool
         Whether results below float32's smallest normal number, 1.2e-38, are kept, as NumPy keeps
-        them. A GPU's fast arithmetic (``-ftz=true``, ``exp2.approx.ftz``) makes 0 of them.
+        them. A GPU's fast arithmetic (``-ftz=true``, ``exp2.approx.ftz``) turns them into 0.
 
     Returns
     -------
