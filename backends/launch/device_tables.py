@@ -1,5 +1,6 @@
-"""The tables of a schedule as the kernels read them, built on the host; any GPU backend uploads
-them.
+"""The tables of a schedule as the kernels read them, built on the host.
+
+Any GPU backend uploads these.
 """
 
 from __future__ import annotations
@@ -141,9 +142,7 @@ def refuse(problem: Problem) -> None:
 
 
 def check(problem: Problem, tiling: Tiling) -> None:
-    """Raise `UnsupportedError` for a problem whose masks a GPU kernel cannot evaluate with this
-    tiling.
-    """
+    """Raise `UnsupportedError` if a GPU kernel cannot evaluate the masks with this tiling."""
     refuse(problem)
     cells = problem.block_mask
     if cells is not None and not tiling.divides(cells):

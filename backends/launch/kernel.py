@@ -201,8 +201,9 @@ def row_elements(head_dim: int) -> int:
 
 
 def whole_sixteens(n: int) -> int:
-    """Keys of a row of V^T: n rounded up to a multiple of 16, for 16-byte accesses to 1-byte
-    values.
+    """Keys of a row of V^T: n rounded up to a multiple of 16.
+
+    The values have one byte each, and accesses 16.
     """
     return -(-n // 16) * 16
 
@@ -210,8 +211,7 @@ def whole_sixteens(n: int) -> int:
 def check_asked(
     backend: str, asked: Job, algorithms: tuple[str, ...], kernels: Iterable[str]
 ) -> str:
-    """The job's option `kernel`, by default "auto", after checking that the backend supports the
-    job.
+    """The job's option `kernel` (by default "auto"), if the backend supports the job.
 
     Raises
     ------
