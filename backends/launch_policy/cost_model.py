@@ -24,8 +24,9 @@ from flashsim.schedule.tiling import Tiling
 
 
 class Times(NamedTuple):
-    """The time that a block takes, in µs: `item` per work tile besides its visits, `visit` per
-    visit.
+    """The time that a block takes, in µs.
+
+    `item` is the time per work tile besides its visits, `visit` the time per visit.
     """
 
     item: float
@@ -252,8 +253,7 @@ def remainder(
 def fastest_cluster(
     walks: int, steps: np.ndarray, times: Times, adding_up: float, processors: int
 ) -> int:
-    """The fastest number of blocks per cluster that shares a work tile: 1 if there are enough
-    tiles.
+    """The fastest cluster size for sharing a work tile: 1 block if there are enough tiles.
 
     The parameters are those of `shared_out`.
     """
@@ -302,8 +302,7 @@ def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) 
 def last_items(
     takes: Sequence[float], walks: int, clump: int, free: Sequence[float]
 ) -> list[tuple[float, int, int]]:
-    """The last work tile of each place (an SM or a cluster): its end, the place, its index in
-    `takes`.
+    """The last work tile of each place (an SM or a cluster), as (end, place, index in `takes`).
 
     The parameters are those of `ends`. A work tile goes to the place that is free first. A place
     without work tiles has index -1.
@@ -319,10 +318,9 @@ def last_items(
 
 
 def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = None) -> float:
-    """The time at which the last of `walks` heads' work tiles is done, with the longest tiles
-    first.
+    """The time at which all work tiles are done, if the longest come first.
 
-    `places` SMs (or clusters) work at the same time.
+    Each of `walks` heads has these `items`, and `places` SMs (or clusters) work at the same time.
     """
     return max(ends(np.sort(items)[::-1].tolist(), walks, clump or walks, [0.0] * places))
 

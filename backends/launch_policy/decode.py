@@ -175,8 +175,9 @@ class Decode:
 
     @property
     def walks(self) -> int:
-        """The number of row tiles over all sequences and KV heads, with those of a shared prefix
-        last.
+        """The number of row tiles over all sequences and KV heads.
+
+        Those of a shared prefix come last.
         """
         return self.counters + self.problem.kv_heads * self.prefix_tiles
 
@@ -359,8 +360,7 @@ def _plain(asked: _DecodeRequest) -> Decode:
 
 
 def _latent(asked: _DecodeRequest) -> Decode:
-    """The launch for latent attention, where V is columns of K and one KV head serves all query
-    heads.
+    """The launch for latent attention, where V is columns of K and there is one KV head.
 
     A block takes all of an SM's shared memory, and a second kernel merges.
     """

@@ -179,8 +179,8 @@ class Hopper(Family):
         return fastest_cluster(walk.walks, p.group * tables.visits, *_item_times(walk), free)
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """See `Family`. If all work tiles are equally long, clusters take the tail after the full
-        waves.
+        """See `Family`. Clusters take the tail after the full waves, if work tiles are equally
+        long.
         """
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.name != "fused" or stage.once or cluster > 1 or widest(p) > 128 or not walk.alike:
@@ -189,9 +189,7 @@ class Hopper(Family):
         return remainder(items, steps, *_item_times(walk), gpu)
 
     def defers(self, walk: Walked, cluster: int) -> bool:
-        """See `Family`. True if a block's loop is long, since deferral makes the end of the loop
-        longer.
-        """
+        """See `Family`. True if a block's loop is long, since deferral makes its end longer."""
         p, tables = walk.problem, walk.tables
         rows = p.group * (tables.schedule.tiling.block_q * tables.visits.mean())
         return walk.stage.name == "fused" and widest(p) <= 128 and rows >= _LONG_WALK * cluster

@@ -77,8 +77,7 @@ class HopperFp8(Family):
         )
 
     def clump(self, walk: Walked) -> int:
-        """See `Family`. The size of the 16-bit kernels, or a smaller one if the launch then ends
-        sooner.
+        """See `Family`. The size of the 16-bit kernels, or a smaller one if that ends sooner.
 
         The smaller size is the next one that divides the heads evenly.
         """

@@ -47,8 +47,9 @@ def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu)
 
 
 def dkdv_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
-    """The kernel `flash_dkdv`, which in a fused backward also computes dQ; raises as
-    `forward_kernel`.
+    """The kernel `flash_dkdv`, which in a fused backward also computes dQ.
+
+    It raises as `forward_kernel`.
     """
     fused = variant.fused
     bq, bk, d, dv = _sides(problem, tiling)
