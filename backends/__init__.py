@@ -1,1 +1,1 @@
-"""Real NVIDIA GPUs, imported as `flashsim.backends`; a backend loads when it is asked for."""
+"""The backends for real NVIDIA GPUs, imported as `flashsim.backends`; each loads at first use."""

@@ -1,7 +1,7 @@
-"""What a failure of the GPU, its driver or its compilers means for the caller.
+"""The translation of failures of the GPU, its driver or its compilers into errors for the caller.
 
-Errors of CuPy, torch, numba-cuda and cuda.core are told by their names, so that none of these
-libraries is imported only to be asked.
+Errors of CuPy, torch, numba-cuda and cuda.core are recognised by their class names, so that no such
+library is imported only for the check.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNLOADED = frozenset({"CudaSupportError", "NvvmSupportError", "NvrtcSupportErro
 
 
 def require_cupy(backend: str) -> None:
-    """Raise `BackendUnavailable`, naming the backend that was asked for, unless CuPy imports."""
+    """Raise `BackendUnavailable`, naming the requested backend, unless CuPy imports."""
     try:
         import cupy  # noqa: F401
     except ImportError as error:
@@ -43,7 +43,10 @@ def require_cupy(backend: str) -> None:
 
 
 class Explaining:
-    """A scope in which GPU failures become `BackendUnavailable`; other errors pass."""
+    """A context manager that turns GPU failures into `BackendUnavailable`.
+
+    Other errors pass through.
+    """
 
     def __enter__(self) -> None:
         pass
@@ -79,6 +82,9 @@ def _meaning(error: Exception) -> str | None:
 
 
 def _first_error(log: str) -> str:
-    """The line of a compiler's log that says what was wrong; the whole log is in the cause."""
+    """The line of a compiler's log that states the error.
+
+    The exception's cause keeps the whole log.
+    """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else log)

@@ -1,1 +1,1 @@
-"""CUDA C++ kernels through CuPy."""
+"""The backend that runs CUDA C++ kernels through CuPy."""

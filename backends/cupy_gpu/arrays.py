@@ -1,10 +1,13 @@
-"""Arrays in and out of a GPU: NumPy, CuPy and torch behind one small interface.
+"""One small interface to the arrays of a GPU call, for NumPy, CuPy and torch.
 
-What goes in comes out: NumPy, CuPy and torch arrays as such, those of any other library as CuPy's,
-which it can take through DLPack without a copy. GPU arrays are used where they lie; a copy is made
-only of one that the kernels' 16-byte accesses cannot read: last axis not contiguous, rows or base
-not 16-byte aligned, or a head_dim that is no multiple of 8. NumPy arrays travel through CuPy. Work
-goes to the stream that is current in the array's own library, for others' arrays to CuPy's.
+NumPy, CuPy and torch arrays yield results of the same library. Arrays of any other library yield
+CuPy arrays, which that library can take through DLPack without a copy.
+
+Kernels read GPU arrays in place. An array is copied only if the kernels' 16-byte accesses cannot
+read it: its last axis is not contiguous, its rows or base are not 16-byte aligned, or its head_dim
+is no multiple of 8. NumPy arrays go to the GPU and back through CuPy.
+
+Work runs on the current stream of the array's own library; for other libraries, on CuPy's.
 """
 
 from __future__ import annotations
@@ -35,14 +38,19 @@ class View(NamedTuple):
 
 
 class Space:
-    """Where a call's arrays live: their library, device and stream.
+    """The library, device and stream of a call's arrays.
 
-    Beside what is below, a space has `view` (an array for a kernel; a copy only if it cannot be
-    read as it is), `vector` (the same for one float32 a row), `empty` (a new array of `like`'s
-    type, float32 without), `duplicate` (a contiguous copy), `full` (a
-    caller's array of one value, of a type by name), `prototype` (an empty array of a type
-    by name), `pointer` (the address of one of its arrays), `stream` (the address of the current
-    stream) and `active` (makes its device and stream CuPy's current ones).
+    Besides the methods below, a space has these:
+
+    - `view`: an array for a kernel; a copy only if the kernel cannot read it as it is.
+    - `vector`: the same for an array of one float32 per row.
+    - `empty`: a new array of `like`'s type, or of float32 without `like`.
+    - `duplicate`: a contiguous copy.
+    - `full`: an array for the caller, filled with one value, of a type given by name.
+    - `prototype`: an empty array of a type given by name.
+    - `pointer`: the address of one of its arrays.
+    - `stream`: the address of the current stream.
+    - `active`: a context manager that makes its device and stream CuPy's current ones.
     """
 
     device: int
@@ -57,28 +65,28 @@ class Space:
     active: Callable[[], AbstractContextManager[Any]]
 
     def on_device(self) -> AbstractContextManager[Any]:
-        """Makes its device the thread's current one; most often it is."""
+        """A context manager that makes the space's device the thread's current one."""
         if cupy.cuda.runtime.getDevice() == self.device:
             return _AS_IT_IS
         return cupy.cuda.Device(self.device)
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> cupy.ndarray:
-        """A new CuPy array for what a kernel reports."""
+        """A new CuPy array of zeros, for a kernel's reports."""
         return cupy.zeros(shape, dtype)
 
     def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
-        """An array of this space as the caller gets it: of its `width` columns those to `keep`."""
+        """An array of this space as the caller gets it: the first `keep` of its `width` columns."""
         return array if keep == width else _copy(array[..., :keep])
 
 
 class CupySpace(Space):
-    """CuPy arrays on the current stream."""
+    """A space of CuPy arrays on the current stream."""
 
     def __init__(self, device: int) -> None:
         self.device = device
 
     def view(self, array: Any) -> View:
-        """See `Space`; any array with ``__cuda_array_interface__``."""
+        """See `Space`; takes any array with ``__cuda_array_interface__``."""
         array = cupy.asarray(array)
         size = array.itemsize
         if size == 1:
@@ -122,7 +130,10 @@ class CupySpace(Space):
 
 
 class NumpySpace(CupySpace):
-    """NumPy arrays: uploaded, and their results downloaded. Narrow types travel as raw bits."""
+    """A space of NumPy arrays: inputs are uploaded, and results downloaded.
+
+    Types narrower than float32 travel as raw bits.
+    """
 
     def __init__(self, device: int, dtype: str) -> None:
         super().__init__(device)
@@ -152,7 +163,7 @@ class NumpySpace(CupySpace):
 
 
 class TorchSpace(Space):
-    """torch CUDA tensors on torch's current stream."""
+    """A space of torch CUDA tensors on torch's current stream."""
 
     def __init__(self, device: int) -> None:
         import torch
@@ -210,14 +221,17 @@ class TorchSpace(Space):
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:
-    """A new CuPy array, also of an FP8 type: CuPy makes none, but keeps a view as one."""
+    """A new CuPy array, also of an FP8 type.
+
+    CuPy does not allocate FP8 arrays, but a view of a uint8 array can have the type.
+    """
     if dtype.itemsize == 1:
         return cupy.empty(shape, np.uint8).view(dtype)
     return cupy.empty(shape, dtype)
 
 
 class ForeignStream:
-    """Makes a device and a foreign stream on it CuPy's current ones."""
+    """A context manager that makes a device and a foreign stream on it CuPy's current ones."""
 
     def __init__(self, device: int, stream: int) -> None:
         self._device, self._pointer = cupy.cuda.Device(device), stream
@@ -239,14 +253,15 @@ class ForeignStream:
 
 
 def adopt(name: str, array: Any) -> cupy.ndarray:
-    """An array that speaks DLPack and nothing else we know, as a CuPy array over the same memory.
+    """A CuPy array over the memory of an array that only DLPack gives access to.
 
-    Its library makes CuPy's current stream wait for what it has under way there.
+    The array's library makes CuPy's current stream wait for its pending work on the array.
 
     Raises
     ------
     DTypeError
-        If it is not on an NVIDIA GPU, or of a type that CuPy has not (bfloat16, before CuPy 14).
+        If the array is not on an NVIDIA GPU, or has a type that CuPy lacks (bfloat16, before CuPy
+        14).
     """
     kind, number = array.__dlpack_device__()
     what = f"{name}, {_type_name(array)},"
@@ -265,13 +280,13 @@ def adopt(name: str, array: Any) -> cupy.ndarray:
 
 
 def download(array: Any) -> np.ndarray:
-    """A CuPy array, of any type, in the CPU's memory."""
+    """A copy of a CuPy array, of any type, in the CPU's memory."""
     raw = _RAW.get(array.itemsize)
     return cupy.asnumpy(array if raw is None else array.view(raw)).view(array.dtype)
 
 
 def upload(array: np.ndarray) -> cupy.ndarray:
-    """A NumPy array, of any type, on CuPy's current device."""
+    """A copy of a NumPy array, of any type, on CuPy's current device."""
     raw = _RAW.get(array.itemsize)
     return cupy.asarray(array if raw is None else array.view(raw)).view(array.dtype)
 
@@ -286,12 +301,12 @@ def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
 
 
 def space_of(arrays: dict[str, Any], dtype: str) -> Space:
-    """The space that all of `arrays` live in.
+    """The space that contains all of `arrays`.
 
     Raises
     ------
     DTypeError
-        If they do not all live in one, or in none that a GPU kernel can reach.
+        If the arrays are not all in one space, or not in one that a GPU kernel can reach.
     """
     first = None
     for name, array in arrays.items():
@@ -317,7 +332,7 @@ _DLPACK_CUDA = (2, 13)
 
 @cache
 def _made(space: Any, *where: Any) -> Space:
-    """One object for each space, so that arrays are in the same one iff theirs are identical."""
+    """The only object for a space: arrays are in the same space iff these are identical."""
     return space(*where)
 
 
@@ -344,22 +359,22 @@ def _space(name: str, array: Any, dtype: str) -> Any:
 
 
 def is_torch(array: Any) -> bool:
-    """Whether an array is torch's, which is not imported to be asked."""
+    """Whether an array is a torch tensor; does not import torch."""
     return _library(array) == "torch"
 
 
 def dtype_name(array: Any) -> str:
-    """The name of an array's type, whichever library's: "bfloat16"."""
+    """The name of an array's type in any library, such as "bfloat16"."""
     return str(array.dtype).removeprefix("torch.")
 
 
 def as_cupy(array: Any) -> cupy.ndarray:
-    """A CuPy array over the same memory; of a NumPy array a copy on the GPU."""
+    """A CuPy array over the same memory; for a NumPy array, a copy on the GPU."""
     return cupy.from_dlpack(array.detach()) if is_torch(array) else cupy.asarray(array)
 
 
 def as_library_of(like: Any, array: cupy.ndarray) -> Any:
-    """A CuPy array as one of the library that `like` is of."""
+    """A CuPy array, converted to the library of `like`."""
     if isinstance(like, np.ndarray):
         return array.get()
     if is_torch(like):
@@ -382,9 +397,10 @@ def _place(array: Any) -> str:
 
 
 def _readable(steps: int, last: int, width: int) -> bool:
-    """Whether rows of whole 16-byte pieces lie on 16-byte boundaries.
+    """Whether 16-byte accesses can read an array: rows are contiguous, aligned and of whole pieces.
 
-    `steps` is the address OR all strides in bytes: a multiple of 16 iff each of them is.
+    `steps` is the bitwise OR of the address and all strides in bytes: a multiple of 16 iff each of
+    them is. `last` is the last axis' stride and `width` its length, in elements.
     """
     return last == 1 and width % 8 == 0 and steps % 16 == 0
 
@@ -395,7 +411,7 @@ def _padded_bytes(array: Any, itemsize: int) -> int:
 
 
 def _padded(array: Any, library: Any) -> Any:
-    """A contiguous copy whose rows are filled up with zeros to a multiple of 8 elements."""
+    """A contiguous copy whose rows are padded with zeros to a multiple of 8 elements."""
     shape = (*array.shape[:-1], row_elements(array.shape[-1]))
     where = {} if library is cupy else {"device": array.device}
     copy = library.zeros(shape, dtype=array.dtype, **where)

@@ -1,8 +1,8 @@
-"""Launches: what is made ready once for a problem, and the little that changes from call to call.
+"""The launches of a job: the part that is prepared once, and the part that each call fills in.
 
-A `Plan` holds what the same call made again has in common: passes, compiled functions, tables in
-GPU memory. A `ReadyPass` is one of its passes with its parameter buffer, in which a call fills in
-addresses and strides and which it hands to the driver.
+A `Plan` holds the common part of repeated calls: passes, compiled functions, tables in GPU memory.
+A `ReadyPass` is one pass of a plan with its parameter buffer. A call writes addresses and strides
+into this buffer and hands it to the driver.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PER_THREAD = cupy.cuda.runtime.streamPerThread
 
 
 class Uploaded:
-    """A walk's tables in GPU memory."""
+    """The tables of a loop over a schedule, in GPU memory."""
 
     def __init__(self, tables: Lowered) -> None:
         self.arrays = {
@@ -58,26 +58,32 @@ class Uploaded:
 
 @lru_cache(maxsize=256)
 def uploaded(tables: Lowered, device: int) -> Uploaded:
-    """The tables on CuPy's current device, uploaded once."""
+    """The tables on CuPy's current device; they are uploaded only once."""
     made = Uploaded(tables)
     cupy.cuda.get_current_stream().synchronize()  # other streams may use them from now on
     return made
 
 
 class NewArray(NamedTuple):
-    """A contiguous (batch, heads, n, width) array: its shape, the first strides in elements."""
+    """The layout of a contiguous (batch, heads, n, width) array: its shape and its strides.
+
+    The strides are those of the first three axes, in elements.
+    """
 
     shape: tuple[int, int, int, int]
     strides: tuple[int, int, int]
     width: int
 
     def at(self, address: int) -> tuple[int, int, int, int]:
-        """Where one is, as kernels are told."""
+        """The address and strides of such an array, as kernels take them."""
         return address, *self.strides
 
 
 class NewArrays(NamedTuple):
-    """Of the arrays that a call makes: out, lse, the gradients; and query rows of all heads."""
+    """The layouts of the arrays that a call creates: out, lse and the gradients.
+
+    `rows` is the number of query rows over all heads and the batch.
+    """
 
     out: NewArray
     lse: tuple[int, int, int]
@@ -88,7 +94,7 @@ class NewArrays(NamedTuple):
 
     @classmethod
     def of(cls, p: Problem) -> NewArrays:
-        """Of a problem's calls."""
+        """The layouts for the calls of a problem."""
 
         def made(heads: int, n: int, head_dim: int) -> NewArray:
             width = launch.row_elements(head_dim)
@@ -107,15 +113,16 @@ class NewArrays(NamedTuple):
 
 
 class Call:
-    """The arrays of one call, as its launches take them.
+    """The arrays of one call, in the form that its launches take.
 
     Parameters
     ----------
     space : arrays.Space
     head : sequence of int
-        What a call changes of ``struct Args``, in its order: address and strides of each of
-        `launch.TENSORS`, `ABSENT` for those that the call lacks; addresses of contiguous float32
-        arrays, those of `launch.SCRATCH`, or 0.
+        The fields of ``struct Args`` that change from call to call, in its order. First come
+        address and strides of each of `launch.TENSORS`, or `ABSENT` for a tensor that the call
+        lacks. Then come the addresses of contiguous float32 arrays, those of `launch.SCRATCH`, or
+        0.
     """
 
     def __init__(self, space: arrays.Space, head: Sequence[int]) -> None:
@@ -125,7 +132,7 @@ class Call:
 
 
 class ReadyPass:
-    """A pass, compiled and with its tables uploaded: all of a launch but the call's arrays."""
+    """A compiled pass with its tables uploaded: a whole launch except the call's arrays."""
 
     def __init__(self, one: KernelPass, device: int, load: Load) -> None:
         self.one = one
@@ -150,7 +157,7 @@ class ReadyPass:
         self._made_of = itemgetter(*at) if boxes else lambda head: ()
 
     def _parameters(self, made_of: tuple[int, ...]) -> Parameters:
-        """For maps of tensors at these addresses with these strides, in the order of the boxes."""
+        """The launch parameters for tensors with these addresses and strides, in box order."""
         p, boxes = self.one.tables.schedule.problem, self.one.kernel.boxes
         values = iter(made_of)
         maps = [
@@ -177,7 +184,7 @@ class ReadyPass:
             record[name] = values[name] if name in values else getattr(p, name)
 
     def __call__(self, call: Call, report: dict[str, cupy.ndarray]) -> None:
-        """Launch on the call's stream; CuPy's current device must be the call's."""
+        """Launch on the call's stream; the call's device must be CuPy's current one."""
         parameters = self._parameters_of(self._made_of(call.head))
         with self._lock:
             self._head[:] = call.packed
@@ -189,9 +196,10 @@ class ReadyPass:
             self._launch(call.stream, parameters)
 
     def _counter_of(self, call: Call) -> tuple[int, Any]:
-        """Address of a work counter, at 0, that no other launch uses as long as this one runs.
+        """The address of a work counter that is 0, and an object that keeps its memory alive.
 
-        And what keeps its memory until the launch is in the stream.
+        No other launch uses the counter while this one runs. The caller must hold the object until
+        the launch is in the stream.
         """
         stream = call.stream
         if stream == _PER_THREAD or cupy.cuda.runtime.streamIsCapturing(stream):
@@ -207,9 +215,9 @@ class ReadyPass:
 
 
 def _map_of(box: launch.Box) -> range:
-    """Which numbers of a call's head a tensor map is made of: address and strides.
+    """The positions of a tensor's address and strides in a call's head, for its tensor map.
 
-    dQ's accumulator has one place for its address; its strides never change.
+    For dQ's accumulator this is the address alone, since its strides never change.
     """
     if box.tensor == DQ_ACC:
         at = 4 * len(launch.TENSORS) + launch.SCRATCH.index(DQ_ACC)
@@ -224,7 +232,7 @@ class Plan:
     Attributes
     ----------
     name : str
-        The kernel family's.
+        The name of the kernel family.
     passes : tuple of KernelPass
     launches : tuple of ReadyPass
     tiling : Tiling
@@ -244,7 +252,10 @@ class Plan:
     def run(
         self, call: Call, trace: bool | str
     ) -> tuple[tuple[StageTrace, ...] | None, np.ndarray | None]:
-        """Launch every pass in order; the stages' events and the timeline, if they are wanted."""
+        """Launch every pass in order; return the stages' events and the timeline.
+
+        Each of the two is None unless `trace` requests it.
+        """
         if not trace:
             for launch_one in self.launches:
                 launch_one(call, {})
@@ -285,7 +296,7 @@ class Plan:
         return made
 
     def _timeline(self, reports: list[dict[str, cupy.ndarray]]) -> np.ndarray:
-        """Where and when each visit ran, from the first block's start."""
+        """The SM and time span of each visit, counted from the first block's start."""
         parts = [
             timeline.spans(
                 number,

@@ -1,4 +1,4 @@
-"""`algorithm="flash-decode"` on a GPU: one launch, or two, in memory that calls may share."""
+"""`algorithm="flash-decode"` on a GPU: one or two launches, in memory that calls may share."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ _TABLE_AT, _ITEMS_AT = (
 
 
 class Workspace:
-    """Memory that calls of ``algorithm="flash-decode"`` share, given as ``workspace=``.
+    """Memory that calls of ``algorithm="flash-decode"`` share, passed as ``workspace=``.
 
-    It holds the splits' partial results, their arrival counters, and `out` and `lse`: a call
-    overwrites what the one before gave. Each grows with the first call that needs more; a call that
-    needs no more allocates nothing, so that it can be captured in a CUDA graph. Calls that may run
-    at once, on two streams, need two.
+    It holds the splits' partial results, their arrival counters, and `out` and `lse`. A call
+    overwrites the results of the call before. Each array grows at the first call that needs more
+    memory. A call that needs no more allocates nothing, so a CUDA graph can capture it. Two calls
+    that may run at the same time, on two streams, need a workspace each.
     """
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[Any, Any]] = {}
 
     def results(self, space: arrays.Space, problem: Problem, like: Any) -> tuple[Any, Any]:
-        """`out`, its rows padded, and `lse`, with the values of the last call."""
+        """The arrays for `out`, with padded rows, and `lse`; they hold the last call's values."""
         p, width = problem, launch.row_elements(problem.head_dim_v)
         shape = (p.batch, p.heads, p.n_q)
         key, held = (space, p.dtype, shape, width), self._held.get("results")
@@ -60,7 +60,7 @@ class Workspace:
         return held[1]
 
     def partial(self, space: arrays.Space, made: decode.Decode) -> tuple[int, int, int]:
-        """Addresses of the partial O and LSE, and of the arrival counters, which are 0."""
+        """The addresses of the partial O, the partial LSE and the arrival counters, which are 0."""
         outputs, sums = made.partial_elements
         if not outputs:
             return 0, 0, 0
@@ -82,7 +82,7 @@ _WORKSPACES: dict[tuple[int, int], Workspace] = {}
 
 
 class _Ready:
-    """A launch, compiled and with its items uploaded."""
+    """A compiled launch with its table of work uploaded."""
 
     def __init__(self, made: decode.Decode, device: int) -> None:
         self._items = cupy.asarray(made.items)
@@ -104,15 +104,16 @@ class _Ready:
         self._lock = Lock()  # the buffer is one, threads may be several
 
     def __call__(self, stream: int, head: list[int], row: int, pages: int) -> None:
-        """Launch; CuPy's current device must be the call's.
+        """Launch; the call's device must be CuPy's current one.
 
         Parameters
         ----------
         stream : int
         head : list of int
-            Address and strides of each of `decode_kernels.TENSORS`; addresses, its `POINTERS`.
+            Address and strides of each of `decode_kernels.TENSORS`, then the addresses of its
+            `POINTERS`.
         row, pages : int
-            Entries of a sequence in the block table; pages of the pool.
+            Entries per sequence in the block table; pages of the pool.
         """
         with self._lock:
             _HEAD.pack_into(self._args.buffer, 0, *head)
@@ -129,18 +130,22 @@ def _ready(made: decode.Decode, device: int) -> _Ready:
 
 
 def forward(job: Job, gpu: Gpu, space: arrays.Space) -> Outcome:
-    """Decode: q against a cache, contiguous or in pages (`block_table`).
+    """Decode: attention of q over a cache, which is contiguous or in pages (`block_table`).
 
     Parameters
     ----------
     job : Job
-        Its k and v are the cache as it lies; its problem's `n_kv` is the cache's room.
+        Its k and v are the cache in its own layout. Its problem's `n_kv` is the capacity of the
+        cache per sequence.
     """
     return _forward(job, gpu, space, counts=bool(job.trace))[0]
 
 
 def counted(job: Job, gpu: Gpu, space: arrays.Space) -> dict[str, int]:
-    """Bytes that the kernel's threads moved, by tensor; "O_part read" by those that merge."""
+    """The bytes that the kernel's threads moved, per tensor.
+
+    "O_part read" are the bytes read by the threads that merge.
+    """
     return _forward(job, gpu, space, counts=True)[1]
 
 
@@ -231,12 +236,12 @@ def _totals(reports: Mapping[str, cupy.ndarray]) -> dict[str, int]:
 
 
 def lengths_of(problem: Problem, given: Any) -> tuple[int, ...]:
-    """The live lengths: every sequence's whole room, unless `cache_seqlens` says less.
+    """The live length of each sequence: its whole capacity, unless `cache_seqlens` says less.
 
     Raises
     ------
     ShapeError
-        If they are not one for each sequence, or one is outside its room.
+        If there is not one length per sequence, or a length is negative or exceeds the capacity.
     """
     p = problem
     if given is None:
@@ -263,10 +268,11 @@ def lengths_of(problem: Problem, given: Any) -> tuple[int, ...]:
 
 
 def check_table(table: Any, lengths: tuple[int, ...], page: int, pages: int) -> None:
-    """Check a block table's type, and every used entry of a NumPy table; `prepare` did its shape.
+    """Check a block table's type, and every used entry of a NumPy table.
 
-    A table on the GPU is not waited for: there the kernel reads no page that the pool has not, and
-    results of a sequence whose table names one are NaN.
+    `prepare` has checked its shape. A table on the GPU is not read back, since the call would have
+    to wait for it. Instead, the kernel reads no page that the pool lacks, and a sequence whose
+    table names such a page gets NaN.
 
     Raises
     ------
@@ -288,7 +294,11 @@ def check_table(table: Any, lengths: tuple[int, ...], page: int, pages: int) -> 
 
 
 def _prefix(job: Job, table: Any, page: int) -> int:
-    """Keys that all sequences share, 0 if none; of a table on the GPU it is the caller's word."""
+    """The number of keys that all sequences share, 0 if none.
+
+    A NumPy block table is checked against it. For a table on the GPU, the caller's number is
+    trusted.
+    """
     prefix = checks.count("shared_prefix", job.options.get("shared_prefix", 0))
     if not prefix:
         return 0
@@ -303,7 +313,7 @@ def _prefix(job: Job, table: Any, page: int) -> int:
 
 
 def _table(table: Any) -> tuple[int, int, Any]:
-    """Address and row length of a table on the GPU, and what keeps it alive."""
+    """The address and row length of a block table on the GPU, and an object that keeps it alive."""
     if table is None:
         return 0, 0, None
     if isinstance(table, np.ndarray):
@@ -335,7 +345,7 @@ def _splits(given: Any) -> int | None:
 
 
 def check(job: Job) -> None:
-    """Raise unless decoding takes a job's options."""
+    """Raise an error unless decoding supports the job's options."""
     if job.tiling is not None or job.key_order != "ascending":
         raise UnsupportedError(
             "decoding on a GPU takes no tiling and goes through the keys in ascending order; "

@@ -1,6 +1,7 @@
 """`backend="cupy"`: FlashAttention-2 on a real NVIDIA GPU, in CUDA C++ compiled by NVRTC.
 
-The kernels walk the tiles that `Schedule` lists and, if asked, report what they moved and when.
+The kernels loop over the tiles that `Schedule` lists. On request they report what they moved and
+when.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ from flashsim.backends.cupy_gpu.calls import ABSENT, Call, Plan  # noqa: E402
 
 
 def forward(job: Job) -> Outcome:
-    """Run the forward pass on the GPU that holds the arrays (NumPy arrays: on the current one)."""
+    """Run the forward pass on the GPU that holds the arrays.
+
+    For NumPy arrays this is the current GPU.
+    """
     if job.algorithm == DECODE:
         require_gpu()
         space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, job.problem.dtype)
@@ -55,14 +59,14 @@ def forward(job: Job) -> Outcome:
 
 
 def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-    """What the backward pass wants of a forward pass, from its results alone."""
+    """The state that the backward pass needs from a forward pass, rebuilt from its results."""
     _check(job)
     _no_fp8_gradients(job)
     return recall_of(job, out, lse)
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-    """Run the backward pass: three deterministic passes, or fused with reductions into dQ."""
+    """Run the backward pass: three deterministic passes, or one that accumulates dQ in memory."""
     if job.algorithm == DECODE:
         raise UnsupportedError(f"{DECODE!r} has no backward pass; 'flash2' has")
     if not job.memo:
@@ -71,14 +75,17 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """An array of one value, of the kind and where the job's are; no kernel runs."""
+    """An array of one value, in the library and on the device of the job's arrays.
+
+    No kernel runs.
+    """
     require_gpu()
     decode.check(job) if job.algorithm == DECODE else _check(job)
     return constant_of(job, shape, dtype, value)
 
 
 def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """The same for a job that was checked."""
+    """The array of `constant` for a job that has been checked."""
     require_gpu()
     given = {"q": job.q, "k": job.k, "v": job.v}
     space = arrays.space_of(given, job.problem.result_dtype)
@@ -87,13 +94,15 @@ def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> A
 
 
 def adopt(name: str, array: Any) -> Any:
-    """An array that speaks DLPack only, as one that a job can hold."""
+    """An array that a job can hold, over the memory of one that only supports DLPack."""
     require_gpu()
     return arrays.adopt(name, array)
 
 
 def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Whether the fastest deterministic backward here is the fused one, dQ added in a fixed order.
+    """Whether the fused backward with ordered dQ is the fastest deterministic one here.
+
+    Blocks then add to dQ in a fixed order.
 
     Parameters
     ----------
@@ -110,7 +119,8 @@ def stores_dq(job: Job, saved: Mapping[str, Any]) -> bool:
     Parameters
     ----------
     job : Job
-        A backward pass, as it would be otherwise; "flash2": it is to be deterministic.
+        The backward pass that would run otherwise. Its algorithm is "flash2" if the pass must be
+        deterministic.
     """
     gpu = gpu_of(saved["space"].device)
     family, ordered = _family(job, gpu, "backward"), job.algorithm == "flash2"
@@ -124,7 +134,7 @@ def fuses(job: Job, saved: Mapping[str, Any]) -> bool:
 
 
 def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
-    """The forward pass by the kernels that `family_of` picks."""
+    """Run the forward pass with the kernels that `family_of` picks."""
     p = job.problem
     require_gpu()
     space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, p.result_dtype)
@@ -155,7 +165,7 @@ def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
 
 
 def recall_of(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-    """What `backward_with` wants of a forward pass, from its results alone."""
+    """The state that `backward_with` needs from a forward pass, rebuilt from its results."""
     p = job.problem
     require_gpu()
     given = {"q": job.q, "k": job.k, "v": job.v, "out": out}
@@ -189,7 +199,7 @@ def _saved(
 def backward_with(
     family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None
 ) -> Outcome:
-    """The backward pass, likewise."""
+    """Run the backward pass with the kernels that `family_of` picks."""
     p, space = job.problem, saved["space"]
     arrays.check_space("dout", dout, p.dtype, space)
     if dlse is not None:
@@ -240,7 +250,10 @@ _NO_SCRATCH = (0,) * (len(launch.SCRATCH) - 1)  # but lse
 
 
 def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) -> Plan:
-    """The job's launches, made ready at its first call: looked up by all but its arrays."""
+    """The job's launches, prepared at its first call and kept in its memo.
+
+    They depend on all of the job except its arrays.
+    """
     plan = job.memo.get((family_of, direction, space))
     if plan is None:
         plan = job.memo[family_of, direction, space] = _planned(
@@ -280,12 +293,12 @@ def _planned(
 
 @cache
 def gpu_of(device: int) -> Gpu:
-    """What launch arithmetic needs to know of a device.
+    """The properties of a device that launch arithmetic uses.
 
     Raises
     ------
     BackendUnavailable
-        If it is too old for the kernels.
+        If the device is too old for the kernels.
     """
     properties = cupy.cuda.runtime.getDeviceProperties(device)
     capability = (properties["major"], properties["minor"])
@@ -307,14 +320,14 @@ def gpu_of(device: int) -> Gpu:
 
 
 def preset() -> Device:
-    """The preset of the current GPU.
+    """The preset that describes the current GPU.
 
     Raises
     ------
     BackendUnavailable
         If there is no GPU.
     OptionError
-        If it is none of the presets.
+        If no preset describes it.
     """
     require_gpu()
     runtime = cupy.cuda.runtime
@@ -328,7 +341,7 @@ def preset() -> Device:
 
 
 def _hbm_bandwidth(device: int) -> float:
-    """Bytes per second: two transfers a cycle of the memory's clock, over its bus."""
+    """The bandwidth in bytes per second: bus width times two transfers per memory clock cycle."""
     runtime = cupy.cuda.runtime
     khz = runtime.deviceGetAttribute(runtime.cudaDevAttrMemoryClockRate, device)
     bits = runtime.deviceGetAttribute(runtime.cudaDevAttrGlobalMemoryBusWidth, device)
@@ -337,7 +350,7 @@ def _hbm_bandwidth(device: int) -> float:
 
 @cache
 def require_gpu() -> None:
-    """Raise `BackendUnavailable`, saying what is missing, unless CuPy sees a GPU."""
+    """Raise `BackendUnavailable` with the cause, unless CuPy sees a GPU."""
     try:
         found = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -381,7 +394,7 @@ def _no_fp8_gradients(job: Job) -> None:
 
 
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
-    """The kernels that were asked for; "auto" takes Hopper's wherever they run this."""
+    """The requested kernel family; "auto" takes Hopper's wherever its kernels run the job."""
     name = job.options.get("kernel", "auto")
     if job.problem.fp8:
         if name == "portable":

@@ -1,4 +1,4 @@
-"""FP8 inputs on their way to the Hopper forward: V transposed, scales where they are read."""
+"""FP8 inputs for the Hopper forward: the transposed V, and the scales in GPU memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 def transposed(space: arrays.Space, job: Job, v: arrays.View) -> arrays.View:
-    """V^T with its keys permuted, as the kernel takes it: as the quantiser left it, or made here.
+    """V^T with its keys permuted as the kernel reads it: the quantiser's, or else made here.
 
     Raises
     ------
@@ -42,12 +42,12 @@ def transposed(space: arrays.Space, job: Job, v: arrays.View) -> arrays.View:
 
 
 def scales(space: arrays.Space, job: Job) -> dict[str, Any]:
-    """The arrays of scales, contiguous on the GPU, by the names of `launch.SCRATCH`.
+    """The contiguous arrays of scales on the GPU, by their names in `launch.SCRATCH`.
 
     Raises
     ------
     DTypeError
-        If they do not live where q, k and v do.
+        If they are not in the space of q, k and v.
     """
     given = job.options.get("scales") or ()
     found = {}
@@ -69,14 +69,14 @@ def launch(
     q: Any,
     k: Any,
 ) -> None:
-    """Start kernels of kernels/hopper/quantize.cu, one after the other, on the space's stream.
+    """Launch kernels of kernels/hopper/quantize.cu, one after the other, on the space's stream.
 
     Parameters
     ----------
     inputs : dict
-        Those of q, k and v that they read.
+        The inputs that the kernels read, of q, k and v.
     others : dict
-        Arrays of ``struct Args`` by name.
+        Other arrays of ``struct Args``, by name.
     q, k : (batch, heads, n, d)
         Shapes; q may be None (`launch_policy.quantize.sizes`).
     """

@@ -1,7 +1,7 @@
-"""How every kernel here is launched: an argument in memory, and a launcher that hands it over.
+"""The launching of kernels: an argument in memory, and a launcher that hands it to the driver.
 
-CuPy's launcher takes no attributes: clusters of blocks, and launches that may begin before what
-runs before them has ended. For these the driver's library is called directly.
+CuPy's launcher takes no attributes. Two features need them: clusters of blocks, and launches that
+may begin before the kernel ahead of them ends. For these the driver's library is called directly.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
 
 
 class _Attribute(ctypes.Structure):
-    """``CUlaunchAttribute``: which one, and 64 bytes that are its value."""
+    """The driver's ``CUlaunchAttribute``: its id, and a value of 64 bytes."""
 
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint32 * 16))
 
 
 class _Config(ctypes.Structure):
-    """``CUlaunchConfig``."""
+    """The driver's ``CUlaunchConfig``."""
 
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
@@ -41,14 +41,14 @@ class _Config(ctypes.Structure):
 
 
 class Argument:
-    """A kernel's ``struct`` argument, at an address that stays.
+    """A kernel's ``struct`` argument, at an address that never changes.
 
     Attributes
     ----------
     buffer : memoryview
-        Its bytes.
+        The bytes of the argument.
     values : ndarray, (1,)
-        The same, by field.
+        The same memory as named fields.
     """
 
     def __init__(self, dtype: np.dtype) -> None:
@@ -58,7 +58,7 @@ class Argument:
 
 
 class Parameters:
-    """What the driver reads of a launch: the address of each of the kernel's arguments."""
+    """The array that the driver reads at a launch: the addresses of the kernel's arguments."""
 
     def __init__(self, *addresses: int, keeps: Any = None) -> None:
         self._keeps = keeps  # alive
@@ -67,7 +67,7 @@ class Parameters:
 
 
 class Launcher:
-    """How one kernel is launched, again and again.
+    """A launcher that starts one kernel any number of times.
 
     Parameters
     ----------
@@ -76,10 +76,10 @@ class Launcher:
     grid : tuple of int
         Thread blocks, along x and y.
     cluster : int
-        Blocks of a cluster, along x, where the kernel itself does not say it.
+        Blocks per cluster, along x, unless the kernel itself declares it.
     overlap : bool
-        Whether the kernel may begin before the stream's last one has ended; it must wait itself
-        (griddepcontrol.wait) before it reads or writes what that one may touch.
+        Whether the kernel may begin before the last one in the stream has ended. It must then wait
+        itself (griddepcontrol.wait) before it reads or writes memory that the last one may touch.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class Launcher:
         self._at = ctypes.addressof(self._config)
 
     def __call__(self, stream: int, parameters: Parameters) -> None:
-        """Launch on a stream; no other thread may, at the same time.
+        """Launch on a stream; no other thread may do so at the same time.
 
         Raises
         ------
         cupy.cuda.driver.CUDADriverError
-            If the driver refuses.
+            If the driver refuses the launch.
         """
         if self._config is None:
             cupy.cuda.driver.launchKernel(*self._plain, stream, parameters.address, 0)
@@ -130,8 +130,10 @@ class Launcher:
 
 
 def launch_once(kernel: Kernel, grid: tuple[int, int], record: np.ndarray, space: Any) -> None:
-    """Launch a kernel of this package on a space's stream, with a ``struct`` that the driver
-    copies."""
+    """Launch a kernel of this package on a space's stream.
+
+    The driver copies `record`, the kernel's ``struct`` argument.
+    """
     with space.active():
         function = nvrtc.load(kernel, space.device)
     Launcher(function, kernel, grid)(space.stream(), Parameters(record.ctypes.data))
@@ -139,7 +141,7 @@ def launch_once(kernel: Kernel, grid: tuple[int, int], record: np.ndarray, space
 
 @cache
 def _launch() -> Any:
-    """``cuLaunchKernelEx``; with its types said, a call converts nothing."""
+    """The driver's ``cuLaunchKernelEx``, with declared types, so that a call converts nothing."""
     function = driver().cuLaunchKernelEx
     function.argtypes = (ctypes.c_void_p,) * 4
     return function

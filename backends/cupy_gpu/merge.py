@@ -1,4 +1,4 @@
-"""Merging partial attention on a GPU: one kernel (kernels/portable/merge.cu)."""
+"""The merging of partial attention on a GPU, in one kernel (kernels/portable/merge.cu)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _TYPES = {"float32": "float", "float16": "u16", "bfloat16": "u16"}
 
 @lru_cache
 def kernel(width: int, total: str, part: str) -> Kernel:
-    """The kernel for rows of `width` elements, of types by name.
+    """The merging kernel for a row width and types, given by name.
 
     Parameters
     ----------
     width : int
         Elements of a row of out.
     total, part : str
-        Types of what is merged into, and of what is merged.
+        The type of the result, and the type of the part that is merged into it.
     """
     vector = next(n for n in (8, 4, 2, 1) if width % n == 0 and not (n == 8 and total == "float32"))
     lanes = next(n for n in (32, 16, 8, 4, 2, 1) if n * vector <= max(width, vector))
@@ -44,14 +44,14 @@ def kernel(width: int, total: str, part: str) -> Kernel:
 
 
 def merge_into(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
-    """Merge `part`, the same rows over other keys, into `out` and its LSE, in float32.
+    """Merge `part`, which covers the same rows over other keys, into `out` and its LSE, in float32.
 
     Parameters
     ----------
     out : torch.Tensor, (batch, heads, n, width), float32 or part's type
         Rows of a contiguous tensor: ``whole[:, :, a:b]``; changed in place.
     lse : torch.Tensor, (batch, heads, n), float32
-        Likewise.
+        Rows of a contiguous tensor, likewise; changed in place.
     part, part_lse : torch.Tensor, contiguous, of the same shapes
     """
     space = arrays.space_of({"out": out, "part": part}, "float32")
@@ -60,7 +60,7 @@ def merge_into(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
 
 
 def _launch(space: arrays.Space, given: tuple[Any, ...], strides: tuple[int, int]) -> None:
-    """Start the kernel; `strides` are from head to head of out and of the LSE, in elements."""
+    """Launch the kernel; `strides` are the elements from head to head, of out and of the LSE."""
     names = (arrays.dtype_name(x) for x in (given[0], given[2]))
     batch, heads, rows, width = given[0].shape
     made = kernel(width, *names)
@@ -76,12 +76,14 @@ _MOST_HEADS = 65535
 
 
 def held(given: dict[str, Any]) -> dict[str, Any]:
-    """Arrays that `merged` takes: torch's as they are, others as CuPy's over the same memory.
+    """The arrays in the form that `merged` takes: torch's as they are, others as CuPy arrays.
+
+    CuPy arrays share the memory of the arrays given.
 
     Raises
     ------
     BackendUnavailable, DTypeError
-        If they do not all live on one GPU, or are of types that no kernel merges.
+        If they do not all live on one GPU, or have types that no kernel merges.
     """
     engine.require_gpu()
     space = arrays.space_of(given, "float32")
@@ -99,7 +101,10 @@ def held(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
-    """out and LSE over the keys of both, new arrays like `out_a` and `lse_a`, which are `held`."""
+    """The output and LSE over the keys of both parts, as new arrays like `out_a` and `lse_a`.
+
+    All arguments are results of `held`.
+    """
     space = arrays.space_of({"out_a": out_a}, "float32")
     with failures.Explaining(), space.on_device(), space.active():
         out, lse = (space.duplicate(x) for x in (out_a, lse_a))

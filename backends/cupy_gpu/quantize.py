@@ -1,4 +1,4 @@
-"""FP8 inputs made on a GPU of 16-bit q, k and v, V also transposed, as the forward takes it."""
+"""The quantisation of 16-bit q, k and v on a GPU to FP8, with V also transposed for the forward."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from flashsim.errors import DTypeError
 
 
 class Fp8Arrays(NamedTuple):
-    """FP8 arrays and their scales, of the inputs' library.
+    """FP8 arrays and their scales, in the inputs' library.
 
     Attributes
     ----------
     q, k, v : (batch, heads, n, d)
     q_scale, k_scale, v_scale : float32, (), (batch, heads) or (batch, heads, blocks)
-    v_transposed : (batch, kv_heads, d, n_kv in whole sixteens)
-        As the kernel takes V: keys permuted in each sixteen (kernels/hopper/quantize.cu).
+    v_transposed : (batch, kv_heads, d, n_kv rounded up to a multiple of 16)
+        V as the kernel reads it: keys are permuted within each 16 (kernels/hopper/quantize.cu).
     """
 
     q: Any
@@ -45,16 +45,16 @@ def quantize(
     signs: np.ndarray | None,
     dtype: str,
 ) -> Fp8Arrays:
-    """Round 16-bit arrays to FP8, in one launch where a scale has 64 or 128 rows.
+    """Round 16-bit arrays to FP8, in one launch if each scale covers 64 or 128 rows.
 
     Parameters
     ----------
     q, k, v : array on a GPU, (batch, heads, n, d)
     granularity : {"tensor", "head", "block"}
     block : (int, int)
-        Rows of Q and of K and V that share a scale, for "block".
+        The rows of Q, and of K and V, that share a scale, for "block".
     signs : ndarray, (d,), or None
-        Multiply q and k by diag(signs) H / sqrt(d) first, H the Hadamard matrix.
+        Multiply q and k by diag(signs) H / sqrt(d) first, where H is the Hadamard matrix.
     dtype : {"float8_e4m3fn", "float8_e5m2"}
 
     Raises
@@ -100,7 +100,7 @@ def quantize(
 
 @lru_cache(maxsize=64)
 def _uploaded(signs: bytes, device: int) -> cupy.ndarray:
-    """A rotation's signs on CuPy's current device, uploaded once."""
+    """The signs of a rotation on CuPy's current device; they are uploaded only once."""
     made = cupy.asarray(np.frombuffer(signs, np.float32))
     cupy.cuda.get_current_stream().synchronize()  # other streams may use them from now on
     return made

@@ -1,7 +1,7 @@
-"""Tensor maps: what Hopper's copy engine (TMA) must be told of an array, made by the driver.
+"""Tensor maps: descriptions of arrays for Hopper's TMA, made by the driver.
 
-``cuTensorMapEncodeTiled`` writes 128 opaque bytes that a kernel takes by value. The driver's
-library is called directly: a GPU backend needs it anyway, and nothing else then.
+``cuTensorMapEncodeTiled`` writes 128 opaque bytes, which a kernel takes by value. The driver's
+library is called directly: a GPU backend needs it anyway, and this adds no other dependency.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
     Parameters
     ----------
     box : Box
-        Which tensor, and what one copy moves; its rows are swizzled in shared memory.
+        The tensor's name, and the rows and columns that one copy moves. Its rows are swizzled in
+        shared memory.
     pointer : int
         The tensor's address.
     strides : tuple of int
@@ -89,7 +90,7 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
 
 @cache
 def driver() -> ctypes.CDLL:
-    """The CUDA driver's library."""
+    """The library of the CUDA driver."""
     for name in ("libcuda.so.1", "nvcuda.dll"):
         try:
             return ctypes.CDLL(name)

@@ -1,7 +1,7 @@
-"""What the units of a GPU do in a cycle or a second, each measured alone by a kernel of its own.
+"""The throughput or latency of each unit of a GPU, measured alone by its own kernel.
 
-These are the constants of `flashsim.predict` that belong to the chip, not to a kernel; some ten
-seconds on any NVIDIA GPU from Ampere on.
+These are the constants of `flashsim.predict` that belong to the chip, not to a kernel. The
+measurement takes about ten seconds on any NVIDIA GPU from Ampere on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TIMES = 5
 
 
 class Unit(NamedTuple):
-    """A rate or a time of one unit: `value` in `unit`."""
+    """A rate or time of one unit: `value`, measured in `unit`."""
 
     name: str
     value: float
@@ -34,7 +34,7 @@ class Unit(NamedTuple):
 
 
 def measure(device: int = 0) -> list[Unit]:
-    """All units of a GPU.
+    """The rates and times of all units of a GPU.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def measure(device: int = 0) -> list[Unit]:
 
 
 def described(base: Device, device: int = 0) -> Device:
-    """`base` with the name, SMs and capacities of a GPU."""
+    """A copy of `base` with the name, SMs and capacities of a GPU."""
     gpu = engine.gpu_of(device)
     return replace(
         base,
@@ -65,7 +65,7 @@ def described(base: Device, device: int = 0) -> Device:
 
 
 class _Bench:
-    """Kernels, and a clock."""
+    """The measuring kernels of a GPU, and the timing of them."""
 
     def __init__(self, device: int) -> None:
         self.gpu = engine.gpu_of(device)
@@ -74,7 +74,7 @@ class _Bench:
         self._modules: dict[str, Any] = {}
 
     def kernel(self, file: str, name: str, shared: int = 0) -> Any:
-        """A function of ``kernels/<file>/units.cu``."""
+        """The compiled function `name` of ``kernels/<file>/units.cu``."""
         if file not in self._modules:
             options: tuple[str, ...] = ("-std=c++17",)
             if file == "hopper":
@@ -89,7 +89,7 @@ class _Bench:
     def in_cycles(
         self, name: str, threads: int, rounds: int, shared: int = 0, file: str = "portable"
     ) -> float:
-        """Cycles of a block when there is one on every SM: the median of the SMs, and of runs."""
+        """The cycles of a block with one block on every SM: the median over SMs, then over runs."""
         function, taken = self.kernel(file, name, shared), []
         keep = cupy.uint32(123) if name in _WHOLE else cupy.float32(123.5)
         for _ in range(_TIMES):
@@ -99,7 +99,7 @@ class _Bench:
         return statistics.median(taken)
 
     def in_seconds(self, work: Callable[[], None], times: int = 1) -> float:
-        """Seconds of `times` calls that wait in the queue together: the median of runs."""
+        """The seconds per call if `times` calls wait in the queue together: the median of runs."""
         work()
         taken = []
         for _ in range(_TIMES):

@@ -1,1 +1,1 @@
-"""CUDA C++ sources, and how they are compiled."""
+"""The CUDA C++ sources, and the code that compiles them."""

@@ -1,4 +1,4 @@
-"""CUDA C++ kernels to functions: sources joined, compiled by NVRTC, cached by CuPy on disk."""
+"""The compiler of CUDA C++ kernels: NVRTC on joined sources, with CuPy's cache on disk."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ _PATIENCE_S = 0.5
 
 @cache
 def source(file: str) -> str:
-    """A kernel's source with its headers in place: one text, so that caches key on all of it.
+    """A kernel's source with its headers inserted: one text, so that cache keys cover all of it.
 
-    A header lies beside the file that names it, or in ``kernels/``, where all kernels' common ones
-    are.
+    A header lies beside the file that includes it, or in ``kernels/`` if all kernels share it.
     """
     folder = resources.files("flashsim.backends") / "kernels"
     room = file.rpartition("/")[0]
@@ -39,9 +38,9 @@ def source(file: str) -> str:
 def load(kernel: Kernel, device: int) -> Any:
     """The compiled function on CuPy's current device, ready to launch.
 
-    The first compile of a kernel takes about a second and says so on stderr; after that CuPy's disk
-    cache (``~/.cupy/kernel_cache``, or ``CUPY_CACHE_DIR``) has it. Only CuPy can tell beforehand
-    whether it has, so the line comes when the compile is over.
+    The first compile of a kernel takes about a second and is reported on stderr. After that the
+    function comes from CuPy's disk cache (``~/.cupy/kernel_cache``, or ``CUPY_CACHE_DIR``). Only
+    CuPy can tell beforehand whether a kernel is cached, so the line appears after the compile.
     """
     import cupy
 
@@ -87,7 +86,7 @@ def _say_uncached(why: str) -> None:
 
 
 def _last_cached() -> int:
-    """When a file was last put into CuPy's disk cache, in ns; 0 before there is one."""
+    """The time at which a file was last added to CuPy's disk cache, in ns; 0 without a cache."""
     folder = os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache"
     try:
         return os.stat(folder).st_mtime_ns

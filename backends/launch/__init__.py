@@ -1,1 +1,1 @@
-"""What a launch is: a kernel and its arguments, tables of its walk, passes. Needs no GPU."""
+"""Kernel launches: the kernel, its arguments, its schedule tables, its passes; needs no GPU."""

@@ -1,4 +1,7 @@
-"""A schedule's tables as the kernels take them, on the host; any GPU backend uploads these."""
+"""The tables of a schedule as the kernels read them, built on the host.
+
+Any GPU backend uploads these.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ from flashsim.schedule.tiling import Tiling
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """One walk over a schedule, by row (queries outside) or by column (keys outside).
+    """The tables for one loop over a schedule: by row (Q-outer) or by column (KV-outer).
+
+    A visit is one iteration of the inner loop: one query tile times one key tile.
 
     Attributes
     ----------
@@ -30,12 +35,12 @@ class Lowered:
     spans : ndarray of int32, (tiles, 4), or None
         `Schedule.row_spans` or `col_spans`.
     ptr, index, kind : ndarray of int32
-        `Schedule.row_csr` or `col_csr`, made when first asked for: a visit each.
+        `Schedule.row_csr` or `col_csr`, computed at first use, with one entry per visit.
     visits, masked : ndarray of int64, (tiles,)
-        Visits of each outer tile, and those that need a mask.
+        The number of visits per outer tile, and how many of them need a mask.
     order : ndarray of int32, (tiles,)
-        Outer tiles in the order in which blocks take them: those with the most visits first, since
-        blocks that start late should be short. `in_turns` has another.
+        Outer tiles in the order in which blocks take them. Tiles with the most visits come first,
+        since blocks that start late should be short. `in_turns` uses another order.
     ranks : ndarray of int32, (n_visits,), or None
         See `in_turns`.
     """
@@ -52,17 +57,17 @@ class Lowered:
 
     @property
     def tiles(self) -> int:
-        """Outer tiles."""
+        """The number of outer tiles."""
         return len(self.order)
 
     @property
     def n_visits(self) -> int:
-        """Visits of one walk."""
+        """The number of visits in one loop over the schedule, for one head."""
         return int(self.visits.sum())
 
     @property
     def ptr(self) -> np.ndarray:
-        """Where each outer tile's visits begin."""
+        """The position of each outer tile's first visit in `index` and `kind`."""
         return self._csr[0]
 
     @property
@@ -72,7 +77,7 @@ class Lowered:
 
     @property
     def kind(self) -> np.ndarray:
-        """FULL or MASKED, of each visit."""
+        """FULL or MASKED, per visit."""
         return self._csr[2]
 
     @property
@@ -81,18 +86,18 @@ class Lowered:
 
     @property
     def descending(self) -> bool:
-        """Whether a span is walked from its last tile to its first."""
+        """Whether the loop goes through a span from its last tile to its first."""
         return self.by == "row" and self.schedule.key_order == "descending"
 
 
 @lru_cache(maxsize=64)
 def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
-    """The tables of one walk.
+    """Build the tables for one loop over a schedule.
 
     Raises
     ------
     UnsupportedError
-        If a mask decides inside a tile by more than causality, window and bounds: an arbitrary
+        If a tile needs masking beyond causality, window and bounds. This is so for an arbitrary
         mask function, a bias, or a block mask whose cells the tiles do not divide.
     """
     check(schedule.problem, schedule.tiling)
@@ -111,13 +116,19 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
 
 @lru_cache(maxsize=64)
 def in_turns(walk: Lowered) -> Lowered:
-    """A walk by column whose blocks add to a row tile's dQ in a fixed order: `schedule.turns`."""
+    """The tables of a KV-outer loop whose blocks add to a row tile's dQ in a fixed order.
+
+    `schedule.turns` computes the order of the tiles and the rank of each visit.
+    """
     order, ranks = turns(walk.ptr, walk.index)
     return replace(walk, order=order, ranks=ranks)
 
 
 def refuse(problem: Problem) -> None:
-    """Raise `UnsupportedError` for what a GPU kernel cannot evaluate under any tiling."""
+    """Raise `UnsupportedError` if the problem has a mask function or a bias.
+
+    No GPU kernel evaluates these, under any tiling.
+    """
     if problem.mask is not None:
         raise UnsupportedError(
             "the GPU kernels take no mask function (it is Python); use backend='simulator' or "
@@ -131,7 +142,7 @@ def refuse(problem: Problem) -> None:
 
 
 def check(problem: Problem, tiling: Tiling) -> None:
-    """Raise `UnsupportedError` for a problem whose masks a GPU kernel cannot evaluate."""
+    """Raise `UnsupportedError` if a GPU kernel cannot evaluate the masks with this tiling."""
     refuse(problem)
     cells = problem.block_mask
     if cells is not None and not tiling.divides(cells):

@@ -1,6 +1,6 @@
-"""Launch arithmetic of the CUDA C++ kernels: threads, shared memory, compile-time constants.
+"""Launch arithmetic of the CUDA C++ kernels: threads, shared memory and compile-time constants.
 
-Nothing here needs a GPU or CuPy. A `Kernel` says everything about one compiled variant; the kernels
+Nothing here needs a GPU or CuPy. A `Kernel` describes one compiled variant completely. The kernels
 static_assert that `Kernel.shared_bytes` and `ARGS` equal what they declare.
 """
 
@@ -59,20 +59,20 @@ ROUND = 1 << 30
 
 @dataclass(frozen=True)
 class Gpu:
-    """What launch arithmetic needs to know of a GPU.
+    """The properties of a GPU that launch arithmetic uses.
 
     Attributes
     ----------
     name : str
     compute_capability : (int, int)
     shared_bytes : int
-        Shared memory a thread block may opt in to, in bytes.
+        Shared memory that a thread block may opt in to, in bytes.
     l2_bytes : int
     clock_khz : int
-        Highest SM clock.
+        The highest SM clock.
     multiprocessors : int
     hbm_bandwidth : float
-        Bytes per second, as the data sheet has it.
+        Bytes per second, as the data sheet states it.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Gpu:
 
     @classmethod
     def like(cls, device: Device) -> Gpu:
-        """One that is a `Device`, for launches that are worked out and not run."""
+        """A `Gpu` with the properties of a `Device`, for launches that are planned and not run."""
         return cls(
             *(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes),
             multiprocessors=device.sm_count,
@@ -95,18 +95,27 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Variant:
-    """What a kernel is compiled for besides the tile: the tables, what it reports, its arithmetic.
+    """Compile-time choices of a kernel besides the tile: its tables, its reports, its arithmetic.
 
-    `tf32` puts float32 products on tensor cores, their operands rounded to tf32. `python` says that
-    the kernel is one of `flashsim.backends.numba_gpu`: its warps trade no scores in the backward
-    pass, and its row sums are in registers whatever it costs. `cluster` thread blocks share an item
-    of the Hopper backward. With `overlap` a kernel lets the next one start before it has ended, and
-    itself waits for the one before, where that matters. `in_step` is how items of the Hopper
-    backward go through row tiles (kernels/hopper/kv_outer.cuh), `deferred` whether it computes
-    dQ of a visit in the next one (kernels/hopper/backward.cu). Of a pass in several launches, one
-    runs `after` the one before it has begun, and lets the next one begin if there is `more`. With
-    `once` each row tile has one visit. `fused` kernels are of a backward that makes dQ in one pass
-    with dK and dV, in a fixed order if `ordered`.
+    `tf32` puts float32 products on tensor cores, with operands rounded to tf32.
+
+    `python` marks a kernel of `flashsim.backends.numba_gpu`. Its warps exchange no scores in the
+    backward pass, and it keeps row sums in registers at any cost.
+
+    `cluster` is the number of thread blocks that share a work tile of the Hopper backward.
+
+    With `overlap`, a kernel lets the next one start before it has ended. It also waits itself for
+    the kernel before it, where that matters.
+
+    `in_step` co-schedules the work tiles of the Hopper backward: it sets their order through the
+    row tiles (kernels/hopper/kv_outer.cuh). With `deferred`, that backward computes the dQ of a
+    visit during the next visit (kernels/hopper/backward.cu).
+
+    `after` and `more` belong to a pass of several launches. With `after`, a launch starts once the
+    one before it has begun. With `more`, it lets the next one begin.
+
+    With `once`, each row tile has one visit. `fused` kernels compute dQ in one pass with dK and dV,
+    and add to it in a fixed order if `ordered`.
     """
 
     spans: bool
@@ -128,10 +137,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Box:
-    """What one order to Hopper's copy engine moves: rows by columns of a tensor.
+    """The rows and columns of a tensor that one TMA copy moves.
 
-    `swizzle` is the width in bytes within which shared memory's banks are permuted, and of a row of
-    the box; `transposed` says that the tensor is (.., d, n), its n filled up to whole sixteens.
+    `swizzle` is both the width of a row of the box and the width within which shared memory's banks
+    are permuted, in bytes. `transposed` says that the tensor is (.., d, n), with n padded to a
+    multiple of 16.
     """
 
     tensor: str
@@ -143,11 +153,11 @@ class Box:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel, compiled for one problem and tiling: all that a launch needs but the data.
+    """One kernel, compiled for one problem and tiling: all that a launch needs except the data.
 
-    Where it has `boxes`, its arguments are a tensor map for each, ``struct Args`` and the address
-    of a work counter that is 0 before and after (or 0, if no block gets more than one item);
-    elsewhere ``struct Args`` alone.
+    A kernel with `boxes` takes one tensor map per box, then ``struct Args`` and the address of a
+    work counter. The counter is 0 before and after the launch; the address is 0 if no block gets
+    more than one work tile. A kernel without `boxes` takes ``struct Args`` alone.
     """
 
     file: str
@@ -161,7 +171,10 @@ class Kernel:
 
     @property
     def roles(self) -> int:
-        """What stamps the time: 1, a whole block; more, a producer and consumer warpgroups."""
+        """How many roles of a block record time stamps.
+
+        1 stands for the whole block. More are a producer warpgroup and the consumer warpgroups.
+        """
         return self.threads // 128 if self.boxes else 1
 
     @property
@@ -173,33 +186,37 @@ class Kernel:
 
 
 def padded(head_dim: int, other: int = 0) -> int:
-    """The head_dim a kernel computes with: tensor cores take 16 at a time, split rows 32.
+    """The head_dim that a kernel computes with: a multiple of 16, or of 32 above 128.
 
-    `other` is head_dim_v, which is split in the same way.
+    Tensor cores take 16 columns at a time, and rows that are split need 32. `other` is the other
+    head dim of the problem (head_dim_v for head_dim); both are split if either exceeds 128.
     """
     step = 16 if max(head_dim, other) <= 128 else 32
     return -(-head_dim // step) * step
 
 
 def row_elements(head_dim: int) -> int:
-    """Elements of a row in HBM: 16-byte accesses need a multiple of 8."""
+    """Elements of a row in HBM: head_dim rounded up to a multiple of 8, for 16-byte accesses."""
     return -(-head_dim // 8) * 8
 
 
 def whole_sixteens(n: int) -> int:
-    """Keys of a row of V^T: 16-byte accesses of single bytes."""
+    """Keys of a row of V^T: n rounded up to a multiple of 16.
+
+    The values have one byte each, and accesses 16.
+    """
     return -(-n // 16) * 16
 
 
 def check_asked(
     backend: str, asked: Job, algorithms: tuple[str, ...], kernels: Iterable[str]
 ) -> str:
-    """The option `kernel`, "auto" without it, if a backend has these algorithms and kernels.
+    """The job's option `kernel` (by default "auto"), if the backend supports the job.
 
     Raises
     ------
     UnsupportedError, OptionError
-        If it has not what a job asks for.
+        If the backend lacks the job's algorithm or kernel.
     """
     if asked.algorithm not in algorithms:
         raise UnsupportedError(
@@ -225,13 +242,13 @@ def check_head_dims(problem: Problem, what: str) -> None:
 
 
 def padded_dims(problem: Problem) -> tuple[int, int]:
-    """`padded` head_dim and head_dim_v."""
+    """`padded` of head_dim and of head_dim_v."""
     d, dv = problem.head_dim, problem.head_dim_v
     return padded(d, dv), padded(dv, d)
 
 
 def constants(problem: Problem, tiling: Tiling, variant: Variant) -> dict[str, int]:
-    """What every kernel is compiled for."""
+    """The compile-time constants that every kernel has, by name."""
     unlimited = problem.n_q + problem.n_kv
     softcap = bool(problem.softcap)
     d, dv = padded_dims(problem)
@@ -263,7 +280,7 @@ def constants(problem: Problem, tiling: Tiling, variant: Variant) -> dict[str, i
 
 
 def macros(values: dict[str, int]) -> tuple[tuple[str, int], ...]:
-    """Constants as the macros of `Kernel.constants`."""
+    """The constants as (macro name, value) pairs for `Kernel.constants`."""
     return tuple((f"FS_{name}", int(value)) for name, value in values.items())
 
 
@@ -277,6 +294,6 @@ def built(
     boxes: tuple[Box, ...] = (),
     cluster: int = 1,
 ) -> Kernel:
-    """The kernel `name` of a file, compiled for these `constants` and some more."""
+    """The kernel `name` of a file, compiled for its `constants` and those in `more`."""
     values = constants(*made_for) | {"SMEM_BYTES": shared} | more
     return Kernel(file, name, threads, shared, macros(values), boxes, cluster)

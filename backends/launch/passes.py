@@ -1,4 +1,4 @@
-"""One launch, or a few: a stage's walk over the schedule, and the kernel that makes it."""
+"""A stage of a pass as one kernel launch or several: the kernel and the tables it loops over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from flashsim.schedule import plans
 
 @dataclass(frozen=True, eq=False)
 class KernelPass:
-    """One launch: a stage of `flashsim.schedule.plans` with its walk and its kernel.
+    """One launch: a stage of `flashsim.schedule.plans` with its tables and its kernel.
+
+    A work tile is one outer tile of one head.
 
     Attributes
     ----------
@@ -19,16 +21,18 @@ class KernelPass:
     tables : Lowered
     kernel : Kernel
     grid : tuple of int
-        Thread blocks. A walk's blocks are numbered in one dimension, a row-wise pass's in two.
+        Thread blocks: in one dimension for a loop over tile pairs, in two for a row-wise kernel.
     walks : int
-        How many times the walk is made: query heads, or key heads with keys outside.
+        How many heads of the batch the loop runs for: query heads, or KV heads if KV-outer.
     clump : int
-        Heads whose tensors are worked on together, to stay in L2 (`take_work` in common.cuh).
+        Heads of a head group, which run together so that their tensors stay in L2 (`take_work` in
+        common.cuh).
     items : range
-        Outer tiles of all walks, by number in the order in which blocks take them: this launch's.
+        The work tiles of this launch. They are numbered over all heads, in the order in which
+        blocks take them.
     before : tuple of KernelPass
-        Launches of the same stage that come first and take the other items; none where anything is
-        reported.
+        Launches of the same stage that come first and take the other work tiles. Empty if the
+        kernels report anything.
     """
 
     stage: plans.Stage

@@ -1,1 +1,1 @@
-"""Which kernels run a pass, and with which launch arithmetic."""
+"""The choice of kernels for each pass, and their launch arithmetic."""

@@ -1,8 +1,10 @@
-"""Which tile is fastest: rounds of items, times visits of an item, times what a visit takes.
+"""A time model that finds the fastest tile: work tiles, visits per work tile, time per visit.
 
-A persistent block takes items (a row tile of a head) until none is left; an item costs a fixed time
-and one for each visit. How many items there are, how many visits they make and how they fill the
-multiprocessors follow from the problem, its tiling and the GPU; only the two times were measured.
+A work tile is one outer tile of one head (a row tile in the forward pass). A visit is one iteration
+of its inner loop: one query tile times one key tile. Persistent blocks take work tiles until none
+is left. A work tile costs a fixed time plus a time per visit. The problem, its tiling and the GPU
+determine the number of work tiles, their visits and how they fill the SMs. Only the two times are
+measured.
 """
 
 from __future__ import annotations
@@ -22,13 +24,16 @@ from flashsim.schedule.tiling import Tiling
 
 
 class Times(NamedTuple):
-    """What a block spends, in µs: on an item beside its visits, and on a visit."""
+    """The time that a block takes, in µs.
+
+    `item` is the time per work tile besides its visits, `visit` the time per visit.
+    """
 
     item: float
     visit: float
 
     def items(self, visits: np.ndarray) -> np.ndarray:
-        """Of items of so many visits each."""
+        """The times of work tiles with these numbers of visits."""
         return self.item + self.visit * visits
 
 
@@ -53,7 +58,7 @@ HOPPER_FORWARD: dict[int, dict[Tiling, Times]] = {
 
 
 class Backward(NamedTuple):
-    """What the passes of a Hopper backward take: dK and dV alone, dQ alone, all three in one."""
+    """The times of a Hopper backward's passes: dK and dV alone, dQ alone, and all three in one."""
 
     dkdv: Times
     dq: Times
@@ -97,14 +102,17 @@ _ROUNDS = 12
 
 @lru_cache(maxsize=512)
 def microseconds(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
-    """A forward launch, one block a multiprocessor, the longest items first."""
+    """The time of a forward launch with one block per SM and the longest work tiles first."""
     visits = Schedule(problem, tiling).visit_counts
     return _launch(times.items(visits), problem.batch * problem.heads, processors)
 
 
 @lru_cache(maxsize=512)
 def microseconds_by_keys(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
-    """A backward launch with keys outside, whose items have all query heads of a key head."""
+    """The time of a KV-outer backward launch.
+
+    Each work tile covers all query heads of a KV head.
+    """
     schedule = Schedule(problem, tiling, "keys")
     spans = schedule.col_spans
     visits = np.diff(schedule.col_csr[0]) if spans is None else spans[:, 3] - spans[:, 0]
@@ -120,7 +128,7 @@ def _launch(items: np.ndarray, walks: int, processors: int) -> float:
 
 
 def backward_times(problem: Problem, tiling: Tiling) -> Backward:
-    """What a Hopper backward's passes take of a problem."""
+    """The times of a Hopper backward's passes for a problem with this tiling."""
     d = max(problem.head_dim, problem.head_dim_v)
     known = HOPPER_BACKWARD[min((w for w in HOPPER_BACKWARD if d <= w), default=192)]
     return known._replace(fused=HOPPER_FUSED_WIDE[ROLES]) if tiling == ROLES else known
@@ -128,10 +136,11 @@ def backward_times(problem: Problem, tiling: Tiling) -> Backward:
 
 @lru_cache(maxsize=512)
 def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
-    """A Hopper backward, but for delta, which its forms begin with, but for "flash2-once".
+    """The time of a Hopper backward without its delta kernel.
 
-    A pass begins on each multiprocessor as the one before it leaves that: dQ's beside dK's and
-    dV's. The conversion waits for all of them.
+    Every form except "flash2-once" begins with delta. Each pass begins on an SM as soon as the pass
+    before it has left that SM, so dQ's pass runs beside that of dK and dV. The conversion waits for
+    all SMs.
     """
     p, free, more = passes[0].tables.schedule.problem, [0.0] * gpu.multiprocessors, 0.0
     width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
@@ -162,20 +171,21 @@ def shared_out(
     cluster: int,
     free: Sequence[float],
 ) -> list[float]:
-    """When each multiprocessor has done its last item, in µs; in no order.
+    """The times at which the SMs finish their last work tile, in µs, in no particular order.
 
     Parameters
     ----------
     walks : int
+        Heads, each of which has these work tiles.
     steps : ndarray of int64, (tiles,)
-        Visits of each item of a walk.
+        Visits of each work tile of one head.
     times : Times
     adding_up : float
-        µs of an item that only a cluster takes.
+        µs that a work tile takes only if a cluster shares it.
     cluster : int
-        Blocks that share an item; more than one begin only where nothing ran before.
+        Blocks that share a work tile. With more than one, they begin only where nothing ran before.
     free : sequence of float
-        When each multiprocessor is free to begin.
+        When each SM is free to begin.
     """
     items = times.items(-(-steps // cluster)) + adding_up * (cluster > 1)
     places = int(len(free) * CLUSTERS[cluster]) // cluster
@@ -188,11 +198,11 @@ def shared_out(
 def ends_of_launch(
     takes: Sequence[float], walks: int, cluster: int, places: int, free: Sequence[float]
 ) -> list[float]:
-    """When each multiprocessor is done with a launch's items; in no order.
+    """The times at which the SMs finish a launch's work tiles, in no particular order.
 
-    Each item is worked on by a `cluster` of multiprocessors, of which there are so many `places`. A
-    cluster begins with the last of its multiprocessors that is free, and takes those that are free
-    at about the same time. The other parameters are those of `ends`.
+    A `cluster` of SMs works on each work tile, and `places` clusters run at a time. A cluster
+    begins when the last of its SMs is free; it consists of SMs that become free at about the same
+    time. The other parameters are those of `ends`.
     """
     sooner = sorted(free)
     begun = sooner[cluster - 1 : cluster * places : cluster]
@@ -202,20 +212,22 @@ def ends_of_launch(
 def remainder(
     items: int, steps: int, times: Times, adding_up: float, gpu: Gpu
 ) -> tuple[tuple[int, int], ...]:
-    """(blocks of a cluster, items): what clusters take of items that are all alike, at first.
+    """Launches in which clusters share the tail: (blocks per cluster, work tiles) for each.
 
-    After whole rounds a few are left, and most multiprocessors would wait for these: so they come
-    first, shared by clusters, of one size or as many as possible of two blocks and the others of
-    more. None where that does not save `_LAUNCHED` for each launch.
+    All work tiles must be equally long. Full waves leave a tail, for which most SMs would wait
+    idly. The launches returned here run these few work tiles first, shared by clusters. Either all
+    clusters have one size, or as many as possible have two blocks and the others more. The result
+    is empty if this does not save `_LAUNCHED` µs per launch.
 
     Parameters
     ----------
     items : int
+        Work tiles.
     steps : int
-        Visits of each.
+        Visits of each work tile.
     times : Times
     adding_up : float
-        µs of an item that only a cluster takes.
+        µs that a work tile takes only if a cluster shares it.
     gpu : Gpu
     """
 
@@ -241,9 +253,9 @@ def remainder(
 def fastest_cluster(
     walks: int, steps: np.ndarray, times: Times, adding_up: float, processors: int
 ) -> int:
-    """Of how many blocks a cluster should be that shares an item: 1 where items suffice.
+    """The fastest cluster size for sharing a work tile: 1 block if there are enough tiles.
 
-    The parameters are `shared_out`'s.
+    The parameters are those of `shared_out`.
     """
     rounds = walks * len(steps) / processors
     if rounds > _FEW_ROUNDS:
@@ -258,9 +270,10 @@ def fastest_cluster(
 
 @lru_cache(maxsize=512)
 def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
-    """Blocks that a pass with queries outside keeps busy, and one with keys outside, on average.
+    """The average number of busy blocks of a Q-outer pass, and of a KV-outer pass.
 
-    A block has an item, and is busy for as long as its visits take of the longest item's.
+    Each block has one work tile. The fraction of time for which it is busy is its visits divided by
+    the visits of the longest work tile.
     """
     visits = Schedule(problem, tiling).visit_counts
     share = problem.batch * float(visits.mean() / max(visits.max(), 1))
@@ -269,17 +282,19 @@ def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
 
 
 def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> list[float]:
-    """When each place has done its last item, one at a time; in no order.
+    """The times at which the SMs (or clusters) finish their last work tile, in no particular order.
+
+    Each of them works on one work tile at a time.
 
     Parameters
     ----------
     takes : sequence of float
-        What each item of a walk takes, in the order in which they are taken.
+        The time of each work tile of one head, in the order in which they are taken.
     walks, clump : int
-        Of `clump` walks the first items come first, then the second ones; then the next walks
-        begin.
+        Heads, and heads per head group. The first work tiles of all heads of a group come first,
+        then the second ones, and so on; then the next group begins.
     free : sequence of float
-        When each place is free to begin.
+        When each SM (or cluster) is free to begin.
     """
     return [end for end, _, _ in last_items(takes, walks, clump, free)]
 
@@ -287,10 +302,10 @@ def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) 
 def last_items(
     takes: Sequence[float], walks: int, clump: int, free: Sequence[float]
 ) -> list[tuple[float, int, int]]:
-    """Of each place its last item: when it ends, the place's number, the item's in `takes`.
+    """The last work tile of each place (an SM or a cluster), as (end, place, index in `takes`).
 
-    The parameters are those of `ends`. An item goes to the place that is free first; a place
-    without items has number -1.
+    The parameters are those of `ends`. A work tile goes to the place that is free first. A place
+    without work tiles has index -1.
     """
     held = [(end, place, -1) for place, end in enumerate(free)]
     heapq.heapify(held)
@@ -303,14 +318,17 @@ def last_items(
 
 
 def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = None) -> float:
-    """When the last of `walks` times these items is done, in so many places, the longest first."""
+    """The time at which all work tiles are done, if the longest come first.
+
+    Each of `walks` heads has these `items`, and `places` SMs (or clusters) work at the same time.
+    """
     return max(ends(np.sort(items)[::-1].tolist(), walks, clump or walks, [0.0] * places))
 
 
 def sooner_at_once(walks: int, items: np.ndarray, places: int, clump: int) -> bool:
-    """Whether all walks at once end sooner than a clump after the other, by more than L2 may cost.
+    """Whether running all heads at once ends sooner than running one head group after the other.
 
-    Of many rounds of items: no.
+    The gain must exceed what L2 misses may cost. The answer is no if there are many waves.
     """
     if walks * len(items) > _ROUNDS * places:
         return False
@@ -324,11 +342,11 @@ def fastest_first(
     processors: int,
     launch: Callable[[Problem, Tiling, Times, int], float] = microseconds,
 ) -> tuple[Tiling, ...]:
-    """Tilings in the order of the time that they should take: `launch` says it.
+    """The tilings, sorted by the time that `launch` predicts for them.
 
-    In a launch that takes long the first is only given up for one that is faster by more than the
-    times are sure of: it has the most arithmetic to a byte of shared memory, which a chip that runs
-    hot likes.
+    In a long launch, another tiling replaces the first one of `times` only if its gain exceeds the
+    uncertainty of the times. The first tiling does the most arithmetic per byte of shared memory,
+    which suits a chip that runs hot.
     """
     took = {t: launch(problem, t, times[t], processors) for t in times}
     first = next(iter(times))

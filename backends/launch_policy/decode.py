@@ -1,9 +1,9 @@
-"""Decoding (kernels/portable/decode.cu): which blocks a call has, and how they are launched.
+"""Planning of decode launches (kernels/portable/decode.cu): their blocks and their kernels.
 
-The keys of a sequence are split over blocks, as many as the live lengths of the whole batch and the
-GPU's multiprocessors ask for (`flashsim.schedule.split` has the rules). Latent attention has a
-kernel of its own (kernels/hopper/decode_latent.cu). A prefix that all sequences share (cascade
-attention) is walked once, with the queries of all of them in its row tiles. Needs no GPU.
+The keys of a sequence are split over blocks. The live lengths of the whole batch and the GPU's SMs
+determine the number of splits (`flashsim.schedule.split` has the rules). Latent attention has its
+own kernel (kernels/hopper/decode_latent.cu). A prefix that all sequences share (cascade attention)
+is read in one loop, whose row tiles hold the queries of all sequences. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -66,25 +66,29 @@ class Decode:
     ----------
     kernel : Kernel
     items : ndarray of int32, (n, 8)
-        Of each block of a key head and row tile: sequence, first key tile and the one after the
-        last, slot of its partial results; the sequence's first slot, its splits, its length, 0. The
-        longest come first; where the splits of a sequence are a cluster, they stay together.
+        One entry per thread block of a KV head and row tile. Fields 0 to 3 are the sequence, the
+        first key tile, the key tile after the last, and the slot of the partial results. Fields 4
+        to 6 are the sequence's first slot, its number of splits and its length. Field 7 is 0, or
+        the row tile if there is a prefix. The longest entries come first. If the splits of a
+        sequence form a cluster, they stay together.
     splits : tuple of int
-        Of each sequence.
+        The number of splits per sequence.
     rows : int
-        Packed rows of a key head: queries times the query heads that share it.
+        Packed rows per KV head: queries times the query heads that share it.
     row_tiles : int
         Tiles that these rows fill.
     block_k : int
-        Keys of a tile.
+        Keys per tile.
     n_visits : int
         Key tiles of the longest sequence.
     split : Split
-        The rule by which the keys were divided; `splits` is what it gives.
+        The rule by which the keys are divided; `splits` is its result.
     merge : Kernel, optional
-        What merges the splits, launched behind `kernel` where there are any; otherwise it does.
+        The kernel that merges the splits, launched after `kernel` if there are any. Without it,
+        `kernel` merges them.
     prefix, prefix_splits : int
-        Keys that all sequences share, walked once, and the parts that these are divided into.
+        The number of keys that all sequences share, which are read once, and the number of parts
+        that they are divided into.
     """
 
     problem: Problem
@@ -102,13 +106,16 @@ class Decode:
 
     @property
     def prefix_tiles(self) -> int:
-        """Row tiles of the queries of all sequences, which visit a shared prefix."""
+        """Row tiles that visit a shared prefix: they hold the queries of all sequences."""
         block_q = dict(self.kernel.constants)["FS_BLOCK_Q"]
         return -(-self.problem.batch * self.rows // block_q) if self.prefix else 0
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Thread blocks; where another kernel merges, row tiles of a split follow each other."""
+        """The grid of thread blocks.
+
+        With a merging kernel, the row tiles of a split follow each other along x.
+        """
         blocks = len(self.items) * self.problem.kv_heads
         if self.prefix:
             return blocks, 1
@@ -116,9 +123,12 @@ class Decode:
 
     @property
     def merges(self) -> np.ndarray:
-        """What the merging kernel does: of each sequence that has parts its number, its first slot,
-        its splits, the first of its items; parts of a shared prefix, slots from one of these to the
-        next; int32, (n, 8)."""
+        """The merging kernel's table, int32, (n, 8): one row per sequence that has parts.
+
+        Fields 0 to 3 are the sequence's number, its first slot, its number of splits, and the index
+        of its first entry in `items`. Fields 4 and 5 are the number of parts of a shared prefix and
+        the number of slots from one of these parts to the next. The last two are 0.
+        """
         first = {b: i for i, b in reversed([*enumerate(self.items[:, 0].tolist())])}
         parted = [b for b, n in enumerate(self.splits) if n > 1 or self.prefix]
         shared = (self.prefix_splits, self.problem.batch, 0, 0)
@@ -127,22 +137,25 @@ class Decode:
 
     @property
     def merge_grid(self) -> tuple[int, int]:
-        """Its thread blocks."""
+        """The grid of thread blocks of the merging kernel."""
         return -(-self.rows // kernels.MERGE_WARPS), len(self.merges) * self.problem.kv_heads
 
     @property
     def cluster(self) -> int:
-        """Blocks that merge through each other's shared memory; 1: parts go through HBM."""
+        """The number of blocks that merge through each other's shared memory.
+
+        With 1, partial results go through HBM.
+        """
         return dict(self.kernel.constants)["FS_CLUSTER"]
 
     @property
     def overlaps(self) -> bool:
-        """Whether a launch may begin before what runs before it has ended (sm_90)."""
+        """Whether a launch may begin before the kernel ahead of it in the stream ends (sm_90)."""
         return bool(dict(self.kernel.constants)["FS_OVERLAP"])
 
     @property
     def slots(self) -> int:
-        """Splits whose partial results are kept in HBM until they are merged."""
+        """The number of partial results that are kept in HBM until they are merged."""
         if self.cluster > 1:
             return 0
         if self.prefix:
@@ -151,28 +164,31 @@ class Decode:
 
     @property
     def partial_elements(self) -> tuple[int, int]:
-        """float32 elements of the partial O, and of the partial LSE."""
+        """The sizes of the partial O and of the partial LSE, in float32 elements."""
         rows = self.slots * self.problem.kv_heads * self.rows
         return rows * row_elements(self.problem.head_dim_v), rows
 
     @property
     def counters(self) -> int:
-        """Arrival counters, uint32."""
+        """The number of arrival counters (uint32), one per sequence, KV head and row tile."""
         return self.problem.batch * self.problem.kv_heads * self.row_tiles
 
     @property
     def walks(self) -> int:
-        """Row tiles of all key heads, a shared prefix's behind the others."""
+        """The number of row tiles over all sequences and KV heads.
+
+        Those of a shared prefix come last.
+        """
         return self.counters + self.problem.kv_heads * self.prefix_tiles
 
 
 def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
-    """A launch's argument but for its addresses and strides.
+    """A launch's argument without its addresses and strides.
 
     Parameters
     ----------
     table_row : int
-        Entries of a sequence in the block table.
+        Entries per sequence in the block table.
     pages : int
         Pages of the pool.
     """
@@ -186,14 +202,15 @@ def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
 
 
 def live(problem: Problem, lengths: tuple[int, ...], page: int, prefix: int = 0) -> Problem:
-    """What a batch of these lengths poses, of which the first `prefix` keys are shared: its live
-    keys, packed.
+    """The problem that a batch of these lengths poses: its live keys, packed.
+
+    All sequences share the first `prefix` keys.
 
     Raises
     ------
     OptionError, UnsupportedError
-        If a sequence is shorter than the prefix, or a query does not see all of it, or it is not
-        whole pages.
+        If a sequence is shorter than the prefix, a query does not see all of the prefix, or the
+        prefix does not consist of whole pages.
     """
     p = problem
     for b, length in enumerate(lengths):
@@ -210,7 +227,7 @@ def live(problem: Problem, lengths: tuple[int, ...], page: int, prefix: int = 0)
 
 
 def check(problem: Problem, gpu: Gpu) -> None:
-    """Raise `UnsupportedError` for what no kernel decodes on this GPU."""
+    """Raise `UnsupportedError` for a problem that no kernel decodes on this GPU."""
     p = problem
     if p.dtype not in ("float16", "bfloat16"):
         raise UnsupportedError(
@@ -241,20 +258,21 @@ def plan(
 ) -> Decode:
     """The launch for a batch of these live lengths.
 
-    Without `splits`, a sequence gets so many that the blocks fill the multiprocessors once. With
-    `splits`, a sequence of fewer key tiles gets one per tile. With a `prefix`, so many are the
-    parts of the row tile that visits the most key tiles; another has parts in proportion.
+    Without `splits`, sequences get as many splits as it takes for the blocks to fill the SMs once.
+    With `splits`, a sequence of fewer key tiles gets one split per tile. With a `prefix`, `splits`
+    is the number of parts of the row tile that visits the most key tiles; others have parts in
+    proportion.
 
     Parameters
     ----------
     problem : Problem
-        `n_kv` is the room of the cache.
+        Its `n_kv` is the capacity of the cache per sequence.
     lengths : tuple of int
         Keys of each sequence that are read.
     splits : int, optional
-        Of every sequence.
+        The number of splits of every sequence.
     page : int
-        Rows of a page; 0: the cache is contiguous.
+        Rows per page; 0 if the cache is contiguous.
     counts, timeline : bool
         Whether the kernel reports what it moves, and when.
     prefix : int
@@ -263,7 +281,7 @@ def plan(
     Raises
     ------
     UnsupportedError, OptionError
-        If the kernel does not decode this, or cannot merge so many splits.
+        If the kernel does not decode this problem, or cannot merge so many splits.
     """
     check(problem, gpu)
     if max(problem.n_kv, *lengths) > _INT32:
@@ -276,7 +294,7 @@ def plan(
 
 
 class _DecodeRequest(NamedTuple):
-    """`plan`'s parameters."""
+    """The parameters of `plan`."""
 
     problem: Problem
     lengths: tuple[int, ...]
@@ -288,15 +306,18 @@ class _DecodeRequest(NamedTuple):
 
 
 def _plain(asked: _DecodeRequest) -> Decode:
-    """Blocks of 8 warps, one on each multiprocessor, where sequences must be split to fill these.
+    """The launch for contiguous or paged keys without latent attention or a shared prefix.
 
-    Where the batch has more blocks than there are multiprocessors: blocks of 4 warps, two on each,
-    of which no one is longer than the average load. Where clusters merge, short sequences alike in
-    length get 8 splits, or as many of these as they have key tiles. Contiguous sequences alike in
-    length, whose blocks are `_ENOUGH` by themselves, stay whole, since a split would cost a merge
-    for nothing: with up to 128 columns of keys and values; with more where no cluster merges, or
-    from `_LONG` tiles on. (Measured on an H200; docs/notebooks/decoding.md and benchmarks/decode.py
-    have the sweeps.)
+    If sequences must be split to fill the SMs, blocks have 8 warps, and each SM runs one. If the
+    batch has more blocks than SMs, blocks have 4 warps, each SM runs two, and no block is longer
+    than the average load.
+
+    Where clusters merge, short sequences of equal length get 8 splits, or the largest cluster size
+    that their key tiles allow. Contiguous sequences of equal length stay whole if their blocks
+    alone are `_ENOUGH`, since a split would cost a merge and gain nothing. This holds up to 128
+    columns of keys and values. With more columns it holds where no cluster merges, or from `_LONG`
+    tiles on. (Measured on an H200; docs/notebooks/decoding.md and benchmarks/decode.py have the
+    sweeps.)
     """
     p, lengths, gpu, splits, page, variant, _ = asked
     hopper, rows, (d, dv) = gpu.compute_capability >= (9, 0), p.n_q * p.group, padded_dims(p)
@@ -339,8 +360,10 @@ def _plain(asked: _DecodeRequest) -> Decode:
 
 
 def _latent(asked: _DecodeRequest) -> Decode:
-    """V is columns of K, one key head serves all; a block holds all of a multiprocessor's shared
-    memory, and a second kernel merges."""
+    """The launch for latent attention, where V is columns of K and there is one KV head.
+
+    A block takes all of an SM's shared memory, and a second kernel merges.
+    """
     p, lengths, gpu, splits, page, variant, _ = asked
     kernel = kernels.latent_kernel(p, variant, page)
     merge = kernels.merge_kernel(p, kernels.LATENT_ROWS, counts=variant.counts, overlap=True)
@@ -351,10 +374,10 @@ def _latent(asked: _DecodeRequest) -> Decode:
 
 
 def _behind_prefix(asked: _DecodeRequest) -> Decode:
-    """The prefix is walked once, and a second kernel merges its parts with each sequence's own.
+    """The launch for sequences that share a prefix.
 
-    Without `splits`, as many as make a part no longer than what all of them are to a
-    multiprocessor.
+    The prefix is read once, and a second kernel merges its parts with each sequence's own. Without
+    `splits`, the number of parts is chosen so that none is longer than the average load of an SM.
     """
     p, lengths, gpu, splits, page, variant, prefix = asked
     if p.latent:
@@ -382,14 +405,17 @@ def _behind_prefix(asked: _DecodeRequest) -> Decode:
 
 @lru_cache(maxsize=256)
 def _packed(splits: int | None, longest: int) -> Split:
-    """So many parts, or for None parts of at most `longest` key tiles."""
+    """The rule for this many splits, or if None, for parts of at most `longest` key tiles."""
     return Split(pack_gqa=True, part_tiles=longest) if splits is None else Split(splits, True)
 
 
 def _ranges(
     p: Problem, lengths: tuple[int, ...], block_k: int
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """The key tiles that each sequence's queries see, and how many: a window leaves out some."""
+    """The range of key tiles that each sequence's queries see, and the number of these tiles.
+
+    A window leaves out some tiles.
+    """
     ends = [-(-length // block_k) for length in lengths]
     first = [max(0, length - p.n_q - p.left) // block_k for length in lengths]
     ranges = [(min(lo, hi), hi) for lo, hi in zip(first, ends, strict=True)]
@@ -408,8 +434,8 @@ def _launch(
 ) -> Decode:
     """The launch of a kernel on sequences whose key tiles are ``range(*ranges[b])``.
 
-    `parts` are what `split` makes of these; with a prefix, whose keys the lengths are without, its
-    own come last.
+    `parts` says how many parts `split` makes of each sequence. With a prefix, `lengths` exclude its
+    keys, and the number of its own parts comes last.
     """
     values, rows = dict(kernel.constants), p.n_q * p.group
     block_q, block_k = values["FS_BLOCK_Q"], values["FS_BLOCK_K"]

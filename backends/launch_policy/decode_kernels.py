@@ -1,4 +1,4 @@
-"""The kernels of decoding: their argument, their blocks, and what these hold on chip."""
+"""The kernels of decoding: their argument, their blocks, and their shared memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def walking_kernel(
     cluster: int = 1,
     cascade: bool = False,
 ) -> Kernel:
-    """kernels/portable/decode.cu for row tiles of `block_q` rows and what `on_chip` says."""
+    """The decode kernel (kernels/portable/decode.cu) for row tiles of `block_q` rows.
+
+    `chip` is the result of `on_chip`.
+    """
     warps, stages, shared, most = chip
     return built(
         *("portable/decode.cu", "flash_decode", 32 * warps, shared),
@@ -68,7 +71,7 @@ def walking_kernel(
 
 
 def latent_kernel(problem: Problem, variant: Variant, page: int) -> Kernel:
-    """kernels/hopper/decode_latent.cu."""
+    """The kernel of latent attention (kernels/hopper/decode_latent.cu)."""
     p, chunks = problem, -(-problem.head_dim // _CHUNK)
     tiles = 2 * _CHUNK * ((1 + _LATENT_STAGES) * chunks * LATENT_KEYS + LATENT_KEYS)
     shared = -(-(tiles + 2 * 4 * LATENT_ROWS + 2 * 8 * _LATENT_STAGES + 4) // 1024) * 1024
@@ -81,7 +84,7 @@ def latent_kernel(problem: Problem, variant: Variant, page: int) -> Kernel:
 
 
 def check_latent(problem: Problem, gpu: Gpu) -> None:
-    """Raise `UnsupportedError` for latent attention that its kernel does not decode."""
+    """Raise `UnsupportedError` for latent attention that the kernel does not decode."""
     if gpu.compute_capability != (9, 0):
         raise UnsupportedError(
             f"latent attention is decoded on Hopper (sm_90), not on {gpu.name}; give v as well, "
@@ -95,7 +98,7 @@ def check_latent(problem: Problem, gpu: Gpu) -> None:
 
 
 def block_q_of(rows: int, d: int, dv: int) -> int:
-    """Rows of a tile: so many blocks of 16 as a warp's registers hold, for `rows` packed rows."""
+    """Rows per tile for `rows` packed rows: as many blocks of 16 as a warp's registers hold."""
     blocks = 1
     while 16 * blocks < rows and 2 * blocks * (d // 4 + dv // 2) <= _HELD:
         blocks *= 2
@@ -105,7 +108,7 @@ def block_q_of(rows: int, d: int, dv: int) -> int:
 def merge_kernel(
     problem: Problem, block_q: int, *, counts: bool, overlap: bool, cascade: bool = False
 ) -> Kernel:
-    """The second stage as a kernel of its own, behind one whose row tiles have `block_q` rows."""
+    """The kernel that merges the splits of a decode kernel whose row tiles have `block_q` rows."""
     variant = Variant(True, False, counts=counts)
     return built(
         *("portable/decode_merge.cu", "flash_decode_merge", 32 * MERGE_WARPS, 0),
@@ -117,8 +120,9 @@ def merge_kernel(
 def on_chip(
     rows: int, d: int, dv: int, gpu: Gpu, *, wide: bool, ring: int = RING
 ) -> tuple[int, int, int, int]:
-    """Warps and stages, of which as many as make `ring` bytes under way on a multiprocessor;
-    ``sizeof(OnChip)``; how many splits have their weights in it.
+    """The warps, the stages, ``sizeof(OnChip)``, and the number of splits whose weights fit in it.
+
+    The stages keep up to `ring` bytes in flight per SM.
     """
     room, blocks = (gpu.shared_bytes, 1) if wide else ((gpu.shared_bytes - 1024) // 2, 2)
     for warps in (8, 4, 2, 1) if wide else (4, 2, 1):
@@ -141,5 +145,5 @@ def exchanged(cluster: int, rows: int, width: int) -> int:
 
 
 def _lines(n: int) -> int:
-    """Bytes in whole lines of 128."""
+    """The number of bytes, rounded up to whole lines of 128."""
     return -(-n // 128) * 128

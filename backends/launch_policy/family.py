@@ -1,7 +1,8 @@
-"""What a family of kernels is: which tiles it takes, and which kernel runs each stage of a pass.
+"""The interface of a kernel family: which tiles it takes, and which kernel runs each stage.
 
-`launch_policy.portable` has two, `launch_policy.hopper` one, and `numba_gpu.launch_policy` the same
-in Python. The engine (`cupy_gpu.engine`) owns arrays, errors and traces; none of this needs a GPU.
+`launch_policy.portable` has two families, `launch_policy.hopper` has one, and
+`numba_gpu.launch_policy` has the same in Python. The engine (`cupy_gpu.engine`) handles arrays,
+errors and traces. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PLAIN = Variant(spans=True, descending=False)
 
 
 class PassRequest(NamedTuple):
-    """A pass that is asked for, without its tiling.
+    """A requested pass, without its tiling.
 
     Attributes
     ----------
@@ -35,9 +36,9 @@ class PassRequest(NamedTuple):
     gpu : Gpu
     direction : {"forward", "backward"}
     algorithm : str
-        Of the backward pass.
+        The algorithm of the backward pass.
     ordered : bool
-        "flash2-fused" only: whether dQ is added to in a fixed order.
+        "flash2-fused" only: whether blocks add to dQ in a fixed order.
     """
 
     problem: Problem
@@ -53,12 +54,12 @@ class PassRequest(NamedTuple):
 
     @property
     def fused(self) -> bool:
-        """Whether it is the backward that adds dQ up in memory."""
+        """Whether this is the backward that accumulates dQ in memory ("flash2-fused")."""
         return self.direction == "backward" and self.algorithm == "flash2-fused"
 
 
 class Walked(NamedTuple):
-    """A stage with the tables of its walk, on a GPU."""
+    """A stage with the tables that it loops over, and the GPU it runs on."""
 
     stage: plans.Stage
     tables: Lowered
@@ -66,23 +67,26 @@ class Walked(NamedTuple):
 
     @property
     def problem(self) -> Problem:
-        """What the walk is over."""
+        """The problem of the stage's schedule."""
         return self.tables.schedule.problem
 
     @property
     def walks(self) -> int:
-        """How many times the walk is made: query heads, or key heads with keys outside."""
+        """How many heads of the batch the loop runs for: query heads, or KV heads if KV-outer."""
         return plans.heads_of(self.stage, self.problem)[0]
 
     @property
     def alike(self) -> bool:
-        """Whether all outer tiles have as many visits."""
+        """Whether all outer tiles have the same number of visits."""
         return bool((self.tables.visits == self.tables.visits[0]).all())
 
 
 class Shared(NamedTuple):
-    """A launch's items: blocks of the cluster that shares one, how many there are, and whether dQ
-    of a visit is computed in the next one."""
+    """The work tiles of one launch.
+
+    `cluster` is the number of blocks that share a work tile, and `items` is the number of work
+    tiles. `deferred` says whether the dQ of a visit is computed in the next visit.
+    """
 
     cluster: int
     items: int
@@ -90,16 +94,16 @@ class Shared(NamedTuple):
 
 
 class HandOut(NamedTuple):
-    """How the items of a stage are handed out to thread blocks.
+    """How the work tiles of a stage are assigned to thread blocks.
 
     Attributes
     ----------
     clump : int
-        Walks that are worked on together.
+        Heads of a head group, which run together.
     in_step : bool
-        Whether a pass with keys outside makes a visit for every head of a group in turn.
+        Whether a KV-outer pass cycles through the query heads of a group, one visit per head.
     launches : tuple of Shared
-        In their order; most often one.
+        The launches in their order; most often there is one.
     """
 
     clump: int
@@ -109,17 +113,17 @@ class HandOut(NamedTuple):
 
 @dataclass(frozen=True)
 class Family(ABC):
-    """Kernels for all stages of FlashAttention-2, or for the forward alone.
+    """Kernels for all stages of FlashAttention-2, or for the forward pass alone.
 
     Attributes
     ----------
     name : str
-        As traces say it.
+        The family's name in traces.
     load : callable
         The compiler: ``load(kernel, device)`` is the function on CuPy's current device, ready to
         launch.
     like : Variant
-        What the kernels are compiled for, except for what a walk and a report ask.
+        The compile-time choices of the kernels, except those that the tables and reports determine.
     """
 
     name: str
@@ -130,35 +134,38 @@ class Family(ABC):
 
     @abstractmethod
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """Why these kernels do not run this, with a default tiling for None; None if they do."""
+        """The reason why these kernels do not run this pass, or None if they do.
+
+        With None for the tiling, the question is about a default tiling.
+        """
 
     @abstractmethod
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """Every tiling that the kernels run on this GPU."""
+        """All tilings that the kernels run on this GPU."""
 
     @abstractmethod
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """The fastest tiling of those measured on an H200; None where `why_not` has a reason."""
+        """The tiling that was fastest on an H200, or None if `why_not` has a reason."""
 
     def refused(self, reason: str) -> FlashSimError:
-        """The error that gives `why_not`'s reason."""
+        """The error that states the reason given by `why_not`."""
         return TilingError(reason)
 
     def refusal(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> str | None:
-        """`why_not`, of ``PassRequest(problem, *asked)``."""
+        """`why_not` for ``PassRequest(problem, *asked)``."""
         return self.why_not(PassRequest(problem, *asked), tiling)
 
     def tilings(self, *asked: Any) -> tuple[Tiling, ...]:
-        """`possible`, of ``PassRequest(*asked)``."""
+        """`possible` for ``PassRequest(*asked)``."""
         return self.possible(PassRequest(*asked))
 
     def choose(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> Tiling:
-        """The tiling, or for None the fastest one, for ``PassRequest(problem, *asked)``.
+        """The given tiling, or the fastest one if it is None, for ``PassRequest(problem, *asked)``.
 
         Raises
         ------
         TilingError, UnsupportedError
-            As `refused` says it.
+            The error of `refused`, if the kernels do not run this.
         """
         question = PassRequest(problem, *asked)
         if reason := self.why_not(question, tiling):
@@ -173,44 +180,49 @@ class Family(ABC):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """The kernel of a stage."""
+        """The kernel that runs a stage."""
 
     # -- which backward -------------------------------------------------------------------------
 
     def orders_dq(self, problem: Problem) -> bool:
-        """Whether the fused backward can add to dQ in a fixed order, faster than three passes."""
+        """Whether the fused backward can add to dQ in a fixed order and then beats three passes."""
         return False
 
     def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
-        """Whether "flash2-once" runs here and is fastest; `ordered`: faster than dQ in order."""
+        """Whether "flash2-once" runs here and is the fastest backward.
+
+        With `ordered`, it is compared with the fused backward that adds to dQ in a fixed order.
+        """
         return False
 
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
-        """Whether the fused backward, dQ added in any order, is faster than three passes."""
+        """Whether the fused backward, adding to dQ in any order, is faster than three passes."""
         return True
 
     # -- how its items are handed out -----------------------------------------------------------
 
     def clump(self, walk: Walked) -> int:
-        """How many walks are worked on together."""
+        """The number of heads in a head group, which run together."""
         room = {"l2_bytes": walk.gpu.l2_bytes, "processors": walk.gpu.multiprocessors}
         return clump_size(walk.stage, walk.problem, walk.tables.tiles, **room)
 
     def cluster(self, walk: Walked) -> int:
-        """How many thread blocks share an item."""
+        """The number of thread blocks that share a work tile."""
         return 1
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """(blocks of a cluster, items) of launches that take a pass's first items; `cluster` is of
-        those that take the others."""
+        """Launches that take a pass's first work tiles: (blocks per cluster, work tiles) for each.
+
+        `cluster` is the number of blocks that share each of the other work tiles.
+        """
         return ()
 
     def defers(self, walk: Walked, cluster: int) -> bool:
-        """Whether a fused pass computes dQ of a visit in the next one, where it can."""
+        """Whether a fused pass computes the dQ of a visit in the next visit, where it can."""
         return False
 
     def in_step(self, walk: Walked, clump: int) -> bool:
-        """Whether a pass with keys outside makes a visit for every head of a group in turn."""
+        """Whether a KV-outer pass cycles through the query heads of a group, one visit per head."""
         return False
 
     def hand_out(
@@ -222,8 +234,11 @@ class Family(ABC):
         ordered: bool = False,
         report: str = "",
     ) -> HandOut:
-        """How a stage's items are handed out: in a fixed order, or in a timeline, each to a block
-        of its own, and never in several launches where anything is reported."""
+        """Decide how a stage's work tiles are assigned to thread blocks.
+
+        In a fixed order or with a timeline, no cluster shares a work tile. A pass that reports
+        anything never has several launches.
+        """
         walk = Walked(stage, tables, gpu)
         cluster = 1 if ordered or report == "timeline" else self.cluster(walk)
         clump = self.clump(walk)
@@ -241,12 +256,12 @@ class Family(ABC):
     def forward_passes(
         self, problem: Problem, tiling: Tiling | None, gpu: Gpu, key_order: KeyOrder, report: str
     ) -> tuple[KernelPass, ...]:
-        """The forward pass: one launch.
+        """The passes of the forward, which is one launch.
 
         Parameters
         ----------
         tiling : Tiling or None
-            None takes `choose`'s.
+            None takes the tiling of `choose`.
         report : {"", "counts", "timeline"}
             What the kernels record.
 
@@ -266,13 +281,15 @@ class Family(ABC):
         algorithm: str,
         ordered: bool = False,
     ) -> tuple[KernelPass, ...]:
-        """The backward pass, in the order of its launches; as `forward_passes`.
+        """The passes of the backward, in the order of their launches.
+
+        The other parameters and errors are those of `forward_passes`.
 
         Parameters
         ----------
         ordered : bool
-            "flash2-fused" only, and where `orders_dq`: add to dQ in a fixed order
-            (`device_tables.in_turns`).
+            Add to dQ in a fixed order (`device_tables.in_turns`). "flash2-fused" only, and only if
+            `orders_dq`.
         """
         asked = PassRequest(problem, gpu, "backward", algorithm, ordered)
         return _passes(self, asked, tiling, key_order, report)

@@ -1,7 +1,7 @@
 """The Hopper kernels (sm_90a): what they take, which kernel runs a stage, and how it is launched.
 
-Where `refusal` gives a reason, portable kernels run. How the kernels got to be as they are, step by
-step: docs/notebooks/hopper.md.
+Where `refusal` gives a reason, portable kernels run instead. docs/notebooks/hopper.md tells how the
+kernels were developed, step by step.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _WIDEST_ONCE = 128
 
 @dataclass(frozen=True)
 class Hopper(Family):
-    """The family of kernels that use Hopper's own instructions.
+    """The family of kernels that use instructions of Hopper alone.
 
     Attributes
     ----------
     instead : str
-        What `kernel` option to try where these do not run.
+        The value of option `kernel` that error texts suggest where these kernels do not run.
     """
 
     instead: str = "portable"
@@ -82,7 +82,7 @@ class Hopper(Family):
         return None
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """The tilings that the kernels are built for, the best first (docs/reference/hopper.md)."""
+        """The tilings that the kernels are built for, best first (docs/reference/hopper.md)."""
         problem, gpu, d = asked.problem, asked.gpu, asked.wide
         if asked.direction == "backward":
             if asked.algorithm == "flash2-once":
@@ -128,9 +128,11 @@ class Hopper(Family):
         return widest(problem) <= 128
 
     def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
-        """See `Family`. By the time model: for a few items dQ's own pass beside another is faster.
+        """See `Family`. The time model (`cost_model`) decides.
 
-        Additions in order never are, with a delta before them and a conversion behind.
+        With few work tiles, three passes are faster, since dQ's pass runs beside that of dK and dV.
+        The fused backward that adds to dQ in order is never faster: it needs a delta kernel before
+        and a conversion after.
         """
         if self.refusal(problem, None, gpu, "backward", "flash2-once"):
             return False
@@ -144,10 +146,11 @@ class Hopper(Family):
         return self.fused_is_faster(problem, gpu)
 
     def fused_is_faster(self, problem: Problem, gpu: Gpu) -> bool:
-        """Than three passes, if these run: by the time model (`cost_model`).
+        """Whether the fused backward beats three passes, by the time model (`cost_model`).
 
-        The three passes have more products, but no float32 dQ to clear and to convert, and dQ's
-        runs beside dK's and dV's. Above 192 the fused kernel has no room to send dQ off.
+        The three passes compute more products, but they need no float32 dQ to clear and convert,
+        and dQ's pass runs beside that of dK and dV. Above a head_dim of 192 the fused kernel has no
+        shared memory left from which to send dQ to HBM.
         """
         if widest(problem) > 192:
             return False
@@ -155,7 +158,7 @@ class Hopper(Family):
         return fused < three
 
     def _times(self, problem: Problem, gpu: Gpu, *algorithms: str) -> list[float]:
-        """µs of backward passes, by the time model."""
+        """The time of the backward with each algorithm, in µs, by the time model."""
         made = (
             self.backward_passes(problem, None, gpu, "ascending", "", algorithm)
             for algorithm in algorithms
@@ -163,7 +166,7 @@ class Hopper(Family):
         return [backward_microseconds(passes, gpu) for passes in made]
 
     def cluster(self, walk: Walked) -> int:
-        """See `Family`. A backward with keys outside whose items leave multiprocessors idle."""
+        """See `Family`. More than one for a KV-outer backward whose work tiles leave SMs idle."""
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.outer != "keys" or widest(p) > 128:
             return 1
@@ -176,7 +179,9 @@ class Hopper(Family):
         return fastest_cluster(walk.walks, p.group * tables.visits, *_item_times(walk), free)
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """See `Family`. Where all items are equally long, clusters take what whole rounds leave."""
+        """See `Family`. Clusters take the tail after the full waves, if work tiles are equally
+        long.
+        """
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.name != "fused" or stage.once or cluster > 1 or widest(p) > 128 or not walk.alike:
             return ()
@@ -184,21 +189,22 @@ class Hopper(Family):
         return remainder(items, steps, *_item_times(walk), gpu)
 
     def defers(self, walk: Walked, cluster: int) -> bool:
-        """See `Family`. Where a block's walk is long: its end takes longer."""
+        """See `Family`. True if a block's loop is long, since deferral makes its end longer."""
         p, tables = walk.problem, walk.tables
         rows = p.group * (tables.schedule.tiling.block_q * tables.visits.mean())
         return walk.stage.name == "fused" and widest(p) <= 128 and rows >= _LONG_WALK * cluster
 
     def clump(self, walk: Walked) -> int:
-        """See `Family`. Where no item is shorter than another, one head's (or one group's, which
-        shares K and V) are worked on at a time: nothing is gained by taking long ones first, and
-        more blocks read the same tiles at the same time. But not where they add to the same dQ in
-        turns.
+        """See `Family`. The size depends on whether the work tiles are equally long.
 
-        A clump's long items, which come first, fetch its K and V; the short ones find them in L2.
-        So a forward of many short sequences, which is bound by DRAM, gets clumps so small that
-        blocks are at work on several, some at the beginning and some at the end of theirs. Where
-        there are few rounds of items, it counts for more that the long ones of all heads come
+        If they are, a head group is one head (or one GQA group, which shares K and V). Taking long
+        ones first gains nothing then, and more blocks read the same tiles at the same time. This
+        does not hold if the blocks add to dQ in a fixed order.
+
+        Otherwise the long work tiles of a head group come first and fetch its K and V; the short
+        ones find these in L2. A forward of many short sequences is bound by DRAM. Its head groups
+        are so small that blocks work on several at a time, some at the beginning and some at the
+        end of theirs. With few waves, it matters more that the long work tiles of all heads come
         first.
         """
         p, (stage, tables, gpu) = walk.problem, walk
@@ -218,11 +224,11 @@ class Hopper(Family):
         return size
 
     def in_step(self, walk: Walked, clump: int) -> bool:
-        """See `Family`. Where what a clump's blocks go through, dQ too, is more than L2 holds.
+        """See `Family`. True if the tensors that a head group loops over, with dQ, exceed L2.
 
-        Under a left window they begin at different row tiles, and no order brings them together.
-        Of more items than multiprocessors those that run together are about equally long, and
-        drift slowly: there it takes twice as much.
+        False under a left window: the work tiles begin at different row tiles, and no order aligns
+        them. With more work tiles than SMs, those that run together are about equally long and
+        drift apart slowly. The threshold is then twice the L2 size.
         """
         p, gpu = walk.problem, walk.gpu
         room = gpu.l2_bytes * (1 if clump * walk.tables.tiles <= gpu.multiprocessors else 2)
@@ -230,17 +236,17 @@ class Hopper(Family):
         return unlimited and _drifts(walk) and clump * held(walk.stage, p) > room
 
     def stages(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> int:
-        """Stages of the forward's rings: three where they fit."""
+        """The number of stages of the forward's ring buffers: three where they fit, else two."""
         return 3 if self.forward_bytes(problem, tiling, 3) <= gpu.shared_bytes else 2
 
     def forward_bytes(self, problem: Problem, tiling: Tiling, stages: int = 2) -> int:
-        """Shared memory of the forward's blocks."""
+        """Shared memory of one block of the forward, in bytes."""
         return hopper_kernels.forward_bytes(problem, tiling, stages)
 
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """See `Family`; the row-wise kernels are the portable ones."""
+        """See `Family`; the row-wise kernels are those of the portable family."""
         given = problem, tiling, replace(variant, overlap=True)
         if stage == "forward":
             stages = self.stages(problem, tiling, gpu)
@@ -261,22 +267,23 @@ HOPPER = Hopper("hopper", nvrtc.load)
 
 
 def _item_times(walk: Walked) -> tuple[Times, float]:
-    """What an item of a backward takes, and what it takes a cluster besides."""
+    """The times of a backward's work tile, and the extra µs if a cluster shares it."""
     p = walk.problem
     known = backward_times(p, walk.tables.schedule.tiling)
     return getattr(known, walk.stage.name), ADDING_UP[64 if widest(p) <= 64 else 128]
 
 
 def _drifts(walk: Walked) -> bool:
-    """Whether blocks of a key head, begun together, would soon be at different query heads."""
+    """Whether blocks of one KV head, started together, would soon work on different query heads."""
     uneven = walk.tables.ranks is None and not walk.alike
     return walk.stage.outer == "keys" and walk.problem.group > 1 and uneven
 
 
 def _whole_rounds(walks: int, tiles: int, gpu: Gpu) -> int:
-    """Walks of a clump, four at most, whose items are about whole rounds; 0 if none are.
+    """The number of heads, at most four, whose work tiles about fill whole waves; 0 if none do.
 
-    In step, the items of a round go the same way; of a round that two clumps share, they do not.
+    Co-scheduled work tiles of one wave go through the row tiles in the same direction. In a wave
+    that two head groups share, they do not.
     """
     most = gpu.multiprocessors
 

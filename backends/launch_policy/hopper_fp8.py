@@ -27,7 +27,7 @@ _TENSOR, _HEAD, _BLOCK, _NONE = range(4)
 
 @dataclass(frozen=True)
 class HopperFp8(Family):
-    """FlashAttention-3's forward in FP8; there is no backward."""
+    """The family of FlashAttention-3's forward in FP8; it has no backward."""
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """See `Family`."""
@@ -77,8 +77,9 @@ class HopperFp8(Family):
         )
 
     def clump(self, walk: Walked) -> int:
-        """See `Family`. As the 16-bit kernels, or the next smaller size that divides the walks
-        evenly, if the launch ends sooner with that.
+        """See `Family`. The size of the 16-bit kernels, or a smaller one if that ends sooner.
+
+        The smaller size is the next one that divides the heads evenly.
         """
         size, group, walks = hopper.HOPPER.clump(walk), walk.problem.group, walk.walks
         if walk.alike:
@@ -110,7 +111,10 @@ HOPPER_FP8 = HopperFp8("hopper, fp8", nvrtc.load)
 
 
 def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
-    """Shared memory of a block (``struct OnChip``): rows of Q and K fill whole chunks."""
+    """Shared memory of a block in bytes (``struct OnChip``).
+
+    Rows of Q and K are padded to a multiple of 128 bytes.
+    """
     d, dv = -(-problem.head_dim // 128) * 128, problem.head_dim_v
     groups = tiling.block_q // 64
     tiles = tiling.block_q * d + stages * tiling.block_k * (d + dv)
@@ -118,7 +122,7 @@ def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
 
 
 def _scales(problem: Problem) -> tuple[int, tuple[int, int]]:
-    """How scales lie, and the rows of Q and of K that share one."""
+    """The layout of the scales, and the numbers of rows of Q and of K that share one."""
     if problem.scales is None:
         return _NONE, (1, 1)
     if isinstance(problem.scales, str):
@@ -127,7 +131,7 @@ def _scales(problem: Problem) -> tuple[int, tuple[int, int]]:
 
 
 def _one_scale_a_tile(problem: Problem, tiling: Tiling) -> bool:
-    """Whether each tile of K and V, and each warpgroup's 64 rows of Q, lie in one block."""
+    """Whether each tile of K and V, and each warpgroup's 64 rows of Q, have a single scale."""
     kind, (queries, keys) = _scales(problem)
     rows = queries % tiling.block_q == 0 or (queries % 64 == 0 and tiling.block_q % queries == 0)
     return kind != _BLOCK or (rows and keys % tiling.block_k == 0)

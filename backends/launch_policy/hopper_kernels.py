@@ -1,4 +1,4 @@
-"""The Hopper kernels' launches: threads, shared memory (struct OnChip of each), boxes, columns.
+"""The launches of the Hopper kernels: threads, shared memory (``struct OnChip``), boxes, columns.
 
 `launch_policy.hopper` says which of them runs a stage.
 """
@@ -19,7 +19,7 @@ _CHUNK = 64  # columns of a shared-memory chunk: 128 bytes of 16-bit elements
 def forward_kernel(
     problem: Problem, tiling: Tiling, variant: Variant, shared: int, stages: int
 ) -> Kernel:
-    """The forward, with rings of so many stages."""
+    """The forward kernel, whose ring buffers have this many stages."""
     threads, bk = 128 * (tiling.block_q // 64 + 1), tiling.block_k
     return launch.built(
         *("hopper/forward.cu", "hopper_forward", threads, shared, (problem, tiling, variant)),
@@ -29,20 +29,23 @@ def forward_kernel(
 
 
 def take_turns(problem: Problem, tiling: Tiling) -> bool:
-    """Whether the forward's warpgroups queue their products in turn: see TURNS in forward.cu."""
+    """Whether the forward's warpgroups issue their products alternately (ping-pong scheduling).
+
+    See TURNS in forward.cu.
+    """
     wide = problem.head_dim == problem.head_dim_v == 128
     return not (wide and problem.n_kv > 16 * tiling.block_k)
 
 
 def forward_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
-    """Shared memory of the forward's blocks."""
+    """Shared memory of one block of the forward, in bytes."""
     d, dv = tile_columns("forward", problem)
     q, kv = tiling.block_q * d, tiling.block_k * (d + dv)
     return on_chip(2 * (q + stages * kv), 2 * (tiling.block_q // 64) + 4 * stages)
 
 
 def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """The pass with keys outside, which in a fused backward makes dQ as well."""
+    """The kernel of the KV-outer pass, which in a fused backward also computes dQ."""
     fused = variant.fused
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     wide = d > 128
@@ -73,7 +76,10 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
 
 
 def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """The fused pass of 129 to 192 columns, whose consumers make different products."""
+    """The kernel of the fused pass for head dims of 129 to 192.
+
+    Its consumer warpgroups compute different products.
+    """
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     # K, V, Q and dO, P and dS; dQ on its way out.
     tiles = 2 * (2 * bk * d + (stages + 1) * bq * d + 2 * bq * bk) + 4 * bq * d
@@ -89,7 +95,7 @@ def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
 
 
 def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """dQ alone, the last of three passes."""
+    """The kernel that computes dQ alone, the last of three passes."""
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     partial = 4 * 128 * (32 if bq == 64 else 1)
     shared = on_chip(2 * (2 * bq * d + stages * 2 * bk * d) + partial, 2 * bq // 64 + 2 * stages)
@@ -100,42 +106,45 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
 
 
 def _boxes(*rows: tuple[str, int]) -> tuple[Box, ...]:
-    """What one order brings of each tensor: so many rows, a chunk wide."""
+    """The TMA boxes of (tensor, rows) pairs, each one chunk wide."""
     return tuple(Box(tensor, n, _CHUNK) for tensor, n in rows)
 
 
 def on_chip(data: int, barriers: int) -> int:
-    """Bytes of a ``struct OnChip``: tiles and rows, mbarriers, item slots; a multiple of 1024."""
+    """Bytes of a ``struct OnChip``, a multiple of 1024.
+
+    It holds tiles and rows (`data` bytes), mbarriers, and slots for work tiles.
+    """
     items = -(-(data + barriers * _BARRIER) // 16) * 16
     return -(-(items + _ITEMS) // 1024) * 1024
 
 
 def _wide(head_dim: int) -> int:
-    """Columns of a tile in shared memory: whole chunks."""
+    """Columns of a tile in shared memory: head_dim rounded up to whole chunks."""
     return -(-head_dim // _CHUNK) * _CHUNK
 
 
 def tile_columns(stage: str, problem: Problem) -> tuple[int, int]:
-    """Columns of a tile of Q or K, and of V or dO, that the copy engine delivers: whole boxes."""
+    """Columns that TMA loads for a tile of Q or K, and for a tile of V or dO, in whole boxes."""
     if stage == "forward":
         return _wide(problem.head_dim), _wide(problem.head_dim_v)
     return _shared_dim(problem), _shared_dim(problem)
 
 
 def _shared_dim(problem: Problem) -> int:
-    """The head_dim that the backward kernels compute with, for Q and K as for V and dO."""
+    """The head_dim that the backward kernels compute with, the same for Q and K as for V and dO."""
     return _wide(max(problem.head_dim, problem.head_dim_v))
 
 
 def product_columns(
     stage: str, problem: Problem, tiling: Tiling, cluster: int = 1
 ) -> tuple[int, int]:
-    """Columns that a backward's products take: of both head dims, and beyond them, all products'.
+    """Columns that a backward's products compute: per head dim, and the extra ones of all products.
 
-    Whole sixteens, or thirty-twos where a cluster shares an item. A tile's whole columns are taken
-    by dQ^T, whose rows they are (up to 32 columns dQ itself is computed), and beyond a head_dim of
-    128, where warpgroups share them out, by dK and dV too. With one warpgroup for dQ it takes
-    thirty-twos.
+    The first number is a multiple of 16, or of 32 if a cluster shares a work tile. Some products
+    take a tile's whole columns. dQ^T does, because these columns are its rows (up to 32 columns, dQ
+    itself is computed). Beyond a head_dim of 128, dK and dV do too, since warpgroups share their
+    columns. With one warpgroup for dQ, dQ^T takes a multiple of 32.
     """
     step = 32 if cluster > 1 else 16
     d = max(problem.head_dim, problem.head_dim_v)

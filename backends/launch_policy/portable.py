@@ -1,4 +1,4 @@
-"""The portable kernels (sm_80 and later): which tiles they run, and which one if none is given."""
+"""The portable kernels (sm_80 and later): which tiles they run, and which tile is the default."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from flashsim.schedule.tiling import Tiling
 
 @dataclass(frozen=True)
 class Portable(Family):
-    """The family whose kernels are compiled for `like`, except for what a walk and a report ask."""
+    """A family of portable kernels.
+
+    They are compiled for `like`, except for the choices that the tables and reports determine.
+    """
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """See `Family`."""
@@ -46,7 +49,7 @@ class Portable(Family):
         return why
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """Every tiling that the kernels run on this GPU, smallest first."""
+        """All tilings that the kernels run on this GPU, smallest first."""
         every = (Tiling(q, k) for q in kernels.SIDES for k in kernels.SIDES)
         return tuple(t for t in every if self._runs(asked, t))
 
@@ -82,7 +85,7 @@ class Portable(Family):
         return need is not None and need <= asked.gpu.shared_bytes
 
     def _shared_need(self, asked: PassRequest, tiling: Tiling) -> int | None:
-        """Shared memory of the largest kernel of a pass, in bytes; None: not built for the tile."""
+        """Shared memory of a pass's largest kernel, in bytes; None if the tile has no kernel."""
         if asked.direction == "forward":
             stages: tuple[str, ...] = ("forward",)
         else:

@@ -1,4 +1,4 @@
-"""The portable kernels' launch arithmetic: threads, shared memory and constants of each variant."""
+"""The launch arithmetic of the portable kernels: threads, shared memory, constants per variant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ACCUMULATORS = 192
 
 
 def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
-    """`flash_forward` for a problem.
+    """The kernel `flash_forward` for a problem.
 
     Raises
     ------
@@ -47,7 +47,10 @@ def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu)
 
 
 def dkdv_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
-    """`flash_dkdv`, which in a fused backward makes dQ as well; as `forward_kernel`."""
+    """The kernel `flash_dkdv`, which in a fused backward also computes dQ.
+
+    It raises as `forward_kernel`.
+    """
     fused = variant.fused
     bq, bk, d, dv = _sides(problem, tiling)
     if _plain(problem, variant):
@@ -99,7 +102,7 @@ def dkdv_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) ->
 
 
 def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
-    """`flash_dq`, the last of three passes; as `forward_kernel`."""
+    """The kernel `flash_dq`, the last of three passes; raises as `forward_kernel`."""
     bq, bk, d, dv = _sides(problem, tiling)
     if _plain(problem, variant):
         _require(tiling, bq // 16 * d // 16 + 2 * bq * bk // 256 <= _ACCUMULATORS)
@@ -121,7 +124,10 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> K
 
 
 def rows_kernel(stage: str, problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """`flash_delta` or `flash_convert`, by its stage: row by row, no shared memory."""
+    """The kernel for stage delta or convert: `flash_delta` or `flash_convert`.
+
+    It works row by row and uses no shared memory.
+    """
     dlse = int(problem.dlse and stage == "delta")
     more = {"fused": int(variant.fused), "f32": int(problem.dtype == "float32"), "dlse": dlse}
     return _kernel("backward_rows", f"flash_{stage}", 8, 0, (problem, tiling, variant), **more)
@@ -137,14 +143,14 @@ WALKING = {
 
 
 def _sides(problem: Problem, tiling: Tiling) -> tuple[int, int, int, int]:
-    """Tile sides and padded head dimensions, if the kernels have such tiles at all."""
+    """The tile sides and the padded head dims, after checking that the kernels have such tiles."""
     bq, bk = tiling.block_q, tiling.block_k
     _require(tiling, bq in SIDES and bk in SIDES)
     return bq, bk, *padded_dims(problem)
 
 
 def _plain(problem: Problem, variant: Variant) -> bool:
-    """Whether products are float32 multiply-adds: no tensor cores, 256 threads on a tile."""
+    """Whether products are float32 multiply-adds: no tensor cores, and 256 threads per tile."""
     return problem.dtype == "float32" and not variant.tf32
 
 

@@ -1,4 +1,4 @@
-"""Kernels that make FP8 inputs (kernels/hopper/quantize.cu): arguments, constants and grids."""
+"""The kernels that make FP8 inputs (kernels/hopper/quantize.cu): arguments, constants and grids."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def kernels(
     rotate: bool,
     e5m2: bool = False,
 ) -> tuple[Kernel, ...]:
-    """What quantises: one launch where each block of threads has the rows of a scale, else two.
+    """The kernels that quantise: one launch if each thread block has all rows of a scale, else two.
 
     Raises
     ------
     UnsupportedError
-        For what the kernels are not built for.
+        If the kernels are not built for this case.
     """
     check_head_dim(d)
     if dtype not in ("float16", "bfloat16"):
@@ -69,12 +69,12 @@ def kernels(
 
 
 def transposition(d: int) -> Kernel:
-    """What transposes a V that is FP8 already.
+    """The kernel that transposes a V that is already FP8.
 
     Raises
     ------
     UnsupportedError
-        For a head_dim that it is not built for.
+        If the kernel is not built for this head_dim.
     """
     check_head_dim(d)
     unused = ("ROTATE", "E5M2", "BF16", "SCALES", "MODE")
@@ -82,7 +82,7 @@ def transposition(d: int) -> Kernel:
 
 
 def check_gpu(gpu: Gpu) -> None:
-    """Raise `UnsupportedError` for a GPU older than Hopper, which lacks their instructions."""
+    """Raise `UnsupportedError` for a GPU older than Hopper, which lacks the instructions needed."""
     if gpu.compute_capability < (9, 0):
         has = ".".join(map(str, gpu.compute_capability))
         raise UnsupportedError(
@@ -108,7 +108,7 @@ def _kernel(name: str, d: int, values: dict[str, Any]) -> Kernel:
 
 
 def scale_shape(granularity: str, batch: int, heads: int, n: int, rows: int) -> tuple[int, ...]:
-    """Of the scales of one input."""
+    """The shape of one input's array of scales."""
     shapes = {"tensor": (), "head": (batch, heads), "block": (batch, heads, -(-n // rows))}
     return shapes[granularity]
 
@@ -116,14 +116,14 @@ def scale_shape(granularity: str, batch: int, heads: int, n: int, rows: int) -> 
 def sizes(
     q: tuple[int, int, int, int] | None, k: tuple[int, int, int, int], processors: int
 ) -> tuple[dict[str, int], int]:
-    """The integers of ``struct Args``, and the blocks of threads of a launch.
+    """The integers of ``struct Args``, and the number of thread blocks of a launch.
 
     Parameters
     ----------
     q, k : (batch, heads, n, d)
-        Shapes. Without q, V is only transposed.
+        Shapes. Without q, the launch only transposes V.
     processors : int
-        Of the GPU.
+        The SMs of the GPU.
     """
     batch, kv_heads, n_kv, d = k
     heads, n_q = (0, 0) if q is None else (q[1], q[2])

@@ -1,4 +1,4 @@
-"""The fused softmax-product's kernel: which blocks it runs, its constants, its argument."""
+"""The kernel of the fused softmax and product: its block sizes, its constants, its argument."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ARGS = np.dtype(
 
 
 def kernel(block_1: int, block_2: int, d3: int, *, counts: bool = False) -> Kernel:
-    """The kernel for blocks of this size and V of `d3` columns.
+    """The kernel for blocks of this size and a V of `d3` columns.
 
     Raises
     ------
     TilingError
-        For a block or a width that it is not built for.
+        If the kernel is not built for this block size or width.
     """
     if block_1 not in SIDES or block_2 not in SIDES:
         raise TilingError(

@@ -1,1 +1,1 @@
-"""What kernels say they did: from their buffers to traces."""
+"""The conversion of what kernels report, from their buffers, to traces."""

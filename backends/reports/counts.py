@@ -1,10 +1,10 @@
-"""From the bytes that a GPU kernel's threads reported to a stage's events.
+"""The conversion of the bytes that a GPU kernel's threads report to a stage's events.
 
-Shared by every GPU backend. A kernel reports into two uint32 arrays, ``(walks, tiles, SLOTS)`` for
-outer steps and ``(batch * heads, n_visits, SLOTS)`` for visits: slot n is the n-th transfer of the
-stage's itinerary, before and after its visits, or at a visit. Bytes in the events are the reported
-ones. What lies on chip in between is not reported: its events (alloc, free, compute) are the
-itinerary's.
+Every GPU backend uses it. A kernel reports into two uint32 arrays: ``(walks, tiles, SLOTS)`` for
+outer steps and ``(batch * heads, n_visits, SLOTS)`` for visits (tile pairs). Slot n is the n-th
+transfer of the stage's itinerary: before and after an outer step's visits, or at a visit. The
+events have the reported bytes. On-chip events in between (alloc, free, compute) are not reported;
+they come from the itinerary.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from flashsim.trace.events import StageTrace
 def stage_trace(
     stage: plans.Stage, schedule: Schedule, tile_counts: np.ndarray, visit_counts: np.ndarray
 ) -> StageTrace:
-    """The events of one stage from what its kernel reported.
+    """The events of one stage, from the bytes that its kernel reported.
 
     Parameters
     ----------
     stage : plans.Stage
     schedule : Schedule
-        The stage's walk.
+        The schedule that the stage loops over.
     tile_counts : ndarray of uint32, (walks, tiles, SLOTS)
     visit_counts : ndarray of uint32, (batch * heads, n_visits, SLOTS)
 
@@ -55,7 +55,7 @@ def stage_trace(
 
 
 def one_walk(name: str, counts: np.ndarray) -> np.ndarray:
-    """The first of several walks' records, int64; all must be alike."""
+    """The first head's records, as int64, after checking that all heads have the same."""
     if (counts != counts[:1]).any():
         walk, place, slot = (int(x[0]) for x in np.nonzero(counts != counts[:1]))
         raise TraceError(

@@ -1,8 +1,8 @@
-"""From what the decode kernel's threads reported to the events of its two stages, and their times.
+"""The conversion of what the decode kernel's threads report to its two stages' events and times.
 
-The kernel walks parts of a sequence's keys and merges them in one launch; a trace keeps the two
-apart, as the simulator does. What lies on chip in between is not reported: its events are the
-itinerary's.
+The kernel loops over parts of a sequence's keys and merges them, in one launch. A trace keeps the
+two stages apart, as the simulator does. On-chip events in between are not reported; they come from
+the itinerary.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ _BLOCK = ROLES.index("block")
 
 
 def walk_of(made: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
-    """The schedule that a launch follows: its sequences' live keys, packed.
+    """The schedule that a launch follows: the live keys of its sequences, packed.
 
     Raises
     ------
     UnsupportedError
-        If a schedule cannot say it: several row tiles under a mask (the kernel visits for each what
-        any of them sees), no key at all. A shared prefix is not reported visit by visit.
+        If a schedule cannot express the launch: there is no key at all, or several row tiles under
+        a mask (the kernel visits for each tile what any of them sees). A shared prefix is not
+        reported visit by visit.
     """
     if made.prefix:
         raise UnsupportedError(
@@ -60,7 +61,7 @@ def walk_of(made: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
 def stages(
     made: Decode, schedule: Schedule, visit_counts: np.ndarray, item_counts: np.ndarray
 ) -> tuple[StageTrace, ...]:
-    """The events of the walk over parts, and of the merge.
+    """The events of the two stages: the loop over parts, and the merge.
 
     Parameters
     ----------
@@ -70,7 +71,7 @@ def stages(
     Raises
     ------
     TraceError
-        If two key heads did not move the same bytes, which only a broken kernel can cause.
+        If two KV heads did not move the same bytes, which only a broken kernel can cause.
     """
     p, heads, slots = made.problem, made.problem.kv_heads, visit_counts.shape[-1]
     split, combine = plans.stages(schedule.problem, ALGORITHM, split=schedule.split)
@@ -118,9 +119,9 @@ def timeline(
     item_stamps: np.ndarray,
     clock_khz: int,
 ) -> np.ndarray:
-    """Where and when each visit ran, and each block stored and merged, from the first one's start.
+    """The SM and time span of each visit, store and merge, counted from the first block's start.
 
-    A block's first warp stamps; each has its own keys of a tile.
+    The first warp of a block records the time stamps. Each warp has its own keys of a tile.
 
     Parameters
     ----------
@@ -182,7 +183,7 @@ def _named(names: tuple[str, ...], values: np.ndarray) -> dict[str, int]:
 def _step(
     stage: plans.Stage, i: int, rows: int, moved: dict[str, int], visits: Sequence[_Seen]
 ) -> list[Row]:
-    """One outer step: what moves before, at each visit and after, by the bytes that were said."""
+    """The events of one outer step, with the reported bytes: before, at and after its visits."""
     begin = _moves(stage.before, moved, i, -1, -1, rows, 0)
     found = list(begin)
     for at, j, cols, said in visits:
@@ -202,7 +203,7 @@ def _moves(
     rows: int,
     cols: int,
 ) -> list[Row]:
-    """Their events; of results, those that the block stored."""
+    """The events of these moves; stores that the block did not report are left out."""
     events = []
     for m in moves:
         nbytes = said.get(m.tensor, 0) if m.transfers else int(m.tile.nbytes(rows, cols))
@@ -212,6 +213,6 @@ def _moves(
 
 
 def _frees(moves: tuple[plans.Move, ...], events: list[Row]) -> list[Row]:
-    """The end of what was loaded or allocated, in the same order."""
+    """The free events of all that was loaded or allocated, in the same order."""
     held = {CODES[m.tensor]: CODES[m.tile.name] for m in moves if m.holds}
     return [(FREE, held[e[1]], *e[2:]) for e in events if e[1] in held]

@@ -1,17 +1,18 @@
-"""From a kernel's time stamps to spans in nanoseconds. Shared by every GPU backend.
+"""The conversion of a kernel's time stamps to spans in nanoseconds, for every GPU backend.
 
-``visit_stamps`` are SM cycles (clock64): when the visit began, and when its tiles had arrived, its
-scores were done, its softmax, its products. Each block's record ties its SM's cycles to the GPU's
-nanoseconds (globaltimer), which tick coarsely: so one straight line is drawn for each SM, through
-its first block's start and its last block's end.
+``visit_stamps`` are SM cycles (clock64). They mark when a visit (one tile pair) began, and when its
+tiles had arrived, its scores, its softmax and its products were done. Each block's record ties its
+SM's cycles to the GPU's nanoseconds (globaltimer). These tick coarsely, so each SM gets one
+straight line, through its first block's start and its last block's end.
 
-A warp-specialised kernel stamps once for each role: the producer, then the consumer warpgroups. The
-producer's "visit" begins where it waits for room on chip; its "load" lies between its first and its
-last order to the copy engine, and it has no other phases. (Tiles arrive later: a consumer's "load"
+A warp-specialised kernel stamps once per role: the producer, then the consumer warpgroups. The
+producer's "visit" begins where it waits for free shared memory. Its "load" lies between its first
+and its last TMA instruction, and it has no other phases. (Tiles arrive later: a consumer's "load"
 is its wait for them.)
 
-Where a kernel works on a tile in parts, "scores" and "softmax" are the first part's and "output"
-covers the rest; the fused backward adds a visit's dQ at the start of the next, inside its "scores".
+If a kernel works on a tile in parts, "scores" and "softmax" belong to the first part, and "output"
+covers the rest. The fused backward adds a visit's dQ at the start of the next visit, inside the
+"scores" of that one.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ def spans(
     visit_stamps: np.ndarray,
     clock_khz: int,
 ) -> np.ndarray:
-    """One stage's spans, absolute on the GPU's clock.
+    """The spans of one stage, in absolute times of the GPU's clock.
 
     Parameters
     ----------
     stage : int
-        The stage's place in the trace.
+        The stage's index in the trace.
     schedule, by
-        The walk, by "row" or by "col".
+        The schedule that the stage loops over, by "row" or by "col".
     tile_stamps : ndarray of uint64, (walks, tiles, roles, 5)
         SM, cycles and ns at the block's start, cycles and ns at its end. One role is the whole
         block; of several, the first is the producer.
@@ -53,8 +54,8 @@ def spans(
     Returns
     -------
     ndarray of dtype `events.TIMELINE`
-        Of a block or a consumer, five spans a visit and one for each outer tile; of a producer, two
-        a visit.
+        For a block or a consumer: five spans per visit and one per outer tile. For a producer: two
+        spans per visit.
     """
     ptr, inner, _ = schedule.row_csr if by == "row" else schedule.col_csr
     heads, n_visits, roles, _ = visit_stamps.shape
@@ -83,7 +84,7 @@ def spans(
 
 
 def _stores(stage, by, blocks, clock, times, ptr, group, role) -> np.ndarray:
-    """From a block's last visit (or its start, if it has none) to its end."""
+    """The "store" spans: from a block's last visit (or its start, if it has none) to its end."""
     walks, tiles, _ = blocks.shape
     part = np.zeros((walks, tiles), TIMELINE)
     sm = blocks[..., 0]
@@ -101,7 +102,7 @@ def _stores(stage, by, blocks, clock, times, ptr, group, role) -> np.ndarray:
 
 
 class SmClocks:
-    """Cycles of each SM to nanoseconds."""
+    """The conversion of each SM's cycles to nanoseconds."""
 
     def __init__(self, blocks: np.ndarray, clock_khz: int) -> None:
         n = int(blocks[:, 0].max()) + 1
@@ -116,6 +117,6 @@ class SmClocks:
                 self.rate[sm] = (last[4] - first[2]) / (last[3] - first[1])
 
     def ns(self, sm: np.ndarray, cycles: np.ndarray) -> np.ndarray:
-        """Nanoseconds on the GPU's clock, int64."""
+        """The times of these cycles on the GPU's clock, in ns, int64."""
         since = (cycles - self.cycle0[sm]) * self.rate[sm]
         return self.ns0[sm] + np.rint(since).astype(np.int64)
