@@ -29,8 +29,7 @@ _UNDATED = {
 def save_figure(
     figure: Any, path: str | Path, *, dpi: float = 150, size: tuple[float, float] | None = None
 ) -> Path:
-    """Write a figure to a file; an old file at `path` is replaced only once the new one is
-    complete.
+    """Write a figure to a file; an old file is replaced only by a complete one.
 
     Parameters
     ----------

@@ -128,9 +128,7 @@ def _described(doc: str) -> str:
 
 @functools.cache
 def _is_math(text: str) -> bool:
-    """Whether Matplotlib can render a text's $...$ as math; if not, dollar signs are printed as
-    they are.
-    """
+    """Whether Matplotlib can set a text's $...$ as math; if not, dollar signs are plain text."""
     if "$" not in text:
         return True
     try:

@@ -49,9 +49,7 @@ _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 
 
 def python_kernel(kernel: Kernel, capability: tuple[int, int]) -> Callable[[Any], None]:
-    """Return the Python function for the kernel that the launch arithmetic names, with its
-    constants.
-    """
+    """Return the Python function for a kernel of the launch arithmetic, with its constants."""
     writers: dict[str, Callable[[Kernel], Any]] = {
         "flash_forward": flash_forward_kernel,
         "hopper_forward": hopper_forward_kernel,
@@ -104,9 +102,7 @@ def assemble(text: str, capability: tuple[int, int]) -> tuple[bytes, str]:
 
 
 def cache_folder() -> Path:
-    """Return the cache folder of compiled kernels: ``FLASHSIM_CACHE_DIR``, else
-    ``~/.cache/flashsim``.
-    """
+    """Return the cache folder: ``FLASHSIM_CACHE_DIR``, else ``~/.cache/flashsim``."""
     return Path(os.environ.get("FLASHSIM_CACHE_DIR") or Path.home() / ".cache" / "flashsim")
 
 

@@ -81,9 +81,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """Return an array filled with one value, of the job's array type and device, without any
-    kernel.
-    """
+    """Return an array of one value, of the job's array type and device, without any kernel."""
     _kernel(job)  # or say what is not taken
     if teaching_run.simulated():
         return teaching_run.constant(job, shape, dtype, value)

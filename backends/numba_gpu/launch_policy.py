@@ -1,5 +1,4 @@
-"""The families of Python kernels: `TENSOR` uses `mma.sync`, `HOPPER` uses Hopper's own
-instructions.
+"""The families of Python kernels: `TENSOR` uses `mma.sync`, `HOPPER` Hopper's own instructions.
 
 Passes, tiles, threads and shared memory of `TENSOR` are those of the CUDA C++ kernels, except for
 the differences that `launch.Variant` names. Only the language differs, and so the compiler.

@@ -121,8 +121,9 @@ def copy_out_16(b: ir.IRBuilder, to: ir.Value, address: ir.Value) -> None:
 
 
 def load_16_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> Values:
-    """Load 16 bytes of HBM if `condition` holds, else zeros; no branch separates it from the next
-    load.
+    """Load 16 bytes of HBM if `condition` holds, else zeros.
+
+    No branch separates it from the next load.
     """
     text = (
         "{.reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; "
@@ -134,8 +135,9 @@ def load_16_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> Values
 
 
 def load_float_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> ir.Value:
-    """Load a float32 of HBM if `condition` holds, else 0 ("ld"); it bypasses L1, which may be
-    stale.
+    """Load a float32 of HBM if `condition` holds, else 0 ("ld").
+
+    It bypasses L1, which may be stale.
     """
     text = (
         "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.f32 $0, 0f00000000; "

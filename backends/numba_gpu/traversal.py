@@ -1,5 +1,4 @@
-"""Shared code of all tensor-core kernels: the loop over a schedule's tables, copies, counts,
-stamps.
+"""Shared code of all tensor-core kernels: the loop over a schedule's tables, copies and reports.
 
 The functions are built for one kernel's compile-time constants. They decide no tile order and no
 tile edge by themselves but read them from the schedule's tables.
@@ -187,8 +186,9 @@ def _not_unrolled(module: ir.Module) -> Any:
 
 
 def piece_bytes(row: RowWidth) -> Any:
-    """Return ``piece_bytes(piece)``: the existing bytes of a row's 16-byte piece of 16-bit
-    elements.
+    """Return ``piece_bytes(piece)``: the existing bytes of a row's 16-byte piece.
+
+    The elements have 16 bits.
     """
 
     @emitted(types.int32, types.int32)

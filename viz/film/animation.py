@@ -296,9 +296,7 @@ def _picture(indices: np.ndarray, colors: np.ndarray) -> Image.Image:
 
 
 def _changes(frames: Iterator[np.ndarray], same: int) -> Iterator[np.ndarray]:
-    """Yield each frame with unchanged pixels set to `same`, which compresses to a third of the
-    size.
-    """
+    """Yield each frame with unchanged pixels set to `same`, which compresses to a third."""
     before = next(frames)
     yield before
     for frame in frames:

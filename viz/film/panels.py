@@ -128,9 +128,7 @@ class Moves:
         return line, name, size
 
     def update(self, step: int) -> None:
-        """Show the transfers of a step; the last line gives the number of transfers that did not
-        fit.
-        """
+        """Show the transfers of a step; the last line says how many did not fit."""
         moves = self.walk.moves(step)
         for n, (line, name, size) in enumerate(self.rows):
             shown = n < len(moves)

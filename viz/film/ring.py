@@ -232,8 +232,7 @@ class RanksFilm:
         self.image.set_data(self.pixels)
 
     def _move(self, step: int, share: float) -> None:
-        """Move the K and V chips: for the first half of a step they rest, then they move to the
-        next member.
+        """Move the K and V chips: they rest for half of a step, then go to the next member.
 
         In the last step they stay.
         """

@@ -145,9 +145,7 @@ class Scene:
         return patch
 
     def _build_edges(self) -> None:
-        """Draw a line on the grid between parts of the keys, and on the key strips between cache
-        pages.
-        """
+        """Draw lines between parts of the keys on the grid, and between pages on key strips."""
         x, y, w, h = self.box
         t_r, t_c = self.kinds[0].shape
         schedule, dx, dy = self.walk.trace.schedule, w / t_c, h / t_r
@@ -167,9 +165,7 @@ class Scene:
             self.artists.append(edges)
 
     def _build_sram(self, ax: Axes) -> None:
-        """Draw a bar of SRAM's contents, whose full width is `full` bytes, and the buffers' names
-        below.
-        """
+        """Draw a bar of SRAM's contents, `full` bytes wide, and the buffers' names below it."""
         walk, limit = self.walk, self.walk.trace.device.sram_bytes
         ax.set(xlim=(0, self.full), ylim=(0, 1), xticks=[], yticks=[], facecolor=self.theme.panel)
         for spine in ax.spines.values():
@@ -240,9 +236,7 @@ class Scene:
         return colors[None] if name in self.key_side else colors[:, None]
 
     def shades(self) -> np.ndarray:
-        """Return every flat colour that the scene can show, uint8 (n, 3); the grid's ramp is
-        sampled.
-        """
+        """Return every flat colour that the scene can show (the ramp sampled), uint8 (n, 3)."""
         theme = self.theme
         own = [tint(name, theme.name) for name in (*self.strips, *self.in_grid)]
         held = [tint(name, theme.name) for name in self.walk.buffers]

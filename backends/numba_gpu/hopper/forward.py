@@ -199,8 +199,9 @@ def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place: Any) -> Any:
 
 
 def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``consume(a, shared, group)``: a warpgroup's loop over its 64 rows of every work
-    tile.
+    """Return ``consume(a, shared, group)``, a consumer warpgroup's loop.
+
+    The warpgroup computes its 64 rows of every work tile.
     """
     block_k, d, dv, groups = c.block_k, c.d, c.dv, at.groups
     bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)
@@ -240,8 +241,9 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 
     @device
     def shaped(s, a, slot, steps, n, query):
-        """Return S of visit n, masked, and scaled and capped where the exponent cannot include the
-        scale.
+        """Return S of visit n, masked.
+
+        It is scaled and capped here where the exponent cannot include the scale.
         """
         tile, masked = visit_of(a, steps, n)
         if scaled:

@@ -28,8 +28,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def load_statistics(block_q: int) -> Any:
-    """Return ``load_statistics(lse, delta, rows, unit) -> starts, deltas``: a warp loads them from
-    HBM.
+    """Return ``load_statistics(lse, delta, rows, unit) -> starts, deltas``: a warp's, from HBM.
 
     Lane l has rows l, l + 32, ... For each row it returns the initial value of the scores, lse
     times `unit` (`unit_of_starts`), and that of dP, -delta. A row past the end, or one that sees no
@@ -99,12 +98,12 @@ def _column_pair(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 
 def mask_columns(n: int, left: bool, right: bool) -> Any:
-    """Return the function that sets dropped scores to -inf, with keys in rows and queries in
-    columns.
+    """Return the function that sets dropped scores to -inf.
 
-    It is ``mask_columns(s, key, query, offset, key_stop, left, right) -> s``. Key k is kept by
-    queries ``k - offset - right <= q <= k - offset + left``, and by none from `key_stop` on. A
-    limit that is off costs nothing. `key` and `query` are the warp's first ones.
+    It is ``mask_columns(s, key, query, offset, key_stop, left, right) -> s``. Keys are in rows and
+    queries in columns. Key k is kept by queries ``k - offset - right <= q <= k - offset + left``,
+    and by none from `key_stop` on. A limit that is off costs nothing. `key` and `query` are the
+    warp's first ones.
     """
     kind = floats(n // 2)
 

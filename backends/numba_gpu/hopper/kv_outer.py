@@ -28,8 +28,7 @@ int32, int64 = types.int32, types.int64
 
 
 def share_of(c: SimpleNamespace) -> Any:
-    """Return ``share(group, count) -> member, n, left``: the visits of a work tile that its block
-    does.
+    """Return ``share(group, count) -> member, n, left``: the block's visits of a work tile.
 
     A visit is one query tile times one key tile. A work tile has `count` visits for each query head
     of its group, one head after the other. The blocks of a cluster split them, and each block takes
@@ -77,9 +76,7 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
 
     @device
     def bring_queries(map_q, map_dout, a, shared, slot, done, n, head, batch):
-        """Load Q and dO of a work tile's visit n for one query head; it is the block's `done`-th
-        visit.
-        """
+        """Load Q and dO of a work tile's visit n (the block's `done`-th) for one query head."""
         tile, _ = visit_of(a, visits_of(slot), n)
         query = int32(get(slot + BASE) + tile * block_q)
         number = int64(batch * a.heads + head) * a.n_visits + get(slot + FIRST) + n
@@ -102,8 +99,7 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
 
     @device
     def bring_keys(map_k, map_v, a, shared, slot, item, head, batch):
-        """Load a work tile's V, then its K: the order in which the previous work tile releases
-        them.
+        """Load a work tile's V, then its K, in the order in which the previous one frees them.
 
         A block of a cluster has one work tile, so there is no previous one to wait for. It must not
         wait, because the blocks load each other's tiles. A block without visits may be done with K

@@ -83,8 +83,7 @@ def cluster_sync(b: ir.IRBuilder) -> None:
 
 
 def address_in(b: ir.IRBuilder, address: ir.Value, block: ir.Value) -> ir.Value:
-    """Map an address of this block to the same place in the shared memory of another block
-    ("mapa").
+    """Map an address of this block to the same place in another block ("mapa").
 
     `block` is the number of that block in the cluster.
     """
@@ -199,10 +198,9 @@ def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
 
 
 def store_matrices(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
-    """Store four 8 x 8 matrices of 16-bit elements in shared memory, laid out as for
-    `ptx.ldmatrix`.
+    """Store four 8 x 8 matrices of 16-bit elements to shared memory.
 
-    The instruction is "stmatrix".
+    The instruction is "stmatrix", with the layout of `ptx.ldmatrix`.
     """
     text = "stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [$0], {$1, $2, $3, $4};"
     asm(b, text, "r,r,r,r,r", [to, *four], effects=True, together=True)
@@ -347,8 +345,9 @@ def wgmma(
 
 
 def wgmma_wait(b: ir.IRBuilder, c: Values, *, pending: int) -> Values:
-    """Wait for all groups except the last `pending` ("wgmma.wait_group"); `c` are then complete
-    sums.
+    """Wait for all groups except the last `pending` ("wgmma.wait_group").
+
+    `c` are then complete sums.
 
     The registers pass through the instruction, so that nothing reads them before it.
     """

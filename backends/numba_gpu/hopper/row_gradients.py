@@ -24,8 +24,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 def own_statistics(
     b: ir.IRBuilder, lse: ir.Value, delta: ir.Value, row: ir.Value, stop: ir.Value
 ) -> list[Any]:
-    """Load the statistics of this thread's two rows: ``(lse, delta, row, stop) -> lse, delta,
-    bytes``.
+    """Load this thread's two rows' statistics: ``(lse, delta, row, stop) -> lse, delta, bytes``.
 
     The log-sum-exp is returned in base 2. It is +inf for a row past the end, or one that sees no
     key, so that its P is exactly 0. `row` is the warp's first row, and the addresses are those of

@@ -36,8 +36,7 @@ class Layout(ABC):
     @property
     @abstractmethod
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Per kind of mbarrier, in the order of the layout: their number, and the arrivals that end
-        a phase.
+        """Per kind of mbarrier, in layout order: their number, and the arrivals per phase.
 
         A full barrier takes the producer's arrival, and its copies' bytes. A free barrier takes one
         arrival from each warp that reads.
@@ -203,8 +202,7 @@ class KeysOutside(Layout):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """See `Layout`. `full` also takes an arrival of each lane of the warp that loads the
-        statistics.
+        """See `Layout`. `full` also takes an arrival per lane of the statistics warp.
 
         Every warp writes a part of dS^T, and its warpgroup reads all keys of it.
         """

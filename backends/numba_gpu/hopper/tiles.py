@@ -30,9 +30,7 @@ BARRIER = 8  # bytes
 
 @emitted(int32)
 def warpgroup(b: ir.IRBuilder) -> ir.Value:
-    """Return the thread's warpgroup in the block; the compiler sees that it is equal in a whole
-    warp.
-    """
+    """Return the thread's warpgroup in the block; the compiler sees that a whole warp shares it."""
     mine = b.lshr(ptx.special(b, "tid.x"), i32(7))
     text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
     return ptx.asm(b, text, "=r,r", [mine], I32, effects=True, together=True)
@@ -308,8 +306,9 @@ def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
 
 
 def product_wait(pending: int, n: int) -> Any:
-    """Return ``product_wait(c) -> c``: it waits for c, and for all groups except the last
-    `pending`.
+    """Return ``product_wait(c) -> c``: it waits for a product.
+
+    Its sums are then complete, as are all groups except the last `pending`.
     """
     return emitted(floats(n // 2), floats(n // 2))(partial(ptx_hopper.wgmma_wait, pending=pending))
 

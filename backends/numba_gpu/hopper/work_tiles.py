@@ -44,8 +44,7 @@ int32, int64 = types.int32, types.int64
 def item_functions(
     c: SimpleNamespace, at: Layout, w: SimpleNamespace, *, by_row: bool = True, part: bool = False
 ) -> SimpleNamespace:
-    """Return device functions on slots of work tiles, for one kernel's constants `c` and its
-    layout.
+    """Return device functions on slots of work tiles, for one kernel's constants and layout.
 
     `w` has the functions of `traversal.walk_functions`. The roles are the producer's warpgroup and
     then every consumer's; each has time stamps of its own.

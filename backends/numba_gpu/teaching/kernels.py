@@ -1,5 +1,4 @@
-"""FlashAttention-2 in plain Numba-CUDA, to learn from: one thread per row, float32, no tensor
-cores.
+"""FlashAttention-2 in plain Numba-CUDA, to learn from: a thread per row, float32, no tensor cores.
 
 The phases are those of Algorithms 1 and 2 of arXiv:2307.08691. Blocks are (tile, batch * heads).
 The kernels visit the tiles that the schedule's tables list and never decide which exist. They run
@@ -198,8 +197,7 @@ def delta_kernel(shape: TeachingShape) -> Any:
 
 @lru_cache(maxsize=64)
 def dkdv_kernel(shape: TeachingShape) -> Any:
-    """Return the kernel for dK and dV: block (j, key head) owns column tile j, and thread c its key
-    c.
+    """Return the kernel for dK and dV: block (j, key head) owns column tile j, thread c its key c.
 
     With `fused` it also adds dS K into the float32 dQ, atomically.
     """

@@ -38,9 +38,7 @@ def simulated() -> bool:
 
 
 def shared_bytes(problem: Problem, tiling: Tiling, direction: str) -> int:
-    """Return the bytes of shared memory of a pass's largest kernel: the tiles that `teaching`
-    declares.
-    """
+    """Return the shared-memory bytes of a pass's largest kernel, from the tiles in `teaching`."""
     q, k, d, dv = tiling.block_q, tiling.block_k, problem.head_dim + 1, problem.head_dim_v + 1
     if direction == "forward":
         return 4 * (q * (d + dv + k + 1) + k * (d + dv))
@@ -162,9 +160,7 @@ class _Simulator:
         return nullcontext()
 
     def taken(self, array: Any) -> Any:
-        """Return an array for a kernel to take: a copy, because the simulator writes arguments
-        back.
-        """
+        """Return a copy of an array for a kernel, since the simulator writes arguments back."""
         return cuda.to_device(array)
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -244,9 +240,7 @@ class _Gpu:
         return array.get()
 
     def launch(self, kernel: Any, grid: tuple[int, int], threads: int, given: Any) -> None:
-        """Run a kernel; its first compilation for such arrays takes a second or more and prints a
-        message.
-        """
+        """Run a kernel; its first compilation takes a second or more and prints a message."""
         compiled, start = len(kernel.overloads), time.perf_counter()
         stream = cuda.external_stream(self.space.stream())
         _launch(kernel, (grid, threads, stream), given)
@@ -260,9 +254,7 @@ class _Gpu:
 
 
 def _launch(kernel: Any, where: tuple[Any, ...], given: Any) -> None:
-    """Launch without Numba's warning about low occupancy: these kernels are meant for small
-    problems.
-    """
+    """Launch without Numba's warning about low occupancy: these kernels suit small problems."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Grid size")
         kernel[where](*given)

@@ -43,9 +43,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
-    """Return the kernel for compile-time constants; `wide` allows 16-byte reductions, from sm_90
-    on.
-    """
+    """Return the kernel for compile-time constants; `wide`: 16-byte reductions, from sm_90 on."""
     c = constants(kernel)
     w = walk_functions(c)
     key_row, value_row = rows_of(c)

@@ -35,11 +35,11 @@ DEEP = 4
 
 
 def _dots(bf16: bool, apart: int) -> Any:
-    """Return ``dots(x, y, x_step, y_step, left) -> sums, rows``: dot products of 8 elements per
-    row.
+    """Return ``dots(x, y, x_step, y_step, left) -> sums, rows``: dot products of row pieces.
 
-    It covers up to `DEEP` rows, `apart` rows apart, the first one at `x` and `y`. Only the rows
-    fewer than `left` rows from the first exist; `rows` is how many exist.
+    A piece has 8 elements. The function covers up to `DEEP` rows, `apart` rows apart, the first one
+    at `x` and `y`. Only the rows fewer than `left` rows from the first exist; `rows` is how many
+    exist.
     """
 
     @emitted([floats(DEEP), int32], int64, int64, int64, int64, int32)
@@ -79,8 +79,7 @@ def _lane_sums(lanes: int) -> Any:
 
 
 def _write_rows(apart: int) -> Any:
-    """Return ``write_rows(to, sums, left)``: it writes one float32 per row, for rows `apart` rows
-    apart.
+    """Return ``write_rows(to, sums, left)``: it writes a float32 per row, `apart` rows apart.
 
     Only rows fewer than `left` rows from the first are written.
     """

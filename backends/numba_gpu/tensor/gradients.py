@@ -29,7 +29,7 @@ def load_rows(blocks: int) -> Any:
 
 
 def load_columns(n: int) -> Any:
-    """Return ``load_columns(address) -> values``: the float32 of the lane's n / 4 columns."""
+    """Return ``load_columns(address) -> values``: one float32 per column of the lane (n / 4)."""
 
     @emitted(floats(n // 4), types.int32)
     def load_columns_(b: ir.IRBuilder, address: ir.Value) -> Values:
@@ -48,11 +48,10 @@ def _per_element(values: Values, by_row: bool, i: int, c: int, x: int) -> ir.Val
 
 
 def probabilities(blocks: int, n: int, by_row: bool, scaled: bool, softcap: bool) -> Any:
-    """Return ``probabilities(s, lse, scale, cap, to_log2) -> p, slope``: P = exp(S - L) from raw Q
-    K^T.
+    """Return ``probabilities(s, lse, scale, cap, to_log2) -> p, slope``: P = exp(S - L).
 
-    `lse` has a value for each row (S) or column (S^T) of the lane. `slope` is the softcap's
-    derivative, 1 - tanh^2; without a softcap it is a single unused 0.
+    `s` is raw Q K^T. `lse` has a value for each row (S) or column (S^T) of the lane. `slope` is the
+    softcap's derivative, 1 - tanh^2; without a softcap it is a single unused 0.
     """
     kind = floats(blocks * n // 2)
     per = floats(2 * blocks if by_row else n // 4)

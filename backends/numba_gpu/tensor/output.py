@@ -130,9 +130,7 @@ def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
     def additions(
         b: ir.IRBuilder, first: ir.Value, four: Values, odd: ir.Value, pair: ir.Value
     ) -> list[tuple[ir.Value, Values]]:
-        """Return the values that this lane adds of its four elements of two 8-column pieces, and
-        the columns.
-        """
+        """Return this lane's values to add, of its four in two 8-column pieces, and the columns."""
         if not wide:
             own = b.add(first, b.shl(pair, i32(1)))
             return [(b.add(own, i32(e // 2 * 8 + e % 2)), [x]) for e, x in enumerate(four)]

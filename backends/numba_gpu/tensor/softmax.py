@@ -22,8 +22,9 @@ def tanh(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 def scale_scores(blocks: int, n: int, softcap: bool) -> Any:
-    """Return ``scale_scores(s, scale, cap) -> s``: cap tanh(scale s / cap), or scale s without a
-    cap.
+    """Return ``scale_scores(s, scale, cap) -> s``: cap tanh(scale s / cap).
+
+    Without a cap it is scale s.
     """
     kind = floats(blocks * n // 2)
 
@@ -121,10 +122,10 @@ def row_max_of_bits(n: int) -> Any:
 
 
 def softmax_base(blocks: int) -> Any:
-    """Return ``softmax_base(top, to_log2) -> base``: the maxima in base 2, 0 for a row without a
-    key yet.
+    """Return ``softmax_base(top, to_log2) -> base``: the maxima in base 2.
 
-    The 0 avoids inf - inf: such a row's scores are all -inf, and 2^(-inf - 0) = 0.
+    `base` is 0 for a row without a key yet. The 0 avoids inf - inf: such a row's scores are all
+    -inf, and 2^(-inf - 0) = 0.
     """
     kind = floats(2 * blocks)
 
@@ -137,8 +138,9 @@ def softmax_base(blocks: int) -> Any:
 
 
 def rescaling(blocks: int) -> Any:
-    """Return ``rescaling(m, base, to_log2) -> alpha``: exp(m - m_new), with m from before this
-    visit.
+    """Return ``rescaling(m, base, to_log2) -> alpha``: exp(m - m_new).
+
+    m are the maxima before this visit.
     """
     kind = floats(2 * blocks)
 
@@ -185,8 +187,7 @@ def exponentials(blocks: int, n: int) -> Any:
 
 
 def row_by_row(n: int) -> Any:
-    """Return ``row_by_row(m, top, s, l, to_log2) -> p, l, alpha``: of one block, row 0 and then row
-    1.
+    """Return ``row_by_row(m, top, s, l, to_log2) -> p, l, alpha``: row 0, then row 1 of a block.
 
     It does the work of `softmax_base`, `rescaling` and `exponentials`, with the maxima `m` before
     this visit and `top` after it. ptxas schedules first the instructions that start the longest
