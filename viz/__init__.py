@@ -1,7 +1,8 @@
-"""Plots, animations and pages of traces.
+"""Plots, animations and HTML players of traces.
 
-`data` turns a trace into what is drawn; `plots` and `film` draw it with Matplotlib, `player` as a
-page, without. Names are loaded when first used, so that `page` starts without Matplotlib.
+`data` turns a trace into drawable data. `plots` and `film` draw it with Matplotlib. `player` writes
+an HTML player without Matplotlib. Names are loaded when first used, so that `page` starts without
+Matplotlib.
 """
 
 from __future__ import annotations

@@ -29,12 +29,13 @@ class Theme:
     background, panel, text, muted, grid : str
         Page, raised areas, text, secondary text and lines, faint lines.
     accent : str
-        The tile being worked on, and whatever else must be seen first.
+        The tile being computed, and anything else that must stand out.
     tensors : mapping of str to str
         By the papers' names; see `color`.
     cycle : tuple of str
-        For lines and bars that stand for algorithms, in the order of `sources.NAMES`: standard,
-        FlashAttention-1, FlashAttention-2, fused; none looks like a tensor.
+        Colours of lines and bars that stand for algorithms, in the order of `sources.NAMES`:
+        standard, FlashAttention-1, FlashAttention-2, fused. None of them resembles a tensor's
+        colour.
     """
 
     name: str
@@ -98,7 +99,7 @@ THEMES: Mapping[str, Theme] = MappingProxyType(
 
 
 def theme(name: str) -> Theme:
-    """The theme of that name.
+    """Return the theme of that name.
 
     Raises
     ------
@@ -110,7 +111,9 @@ def theme(name: str) -> Theme:
 
 @own_errors
 def color(tensor: str, name: str = "light") -> str:
-    """The colour of a tensor; an accumulator (``dQ_acc``) and scales (``Q_scale``) have its own.
+    """Return the colour of a tensor.
+
+    An accumulator (``dQ_acc``) and scales (``Q_scale``) have their tensor's colour.
 
     Raises
     ------
@@ -127,9 +130,9 @@ OWN = ("#3f7f3a", "#a33f63", "#2f7f93", "#8a6d1f", "#6a55a8", "#9a4f3a", "#4f7a1
 
 
 def tint(tensor: str, name: str = "light") -> str:
-    """The colour of a tensor, also of one that your own algorithm made (`OWN`).
+    """Return the colour of any tensor, including one that your own algorithm made (`OWN`).
 
-    Results of arithmetic without a name are grey.
+    Unnamed results of arithmetic are grey.
     """
     key = tensor.removesuffix("_acc").removesuffix("_scale")
     if key in theme(name).tensors:
@@ -143,10 +146,10 @@ def is_gradient(tensor: str) -> bool:
 
 
 def rgb(shade: str) -> np.ndarray:
-    """Red, green and blue of a ``#rrggbb``, float64 (3,) from 0 to 255."""
+    """Return red, green and blue of a ``#rrggbb``, float64 (3,) from 0 to 255."""
     return np.array([int(shade[n : n + 2], 16) for n in (1, 3, 5)], float)
 
 
 def mix(one: str, other: str, share: float) -> np.ndarray:
-    """A colour between two: `share` of the second; as `rgb` gives one."""
+    """Mix two colours, with `share` of the second; the result has the format of `rgb`."""
     return rgb(one) + (rgb(other) - rgb(one)) * share

@@ -1,4 +1,4 @@
-"""Figures as files: any format that Matplotlib writes, complete or not there at all."""
+"""Figures as files, in any format that Matplotlib writes; never an incomplete file."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _UNDATED = {
 def save_figure(
     figure: Any, path: str | Path, *, dpi: float = 150, size: tuple[float, float] | None = None
 ) -> Path:
-    """Write a figure; what was at `path` is replaced only once the new file is complete.
+    """Write a figure to a file; an old file is replaced only by a complete one.
 
     Parameters
     ----------
     figure : Axes or Figure
-        What a plot of `flashsim.viz` returned.
+        The return value of a plot of `flashsim.viz`.
     path : path-like
-        Its ending is the format: .png, .svg, .pdf, or what else Matplotlib writes.
+        Its suffix chooses the format: .png, .svg, .pdf, or another format of Matplotlib.
     dpi : float
-        Pixels an inch, of pixel formats: a slide of 9.6 x 5.4 inches has 1440 x 810.
+        Pixels per inch, for pixel formats: a slide of 9.6 x 5.4 inches has 1440 x 810.
     size : (float, float), optional
         Width and height in inches; default: as it was drawn.
 
@@ -49,8 +49,8 @@ def save_figure(
     Raises
     ------
     OptionError
-        For an ending that no format has, a resolution or size that is not positive, a size that
-        is too small for the labels or too many pixels, or a folder that cannot be written to.
+        For an unknown suffix, a resolution or size that is not positive, a size that is too small
+        for the labels, too many pixels, or a folder that cannot be written to.
     BackendUnavailable
         For .pgf without LaTeX.
     """

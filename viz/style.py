@@ -1,4 +1,4 @@
-"""How Matplotlib figures look, and how numbers are written on them."""
+"""The look of Matplotlib figures, and the format of numbers on them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLIDE = (9.6, 5.4)
 
 
 def rc(theme: Theme) -> Any:
-    """Matplotlib settings of a theme: large text, thin frames."""
+    """Return the Matplotlib settings of a theme: large text, thin frames."""
     return {
         "figure.facecolor": theme.background,
         "axes.facecolor": theme.background,
@@ -65,14 +65,15 @@ def rc(theme: Theme) -> Any:
 
 
 def theme_of(ax: Axes) -> Theme:
-    """The theme that fits an Axes' background: dark on dark, light on light."""
+    """Return the theme that fits an Axes' background: dark on dark, light on light."""
     return palette.theme("light" if _is_light(ax.get_facecolor()) else "dark")
 
 
 def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
-    """Make an axes-level plot function of one that draws: it gets `ax` and `theme`, returns `ax`.
+    """Decorate a drawing function: the axes-level plot takes `ax` and `theme`, and returns `ax`.
 
-    Its docstring's parameters are those besides the two, which are described here for all plots.
+    The function's docstring describes its other parameters; those two are described here for all
+    plots.
     """
 
     @functools.wraps(draw)
@@ -120,14 +121,14 @@ theme : {"light", "dark"}, optional
 
 
 def _described(doc: str) -> str:
-    """A docstring whose parameters end with `ax` and `theme`."""
+    """Return a docstring with `ax` and `theme` added at the end of its parameters."""
     parameters, raises, rest = inspect.cleandoc(doc).partition("\n\nRaises\n")
     return parameters + _AX_AND_THEME + raises.removeprefix("\n") + rest
 
 
 @functools.cache
 def _is_math(text: str) -> bool:
-    """Whether Matplotlib can set a text's $...$; where not, dollars are dollars."""
+    """Whether Matplotlib can set a text's $...$ as math; if not, dollar signs are plain text."""
     if "$" not in text:
         return True
     try:
@@ -138,7 +139,7 @@ def _is_math(text: str) -> bool:
 
 
 def _cell(ax: Axes) -> bytes:
-    """The figure of an Axes as a notebook's cell shows it, PNG: instead of ``<Axes: ...>``."""
+    """Return an Axes' figure as PNG, which a notebook shows instead of ``<Axes: ...>``."""
     buffer = io.BytesIO()
     figure = ax.figure.canvas.figure  # the whole one, also of a part
     figure.savefig(buffer, format="png")
@@ -148,7 +149,7 @@ def _cell(ax: Axes) -> bytes:
 
 
 def heading(ax: Axes, theme: Theme, title: str, about: str = "") -> None:
-    """A title and, in smaller print below it, what exactly is shown."""
+    """Write a title and, in smaller print below it, a description of the data shown."""
     ax.set_title(title, pad=24 if about else 8)
     if about:
         ax.annotate(
@@ -158,13 +159,16 @@ def heading(ax: Axes, theme: Theme, title: str, about: str = "") -> None:
 
 
 def series_style(theme: Theme, n: int) -> dict[str, Any]:
-    """Colour, dash and marker of line `n` of a plot, for ``Axes.plot``."""
+    """Return the colour, dash and marker of line `n` of a plot, for ``Axes.plot``."""
     looks = {"color": theme.cycle, "ls": DASHES, "marker": MARKERS}
     return {name: each[n % len(each)] for name, each in looks.items()}
 
 
 def ramp(theme: Theme) -> LinearSegmentedColormap:
-    """One hue from the background's side to the text's: readable in print and for all eyes."""
+    """Return a ramp of one hue, from near the background to near the text colour.
+
+    It is readable in print and with colour blindness.
+    """
     light = ("#d5e3fb", "#0953dc", "#06204f")
     dark = ("#1c3357", "#659eff", "#e4eeff")
     return LinearSegmentedColormap.from_list(
@@ -173,7 +177,7 @@ def ramp(theme: Theme) -> LinearSegmentedColormap:
 
 
 def ink_on(shade: Any) -> str:
-    """Black or white, whichever reads on a colour."""
+    """Return black or white, whichever is readable on a colour."""
     return "#000000" if _is_light(shade) else "#ffffff"
 
 
@@ -183,7 +187,7 @@ def _is_light(shade: Any) -> bool:
 
 
 def human(value: float, unit: str = "B") -> str:
-    """A quantity in three figures with a decimal prefix: ``human(4_456_448) == "4.46 MB"``."""
+    """Format a quantity to 3 digits with a decimal prefix: ``human(4_456_448) == "4.46 MB"``."""
     if value < 0:
         return "−" + human(-value, unit)
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -196,7 +200,7 @@ def human(value: float, unit: str = "B") -> str:
 
 
 def unit_axis(axis: Any, unit: str = "B") -> None:
-    """Tick labels of a quantity, with decimal prefixes (kB is 1000 B) and no zeros to spare."""
+    """Format tick labels with decimal prefixes (kB is 1000 B) and without trailing zeros."""
 
     def text(value: float, _: Any) -> str:
         number, suffix = human(value, unit).split(" ", 1)
@@ -206,7 +210,7 @@ def unit_axis(axis: Any, unit: str = "B") -> None:
 
 
 def binary_axis(axis: Any) -> None:
-    """Tick labels of on-chip sizes, powers of two: KiB is 1024 B, MiB 1024 KiB."""
+    """Format tick labels of on-chip sizes as powers of two: KiB is 1024 B, MiB 1024 KiB."""
 
     def text(value: float, _: Any) -> str:
         if value >= 1 << 20:
@@ -217,5 +221,5 @@ def binary_axis(axis: Any) -> None:
 
 
 def count_axis(axis: Any) -> None:
-    """Tick labels of lengths: powers of two as "4 Ki" would confuse; 4,096 does not."""
+    """Format tick labels of lengths in full: 4,096 is clear where "4 Ki" would confuse."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))

@@ -1,8 +1,9 @@
-"""Tensor-core kernels in Python to what a GPU runs, kept on disk; only `load` needs a GPU.
+"""Compiles tensor-core kernels in Python and caches the results on disk; only `load` needs a GPU.
 
-numba-cuda makes PTX. nvJitLink makes a cubin of it, but for Hopper's instructions: it compiles for
-being linked with more, where `setmaxnreg` is ignored and every `wgmma` is waited for at once (ptxas
-says so: C7504, C7509). The driver compiles such PTX as the whole program that it is.
+numba-cuda makes PTX, and nvJitLink makes a cubin of it, except for kernels with Hopper's own
+instructions. nvJitLink compiles code that can still be linked with more code. In such code
+`setmaxnreg` is ignored and every `wgmma` is waited for at once (ptxas reports this as C7504 and
+C7509). So the driver compiles that PTX, as a whole program.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 
 
 def python_kernel(kernel: Kernel, capability: tuple[int, int]) -> Callable[[Any], None]:
-    """The Python function that the launch arithmetic's `kernel` names, for its constants."""
+    """Return the Python function for a kernel of the launch arithmetic, with its constants."""
     writers: dict[str, Callable[[Kernel], Any]] = {
         "flash_forward": flash_forward_kernel,
         "hopper_forward": hopper_forward_kernel,
@@ -63,7 +64,7 @@ def python_kernel(kernel: Kernel, capability: tuple[int, int]) -> Callable[[Any]
 
 
 def ptx(kernel: Kernel, capability: tuple[int, int]) -> str:
-    """A kernel's PTX for a compute capability; its entry has the kernel's plain name."""
+    """Return a kernel's PTX for a compute capability; its entry has the kernel's plain name."""
     maps = [MapType(kernel.name, n) for n in range(len(kernel.boxes))]
     arguments = [*maps, ArgsType(), types.int64] if maps else [ArgsType()]
     text, _ = numba_compile(
@@ -90,7 +91,7 @@ def ptx(kernel: Kernel, capability: tuple[int, int]) -> str:
 
 
 def assemble(text: str, capability: tuple[int, int]) -> tuple[bytes, str]:
-    """PTX to a cubin, and what the assembler says of registers, stack and spills."""
+    """Compile PTX to a cubin; also return the assembler's report of registers, stack and spills."""
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
     arch = f"sm_{capability[0]}{capability[1]}{'a' if capability[0] == 9 else ''}"
@@ -101,16 +102,16 @@ def assemble(text: str, capability: tuple[int, int]) -> tuple[bytes, str]:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: ``FLASHSIM_CACHE_DIR``, else ``~/.cache/flashsim``."""
+    """Return the cache folder: ``FLASHSIM_CACHE_DIR``, else ``~/.cache/flashsim``."""
     return Path(os.environ.get("FLASHSIM_CACHE_DIR") or Path.home() / ".cache" / "flashsim")
 
 
 @cache
 def _sources() -> bytes:
-    """A digest of all that decides what a kernel compiles to, besides its constants.
+    """Return a digest of everything that affects a kernel's compilation, besides its constants.
 
-    Those are the compilers' versions, the kernels and, from launch arithmetic, where the fields of
-    their argument lie and how reports are laid out.
+    It covers the compilers' versions, the kernels and, from launch arithmetic, the offsets of the
+    fields of their argument and the layout of reports.
     """
     versions = (numba.__version__, numba_cuda.__version__, llvmlite.__version__)
     digest = hashlib.sha256(" ".join(versions).encode())
@@ -123,10 +124,10 @@ def _sources() -> bytes:
 
 
 def image(kernel: Kernel, capability: tuple[int, int]) -> bytes:
-    """A compiled kernel, cubin or PTX: from its file, or compiled, which is said, and kept.
+    """Return a compiled kernel, cubin or PTX, from its cache file or freshly compiled.
 
-    A file holds a checksum and the image. One that is damaged is written anew; where none can be
-    written the image serves this process.
+    A compilation prints a message and its result is cached. A file holds a checksum and the image.
+    A damaged file is rewritten. If no file can be written, the image is only returned.
     """
     key = hashlib.sha256(_sources() + repr((kernel, capability)).encode()).hexdigest()
     suffix = "ptx" if kernel.boxes else "cubin"
@@ -174,7 +175,7 @@ def _keep(path: Path, made: bytes) -> None:
 
 @cache
 def load(kernel: Kernel, device: int) -> Any:
-    """The compiled function on CuPy's current device, ready to launch."""
+    """Return the compiled function on CuPy's current device, ready to launch."""
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(device)

@@ -1,7 +1,7 @@
-"""From a Python function that emits LLVM IR to something a Numba-CUDA kernel can call.
+"""Turns Python functions that emit LLVM IR into functions that a Numba-CUDA kernel can call.
 
-A register fragment is a Python tuple to the kernel and a list of LLVM values to the function that
-emits. A tuple has no run-time index, so that fragments stay in registers by construction; loops
+A register fragment is a Python tuple to the kernel and a list of LLVM values to the emitting
+function. A tuple has no run-time index, so that fragments stay in registers by construction; loops
 over their elements are Python loops that run while the kernel is compiled.
 """
 
@@ -22,22 +22,22 @@ Values = list[ir.Value]
 
 
 def i32(value: int) -> ir.Constant:
-    """A 32-bit integer constant."""
+    """Return a 32-bit integer constant."""
     return ir.Constant(I32, value)
 
 
 def f32(value: float) -> ir.Constant:
-    """A float32 constant."""
+    """Return a float32 constant."""
     return ir.Constant(F32, value)
 
 
 def floats(count: int) -> types.Type:
-    """The Numba type of a fragment of `count` float32 registers."""
+    """Return the Numba type of a fragment of `count` float32 registers."""
     return types.UniTuple(types.float32, count)
 
 
 def words(count: int) -> types.Type:
-    """The Numba type of a fragment of `count` 32-bit registers, two 16-bit elements each."""
+    """Return the Numba type of a fragment of `count` 32-bit registers, two 16-bit elements each."""
     return types.UniTuple(types.int32, count)
 
 
@@ -47,9 +47,10 @@ def emitted(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], An
     Parameters
     ----------
     returns : Numba type, list of them, or None
-        What the function gives: a value, a list for a fragment, a list of lists for several.
+        The type of the result: a value, a list for a fragment, a list of lists for several
+        fragments.
     *parameters : Numba type
-        Scalars are cast to these; a fragment must have exactly this type.
+        Scalars are cast to these types; a fragment must have exactly this type.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -112,11 +113,11 @@ def asm(
     effects: bool = False,
     together: bool = False,
 ) -> ir.Value:
-    """One PTX instruction; ``$n`` in `text` is the n-th operand, results first.
+    """Emit one PTX instruction; ``$n`` in `text` is the n-th operand, results first.
 
-    `effects` keeps its place among barriers and other memory accesses, and keeps it at all if
-    nothing uses its result. `together` keeps it, besides, where all threads of a warp that reach it
-    do so at once: LLVM may put it behind no further condition.
+    With `effects` the instruction keeps its position among barriers and other memory accesses, and
+    is kept even if its result is unused. `together` also keeps LLVM from moving it behind a further
+    condition, so that all threads of a warp that reach it execute it at once.
     """
     result = returns or ir.VoidType()
     kind = ir.FunctionType(result, [v.type for v in operands])
@@ -127,7 +128,7 @@ def asm(
 
 
 def struct_values(builder: ir.IRBuilder, value: ir.Value, count: int) -> Values:
-    """The results of an instruction that has several."""
+    """Return the separate results of an instruction that has several."""
     return [builder.extract_value(value, x) for x in range(count)]
 
 
@@ -135,9 +136,9 @@ def struct_values(builder: ir.IRBuilder, value: ir.Value, count: int) -> Values:
 
 
 class MapType(types.Type):
-    """A tensor map (`cupy_gpu.tensor_maps`), the n-th parameter of a kernel, by value.
+    """The Numba type of a tensor map (`cupy_gpu.tensor_maps`), the n-th kernel parameter, by value.
 
-    The copy engine wants its address, and Numba passes values; but PTX names a kernel's parameters
+    TMA needs its address, and Numba passes values. But PTX names a kernel's parameters
     KERNEL_param_0, KERNEL_param_1 ..., so that `hopper.tiles.map_address` finds it by name.
     """
 
@@ -147,14 +148,17 @@ class MapType(types.Type):
 
 
 class ArgsType(types.Type):
-    """`launch.ARGS`, by value; its fields are attributes, a tensor's ``q_data``, ``q_row`` ..."""
+    """The Numba type of `launch.ARGS`, by value.
+
+    Its fields are attributes; those of a tensor are ``q_data``, ``q_row`` ...
+    """
 
     def __init__(self) -> None:
         super().__init__("flashsim.Args")
 
 
 def _fields() -> dict[str, tuple[int, Any]]:
-    """Byte offset and Numba type of each field."""
+    """Return the byte offset and Numba type of each field."""
     kinds = {"u8": types.int64, "i8": types.int64, "i4": types.int32, "f4": types.float32}
     found = {}
     for name in launch.ARGS.names or ():
@@ -172,7 +176,10 @@ FIELDS = _fields()
 
 
 def _register() -> None:
-    """Tell numba-cuda how an `ArgsType` is passed (as an array of words) and read; and a map."""
+    """Register `ArgsType` and `MapType` with numba-cuda.
+
+    It says how an `ArgsType` is passed (as an array of words) and read, and how a map is passed.
+    """
     from numba.cuda import models
     from numba.cuda.cudadecl import registry as typing_registry
     from numba.cuda.cudaimpl import registry as lowering_registry

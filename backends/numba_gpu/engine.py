@@ -1,8 +1,8 @@
 """`backend="numba_cuda"`: FlashAttention-2 on a GPU in Python, compiled by numba-cuda.
 
-Three families of kernels: "tensor" (float16 and bfloat16, on tensor cores, from sm_80 on), "hopper"
-(the same with Hopper's own instructions) and "teaching" (float16 and float32, plain
-Python loops, also in Numba's CUDA simulator).
+There are three families of kernels. "tensor" takes float16 and bfloat16, and runs on tensor cores
+from sm_80 on. "hopper" does the same with Hopper's own instructions. "teaching" takes float16 and
+float32; it consists of plain Python loops and also runs in Numba's CUDA simulator.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALGORITHMS = ("flash2", "flash2-fused")
 
 
 def _require_numba_cuda() -> None:
-    """Import numba-cuda, or say what to install."""
+    """Import numba-cuda, or raise an error that says what to install."""
     try:
         import numba_cuda
     except ImportError as error:
@@ -60,28 +60,28 @@ from flashsim.backends.numba_gpu.teaching import run as teaching_run  # noqa: E4
 
 
 def forward(job: Job) -> Outcome:
-    """Run the forward pass on the GPU that holds the arrays (NumPy arrays: on the current one)."""
+    """Run the forward pass on the GPU that holds the arrays (NumPy arrays: the current GPU)."""
     if _kernel(job) == "teaching":
         return teaching_run.forward(job)
     return _launcher().forward_with(_family, job)
 
 
 def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-    """What the backward pass wants of a forward pass, from its results alone."""
+    """Return the data that the backward pass needs, from the forward pass's results alone."""
     if _kernel(job) == "teaching":
         return teaching_run.recall(job, out, lse)
     return _launcher().recall_of(job, out, lse)
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-    """Run the backward pass: three deterministic passes, or fused with reductions into dQ."""
+    """Run the backward pass: as three deterministic passes, or fused with reductions into dQ."""
     if _kernel(job) == "teaching":
         return teaching_run.backward(job, saved, dout, dlse)
     return _launcher().backward_with(_family, job, saved, dout, dlse)
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """An array of one value, of the kind and where the job's are; no kernel runs."""
+    """Return an array of one value, of the job's array type and device, without any kernel."""
     _kernel(job)  # or say what is not taken
     if teaching_run.simulated():
         return teaching_run.constant(job, shape, dtype, value)
@@ -89,7 +89,7 @@ def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
 
 
 def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Whether the fastest deterministic backward here is the fused one, dQ added in a fixed order.
+    """Whether the fastest deterministic backward is the fused one, with dQ added in a fixed order.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
 
 
 def fuses(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Whether the fused backward is the fastest one here, if dQ may be added in any order."""
+    """Whether the fused backward is the fastest one if dQ may be added in any order."""
     if _kernel(job) == "teaching":
         return True
     gpu = _launcher().gpu_of(saved["space"].device)
@@ -108,12 +108,12 @@ def fuses(job: Job, saved: Mapping[str, Any]) -> bool:
 
 
 def adopt(name: str, array: Any) -> Any:
-    """An array that speaks DLPack only, as one that a job can hold."""
+    """Convert an array that supports only DLPack to one that a job can hold."""
     return array if teaching_run.simulated() else _launcher().adopt(name, array)
 
 
 def _launcher() -> Any:
-    """The engine that owns arrays, launches and traces of the families on tensor cores: CuPy's."""
+    """Return CuPy's engine, which owns the tensor-core families' arrays, launches and traces."""
     failures.require_cupy("numba_cuda")
     from flashsim.backends.cupy_gpu import engine as cupy_engine
 
@@ -121,9 +121,10 @@ def _launcher() -> Any:
 
 
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
-    """The tensor-core kernels that run a pass: unless told otherwise, Hopper's where they do.
+    """Return the family of tensor-core kernels that runs a pass.
 
-    Of a head_dim for which Hopper's have no backward it is `TENSOR`'s, whatever was asked for.
+    By default it is `HOPPER` wherever its kernels run, else `TENSOR`. A backward whose head_dim is
+    too large for `HOPPER` runs on `TENSOR`, even if "hopper" was requested.
     """
     from flashsim.backends.numba_gpu.launch_policy import HOPPER, TENSOR, WIDEST_BACKWARD
 
@@ -137,12 +138,14 @@ def _family(job: Job, gpu: Gpu, direction: str) -> Family:
 
 
 def _family_of(job: Job, saved: Mapping[str, Any]) -> Family:
-    """The same of a backward pass on the GPU that holds what a forward pass left."""
+    """Return `_family` of a backward pass, on the GPU of the forward pass's saved arrays."""
     return _family(job, _launcher().gpu_of(saved["space"].device), "backward")
 
 
 def _kernel(job: Job) -> str:
-    """ "teaching", or "tensor" or "hopper" for a family on tensor cores: the one asked for, if any.
+    """Return the kernel family: "teaching", or "tensor" or "hopper" for tensor cores.
+
+    It is the requested one, if any.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""The kernels in Python as families: `TENSOR` by `mma.sync`, `HOPPER` by Hopper's own instructions.
+"""The families of Python kernels: `TENSOR` uses `mma.sync`, `HOPPER` Hopper's own instructions.
 
-Passes, tiles, threads and shared memory of `TENSOR` are those of the CUDA C++ kernels, but for what
-`launch.Variant` says; what differs is the language, and so the compiler.
+Passes, tiles, threads and shared memory of `TENSOR` are those of the CUDA C++ kernels, except for
+the differences that `launch.Variant` names. Only the language differs, and so the compiler.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ WIDEST_BACKWARD = 128
 
 @dataclass(frozen=True)
 class PythonHopper(hopper.Hopper):
-    """There is no backward above `WIDEST_BACKWARD`; row-wise kernels are `TENSOR`'s."""
+    """The Hopper family in Python.
+
+    It has no backward for a head_dim above `WIDEST_BACKWARD`, and it uses `TENSOR`'s row-wise
+    kernels.
+    """
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """See `Family`."""
@@ -35,25 +39,25 @@ class PythonHopper(hopper.Hopper):
         return super().why_not(asked, tiling)
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """See `Family`; of the C++ kernel's those that were tried in Python."""
+        """See `Family`: those tilings of the C++ kernel that were tried in Python."""
         every = super().possible(asked)
         if asked.direction == "backward":  # products take no fewer columns at 80 than at 128
             return tuple(sorted(every, key=lambda t: t.block_q))
         return tuple(t for t in every if t.block_k <= 176)
 
     def in_step(self, walk: Walked, clump: int) -> bool:
-        """See `Family`; they go through a group's heads one after the other."""
+        """See `Family`: never, since these kernels process a group's heads one by one."""
         return False
 
     def forward_bytes(self, problem: Problem, tiling: Tiling, stages: int = 2) -> int:
-        """Shared memory of the forward's blocks."""
+        """Return the bytes of shared memory of one block of the forward."""
         sides = launch.padded_dims(problem)
         return OnChip(tiling.block_q, tiling.block_k, *sides, stages).nbytes
 
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """See `Family`: as the C++ kernel, except for what lies where in shared memory."""
+        """See `Family`: as the C++ kernel, except for the layout of shared memory."""
         made = super().kernel(stage, problem, tiling, variant, gpu)
         if not made.boxes:
             return made

@@ -2,8 +2,8 @@
 
 Every function emits one instruction at an LLVM builder and returns its result's registers.
 Semantics and operand layouts are those of NVIDIA's *PTX ISA* (docs.nvidia.com/cuda/
-parallel-thread-execution); the section of each is named. All run on sm_80 and later except where
-said otherwise. A *lane* is a thread's place in its warp, 0 to 31.
+parallel-thread-execution); each docstring names the section. All run on sm_80 and later except
+where said otherwise. A *lane* is a thread's index in its warp, 0 to 31.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _FOUR_FLOATS = ir.LiteralStructType([F32] * 4)
 def ldmatrix(b: ir.IRBuilder, address: ir.Value, *, transposed: bool) -> Values:
     """Load four 8 x 8 matrices of 16-bit elements from shared memory ("Warp-level matrix load").
 
-    Lane l gives the address of one row (16 bytes, 16-byte aligned): row l % 8 of matrix l / 8. Lane
-    l receives, of each matrix, row l / 4, columns 2 (l % 4) and the next, in one register;
-    `transposed`, the matrix is transposed on the way.
+    Lane l supplies the address of one row (16 bytes, 16-byte aligned): row l % 8 of matrix l / 8.
+    Of each matrix, lane l receives row l / 4, columns 2 (l % 4) and the next, in one register. With
+    `transposed`, each matrix is transposed on the way.
     """
     trans = ".trans" if transposed else ""
     text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
@@ -33,11 +33,12 @@ def ldmatrix(b: ir.IRBuilder, address: ir.Value, *, transposed: bool) -> Values:
 
 
 def mma(b: ir.IRBuilder, bf16: bool, c: Values, a: Values, b0: ir.Value, b1: ir.Value) -> Values:
-    """C + A B of a 16 x 16 A and a 16 x 8 B, sums in float32 ("Matrix fragments for mma.m16n8k16").
+    """Compute C + A B of a 16 x 16 A and a 16 x 8 B, with sums in float32.
 
-    With r = lane / 4 and x = 2 (lane % 4), a lane holds of A the pairs (r, x), (r + 8, x),
-    (r, x + 8), (r + 8, x + 8), each with its right neighbour; of B the pairs (x, r) and (x + 8, r),
-    each with its lower neighbour; of C the elements (r, x), (r, x + 1), (r + 8, x), (r + 8, x + 1).
+    The layout is that of "Matrix fragments for mma.m16n8k16". With r = lane / 4 and
+    x = 2 (lane % 4), a lane holds of A the pairs (r, x), (r + 8, x), (r, x + 8), (r + 8, x + 8),
+    each with its right neighbour. Of B it holds the pairs (x, r) and (x + 8, r), each with its
+    lower neighbour. Of C it holds the elements (r, x), (r, x + 1), (r + 8, x), (r + 8, x + 1).
     """
     kind = "bf16" if bf16 else "f16"
     text = (
@@ -49,13 +50,13 @@ def mma(b: ir.IRBuilder, bf16: bool, c: Values, a: Values, b0: ir.Value, b1: ir.
 
 
 def pack(b: ir.IRBuilder, bf16: bool, low: ir.Value, high: ir.Value) -> ir.Value:
-    """Two floats rounded to 16 bits, in one register ("cvt"; the high half comes first)."""
+    """Round two floats to 16 bits, in one register ("cvt"; its first operand is the high half)."""
     kind = "bf16x2" if bf16 else "f16x2"
     return asm(b, f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f", [high, low], I32)
 
 
 def unpack(b: ir.IRBuilder, bf16: bool, word: ir.Value) -> Values:
-    """The two floats of a register. A bfloat16 is the upper half of a float32."""
+    """Return the two floats of a register; a bfloat16 is the upper half of a float32."""
     if bf16:
         halves = (b.shl(word, i32(16)), b.and_(word, i32(0xFFFF0000)))
         return [b.bitcast(half, F32) for half in halves]
@@ -70,8 +71,10 @@ def unpack(b: ir.IRBuilder, bf16: bool, word: ir.Value) -> Values:
 def cp_async_16(
     b: ir.IRBuilder, to: ir.Value, source: ir.Value, taken: ir.Value | None = None
 ) -> None:
-    """Copy 16 bytes past the registers and L1; of `taken` < 16 bytes the rest becomes zero
-    ("Non-bulk copy", `cp.async`, its src-size operand)."""
+    """Copy 16 bytes from HBM to shared memory, past the registers and L1.
+
+    Of `taken` < 16 bytes the rest becomes zero ("Non-bulk copy", `cp.async`, its src-size operand).
+    """
     if taken is None:
         asm(b, "cp.async.cg.shared.global [$0], [$1], 16;", "r,l", [to, source], effects=True)
     else:
@@ -80,13 +83,13 @@ def cp_async_16(
 
 
 def cp_async_4(b: ir.IRBuilder, to: ir.Value, source: ir.Value, taken: ir.Value) -> None:
-    """The same for 4 bytes; only the `.ca` form takes so few."""
+    """Copy 4 bytes like `cp_async_16`; only the `.ca` form takes so few."""
     text = "cp.async.ca.shared.global [$0], [$1], 4, $2;"
     asm(b, text, "r,l,r", [to, source, taken], effects=True)
 
 
 def cp_async_wait(b: ir.IRBuilder) -> None:
-    """Wait until this thread's copies have arrived; a barrier must follow for other threads'."""
+    """Wait until this thread's copies have arrived; other threads' copies also need a barrier."""
     asm(b, "cp.async.wait_all;", "", [], effects=True)
 
 
@@ -118,7 +121,10 @@ def copy_out_16(b: ir.IRBuilder, to: ir.Value, address: ir.Value) -> None:
 
 
 def load_16_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> Values:
-    """16 bytes of HBM where `condition` holds, else zeros; no branch parts it from the next."""
+    """Load 16 bytes of HBM if `condition` holds, else zeros.
+
+    No branch separates it from the next load.
+    """
     text = (
         "{.reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; "
         "mov.b32 $3, 0; @p ld.global.v4.b32 {$0,$1,$2,$3}, [$4];}"
@@ -129,7 +135,10 @@ def load_16_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> Values
 
 
 def load_float_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> ir.Value:
-    """A float32 of HBM where `condition` holds, else 0 ("ld"), past an L1 that may be older."""
+    """Load a float32 of HBM if `condition` holds, else 0 ("ld").
+
+    It bypasses L1, which may be stale.
+    """
     text = (
         "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.f32 $0, 0f00000000; "
         "@p ld.global.cg.f32 $0, [$1];}"
@@ -161,12 +170,15 @@ def add_count(b: ir.IRBuilder, to: ir.Value, count: ir.Value) -> None:
 
 
 def wait_for_what_ran_before(b: ir.IRBuilder) -> None:
-    """What ran before is complete, and seen: nothing that it may have written is read earlier."""
+    """Wait until the preceding launch is complete and its writes are visible.
+
+    No read of data that it may have written moves before this wait.
+    """
     asm(b, "griddepcontrol.wait;", "", [], effects=True)
 
 
 def let_what_runs_next_start(b: ir.IRBuilder) -> None:
-    """What runs next may start as far as to its own wait."""
+    """Let the next launch start; it runs up to its own wait."""
     asm(b, "griddepcontrol.launch_dependents;", "", [], effects=True)
 
 
@@ -174,18 +186,18 @@ def let_what_runs_next_start(b: ir.IRBuilder) -> None:
 
 
 def shuffle_xor(b: ir.IRBuilder, value: ir.Value, mask: int) -> ir.Value:
-    """The value that lane (own XOR `mask`) holds ("shfl.sync", butterfly)."""
+    """Return the value that lane (own XOR `mask`) holds ("shfl.sync", butterfly)."""
     text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, -1;"
     return asm(b, text, "=f,f", [value], F32, effects=True)
 
 
 def warp_sum(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """The sum of an integer over a warp's lanes ("redux.sync")."""
+    """Sum an integer over a warp's lanes ("redux.sync")."""
     return asm(b, "redux.sync.add.s32 $0, $1, -1;", "=r,r", [value], I32, effects=True)
 
 
 def any_lane(b: ir.IRBuilder, condition: ir.Value) -> ir.Value:
-    """Whether a condition holds in some lane of the warp ("vote.sync")."""
+    """Whether a condition holds in any lane of the warp ("vote.sync")."""
     text = (
         "{.reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p;}"
     )
@@ -194,45 +206,45 @@ def any_lane(b: ir.IRBuilder, condition: ir.Value) -> ir.Value:
 
 
 def maximum(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    """The larger of two floats; a NaN loses."""
+    """Return the larger of two floats; if one is NaN, the other."""
     return asm(b, "max.f32 $0, $1, $2;", "=f,f,f", [x, y], F32)
 
 
 def exp2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """2 to the x by the special-function unit, 2 ulp ("ex2.approx")."""
+    """Return 2 to the x by the special-function unit, 2 ulp ("ex2.approx")."""
     return asm(b, "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], F32)
 
 
 def log2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Base-2 logarithm by the special-function unit ("lg2.approx")."""
+    """Return the base-2 logarithm by the special-function unit ("lg2.approx")."""
     return asm(b, "lg2.approx.f32 $0, $1;", "=f,f", [x], F32)
 
 
 def reciprocal(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """1 / x, correctly rounded ("rcp")."""
+    """Return 1 / x, correctly rounded ("rcp")."""
     return asm(b, "rcp.rn.f32 $0, $1;", "=f,f", [x], F32)
 
 
 def special(b: ir.IRBuilder, name: str, *, effects: bool = False) -> ir.Value:
-    """A 32-bit special register: tid.x, ctaid.x, smid ..."""
+    """Read a 32-bit special register: tid.x, ctaid.x, smid ..."""
     return asm(b, f"mov.u32 $0, %{name};", "=r", [], I32, effects=effects)
 
 
 def again(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """A 32-bit integer, unchanged, of which LLVM cannot know that it is the same every time."""
+    """Return a 32-bit integer unchanged; LLVM cannot assume that the results are equal."""
     return asm(b, "mov.b32 $0, $1;", "=r,r", [value], I32, effects=True)
 
 
 def cycles(b: ir.IRBuilder) -> ir.Value:
-    """The SM's cycles, 64 bits."""
+    """Return the SM's cycle counter, 64 bits."""
     return asm(b, "mov.u64 $0, %clock64;", "=l", [], I64, effects=True)
 
 
 def nanoseconds(b: ir.IRBuilder) -> ir.Value:
-    """The GPU's clock, 64 bits."""
+    """Return the GPU's clock in nanoseconds, 64 bits."""
     return asm(b, "mov.u64 $0, %globaltimer;", "=l", [], I64, effects=True)
 
 
 def multiprocessor(b: ir.IRBuilder) -> ir.Value:
-    """The SM that the thread runs on."""
+    """Return the number of the SM that the thread runs on."""
     return special(b, "smid")

@@ -1,12 +1,12 @@
 """Tiles in shared memory, fragments in registers, and products of them, as Numba intrinsics.
 
 A warp owns `blocks` blocks of 16 rows. An accumulator fragment of an n-column tile is a tuple of
-``blocks * n / 8 * 4`` float32; element ``(i * n / 8 + c) * 4 + x`` lies in block i, 8-column piece
+``blocks * n / 8 * 4`` float32. Element ``(i * n / 8 + c) * 4 + x`` lies in block i, 8-column piece
 c, at row ``x // 2 * 8 + lane / 4`` and column ``c * 8 + lane % 4 * 2 + x % 2`` (`ptx.mma`). So the
 four lanes of a *quad* share rows, and a lane has two rows of each block: its *halves*.
 
-Accumulators of a score tile have the layout that the next product wants of its left operand, but
-for the rounding to 16 bits, so P and dS never leave the registers.
+Apart from the rounding to 16 bits, accumulators of a score tile already have the layout that the
+next product needs for its left operand. So P and dS never leave the registers.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class Tile:
 
     @property
     def chunks(self) -> int:
-        """16-byte chunks of a row."""
+        """16-byte chunks per row."""
         return self.cols // 8
 
     @property
     def spread(self) -> int:
-        """How many chunks trade places."""
+        """Number of chunks that the swizzle permutes."""
         return next(s for s in (8, 4, 2) if self.chunks % s == 0)
 
     @property
     def shift(self) -> int:
-        """Rows that share a swizzle, as a power of two: 32 banks hold several short rows."""
+        """Log2 of the rows that share a swizzle: the 32 banks hold several short rows."""
         return {8: 0, 4: 1, 2: 2}[self.spread]
 
     def offset(self, b: ir.IRBuilder, row: ir.Value, chunk: ir.Value) -> ir.Value:
@@ -64,8 +64,8 @@ class Tile:
     ) -> ir.Value:
         """Emit the address of the 16 x 16 piece at (row, col [+ extra]), from that at (0, 0).
 
-        The swizzle of row r depends on r % 8 alone, so a piece is one XOR and one constant away:
-        `row` must be a multiple of 8 and `col` of 16.
+        The swizzle of row r depends on r % 8 alone, so the address takes one XOR and one added
+        constant: `row` must be a multiple of 8 and `col` of 16.
         """
         if extra is None:
             low = col // 8 & (self.spread - 1)
@@ -79,9 +79,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class RowWidth:
-    """A row in HBM: `width` elements, whole 16-byte pieces; the first `exist` are the problem's.
+    """A row in HBM: `width` elements, in whole 16-byte pieces; the problem has the first `exist`.
 
-    Pieces are moved whole, and what is counted is what exists.
+    Whole pieces are moved, but only existing elements are counted.
     """
 
     width: int
@@ -89,11 +89,11 @@ class RowWidth:
 
     @property
     def padded(self) -> bool:
-        """Whether the last piece is not all the problem's."""
+        """Whether the last piece is only partly filled by the problem's elements."""
         return self.exist < self.width
 
     def counted(self, b: ir.IRBuilder, column: ir.Value, n: int, itemsize: int) -> ir.Value:
-        """Emit the bytes that exist of `n` elements from a column below `width` on."""
+        """Emit how many bytes of `n` elements exist, from a column below `width` on."""
         if not self.padded:
             return i32(n * itemsize)
         left = b.sub(i32(self.exist), column)
@@ -102,17 +102,17 @@ class RowWidth:
         return b.mul(there, i32(itemsize))
 
     def piece_bytes(self, b: ir.IRBuilder, piece: ir.Value) -> ir.Value:
-        """Emit the bytes that exist of a 16-byte piece of 16-bit elements."""
+        """Emit how many bytes of a 16-byte piece of 16-bit elements exist."""
         return self.counted(b, b.shl(piece, i32(3)), 8, 2)
 
 
 def lane_of(b: ir.IRBuilder) -> ir.Value:
-    """Emit the thread's place in its warp."""
+    """Emit the thread's lane: its index in its warp."""
     return b.and_(ptx.special(b, "tid.x"), i32(31))
 
 
 def elements(blocks: int, n: int) -> Iterator[tuple[int, int, int, int]]:
-    """Index, block, 8-column piece and x of every element of an accumulator fragment."""
+    """Yield index, block, 8-column piece and x of every element of an accumulator fragment."""
     for i in range(blocks):
         for c in range(n // 8):
             for x in range(4):
@@ -120,12 +120,12 @@ def elements(blocks: int, n: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def zeros(count: int) -> Any:
-    """``zeros() -> fragment``."""
+    """Return ``zeros() -> fragment``: all elements are 0."""
     return full(count, 0.0)
 
 
 def full(count: int, value: float) -> Any:
-    """``full() -> fragment``, every element `value`."""
+    """Return ``full() -> fragment``: all elements are `value`."""
 
     @emitted(floats(count))
     def full_(b: ir.IRBuilder) -> Values:
@@ -135,7 +135,7 @@ def full(count: int, value: float) -> Any:
 
 
 def scale_all(count: int) -> Any:
-    """``scale_all(c, factor) -> c``."""
+    """Return ``scale_all(c, factor) -> c``: every element is multiplied by the factor."""
 
     @emitted(floats(count), floats(count), types.float32)
     def scale_all_(b: ir.IRBuilder, c: Values, factor: ir.Value) -> Values:
@@ -151,9 +151,9 @@ def scale_all(count: int) -> Any:
 class Operand:
     """A product's operand in shared memory.
 
-    `swapped` says that the tile is stored the other way round: A [m][k] and B [k][n] are straight,
-    A [k][m] and B [n][k] (K in Q K^T) are swapped. `extra` says that a first column in the tile,
-    known only at run time, comes with the address.
+    `swapped` says that the tile is stored transposed: A [m][k] and B [k][n] are straight, A [k][m]
+    and B [n][k] (K in Q K^T) are swapped. With `extra` the address comes with a first column in the
+    tile that is known only at run time.
     """
 
     tile: Tile
@@ -167,10 +167,10 @@ class Operand:
 
 
 def pieces(tile: Tile, *, transposed: bool) -> Any:
-    """``pieces(address) -> address``: where this lane reads its row of a tile's first piece.
+    """Return ``pieces(address) -> address``: where this lane reads its row of a tile's first piece.
 
-    Straight order gives `ldmatrix` the A fragment of a straight tile and two B fragments of a
-    straight one; transposed order those of a swapped tile.
+    Straight order gives `ldmatrix` the A fragment of a straight tile, or two B fragments of a
+    straight one; transposed order gives those of a swapped tile.
     """
 
     @emitted(types.int32, types.int32)
@@ -187,7 +187,7 @@ def pieces(tile: Tile, *, transposed: bool) -> Any:
 
 
 def load_fragments(blocks: int, depth: int, tile: Tile) -> Any:
-    """``load_fragments(pieces) -> fragment``: A's registers for a whole product."""
+    """Return ``load_fragments(pieces) -> fragment``: it loads A's registers for a whole product."""
 
     @emitted(words(blocks * depth // 4), types.int32)
     def load_fragments_(b: ir.IRBuilder, base: ir.Value) -> Values:
@@ -202,13 +202,13 @@ def load_fragments(blocks: int, depth: int, tile: Tile) -> Any:
 
 
 def multiply(bf16: bool, blocks: int, n: int, depth: int, a: Operand | str, right: Operand) -> Any:
-    """``multiply(c, a..., b...) -> c + A B``, C being (16 `blocks`, n).
+    """Return ``multiply(c, a..., b...) -> c + A B``, where C is (16 `blocks`, n).
 
     Parameters
     ----------
     a : Operand, "registers" or "accumulators"
-        Where A (16 `blocks`, depth) is: in shared memory; a fragment of `load_fragments`; or an
-        earlier product's accumulators, rounded here to 16 bits.
+        Where A (16 `blocks`, depth) is: in shared memory; in a fragment of `load_fragments`; or in
+        an earlier product's accumulators, which are rounded here to 16 bits.
     right : Operand
         B (depth, n).
     """

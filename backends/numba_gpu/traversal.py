@@ -1,7 +1,7 @@
-"""What every tensor-core kernel shares: the walk over a schedule's tables, copies, counts, stamps.
+"""Shared code of all tensor-core kernels: the loop over a schedule's tables, copies and reports.
 
-The functions here are made for one kernel's compile-time constants; they decide no tile order and
-no tile edge by themselves but read them from the schedule's tables.
+The functions are built for one kernel's compile-time constants. They decide no tile order and no
+tile edge by themselves but read them from the schedule's tables.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SLOTS, VISIT_STAMPS, TILE_STAMPS = launch.SLOTS, launch.VISIT_STAMPS, launch.TIL
 
 
 def constants(kernel: Kernel) -> SimpleNamespace:
-    """A kernel's compile-time constants by lower-case name, without their prefix."""
+    """Return a kernel's compile-time constants by lower-case name, without their prefix."""
     return SimpleNamespace(**{k.removeprefix("FS_").lower(): v for k, v in kernel.constants})
 
 
@@ -36,7 +36,7 @@ def constants(kernel: Kernel) -> SimpleNamespace:
 
 @emitted(types.int32)
 def shared_base(b: ir.IRBuilder) -> ir.Value:
-    """Address in shared memory of the bytes that the launch asked for."""
+    """Return the address in shared memory of the bytes that the launch requested."""
     name, kind = "flashsim_shared", ir.ArrayType(I8, 0)
     module = b.module
     if name not in module.globals:
@@ -52,25 +52,25 @@ def _pointer(b: ir.IRBuilder, address: ir.Value, index: ir.Value, kind: ir.Type)
 
 @emitted(types.int32, types.int64, types.int32)
 def read_int(b: ir.IRBuilder, address: ir.Value, index: ir.Value) -> ir.Value:
-    """``int32[index]`` of a table in HBM."""
+    """Read ``int32[index]`` of a table in HBM."""
     return b.load(_pointer(b, address, index, I32))
 
 
 @emitted(types.int32, types.int32, types.int32)
 def quotient(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    """x // y of integers that are not negative, in 32 bits (Python's own is a 64-bit one)."""
+    """Return x // y of non-negative integers in 32 bits (Python's operator would use 64 bits)."""
     return b.udiv(x, y)
 
 
 @emitted(None, types.int64, types.int32, types.int64)
 def write_word(b: ir.IRBuilder, address: ir.Value, index: ir.Value, value: ir.Value) -> None:
-    """``int64[index] = value`` in HBM."""
+    """Write ``int64[index] = value`` to HBM."""
     b.store(value, _pointer(b, address, index, I64))
 
 
 @emitted(None, types.int64)
 def write_zeros(b: ir.IRBuilder, address: ir.Value) -> None:
-    """16 bytes of zeros to HBM."""
+    """Write 16 bytes of zeros to HBM."""
     ptx.store_16(b, address, [i32(0)] * 4)
 
 
@@ -81,15 +81,16 @@ copies_wait = emitted(None)(ptx.cp_async_wait)
 
 
 def rows_of(c: SimpleNamespace) -> tuple[RowWidth, RowWidth]:
-    """Rows in HBM of Q, K, dQ, dK and of V, O, dO, dV."""
+    """Return two row widths in HBM: of Q, K, dQ, dK and of V, O, dO, dV."""
     return RowWidth(c.head_dim, c.counted), RowWidth(c.head_dim_v, c.counted_v)
 
 
 def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
-    """``load(to, source, row_bytes, rows)`` and ``store(address, to, row_bytes, rows)``.
+    """Return device functions that copy a tile.
 
-    Both return the bytes that this thread moved of those that exist in HBM; what a ragged tile
-    lacks becomes zero.
+    They are ``load(to, source, row_bytes, rows)`` and ``store(address, to, row_bytes, rows)``. Both
+    return the bytes that this thread moved, counting only those that exist in HBM. `load` fills the
+    missing part of a ragged tile with zeros.
     """
     width = row.width
     total, step = tile.rows * tile.chunks, threads // tile.chunks
@@ -122,7 +123,7 @@ def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
         return b.load(moved)
 
     def place(b, to, source, row_bytes, r, c):
-        """A chunk's address in shared memory and in HBM."""
+        """Return a chunk's address in shared memory and in HBM."""
         far = b.add(b.mul(r, row_bytes), b.shl(c, i32(4)))
         return b.add(to, tile.offset(b, r, c)), b.add(source, b.sext(far, I64))
 
@@ -185,7 +186,10 @@ def _not_unrolled(module: ir.Module) -> Any:
 
 
 def piece_bytes(row: RowWidth) -> Any:
-    """``piece_bytes(piece)``: what exists of a row's 16-byte piece of 16-bit elements."""
+    """Return ``piece_bytes(piece)``: the existing bytes of a row's 16-byte piece.
+
+    The elements have 16 bits.
+    """
 
     @emitted(types.int32, types.int32)
     def piece_bytes_(b: ir.IRBuilder, piece: ir.Value) -> ir.Value:
@@ -195,7 +199,7 @@ def piece_bytes(row: RowWidth) -> Any:
 
 
 def vector_load(rows_all: int, threads: int) -> Any:
-    """``load(to, source, rows)``: one float32 a row; those past the end become 0."""
+    """Return ``load(to, source, rows)``: it loads one float32 per row; rows past the end are 0."""
 
     @device
     def load(to, source, rows):
@@ -232,14 +236,19 @@ _let_what_runs_next_start = emitted(None)(ptx.let_what_runs_next_start)
 
 
 def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
-    """The walk's device functions for one kernel's constants; each `every`-th thread stamps.
+    """Return the device functions of the loop over tiles, for one kernel's constants.
 
-    ``item(a, n)`` gives the n-th (walk, outer tile), ``take_work(a)`` the block's; ``row_tile`` and
-    ``col_tile`` a tile's (start, stop, offset); ``begin(a, outer)`` a walk: the number of its first
-    visit, how many there are, and its span; ``visit(a, walk, n)`` the n-th visit's (inner tile,
-    masked). ``report(slot, bytes)``, for whole warps, ``report_one``, for a single thread, and
-    ``stamp(address, slot)`` tell the host, if the kernel was built for it;
-    ``wait_for_what_ran_before()`` and ``let_what_runs_next_start()`` do so if its launches overlap.
+    ``item(a, n)`` gives the n-th work tile (index over batch and heads, outer tile), and
+    ``take_work(a)`` the block's own. ``row_tile`` and ``col_tile`` give a tile's (start, stop,
+    offset). A visit is one query tile times one key tile. ``begin(a, outer)`` starts the loop of an
+    outer tile: it gives the number of its first visit, the number of visits, and their span.
+    ``visit(a, walk, n)`` takes that result as `walk`, and gives the n-th visit's (inner tile,
+    masked).
+
+    If the kernel was built for reports, ``report(slot, bytes)``, for whole warps, ``report_one``,
+    for a single thread, and ``stamp(address, slot)`` write them for the host. Each `every`-th
+    thread stamps. ``wait_for_what_ran_before()`` and ``let_what_runs_next_start()`` act only if
+    launches overlap.
     """
     block_q, block_k, varlen = c.block_q, c.block_k, bool(c.varlen)
     spans, descending = bool(c.spans), bool(c.descending)

@@ -1,1 +1,1 @@
-"""From traces to what is drawn."""
+"""Functions that turn traces into drawable data."""

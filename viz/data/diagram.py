@@ -1,4 +1,4 @@
-"""Where tensors stand around the grid of score tiles, in animations and pages alike.
+"""The positions of tensors around the grid of score tiles, for animations and HTML players.
 
 Queries run down and keys run across. So a tensor with one row per query is a column beside the
 grid, and one with one row per key is a row above or below it. A matrix of scores is the grid.
@@ -21,12 +21,12 @@ SYMBOLS = {"delta": "δ", "dBias": "dB", "bias": "B", "O_part": "O′", "L_part"
 
 
 def key_side(trace: Trace) -> frozenset[str]:
-    """The tensors that have one row per key; an accumulator is its own tensor."""
+    """Return the tensors that have one row per key; an accumulator counts as its own tensor."""
     return _cut_along(trace, COL)
 
 
 def matrices(trace: Trace) -> frozenset[str]:
-    """The matrices of scores."""
+    """Return the matrices of scores."""
     return _cut_along(trace, TILE)
 
 
@@ -35,9 +35,9 @@ def _cut_along(trace: Trace, side: int) -> frozenset[str]:
 
 
 def sides(trace: Trace) -> dict[str, tuple[str, ...]]:
-    """The tensors that a trace moves, by where they stand: left, right, top, bottom and grid.
+    """Group the tensors that a trace moves by position: left, right, top, bottom and grid.
 
-    An accumulator stands under its own tensor's name.
+    An accumulator is placed under its own tensor's name.
     """
     loaded: dict[str, None] = {}
     written: dict[str, None] = {}
@@ -60,11 +60,12 @@ SKIPPED, WHOLE, CUT, CUT_LOW, CUT_BOTH = range(5)
 
 
 def tile_kinds(schedule: Schedule) -> np.ndarray:
-    """uint8 (T_r, T_c): whether the mask empties a tile, keeps it whole, or cuts it, and where.
+    """Return uint8 (T_r, T_c): whether a tile is empty, full or partly masked, and at which corner.
 
-    A tile that the mask cuts is CUT if it takes the upper right corner (as causal masks do),
-    CUT_LOW if the lower left one (a window's other side), CUT_BOTH if both. If it takes neither
-    (your own mask may), or all (standard attention skips nothing), the tile is CUT.
+    A partly masked tile is CUT if the mask removes the upper right corner (as causal masks do),
+    CUT_LOW if it removes the lower left one (a window's other side), and CUT_BOTH if both. If it
+    removes neither (your own mask may), or all scores (standard attention skips nothing), the tile
+    is CUT.
     """
     grid = np.zeros((schedule.t_r, schedule.t_c), np.uint8)
     ptr, col, kind = schedule.row_csr
@@ -81,7 +82,10 @@ def tile_kinds(schedule: Schedule) -> np.ndarray:
 
 
 def corners(kinds: np.ndarray) -> list[tuple[int, int, bool]]:
-    """(i, j, whether it is the upper right one) of each corner that stands for a mask."""
+    """Return (i, j, upper) of each corner that marks a mask.
+
+    `upper` is true for the upper right corner and false for the lower left one.
+    """
     return [
         (i, j, high)
         for high, other in ((True, CUT), (False, CUT_LOW))
@@ -120,12 +124,12 @@ def first_touch(walk: Steps) -> dict[str, np.ndarray]:
 
 
 def one_grid(trace: Trace) -> tuple[int, int]:
-    """(T_r, T_c), the same in every stage of a trace.
+    """Return (T_r, T_c), the same in every stage of a trace.
 
     Raises
     ------
     UnsupportedError
-        If the stages were tiled differently, so that no one grid shows them all.
+        If the stages have different tilings, so that no single grid shows them all.
     """
     shapes = {(s.schedule.t_r, s.schedule.t_c) for s in trace.stages}
     if len(shapes) > 1:

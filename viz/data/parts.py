@@ -1,4 +1,4 @@
-"""Parts of the keys, and pages of a cache: where they begin on the grid of score tiles."""
+"""Parts of the keys, and pages of a KV cache: their boundaries on the grid of score tiles."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ MOST_PAGES = 4
 
 
 def part_numbers(schedule: Schedule) -> np.ndarray:
-    """int64 (T_r, T_c): which thread block works on each tile; -1 where none does.
+    """Return int64 (T_r, T_c): the thread block that works on each tile, or -1 if none does.
 
-    A block has one part of a row tile's keys. Blocks are counted row tile by row tile.
+    Each block has one part of the keys of a row tile. Blocks are numbered row tile by row tile.
     """
     grid = np.full((schedule.t_r, schedule.t_c), -1)
     ptr, col, _ = schedule.row_csr
@@ -27,7 +27,7 @@ def part_numbers(schedule: Schedule) -> np.ndarray:
 
 
 def part_edges(schedule: Schedule) -> list[tuple[int, int]]:
-    """(i, j) of tiles to whose left, in their row, another block's tile lies."""
+    """Return (i, j) of each tile whose left neighbour belongs to another block."""
     if not (schedule.part_counts > 1).any():
         return []
     blocks = part_numbers(schedule)
@@ -36,9 +36,9 @@ def part_edges(schedule: Schedule) -> list[tuple[int, int]]:
 
 
 def page_edges(schedule: Schedule) -> list[float]:
-    """Where pages of the cache begin inside a sequence, in column tiles from the left.
+    """Return where cache pages begin inside a sequence, in column tiles from the left.
 
-    None without pages, or where they are too many to be told apart.
+    The list is empty without pages, or if they are too many to be told apart.
     """
     size = schedule.problem.page_size
     if size is None or schedule.problem.pages > MOST_PAGES * schedule.t_c:

@@ -17,18 +17,18 @@ NAMES = {name: algorithm.title for name, algorithm in ALGORITHMS.items()}
 
 
 def title(algorithm: str) -> str:
-    """An algorithm's name in print; your own algorithm has its function's name."""
+    """Return an algorithm's name as printed; your own algorithm has its function's name."""
     return NAMES.get(algorithm, algorithm)
 
 
 def direction(trace: Trace) -> str:
-    """Forward or backward and, where the algorithm's name does not say it, in which form."""
+    """Return the direction in words, with its form if the algorithm's name does not say it."""
     known = ALGORITHMS.get(trace.algorithm)
     return known.direction(trace.direction) if known else trace.direction
 
 
 def one_trace(data: Any) -> Trace:
-    """The trace in `data`: itself, or that of a `Result` or `Gradients`.
+    """Return the trace in `data`: itself, or that of a `Result` or `Gradients`.
 
     Raises
     ------
@@ -44,21 +44,22 @@ def one_trace(data: Any) -> Trace:
 
 
 def made_by(how: str, data: Any, has: str) -> None:
-    """Raise `DTypeError` unless `data` is what a function gives, which is told by what it has.
+    """Raise `DTypeError` unless `data` is the result of the function `how`.
 
-    Storeys above this one make these objects, so that their classes are not known here.
+    The result is recognised by its attribute `has`, because its class belongs to a higher layer and
+    is not known here.
     """
     if not hasattr(data, has):
         raise DTypeError(f"expected what {how} gives, got {shown(data)}")
 
 
 def labelled(data: Any) -> dict[str, Trace | Traffic]:
-    """Several sources by label, whatever holds them.
+    """Return several sources by label, from any container.
 
     Parameters
     ----------
     data : Trace, Traffic, Result, Gradients, Comparison, a list of them, or a dict by label
-        A dict's keys become the labels; others are named after what differs between them.
+        A dict's keys become the labels; other sources are named by their differences.
     """
     if isinstance(data, Mapping):
         found = {writable("label", label): _one(source) for label, source in data.items()}
@@ -71,12 +72,12 @@ def labelled(data: Any) -> dict[str, Trace | Traffic]:
 
 
 def writable(what: str, text: Any) -> str:
-    """A label or title as a string that a file can hold.
+    """Return a label or title as a string that a file can hold.
 
     Raises
     ------
     OptionError
-        For half of a surrogate pair: no encoding has it.
+        For half of a surrogate pair, which no encoding can represent.
     """
     text = str(text)
     if any("\ud800" <= char <= "\udfff" for char in text):
@@ -90,9 +91,9 @@ def writable(what: str, text: Any) -> str:
 def panes(
     what: str, data: Any, statistics: RowStatistics | Mapping[str, RowStatistics] | None
 ) -> dict[str, tuple[Trace, RowStatistics | None]]:
-    """One trace or two by label, each with m and l of a row where they are given.
+    """Return one or two traces by label, each with m and l of a row if `statistics` has them.
 
-    Statistics without a label belong to the first trace; `what` shows them, for the error.
+    Statistics without a label belong to the first trace. `what` names the plot in the error text.
     """
     chosen = labelled(data)
     if len(chosen) > 2:
@@ -128,7 +129,7 @@ def _one(source: Any) -> Trace | Traffic:
 
 
 def _labels(sources: list[Trace | Traffic]) -> list[str]:
-    """Algorithm, and then only what differs; numbered where nothing does."""
+    """Return a label per source: the algorithm, then the differences; equal labels get numbers."""
     facts = [
         {
             "algorithm": title(s.algorithm),
@@ -158,8 +159,11 @@ def _labels(sources: list[Trace | Traffic]) -> list[str]:
 
 
 def places(algorithms: Iterable[str]) -> list[int]:
-    """Which colour, dash and marker each series has: its algorithm's, so that one algorithm looks
-    the same in every figure; where an algorithm comes twice, series are counted instead."""
+    """Return the index of the colour, dash and marker of each series.
+
+    It is the index of the series' algorithm, so that an algorithm looks the same in every figure.
+    If an algorithm occurs twice, the series are numbered instead.
+    """
     names = list(algorithms)
     order = [*NAMES, *dict.fromkeys(name for name in names if name not in NAMES)]
     return (
@@ -168,7 +172,7 @@ def places(algorithms: Iterable[str]) -> list[int]:
 
 
 def about(source: Trace | Traffic) -> list[str]:
-    """Heads, lengths, width, type, mask and tiling of a source, in words."""
+    """Describe a source in words: heads, lengths, width, type, mask and tiling."""
     p = source.problem
     packed = p.cu_seqlens_q is not None
     return [
@@ -189,19 +193,19 @@ def about(source: Trace | Traffic) -> list[str]:
 
 
 def heads(queries: int, keys: int) -> str:
-    """Heads in words; "16 / 4 heads" where so many query heads share so many key heads."""
+    """Describe heads in words: "16 / 4 heads" for 16 query heads that share 4 key heads."""
     if queries != keys:
         return f"{queries} / {keys} heads"
     return f"{queries} heads" if queries > 1 else "1 head"
 
 
 def window(sides: tuple[int, int]) -> str:
-    """A sliding window in words, as on the command line."""
+    """Describe a sliding window in words, as on the command line."""
     return f"window {sides[0]}:{sides[1]}"
 
 
 def common(sources: Iterable[Trace | Traffic], *, name: bool = False) -> str:
-    """The words of `about` that all sources share; with `name`, the algorithm first."""
+    """Return the words of `about` that all sources share; `name` puts the algorithm first."""
     all_of_them = list(sources)
     words = [about(source) for source in all_of_them]
     alike = [word for word in words[0] if all(word in other for other in words)]
@@ -211,11 +215,11 @@ def common(sources: Iterable[Trace | Traffic], *, name: bool = False) -> str:
 
 
 def rows(data: Any) -> list[dict[str, Any]]:
-    """One dict a point, with the columns of `flashsim.sweep`.
+    """Return one dict per point, with the columns of `flashsim.sweep`.
 
     Parameters
     ----------
-    data : Sweep, DataFrame, list of dict, or anything `labelled` takes
+    data : Sweep, DataFrame, list of dict, or any input of `labelled`
         Points of a sweep that failed are left out.
     """
     found = getattr(data, "rows", None)
@@ -234,7 +238,7 @@ def rows(data: Any) -> list[dict[str, Any]]:
 
 
 def fixed(rows: Sequence[dict[str, Any]], x: str) -> str:
-    """The constants of a plot against `x`, in words."""
+    """Describe in words the values that stay constant in a plot against `x`."""
     words = {
         "batch": "batch {}", "heads": "{}", "n_q": "N = {:,}", "head_dim": "d = {}",
         "dtype": "{}", "causal": "causal", "window": "window {}", "direction": "{}", "device": "{}",

@@ -1,4 +1,4 @@
-"""The online softmax of one query row: its running maximum m and sum l, visit by visit."""
+"""The online softmax of one query row: its running maximum m and sum l, key tile by key tile."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from flashsim.trace.trace import Trace
 class RowStatistics:
     """m and l of one query row (arXiv:2307.08691, Algorithm 1, lines 9 and 10).
 
+    A visit is the computation of one key tile for the row's query tile.
+
     Attributes
     ----------
     row, tile, head : int
-        The query row (packed index), the row tile it lies in, and the query head.
+        The query row (packed index), the row tile that contains it, and the query head.
     steps, j : ndarray of int64, (n_visits,)
         The steps of `Steps` that visit the row's tile, and the key tile of each.
     m, l : ndarray of float64, (n_visits,)
-        Maximum of the scores seen so far, and the sum of exp(score - m), after each of them. -inf
-        and 0 until the row has seen a key.
+        The maximum of the scores so far, and the sum of exp(score - m), after each visit. They are
+        -inf and 0 until the row has a key.
     alpha : ndarray of float64, (n_visits,)
-        exp(m before - m after): by what the visit rescaled l and O. 1 where the maximum stayed, 0
-        where there was nothing to rescale yet.
+        exp(m before - m after): the factor by which the visit rescaled l and O. It is 1 if the
+        maximum did not change, and 0 if there was nothing to rescale yet.
     """
 
     row: int
@@ -44,7 +46,7 @@ class RowStatistics:
     _repr_html_ = report.tabled
 
     def table(self) -> report.Table:
-        """One row per visit."""
+        """Return a table with one row per visit."""
         rows = zip(*(x.tolist() for x in (self.j, self.m, self.alpha, self.l)), strict=True)
         return report.Table(
             f"Online softmax of query row {self.row}, head {self.head}",
@@ -58,17 +60,17 @@ class RowStatistics:
 def row_statistics(
     trace: Trace, q: np.ndarray, k: np.ndarray, *, row: int | None = None, head: int = 0
 ) -> RowStatistics:
-    """Follow one row of scores through the visits of a forward trace.
+    """Follow one row of scores through the key tiles of a forward trace.
 
     Parameters
     ----------
     trace : Trace
-        Of a forward pass that keeps m and l ("flash1", "flash2"), without a bias.
+        A forward pass that keeps m and l ("flash1", "flash2"), without a bias.
     q, k : ndarray, (batch, heads, n_q, head_dim), (batch, kv_heads, n_kv, head_dim)
-        What ran; leading axes may be left out.
+        The inputs of the pass; leading axes may be left out.
     row : int, optional
-        Query row; default: of the row tile half-way down, the last one among those whose maximum
-        moves most often: the others hardly show what rescaling is for.
+        Query row. Default: among the rows of the middle row tile, the last of those whose maximum
+        changes most often, because other rows hardly show why rescaling is needed.
     head : int
         Query head, counted over the batch.
 
@@ -120,7 +122,7 @@ def row_statistics(
 
 
 def _rows(name: str, array: np.ndarray, heads: int, n: int, d: int) -> np.ndarray:
-    """As float64 (heads, n, d)."""
+    """Return an array as float64 (heads, n, d)."""
     array = checks.as_array(name, array)
     if array.dtype.kind not in "fiuV":  # V: bfloat16
         raise DTypeError(f"{name} must be an array of numbers, got {array.dtype}")

@@ -1,7 +1,7 @@
-"""`animate`: one run, or two side by side, as GIF, MP4 or a self-contained HTML file.
+"""`animate`: an animation of one run, or of two side by side, as GIF, MP4 or self-contained HTML.
 
-Everything that does not move is drawn once; for each frame the artists that do are moved and drawn
-over a copy of it.
+Static parts are drawn once. For each frame the moving artists are updated and drawn over a copy of
+that background.
 """
 
 from __future__ import annotations
@@ -56,29 +56,29 @@ def animate(
 ) -> Animation:
     """Write an animation of one trace, or of two side by side.
 
-    It shows Q, K, V and O in HBM with the tiles in flight, the score grid filling in, what SRAM
-    holds, and running counters; with `statistics`, m and l of a query row.
+    It shows Q, K, V and O in HBM with the tiles in flight, the score grid as it fills, the contents
+    of SRAM, and running counters. With `statistics` it also shows m and l of a query row.
 
     Parameters
     ----------
     data : Trace, Result, Gradients, Comparison, or a list or dict (by label) of one or two
     path : path-like
-        Its ending chooses the format: .gif, .mp4 (needs ffmpeg) or .html.
+        Its suffix chooses the format: .gif, .mp4 (needs ffmpeg) or .html.
     statistics : RowStatistics, or a dict of them by label, optional
         From `row_statistics`.
     fps : float
-        Frames a second.
+        Frames per second.
     max_frames : int
-        A longer walk skips steps, evenly.
+        A trace with more steps is sampled evenly.
     clock : {"steps", "bytes"}
-        What two traces share: the number of steps made, or the number of bytes moved, which is how
-        they would run if HBM alone set the pace.
+        How two traces are synchronised: by the number of steps done, or by the number of bytes
+        moved. With "bytes" they advance as they would if HBM bandwidth were the only limit.
     theme : {"light", "dark"}
 
     Returns
     -------
     Animation
-        The path that was written; in a notebook it shows itself.
+        The path of the written file; in a notebook it displays the animation.
 
     Raises
     ------
@@ -96,7 +96,7 @@ def animate(
 
 
 def check_format(path: str | Path) -> Path:
-    """The path, if it is one that an animation can be written to here.
+    """Return the path if an animation can be written in its format on this machine.
 
     Raises
     ------
@@ -114,13 +114,19 @@ def check_format(path: str | Path) -> Path:
 
 
 def check_fps(fps: float) -> None:
-    """Raise `OptionError` for a speed that no format holds: a GIF's frame stays 655 s at most."""
+    """Raise `OptionError` for a frame rate that no format can store.
+
+    A GIF's frame lasts at most 655 s.
+    """
     if not SLOWEST <= fps <= FASTEST:
         raise OptionError(f"fps must be from {SLOWEST} to {FASTEST:,}, got {shown(fps)}")
 
 
 def written(film: Any, path: Path, fps: float) -> Animation:
-    """Write a film, of any kind that has frames, shades, a theme and a title, and forget it."""
+    """Write a film to a file and close its figure.
+
+    A film is any object with frames, shades, a theme and a title.
+    """
     write = {".gif": _write_gif, ".mp4": _write_mp4, ".html": _write_html}[path.suffix]
     try:
         with whole(path) as part:
@@ -131,7 +137,7 @@ def written(film: Any, path: Path, fps: float) -> Animation:
 
 
 class Animation(type(Path())):  # type: ignore[misc]
-    """The path of an animation; shows the animation in a notebook."""
+    """The path of an animation file; in a notebook it displays the animation."""
 
     def _repr_html_(self) -> str:
         name = html.escape(self.name)
@@ -151,7 +157,7 @@ class Film:
     figure : Figure
     scenes : list of Scene
     schedule : ndarray of int, (n_frames, n_traces)
-        The step each trace shows in each frame.
+        The step that each trace shows in each frame.
     """
 
     def __init__(
@@ -230,20 +236,20 @@ class Film:
         return " and ".join(scene.walk.trace.algorithm for scene in self.scenes)
 
     def shades(self) -> np.ndarray:
-        """Colours that are drawn besides the theme's own, (n, 3)."""
+        """Return the colours that are drawn besides the theme's own, (n, 3)."""
         return np.concatenate([scene.shades() for scene in self.scenes])
 
     def frames(self) -> Iterator[np.ndarray]:
-        """All frames, in order."""
+        """Yield all frames in order."""
         return (self.frame(number) for number in range(len(self)))
 
     def close(self) -> None:
-        """Forget the figure."""
+        """Close the figure."""
         self.figure.clear()
 
 
 def frame_steps(walks: list[Steps], clock: str, max_frames: int) -> np.ndarray:
-    """int (n_frames, n_walks): the step that each walk shows in each frame."""
+    """Return int (n_frames, n_walks): the step that each trace shows in each frame."""
     longest = max(len(walk) for walk in walks)
     n = min(longest, max_frames)
     times = np.unique(np.linspace(0, longest - 1, n).round().astype(np.int64))
@@ -260,10 +266,11 @@ def frame_steps(walks: list[Steps], clock: str, max_frames: int) -> np.ndarray:
 
 
 def _colors(film: Film) -> np.ndarray:
-    """The colours that are drawn, and shades at the edges of text, uint8 (n, 3).
+    """Return the palette of a film, uint8 (n, 3): its colours, and the shades at the edges of text.
 
-    Worked out rather than guessed from a few frames: a tensor that moves once would lose its own.
-    At most 255, which leaves a GIF one to say "as before".
+    The palette is computed, not sampled from a few frames: sampling would miss the colour of a
+    tensor that moves only once. It has at most 255 colours, so that a GIF has one index left for
+    "unchanged".
     """
     look = film.theme
     solid = [look.background, look.panel, look.grid, look.accent, look.muted, look.text]
@@ -274,7 +281,7 @@ def _colors(film: Film) -> np.ndarray:
 
 
 def _indexed(film: Film, colors: np.ndarray) -> Iterator[np.ndarray]:
-    """Frames as indices into `colors`, uint8 (height, width)."""
+    """Yield each frame as indices into `colors`, uint8 (height, width)."""
     shared = Image.new("P", (1, 1))
     shared.putpalette(colors.tobytes())
     for pixels in film.frames():
@@ -289,7 +296,7 @@ def _picture(indices: np.ndarray, colors: np.ndarray) -> Image.Image:
 
 
 def _changes(frames: Iterator[np.ndarray], same: int) -> Iterator[np.ndarray]:
-    """Each frame with `same` where it is as the one before: flat, so it packs to a third."""
+    """Yield each frame with unchanged pixels set to `same`, which compresses to a third."""
     before = next(frames)
     yield before
     for frame in frames:

@@ -15,12 +15,12 @@ _GAP_FROM = 6  # pixels a tile needs before a line between tiles helps
 
 
 class Mosaic:
-    """`rows` x `cols` tiles in a box of an Axes.
+    """A grid of `rows` x `cols` tiles drawn in a box of an Axes.
 
     Attributes
     ----------
     colors : ndarray of uint8, (rows, cols, 3)
-        What the tiles show; see `paint`.
+        The colours of the tiles; see `paint`.
     """
 
     def __init__(
@@ -56,5 +56,8 @@ class Mosaic:
 
 
 def _edges(tile: np.ndarray, wanted: bool) -> np.ndarray:
-    """Pixels that begin a tile, except the first."""
+    """Return the index of each pixel at which a new tile begins, except the first tile.
+
+    Without `wanted` the result is empty.
+    """
     return np.flatnonzero(np.diff(tile)) + 1 if wanted else np.zeros(0, int)

@@ -21,7 +21,7 @@ from flashsim.viz.style import human
 
 
 class StatisticsPanel:
-    """m, alpha and l of one query row, growing visit by visit, over the numbers of key tiles."""
+    """Curves of m, alpha and l of one query row; each visited key tile adds a point."""
 
     def __init__(self, panels: Sequence[Axes], s: RowStatistics, theme: Theme, left: float) -> None:
         self.s, self.lines = s, list[Line2D]()
@@ -51,7 +51,7 @@ class StatisticsPanel:
         self.artists: list[Artist] = [*self.lines, self.text]
 
     def update(self, step: int) -> None:
-        """Show the visits made up to a step."""
+        """Show the tiles visited up to a step."""
         s, n = self.s, int(np.searchsorted(self.s.steps, step, side="right"))
         for line, values in zip(self.lines, (s.m, s.alpha, s.l), strict=True):
             line.set_data(np.arange(n), values[:n])
@@ -61,7 +61,7 @@ class StatisticsPanel:
 
 
 class Counters:
-    """Running totals of a walk, `columns` of them side by side."""
+    """Running totals of a trace, `columns` of them side by side."""
 
     def __init__(self, ax: Axes, walk: Steps, theme: Theme, label: str, columns: int) -> None:
         self.walk = walk
@@ -103,13 +103,13 @@ class Counters:
 
 
 def _fit(text: Text, ax: Axes) -> None:
-    """Make a text small enough for its Axes' width."""
+    """Shrink a text until it fits the width of its Axes."""
     room = ax.get_window_extent().width
     text.set_fontsize(float(text.get_fontsize()) * min(1, room / text.get_window_extent().width))
 
 
 class Moves:
-    """The transfers of a step, one a line; what goes to HBM is dashed, as in the diagram."""
+    """The transfers of a step, one per line; transfers to HBM are dashed, as in the diagram."""
 
     ROWS = 8
 
@@ -128,7 +128,7 @@ class Moves:
         return line, name, size
 
     def update(self, step: int) -> None:
-        """Show the transfers of a step; the last line says how many found no room."""
+        """Show the transfers of a step; the last line says how many did not fit."""
         moves = self.walk.moves(step)
         for n, (line, name, size) in enumerate(self.rows):
             shown = n < len(moves)

@@ -1,4 +1,4 @@
-"""`animate_ranks`: ranks pass K and V round while tiles light up on each, as GIF, MP4 or page."""
+"""`animate_ranks`: an animation of ranks that pass K and V around a ring, as GIF, MP4 or HTML."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def animate_ranks(
     fps: float = 8,
     theme: str = "light",
 ) -> Animation:
-    """Write an animation, or a player, of a group of ranks at work.
+    """Write an animation, or an HTML player, of a group of ranks at work.
 
-    The members of the ring are at the left, each with the K and V that it has, in the colour of
+    The members of the ring are at the left, each with the K and V that it holds, in the colour of
     their owner. K and V move from member to member. The scores are at the right: a band of rows per
     member, and a band of columns per member's keys. Tiles light up when their member computes them,
     and idle members are labelled.
@@ -47,13 +47,13 @@ def animate_ranks(
     account : Account
         From `flashsim.distributed.count` or `simulate`.
     path : path-like
-        Its ending chooses the format: .gif, .mp4 (needs ffmpeg) or .html, a page with a slider.
+        Its suffix chooses the format: .gif, .mp4 (needs ffmpeg) or .html, a player with a slider.
     cells : int
         Tiles along each side of a member's block, as drawn.
     frames_a_step : int
-        Frames of a step.
+        Frames per step.
     fps : float
-        Frames a second.
+        Frames per second.
     theme : {"light", "dark"}
 
     Returns
@@ -77,7 +77,9 @@ def animate_ranks(
 
 
 def lit(group: Any, block: Any, cells: int) -> np.ndarray:
-    """Which of `cells` x `cells` tiles of a member's rows and a visitor's keys a block computes.
+    """Return which tiles of a block of scores are computed.
+
+    The block has one member's rows and the keys that visit it, cut into `cells` x `cells` tiles.
 
     Returns
     -------
@@ -185,7 +187,7 @@ class RanksFilm:
         return self.steps * self.each
 
     def frames(self) -> Iterator[np.ndarray]:
-        """All frames, in order."""
+        """Yield all frames in order."""
         return (self.frame(number) for number in range(len(self)))
 
     def frame(self, number: int) -> np.ndarray:
@@ -211,7 +213,7 @@ class RanksFilm:
         return np.asarray(self.canvas.buffer_rgba())[..., :3].copy()
 
     def _done(self, member: int, step: int, share: float) -> int:
-        """Tiles that a member has computed when so much of a step has passed."""
+        """Return the number of tiles that this member has computed after a share of a step."""
         tiles = self.lit[member, step].sum()
         return int(min(tiles, np.ceil(share * self.lit[:, step].sum(axis=(1, 2)).max())))
 
@@ -230,7 +232,10 @@ class RanksFilm:
         self.image.set_data(self.pixels)
 
     def _move(self, step: int, share: float) -> None:
-        """Chips rest with their member for half of a step, then go on if they are passed on."""
+        """Move the K and V chips: they rest for half of a step, then go to the next member.
+
+        In the last step they stay.
+        """
         ring = self.group.ring
         going = step < ring - 1
         turn = max(0.0, 2 * share - 1) if going else 0.0
@@ -242,11 +247,11 @@ class RanksFilm:
             text.set_position((x, y))
 
     def shades(self) -> np.ndarray:
-        """Colours that are drawn besides the theme's own, (n, 3)."""
+        """Return the colours that are drawn besides the theme's own, (n, 3)."""
         colors = 255 * np.array(self.shade)
         ground = palette.rgb(self.theme.background)
         return np.concatenate([colors, (colors + ground) / 2])
 
     def close(self) -> None:
-        """Forget the figure."""
+        """Close the figure."""
         self.figure.clear()

@@ -1,4 +1,4 @@
-"""One walk drawn with Matplotlib: artists are built once, then moved from step to step."""
+"""One trace drawn with Matplotlib: artists are built once, then moved from step to step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Box = tuple[float, float, float, float]  # x, y, width, height; y runs down
 
 @dataclass(frozen=True)
 class _Strip:
-    """A tensor in HBM beside the grid."""
+    """A tensor in HBM, drawn as a strip beside the score grid."""
 
     box: Box
     mosaic: Mosaic
@@ -44,13 +44,14 @@ class _Strip:
 
 
 class Scene:
-    """The diagram of one walk: the score grid, and around it the tensors in HBM.
+    """The diagram of one trace: the score grid, and around it the tensors in HBM.
 
     Attributes
     ----------
     walk : Steps
+        The steps of the trace.
     artists : list of Artist
-        What changes from step to step; everything else is background.
+        Everything that changes from step to step; the rest is background.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Scene:
     # -- building -------------------------------------------------------------------------------
 
     def _place(self, aspect: float) -> None:
-        """The grid, and strips with their names around it."""
+        """Place the grid, and the strips with their names around it."""
         around, out = sides(self.walk.trace), _STRIP + _GAP
         x, y = 0.07 + len(around["left"]) * out, 0.075 + len(around["top"]) * out
         w = aspect - x - len(around["right"]) * out - 0.03
@@ -129,7 +130,7 @@ class Scene:
 
     @property
     def mosaics(self) -> list[Mosaic]:
-        """The grid and the strips, which lie under all artists."""
+        """The grid and the strips, which are drawn below all artists."""
         return [self.grid, *(strip.mosaic for strip in self.strips.values())]
 
     def _line(self) -> Line2D:
@@ -144,7 +145,7 @@ class Scene:
         return patch
 
     def _build_edges(self) -> None:
-        """Between the parts of the keys a line on the grid; between pages one on strips of keys."""
+        """Draw lines between parts of the keys on the grid, and between pages on key strips."""
         x, y, w, h = self.box
         t_r, t_c = self.kinds[0].shape
         schedule, dx, dy = self.walk.trace.schedule, w / t_c, h / t_r
@@ -164,7 +165,7 @@ class Scene:
             self.artists.append(edges)
 
     def _build_sram(self, ax: Axes) -> None:
-        """A bar of what SRAM holds, `full` bytes wide, and below it its buffers by name."""
+        """Draw a bar of SRAM's contents, `full` bytes wide, and the buffers' names below it."""
         walk, limit = self.walk, self.walk.trace.device.sram_bytes
         ax.set(xlim=(0, self.full), ylim=(0, 1), xticks=[], yticks=[], facecolor=self.theme.panel)
         for spine in ax.spines.values():
@@ -198,7 +199,7 @@ class Scene:
     # -- one step -------------------------------------------------------------------------------
 
     def update(self, step: int) -> None:
-        """Move every artist to a step of the walk."""
+        """Move every artist to its place at a step."""
         walk = self.walk
         stage, i, j = int(walk.stage[step]), int(walk.i[step]), int(walk.j[step])
         self.grid.paint(self._grid_colors(step, stage))
@@ -235,7 +236,7 @@ class Scene:
         return colors[None] if name in self.key_side else colors[:, None]
 
     def shades(self) -> np.ndarray:
-        """Every flat colour it can show (the grid's ramp sampled), uint8 (n, 3)."""
+        """Return every flat colour that the scene can show (the ramp sampled), uint8 (n, 3)."""
         theme = self.theme
         own = [tint(name, theme.name) for name in (*self.strips, *self.in_grid)]
         held = [tint(name, theme.name) for name in self.walk.buffers]
@@ -259,7 +260,7 @@ class Scene:
         return found
 
     def cell(self, i: int, j: int) -> Box:
-        """Box of a score tile; of a whole row or column where the other number is -1."""
+        """Return the box of a score tile, or of a whole row or column if the other index is -1."""
         x, y, w, h = self.box
         t_r, t_c = self.kinds[0].shape
         if i >= 0:
@@ -269,7 +270,7 @@ class Scene:
         return x, y, w, h
 
     def _flights(self, step: int, i: int, j: int) -> None:
-        """Tiles in flight, each with a line to the tile being worked on (dashed: to HBM)."""
+        """Draw the tiles in flight, each with a line to the current tile (dashed: to HBM)."""
         target = self.cell(i, j)
         self.current.set_bounds(*target)
         moves = self.walk.moves(step)

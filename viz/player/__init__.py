@@ -1,1 +1,1 @@
-"""Pages that play a trace."""
+"""HTML players of traces."""

@@ -37,14 +37,14 @@ _SCRIPTS = ("decode.js", "diagram.js", "player.js")
 @own_errors
 @dataclass(frozen=True)
 class Page:
-    """One HTML page; shows itself in Jupyter.
+    """An HTML player; it displays itself in Jupyter.
 
     Attributes
     ----------
     html : str
         The whole file.
     height : int
-        Of the frame in a notebook, in pixels.
+        Height of the frame in a notebook, in pixels.
     """
 
     html: str
@@ -55,7 +55,7 @@ class Page:
         return f"<Page {html.unescape(title)}: {len(self.html):,} characters>"
 
     def save(self, path: str | Path) -> Path:
-        """Write the file, whole or not at all; returns its path."""
+        """Write the complete file or nothing; return its path."""
         path = Path(checks.path("path", path))
         with whole(path) as part:
             part.write_text(self.html, encoding="utf-8")
@@ -66,7 +66,7 @@ class Page:
 
 
 def embedded(document: str, height: int, title: str) -> str:
-    """A whole HTML document as a part of another: its scripts run, and reach nothing outside."""
+    """Embed a whole HTML document in another one: its scripts run, but reach nothing outside it."""
     return (
         f'<iframe srcdoc="{html.escape(document)}" sandbox="allow-scripts" '
         f'style="width:100%;height:{height}px;border:0" title="{html.escape(title)}"></iframe>'
@@ -82,19 +82,19 @@ def page(
     theme: str = "auto",
     statistics: RowStatistics | Mapping[str, RowStatistics] | None = None,
 ) -> Page:
-    """A page that plays one trace, or two side by side.
+    """Build an HTML player of one trace, or of two side by side.
 
-    A link that ends in ``#step=14`` opens it there; its address follows the step.
+    A link that ends in ``#step=14`` opens the player at that step; its address follows the step.
 
     Parameters
     ----------
     data : Trace, Result, Gradients, Comparison, or a list or dict (by label) of one or two
     path : path-like, optional
-        Where to write the file.
+        The file to write.
     title : str, optional
-        Default: what ran.
+        Default: a description of the run.
     theme : {"auto", "light", "dark"}
-        "auto" follows the reader's system; the page has a switch.
+        "auto" follows the reader's system; the player has a switch.
     statistics : RowStatistics, or a dict of them by label, optional
         From `row_statistics`: shows m and l of one query row as they change.
 
@@ -188,7 +188,7 @@ def _statistics(s: RowStatistics) -> dict[str, Any]:
 
 
 def _column(values: np.ndarray) -> dict[str, str]:
-    """Integers in the narrowest type that holds them, little-endian, base64."""
+    """Encode integers in the narrowest type that holds them, little-endian, as base64."""
     low, high = int(values.min(initial=0)), int(values.max(initial=0))
     kinds = ("u1", "u2", "u4") if low >= 0 else ("i1", "i2", "i4")
     kind = next(k for k in kinds if np.iinfo(k).min <= low and high <= np.iinfo(k).max)
@@ -197,7 +197,7 @@ def _column(values: np.ndarray) -> dict[str, str]:
 
 
 def embedded_json(value: Any) -> str:
-    """JSON that can stand in a script element: no string in it can end the element or open one."""
+    """Encode JSON for a script element: no string in it can end the element or open one."""
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -1,4 +1,4 @@
-"""Predictions beside measurements."""
+"""Plots of predictions against measurements."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def predicted_against_measured(
     ax: Axes,
     theme: Theme,
 ) -> None:
-    """How far predictions are off, in per cent, against what was measured.
+    """Draw the error of predictions, in per cent, against the measured values.
 
     Parameters
     ----------
     points : mapping of str to a sequence of (predicted, measured)
-        By the name of a series.
+        The keys are the names of the series.
     unit : str
-        Of both.
+        The unit of both values.
     targets : tuple of float
-        Shares; a band is drawn for each.
+        Error bounds as fractions; a band is drawn for each.
 
     Raises
     ------
     OptionError
-        If there is no point, or something measured is not positive.
+        If there is no point, or a measured value is not positive.
     """
     every = np.array([pair for those in points.values() for pair in those], float)
     if not every.size:

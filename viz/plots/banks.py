@@ -1,4 +1,4 @@
-"""Where a warp's request falls in the banks of shared memory."""
+"""A plot of the shared-memory banks that a warp's requests use."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ _BANKS, _GAP, _MOST_ROWS = 32, 5, 72
 
 @themed
 def banks(data: Any, *, ax: Axes, theme: Theme) -> None:
-    """Words that a warp asks for, by bank, in shades of the wavefront that serves them.
+    """Draw the words that a warp requests, by bank, shaded by the wavefront that serves them.
 
-    Side by side, one panel a request: across, the 32 banks; down, shared memory in rows of 128
-    bytes. Words of one column that differ are a conflict: each waits for its own wavefront.
+    Each request has its own panel, side by side. The 32 banks run across, and rows of 128 bytes of
+    shared memory run down. Different words in one column are a bank conflict: each needs a
+    wavefront of its own.
 
     Parameters
     ----------
     data : Access or sequence of Access
-        What `flashsim.banks.access` gives.
+        The result of `flashsim.banks.access`.
 
     Raises
     ------
     OptionError
-        If there is none, or one spans more than 72 rows of 128 bytes.
+        If there is no access, or one spans more than 72 rows of 128 bytes.
     """
     requests: Sequence[Any] = list(data) if isinstance(data, (list, tuple)) else [data]
     for request in requests:

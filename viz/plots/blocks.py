@@ -1,4 +1,4 @@
-"""Visits, bytes and predicted time against the size of a tile."""
+"""A plot of visited tiles, bytes and predicted time against the size of a tile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from flashsim.viz.style import heading, human, series_style, themed
 def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) -> None:
     """Draw visits, requested bytes and predicted time of one stage, each divided by its smallest.
 
-    Below each tile is the number of blocks per SM. A tile that does not fit is hollow.
+    A visit is one query tile times one key tile. Below each tile size is the number of blocks per
+    SM. A tile that does not fit is hollow.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""DRAM bytes for an L2 cache of any size."""
+"""A plot of DRAM bytes against the size of the L2 cache."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ POINTS = 600
 def l2_curve(
     curves: Mapping[str, Curve], *, devices: tuple[str | Device, ...] = (), ax: Axes, theme: Theme
 ) -> None:
-    """DRAM bytes read against the size of L2, for every size at once.
+    """Draw the bytes read from DRAM against the size of L2, for every size at once.
 
-    Left of the first step nothing is found again, and all requested bytes come from DRAM; right of
-    the last step only first reads do. A step is a reuse that begins to fit.
+    Left of the first step L2 has no hits, and all requested bytes come from DRAM. Right of the last
+    step DRAM serves only first reads. Each step is a reuse that begins to fit into L2.
 
     Parameters
     ----------
     curves : mapping of str to flashsim.l2.Curve
-        What `flashsim.l2.curves` gives (by stage), or curves under names of your own.
+        The result of `flashsim.l2.curves` (by stage), or curves under names of your own.
     devices : tuple of str or Device
-        Marked at the sizes of their L2.
+        Devices whose L2 sizes are marked.
 
     Raises
     ------

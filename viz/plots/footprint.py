@@ -1,4 +1,4 @@
-"""Memory that training keeps in HBM, against the sequence length."""
+"""A plot of the memory that training keeps in HBM, against the sequence length."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def memory_footprint(
     Parameters
     ----------
     data : Problem or Sweep (or rows)
-        Of a problem, everything but its lengths is used, with `n` and `algorithms`.
+        A problem is used without its lengths; `n` and `algorithms` say what is drawn.
     n : sequence of int
     algorithms : sequence of str
     device : str or Device, optional
@@ -96,7 +96,7 @@ def memory_footprint(
 
 
 def _close(ends: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Ends of lines, (x, y), in groups whose y would be written over each other."""
+    """Group line ends, (x, y), whose labels would overlap."""
     groups: list[list[tuple[int, int]]] = []
     for x, y in sorted(ends):
         if groups and groups[-1][-1][0] == x and y < 1.3 * groups[-1][-1][1]:

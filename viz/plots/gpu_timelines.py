@@ -1,4 +1,4 @@
-"""A GPU timeline: SM by time, by phases of each visit or by thread blocks."""
+"""GPU timelines: time across, SMs down, with a bar per phase of a visit or per thread block."""
 
 from __future__ import annotations
 
@@ -39,20 +39,21 @@ def gpu_timeline(
     ax: Axes,
     theme: Theme,
 ) -> None:
-    """Where and when things ran on a GPU: SM by time.
+    """Draw when each SM of a GPU worked, and on which tiles.
 
     Parameters
     ----------
     data : Trace, Result or Gradients
-        Run on a GPU with ``trace="timeline"``.
+        From a run on a GPU with ``trace="timeline"``.
     color : {"phase", "block"}, optional
-        "phase": each part of each visit in the colour of the tensor that it brings or makes, on a
-        pale bar, its visit, which is numbered by its tile's j (keys outside: i) where there is
-        room. Blocks that share an SM, the roles of a block and overlapping visits have rows of
-        their own. "block": one bar for each thread block, shaded by its row (keys outside: column)
-        of tiles. Default: "phase" if rows are thick enough, up to 64 of them.
+        "phase": each phase of a visit (one tile pair) has the colour of the tensor that it loads or
+        computes. It lies on a pale bar for the whole visit, numbered where there is space with the
+        tile's j (KV-outer: i). Blocks that share an SM, the roles of a block and overlapping visits
+        have separate rows. "block": one bar for each thread block, shaded by its row (KV-outer:
+        column) of tiles. Default: "phase" if rows are thick enough, which holds for up to 64 of
+        them.
     stage : str, optional
-        Default: the one with the most visits.
+        Default: the stage with the most visits.
     sms : (int, int), optional
         First and last SM shown; default: all.
     times : (float, float), optional
@@ -155,7 +156,7 @@ def _phases(
 def _number(
     ax: Axes, theme: Theme, spans: np.ndarray, bars: np.ndarray, middle: np.ndarray, inner: str
 ) -> None:
-    """The inner tile's number on the longest part of each visit, where it fits."""
+    """Write the inner tile's number on the longest part of each visit where it fits."""
     low, high = ax.get_xlim()
     room = 0.3 * (high - low) / _SLIDE_INCHES  # of two digits
     outputs = spans["phase"] == PHASES.index("output")
@@ -173,7 +174,10 @@ def _number(
 def _blocks(
     ax: Axes, theme: Theme, spans: np.ndarray, bars: np.ndarray, placed: Rows, outer: str
 ) -> None:
-    """One bar a thread block, of its last role: a consumer's, where a producer runs ahead."""
+    """Draw one bar per thread block, from the spans of its last role.
+
+    If a block has a producer that runs ahead, that role is a consumer.
+    """
     last = spans["role"] == spans["role"].max()
     spans, bars = spans[last], bars[last]
     placed = Rows(placed.block[last], placed.slot[last], placed.row[last], placed.names)
@@ -197,6 +201,6 @@ def _blocks(
 
 
 def _bars(x: np.ndarray, top: np.ndarray, height: float) -> np.ndarray:
-    """Corners, (n, 4, 2)."""
+    """Return the corners of the bars, (n, 4, 2)."""
     x0, x1, y1 = x[:, 0], x[:, 1], top + height
     return np.stack([np.stack(c, -1) for c in ((x0, top), (x1, top), (x1, y1), (x0, y1))], 1)

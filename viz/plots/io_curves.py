@@ -1,4 +1,4 @@
-"""HBM bytes against a length, a tile's side or M, with the papers' bounds."""
+"""Plots of HBM bytes against a length, a tile's side or M, with the papers' bounds."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
 
 
 def _bounds(points: list[dict[str, Any]], x: str, among: bool, ax: Axes, theme: Theme) -> None:
-    """Draw the bounds of a series; `among` several, the fit says of which."""
+    """Draw the bounds of a series; if there are several (`among`), the fit's label names it."""
     at = [p[x] for p in points]
     quiet: dict[str, Any] = {"color": theme.muted, "lw": 1.6, "zorder": 2}
     compulsory = [p["compulsory_bytes"] for p in points]
@@ -109,7 +109,7 @@ def _varying(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _series(rows: Iterable[dict[str, Any]], x: str) -> dict[str, list[dict[str, Any]]]:
-    """Rows by what else differs between them, each series in order of x."""
+    """Group rows by all varying columns except x, and sort each series by x."""
     rows = list(rows)
     # A tile that was fitted, or a machine's M, follows x; it makes no series of its own.
     follows = {"block_q", "block_k", "n_kv", "sram_bytes", "head_dim_v", x}

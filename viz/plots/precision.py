@@ -1,4 +1,4 @@
-"""The error of each rounding, by the point that was lowered."""
+"""A plot of the error that each rounding point causes when its precision alone is lowered."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def precision(
     data : Laboratory
         The result of `flashsim.precision.laboratory`.
     kind : str, optional
-        Of input; default: the first.
+        The kind of input; default: the first.
     n : int, optional
-        Default: the longest.
+        The sequence length; default: the longest.
 
     Raises
     ------

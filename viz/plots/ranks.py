@@ -1,4 +1,4 @@
-"""Plots of several ranks: who computes when, and how a group's efficiency falls with its size."""
+"""Plots of several ranks: when each rank computes, and a group's efficiency by its size."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from flashsim.viz.style import heading, series_style, themed
 
 @themed
 def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
-    """When each rank of a group computes, and when it waits: schemes below each other.
+    """Draw when each rank of a group computes and when it waits, one scheme below the other.
 
-    A step lasts as long as the rank with the most work in it. Bars are FLOPs of matrix products,
-    so that time is that of equal GPUs without a link; all schemes have one scale.
+    A step lasts as long as the rank with the most work in it. Bars are FLOPs of matrix products, so
+    the time is that of equal GPUs with no communication cost. All schemes share one scale.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
     Raises
     ------
     OptionError
-        If there is none.
+        If there is no account.
     """
     shown = list(accounts) if isinstance(accounts, (list, tuple)) else [accounts]
     if not shown:
@@ -84,7 +84,9 @@ def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
 
 @themed
 def scaling(times: Mapping[str, Sequence[Any]], *, ax: Axes, theme: Theme) -> None:
-    """Efficiency of groups against their ranks: one GPU's time over that of all together.
+    """Draw the efficiency of groups against their number of ranks.
+
+    Efficiency is one GPU's time divided by the total time of all ranks together.
 
     Parameters
     ----------

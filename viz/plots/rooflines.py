@@ -1,4 +1,4 @@
-"""Algorithms, and series of timed kernels, on a device's roof."""
+"""Rooflines of a device, with algorithms or with series of timed kernels."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def roofline(
     device : str or Device, optional
         Default: the first source's.
     seconds : dict, optional
-        Measured time by label (of `data`'s dict, or an algorithm's name).
+        Measured time by label (a key of the dict `data`, or an algorithm's name).
     dram_bytes : dict, optional
         DRAM bytes by label or algorithm, measured or predicted by `flashsim.l2`.
     """
@@ -139,7 +139,10 @@ def _given(
     rows: Sequence[Mapping[str, Any]],
     least: float,
 ) -> list[float | None]:
-    """The value of each row, by its label or its algorithm, or None. Raises for unknown names."""
+    """Return each row's value, looked up by its label or its algorithm, or None.
+
+    Raises for unknown names.
+    """
     values, names = values or {}, [row["algorithm"] for row in rows]
     known = dict.fromkeys((*labels, *names))
     for name, value in values.items():
@@ -150,14 +153,14 @@ def _given(
 
 
 def _once(row: dict[str, Any]) -> int:
-    """`counts.traffic.once` of a sweep's row."""
+    """Return `counts.traffic.once` of a row of a sweep."""
     names = ("n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads", "dtype")
     problem = Problem(**{name: row[name] for name in names})
     return traffic.once(problem, row["algorithm"], row["direction"])
 
 
 def _labels(rows: list[dict[str, Any]]) -> list[str]:
-    """Of each point of a sweep: its algorithm, and what else differs between them."""
+    """Return a label per point of a sweep: its algorithm, and the columns that differ."""
     words = {"direction": "{}", "n_q": "N = {:,}", "head_dim": "d = {}", "causal": "causal: {}"}
     words["kv_heads"] = "{} key heads"
     telling = [name for name in words if len({row[name] for row in rows}) > 1]
@@ -168,7 +171,7 @@ def _labels(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _axes(ax: Axes, reach: tuple[float, float], top: float, work: str) -> None:
-    """Intensity, and speed up to `top`, both logarithmic."""
+    """Set up the axes: intensity, and speed up to `top`, both logarithmic."""
     ax.set(xscale="log", yscale="log", xlim=reach, ylabel="FLOP/s")
     ax.set_xlabel(f"{work} per byte of HBM")
     ax.set_ylim(top=top)
@@ -178,7 +181,10 @@ def _axes(ax: Axes, reach: tuple[float, float], top: float, work: str) -> None:
 
 
 def _strip(ax: Axes, theme: Theme, share: float) -> None:
-    """Room for bars without a height, `share` of the axes: below all roofs, without ticks."""
+    """Reserve a strip for bars without a height.
+
+    It takes `share` of the axes, lies below all roofs and has no ticks.
+    """
     floor, top = ax.get_ylim()
     ticks = [tick for tick in ax.get_yticks() if floor <= tick <= top]
     bottom = top * (floor / top) ** (1 / (1 - share))
@@ -200,21 +206,21 @@ def roofline_series(
     ax: Axes,
     theme: Theme,
 ) -> None:
-    """Kernels at several sizes, each where its intensity and its measured speed put it.
+    """Draw kernels at several sizes, each at its intensity and its measured speed.
 
     Parameters
     ----------
     data : mapping of str to sequence of (str, float, float)
-        By series: what a point is called, FLOPs for each byte, and FLOP/s achieved.
+        By series: the name of each point, its FLOPs per byte, and the FLOP/s it achieved.
     device : str or Device
-        Whose roof: HBM bandwidth, and the peak for `dtype`; the axis at the right has per cent of
-        that peak.
+        The device whose roof is drawn: its HBM bandwidth, and its peak for `dtype`. The axis at the
+        right is in per cent of that peak.
     dtype : str
 
     Raises
     ------
     OptionError
-        If there is no point, or one is not positive.
+        If there is no point, or a value is not positive.
     """
     machine = Device.get(device)
     points = [p for series in data.values() for p in series]

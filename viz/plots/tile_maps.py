@@ -1,4 +1,4 @@
-"""Maps of the scores: what the mask keeps, which tiles are visited, when, and at what cost."""
+"""Maps of the scores: which scores the mask keeps, and the order and cost of the visited tiles."""
 
 from __future__ import annotations
 
@@ -39,19 +39,20 @@ def tile_map(
 ) -> None:
     """Draw the grid of score tiles of one head.
 
-    A tile that the mask cuts has a mark in the corner that the mask takes. The upper right corner
-    has later keys, and the lower left corner keys before a window. Skipped tiles are hatched, and
-    full ones are plain. A line separates parts of the keys, and a tick at the upper edge marks
-    where a page begins. ``ax.images[0]`` holds the values, (T_r, T_c), NaN for a skipped tile.
+    A partly masked tile has a mark in the corner that the mask removes. The upper right corner has
+    later keys, and the lower left corner keys before a window. Skipped tiles are hatched, and full
+    ones are plain. A line separates parts of the keys, and a tick at the upper edge marks where a
+    cache page begins. ``ax.images[0]`` holds the values, (T_r, T_c), NaN for a skipped tile.
 
     Parameters
     ----------
     data : Trace, Result or Gradients
     color : {"order", "bytes", "flops", "block"}
-        Visit number; bytes that the visits of a tile moved (transfers of a whole row or column
-        belong to no tile); FLOPs; which thread block of one walk works on it.
+        "order": the number of the visit. "bytes": bytes moved while the tile is visited (transfers
+        of a whole row or column belong to no tile). "flops": FLOPs. "block": the thread block that
+        works on the tile.
     stage : str, optional
-        Default: the one with the most visits.
+        Default: the stage with the most visits.
     """
     checks.one_of("color", color, QUANTITIES)
     trace = sources.one_trace(data)
@@ -128,26 +129,26 @@ def tile_map(
 def mask(
     problem: Problem, tiling: Tiling | None = None, *, bias: Any = None, ax: Axes, theme: Theme
 ) -> None:
-    """Draw the scores that a mask keeps, and the tiles that this leaves.
+    """Draw the scores that a mask keeps, and the tiles that are then computed.
 
-    A tile without a kept score is skipped. In the other tiles every score is computed, also those
-    that the mask then removes. ``ax.images[0]`` holds the picture, (n_q, n_kv, 4).
+    A tile without a kept score is skipped. In the other tiles every score is computed, including
+    those that the mask then removes. ``ax.images[0]`` holds the picture, (n_q, n_kv, 4).
 
     Parameters
     ----------
     problem : Problem
-        Its lengths and its mask are drawn, of one head.
+        Its lengths and its mask are drawn, for one head.
     tiling : Tiling, optional
         Default: 32 x 32.
     bias : array_like of float, shape (n_q, n_kv), optional
-        What is added to each score: the stronger a kept score's shade, the larger.
+        The term added to each score: the larger it is, the stronger the shade of a kept score.
 
     Raises
     ------
     OptionError
         For more than four million scores, or a bias of another shape.
     DTypeError
-        If `problem` is none.
+        If `problem` is not a Problem.
     """
     checks.instance("problem", problem, Problem, "flashsim.Problem")
     shape = (problem.n_q, problem.n_kv)
@@ -207,7 +208,7 @@ def mask(
 
 
 def tile_values(walk: Steps, schedule: Schedule, stage: int, quantity: str) -> np.ndarray:
-    """float (T_r, T_c): the quantity of each tile of a stage, NaN where it is not visited."""
+    """Return float (T_r, T_c): the quantity of each tile of a stage, NaN for a skipped tile."""
     chosen = (walk.stage == stage) & (walk.visit >= 0)
     i, j = walk.i[chosen], walk.j[chosen]
     grid = np.full((schedule.t_r, schedule.t_c), np.nan)

@@ -1,4 +1,4 @@
-"""Plots of bytes: by tensor, visit by visit, on chip, and two traces against each other."""
+"""Plots of bytes: by tensor, step by step, on chip, and the difference of two traces."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from flashsim.viz.style import DASHES, HATCH, MARKERS, heading, human, ink_on, t
 
 @themed
 def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme: Theme) -> None:
-    """Requested HBM bytes by tensor and direction, algorithms side by side.
+    """Draw requested HBM bytes by tensor and direction, algorithms side by side.
 
     Each bar is one source and one direction, stacked by tensor in the tensors' colours. A dashed
-    line is what no algorithm can do without: each input read once, each output written once.
+    line marks the compulsory bytes: each input is read once and each output is written once.
 
     Parameters
     ----------
     data : Trace, Traffic, Result, Gradients, Comparison, a list of them, or a dict by label
     log : bool
-        Logarithmic bytes. Stacked parts have no length on such an axis, so each bar is then one
-        total.
+        Use a logarithmic axis. Stacked parts have no length on such an axis, so each bar then shows
+        only its total.
     dram : bool
-        Also replay the requests through the device's L2 (`flashsim.l2.dram`) and draw what DRAM
-        reads and writes, a dotted line.
+        Also replay the requests through the device's L2 (`flashsim.l2.dram`), and draw the bytes
+        that DRAM reads and writes as a dotted line.
     """
     groups = sources.labelled(data)
     ops = [op for op in OPS if any(s.bytes(op) for s in groups.values())]
@@ -104,18 +104,18 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
 
 
 def _place(tensor: str) -> tuple[int, str]:
-    """The position of a tensor among others; tensors of your own algorithm come last."""
+    """Return the sort key of a tensor; tensors of your own algorithm come last."""
     return CODES.get(tensor, len(CODES)), tensor
 
 
 def _levels(
     ax: Axes, theme: Theme, groups: list[Trace | Traffic], dram: bool
 ) -> tuple[list[list[str]], list[str]]:
-    """Draw lines over each group: compulsory bytes and, if asked, DRAM's.
+    """Draw lines over each group: compulsory bytes and, with `dram`, DRAM bytes.
 
     Returns
     -------
-    words of each group where they differ, words of all where they do not
+    the texts of each group where they differ, and the texts that all groups share
     """
     levels = {"compulsory": [source.compulsory() for source in groups]}
     if dram:
@@ -138,7 +138,7 @@ def _levels(
 
 
 def _name_parts(ax: Axes, theme: Theme, parts: list[tuple[float, float, int, str]]) -> None:
-    """Names of tensors on their parts of a bar, where one is high enough: print has no colour."""
+    """Write tensor names on the parts of a bar that are high enough, for print without colour."""
     low, high = ax.get_ylim()
     for x, y, nbytes, tensor in parts:
         if nbytes > 0.055 * (high - low):
@@ -151,7 +151,7 @@ def _name_parts(ax: Axes, theme: Theme, parts: list[tuple[float, float, int, str
 
 
 def tensor_patch(tensor: str, theme: Theme) -> Patch:
-    """A legend entry of a tensor."""
+    """Return a legend entry for a tensor."""
     return Patch(
         facecolor=tint(tensor, theme.name),
         edgecolor=theme.background,
@@ -164,7 +164,7 @@ def tensor_patch(tensor: str, theme: Theme) -> Patch:
 def cumulative(
     data: Any, *, quantity: str = "both", log: bool = False, ax: Axes, theme: Theme
 ) -> None:
-    """HBM bytes and FLOPs of one head, summed up step by step.
+    """Draw HBM bytes and FLOPs of one head, accumulated step by step.
 
     Parameters
     ----------
@@ -173,7 +173,7 @@ def cumulative(
         With "both", FLOPs are thin dashed lines on a second axis at the right, ``ax.child_axes``
         excluded from the legend.
     log : bool
-        Logarithmic steps, for walks of very different lengths.
+        Use a logarithmic step axis, for traces of very different lengths.
     """
     checks.one_of("quantity", quantity, ("both", "bytes", "flops"))
     right = ax.twinx() if quantity == "both" else ax
@@ -225,18 +225,18 @@ def sram_timeline(
 ) -> None:
     """Draw the bytes that one thread block keeps on chip, event by event, stacked by buffer.
 
-    The dashed line is the device's capacity for one block. If the tiles fill little of it, it is
-    written at the top instead. A GPU's kernel may hold more, because a block has registers besides
-    its shared memory.
+    The dashed line is the device's capacity for one block. If the tiles fill little of it, the
+    capacity is written at the top instead. A GPU's kernel may hold more, because a block has
+    registers besides its shared memory.
 
     Parameters
     ----------
     data : Trace, Result or Gradients
     stage : str, optional
-        Default: the one with the most visits.
+        Default: the stage with the most visits.
     steps : (int, int)
-        First and last step shown; a step ends where a tile was computed. Events within a step are
-        spread evenly: the axis is order, not time.
+        First and last step shown. A step ends when a tile has been computed. Events within a step
+        are spread evenly, because the axis shows order and not time.
     """
     trace = sources.one_trace(data)
     part = trace.main_stage if stage is None else trace.stage(stage)
@@ -290,20 +290,20 @@ def sram_timeline(
 
 @themed
 def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
-    """Where two traces (or a trace and its prediction) differ, by stage, direction and tensor.
+    """Draw the differences of two traces, or of a trace and its prediction.
 
-    Bars are `second` minus `first`, in requested bytes; transfers that are equal are counted below
-    the title.
+    Bars are `second` minus `first`, in requested bytes, by stage, direction and tensor. The number
+    of equal transfers is given below the title.
 
     Parameters
     ----------
     first, second : Trace, Traffic, Result or Gradients
-        Or, alone, what holds two of them: a Comparison, a list or a dict by label.
+        `first` alone may hold both: a Comparison, a list or a dict by label.
 
     Raises
     ------
     OptionError
-        If it is not two.
+        If there are not exactly two.
     """
     labels = list(sources.labelled(first if second is None else [first, second]).items())
     if len(labels) != 2:

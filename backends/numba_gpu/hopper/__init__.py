@@ -1,1 +1,1 @@
-"""Kernels in Python for Hopper (`wgmma`, the copy engine)."""
+"""Kernels in Python for Hopper (`wgmma`, TMA)."""

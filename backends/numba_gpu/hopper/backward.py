@@ -1,15 +1,16 @@
-"""FlashAttention-3 backward (arXiv:2407.08608, Algorithm 3) for Hopper, in Python: keys outside.
+"""FlashAttention-3 backward (arXiv:2407.08608, Algorithm 3) for Hopper, in Python: KV-outer.
 
-The structure is that of kernels/hopper/backward.cu. A block owns one tile of keys of one key head;
-each of two consumer warpgroups owns 64 of its keys and keeps their dK and dV in registers. Scores
-are computed transposed, so that P^T and dS^T already are the left operands of dV = P^T dO and
-dK = dS^T Q. Only for dQ^T = K^T dS^T, which needs all keys of the tile, does dS pass through shared
-memory; with DEFERRED dQ of a visit is computed in the next one, so that no warpgroup waits for the
-other's dS. dQ is added into a float32 accumulator by the copy engine, with ORDERED in the order of
-the key tiles. One producer thread loads tiles, a second warp the rows' log-sum-exp and delta, two
-more send dQ off. Without FUSED there is no dQ: the three-pass form leaves it to `hopper_dq`. The
-blocks of a CLUSTER share the visits of an item, and add up dK and dV through each other's shared
-memory.
+The structure is that of kernels/hopper/backward.cu. A block owns one tile of keys of one key head.
+Each of two consumer warpgroups owns 64 of its keys and keeps their dK and dV in registers. Scores
+are computed transposed, so that P^T and dS^T already are the left operands of dV = P^T dO and dK =
+dS^T Q. Only dQ^T = K^T dS^T needs all keys of the tile, so only for it does dS pass through shared
+memory. A visit is one query tile times one key tile. With DEFERRED, dQ of a visit is computed in
+the next visit, so that no warpgroup waits for the other's dS.
+
+TMA adds dQ into a float32 accumulator; with ORDERED it does so in the order of the key tiles. One
+producer thread loads tiles, a second warp loads the rows' log-sum-exp and delta, and two more warps
+send dQ. Without FUSED there is no dQ: the three-pass form leaves it to `hopper_dq`. The blocks of a
+CLUSTER share the visits of a work tile, and add up dK and dV through each other's shared memory.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ _DS_READY, _DQ_FREE, _DQ_FULL, _TILES_READ = 1, 2, 4, 6
 
 
 def hopper_backward_kernel(kernel: Kernel) -> Any:
-    """The kernel, as a Python function, for compile-time constants.
+    """Return the kernel as a Python function, for compile-time constants.
 
-    Its arguments are tensor maps of q, k, v, dout and dQ's accumulator (without FUSED one that is
-    not used), a `launch.ARGS`, and the address of a work counter that starts at 0; or 0, if no
-    block gets more than one item.
+    Its arguments are tensor maps of q, k, v, dout and dQ's accumulator (unused without FUSED), a
+    `launch.ARGS`, and the address of a work counter that starts at 0. The address is 0 if no block
+    gets more than one work tile.
     """
     c = constants(kernel)
     at = KeysOutside(c.block_q, c.block_k, c.d, bool(c.fused), bool(c.deferred))
@@ -106,8 +107,10 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
 
 
 def _sender(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """``send_dq(map_dq, a, shared, group)``: a warp adds a warpgroup's pieces of dQ, once they are
-    staged, to the accumulator."""
+    """Return ``send_dq(map_dq, a, shared, group)``, the loop of a warp that sends dQ.
+
+    It adds a warpgroup's pieces of dQ to the accumulator as soon as they are staged.
+    """
     block_q, ordered, dq_rows, split = c.block_q, bool(c.ordered), at.dq_rows, at.split_columns
     dq_at, dq_bytes, counted = at.region("dq"), at.dq_bytes, c.counted
     reduce_dq = gradients.reduce_dq(dq_rows, packed=bool(c.varlen))
@@ -165,8 +168,10 @@ def _sender(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNa
 
 
 def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """``consume(a, shared, group)``: a warpgroup computes the gradients of its 64 keys of every
-    item, and its share of dQ."""
+    """Return ``consume(a, shared, group)``, a consumer warpgroup's loop.
+
+    The warpgroup computes the gradients of its 64 keys of every work tile, and its share of dQ.
+    """
     block_q, block_k, d = c.block_q, c.block_k, c.d
     bf16, fused, scaled, softcap = bool(c.bf16), bool(c.fused), bool(c.scaled), bool(c.softcap)
     deferred = at.deferred  # dQ of a visit is computed in the next one
@@ -233,7 +238,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
 
     @device
     def store(a, shared, slot, kv_heads, row0, dk, dv):
-        """dK scale and dV, straight from registers."""
+        """Store dK times the scale, and dV, straight from registers."""
         walk, stop = get(slot + WALK), get(slot + STOP)
         batch = quotient(walk, kv_heads)
         head, key = int32(walk - batch * kv_heads), int32(get(slot + START) + row0)
@@ -247,8 +252,11 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
 
     @device
     def add_up(a, shared, slot, kv_heads, row0, dk, dv):
-        """The same of a cluster: every block lays its own down where tiles were, and takes some
-        columns of all blocks', to add them up in the blocks' order."""
+        """Store dK times the scale, and dV, summed over the blocks of a cluster.
+
+        Each block writes its own sums to shared memory in place of the tiles. Then it takes some
+        columns of all blocks' sums and adds them up in the order of the blocks.
+        """
         mine = int32(shared + k_at + (int32(cuda.threadIdx.x) - 128) * 4)
         tiles_read(int32(_TILES_READ))  # no product needs one any more
         lay_down(mine, dk)
@@ -285,18 +293,18 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
 
     @device
     def load_starts(shared, number):
-        """Where the scores of the block's visit of that number start."""
+        """Load the initial values of the scores of the block's visit `number`."""
         return start_columns(load_columns(shared + lse_at + (number & 1) * (block_q * 4)))
 
     @device
     def queue_piece(shared, group, number):
-        """A warpgroup's piece of dQ^T = K^T dS^T, of the block's visit of that number."""
+        """Queue a warpgroup's piece of dQ^T = K^T dS^T for the block's visit `number`."""
         ds = int32(shared + ds_at + (number & 1) * ds_bytes + group * ds_part)
         return queue_dq(shared + k_at + group * k_part, ds)
 
     @device
     def hand_over(group, dq_mine, dq):
-        """A piece of dQ, staged, to the warp that sends it off."""
+        """Stage a piece of dQ, and hand it to the warp that sends it."""
         piece_free(_DQ_FREE + group)  # the piece before it is sent off
         stage_dq(dq_mine, dq)
         fence_shared()

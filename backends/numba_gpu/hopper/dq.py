@@ -1,10 +1,10 @@
-"""dQ of the deterministic backward for Hopper, in Python: queries outside, no atomics.
+"""dQ of the deterministic backward for Hopper, in Python: Q-outer, no atomics.
 
 The structure is that of kernels/hopper/dq.cu. Each of two consumer warpgroups keeps dQ of 64 query
-rows in registers; per visit it recomputes S = Q K^T and dP = dO V^T and makes dS = P (dP - delta),
-which in registers already is the left operand of dQ += dS K. With row tiles of 128 the warpgroups
-share out the rows; with 64, the keys of each visit, and their two dQ are added at the end. One
-producer thread keeps a ring of K and V tiles full.
+rows in registers. Per visit (one query tile times one key tile) it recomputes S = Q K^T and dP = dO
+V^T and makes dS = P (dP - delta). In registers dS already is the left operand of dQ += dS K. With
+row tiles of 128 the warpgroups split the rows. With 64 they split the keys of each visit, and their
+two dQ are added at the end. One producer thread keeps a ring of K and V tiles full.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def hopper_dq_kernel(kernel: Kernel) -> Any:
-    """The kernel, as a Python function, for compile-time constants.
+    """Return the kernel as a Python function, for compile-time constants.
 
     Its arguments are tensor maps of q, k, v and dout, a `launch.ARGS`, and the address of a work
-    counter that starts at 0; or 0, if no block gets more than one item.
+    counter that starts at 0. The address is 0 if no block gets more than one work tile.
     """
     c = constants(kernel)
     at = DqAlone(c.block_q, c.block_k, c.d)
@@ -84,8 +84,10 @@ def hopper_dq_kernel(kernel: Kernel) -> Any:
 
 
 def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``: a thread takes items, brings
-    tiles."""
+    """Return ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``, the producer's loop.
+
+    One thread fetches work tiles and loads their tiles of Q, K, V and dO.
+    """
     block_k, pieces, visit_words = c.block_k, at.pieces, i.visit_words
     row_bytes, row_bytes_v, packed = c.counted * 2, c.counted_v * 2, bool(c.varlen)
     q_at, dout_at, k_at, v_at, _ = map(at.region, at.regions)
@@ -104,7 +106,7 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
 
     @device
     def bring_own(map_q, map_dout, a, shared, slot, item, head, batch):
-        """An item's rows of Q and dO."""
+        """Load a work tile's rows of Q and dO."""
         piece = int32(0)
         while piece < pieces:
             wait(shared + own_free + piece * 8, (item & 1) ^ 1)  # the last item is done with it
@@ -169,7 +171,10 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
 
 
 def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """``consume(a, shared, group)``: a warpgroup computes dQ of its rows, or its keys' part."""
+    """Return ``consume(a, shared, group)``, a consumer warpgroup's loop.
+
+    The warpgroup computes dQ of its rows, or its keys' part of dQ.
+    """
     block_k, d = c.block_k, c.d
     bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)
     split = at.pieces == 1  # the warpgroups share out the keys
@@ -201,7 +206,7 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
 
     @device
     def store(a, slot, query, dq, row_bytes, stop):
-        """dQ scale, straight from registers."""
+        """Store dQ times the scale, straight from registers."""
         walk = get(slot + WALK)
         batch = quotient(walk, a.heads)
         head = int32(walk - batch * a.heads)

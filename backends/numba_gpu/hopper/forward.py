@@ -1,10 +1,10 @@
 """FlashAttention-3 forward (arXiv:2407.08608, Algorithms 1 and 2) for Hopper, in Python.
 
-The structure is that of kernels/hopper/forward.cu: one producer thread keeps rings of K and V tiles
-full through the copy engine; each consumer warpgroup owns 64 query rows, with S, P and O in
-registers. Which tiles a row of tiles visits, and which of them need a mask, is read from the
-schedule's tables. Blocks are persistent: each takes the next item (row tile, head) of the launch's
-list, and the producer tells the consumers through slots in shared memory.
+The structure is that of kernels/hopper/forward.cu. One producer thread keeps rings of K and V tiles
+full with TMA. Each consumer warpgroup owns 64 query rows, with S, P and O in registers. The
+schedule's tables list the key tiles that each row tile visits, and say which of them need a mask.
+Blocks are persistent: each takes the next work tile (row tile, head) of the launch's list, and the
+producer passes it to the consumers through slots in shared memory.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def hopper_forward_kernel(kernel: Kernel) -> Any:
-    """The kernel, as a Python function, for compile-time constants.
+    """Return the kernel as a Python function, for compile-time constants.
 
     Its arguments are tensor maps of q, k and v, a `launch.ARGS`, and the address of a work counter
-    that starts at 0; or 0, if no block gets more than one item.
+    that starts at 0. The address is 0 if no block gets more than one work tile.
     """
     c = constants(kernel)
     at = OnChip(c.block_q, c.block_k, c.d, c.dv, c.stages)
@@ -83,7 +83,10 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
 
 
 def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """``produce(map_q, map_k, map_v, a, counter, shared)``: a thread takes items, brings tiles."""
+    """Return ``produce(map_q, map_k, map_v, a, counter, shared)``, the producer's loop.
+
+    One thread fetches work tiles and loads their tiles of Q, K and V.
+    """
     block_k, groups, visit_words = c.block_k, at.groups, i.visit_words
     row_bytes, row_bytes_v = c.counted * 2, c.counted_v * 2
     k_full, k_free = at.barrier("k_full"), at.barrier("k_free")
@@ -178,7 +181,10 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 
 
 def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place: Any) -> Any:
-    """Order tile `position` of K or V, which begins at `key`, into its stage, on `barrier`."""
+    """Return the function that starts the copy of a tile of K or V into its stage of the ring.
+
+    The tile has number `position` and begins at `key`; its bytes are credited to `barrier`.
+    """
     expect = hopper.expect(nbytes)
     get, map_address = hopper.get, hopper.map_address
 
@@ -193,7 +199,10 @@ def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place: Any) -> Any:
 
 
 def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """``consume(a, shared, group)``: a warpgroup computes its 64 rows of every item."""
+    """Return ``consume(a, shared, group)``, a consumer warpgroup's loop.
+
+    The warpgroup computes its 64 rows of every work tile.
+    """
     block_k, d, dv, groups = c.block_k, c.d, c.dv, at.groups
     bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)
     turns = bool(c.turns)  # as TURNS of kernels/hopper/forward.cu
@@ -232,7 +241,10 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 
     @device
     def shaped(s, a, slot, steps, n, query):
-        """S of visit n, scaled and capped where the exponent cannot take the scale, masked."""
+        """Return S of visit n, masked.
+
+        It is scaled and capped here where the exponent cannot include the scale.
+        """
         tile, masked = visit_of(a, steps, n)
         if scaled:
             s = scale_scores(s, a.scale, a.softcap)
@@ -244,7 +256,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 
     @device
     def store(a, slot, query, o, m, l, to_log2):
-        """O / l and L = m + log l, straight from registers."""
+        """Store O / l and L = m + log l, straight from registers."""
         walk, outer, stop = get(slot + WALK), get(slot + OUTER), get(slot + STOP)
         batch = quotient(walk, a.heads)
         head = int32(walk - batch * a.heads)

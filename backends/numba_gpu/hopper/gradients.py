@@ -1,8 +1,8 @@
 """The backward's whole-tile operations on Hopper, as Numba intrinsics.
 
-Keys outside, fragments of scores are transposed: rows are keys, columns queries. So what a row of
-queries has one of, its log-sum-exp and delta, is one a column. `row_gradients` has the same for dQ
-alone, queries outside.
+In the KV-outer kernel score fragments are transposed: rows are keys and columns are queries. So a
+query's log-sum-exp and delta belong to a column. `row_gradients` has the same operations for the
+Q-outer dQ kernel.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def load_statistics(block_q: int) -> Any:
-    """``load_statistics(lse, delta, rows, unit) -> starts, deltas``: a warp's, from HBM.
+    """Return ``load_statistics(lse, delta, rows, unit) -> starts, deltas``: a warp's, from HBM.
 
-    Lane l has rows l, l + 32, ...: where their scores start, lse times `unit` (`unit_of_starts`),
-    and where dP starts, -delta. A row past the end, or one that sees no key, starts at -inf, so
-    that its P is exactly 0.
+    Lane l has rows l, l + 32, ... For each row it returns the initial value of the scores, lse
+    times `unit` (`unit_of_starts`), and that of dP, -delta. A row past the end, or one that sees no
+    key, starts at -inf, so that its P is exactly 0.
     """
     kind = floats(-(-block_q // 32))
 
@@ -59,7 +59,7 @@ def load_statistics(block_q: int) -> Any:
 
 
 def put_rows(block_q: int) -> Any:
-    """``put_rows(address, values)``: a warp's values of `load_statistics` to shared memory."""
+    """Return ``put_rows(address, values)``: it writes `load_statistics` values to shared memory."""
     kind = floats(-(-block_q // 32))
 
     @emitted(None, int32, kind)
@@ -77,8 +77,10 @@ def put_rows(block_q: int) -> Any:
 
 
 def start_columns(n: int) -> Any:
-    """``start_columns(values) -> s``: scores that start at the values of their columns, which are
-    `tensor.gradients.load_columns`'."""
+    """Return ``start_columns(values) -> s``: scores that start at the values of their columns.
+
+    The values come from `tensor.gradients.load_columns`.
+    """
 
     @emitted(floats(n // 2), floats(n // 4))
     def start_columns_(b: ir.IRBuilder, values: Values) -> Values:
@@ -88,7 +90,7 @@ def start_columns(n: int) -> Any:
 
 
 def _column_pair(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """Where this thread's first two columns of float32 are."""
+    """Return the address of this thread's first two columns of float32."""
     return b.add(address, b.shl(b.and_(lane_of(b), i32(3)), i32(3)))
 
 
@@ -96,10 +98,12 @@ def _column_pair(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 
 def mask_columns(n: int, left: bool, right: bool) -> Any:
-    """``mask_columns(s, key, query, offset, key_stop, left, right) -> s``: dropped ones are -inf.
+    """Return the function that sets dropped scores to -inf.
 
-    Key k is kept by queries ``k - offset - right <= q <= k - offset + left``, by none from
-    `key_stop` on; a limit that is off costs nothing. `key` and `query` are the warp's first ones.
+    It is ``mask_columns(s, key, query, offset, key_stop, left, right) -> s``. Keys are in rows and
+    queries in columns. Key k is kept by queries ``k - offset - right <= q <= k - offset + left``,
+    and by none from `key_stop` on. A limit that is off costs nothing. `key` and `query` are the
+    warp's first ones.
     """
     kind = floats(n // 2)
 
@@ -128,21 +132,22 @@ def mask_columns(n: int, left: bool, right: bool) -> Any:
 
 
 def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: bool) -> Any:
-    """``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``: P = exp2(c S), dV + P dO.
+    """Return the function that computes P = exp2(c S) and queues dV + P dO.
 
-    Slices of the queries are queued each as soon as its part of P is there, so that exponentials
-    run under the products: dP's, which is waited for here, and those of the slices before.
+    It is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. Each slice of the queries
+    is queued as soon as its part of P is ready. So exponentials overlap with two kinds of products:
+    dP, which this function waits for, and those of the earlier slices.
 
     Parameters
     ----------
     n, d : int
         Queries and columns of dO.
     slices : int
-        How many. Where there are few and long ones (n = 128), dP is waited for in their middle and
-        dS = P dP begun under them; `products_ahead` says how much of it.
+        Number of slices. If they are few and long (n = 128), the function waits for dP in their
+        middle and begins dS = P dP during them; `products_ahead` says how much of it.
     softcap, start : bool
         With a softcap p is P times the cap's slope, 1 - tanh^2. Unless scores `start` at the
-        statistics, `lse` is where shared memory has -lse, in base 2, of each column.
+        statistics, `lse` is the shared-memory address of -lse, in base 2, of each column.
     """
     size = n // slices  # queries of a slice
     halfway = waits_halfway(n)
@@ -202,12 +207,12 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
 
 
 def waits_halfway(n: int) -> bool:
-    """Whether a visit's exponentials take longer than dP, which is then waited for among them."""
+    """Whether a visit's exponentials take longer than dP, so that dP is waited for among them."""
     return n == 128
 
 
 def score_gradients(bf16: bool, n: int) -> Any:
-    """``score_gradients(p, dp) -> ds``: dS = P dP as a left operand; `queue_dv` made some of it."""
+    """Return ``score_gradients(p, dp) -> ds``: dS = P dP as a left operand, begun by `queue_dv`."""
     kind, begun = floats(n // 2), n // 4 if waits_halfway(n) else 0
 
     @emitted(words(n // 4), kind, kind)
@@ -226,9 +231,9 @@ def _sixteens(row: int) -> int:
 
 
 def ds_place(wide: int) -> Any:
-    """``ds_place(ds, group) -> address``: where this thread's row of dS^T starts, swizzled.
+    """Return ``ds_place(ds, group) -> address``: where this thread's row of dS^T starts, swizzled.
 
-    `wide` is how many queries a chunk has.
+    `wide` is the number of queries per chunk.
     """
 
     @emitted(int32, int32, int32)
@@ -244,7 +249,7 @@ def ds_place(wide: int) -> Any:
 
 
 def store_ds(block_k: int, n: int, wide: int) -> Any:
-    """``store_ds(place, ds)``: this warpgroup's 64 rows of dS^T, `n` queries each."""
+    """Return ``store_ds(place, ds)``: it stores a warpgroup's 64 rows of dS^T by `n` queries."""
 
     @emitted(None, int32, words(n // 4))
     def store_ds_(b: ir.IRBuilder, place: ir.Value, ds: Values) -> None:
@@ -259,9 +264,10 @@ def store_ds(block_k: int, n: int, wide: int) -> Any:
 
 
 def queue_dq(bf16: bool, rows: int, block_k: int, wide: int) -> Any:
-    """``queue_dq(k, ds) -> dq``: dQ^T = K^T dS^T, 64 columns by `rows` queries, to be waited for.
+    """Return ``queue_dq(k, ds) -> dq``: it queues dQ^T = K^T dS^T, 64 columns by `rows` queries.
 
-    `k` is one chunk of K, `ds` where the queries begin; `wide` as for `ds_place`.
+    The caller must wait for the result. `k` is one chunk of K, and `ds` is where the queries begin;
+    `wide` is as for `ds_place`.
     """
     steps = range(block_k // 16)
 
@@ -282,9 +288,9 @@ def queue_dq(bf16: bool, rows: int, block_k: int, wide: int) -> Any:
 
 
 def dq_place(rows: int) -> Any:
-    """``dq_place(dq) -> address``: where this thread's part of a piece of dQ is staged.
+    """Return ``dq_place(dq) -> address``: where this thread stages its part of a piece of dQ.
 
-    A row is a query, 32 columns to a box; its 16-byte pieces are swizzled by the row.
+    A row is a query, with 32 columns per box; its 16-byte pieces are swizzled by the row.
     """
 
     @emitted(int32, int32)
@@ -301,7 +307,10 @@ def dq_place(rows: int) -> Any:
 
 
 def stage_dq(rows: int) -> Any:
-    """``stage_dq(place, dq)``: a warpgroup's piece; a warp's 32 elements fall into 32 banks."""
+    """Return ``stage_dq(place, dq)``: it stages a warpgroup's piece of dQ in shared memory.
+
+    A warp's 32 elements fall into 32 banks.
+    """
 
     @emitted(None, int32, floats(rows // 2))
     def stage_dq_(b: ir.IRBuilder, place: ir.Value, dq: Values) -> None:
@@ -316,9 +325,10 @@ def stage_dq(rows: int) -> Any:
 
 
 def reduce_dq(rows: int, *, packed: bool) -> Any:
-    """``reduce_dq(map, source, column, row, head, batch)``: add a staged piece to the accumulator.
+    """Return the function that adds a staged piece of dQ to the accumulator.
 
-    The thread's reductions are one group. `packed` as for `tiles.copy_tile`.
+    It is ``reduce_dq(map, source, column, row, head, batch)``. The thread's reductions are one
+    group. `packed` is as for `tiles.copy_tile`.
     """
     back = [i32(ROUND)] if packed else []
 
@@ -342,14 +352,14 @@ reduce_wait_read = emitted(None)(partial(ptx_hopper.reduce_wait, read=True))
 
 @emitted(None, int64, int32)
 def wait_turn(b: ir.IRBuilder, turn: ir.Value, mine: ir.Value) -> None:
-    """Wait until so many additions to a piece of dQ are done, before reductions of one's own."""
+    """Wait until `mine` additions to a piece of dQ are done, before its own reductions."""
     ptx_hopper.wait_equal(b, turn, mine)
     ptx_hopper.fence_async(b, "global")
 
 
 @emitted(None, int64)
 def pass_turn(b: ir.IRBuilder, turn: ir.Value) -> None:
-    """Once this thread's reductions are done, say so."""
+    """Wait until this thread's reductions are done, and pass the turn on by counting `turn` up."""
     ptx_hopper.reduce_wait(b, read=False)
     ptx_hopper.fence_async(b, "global")
     ptx_hopper.count_on(b, turn)
@@ -363,7 +373,10 @@ fence_shared = emitted(None)(partial(ptx_hopper.fence_async, space="shared::cta"
 
 
 def lay_down(n: int, apart: int) -> Any:
-    """``lay_down(place, sums)``: a thread's of 64 x n, so many bytes `apart`, for `add_from`."""
+    """Return ``lay_down(place, sums)``: it stores a thread's part of 64 x n sums for `add_from`.
+
+    Consecutive sums lie `apart` bytes apart.
+    """
 
     @emitted(None, int32, floats(n // 2))
     def lay_down_(b: ir.IRBuilder, place: ir.Value, sums: Values) -> None:
@@ -374,8 +387,10 @@ def lay_down(n: int, apart: int) -> Any:
 
 
 def add_from(n: int, apart: int) -> Any:
-    """``add_from(sums, place, block) -> sums``: plus n columns of those that a block of the cluster
-    has laid down."""
+    """Return ``add_from(sums, place, block) -> sums``: it adds another block's sums.
+
+    It adds n columns of the sums that a block of the cluster has stored with `lay_down`.
+    """
     kind = floats(n // 2)
 
     @emitted(kind, kind, int32, int32)
@@ -389,8 +404,10 @@ def add_from(n: int, apart: int) -> Any:
 
 
 def unit_of_starts(start: bool) -> Any:
-    """``unit(scale)``: what a log-sum-exp is multiplied by: -1 / scale where accumulators `start`
-    at it, else -log2 e, for the exponent."""
+    """Return ``unit(scale)``: the factor by which a log-sum-exp is multiplied.
+
+    It is -1 / scale if accumulators `start` at the log-sum-exp, else -log2 e, for the exponent.
+    """
 
     @emitted(float32, float32)
     def unit(b: ir.IRBuilder, scale: ir.Value) -> ir.Value:

@@ -1,4 +1,4 @@
-"""Who loads what in the backward with keys outside, as in kernels/hopper/kv_outer.cuh."""
+"""The loading roles of the KV-outer backward, as in kernels/hopper/kv_outer.cuh."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ int32, int64 = types.int32, types.int64
 
 
 def share_of(c: SimpleNamespace) -> Any:
-    """``share(group, count) -> member, n, left``: which visits of an item its block makes.
+    """Return ``share(group, count) -> member, n, left``: the block's visits of a work tile.
 
-    An item has `count` visits for each query head of its group, one head after the other. The
-    blocks of a cluster share them out, each takes some in a row: `left`, from visit n of the
-    group's head `member` on.
+    A visit is one query tile times one key tile. A work tile has `count` visits for each query head
+    of its group, one head after the other. The blocks of a cluster split them, and each block takes
+    a consecutive range: `left` visits, from visit n of the group's head `member` on.
     """
     blocks = c.cluster
 
@@ -51,8 +51,10 @@ def share_of(c: SimpleNamespace) -> Any:
 
 
 def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``: a thread takes items, brings
-    tiles."""
+    """Return ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``, the producer's loop.
+
+    One thread fetches work tiles and loads their tiles of Q, K, V and dO.
+    """
     block_q, packed = c.block_q, bool(c.varlen)
     row_bytes, row_bytes_v = c.counted * 2, c.counted_v * 2
     k_at, v_at, q_at, dout_at = map(at.region, ("k", "v", "q", "dout"))
@@ -74,7 +76,7 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
 
     @device
     def bring_queries(map_q, map_dout, a, shared, slot, done, n, head, batch):
-        """Q and dO of an item's visit n, the block's `done`-th, of one query head."""
+        """Load Q and dO of a work tile's visit n (the block's `done`-th) for one query head."""
         tile, _ = visit_of(a, visits_of(slot), n)
         query = int32(get(slot + BASE) + tile * block_q)
         number = int64(batch * a.heads + head) * a.n_visits + get(slot + FIRST) + n
@@ -97,11 +99,12 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
 
     @device
     def bring_keys(map_k, map_v, a, shared, slot, item, head, batch):
-        """An item's V, then its K: in this order the last item is done with them.
+        """Load a work tile's V, then its K, in the order in which the previous one frees them.
 
-        A cluster has one item, and no last one to wait for. Its blocks bring each other's tiles: so
-        one without visits may be done with both before its producer comes to the wait, which would
-        take that for the phase before, and wait for ever.
+        A block of a cluster has one work tile, so there is no previous one to wait for. It must not
+        wait, because the blocks load each other's tiles. A block without visits may be done with K
+        and V before its producer reaches the wait. The producer would then take that phase for the
+        one before, and wait for ever.
         """
         start, stop = get(slot + START), get(slot + STOP)
         barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)
@@ -162,8 +165,10 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
 
 
 def statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """``produce_statistics(a, shared)``: a warp brings where each visit's scores and dP start, on
-    the tiles' barriers."""
+    """Return ``produce_statistics(a, shared)``, the loop of the warp that loads statistics.
+
+    For each visit it loads the initial values of the scores and of dP, on the tiles' barriers.
+    """
     block_q, start, fused, share = c.block_q, not c.scaled, bool(c.fused), share_of(c)
     # Of a pass in several launches none needs anything of another: each lets the next one begin,
     # and waits for the one before it, through which for all that ran before, when it ends.

@@ -1,13 +1,13 @@
 """Hopper's own PTX instructions (sm_90a), one function each, as `ptx` has those of sm_80.
 
-Sections named are those of NVIDIA's *PTX ISA*. Addresses in shared memory are 32-bit. A *warpgroup*
-is four warps, the first of them a multiple of four.
+Docstrings name the section of NVIDIA's *PTX ISA*. Addresses in shared memory are 32-bit. A
+*warpgroup* is four warps, the first of them a multiple of four.
 
-A tile of 16-bit elements lies in shared memory as *chunks* of 64 columns: row r of a chunk is the
-128 bytes at 128 r, whose eight 16-byte pieces the copy engine permutes by r % 8 (the 128-byte
-swizzle); chunks start at multiples of 1024 bytes. A tile whose width 64 does not divide may lie in
-*narrow* chunks of 16 columns instead: row r is the 32 bytes at 32 r, its two pieces swapped where
-r / 4 is odd (the 32-byte swizzle).
+A tile of 16-bit elements lies in shared memory as *chunks* of 64 columns. Row r of a chunk is the
+128 bytes at 128 r, and TMA permutes its eight 16-byte pieces by r % 8 (the 128-byte swizzle).
+Chunks start at multiples of 1024 bytes. A tile whose width is not a multiple of 64 may lie in
+*narrow* chunks of 16 columns instead. Row r is the 32 bytes at 32 r, and its two pieces are swapped
+where r / 4 is odd (the 32-byte swizzle).
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ _FOUR_FLOATS = ir.LiteralStructType([F32] * 4)
 
 
 def barrier_init(b: ir.IRBuilder, barrier: ir.Value, arrivals: int) -> None:
-    """A barrier at 8 bytes of shared memory whose phases take `arrivals` ("mbarrier.init")."""
+    """Initialize an 8-byte barrier in shared memory; `arrivals` end a phase ("mbarrier.init")."""
     asm(b, f"mbarrier.init.shared::cta.b64 [$0], {arrivals};", "r", [barrier], effects=True)
 
 
 def barrier_init_fence(b: ir.IRBuilder) -> None:
-    """Barriers begun by this thread exist for the copy engine, too ("fence.proxy", "membar")."""
+    """Make the barriers that this thread initialized visible to TMA ("fence.proxy", "membar")."""
     asm(b, "fence.mbarrier_init.release.cluster;", "", [], effects=True)
     fence_async(b, "shared::cta")
 
 
 def barrier_arrive(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value) -> None:
-    """Arrive, in the threads where `condition` holds ("mbarrier.arrive")."""
+    """Arrive at a barrier, in the threads where `condition` holds ("mbarrier.arrive")."""
     text = "{.reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0];}"
     asm(b, text, "r,r", [barrier, b.zext(condition, I32)], effects=True)
 
 
 def barrier_expect(b: ir.IRBuilder, barrier: ir.Value, count: int) -> None:
-    """Arrive, and let the phase wait for `count` bytes besides ("mbarrier.arrive", expect_tx)."""
+    """Arrive, and make the phase also wait for `count` bytes ("mbarrier.arrive", expect_tx)."""
     text = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {count};"
     asm(b, text, "r", [barrier], effects=True)
 
 
 def barrier_wait(b: ir.IRBuilder, barrier: ir.Value, parity: ir.Value) -> None:
-    """Wait until the phase of that parity is over ("mbarrier.try_wait").
+    """Wait until the phase with that parity is over ("mbarrier.try_wait").
 
     Phases have parity 0, 1, 0, ...; on a fresh barrier a phase of parity 1 counts as over.
     """
@@ -61,12 +61,12 @@ def barrier_wait(b: ir.IRBuilder, barrier: ir.Value, parity: ir.Value) -> None:
 
 
 def named_sync(b: ir.IRBuilder, number: ir.Value, threads: int) -> None:
-    """Wait until `threads` threads have come to a barrier or arrived at it ("bar.sync")."""
+    """Arrive at a named barrier, and wait until `threads` threads have arrived ("bar.sync")."""
     asm(b, f"bar.sync $0, {threads};", "r", [number], effects=True, together=True)
 
 
 def named_arrive(b: ir.IRBuilder, number: ir.Value, threads: int) -> None:
-    """Come to a barrier and go on ("bar.arrive")."""
+    """Arrive at a named barrier without waiting ("bar.arrive")."""
     asm(b, f"bar.arrive $0, {threads};", "r", [number], effects=True, together=True)
 
 
@@ -74,19 +74,27 @@ def named_arrive(b: ir.IRBuilder, number: ir.Value, threads: int) -> None:
 
 
 def cluster_sync(b: ir.IRBuilder) -> None:
-    """Wait for all threads of the cluster that have not ended: what each wrote to shared memory is
-    seen ("barrier.cluster")."""
+    """Wait for all threads of the cluster that have not ended ("barrier.cluster").
+
+    Their earlier writes to shared memory are then visible.
+    """
     text = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
     asm(b, text, "", [], effects=True, together=True)
 
 
 def address_in(b: ir.IRBuilder, address: ir.Value, block: ir.Value) -> ir.Value:
-    """Where a block of the cluster, by its number, has what is at this address in ours ("mapa")."""
+    """Map an address of this block to the same place in another block ("mapa").
+
+    `block` is the number of that block in the cluster.
+    """
     return asm(b, "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", [address, block], I32)
 
 
 def load_float_from(b: ir.IRBuilder, address: ir.Value, further: int) -> ir.Value:
-    """A float32 of a block of the cluster, so many bytes behind an `address_in` ("ld")."""
+    """Load a float32 from another block of the cluster ("ld").
+
+    It lies `further` bytes behind an address from `address_in`.
+    """
     text = f"ld.shared::cluster.f32 $0, [$1+{further}];"
     return asm(b, text, "=f,r", [address], F32, effects=True)
 
@@ -95,7 +103,7 @@ def load_float_from(b: ir.IRBuilder, address: ir.Value, further: int) -> ir.Valu
 
 
 def parameter_address(b: ir.IRBuilder, name: str) -> ir.Value:
-    """Generic address of a kernel's parameter, by its name in PTX ("cvta", `.param`)."""
+    """Return the generic address of a kernel's parameter by its PTX name ("cvta", `.param`)."""
     text = f"{{.reg .b64 x; mov.b64 x, {name}; cvta.param.u64 $0, x;}}"
     return asm(b, text, "=l", [], I64)
 
@@ -110,8 +118,9 @@ def copy_box(
 ) -> None:
     """Copy the box at `place` (column, row, head, batch) of a tensor ("cp.async.bulk.tensor").
 
-    What lies outside the tensor arrives as zeros; the box's bytes are credited to `barrier`. For a
-    cluster of `blocks` it is copied to this place in each, and credited to the barrier in each.
+    The part outside the tensor arrives as zeros. The box's bytes are credited to `barrier`. In a
+    cluster of `blocks`, the box is copied to this address in every block, and credited to the
+    barrier of every block.
     """
     rank = len(place)
     where = ", ".join(f"${3 + axis}" for axis in range(rank))
@@ -128,7 +137,7 @@ def copy_box(
 def reduce_box(b: ir.IRBuilder, tensor_map: ir.Value, source: ir.Value, place: Values) -> None:
     """Add a box of float32 in shared memory to a tensor ("cp.reduce.async.bulk.tensor").
 
-    The additions are done at the L2; what lies outside the tensor is dropped.
+    The L2 does the additions; the part outside the tensor is dropped.
     """
     rank = len(place)
     where = ", ".join(f"${2 + axis}" for axis in range(rank))
@@ -140,19 +149,23 @@ def reduce_box(b: ir.IRBuilder, tensor_map: ir.Value, source: ir.Value, place: V
 
 
 def reduce_commit(b: ir.IRBuilder) -> None:
-    """This thread's reductions since the last ones are a group ("cp.async.bulk.commit_group")."""
+    """Group this thread's reductions since its last group ("cp.async.bulk.commit_group")."""
     asm(b, "cp.async.bulk.commit_group;", "", [], effects=True)
 
 
 def reduce_wait(b: ir.IRBuilder, *, read: bool) -> None:
-    """This thread's reductions are done, or (`read`) their sources may be overwritten
-    ("cp.async.bulk.wait_group")."""
+    """Wait for this thread's reductions ("cp.async.bulk.wait_group").
+
+    With `read` it waits only until their sources may be overwritten.
+    """
     asm(b, f"cp.async.bulk.wait_group{'.read' if read else ''} 0;", "", [], effects=True)
 
 
 def fence_async(b: ir.IRBuilder, space: str) -> None:
-    """This thread's accesses to `space` and the copy engine's (and, in shared memory, products')
-    are in order ("fence.proxy.async")."""
+    """Order this thread's accesses to `space` with TMA's ("fence.proxy.async").
+
+    In shared memory this also covers accesses of matrix products.
+    """
     asm(b, f"fence.proxy.async.{space};", "", [], effects=True)
 
 
@@ -160,7 +173,10 @@ def fence_async(b: ir.IRBuilder, space: str) -> None:
 
 
 def wait_equal(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
-    """Wait until a 32-bit integer in HBM has a value; see what came before it ("ld.acquire")."""
+    """Wait until a 32-bit integer in HBM has a value ("ld.acquire").
+
+    Writes that were released before it are then visible.
+    """
     text = (
         "{.reg .pred p; .reg .b32 now; again: ld.acquire.gpu.global.u32 now, [$0]; "
         "setp.ne.u32 p, now, $1; @p bra again;}"
@@ -169,12 +185,12 @@ def wait_equal(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
 
 
 def count_on(b: ir.IRBuilder, address: ir.Value) -> None:
-    """Add 1 to a 32-bit integer in HBM, behind all that came before ("red.release")."""
+    """Add 1 to a 32-bit integer in HBM, after all earlier accesses ("red.release")."""
     asm(b, "red.release.gpu.global.add.u32 [$0], 1;", "l", [address], effects=True)
 
 
 def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
-    """Count on from a 32-bit integer in HBM, 0 after `last`, and get what it was ("atom")."""
+    """Return a 32-bit integer in HBM and increment it, or reset it to 0 after `last` ("atom")."""
     return asm(b, "atom.global.inc.u32 $0, [$1], $2;", "=r,l,r", [address, last], I32, effects=True)
 
 
@@ -182,21 +198,24 @@ def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
 
 
 def store_matrices(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
-    """Four 8 x 8 matrices of 16-bit elements to shared memory ("stmatrix"), as `ptx.ldmatrix`."""
+    """Store four 8 x 8 matrices of 16-bit elements to shared memory.
+
+    The instruction is "stmatrix", with the layout of `ptx.ldmatrix`.
+    """
     text = "stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [$0], {$1, $2, $3, $4};"
     asm(b, text, "r,r,r,r,r", [to, *four], effects=True, together=True)
 
 
 def store_float(b: ir.IRBuilder, to: ir.Value, value: ir.Value) -> None:
-    """A float32 to shared memory."""
+    """Store a float32 in shared memory."""
     asm(b, "st.shared.f32 [$0], $1;", "r,f", [to, value], effects=True)
 
 
 def twice(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> Values:
-    """Two floats as four registers: x, y, x, y ("mov").
+    """Copy two floats to four registers: x, y, x, y ("mov").
 
-    Left to LLVM, which may use a value's register but once as an accumulator, the copies would
-    stand in front of a product, between it and the one before.
+    LLVM may use a value's register only once as an accumulator. Without this function it would put
+    the copies right before a product, between it and the previous product.
     """
     text = "mov.f32 $0, $4; mov.f32 $1, $5; mov.f32 $2, $4; mov.f32 $3, $5;"
     made = asm(b, text, "=f,=f,=f,=f,f,f", [x, y], _FOUR_FLOATS, effects=True)
@@ -207,7 +226,7 @@ def twice(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> Values:
 
 
 def registers(b: ir.IRBuilder, count: int, *, more: bool) -> None:
-    """A warpgroup's threads have `count` registers from here on ("setmaxnreg")."""
+    """Set the number of registers of each thread of the warpgroup from here on ("setmaxnreg")."""
     way = "inc" if more else "dec"
     text = f"setmaxnreg.{way}.sync.aligned.u32 {count};"
     asm(b, text, "", [], effects=True, together=True)
@@ -217,12 +236,12 @@ def registers(b: ir.IRBuilder, count: int, *, more: bool) -> None:
 
 
 def descriptor(b: ir.IRBuilder, address: ir.Value, leading: int) -> ir.Value:
-    """The low half of a tile's matrix descriptor ("Matrix descriptor format").
+    """Return the low half of a tile's matrix descriptor ("Matrix descriptor format").
 
-    In units of 16 bytes: start in bits 0 to 13, `leading` (given in bytes) from bit 16. The high
-    half is the same for every tile: eight rows take 1024 bytes, and the swizzle is 128 bytes wide.
-    Along a row, the product's k running along it, `leading` is not read; down the rows it is the
-    way from one chunk to the next.
+    In units of 16 bytes, the start is in bits 0 to 13 and `leading` (given in bytes) from bit 16.
+    The high half is the same for every tile: eight rows take 1024 bytes, and the swizzle is 128
+    bytes wide. If the product's k runs along a row, `leading` is not read. If k runs down the rows,
+    `leading` is the distance from one chunk to the next.
     """
     start = b.lshr(b.and_(address, ir.Constant(I32, 0x3FFFF)), ir.Constant(I32, 4))
     return b.or_(start, ir.Constant(I32, leading >> 4 << 16))
@@ -233,12 +252,12 @@ _DESCRIPTOR_HIGH_NARROW = 256 >> 4 | 3 << 30
 
 
 def along_row(step: int, rows: int) -> int:
-    """Where, in descriptor units, the step-th 16 columns of a tile of `rows` rows start."""
+    """Return the offset, in descriptor units, of the step-th 16 columns in `rows` rows."""
     return (step // 4 * rows * 128 + step % 4 * 32) // 16
 
 
 def down_rows(step: int) -> int:
-    """Where, in descriptor units, the step-th 16 rows start."""
+    """Return the offset, in descriptor units, of the step-th 16 rows."""
     return step * 16 * 128 // 16
 
 
@@ -256,27 +275,28 @@ def wgmma(
     right_down: bool = False,
     right_narrow: bool = False,
 ) -> Values:
-    """Queue C + A B of a warpgroup ("wgmma.mma_async"), a step of 16 of k each, as one group.
+    """Queue C + A B of a warpgroup ("wgmma.mma_async"), in steps of 16 along k, as one group.
 
-    C is 64 x n in float32. Warp w of the four holds rows 16 w to 16 w + 15; in it, lane l holds of
+    C is 64 x n in float32. Warp w of the four holds rows 16 w to 16 w + 15. In it, lane l holds of
     each 8 columns the elements of rows l / 4 and l / 4 + 8 at columns 2 (l % 4) and the next: the
-    layout of `ptx.mma`. The sums are in the registers returned, but not before `wgmma_wait`.
+    layout of `ptx.mma`. The sums are in the returned registers, but only after `wgmma_wait`.
 
-    All steps are one piece of PTX with the fence before and the commit behind them: nothing, no
-    register move either, may come between the fence and a product. Steps are added to whole
-    descriptors: of halves put together for each product, ptxas moves both, every time.
+    All steps are one piece of PTX, with the fence before them and the commit after them: nothing,
+    not even a register move, may come between the fence and a product. Steps are added to whole
+    descriptors. If each product put its descriptor together from halves, ptxas would move both
+    halves every time.
 
     Parameters
     ----------
     c : list of values, or None
         None for 0.
     left : value or list of values
-        A (64 x 16 a step) by its `descriptor`, rows along k; or in registers, four a step, in
+        A (64 x 16 per step): its `descriptor`, with rows along k; or registers, four per step, in
         `ptx.mma`'s layout.
     right : value
-        B (16 x n a step) by its descriptor.
+        B (16 x n per step), its descriptor.
     left_at, right_at : list of int
-        Each step's place from the descriptors, in their units; `left_at` only for a descriptor.
+        Each step's offset from the descriptors, in their units; `left_at` only for a descriptor.
     left_down, right_down : bool
         The operand's k runs down its tile's rows, not along them.
     right_narrow : bool
@@ -325,7 +345,9 @@ def wgmma(
 
 
 def wgmma_wait(b: ir.IRBuilder, c: Values, *, pending: int) -> Values:
-    """Wait for all groups but the last `pending` ("wgmma.wait_group"); `c` are sums now complete.
+    """Wait for all groups except the last `pending` ("wgmma.wait_group").
+
+    `c` are then complete sums.
 
     The registers pass through the instruction, so that nothing reads them before it.
     """

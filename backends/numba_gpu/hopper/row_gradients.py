@@ -1,6 +1,6 @@
-"""The whole-tile operations of dQ alone on Hopper, queries outside, as Numba intrinsics.
+"""The whole-tile operations of the Q-outer dQ kernel on Hopper, as Numba intrinsics.
 
-Rows of a fragment of scores are queries, of which a thread has two.
+Rows of a score fragment are queries; a thread has two of them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 def own_statistics(
     b: ir.IRBuilder, lse: ir.Value, delta: ir.Value, row: ir.Value, stop: ir.Value
 ) -> list[Any]:
-    """``own_statistics(lse, delta, row, stop) -> lse, delta, bytes``: of this thread's two rows.
+    """Load this thread's two rows' statistics: ``(lse, delta, row, stop) -> lse, delta, bytes``.
 
-    The log-sum-exp is in base 2, and +inf for a row past the end, or one that sees no key, so that
-    its P is exactly 0. `row` is the warp's first one, the addresses are those of row 0; `bytes` are
-    counted once a row.
+    The log-sum-exp is returned in base 2. It is +inf for a row past the end, or one that sees no
+    key, so that its P is exactly 0. `row` is the warp's first row, and the addresses are those of
+    row 0. `bytes` counts each row once.
     """
     tops, deltas, moved = [], [], i32(0)
     lane = lane_of(b)
@@ -46,8 +46,10 @@ def own_statistics(
 
 
 def row_probabilities(n: int, softcap: bool) -> Any:
-    """``row_probabilities(s, lse, to_log2, cap) -> p``: P = exp2(c S - lse); with a softcap times
-    its slope, 1 - tanh^2."""
+    """Return ``row_probabilities(s, lse, to_log2, cap) -> p``: it computes P = exp2(c S - lse).
+
+    With a softcap, p is P times the cap's slope, 1 - tanh^2.
+    """
     kind = floats(n // 2)
 
     @emitted(kind, kind, floats(2), float32, float32)
@@ -67,7 +69,7 @@ def row_probabilities(n: int, softcap: bool) -> Any:
 
 
 def row_gradients(bf16: bool, n: int) -> Any:
-    """``row_gradients(p, dp, delta) -> ds``: dS = P (dP - delta) as a left operand."""
+    """Return ``row_gradients(p, dp, delta) -> ds``: dS = P (dP - delta) as a left operand."""
     kind = floats(n // 2)
 
     @emitted(words(n // 4), kind, kind, floats(2))
@@ -79,10 +81,10 @@ def row_gradients(bf16: bool, n: int) -> Any:
 
 
 def add_halves(d: int) -> Any:
-    """``add_halves(dq, scratch, group) -> dq``: in warpgroup 0 its own and warpgroup 1's dQ.
+    """Return ``add_halves(dq, scratch, group) -> dq``: it adds the two warpgroups' dQ.
 
-    64 columns at a time go through `scratch`, 16 KiB, element by element; a named barrier (1) of
-    both says when it is free and when full.
+    Warpgroup 0 gets the sum. 64 columns at a time go through `scratch`, 16 KiB, element by element.
+    Named barrier 1, which both warpgroups share, says when `scratch` is free and when it is full.
     """
 
     @emitted(floats(d // 2), floats(d // 2), int32, int32)

@@ -1,4 +1,4 @@
-"""Where everything of Hopper's kernels lies in shared memory, and who has how many registers."""
+"""The shared-memory layout of Hopper's kernels, and the number of registers of each role."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ ITEM = 48
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """Where everything of a kernel lies in shared memory, as byte offsets: tiles and rows first,
-    then mbarriers, then the item slots. Tiles are chunks of 64 columns (`ptx_hopper`)."""
+    """The shared-memory layout of a kernel, as byte offsets.
+
+    Tiles and rows come first, then mbarriers, then the slots of work tiles. Tiles are chunks of 64
+    columns (`ptx_hopper`). A visit is one query tile times one key tile.
+    """
 
     block_q: int
     block_k: int
@@ -23,25 +26,25 @@ class Layout(ABC):
     @property
     @abstractmethod
     def groups(self) -> int:
-        """Consumer warpgroups."""
+        """Number of consumer warpgroups."""
 
     @property
     @abstractmethod
     def regions(self) -> dict[str, int]:
-        """Tiles and rows, in their order: the bytes of all their stages."""
+        """Bytes of each region of tiles or rows, over all its stages, in layout order."""
 
     @property
     @abstractmethod
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Kinds of mbarriers, in their order: how many, and the arrivals that end a phase.
+        """Per kind of mbarrier, in layout order: their number, and the arrivals per phase.
 
-        A full barrier takes the producer's arrival, and its copies' bytes; a free one takes one of
-        each warp that reads.
+        A full barrier takes the producer's arrival, and its copies' bytes. A free barrier takes one
+        arrival from each warp that reads.
         """
 
     @property
     def chunks(self) -> int:
-        """64-column chunks of a row of Q or K."""
+        """64-column chunks per row of Q or K."""
         return -(-self.d // 64)
 
     def region(self, name: str) -> int:
@@ -57,7 +60,7 @@ class Layout(ABC):
 
     @property
     def barrier_arrivals(self) -> dict[int, int]:
-        """Of each barrier, its offset and the arrivals that end a phase."""
+        """The offset of each barrier, with the number of arrivals that end its phase."""
         return {
             self.barrier(kind) + 8 * x: arrivals
             for kind, (count, arrivals) in self.arrivals.items()
@@ -66,45 +69,45 @@ class Layout(ABC):
 
     @property
     def items(self) -> int:
-        """Both item slots."""
+        """Offset of the two work-tile slots."""
         return sum(self.regions.values()) + 8 * len(self.barrier_arrivals)
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """Bytes of the whole layout."""
         return self.items + 2 * ITEM
 
 
 @dataclass(frozen=True)
 class OnChip(Layout):
-    """The forward's. Q's tiles live for one item, a stage of K or V for one visit."""
+    """The forward's layout. Q's tiles live for one work tile, a stage of K or V for one visit."""
 
     dv: int
     stages: int
 
     @property
     def groups(self) -> int:
-        """Consumer warpgroups, 64 query rows each."""
+        """Number of consumer warpgroups; each has 64 query rows."""
         return self.block_q // 64
 
     @property
     def chunks_v(self) -> int:
-        """64-column chunks of a row of V."""
+        """64-column chunks per row of V."""
         return -(-self.dv // 64)
 
     @property
     def q_bytes(self) -> int:
-        """A warpgroup's rows of Q."""
+        """Bytes of one warpgroup's rows of Q."""
         return 64 * 128 * self.chunks
 
     @property
     def k_bytes(self) -> int:
-        """A stage of K."""
+        """Bytes of one stage of K."""
         return self.block_k * 128 * self.chunks
 
     @property
     def v_bytes(self) -> int:
-        """A stage of V."""
+        """Bytes of one stage of V."""
         return self.block_k * 128 * self.chunks_v
 
     @property
@@ -127,12 +130,12 @@ class OnChip(Layout):
 
 @dataclass(frozen=True)
 class KeysOutside(Layout):
-    """The backward's with keys outside.
+    """The layout of the KV-outer backward.
 
-    K and V live for one item; Q, dO and their rows' statistics (where a row's scores and its dP
-    start) are rings of two stages, one visit each, and so is dS^T, a key to a row. Of dQ each
-    warpgroup has a piece that leaves, 64 columns of `dq_rows` queries in two boxes of 32 columns.
-    `deferred`, dS^T is waited for in the next visit, at barriers of its own.
+    K and V live for one work tile. Q, dO and their rows' statistics (the initial values of a row's
+    scores and of its dP) are rings of two stages, one visit each. So is dS^T, which has one row per
+    key. Each warpgroup has a staging piece of dQ, 64 columns of `dq_rows` queries in two boxes of
+    32 columns. With `deferred`, the next visit waits for dS^T, at separate barriers.
     """
 
     fused: bool
@@ -140,48 +143,51 @@ class KeysOutside(Layout):
 
     @property
     def groups(self) -> int:
-        """Consumer warpgroups, 64 keys each."""
+        """Number of consumer warpgroups; each has 64 keys."""
         return self.block_k // 64
 
     @property
     def key_bytes(self) -> int:
-        """K, and V."""
+        """Bytes of K, and of V."""
         return self.block_k * 128 * self.chunks
 
     @property
     def query_bytes(self) -> int:
-        """A stage of Q, and one of dO."""
+        """Bytes of one stage of Q, and of one stage of dO."""
         return self.block_q * 128 * self.chunks
 
     @property
     def ds_wide(self) -> int:
-        """Queries to a chunk of dS^T."""
+        """Queries per chunk of dS^T."""
         return 16 if self.block_q % 64 else 64
 
     @property
     def ds_bytes(self) -> int:
-        """A stage of dS^T."""
+        """Bytes of one stage of dS^T."""
         return self.block_k * self.block_q * 2 if self.fused else 0
 
     @property
     def split_columns(self) -> bool:
-        """Whether the warpgroups share out dQ's columns, and not its rows."""
+        """Whether the warpgroups split dQ by columns instead of by rows."""
         return self.d == 128
 
     @property
     def dq_rows(self) -> int:
-        """Queries of a warpgroup's piece of dQ."""
+        """Number of queries in one warpgroup's piece of dQ."""
         return self.block_q if self.split_columns else self.block_q // 2
 
     @property
     def dq_bytes(self) -> int:
-        """A warpgroup's piece of dQ, in float32."""
+        """Bytes of one warpgroup's piece of dQ, in float32."""
         return self.dq_rows * 64 * 4 if self.fused else 0
 
     @property
     def row_of_threads(self) -> int:
-        """Bytes between two of a thread's floats of dK and dV where a block of a cluster lays them
-        down for the others, in the place of k, v, q and dout."""
+        """Bytes between two consecutive floats of one thread's dK and dV in the exchange area.
+
+        In that area, in place of k, v, q and dout, a block of a cluster stores its dK and dV for
+        the other blocks.
+        """
         return 128 * self.groups * 4
 
     @property
@@ -196,7 +202,7 @@ class KeysOutside(Layout):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """See `Layout`. Full takes the copies, and each lane of the warp with the statistics.
+        """See `Layout`. `full` also takes an arrival per lane of the statistics warp.
 
         Every warp writes a part of dS^T, and its warpgroup reads all keys of it.
         """
@@ -212,10 +218,10 @@ class KeysOutside(Layout):
 
 @dataclass(frozen=True)
 class DqAlone(Layout):
-    """The backward's last of three passes: queries outside.
+    """The layout of the Q-outer dQ kernel, the last of the backward's three passes.
 
-    Each piece of 64 rows of Q, with its dO, lives for one item; K and V are a ring of two stages,
-    one visit each. Where there is but one such piece, two warpgroups share out the keys, and one
+    Each piece of 64 rows of Q, with its dO, lives for one work tile. K and V are a ring of two
+    stages, one visit each. If there is only one such piece, two warpgroups split the keys, and one
     gives the other its dQ, 64 columns at a time, through `scratch`.
     """
 
@@ -223,17 +229,17 @@ class DqAlone(Layout):
 
     @property
     def pieces(self) -> int:
-        """Pieces of 64 rows."""
+        """Number of 64-row pieces."""
         return self.block_q // 64
 
     @property
     def own_bytes(self) -> int:
-        """A piece of Q, and one of dO."""
+        """Bytes of one piece of Q, and of one piece of dO."""
         return 64 * 128 * self.chunks
 
     @property
     def key_bytes(self) -> int:
-        """A stage of K, and one of V."""
+        """Bytes of one stage of K, and of one stage of V."""
         return self.block_k * 128 * self.chunks
 
     @property
@@ -257,7 +263,10 @@ class DqAlone(Layout):
 
 
 def registers(groups: int) -> tuple[int, int]:
-    """Registers of a producer's and of a consumer's thread: 65,536 go to 128 (groups + 1)."""
+    """Return the registers per thread of a producer and of a consumer.
+
+    128 (groups + 1) threads share 65,536 registers.
+    """
     return (32, 160) if groups == 3 else (40, 232)
 
 

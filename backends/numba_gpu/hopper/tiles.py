@@ -2,8 +2,8 @@
 
 A ring has two stages, whose functions are this module's, or three (`Ring`).
 
-An accumulator fragment is one of `tiles` with a single block of 16 rows a warp; `ptx_hopper.wgmma`
-says which rows of the warpgroup's 64 those are.
+An accumulator fragment is one of `tiles` with a single block of 16 rows per warp;
+`ptx_hopper.wgmma` says which rows of the warpgroup's 64 those are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BARRIER = 8  # bytes
 
 @emitted(int32)
 def warpgroup(b: ir.IRBuilder) -> ir.Value:
-    """The thread's warpgroup in the block; the compiler sees that it is a whole warp's."""
+    """Return the thread's warpgroup in the block; the compiler sees that a whole warp shares it."""
     mine = b.lshr(ptx.special(b, "tid.x"), i32(7))
     text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
     return ptx.asm(b, text, "=r,r", [mine], I32, effects=True, together=True)
@@ -38,7 +38,7 @@ def warpgroup(b: ir.IRBuilder) -> ir.Value:
 
 @emitted(int32)
 def warp(b: ir.IRBuilder) -> ir.Value:
-    """The thread's warp in the block, likewise."""
+    """Return the thread's warp in the block; the compiler sees that it is equal in a whole warp."""
     mine = b.lshr(ptx.special(b, "tid.x"), i32(5))
     text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
     return ptx.asm(b, text, "=r,r", [mine], I32, effects=True, together=True)
@@ -46,12 +46,12 @@ def warp(b: ir.IRBuilder) -> ir.Value:
 
 @emitted(types.boolean)
 def speaks(b: ir.IRBuilder) -> ir.Value:
-    """Whether the thread is the one that arrives for its warp."""
+    """Whether this thread arrives at barriers for its warp."""
     return b.icmp_unsigned("==", lane_of(b), i32(0))
 
 
 def registers(count: int, *, more: bool) -> Any:
-    """``registers()``: from here on the warpgroup's threads have `count` registers."""
+    """Return ``registers()``: it gives the warpgroup's threads `count` registers from there on."""
     return emitted(None)(partial(ptx_hopper.registers, count=count, more=more))
 
 
@@ -59,7 +59,10 @@ def registers(count: int, *, more: bool) -> Any:
 
 
 def barriers_begin(counts: dict[int, int]) -> Any:
-    """``barriers_begin(base)``: a thread makes barriers at base + key, for `value` arrivals."""
+    """Return ``barriers_begin(base)``, with which one thread initializes the barriers.
+
+    Each entry of `counts` is a barrier: at base + key, with `value` arrivals per phase.
+    """
 
     @emitted(None, int32)
     def barriers_begin_(b: ir.IRBuilder, base: ir.Value) -> None:
@@ -76,27 +79,27 @@ arrive = emitted(None, int32, types.boolean)(ptx_hopper.barrier_arrive)
 
 
 def expect(count: int) -> Any:
-    """``expect(barrier)``: arrive, and let the phase wait for `count` bytes of copies."""
+    """Return ``expect(barrier)``: arrive, and make the phase wait for `count` bytes of copies."""
     return emitted(None, int32)(partial(ptx_hopper.barrier_expect, count=count))
 
 
 class Ring:
     """A ring of two or three stages, as Numba's functions.
 
-    Whoever uses it says which tile it means by its *position*: the first one's is 0, `after` gives
-    the next one's. The lowest bits of a position are the stage, the bit above them is the lap's
-    parity: of three stages positions are 0, 1, 2, 4, 5, 6, 8, ... Each stage has one mbarrier that
-    says full and one that says free; a phase of each ends once a lap.
+    Callers name a tile by its *position*: the first tile's is 0, and `after` gives the next one's.
+    The lowest bits of a position are the stage, and the bit above them is the parity of the lap
+    (one pass over all stages). With three stages positions are 0, 1, 2, 4, 5, 6, 8, ... Each stage
+    has one mbarrier for "full" and one for "free"; a phase of each ends once per lap.
 
     Attributes
     ----------
     after, place : functions (position) -> int32
         The next tile's position; a tile's stage.
     stage : function (barriers, position) -> int32
-        Of one kind of barriers, that of a tile's stage.
+        The barrier of a tile's stage, among the barriers of one kind.
     wait_full, wait_free : functions (barriers, position)
-        Wait until a tile is in its stage; until every reader of its stage's last tile is done, on
-        the first lap at once.
+        `wait_full` waits until a tile is in its stage. `wait_free` waits until every reader of the
+        stage's previous tile is done; on the first lap it returns at once.
     """
 
     def __init__(self, stages: int) -> None:
@@ -145,22 +148,23 @@ stage, wait_full, wait_free = _TWO.stage, _TWO.wait_full, _TWO.wait_free
 
 @emitted(None, int32, types.boolean, types.float32)
 def arrive_behind(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value, alpha: ir.Value) -> None:
-    """Arrive, where `condition` holds, once it is known what O's row 1 must be multiplied by.
+    """Arrive, where `condition` holds, once the rescaling factor of O's row 1 is known.
 
-    Powers are never negative: the test only ties the arrival, and with it the wait behind it, to
-    the maxima and the first exponentials, which the assembler would otherwise sort behind the wait.
+    The factor `alpha` is a power and never negative, so the test on it changes nothing. It only
+    makes the arrival, and with it the wait behind it, depend on the maxima and the first
+    exponentials. The assembler would otherwise move those behind the wait.
     """
     never = b.fcmp_ordered("<", alpha, ir.Constant(alpha.type, 0.0))
     ptx_hopper.barrier_arrive(b, barrier, b.and_(condition, b.not_(never)))
 
 
 def named_sync(threads: int) -> Any:
-    """``named_sync(barrier)``: wait until `threads` have come to a named barrier or arrived."""
+    """Return ``named_sync(barrier)``: arrive at a named barrier and wait for `threads` arrivals."""
     return emitted(None, int32)(partial(ptx_hopper.named_sync, threads=threads))
 
 
 def named_arrive(threads: int) -> Any:
-    """``named_arrive(barrier)``: come to a named barrier of `threads`, and go on."""
+    """Return ``named_arrive(barrier)``: arrive at a named barrier of `threads` without waiting."""
     return emitted(None, int32)(partial(ptx_hopper.named_arrive, threads=threads))
 
 
@@ -181,7 +185,7 @@ put = emitted(None, int32, int32)(ptx.store_shared)
 
 @emitted(int32, int32)
 def get(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """An integer from shared memory."""
+    """Load an integer from shared memory."""
     return ptx.asm(b, "ld.shared.b32 $0, [$1];", "=r,r", [address], I32, effects=True)
 
 
@@ -194,7 +198,7 @@ fetch_count = emitted(int32, int64, int32)(ptx_hopper.fetch_count)
 
 @intrinsic
 def map_address(typing_context, tensor_map):
-    """Where a kernel's tensor map is."""
+    """Return the address of a kernel's tensor map."""
 
     def generate(context, builder, signature, args):
         return ptx_hopper.parameter_address(builder, tensor_map.parameter)
@@ -203,10 +207,11 @@ def map_address(typing_context, tensor_map):
 
 
 def copy_tile(rows: int, chunks: int, *, packed: bool, blocks: int = 1) -> Any:
-    """``copy_tile(to, map, barrier, row, head, batch)``: a tile, box by box, chunk after chunk.
+    """Return ``copy_tile(to, map, barrier, row, head, batch)``: it copies a tile, box by box.
 
-    A map of `packed` sequences has an axis more, on which every box is at `ROUND`. To a cluster of
-    `blocks` the tile comes in all of them, and each fetches some of the boxes.
+    The boxes go chunk after chunk. A map of `packed` sequences has one more axis, on which every
+    box is at `ROUND`. In a cluster of `blocks` every block receives the whole tile, and each block
+    fetches some of the boxes.
     """
     back = [i32(ROUND)] if packed else []
 
@@ -244,14 +249,17 @@ uncounted = emitted(int32, int32)(ptx.again)
 def queue_scores(
     bf16: bool, n: int, depth: int, *, rows: int = 64, of: int = 0, more: bool = False
 ) -> Any:
-    """``queue_scores(q, k) -> s``: S = Q K^T of 64 by n rows, to be waited for.
+    """Return ``queue_scores(q, k) -> s``: it queues S = Q K^T of 64 by n rows.
+
+    The caller must wait for the result.
 
     Parameters
     ----------
     n, depth : int
         Rows of K; columns of both tiles.
     rows, of : int
-        Rows of the Q tile of which those are 64, and of the K tile of which those are n; 0: n.
+        Rows of the whole Q tile, of which 64 are used, and of the whole K tile, of which n are
+        used; 0 means n.
     more : bool
         ``queue_scores(s, q, k) -> s + Q K^T`` instead.
     """
@@ -276,14 +284,16 @@ def queue_scores(
 
 
 def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
-    """``queue_output(o, p, v) -> o + P V``, to be waited for; P comes from `round_operand`.
+    """Return ``queue_output(o, p, v) -> o + P V``; P comes from `round_operand`.
+
+    The caller must wait for the result.
 
     Parameters
     ----------
     n, depth : int
         Columns and rows of V.
     of : int
-        Rows of the tile of which those are `depth`; 0: `depth`.
+        Rows of the whole tile, of which `depth` are used; 0 means `depth`.
     """
 
     @emitted(floats(n // 2), floats(n // 2), words(depth // 4), int32)
@@ -296,17 +306,20 @@ def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
 
 
 def product_wait(pending: int, n: int) -> Any:
-    """``product_wait(c) -> c``: its sums are complete, as are all groups but the last `pending`."""
+    """Return ``product_wait(c) -> c``: it waits for a product.
+
+    Its sums are then complete, as are all groups except the last `pending`.
+    """
     return emitted(floats(n // 2), floats(n // 2))(partial(ptx_hopper.wgmma_wait, pending=pending))
 
 
 def round_operand(bf16: bool, n: int) -> Any:
-    """``round_operand(s) -> p``: sums as a left operand, two neighbours to a register."""
+    """Return ``round_operand(s) -> p``: sums as a left operand, two neighbours per register."""
     return emitted(words(n // 4), floats(n // 2))(partial(rounded, bf16=bf16))
 
 
 def rounded(b: ir.IRBuilder, s: Values, *, bf16: bool) -> Values:
-    """Emit neighbours rounded to 16 bits, two to a register."""
+    """Emit neighbours rounded to 16 bits, two per register."""
     return [ptx.pack(b, bf16, s[x], s[x + 1]) for x in range(0, len(s), 2)]
 
 
@@ -314,11 +327,12 @@ def rounded(b: ir.IRBuilder, s: Values, *, bf16: bool) -> Values:
 
 
 def store_output(bf16: bool, n: int, row_of: RowWidth, *, later: bool = False) -> Any:
-    """``store_output(address, row_bytes, o, factors, row, stop) -> bytes``: 64 rows, rounded.
+    """Return the function that rounds and stores 64 rows of output.
 
-    `row` is the warp's first row and `address` that of row 0; rows from `stop` on and columns past
-    `row_of`'s width are left out. A lane holds pairs of columns; quads trade them for 16 bytes in
-    a row. `later`, one parameter more says from which column on o's are.
+    It is ``store_output(address, row_bytes, o, factors, row, stop) -> bytes``. `row` is the warp's
+    first row and `address` is that of row 0. Rows from `stop` on and columns past `row_of`'s width
+    are left out. A lane holds pairs of columns; the lanes of a quad exchange them, so that each
+    stores 16 bytes of a row. With `later` one more parameter gives the column at which o begins.
     """
 
     @emitted(int32, int64, int32, floats(n // 2), floats(2), *[int32] * (3 if later else 2))
@@ -363,7 +377,7 @@ def store_output(bf16: bool, n: int, row_of: RowWidth, *, later: bool = False) -
 
 
 def _transposed(b: ir.IRBuilder, x: Values, odd: ir.Value, high: ir.Value) -> Values:
-    """A quad's 4 x 4 words transposed: lane t gave word s of it, and gets word t of lane s."""
+    """Transpose a quad's 4 x 4 words: lane t gives word s to lane s, and gets word t of lane s."""
     for mask, mine, pairs in ((1, odd, ((0, 1), (2, 3))), (2, high, ((0, 2), (1, 3)))):
         x = list(x)
         for low, up in pairs:

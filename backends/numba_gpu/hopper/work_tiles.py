@@ -1,7 +1,7 @@
-"""Items of the launch's list, from the producer to the consumers through slots in shared memory.
+"""Work tiles of the launch's list, passed from the producer to the consumers in shared memory.
 
-An item is a tile of a head, of query rows or (keys outside) of keys, with its visits; a slot holds
-it as `smem_layout` says.
+A work tile is a tile of one head, of query rows or (KV-outer) of keys, with all its visits. A visit
+is one query tile times one key tile. A slot holds a work tile in the layout of `smem_layout`.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ int32, int64 = types.int32, types.int64
 def item_functions(
     c: SimpleNamespace, at: Layout, w: SimpleNamespace, *, by_row: bool = True, part: bool = False
 ) -> SimpleNamespace:
-    """Device functions on item slots, for one kernel's constants `c`, layout and walk `w`.
+    """Return device functions on slots of work tiles, for one kernel's constants and layout.
 
-    Each role, the producer's warpgroup and then every consumer's, has time stamps of its own.
+    `w` has the functions of `traversal.walk_functions`. The roles are the producer's warpgroup and
+    then every consumer's; each has time stamps of its own.
 
-    ``first(a)`` and ``stop(a)`` are the numbers of the launch's first item and of the one behind
-    its last: all that there are, but for `part` of a pass. ``write(a, slot, number)`` puts an item
-    into a slot; ``after(a, counter)`` asks for the number of the next. ``take(shared, item)`` waits
-    for an item and returns its slot; ``leave(shared, item, speaking)`` is a warp's word that it is
-    done with it. ``visits(slot)`` gives its walk, as ``walk.begin`` does; ``place(row, stop,
-    batch)`` says where rows lie in a tensor map; ``visit_stamps(a, walk, first, role)`` and
-    ``tile_stamps(a, walk, outer, role)`` where a role stamps.
+    ``first(a)`` and ``stop(a)`` are the numbers of the launch's first work tile and of the one
+    behind its last: all work tiles, except for `part` of a pass. ``write(a, slot, number)`` puts a
+    work tile into a slot. ``after(a, counter)`` requests the number of the next one. ``take(shared,
+    item)`` waits for a work tile and returns its slot. ``leave(shared, item, speaking)`` says that
+    a warp is done with it. ``visits(slot)`` gives its visits, as ``begin`` of `w` does.
+    ``place(row, stop, batch)`` says where rows lie in a tensor map. ``visit_stamps(a, walk, first,
+    role)`` and ``tile_stamps(a, walk, outer, role)`` give the addresses of a role's stamps.
     """
     block, varlen = c.block_k if by_row else c.block_q, bool(c.varlen)  # of the side visited
     item_of, begin, visit_of = w.item, w.begin, w.visit

@@ -1,12 +1,13 @@
-"""FlashAttention-2 in plain Numba-CUDA, to learn from: one thread a row, float32, no tensor cores.
+"""FlashAttention-2 in plain Numba-CUDA, to learn from: a thread per row, float32, no tensor cores.
 
 The phases are those of Algorithms 1 and 2 of arXiv:2307.08691. Blocks are (tile, batch * heads).
 The kernels visit the tiles that the schedule's tables list and never decide which exist. They run
 on any NVIDIA GPU, and without one in Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``).
 
-Tables: ``rows``, ``cols`` (start, stop, offset, end of the other side); ``ptr``, ``index``,
-``kind`` in CSR. A kernel adds the bytes it moves to ``tile_counts`` (walks, tiles, 8) and
-``visit_counts`` (batch * heads, visits, 8), if it was built with `counts`.
+The tables ``rows`` and ``cols`` hold (start, stop, offset, end of the other side) of each tile;
+``ptr``, ``index`` and ``kind`` list the visited tiles in CSR form. A kernel built with `counts`
+adds the bytes that it moves to ``tile_counts`` (walks, tiles, 8) and ``visit_counts`` (batch *
+heads, visits, 8).
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from numba import cuda, float32
 
 @dataclass(frozen=True)
 class TeachingShape:
-    """What a teaching kernel is compiled for; tiles live in shared memory, whose size is fixed."""
+    """The compile-time constants of a teaching kernel.
+
+    They fix the sizes of the tiles, which live in shared memory.
+    """
 
     block_q: int
     block_k: int
@@ -37,14 +41,14 @@ class TeachingShape:
 
 @cuda.jit(device=True, inline="always")
 def _keeps(query, key, offset, key_stop, left, right):
-    """Whether a query of the tile keeps a key: the band of `flashsim.schedule`."""
+    """Whether the mask keeps a key for a query: the band of `flashsim.schedule`."""
     centre = query + offset
     return key < key_stop and centre - left <= key and key <= centre + right
 
 
 @lru_cache(maxsize=64)
 def forward_kernel(shape: TeachingShape) -> Any:
-    """Forward: block (i, head) owns row tile i, thread r its row r."""
+    """Return the forward kernel: block (i, head) owns row tile i, and thread r its row r."""
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
     d_pad, dv_pad, block_k_pad = d + 1, dv + 1, block_k + 1  # odd strides: no bank conflicts
@@ -158,9 +162,10 @@ def forward_kernel(shape: TeachingShape) -> Any:
 
 @lru_cache(maxsize=64)
 def delta_kernel(shape: TeachingShape) -> Any:
-    """delta = rowsum(dO * O), and the clearing of dQ's accumulator; thread r owns row r.
+    """Return the kernel that computes delta = rowsum(dO * O) and clears dQ's accumulator.
 
-    dL is the LSE's gradient, which is taken off delta; without one it is not read.
+    Thread r owns row r. dL is the LSE's gradient; it is subtracted from delta, and not read if the
+    pass has none.
     """
     d, dv, itemsize, counts, fused = shape.d, shape.dv, shape.itemsize, shape.counts, shape.fused
     dlse, delta_slot = shape.dlse, 3 if shape.dlse else 2
@@ -192,9 +197,9 @@ def delta_kernel(shape: TeachingShape) -> Any:
 
 @lru_cache(maxsize=64)
 def dkdv_kernel(shape: TeachingShape) -> Any:
-    """dK and dV: block (j, key head) owns column tile j, thread c its key c.
+    """Return the kernel for dK and dV: block (j, key head) owns column tile j, thread c its key c.
 
-    With `fused` it adds dS K into the float32 dQ as well, atomically.
+    With `fused` it also adds dS K into the float32 dQ, atomically.
     """
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
@@ -296,7 +301,10 @@ def dkdv_kernel(shape: TeachingShape) -> Any:
 
 @lru_cache(maxsize=64)
 def dq_kernel(shape: TeachingShape) -> Any:
-    """dQ alone, without atomics: block (i, head) owns row tile i, thread r its row r."""
+    """Return the kernel for dQ alone, without atomics.
+
+    Block (i, head) owns row tile i, and thread r its row r.
+    """
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
     d_pad, dv_pad = d + 1, dv + 1
@@ -372,7 +380,10 @@ def dq_kernel(shape: TeachingShape) -> Any:
 
 @lru_cache(maxsize=64)
 def convert_kernel(shape: TeachingShape) -> Any:
-    """dQ's float32 accumulator to the inputs' type; thread r owns row r."""
+    """Return the kernel that converts dQ's float32 accumulator to the inputs' type.
+
+    Thread r owns row r.
+    """
     d, itemsize, counts = shape.d, shape.itemsize, shape.counts
 
     @cuda.jit

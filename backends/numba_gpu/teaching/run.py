@@ -1,4 +1,4 @@
-"""Launches the teaching kernels: on a GPU, or in Numba's simulator where there is none."""
+"""Launches of the teaching kernels: on a GPU, or in Numba's simulator if there is none."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def simulated() -> bool:
 
 
 def shared_bytes(problem: Problem, tiling: Tiling, direction: str) -> int:
-    """Shared memory of a pass's largest kernel, in bytes: the tiles that `teaching` declares."""
+    """Return the shared-memory bytes of a pass's largest kernel, from the tiles in `teaching`."""
     q, k, d, dv = tiling.block_q, tiling.block_k, problem.head_dim + 1, problem.head_dim_v + 1
     if direction == "forward":
         return 4 * (q * (d + dv + k + 1) + k * (d + dv))
@@ -46,7 +46,7 @@ def shared_bytes(problem: Problem, tiling: Tiling, direction: str) -> int:
 
 
 def choose(problem: Problem, tiling: Tiling | None, direction: str) -> Tiling:
-    """The tiling given, if it runs, else the largest square one that does.
+    """Return the given tiling if it fits; without one, the largest square tiling that fits.
 
     Raises
     ------
@@ -80,7 +80,7 @@ def choose(problem: Problem, tiling: Tiling | None, direction: str) -> Tiling:
 
 
 def forward(job: Job) -> Outcome:
-    """The forward pass."""
+    """Run the forward pass."""
     p, tiling = job.problem, choose(job.problem, job.tiling, "forward")
     check(p, tiling)
     place = _Simulator(job) if simulated() else _Gpu.of(job)
@@ -96,7 +96,7 @@ def forward(job: Job) -> Outcome:
 
 
 def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-    """What the backward pass wants of a forward pass, from its results alone."""
+    """Return the data that the backward pass needs, from the forward pass's results alone."""
     place = _Simulator(job) if simulated() else _Gpu.of(job)
     given = {"q": job.q, "k": job.k, "v": job.v, "out": out, "lse": lse}
     for name in ("out", "lse"):
@@ -106,7 +106,7 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-    """The backward pass: delta, dkdv and dq, or with "flash2-fused" delta, fused and convert."""
+    """Run the backward: delta, dkdv and dq, or with "flash2-fused" delta, fused and convert."""
     p, tiling = job.problem, choose(job.problem, job.tiling, "backward")
     check(p, tiling)
     fused = job.algorithm == "flash2-fused"
@@ -138,41 +138,41 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> np.ndarray:
-    """An array of one value, of the simulator's."""
+    """Return an array of the simulator filled with one value."""
     _Simulator(job)  # or say what it takes
     return np.full(shape, value, numpy_dtype(dtype))
 
 
 class _Simulator:
-    """Arrays and launches in Numba's simulator, where both are NumPy's."""
+    """Arrays and launches in Numba's simulator, where all arrays are NumPy arrays."""
 
     def __init__(self, job: Job) -> None:
         if not isinstance(job.q, np.ndarray):
             raise UnsupportedError("Numba's CUDA simulator takes NumPy arrays only")
 
     def check(self, name: str, array: Any, dtype: str) -> None:
-        """Raise unless `array` lives here."""
+        """Raise unless `array` is one that this place accepts."""
         if not isinstance(array, np.ndarray):
             raise UnsupportedError(f"Numba's CUDA simulator takes NumPy arrays only, not as {name}")
 
     def active(self) -> AbstractContextManager[Any]:
-        """A scope in which kernels run here."""
+        """Return a context in which kernels run here."""
         return nullcontext()
 
     def taken(self, array: Any) -> Any:
-        """An array as a kernel takes it: of its own, since the simulator writes arguments back."""
+        """Return a copy of an array for a kernel, since the simulator writes arguments back."""
         return cuda.to_device(array)
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A new array of that kind, of zeros."""
+        """Return a new array of zeros, of the simulator's kind."""
         return np.zeros(shape, dtype)
 
     def given(self, array: Any, like: Any) -> Any:
-        """A result as the caller gets it: of the kind of what the caller gave."""
+        """Return a result for the caller, as the same kind of array as `like`."""
         return array
 
     def host(self, array: Any) -> np.ndarray:
-        """An array of counts as NumPy's."""
+        """Return an array of counts as a NumPy array."""
         return array
 
     def launch(self, kernel: Any, grid: tuple[int, int], threads: int, given: Any) -> None:
@@ -183,7 +183,7 @@ class _Simulator:
 class _Gpu:
     """Arrays and launches on the GPU that holds the job's arrays, on their library's stream.
 
-    Kernels take CuPy arrays: the caller's own memory, but for NumPy arrays.
+    Kernels take CuPy arrays. These share the caller's memory, except that NumPy arrays are copied.
     """
 
     def __init__(self, space: Any) -> None:
@@ -191,7 +191,7 @@ class _Gpu:
 
     @classmethod
     def of(cls, job: Job) -> _Gpu:
-        """Where a job's arrays live.
+        """Return the place that holds a job's arrays.
 
         Raises
         ------
@@ -240,7 +240,7 @@ class _Gpu:
         return array.get()
 
     def launch(self, kernel: Any, grid: tuple[int, int], threads: int, given: Any) -> None:
-        """Run a kernel; its first compile for such arrays takes a second or more and says so."""
+        """Run a kernel; its first compilation takes a second or more and prints a message."""
         compiled, start = len(kernel.overloads), time.perf_counter()
         stream = cuda.external_stream(self.space.stream())
         _launch(kernel, (grid, threads, stream), given)
@@ -254,14 +254,14 @@ class _Gpu:
 
 
 def _launch(kernel: Any, where: tuple[Any, ...], given: Any) -> None:
-    """Launch without Numba's advice to fill the GPU: small problems are what these are for."""
+    """Launch without Numba's warning about low occupancy: these kernels suit small problems."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Grid size")
         kernel[where](*given)
 
 
 class _Call:
-    """One pass: its kernels' shape, its launches, and what they report."""
+    """One pass: the shape of its kernels, its launches, and their reports."""
 
     def __init__(self, job: Job, tiling: Tiling, place: Any, *, fused: bool) -> None:
         p = self.problem = job.problem
@@ -280,7 +280,7 @@ class _Call:
         self.reports: list[tuple[plans.Stage, Lowered, Any, Any]] = []
 
     def walk(self, by: Literal["row", "col"], name: str, kernel: Any, arrays: Any) -> None:
-        """Launch a pass over score tiles: one block for each outer tile of each walk."""
+        """Launch a pass over score tiles: one block for each outer tile of each head."""
         p, tables = self.problem, self._tables(by)
         walks = p.batch * (p.heads if by == "row" else p.kv_heads)
         tile_counts, visit_counts = self._report(name, tables, walks)

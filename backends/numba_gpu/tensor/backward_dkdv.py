@@ -1,14 +1,16 @@
-"""FlashAttention-2 backward, keys outside, on tensor cores (arXiv:2307.08691, Algorithm 2).
+"""FlashAttention-2 backward, KV-outer, on tensor cores (arXiv:2307.08691, Algorithm 2).
 
 A block owns column tile j of one key head and visits, for every query head of the group, the row
 tiles that the schedule lists. It works on transposed scores, S^T = K Q^T, so that P^T and dS^T
-leave the products in exactly the registers in which dV += P^T dO and dK += dS^T Q want them. The
-fused form adds dQ += dS K as well, reduced into a float32 accumulator in HBM (its order, and so its
-last bit, varies); without it `backward_dq` makes dQ. It is made one visit late; with `halves` half
-of the warps make it before their scores and half after them: while one warp of a scheduler has
-exponentials to make, another one keeps the tensor cores busy.
-Where things live: K, V in shared memory for the whole block; Q, dO, L and delta in one or two
-shared stages; dK, dV, S^T, P^T, dP^T in registers; dS in shared memory, only to cross warps for dQ.
+leave the products in exactly the registers in which dV += P^T dO and dK += dS^T Q need them.
+
+The fused form also adds dQ += dS K, reduced into a float32 accumulator in HBM (its order, and so
+its last bit, varies). Without it `backward_dq` makes dQ. The dQ product of a visit is computed one
+visit later. With `halves` half of the warps compute it before their scores and half after them:
+while one warp of a scheduler computes exponentials, another one keeps the tensor cores busy.
+
+K and V stay in shared memory for the whole block; Q, dO, L and delta are in one or two shared
+stages. dK, dV, S^T, P^T, dP^T are in registers. dS is in shared memory, only to cross warps for dQ.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
-    """The kernel for compile-time constants; `wide`: reductions of 16 bytes, from sm_90 on."""
+    """Return the kernel for compile-time constants; `wide`: 16-byte reductions, from sm_90 on."""
     c = constants(kernel)
     w = walk_functions(c)
     key_row, value_row = rows_of(c)
@@ -121,7 +123,7 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
 
     @device
     def add_dq(a, shared, warp, step, walk, start, rows, slot):
-        """The part of this warp in dQ += dS K of the visit before step `step`."""
+        """Add this warp's part of dQ += dS K for the visit before step `step`."""
         row, col = warp % warps_q * (16 * dq_blocks), warp // warps_q * dq_cols
         ds_base = pieces_ds(shared + ds_at) + (1 - (step & 1)) * ds_bytes
         dq = multiply_dsk(new_dq(), ds_base, row, columns_k(shared), col)

@@ -1,9 +1,10 @@
-"""FlashAttention-2 backward, queries outside: dQ alone, the third of three passes without atomics.
+"""FlashAttention-2 backward, Q-outer: dQ alone, the third of three passes without atomics.
 
 A block owns row tile i of one head, recomputes S and dP for the column tiles that the schedule
 lists, and adds dS K in registers, so that equal inputs give equal bits.
-Where things live: Q, dO, L, delta in shared memory for the whole block; K, V in one or two shared
-stages; dQ, S, P, dP, dS in registers.
+
+Q, dO, L and delta stay in shared memory for the whole block; K and V are in one or two shared
+stages; dQ, S, P, dP and dS are in registers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def flash_dq_kernel(kernel: Kernel) -> Any:
-    """The kernel, as a Python function of one `launch.ARGS`, for compile-time constants."""
+    """Return the kernel, a Python function of one `launch.ARGS`, for compile-time constants."""
     c = constants(kernel)
     w = walk_functions(c)
     key_row, value_row = rows_of(c)

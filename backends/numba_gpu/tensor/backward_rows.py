@@ -1,8 +1,9 @@
-"""The row-wise passes around a backward pass: `flash_delta` before it, `flash_convert` after.
+"""The row-wise kernels around a backward pass: `flash_delta` before it, `flash_convert` after it.
 
-`flash_delta` computes delta = rowsum(dO * O), less the LSE's gradient if it has one, and clears the
-float32 accumulator of dQ where dQ is reduced into one; `flash_convert` rounds that accumulator.
-Block (i, head) owns row tile i; no shared memory, every access to HBM of rows 16 bytes wide.
+`flash_delta` computes delta = rowsum(dO * O), minus the LSE's gradient if there is one. It also
+clears dQ's float32 accumulator if dQ is reduced into one. `flash_convert` rounds that accumulator.
+Block (i, head) owns row tile i. The kernels use no shared memory, and every access to rows in HBM
+is 16 bytes wide.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ DEEP = 4
 
 
 def _dots(bf16: bool, apart: int) -> Any:
-    """``dots(x, y, x_step, y_step, left) -> sums, rows``: of up to `DEEP` rows, `apart` rows apart
-    and the first one at `x` and `y`, the dot products of 8 elements each.
+    """Return ``dots(x, y, x_step, y_step, left) -> sums, rows``: dot products of row pieces.
 
-    Only those fewer than `left` rows from the first are there; `rows` is how many.
+    A piece has 8 elements. The function covers up to `DEEP` rows, `apart` rows apart, the first one
+    at `x` and `y`. Only the rows fewer than `left` rows from the first exist; `rows` is how many
+    exist.
     """
 
     @emitted([floats(DEEP), int32], int64, int64, int64, int64, int32)
@@ -63,7 +65,7 @@ def _dots(bf16: bool, apart: int) -> Any:
 
 
 def _lane_sums(lanes: int) -> Any:
-    """``lane_sums(sums)``: each of them, over `lanes` neighbouring lanes, a power of two."""
+    """Return ``lane_sums(sums)``: each sum, over `lanes` neighbouring lanes, a power of two."""
 
     @emitted(floats(DEEP), floats(DEEP))
     def lane_sums(b: ir.IRBuilder, sums: Values) -> Values:
@@ -77,7 +79,10 @@ def _lane_sums(lanes: int) -> Any:
 
 
 def _write_rows(apart: int) -> Any:
-    """``write_rows(to, sums, left)``: float32 of rows `apart` rows apart, of the first `left`."""
+    """Return ``write_rows(to, sums, left)``: it writes a float32 per row, `apart` rows apart.
+
+    Only rows fewer than `left` rows from the first are written.
+    """
 
     @emitted(None, int64, floats(DEEP), int32)
     def write_rows(b: ir.IRBuilder, to: ir.Value, sums: Values, left: ir.Value) -> None:
@@ -90,8 +95,9 @@ def _write_rows(apart: int) -> Any:
 
 
 def _less_rows(apart: int) -> Any:
-    """``less_rows(sums, source, left) -> sums``: less float32 of rows `apart` rows apart, of which
-    the first `left` are there.
+    """Return ``less_rows(sums, source, left) -> sums``: it subtracts one float32 per row.
+
+    The rows are `apart` rows apart, and only rows fewer than `left` rows from the first exist.
     """
 
     @emitted(floats(DEEP), floats(DEEP), int64, int32)
@@ -106,9 +112,12 @@ def _less_rows(apart: int) -> Any:
 
 
 def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
-    """``convert(to, step, source, first, pieces, scale) -> bytes``: of `pieces`, `per_row` of 8
-    elements in each row, up to `DEEP` that are `apart` pieces apart: float32 times scale, rounded
-    to 16 bits. Returns what it stored."""
+    """Return the function that scales float32 and rounds it to 16 bits.
+
+    It is ``convert(to, step, source, first, pieces, scale) -> bytes``. A row has `per_row` pieces
+    of 8 elements, and there are `pieces` in all. The function converts up to `DEEP` of them,
+    `apart` pieces apart from `first` on. It returns the bytes that it stored.
+    """
 
     @emitted(int32, int64, int64, int64, int32, int32, float32)
     def convert(b: ir.IRBuilder, *given: ir.Value) -> ir.Value:
@@ -134,7 +143,7 @@ def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
 
 
 def zeros_bytes(row: RowWidth) -> Any:
-    """``zeros_bytes(column)``: bytes that exist of four float32 from a column on."""
+    """Return ``zeros_bytes(column)``: the bytes that exist of four float32 from a column on."""
 
     @emitted(types.int32, types.int32)
     def zeros_bytes_(b: ir.IRBuilder, column: ir.Value) -> ir.Value:
@@ -144,7 +153,7 @@ def zeros_bytes(row: RowWidth) -> Any:
 
 
 def flash_delta_kernel(kernel: Kernel) -> Any:
-    """The kernel, as a Python function of one `launch.ARGS`, for compile-time constants."""
+    """Return the kernel, a Python function of one `launch.ARGS`, for compile-time constants."""
     c = constants(kernel)
     w = walk_functions(c)
     row_tile, report = w.row_tile, w.report
@@ -198,7 +207,7 @@ def flash_delta_kernel(kernel: Kernel) -> Any:
 
 
 def flash_convert_kernel(kernel: Kernel) -> Any:
-    """The kernel, as a Python function of one `launch.ARGS`, for compile-time constants."""
+    """Return the kernel, a Python function of one `launch.ARGS`, for compile-time constants."""
     c = constants(kernel)
     w = walk_functions(c)
     row_tile, report = w.row_tile, w.report

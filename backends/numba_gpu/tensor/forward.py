@@ -1,8 +1,8 @@
 """FlashAttention-2 forward on tensor cores, in Python (arXiv:2307.08691, Algorithm 1).
 
-A block owns row tile i of one head and visits the column tiles that the schedule lists for it.
-Where things live: K and V in two shared stages each, so that a visit's copies run under the visit
-before; O, m, l, S and P in registers; Q in registers where they suffice, else in shared memory.
+A block owns row tile i of one head and visits the column tiles that the schedule lists for it. K
+and V are in two shared stages each, so that a visit's copies overlap with the visit before. O, m,
+l, S and P are in registers. Q is in registers if there are enough of them, else in shared memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def flash_forward_kernel(kernel: Kernel) -> Any:
-    """The kernel, as a Python function of one `launch.ARGS`, for compile-time constants."""
+    """Return the kernel, a Python function of one `launch.ARGS`, for compile-time constants."""
     c = constants(kernel)
     w = walk_functions(c)
     key_row, value_row = rows_of(c)

@@ -1,4 +1,4 @@
-"""From scores to their gradients, on fragments (laid out as `tiles` says), as Numba intrinsics."""
+"""The gradients of scores, on fragments (laid out as `tiles` says), as Numba intrinsics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashsim.backends.numba_gpu.tiles import elements, lane_of
 
 
 def load_rows(blocks: int) -> Any:
-    """``load_rows(address) -> values``: a float32 of shared memory for each of the lane's rows."""
+    """Return ``load_rows(address) -> values``: one float32 of shared memory per row of the lane."""
 
     @emitted(floats(2 * blocks), types.int32)
     def load_rows_(b: ir.IRBuilder, address: ir.Value) -> Values:
@@ -29,7 +29,7 @@ def load_rows(blocks: int) -> Any:
 
 
 def load_columns(n: int) -> Any:
-    """``load_columns(address) -> values``: the same for each of the lane's n / 4 columns."""
+    """Return ``load_columns(address) -> values``: one float32 per column of the lane (n / 4)."""
 
     @emitted(floats(n // 4), types.int32)
     def load_columns_(b: ir.IRBuilder, address: ir.Value) -> Values:
@@ -48,10 +48,10 @@ def _per_element(values: Values, by_row: bool, i: int, c: int, x: int) -> ir.Val
 
 
 def probabilities(blocks: int, n: int, by_row: bool, scaled: bool, softcap: bool) -> Any:
-    """``probabilities(s, lse, scale, cap, to_log2) -> p, slope``: P = exp(S - L), from raw Q K^T.
+    """Return ``probabilities(s, lse, scale, cap, to_log2) -> p, slope``: P = exp(S - L).
 
-    `lse` has a value for each row (S) or column (S^T) of the lane. `slope` is the softcap's
-    derivative, 1 - tanh^2, and one unused 0 without a softcap.
+    `s` is raw Q K^T. `lse` has a value for each row (S) or column (S^T) of the lane. `slope` is the
+    softcap's derivative, 1 - tanh^2; without a softcap it is a single unused 0.
     """
     kind = floats(blocks * n // 2)
     per = floats(2 * blocks if by_row else n // 4)
@@ -82,7 +82,7 @@ def probabilities(blocks: int, n: int, by_row: bool, scaled: bool, softcap: bool
 
 
 def score_gradients(blocks: int, n: int, by_row: bool, softcap: bool) -> Any:
-    """``score_gradients(p, dp, delta, slope) -> dS = P (dP - delta) slope``."""
+    """Return ``score_gradients(p, dp, delta, slope) -> ds``: dS = P (dP - delta) slope."""
     kind = floats(blocks * n // 2)
     per = floats(2 * blocks if by_row else n // 4)
 
@@ -101,9 +101,10 @@ def score_gradients(blocks: int, n: int, by_row: bool, softcap: bool) -> Any:
 
 
 def mask_probabilities(blocks: int, n: int, by_row: bool, left: bool, right: bool) -> Any:
-    """``mask_probabilities(p, query, key, offset, key_stop, left, right) -> p``: dropped are 0.
+    """Return the function that sets dropped probabilities to 0.
 
-    The rule of `mask_rows`; with `by_row` false the fragment is P^T, rows being keys. L = -inf (a
+    It is ``mask_probabilities(p, query, key, offset, key_stop, left, right) -> p`` and follows the
+    rule of `mask_rows`. With `by_row` false the fragment is P^T, whose rows are keys. L = -inf (a
     row without a key) makes exp(S - L) infinite, so dropping is a selection, never a product.
     """
     kind = floats(blocks * n // 2)

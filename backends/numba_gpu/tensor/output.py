@@ -1,4 +1,4 @@
-"""Accumulators out of registers: staged for wide stores, or reduced into HBM."""
+"""Stores of accumulators from registers: staged for wide stores, or reduced into HBM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from flashsim.backends.numba_gpu.tiles import RowWidth, Tile, lane_of
 
 
 def stage(bf16: bool, blocks: int, n: int, tile: Tile) -> Any:
-    """``stage(address, row, col, c)``: round accumulators to 16 bits into a tile, at (row, col)."""
+    """Return ``stage(address, row, col, c)``: it rounds accumulators to 16 bits into a tile.
+
+    They go to (row, col) of the tile.
+    """
 
     @emitted(None, types.int32, types.int32, types.int32, floats(blocks * n // 2))
     def stage_(b: ir.IRBuilder, address: ir.Value, row: ir.Value, col: ir.Value, c: Values) -> None:
@@ -33,9 +36,10 @@ def stage(bf16: bool, blocks: int, n: int, tile: Tile) -> Any:
 
 
 def store_rows(blocks: int) -> Any:
-    """``store_rows(address, values, first, stop) -> bytes``: one float32 a row to HBM, if there.
+    """Return ``store_rows(address, values, first, stop) -> bytes``: one float32 per row to HBM.
 
-    The first lane of a quad stores; `first` is the warp's first row, `address` that of row 0.
+    Only rows before `stop` are stored, by the first lane of each quad. `first` is the warp's first
+    row, and `address` is that of row 0.
     """
 
     @emitted(types.int32, types.int64, floats(2 * blocks), types.int32, types.int32)
@@ -58,15 +62,17 @@ def store_rows(blocks: int) -> Any:
 
 
 def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
-    """``reduce_tile(address, c, row, col, rows) -> bytes``: add accumulators to float32 in HBM.
+    """Return ``reduce_tile(address, c, row, col, rows) -> bytes``: it adds accumulators to HBM.
+
+    The accumulator in HBM is float32.
 
     Parameters
     ----------
     row_of : RowWidth
         Rows in HBM; columns past their width are left out.
     wide : bool
-        Four neighbours in one instruction (sm_90): two lanes trade, so that the even one adds the
-        left 8-column piece's four and the odd one the right piece's.
+        Add four neighbours in one instruction (sm_90). Two lanes exchange values, so that the even
+        lane adds the left 8-column piece's four and the odd lane the right piece's.
     """
 
     width = row_of.width
@@ -124,7 +130,7 @@ def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
     def additions(
         b: ir.IRBuilder, first: ir.Value, four: Values, odd: ir.Value, pair: ir.Value
     ) -> list[tuple[ir.Value, Values]]:
-        """What this lane adds of its four elements of two 8-column pieces, and at which columns."""
+        """Return this lane's values to add, of its four in two 8-column pieces, and the columns."""
         if not wide:
             own = b.add(first, b.shl(pair, i32(1)))
             return [(b.add(own, i32(e // 2 * 8 + e % 2)), [x]) for e, x in enumerate(four)]

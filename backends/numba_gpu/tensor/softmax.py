@@ -16,13 +16,16 @@ NEG_INF = float("-inf")
 
 
 def tanh(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """1 - 2 / (1 + e^2x): an error of a few 1e-7, where tanh.approx has 5e-4."""
+    """Return 1 - 2 / (1 + e^2x): its error is a few 1e-7, where tanh.approx has 5e-4."""
     power = ptx.exp2(b, b.fmul(x, f32(2 * LOG2E)))
     return b.fsub(f32(1.0), b.fmul(f32(2.0), ptx.reciprocal(b, b.fadd(power, f32(1.0)))))
 
 
 def scale_scores(blocks: int, n: int, softcap: bool) -> Any:
-    """``scale_scores(s, scale, cap) -> s``: cap tanh(scale s / cap), or scale s without a cap."""
+    """Return ``scale_scores(s, scale, cap) -> s``: cap tanh(scale s / cap).
+
+    Without a cap it is scale s.
+    """
     kind = floats(blocks * n // 2)
 
     @emitted(kind, kind, types.float32, types.float32)
@@ -37,10 +40,11 @@ def scale_scores(blocks: int, n: int, softcap: bool) -> Any:
 
 
 def mask_rows(blocks: int, n: int, left: bool, right: bool) -> Any:
-    """``mask_rows(s, query, key, offset, key_stop, left, right) -> s``: dropped scores are -inf.
+    """Return the function that sets dropped scores to -inf.
 
-    Query q keeps keys ``q + offset - left <= k <= q + offset + right`` with k < key_stop. `query`
-    and `key` are the warp's first ones; a limit that is off costs nothing.
+    It is ``mask_rows(s, query, key, offset, key_stop, left, right) -> s``. Query q keeps keys ``q +
+    offset - left <= k <= q + offset + right`` with k < key_stop. `query` and `key` are the warp's
+    first ones. A limit that is off costs nothing.
     """
     kind = floats(blocks * n // 2)
 
@@ -71,7 +75,7 @@ def mask_rows(blocks: int, n: int, left: bool, right: bool) -> Any:
 
 
 def row_max(blocks: int, n: int) -> Any:
-    """``row_max(m, s) -> m``: the maximum so far of each of the lane's rows."""
+    """Return ``row_max(m, s) -> m``: the maximum so far of each of the lane's rows."""
 
     @emitted(floats(2 * blocks), floats(2 * blocks), floats(blocks * n // 2))
     def row_max_(b: ir.IRBuilder, m: Values, s: Values) -> Values:
@@ -88,11 +92,11 @@ def row_max(blocks: int, n: int) -> Any:
 
 
 def row_max_of_bits(n: int) -> Any:
-    """``row_max_of_bits(m, s) -> m, again``: as `row_max` of one block, unless `again` says no.
+    """Return ``row_max_of_bits(m, s) -> m, again``: a faster `row_max` of one block.
 
-    As integers floats have the same order, unless both are below 0; and of integers three go to an
-    instruction (from sm_90 on). Where a lane has seen none that is not below 0, the warp is to take
-    `row_max`.
+    It compares floats as integers, three per instruction (from sm_90 on). Both orders agree, except
+    between two negative floats. If some lane has seen only negative floats in a row, `again` is
+    true and the warp must call `row_max` instead.
     """
 
     @emitted([floats(2), types.boolean], floats(2), floats(n // 2))
@@ -118,9 +122,10 @@ def row_max_of_bits(n: int) -> Any:
 
 
 def softmax_base(blocks: int) -> Any:
-    """``softmax_base(top, to_log2) -> base``: the maxima in base 2, 0 for a row without a key yet.
+    """Return ``softmax_base(top, to_log2) -> base``: the maxima in base 2.
 
-    The 0 avoids inf - inf: such a row's scores are all -inf, and 2^(-inf - 0) = 0.
+    `base` is 0 for a row without a key yet. The 0 avoids inf - inf: such a row's scores are all
+    -inf, and 2^(-inf - 0) = 0.
     """
     kind = floats(2 * blocks)
 
@@ -133,7 +138,10 @@ def softmax_base(blocks: int) -> Any:
 
 
 def rescaling(blocks: int) -> Any:
-    """``rescaling(m, base, to_log2) -> alpha = exp(m - m_new)``, m the maxima before this visit."""
+    """Return ``rescaling(m, base, to_log2) -> alpha``: exp(m - m_new).
+
+    m are the maxima before this visit.
+    """
     kind = floats(2 * blocks)
 
     @emitted(kind, kind, kind, types.float32)
@@ -144,7 +152,7 @@ def rescaling(blocks: int) -> Any:
 
 
 def scale_rows(blocks: int, n: int) -> Any:
-    """``scale_rows(c, factors) -> c``, each of the lane's rows times its factor."""
+    """Return ``scale_rows(c, factors) -> c``: each of the lane's rows times its factor."""
     kind = floats(blocks * n // 2)
 
     @emitted(kind, kind, floats(2 * blocks))
@@ -155,9 +163,10 @@ def scale_rows(blocks: int, n: int) -> Any:
 
 
 def exponentials(blocks: int, n: int) -> Any:
-    """``exponentials(s, base, l, alpha, to_log2) -> p, l``: P = exp(S - m_new), l = alpha l + sum.
+    """Return ``exponentials(s, base, l, alpha, to_log2) -> p, l``.
 
-    l is summed over the lane's own columns only; the quad adds up once, at the end.
+    P = exp(S - m_new), and l = alpha l + sum. l is summed over the lane's own columns only; the
+    quad adds up once, at the end.
     """
     s_kind, l_kind = floats(blocks * n // 2), floats(2 * blocks)
 
@@ -178,11 +187,12 @@ def exponentials(blocks: int, n: int) -> Any:
 
 
 def row_by_row(n: int) -> Any:
-    """``row_by_row(m, top, s, l, to_log2) -> p, l, alpha``: of one block, row 0 and then row 1.
+    """Return ``row_by_row(m, top, s, l, to_log2) -> p, l, alpha``: row 0, then row 1 of a block.
 
-    What `softmax_base`, `rescaling` and `exponentials` make of the maxima `m` before this visit and
-    `top` after it. ptxas schedules what has the longest chain ahead of it first, and exponentials,
-    which take longest, should begin early and never wait: row 0's sums are two chains, row 1's one.
+    It does the work of `softmax_base`, `rescaling` and `exponentials`, with the maxima `m` before
+    this visit and `top` after it. ptxas schedules first the instructions that start the longest
+    dependency chain. Exponentials take longest, so they should begin early and never wait. For this
+    reason row 0's sums form two chains and row 1's one.
     """
     s_kind, pair = floats(n // 2), floats(2)
 
@@ -212,7 +222,7 @@ def row_by_row(n: int) -> Any:
 
 
 def finish_rows(blocks: int) -> Any:
-    """``finish_rows(m, l, to_natural) -> 1 / l, lse``; a row without a key gives 0 and -inf."""
+    """Return ``finish_rows(m, l, to_natural) -> 1 / l, lse``; without a key 0 and -inf."""
     kind = floats(2 * blocks)
 
     @emitted([kind, kind], kind, kind, types.float32)
