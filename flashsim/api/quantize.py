@@ -185,7 +185,7 @@ def quantize(
 def _on_gpu(
     given: inputs.Inputs, about: dict[str, Any], block: tuple[int, int], dtype: str
 ) -> Quantized:
-    """Quantize by `flashsim.backends.cupy_gpu.quantize`; results have the inputs' number of axes."""
+    """Quantize by `flashsim.backends.cupy_gpu.quantize`; results keep the number of axes."""
     import flashsim.backends.cupy_gpu.quantize as gpu
 
     p = given.problem
