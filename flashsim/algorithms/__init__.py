@@ -1,7 +1,7 @@
-"""The simulated algorithms, one page each, reading like their papers.
+"""The simulated algorithms, one module each, written to read like their papers.
 
-A page ends with ``ALGORITHMS``: the algorithms it carries out, by name, each with its forward and
-its backward pass. The folder is the list: a page is found because it lies here.
+Each module ends with ``ALGORITHMS``: the algorithms it implements, by name, each with its forward
+and backward pass. Every module in this folder is found automatically; there is no other list.
 """
 
 from collections.abc import Callable

@@ -1,13 +1,13 @@
 """FlashDecoding: Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference", 2023.
 
-A few queries of a long cache are few row tiles: too few to occupy a GPU, whose time goes by at the
-speed of one SM. So the keys are divided as well, in the two steps of the post: attention over each
-part of the keys, in parallel, each with its log-sum-exp; then a reduction over the parts. What a
-part wrote is float32 (or float64), normalised. `Schedule` says which parts there are.
+A few queries with a long KV cache give few row tiles: too few to fill a GPU, so most SMs would
+idle. So the algorithm also splits the keys, in the two steps of the post. Step 1 computes attention
+over each part of the keys in parallel, with a log-sum-exp per part. Step 2 reduces over the parts.
+Each part's output is normalised and stored in float32 (or float64). `Schedule` defines the parts.
 
-A prefix that all entries of a batch share is walked once, by row tiles of the queries of all of
-them, and merged with each entry's own keys: cascade attention (FlashInfer, arXiv:2501.01005; also
-Hydragen, arXiv:2402.05099).
+If all batch entries share a prefix, row tiles that hold the queries of all entries read it once.
+The result is merged with that of each entry's own keys. This is cascade attention (FlashInfer,
+arXiv:2501.01005; also Hydragen, arXiv:2402.05099).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from flashsim.algorithms.merge import merged
 
 
 def forward(machine: Machine) -> None:
-    """Both steps. A row tile whose keys are one part is done after the first."""
+    """Run both steps; a row tile whose keys form a single part needs only the first."""
     _split(machine)
     _combine(machine)
 
 
 def _split(machine: Machine) -> None:
-    """Step 1: FlashAttention-2's walk, but a thread block owns one part of a row tile's keys."""
+    """Step 1: FlashAttention-2's loop; each thread block handles one part of a row tile's keys."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("split") as sram:
         schedule = sram.schedule
@@ -51,10 +51,11 @@ def _split(machine: Machine) -> None:
 
 
 def _combine(machine: Machine) -> None:
-    """Step 2: the parts of each row tile, merged in their order: the same bits in every run.
+    """Step 2: merge the parts of each row tile in order, so every run gives the same bits.
 
-    A shared prefix's come before an entry's own. Pair by pair; FlashAttention's combine, and the
-    GPU's kernel here, take the largest L of all first, then weigh: other roundings of one sum.
+    The parts of a shared prefix come before an entry's own. Parts are merged pair by pair.
+    FlashAttention's combine kernel, and the GPU kernel here, first take the largest L of all parts
+    and then weigh them. Both compute the same sum with different roundings.
     """
     hbm, p = machine.hbm, machine.problem
     with machine.stage("combine") as sram:
@@ -76,7 +77,7 @@ def _combine(machine: Machine) -> None:
 
 
 def backward(machine: Machine) -> None:
-    """There is none: `plans.check_backward` says so before a machine is made."""
+    """Never called: there is no backward pass, and `plans.check_backward` raises beforehand."""
     raise NotImplementedError
 
 

@@ -1,8 +1,9 @@
 """FlashAttention-2: Tri Dao, arXiv:2307.08691. The numbers at the right are that paper's lines.
 
-`load`, `store` and `reduce` are the only ways to touch HBM, and count bytes. A `step` or `visit`
-frees what was allocated inside it, so indentation shows how long a tile lives on chip. Leading
-axes (batch * key heads, group) ride along: every head makes the same walk.
+`load`, `store` and `reduce` are the only ways to access HBM, and they count bytes. A `step` or
+`visit` (one tile pair) frees everything that was allocated inside it, so indentation shows how long
+a tile stays on chip. Arrays have leading axes (batch * key heads, group): all heads run the same
+loop at once.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from flashsim.schedule.schedule import Visit
 
 
 def forward(machine: Machine) -> None:
-    """Algorithm 1. Queries outside: O, m and l stay on chip; K and V stream past.
+    """Algorithm 1. The loop is Q-outer: O, m and l stay on chip while K and V are streamed.
 
-    Line 10 of the paper prints the rescaling of O as an inverse; it is a product.
+    Line 10 of the paper prints the rescaling of O as an inverse; the correct form is a product.
     """
     hbm, p = machine.hbm, machine.problem
     with machine.stage("forward") as sram:
@@ -59,7 +60,7 @@ def stream_keys(
     m_i: np.ndarray,
     visits: Iterable[Visit],
 ) -> None:
-    """Lines 7 to 10: some key tiles of a row tile, into its O (not normalised), l and m."""
+    """Lines 7 to 10: add some key tiles to a row tile's O (not normalised), l and m."""
     p = sram.schedule.problem
     for visit in visits:
         with sram.visit(visit):
@@ -82,7 +83,7 @@ def stream_keys(
 def normalised(
     O_i: np.ndarray, l_i: np.ndarray, m_i: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Lines 12 and 13: out and LSE of the keys seen; none seen: out = 0, lse = -inf."""
+    """Lines 12 and 13: return out and LSE; rows that saw no key get out = 0 and lse = -inf."""
     l_safe = np.where(l_i == 0, 1, l_i)
     return O_i / l_safe[..., None], log_sum_exp(m_i, l_i)
 
@@ -90,8 +91,9 @@ def normalised(
 def backward(machine: Machine) -> None:
     """Algorithm 2 in three passes without atomics: delta; dK and dV; dQ. Deterministic.
 
-    dQ is a sum over keys, dK and dV over queries: one loop order can keep only one of them on
-    chip, so the scores are recomputed once for each. 7 products instead of 5: 14 N^2 d FLOPs.
+    dQ is a sum over keys; dK and dV are sums over queries. One loop order can keep only one kind of
+    sum on chip, so each pass recomputes the scores. That takes 7 products instead of 5: 14 N^2 d
+    FLOPs.
     """
     delta_pass(machine)
     clear_dbias(machine)
@@ -102,10 +104,10 @@ def backward(machine: Machine) -> None:
 
 
 def backward_fused(machine: Machine) -> None:
-    """Algorithm 2 in one pass, keys outside; dQ is reduced into an accumulator in HBM.
+    """Algorithm 2 in one KV-outer pass; dQ is reduced into an accumulator in HBM.
 
-    5 products, 10 N^2 d FLOPs, each tile's dQ added by atomics: on a GPU their order, and so the
-    last bits of dQ, change from run to run.
+    It takes 5 products: 10 N^2 d FLOPs. Atomics add each tile's dQ. On a GPU their order, and so
+    the last bits of dQ, change from run to run.
     """
     delta_pass(machine, clears_dq=True)
     clear_dbias(machine)
@@ -116,10 +118,10 @@ def backward_fused(machine: Machine) -> None:
 
 
 def backward_once(machine: Machine) -> None:
-    """Algorithm 2 where each row tile has one visit: in one pass, and nothing is added up in HBM.
+    """Algorithm 2 in one pass for row tiles with a single key tile; HBM accumulates nothing.
 
-    All P and dP of a row are on chip at once. So delta = rowsum(P o dP) needs neither O nor a pass
-    of its own, and dQ is complete: it is stored in its own type. Deterministic.
+    All P and dP of a row are on chip at once. So delta = rowsum(P o dP) needs neither O nor a
+    separate pass. dQ is complete, so it is stored directly in its final type. Deterministic.
     """
     clear_dbias(machine)
     with machine.stage("fused") as sram:
@@ -128,9 +130,10 @@ def backward_once(machine: Machine) -> None:
 
 
 def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
-    """delta = rowsum(dO o O) (the paper's D); the fused form clears dQ's accumulator as well.
+    """Compute delta = rowsum(dO o O), the paper's D; the fused form also clears dQ's accumulator.
 
-    If the LSE has a gradient dL, delta is less by that: d LSE / dS = P, so dS = P (dP - D + dL).
+    If the LSE has a gradient dL, it is subtracted from delta: d LSE / dS = P, so
+    dS = P (dP - D + dL).
     """
     hbm = machine.hbm
     with machine.stage("delta") as sram:
@@ -149,9 +152,10 @@ def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
 
 
 def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "store"]) -> None:
-    """dK and dV: a block owns column tile j of one key head, and its group.
+    """Compute dK and dV, KV-outer: a block owns column tile j of one key head and its query heads.
 
-    If dQ is made as well, a visit's is added up in HBM, or is complete and stored.
+    `dq` says how each tile pair's dQ is written: "" not at all, "reduce" added to HBM, "store"
+    stored because it is complete.
     """
     hbm, p, schedule = machine.hbm, machine.problem, sram.schedule
     for j in schedule.outer_order():                                                      # 5
@@ -198,7 +202,7 @@ def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "st
 
 
 def _dq_pass(machine: Machine) -> None:
-    """dQ: queries outside, as in the forward pass."""
+    """Compute dQ, Q-outer as in the forward pass."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("dq") as sram:
         schedule = sram.schedule

@@ -1,8 +1,8 @@
-"""Simulated HBM: every tensor lies there, and arithmetic sees none of them.
+"""Simulated HBM: it holds every tensor, and arithmetic cannot use them directly.
 
-A tensor in HBM is a `Tensor` handle that refuses to be computed with; `Sram.load` makes a copy of a
-tile. All heads run at once: tiles have leading axes (batch * kv_heads, group, ...), where `group`
-is the number of query heads that share a key head, or 1.
+A tensor in HBM is a `Tensor` handle that does not allow arithmetic; `Sram.load` copies a tile. All
+heads run at once: tiles have leading axes (batch * kv_heads, group, ...), where `group` is the
+number of query heads that share a key head, or 1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Tensor:
         self.n, self.width = data.shape[2], 1 if self.vector else data.shape[3]
 
     def tile_bytes(self, rows: slice, cols: slice) -> int:
-        """Bytes in HBM of one head's part [rows, cols]."""
+        """Bytes that the part [rows, cols] of one head takes in HBM."""
         return len(range(self.n)[rows]) * len(range(self.width)[cols]) * self.itemsize
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
@@ -56,7 +56,7 @@ class Tensor:
 
 
 class Scale(Tensor):
-    """What the rows of an FP8 tensor are multiplied by: one number for `every` so many of them.
+    """The scale of an FP8 tensor: one factor per block of `every` rows.
 
     `data` is (batch * kv_heads, group or 1, ceil(n / every)), float32.
     """
@@ -73,11 +73,11 @@ class Scale(Tensor):
         return super().tile_bytes(self._entries(rows), cols)
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
-        """The entries for these rows, one a block."""
+        """The entries for these rows, one per block."""
         return super().view(self._entries(rows), cols, member)
 
     def spread(self, entries: np.ndarray, rows: slice) -> np.ndarray:
-        """Loaded `entries`, one a row, (.., rows, 1)."""
+        """Repeat loaded `entries` to one per row: (.., rows, 1)."""
         first = rows.start // self.every
         return entries[..., np.arange(rows.start, rows.stop) // self.every - first, None]
 
@@ -90,7 +90,7 @@ class SharedTensor(Tensor):
         self.problem = problem
 
     def _select(self, member: int | None) -> slice:
-        """The heads that are `member` of their group."""
+        """The heads that have number `member` in their group."""
         if member is None or self.data.shape[1] == 1:
             return ALL
         return slice(member, None, self.problem.group)
@@ -111,7 +111,7 @@ class SharedTensor(Tensor):
 
 
 class BlockTable(Tensor):
-    """Which pages hold the keys of each sequence: loading keys [rows] loads their pages' numbers.
+    """The pages that hold each sequence's keys; loading keys [rows] loads their page numbers.
 
     `data` is (1, 1, problem.pages), sequence after sequence.
     """
@@ -130,7 +130,7 @@ class BlockTable(Tensor):
         return self.problem.page_size
 
     def local(self, rows: slice) -> tuple[int, int, int]:
-        """The sequence of these keys, and where they begin and end in it."""
+        """Return the sequence of these keys, and their first and end position in it."""
         s = int(np.searchsorted(self.starts, rows.start, "right")) - 1
         start = int(self.starts[s])
         return s, rows.start - start, rows.stop - start
@@ -151,7 +151,7 @@ class BlockTable(Tensor):
 
 
 class PagedTensor(Tensor):
-    """K or V in pages, (pages, kv_heads, page_size, width): read through numbers that were loaded.
+    """K or V in pages, (pages, kv_heads, page_size, width), read through loaded page numbers.
 
     Rows are keys of the packed sequences; `Hbm.through` gives the page numbers.
     """
@@ -181,7 +181,7 @@ class PagedTensor(Tensor):
 class Hbm:
     """The tensors of one run, as attributes by the papers' names: ``hbm.Q``, ``hbm.dK``, ...
 
-    Outputs start as NaN (in the input's type), so a tile that is never stored shows.
+    Outputs start as NaN (in the input's type), so a tile that is never stored is visible.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -205,7 +205,7 @@ class Hbm:
         return self.tensors[name]
 
     def put_scale(self, name: str, array: np.ndarray, every: int) -> None:
-        """Place the scale of a tensor that is there, (batch, heads, blocks of `every` rows)."""
+        """Place the scale of a tensor in HBM: (batch, heads, blocks of `every` rows)."""
         scale = f"{name}_scale"
         self.tensors[name].scale = Scale(scale, self.put(scale, array, "float32").data, every)
 
@@ -215,14 +215,14 @@ class Hbm:
         return self.tensors[name]
 
     def put_paged(self, pages: np.ndarray, **pools: np.ndarray) -> None:
-        """Place K and V in pages, and the numbers of the pages of each sequence."""
+        """Place paged K and V, and the page numbers of each sequence, in HBM."""
         table = BlockTable(pages, self.problem)
         self.tensors["table"] = table
         for name, pool in pools.items():
             self.tensors[name] = PagedTensor(name, pool, self.problem.dtype, table)
 
     def through(self, pages: np.ndarray, name: str) -> Tensor:
-        """K or V as it is read with these page numbers, a tile of the block table."""
+        """Return K or V read through `pages`, a loaded tile of the block table."""
         tensor = getattr(self, name)
         assert isinstance(tensor, PagedTensor)
         return PagedTensor(name, tensor.data, tensor.dtype, tensor.table, pages)
@@ -230,7 +230,7 @@ class Hbm:
     def new(
         self, name: str, n: int, width: int | None, dtype: str, *, kv: bool = False
     ) -> np.ndarray:
-        """Make room for a result, NaN all over; returns the array (batch, heads, n[, width])."""
+        """Allocate a result filled with NaN; returns the array (batch, heads, n[, width])."""
         p = self.problem
         heads = p.kv_heads if kv else p.heads
         shape = (p.batch, heads, n) if width is None else (p.batch, heads, n, width)

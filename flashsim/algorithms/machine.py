@@ -26,9 +26,9 @@ class Machine:
     Parameters
     ----------
     problem, tiling, device
-        What runs, and on what.
+        The problem, its tiles, and the simulated device.
     algorithm, direction : str
-        Which of `plans`' stages there are.
+        They select the stages from `plans`.
     key_order : {"ascending", "descending"}
     split : Split
     record : bool
@@ -65,12 +65,12 @@ class Machine:
         )
 
     def note_lse(self, rows: slice, lse: np.ndarray) -> None:
-        """Remember an LSE that the algorithm computes but does not store; no traffic."""
+        """Keep an LSE that the algorithm computes but does not store; this counts no traffic."""
         self.noted_lse[..., rows] = lse
 
     @property
     def parts(self) -> int:
-        """Into how many parts the keys of a query are divided at most."""
+        """The largest number of parts that the keys of a query are split into."""
         if self.split == WHOLE and not self.problem.shared_prefix:
             return 1
         how = self.key_order, False, self.split
@@ -82,7 +82,7 @@ class Machine:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Sram]:
-        """Run one stage: an empty SRAM, the stage's walk in `sram.schedule`."""
+        """Run one stage: yields an empty SRAM with the stage's loop in `sram.schedule`."""
         stage = self._plan[name]
         how = stage.outer, self.key_order, stage.dense, self.split
         schedule = Schedule(self.problem, self.tiling, *how)
@@ -93,12 +93,12 @@ class Machine:
 
     @staticmethod
     def part_slice(schedule: Schedule, rows: slice, part: int) -> slice:
-        """Where rows of one part of the keys lie in `O_part` and `L_part`: part after part."""
+        """The slice of `O_part` and `L_part` for these rows and this part; parts lie in order."""
         before = part * schedule.n_rows
         return slice(before + rows.start, before + rows.stop)
 
     def strips(self, sram: Sram, i: int) -> Iterator[slice]:
-        """Row tile i in strips of as many whole score rows as fit on chip."""
+        """Yield row tile i in strips, each of as many whole score rows as fit on chip."""
         rows = sram.schedule.row_slice(i)
         height = strip_rows(sram.stage, sram.schedule, self.device)
         for start in range(rows.start, rows.stop, height):

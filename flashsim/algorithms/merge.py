@@ -1,4 +1,4 @@
-"""Attention over two sets of keys from attention over each."""
+"""Merge attention over two sets of keys into attention over both."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 def merged(
     out_a: np.ndarray, lse_a: np.ndarray, out_b: np.ndarray, lse_b: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Out and LSE over the keys of both; ``lse`` has one axis less than ``out``.
+    """Return out and LSE over the keys of both; ``lse`` has one axis less than ``out``.
 
-    lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b. A row
-    that saw no key on one side (lse = -inf) is the other's.
+    lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b.
+    If a row saw no key on one side (lse = -inf), the result is the other side's row.
     """
     m = np.maximum(lse_a, lse_b)
     base = np.where(np.isneginf(m), 0, m)  # no key on either side: no inf - inf

@@ -1,9 +1,9 @@
-"""Simulated SRAM: what one thread block owns while one stage runs, and the only way to HBM.
+"""Simulated SRAM: the memory of one thread block during one stage, and the only access to HBM.
 
-Arithmetic sees only what `Sram.load` returned: a copy, which is overwritten with NaN when its frame
-ends. So a load that is left out is an error or a wrong answer, never a byte for free. One event is
-recorded for all heads, since every head makes the same walk; `Trace` multiplies. Sizes are those of
-one head's thread block.
+Arithmetic can use only the copies that `Sram.load` returns, and each copy is overwritten with NaN
+when its frame ends. So a missing load causes an error or a wrong answer; no byte goes uncounted.
+All heads run the same loop, so one event is recorded for all of them, and `Trace` multiplies. Sizes
+are those of one head's thread block.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Sram:
     Parameters
     ----------
     schedule : Schedule
-        The stage's walk.
+        The stage's loop over tiles.
     stage : plans.Stage
     device : Device
         `device.sram_bytes` is the capacity.
     record : bool
         Whether to keep events.
     roundings : Roundings
-        What is rounded, and to which types.
+        The type at each rounding point.
     """
 
     def __init__(
@@ -65,19 +65,19 @@ class Sram:
 
     @contextmanager
     def step(self, outer: int, member: int = 0) -> Iterator[None]:
-        """One step of the outer loop: row tile i, or with keys outside column tile j."""
+        """One step of the outer loop: row tile i, or column tile j if the loop is KV-outer."""
         i, j = (outer, -1) if self.stage.outer == "queries" else (-1, outer)
         with self._frame((member, i, j, -1)):
             yield
             self._log(COMPUTE, 0, 0)
 
     def strip(self) -> AbstractContextManager[None]:
-        """Some rows of an outer step: what is loaded inside is freed with them."""
+        """A scope for some rows of an outer step; tiles loaded inside are freed at its end."""
         return self._frame(self._where)
 
     @contextmanager
     def visit(self, visit: Visit, member: int = 0) -> Iterator[None]:
-        """One visit of a score tile, for query head `member` of the group."""
+        """A scope for one visit (query tile x key tile), for query head `member` of the group."""
         held = self._roundings.held
         with self._frame((member, visit.i, visit.j, visit.index)):
             yield
@@ -107,12 +107,12 @@ class Sram:
     # -- on chip --------------------------------------------------------------------------------
 
     def alloc(self, name: str, shape: tuple[int, ...], fill: float | None = None) -> np.ndarray:
-        """Make room for one tile; returns (batch * kv_heads, group or 1, *shape).
+        """Allocate one tile; returns (batch * kv_heads, group or 1, *shape).
 
         Raises
         ------
         SramOverflow
-            Naming what is held and what the device gives.
+            The message lists the tiles held and the device's capacity.
         """
         nbytes = math.prod(shape) * self.compute.itemsize
         tile = np.empty((*self._lead, *shape), self.compute)
@@ -140,8 +140,8 @@ class Sram:
     ) -> np.ndarray:
         """Copy a tile HBM -> SRAM, converted to the accumulator type (exact).
 
-        With it comes its scale, by which an FP8 tile is multiplied. In a stage whose walk serves a
-        whole group, `member` picks the query head.
+        An FP8 tile is loaded with its scale and multiplied by it. In a stage whose loop serves a
+        whole group, `member` selects the query head.
         """
         tile = self._part(tensor, rows, cols, member).astype(self.compute)
         nbytes = tensor.tile_bytes(rows, cols)
@@ -152,7 +152,7 @@ class Sram:
         return tile
 
     def rounded(self, name: str, tile: np.ndarray) -> np.ndarray:
-        """P or dS in the type in which it enters a product; S and m if `Precision` says so."""
+        """Round P or dS to the type in which it enters a product; S and m if `Precision` says."""
         kind = self._roundings.operands.get(name)
         return tile if kind is None else round_to(tile, *kind)
 
@@ -223,6 +223,6 @@ class Sram:
         return tensor.view(rows, cols, member)
 
     def done(self) -> StageTrace:
-        """The stage's events, once its walk has ended."""
+        """Return the stage's events after its loop has ended."""
         repeat, stride = heads_of(self.stage, self.schedule.problem)
         return StageTrace.build(self.stage, self.schedule, repeat, stride, self._events)

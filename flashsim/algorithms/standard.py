@@ -1,7 +1,8 @@
 """Standard attention: S and P are materialised in HBM (Algorithms 0 and 3 of arXiv:2205.14135).
 
-The products are tiled like any matrix product; nothing else is clever. No tile is skipped, masked
-or not, as in the frameworks' plain implementations. The numbers at the right are the paper's lines.
+The products are tiled like any matrix product; nothing else is optimised. Masked tiles are not
+skipped, as in the frameworks' plain implementations. The numbers at the right are the paper's
+lines.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ def forward(machine: Machine) -> None:
 
 
 def _scores(machine: Machine) -> None:
-    """S and, with a softcap, its derivative: S stored narrow would not give it back precisely."""
+    """Compute S and, with a softcap, its derivative.
+
+    The derivative cannot be recovered precisely from an S that was stored in a narrow type.
+    """
     hbm = machine.hbm
     with machine.stage("scores") as sram:
         for i in range(sram.schedule.t_r):
@@ -55,7 +59,7 @@ def _scores(machine: Machine) -> None:
 
 
 def _softmax(machine: Machine) -> None:
-    """Whole rows at a time. LSE is noted for the caller; standard attention does not store it."""
+    """Compute P by whole rows; the LSE is kept for the caller but not stored in HBM."""
     hbm = machine.hbm
     with machine.stage("softmax") as sram:
         for i in range(sram.schedule.t_r):
@@ -75,7 +79,7 @@ def _softmax(machine: Machine) -> None:
 
 
 def backward(machine: Machine) -> None:
-    """Algorithm 3, from the P that the forward saved (with a softcap, its derivative as well)."""
+    """Algorithm 3, from the P (and the softcap's derivative) that the forward pass saved."""
     _dv(machine)
     hbm = machine.hbm
     with machine.stage("dp") as sram:

@@ -1,4 +1,4 @@
-"""What the algorithms share: a tile of scores, and the small stages before and after the walk."""
+"""Code that the algorithms share: a tile of scores, and small stages around the main loop."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flashsim.schedule.schedule import Visit
 
 
 def unseen(m: np.ndarray) -> np.ndarray:
-    """Where a row maximum (or LSE) says that no key was seen: only masked scores, or none."""
+    """Whether a row maximum (or LSE) shows that no key was seen: only masked scores, or none."""
     return m <= masked_score(m.dtype)
 
 
 def finite(m: np.ndarray) -> np.ndarray:
-    """A row maximum (or LSE) fit for subtraction: 0 where no key was seen, so no inf - inf.
+    """Return a row maximum (or LSE) for subtraction: 0 where no key was seen, to avoid inf - inf.
 
-    Scores that count as masked are so low that their exponential is 0 then.
+    Scores that count as masked are so low that their exponential is then still 0.
     """
     return np.where(unseen(m), 0, m)
 
@@ -39,7 +39,7 @@ def score_tile(
     member: int | None = None,
     gated: bool = False,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """S_ij = softcap(scale Q_i K_j^T) + bias, masked scores at -inf.
+    """Compute S_ij = softcap(scale Q_i K_j^T) + bias, with masked scores at -inf.
 
     Returns
     -------
@@ -75,17 +75,17 @@ def score_gradient(
     gate: np.ndarray | None,
     dL_i: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """dS_ij = P_ij (dP_ij - delta_i) with dP_ij = dO_i V_j^T, in dP's tile.
+    """Compute dS_ij = P_ij (dP_ij - delta_i) with dP_ij = dO_i V_j^T, in dP's tile.
 
-    Without `delta_i` it is made here, of all keys that its rows see: rowsum(P o dP), less the LSE's
-    gradient `dL_i`, if it has one.
+    Without `delta_i`, the tile must hold all keys that its rows see, and delta is computed here:
+    rowsum(P o dP), minus the LSE's gradient `dL_i` if there is one.
 
     Returns
     -------
     dS_ij : ndarray
-        Gradient of the scaled, uncapped product: what dQ and dK are made of.
+        Gradient of the scaled product before the softcap; dQ and dK are computed from it.
     dbias_ij : ndarray
-        Gradient of the score after the softcap: the bias's own.
+        Gradient of the score after the softcap, which is the bias's gradient.
     """
     dP_ij = sram.alloc("dP", P_ij.shape[-2:])
     np.matmul(dO_i, V_j.mT, out=dP_ij)
@@ -105,14 +105,14 @@ def score_gradient(
 def lse_gradient(
     machine: Machine, sram: Sram, rows: slice, *, member: int | None = None
 ) -> np.ndarray | None:
-    """The gradient of the LSE of some rows, if a backward pass was given one."""
+    """Load the gradient of the LSE of some rows; None if the backward pass has none."""
     if not machine.problem.dlse:
         return None
     return sram.load(machine.hbm.dL, rows, member=member)
 
 
 def fill(machine: Machine, name: str, values: dict[str, float]) -> None:
-    """A stage that only writes constants to HBM: ``{tensor: value}``."""
+    """Run a stage that only writes constants to HBM: ``{tensor: value}``."""
     with machine.stage(name) as sram:
         for i in range(sram.schedule.t_r):
             with sram.step(i):
@@ -121,7 +121,7 @@ def fill(machine: Machine, name: str, values: dict[str, float]) -> None:
 
 
 def convert(machine: Machine, accumulator: str, result: str) -> None:
-    """Round an accumulator in HBM to the input's type; no stage where the two types are one."""
+    """Round an accumulator in HBM to the input's type; no such stage if both types are equal."""
     name = "convert_dbias" if result == "dBias" else "convert"
     if not machine.has(name):
         return
@@ -145,6 +145,6 @@ def clear_dbias(machine: Machine) -> Tensor | None:
 
 
 def accumulator_name(machine: Machine, result: str) -> str:
-    """The tensor that `result` is accumulated in: itself, where its type is the accumulator's."""
+    """The tensor that accumulates `result`: itself if it has the accumulator's type."""
     name = f"{result}_acc"
     return name if name in machine.hbm.tensors else result

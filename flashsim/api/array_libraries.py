@@ -21,9 +21,9 @@ _DLPACK_CPU = 1
 
 
 class Host(NamedTuple):
-    """How arrays of one library become NumPy's (`take(name, x)`), and NumPy's theirs (`give`).
+    """Conversions between one library's arrays and NumPy's: `take(name, x)` in, `give` back.
 
-    `library` is the package's name; "" where the arrays stay as they are, whatever they are.
+    `library` is the package's name, or "" if arrays of any kind pass through unchanged.
     """
 
     library: str
@@ -32,13 +32,13 @@ class Host(NamedTuple):
 
 
 def library_of(x: Any) -> str:
-    """The package that an array's class comes from; torch for a subclass of its tensors."""
+    """Return the package of an array's class; "torch" for subclasses of torch's tensors."""
     packages = [one.__module__.partition(".")[0] for one in type(x).__mro__]
     return "torch" if "torch" in packages else packages[0]
 
 
 def host_of(x: Any) -> Host:
-    """How arrays like `x` go in and come out; those of an unknown kind as NumPy's: not at all."""
+    """Return the conversions for arrays like `x`; an unknown kind passes through unchanged."""
     library = library_of(x)
     if library == "torch":
         return Host(library, _from_torch, _to_torch)
@@ -51,7 +51,7 @@ def host_of(x: Any) -> Host:
 
 
 def _from_numpy(_: str, x: Any) -> Any:
-    """A matrix as the array it holds; masked arrays are refused later, by their own error."""
+    """Return a NumPy matrix as a plain array; a later check refuses masked arrays."""
     return np.asarray(x) if isinstance(x, np.matrix) else x
 
 
@@ -70,7 +70,7 @@ def take(host: Host, **arrays: Any) -> list[Any]:
     Raises
     ------
     DTypeError
-        If they come from several libraries, or one cannot be read where it lies.
+        If they come from several libraries, or one cannot be read without a copy.
     """
     for name, x in arrays.items():
         if x is not None and host.library not in ("", host_of(x).library):
@@ -86,7 +86,7 @@ def take(host: Host, **arrays: Any) -> list[Any]:
 def take_anywhere(**arrays: Any) -> tuple[Host, list[np.ndarray]]:
     """Convert arrays to NumPy's, copying from a GPU; the host converts results back.
 
-    For what has no kernel of its own; all by the first one's host.
+    For operations that have no GPU kernel. All arrays use the conversions of the first one.
     """
     host = host_of(next(iter(arrays.values())))
     taken = take(host, **arrays)

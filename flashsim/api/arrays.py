@@ -16,31 +16,31 @@ from flashsim.problem import checks
 
 
 def dtype_name(array: Any) -> str:
-    """The name of an array's element type, for NumPy, CuPy and torch alike."""
+    """The name of an array's element type; works for NumPy, CuPy and torch."""
     return name_of(array.dtype)
 
 
 def name_of(dtype: Any) -> str:
-    """The name of an element type, torch's without its module."""
+    """The name of an element type, without the "torch." prefix of torch's types."""
     return str(dtype).removeprefix("torch.")
 
 
 def only_dlpack(x: Any) -> bool:
-    """Whether an array can only be read through DLPack: it is not NumPy's, CuPy's or torch's."""
+    """Whether an array can only be read through DLPack: not a NumPy, CuPy or torch array."""
     if type(x).__module__.partition(".")[0] in ("numpy", "cupy", "torch"):
         return False
     return hasattr(x, "__dlpack__") and not hasattr(x, "__cuda_array_interface__")
 
 
 def last_axes(name: str) -> str:
-    """The last two axes of an argument of that name: q's, unless it is a bias or an LSE."""
+    """Describe the last axes of the argument `name`: those of q, except for a bias or an LSE."""
     if "lse" in name:
         return "(heads, n_q)"
     return "(n_q, n_kv)" if "bias" in name else "(n, head_dim)"
 
 
 def shape_of(name: str, x: Any) -> tuple[int, ...]:
-    """The shape of an array, if it is one."""
+    """Return the shape of an array; raise if it is not an array."""
     try:
         shape, _, _ = tuple(x.shape), x.dtype, x.reshape
     except (AttributeError, TypeError):
@@ -79,7 +79,7 @@ def squeeze(x: Any, ndim: int) -> Any:
 
 
 def require_numpy(backend: str, **arrays: Any) -> None:
-    """Raise unless these are NumPy arrays: this backend runs on the CPU."""
+    """Raise unless all arguments are NumPy arrays, because `backend` runs on the CPU."""
     for name, x in arrays.items():
         if x is not None and not isinstance(x, np.ndarray):
             raise DTypeError(
@@ -91,7 +91,7 @@ def require_numpy(backend: str, **arrays: Any) -> None:
 
 
 def check_like(name: str, array: Any, like: Any, what: str) -> Any:
-    """`array`, if it has the shape and dtype of `like`; errors call `like` by the name `what`."""
+    """Return `array` if it has the shape and dtype of `like`; errors call `like` by `what`."""
     wanted, shape = shape_of(what, like), shape_of(name, array)
     if shape != wanted:
         raise ShapeError(f"{name} must have {what}'s shape {wanted}, got {shape}")
@@ -104,7 +104,7 @@ def check_like(name: str, array: Any, like: Any, what: str) -> Any:
 
 
 def check_kept(name: str, array: Any, shape: tuple[int, ...], dtype: str) -> None:
-    """Raise unless a forward pass on these inputs returned an array of this shape and type."""
+    """Raise unless `array` has the shape and type that the forward pass returns."""
     got = tuple(shape_of(name, array)), dtype_name(array)
     if got[0] != shape:
         raise ShapeError(f"{name} must have the shape that run gave it, {shape}, got {got[0]}")
@@ -123,7 +123,7 @@ def check_finite(name: str, array: Any) -> None:
 
 
 def _not_finite(array: Any) -> int:
-    """How many values are NaN or infinite."""
+    """The number of values that are NaN or infinite."""
     if isinstance(array, np.ndarray) and dtype_name(array) == "bfloat16":
         # Infinity and NaN are the largest bits of either sign: a fifth of the time of widening.
         signed, bits = array.view(np.int16), array.view(np.uint16)
@@ -138,7 +138,7 @@ def _not_finite(array: Any) -> int:
 def warn_of_overflow(results: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Warn if results have NaN or infinity although all inputs are finite.
 
-    A bias may hold -inf, which masks.
+    A bias may hold -inf, which masks a score.
     """
     for name, x in results.items():
         bad = _not_finite(x)

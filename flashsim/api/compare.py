@@ -111,8 +111,9 @@ def compare(
     backward_tiling : Tiling, optional
         The tiling of the backward passes (`tiling` is the forward's); default: the best that fits.
     **options
-        Any other keyword of `run`. `splits` and the like go to the algorithms that take them. The
-        others get the same keys without a cache: not in pages, and V separate from K.
+        Any other keyword of `run`. Decoding options such as `splits` go only to the algorithms
+        that take them. The other algorithms get the same keys as plain arrays: not in pages, and
+        with V separate from K.
 
     Raises
     ------
@@ -158,7 +159,7 @@ def compare(
 
 
 def _without_cache(k: Any, v: Any, decoding: dict[str, Any]) -> tuple[Any, Any]:
-    """K and V of a cache that a decoding algorithm has taken, as the others take them."""
+    """Return K and V of a cache as the plain arrays that algorithms without a cache take."""
     if v is None:
         v = k[..., : decoding["head_dim_v"]]
     if (table := decoding.get("block_table")) is not None:

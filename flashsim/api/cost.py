@@ -1,4 +1,4 @@
-"""The cost of a simulation before it begins: bytes of this machine's memory, and seconds."""
+"""Estimate the cost of a simulation before it begins: bytes of host memory, and seconds."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def replay_cost(passes: list[Traffic], *, at_every_size: bool = False) -> Estima
 
 
 def fits(nbytes: int, instead: str) -> None:
-    """Raise `OptionError` if this machine has less memory than so many bytes."""
+    """Raise `OptionError` if this machine has less memory than `nbytes` bytes."""
     there = memory()
     if nbytes > there:
         raise OptionError(

@@ -87,7 +87,8 @@ def count(
         As in `run`.
     direction : {"forward", "backward"}
     level : {"requested", "dram"}
-        Which bytes: of every tile transfer, or those that miss L2, by a model of the cache.
+        Which bytes to count: those of every tile transfer, or only those that miss in a model of
+        the L2 cache.
     l2 : L2Model, optional
         With ``level="dram"``: launch order, blocks in flight, partitions (see `flashsim.l2`).
 

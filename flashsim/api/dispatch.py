@@ -1,4 +1,4 @@
-"""Find the engine that a backend's name means."""
+"""Find the engine for the name of a backend."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ ON_CPU = ("simulator", "numba")
 
 
 def backend_name(name: Any, possible: Iterable[str] = BACKENDS) -> str:
-    """The backend that `name` means; "numpy" is the simulator's older name.
+    """Return the backend for `name`; "numpy" is the simulator's older name.
 
     Raises
     ------
     OptionError
-        If it is none of the possible ones.
+        If `name` is not one of the possible backends.
     """
     simulator = isinstance(name, str) and name == "numpy"
     return checks.one_of("backend", "simulator" if simulator else name, possible)
 
 
 def engine(name: str) -> Engine:
-    """The engine of that name, imported at first use.
+    """Return the engine of that name; import it at first use.
 
     Raises
     ------
     OptionError
-        If there is none.
+        If there is no such engine.
     BackendUnavailable
-        If what it needs is not installed.
+        If a package that it needs is not installed.
     """
     name = backend_name(name)
     if name == "simulator":

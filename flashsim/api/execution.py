@@ -1,4 +1,4 @@
-"""`run`: attention, executed; `backward`: gradients from `out` and `lse` alone."""
+"""`run` computes attention; `backward` computes gradients from `out` and `lse` alone."""
 
 from __future__ import annotations
 
@@ -48,71 +48,74 @@ def run(
     ----------
     q : array, (batch, heads, n_q, head_dim); leading axes may be left out
     k, v : array, (batch, kv_heads, n_kv, head_dim) and (batch, kv_heads, n_kv, head_dim_v)
-        `heads` must be a multiple of `kv_heads`. v may be None if the option `head_dim_v` says how
-        many of k's first columns it is. The type is float64, float32, float16 or bfloat16; on a GPU
-        not float64. "simulator" also takes float8_e4m3fn and float8_e5m2, and so does "cupy",
-        forward on Hopper; out is then bfloat16. On the CPU, arrays may be NumPy's, torch's or of
-        any library with DLPack, such as JAX. Results have the inputs' kind. Inputs are not copied.
+        `heads` must be a multiple of `kv_heads`. v may be None: then V is the first `head_dim_v`
+        (an option) columns of k. The type is float64, float32, float16 or bfloat16; GPUs do not
+        take float64. "simulator" also takes float8_e4m3fn and float8_e5m2; "cupy" takes them too,
+        for forward passes on Hopper. Then out is bfloat16. On the CPU, arrays may come from NumPy,
+        torch or any library with DLPack, such as JAX. Results come from the same library as the
+        inputs. Inputs are not copied.
     algorithm : {"flash2", "flash2-fused", "flash2-once", "flash1", "standard", "flash-decode"}
-        "flash1" and "standard" follow the first papers. Three differ in the backward pass only:
-        "flash2" runs three passes without atomics. "flash2-fused" is the form of FlashAttention-2's
-        authors (their Algorithm 2): one KV-outer pass that adds to dQ by atomics. "flash2-once"
-        needs exactly one key tile per row tile. "flash-decode" also splits the keys, for few
-        queries of a long cache; it has no backward pass.
+        "flash1" and "standard" follow the first papers. The three "flash2" algorithms differ only
+        in the backward pass. "flash2" runs three passes without atomics. "flash2-fused" is
+        Algorithm 2 of the FlashAttention-2 paper: one KV-outer pass that adds to dQ by atomics.
+        "flash2-once" needs exactly one key tile per row tile. "flash-decode" also splits the keys,
+        for few queries and a long KV cache; it has no backward pass.
     causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k
         See `Problem`.
     bias : array, (1 or batch, 1 or heads, n_q, n_kv), optional
-        Added to the scores, in q's dtype; leading axes may be left out. -inf masks a score, as
-        does a number near the lowest of the type that scores are computed in.
+        Added to the scores, in q's dtype; leading axes may be left out. -inf masks a score. So
+        does a number near the lowest finite number of the type that scores are computed in.
     block_mask : BlockMask, or a boolean grid with one value per tile (then give `tiling`), optional
     tiling : Tiling, optional
         Default: the tiling that fits `device` and moves the fewest bytes.
     device : str or Device
         The simulated machine; ``flashsim study devices`` lists the names.
     backend : str
-        "simulator" (older name: "numpy"). "numba" runs the same tiles as fast as this CPU can, with
-        the same trace, for FlashAttention-2 only; the first call compiles it and keeps the code on
-        disk. "cupy" runs CUDA C++ kernels on the NVIDIA GPU that holds the arrays, and "numba_cuda"
-        kernels in Python; both copy NumPy arrays to the GPU and back. Results have the inputs'
-        kind: NumPy, CuPy or torch. GPU arrays of another library, by ``__cuda_array_interface__``
-        or ``__dlpack__``, give CuPy arrays, which that library can take back through DLPack.
+        "simulator" (older name: "numpy") runs the simulated machine. "numba" is the fast CPU
+        engine: it runs the same tiles with the same trace, for FlashAttention-2 only. Its first
+        call compiles the code and keeps it on disk. "cupy" runs CUDA C++ kernels on the NVIDIA GPU
+        that holds the arrays; "numba_cuda" runs kernels written in Python. Both copy NumPy arrays
+        to the GPU and back. Results come from the inputs' library: NumPy, CuPy or torch. For GPU
+        arrays of another library (read by ``__cuda_array_interface__`` or ``__dlpack__``), results
+        are CuPy arrays, which that library can take back through DLPack.
     key_order : {"ascending", "descending"}
         The order of the key tiles.
     nan_policy : {"propagate", "raise"}
         What to do about NaN and infinity in the inputs.
     trace : bool or "timeline"
         Record every transfer. "timeline" also records where and when it happened on a GPU. The
-        "teaching" kernels of "numba_cuda" have no timeline, so that backend has none in float32.
+        "teaching" kernels of "numba_cuda" record no timeline, so that backend has no timeline in
+        float32.
     **options
         Options of the backend and the algorithm:
 
-        - FP8 inputs, "simulator" and "cupy": `scales` must say what the elements stand for. It is
-          three float32 arrays that q, k and v are multiplied by, or "unscaled". Each array is ()
-          (or a number) for a whole tensor, (batch, heads), or (batch, heads, blocks). `scale_block`
-          is (query rows, key rows) of a block; default: a tile's. "cupy" also takes `v_transposed`,
-          V as its kernel reads it. See `flashsim.quantize`.
-        - "flash-decode", "simulator" and "cupy": `splits` is the number of parts of the keys;
-          "auto" (default) occupies `device`'s SMs once, and "fa3" ("simulator" only) is
-          FlashAttention-3's rule. With `pack_gqa` (default: True; "cupy" has nothing else) the
+        - FP8 inputs, "simulator" and "cupy": `scales` is required. It is three float32 arrays that
+          q, k and v are multiplied by, or "unscaled". The shape of each array is () (or it is a
+          number) for a whole tensor, (batch, heads), or (batch, heads, blocks). `scale_block` is
+          (query rows, key rows) per block; default: those of a tile. "cupy" also takes
+          `v_transposed`: V in the layout that its kernel reads. See `flashsim.quantize`.
+        - "flash-decode", "simulator" and "cupy": `splits` is the number of parts of the keys.
+          "auto" (default) fills `device`'s SMs once; "fa3" ("simulator" only) is
+          FlashAttention-3's rule. With `pack_gqa` (default: True; "cupy" supports only True) the
           query heads of a key head share a tile, so that K and V are loaded once for them.
-          `cache_seqlens`, (batch,), is the number of live keys of each entry; causal is aligned to
-          their end. With `block_table`, integers (batch, max_pages), k and v are (pages, kv_heads,
-          page_size, head_dim), and the keys of entry b lie in the pages of its row. All entries
-          begin with the same `shared_prefix` keys, whole pages of them, which are read once for the
-          queries of all (cascade attention). With v=None, V is k's first `head_dim_v` columns, and
-          one load serves both (latent attention). `workspace`, "cupy" only, is a
-          `flashsim.backends.cupy_gpu.decode.Workspace`.
-        - "simulator": `precision`, a `flashsim.Precision`, is the type of every rounding point; not
-          with a trace, since it changes no size.
-        - "numba": `threads`, default: every CPU that this process may use. `micro_kernel` is "amx",
-          "avx512_bf16" (both for bfloat16), "vector" or "plain"; default: the first that can run
-          here and is worth it. The result's `kernel` says which ran.
-        - "cupy": `kernel` is "hopper" or "portable"; default: Hopper's wherever they run the
-          problem. `allow_tf32` (default: False) puts float32 products on tensor cores. Every
-          operand is then rounded to tf32, which changes it by at most 2**-11 of itself.
+          `cache_seqlens`, (batch,), is the number of live keys per batch entry; the causal mask is
+          aligned to their end. With `block_table`, integers (batch, max_pages), k and v are (pages,
+          kv_heads, page_size, head_dim), and row b lists the pages that hold the keys of entry b.
+          With `shared_prefix`, all entries begin with that many equal keys (whole pages), which
+          are read once for the queries of all entries (cascade attention). With v=None, V is k's
+          first `head_dim_v` columns, and one load serves both (latent attention). `workspace`,
+          "cupy" only, is a `flashsim.backends.cupy_gpu.decode.Workspace`.
+        - "simulator": `precision`, a `flashsim.Precision`, sets the type at every rounding point.
+          It cannot be combined with a trace, since it changes no size.
+        - "numba": `threads` is the number of threads; default: every CPU that this process may use.
+          `micro_kernel` is "amx", "avx512_bf16" (both for bfloat16), "vector" or "plain"; default:
+          the first that this CPU can run and that pays off. The result's `kernel` names it.
+        - "cupy": `kernel` is "hopper" or "portable"; default: "hopper" if its kernels support the
+          problem. `allow_tf32` (default: False) runs float32 products on tensor cores. Then every
+          operand is rounded to tf32, which changes it by at most 2**-11 of its value.
         - "numba_cuda": `kernel` is "hopper" (backward up to a head_dim of 128, "tensor" above),
           "tensor" (both: float16 and bfloat16) or "teaching" (float16 and float32); default: the
-          first that runs the problem.
+          first that supports the problem.
 
     Returns
     -------
@@ -122,8 +125,8 @@ def run(
     Raises
     ------
     FlashSimError
-        Each is also a built-in error, such as ValueError or TypeError. It says what was wrong, what
-        was given, and what is possible.
+        Every error is also a built-in error, such as ValueError or TypeError. Its message says what
+        was wrong, what was given, and what is possible.
     """
     request = Request(
         *(causal, window, softcap, scale, mask, block_mask, cu_seqlens_q, cu_seqlens_k),
@@ -167,16 +170,16 @@ def backward(
     Parameters
     ----------
     q, k, v : array
-        As they were given to `run`.
+        The arrays that `run` got.
     out, lse, dout : array
-        As `run` returned them, and the gradient of the loss with respect to `out`.
+        out and lse as `run` returned them; dout is the gradient of the loss with respect to `out`.
     dlse : array, optional
         The gradient with respect to `lse`, as in `Result.backward`.
     deterministic : bool, optional
         As in `Result.backward`.
     **question
-        The keywords of `run`. `tiling` and `trace` are the backward pass's. The algorithm must be
-        one that recomputes its probabilities: not "standard", which saves them.
+        The keywords of `run`. `tiling` and `trace` apply to the backward pass. The algorithm must
+        recompute the probabilities; "standard", which saves them, is refused.
 
     Returns
     -------

@@ -39,11 +39,11 @@ class Request(NamedTuple):
     Attributes
     ----------
     causal .. cu_seqlens_k
-        What: see `flashsim.Problem`.
+        The problem to solve: see `flashsim.Problem`.
     algorithm .. trace
-        How: see `flashsim.run`.
+        How to solve it: see `flashsim.run`.
     options : tuple of (name, value)
-        The backend's own.
+        The options of the backend.
     """
 
     causal: bool = False
@@ -67,8 +67,8 @@ class Request(NamedTuple):
 class Inputs(NamedTuple):
     """Checked 4-D arrays and their problem; `ndim` is the number of axes that the user gave.
 
-    `empty` says that the batch, the queries or the keys are none: then the problem has 1 there, and
-    neither offsets nor a block mask.
+    `empty`: the size of the batch, the queries or the keys is 0. The problem then has size 1 in its
+    place, and neither offsets nor a block mask.
     """
 
     problem: Problem
@@ -81,9 +81,9 @@ class Inputs(NamedTuple):
 
 
 def offsets(cu_seqlens: Any) -> Any:
-    """Offsets of packed sequences, a tensor's as a tuple: the tensor may change, and hashes by id.
+    """Return offsets of packed sequences; a tensor becomes a tuple.
 
-    A tensor on a GPU is waited for.
+    A tensor may change later, and its hash is only its id. Reading one on a GPU waits for the GPU.
     """
     if isinstance(cu_seqlens, np.ndarray) or not hasattr(cu_seqlens, "tolist"):
         return cu_seqlens
@@ -98,12 +98,12 @@ def check_tiling(tiling: Any) -> None:
 
 
 def check_key_order(key_order: str) -> Any:
-    """`key_order`, if there is such an order."""
+    """Return `key_order`; raise if there is no such order."""
     return checks.one_of("key_order", key_order, KEY_ORDERS)
 
 
 def check_trace_mode(trace: bool | str, backend: str) -> bool | str:
-    """`trace`, if it says what to record and the backend can."""
+    """Return `trace`; raise if it is not a trace mode or the backend cannot record it."""
     timeline = isinstance(trace, str) and trace == "timeline"
     if not timeline and not isinstance(trace, (bool, np.bool_)):
         raise OptionError(f"trace must be True, False or 'timeline', got {shown(trace)}")
@@ -130,7 +130,7 @@ def prepare(
 ) -> Inputs:
     """Check arrays against each other and build the problem they pose.
 
-    `may_be_empty` says whether there may be no batch, no query or no key.
+    `may_be_empty` says whether the batch, the queries or the keys may have size 0.
 
     Raises
     ------
@@ -199,9 +199,9 @@ _same_problem = lru_cache(maxsize=256, typed=True)(Problem)
 
 
 def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
-    """V: as it is given, or None and `head_dim_v`, k's first columns; and whether it is these.
+    """Return V, and whether V is the first `head_dim_v` columns of k (then `v` must be None).
 
-    `head_dim_v` is taken out of the options.
+    Removes `head_dim_v` from the options.
     """
     width = options.pop("head_dim_v", None)
     if width is None:
@@ -221,7 +221,7 @@ def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
 
 
 def check_decoding(algorithm: str, options: Iterable[str]) -> None:
-    """Raise `OptionError` if options of decoding are given to an algorithm that does not split."""
+    """Raise `OptionError` if an algorithm that does not split the keys gets decoding options."""
     given = [name for name in options if name in DECODING]
     if given and not plans.splits_keys(algorithm):
         raise OptionError(
@@ -244,7 +244,7 @@ def _same_ndim(shapes: tuple[tuple[int, ...], ...], may_be_empty: bool) -> int:
 
 
 def _check_offsets(of_q: Any, of_k: Any, batch: int, n_q: int, n_kv: int) -> None:
-    """Raise `ShapeError` unless these are offsets of packed sequences without a query or a key."""
+    """Raise `ShapeError` unless the offsets fit packed sequences that have no query or no key."""
     if batch != 1:
         raise ShapeError(
             f"cu_seqlens packs the sequences of a batch into one: batch must be 1, got {batch}"

@@ -1,7 +1,7 @@
-"""The problem that a key cache poses: entries of different lengths, or with a common prefix.
+"""Build the problem of a KV cache whose entries differ in length or share a prefix.
 
-An entry of the batch is a packed sequence of its live keys, which `Schedule` knows already. The
-arrays stay as they are given; an engine finds `cache_seqlens` and `block_table` among its options.
+Each batch entry becomes a packed sequence of its live keys, which `Schedule` already supports. The
+arrays are not changed; an engine finds `cache_seqlens` and `block_table` among its options.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ CACHES = {"cache_seqlens", "block_table", "shared_prefix"}
 def paged_shapes(shapes: Shapes, block_table: Any) -> Shapes:
     """The shapes of q, k and v if the keys of each entry's pages lay in one row.
 
-    Of the table only the shape and the type are asked, so one on a GPU is not waited for.
+    Only the table's shape and type are read, so a table on a GPU causes no wait.
 
     Raises
     ------
     ShapeError, DTypeError
-        If the table has no row for each entry, or K's pages are not V's.
+        If the table does not have one row per entry, or K's pages do not match V's.
     """
     q, k, v = shapes
     if not hasattr(block_table, "shape"):
@@ -60,17 +60,17 @@ def live_problem(
     Parameters
     ----------
     whole : Problem
-        What q, k and v pose, were all of the cache live.
+        The problem of q, k and v if every key of the cache were live.
     options : mapping
-        Some of `cache_seqlens`: live keys of each entry of the batch, (batch,); `block_table`,
-        (batch, max_pages); `shared_prefix`, how many keys all entries begin with.
+        Some of these. `cache_seqlens`, (batch,): live keys per batch entry. `block_table`, (batch,
+        max_pages). `shared_prefix`: the number of keys that all entries begin with.
     pool : tuple of int
-        The shape of k, for a `block_table`.
+        The shape of k if there is a `block_table`.
 
     Raises
     ------
     ShapeError, OptionError, UnsupportedError
-        Naming the entry.
+        The message names the entry.
     """
     lengths = live_lengths(whole, options)
     if not any(lengths):
@@ -94,7 +94,7 @@ def live_problem(
 
 
 def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
-    """The number of live keys per entry, as `live_problem` takes them.
+    """Return the number of live keys per entry; the arguments are those of `live_problem`.
 
     Raises
     ------
@@ -124,7 +124,7 @@ def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _checked_prefix(prefix: Any, lengths: tuple[int, ...]) -> int:
-    """How many keys all entries begin with; each has as many."""
+    """Return the length of the shared prefix; raise if an entry has fewer keys."""
     prefix = checks.count("shared_prefix", prefix)
     for b, n in enumerate(lengths):
         if n < prefix:
@@ -148,9 +148,9 @@ def check_alike(prefix: int, **caches: np.ndarray) -> None:
 def _checked_table(
     given: Any, lengths: tuple[int, ...], pool: tuple[int, ...], prefix: int
 ) -> np.ndarray:
-    """The table, int64; an entry that names live keys must name a page of the pool.
+    """Return the block table as int64; entries for live keys must name a page of the pool.
 
-    Pages of a prefix that all entries share are the same in every row.
+    The pages of a shared prefix must be the same in every row.
     """
     given = checks.as_array("block_table", given)
     if given.dtype.kind == "u":  # what is beyond int64 would look negative

@@ -31,8 +31,8 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     ----------
     out_a, out_b : array, (.., n_q, head_dim_v)
     lse_a, lse_b : array, (.., n_q)
-        `Result.out` and `Result.lse`, as `run` returns them: of any library, on the CPU or a GPU.
-        Results have the same kind.
+        `Result.out` and `Result.lse`, as `run` returns them: from any library, on the CPU or a GPU.
+        Results come from the same library.
 
     Returns
     -------
@@ -42,7 +42,7 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     Raises
     ------
     ShapeError, DTypeError
-        If they do not fit each other.
+        If the shapes or types do not match.
     OptionError
         If an LSE is NaN or +inf. On a GPU, this check waits for the device.
     """
@@ -66,7 +66,7 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
 
 
 def _on_gpu(**given: Any) -> tuple[Any, Any]:
-    """By `flashsim.backends.cupy_gpu.merge`, where the arrays lie."""
+    """Merge on the GPU that holds the arrays, by `flashsim.backends.cupy_gpu.merge`."""
     engine = dispatch.engine("cupy")  # or say what is missing
     from flashsim.backends.cupy_gpu import merge as gpu
 
@@ -76,7 +76,7 @@ def _on_gpu(**given: Any) -> tuple[Any, Any]:
 
 
 def _check_lse(**given: Any) -> None:
-    """Raise `OptionError` for what is no log of a sum of exponentials."""
+    """Raise `OptionError` for values that cannot be an LSE (NaN and +inf)."""
     for name, lse in given.items():
         with np.errstate(invalid="ignore"):
             bad = int((~(lse < np.inf)).sum())

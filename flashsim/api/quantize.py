@@ -31,18 +31,18 @@ class Quantized:
     ----------
     q, k, v : array of an FP8 type, of the inputs' library and shape
     q_scale, k_scale, v_scale : array of float32, of the same library
-        One per tensor: shape (). One per head: the shape of q (k, v) without its last two axes. One
-        per block: one axis more, of ceil(n / rows of a block).
+        One scale per tensor: shape (). One per head: the shape of q (k, v) without its last two
+        axes. One per block: one more axis, of length ceil(n / rows per block).
     granularity : {"tensor", "head", "block"}
     block : (int, int) or None
-        Query rows, and key rows, that share a scale.
+        The number of query rows, and of key rows, that share a scale.
     rotate : {"hadamard"} or None
         The rotation of q and k.
     signs : ndarray (head_dim,) or None
         The rotation's signs: M = diag(signs) H / sqrt(head_dim).
     v_transposed : array or None
-        On a GPU, V as the FP8 kernel reads it (docs/reference/hopper.md). `options` contain it, so
-        that `run` does not transpose V.
+        On a GPU, V in the layout that the FP8 kernel reads (docs/reference/hopper.md). `options`
+        contains it, so that `run` does not transpose V.
     """
 
     q: Any
@@ -115,12 +115,12 @@ def quantize(
     ----------
     q : array, (batch, heads, n_q, head_dim); leading axes may be left out
     k, v : array, (batch, kv_heads, n_kv, head_dim or head_dim_v)
-        On the CPU, float64, float32, float16 or bfloat16, of any library that `run` takes; on a
-        GPU (Hopper or later), of the last two and head_dim 64, 128 or 256. Results have the same
-        kind.
+        On the CPU: float64, float32, float16 or bfloat16, from any library that `run` takes. On a
+        GPU (Hopper or later): float16 or bfloat16, with head_dim 64, 128 or 256. Results come from
+        the same library.
     granularity : {"tensor", "head", "block"}
-        One scale for each of q, k and v, for each of their heads, or for each block of rows of a
-        head, as in FlashAttention-3 (arXiv:2407.08608, section 3.3).
+        One scale per tensor (q, k and v), per head, or per block of rows of a head, as in
+        FlashAttention-3 (arXiv:2407.08608, section 3.3).
     rotate : "hadamard", optional
         Multiply q and k by one random orthogonal matrix first. Their products stay the same, and
         outliers are spread (`flashsim.problem.rotation`). head_dim must be a power of two. The
@@ -132,8 +132,8 @@ def quantize(
     seed : int
         Seed of the rotation's signs.
     backend : {"simulator", "cupy"}
-        "cupy" is one kernel on the GPU that holds the arrays. It does not check for NaN and
-        infinity. Its numbers are the same, except elements half way between two FP8 numbers.
+        "cupy" runs one kernel on the GPU that holds the arrays. It does not check for NaN and
+        infinity. Its results are the same, except for elements half way between two FP8 numbers.
 
     Raises
     ------
@@ -185,7 +185,7 @@ def quantize(
 def _on_gpu(
     given: inputs.Inputs, about: dict[str, Any], block: tuple[int, int], dtype: str
 ) -> Quantized:
-    """By `flashsim.backends.cupy_gpu.quantize`, in arrays of as many axes as were given."""
+    """Quantize by `flashsim.backends.cupy_gpu.quantize`; results keep the number of axes."""
     import flashsim.backends.cupy_gpu.quantize as gpu
 
     p = given.problem
@@ -202,7 +202,7 @@ def _on_gpu(
 def _quantized(
     x: np.ndarray, granularity: str, side: int, dtype: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`x` in FP8, and its scale."""
+    """Return `x` in FP8, and its scales."""
     import ml_dtypes
 
     kind = numpy_dtype(dtype)
@@ -223,7 +223,7 @@ def _quantized(
 
 
 def _spread(scale: np.ndarray, x: np.ndarray, side: int) -> np.ndarray:
-    """The scale of every row of `x`, so that the two can be multiplied."""
+    """Return the scales of `x`'s rows in a shape that broadcasts against `x`."""
     if scale.ndim == x.ndim - 1:
         return scale[..., np.arange(x.shape[-2]) // side, None]
     return scale.reshape(*scale.shape, *(1,) * (x.ndim - scale.ndim))

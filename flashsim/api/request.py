@@ -1,4 +1,4 @@
-"""The request that `run` and `backward` make: checked, or known from an earlier call."""
+"""Check the request of `run` or `backward`, or find its checked form from an earlier call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OR_NONE = {*CACHES, "precision"}
 class Checked:
     """A request that passed every check: the job, its engine, and the kind of its arrays.
 
-    `empty`: there is no batch, no query or no key, and the engine is `Nothing`.
+    `empty`: the batch, the queries or the keys have size 0, and the engine is `Nothing`.
     """
 
     engine: Engine
@@ -48,7 +48,10 @@ class Checked:
     empty: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the engine, a module, which is found again by its name: a `Result` pickles."""
+        """Return the state without the engine, so that a `Result` can be pickled.
+
+        The engine is a module, which unpickling finds again by its name.
+        """
         return {name: x for name, x in self.__dict__.items() if name != "engine"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -56,7 +59,7 @@ class Checked:
         self.__dict__.update(state, engine=Nothing(engine) if state["empty"] else engine)
 
     def again(self, request: Request, q: Any, k: Any, v: Any, bias: Any) -> Job:
-        """The same job with other arrays, which look like those that were checked.
+        """Return the same job with other arrays, which look like those that were checked.
 
         The job keeps its memo if the checks saw every value that the memo may depend on.
         """
@@ -79,9 +82,9 @@ class Checked:
         *,
         dlse: bool,
     ) -> Job:
-        """Which backward pass is asked for, after the forward pass `mine`.
+        """Return the job of the requested backward pass after the forward pass `mine`.
 
-        `dlse`: it is given a gradient of the LSE.
+        `dlse` says whether the caller gives a gradient of the LSE.
         """
         engine = self.engine
         algorithm = plans.backward_form(mine.algorithm, deterministic)  # or say what it may be
@@ -117,7 +120,7 @@ _SEEN_LATER = frozenset({"cache_seqlens", "block_table", "workspace"})
 
 
 def ask(request: Request, q: Any, k: Any, v: Any, bias: Any = None) -> tuple[Checked, Job]:
-    """A request, checked now or known from an earlier call, and its job on these arrays."""
+    """Return the checked request and its job on these arrays; reuse an earlier check if any."""
     if request.backend == "numpy":
         request = request._replace(backend="simulator")
     host = array_libraries.ANY
@@ -148,9 +151,9 @@ def ask(request: Request, q: Any, k: Any, v: Any, bias: Any = None) -> tuple[Che
 def _key(
     request: Request, host: array_libraries.Host, q: Any, k: Any, v: Any, bias: Any
 ) -> tuple[Any, ...] | None:
-    """Where a request on arrays like these is kept, or None for one that is checked each time.
+    """Return the cache key of a request on arrays like these; None if it is checked each time.
 
-    True and 1 are equal, so the types stand beside the values.
+    True and 1 are equal, so the key holds types as well as values.
     """
     if host.library:  # in the CPU's memory
         for x in (q, k, v) if bias is None else (q, k, v, bias):
@@ -182,7 +185,7 @@ def _options(request: Request) -> dict[str, Any]:
 def _check(
     request: Request, host: array_libraries.Host, q: Any, k: Any, v: Any, bias: Any
 ) -> Checked:
-    """A request that passes every check."""
+    """Check a request on these arrays and return it as `Checked`; raise if a check fails."""
     backend, algorithm, options = request.backend, request.algorithm, _options(request)
     engine = dispatch.engine(backend)
     if "precision" in options:
@@ -256,8 +259,10 @@ def _check(
 
 
 def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:
-    """Raise `UnknownArgumentError` for the first option that other backends have, if these are
-    here."""
+    """Raise `UnknownArgumentError` for the first unknown option that another backend has.
+
+    Backends that are not installed are not looked at.
+    """
     for name in unknown:
         having = []
         for other in dispatch.BACKENDS:
@@ -272,5 +277,5 @@ def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:
 
 
 def adopted(engine: Any, name: str, x: Any) -> Any:
-    """`x` as an array of a kind that the engine knows, if the engine can convert it."""
+    """Return `x` as an array of a kind that the engine knows, if the engine can convert it."""
     return engine.adopt(name, x) if only_dlpack(x) and hasattr(engine, "adopt") else x

@@ -29,7 +29,7 @@ from flashsim.version import __version__
 
 
 class _Pass:
-    """The trace of a pass, if it was asked to record one."""
+    """Base class of results: holds the trace of a pass, if one was requested."""
 
     _trace: Trace | None
 
@@ -64,11 +64,11 @@ class Gradients(_Pass):
     ----------
     dq, dk, dv : array
     dbias : array or None
-        Shaped like the bias, if there was one.
+        Shaped like the bias; None without a bias.
     kernel : str
         The kernel that ran.
     tiling : Tiling
-        Its tiles.
+        The tiling of that kernel.
     """
 
     dq: Any
@@ -98,7 +98,7 @@ class Result(_Pass):
     kernel : str
         The kernel that ran.
     tiling : Tiling
-        Its tiles.
+        The tiling of that kernel.
     """
 
     out: Any
@@ -122,7 +122,7 @@ class Result(_Pass):
         Raises
         ------
         UnsupportedError
-            If there was none: no batch, no query or no key.
+            If the batch, the queries or the keys had size 0, so that there was no problem.
         """
         if self._asked.empty:
             raise UnsupportedError(
@@ -135,8 +135,8 @@ class Result(_Pass):
     def copied(self) -> Mapping[str, int]:
         """Bytes per tensor of inputs copied on the GPU, because its kernels cannot read them.
 
-        They read rows of whole 16-byte pieces on 16-byte boundaries: a head_dim that is no
-        multiple of 8 is padded. A trace counts elements that exist, and no copy.
+        The kernels read rows in 16-byte pieces on 16-byte boundaries, so a head_dim that is not a
+        multiple of 8 is padded. A trace counts only elements that exist, and no such copy.
         """
         return self._saved.get("copied", {})
 
@@ -151,31 +151,31 @@ class Result(_Pass):
     ) -> Gradients:
         """Compute the gradients with the same algorithm, recomputing P.
 
-        FlashAttention-2's own backward (Algorithm 2 of arXiv:2307.08691) is one pass, KV-outer,
-        which adds to dQ by atomics: here that is "flash2-fused". The backward of "flash2" has three
-        passes and no atomics: delta; dK and dV; dQ. It recomputes the scores for dQ in a pass of
-        their own, so it takes 7 products instead of 5.
+        The FlashAttention-2 paper's backward (Algorithm 2 of arXiv:2307.08691) is one KV-outer
+        pass that adds to dQ by atomics; here that is "flash2-fused". The backward of "flash2" has
+        three passes and no atomics: delta; dK and dV; dQ. It recomputes the scores in a separate
+        pass for dQ, so it takes 7 products instead of 5.
 
-        Reads the inputs of `run`, `out` and `lse` where they lie: do not change them in place
-        before.
+        This method reads the inputs of `run`, `out` and `lse` without a copy, so do not change them
+        in place before you call it.
 
         Parameters
         ----------
         dout : array
             Gradient of the loss with respect to `out`; same shape and dtype.
         dlse : array, optional
-            Gradient of the loss with respect to `lse`; same shape and dtype. Leave it out where the
+            Gradient of the loss with respect to `lse`; same shape and dtype. Leave it out if the
             loss does not depend on the LSE: then nothing is read for it.
         tiling : Tiling, optional
             Default: the best that fits; a backward pass holds more buffers than a forward pass.
         deterministic : bool, optional
-            For FlashAttention-2: True runs the three-pass form without atomics or, on a backend
-            that can and where that is faster, the fused one with dQ's additions in a fixed order;
-            False runs the fused one or, on a backend that knows where that is faster and chooses
-            the tiling, the three passes (after ``algorithm="flash2-fused"`` always the fused one).
-            Either runs "flash2-once", which adds nothing up, where a backend knows that it is
-            faster: on a Hopper GPU, of short sequences. A trace says what ran.
-            Default: what `algorithm` says ("flash2", three-pass: True; "flash2-fused": False).
+            For FlashAttention-2 only. True runs the three-pass form without atomics, or the fused
+            form with dQ's additions in a fixed order if the backend supports that and it is faster.
+            False runs the fused form, or the three-pass form if the backend chooses the tiling and
+            knows that it is faster. After ``algorithm="flash2-fused"``, False always runs the fused
+            form. With either value a backend may run "flash2-once", which adds nothing up, if it
+            knows that this is faster: for short sequences on a Hopper GPU. A trace says what ran.
+            Default: by `algorithm` ("flash2", three-pass: True; "flash2-fused": False).
         trace : bool or "timeline", optional
             Default: as in `run`.
 
@@ -188,7 +188,7 @@ class Result(_Pass):
 
 
 def _cell(ran: Result | Gradients) -> str:
-    """The HTML of a pass for a notebook: arrays by shape, and below what was moved."""
+    """Return the HTML of a pass for a notebook: the arrays' shapes, then the traffic."""
     return report.card(ran) + (ran.trace.table().html() if ran.traced else "")
 
 
@@ -204,7 +204,7 @@ def gradients(
     deterministic: bool | None,
     trace: bool | str | None,
 ) -> Gradients:
-    """The backward pass of a forward pass `mine`.
+    """Run the backward pass of the forward pass `mine`.
 
     `dout` must look like `out`, and `dlse`, if it is not None, like `lse`.
     """
@@ -246,7 +246,7 @@ def gradients(
 
 
 def _alike(mine: Job, dout: Any, dlse: Any, *how: Any) -> tuple[Any, ...] | None:
-    """All that the checks of a backward pass on a GPU look at, or None if they must look anew."""
+    """Return a key of everything that a GPU backward pass checks; None if it must check again."""
     given = (dout,) if dlse is None else (dout, dlse)
     if any(isinstance(x, np.ndarray) or only_dlpack(x) for x in given):
         return None
@@ -260,7 +260,7 @@ def _alike(mine: Job, dout: Any, dlse: Any, *how: Any) -> tuple[Any, ...] | None
 
 
 def made(kind: Any, **fields: Any) -> Any:
-    """Make a frozen dataclass of all its fields; its own `__init__` takes 2 us longer."""
+    """Make an instance of a frozen dataclass from all its fields; `__init__` takes 2 us longer."""
     one = object.__new__(kind)
     one.__dict__.update(fields)
     return one
@@ -283,7 +283,7 @@ def recorded(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace 
 
 
 def provenance(kernel: str, gpu: str = "") -> dict[str, str]:
-    """The versions, the kernel and the device, for a trace."""
+    """Return the versions, the kernel and the device, to be stored in a trace."""
     return {
         "flashsim": __version__,
         "numpy": np.__version__,

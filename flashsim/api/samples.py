@@ -64,10 +64,10 @@ def load_sample(name: str = "layer0") -> Sample:
 
 @own_errors
 def load_sample_trace(name: str = "h200-forward") -> Trace:
-    """Load a trace of a real GPU, with a timeline of every part of every visit.
+    """Load a trace of a real GPU, with a timeline of every part of every visit (tile pair).
 
-    FlashAttention-2 of 16 heads, 2,048 queries and keys, causal, bfloat16, by the Hopper kernels on
-    an NVIDIA H200; head_dim 128, the backward pass fused. ``provenance`` says more.
+    The Hopper kernels ran FlashAttention-2 on an NVIDIA H200: 16 heads, 2,048 queries and keys,
+    head_dim 128, causal, bfloat16, with the fused backward pass. ``provenance`` says more.
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ def random_inputs(problem: Problem, seed: int = 0) -> RandomInputs:
     Raises
     ------
     OptionError
-        If memory does not hold them.
+        If the arrays do not fit in memory.
     """
     p = checks.instance("problem", problem, Problem, "flashsim.Problem")
     rng = np.random.default_rng(checks.seed(seed))

@@ -19,12 +19,12 @@ UNSCALED = "unscaled"
 
 
 def said(scales: Any) -> Any:
-    """The three scales, numbers as float32 arrays, or None for "unscaled".
+    """Return the three scales with numbers as float32 arrays, or None for "unscaled".
 
     Raises
     ------
     DTypeError
-        If these are not three.
+        If `scales` does not hold three values.
     """
     if isinstance(scales, str) and scales == UNSCALED:
         return None
@@ -37,7 +37,7 @@ def said(scales: Any) -> Any:
 
 
 def _number(one: Any) -> Any:
-    """A number of Python's or NumPy's as an array (), float32; anything else as it is."""
+    """Return a Python or NumPy number as a float32 array of shape (); anything else unchanged."""
     if not checks.is_int(one) and not isinstance(one, (float, np.floating)):
         return one
     with np.errstate(over="ignore"):  # refused by its value
@@ -54,7 +54,7 @@ def require(dtype: str) -> None:
 
 
 def refuse(dtype: str, who: str) -> None:
-    """Raise `UnsupportedError` for FP8 inputs of `who`, which takes no scales."""
+    """Raise `UnsupportedError` if `dtype` is FP8, because `who` takes no scales."""
     if dtype in checks.FP8:
         raise UnsupportedError(
             f"{who} has no scales, without which {dtype} would stand for other numbers; give "
@@ -65,12 +65,12 @@ def refuse(dtype: str, who: str) -> None:
 def granularity(
     scales: Any, block: Any, ndim: int, tiling: Tiling | None
 ) -> str | tuple[int, int] | None:
-    """The value of `Problem.scales` for scales of these shapes; `ndim` is q's.
+    """Return the value of `Problem.scales` for scales of these shapes; `ndim` is q's.
 
     Raises
     ------
     DTypeError, ShapeError, OptionError
-        If these are not three arrays of one granularity, or nothing says how long a block is.
+        If these are not three arrays of one granularity, or the length of a block is unknown.
     """
     if scales is None:
         if block is not None:
@@ -102,9 +102,9 @@ def granularity(
 
 
 def checked(problem: Problem, scales: Any, *, values: bool) -> tuple[Any, ...]:
-    """The three arrays, (), (batch, heads) or (batch, heads, blocks), if they fit the problem.
+    """Return the three scale arrays: (), (batch, heads) or (batch, heads, blocks); raise on misfit.
 
-    `values` says whether they are read on the CPU, and their numbers looked at; any library's.
+    `values` says whether to read the arrays (of any library) on the CPU and check their numbers.
 
     Raises
     ------

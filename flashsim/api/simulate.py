@@ -55,9 +55,9 @@ class OwnResult(Result):
     Attributes
     ----------
     out : array
-        The first of the outputs: O, if nothing else was asked for.
+        The first of the outputs: O by default.
     lse : array or None
-        L, where the algorithm stored it.
+        L, if the algorithm stored it.
     tensors : mapping of str to array
         Every output by its name.
     """
@@ -109,7 +109,7 @@ def simulate(
     tiling : Tiling, optional
         ``machine.tiling``, the grid of pictures; default: 64 x 64, or the whole matrix if smaller.
     device : str or Device
-        A step can hold its `sram_bytes`.
+        Its `sram_bytes` limit the bytes that a step holds.
     causal, window, softcap, scale, mask
         See `Problem`. The function itself must apply them (``machine.keep(rows, cols)``).
 
@@ -127,7 +127,7 @@ def simulate(
         stored or already freed; it moved numbers off the chip or in from outside; or it did not
         store a result completely.
     FlashSimError
-        If the arguments fit no problem. Errors in the function name its line.
+        If the arguments make no valid problem. Errors inside the function name its line.
     """
     if not callable(algorithm):
         raise DTypeError(
@@ -198,7 +198,7 @@ def _problem(
     given: Mapping[str, Any],
     request: Request,
 ) -> tuple[Problem, dict[str, np.ndarray], int, array_libraries.Host]:
-    """The problem, copies of the arrays by the papers' names (4-D), and what they came as."""
+    """Return the problem, 4-D copies of the arrays by the papers' names, `ndim` and the `Host`."""
     inputs.check_tiling(request.tiling)
     host = array_libraries.host_of(q)
     q, k, v = array_libraries.take(host, q=q, k=k, v=v)
@@ -221,7 +221,7 @@ def _problem(
 
 
 def _size(p: Problem, name: str) -> tuple[int, ...]:
-    """(batch, heads, n[, width]) of a tensor by the papers' name."""
+    """Return the shape (batch, heads, n[, width]) of the tensor that papers call `name`."""
     its = shape(p, name)
     heads = p.kv_heads if its.axis == COL else p.heads
     sides = {ROW: (p.n_q, its.elements), COL: (p.n_kv, its.elements), TILE: (p.n_q, p.n_kv)}
@@ -235,7 +235,7 @@ def _squeezed(array: np.ndarray, p: Problem, name: str, ndim: int) -> np.ndarray
 
 
 def _run(algorithm: Callable[[OpenMachine], None], name: str, machine: OpenMachine) -> None:
-    """Call the function; what goes wrong names its line."""
+    """Call the function; errors name the line that failed."""
     try:
         with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
             algorithm(machine)
@@ -301,10 +301,11 @@ def _trace(
 
 
 def _check_outsiders(function: Any, name: str, arrays: Mapping[str, Any]) -> None:
-    """Refuse a function that reads an input from outside: no load would be counted.
+    """Raise if the function reads an input array from outside, since no load would be counted.
 
-    Its globals, its closure and its defaults, and those of the functions inside it, are looked at.
-    No array can be stored or meet a tile; the numbers of one, taken one by one, could.
+    This looks at the globals, closure and defaults of the function and of the functions inside it.
+    The machine already refuses to store an outside array or to combine it with a tile, but it
+    would accept its numbers one by one.
     """
     for label, value in _outside(function):
         held = value.values() if isinstance(value, dict) else value

@@ -64,9 +64,9 @@ class Sweep:
         return iter(self.rows)
 
     def table(self) -> report.Table:
-        """The table for people: the parameters that vary, and the figures.
+        """A short table: only the parameters that vary, and the figures.
 
-        `csv`, `json`, `rows` and `dataframe` hold every column, and the whole text of each status.
+        `csv`, `json`, `rows` and `dataframe` hold every column, and the full text of each status.
         """
         told = [  # n_kv says nothing where it always is n_q
             name
@@ -185,7 +185,7 @@ def sweep(
         Default: in this process, one after the other.
     path : path-like, optional
         A CSV file that gets each row as soon as it is ready. Points that it already holds are not
-        run again. So an interrupted sweep goes on where it stopped, and a larger sweep builds on a
+        run again. So an interrupted sweep continues where it stopped, and a larger sweep reuses a
         smaller one. Other points in the file stay.
     progress : bool
         Print on stderr if simulating will take more than a minute, and show a progress bar if
@@ -198,7 +198,7 @@ def sweep(
     Raises
     ------
     OptionError, DTypeError, UnknownArgumentError
-        If an axis has no value or an impossible one, or the file is not a sweep's.
+        If an axis has no value or an impossible one, or the file was not written by a sweep.
     """
     reject_unknown(unknown, sweep.__kwdefaults__ or (), "sweep")
     checks.one_of("method", method, METHODS)
@@ -241,7 +241,7 @@ def sweep(
 def _collect(
     wanted: list[SweepPoint], executor: Executor | None, path: str | Path | None, progress: bool
 ) -> list[Row]:
-    """The rows of all points in order, those not yet in the file added to it as they come."""
+    """Return the rows of all points in order; add rows that the file lacks as they are ready."""
     found: dict[Key, Row] = {}
     with ExitStack() as stack:
         file = None
@@ -261,7 +261,7 @@ def _collect(
 
 
 def _submit(todo: list[SweepPoint], executor: Executor) -> Iterator[Row]:
-    """Hand all points over now; yield their rows as they are done, whatever the order."""
+    """Submit all points now; yield their rows as they are done, in any order."""
     futures = [executor.submit(measure, point) for point in todo]
 
     def results() -> Iterator[Row]:

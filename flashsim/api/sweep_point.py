@@ -75,7 +75,7 @@ class SweepPoint:
 
     @property
     def machine(self) -> Device:
-        """The device, with the on-chip capacity of this point."""
+        """The device with the on-chip capacity of this point."""
         return self.device if self.sram_bytes is None else self.device.with_sram(self.sram_bytes)
 
     @property
@@ -84,7 +84,7 @@ class SweepPoint:
         return key_of(self.parameters())
 
     def parameters(self) -> Row:
-        """The point as a row's first columns, plain values."""
+        """Return the parameters as plain values, the first columns of the point's row."""
         return {
             **{name: getattr(self, name) for name in PARAMETERS},
             "window": None if self.window is None else f"{self.window[0]},{self.window[1]}",
@@ -109,7 +109,7 @@ class SweepPoint:
 
 
 def seconds(point: SweepPoint) -> float:
-    """The estimated seconds of `measure`; 0 for a closed form, and for an impossible point."""
+    """Return the estimated seconds of `measure`; 0 for a closed form or an impossible point."""
     if point.method == "count":
         return 0.0
     try:
@@ -145,7 +145,7 @@ def _count(point: SweepPoint, problem: Problem, tiling: Tiling) -> Traffic:
 
 
 def _cost(point: SweepPoint, problem: Problem, tiling: Tiling) -> Estimate:
-    """Of simulating, the forward pass that a backward pass needs included."""
+    """Return the cost of simulating, including the forward pass that a backward pass needs."""
     passes = [_count(point, problem, tiling)]
     if point.direction == "backward":
         forward = replace(point, direction="forward")
@@ -155,7 +155,7 @@ def _cost(point: SweepPoint, problem: Problem, tiling: Tiling) -> Estimate:
 
 
 def _run(point: SweepPoint, problem: Problem, tiling: Tiling) -> Trace | None:
-    """Simulate on random inputs; what moves does not depend on their values."""
+    """Simulate on random inputs; the traffic does not depend on their values."""
     forward = point.direction == "forward"
     _cost(point, problem, tiling)  # an error, if it is more than there is memory for
     q, k, v, dout = random_inputs(problem)
@@ -241,7 +241,7 @@ def _one_of(possible: Iterable[str]) -> Any:
 
 
 def _field(name: str, value: Any) -> Any:
-    """A value that `Problem` itself can judge, alone; with the type that takes most."""
+    """Check one value alone, by a `Problem` with the dtype that allows the most."""
     return getattr(Problem(n_q=1, **{"dtype": "float64", name: value}), name)
 
 
@@ -276,7 +276,7 @@ def key_of(row: Mapping[str, Cell]) -> Key:
 
 
 def parse_row(text: Mapping[str, str]) -> Row:
-    """A row from the text of its cells; ValueError if it is one that no `measure` returns."""
+    """Parse a row from the text of its cells; ValueError if `measure` cannot return such a row."""
     row = {name: _cell(name, cell) for name, cell in text.items()}
     if lacks := [name for name in PARAMETERS if row[name] is None and name != "window"]:
         raise ValueError(f"it has no {', '.join(lacks)}")

@@ -19,9 +19,9 @@ Row = dict[str, Cell]
 class SweepFile:
     """Rows on disk with fixed columns; opening the file again finds its rows.
 
-    Each row is one line, written and flushed at once, so an interruption can tear only the last
-    line. A torn line is dropped when the file is opened. A file that a spreadsheet or an editor
-    saved again, with a byte order mark or with CRLF, is read, and goes on in its own line ends.
+    Each row is one line, written and flushed at once, so an interruption can truncate only the last
+    line. Opening the file drops a truncated line. A file that a spreadsheet or an editor saved with
+    a byte order mark or with CRLF can be read; new rows keep its line endings.
 
     Parameters
     ----------
@@ -36,8 +36,8 @@ class SweepFile:
     Raises
     ------
     OptionError
-        If the folder does not exist, or the file is something else: another header, a line that
-        does not parse. The file is left as it was.
+        If the folder does not exist, or the file is of another kind (another header, or a line
+        that does not parse). The file is left as it was.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SweepFile:
             self._write(self._header)
 
     def append(self, row: Row) -> None:
-        """Add one row at the end, at once."""
+        """Append one row and flush it."""
         self._write(_line([row[name] for name in self.columns]))
 
     def __enter__(self) -> SweepFile:

@@ -29,13 +29,13 @@ class Warmed:
     ----------
     dtype, algorithm, direction : str
     compiled : tuple of str
-        Kernels compiled now, by name; empty where all lay on disk already.
+        Names of the kernels compiled now; empty if all were on disk already.
     seconds, cpu_seconds : float
         Wall and CPU seconds of compiling, or loading, and of small passes.
     folder : Path
-        Where the compiled code lies.
+        The folder of the compiled code.
     kernel : str
-        What the last pass ran on: the micro-kernel, and how many threads.
+        The micro-kernel and the number of threads of the last pass.
     """
 
     dtype: str
@@ -57,8 +57,8 @@ def warm(
 ) -> Warmed:
     """Compile the code of `backend="numba"` ahead of time, and keep it on disk.
 
-    One compilation per type serves every shape, mask and option. float16 and bfloat16 share theirs.
-    On a CPU with AMX or AVX512-BF16, bfloat16 has its own, and decoding in bfloat16 uses both.
+    One compilation per type serves every shape, mask and option. float16 and bfloat16 share one.
+    On a CPU with AMX or AVX512-BF16, bfloat16 has a second one; decoding in bfloat16 uses both.
     `warm` then runs small passes to test the code.
 
     Parameters
@@ -66,13 +66,13 @@ def warm(
     dtype : str
         The type of q, k and v.
     head_dim : int
-        That of the small passes; for decoding at least 16.
+        The head_dim of the small passes; at least 16 for decoding.
     direction : str
         "forward", "backward" or "both"; a backward pass needs a forward pass, so the last two
-        compile the same. "decode": a forward pass of one query, which has a kernel of its own.
-        "all": both, and "decode".
+        compile the same. "decode": a forward pass of one query, which has a separate kernel.
+        "all": "both" and "decode".
     algorithm : str
-        "flash2", whose backward pass is in three stages, or "flash2-fused".
+        "flash2", whose backward pass has three stages, or "flash2-fused".
 
     Raises
     ------
@@ -100,7 +100,7 @@ def warm(
 
 
 def _writable(folder: Path | None) -> Path:
-    """`folder`, if a file can be made there."""
+    """Return `folder`; raise if no file can be created in it."""
     why = "Numba finds no folder that it may write"
     if folder is not None:
         try:

@@ -1,4 +1,4 @@
-"""What `run` hands to an engine and what an engine hands back: the seam between api and engines.
+"""The interface between api and engines: the `Job` that `run` passes in, the `Outcome` it gets.
 
 An engine is a module with ``OPTIONS``, `forward`, `recall` and `backward`, of the types below.
 Engines never import the api or each other.
@@ -25,19 +25,19 @@ class Job:
     Attributes
     ----------
     problem, tiling, device, algorithm, key_order
-        What, how and on what. `tiling` is None where the engine may choose.
+        What to compute and how. `tiling` is None if the engine may choose it.
     q, k, v : array, (batch, heads, n_q, d), (batch, kv_heads, n_kv, d), (batch, kv_heads, n_kv, dv)
-        Of the kind the user gave (NumPy, CuPy, torch), validated against `problem`.
+        Arrays of the user's library (NumPy, CuPy, torch), validated against `problem`.
     bias : array (1 or batch, 1 or heads, n_q, n_kv) or None
     trace : bool or str
         False, True (counts) or "timeline".
     options : mapping
         The engine's own options, by the names it lists in ``OPTIONS``.
     deterministic : bool
-        Backward, "flash2-fused": add to dQ in a fixed order. Only where the engine's `orders_dq`
+        Backward, "flash2-fused": add to dQ in a fixed order. True only if the engine's `orders_dq`
         said that it can.
     memo : dict
-        Whatever was found out for this job and holds for the same one with other arrays.
+        Cached facts about this job that also hold for the same job with other arrays.
     """
 
     problem: Problem
@@ -55,7 +55,7 @@ class Job:
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without its memo, which is an engine's own: a `Result` pickles what was asked."""
+        """Return the state without the engine's memo; a pickled `Result` holds only the request."""
         return {**self.__dict__, "memo": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -63,19 +63,19 @@ class Job:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """What was given, by name."""
+        """The user's arrays, by name."""
         arrays = {"q": self.q, "k": self.k, "v": self.v, "bias": self.bias}
         return {name: x for name, x in arrays.items() if x is not None}
 
     def given(self, q: Any, k: Any, v: Any, **others: Any) -> Job:
-        """The same job with other arrays and other fields; its memo is this one's, if not named."""
+        """Return the job with other arrays and fields; the memo is shared unless `others` has one."""
         made = object.__new__(Job)  # `replace` takes as long as a launch
         made.__dict__.update(self.__dict__, q=q, k=k, v=v, **others)
         return made
 
 
 class Outcome(NamedTuple):
-    """What a pass produced.
+    """The results of a pass.
 
     Attributes
     ----------
@@ -84,19 +84,19 @@ class Outcome(NamedTuple):
     tiling : Tiling
         The tiling that ran.
     stages : tuple of StageTrace or None
-        The events, if they were asked for.
+        The events, if they were requested.
     kernel : str
-        What ran, for people: "simulator", a kernel's name.
+        A readable name of what ran: "simulator" or a kernel's name.
     saved : dict
-        What the engine's `backward` wants back, besides the job.
+        What the engine's `backward` needs besides the job.
     timeline : ndarray of dtype `events.TIMELINE`, or None
-        Where and when each part of each visit ran on a GPU, from ``trace="timeline"``.
+        Where and when each part of each visit (tile pair) ran on a GPU, from ``trace="timeline"``.
     gpu : str
-        The GPU's name; "" where none ran it.
+        The GPU's name; "" if no GPU ran the pass.
     problem : Problem or None
-        What was traced, where that is not the job's problem: the live keys of a cache.
+        The traced problem if it differs from the job's: the live keys of a cache.
     finite : set of str
-        Arrays that are known to hold no NaN or infinity: the engine looked as it wrote them.
+        Arrays that are known to hold no NaN or infinity: the engine checked as it wrote them.
     """
 
     arrays: dict[str, Any]
@@ -110,18 +110,18 @@ class Outcome(NamedTuple):
     finite: Set[str] = frozenset()
 
     def unseen(self, *names: str) -> dict[str, Any]:
-        """Those of the arrays that may hold NaN or infinity."""
+        """Return those of the named arrays that may hold NaN or infinity."""
         return {name: self.arrays[name] for name in names if name not in self.finite}
 
 
 class Engine(Protocol):
     """The functions of an engine module.
 
-    One may have more: `orders_dq(job, saved)` (see `Job.deterministic`), `fuses(job, saved)`
-    (whether the fused backward is the fastest one where dQ may be summed in any order),
-    `stores_dq(job, saved)` (whether "flash2-once" is faster than what the job asks for), and
-    `adopt(name, array)`, which makes of an array that speaks DLPack only one of a kind that the
-    engine knows.
+    An engine may have more functions. `orders_dq(job, saved)`: see `Job.deterministic`.
+    `fuses(job, saved)`: whether the fused backward is the fastest if dQ may be summed in any order.
+    `stores_dq(job, saved)`: whether "flash2-once" is faster than the job's algorithm.
+    `adopt(name, array)` converts an array that supports only DLPack to a kind that the engine
+    knows.
     """
 
     OPTIONS: frozenset[str]
@@ -130,7 +130,7 @@ class Engine(Protocol):
         """Run the forward pass."""
 
     def recall(self, job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-        """The `Outcome.saved` of a forward pass of which only `out` and `lse` were kept (4-D, 3-D).
+        """Return `Outcome.saved` of a forward pass when only `out` (4-D) and `lse` (3-D) were kept.
 
         Raises
         ------
@@ -141,11 +141,11 @@ class Engine(Protocol):
     def backward(self, job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
         """Run the backward pass; `job.tiling`, `algorithm` and `trace` are the backward's.
 
-        `dlse`, (batch, heads, n_q) like the LSE, is given where ``job.problem.dlse`` says so.
+        `dlse`, (batch, heads, n_q) like the LSE, is given if ``job.problem.dlse`` is true.
         """
 
     def constant(self, job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """An array of one value, of the kind and where the job's are, for `engines.nothing`.
+        """Return a constant array of the same kind and device as the job's, for `engines.nothing`.
 
-        Raises what `forward` raises for a job that the engine does not take.
+        Raises the same errors as `forward` for a job that the engine does not support.
         """

@@ -1,7 +1,7 @@
-"""What every engine answers where there is nothing to compute: no batch, no query or no key.
+"""Results for empty jobs, whose batch, queries or keys have size 0; the same for every engine.
 
-Zeros, and an LSE of -inf, as `torch.nn.functional.scaled_dot_product_attention` has it. Nothing is
-walked and no kernel is launched, so nothing is traced either.
+They are zeros and an LSE of -inf, as in `torch.nn.functional.scaled_dot_product_attention`. No loop
+runs and no kernel is launched, so nothing is traced either.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ KERNEL = "none: nothing to compute"
 
 
 class Nothing:
-    """An engine for jobs of which an extent is 0; their problem has 1 in its place.
+    """An engine for jobs in which one size is 0; their problem has 1 in its place.
 
     Parameters
     ----------
     engine : Engine
-        Whose `constant` makes the arrays, and refuses what it refuses of any job.
+        Its `constant` makes the arrays, and raises for jobs that the engine does not support.
     """
 
     OPTIONS: frozenset[str] = frozenset()
@@ -33,18 +33,18 @@ class Nothing:
         self.constant = engine.constant
 
     def forward(self, job: Job) -> Outcome:
-        """out of zeros, LSE of -inf."""
+        """Return an out of zeros and an LSE of -inf."""
         p, rows = job.problem, tuple(job.q.shape[:3])
         out = self.constant(job, (*rows, job.v.shape[3]), p.result_dtype, 0.0)
         lse = self.constant(job, rows, p.compute_dtype, -np.inf)
         return _outcome(job, {"out": out, "lse": lse})
 
     def recall(self, job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-        """Nothing is needed of a forward pass."""
+        """Return nothing: the backward pass needs nothing from the forward pass."""
         return {}
 
     def backward(self, job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-        """Gradients of zeros, whatever `dout` and `dlse` are."""
+        """Return gradients of zeros, whatever `dout` and `dlse` are."""
         p = job.problem
         plans.stages(p, job.algorithm, "backward")  # or say that there is no such pass
         like = {f"d{name}": x for name, x in job.arrays.items()}

@@ -57,7 +57,7 @@ def forward(job: Job) -> Outcome:
 
 
 def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
-    """What the backward pass wants of a forward pass, from its results alone."""
+    """Return what the backward pass needs from a forward pass, given only its results."""
     if job.algorithm == "standard":
         raise UnsupportedError(
             "the backward pass of 'standard' reads the scores and probabilities that its forward "
@@ -140,9 +140,9 @@ def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> 
 
 
 def _live(job: Job, lengths: tuple[int, ...], prefix: int) -> Job:
-    """The job with queries and live keys of all entries packed along the sequence axis.
+    """Return the job with queries and live keys of all entries packed along the sequence axis.
 
-    A prefix that they share comes first, once.
+    A shared prefix comes first, once.
     """
     q = job.q.swapaxes(0, 1).reshape(1, job.problem.heads, job.problem.n_q, job.q.shape[-1])
     size = job.problem.page_size
@@ -161,19 +161,19 @@ def _live(job: Job, lengths: tuple[int, ...], prefix: int) -> Job:
 
 
 def _by_entry(x: np.ndarray, batch: int) -> np.ndarray:
-    """(1, heads, batch * n_q[, width]) as (batch, heads, n_q[, width])."""
+    """Reshape (1, heads, batch * n_q[, width]) to (batch, heads, n_q[, width])."""
     rest = x.shape[3:]
     return x.reshape(x.shape[1], batch, x.shape[2] // batch, *rest).swapaxes(0, 1)
 
 
 def _packed(x: np.ndarray, p: Problem) -> np.ndarray:
-    """(batch, heads, n_q, width) as (batch, kv_heads, n_q * group, width): `Split`'s rows."""
+    """Rearrange (batch, heads, n_q, width) to `Split`'s (batch, kv_heads, n_q * group, width)."""
     groups = x.reshape(p.batch, p.kv_heads, p.group, p.n_q, x.shape[-1])
     return groups.swapaxes(2, 3).reshape(p.batch, p.kv_heads, p.n_q * p.group, x.shape[-1])
 
 
 def _unpacked(x: np.ndarray, p: Problem) -> np.ndarray:
-    """(batch, kv_heads, n_q * group[, width]) as (batch, heads, n_q[, width])."""
+    """Rearrange (batch, kv_heads, n_q * group[, width]) to (batch, heads, n_q[, width])."""
     rest = x.shape[3:]
     rows = x.reshape(p.batch, p.kv_heads, p.n_q, p.group, *rest)
     return rows.swapaxes(2, 3).reshape(p.batch, p.heads, p.n_q, *rest)
@@ -182,7 +182,7 @@ def _unpacked(x: np.ndarray, p: Problem) -> np.ndarray:
 def _room(
     job: Job, direction: str, hbm: Hbm, split: Split = WHOLE, parts: int = 1
 ) -> dict[str, np.ndarray]:
-    """Make room in HBM for all that a pass writes: the arrays by the papers' names."""
+    """Allocate all results of a pass in HBM; returns the arrays by the papers' names."""
     p, made = job.problem, {}
     for name in plans.tensors_of(p, job.algorithm, direction, "store", "reduce"):
         its, dtype = shape(p, name), dtype_of(p, name)
@@ -210,7 +210,7 @@ def _run(algorithm, machine: Machine) -> None:
 
 
 def _lse(machine: Machine, saved: Mapping[str, Any]) -> np.ndarray:
-    """The LSE of each row: stored by FlashAttention-2, m + log l or noted in the others."""
+    """Return the LSE per row: stored by FlashAttention-2, m + log l or noted in the others."""
     if "L" in saved:
         return saved["L"]
     p = machine.problem

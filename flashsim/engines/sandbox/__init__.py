@@ -1,1 +1,1 @@
-"""Who executes an algorithm of one's own: the simulated machine, on which no byte is free."""
+"""The simulated machine that executes a user's own algorithm and counts every byte."""

@@ -1,4 +1,4 @@
-"""What can be computed with tiles, and what it costs."""
+"""The operations that tiles allow, and the cost of each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REDUCTIONS: Mapping[str, tuple[np.ufunc, str]] = {
 
 
 def priced(kind: str, amount: int, read: int, write: int) -> np.ndarray:
-    """One row of `WORK`."""
+    """Return the cost of one operation as a row of `WORK`."""
     row = np.zeros(len(WORK), np.int64)
     if kind:
         row[WORK.index(kind)] = amount

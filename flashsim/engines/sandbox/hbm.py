@@ -1,4 +1,4 @@
-"""The HBM of an algorithm of one's own: handles without numbers, and what was never stored."""
+"""The HBM that a user's algorithm sees: handles without numbers; it tracks what was stored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Remote:
 
     @property
     def width(self) -> int:
-        """Elements a row; 1 of a vector."""
+        """Elements per row; 1 for a vector."""
         return self.shape[1] if len(self.shape) > 1 else 1
 
     def __repr__(self) -> str:
@@ -59,7 +59,7 @@ class Remote:
 
 
 class OpenHbm:
-    """The tensors of one run as attributes: ``hbm.Q``, ``hbm.O`` and what `new` makes room for."""
+    """The tensors of one run as attributes: ``hbm.Q``, ``hbm.O`` and those that `new` allocates."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -71,7 +71,7 @@ class OpenHbm:
 
     @property
     def tensors(self) -> dict[str, Remote]:
-        """What there is, by name."""
+        """All tensors, by name."""
         return dict(self._remotes)
 
     def __getattr__(self, name: str) -> Remote:
@@ -89,19 +89,19 @@ class OpenHbm:
         *,
         along: str = "queries",
     ) -> Remote:
-        """Make room in HBM for a workspace of one's own; returns its handle.
+        """Allocate a workspace in HBM; returns its handle.
 
         Parameters
         ----------
         name : str
-            As the trace and pictures call it: ``"O_split"``.
+            Its name in the trace and in pictures, such as ``"O_split"``.
         n, width : int
-            Rows, and elements a row; None for one number a row.
+            Rows, and elements per row; a width of None means one number per row.
         dtype : str, optional
             Default: the accumulator's.
         along : {"queries", "keys", "scores"}
-            What it is cut along, and whose matrix it is (a query head's or a key head's): where
-            pictures draw it.
+            The axis that tiles cut, and so whether there is one matrix per query head or per key
+            head. It also decides where pictures draw the workspace.
         """
         checks.one_of("along", along, SIDES)
         if name in self._remotes:
@@ -132,7 +132,7 @@ class OpenHbm:
         return self._remotes[name]
 
     def _code(self, name: str, axis: int = ROW) -> int:
-        """The code that events have for a tensor or buffer; one's own names get one."""
+        """Return the code of a tensor or buffer in events; a name of the user's gets a new code."""
         if name in CODES:
             return CODES[name]
         if name not in self._codes:
@@ -149,13 +149,13 @@ class OpenHbm:
     # -- for the machine ------------------------------------------------------------------------
 
     def _behind(self, tensor: Remote) -> Tensor:
-        """The numbers behind a handle of this HBM."""
+        """Return the tensor that holds a handle's numbers; raise for a handle of another HBM."""
         if self._remotes.get(tensor.name) is not tensor:
             raise MemoryModelError(f"{tensor!r} belongs to another machine")
         return self._inside[tensor.name]
 
     def _require_writable(self, tensor: Remote) -> None:
-        """Refuse to write to an input."""
+        """Raise if the tensor is an input, which must not be written."""
         self._behind(tensor)
         if tensor.name not in self._written:
             outputs = ", ".join(self._written)
@@ -168,7 +168,7 @@ class OpenHbm:
     def _require_written(
         self, tensor: Remote, rows: slice, cols: slice, member: int | None
     ) -> None:
-        """Refuse to read what was never stored."""
+        """Raise if a part of a tensor is read that was never stored."""
         part = self._mask(tensor, rows, cols, member)
         if part is not None and not part.all():
             raise MemoryModelError(
@@ -193,7 +193,7 @@ class OpenHbm:
         return part if inside.vector else part[..., cols]
 
     def _stored(self, name: str) -> str:
-        """How much of a result was stored: "all", "none", or which rows were not."""
+        """Say how much of a result was stored: "all", "none", or the rows that were not."""
         written = self._written[name]
         if not written.any():
             return "none"
@@ -216,7 +216,7 @@ def require_shape(name: str, got: tuple[int, ...], want: tuple[int, ...]) -> Non
 
 
 def part_of(tensor: Any, rows: Any, cols: Any) -> tuple[slice, slice]:
-    """Rows and columns of a tensor, as far as it has them."""
+    """Return the slices of rows and columns, limited to the size of the tensor."""
     if not isinstance(tensor, Remote):
         raise MemoryModelError(
             f"what moves is a tensor in HBM, such as machine.hbm.K, got {type(tensor).__name__}"

@@ -1,4 +1,4 @@
-"""Which line of an algorithm is at work: what errors name."""
+"""Find the line of the user's algorithm that is running, for error messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _OTHERS = (_ROOM, str(Path(np.__file__).parent), contextlib.__file__)
 
 
 def at_work() -> str:
-    """The line that called, as "line 7"; of another file than the algorithm's, no less."""
+    """Return the innermost calling line outside the machine and NumPy, as "line 7".
+
+    The line may be in another file than the algorithm.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OTHERS):
         frame = frame.f_back
@@ -24,7 +27,7 @@ def at_work() -> str:
 
 
 def deepest(trace: TracebackType | None) -> tuple[str, int, str] | None:
-    """File, line and text of the deepest line of a traceback that is the algorithm's own."""
+    """Return file, line and text of the deepest traceback line that belongs to the algorithm."""
     found = None
     while trace is not None:
         code = trace.tb_frame.f_code

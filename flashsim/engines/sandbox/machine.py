@@ -1,4 +1,4 @@
-"""`OpenMachine`: what a function given to `flashsim.simulate` is called with."""
+"""`OpenMachine`: the argument that `flashsim.simulate` passes to the user's function."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from flashsim.trace.validate import MOST_STAGES
 
 
 class OpenMachine:
-    """One run of an algorithm of one's own.
+    """One run of a user's own algorithm.
 
     Attributes
     ----------
     problem : Problem
         Lengths, head_dim, scale, mask.
     tiling : Tiling
-        What was asked for; a stage may have its own.
+        The requested tiling; a stage may use another one.
     device : Device
-        `device.sram_bytes` is what a thread block has.
+        `device.sram_bytes` is the SRAM of one thread block.
     hbm : OpenHbm
-        The tensors: ``hbm.Q``, ``hbm.K``, ``hbm.V``, other inputs, outputs; ``hbm.new`` makes room
-        for a workspace.
+        The tensors: ``hbm.Q``, ``hbm.K``, ``hbm.V``, other inputs, outputs; ``hbm.new`` allocates
+        a workspace.
     """
 
     def __init__(self, problem: Problem, tiling: Tiling, device: Device) -> None:
@@ -60,17 +60,17 @@ class OpenMachine:
         per: Per = "head",
         tiling: Tiling | None = None,
     ) -> Iterator[OpenSram]:
-        """One stage, what a GPU calls a kernel: an empty SRAM, and steps that share nothing in it.
+        """Run one stage, a kernel on a GPU: yields an empty SRAM; its steps share no tiles.
 
         Parameters
         ----------
         name : str
-            As the trace calls it.
+            Its name in the trace.
         outer : {"queries", "keys"}
-            What its steps are: tiles of queries, or tiles of keys.
+            Whether each step handles a tile of queries or a tile of keys.
         per : {"head", "group"}
-            Whether each query head has its walk, or all query heads that share a key head have
-            one together (then `load`, `store`, `reduce` and `visit` take `member=`).
+            "head": each query head has its own loop. "group": all query heads that share a key
+            head have one loop (then `load`, `store`, `reduce` and `visit` take `member=`).
         tiling : Tiling, optional
             Default: the machine's.
         """
@@ -109,10 +109,10 @@ class OpenMachine:
         return _cut(self._problem.n_kv, self._tiling.block_k)
 
     def keep(self, rows: slice, cols: slice) -> np.ndarray | None:
-        """Which scores of a tile the mask keeps, (rows, cols) booleans; None: all of them.
+        """Return which scores of a tile the mask keeps: (rows, cols) booleans, or None for all.
 
-        A tile without a True need not be visited. It follows from positions alone, so it costs no
-        bytes.
+        A tile without a True need not be visited. The mask depends on positions alone, so it costs
+        no bytes.
         """
         p = self._problem
         q, k = np.array(span(rows, p.n_q, "queries")), np.array(span(cols, p.n_kv, "keys"))

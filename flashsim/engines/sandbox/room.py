@@ -1,4 +1,4 @@
-"""Room on chip: what a tile and its views share, and when a temporary's is given back."""
+"""Memory on chip that a tile shares with its views, and when a temporary's memory is freed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flashsim.engines.sandbox.lines import at_work
 class Room:
     """Bytes of SRAM that one tile and its views share.
 
-    `gone` is "" as long as they are held, then where they were given back. `narrow` is the type of
-    a tile that was loaded from a narrower tensor: it takes that type's room, so what is written
-    into it is rounded to that type.
+    `gone` is "" while the bytes are held; after that it says where they were freed. `narrow` is the
+    type of a tile that was loaded from a narrower tensor. Such a tile takes only that type's bytes,
+    so numbers written into it are rounded to that type.
     """
 
     __slots__ = ("data", "depth", "gone", "made", "name", "narrow", "nbytes", "sram", "temporary")
@@ -29,7 +29,7 @@ class Room:
 
 
 class Lease:
-    """What the tiles in a room hold together: when the last of them goes, so does a temporary."""
+    """A reference that all tiles of a `Room` share; a temporary's bytes are freed with the last."""
 
     __slots__ = ("room",)
 

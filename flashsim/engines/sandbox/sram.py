@@ -1,4 +1,4 @@
-"""The SRAM of an algorithm of one's own: scopes, room, transfers, and what each line costs."""
+"""The SRAM that a user's algorithm sees: scopes, memory, transfers, and the cost of each line."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _IN_PLACE = (
 
 
 class OpenSram:
-    """On-chip memory of one thread block, for one stage of an algorithm of one's own.
+    """On-chip memory of one thread block, for one stage of a user's own algorithm.
 
     Attributes
     ----------
     schedule : Schedule
-        The stage's tiles, for those who want it: `schedule.visits(i)`, `schedule.t_r`.
+        The stage's tiles, if the algorithm needs them: `schedule.visits(i)`, `schedule.t_r`.
     used, peak : int
-        Bytes held now, and at most.
+        Bytes held now, and the most held so far.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class OpenSram:
 
     @contextmanager
     def step(self, outer: int | slice, member: int = 0) -> Iterator[None]:
-        """One step of the outer loop, a thread block's work; what it holds is freed at its end.
+        """One step of the outer loop, the work of one thread block; its end frees all its tiles.
 
         Parameters
         ----------
@@ -90,19 +90,19 @@ class OpenSram:
             yield
 
     def strip(self) -> AbstractContextManager[None]:
-        """A part of a step or a visit: what is made inside is freed at its end."""
+        """A part of a step or a visit; its end frees the tiles made inside."""
         return self._scope(self._here(), computes=False)
 
     @contextmanager
     def visit(
         self, visit: Visit | slice, cols: slice | None = None, member: int = 0
     ) -> Iterator[None]:
-        """Work on one tile of scores; what is made inside is freed at its end.
+        """Work on one tile of scores; its end frees the tiles made inside.
 
         Parameters
         ----------
         visit, cols : slice
-            Its query rows and its keys; or one argument, a `Visit` of `sram.schedule`.
+            The query rows and the keys of the tile; or one argument, a `Visit` of `sram.schedule`.
         """
         _, i, j, at = self._here()
         if at >= 0:
@@ -171,14 +171,14 @@ class OpenSram:
     # -- room -----------------------------------------------------------------------------------
 
     def alloc(self, name: str, shape: Any, fill: float | None = None) -> SramTile:
-        """Make room for one tile of the accumulator's type.
+        """Allocate one tile of the accumulator's type.
 
         Without `fill` its numbers are NaN until they are written.
 
         Raises
         ------
         SramOverflow
-            Naming what is held, where it was made, and what the device gives.
+            The message lists the tiles held, where each was made, and the device's capacity.
         """
         self._here()
         sides = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
@@ -194,7 +194,7 @@ class OpenSram:
         return SramTile(self._lease(name, ALLOC, nbytes, data, temporary=False), data)
 
     def _made(self, data: np.ndarray) -> SramTile:
-        """The result of arithmetic as a tile; room is made for it as for any other."""
+        """Return the result of arithmetic as a tile, allocated like any other tile."""
         self._here()
         nbytes = math.prod(data.shape[2:]) * data.itemsize
         return SramTile(self._lease(TEMPORARY, ALLOC, nbytes, data, temporary=True), data)
@@ -209,13 +209,13 @@ class OpenSram:
         return tile
 
     def free(self, tile: SramTile) -> None:
-        """Give a tile's memory back before its scope ends."""
+        """Free a tile's memory before its scope ends."""
         self._give_back(tile._alive(), f"freed at {at_work()}")
 
     def positions(self, rows: slice) -> SramTile:
-        """The positions of queries or keys as a tile: ``S[rows > cols[:, None]] = 0`` and the like.
+        """Return positions of queries or keys as a tile, for ``S[rows > cols[:, None]] = 0`` etc.
 
-        Computed, not loaded, but it takes room.
+        The tile is computed, not loaded, but it takes memory on chip.
         """
         p = self._schedule.problem
         row = np.array(span(rows, max(p.n_q, p.n_kv), "positions"), self._compute)
@@ -224,9 +224,9 @@ class OpenSram:
     def accumulate(
         self, into: SramTile, a: SramTile, b: SramTile, rescale: SramTile | None = None
     ) -> None:
-        """``into += a @ b`` as tensor cores do it: the product takes no room of its own.
+        """``into += a @ b`` as on tensor cores: the product takes no extra memory.
 
-        With `rescale`, one factor a row, ``into`` is multiplied by it before.
+        With `rescale`, one factor per row, ``into`` is first multiplied by it.
         """
         if rescale is not None:
             into *= rescale[..., None]
@@ -237,21 +237,21 @@ class OpenSram:
         product(a, b, out=out)
 
     def rounded(self, name: str, tile: SramTile) -> SramTile:
-        """An operand of a product ("P", "dS") in the type in which it enters there: the inputs'.
+        """Round an operand of a product ("P", "dS") to the inputs' type, used in the product.
 
-        Tiles by other names stay as they are.
+        Tiles with other names stay unchanged.
         """
         if name not in ("P", "dS"):
             return tile
         return self._schedule.problem.rounded(tile)  # type: ignore[arg-type, return-value]
 
     def show(self, tile: SramTile) -> None:
-        """Print the first head's numbers; they do not come back."""
+        """Print the first head's numbers; returns nothing, so no number leaves the chip."""
         tile._alive()
         print(f"{tile!r}\n{tile._view[0, 0]}")
 
     def _note(self, costs: np.ndarray) -> None:
-        """Work of the scope that is open."""
+        """Add this work to the open scope."""
         if self._sums:
             self._sums[-1] += costs
 
@@ -276,7 +276,7 @@ class OpenSram:
         return Lease(room)
 
     def _give_back(self, room: Room, where: str) -> None:
-        """Free a room; what it held is NaN from now on."""
+        """Free a `Room`; its numbers become NaN."""
         room.gone = where
         if room.data.flags.writeable:
             room.data.fill(np.nan if room.data.dtype != bool else False)
@@ -301,7 +301,7 @@ class OpenSram:
     ) -> SramTile:
         """Copy a tile HBM -> SRAM; arithmetic on it has the accumulator's type.
 
-        In a stage with ``per="group"``, `member` picks the query head of the group.
+        In a stage with ``per="group"``, `member` selects the query head of the group.
         """
         self._here()
         rows, cols = part_of(tensor, rows, cols)
@@ -390,7 +390,10 @@ class OpenSram:
         )
 
     def _check_heads(self, tensor: Remote, member: int | None) -> None:
-        """A walk moves what is its own: no tile for other heads on the side."""
+        """Raise unless `member` selects one query head where the stage works per query head.
+
+        A transfer must not move tiles of other heads.
+        """
         heads, group = self._hbm._behind(tensor).data.shape[1], self._schedule.problem.group
         if heads > self._lead[1] and member is None:
             raise MemoryModelError(
@@ -401,7 +404,7 @@ class OpenSram:
             raise ShapeError(f"a group has {group} query heads, got member={member}")
 
     def _done(self) -> StageTrace:
-        """The stage's events, once its walk has ended."""
+        """Return the stage's events after its loop has ended."""
         self._over = True
         for room in self._rooms:
             room.gone = "its stage ended"

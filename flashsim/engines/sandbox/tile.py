@@ -1,9 +1,9 @@
-"""`SramTile`: a tile that knows where it lies. Arithmetic on tiles gives tiles, which take room.
+"""`SramTile`: a tile in simulated SRAM. Arithmetic on tiles gives new tiles, which take memory.
 
-Numbers never leave: what would copy them out of the simulated chip (`np.asarray`, `float`, `list`,
-`tolist`, pickling ...) is an error, and an array from elsewhere cannot come in. A tile whose scope
-has ended is an error, too. Leading axes, one for all heads, are out of sight: a tile of 64 rows
-of 32 elements has the shape (64, 32), however many heads are simulated at once.
+Numbers never leave the simulated chip: every way to copy them out (`np.asarray`, `float`, `list`,
+`tolist`, pickling ...) raises an error, and arrays from outside cannot come in. Using a tile after
+its scope has ended is also an error. The leading axes for heads are hidden: a tile of 64 rows of
+32 elements has the shape (64, 32), however many heads are simulated at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEAD = (slice(None), slice(None))
 
 
 class SramTile(NDArrayOperatorsMixin):
-    """Numbers on chip. Made by `load`, `alloc` and arithmetic; see the module's own text."""
+    """Numbers on chip, made by `load`, `alloc` and arithmetic; see the module's docstring."""
 
     __slots__ = ("_lease", "_view")
     __hash__ = None  # type: ignore[assignment]
@@ -36,7 +36,7 @@ class SramTile(NDArrayOperatorsMixin):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one head's tile."""
+        """The shape of one head's tile."""
         return self._view.shape[2:]
 
     @property
@@ -46,7 +46,7 @@ class SramTile(NDArrayOperatorsMixin):
 
     @property
     def size(self) -> int:
-        """Number of elements, one head's."""
+        """The number of elements of one head's tile."""
         return math.prod(self.shape)
 
     @property
@@ -56,7 +56,7 @@ class SramTile(NDArrayOperatorsMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this part of one head's tile, in the type that arithmetic has."""
+        """Bytes of one head's tile (or view), in the type that arithmetic uses."""
         return self.size * self._view.itemsize
 
     def __len__(self) -> int:
@@ -155,35 +155,35 @@ class SramTile(NDArrayOperatorsMixin):
         return FUNCTIONS[function](*args, **kwargs)
 
     def sum(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
-        """The sum along an axis, or of all; a tile."""
+        """Return a tile with the sum along an axis, or of all elements."""
         return reduced(self, "sum", axis, keepdims)
 
     def max(self, axis: Any = None, *, keepdims: bool = False, initial: Any = None) -> SramTile:
-        """The largest along an axis, or of all; a tile."""
+        """Return a tile with the maximum along an axis, or of all elements."""
         if initial not in (None, -np.inf):
             raise MemoryModelError(_unknown("max", "__call__", ["initial"]), "operation")
         return reduced(self, "max", axis, keepdims)
 
     def min(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
-        """The smallest along an axis, or of all; a tile."""
+        """Return a tile with the minimum along an axis, or of all elements."""
         return reduced(self, "min", axis, keepdims)
 
     def any(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
-        """Whether any is true; a tile."""
+        """Return a tile that says whether any element along an axis, or of all, is true."""
         return reduced(self, "any", axis, keepdims)
 
     def all(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
-        """Whether all are true; a tile."""
+        """Return a tile that says whether every element along an axis, or of all, is true."""
         return reduced(self, "all", axis, keepdims)
 
     def mean(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
-        """The mean along an axis, or of all; a tile."""
+        """Return a tile with the mean along an axis, or of all elements."""
         total = self.sum(axis, keepdims=keepdims)
         total /= self.size // max(total.size, 1)
         return total
 
     def copy(self) -> SramTile:
-        """A tile of its own with the same numbers: room for it is taken like for any other."""
+        """Return a new tile with the same numbers; it is allocated like any other tile."""
         room = self._alive()
         room.sram._note(priced("", 0, self.nbytes, self.nbytes))
         return room.sram._made(self._view.copy())
@@ -191,7 +191,7 @@ class SramTile(NDArrayOperatorsMixin):
     __copy__ = copy
 
     def astype(self, dtype: Any) -> SramTile:
-        """Rounded to `dtype` and back to the accumulator's type, which arithmetic has; a tile."""
+        """Return a tile rounded to `dtype`, converted back to the accumulator's type."""
         room = self._alive()
         rounded = self._view.astype(dtype).astype(room.sram._compute)
         room.sram._note(priced("", 0, self.nbytes, self.nbytes))
@@ -200,7 +200,7 @@ class SramTile(NDArrayOperatorsMixin):
     # -- what would let numbers out -------------------------------------------------------------
 
     def _rounded(self) -> None:
-        """What was written into a tile of a narrower type has that type's precision."""
+        """Round a tile of a narrower type to that type after a write."""
         narrow = self._lease.room.narrow
         if narrow is not None:
             self._view[...] = self._view.astype(narrow).astype(self._view.dtype)
@@ -249,7 +249,7 @@ _PUBLIC = sorted(name for name in vars(SramTile) if not name.startswith("_"))
 
 
 def elementwise(ufunc: Any, given: Any, out: SramTile | None, where: Any) -> SramTile:
-    """One operation a number; the result is a new tile, or `out`."""
+    """Apply an elementwise operation; the result is a new tile, or `out`."""
     tiles = [x for x in (*given, out, where) if isinstance(x, SramTile)]
     room = tiles[0]._alive()
     ndim = max(*(x.ndim for x in tiles), *(x.ndim for x in given if isinstance(x, np.ndarray)), 0)
@@ -281,7 +281,7 @@ def elementwise(ufunc: Any, given: Any, out: SramTile | None, where: Any) -> Sra
 
 
 def product(a: Any, b: Any, *, out: SramTile | None = None, add: bool = False) -> SramTile:
-    """A matrix product into a new tile or `out`; with `add`, added to what is there."""
+    """Compute a matrix product into a new tile or `out`; `add` adds it to `out`'s numbers."""
     for x in (a, b):
         if not isinstance(x, SramTile):
             _outsider("@", x)
@@ -314,7 +314,7 @@ def product(a: Any, b: Any, *, out: SramTile | None = None, add: bool = False) -
 
 
 def reduced(tile: SramTile, name: str, axis: Any, keepdims: bool, outs: Any = ()) -> SramTile:
-    """A sum, a largest ... along an axis (or all)."""
+    """Return a reduction (sum, max, ...) along an axis, or over all elements, as a tile."""
     room = tile._alive()
     ufunc, kind = REDUCTIONS[name]
     axes = range(tile.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
@@ -351,7 +351,7 @@ def chosen(condition: Any, one: Any, other: Any) -> SramTile:
 
 
 def aligned(tile: SramTile, ndim: int) -> np.ndarray:
-    """A tile's numbers with as many axes as `ndim` besides those of the heads, to broadcast."""
+    """Return a tile's numbers with `ndim` axes besides those of the heads, for broadcasting."""
     view = tile._view
     lead, own = view.shape[:2], view.shape[2:]
     if len(own) >= ndim:
@@ -376,7 +376,7 @@ def _held(tile: SramTile, room: Room) -> SramTile:
 
 
 def _outsider(what: str, x: Any) -> Any:
-    """A number, or booleans that say which scores count; anything else has to be loaded."""
+    """Return an operand from outside: a number or a boolean mask; raise for anything else."""
     if isinstance(x, (bool, np.bool_)):
         return bool(x)
     if isinstance(x, (int, float, np.integer, np.floating)):
@@ -393,7 +393,7 @@ def _outsider(what: str, x: Any) -> Any:
 
 
 def _flags(part: Any) -> Any:
-    """A part of an index that is written to: also a boolean mask."""
+    """Return one part of an index for writing, which may be a boolean mask."""
     basic = part is None or isinstance(part, (int, np.integer, slice, EllipsisType, SramTile))
     if basic or (isinstance(part, np.ndarray) and part.dtype == bool):
         return part
