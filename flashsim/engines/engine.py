@@ -68,7 +68,7 @@ class Job:
         return {name: x for name, x in arrays.items() if x is not None}
 
     def given(self, q: Any, k: Any, v: Any, **others: Any) -> Job:
-        """Return the job with other arrays and fields; the memo is shared unless `others` has one."""
+        """Return the job with other arrays and fields; `others` without a memo keeps this memo."""
         made = object.__new__(Job)  # `replace` takes as long as a launch
         made.__dict__.update(self.__dict__, q=q, k=k, v=v, **others)
         return made
