@@ -71,7 +71,7 @@ class Tiles(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """A kernel's notes of its tiles: `steps` (loops, T), `visits` (heads, visits), or both empty."""
+    """A kernel's notes: `steps` (loops, T), `visits` (heads, visits); or both empty."""
 
     steps: np.ndarray
     visits: np.ndarray
