@@ -1,14 +1,14 @@
-"""`backend="numba"`: FlashAttention-2 on the CPU as fast as it goes, walking the same tiles.
+"""`backend="numba"`: fast FlashAttention-2 on the CPU, over the same tiles as the simulator.
 
-Forward and both forms of the backward pass for everything a `Problem` can say. The arithmetic runs
-in the accumulator's type; numbers of 16 bits are read and written as they lie in memory, a tile at
-a time, and memory stays linear in the sequence. Every sum has one order, so results do not depend
-on the number of threads.
+It runs the forward pass and both forms of the backward pass for every `Problem`. Arithmetic uses
+the accumulator's type. 16-bit inputs are read and written in place, one tile at a time, and memory
+stays linear in the sequence length. Every sum has a fixed order, so results do not depend on the
+number of threads.
 
-Options of `run`: ``threads`` (default: the CPUs this process may use) and ``micro_kernel``:
-"vector" or "plain" (see `micro_kernels`; default: "vector" where the CPU's registers are known) or,
-for bfloat16, "amx" or "avx512_bf16" (see `pairs`; the default where they can run and pay: with one
-query a head where many of them share keys).
+Options of `run`: ``threads`` (default: the CPUs this process may use) and ``micro_kernel``. The
+latter is "vector" or "plain" (see `micro_kernels`; default: "vector" if the CPU's registers are
+known) or, for bfloat16, "amx" or "avx512_bf16" (see `bf16_dot`). Those two are the default if the
+CPU can run them and they pay off; with one query per head, only if many heads share keys.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ ROUNDING = {"bfloat16": BFLOAT16, "float16": FLOAT16}
 
 
 def forward(job: Job) -> Outcome:
-    """The forward pass."""
+    """Run the forward pass."""
     engine = _CpuPass.of(job, "forward")
     out, lse = engine.forward()
     return engine.outcome({"out": out, "lse": lse}, {"O": out, "L": lse})
 
 
 def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
-    """What the backward pass wants of a forward pass, from its results alone."""
+    """Return what the backward pass needs from a forward pass, given only its results."""
     return {"O": out, "L": lse}
 
 
 def backward(
     job: Job, saved: Mapping[str, Any], dout: np.ndarray, dlse: np.ndarray | None = None
 ) -> Outcome:
-    """The backward pass: in three passes ("flash2"), or fused, with dQ summed up in memory."""
+    """Run the backward pass: three passes ("flash2"), or fused with dQ summed up in memory."""
     engine = _CpuPass.of(job, "backward")
     p, real = job.problem, job.problem.compute_dtype
     out, dout, q, k, v = engine.operands(saved["O"], dout, job.q, job.k, job.v)
@@ -104,7 +104,7 @@ def backward(
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> np.ndarray:
-    """An array of one value, for a job that is taken."""
+    """Return an array of one value; raise for a job that the engine does not support."""
     _check(job)
     return np.full(shape, value, numpy_dtype(dtype))
 
@@ -118,8 +118,10 @@ def _check(job: Job) -> None:
 
 
 class _Stage(NamedTuple):
-    """What a stage walks: its schedule, by so many `walks` of outer `tiles` with so many `visits`;
-    whether that takes `long` enough to be interrupted; tables, if they hold for the next call, too.
+    """The work of a stage: its schedule, and the numbers of loops, outer tiles and visits.
+
+    `long` says whether it takes long enough to be interruptible. `parts` holds its tables if the
+    next call can reuse them.
     """
 
     schedule: Schedule
@@ -132,7 +134,7 @@ class _Stage(NamedTuple):
 
 @dataclass
 class _CpuPass:
-    """One pass in one direction: what its walks share, and the stages they leave behind."""
+    """One pass in one direction: the data that its kernels share, and the traces of its stages."""
 
     job: Job
     direction: str
@@ -144,7 +146,7 @@ class _CpuPass:
 
     @classmethod
     def of(cls, job: Job, direction: str) -> _CpuPass:
-        """The pass of a job; what it found out is kept for the same question with other arrays."""
+        """Return the pass of a job; its facts are cached for the same job with other arrays."""
         cpu = _cpu(job, direction)
         key = direction, job.algorithm, type(cpu), cpu
         known = job.memo.get(key)
@@ -196,19 +198,21 @@ class _CpuPass:
         self._plan = {s.name: s for s in plans.stages(p, job.algorithm, self.direction)}
 
     def wide(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """Flat, contiguous and in the accumulator's type; a view where possible."""
+        """Return arrays flat, contiguous and in the accumulator's type; as views where possible."""
         real = self.job.problem.compute_dtype
         return [threads.frozen(x.astype(real, copy=False)) for x in arrays]
 
     def operands(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """What a walk reads: as `wide`, or numbers of 16 bits as they lie in memory."""
+        """Return arrays as a kernel reads them: like `wide`, but 16-bit numbers unconverted."""
         if self.job.problem.dtype not in ROUNDING:
             return self.wide(*arrays)
         return [self.flat(threads.frozen(x.astype(self.result, copy=False))) for x in arrays]
 
     def flat(self, array: np.ndarray) -> np.ndarray:
-        """What a walk takes for an array: its numbers; or, where they have 16 bits and are
-        operands of pairs, their bits, otherwise the floats in their place.
+        """Return an array in the form that a kernel takes.
+
+        That is its numbers. A 16-bit array becomes its bits if the kernel multiplies pairs, and
+        otherwise the float32 numbers that occupy the same memory.
         """
         flat = array.reshape(-1)
         if self.pairs and array.dtype == self.result:
@@ -216,7 +220,7 @@ class _CpuPass:
         return _as_floats(flat)
 
     def forward(self) -> tuple[np.ndarray, np.ndarray]:
-        """Output and LSE as a walk writes them; of one query a head by `walks_decode`."""
+        """Compute output and LSE by a kernel; for one query per head by `kernels_decode`."""
         job, p = self.job, self.job.problem
         out = np.empty((p.batch, p.heads, p.n_q, p.head_dim_v), self.result)
         lse = np.empty((p.batch, p.heads, p.n_q), p.compute_dtype)
@@ -228,9 +232,10 @@ class _CpuPass:
         return out, lse
 
     def along(self) -> tuple[np.ndarray, np.ndarray]:
-        """Q and a factor as `walks_decode.decode` multiplies them by K; no Q where it did not run.
+        """Return Q and its factor as `kernels_decode.decode` uses them; no Q if it did not run.
 
-        Where pairs are multiplied, rounding dS to bfloat16 costs far more than another order does.
+        It is not used for pairs of bfloat16: rounding dS to bfloat16 costs far more precision than
+        another order of summing does.
         """
         p, real = self.job.problem, self.job.problem.compute_dtype
         mantissa, power = math.frexp(self.rules.scale)
@@ -242,7 +247,7 @@ class _CpuPass:
         return threads.frozen(rows * np.dtype(real).type(math.ldexp(1.0, power))), factor
 
     def _parts(self) -> tuple[np.ndarray, ...]:
-        """Room for what `walks_decode.decode` knows of each part."""
+        """Allocate the state that `kernels_decode.decode` keeps for each part."""
         p, walks = self.job.problem, self.job.problem.batch * self.job.problem.kv_heads
         parts = kernels_decode.parts_of(walks, self._stage("forward", True).visits)
         heads = parts * p.batch * p.heads
@@ -250,12 +255,12 @@ class _CpuPass:
         return sums, top, total, np.zeros(walks, np.int64)
 
     def schedule(self, stage: plans.Stage) -> Schedule:
-        """A stage's walk."""
+        """Return the schedule (loop over tiles) of a stage."""
         p, order = self.job.problem, self.job.key_order
         return work_tiles.known(Schedule(p, self.tiling, stage.outer, order, stage.dense))
 
     def walk(self, name: str, *arrays: Any, decode: bool = False) -> None:
-        """Run a stage on all threads, and keep its trace if one is asked for."""
+        """Run a stage on all threads, and keep its trace if one is requested."""
         p, fused = self.job.problem, name == "fused"
         stage = self._stage(name, decode)
         notes = _NO_NOTES
@@ -281,7 +286,7 @@ class _CpuPass:
             self._trace(self._plan[name], stage.schedule, notes.steps, visits)
 
     def _stage(self, name: str, decode: bool) -> _Stage:
-        """What a stage walks; found once for a question whose fields say everything."""
+        """Return the work of a stage; it is cached if the problem's fields define it completely."""
         key = name, self.threads
         if key in self._stages:
             return self._stages[key]
@@ -297,13 +302,13 @@ class _CpuPass:
         return found
 
     def _work(self, schedule: Schedule, visits: int) -> int:
-        """About how many multiply-adds a walk of all heads takes."""
+        """Estimate the number of multiply-adds of a stage over all heads."""
         p, tile = self.job.problem, schedule.tiling.clip(self.job.problem)
         scores = visits * tile.block_q * tile.block_k
         return p.batch * p.heads * scores * (p.head_dim + p.head_dim_v)
 
     def note(self, name: str) -> None:
-        """The trace of a stage that NumPy carries out on whole arrays, if there is such a stage."""
+        """Record the trace of a stage that NumPy runs on whole arrays, if there is such a stage."""
         if name not in self._plan or not self.job.trace:
             return
         stage = self._plan[name]
@@ -316,7 +321,7 @@ class _CpuPass:
         self.stages.append(stage_trace(stage, schedule, job.device, steps, visits))
 
     def outcome(self, arrays: dict[str, Any], saved: dict[str, Any] | None = None) -> Outcome:
-        """What the engine hands back."""
+        """Return the `Outcome` of this pass."""
         stages = tuple(self.stages) if self.job.trace else None
         kernel = f"numba {type(self.cpu).__name__.lower()}, {self.threads} threads"
         finite = frozenset(self.finite)
@@ -324,12 +329,12 @@ class _CpuPass:
 
 
 def _is_one(p: Problem, direction: str) -> bool:
-    """Whether there is one query a head, in a forward pass."""
+    """Whether this is a forward pass with one query per head."""
     return direction == "forward" and _one_query(p)
 
 
 def _one_query(p: Problem) -> bool:
-    """Whether there is one query a head, whose forward pass `walks_decode` makes."""
+    """Whether there is one query per head, so that `kernels_decode` runs the forward pass."""
     return p.n_q == 1 and not p.cu_seqlens_q
 
 
@@ -339,9 +344,9 @@ def _cpu(job: Job, direction: str) -> registers.Cpu:
 
 
 def _as_floats(flat: np.ndarray) -> np.ndarray:
-    """The floats that lie in the place of 16-bit numbers (see `float16`), or what was given.
+    """View 16-bit numbers as float32 over the same memory (see `float16`); others unchanged.
 
-    The last of an odd number lies beyond the end that a walk is told, which it does not ask for.
+    If their number is odd, the last one lies past the end of the view; kernels do not check ends.
     """
     if flat.dtype.itemsize != 2:
         return flat
@@ -349,7 +354,7 @@ def _as_floats(flat: np.ndarray) -> np.ndarray:
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Zeros that begin with a cache line (`writer.LINE`); NumPy's may lie across two."""
+    """Return zeros aligned to a cache line (`writer.LINE`), which NumPy's `zeros` may not be."""
     dtype, n = np.dtype(dtype), math.prod(shape)
     array = np.zeros(n + LINE, dtype)
     skip = -array.ctypes.data % LINE // dtype.itemsize

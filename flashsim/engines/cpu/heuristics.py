@@ -1,4 +1,4 @@
-"""What carries out a pass: which micro-kernel, on how many threads, on which tiles."""
+"""Choose how a pass runs: the micro-kernel, the number of threads and the tiling."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tiling(
     direction: str,
     suits: tuple[Tiling, ...],
 ) -> Tiling:
-    """The tiling asked for, which must fit the device, or one that `suits` a CPU."""
+    """Return the requested tiling, which must fit the device, or one that `suits` a CPU."""
     if given is not None:
         given.check(problem, device, algorithm, direction)
         return given
@@ -49,7 +49,7 @@ def tiling(
 
 
 def thread_count(given: Any) -> int:
-    """Threads asked for, or as many as there are CPUs."""
+    """Return the requested number of threads; default: the number of CPUs."""
     if given is None:
         return threads.available()
     if not checks.is_int(given) or given < 1:
@@ -63,8 +63,10 @@ def thread_count(given: Any) -> int:
 
 
 def cpu(micro_kernel: Any, problem: Problem, *, one: bool = False) -> registers.Cpu:
-    """What carries out a pass; of `one` query a head no product in pairs that it gains nothing by,
-    unless it is asked for: where few heads share keys memory is the limit of `walks_decode`.
+    """Return the micro-kernel that runs a pass.
+
+    With `one` query per head, products in pairs of bfloat16 are used only if they gain something or
+    are requested: if few heads share keys, memory limits `kernels_decode`.
     """
     if micro_kernel is not None:
         checks.one_of("micro_kernel", micro_kernel, MICRO_KERNELS)
@@ -86,9 +88,9 @@ def cpu(micro_kernel: Any, problem: Problem, *, one: bool = False) -> registers.
 
 
 def narrow(cpu: registers.Cpu, dtype: str) -> registers.Cpu:
-    """Panels of one register, with which one query a head is decoded on the chosen `cpu`.
+    """Return `cpu` with panels of one register, which decoding one query per head uses.
 
-    Where tiles multiply, a panel must hold the 16 heads that they write.
+    On AMX, a panel must hold the 16 heads that its tiles write.
     """
     panel = registers.narrow(cpu, dtype)
     tiles = registers.BLOCKING[type(cpu)].pairs in decode_gemv_amx.TILED
@@ -102,10 +104,10 @@ def narrow(cpu: registers.Cpu, dtype: str) -> registers.Cpu:
 
 
 def arithmetic_limits(problem: Problem, most: int) -> bool:
-    """Whether decoding on floats would wait for arithmetic, and not for memory.
+    """Whether arithmetic, not memory, would limit decoding on floats.
 
-    Each number of K and V takes a product for each of the heads that read it, and a score what 96
-    columns do; more than `most` products a number take longer than to bring it.
+    Each number of K and V takes one product per head that reads it, and one score costs as much as
+    96 columns. More than `most` products per number take longer than loading the number.
     """
     heads, d = problem.group, min(problem.head_dim, problem.head_dim_v)
     return heads * (d + 96) > most * d

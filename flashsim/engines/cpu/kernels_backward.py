@@ -60,16 +60,16 @@ from flashsim.schedule.schedule import MASKED
 
 @part
 def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, turns):
-    """dK and dV and, if `fused`, dQ: keys in the lanes, a thread owns column tiles of a key head.
+    """Compute dK, dV and, if `fused`, dQ: keys in the lanes, a thread owns key tiles of a key head.
 
     S = Q K^T, dP = dO V^T, dV^T += dO^T P, dK^T += Q^T dS and dQ += dS K, which is added to a tile
     of ``grads.dq`` in memory. Several threads add to one tile, so ``turns[head, row tile]`` counts
-    the additions and each waits for its turn: the sums are the same for any number of threads.
-    No two threads can wait for each other: outer tiles are handed out in the order of turns, and
-    taken in that order within a run.
+    the additions and each thread waits for its turn. So the sums are the same for any number of
+    threads. There is no deadlock: outer tiles are handed out in the order of turns, and taken in
+    that order within a run.
 
-    A thread walks a run of column tiles together, as `forward` does row tiles: Q, dO and dQ of a
-    row tile, which come from far, serve all of them.
+    A thread processes a run of column tiles together, as `forward` does row tiles: it reads Q, dO
+    and dQ of a row tile from memory once for all of them.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, inputs.lse.dtype, rules.rounding
     group, most, padded = shape.heads // shape.kv_heads, tiles.longest, grads.dq_stride
@@ -179,7 +179,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
 def key_visit(
     cpu, inputs, grads, shape, tiles, rules, own, sums, others, work, scales, j, at, h, fused
 ):
-    """One tile of dK and dV, a panel of keys at a time; if `fused`, dS is complete afterwards."""
+    """Add one visit to dK and dV, one panel of keys at a time; if `fused`, also complete dS."""
     (K, V), (dK, dV), (Q, Q_T, dO, dO_T) = own, sums, others
     S, dS, P, dS_left, gate = work
     w, d, dv, i = cpu.width, shape.d, shape.dv, tiles.inner[at]
@@ -232,10 +232,11 @@ def key_visit(
 
 @or_pairs(lambda cpu, S, inputs, key0, keys, h, shape, rules: None)
 def scores_of_one(cpu, S, inputs, key0, keys, h, shape, rules):
-    """Scores of a head's only query with `keys` keys, in S[0], S[1], ..: summed as `decode` does.
+    """Write the scores of a head's only query with `keys` keys to S[0], S[1], .., as `decode` does.
 
-    Another order of summing gives other last bits. P would then not sum to 1, and what all keys
-    have in common would no longer cancel in dQ. Pairs do not come here: see `engine.along`.
+    They are summed in the same order as in `decode`. Another order gives other last bits: P would
+    not sum to 1, and the part that all keys have in common would no longer cancel in dQ. Pairs of
+    bfloat16 do not use this: see `engine.along`.
     """
     d, ld = shape.d, whole_lines(shape.d)
     dots(
@@ -246,7 +247,7 @@ def scores_of_one(cpu, S, inputs, key0, keys, h, shape, rules):
 
 @part
 def dq_visit(cpu, grads, shape, tiles, of_ds, K, k0, scales, j, at, h, turns, counter):
-    """dQ += dS K for one tile, when its turn has come."""
+    """Add dS K of one visit to dQ, after waiting for its turn."""
     dS, dS_left, part_dq = of_ds
     i, padded, ld = tiles.inner[at], grads.dq_stride, panels_of(cpu, shape.block_k) * cpu.width
     rows, n = tiles.other[i, 1] - tiles.other[i, 0], tiles.own[j, 1] - tiles.own[j, 0]
@@ -267,7 +268,7 @@ def dq_visit(cpu, grads, shape, tiles, of_ds, K, k0, scales, j, at, h, turns, co
 
 @part
 def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
-    """dQ and the bias's gradient: queries in the lanes, a thread owns a row tile.
+    """Compute dQ and the bias's gradient: queries in the lanes, a thread owns a row tile.
 
     S^T = K Q^T, dP^T = V dO^T and dQ^T += K^T dS^T.
     """
@@ -359,7 +360,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
 
 @part(fastmath={"reassoc"})
 def row_dot(a, a0, b, b0, n):
-    """Sum of products of one row, in an order that suits the vector registers."""
+    """Return the dot product of two rows, summed in an order that suits the vector registers."""
     total = a.dtype.type(0)
     for x in range(n):
         total += a[np.uint64(a0 + x)] * b[np.uint64(b0 + x)]  # as in `packing.copy_rows`
@@ -368,9 +369,10 @@ def row_dot(a, a0, b, b0, n):
 
 @part
 def delta_rows(cpu, out, dout, dlse, delta, shape, tiles, rules, notes, counter):
-    """delta = rowsum(dO o O), the first stage of a backward pass; less `dlse`, if it has elements.
+    """Compute delta = rowsum(dO o O) - dlse, the first stage of a backward pass.
 
-    That is the gradient of the LSE, whose derivative by the scores is P: dS = P (dP - delta).
+    `dlse`, the gradient of the LSE, may be empty. The derivative of the LSE by the scores is P, so
+    dS = P (dP - delta).
     """
     dv, size = shape.dv, shape.block_q * shape.dv
     rooms = (

@@ -1,11 +1,11 @@
-"""The walk of one query a head, as in generating text: as fast as K and V come from memory.
+"""The decode kernel, for one query per head as in text generation; memory bandwidth limits it.
 
-A tile has one row of scores, so the heads that read one key head are walked together. K and V are
-read once, along their rows as they lie in memory (`micro_kernels.along`).
+A tile has one row of scores, so the query heads that share a key head are processed together. K and
+V are read once, row by row as they are in memory (`micro_kernels.decode_gemv`).
 
-The keys of a head are cut into parts, each with its own maximum, sum and output (flash-decoding's
-splits), so that one head serves several threads; who ends the last of them puts them together. How
-many there are follows from the shape alone, and with it every result.
+The keys of a head are split into parts, each with its own maximum, sum and output (flash-decoding's
+splits), so that several threads can work on one head. The thread that finishes the last part merges
+them. The number of parts, and so every result, depends only on the shape.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ VISITS, ITEMS = 4, 64
 
 
 def parts_of(walks: int, visits: int) -> int:
-    """Into how many parts each of `walks` walks of `visits` key tiles is cut."""
+    """Return into how many parts each of `walks` loops over `visits` key tiles is split."""
     return max(1, min(visits // VISITS, -(-ITEMS // walks)))
 
 
 @part
 def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, counter):
-    """Algorithm 1 of FlashAttention-2 for one query a head: out (heads, dv) and lse (heads,), flat.
+    """Algorithm 1 of FlashAttention-2 for one query per head; writes flat out and lse.
 
-    `parts` are O (parts, heads, dv), m and l (parts, heads) of every part, flat, and how many parts
-    have ended, (walks,), 0 at first. The heads that read one key head are one walk.
+    out is (heads, dv) and lse (heads,). `parts` holds O (parts, heads, dv), m and l (parts, heads)
+    of every part, flat, and the number of finished parts, (walks,), initially 0. There is one loop
+    (walk) for all query heads that share a key head.
     """
     group, d, t, w = shape.heads // shape.kv_heads, shape.d, q.dtype, narrow.width
     rows = (group + w - 1) // w * w
@@ -63,7 +64,7 @@ def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, co
 
 @part
 def take_parts(cpu, narrow, given, parts, shape, tiles, rules, notes, counter, own):
-    """Walk parts until none is left; whoever ends the last one of a walk puts them together."""
+    """Process parts until none is left; the thread that finishes a head's last part merges them."""
     state = borrow(own)  # which the caller holds
     (q, k, v, out, lse), (Q, O, m, l, _, _, floats, factor) = given, state
     sums, tops, totals, arrived = parts
@@ -115,7 +116,7 @@ def take_parts(cpu, narrow, given, parts, shape, tiles, rules, notes, counter, o
 
 @part
 def put_together(out, o0, lse, sums, tops, totals, parts, heads, h0, group, dv):
-    """Output and LSE of heads h0 .. h0 + group - 1 from their parts, in the order of these."""
+    """Merge the parts of heads h0 .. h0 + group - 1, in order, into their output and LSE."""
     for h in range(h0, h0 + group):
         base, total, o = tops[h], totals.dtype.type(0), o0 + (h - h0) * dv
         for row in range(h, parts * heads, heads):
@@ -135,7 +136,7 @@ def put_together(out, o0, lse, sums, tops, totals, parts, heads, h0, group, dv):
 
 @part
 def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, head0):
-    """One tile of keys for the `group` of heads that reads it, whose keys begin at row `head0`."""
+    """Process one key tile for the `group` of heads that share it; their keys start at `head0`."""
     Q, O, m, l, alpha, S, _, factor = state
     w, d, dv, j = narrow.width, shape.d, shape.dv, tiles.inner[at]
     lq, lo, ld = padded(d), padded(dv), padded(shape.block_k)
@@ -173,5 +174,5 @@ def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, h
 
 @part
 def padded(n):
-    """n up to whole registers, of pairs as well."""
+    """Round n up to whole registers, also for registers of pairs."""
     return (n + 2 * SIDE - 1) // (2 * SIDE) * (2 * SIDE)

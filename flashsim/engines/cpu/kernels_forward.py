@@ -1,10 +1,10 @@
-"""The forward kernel of the CPU engine: what one thread does.
+"""The forward kernel of the CPU engine: the code that each thread runs.
 
-Threads take items (an outer tile and a set of heads) from a shared counter until none is left;
-every item is computed the same way whoever takes it. Tile order, skipping and masks come from the
-schedule's tables alone; a kernel notes the size of every tile it visited, and the trace is made of
-these notes. What it multiplies, floats or pairs of bfloat16, is the business of `operands`.
-`kernels_backward.py` holds the backward kernels, built the same way.
+Threads take work tiles (a run of outer tiles and a set of heads) from a shared counter until none
+is left. The result does not depend on which thread takes a work tile. Tile order, skipping and
+masks come only from the schedule's tables. A kernel notes the size of every tile it visits, and the
+trace is built from these notes. `operands` decides whether it multiplies floats or pairs of
+bfloat16. `kernels_backward.py` holds the backward kernels, built the same way.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ from flashsim.schedule.schedule import MASKED
 def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     """FlashAttention-2's Algorithm 1 with queries in the lanes: S^T = K Q^T, O^T += V^T P^T.
 
-    q, k, v, out and lse are flat; out and lse are written. On chip: Q^T, O^T, m, l and alpha of
-    the row tiles, and one panel of S^T, which becomes P^T; of 16-bit inputs also K and V of a
-    column tile, or of several (`slots_of`), as operands.
+    q, k, v, out and lse are flat; out and lse are written. Each thread holds Q^T, O^T, m, l and
+    alpha of its row tiles, and one panel of S^T, which becomes P^T. For 16-bit inputs it also holds
+    K and V of one or several (`slots_of`) column tiles as operands.
 
-    A thread walks a run of row tiles together: K and V of a column tile, which come from far, serve
-    all those that visit it. Each row tile still visits its own tiles, in its own order.
+    A thread processes a run of row tiles together: it reads K and V of a column tile from memory
+    once for all row tiles that visit it. Each row tile still visits its own tiles, in its own
+    order.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, lse.dtype, rules.rounding
     real, group = dtype.type, shape.heads // shape.kv_heads
@@ -139,9 +140,10 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
 
 @part
 def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, visits, near, bias0):
-    """Some tiles of a row: S = scale Q K^T, its softmax, O = alpha O + P V, panel by panel.
+    """Process some column tiles of a row tile, panel by panel.
 
-    `near` says in which slot of K and V each column tile is.
+    S = scale Q K^T, its softmax, O = alpha O + P V. `near` says which slot of K and V holds each
+    column tile.
     """
     w, d, dv, d_terms = cpu.width, shape.d, shape.dv, terms(cpu, shape.d)
     keys, chunk = whole(cpu, shape.block_k), chunk_of(cpu, shape.block_k)
@@ -180,9 +182,9 @@ def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, vis
 
 @part
 def next_item(tiles, counter):
-    """The next run of outer tiles and its heads (in `tiles.sets`), begin and end of each.
+    """Return begin and end of the next run of outer tiles, and of its heads in `tiles.sets`.
 
-    A run without tiles says that there is none left, or that nobody wants the results.
+    An empty run means that no work is left, or that the call was stopped.
     """
     n_sets, item = tiles.set_ptr.size - 1, fetch_add(counter)
     if item >= len(tiles.runs) * n_sets or stopped(counter):
@@ -193,15 +195,15 @@ def next_item(tiles, counter):
 
 @part
 def stopped(counter):
-    """Whether nobody wants the results any more; what a kernel writes then is never read."""
+    """Whether the call was interrupted; results that a kernel writes after that are never read."""
     return load_acquire(counter, STOP) != 0
 
 
 @part
 def next_tiles(tiles, at, then, begin, end, near):
-    """The column tiles that come next for a run at visits `at`, into `near`: how many there are.
+    """Write the next column tiles of a run at visits `at` into `near`; return their number.
 
-    `then` is where each row tile is after them.
+    `then` receives each row tile's position after them.
     """
     for i in range(end - begin):
         then[i] = at[i]
@@ -221,7 +223,7 @@ def next_tiles(tiles, at, then, begin, end, near):
 
 @part
 def next_inner(tiles, at, begin, end, descending):
-    """The inner tile that comes next for any tile of a run, where each is at visit ``at``; or -1.
+    """Return the next inner tile that any tile of a run needs, or -1; ``at`` holds their visits.
 
     A kernel takes inner tiles in ascending or in descending order.
     """

@@ -1,4 +1,4 @@
-"""From the notes of a walk (which tiles it visited, how large they were) to a trace's events."""
+"""Turn a kernel's notes (which tiles it visited, how large they were) into a trace's events."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from flashsim.trace.events import StageTrace
 def stage_trace(
     stage: Stage, schedule: Schedule, device: Device, steps: np.ndarray, visits: np.ndarray
 ) -> StageTrace:
-    """The trace of one stage.
+    """Return the trace of one stage.
 
     Parameters
     ----------
     steps : int64 (walks, T)
-        Rows (with keys outside, columns) of each outer tile as each walk met it.
+        Rows of each outer tile (columns if the loop is KV-outer), as each loop noted them.
     visits : int64 (walks, members, n)
-        Rows times `NOTE` plus columns of each visit; 0 where it was not made.
+        Rows times `NOTE` plus columns of each visit (tile pair); 0 if it did not happen.
 
     Raises
     ------
     MemoryModelError
-        If two heads did not walk alike (a bug in the engine).
+        If two heads did not visit the same tiles (a bug in the engine).
     """
     if (steps != steps[:1]).any() or (visits != visits[:1]).any():
         raise MemoryModelError(f"stage {stage.name!r}: not every head made the same walk")

@@ -1,11 +1,11 @@
-"""What kernels multiply: floats, or pairs of bfloat16 where the CPU has an instruction for them.
+"""Operands of products: floats, or pairs of bfloat16 if the CPU has an instruction for them.
 
-Each function here has one form for floats and, in `pairs`, one for pairs; which one is compiled
-follows from the CPU's kind, so a kernel is written once. Floats are read where they lie, 16-bit
-numbers after they were widened; pairs are packed in whole tiles, with zeros where numbers end.
+Each function here has one form for floats and, in `bf16_dot`, one for pairs. The CPU's kind decides
+which one is compiled, so a kernel is written once. Floats are read in place; 16-bit numbers are
+widened first. Pairs are packed in whole tiles that are filled up with zeros.
 
-A left operand gives one scalar (or pair) per row and term of the sum, a right one a row of lanes
-per term: see `micro_kernels.plain` and `bf16_dot.operations`.
+A left operand gives one scalar (or pair) per row and term of the sum. A right operand gives a row
+of lanes per term: see `micro_kernels.plain` and `bf16_dot.operations`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KEPT = 256
 
 
 class RowSums(NamedTuple):
-    """What a row tile's visits add up: O, the statistics of its softmax, and their last factor."""
+    """The sums of a row tile: O, the statistics of its softmax, and the last rescaling factor."""
 
     O: np.ndarray
     m: np.ndarray
@@ -73,73 +73,73 @@ def or_pairs(of_pairs: Callable, pipeline: type[Part] = Part) -> Callable:
 
 @or_pairs(lambda cpu: 2)
 def per_term(cpu):
-    """How many numbers along a sum are one term."""
+    """Return how many numbers along a sum form one term."""
     return 1
 
 
 @or_pairs(lambda cpu: SIDE)
 def side(cpu):
-    """Rows of results, and terms of sums, come in multiples of it."""
+    """Return the number that rows of results and terms of sums are multiples of."""
     return 1
 
 
 @part
 def rows_of(cpu, n):
-    """How many rows a result of n rows is written with."""
+    """Return the number of rows that a result of n rows is padded to."""
     return (n + side(cpu) - 1) // side(cpu) * side(cpu)
 
 
 @part
 def terms(cpu, n):
-    """How many terms a sum over n numbers has."""
+    """Return the number of terms of a sum over n numbers."""
     return rows_of(cpu, (n + per_term(cpu) - 1) // per_term(cpu))
 
 
 @part
 def whole(cpu, n):
-    """How many numbers `terms` of n are: rows of a panel that becomes an operand."""
+    """Return n rounded up to whole `terms`: the rows of a panel that becomes an operand."""
     return terms(cpu, n) * per_term(cpu)
 
 
 @part
 def aligned(cpu, first):
-    """The last row, not after `first`, at which an operand can begin."""
+    """Return the last row up to `first` at which an operand can begin."""
     return first - first % (side(cpu) * per_term(cpu))
 
 
 @or_pairs(lambda cpu, keys: max(1, KEPT // (2 * pair_tiles_of(keys))))
 def slots_of(cpu, keys):
-    """How many column tiles of so many keys are multiplied with V at once."""
+    """Return how many column tiles of `keys` keys are multiplied with V at once."""
     return 1
 
 
 @or_pairs(lambda cpu, keys: min(2 * pair_tiles_of(keys), CHUNK))
 def chunk_of(cpu, keys):
-    """Of how many keys scores exist at a time."""
+    """Return the number of keys whose scores exist at the same time."""
     return keys
 
 
 @or_pairs(lambda cpu, n, dtype: panel_array(n, np.uint32))
 def operand_room(cpu, n, dtype):
-    """Room for n terms of right operands."""
+    """Allocate n terms of right operands."""
     return panel_array(n, dtype)
 
 
 @or_pairs(lambda cpu, rows, n, dtype, rounding: panel_array(rows * pair_tiles_of(n), np.uint32))
 def left_room(cpu, rows, n, dtype, rounding):
-    """Room for rows of n numbers as a left operand; floats need none."""
+    """Allocate rows of n numbers as a left operand; floats need no memory."""
     return room_for(rows * n, dtype, rounding)
 
 
 @or_pairs(lambda cpu, n, dtype, rounding: panel_array(0, dtype))
 def wide_room(cpu, n, dtype, rounding):
-    """Room in which 16-bit numbers that become no pairs lie as floats."""
+    """Allocate memory for 16-bit numbers as floats if they do not become pairs."""
     return room_for(n, dtype, rounding)
 
 
 @or_pairs(lambda cpu, n, dtype: panel_array(n, dtype))
 def pairs_room(cpu, n, dtype):
-    """Room for what only pairs need."""
+    """Allocate memory that only pairs need."""
     return panel_array(0, dtype)
 
 
@@ -148,9 +148,9 @@ def pairs_room(cpu, n, dtype):
 
 @or_pairs(packing.left_of_rows, HotPart)
 def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
-    """n rows of X (.., d) as a left operand, for sums over d; pairs as rows of `room` from `first`.
+    """Return n rows of X (.., d) as a left operand, for sums over d.
 
-    The operand is all of the room's.
+    Pairs are written to rows of `room` from `first` on; the operand is then all of `room`.
     """
     array, start = widened(cpu, room, X, x0, n * d, rounding)
     return Left(array, start, d, 1)
@@ -158,9 +158,10 @@ def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
 
 @or_pairs(packing.left_of_columns, HotPart)
 def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
-    """Columns of X as a left operand, for sums over its n rows; pairs as terms of `room`'s rows.
+    """Return columns of X as a left operand, for sums over its n rows.
 
-    Those are `row` terms long; from that of number `first` on, `block` of them are written.
+    Pairs are written as terms of `room`'s rows, which are `row` terms long: `block` terms, from the
+    term of number `first` on.
     """
     array, start = widened(cpu, room, X, x0, n * d, rounding)
     return Left(array, start, 1, d)
@@ -168,26 +169,26 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
 
 @or_pairs(packing.turned)
 def turned(cpu, left, room, row, X, x0, n, d):
-    """`left_of_columns` of what `left` has the rows of."""
+    """Return as a left operand the columns (see `left_of_columns`) of the rows that `left` holds."""
     return Left(left.array, left.start, left.step, left.row)
 
 
 @or_pairs(packing.right_of_rows, HotPart)
 def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
-    """n rows of X in the lanes of panels, for sums over d; floats times their rows' factors."""
+    """Put n rows of X in the lanes of panels, for sums over d; floats times their rows' factors."""
     pack_rows(cpu, panels, X, x0, n, d, factors, room, rounding)
 
 
 @or_pairs(packing.right_of_columns, HotPart)
 def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
-    """Columns of X in `stride` lanes, for sums over its n rows; floats times a factor."""
+    """Put columns of X in `stride` lanes, for sums over its n rows; floats times a factor."""
     array, start = widened(cpu, room, X, x0, n * d, rounding)
     copy_rows(out, stride, array, start, n, d, factor)
 
 
 @or_pairs(packing.write_rows)
 def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
-    """Lanes of panels, each times its factor, as rows of X, which are looked at if they can be."""
+    """Write lanes of panels, each times its factor, as rows of X; `look` at them if possible."""
     unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter)
 
 
@@ -216,14 +217,14 @@ def add_product(cpu, C, c0, ldc, left, r0, x0, B, b0, ldb, rows, n):
 
 @or_pairs(lambda cpu, S, s0, ld, rows, scale: scale_panel(cpu, S, s0, ld, rows, scale))
 def scale_scores(cpu, S, s0, ld, rows, scale):
-    """Scores times ``scale[0]``, which an operand of floats was already."""
+    """Multiply scores by ``scale[0]``; an operand of floats was multiplied already."""
 
 
 @or_pairs(steps.right_of_panel)
 def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
-    """A panel of P or dS, rounded as inputs are, for sums over its rows: where, and their stride.
+    """Round a panel of P or dS to the inputs' type, for sums over its rows.
 
-    Pairs lie in `P`.
+    Returns where the operand lies and its stride. Pairs lie in `P`.
     """
     round_panel(cpu, X, x0, ld, rows, rounding)
     return X, x0, ld
@@ -234,20 +235,20 @@ def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
 
 @or_pairs(steps.scaled)
 def scaled(cpu, S, rows, plain, scales):
-    """The factor that scores have yet to take, of the softmax scale and 1 (`scales`).
+    """Return the factor that scores must still be multiplied by: the softmax scale or 1 (`scales`).
 
-    Pairs leave it to their softmax where nothing comes between, and it is not negative.
+    Pairs leave the scale to their softmax if no step comes between and it is not negative.
     """
     return rest(scales, 1)
 
 
 @or_pairs(steps.take_scores)
 def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiting):
-    """A panel of scores becomes P, and O = alpha O + V^T P; the keys begin at number `key` of V's.
+    """Turn a panel of scores into P, and compute O = alpha O + V^T P; keys start at row `key` of V.
 
-    Pairs keep P in the place of its keys until `weigh` multiplies it: which pairs of keys are
-    `waiting` for that, begin and end, comes in and goes out. What waits is multiplied here if a
-    maximum has moved, or if keys in between were left out.
+    For pairs, P stays in memory until `weigh` multiplies it. `waiting` is begin and end of the
+    pairs of keys that wait for that; the function takes it and returns it updated. Waiting pairs
+    are multiplied here if a maximum has moved, or if keys in between were left out.
     """
     O, m, l, alpha = sums
     w = cpu.width
@@ -262,7 +263,7 @@ def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiti
 
 @or_pairs(steps.weigh)
 def weigh(cpu, O, P, V, panel, dv, waiting):
-    """O += V^T P of what is `waiting` for it."""
+    """Compute O += V^T P for the pairs of keys that are `waiting`."""
 
 
 # -- dQ -------------------------------------------------------------------------------------------
@@ -270,17 +271,17 @@ def weigh(cpu, O, P, V, panel, dv, waiting):
 
 @or_pairs(steps.left_of_lanes)
 def left_of_lanes(cpu, dS, s0, ld, rows, left, row):
-    """A panel of dS as columns of a left operand, for sums over its lanes; floats are one."""
+    """Return a panel of dS as columns of a left operand, for sums over lanes; floats unchanged."""
 
 
 @or_pairs(steps.prepare_dq)
 def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
-    """What of ``dS K`` can be computed before its turn: of pairs all, unscaled."""
+    """Compute the part of ``dS K`` that need not wait for its turn: for pairs all, unscaled."""
 
 
 @or_pairs(steps.add_dq)
 def add_dq(cpu, dq, to, padded, dS, ld, part_dq, K, k0, rows, n, scale, is_last, counter):
-    """dQ += dS K for one tile; the last time, floats are looked at."""
+    """Add dS K of one tile to dQ; the last time, check floats for NaN and infinity."""
     for x in range(0, padded, cpu.width):
         product_add(cpu, dq, to + x, padded, dS, 0, ld, 1, K, k0 + x, padded, rows, n)
     if is_last:

@@ -1,8 +1,8 @@
-"""What happens to a panel of scores between products and softmax: softcap, bias, mask.
+"""Steps on a panel of scores between product and softmax: softcap, bias, mask.
 
-The same functions serve both orientations. Row r and lane c of a panel stand for one score (query,
-key); where that score lies in the bias, in the mask's bits and in the band is linear in r and c, so
-each comes with its start and its two strides.
+The same functions serve both orientations. Row r and lane c of a panel hold one score (query, key).
+Its position in the bias, in the mask's bits and in the band is linear in r and c, so each of these
+is given by a start and two strides.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flashsim.engines.cpu.primitives.inline_jit import part
 
 
 class Rules(NamedTuple):
-    """What a problem does to its scores, for every tile.
+    """The scale, softcap, mask and bias that a problem applies to its scores.
 
     Attributes
     ----------
@@ -26,11 +26,12 @@ class Rules(NamedTuple):
     left, right : int
         The band: score (q, k) is kept iff ``-left <= k - (q + offset) <= right``.
     banded : bool
-        Whether the band alone decides; otherwise MASKED tiles bring their own bits.
+        Whether the band alone is the mask; otherwise MASKED tiles have their own bits.
     rounding : int
-        What inputs of 16 bits are, `float16.BFLOAT16` or `FLOAT16`; None of others.
+        The type of 16-bit inputs, `float16.BFLOAT16` or `FLOAT16`; None for other inputs.
     bias : ndarray, flat, accumulator type
-        Of (batch, head) it starts at ``batch * bias_batch + head * bias_head``; empty without bias.
+        The bias of (batch, head) starts at ``batch * bias_batch + head * bias_head``; empty without
+        bias.
     """
 
     scale: float
@@ -45,10 +46,10 @@ class Rules(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where row 0, lane 0 of a panel lies: starts, and strides by row and by lane.
+    """Positions of row 0, lane 0 of a panel, and their strides per row and per lane.
 
-    `rel` is k - (q + offset); `bias` an index into the bias; `keep` one into the mask's bits, or
-    -1 where the tile has none.
+    `rel` is k - (q + offset); `bias` is an index into the bias; `keep` is an index into the mask's
+    bits, or -1 if the tile has none.
     """
 
     rel: int
@@ -64,13 +65,13 @@ class Place(NamedTuple):
 
 @part
 def is_plain(cpu, rules, masked, lanes):
-    """Whether a panel's scores are what the product left: the common case, which costs nothing."""
+    """Whether a panel needs no softcap, bias or mask: the common case, which costs nothing."""
     return not masked and lanes == cpu.width and rules.softcap[0] == 0 and rules.bias.size == 0
 
 
 @part
 def visible_rows(rules, rel, rel_row, rows, lanes):
-    """First and last + 1 row of a MASKED panel in which the band keeps any lane's score."""
+    """Return the first and last + 1 row of a MASKED panel in which the band keeps any score."""
     if rel_row > 0:  # rows are keys
         return max(0, -rules.left - rel), min(rows, rules.right - rel + lanes)
     return max(0, rel - rules.right), min(rows, rel + lanes + rules.left)
@@ -84,7 +85,7 @@ def hides(rules, rel, rows, lanes):
 
 @part
 def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits, gate):
-    """Scores of rows first .. last - 1: softcap, bias, mask; lanes that do not exist see nothing.
+    """Apply softcap, bias and mask to rows first .. last - 1; lanes past `lanes` are masked.
 
     With a softcap, `gate` (laid out like S, or None) takes 1 - tanh^2, the factor from dS to the
     gradient of the scaled product.
@@ -123,7 +124,7 @@ def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits
 
 @part
 def apply_gate(dS, gate, s0, ld, first, last, lanes):
-    """dS times the softcap's derivative."""
+    """Multiply dS by the softcap's derivative."""
     for r in range(first, last):
         for c in range(lanes):
             dS[np.uint64(s0 + r * ld + c)] *= gate[np.uint64(s0 + r * ld + c)]
@@ -140,7 +141,7 @@ def add_bias_gradient(dbias, dS, s0, ld, first, last, lanes, place):
 
 @part
 def place_of(rules, tiles, v, bias0, q0, k0, n_kv, offset, cols, q_lanes, row0, lane0):
-    """`Place` of a panel that starts `row0` rows and `lane0` lanes into visit v's tile."""
+    """Return the `Place` of the panel that starts at row `row0`, lane `lane0` of visit v's tile."""
     keep = tiles.keep_at[v]
     if q_lanes:
         rel = k0 + row0 - (q0 + lane0 + offset)

@@ -1,4 +1,4 @@
-"""The tables that a walk is handed: sizes, tiles, arrays, and the notes it takes."""
+"""The tables that a kernel gets as arguments: sizes, tiles, arrays, and the notes it writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACES, STOP, ODD = 3, 1, 2
 
 
 class Shape(NamedTuple):
-    """Sizes: heads of one batch entry, lengths, head dims and the tile's sides."""
+    """Sizes: heads per batch entry, lengths, head dims and the sides of a tile."""
 
     heads: int
     kv_heads: int
@@ -28,7 +28,7 @@ class Shape(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """A schedule's tables, and who walks what.
+    """A schedule's tables, and how its tiles are divided among threads.
 
     Attributes
     ----------
@@ -37,21 +37,22 @@ class Tiles(NamedTuple):
     ptr, inner, kind : int32
         CSR: inner tiles of each outer tile.
     keep_at : int64 (visits,)
-        Where a visit's mask bits start in `keep`; -1 where it has none.
+        The start of a visit's (tile pair's) mask bits in `keep`; -1 if it has none.
     keep : uint8
-        Rows x columns bits of visits, one after the other.
+        The rows x columns mask bits of all visits, one visit after the other.
     turn : int32 (visits,)
-        How many visits of the same row tile are still to come, this one with them, negated: fixes
-        the order in which dQ is summed.
+        Minus the number of remaining visits of the same row tile, including this one. It fixes the
+        order in which dQ is summed.
     runs : int64 (items, 2)
-        Neighbouring outer tiles, first and last + 1, that one thread walks together, in the order
-        they are handed out.
+        Runs of neighbouring outer tiles, (first, last + 1), in the order they are handed out. One
+        thread processes a run as one work tile.
     set_ptr, sets : int64
-        CSR: heads that one item takes one after the other, since they add to the same memory.
+        CSR: heads that one work tile processes one after the other, since they add to the same
+        memory.
     longest : int
-        Outer tiles of the longest run.
+        The number of outer tiles in the longest run.
     descending : bool
-        Whether a walk takes its inner tiles from the last to the first.
+        Whether a kernel takes its inner tiles from the last to the first.
     """
 
     own: np.ndarray
@@ -70,17 +71,17 @@ class Tiles(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """What was walked: `steps` (walks, T) and `visits` (heads, visits), or both empty."""
+    """A kernel's notes: `steps` (loops, T), `visits` (heads, visits); or both empty."""
 
     steps: np.ndarray
     visits: np.ndarray
 
 
 class WalkInputs(NamedTuple):
-    """What a backward pass reads, flat; `lse` has 0 where no key was seen.
+    """The flat arrays that a backward pass reads; `lse` has 0 where no key was seen.
 
-    With one query per head, whose forward pass is `walks_decode`'s, `along` and `factor` are Q and
-    the factor of its scores as that walk has them; `along` is empty otherwise.
+    With one query per head, `kernels_decode` runs the forward pass. Then `along` and `factor` are Q
+    and the factor of the scores as that kernel uses them; otherwise `along` is empty.
     """
 
     q: np.ndarray
@@ -94,10 +95,10 @@ class WalkInputs(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """What a backward pass writes, flat; `dbias` is empty without bias.
+    """The flat arrays that a backward pass writes; `dbias` is empty without bias.
 
-    `dq_stride` is the length of one row of `dq`: where it is summed up in memory, head_dim and
-    padding, so that whole panels fit.
+    `dq_stride` is the length of one row of `dq`. If dQ is summed up in memory, that is head_dim
+    plus padding, so that whole panels fit.
     """
 
     dq: np.ndarray

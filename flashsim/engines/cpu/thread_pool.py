@@ -1,9 +1,9 @@
-"""Threads that wait for kernels from one call to the next, and the CPUs on which they wake.
+"""A pool of threads that stay between kernel calls, and the CPUs on which they wake.
 
-After a pause Linux often wakes a thread on the CPU of the thread that calls it and moves it some
-milliseconds later, by when a short kernel is over (docs/notebooks/cpu.md). So a caller keeps
-sleeping threads off its CPU. Each takes all CPUs back as soon as it runs: where other processes
-are busy as well, it is moved like any other thread.
+After a pause, Linux often wakes a thread on its caller's CPU and moves it a few milliseconds later,
+when a short kernel is already over (docs/notebooks/cpu.md). So a caller keeps sleeping threads off
+its own CPU. Each thread may use all CPUs again as soon as it runs, so if other processes are busy,
+Linux can move it like any other thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEARING = 0.2
 
 
 class PoolTask:
-    """A call that several threads make at a time; a thread that comes too late makes none."""
+    """A call that several threads make at the same time; a thread that comes too late skips it."""
 
     def __init__(self, call: Callable, args: tuple) -> None:
         self.call, self.args = call, args
@@ -42,14 +42,14 @@ class PoolTask:
         self.ended.put(error)
 
     def finish(self, ended: int = 0) -> None:
-        """Wait for threads that began, of which `ended` were waited for; none begins any more."""
+        """Let no more threads begin; wait for those that did, minus `ended` already waited for."""
         with self.lock:
             self.over = True
         for _ in range(self.begun - ended):
             self.wait()
 
     def wait(self) -> None:
-        """Wait for one thread; raise what the call raised there. An interrupt is heard."""
+        """Wait for one thread and raise its error, if any; the wait can be interrupted."""
         error: BaseException | None = None
         waiting = True
         while waiting:
@@ -60,7 +60,7 @@ class PoolTask:
 
 
 class Worker:
-    """A thread that waits for tasks; `thread` is its number in the operating system."""
+    """A thread that waits for tasks; `thread` is its id in the operating system."""
 
     def __init__(self) -> None:
         self.tasks, self.thread = SimpleQueue[PoolTask](), 0
@@ -68,7 +68,7 @@ class Worker:
         threading.Thread(target=self.work, name="flashsim", daemon=True).start()
 
     def work(self) -> None:
-        """Do tasks, for ever, each on the CPUs that its caller may use."""
+        """Run tasks forever, each on the CPUs that its caller may use."""
         self.thread = threading.get_native_id()
         while True:
             task = self.tasks.get()
@@ -78,7 +78,7 @@ class Worker:
 
 
 class Pool:
-    """Threads, as many as were ever at work at a time; a caller takes those that are free."""
+    """A pool of threads that grows as callers need more; a caller takes threads that are free."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -86,9 +86,9 @@ class Pool:
         self.lock = threading.Lock()
 
     def run(self, threads: int, call: Callable, args: tuple, *, wait: bool = False) -> None:
-        """``call(*args)`` on so many threads, of which this is one unless it is to `wait`.
+        """Run ``call(*args)`` on `threads` threads, including the caller unless `wait` is true.
 
-        An interrupt is heard while it waits; the others then end when they do.
+        The wait can be interrupted; the other threads then go on until their call ends.
         """
         task, others = PoolTask(call, args), threads if wait else threads - 1
         taken = self.take(others) if others else []
@@ -106,7 +106,7 @@ class Pool:
                 self.free += taken
 
     def take(self, count: int) -> list[Worker]:
-        """So many workers that are free."""
+        """Return `count` free workers."""
         with self.lock:
             while len(self.free) < count:
                 self.free.append(Worker())
@@ -115,7 +115,7 @@ class Pool:
 
 
 def keep_off(workers: list[Worker]) -> None:
-    """Leave threads that sleep all CPUs of this one's but that which it is on, for now."""
+    """Let sleeping workers use all CPUs of this thread except the one it runs on, for now."""
     if workers and hasattr(os, "sched_getaffinity"):
         cpus = frozenset(os.sched_getaffinity(0))
         for worker in workers:
@@ -124,7 +124,7 @@ def keep_off(workers: list[Worker]) -> None:
 
 
 def allow(threads: list[int], cpus: Iterable[int]) -> None:
-    """Let them use these CPUs only; if a sandbox forbids it, they wake where the system likes."""
+    """Restrict threads to these CPUs; if a sandbox forbids it, the system chooses the CPU."""
     with suppress(OSError):
         for thread in threads if cpus else ():
             os.sched_setaffinity(thread, cpus)
@@ -141,7 +141,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def pool() -> Pool:
-    """The pool of this process; a new one after a fork."""
+    """Return the pool of this process; a fork gets a new one."""
     return _of(os.getpid())
 
 

@@ -1,4 +1,4 @@
-"""Compiles the CPU engine's walks, once a machine, and runs them on several threads."""
+"""Compile the CPU engine's kernels, once per machine, and run them on several threads."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ _ALL: dict[str, Callable] = {
 
 
 def _entry(name: str, walk: Callable, sources: str) -> Any:
-    """A walk as a compiled function with an on-disk cache.
+    """Return a kernel (`walk`) as a compiled function with an on-disk cache.
 
-    Numba notices an edit of the file that holds a cached function, not of those it calls. So the
-    function here has the text of all of them, `sources`, as a free variable: it is then part of
-    the cache's key; its name is that of its files.
+    Numba notices edits of the file that holds a cached function, but not of files that it calls.
+    So the function here has the free variable `sources`, which stands for the text of all of them
+    and thereby becomes part of the cache's key. `name` becomes the name of the cache files.
     """
 
     def entry(cpu, *args):
@@ -61,7 +61,7 @@ def _entry(name: str, walk: Callable, sources: str) -> Any:
 
 
 def _digest() -> str:
-    """Of every source that a walk is compiled from."""
+    """Return a digest of every source file that a kernel is compiled from."""
     files = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"\0".join(f.read_bytes() for f in files)).hexdigest()
 
@@ -71,35 +71,35 @@ _WALKS = {name: _entry(name, walk, _SOURCES) for name, walk in _ALL.items()}
 
 
 def folder() -> Path | None:
-    """Where compiled walks are kept; None where nothing can be."""
+    """Return the folder that keeps compiled kernels; None if no folder can."""
     walk = _WALKS["forward"]
     return Path(walk._cache.cache_path) if kept(walk) else None
 
 
 def compiled() -> dict[str, int]:
-    """How many times this process has compiled each walk, found none on disk that is."""
+    """Count how often this process compiled each kernel because the disk cache had none."""
     return {name: sum(walk.stats.cache_misses.values()) for name, walk in _WALKS.items()}
 
 
 def available() -> int:
-    """CPUs that this process may use."""
+    """Return the number of CPUs that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def most() -> int:
-    """Threads that can be asked for."""
+    """Return the largest number of threads that a caller can request."""
     return max(available(), ALWAYS)
 
 
 def run(name: str, threads: int, *args: Any, counter: np.ndarray, long: bool = False) -> None:
     """Run one kernel on `threads` threads; compile it first if need be.
 
-    Python hears an interrupt only between its own instructions. So this thread is one of them in a
-    short kernel only; in a `long` one it waits, and when it is interrupted it tells them to leave
-    (`kernels_forward.stopped`) by the kernel's `counter`, one of its arguments. A thread that has
-    not begun when no items are left is not waited for.
+    Python handles an interrupt (Ctrl-C) only between its own instructions. So the calling thread
+    takes part only in short kernels. In a `long` kernel it waits; if it is interrupted, it tells
+    the other threads to stop (`kernels_forward.stopped`) by the kernel's argument `counter`.
+    A thread that has not begun when no work tiles are left is not waited for.
     """
     call = partial(_call, _WALKS[name])
     if threads == 1 and not long:
@@ -131,14 +131,14 @@ _COMPILED: set[tuple] = set()
 
 
 def _kind(x: Any) -> Any:
-    """What of an argument a compilation depends on."""
+    """Return the part of an argument's type that a compilation depends on."""
     if isinstance(x, np.ndarray):
         return x.dtype
     return (type(x), *map(_kind, x)) if isinstance(x, tuple) else type(x)
 
 
 def frozen(array: np.ndarray) -> np.ndarray:
-    """A flat read-only view: one type, so one compilation, wherever an array came from."""
+    """Return a flat read-only view, so that all arrays have one type and need one compilation."""
     view = np.ascontiguousarray(array).reshape(-1)[:]  # of a column, flat alone has its steps
     floats = view[: view.size // 2 * 2].view(np.float32) if view.itemsize == 2 else view
     if not floats.flags.aligned:
@@ -148,14 +148,14 @@ def frozen(array: np.ndarray) -> np.ndarray:
 
 
 class _Notice(threading.local, Listener):
-    """Says on a terminal that a walk is being compiled, if that takes longer than `PATIENCE`.
+    """Prints on a terminal that a kernel is being compiled, if that takes longer than `PATIENCE`.
 
-    What Numba makes meanwhile lives as long as compiling takes, so looking for garbage among it is
-    in vain, and takes a tenth of the time.
+    It also pauses garbage collection. Numba's objects live until compiling ends, so a collection
+    would free nothing, and would take a tenth of the time.
     """
 
     def on_start(self, event: Event) -> None:
-        """Numba starts to compile a function."""
+        """Handle the event that Numba starts to compile a function."""
         if event.data["dispatcher"] not in _WALKS.values():
             return
         self.collects = gc.isenabled()
@@ -166,7 +166,7 @@ class _Notice(threading.local, Listener):
             self.timer.start()
 
     def on_end(self, event: Event) -> None:
-        """It has compiled it."""
+        """Handle the event that Numba has compiled the function."""
         if event.data["dispatcher"] not in _WALKS.values():
             return
         if self.collects:

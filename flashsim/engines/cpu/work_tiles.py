@@ -1,4 +1,4 @@
-"""Who walks what: items of outer tiles and heads, in the order in which threads take them."""
+"""Divide a stage into work tiles (outer tiles and heads), in the order that threads take them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ MASK_CHUNK = 1 << 25
 
 
 def tiles(schedule: Schedule, name: str, threads: int, *, one: bool = False) -> Iterator[Tiles]:
-    """The tables of a stage's walk; of a mask function in parts, each with its bits.
+    """Yield the tables of a stage; with a mask function in several parts, each with its mask bits.
 
-    With `one` query a head the heads of a key head are an item. Tables of problems whose fields say
-    everything are kept from one call to the next; what a mask function returns may change.
+    With `one` query per head, all query heads of a key head form one work tile. Tables are cached
+    between calls if the problem's fields define them completely. With a mask function they are not,
+    since its results may change.
     """
     if schedule.problem.banded:
         yield _known(schedule, name, threads, one)
@@ -34,7 +35,7 @@ def tiles(schedule: Schedule, name: str, threads: int, *, one: bool = False) -> 
 
 
 def known(schedule: Schedule) -> Schedule:
-    """A schedule whose tables are there already, if such a one was walked lately."""
+    """Return an equal schedule that already has its tables, if one was used recently."""
     return _same(schedule) if schedule.problem.banded else schedule
 
 
@@ -68,7 +69,7 @@ def _tiles(schedule: Schedule, name: str, threads: int, one: bool) -> Iterator[T
 
 
 def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
-    """How many of n outer tiles a thread walks at a time; results do not depend on it."""
+    """Return the number of outer tiles, of n, per run of a thread; results do not depend on it."""
     p, tile = schedule.problem, schedule.tiling.clip(schedule.problem)
     d, dv = p.head_dim, p.head_dim_v
     elements = {
@@ -83,7 +84,10 @@ def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
 
 
 def sets(problem: Problem, by_row: bool, *, shares: bool) -> tuple[np.ndarray, np.ndarray]:
-    """CSR of the heads that one thread takes in turn: those that add to one bias gradient."""
+    """Return a CSR of the heads that one thread takes one after the other.
+
+    These are heads that add to the same bias gradient.
+    """
     p = problem
     heads = p.heads if by_row else p.kv_heads
     numbers = np.arange(p.batch * heads).reshape(p.batch, heads)
@@ -100,9 +104,10 @@ def sets(problem: Problem, by_row: bool, *, shares: bool) -> tuple[np.ndarray, n
 def runs(
     schedule: Schedule, csr: Csr, fused: bool, together: int, *, spread: bool = False
 ) -> np.ndarray:
-    """Even runs of up to `together` outer tiles: longest first; fused, in the order of turns.
+    """Return even runs of up to `together` outer tiles: longest first; fused, in order of turns.
 
-    With `spread` the last one is handed out tile by tile, so that threads end about together.
+    With `spread` the last run is handed out tile by tile, so that threads finish at about the same
+    time.
     """
     n = len(csr[0]) - 1
     count = -(-n // together)
@@ -118,9 +123,9 @@ def runs(
 
 
 def turns(schedule: Schedule, csr: Csr) -> np.ndarray:
-    """Whose turn it is to add to a row tile: how many visits of it are still to come, negated.
+    """Return each visit's turn to add to its row tile: minus the number of its remaining visits.
 
-    The visit itself is one of them, and columns are in the outer order.
+    The visit itself is included, and columns are in the outer order.
     """
     row = csr[1]
     order = np.argsort(row, kind="stable")
@@ -133,7 +138,7 @@ def turns(schedule: Schedule, csr: Csr) -> np.ndarray:
 
 
 def first_turns(schedule: Schedule) -> np.ndarray:
-    """The turns that begin, one a row tile and head."""
+    """Return the first turn per row tile and head."""
     p = schedule.problem
     counts = np.bincount(schedule.col_csr[1], minlength=schedule.t_r)
     return np.tile(-counts, p.batch * p.heads)
@@ -142,7 +147,7 @@ def first_turns(schedule: Schedule) -> np.ndarray:
 def _masks(
     schedule: Schedule, csr: Csr, order: np.ndarray, by_row: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Runs in parts, each with the mask bits that its MASKED visits need."""
+    """Yield the runs in parts, each with the mask bits that its MASKED visits need."""
     ptr, inner, kind = csr
     keep_at = np.full(len(inner), -1, np.int64)
     if schedule.problem.banded:
@@ -171,7 +176,7 @@ _NO_BITS = np.zeros(0, np.uint8)
 
 
 def _table(array: np.ndarray) -> np.ndarray:
-    """A read-only view of a table, whatever it was before: one type, one compilation."""
+    """Return a read-only view of a table, so that all tables have one type and one compilation."""
     view = np.ascontiguousarray(array).view()
     view.setflags(write=False)
     return view

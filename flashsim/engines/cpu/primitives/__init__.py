@@ -1,1 +1,1 @@
-"""What compiled walks share: atomics, packing, references."""
+"""Functions that compiled kernels share: atomics, packing, arrays without reference counts."""

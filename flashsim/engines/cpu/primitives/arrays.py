@@ -1,7 +1,7 @@
-"""Arrays of a walk: room for one, and the rest of one.
+"""Allocate and slice arrays inside a kernel.
 
-What NumPy's `empty` and `X[start:]` say, in a tenth of the text: Numba's also speak of every shape,
-sign and step that an array could have.
+These functions do the same as NumPy's `empty` and `X[start:]` with a tenth of the LLVM IR: Numba's
+versions also handle every shape, sign and step that an array could have.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from flashsim.engines.cpu.primitives.borrowed_args import intrinsic
 
 @intrinsic
 def panel_array(context, n, dtype):
-    """Room for n elements, from the beginning of a cache line on.
+    """Allocate n elements, aligned to a cache line.
 
-    A register that lies across two lines takes two reads; one of AVX-512 is as long as a line.
+    A register's worth of data across two lines takes two reads; an AVX-512 register is as long as
+    a line.
     """
     del context
     array = types.Array(dtype.dtype, 1, "C")
@@ -35,7 +36,7 @@ def panel_array(context, n, dtype):
 
 @intrinsic
 def rest(context, X, start):
-    """X[start:], of an array without gaps in which 0 <= start <= its size."""
+    """Return X[start:] of a contiguous array, with 0 <= start <= its size."""
     del context
 
     def codegen(context, builder, signature, args):

@@ -37,7 +37,8 @@ def fetch_add(context, counter):
 def arrive(context, array, index):
     """Add 1 to ``array[index]``; returns what it held before.
 
-    What others wrote before they arrived is seen, and they will see what was written here.
+    This thread then sees everything that other threads wrote before they arrived, and later
+    arrivals see everything that this thread wrote before.
     """
     del context, index
 
@@ -50,7 +51,7 @@ def arrive(context, array, index):
 
 @intrinsic
 def load_acquire(context, array, index):
-    """``array[index]``; what its writer wrote before `store_release` is then seen as well."""
+    """Return ``array[index]``; everything written before its `store_release` is then visible."""
     del context, index
 
     def codegen(context, builder, signature, args):
@@ -62,7 +63,7 @@ def load_acquire(context, array, index):
 
 @intrinsic
 def store_release(context, array, index, value):
-    """``array[index] = value``, after everything written before it."""
+    """Do ``array[index] = value`` after all earlier writes of this thread."""
     del context, index, value
 
     def codegen(context, builder, signature, args):
@@ -75,7 +76,7 @@ def store_release(context, array, index, value):
 
 @intrinsic
 def give_way(context):
-    """Let another thread have this CPU: the one that is waited for may be without."""
+    """Yield this CPU to another thread: the thread that is waited for may have none."""
     del context
 
     def codegen(context, builder, signature, args):

@@ -1,6 +1,6 @@
-"""What a walk is handed without being handed over: arrays nobody counts, tables where they lie.
+"""Arguments that a kernel borrows: arrays without reference counts, tables by address.
 
-Both outlive the walk, which therefore need not say that it uses them, nor have copies.
+Both outlive the kernel, so it needs neither to count references nor to copy them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _OWNERS = "meminfo", "parent"
 
 
 class ByAddress(types.Type):
-    """A named tuple by where it lies: one address in place of a hundred numbers.
+    """A named tuple that is passed by address: one address in place of a hundred numbers.
 
-    Numba hands a tuple over field by field, an array as seven numbers, through every call down to
-    the last function that asks for one field of it, and counts references to each array on the way.
+    Numba passes a tuple field by field, and an array as seven numbers, through every call down to
+    the last function that reads a field, and counts references to each array on the way.
     """
 
     def __init__(self, of: types.BaseTuple) -> None:
@@ -35,7 +35,7 @@ class ByAddress(types.Type):
 
 @register_model(ByAddress)
 class _AddressModel(models.PrimitiveModel):
-    """An address."""
+    """The data model of `ByAddress`: an address."""
 
     def __init__(self, dmm, fe_type):
         lies = dmm.lookup(fe_type.of).get_value_type()
@@ -47,7 +47,7 @@ class _FieldsByAddress(AttributeTemplate):
     key = ByAddress
 
     def generic_resolve(self, value, attr):
-        """The type of a field; None, Numba's word for an error, of what is none."""
+        """Return the type of a field, or None (an error for Numba) if there is no such field."""
         if attr not in value.of.fields:
             return None
         return value.of.types[value.of.fields.index(attr)]
@@ -55,14 +55,14 @@ class _FieldsByAddress(AttributeTemplate):
 
 @lower_getattr_generic(ByAddress)
 def _field(context, builder, kind, value, attr):
-    """A field, read from memory; an array without its owners."""
+    """Read a field from memory; an array comes without its owner."""
     index = kind.of.fields.index(attr)
     at = cgutils.gep_inbounds(builder, value, 0, index)
     return _read(context, builder, kind.of.types[index], at)
 
 
 def _read(context, builder, kind, at):
-    """A value from memory; arrays without their owners."""
+    """Read a value from memory; arrays come without their owners."""
     if isinstance(kind, types.Array):
         array = context.make_array(kind)(context, builder)
         for place, name in enumerate(context.data_model_manager[kind]._fields):
@@ -84,17 +84,17 @@ def _without_owners(array):
 
 
 def _lent(kind: Any) -> Any:
-    """As what a kernel sees an argument: a named tuple that holds arrays `ByAddress`."""
+    """Return an argument's type inside a kernel: `ByAddress` for a named tuple with arrays."""
     named = isinstance(kind, types.BaseNamedTuple)
     return ByAddress(kind) if named and _holds_arrays(kind) else kind
 
 
 @intrinsic
 def call_with_lent(context, kernel, cpu, arguments):
-    """``kernel(cpu, *arguments)``, with arrays that nobody counts and tables where they lie.
+    """Call ``kernel(cpu, *arguments)``: arrays without reference counts, tables by address.
 
-    Numba counts references to an array around every call that takes it, atomically; the threads of
-    a kernel would fight over these counters at every tile.
+    Numba counts references to an array atomically around every call that takes it, so the threads
+    of a kernel would contend for these counters at every tile.
     """
     signature = kernel.get_call_type(context, (cpu, *map(_lent, arguments)), {})
 
@@ -119,9 +119,10 @@ def _holds_arrays(kind: Any) -> bool:
 
 @intrinsic
 def borrow(context, value):
-    """`value` (an array, a number, or a tuple of such, nested) with arrays that have no owner.
+    """Return `value` with arrays that have no owner; see `call_with_lent`.
 
-    See `call_with_lent`; the caller must hold `value` meanwhile.
+    `value` is an array, a number or a nested tuple of these. The caller must keep it alive
+    meanwhile.
     """
     del context
 

@@ -1,9 +1,10 @@
-"""Functions that only compiled walks call: they become machine code once, inside a walk.
+"""Compile functions that only kernels call: they become machine code once, inside the kernel.
 
-Numba makes of every `@njit` function that another one calls a library of its own: optimised and
-translated to machine code that nobody runs, with a wrapper for callers in Python; then its text is
-linked into each caller and optimised again, at every level. A `part` is lowered to LLVM IR and left
-at that: a `Whole` links in all that it calls, and what that calls, and optimises everything once.
+Numba builds a separate library for every `@njit` function that another one calls. It optimises the
+library and translates it to machine code that is never run, with a wrapper for Python callers. Then
+it links the LLVM IR into each caller and optimises it again, at every level. A `part` is only
+lowered to LLVM IR. A `Whole` links in every part that it calls, directly or indirectly, and
+optimises everything once.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class _Text(JITCodeLibrary):
     _linking_libraries: list[Any]
 
     def _optimize_functions(self, ll_module: Any) -> None:
-        """Whoever links this in does it."""
+        """Do nothing: the library that links this in optimises it."""
         ll_module.data_layout = self._codegen._data_layout
 
     def finalize(self) -> None:
-        """Without what it calls and without machine code."""
+        """Finish the library without linking in its callees and without machine code."""
         self._raise_if_finalized()
         self._finalize_final_module()
 
@@ -42,7 +43,7 @@ class _Text(JITCodeLibrary):
         self._finalized = True
 
     def _get_module_for_linking(self):
-        """With what it calls, for a library of Numba's."""
+        """Return the IR with its callees linked in, for an ordinary Numba library."""
         self._ensure_finalized()
         if self._shared_module is None:
             self._shared_module = self._final_module.clone()
@@ -51,32 +52,32 @@ class _Text(JITCodeLibrary):
 
 
 class _HotText(_Text):
-    """The same for inner loops, which LLVM unrolls further each time that it sees them."""
+    """Like `_Text`, for inner loops, which LLVM unrolls further with each optimisation."""
 
     _optimize_functions = JITCodeLibrary._optimize_functions
 
     def finalize(self) -> None:
-        """Optimised, together with what it calls."""
+        """Link in the callees and optimise all of it."""
         _link(self, self._final_module)
         self._linking_libraries = []
         super(_Text, self).finalize()
 
 
 class _Whole(JITCodeLibrary):
-    """A function that Python calls and all it calls, as machine code."""
+    """A library with the machine code of a function that Python calls and of all its callees."""
 
     _linking_libraries: list[Any]
     _optimize_functions = _Text._optimize_functions
 
     def finalize(self) -> None:
-        """Every text is linked in once; Numba links in, for each function, all that it calls."""
+        """Link in every callee once; Numba would link in all callees once per function."""
         _link(self, self._final_module)
         self._linking_libraries = []
         super().finalize()
 
 
 def _link(library: Any, module: Any) -> None:
-    """Link into a library's module all that it calls, and what that calls."""
+    """Link all direct and indirect callees of a library into its module."""
     seen, left = set(), list(library._linking_libraries)
     while left:
         one = left.pop()
@@ -94,7 +95,7 @@ def _link(library: Any, module: Any) -> None:
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _LowerToText(NativeLowering):
-    """As Numba's own, into a `_Text`, without an address or wrappers."""
+    """Numba's lowering pass, but into a `_Text`, without an address or wrappers."""
 
     _name = "flashsim_lower_to_text"
     library = _Text
@@ -116,7 +117,7 @@ class _LowerToText(NativeLowering):
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _LowerToHotText(_LowerToText):
-    """The same, optimised at once."""
+    """Like `_LowerToText`, but optimised at once."""
 
     _name = "flashsim_lower_to_hot_text"
     library = _HotText
@@ -128,7 +129,7 @@ class Part(CompilerBase):
     lowering: type[NativeLowering] = _LowerToText
 
     def define_pipelines(self) -> list[Any]:
-        """The one for code without Python objects."""
+        """Return the pipeline for code without Python objects."""
         passes = DefaultPassBuilder.define_nopython_pipeline(self.state, "flashsim_part")
         at = [each for each, _ in passes.passes].index(NativeLowering)
         passes.passes[at] = (self.lowering, "lower to LLVM IR")
@@ -140,7 +141,7 @@ class Part(CompilerBase):
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _LowerWhole(NativeLowering):
-    """As Numba's own, into a `_Whole`."""
+    """Numba's lowering pass, but into a `_Whole`."""
 
     _name = "flashsim_lower_whole"
 
@@ -158,7 +159,7 @@ class Whole(Part):
 
 
 class HotPart(Part):
-    """The same for inner loops."""
+    """Like `Part`, for inner loops."""
 
     lowering = _LowerToHotText
 

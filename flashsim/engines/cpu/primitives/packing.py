@@ -1,4 +1,4 @@
-"""Between rows as they lie in memory and panels."""
+"""Convert between rows as they lie in memory and panels."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SIDE = 16
 
 @part
 def panels_of(cpu, n):
-    """How many panels n lanes take."""
+    """Return the number of panels that n lanes take."""
     return (n + cpu.width - 1) // cpu.width
 
 
 @part
 def filled(n, value, dtype):
-    """n times a number: NumPy's `full` takes three times as long to compile."""
+    """Return n copies of a number; NumPy's `full` takes three times as long to compile."""
     array = panel_array(n, dtype)
     fill(array, array.dtype.type(value))
     return array
@@ -36,13 +36,13 @@ def fill(X, value):
 
 @part
 def room_for(n, dtype, rounding):
-    """Room for n numbers of 16 bits as floats; none where they are floats already."""
+    """Allocate n floats for 16-bit numbers; nothing if they are floats already."""
     return panel_array(0 if rounding is None else n, dtype)
 
 
 @part
 def widened(cpu, room, X, x0, n, rounding):
-    """n numbers of X as floats: which array they are in, X or, from 16 bits, `room`; and where."""
+    """Return the array and offset of n numbers of X as floats: X or, for 16-bit numbers, `room`."""
     if rounding is None:
         return X, x0
     widen(cpu, room, 0, X, x0, n, rounding)
@@ -51,14 +51,14 @@ def widened(cpu, room, X, x0, n, rounding):
 
 @part
 def pack_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
-    """`pack` of rows that may be of 16-bit numbers."""
+    """Like `pack`, for rows that may hold 16-bit numbers."""
     from_x, start = widened(cpu, room, X, x0, n * d, rounding)
     pack(cpu, panels, from_x, start, n, d, factors)
 
 
 @part
 def unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
-    """`unpack` to rows that may be of 16-bit numbers; others are looked at."""
+    """Like `unpack`, to rows that may hold 16-bit numbers; floats are checked by `look`."""
     if rounding is None:
         unpack(cpu, panels, X, x0, n, d, factors)
         look(counter, X, x0, n * d)
@@ -69,7 +69,7 @@ def unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
 
 @part(fastmath={"reassoc"})
 def look(counter, X, x0, n):
-    """Say in `counter` if any of n results is NaN or infinite: 0 times such a number is NaN."""
+    """Note in `counter` if any of n results is NaN or infinite: 0 times such a number is NaN."""
     total = X.dtype.type(0)
     for i in range(n):
         total += X[np.uint64(x0 + i)] * X.dtype.type(0)  # as in `copy_rows`
@@ -103,10 +103,10 @@ def unpack(cpu, panels, X, x0, n, d, factors):
 
 @part
 def copy_rows(out, stride, X, x0, n, d, factor):
-    """n rows of X (.., d), times `factor`, with zeros after them up to the row length `stride`.
+    """Copy n rows of X (.., d), times `factor`, padded with zeros to the row length `stride`.
 
-    An index that has a sign may count from the end, for all that the compiler knows, so that
-    neighbours need not lie side by side: it gathers and scatters them.
+    Indices are unsigned. A signed index may count from the end as far as the compiler knows, so
+    neighbours might not be adjacent, and it would use gathers and scatters.
     """
     for row in range(n):
         for x in range(d):
