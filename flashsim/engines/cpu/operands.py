@@ -169,7 +169,7 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
 
 @or_pairs(packing.turned)
 def turned(cpu, left, room, row, X, x0, n, d):
-    """Return `left_of_columns` of the array whose rows `left` holds."""
+    """The columns (see `left_of_columns`) of the rows that `left` holds, as a left operand."""
     return Left(left.array, left.start, left.step, left.row)
 
 
