@@ -1,1 +1,1 @@
-"""bfloat16 as it lies in memory: products of pairs of 16-bit numbers, summed in float32."""
+"""Products of bfloat16 without conversion: dot products of pairs, summed in float32."""

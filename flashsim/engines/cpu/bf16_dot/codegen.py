@@ -17,7 +17,7 @@ from flashsim.engines.cpu.micro_kernels.writer import INT, Code
 
 
 def build_any_product(module: ir.Module, block: Blocking, itemsize: int, mode: str):
-    """C, ldc, A, row, step, B, ldb, rows, n: see `plain.product_set` and `product_add`."""
+    """Build `plain.product_set` or `product_add`: C, ldc, A, row, step, B, ldb, rows, n."""
     if not block.pairs:
         return build_product(module, block, itemsize, mode)
     return PRODUCTS[block.pairs](module, block, mode)
@@ -26,7 +26,7 @@ def build_any_product(module: ir.Module, block: Blocking, itemsize: int, mode: s
 def build_vector_product(
     module: ir.Module, block: Blocking, mode: str, writer: type[Code] = PairCode
 ):
-    """A product as `codegen.build_product` makes it, where an element is a pair."""
+    """Build a product like `codegen.build_product`, with pairs as elements."""
     code = PairCode(module, f"product_{mode}", block, 4, "pipiipiii")
     if code.is_new:
         C, ldc, A, row, _, *rest = code.function.args
@@ -39,7 +39,7 @@ def build_vector_product(
 def build_tile_product(
     module: ir.Module, block: Blocking, mode: str, lower: Callable = tiles.lower
 ):
-    """A product by blocks of up to 2 x 2 tiles of C; `rows` and `n` are multiples of a tile's."""
+    """Build a product by blocks of up to 2 x 2 tiles of C; `rows`, `n` must fill whole tiles."""
     code = PairCode(module, f"product_{mode}", block, 4, "pipiipiii")
     if not code.is_new:
         return code.function
@@ -74,12 +74,12 @@ PRODUCTS: dict[str, Callable] = {"vdpbf16ps": build_vector_product, "amx": build
 
 
 def build_configure(module: ir.Module, block: Blocking, itemsize: int):
-    """See `operations.begin_tiles`."""
+    """Build `operations.begin_tiles`."""
     return TILES.get(block.pairs, (_nothing, _nothing))[0](module, block, itemsize)
 
 
 def build_release(module: ir.Module, block: Blocking, itemsize: int):
-    """See `operations.end_tiles`."""
+    """Build `operations.end_tiles`."""
     return TILES.get(block.pairs, (_nothing, _nothing))[1](module, block, itemsize)
 
 
@@ -93,7 +93,7 @@ TILES: dict[str, tuple[Callable, Callable]] = {"amx": (tiles.build_configure, ti
 
 
 def build_pair_softmax(module: ir.Module, block: Blocking, itemsize: int):
-    """S, rows, m, l, alpha, factor, P: see `operations.online_softmax_pairs`."""
+    """Build `operations.online_softmax_pairs`, with arguments S, rows, m, l, alpha, factor, P."""
     code = PairCode(module, "softmax", block, 4, "pippppp")
     if not code.is_new:
         return code.function
@@ -130,7 +130,7 @@ def build_pair_softmax(module: ir.Module, block: Blocking, itemsize: int):
         return code.power(code.fma(code.load(address), scale, base))
 
     def keep(r, first, second, sums) -> list:
-        """Two rows, a vector at a time: all of it in registers."""
+        """Process two rows, one vector at a time, all in registers."""
         row = code.at(P, code.times(b.lshr(r, one), code.width))
         for i, address in enumerate(code.vectors(row)):
             x = power(first[i], less[i])
@@ -148,7 +148,7 @@ def build_pair_softmax(module: ir.Module, block: Blocking, itemsize: int):
 
 
 def build_pairs_of_rows(module: ir.Module, block: Blocking, itemsize: int):
-    """X, ld, rows, P: see `operations.pairs_of_rows`."""
+    """Build `operations.pairs_of_rows`, with arguments X, ld, rows, P."""
     code = PairCode(module, "pairs_of_rows", block, 4, "piip")
     if not code.is_new:
         return code.function
@@ -176,7 +176,7 @@ def build_pairs_of_rows(module: ir.Module, block: Blocking, itemsize: int):
 
 
 def build_pairs_of_lanes(module: ir.Module, block: Blocking, itemsize: int):
-    """X, ld, rows, P, row: see `operations.pairs_of_lanes`."""
+    """Build `operations.pairs_of_lanes`, with arguments X, ld, rows, P, row."""
     code = PairCode(module, "pairs_of_lanes", block, 4, "piipi")
     if not code.is_new:
         return code.function
@@ -196,10 +196,11 @@ def build_pairs_of_lanes(module: ir.Module, block: Blocking, itemsize: int):
 
 
 def _squares(name: str, args: str, fetch: Callable, put: Callable) -> Callable:
-    """A function that transposes a panel square by square: `across` of them beside `down`.
+    """Return a builder of a function that transposes a panel, one square after the other.
 
-    ``fetch(code, arguments, y, x, r)`` is row r of the square that starts at (y, x), and ``put``
-    takes row r of the transposed one. The last two arguments count elements, in whole squares.
+    ``fetch(code, arguments, y, x, r)`` loads row r of the square that starts at (y, x), and ``put``
+    stores row r of the transposed one. The last two arguments of the function count elements down
+    and across, in whole squares.
     """
 
     def build(module: ir.Module, block: Blocking, itemsize: int):
@@ -225,14 +226,14 @@ def _squares(name: str, args: str, fetch: Callable, put: Callable) -> Callable:
 
 
 def _load16(code: PairCode, address):
-    """16-bit numbers in 32-bit lanes."""
+    """Load 16-bit numbers into 32-bit lanes."""
     kind = ir.VectorType(ir.IntType(16), code.lanes)
     value = code.b.load(code.b.bitcast(address, kind.as_pointer()), align=2)
     return code.b.zext(value, code.ints(0).type)
 
 
 def _at16(code: PairCode, base, *offsets):
-    """An address of 16-bit numbers."""
+    """Return an address of 16-bit numbers."""
     return code.at(code.b.bitcast(base, ir.IntType(16).as_pointer()), *offsets)
 
 
@@ -241,7 +242,7 @@ def _plus(code: PairCode, x, r: int):
 
 
 def _fetch_columns(code: PairCode, given, y, x, r: int):
-    """Pairs y + r of columns x ..: two rows of X merged."""
+    """Load pairs y + r of columns from x on: two merged rows of X."""
     _, _, X, d = given
     start = code.b.mul(code.times(_plus(code, y, r), 2), d)
     low, high = (_load16(code, _at16(code, X, start, x, *more)) for more in ((), (d,)))
@@ -259,7 +260,7 @@ build_transpose_columns = _squares("columns", "pipi", _fetch_columns, _put_colum
 
 
 def _fetch_rows(code: PairCode, given, y, x, r: int):
-    """Pairs x .. of row y + r of X."""
+    """Load the pairs from x on of row y + r of X."""
     _, X, d = given
     return code.load_at(_at16(code, X, code.b.mul(_plus(code, y, r), d), code.times(x, 2)))
 
@@ -273,7 +274,7 @@ build_transpose_rows = _squares("rows", "ppi", _fetch_rows, _put_rows)
 
 
 def _fetch_panel(code: PairCode, given, y, x, r: int):
-    """Row x + r of the panel, lanes y .., times their factors."""
+    """Load row x + r of the panel, lanes from y on, times their factors."""
     panel, _, _, factors = given
     value = code.load(code.at(panel, code.times(_plus(code, x, r), code.width), y))
     return code.b.fmul(value, code.load(code.at(factors, y)))
@@ -291,7 +292,7 @@ build_transpose_panel = _squares("panel", "ppip", _fetch_panel, _put_panel)
 
 
 def build_copy_pairs(module: ir.Module, block: Blocking, itemsize: int):
-    """out, row, X, rows, pairs: see `operations.copy_pairs`."""
+    """Build `operations.copy_pairs`, with arguments out, row, X, rows, pairs."""
     code = PairCode(module, "copy_pairs", block, 4, "pipii")
     if not code.is_new:
         return code.function
@@ -313,7 +314,7 @@ def build_copy_pairs(module: ir.Module, block: Blocking, itemsize: int):
 
 
 def build_add_scaled(module: ir.Module, block: Blocking, itemsize: int):
-    """Y, X, ld, rows, factor: see `operations.add_scaled`."""
+    """Build `operations.add_scaled`, with arguments Y, X, ld, rows, factor."""
     code = PairCode(module, "add_scaled", block, 4, "ppiip")
     if not code.is_new:
         return code.function
@@ -331,7 +332,7 @@ def build_add_scaled(module: ir.Module, block: Blocking, itemsize: int):
 
 
 def build_scale(module: ir.Module, block: Blocking, itemsize: int, by_lane: bool):
-    """X, ld, rows, factor: see `operations.scale_panel` and `scale_lanes`."""
+    """Build `operations.scale_panel` or `scale_lanes`, with arguments X, ld, rows, factor."""
     name = "scale_lanes" if by_lane else "scale_panel"
     code = PairCode(module, name, block, 4, "piip")
     if not code.is_new:

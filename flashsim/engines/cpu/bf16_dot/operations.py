@@ -1,15 +1,15 @@
-"""What the walks over pairs compute on one panel, defined in plain Numba.
+"""Operations on one panel for kernels that multiply pairs, defined in plain Numba.
 
 A *pair* is two bfloat16 in 32 bits, the first in the lower half: two neighbours in memory.
-Products here sum over pairs. Their left operand A has the pairs of a row side by side, as rows of a
-tensor lie in memory; the right one, B, has in each row the pairs of all lanes, two rows of numbers
-merged. As in `micro_kernels.plain`, lanes are queries (forward, dQ) or keys (dK, dV): then the
+Products here sum over pairs. The left operand A has the pairs of a row side by side, as rows of a
+tensor lie in memory. Each row of the right operand B has the pairs of all lanes: two merged rows of
+numbers. As in `micro_kernels.plain`, lanes are queries (forward, dQ) or keys (dK, dV). So the
 softmax of two rows, rounded, is a row of the right operand of the next product, without a shuffle.
 
-C's rows, and the pairs along the sum, come in multiples of `tiles.SIDE`, and lanes in multiples of
-two of them; whoever packs an operand fills it up with zeros. As in `micro_kernels.plain`, these are
-the specification: a CPU whose `Blocking.pairs` is known has code of its own, and tests hold the two
-against each other.
+C's rows and the pairs along the sum come in multiples of `tiles.SIDE`, and lanes in multiples of
+two of these; packing fills operands with zeros. As in `micro_kernels.plain`, these functions are
+the specification: a CPU whose `Blocking.pairs` is known has separate code, and tests compare the
+two.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ MASKED = np.float32(masked_score(np.float32))
 
 @operation("a o0 i a a a o1,2,3 a a o5", build_pair_softmax)
 def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
-    """`plain.online_softmax` of ``factor[0] S``, with P rounded and in pairs of rows.
+    """`plain.online_softmax` of ``factor[0] S``, with P rounded and stored in pairs of rows.
 
-    P = e^(factor S - m) is at most 1: m is `SLACK` above a row's largest score, and stays, with an
-    alpha of 1, until one passes it. The factor is not negative; S stays; an odd last row is paired
-    with zeros. `l` sums what is not rounded.
+    P = e^(factor S - m) is at most 1: m is set to `SLACK` above a row's largest score, and does not
+    change (alpha is 1) until a score exceeds it. The factor must not be negative. S is unchanged.
+    An odd last row is paired with zeros. `l` sums the unrounded numbers.
     """
     w, log2e = cpu.width, np.float32(LOG2E)
     for c in range(w):
@@ -70,7 +70,7 @@ def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
 
 @operation("a o0 i i a o1", build_pairs_of_rows)
 def pairs_of_rows(cpu, X, x0, ld, rows, P, p0):
-    """Rows of a panel, rounded, in pairs: the right operand of a sum over rows."""
+    """Round and pair rows of a panel: the right operand of a sum over rows."""
     for r in range(0, rows, 2):
         for c in range(cpu.width):
             pair = bits_of(X[x0 + r * ld + c])
@@ -81,7 +81,7 @@ def pairs_of_rows(cpu, X, x0, ld, rows, P, p0):
 
 @operation("a o0 i i a o1 i", build_pairs_of_lanes)
 def pairs_of_lanes(cpu, X, x0, ld, rows, P, p0, row):
-    """Neighbouring lanes of a panel, rounded, in pairs: the left operand of a sum over lanes."""
+    """Round and pair neighbouring lanes of a panel: the left operand of a sum over lanes."""
     for r in range(rows):
         for c in range(0, cpu.width, 2):
             pair = bits_of(X[x0 + r * ld + c + 1]) << np.uint32(16)
@@ -98,7 +98,7 @@ def scale_panel(cpu, X, x0, ld, rows, factor):
 
 @operation("a o0 i i a o1", build_scale, by_lane=True)
 def scale_lanes(cpu, X, x0, ld, rows, factors, f0):
-    """X times a factor a lane; vector code leaves X alone where all of them are 1."""
+    """Multiply X by one factor per lane; vector code skips X if all factors are 1."""
     for r in range(rows):
         for c in range(cpu.width):
             X[x0 + r * ld + c] *= factors[f0 + c]
@@ -114,7 +114,7 @@ def add_scaled(cpu, Y, y0, X, x0, ld, rows, factor):
 
 @operation("a o0 i a o1 i i", build_copy_pairs)
 def copy_pairs(cpu, out, o0, row, X, x0, rows, pairs):
-    """Rows of X as they lie in memory, in pairs of neighbours; `pairs` of whole tiles."""
+    """Copy rows of X, as they lie in memory, in pairs of neighbours; `pairs` fills whole tiles."""
     for r in range(rows):
         for x in range(pairs):
             at = x0 + 2 * (r * pairs + x)
@@ -123,7 +123,7 @@ def copy_pairs(cpu, out, o0, row, X, x0, rows, pairs):
 
 @operation("a o0 i a o1 i i i", build_transpose_columns)
 def transpose_columns(cpu, out, o0, row, X, x0, d, pairs, columns):
-    """Columns of X, its rows in pairs, as rows of `out`; `pairs` and `columns` of whole tiles."""
+    """Copy columns of X, with rows in pairs, to rows of `out`; all sizes are whole tiles."""
     for x in range(columns):
         for r in range(pairs):
             low, high = X[x0 + 2 * r * d + x], X[x0 + (2 * r + 1) * d + x]
@@ -132,7 +132,7 @@ def transpose_columns(cpu, out, o0, row, X, x0, d, pairs, columns):
 
 @operation("a o0 a o1 i i i", build_transpose_rows)
 def transpose_rows(cpu, out, o0, X, x0, d, rows, pairs):
-    """Rows of X, in pairs of neighbours, as lanes of `out`; `rows` and `pairs` of whole tiles."""
+    """Copy rows of X, in pairs of neighbours, to lanes of `out`; `rows`, `pairs`: whole tiles."""
     for r in range(rows):
         for x in range(pairs):
             low, high = X[x0 + r * d + 2 * x], X[x0 + r * d + 2 * x + 1]
@@ -141,7 +141,7 @@ def transpose_rows(cpu, out, o0, X, x0, d, rows, pairs):
 
 @operation("a o0 a o1 i a o2 i i", build_transpose_panel)
 def transpose_panel(cpu, panel, p0, X, x0, d, factors, f0, rows, columns):
-    """Lanes of a panel times their factors, rounded, as rows of X; whole tiles as well."""
+    """Write lanes of a panel times their factors, rounded, as rows of X; also whole tiles only."""
     for r in range(rows):
         for x in range(columns):
             value = panel[p0 + x * cpu.width + r] * factors[f0 + r]
@@ -150,9 +150,9 @@ def transpose_panel(cpu, panel, p0, X, x0, d, factors, f0, rows, columns):
 
 @operation("a", build_configure)
 def begin_tiles(cpu, any_array):
-    """What a thread does before its first product: AMX wants to know the shape of its tiles."""
+    """Prepare a thread for its first product: on AMX, configure the shape of its tiles."""
 
 
 @operation("a", build_release)
 def end_tiles(cpu, any_array):
-    """What a thread does after its last product."""
+    """Clean up after a thread's last product: on AMX, release its tiles."""

@@ -1,7 +1,7 @@
-"""From bfloat16 as it lies in memory to operands of pairs, and back: see `operations`.
+"""Convert bfloat16 rows in memory to operands of pairs, and back: see `operations`.
 
-``X`` holds the bits of rows of d numbers. What an operand has beyond n rows and d columns is zero.
-Arguments are those of `engines.cpu.operands`, where the same is done for floats.
+``X`` holds the bits of rows of d numbers. Operands are filled with zeros beyond n rows and d
+columns. Arguments are those of `engines.cpu.operands`, which does the same for floats.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Left(NamedTuple):
 
 @part
 def tiles_of(n):
-    """`n` rounded up to whole tiles: rows of C, or pairs along a sum."""
+    """Round `n` up to whole tiles: rows of C, or pairs along a sum."""
     return (n + SIDE - 1) // SIDE * SIDE
 
 
 @part
 def pair_tiles_of(n):
-    """Pairs that n numbers along a sum take, in whole tiles."""
+    """Return the number of pairs for n numbers along a sum, rounded up to whole tiles."""
     return tiles_of((n + 1) // 2)
 
 
 @part
 def pair_at(X, at, step, count):
-    """X[at] and X[at + step] as a pair; of fewer than two numbers what is missing is 0."""
+    """Return X[at] and X[at + step] as a pair; numbers beyond `count` are 0."""
     pair = np.uint32(0)
     if count > 0:
         pair = np.uint32(X[at])
@@ -56,7 +56,7 @@ def pair_at(X, at, step, count):
 
 
 def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
-    """Rows of X as a left operand, for a sum over d: as they lie in memory."""
+    """Copy rows of X to a left operand, for a sum over d; pairs stay as they lie in memory."""
     row, begin = pair_tiles_of(d), 0
     out = rest(room, first * row)
     if d == 2 * row:  # whole tiles
@@ -70,7 +70,7 @@ def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
 
 @hot_part
 def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
-    """Columns of X as a left operand, for a sum over rows: row x of `out` pairs X's rows."""
+    """Copy columns of X to a left operand, for a sum over rows; row x of `out` pairs X's rows."""
     out, full, begin = rest(room, first // 2), n // 2, 0
     if n == 2 * block and d % SIDE == 0:  # whole tiles
         transpose_columns(cpu, out, 0, row, X, x0, d, block, d)
@@ -89,12 +89,15 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
 
 
 def turned(cpu, left, room, row, X, x0, n, d):
-    """Pairs of columns are others than those of rows."""
+    """Pack columns of X anew, since pairs of columns differ from pairs of rows."""
     return left_of_columns(cpu, room, 0, row, row, X, x0, n, d, None)
 
 
 def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
-    """Rows of X in the lanes of panels, for a sum over d: pair x of panel p at (p pairs + x)."""
+    """Put rows of X in the lanes of panels, for a sum over d.
+
+    Pair x of panel p lies at row p pairs + x.
+    """
     w, pairs = cpu.width, pair_tiles_of(d)
     for p in range((n + w - 1) // w):
         begin = 0
@@ -109,7 +112,7 @@ def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
 
 
 def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
-    """Columns of X in the lanes, for a sum over rows: rows of `stride` lanes."""
+    """Put columns of X in the lanes of rows of `stride` lanes, for a sum over rows."""
     for r in range(pair_tiles_of(n)):
         for x in range(stride):
             count = n - 2 * r if x < d else 0
@@ -117,7 +120,7 @@ def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
 
 
 def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
-    """Lanes of panels, each times its factor, rounded to bfloat16, as rows of X."""
+    """Write lanes of panels, each times its factor, rounded to bfloat16, as rows of X."""
     for r in range(0, n, cpu.width):
         panel, lanes = rest(panels, r * tiles_of(d)), min(cpu.width, n - r)
         unpack_bits(cpu, panel, X, x0 + r * d, lanes, d, rest(factors, r))
@@ -130,7 +133,7 @@ def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
 
 @hot_part
 def unpack_bits(cpu, panel, X, x0, n, d, factors):
-    """`write_rows` of one panel."""
+    """Do `write_rows` for one panel."""
     begin = 0
     if d % SIDE == 0:  # whole tiles
         begin = n // SIDE * SIDE

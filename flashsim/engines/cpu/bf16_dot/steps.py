@@ -1,4 +1,4 @@
-"""What kernels do otherwise with pairs than with floats, between products: see `operands`."""
+"""The steps between products that differ between pairs and floats: see `operands`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashsim.engines.cpu.primitives.inline_jit import part
 
 
 def scaled(cpu, S, rows, plain, scales):
-    """The softmax takes the scale itself where nothing comes between, and it is not negative."""
+    """Leave the scale to the softmax if no step comes between and it is not negative."""
     if plain and scales[0] >= 0:
         return scales
     scale_panel(cpu, S, 0, cpu.width, rows, scales)
@@ -27,14 +27,14 @@ def scaled(cpu, S, rows, plain, scales):
 
 
 def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
-    """Rounded rows, in pairs, with zeros up to whole tiles."""
+    """Round and pair rows of a panel, with zeros up to whole tiles."""
     pairs_of_rows(cpu, X, x0, ld, rows, P, 0)
     clear_pairs(cpu, P, 0, rows)
     return P, 0, cpu.width
 
 
 def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiting):
-    """P waits in the place of its keys, unless a maximum has moved or keys were left out."""
+    """Keep P for a later `weigh`, unless a maximum has moved or keys were left out."""
     O, m, l, alpha = sums
     w, (begin, end), start, o_rows = cpu.width, waiting, key // 2, tiles_of(dv)
     online_softmax_pairs(cpu, S, 0, rows, m, l, alpha, panel * w, scale, P, start * w)
@@ -48,7 +48,7 @@ def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiti
 
 @part
 def weigh(cpu, O, P, V, panel, dv, waiting):
-    """O += V^T P, by the pairs of keys that wait, if there are any."""
+    """Compute O += V^T P for the waiting pairs of keys, if there are any."""
     (begin, end), w, o_rows = waiting, cpu.width, tiles_of(dv)
     if begin < end:
         product_add(
@@ -59,7 +59,7 @@ def weigh(cpu, O, P, V, panel, dv, waiting):
 
 @part
 def moved(cpu, alpha, at):
-    """Whether any lane's sums have to be scaled anew."""
+    """Whether any lane's sums must be rescaled."""
     found = False
     for c in range(cpu.width):
         found |= alpha[np.uint64(at + c)] != 1
@@ -68,19 +68,19 @@ def moved(cpu, alpha, at):
 
 @part
 def clear_pairs(cpu, P, p0, rows):
-    """Zeros after the pairs of so many rows, up to whole tiles."""
+    """Write zeros after the pairs of `rows` rows, up to whole tiles."""
     w = cpu.width
     for at in range(p0 + (rows + 1) // 2 * w, p0 + pair_tiles_of(rows) * w):
         P[at] = 0
 
 
 def left_of_lanes(cpu, dS, s0, ld, rows, left, row):
-    """Rounded lanes, in pairs."""
+    """Round and pair lanes of dS as a left operand."""
     pairs_of_lanes(cpu, dS, s0, ld, rows, left, s0 // 2, row)
 
 
 def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
-    """All of the product, unscaled."""
+    """Compute the whole product dS K, unscaled."""
     for x in range(0, padded, cpu.width):
         product_set(
             *(cpu, part_dq, x, padded, left, 0, row, 1),
@@ -89,6 +89,6 @@ def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
 
 
 def add_dq(cpu, dq, to, padded, dS, ld, part_dq, K, k0, rows, n, scales, is_last, counter):
-    """What was prepared, times the scale."""
+    """Add the prepared product, times the scale, to dQ."""
     for x in range(0, padded, cpu.width):
         add_scaled(cpu, dq, to + x, part_dq, x, padded, rows, scales)

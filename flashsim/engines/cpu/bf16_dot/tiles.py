@@ -1,12 +1,12 @@
-"""A product as a program of AMX tile instructions, and what LLVM makes of it.
+"""Write a product as a program of AMX tile instructions, and lower it to LLVM IR.
 
 AMX has eight registers, tmm0 to tmm7, of 16 rows of 64 bytes: 16 x 16 float32, or 16 x 32 bfloat16.
-``TDPBF16PS c, a, b`` adds to c, for each of its elements, 16 dot products of pairs: a's row holds
-16 pairs of neighbours along the sum, b's rows hold the pairs that belong to them, one a lane.
+``TDPBF16PS c, a, b`` adds 16 dot products of pairs to each element of c. A row of a holds 16 pairs
+of neighbours along the sum; the rows of b hold the matching pairs, one per lane.
 
-`program` says which instructions a block of C takes, as data. `lower` writes them as LLVM's
-intrinsics; the tests' tile machine carries them out in NumPy. Tiles are named by number, so LLVM
-neither spills them nor moves them; a thread must have told its CPU their shape first (`CONFIG`).
+`program` returns the instructions for a block of C, as data. `lower` writes them as LLVM's
+intrinsics; the tests' tile machine runs them in NumPy. Tiles are named by number, so LLVM neither
+spills nor moves them. A thread must first configure their shape on its CPU (`CONFIG`).
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ Instruction = Zero | Load | Store | Dot
 
 
 class Program(NamedTuple):
-    """Instructions `before` the loop along the sum, in `each` of its rounds and `after` it.
+    """Instructions `before` the loop along the sum, in `each` iteration and `after` the loop.
 
-    Every round takes 16 pairs: the next tile of A to the right, the next one of B below.
+    Each iteration takes 16 pairs: the next tile of A to the right, the next tile of B below.
     """
 
     before: tuple[Instruction, ...]
@@ -78,7 +78,7 @@ class Program(NamedTuple):
 
 
 def program(mode: str, rows: int, columns: int) -> Program:
-    """A block of `rows` by `columns` tiles of C, each at most `BLOCK`.
+    """Return the program of a block of `rows` by `columns` tiles of C, each at most `BLOCK`.
 
     `mode` is "set" (C = A B) or "add" (C += A B). C's tiles come first, then A's, then B's.
     """
@@ -100,9 +100,10 @@ def program(mode: str, rows: int, columns: int) -> Program:
 
 
 def lower(module: ir.Module, block: Blocking, mode: str, rows: int, columns: int) -> ir.Function:
-    """The program of a block as a function of C, ldc, A, lda, B, ldb and the pairs along the sum.
+    """Lower the program of a block to a function of C, ldc, A, lda, B, ldb and the number of pairs.
 
-    Addresses are of 32-bit elements, leading dimensions count such elements.
+    The pairs are those along the sum. Addresses are of 32-bit elements, and leading dimensions
+    count such elements.
     """
     code = Code(module, f"tiles_{mode}_{rows}x{columns}", block, 4, "pipipii")
     if not code.is_new:
@@ -147,7 +148,7 @@ def lower(module: ir.Module, block: Blocking, mode: str, rows: int, columns: int
 
 
 def call(code: Code, name: str, *values) -> None:
-    """Call an intrinsic of AMX's."""
+    """Call an AMX intrinsic."""
     module, full = code.function.module, f"llvm.x86.{name}"
     if full not in module.globals:
         ir.Function(module, ir.FunctionType(VOID, [v.type for v in values]), full)
@@ -155,7 +156,7 @@ def call(code: Code, name: str, *values) -> None:
 
 
 def build_configure(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
-    """Tell this thread's CPU what its tiles look like; zeroes them."""
+    """Build code that configures the tile shapes of the calling thread and zeroes the tiles."""
     code = Code(module, "tiles_configure", block, itemsize, "p")
     if code.is_new:
         kind = ir.ArrayType(BYTE, len(CONFIG))
@@ -168,7 +169,7 @@ def build_configure(module: ir.Module, block: Blocking, itemsize: int) -> ir.Fun
 
 
 def build_release(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
-    """This thread has done with tiles: the system need not keep 8 KiB of them any more."""
+    """Build code that releases a thread's tiles, so the system need not save their 8 KiB."""
     code = Code(module, "tiles_release", block, itemsize, "p")
     if code.is_new:
         call(code, "tilerelease")

@@ -1,4 +1,4 @@
-"""Asking Linux for AMX: it keeps the 8 KiB of a thread's tiles for processes that asked."""
+"""Request AMX from Linux, which saves a thread's 8 KiB of tiles only if the process asked."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ REASONS = {
 
 @cache
 def refusal(process: int) -> str | None:
-    """Ask that this process may use tiles: None if it may, else why not.
+    """Request AMX tiles for this process; return None if it may use them, else the reason.
 
-    One question serves all threads, those that exist and those that come. A fork inherits the
-    answer; `process` (os.getpid()) makes it be asked again all the same, which changes nothing.
+    One request covers all threads, existing and future. A fork inherits the permission. Because of
+    `process` (os.getpid()) a fork asks again, which changes nothing.
     """
     del process
     if sys.platform != "linux" or platform.machine() != "x86_64" or sys.maxsize < 1 << 32:

@@ -1,9 +1,9 @@
 """The operations of `plain.py` as vector code: LLVM IR with vector types.
 
-Numba's own vectoriser gives a quarter of what a CPU can do on these loops and a BLAS call for each
-tile half; what works is to say which values stay in registers. `build_*` write one LLVM function
-each, for an element type and a `Blocking`, by a `Code` and know nothing of Numba; `vector.py`
-passes addresses to them.
+On these loops Numba's own vectoriser reaches a quarter of a CPU's peak, and one BLAS call per tile
+reaches half. So the code here says which values stay in registers. Each `build_*` writes one LLVM
+function for an element type and a `Blocking`, by a `Code`, independent of Numba; `vector.py` passes
+addresses to it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def build_step(
     rows: int,
     writer: type[Code] = Code,
 ):
-    """`rows` rows of a product, all accumulators in registers: C, ldc, A, row, step, B, ldb, n.
+    """Build `rows` rows of a product, with all accumulators in registers.
 
-    For each x: one scalar of A a row is spread over the lanes and multiplied with the vectors of
-    B's row x. `mode` is "set", "add" or "rescale" (which takes the address of alpha as well, one a
-    lane).
+    The arguments are C, ldc, A, row, step, B, ldb, n. For each x, one scalar of A per row is spread
+    over the lanes and multiplied with the vectors of B's row x. `mode` is "set", "add" or "rescale"
+    (which also takes the address of alpha, one per lane).
     """
     args = "pipiipii" + MORE.get(mode, "")
     code = writer(module, f"{mode}_{rows}", block, itemsize, args)
@@ -79,8 +79,9 @@ def build_step(
 def build_product(
     module: ir.Module, block: Blocking, itemsize: int, mode: str, writer: type[Code] = Code
 ):
-    """Any number of rows: `ROWS` at a time, then what is left: C, ldc, A, row, step, B, ldb, rows,
-    n and what `build_step` takes besides.
+    """Build a product with any number of rows: `ROWS` at a time, then the remainder.
+
+    The arguments are C, ldc, A, row, step, B, ldb, rows, n and the others of `build_step`.
     """
     args = "pipiipiii" + MORE.get(mode, "")
     code = writer(module, mode, block, itemsize, args)
@@ -114,7 +115,7 @@ def build_product(
 
 
 def build_online_softmax(module: ir.Module, block: Blocking, itemsize: int):
-    """S, rows, m, l, alpha: see `plain.online_softmax`."""
+    """Build `plain.online_softmax`, with arguments S, rows, m, l, alpha."""
     code = Code(module, "online_softmax", block, itemsize, "pippp")
     if not code.is_new:
         return code.function
@@ -122,9 +123,10 @@ def build_online_softmax(module: ir.Module, block: Blocking, itemsize: int):
     b, minus_inf, masked = code.b, code.const(-np.inf), code.masked()
 
     def in_turn(body: Callable, carried: list) -> list:
-        """``sums = body(addresses, sums)`` for every row, two at a time, each with sums of its own.
+        """Do ``sums = body(addresses, sums)`` for every row, two at a time with separate sums.
 
-        That makes two short chains of one long one, which rounds off half as much, too.
+        That replaces one long dependency chain by two short ones, which also halves the rounding
+        error.
         """
 
         def rows_from(base, height: int) -> Callable:
@@ -170,7 +172,7 @@ def build_online_softmax(module: ir.Module, block: Blocking, itemsize: int):
 
 
 def build_grad_scores(module: ir.Module, block: Blocking, itemsize: int, by_row: bool):
-    """S, dP, ld, rows, L, delta: see `plain.grad_scores_by_row` and `_by_lane`."""
+    """Build `plain.grad_scores_by_row` or `_by_lane`, with arguments S, dP, ld, rows, L, delta."""
     name = "grad_scores_by_row" if by_row else "grad_scores_by_lane"
     code = Code(module, name, block, itemsize, "ppiipp")
     if not code.is_new:
@@ -201,7 +203,7 @@ def build_grad_scores(module: ir.Module, block: Blocking, itemsize: int, by_row:
 
 
 def build_soft_cap(module: ir.Module, block: Blocking, itemsize: int, gated: bool):
-    """S, ld, rows, constants and, if `gated`, gate: see `plain.soft_cap`."""
+    """Build `plain.soft_cap`, with arguments S, ld, rows, constants and, if `gated`, gate."""
     name = "soft_cap_gated" if gated else "soft_cap"
     code = Code(module, name, block, itemsize, "piip" + "p" * gated)
     if not code.is_new:
@@ -224,7 +226,7 @@ def build_soft_cap(module: ir.Module, block: Blocking, itemsize: int, gated: boo
 
 
 def build_transpose(module: ir.Module, block: Blocking, itemsize: int, out: bool):
-    """panels, X, rows, cols, d, factors: see `plain.transpose_in` and, if `out`, `_out`."""
+    """Build `plain.transpose_in` (`_out` if `out`): panels, X, rows, cols, d, factors."""
     code = Code(module, "transpose_out" if out else "transpose_in", block, itemsize, "ppiiip")
     if not code.is_new:
         return code.function

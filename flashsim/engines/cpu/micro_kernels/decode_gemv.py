@@ -1,11 +1,11 @@
-"""Vector code for one query a head: K and V are read along their rows, as they lie in memory.
+"""Vector code for one query per head: K and V are read along their rows, as they lie in memory.
 
-Such a walk is as fast as memory. So every line of K and V goes through the registers once, 16-bit
-numbers become floats there, and each row brings near what lies `AHEAD` further on in its array.
-Scores lie by head, keys in the lanes: as many exponentials as there are scores.
+Memory bandwidth limits such a kernel. So every line of K and V is loaded into registers once, where
+16-bit numbers become floats, and each row prefetches data that lies `AHEAD` bytes further on.
+Scores are stored by head with keys in the lanes, so there is one exponential per score.
 
-Where an instruction adds up the products of bfloat16 pairs (`Blocking.pairs`), that is what
-`along_pairs` has it do, and `along_tiles` AMX's.
+`decode_gemv_bf16` is the version for CPUs with an instruction that adds up products of bfloat16
+pairs (`Blocking.pairs`), and `decode_gemv_amx` the version for AMX.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flashsim.engines.cpu.micro_kernels.writer import INT
 
 
 def build_dots(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
-    """S, ld, K, k0, d, Q, ldq, rows, heads, factor: see `plain.dots`."""
+    """Build `plain.dots`, with arguments S, ld, K, k0, d, Q, ldq, rows, heads, factor."""
     if tiled(block, kind):
         return dots_in_tiles(module, block, itemsize)
     code = writer_of(module, "dots", block, itemsize, "pipiipiiip", kind)
@@ -54,7 +54,7 @@ def build_dots(module: ir.Module, block: Blocking, itemsize: int, kind: int | No
     groups, near = b.sdiv(b.sub(b.add(rows, step), ir.Constant(INT, 1)), step), CHUNK // KEYS
 
     def several(group, n, h, count: int) -> None:
-        """Scores of n groups of keys with some heads."""
+        """Compute the scores of n groups of keys for `count` heads."""
         q_rows = [code.at(Q, b.mul(b.add(h, ir.Constant(INT, k)), ldq)) for k in range(count)]
         s_rows = [code.at(S, b.mul(b.add(h, ir.Constant(INT, k)), ld)) for k in range(count)]
 
@@ -99,7 +99,7 @@ def build_dots(module: ir.Module, block: Blocking, itemsize: int, kind: int | No
 
 
 def build_weigh(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
-    """O, ldo, P, ldp, V, v0, dv, keys, heads: see `plain.weigh`."""
+    """Build `plain.weigh`, with arguments O, ldo, P, ldp, V, v0, dv, keys, heads."""
     if tiled(block, kind):
         return weigh_in_tiles(module, block, itemsize)
     code = writer_of(module, "weigh", block, itemsize, "pipipiiii", kind)
@@ -163,7 +163,7 @@ def build_weigh(module: ir.Module, block: Blocking, itemsize: int, kind: int | N
 
 
 def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
-    """S, ld, heads, n, m, l, alpha: see `plain.softmax_along`."""
+    """Build `plain.softmax_along`, with arguments S, ld, heads, n, m, l, alpha."""
     code = writer_of(module, "softmax_along", block, itemsize, "piiippp", kind)
     if not code.is_new:
         return code.function
@@ -174,7 +174,7 @@ def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind:
     most = HEADS if block.register != 32 else 1  # AVX2 has half the registers
 
     def folded(value, operation: Callable):
-        """Of all lanes, in every lane."""
+        """Reduce all lanes by `operation`; the result is in every lane."""
         size = 1
         while size < code.lanes:
             value = operation(value, code.pick(value, value, [x ^ size for x in range(code.lanes)]))

@@ -1,9 +1,9 @@
-"""What `along` does otherwise where AMX multiplies pairs (`bf16_dot.tiles`): 16 heads at a time.
+"""The version of `decode_gemv` for AMX, which multiplies pairs in tiles of 16 heads.
 
-Rows of K are a left operand as they lie in memory, and Q a right one, so scores come with keys for
-rows and heads for columns, and are turned over. P is a left operand as softmax leaves it; two rows
-of V, merged, are a row of the right one. Heads beyond the last have columns, and rows, of their
-own: nobody asks what becomes of these.
+See `bf16_dot.tiles`. Rows of K are a left operand as they lie in memory, and Q is a right operand.
+So scores have keys as rows and heads as columns, and must be transposed. P is a left operand as
+softmax leaves it; two merged rows of V are a row of the right operand. Tiles also have rows and
+columns for heads beyond the last one; their results are never read.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ MERGED = 4096
 
 
 def tiled(block: Blocking, kind: int | None) -> bool:
-    """Whether numbers of this kind are multiplied by tiles."""
+    """Whether AMX tiles multiply numbers of this kind."""
     return kind == BFLOAT16 and block.pairs in TILED
 
 
 def side_by_side_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
-    """`along_pairs.build_side_by_side`: each 16 rows become a right operand, 16 words a pair."""
+    """`decode_gemv_bf16.build_side_by_side` for tiles; 16 rows become a right operand.
+
+    The operand has 16 words per pair.
+    """
     code = PairCode(module, "side_by_side_in_tiles", block, itemsize, "pii")
     if not code.is_new:
         return code.function
@@ -66,7 +69,10 @@ def side_by_side_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> 
 
 
 def dots_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
-    """`along.build_dots`. A tile has rows of 32 numbers, so other rows, and fewer, are copied."""
+    """`decode_gemv.build_dots` for tiles, whose rows have 32 numbers.
+
+    Rows of K with another length, or too few rows, are copied first.
+    """
     code = PairCode(module, "dots_in_tiles", block, itemsize, "pipiipiiip")
     if not code.is_new:
         return code.function
@@ -84,7 +90,7 @@ def dots_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Funct
     product = TILED[block.pairs](module, block, "set", KEYS // SIDE, 1)
 
     def turned_over(r, h, count: int) -> None:
-        """Scores of `count` heads up to 4: four keys' in each 16 bytes, and these transposed."""
+        """Store scores of up to 4 heads, transposed: the scores of four keys in each 16 bytes."""
         for half in range(0, KEYS, SIDE):
             quarters = [_four(code, scores, (half + row) * SIDE, h) for row in range(SIDE)]
             vectors = [_joined(code, quarters[i::4]) for i in range(4)]
@@ -131,7 +137,7 @@ def dots_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Funct
 
 
 def weigh_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
-    """`along.build_weigh`: rows of V are merged in pairs, and then multiplied."""
+    """`decode_gemv.build_weigh` for tiles: rows of V are merged in pairs, then multiplied."""
     code = PairCode(module, "weigh_in_tiles", block, itemsize, "pipipiiii")
     if not code.is_new:
         return code.function
@@ -145,7 +151,7 @@ def weigh_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Func
     product = TILED[block.pairs](module, block, "add", 1, NUMBERS // SIDE)
 
     def chunk(r0) -> list:
-        """Rows r0 .. of V, two times `most` of them if there are."""
+        """Process rows of V from r0 on, up to two times `most` of them."""
         left = b.lshr(b.add(b.sub(keys, r0), one), one)
         pairs = b.select(b.icmp_signed("<", left, most), left, most)
         up = ir.Constant(INT, SIDE - 1)
@@ -203,7 +209,7 @@ def _side() -> ir.Constant:
 
 
 def _scratch(code: PairCode, words):
-    """Room for 32-bit words as long as the function runs, from the beginning of a line on."""
+    """Allocate 32-bit words for the duration of the function, aligned to a cache line."""
     count = ir.Constant(INT, words) if isinstance(words, int) else words
     place = code.b.alloca(code.element, count)
     place.align = LINE
@@ -211,13 +217,13 @@ def _scratch(code: PairCode, words):
 
 
 def _four(code: PairCode, base, at: int, h):
-    """Four floats."""
+    """Load four floats."""
     kind = ir.VectorType(code.element, 4).as_pointer()
     return code.b.load(code.b.bitcast(code.at(base, h, at), kind), align=4)
 
 
 def _joined(code: PairCode, parts: list):
-    """Vectors one after another."""
+    """Concatenate vectors."""
     while len(parts) > 1:
         lanes = list(range(2 * parts[0].type.count))
         parts = [code.pick(x, y, lanes) for x, y in zip(parts[::2], parts[1::2], strict=True)]
@@ -225,7 +231,7 @@ def _joined(code: PairCode, parts: list):
 
 
 def _turned(code: PairCode, rows: list) -> list:
-    """Of four vectors, each 16 bytes' 4 x 4 floats transposed."""
+    """Transpose the 4 x 4 floats in each 16-byte column of four vectors."""
     n, groups = code.lanes, range(0, code.lanes, 4)
 
     def mixed(pair: list, lanes: tuple[int, ...]):

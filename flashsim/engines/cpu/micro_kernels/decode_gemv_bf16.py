@@ -1,7 +1,7 @@
-"""What `along` does otherwise where an instruction adds up the products of bfloat16 pairs.
+"""The version of `decode_gemv` for CPUs that add up products of bfloat16 pairs by one instruction.
 
-Nothing is widened. Two neighbours of a row of K are a pair as they lie, so Q's have to lie
-likewise; two rows of V are merged.
+Nothing is widened. Two neighbours in a row of K already form a pair in memory, so Q is arranged in
+the same way; two rows of V are merged into pairs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashsim.engines.cpu.micro_kernels.writer import INT
 
 
 def build_side_by_side(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
-    """Q, ld, rows: see `plain.side_by_side`."""
+    """Build the code of `plain.side_by_side`, with arguments Q, ld, rows."""
     if tiled(block, kind):
         return side_by_side_in_tiles(module, block, itemsize)
     code = writer_of(module, "side_by_side", block, itemsize, "pii", kind)
@@ -57,7 +57,7 @@ def build_side_by_side(module: ir.Module, block: Blocking, itemsize: int, kind: 
 
 
 def weigh_pairs(code: PairCode) -> ir.Function:
-    """`build_weigh` of two rows of V at a time, whose numbers are merged into pairs."""
+    """Like `build_weigh`, with two rows of V at a time, whose numbers are merged into pairs."""
     O, ldo, P, ldp, V, v0, dv, keys, heads = code.function.args
     O.add_attribute("noalias")
     b, values, chunk = code.b, Stretch(code, V, v0, BFLOAT16), ir.Constant(INT, CHUNK)
@@ -76,7 +76,7 @@ def weigh_pairs(code: PairCode) -> ir.Function:
     ordered = [[lane for part in two for lane in part] for two in parts]
 
     def several(r0, n, x, h, count: int, vecs: int, some=None) -> None:
-        """O of `count` heads, `vecs` times as many columns as a vector has numbers."""
+        """Update O of `count` heads, for `vecs` vectors of columns."""
         columns = [code.at(O, b.mul(b.add(h, ir.Constant(INT, k)), ldo), x) for k in range(count)]
         first = b.lshr(r0, one)
         weights = [

@@ -55,10 +55,10 @@ _PARTS_DOUBLE = (_TWICE_LOG2E, 2 * 2.0355273740931033e-17)
 
 
 class Exponential(NamedTuple):
-    """What a type's powers of two are made of.
+    """The constants for computing powers of two in one floating-point type.
 
-    `mantissa` bits, exponent `bias`; polynomials, constant term first, for 2^f and, where small
-    results count, (2^f - 1) / f; 2 log2 e in two parts.
+    They are the number of `mantissa` bits; the exponent `bias`; polynomials, constant term first,
+    for 2^f and, if small results matter, (2^f - 1) / f; and 2 log2 e in two parts.
     """
 
     mantissa: int
@@ -69,13 +69,13 @@ class Exponential(NamedTuple):
 
     @property
     def magic(self) -> float:
-        """Added to x, rounds it to a whole number n and leaves n + bias in the low bits."""
+        """The number that rounds x to an integer n when added; the low bits then hold n + bias."""
         return 1.5 * 2**self.mantissa + self.bias
 
     @classmethod
     @cache
     def of(cls, itemsize: int) -> Exponential:
-        """For elements of 4 or 8 bytes."""
+        """Return the constants for elements of 4 or 8 bytes."""
         if itemsize == 4:
             return cls(23, 127, _FLOAT, _FLOAT_LESS_ONE, _PARTS_FLOAT)
         return cls(52, 1023, _DOUBLE, _DOUBLE[1:], _PARTS_DOUBLE)

@@ -1,7 +1,7 @@
 """Vector code for 16-bit numbers: rounding to them, and between them and float32 in memory.
 
-Arrays of them come as the float32 that lie in their place, two numbers each: so a walk is compiled
-once for float16 and bfloat16.
+Arrays of 16-bit numbers are passed as float32 arrays over the same memory, two numbers per float.
+So a kernel is compiled once for both float16 and bfloat16.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ SHORT = ir.IntType(16)
 
 
 def rounded_bits(code: Code, x):
-    """The bits of floats, whose upper 16 are the nearest bfloat16 (ties to even).
+    """Return bits of floats whose upper 16 are the nearest bfloat16 (ties to even).
 
-    The lower ones are arbitrary. A NaN stays one, where rounding could carry it into a number.
+    The lower bits are arbitrary. NaN stays NaN, although rounding could carry it into a number.
     """
     b, ints = code.b, code.ints
     bits = b.bitcast(x, ints(0).type)
@@ -33,7 +33,7 @@ def rounded_bits(code: Code, x):
 
 
 def rounded(code: Code, x, kind: int | None):
-    """Floats as the nearest numbers of a 16-bit type, if there is one, as floats."""
+    """Round floats to the nearest numbers of a 16-bit type, if there is one; return floats."""
     b = code.b
     if kind is None:
         return x
@@ -43,7 +43,7 @@ def rounded(code: Code, x, kind: int | None):
 
 
 def as_floats(code: Code, value, kind: int):
-    """A vector of 16-bit numbers as floats, exactly."""
+    """Convert a vector of 16-bit numbers exactly to floats."""
     b = code.b
     if kind == FLOAT16:
         return b.fpext(b.bitcast(value, ir.VectorType(ir.HalfType(), code.lanes)), code.vector)
@@ -51,7 +51,7 @@ def as_floats(code: Code, value, kind: int):
 
 
 def build_round(module: ir.Module, block: Blocking, itemsize: int, kind: int | None):
-    """X, ld, rows: see `plain.round_panel`."""
+    """Build `plain.round_panel`, with arguments X, ld, rows."""
     code = Code(module, f"round_{kind}", block, itemsize, "pii")
     if not code.is_new:
         return code.function
@@ -70,9 +70,9 @@ def build_round(module: ir.Module, block: Blocking, itemsize: int, kind: int | N
 def build_convert(
     module: ir.Module, block: Blocking, itemsize: int, kind: int, narrow: bool
 ) -> ir.Function:
-    """floats, halves, h0, n: `plain.widen` or, if `narrow`, `plain.narrow`.
+    """Build `plain.widen` or, if `narrow`, `plain.narrow`: floats, halves, h0, n.
 
-    What whole rows of a panel leave over is done by the same code for one lane.
+    The same code for one lane handles the remainder after whole rows of a panel.
     """
     code = Code(module, f"{'narrow' if narrow else 'widen'}_{kind}", block, itemsize, "ppii")
     if not code.is_new:

@@ -1,4 +1,4 @@
-"""K and V as they lie in memory, for `along`: floats, 16-bit numbers or pairs of these."""
+"""Read K and V as they lie in memory, for `decode_gemv`: floats, 16-bit numbers or pairs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNK = 16
 
 
 class Stretch:
-    """Numbers in memory, floats or 16-bit numbers in the place of floats, that are read as floats.
+    """Numbers in memory that are read as floats: floats, or 16-bit numbers in a float array.
 
     `start` counts numbers; `kind` is `BFLOAT16`, `FLOAT16` or None. A `PairCode` reads pairs.
     """
@@ -36,8 +36,9 @@ class Stretch:
         self.first = code.b.gep(code.b.bitcast(base, self.element.as_pointer()), [start])
 
     def load(self, at, some=None):
-        """The vector from number `at` on; of lanes that are not `some` (all are) nothing is read,
-        and they are 0.
+        """Load the vector from number `at` on.
+
+        Lanes that are not in the mask `some` (default: all) are not read and become 0.
         """
         code, b = self.code, self.code.b
         vector = ir.VectorType(self.element, self.numbers)
@@ -59,7 +60,7 @@ class Stretch:
         return as_floats(code, value, self.kind) if self.kind else value
 
     def bring_near(self, at, count: int) -> None:
-        """The `count` numbers that lie `AHEAD` of number `at`."""
+        """Prefetch the `count` numbers that lie `AHEAD` bytes after number `at`."""
         cache = 2 if registers.zen() else 1
         for line in range(0, count * self.size, LINE):
             ahead = ir.Constant(INT, (AHEAD + line) // self.size)
@@ -69,18 +70,18 @@ class Stretch:
 def writer_of(
     module: ir.Module, name: str, block: Blocking, itemsize: int, args: str, kind: int | None
 ) -> Code:
-    """What writes code for numbers of a kind: of bfloat16, where pairs are multiplied, pairs."""
+    """Return the code writer for numbers of a kind; for bfloat16 a `PairCode` if pairs are used."""
     write = WRITERS[block.pairs] if block.pairs and kind == BFLOAT16 else Code
     return write(module, f"{name}_{kind}", block, itemsize, args)
 
 
 def numbers_of(code: Code) -> int:
-    """How many numbers of a `Stretch` a vector has."""
+    """Return how many numbers of a `Stretch` fit in a vector."""
     return code.lanes * (2 if isinstance(code, PairCode) else 1)
 
 
 def lanes_below(code: Code, count):
-    """The numbers of a vector from a `Stretch` that stand before the `count`-th."""
+    """Return the mask of the first `count` numbers of a vector from a `Stretch`."""
     b, lanes = code.b, numbers_of(code)
     undefined = ir.Constant(ir.VectorType(INT, lanes), ir.Undefined)
     one = b.insert_element(undefined, count, ir.Constant(ir.IntType(32), 0))
@@ -90,7 +91,7 @@ def lanes_below(code: Code, count):
 
 
 def in_blocks(code: Code, heads, most: int, body: Callable) -> None:
-    """``body(h, count)`` for blocks of heads: as many of `most` as there are, then halves of it."""
+    """Call ``body(h, count)`` for blocks of `most` heads, then of half as many, and so on."""
     size = most
     while size:
         count = code.b.sdiv(heads, ir.Constant(INT, size))

@@ -1,4 +1,4 @@
-"""Writes LLVM IR over vectors of floats and of pairs of bfloat16: see `writer`."""
+"""Write LLVM IR over vectors of floats and of pairs of bfloat16: see `writer`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NATIVE = {"vdpbf16ps": True, "amx": True}
 class PairCode(Code):
     """Writes functions whose 32-bit elements are floats or pairs of bfloat16.
 
-    Of a pair the first number lies in the lower half, as in memory.
+    The first number of a pair lies in the lower half, as in memory.
     """
 
     def __init__(
@@ -30,20 +30,20 @@ class PairCode(Code):
         self.pairs, self.native = block.pairs, NATIVE.get(block.pairs, False)
 
     def step(self, left, right, total):
-        """The dot product of a pair in each lane, added to `total` (AVX512-BF16)."""
+        """Add the dot product of the pairs in each lane to `total` (AVX512-BF16)."""
         whole = self.ints(0).type
         pairs = (self.b.bitcast(value, whole) for value in (left, right))
         return self._call("x86.avx512bf16.dpbf16ps.512", self.vector, total, *pairs)
 
     def halves(self, x):
-        """Floats as the bits of the nearest bfloat16, in 16-bit lanes."""
+        """Return the bits of the bfloat16 nearest to each float, in 16-bit lanes."""
         bits = ir.VectorType(SHORT, self.lanes)
         if self.native:
             return self._call("x86.avx512bf16.cvtneps2bf16.512", bits, x)
         return self.b.trunc(self.b.lshr(rounded_bits(self, x), self.ints(16)), bits)
 
     def pair(self, x, y):
-        """Two vectors of floats, rounded, as one of pairs."""
+        """Round two vectors of floats and merge them into one vector of pairs."""
         if self.native:
             kind = ir.VectorType(SHORT, 2 * self.lanes)
             both = self._call("x86.avx512bf16.cvtne2ps2bf16.512", kind, y, x)  # x's numbers first
@@ -53,7 +53,7 @@ class PairCode(Code):
         return self.b.bitcast(self.b.or_(low, self.b.shl(high, self.ints(16))), self.vector)
 
     def in_a_row(self, x, y):
-        """The same numbers, y's after x's."""
+        """Round two vectors as in `pair`, but put all numbers of y after those of x."""
         if self.native:
             kind = ir.VectorType(SHORT, 2 * self.lanes)
             both = self._call("x86.avx512bf16.cvtne2ps2bf16.512", kind, y, x)
@@ -65,8 +65,8 @@ class PairCode(Code):
     def exp2(self, x):
         """2^x, x < 128, as 2^floor(x) 2^f with 0 <= f < 1; exactly 0 below 2^-126, NaN stays NaN.
 
-        AVX-512 takes floor(x) from x, and multiplies with a power of two, in an instruction each,
-        which takes 130 cycles where the result is no normal number: so these are left out.
+        AVX-512 subtracts floor(x) from x, and multiplies by a power of two, in one instruction
+        each. The latter takes 130 cycles if the result is subnormal, so such results become 0.
         """
         b, zero = self.b, self.const(0)
         seen = b.fcmp_unordered(">=", x, self.const(-126))
@@ -83,15 +83,15 @@ class PairCode(Code):
         return b.select(seen, b.fmul(q, power), zero)
 
     def power(self, x):
-        """e^x, x < 88, as `exp2` has it."""
+        """e^x, x < 88, computed by `exp2`."""
         return self.exp2(self.b.fmul(x, self.const(np.log2(np.e))))
 
     def load_at(self, address):
-        """As `load`, wherever 16-bit numbers begin."""
+        """Like `load`, from any address aligned to 16 bits."""
         return self.b.load(self.b.bitcast(address, self.vector.as_pointer()), align=2)
 
     def _call(self, name: str, result: ir.Type, *values) -> Any:
-        """An intrinsic; AVX512-BF16's with integers for bfloat16, which every LLVM takes."""
+        """Call an intrinsic; AVX512-BF16's get bfloat16 as integers, which every LLVM accepts."""
         name, module = f"llvm.{name}", self.function.module
         if name not in module.globals:
             ir.Function(module, ir.FunctionType(result, [v.type for v in values]), name)

@@ -1,4 +1,4 @@
-"""What the CPU engine computes on one panel, defined in plain Numba.
+"""The operations of the CPU engine on one panel, defined in plain Numba.
 
 A *panel* is a block of rows with a fixed number of lanes side by side: ``width`` queries (forward
 and dQ) or ``width`` keys (dK, dV). The lanes are the tile's transposed form: with queries in the
@@ -6,13 +6,12 @@ lanes S^T = K Q^T and O^T += V^T P^T, so that
 
 - the softmax runs along the lanes and needs no shuffles, and
 - K and V are read as they lie in memory, one scalar at a time; only the lanes' own operand is
-  transposed, once for a whole walk.
+  transposed, once for a whole loop over tiles.
 
 Every function here takes flat arrays and offsets (in elements): ``S[s0 + r * ld + c]`` is row r,
 lane c. The functions below are the specification. On CPUs whose vector registers are known
-(`registers.py`) the same operation is vector code, which the decorator names (`vector.operation`):
-it is chosen when a kernel is compiled, by the type of the first argument. Tests hold the two
-against each other.
+(`registers.py`), vector code does the same operation; the decorator names it (`vector.operation`).
+The type of the first argument selects it when a kernel is compiled. Tests compare the two.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ LOG2E = 1.4426950408889634
 def product_set(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
     """C = A B: C (rows, width), A (rows, n) with strides `row` and `step`, B (n, width).
 
-    Where a CPU multiplies pairs of bfloat16 (`Blocking.pairs`), elements of A and B are such pairs,
-    each product is that of two pairs, and neighbours in a row of A lie side by side.
+    If a CPU multiplies pairs of bfloat16 (`Blocking.pairs`), elements of A and B are such pairs,
+    each product is the dot product of two pairs, and neighbours in a row of A are adjacent.
     """
     for r in range(rows):
         for c in range(cpu.width):
@@ -72,7 +71,7 @@ def product_add(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
 
 @operation("a o0 i a o1 i i a o2 i i i a o3", build_product, mode="rescale")
 def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, alpha0):
-    """C = alpha C + A B, one alpha a lane; the rescaling rides on the load of C."""
+    """C = alpha C + A B, one alpha per lane; C is rescaled when it is loaded."""
     for r in range(rows):
         for c in range(cpu.width):
             total = C[c0 + r * ldc + c] * alpha[alpha0 + c]
@@ -83,12 +82,12 @@ def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alph
 
 @operation("a o0 i a a a o1,2,3", build_online_softmax)
 def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
-    """One step of the online softmax down each lane: S becomes P, and m, l, alpha move on.
+    """One step of the online softmax down each lane: S becomes P; m, l and alpha are updated.
 
-    `S` has stride `width`. Every exponential is a power of 2, P = 2^((S - m) log2 e): the
-    difference first, since S log2 e overflows where S is the largest finite number, or the
-    smallest, as padding often is. A lane that has seen no key, or only scores so low that they
-    count as masked, subtracts 0 (no inf - inf): then P and l are 0.
+    `S` has stride `width`. Every exponential is a power of 2, P = 2^((S - m) log2 e). The
+    difference comes first, since S log2 e overflows if S is the largest or smallest finite number,
+    as padding often is. A lane that has seen no key, or only scores so low that they count as
+    masked, subtracts 0 (to avoid inf - inf): then P and l are 0.
     """
     log2e = S.dtype.type(LOG2E)
     for c in range(cpu.width):
@@ -138,7 +137,7 @@ def soft_cap(cpu, S, s0, ld, rows, c):
 
 @operation("a o0 i i a a o2", build_soft_cap, gated=True)
 def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
-    """As `soft_cap`; `gate`, laid out like S, takes 1 - tanh^2, the factor from dS back."""
+    """As `soft_cap`; also writes 1 - tanh^2, dS's factor backwards, to `gate`, laid out like S."""
     for r in range(rows):
         for x in range(r * ld, r * ld + cpu.width):
             t = np.tanh(S[s0 + x] / c[0])
@@ -148,21 +147,20 @@ def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
 
 @operation_by_kind("a i i", build_side_by_side)
 def side_by_side(cpu, Q, ld, rows, kind):
-    """Q (rows, ld), as `dots` takes it: as it is.
+    """Arrange Q (rows, ld) as `dots` takes it; plain code leaves it unchanged.
 
-    Where a CPU multiplies pairs of bfloat16, and Q's numbers are such, vector code moves them
-    together: a row's lie in its first half, and zeros in the other; for tiles those of 16 rows side
-    by side.
+    If a CPU multiplies pairs of bfloat16 and Q holds bfloat16 numbers, vector code packs them: the
+    first half of a row holds its numbers, and the other half zeros. For tiles, 16 rows are packed
+    side by side.
     """
 
 
 @operation_by_kind("a i a i i a o2 i i i a", build_dots)
 def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
-    """S (heads, rows) = factor[0] Q K^T of Q (heads, d), by `side_by_side`, and K (rows, d), which
-    may be of 16-bit numbers.
+    """S (heads, rows) = factor[0] Q K^T of Q (heads, d), from `side_by_side`, and K (rows, d).
 
-    Vector code reads Q up to a multiple of 32 columns, where it is 0, and writes S up to one of 4
-    rows, tiles up to 32; these have room for 16 heads in Q.
+    K may hold 16-bit numbers. Vector code reads Q up to a multiple of 32 columns, with zeros after
+    d. It writes S up to a multiple of 4 rows (tiles: 32). For tiles, Q has memory for 16 heads.
     """
     for h in range(heads):
         for r in range(rows):
@@ -174,10 +172,10 @@ def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
 
 @operation_by_kind("a i i i a a a o1,2,3", build_softmax_along)
 def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
-    """`online_softmax` along the rows of S (heads, n), one head each; n a multiple of 32.
+    """`online_softmax` along the rows of S (heads, n), one row per head; n is a multiple of 32.
 
-    P, but not what is added up, is rounded to the 16-bit numbers that inputs are, if such. Where
-    pairs are multiplied it becomes these: two neighbours are a pair, in the first half of a row.
+    If inputs have 16 bits, P is rounded to their type, but the sum l uses unrounded numbers. If
+    pairs are multiplied, P is stored as pairs of neighbours, in the first half of a row.
     """
     log2e = S.dtype.type(LOG2E)
     for h in range(heads):
@@ -198,11 +196,10 @@ def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
 
 @operation_by_kind("a o0 i a i a i i i i", build_weigh)
 def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):
-    """O (heads, dv) += P V of P (heads, keys) and V (keys, dv), which may be of 16-bit numbers, and
-    P's are then such numbers, too, as `softmax_along` leaves them.
+    """O (heads, dv) += P V of P (heads, keys), as `softmax_along` leaves it, and V (keys, dv).
 
-    Vector code adds zeros to O up to a multiple of 32 columns; tiles have room for 16 heads in O,
-    and in P.
+    V may hold 16-bit numbers; then P holds them, too. Vector code adds zeros to O up to a multiple
+    of 32 columns. For tiles, O and P have memory for 16 heads.
     """
     for h in range(heads):
         for x in range(dv):
@@ -214,7 +211,7 @@ def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):
 
 @operation("a a o1 i i i a", build_transpose, out=False)
 def transpose_in(cpu, panels, X, x0, rows, cols, d, factors):
-    """X (rows, d), each row times its factor, into panels: `cols` of its columns, see `pack`."""
+    """Transpose `cols` columns of X (rows, d), rows times factors, into panels: see `pack`."""
     w = cpu.width
     for row in range(rows):
         for x in range(cols):
@@ -232,9 +229,9 @@ def transpose_out(cpu, panels, X, x0, rows, cols, d, factors):
 
 @operation_by_kind("a o0 i i", build_round)
 def round_panel(cpu, X, x0, ld, rows, kind):
-    """Round to the nearest 16-bit number (ties to even), if inputs are such, staying in float32.
+    """Round to the nearest 16-bit number (ties to even) if inputs have 16 bits; stay in float32.
 
-    Infinity from 65520 on for float16; NaN stays.
+    For float16, numbers from 65520 on become infinity. NaN stays NaN.
     """
     if kind is None:
         return
@@ -245,7 +242,7 @@ def round_panel(cpu, X, x0, ld, rows, kind):
 
 @operation_by_kind("a o0 a i i", build_convert, narrow=False)
 def widen(cpu, floats, f0, halves, h0, n, kind):
-    """n 16-bit numbers, BFLOAT16 or FLOAT16, as floats, exactly; see `float16` for their array."""
+    """Convert n 16-bit numbers (BFLOAT16 or FLOAT16) exactly to floats; see `float16` on arrays."""
     bits = halves.view(np.uint16)
     for i in range(n):
         value = number_of(bits[h0 + i])
@@ -256,7 +253,7 @@ def widen(cpu, floats, f0, halves, h0, n, kind):
 
 @operation_by_kind("a o0 a i i", build_convert, narrow=True)
 def narrow(cpu, floats, f0, halves, h0, n, kind):
-    """The reverse, to the nearest (ties to even); infinity where it is too large for float16."""
+    """The reverse of `widen`: round to nearest, ties to even; infinity if too large for float16."""
     bits = halves.view(np.uint16)
     for i in range(n):
         value = np.float32(floats[f0 + i])
@@ -265,7 +262,7 @@ def narrow(cpu, floats, f0, halves, h0, n, kind):
 
 @part
 def number_at(X, i, kind):
-    """Number i of floats or, where there is a `kind`, of the 16-bit numbers in their place."""
+    """Return number i of floats or, if there is a `kind`, of 16-bit numbers in a float array."""
     if kind is None:
         return X[i]
     bits = X.view(np.uint16)[i]
@@ -298,7 +295,7 @@ def number_of(bits):
 
 @part
 def _number_of_float16(bits):
-    """The float32 that is the float16 of these 16 bits: as one with another exponent's bias."""
+    """Return the float32 equal to the float16 of these 16 bits; the exponent's bias changes."""
     sign, size = np.uint32(0x8000), np.uint32((bits & np.uint32(0x7FFF)) << np.uint32(13))
     value = size.view(np.float32) * np.float32(2.0**112)
     if value >= np.float32(2.0**16):  # infinity and NaN
@@ -323,7 +320,7 @@ def _bits_of_float16(x):
 
 @part
 def _drop(u, n):
-    """The bits `u` of a float32 without its last n mantissa bits, rounded to nearest, ties even."""
+    """Drop the last n mantissa bits from the bits `u` of a float32; round to nearest, ties even."""
     one = np.uint32(1)
     even = (u >> n) & one
     return np.uint32((u + (one << (n - one)) - one + even) >> n << n)

@@ -1,14 +1,14 @@
-"""Which vector registers this CPU has, and how panels are blocked over them.
+"""The vector registers of this CPU, and how panels are blocked over them.
 
 A product keeps `ROWS` rows by ``vecs`` vectors of accumulators in registers. Six by two fill AVX2's
 16 registers (12 accumulators, 2 vectors of the right operand, 1 scalar spread over the lanes);
-six by four suit the 32 registers of AVX-512 and NEON. Both keep two multiply-adds a cycle busy,
+six by four suit the 32 registers of AVX-512 and NEON. Both can issue two multiply-adds per cycle,
 which needs at least 8 (AVX2: latency 4) to 16 independent sums.
 
 The registers are those that Numba compiles for: NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can name a
-CPU with fewer than this one has.
+CPU with fewer registers than this one has.
 
-The classes carry no code: their type tells the compiler which operations to use (`plain.py`), and
+The classes contain no code: their type tells the compiler which operations to use (`plain.py`), and
 is part of the key of Numba's on-disk cache.
 """
 
@@ -48,13 +48,13 @@ class Avx512(NamedTuple):
 
 
 class Avx512Bf16(NamedTuple):
-    """AVX-512 whose dot products of bfloat16 pairs are an instruction (`engines.cpu.bf16_dot`)."""
+    """AVX-512 with an instruction for dot products of bfloat16 pairs (`engines.cpu.bf16_dot`)."""
 
     width: int
 
 
 class Amx(NamedTuple):
-    """The same with AMX: eight registers of 16 x 64 B (`bf16_dot.tiles`)."""
+    """`Avx512Bf16` plus AMX: eight registers of 16 x 64 B (`bf16_dot.tiles`)."""
 
     width: int
 
@@ -92,11 +92,11 @@ class Blocking(NamedTuple):
     Attributes
     ----------
     register : int
-        Bytes of one.
+        Bytes of one register.
     vecs : int
-        How many stand side by side in a panel.
+        The number of registers side by side in a panel.
     prefetch : bool
-        Whether products bring near what they read next (docs/notebooks/cpu.md).
+        Whether products prefetch the data that they read next (docs/notebooks/cpu.md).
     pairs : str
         How pairs of bfloat16 are multiplied, if they are (`bf16_dot.codegen.PRODUCTS`).
     """
@@ -142,9 +142,9 @@ PAIRED: dict[str, tuple[type[Amx] | type[Avx512Bf16], tuple[str, ...]]] = {
 
 
 def best(dtype: str, *, plain: bool = False) -> Cpu:
-    """The kind of code for this CPU, with the panel width for this accumulator type.
+    """Return the kind of code for this CPU, with the panel width for this accumulator type.
 
-    `plain` asks for the definitions, at the same width as the vector code would have.
+    `plain` requests the plain definitions, with the panel width of the vector code.
     """
     kind = _host()
     block = BLOCKING[Neon if kind is Plain else kind]
@@ -153,7 +153,7 @@ def best(dtype: str, *, plain: bool = False) -> Cpu:
 
 
 def narrow(cpu: Cpu, dtype: str) -> Cpu:
-    """The same kind of code as `cpu`, with panels of one register for this accumulator type."""
+    """Return the kind of code of `cpu`, with panels of one register for this accumulator type."""
     kind = NARROW[type(cpu)]
     block = BLOCKING[NeonNarrow if kind is Plain else kind]
     return kind(block.lanes(np.dtype(dtype).itemsize))
@@ -168,7 +168,10 @@ _VECTORS: dict[type[Cpu], tuple[str, ...]] = {
 
 @cache
 def _host() -> type[Cpu]:
-    """What the CPU has and NUMBA_CPU_NAME and NUMBA_CPU_FEATURES let Numba compile for."""
+    """Return the best kind that this CPU has and that Numba may compile for.
+
+    NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can restrict Numba.
+    """
     has, given = llvm.get_host_cpu_features(), _given()
     # Without NUMBA_CPU_NAME LLVM takes this CPU's features, less those that are switched off.
     own = getattr(config, "CPU_NAME") is None  # noqa: B009
@@ -182,13 +185,13 @@ def _host() -> type[Cpu]:
 
 
 def _given() -> list[str]:
-    """What Numba tells LLVM about the CPU's features: "+avx2" switches one on, "-avx2" off."""
+    """Return the CPU features that Numba gives LLVM: "+avx2" switches one on, "-avx2" off."""
     given: str | None = getattr(config, "CPU_FEATURES")  # noqa: B009 (Numba sets it as it loads)
     return (codegen.get_host_cpu_features() if given is None else given).split(",")
 
 
 def paired(micro_kernel: str) -> Cpu:
-    """The kind of code for bfloat16 of this name, with its panel width."""
+    """Return the kind of code for a bfloat16 micro-kernel, with its panel width."""
     kind = PAIRED[micro_kernel][0]
     block = BLOCKING[kind]
     return kind(block.lanes(4) * block.vecs)
@@ -196,24 +199,24 @@ def paired(micro_kernel: str) -> Cpu:
 
 @cache
 def pays(micro_kernel: str) -> bool:
-    """Whether a micro-kernel for bfloat16 is meant to beat float32 on this CPU.
+    """Whether a micro-kernel for bfloat16 is expected to beat float32 on this CPU.
 
-    VDPBF16PS does not on an Intel Xeon: on one thread passes took 1.4 to 1.8 times as long as in
-    float32. On a Zen 4 they take 0.55 to 0.7 of float32's time.
+    VDPBF16PS does not on an Intel Xeon: on one thread, passes took 1.4 to 1.8 times as long as in
+    float32. On a Zen 4 they take 0.55 to 0.7 times float32's time.
     """
     return micro_kernel == "amx" or zen()
 
 
 def zen() -> bool:
-    """Whether this is a CPU of AMD's, from Zen on."""
+    """Whether this is an AMD CPU of the Zen family."""
     return bool(llvm.get_host_cpu_name().startswith("znver"))
 
 
 def without(micro_kernel: str) -> str | None:
-    """Why this process cannot run a micro-kernel for bfloat16; None if it can.
+    """Return why this process cannot run a micro-kernel for bfloat16; None if it can.
 
-    Numba compiles for the CPU it runs on, or for what NUMBA_CPU_FEATURES names: an instruction that
-    is missing there would end the process, so both are asked.
+    Numba compiles for the CPU it runs on, or for the features in NUMBA_CPU_FEATURES. An instruction
+    missing in either would end the process, so this checks both.
     """
     lacks = _lacks(micro_kernel)
     if lacks:
@@ -227,6 +230,6 @@ def _lacks(micro_kernel: str) -> list[str]:
 
 
 def lacking(features: tuple[str, ...]) -> list[str]:
-    """Those of `features` that the CPU has not, or that Numba does not let LLVM use."""
+    """Return those of `features` that the CPU lacks or that Numba does not let LLVM use."""
     has, given = llvm.get_host_cpu_features(), _given()
     return [x for x in features if not (has.get(x) and f"+{x}" in given)]

@@ -1,4 +1,4 @@
-"""Operations that are vector code where a CPU's registers are known, and a definition elsewhere."""
+"""Operations that use vector code if the CPU's registers are known, and else plain Numba."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from flashsim.engines.cpu.primitives.inline_jit import HotPart, using
 
 
 def operation(layout: str, build: Callable, **options) -> Callable:
-    """Let compiled callers of the decorated definition use vector code, where registers are known.
+    """Let compiled callers of the decorated definition use vector code if registers are known.
 
-    `layout`, `build` and `options` are `vector_intrinsic`'s. Called from Python, the definition
-    runs as it stands.
+    `layout`, `build` and `options` are those of `vector_intrinsic`. Called from Python, the
+    definition itself runs.
     """
     code = vector_intrinsic(layout, build, **options)
 
@@ -30,10 +30,10 @@ def operation(layout: str, build: Callable, **options) -> Callable:
 
 
 def operation_by_kind(layout: str, build: Callable, **options) -> Callable:
-    """The same for an operation whose last argument says which 16-bit numbers it reads or writes.
+    """Like `operation`, if the last argument says which 16-bit numbers are read or written.
 
-    Its type tells if there are any; of which type they are, BFLOAT16 or FLOAT16, is known as the
-    code runs.
+    Its type says at compile time whether there are any. Its value, BFLOAT16 or FLOAT16, is known
+    only at run time.
     """
     floats, bfloat16, float16 = (
         vector_intrinsic(layout, build, kind=kind, **options) for kind in (None, BFLOAT16, FLOAT16)
@@ -63,11 +63,11 @@ def _decorated(definition: Callable, vectorised: Callable) -> Callable:
 
 
 def vector_intrinsic(layout: str, build: Callable, **options) -> Callable:
-    """An intrinsic that passes addresses to the function that `build` writes.
+    """Return an intrinsic that passes addresses to the function that `build` writes.
 
-    `layout` says what each argument after `cpu` is: ``a`` an array, ``o`` the offset that belongs
-    to an earlier array, as its number in ``a``s; ``i`` an integer that is passed on. Elements of
-    all arrays are as wide as the first one's, or 16 bits.
+    `layout` describes each argument after `cpu`. ``a`` is an array. ``o`` plus a number is the
+    offset into the array of that number. ``i`` is an integer that is passed on. Elements of all
+    arrays are as wide as those of the first one, or 16 bits.
     """
     slots = layout.split()
 

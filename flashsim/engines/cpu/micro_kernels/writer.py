@@ -1,7 +1,7 @@
-"""Writes LLVM IR over vectors: values, arithmetic and loops of the operations in `codegen.py`.
+"""Write LLVM IR over vectors: values, arithmetic and loops for the operations in `codegen.py`.
 
-It knows nothing of Numba, nor of attention but exponentials. LLVM lowers the same IR to AVX2,
-AVX-512 or NEON.
+This module does not depend on Numba, and of attention it only knows exponentials. LLVM lowers the
+same IR to AVX2, AVX-512 or NEON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Code:
     itemsize : int
         4 (float) or 8 (double).
     args : str
-        One letter an argument: ``p`` address of elements, ``i`` integer.
+        One letter per argument: ``p`` address of elements, ``i`` integer.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Code:
         self.b.store(value, self.b.bitcast(address, value.type.as_pointer()), align=self.itemsize)
 
     def prefetch(self, address, cache: int = 1) -> None:
-        """Bring a line into the first cache or the second; any address will do."""
+        """Prefetch a cache line into L1 or L2; the address need not be valid."""
         kind, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
         signature = ir.FunctionType(VOID, [kind, flag, flag, flag])
         function = self.function.module.declare_intrinsic("llvm.prefetch", [kind], signature)
@@ -130,10 +130,10 @@ class Code:
         return self.b.select(self.b.fcmp_ordered("<", x, y), x, y)
 
     def whole(self, shifted: list) -> tuple[list, list]:
-        """n and 2^n of several vectors that were rounded to n by adding `Exponential.magic`.
+        """Return n and 2^n of several vectors that were rounded to n by adding `Exponential.magic`.
 
-        The sum has n + bias in its low bits, whence one shift makes 2^n. Several vectors go step by
-        step together, so that their chains overlap.
+        The sum has n + bias in its low bits, and one shift turns that into 2^n. Several vectors are
+        processed step by step together, so that their dependency chains overlap.
         """
         e, bits = Exponential.of(self.itemsize), self.ints(0).type
         ns = [self.b.fsub(t, self.const(e.magic)) for t in shifted]
@@ -144,7 +144,7 @@ class Code:
         return ns, powers
 
     def polynomial(self, coefficients: tuple[float, ...], fs: list) -> list:
-        """A polynomial, constant term first, of several vectors, step by step together."""
+        """Evaluate a polynomial, constant term first, on several vectors, step by step together."""
         ps = [self.const(coefficients[-1])] * len(fs)
         for coefficient in coefficients[-2::-1]:
             ps = [self.fma(p, f, self.const(coefficient)) for p, f in zip(ps, fs, strict=True)]
@@ -153,8 +153,8 @@ class Code:
     def exp(self, xs: list) -> list:
         """e^x of several vectors, x < bias ln 2, as 2^n 2^f with n + f = x log2 e, |f| <= 1/2.
 
-        x log2 e itself is never rounded: two fused multiply-adds take n and f from it. What is
-        below the smallest normal number, -inf with it, gives exactly 0; NaN stays NaN.
+        x log2 e itself is never rounded: two fused multiply-adds take n and f from it. Results
+        below the smallest normal number (x = -inf included) are exactly 0; NaN stays NaN.
         """
         e, log2e = Exponential.of(self.itemsize), self.const(np.log2(np.e))
         low, magic = self.const(-e.bias * np.log(2)), self.const(e.magic)
@@ -168,10 +168,10 @@ class Code:
     def tanh(self, xs: list, c) -> list:
         """tanh(x / c) of several vectors, within 2 or 3 units in the last place of any result.
 
-        With z = 2 log2 e x / c and y = 2^z - 1 it is y / (y + 2), and y = 2^n (2^f - 1) + (2^n - 1)
-        loses nothing where x is small: the polynomial is exact relative to 2^f - 1, and f takes in
-        what was rounded off z and off its factor. Beyond 2^+-2 mantissa bits the quotient is +-1
-        to the last bit.
+        With z = 2 log2 e x / c and y = 2^z - 1, tanh is y / (y + 2). The sum
+        y = 2^n (2^f - 1) + (2^n - 1) loses no precision for small x. The polynomial is exact
+        relative to 2^f - 1, and f includes the rounding errors of z and of its factor. Beyond 2^+-2
+        mantissa bits the quotient is +-1 to the last bit.
         """
         e, b, one, two = Exponential.of(self.itemsize), self.b, self.const(1), self.const(2)
         high, low = (self.const(part) for part in e.twice_log2e)
@@ -194,10 +194,10 @@ class Code:
         return [b.fdiv(y, b.fadd(y, two)) for y in ys]
 
     def transposed(self, rows: list) -> list:
-        """The columns of a square: as many vectors as they have lanes.
+        """Return the columns of a square: as many vectors as each has lanes.
 
-        Pairs of vectors that are 1, 2, 4, .. apart exchange blocks as large: of the first one every
-        second block moves over, of the other the rest comes back.
+        Pairs of vectors that are 1, 2, 4, .. apart exchange blocks of that many lanes: every second
+        block of the first vector is swapped with the opposite blocks of the second.
         """
         size = 1
         while size < self.lanes:
@@ -212,10 +212,10 @@ class Code:
         return rows
 
     def summed(self, sums: list) -> Any:
-        """A vector whose first lanes are the sums of as many vectors' lanes, 1, 2, 4, .. of them.
+        """Return a vector whose first lanes are the sums of the lanes of 1, 2, 4, .. vectors.
 
-        Pairs of vectors become one, the lanes of both half as many: of 16 bytes each, which are
-        cheap to mix, then of whole groups of 16 bytes.
+        Each step merges two vectors into one and halves the lanes of both: first within groups of
+        16 bytes, which are cheap to shuffle, then across whole groups of 16 bytes.
         """
         size, group = 1, 16 // self.itemsize
         while size < self.lanes:
@@ -236,18 +236,18 @@ class Code:
         return sums[0]
 
     def pick(self, x, y, lanes: list[int]):
-        """A vector of lanes of x and, counted on from there, of y."""
+        """Return a vector of lanes of x and y; lane numbers of y continue after those of x."""
         mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
         return self.b.shuffle_vector(x, y, mask)
 
     def step(self, left, right, total):
-        """What one row of B adds to a sum of a product."""
+        """Add the contribution of one row of B to a sum of a product."""
         return self.fma(left, right, total)
 
     # -- control --------------------------------------------------------------------------------
 
     def loop(self, count, carried: list, body: Callable, by: int = 1) -> list:
-        """Do ``carried = body(i, carried)`` for i = 0, by, .. while i + by <= count; the last."""
+        """Do ``carried = body(i, carried)`` for i = 0, by, .. while i + by <= count; return it."""
         b, f = self.b, self.function
         before = b.block
         head, inside, after = (f.append_basic_block(name) for name in ("head", "body", "after"))
