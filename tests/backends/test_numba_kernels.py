@@ -481,8 +481,8 @@ class Sharing(Deferring):
 
     blocks: int = 2
 
-    def cluster(self, stage, tables, gpu):
-        return self.blocks if stage.outer == "keys" else 1
+    def cluster(self, walk):
+        return self.blocks if walk.stage.outer == "keys" else 1
 
 
 @pytest.mark.parametrize("blocks", [2, 4, 8])
