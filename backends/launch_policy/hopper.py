@@ -216,7 +216,7 @@ class Hopper(Family):
                 size = _whole_rounds(walk.walks, tables.tiles, gpu) or size
             items = _item_times(walk)[0].items(p.group * tables.visits)
             if sooner_at_once(walk.walks, items, processors, size):
-                size = walk.walks  # in step, they need not fit in L2 together
+                size = walk.walks  # co-scheduled heads need not fit in L2 together
         few = processors // 8
         short = stage.name == "forward" and 0 < few * tables.tiles <= processors
         if short and walk.walks * tables.tiles >= 8 * processors:

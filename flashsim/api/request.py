@@ -240,9 +240,10 @@ def _check(
         options["scales"] = scales.checked(problem, scaled, values=on_cpu)
     if on_cpu:  # on a GPU, what lives of a cache is the launcher's to say, when lengths are known
         require_numpy(backend, q=given.q, k=given.k, v=given.v, bias=given.bias)
-        if not empty and options.keys() & CACHES:
-            empty = not any(live_lengths(problem, options))
-        if not empty and options.keys() & CACHES:
+        cached = not empty and options.keys() & CACHES
+        if cached and not any(live_lengths(problem, options)):
+            empty = True
+        elif cached:
             problem, options = live_problem(problem, options, tuple(k.shape))
             if table is None:
                 check_alike(problem.shared_prefix, k=given.k, v=given.v)
