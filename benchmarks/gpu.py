@@ -46,7 +46,7 @@ from gpu_lab import MIB, Lab, TorchLab, open_lab
 COLUMNS = (
     *("implementation", "d_model", "seq_len", "forward_ms", "forward_peak_MiB", "backward_ms"),
     *("backward_peak_MiB", "saved_activations_MiB", "status", "gpu", "dtype", "head_dim", "causal"),
-    *("batch", "forward_tflops", "backward_tflops", "heads", "kv_heads", "window"),
+    *("batch", "forward_tflops", "backward_tflops", "heads", "kv_heads", "window", "n_kv"),
 )
 TOKENS, D_MODEL = 16384, 2048
 DTYPES = ("bfloat16", "float16", "float32")
@@ -70,6 +70,7 @@ class Shape:
     heads: int
     kv_heads: int = 0  # 0: as many as `heads`
     window: int = 0  # see Inputs
+    n_kv: int = 0  # 0: as many keys as queries; else without a mask
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -79,13 +80,13 @@ class Shape:
     @property
     def key_sizes(self) -> tuple[int, int, int, int]:
         """The same of k and v."""
-        return self.batch, self.kv_heads or self.heads, self.n, self.head_dim
+        return self.batch, self.kv_heads or self.heads, self.n_kv or self.n, self.head_dim
 
     @property
     def flops(self) -> float:
         """FLOPs of the forward pass, as the papers count them."""
         batch, heads, n, d = self.sizes
-        scores = n**2 * (0.5 if self.causal else 1)
+        scores = n * (self.n_kv or n) * (0.5 if self.causal else 1)
         if self.window:
             scores = n * self.window - self.window * (self.window - 1) / 2
         return 4 * batch * heads * scores * d
@@ -94,7 +95,8 @@ class Shape:
         group = f" on {self.kv_heads}" if self.kv_heads else ""
         window = f", window {self.window}" if self.window else ""
         mask = "causal" if self.causal else "full"
-        return f"d={self.head_dim} {self.batch} x {self.heads}{group} N={self.n} {mask}{window}"
+        n = f"{self.n} x {self.n_kv}" if self.n_kv else self.n
+        return f"d={self.head_dim} {self.batch} x {self.heads}{group} N={n} {mask}{window}"
 
 
 def paper(head_dim: int, causal: bool, n: int) -> Shape:
@@ -293,6 +295,7 @@ def blank(
         | {"implementation": name, "d_model": d_model, "seq_len": s.n, "status": status}
         | {"gpu": gpu, "dtype": dtype, "head_dim": s.head_dim, "causal": s.causal, "batch": s.batch}
         | {"heads": s.heads, "kv_heads": s.key_sizes[1], "window": s.window}
+        | {"n_kv": s.key_sizes[2]}
         for name in names
     ]
 

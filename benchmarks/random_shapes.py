@@ -1,0 +1,130 @@
+"""How flashsim's kernels compare with the fastest others on shapes that nobody chose.
+
+    python benchmarks/random_shapes.py --seed 1 [--shapes 40] [--csv out.csv] [--seconds 300]
+
+Draws shapes from the distribution that `draw` states, and times every implementation of
+benchmarks/gpu.py on each, interleaved in one process behind one spinning kernel. `ours` is
+`backend="cupy"` as users call it; the best other is the fastest of FlashAttention's CuTe kernels
+(where they are installed), cuDNN and FlashAttention-2. Prints the time of the best other divided by
+ours for each pass (above 1: ours is faster), and for all shapes the share at least as fast, the
+geometric mean and the worst. Choose the seed after the kernels are written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import random
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from gpu import COLUMNS, DIRECTIONS, Shape, Worker
+
+OURS = "flashsim cupy"
+OTHERS = ("flash-attn cute", "torch cudnn", "torch flash2")
+#: Score elements and elements of Q that a shape has at most: each pass takes a few ms at most.
+SCORES, ELEMENTS = 4e9, 2**28
+
+
+def draw(rng: random.Random) -> Shape:
+    """A shape in bfloat16.
+
+    The head dimension is one of 32, 64, 80, 96, 128, 160, 192 and 256 (64 and 128 twice as often).
+    There are 4 to 64 heads, and as many key heads, or a quarter or an eighth of them. The length is
+    128 to 20,000 (log-uniform), the batch a power of two up to 64. A third has no mask, a third is
+    causal, a sixth has a causal window, a sixth another number of keys. A shape that is too large
+    is drawn again.
+    """
+    while True:
+        d = rng.choice((32, 64, 64, 80, 96, 128, 128, 160, 192, 256))
+        heads = 4 * rng.randint(1, 16)
+        group = rng.choice((1, 1, 4))
+        if heads % 8 == 0 and rng.random() < 0.25:
+            group = 8
+        n = round(math.exp(rng.uniform(math.log(128), math.log(20000))))
+        batch = 2 ** rng.randint(0, 6)
+        kind = rng.choice(("full", "full", "causal", "causal", "window", "keys"))
+        window = rng.randint(64, max(65, n // 2)) if kind == "window" else 0
+        n_kv = round(n * math.exp(rng.uniform(-1.5, 1.5))) if kind == "keys" else 0
+        n_kv = max(n_kv, 16) if n_kv else 0
+        shape = Shape(
+            d,
+            kind in ("causal", "window"),
+            n,
+            batch,
+            heads,
+            heads // group if group > 1 else 0,
+            window,
+            n_kv,
+        )
+        keys = n_kv or n
+        if batch * heads * n * keys <= SCORES and batch * heads * max(n, keys) * d <= ELEMENTS:
+            return shape
+
+
+def ratio(rows: Sequence[dict[str, Any]], direction: str) -> tuple[float, str] | None:
+    """The best other's time divided by ours, and its name; None if either has no time."""
+    times = {r["implementation"]: r[f"{direction}_ms"] for r in rows if r[f"{direction}_ms"] != ""}
+    others = [name for name in OTHERS if name in times]
+    if OURS not in times or not others:
+        return None
+    best = min(others, key=lambda name: times[name])
+    return times[best] / times[OURS], best
+
+
+def summary(name: str, ratios: Sequence[float]) -> str:
+    """Of all shapes."""
+    n = len(ratios)
+    mean = math.exp(sum(map(math.log, ratios)) / n)
+    level, near = (sum(r >= least for r in ratios) / n for least in (1.0, 0.98))
+    return (
+        f"{name}: {n} shapes, at least 1.00 x the best other on {level:.0%}, at least 0.98 x on "
+        f"{near:.0%}, geometric mean {mean:.3f}, worst {min(ratios):.3f}"
+    )
+
+
+def main() -> None:
+    """Draw, time, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--shapes", type=int, default=40, help="how many are drawn")
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no shape after")
+    parser.add_argument("--csv", default="random_shapes.csv", help="where the table goes")
+    options = parser.parse_args()
+    rng, worker, began = random.Random(options.seed), Worker(), time.monotonic()
+    found: dict[str, list[float]] = {direction: [] for direction in DIRECTIONS}
+    drawn = [draw(rng) for _ in range(options.shapes)]
+    with open(options.csv, "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        for n, shape in enumerate(drawn):
+            if time.monotonic() - began > options.seconds:
+                print(f"out of time after {n} of {len(drawn)} shapes")
+                break
+            rows = worker.measure(shape, "bfloat16", (OURS, *OTHERS), options.repetitions, False)
+            writer.writerows(rows)
+            file.flush()
+            text = f"{shape!s:<50}"
+            for direction, ratios in found.items():
+                here = ratio(rows, direction)
+                if here is None:
+                    why = "; ".join(f"{r['implementation']} {r['status']}" for r in rows)
+                    text += f"  {direction} - ({why})"
+                    continue
+                ratios.append(here[0])
+                ours = rows[0][f"{direction}_ms"]
+                text += f"  {direction} {ours * 1e3:8.1f} us {here[0]:.3f} ({here[1]})"
+            print(text, flush=True)
+    worker.close()
+    if not all(found.values()):
+        sys.exit("no shape was timed with ours and another implementation")
+    for direction, ratios in found.items():
+        print(summary(direction, ratios))
+
+
+if __name__ == "__main__":
+    main()
