@@ -24,6 +24,7 @@ from flashsim.schedule.presets import PRESETS as TILES
 from flashsim.schedule.schedule import PartSums, Schedule, Sums
 from flashsim.schedule.split import Split
 from flashsim.schedule.split_kv import MOST_BLOCKS, RESERVED
+from flashsim.schedule.tensors import AXES, STATISTICS, whole_bytes
 from flashsim.schedule.tiling import SIDES
 from flashsim.viz.lab.polynomial import Polynomial, names
 
@@ -133,6 +134,8 @@ def payload() -> dict[str, Any]:
             for name, one in ALGORITHMS.items()
         },
         "devices": {name: _device(one) for name, one in DEVICES.items()},
+        "axes": {name: "row col tile".split()[axis] for name, axis in AXES.items()},
+        "statistics": sorted(STATISTICS),
         "tiles": TILES,
         "sides": SIDES,
         "reserved": RESERVED,
@@ -159,6 +162,9 @@ def _pass(
     longest, pairs = Polynomial.named("longest"), Polynomial.named("pairs")
     problem = Symbols(dtype, (Polynomial.named("n_q"), longest))
     counted = Counted(problem, algorithm, direction, split)
+    # Sizes of whole tensors: S and P are as large as the sequences' scores are many.
+    whole = Symbols(dtype, (pairs, 1))
+    moved = dict.fromkeys(m.tensor for stage in counted.stages for m in stage.moves if m.transfers)
     (dense,) = {stage.dense for stage in counted.stages}  # one schedule: one set of sums
     flops, chip = counted._work()
 
@@ -171,8 +177,8 @@ def _pass(
         "flops": {kind: put(value) for kind, value in flops.items()},
         "chip": {kind: put(value) for kind, value in chip.items()},
         "compulsory": put(compulsory(problem, direction)),
-        # S and P are as large as the sequences' scores are many.
-        "saved": put(saved(Symbols(dtype, (pairs, 1)), algorithm)),
+        "saved": put(saved(whole, algorithm)),
+        "whole": {name: put(whole_bytes(whole, name)) for name in moved},
     }
 
 

@@ -67,7 +67,7 @@ def translated_python() -> str:
 
 
 def _themes() -> dict[str, Any]:
-    names = ("background", "panel", "text", "muted", "grid", "accent", "cycle")
+    names = ("name", "background", "panel", "text", "muted", "grid", "accent", "cycle")
     return {
         name: {**{key: getattr(one, key) for key in names}, "tensors": dict(one.tensors)}
         for name, one in THEMES.items()

@@ -356,7 +356,7 @@ function count(s) {
   return {
     state: s, problem: p, tile, walk: w, stages: told, moved, splits, flops, chip: each(p.pass.chip),
     bytes: total(moved.map((one) => one.bytes)), flops_all: total(Object.values(flops)),
-    compulsory: at(p.pass.compulsory), saved: at(p.pass.saved), sizes, fullest,
+    compulsory: at(p.pass.compulsory), saved: at(p.pass.saved), whole: each(p.pass.whole), sizes, fullest,
     fits: fullest.footprint <= p.device.sram_bytes,
     peak: Math.max(...told.map((stage) => stage.peak)), dense: p.pass.dense,
     scores: w.t_r && w.t_c ? w.grids.reduce((sum, one) => sum + one.tiles * one.whole, 0) : 0,
