@@ -1,7 +1,7 @@
 """Plots, animations and HTML players of traces.
 
 `data` turns a trace into drawable data. `plots` and `film` draw it with Matplotlib. `player` writes
-an HTML player and `lab` an HTML page that counts, both without Matplotlib. Names are loaded when first used, so that `page` starts without
+an HTML player and `laboratory` an HTML page that counts, both without Matplotlib. Names are loaded when first used, so that `page` starts without
 Matplotlib.
 """
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from flashsim.viz.data.statistics import row_statistics
     from flashsim.viz.film.animation import animate
     from flashsim.viz.film.ring import animate_ranks
-    from flashsim.viz.lab.html import lab
+    from flashsim.viz.laboratory.html import lab
     from flashsim.viz.palette import color
     from flashsim.viz.player.html import Page, page
     from flashsim.viz.plots.agreement import predicted_against_measured
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _ROOMS = {
     "film.animation": ("animate",),
     "film.ring": ("animate_ranks",),
-    "lab.html": ("lab",),
+    "laboratory.html": ("lab",),
     "player.html": ("Page", "page"),
     "palette": ("color",),
     "plots.traffic_bars": ("cumulative", "diff", "sram_timeline", "traffic"),

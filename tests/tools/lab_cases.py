@@ -56,7 +56,7 @@ def states(count, seed=0):
                 ),
                 "block_q": side(),
                 "block_k": n_kv if algorithm == "flash2-once" and rng.random() < 0.8 else side(),
-                "fit": upto(2) - 1,
+                "fit": int(rng.random() < 0.2),
                 "splits": pick(("auto", "fa3", upto(9))),
                 "pack": upto(2) - 1,
                 "device": pick((*PRESETS, "own")),
@@ -128,19 +128,22 @@ def expected(s):
     except FlashSimError as error:
         return {"refused": type(error).__name__}
     walk = counted.schedule(counted.stages[0])
-    kinds = walk.row_csr[2]
-    first = counted.stages[0]
+    spans = walk.row_spans
+    full = (
+        (spans[:, 2] - spans[:, 1]).sum() if spans is not None else (walk.row_csr[2] == FULL).sum()
+    )
+    first, (flops, chip) = counted.stages[0], counted._work()
     return {
         "tile": [counted.tiling.block_q, counted.tiling.block_k],
         "moved": {" ".join(key): size for key, size in counted.transfers.items()},
         "bytes": counted.bytes(),
         "compulsory": counted.compulsory(),
         "saved": counted.saved(),
-        "flops": counted._work()[0],
-        "chip": counted._work()[1],
+        "flops": flops,
+        "chip": chip,
         "peak": counted.peak_sram(),
         "visits": walk.sums.visits,
-        "full": int((kinds == FULL).sum()),
+        "full": int(full),
         "sums": list(walk.sums),
         "tiles": [walk.t_r, walk.t_c],
         "splits": counted.split.splits,

@@ -2,7 +2,7 @@
 
 Each pass is counted once with named sizes in the place of integers (`Polynomial`). So a formula of
 the page is what `counts.forms`, `counts.work` and `schedule.plans` compute, and is not written a
-second time. The page evaluates the polynomials; `viz.lab.model` sums the visits that they need.
+second time. The page evaluates the polynomials; `model.js` sums the visits that they need.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flashsim.schedule.split import Split
 from flashsim.schedule.split_kv import MOST_BLOCKS, RESERVED
 from flashsim.schedule.tensors import AXES, STATISTICS, whole_bytes
 from flashsim.schedule.tiling import SIDES
-from flashsim.viz.lab.polynomial import Polynomial, names
+from flashsim.viz.laboratory.polynomial import Polynomial, names
 
 #: The sizes in a formula, and what the page calls them.
 SIZES = {
@@ -134,7 +134,7 @@ def payload() -> dict[str, Any]:
             for name, one in ALGORITHMS.items()
         },
         "devices": {name: _device(one) for name, one in DEVICES.items()},
-        "axes": {name: "row col tile".split()[axis] for name, axis in AXES.items()},
+        "axes": {name: "row col tile".split()[axis] for name, axis in sorted(AXES.items())},
         "statistics": sorted(STATISTICS),
         "tiles": TILES,
         "sides": SIDES,

@@ -15,9 +15,9 @@ from flashsim.errors import own_errors
 from flashsim.problem import checks
 from flashsim.schedule import closed_sums
 from flashsim.schedule.split import fa3, fill_once
-from flashsim.viz.lab import rows
-from flashsim.viz.lab.export import payload
-from flashsim.viz.lab.javascript import PRELUDE, translated
+from flashsim.viz.laboratory import rows
+from flashsim.viz.laboratory.export import payload
+from flashsim.viz.laboratory.javascript import PRELUDE, translated
 from flashsim.viz.palette import THEMES
 from flashsim.viz.player.html import Page, assembled
 
@@ -56,7 +56,7 @@ def lab(path: str | Path | None = None, *, theme: str = "auto") -> Page:
 def built(data: dict[str, Any], arithmetic: str | None = None) -> str:
     """The page with this data, and with this JavaScript in the place of the translated Python."""
     program = translated_python() if arithmetic is None else arithmetic
-    return assembled("flashsim.viz.lab", "lab", _SCRIPTS, data, "Tile lab", program)
+    return assembled("flashsim.viz.laboratory", "lab", _SCRIPTS, data, "Tile lab", program)
 
 
 @cache

@@ -74,9 +74,7 @@ def _says(node: ast.stmt) -> bool:
 
 def _assigned(node: ast.AST) -> list[str]:
     targets = node.targets if isinstance(node, ast.Assign) else []
-    return [
-        one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)
-    ]
+    return [one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)]
 
 
 def _block(body: list[ast.stmt]) -> str:
@@ -135,8 +133,9 @@ def _value(node: ast.expr) -> str:
             return f"({_value(one)} {_COMPARE[type(op)]} {_value(two)})"
         case ast.IfExp(test=test, body=one, orelse=two):
             return f"({_value(test)} ? {_value(one)} : {_value(two)})"
-        case ast.ListComp(elt=item, generators=[over]) | ast.GeneratorExp(
-            elt=item, generators=[over]
+        case (
+            ast.ListComp(elt=item, generators=[over])
+            | ast.GeneratorExp(elt=item, generators=[over])
         ):
             name = _value(over.target)
             kept = "".join(f".filter(({name}) => {_value(x)})" for x in over.ifs)
@@ -159,5 +158,5 @@ def _item(node: ast.expr) -> str:
 def _unknown(node: ast.AST) -> UnsupportedError:
     return UnsupportedError(
         f"the lab does not translate `{ast.unparse(node)}` to JavaScript: write it with integers, "
-        "tuples, if and while, or teach flashsim.viz.lab.javascript"
+        "tuples, if and while, or teach flashsim.viz.laboratory.javascript"
     )
