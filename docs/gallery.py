@@ -254,6 +254,7 @@ FILES = {
     "gpu-backward.html": lambda path: viz.page(gpu("h200-backward"), path),
     "ring.html": lambda path: viz.animate_ranks(ranks("ring", 4), path),
     "zigzag.html": lambda path: viz.animate_ranks(ranks("zigzag", 4), path),
+    "lab.html": viz.lab,
     "gpu-forward.json.gz": lambda path: gpu("h200-forward").to_perfetto(path),
 }
 

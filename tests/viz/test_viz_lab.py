@@ -74,7 +74,7 @@ def page():
 
 @pytest.fixture
 def show(browser, tmp_path, request):
-    """Open the lab from file://; afterwards: no console message, no error, no request, a picture."""
+    """Open the lab from file://; afterwards: no message, no error, no request, a picture."""
     opened = []
 
     def opener(at="", html=None, width=1280, height=900, scheme="light", **more):
@@ -412,6 +412,17 @@ def test_a_link_holds_two_states_and_says_what_it_does_not_know(show):
     assert "n_q cannot be many" in notice
     assert "there is no colour" in notice
     assert wrong.evaluate("lab.states.A.mask") == "causal"
+
+
+def test_every_link_of_the_guides_is_understood(show):
+    tab, followed = show(), 0
+    for path in (Path(__file__).parents[2] / "docs").rglob("*.md"):
+        for state in re.findall(r"lab\.html#([^)\s]+)\)", path.read_text(encoding="utf-8")):
+            tab.evaluate(f"location.hash = '{state}'; read_address(); update()")
+            assert not tab.is_visible("#notice"), (path, tab.inner_text("#notice"))
+            assert tab.evaluate("address().split('&').sort()") == sorted(state.split("&")), path
+            followed += 1
+    assert followed >= 8
 
 
 def test_predict_first_hides_the_answer_until_there_is_a_guess(show):

@@ -79,7 +79,7 @@ class Symbols(Problem):
         return (self.one,)  # type: ignore[attr-defined]
 
 
-class Counted(Traffic):
+class NamedTraffic(Traffic):
     """A pass, counted in names: the methods of `Traffic` on a schedule whose sums are names."""
 
     def __init__(self, problem: Problem, algorithm: str, direction: str, split: Split) -> None:
@@ -134,7 +134,7 @@ def payload() -> dict[str, Any]:
             for name, one in ALGORITHMS.items()
         },
         "devices": {name: _device(one) for name, one in DEVICES.items()},
-        "axes": {name: "row col tile".split()[axis] for name, axis in sorted(AXES.items())},
+        "axes": {name: ("row", "col", "tile")[axis] for name, axis in sorted(AXES.items())},
         "statistics": sorted(STATISTICS),
         "tiles": TILES,
         "sides": SIDES,
@@ -161,7 +161,7 @@ def _pass(
 ) -> dict[str, Any]:
     longest, pairs = Polynomial.named("longest"), Polynomial.named("pairs")
     problem = Symbols(dtype, (Polynomial.named("n_q"), longest))
-    counted = Counted(problem, algorithm, direction, split)
+    counted = NamedTraffic(problem, algorithm, direction, split)
     # Sizes of whole tensors: S and P are as large as the sequences' scores are many.
     whole = Symbols(dtype, (pairs, 1))
     moved = dict.fromkeys(m.tensor for stage in counted.stages for m in stage.moves if m.transfers)
@@ -182,7 +182,7 @@ def _pass(
     }
 
 
-def _stage(counted: Counted, stage: Stage, put: Any) -> dict[str, Any]:
+def _stage(counted: NamedTraffic, stage: Stage, put: Any) -> dict[str, Any]:
     forms, walk = Forms(counted.problem), counted.walk
     table = forms.forward if counted.direction == "forward" else forms.backward
     moved = {key: size for key, size in table(counted.algorithm, stage.name, walk).items() if size}

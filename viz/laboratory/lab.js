@@ -414,7 +414,7 @@ function draw_maps() {
     figure.querySelector(".keys").innerHTML = `<li>■ full <b>${digits(full)}</b></li><li>▨ partial <b>${digits(visits - full)}</b></li>` +
       `<li>▧ skipped <b>${digits(skipped)}</b></li>` + (map.exact ? "" : `<li>${map.rows} × ${map.cols} of ${digits(r.walk.t_r)} × ${digits(r.walk.t_c)} tiles drawn</li>`);
     figure.querySelector(".step").textContent = at === null
-      ? `${stage.outer === "queries" ? "Query tiles are outside: each visits its key tiles in turn." : "Key tiles are outside: each visits its query tiles in turn."}`
+      ? `${stage.outer === "queries" ? "The outer loop is over query tiles: each visits its key tiles." : "The outer loop is over key tiles: each visits its query tiles."}`
       : step_words(r, stage, map, steps(), at);
     longest = Math.max(longest, r.steps[n] ? r.steps[n].length : count_steps(r, map, stage));
   }

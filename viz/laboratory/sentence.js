@@ -87,7 +87,7 @@ function sentence(r) {
   if (algorithm === "flash1") {
     const names = direction === "forward" ? ["Q", "O", "O_acc"] : ["Q", "O", "dO", "dQ", "dQ_acc"];
     const list = direction === "forward" ? "Q and O" : "Q, O, dO and dQ";
-    return `The keys are outside, so ${list} cross at each key tile: Q is read ${is("load", "Q")}; ` +
+    return `The outer loop is over keys, so ${list} cross at each key tile: Q is read ${is("load", "Q")}; ` +
       `${doubled(r, "block_k", names)}.${skipped_words(r)}`;
   }
   if (algorithm === "flash-decode") return decoding(r);
