@@ -192,7 +192,7 @@ def test_the_gallery_writes_what_the_docs_show(tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("gallery", docs / "gallery.py")
     gallery = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gallery)
-    names = {*gallery.PLOTS, *gallery.ANIMATIONS, *gallery.FILES, "page.png"}
+    names = {*gallery.PLOTS, *gallery.ANIMATIONS, *gallery.FILES, *gallery.PICTURES}
     pages = ("gallery.md", "masks.md")
     text = "".join((docs / "guides" / page).read_text(encoding="utf-8") for page in pages)
     assert names == {path.name for path in (docs / "gallery").iterdir()}

@@ -74,7 +74,7 @@ class Symbols(Problem):
         object.__setattr__(self, "one", Segment(0, sequence[0], 0, sequence[1]))
 
     @property
-    def sequences(self) -> tuple[Segment, ...]:  # type: ignore[override]
+    def sequences(self) -> tuple[Segment, ...]:
         """The one sequence."""
         return (self.one,)  # type: ignore[attr-defined]
 
@@ -221,8 +221,10 @@ def _words(moves: Iterable[Move]) -> list[list[str]]:
 
 def _device(one: Device) -> dict[str, Any]:
     values = one.to_dict()
-    kept = ("name", "sram_bytes", "sram_per_sm", "sm_count", "l2_bytes", "hbm_bytes")
-    kept += ("hbm_bandwidth", "l2_bandwidth", "source")
+    kept = (
+        *("name", "source", "sram_bytes", "sram_per_sm", "sm_count", "l2_bytes", "hbm_bytes"),
+        *("hbm_bandwidth", "l2_bandwidth"),
+    )
     peaks = {
         dtype: one.peak(dtype)
         for dtype in DTYPES

@@ -3,6 +3,9 @@
 
 const FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif";
 const CELLS = 64; // a map draws at most so many tiles along a side
+// On a phone a figure is drawn narrower, so that its letters stay legible.
+const narrow = matchMedia("(max-width: 30rem)");
+const wide = () => (narrow.matches ? 350 : 480);
 
 const esc = (text) => String(text).replace(/[&<>"]/g,
   (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
@@ -101,7 +104,7 @@ function sides_of(stage) {
 
 // One stage's traversal. `step` is the number of steps done, or null for the whole map.
 function map_figure(r, T, id, stage, map, steps, step) {
-  const W = 400, sides = sides_of(stage), thick = 15;
+  const W = narrow.matches ? 350 : 400, sides = sides_of(stage), thick = 15;
   const left = Math.max(sides.row.length * (thick + 3), 2) + 20;
   const top = Math.max(sides.col.length * (thick + 3), 2) + 18;
   const n_rows = r.problem.n_q * r.problem.members, n_cols = r.problem.n_kv;
@@ -220,7 +223,7 @@ function bytes_rows(r) {
 }
 
 function bytes_figure(r, T, id, most, guess) {
-  const rows = bytes_rows(r), W = 480, step = 28, left = 74, right = 128;
+  const rows = bytes_rows(r), W = wide(), step = 28, left = 74, right = 128;
   const scale = (W - left - right) / Number(most);
   const paints = rows.map((x, n) => hatch(`${id}s${n}`, T.background, color_of(T, x.tensor), 2.6));
   let body = `<defs>${paints.join("")}${hatch(`${id}st`, T.background, T.muted, 2.6)}</defs>`;
@@ -246,11 +249,12 @@ function bytes_figure(r, T, id, most, guess) {
       { anchor: at > W / 2 ? "end" : "start", fill: T.accent, weight: 600 });
     y += 16;
   }
-  body += box(left, y - 9, 12, 11, T.muted) + text(left + 17, y + 1, "loaded", { fill: T.muted }) +
-    box(left + 68, y - 9, 12, 11, `url(#${id}st)`, `stroke="${T.muted}"`) +
-    text(left + 85, y + 1, "stored or added", { fill: T.muted }) +
-    line(left + 187, y - 11, left + 187, y + 4, T.text, 'stroke-width="2"') +
-    text(left + 195, y + 1, "the tensor, once (1×)", { fill: T.muted });
+  const key = narrow.matches ? 6 : left;
+  body += box(key, y - 9, 12, 11, T.muted) + text(key + 17, y + 1, "loaded", { fill: T.muted }) +
+    box(key + 68, y - 9, 12, 11, `url(#${id}st)`, `stroke="${T.muted}"`) +
+    text(key + 85, y + 1, "stored or added", { fill: T.muted }) +
+    line(key + 187, y - 11, key + 187, y + 4, T.text, 'stroke-width="2"') +
+    text(key + 195, y + 1, "the tensor, once (1×)", { fill: T.muted });
   const label = "Bytes per tensor: " + rows.map((x) => `${x.tensor} ${human(x.all)}`).join(", ");
   return svg(W, y + 10, label, box(0, 0, W, y + 10, T.background) + body);
 }
@@ -258,7 +262,7 @@ function bytes_figure(r, T, id, most, guess) {
 // -- on chip --------------------------------------------------------------------------------------
 
 function chip_figure(r, T, id) {
-  const stage = r.fullest, held = held_by(r.problem, stage, r.tile), W = 480, left = 8;
+  const stage = r.fullest, held = held_by(r.problem, stage, r.tile), W = wide(), left = 8;
   const limit = r.problem.device.sram_bytes, all = stage.footprint, most = Math.max(limit, all) * 1.02;
   const scale = (W - 2 * left) / most;
   let x = left, row = 0, body = "<defs>" +
@@ -315,7 +319,7 @@ function roofline_of(r) {
 }
 
 function roofline_figure(r, T, id, trail, others) {
-  const W = 480, H = 300, left = 58, bottom = 44, top = 14, { peak, points } = roofline_of(r);
+  const W = wide(), H = 300, left = 58, bottom = 44, top = 14, { peak, points } = roofline_of(r);
   const { hbm_bandwidth, l2_bandwidth, name } = r.problem.device;
   if (!peak) {
     return svg(W, 60, `${name} has no unit for ${r.state.dtype}`, box(0, 0, W, 60, T.background) +
@@ -374,7 +378,7 @@ const short = (v, unit) => human(v, unit).replace(/\.0+(?= |$)/, "");
 // -- curves ---------------------------------------------------------------------------------------
 
 function curve_figure(T, { title, lines, mark, axis, guess, ticks, low_left = false }) {
-  const W = 480, H = 290, left = 62, right = 14, top = 16, bottom = 44;
+  const W = wide(), H = 290, left = 62, right = 14, top = 16, bottom = 44;
   const all = lines.flatMap((one) => one.points).filter((p) => p.bytes);
   if (!all.length) return svg(W, 60, "nothing to draw", box(0, 0, W, 60, T.background) + text(10, 34, "Nothing can be counted here.", { fill: T.text }));
   const xs = all.map((p) => Math.log2(p.x)), ys = all.map((p) => Math.log10(p.bytes));
@@ -481,7 +485,8 @@ function tile_figure(r, T) {
 
 // Every tile: bytes by shade, crossed out where it does not fit. A click on a cell takes the tile.
 function grid_figure(r, T) {
-  const s = { ...r.state, fit: 0 }, W = 480, left = 62, top = 24, w = (W - left - 10) / 6, h = 38;
+  const brief = (n) => (narrow.matches ? human(n).replace(/ (\w?)B$/, "$1") : human(n));
+  const s = { ...r.state, fit: 0 }, W = wide(), left = 62, top = 24, w = (W - left - 10) / 6, h = 38;
   const H = top + 6 * h + 40, cells = [];
   for (const q of TILE_SIDES) {
     for (const k of TILE_SIDES) {
@@ -498,7 +503,7 @@ function grid_figure(r, T) {
     const best = c.fits && c.bytes === least;
     body += `<g data-tile="${c.q},${c.k}" cursor="pointer">` + box(x, y, w - 2, h - 2, c.fits ? T.background : T.panel) +
       box(x, y, w - 2, h - 2, color_of(T, "Q"), `fill-opacity="${c.fits ? shade.toFixed(3) : 0}"`) +
-      text(x + w / 2 - 1, y + h / 2 + 4, c.fits ? human(c.bytes) : "too large",
+      text(x + w / 2 - 1, y + h / 2 + 4, c.fits ? brief(c.bytes) : narrow.matches ? "✕" : "too large",
         { anchor: "middle", size: 11.5, weight: best ? 800 : 500, fill: c.fits ? (shade > 0.42 && T.name === "light" ? "#ffffff" : T.text) : T.muted }) + "</g>";
   }
   const here = cells.find((c) => c.q === r.tile.q && c.k === r.tile.k);
@@ -509,7 +514,7 @@ function grid_figure(r, T) {
   });
   body += text(15, top + 3 * h, "block_q", { anchor: "middle", size: 12, turn: -90, fill: T.muted }) +
     text(left + 3 * w, H - 22, "block_k", { anchor: "middle", size: 12, fill: T.muted }) +
-    text(left + 3 * w, H - 6, fitting.length ? "bold: the fewest bytes that fit; click a cell to take its tile" : "no tile fits",
+    text(left + 3 * w, H - 6, fitting.length ? "bold: the fewest bytes that fit. Click one to take it." : "no tile fits",
       { anchor: "middle", size: 11.5, fill: T.muted });
   const best = cells.filter((c) => c.fits && c.bytes === least).map((c) => `${c.q} × ${c.k}`);
   return svg(W, H, best.length ? `Bytes of every tile; the fewest, ${human(least)}, with ${best.join(", ")}` : "No tile fits", body);
@@ -518,7 +523,7 @@ function grid_figure(r, T) {
 // -- blocks and waves -----------------------------------------------------------------------------
 
 function waves_figure(r, T) {
-  const stage = r.fullest, sms = r.problem.device.sm_count, room = stage.per_sm * sms, W = 480, H = 96;
+  const stage = r.fullest, sms = r.problem.device.sm_count, room = stage.per_sm * sms, W = wide(), H = stage.serial ? 108 : 90;
   const whole = Math.floor(stage.blocks / room), rest = stage.blocks - whole * room;
   const count_shown = Math.min(Math.ceil(stage.waves), 24), width = (W - 16) / Math.max(count_shown, 1);
   let body = box(0, 0, W, H, T.background);
@@ -528,11 +533,13 @@ function waves_figure(r, T) {
       box(8 + n * width, 8 + 40 * (1 - share), width - 2, 40 * share, last && rest ? T.accent : T.cycle[1]);
   }
   const waves = stage.waves < 10 ? Number(stage.waves.toPrecision(3)) : digits(stage.waves);
-  body += text(8, 66, `${digits(stage.blocks)} blocks ÷ (${sms} SMs × ${stage.per_sm} per SM) = ${waves} waves`,
-    { size: 13, weight: 600, fill: T.text });
   const tail = rest ? `the last wave is ${percent(rest / room)} full` : "every wave is full";
-  const cut = Math.ceil(stage.waves) > count_shown ? ` (${count_shown} of ${digits(Math.ceil(stage.waves))} waves drawn)` : "";
-  body += text(8, 85, `stage ${stage.name}: ${stage.serial ? "one block per head, since its visits share O or dQ; " : ""}${tail}${cut}`,
-    { size: 12, fill: T.muted });
+  const cut = Math.ceil(stage.waves) > count_shown ? ` (${count_shown} waves drawn)` : "";
+  const said = [
+    [`${digits(stage.blocks)} blocks ÷ (${sms} SMs × ${stage.per_sm} per SM) = ${waves} waves`, narrow.matches ? 11.5 : 12.5, 600, T.text],
+    [`stage ${stage.name}: ${tail}${cut}`, 12, 400, T.muted],
+    ...(stage.serial ? [["one block per head: its key tiles share O or dQ", 12, 400, T.muted]] : []),
+  ];
+  said.forEach(([words, size, weight, fill], n) => { body += text(8, 66 + 18 * n, words, { size, weight, fill }); });
   return svg(W, H, `Waves: ${digits(stage.blocks)} blocks, ${waves} waves on ${sms} SMs, ${tail}`, body);
 }

@@ -95,7 +95,10 @@ function build_controls() {
     group.className = "group";
     group.open = window.innerWidth > 960 || n === 0;
     group.innerHTML = `<summary>${title}</summary>`;
-    for (const item of items) group.append(knob(item));
+    const inside = document.createElement("div");
+    inside.className = "knobs";
+    for (const item of items) inside.append(knob(item));
+    group.append(inside);
     by("controls").append(group);
   });
 }
@@ -240,6 +243,8 @@ function show_question() {
   by("answers").hidden = lab.predicting && !lab.revealed;
   by("bar").hidden = lab.predicting && !lab.revealed;
   const r = lab.found[lab.side];
+  by("case").textContent = r ? `${lab.two ? `${lab.side}: ` : ""}${pass_words(r)}` : "";
+  by("hidden").hidden = lab.revealed;
   by("ask").value = lab.ask;
   if (by("guess").value !== lab.guess) by("guess").value = lab.guess;
   if (!lab.predicting || !lab.revealed || !r) {
@@ -406,7 +411,7 @@ function draw_maps() {
     const { r, n, stage, map, steps } = map_of(side);
     const at = lab.step || lab.playing ? Math.min(lab.step, steps().length) : null;
     figure.querySelector(".drawing").innerHTML = map_figure(r, T(), `${side}m`, stage, map, at === null ? [] : steps(), at);
-    const tabs = r.stages.length < 2 ? "" : r.stages.map((one, k) =>
+    const tabs = r.stages.length < 2 && !lab.two ? "" : r.stages.map((one, k) =>
       `<button type="button" data-stage="${k}" aria-pressed="${k === n}">${one.name}</button>`).join("");
     const bar = figure.querySelector(".stages");
     if (bar.innerHTML !== tabs) bar.innerHTML = tabs;
@@ -696,6 +701,7 @@ function listen() {
   by("controls").addEventListener("submit", (event) => event.preventDefault());
   document.addEventListener("keydown", on_key);
   window.addEventListener("hashchange", () => { read_address(); update(); });
+  narrow.addEventListener("change", update);
   const dark = matchMedia("(prefers-color-scheme: dark)");
   dark.addEventListener("change", () => {
     if (lab.picked || LAB.theme !== "auto") return;
