@@ -455,7 +455,8 @@ function play(on = !lab.playing) {
 function frame(now) {
   if (!lab.playing) return;
   const rate = Math.max(lab.longest / 14, 4); // the whole map in about 14 seconds
-  fraction += (Math.min(now - clock, 100) / 1000) * rate;
+  // A frame's time may lie before the click that began to play.
+  fraction += (Math.min(Math.max(now - clock, 0), 100) / 1000) * rate;
   clock = now;
   const whole = Math.floor(fraction);
   if (whole) {
