@@ -47,16 +47,16 @@ def lab(path: str | Path | None = None, *, theme: str = "auto") -> Page:
         For an unknown theme.
     """
     checks.one_of("theme", theme, ("auto", *THEMES))
-    result = Page(built({**payload(), "theme": theme, "themes": _themes()}), height=1000)
+    data = {**payload(), "theme": theme, "themes": _themes()}
+    result = Page(
+        assembled(
+            "flashsim.viz.laboratory", "lab", _SCRIPTS, data, "Tile lab", translated_python()
+        ),
+        height=1000,
+    )
     if path is not None:
         result.save(path)
     return result
-
-
-def built(data: dict[str, Any], arithmetic: str | None = None) -> str:
-    """The page with this data, and with this JavaScript in the place of the translated Python."""
-    program = translated_python() if arithmetic is None else arithmetic
-    return assembled("flashsim.viz.laboratory", "lab", _SCRIPTS, data, "Tile lab", program)
 
 
 @cache
