@@ -30,12 +30,11 @@ from flashsim.viz.laboratory.polynomial import Polynomial, names
 
 #: The sizes in a formula, and what the page calls them.
 SIZES = {
-    "n_q": "N_q",
-    "n_kv": "N_kv",
-    "d": "d",
     "batch": "batch",
     "kv_heads": "key heads",
     "group": "query heads per key head",
+    "n_q": "N_q",
+    "n_kv": "N_kv",
     "row_cols": "Σ keys",
     "col_rows": "Σ queries",
     "area": "Σ scores",
@@ -43,6 +42,7 @@ SIZES = {
     "part_rows": "Σ rows × parts",
     "longest": "longest sequence",
     "pairs": "scores",
+    "d": "d",
 }
 
 
@@ -120,7 +120,7 @@ def payload() -> dict[str, Any]:
         "dtypes": kinds,
         "passes": types,
         "sizes": known,
-        "words": {name: SIZES[name] for name in known},
+        "words": {name: word for name, word in SIZES.items() if name in known},
         "polynomials": [
             [[str(n), *(place[name] for name in term)] for term, n in one.terms.items()]
             for one in found

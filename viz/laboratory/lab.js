@@ -331,7 +331,7 @@ function cards(r) {
     card("÷ compulsory", ratio_text(over), `of ${human(r.compulsory)}`) +
     card("matrix products", human(r.flops.matmul, "FLOP"), `${human(r.flops.exp, "")} exponentials`) +
     card("intensity", `${Number(points[0].intensity.toPrecision(3))}`, "FLOP per requested byte") +
-    card("tiles visited", digits(r.walk.visits), `per head: ${percent(visited)} of ${digits(r.scores)}`) +
+    card("tiles visited", digits(r.walk.visits), `per head${r.problem.packed && r.problem.group > 1 ? " group" : ""}: ${percent(visited)} of ${digits(r.scores)}`) +
     card("on chip", human(r.fullest.footprint), `${r.fits ? "of" : "more than"} ${human(limit)}`, !r.fits) +
     card("waves", r.fullest.waves < 10 ? Number(r.fullest.waves.toPrecision(3)) : digits(r.fullest.waves), `${digits(r.fullest.blocks)} blocks`) +
     card("least time", least ? seconds(least) : "?", least ? `${points[1].bound} is the limit` : "no peak for the type");
@@ -349,7 +349,7 @@ function table(r) {
     `<td>${r.whole[one.tensor] ? ratio_text(Number(one.bytes) / Number(r.whole[one.tensor])) : ""}</td><td class="words">${esc(formula(one.size))}</td></tr>`);
   const kinds = Object.entries(r.flops).filter(([, n]) => n).map(([kind, n]) => `${kind} ${digits(n)}`).join(", ");
   const sums = ["row_cols", "col_rows", "area"].map((name) => `${LAB.words[name]} = ${digits(r.walk[name])}`).join(", ");
-  return `<table><caption class="fine">Requested bytes</caption><thead><tr><th>stage</th><th>transfer</th><th>bytes</th><th>÷ size</th><th>formula</th></tr></thead>` +
+  return `<table><caption class="fine">Requested bytes</caption><thead><tr><th>stage</th><th>transfer</th><th>bytes</th><th>÷ size</th><th class="words">formula</th></tr></thead>` +
     `<tbody>${rows.join("")}<tr><td>all</td><td></td><td>${digits(r.bytes)}</td><td></td><td class="words"></td></tr></tbody></table>` +
     `<p class="fine">${sums}: sums over the visited tiles of one head. FLOPs: ${kinds}; in all ${digits(r.flops_all)}. ` +
     `Read on chip ${digits(r.chip.read)} B, written ${digits(r.chip.write)} B. Kept for the backward pass: ${digits(r.saved)} B. ` +
@@ -701,7 +701,11 @@ function listen() {
   by("sides").addEventListener("toggle", (event) => { if (event.target.open) update(); }, true);
   by("controls").addEventListener("submit", (event) => event.preventDefault());
   document.addEventListener("keydown", on_key);
-  window.addEventListener("hashchange", () => { read_address(); update(); });
+  window.addEventListener("hashchange", () => {
+    read_address();
+    Object.assign(lab, { step: 0, playing: false, stage: { A: null, B: null }, trail: { A: [], B: [] } });
+    update();
+  });
   narrow.addEventListener("change", update);
   const dark = matchMedia("(prefers-color-scheme: dark)");
   dark.addEventListener("change", () => {

@@ -127,7 +127,7 @@ function decoding(r) {
   const tiles = `${digits(per)} row tile${per === 1 ? "" : "s"} would keep ${Math.min(per, sms)} of ` +
     `${sms} SMs busy. `;
   return heads + tiles + (extra
-    ? `${r.splits} parts each make it ${digits(stage.blocks)} blocks; their partial results are ` +
+    ? `${r.splits} parts per row tile give ${digits(stage.blocks)} blocks; their partial results are ` +
       `${human(extra)} more, ${percent(Number(extra) / Number(r.bytes))} of all bytes.`
     : "The keys are in one part, so nothing is merged.");
 }
@@ -147,20 +147,23 @@ function pass_words(r) {
     `${r.tile.k}; ${p.device.name}`;
 }
 
-// The formula of a polynomial, as a person writes it.
+// The formula of a polynomial, as a person writes it: group times key heads are the heads.
 function formula(number) {
+  const [first, ...rest] = Object.values(LAB.words), order = [first, "heads", ...rest];
   const words = (names) => {
-    const found = [];
-    for (const name of names) {
-      const word = LAB.words[LAB.sizes[name]];
-      const last = found.at(-1);
-      if (last && last[0] === word) last[1] += 1;
-      else found.push([word, 1]);
+    const found = new Map();
+    for (const name of names) found.set(name, (found.get(name) ?? 0) + 1);
+    const shared = Math.min(found.get("group") ?? 0, found.get("kv_heads") ?? 0);
+    const listed = [["heads", shared]];
+    for (const [name, n] of found) {
+      listed.push([LAB.words[name], name === "group" || name === "kv_heads" ? n - shared : n]);
     }
-    return found.map(([word, n]) => (n > 1 ? `${word}${"⁰¹²³⁴⁵⁶⁷⁸⁹"[n]}` : word));
+    return listed.filter(([, n]) => n).sort(([a], [b]) => order.indexOf(a) - order.indexOf(b))
+      .map(([word, n]) => (n > 1 ? `${word}${"⁰¹²³⁴⁵⁶⁷⁸⁹"[n]}` : word));
   };
   return LAB.polynomials[number].map(([n, ...names]) => {
-    const product = [...(n === "1" && names.length ? [] : [digits(BigInt(n))]), ...words(names)];
+    const product = words(names.map((one) => LAB.sizes[one]));
+    if (n !== "1" || !product.length) product.push(digits(BigInt(n)));
     return product.join(" · ");
   }).join(" + ") || "0";
 }
