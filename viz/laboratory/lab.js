@@ -290,6 +290,8 @@ function build_side(side) {
     `<button type="button" data-copy="svg" aria-label="Copy ${title} as SVG">SVG</button>` +
     `<button type="button" data-copy="png" aria-label="Copy ${title} as PNG">PNG</button></figcaption>` +
     (name === "map" ? `<div class="stages" role="group" aria-label="Stage"></div>` : "") + `<div class="drawing"></div>` +
+    (name === "roofline" ? `<p class="fine">DRAM bytes usually lie between the two points. They have no closed form: ` +
+      `<code>flashsim study dram</code> replays the L2 cache.</p>` : "") +
     (name === "map" ? `<ul class="keys"></ul>${side === "A" ? PLAYER : ""}<p class="step" aria-live="off"></p>` : "") + "</figure>";
   article.innerHTML = `<h2>${side}</h2><p class="sentence" aria-live="polite"></p><p class="what"></p><dl class="cards"></dl>` +
     `<div class="figures">${figure(FIGURES[0])}<div class="stack">${FIGURES.filter(beside).map(figure).join("")}</div>` +
@@ -354,9 +356,7 @@ function table(r) {
     `<p class="fine">${sums}: sums over the visited tiles of one head. FLOPs: ${kinds}; in all ${digits(r.flops_all)}. ` +
     `Read on chip ${digits(r.chip.read)} B, written ${digits(r.chip.write)} B. Kept for the backward pass: ${digits(r.saved)} B. ` +
     `Largest use of a block's memory: ${digits(r.peak)} B.</p>` +
-    `<p class="fine">DRAM bytes lie between compulsory and requested. They depend on what the L2 cache (${human(r.problem.device.l2_bytes ?? 0)}) keeps, ` +
-    `which has no closed form: <code>flashsim study dram</code> replays it. ` +
-    `Device: ${esc(r.problem.device.source)}.</p>`;
+    `<p class="fine">Device: ${esc(r.problem.device.source)}.</p>`;
 }
 
 function draw_side(side) {
