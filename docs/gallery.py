@@ -2,8 +2,8 @@
 
     python docs/gallery.py [NAME ...]
 
-Names are file names without folder; default: all. `page.png`, the picture of a page, needs
-Playwright and Chromium and is left as it is without them.
+Names are file names without folder; default: all. `page.png` and `lab.png`, pictures of pages, need
+Playwright and Chromium and are left as they are without them.
 """
 
 from __future__ import annotations
@@ -254,6 +254,7 @@ FILES = {
     "gpu-backward.html": lambda path: viz.page(gpu("h200-backward"), path),
     "ring.html": lambda path: viz.animate_ranks(ranks("ring", 4), path),
     "zigzag.html": lambda path: viz.animate_ranks(ranks("zigzag", 4), path),
+    "lab.html": viz.lab,
     "gpu-forward.json.gz": lambda path: gpu("h200-forward").to_perfetto(path),
 }
 
@@ -263,6 +264,13 @@ def plot(path, draw):
     axes = draw()
     viz.save_figure(axes, path, dpi=110)
     mpl.pyplot.close(axes.figure)
+
+
+#: Pictures of pages: the page, its address's end, its walk, a key, colours, and the height.
+PICTURES = {
+    "page.png": ("real-tensors.html", "", "player.go(200)", "Enter", "dark", 800),
+    "lab.png": ("lab.html", "#mask=causal&n_q=2048", "go(170)", "ArrowRight", "light", 1010),
+}
 
 
 def picture(path):
@@ -275,14 +283,15 @@ def picture(path):
     if chromium is None:
         print(f"{path.name}: left as it is, for want of Playwright or Chromium")
         return
-    real_page = HERE / "real-tensors.html"
-    FILES[real_page.name](real_page)
+    name, at, walk, key, scheme, height = PICTURES[path.name]
+    page = HERE / name
+    FILES[name](page)
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        tab = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="dark")
-        tab.goto(real_page.as_uri())
-        tab.evaluate("player.go(200)")
-        tab.keyboard.press("Enter")
+        tab = browser.new_page(viewport={"width": 1280, "height": height}, color_scheme=scheme)
+        tab.goto(page.as_uri() + at)
+        tab.evaluate(walk)
+        tab.keyboard.press(key)
         tab.wait_for_timeout(300)
         tab.screenshot(path=path)
         browser.close()
@@ -292,7 +301,7 @@ def main(wanted):
     """Write what is wanted, or everything."""
     mpl.use("Agg")
     HERE.mkdir(exist_ok=True)
-    every = [*PLOTS, *ANIMATIONS, *FILES, "page.png"]
+    every = [*PLOTS, *ANIMATIONS, *FILES, *PICTURES]
     unknown = set(wanted) - set(every)
     if unknown:
         raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; possible: {', '.join(every)}")
@@ -300,7 +309,7 @@ def main(wanted):
         path = HERE / name
         if name in PLOTS:
             plot(path, PLOTS[name])
-        elif name == "page.png":
+        elif name in PICTURES:
             picture(path)
         else:
             {**ANIMATIONS, **FILES}[name](path)

@@ -1,8 +1,8 @@
-"""Plots, animations and HTML players of traces.
+"""Plots, animations and HTML pages of traces and counts.
 
 `data` turns a trace into drawable data. `plots` and `film` draw it with Matplotlib. `player` writes
-an HTML player without Matplotlib. Names are loaded when first used, so that `page` starts without
-Matplotlib.
+an HTML player, and `laboratory` an HTML page that counts, both without Matplotlib. Names are loaded
+when first used, so that `page` and `lab` start without Matplotlib.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from flashsim.viz.data.statistics import row_statistics
     from flashsim.viz.film.animation import animate
     from flashsim.viz.film.ring import animate_ranks
+    from flashsim.viz.laboratory.html import lab
     from flashsim.viz.palette import color
     from flashsim.viz.player.html import Page, page
     from flashsim.viz.plots.agreement import predicted_against_measured
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _ROOMS = {
     "film.animation": ("animate",),
     "film.ring": ("animate_ranks",),
+    "laboratory.html": ("lab",),
     "player.html": ("Page", "page"),
     "palette": ("color",),
     "plots.traffic_bars": ("cumulative", "diff", "sram_timeline", "traffic"),
@@ -64,6 +66,7 @@ __all__ = [
     "gpu_timeline",
     "io_curve",
     "l2_curve",
+    "lab",
     "mask",
     "memory_footprint",
     "page",

@@ -70,7 +70,8 @@ def seen(tab: Page, site: Path, name: str) -> list[str]:
         inner = frame.content_frame()
         assert inner is not None
         frame.focus()
-        slider = "Number(document.querySelector('input[type=range]')?.value ?? NaN)"
+        found = "document.querySelector('#scrub') ?? document.querySelector('input[type=range]')"
+        slider = f"Number(({found})?.value ?? NaN)"
         inner.press("body", "ArrowRight")  # stops those that play from the start
         before = inner.evaluate(slider)
         inner.press("body", "Space")

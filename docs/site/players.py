@@ -2,7 +2,8 @@
 
 A page says ``[causal](../gallery/causal-2048.html)``, which on a code host is a link to a file. On
 the site the file lies beside the page, and below the paragraph stands a frame that plays it; a link
-to a step, ``...html#step=14``, is only a link. Players that a lesson makes are its cells' outputs.
+to a step or a state, ``...html#step=14``, is only a link. Players that a lesson makes are its
+cells' outputs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def lead(app: Sphinx, name: str, source: list[str]) -> None:
             return f"]({SCHEME}{path}{rest or ''})"
         return f"]({path}/index.md)" if (here / path / "index.md").is_file() else match[0]
 
-    source[0] = re.sub(r"\]\(([\w./-]+)(#[\w=-]+)?\)", led, source[0])
+    source[0] = re.sub(r"\]\(([\w./-]+)(#[\w=&.-]+)?\)", led, source[0])
 
 
 def play(app: Sphinx, tree: nodes.document) -> None:

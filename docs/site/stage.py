@@ -55,6 +55,7 @@ an hour, without a GPU.
 - **Learn**: [eight lessons](docs/lessons/README.md), shown here with their results, and [exercises
   graded by bytes](exercises/index.md).
 - **Look**: [every picture](docs/guides/gallery.md), with the line that draws it, and players.
+- **Turn a knob**: [the tile lab](docs/guides/lab.md) counts any shape as you move its sliders.
 - **Ask**: [flashsim in a minute](README.md), [a glossary](docs/guides/glossary.md), [all
   pages, and what you can ask](docs/README.md).
 - **Look up**: [what every count means](docs/reference/model.md), and [the API](api/index.md).

@@ -27,6 +27,7 @@ COMMANDS: _Entries = {
     "plot": ("Draw one plot: PNG, SVG or PDF.", "pictures.plot"),
     "animate": ("Animate one trace, or two side by side: GIF, MP4 or HTML.", "pictures.animate"),
     "page": ("Write an HTML page that plays one trace, or two.", "pictures.page"),
+    "lab": ("Write an HTML page of sliders that counts any problem.", "pictures.lab"),
     "trace": (
         "Look into saved traces.",
         {

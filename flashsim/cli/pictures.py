@@ -1,4 +1,4 @@
-"""``flashsim plot``, ``animate`` and ``page``: from saved traces, or straight from sizes."""
+"""``flashsim plot``, ``animate``, ``page``: from traces or sizes. ``lab``: a page that counts."""
 
 from __future__ import annotations
 
@@ -196,6 +196,16 @@ def page(
     found = _recorded(source, opt.written(typed))
     viz().page(found.traces, out, theme=theme, statistics=found.statistics(row))
     say(f"page in {out}")
+
+
+def lab(
+    out: opt.Out,
+    theme: str = opt.option("auto", "auto, light or dark.", panel=opt.OUTPUT),
+) -> None:
+    """Write the tile lab: an HTML page that counts any shape, mask and tile as sliders move."""
+    ready(out, (".html", ".htm"))
+    viz().lab(out, theme=theme)
+    say(f"tile lab in {out}")
 
 
 def demo_figures(name: str, comparison: Comparison, out: Path) -> list[Path]:

@@ -40,6 +40,18 @@ class Strip(NamedTuple):
         seen = (begin // self.inner, end // self.inner + 1) if begin <= end else (0, 0)
         return stop - start, *seen
 
+    def full(self, tile: int) -> tuple[int, int]:
+        """(first inner tile of which every score is kept, one past the last); equal if none is.
+
+        A ragged last inner tile lacks positions, so it is never full.
+        """
+        start = tile * self.block
+        first = start // self.members + self.offset
+        last = (min(start + self.block, self.rows) - 1) // self.members + self.offset
+        begin, end = max(last - self.left, 0), min(first + self.right, self.n - 1)
+        lo, hi = -(-begin // self.inner), max(end + 1, 0) // self.inner
+        return (lo, hi) if lo < hi else (0, 0)
+
     def width(self, lo: int, hi: int) -> int:
         """Number of positions in the inner tiles lo .. hi - 1."""
         return min(hi * self.inner, self.n) - lo * self.inner if hi > lo else 0
@@ -75,6 +87,23 @@ class Strip(NamedTuple):
             self.block * visits + height * (hi - lo),
             self.block * positions + height * self.width(lo, hi),
         )
+
+    def fulls(self) -> int:
+        """Number of visits of which every score is kept, over all outer tiles."""
+        if not self.tiles:
+            return 0
+        lo, hi = self.full(self.tiles - 1)
+        total, reach = hi - lo, self.offset + self.right + 1
+        if (self.rows - 1) // self.members + self.offset > self.left:  # both ends move
+            for tile in range(0, self.tiles - 1):
+                lo, hi = self.full(tile)
+                total += hi - lo
+            return total
+        # Of all tiles but the last, first .. stop - 1 have 0 .. hi - 1, and later ones all.
+        first, stop = self._beyond(-reach), self._beyond(self.n - reach)
+        stop = max(first, stop)
+        total += _floors(first, stop, self.block, self.members * reach, self.members * self.inner)
+        return total + (self.tiles - 1 - stop) * (self.n // self.inner)
 
     def extents(self) -> list[tuple[int, int]]:
         """The largest outer tiles: (rows, positions of the largest inner tile visited) of each.

@@ -121,10 +121,10 @@ def test_links_to_players_and_folders(tmp_path):
     for name in ("docs/p.html", "scripts/index.md"):
         (tmp_path / name).touch()
     source = [
-        "[a](p.html) [b](p.html#step=14) [c](q.html) [d](../scripts) [e](../docs) [f](x.md#y)"
+        "[a](p.html) [b](p.html#n=1&b.m=x) [c](q.html) [d](../scripts) [e](../docs) [f](x.md#y)"
     ]
     players.lead(SimpleNamespace(srcdir=tmp_path), "docs/page", source)
     assert source == [
-        "[a](player:p.html) [b](player:p.html#step=14) [c](q.html) [d](../scripts/index.md) "
+        "[a](player:p.html) [b](player:p.html#n=1&b.m=x) [c](q.html) [d](../scripts/index.md) "
         "[e](../docs) [f](x.md#y)"
     ]

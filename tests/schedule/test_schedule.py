@@ -442,6 +442,12 @@ def test_closed_sums_and_extents_are_those_of_the_tables(problem, tiling, dense,
             closed = Schedule(problem, tiling, outer, "ascending", dense, split)
             assert closed.sums == table[0]
             assert most(set(zip(*(x.tolist() for x in closed.extents()), strict=True))) == table[1]
+            if outer == "queries" and not dense:
+                bands = closed._bands("queries")
+                spans = [b.full(i) for b in bands for i in range(b.tiles)]
+                full = own.row_spans[:, 2] - own.row_spans[:, 1]
+                assert [hi - lo for lo, hi in spans] == full.tolist()
+                assert sum(b.fulls() for b in bands) == full.sum()
             assert "_edges" not in vars(closed)
 
 

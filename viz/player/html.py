@@ -122,7 +122,8 @@ def page(
         "tensors": names,
         "panes": [_pane(label, *pane, names) for label, pane in chosen.items()],
     }
-    result = Page(_assemble(payload))
+    made = assembled("flashsim.viz.player", "player", _SCRIPTS, payload, str(payload["title"]))
+    result = Page(made)
     if path is not None:
         result.save(path)
     return result
@@ -202,23 +203,34 @@ def embedded_json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _assemble(payload: Mapping[str, Any]) -> str:
-    room = files("flashsim.viz.player")
-    read = lambda name: room.joinpath(name).read_text(encoding="utf-8")  # noqa: E731
-    script = "\n".join(read(name) for name in _SCRIPTS)
-    style = read("player.css")
+def assembled(
+    package: str,
+    name: str,
+    scripts: Sequence[str],
+    data: Mapping[str, Any],
+    title: str,
+    program: str = "",
+) -> str:
+    """One HTML file of a package's ``name.html``, its style and its scripts, and `data` as JSON.
+
+    `program` is JavaScript that comes before the scripts.
+    """
+    room = files(package)
+    read = lambda file: room.joinpath(file).read_text(encoding="utf-8")  # noqa: E731
+    script = "\n".join([program] * bool(program) + [read(file) for file in scripts])
+    style = read(f"{name}.css")
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     parts = {
         "POLICY": policy,
-        "TITLE": html.escape(str(payload["title"])),
+        "TITLE": html.escape(title),
         "STYLE": style,
         "SCRIPT": script,
-        "DATA": embedded_json(payload),
+        "DATA": embedded_json(data),
     }
-    pieces = read("player.html").split("@@")  # text, name, text, name, ...
+    pieces = read(f"{name}.html").split("@@")  # text, name, text, name, ...
     return "".join(parts[piece] if n % 2 else piece for n, piece in enumerate(pieces))
 
 

@@ -1,0 +1,233 @@
+"""The closed forms, the dataflow and the devices as plain data, from the code that counts.
+
+Each pass is counted once with named sizes in the place of integers (`Polynomial`). So a formula of
+the page is what `counts.forms`, `counts.work` and `schedule.plans` compute, and is not written a
+second time. The page evaluates the polynomials; `model.js` sums the visits that they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+from flashsim.counts.forms import Forms
+from flashsim.counts.traffic import Traffic, compulsory, saved
+from flashsim.problem.checks import DTYPES
+from flashsim.problem.hardware import PRESETS as DEVICES
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem, Segment
+from flashsim.schedule import plans
+from flashsim.schedule.dataflow import ALGORITHMS
+from flashsim.schedule.plans import Buffer, Move, Stage
+from flashsim.schedule.presets import PRESETS as TILES
+from flashsim.schedule.schedule import PartSums, Schedule, Sums
+from flashsim.schedule.split import Split
+from flashsim.schedule.split_kv import MOST_BLOCKS, RESERVED
+from flashsim.schedule.tensors import AXES, STATISTICS, whole_bytes
+from flashsim.schedule.tiling import SIDES
+from flashsim.viz.laboratory.polynomial import Polynomial, names
+
+#: The sizes in a formula, and what the page calls them.
+SIZES = {
+    "batch": "batch",
+    "kv_heads": "key heads",
+    "group": "query heads per key head",
+    "n_q": "N_q",
+    "n_kv": "N_kv",
+    "row_cols": "Σ keys",
+    "col_rows": "Σ queries",
+    "area": "Σ scores",
+    "whole_rows": "rows in one part",
+    "part_rows": "Σ rows × parts",
+    "longest": "longest sequence",
+    "pairs": "scores",
+    "d": "d",
+}
+
+
+class Symbols(Problem):
+    """A problem whose sizes are names: one head_dim, and no option that adds a tensor.
+
+    `sequence` is what its one sequence has of rows and keys.
+    """
+
+    # Two of them have the same fields and other sequences: caches must keep them apart.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __init__(self, dtype: str, sequence: tuple[Any, Any]) -> None:
+        size = {name: Polynomial.named(name) for name in SIZES}
+        fixed = {name: field.default for name, field in Problem.__dataclass_fields__.items()}
+        mine = {
+            "n_q": size["n_q"],
+            "n_kv": size["n_kv"],
+            "head_dim": size["d"],
+            "head_dim_v": size["d"],
+            "batch": size["batch"],
+            "heads": size["kv_heads"] * size["group"],
+            "kv_heads": size["kv_heads"],
+            "dtype": dtype,
+        }
+        for name, value in {**fixed, **mine}.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "one", Segment(0, sequence[0], 0, sequence[1]))
+
+    @property
+    def sequences(self) -> tuple[Segment, ...]:
+        """The one sequence."""
+        return (self.one,)  # type: ignore[attr-defined]
+
+
+class NamedTraffic(Traffic):
+    """A pass, counted in names: the methods of `Traffic` on a schedule whose sums are names."""
+
+    def __init__(self, problem: Problem, algorithm: str, direction: str, split: Split) -> None:
+        size = {name: Polynomial.named(name) for name in SIZES}
+        self.problem, self.algorithm, self.direction = problem, algorithm, direction
+        self.split = split
+        self.stages = plans.stages(problem, algorithm, direction, split)
+        members: Any = problem.group if split.pack_gqa else 1
+        summed = size["row_cols"], size["col_rows"], size["area"]
+        self.walk: Any = SimpleNamespace(
+            sums=Sums(0, *summed),  # type: ignore[arg-type]
+            part_sums=PartSums(size["whole_rows"], size["part_rows"]),  # type: ignore[arg-type]
+            members=members,
+            n_rows=problem.n_q * members,
+            page_reads=0,
+        )
+
+    def schedule(self, stage: Stage) -> Schedule:
+        """The same names for each stage: all stages of a pass have the same sums."""
+        walk: Schedule = self.walk
+        return walk
+
+
+def payload() -> dict[str, Any]:
+    """All that the page knows, as JSON-ready values; polynomials are numbers in a list."""
+    found: dict[Polynomial, int] = {}
+    types: dict[str, dict[str, Any]] = {}
+    kinds: dict[str, str] = {}
+    for dtype in DTYPES:
+        sizes = Problem(1, dtype=dtype)
+        kind = f"{sizes.itemsize}.{sizes.result_itemsize}.{sizes.compute_itemsize}"
+        kinds[dtype] = kind
+        if kind not in types:
+            types[kind] = _passes(dtype, found)
+    known = names(found)
+    place = {name: n for n, name in enumerate(known)}
+    return {
+        "dtypes": kinds,
+        "passes": types,
+        "sizes": known,
+        "words": {name: word for name, word in SIZES.items() if name in known},
+        "polynomials": [
+            [[str(n), *(place[name] for name in term)] for term, n in one.terms.items()]
+            for one in found
+        ],
+        "algorithms": {
+            name: {
+                "title": one.title,
+                "directions": [x for x in plans.DIRECTIONS if getattr(one, x)],
+                "splits": plans.splits_keys(name),
+            }
+            for name, one in ALGORITHMS.items()
+        },
+        "devices": {name: _device(one) for name, one in DEVICES.items()},
+        "axes": {name: ("row", "col", "tile")[axis] for name, axis in sorted(AXES.items())},
+        "statistics": sorted(STATISTICS),
+        "tiles": TILES,
+        "sides": SIDES,
+        "reserved": RESERVED,
+        "most_blocks": MOST_BLOCKS,
+    }
+
+
+def _passes(dtype: str, found: dict[Polynomial, int]) -> dict[str, Any]:
+    """Each algorithm's passes: ``{"flash2 forward": ..}``; with packed heads, "... packed"."""
+    made = {}
+    for algorithm in plans.ALGORITHMS:
+        for direction in plans.DIRECTIONS:
+            if direction == "backward" and algorithm not in plans.TRAINING:
+                continue
+            for packed in (False, True) if plans.splits_keys(algorithm) else (False,):
+                name = f"{algorithm} {direction}{' packed' * packed}"
+                made[name] = _pass(dtype, algorithm, direction, Split(pack_gqa=packed), found)
+    return made
+
+
+def _pass(
+    dtype: str, algorithm: str, direction: str, split: Split, found: dict[Polynomial, int]
+) -> dict[str, Any]:
+    longest, pairs = Polynomial.named("longest"), Polynomial.named("pairs")
+    problem = Symbols(dtype, (Polynomial.named("n_q"), longest))
+    counted = NamedTraffic(problem, algorithm, direction, split)
+    # Sizes of whole tensors: S and P are as large as the sequences' scores are many.
+    whole = Symbols(dtype, (pairs, 1))
+    moved = dict.fromkeys(m.tensor for stage in counted.stages for m in stage.moves if m.transfers)
+    (dense,) = {stage.dense for stage in counted.stages}  # one schedule: one set of sums
+    flops, chip = counted._work()
+
+    def put(value: Any) -> int:
+        return found.setdefault(Polynomial.of(value), len(found))
+
+    return {
+        "dense": dense,
+        "stages": [_stage(counted, stage, put) for stage in counted.stages],
+        "flops": {kind: put(value) for kind, value in flops.items()},
+        "chip": {kind: put(value) for kind, value in chip.items()},
+        "compulsory": put(compulsory(problem, direction)),
+        "saved": put(saved(whole, algorithm)),
+        "whole": {name: put(whole_bytes(whole, name)) for name in moved},
+    }
+
+
+def _stage(counted: NamedTraffic, stage: Stage, put: Any) -> dict[str, Any]:
+    forms, walk = Forms(counted.problem), counted.walk
+    table = forms.forward if counted.direction == "forward" else forms.backward
+    moved = {key: size for key, size in table(counted.algorithm, stage.name, walk).items() if size}
+
+    def buffer(one: Buffer) -> dict[str, Any]:
+        sizes = {"row": one.per_row, "col": one.per_col, "score": one.per_score}
+        return {"name": one.name, "visit": one.visit, **{k: put(v) for k, v in sizes.items()}}
+
+    return {
+        "name": stage.name,
+        "outer": stage.outer,
+        "rows": stage.whole_rows,
+        "once": stage.once,
+        "parts": stage.parts,
+        "walks": put(plans.heads_of(stage, counted.problem)[0]),
+        "serial": _serial(stage),
+        "buffers": [buffer(one) for one in stage.buffers],
+        "strip": [buffer(move.tile) for move in stage.visit if move.holds],
+        "before": _words(stage.before),
+        "visit": _words(stage.visit),
+        "after": _words(stage.after),
+        "moves": [[op, tensor, put(size)] for (op, tensor), size in moved.items()],
+        "bytes": put(sum(moved.values(), Polynomial({}))),
+    }
+
+
+def _serial(stage: Stage) -> bool:
+    """Whether outer steps of one head take turns: each visit reads what another one has stored."""
+    loaded = {move.tensor for move in stage.visit if move.op == "load"}
+    return any(move.op == "store" and move.tensor in loaded for move in stage.visit)
+
+
+def _words(moves: Iterable[Move]) -> list[list[str]]:
+    return [[move.op, move.tensor] for move in moves]
+
+
+def _device(one: Device) -> dict[str, Any]:
+    values = one.to_dict()
+    kept = (
+        *("name", "source", "sram_bytes", "sram_per_sm", "sm_count", "l2_bytes", "hbm_bytes"),
+        *("hbm_bandwidth", "l2_bandwidth"),
+    )
+    peaks = {
+        dtype: one.peak(dtype)
+        for dtype in DTYPES
+        if dtype in one.tensor_flops or dtype in one.cuda_flops
+    }
+    return {**{name: values[name] for name in kept}, "peaks": peaks}

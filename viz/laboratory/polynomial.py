@@ -1,0 +1,95 @@
+"""`Polynomial`: a sum of products of named sizes, with the arithmetic that the closed forms use.
+
+The closed forms are Python code on integers. Called with polynomials in the place of integers, the
+same code returns its formula, which can be written down as data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Union
+
+Term = tuple[str, ...]  # names in order, repeated for powers; () is the constant
+Operand = Union["Polynomial", int]
+
+
+class Polynomial:
+    """An integer polynomial in named sizes. Immutable and hashable.
+
+    It has no order: code that compares sizes has no formula, and raises a TypeError.
+    """
+
+    __slots__ = ("terms",)
+
+    def __init__(self, terms: dict[Term, int]) -> None:
+        self.terms = {term: n for term, n in sorted(terms.items()) if n}
+
+    @classmethod
+    def named(cls, name: str) -> Polynomial:
+        """The size of that name."""
+        return cls({(name,): 1})
+
+    @classmethod
+    def of(cls, value: Operand) -> Polynomial:
+        """A polynomial, also of an integer."""
+        return value if isinstance(value, Polynomial) else cls({(): int(value)})
+
+    def __add__(self, other: Operand) -> Polynomial:
+        terms = dict(self.terms)
+        for term, n in Polynomial.of(other).terms.items():
+            terms[term] = terms.get(term, 0) + n
+        return Polynomial(terms)
+
+    def __mul__(self, other: Operand) -> Polynomial:
+        terms: dict[Term, int] = {}
+        for one, n in self.terms.items():
+            for two, m in Polynomial.of(other).terms.items():
+                term = tuple(sorted(one + two))
+                terms[term] = terms.get(term, 0) + n * m
+        return Polynomial(terms)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __sub__(self, other: Operand) -> Polynomial:
+        return self + Polynomial.of(other) * -1
+
+    def __rsub__(self, other: Operand) -> Polynomial:
+        return self * -1 + other
+
+    def __floordiv__(self, other: Operand) -> Polynomial:
+        """The quotient by one product, which must divide every term: no remainder is lost."""
+        ((divisor, n),) = Polynomial.of(other).terms.items()
+        return Polynomial({_without(term, divisor): _whole(m, n) for term, m in self.terms.items()})
+
+    def __bool__(self) -> bool:
+        return bool(self.terms)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (Polynomial, int)):
+            return NotImplemented
+        return self.terms == Polynomial.of(other).terms
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.terms.items()))
+
+    def __repr__(self) -> str:
+        products = (" ".join([str(n), *term]) for term, n in self.terms.items())
+        return " + ".join(products) or "0"
+
+
+def names(found: Iterable[Polynomial]) -> list[str]:
+    """Every name in any of the polynomials, in alphabetical order."""
+    return sorted({name for one in found for term in one.terms for name in term})
+
+
+def _without(term: Term, divisor: Term) -> Term:
+    left = list(term)
+    for name in divisor:
+        left.remove(name)  # ValueError: it does not divide
+    return tuple(left)
+
+
+def _whole(n: int, divisor: int) -> int:
+    if n % divisor:
+        raise ValueError(f"{divisor} does not divide {n}")
+    return n // divisor

@@ -1,0 +1,81 @@
+"""Row tiles under the two masks that are no band: a prefix, and cells near the diagonal.
+
+A mask here keeps, of every row tile, two runs of key tiles: the first ones, and those around the
+diagonal. `schedule.Schedule` finds the same tiles by trying every score. These formulas take no
+time, and the page gets them as generated JavaScript; the tests hold them to the schedule.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Prefix(NamedTuple):
+    """A prefix language model: the first `prefix` keys are seen by all, the others causally."""
+
+    rows: int
+    members: int
+    block: int
+    n: int
+    inner: int
+    offset: int
+    prefix: int
+
+    def tile(self, tile: int) -> tuple[int, int, int, int, int, int, int]:
+        """Rows of a row tile; its first key tiles; from and to of the others; the same, if full."""
+        start = tile * self.block
+        stop = min(start + self.block, self.rows)
+        first = start // self.members + self.offset
+        last = (stop - 1) // self.members + self.offset
+        some = min(max(last + 1, self.prefix), self.n)
+        every = min(max(first + 1, self.prefix), self.n)
+        return stop - start, -(-some // self.inner), 0, 0, every // self.inner, 0, 0
+
+
+class Cells(NamedTuple):
+    """A block-sparse mask: cells within `reach` of the diagonal, and `shared` first rows, columns.
+
+    The mask has square cells of `cell` scores. `shift` is the number of cell columns minus rows, so
+    that the diagonal ends in the lower right corner.
+    """
+
+    rows: int
+    members: int
+    block: int
+    n: int
+    inner: int
+    cell: int
+    reach: int
+    shared: int
+    shift: int
+
+    def tile(self, tile: int) -> tuple[int, int, int, int, int, int, int]:
+        """Rows of a row tile; its first key tiles; from and to of the others; the same, if full."""
+        start = tile * self.block
+        stop = min(start + self.block, self.rows)
+        top = start // self.members // self.cell
+        bottom = (stop - 1) // self.members // self.cell
+        whole = -(-self.n // self.inner)
+        if bottom < self.shared:  # the rows that see all keys
+            return stop - start, whole, 0, 0, self.n // self.inner, 0, 0
+        head = min(self.shared * self.cell, self.n)
+        # Every row of the tile keeps begin .. end - 1, besides the head.
+        upper = max(top, self.shared)
+        begin = max(bottom + self.shift - self.reach, 0) * self.cell
+        end = min(max(upper + self.shift + self.reach + 1, 0) * self.cell, self.n)
+        if end <= begin:
+            begin, end = 0, 0
+        if begin <= head:
+            full = max(head, end) // self.inner, 0, 0
+        else:
+            lo, hi = max(-(-begin // self.inner), head // self.inner), end // self.inner
+            full = head // self.inner, min(lo, hi), hi
+        if top < self.shared:
+            return stop - start, whole, 0, 0, full[0], full[1], full[2]
+        # And some row keeps each of low .. high - 1.
+        low = max(top + self.shift - self.reach, 0) * self.cell
+        high = min(max(bottom + self.shift + self.reach + 1, 0) * self.cell, self.n)
+        first = -(-head // self.inner)
+        lo = max(low // self.inner, first)
+        hi = max(-(-high // self.inner), lo) if low < high else lo
+        return stop - start, first, lo, hi, full[0], full[1], full[2]
