@@ -1,0 +1,350 @@
+"""Infer a kernel's tiles from its hardware counters, by the closed forms.
+
+FlashAttention-2's forward reads Q once, and K and V once for each query tile that sees them. So the
+bytes that enter the SMs give the number of query tiles. A fused backward adds each query row's dQ
+once for each key tile, so the bytes that it reduces give the key tile. `infer` computes these
+figures for every plausible tile and form, and keeps those that the counters agree with.
+
+It is an inference: a kernel with other tiles that moves the same bytes looks the same. Where
+several tiles fit, all of them are returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from flashsim.counts.traffic import Traffic
+from flashsim.errors import own_errors
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
+from flashsim.schedule.split import Split
+from flashsim.schedule.tensors import COL, ROW, shape
+from flashsim.schedule.tiling import Tiling
+
+#: Sides of plausible tiles: steps of the tensor cores' 16, and the powers of two beyond.
+SIDES = (*range(16, 257, 16), 512)
+#: How far the bytes read may lie above a fit: a share of them, and bytes per thread block. Each
+#: block also reads its arguments, tensor maps and offsets (36 to 157 B were seen on an H100).
+ABOVE, PER_BLOCK = 1e-3, 512
+#: How far they may lie below: sectors that L1 still holds from a load before.
+BELOW = 5e-4
+#: How far the bytes reduced may be off: all of them are counted, and nothing else.
+REDUCED = 1e-3
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What the hardware counted of one kernel launch.
+
+    Attributes
+    ----------
+    read : float
+        Bytes from L2 into the SMs.
+    written, reduced : float
+        Bytes that the SMs store, and add by atomics, at L2.
+    blocks : int
+        Thread blocks launched; 0 if unknown.
+    """
+
+    read: float
+    written: float = 0.0
+    reduced: float = 0.0
+    blocks: int = 0
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A form and a tile, and the bytes that they would move.
+
+    Attributes
+    ----------
+    form : str
+        One of `FORMS`.
+    block_q, block_k : int
+        The tile. Of "dK, dV and dQ", `block_k` is dK's and dV's key tile and `block_q` is dQ's
+        query tile.
+    read, reduced : int
+        Bytes.
+    blocks : int
+        Thread blocks, if each has one outer tile.
+    packed : bool
+        Whether the query heads of a key head share the rows of a tile.
+    boxes : bool
+        Whether tiles past a sequence's end are read whole, as TMA delivers them.
+    dense : bool
+        Whether tiles that the mask empties are visited.
+    """
+
+    form: str
+    block_q: int
+    block_k: int
+    read: int
+    reduced: int = 0
+    blocks: int = 0
+    packed: bool = False
+    boxes: bool = False
+    dense: bool = False
+
+
+#: Forms of a kernel, in words.
+FORMS = {
+    "forward": "FlashAttention-2 forward",
+    "split keys": "forward with split keys",
+    "combine": "combines the parts of split keys",
+    "fused": "backward in one pass, dQ by atomic additions",
+    "dkdv": "dK and dV pass",
+    "dq": "dQ pass",
+    "dkdv and dq": "dK, dV and dQ in one launch",
+    "delta": "row sums of O and dO",
+    "convert": "rounds dQ",
+    "other": "no form of FlashAttention-2 that is known here",
+}
+
+
+@dataclass(frozen=True)
+class Inference:
+    """What fits a kernel's counters.
+
+    Attributes
+    ----------
+    form : str
+        One of `FORMS`.
+    fits : tuple of Fit
+        All that agree, the closest first.
+    next_q, next_k : float or None
+        How far the closest other query tile (key tile) is from the bytes measured, as a share of
+        them; None if there is none.
+    splits : int
+        Parts that the keys are divided into.
+    by_grid : bool
+        Whether the number of thread blocks excluded tiles that the bytes alone did not.
+    """
+
+    form: str
+    fits: tuple[Fit, ...] = ()
+    next_q: float | None = None
+    next_k: float | None = None
+    splits: int = 1
+    by_grid: bool = False
+
+    def sides(self, name: str) -> tuple[int, ...]:
+        """All values of "block_q" or "block_k" that fit, ascending."""
+        return tuple(sorted({getattr(fit, name) for fit in self.fits}))
+
+    @property
+    def block_q(self) -> int | None:
+        """The query tile, if only one fits."""
+        sides = self.sides("block_q")
+        return sides[0] if len(sides) == 1 else None
+
+    @property
+    def block_k(self) -> int | None:
+        """The key tile, if only one fits."""
+        sides = self.sides("block_k")
+        return sides[0] if len(sides) == 1 else None
+
+
+@own_errors
+def infer(problem: Problem, direction: str, seen: Counters) -> Inference:
+    """Infer the form and the tile of one kernel of an attention call.
+
+    Parameters
+    ----------
+    problem : Problem
+        The call.
+    direction : {"forward", "backward"}
+        The pass that the kernel ran in.
+    seen : Counters
+
+    Returns
+    -------
+    Inference
+        With the form "other" and no fit if nothing agrees.
+    """
+    rows = problem.batch * problem.heads * problem.n_q
+    if direction == "forward":
+        return _forward(problem, seen, rows)
+    dq = rows * problem.head_dim * 4
+    if seen.reduced > dq / 2:
+        return _settle("fused", problem, seen)
+    o = rows * problem.head_dim_v * problem.itemsize
+    small = seen.read - seen.blocks * PER_BLOCK
+    if _near(seen.read, 2 * o, small) and seen.written <= 1.1 * (dq + rows * 8):
+        return Inference("delta")
+    if _near(seen.read, dq, small) and _near(seen.written, dq / 4 * problem.itemsize):
+        return Inference("convert")
+    tried = [_settle(form, problem, seen) for form in ("dkdv", "dq", "dkdv and dq")]
+    wrote = {
+        "dkdv": 2 * problem.batch * problem.heads * problem.n_kv * problem.head_dim,
+        "dq": rows * problem.head_dim,
+    }
+    wrote["dkdv and dq"] = wrote["dkdv"] + wrote["dq"]
+    fitting = [one for one in tried if one.fits]
+    if len(fitting) > 1 and seen.written:  # what it stores tells dK and dV from dQ
+        fitting.sort(key=lambda one: abs(seen.written - problem.itemsize * wrote[one.form]))
+    return fitting[0] if fitting else Inference("other")
+
+
+def _forward(problem: Problem, seen: Counters, rows: int) -> Inference:
+    """A forward kernel; one that writes float32 parts has split the keys."""
+    part = rows * (problem.head_dim_v * 4 + 4)
+    parts = seen.written / part
+    near = round(parts)
+    if near > 1 and abs(parts - near) < 0.02 * near:
+        found = _settle("split keys", problem, seen, near)
+        return replace(found, splits=near)
+    if seen.read >= 1.9 * part and _near(
+        seen.written, rows * problem.head_dim_v * 2, tolerance=0.1
+    ):
+        parts = round(seen.read / part)
+        if abs(seen.read / part - parts) < 0.05 and not _settle("forward", problem, seen).fits:
+            return Inference("combine", splits=parts)
+    return _settle("forward", problem, seen)
+
+
+def _near(value: float, wanted: float, least: float | None = None, tolerance: float = 0.03) -> bool:
+    low = value if least is None else least
+    return low <= wanted * (1 + tolerance) and value >= wanted * (1 - tolerance)
+
+
+def _settle(form: str, problem: Problem, seen: Counters, splits: int = 1) -> Inference:
+    """Keep the candidates of a form that agree with the counters."""
+    candidates = list(_candidates(form, problem, splits))
+    fits = [fit for fit in candidates if _agrees(fit, seen)]
+    if not fits:
+        return Inference("other")
+    agreeing = fits
+    launched = [fit for fit in fits if seen.blocks and fit.blocks == seen.blocks]
+    by_grid = bool(launched) and len(launched) < len(fits)
+    fits = launched or fits
+    fits.sort(key=lambda fit: (_beyond(fit, seen), fit.boxes, fit.dense, fit.packed))
+    found = []
+    for name in ("block_q", "block_k"):
+        known = {getattr(fit, name) for fit in agreeing}
+        others = [fit for fit in candidates if getattr(fit, name) not in known]
+        if form == "fused":
+            others = [
+                fit
+                for fit in others
+                if name == "block_k" or fit.block_k in {x.block_k for x in fits}
+            ]
+        found.append(min((_distance(fit, seen) for fit in others), default=None))
+    return Inference(form, tuple(fits), found[0], found[1], by_grid=by_grid)
+
+
+def _agrees(fit: Fit, seen: Counters) -> bool:
+    above = ABOVE * fit.read + PER_BLOCK * seen.blocks
+    if not -BELOW * fit.read <= seen.read - fit.read <= above:
+        return False
+    return abs(seen.reduced - fit.reduced) <= REDUCED * fit.reduced
+
+
+def _beyond(fit: Fit, seen: Counters) -> float:
+    return round(abs(seen.read / fit.read - 1), 7)
+
+
+def _distance(fit: Fit, seen: Counters) -> float:
+    """How far a candidate is from the counters, by the counter that is furthest off."""
+    apart = abs(seen.read / fit.read - 1)
+    return max(apart, abs(seen.reduced / fit.reduced - 1)) if fit.reduced else apart
+
+
+# -- candidates -----------------------------------------------------------------------------------
+
+
+@cache
+def _candidates(form: str, problem: Problem, splits: int) -> tuple[Fit, ...]:
+    """Every form and tile, with the bytes that it reads and reduces."""
+    return tuple(_listed(form, problem, splits))
+
+
+def _listed(form: str, problem: Problem, splits: int) -> Iterator[Fit]:
+    plain = replace(problem, causal=False, window=None, mask=None, block_mask=None)
+    masked = plain != problem
+    for dense in (False, True)[: 1 + masked]:
+        p = plain if dense else problem
+        for grouped in (False, True)[: 1 + (p.group > 1)]:
+            for q, k in _sides(form, p, packed=grouped):
+                yield from _counted(form, p, Tiling(q, k), splits, grouped, dense)
+
+
+def _sides(form: str, p: Problem, *, packed: bool) -> Iterator[tuple[int, int]]:
+    """Tiles worth trying; of those larger than the problem only the smallest."""
+    rows = p.n_q * (p.group if packed and form in ("forward", "split keys") else 1)
+    for q in _up_to(rows):
+        for k in _up_to(p.n_kv):
+            yield q, k
+
+
+def _up_to(n: int) -> Sequence[int]:
+    below = [side for side in SIDES if side < n]
+    return [*below, *[side for side in SIDES if side >= n][:1]] or [SIDES[0]]
+
+
+_STAGES = {
+    "forward": ("flash2", "forward", ("forward",)),
+    "fused": ("flash2-fused", "backward", ("fused",)),
+    "dkdv": ("flash2", "backward", ("dkdv",)),
+    "dq": ("flash2", "backward", ("dq",)),
+    "dkdv and dq": ("flash2", "backward", ("dkdv", "dq")),
+}
+
+
+def _counted(
+    form: str, p: Problem, tiling: Tiling, splits: int, grouped: bool, dense: bool
+) -> Iterator[Fit]:
+    """A tile's fits: with tiles cut at a sequence's end and, where it differs, with whole boxes."""
+    device = Device.get("H100")
+    split = Split()
+    if form == "split keys" or (form == "forward" and grouped):
+        algorithm, direction, names = "flash-decode", "forward", ("split",)
+        split = Split(splits, pack_gqa=grouped)
+    else:
+        algorithm, direction, names = _STAGES[form]
+        if grouped:  # keys and values expanded to one head for each query head
+            p = replace(p, kv_heads=p.heads)
+    traffic = Traffic(p, tiling, algorithm, direction, device, "ascending", split)
+    loads, reduces, boxes, blocks = 0, 0, 0, 0
+    for stage in traffic.stages:
+        if stage.name not in names:
+            continue
+        schedule = traffic.schedule(stage)
+        outer = schedule.rows if stage.outer == "queries" else schedule.cols
+        blocks += plans.heads_of(stage, p)[0] * len(outer) * splits
+        for (name, op, tensor), nbytes in traffic.transfers.items():
+            if name != stage.name:
+                continue
+            if op == "load":
+                loads += nbytes
+                boxes += _whole(traffic, stage, tensor, nbytes, tiling)
+            elif op == "reduce":
+                reduces += nbytes
+    packed = grouped and algorithm == "flash-decode"
+    made = Fit(form, tiling.block_q, tiling.block_k, loads, reduces, blocks, packed, False, dense)
+    yield made
+    if boxes != loads:
+        yield replace(made, read=boxes, boxes=True)
+
+
+def _whole(traffic: Traffic, stage: plans.Stage, tensor: str, nbytes: int, tiling: Tiling) -> int:
+    """Bytes that a tensor's loads would be if tiles past a sequence's end were read whole."""
+    p, schedule = traffic.problem, traffic.schedule(stage)
+    its = shape(p, tensor)
+    if its.vector or its.axis not in (ROW, COL):
+        return nbytes
+    rows = its.axis == ROW
+    table, block = (schedule.rows, tiling.block_q) if rows else (schedule.cols, tiling.block_k)
+    lengths = np.diff(table[:, :2])[:, 0]
+    if (lengths == block).all():
+        return nbytes
+    if (stage.outer == "queries") == rows:
+        whole, cut = len(lengths) * block, int(lengths.sum())
+    else:
+        _, other = (schedule.col_csr if rows else schedule.row_csr)[:2]
+        whole, cut = len(other) * block, int(lengths[other].sum())
+    return nbytes * whole // cut if cut else nbytes
