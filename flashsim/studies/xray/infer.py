@@ -11,6 +11,7 @@ several tiles fit, all of them are returned.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -29,12 +30,16 @@ from flashsim.schedule.tiling import Tiling
 #: Sides of plausible tiles: steps of the tensor cores' 16, and the powers of two beyond.
 SIDES = (*range(16, 257, 16), 512)
 #: How far the bytes read may lie above a fit: a share of them, and bytes per thread block. Each
-#: block also reads its arguments, tensor maps and offsets (36 to 157 B were seen on an H100).
-ABOVE, PER_BLOCK = 1e-3, 512
+#: block also reads its arguments, tensor maps and offsets (64 to 300 B were seen on an H100).
+ABOVE, PER_BLOCK = 1e-4, 384
 #: How far they may lie below: sectors that L1 still holds from a load before.
-BELOW = 5e-4
+BELOW = 1e-4
 #: How far the bytes reduced may be off: all of them are counted, and nothing else.
-REDUCED = 1e-3
+REDUCED = 1e-4
+#: Registers of an SM, of 4 bytes: scores and accumulators of a tile fit in them.
+REGISTERS = 65536
+#: Columns that TMA delivers at a time, bfloat16: what lies past a row's end arrives as zeros.
+BOX_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,15 @@ class Counters:
         Bytes that the SMs store, and add by atomics, at L2.
     blocks : int
         Thread blocks launched; 0 if unknown.
+    tensor_flops : float or None
+        FLOPs on tensor cores; None if unknown.
     """
 
     read: float
     written: float = 0.0
     reduced: float = 0.0
     blocks: int = 0
+    tensor_flops: float | None = None
 
 
 @dataclass(frozen=True)
@@ -66,8 +74,8 @@ class Fit:
     form : str
         One of `FORMS`.
     block_q, block_k : int
-        The tile. Of "dK, dV and dQ", `block_k` is dK's and dV's key tile and `block_q` is dQ's
-        query tile.
+        The tile. Of "dkdv and dq", `block_k` is the key tile of dK and dV, and `block_q` is the
+        query tile of dQ.
     read, reduced : int
         Bytes.
     blocks : int
@@ -75,7 +83,7 @@ class Fit:
     packed : bool
         Whether the query heads of a key head share the rows of a tile.
     boxes : bool
-        Whether tiles past a sequence's end are read whole, as TMA delivers them.
+        Whether tiles past a sequence's end, and columns past a row's, are read whole, as TMA does.
     dense : bool
         Whether tiles that the mask empties are visited.
     """
@@ -150,66 +158,83 @@ class Inference:
 
 
 @own_errors
-def infer(problem: Problem, direction: str, seen: Counters) -> Inference:
-    """Infer the form and the tile of one kernel of an attention call.
+def infer(problem: Problem, direction: str, launches: Sequence[Counters]) -> list[Inference]:
+    """Infer the form and the tile of each kernel of one pass of an attention call.
 
     Parameters
     ----------
     problem : Problem
         The call.
     direction : {"forward", "backward"}
-        The pass that the kernel ran in.
-    seen : Counters
+    launches : sequence of Counters
+        The pass's kernels in the order in which they ran.
 
     Returns
     -------
-    Inference
-        With the form "other" and no fit if nothing agrees.
+    list of Inference
+        One per launch; with the form "other" and no fit if nothing agrees.
     """
+    if direction != "forward":
+        return [_backward(problem, seen) for seen in launches]
+    found = []
+    for n, seen in enumerate(launches):
+        after = launches[n + 1] if n + 1 < len(launches) else None
+        if not _products(problem, seen):
+            before = launches[n - 1] if n else None
+            parts = _parts(problem, before, seen)
+            found.append(Inference("combine", splits=parts) if parts > 1 else Inference("other"))
+        elif after is not None and (parts := _parts(problem, seen, after)) > 1:
+            found.append(replace(_settle("split keys", problem, seen, parts), splits=parts))
+        else:
+            found.append(_settle("forward", problem, seen))
+    return found
+
+
+def _products(problem: Problem, seen: Counters) -> bool:
+    """Whether a kernel may compute matrix products: float32's need no tensor cores."""
+    return seen.tensor_flops is None or seen.tensor_flops > 0 or problem.itemsize > 2
+
+
+def _parts(problem: Problem, before: Counters | None, after: Counters) -> int:
+    """How many parts of split keys `after` combines, if `before` made them; 1 if it does not.
+
+    It reads a float32 O and an LSE for each part. An LSE takes 4 B, or two sectors where each row's
+    lies by itself. The thread blocks of `before` decide what that leaves open.
+    """
+    if before is None or not _products(problem, before) or _products(problem, after):
+        return 1
     rows = problem.batch * problem.heads * problem.n_q
-    if direction == "forward":
-        return _forward(problem, seen, rows)
+    least, most = (after.read / (rows * (4 * problem.head_dim_v + lse)) for lse in (68, 4))
+    counts = [*range(math.ceil(least * 0.98), int(most * 1.02) + 1)]
+    heads = {problem.batch * problem.heads, problem.batch * problem.kv_heads}
+    divides = [n for n in counts if any(before.blocks % (n * each) == 0 for each in heads)]
+    return (divides or counts or [1])[-1]
+
+
+def _backward(problem: Problem, seen: Counters) -> Inference:
+    rows = problem.batch * problem.heads * problem.n_q
     dq = rows * problem.head_dim * 4
     if seen.reduced > dq / 2:
         return _settle("fused", problem, seen)
-    o = rows * problem.head_dim_v * problem.itemsize
-    small = seen.read - seen.blocks * PER_BLOCK
-    if _near(seen.read, 2 * o, small) and seen.written <= 1.1 * (dq + rows * 8):
-        return Inference("delta")
-    if _near(seen.read, dq, small) and _near(seen.written, dq / 4 * problem.itemsize):
-        return Inference("convert")
-    tried = [_settle(form, problem, seen) for form in ("dkdv", "dq", "dkdv and dq")]
-    wrote = {
-        "dkdv": 2 * problem.batch * problem.heads * problem.n_kv * problem.head_dim,
-        "dq": rows * problem.head_dim,
-    }
-    wrote["dkdv and dq"] = wrote["dkdv"] + wrote["dq"]
-    fitting = [one for one in tried if one.fits]
-    if len(fitting) > 1 and seen.written:  # what it stores tells dK and dV from dQ
-        fitting.sort(key=lambda one: abs(seen.written - problem.itemsize * wrote[one.form]))
+    if not _products(problem, seen) or seen.tensor_flops is None:
+        result = dq // 4 * problem.itemsize
+        if _near(seen.read, dq, 0.35) and _near(seen.written, result, 0.35):
+            return Inference("convert")
+        if _near(seen.read, 2 * rows * problem.head_dim_v * problem.itemsize, 0.05):
+            return Inference("delta")
+        if not _products(problem, seen):
+            return Inference("other")
+    kv = 2 * problem.batch * problem.heads * problem.n_kv * problem.head_dim * problem.itemsize
+    wrote = {"dkdv": kv, "dq": dq // 4 * problem.itemsize}
+    wrote["dkdv and dq"] = sum(wrote.values())
+    fitting = [one for one in (_settle(form, problem, seen) for form in wrote) if one.fits]
+    if seen.written:  # what it stores tells dK and dV from dQ
+        fitting.sort(key=lambda one: abs(seen.written - wrote[one.form]))
     return fitting[0] if fitting else Inference("other")
 
 
-def _forward(problem: Problem, seen: Counters, rows: int) -> Inference:
-    """A forward kernel; one that writes float32 parts has split the keys."""
-    part = rows * (problem.head_dim_v * 4 + 4)
-    parts = seen.written / part
-    near = round(parts)
-    if near > 1 and abs(parts - near) < 0.02 * near:
-        found = _settle("split keys", problem, seen, near)
-        return replace(found, splits=near)
-    if seen.read >= 1.9 * part and _near(
-        seen.written, rows * problem.head_dim_v * 2, tolerance=0.1
-    ):
-        parts = round(seen.read / part)
-        if abs(seen.read / part - parts) < 0.05 and not _settle("forward", problem, seen).fits:
-            return Inference("combine", splits=parts)
-    return _settle("forward", problem, seen)
-
-
-def _near(value: float, wanted: float, least: float | None = None, tolerance: float = 0.03) -> bool:
-    low = value if least is None else least
-    return low <= wanted * (1 + tolerance) and value >= wanted * (1 - tolerance)
+def _near(value: float, wanted: float, tolerance: float) -> bool:
+    return abs(value - wanted) <= tolerance * wanted
 
 
 def _settle(form: str, problem: Problem, seen: Counters, splits: int = 1) -> Inference:
@@ -217,7 +242,7 @@ def _settle(form: str, problem: Problem, seen: Counters, splits: int = 1) -> Inf
     candidates = list(_candidates(form, problem, splits))
     fits = [fit for fit in candidates if _agrees(fit, seen)]
     if not fits:
-        return Inference("other")
+        return Inference(form if form == "split keys" else "other")
     agreeing = fits
     launched = [fit for fit in fits if seen.blocks and fit.blocks == seen.blocks]
     by_grid = bool(launched) and len(launched) < len(fits)
@@ -274,11 +299,17 @@ def _listed(form: str, problem: Problem, splits: int) -> Iterator[Fit]:
 
 
 def _sides(form: str, p: Problem, *, packed: bool) -> Iterator[tuple[int, int]]:
-    """Tiles worth trying; of those larger than the problem only the smallest."""
+    """Tiles worth trying; of those larger than the problem only the smallest.
+
+    A tile's scores and its accumulators fit in an SM's registers: O (forward), or dK and dV.
+    """
     rows = p.n_q * (p.group if packed and form in ("forward", "split keys") else 1)
+    forward = form in ("forward", "split keys")
     for q in _up_to(rows):
         for k in _up_to(p.n_kv):
-            yield q, k
+            held = q * (k + p.head_dim_v) if forward or form == "dq" else k * (q + p.head_dim)
+            if held <= REGISTERS * 3 // 4 or (q, k) == (SIDES[0], SIDES[0]):
+                yield q, k
 
 
 def _up_to(n: int) -> Sequence[int]:
@@ -299,7 +330,6 @@ def _counted(
     form: str, p: Problem, tiling: Tiling, splits: int, grouped: bool, dense: bool
 ) -> Iterator[Fit]:
     """A tile's fits: with tiles cut at a sequence's end and, where it differs, with whole boxes."""
-    device = Device.get("H100")
     split = Split()
     if form == "split keys" or (form == "forward" and grouped):
         algorithm, direction, names = "flash-decode", "forward", ("split",)
@@ -308,8 +338,8 @@ def _counted(
         algorithm, direction, names = _STAGES[form]
         if grouped:  # keys and values expanded to one head for each query head
             p = replace(p, kv_heads=p.heads)
-    traffic = Traffic(p, tiling, algorithm, direction, device, "ascending", split)
-    loads, reduces, boxes, blocks = 0, 0, 0, 0
+    traffic = Traffic(p, tiling, algorithm, direction, _ANY, "ascending", split)
+    loads = whole = reduces = padded = blocks = 0
     for stage in traffic.stages:
         if stage.name not in names:
             continue
@@ -317,34 +347,56 @@ def _counted(
         outer = schedule.rows if stage.outer == "queries" else schedule.cols
         blocks += plans.heads_of(stage, p)[0] * len(outer) * splits
         for (name, op, tensor), nbytes in traffic.transfers.items():
-            if name != stage.name:
-                continue
-            if op == "load":
+            if name == stage.name and op == "load":
+                if form == "split keys" and tensor == "Q":
+                    nbytes = _of_parts(traffic, stage, splits)
                 loads += nbytes
-                boxes += _whole(traffic, stage, tensor, nbytes, tiling)
-            elif op == "reduce":
+                whole += _whole(traffic, stage, tensor, nbytes, columns=True)
+            elif name == stage.name and op == "reduce":
                 reduces += nbytes
+                padded += _whole(traffic, stage, tensor, nbytes, columns=False)
     packed = grouped and algorithm == "flash-decode"
     made = Fit(form, tiling.block_q, tiling.block_k, loads, reduces, blocks, packed, False, dense)
-    yield made
-    if boxes != loads:
-        yield replace(made, read=boxes, boxes=True)
+    for read, boxes in dict(((whole, True), (loads, False))).items():
+        for reduced in {reduces, padded}:
+            yield replace(made, read=read, reduced=reduced, boxes=boxes)
 
 
-def _whole(traffic: Traffic, stage: plans.Stage, tensor: str, nbytes: int, tiling: Tiling) -> int:
-    """Bytes that a tensor's loads would be if tiles past a sequence's end were read whole."""
+#: The closed forms ask for a device; the bytes of a tile do not depend on it.
+_ANY = Device.get("H100")
+
+
+def _of_parts(traffic: Traffic, stage: plans.Stage, splits: int) -> int:
+    """Bytes of Q if a row tile's keys are cut at the same keys for all row tiles.
+
+    Each part that has keys loads its rows of Q.
+    """
     p, schedule = traffic.problem, traffic.schedule(stage)
+    every = -(-len(schedule.cols) // splits)
+    parts = -(-schedule.visit_counts // every)
+    rows = np.diff(schedule.rows[:, :2])[:, 0]
+    walks, _ = plans.heads_of(stage, p)
+    return walks * int((rows * parts).sum()) * shape(p, "Q").width
+
+
+def _whole(traffic: Traffic, stage: plans.Stage, tensor: str, nbytes: int, *, columns: bool) -> int:
+    """The bytes of a tensor's tiles if those past a sequence's end are moved whole.
+
+    With `columns` its rows are padded as well, to whole boxes.
+    """
+    p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
     its = shape(p, tensor)
     if its.vector or its.axis not in (ROW, COL):
         return nbytes
+    width = -(-its.width // BOX_BYTES) * BOX_BYTES if columns else its.width
     rows = its.axis == ROW
     table, block = (schedule.rows, tiling.block_q) if rows else (schedule.cols, tiling.block_k)
-    lengths = np.diff(table[:, :2])[:, 0]
+    lengths = np.diff(table[:, :2])[:, 0].astype(np.int64)
     if (lengths == block).all():
-        return nbytes
+        return nbytes // its.width * width
     if (stage.outer == "queries") == rows:
         whole, cut = len(lengths) * block, int(lengths.sum())
     else:
         _, other = (schedule.col_csr if rows else schedule.row_csr)[:2]
         whole, cut = len(other) * block, int(lengths[other].sum())
-    return nbytes * whole // cut if cut else nbytes
+    return nbytes * whole // cut // its.width * width if cut else nbytes
