@@ -49,7 +49,10 @@ def main(out: str, script: str, *arguments: str) -> int:
     for name, (call, direction) in ranges.calls.items():
         calls.setdefault(id(call), described(call))
         found[name] = [list(calls).index(id(call)), direction]
-    Path(out).write_text(json.dumps({"calls": list(calls.values()), "ranges": found}))
+    gpu = torch.cuda.get_device_properties(0)
+    figures = gpu.name, (gpu.major, gpu.minor), gpu.multi_processor_count, gpu.total_memory
+    told = {"calls": list(calls.values()), "ranges": found, "gpu": figures}
+    Path(out).write_text(json.dumps(told))
     return code
 
 

@@ -239,8 +239,8 @@ def _near(value: float, wanted: float, tolerance: float) -> bool:
 
 def _settle(form: str, problem: Problem, seen: Counters, splits: int = 1) -> Inference:
     """Keep the candidates of a form that agree with the counters."""
-    candidates = list(_candidates(form, problem, splits))
-    fits = [fit for fit in candidates if _agrees(fit, seen)]
+    tried = candidates(form, problem, splits)
+    fits = [fit for fit in tried if _agrees(fit, seen)]
     if not fits:
         return Inference(form if form == "split keys" else "other")
     agreeing = fits
@@ -251,7 +251,7 @@ def _settle(form: str, problem: Problem, seen: Counters, splits: int = 1) -> Inf
     found = []
     for name in ("block_q", "block_k"):
         known = {getattr(fit, name) for fit in agreeing}
-        others = [fit for fit in candidates if getattr(fit, name) not in known]
+        others = [fit for fit in tried if getattr(fit, name) not in known]
         if form == "fused":
             others = [
                 fit
@@ -283,7 +283,7 @@ def _distance(fit: Fit, seen: Counters) -> float:
 
 
 @cache
-def _candidates(form: str, problem: Problem, splits: int) -> tuple[Fit, ...]:
+def candidates(form: str, problem: Problem, splits: int = 1) -> tuple[Fit, ...]:
     """Every form and tile, with the bytes that it reads and reduces."""
     return tuple(_listed(form, problem, splits))
 
