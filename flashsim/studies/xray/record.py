@@ -156,11 +156,10 @@ def measure(
     with TemporaryDirectory() as folder:
         out = Path(folder) / "calls.json"
         words = [sys.executable, "-m", "flashsim.torch.xray", str(out), str(program), *arguments]
-        ranges = ["--nvtx", "--nvtx-include", "regex:flashsim.watch.*/"]
-        text = _run([*_profiler(launches), *ranges, *words])
+        text = profile(words, launches=launches, ranges=True)
         told = json.loads(out.read_text())
     found = []
-    for kernel, blocks, counters, label in _launches(text):
+    for kernel, blocks, counters, label in launches_of(text):
         if label in told["ranges"]:
             call, direction = told["ranges"][label]
             found.append(Launch(kernel, call, direction, blocks, counters))
@@ -209,9 +208,8 @@ def measure_kernels(
     BackendUnavailable, TraceError
         As for `measure`.
     """
-    chosen = ["--kernel-name", f"regex:{kernel}"]
     words = [sys.executable, str(program), *arguments]
-    taken = _launches(_run([*_profiler(launches), *chosen, *words]))
+    taken = launches_of(profile(words, launches=launches, kernel=kernel))
     values = {f.name: getattr(problem, f.name) for f in fields(Problem)}
     about = {"name": "", "api": kernel, "note": "", "problem": values}
     found, call, first = [], -1, None
@@ -224,12 +222,38 @@ def measure_kernels(
     return Record(program.name, device or here(), (about,) * (call + 1), tuple(found))
 
 
-def _profiler(launches: int) -> list[str]:
-    metrics = [METRICS[name] for name in ASKED]
-    return command(["--launch-count", str(launches)], metrics=metrics, kernels=None)
+@own_errors
+def profile(words: Sequence[str], *, launches: int, ranges: bool = False, kernel: str = "") -> str:
+    """Run a program under Nsight Compute, and return its table.
+
+    Parameters
+    ----------
+    words : sequence of str
+        The program and its arguments.
+    launches : int
+        Kernels that are measured at most.
+    ranges : bool
+        Only kernels in NVTX ranges whose names begin with "flashsim.watch".
+    kernel : str
+        Only kernels whose names match this regular expression.
+
+    Raises
+    ------
+    BackendUnavailable
+        If there is no ``ncu``, or the program fails; the message ends with its last output.
+    """
+    chosen = ["--launch-count", str(launches)]
+    chosen += ["--nvtx", "--nvtx-include", "regex:flashsim.watch.*/"] if ranges else []
+    asked = command([*chosen, *words], metrics=[METRICS[x] for x in ASKED], kernels=kernel or None)
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
+        raise BackendUnavailable(f"the program ended with exit code {done.returncode}: {last}")
+    return done.stdout
 
 
-def _launches(text: str) -> list[tuple[str, int, dict[str, float], str]]:
+@own_errors
+def launches_of(text: str) -> list[tuple[str, int, dict[str, float], str]]:
     """Kernel, thread blocks, counters and range of each launch in ``ncu``'s table."""
     _, rows = table(text)
     by_id: dict[str, list[dict[str, str]]] = {}
@@ -248,14 +272,6 @@ def _launches(text: str) -> list[tuple[str, int, dict[str, float], str]]:
             raise TraceError(f"{first['Kernel Name']} has no {METRICS['bytes into SMs']}")
         found.append((first["Kernel Name"], math.prod(grid), counters, range_))
     return found
-
-
-def _run(arguments: Sequence[str]) -> str:
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
-        raise BackendUnavailable(f"the program ended with exit code {done.returncode}: {last}")
-    return done.stdout
 
 
 def machine(record: Record) -> Device | None:

@@ -1,0 +1,249 @@
+"""Are the tiles right that `flashsim xray` infers? Kernels with known tiles, on random shapes.
+
+    python benchmarks/xray.py --seed 1 [--cases 6] [--save xray.json] [--csv xray.csv]
+
+Draws shapes and tiles, and runs on each: flashsim's own kernels at the tile drawn (forward, and the
+backward in one pass and in three), a Triton forward with BLOCK sizes drawn, and torch's
+FlashAttention-2, whose kernels carry their tiles in their names. One run under Nsight Compute reads
+the counters. Prints for each kernel the true tile and the inferred one: "right" if both sides are
+right, "in doubt" if the true tile is among several that fit, "no claim" if nothing fits, else
+"WRONG", which ends the program with an error. Needs a GPU, ncu, torch and Triton.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import random
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from flashsim import Problem, Tiling
+from flashsim.errors import FlashSimError
+from flashsim.studies.xray import Launch, Record, XRay
+from flashsim.studies.xray.record import launches_of, profile
+
+_COMPUTES = re.compile(
+    r"hopper_(forward|backward|dq|fused|dkdv)|flash_(forward|fused|dkdv|dq)|attention_forward"
+    r"|flash_fwd|flash_bwd_dq"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What runs, with the tile of each of its kernels where the caller chose it."""
+
+    what: str  # "triton", "torch", or a kernel family of backend cupy
+    sizes: dict[str, Any]
+    forward: tuple[int, int] | None = None
+    backward: tuple[int, int] | None = None
+    deterministic: bool | None = None
+
+    @property
+    def problem(self) -> Problem:
+        """The shape and the mask."""
+        return Problem(**self.sizes)
+
+
+def draw(rng: random.Random, what: str) -> Case:
+    """A shape drawn at random, and a tile where the caller chooses."""
+    d = rng.choice((64, 128) if what == "triton" else (64, 96, 128))
+    n = rng.randint(300, 3000)
+    sizes = {
+        "n_q": n,
+        "head_dim": d,
+        "batch": rng.randint(1, 3),
+        "heads": rng.choice((4, 6, 8)),
+        "dtype": "bfloat16",
+        "causal": rng.random() < 0.6,
+    }
+    if what == "torch":
+        return Case(what, sizes)
+    if what == "triton":
+        return Case(what, sizes, (rng.choice((32, 64, 128)), rng.choice((32, 64, 128))))
+    fused = rng.random() < 0.6
+    algorithms = "flash2", "flash2-fused" if fused else "flash2"
+    tiles = [
+        _tile(rng, Problem(**sizes), what, direction, algorithm)
+        for direction, algorithm in zip(("forward", "backward"), algorithms, strict=True)
+    ]
+    return Case(what, sizes, *tiles, deterministic=False if fused else None)
+
+
+def _tile(
+    rng: random.Random, p: Problem, family: str, direction: str, algorithm: str
+) -> tuple[int, int]:
+    """One of the tiles that the kernels of a family have for this problem."""
+    from flashsim.backends.cupy_gpu.engine import gpu_of
+    from flashsim.backends.launch_policy.hopper import HOPPER
+    from flashsim.backends.launch_policy.portable import PORTABLE
+
+    kernels = {"hopper": HOPPER, "portable": PORTABLE}[family]
+    tile = rng.choice(kernels.tilings(p, gpu_of(0), direction, *algorithm))
+    return tile.block_q, tile.block_k
+
+
+# -- in the process that is profiled --------------------------------------------------------------
+
+
+def launch(path: str) -> None:
+    """Run the cases of a file, each pass in an NVTX range with its number."""
+    import torch
+
+    for n, values in enumerate(json.loads(Path(path).read_text())):
+        case = Case(**values)
+        p = case.problem
+        shapes = [(p.batch, h, m, p.head_dim) for h, m in ((p.heads, p.n_q), (p.kv_heads, p.n_kv))]
+        make = lambda shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+        q, k, v, dout = make(shapes[0]), make(shapes[1]), make(shapes[1]), make(shapes[0])
+        for direction, run in steps(case, q, k, v, dout):
+            torch.cuda.synchronize()
+            with torch.cuda.nvtx.range(f"flashsim.watch {n}{direction}"):
+                run()
+                torch.cuda.synchronize()
+
+
+def steps(case: Case, q: Any, k: Any, v: Any, dout: Any) -> Iterator[tuple[str, Any]]:
+    """What to call for each pass."""
+    import torch
+
+    import flashsim
+
+    causal = case.problem.causal
+    if case.what == "torch":
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        kept: dict[str, Any] = {}
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+
+        def forward() -> None:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                kept["out"] = torch.nn.functional.scaled_dot_product_attention(
+                    *inputs, is_causal=causal
+                )
+
+        yield "", forward
+        node = kept["out"].grad_fn
+        yield " backward", lambda: node(dout) if node else None
+    elif case.what == "triton":
+        from xray_triton import attend
+
+        yield "", lambda: attend(q, k, v, causal, *case.forward)  # type: ignore[misc]
+    else:
+        made: dict[str, Any] = {}
+        tiles = [Tiling(*tile) for tile in (case.forward, case.backward) if tile]
+
+        def run() -> None:
+            made["r"] = flashsim.run(
+                q, k, v, causal=causal, backend="cupy", kernel=case.what, tiling=tiles[0]
+            )
+
+        yield "", run
+        yield (
+            " backward",
+            lambda: made["r"].backward(dout, deterministic=case.deterministic, tiling=tiles[1]),
+        )
+
+
+# -- in the process that reads the counters -------------------------------------------------------
+
+
+def truth(case: Case, kernel: str, direction: str) -> tuple[int, int] | None:
+    """The tile of a kernel: from its template arguments, or as the case chose it."""
+    traits = re.search(r"Flash_(?:fwd|bwd)_kernel_traits<\d+, (\d+), (\d+)", kernel)
+    if traits:
+        return int(traits[1]), int(traits[2])
+    return case.forward if direction == "forward" else case.backward
+
+
+def judged(found: Any, tile: tuple[int, int], p: Problem) -> str:
+    """right, in doubt, no claim or WRONG."""
+    if not found.fits:
+        return "no claim"
+    words = []
+    for side, name, extent in zip(tile, ("block_q", "block_k"), (p.n_q, p.n_kv), strict=True):
+        sides = found.sides(name)
+        if side not in sides and not (side >= extent and max(sides) >= extent):
+            return "WRONG"
+        words.append(len(sides) == 1)
+    return "right" if all(words) else "in doubt"
+
+
+def main() -> None:
+    """Draw, measure, compare and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cases", type=int, default=6, help="of each kind")
+    parser.add_argument("--kinds", default="hopper,portable,triton,torch")
+    parser.add_argument("--save", type=Path, help="a record for `flashsim xray --from`")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--launch", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.launch:
+        launch(options.launch)
+        return
+    rng = random.Random(options.seed)
+    cases = [draw(rng, kind) for kind in options.kinds.split(",") for _ in range(options.cases)]
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "cases.json"
+        file.write_text(json.dumps([asdict(case) for case in cases]))
+        try:
+            text = profile(
+                [sys.executable, __file__, "--launch", str(file)], ranges=True, launches=2000
+            )
+        except FlashSimError as error:
+            sys.exit(f"{sys.argv[0]}: {error}")
+    found = []
+    for kernel, blocks, counters, label in launches_of(text):
+        number = int(re.search(r"\d+", label)[0])  # type: ignore[index]
+        direction = "backward" if label.endswith("backward") else "forward"
+        found.append(Launch(kernel, number, direction, blocks, counters))
+    from flashsim.studies.verify import here
+
+    calls = tuple(
+        {"name": "", "api": case.what, "note": f"case {n}", "problem": case.sizes}
+        for n, case in enumerate(cases)
+    )
+    record = Record("benchmarks/xray.py", here(), calls, tuple(found))
+    if options.save:
+        record.save(options.save)
+    rows = []
+    for one in XRay(record).kernels:
+        case = cases[one.launch.call]
+        tile = truth(case, one.launch.kernel, one.launch.direction)
+        if tile is None or one.problem is None or not _COMPUTES.search(one.launch.kernel):
+            continue
+        row = {
+            "kind": case.what,
+            "kernel": one.name,
+            "pass": one.launch.direction,
+            "shape": str(one.problem),
+            "true": "{} x {}".format(*tile),
+            "form": one.found.form,
+            "query tile": one.side("block_q"),
+            "key tile": one.side("block_k"),
+            "read B": int(one.launch.seen.read),
+            "verdict": judged(one.found, tile, one.problem),
+        }
+        rows.append(row)
+        print("  ".join(str(value) for value in row.values()), flush=True)
+    if options.csv:
+        with options.csv.open("w", newline="") as file_:
+            writer = csv.DictWriter(file_, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    verdicts = [row["verdict"] for row in rows]
+    counts = {name: verdicts.count(name) for name in ("right", "in doubt", "no claim", "WRONG")}
+    print(", ".join(f"{name}: {n}" for name, n in counts.items()))
+    if counts["WRONG"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
