@@ -25,6 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from flashsim import Problem, Tiling
+from flashsim.counts.traffic import compulsory
 from flashsim.errors import FlashSimError
 from flashsim.studies.xray import Launch, Record, XRay
 from flashsim.studies.xray.record import launches_of, profile
@@ -76,6 +77,11 @@ def draw(rng: random.Random, what: str) -> Case:
     return Case(what, sizes, *tiles, deterministic=False if fused else None)
 
 
+def same(what: str, sizes: dict[str, Any]) -> Case:
+    """One shape, with the tile that the kernel chooses itself; Triton's is 128 x 64."""
+    return Case(what, sizes, (128, 64) if what == "triton" else None)
+
+
 def _tile(
     rng: random.Random, p: Problem, family: str, direction: str, algorithm: str
 ) -> tuple[int, int]:
@@ -103,6 +109,7 @@ def launch(path: str) -> None:
         make = lambda shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
         q, k, v, dout = make(shapes[0]), make(shapes[1]), make(shapes[1]), make(shapes[0])
         for direction, run in steps(case, q, k, v, dout):
+            run()  # compiles
             torch.cuda.synchronize()
             with torch.cuda.nvtx.range(f"flashsim.watch {n}{direction}"):
                 run()
@@ -116,28 +123,23 @@ def steps(case: Case, q: Any, k: Any, v: Any, dout: Any) -> Iterator[tuple[str, 
     import flashsim
 
     causal = case.problem.causal
-    if case.what == "torch":
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        kept: dict[str, Any] = {}
+    if case.what in ("torch", "cudnn", "flex", "cute"):
         inputs = [x.requires_grad_() for x in (q, k, v)]
+        attend, kept = framework(case.what, causal), {}
 
         def forward() -> None:
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                kept["out"] = torch.nn.functional.scaled_dot_product_attention(
-                    *inputs, is_causal=causal
-                )
+            kept["out"] = attend(*inputs)
 
         yield "", forward
-        node = kept["out"].grad_fn
-        yield " backward", lambda: node(dout) if node else None
+        out = kept["out"]
+        yield " backward", lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
     elif case.what == "triton":
         from xray_triton import attend
 
         yield "", lambda: attend(q, k, v, causal, *case.forward)  # type: ignore[misc]
     else:
         made: dict[str, Any] = {}
-        tiles = [Tiling(*tile) for tile in (case.forward, case.backward) if tile]
+        tiles = [Tiling(*tile) if tile else None for tile in (case.forward, case.backward)]
 
         def run() -> None:
             made["r"] = flashsim.run(
@@ -149,6 +151,42 @@ def steps(case: Case, q: Any, k: Any, v: Any, dout: Any) -> Iterator[tuple[str, 
             " backward",
             lambda: made["r"].backward(dout, deterministic=case.deterministic, tiling=tiles[1]),
         )
+
+
+def framework(what: str, causal: bool) -> Any:
+    """A library's attention of (batch, heads, n, d) tensors."""
+    import torch
+
+    if what == "flex":
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        compiled = torch.compile(flex_attention)
+
+        def flex(q: Any, k: Any, v: Any) -> Any:
+            n = q.shape[2]
+            mask = (
+                create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n) if causal else None
+            )
+            return compiled(q, k, v, block_mask=mask)
+
+        return flex
+    if what == "cute":
+        from flash_attn.cute.interface import flash_attn_func
+
+        def cute(*tensors: Any) -> Any:
+            out = flash_attn_func(*(x.transpose(1, 2) for x in tensors), causal=causal)
+            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+        return cute
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backend = SDPBackend.FLASH_ATTENTION if what == "torch" else SDPBackend.CUDNN_ATTENTION
+
+    def sdpa(*tensors: Any) -> Any:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=causal)
+
+    return sdpa
 
 
 # -- in the process that reads the counters -------------------------------------------------------
@@ -181,6 +219,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=6, help="of each kind")
     parser.add_argument("--kinds", default="hopper,portable,triton,torch")
+    parser.add_argument(
+        "--shape",
+        help="BATCH,HEADS,N,D: all kinds on this shape, with and "
+        "without a causal mask, and no tiles drawn; kinds may also be cudnn, flex and cute",
+    )
     parser.add_argument("--save", type=Path, help="a record for `flashsim xray --from`")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--launch", help=argparse.SUPPRESS)
@@ -188,8 +231,15 @@ def main() -> None:
     if options.launch:
         launch(options.launch)
         return
-    rng = random.Random(options.seed)
-    cases = [draw(rng, kind) for kind in options.kinds.split(",") for _ in range(options.cases)]
+    rng, kinds = random.Random(options.seed), options.kinds.split(",")
+    if options.shape:
+        batch, heads, n, d = map(int, options.shape.split(","))
+        sizes = {"n_q": n, "head_dim": d, "batch": batch, "heads": heads, "dtype": "bfloat16"}
+        cases = [
+            same(kind, sizes | {"causal": causal}) for causal in (False, True) for kind in kinds
+        ]
+    else:
+        cases = [draw(rng, kind) for kind in kinds for _ in range(options.cases)]
     with TemporaryDirectory() as folder:
         file = Path(folder) / "cases.json"
         file.write_text(json.dumps([asdict(case) for case in cases]))
@@ -217,19 +267,27 @@ def main() -> None:
     for one in XRay(record).kernels:
         case = cases[one.launch.call]
         tile = truth(case, one.launch.kernel, one.launch.direction)
-        if tile is None or one.problem is None or not _COMPUTES.search(one.launch.kernel):
+        if one.problem is None or one.found.form in ("delta", "convert", "combine"):
+            continue
+        if tile is None and not options.shape:
+            continue
+        if tile is not None and not _COMPUTES.search(one.launch.kernel):
             continue
         row = {
             "kind": case.what,
             "kernel": one.name,
             "pass": one.launch.direction,
             "shape": str(one.problem),
-            "true": "{} x {}".format(*tile),
+            "true": "" if tile is None else "{} x {}".format(*tile),
             "form": one.found.form,
             "query tile": one.side("block_q"),
             "key tile": one.side("block_k"),
             "read B": int(one.launch.seen.read),
-            "verdict": judged(one.found, tile, one.problem),
+            "read / compulsory": one.launch.seen.read
+            / compulsory(one.problem, one.launch.direction),
+            "DRAM B": int(sum(x for n, x in one.launch.counters.items() if "DRAM" in n)),
+            "us": one.launch.counters["seconds"] * 1e6,
+            "verdict": "" if tile is None else judged(one.found, tile, one.problem),
         }
         rows.append(row)
         print("  ".join(str(value) for value in row.values()), flush=True)
