@@ -91,7 +91,7 @@ def _tile(
     from flashsim.backends.launch_policy.portable import PORTABLE
 
     kernels = {"hopper": HOPPER, "portable": PORTABLE}[family]
-    tile = rng.choice(kernels.tilings(p, gpu_of(0), direction, *algorithm))
+    tile = rng.choice(kernels.tilings(p, gpu_of(0), direction, algorithm))
     return tile.block_q, tile.block_k
 
 
