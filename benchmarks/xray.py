@@ -5,9 +5,10 @@
 Draws shapes and tiles, and runs on each: flashsim's own kernels at the tile drawn (forward, and the
 backward in one pass and in three), a Triton forward with BLOCK sizes drawn, and torch's
 FlashAttention-2, whose kernels carry their tiles in their names. One run under Nsight Compute reads
-the counters. Prints for each kernel the true tile and the inferred one: "right" if both sides are
-right, "in doubt" if the true tile is among several that fit, "no claim" if nothing fits, else
-"WRONG", which ends the program with an error. Needs a GPU, ncu, torch and Triton.
+the counters. Prints for each kernel the true tile and the inferred one: "right" if the side of
+the outer loop is told alone and the true tile fits, "in doubt" if several fit on that side, "no
+claim" if nothing fits, else "WRONG", which ends the program with an error. Needs a GPU, ncu, torch
+and Triton.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from flashsim import Problem, Tiling
+from flashsim.counts.questions import in_words
 from flashsim.counts.traffic import compulsory
 from flashsim.errors import FlashSimError
 from flashsim.studies.xray import Launch, Record, XRay
@@ -201,16 +203,19 @@ def truth(case: Case, kernel: str, direction: str) -> tuple[int, int] | None:
 
 
 def judged(found: Any, tile: tuple[int, int], p: Problem) -> str:
-    """right, in doubt, no claim or WRONG."""
+    """right, in doubt, no claim or WRONG.
+
+    Right: the true tile is among those that fit, and the side of the outer loop is told alone. The
+    other side can often not be told; then all that fit are listed.
+    """
     if not found.fits:
         return "no claim"
-    words = []
     for side, name, extent in zip(tile, ("block_q", "block_k"), (p.n_q, p.n_kv), strict=True):
         sides = found.sides(name)
         if side not in sides and not (side >= extent and max(sides) >= extent):
             return "WRONG"
-        words.append(len(sides) == 1)
-    return "right" if all(words) else "in doubt"
+    outer = "block_k" if found.form in ("fused", "dkdv") else "block_q"
+    return "right" if len(found.sides(outer)) == 1 else "in doubt"
 
 
 def main() -> None:
@@ -267,7 +272,7 @@ def main() -> None:
     for one in XRay(record).kernels:
         case = cases[one.launch.call]
         tile = truth(case, one.launch.kernel, one.launch.direction)
-        if one.problem is None or one.found.form in ("delta", "convert", "combine"):
+        if one.problem is None or not one.launch.seen.tensor_flops:
             continue
         if tile is None and not options.shape:
             continue
@@ -277,7 +282,7 @@ def main() -> None:
             "kind": case.what,
             "kernel": one.name,
             "pass": one.launch.direction,
-            "shape": str(one.problem),
+            "shape": in_words(one.problem),
             "true": "" if tile is None else "{} x {}".format(*tile),
             "form": one.found.form,
             "query tile": one.side("block_q"),

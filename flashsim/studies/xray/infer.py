@@ -56,6 +56,8 @@ class Counters:
         Thread blocks launched; 0 if unknown.
     tensor_flops : float or None
         FLOPs on tensor cores; None if unknown.
+    local : float
+        Bytes that the kernel stores to local memory, where registers spill.
     """
 
     read: float
@@ -63,6 +65,12 @@ class Counters:
     reduced: float = 0.0
     blocks: int = 0
     tensor_flops: float | None = None
+    local: float = 0.0
+
+    @property
+    def spills(self) -> bool:
+        """Whether spilled registers may hide the bytes that tell a tile."""
+        return self.local > ABOVE * self.read
 
 
 @dataclass(frozen=True)
@@ -175,7 +183,7 @@ def infer(problem: Problem, direction: str, launches: Sequence[Counters]) -> lis
         One per launch; with the form "other" and no fit if nothing agrees.
     """
     if direction != "forward":
-        return [_backward(problem, seen) for seen in launches]
+        return _agreed(problem, launches, [_backward(problem, seen) for seen in launches])
     found = []
     for n, seen in enumerate(launches):
         after = launches[n + 1] if n + 1 < len(launches) else None
@@ -224,13 +232,32 @@ def _backward(problem: Problem, seen: Counters) -> Inference:
             return Inference("delta")
         if not _products(problem, seen):
             return Inference("other")
-    kv = 2 * problem.batch * problem.heads * problem.n_kv * problem.head_dim * problem.itemsize
-    wrote = {"dkdv": kv, "dq": dq // 4 * problem.itemsize}
-    wrote["dkdv and dq"] = sum(wrote.values())
-    fitting = [one for one in (_settle(form, problem, seen) for form in wrote) if one.fits]
-    if seen.written:  # what it stores tells dK and dV from dQ
-        fitting.sort(key=lambda one: abs(seen.written - wrote[one.form]))
+    fitting = [one for form in _PRODUCTS if (one := _settle(form, problem, seen)).fits]
     return fitting[0] if fitting else Inference("other")
+
+
+#: Forms of a backward kernel with matrix products and without atomic additions.
+_PRODUCTS = ("dkdv and dq", "dkdv", "dq")
+
+
+def _agreed(
+    problem: Problem, launches: Sequence[Counters], found: list[Inference]
+) -> list[Inference]:
+    """Resolve a pass of two kernels with products: one is dK's and dV's, the other dQ's.
+
+    Two arrays of gradients take more stores than one. A kernel that fits only the other role is
+    claimed to be nothing.
+    """
+    two = [
+        n
+        for n, (seen, one) in enumerate(zip(launches, found, strict=True))
+        if one.form in (*_PRODUCTS, "other") and _products(problem, seen)
+    ]
+    if len(two) != 2:
+        return found
+    for n, form in zip(sorted(two, key=lambda n: launches[n].written), ("dq", "dkdv"), strict=True):
+        found[n] = _settle(form, problem, launches[n])
+    return found
 
 
 def _near(value: float, wanted: float, tolerance: float) -> bool:
@@ -240,7 +267,7 @@ def _near(value: float, wanted: float, tolerance: float) -> bool:
 def _settle(form: str, problem: Problem, seen: Counters, splits: int = 1) -> Inference:
     """Keep the candidates of a form that agree with the counters."""
     tried = candidates(form, problem, splits)
-    fits = [fit for fit in tried if _agrees(fit, seen)]
+    fits = [] if seen.spills else [fit for fit in tried if _agrees(fit, seen)]
     if not fits:
         return Inference(form if form == "split keys" else "other")
     agreeing = fits
@@ -339,7 +366,7 @@ def _counted(
         if grouped:  # keys and values expanded to one head for each query head
             p = replace(p, kv_heads=p.heads)
     traffic = Traffic(p, tiling, algorithm, direction, _ANY, "ascending", split)
-    loads = whole = reduces = padded = blocks = 0
+    loads = whole = pairs = reduces = padded = blocks = 0
     for stage in traffic.stages:
         if stage.name not in names:
             continue
@@ -352,12 +379,13 @@ def _counted(
                     nbytes = _of_parts(traffic, stage, splits)
                 loads += nbytes
                 whole += _whole(traffic, stage, tensor, nbytes, columns=True)
+                pairs += _whole(traffic, stage, tensor, nbytes, columns=True, pairs=True)
             elif name == stage.name and op == "reduce":
                 reduces += nbytes
                 padded += _whole(traffic, stage, tensor, nbytes, columns=False)
     packed = grouped and algorithm == "flash-decode"
     made = Fit(form, tiling.block_q, tiling.block_k, loads, reduces, blocks, packed, False, dense)
-    for read, boxes in dict(((whole, True), (loads, False))).items():
+    for read, boxes in dict(((pairs, True), (whole, True), (loads, False))).items():
         for reduced in {reduces, padded}:
             yield replace(made, read=read, reduced=reduced, boxes=boxes)
 
@@ -379,10 +407,19 @@ def _of_parts(traffic: Traffic, stage: plans.Stage, splits: int) -> int:
     return walks * int((rows * parts).sum()) * shape(p, "Q").width
 
 
-def _whole(traffic: Traffic, stage: plans.Stage, tensor: str, nbytes: int, *, columns: bool) -> int:
+def _whole(
+    traffic: Traffic,
+    stage: plans.Stage,
+    tensor: str,
+    nbytes: int,
+    *,
+    columns: bool,
+    pairs: bool = False,
+) -> int:
     """The bytes of a tensor's tiles if those past a sequence's end are moved whole.
 
-    With `columns` its rows are padded as well, to whole boxes.
+    With `columns` its rows are padded as well, to whole boxes. With `pairs` thread blocks run in
+    clusters of two, so the number of outer tiles is even.
     """
     p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
     its = shape(p, tensor)
@@ -392,10 +429,11 @@ def _whole(traffic: Traffic, stage: plans.Stage, tensor: str, nbytes: int, *, co
     rows = its.axis == ROW
     table, block = (schedule.rows, tiling.block_q) if rows else (schedule.cols, tiling.block_k)
     lengths = np.diff(table[:, :2])[:, 0].astype(np.int64)
-    if (lengths == block).all():
-        return nbytes // its.width * width
     if (stage.outer == "queries") == rows:
-        whole, cut = len(lengths) * block, int(lengths.sum())
+        outer = len(lengths) + (len(lengths) % 2 if pairs else 0)
+        whole, cut = outer * block, int(lengths.sum())
+    elif (lengths == block).all():
+        return nbytes // its.width * width
     else:
         _, other = (schedule.col_csr if rows else schedule.row_csr)[:2]
         whole, cut = len(other) * block, int(lengths[other].sum())

@@ -65,7 +65,15 @@ class Kernel:
     def sentences(self) -> Iterator[str]:
         """What the counters say of this kernel, in words."""
         found, p = self.found, self.problem
-        if p is None or found.form not in TILED:
+        if p is None:
+            return
+        if self.launch.seen.spills:
+            yield (
+                f"Registers spill: {self.launch.seen.local:,.0f} B stored to local memory. These "
+                "bytes return through L2, so no tile is claimed."
+            )
+            return
+        if found.form not in TILED:
             return
         if not found.fits:
             yield (
