@@ -36,6 +36,13 @@ ABOVE, PER_BLOCK = 1e-4, 384
 BELOW = 1e-4
 #: How far the bytes reduced may be off: all of them are counted, and nothing else.
 REDUCED = 1e-4
+#: The same for bytes read where tensor FLOPs agree: clusters exchange partial sums, spilled
+#: registers return through L2, statistics stay in L1.
+LOOSE_ABOVE, LOOSE_BELOW = 0.1, 0.015
+#: How far tensor FLOPs may be off: a kernel multiplies whole tiles, and nothing else.
+FLOPS = 1e-6
+#: A fused backward may defer dQ by a visit, and then discards a product of each outer tile.
+DEFERRED = 0.15
 #: Registers of an SM, of 4 bytes: scores and accumulators of a tile fit in them.
 REGISTERS = 65536
 #: Columns that TMA delivers at a time, bfloat16: what lies past a row's end arrives as zeros.
@@ -56,8 +63,6 @@ class Counters:
         Thread blocks launched; 0 if unknown.
     tensor_flops : float or None
         FLOPs on tensor cores; None if unknown.
-    local : float
-        Bytes that the kernel stores to local memory, where registers spill.
     """
 
     read: float
@@ -65,12 +70,6 @@ class Counters:
     reduced: float = 0.0
     blocks: int = 0
     tensor_flops: float | None = None
-    local: float = 0.0
-
-    @property
-    def spills(self) -> bool:
-        """Whether spilled registers may hide the bytes that tell a tile."""
-        return self.local > ABOVE * self.read
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,8 @@ class Fit:
         Bytes.
     blocks : int
         Thread blocks, if each has one outer tile.
+    scores : int
+        Elements of all visited tiles, over all heads.
     packed : bool
         Whether the query heads of a key head share the rows of a tile.
     boxes : bool
@@ -102,6 +103,7 @@ class Fit:
     read: int
     reduced: int = 0
     blocks: int = 0
+    scores: int = 0
     packed: bool = False
     boxes: bool = False
     dense: bool = False
@@ -138,7 +140,9 @@ class Inference:
     splits : int
         Parts that the keys are divided into.
     by_grid : bool
-        Whether the number of thread blocks excluded tiles that the bytes alone did not.
+        Whether the number of thread blocks excluded tiles that the rest did not.
+    by_flops : bool
+        Whether the FLOPs on tensor cores were known, and agree.
     """
 
     form: str
@@ -147,6 +151,7 @@ class Inference:
     next_k: float | None = None
     splits: int = 1
     by_grid: bool = False
+    by_flops: bool = False
 
     def sides(self, name: str) -> tuple[int, ...]:
         """All values of "block_q" or "block_k" that fit, ascending."""
@@ -265,33 +270,64 @@ def _near(value: float, wanted: float, tolerance: float) -> bool:
 
 
 def _settle(form: str, problem: Problem, seen: Counters, splits: int = 1) -> Inference:
-    """Keep the candidates of a form that agree with the counters."""
+    """Keep the candidates of a form that agree with the counters.
+
+    Bytes read must agree closely. If no tile does so, or none of these has the FLOPs, a tile with
+    exactly these FLOPs may have read somewhat more.
+    """
     tried = candidates(form, problem, splits)
-    fits = [] if seen.spills else [fit for fit in tried if _agrees(fit, seen)]
-    if not fits:
+    known = bool(seen.tensor_flops) and problem.itemsize <= 2
+    exact = [fit for fit in tried if not known or _multiplies(fit, problem, seen)]
+    agreeing = [fit for fit in exact if _agrees(fit, seen, ABOVE, BELOW)]
+    if known and not agreeing:
+        agreeing = [fit for fit in exact if _agrees(fit, seen, LOOSE_ABOVE, LOOSE_BELOW)]
+    if not agreeing:
         return Inference(form if form == "split keys" else "other")
-    agreeing = fits
-    launched = [fit for fit in fits if seen.blocks and fit.blocks == seen.blocks]
-    by_grid = bool(launched) and len(launched) < len(fits)
-    fits = launched or fits
-    fits.sort(key=lambda fit: (_beyond(fit, seen), fit.boxes, fit.dense, fit.packed))
-    found = []
+    launched = [fit for fit in agreeing if seen.blocks and fit.blocks == seen.blocks]
+    fits = sorted(
+        launched or agreeing,
+        key=lambda fit: (_beyond(fit, seen), fit.boxes, fit.dense, fit.packed),
+    )
+    apart = []
     for name in ("block_q", "block_k"):
-        known = {getattr(fit, name) for fit in agreeing}
-        others = [fit for fit in tried if getattr(fit, name) not in known]
+        taken = {getattr(fit, name) for fit in agreeing}
+        others = [fit for fit in tried if getattr(fit, name) not in taken]
         if form == "fused":
-            others = [
-                fit
-                for fit in others
-                if name == "block_k" or fit.block_k in {x.block_k for x in fits}
-            ]
-        found.append(min((_distance(fit, seen) for fit in others), default=None))
-    return Inference(form, tuple(fits), found[0], found[1], by_grid=by_grid)
+            keys = {fit.block_k for fit in fits}
+            others = [fit for fit in others if name == "block_k" or fit.block_k in keys]
+        apart.append(min((_distance(fit, seen) for fit in others), default=None))
+    by_grid = bool(launched) and len(launched) < len(agreeing)
+    return Inference(form, tuple(fits), *apart, by_grid=by_grid, by_flops=known)
 
 
-def _agrees(fit: Fit, seen: Counters) -> bool:
-    above = ABOVE * fit.read + PER_BLOCK * seen.blocks
-    if not -BELOW * fit.read <= seen.read - fit.read <= above:
+#: Matrix products of a visit: S and O; S, dP, dV, dK and dQ; ...
+_PRODUCTS_OF = {"forward": 2, "split keys": 2, "fused": 5, "dkdv": 4, "dq": 3, "dkdv and dq": 7}
+
+
+def _multiplies(fit: Fit, problem: Problem, seen: Counters) -> bool:
+    """Whether a tile's visits take these FLOPs, with a head dimension padded as kernels pad it.
+
+    The two passes in one launch visit different tiles, so only a range is known.
+    """
+    assert seen.tensor_flops is not None
+    d = problem.head_dim
+    columns = seen.tensor_flops / (2 * _PRODUCTS_OF[fit.form] * fit.scores)
+    if fit.form == "dkdv and dq":
+        return 0.9 * d <= columns <= 1.5 * 2 ** math.ceil(math.log2(d))
+    if problem.head_dim_v != d:
+        return True
+    padded = {-(-d // step) * step for step in (8, 16, 32, 64)} | {2 ** math.ceil(math.log2(d))}
+    if fit.form == "fused" and any(0 <= columns / each - 1 <= DEFERRED for each in padded):
+        return True
+    return any(abs(columns / each - 1) <= FLOPS for each in padded)
+
+
+def _agrees(fit: Fit, seen: Counters, above: float, below: float) -> bool:
+    if (
+        not -below
+        <= (seen.read - fit.read) / fit.read
+        <= above + PER_BLOCK * seen.blocks / fit.read
+    ):
         return False
     return abs(seen.reduced - fit.reduced) <= REDUCED * fit.reduced
 
@@ -340,8 +376,9 @@ def _sides(form: str, p: Problem, *, packed: bool) -> Iterator[tuple[int, int]]:
 
 
 def _up_to(n: int) -> Sequence[int]:
-    below = [side for side in SIDES if side < n]
-    return [*below, *[side for side in SIDES if side >= n][:1]] or [SIDES[0]]
+    """Sides below `n`, the next one, and those up to 128: kernels for short sequences pad them."""
+    beyond = [side for side in SIDES if side >= n]
+    return [side for side in SIDES if side < n or side <= 128 or side in beyond[:1]]
 
 
 _STAGES = {
@@ -366,13 +403,16 @@ def _counted(
         if grouped:  # keys and values expanded to one head for each query head
             p = replace(p, kv_heads=p.heads)
     traffic = Traffic(p, tiling, algorithm, direction, _ANY, "ascending", split)
-    loads = whole = pairs = reduces = padded = blocks = 0
+    loads = whole = pairs = reduces = padded = blocks = scores = 0
     for stage in traffic.stages:
         if stage.name not in names:
             continue
         schedule = traffic.schedule(stage)
         outer = schedule.rows if stage.outer == "queries" else schedule.cols
-        blocks += plans.heads_of(stage, p)[0] * len(outer) * splits
+        heads = plans.heads_of(stage, p)[0]
+        blocks += heads * len(outer) * splits
+        members = p.group if stage.per == "group" and not split.pack_gqa else 1
+        scores = heads * members * schedule.n_visits * tiling.block_q * tiling.block_k
         for (name, op, tensor), nbytes in traffic.transfers.items():
             if name == stage.name and op == "load":
                 if form == "split keys" and tensor == "Q":
@@ -384,7 +424,9 @@ def _counted(
                 reduces += nbytes
                 padded += _whole(traffic, stage, tensor, nbytes, columns=False)
     packed = grouped and algorithm == "flash-decode"
-    made = Fit(form, tiling.block_q, tiling.block_k, loads, reduces, blocks, packed, False, dense)
+    made = Fit(
+        form, tiling.block_q, tiling.block_k, loads, reduces, blocks, scores, packed, False, dense
+    )
     for read, boxes in dict(((pairs, True), (whole, True), (loads, False))).items():
         for reduced in {reduces, padded}:
             yield replace(made, read=read, reduced=reduced, boxes=boxes)

@@ -24,7 +24,7 @@ from flashsim.studies.xray.infer import Counters
 #: Counters that an X-ray asks for, by flashsim's names.
 ASKED = (
     *("bytes into SMs", "writes at L2", "reductions at L2", "DRAM read", "DRAM write"),
-    *("tensor FLOPs, bf16", "tensor FLOPs, fp16", "local memory writes", "seconds"),
+    *("tensor FLOPs, bf16", "tensor FLOPs, fp16", "seconds"),
 )
 #: How the range of a launch is named in Nsight Compute's table (flashsim.torch.timing.RANGE).
 _RANGE = re.compile(r"flashsim\.watch \d+( backward)?")
@@ -63,7 +63,6 @@ class Launch:
             c.get("reductions at L2", 0.0),
             self.blocks,
             sum(tensor) if tensor else None,
-            c.get("local memory writes", 0.0),
         )
 
 

@@ -65,15 +65,7 @@ class Kernel:
     def sentences(self) -> Iterator[str]:
         """What the counters say of this kernel, in words."""
         found, p = self.found, self.problem
-        if p is None:
-            return
-        if self.launch.seen.spills:
-            yield (
-                f"Registers spill: {self.launch.seen.local:,.0f} B stored to local memory. These "
-                "bytes return through L2, so no tile is claimed."
-            )
-            return
-        if found.form not in TILED:
+        if p is None or found.form not in TILED:
             return
         if not found.fits:
             yield (
@@ -95,7 +87,12 @@ class Kernel:
                 yield f"The {what} cannot be told: {_advice(p, name)}"
             else:
                 yield f"{what.capitalize()}: {', '.join(map(str, sides))} fit equally."
-        best = found.fits[0]
+        best, read = found.fits[0], self.launch.seen.read
+        if read > 1.002 * best.read:
+            yield (
+                f"Its FLOPs are exactly this tile's; it reads {read / best.read - 1:.1%} more, as "
+                "clusters of thread blocks or spilled registers do."
+            )
         if best.dense:
             yield "It visits tiles that the mask empties."
         if best.packed:
