@@ -29,7 +29,7 @@ from flashsim import Problem, Tiling
 from flashsim.counts.questions import in_words
 from flashsim.counts.traffic import compulsory
 from flashsim.errors import FlashSimError
-from flashsim.studies.xray import Launch, Record, XRay
+from flashsim.studies.xray import Launch, Profile, XRay
 from flashsim.studies.xray.record import launches_of, profile
 
 _COMPUTES = re.compile(
@@ -265,7 +265,7 @@ def main() -> None:
         {"name": "", "api": case.what, "note": f"case {n}", "problem": case.sizes}
         for n, case in enumerate(cases)
     )
-    record = Record("benchmarks/xray.py", here(), calls, tuple(found))
+    record = Profile("benchmarks/xray.py", here(), calls, tuple(found))
     if options.save:
         record.save(options.save)
     rows = []

@@ -55,7 +55,7 @@ def xray(
     if from_ is not None:
         opt.refuse_unused(typed, "--from", only=["from_", "plot", "page", "device"])
         try:
-            record = studies.Record.load(from_)
+            record = studies.Profile.load(from_)
         except OSError as error:
             raise OptionError(f"cannot read {str(from_)!r}: {error.strerror}") from None
         record = record if device is None else replace(record, device=device)

@@ -18,7 +18,7 @@ from flashsim import Problem, Tiling
 from flashsim.cli.app import app
 from flashsim.errors import BackendUnavailable, TraceError
 from flashsim.studies.verify.ncu import METRICS
-from flashsim.studies.xray import Counters, Record, XRay, infer, measure, measure_kernels
+from flashsim.studies.xray import LaunchCounters, Profile, XRay, infer, measure, measure_kernels
 
 DATA = Path(__file__).parents[2] / "docs/data"
 SAVED, TRUTH = DATA / "xray-sdpa-h100.json", DATA / "xray-truth-h100.json"
@@ -28,11 +28,11 @@ TRAITS = re.compile(r"Flash_(?:fwd|bwd)_kernel_traits<\d+, (\d+), (\d+)")
 
 @pytest.fixture(scope="module")
 def xray():
-    return XRay(Record.load(SAVED))
+    return XRay(Profile.load(SAVED))
 
 
 def test_tiles_of_flash_attention_2_are_those_in_its_kernels_names(xray):
-    """Counters of an H100; nothing here has seen the names."""
+    """LaunchCounters of an H100; nothing here has seen the names."""
     checked = unique = 0
     for one in xray.kernels:
         traits = TRAITS.search(one.launch.kernel)
@@ -55,7 +55,7 @@ def test_no_tile_of_known_kernels_is_wrong(longest):
     """Kernels of four origins on random shapes, measured on an H100 by benchmarks/xray.py."""
     rows = list(csv.DictReader(TRUTH.with_suffix(".csv").read_text().splitlines()))
     known = {int(row["read B"]): row["true"] for row in rows}
-    record = Record.load(TRUTH)
+    record = Profile.load(TRUTH)
     short = {n for n, call in enumerate(record.calls) if call["problem"]["n_q"] <= longest}
     launches = tuple(x for x in record.launches if x.call in short and int(x.seen.read) in known)
     right, claimed = 0, 0
@@ -77,11 +77,11 @@ def test_flops_tell_tiles_that_read_the_same():
     p = Problem(n_q=1000, head_dim=64, heads=4, dtype="bfloat16")
     exact = flashsim.count(p, tiling=Tiling(128, 96)).bytes("load")
     products = 4.0 * 64 * 4 * 1024 * 1056  # 8 tiles of 128 rows, 11 of 96 keys
-    (found,) = infer(p, "forward", [Counters(exact, blocks=32, tensor_flops=products)])
+    (found,) = infer(p, "forward", [LaunchCounters(exact, blocks=32, tensor_flops=products)])
     assert (found.block_q, found.by_flops) == (128, True)
     assert 96 in found.sides("block_k")
     assert not {64, 80, 112, 128} & set(found.sides("block_k"))
-    (found,) = infer(p, "forward", [Counters(exact, blocks=32, tensor_flops=0.9 * products)])
+    (found,) = infer(p, "forward", [LaunchCounters(exact, blocks=32, tensor_flops=0.9 * products)])
     assert not found.fits
 
 
@@ -93,7 +93,7 @@ def test_the_pass_structure_of_torchs_kernels_is_seen(xray):
 
 
 def counters(problem, tiling, algorithm, direction, names, blocks=0):
-    """Counters as a kernel without overheads would have them, from the simulator's own events."""
+    """What a kernel without overheads would count, from the simulator's own events."""
     rng = np.random.default_rng(0)
     shape = lambda heads, n: (problem.batch, heads, n, problem.head_dim)  # noqa: E731
     q, k, v = (
@@ -110,7 +110,7 @@ def counters(problem, tiling, algorithm, direction, names, blocks=0):
     for (stage, op, _), nbytes in trace.transfers.items():
         if stage in names:
             total[op] += nbytes
-    return Counters(total["load"], total["store"], total["reduce"], blocks)
+    return LaunchCounters(total["load"], total["store"], total["reduce"], blocks)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -145,8 +145,8 @@ def test_keys_divided_into_parts_are_seen_by_the_kernel_that_combines_them():
     parts, rows = 4, 8
     kv = 2 * p.heads * p.n_kv * p.head_dim * 2
     products = 4.0 * 64 * p.head_dim * p.n_kv * p.heads  # rows are padded to 64
-    split = Counters(kv + parts * rows * p.head_dim * 2, 0, 0, parts * p.heads, products)
-    combine = Counters(parts * rows * (p.head_dim + 1) * 4, 0, 0, 8, 0.0)
+    split = LaunchCounters(kv + parts * rows * p.head_dim * 2, 0, 0, parts * p.heads, products)
+    combine = LaunchCounters(parts * rows * (p.head_dim + 1) * 4, 0, 0, 8, 0.0)
     first, second = infer(p, "forward", [split, combine])
     assert (first.form, first.splits) == ("split keys", parts)
     assert first.block_q == 64
@@ -157,8 +157,8 @@ def test_keys_divided_into_parts_are_seen_by_the_kernel_that_combines_them():
 def test_bytes_that_no_tile_reads_lead_to_no_claim(more):
     p = Problem(n_q=4096, head_dim=64, heads=8, dtype="float16")
     exact = flashsim.count(p, tiling=Tiling(128, 64)).bytes("load")
-    assert infer(p, "forward", [Counters(exact, blocks=256)])[0].block_q == 128
-    (found,) = infer(p, "forward", [Counters(exact * more, blocks=256)])
+    assert infer(p, "forward", [LaunchCounters(exact, blocks=256)])[0].block_q == 128
+    (found,) = infer(p, "forward", [LaunchCounters(exact * more, blocks=256)])
     assert not found.fits
     assert found.form == "other"
 
@@ -166,7 +166,7 @@ def test_bytes_that_no_tile_reads_lead_to_no_claim(more):
 def test_a_causal_kernel_that_skips_nothing_is_seen():
     p = Problem(n_q=4096, head_dim=64, heads=8, dtype="float16", causal=True)
     dense = flashsim.count(replace(p, causal=False), tiling=Tiling(128, 64)).bytes("load")
-    (found,) = infer(p, "forward", [Counters(dense, blocks=256)])
+    (found,) = infer(p, "forward", [LaunchCounters(dense, blocks=256)])
     assert found.block_q == 128
     assert all(fit.dense for fit in found.fits)
 
@@ -176,7 +176,7 @@ def test_whole_boxes_past_the_end_tell_the_key_tile():
     p = Problem(n_q=1000, head_dim=64, heads=4, dtype="bfloat16")
     rows, keys = 1024, 1056  # of tiles of 128 and of 96
     read = 4 * 64 * 2 * (rows + 8 * 2 * keys)
-    (found,) = infer(p, "forward", [Counters(read, blocks=32)])
+    (found,) = infer(p, "forward", [LaunchCounters(read, blocks=32)])
     assert found.block_q == 128
     assert 96 in found.sides("block_k")
     assert 64 not in found.sides("block_k")
@@ -191,7 +191,7 @@ def run(*words):
 
 def test_the_command_reads_a_record_and_writes_page_and_plot(tmp_path):
     page, plot, few = tmp_path / "x.html", tmp_path / "x.png", tmp_path / "few.json"
-    whole = Record.load(SAVED)
+    whole = Profile.load(SAVED)
     launches = tuple(one for one in whole.launches if one.call == 0)
     replace(whole, launches=launches).save(few)
     done = run("--from", few, "--page", page, "--plot", plot)
@@ -206,9 +206,9 @@ def test_the_command_reads_a_record_and_writes_page_and_plot(tmp_path):
 
 
 def test_a_record_is_what_was_saved(tmp_path):
-    record = Record.load(SAVED)
+    record = Profile.load(SAVED)
     record.save(tmp_path / "again.json")
-    assert Record.load(tmp_path / "again.json") == record
+    assert Profile.load(tmp_path / "again.json") == record
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_damaged_record_is_refused(tmp_path, damage):
     path = tmp_path / "bad.json"
     path.write_text(json.dumps(values))
     with pytest.raises(TraceError, match="xray --save"):
-        Record.load(path)
+        Profile.load(path)
 
 
 #: Stands for Nsight Compute: prints a table of one launch, and describes the call if asked to.
@@ -282,7 +282,7 @@ def test_kernels_are_measured_by_name_and_shape(profiler):
     sizes = ("-n", 1100, "-d", 64, "--heads", 4, "--batch", 1, "--dtype", "bfloat16")
     done = run(program, "--kernel", "my", *sizes, "--device", "H100", "--save", saved)
     assert done.exit_code == 0, done.output
-    assert Record.load(saved).launches == record.launches
+    assert Profile.load(saved).launches == record.launches
 
 
 def test_what_goes_wrong_is_said(profiler, monkeypatch):

@@ -1,17 +1,17 @@
 """X-ray of a program's attention kernels: hardware counters, and the tiles that they imply."""
 
-from flashsim.studies.xray.infer import FORMS, Counters, Fit, Inference, candidates, infer
-from flashsim.studies.xray.record import Launch, Record, measure, measure_kernels
-from flashsim.studies.xray.report import Kernel, XRay
+from flashsim.studies.xray.infer import FORMS, Fit, Inference, LaunchCounters, candidates, infer
+from flashsim.studies.xray.record import Launch, Profile, measure, measure_kernels
+from flashsim.studies.xray.report import ProfiledKernel, XRay
 
 __all__ = [
     "FORMS",
-    "Counters",
     "Fit",
     "Inference",
-    "Kernel",
     "Launch",
-    "Record",
+    "LaunchCounters",
+    "Profile",
+    "ProfiledKernel",
     "XRay",
     "candidates",
     "infer",

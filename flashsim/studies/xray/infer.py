@@ -50,7 +50,7 @@ BOX_BYTES = 128
 
 
 @dataclass(frozen=True)
-class Counters:
+class LaunchCounters:
     """What the hardware counted of one kernel launch.
 
     Attributes
@@ -171,7 +171,7 @@ class Inference:
 
 
 @own_errors
-def infer(problem: Problem, direction: str, launches: Sequence[Counters]) -> list[Inference]:
+def infer(problem: Problem, direction: str, launches: Sequence[LaunchCounters]) -> list[Inference]:
     """Infer the form and the tile of each kernel of one pass of an attention call.
 
     Parameters
@@ -179,7 +179,7 @@ def infer(problem: Problem, direction: str, launches: Sequence[Counters]) -> lis
     problem : Problem
         The call.
     direction : {"forward", "backward"}
-    launches : sequence of Counters
+    launches : sequence of LaunchCounters
         The pass's kernels in the order in which they ran.
 
     Returns
@@ -203,12 +203,12 @@ def infer(problem: Problem, direction: str, launches: Sequence[Counters]) -> lis
     return found
 
 
-def _products(problem: Problem, seen: Counters) -> bool:
+def _products(problem: Problem, seen: LaunchCounters) -> bool:
     """Whether a kernel may compute matrix products: float32's need no tensor cores."""
     return seen.tensor_flops is None or seen.tensor_flops > 0 or problem.itemsize > 2
 
 
-def _parts(problem: Problem, before: Counters | None, after: Counters) -> int:
+def _parts(problem: Problem, before: LaunchCounters | None, after: LaunchCounters) -> int:
     """How many parts of split keys `after` combines, if `before` made them; 1 if it does not.
 
     It reads a float32 O and an LSE for each part. An LSE takes 4 B, or two sectors where each row's
@@ -224,7 +224,7 @@ def _parts(problem: Problem, before: Counters | None, after: Counters) -> int:
     return (divides or counts or [1])[-1]
 
 
-def _backward(problem: Problem, seen: Counters) -> Inference:
+def _backward(problem: Problem, seen: LaunchCounters) -> Inference:
     rows = problem.batch * problem.heads * problem.n_q
     dq = rows * problem.head_dim * 4
     if seen.reduced > dq / 2:
@@ -246,7 +246,7 @@ _PRODUCTS = ("dkdv and dq", "dkdv", "dq")
 
 
 def _agreed(
-    problem: Problem, launches: Sequence[Counters], found: list[Inference]
+    problem: Problem, launches: Sequence[LaunchCounters], found: list[Inference]
 ) -> list[Inference]:
     """Resolve a pass of two kernels with products: one is dK's and dV's, the other dQ's.
 
@@ -269,7 +269,7 @@ def _near(value: float, wanted: float, tolerance: float) -> bool:
     return abs(value - wanted) <= tolerance * wanted
 
 
-def _settle(form: str, problem: Problem, seen: Counters, splits: int = 1) -> Inference:
+def _settle(form: str, problem: Problem, seen: LaunchCounters, splits: int = 1) -> Inference:
     """Keep the candidates of a form that agree with the counters.
 
     Bytes read must agree closely. If no tile does so, or none of these has the FLOPs, a tile with
@@ -304,7 +304,7 @@ def _settle(form: str, problem: Problem, seen: Counters, splits: int = 1) -> Inf
 _PRODUCTS_OF = {"forward": 2, "split keys": 2, "fused": 5, "dkdv": 4, "dq": 3, "dkdv and dq": 7}
 
 
-def _multiplies(fit: Fit, problem: Problem, seen: Counters) -> bool:
+def _multiplies(fit: Fit, problem: Problem, seen: LaunchCounters) -> bool:
     """Whether a tile's visits take these FLOPs, with a head dimension padded as kernels pad it.
 
     The two passes in one launch visit different tiles, so only a range is known.
@@ -322,7 +322,7 @@ def _multiplies(fit: Fit, problem: Problem, seen: Counters) -> bool:
     return any(abs(columns / each - 1) <= FLOPS for each in padded)
 
 
-def _agrees(fit: Fit, seen: Counters, above: float, below: float) -> bool:
+def _agrees(fit: Fit, seen: LaunchCounters, above: float, below: float) -> bool:
     if (
         not -below
         <= (seen.read - fit.read) / fit.read
@@ -332,11 +332,11 @@ def _agrees(fit: Fit, seen: Counters, above: float, below: float) -> bool:
     return abs(seen.reduced - fit.reduced) <= REDUCED * fit.reduced
 
 
-def _beyond(fit: Fit, seen: Counters) -> float:
+def _beyond(fit: Fit, seen: LaunchCounters) -> float:
     return round(abs(seen.read / fit.read - 1), 7)
 
 
-def _distance(fit: Fit, seen: Counters) -> float:
+def _distance(fit: Fit, seen: LaunchCounters) -> float:
     """How far a candidate is from the counters, by the counter that is furthest off."""
     apart = abs(seen.read / fit.read - 1)
     return max(apart, abs(seen.reduced / fit.reduced - 1)) if fit.reduced else apart

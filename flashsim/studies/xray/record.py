@@ -19,9 +19,9 @@ from flashsim.problem.problem import Problem
 from flashsim.report import beside
 from flashsim.studies.verify.cases import here
 from flashsim.studies.verify.ncu import METRICS, command, counters_of, table
-from flashsim.studies.xray.infer import Counters
+from flashsim.studies.xray.infer import LaunchCounters
 
-#: Counters that an X-ray asks for, by flashsim's names.
+#: LaunchCounters that an X-ray asks for, by flashsim's names.
 ASKED = (
     *("bytes into SMs", "writes at L2", "reductions at L2", "DRAM read", "DRAM write"),
     *("tensor FLOPs, bf16", "tensor FLOPs, fp16", "seconds"),
@@ -38,7 +38,7 @@ class Launch:
     ----------
     kernel : str
     call : int
-        Index of the call in `Record.calls`.
+        Index of the call in `Profile.calls`.
     direction : {"forward", "backward"}
     blocks : int
         Thread blocks.
@@ -53,11 +53,11 @@ class Launch:
     counters: Mapping[str, float]
 
     @property
-    def seen(self) -> Counters:
+    def seen(self) -> LaunchCounters:
         """The counters that tiles are inferred from."""
         c = self.counters
         tensor = [n for name, n in c.items() if name.startswith("tensor FLOPs")]
-        return Counters(
+        return LaunchCounters(
             c["bytes into SMs"],
             c.get("writes at L2", 0.0),
             c.get("reductions at L2", 0.0),
@@ -68,7 +68,7 @@ class Launch:
 
 @own_errors
 @dataclass(frozen=True)
-class Record:
+class Profile:
     """What was measured of a program; enough to read it on any machine.
 
     Attributes
@@ -98,7 +98,7 @@ class Record:
             part.write_text(json.dumps(asdict(self), indent=1))
 
     @classmethod
-    def load(cls, path: Path) -> Record:
+    def load(cls, path: Path) -> Profile:
         """Read a record that `save` wrote.
 
         Raises
@@ -131,7 +131,7 @@ def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 @own_errors
 def measure(
     program: Path, arguments: Sequence[str] = (), *, device: str | None = None, launches: int = 200
-) -> Record:
+) -> Profile:
     """Run a PyTorch program under Nsight Compute, and keep the kernels of its attention calls.
 
     The calls are those that `flashsim.torch.watch` sees.
@@ -174,7 +174,7 @@ def measure(
         name = device or reported(*gpu).name
     except OptionError:
         name = gpu[0]
-    return Record(program.name, name, tuple(told["calls"]), tuple(found))
+    return Profile(program.name, name, tuple(told["calls"]), tuple(found))
 
 
 @own_errors
@@ -187,7 +187,7 @@ def measure_kernels(
     kernel: str,
     device: str | None = None,
     launches: int = 20,
-) -> Record:
+) -> Profile:
     """Run any Python program, and keep the kernels whose names match a regular expression.
 
     For kernels that `watch` does not see: a reader's own, or a library's. Every launch of the first
@@ -219,7 +219,7 @@ def measure_kernels(
         found.append(Launch(name, call, direction, blocks, counters))
     if not found:
         raise TraceError(f"no kernel whose name matches {kernel!r} ran in {program.name}")
-    return Record(program.name, device or here(), (about,) * (call + 1), tuple(found))
+    return Profile(program.name, device or here(), (about,) * (call + 1), tuple(found))
 
 
 @own_errors
@@ -254,7 +254,7 @@ def profile(words: Sequence[str], *, launches: int, ranges: bool = False, kernel
 
 @own_errors
 def launches_of(text: str) -> list[tuple[str, int, dict[str, float], str]]:
-    """Kernel, thread blocks, counters and range of each launch in ``ncu``'s table."""
+    """ProfiledKernel, thread blocks, counters and range of each launch in ``ncu``'s table."""
     _, rows = table(text)
     by_id: dict[str, list[dict[str, str]]] = {}
     for row in rows:
@@ -269,12 +269,12 @@ def launches_of(text: str) -> list[tuple[str, int, dict[str, float], str]]:
         )
         counters = counters_of(cells)
         if "bytes into SMs" not in counters:
-            raise TraceError(f"{first['Kernel Name']} has no {METRICS['bytes into SMs']}")
+            raise TraceError(f"{first['ProfiledKernel Name']} has no {METRICS['bytes into SMs']}")
         found.append((first["Kernel Name"], math.prod(grid), counters, range_))
     return found
 
 
-def machine(record: Record) -> Device | None:
+def machine(record: Profile) -> Device | None:
     """The preset of the record's GPU; None if there is none."""
     try:
         return Device.get(record.device)

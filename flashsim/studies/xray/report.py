@@ -15,8 +15,8 @@ from flashsim.counts.traffic import compulsory
 from flashsim.errors import own_errors
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
-from flashsim.studies.xray.infer import FORMS, SIDES, Counters, Inference, candidates, infer
-from flashsim.studies.xray.record import Launch, Record, machine
+from flashsim.studies.xray.infer import FORMS, SIDES, Inference, LaunchCounters, candidates, infer
+from flashsim.studies.xray.record import Launch, Profile, machine
 
 #: Forms that have a tile.
 TILED = ("forward", "split keys", "fused", "dkdv", "dq", "dkdv and dq")
@@ -32,7 +32,7 @@ _SHORT = (
 
 
 @dataclass(frozen=True)
-class Kernel:
+class ProfiledKernel:
     """One kernel of one pass of a call.
 
     Attributes
@@ -136,27 +136,27 @@ class XRay:
 
     Parameters
     ----------
-    record : Record
-        From `measure`, `measure_kernels` or `Record.load`.
+    record : Profile
+        From `measure`, `measure_kernels` or `Profile.load`.
 
     Attributes
     ----------
-    record : Record
-    kernels : tuple of Kernel
+    record : Profile
+    kernels : tuple of ProfiledKernel
         Equal passes of equal calls stand once.
     """
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Profile) -> None:
         self.record = record
         self.device: Device | None = machine(record)
 
     @cached_property
-    def kernels(self) -> tuple[Kernel, ...]:
+    def kernels(self) -> tuple[ProfiledKernel, ...]:
         """The kernels, in the order in which they first ran."""
         passes: dict[tuple[int, str], list[Launch]] = {}
         for launch in self.record.launches:
             passes.setdefault((launch.call, launch.direction), []).append(launch)
-        seen: dict[Any, list[Kernel]] = {}
+        seen: dict[Any, list[ProfiledKernel]] = {}
         for (call, direction), launches in passes.items():
             p = self.record.problem(call)
             about = self.record.calls[call]
@@ -164,12 +164,12 @@ class XRay:
             if key in seen:
                 seen[key] = [replace(one, times=one.times + 1) for one in seen[key]]
                 continue
-            counters: list[Counters] = [launch.seen for launch in launches]
+            counters: list[LaunchCounters] = [launch.seen for launch in launches]
             found = (
                 [Inference("other")] * len(launches) if p is None else infer(p, direction, counters)
             )
             seen[key] = [
-                Kernel(launch, p, one) for launch, one in zip(launches, found, strict=True)
+                ProfiledKernel(launch, p, one) for launch, one in zip(launches, found, strict=True)
             ]
         return tuple(kernel for those in seen.values() for kernel in those)
 
@@ -240,7 +240,7 @@ class XRay:
             )
         return table
 
-    def _of_roof(self, kernel: Kernel) -> float | None:
+    def _of_roof(self, kernel: ProfiledKernel) -> float | None:
         c, p = kernel.launch.counters, kernel.problem
         flops, seconds = kernel.launch.seen.tensor_flops, c.get("seconds")
         if self.device is None or p is None or not seconds or "DRAM read" not in c:
@@ -249,12 +249,12 @@ class XRay:
         least = max(moved / self.device.hbm_bandwidth, (flops or 0) / self.device.peak(p.dtype))
         return least / seconds
 
-    def candidates(self, kernel: Kernel) -> report.Table:
+    def candidates(self, kernel: ProfiledKernel) -> report.Table:
         """What every plausible query tile would read in a kernel's form, beside what it read.
 
         Parameters
         ----------
-        kernel : Kernel
+        kernel : ProfiledKernel
             One of `kernels` that has a form with a tile.
         """
         seen, p = kernel.launch.seen, kernel.problem
