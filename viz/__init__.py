@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from flashsim.viz.plots.rooflines import roofline, roofline_series
     from flashsim.viz.plots.tile_maps import mask, tile_map
     from flashsim.viz.plots.traffic_bars import cumulative, diff, sram_timeline, traffic
+    from flashsim.viz.plots.xray import tile_evidence
     from flashsim.viz.save import save_figure
 
 _ROOMS = {
@@ -50,6 +51,7 @@ _ROOMS = {
     "plots.tile_maps": ("mask", "tile_map"),
     "plots.gpu_timelines": ("gpu_timeline",),
     "data.statistics": ("row_statistics",),
+    "plots.xray": ("tile_evidence",),
     "save": ("save_figure",),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
@@ -79,6 +81,7 @@ __all__ = [
     "save_figure",
     "scaling",
     "sram_timeline",
+    "tile_evidence",
     "tile_map",
     "traffic",
 ]

@@ -39,6 +39,7 @@ COMMANDS: _Entries = {
     "predict": ("Predict how long our GPU kernels take. Needs no GPU.", "predictions.predict"),
     "verify": ("Compare predictions with hardware counters.", "predictions.verify"),
     "watch": ("Count the attention calls of a PyTorch program.", "watch.watch"),
+    "xray": ("Infer the tiles of a program's kernels from counters.", "xray.xray"),
     "exercise": (
         "A course of exercises, graded by bytes.",
         {

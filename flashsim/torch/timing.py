@@ -1,13 +1,15 @@
-"""Kernel times of the attention calls that `watch` sees, read from torch's profiler.
+"""Ranges around the attention calls that `watch` sees, and kernel times from torch's profiler.
 
-Each call runs in a profiler range with a name of its own. So does each autograd node that the call
-creates; such nodes are recognised by the sequence numbers handed out during the call.
+Each call runs in a range with a name of its own. So does each autograd node that the call creates;
+such nodes are recognised by the sequence numbers handed out during the call. `Timer` opens ranges
+of torch's profiler and reads their kernels' times; `Ranges` opens NVTX ranges, by which Nsight
+Compute labels kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,35 +20,31 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from flashsim.errors import OptionError
 from flashsim.torch.calls import AttentionCall
 
-_RANGE = "flashsim.watch"
+#: What the names of all ranges begin with.
+RANGE = "flashsim.watch"
 _LOOKING_ON = "PythonDispatchMode"  # watch's own
 
 
-class Timer:
-    """Measures the calls made while its profiler runs."""
+class Ranges:
+    """Opens a range around each call, and around each part of its backward pass.
 
-    def __init__(self, stack: ExitStack) -> None:
-        if torch.autograd._profiler_enabled():
-            raise OptionError(
-                "a profiler of torch's is running, and watch(measure=True) needs one of its own; "
-                "end it first, or leave measure out"
-            )
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        # One cycle is all there is; kept, since torch warns of those that are dropped.
-        self.profile = profile(activities=activities, acc_events=True)
+    Attributes
+    ----------
+    calls : dict of str to (AttentionCall, str)
+        The call and the direction of each range, by the range's name.
+    """
+
+    def __init__(self, open_range: Callable[[str], AbstractContextManager[Any]]) -> None:
+        self.open_range = open_range
         self.calls: dict[str, tuple[AttentionCall, str]] = {}
         self.made = 0
-        stack.callback(self.read)  # after the profiler has stopped, which waits for the GPU
-        stack.enter_context(self.profile)
 
     @contextmanager
     def forward(self) -> Iterator[tuple[str, int]]:
-        """Open a profiler range; yield its name and its first autograd node's sequence number."""
+        """Open a range; yield its name and its first autograd node's sequence number."""
         self.made += 1
-        mark = f"{_RANGE} {self.made}", torch.autograd._get_sequence_nr()
-        with record_function(mark[0]):
+        mark = f"{RANGE} {self.made}", torch.autograd._get_sequence_nr()
+        with self.open_range(mark[0]):
             yield mark
 
     def follow(self, mark: tuple[str, int], call: AttentionCall, out: Any) -> None:
@@ -64,7 +62,26 @@ class Timer:
             found.add(node)
             waiting += [other for other, _ in node.next_functions if other is not None]
         for node in found:
-            _in_range(node, f"{name} backward")
+            _in_range(node, f"{name} backward", self.open_range)
+
+
+class Timer(Ranges):
+    """Measures the calls made while its profiler runs."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        super().__init__(record_function)
+        if torch.autograd._profiler_enabled():
+            raise OptionError(
+                "a profiler of torch's is running, and watch(measure=True) needs one of its own; "
+                "end it first, or leave measure out"
+            )
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        # One cycle is all there is; kept, since torch warns of those that are dropped.
+        self.profile = profile(activities=activities, acc_events=True)
+        stack.callback(self.read)  # after the profiler has stopped, which waits for the GPU
+        stack.enter_context(self.profile)
 
     def read(self) -> None:
         """Write the measured times into each call."""
@@ -78,12 +95,14 @@ class Timer:
                     times[name] = times.get(name, 0) + microseconds * 1e-6
 
 
-def _in_range(node: Any, name: str) -> None:
-    """Make an autograd node run in a profiler range."""
+def _in_range(
+    node: Any, name: str, open_range: Callable[[str], AbstractContextManager[Any]]
+) -> None:
+    """Make an autograd node run in a range."""
     running: list[Any] = []
 
     def begin(_: Any) -> None:
-        running.append(record_function(name))
+        running.append(open_range(name))
         running[-1].__enter__()
 
     def end(*_: Any) -> None:
@@ -100,8 +119,8 @@ def _times(event: Any, on_gpu: bool) -> Iterator[tuple[str, float]]:
             yield from (
                 (kernel.name, kernel.duration)
                 for kernel in inner.kernels
-                if not kernel.name.startswith(_RANGE)  # ranges are drawn on the GPU, too
+                if not kernel.name.startswith(RANGE)  # ranges are drawn on the GPU, too
             )
-        elif not inner.name.startswith((_RANGE, _LOOKING_ON)):
+        elif not inner.name.startswith((RANGE, _LOOKING_ON)):
             yield inner.name, inner.self_cpu_time_total
         yield from _times(inner, on_gpu)

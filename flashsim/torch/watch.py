@@ -31,7 +31,7 @@ from flashsim.problem import checks
 from flashsim.torch import signatures
 from flashsim.torch.calls import AttentionCall, copies
 from flashsim.torch.seen import Seen
-from flashsim.torch.timing import Timer
+from flashsim.torch.timing import Ranges, Timer
 
 #: Bytes of q, k and v that are copied for all calls together.
 KEPT = 2**26
@@ -84,6 +84,29 @@ def watch(
     with ExitStack() as stack:
         if checks.flag("measure", measure):
             recorder.timer = Timer(stack)
+        stack.enter_context(_recording(recorder))
+        yield seen
+
+
+@contextmanager
+def in_ranges(open_range: Callable[[str], AbstractContextManager[Any]]) -> Iterator[Ranges]:
+    """Watch like `watch`, in ranges of another tool; `Ranges.calls` names the call of each range.
+
+    Parameters
+    ----------
+    open_range : callable
+        Returns a context manager for a range of that name, such as `torch.cuda.nvtx.range`.
+    """
+    recorder = _Recorder(Seen("a program"), _Names(None), 0)
+    recorder.timer = Ranges(open_range)
+    with _recording(recorder):
+        yield recorder.timer
+
+
+@contextmanager
+def _recording(recorder: _Recorder) -> Iterator[None]:
+    """Let all observers report to `recorder`."""
+    with ExitStack() as stack:
         stack.enter_context(_everywhere)
         for hook in (
             hooks.register_module_forward_pre_hook(recorder.enter),
@@ -92,7 +115,7 @@ def watch(
             stack.callback(hook.remove)
         stack.enter_context(_Operators(recorder))
         stack.enter_context(_Functions(recorder))
-        yield seen
+        yield
 
 
 class _Everywhere:
@@ -195,7 +218,7 @@ class _Recorder:
         self.within = 0  # calls that are recorded already and still running
         self.layers: list[tuple[Any, dict[str, Any]]] = []  # of transformers, running
         self.ours: dict[int, AttentionCall] = {}  # by the memory of their output
-        self.timer: Timer | None = None
+        self.timer: Ranges | None = None
 
     def enter(self, module: nn.Module, _: Any) -> None:
         """Note that a module starts. Global hooks run in every thread, so check the thread."""

@@ -91,8 +91,8 @@ def test_io_curve_over(over, tmp_path):
 
 def test_every_plot_is_drawn_by_a_command():
     """By `plot`, or by the command whose table it shows; the last three by none."""
-    # By the studies banks, blocks, precision, reproduce pallas.
-    elsewhere = {"banks", "block_sizes", "precision", "roofline_series"}
+    # By the studies banks, blocks, precision, reproduce pallas; by xray.
+    elsewhere = {"banks", "block_sizes", "precision", "roofline_series", "tile_evidence"}
     elsewhere |= {"predicted_against_measured", "rank_timeline", "scaling"}
     plots = {name for room, names in viz._ROOMS.items() if "plots." in room for name in names}
     assert {kind.replace("-", "_") for kind in KINDS} == plots - elsewhere

@@ -122,11 +122,19 @@ def _long(rows: Iterable[dict[str, str]]) -> list[MeasuredLaunch]:
     for cell in rows:
         number = _number(cell["ID"])
         launch = launches.setdefault(number, MeasuredLaunch(cell["Kernel Name"], number))
-        counter = cell["Metric Name"]
-        if counter in _OURS:
-            value = _value(counter, cell["Metric Value"], cell["Metric Unit"])
-            launch.counters[_OURS[counter]] = value
+        launch.counters.update(counters_of([cell]))
     return list(launches.values())
+
+
+def counters_of(cells: Iterable[dict[str, str]]) -> dict[str, float]:
+    """The known counters in rows that hold one each: bytes, seconds or counts by our names."""
+    return {
+        _OURS[cell["Metric Name"]]: _value(
+            cell["Metric Name"], cell["Metric Value"], cell["Metric Unit"]
+        )
+        for cell in cells
+        if cell["Metric Name"] in _OURS
+    }
 
 
 def _wide(rows: Sequence[dict[str, str]]) -> list[MeasuredLaunch]:
@@ -175,10 +183,23 @@ def _value(counter: str, text: str, unit: str) -> float:
 
 
 @own_errors
-def command(program: Sequence[str]) -> list[str]:
+def command(
+    program: Sequence[str],
+    *,
+    metrics: Sequence[str] = tuple(METRICS.values()),
+    kernels: str | None = KERNELS,
+) -> list[str]:
     """The command line that profiles a program's kernels.
 
     Clocks stay unchanged; the cache is flushed before each kernel, as the L2 model assumes.
+
+    Parameters
+    ----------
+    program : sequence of str
+        The program and its arguments, after further options of ``ncu``.
+    metrics : sequence of str
+    kernels : str, optional
+        Profile only kernels whose names match this regular expression.
 
     Raises
     ------
@@ -188,8 +209,8 @@ def command(program: Sequence[str]) -> list[str]:
     found = shutil.which("ncu")
     if found is None:
         raise BackendUnavailable(
-            "verify needs NVIDIA's Nsight Compute, but there is no `ncu` on the path; install it, "
-            "or read with --from FILE a table that ncu made on another machine, as "
+            "this needs NVIDIA's Nsight Compute, but there is no `ncu` on the path; install it, "
+            "or read with --from FILE what was measured on another machine, as "
             "docs/guides/truth.md says"
         )
     options = [
@@ -201,5 +222,6 @@ def command(program: Sequence[str]) -> list[str]:
         "--print-units",
         "base",
     ]
-    metrics = ["--metrics", ",".join(METRICS.values()), "--kernel-name", f"regex:{KERNELS}"]
-    return [found, *options, *metrics, *program]
+    chosen = ["--metrics", ",".join(metrics)]
+    chosen += [] if kernels is None else ["--kernel-name", f"regex:{kernels}"]
+    return [found, *options, *chosen, *program]

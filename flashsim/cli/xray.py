@@ -1,0 +1,87 @@
+"""The `flashsim xray` command: hardware counters of another program's attention kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashsim.cli import options as opt
+from flashsim.cli import values
+from flashsim.cli.output import draw, ready, ready_to_draw, say, show, working
+from flashsim.errors import OptionError
+from flashsim.report import Table
+
+_NO_SIZES = opt.Sizes()
+
+
+def xray(
+    form: opt.Format,
+    mask: opt.Mask,
+    program: Annotated[
+        Path | None, typer.Argument(help="A Python program.", exists=True, dir_okay=False)
+    ] = None,
+    arguments: list[str] | None = typer.Argument(None, help="The program's own, after --."),
+    sizes: opt.Sizes = _NO_SIZES,
+    direction: str = opt.option("forward", "With --kernel: the pass, forward or backward."),
+    kernel: str | None = opt.option(
+        None,
+        "Measure kernels whose names match this regular expression, of the shape that the other "
+        "options give: for kernels that `flashsim watch` does not see.",
+    ),
+    device: str | None = opt.option(None, "The GPU's preset. Default: the one that describes it."),
+    launches: int = opt.option(200, "Kernels that are measured at most."),
+    save: Path | None = opt.option(None, "Save what was measured, to read it elsewhere."),
+    from_: Path | None = opt.option(None, "Read what --save wrote, instead of measuring."),
+    plot: Path | None = opt.option(None, "Also draw the evidence: PNG, SVG or PDF."),
+    page: Path | None = opt.option(None, "Also write a page: HTML."),
+    *,
+    typed: typer.Context,
+) -> None:
+    """Show what the attention kernels of a program move, and infer their tiles.
+
+    Runs the program under Nsight Compute, on an NVIDIA GPU. Its attention calls are those that
+    `flashsim watch` sees. For any other kernel give its name with --kernel, and its shape.
+    """
+    from flashsim.studies import xray as studies
+
+    ready_to_draw(plot)
+    ready(page, (".html",))
+    ready(save)
+    if (program is None) == (from_ is None):
+        raise OptionError("give a program to run, or --from FILE with what --save wrote")
+    if from_ is not None:
+        opt.refuse_unused(typed, "--from", only=["from_", "plot", "page", "device"])
+        try:
+            record = studies.Profile.load(from_)
+        except OSError as error:
+            raise OptionError(f"cannot read {str(from_)!r}: {error.strerror}") from None
+        record = record if device is None else replace(record, device=device)
+    else:
+        assert program is not None
+        with working("measuring: each kernel runs several times"):
+            if kernel is None:
+                unused = [*vars(sizes), *vars(mask), "direction"]
+                opt.refuse_unused(typed, "a program whose calls are seen", never=unused)
+                record = studies.measure(program, arguments or (), device=device, launches=launches)
+            else:
+                if sizes.n_q is None:
+                    raise OptionError("--kernel needs the shape: -n, -d, --heads, ... as for count")
+                shape = values.problem(replace(opt.LAYER, **sizes.given()), mask)
+                record = studies.measure_kernels(
+                    program, arguments or (), shape, direction,
+                    kernel=kernel, device=device, launches=launches,
+                )  # fmt: skip
+    if save is not None:
+        record.save(save)
+        say(f"measurements in {save}")
+    seen = studies.XRay(record)
+    if page is not None:
+        seen.page(page)
+        say(f"page in {page}")
+    if plot is not None:
+        draw("tile-evidence", seen.evidence(), plot, {})
+    tables: tuple[list[Table], list[Table]] = ([seen.table()], [seen.full_table()])
+    show(tables, form)

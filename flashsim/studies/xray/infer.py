@@ -1,0 +1,482 @@
+"""Infer a kernel's tiles from its hardware counters, by the closed forms.
+
+FlashAttention-2's forward reads Q once, and K and V once for each query tile that sees them. So the
+bytes that enter the SMs give the number of query tiles. A fused backward adds each query row's dQ
+once for each key tile, so the bytes that it reduces give the key tile. `infer` computes these
+figures for every plausible tile and form, and keeps those that the counters agree with.
+
+It is an inference: a kernel with other tiles that moves the same bytes looks the same. Where
+several tiles fit, all of them are returned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from flashsim.counts.traffic import Traffic
+from flashsim.errors import own_errors
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
+from flashsim.schedule.split import Split
+from flashsim.schedule.tensors import COL, ROW, shape
+from flashsim.schedule.tiling import Tiling
+
+#: Sides of plausible tiles: steps of the tensor cores' 16, and the powers of two beyond.
+SIDES = (*range(16, 257, 16), 512)
+#: How far the bytes read may lie above a fit: a share of them, and bytes per thread block. Each
+#: block also reads its arguments, tensor maps and offsets (64 to 300 B were seen on an H100).
+ABOVE, PER_BLOCK = 1e-4, 384
+#: How far they may lie below: sectors that L1 still holds from a load before.
+BELOW = 1e-4
+#: How far the bytes reduced may be off: all of them are counted, and nothing else.
+REDUCED = 1e-4
+#: The same for bytes read where tensor FLOPs agree: clusters exchange partial sums, spilled
+#: registers return through L2, statistics stay in L1.
+LOOSE_ABOVE, LOOSE_BELOW = 0.1, 0.015
+#: How far tensor FLOPs may be off: a kernel multiplies whole tiles, and nothing else.
+FLOPS = 1e-6
+#: A fused backward may defer dQ by a visit, and then discards a product of each outer tile.
+DEFERRED = 0.15
+#: Registers of an SM, of 4 bytes: scores and accumulators of a tile fit in them.
+REGISTERS = 65536
+#: Columns that TMA delivers at a time, bfloat16: what lies past a row's end arrives as zeros.
+BOX_BYTES = 128
+
+
+@dataclass(frozen=True)
+class LaunchCounters:
+    """What the hardware counted of one kernel launch.
+
+    Attributes
+    ----------
+    read : float
+        Bytes from L2 into the SMs.
+    written, reduced : float
+        Bytes that the SMs store, and add by atomics, at L2.
+    blocks : int
+        Thread blocks launched; 0 if unknown.
+    tensor_flops : float or None
+        FLOPs on tensor cores; None if unknown.
+    """
+
+    read: float
+    written: float = 0.0
+    reduced: float = 0.0
+    blocks: int = 0
+    tensor_flops: float | None = None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A form and a tile, and the bytes that they would move.
+
+    Attributes
+    ----------
+    form : str
+        One of `FORMS`.
+    block_q, block_k : int
+        The tile. Of "dkdv and dq", `block_k` is the key tile of dK and dV, and `block_q` is the
+        query tile of dQ.
+    read, reduced : int
+        Bytes.
+    blocks : int
+        Thread blocks, if each has one outer tile.
+    scores : int
+        Elements of all visited tiles, over all heads.
+    packed : bool
+        Whether the query heads of a key head share the rows of a tile.
+    boxes : bool
+        Whether tiles past a sequence's end, and columns past a row's, are read whole, as TMA does.
+    dense : bool
+        Whether tiles that the mask empties are visited.
+    """
+
+    form: str
+    block_q: int
+    block_k: int
+    read: int
+    reduced: int = 0
+    blocks: int = 0
+    scores: int = 0
+    packed: bool = False
+    boxes: bool = False
+    dense: bool = False
+
+
+#: Forms of a kernel, in words.
+FORMS = {
+    "forward": "FlashAttention-2 forward",
+    "split keys": "forward with split keys",
+    "combine": "combines the parts of split keys",
+    "fused": "backward in one pass, dQ by atomic additions",
+    "dkdv": "dK and dV pass",
+    "dq": "dQ pass",
+    "dkdv and dq": "dK, dV and dQ in one launch",
+    "delta": "row sums of O and dO",
+    "convert": "rounds dQ",
+    "other": "no form of FlashAttention-2 that is known here",
+}
+
+
+@dataclass(frozen=True)
+class Inference:
+    """What fits a kernel's counters.
+
+    Attributes
+    ----------
+    form : str
+        One of `FORMS`.
+    fits : tuple of Fit
+        All that agree, the closest first.
+    next_q, next_k : float or None
+        How far the closest other query tile (key tile) is from the bytes measured, as a share of
+        them; None if there is none.
+    splits : int
+        Parts that the keys are divided into.
+    by_grid : bool
+        Whether the number of thread blocks excluded tiles that the rest did not.
+    by_flops : bool
+        Whether the FLOPs on tensor cores were known, and agree.
+    """
+
+    form: str
+    fits: tuple[Fit, ...] = ()
+    next_q: float | None = None
+    next_k: float | None = None
+    splits: int = 1
+    by_grid: bool = False
+    by_flops: bool = False
+
+    def sides(self, name: str) -> tuple[int, ...]:
+        """All values of "block_q" or "block_k" that fit, ascending."""
+        return tuple(sorted({getattr(fit, name) for fit in self.fits}))
+
+    @property
+    def block_q(self) -> int | None:
+        """The query tile, if only one fits."""
+        sides = self.sides("block_q")
+        return sides[0] if len(sides) == 1 else None
+
+    @property
+    def block_k(self) -> int | None:
+        """The key tile, if only one fits."""
+        sides = self.sides("block_k")
+        return sides[0] if len(sides) == 1 else None
+
+
+@own_errors
+def infer(problem: Problem, direction: str, launches: Sequence[LaunchCounters]) -> list[Inference]:
+    """Infer the form and the tile of each kernel of one pass of an attention call.
+
+    Parameters
+    ----------
+    problem : Problem
+        The call.
+    direction : {"forward", "backward"}
+    launches : sequence of LaunchCounters
+        The pass's kernels in the order in which they ran.
+
+    Returns
+    -------
+    list of Inference
+        One per launch; with the form "other" and no fit if nothing agrees.
+    """
+    if direction != "forward":
+        return _agreed(problem, launches, [_backward(problem, seen) for seen in launches])
+    found = []
+    for n, seen in enumerate(launches):
+        after = launches[n + 1] if n + 1 < len(launches) else None
+        if not _products(problem, seen):
+            before = launches[n - 1] if n else None
+            parts = _parts(problem, before, seen)
+            found.append(Inference("combine", splits=parts) if parts > 1 else Inference("other"))
+        elif after is not None and (parts := _parts(problem, seen, after)) > 1:
+            found.append(replace(_settle("split keys", problem, seen, parts), splits=parts))
+        else:
+            found.append(_settle("forward", problem, seen))
+    return found
+
+
+def _products(problem: Problem, seen: LaunchCounters) -> bool:
+    """Whether a kernel may compute matrix products: float32's need no tensor cores."""
+    return seen.tensor_flops is None or seen.tensor_flops > 0 or problem.itemsize > 2
+
+
+def _parts(problem: Problem, before: LaunchCounters | None, after: LaunchCounters) -> int:
+    """How many parts of split keys `after` combines, if `before` made them; 1 if it does not.
+
+    It reads a float32 O and an LSE for each part. An LSE takes 4 B, or two sectors where each row's
+    lies by itself. The thread blocks of `before` decide what that leaves open.
+    """
+    if before is None or not _products(problem, before) or _products(problem, after):
+        return 1
+    rows = problem.batch * problem.heads * problem.n_q
+    least, most = (after.read / (rows * (4 * problem.head_dim_v + lse)) for lse in (68, 4))
+    counts = [*range(math.ceil(least * 0.98), int(most * 1.02) + 1)]
+    heads = {problem.batch * problem.heads, problem.batch * problem.kv_heads}
+    divides = [n for n in counts if any(before.blocks % (n * each) == 0 for each in heads)]
+    return (divides or counts or [1])[-1]
+
+
+def _backward(problem: Problem, seen: LaunchCounters) -> Inference:
+    rows = problem.batch * problem.heads * problem.n_q
+    dq = rows * problem.head_dim * 4
+    if seen.reduced > dq / 2:
+        return _settle("fused", problem, seen)
+    if not _products(problem, seen) or seen.tensor_flops is None:
+        result = dq // 4 * problem.itemsize
+        if _near(seen.read, dq, 0.35) and _near(seen.written, result, 0.35):
+            return Inference("convert")
+        if _near(seen.read, 2 * rows * problem.head_dim_v * problem.itemsize, 0.05):
+            return Inference("delta")
+        if not _products(problem, seen):
+            return Inference("other")
+    fitting = [one for form in _PRODUCTS if (one := _settle(form, problem, seen)).fits]
+    return fitting[0] if fitting else Inference("other")
+
+
+#: Forms of a backward kernel with matrix products and without atomic additions.
+_PRODUCTS = ("dkdv and dq", "dkdv", "dq")
+
+
+def _agreed(
+    problem: Problem, launches: Sequence[LaunchCounters], found: list[Inference]
+) -> list[Inference]:
+    """Resolve a pass of two kernels with products: one is dK's and dV's, the other dQ's.
+
+    Two arrays of gradients take more stores than one. A kernel that fits only the other role is
+    claimed to be nothing.
+    """
+    two = [
+        n
+        for n, (seen, one) in enumerate(zip(launches, found, strict=True))
+        if one.form in (*_PRODUCTS, "other") and _products(problem, seen)
+    ]
+    if len(two) != 2:
+        return found
+    for n, form in zip(sorted(two, key=lambda n: launches[n].written), ("dq", "dkdv"), strict=True):
+        found[n] = _settle(form, problem, launches[n])
+    return found
+
+
+def _near(value: float, wanted: float, tolerance: float) -> bool:
+    return abs(value - wanted) <= tolerance * wanted
+
+
+def _settle(form: str, problem: Problem, seen: LaunchCounters, splits: int = 1) -> Inference:
+    """Keep the candidates of a form that agree with the counters.
+
+    Bytes read must agree closely. If no tile does so, or none of these has the FLOPs, a tile with
+    exactly these FLOPs may have read somewhat more.
+    """
+    tried = candidates(form, problem, splits)
+    known = bool(seen.tensor_flops) and problem.itemsize <= 2
+    exact = [fit for fit in tried if not known or _multiplies(fit, problem, seen)]
+    agreeing = [fit for fit in exact if _agrees(fit, seen, ABOVE, BELOW)]
+    if known and not agreeing:
+        agreeing = [fit for fit in exact if _agrees(fit, seen, LOOSE_ABOVE, LOOSE_BELOW)]
+    if not agreeing:
+        return Inference(form if form == "split keys" else "other")
+    launched = [fit for fit in agreeing if seen.blocks and fit.blocks == seen.blocks]
+    fits = sorted(
+        launched or agreeing,
+        key=lambda fit: (_beyond(fit, seen), fit.boxes, fit.dense, fit.packed),
+    )
+    apart = []
+    for name in ("block_q", "block_k"):
+        taken = {getattr(fit, name) for fit in agreeing}
+        others = [fit for fit in tried if getattr(fit, name) not in taken]
+        if form == "fused":
+            keys = {fit.block_k for fit in fits}
+            others = [fit for fit in others if name == "block_k" or fit.block_k in keys]
+        apart.append(min((_distance(fit, seen) for fit in others), default=None))
+    by_grid = bool(launched) and len(launched) < len(agreeing)
+    return Inference(form, tuple(fits), *apart, by_grid=by_grid, by_flops=known)
+
+
+#: Matrix products of a visit: S and O; S, dP, dV, dK and dQ; ...
+_PRODUCTS_OF = {"forward": 2, "split keys": 2, "fused": 5, "dkdv": 4, "dq": 3, "dkdv and dq": 7}
+
+
+def _multiplies(fit: Fit, problem: Problem, seen: LaunchCounters) -> bool:
+    """Whether a tile's visits take these FLOPs, with a head dimension padded as kernels pad it.
+
+    The two passes in one launch visit different tiles, so only a range is known.
+    """
+    assert seen.tensor_flops is not None
+    d = problem.head_dim
+    columns = seen.tensor_flops / (2 * _PRODUCTS_OF[fit.form] * fit.scores)
+    if fit.form == "dkdv and dq":
+        return 0.9 * d <= columns <= 1.5 * 2 ** math.ceil(math.log2(d))
+    if problem.head_dim_v != d:
+        return True
+    padded = {-(-d // step) * step for step in (8, 16, 32, 64)} | {2 ** math.ceil(math.log2(d))}
+    if fit.form == "fused" and any(0 <= columns / each - 1 <= DEFERRED for each in padded):
+        return True
+    return any(abs(columns / each - 1) <= FLOPS for each in padded)
+
+
+def _agrees(fit: Fit, seen: LaunchCounters, above: float, below: float) -> bool:
+    if (
+        not -below
+        <= (seen.read - fit.read) / fit.read
+        <= above + PER_BLOCK * seen.blocks / fit.read
+    ):
+        return False
+    return abs(seen.reduced - fit.reduced) <= REDUCED * fit.reduced
+
+
+def _beyond(fit: Fit, seen: LaunchCounters) -> float:
+    return round(abs(seen.read / fit.read - 1), 7)
+
+
+def _distance(fit: Fit, seen: LaunchCounters) -> float:
+    """How far a candidate is from the counters, by the counter that is furthest off."""
+    apart = abs(seen.read / fit.read - 1)
+    return max(apart, abs(seen.reduced / fit.reduced - 1)) if fit.reduced else apart
+
+
+# -- candidates -----------------------------------------------------------------------------------
+
+
+@cache
+def candidates(form: str, problem: Problem, splits: int = 1) -> tuple[Fit, ...]:
+    """Every form and tile, with the bytes that it reads and reduces."""
+    return tuple(_listed(form, problem, splits))
+
+
+def _listed(form: str, problem: Problem, splits: int) -> Iterator[Fit]:
+    plain = replace(problem, causal=False, window=None, mask=None, block_mask=None)
+    masked = plain != problem
+    for dense in (False, True)[: 1 + masked]:
+        p = plain if dense else problem
+        for grouped in (False, True)[: 1 + (p.group > 1)]:
+            for q, k in _sides(form, p, packed=grouped):
+                yield from _counted(form, p, Tiling(q, k), splits, grouped, dense)
+
+
+def _sides(form: str, p: Problem, *, packed: bool) -> Iterator[tuple[int, int]]:
+    """Tiles worth trying; of those larger than the problem only the smallest.
+
+    A tile's scores and its accumulators fit in an SM's registers: O (forward), or dK and dV.
+    """
+    rows = p.n_q * (p.group if packed and form in ("forward", "split keys") else 1)
+    forward = form in ("forward", "split keys")
+    for q in _up_to(rows):
+        for k in _up_to(p.n_kv):
+            held = q * (k + p.head_dim_v) if forward or form == "dq" else k * (q + p.head_dim)
+            if held <= REGISTERS * 3 // 4 or (q, k) == (SIDES[0], SIDES[0]):
+                yield q, k
+
+
+def _up_to(n: int) -> Sequence[int]:
+    """Sides below `n`, the next one, and those up to 128: kernels for short sequences pad them."""
+    beyond = [side for side in SIDES if side >= n]
+    return [side for side in SIDES if side < n or side <= 128 or side in beyond[:1]]
+
+
+_STAGES = {
+    "forward": ("flash2", "forward", ("forward",)),
+    "fused": ("flash2-fused", "backward", ("fused",)),
+    "dkdv": ("flash2", "backward", ("dkdv",)),
+    "dq": ("flash2", "backward", ("dq",)),
+    "dkdv and dq": ("flash2", "backward", ("dkdv", "dq")),
+}
+
+
+def _counted(
+    form: str, p: Problem, tiling: Tiling, splits: int, grouped: bool, dense: bool
+) -> Iterator[Fit]:
+    """A tile's fits: with tiles cut at a sequence's end and, where it differs, with whole boxes."""
+    split = Split()
+    if form == "split keys" or (form == "forward" and grouped):
+        algorithm, direction, names = "flash-decode", "forward", ("split",)
+        split = Split(splits, pack_gqa=grouped)
+    else:
+        algorithm, direction, names = _STAGES[form]
+        if grouped:  # keys and values expanded to one head for each query head
+            p = replace(p, kv_heads=p.heads)
+    traffic = Traffic(p, tiling, algorithm, direction, _ANY, "ascending", split)
+    loads = whole = pairs = reduces = padded = blocks = scores = 0
+    for stage in traffic.stages:
+        if stage.name not in names:
+            continue
+        schedule = traffic.schedule(stage)
+        outer = schedule.rows if stage.outer == "queries" else schedule.cols
+        heads = plans.heads_of(stage, p)[0]
+        blocks += heads * len(outer) * splits
+        members = p.group if stage.per == "group" and not split.pack_gqa else 1
+        scores = heads * members * schedule.n_visits * tiling.block_q * tiling.block_k
+        for (name, op, tensor), nbytes in traffic.transfers.items():
+            if name == stage.name and op == "load":
+                if form == "split keys" and tensor == "Q":
+                    nbytes = _of_parts(traffic, stage, splits)
+                loads += nbytes
+                whole += _whole(traffic, stage, tensor, nbytes, columns=True)
+                pairs += _whole(traffic, stage, tensor, nbytes, columns=True, pairs=True)
+            elif name == stage.name and op == "reduce":
+                reduces += nbytes
+                padded += _whole(traffic, stage, tensor, nbytes, columns=False)
+    packed = grouped and algorithm == "flash-decode"
+    made = Fit(
+        form, tiling.block_q, tiling.block_k, loads, reduces, blocks, scores, packed, False, dense
+    )
+    for read, boxes in dict(((pairs, True), (whole, True), (loads, False))).items():
+        for reduced in {reduces, padded}:
+            yield replace(made, read=read, reduced=reduced, boxes=boxes)
+
+
+#: The closed forms ask for a device; the bytes of a tile do not depend on it.
+_ANY = Device.get("H100")
+
+
+def _of_parts(traffic: Traffic, stage: plans.Stage, splits: int) -> int:
+    """Bytes of Q if a row tile's keys are cut at the same keys for all row tiles.
+
+    Each part that has keys loads its rows of Q.
+    """
+    p, schedule = traffic.problem, traffic.schedule(stage)
+    every = -(-len(schedule.cols) // splits)
+    parts = -(-schedule.visit_counts // every)
+    rows = np.diff(schedule.rows[:, :2])[:, 0]
+    walks, _ = plans.heads_of(stage, p)
+    return walks * int((rows * parts).sum()) * shape(p, "Q").width
+
+
+def _whole(
+    traffic: Traffic,
+    stage: plans.Stage,
+    tensor: str,
+    nbytes: int,
+    *,
+    columns: bool,
+    pairs: bool = False,
+) -> int:
+    """The bytes of a tensor's tiles if those past a sequence's end are moved whole.
+
+    With `columns` its rows are padded as well, to whole boxes. With `pairs` thread blocks run in
+    clusters of two, so the number of outer tiles is even.
+    """
+    p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
+    its = shape(p, tensor)
+    if its.vector or its.axis not in (ROW, COL):
+        return nbytes
+    width = -(-its.width // BOX_BYTES) * BOX_BYTES if columns else its.width
+    rows = its.axis == ROW
+    table, block = (schedule.rows, tiling.block_q) if rows else (schedule.cols, tiling.block_k)
+    lengths = np.diff(table[:, :2])[:, 0].astype(np.int64)
+    if (stage.outer == "queries") == rows:
+        outer = len(lengths) + (len(lengths) % 2 if pairs else 0)
+        whole, cut = outer * block, int(lengths.sum())
+    elif (lengths == block).all():
+        return nbytes // its.width * width
+    else:
+        _, other = (schedule.col_csr if rows else schedule.row_csr)[:2]
+        whole, cut = len(other) * block, int(lengths[other].sum())
+    return nbytes * whole // cut // its.width * width if cut else nbytes

@@ -1,0 +1,282 @@
+"""Measure a program's attention kernels under Nsight Compute, and keep what was measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from flashsim.errors import BackendUnavailable, OptionError, TraceError, own_errors
+from flashsim.problem.hardware import Device, reported
+from flashsim.problem.problem import Problem
+from flashsim.report import beside
+from flashsim.studies.verify.cases import here
+from flashsim.studies.verify.ncu import METRICS, command, counters_of, table
+from flashsim.studies.xray.infer import LaunchCounters
+
+#: LaunchCounters that an X-ray asks for, by flashsim's names.
+ASKED = (
+    *("bytes into SMs", "writes at L2", "reductions at L2", "DRAM read", "DRAM write"),
+    *("tensor FLOPs, bf16", "tensor FLOPs, fp16", "seconds"),
+)
+#: How the range of a launch is named in Nsight Compute's table (flashsim.torch.timing.RANGE).
+_RANGE = re.compile(r"flashsim\.watch \d+( backward)?")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch of an attention call.
+
+    Attributes
+    ----------
+    kernel : str
+    call : int
+        Index of the call in `Profile.calls`.
+    direction : {"forward", "backward"}
+    blocks : int
+        Thread blocks.
+    counters : dict of str to float
+        By the names of `flashsim.studies.verify.METRICS`: bytes, FLOPs, seconds.
+    """
+
+    kernel: str
+    call: int
+    direction: str
+    blocks: int
+    counters: Mapping[str, float]
+
+    @property
+    def seen(self) -> LaunchCounters:
+        """The counters that tiles are inferred from."""
+        c = self.counters
+        tensor = [n for name, n in c.items() if name.startswith("tensor FLOPs")]
+        return LaunchCounters(
+            c["bytes into SMs"],
+            c.get("writes at L2", 0.0),
+            c.get("reductions at L2", 0.0),
+            self.blocks,
+            sum(tensor) if tensor else None,
+        )
+
+
+@own_errors
+@dataclass(frozen=True)
+class Profile:
+    """What was measured of a program; enough to read it on any machine.
+
+    Attributes
+    ----------
+    program : str
+    device : str
+        The preset that describes the GPU, or the name that its driver reports.
+    calls : tuple of dict
+        Each call's "name", "api", "note" and "problem" (the fields of a `Problem`, or None).
+    launches : tuple of Launch
+        In the order in which they ran.
+    """
+
+    program: str
+    device: str
+    calls: tuple[Mapping[str, Any], ...]
+    launches: tuple[Launch, ...]
+
+    def problem(self, call: int) -> Problem | None:
+        """The shape and mask of a call; None if flashsim cannot describe it."""
+        values = self.calls[call]["problem"]
+        return None if values is None else Problem(**_tuples(values))
+
+    def save(self, path: Path) -> None:
+        """Write the record to `path` as JSON."""
+        with beside(path) as part:
+            part.write_text(json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read a record that `save` wrote.
+
+        Raises
+        ------
+        TraceError
+            If the file has another format.
+        OSError
+            If there is no such file.
+        """
+        try:
+            values = json.loads(path.read_text())
+            launches = tuple(Launch(**one) for one in values.pop("launches"))
+            read = cls(launches=launches, calls=tuple(values.pop("calls")), **values)
+            for one in launches:
+                read.problem(one.call)
+                one.seen  # noqa: B018
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise TraceError(
+                f"{str(path)!r} is not what `flashsim xray --save` writes "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        return read
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a `Problem` from JSON, which has lists for tuples."""
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
+
+
+@own_errors
+def measure(
+    program: Path, arguments: Sequence[str] = (), *, device: str | None = None, launches: int = 200
+) -> Profile:
+    """Run a PyTorch program under Nsight Compute, and keep the kernels of its attention calls.
+
+    The calls are those that `flashsim.torch.watch` sees.
+
+    Parameters
+    ----------
+    program : Path
+    arguments : sequence of str
+        The program's own.
+    device : str, optional
+        The GPU's preset. Default: the one that describes it.
+    launches : int
+        Kernels that are measured at most; each runs again for each group of counters.
+
+    Raises
+    ------
+    BackendUnavailable
+        If there is no ``ncu``, or the program fails; the message ends with its last output.
+    TraceError
+        If no attention kernel ran.
+    """
+    with TemporaryDirectory() as folder:
+        out = Path(folder) / "calls.json"
+        words = [sys.executable, "-m", "flashsim.torch.xray", str(out), str(program), *arguments]
+        text = profile(words, launches=launches, ranges=True)
+        told = json.loads(out.read_text())
+    found = []
+    for kernel, blocks, counters, label in launches_of(text):
+        if label in told["ranges"]:
+            call, direction = told["ranges"][label]
+            found.append(Launch(kernel, call, direction, blocks, counters))
+    if not found:
+        raise TraceError(
+            f"no kernel of an attention call was seen in {program.name}: `watch` sees torch's "
+            "functions and their kin (docs/guides/watch.md); for any other kernel give its shape, "
+            "and its name by --kernel"
+        )
+    gpu = told["gpu"]
+    try:
+        name = device or reported(*gpu).name
+    except OptionError:
+        name = gpu[0]
+    return Profile(program.name, name, tuple(told["calls"]), tuple(found))
+
+
+@own_errors
+def measure_kernels(
+    program: Path,
+    arguments: Sequence[str],
+    problem: Problem,
+    direction: str,
+    *,
+    kernel: str,
+    device: str | None = None,
+    launches: int = 20,
+) -> Profile:
+    """Run any Python program, and keep the kernels whose names match a regular expression.
+
+    For kernels that `watch` does not see: a reader's own, or a library's. Every launch of the first
+    kernel begins a call of the same shape.
+
+    Parameters
+    ----------
+    program, arguments, device, launches
+        As for `measure`.
+    problem : Problem
+        The shape and the mask of the program's attention.
+    direction : {"forward", "backward"}
+    kernel : str
+        A regular expression of Nsight Compute's ``--kernel-name``.
+
+    Raises
+    ------
+    BackendUnavailable, TraceError
+        As for `measure`.
+    """
+    words = [sys.executable, str(program), *arguments]
+    taken = launches_of(profile(words, launches=launches, kernel=kernel))
+    values = {f.name: getattr(problem, f.name) for f in fields(Problem)}
+    about = {"name": "", "api": kernel, "note": "", "problem": values}
+    found, call, first = [], -1, None
+    for name, blocks, counters, _ in taken:
+        first = first or name
+        call += name == first
+        found.append(Launch(name, call, direction, blocks, counters))
+    if not found:
+        raise TraceError(f"no kernel whose name matches {kernel!r} ran in {program.name}")
+    return Profile(program.name, device or here(), (about,) * (call + 1), tuple(found))
+
+
+@own_errors
+def profile(words: Sequence[str], *, launches: int, ranges: bool = False, kernel: str = "") -> str:
+    """Run a program under Nsight Compute, and return its table.
+
+    Parameters
+    ----------
+    words : sequence of str
+        The program and its arguments.
+    launches : int
+        Kernels that are measured at most.
+    ranges : bool
+        Only kernels in NVTX ranges whose names begin with "flashsim.watch".
+    kernel : str
+        Only kernels whose names match this regular expression.
+
+    Raises
+    ------
+    BackendUnavailable
+        If there is no ``ncu``, or the program fails; the message ends with its last output.
+    """
+    chosen = ["--launch-count", str(launches)]
+    chosen += ["--nvtx", "--nvtx-include", "regex:flashsim.watch.*/"] if ranges else []
+    asked = command([*chosen, *words], metrics=[METRICS[x] for x in ASKED], kernels=kernel or None)
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
+        raise BackendUnavailable(f"the program ended with exit code {done.returncode}: {last}")
+    return done.stdout
+
+
+@own_errors
+def launches_of(text: str) -> list[tuple[str, int, dict[str, float], str]]:
+    """ProfiledKernel, thread blocks, counters and range of each launch in ``ncu``'s table."""
+    _, rows = table(text)
+    by_id: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        by_id.setdefault(row["ID"], []).append(row)
+    found = []
+    for cells in by_id.values():
+        first = cells[0]
+        grid = [int(n) for n in re.findall(r"\d+", first.get("Grid Size", ""))]
+        range_ = next(
+            (m[0] for name, x in first.items() if "Push/Pop" in name and (m := _RANGE.search(x))),
+            "",
+        )
+        counters = counters_of(cells)
+        if "bytes into SMs" not in counters:
+            raise TraceError(f"{first['ProfiledKernel Name']} has no {METRICS['bytes into SMs']}")
+        found.append((first["Kernel Name"], math.prod(grid), counters, range_))
+    return found
+
+
+def machine(record: Profile) -> Device | None:
+    """The preset of the record's GPU; None if there is none."""
+    try:
+        return Device.get(record.device)
+    except OptionError:
+        return None

@@ -1,0 +1,358 @@
+"""`XRay`: each attention kernel of a program, what it moved, and the tile that this implies."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from flashsim import report
+from flashsim.counts.questions import in_words
+from flashsim.counts.traffic import compulsory
+from flashsim.errors import own_errors
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.studies.xray.infer import FORMS, SIDES, Inference, LaunchCounters, candidates, infer
+from flashsim.studies.xray.record import Launch, Profile, machine
+
+#: Forms that have a tile.
+TILED = ("forward", "split keys", "fused", "dkdv", "dq", "dkdv and dq")
+_COLUMNS = (
+    *("call", "times", "pass", "kernel", "form", "query tile", "key tile", "read B", "written B"),
+    *("reduced B", "read / compulsory", "DRAM read B", "DRAM written B", "tensor FLOPs", "ms"),
+    *("TFLOP/s", "of roof"),
+)
+_SHORT = (
+    *("call", "times", "pass", "kernel", "form", "query tile", "key tile", "read B"),
+    *("read / compulsory", "DRAM read B", "ms", "of roof"),
+)
+
+
+@dataclass(frozen=True)
+class ProfiledKernel:
+    """One kernel of one pass of a call.
+
+    Attributes
+    ----------
+    launch : Launch
+    problem : Problem or None
+    found : Inference
+    times : int
+        How often the same pass of the same call ran.
+    """
+
+    launch: Launch
+    problem: Problem | None
+    found: Inference
+    times: int = 1
+
+    @property
+    def name(self) -> str:
+        """The kernel's name without its namespaces, templates and arguments."""
+        head = self.launch.kernel.removeprefix("void ").partition("<")[0].partition("(")[0]
+        name = head.rpartition("::")[2] or self.launch.kernel
+        return name if len(name) <= 40 else f"{name[:24]}...{name[-13:]}"
+
+    def side(self, name: str) -> str:
+        """What is known of "block_q" or "block_k", in a few characters."""
+        if not self.found.fits or self.problem is None:
+            return ""
+        return _sides(self.found.sides(name), _extent(self.problem, name))
+
+    def sentences(self) -> Iterator[str]:
+        """What the counters say of this kernel, in words."""
+        found, p = self.found, self.problem
+        if p is None or found.form not in TILED:
+            return
+        if not found.fits:
+            yield (
+                f"No tile explains {self.launch.seen.read:,.0f} B read as "
+                f"{FORMS[found.form]}; nothing is claimed."
+            )
+            return
+        for name, what, apart in (
+            ("block_q", "query tile", found.next_q),
+            ("block_k", "key tile", found.next_k),
+        ):
+            sides, extent = found.sides(name), _extent(p, name)
+            if len(sides) == 1 and sides[0] >= extent:
+                yield f"The {what} covers all {extent}."
+            elif len(sides) == 1:
+                other = "" if apart is None else f"; the next {what} is {apart:.2%} off"
+                yield f"{what.capitalize()} {sides[0]}{other}."
+            elif _any(sides, extent):
+                yield f"The {what} cannot be told: {_advice(p, name)}"
+            else:
+                yield f"{what.capitalize()}: {', '.join(map(str, sides))} fit equally."
+        best, read = found.fits[0], self.launch.seen.read
+        if read > 1.002 * best.read:
+            yield (
+                f"Its FLOPs are exactly this tile's; it reads {read / best.read - 1:.1%} more, as "
+                "clusters of thread blocks or spilled registers do."
+            )
+        if best.dense:
+            yield "It visits tiles that the mask empties."
+        if best.packed:
+            yield "The query heads of a key head share the rows of a tile."
+        if found.splits > 1:
+            yield f"The keys are divided into {found.splits} parts."
+        if found.by_grid:
+            yield "The number of thread blocks excluded other tiles."
+
+
+def _extent(p: Problem, name: str) -> int:
+    return p.n_q if name == "block_q" else p.n_kv
+
+
+def _any(sides: Sequence[int], extent: int) -> bool:
+    """Whether nearly every side that was tried fits."""
+    tried = [side for side in SIDES if side < extent] or [SIDES[0]]
+    return len(sides) > 0.8 * len([side for side in tried if side <= 256])
+
+
+def _sides(sides: Sequence[int], extent: int) -> str:
+    if len(sides) == 1:
+        return str(sides[0]) if sides[0] < extent else "all"
+    return "?" if _any(sides, extent) else " or ".join(map(str, sides))
+
+
+def _advice(p: Problem, name: str) -> str:
+    if p.causal or p.window is not None:
+        return "lengths that are no multiples of it would tell it."
+    if name == "block_k":
+        return (
+            "without a mask K and V are read alike for any. A causal run, with a length that is "
+            "no multiple of the tile, tells more."
+        )
+    return "without a mask Q and dO are read alike for any."
+
+
+@own_errors
+class XRay:
+    """The attention kernels of a program, from hardware counters. Prints as a table.
+
+    Parameters
+    ----------
+    record : Profile
+        From `measure`, `measure_kernels` or `Profile.load`.
+
+    Attributes
+    ----------
+    record : Profile
+    kernels : tuple of ProfiledKernel
+        Equal passes of equal calls stand once.
+    """
+
+    def __init__(self, record: Profile) -> None:
+        self.record = record
+        self.device: Device | None = machine(record)
+
+    @cached_property
+    def kernels(self) -> tuple[ProfiledKernel, ...]:
+        """The kernels, in the order in which they first ran."""
+        passes: dict[tuple[int, str], list[Launch]] = {}
+        for launch in self.record.launches:
+            passes.setdefault((launch.call, launch.direction), []).append(launch)
+        seen: dict[Any, list[ProfiledKernel]] = {}
+        for (call, direction), launches in passes.items():
+            p = self.record.problem(call)
+            about = self.record.calls[call]
+            key = (p, about["api"], direction, tuple((x.kernel, x.blocks) for x in launches))
+            if key in seen:
+                seen[key] = [replace(one, times=one.times + 1) for one in seen[key]]
+                continue
+            counters: list[LaunchCounters] = [launch.seen for launch in launches]
+            found = (
+                [Inference("other")] * len(launches) if p is None else infer(p, direction, counters)
+            )
+            seen[key] = [
+                ProfiledKernel(launch, p, one) for launch, one in zip(launches, found, strict=True)
+            ]
+        return tuple(kernel for those in seen.values() for kernel in those)
+
+    def table(self) -> report.Table:
+        """The most important columns of `full_table`, of kernels with matrix products."""
+        full = self.full_table()
+        at = [_COLUMNS.index(name) for name in _SHORT]
+        form = _COLUMNS.index("form")
+        known = {FORMS[name] for name in TILED}
+        rows: list[Any] = [
+            [row[n] for n in at]
+            for row, kernel in zip(full.rows, self.kernels, strict=True)
+            if row[form] in known or (kernel.launch.seen.tensor_flops or 0) > 0
+        ]
+        return report.Table(full.title, _SHORT, rows, "\n".join([full.note, *self.words()]))
+
+    def words(self) -> list[str]:
+        """What the counters say of each kernel that has a tile, one sentence or more each."""
+        said = []
+        for kernel in self.kernels:
+            text = " ".join(kernel.sentences())
+            if text:
+                said.append(f"call {kernel.launch.call}, {kernel.name}: {text}")
+        return list(dict.fromkeys(said))
+
+    def full_table(self) -> report.Table:
+        """One row per kernel.
+
+        - read B, written B, reduced B: bytes between the SMs and L2, as the hardware counted them.
+          L2 counts writes in sectors of 32 bytes, so partial ones make them more.
+        - query tile, key tile: inferred. "?" if the counters do not depend on it, "or" between
+          tiles that fit equally.
+        - compulsory: each input and each output of the pass once.
+        - of roof: the time that DRAM bytes or tensor FLOPs need at the device's peak, divided by
+          the measured time.
+        """
+        table = report.Table(
+            f"X-ray of {self.record.program} on {self.record.device}",
+            _COLUMNS,
+            note="read, written, reduced: bytes between the SMs and L2, from hardware counters. "
+            "Tiles are inferred from them, not read from the kernel",
+        )
+        for kernel in self.kernels:
+            launch, p = kernel.launch, kernel.problem
+            c, seen = launch.counters, launch.seen
+            seconds = c.get("seconds")
+            least = None if p is None else compulsory(p, launch.direction)
+            table.rows.append(
+                (
+                    f"{launch.call}: {'unknown shape' if p is None else in_words(p)}",
+                    kernel.times,
+                    launch.direction,
+                    kernel.name,
+                    FORMS[kernel.found.form],
+                    kernel.side("block_q"),
+                    kernel.side("block_k"),
+                    int(seen.read),
+                    int(seen.written),
+                    int(seen.reduced),
+                    seen.read / least if least else None,
+                    _whole(c.get("DRAM read")),
+                    _whole(c.get("DRAM write")),
+                    _whole(seen.tensor_flops),
+                    None if seconds is None else seconds * 1e3,
+                    seen.tensor_flops / seconds / 1e12 if seen.tensor_flops and seconds else None,
+                    self._of_roof(kernel),
+                )
+            )
+        return table
+
+    def _of_roof(self, kernel: ProfiledKernel) -> float | None:
+        c, p = kernel.launch.counters, kernel.problem
+        flops, seconds = kernel.launch.seen.tensor_flops, c.get("seconds")
+        if self.device is None or p is None or not seconds or "DRAM read" not in c:
+            return None
+        moved = c["DRAM read"] + c.get("DRAM write", 0.0)
+        least = max(moved / self.device.hbm_bandwidth, (flops or 0) / self.device.peak(p.dtype))
+        return least / seconds
+
+    def candidates(self, kernel: ProfiledKernel) -> report.Table:
+        """What every plausible query tile would read in a kernel's form, beside what it read.
+
+        Parameters
+        ----------
+        kernel : ProfiledKernel
+            One of `kernels` that has a form with a tile.
+        """
+        seen, p = kernel.launch.seen, kernel.problem
+        table = report.Table(
+            f"{kernel.name}: {seen.read:,.0f} B read",
+            ("query tile", "key tile", "read B", "reduced B", "measured / predicted", "fits"),
+            note="tiles cut at the end of a sequence; the closest ten",
+        )
+        if p is None or kernel.found.form not in TILED:
+            return table
+        fits = {(fit.block_q, fit.block_k) for fit in kernel.found.fits}
+        tried = {
+            (fit.block_q, fit.block_k, fit.read, fit.reduced): fit
+            for fit in candidates(kernel.found.form, p, kernel.found.splits)
+            if not (fit.boxes or fit.dense)
+        }
+        close = sorted(tried.values(), key=lambda fit: abs(seen.read / fit.read - 1))
+        for fit in close[:10]:
+            pair = fit.block_q, fit.block_k
+            table.rows.append((*pair, fit.read, fit.reduced, seen.read / fit.read, pair in fits))
+        return table
+
+    def rows(self) -> list[dict[str, report.Cell]]:
+        """`full_table` as one dict per row."""
+        return self.full_table().records()
+
+    def plot(self, **options: Any) -> Any:
+        """Plot the bytes read over the query tile, and each kernel's place on it.
+
+        Parameters
+        ----------
+        **options
+            Options of `flashsim.viz.tile_evidence`.
+        """
+        from flashsim import viz
+
+        return viz.tile_evidence(self.evidence(), **options)
+
+    def evidence(self) -> list[dict[str, Any]]:
+        """What `flashsim.viz.tile_evidence` draws: for each kernel the curve and the measurement.
+
+        A kernel whose key tile alone can be told (a fused backward) has its curve over key tiles.
+        """
+        found = []
+        for kernel in self.kernels:
+            p, form = kernel.problem, kernel.found.form
+            if p is None or form not in TILED or not kernel.found.fits:
+                continue
+            by_key = form in ("fused", "dkdv")
+            side, other = ("block_k", "block_q") if by_key else ("block_q", "block_k")
+            fixed = getattr(kernel.found.fits[0], other)
+            curve = {
+                getattr(fit, side): fit.read
+                for fit in candidates(form, p, kernel.found.splits)
+                if getattr(fit, other) == fixed
+                and not (fit.boxes or fit.dense)
+                and fit.packed == kernel.found.fits[0].packed
+            }
+            found.append(
+                {
+                    "name": kernel.name,
+                    "title": f"call {kernel.launch.call}, {kernel.launch.direction}",
+                    "side": "keys in a tile" if by_key else "query rows in a tile",
+                    "curve": sorted(curve.items()),
+                    "measured": kernel.launch.seen.read,
+                    "found": kernel.found.sides(side),
+                }
+            )
+        return found
+
+    def page(self, path: Path) -> None:
+        """Write a page without scripts: the tables, the sentences and the plot."""
+        import io
+
+        parts = [f"<h1>{html.escape(self.table().title)}</h1>", self.full_table().html()]
+        parts += [f"<p>{html.escape(text)}</p>" for text in self.words()]
+        if self.evidence():
+            drawn = io.StringIO()
+            self.plot().figure.savefig(drawn, format="svg", bbox_inches="tight")
+            parts.append(drawn.getvalue()[drawn.getvalue().index("<svg") :])
+        parts += [
+            self.candidates(kernel).html() for kernel in self.kernels if kernel.found.form in TILED
+        ]
+        style = "body{font:16px/1.5 sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem}"
+        text = (
+            '<!doctype html><html lang="en"><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width">'
+            f"<title>{html.escape(self.table().title)}</title><style>{style} "
+            "div,table{overflow-x:auto;display:block}svg{max-width:100%;height:auto}</style>"
+            + "\n".join(parts)
+        )
+        with report.beside(path) as part:
+            part.write_text(text)
+
+    __str__ = report.text
+    __repr__ = report.titled
+    _repr_html_ = report.tabled
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)

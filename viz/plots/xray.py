@@ -1,0 +1,56 @@
+"""Plots of the tiles that a kernel's counters imply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from flashsim.errors import OptionError
+from flashsim.viz.palette import Theme
+from flashsim.viz.style import MARKERS, heading, themed
+
+
+@themed
+def tile_evidence(data: Sequence[Mapping[str, Any]], *, ax: Axes, theme: Theme) -> None:
+    """Draw the bytes that each tile would read, divided by those that a kernel read.
+
+    Parameters
+    ----------
+    data : sequence of mappings
+        From `flashsim.studies.xray.XRay.evidence`; at most six kernels are drawn.
+
+    Raises
+    ------
+    OptionError
+        If no kernel has a tile.
+    """
+    if not data:
+        raise OptionError("nothing to draw: no kernel's counters fit a tile")
+    drawn: list[Mapping[str, Any]] = []
+    for one in data:
+        if all(one["curve"] != other["curve"] or one["name"] != other["name"] for other in drawn):
+            drawn.append(one)
+    for n, one in enumerate(drawn[:6]):
+        shade, marker = theme.cycle[n % len(theme.cycle)], MARKERS[n % len(MARKERS)]
+        sides, read = zip(*one["curve"], strict=True)
+        ratios = [nbytes / one["measured"] for nbytes in read]
+        ax.plot(sides, ratios, color=shade, lw=1.4, alpha=0.6)
+        places = [(side, y) for side, y in zip(sides, ratios, strict=True) if side in one["found"]]
+        ax.plot(
+            *zip(*places, strict=True), ls="", marker=marker, ms=9, color=shade,
+            markeredgecolor=theme.text, label=f"{one['name']} ({one['title']})", zorder=4,
+        )  # fmt: skip
+    ax.axhline(1, color=theme.muted, lw=1.2, ls="--", zorder=1)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ticks := [16, 32, 64, 128, 256, 512], labels=map(str, ticks))
+    ax.set_yscale("log", base=2)
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g} x")
+    ax.set_xlabel(" or ".join(dict.fromkeys(one["side"] for one in drawn[:6])))
+    ax.set_ylabel("bytes read: this tile / measured")
+    ax.legend(fontsize=10)
+    heading(
+        ax, theme, "One tile reads what was measured",
+        "lines: what each tile would read; marks: the tiles that agree with the counters",
+    )  # fmt: skip
