@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from flashsim.own_kernels.kernel_trace import KernelTrace
 from flashsim.own_kernels.recorder import ATOMIC, LOAD, STORE, Recorder
-from flashsim.own_kernels.tensors import Tensor
+from flashsim.own_kernels.tensors import KernelTensor
 
-__all__ = ["ATOMIC", "LOAD", "STORE", "KernelTrace", "Recorder", "Tensor"]
+__all__ = ["ATOMIC", "LOAD", "STORE", "KernelTensor", "KernelTrace", "Recorder"]

@@ -43,7 +43,7 @@ def as_trace(
             "trace fewer of them, or ask for totals alone"
         )
     cut = [visits_of(geometry, n) for n in range(len(record.launches))]
-    own = _Names(geometry)
+    own = _Codes(geometry)
     made = [_stage(geometry, n, one, own, grouped=False) for n, one in enumerate(cut)]
     problem = geometry.problem
     if any(one is None for one in made):
@@ -67,7 +67,7 @@ def as_trace(
     )
 
 
-class _Names:
+class _Codes:
     """Codes of tensors and of on-chip values in a trace."""
 
     def __init__(self, geometry: Geometry) -> None:
@@ -122,7 +122,7 @@ def _workspace(geometry: Geometry) -> int:
 
 
 def _stage(
-    geometry: Geometry, launch: int, cut: Visits, names: _Names, *, grouped: bool
+    geometry: Geometry, launch: int, cut: Visits, names: _Codes, *, grouped: bool
 ) -> tuple[list[tuple[int, ...]], list[np.ndarray], str] | None:
     """Return events, costs and `per` of one launch; None if its heads differ."""
     p = geometry.problem
@@ -168,7 +168,7 @@ def _events(
     launch: int,
     cut: Visits,
     member: np.ndarray,
-    names: _Names,
+    names: _Codes,
     one: np.ndarray,
 ) -> tuple[list[tuple[int, ...]], list[np.ndarray]]:
     """Return the events of one head's programs, in order, and the work of each "compute"."""

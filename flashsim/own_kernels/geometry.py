@@ -15,7 +15,7 @@ import numpy as np
 
 from flashsim.errors import FlashSimError, OptionError
 from flashsim.own_kernels.names import labels
-from flashsim.own_kernels.recorder import Record
+from flashsim.own_kernels.recorder import KernelRecord
 from flashsim.problem.checks import DTYPES
 from flashsim.problem.problem import MAX_HEAD_DIM, Problem
 from flashsim.schedule.tensors import AXES, COL, ROW, STATISTICS, TILE
@@ -53,7 +53,7 @@ class Geometry:
 
     def __init__(
         self,
-        record: Record,
+        record: KernelRecord,
         names: Mapping[str, str] | None = None,
         problem: Problem | None = None,
     ) -> None:

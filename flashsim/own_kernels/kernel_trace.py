@@ -12,7 +12,7 @@ from flashsim import report
 from flashsim.errors import OptionError, TraceError, choices, own_errors, shown
 from flashsim.own_kernels.as_trace import as_trace
 from flashsim.own_kernels.geometry import Geometry
-from flashsim.own_kernels.recorder import SECTOR, Record
+from flashsim.own_kernels.recorder import SECTOR, KernelRecord
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.names import LOAD, OPS, REDUCE, STORE
@@ -29,7 +29,7 @@ class KernelTrace:
 
     Attributes
     ----------
-    record : Record
+    record : KernelRecord
         Every access, as the frontend noted it.
     name : str
         The kernel's name in tables and pictures.
@@ -40,7 +40,7 @@ class KernelTrace:
 
     def __init__(
         self,
-        record: Record,
+        record: KernelRecord,
         *,
         names: Mapping[str, str] | None = None,
         problem: Problem | None = None,

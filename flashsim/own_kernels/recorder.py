@@ -1,4 +1,4 @@
-"""`Recorder`: frontends note here what a kernel does; `Record` is what was noted.
+"""`Recorder`: frontends note here what a kernel does; `KernelRecord` is what was noted.
 
 The notes are columns of NumPy arrays: about 50 bytes per load, store or atomic operation. While a
 launch runs, the recorder also remembers which program stored or loaded each element, so that it
@@ -15,7 +15,7 @@ import numpy as np
 
 from flashsim.counts.work import KINDS
 from flashsim.errors import OptionError, TraceError
-from flashsim.own_kernels.tensors import Tensor
+from flashsim.own_kernels.tensors import KernelTensor
 from flashsim.schedule.names import LOAD, REDUCE, STORE
 
 ATOMIC = REDUCE
@@ -123,14 +123,14 @@ class Clash:
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
+class KernelRecord:
     """What a recorder noted: tensors, launches, accesses in order, FLOPs, and clashes.
 
     Attributes
     ----------
     source : str
         The frontend, such as "triton 3.9.0, interpreted".
-    tensors : tuple of Tensor
+    tensors : tuple of KernelTensor
     launches : tuple of Launch
     accesses : ndarray of dtype `ACCESS`
     work : ndarray of dtype `WORK`
@@ -144,7 +144,7 @@ class Record:
     """
 
     source: str
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[KernelTensor, ...]
     launches: tuple[Launch, ...]
     accesses: np.ndarray
     work: np.ndarray
@@ -153,7 +153,7 @@ class Record:
     stored: Mapping[int, np.ndarray]
     notes: tuple[str, ...] = ()
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> KernelTensor:
         """Return the tensor of that name.
 
         Raises
@@ -190,7 +190,7 @@ class Recorder:
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self.tensors: list[Tensor] = []
+        self.tensors: list[KernelTensor] = []
         self.launches: list[Launch] = []
         self.notes: list[str] = []
         self._lines: dict[tuple[str, int], int] = {}
@@ -254,7 +254,7 @@ class Recorder:
         while label in names:  # another tensor under the same parameter, in a later launch
             label, n = f"{name}_{n}", n + 1
         where = -1 - code if buffer is None else buffer
-        made = Tensor(label, shape, strides, dtype, int(itemsize), code, where, int(start))
+        made = KernelTensor(label, shape, strides, dtype, int(itemsize), code, where, int(start))
         self.tensors.append(made)
         unit = self._units.setdefault(where, made.itemsize)
         if made.itemsize < unit:
@@ -369,7 +369,7 @@ class Recorder:
         if text not in self.notes:
             self.notes.append(text)
 
-    def done(self) -> Record:
+    def done(self) -> KernelRecord:
         """Return what was noted; the recorder goes on if more is noted."""
         stored = {}
         for one in self.tensors:
@@ -379,7 +379,7 @@ class Recorder:
                 mask = whole[self._places(one, offsets)]
                 if mask.any():
                     stored[one.code] = mask
-        return Record(
+        return KernelRecord(
             self.source,
             tuple(self.tensors),
             tuple(self.launches),
@@ -397,7 +397,7 @@ class Recorder:
         return self._lines.setdefault(line, len(self._lines))
 
     @staticmethod
-    def _corners(its: Tensor, unique: np.ndarray) -> tuple[int, int]:
+    def _corners(its: KernelTensor, unique: np.ndarray) -> tuple[int, int]:
         """Return the numbers of the elements at both corners of the box around the offsets."""
         index, exists = its.coordinates(unique)
         if not exists.all():
@@ -407,7 +407,7 @@ class Recorder:
             first, last = first * n + int(along.min()), last * n + int(along.max())
         return first, last
 
-    def _places(self, its: Tensor, offsets: np.ndarray) -> np.ndarray:
+    def _places(self, its: KernelTensor, offsets: np.ndarray) -> np.ndarray:
         return (its.start + offsets * its.itemsize) // self._units[its.buffer]
 
     def _board(self, boards: dict[int, np.ndarray], buffer: int, dtype: Any) -> np.ndarray:
@@ -420,7 +420,7 @@ class Recorder:
             boards[buffer] = board = grown
         return board
 
-    def _watch(self, op: int, its: Tensor, unique: np.ndarray, line: int) -> None:
+    def _watch(self, op: int, its: KernelTensor, unique: np.ndarray, line: int) -> None:
         """Remember who touched these elements, and note a clash with another program."""
         places, me = self._places(its, unique), self._program + 1
         writer = self._writer.get(its.buffer)
@@ -446,7 +446,13 @@ class Recorder:
         self._board(self._stored, its.buffer, bool)[places] = True
 
     def _clash(
-        self, kind: str, its: Tensor, unique: np.ndarray, before: np.ndarray, me: int, line: int
+        self,
+        kind: str,
+        its: KernelTensor,
+        unique: np.ndarray,
+        before: np.ndarray,
+        me: int,
+        line: int,
     ) -> None:
         other = (before != 0) & (np.abs(before) != me)
         if not other.any():
@@ -467,7 +473,7 @@ _CLASH = ("kind", "launch", "tensor", "first", "second", "line", "element")
 _SEVERAL = np.iinfo(np.int32).max
 
 
-def _sectors(its: Tensor, unique: np.ndarray) -> int:
+def _sectors(its: KernelTensor, unique: np.ndarray) -> int:
     """Return how many 32-byte sectors hold the elements; the allocation starts at a sector."""
     at = its.start + unique * its.itemsize  # rising: so are the sectors
     first = at // SECTOR
@@ -505,4 +511,14 @@ class _Columns:
         return whole
 
 
-__all__ = ["ACCESS", "ATOMIC", "LOAD", "STORE", "WORK", "Clash", "Launch", "Record", "Recorder"]
+__all__ = [
+    "ACCESS",
+    "ATOMIC",
+    "LOAD",
+    "STORE",
+    "WORK",
+    "Clash",
+    "KernelRecord",
+    "Launch",
+    "Recorder",
+]

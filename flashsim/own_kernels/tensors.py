@@ -1,4 +1,4 @@
-"""`Tensor`: where the elements of a kernel's argument lie, and which element an offset is."""
+"""`KernelTensor`: where the elements of a kernel's argument lie, and which element an offset is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashsim.errors import ShapeError
 
 
 @dataclass(frozen=True)
-class Tensor:
+class KernelTensor:
     """An argument of a kernel: its name, shape, strides and element type.
 
     Attributes
