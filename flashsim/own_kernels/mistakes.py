@@ -251,10 +251,9 @@ def _forward_mistakes(p: Problem, block_q: int, block_k: int) -> Iterator[tuple[
     yield "O is not divided by l at the end", replace(way, divide="never")
     yield "O is divided by l in every iteration, not once at the end", replace(way, divide="each")
     yield "the scores are not multiplied by the scale", replace(way, factor=1 / p.scale)
-    yield "the scores are multiplied by the scale twice", replace(way, factor=p.scale)
     yield (
-        "the scores are multiplied by 1 / d, not by 1 / sqrt(d)",
-        replace(way, factor=1 / root**2 / p.scale),
+        "the scores are multiplied by the scale twice (1 / d for 1 / sqrt(d))",
+        replace(way, factor=p.scale),
     )
     yield (
         "the scores are multiplied by sqrt(d), not divided by it",

@@ -231,7 +231,7 @@ class Recorder:
         self._held_most = 0
         self._units: dict[int, int] = {}  # bytes per entry of the three below, by buffer
         self._extent: dict[int, int] = {}  # bytes that the tensors of a buffer reach
-        self._writer: dict[int, np.ndarray] = {}  # of this launch: program + 1, < 0 if atomic
+        self._writer: dict[int, np.ndarray] = {}  # of this launch: program + 1, < 0: atomic
         self._reader: dict[int, np.ndarray] = {}  # program + 1, or _SEVERAL
         self._stored: dict[int, np.ndarray] = {}
 
@@ -472,7 +472,8 @@ class Recorder:
         if its.buffer in self._reader:
             reader = self._board(self._reader, its.buffer, np.int32)
             self._clash("read of another's store", its, unique, reader[places], me, line)
-        writer[places] = -me if op == ATOMIC else me
+        several = (before < 0) & (before != -me)
+        writer[places] = np.where(several, -_SEVERAL, -me) if op == ATOMIC else me
         self._board(self._stored, its.buffer, bool)[places] = True
 
     def _clash(
