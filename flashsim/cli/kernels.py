@@ -96,7 +96,7 @@ def kernel(
         note = str(error)
     files = _written(traced, out) if out is not None else []
     if form.json or form.csv:
-        show(([traced.compared(), traced.by_line()], []), form)
+        show(traced.compared(), form)
         return
     typer.echo(answer(traced, files, note, 10_000 if all_ else LINES))
 
