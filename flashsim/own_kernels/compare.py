@@ -38,7 +38,7 @@ class Reason:
 
 
 @dataclass(frozen=True)
-class Row:
+class ByteRow:
     """One operation on one tensor: the kernel's bytes beside those that it needs.
 
     `expected` is what FlashAttention-2 (or split-KV decoding) moves with the kernel's tile; None if
@@ -124,7 +124,7 @@ def _stored_in(g: Geometry, launch: int) -> set[str]:
 
 def rows_of(
     g: Geometry, expected: Expected | None, compulsory: Callable[[str], tuple[int, int]]
-) -> list[Row]:
+) -> list[ByteRow]:
     """Return a row for each operation and tensor, in the order of the tensors.
 
     `compulsory(label)` gives the bytes to read and to write.
@@ -142,7 +142,7 @@ def rows_of(
                 want = None
             why = tuple(reasons.get((op, code), ()))
             least = read if op == LOAD else written
-            found.append(Row(OPS[op], label, nbytes, want, least, why))
+            found.append(ByteRow(OPS[op], label, nbytes, want, least, why))
     return found
 
 

@@ -16,7 +16,7 @@ UNCOALESCED = 2.0
 
 
 @dataclass(frozen=True)
-class Finding:
+class KernelFinding:
     """One thing to look at.
 
     Attributes
@@ -42,7 +42,7 @@ class Finding:
         return self.text
 
 
-def findings_of(g: Geometry) -> list[Finding]:
+def findings_of(g: Geometry) -> list[KernelFinding]:
     """Return everything that was found, the worst first."""
     return [*_outside(g), *_next_head(g), *_clashes(g), *_unstored(g), *_sectors(g), *_masked(g)]
 
@@ -69,7 +69,7 @@ def _word(op: int) -> str:
     return "atomic operation" if op == ATOMIC else OPS[op]
 
 
-def _outside(g: Geometry) -> Iterator[Finding]:
+def _outside(g: Geometry) -> Iterator[KernelFinding]:
     a = g.record.accesses
     for line, op, code, at in _groups(g, a["outside"] > 0):
         lanes, first = int(a["outside"][at].sum()), _where(g, int(at[0]))
@@ -78,7 +78,7 @@ def _outside(g: Geometry) -> Iterator[Finding]:
         label = g.labels[code] if code >= 0 else "a tensor"
         shape = g.record.tensors[code].shape if code >= 0 else ()
         what = "get what is not its own, or NaN" if op == LOAD else "do not arrive in it"
-        yield Finding(
+        yield KernelFinding(
             "outside",
             f"line {line}: {_word(op)} outside of {label} {tuple(shape)}: {each} of {total} lanes "
             f"in program {first}, {lanes:,} lanes in all. They {what}; on a GPU anything may "
@@ -87,7 +87,7 @@ def _outside(g: Geometry) -> Iterator[Finding]:
         )
 
 
-def _next_head(g: Geometry) -> Iterator[Finding]:
+def _next_head(g: Geometry) -> Iterator[KernelFinding]:
     a = g.record.accesses
     for line, op, code, at in _groups(g, (g.spans > 1) & (a["active"] > 0)):
         alone = (a["tensor"] == code) & (a["op"] == op) & (g.spans == 1) & (a["active"] > 0)
@@ -95,7 +95,7 @@ def _next_head(g: Geometry) -> Iterator[Finding]:
             continue
         first = _where(g, int(at[0]))
         more = f" and in {len(at) - 1} more accesses" if len(at) > 1 else ""
-        yield Finding(
+        yield KernelFinding(
             "next head",
             f"line {line}: {_word(op)} of {g.labels[code]} runs past the last row of its head into "
             f"the next one, in program {first}{more}: mask rows from {g.lengths[code]} on",
@@ -103,7 +103,7 @@ def _next_head(g: Geometry) -> Iterator[Finding]:
         )
 
 
-def _clashes(g: Geometry) -> Iterator[Finding]:
+def _clashes(g: Geometry) -> Iterator[KernelFinding]:
     for clash in g.record.clashes:
         launch, label = g.record.launches[clash.launch], g.labels[clash.tensor]
         tensor = g.record.tensors[clash.tensor]
@@ -121,17 +121,17 @@ def _clashes(g: Geometry) -> Iterator[Finding]:
                 f"{label}{list(index)}: on a GPU nothing orders them; use two launches"
             )
         kind = "two stores" if clash.kind == "two stores" else "race"
-        yield Finding(kind, text, line, second, label)
+        yield KernelFinding(kind, text, line, second, label)
 
 
-def _unstored(g: Geometry) -> Iterator[Finding]:
+def _unstored(g: Geometry) -> Iterator[KernelFinding]:
     for code, mask in g.record.stored.items():
         if mask.all():
             continue
         tensor, label = g.record.tensors[code], g.labels[code]
         missing = np.argwhere(~mask)
         first = [int(x) for x in missing[0]]
-        yield Finding(
+        yield KernelFinding(
             "never stored",
             f"{label} {tensor.shape}: {len(missing):,} of {mask.size:,} elements are never stored, "
             f"the first is {label}{first}; compare the grid and the store's mask with the shape",
@@ -139,7 +139,7 @@ def _unstored(g: Geometry) -> Iterator[Finding]:
         )
 
 
-def _sectors(g: Geometry) -> Iterator[Finding]:
+def _sectors(g: Geometry) -> Iterator[KernelFinding]:
     a = g.record.accesses
     sizes = np.array([t.itemsize for t in g.record.tensors] + [1])
     for line, op, code, at in _groups(g, (a["active"] > 0) & (a["tensor"] >= 0)):
@@ -149,7 +149,7 @@ def _sectors(g: Geometry) -> Iterator[Finding]:
         least = -(-int(one["distinct"]) * int(sizes[code]) // SECTOR)
         if sectors < UNCOALESCED * needed or int(one["sectors"]) <= least + 1:
             continue
-        yield Finding(
+        yield KernelFinding(
             "uncoalesced",
             f"line {line}: {_word(op)} of {g.labels[code]} touches {int(one['sectors'])} sectors "
             f"of 32 B for {int(one['distinct']) * int(sizes[code]):,} B ({needed / sectors:.0%} "
@@ -158,7 +158,7 @@ def _sectors(g: Geometry) -> Iterator[Finding]:
         )
 
 
-def _masked(g: Geometry) -> Iterator[Finding]:
+def _masked(g: Geometry) -> Iterator[KernelFinding]:
     a = g.record.accesses
     for line, op, code, at in _groups(g, a["masked"] > 0):
         masked = int(a["masked"][at].sum())
@@ -167,14 +167,14 @@ def _masked(g: Geometry) -> Iterator[Finding]:
         lanes = int((a["masked"] + a["active"])[same].sum())
         if code < 0 or masked < 0.25 * lanes:
             if code < 0 and len(at):
-                yield Finding(
+                yield KernelFinding(
                     "masked lanes",
                     f"line {line}: {len(at)} {_word(op)}s with every lane masked off, the first in "
                     f"program {_where(g, int(at[0]))}: these programs or iterations do nothing",
                     *(line, _where(g, int(at[0])), label),
                 )
             continue
-        yield Finding(
+        yield KernelFinding(
             "masked lanes",
             f"line {line}: {masked:,} of {lanes:,} lanes of the {_word(op)} of {label} are masked "
             f"off ({masked / lanes:.0%}): the tile is larger than what is left of the tensor",
@@ -182,4 +182,4 @@ def _masked(g: Geometry) -> Iterator[Finding]:
         )
 
 
-__all__ = ["Finding", "findings_of"]
+__all__ = ["KernelFinding", "findings_of"]

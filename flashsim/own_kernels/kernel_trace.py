@@ -13,8 +13,8 @@ from flashsim.errors import OptionError, TraceError, choices, own_errors, shown
 from flashsim.l2 import Dram, L2Model
 from flashsim.own_kernels.as_trace import as_trace
 from flashsim.own_kernels.check import Reference, Verdict, check
-from flashsim.own_kernels.compare import Expected, Row, expected_of, rows_of
-from flashsim.own_kernels.findings import Finding, findings_of
+from flashsim.own_kernels.compare import ByteRow, Expected, expected_of, rows_of
+from flashsim.own_kernels.findings import KernelFinding, findings_of
 from flashsim.own_kernels.geometry import Geometry
 from flashsim.own_kernels.predictions import dram_of, roofline_of
 from flashsim.own_kernels.recorder import SECTOR, KernelRecord, restricted
@@ -182,12 +182,12 @@ class KernelTrace:
         return expected_of(self.geometry, self.device)
 
     @cached_property
-    def byte_rows(self) -> list[Row]:
+    def byte_rows(self) -> list[ByteRow]:
         """Bytes of each operation and tensor, beside those needed, with reasons and lines."""
         return rows_of(self.geometry, self.expected, self.compulsory_of)
 
     @cached_property
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[KernelFinding]:
         """Warnings, each with line and program."""
         return findings_of(self.geometry)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from flashsim.problem.hardware import Device
 from flashsim.schedule import plans
 from flashsim.studies.roofline import Point, Roofline
 
-if TYPE_CHECKING:
-    from flashsim.own_kernels.kernel_trace import KernelTrace
-
 #: A tensor is cut into pieces of this many bytes, which are in L2 or not as a whole.
 PIECE = 1 << 10
 MOST_PIECES = 50_000_000
@@ -32,7 +29,7 @@ MOST_PIECES = 50_000_000
 class Pieces:
     """The pieces of all tensors, numbered: what `TileNumbers` is for the built-in kernels."""
 
-    def __init__(self, traced: KernelTrace) -> None:
+    def __init__(self, traced: Any) -> None:
         record = traced.record
         self.names = list(traced.tensors)
         sizes, first, at = [], [], 0
@@ -59,8 +56,8 @@ class Pieces:
         return {name: total for name, total in zip(self.names, sums, strict=True) if total}
 
 
-def dram_of(traced: KernelTrace, device: Device, model: L2Model | None) -> Dram:
-    """Replay a kernel's accesses through the L2 of a device."""
+def dram_of(traced: Any, device: Device, model: L2Model | None) -> Dram:
+    """Replay the accesses of a `KernelTrace` through the L2 of a device."""
     model = L2Model() if model is None else model
     pieces = Pieces(traced)
     tiles = cast(Any, pieces)
@@ -76,9 +73,7 @@ def dram_of(traced: KernelTrace, device: Device, model: L2Model | None) -> Dram:
     return Dram(cast(Any, traced.trace), model, tuple(stages))
 
 
-def _stream(
-    traced: KernelTrace, launch: int, pieces: Pieces, device: Device, model: L2Model
-) -> Stream:
+def _stream(traced: Any, launch: int, pieces: Pieces, device: Device, model: L2Model) -> Stream:
     """Return the launch's requests, piece by piece, as programs in flight would issue them."""
     record = traced.record
     a = record.accesses
@@ -110,7 +105,7 @@ def _stream(
     return Stream(stage, ids.astype(np.int32), np.repeat(codes, count).astype(np.uint8))
 
 
-def _spans(traced: KernelTrace, mine: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
+def _spans(traced: Any, mine: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
     """Return each access's first piece, and how many it takes, by its distinct bytes."""
     record = traced.record
     a = record.accesses[mine]
@@ -135,7 +130,7 @@ def _spans(traced: KernelTrace, mine: np.ndarray, pieces: Pieces) -> tuple[np.nd
     return low, count
 
 
-def roofline_of(traced: KernelTrace, device: Device) -> Roofline:
+def roofline_of(traced: Any, device: Device) -> Roofline:
     """Return the points of a kernel: its matrix products over three ways to count its bytes."""
     trace = traced.trace
     sizes = {

@@ -56,7 +56,7 @@ def visits_of(geometry: Geometry, launch: int) -> Visits:
     axis = np.array([s.axis for s in g.sides] + [-1])[a["tensor"][mine]]
     program = a["program"][mine].astype(np.int64)
     outer = g.outer[launch]
-    # Row and column tile of each access, -1 where its tensor has none.
+    # ByteRow and column tile of each access, -1 where its tensor has none.
     i = np.where(axis != COL, g.row[mine] // block_q, -1)
     j = np.where(axis == COL, g.row[mine], np.where(axis == TILE, g.col[mine], -1))
     j = np.where(j >= 0, j // block_k, -1)

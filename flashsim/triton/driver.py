@@ -79,7 +79,7 @@ def _torch_on_cpu(stack: ExitStack) -> None:
     torch = sys.modules["torch"]
     from torch.overrides import TorchFunctionMode
 
-    class OnCpu(TorchFunctionMode):
+    class KeptOnCpu(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             kwargs = dict(kwargs or {})
             if func is torch.Tensor.cuda:
@@ -90,7 +90,7 @@ def _torch_on_cpu(stack: ExitStack) -> None:
                 args = tuple("cpu" if _on_gpu(x) else x for x in args)
             return func(*args, **kwargs)
 
-    stack.enter_context(OnCpu())
+    stack.enter_context(KeptOnCpu())
     for name in ("synchronize", "empty_cache", "set_device"):
         stack.enter_context(mock.patch.object(torch.cuda, name))
 

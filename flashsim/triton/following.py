@@ -14,10 +14,10 @@ from flashsim.problem.oracle import keep_matrix
 from flashsim.triton.narrow_floats import widen
 
 if TYPE_CHECKING:
-    from flashsim.triton.machine import Machine
+    from flashsim.triton.machine import Interpreter
 
 
-def followed(machine: Machine, traced: KernelTrace, verdict: Verdict) -> Verdict:
+def followed(machine: Interpreter, traced: KernelTrace, verdict: Verdict) -> Verdict:
     """Return the verdict with its `step`, for a forward pass that stored a wrong O or L."""
     g, p = traced.geometry, traced.problem
     usual = {"Q", "K", "V"} <= set(g.labels) and verdict.tensor in ("O", "L") and verdict.program

@@ -57,7 +57,7 @@ class Ran:
     before: dict[int, np.ndarray] = field(default_factory=dict)
 
 
-class Machine:
+class Interpreter:
     """Triton's interpreter with notes: `entered` hooks it, `recorder` has what was noted.
 
     Parameters
@@ -498,7 +498,7 @@ def _restore(obj: Any, before: Mapping[str, Any]) -> None:
             setattr(obj, name, value)
 
 
-def _launching(machine: Machine) -> Callable[..., None]:
+def _launching(machine: Interpreter) -> Callable[..., None]:
     def call(executor: Any, *args: Any, **kwargs: Any) -> None:
         machine.launch(executor, args, kwargs)
 
@@ -508,7 +508,7 @@ def _launching(machine: Machine) -> Callable[..., None]:
 # -- hooks: each takes the machine and the plain operation, and returns its replacement -----------
 
 
-def _load(m: Machine, plain: Any) -> Any:
+def _load(m: Interpreter, plain: Any) -> Any:
     def load(ptrs: Any, mask: Any, other: Any, *rest: Any, **more: Any) -> Any:
         at = m._at.interpreter
         mask = _as_handle(m, mask)
@@ -527,7 +527,7 @@ def _load(m: Machine, plain: Any) -> Any:
     return load
 
 
-def _store(m: Machine, plain: Any) -> Any:
+def _store(m: Interpreter, plain: Any) -> Any:
     def store(ptrs: Any, value: Any, mask: Any, *rest: Any, **more: Any) -> Any:
         mask = _as_handle(m, mask)
         reached = m.reach(STORE, ptrs, mask)
@@ -540,7 +540,7 @@ def _store(m: Machine, plain: Any) -> Any:
     return store
 
 
-def _as_handle(m: Machine, mask: Any) -> Any:
+def _as_handle(m: Interpreter, mask: Any) -> Any:
     """Return a mask as a handle; the interpreter of Triton 3.6 passes some as plain arrays."""
     if isinstance(mask, np.ndarray):
         return m._at.interpreter.TensorHandle(mask, m._at.tl.int1)
@@ -555,7 +555,7 @@ def _junk(element: Any, kind: np.dtype) -> Any:
     return 0
 
 
-def _rmw(m: Machine, plain: Any) -> Any:
+def _rmw(m: Interpreter, plain: Any) -> Any:
     def rmw(op: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
         if floats.is_narrow(val.dtype):
             raise floats.refuse("an atomic operation")
@@ -569,7 +569,7 @@ def _rmw(m: Machine, plain: Any) -> Any:
     return rmw
 
 
-def _cas(m: Machine, plain: Any) -> Any:
+def _cas(m: Interpreter, plain: Any) -> Any:
     def cas(ptr: Any, cmp: Any, val: Any, *rest: Any) -> Any:
         reached = m.reach(ATOMIC, ptr, None)
         if reached.lost.any():
@@ -585,7 +585,7 @@ def _cas(m: Machine, plain: Any) -> Any:
     return cas
 
 
-def _as_atomic(m: Machine, plain: Any) -> Any:
+def _as_atomic(m: Interpreter, plain: Any) -> Any:
     def atomic(*args: Any) -> Any:
         m._atomic = True
         try:
@@ -596,7 +596,7 @@ def _as_atomic(m: Machine, plain: Any) -> Any:
     return atomic
 
 
-def _poll(m: Machine, plain: Any) -> Any:
+def _poll(m: Interpreter, plain: Any) -> Any:
     def poll(ptr: Any, expected: Any, *rest: Any) -> Any:
         m._atomic = True
         try:
@@ -615,7 +615,7 @@ def _poll(m: Machine, plain: Any) -> Any:
     return poll
 
 
-def _dot(m: Machine, plain: Any) -> Any:
+def _dot(m: Interpreter, plain: Any) -> Any:
     def dot(a: Any, b: Any, d: Any, *rest: Any) -> Any:
         m.dot(a, b)
         if not any(floats.is_narrow(x.dtype) or x.data.dtype == np.float16 for x in (a, b)):
@@ -629,7 +629,7 @@ def _dot(m: Machine, plain: Any) -> Any:
     return dot
 
 
-def _binary(m: Machine, plain: Any) -> Any:
+def _binary(m: Interpreter, plain: Any) -> Any:
     def binary(lhs: Any, rhs: Any, op: Any) -> Any:
         if floats.is_narrow(lhs.dtype) or floats.is_narrow(rhs.dtype):
             return floats.arithmetic(op, lhs, rhs)
@@ -638,7 +638,7 @@ def _binary(m: Machine, plain: Any) -> Any:
     return binary
 
 
-def _unary(m: Machine, plain: Any) -> Any:
+def _unary(m: Interpreter, plain: Any) -> Any:
     def unary(arg: Any, op: Any) -> Any:
         if op in _EXPONENTIALS:
             m.work("exp", arg.data.size)
@@ -647,7 +647,7 @@ def _unary(m: Machine, plain: Any) -> Any:
     return unary
 
 
-def _ternary(m: Machine, plain: Any) -> Any:
+def _ternary(m: Interpreter, plain: Any) -> Any:
     def ternary(lhs: Any, rhs: Any, other: Any, op: Any) -> Any:
         if op is not np.where and floats.is_narrow(lhs.dtype):
             return floats.arithmetic(op, lhs, rhs, other)
@@ -656,7 +656,7 @@ def _ternary(m: Machine, plain: Any) -> Any:
     return ternary
 
 
-def _fma(m: Machine, plain: Any) -> Any:
+def _fma(m: Interpreter, plain: Any) -> Any:
     def fma(x: Any, y: Any, z: Any) -> Any:
         if not floats.is_narrow(z.dtype):
             return plain(x, y, z)
@@ -666,7 +666,7 @@ def _fma(m: Machine, plain: Any) -> Any:
     return fma
 
 
-def _cast(m: Machine, plain: Any) -> Any:
+def _cast(m: Interpreter, plain: Any) -> Any:
     def cast(src: Any, dst: Any) -> Any:
         if floats.is_narrow(src.dtype) or floats.is_narrow(dst):
             return floats.cast(src, dst)
@@ -675,7 +675,7 @@ def _cast(m: Machine, plain: Any) -> Any:
     return cast
 
 
-def _convert_float(m: Machine, plain: Any) -> Any:
+def _convert_float(m: Interpreter, plain: Any) -> Any:
     def convert(src: Any, dst: Any, rounding: Any) -> Any:
         if not (floats.is_narrow(src.dtype) or floats.is_narrow(dst)):
             return plain(src, dst, rounding)
@@ -691,8 +691,8 @@ def _convert_float(m: Machine, plain: Any) -> Any:
     return convert
 
 
-def _refused(what: str) -> Callable[[Machine, Any], Any]:
-    def hook(m: Machine, plain: Any) -> Any:
+def _refused(what: str) -> Callable[[Interpreter, Any], Any]:
+    def hook(m: Interpreter, plain: Any) -> Any:
         def checked(arg: Any, *rest: Any) -> Any:
             if floats.is_narrow(arg.dtype):
                 raise floats.refuse(what)
@@ -714,7 +714,7 @@ def _checking(plain: Any) -> Any:
 
 
 _EXPONENTIALS = (np.exp, np.exp2, np.log, np.log2, np.sqrt, np.sin, np.cos)
-_HOOKED: dict[str, Callable[[Machine, Any], Any]] = {
+_HOOKED: dict[str, Callable[[Interpreter, Any], Any]] = {
     "create_masked_load": _load,
     "create_masked_store": _store,
     "create_atomic_rmw": _rmw,

@@ -12,14 +12,14 @@ from flashsim.own_kernels.check import Reference, Verdict
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.triton.following import followed
-from flashsim.triton.machine import Machine
+from flashsim.triton.machine import Interpreter
 
 
 class Watch:
     """The launches seen by `watch`; `result()` is their trace."""
 
     def __init__(
-        self, machine: Machine, options: Mapping[str, Any], check: bool | Reference
+        self, machine: Interpreter, options: Mapping[str, Any], check: bool | Reference
     ) -> None:
         self._machine, self._options, self._check = machine, dict(options), check
 
@@ -90,7 +90,7 @@ def watch(
         Compare what is stored with attention in float64, or with a reference: a function of the
         loaded arrays, by label, that returns those to be stored. See `KernelTrace.check`.
     """
-    machine = Machine(config, programs, keep=bool(check))
+    machine = Interpreter(config, programs, keep=bool(check))
     options = {"names": names, "problem": problem, "device": device, "name": name}
     with machine.entered():
         yield Watch(machine, options, check)

@@ -115,15 +115,16 @@ def test_a_program_that_wants_a_gpu_runs(tmp_path):
     assert dict(vars(triton.runtime.driver)) == before
 
 
+def asked_and_failed():
+    with standing_in():
+        assert triton.runtime.driver.active.get_current_target().backend == "cuda"
+        raise KeyError("on purpose")
+
+
 def test_the_driver_is_put_back_after_an_error():
     before = dict(vars(triton.runtime.driver))
-
-    def fails():
-        with standing_in():
-            assert triton.runtime.driver.active.get_current_target().backend == "cuda"
-            raise KeyError
-
-    pytest.raises(KeyError, fails)
+    with pytest.raises(KeyError, match="on purpose"):
+        asked_and_failed()
     assert dict(vars(triton.runtime.driver)) == before
 
 
