@@ -79,7 +79,8 @@ thorough: $(VENV)/.dev
 # Elsewhere these tests skip.
 test-torch: $(VENV)-torch/.installed
 	OMP_NUM_THREADS=1 $(VENV)-torch/bin/python -m pytest -n $(JOBS) tests/api/bridges \
-	  tests/api/test_hosts.py 'tests/api/test_docs.py::test_blocks_run[docs/guides/in_your_model.md]' \
+	  tests/api/test_hosts.py tests/own_kernels/test_triton_libraries.py \
+	  'tests/api/test_docs.py::test_blocks_run[docs/guides/in_your_model.md]' \
 	  'tests/api/test_docs.py::test_blocks_run[docs/guides/watch.md]'
 
 thorough-torch: $(VENV)-torch/.installed
@@ -88,7 +89,7 @@ thorough-torch: $(VENV)-torch/.installed
 $(VENV)-torch/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv --upgrade-deps $(VENV)-torch
 	$(VENV)-torch/bin/python -m pip install -q --no-compile --disable-pip-version-check -e .[bridges] \
-	  torch==2.13.0
+	  torch==2.13.0 triton==3.9.0
 	touch $@
 
 # Kernels in Triton, which needs no GPU, on the oldest version that setup.cfg allows and on the newest.
