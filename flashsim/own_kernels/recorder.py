@@ -477,7 +477,7 @@ class Recorder:
             before = reader[places]
             if not before.any():
                 reader[places] = me
-            elif (before != me).any():
+            elif before.min() != _SEVERAL and (before != me).any():
                 reader[places] = np.where((before == 0) | (before == me), me, _SEVERAL)
             return
         writer = self._board(self._writer, its.buffer, np.int32)

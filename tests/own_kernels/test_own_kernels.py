@@ -62,6 +62,22 @@ def test_visits_are_in_the_order_of_the_loop():
     assert traced.trace.flops("matmul") == 6 * 4 * 64 * 32 * 64
 
 
+def test_a_loop_that_runs_down_or_twice_has_a_visit_per_tile():
+    r = Recorder("hand")
+    q, k = (r.tensor(x, (64, 16), (16, 1), "float32", 4) for x in "qk")
+    r.launch("mine", (1,))
+    r.program((0,))
+    r.block(LOAD, q, (slice(0, 64),))
+    for j in (3, 2, 1, 0, 0, 1):
+        r.block(LOAD, k, (slice(16 * j, 16 * j + 16),))
+
+    events = KernelTrace(r.done()).trace.stages[0].events
+
+    visited = events[(events["op"] == 5) & (events["visit"] >= 0)]
+    assert visited["j"].tolist() == [3, 2, 1, 0, 1]
+    assert visited["visit"].tolist() == [0, 1, 2, 3, 4]
+
+
 def test_one_head_stands_for_all_that_do_the_same():
     assert attention(heads=4).trace.stages[0].repeat == 4
 

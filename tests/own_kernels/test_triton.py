@@ -450,13 +450,14 @@ def test_views_of_one_buffer():
     assert traced.bytes("load", "y_ptr") == (64 + 32) * 4
 
 
-def test_memory_outside_is_neither_read_nor_written():
+def test_memory_outside_of_an_allocation_is_not_touched():
     x, y = draw(64, 64)
-    guard = np.full(96, 7, np.float32)
+    z = np.full(96, 7, np.float32)
 
-    traced = trace(cases.add, (3,), x, y, guard[:64], 96, BLOCK=32)
+    traced = trace(cases.add, (3,), x, y, z[:64], 96, BLOCK=32)
 
-    np.testing.assert_array_equal(guard[:64], x + y)
+    np.testing.assert_array_equal(z[:64], x + y)
+    np.testing.assert_array_equal(z[64:], np.full(32, np.nan))  # not of z[:64], and yet of z
     kinds = [one.kind for one in traced.findings]
     assert kinds.count("outside") == 3
     line = line_of(cases.__file__, "total = tl.load(x_ptr")
