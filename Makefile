@@ -7,7 +7,7 @@ JOBS ?= 2
 # .dev), and each of some hundred processes would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-torch thorough-torch outside lint modules walks numba unit avx2 kernels thorough wheel bench gpu gallery lessons slides site links look lite reproduce clean
+.PHONY: demo test test-all test-torch test-triton thorough-torch outside lint modules walks numba unit avx2 kernels thorough wheel bench gpu gallery lessons slides site links look lite reproduce clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flashsim study demo --out out
@@ -79,7 +79,8 @@ thorough: $(VENV)/.dev
 # Elsewhere these tests skip.
 test-torch: $(VENV)-torch/.installed
 	OMP_NUM_THREADS=1 $(VENV)-torch/bin/python -m pytest -n $(JOBS) tests/api/bridges \
-	  tests/api/test_hosts.py 'tests/api/test_docs.py::test_blocks_run[docs/guides/in_your_model.md]' \
+	  tests/api/test_hosts.py tests/own_kernels/test_triton_libraries.py \
+	  'tests/api/test_docs.py::test_blocks_run[docs/guides/in_your_model.md]' \
 	  'tests/api/test_docs.py::test_blocks_run[docs/guides/watch.md]'
 
 thorough-torch: $(VENV)-torch/.installed
@@ -88,7 +89,21 @@ thorough-torch: $(VENV)-torch/.installed
 $(VENV)-torch/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv --upgrade-deps $(VENV)-torch
 	$(VENV)-torch/bin/python -m pip install -q --no-compile --disable-pip-version-check -e .[bridges] \
-	  torch==2.13.0
+	  torch==2.13.0 triton==3.9.0
+	touch $@
+
+# Kernels in Triton, which needs no GPU, on the oldest version that setup.cfg allows and on the newest.
+TRITON := 3.6.0 3.9.0
+test-triton: $(TRITON:%=triton-%)
+
+triton-%: $(VENV)-triton-%/.installed
+	OMP_NUM_THREADS=1 $(VENV)-triton-$*/bin/python -m pytest -n $(JOBS) tests/own_kernels \
+	  'tests/api/test_docs.py::test_blocks_run[docs/guides/triton.md]'
+
+$(VENV)-triton-%/.installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv --upgrade-deps $(VENV)-triton-$*
+	$(VENV)-triton-$*/bin/python -m pip install -q --no-compile --disable-pip-version-check \
+	  -e .[triton] pytest pytest-xdist hypothesis triton==$*
 	touch $@
 
 # Other people's tests of attention, on the CPU (OUTSIDE=--gpu: on CUDA); writes docs/notebooks/outside.md.
@@ -167,4 +182,4 @@ $(VENV)-lite/.installed: setup.cfg
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-torch $(VENV)-lite $(VENV)-numba-* out build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-torch $(VENV)-lite $(VENV)-numba-* $(VENV)-triton-* out build dist *.egg-info

@@ -40,6 +40,7 @@ COMMANDS: _Entries = {
     "verify": ("Compare predictions with hardware counters.", "predictions.verify"),
     "watch": ("Count the attention calls of a PyTorch program.", "watch.watch"),
     "xray": ("Infer the tiles of a program's kernels from counters.", "xray.xray"),
+    "kernel": ("Run your Triton kernel on a CPU: right? what does it move?", "kernels.kernel"),
     "exercise": (
         "A course of exercises, graded by bytes.",
         {

@@ -53,6 +53,7 @@ def short(page):
 NEEDS = {
     "in_your_model.md": ("torch", "transformers", "jax"),
     "watch.md": ("torch", "transformers"),
+    "triton.md": ("triton",),
 }
 
 

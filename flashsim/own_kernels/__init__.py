@@ -1,0 +1,13 @@
+"""Kernels that readers write: what they move, whether that is needed, and whether it is right.
+
+A frontend (`flashsim.triton`, or any other) executes a kernel and notes its accesses in a
+`Recorder`. `KernelTrace` answers the questions. Nothing in this package knows Triton or Pallas.
+"""
+
+from __future__ import annotations
+
+from flashsim.own_kernels.kernel_trace import KernelTrace
+from flashsim.own_kernels.recorder import ATOMIC, LOAD, STORE, Recorder
+from flashsim.own_kernels.tensors import KernelTensor
+
+__all__ = ["ATOMIC", "LOAD", "STORE", "KernelTensor", "KernelTrace", "Recorder"]

@@ -1,0 +1,298 @@
+"""`Geometry`: which tile of which matrix each access is, and on which side its tensor stands.
+
+A kernel only has pointers. The record says which elements an access touched. From these this module
+derives rows and columns, the head, the axis that a tensor is cut along (queries, keys, or scores),
+the tile sizes and, unless the reader says it, the attention problem.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from flashsim.errors import FlashSimError, OptionError
+from flashsim.own_kernels.names import labels
+from flashsim.own_kernels.recorder import KernelRecord
+from flashsim.problem.checks import DTYPES
+from flashsim.problem.problem import MAX_HEAD_DIM, Problem
+from flashsim.schedule.tensors import AXES, COL, ROW, STATISTICS, TILE
+
+#: Arguments of kernels that say what attention they compute, by what `Problem` calls it.
+_CAUSAL = ("causal", "is_causal")
+_SCALE = ("scale", "sm_scale", "softmax_scale", "sm_scale_", "qk_scale")
+
+
+@dataclass(frozen=True)
+class Sides:
+    """How one tensor lies: `axis` is ROW, COL or TILE; `rows` the axis of its shape that rows run.
+
+    `vector` marks a tensor with one number per row. `columns` is its last axis, or None.
+    """
+
+    axis: int
+    rows: int
+    vector: bool
+
+
+class Geometry:
+    """Tiles, heads and sides of everything in a record.
+
+    Attributes
+    ----------
+    labels : list of str
+        The tensors' names: the papers' where known.
+    sides : list of Sides
+    lead, row, rows, col, cols : int64 (accesses,)
+        Which matrix of the tensor an access touches (0 for the first), and the first row, the
+        number of rows, and the same of columns, of the box around what it touches.
+    spans : int64 (accesses,)
+        How many matrices (heads) that box spans: more than 1 if it runs into the next head.
+    problem : Problem
+    """
+
+    def __init__(
+        self,
+        record: KernelRecord,
+        names: Mapping[str, str] | None = None,
+        problem: Problem | None = None,
+    ) -> None:
+        self.record = record
+        self.labels = labels([t.name for t in record.tensors], names)
+        self._boxes()
+        self._matrices()
+        self.sides = [Sides(AXES.get(x, -1), *self._layout[n]) for n, x in enumerate(self.labels)]
+        self._known_heads(problem)
+        self._split_boxes()
+        self._place_others()
+        self.problem = self._problem(problem)
+
+    # -- boxes ----------------------------------------------------------------------------------
+
+    def _boxes(self) -> None:
+        """Decode the corners: for each tensor, the indices of its accesses along every axis."""
+        self._low: dict[int, np.ndarray] = {}
+        self._high: dict[int, np.ndarray] = {}
+        self._of: dict[int, np.ndarray] = {}
+        a = self.record.accesses
+        for t in self.record.tensors:
+            mine = np.flatnonzero((a["tensor"] == t.code) & (a["active"] > 0))
+            if not len(mine):
+                continue
+            self._of[t.code] = mine
+            shape = t.shape or (1,)
+            self._low[t.code] = np.stack(np.unravel_index(a["first"][mine], shape))
+            self._high[t.code] = np.stack(np.unravel_index(a["last"][mine], shape))
+
+    def _matrices(self) -> None:
+        """Tell matrices from vectors, and find the axis along which their rows run."""
+        tensors = self.record.tensors
+        self._layout: list[tuple[int, bool]] = []
+        for t, label in zip(tensors, self.labels, strict=True):
+            thinner = any(
+                len(other.shape) > 1
+                and other.size == t.size * other.shape[-1]
+                and t.shape[-1] in other.shape[:-1]
+                for other in tensors
+                if t.shape and other is not t
+            )
+            vector = len(t.shape) < 2 or label in STATISTICS or label == "L_part" or thinner
+            rows = max(len(t.shape) - 1, 0)
+            if not vector:
+                rows = len(t.shape) - 2
+                if t.code in self._low:
+                    extent = (self._high[t.code] - self._low[t.code]).max(axis=1)[:-1]
+                    if extent.any():
+                        rows = int(np.argmax(extent))
+            self._layout.append((rows, vector))
+
+    def _known_heads(self, problem: Problem | None) -> None:
+        """Note tensors whose rows are heads: one query per head, as in decoding."""
+        self._single = False
+        by = {label: t for label, t in zip(self.labels, self.record.tensors, strict=True)}
+        if "Q" in by and "K" in by:
+            q, k = by["Q"].shape, by["K"].shape
+            one_fewer = len(q) == len(k) - 1 and len(q) >= 2 and k[0] % q[0] in (0, k[0])
+            self._single = one_fewer if problem is None else problem.n_q == 1
+
+    def _split_boxes(self) -> None:
+        n = len(self.record.accesses)
+        self.lead, self.row, self.col = (np.full(n, -1, np.int64) for _ in range(3))
+        self.rows, self.cols, self.spans = (np.zeros(n, np.int64) for _ in range(3))
+        self.leads: list[int] = []
+        self.lengths: list[int] = []
+        self.widths: list[int] = []
+        for t, side in zip(self.record.tensors, self.sides, strict=True):
+            shape = t.shape or (1,)
+            others = [x for x in range(len(shape)) if x != side.rows]
+            if not side.vector:
+                others.remove(len(shape) - 1)
+            single = self._single and side.axis == ROW
+            leads = int(np.prod([shape[x] for x in others], dtype=np.int64))
+            length = shape[side.rows]
+            if single:
+                leads, length = leads * length, 1
+            self.leads.append(leads)
+            self.lengths.append(length)
+            self.widths.append(1 if side.vector else shape[-1])
+            if t.code not in self._of:
+                continue
+            mine, low, high = self._of[t.code], self._low[t.code], self._high[t.code]
+            lead, spans = np.zeros(len(mine), np.int64), np.ones(len(mine), np.int64)
+            for x in others:
+                lead = lead * shape[x] + low[x]
+                spans *= high[x] - low[x] + 1
+            row, rows = low[side.rows], high[side.rows] - low[side.rows] + 1
+            if single:
+                lead, row, rows = lead * shape[side.rows] + row, 0 * row, 0 * row + 1
+            self.lead[mine], self.row[mine], self.rows[mine] = lead, row, rows
+            self.spans[mine] = spans
+            self.col[mine] = 0 if side.vector else low[-1]
+            self.cols[mine] = 1 if side.vector else high[-1] - low[-1] + 1
+
+    # -- sides ----------------------------------------------------------------------------------
+
+    def _place_others(self) -> None:
+        """Find the side of tensors whose names say nothing, from how programs move over them."""
+        a = self.record.accesses
+        self.outer: list[str] = []
+        for launch in range(len(self.record.launches)):
+            moving: dict[int, tuple[bool, bool]] = {}
+            for t in self.record.tensors:
+                mine = self._of.get(t.code, np.zeros(0, np.int64))
+                mine = mine[a["launch"][mine] == launch]
+                if len(mine):
+                    program = a["program"][mine]
+                    down = _varies(program, self.row[mine])
+                    across = not self.sides[t.code].vector and _varies(program, self.col[mine])
+                    moving[t.code] = down, across
+            self.outer.append(self._outer(moving))
+            own, other = (ROW, COL) if self.outer[-1] == "queries" else (COL, ROW)
+            for code, (down, across) in moving.items():
+                side = self.sides[code]
+                if side.axis < 0:
+                    wide = self.widths[code] > MAX_HEAD_DIM
+                    axis = TILE if (across and not down) or wide else other if down else own
+                    self.sides[code] = replace(side, axis=axis)
+        self.sides = [replace(s, axis=ROW) if s.axis < 0 else s for s in self.sides]
+
+    def _outer(self, moving: Mapping[int, tuple[bool, bool]]) -> str:
+        votes = 0
+        for code, (down, _) in moving.items():
+            axis = self.sides[code].axis
+            if axis in (ROW, COL) and not self.sides[code].vector:
+                votes += 1 if (axis == COL) == down else -1
+        return "keys" if votes < 0 else "queries"
+
+    # -- the problem ----------------------------------------------------------------------------
+
+    def code(self, label: str) -> int | None:
+        """Return the code of the tensor with that label, or None."""
+        return self.labels.index(label) if label in self.labels else None
+
+    def constant(self, names: tuple[str, ...]) -> object:
+        """Return the first launch argument with one of these names; None if there is none."""
+        for launch in self.record.launches:
+            for name, value in launch.constants.items():
+                if name.lower() in names:
+                    return value
+        return None
+
+    def _problem(self, given: Problem | None) -> Problem:
+        if given is not None:
+            return given
+        rows = self._pick(ROW, ("Q", "O", "dO", "dQ"))
+        cols = self._pick(COL, ("K", "V", "dK", "dV"))
+        tile = self._pick(TILE, ("S", "P"))
+        n_q = n_kv = 1
+        leads = kv_leads = 1
+        if tile is not None:
+            n_q, n_kv, leads = self.lengths[tile], self.widths[tile], self.leads[tile]
+        if rows is not None:
+            n_q, leads = self.lengths[rows], self.leads[rows]
+        kv_leads = leads
+        if cols is not None:
+            n_kv, kv_leads = self.lengths[cols], self.leads[cols]
+        elif tile is None:
+            n_kv = n_q
+        width = self.widths[rows] if rows is not None else 1
+        v = self.code("V")
+        width_v = self.widths[v] if v is not None else width
+        heads, kv_heads = leads, kv_leads
+        if kv_heads < 1 or heads % kv_heads:
+            kv_heads = heads
+        batch = 1
+        first = None if rows is None else self.record.tensors[rows].shape
+        if first and len(first) == 4 and heads % first[0] == 0 and kv_heads % first[0] == 0:
+            batch = first[0]
+        causal, scale = self.constant(_CAUSAL), self.constant(_SCALE)
+        dtype = next((t.dtype for t in self.record.tensors if t.dtype in DTYPES), "float32")
+        try:
+            return Problem(
+                n_q=n_q,
+                n_kv=n_kv,
+                head_dim=min(width, MAX_HEAD_DIM),
+                head_dim_v=min(width_v, MAX_HEAD_DIM),
+                batch=batch,
+                heads=heads // batch,
+                kv_heads=kv_heads // batch,
+                dtype=dtype,
+                causal=bool(causal),
+                scale=_scale(scale, width),  # type: ignore[arg-type]
+            )
+        except FlashSimError as error:
+            raise OptionError(
+                f"the shapes of the tensors do not say which problem this is ({error}); give "
+                "problem=flashsim.Problem(...)"
+            ) from error
+
+    def _pick(self, axis: int, first: tuple[str, ...]) -> int | None:
+        """Return a matrix on that side: one of the names in `first`, or the first that moves."""
+        for label in first:
+            code = self.code(label)
+            if code is not None and self.sides[code].axis == axis:
+                return code
+        for code in self._of:
+            if self.sides[code].axis == axis and not self.sides[code].vector:
+                return code
+        return next((c for c in self._of if self.sides[c].axis == axis), None)
+
+    # -- attention ------------------------------------------------------------------------------
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether Q, K and V are among the tensors."""
+        return {"Q", "K", "V"} <= set(self.labels)
+
+    @cached_property
+    def heights(self) -> list[tuple[int, int]]:
+        """For each launch, the tile: rows of queries, and keys."""
+        a = self.record.accesses
+        axis = np.array([s.axis for s in self.sides] + [-1])[a["tensor"]]
+        found = []
+        for launch in range(len(self.record.launches)):
+            mine = (a["launch"] == launch) & (a["active"] > 0) & (self.spans <= 1)
+            down = mine & ((axis == ROW) | (axis == TILE))
+            along = np.where(axis == TILE, self.cols, self.rows)[mine & (axis != ROW)]
+            found.append((int(self.rows[down].max(initial=0)), int(along.max(initial=0))))
+        # A launch that touches one side only is drawn with the other launches' tiles.
+        q = max((q for q, _ in found), default=0) or self.problem.n_q
+        k = max((k for _, k in found), default=0) or self.problem.n_kv
+        return [(mine_q or q, mine_k or k) for mine_q, mine_k in found]
+
+
+def _scale(given: object, width: int) -> float | None:
+    """Return a kernel's scale; None for the usual one, also if it was rounded another way."""
+    if not isinstance(given, (int, float)) or math.isclose(given, width**-0.5, rel_tol=1e-6):
+        return None
+    return float(given)
+
+
+def _varies(program: np.ndarray, value: np.ndarray) -> bool:
+    """Return whether any program has two different values."""
+    order = np.argsort(program, kind="stable")
+    p, v = program[order], value[order]
+    return bool(((p[1:] == p[:-1]) & (v[1:] != v[:-1])).any())

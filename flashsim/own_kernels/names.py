@@ -1,0 +1,71 @@
+"""What kernels call their tensors, and what the papers call them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from flashsim.errors import OptionError, choices
+from flashsim.schedule.names import TENSORS
+
+_ENDINGS = re.compile(r"_?(ptr|pointer|desc|descriptor|base|ref|hbm|global)$", re.IGNORECASE)
+_PAPERS = {
+    "Q": "q query queries",
+    "K": "k key keys",
+    "V": "v value values",
+    "O": "o out output o_out",
+    "L": "l lse softmax_lse logsumexp log_sum_exp m",
+    "dO": "do dout do_out grad_out grad_o grad_output",
+    "dQ": "dq grad_q",
+    "dK": "dk grad_k",
+    "dV": "dv grad_v",
+    "delta": "delta d di dsum",
+    "S": "s scores",
+    "P": "p probs",
+    "bias": "bias",
+    "O_part": "o_part o_partial mid_o part_o o_split",
+    "L_part": "l_part l_partial mid_lse part_l mid_l l_split lse_part",
+}
+_KNOWN = {word: paper for paper, words in _PAPERS.items() for word in words.split()}
+
+
+def paper_name(parameter: str) -> str | None:
+    """Return the papers' name of a kernel's parameter ("k_ptr": "K"), or None."""
+    word = parameter
+    while (shorter := _ENDINGS.sub("", word)) not in ("", word):
+        word = shorter
+    return _KNOWN.get(word.lower())
+
+
+def labels(parameters: Iterable[str], given: Mapping[str, str] | None = None) -> list[str]:
+    """Return a name for each tensor: the papers' where it is known, else the kernel's own.
+
+    Parameters
+    ----------
+    parameters : iterable of str
+        The tensors by the kernel's parameters.
+    given : mapping of str to str, optional
+        Names by parameter, from the reader; they come first.
+    """
+    parameters, given = list(parameters), dict(given or {})
+    for name in given:
+        if name not in parameters:
+            raise OptionError(f"names: no tensor {name!r}; {choices(name, parameters)}")
+    found: dict[str, str] = {}
+    for name in (*(n for n in parameters if n in given), *parameters):
+        label = given.get(name) or paper_name(name) or name
+        if name not in found:
+            found[name] = name if label in found.values() else label
+    return [found[name] for name in parameters]
+
+
+def identifier(label: str, taken: Iterable[str] = ()) -> str:
+    """Return a label as a trace can hold it: a short word, different from the others."""
+    if label in TENSORS[1:]:
+        return label
+    word = re.sub(r"\W", "_", label)[:20] or "_"
+    word = word if word.isidentifier() else f"_{word}"[:20]
+    n, made = 2, word
+    while made in taken:
+        made, n = f"{word}_{n}", n + 1
+    return made

@@ -1,0 +1,588 @@
+"""`Recorder`: frontends note here what a kernel does; `KernelRecord` is what was noted.
+
+The notes are columns of NumPy arrays: about 50 bytes per load, store or atomic operation. While a
+launch runs, the recorder also remembers which program stored or loaded each element, so that it
+finds programs that get in each other's way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from flashsim.counts.work import KINDS
+from flashsim.errors import OptionError, TraceError
+from flashsim.own_kernels.tensors import KernelTensor
+from flashsim.schedule.names import LOAD, REDUCE, STORE
+
+ATOMIC = REDUCE
+#: Bytes that a GPU moves at least between L2 and an SM.
+SECTOR = 32
+
+#: One load, store or atomic operation of one program.
+ACCESS = np.dtype(
+    [
+        ("launch", "u2"),
+        ("op", "u1"),
+        ("tensor", "i2"),  # -1: no lane was active, so no tensor is known
+        ("line", "u4"),
+        ("program", "i4"),
+        ("first", "i8"),  # the corner of the tile with the lowest indices, and the one with the
+        ("last", "i8"),  # highest: the number of an element in the order of indices
+        ("active", "i4"),  # lanes that ask for an element of the tensor
+        ("masked", "i4"),  # lanes that the mask turns off
+        ("outside", "i4"),  # lanes that ask for memory outside of the tensor
+        ("distinct", "i4"),  # different elements
+        ("sectors", "i4"),  # 32-byte sectors that they lie in
+    ]
+)
+#: FLOPs of one tile operation, done before the access of number `at`.
+WORK = np.dtype(
+    [
+        ("at", "i8"),
+        ("launch", "u2"),
+        ("program", "i4"),
+        ("kind", "u1"),
+        ("line", "u4"),
+        ("flops", "i8"),
+    ]
+)
+_CHUNK = 1 << 14
+
+
+@dataclass(eq=False)
+class Launch:
+    """One launch of a kernel.
+
+    Attributes
+    ----------
+    kernel : str
+        The kernel's name.
+    grid : tuple of int
+        Programs along each axis. Program (x, y, z) has the number x + X (y + Y z), the order in
+        which a GPU starts them.
+    arguments : dict of str to int
+        The tensors' numbers by the kernel's parameters. A tensor that is passed twice has two.
+    constants : dict
+        The other arguments by their names: numbers, tile sizes, flags.
+    file, line : str, int
+        Where the kernel is defined.
+    held : dict of str to (shape, bytes)
+        The tile values that one program held at the moment when they took most: an estimate.
+    """
+
+    kernel: str
+    grid: tuple[int, ...]
+    arguments: Mapping[str, int]
+    constants: Mapping[str, Any]
+    file: str = "?"
+    line: int = 0
+    held: Mapping[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+
+    @property
+    def programs(self) -> int:
+        """Number of programs."""
+        return int(np.prod(self.grid, dtype=np.int64))
+
+    def place(self, program: int) -> tuple[int, ...]:
+        """Return a program's place in the grid, from its number."""
+        found = []
+        for side in self.grid:
+            program, at = divmod(program, side)
+            found.append(at)
+        return tuple(found)
+
+    def number(self, place: Iterable[int]) -> int:
+        """Return a program's number, from its place in the grid."""
+        total, step = 0, 1
+        for at, side in zip(place, self.grid, strict=False):
+            total, step = total + at * step, step * side
+        return total
+
+
+@dataclass(frozen=True)
+class Clash:
+    """Elements that two programs of one launch touch, and at least one of them writes.
+
+    `kind` is "two stores" or "read of another's store". `first` and `second` are program numbers,
+    in the order in which they ran here. `line` is the second one's. `element` is the first such
+    element, in the order of the tensor's indices, and `count` how many accesses had one.
+    """
+
+    kind: str
+    launch: int
+    tensor: int
+    first: int
+    second: int
+    line: int
+    element: int
+    count: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class KernelRecord:
+    """What a recorder noted: tensors, launches, accesses in order, FLOPs, and clashes.
+
+    Attributes
+    ----------
+    source : str
+        The frontend, such as "triton 3.9.0, interpreted".
+    tensors : tuple of KernelTensor
+    launches : tuple of Launch
+    accesses : ndarray of dtype `ACCESS`
+    work : ndarray of dtype `WORK`
+    lines : tuple of (file, number)
+        What the column `line` means.
+    clashes : tuple of Clash
+    stored : dict of int to bool ndarray
+        By tensor, for those that were stored to: which elements were, in the tensor's shape.
+    notes : tuple of str
+        What a reader has to know: what was assumed, what was computed in another way.
+    """
+
+    source: str
+    tensors: tuple[KernelTensor, ...]
+    launches: tuple[Launch, ...]
+    accesses: np.ndarray
+    work: np.ndarray
+    lines: tuple[tuple[str, int], ...]
+    clashes: tuple[Clash, ...]
+    stored: Mapping[int, np.ndarray]
+    notes: tuple[str, ...] = ()
+
+    def tensor(self, name: str) -> KernelTensor:
+        """Return the tensor of that name.
+
+        Raises
+        ------
+        OptionError
+            If there is none.
+        """
+        for one in self.tensors:
+            if one.name == name:
+                return one
+        raise OptionError(
+            f"no tensor {name!r}; possible: {', '.join(one.name for one in self.tensors)}"
+        )
+
+    @property
+    def bytes_asked(self) -> np.ndarray:
+        """int64 (accesses,): the bytes that each access asks for."""
+        sizes = np.array([t.itemsize for t in self.tensors] + [0], np.int64)
+        return self.accesses["active"] * sizes[self.accesses["tensor"]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the record's columns take."""
+        return self.accesses.nbytes + self.work.nbytes
+
+
+def restricted(record: KernelRecord, launches: Sequence[int]) -> KernelRecord:
+    """Return the part of a record that some of its launches made."""
+    new = np.full(len(record.launches), -1)
+    new[list(launches)] = np.arange(len(launches))
+    parts = []
+    for table in (record.accesses, record.work):
+        part = table[new[table["launch"]] >= 0].copy()
+        part["launch"] = new[part["launch"]]
+        parts.append(part)
+    accesses, work = parts
+    kept = np.flatnonzero(new[record.accesses["launch"]] >= 0)
+    work["at"] = np.searchsorted(kept, work["at"])
+    codes = np.unique(accesses["tensor"][accesses["op"] != LOAD]).tolist()
+    return KernelRecord(
+        record.source,
+        record.tensors,
+        tuple(record.launches[n] for n in launches),
+        accesses,
+        work,
+        record.lines,
+        tuple(
+            replace(one, launch=int(new[one.launch]))
+            for one in record.clashes
+            if new[one.launch] >= 0
+        ),
+        {code: mask for code, mask in record.stored.items() if code in codes},
+        record.notes,
+    )
+
+
+class Recorder:
+    """Notes of a kernel as it runs. A frontend calls these methods, in this order.
+
+    `tensor` for each argument; `launch`; then for each program `program`, and `access` or `block`
+    for each load, store and atomic operation, `work` for each product; `done` at the end. Several
+    launches follow one another. Tensors of one name, buffer and layout are the same tensor.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.tensors: list[KernelTensor] = []
+        self.launches: list[Launch] = []
+        self.notes: list[str] = []
+        self._lines: dict[tuple[str, int], int] = {}
+        self._accesses = _Columns(ACCESS)
+        self._work = _Columns(WORK)
+        self._clashes: dict[tuple[str, int, int], Clash] = {}
+        self._program = -1
+        self._held_most = 0
+        self._units: dict[int, int] = {}  # bytes per entry of the three below, by buffer
+        self._extent: dict[int, int] = {}  # bytes that the tensors of a buffer reach
+        self._writer: dict[int, np.ndarray] = {}  # of this launch: program + 1, < 0: atomic
+        self._reader: dict[int, np.ndarray] = {}  # program + 1, or _SEVERAL
+        self._stored: dict[int, np.ndarray] = {}
+
+    # -- what there is --------------------------------------------------------------------------
+
+    def tensor(
+        self,
+        name: str,
+        shape: Iterable[int],
+        strides: Iterable[int],
+        dtype: str,
+        itemsize: int,
+        *,
+        buffer: int | None = None,
+        start: int = 0,
+        unlike: Iterable[int] = (),
+    ) -> int:
+        """Note a tensor and return its code.
+
+        A tensor that is known already keeps its code and its name, also under another parameter of
+        a later launch.
+
+        Parameters
+        ----------
+        strides : iterable of int
+            In elements.
+        buffer, start : int
+            Any number that names the allocation, and the bytes from its start to the first element.
+            Default: an allocation of its own, the same for the same name and layout.
+        unlike : iterable of int
+            Codes of the launch's other arguments. One tensor that is passed twice gets two names.
+        """
+        shape, strides = tuple(map(int, shape)), tuple(map(int, strides))
+        known = [
+            one
+            for one in self.tensors
+            if (one.shape, one.strides, one.dtype) == (shape, strides, dtype)
+            and one.code not in unlike
+            and (
+                (one.buffer, one.start) == (buffer, start)
+                if buffer is not None
+                else one.name == name
+            )
+        ]
+        for one in (*(x for x in known if x.name == name), *known):
+            return one.code
+        code = len(self.tensors)
+        names = {one.name for one in self.tensors}
+        label, n = name, 2
+        while label in names:  # another tensor under the same parameter, in a later launch
+            label, n = f"{name}_{n}", n + 1
+        where = -1 - code if buffer is None else buffer
+        made = KernelTensor(label, shape, strides, dtype, int(itemsize), code, where, int(start))
+        self.tensors.append(made)
+        unit = self._units.setdefault(where, made.itemsize)
+        if made.itemsize < unit:
+            raise TraceError(
+                f"{label} has elements of {made.itemsize} B and is a view of memory that was first "
+                f"seen with elements of {unit} B; pass the narrower view to the first launch too"
+            )
+        reach = made.start + made.span * made.itemsize
+        self._extent[where] = max(self._extent.get(where, 0), reach)
+        return code
+
+    def launch(
+        self,
+        kernel: str,
+        grid: Iterable[int],
+        *,
+        arguments: Mapping[str, int] | None = None,
+        constants: Mapping[str, Any] | None = None,
+        file: str = "?",
+        line: int = 0,
+    ) -> int:
+        """Note that a kernel is launched; return the launch's number."""
+        sides = tuple(map(int, grid)) or (1,)
+        self.launches.append(
+            Launch(kernel, sides, dict(arguments or {}), dict(constants or {}), file, line)
+        )
+        self._program = -1
+        self._held_most = 0
+        self._writer.clear()
+        self._reader.clear()
+        return len(self.launches) - 1
+
+    def program(self, place: Iterable[int]) -> None:
+        """Note that the program at this place of the grid runs from now on."""
+        self._program = self.launches[-1].number(place)
+
+    # -- what it does ---------------------------------------------------------------------------
+
+    def access(
+        self,
+        op: int,
+        tensor: int,
+        offsets: np.ndarray,
+        *,
+        masked: int = 0,
+        outside: int = 0,
+        line: tuple[str, int] = ("?", 0),
+    ) -> None:
+        """Note a load, a store or an atomic operation.
+
+        Parameters
+        ----------
+        op : LOAD, STORE or ATOMIC
+        tensor : int
+            From `tensor`; -1 if no lane is active.
+        offsets : int64 ndarray
+            Of the active lanes that ask for elements of the tensor: elements from its first one.
+        masked, outside : int
+            Lanes that the mask turns off, and lanes that ask for memory outside of the tensor.
+        line : (file, number)
+            The reader's line.
+        """
+        number = self._line(line)
+        place = len(self.launches) - 1, op, tensor, number, self._program
+        active = int(offsets.size)
+        if tensor < 0 or not active:
+            self._accesses.add((*place, -1, -1, 0, masked, outside, 0, 0))
+            return
+        its = self.tensors[tensor]
+        unique = _distinct(offsets)
+        first, last = self._corners(its, unique)
+        sectors = _sectors(its, unique)
+        self._accesses.add(
+            (*place, first, last, active, masked, outside, int(unique.size), sectors)
+        )
+        self._watch(op, its, unique, number)
+
+    def block(
+        self,
+        op: int,
+        tensor: int,
+        index: tuple[slice | np.ndarray | int, ...],
+        *,
+        mask: np.ndarray | None = None,
+        line: tuple[str, int] = ("?", 0),
+    ) -> None:
+        """Note an access to the elements that a NumPy-like index selects."""
+        offsets = self.tensors[tensor].offsets(index)
+        if mask is None:
+            self.access(op, tensor, offsets, line=line)
+            return
+        mask = np.broadcast_to(mask, offsets.shape)
+        self.access(op, tensor, offsets[mask], masked=int((~mask).sum()), line=line)
+
+    def work(self, kind: str, flops: int, *, line: tuple[str, int] = ("?", 0)) -> None:
+        """Note FLOPs: `kind` is one of `flashsim.counts.work.KINDS`."""
+        at, launch = len(self._accesses), len(self.launches) - 1
+        self._work.add((at, launch, self._program, KINDS.index(kind), self._line(line), flops))
+
+    def held(self, values: Mapping[str, tuple[tuple[int, ...], int]]) -> None:
+        """Note the tile values that the program holds now, by name: shape and bytes.
+
+        The launch keeps those of the moment when they took most.
+        """
+        total = sum(nbytes for _, nbytes in values.values())
+        if total > self._held_most:
+            self._held_most = total
+            self.launches[-1].held = dict(values)
+
+    def note(self, text: str) -> None:
+        """Note a sentence for the reader, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def done(self) -> KernelRecord:
+        """Return what was noted; the recorder goes on if more is noted."""
+        stored = {}
+        for one in self.tensors:
+            if one.buffer in self._stored and one.size:
+                whole = self._stored[one.buffer]
+                offsets = one.offsets(tuple(slice(None) for _ in one.shape))
+                mask = whole[self._places(one, offsets)]
+                if mask.any():
+                    stored[one.code] = mask
+        return KernelRecord(
+            self.source,
+            tuple(self.tensors),
+            tuple(self.launches),
+            self._accesses.array(),
+            self._work.array(),
+            tuple(self._lines),
+            tuple(self._clashes.values()),
+            stored,
+            tuple(self.notes),
+        )
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _line(self, line: tuple[str, int]) -> int:
+        return self._lines.setdefault(line, len(self._lines))
+
+    @staticmethod
+    def _corners(its: KernelTensor, unique: np.ndarray) -> tuple[int, int]:
+        """Return the numbers of the elements at both corners of the box around the offsets."""
+        if its.contiguous and _is_run(unique):
+            first, last = int(unique[0]), int(unique[-1])
+            width = its.shape[-1] if its.shape else 1
+            matrix = width * (its.shape[-2] if len(its.shape) > 1 else 1)
+            whole_rows = first % width == 0 and (last + 1) % width == 0
+            if whole_rows and first // matrix == last // matrix and last < its.size:
+                return first, last
+        index, exists = its.coordinates(unique)
+        if not exists.all():
+            raise TraceError(f"an access to {its.name} has offsets that are no elements of it")
+        first = last = 0
+        for n, along in zip(its.shape, index, strict=True):
+            first, last = first * n + int(along.min()), last * n + int(along.max())
+        return first, last
+
+    def _places(self, its: KernelTensor, offsets: np.ndarray) -> np.ndarray:
+        return (its.start + offsets * its.itemsize) // self._units[its.buffer]
+
+    def _run(self, its: KernelTensor, unique: np.ndarray) -> slice | np.ndarray:
+        """Return `_places`, as a slice where the elements lie side by side."""
+        if _is_run(unique) and its.itemsize == self._units[its.buffer]:
+            first = its.start // its.itemsize + int(unique[0])
+            return slice(first, first + len(unique))
+        return self._places(its, unique)
+
+    def _board(self, boards: dict[int, np.ndarray], buffer: int, dtype: Any) -> np.ndarray:
+        size = -(-self._extent[buffer] // self._units[buffer])
+        board = boards.get(buffer)
+        if board is None or len(board) < size:
+            grown = np.zeros(size, dtype)
+            if board is not None:
+                grown[: len(board)] = board
+            boards[buffer] = board = grown
+        return board
+
+    def _watch(self, op: int, its: KernelTensor, unique: np.ndarray, line: int) -> None:
+        """Remember who touched these elements, and note a clash with another program."""
+        places, me = self._run(its, unique), self._program + 1
+        writer = self._writer.get(its.buffer)
+        if op == LOAD:
+            if writer is not None:
+                writer = self._board(self._writer, its.buffer, np.int32)
+                before = writer[places]
+                self._clash("read of another's store", its, unique, before, me, line)
+            reader = self._board(self._reader, its.buffer, np.int32)
+            before = reader[places]
+            if not before.any():
+                reader[places] = me
+            elif before.min() != _SEVERAL and (before != me).any():
+                reader[places] = np.where((before == 0) | (before == me), me, _SEVERAL)
+            return
+        writer = self._board(self._writer, its.buffer, np.int32)
+        before = writer[places]
+        if op == ATOMIC:
+            self._clash("two stores", its, unique, np.where(before < 0, 0, before), me, line)
+        else:
+            self._clash("two stores", its, unique, before, me, line)
+        if its.buffer in self._reader:
+            reader = self._board(self._reader, its.buffer, np.int32)
+            self._clash("read of another's store", its, unique, reader[places], me, line)
+        several = (before < 0) & (before != -me)
+        writer[places] = np.where(several, -_SEVERAL, -me) if op == ATOMIC else me
+        self._board(self._stored, its.buffer, bool)[places] = True
+
+    def _clash(
+        self,
+        kind: str,
+        its: KernelTensor,
+        unique: np.ndarray,
+        before: np.ndarray,
+        me: int,
+        line: int,
+    ) -> None:
+        other = (before != 0) & (np.abs(before) != me)
+        if not other.any():
+            return
+        at = int(np.argmax(other))
+        key = kind, len(self.launches) - 1, its.code
+        known = self._clashes.get(key)
+        if known is not None:
+            self._clashes[key] = replace(known, count=known.count + 1)
+            return
+        element, _ = self._corners(its, unique[at : at + 1])
+        who = abs(int(before[at]))
+        first = -1 if who == _SEVERAL else who - 1
+        self._clashes[key] = Clash(kind, key[1], its.code, first, me - 1, line, element)
+
+
+_SEVERAL = np.iinfo(np.int32).max
+
+
+def _is_run(unique: np.ndarray) -> bool:
+    """Return whether rising offsets lie side by side."""
+    return int(unique[-1]) - int(unique[0]) + 1 == len(unique)
+
+
+def _distinct(offsets: np.ndarray) -> np.ndarray:
+    """Return the different offsets, rising. A tile of whole rows is in order already."""
+    flat = offsets.ravel()
+    if len(flat) > 1 and not (flat[1:] > flat[:-1]).all():
+        flat = np.sort(flat)
+        flat = flat[np.concatenate([[True], flat[1:] != flat[:-1]])]
+    return flat
+
+
+def _sectors(its: KernelTensor, unique: np.ndarray) -> int:
+    """Return how many 32-byte sectors hold the elements; the allocation starts at a sector."""
+    at = its.start + unique * its.itemsize  # rising: so are the sectors
+    if _is_run(unique):
+        end = int(at[-1]) + its.itemsize - 1
+        return end // SECTOR - int(at[0]) // SECTOR + 1
+    first = at // SECTOR
+    count = 1 + int(np.count_nonzero(np.diff(first)))
+    if (its.start % its.itemsize) and its.itemsize > 1:  # an element may lie across two sectors
+        ends = np.concatenate([first, (at + its.itemsize - 1) // SECTOR])
+        count = int(np.unique(ends).size)
+    return count
+
+
+class _Columns:
+    """A structured array that grows by chunks."""
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self._dtype = dtype
+        self._full: list[np.ndarray] = []
+        self._open = np.zeros(_CHUNK, dtype)
+        self._used = 0
+
+    def __len__(self) -> int:
+        return len(self._full) * _CHUNK + self._used
+
+    def add(self, row: tuple[int, ...]) -> None:
+        """Append a row."""
+        if self._used == _CHUNK:
+            self._full.append(self._open)
+            self._open, self._used = np.zeros(_CHUNK, self._dtype), 0
+        self._open[self._used] = row
+        self._used += 1
+
+    def array(self) -> np.ndarray:
+        """Return all rows, read-only."""
+        whole = np.concatenate([*self._full, self._open[: self._used]])
+        whole.setflags(write=False)
+        return whole
+
+
+__all__ = [
+    "ACCESS",
+    "ATOMIC",
+    "LOAD",
+    "STORE",
+    "WORK",
+    "Clash",
+    "KernelRecord",
+    "Launch",
+    "Recorder",
+]

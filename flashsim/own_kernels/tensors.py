@@ -1,0 +1,112 @@
+"""`KernelTensor`: where the elements of a kernel's argument lie, and which element an offset is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from flashsim.errors import ShapeError
+
+
+@dataclass(frozen=True)
+class KernelTensor:
+    """An argument of a kernel: its name, shape, strides and element type.
+
+    Attributes
+    ----------
+    name : str
+        The kernel's own parameter, or the name that the reader gave.
+    shape, strides : tuple of int
+        Elements along each axis, and elements from one to the next. No stride is negative.
+    dtype : str
+        Element type, as `Problem` names types ("float16"), or another name ("int32").
+    itemsize : int
+        Bytes per element.
+    code : int
+        Its number in the record.
+    buffer : int
+        The number of the allocation that holds it. Views of one array share it.
+    start : int
+        Bytes from the start of the allocation to the first element.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    code: int
+    buffer: int
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.strides):
+            raise ShapeError(
+                f"{self.name} has {len(self.shape)} axes and {len(self.strides)} strides; give one "
+                "stride per axis"
+            )
+        if any(stride < 0 for stride in self.strides):
+            raise ShapeError(
+                f"{self.name} has strides {self.strides}: a kernel's pointer cannot run backwards; "
+                "pass a contiguous copy"
+            )
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements, without gaps between them."""
+        return self.size * self.itemsize
+
+    @cached_property
+    def span(self) -> int:
+        """Elements from the first one to one past the last, gaps included."""
+        if not self.size:
+            return 0
+        return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
+
+    @cached_property
+    def contiguous(self) -> bool:
+        """Whether the elements lie side by side in the order of their indices."""
+        step = 1
+        for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if n != 1 and stride != step:
+                return False
+            step *= n
+        return True
+
+    @cached_property
+    def _axes(self) -> list[int]:
+        """Axes that move an offset, from the largest stride to the smallest."""
+        moving = [a for a, n in enumerate(self.shape) if n > 1 and self.strides[a] > 0]
+        return sorted(moving, key=lambda a: -self.strides[a])
+
+    def coordinates(self, offsets: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+        """Return the index along each axis of elements at `offsets`, and whether each exists.
+
+        An offset counts elements from the first one. It may point into a gap between rows, or past
+        the end: such an element does not exist.
+        """
+        rest = offsets
+        found = [np.zeros_like(offsets) for _ in self.shape]
+        exists = offsets >= 0
+        for axis in self._axes:
+            index, rest = np.divmod(rest, self.strides[axis])
+            exists = exists & (index < self.shape[axis])
+            found[axis] = index
+        return found, exists & (rest == 0)
+
+    def offsets(self, index: tuple[slice | np.ndarray | int, ...]) -> np.ndarray:
+        """Return the offsets of the elements that a NumPy-like index selects, in its shape."""
+        whole = np.zeros((1,) * len(self.shape), np.int64)
+        for axis, (n, step) in enumerate(zip(self.shape, self.strides, strict=True)):
+            side = [1] * len(self.shape)
+            side[axis] = n
+            whole = whole + (np.arange(n, dtype=np.int64) * step).reshape(side)
+        return whole[index]

@@ -1,0 +1,253 @@
+"""A kernel's arguments: arrays become addresses of their own, so a pointer tells its tensor.
+
+Each array gets a region of addresses that belongs to it alone. So an address that is outside of its
+tensor still says which tensor it was meant for, and one array that is passed twice keeps two names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flashsim.errors import DTypeError, UnsupportedError, shown
+from flashsim.own_kernels import Recorder
+from flashsim.triton.installed import installed
+from flashsim.triton.narrow_floats import exact_dtype
+
+#: Addresses: argument k has those from START + k * REGION on. Real ones are below START.
+START, REGION = 1 << 60, 1 << 40
+#: Element types by the names of NumPy, ml_dtypes and torch; and Triton's name of each.
+_TYPES = {
+    "float64": "float64",
+    "float32": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float8_e4m3fn": "float8e4nv",
+    "float8_e5m2": "float8e5",
+    "float8_e4m3fnuz": "float8e4b8",
+    "float8_e5m2fnuz": "float8e5b16",
+    "int64": "int64",
+    "int32": "int32",
+    "int16": "int16",
+    "int8": "int8",
+    "uint64": "uint64",
+    "uint32": "uint32",
+    "uint16": "uint16",
+    "uint8": "uint8",
+    "bool": "int1",
+}
+
+
+@dataclass(eq=False)
+class Pointer:
+    """An array argument, as the interpreter sees it: an address.
+
+    Attributes
+    ----------
+    code : int
+        The tensor's code in the record.
+    dtype : str
+        As `Problem` names types.
+    element : object
+        Triton's element type.
+    itemsize : int
+        Bytes per element.
+    address : int
+        The address that the kernel gets.
+    memory, size : int
+        Where the allocation really lies, and its bytes.
+    start : int
+        Bytes from there to the first element.
+    array : object
+        What the reader passed, or a copy of it if it cannot be written to.
+    """
+
+    code: int
+    dtype: str
+    element: Any
+    itemsize: int
+    address: int
+    memory: int
+    size: int
+    start: int
+    array: Any = field(repr=False)
+
+
+class Arguments:
+    """All arrays that the launches of one session got."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.pointers: list[Pointer] = []
+        self._kept: dict[int, tuple[Any, Any]] = {}  # keeps ids and buffers from being used again
+
+    def take(
+        self, name: str, given: Any, taken: dict[str, int], visible: Callable[[str], bool]
+    ) -> Any:
+        """Return what the kernel gets for an argument: a `Pointer` for each array in it.
+
+        `taken` maps parameters to tensor codes, and grows.
+        """
+        if isinstance(given, np.generic):
+            return given.item()
+        if given is None or isinstance(given, (bool, int, float, str)) or not visible(name):
+            return given
+        if isinstance(given, tuple):
+            parts = [self.take(f"{name}_{n}", x, taken, visible) for n, x in enumerate(given)]
+            return type(given)(*parts) if hasattr(given, "_fields") else tuple(parts)
+        base = getattr(given, "base", None)
+        if hasattr(given, "block_shape") and hasattr(given, "padding"):  # a TensorDescriptor
+            return Descriptor(given, self.take(name, base, taken, visible))
+        if type(given).__name__ == "TensorWrapper":  # triton.reinterpret: another element type
+            inner = _array(name, base)
+            return self._point(name, base, inner, _dtype_name(name, given.dtype), taken)
+        if type(given).__module__.startswith("triton."):  # a type, a constexpr, a helper
+            return given
+        if callable(given) and not hasattr(given, "dtype"):
+            return given
+        inner = _array(name, given)
+        return self._point(name, given, inner, inner.dtype, taken)
+
+    def _point(
+        self, name: str, given: Any, inner: _Layout, dtype: str, taken: dict[str, int]
+    ) -> Pointer:
+        tl = installed().tl
+        code = self._recorder.tensor(
+            name,
+            inner.shape,
+            inner.strides,
+            dtype,
+            inner.itemsize,
+            buffer=inner.memory,
+            start=inner.start,
+            unlike=taken.values(),
+        )
+        taken[name] = code
+        for one in self.pointers:
+            if one.code == code:
+                return one
+        made = Pointer(
+            code,
+            dtype,
+            getattr(tl, _TYPES[dtype]),
+            inner.itemsize,
+            START + code * REGION + REGION // 2 + inner.start,
+            inner.memory,
+            inner.size,
+            inner.start,
+            inner.array,
+        )
+        if inner.start >= REGION // 4 or inner.size >= REGION // 4:
+            raise UnsupportedError(
+                f"{name} lies in an allocation of {inner.size:,} B; at most 2^38"
+            )
+        self.pointers.append(made)
+        self._kept[code] = given, inner.array
+        return made
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """A host-side tensor descriptor whose base is a `Pointer`."""
+
+    given: Any
+    base: Any
+
+
+@dataclass(frozen=True)
+class _Layout:
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    memory: int
+    size: int
+    start: int
+    array: Any
+
+
+def _dtype_name(name: str, dtype: Any) -> str:
+    tl = installed().tl
+    word = str(dtype).removeprefix("torch.")
+    word = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}.get(word, word)
+    for ours, theirs in _TYPES.items():
+        if word in (ours, theirs, str(getattr(tl, theirs))):
+            return ours
+    raise DTypeError(
+        f"{name} has elements of {shown(dtype)}, which Triton's interpreter does not know; "
+        f"possible: {', '.join(_TYPES)}"
+    )
+
+
+def _array(name: str, given: Any) -> _Layout:
+    """Return the layout of a NumPy, torch or JAX array."""
+    if isinstance(given, np.ndarray):
+        return _of_numpy(name, given)
+    if hasattr(given, "untyped_storage"):
+        return _of_torch(name, given)
+    module = type(given).__module__.partition(".")[0]
+    if module in ("jax", "jaxlib"):  # cannot be written to: the kernel gets a copy
+        return _of_numpy(name, np.array(given))
+    raise DTypeError(
+        f"{name} is {shown(given)}, which is no array; a kernel takes NumPy, torch or JAX arrays, "
+        "numbers, and for tl.constexpr parameters any constant"
+    )
+
+
+def _of_numpy(name: str, array: np.ndarray) -> _Layout:
+    root = array
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    dtype = _dtype_name(name, array.dtype)
+    for along, step in enumerate(array.strides):
+        if array.shape[along] > 1 and (step < 0 or step % array.itemsize):
+            raise DTypeError(
+                f"{name} has strides of {array.strides} B, which are no whole elements forward; "
+                "pass numpy.ascontiguousarray(...) of it"
+            )
+    low, high = np.lib.array_utils.byte_bounds(root)
+    return _Layout(
+        array.shape,
+        tuple(step // array.itemsize for step in array.strides),
+        dtype,
+        array.itemsize,
+        low,
+        high - low,
+        array.ctypes.data - low,
+        array,
+    )
+
+
+def _of_torch(name: str, tensor: Any) -> _Layout:
+    if str(tensor.device) != "cpu":
+        raise DTypeError(
+            f"{name} is on {tensor.device}; kernels are traced on the CPU: pass {name}.cpu()"
+        )
+    storage = tensor.untyped_storage()
+    return _Layout(
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        _dtype_name(name, tensor.dtype),
+        tensor.element_size(),
+        storage.data_ptr(),
+        storage.nbytes(),
+        tensor.storage_offset() * tensor.element_size(),
+        tensor,
+    )
+
+
+def values(pointer: Pointer, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
+    """Return a tensor's numbers as a NumPy array that shares its memory."""
+    dtype = exact_dtype(pointer.dtype)
+    steps = tuple(step * dtype.itemsize for step in strides)
+    return np.ndarray(shape, dtype, allocation(pointer), pointer.start, steps)
+
+
+def allocation(pointer: Pointer) -> np.ndarray:
+    """Return the bytes of the allocation that holds a tensor, in place."""
+    raw: Any = (ctypes.c_uint8 * max(pointer.size, 1)).from_address(pointer.memory)
+    return np.frombuffer(raw, np.uint8, pointer.size)

@@ -1,0 +1,127 @@
+"""Block pointers for Triton 3.9, which has none: `tl.make_block_ptr` and `tl.advance`.
+
+Much homework is written with them. Up to Triton 3.8 the interpreter has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from flashsim.triton.installed import installed
+from flashsim.triton.narrow_floats import handle
+
+
+@dataclass(frozen=True)
+class BlockPointer:
+    """A block of a tensor: the tensor's base, shape and strides, and the block's place and sides.
+
+    Numbers count elements.
+    """
+
+    base: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offsets: tuple[int, ...]
+    block_shape: tuple[int, ...]
+
+    @property
+    def element(self) -> Any:
+        """Triton's element type."""
+        return self.base.dtype.element_ty
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the base, as kernels ask for it (`p.dtype.element_ty`)."""
+        return self.base.dtype
+
+    def lanes(self, boundary_check: Iterable[int]) -> tuple[Any, Any]:
+        """Return handles of the pointers of the block, and of those inside of checked bounds."""
+        size = max(1, self.element.primitive_bitwidth // 8)
+        pointers = np.broadcast_to(self.base.handle.data.astype(np.int64), self.block_shape)
+        mask = np.ones(self.block_shape, bool)
+        for axis, block in enumerate(self.block_shape):
+            side = [1] * len(self.block_shape)
+            side[axis] = block
+            at = (self.offsets[axis] + np.arange(block, dtype=np.int64)).reshape(side)
+            pointers = pointers + at * self.strides[axis] * size
+            if axis in boundary_check:
+                mask = mask & (at >= 0) & (at < self.shape[axis])
+        tl = installed().tl
+        return handle(pointers.astype(np.uint64), self.base.dtype), handle(mask, tl.int1)
+
+
+def number(value: Any) -> int:
+    """Return an integer that a kernel computes with: a tensor of one, a constexpr or an int."""
+    value = getattr(value, "value", value)
+    data = getattr(getattr(value, "handle", None), "data", None)
+    return int(value if data is None else data.item())
+
+
+def numbers(given: Any) -> tuple[int, ...]:
+    """Return a tuple of such integers."""
+    return tuple(number(one) for one in given)
+
+
+def make_block_ptr(
+    base: Any, shape: Any, strides: Any, offsets: Any, block_shape: Any, order: Any, **_: Any
+) -> BlockPointer:
+    """What `tl.make_block_ptr` was."""
+    sides = shape, strides, offsets, block_shape
+    return BlockPointer(base, *(numbers(one) for one in sides))
+
+
+def advance(base: BlockPointer, offsets: Any, **_: Any) -> BlockPointer:
+    """What `tl.advance` was."""
+    moved = tuple(a + b for a, b in zip(base.offsets, numbers(offsets), strict=True))
+    return replace(base, offsets=moved)
+
+
+def loading(plain: Callable[..., Any], builder: Any) -> Callable[..., Any]:
+    """Return `tl.load` that also takes block pointers."""
+
+    def load(pointer: Any, *args: Any, **options: Any) -> Any:
+        if not isinstance(pointer, BlockPointer):
+            return plain(pointer, *args, **_without(options))
+        tl = installed().tl
+        checked = numbers(options.get("boundary_check", args[2] if len(args) > 2 else ()))
+        padding = str(
+            getattr(options.get("padding_option", ""), "value", options.get("padding_option", ""))
+        )
+        lanes, mask = pointer.lanes(checked)
+        kind = installed().interpreter._get_np_dtype(pointer.element)
+        fill = np.zeros(pointer.block_shape, kind)
+        if padding == "nan":
+            fill = installed().interpreter.TensorHandle(
+                np.full(pointer.block_shape, np.nan, np.float32), tl.float32
+            )
+            fill = builder.cast_impl(fill, pointer.element).data
+        found = builder.create_masked_load(
+            lanes, mask, handle(fill, pointer.element), *(None, None)[: builder.load_extras]
+        )
+        return tl.tensor(found, tl.block_type(pointer.element, list(pointer.block_shape)))
+
+    return load
+
+
+def storing(plain: Callable[..., Any], builder: Any) -> Callable[..., Any]:
+    """Return `tl.store` that also takes block pointers."""
+
+    def store(pointer: Any, value: Any, *args: Any, **options: Any) -> Any:
+        if not isinstance(pointer, BlockPointer):
+            return plain(pointer, value, *args, **_without(options))
+        checked = numbers(options.get("boundary_check", args[1] if len(args) > 1 else ()))
+        lanes, mask = pointer.lanes(checked)
+        data = builder.cast_impl(value.handle, pointer.element)
+        data.data = np.broadcast_to(data.data, pointer.block_shape)
+        return builder.create_masked_store(lanes, data, mask, None)
+
+    return store
+
+
+def _without(options: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what only block pointers use, and plain pointers took up to Triton 3.8."""
+    return {k: v for k, v in options.items() if k not in ("boundary_check", "padding_option")}

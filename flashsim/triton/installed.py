@@ -1,0 +1,52 @@
+"""Import Triton and its interpreter, or say what is missing."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from flashsim.errors import BackendUnavailable
+
+#: Versions whose interpreter this package knows.
+OLDEST, NEWEST = (3, 6), (3, 9)
+
+
+class Installed(NamedTuple):
+    """Triton as it is installed: the package, its language, its interpreter, version and folder."""
+
+    triton: ModuleType
+    tl: Any
+    interpreter: Any
+    version: str
+    folder: str
+
+
+@lru_cache(maxsize=1)
+def installed() -> Installed:
+    """Return Triton's modules.
+
+    Raises
+    ------
+    BackendUnavailable
+        If Triton is missing, or is too old.
+    """
+    try:
+        import triton
+        import triton.language as tl
+        from triton.runtime import interpreter
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"flashsim.triton needs Triton, which cannot be imported ({error}): "
+            "pip install 'flashsim-attention[triton]' (it installs without a GPU, on Linux)"
+        ) from None
+    numbers = tuple(int(x) for x in re.findall(r"\d+", triton.__version__)[:2])
+    if numbers < OLDEST:
+        raise BackendUnavailable(
+            f"flashsim.triton knows the interpreters of Triton {OLDEST[0]}.{OLDEST[1]} to "
+            f"{NEWEST[0]}.{NEWEST[1]}, and finds {triton.__version__}: pip install --upgrade triton"
+        )
+    folder = str(Path(str(triton.__file__)).parent) + "/"
+    return Installed(triton, tl, interpreter, triton.__version__, folder)

@@ -1,0 +1,57 @@
+"""Find the line of the reader's kernel that is running."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import numpy as np
+
+_OURS = str(Path(__file__).parent)
+_OTHERS = (_OURS, str(Path(np.__file__).parent), "<frozen", "<__array_function__")
+
+
+def reader_frame(folder: str) -> FrameType | None:
+    """Return the innermost frame that belongs to the reader: not Triton's (`folder`), not ours."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((folder, *_OTHERS)):
+        frame = frame.f_back
+    return frame
+
+
+def deepest(error: BaseException, folder: str) -> tuple[str, int, str] | None:
+    """Return file, line and text of the deepest line of the reader's, over all causes."""
+    found = None
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        trace: TracebackType | None = link.__traceback__
+        while trace is not None:
+            file = trace.tb_frame.f_code.co_filename
+            if not file.startswith((folder, *_OTHERS)):
+                text = linecache.getline(file, trace.tb_lineno).strip()
+                found = file, trace.tb_lineno, text
+            trace = trace.tb_next
+        link = link.__cause__ or link.__context__
+    return found
+
+
+def tiles(frame: FrameType | None, folder: str, stop: Any) -> dict[str, Any]:
+    """Return the local variables of a kernel and of its helpers that are tensors, by name.
+
+    The search ends at the frame whose code is `stop`. An inner function's variable comes before one
+    of the same name outside.
+    """
+    found: dict[str, Any] = {}
+    while frame is not None and frame.f_code is not stop:
+        if not frame.f_code.co_filename.startswith((folder, *_OTHERS)):
+            for name, value in frame.f_locals.items():
+                data = getattr(getattr(value, "handle", None), "data", None)
+                if isinstance(data, np.ndarray):
+                    found.setdefault(name, value)
+        frame = frame.f_back
+    return found

@@ -1,0 +1,186 @@
+"""Translate a kernel's addresses into tensors, elements and real memory, and note each access."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flashsim.errors import MemoryModelError, UnsupportedError
+from flashsim.own_kernels import Recorder
+from flashsim.triton.arguments import REGION, START, Pointer
+
+Line = tuple[str, int]
+#: Told of each access: operation, tensor code, offsets of its elements.
+Observer = Callable[[int, int, np.ndarray], None]
+
+
+@dataclass(eq=False)
+class Reached:
+    """Where the lanes of one access lead.
+
+    Attributes
+    ----------
+    addresses : uint64 ndarray
+        Real addresses, in the shape of the pointers; lanes that are not `real` have any.
+    real : bool ndarray
+        Lanes whose memory may be touched.
+    lost : bool ndarray
+        Lanes that are active and lead outside of every allocation.
+    """
+
+    addresses: np.ndarray
+    real: np.ndarray
+    lost: np.ndarray
+
+
+class Memory:
+    """The tensors of one launch, by address."""
+
+    def __init__(self, recorder: Recorder, pointers: list[Pointer]) -> None:
+        self._recorder = recorder
+        self._by_code = {one.code: one for one in pointers}
+        self._launch: list[Pointer] = []
+        self.observer: Observer | None = None
+        self.silent = False  # for a repeated program, which is not noted again
+
+    def begin(self, pointers: list[Pointer]) -> None:
+        """Say which arguments the launch has."""
+        self._launch = pointers
+        self._by_code |= {one.code: one for one in pointers}
+
+    def reach(
+        self, op: int, pointers: np.ndarray, mask: np.ndarray, itemsize: int, line: Line
+    ) -> Reached:
+        """Note an access, and return where its lanes lead.
+
+        Raises
+        ------
+        MemoryModelError
+            If an active lane's address belongs to no argument.
+        """
+        shape = np.broadcast_shapes(pointers.shape, mask.shape)
+        addresses = np.broadcast_to(pointers, shape).astype(np.int64)
+        active = np.broadcast_to(mask, shape).astype(bool)
+        masked = int(active.size - np.count_nonzero(active))
+        real, lost = active.copy(), np.zeros(shape, bool)
+        where = np.zeros(shape, np.uint64)
+        if masked == active.size:
+            self._note(op, -1, np.zeros(0, np.int64), masked, 0, line)
+            return Reached(where, real, lost)
+        addresses = self._foreign(addresses, active)
+        some = addresses if not masked else addresses[active]
+        low, high = (int(x - START) // REGION for x in (some.min(), some.max()))
+        region = None if low == high else (addresses - START) // REGION
+        codes = [low] if region is None else np.unique(region[active]).tolist()
+        for code in codes:
+            its = self._by_code[code]
+            chosen: Any = active
+            if region is not None:
+                chosen = active & (region == code)
+            elif not masked:
+                chosen = ...
+            moved = addresses[chosen] - its.address  # bytes from the first element
+            self._one(op, its, moved, itemsize, masked if code == codes[0] else 0, line)
+            at = its.start + moved
+            where[chosen] = (its.memory + at).astype(np.uint64)
+            if int(at.min()) < 0 or int(at.max()) + itemsize > its.size:
+                inside = (at >= 0) & (at + itemsize <= its.size)
+                real[chosen] = inside
+                lost[chosen] = ~inside
+        return Reached(where, real, lost)
+
+    def _foreign(self, addresses: np.ndarray, active: np.ndarray) -> np.ndarray:
+        """Translate real addresses, as a table of pointers holds; refuse those of no argument."""
+        first, most = START, START + len(self._recorder.tensors) * REGION
+        if int(addresses.min()) >= first and int(addresses.max()) < most:
+            return addresses
+        strange = active & ((addresses < first) | (addresses >= most))
+        if not strange.any():
+            return addresses
+        addresses = addresses.copy()
+        for its in self._by_code.values():
+            begin = its.memory + its.start
+            mine = strange & (addresses >= begin) & (addresses < its.memory + its.size)
+            addresses[mine] += its.address - begin
+            strange &= ~mine
+        if strange.any():
+            names = ", ".join(t.name for t in self._recorder.tensors)
+            raise MemoryModelError(
+                f"{int(strange.sum())} of {strange.size} pointers lead to no tensor that was "
+                f"passed ({names}): a pointer must come from an argument of the kernel; is a mask "
+                "missing, or a number used as a pointer?",
+                "outside",
+            )
+        return addresses
+
+    def _one(
+        self, op: int, its: Pointer, moved: np.ndarray, itemsize: int, masked: int, line: Line
+    ) -> None:
+        """Note the lanes that were meant for one tensor."""
+        if itemsize % its.itemsize:
+            raise UnsupportedError(
+                f"{self._recorder.tensors[its.code].name} has elements of {its.itemsize} B and is "
+                f"read as elements of {itemsize} B; pass it with the element type that is read"
+            )
+        tensor = self._recorder.tensors[its.code]
+        offsets, rest = np.divmod(moved.ravel(), its.itemsize)
+        plain = tensor.contiguous and itemsize == its.itemsize and not rest.any()
+        if plain and int(offsets.min()) >= 0 and int(offsets.max()) < tensor.span:
+            self._note(op, its.code, offsets, masked, 0, line)
+            return
+        if tensor.contiguous:
+            exists = (offsets >= 0) & (offsets < tensor.span)
+        else:
+            _, exists = tensor.coordinates(offsets)
+        exists &= rest == 0
+        if itemsize > its.itemsize:  # a wider element covers several
+            steps = np.arange(itemsize // its.itemsize)
+            exists &= offsets + steps[-1] < tensor.span
+        good = offsets[exists]
+        if itemsize > its.itemsize:
+            good = (good[:, None] + steps).ravel()
+        if not exists.all():
+            others, outside = self._others(its, moved.ravel()[~exists], itemsize)
+            for code, found in others.items():
+                self._note(op, code, found, 0, 0, line)
+            self._note(op, its.code, good, masked, outside, line)
+            return
+        self._note(op, its.code, good, masked, 0, line)
+
+    def _others(
+        self, its: Pointer, moved: np.ndarray, itemsize: int
+    ) -> tuple[dict[int, np.ndarray], int]:
+        """Find views of the same allocation that hold elements outside of a tensor."""
+        found: dict[int, np.ndarray] = {}
+        left = its.start + moved
+        for other in self._launch:
+            if other.memory != its.memory or other is its or other.itemsize != itemsize:
+                continue
+            offsets, rest = np.divmod(left - other.start, itemsize)
+            _, exists = self._recorder.tensors[other.code].coordinates(offsets)
+            exists &= rest == 0
+            if exists.any():
+                found[other.code] = offsets[exists]
+                left = left[~exists]
+        return found, int(left.size)
+
+    def _note(
+        self, op: int, code: int, offsets: np.ndarray, masked: int, outside: int, line: Line
+    ) -> None:
+        if not self.silent:
+            if code < 0 or not offsets.size:
+                self._recorder.access(
+                    op, code if outside else -1, offsets, masked=masked, outside=outside, line=line
+                )
+            else:
+                self._recorder.access(op, code, offsets, masked=masked, outside=outside, line=line)
+        if self.observer is not None and offsets.size:
+            self.observer(op, code, offsets)
+
+
+def dtype_of(handle: Any) -> int:
+    """Return the bytes per element that a pointer handle points to."""
+    return max(1, handle.get_element_ty().primitive_bitwidth // 8)

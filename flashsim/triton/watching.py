@@ -1,0 +1,141 @@
+"""`trace` one launch, or `watch` a program's own launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from flashsim.errors import DTypeError, TraceError, own_errors, shown
+from flashsim.own_kernels import KernelTrace
+from flashsim.own_kernels.check import Reference, Verdict
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.triton.following import followed
+from flashsim.triton.machine import Interpreter
+
+
+class Watch:
+    """The launches seen by `watch`; `result()` is their trace."""
+
+    def __init__(
+        self, machine: Interpreter, options: Mapping[str, Any], check: bool | Reference
+    ) -> None:
+        self._machine, self._options, self._check = machine, dict(options), check
+
+    @property
+    def launches(self) -> int:
+        """Number of launches so far."""
+        return len(self._machine.recorder.launches)
+
+    def result(self, *, unchecked: bool = False) -> KernelTrace:
+        """Return the trace of all launches so far; `unchecked` leaves the check to `check`.
+
+        Raises
+        ------
+        TraceError
+            If there was none.
+        """
+        record = self._machine.recorder.done()
+        values = [self._machine.numbers(one.code).copy() for one in record.tensors]
+        made = KernelTrace(record, **self._options, values=values)
+        stored = self._machine.outputs(list(record.stored))
+        made.outputs = {made.geometry.labels[code]: array for code, array in stored.items()}
+        if self._check and not unchecked:
+            self.check(made, self._check if callable(self._check) else None)
+        return made
+
+    def check(self, traced: KernelTrace, reference: Reference | None = None) -> Verdict:
+        """Compare results as `KernelTrace.check` does, and follow a wrong program step by step.
+
+        A program can be followed if `watch` was given `check`.
+        """
+        verdict = traced.check(reference)
+        if not verdict.right and reference is None and self._machine.ran:
+            verdict = followed(self._machine, traced, verdict)
+            traced.verdict = verdict
+        return verdict
+
+
+@contextmanager
+@own_errors
+def watch(
+    *,
+    names: Mapping[str, str] | None = None,
+    problem: Problem | None = None,
+    device: str | Device = "H100",
+    name: str | None = None,
+    config: int | Mapping[str, Any] | None = None,
+    programs: Sequence[tuple[int, ...]] | None = None,
+    check: bool | Reference = False,
+) -> Iterator[Watch]:
+    """Execute on the CPU, and note, every Triton kernel that is launched inside the block.
+
+    Parameters
+    ----------
+    names : mapping of str to str, optional
+        The papers' names of tensors, by the kernels' parameters: ``{"a_ptr": "K"}``. Usual ones
+        (`q_ptr`, `out`, `lse`) are known.
+    problem : Problem, optional
+        The attention that the kernels compute. Default: as shapes and arguments say.
+    device : str or Device
+        For capacities and predictions.
+    name : str, optional
+        The name in tables and pictures. Default: the kernels' names.
+    config : int or mapping, optional
+        The configuration of autotuned kernels: its number, or values that choose it.
+    programs : sequence of tuple of int, optional
+        Run these programs only, by their place in the grid.
+    check : bool or function
+        Compare what is stored with attention in float64, or with a reference: a function of the
+        loaded arrays, by label, that returns those to be stored. See `KernelTrace.check`.
+    """
+    machine = Interpreter(config, programs, keep=bool(check))
+    options = {"names": names, "problem": problem, "device": device, "name": name}
+    with machine.entered():
+        yield Watch(machine, options, check)
+
+
+@own_errors
+def trace(
+    kernel: Any,
+    grid: Any,
+    *args: Any,
+    names: Mapping[str, str] | None = None,
+    problem: Problem | None = None,
+    device: str | Device = "H100",
+    name: str | None = None,
+    config: int | Mapping[str, Any] | None = None,
+    programs: Sequence[tuple[int, ...]] | None = None,
+    check: bool | Reference = False,
+    **meta: Any,
+) -> KernelTrace:
+    """Launch a Triton kernel on the CPU and return what it did.
+
+    Parameters
+    ----------
+    kernel : a `@triton.jit` function, also autotuned or with heuristics
+    grid : tuple of int, or function of the arguments
+    *args, **meta
+        The kernel's arguments. Arrays are NumPy's, torch's on the CPU, or JAX's. JAX's cannot be
+        written to: what a kernel stores is in `KernelTrace.outputs`.
+    names, problem, device, name, config, programs, check
+        As for `watch`.
+
+    Raises
+    ------
+    BackendUnavailable
+        If Triton is missing.
+    FlashSimError
+        For arguments that are wrong, and for errors inside the kernel, which name its line.
+    """
+    if not hasattr(kernel, "run") or not hasattr(kernel, "fn"):
+        raise DTypeError(
+            f"trace takes a kernel, a function decorated with @triton.jit, got {shown(kernel)}"
+        )
+    options = {"names": names, "problem": problem, "device": device, "name": name}
+    with watch(**options, config=config, programs=programs, check=check) as seen:  # type: ignore[arg-type]
+        kernel[grid](*args, **meta)
+    if not seen.launches:
+        raise TraceError(f"{shown(kernel)} launched nothing")
+    return seen.result()

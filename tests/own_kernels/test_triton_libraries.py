@@ -1,0 +1,101 @@
+"""Kernels in Triton with arrays of torch and of JAX: `make test-torch` has all three."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("torch")
+
+import torch
+import triton
+import triton_cases as cases
+from triton_cases import example
+from typer.testing import CliRunner
+
+from flashsim.cli.app import app
+from flashsim.errors import DTypeError
+from flashsim.triton import trace, watch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_attention_on_torch_tensors(dtype):
+    """Results are written into the reader's own tensors, and are right."""
+    fa = example("flash_attention")
+    q, k, v, do = (torch.randn(2, 70, 32, generator=torch.Generator().manual_seed(n)).to(dtype)
+                   for n in range(4))  # fmt: skip
+
+    with watch(check=True) as seen:
+        o, lse = fa.forward(q, k, v, True, 32, 16)
+    forward = seen.result()
+    with watch(check=True) as seen:
+        dq, dk, dv = fa.backward(q, k, v, o, lse, do, True, 32, 16)
+
+    assert forward.verdict.right, str(forward.verdict)
+    assert seen.result().verdict.right
+    assert forward.outputs["O"] is o
+    assert forward.problem.dtype == str(dtype).removeprefix("torch.")
+    assert all(torch.isfinite(x.float()).all() for x in (o, lse, dq, dk, dv))
+
+
+def test_views_of_torch_tensors():
+    both = torch.randn(2, 64)
+    z = torch.zeros(64)
+
+    traced = trace(cases.add, (2,), both[0], both[1], z, 64, BLOCK=32)
+
+    assert torch.equal(z, both.sum(dim=0))
+    assert traced.findings == []
+
+
+def test_a_tensor_elsewhere_is_refused():
+    with pytest.raises(DTypeError, match=r"x_ptr is on meta; .*x_ptr\.cpu\(\)"):
+        trace(cases.add, (2,), torch.zeros(64, device="meta"), 0, 0, 64, BLOCK=32)
+
+
+def test_jax_arrays_are_copied():
+    jax = pytest.importorskip("jax")
+    x, y = (jax.random.normal(jax.random.key(n), (64,)) for n in range(2))
+    z = jax.numpy.zeros(64)
+
+    traced = trace(cases.add, (2,), x, y, z, 64, BLOCK=32)
+
+    np.testing.assert_array_equal(traced.outputs["z_ptr"], np.asarray(x + y))
+    assert not np.asarray(z).any()
+
+
+CLASS = '''
+
+import torch
+
+
+class FlashAttentionTriton(torch.autograd.Function):
+    """As homework asks for it."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False):
+        o, lse = forward(q, k, v, is_causal)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.is_causal = is_causal
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        return (*backward(*ctx.saved_tensors, do, ctx.is_causal), None)
+'''
+
+
+def test_an_autograd_function_of_a_homework_file(tmp_path):
+    path = tmp_path / "flash_attention.py"
+    text = (ROOT / "examples/triton/flash_attention.py").read_text(encoding="utf-8")
+    path.write_text(text + CLASS)
+
+    words = [f"{path}:FlashAttentionTriton.apply", "--causal", "-n", "64", "--ndim", "3"]
+    done = CliRunner().invoke(app, ["kernel", *words])
+
+    assert done.exit_code == 0, done.output
+    assert "O right" in done.output
+    assert triton.__version__ in done.output
