@@ -188,13 +188,14 @@ def page(
     source: opt.Source,
     row: int | None = _ROW,
     theme: str = opt.option("auto", "auto, light or dark.", panel=opt.OUTPUT),
+    max_mb: float = opt.option(32, "Largest file to write, in MB.", panel=opt.OUTPUT, min=0),
     *,
     typed: typer.Context,
 ) -> None:
     """Write a page that plays one trace, or two side by side: one file, no network."""
     ready(out, (".html", ".htm"))
     found = _recorded(source, opt.written(typed))
-    viz().page(found.traces, out, theme=theme, statistics=found.statistics(row))
+    viz().page(found.traces, out, theme=theme, statistics=found.statistics(row), max_mb=max_mb)
     say(f"page in {out}")
 
 

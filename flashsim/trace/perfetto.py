@@ -30,7 +30,7 @@ from flashsim.problem import checks
 from flashsim.report import whole
 from flashsim.schedule.names import COMPUTE, OPS, TRANSFERS
 from flashsim.trace import timeline
-from flashsim.trace.events import PHASES, ROLES, StageTrace, gain
+from flashsim.trace.events import PHASES, ROLES, StageTrace, gain, step_ends
 from flashsim.trace.recording import Recording
 
 PIPES = ("block", "memory", "compute")
@@ -205,14 +205,8 @@ def _simulated(trace: Recording, heads: int) -> Iterator[Slice]:
 
 def _outer_steps(stage: StageTrace) -> list[np.ndarray]:
     """The events of each outer step, in order. One thread block executes one outer step."""
-    events = stage.events
-    ends = (events["op"] == COMPUTE) & (events["visit"] < 0)
-    inside = gain(events)
-    # A block begins with its first transfer and ends when everything it held is freed.
-    seen = np.cumsum(ends)
-    closed = np.flatnonzero((np.cumsum(inside) == 0) & (seen > 0))
-    last = closed[np.searchsorted(seen[closed], np.arange(1, seen[-1] + 1))]
-    return np.split(events, last + 1)[: len(last)]
+    last = step_ends(stage.events)
+    return np.split(stage.events, last + 1)[: len(last)]
 
 
 class _Clock:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import time
+import tracemalloc
 from functools import cache
 from pathlib import Path
 
@@ -136,6 +137,39 @@ def test_size_of_a_hundred_thousand_events():
 
 
 # -- in a browser ----------------------------------------------------------------------------------
+
+
+def fine_grid():
+    """A file of a few events on a grid of 400 million tiles."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((20_000, 1), dtype=np.float32) for _ in range(3))
+
+    def corner(machine):
+        with machine.stage("corner") as sram, sram.step(0), sram.visit(0, 0):
+            everything = slice(0, 20_000)
+            sram.store(machine.hbm.O, everything, sram.load(machine.hbm.Q, everything))
+
+    return flashsim.simulate(corner, q, k, v, tiling=flashsim.Tiling(1, 1)).trace
+
+
+def test_a_player_that_would_be_too_large_is_refused_before_it_is_built():
+    trace = fine_grid()
+    tracemalloc.start()
+    try:
+        with pytest.raises(OptionError, match=r"about 533 MB .*over 32 MB: .*max_mb=534"):
+            viz.page(trace)
+        with pytest.raises(OptionError, match=r"20,000 x 20,000 tiles is too fine to draw"):
+            viz.tile_map(trace)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_max_mb_asks_for_more():
+    trace = cases.trace()
+    with pytest.raises(OptionError, match=r"over 0\.0001 MB"):
+        viz.page(trace, max_mb=0.0001)
+    assert viz.page(trace, max_mb=1).html
 
 
 @pytest.fixture(scope="module")

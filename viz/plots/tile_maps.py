@@ -59,6 +59,7 @@ def tile_map(
     part = trace.main_stage if stage is None else trace.stage(stage)
     walk, schedule = Steps(trace), part.schedule
     number = [s.name for s in trace.stages].index(part.name)
+    kinds = tile_kinds(schedule)  # first: it refuses a grid that is too fine
     if color == "block":
         blocks = part_numbers(schedule)
         grid = np.where(blocks < 0, np.nan, blocks)
@@ -74,7 +75,6 @@ def tile_map(
     image = ax.imshow(
         grid, cmap=ramp(theme), vmin=low, interpolation="nearest", aspect="auto", zorder=2
     )
-    kinds = tile_kinds(schedule)
     # As wide as high on a slide, where the grid is about twice as wide as high.
     high = 0.5 if max(t_r, t_c) > _LABELS_UP_TO else 0.42
     wide = min(0.95, high * t_c / t_r / 1.8)
