@@ -57,14 +57,15 @@ class SweepFile:
         parse: Callable[[Mapping[str, str]], Row],
     ) -> None:
         self.path, self.columns = Path(path), tuple(columns)
-        if not self.path.parent.is_dir():
-            raise OptionError(f"cannot write {self.path}: there is no folder {self.path.parent}")
-        if self.path.is_dir():
-            raise OptionError(f"cannot write {self.path}: it is a folder; name a file")
-        there = self.path.exists()
-        if there and not self.path.is_file():  # /dev/null, a pipe: no row would be found again
-            raise OptionError(f"cannot write {self.path}: it is no regular file; name a file")
         try:
+            if not self.path.parent.is_dir():
+                raise OptionError(
+                    f"cannot write {self.path}: there is no folder {self.path.parent}"
+                )
+            if self.path.is_dir():
+                raise OptionError(f"cannot write {self.path}: it is a folder; name a file")
+            if self.path.exists() and not self.path.is_file():  # no row would be found again
+                raise OptionError(f"cannot write {self.path}: it is no regular file; name a file")
             self._stream = self.path.open("a+b", buffering=0)
             try:
                 with self._locked():

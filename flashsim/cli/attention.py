@@ -174,7 +174,10 @@ def sweep(
     with pool as executor:
         try:
             result = run_sweep(**axes, method=method, executor=executor, path=out)
-        except KeyboardInterrupt:  # leaving the pool would wait for the points that have begun
+        except (
+            KeyboardInterrupt,
+            SystemExit,
+        ):  # leaving the pool would wait for the points that have begun
             for worker in multiprocessing.active_children():
                 worker.terminate()
             raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import textwrap
 from pathlib import Path
 from typing import Annotated
@@ -73,18 +75,40 @@ def reveal(name: _Name) -> None:
     typer.echo(f"# flashsim exercise: {one.name}\n\n{one.solution_source}", nl=False)
 
 
+def _number(name: str, text: str) -> int:
+    """A number of bytes; a comma, an underscore or a space may stand between thousands."""
+    digits = re.sub(r"[,_ \u2009\u202f]", "", text)
+    if not digits.isdecimal() or len(digits) > 30:
+        raise OptionError(f"{name} takes a number of bytes in digits, e.g. 30,000; got {text!r}")
+    return int(digits)
+
+
+def _asked(what: str, option: str) -> int:
+    """A number that is typed at the terminal; asked again until it is one."""
+    while True:
+        typer.echo(f"{what}, in digits: ", nl=False)
+        line = "" if sys.stdin is None else sys.stdin.readline()
+        if not line:
+            typer.echo()
+            raise OptionError(f"nobody answers here: stdin is closed; give {option}")
+        try:
+            return _number("the answer", line.strip())
+        except OptionError as error:
+            typer.echo(error)
+
+
 def predict(
     name: _Name,
-    loaded: int | None = opt.option(None, "Your bytes. Default: you are asked."),
-    stored: int | None = opt.option(None, "Your bytes. Default: you are asked."),
+    loaded: int | None = opt.option(None, "Your bytes. Default: you are asked.", read=_number),
+    stored: int | None = opt.option(None, "Your bytes. Default: you are asked.", read=_number),
     plot: opt.Plot = None,
 ) -> None:
     """Guess how many bytes move, then see the answer. For the lecture hall."""
     one = shelf.get(name)
     ready(plot)
     typer.echo(f"{textwrap.dedent(one.statement).strip()}\n\n{one.sizes}\n")
-    loaded = typer.prompt("bytes loaded, in digits", type=int) if loaded is None else loaded
-    stored = typer.prompt("bytes stored, in digits", type=int) if stored is None else stored
+    loaded = _asked("bytes loaded", "--loaded") if loaded is None else loaded
+    stored = _asked("bytes stored", "--stored") if stored is None else stored
     trace = one.executed.trace
     table = report.Table(
         f"{name}: said and measured", ("bytes", "said B", "measured B", "said / measured")

@@ -18,7 +18,7 @@ from flashsim.cli.options import Format
 from flashsim.counts import questions, traffic
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import KINDS
-from flashsim.errors import OptionError, choices
+from flashsim.errors import OptionError, choices, printable
 from flashsim.schedule.names import CODES, LEVELS, OPS
 from flashsim.trace.trace import Trace
 
@@ -172,4 +172,4 @@ def ready(path: Path | None, endings: Sequence[str] = ()) -> None:
 
 def say(text: str) -> None:
     """Print news about files on stderr: stdout holds only the figures."""
-    typer.echo(text, err=True)
+    typer.echo(printable(text), err=True)

@@ -21,6 +21,7 @@ anything is built on them (`validate`). An unsound file raises a `TraceError`.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -71,9 +72,14 @@ def save(trace: Recording, path: str | os.PathLike) -> None:
         raise TraceError(f"a trace's header has {len(text):,} B, over {_HEADER_BYTES:,}: too many")
     try:
         with beside(path) as part, part.open("wb") as file:
-            np.savez_compressed(file, header=text, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
+            if part.is_file():
+                np.savez_compressed(file, header=text, **arrays)
+                file.flush()
+                os.fsync(file.fileno())
+            else:  # /dev/null, a pipe: an archive needs to know where it is in its file
+                buffer = io.BytesIO()
+                np.savez_compressed(buffer, header=text, **arrays)
+                file.write(buffer.getvalue())
     except OSError as error:
         raise TraceError(
             f"cannot write a trace to {str(path)!r}: {error.strerror or error}; the folder must "

@@ -17,6 +17,7 @@ from __future__ import annotations
 import gzip
 import heapq
 import json
+import os
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
@@ -64,7 +65,7 @@ def write(trace: Recording, path: str | Path, *, heads: int = 1) -> Path:
         If `heads` is not positive, or `path` cannot be a file's.
     """
     path = Path(checks.path("path", path))
-    if path.is_dir():
+    if os.path.isdir(path):  # false, too, for a name that no file can have
         raise OptionError(f"cannot write {str(path)!r}: it is a folder; name a file")
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
         raise OptionError(f"heads must be a positive integer, got {shown(heads)}")

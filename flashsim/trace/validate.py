@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.counts.work import KINDS
-from flashsim.errors import shown
+from flashsim.errors import printable, shown
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.file_mask import Csr
@@ -26,6 +26,8 @@ from flashsim.trace.recording import Own
 
 #: Of an algorithm of one's own: names of tensors, stages, events of a stage.
 MOST_NAMES, MOST_STAGES, MOST_EVENTS = 64, 64, 1 << 22
+#: Of any text in a header.
+MOST_CHARACTERS = 2_000
 SIDES = (ROW, COL, TILE)
 #: Indices are int32 wherever tables hold them.
 INDEX = 1 << 31
@@ -67,6 +69,7 @@ def header(given: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
         **{"algorithm": str, "direction": str, "backend": str},
     }
     typed("the header", given, kinds)
+    _strings(given)
     for name, value in given["provenance"].items():
         if not isinstance(value, str):
             raise ValueError(f"provenance: {name} is {shown(value)}")
@@ -80,6 +83,23 @@ def header(given: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
         raise ValueError("there is no stage")
     if len(given["stages"]) > MOST_STAGES:
         raise ValueError(f"there are {len(given['stages'])} stages, over {MOST_STAGES}")
+
+
+def _strings(tree: Any) -> None:
+    """Refuse text that is no name or note: too long, or with characters that a terminal obeys."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            _strings(key)
+            _strings(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            if isinstance(value, (str, dict, list)):  # not each of a million lengths
+                _strings(value)
+    elif isinstance(tree, str) and (len(tree) > MOST_CHARACTERS or printable(tree) != tree):
+        raise ValueError(
+            f"the header holds {shown(tree)}: not text of at most {MOST_CHARACTERS:,} characters "
+            "that print"
+        )
 
 
 def own(given: Any) -> Own | None:

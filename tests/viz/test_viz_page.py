@@ -165,6 +165,22 @@ def test_a_player_that_would_be_too_large_is_refused_before_it_is_built():
         tracemalloc.stop()
 
 
+def test_a_list_of_itself_is_no_trace():
+    endless = [cases.trace()]
+    endless.append(endless)
+    for draw in (viz.page, viz.traffic):
+        with pytest.raises(OptionError, match="a list that contains itself"):
+            draw(endless)
+
+
+@pytest.mark.parametrize("draw", [viz.page, viz.traffic, viz.cumulative])
+def test_a_label_that_no_picture_has_room_for_is_refused(draw):
+    with pytest.raises(OptionError, match=r"has 10,000 characters; a label has at most 200"):
+        draw({"x" * 10_000: cases.trace()})
+    with pytest.raises(OptionError, match=r"the title .* has 10,000 characters"):
+        viz.page(cases.trace(), title="x" * 10_000)
+
+
 def test_max_mb_asks_for_more():
     trace = cases.trace()
     with pytest.raises(OptionError, match=r"over 0\.0001 MB"):

@@ -12,6 +12,8 @@ from flashsim.schedule.dataflow import ALGORITHMS
 from flashsim.trace.trace import Trace
 from flashsim.viz.data.statistics import RowStatistics
 
+#: Of a label or a title.
+MOST_CHARACTERS = 200
 #: How algorithms are called in print.
 NAMES = {name: algorithm.title for name, algorithm in ALGORITHMS.items()}
 
@@ -77,9 +79,15 @@ def writable(what: str, text: Any) -> str:
     Raises
     ------
     OptionError
-        For half of a surrogate pair, which no encoding can represent.
+        For half of a surrogate pair, which no encoding can represent, or for more characters than
+        a picture or a page has room for.
     """
     text = str(text)
+    if len(text) > MOST_CHARACTERS:
+        raise OptionError(
+            f"the {what} {shown(text)} has {len(text):,} characters; a {what} has at most "
+            f"{MOST_CHARACTERS}"
+        )
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise OptionError(
             f"the {what} {text!r} holds half of a character (a lone surrogate), which no file can "
@@ -106,7 +114,9 @@ def panes(
     return {label: (one_trace(source), rows.get(label)) for label, source in chosen.items()}
 
 
-def _flatten(data: Any) -> list[Trace | Traffic]:
+def _flatten(data: Any, around: tuple[int, ...] = ()) -> list[Trace | Traffic]:
+    if id(data) in around:
+        raise OptionError("a list that contains itself holds no traces; give the traces")
     if hasattr(data, "rows"):
         raise DTypeError(
             "a Sweep holds totals, not what each tensor or step moved; draw it with viz.io_curve, "
@@ -117,7 +127,7 @@ def _flatten(data: Any) -> list[Trace | Traffic]:
     if hasattr(data, "traces"):
         return list(data.traces)
     if isinstance(data, Iterable) and not isinstance(data, (str, bytes)):
-        return [source for item in data for source in _flatten(item)]
+        return [source for item in data for source in _flatten(item, (*around, id(data)))]
     raise DTypeError(
         "expected a Trace, Traffic, Result, Gradients, Comparison or a list or dict of them, "
         f"got {type(data).__name__}"
