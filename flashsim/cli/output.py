@@ -131,12 +131,14 @@ def viz() -> Any:
     return drawing
 
 
-def draw(kind: str, data: Any, out: Path, options: dict[str, Any], **how: Any) -> None:
-    """Draw one plot, and print its path."""
+def draw(
+    kind: str, data: Any, out: Path, options: dict[str, Any], note: str = "", **how: Any
+) -> None:
+    """Draw one plot, and print its path and a note."""
     plot = getattr(viz(), kind.replace("-", "_"))
     axes = plot(*data, **options) if kind == "diff" else plot(data, **options)
     viz().save_figure(axes, out, **how)
-    say(f"plot in {out}")
+    say(f"plot in {out}{note}")
 
 
 def ready_to_draw(path: Path | None) -> None:

@@ -12,7 +12,8 @@ import typer
 from flashsim import l2
 from flashsim.api import execution
 from flashsim.api.compare import Comparison
-from flashsim.api.samples import TRACES, load_sample
+from flashsim.api.cost import fits
+from flashsim.api.samples import TRACES, load_sample, random_inputs
 from flashsim.api.sweep import Sweep, sweep
 from flashsim.cli import options as opt
 from flashsim.cli import values
@@ -21,7 +22,9 @@ from flashsim.counts.traffic import Traffic
 from flashsim.errors import FlashSimError, OptionError, choices
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
 from flashsim.schedule.tiling import Tiling
+from flashsim.trace.counted import counted
 from flashsim.trace.trace import Trace
 
 #: What an IO curve runs over.
@@ -34,7 +37,7 @@ _OVER = {
 }
 _SIZES = {"n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads", "dtype"}
 _COUNTED = _SIZES | {"causal", "window", "algorithm", "direction", "tiling", "device"}
-_RUN = _COUNTED | {"seed", "input", "demo_data", "trace"}
+_RUN = _COUNTED | {"seed", "input", "demo_data", "trace", "execute"}
 #: The kinds of plots, and the options that each can use; any other one is an error.
 _USES = {
     **dict.fromkeys(("traffic", "cumulative", "sram-timeline", "diff"), _RUN),
@@ -47,21 +50,38 @@ _USES = {
     "mask": {"n_q", "n_kv", "causal", "window", "tiling"},
 }
 KINDS = tuple(_USES)
+#: Bytes of inputs that are made only to follow one row of scores.
+_SMALL = 1 << 26
 _ALWAYS = {"out", "theme", "dpi", "size"}
-_THREE = opt.Source(algorithm="standard,flash1,flash2", how=opt.One())
+_THREE = opt.Source(algorithm="standard,flash1,flash2")
 _ROW = opt.option(None, "Query row whose m and l are followed.")
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Traces to draw, and the queries and keys of the first trace if they are known."""
+    """Traces or counts to draw, and the queries and keys of the first if they are known."""
 
-    traces: list[Trace]
+    traces: list[Trace | Traffic]
     q: np.ndarray | None = None
     k: np.ndarray | None = None
+    seed: int = 0
+
+    @property
+    def how(self) -> str:
+        """What to say about a picture that was counted."""
+        counts = any(isinstance(one, Traffic) for one in self.traces)
+        return " (counted, nothing executed; --execute runs it on tensors)" if counts else ""
 
     def statistics(self, row: int | None) -> Any:
-        """m and l of a row; None if the trace or the tensors do not contain them."""
+        """m and l of a row; None if the trace or the tensors do not contain them.
+
+        Of a count they are those of random tensors, of which one row of scores is computed.
+        """
+        first = self.traces[0]
+        if isinstance(first, Traffic) and (row is not None or first.compulsory() < _SMALL):
+            fits(first.compulsory(), "leave --row out")
+            q, k, *_ = random_inputs(first.problem, self.seed)
+            return replace(self, traces=[counted(first)], q=q, k=k).statistics(row)
         if self.q is None or self.k is None:
             if row is not None:
                 raise OptionError(
@@ -70,7 +90,7 @@ class Recorded:
                 )
             return None
         try:
-            return viz().row_statistics(self.traces[0], self.q, self.k, row=row)
+            return viz().row_statistics(first, self.q, self.k, row=row)
         except FlashSimError:
             if row is None:  # nobody asked for it
                 return None
@@ -119,6 +139,7 @@ def plot(
     axis = "n_q" if over is None else over
     _refuse_unused(kind, given, axis)
     ready_to_draw(out)
+    how = ""
     if kind == "io-curve":
         data: Any = _io_sweep(source, axis)
         options: dict[str, Any] = {"x": axis}
@@ -133,7 +154,8 @@ def plot(
         data = values.problem(
             replace(opt.HEAD, **{"n_q": 512, **source.sizes.given()}), source.mask
         )
-        tiling = values.tiling(source.how.tiling, data.head_dim, source.mask.causal)
+        text = source.how.tiling  # by default the plot's own
+        tiling = None if text == "same" else values.tiling(text, data.head_dim, data.causal)
         options = {"tiling": tiling}
     elif kind == "l2-curve":
         (counted,) = _counts(source.last(), opt.HEAD)
@@ -141,7 +163,9 @@ def plot(
             data, options = l2.curves(counted), {"devices": (source.how.device,)}
     else:
         one = kind in ("tile-map", "sram-timeline") and not source.trace
-        data = _recorded(source.last() if one else source, given).traces
+        totals = kind in ("traffic", "diff")
+        found = _recorded(source.last() if one else source, given, events=not totals)
+        data, how = found.traces, found.how
         options = {"color": "order" if color is None else color} if kind == "tile-map" else {}
         if kind == "gpu-timeline":
             options = {"color": color, "sms": sms, "times": times}
@@ -151,7 +175,7 @@ def plot(
         raise OptionError(f"{kind} {takes}, got {len(data)}")
     if needed == 1:
         data = data[0]
-    draw(kind, data, out, {"theme": theme, **options}, dpi=dpi, size=size)
+    draw(kind, data, out, {"theme": theme, **options}, note=how, dpi=dpi, size=size)
 
 
 def animate(
@@ -180,7 +204,7 @@ def animate(
             clock=clock,
             theme=theme,
         )
-    say(f"animation in {out}")
+    say(f"animation in {out}{found.how}")
 
 
 def page(
@@ -196,7 +220,7 @@ def page(
     ready(out, (".html", ".htm"))
     found = _recorded(source, opt.written(typed))
     viz().page(found.traces, out, theme=theme, statistics=found.statistics(row), max_mb=max_mb)
-    say(f"page in {out}")
+    say(f"page in {out}{found.how}")
 
 
 def demo_figures(name: str, comparison: Comparison, out: Path) -> list[Path]:
@@ -231,8 +255,12 @@ def _refuse_unused(kind: str, given: list[str], over: str) -> None:
         )
 
 
-def _recorded(source: opt.Source, typed: list[str]) -> Recorded:
-    """Load the saved traces, or run the simulator now; `typed` names the options in use."""
+def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> Recorded:
+    """Load the saved traces, or count; or run the simulator, if --execute or tensors ask for it.
+
+    `typed` names the options in use. Algorithms that divide keys into parts are run if `events` are
+    needed, since only totals of them are counted.
+    """
     mask, how = source.mask, source.how
     if source.trace:
         if given := [name for name in typed if name in _RUN - {"trace"}]:
@@ -240,12 +268,21 @@ def _recorded(source: opt.Source, typed: list[str]) -> Recorded:
                 f"a saved trace has its own sizes and tensors; leave out {values.flags(given)}"
             )
         return Recorded([values.load_trace(file) for file in source.trace])
-    arrays = values.arrays(source.sizes, source.tensors)
-    tile = values.tiling(how.tiling, arrays.q.shape[-1], mask.causal)
     names = source.names()
-    backward = how.direction == "backward"
+    for name in names:
+        plans.check_algorithm(name)
+    tensors, backward = source.tensors, how.direction == "backward"
+    device = Device.get(how.device)
+    parts = [name for name in names if events and plans.splits_keys(name)]
+    if not (source.execute or parts or tensors.input is not None or tensors.demo_data is not None):
+        sizes = replace(source.sizes, n_q=source.sizes.n_q or 512)
+        counts = [values.counted(sizes, mask, name, how, among=names) for name in names]
+        return Recorded([*counts], seed=tensors.seed)
+    arrays = values.arrays(source.sizes, tensors)
+    whole = values.problem_of(arrays, mask)
+    tile = values.one_tiling(how.tiling, whole, names, [how.direction], device)
     tiles = {"forward": None, how.direction: tile}
-    cost = values.foresee(arrays, mask, names, tiles, Device.get(how.device))
+    cost = values.foresee(arrays, mask, names, tiles, device)
     traces = []
     with working("simulating", cost):
         for name in names:
@@ -274,7 +311,11 @@ def _io_sweep(source: opt.Source, over: str) -> Sweep:
         raise OptionError(f"unknown axis {over!r}; {choices(over, _OVER)}")
     given = source.sizes.given()
     shape = {"n": given.pop("n_q", 4096), **given}
-    tile: Any = values.parse_tiling(how.tiling)
+    tile: Any = None if how.tiling == "same" else values.parse_tiling(how.tiling)
+    if tile is None and over != "sram_bytes":  # whose point is that tiles grow
+        largest = Problem(64, head_dim=max(_OVER[over]) if over == "head_dim" else 64)
+        largest = replace(largest, **{n: x for n, x in given.items() if n in ("head_dim", "dtype")})
+        tile = Tiling.common(largest, how.device, source.names(), [how.direction])
     if over.startswith("block"):
         held = tile if isinstance(tile, Tiling) else Tiling(64, 64)
         tile = [replace(held, **{over: side}) for side in _OVER[over]]
@@ -294,7 +335,8 @@ def _io_sweep(source: opt.Source, over: str) -> Sweep:
 def _counts(source: opt.Source, defaults: opt.Sizes) -> list[Traffic]:
     """Closed-form counts of the given sizes, with `defaults` for sizes that are not given."""
     sizes = replace(defaults, **source.sizes.given())
-    return [values.counted(sizes, source.mask, name, source.how) for name in source.names()]
+    names = source.names()
+    return [values.counted(sizes, source.mask, name, source.how, among=names) for name in names]
 
 
 def _roofline(

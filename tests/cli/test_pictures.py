@@ -130,6 +130,30 @@ def test_size_and_resolution(tmp_path):
         assert image.size == (480, 300)
 
 
+@pytest.mark.parametrize("kind", ["traffic", "cumulative", "tile-map", "sram-timeline", "diff"])
+def test_pictures_are_counted_and_the_same_when_executed(kind, tmp_path):
+    words = ("plot", kind, "-n", 128, "-d", 16, "--causal", "--direction", "backward")
+    words += ("-a", "flash1,flash2") if kind == "diff" else ()
+    counted, executed = tmp_path / "a.svg", tmp_path / "b.svg"
+    assert "counted, nothing executed" in invoke(*words, "-o", counted).stderr
+    assert "counted, nothing" not in invoke(*words, "-o", executed, "--execute").stderr
+    said = executed.read_text().replace("simulated", "counted")
+    assert said == counted.read_text()
+
+
+def test_a_picture_of_what_no_machine_could_run(tmp_path, monkeypatch):
+    def run(*_, **__):
+        raise AssertionError("executed")
+
+    monkeypatch.setattr(pictures.execution, "run", run)
+    words = ("plot", "traffic", "-n", 16384, "--heads", 32, "-o", tmp_path / "x.svg")
+    assert invoke(*words).exit_code == 0
+    assert "counted" in (tmp_path / "x.svg").read_text()
+    for command, out in (("animate", "x.gif"), ("page", "x.html")):
+        small = (command, "-n", 128, "-d", 16, "-o", tmp_path / out)
+        assert invoke(*small).exit_code == 0, command
+
+
 def test_a_roofline_plots_what_the_table_says(monkeypatch, tmp_path):
     drawn = {}
     monkeypatch.setattr(

@@ -57,7 +57,7 @@ def rows_with_nan(result):
     ],
 )
 def test_a_hidden_nan_reaches_the_rows_of_visited_tiles(algorithm, backend):
-    """As docs/reference/model.md says: 0 times NaN is NaN, and a tile that is skipped is not read."""
+    """As docs/reference/model.md says: 0 times NaN is NaN, and skipped tiles are not read."""
     q, k, v, _ = inputs()
     v[:, 100] = np.nan
     result = flashsim.run(q, k, v, causal=True, tiling=TILE, algorithm=algorithm, backend=backend)

@@ -140,6 +140,19 @@ def test_says_what_lies_in_hbm():
     assert words == ["stage forward · HBM: the strips", "stage scores · HBM: the strips, S, P"]
 
 
+def test_statistics_follow_the_row_tile_at_hand():
+    q, k, *_ = cases.arrays()
+    stats = viz.row_statistics(cases.trace(), q, k)
+    film, walk = Film(cases.trace(), statistics=stats), Steps(cases.trace())
+    panel = film.panels[0][-1]
+    for step in walk.visits[::3].tolist():
+        panel.update(step)
+        row = stats.by_tile[int(walk.i[step])]
+        seen = int((row.steps <= step).sum())
+        assert panel.text.get_text().startswith(f"row {row.row}: m = {row.m[seen - 1]:.2f}")
+        assert panel.lines[0].get_ydata().tolist() == row.m[:seen].tolist()
+
+
 def test_statistics_grow():
     film, stats = Film(cases.trace(), statistics=statistics()), statistics()
     panel = film.panels[0][2]

@@ -9,6 +9,7 @@ from flashsim.counts import traffic
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import DTypeError, OptionError, shown
 from flashsim.schedule.dataflow import ALGORITHMS
+from flashsim.trace.counted import COUNTED, counted
 from flashsim.trace.trace import Trace
 from flashsim.viz.data.statistics import RowStatistics
 
@@ -16,6 +17,10 @@ from flashsim.viz.data.statistics import RowStatistics
 MOST_CHARACTERS = 200
 #: How algorithms are called in print.
 NAMES = {name: algorithm.title for name, algorithm in ALGORITHMS.items()}
+
+
+#: How a source came about, by its backend; others are named.
+HOW = {"closed form": "counted", COUNTED: "counted", "simulator": "simulated"}
 
 
 def title(algorithm: str) -> str:
@@ -30,17 +35,23 @@ def direction(trace: Trace) -> str:
 
 
 def one_trace(data: Any) -> Trace:
-    """Return the trace in `data`: itself, or that of a `Result` or `Gradients`.
+    """Return the trace in `data`: itself, that of a `Result` or `Gradients`, or a counted one.
+
+    A `Traffic` becomes the trace that a run of it would record.
 
     Raises
     ------
-    TraceError, DTypeError
-        If nothing was recorded, or if `data` is something else.
+    TraceError, DTypeError, OptionError, UnsupportedError
+        If nothing was recorded, if `data` is something else, or if what was counted cannot be
+        listed event by event.
     """
+    if isinstance(data, Traffic):
+        return counted(data)
     trace = getattr(data, "trace", data)
     if not isinstance(trace, Trace):
         raise DTypeError(
-            f"expected a Trace (or a Result or Gradients that has one), got {type(data).__name__}"
+            "expected a Trace, a Result or Gradients that has one, or what flashsim.count gives, "
+            f"got {type(data).__name__}"
         )
     return trace
 
@@ -182,7 +193,7 @@ def places(algorithms: Iterable[str]) -> list[int]:
 
 
 def about(source: Trace | Traffic) -> list[str]:
-    """Describe a source in words: heads, lengths, width, type, mask and tiling."""
+    """Describe a source in words: sizes, type, mask, tiling, and how it came about."""
     p = source.problem
     packed = p.cu_seqlens_q is not None
     return [
@@ -199,6 +210,7 @@ def about(source: Trace | Traffic) -> list[str]:
         *(["block-sparse"] if p.block_mask else []),
         *(["own mask"] if p.mask else []),
         f"tiles of {source.tiling.block_q} × {source.tiling.block_k}",
+        HOW.get(source.backend, source.backend),
     ]
 
 

@@ -209,7 +209,7 @@ class Film:
             panels.append(Moves(at((0.67, 0.03, 0.31, 0.37)), walk, look))
         elif row is not None and total == 1:
             charts = [at((0.735, y, 0.245, 0.07)) for y in (0.275, 0.18, 0.085)]
-            panels.append(StatisticsPanel(charts, row, look, facts[0]))
+            panels.append(StatisticsPanel(charts, row, walk, look, facts[0]))
         self.panels.append(panels)
 
     def __len__(self) -> int:

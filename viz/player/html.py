@@ -99,7 +99,8 @@ def page(
     theme : {"auto", "light", "dark"}
         "auto" follows the reader's system; the player has a switch.
     statistics : RowStatistics, or a dict of them by label, optional
-        From `row_statistics`: shows m and l of one query row as they change.
+        From `row_statistics`: shows m and l of a query row as they change, of the row tile at hand
+        or of the one that a reader clicks.
     max_mb : float
         The largest file to write, in MB (10^6 bytes); browsers take long to open larger ones.
 
@@ -175,7 +176,7 @@ def _pane(
             f"{sources.title(trace.algorithm)} {sources.direction(trace)}: "
             f"{sources.common([trace])}; "
             f"{'one head is shown; ' if p.batch * p.heads > 1 else ''}SRAM of "
-            f"{trace.device.name}; recorded by {trace.backend}{f' on {gpu}' if gpu else ''}"
+            f"{trace.device.name}{f'; recorded on {gpu}' if gpu else ''}"
         ),
         "provenance": {str(k): str(v) for k, v in trace.provenance.items()},
         "rows": t_r,
@@ -206,6 +207,11 @@ def _pane(
 
 
 def _statistics(s: RowStatistics) -> dict[str, Any]:
+    """The rows that the player can follow, by row tile, and the tile of the first."""
+    return {"tile": s.tile, "rows": {tile: _row(one) for tile, one in s.by_tile.items()}}
+
+
+def _row(s: RowStatistics) -> dict[str, Any]:
     columns = {name: getattr(s, name).tolist() for name in ("steps", "j", "m", "alpha", "l")}
     columns["m"] = [m if np.isfinite(m) else None for m in columns["m"]]  # JSON has no infinity
     return {"row": s.row, **columns}
