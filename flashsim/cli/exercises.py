@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,14 +13,19 @@ import typer
 
 from flashsim import report
 from flashsim.cli import options as opt
+from flashsim.cli import values
 from flashsim.cli.output import Tables, ready, say, show, viz
+from flashsim.counts.questions import in_words
+from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError
 from flashsim.exercises import shelf, subprocess_grader
 from flashsim.exercises.exercise import Exercise
 from flashsim.exercises.picture import draw
 from flashsim.report import beside
+from flashsim.schedule.dataflow import ALGORITHMS
 from flashsim.trace.trace import Trace
 
+_QUIZ = opt.One(tiling="same")
 _Name = Annotated[str, typer.Argument(help="Of `flashsim exercise list`, or a .py file.")]
 
 
@@ -98,29 +104,76 @@ def _asked(what: str, option: str) -> int:
 
 
 def predict(
-    name: _Name,
+    sizes: opt.Sizes,
+    mask: opt.Mask,
+    how: opt.One = _QUIZ,
+    name: str | None = typer.Argument(
+        None, help="Of `flashsim exercise list`, or a .py file. Without it: a shape of your own."
+    ),
+    algorithm: str = opt.option("flash2", "Without a name: what is counted.", "-a"),
     loaded: int | None = opt.option(None, "Your bytes. Default: you are asked.", read=_number),
     stored: int | None = opt.option(None, "Your bytes. Default: you are asked.", read=_number),
     plot: opt.Plot = None,
+    *,
+    typed: typer.Context,
 ) -> None:
-    """Guess how many bytes move, then see the answer. For the lecture hall."""
-    one = shelf.get(name)
+    """Guess how many bytes move, then see the answer. For the lecture hall.
+
+    The question is an exercise's, or (without a name) a shape that you give with -n, -d, --heads.
+    """
     ready(plot)
+    if name is None:
+        _predict_shape(sizes, mask, how, algorithm, (loaded, stored), plot)
+        return
+    opt.refuse_unused(
+        typed, "an exercise, which has its shape", only=("name", "loaded", "stored", "plot")
+    )
+    one = shelf.get(name)
     typer.echo(f"{textwrap.dedent(one.statement).strip()}\n\n{one.sizes}\n")
-    loaded = _asked("bytes loaded", "--loaded") if loaded is None else loaded
-    stored = _asked("bytes stored", "--stored") if stored is None else stored
     trace = one.executed.trace
+    _judge(name, (loaded, stored), trace)
+    if plot is not None:
+        _draw({"the reference": trace}, one, plot)
+
+
+def _predict_shape(
+    sizes: opt.Sizes,
+    mask: opt.Mask,
+    how: opt.One,
+    algorithm: str,
+    said: tuple[int | None, int | None],
+    plot: Path | None,
+) -> None:
+    """The question for a shape of one's own; the answer is counted."""
+    whole = replace(sizes, **{"n_q": 1024, **sizes.given()})
+    counted = values.counted(whole, mask, algorithm, how)
+    typer.echo(
+        f"How many bytes does {ALGORITHMS[algorithm].title} {how.direction} load from HBM, and how "
+        f"many does it store?\n{in_words(counted.problem)}, tiles of {counted.tiling}\n"
+    )
+    _judge("your shape", said, counted)
+    if plot is not None:
+        viz().save_figure(viz().traffic(counted), plot)
+        say(f"plot in {plot}")
+
+
+def _judge(name: str, given: tuple[int | None, int | None], counted: Trace | Traffic) -> None:
+    """Ask for what was not said, and show it beside what was measured or counted."""
+    options = ("loaded", "--loaded"), ("stored", "--stored")
+    guesses = [
+        _asked(f"bytes {what}", option) if guess is None else guess
+        for guess, (what, option) in zip(given, options, strict=True)
+    ]
     table = report.Table(
         f"{name}: said and measured", ("bytes", "said B", "measured B", "said / measured")
     )
-    measured = {"loaded": trace.bytes("load"), "stored": trace.bytes("store")}
-    for (what, right), said in zip(measured.items(), (loaded, stored), strict=True):
-        table.rows.append((what, said, right, said / right))
-    exact = (loaded, stored) == tuple(measured.values())
+    # What is added to HBM in place counts as stored.
+    right = counted.bytes("load"), counted.bytes("store") + counted.bytes("reduce")
+    for what, measured, guess in zip(("loaded", "stored"), right, guesses, strict=True):
+        table.rows.append((what, guess, measured, guess / measured))
+    exact = tuple(guesses) == right
     table.note = "to the byte!" if exact else "where they are, tensor by tensor, is below"
-    show([table, trace.table()])
-    if plot is not None:
-        _draw({"the reference": trace}, one, plot)
+    show([table, counted.table()])
 
 
 def grade(

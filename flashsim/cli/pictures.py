@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,7 +47,8 @@ _USES = {
     "tile-map": _RUN | {"color"},
     "gpu-timeline": {"trace", "color", "sms", "times"},
     "io-curve": _COUNTED | {"over"},
-    "roofline": _COUNTED | {"trace", "seconds"},
+    "roofline": _COUNTED | {"trace", "seconds", "measured"},
+    "heads": (_COUNTED - {"kv_heads"}),
     "memory-footprint": (_SIZES - {"n_q", "n_kv"}) | {"algorithm", "device"},
     "l2-curve": _COUNTED,
     "mask": {"n_q", "n_kv", "causal", "window", "tiling"},
@@ -52,7 +56,7 @@ _USES = {
 KINDS = tuple(_USES)
 #: Bytes of inputs that are made only to follow one row of scores.
 _SMALL = 1 << 26
-_ALWAYS = {"out", "theme", "dpi", "size"}
+_ALWAYS = {"out", "theme", "dpi", "size", "slides"}
 _THREE = opt.Source(algorithm="standard,flash1,flash2")
 _ROW = opt.option(None, "Query row whose m and l are followed.")
 
@@ -116,7 +120,13 @@ def plot(
         "gpu-timeline: FIRST:LAST µs shown.",
         read=opt.pair(":", float, "FIRST:LAST in µs, e.g. 0:40"),
     ),
+    measured: Path | None = opt.option(
+        None, "roofline: your times, a CSV file with columns algorithm and seconds."
+    ),
     theme: opt.Theme = "light",
+    slides: bool = opt.option(
+        False, "For slides: 16:9 with large type, as .png and as .svg.", panel=opt.OUTPUT
+    ),
     dpi: float = opt.option(150, "Pixels per inch, for pixel formats.", panel=opt.OUTPUT, min=1),
     size: tuple[float, float] = opt.option(
         "9.6x5.4", "WIDTHxHEIGHT in inches.", read=values.parse_size, panel=opt.OUTPUT
@@ -144,7 +154,9 @@ def plot(
         data: Any = _io_sweep(source, axis)
         options: dict[str, Any] = {"x": axis}
     elif kind == "roofline":
-        data, options = _roofline(source, seconds, given)
+        data, options = _roofline(source, _times(seconds, measured), given)
+    elif kind == "heads":
+        data, options = _by_heads(source, given), {}
     elif kind == "memory-footprint":
         shape = {"n_q": 4096, "head_dim": 64, **source.sizes.given()}
         data = Problem(**shape)
@@ -175,6 +187,12 @@ def plot(
         raise OptionError(f"{kind} {takes}, got {len(data)}")
     if needed == 1:
         data = data[0]
+    kind = "traffic" if kind == "heads" else kind
+    if slides:
+        if clash := {"dpi", "size"} & set(opt.written(typed)):
+            raise OptionError(f"--slides sets {values.flags(sorted(clash))}; leave one of them out")
+        draw(kind, data, out, {"theme": theme, **options}, note=how, slides=True)
+        return
     draw(kind, data, out, {"theme": theme, **options}, note=how, dpi=dpi, size=size)
 
 
@@ -339,18 +357,76 @@ def _counts(source: opt.Source, defaults: opt.Sizes) -> list[Traffic]:
     return [values.counted(sizes, source.mask, name, source.how, among=names) for name in names]
 
 
+def _by_heads(source: opt.Source, typed: list[str]) -> dict[str, Traffic]:
+    """The same queries with a key head each (MHA), for every four (GQA) and one in all (MQA)."""
+    sizes = replace(opt.LAYER, **{"heads": 32, **source.sizes.given()})
+    heads = sizes.heads or 1
+    few = sizes.n_q is not None and sizes.n_q <= 16  # decoding
+    name = source.last().algorithm if "algorithm" in typed else "flash-decode" if few else "flash2"
+    shares = {"MHA": heads, "GQA": max(heads // 4, 1), "MQA": 1}
+    if heads % 4 or heads < 8:
+        raise OptionError(
+            f"heads compares MHA, GQA of four and MQA: --heads is {heads}, not 8, 12, ..."
+        )
+    found = {}
+    for kind, n in shares.items():
+        one = replace(sizes, kv_heads=n)
+        found[f"{kind}, {n} key head{'s' * (n > 1)}"] = values.counted(
+            one, source.mask, name, source.how
+        )
+    return found
+
+
+def _times(seconds: float | None, file: Path | None) -> float | dict[str, float] | None:
+    """Measured seconds: of the one algorithm, or by algorithm from a CSV file."""
+    if file is None:
+        return seconds
+    if seconds is not None:
+        raise OptionError("--seconds and --measured both give times; give one of them")
+    reader = csv.DictReader(io.StringIO(values.read_text(file)))
+    if not {"algorithm", "seconds"} <= set(reader.fieldnames or ()):
+        raise OptionError(
+            f"{file} has columns {', '.join(reader.fieldnames or ()) or 'none'}; it needs "
+            "algorithm and seconds, e.g. flash2,0.0012"
+        )
+    found: dict[str, float] = {}
+    for row in reader:
+        name = plans.check_algorithm((row["algorithm"] or "").strip())
+        try:
+            took = float(row["seconds"])
+        except (TypeError, ValueError):
+            took = math.nan
+        if not 0 < took < math.inf:
+            raise OptionError(
+                f"{file}, line {reader.line_num}: seconds must be a positive number, got "
+                f"{row['seconds']!r}"
+            )
+        if name in found:
+            raise OptionError(f"{file}, line {reader.line_num}: {name} is there twice")
+        found[name] = took
+    if not found:
+        raise OptionError(f"{file} holds no time")
+    return found
+
+
 def _roofline(
-    source: opt.Source, seconds: float | None, typed: list[str]
+    source: opt.Source, seconds: float | dict[str, float] | None, typed: list[str]
 ) -> tuple[Any, dict[str, Any]]:
     """The data of `flashsim roofline`, or saved traces with their GPU times."""
     if source.trace:
         traces = _recorded(source, typed).traces
         took = {t.algorithm: s for t in traces if (s := values.duration(t)) is not None}
     else:
-        if "algorithm" not in typed:
+        if isinstance(seconds, dict) and "algorithm" not in typed:
+            source = replace(source, algorithm=",".join(seconds))
+        elif "algorithm" not in typed:
             source = replace(source, algorithm="standard,flash2")
         traces, took = _counts(source, opt.LAYER), {}  # type: ignore[assignment]
-    if seconds is not None:
+    if isinstance(seconds, dict):
+        if missing := set(seconds) - {t.algorithm for t in traces}:
+            raise OptionError(f"--measured has {', '.join(sorted(missing))}, which is not drawn")
+        took |= seconds
+    elif seconds is not None:
         if len(traces) != 1:
             raise OptionError(
                 f"--seconds is the time of one algorithm, got {len(traces)}; give one --algorithm"

@@ -449,7 +449,7 @@ def test_demo_compares_checks_and_saves(tmp_path, monkeypatch):
         )
         for a in ("flash2", "standard")
     )
-    assert sample.q.shape == (1, 12, 512, 32)
+    assert sample.q.shape == (12, 512, 32)
     assert f"{one} {two}" == (
         f"FlashAttention-2 asks memory for {many.bytes() / few.bytes():.1f} times fewer bytes than "
         "standard attention; the answer is the same."

@@ -308,7 +308,10 @@ class Scene:
             bar.set(x=left, width=size)
             left += size
         limit = self.walk.trace.device.sram_bytes
-        words = f"SRAM: {left:,} B, {left / limit:.0%} of {limit:,} B"
+        words = (
+            f"SRAM: {left:,} B, {left / limit:.0%} of {self.walk.trace.device.name}'s {limit:,} B"
+        )
         if left > limit:
-            words = f"SRAM {limit:,} B + registers {left - limit:,} B"
+            device = self.walk.trace.device.name
+            words = f"{device}: SRAM {limit:,} B + registers {left - limit:,} B"
         self.sram_text.set_text(words)
