@@ -23,7 +23,11 @@ def overlaps(figure):
     for (one, a), (two, b) in combinations(texts, 2):
         wide = min(a.x1, b.x1) - max(a.x0, b.x0)
         high = min(a.y1, b.y1) - max(a.y0, b.y0)
-        if wide > SLACK and high > SLACK and not (one.get_rotation() % 90 or two.get_rotation() % 90):
+        if (
+            wide > SLACK
+            and high > SLACK
+            and not (one.get_rotation() % 90 or two.get_rotation() % 90)
+        ):
             found.append(f"{one.get_text()!r} on {two.get_text()!r}")
     return found
 

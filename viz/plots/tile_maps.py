@@ -198,13 +198,33 @@ def mask(
         handles.append(Patch(label=left_out, **skipped))
     ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.02, 1))
     ax.set(xlabel="key", ylabel="query")
-    title = f"{kept / (shape[0] * shape[1]):.0%} of the scores are kept"
+    title = f"{_mask_name(problem)}: {kept / (shape[0] * shape[1]):.0%} of the scores are kept"
     about = f"tiles of {schedule.tiling.block_q} x {schedule.tiling.block_k}"
     heading(ax, theme, title, about)
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     for side in ("left", "bottom"):
         ax.spines[side].set_visible(False)
+
+
+def _mask_name(p: Problem) -> str:
+    """Name a problem's mask, in words."""
+    words = []
+    if p.block_mask is not None:
+        words.append("block-sparse")
+    if p.mask is not None:
+        name = getattr(p.mask, "__name__", type(p.mask).__name__)
+        words.append("own mask" if name == "<lambda>" else name.replace("_", " "))
+    if p.window is not None:
+        words.append(sources.window(p.window))
+    if p.cu_seqlens_q is not None:
+        words.append(f"{len(p.sequences)} packed sequences")
+    if p.causal:
+        words.append("causal")
+    if p.bias:
+        words.append("with a bias")
+    name = ", ".join(words) or "no mask"
+    return name[0].upper() + name[1:]
 
 
 def tile_values(walk: Steps, schedule: Schedule, stage: int, quantity: str) -> np.ndarray:
