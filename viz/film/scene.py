@@ -307,11 +307,8 @@ class Scene:
         for size, bar in zip(self.walk.on_chip[step].tolist(), self.bars, strict=True):
             bar.set(x=left, width=size)
             left += size
-        limit = self.walk.trace.device.sram_bytes
-        words = (
-            f"SRAM: {left:,} B, {left / limit:.0%} of {self.walk.trace.device.name}'s {limit:,} B"
-        )
-        if left > limit:
-            device = self.walk.trace.device.name
-            words = f"{device}: SRAM {limit:,} B + registers {left - limit:,} B"
+        device = self.walk.trace.device
+        words = f"SRAM of {device.name}: {left:,} B, {left / device.sram_bytes:.0%}"
+        if left > device.sram_bytes:
+            words = f"SRAM {device.sram_bytes:,} B + registers {left - device.sram_bytes:,} B"
         self.sram_text.set_text(words)
