@@ -190,6 +190,46 @@ def end_labels(
         )  # fmt: skip
 
 
+#: Where a name may stand beside a mark: offset in points, and alignment; the first that is free.
+_BESIDE = (
+    *((10, 0, "left", "center"), (8, 8, "left", "bottom"), (8, -8, "left", "top")),
+    *((-8, 8, "right", "bottom"), (-8, -8, "right", "top"), (0, 12, "center", "bottom")),
+    *((0, -12, "center", "top"), (16, 30, "left", "bottom"), (16, -30, "left", "top")),
+    *((-16, 30, "right", "bottom"), (40, 0, "left", "center"), (60, -50, "left", "top")),
+)
+
+
+def name_marks(ax: Axes, marks: Sequence[tuple[float, float, str, str]], size: float = 11) -> None:
+    """Write a name beside each mark, where it lies on no line and on no other name.
+
+    Call it when the axes have their final limits and scales.
+
+    Parameters
+    ----------
+    marks : sequence of (x, y, text, color)
+    """
+    ax.figure.canvas.figure.draw_without_rendering()  # the layout: axes have their final places
+    lines = [line for line in ax.lines if line.get_linestyle() != "None"]
+    paths = [line.get_transform().transform_path(line.get_path()) for line in lines]
+    taken: list[Any] = []
+    for x, y, text, color in marks:
+        name = ax.annotate(
+            text, (x, y), (0, 0), textcoords="offset points", fontsize=size, fontweight="bold",
+            color=palette.ink(color, theme_of(ax)), zorder=5, annotation_clip=False,
+        )  # fmt: skip
+        for right, up, ha, va in _BESIDE:
+            name.set(position=(right, up), ha=ha, va=va)
+            box = name.get_window_extent().padded(2)
+            inside = ax.bbox.x0 <= box.x0 and ax.bbox.y0 <= box.y0 and box.y1 <= ax.bbox.y1
+            if (
+                inside
+                and not box.count_overlaps(taken)
+                and not any(path.intersects_bbox(box, filled=False) for path in paths)
+            ):
+                break
+        taken.append(name.get_window_extent())
+
+
 def series_style(theme: Theme, n: int) -> dict[str, Any]:
     """Return the colour, dash and marker of line `n` of a plot, for ``Axes.plot``."""
     looks = {"color": theme.cycle, "ls": DASHES, "marker": MARKERS}

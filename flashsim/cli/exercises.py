@@ -144,7 +144,7 @@ def _predict_shape(
     said: tuple[int | None, int | None],
     plot: Path | None,
 ) -> None:
-    """The question for a shape of one's own; the answer is counted."""
+    """The question for a shape of your own; the answer is counted."""
     whole = replace(sizes, **{"n_q": 1024, **sizes.given()})
     counted = values.counted(whole, mask, algorithm, how)
     typer.echo(

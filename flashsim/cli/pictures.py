@@ -72,7 +72,7 @@ class Recorded:
 
     @property
     def how(self) -> str:
-        """What to say about a picture that was counted."""
+        """A note for a picture that was counted; empty for any other."""
         counts = any(isinstance(one, Traffic) for one in self.traces)
         return " (counted, nothing executed; --execute runs it on tensors)" if counts else ""
 

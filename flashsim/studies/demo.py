@@ -102,6 +102,7 @@ class DemoLayer:
         return table
 
 
+@own_errors
 def in_a_sentence(layers: Sequence[DemoLayer]) -> str:
     """What the demonstration shows, for someone who reads nothing else."""
     moved = {

@@ -375,14 +375,14 @@ def test_ring_shows_ranks_and_draws_them(tmp_path):
     assert "communication exposed for" in ok(*words)
     page = tmp_path / "ring.html"
     assert f"animation in {page}" in invoke(*words, "-o", page).stderr
-    assert "zigzag over 2 ranks" in page.read_text()
+    assert "Zigzag: 2 GPUs" in page.read_text()
 
 
 def test_a_trace_is_saved_and_shown(tmp_path):
     file = tmp_path / "new" / "trace.npz"
     result = invoke("run", "-n", 64, "-d", 16, "-t", "32x32", "--backward", "--save", file)
     assert result.exit_code == 0
-    assert f"wrote {file}" in result.stderr
+    assert f"trace in {file}" in result.stderr
 
     trace = Trace.load(file)
     assert trace.direction == "forward"

@@ -311,4 +311,4 @@ class Scene:
         words = f"SRAM of {device.name}: {left:,} B, {left / device.sram_bytes:.0%}"
         if left > device.sram_bytes:
             words = f"SRAM {device.sram_bytes:,} B + registers {left - device.sram_bytes:,} B"
-        self.sram_text.set_text(words)
+        self.sram_text.set(text=words, fontsize=11.5 * min(1, 34 / len(words)))

@@ -366,7 +366,7 @@ const player = {
       pane.diagram.resize(Math.max(tall, window.innerHeight * 0.25, 160));
       if (!pane.chart) continue;
       const room = main.clientHeight - from(pane.chart) - gap;
-      pane.chartHeight = wide && this.panes.length === 1 ? Math.max(150, Math.min(CHART, room)) : CHART;
+      pane.chartHeight = wide && this.panes.length === 1 ? Math.max(130, Math.min(CHART, room)) : CHART;
     }
     this.dirty = true;
   },

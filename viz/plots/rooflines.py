@@ -148,7 +148,7 @@ def roofline(
 
 
 def _plate(theme: Theme) -> dict[str, Any]:
-    """What is drawn behind a text, so that no line runs through it."""
+    """Return the look of the box behind a text, so that no line runs through it."""
     return {"facecolor": theme.background, "edgecolor": "none", "pad": 1.5, "alpha": 0.85}
 
 

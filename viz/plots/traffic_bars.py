@@ -19,7 +19,6 @@ from flashsim.problem import checks
 from flashsim.schedule.names import CODES, COMPUTE
 from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
-from flashsim.viz import palette
 from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme, is_gradient, tint
 from flashsim.viz.style import (
@@ -29,6 +28,7 @@ from flashsim.viz.style import (
     heading,
     human,
     ink_on,
+    name_marks,
     themed,
     unit_axis,
 )
@@ -260,12 +260,12 @@ def cumulative(
         ax.plot(steps, total, color=color, ls=DASHES[n % len(DASHES)], label=label)
         ax.plot(steps[-1:], total[-1:], MARKERS[n % len(MARKERS)], color=color, ms=9, zorder=3)
         ends.append((int(steps[-1]), int(total[-1]), label, color))
-    ax.set_ylim(0, ax.dataLim.y1 * 1.08)
+    ax.set_ylim(0, ax.dataLim.y1 * 1.15)
     if log:
         ax.set_xscale("log")
     ax.margins(x=0.02)
     last, most = max(end[0] for end in ends), max(end[1] for end in ends)
-    ax.set_xlim(1 if log else 0, last * (6 if log else 1.3))  # with room for the names
+    ax.set_xlim(1 if log else 0, last * (8 if log else 1.35))  # with room for the names
     what = "FLOPs" if quantity == "flops" else "requested HBM bytes"
     ax.set(xlabel="step (visit of a tile, or end of a row or column)", ylabel=f"{what} so far")
     least = min(ends, key=lambda end: end[1])
@@ -276,20 +276,7 @@ def cumulative(
     heading(ax, theme, title, about if about.startswith("1 head") else f"one head of {about}")
     unit_axis(ax.yaxis, unit)
     ax.grid()
-    for x, y, label, color in ends:
-        # At the right of the longest line; of others where lines that go on do not run.
-        where: dict[str, Any] = {"xytext": (10, 0), "ha": "left", "va": "center"}
-        if x < last:
-            lowest = y == least[1]
-            where = (
-                {"xytext": (6, -9), "ha": "left", "va": "top"}
-                if lowest
-                else {"xytext": (-6, 9), "ha": "right", "va": "bottom"}
-            )
-        ax.annotate(
-            f"{label}\n{human(y, unit)}", (x, y), textcoords="offset points", fontsize=11,
-            fontweight="bold", color=palette.ink(color, theme), zorder=5, **where,
-        )  # fmt: skip
+    name_marks(ax, [(x, y, f"{label}: {human(y, unit)}", color) for x, y, label, color in ends])
 
 
 @themed
