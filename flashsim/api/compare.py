@@ -215,7 +215,9 @@ def _common(
     """Return one tiling for all; None for arrays that `run` will refuse."""
     try:
         sides = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
-        problem = Problem(*map(int, sides), dtype=str(q.dtype).rpartition(".")[2])
+        n_q, n_kv, head_dim, head_dim_v = map(int, sides)
+        dtype = str(q.dtype).rpartition(".")[2]
+        problem = Problem(n_q, n_kv, head_dim, head_dim_v, dtype=dtype)
         return Tiling.common(problem, device, algorithms, directions)
     except (FlashSimError, AttributeError, IndexError, TypeError, ValueError):
         return None  # `run` says what is wrong with them

@@ -119,7 +119,7 @@ def compare(
         asked = _asked(scores, how, decoding) | cache | values.unscaled(arrays)
         asked |= {"scale": scale, "tiling": tile or "fit"}
         dout = arrays.gradient(tensors.seed + 1) if how.backward else None
-        backward = (backward_tile or "fit") if how.backward else None
+        backward: Any = (backward_tile or "fit") if how.backward else None
         comparison = run_comparison(
             *(q, k, v), algorithms=algorithm, dout=dout, backward_tiling=backward, **asked
         )

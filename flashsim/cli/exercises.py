@@ -17,7 +17,7 @@ from flashsim.cli import values
 from flashsim.cli.output import Tables, ready, say, show, viz
 from flashsim.counts.questions import in_words
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import OptionError
+from flashsim.errors import OptionError, printable
 from flashsim.exercises import shelf, subprocess_grader
 from flashsim.exercises.exercise import Exercise
 from flashsim.exercises.picture import draw
@@ -198,7 +198,7 @@ def grade(
         )  # a student's fault: points, no error
     else:
         marks, trace = subprocess_grader.grade_file(file, exercise, limit=timeout, memory=memory)
-    typer.echo(marks.json() if json else marks.text())
+    typer.echo(marks.json() if json else printable(marks.text()))
     if gradescope is not None:
         with beside(gradescope) as part:
             part.write_text(marks.gradescope(), encoding="utf-8")

@@ -415,7 +415,11 @@ def _roofline(
     """The data of `flashsim roofline`, or saved traces with their GPU times."""
     if source.trace:
         traces = _recorded(source, typed).traces
-        took = {t.algorithm: s for t in traces if (s := values.duration(t)) is not None}
+        took = {
+            t.algorithm: took
+            for t in traces
+            if isinstance(t, Trace) and (took := values.duration(t)) is not None
+        }
     else:
         if isinstance(seconds, dict) and "algorithm" not in typed:
             source = replace(source, algorithm=",".join(seconds))

@@ -311,7 +311,7 @@ def tilings(
         raise OptionError("--backward-tiling is of the backward pass; give --backward as well")
     directions = ("forward", "backward") if how.backward else ("forward",)
     forward, backward = (
-        Tiling.common(whole, device(how), algorithms, directions)
+        Tiling.common(whole, _machine(how), algorithms, directions)
         if text == "same"
         else tiling(text, whole.head_dim, whole.causal)
         for text in (how.tiling, how.backward_tiling)
@@ -326,6 +326,11 @@ def one_tiling(
     if text == "same":
         return Tiling.common(whole, on, algorithms, directions)
     return tiling(text, whole.head_dim, whole.causal)
+
+
+def _machine(how: opt.Passes) -> Device:
+    """The device of passes, with another on-chip capacity if they can have one."""
+    return device(how) if isinstance(how, opt.Simulated) else Device.get(how.device)
 
 
 def device(how: opt.Simulated) -> Device:

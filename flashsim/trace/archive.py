@@ -73,9 +73,10 @@ class Archive:
         if found != tuple(shape):
             raise ValueError(f"{name} has shape {found}, not {tuple(shape)}")
         array = np.empty(shape, dtype)  # takes memory only where it is written
-        raw = memoryview(array.reshape(-1).view(np.uint8))
+        raw = memoryview(array.reshape(-1).view(np.uint8).data)
         rows = max(1, _PART_BYTES // (array[:1].nbytes or 1))
-        with self._zip.open(self._infos[name]) as member:
+        with self._zip.open(self._infos[name]) as opened:
+            member: Any = opened  # a zipfile.ZipExtFile, which has `readinto`
             np.lib.format.read_magic(member)
             np.lib.format.read_array_header_1_0(member)
             for first in range(0, len(array), rows):

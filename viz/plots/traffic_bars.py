@@ -179,7 +179,10 @@ def _name_totals(
     size: float,
 ) -> None:
     """Write each bar's total above it, or above a dashed line that would run through it."""
-    inches = ax.figure.get_size_inches() * (ax.get_position().width, ax.get_position().height)
+    inches = ax.figure.canvas.figure.get_size_inches() * (
+        ax.get_position().width,
+        ax.get_position().height,
+    )
     wide, high = size / 72 / inches  # of the axes: a letter's width and height
     room = 2.9 * high * ax.get_ylim()[1]
     across = 0.62 * wide * (ax.get_xlim()[1] - ax.get_xlim()[0])
