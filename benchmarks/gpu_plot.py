@@ -6,7 +6,7 @@
 Forward above, backward below; a panel for each column's shape, a group of bars for each sequence
 length, or number of GPUs. "gpu" draws flashsim's fastest form and whoever of FA-CuTe, cuDNN and
 FlashAttention-2 was timed beside it; all figures of a table are of one run. "ring" draws how many
-times one GPU several of them are; each table brings its own run's time of one GPU. A dash is what
+times one GPU several of them are; each table brings its own run's time of one GPU. A dot is what
 `flashsim.predict.spread` says, with the link's bandwidth as two H200s reach it.
 """
 
@@ -17,9 +17,15 @@ import csv
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from ring_table import HEAD_DIM, HEADS, PASSES, predicted
+
+from flashsim.viz import palette
+from flashsim.viz.palette import Theme
+from flashsim.viz.style import rc
 
 Row = dict[str, str]
 #: Names in the tables, and what a kernel engineer calls them; colours apart for every sight.
@@ -30,9 +36,9 @@ GPU = {
     "torch flash2": ("FlashAttention-2", "#d3d3d3"),
 }
 RING = {
-    "flashsim, zigzag": ("zigzag", "#1a6fb5"),
-    "flashsim, ulysses": ("ulysses", "#7fb3dc"),
-    "context_parallel, cuDNN": ("context_parallel, cuDNN", "#8a8a8a"),
+    "flashsim, zigzag": ("zigzag", "#1a6fb5", ""),
+    "flashsim, ulysses": ("ulysses", "#7fb3dc", "//"),
+    "context_parallel, cuDNN": ("context_parallel", "#8a8a8a", ".."),
 }
 
 
@@ -63,35 +69,69 @@ def gpu(rows: list[Row]) -> Figure:
 
 
 def ring(rows: list[Row]) -> Figure:
-    """How many times one GPU, of the contenders in `RING`."""
+    """How many times one GPU, of the contenders in `RING`; what is predicted beside it, hollow."""
+    look = palette.theme("light")
     timed = [r for r in rows if r["implementation"] in RING]
     panels = sorted({(int(r["n"]), r["causal"] != "True") for r in timed})
     groups = sorted({int(r["ranks"]) for r in timed})
-    figure, axes = _panels(len(panels), sharex=True, sharey=True)
-    for column, (n, full) in enumerate(panels):
-        for ax, passes, words in zip(
-            axes[:, column], PASSES, ("forward", "with backward"), strict=True
-        ):
-            for group, ranks in enumerate(groups):
-                ax.plot([group - 0.46, group + 0.46], [ranks] * 2, color="#cccccc", lw=1, zorder=0)
-            here: dict[str, dict[int, Row]] = {name: {} for name in RING}
-            for r in timed:
-                if (int(r["n"]), r["causal"] != "True", r["pass"]) == (n, full, passes):
-                    here[r["implementation"]][int(r["ranks"])] = r
-            times = {x: {k: float(r["of_one"]) for k, r in of.items()} for x, of in here.items()}
-            drawn = _bars(ax, times, RING, groups, [f"{ranks} GPUs" for ranks in groups])
-            for of, (at, bars) in zip(here.values(), drawn, strict=True):
-                ax.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
-                model = [
-                    (x, y) for x, r in zip(at, of.values(), strict=True) if (y := predicted(r))
+    names = [name for name in RING if any(r["implementation"] == name for r in timed)]
+    with mpl.rc_context(rc(look)):
+        figure = Figure(figsize=(9.6, 7.2), layout="constrained")
+        axes = figure.subplots(len(panels), len(PASSES), sharex=True, squeeze=False)
+        for across, (n, full) in zip(axes, panels, strict=True):
+            for ax, passes, words in zip(across, PASSES, ("forward", "with backward"), strict=True):
+                here = [
+                    r
+                    for r in timed
+                    if (int(r["n"]), r["causal"] != "True", r["pass"]) == (n, full, passes)
                 ]
+                _ring_bars(ax, look, here, names, groups)
+                ax.set_title(
+                    f"{n:,} rows, {'no mask' if full else 'causal'}, {words}",
+                    fontsize=11.5, fontweight="normal",
+                )  # fmt: skip
+        for ax in axes[-1]:
+            ax.set_xlabel("times the speed of one GPU")
+        best = max(timed, key=lambda r: float(r["of_one"]))
+        figure.suptitle(
+            f"{best['ranks']} GPUs are up to {float(best['of_one']):.1f} times as fast as one\n"
+            f"({timed[0]['gpu']}, NVLink, {HEADS} heads, d = {HEAD_DIM}, bfloat16; dot: predicted)",
+            fontsize=13, fontweight="bold", x=0.02, ha="left",
+        )  # fmt: skip
+    return figure
+
+
+def _ring_bars(ax: Axes, look: Theme, rows: list[Row], names: list[str], groups: list[int]) -> None:
+    """Bars of one panel, from the top down, each with its name and its figure."""
+    y, ticks, labels = 0.0, [], []
+    for ranks in groups:
+        ax.plot([ranks] * 2, [y - 0.6, y + len(names) - 0.4], color=look.muted, lw=1, ls=":")
+        ax.annotate(
+            f"{ranks} GPUs", (ranks, y - 0.6), (2, 0), textcoords="offset points", fontsize=9,
+            color=look.muted, va="bottom",
+        )  # fmt: skip
+        for name in names:
+            mine = [r for r in rows if r["implementation"] == name and int(r["ranks"]) == ranks]
+            if mine:
+                times, model = float(mine[0]["of_one"]), predicted(mine[0])
+                color, hatch = RING[name][1:]
+                ax.barh(y, times, 0.8, color=color, hatch=hatch, edgecolor=look.background, lw=0)
+                near = model is not None and times < model < times + 0.45
+                at = model if near else times  # beside the dot, if it is where the figure would be
                 if model:
-                    xs, ys = zip(*model, strict=True)
-                    ax.scatter(xs, ys, 90, "#222222", marker="_", label="predicted")
-            ax.set_ylabel("" if column else f"{words}, times one GPU")
-        axes[0][column].set_title(f"{n:,} rows, {'no mask' if full else 'causal'}", fontsize=10)
-    title = f"{timed[0]['gpu']}, NVLink, {HEADS} heads, d = {HEAD_DIM}, bfloat16"
-    return _finished(figure, axes, title)
+                    ax.plot(model, y, "o", ms=7, mfc=look.background, mec=look.text, mew=1.6)
+                ax.annotate(
+                    f"{times:.2f}", (at, y), (7, 0), va="center", fontsize=10,
+                    textcoords="offset points", color=look.text,
+                    path_effects=[withStroke(linewidth=3, foreground=look.background)],
+                )  # fmt: skip
+                ticks.append(y)
+                labels.append(RING[name][0])
+                y += 1
+        y += 1.1
+    ax.set_yticks(ticks, labels, fontsize=9.5)
+    ax.set(ylim=(y - 1.4, -1.5), xlim=(0, max(groups) + 0.8))
+    ax.tick_params(axis="y", length=0)
 
 
 def _panels(columns: int, **shared: Any) -> tuple[Figure, Any]:

@@ -176,7 +176,7 @@ PLOTS = {
     "sram-timeline-dark.png": lambda: viz.sram_timeline(backward(), theme="dark"),
     "io-curve.png": lambda: viz.io_curve(
         flashsim.sweep(
-            [512, 1024, 2048, 4096, 8192, 16384, 32768], dtype="bfloat16",
+            [512, 1024, 2048, 4096, 8192, 16384, 32768], dtype="bfloat16", tiling=TILE,
             algorithm=["standard", "flash1", "flash2"],
         )
     ),
@@ -226,6 +226,13 @@ ANIMATIONS = {
         path,
         statistics=viz.row_statistics(run(n=512, causal=True).trace, *tensors(512)[:2]),
         fps=6,
+    ),
+    "traversal-dark.gif": lambda path: viz.animate(
+        run(n=512, causal=True),
+        path,
+        statistics=viz.row_statistics(run(n=512, causal=True).trace, *tensors(512)[:2]),
+        fps=6,
+        theme="dark",
     ),
     "real-tensors.gif": lambda path: viz.animate(
         real()[0], path, statistics=real()[1], max_frames=136, fps=10

@@ -78,12 +78,17 @@ def require_numba(what: str, instead: str = "") -> None:
     pip installs Numba together with flashsim; Python in a browser has none.
     """
     try:
-        import numba  # noqa: F401
+        import numba
     except ImportError as error:
         raise BackendUnavailable(
             f"{what} needs Numba, which cannot be imported ({error}): pip install numba"
             f"{'; ' if instead else ''}{instead}"
         ) from None
+    if numba.config.DISABLE_JIT:
+        raise BackendUnavailable(
+            f"{what} needs Numba's compiler, and NUMBA_DISABLE_JIT=1 switches it off: unset it"
+            f"{'; ' if instead else ''}{instead}"
+        )
 
 
 class RankError(FlashSimError, RuntimeError):
@@ -104,6 +109,15 @@ def shown(value: object) -> str:
     except Exception:  # an integer of more than 4,300 digits, or an object that cannot say
         return f"<{type(value).__name__}>"
     return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+#: What a terminal obeys instead of showing it: control characters, and changes of direction.
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    r"""`text` with each character that a terminal obeys escaped, as ``\x1b``; \n and \t stay."""
+    return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def choices(given: object, possible: Iterable[object]) -> str:

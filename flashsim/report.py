@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from flashsim.errors import BackendUnavailable, OptionError
+from flashsim.errors import BackendUnavailable, OptionError, printable
 
 Cell = str | int | float | bool | None
 
@@ -76,8 +76,9 @@ class Table:
             ]
             head, right = [first, *(t[0] for t in texts)], [False, *[True] * len(texts)]
             grids = _grids(head, sideways, right, width, pieces=True)
-        title: list[Any] = [Text(table.title, style="italic"), ""] if table.title else []
-        note: list[Any] = ["", Text(table.note, style="dim")] if table.note else []
+        above, below = printable(table.title), printable(table.note)
+        title: list[Any] = [Text(above, style="italic"), ""] if above else []
+        note: list[Any] = ["", Text(below, style="dim")] if below else []
         return Group(*title, *grids, *note)
 
     def _values(self) -> list[Sequence[Cell]]:
@@ -173,7 +174,7 @@ def format_cell(cell: Cell) -> str:
         return f"{cell:,}"
     if isinstance(cell, float):
         return f"{cell:,.4g}" if abs(cell) < 1000 else f"{cell:,.0f}"
-    return cell
+    return printable(cell)
 
 
 def dataframe(rows: Sequence[Mapping[str, Cell]], columns: Sequence[str]) -> Any:
@@ -198,10 +199,10 @@ def beside(path: Path) -> Iterator[Path]:
     After an error, the temporary file is removed. After an interrupt, the old content of `path` is
     unchanged. If `path` is not a regular file, such as /dev/stdout, it is written to directly.
     """
-    path = path.resolve()
-    if path.exists() and not path.is_file():
+    if path.exists() and not path.is_file():  # resolved, a pipe has a name that no file has
         yield path
         return
+    path = path.resolve()
     part = path.with_name(f".{secrets.token_hex(4)}-{path.name}")
     try:
         part.touch(exist_ok=False)  # before any work is done
@@ -282,7 +283,7 @@ def _grids(
         grid = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         for n, wide in zip(used(stop), widths, strict=True):
             justify: Any = "right" if right[n] else "left"
-            grid.add_column(Text(head[n]), justify=justify, width=wide, overflow="fold")
+            grid.add_column(Text(printable(head[n])), justify=justify, width=wide, overflow="fold")
         for row in rows:
             grid.add_row(*(Text(row[n]) for n in used(stop)))
         grids += ["", grid] if grids else [grid]

@@ -98,6 +98,23 @@ THEMES: Mapping[str, Theme] = MappingProxyType(
 )  # fmt: skip
 
 
+def contrast(one: str, other: str) -> float:
+    """The contrast of two colours by WCAG 2.1, from 1 to 21; small text needs 4.5."""
+    high, low = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(color: str) -> float:
+    part = rgb(color) / 255
+    linear = np.where(part <= 0.04045, part / 12.92, ((part + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+def ink(color: str, look: Theme) -> str:
+    """A series' colour as the colour of its name: itself if small text in it can be read."""
+    return color if contrast(color, look.background) >= 4.5 else look.text
+
+
 def theme(name: str) -> Theme:
     """Return the theme of that name.
 

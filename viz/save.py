@@ -19,6 +19,8 @@ _AS_TEXT = {
 }
 #: Of a picture: pixels an inch at least, and pixels in all at most.
 LEAST_DPI, MOST_PIXELS = 10, 100_000_000
+#: Of a figure for slides, in inches: smaller than a plot's, so that its type is larger.
+_SLIDE = (8.0, 4.5)
 #: Left out, so that the same figure is the same bytes.
 _UNDATED = {
     "png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None},
@@ -27,7 +29,12 @@ _UNDATED = {
 
 @own_errors
 def save_figure(
-    figure: Any, path: str | Path, *, dpi: float = 150, size: tuple[float, float] | None = None
+    figure: Any,
+    path: str | Path,
+    *,
+    dpi: float = 150,
+    size: tuple[float, float] | None = None,
+    slides: bool = False,
 ) -> Path:
     """Write a figure to a file; an old file is replaced only by a complete one.
 
@@ -41,6 +48,9 @@ def save_figure(
         Pixels per inch, for pixel formats: a slide of 9.6 x 5.4 inches has 1440 x 810.
     size : (float, float), optional
         Width and height in inches; default: as it was drawn.
+    slides : bool
+        For slides: 16:9, with larger type, 1920 x 1080 pixels as .png, and beside it as .svg,
+        whatever the suffix, `dpi` and `size` say.
 
     Returns
     -------
@@ -57,6 +67,9 @@ def save_figure(
     import matplotlib as mpl
 
     path = Path(checks.path("path", path))
+    if slides:
+        save_figure(figure, path.with_suffix(".svg"), size=_SLIDE)
+        return save_figure(figure, path.with_suffix(".png"), dpi=1920 / _SLIDE[0], size=_SLIDE)
     if not hasattr(figure, "figure"):
         raise DTypeError(f"figure must be an Axes or a Figure, got {shown(figure)}")
     figure = figure.figure.canvas.figure  # of an Axes or a subfigure the whole

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
@@ -150,12 +151,83 @@ def _cell(ax: Axes) -> bytes:
 
 def heading(ax: Axes, theme: Theme, title: str, about: str = "") -> None:
     """Write a title and, in smaller print below it, a description of the data shown."""
-    ax.set_title(title, pad=24 if about else 8)
+    ax.set_title(title, pad=24 if about else 8, fontsize=15 * min(1, 62 / max(len(title), 1)))
     if about:
         ax.annotate(
             about, (0, 1), (0, 9), xycoords="axes fraction", textcoords="offset points",
-            fontsize=11, color=theme.muted,
+            fontsize=11 * min(1, 105 / len(about)), color=theme.muted,
         )  # fmt: skip
+
+
+def end_labels(
+    ax: Axes, ends: Sequence[tuple[float, float, str, str]], *, size: float = 11
+) -> None:
+    """Write each line's name at its end, in its colour; names that would meet move apart.
+
+    Call it when the axes have their final limits and scales.
+
+    Parameters
+    ----------
+    ends : sequence of (x, y, text, color)
+    """
+    line = size * 1.35  # points from one name to the next
+    to_points = 72 / ax.figure.dpi
+    high = [text.count("\n") * line for _, _, text, _ in ends]
+    level = [float(ax.transData.transform(end[:2])[1]) * to_points for end in ends]
+    middle, order = list(level), sorted(range(len(ends)), key=lambda n: level[n])
+    lowest, top = -np.inf, ax.bbox.y1 * to_points
+    for n in order:  # up, away from the one below
+        middle[n] = max(middle[n], lowest + high[n] / 2)
+        lowest = middle[n] + high[n] / 2 + line
+    for n in reversed(order):  # and down again, if that leaves the axes
+        middle[n] = min(middle[n], top - high[n] / 2)
+        top = middle[n] - high[n] / 2 - line
+    for n, (x, y, text, color) in enumerate(ends):
+        ax.annotate(
+            text, (x, y), (9, middle[n] - level[n]), textcoords="offset points", va="center",
+            color=palette.ink(color, theme_of(ax)), fontsize=size, fontweight="bold",
+            annotation_clip=False,
+        )  # fmt: skip
+
+
+#: Where a name may stand beside a mark: offset in points, and alignment; the first that is free.
+_BESIDE = (
+    *((10, 0, "left", "center"), (8, 8, "left", "bottom"), (8, -8, "left", "top")),
+    *((-8, 8, "right", "bottom"), (-8, -8, "right", "top"), (0, 12, "center", "bottom")),
+    *((0, -12, "center", "top"), (16, 30, "left", "bottom"), (16, -30, "left", "top")),
+    *((-16, 30, "right", "bottom"), (40, 0, "left", "center"), (60, -50, "left", "top")),
+)
+
+
+def name_marks(ax: Axes, marks: Sequence[tuple[float, float, str, str]], size: float = 11) -> None:
+    """Write a name beside each mark, where it lies on no line and on no other name.
+
+    Call it when the axes have their final limits and scales.
+
+    Parameters
+    ----------
+    marks : sequence of (x, y, text, color)
+    """
+    ax.figure.canvas.figure.draw_without_rendering()  # the layout: axes have their final places
+    lines = [line for line in ax.lines if line.get_linestyle() != "None"]
+    paths = [line.get_transform().transform_path(line.get_path()) for line in lines]
+    taken: list[Any] = []
+    for x, y, text, color in marks:
+        name = ax.annotate(
+            text, (x, y), (0, 0), textcoords="offset points", fontsize=size, fontweight="bold",
+            color=palette.ink(color, theme_of(ax)), zorder=5, annotation_clip=False,
+        )  # fmt: skip
+        for right, up, ha, va in _BESIDE:
+            name.set(position=(right, up), ha=ha, va=va)
+            box = name.get_window_extent().padded(2)
+            inside = ax.bbox.x0 <= box.x0 and ax.bbox.y0 <= box.y0 and box.y1 <= ax.bbox.y1
+            if (
+                inside
+                and not box.count_overlaps(taken)
+                and not any(path.intersects_bbox(box, filled=False) for path in paths)
+            ):
+                break
+        taken.append(name.get_window_extent())
 
 
 def series_style(theme: Theme, n: int) -> dict[str, Any]:

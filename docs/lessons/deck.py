@@ -23,7 +23,7 @@ TEMPLATE = Path(__file__).with_name("deck.html")
 #: Pixels below a slide's heading, of a line of text and of code, and of a picture at the least; the
 #: page itself lets pictures grow into what is left, and makes smaller what still does not fit.
 ROOM, LINE, CODE_LINE, PICTURE = 590, 36, 22, 360
-CODE = {"light": "default", "dark": "monokai"}
+CODE = {"light": "xcode", "dark": "monokai"}
 
 
 def write(notebook: nbformat.NotebookNode, theme: str) -> str:

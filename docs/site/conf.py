@@ -64,7 +64,7 @@ html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#1f5fa8", "color-brand-content": "#1f5fa8"},
     "dark_css_variables": {"color-brand-primary": "#7db4f0", "color-brand-content": "#7db4f0"},
 }
-pygments_style = "friendly"
+pygments_style = "xcode"  # its palest token has a contrast of 4.8; tests/api/test_site.py
 pygments_dark_style = "github-dark"
 
 

@@ -37,6 +37,8 @@ PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 #: The folder of scripts, of which the site makes a page.
 EXAMPLES = "examples"
 
+#: The picture of README.md and of the first page: on the site its background is the page's.
+PICTURE = re.compile(r"!\[([^\]]*)\]\(docs/gallery/traversal\.gif\)")
 LANDING = """\
 # flashsim
 
@@ -85,7 +87,10 @@ def stage(to: Path) -> None:
         if path.is_file() and "__pycache__" not in path.parts:
             target = to / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(path, target)
+            if path == ROOT / "README.md":
+                put(target, both_themes(path.read_text(encoding="utf-8")))
+            else:
+                shutil.copy2(path, target)
             kept.add(target)
     for path in before - kept:
         path.unlink()
@@ -96,6 +101,15 @@ def put(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")
+
+
+def both_themes(text: str) -> str:
+    """The page with its picture twice: for light pages, and for dark ones."""
+    picture = "```{{image}} docs/gallery/traversal{}.gif\n:class: only-{}\n:alt: {}\n```\n"
+    both = (("", "light"), ("-dark", "dark"))
+    return PICTURE.sub(
+        lambda found: "\n".join(picture.format(*one, found[1]) for one in both), text
+    )
 
 
 def contents(caption: str, names: list[str]) -> str:
@@ -121,12 +135,14 @@ def landing() -> str:
     lists["Reference"] += ["api/index.md"]
     rest = "".join(contents(caption, names) for caption, names in lists.items() if names)
     more = ["data.md", f"{EXAMPLES}/index.md", "docs/README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
-    return LANDING + first + learn + rest + contents("More", more)
+    return both_themes(LANDING) + first + learn + rest + contents("More", more)
 
 
 def course() -> dict[str, str]:
     """A page for each exercise, and their list."""
-    rows, made = [], {}
+    made = {}
+    rows = ["| exercise | lesson | difficulty | about |\n|---|---|---|---|\n"]
+    told = effort()
     for number, name in enumerate(exercises.names(), 1):
         one = exercises.get(name)
         title, _, said = one.statement.strip().partition("\n")
@@ -150,7 +166,8 @@ def course() -> dict[str, str]:
             f"## Hints\n\n{hints}"
             f"`flashsim exercise reveal {name}` shows a reference solution.\n"
         )
-        rows.append(f"{number}. [{title.rstrip('.')}]({name}.md)\n")
+        more = " | ".join(told[name]).replace("](../", "](../docs/")
+        rows.append(f"| {number} · [{title.rstrip('.')}]({name}.md) | {more} |\n")
     text = (
         "# Exercises\n\nEach is judged by its results, by the room it takes on chip, and by the "
         "bytes it moves: [how a course uses them](../docs/guides/course.md).\n\n"
@@ -159,6 +176,15 @@ def course() -> dict[str, str]:
     )
     made["index.md"] = text + contents("Exercises", list(made))
     return made
+
+
+def effort() -> dict[str, list[str]]:
+    """Lesson, difficulty and minutes of each exercise, as docs/guides/course.md has them."""
+    text = (ROOT / "docs/guides/course.md").read_text(encoding="utf-8")
+    return {
+        name: [cell.strip() for cell in cells.split("|")]
+        for name, cells in re.findall(r"^\| `([\w-]+)` \| (.*) \|$", text, re.M)
+    }
 
 
 def api() -> dict[str, str]:

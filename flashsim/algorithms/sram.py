@@ -143,7 +143,8 @@ class Sram:
         An FP8 tile is loaded with its scale and multiplied by it. In a stage whose loop serves a
         whole group, `member` selects the query head.
         """
-        tile = self._part(tensor, rows, cols, member).astype(self.compute)
+        # In one order, however the caller's array lies: BLAS sums another order otherwise.
+        tile = self._part(tensor, rows, cols, member).astype(self.compute, order="C")
         nbytes = tensor.tile_bytes(rows, cols)
         self._log(LOAD, tensor.code, nbytes)
         self._hold(tensor.name.removesuffix("_acc"), nbytes, tile)

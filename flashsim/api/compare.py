@@ -1,10 +1,13 @@
-"""`compare`: several algorithms on the same inputs, side by side in one table."""
+"""`compare`: several algorithms on the same inputs, side by side in one table.
+
+`side_by_side` makes the same table of counts, without running anything.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,8 +15,16 @@ from flashsim import report
 from flashsim.api import array_libraries, dispatch, inputs
 from flashsim.api.execution import Gradients, Result, run
 from flashsim.counts import questions
-from flashsim.errors import OptionError, UnknownArgumentError, choices, own_errors, shown
+from flashsim.errors import (
+    FlashSimError,
+    OptionError,
+    UnknownArgumentError,
+    choices,
+    own_errors,
+    shown,
+)
 from flashsim.problem import checks
+from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
@@ -43,31 +54,14 @@ class Comparison:
     def table(self) -> report.Table:
         """One row per algorithm and direction."""
         traces = self.traces
-        first = traces[0]
-        table = report.Table(
-            f"{questions.in_words(first.problem)} on {first.device.name}",
-            (
-                *("algorithm", "direction", "tile", "load B", "store B", "reduce B"),
-                *("requested B", "compulsory B", "x compulsory", "FLOP/B", "peak SRAM B"),
-                "max |diff|",
-            ),
-            note="max |diff|: largest difference of out (or of a gradient) from the first row's",
-        )
-        for trace in traces:
-            table.rows.append(
-                (
-                    trace.algorithm,
-                    trace.direction,
-                    str(trace.tiling),
-                    *(trace.bytes(op) for op in questions.OPS),
-                    trace.bytes(),
-                    trace.compulsory(),
-                    round(trace.bytes() / trace.compulsory(), 2),
-                    round(trace.intensity(), 2),
-                    trace.peak_sram(),
-                    self._difference(trace.algorithm, trace.direction),
-                )
-            )
+        table = side_by_side(traces)
+        table.columns = (*table.columns, "max |diff|")
+        table.rows = [
+            (*row, self._difference(trace.algorithm, trace.direction))
+            for row, trace in zip(table.rows, traces, strict=True)
+        ]
+        difference = "max |diff|: largest difference of out (or of a gradient) from the first row's"
+        table.note = f"{difference} · {table.note}"
         return table
 
     def _difference(self, algorithm: str, direction: str) -> float:
@@ -88,6 +82,42 @@ class Comparison:
     _repr_html_ = report.tabled
 
 
+def side_by_side(sources: Sequence[questions.Answers]) -> report.Table:
+    """One row per trace or count: its bytes, intensity and peak SRAM.
+
+    The note says whether all have one tile.
+    """
+    first = sources[0]
+    tiles = dict.fromkeys(str(one.tiling) for one in sources)
+    table = report.Table(
+        f"{questions.in_words(first.problem)} on {first.device.name}",
+        (
+            *("algorithm", "direction", "tile", "load B", "store B", "reduce B"),
+            *("requested B", "compulsory B", "x compulsory", "FLOP/B", "peak SRAM B"),
+        ),
+        note=(
+            f"tiles of {first.tiling} in every row"
+            if len(tiles) == 1
+            else f"tiles differ: {', '.join(tiles)}"
+        ),
+    )
+    for one in sources:
+        table.rows.append(
+            (
+                one.algorithm,
+                one.direction,
+                str(one.tiling),
+                *(one.bytes(op) for op in questions.OPS),
+                one.bytes(),
+                one.compulsory(),
+                round(one.bytes() / one.compulsory(), 2),
+                round(one.intensity(), 2),
+                one.peak_sram(),
+            )
+        )
+    return table
+
+
 @own_errors
 def compare(
     q: Any,
@@ -96,10 +126,14 @@ def compare(
     *,
     algorithms: Sequence[str] = ("standard", "flash1", "flash2"),
     dout: Any = None,
-    backward_tiling: Tiling | None = None,
+    tiling: Tiling | Literal["fit"] | None = None,
+    backward_tiling: Tiling | Literal["fit"] | None = None,
     **options: Any,
 ) -> Comparison:
     """Run several algorithms on the same inputs, with traces, and compare them in one table.
+
+    All algorithms get one tiling, unless `tiling` says otherwise, so that the algorithm is what
+    differs.
 
     Parameters
     ----------
@@ -108,8 +142,11 @@ def compare(
     algorithms : sequence of str
     dout : array, optional
         Gradient of the loss with respect to `out`; if given, the backward passes also run.
-    backward_tiling : Tiling, optional
-        The tiling of the backward passes (`tiling` is the forward's); default: the best that fits.
+    tiling, backward_tiling : Tiling or "fit", optional
+        The tiling of the forward passes, and of the backward passes. "fit": each algorithm's own,
+        the one that fits and moves the fewest bytes. Default: on the CPU `Tiling.common`, one for
+        all algorithms and both directions; "fit" on a GPU, with options of decoding, `scales` or a
+        block mask.
     **options
         Any other keyword of `run`. Decoding options such as `splits` go only to the algorithms
         that take them. The other algorithms get the same keys as plain arrays: not in pages, and
@@ -134,7 +171,6 @@ def compare(
         )
     for name in algorithms:
         plans.check_algorithm(name)
-    inputs.check_tiling(backward_tiling)
     if backward_tiling is not None and dout is None:
         raise OptionError("backward_tiling is of the backward pass: give dout as well")
     backend = dispatch.backend_name(options.get("backend", "simulator"))
@@ -144,6 +180,15 @@ def compare(
     # Options of decoding go to those that divide the keys, or to all; these first, since they check
     # what they are given.
     some, whole = any(map(plans.splits_keys, algorithms)), None
+    if None in (tiling, backward_tiling) and _plain(backend, {**decoding, **options}):
+        directions = ("forward",) if dout is None else ("forward", "backward")
+        one = _common(q, k, v, algorithms, directions, options.get("device", "H100"))
+        tiling, backward_tiling = tiling or one, backward_tiling or one
+    for tile in (tiling, backward_tiling):
+        if tile != "fit":
+            inputs.check_tiling(tile)
+    options["tiling"] = None if tiling == "fit" else tiling
+    backward_tile = None if backward_tiling == "fit" else backward_tiling
     results: dict[str, Any] = dict.fromkeys(algorithms)  # in this order
     for name in sorted(results, key=lambda name: not plans.splits_keys(name)):
         if some and not plans.splits_keys(name):
@@ -154,8 +199,28 @@ def compare(
     if dout is None:
         return Comparison(results, {})
     return Comparison(
-        results, {name: r.backward(dout, tiling=backward_tiling) for name, r in results.items()}
+        results, {name: r.backward(dout, tiling=backward_tile) for name, r in results.items()}
     )
+
+
+def _plain(backend: str, options: Mapping[str, Any]) -> bool:
+    """Whether nothing but the sizes decides which tiles are possible."""
+    deciding = (*inputs.DECODING, "scales", "block_mask")
+    return backend in dispatch.ON_CPU and all(options.get(name) is None for name in deciding)
+
+
+def _common(
+    q: Any, k: Any, v: Any, algorithms: Sequence[str], directions: Sequence[str], device: Any
+) -> Tiling | None:
+    """Return one tiling for all; None for arrays that `run` will refuse."""
+    try:
+        sides = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
+        n_q, n_kv, head_dim, head_dim_v = map(int, sides)
+        dtype = str(q.dtype).rpartition(".")[2]
+        problem = Problem(n_q, n_kv, head_dim, head_dim_v, dtype=dtype)
+        return Tiling.common(problem, device, algorithms, directions)
+    except (FlashSimError, AttributeError, IndexError, TypeError, ValueError):
+        return None  # `run` says what is wrong with them
 
 
 def _without_cache(k: Any, v: Any, decoding: dict[str, Any]) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""A CSV file that grows row by row and survives being interrupted at any moment."""
+"""A CSV file that grows row by row, survives interruptions, and may have several writers."""
 
 from __future__ import annotations
 
@@ -6,22 +6,32 @@ import codecs
 import csv
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 from flashsim.errors import OptionError
 from flashsim.report import Cell
 
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
 Row = dict[str, Cell]
+#: On Windows a locked byte cannot be read by others: a byte that no file of rows has.
+_LOCKED_BYTE = 1 << 40
 
 
 class SweepFile:
     """Rows on disk with fixed columns; opening the file again finds its rows.
 
-    Each row is one line, written and flushed at once, so an interruption can truncate only the last
-    line. Opening the file drops a truncated line. A file that a spreadsheet or an editor saved with
-    a byte order mark or with CRLF can be read; new rows keep its line endings.
+    Each row is one line, appended at once under a lock, so several processes can write to one file.
+    An interruption can truncate only the last line; the next writer drops it. A file that a
+    spreadsheet or an editor saved with a byte order mark or with CRLF can be read; new rows keep
+    its line endings.
 
     Parameters
     ----------
@@ -47,32 +57,53 @@ class SweepFile:
         parse: Callable[[Mapping[str, str]], Row],
     ) -> None:
         self.path, self.columns = Path(path), tuple(columns)
-        if not self.path.parent.is_dir():
-            raise OptionError(f"cannot write {self.path}: there is no folder {self.path.parent}")
-        if self.path.is_dir():
-            raise OptionError(f"cannot write {self.path}: it is a folder; name a file")
-        there = self.path.exists()
-        if there and not self.path.is_file():  # /dev/null, a pipe: no row would be found again
-            raise OptionError(f"cannot write {self.path}: it is no regular file; name a file")
         try:
-            content = self.path.read_bytes() if there else b""
-            text = content.removeprefix(codecs.BOM_UTF8)
-            whole = text[: text.rfind(b"\n") + 1]
-            if not whole and not self._header.encode().startswith(text.rstrip(b"\r")):
-                raise self._foreign(content)
-            self._end = "\r\n" if whole.split(b"\n", 1)[0].endswith(b"\r") else "\n"
-            self.rows = self._read(whole, parse) if whole else []
-            self._stream = self.path.open("r+b" if there else "x+b")
+            if not self.path.parent.is_dir():
+                raise OptionError(
+                    f"cannot write {self.path}: there is no folder {self.path.parent}"
+                )
+            if self.path.is_dir():
+                raise OptionError(f"cannot write {self.path}: it is a folder; name a file")
+            if self.path.exists() and not self.path.is_file():  # no row would be found again
+                raise OptionError(f"cannot write {self.path}: it is no regular file; name a file")
+            self._stream = self.path.open("a+b", buffering=0)
+            try:
+                with self._locked():
+                    self._open(parse)
+            except BaseException:
+                self._stream.close()
+                raise
         except OSError as error:
             raise OptionError(f"cannot write {self.path}: {error.strerror or error}") from error
+
+    def _open(self, parse: Callable[[Mapping[str, str]], Row]) -> None:
+        """Read the rows, drop a truncated line, and write the header if there is none."""
+        self._stream.seek(0)
+        content = self._stream.readall()
+        text = content.removeprefix(codecs.BOM_UTF8)
+        whole = text[: text.rfind(b"\n") + 1]
+        if not whole and not self._header.encode().startswith(text.rstrip(b"\r")):
+            raise self._foreign(content)
+        self._end = "\r\n" if whole.split(b"\n", 1)[0].endswith(b"\r") else "\n"
+        self.rows = self._read(whole, parse) if whole else []
         self._stream.truncate(len(content) - len(text) + len(whole))
-        self._stream.seek(0, os.SEEK_END)
         if not whole:
             self._write(self._header)
 
     def append(self, row: Row) -> None:
-        """Append one row and flush it."""
-        self._write(_line([row[name] for name in self.columns]))
+        """Append one row.
+
+        Raises
+        ------
+        OptionError
+            If the file cannot be written any more, for example because the disk is full.
+        """
+        try:
+            with self._locked():
+                self._drop_truncated_line()
+                self._write(_line([row[name] for name in self.columns]))
+        except OSError as error:
+            raise OptionError(f"cannot write {self.path}: {error.strerror or error}") from error
 
     def __enter__(self) -> SweepFile:
         return self
@@ -85,13 +116,42 @@ class SweepFile:
     ) -> None:
         self._stream.close()
 
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep other processes from writing meanwhile."""
+        if sys.platform == "win32":
+            self._stream.seek(_LOCKED_BYTE)
+            msvcrt.locking(self._stream.fileno(), msvcrt.LK_LOCK, 1)
+        else:
+            fcntl.flock(self._stream, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            if sys.platform == "win32":
+                self._stream.seek(_LOCKED_BYTE)
+                msvcrt.locking(self._stream.fileno(), msvcrt.LK_UNLCK, 1)
+            else:
+                fcntl.flock(self._stream, fcntl.LOCK_UN)
+
+    def _drop_truncated_line(self) -> None:
+        """Remove what another process had written of a line when it was killed."""
+        size = self._stream.seek(0, os.SEEK_END)
+        if not size:
+            return
+        self._stream.seek(size - 1)
+        if self._stream.read(1) == b"\n":
+            return
+        self._stream.seek(0)
+        self._stream.truncate(self._stream.readall().rfind(b"\n") + 1)
+
     @property
     def _header(self) -> str:
         return _line(self.columns)
 
     def _write(self, line: str) -> None:
-        self._stream.write(line.replace("\n", self._end).encode())
-        self._stream.flush()
+        left = memoryview(line.replace("\n", self._end).encode())
+        while left:  # at the file's end, wherever it was read before: it is open to append
+            left = left[self._stream.write(left) :]
 
     def _read(self, whole: bytes, parse: Callable[[Mapping[str, str]], Row]) -> list[Row]:
         first, _, rest = whole.partition(b"\n")

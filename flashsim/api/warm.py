@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flashsim.api.execution import run
 from flashsim.api.samples import random_inputs
-from flashsim.errors import BackendUnavailable, own_errors
+from flashsim.errors import BackendUnavailable, own_errors, require_numba
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 
@@ -79,6 +79,7 @@ def warm(
     BackendUnavailable
         If compiled code cannot be kept in any folder.
     """
+    require_numba("warm()")
     from flashsim.engines.cpu import threads  # Numba is imported when it is asked for
 
     checks.one_of("direction", direction, DIRECTIONS)
@@ -101,7 +102,7 @@ def warm(
 
 def _writable(folder: Path | None) -> Path:
     """Return `folder`; raise if no file can be created in it."""
-    why = "Numba finds no folder that it may write"
+    why = "Numba finds no folder that this user, and no other, may write"
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)

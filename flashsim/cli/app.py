@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from flashsim.errors import FlashSimError, OptionError, choices
+from flashsim.errors import FlashSimError, OptionError, choices, printable
 from flashsim.version import __version__
 
 #: What is printed about a command, and where it is: "module.function" here, or sub-commands.
@@ -171,11 +171,11 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except FlashSimError as error:
-            typer.echo(f"flashsim: {error}", err=True)
+            typer.echo(f"flashsim: {printable(str(error))}", err=True)
         except OSError as error:
             if error.errno == errno.EPIPE:  # `flashsim ... | head`: click ends quietly
                 raise
-            typer.echo(f"flashsim: {error}", err=True)
+            typer.echo(f"flashsim: {printable(str(error))}", err=True)
         raise typer.Exit(2)
 
 
@@ -186,11 +186,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-
-def main() -> None:
-    """Entry point of the `flashsim` command."""
-    app()
 
 
 @app.callback(invoke_without_command=True)

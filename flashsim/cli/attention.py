@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import typer
 
 from flashsim.api import counting, execution
 from flashsim.api.compare import compare as run_comparison
+from flashsim.api.compare import side_by_side
 from flashsim.api.sweep import sweep as run_sweep
 from flashsim.cli import options as opt
 from flashsim.cli import values
@@ -21,6 +23,7 @@ from flashsim.cli.output import Tables, add, figures, ready, say, show, working
 from flashsim.errors import OptionError
 from flashsim.problem.checks import DTYPES
 from flashsim.report import beside
+from flashsim.schedule import plans
 from flashsim.trace.trace import Trace
 
 _SCALE = opt.option(None, "On Q K^T. Default: 1 / sqrt(head_dim).", panel="Mask and scores")
@@ -50,7 +53,7 @@ def run(
     wide = {} if scaling.scales is None else {"dtype": "float32"}
     arrays = values.arrays(sizes, tensors, decoding.shared_prefix, **wide)
     arrays, scales = values.quantized(arrays, scaling, rotate, sizes.dtype)
-    tile, backward_tile = values.tilings(how, arrays.q.shape[-1], scores.causal)
+    tile, backward_tile = values.tilings(how, values.problem_of(arrays, scores), [algorithm])
     tiles = {"forward": tile, **({"backward": backward_tile} if how.backward else {})}
     cost = values.foresee(arrays, scores, [algorithm], tiles, values.device(how), backend)
     with working("simulating", cost):
@@ -79,29 +82,79 @@ def run(
         say(f"results in {out}")
 
 
+_SAME = opt.Simulated(tiling="same", backward_tiling="same")
+
+
 def compare(
     sizes: opt.Sizes,
     tensors: opt.Tensors,
     scores: opt.Scores,
-    how: opt.Simulated,
     decoding: opt.Decoding,
+    how: opt.Simulated = _SAME,
     scale: float | None = _SCALE,
     algorithm: list[str] = opt.algorithms("standard,flash1,flash2"),
+    execute: bool = opt.EXECUTE,
+    *,
+    typed: typer.Context,
 ) -> Tables:
-    """Run several algorithms on the same tensors, side by side."""
+    """Compare algorithms side by side, by formula or (--execute) on tensors.
+
+    All get one tiling, so that the algorithm is what differs: 64x64, or the largest of 64x32,
+    32x32, ... that fits all of them. With --tiling fit each gets its own.
+    """
+    for name in algorithm:
+        plans.check_algorithm(name)
+    if not (execute or tensors.input is not None or tensors.demo_data is not None):
+        opt.refuse_unused(
+            typed, "counting, which needs no tensors: give --execute", never=["seed", "scale"]
+        )
+        return _counted_apart(sizes, scores, how, decoding, algorithm)
     arrays = values.arrays(sizes, tensors, decoding.shared_prefix)
-    tile, backward_tile = values.tilings(how, arrays.q.shape[-1], scores.causal)
+    whole = values.problem_of(arrays, scores)
+    tile, backward_tile = values.tilings(how, whole, algorithm)
     tiles = {"forward": tile, **({"backward": backward_tile} if how.backward else {})}
     cost = values.foresee(arrays, scores, algorithm, tiles, values.device(how))
     with working("simulating", cost):
         q, k, v, cache = values.cache(arrays, decoding)
         asked = _asked(scores, how, decoding) | cache | values.unscaled(arrays)
-        asked |= {"scale": scale, "tiling": tile}
+        asked |= {"scale": scale, "tiling": tile or "fit"}
         dout = arrays.gradient(tensors.seed + 1) if how.backward else None
+        backward: Any = (backward_tile or "fit") if how.backward else None
         comparison = run_comparison(
-            *(q, k, v), algorithms=algorithm, dout=dout, backward_tiling=backward_tile, **asked
+            *(q, k, v), algorithms=algorithm, dout=dout, backward_tiling=backward, **asked
         )
     return comparison.table()
+
+
+def _counted_apart(
+    sizes: opt.Sizes,
+    scores: opt.Scores,
+    how: opt.Simulated,
+    decoding: opt.Decoding,
+    algorithms: list[str],
+) -> Tables:
+    """The comparison by formula. Those that divide keys get the options of decoding, or all."""
+    whole = values.problem(replace(sizes, n_q=sizes.n_q or 512), scores)
+    tiles = values.tilings(how, whole, algorithms)
+    splitting = [name for name in algorithms if plans.splits_keys(name)]
+    counts = []
+    for direction, tile in list(zip(plans.DIRECTIONS, tiles, strict=True))[: 1 + how.backward]:
+        for name in algorithms:
+            its = opt.Decoding() if splitting and name not in splitting else decoding
+            counts.append(
+                counting.count(
+                    its.posed(whole),
+                    algorithm=name,
+                    direction=direction,
+                    tiling=tile,
+                    device=values.device(how),
+                    key_order=how.key_order,
+                    **its.options(),
+                )
+            )
+    table = side_by_side(counts)
+    table.note = f"counted; --execute runs it on tensors and shows differences · {table.note}"
+    return table
 
 
 def count(
@@ -114,7 +167,7 @@ def count(
 ) -> Tables:
     """Count by formula what a run would move: no tensors, any size."""
     problem = replace(decoding.posed(values.problem(sizes, scores)), scales=scaling.kind())
-    tiles = values.tilings(how, problem.head_dim, scores.causal)
+    tiles = values.tilings(how, problem, [algorithm])
     wanted = list(zip(("forward", "backward"), tiles, strict=True))[: 1 + how.backward]
     counts = [
         counting.count(
@@ -128,7 +181,10 @@ def count(
         )
         for direction, tile in wanted
     ]
-    return [c.table() for c in counts], [figures(c) for c in counts]
+    people = [c.table() for c in counts]
+    if "fit" in (how.tiling, how.backward_tiling if how.backward else how.tiling):
+        people[0].note += " · tiles fit the device and move the fewest bytes; -t 64x64 sets them"
+    return people, [figures(c) for c in counts]
 
 
 def sweep(
@@ -174,7 +230,10 @@ def sweep(
     with pool as executor:
         try:
             result = run_sweep(**axes, method=method, executor=executor, path=out)
-        except KeyboardInterrupt:  # leaving the pool would wait for the points that have begun
+        except (
+            KeyboardInterrupt,
+            SystemExit,
+        ):  # leaving the pool would wait for the points that have begun
             for worker in multiprocessing.active_children():
                 worker.terminate()
             raise

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,14 +13,19 @@ import typer
 
 from flashsim import report
 from flashsim.cli import options as opt
+from flashsim.cli import values
 from flashsim.cli.output import Tables, ready, say, show, viz
-from flashsim.errors import OptionError
+from flashsim.counts.questions import in_words
+from flashsim.counts.traffic import Traffic
+from flashsim.errors import OptionError, printable
 from flashsim.exercises import shelf, subprocess_grader
 from flashsim.exercises.exercise import Exercise
 from flashsim.exercises.picture import draw
 from flashsim.report import beside
+from flashsim.schedule.dataflow import ALGORITHMS
 from flashsim.trace.trace import Trace
 
+_QUIZ = opt.One(tiling="same")
 _Name = Annotated[str, typer.Argument(help="Of `flashsim exercise list`, or a .py file.")]
 
 
@@ -73,30 +81,99 @@ def reveal(name: _Name) -> None:
     typer.echo(f"# flashsim exercise: {one.name}\n\n{one.solution_source}", nl=False)
 
 
+def _number(name: str, text: str) -> int:
+    """A number of bytes; a comma, an underscore or a space may stand between thousands."""
+    digits = re.sub(r"[,_ \u2009\u202f]", "", text)
+    if not digits.isdecimal() or len(digits) > 30:
+        raise OptionError(f"{name} takes a number of bytes in digits, e.g. 30,000; got {text!r}")
+    return int(digits)
+
+
+def _asked(what: str, option: str) -> int:
+    """A number that is typed at the terminal; asked again until it is one."""
+    while True:
+        typer.echo(f"{what}, in digits: ", nl=False)
+        line = "" if sys.stdin is None else sys.stdin.readline()
+        if not line:
+            typer.echo()
+            raise OptionError(f"nobody answers here: stdin is closed; give {option}")
+        try:
+            return _number("the answer", line.strip())
+        except OptionError as error:
+            typer.echo(error)
+
+
 def predict(
-    name: _Name,
-    loaded: int | None = opt.option(None, "Your bytes. Default: you are asked."),
-    stored: int | None = opt.option(None, "Your bytes. Default: you are asked."),
+    sizes: opt.Sizes,
+    mask: opt.Mask,
+    how: opt.One = _QUIZ,
+    name: str | None = typer.Argument(
+        None, help="Of `flashsim exercise list`, or a .py file. Without it: a shape of your own."
+    ),
+    algorithm: str = opt.option("flash2", "Without a name: what is counted.", "-a"),
+    loaded: int | None = opt.option(None, "Your bytes. Default: you are asked.", read=_number),
+    stored: int | None = opt.option(None, "Your bytes. Default: you are asked.", read=_number),
     plot: opt.Plot = None,
+    *,
+    typed: typer.Context,
 ) -> None:
-    """Guess how many bytes move, then see the answer. For the lecture hall."""
-    one = shelf.get(name)
+    """Guess how many bytes move, then see the answer. For the lecture hall.
+
+    The question is an exercise's, or (without a name) a shape that you give with -n, -d, --heads.
+    """
     ready(plot)
+    if name is None:
+        _predict_shape(sizes, mask, how, algorithm, (loaded, stored), plot)
+        return
+    opt.refuse_unused(
+        typed, "an exercise, which has its shape", only=("name", "loaded", "stored", "plot")
+    )
+    one = shelf.get(name)
     typer.echo(f"{textwrap.dedent(one.statement).strip()}\n\n{one.sizes}\n")
-    loaded = typer.prompt("bytes loaded, in digits", type=int) if loaded is None else loaded
-    stored = typer.prompt("bytes stored, in digits", type=int) if stored is None else stored
     trace = one.executed.trace
+    _judge(name, (loaded, stored), trace)
+    if plot is not None:
+        _draw({"the reference": trace}, one, plot)
+
+
+def _predict_shape(
+    sizes: opt.Sizes,
+    mask: opt.Mask,
+    how: opt.One,
+    algorithm: str,
+    said: tuple[int | None, int | None],
+    plot: Path | None,
+) -> None:
+    """The question for a shape of your own; the answer is counted."""
+    whole = replace(sizes, **{"n_q": 1024, **sizes.given()})
+    counted = values.counted(whole, mask, algorithm, how)
+    typer.echo(
+        f"How many bytes does {ALGORITHMS[algorithm].title} {how.direction} load from HBM, and how "
+        f"many does it store?\n{in_words(counted.problem)}, tiles of {counted.tiling}\n"
+    )
+    _judge("your shape", said, counted)
+    if plot is not None:
+        viz().save_figure(viz().traffic(counted), plot)
+        say(f"plot in {plot}")
+
+
+def _judge(name: str, given: tuple[int | None, int | None], counted: Trace | Traffic) -> None:
+    """Ask for what was not said, and show it beside what was measured or counted."""
+    options = ("loaded", "--loaded"), ("stored", "--stored")
+    guesses = [
+        _asked(f"bytes {what}", option) if guess is None else guess
+        for guess, (what, option) in zip(given, options, strict=True)
+    ]
     table = report.Table(
         f"{name}: said and measured", ("bytes", "said B", "measured B", "said / measured")
     )
-    measured = {"loaded": trace.bytes("load"), "stored": trace.bytes("store")}
-    for (what, right), said in zip(measured.items(), (loaded, stored), strict=True):
-        table.rows.append((what, said, right, said / right))
-    exact = (loaded, stored) == tuple(measured.values())
+    # What is added to HBM in place counts as stored.
+    right = counted.bytes("load"), counted.bytes("store") + counted.bytes("reduce")
+    for what, measured, guess in zip(("loaded", "stored"), right, guesses, strict=True):
+        table.rows.append((what, guess, measured, guess / measured))
+    exact = tuple(guesses) == right
     table.note = "to the byte!" if exact else "where they are, tensor by tensor, is below"
-    show([table, trace.table()])
-    if plot is not None:
-        _draw({"the reference": trace}, one, plot)
+    show([table, counted.table()])
 
 
 def grade(
@@ -121,7 +198,7 @@ def grade(
         )  # a student's fault: points, no error
     else:
         marks, trace = subprocess_grader.grade_file(file, exercise, limit=timeout, memory=memory)
-    typer.echo(marks.json() if json else marks.text())
+    typer.echo(marks.json() if json else printable(marks.text()))
     if gradescope is not None:
         with beside(gradescope) as part:
             part.write_text(marks.gradescope(), encoding="utf-8")

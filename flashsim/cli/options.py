@@ -298,7 +298,10 @@ class Scores(Mask):
 # -- how it is run --------------------------------------------------------------------------------
 
 
-_TILE = f"QUERIESxKEYS, e.g. 128x64; fit; or a kernel's: {', '.join(PRESETS)}."
+_TILE = (
+    "QUERIESxKEYS, e.g. 128x64; fit: an algorithm's own, with the fewest bytes; same: one for all "
+    f"of them; or a kernel's: {', '.join(PRESETS)}."
+)
 _GPU = "A GPU of `flashsim study devices`."
 
 
@@ -438,6 +441,12 @@ Seconds = Annotated[
 ]
 
 
+#: Of commands that count unless they are told to run.
+EXECUTE: Any = option(
+    False, "Run it on random tensors (or --input, --demo-data) and show differences.", panel=_HOW
+)
+
+
 # -- what comes out -------------------------------------------------------------------------------
 
 
@@ -484,7 +493,10 @@ class Source:
     tensors: Tensors = Tensors()
     mask: Mask = Mask()
     algorithm: str = _option("flash2", "One or several, separated by commas.", "-a")
-    how: One = One(tiling="64x64")
+    how: One = One(tiling="same")
+    execute: bool = _option(
+        False, "Run it on tensors. Otherwise it is counted: the same events, without values."
+    )
 
     def names(self) -> list[str]:
         """The names of the algorithms."""

@@ -18,7 +18,7 @@ from flashsim.cli.options import Format
 from flashsim.counts import questions, traffic
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import KINDS
-from flashsim.errors import OptionError, choices
+from flashsim.errors import OptionError, choices, printable
 from flashsim.schedule.names import CODES, LEVELS, OPS
 from flashsim.trace.trace import Trace
 
@@ -131,12 +131,14 @@ def viz() -> Any:
     return drawing
 
 
-def draw(kind: str, data: Any, out: Path, options: dict[str, Any], **how: Any) -> None:
-    """Draw one plot, and print its path."""
+def draw(
+    kind: str, data: Any, out: Path, options: dict[str, Any], note: str = "", **how: Any
+) -> None:
+    """Draw one plot, and print its path and a note."""
     plot = getattr(viz(), kind.replace("-", "_"))
     axes = plot(*data, **options) if kind == "diff" else plot(data, **options)
     viz().save_figure(axes, out, **how)
-    say(f"plot in {out}")
+    say(f"plot in {out}{note}")
 
 
 def ready_to_draw(path: Path | None) -> None:
@@ -172,4 +174,4 @@ def ready(path: Path | None, endings: Sequence[str] = ()) -> None:
 
 def say(text: str) -> None:
     """Print news about files on stderr: stdout holds only the figures."""
-    typer.echo(text, err=True)
+    typer.echo(printable(text), err=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +15,8 @@ import typer
 from flashsim import l2
 from flashsim.api import execution
 from flashsim.api.compare import Comparison
-from flashsim.api.samples import TRACES, load_sample
+from flashsim.api.cost import fits
+from flashsim.api.samples import TRACES, load_sample, random_inputs
 from flashsim.api.sweep import Sweep, sweep
 from flashsim.cli import options as opt
 from flashsim.cli import values
@@ -21,7 +25,9 @@ from flashsim.counts.traffic import Traffic
 from flashsim.errors import FlashSimError, OptionError, choices
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
 from flashsim.schedule.tiling import Tiling
+from flashsim.trace.counted import counted
 from flashsim.trace.trace import Trace
 
 #: What an IO curve runs over.
@@ -34,34 +40,52 @@ _OVER = {
 }
 _SIZES = {"n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads", "dtype"}
 _COUNTED = _SIZES | {"causal", "window", "algorithm", "direction", "tiling", "device"}
-_RUN = _COUNTED | {"seed", "input", "demo_data", "trace"}
+_RUN = _COUNTED | {"seed", "input", "demo_data", "trace", "execute"}
 #: The kinds of plots, and the options that each can use; any other one is an error.
 _USES = {
     **dict.fromkeys(("traffic", "cumulative", "sram-timeline", "diff"), _RUN),
     "tile-map": _RUN | {"color"},
     "gpu-timeline": {"trace", "color", "sms", "times"},
     "io-curve": _COUNTED | {"over"},
-    "roofline": _COUNTED | {"trace", "seconds"},
+    "roofline": _COUNTED | {"trace", "seconds", "measured"},
+    "heads": (_COUNTED - {"kv_heads"}),
     "memory-footprint": (_SIZES - {"n_q", "n_kv"}) | {"algorithm", "device"},
     "l2-curve": _COUNTED,
     "mask": {"n_q", "n_kv", "causal", "window", "tiling"},
 }
 KINDS = tuple(_USES)
-_ALWAYS = {"out", "theme", "dpi", "size"}
-_THREE = opt.Source(algorithm="standard,flash1,flash2", how=opt.One())
+#: Bytes of inputs that are made only to follow one row of scores.
+_SMALL = 1 << 26
+_ALWAYS = {"out", "theme", "dpi", "size", "slides"}
+_THREE = opt.Source(algorithm="standard,flash1,flash2")
 _ROW = opt.option(None, "Query row whose m and l are followed.")
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Traces to draw, and the queries and keys of the first trace if they are known."""
+    """Traces or counts to draw, and the queries and keys of the first if they are known."""
 
-    traces: list[Trace]
+    traces: list[Trace | Traffic]
     q: np.ndarray | None = None
     k: np.ndarray | None = None
+    seed: int = 0
+
+    @property
+    def how(self) -> str:
+        """A note for a picture that was counted; empty for any other."""
+        counts = any(isinstance(one, Traffic) for one in self.traces)
+        return " (counted, nothing executed; --execute runs it on tensors)" if counts else ""
 
     def statistics(self, row: int | None) -> Any:
-        """m and l of a row; None if the trace or the tensors do not contain them."""
+        """m and l of a row; None if the trace or the tensors do not contain them.
+
+        Of a count they are those of random tensors, of which one row of scores is computed.
+        """
+        first = self.traces[0]
+        if isinstance(first, Traffic) and (row is not None or first.compulsory() < _SMALL):
+            fits(first.compulsory(), "leave --row out")
+            q, k, *_ = random_inputs(first.problem, self.seed)
+            return replace(self, traces=[counted(first)], q=q, k=k).statistics(row)
         if self.q is None or self.k is None:
             if row is not None:
                 raise OptionError(
@@ -70,7 +94,7 @@ class Recorded:
                 )
             return None
         try:
-            return viz().row_statistics(self.traces[0], self.q, self.k, row=row)
+            return viz().row_statistics(first, self.q, self.k, row=row)
         except FlashSimError:
             if row is None:  # nobody asked for it
                 return None
@@ -96,7 +120,13 @@ def plot(
         "gpu-timeline: FIRST:LAST µs shown.",
         read=opt.pair(":", float, "FIRST:LAST in µs, e.g. 0:40"),
     ),
+    measured: Path | None = opt.option(
+        None, "roofline: your times, a CSV file with columns algorithm and seconds."
+    ),
     theme: opt.Theme = "light",
+    slides: bool = opt.option(
+        False, "For slides: 16:9 with large type, as .png and as .svg.", panel=opt.OUTPUT
+    ),
     dpi: float = opt.option(150, "Pixels per inch, for pixel formats.", panel=opt.OUTPUT, min=1),
     size: tuple[float, float] = opt.option(
         "9.6x5.4", "WIDTHxHEIGHT in inches.", read=values.parse_size, panel=opt.OUTPUT
@@ -119,11 +149,14 @@ def plot(
     axis = "n_q" if over is None else over
     _refuse_unused(kind, given, axis)
     ready_to_draw(out)
+    how = ""
     if kind == "io-curve":
         data: Any = _io_sweep(source, axis)
         options: dict[str, Any] = {"x": axis}
     elif kind == "roofline":
-        data, options = _roofline(source, seconds, given)
+        data, options = _roofline(source, _times(seconds, measured), given)
+    elif kind == "heads":
+        data, options = _by_heads(source, given), {}
     elif kind == "memory-footprint":
         shape = {"n_q": 4096, "head_dim": 64, **source.sizes.given()}
         data = Problem(**shape)
@@ -133,7 +166,8 @@ def plot(
         data = values.problem(
             replace(opt.HEAD, **{"n_q": 512, **source.sizes.given()}), source.mask
         )
-        tiling = values.tiling(source.how.tiling, data.head_dim, source.mask.causal)
+        text = source.how.tiling  # by default the plot's own
+        tiling = None if text == "same" else values.tiling(text, data.head_dim, data.causal)
         options = {"tiling": tiling}
     elif kind == "l2-curve":
         (counted,) = _counts(source.last(), opt.HEAD)
@@ -141,7 +175,9 @@ def plot(
             data, options = l2.curves(counted), {"devices": (source.how.device,)}
     else:
         one = kind in ("tile-map", "sram-timeline") and not source.trace
-        data = _recorded(source.last() if one else source, given).traces
+        totals = kind in ("traffic", "diff")
+        found = _recorded(source.last() if one else source, given, events=not totals)
+        data, how = found.traces, found.how
         options = {"color": "order" if color is None else color} if kind == "tile-map" else {}
         if kind == "gpu-timeline":
             options = {"color": color, "sms": sms, "times": times}
@@ -151,7 +187,13 @@ def plot(
         raise OptionError(f"{kind} {takes}, got {len(data)}")
     if needed == 1:
         data = data[0]
-    draw(kind, data, out, {"theme": theme, **options}, dpi=dpi, size=size)
+    kind = "traffic" if kind == "heads" else kind
+    if slides:
+        if clash := {"dpi", "size"} & set(opt.written(typed)):
+            raise OptionError(f"--slides sets {values.flags(sorted(clash))}; leave one of them out")
+        draw(kind, data, out, {"theme": theme, **options}, note=how, slides=True)
+        return
+    draw(kind, data, out, {"theme": theme, **options}, note=how, dpi=dpi, size=size)
 
 
 def animate(
@@ -180,7 +222,7 @@ def animate(
             clock=clock,
             theme=theme,
         )
-    say(f"animation in {out}")
+    say(f"animation in {out}{found.how}")
 
 
 def page(
@@ -188,14 +230,15 @@ def page(
     source: opt.Source,
     row: int | None = _ROW,
     theme: str = opt.option("auto", "auto, light or dark.", panel=opt.OUTPUT),
+    max_mb: float = opt.option(32, "Largest file to write, in MB.", panel=opt.OUTPUT, min=0),
     *,
     typed: typer.Context,
 ) -> None:
     """Write a page that plays one trace, or two side by side: one file, no network."""
     ready(out, (".html", ".htm"))
     found = _recorded(source, opt.written(typed))
-    viz().page(found.traces, out, theme=theme, statistics=found.statistics(row))
-    say(f"page in {out}")
+    viz().page(found.traces, out, theme=theme, statistics=found.statistics(row), max_mb=max_mb)
+    say(f"page in {out}{found.how}")
 
 
 def lab(
@@ -240,8 +283,12 @@ def _refuse_unused(kind: str, given: list[str], over: str) -> None:
         )
 
 
-def _recorded(source: opt.Source, typed: list[str]) -> Recorded:
-    """Load the saved traces, or run the simulator now; `typed` names the options in use."""
+def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> Recorded:
+    """Load the saved traces, or count; or run the simulator, if --execute or tensors ask for it.
+
+    `typed` names the options in use. Algorithms that divide keys into parts are run if `events` are
+    needed, since only totals of them are counted.
+    """
     mask, how = source.mask, source.how
     if source.trace:
         if given := [name for name in typed if name in _RUN - {"trace"}]:
@@ -249,12 +296,21 @@ def _recorded(source: opt.Source, typed: list[str]) -> Recorded:
                 f"a saved trace has its own sizes and tensors; leave out {values.flags(given)}"
             )
         return Recorded([values.load_trace(file) for file in source.trace])
-    arrays = values.arrays(source.sizes, source.tensors)
-    tile = values.tiling(how.tiling, arrays.q.shape[-1], mask.causal)
     names = source.names()
-    backward = how.direction == "backward"
+    for name in names:
+        plans.check_algorithm(name)
+    tensors, backward = source.tensors, how.direction == "backward"
+    device = Device.get(how.device)
+    parts = [name for name in names if events and plans.splits_keys(name)]
+    if not (source.execute or parts or tensors.input is not None or tensors.demo_data is not None):
+        sizes = replace(source.sizes, n_q=source.sizes.n_q or 512)
+        counts = [values.counted(sizes, mask, name, how, among=names) for name in names]
+        return Recorded([*counts], seed=tensors.seed)
+    arrays = values.arrays(source.sizes, tensors)
+    whole = values.problem_of(arrays, mask)
+    tile = values.one_tiling(how.tiling, whole, names, [how.direction], device)
     tiles = {"forward": None, how.direction: tile}
-    cost = values.foresee(arrays, mask, names, tiles, Device.get(how.device))
+    cost = values.foresee(arrays, mask, names, tiles, device)
     traces = []
     with working("simulating", cost):
         for name in names:
@@ -283,7 +339,11 @@ def _io_sweep(source: opt.Source, over: str) -> Sweep:
         raise OptionError(f"unknown axis {over!r}; {choices(over, _OVER)}")
     given = source.sizes.given()
     shape = {"n": given.pop("n_q", 4096), **given}
-    tile: Any = values.parse_tiling(how.tiling)
+    tile: Any = None if how.tiling == "same" else values.parse_tiling(how.tiling)
+    if tile is None and over != "sram_bytes":  # whose point is that tiles grow
+        largest = Problem(64, head_dim=max(_OVER[over]) if over == "head_dim" else 64)
+        largest = replace(largest, **{n: x for n, x in given.items() if n in ("head_dim", "dtype")})
+        tile = Tiling.common(largest, how.device, source.names(), [how.direction])
     if over.startswith("block"):
         held = tile if isinstance(tile, Tiling) else Tiling(64, 64)
         tile = [replace(held, **{over: side}) for side in _OVER[over]]
@@ -303,21 +363,84 @@ def _io_sweep(source: opt.Source, over: str) -> Sweep:
 def _counts(source: opt.Source, defaults: opt.Sizes) -> list[Traffic]:
     """Closed-form counts of the given sizes, with `defaults` for sizes that are not given."""
     sizes = replace(defaults, **source.sizes.given())
-    return [values.counted(sizes, source.mask, name, source.how) for name in source.names()]
+    names = source.names()
+    return [values.counted(sizes, source.mask, name, source.how, among=names) for name in names]
+
+
+def _by_heads(source: opt.Source, typed: list[str]) -> dict[str, Traffic]:
+    """The same queries with a key head each (MHA), for every four (GQA) and one in all (MQA)."""
+    sizes = replace(opt.LAYER, **{"heads": 32, **source.sizes.given()})
+    heads = sizes.heads or 1
+    few = sizes.n_q is not None and sizes.n_q <= 16  # decoding
+    name = source.last().algorithm if "algorithm" in typed else "flash-decode" if few else "flash2"
+    shares = {"MHA": heads, "GQA": max(heads // 4, 1), "MQA": 1}
+    if heads % 4 or heads < 8:
+        raise OptionError(
+            f"heads compares MHA, GQA of four and MQA: --heads is {heads}, not 8, 12, ..."
+        )
+    found = {}
+    for kind, n in shares.items():
+        one = replace(sizes, kv_heads=n)
+        found[f"{kind}, {n} key head{'s' * (n > 1)}"] = values.counted(
+            one, source.mask, name, source.how
+        )
+    return found
+
+
+def _times(seconds: float | None, file: Path | None) -> float | dict[str, float] | None:
+    """Measured seconds: of the one algorithm, or by algorithm from a CSV file."""
+    if file is None:
+        return seconds
+    if seconds is not None:
+        raise OptionError("--seconds and --measured both give times; give one of them")
+    reader = csv.DictReader(io.StringIO(values.read_text(file)))
+    if not {"algorithm", "seconds"} <= set(reader.fieldnames or ()):
+        raise OptionError(
+            f"{file} has columns {', '.join(reader.fieldnames or ()) or 'none'}; it needs "
+            "algorithm and seconds, e.g. flash2,0.0012"
+        )
+    found: dict[str, float] = {}
+    for row in reader:
+        name = plans.check_algorithm((row["algorithm"] or "").strip())
+        try:
+            took = float(row["seconds"])
+        except (TypeError, ValueError):
+            took = math.nan
+        if not 0 < took < math.inf:
+            raise OptionError(
+                f"{file}, line {reader.line_num}: seconds must be a positive number, got "
+                f"{row['seconds']!r}"
+            )
+        if name in found:
+            raise OptionError(f"{file}, line {reader.line_num}: {name} is there twice")
+        found[name] = took
+    if not found:
+        raise OptionError(f"{file} holds no time")
+    return found
 
 
 def _roofline(
-    source: opt.Source, seconds: float | None, typed: list[str]
+    source: opt.Source, seconds: float | dict[str, float] | None, typed: list[str]
 ) -> tuple[Any, dict[str, Any]]:
     """The data of `flashsim roofline`, or saved traces with their GPU times."""
     if source.trace:
         traces = _recorded(source, typed).traces
-        took = {t.algorithm: s for t in traces if (s := values.duration(t)) is not None}
+        took = {
+            t.algorithm: took
+            for t in traces
+            if isinstance(t, Trace) and (took := values.duration(t)) is not None
+        }
     else:
-        if "algorithm" not in typed:
+        if isinstance(seconds, dict) and "algorithm" not in typed:
+            source = replace(source, algorithm=",".join(seconds))
+        elif "algorithm" not in typed:
             source = replace(source, algorithm="standard,flash2")
         traces, took = _counts(source, opt.LAYER), {}  # type: ignore[assignment]
-    if seconds is not None:
+    if isinstance(seconds, dict):
+        if missing := set(seconds) - {t.algorithm for t in traces}:
+            raise OptionError(f"--measured has {', '.join(sorted(missing))}, which is not drawn")
+        took |= seconds
+    elif seconds is not None:
         if len(traces) != 1:
             raise OptionError(
                 f"--seconds is the time of one algorithm, got {len(traces)}; give one --algorithm"

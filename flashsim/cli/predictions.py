@@ -31,8 +31,8 @@ _REPLAYING = "replaying (the first time compiles the model, for some seconds)"
 
 def roofline(
     mask: opt.Mask,
-    how: opt.One,
     decoding: opt.Decoding,
+    how: opt.One = opt.One(tiling="same"),
     sizes: opt.Sizes = opt.LAYER,
     algorithm: list[str] = opt.algorithms("standard,flash2"),
     seconds: opt.Seconds = None,
@@ -44,7 +44,7 @@ def roofline(
     counted = []
     for name in algorithm:  # options of decoding go to those that divide the keys, or to all
         its = opt.Decoding() if splitting and name not in splitting else decoding
-        counted.append(values.counted(sizes, mask, name, how, its))
+        counted.append(values.counted(sizes, mask, name, how, its, algorithm))
     with working(_REPLAYING, replay_cost(counted), "tile requests"):
         return [rooflines.roofline(one, seconds=seconds).table() for one in counted]
 
@@ -170,7 +170,7 @@ def verify(
         opt.refuse_unused(typed, "--from, which measures nothing", never=["save"])
     opt.refuse_unused(typed, "this: it is of --soak", never=["seed"])
     problem = values.problem(sizes, mask)
-    tiles = values.tilings(how, problem.head_dim, mask.causal)
+    tiles = values.tilings(how, problem, [algorithm])
     case = verification.Case(
         *(problem, algorithm, backend, how.device, kernel, tiles),
         backward=(None,) if how.backward else (),

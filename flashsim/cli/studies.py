@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,22 +35,22 @@ def demo(
 ) -> None:
     """Run a real model's tensors, check the output against the model's, compare algorithms."""
     from flashsim.cli.pictures import demo_figures
-    from flashsim.studies.demo import LIMIT
+    from flashsim.studies.demo import LIMIT, in_a_sentence
     from flashsim.studies.demo import demo as run_demo
 
     with working("simulating a real model's attention"):
         layers = run_demo(out)
-    for layer in layers:
-        show([layer.comparison.table(), layer.agreement()])
-        for path in layer.files:
-            say(f"trace in {path}")
     with working("drawing"):
         paths = demo_figures(layers[0].name, layers[0].comparison, out)
-        for kind, path in zip(("plot", "animation", "page"), paths, strict=True):
-            say(f"{kind} in {path}")
-    if not all(layer.passed for layer in layers):
-        say(f"the output differs from the model's by {LIMIT:g} or more")
+    for path in [*(path for layer in layers for path in layer.files), *paths]:
+        say(f"wrote {path}")
+    show(layers[0].bytes_moved())
+    wrong = [layer.name for layer in layers if not layer.passed]
+    if wrong:
+        show([layer.agreement() for layer in layers])
+        say(f"{', '.join(wrong)}: the output differs from the model's by {LIMIT:g} or more")
         raise typer.Exit(1)
+    typer.echo("\n" + textwrap.fill(in_a_sentence(layers), 79))
 
 
 def walkthrough(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -198,22 +198,39 @@ def problem(sizes: opt.Lengths, mask: opt.Mask) -> Problem:
     return Problem(**sizes.given(), causal=mask.causal, window=window(mask), softcap=softcap)
 
 
+def problem_of(arrays: Arrays, mask: opt.Mask) -> Problem:
+    """The problem of one head of these arrays: what a tiling depends on.
+
+    Raises
+    ------
+    FlashSimError
+        For arrays of which there is no problem.
+    """
+    q, k, v = arrays[:3]
+    if min(x.ndim for x in (q, k, v)) < 2:
+        raise ShapeError(f"q, k and v have at least 2 axes, got {q.shape}, {k.shape}, {v.shape}")
+    sizes = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
+    return Problem(*sizes, dtype=q.dtype.name, causal=mask.causal)
+
+
 def counted(
     sizes: opt.Lengths,
     mask: opt.Mask,
     algorithm: str,
     how: opt.One,
     decoding: opt.Decoding | None = None,
+    among: Sequence[str] = (),
 ) -> Traffic:
-    """Count the bytes of one pass by formula."""
+    """Count the bytes of one pass by formula; the tiling "same" suits all algorithms of `among`."""
+    machine = Device.get(how.device)
     decoding = decoding or opt.Decoding()
     whole = decoding.posed(problem(sizes, mask))
     return count(
         whole,
         algorithm=algorithm,
         direction=how.direction,
-        tiling=tiling(how.tiling, whole.head_dim, whole.causal),
-        device=how.device,
+        tiling=one_tiling(how.tiling, whole, among or [algorithm], [how.direction], machine),
+        device=machine,
         **decoding.options(),
     )
 
@@ -286,11 +303,34 @@ def tiling(text: str, head_dim: int, causal: bool) -> Tiling | None:
     return None if parsed == "fit" else Tiling.preset(parsed, head_dim, causal=causal)
 
 
-def tilings(how: opt.Passes, head_dim: int, causal: bool) -> tuple[Tiling | None, Tiling | None]:
+def tilings(
+    how: opt.Passes, whole: Problem, algorithms: Sequence[str]
+) -> tuple[Tiling | None, Tiling | None]:
     """The tilings of the forward and the backward pass."""
-    if how.backward_tiling != "fit" and not how.backward:
+    if how.backward_tiling not in ("fit", "same") and not how.backward:
         raise OptionError("--backward-tiling is of the backward pass; give --backward as well")
-    return tiling(how.tiling, head_dim, causal), tiling(how.backward_tiling, head_dim, causal)
+    directions = ("forward", "backward") if how.backward else ("forward",)
+    forward, backward = (
+        Tiling.common(whole, _machine(how), algorithms, directions)
+        if text == "same"
+        else tiling(text, whole.head_dim, whole.causal)
+        for text in (how.tiling, how.backward_tiling)
+    )
+    return forward, backward
+
+
+def one_tiling(
+    text: str, whole: Problem, algorithms: Sequence[str], directions: Sequence[str], on: Device
+) -> Tiling | None:
+    """The tiling for all of some algorithms; None for "fit", each algorithm's own."""
+    if text == "same":
+        return Tiling.common(whole, on, algorithms, directions)
+    return tiling(text, whole.head_dim, whole.causal)
+
+
+def _machine(how: opt.Passes) -> Device:
+    """The device of passes, with another on-chip capacity if they can have one."""
+    return device(how) if isinstance(how, opt.Simulated) else Device.get(how.device)
 
 
 def device(how: opt.Simulated) -> Device:

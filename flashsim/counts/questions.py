@@ -129,7 +129,8 @@ def summary(source: Answers) -> report.Table:
         note=(
             f"compulsory {source.compulsory():,} B · {source.flops():,} FLOPs "
             f"(matmul {source.flops('matmul'):,}) · {source.intensity():.4g} FLOP/B · "
-            f"on chip {source.on_chip():,} B, peak {source.peak_sram():,} B a block"
+            f"{source.on_chip():,} B read and written on chip · peak {source.peak_sram():,} B held "
+            "by a block"
         ),
     )
     for tensor, row in tables.items():

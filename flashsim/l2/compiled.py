@@ -2,15 +2,21 @@
 
 Numba's own cache raises if no folder is writable, if the disk is full and, on every call, if one of
 its files was cut short. Here each of these costs one compilation and prints a line to stderr.
-Loaded code has been checked: each file stores the key it was written for, and its checksum.
+Loaded code has been checked: each file stores the key it was written for, and its checksum. A
+checksum does not tell who wrote a file, and loading one runs code: so a folder that others may
+write to is not used.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
+import stat
 import sys
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from numba.core.caching import FunctionCache, IndexDataCacheFile, NullCache
@@ -23,6 +29,11 @@ def keep(function: Any) -> Any:
         function._cache = _Disk(function.py_func)
     except (RuntimeError, OSError):  # no folder that Numba knows of can be written
         function._cache = _Memory()
+    else:
+        theirs = function._cache.open_to_others(function.py_func.__code__.co_filename)
+        if theirs is not None:
+            _say(f"other users can write to {theirs}: code there is not used", None, _AGAIN)
+            function._cache = _Memory(said=True)
     return function
 
 
@@ -40,6 +51,27 @@ class _Disk(FunctionCache):
         self._cache_file = _Files(
             self._cache_path, self._impl.filename_base, locator.get_source_stamp()
         )
+
+    def open_to_others(self, source: str) -> Path | None:
+        """Return the folder or the file that another user could have written, or None.
+
+        The folder must belong to this user, to root or to the owner of the source, whose code runs
+        anyway. Its group may write if it is a user's own group, as on systems with umask 002.
+        """
+        if not hasattr(os, "getuid"):  # Windows, where a user's folders are the user's
+            return None
+        trusted = {os.getuid(), 0}
+        with suppress(OSError):  # a source that is no file
+            trusted.add(os.stat(source).st_uid)
+        # The folder now, and the files that are there.
+        folder = Path(self.cache_path)
+        for path in [folder, *folder.glob("*.nb[ic]")]:
+            with suppress(FileNotFoundError):  # another process replaced it
+                found = path.stat()
+                shared = found.st_mode & stat.S_IWGRP and found.st_gid != found.st_uid
+                if found.st_uid not in trusted or shared or found.st_mode & stat.S_IWOTH:
+                    return path
+        return None
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the code compiled for these types, or None."""
@@ -91,9 +123,13 @@ class _Files(IndexDataCacheFile):
 class _Memory(NullCache):
     """A cache for machines where nothing can be kept on disk."""
 
+    def __init__(self, said: bool = False) -> None:
+        self._said = said
+
     def save_overload(self, sig: Any, cres: Any) -> None:
         """Report that the compiled code is not kept."""
-        _say("no folder for compiled code can be written", None, _AGAIN)
+        if not self._said:
+            _say("no folder for compiled code can be written", None, _AGAIN)
 
 
 _AGAIN = "each process compiles it again; NUMBA_CACHE_DIR can name another folder"

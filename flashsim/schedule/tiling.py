@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -143,6 +143,44 @@ class Tiling:
         except SramOverflow:
             return "no tiling fits; use a device with more SRAM or another algorithm"
         return f"the largest tiling that fits is Tiling({fits.block_q}, {fits.block_k})"
+
+    @classmethod
+    def common(
+        cls,
+        problem: Problem,
+        device: Device | str,
+        algorithms: Sequence[str],
+        directions: Sequence[str] = ("forward",),
+    ) -> Tiling:
+        """One tiling for several algorithms, so that what differs is the algorithm.
+
+        It is 64 x 64 if that fits on chip in all of them, and otherwise the first that does of
+        64 x 32, 32 x 32, 32 x 16 and so on. Algorithms that need all keys in one tile
+        ("flash2-once") have no say.
+
+        Raises
+        ------
+        SramOverflow
+            If not even a tile of 1 x 1 fits.
+        """
+        device = Device.get(device)
+        wanted = [
+            (name, direction, Split(2**62, True) if plans.splits_keys(name) else WHOLE)
+            for name in algorithms
+            for direction in directions
+            if not any(s.once for s in plans.stages(problem, name, direction))
+        ]
+        rows = cols = 64
+        while True:
+            try:
+                for name, direction, split in wanted:
+                    cls(rows, cols).check(problem, device, name, direction, split)
+            except TilingError:
+                if rows == cols == 1:
+                    raise
+                rows, cols = (rows, cols // 2) if rows == cols else (rows // 2, cols)
+            else:
+                return cls(rows, cols)
 
     @classmethod
     def fit(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashsim.schedule import plans
-from flashsim.schedule.names import ALLOC, CODES, FREE, LOAD, TENSORS, TRANSFERS
+from flashsim.schedule.names import ALLOC, CODES, COMPUTE, FREE, LOAD, TENSORS, TRANSFERS
 from flashsim.schedule.schedule import Schedule
 
 EVENT = np.dtype(
@@ -115,6 +115,13 @@ def gain(events: np.ndarray) -> np.ndarray:
     on = (events["op"] == LOAD) | (events["op"] == ALLOC)
     off = events["op"] == FREE
     return np.where(on, events["bytes"], 0) - np.where(off, events["bytes"], 0)
+
+
+def step_ends(events: np.ndarray) -> np.ndarray:
+    """The last event of each outer step: after its "compute", everything on chip is free again."""
+    seen = np.cumsum((events["op"] == COMPUTE) & (events["visit"] < 0))
+    closed = np.flatnonzero((np.cumsum(gain(events)) == 0) & (seen > 0))
+    return closed[np.searchsorted(seen[closed], np.arange(1, seen.max(initial=0) + 1))]
 
 
 def buffer_of(codes: np.ndarray) -> np.ndarray:

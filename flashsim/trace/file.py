@@ -21,6 +21,7 @@ anything is built on them (`validate`). An unsound file raises a `TraceError`.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,9 +34,11 @@ import numpy as np
 from flashsim.errors import TraceError, shown
 from flashsim.problem.hardware import Device
 from flashsim.problem.masks import BlockMask
+from flashsim.problem.problem import Problem
 from flashsim.report import beside
 from flashsim.schedule.file_mask import Csr, SavedMask
 from flashsim.schedule.names import OPS, TENSORS
+from flashsim.schedule.plans import Stage
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace import validate
@@ -69,9 +72,14 @@ def save(trace: Recording, path: str | os.PathLike) -> None:
         raise TraceError(f"a trace's header has {len(text):,} B, over {_HEADER_BYTES:,}: too many")
     try:
         with beside(path) as part, part.open("wb") as file:
-            np.savez_compressed(file, header=text, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
+            if part.is_file():
+                np.savez_compressed(file, header=text, **arrays)
+                file.flush()
+                os.fsync(file.fileno())
+            else:  # /dev/null, a pipe: an archive needs to know where it is in its file
+                buffer = io.BytesIO()
+                np.savez_compressed(buffer, header=text, **arrays)
+                file.write(buffer.getvalue())
     except OSError as error:
         raise TraceError(
             f"cannot write a trace to {str(path)!r}: {error.strerror or error}; the folder must "
@@ -249,22 +257,24 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
         )
         if "mask" in masks and tiling not in masks["mask"].tables:
             raise ValueError(f"stage {walk.name!r}: the mask was not saved for {tiling} tiles")
-        validate.length_of_events(shapes[f"events_{n}"][0], walk, problem, tiling, own=mine)
         how = walk.outer, entry["key_order"], walk.dense, validate.split(entry)
         schedule = Schedule(problem, tiling, *how)
-        table = _recoded(read(f"events_{n}"), names, tensors)
-        validate.events(table, walk, problem, tiling, own=mine)
+        table = _events(archive, n, shapes, walk, problem, tiling, names, tensors, own=mine)
         costs = None
         if mine:
+            validate.shape_of_costs(shapes[f"costs_{n}"], table)
             costs = read(f"costs_{n}")
-            validate.own_costs(costs, table)
+            validate.own_costs(costs)
         stages.append(StageTrace(walk, schedule, repeat, stride, table, costs))
         walks.append((walk, tiling))
+    validate.moved(stages)
     timeline = None
     if "timeline_sm" in shapes:
         total = sum(len(stage.events) * stage.repeat for stage in stages)
         validate.length_of_timeline(shapes["timeline_sm"][0], total)
-        timeline = _recoded(_unpack_timeline(shapes, read), names, tensors)
+        timeline = _unpack_timeline(shapes, read)
+        _recode(timeline, names, tensors)
+        timeline.setflags(write=False)
         validate.timeline(timeline, walks, problem)
     return Recording(
         problem,
@@ -277,6 +287,32 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
         timeline,
         own,
     )
+
+
+def _events(
+    archive: Archive,
+    n: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    walk: Stage,
+    problem: Problem,
+    tiling: Tiling,
+    names: dict[str, list[str]],
+    tensors: Sequence[str],
+    *,
+    own: bool,
+) -> np.ndarray:
+    """The events of stage `n`, in the current codes; read-only."""
+    (length,) = shapes[f"events_{n}"]
+    validate.length_of_events(length, walk, problem, tiling, own=own)
+
+    def check(part: np.ndarray) -> None:
+        _recode(part, names, tensors)
+        validate.events(part, walk, problem, tiling, length, own=own)
+
+    table = archive.read(f"events_{n}", EVENT, (length,), check)
+    table.setflags(write=False)
+    validate.order(table, walk)
+    return table
 
 
 def _members(header: dict[str, Any], archive: Archive) -> dict[str, tuple[np.dtype, int]]:
@@ -333,12 +369,10 @@ def _unpack_timeline(
     return spans
 
 
-def _recoded(table: np.ndarray, names: dict[str, list[str]], tensors: Sequence[str]) -> np.ndarray:
-    """`table` with the file's codes replaced by the current ones, matched by name; read-only."""
+def _recode(table: np.ndarray, names: dict[str, list[str]], tensors: Sequence[str]) -> None:
+    """Replace the file's codes in `table` by the current ones, matched by name."""
     for field, ours in {**_NAMES, "tensor": tensors}.items():
         if field in (table.dtype.names or ()):
             codes = np.array([ours.index(name) for name in names[field]], np.uint8)
             validate.within(f"codes of {field}", table[field], 0, len(codes))
             table[field] = codes[table[field]] if len(table) else 0
-    table.setflags(write=False)
-    return table

@@ -17,6 +17,7 @@ from __future__ import annotations
 import gzip
 import heapq
 import json
+import os
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
@@ -30,7 +31,7 @@ from flashsim.problem import checks
 from flashsim.report import whole
 from flashsim.schedule.names import COMPUTE, OPS, TRANSFERS
 from flashsim.trace import timeline
-from flashsim.trace.events import PHASES, ROLES, StageTrace, gain
+from flashsim.trace.events import PHASES, ROLES, StageTrace, gain, step_ends
 from flashsim.trace.recording import Recording
 
 PIPES = ("block", "memory", "compute")
@@ -64,7 +65,7 @@ def write(trace: Recording, path: str | Path, *, heads: int = 1) -> Path:
         If `heads` is not positive, or `path` cannot be a file's.
     """
     path = Path(checks.path("path", path))
-    if path.is_dir():
+    if os.path.isdir(path):  # false, too, for a name that no file can have
         raise OptionError(f"cannot write {str(path)!r}: it is a folder; name a file")
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
         raise OptionError(f"heads must be a positive integer, got {shown(heads)}")
@@ -205,14 +206,8 @@ def _simulated(trace: Recording, heads: int) -> Iterator[Slice]:
 
 def _outer_steps(stage: StageTrace) -> list[np.ndarray]:
     """The events of each outer step, in order. One thread block executes one outer step."""
-    events = stage.events
-    ends = (events["op"] == COMPUTE) & (events["visit"] < 0)
-    inside = gain(events)
-    # A block begins with its first transfer and ends when everything it held is freed.
-    seen = np.cumsum(ends)
-    closed = np.flatnonzero((np.cumsum(inside) == 0) & (seen > 0))
-    last = closed[np.searchsorted(seen[closed], np.arange(1, seen[-1] + 1))]
-    return np.split(events, last + 1)[: len(last)]
+    last = step_ends(stage.events)
+    return np.split(stage.events, last + 1)[: len(last)]
 
 
 class _Clock:

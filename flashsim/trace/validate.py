@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.counts.work import KINDS
-from flashsim.errors import shown
+from flashsim.errors import printable, shown
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.file_mask import Csr
@@ -21,11 +21,13 @@ from flashsim.schedule.names import COMPUTE, OPS, TENSORS, TRANSFERS
 from flashsim.schedule.split import Split
 from flashsim.schedule.tensors import COL, ROW, TILE
 from flashsim.schedule.tiling import Tiling
-from flashsim.trace.events import PHASES, ROLES
+from flashsim.trace.events import PHASES, ROLES, StageTrace, gain, step_ends
 from flashsim.trace.recording import Own
 
 #: Of an algorithm of one's own: names of tensors, stages, events of a stage.
 MOST_NAMES, MOST_STAGES, MOST_EVENTS = 64, 64, 1 << 22
+#: Of any text in a header.
+MOST_CHARACTERS = 2_000
 SIDES = (ROW, COL, TILE)
 #: Indices are int32 wherever tables hold them.
 INDEX = 1 << 31
@@ -67,6 +69,7 @@ def header(given: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
         **{"algorithm": str, "direction": str, "backend": str},
     }
     typed("the header", given, kinds)
+    _strings(given)
     for name, value in given["provenance"].items():
         if not isinstance(value, str):
             raise ValueError(f"provenance: {name} is {shown(value)}")
@@ -80,6 +83,23 @@ def header(given: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
         raise ValueError("there is no stage")
     if len(given["stages"]) > MOST_STAGES:
         raise ValueError(f"there are {len(given['stages'])} stages, over {MOST_STAGES}")
+
+
+def _strings(tree: Any) -> None:
+    """Refuse text that is no name or note: too long, or with characters that a terminal obeys."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            _strings(key)
+            _strings(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            if isinstance(value, (str, dict, list)):  # not each of a million lengths
+                _strings(value)
+    elif isinstance(tree, str) and (len(tree) > MOST_CHARACTERS or printable(tree) != tree):
+        raise ValueError(
+            f"the header holds {shown(tree)}: not text of at most {MOST_CHARACTERS:,} characters "
+            "that print"
+        )
 
 
 def own(given: Any) -> Own | None:
@@ -109,10 +129,14 @@ def own_name(name: Any) -> bool:
     return isinstance(name, str) and name.isidentifier() and len(name) <= 24
 
 
-def own_costs(costs: np.ndarray, events: np.ndarray) -> None:
-    """Check that there is one row of work per computation, and that sums cannot overflow."""
-    if costs.shape != (int((events["op"] == COMPUTE).sum()), len(KINDS) + 2):
-        raise ValueError(f"a stage's work is {costs.shape}")
+def shape_of_costs(shape: tuple[int, ...], events: np.ndarray) -> None:
+    """Check that there is one row of work per computation."""
+    if shape != (int((events["op"] == COMPUTE).sum()), len(KINDS) + 2):
+        raise ValueError(f"a stage's work is {shape}")
+
+
+def own_costs(costs: np.ndarray) -> None:
+    """Check that sums of work cannot overflow."""
     within("work", costs.ravel(), 0, (1 << 62) // max(len(costs), 1))
 
 
@@ -270,9 +294,18 @@ def within(what: str, values: np.ndarray, low: int, high: int) -> None:
 
 
 def events(
-    table: np.ndarray, walk: plans.Stage, of: Problem, tiling: Tiling, *, own: bool = False
+    table: np.ndarray,
+    walk: plans.Stage,
+    of: Problem,
+    tiling: Tiling,
+    length: int,
+    *,
+    own: bool = False,
 ) -> None:
-    """Check the events of one stage: tiles and heads exist, and byte counts are possible."""
+    """Check a part of one stage's events: tiles and heads exist, and byte counts are possible.
+
+    `length` is the number of all events of the stage.
+    """
     rows_each = members(walk, of)
     t_r, t_c, pairs = tiles(of, tiling, rows_each)
     what = f"stage {walk.name!r}: "
@@ -280,11 +313,11 @@ def events(
     within(what + "head", table["head"], 0, heads)
     within(what + "i", table["i"], -1, t_r)
     within(what + "j", table["j"], -1, t_c)
-    within(what + "visit", table["visit"], -1, len(table) if own else pairs)
+    within(what + "visit", table["visit"], -1, length if own else pairs)
     # One tile of one tensor: a row of it is at most a row of scores, or of head_dim, of 8 B.
     largest = of.n_q * rows_each * max(of.n_kv, of.head_dim, of.head_dim_v) * 8
     largest = max(largest, of.n_kv * max(of.head_dim, of.head_dim_v) * 8)
-    most = (1 << 62) // max(len(table), 1)  # so that sums are no overflow
+    most = (1 << 62) // max(length, 1)  # so that sums are no overflow
     within(what + "bytes", table["bytes"], 0, (most if own else min(largest, most)) + 1)
     if (table["level"] != ~np.isin(table["op"], TRANSFERS)).any() or table["stage"].any():
         raise ValueError(what + "an event's level or stage is not as it must be")
@@ -292,8 +325,35 @@ def events(
     visiting = table["visit"] >= 0
     if (outer < 0).any() or ((table["i"] < 0) | (table["j"] < 0))[visiting].any():
         raise ValueError(what + "an event belongs to no tile")
+    # No step or visit has nearly as many events as a part of the table that is read at once.
     if not (table["op"] == COMPUTE).any() and walk.parts != "merges":
         raise ValueError(what + "nothing is computed")
+
+
+def order(table: np.ndarray, walk: plans.Stage) -> None:
+    """Check that each visit computes something, and that each step frees all that it holds."""
+    if not len(table):
+        return
+    what = f"stage {walk.name!r}: "
+    visiting, computes = table["visit"] >= 0, table["op"] == COMPUTE
+    visit = table["visit"] + (int(table["visit"].max()) + 1) * table["head"].astype(np.int64)
+    if not np.isin(visit[visiting], visit[visiting & computes]).all():
+        raise ValueError(what + "a visit computes nothing")
+    held = np.cumsum(gain(table))
+    if int(held.min()) < 0:
+        raise ValueError(what + "more bytes are freed than were on chip")
+    if int(held[-1]) != 0:
+        raise ValueError(what + f"{held[-1]} bytes are on chip at the end")
+    if (np.diff(step_ends(table)) == 0).any():
+        raise ValueError(what + "a step ends before it frees what it holds")
+
+
+def moved(stages: Sequence[StageTrace]) -> None:
+    """Refuse a trace without a byte between HBM and SRAM."""
+    if not any(
+        np.isin(stage.events["op"], TRANSFERS)[stage.events["bytes"] > 0].any() for stage in stages
+    ):
+        raise ValueError("no byte is loaded or stored")
 
 
 def timeline(spans: np.ndarray, stages: Sequence[Any], of: Problem) -> None:

@@ -7,9 +7,12 @@ from types import SimpleNamespace
 import links
 import pytest
 import stage
+from pygments.styles import get_style_by_name
+from pygments.token import Token
 
 import flashsim
 from flashsim import exercises
+from flashsim.viz import palette
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +51,51 @@ def test_every_exercise_says_what_its_file_says(staged):
         assert one.sizes in text
         assert all(hint in text for hint in one.hints)
         assert one.solution_source.strip() not in text
+
+
+def test_the_index_of_exercises_says_lesson_difficulty_and_time(staged):
+    told = stage.effort()
+    assert [*told] == list(exercises.names())
+    index = (staged / "exercises" / "index.md").read_text(encoding="utf-8")
+    for name, (lesson, difficulty, minutes) in told.items():
+        page = re.search(r"\(\.\./lessons/(.*)\)", lesson)[1]
+        assert name in (ROOT / "docs/lessons" / page).read_text(encoding="utf-8")
+        assert difficulty in ("easy", "medium", "hard", "open")
+        there = lesson.replace("](../", "](../docs/")
+        assert f"({name}.md) | {there} | {difficulty} | {minutes} |" in index
+
+
+@pytest.mark.parametrize("name", ["index.md", "README.md"])
+def test_dark_pages_have_a_dark_picture(staged, name):
+    text = (staged / name).read_text(encoding="utf-8")
+    for theme, file in (("light", "traversal.gif"), ("dark", "traversal-dark.gif")):
+        assert f"```{{image}} docs/gallery/{file}\n:class: only-{theme}\n" in text
+        assert (staged / "docs/gallery" / file).is_file()
+    assert "](docs/gallery/traversal" not in text
+
+
+#: Backgrounds of code: Furo's, of this site, and the lessons' slides'.
+BACKGROUNDS = {"light": ("#f8f9fb", "#f3f5f8"), "dark": ("#202020", "#1c212a")}
+
+
+def styles():
+    """Each style of code that a page or a slide uses, and whether it is for light or dark."""
+    conf = (ROOT / "docs/site/conf.py").read_text(encoding="utf-8")
+    deck = (ROOT / "docs/lessons/deck.py").read_text(encoding="utf-8")
+    yield re.search(r'^pygments_style = "([\w-]+)"', conf, re.M)[1], "light"
+    yield re.search(r'^pygments_dark_style = "([\w-]+)"', conf, re.M)[1], "dark"
+    yield from ((re.search(rf'"{theme}": "([\w-]+)"', deck)[1], theme) for theme in BACKGROUNDS)
+
+
+@pytest.mark.parametrize(("style", "theme"), [*styles()])
+def test_code_can_be_read(style, theme):
+    """Comments, numbers and all other tokens have a contrast of 4.5; spaces need none."""
+    for token, look in get_style_by_name(style):
+        if look["color"] and token not in (Token.Text.Whitespace, Token.Error):
+            for background in BACKGROUNDS[theme]:
+                behind = f"#{look['bgcolor']}" if look["bgcolor"] else background
+                found = palette.contrast(f"#{look['color']}", behind)
+                assert found >= 4.5, (style, token, background, round(found, 2))
 
 
 def test_the_api_has_every_public_name(staged):

@@ -23,6 +23,9 @@ from flashsim.cli.app import COMMANDS, MOVED, RENAMED
 from flashsim.problem import hardware
 from flashsim.studies import demo
 
+T64 = Tiling(64, 64)
+ALGORITHMS = ("standard", "flash1", "flash2")
+
 
 def records(*arguments):
     """The rows a command prints, from its JSON; its CSV must say the same."""
@@ -248,14 +251,41 @@ def test_run_on_the_bundled_tensors_is_held_against_the_model():
 
 
 def test_compare_prints_the_comparison():
-    rows = records("compare", *SIZES, "--algorithm", "flash2, flash1", "-t", "32x16", "--backward")
+    words = ("compare", *SIZES, "--algorithm", "flash2, flash1", "-t", "32x16", "--backward")
+    rows = records(*words, "--backward-tiling", "32x16", "--execute")
 
     q, k, v, dout = flashsim.random_inputs(PROBLEM)
     comparison = flashsim.compare(
-        q, k, v, algorithms=["flash2", "flash1"], tiling=Tiling(32, 16), dout=dout
-    )
+        q, k, v, algorithms=["flash2", "flash1"], tiling=Tiling(32, 16), dout=dout,
+        backward_tiling=Tiling(32, 16),
+    )  # fmt: skip
     assert rows == comparison.table().records()
+    counted = records(*words, "--backward-tiling", "32x16")
+    assert counted == [{k: x for k, x in row.items() if k != "max |diff|"} for row in rows]
     assert "x compulsory" in ok("compare", "-n", 64, "-d", 16)
+
+
+def test_compare_counts_what_no_machine_could_run():
+    text = ok("compare", "-n", 1 << 20, "--heads", 32, "-a", "flash1,flash2")
+    assert "counted; --execute runs it" in text
+    assert "tiles of 64 x 64 in every row" in text
+    done = invoke("compare", "-n", 64, "--seed", 1)
+    assert done.exit_code == 2
+    assert "--seed: not for counting, which needs no tensors: give --execute" in done.stderr
+
+
+@pytest.mark.parametrize("execute", [(), ("--execute",)])
+def test_comparisons_have_one_tile_unless_told_otherwise(execute):
+    words = ("compare", "-n", 128, "-d", 256, "--backward", *execute)
+    same = records(*words)
+    assert len({row["tile"] for row in same}) == 1
+    fit = records(*words, "--tiling", "fit", "--backward-tiling", "fit")
+    assert len({row["tile"] for row in fit}) > 1
+    q, k, v, dout = flashsim.random_inputs(Problem(128, head_dim=256))
+    tiles = [str(t.tiling) for t in flashsim.compare(q, k, v, dout=dout).traces]
+    assert tiles == [row["tile"] for row in same]
+    own = [t.tiling for t in flashsim.compare(q, k, v, tiling="fit").traces]
+    assert own == [Tiling.fit(Problem(128, head_dim=256), "H100", a) for a in ALGORITHMS]
 
 
 # -- sweep, devices, traces -----------------------------------------------------------------------
@@ -345,7 +375,7 @@ def test_ring_shows_ranks_and_draws_them(tmp_path):
     assert "communication exposed for" in ok(*words)
     page = tmp_path / "ring.html"
     assert f"animation in {page}" in invoke(*words, "-o", page).stderr
-    assert "zigzag over 2 ranks" in page.read_text()
+    assert "Zigzag: 2 GPUs" in page.read_text()
 
 
 def test_a_trace_is_saved_and_shown(tmp_path):
@@ -406,14 +436,24 @@ def test_demo_compares_checks_and_saves(tmp_path, monkeypatch):
 
     assert result.exit_code == 0, result.output
     for name in flashsim.api.samples.SAMPLES:
-        assert f"{name}: output against the model's own" in result.stdout
         for direction in ("forward", "backward"):
             file = tmp_path / "out" / f"{name}-flash2-{direction}.npz"
-            assert f"trace in {file}" in result.stderr
+            assert f"wrote {file}" in result.stderr
             assert Trace.load(file).direction == direction
-    rows = [line.split() for line in result.stdout.splitlines()]
-    assert sum(row[:2] == ["standard", "backward"] for row in rows) == 2
-    assert sum(row[:1] == ["flash2"] and row[-1] == "yes" for row in rows) == 2
+    *lines, one, two = result.stdout.splitlines()
+    assert sum(line.startswith("FlashAttention-2 ") for line in lines) == 2  # one table
+    sample = flashsim.load_sample("layer0")
+    few, many = (
+        flashsim.count(
+            Problem(512, head_dim=32, heads=12, dtype="float16"), algorithm=a, tiling=T64
+        )
+        for a in ("flash2", "standard")
+    )
+    assert sample.q.shape == (12, 512, 32)
+    assert f"{one} {two}" == (
+        f"FlashAttention-2 asks memory for {many.bytes() / few.bytes():.1f} times fewer bytes than "
+        "standard attention; the answer is the same."
+    )
 
 
 def test_demo_fails_where_the_output_is_not_the_models(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import pytest
 from commands import invoke, rows
 
+import flashsim
 from flashsim import Problem, Tiling, banks, blocks, softmax_matmul, walkthrough
 from flashsim.studies import predict
 
@@ -77,3 +78,26 @@ def test_softmax_matmul_prints_one_kernel_and_two(more):
 def test_softmax_matmul_says_where_the_simulator_and_the_form_differ(monkeypatch):
     monkeypatch.setattr(softmax_matmul, "run", lambda *_, **__: softmax_matmul.count(1, 1, 1, 1))
     assert "other bytes" in invoke(*SMALL, "--run").output
+
+
+def test_a_quiz_on_a_shape_of_ones_own():
+    problem = Problem(64, head_dim=16, causal=True)
+    counted = flashsim.count(problem, tiling=Tiling(64, 64))
+    words = ("exercise predict", "-n", 64, "-d", 16, "--causal")
+    said = f"{counted.bytes('load'):,}", f"{counted.bytes('store'):_}"
+    done = invoke(*words, "--loaded", said[0], "--stored", said[1])
+    assert done.exit_code == 0, done.output
+    assert "How many bytes does FlashAttention-2 forward load from HBM" in done.stdout
+    assert "tiles of 64 x 64" in done.stdout
+    assert "to the byte!" in done.stdout
+    wrong = invoke(*words, "--loaded", "30,000", "--stored", 1).stdout
+    assert "to the byte!" not in wrong
+    assert "30,000" in wrong
+
+
+def test_an_exercise_has_its_own_shape():
+    done = invoke("exercise predict", "delta", "-n", 64)
+    assert done.exit_code == 2
+    assert "--n-q: not for an exercise, which has its shape" in done.stderr
+    done = invoke("exercise predict", "delta", "--loaded", "3x", "--stored", 1)
+    assert "takes a number of bytes in digits, e.g. 30,000; got '3x'" in done.stderr

@@ -34,7 +34,10 @@ def began(monkeypatch):
 
 @pytest.mark.parametrize("command", ["run", "compare", "page"])
 def test_minutes_are_said_before_the_work(command, began, tmp_path):
-    more = {"page": ("-o", tmp_path / "x.html"), "compare": ("-a", "flash1,flash2")}
+    more = {
+        "page": ("-o", tmp_path / "x.html", "--execute"),
+        "compare": ("-a", "flash1,flash2", "--execute"),
+    }
     more = more.get(command, ())
     long = invoke(command, "-n", 32768, "-t", "16x16", *more, "-d", 8)
     short = invoke(command, "-n", 64, "-t", "16x16", *more)
@@ -105,8 +108,8 @@ def test_the_estimate_grows_with_visits_and_products():
     [
         ("run", "-n", 4096, "-a", "standard"),
         ("run", "-n", 100_000),
-        ("compare", "-n", 4096),
-        ("plot", "traffic", "-n", 4096, "-o", "x.png"),
+        ("compare", "-n", 4096, "--execute"),
+        ("plot", "traffic", "-n", 4096, "-o", "x.png", "--execute"),
         ("study ladder", "-n", 4096, "--rungs", "naive"),
     ],
 )

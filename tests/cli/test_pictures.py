@@ -4,6 +4,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import viz_cases as cases
 from commands import found, invoke
@@ -14,6 +15,7 @@ import flashsim
 from flashsim import viz
 from flashsim.cli import pictures
 from flashsim.cli.pictures import KINDS
+from flashsim.viz.film.animation import Film
 
 SMALL = ("-n", "64", "-d", "8")
 BACK = ("--direction", "backward")
@@ -95,7 +97,8 @@ def test_every_plot_is_drawn_by_a_command():
     elsewhere = {"banks", "block_sizes", "precision", "roofline_series", "tile_evidence"}
     elsewhere |= {"predicted_against_measured", "rank_timeline", "scaling"}
     plots = {name for room, names in viz._ROOMS.items() if "plots." in room for name in names}
-    assert {kind.replace("-", "_") for kind in KINDS} == plots - elsewhere
+    # "heads" is traffic, of three ways to share heads.
+    assert {kind.replace("-", "_") for kind in KINDS} == plots - elsewhere | {"heads"}
 
 
 def test_a_mask_is_drawn_of_the_lengths_and_the_mask_given(monkeypatch, tmp_path):
@@ -117,7 +120,7 @@ def test_a_mask_is_drawn_of_the_lengths_and_the_mask_given(monkeypatch, tmp_path
 def test_every_kind_says_what_it_uses():
     taken = {p.name for p in found(["plot"])[0].params}
     assert all(uses <= taken for uses in pictures._USES.values())
-    assert taken - {"kind", "out", "theme", "dpi", "size", "help"} == set.union(
+    assert taken - {"kind", "out", "theme", "dpi", "size", "slides", "help"} == set.union(
         *pictures._USES.values()
     )
 
@@ -128,6 +131,30 @@ def test_size_and_resolution(tmp_path):
     assert invoke("plot", "traffic", *words).exit_code == 0
     with Image.open(out) as image:
         assert image.size == (480, 300)
+
+
+@pytest.mark.parametrize("kind", ["traffic", "cumulative", "tile-map", "sram-timeline", "diff"])
+def test_pictures_are_counted_and_the_same_when_executed(kind, tmp_path):
+    words = ("plot", kind, "-n", 128, "-d", 16, "--causal", "--direction", "backward")
+    words += ("-a", "flash1,flash2") if kind == "diff" else ()
+    counted, executed = tmp_path / "a.svg", tmp_path / "b.svg"
+    assert "counted, nothing executed" in invoke(*words, "-o", counted).stderr
+    assert "counted, nothing" not in invoke(*words, "-o", executed, "--execute").stderr
+    said = executed.read_text().replace("simulated", "counted")
+    assert said == counted.read_text()
+
+
+def test_a_picture_of_what_no_machine_could_run(tmp_path, monkeypatch):
+    def run(*_, **__):
+        raise AssertionError("executed")
+
+    monkeypatch.setattr(pictures.execution, "run", run)
+    words = ("plot", "traffic", "-n", 16384, "--heads", 32, "-o", tmp_path / "x.svg")
+    assert invoke(*words).exit_code == 0
+    assert "counted" in (tmp_path / "x.svg").read_text()
+    for command, out in (("animate", "x.gif"), ("page", "x.html")):
+        small = (command, "-n", 128, "-d", 16, "-o", tmp_path / out)
+        assert invoke(*small).exit_code == 0, command
 
 
 def test_a_roofline_plots_what_the_table_says(monkeypatch, tmp_path):
@@ -202,3 +229,69 @@ def test_the_gallery_writes_what_the_docs_show(tmp_path, monkeypatch):
     assert (tmp_path / "diff.png").exists()
     with pytest.raises(SystemExit, match=r"unknown: a\.png"):
         gallery.main(["a.png"])
+
+
+# -- heads, own times, slides ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "algorithm"),
+    [(("-n", 1, "--n-kv", 4096), "flash-decode"), (("-n", 1024), "flash2")],
+)
+def test_heads_are_side_by_side_in_one_command(words, algorithm, monkeypatch, tmp_path):
+    drawn = {}
+    monkeypatch.setattr(pictures, "draw", lambda kind, data, *_, **__: drawn.update(data))
+    assert invoke("plot", "heads", *words, "-o", tmp_path / "x.png").exit_code == 0
+    assert [*drawn] == ["MHA, 32 key heads", "GQA, 8 key heads", "MQA, 1 key head"]
+    assert [c.problem.kv_heads for c in drawn.values()] == [32, 8, 1]
+    assert {c.algorithm for c in drawn.values()} == {algorithm}
+    assert len({c.tiling for c in drawn.values()}) == 1
+
+
+def test_a_roofline_has_ones_own_times(monkeypatch, tmp_path):
+    drawn = {}
+    monkeypatch.setattr(
+        pictures, "draw", lambda kind, data, out, options, **_: drawn.update(data=data, **options)
+    )
+    file = tmp_path / "times.csv"
+    file.write_text("algorithm,seconds,note\nflash2,0.001,x\nstandard,0.004,\n")
+    words = ("plot", "roofline", "-n", 256, "--measured", file, "-o", tmp_path / "x.png")
+    assert invoke(*words).exit_code == 0
+    assert drawn["seconds"] == {"flash2": 0.001, "standard": 0.004}
+    assert [c.algorithm for c in drawn["data"]] == ["flash2", "standard"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name,ms\nflash2,1\n", "has columns name, ms; it needs algorithm and seconds"),
+        ("algorithm,seconds\nflash2,fast\n", "line 2: seconds must be a positive number"),
+        ("algorithm,seconds\nflash2,-1\n", "line 2: seconds must be a positive number"),
+        ("algorithm,seconds\nflash9,1\n", "unknown algorithm 'flash9'"),
+        ("algorithm,seconds\nflash2,1\nflash2,2\n", "line 3: flash2 is there twice"),
+        ("algorithm,seconds\n", "holds no time"),
+        ("", "has columns none"),
+    ],
+)
+def test_times_that_are_none_are_refused(text, said, tmp_path):
+    file = tmp_path / "times.csv"
+    file.write_text(text)
+    done = invoke("plot", "roofline", "--measured", file, "-o", tmp_path / "x.png")
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+def test_a_plot_for_slides_is_two_files(tmp_path):
+    words = ("plot", "traffic", "-n", 64, "-d", 16, "--slides", "-o", tmp_path / "x.png")
+    assert invoke(*words).exit_code == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"x.png", "x.svg"}
+    done = invoke(*words, "--dpi", 200)
+    assert done.exit_code == 2
+    assert "--slides sets --dpi" in done.stderr
+
+
+def test_an_animation_names_the_gpu():
+    trace = flashsim.run(*np.zeros((3, 32, 8), np.float32), device="A100", trace=True).trace
+    film = Film(trace)
+    film.frame(0)
+    assert film.scenes[0].sram_text.get_text().startswith("SRAM of A100: ")

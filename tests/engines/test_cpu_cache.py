@@ -1,5 +1,8 @@
 """What Numba compiles, on disk: no folder, a full disk, damaged files cost a compilation only."""
 
+import os
+import stat
+
 import numba
 import pytest
 from numba import njit
@@ -128,6 +131,40 @@ def test_without_a_folder_to_write_to_kernels_are_compiled_in_memory(tmp_path, m
     )
     threads._say_compiling(cache.kept(walk))
     assert capsys.readouterr().err == "flashsim: compiling the CPU kernels\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no modes of files")
+@pytest.mark.parametrize("what", ["folder", "index", "group"])
+def test_what_others_can_write_is_not_loaded(folder, what, capsys):
+    hits(fresh())
+    path = {"folder": files(folder, "nbi").parent, "index": files(folder, "nbi")}.get(
+        what, files(folder, "nbc")
+    )
+    mode = path.stat().st_mode
+    if what == "group":
+        try:
+            os.chown(path, -1, os.getuid() + 1)  # a group that is not the user's own
+        except PermissionError:
+            pytest.skip("only root may give a file to a group that is not root's")
+    path.chmod(mode | (stat.S_IWGRP if what == "group" else stat.S_IWOTH))
+    walk = fresh()
+    assert walk(21) == 42
+    assert not cache.kept(walk)
+    said = capsys.readouterr().err
+    assert said.startswith(f"flashsim: other users can write to {path}: code there is not used;")
+    assert said.count("\n") == 1
+    path.chmod(mode)
+    assert hits(fresh()) == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no modes of files")
+def test_a_users_own_group_may_write(folder):
+    hits(fresh())
+    path = files(folder, "nbi")
+    if path.stat().st_gid != path.stat().st_uid:
+        pytest.skip("here a user's group has another number than the user")
+    path.chmod(0o664)
+    assert hits(fresh()) == 1
 
 
 def test_every_walk_is_kept():

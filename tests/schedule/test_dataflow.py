@@ -7,14 +7,13 @@ from helpers import tensors
 import flashsim
 from flashsim import Device, Problem, Tiling
 from flashsim.algorithms import PASSES
-from flashsim.counts.traffic import strip_rows
-from flashsim.errors import OptionError
+from flashsim.errors import OptionError, UnsupportedError
 from flashsim.schedule import dataflow, plans
 from flashsim.schedule.names import ALLOC, CODES, TENSORS, TRANSFERS
 from flashsim.schedule.plans import DIRECTIONS
 from flashsim.schedule.plans import GENERAL as ALGORITHMS
 from flashsim.schedule.tensors import AXES, whole_bytes
-from flashsim.trace.assembly import assemble, assemble_rows, tile_bytes
+from flashsim.trace.counted import counted, stage_trace
 
 SMALL = Device.get("H100").with_sram(16_000)  # whole rows come in several strips
 TILING = Tiling(32, 24)
@@ -39,24 +38,6 @@ PROBLEMS = {
 }
 
 
-def from_the_itinerary(stage, schedule, device=SMALL):
-    """A stage's events by its itinerary alone, of every tile that the schedule lists."""
-    heights, widths = (
-        np.diff(x[:, :2])[:, 0].astype(np.int64) for x in (schedule.rows, schedule.cols)
-    )
-    if stage.whole_rows:
-        return assemble_rows(stage, schedule, heights, strip_rows(stage, schedule, device))
-    by_row = stage.outer == "queries"
-    ptr, inner, _ = schedule.row_csr if by_row else schedule.col_csr
-    outer = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
-    i, j = (outer, inner) if by_row else (inner, outer)
-    steps = tile_bytes((*stage.before, *stage.after), *((heights, 0) if by_row else (0, widths)))
-    members = schedule.problem.group if stage.per == "group" else 1
-    visits = np.stack([tile_bytes(stage.visit, heights[i], widths[j])] * members)
-    made = np.full(visits.shape[:2], bool(stage.visit))
-    return assemble(stage, schedule, steps, visits, made)
-
-
 @pytest.mark.parametrize("case", PROBLEMS)
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, "flash2-once"])
 def test_the_pages_move_what_the_itinerary_says_in_its_order(algorithm, case):
@@ -78,9 +59,33 @@ def test_the_pages_move_what_the_itinerary_says_in_its_order(algorithm, case):
             plans.stages(trace.problem, algorithm, trace.direction)
         )
         for ran in trace.stages:
-            expected = from_the_itinerary(ran.stage, ran.schedule, device)
+            expected = stage_trace(ran.stage, ran.schedule, device)
             assert (ran.repeat, ran.stride) == (expected.repeat, expected.stride)
             np.testing.assert_array_equal(ran.events, expected.events, err_msg=ran.name)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_counted_trace_is_the_recorded_one(algorithm, direction):
+    x = tensors(70, 90, 8, heads=4, kv_heads=2, dtype="bfloat16")
+    how = {"algorithm": algorithm, "tiling": TILING, "device": SMALL}
+    result = flashsim.run(x.q, x.k, x.v, causal=True, window=(50, 0), trace=True, **how)
+    trace = result.trace
+    if direction == "backward":
+        trace = result.backward(x.dout, tiling=TILING).trace
+    made = counted(flashsim.count(trace.problem, direction=direction, **how))
+    assert made.same_events(trace)
+    assert made.transfers == trace.transfers
+    assert (made.flops(), made.peak_sram()) == (trace.flops(), trace.peak_sram())
+    assert made.backend == "counted"
+
+
+def test_what_cannot_be_counted_event_by_event_says_why():
+    problem = Problem(1 << 20, head_dim=64)
+    with pytest.raises(OptionError, match=r"one head has about .* events, too many"):
+        counted(flashsim.count(problem, tiling=Tiling(64, 64)))
+    with pytest.raises(UnsupportedError, match="divides keys into parts"):
+        counted(flashsim.count(Problem(1, 4096, 64), algorithm="flash-decode"))
 
 
 @pytest.mark.parametrize("pack_gqa", [False, True])

@@ -10,6 +10,8 @@ import pytest
 
 import flashsim
 from flashsim import BlockMask, FlashSimError, Tiling, Trace, TraceError
+from flashsim.schedule.names import COMPUTE, FREE
+from flashsim.trace import archive, validate
 from flashsim.trace.events import EVENT, PHASES, TIMELINE
 
 SEED = 20
@@ -309,6 +311,98 @@ def test_events_of_nothing_that_exists_are_refused(tmp_path, field, value, text)
     rewritten(path, arrays=change)
     with pytest.raises(TraceError, match=text):
         Trace.load(path)
+
+
+def spoiled(path, change, name="plain"):
+    """A file whose events were changed, each by itself possible."""
+    recorded(name).save(path)
+
+    def arrays(old):
+        table = old["events_0"].copy()
+        change(table)
+        return {"events_0": table}
+
+    rewritten(path, arrays=arrays)
+
+
+def loads_nothing(table):
+    table["bytes"][0] = 0  # of the load of Q: it is freed, and was never there
+
+
+def computes_nothing(table):
+    visits = (table["op"] == COMPUTE) & (table["visit"] >= 0)
+    table["op"][visits], table["level"][visits] = FREE, 1
+
+
+def moves_nothing(table):
+    table["bytes"] = 0
+
+
+def ends_a_step_early(table):
+    table["visit"] = -1
+
+
+def keeps_a_tile(table):
+    last = np.flatnonzero(table["op"] == FREE)[-1]
+    table["bytes"][last] = 0
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (loads_nothing, "more bytes are freed than were on chip"),
+        (computes_nothing, "a visit computes nothing"),
+        (moves_nothing, "no byte is loaded or stored"),
+        (ends_a_step_early, "a step ends before it frees what it holds"),
+        (keeps_a_tile, r"\d+ bytes are on chip at the end"),
+    ],
+)
+def test_events_that_do_not_fit_together_are_refused(tmp_path, change, text):
+    path = tmp_path / "run.npz"
+    spoiled(path, change)
+    with pytest.raises(TraceError, match=text):
+        Trace.load(path)
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """The lengths of the parts of tables that are checked, as they are read."""
+    found = []
+    check = validate.events
+
+    def noted(table, *rest, **own):
+        found.append(len(table))
+        check(table, *rest, **own)
+
+    monkeypatch.setattr(validate, "events", noted)
+    return found
+
+
+def test_of_any_number_of_zeros_only_the_first_part_is_read(tmp_path, parts):
+    path = tmp_path / "run.npz"
+    recorded("plain").save(path)
+
+    def long(header):
+        header["problem"].update(n_q=1 << 16, n_kv=1 << 16)
+        return header
+
+    bomb(path, "events_0", np.zeros(1 << 22, EVENT), long)
+    assert path.stat().st_size < 1 << 20
+    with pytest.raises(TraceError, match="nothing is computed"):
+        Trace.load(path)
+    assert len(parts) == 1
+    assert 28 * parts[0] <= 1 << 25
+
+
+def test_a_long_table_is_read_in_parts(tmp_path, parts, monkeypatch):
+    path = tmp_path / "run.npz"
+    trace = recorded("plain")
+    trace.save(path)
+    monkeypatch.setattr(archive, "_PART_BYTES", 28 * 70)
+    assert Trace.load(path).same_events(trace)
+    assert sum(parts) == len(trace.stages[0].events)
+    assert len(parts) > 1
+    assert set(parts[:-1]) == {70}
 
 
 def bomb(path, member, array, header=lambda h: h):

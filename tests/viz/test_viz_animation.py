@@ -1,7 +1,9 @@
 """Animations: the figure's artists step by step, and files that open."""
 
 import base64
+import hashlib
 import html
+import re
 import shutil
 import subprocess
 from itertools import pairwise
@@ -96,7 +98,8 @@ def test_the_sram_bar_is_a_share_of_the_device(capacity):
     assert scene.bars[0].axes.get_xlim() == (0, capacity)
     assert max(bar.get_x() + bar.get_width() for bar in scene.bars) == held
     assert (
-        scene.sram_text.get_text() == f"SRAM: {held:,} B, {held / capacity:.0%} of {capacity:,} B"
+        scene.sram_text.get_text()
+        == f"SRAM of {run.trace.device.name}: {held:,} B, {held / capacity:.0%}"
     )
 
 
@@ -136,6 +139,19 @@ def test_says_what_lies_in_hbm():
         film.frame(0)
         words.append(film.scenes[0].stage_text.get_text())
     assert words == ["stage forward · HBM: the strips", "stage scores · HBM: the strips, S, P"]
+
+
+def test_statistics_follow_the_row_tile_at_hand():
+    q, k, *_ = cases.arrays()
+    stats = viz.row_statistics(cases.trace(), q, k)
+    film, walk = Film(cases.trace(), statistics=stats), Steps(cases.trace())
+    panel = film.panels[0][-1]
+    for step in walk.visits[::3].tolist():
+        panel.update(step)
+        row = stats.by_tile[int(walk.i[step])]
+        seen = int((row.steps <= step).sum())
+        assert panel.text.get_text().startswith(f"row {row.row}: m = {row.m[seen - 1]:.2f}")
+        assert panel.lines[0].get_ydata().tolist() == row.m[:seen].tolist()
 
 
 def test_statistics_grow():
@@ -254,6 +270,29 @@ def test_mp4_that_ffmpeg_refuses(tmp_path, monkeypatch):
     with pytest.raises(BackendUnavailable, match="ffmpeg could not write the video: no such codec"):
         viz.animate(cases.trace(), tmp_path / "walk.mp4", max_frames=2)
     assert not list(tmp_path.glob("*walk*"))
+
+
+def test_html_runs_only_its_own_script(tmp_path):
+    text = viz.animate(cases.trace(), tmp_path / "walk.html", max_frames=3).read_text()
+    policy = re.search(r'content="(default-src [^"]*)"', text)[1]
+    assert "unsafe" not in policy
+    for kind, tag in (("script", "script"), ("style", "style")):
+        inside = re.search(f"<{tag}>(.*?)</{tag}>", text, re.S)[1]
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+
+
+@pytest.mark.parametrize("name", ["a$b", "$x_{1$", "100$ and $$"])
+def test_a_name_may_hold_dollars(name, tmp_path):
+    def mine(machine):
+        with machine.stage(name) as sram, sram.step(0), sram.visit(0, 0):
+            everything = slice(0, 16)
+            sram.store(machine.hbm.O, everything, sram.load(machine.hbm.Q, everything))
+
+    mine.__name__ = name
+    q, k, v = np.zeros((3, 16, 4), np.float32)
+    result = flashsim.simulate(mine, q, k, v, tiling=flashsim.Tiling(16, 16))
+    assert viz.animate({name: result}, tmp_path / "walk.gif").stat().st_size
 
 
 @pytest.mark.parametrize("ending", ["gif", "html"])

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import time
+import tracemalloc
 from functools import cache
 from pathlib import Path
 
@@ -138,6 +139,55 @@ def test_size_of_a_hundred_thousand_events():
 # -- in a browser ----------------------------------------------------------------------------------
 
 
+def fine_grid():
+    """A file of a few events on a grid of 400 million tiles."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((20_000, 1), dtype=np.float32) for _ in range(3))
+
+    def corner(machine):
+        with machine.stage("corner") as sram, sram.step(0), sram.visit(0, 0):
+            everything = slice(0, 20_000)
+            sram.store(machine.hbm.O, everything, sram.load(machine.hbm.Q, everything))
+
+    return flashsim.simulate(corner, q, k, v, tiling=flashsim.Tiling(1, 1)).trace
+
+
+def test_a_player_that_would_be_too_large_is_refused_before_it_is_built():
+    trace = fine_grid()
+    tracemalloc.start()
+    try:
+        with pytest.raises(OptionError, match=r"about 533 MB .*over 32 MB: .*max_mb=534"):
+            viz.page(trace)
+        with pytest.raises(OptionError, match=r"20,000 x 20,000 tiles is too fine to draw"):
+            viz.tile_map(trace)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_list_of_itself_is_no_trace():
+    endless = [cases.trace()]
+    endless.append(endless)
+    for draw in (viz.page, viz.traffic):
+        with pytest.raises(OptionError, match="a list that contains itself"):
+            draw(endless)
+
+
+@pytest.mark.parametrize("draw", [viz.page, viz.traffic, viz.cumulative])
+def test_a_label_that_no_picture_has_room_for_is_refused(draw):
+    with pytest.raises(OptionError, match=r"has 10,000 characters; a label has at most 200"):
+        draw({"x" * 10_000: cases.trace()})
+    with pytest.raises(OptionError, match=r"the title .* has 10,000 characters"):
+        viz.page(cases.trace(), title="x" * 10_000)
+
+
+def test_max_mb_asks_for_more():
+    trace = cases.trace()
+    with pytest.raises(OptionError, match=r"over 0\.0001 MB"):
+        viz.page(trace, max_mb=0.0001)
+    assert viz.page(trace, max_mb=1).html
+
+
 @pytest.fixture(scope="module")
 def browser():
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -252,24 +302,75 @@ def test_a_link_opens_the_page_at_a_step(show):
     assert plain.evaluate("location.hash") == "#elsewhere"
 
 
+def test_the_first_step_says_that_nothing_was_loaded_yet(show):
+    """FlashAttention-1 begins by writing O, l and m: 0 B loaded, nothing on chip."""
+    tab = show(viz.page(cases.trace("flash1")))
+    assert counter(tab, "loaded") == counter(tab, "computed") == "none yet"
+    assert counter(tab, "FLOP per byte") == "–"
+    assert "SRAM is empty in this step" in tab.evaluate("player.panes[0].sramLabel.textContent")
+
+
+ROW_AT = r"Number(/row (\d+)/.exec(player.panes[0].statisticsLabel.textContent)[1])"
+
+
+@pytest.mark.parametrize("algorithm", ["flash1", "flash2"])
+def test_the_statistics_follow_the_row_at_hand_or_the_one_clicked(show, algorithm):
+    trace = cases.trace(algorithm, causal=False)
+    stats = viz.row_statistics(trace, *cases.arrays()[:2])
+    walk, tab = Steps(trace), show(viz.page(trace, statistics=stats))
+    rows = {tile: one.row for tile, one in stats.by_tile.items()}
+    assert len(rows) == trace.schedule.t_r
+    for step in walk.visits[::5].tolist():
+        tab.evaluate(f"player.go({step})")
+        assert settled(tab).evaluate(ROW_AT) == rows[int(walk.i[step])]
+        assert "not reached yet" not in tab.evaluate("player.panes[0].statisticsLabel.textContent")
+    at = tab.evaluate("""() => { const b = player.panes[0].diagram.cell(2, 4);
+        return {x: b.x + b.w / 2, y: b.y + b.h / 2}; }""")
+    tab.click("canvas.diagram", position=at)
+    for step in (0, len(walk) - 1):
+        tab.evaluate(f"player.go({step})")
+        assert settled(tab).evaluate(ROW_AT) == rows[2]
+    tab.click("canvas.diagram", position=at)
+    assert settled(tab).evaluate(ROW_AT) != rows[2]
+
+
+@pytest.mark.parametrize("height", [720, 800])
+@pytest.mark.parametrize("panes", [1, 2])
+def test_nothing_lies_under_the_bar(show, panes, height):
+    """Of what can be seen without scrolling nothing is cut: no text, chart or diagram."""
+    trace = cases.trace(n=512)
+    stats = viz.row_statistics(trace, *cases.arrays(512)[:2])
+    data = {"one": trace, "two": cases.trace("flash1", n=512)} if panes == 2 else trace
+    tab = show(viz.page(data, statistics=stats if panes == 1 else None), height=height)
+    cut = tab.evaluate("""() => {
+        const bar = document.querySelector("footer").getBoundingClientRect().top, found = [];
+        for (const x of document.querySelectorAll(".facts *, canvas, .about, #title")) {
+            const box = x.getBoundingClientRect();
+            if (box.top < bar && box.bottom > bar) found.push(x.className || x.tagName);
+        }
+        return [found, document.elementFromPoint(5, bar + 5).closest("footer") !== null]; }""")
+    assert cut == [[], True]
+
+
 @pytest.mark.parametrize(("width", "height"), [(360, 740), (768, 700), (1366, 768)])
 @pytest.mark.parametrize("how", ["button", "key", "summary"])
 def test_help_opens_clear_of_the_bar(show, width, height, how):
     tab = show(page_with_statistics(), width=width, height=height)
-    tab.evaluate("window.scrollTo(0, 0)")
+    tab.evaluate("document.querySelector('main').scrollTo(0, 0)")
     if how == "button":
         tab.click("#help")
     elif how == "key":
         tab.keyboard.press("?")
     else:
         tab.evaluate("document.querySelector('#how summary').click()")
-    until(tab, "by('how').open && window.scrollY > 0")
+    until(tab, "by('how').open && document.querySelector('main').scrollTop > 0")
     seen = tab.evaluate(
         """() => { const box = by("how").getBoundingClientRect(), bar = document.querySelector(
-        "footer").getBoundingClientRect(); return [box.top, box.bottom, bar.top, box.height]; }"""
+        "footer").getBoundingClientRect(), main = document.querySelector("main"); return [
+        box.top, box.bottom, bar.top, box.height, main.getBoundingClientRect().top]; }"""
     )
-    top, bottom, bar, high = seen
-    assert bottom <= bar or (high > bar and -1 <= top < 20)  # all of it, or its beginning
+    top, bottom, bar, high, begin = seen  # all of it, or its beginning
+    assert bottom <= bar or (high > bar - begin and -1 <= top - begin < 20)
 
 
 def test_corners_of_a_window(show):

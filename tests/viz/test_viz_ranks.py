@@ -72,7 +72,7 @@ def test_an_animation_and_a_page_are_written(tmp_path):
         assert image.n_frames == 4
     backward = account("zigzag", 2, "backward")
     page = viz.animate_ranks(backward, tmp_path / "a.html", cells=2, frames_a_step=1, theme="dark")
-    assert "flashsim: zigzag over 2 ranks" in page.read_text()
+    assert "flashsim: Zigzag: 2 GPUs" in page.read_text()
 
 
 def test_what_cannot_be_watched_says_why(tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashsim.errors import UnsupportedError
+from flashsim.errors import OptionError, UnsupportedError
 from flashsim.schedule.names import TRANSFERS
 from flashsim.schedule.schedule import MASKED, Schedule
 from flashsim.schedule.tensors import COL, TILE
@@ -59,14 +59,28 @@ def sides(trace: Trace) -> dict[str, tuple[str, ...]]:
 SKIPPED, WHOLE, CUT, CUT_LOW, CUT_BOTH = range(5)
 
 
-def tile_kinds(schedule: Schedule) -> np.ndarray:
+#: No picture has as many pixels.
+_MOST_TILES = 1 << 24
+
+
+def tile_kinds(schedule: Schedule, most: int | None = _MOST_TILES) -> np.ndarray:
     """Return uint8 (T_r, T_c): whether a tile is empty, full or partly masked, and at which corner.
 
     A partly masked tile is CUT if the mask removes the upper right corner (as causal masks do),
     CUT_LOW if it removes the lower left one (a window's other side), and CUT_BOTH if both. If it
     removes neither (your own mask may), or all scores (standard attention skips nothing), the tile
     is CUT.
+
+    Raises
+    ------
+    OptionError
+        If there are more than `most` tiles.
     """
+    if most is not None and schedule.t_r * schedule.t_c > most:
+        raise OptionError(
+            f"a grid of {schedule.t_r:,} x {schedule.t_c:,} tiles is too fine to draw; a picture "
+            f"shows at most {most:,} tiles: take larger ones"
+        )
     grid = np.zeros((schedule.t_r, schedule.t_c), np.uint8)
     ptr, col, kind = schedule.row_csr
     row = np.repeat(np.arange(schedule.t_r), np.diff(ptr))

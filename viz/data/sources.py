@@ -9,11 +9,18 @@ from flashsim.counts import traffic
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import DTypeError, OptionError, shown
 from flashsim.schedule.dataflow import ALGORITHMS
+from flashsim.trace.counted import COUNTED, counted
 from flashsim.trace.trace import Trace
 from flashsim.viz.data.statistics import RowStatistics
 
+#: Of a label or a title.
+MOST_CHARACTERS = 200
 #: How algorithms are called in print.
 NAMES = {name: algorithm.title for name, algorithm in ALGORITHMS.items()}
+
+
+#: How a source came about, by its backend; others are named.
+HOW = {"closed form": "counted", COUNTED: "counted", "simulator": "simulated"}
 
 
 def title(algorithm: str) -> str:
@@ -28,17 +35,23 @@ def direction(trace: Trace) -> str:
 
 
 def one_trace(data: Any) -> Trace:
-    """Return the trace in `data`: itself, or that of a `Result` or `Gradients`.
+    """Return the trace in `data`: itself, that of a `Result` or `Gradients`, or a counted one.
+
+    A `Traffic` becomes the trace that a run of it would record.
 
     Raises
     ------
-    TraceError, DTypeError
-        If nothing was recorded, or if `data` is something else.
+    TraceError, DTypeError, OptionError, UnsupportedError
+        If nothing was recorded, if `data` is something else, or if what was counted cannot be
+        listed event by event.
     """
+    if isinstance(data, Traffic):
+        return counted(data)
     trace = getattr(data, "trace", data)
     if not isinstance(trace, Trace):
         raise DTypeError(
-            f"expected a Trace (or a Result or Gradients that has one), got {type(data).__name__}"
+            "expected a Trace, a Result or Gradients that has one, or what flashsim.count gives, "
+            f"got {type(data).__name__}"
         )
     return trace
 
@@ -77,9 +90,15 @@ def writable(what: str, text: Any) -> str:
     Raises
     ------
     OptionError
-        For half of a surrogate pair, which no encoding can represent.
+        For half of a surrogate pair, which no encoding can represent, or for more characters than
+        a picture or a page has room for.
     """
     text = str(text)
+    if len(text) > MOST_CHARACTERS:
+        raise OptionError(
+            f"the {what} {shown(text)} has {len(text):,} characters; a {what} has at most "
+            f"{MOST_CHARACTERS}"
+        )
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise OptionError(
             f"the {what} {text!r} holds half of a character (a lone surrogate), which no file can "
@@ -106,7 +125,9 @@ def panes(
     return {label: (one_trace(source), rows.get(label)) for label, source in chosen.items()}
 
 
-def _flatten(data: Any) -> list[Trace | Traffic]:
+def _flatten(data: Any, around: tuple[int, ...] = ()) -> list[Trace | Traffic]:
+    if id(data) in around:
+        raise OptionError("a list that contains itself holds no traces; give the traces")
     if hasattr(data, "rows"):
         raise DTypeError(
             "a Sweep holds totals, not what each tensor or step moved; draw it with viz.io_curve, "
@@ -117,7 +138,7 @@ def _flatten(data: Any) -> list[Trace | Traffic]:
     if hasattr(data, "traces"):
         return list(data.traces)
     if isinstance(data, Iterable) and not isinstance(data, (str, bytes)):
-        return [source for item in data for source in _flatten(item)]
+        return [source for item in data for source in _flatten(item, (*around, id(data)))]
     raise DTypeError(
         "expected a Trace, Traffic, Result, Gradients, Comparison or a list or dict of them, "
         f"got {type(data).__name__}"
@@ -172,7 +193,7 @@ def places(algorithms: Iterable[str]) -> list[int]:
 
 
 def about(source: Trace | Traffic) -> list[str]:
-    """Describe a source in words: heads, lengths, width, type, mask and tiling."""
+    """Describe a source in words: sizes, type, mask, tiling, and how it came about."""
     p = source.problem
     packed = p.cu_seqlens_q is not None
     return [
@@ -189,6 +210,7 @@ def about(source: Trace | Traffic) -> list[str]:
         *(["block-sparse"] if p.block_mask else []),
         *(["own mask"] if p.mask else []),
         f"tiles of {source.tiling.block_q} × {source.tiling.block_k}",
+        HOW.get(source.backend, source.backend),
     ]
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from flashsim import report
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, own_errors, shown
 from flashsim.problem import checks
+from flashsim.schedule.schedule import Schedule
 from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
+
+#: Beyond which only one row tile is followed unless another row is asked for.
+_MOST_SCORES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,9 @@ class RowStatistics:
     alpha : ndarray of float64, (n_visits,)
         exp(m before - m after): the factor by which the visit rescaled l and O. It is 1 if the
         maximum did not change, and 0 if there was nothing to rescale yet.
+    others : tuple of RowStatistics
+        The same for one row of each other row tile. Players and animations show the row of the tile
+        that is at hand. Empty if one row was asked for.
     """
 
     row: int
@@ -41,6 +48,12 @@ class RowStatistics:
     m: np.ndarray
     l: np.ndarray
     alpha: np.ndarray
+    others: tuple[RowStatistics, ...] = field(default=(), repr=False)
+
+    @property
+    def by_tile(self) -> dict[int, RowStatistics]:
+        """These and the others, by row tile."""
+        return {one.tile: one for one in sorted((self, *self.others), key=lambda one: one.tile)}
 
     __repr__ = report.short
     _repr_html_ = report.tabled
@@ -69,8 +82,10 @@ def row_statistics(
     q, k : ndarray, (batch, heads, n_q, head_dim), (batch, kv_heads, n_kv, head_dim)
         The inputs of the pass; leading axes may be left out.
     row : int, optional
-        Query row. Default: among the rows of the middle row tile, the last of those whose maximum
-        changes most often, because other rows hardly show why rescaling is needed.
+        Query row. Default: of each row tile, the last of those rows whose maximum changes most
+        often, because other rows hardly show why rescaling is needed. What is returned is that of
+        the middle row tile, with the `others`. Of more than 2**28 scores it is the middle row tile
+        alone.
     head : int
         Query head, counted over the batch.
 
@@ -91,19 +106,33 @@ def row_statistics(
     for name, value, stop in (("row", row or 0, p.n_q), ("head", head, p.batch * p.heads)):
         if not 0 <= value < stop:
             raise OptionError(f"{name} must be from 0 to {stop - 1}, got {shown(value)}")
-    tile = schedule.t_r // 2
-    if row is not None:
-        tile = int(np.searchsorted(schedule.rows[:, 1], row, side="right"))
-    start, stop = schedule.rows[tile, :2]
-    queries = _rows("q", q, p.batch * p.heads, p.n_q, p.head_dim)[head, start:stop]
+    queries = _rows("q", q, p.batch * p.heads, p.n_q, p.head_dim)[head]
     keys = _rows("k", k, p.batch * p.kv_heads, p.n_kv, p.head_dim)[head // p.group]
-    walk = Steps(trace)
+    walk, middle = Steps(trace), schedule.t_r // 2
+    if row is not None:
+        return _followed(walk, queries, keys, _tile_of(schedule, row), head, row)
+    tiles = range(schedule.t_r) if p.n_q * p.n_kv <= _MOST_SCORES else [middle]
+    found = {tile: _followed(walk, queries, keys, tile, head, None) for tile in tiles}
+    others = tuple(one for tile, one in found.items() if tile != middle and len(one.steps))
+    return replace(found[middle], others=others)
+
+
+def _tile_of(schedule: Schedule, row: int) -> int:
+    return int(np.searchsorted(schedule.rows[:, 1], row, side="right"))
+
+
+def _followed(
+    walk: Steps[Trace], queries: np.ndarray, keys: np.ndarray, tile: int, head: int, row: int | None
+) -> RowStatistics:
+    """Follow a row of a row tile; default: the one whose maximum changes most often."""
+    schedule, p = walk.trace.schedule, walk.trace.problem
+    start, stop = schedule.rows[tile, :2]
     steps = np.flatnonzero((walk.visit >= 0) & (walk.i == tile))
     m, l, alpha = (np.zeros((len(steps), stop - start)) for _ in range(3))
     top, total = np.full(stop - start, -np.inf), np.zeros(stop - start)
     for n, step in enumerate(steps):
         j = int(walk.j[step])
-        scores = p.scale * (queries @ keys[schedule.col_slice(j)].T)
+        scores = p.scale * (queries[start:stop] @ keys[schedule.col_slice(j)].T)
         if p.softcap:
             scores = p.softcap * np.tanh(scores / p.softcap)
         keep = schedule.keep(tile, j)

@@ -32,7 +32,7 @@ from flashsim.viz.data import sources
 from flashsim.viz.data.statistics import RowStatistics
 from flashsim.viz.film.panels import Counters, Moves, StatisticsPanel
 from flashsim.viz.film.scene import Scene
-from flashsim.viz.player.html import embedded
+from flashsim.viz.player.html import embedded, embedded_json, policy
 from flashsim.viz.style import rc
 
 FORMATS = (".gif", ".mp4", ".html")
@@ -174,7 +174,7 @@ class Film:
         walks = [Steps(trace) for trace, _ in chosen.values()]
         self.schedule = frame_steps(walks, clock, max_frames)
         look = self.theme = palette.theme(theme)
-        with plt.rc_context(rc(look)):
+        with plt.rc_context({**rc(look), "text.parse_math": False}):  # names may hold a $
             self.figure = Figure(figsize=(_SIZE[0] / 100, _SIZE[1] / 100), dpi=100)
             self.canvas = FigureCanvasAgg(self.figure)
             self.panels: list[list[Any]] = []
@@ -209,7 +209,7 @@ class Film:
             panels.append(Moves(at((0.67, 0.03, 0.31, 0.37)), walk, look))
         elif row is not None and total == 1:
             charts = [at((0.735, y, 0.245, 0.07)) for y in (0.275, 0.18, 0.085)]
-            panels.append(StatisticsPanel(charts, row, look, facts[0]))
+            panels.append(StatisticsPanel(charts, row, walk, look, facts[0]))
         self.panels.append(panels)
 
     def __len__(self) -> int:
@@ -345,12 +345,15 @@ def _write_html(film: Film, path: Path, fps: float) -> None:
         _picture(indices, colors).save(buffer, "PNG", optimize=True)
         encoded.append(base64.b64encode(buffer.getvalue()).decode("ascii"))
     template = files("flashsim.viz.film").joinpath("film.html").read_text(encoding="utf-8")
+    look = {"BACKGROUND": film.theme.background, "SCHEME": film.theme.name}
+    for name, value in look.items():
+        template = template.replace(f"@@{name}@@", value)
+    style = template.partition("<style>")[2].partition("</style>")[0]
+    script = template.partition("<script>")[2].partition("</script>")[0]
     parts = {
+        "POLICY": policy(script, style),
         "TITLE": html.escape(f"flashsim: {film.title}"),
-        "BACKGROUND": film.theme.background,
-        "SCHEME": film.theme.name,
-        "DELAY": str(round(1000 / fps)),
-        "FRAMES": ",".join(f'"{frame}"' for frame in encoded),
+        "DATA": embedded_json({"frames": encoded, "delay": round(1000 / fps)}),
     }
     pieces = template.split("@@")
     text = "".join(parts[piece] if n % 2 else piece for n, piece in enumerate(pieces))

@@ -21,41 +21,64 @@ from flashsim.viz.style import human
 
 
 class StatisticsPanel:
-    """Curves of m, alpha and l of one query row; each visited key tile adds a point."""
+    """Curves of m, alpha and l of a query row; each visited key tile adds a point.
 
-    def __init__(self, panels: Sequence[Axes], s: RowStatistics, theme: Theme, left: float) -> None:
-        self.s, self.lines = s, list[Line2D]()
-        series = (("m", s.m, "m"), ("α", s.alpha, "P"), ("l", s.l, "l"))
-        for ax, (name, values, shade) in zip(panels, series, strict=True):
-            finite = values[np.isfinite(values)]
+    The row is one of the row tile at hand, if the statistics have it. All rows share one scale.
+    """
+
+    def __init__(
+        self, panels: Sequence[Axes], s: RowStatistics, walk: Steps, theme: Theme, left: float
+    ) -> None:
+        self.by_tile, self.lines = s.by_tile, list[Line2D]()
+        self.at = self._rows_at(walk, s)
+        longest = max(self.by_tile.values(), key=lambda one: len(one.j))
+        series = (("m", "m", "m"), ("α", "alpha", "P"), ("l", "l", "l"))
+        for ax, (name, field, shade) in zip(panels, series, strict=True):
+            values = np.concatenate([getattr(one, field) for one in self.by_tile.values()])
+            finite, count = values[np.isfinite(values)], len(longest.j)
             span = (finite.min(), finite.max()) if len(finite) else (0, 1)
             pad = 0.15 * (span[1] - span[0]) or 1.0
             ax.set(
-                xlim=(-0.5, max(len(values) - 0.5, 0.5)), ylim=(span[0] - pad, span[1] + pad),
-                ylabel=name,
-            )  # fmt: skip
+                xlim=(-0.5, max(count - 0.5, 0.5)), ylim=(span[0] - pad, span[1] + pad), ylabel=name
+            )
             ax.yaxis.label.set(rotation=0, fontweight="bold", fontsize=13, ha="right", va="center")
             ax.yaxis.set_major_locator(MaxNLocator(3))
             ax.tick_params(labelsize=9, labelbottom=ax is panels[-1])
-            every = -(-len(values) // 12)  # numbers that do not touch
-            ax.set_xticks(range(0, len(values), every), s.j[::every].tolist())
+            every = -(-count // 12)  # numbers that do not touch
+            alike = all((one.j == longest.j[: len(one.j)]).all() for one in self.by_tile.values())
+            labels = longest.j if alike else np.arange(1, count + 1)
+            ax.set_xticks(range(0, count, every), labels[::every].tolist())
             (line,) = ax.plot(
                 [], [], color=theme.text, lw=1.8, drawstyle="steps-post", marker="o", ms=5,
                 mfc=tint(shade, theme.name), mec=theme.text, mew=1,
             )  # fmt: skip
             self.lines.append(line)
-        panels[-1].set_xlabel("key tile j", fontsize=10, labelpad=1)
+        panels[-1].set_xlabel(
+            "key tile j" if alike else "visit of the row", fontsize=10, labelpad=1
+        )
         self.text = panels[0].figure.text(
             left, panels[0].get_position().y1 + 0.015, "", fontsize=11, color=theme.muted
         )
         self.artists: list[Artist] = [*self.lines, self.text]
 
+    def _rows_at(self, walk: Steps, s: RowStatistics) -> list[int]:
+        """The row tile that each step shows: its own, or the last one that there was."""
+        found, tile = [], s.tile if not s.others else next(iter(self.by_tile))
+        for i in walk.i.tolist():
+            tile = i if i in self.by_tile and s.others else tile
+            found.append(tile)
+        return found
+
     def update(self, step: int) -> None:
         """Show the tiles visited up to a step."""
-        s, n = self.s, int(np.searchsorted(self.s.steps, step, side="right"))
+        s = self.by_tile[self.at[step]]
+        n = int(np.searchsorted(s.steps, step, side="right"))
         for line, values in zip(self.lines, (s.m, s.alpha, s.l), strict=True):
             line.set_data(np.arange(n), values[:n])
-        m, alpha, l = (s.m[n - 1], s.alpha[n - 1], s.l[n - 1]) if n else (-np.inf, 1.0, 0.0)
+        if not n:
+            self.text.set_text(f"row {s.row}, in row tile {s.tile}: not reached yet")
+            return
+        m, alpha, l = s.m[n - 1], s.alpha[n - 1], s.l[n - 1]
         top = "−∞" if np.isneginf(m) else f"{m:.2f}"
         self.text.set_text(f"row {s.row}: m = {top}, α = {alpha:.2g}, l = {l:.3g}")
 
@@ -97,7 +120,7 @@ class Counters:
         moved, flops = self.walk.hbm_bytes[step], int(self.walk.flops[step])
         texts = [human(int(moved[op])) for op in self.ops]
         total = int(moved.sum())
-        texts += [human(flops, "FLOP"), f"{flops / total:.1f}" if total else "–"]
+        texts += [human(flops, "FLOP"), f"{flops / total:.1f}" if total and flops else "–"]
         for value, text in zip(self.values, texts, strict=True):
             value.set_text(text)
 
@@ -105,7 +128,8 @@ class Counters:
 def _fit(text: Text, ax: Axes) -> None:
     """Shrink a text until it fits the width of its Axes."""
     room = ax.get_window_extent().width
-    text.set_fontsize(float(text.get_fontsize()) * min(1, room / text.get_window_extent().width))
+    while (wide := text.get_window_extent().width) > room:  # letters do not shrink in proportion
+        text.set_fontsize(float(text.get_fontsize()) * 0.99 * room / wide)
 
 
 class Moves:

@@ -111,16 +111,23 @@ class RanksFilm:
             )
         self.account, self.group, self.cells, self.each = account, group, cells, frames_a_step
         self.theme = palette.theme(theme)
-        self.title = f"{group.scheme} over {group.ranks} ranks"
         self.first = int(group.ulysses > 1)
         backward = account.direction == "backward"
         block = group.gradient_block if backward else group.block
         self.steps = group.ring + backward
         ranks, steps = range(0, group.ranks, group.ulysses), range(self.steps)
         self.lit = np.array([[lit(group, block(r, s), cells) for s in steps] for r in ranks])
-        shades = ramp(self.theme)(np.linspace(0.05, 0.85, group.ring))[:, :3]
+        self.title = self._message()
+        shades = ramp(self.theme)(np.linspace(0.2, 0.85, group.ring))[:, :3]
         self.shade = [tuple(color) for color in shades]
         self._build()
+
+    def _message(self) -> str:
+        """Say how long the members of the ring wait for the busiest of each step."""
+        work = self.lit.sum(axis=(2, 3))  # by member and step
+        waits = 1 - work.sum() / (work.max(axis=0).sum() * self.group.ring)
+        share = f"wait {waits:.0%} of the time" if waits > 0.005 else "never wait for each other"
+        return f"{self.group.scheme.capitalize()}: {self.group.ranks} GPUs {share}"
 
     def _build(self) -> None:
         look, ring = self.theme, self.group.ring
@@ -130,7 +137,7 @@ class RanksFilm:
             at = self.figure.add_axes
             left, grid = at((0.01, 0.1, 0.41, 0.74)), at((0.5, 0.1, 0.405, 0.72))
         self.figure.text(0.02, 0.93, self.title, fontsize=17, fontweight="bold", color=look.text)
-        about = f"{self.account.direction}, {in_words(self.group.problem)}"
+        about = f"{self.account.direction}, {in_words(self.group.problem)}; framed: at work now"
         self.figure.text(0.02, 0.885, about, fontsize=11, color=look.muted)
         left.set(xlim=(-1.4, 1.4), ylim=(-1.35, 1.35), aspect="equal")
         left.axis("off")
@@ -167,7 +174,7 @@ class RanksFilm:
         grid.set_xticks(middles, [str(m) for m in range(ring)])
         grid.set_yticks(middles, [str(m) for m in range(ring)])
         grid.tick_params(length=0)
-        grid.set(xlabel="keys of", ylabel="queries of")
+        grid.set(xlabel="keys of GPU", ylabel="queries of GPU, which stay there")
         background = np.array(palette.rgb(look.panel)) / 255
         self.pixels = np.broadcast_to(background, (n, n, 3)).copy()
         self.image = grid.imshow(self.pixels, extent=(0, n, n, 0), interpolation="nearest")
@@ -180,7 +187,7 @@ class RanksFilm:
         ]
         for frame in self.frames_of_work:
             grid.add_patch(frame)
-        self.told = self.figure.text(0.5, 0.935, "", fontsize=12, color=look.text)
+        self.told = self.figure.text(0.5, 0.83, "", fontsize=12, color=look.text)
         self.bytes = self.figure.text(0.02, 0.03, "", fontsize=11, color=look.muted)
 
     def __len__(self) -> int:

@@ -307,8 +307,8 @@ class Scene:
         for size, bar in zip(self.walk.on_chip[step].tolist(), self.bars, strict=True):
             bar.set(x=left, width=size)
             left += size
-        limit = self.walk.trace.device.sram_bytes
-        words = f"SRAM: {left:,} B, {left / limit:.0%} of {limit:,} B"
-        if left > limit:
-            words = f"SRAM {limit:,} B + registers {left - limit:,} B"
-        self.sram_text.set_text(words)
+        device = self.walk.trace.device
+        words = f"SRAM of {device.name}: {left:,} B, {left / device.sram_bytes:.0%}"
+        if left > device.sram_bytes:
+            words = f"SRAM {device.sram_bytes:,} B + registers {left - device.sram_bytes:,} B"
+        self.sram_text.set(text=words, fontsize=11.5 * min(1, 34 / len(words)))

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.errors import own_errors
+from flashsim.errors import OptionError, own_errors
 from flashsim.problem import checks
 from flashsim.report import whole
 from flashsim.schedule.names import OPS
@@ -31,6 +31,8 @@ from flashsim.viz.data.parts import page_edges, part_edges
 from flashsim.viz.data.statistics import RowStatistics
 from flashsim.viz.palette import THEMES, tint
 
+#: Bytes of an event in the columns of a player, about.
+_EVENT_BYTES = 9
 _SCRIPTS = ("decode.js", "diagram.js", "player.js")
 
 
@@ -81,6 +83,7 @@ def page(
     title: str | None = None,
     theme: str = "auto",
     statistics: RowStatistics | Mapping[str, RowStatistics] | None = None,
+    max_mb: float = 32,
 ) -> Page:
     """Build an HTML player of one trace, or of two side by side.
 
@@ -96,7 +99,10 @@ def page(
     theme : {"auto", "light", "dark"}
         "auto" follows the reader's system; the player has a switch.
     statistics : RowStatistics, or a dict of them by label, optional
-        From `row_statistics`: shows m and l of one query row as they change.
+        From `row_statistics`: shows m and l of a query row as they change, of the row tile at hand
+        or of the one that a reader clicks.
+    max_mb : float
+        The largest file to write, in MB (10^6 bytes); browsers take long to open larger ones.
 
     Returns
     -------
@@ -105,11 +111,14 @@ def page(
     Raises
     ------
     OptionError
-        For more than two traces, an unknown theme, or a title that no file can hold.
+        For more than two traces, an unknown theme, a title that no file can hold, or a player
+        that would be larger than `max_mb`.
     """
     chosen = sources.panes("a page", data, statistics)
     checks.one_of("theme", theme, ("auto", *THEMES))
+    checks.number("max_mb", max_mb, low=0.0)
     traces = [trace for trace, _ in chosen.values()]
+    _check_size(traces, max_mb)
     names = list(dict.fromkeys(name for trace in traces for name in trace.tensors))
     payload = {
         "title": sources.writable("title", title or " and ".join(chosen)),
@@ -127,6 +136,22 @@ def page(
     if path is not None:
         result.save(path)
     return result
+
+
+def _check_size(traces: Sequence[Trace], max_mb: float) -> None:
+    """Refuse a player that would be too large, before anything of it is built."""
+    tiles = events = 0
+    for trace in traces:
+        t_r, t_c = one_grid(trace)
+        tiles += t_r * t_c * len(trace.stages)
+        events += sum(len(stage.events) for stage in trace.stages)
+    megabytes = (tiles + _EVENT_BYTES * events) * 4 / 3 / 1e6  # base64
+    if megabytes > max_mb:
+        raise OptionError(
+            f"this player would have about {megabytes:,.0f} MB ({tiles:,} tiles and {events:,} "
+            f"events), over {max_mb:g} MB: larger tiles make it smaller; "
+            f"max_mb={megabytes + 1:.0f} (--max-mb) writes it anyway"
+        )
 
 
 def _theme(name: str, tensors: Sequence[str]) -> dict[str, Any]:
@@ -152,7 +177,7 @@ def _pane(
             f"{sources.title(trace.algorithm)} {sources.direction(trace)}: "
             f"{sources.common([trace])}; "
             f"{'one head is shown; ' if p.batch * p.heads > 1 else ''}SRAM of "
-            f"{trace.device.name}; recorded by {trace.backend}{f' on {gpu}' if gpu else ''}"
+            f"{trace.device.name}{f'; recorded on {gpu}' if gpu else ''}"
         ),
         "provenance": {str(k): str(v) for k, v in trace.provenance.items()},
         "rows": t_r,
@@ -162,7 +187,7 @@ def _pane(
         "device": trace.device.name,
         "sides": sides(trace),
         "stages": [
-            {"name": stage.name, "kinds": _column(tile_kinds(stage.schedule).ravel())}
+            {"name": stage.name, "kinds": _column(tile_kinds(stage.schedule, most=None).ravel())}
             for stage in trace.stages
         ],
         "events": {
@@ -183,6 +208,11 @@ def _pane(
 
 
 def _statistics(s: RowStatistics) -> dict[str, Any]:
+    """The rows that the player can follow, by row tile, and the tile of the first."""
+    return {"tile": s.tile, "rows": {tile: _row(one) for tile, one in s.by_tile.items()}}
+
+
+def _row(s: RowStatistics) -> dict[str, Any]:
     columns = {name: getattr(s, name).tolist() for name in ("steps", "j", "m", "alpha", "l")}
     columns["m"] = [m if np.isfinite(m) else None for m in columns["m"]]  # JSON has no infinity
     return {"row": s.row, **columns}
@@ -219,12 +249,8 @@ def assembled(
     read = lambda file: room.joinpath(file).read_text(encoding="utf-8")  # noqa: E731
     script = "\n".join([program] * bool(program) + [read(file) for file in scripts])
     style = read(f"{name}.css")
-    policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
-    )
     parts = {
-        "POLICY": policy,
+        "POLICY": policy(script, style),
         "TITLE": html.escape(title),
         "STYLE": style,
         "SCRIPT": script,
@@ -232,6 +258,14 @@ def assembled(
     }
     pieces = read(f"{name}.html").split("@@")  # text, name, text, name, ...
     return "".join(parts[piece] if n % 2 else piece for n, piece in enumerate(pieces))
+
+
+def policy(script: str, style: str) -> str:
+    """A content security policy: this script and this style work, and nothing else does."""
+    return (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
 
 
 def _hash(text: str) -> str:

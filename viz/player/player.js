@@ -29,7 +29,7 @@ class Pane {
     element("p", head, { className: "about", textContent: data.about });
     this.canvas = element("canvas", this.root, { className: "diagram", tabIndex: 0 });
     this.canvas.setAttribute("role", "img");
-    const facts = element("div", this.root, { className: "facts" });
+    const facts = this.facts = element("div", this.root, { className: "facts" });
     this.makeCounters(facts);
     this.makeSram(facts);
     this.diagram = new Diagram(this.canvas, this.walk);
@@ -37,7 +37,9 @@ class Pane {
     this.step = 0;
     this.canvas.addEventListener("click", (event) => {
       const hit = this.diagram.under(event.offsetX, event.offsetY);
-      if (hit) player.select(this, hit);
+      if (!hit) return;
+      this.pin(hit);
+      player.select(this, hit);
     });
   }
 
@@ -80,6 +82,25 @@ class Pane {
     this.chart.setAttribute("role", "img");
   }
 
+  // A click on a row keeps its statistics in view; another click on it lets them follow again.
+  pin(hit) {
+    const rows = this.walk.statistics && this.walk.statistics.rows;
+    const tile = hit.name === undefined ? hit.i : this.walk.keySide.has(hit.name) ? -1 : hit.at;
+    if (rows && rows[tile]) this.pinned = this.pinned === tile ? undefined : tile;
+  }
+
+  // The row tile whose statistics are shown: the clicked one, or the one at hand.
+  row() {
+    const { rows, tile } = this.walk.statistics;
+    if (this.pinned !== undefined) return this.pinned;
+    if (Object.keys(rows).length === 1) return tile;
+    for (let step = this.step; step >= 0; step--) {  // a column's end has no row: the one before it
+      const i = this.walk.at(step).i;
+      if (rows[i]) return i;
+    }
+    return Number(Object.keys(rows)[0]);
+  }
+
   setTheme(theme) {
     this.theme = theme;
     this.diagram.setTheme(theme);
@@ -96,9 +117,13 @@ class Pane {
     const w = this.walk, step = this.step, at = w.at(step);
     this.diagram.draw(step);
     const total = w.bytes(step);
-    OPS.slice(0, 3).forEach((op, n) => { this.counters[op].textContent = human(w.moved[n][step]); });
-    this.counters.flops.textContent = human(w.flops[step], "FLOP");
-    this.counters.intensity.textContent = total ? (w.flops[step] / total).toFixed(1) : "–";
+    const so_far = (counter, value, unit) => {
+      counter.textContent = value ? human(value, unit) : "none yet";
+      counter.className = value ? "" : "none";
+    };
+    OPS.slice(0, 3).forEach((op, n) => so_far(this.counters[op], w.moved[n][step]));
+    so_far(this.counters.flops, w.flops[step], "FLOP");
+    this.counters.intensity.textContent = total && w.flops[step] ? (w.flops[step] / total).toFixed(1) : "–";
     const width = w.buffers.length;
     let held = 0;
     this.blocks.forEach((block, n) => {
@@ -109,7 +134,8 @@ class Pane {
     });
     const share = held > w.limit ? `: a block's ${exact(w.limit)} B and registers`
       : `, ${((100 * held) / w.limit).toFixed(1)} % of a block's ${exact(w.limit)} B`;
-    this.sramLabel.textContent = `SRAM holds ${exact(held)} B${share} (${w.device})`;
+    this.sramLabel.textContent = held ? `SRAM holds ${exact(held)} B${share} (${w.device})`
+      : `SRAM is empty in this step: it writes to HBM only (${w.device})`;
     this.sram.setAttribute("aria-label", this.sramLabel.textContent);
     this.canvas.setAttribute("aria-label", `${w.label}: ${this.where(step)}, step ${step + 1} of ${w.steps}`);
     if (w.statistics) this.drawStatistics();
@@ -122,13 +148,26 @@ class Pane {
     return `${stage}, end of ${at.i >= 0 ? `row ${at.i}` : `column ${at.j}`}`;
   }
 
+  // The finite values of m, alpha or l in all rows.
+  scale(band) {
+    if (!this.scales) {
+      const all = Object.values(this.walk.statistics.rows);
+      this.scales = ["m", "alpha", "l"].map((name) => {
+        const known = all.flatMap((row) => row[name]).filter((v) => v !== null);
+        return known.length ? [known.reduce((a, b) => Math.min(a, b)), known.reduce((a, b) => Math.max(a, b))] : [];
+      });
+    }
+    return this.scales[band];
+  }
+
   // m, alpha and l of one query row, visit by visit, each on its own scale.
   drawStatistics() {
-    const s = this.walk.statistics, c = this.chart.getContext("2d"), t = this.theme, count = s.steps.length;
-    const ratio = Math.min(window.devicePixelRatio || 1, 2), width = this.chart.clientWidth, height = CHART;
-    if (this.chart.width !== Math.round(width * ratio)) {
+    const tile = this.row(), all = this.walk.statistics.rows, s = all[tile];
+    const c = this.chart.getContext("2d"), t = this.theme, count = s.steps.length;
+    const ratio = Math.min(window.devicePixelRatio || 1, 2), width = this.chart.clientWidth, height = this.chartHeight || CHART;
+    if (this.chart.width !== Math.round(width * ratio) || this.chart.height !== Math.round(height * ratio)) {
       this.chart.width = Math.round(width * ratio);
-      this.chart.height = height * ratio;
+      this.chart.height = Math.round(height * ratio);
       this.chart.style.height = `${height}px`;
     }
     c.setTransform(ratio, 0, 0, ratio, 0, 0);
@@ -137,7 +176,8 @@ class Pane {
     while (seen < count && s.steps[seen] <= this.step) seen++;
     const show = (value) => (value === null ? "−∞" : value.toFixed(2)), last = seen - 1;
     const now = seen ? `m = ${show(s.m[last])}, α = ${show(s.alpha[last])}, l = ${show(s.l[last])}` : "not reached yet: m = −∞, l = 0";
-    this.statisticsLabel.textContent = `Online softmax of query row ${s.row}: ${now}`;
+    const kept = this.pinned === undefined ? "" : " (clicked; click again to follow)";
+    this.statisticsLabel.textContent = `Online softmax of query row ${s.row}${kept}: ${now}`;
     this.chart.setAttribute("aria-label", this.statisticsLabel.textContent);
     const left = 74, room = (height - 40) / 3 - 12;
     const px = (n) => left + 8 + (n * (width - left - 16)) / Math.max(1, count - 1);
@@ -146,7 +186,8 @@ class Pane {
       c.fillText(text, x, y);
     };
     [["m", s.m, "m"], ["α", s.alpha, "P"], ["l", s.l, "l"]].forEach(([name, values, shade], band) => {
-      const known = values.filter((v) => v !== null), low = Math.min(...known), high = Math.max(...known);
+      const known = this.scale(band);  // one scale for all rows, so that they can be compared
+      const low = Math.min(...known), high = Math.max(...known);
       const top = band * (room + 12) + 8;
       const py = (v) => top + room * (1 - (v === null ? 0 : (v - low) / (high - low || 1)));
       c.strokeStyle = t.grid;
@@ -314,12 +355,19 @@ const player = {
 
   resize() {
     // On a wide screen what must be seen beside or below a diagram fits without scrolling.
-    const foot = document.querySelector("footer").offsetHeight, rem = parseFloat(getComputedStyle(document.documentElement).fontSize);
-    const wide = window.innerWidth >= 60 * rem, below = (this.panes.length > 1 ? 12.2 : 8.5) * rem;
-    const top = Math.max(...this.panes.map((pane) => pane.canvas.getBoundingClientRect().top)) + window.scrollY;
-    const tall = wide ? window.innerHeight - top - foot - below : Math.min(window.innerHeight * 0.62, 900);
-    for (const pane of this.panes) pane.diagram.resize(Math.max(tall, window.innerHeight * 0.4));
-    document.body.style.paddingBottom = document.documentElement.style.scrollPaddingBottom = `${foot + 12}px`;
+    const main = document.querySelector("main"), rem = parseFloat(getComputedStyle(document.documentElement).fontSize);
+    const frame = main.getBoundingClientRect(), wide = window.innerWidth >= 60 * rem;
+    const from = (element) => element.getBoundingClientRect().top - frame.top + main.scrollTop;
+    const high = (element) => element.getBoundingClientRect().height;
+    const gap = 0.9 * rem;
+    for (const pane of this.panes) {
+      const [counters, sram] = pane.facts.children, below = this.panes.length > 1 ? high(counters) + high(sram) + 3 * gap : gap;
+      const tall = wide ? main.clientHeight - from(pane.canvas) - below : Math.min(window.innerHeight * 0.62, 900);
+      pane.diagram.resize(Math.max(tall, window.innerHeight * 0.25, 160));
+      if (!pane.chart) continue;
+      const room = main.clientHeight - from(pane.chart) - gap;
+      pane.chartHeight = wide && this.panes.length === 1 ? Math.max(130, Math.min(CHART, room)) : CHART;
+    }
     this.dirty = true;
   },
 

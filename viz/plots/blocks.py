@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from math import isnan, nan
+from itertools import pairwise
+from math import nan
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
@@ -18,8 +20,8 @@ from flashsim.viz.style import heading, human, series_style, themed
 def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) -> None:
     """Draw visits, requested bytes and predicted time of one stage, each divided by its smallest.
 
-    A visit is one query tile times one key tile. Below each tile size is the number of blocks per
-    SM. A tile that does not fit is hollow.
+    A visit is one query tile times one key tile. Tiles with the same rows are joined, and the
+    columns of a tile are below it. A tile that does not fit on chip is hollow.
 
     Parameters
     ----------
@@ -44,29 +46,52 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
         "requested bytes": ([b.bytes for b in blocks], human),
         "predicted time": ([b.seconds or nan for b in blocks], lambda x: f"{1e3 * x:.3g} ms"),
     }
-    at = range(len(blocks))
-    large = [x for x in at if not blocks[x].blocks]
+    rows = [b.tiling.block_q for b in blocks]
+    gap = np.cumsum([0, *(a != b for a, b in pairwise(rows))])  # between tiles of other rows
+    at = np.arange(len(blocks)) + gap
+    fits = np.array([bool(b.blocks) for b in blocks])
     for n, (name, (values, written)) in enumerate(series.items()):
-        known = [value for value in values if not isnan(value)]
-        if not known:
+        given = np.array(values, float)
+        if np.isnan(given).all():
             continue
-        least = min(known)
-        over = [value / least for value in values]
-        style = {**series_style(theme, n), "zorder": 3}
-        ax.plot(at, over, label=f"{name}, 1 = {written(least)}", **style)
-        hollow = {**style, "mfc": theme.background, "mew": 2, "ls": "none"}
-        ax.plot(large, [over[x] for x in large], **hollow)
+        least = float(np.nanmin(given))
+        over, style = given / least, {**series_style(theme, n), "zorder": 3 + n}
+        label = f"{name} (1 is {written(int(least) if name == 'visits' else least)})"
+        for height in dict.fromkeys(rows):
+            mine = np.array(rows) == height
+            ax.plot(at[mine], over[mine], label=label, ms=8 - 1.5 * n, **style)
+            label = "_"
+        # Where series meet, the later mark is smaller: both are seen.
+        hollow = {**style, "mfc": theme.background, "mew": 2, "ls": "none", "ms": 10 - 2.5 * n}
+        ax.plot(at[~fits], over[~fits], **hollow)
     ax.set_yscale("log", base=2)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     ax.yaxis.set_minor_locator(NullLocator())
-    labels = [f"{b.tiling.block_q}\n{b.tiling.block_k}\n{b.blocks or '–'}" for b in blocks]
-    ax.set_xticks(at, labels)
+    ax.set_xticks(at, [f"{b.tiling.block_k}" for b in blocks])
+    for height in dict.fromkeys(rows):
+        mine = at[np.array(rows) == height]
+        ax.axvspan(mine[0] - 0.5, mine[-1] + 0.5, color=theme.panel, zorder=0, lw=0)
+        ax.annotate(
+            f"{height} rows", (float(mine.mean()), 0), (0, -24), ha="center", va="top",
+            xycoords=("data", "axes fraction"), textcoords="offset points", fontweight="bold",
+        )  # fmt: skip
     ax.grid(axis="y")
-    ax.set(
-        xlabel="rows and columns of a tile, blocks that an SM holds", ylabel="times the smallest"
-    )
+    ax.set_ylim(top=ax.get_ylim()[1] * 2.6)  # room for the legend
+    ax.set_ylabel("times the smallest")
+    ax.set_xlabel("columns of a tile, for each number of rows", labelpad=22)
     about = (
-        f"{data.algorithm} {data.direction}, stage {stage}, {data.device.name}; hollow: too large"
+        f"{data.algorithm} {data.direction}, stage {stage}, {data.device.name}; hollow: does not "
+        "fit on chip"
     )
-    heading(ax, theme, "What the size of a tile costs", about)
-    ax.legend(loc="upper right")
+    heading(ax, theme, _message(blocks), about)
+    ax.legend(loc="upper right", ncols=len(series), fontsize=11, columnspacing=1.2)
+
+
+def _message(blocks: list[Any]) -> str:
+    """Say which tile is fastest; without predicted times, which moves the fewest bytes."""
+    timed = [b for b in blocks if b.blocks and b.seconds]
+    if timed:
+        best = min(timed, key=lambda b: b.seconds)
+        return f"{best.tiling} tiles are predicted to be fastest: {1e3 * best.seconds:.3g} ms"
+    best = min([b for b in blocks if b.blocks] or blocks, key=lambda b: b.bytes)
+    return f"{best.tiling} tiles move the fewest bytes: {human(best.bytes)}"

@@ -48,17 +48,33 @@ def precision(
     finite = errors[np.isfinite(errors) & (errors > 0)]
     low, high = finite.min(initial=1e-8) / 2, finite.max(initial=1e-7) * 4
     for column, name in enumerate(_RESULTS):
-        at = np.arange(len(found)) + 0.14 * (column - 1.5)
+        at = np.arange(len(found)) + 0.21 * (column - 1.5)
         value = np.clip(
             np.where(np.isfinite(errors[:, column]), errors[:, column], high), low, high
         )
-        style = {**series_style(theme, column), "ls": "none"}
+        style = {**series_style(theme, column), "ls": "none", "ms": 6}
         ax.vlines(at, low, value, color=style["color"], lw=1.2, alpha=0.5)
         ax.plot(at, value, label=name, zorder=3, **style)
+        ax.annotate(  # once, above the marks of the first place
+            name, (at[0], value[0]), (0, 7), textcoords="offset points", rotation=90, ha="center",
+            va="bottom", fontsize=11, color=theme.text, bbox=_behind(theme),
+        )  # fmt: skip
+    for place in range(0, len(found), 2):
+        ax.axvspan(place - 0.5, place + 0.5, color=theme.panel, lw=0, zorder=0)
     ax.set_yscale("log")
     ax.set_xticks(range(len(found)), [one.point for one in found])
-    ax.set(ylim=(low, high * 1.3), xlabel="lowered alone", ylabel="error over the result's size")
+    ax.set(
+        ylim=(low, high * 1.3),
+        xlabel="what alone is rounded",
+        ylabel="error over the result's size",
+    )
     ax.grid(axis="y")
     about = f"{data.algorithm}, {kind} inputs, N = {n:,}, d = {data.head_dim}, the rest float32"
-    heading(ax, theme, f"What {data.dtype} costs, place by place", about)
-    ax.legend(loc="upper left", ncols=len(_RESULTS))
+    worst = int(np.argmax(np.nan_to_num(errors[1:], posinf=np.inf).max(axis=1))) + 1
+    title = f"{data.dtype} costs most where {found[worst].point} is rounded"
+    heading(ax, theme, title if len(found) > 1 else f"What {data.dtype} costs", about)
+    ax.margins(x=0.01)
+
+
+def _behind(theme: Theme) -> dict[str, Any]:
+    return {"facecolor": theme.panel, "edgecolor": "none", "pad": 1, "alpha": 0.8}

@@ -15,10 +15,12 @@ from flashsim.errors import OptionError, choices
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
+from flashsim.viz import palette
 from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
 from flashsim.viz.style import heading, human, series_style, themed, unit_axis
 
+_LOWEST = 1e-3  # FLOP/s, below every axis
 _BAR = 0.07  # of a roofline's height, for each bar without one
 
 
@@ -39,7 +41,8 @@ def roofline(
     kernel, so that a kernel reads and writes each of its tensors once (`counts.traffic.once`).
     Standard attention's N x N matrices cross HBM between its kernels even then. The real intensity
     lies between; a diamond marks it if `dram_bytes` is given. `seconds` gives the bar a height.
-    Without it the bar lies in a strip below the axis' figures, and its ends are on the roof.
+    Without it the bar lies in a strip below the axis' figures, and dotted lines lead from its ends
+    to the roof.
 
     Parameters
     ----------
@@ -68,9 +71,8 @@ def roofline(
     high = max(max(max(s) for s in spots), machine.ridge(dtype)) * 4
     reach = np.geomspace(low, high, 200)
     roof = np.minimum(reach * machine.hbm_bandwidth, peak)
-    ax.plot(
-        reach, roof, color=theme.text, lw=2.4, label=f"HBM {human(machine.hbm_bandwidth, 'B/s')}"
-    )
+    ridge = machine.ridge(dtype)
+    ax.plot(reach, roof, color=theme.text, lw=2.4)
     ax.annotate(
         f"peak {human(peak, 'FLOP/s')}, {dtype}", (high, peak), (-4, 12),
         textcoords="offset points", color=theme.muted, ha="right",
@@ -80,17 +82,20 @@ def roofline(
         ax.annotate(
             f"without tensor cores {human(cuda, 'FLOP/s')}", (high, cuda), (-4, -6),
             textcoords="offset points", color=theme.muted, ha="right", va="top",
+            bbox=_plate(theme), zorder=2.5,
         )  # fmt: skip
+    _name_slope(ax, theme, low * 1.6, machine.hbm_bandwidth, "HBM", below=True)
     if machine.l2_bandwidth:
         below = reach[reach * machine.l2_bandwidth < peak]  # beyond, it is the roof itself
         ax.plot(
             below, below * machine.l2_bandwidth, color=theme.muted, lw=1.4, ls=(0, (6, 3)),
-            label=f"L2 {human(machine.l2_bandwidth, 'B/s')}",
         )  # fmt: skip
+        _name_slope(ax, theme, low * 1.6, machine.l2_bandwidth, "L2", below=False)
     places = sources.places(row["algorithm"] for row in rows)
     times = _given("seconds", seconds, labels, rows, least=1e-12)
     left = _given("dram_bytes", dram_bytes, labels, rows, least=1)
     unmeasured = bars = times.count(None)
+    names: list[tuple[tuple[float, float], float, str, str, dict[str, Any]]] = []
     for n, (row, spot, place) in enumerate(zip(rows, spots, places, strict=True)):
         label, took = labels[n], times[n]
         height = [min(intensity * machine.hbm_bandwidth, peak) for intensity in spot]
@@ -98,38 +103,80 @@ def roofline(
             height = [row["matmul_flops"] / took] * 2
         style = {**series_style(theme, place), "ls": "none", "zorder": 4}
         hollow = {**style, "mfc": theme.background, "mew": 2, "ms": 10}
-        ax.plot(spot[:1], height[:1], **hollow)
-        # Perfect caches often give all algorithms one point: marks shrink, so each is seen.
-        text = label + (" (measured)" if took is not None else "")
-        ax.plot(spot[1:], height[1:], **style, ms=max(15 - 4 * n, 5))
         where: dict[str, Any] = {"transform": blended_transform_factory(ax.transData, ax.transAxes)}
         level = [_BAR * (unmeasured - 0.5)] * 2
         if took is not None:
             where, level = {}, height
         else:
             unmeasured -= 1
+            for end, top in zip(spot, height, strict=True):  # from the strip to the roof
+                ax.plot([end, end], [_LOWEST, top], color=style["color"], lw=1.2, ls=(0, (1, 2)))
         ax.plot(spot, level, color=style["color"], lw=5, alpha=0.35, zorder=3, **where)
-        nbytes = left[n]
-        if nbytes is not None:
-            x = row["matmul_flops"] / nbytes
-            y = min(x * machine.hbm_bandwidth, peak) if took is None else height[0]
-            diamond: dict[str, Any] = {
-                "marker": "D", "ls": "none", "ms": 8, "mec": theme.background, "zorder": 5,
-            }  # fmt: skip
-            ax.plot([x], [y], color=theme.text, **diamond)
-            ax.plot([x], level[:1], color=theme.text, **diamond, **where)
         ax.plot(spot[:1], level[:1], **hollow, **where)
-        ax.plot(spot[1:], level[1:], **style, ms=10, label=text, **where)
-    _axes(ax, (low, high), peak * 2.2, "matrix FLOP")
+        ax.plot(spot[1:], level[1:], **style, ms=10, **where)
+        nbytes = left[n]
+        if nbytes is not None:  # hollow and larger, so that a mark below it is seen
+            diamond: dict[str, Any] = {"marker": "D", "ls": "none", "ms": 14, "mfc": "none"}
+            ax.plot(
+                [row["matmul_flops"] / nbytes], level[:1], mec=theme.text, mew=1.6, zorder=6,
+                **diamond, **where,
+            )  # fmt: skip
+        text = label + (f" (measured: {human(height[0], 'FLOP/s')})" if took is not None else "")
+        names.append((spot, level[0], text, palette.ink(style["color"], theme), where))
+    slowest = [row["matmul_flops"] / t for row, t in zip(rows, times, strict=True) if t is not None]
+    floor = min([low * machine.hbm_bandwidth, *(x / 2 for x in slowest)])
+    _axes(ax, (low, high), floor, peak * 2.2, "matrix FLOP")
     if bars:
         _strip(ax, theme, bars * _BAR)
-    heading(ax, theme, f"Roofline of {machine.name}", sources.fixed(rows, "device"))
-    ax.legend(
-        loc="upper left",
-        bbox_to_anchor=(1, 1),
-        title="hollow: all bytes from HBM\nfilled: L2 perfect in each kernel"
-        + ("\ndiamond: DRAM bytes" if dram_bytes else ""),
+    for spot, height, text, color, where in names:  # at the side of a bar that has more room
+        right = np.log(high / max(spot)) > np.log(min(spot) / low)
+        x = max(spot) if right else min(spot)
+        side: dict[str, Any] = {
+            "xytext": (12 if right else -12, 0),
+            "ha": "left" if right else "right",
+        }
+        if not where:  # above a bar of a measured height, which lies among the lines
+            x, side = float(np.sqrt(min(spot) * max(spot))), {"xytext": (0, 18), "ha": "center"}
+        ax.annotate(
+            text, (x, height), textcoords="offset points", va="center", color=color,
+            xycoords=where.get("transform", "data"), fontsize=11, fontweight="bold", zorder=7,
+            bbox=_plate(theme), **side,
+        )  # fmt: skip
+    bound = [label for label, spot in zip(labels, spots, strict=True) if max(spot) < ridge]
+    about = ", ".join(
+        [sources.fixed(rows, "device"), "hollow: all bytes from HBM", "filled: L2 perfect"]
+        + ["diamond: DRAM bytes"] * bool(dram_bytes)
     )
+    heading(ax, theme, _message(labels, bound, machine.name), about)
+
+
+def _plate(theme: Theme) -> dict[str, Any]:
+    """Return the look of the box behind a text, so that no line runs through it."""
+    return {"facecolor": theme.background, "edgecolor": "none", "pad": 1.5, "alpha": 0.85}
+
+
+def _message(labels: Sequence[str], bound: Sequence[str], name: str) -> str:
+    """Say what bounds the algorithms if L2 is perfect within each kernel."""
+    free = [label for label in labels if label not in bound]
+    if len(labels) > 1 and 1 in (len(bound), len(free)):
+        (one,), what = (bound, "HBM") if len(bound) == 1 else (free, "FLOPs")
+        return f"With a perfect L2 only {one} is bound by the {what} of {name}"
+    if bound and free:
+        return f"With a perfect L2, {len(bound)} of {len(labels)} are bound by the HBM of {name}"
+    what = "HBM" if bound else "FLOPs"
+    who = labels[0] if len(labels) == 1 else "all"
+    return f"With a perfect L2, {who}: bound by the {what} of {name}"
+
+
+def _name_slope(
+    ax: Axes, theme: Theme, x: float, bandwidth: float, name: str, *, below: bool
+) -> None:
+    """Write a bandwidth beside its slope."""
+    ax.annotate(
+        f"{name} {human(bandwidth, 'B/s')}", (x, x * bandwidth), (8, -6) if below else (-4, 8),
+        textcoords="offset points", color=theme.text if below else theme.muted, fontsize=11,
+        ha="left", va="top" if below else "bottom", rotation=0, bbox=_plate(theme), zorder=2.5,
+    )  # fmt: skip
 
 
 def _given(
@@ -170,11 +217,13 @@ def _labels(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _axes(ax: Axes, reach: tuple[float, float], top: float, work: str) -> None:
-    """Set up the axes: intensity, and speed up to `top`, both logarithmic."""
+def _axes(
+    ax: Axes, reach: tuple[float, float], bottom: float | None, top: float, work: str
+) -> None:
+    """Set up the axes: intensity, and speed from `bottom` to `top`, both logarithmic."""
     ax.set(xscale="log", yscale="log", xlim=reach, ylabel="FLOP/s")
     ax.set_xlabel(f"{work} per byte of HBM")
-    ax.set_ylim(top=top)
+    ax.set_ylim(bottom, top)
     unit_axis(ax.yaxis, "FLOP/s")
     ax.yaxis.set_minor_locator(NullLocator())
     ax.grid()
@@ -241,11 +290,14 @@ def roofline_series(
         name, _, last = series[-1]
         text = f"{label}\n{name}: {100 * last / peak:.3g} % of peak"
         ax.plot(at, achieved, label=text, lw=1.8, zorder=3, **series_style(theme, n))
-    _axes(ax, (low, high), peak * 2, "FLOP")
+    _axes(ax, (low, high), None, peak * 2, "FLOP")
     to_share: Any = (lambda y: 100 * y / peak, lambda share: share * peak / 100)
     shares = ax.secondary_yaxis("right", functions=to_share)
     unit_axis(shares.yaxis, "%")
     shares.yaxis.set_minor_locator(NullLocator())
+    shares.set_yticks(
+        [share for share in (0.1, 1, 10, 100) if ax.get_ylim()[0] < peak * share / 100]
+    )
     names = list(dict.fromkeys(p[0] for p in points))
     about = f"{names[0]} to {names[-1]} along each line; right, per cent of the peak"
     heading(ax, theme, f"Measured, on the roof of {machine.name}", about)

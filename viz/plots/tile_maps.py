@@ -59,6 +59,7 @@ def tile_map(
     part = trace.main_stage if stage is None else trace.stage(stage)
     walk, schedule = Steps(trace), part.schedule
     number = [s.name for s in trace.stages].index(part.name)
+    kinds = tile_kinds(schedule)  # first: it refuses a grid that is too fine
     if color == "block":
         blocks = part_numbers(schedule)
         grid = np.where(blocks < 0, np.nan, blocks)
@@ -74,7 +75,6 @@ def tile_map(
     image = ax.imshow(
         grid, cmap=ramp(theme), vmin=low, interpolation="nearest", aspect="auto", zorder=2
     )
-    kinds = tile_kinds(schedule)
     # As wide as high on a slide, where the grid is about twice as wide as high.
     high = 0.5 if max(t_r, t_c) > _LABELS_UP_TO else 0.42
     wide = min(0.95, high * t_c / t_r / 1.8)
@@ -198,13 +198,33 @@ def mask(
         handles.append(Patch(label=left_out, **skipped))
     ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.02, 1))
     ax.set(xlabel="key", ylabel="query")
-    title = f"{kept / (shape[0] * shape[1]):.0%} of the scores are kept"
+    title = f"{_mask_name(problem)}: {kept / (shape[0] * shape[1]):.0%} of the scores are kept"
     about = f"tiles of {schedule.tiling.block_q} x {schedule.tiling.block_k}"
     heading(ax, theme, title, about)
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     for side in ("left", "bottom"):
         ax.spines[side].set_visible(False)
+
+
+def _mask_name(p: Problem) -> str:
+    """Name a problem's mask, in words."""
+    words = []
+    if p.block_mask is not None:
+        words.append("block-sparse")
+    if p.mask is not None:
+        name = getattr(p.mask, "__name__", type(p.mask).__name__)
+        words.append("own mask" if name == "<lambda>" else name.replace("_", " "))
+    if p.window is not None:
+        words.append(sources.window(p.window))
+    if p.cu_seqlens_q is not None:
+        words.append(f"{len(p.sequences)} packed sequences")
+    if p.causal:
+        words.append("causal")
+    if p.bias:
+        words.append("with a bias")
+    name = ", ".join(words) or "no mask"
+    return name[0].upper() + name[1:]
 
 
 def tile_values(walk: Steps, schedule: Schedule, stage: int, quantity: str) -> np.ndarray:

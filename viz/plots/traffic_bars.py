@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,17 @@ from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
 from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme, is_gradient, tint
-from flashsim.viz.style import DASHES, HATCH, MARKERS, heading, human, ink_on, themed, unit_axis
+from flashsim.viz.style import (
+    DASHES,
+    HATCH,
+    MARKERS,
+    heading,
+    human,
+    ink_on,
+    name_marks,
+    themed,
+    unit_axis,
+)
 
 
 @themed
@@ -28,7 +39,9 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
     """Draw requested HBM bytes by tensor and direction, algorithms side by side.
 
     Each bar is one source and one direction, stacked by tensor in the tensors' colours. A dashed
-    line marks the compulsory bytes: each input is read once and each output is written once.
+    line behind the bars marks the compulsory bytes: each input is read once and each output is
+    written once. Parts that are high enough bear their tensor's name; the legend has the others
+    that can be seen, and names those that cannot.
 
     Parameters
     ----------
@@ -45,6 +58,7 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
     width = 0.8 / len(ops)
     shown: set[str] = set()
     middles: list[tuple[float, float, int, str]] = []
+    totals: list[tuple[float, int, str]] = []
     for g, (label, source) in enumerate(groups.items()):
         for o, op in enumerate(ops):
             x = g + (o - (len(ops) - 1) / 2) * width
@@ -66,13 +80,8 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
                     middles.append((x, bottom + by_op[op] / 2, by_op[op], base))
                     bottom += by_op[op]
             if total:
-                text = ax.annotate(
-                    f"{op}\n{human(total)}", (x, total), (0, 3), textcoords="offset points",
-                    ha="center", va="bottom", fontsize=11 if len(groups) * len(ops) < 9 else 8.5,
-                    zorder=4,
-                )  # fmt: skip
-                text.set_path_effects([withStroke(linewidth=3, foreground=theme.background)])
-    levels, alike = _levels(ax, theme, list(groups.values()), dram)
+                totals.append((x, total, op))
+    levels, alike, heights = _levels(ax, theme, list(groups.values()), dram)
     width = 40 if len(groups) < 4 else 17  # characters, so that neighbours do not touch
     names = [
         "\n".join(
@@ -95,12 +104,33 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
         ax.set_ylim(bottom=0)
     ax.set(ylabel="requested HBM bytes")
     about = ", ".join([sources.common(groups.values()), *alike])
-    heading(ax, theme, "What moves between HBM and SRAM", about)
+    heading(ax, theme, _message(groups), about)
     unit_axis(ax.yaxis)
-    _name_parts(ax, theme, middles)
-    handles = [tensor_patch(tensor, theme) for tensor in sorted(shown, key=_place)]
-    lines = [line for line in ax.lines if not str(line.get_label()).startswith("_")]
-    ax.legend(handles=[*handles[::-1], *lines], loc="upper left", bbox_to_anchor=(1, 1))
+    bars = len(groups) * len(ops)
+    _name_totals(ax, theme, totals, heights, 11 if bars < 6 else 9.5 if bars < 9 else 7.6)
+    small, unseen = _name_parts(ax, theme, middles)
+    handles: list[Any] = [tensor_patch(tensor, theme) for tensor in sorted(small, key=_place)][::-1]
+    handles += [line for line in ax.lines if not str(line.get_label()).startswith("_")]
+    if unseen:
+        names_of = textwrap.fill(", ".join(sorted(unseen, key=_place)), 16)
+        handles.append(Patch(alpha=0, label=f"too small to see:\n{names_of}"))
+    if log:
+        handles += ax.get_legend_handles_labels()[0][: len(ops)]
+    ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _message(groups: Mapping[str, Trace | Traffic]) -> str:
+    """Say in one line what the bars show."""
+    moved = {label.split(",")[0]: source.bytes() for label, source in groups.items()}
+    if len(moved) < len(groups):  # labels that differ only after a comma
+        moved = {label: source.bytes() for label, source in groups.items()}
+    most, least = max(moved, key=lambda n: moved[n]), min(moved, key=lambda n: moved[n])
+    if len(moved) == 1:
+        return f"{most} moves {human(moved[most])}"
+    fewer = moved[most] / moved[least]
+    if fewer < 1.005:
+        return f"All move {human(moved[most])}"
+    return f"{least} moves {fewer:.{1 if fewer < 9.95 else 0}f}× fewer bytes than {most}"
 
 
 def _place(tensor: str) -> tuple[int, str]:
@@ -110,12 +140,13 @@ def _place(tensor: str) -> tuple[int, str]:
 
 def _levels(
     ax: Axes, theme: Theme, groups: list[Trace | Traffic], dram: bool
-) -> tuple[list[list[str]], list[str]]:
-    """Draw lines over each group: compulsory bytes and, with `dram`, DRAM bytes.
+) -> tuple[list[list[str]], list[str], list[float]]:
+    """Draw lines behind each group: compulsory bytes and, with `dram`, DRAM bytes.
 
     Returns
     -------
-    the texts of each group where they differ, and the texts that all groups share
+    the texts of each group where they differ, the texts that all groups share, and the heights of
+    all lines
     """
     levels = {"compulsory": [source.compulsory() for source in groups]}
     if dram:
@@ -127,27 +158,74 @@ def _levels(
         values = levels[name]
         for g, value in enumerate(values):
             label = name if g == 0 else None
-            ax.plot([g - 0.46, g + 0.46], [value] * 2, color=theme.text, ls=ls, lw=1.8, label=label)
-        texts = [f"{name} {human(value)}" for value in values]
+            ax.plot(
+                [g - 0.46, g + 0.46], [value] * 2, color=theme.text, ls=ls, lw=1.8, label=label,
+                zorder=0.9,
+            )  # fmt: skip
+        texts = [f"{name}\n{human(value)}" for value in values]
         if len(set(texts)) == 1:
-            alike.append(texts[0])
+            alike.append(texts[0].replace("\n", " "))
         else:
             for own, text in zip(words, texts, strict=True):
                 own.append(text)
-    return words, alike
+    return words, alike, [value for values in levels.values() for value in values]
 
 
-def _name_parts(ax: Axes, theme: Theme, parts: list[tuple[float, float, int, str]]) -> None:
-    """Write tensor names on the parts of a bar that are high enough, for print without colour."""
+def _name_totals(
+    ax: Axes,
+    theme: Theme,
+    totals: list[tuple[float, int, str]],
+    lines: Sequence[float],
+    size: float,
+) -> None:
+    """Write each bar's total above it, or above a dashed line that would run through it."""
+    inches = ax.figure.canvas.figure.get_size_inches() * (
+        ax.get_position().width,
+        ax.get_position().height,
+    )
+    wide, high = size / 72 / inches  # of the axes: a letter's width and height
+    room = 2.9 * high * ax.get_ylim()[1]
+    across = 0.62 * wide * (ax.get_xlim()[1] - ax.get_xlim()[0])
+    before, there = -np.inf, 0.0
+    for x, total, op in totals:
+        base = float(total)
+        if ax.get_yscale() == "linear":
+            base = max([base, *(y for y in lines if total < y < total + room)])
+            if x - before < across * len(human(total)) and abs(base - there) < room:
+                base = there + room  # above its neighbour's
+        before, there = x, base
+        text = ax.annotate(
+            f"{op}\n{human(total)}", (x, base), (0, 3), textcoords="offset points", ha="center",
+            va="bottom", fontsize=size, zorder=4,
+        )  # fmt: skip
+        text.set_path_effects([withStroke(linewidth=3, foreground=theme.background)])
+
+
+#: Of the axes' height: parts that are named on the bar, and parts that can be seen.
+_NAMED, _SEEN = 0.045, 0.008
+
+
+def _name_parts(
+    ax: Axes, theme: Theme, parts: list[tuple[float, float, int, str]]
+) -> tuple[set[str], set[str]]:
+    """Write tensor names on the parts of a bar that are high enough, for print without colour.
+
+    Returns
+    -------
+    the tensors that are seen somewhere and named nowhere, and those that are seen nowhere
+    """
     low, high = ax.get_ylim()
+    named = {tensor for *_, nbytes, tensor in parts if nbytes > _NAMED * (high - low)}
+    seen = {tensor for *_, nbytes, tensor in parts if nbytes > _SEEN * (high - low)}
     for x, y, nbytes, tensor in parts:
-        if nbytes > 0.055 * (high - low):
+        if nbytes > _NAMED * (high - low):
             shade = tint(tensor, theme.name)
             text = ax.text(
                 x, y, tensor, ha="center", va="center", fontsize=11, fontweight="bold",
                 color=ink_on(shade),
             )  # fmt: skip
             text.set_path_effects([withStroke(linewidth=3.5, foreground=shade)])  # over a hatch
+    return seen - named, {tensor for *_, tensor in parts} - seen
 
 
 def tensor_patch(tensor: str, theme: Theme) -> Patch:
@@ -162,56 +240,46 @@ def tensor_patch(tensor: str, theme: Theme) -> Patch:
 
 @themed
 def cumulative(
-    data: Any, *, quantity: str = "both", log: bool = False, ax: Axes, theme: Theme
+    data: Any, *, quantity: str = "bytes", log: bool = False, ax: Axes, theme: Theme
 ) -> None:
-    """Draw HBM bytes and FLOPs of one head, accumulated step by step.
+    """Draw HBM bytes or FLOPs of one head, accumulated step by step.
 
     Parameters
     ----------
     data : Trace, Result, Gradients, Comparison, a list of them, or a dict by label
-    quantity : {"both", "bytes", "flops"}
-        With "both", FLOPs are thin dashed lines on a second axis at the right, ``ax.child_axes``
-        excluded from the legend.
+    quantity : {"bytes", "flops"}
     log : bool
         Use a logarithmic step axis, for traces of very different lengths.
     """
-    checks.one_of("quantity", quantity, ("both", "bytes", "flops"))
-    right = ax.twinx() if quantity == "both" else ax
+    checks.one_of("quantity", quantity, ("bytes", "flops"))
     groups = {label: sources.one_trace(source) for label, source in sources.labelled(data).items()}
     place = sources.places(trace.algorithm for trace in groups.values())
+    unit, ends = "B" if quantity == "bytes" else "FLOP", []
     for n, (label, trace) in zip(place, groups.items(), strict=True):
         walk = Steps(trace)
         steps = np.arange(1, len(walk) + 1)
-        line: dict[str, Any] = {"color": theme.cycle[n % len(theme.cycle)]}
-        if quantity != "flops":
-            total = walk.hbm_bytes.sum(axis=1)
-            dash = "-" if quantity == "both" else DASHES[n % len(DASHES)]
-            ax.plot(steps, total, label=f"{label}: {human(total[-1])}", ls=dash, **line)
-            mark = MARKERS[n % len(MARKERS)]
-            ax.plot(steps[-1:], total[-1:], mark, color=line["color"], ms=9, zorder=3)
-        if quantity != "bytes":
-            dash = (0, (4, 2)) if quantity == "both" else DASHES[n % len(DASHES)]
-            text = f"{label}: {human(walk.flops[-1], 'FLOP')}" if quantity == "flops" else None
-            thin: dict[str, Any] = {"lw": 1.3, "alpha": 0.75} if quantity == "both" else {}
-            right.plot(steps, walk.flops, label=text, ls=dash, **thin, **line)
-    for axes in {ax, right}:  # with room for the legend above whatever rises at the left
-        axes.set_ylim(0, axes.dataLim.y1 * (1.05 + 0.08 * len(groups)))
-    if quantity == "both":
-        right.set_ylabel("FLOPs (dashed)", labelpad=10)
-        right.spines["right"].set_visible(True)
-        unit_axis(right.yaxis, "FLOP")
+        total = walk.hbm_bytes.sum(axis=1) if quantity == "bytes" else walk.flops
+        color = theme.cycle[n % len(theme.cycle)]
+        ax.plot(steps, total, color=color, ls=DASHES[n % len(DASHES)], label=label)
+        ax.plot(steps[-1:], total[-1:], MARKERS[n % len(MARKERS)], color=color, ms=9, zorder=3)
+        ends.append((int(steps[-1]), int(total[-1]), label, color))
+    ax.set_ylim(0, ax.dataLim.y1 * 1.15)
     if log:
         ax.set_xscale("log")
+    ax.margins(x=0.02)
+    last, most = max(end[0] for end in ends), max(end[1] for end in ends)
+    ax.set_xlim(1 if log else 0, last * (8 if log else 1.35))  # with room for the names
     what = "FLOPs" if quantity == "flops" else "requested HBM bytes"
-    title = {"bytes": "Bytes moved", "flops": "Work done", "both": "Bytes moved, work done"}
-    ax.set(
-        xlabel="step (visit of a tile, or end of a row or column)",
-        ylabel=what + (" (solid)" if quantity == "both" else ""),
-    )
-    heading(ax, theme, f"{title[quantity]}, one head", sources.common(groups.values()))
-    unit_axis(ax.yaxis, "FLOP" if quantity == "flops" else "B")
+    ax.set(xlabel="step (visit of a tile, or end of a row or column)", ylabel=f"{what} so far")
+    least = min(ends, key=lambda end: end[1])
+    title = f"{least[2]} ends at {human(least[1], unit)}"
+    if most > least[1]:
+        title += f", {max(ends, key=lambda end: end[1])[2]} at {human(most, unit)}"
+    about = sources.common(groups.values())
+    heading(ax, theme, title, about if about.startswith("1 head") else f"one head of {about}")
+    unit_axis(ax.yaxis, unit)
     ax.grid()
-    ax.legend(loc="upper left")
+    name_marks(ax, [(x, y, f"{label}: {human(y, unit)}", color) for x, y, label, color in ends])
 
 
 @themed

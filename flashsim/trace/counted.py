@@ -1,0 +1,82 @@
+"""`counted`: the trace that a run would record, from its schedule and dataflow, without running it.
+
+The dataflow says which moves each step and each visit make, in order; the schedule says which steps
+and visits there are. Values decide neither. `tests/schedule/test_dataflow.py` holds such events to
+those that the simulator records.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.counts.traffic import Traffic, strip_rows
+from flashsim.errors import OptionError, UnsupportedError
+from flashsim.problem.hardware import Device
+from flashsim.schedule import plans
+from flashsim.schedule.schedule import Schedule
+from flashsim.trace.assembly import assemble, assemble_rows, tile_bytes
+from flashsim.trace.events import StageTrace
+from flashsim.trace.trace import Trace
+
+#: What a counted trace has as its backend.
+COUNTED = "counted"
+#: Of one head; about half a gigabyte.
+MOST_EVENTS = 1 << 24
+
+
+def counted(traffic: Traffic) -> Trace:
+    """Return the trace of the counted pass, equal to the simulator's event by event.
+
+    Raises
+    ------
+    UnsupportedError
+        If the algorithm divides keys into parts, whose events the dataflow does not list.
+    OptionError
+        If one head has more than `MOST_EVENTS` events.
+    """
+    if any(stage.parts for stage in traffic.stages):
+        raise UnsupportedError(
+            f"{traffic.algorithm!r} divides keys into parts, whose steps cannot be counted one by "
+            "one: flashsim.run(..., trace=True) records them"
+        )
+    n = sum(_events(stage, traffic.schedule(stage)) for stage in traffic.stages)
+    if n > MOST_EVENTS:
+        raise OptionError(
+            f"one head has about {n:,} events, too many to list one by one (at most "
+            f"{MOST_EVENTS:,}); take larger tiles or a shorter sequence"
+        )
+    return Trace(
+        traffic.problem,
+        traffic.device,
+        traffic.algorithm,
+        traffic.direction,
+        COUNTED,
+        [stage_trace(stage, traffic.schedule(stage), traffic.device) for stage in traffic.stages],
+        {"events": "counted from the schedule; nothing was executed"},
+    )
+
+
+def stage_trace(stage: plans.Stage, schedule: Schedule, device: Device) -> StageTrace:
+    """Return the events of one stage: all moves of every tile that the schedule lists."""
+    heights, widths = (
+        np.diff(table[:, :2])[:, 0].astype(np.int64) for table in (schedule.rows, schedule.cols)
+    )
+    if stage.whole_rows:
+        return assemble_rows(stage, schedule, heights, strip_rows(stage, schedule, device))
+    by_row = stage.outer == "queries"
+    ptr, inner, _ = schedule.row_csr if by_row else schedule.col_csr
+    outer = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
+    i, j = (outer, inner) if by_row else (inner, outer)
+    steps = tile_bytes((*stage.before, *stage.after), *((heights, 0) if by_row else (0, widths)))
+    members = schedule.problem.group if stage.per == "group" else 1
+    visits = np.stack([tile_bytes(stage.visit, heights[i], widths[j])] * members)
+    return assemble(stage, schedule, steps, visits, np.full(visits.shape[:2], bool(stage.visit)))
+
+
+def _events(stage: plans.Stage, schedule: Schedule) -> int:
+    """About how many events one head has in a stage, without listing its tiles."""
+    if stage.whole_rows:
+        return schedule.problem.n_q * (2 * len(stage.visit) + 1)
+    members = schedule.problem.group if stage.per == "group" else 1
+    visits = schedule.sums.visits * members if stage.visit else 0
+    return visits * (2 * len(stage.visit) + 1)

@@ -1,0 +1,217 @@
+"""The command where streams are closed or narrow, and where it is stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numba
+import numpy as np
+import pytest
+from commands import invoke
+
+import flashsim
+from flashsim import report
+from flashsim.exercises import subprocess_grader
+
+COMMAND = [sys.executable, "-m", "flashsim"]
+POSIX = pytest.mark.skipif(os.name != "posix", reason="the shell of this test")
+
+
+def shell(line, **environment):
+    """Run a line of the shell in which `flashsim` is the command."""
+    quoted = line.replace("flashsim", f"'{sys.executable}' -m flashsim")
+    return subprocess.run(
+        ["sh", "-c", quoted],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env={**os.environ, **environment},
+        timeout=60,
+    )
+
+
+@POSIX
+def test_a_closed_stdout_is_refused_before_the_work():
+    done = shell("flashsim count -n 128 >&-")
+    assert done.returncode == 2
+    assert done.stderr.startswith("flashsim: stdout is closed")
+    assert done.stderr.count("\n") == 1
+
+
+@POSIX
+def test_a_closed_stderr_does_not_matter():
+    done = shell("flashsim count -n 128 2>&-")
+    assert done.returncode == 0
+    assert "compulsory" in done.stdout
+
+
+@POSIX
+def test_an_ascii_stdout_gets_what_it_can_show():
+    done = shell("flashsim count -n 128", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert "compulsory 131,584 B" in done.stdout
+    assert done.stdout.isascii()
+
+
+@POSIX
+@pytest.mark.parametrize("stdin", ["<&-", "</dev/null"])
+def test_a_question_that_nobody_answers_names_the_option(stdin):
+    done = shell(f"flashsim exercise predict count-a-product {stdin}")
+    assert done.returncode == 2
+    assert "stdin is closed; give --loaded" in done.stderr
+
+
+@POSIX
+def test_gradescopes_results_go_through_a_pipe(tmp_path):
+    done = shell(
+        f"cd {tmp_path} && flashsim exercise start count-a-product >/dev/null && "
+        "flashsim exercise grade count_a_product.py --gradescope /dev/stdout | cat"
+    )
+    assert '"score"' in done.stdout
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+@POSIX
+@pytest.mark.parametrize("path", ["/dev/null", "/dev/stdout"])
+def test_a_trace_goes_to_a_device_or_a_pipe(path, tmp_path):
+    done = shell(
+        f"flashsim run -n 64 -d 8 -t 32x32 --save {path} --out {tmp_path / 'a.csv'} | cat"
+        if path == "/dev/null"
+        else f"flashsim run -n 64 -d 8 -t 32x32 --save {path} | cat >/dev/null"
+    )
+    assert f"trace in {path}" in done.stderr
+
+
+#: Begins to write a file, says so, and waits.
+WRITES = """
+import sys, time
+from pathlib import Path
+from flashsim import cli, report
+import flashsim.cli.app
+def app():
+    with report.beside(Path(sys.argv[1])) as part:
+        part.write_text("half")
+        print("writing", flush=True)
+        time.sleep(60)
+flashsim.cli.app.app = app
+cli.main()
+"""
+
+
+@POSIX
+def test_a_terminated_command_leaves_no_temporary_file(tmp_path):
+    done = subprocess.Popen(
+        [sys.executable, "-c", WRITES, str(tmp_path / "out.csv")], stdout=subprocess.PIPE, text=True
+    )
+    assert done.stdout.readline() == "writing\n"
+    assert len(os.listdir(tmp_path)) == 1
+    done.send_signal(signal.SIGTERM)
+    done.communicate(timeout=30)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert os.listdir(tmp_path) == []
+
+
+@POSIX
+def test_an_interrupt_while_importing_is_one_word(tmp_path):
+    """A module that the command imports, and that takes its time."""
+    (tmp_path / "typer").mkdir()
+    (tmp_path / "typer" / "__init__.py").write_text(
+        "import time\nprint('importing', flush=True)\ntime.sleep(60)\n"
+    )
+    done = subprocess.Popen(
+        [*COMMAND, "count", "-n", "64"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert done.stdout.readline() == "importing\n"
+    done.send_signal(signal.SIGINT)
+    _, said = done.communicate(timeout=30)
+    assert said == "Aborted!\n"
+    assert done.returncode == 130
+
+
+@POSIX
+def test_the_version_takes_no_time():
+    """A tenth of the 0.9 s of CPU that Typer and its modules take, with room for a slow machine."""
+    before = os.times()
+    start = time.monotonic()
+    subprocess.run([*COMMAND, "--version"], check=True, capture_output=True)
+    after = os.times()
+    used = after.children_user - before.children_user + after.children_system
+    assert used - before.children_system < 0.3 or time.monotonic() - start > 5
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "-n", "64", "--backend", "numba"),
+        ("study", "dram", "-n", "64"),
+        ("study", "warm"),
+    ],
+)
+def test_numba_without_its_compiler_is_said(arguments, monkeypatch):
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    done = invoke(*arguments)
+    assert done.exit_code == 2
+    assert "NUMBA_DISABLE_JIT=1 switches it off: unset it" in done.stderr
+
+
+# -- text from elsewhere on a terminal ------------------------------------------------------------
+
+ESCAPES = "a\x1b]0;title\x07b\x1b[2Jc\u202ed\x9b31m"
+
+
+def test_tables_show_escapes_and_do_not_send_them():
+    table = report.Table(ESCAPES, (ESCAPES, "n"), [(ESCAPES, 1), ("x", 2)], note=ESCAPES)
+    for text in (str(table), report.format_cell(ESCAPES)):
+        assert not set(text) & set("\x1b\x07\u202e\x9b")
+        assert r"a\x1b]0;title\x07b" in text
+
+
+def test_errors_show_escapes_and_do_not_send_them():
+    done = invoke("count", "--device", "x", "--window", "1:\x1b[2J")
+    assert done.exit_code == 2
+    assert "\x1b" not in done.stderr
+
+
+def test_what_a_student_prints_is_shown_and_not_obeyed(tmp_path, monkeypatch):
+    file = tmp_path / "one.py"
+    assert invoke("exercise start", "naive-softmax", "-o", file).exit_code == 0
+    grade = subprocess_grader.grade_file
+
+    def escaping(*given, **more):
+        marks, trace = grade(*given, **more)
+        monkeypatch.setattr(type(marks), "text", lambda _: ESCAPES)
+        return marks, trace
+
+    monkeypatch.setattr(subprocess_grader, "grade_file", escaping)
+    said = invoke("exercise grade", file).stdout
+    assert r"a\x1b]0;title\x07b" in said
+    assert "\x1b" not in said
+
+
+@pytest.mark.parametrize("where", ["algorithm", "provenance", "device"])
+def test_a_trace_with_escapes_is_refused(where, tmp_path):
+    trace = flashsim.run(*np.zeros((3, 16, 4), np.float32), trace=True).trace
+    path = tmp_path / "run.npz"
+    trace.save(path)
+    with np.load(path) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    header = json.loads(arrays["header"].tobytes())
+    if where == "provenance":
+        header[where]["numpy"] = ESCAPES
+    elif where == "device":
+        header[where]["name"] = ESCAPES
+    else:
+        header[where] = "x" * 3000
+    arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    np.savez(path, **arrays)
+    with pytest.raises(flashsim.TraceError, match="not text of at most 2,000 characters") as caught:
+        flashsim.Trace.load(path)
+    assert "\x1b" not in str(caught.value)
