@@ -88,7 +88,6 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
             h = tiles.sets[at_head]
             batch, head = h // shape.heads, h % shape.heads
             kv = (batch * shape.kv_heads + head // group) * shape.n_kv
-            bias0 = batch * rules.bias_batch + head * rules.bias_head
             for i in range(begin, end):
                 q0, n, x = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], (i - begin) * lanes
                 start = (h * shape.n_q + q0) * d
@@ -114,7 +113,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                     sums = RowSums(rest(O, x * o_rows), rest(m, x), rest(l, x), alpha)
                     forward_visits(
                         *(cpu, shape, tiles, rules, rest(Q, x * d_terms), of_k, of_v, S, P),
-                        *(sums, scales, i, visits, near, bias0),
+                        *(sums, scales, i, visits, near, h),
                     )
                     at[i - begin] = then[i - begin]
                     if notes.visits.size > 0:
@@ -126,6 +125,13 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                 q0, n, x = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], (i - begin) * lanes
                 row0 = h * shape.n_q + q0
                 for r in range(n):  # no key seen: out = 0, lse = -inf
+                    if rules.sinks.size > 0:
+                        top = max(m[x + r], rules.sinks[head])
+                        weight = np.exp(m[x + r] - top) if l[x + r] != 0 else real(0)
+                        total = weight * l[x + r] + np.exp(rules.sinks[head] - top)
+                        inverse[r] = weight / total
+                        lse[row0 + r] = top + np.log(total)
+                        continue
                     seen = l[x + r] != 0
                     inverse[r] = real(1) / l[x + r] if seen else real(0)
                     lse[row0 + r] = m[x + r] + np.log(l[x + r]) if seen else -np.inf
@@ -139,11 +145,11 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
 
 
 @part
-def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, visits, near, bias0):
+def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, visits, near, h):
     """Process some column tiles of a row tile, panel by panel.
 
     S = scale Q K^T, its softmax, O = alpha O + P V. `near` says which slot of K and V holds each
-    column tile.
+    column tile. `h` is the query head, over the whole batch.
     """
     w, d, dv, d_terms = cpu.width, shape.d, shape.dv, terms(cpu, shape.d)
     keys, chunk = whole(cpu, shape.block_k), chunk_of(cpu, shape.block_k)
@@ -169,11 +175,11 @@ def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, vis
                 plain = is_plain(cpu, rules, hidden, lanes)
                 scale = scaled(cpu, S, n, plain, scales)
                 if not plain:
-                    place = place_of(
-                        *(rules, tiles, at, bias0, q0, k0),
-                        *(shape.n_kv, offset, k1 - k0, True, c, p * w),
+                    place = place_of(rules, shape, tiles, at, h, i, j, True, c, p * w)
+                    finish_scores(
+                        *(cpu, S, 0, w, 0, n, lanes),
+                        *(rules, place, hidden, tiles.keep, None, None),
                     )
-                    finish_scores(cpu, S, 0, w, 0, n, lanes, rules, place, hidden, tiles.keep, None)
                 waiting = take_scores(
                     cpu, sums, S, n, scale, P, V, key, p, dv, rules.rounding, waiting
                 )
