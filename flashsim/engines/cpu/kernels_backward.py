@@ -53,6 +53,7 @@ from flashsim.engines.cpu.scores import (
     apply_gate,
     finish_scores,
     is_plain,
+    kept_rows,
     place_of,
     visible_rows,
 )
@@ -195,6 +196,9 @@ def key_visit(
         if masked and rules.banded:
             rel = k0 + p * w - (q0 + offset)
             first, last = visible_rows(rules, rel, -1, rows, lanes)
+        elif masked and tiles.keep_at[at] >= 0:
+            place = place_of(rules, shape, tiles, at, h, j, i, False, 0, p * w)
+            first, last = kept_rows(tiles.keep, place, rows, lanes)
         if last > first:
             first = aligned(cpu, first)  # the mask hides what comes before
             x0, row0, kept = first * ld + p * w, h * shape.n_q + q0 + first, last - first
@@ -324,6 +328,12 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                         if last <= first:
                             continue
                         first = aligned(cpu, first)  # the mask hides what comes before
+                    elif masked and tiles.keep_at[at] >= 0:
+                        place = place_of(rules, shape, tiles, at, h, i, j, True, 0, p * w)
+                        first, last = kept_rows(tiles.keep, place, n, lanes)
+                        if last <= first:
+                            continue
+                        first = aligned(cpu, first)
                     x0, kept = first * w, last - first
                     if inputs.along.size > 0:
                         scores_of_one(cpu, scores, inputs, key0 + first, kept, h, shape, rules)

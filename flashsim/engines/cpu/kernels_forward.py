@@ -37,7 +37,16 @@ from flashsim.engines.cpu.primitives.arrays import panel_array, rest
 from flashsim.engines.cpu.primitives.atomics import fetch_add, load_acquire
 from flashsim.engines.cpu.primitives.inline_jit import part
 from flashsim.engines.cpu.primitives.packing import fill, filled, panels_of
-from flashsim.engines.cpu.scores import finish_scores, hides, is_plain, place_of, visible_rows
+from flashsim.engines.cpu.scores import (
+    all_kept,
+    finish_scores,
+    hides,
+    is_plain,
+    kept_rows,
+    place_of,
+    visible_rows,
+    without_mask,
+)
 from flashsim.engines.cpu.tables import NOTE, STOP
 from flashsim.schedule.schedule import MASKED
 
@@ -168,14 +177,25 @@ def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, vis
                 if last <= first:
                     continue
                 first = aligned(cpu, first)  # the mask hides what is before
+            elif masked and tiles.keep_at[at] >= 0:
+                place = place_of(rules, shape, tiles, at, h, i, j, True, 0, p * w)
+                first, last = kept_rows(tiles.keep, place, last, lanes)
+                if last <= first:
+                    continue
+                first = aligned(cpu, first)
             for c in range(first, last, chunk):
                 n, key = min(chunk, last - c), slot * keys + c
                 set_product(cpu, S, 0, w, K, key, 0, Q, p * d_terms * w, w, n, d)
                 hidden = hides(rules, rel + c, n, lanes) if banded else masked
+                if hidden and not banded:
+                    place = place_of(rules, shape, tiles, at, h, i, j, True, c, p * w)
+                    hidden = place.keep >= 0 and not all_kept(tiles.keep, place, 0, n, lanes)
                 plain = is_plain(cpu, rules, hidden, lanes)
                 scale = scaled(cpu, S, n, plain, scales)
                 if not plain:
                     place = place_of(rules, shape, tiles, at, h, i, j, True, c, p * w)
+                    if not hidden:
+                        place = without_mask(place)
                     finish_scores(
                         *(cpu, S, 0, w, 0, n, lanes),
                         *(rules, place, hidden, tiles.keep, None, None),

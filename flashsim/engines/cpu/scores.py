@@ -34,8 +34,8 @@ class Rules(NamedTuple):
         The bias of (batch, head) starts at ``batch * bias_batch + head * bias_head``; empty without
         bias.
     keep_batch, keep_head, keep_slots : int
-        A tile's mask bits are (rows, keep_slots, columns), and those of (batch, head) are in slot
-        ``batch * keep_batch + head * keep_head``.
+        A tile's mask bits are (rows of a panel, keep_slots, lanes), and those of (batch, head) are
+        in slot ``batch * keep_batch + head * keep_head``.
     calls : int64 (3,)
         Addresses of the score function and its derivatives, see `functions`; 0 without one.
     captured : int64
@@ -77,7 +77,6 @@ class Place(NamedTuple):
     bias_lane: int
     keep: int
     keep_row: int
-    keep_lane: int
     b: int
     h: int
     q: int
@@ -97,6 +96,43 @@ def visible_rows(rules, rel, rel_row, rows, lanes):
     if rel_row > 0:  # rows are keys
         return max(0, -rules.left - rel), min(rows, rules.right - rel + lanes)
     return max(0, rel - rules.right), min(rows, rel + lanes + rules.left)
+
+
+@part
+def kept_rows(bits, place, rows, lanes):
+    """Return the first and last + 1 row of a panel in which its mask bits keep any score."""
+    first, last = 0, rows
+    while first < last and not any_kept(bits, place.keep + first * place.keep_row, lanes):
+        first += 1
+    while last > first and not any_kept(bits, place.keep + (last - 1) * place.keep_row, lanes):
+        last -= 1
+    return first, last
+
+
+@part
+def any_kept(bits, at, lanes):
+    """Whether any of some neighbouring bits is set."""
+    found = np.uint8(0)
+    for c in range(lanes):
+        found |= bits[np.uint64(at + c)]
+    return found != 0
+
+
+@part
+def without_mask(place):
+    """Return a place whose panel has no mask bits."""
+    p = place
+    return Place(p[0], p[1], p[2], p[3], p[4], p[5], -1, p[7], p[8], p[9], p[10], p[11])
+
+
+@part
+def all_kept(bits, place, first, last, lanes):
+    """Whether the mask bits of rows first .. last - 1 of a panel are all set."""
+    found = np.uint8(1)
+    for r in range(first, last):
+        for c in range(lanes):
+            found &= bits[np.uint64(place.keep + r * place.keep_row + c)]
+    return found != 0
 
 
 @part
@@ -147,8 +183,8 @@ def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits
         for r in range(first, last):
             at = place.keep + r * place.keep_row
             for c in range(lanes):
-                if bits[at + c * place.keep_lane] == 0:
-                    S[np.uint64(s0 + r * ld + c)] = -np.inf
+                x = np.uint64(s0 + r * ld + c)
+                S[x] = S[x] if bits[np.uint64(at + c)] != 0 else -np.inf
 
 
 @part
@@ -202,13 +238,13 @@ def place_of(rules, shape, tiles, v, h, own, other, q_lanes, row0, lane0):
     if q_lanes:
         q0, k0, offset = tiles.own[own, 0], tiles.other[other, 0], tiles.own[own, 2]
         q_base, k_base = tiles.own[own, 4], tiles.other[other, 4]
-        cols = tiles.other[other, 1] - k0
+        rows = tiles.own[own, 1] - q0
         rel = k0 + row0 - (q0 + lane0 + offset)
         bias += (q0 + lane0) * n_kv + k0 + row0
         if keep >= 0:
-            keep += (lane0 * slots + slot) * cols + row0
+            keep += (row0 * slots + slot) * rows + lane0
         at = b, head, q0 + lane0 - q_base, k0 + row0 - k_base
-        return Place(rel, 1, -1, bias, 1, n_kv, keep, 1, cols * slots, *at)
+        return Place(rel, 1, -1, bias, 1, n_kv, keep, rows * slots, *at)
     q0, k0, offset = tiles.other[other, 0], tiles.own[own, 0], tiles.own[own, 2]
     q_base, k_base = tiles.other[other, 4], tiles.own[own, 4]
     cols = tiles.own[own, 1] - k0
@@ -217,4 +253,4 @@ def place_of(rules, shape, tiles, v, h, own, other, q_lanes, row0, lane0):
     if keep >= 0:
         keep += (row0 * slots + slot) * cols + lane0
     at = b, head, q0 + row0 - q_base, k0 + lane0 - k_base
-    return Place(rel, -1, 1, bias, n_kv, 1, keep, cols * slots, 1, *at)
+    return Place(rel, -1, 1, bias, n_kv, 1, keep, cols * slots, *at)

@@ -170,19 +170,36 @@ def _masks(
     bits: list[np.ndarray] = []
     owner = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
     for place, (first, last) in enumerate(order.tolist()):
-        for at in range(ptr[first], ptr[last]):
-            if kind[at] != MASKED:
-                continue
-            i, j = (owner[at], inner[at]) if by_row else (inner[at], owner[at])
-            kept = schedule.kept_per_head(int(i), int(j))
-            if not kept.all():
-                keep_at[at] = size
-                slots = kept.reshape(-1, *kept.shape[2:]).swapaxes(0, 1)
-                bits.append(np.ascontiguousarray(slots).reshape(-1).view(np.uint8))
+        at = ptr[first] + np.flatnonzero(kind[ptr[first] : ptr[last]] == MASKED)
+        i, j = (owner[at], inner[at]) if by_row else (inner[at], owner[at])
+        for part in schedule.groups(len(at)):
+            for now, kept in _bits(schedule, at[part], i[part], j[part], by_row):
+                keep_at[now] = size
+                bits.append(kept)
                 size += kept.size
         if size > MASK_CHUNK or place == len(order) - 1:
             yield order[begin : place + 1], keep_at, np.concatenate([*bits, _NO_BITS])
             begin, size, bits = place + 1, 0, []
+
+
+def _bits(
+    schedule: Schedule, at: np.ndarray, i: np.ndarray, j: np.ndarray, by_row: bool
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the mask bits of visits `at`, of tiles (i, j), except where all scores are kept.
+
+    They are (columns, slots, rows), or (rows, slots, columns) in a KV-outer loop, so that the bits
+    of a panel's lanes are neighbours.
+    """
+    kept = schedule.kept_tiles(i, j)
+    kept = kept.reshape(len(at), -1, *kept.shape[3:])  # the slots
+    heights = np.diff(schedule.rows[i, :2])[:, 0].tolist()
+    widths = np.diff(schedule.cols[j, :2])[:, 0].tolist()
+    turned = kept.transpose(0, 3, 1, 2) if by_row else kept.transpose(0, 2, 1, 3)
+    turned, whole = np.ascontiguousarray(turned).view(np.uint8), kept.all(axis=(1, 2, 3))
+    for n, now in enumerate(at.tolist()):
+        if not whole[n]:
+            outer, lanes = (widths[n], heights[n]) if by_row else (heights[n], widths[n])
+            yield now, turned[n, :outer, :, :lanes].reshape(-1)
 
 
 _NOTHING = np.zeros(0, np.int32)
