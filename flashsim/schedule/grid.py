@@ -145,13 +145,32 @@ class Grid:
         """The query that each row of row tile i belongs to, as packed indices."""
         return np.arange(*self.rows[i, :2].tolist()) // self.members
 
-    def keep(self, i: int, j: int) -> np.ndarray | None:
-        """Boolean (rows, cols) of tile (i, j), True where the score counts; None if all do."""
-        cols = self.col_slice(j)
-        kept = self.problem.keep(
-            self.sequence_of_row(i), self.queries(i), np.arange(cols.start, cols.stop)
-        )
+    def keep(self, i: int, j: int, *, functions: bool = True) -> np.ndarray | None:
+        """Boolean (rows, cols) of tile (i, j), True where the score counts; None if all do.
+
+        ``functions=False`` leaves `mask_mod` out.
+        """
+        s, cols = self.sequence_of_row(i), np.arange(*self.cols[j, :2].tolist())
+        kept = self.problem.keep(s, self.queries(i), cols, functions=functions)
         return None if kept.all() else kept
+
+    def kept_tiles(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+        """Boolean (tiles, 1 or batch, 1 or heads, rows, cols) of tiles (i, j), with every mask.
+
+        A tile with fewer rows or columns than the largest one repeats its last ones.
+        """
+        p, s = self.problem, self._sequence_numbers[i]
+        starts = np.array([(x.q_start, x.k_start, x.offset) for x in p.sequences])[s]
+        rows, cols = self.rows[i].astype(np.int64), self.cols[j].astype(np.int64)
+        high, wide = (int((t[:, 1] - t[:, 0]).max(initial=0)) for t in (rows, cols))
+        q = np.minimum(rows[:, :1] + np.arange(high), rows[:, 1:2] - 1) // self.members
+        k = np.minimum(cols[:, :1] + np.arange(wide), cols[:, 1:2] - 1)
+        q_local, k_local = (q - starts[:, :1])[:, :, None], (k - starts[:, 1:2])[:, None, :]
+        rel = k[:, None, :] - (q[:, :, None] + starts[:, 2, None, None])
+        kept = p.keep_alike(q_local, k_local, rel)[:, None, None]
+        if p.mask_mod is None:
+            return kept
+        return kept & np.moveaxis(p.keep_per_head(q_local, k_local), 2, 0)
 
     # -- spans ----------------------------------------------------------------------------------
 

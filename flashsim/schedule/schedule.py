@@ -28,6 +28,7 @@ from flashsim.errors import MaskError, OptionError, TilingError, own_errors
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.schedule import tables
+from flashsim.schedule.classify import Boxes, classify
 from flashsim.schedule.file_mask import Csr, SavedMask
 from flashsim.schedule.grid import Grid
 from flashsim.schedule.plans import Outer, Stage
@@ -37,6 +38,8 @@ from flashsim.schedule.tiling import Tiling
 
 KeyOrder = Literal["ascending", "descending"]
 KEY_ORDERS = ("ascending", "descending")
+#: Scores whose masks are evaluated at a time: about 32 MB of indices.
+AT_ONCE = 1 << 22
 #: Scores at which a mask is evaluated, at most: about an hour's.
 MOST_SCORES = 2**40
 
@@ -75,10 +78,13 @@ class Visit:
 
     @property
     def keep(self) -> np.ndarray | None:
-        """Boolean (rows, cols), True where the score counts; None if all of them do."""
+        """Boolean (rows, cols), True where the score counts; None if all of them do.
+
+        `mask_mod` is left out, since it may differ between heads.
+        """
         if self.kind == FULL:
             return None
-        return self.schedule.keep(self.i, self.j)
+        return self.schedule.keep(self.i, self.j, functions=False)
 
 
 @own_errors
@@ -135,6 +141,8 @@ class Schedule(Grid):
         """
         if self.row_spans is not None:
             ptr, col, kind = tables.expand(self.row_spans)
+        elif self._boxes is not None:
+            ptr, col, kind = self._boxes.csr(self.t_r)
         else:
             ptr, col, kind = self._evaluate()
         if self.key_order == "descending":
@@ -177,6 +185,42 @@ class Schedule(Grid):
             kinds.append(np.where(full[visited], FULL, MASKED).astype(np.int32))
             ptr.append(ptr[-1] + len(cols[-1]))
         return np.array(ptr, np.int32), np.concatenate(cols), np.concatenate(kinds)
+
+    @cached_property
+    def _boxes(self) -> Boxes | None:
+        """The visited tiles of a problem with a `mask_mod`, as boxes; None without one."""
+        p = self.problem
+        if p.mask_mod is None or self.dense or isinstance(p.mask, SavedMask):
+            return None
+        tables_of_tiles = self.rows, self.cols, *self._edges[2:]
+        return classify(p, *tables_of_tiles, self.tiling.block_k, self._elements)
+
+    def _elements(self, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Whether any, and whether all scores of tiles (i, j) are kept, from every score."""
+        scores = len(i) * self.tiling.block_q * self.tiling.block_k
+        if scores > MOST_SCORES:
+            raise MaskError(
+                f"the bounds of {self.problem.mask_mod} do not decide {len(i):,} tiles, and "
+                f"evaluating them takes {scores:.1e} scores; at most {MOST_SCORES:.1e} are "
+                "evaluated: take fewer queries or keys"
+            )
+        some, every = np.zeros(len(i), bool), np.zeros(len(i), bool)
+        for part in self.groups(len(i)):
+            kept = self.kept_tiles(i[part], j[part])
+            some[part] = kept.any(axis=(1, 2, 3, 4))
+            every[part] = kept.all(axis=(1, 2, 3, 4))
+        return some, every
+
+    def groups(self, tiles: int) -> Iterator[slice]:
+        """Divide a number of tiles into groups whose scores are evaluated at a time."""
+        mask = self.problem.mask_mod
+        per_head = frozenset() if mask is None else mask.per_head
+        tile = self.tiling.clip(self.problem, self.split)
+        each = tile.block_q * tile.block_k
+        each *= self.problem.batch if "b" in per_head else 1
+        each *= self.problem.heads if "h" in per_head else 1
+        step = max(1, AT_ONCE // each)
+        return (slice(n, n + step) for n in range(0, tiles, step))
 
     def _row_of_tiles(self, i: int, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
         """For tiles lo .. hi - 1 of row i: whether any score is kept, and whether all are."""
@@ -281,6 +325,8 @@ class Schedule(Grid):
             return Sums(*map(sum, zip(*(band.sums() for band in bands), strict=True)))
         heights = (self.rows[:, 1] - self.rows[:, 0]).astype(np.int64)
         widths = (self.cols[:, 1] - self.cols[:, 0]).astype(np.int64)
+        if self._boxes is not None:
+            return Sums(*self._boxes.sums(heights, widths))
         if self.row_spans is not None:
             lo, hi = self.row_spans[:, 0], self.row_spans[:, 3]
             reach = np.concatenate([[0], np.cumsum(widths)])
@@ -295,6 +341,19 @@ class Schedule(Grid):
             col_rows=int((heights * count).sum()),
             area=int((heights * width).sum()),
         )
+
+    @cached_property
+    def masked_sums(self) -> Sums:
+        """The same sums over the visits of MASKED tiles, which read the mask's captured arrays."""
+        heights = (self.rows[:, 1] - self.rows[:, 0]).astype(np.int64)
+        widths = (self.cols[:, 1] - self.cols[:, 0]).astype(np.int64)
+        if self._boxes is not None:
+            return Sums(*self._boxes.only(MASKED).sums(heights, widths))
+        ptr, col, kind = self.row_csr
+        row = np.repeat(np.arange(self.t_r), np.diff(ptr))[kind == MASKED]
+        of_rows, of_cols = heights[row], widths[col[kind == MASKED]]
+        each = of_cols.sum(), of_rows.sum(), (of_rows * of_cols).sum()
+        return Sums(len(row), *map(int, each))
 
     @cached_property
     def page_counts(self) -> np.ndarray:
@@ -366,5 +425,5 @@ def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> N
 
 
 def _band(problem: Problem) -> Problem:
-    """The problem without block_mask and mask: only causality and the window remain."""
-    return replace(problem, block_mask=None, mask=None)
+    """The problem without mask functions and block_mask: only causality and the window remain."""
+    return replace(problem, block_mask=None, mask=None, mask_mod=None)
