@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hand_written import attention
+from hand_written import attention, decoding, gradients
 
 import flashsim
 from flashsim import Problem, Tiling, oracle, viz
@@ -260,6 +260,83 @@ def test_launches_apart():
         traced.only("third")
 
 
+def without_stages(transfers):
+    found = {}
+    for (_, op, tensor), nbytes in transfers.items():
+        found[op, tensor] = found.get((op, tensor), 0) + nbytes
+    return found
+
+
+@pytest.mark.parametrize(("causal", "group"), [(True, 1), (False, 1), (True, 2)])
+def test_a_backward_pass_of_three_launches(causal, group):
+    traced = gradients(causal=causal, group=group)
+
+    counted = flashsim.count(traced.problem, tiling=Tiling(32, 32), direction="backward")
+    assert without_stages(traced.trace.transfers) == without_stages(counted.transfers)
+    assert traced.compulsory() == counted.compulsory()
+    assert traced.expected.algorithm == "flash2 backward"
+    assert all(row.more == 0 for row in traced.byte_rows if row.expected is not None)
+    assert traced.check().right
+    assert traced.trace.direction == "backward"
+
+
+def test_decoding_in_parts():
+    traced = decoding()
+
+    counted = flashsim.count(
+        Problem(1, 256, head_dim=16, heads=2),
+        algorithm="flash-decode",
+        splits=4,
+        tiling=Tiling(1, 32),
+    )
+    assert without_stages(traced.trace.transfers) == without_stages(counted.transfers)
+    assert traced.expected.transfers == without_stages(counted.transfers)
+    assert traced.expected.algorithm == "flash-decode, 4 parts"
+    assert traced.check().right
+    assert traced.trace.own.workspace == 4 * 2 * 17 * 4
+
+
+GRADIENTS = {
+    "dQ is not multiplied by the scale": {"dq": 4.0},
+    "dK is not multiplied by the scale": {"dk": 4.0},
+    "neither dQ nor dK is multiplied by the scale": {"dq": 4.0, "dk": 4.0},
+}
+
+
+@pytest.mark.parametrize("mistake", GRADIENTS)
+def test_gradients_without_their_scale(mistake):
+    right = dict(zip(("dq", "dk"), (gradients().values[n] for n in (7, 8)), strict=True))
+    wrong = {name: right[name] * factor for name, factor in GRADIENTS[mistake].items()}
+
+    verdict = gradients(wrong=wrong).check()
+
+    assert not verdict.right
+    assert verdict.mistake == mistake
+
+
+def test_other_mistakes_of_a_backward_pass():
+    """dS without delta, and dK, dV of one head of a group, in a plain computation."""
+    traced = gradients(group=2)
+    q, k, v, _, lse, do = (x.astype(np.float64) for x in traced.values[:6])
+    keep, scale = np.tril(np.ones((96, 96), bool)), traced.problem.scale
+    e = np.exp(np.where(keep, q @ k[0].T * scale, -np.inf) - lse[..., None])
+    ds = e * (do @ v[0].T - traced.values[6][..., None])
+    without = e * (do @ v[0].T)
+    cases = {
+        "delta is not subtracted": {
+            "dq": scale * without @ k[0],
+            "dk": scale * np.einsum("hqk,hqd->kd", without, q)[None],
+        },
+        "those of the group's last query head": {
+            "dk": (scale * ds[1].T @ q[1])[None],
+            "dv": (e[1].T @ do[1])[None],
+        },
+        "dQ is that of the last key tile": {"dq": scale * ds[:, :, 64:] @ k[0, 64:]},
+    }
+    for text, wrong in cases.items():
+        assert text in gradients(group=2, wrong=wrong).check().mistake, text
+
+
 # -- warnings -----------------------------------------------------------------------------------
 
 
@@ -438,6 +515,78 @@ def test_each_known_mistake_is_guessed_and_no_other():
         assert not verdict.right
         assert text in verdict.mistake, (text, verdict.mistake)
         assert f"if {verdict.mistake}" in str(verdict)
+
+
+def test_mistakes_at_the_ends_of_tiles_and_among_heads():
+    """Without a mask: 80 keys in tiles of 32, two query heads per key head."""
+    traced = attention(n=80, d=16, block_q=32, block_k=32, heads=4, group=2, causal=False)
+    q, k, v = (x.astype(np.float64) for x in traced.values[:3])
+    groups = {"right": [0, 0, 1, 1], "first": [0, 0, 0, 0], "modulo": [0, 1, 0, 1]}
+
+    def plain(keys=slice(0, 80), padded=0, heads="right", axis=-1):
+        k_, v_ = k[groups[heads]][:, keys], v[groups[heads]][:, keys]
+        s = np.einsum("hqd,hkd->hqk", q, k_) / 4
+        s = np.concatenate([s, np.zeros((4, 80, padded))], axis=2)
+        v_ = np.concatenate([v_, np.zeros((4, padded, 16))], axis=1)
+        e = np.exp(s)
+        total = np.log(e.sum(axis=-1))
+        return e / e.sum(axis=axis, keepdims=True) @ v_, total
+
+    cases = {
+        "the padded keys of the last tile are not masked": plain(padded=16),
+        "the last key tile, which is not whole, is left out": plain(slice(0, 64)),
+        "all heads read K and V of the first head": plain(heads="first"),
+        "h % kv_heads": plain(heads="modulo"),
+        "the softmax is over the queries": plain(axis=1),
+    }
+    for text, (o, l) in cases.items():
+        values = [*traced.values[:3], o.astype(np.float32), l.astype(np.float32)]
+        made = KernelTrace(traced.record, problem=traced.problem, values=values)
+        assert text in made.check().mistake, (text, made.verdict.mistake)
+
+
+def test_masks_of_blocks_and_gaps_between_elements():
+    r, code = one_tensor((8, 8), strides=(16, 2))
+    r.program((0,))
+    mask = np.arange(8) < 5
+    r.block(LOAD, code, (slice(0, 4),), mask=mask, line=("mine.py", 2))
+
+    record = r.done()
+
+    assert record.accesses[["active", "masked", "distinct"]].tolist() == [(20, 12, 20)]
+    assert record.accesses["sectors"].tolist() == [
+        8
+    ]  # 5 elements, 8 B apart, reach into a second one
+    with pytest.raises(TraceError, match="offsets that are no elements of it"):
+        r.access(LOAD, code, np.array([1]))
+    with pytest.raises(TraceError, match="pass the narrower view to the first launch"):
+        r.tensor("narrow", (4,), (1,), "int8", 1, buffer=-1)
+
+
+def test_the_answer_of_a_kernel_with_everything_wrong():
+    r, code = one_tensor((64, 64))
+    other = r.tensor("y", (64, 64), (64, 1), "float32", 4)
+    for i in range(2):
+        r.program((i,))
+        r.access(LOAD, code, np.arange(64) * 64, masked=64, outside=3, line=("mine.py", 8))
+        r.block(STORE, other, (slice(0, 32),), line=("mine.py", 9))
+    x = np.zeros((64, 64), np.float32)
+    traced = KernelTrace(r.done(), values=[x, x], device="RTX 4090")
+    traced.check(lambda given: {"y": given["x"] + 1})
+
+    text = answer(traced, note="")
+
+    for words in (
+        "y WRONG (error 1.0e+00",
+        "no known mistake gives these numbers",
+        "line 8: load outside of x",
+        "of all lanes are masked off, most of them in line 8",
+        "2,048 of 4,096 elements are never stored",
+        "both store y[0, 0]",
+        "touches 64 sectors",
+    ):
+        assert words in " ".join(text.split()), words
+    assert "not checked: no reference" in answer(KernelTrace(r.done()), note="no reference")
 
 
 def test_the_first_wrong_element_has_its_program_and_line():
