@@ -38,7 +38,7 @@ _LATE = {
         "flashsim.studies",
     ),
     **dict.fromkeys(
-        ("backends", "distributed", "exercises", "jax", "l2", "torch", "viz"), "flashsim"
+        ("backends", "cuda", "distributed", "exercises", "jax", "l2", "torch", "viz"), "flashsim"
     ),
 }
 
