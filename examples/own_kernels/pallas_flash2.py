@@ -26,7 +26,7 @@ def forward_kernel(q_ref, k_ref, v_ref, o_ref, lse_ref, *, n, block_q, block_k, 
         tile = pl.ds(j * block_k, block_k)
         k = plgpu.load(k_ref.at[tile, :], mask=keys[:, None] < n, other=0.0)
         v = plgpu.load(v_ref.at[tile, :], mask=keys[:, None] < n, other=0.0)
-        s = plgpu.dot(q, k.T) * scale
+        s = jnp.dot(q, k.T, preferred_element_type=jnp.float32) * scale
         keep = keys[None, :] < n
         if causal:
             keep = keep & (rows[:, None] >= keys[None, :])
@@ -34,8 +34,8 @@ def forward_kernel(q_ref, k_ref, v_ref, o_ref, lse_ref, *, n, block_q, block_k, 
         m_new = jnp.maximum(m, s.max(axis=1))
         p = jnp.exp(s - m_new[:, None])
         alpha = jnp.exp(m - m_new)
-        acc = acc * alpha[:, None] + plgpu.dot(p.astype(v.dtype), v)
-        return m_new, l * alpha + p.sum(axis=1), acc
+        pv = jnp.dot(p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return m_new, l * alpha + p.sum(axis=1), acc * alpha[:, None] + pv
 
     end = jnp.minimum(pl.cdiv(rows[-1] + 1, block_k), pl.cdiv(n, block_k))
     m = jnp.full(block_q, -jnp.inf)

@@ -335,14 +335,19 @@ class Walker:
         return jax.numpy.asarray(old)
 
     def _dma_start(self, step: Equation, inputs: list[Any]) -> list[Any]:
-        source, target, _, _, device = step.params["tree"].unflatten(inputs)
+        parts = step.params["tree"].unflatten(inputs)
+        if len(parts) > 5:  # JAX 0.9: each ref is followed by its transforms
+            source, at, target, into, *_, device = parts
+            origin, goal = locate(source, at), locate(target, into)
+        else:
+            device = parts[4]
+            origin, goal = (
+                locate(getattr(r, "ref", r), getattr(r, "transforms", ())) for r in parts[:2]
+            )
         if device is not None or step.params.get("add"):
             raise UnsupportedError(
                 "a copy to another device, or one that adds: flashsim follows one device's copies"
             )
-        origin, goal = (
-            locate(getattr(r, "ref", r), getattr(r, "transforms", ())) for r in (source, target)
-        )
         self._report("load", step, origin, None)
         self._report("store", step, goal, None)
         goal.write(origin.read(None), None)

@@ -28,7 +28,7 @@ OPERATIONS = {"load": LOAD, "store": STORE, "reduce": ATOMIC}
 def trace_kernel(
     function: Callable[..., Any],
     *args: Any,
-    model: Model | None = None,
+    model: str | None = None,
     names: Mapping[str, str] | None = None,
     problem: Problem | None = None,
     device: str | Device = "H100",
@@ -79,7 +79,7 @@ def trace_kernel(
 
 
 def record_kernels(
-    function: Callable[..., Any], args: Sequence[Any], model: Model | None
+    function: Callable[..., Any], args: Sequence[Any], model: str | None
 ) -> tuple[KernelRecord, dict[int, np.ndarray], Any]:
     """Run `function(*args)`; what its kernels did, their tensors by code, and the result."""
     if not callable(function):

@@ -88,7 +88,7 @@ class KernelCall:
         return [*self.scalars, *(operand.tensor for operand in self.operands)]
 
 
-def launcher(model: Model | None, recorder: Programs):
+def launcher(model: str | None, recorder: Programs):
     """The function by which a `Walker` runs each `pallas_call`."""
 
     def run(walker: Walker, step: Any, inputs: list[Any]) -> list[Any]:
@@ -98,7 +98,7 @@ def launcher(model: Model | None, recorder: Programs):
 
 
 def launch(
-    walker: Walker, recorder: Programs, equation: Any, inputs: list[Any], model: Model | None
+    walker: Walker, recorder: Programs, equation: Any, inputs: list[Any], model: str | None
 ) -> list[Any]:
     """Run one `pallas_call`; its outputs, as JAX arrays."""
     params = equation.params
@@ -419,7 +419,7 @@ def inner(ref: Ref) -> Lanes:
 # -- what a call says of itself --------------------------------------------------------------------
 
 
-def chosen_model(params: dict[str, Any], jaxpr: Any, model: Model | None) -> Model:
+def chosen_model(params: dict[str, Any], jaxpr: Any, model: str | None) -> Model:
     """The model that is asked for, or the one that the kernel is written for.
 
     A kernel with a TPU's compiler parameters, memory spaces or prefetched scalars is a TPU's; any
