@@ -324,7 +324,7 @@ class Recorder:
             self._accesses.add((*place, -1, -1, 0, masked, outside, 0, 0))
             return
         its = self.tensors[tensor]
-        unique = np.unique(offsets)
+        unique = _distinct(offsets)
         first, last = self._corners(its, unique)
         sectors = _sectors(its, unique)
         self._accesses.add(
@@ -471,6 +471,15 @@ class Recorder:
 
 _CLASH = ("kind", "launch", "tensor", "first", "second", "line", "element")
 _SEVERAL = np.iinfo(np.int32).max
+
+
+def _distinct(offsets: np.ndarray) -> np.ndarray:
+    """Return the different offsets, rising. A tile of whole rows is in order already."""
+    flat = offsets.ravel()
+    if len(flat) > 1 and not (flat[1:] > flat[:-1]).all():
+        flat = np.sort(flat)
+        flat = flat[np.concatenate([[True], flat[1:] != flat[:-1]])]
+    return flat
 
 
 def _sectors(its: KernelTensor, unique: np.ndarray) -> int:

@@ -142,7 +142,9 @@ class Arguments:
             inner.array,
         )
         if inner.start >= REGION // 4 or inner.size >= REGION // 4:
-            raise UnsupportedError(f"{name} lies in an allocation of {inner.size:,} B; at most 2^38")
+            raise UnsupportedError(
+                f"{name} lies in an allocation of {inner.size:,} B; at most 2^38"
+            )
         self.pointers.append(made)
         self._kept[code] = given, inner.array
         return made

@@ -88,7 +88,9 @@ def loading(plain: Callable[..., Any], builder: Any) -> Callable[..., Any]:
             return plain(pointer, *args, **_without(options))
         tl = installed().tl
         checked = numbers(options.get("boundary_check", args[2] if len(args) > 2 else ()))
-        padding = str(getattr(options.get("padding_option", ""), "value", options.get("padding_option", "")))
+        padding = str(
+            getattr(options.get("padding_option", ""), "value", options.get("padding_option", ""))
+        )
         lanes, mask = pointer.lanes(checked)
         kind = installed().interpreter._get_np_dtype(pointer.element)
         fill = np.zeros(pointer.block_shape, kind)

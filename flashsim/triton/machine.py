@@ -307,7 +307,9 @@ class Machine:
             raise OptionError(f"{name} cannot be launched: {error}") from None
         taken: dict[str, int] = {}
         visible = lambda parameter: parameter not in executor.constexprs  # noqa: E731
-        host = {key: self.arguments.take(key, value, taken, visible) for key, value in bound.items()}
+        host = {
+            key: self.arguments.take(key, value, taken, visible) for key, value in bound.items()
+        }
         grid = self._grid(executor, name, bound)
         code = getattr(fn, "__code__", None)
         constants = {k: v for k, v in bound.items() if k not in taken and _is_constant(v)}
@@ -393,7 +395,9 @@ class Machine:
             yield from (place[::-1] for place in np.ndindex(*grid[::-1]))
             return
         for place in self._programs:
-            fits = len(place) == len(grid) and all(0 <= p < n for p, n in zip(place, grid, strict=True))
+            fits = len(place) == len(grid) and all(
+                0 <= p < n for p, n in zip(place, grid, strict=True)
+            )
             if not fit_int(place) or not fits:
                 raise OptionError(
                     f"programs: {name} has a grid of {grid}, and no program {shown(place)}"
@@ -618,8 +622,9 @@ def _poll(m: Machine, plain: Any) -> Any:
 def _dot(m: Machine, plain: Any) -> Any:
     def dot(a: Any, b: Any, d: Any, *rest: Any) -> Any:
         m.dot(a, b)
-        if not any(floats.is_narrow(x.dtype) for x in (a, b, d)):
+        if not any(floats.is_narrow(x.dtype) or x.data.dtype == np.float16 for x in (a, b)):
             return plain(a, b, d, *rest)
+        # float16 is widened too: exact, and a product of float32 is many times as fast.
         sums = np.matmul(floats.widen(a), floats.widen(b), dtype=np.float32) + floats.widen(d)
         if floats.is_narrow(d.dtype):
             sums = floats.narrow(sums, d.dtype)

@@ -164,9 +164,7 @@ class Memory:
                     op, code if outside else -1, offsets, masked=masked, outside=outside, line=line
                 )
             else:
-                self._recorder.access(
-                    op, code, offsets, masked=masked, outside=outside, line=line
-                )
+                self._recorder.access(op, code, offsets, masked=masked, outside=outside, line=line)
         if self.observer is not None and offsets.size:
             self.observer(op, code, offsets)
 

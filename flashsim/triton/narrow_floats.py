@@ -49,7 +49,8 @@ def is_narrow(dtype: Any) -> bool:
 def widen(handle: Any) -> np.ndarray:
     """Return a handle's numbers: exact float32 for a narrow type, its own data for another."""
     if not is_narrow(handle.dtype):
-        return handle.data
+        half = handle.data.dtype == np.float16
+        return handle.data.astype(np.float32) if half else handle.data
     exact = exact_dtype(_EXACT[handle.dtype.scalar.name])
     return np.ascontiguousarray(handle.data).view(exact).astype(np.float32)
 
@@ -83,7 +84,7 @@ def cast(source: Any, to: Any) -> Any:
 
 
 def arithmetic(op: Any, *operands: Any) -> Any:
-    """Apply a NumPy operation to handles, of which the last one has the result's type."""
+    """Apply a NumPy operation to handles; the first one has the type of the result."""
     dtype = operands[0].dtype.scalar
     with np.errstate(all="ignore"):
         result = op(*(widen(one) for one in operands))
