@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flashsim.errors import OptionError, own_errors, shown
+from flashsim.errors import BackendUnavailable, OptionError, own_errors, shown
 from flashsim.jax.jaxpr_walk import SourceLine, Walker, calls_a_kernel
 from flashsim.jax.pallas_launch import BlockOperand, KernelCall, Model, launcher
 from flashsim.jax.refs import Lanes
@@ -21,6 +21,7 @@ from flashsim.own_kernels.recorder import KernelRecord
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 
+OLDEST = (0, 8)
 OPERATIONS = {"load": LOAD, "store": STORE, "reduce": ATOMIC}
 
 
@@ -95,8 +96,11 @@ def record_kernels(
             mixed[place] = array
         return function(*jax.tree.unflatten(tree, mixed))
 
-    with jax.default_device(jax.devices("cpu")[0]):
-        given = [jax.numpy.asarray(leaves[place]) for place in places]
+    cpu = cpu_device()
+    with jax.default_device(cpu):
+        # An array that is passed twice stays one array.
+        moved = {id(leaves[n]): jax.device_put(leaves[n], cpu) for n in places}
+        given = [moved[id(leaves[n])] for n in places]
         with own_lines():
             closed, shape = jax.make_jaxpr(traced, return_shape=True)(*given)
         if not calls_a_kernel(closed.jaxpr):
@@ -130,6 +134,22 @@ def constants_of(function: Callable[..., Any], args: Sequence[Any]) -> dict[str,
         with contextlib.suppress(ValueError):  # a variable that has no value yet
             found.setdefault(name, cell.cell_contents)
     return {name: value for name, value in found.items() if isinstance(value, (bool, int, float))}
+
+
+def cpu_device() -> Any:
+    """JAX's CPU, on which kernels are evaluated."""
+    if jax.__version_info__ < OLDEST:
+        raise BackendUnavailable(
+            f"trace_kernel needs JAX {'.'.join(map(str, OLDEST))} or newer, and finds "
+            f"{jax.__version__}: pip install --upgrade jax"
+        )
+    try:
+        return jax.devices("cpu")[0]
+    except RuntimeError as error:
+        raise BackendUnavailable(
+            f"trace_kernel evaluates kernels on the CPU, and JAX has none here ({error}): leave "
+            "JAX_PLATFORMS unset, or add cpu to it (JAX_PLATFORMS=cuda,cpu)"
+        ) from None
 
 
 def is_array(leaf: Any) -> bool:

@@ -18,8 +18,8 @@ from numba import cuda, float32
 import flashsim.cuda
 from flashsim.errors import FlashSimError
 
-FOLDER = Path(__file__).parents[2] / "examples/own_kernels"
-spec = importlib.util.spec_from_file_location("numba_flash2", FOLDER / "numba_flash2.py")
+FOLDER = Path(__file__).parents[2] / "examples/numba_cuda"
+spec = importlib.util.spec_from_file_location("forward", FOLDER / "forward.py")
 flash2 = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(flash2)
 RNG = np.random.default_rng(0)
@@ -173,7 +173,7 @@ def main():
     }
     found["no grid"] = refused(lambda: flashsim.cuda.trace(never_launched, np.zeros(4)))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(str(FOLDER / "numba_flash2.py"), run_name="__main__")
+        runpy.run_path(str(FOLDER / "forward.py"), run_name="__main__")
     found["example"] = printed.getvalue()
     found["restored"] = simulator.BlockThread.syncthreads is plain
     print(json.dumps(found))

@@ -14,7 +14,7 @@ import pytest
 import flashsim
 
 HERE = Path(__file__).parent
-EXAMPLE = HERE.parents[1] / "examples/own_kernels/numba_flash2.py"
+EXAMPLE = HERE.parents[1] / "examples/numba_cuda/forward.py"
 SIMULATED = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
 
 

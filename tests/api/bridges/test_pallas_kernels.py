@@ -25,7 +25,7 @@ import flashsim  # noqa: E402
 from flashsim.errors import OptionError, UnsupportedError  # noqa: E402
 from flashsim.jax import trace_kernel  # noqa: E402
 
-EXAMPLES = Path(__file__).parents[3] / "examples/own_kernels"
+EXAMPLES = Path(__file__).parents[3] / "examples/pallas"
 
 
 def example(name):
@@ -35,7 +35,7 @@ def example(name):
     return module
 
 
-GPU, TPU = example("pallas_flash2"), example("pallas_tpu_flash2")
+GPU, TPU = example("gpu_forward"), example("tpu_forward")
 
 
 def arrays(*shapes, dtype="float32", seed=0):

@@ -1,6 +1,6 @@
 """FlashAttention-2 forward in Pallas, in the way of TPUs: the grid is the loop, scratch is O's.
 
-    python examples/own_kernels/pallas_tpu_flash2.py
+    python examples/pallas/tpu_forward.py
 
 prints what the pipeline copies to and from VMEM, for two ways to write the keys' index map. With
 the causal one, the pipeline keeps a block that it has. It needs JAX and no TPU.

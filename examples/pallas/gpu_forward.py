@@ -1,6 +1,6 @@
 """FlashAttention-2 forward in Pallas, in the way of GPUs: a program owns a query tile.
 
-    python examples/own_kernels/pallas_flash2.py
+    python examples/pallas/gpu_forward.py
 
 prints what the kernel loads and stores, line by line. It needs JAX and no GPU.
 """
@@ -65,6 +65,7 @@ def forward(q, k, v, causal=False, block_q=64, block_k=32):
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((heads, n), jnp.float32),
         ],
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         name="forward",
     )(q, k, v)
 

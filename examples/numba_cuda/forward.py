@@ -1,6 +1,6 @@
 """FlashAttention-2 forward in Numba-CUDA: a thread block owns a query tile, a thread a row.
 
-    NUMBA_ENABLE_CUDASIM=1 python examples/own_kernels/numba_flash2.py
+    NUMBA_ENABLE_CUDASIM=1 python examples/numba_cuda/forward.py
 
 prints what the blocks load and store, line by line. It needs no GPU.
 """
