@@ -13,6 +13,7 @@ imported.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,9 @@ class Observer(Protocol):
     def access(self, kind: str, lanes: Lanes, kept: np.ndarray | None, where: SourceLine) -> None:
         """One "load", "store" or "reduce" of `lanes`; lanes that are not `kept` are masked off."""
 
+    def outside(self, primitive: str, outvars: Sequence[Any]) -> None:
+        """JAX computes something outside of every kernel."""
+
     def dot(self, flops: int, where: SourceLine) -> None:
         """A matrix product of `flops` floating-point operations."""
 
@@ -97,9 +101,9 @@ class Walker:
     """Evaluates jaxprs; `launch` runs a `pallas_call`, and `program` is where a kernel stands."""
 
     def __init__(
-        self, recorder: Observer, launch: Callable[[Walker, Any, list[Any]], list[Any]]
+        self, observer: Observer, launch: Callable[[Walker, Any, list[Any]], list[Any]]
     ) -> None:
-        self.recorder = recorder
+        self.observer = observer
         self.launch = launch
         self.program: tuple[int, ...] | None = None  # without the axes that vmap added
         self.sizes: tuple[int, ...] = ()
@@ -240,14 +244,16 @@ class Walker:
             )
         try:
             with getattr(step.equation.ctx, "manager", None) or contextlib.nullcontext():
-                result = primitive.bind(*inputs, **step.params)
+                result = computed(primitive, inputs, step.params)
         except NotImplementedError as error:
             raise UnsupportedError(
                 f"{primitive.name} has no implementation for the CPU ({error}): write it with "
                 "jax.numpy while you trace"
             ) from None
-        if primitive.name == "dot_general":
-            self.recorder.dot(dot_flops(step.equation), self.where(step))
+        if self.program is None:
+            self.observer.outside(primitive.name, step.equation.outvars)
+        elif primitive.name == "dot_general":
+            self.observer.dot(dot_flops(step.equation), self.where(step))
         return result
 
     # -- Pallas ----------------------------------------------------------------------------------
@@ -263,9 +269,6 @@ class Walker:
         return inputs[0]
 
     _max_contiguous = _multiple_of
-
-    def _reciprocal(self, step: Equation, inputs: list[Any]) -> Any:
-        return 1 / inputs[0]
 
     def _get(self, step: Equation, inputs: list[Any]) -> Any:
         ref, *flat = inputs
@@ -354,7 +357,7 @@ class Walker:
         return []
 
     def _report(self, kind: str, step: Equation, lanes: Lanes, kept: np.ndarray | None) -> None:
-        self.recorder.access(kind, lanes, kept, self.where(step))
+        self.observer.access(kind, lanes, kept, self.where(step))
 
 
 ATOMICS: dict[str, np.ufunc | None] = {
@@ -366,6 +369,14 @@ ATOMICS: dict[str, np.ufunc | None] = {
     "xor": np.bitwise_xor,
     "xchg": None,
 }
+
+
+def computed(primitive: Any, inputs: list[Any], params: dict[str, Any]) -> Any:
+    """A primitive's results; compiled, if JAX cannot compute it by itself."""
+    try:
+        return primitive.bind(*inputs, **params)
+    except NotImplementedError:
+        return jax.jit(functools.partial(primitive.bind, **params))(*inputs)
 
 
 def opened(body: Any) -> Any:

@@ -22,6 +22,8 @@ from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 
 OLDEST = (0, 8)
+#: Primitives that move nothing: XLA gives the same bytes another shape.
+VIEWS = {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota"}
 OPERATIONS = {"load": LOAD, "store": STORE, "reduce": ATOMIC}
 
 
@@ -112,8 +114,7 @@ def record_kernels(
         walker = Walker(notes, launcher(model, notes))
         results = walker.run(closed.jaxpr, closed.consts, given)
     output = jax.tree.unflatten(jax.tree.structure(shape), results)
-    notes.recorder.source = f"pallas {jax.__version__}, {' and '.join(sorted(notes.models))} model"
-    return notes.recorder.done(), notes.values, output
+    return notes.done(), notes.values, output
 
 
 def constants_of(function: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
@@ -193,6 +194,7 @@ class PallasNotes:
         #: What each tensor holds at last, by its code.
         self.values: dict[int, np.ndarray] = {}
         self.models: set[Model] = set()
+        self._outside: dict[str, int] = {}
         self._buffers: dict[int, int] = {}
         self._kept: list[Any] = []  # arrays whose ids stand in `_buffers`
         self._codes: dict[int, int] = {}
@@ -271,6 +273,28 @@ class PallasNotes:
             source = tensor if tensor.source is None else tensor.source
             self._buffers[id(array)] = self._buffer(source)
             self._kept.append(array)
+
+    def outside(self, primitive: str, outvars: Sequence[Any]) -> None:
+        """JAX computes something outside of every kernel: its bytes are not those of a kernel."""
+        if primitive not in VIEWS:
+            sizes = [
+                math.prod(v.aval.shape) * v.aval.dtype.itemsize
+                for v in outvars
+                if getattr(v.aval, "shape", ())
+            ]
+            self._outside[primitive] = self._outside.get(primitive, 0) + sum(sizes)
+
+    def done(self) -> KernelRecord:
+        """What was noted."""
+        models = " and ".join(sorted(self.models))
+        self.recorder.source = f"pallas {jax.__version__}, {models} model"
+        others = [f"{name} ({size:,} B)" for name, size in sorted(self._outside.items()) if size]
+        if others:
+            self.recorder.note(
+                f"outside of the kernels, JAX computed {', '.join(others)}: the sizes are those of "
+                "the results, and what they load and store is not counted"
+            )
+        return self.recorder.done()
 
     def dot(self, flops: int, where: SourceLine) -> None:
         """A matrix product."""

@@ -76,8 +76,8 @@ class KernelCall:
     operands: list[BlockOperand]
     scalars: list[HbmTensor]
     where: SourceLine
-    #: Grid axes that number the programs, the fastest first. On a TPU, steps that work on the same
-    #: blocks of all outputs are one program.
+    #: Grid axes that name the programs. On a GPU the first runs fastest. On a TPU, steps that work
+    #: on the same blocks of all outputs are one program.
     axes: tuple[int, ...] = ()
     #: What lies on the chip at once, by name: shape and bytes.
     held: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
@@ -255,7 +255,7 @@ def gpu_axes(rank: int, vmapped: Sequence[int]) -> tuple[int, ...]:
 
 
 def tpu_axes(here: KernelCall, starts: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
-    """The leading axes that choose the outputs' blocks, the fastest first."""
+    """The leading axes, as many as choose the outputs' blocks."""
     blocked = [n for n, o in enumerate(here.operands) if o.output and not o.in_hbm]
     steps = list(itertools.product(*map(range, here.grid)))
     for leading in range(len(here.grid)):
@@ -265,8 +265,8 @@ def tpu_axes(here: KernelCall, starts: Sequence[Sequence[tuple[int, ...]]]) -> t
             if seen.setdefault(index[:leading], blocks) != blocks:
                 break
         else:
-            return tuple(reversed(range(leading)))
-    return tuple(reversed(range(len(here.grid))))
+            return tuple(range(leading))
+    return tuple(range(len(here.grid)))
 
 
 def in_order(grid: Sequence[int], axes: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as plgpu  # noqa: E402
 from jax.experimental.pallas.ops.gpu import attention as jax_attention  # noqa: E402
 
 import flashsim  # noqa: E402
-from flashsim.errors import OptionError, UnsupportedError  # noqa: E402
+from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError  # noqa: E402
 from flashsim.jax import trace_kernel  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[3] / "examples/pallas"
@@ -50,6 +50,7 @@ def moved(traced):
         for tensor in traced.tensors:
             if nbytes := traced.bytes(op, tensor):
                 found[op, tensor] = nbytes
+    assert traced.trace.bytes() == sum(found.values())  # also as a trace like any other
     return found
 
 
@@ -609,6 +610,64 @@ def test_a_grid_that_returns_to_an_output_block_on_a_tpu():
 
     assert traced.bytes("store") == 4 * 16
     assert any("returns to a block of o" in note for note in traced.record.notes)
+
+
+def test_work_outside_of_the_kernels_is_named_and_not_counted():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + 1
+
+    def transposed(x):
+        run = jax.jit(functools.partial(called, kernel, out=[((4, 8), "float32")]))
+        return run(x.T).reshape(-1)
+
+    traced = trace_kernel(transposed, arrays((8, 4))[0])
+
+    assert traced.bytes() == 2 * 8 * 4 * 4
+    (note,) = traced.record.notes
+    assert "JAX computed transpose (128 B):" in note
+    assert "reshape" not in note
+
+
+def test_one_array_that_is_passed_twice_is_one_buffer_with_two_names():
+    def kernel(a_ref, b_ref, o_ref):
+        o_ref[...] = a_ref[...] * b_ref[...]
+
+    (x,) = arrays((4,))
+    traced = trace_kernel(
+        lambda one: called(kernel, one["a"], one["b"], out=[((4,), "float32")]), {"a": x, "b": x}
+    )
+
+    assert traced.tensors == ("a", "b", "O")
+    a, b, o = traced.record.tensors
+    assert a.buffer == b.buffer != o.buffer
+
+
+def test_a_ref_under_a_bitcast_is_refused():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref.bitcast(jnp.int32)[...].astype(jnp.float32)
+
+    run = functools.partial(called, kernel, out=[((4,), "float32")])
+    with pytest.raises(UnsupportedError, match=r"^line \d+ of .*BitcastTransform.*index the ref"):
+        trace_kernel(run, arrays((4,))[0])
+
+
+def test_refs_that_are_reshaped_and_transposed():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref.reshape(4, 4)[1:3, :].T + x_ref.at[:, 0:2].reshape(2, 8)[:, 2:4].sum()
+
+    (x,) = arrays((8, 2))
+    traced = trace_kernel(functools.partial(called, kernel, out=[((4, 2), "float32")]), x)
+
+    whole = np.asarray(x)
+    expected = whole.reshape(4, 4)[1:3].T + whole.reshape(2, 8)[:, 2:4].sum()
+    np.testing.assert_allclose(traced.outputs["O"], expected, rtol=1e-5)
+    assert traced.bytes("load", "x") == (8 + 4) * 4
+
+
+def test_an_old_jax_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 7, 2))
+    with pytest.raises(BackendUnavailable, match=r"needs JAX 0\.8 or newer"):
+        trace_kernel(lambda x: x, arrays((4,))[0])
 
 
 # -- refusals --------------------------------------------------------------------------------------
