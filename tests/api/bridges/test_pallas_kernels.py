@@ -646,9 +646,9 @@ def test_a_ref_under_a_bitcast_is_refused():
     def kernel(x_ref, o_ref):
         o_ref[...] = x_ref.bitcast(jnp.int32)[...].astype(jnp.float32)
 
-    run = functools.partial(called, kernel, out=[((4,), "float32")])
+    run = functools.partial(called, kernel, out=[((4, 4), "float32")])
     with pytest.raises(UnsupportedError, match=r"^line \d+ of .*BitcastTransform.*index the ref"):
-        trace_kernel(run, arrays((4,))[0])
+        trace_kernel(run, arrays((4, 4))[0])
 
 
 def test_refs_that_are_reshaped_and_transposed():
