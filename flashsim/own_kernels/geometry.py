@@ -48,6 +48,8 @@ class Geometry:
     lead, row, rows, col, cols : int64 (accesses,)
         Which matrix of the tensor an access touches (0 for the first), and the first row, the
         number of rows, and the same of columns, of the box around what it touches.
+    spans : int64 (accesses,)
+        How many matrices (heads) that box spans: more than 1 if it runs into the next head.
     problem : Problem
     """
 
@@ -118,7 +120,7 @@ class Geometry:
     def _split_boxes(self) -> None:
         n = len(self.record.accesses)
         self.lead, self.row, self.col = (np.full(n, -1, np.int64) for _ in range(3))
-        self.rows, self.cols = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        self.rows, self.cols, self.spans = (np.zeros(n, np.int64) for _ in range(3))
         self.leads: list[int] = []
         self.lengths: list[int] = []
         self.widths: list[int] = []
@@ -138,13 +140,15 @@ class Geometry:
             if t.code not in self._of:
                 continue
             mine, low, high = self._of[t.code], self._low[t.code], self._high[t.code]
-            lead = np.zeros(len(mine), np.int64)
+            lead, spans = np.zeros(len(mine), np.int64), np.ones(len(mine), np.int64)
             for x in others:
                 lead = lead * shape[x] + low[x]
+                spans *= high[x] - low[x] + 1
             row, rows = low[side.rows], high[side.rows] - low[side.rows] + 1
             if single:
                 lead, row, rows = lead * shape[side.rows] + row, 0 * row, 0 * row + 1
             self.lead[mine], self.row[mine], self.rows[mine] = lead, row, rows
+            self.spans[mine] = spans
             self.col[mine] = 0 if side.vector else low[-1]
             self.cols[mine] = 1 if side.vector else high[-1] - low[-1] + 1
 
@@ -269,13 +273,14 @@ class Geometry:
         axis = np.array([s.axis for s in self.sides] + [-1])[a["tensor"]]
         found = []
         for launch in range(len(self.record.launches)):
-            mine = (a["launch"] == launch) & (a["active"] > 0)
+            mine = (a["launch"] == launch) & (a["active"] > 0) & (self.spans <= 1)
             down = mine & ((axis == ROW) | (axis == TILE))
-            q = int(self.rows[down].max(initial=0))
             along = np.where(axis == TILE, self.cols, self.rows)[mine & (axis != ROW)]
-            k = int(along.max(initial=0))
-            found.append((q or self.problem.n_q, k or self.problem.n_kv))
-        return found
+            found.append((int(self.rows[down].max(initial=0)), int(along.max(initial=0))))
+        # A launch that touches one side only is drawn with the other launches' tiles.
+        q = max((q for q, _ in found), default=0) or self.problem.n_q
+        k = max((k for _, k in found), default=0) or self.problem.n_kv
+        return [(mine_q or q, mine_k or k) for mine_q, mine_k in found]
 
 
 def _varies(program: np.ndarray, value: np.ndarray) -> bool:

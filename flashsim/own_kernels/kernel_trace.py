@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,13 +10,19 @@ import numpy as np
 
 from flashsim import report
 from flashsim.errors import OptionError, TraceError, choices, own_errors, shown
+from flashsim.l2 import Dram, L2Model
 from flashsim.own_kernels.as_trace import as_trace
+from flashsim.own_kernels.check import Reference, Verdict, check
+from flashsim.own_kernels.compare import Expected, Row, expected_of, rows_of
+from flashsim.own_kernels.findings import Finding, findings_of
 from flashsim.own_kernels.geometry import Geometry
-from flashsim.own_kernels.recorder import SECTOR, KernelRecord
+from flashsim.own_kernels.predictions import dram_of, roofline_of
+from flashsim.own_kernels.recorder import SECTOR, KernelRecord, restricted
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.names import LOAD, OPS, REDUCE, STORE
 from flashsim.schedule.tiling import Tiling
+from flashsim.studies.roofline import Roofline
 from flashsim.trace.trace import Trace
 from flashsim.version import __version__
 
@@ -36,6 +42,10 @@ class KernelTrace:
     device : Device
     outputs : dict of str to array
         What the tensors that were stored to hold at the end, by label.
+    values : tuple of ndarray
+        What all tensors held at the end, in the order of their codes: for `check`.
+    verdict : Verdict or None
+        What the last `check` found.
     """
 
     def __init__(
@@ -47,6 +57,7 @@ class KernelTrace:
         device: str | Device = "H100",
         name: str | None = None,
         outputs: Mapping[str, Any] | None = None,
+        values: Sequence[np.ndarray] = (),
     ) -> None:
         if not record.launches:
             raise TraceError(
@@ -63,6 +74,8 @@ class KernelTrace:
         kernels = list(dict.fromkeys(one.kernel for one in record.launches))
         self.name = name or ", ".join(kernels)[:60]
         self.outputs = dict(outputs or {})
+        self.values = tuple(values)
+        self.verdict: Verdict | None = None
 
     @property
     def problem(self) -> Problem:
@@ -138,6 +151,90 @@ class KernelTrace:
         """The same as a `Trace`: for pictures, players, tables and files."""
         about = {"flashsim": __version__, "source": self.record.source}
         return as_trace(self.geometry, self.name, self.device, self.compulsory(), about)
+
+    def only(self, *kernels: str) -> KernelTrace:
+        """Return the trace of some of the launches, by their kernels' names.
+
+        Raises
+        ------
+        OptionError
+            If none has such a name.
+        """
+        there = [one.kernel for one in self.record.launches]
+        for name in kernels:
+            if name not in there:
+                raise OptionError(f"no launch of {shown(name)}; {choices(name, set(there))}")
+        kept = [n for n, name in enumerate(there) if name in kernels]
+        return KernelTrace(
+            restricted(self.record, kept),
+            names=dict(zip((t.name for t in self.record.tensors), self.tensors, strict=True)),
+            problem=self.problem,
+            device=self.device,
+            outputs=self.outputs,
+            values=self.values,
+        )
+
+    # -- against what is needed -----------------------------------------------------------------
+
+    @cached_property
+    def expected(self) -> Expected | None:
+        """What FlashAttention-2 moves with this kernel's tile; None for another computation."""
+        return expected_of(self.geometry, self.device)
+
+    @cached_property
+    def byte_rows(self) -> list[Row]:
+        """Bytes of each operation and tensor, beside those needed, with reasons and lines."""
+        return rows_of(self.geometry, self.expected, self.compulsory_of)
+
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """Warnings, each with line and program."""
+        return findings_of(self.geometry)
+
+    def compared(self) -> report.Table:
+        """Return a table: bytes, those of the closed form, compulsory ones, and the reasons."""
+        name = "none" if self.expected is None else self.expected.algorithm
+        tiles = "" if self.expected is None else f" with tiles {self.expected.tiles}"
+        table = report.Table(
+            f"{self.name}: bytes beside those of {name}{tiles}",
+            ("op", "tensor", "B", "needed B", "compulsory B", "why"),
+            note="needed: by the closed form, as flashsim.count gives it; compulsory: each input "
+            "and each output once",
+        )
+        for row in self.byte_rows:
+            cells = row.op, row.tensor, row.nbytes, row.expected, row.compulsory, row.why
+            table.rows.append(cells)
+        return table
+
+    # -- right or wrong -------------------------------------------------------------------------
+
+    def check(self, reference: Reference | None = None) -> Verdict:
+        """Compare what the kernel stored with a reference, and guess the mistake.
+
+        Parameters
+        ----------
+        reference : function, optional
+            Gets the tensors that the kernel loads, a dict of NumPy arrays by label, and returns
+            what it should store: a dict of arrays by label, or one array. Default: attention and
+            its gradients in float64.
+
+        Raises
+        ------
+        TraceError
+            If nothing can be compared: the tensors' values were not kept, or no reference is known.
+        """
+        self.verdict = check(self.geometry, self.values, reference)
+        return self.verdict
+
+    # -- predictions ----------------------------------------------------------------------------
+
+    def dram(self, device: str | Device | None = None, l2: L2Model | None = None) -> Dram:
+        """Return DRAM bytes by a model of the L2 cache of a device (default: the trace's)."""
+        return dram_of(self, self.device if device is None else Device.get(device), l2)
+
+    def roofline(self, device: str | Device | None = None) -> Roofline:
+        """Return the kernel's place under a device's roofs, and so the least time it takes."""
+        return roofline_of(self, self.device if device is None else Device.get(device))
 
     # -- by line --------------------------------------------------------------------------------
 

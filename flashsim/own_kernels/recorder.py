@@ -7,8 +7,8 @@ finds programs that get in each other's way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -178,6 +178,36 @@ class KernelRecord:
     def nbytes(self) -> int:
         """Bytes that the record's columns take."""
         return self.accesses.nbytes + self.work.nbytes
+
+
+def restricted(record: KernelRecord, launches: Sequence[int]) -> KernelRecord:
+    """Return the part of a record that some of its launches made."""
+    new = np.full(len(record.launches), -1)
+    new[list(launches)] = np.arange(len(launches))
+    parts = []
+    for table in (record.accesses, record.work):
+        part = table[new[table["launch"]] >= 0].copy()
+        part["launch"] = new[part["launch"]]
+        parts.append(part)
+    accesses, work = parts
+    kept = np.flatnonzero(new[record.accesses["launch"]] >= 0)
+    work["at"] = np.searchsorted(kept, work["at"])
+    codes = np.unique(accesses["tensor"][accesses["op"] != LOAD]).tolist()
+    return KernelRecord(
+        record.source,
+        record.tensors,
+        tuple(record.launches[n] for n in launches),
+        accesses,
+        work,
+        record.lines,
+        tuple(
+            replace(one, launch=int(new[one.launch]))
+            for one in record.clashes
+            if new[one.launch] >= 0
+        ),
+        {code: mask for code, mask in record.stored.items() if code in codes},
+        record.notes,
+    )
 
 
 class Recorder:
@@ -461,7 +491,7 @@ class Recorder:
         key = kind, len(self.launches) - 1, its.code
         known = self._clashes.get(key)
         if known is not None:
-            self._clashes[key] = Clash(*(getattr(known, f) for f in _CLASH), known.count + 1)
+            self._clashes[key] = replace(known, count=known.count + 1)
             return
         element, _ = self._corners(its, unique[at : at + 1])
         who = abs(int(before[at]))
@@ -469,7 +499,6 @@ class Recorder:
         self._clashes[key] = Clash(kind, key[1], its.code, first, me - 1, line, element)
 
 
-_CLASH = ("kind", "launch", "tensor", "first", "second", "line", "element")
 _SEVERAL = np.iinfo(np.int32).max
 
 

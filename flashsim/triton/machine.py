@@ -368,6 +368,10 @@ class Machine:
         self.memory.begin(ran.pointers)
         self.memory.silent, self.memory.observer = True, look
         with self.entered():
+            names = ran.function.__globals__  # what the interpreter wrote into them is gone by now
+            self._scopes.setdefault(id(names), (names, set(names)))
+            for name, value in vars(at.interpreter).items():
+                names.setdefault(name, value)
             scope = at.interpreter._patch_lang(ran.function)
             try:
                 builder.set_grid_dim(*ran.grid, *(1,) * (3 - len(ran.grid)))

@@ -8,16 +8,20 @@ from typing import Any
 
 from flashsim.errors import DTypeError, TraceError, own_errors, shown
 from flashsim.own_kernels import KernelTrace
+from flashsim.own_kernels.check import Reference
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
+from flashsim.triton.following import followed
 from flashsim.triton.machine import Machine
 
 
 class Watch:
     """The launches seen by `watch`; `result()` is their trace."""
 
-    def __init__(self, machine: Machine, options: Mapping[str, Any]) -> None:
-        self._machine, self._options = machine, dict(options)
+    def __init__(
+        self, machine: Machine, options: Mapping[str, Any], check: bool | Reference
+    ) -> None:
+        self._machine, self._options, self._check = machine, dict(options), check
 
     @property
     def launches(self) -> int:
@@ -33,10 +37,15 @@ class Watch:
             If there was none.
         """
         record = self._machine.recorder.done()
-        made = KernelTrace(record, **self._options)
+        values = [self._machine.numbers(one.code).copy() for one in record.tensors]
+        made = KernelTrace(record, **self._options, values=values)
         stored = self._machine.outputs(list(record.stored))
         made.outputs = {made.geometry.labels[code]: array for code, array in stored.items()}
-        made.values = self._machine.numbers
+        if self._check:
+            reference = self._check if callable(self._check) else None
+            verdict = made.check(reference)
+            if not verdict.right and reference is None:
+                made.verdict = followed(self._machine, made, verdict)
         return made
 
 
@@ -50,6 +59,7 @@ def watch(
     name: str | None = None,
     config: int | Mapping[str, Any] | None = None,
     programs: Sequence[tuple[int, ...]] | None = None,
+    check: bool | Reference = False,
 ) -> Iterator[Watch]:
     """Execute on the CPU, and note, every Triton kernel that is launched inside the block.
 
@@ -68,11 +78,14 @@ def watch(
         The configuration of autotuned kernels: its number, or values that choose it.
     programs : sequence of tuple of int, optional
         Run these programs only, by their place in the grid.
+    check : bool or function
+        Compare what is stored with attention in float64, or with a reference: a function of the
+        loaded arrays, by label, that returns those to be stored. See `KernelTrace.check`.
     """
-    machine = Machine(config, programs)
+    machine = Machine(config, programs, keep=bool(check))
     options = {"names": names, "problem": problem, "device": device, "name": name}
     with machine.entered():
-        yield Watch(machine, options)
+        yield Watch(machine, options, check)
 
 
 @own_errors
@@ -86,6 +99,7 @@ def trace(
     name: str | None = None,
     config: int | Mapping[str, Any] | None = None,
     programs: Sequence[tuple[int, ...]] | None = None,
+    check: bool | Reference = False,
     **meta: Any,
 ) -> KernelTrace:
     """Launch a Triton kernel on the CPU and return what it did.
@@ -97,7 +111,7 @@ def trace(
     *args, **meta
         The kernel's arguments. Arrays are NumPy's, torch's on the CPU, or JAX's. JAX's cannot be
         written to: what a kernel stores is in `KernelTrace.outputs`.
-    names, problem, device, name, config, programs
+    names, problem, device, name, config, programs, check
         As for `watch`.
 
     Raises
@@ -112,7 +126,7 @@ def trace(
             f"trace takes a kernel, a function decorated with @triton.jit, got {shown(kernel)}"
         )
     options = {"names": names, "problem": problem, "device": device, "name": name}
-    with watch(**options, config=config, programs=programs) as seen:  # type: ignore[arg-type]
+    with watch(**options, config=config, programs=programs, check=check) as seen:  # type: ignore[arg-type]
         kernel[grid](*args, **meta)
     if not seen.launches:
         raise TraceError(f"{shown(kernel)} launched nothing")

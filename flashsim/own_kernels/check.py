@@ -1,0 +1,345 @@
+"""Is what a kernel stored right? If not: where first, and which known mistake explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flashsim.errors import TraceError, shown
+from flashsim.own_kernels import mistakes
+from flashsim.own_kernels.geometry import Geometry
+from flashsim.problem import oracle
+from flashsim.problem.problem import Problem
+from flashsim.schedule.names import LOAD
+
+#: A reader's reference: what is loaded, by label, gives what should be stored.
+Reference = Callable[[dict[str, np.ndarray]], Any]
+#: Errors are allowed up to so many times those of plain attention in the same type.
+TIMES = 16
+_FORWARD, _BACKWARD = ("O", "L"), ("dQ", "dK", "dV", "delta")
+
+
+@dataclass(frozen=True)
+class Output:
+    """One tensor that was compared: its largest error, the error allowed, and wrong elements."""
+
+    tensor: str
+    error: float
+    allowed: float
+    wrong: int
+    size: int
+
+    @property
+    def right(self) -> bool:
+        """Whether no element is wrong."""
+        return not self.wrong
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check found.
+
+    Attributes
+    ----------
+    outputs : tuple of Output
+    mistake : str
+        The known mistake that gives the same numbers; "" if there is none.
+    tensor : str
+        The first tensor that is wrong; "" if all are right.
+    head, row, column : int
+        Its first wrong element.
+    program, line : tuple of int, int
+        The program and the line that stored it.
+    got, wanted : float
+        That element, and what it should be.
+    step : str
+        The first step of that program that differs, if the frontend followed it.
+    """
+
+    outputs: tuple[Output, ...]
+    mistake: str = ""
+    tensor: str = ""
+    head: int = 0
+    row: int = 0
+    column: int = 0
+    program: tuple[int, ...] = ()
+    line: int = 0
+    got: float = 0.0
+    wanted: float = 0.0
+    step: str = field(default="", compare=False)
+    launch: int = 0
+
+    @property
+    def right(self) -> bool:
+        """Whether every output is right."""
+        return all(one.right for one in self.outputs)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{one.tensor} {'right' if one.right else 'WRONG'} (error {one.error:.1e}, allowed "
+            f"{one.allowed:.1e}"
+            + (f", {one.wrong:,} of {one.size:,} elements)" if one.wrong else ")")
+            for one in self.outputs
+        ]
+        if not self.right:
+            where = f"{self.tensor} of head {self.head}, row {self.row}, column {self.column}"
+            if self.program:
+                who = (
+                    f"first in program {self.program}, line {self.line}: {where} is {self.got:.6g}"
+                )
+            else:
+                who = f"{where} was never stored, and is {self.got:.6g}"
+            parts.append(f"{who}; it should be {self.wanted:.6g}")
+            if self.step:
+                parts.append(self.step)
+            parts.append(
+                f"the numbers are those that come out if {self.mistake}"
+                if self.mistake
+                else "no known mistake gives these numbers"
+            )
+        return "\n".join(parts)
+
+
+def matrices(g: Geometry, code: int, array: np.ndarray) -> np.ndarray:
+    """Return a tensor's values in float64 as (heads, rows, columns), a vector's as (heads, rows)."""
+    side = g.sides[code]
+    x = np.asarray(array).astype(np.float64)
+    if x.ndim == 0:
+        return x.reshape(1, 1)
+    x = np.moveaxis(x, side.rows, -1 if side.vector else -2)
+    leads, length = g.leads[code], g.lengths[code]
+    return x.reshape((leads, length) if side.vector else (leads, length, x.shape[-1]))
+
+
+def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None = None) -> Verdict:
+    """Compare what was stored with a reference."""
+    if not values:
+        raise TraceError("the values of the tensors were not kept, so nothing can be checked")
+    arrays = {
+        label: matrices(g, code, values[code])
+        for code, label in enumerate(g.labels)
+        if g.record.tensors[code].size
+    }
+    stored = [g.labels[code] for code in g.record.stored]
+    if reference is not None:
+        return _by_reader(g, values, reference)
+    inputs = _inputs(g, arrays)
+    p, wanted, allowed = g.problem, {}, {}
+    direction = _FORWARD if {"O", "L"} & set(stored) else ()
+    if direction and {"Q", "K", "V"} <= inputs.keys():
+        wanted, allowed = _forward(p, inputs)
+    if {"dO", "Q", "K", "V"} <= inputs.keys() and set(stored) & set(_BACKWARD):
+        more, more_allowed = _backward(p, inputs)
+        wanted |= more
+        allowed |= more_allowed
+    wanted = {name: wanted[name] for name in stored if name in wanted}
+    if not wanted:
+        raise TraceError(
+            f"nothing that was stored ({', '.join(stored)}) is known: attention stores O, L, dQ, dK "
+            "or dV from Q, K, V and dO. Give names={parameter: name}, or a reference: "
+            "check(lambda inputs: {'y': ...})"
+        )
+    outputs, wrong = [], {}
+    for name, want in wanted.items():
+        got = arrays[name]
+        if got.shape != want.shape:
+            raise TraceError(
+                f"{name} is {got.shape} (heads, rows, columns), and the problem says {want.shape}; "
+                "give problem=flashsim.Problem(...)"
+            )
+        outputs.append(_output(name, got, want, allowed[name], wrong))
+    verdict = Verdict(tuple(outputs))
+    if not wrong:
+        return verdict
+    got = {name: arrays[name] for name in wanted}
+    mistake = _mistake(g, inputs, got, wanted, allowed)
+    name = next(iter(wrong))
+    return _located(g, verdict, name, wrong[name], arrays[name], wanted[name], mistake)
+
+
+def _inputs(g: Geometry, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors that were loaded before they were stored."""
+    a, found = g.record.accesses, {}
+    for code, label in enumerate(g.labels):
+        ops = a["op"][(a["tensor"] == code) & (a["active"] > 0)]
+        if len(ops) and ops[0] == LOAD:
+            found[label] = arrays[label]
+    return found
+
+
+def _four(p: Problem, x: np.ndarray) -> np.ndarray:
+    return x.reshape(p.batch, -1, *x.shape[1:])
+
+
+def _dtype(p: Problem) -> str:
+    return p.dtype
+
+
+def _forward(
+    p: Problem, x: Mapping[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    q, k, v = (_four(p, x[name]) for name in "QKV")
+    out, lse = oracle.attention(q, k, v, p)
+    plain, plain_lse = oracle.attention(q, k, v, p, dtype=_dtype(p))
+    wanted = {"O": out.reshape(-1, *out.shape[2:]), "L": lse.reshape(-1, lse.shape[2])}
+    allowed = {
+        "O": _allowed(p, plain - out, out),
+        "L": max(_allowed(p, plain_lse - lse, lse), 1e-5),
+    }
+    return wanted, allowed
+
+
+def _backward(
+    p: Problem, x: Mapping[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    args = [_four(p, x[name]) for name in ("Q", "K", "V", "dO")]
+    exact = oracle.gradients(*args, p)
+    plain = oracle.gradients(*args, p, dtype=_dtype(p))
+    wanted, allowed = {}, {}
+    for name, key in (("dQ", "dq"), ("dK", "dk"), ("dV", "dv")):
+        wanted[name] = exact[key].reshape(-1, *exact[key].shape[2:])
+        allowed[name] = _allowed(p, plain[key] - exact[key], exact[key])
+    if "O" in x:
+        wanted["delta"] = (x["O"] * x["dO"]).sum(axis=-1)
+        allowed["delta"] = _allowed(p, np.zeros(1), wanted["delta"]) + 1e-5
+    return wanted, allowed
+
+
+def _allowed(p: Problem, error: np.ndarray, exact: np.ndarray) -> float:
+    """So many times the error of plain attention in the same type, and one rounding."""
+    bits = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}.get(p.dtype, 3)
+    finite = np.abs(exact[np.isfinite(exact)]).max(initial=0)
+    plain = np.abs(error[np.isfinite(error)]).max(initial=0)
+    return float(TIMES * plain + finite * 2.0**-bits)
+
+
+def _differs(got: np.ndarray, want: np.ndarray, allowed: float) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        near = np.abs(got - want) <= allowed
+    return ~(near | (got == want) | (np.isnan(got) & np.isnan(want)))
+
+
+def _output(
+    name: str, got: np.ndarray, want: np.ndarray, allowed: float, wrong: dict[str, np.ndarray]
+) -> Output:
+    differs = _differs(got, want, allowed)
+    if differs.any():
+        wrong[name] = differs
+    with np.errstate(invalid="ignore"):
+        distance = np.abs(got - want)
+    distance = np.where(got == want, 0, distance)
+    error = float("nan") if np.isnan(distance).any() else float(distance.max(initial=0))
+    return Output(name, error, allowed, int(differs.sum()), differs.size)
+
+
+def _mistake(
+    g: Geometry,
+    inputs: Mapping[str, np.ndarray],
+    got: Mapping[str, np.ndarray],
+    wanted: Mapping[str, np.ndarray],
+    allowed: Mapping[str, float],
+) -> str:
+    """Return the first known mistake that gives all the outputs as they are; "" if none does."""
+    block_q, block_k = (max(sides) for sides in zip(*g.heights, strict=True))
+    with np.errstate(all="ignore"):
+        for text, make in mistakes.known(g.problem, inputs, block_q, block_k):
+            made = make()
+            if not set(made) & set(got):
+                continue
+            every = {name: made.get(name, wanted[name]) for name in got}
+            scale = {n: 2 * allowed[n] + 1e-6 * _largest(every[n]) for n in got}
+            off = {n: _differs(got[n], every[n], scale[n]) & ~np.isnan(every[n]) for n in got}
+            if not any(one.any() for one in off.values()):
+                return text
+    return _by_place(g)
+
+
+def _by_place(g: Geometry) -> str:
+    """Return a mistake that shows in where results are stored; "" if there is none."""
+    a = g.record.accesses
+    for label in ("O", "dQ", "dK"):
+        if label not in g.labels:
+            continue
+        mine = (a["tensor"] == g.labels.index(label)) & (a["op"] != LOAD) & (g.rows > 1)
+        starts, rows = np.unique(g.row[mine]), g.rows[mine].max(initial=0)
+        if len(starts) > 1 and (np.diff(starts) == 1).all():
+            return (
+                f"row tile i begins at row i: the program's number is not multiplied by the tile "
+                f"of {rows} rows"
+            )
+    return ""
+
+
+def _largest(x: np.ndarray) -> float:
+    return float(np.abs(x[np.isfinite(x)]).max(initial=0))
+
+
+def _located(
+    g: Geometry,
+    verdict: Verdict,
+    name: str,
+    wrong: np.ndarray,
+    got: np.ndarray,
+    want: np.ndarray,
+    mistake: str,
+) -> Verdict:
+    """Add the first wrong element, and who stored it."""
+    at = np.argwhere(wrong)[0]
+    head, row, column = int(at[0]), int(at[1]), int(at[2]) if len(at) > 2 else 0
+    a, code = g.record.accesses, g.labels.index(name)
+    mine = np.flatnonzero((a["tensor"] == code) & (a["op"] != LOAD) & (a["active"] > 0))
+    holds = (g.lead[mine] == head) & (g.row[mine] <= row) & (row < g.row[mine] + g.rows[mine])
+    program: tuple[int, ...] = ()
+    line = launch = 0
+    if holds.any():
+        access = a[mine[np.flatnonzero(holds)[-1]]]
+        launch = int(access["launch"])
+        program = g.record.launches[launch].place(int(access["program"]))
+        line = g.record.lines[int(access["line"])][1]
+    return Verdict(
+        verdict.outputs,
+        mistake,
+        name,
+        *(head, row, column, program, line),
+        *(float(got[tuple(at)]), float(want[tuple(at)])),
+        launch=launch,
+    )
+
+
+def _by_reader(g: Geometry, values: Sequence[np.ndarray], reference: Reference) -> Verdict:
+    """Compare with a function of the reader's, element by element in the tensors' own shapes."""
+    given = {label: np.array(values[code]) for code, label in enumerate(g.labels)}
+    answer = reference(given)
+    stored = {g.labels[code]: code for code in g.record.stored}
+    if not isinstance(answer, Mapping):
+        if len(stored) != 1:
+            raise TraceError(
+                f"the kernel stores {', '.join(stored)}: the reference must return a dict of them, "
+                f"got {shown(answer)}"
+            )
+        answer = {next(iter(stored)): answer}
+    outputs, first = [], None
+    wrong: dict[str, np.ndarray] = {}
+    for name, want in answer.items():
+        if name not in stored:
+            raise TraceError(f"the reference returns {name!r}; stored are {', '.join(stored)}")
+        code = stored[name]
+        got, want = values[code].astype(np.float64), np.asarray(want, np.float64)
+        if got.shape != want.shape:
+            raise TraceError(f"{name} is {got.shape}, and the reference's is {want.shape}")
+        bits = {"float64": 40, "float32": 17, "float16": 8}.get(g.record.tensors[code].dtype, 5)
+        allowed = _largest(want) * 2.0**-bits
+        outputs.append(_output(name, got, want, allowed, wrong))
+        if name in wrong and first is None:
+            first = name, matrices(g, code, wrong[name]) > 0, matrices(g, code, got)
+            target = matrices(g, code, want)
+    verdict = Verdict(tuple(outputs))
+    if first is None:
+        return verdict
+    return _located(g, verdict, *first, target, "")
+
+
+__all__ = ["Output", "Reference", "Verdict", "check", "matrices"]

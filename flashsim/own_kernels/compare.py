@@ -1,0 +1,257 @@
+"""Compare a kernel's bytes with the closed form for its tile, and find the lines to explain it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from flashsim.counts.traffic import Traffic
+from flashsim.errors import FlashSimError
+from flashsim.own_kernels.geometry import Geometry
+from flashsim.own_kernels.visits import visits_of
+from flashsim.problem.hardware import Device
+from flashsim.schedule.names import LOAD, OPS
+from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.split import WHOLE, Split
+from flashsim.schedule.tensors import ROW
+from flashsim.schedule.tiling import Tiling
+
+#: The stage of FlashAttention-2 that stores a tensor.
+_STAGE_OF = {
+    **dict.fromkeys(("O", "L"), "forward"),
+    "delta": "delta",
+    **dict.fromkeys(("dK", "dV"), "dkdv"),
+    "dQ": "dq",
+}
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Bytes of one tensor that the closed form does not have, why, and in which lines."""
+
+    kind: str
+    text: str
+    nbytes: int
+    lines: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation on one tensor: the kernel's bytes beside those that it needs.
+
+    `expected` is what FlashAttention-2 (or split-KV decoding) moves with the kernel's tile; None if
+    the kernel is no attention that flashsim knows. `compulsory` is each input or output once.
+    """
+
+    op: str
+    tensor: str
+    nbytes: int
+    expected: int | None
+    compulsory: int
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def more(self) -> int:
+        """Bytes beyond those that the algorithm needs, or, for an unknown one, compulsory ones."""
+        return self.nbytes - (self.compulsory if self.expected is None else self.expected)
+
+    @property
+    def why(self) -> str:
+        """The reasons in words; "" if there is nothing to explain."""
+        if self.more <= 0:
+            return ""
+        return "; ".join(reason.text for reason in self.reasons)
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """The closed form that a kernel is compared with: name, tiles, bytes by operation and tensor."""
+
+    algorithm: str
+    tiles: str
+    transfers: dict[tuple[str, str], int]
+
+
+def expected_of(g: Geometry, device: Device) -> Expected | None:
+    """Return what the algorithm of these launches moves with their tiles; None if it is unknown."""
+    stored = [_stored_in(g, n) for n in range(len(g.record.launches))]
+    every = set().union(*stored)
+    if not {"K", "V"} <= set(g.labels) and not every & {"delta"}:
+        return None
+    algorithm, direction, split = "flash2", "forward", WHOLE
+    if every & {"dQ", "dK", "dV", "delta"}:
+        direction = "backward"
+        if not g.labels.count("dO"):
+            return None
+    elif "O_part" in every:
+        algorithm = "flash-decode"
+        whole = g.problem.batch * g.problem.heads * g.problem.n_q * g.problem.head_dim_v
+        code = g.labels.index("O_part")
+        split = Split(max(1, g.record.tensors[code].size // whole))
+    elif "O" not in every:
+        return None
+    total: dict[tuple[str, str], int] = {}
+    tiles: list[str] = []
+    for launch, names in enumerate(stored):
+        tiling = Tiling(*g.heights[launch])
+        try:
+            counted = Traffic(g.problem, tiling, algorithm, direction, device, "ascending", split)
+        except FlashSimError:
+            return None
+        stages = {_STAGE_OF[name] for name in names if name in _STAGE_OF}
+        if algorithm == "flash-decode":
+            stages = {"split"} if names & {"O_part"} else {"combine"}
+        if "dkdv" in stages and "dq" in stages:
+            return None  # one pass: another algorithm
+        for (stage, op, tensor), nbytes in counted.transfers.items():
+            if stage in stages:
+                total[op, tensor] = total.get((op, tensor), 0) + nbytes
+        if stages - {"delta", "combine"}:
+            tiles.append(str(tiling))
+    title = algorithm + (" backward" if direction == "backward" else "")
+    if algorithm == "flash-decode":
+        title += f", {split.splits} parts"
+    return Expected(title, ", ".join(dict.fromkeys(tiles)), total) if total else None
+
+
+def _stored_in(g: Geometry, launch: int) -> set[str]:
+    a = g.record.accesses
+    mine = (a["launch"] == launch) & (a["op"] != LOAD) & (a["active"] > 0)
+    return {g.labels[code] for code in np.unique(a["tensor"][mine]).tolist()}
+
+
+def rows_of(
+    g: Geometry, expected: Expected | None, compulsory: Callable[[str], tuple[int, int]]
+) -> list[Row]:
+    """Return a row for each operation and tensor, in the order of the tensors.
+
+    `compulsory(label)` gives the bytes to read and to write.
+    """
+    a, asked = g.record.accesses, g.record.bytes_asked
+    found = []
+    reasons = dict(_reasons(g))
+    for code, label in enumerate(g.labels):
+        mine = (a["tensor"] == code) & (a["active"] > 0)
+        read, written = compulsory(label)
+        for op in np.unique(a["op"][mine]).tolist():
+            nbytes = int(asked[mine & (a["op"] == op)].sum())
+            want = None if expected is None else expected.transfers.get((OPS[op], label), 0)
+            if expected is not None and label not in {t for _, t in expected.transfers}:
+                want = None
+            why = tuple(reasons.get((op, code), ()))
+            least = read if op == LOAD else written
+            found.append(Row(OPS[op], label, nbytes, want, least, why))
+    return found
+
+
+def _reasons(g: Geometry) -> Iterator[tuple[tuple[int, int], list[Reason]]]:
+    """Why tensors move more than once: tiles loaded again by one program, and masked tiles."""
+    a = g.record.accesses
+    masked = masked_visits(g)
+    for code in range(len(g.labels)):
+        for op in np.unique(a["op"][a["tensor"] == code]).tolist():
+            mine = np.flatnonzero((a["tensor"] == code) & (a["op"] == op) & (a["active"] > 0))
+            if not len(mine):
+                continue
+            found = []
+            skipped = mine[masked[mine]]
+            inner = (g.sides[code].axis != ROW) == (g.outer[int(a["launch"][mine[0]])] == "queries")
+            if op == LOAD and len(skipped) and inner:
+                found.append(_masked(g, code, skipped))
+            rest = mine[~masked[mine]] if found else mine
+            again = _repeated(g, rest)
+            if op == LOAD and len(again):
+                found.append(_again(g, code, rest, again))
+            beyond = mine[g.spans[mine] > 1]
+            if op == LOAD and len(beyond) and g.leads[code] > 1:
+                where = said(_lines(g, beyond))
+                text = f"{where} also loads rows of the next head"
+                found.append(Reason("next head", text, 0, _lines(g, beyond)))
+            if found:
+                yield (op, code), found
+
+
+def _lines(g: Geometry, accesses: np.ndarray) -> tuple[int, ...]:
+    numbers = np.unique(g.record.accesses["line"][accesses]).tolist()
+    return tuple(sorted(g.record.lines[n][1] for n in numbers))
+
+
+def _bytes(g: Geometry, accesses: np.ndarray) -> int:
+    return int(g.record.bytes_asked[accesses].sum())
+
+
+def _masked(g: Geometry, code: int, accesses: np.ndarray) -> Reason:
+    label, lines = g.labels[code], _lines(g, accesses)
+    programs = len(np.unique(g.record.accesses["program"][accesses]))
+    text = (
+        f"{len(accesses)} tiles of {label} that the mask empties are loaded, by {programs} "
+        f"program{'s' * (programs != 1)}, {said(lines)}: end the loop where the mask does"
+    )
+    return Reason("masked tiles", text, _bytes(g, accesses), lines)
+
+
+def _key(g: Geometry, accesses: np.ndarray) -> np.ndarray:
+    a = g.record.accesses[accesses]
+    return np.stack([a["launch"], a["program"], a["tensor"], a["first"], a["last"]], axis=1).astype(
+        np.int64
+    )
+
+
+def _repeated(g: Geometry, accesses: np.ndarray) -> np.ndarray:
+    """Return the accesses to a tile that the same program has accessed before."""
+    if not len(accesses):
+        return accesses
+    _, first = np.unique(_key(g, accesses), axis=0, return_index=True)
+    repeats = np.ones(len(accesses), bool)
+    repeats[first] = False
+    return accesses[repeats]
+
+
+def _again(g: Geometry, code: int, accesses: np.ndarray, again: np.ndarray) -> Reason:
+    _, counts = np.unique(_key(g, accesses), axis=0, return_counts=True)
+    times = int(np.median(counts[counts > 1]))
+    word = {2: "twice", 3: "three times"}.get(times, f"{times} times")
+    all_tiles = bool((counts > 1).all())
+    lines = _lines(g, again)
+    others = tuple(x for x in _lines(g, accesses) if x not in lines)
+    programs = np.unique(g.record.accesses["program"][again])
+    total = g.record.launches[int(g.record.accesses["launch"][again[0]])].programs
+    who = "every program" if len(programs) == total else f"{len(programs)} of {total} programs"
+    what = f"each {g.labels[code]} tile" if all_tiles else f"{int((counts > 1).sum())} tiles"
+    before = f" (first in {said(others)})" if others else ""
+    text = f"{what} is loaded {word} by {who}, {said(lines)}{before}"
+    if not all_tiles:
+        text = f"{what} of {g.labels[code]} are loaded {word}, by {who}, {said(lines)}{before}"
+    return Reason("loaded again", text, _bytes(g, again), lines)
+
+
+def said(lines: tuple[int, ...]) -> str:
+    """Return lines in words: "line 41", "lines 41 and 47"."""
+    if not lines:
+        return "no line"
+    if len(lines) == 1:
+        return f"line {lines[0]}"
+    return f"lines {', '.join(map(str, lines[:-1]))} and {lines[-1]}"
+
+
+def masked_visits(g: Geometry) -> np.ndarray:
+    """Return for each access whether it belongs to a visit whose scores are all masked."""
+    found = np.zeros(len(g.record.accesses), bool)
+    p = g.problem
+    if not (p.causal or p.window is not None):
+        return found
+    for launch in range(len(g.record.launches)):
+        cut = visits_of(g, launch)
+        if cut.inner.max(initial=-1) < 0:
+            continue
+        schedule = Schedule(p, Tiling(cut.block_q, cut.block_k))
+        seen = np.zeros((schedule.t_r, schedule.t_c), bool)
+        ptr, col, _ = schedule.row_csr
+        seen[np.repeat(np.arange(schedule.t_r), np.diff(ptr)), col] = True
+        visiting = (cut.inner >= 0) & (cut.visit >= 0)
+        i, j = (cut.tile, cut.inner) if cut.outer == "queries" else (cut.inner, cut.tile)
+        inside = visiting & (i < schedule.t_r) & (j < schedule.t_c)
+        found[cut.at[inside]] = ~seen[i[inside], j[inside]]
+    return found

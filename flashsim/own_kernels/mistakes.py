@@ -1,0 +1,339 @@
+"""Attention with one known mistake each: a kernel that gives the same wrong numbers has made it.
+
+Everything is computed in float64, one head at a time, tile by tile where a mistake depends on
+tiles. A mistake is a change of one part of the computation; the rest is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flashsim.problem.oracle import keep_matrix
+from flashsim.problem.problem import Problem
+
+#: Arrays by the papers' names: Q (heads, n_q, d), K, V, L (heads, n_q), ...
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How attention is computed: the defaults are right, and each other value is a mistake.
+
+    Attributes
+    ----------
+    factor : float
+        The scores are multiplied by scale times this.
+    shift : int or None
+        Causal: key k is kept if k <= q + offset + shift. None: no mask at all.
+    top_left : bool
+        Causal from the top left corner instead of the bottom right one.
+    rescale_o, rescale_l : bool
+        The running O, and l, are multiplied by exp(m_old - m_new).
+    divide : {"end", "never", "each"}
+        When O is divided by l.
+    exp2 : bool
+        exp2 is used on scores that are not multiplied by log2(e).
+    padded : bool
+        Keys past the end, up to a whole tile, count with a score of 0.
+    skip_last : {"", "tile", "rest"}
+        Leave out the last key tile, or the last one if it is not whole.
+    step : bool
+        Key tile j begins at key j, not at j times the tile.
+    one_head : {"", "first", "modulo"}
+        Which key head a query head uses.
+    axis : int
+        The axis of the softmax: -1, keys, is right.
+    lse : {"e", "2", "m", "l", "no m"}
+        The LSE that is stored: of base e is right.
+    rows : int
+        Rows per program whose loop ends at the diagonal, so that no later key is seen; 0: no end.
+    """
+
+    factor: float = 1.0
+    shift: int | None = 0
+    top_left: bool = False
+    rescale_o: bool = True
+    rescale_l: bool = True
+    divide: str = "end"
+    exp2: bool = False
+    padded: bool = False
+    skip_last: str = ""
+    step: bool = False
+    one_head: str = ""
+    axis: int = -1
+    lse: str = "e"
+    rows: int = 0
+
+
+def forward(p: Problem, x: Arrays, way: Way, block_k: int) -> dict[str, np.ndarray]:
+    """Return O and L, (heads, n_q, d_v) and (heads, n_q); NaN where a row sees no key."""
+    heads = p.batch * p.heads
+    out = np.zeros((heads, p.n_q, p.head_dim_v))
+    lse = np.zeros((heads, p.n_q))
+    keep = _kept(p, way)
+    if way.rows:
+        ends = (np.arange(p.n_q) // way.rows + 1) * way.rows + p.n_kv - p.n_q
+        keep = keep & (np.arange(p.n_kv) < -(-ends // block_k)[:, None] * block_k)
+    for head in range(heads):
+        key = _key_head(p, head, way)
+        out[head], lse[head] = _one(p, x["Q"][head], x["K"][key], x["V"][key], keep, way, block_k)
+    out[:, ~keep.any(axis=1)] = lse[:, ~keep.any(axis=1)] = np.nan
+    return {"O": out, "L": lse}
+
+
+def _key_head(p: Problem, head: int, way: Way) -> int:
+    b, h = divmod(head, p.heads)
+    if way.one_head == "first":
+        return 0
+    if way.one_head == "modulo":
+        return b * p.kv_heads + h % p.kv_heads
+    return b * p.kv_heads + h // p.group
+
+
+def _kept(p: Problem, way: Way) -> np.ndarray:
+    if not p.causal or (way.shift == 0 and not way.top_left):
+        return keep_matrix(p)
+    if way.shift is None:
+        return np.ones((p.n_q, p.n_kv), bool)
+    offset = (0 if way.top_left else p.n_kv - p.n_q) + way.shift
+    return np.arange(p.n_kv)[None, :] <= np.arange(p.n_q)[:, None] + offset
+
+
+def _one(
+    p: Problem,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    keep: np.ndarray,
+    way: Way,
+    block: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """One head, with the running m, l and O of FlashAttention-2."""
+    s = np.where(keep, q @ k.T * (p.scale * way.factor), -np.inf)
+    if way.axis == 0:
+        e = np.exp(s - s.max(axis=0, keepdims=True))
+        return e / e.sum(axis=0, keepdims=True) @ v, np.log(np.exp(s).sum(axis=1))
+    n = p.n_kv
+    if way.padded:
+        more = -n % block
+        s = np.concatenate([s, np.zeros((p.n_q, more))], axis=1)
+        v = np.concatenate([v, np.zeros((more, v.shape[1]))])
+        n += more
+    starts = list(range(0, n, block))
+    if way.step:
+        starts = list(range(len(starts)))
+    if way.skip_last == "tile" or (way.skip_last == "rest" and n % block):
+        starts = starts[:-1]
+    power = np.exp2 if way.exp2 else np.exp
+    m, l = np.full(p.n_q, -np.inf), np.zeros(p.n_q)
+    out = np.zeros((p.n_q, v.shape[1]))
+    for first in starts:
+        tile = s[:, first : first + block]
+        m_new = np.maximum(m, tile.max(axis=1, initial=-np.inf))
+        base = np.where(np.isneginf(m_new), 0, m_new)
+        e, alpha = power(tile - base[:, None]), power(m - base)
+        l = (alpha if way.rescale_l else 1) * l + e.sum(axis=1)
+        out = (alpha[:, None] if way.rescale_o else 1) * out + e @ v[first : first + block]
+        if way.divide == "each":
+            out = out / np.where(l == 0, 1, l)[:, None]
+        m = m_new
+    if way.divide == "end":
+        out = out / np.where(l == 0, 1, l)[:, None]
+    safe = np.where(l <= 0, 1, l)
+    lse = {
+        "e": m + np.log(safe),
+        "2": m * np.log2(np.e) + np.log2(safe),
+        "m": m,
+        "l": l,
+        "no m": np.log(safe),
+    }[way.lse]
+    if way.exp2 and way.lse == "e":
+        lse = m + np.log2(safe)
+    return out, lse
+
+
+@dataclass(frozen=True)
+class Back:
+    """How gradients are computed: the defaults are right.
+
+    Attributes
+    ----------
+    dq, dk : float
+        Factors on dQ and dK.
+    delta : bool
+        delta is subtracted from dP.
+    mask : int or None
+        As `Way.shift`.
+    base2 : bool
+        L is taken as if it were in base 2.
+    whole_group : bool
+        dK and dV are summed over the query heads of a group.
+    last_tile : bool
+        dQ is that of the last key tile only.
+    p : bool
+        dS has its factor P.
+    """
+
+    dq: float = 1.0
+    dk: float = 1.0
+    delta: bool = True
+    mask: int | None = 0
+    base2: bool = False
+    whole_group: bool = True
+    last_tile: bool = False
+    p: bool = True
+
+
+def backward(p: Problem, x: Arrays, way: Back, block_k: int) -> dict[str, np.ndarray]:
+    """Return dQ, dK, dV and delta, from Q, K, V, dO and, if there, L and delta."""
+    heads = p.batch * p.heads
+    dq = np.zeros((heads, p.n_q, p.head_dim))
+    dk = np.zeros((p.batch * p.kv_heads, p.n_kv, p.head_dim))
+    dv = np.zeros((p.batch * p.kv_heads, p.n_kv, p.head_dim_v))
+    delta = np.zeros((heads, p.n_q))
+    keep = _kept(p, Way(shift=way.mask))
+    for head in range(heads):
+        key = _key_head(p, head, Way())
+        q, k, v, do = x["Q"][head], x["K"][key], x["V"][key], x["dO"][head]
+        s = np.where(keep, q @ k.T * p.scale, -np.inf)
+        lse = np.log(np.exp(s - s.max(1, keepdims=True)).sum(1)) + s.max(1)
+        lse = np.asarray(x["L"][head], np.float64) if "L" in x else lse
+        weights = np.exp2(s - lse[:, None]) if way.base2 else np.exp(s - lse[:, None])
+        dp = do @ v.T
+        own = (weights * dp).sum(axis=1)
+        if "O" in x:
+            own = (do * x["O"][head]).sum(axis=1)
+        delta[head] = own
+        used = np.asarray(x["delta"][head], np.float64) if "delta" in x else own
+        ds = (weights if way.p else 1) * (dp - (used[:, None] if way.delta else 0))
+        ds = np.where(keep, ds, 0)
+        part = slice((p.n_kv - 1) // block_k * block_k if way.last_tile else 0, p.n_kv)
+        dq[head] = way.dq * p.scale * (ds[:, part] @ k[part])
+        more_k, more_v = way.dk * p.scale * (ds.T @ q), weights.T @ do
+        if way.whole_group:
+            dk[key] += more_k
+            dv[key] += more_v
+        else:
+            dk[key], dv[key] = more_k, more_v
+    return {"dQ": dq, "dK": dk, "dV": dv, "delta": delta}
+
+
+Made = Callable[[], dict[str, np.ndarray]]
+
+
+def known(p: Problem, x: Arrays, block_q: int, block_k: int) -> Iterator[tuple[str, Made]]:
+    """Yield each mistake: what to tell the reader, and a function that makes it."""
+    for text, way in _forward_mistakes(p, block_q, block_k):
+        yield text, lambda way=way: forward(p, x, way, block_k)  # type: ignore[misc]
+    if "dO" in x:
+        for text, back in _backward_mistakes(p):
+            yield text, lambda back=back: backward(p, x, back, block_k)  # type: ignore[misc]
+
+
+def _forward_mistakes(p: Problem, block_q: int, block_k: int) -> Iterator[tuple[str, Way]]:
+    way = Way()
+    root = np.sqrt(p.head_dim)
+    yield (
+        "O is not multiplied by exp(m_old - m_new) when the running maximum grows",
+        replace(way, rescale_o=False),
+    )
+    yield (
+        "l is not multiplied by exp(m_old - m_new) when the running maximum grows",
+        replace(way, rescale_l=False),
+    )
+    yield (
+        "neither O nor l is multiplied by exp(m_old - m_new) when the running maximum grows",
+        replace(way, rescale_o=False, rescale_l=False),
+    )
+    yield "O is not divided by l at the end", replace(way, divide="never")
+    yield "O is divided by l in every iteration, not once at the end", replace(way, divide="each")
+    yield "the scores are not multiplied by the scale", replace(way, factor=1 / p.scale)
+    yield "the scores are multiplied by the scale twice", replace(way, factor=p.scale)
+    yield (
+        "the scores are multiplied by 1 / d, not by 1 / sqrt(d)",
+        replace(way, factor=1 / root**2 / p.scale),
+    )
+    yield (
+        "the scores are multiplied by sqrt(d), not divided by it",
+        replace(way, factor=root / p.scale),
+    )
+    yield (
+        "exp2 is taken of scores that were not multiplied by log2(e)",
+        replace(way, exp2=True),
+    )
+    yield (
+        "exp is taken of scores that were multiplied by log2(e) for exp2",
+        replace(way, factor=float(np.log2(np.e))),
+    )
+    if p.causal:
+        yield (
+            "the causal mask is shifted by one: a query does not see its own key (> for >=)",
+            replace(way, shift=-1),
+        )
+        for rows in (0, block_q):
+            yield (
+                "the causal mask is shifted by one: a query sees the next key, too",
+                replace(way, shift=1, rows=rows),
+            )
+            yield "there is no causal mask", replace(way, shift=None, rows=rows)
+            if p.n_q != p.n_kv:
+                yield (
+                    "the causal mask begins at the top left corner; it should end at the bottom "
+                    "right one (k <= q + n_kv - n_q)",
+                    replace(way, top_left=True, rows=rows),
+                )
+    yield "the LSE is in base 2, not in base e", replace(way, lse="2")
+    yield "the LSE is m alone, without log(l)", replace(way, lse="m")
+    yield "the LSE is log(l) alone, without m", replace(way, lse="no m")
+    yield "the LSE is l itself", replace(way, lse="l")
+    if p.n_kv % block_k:
+        yield (
+            "the padded keys of the last tile are not masked: each counts with a score of 0",
+            replace(way, padded=True),
+        )
+        yield (
+            "the last key tile, which is not whole, is left out (n // BLOCK tiles)",
+            replace(way, skip_last="rest"),
+        )
+    if p.n_kv > block_k:
+        yield "the last key tile is left out", replace(way, skip_last="tile")
+        yield (
+            "key tile j begins at key j: its number is not multiplied by the tile",
+            replace(way, step=True),
+        )
+    if p.batch * p.kv_heads > 1:
+        yield "all heads read K and V of the first head", replace(way, one_head="first")
+    if p.group > 1:
+        yield (
+            "query head h reads key head h % kv_heads; it should be h // group",
+            replace(way, one_head="modulo"),
+        )
+    yield "the softmax is over the queries, not over the keys", replace(way, axis=0)
+
+
+def _backward_mistakes(p: Problem) -> Iterator[tuple[str, Back]]:
+    back = Back()
+    yield "dQ is not multiplied by the scale", replace(back, dq=1 / p.scale)
+    yield "dK is not multiplied by the scale", replace(back, dk=1 / p.scale)
+    yield (
+        "neither dQ nor dK is multiplied by the scale",
+        replace(back, dq=1 / p.scale, dk=1 / p.scale),
+    )
+    yield "delta is not subtracted from dP", replace(back, delta=False)
+    yield "dS lacks its factor P", replace(back, p=False)
+    yield "P is recomputed with exp2 from an LSE in base e", replace(back, base2=True)
+    yield (
+        "dQ is that of the last key tile: it is stored, not added up",
+        replace(back, last_tile=True),
+    )
+    if p.causal:
+        yield "the backward pass has no causal mask", replace(back, mask=None)
+        yield "the backward's causal mask is shifted by one", replace(back, mask=-1)
+    if p.group > 1:
+        yield (
+            "dK and dV are those of the group's last query head, not sums over the group",
+            replace(back, whole_group=False),
+        )

@@ -1,0 +1,153 @@
+"""DRAM bytes and a roofline of a reader's kernel, by the models that the built-in kernels have.
+
+The kernel's own accesses are replayed through the L2 model: programs start in the order of the
+grid, as many at a time as the device takes, and each makes one access at a time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from flashsim.errors import UnsupportedError
+from flashsim.l2 import Dram, L2Model
+from flashsim.l2.launch import SIDE
+from flashsim.l2.model import StageDram, _Sets, _WholeTiles
+from flashsim.l2.requests import Stream
+from flashsim.problem.hardware import Device
+from flashsim.schedule import plans
+from flashsim.studies.roofline import Point, Roofline
+
+if TYPE_CHECKING:
+    from flashsim.own_kernels.kernel_trace import KernelTrace
+
+#: A tensor is cut into pieces of this many bytes, which are in L2 or not as a whole.
+PIECE = 1 << 10
+MOST_PIECES = 50_000_000
+
+
+class Pieces:
+    """The pieces of all tensors, numbered: what `TileNumbers` is for the built-in kernels."""
+
+    def __init__(self, traced: KernelTrace) -> None:
+        record = traced.record
+        self.names = list(traced.tensors)
+        sizes, first, at = [], [], 0
+        self.bytes_of = [t.span * t.itemsize for t in record.tensors]
+        for nbytes in self.bytes_of:
+            count = max(1, -(-nbytes // PIECE))
+            first.append(at)
+            at += count
+            piece = np.full(count, PIECE, np.int64)
+            piece[-1] = nbytes - (count - 1) * PIECE if nbytes else 0
+            sizes.append(piece)
+        if at > MOST_PIECES:
+            raise UnsupportedError(
+                f"the tensors have {at:,} pieces of {PIECE} B, and the L2 model follows at most "
+                f"{MOST_PIECES:,}; trace a smaller problem"
+            )
+        self.first = first
+        self.size = np.concatenate(sizes)
+
+    def by_tensor(self, per_piece: np.ndarray) -> dict[str, int]:
+        """Sum a value per piece over each tensor; tensors with a sum of zero are left out."""
+        edges = [*self.first, len(self.size)]
+        sums = [int(per_piece[a:b].sum()) for a, b in pairwise(edges)]
+        return {name: total for name, total in zip(self.names, sums, strict=True) if total}
+
+
+def dram_of(traced: KernelTrace, device: Device, model: L2Model | None) -> Dram:
+    """Replay a kernel's accesses through the L2 of a device."""
+    model = L2Model() if model is None else model
+    pieces = Pieces(traced)
+    tiles = cast(Any, pieces)
+    cache = _WholeTiles(tiles, device) if model.ways is None else _Sets(tiles, device, model)
+    stages = []
+    launches = traced.record.launches
+    for number, launch in enumerate(launches):
+        part = _stream(traced, number, pieces, device, model)
+        read, written = cache.replay(part)
+        last = number + 1 == len(launches)
+        pending = cache.drain() if model.flush or last else {}
+        stages.append(StageDram(launch.kernel, read, written, pending))
+    return Dram(cast(Any, traced.trace), model, tuple(stages))
+
+
+def _stream(
+    traced: KernelTrace, launch: int, pieces: Pieces, device: Device, model: L2Model
+) -> Stream:
+    """Return the launch's requests, piece by piece, as programs in flight would issue them."""
+    record = traced.record
+    a = record.accesses
+    mine = np.flatnonzero((a["launch"] == launch) & (a["active"] > 0))
+    program = a["program"][mine]
+    order = np.argsort(program, kind="stable")
+    mine, program = mine[order], program[order]
+    starts = np.flatnonzero(np.diff(program, prepend=-1))
+    lengths = np.diff(np.append(starts, len(mine)))
+    held = sum(nbytes for _, nbytes in record.launches[launch].held.values())
+    blocks = model.blocks_per_sm or max(1, device.sram_bytes // max(held, 1))
+    slots = device.sm_count * min(blocks, 8)
+    free = [(0, slot) for slot in range(min(slots, len(starts)))]
+    sides = model.sides(max(len(free), 1), device)
+    begins, side = np.zeros(len(starts), np.int64), np.zeros(len(starts), np.uint8)
+    for n, length in enumerate(lengths.tolist()):
+        time, slot = heapq.heappop(free)
+        begins[n], side[n] = time, sides[slot]
+        heapq.heappush(free, (time + length, slot))
+    which = np.repeat(np.arange(len(starts)), lengths)
+    time = begins[which] + np.arange(len(mine)) - starts[which]
+    order = np.lexsort((which, time))
+    mine, which = mine[order], which[order]
+    low, count = _spans(traced, mine, pieces)
+    total = int(count.sum())
+    ids = np.repeat(low - (np.cumsum(count) - count), count) + np.arange(total)
+    codes = a["op"][mine] + SIDE * side[which]
+    stage = plans.Stage(record.launches[launch].kernel[:60], "queries")
+    return Stream(stage, ids.astype(np.int32), np.repeat(codes, count).astype(np.uint8))
+
+
+def _spans(traced: KernelTrace, mine: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
+    """Return each access's first piece, and how many it takes, by its distinct bytes."""
+    record = traced.record
+    a = record.accesses[mine]
+    low, count = np.zeros(len(mine), np.int64), np.zeros(len(mine), np.int64)
+    for tensor in record.tensors:
+        of = a["tensor"] == tensor.code
+        if not of.any():
+            continue
+        corners = [
+            sum(
+                (index * step for index, step in zip(at, tensor.strides, strict=False)),
+                np.zeros(int(of.sum()), np.int64),
+            )
+            * tensor.itemsize
+            for at in (
+                np.unravel_index(a[name][of], tensor.shape or (1,)) for name in ("first", "last")
+            )
+        ]
+        first = pieces.first[tensor.code] + corners[0] // PIECE
+        low[of] = first
+        count[of] = corners[1] // PIECE - corners[0] // PIECE + 1
+    return low, count
+
+
+def roofline_of(traced: KernelTrace, device: Device) -> Roofline:
+    """Return the points of a kernel: its matrix products over three ways to count its bytes."""
+    trace = traced.trace
+    sizes = {
+        "requested": traced.bytes(),
+        "dram": traced.dram(device).bytes(),
+        "compulsory": traced.compulsory(),
+    }
+    flops = trace.flops("matmul")
+    return Roofline(
+        traced.problem,
+        tuple(
+            Point(traced.name, trace.direction, count, flops, nbytes, device, traced.problem.dtype)
+            for count, nbytes in sizes.items()
+        ),
+    )

@@ -1,0 +1,118 @@
+"""Follow one program's m, l and accumulator, key tile by key tile, beside the online softmax's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+#: What kernels call them, for a program that is wrong from the first tile on.
+_USUAL = {
+    "m": ("m", "m_i", "m_ij", "m_prev", "row_max", "max_i"),
+    "l": ("l", "l_i", "d_i", "row_sum", "sum_i"),
+    "acc": ("acc", "acc_o", "o", "o_i", "O_i", "out", "acc_i"),
+}
+
+
+@dataclass
+class Follower:
+    """The state that FlashAttention-2 has after each key tile, for the rows of one program.
+
+    Attributes
+    ----------
+    scores : float64 (rows, n_kv)
+        Scaled and masked: -inf where the mask removes a score.
+    v : float64 (n_kv, d_v)
+    first_row : int
+        The number of the first row.
+    relative : float
+        The error to allow, relative to the largest number.
+    """
+
+    scores: np.ndarray
+    v: np.ndarray
+    first_row: int
+    relative: float
+    names: dict[str, str] = field(default_factory=dict)
+    seen: list[tuple[int, int]] = field(default_factory=list)
+    found: str = ""
+
+    def tile(self, first: int, last: int, variables: Mapping[str, np.ndarray]) -> None:
+        """Key tile first .. last - 1 is loaded; `variables` are the program's before it."""
+        if self.seen and self.seen[-1] == (first, last):
+            return  # the same tile once more
+        if self.seen and not self.found:
+            self._compare(variables, ended=False)
+        self.seen.append((first, last))
+
+    def end(self, variables: Mapping[str, np.ndarray]) -> None:
+        """The output is stored."""
+        if self.seen and not self.found:
+            self._compare(variables, ended=True)
+
+    def _compare(self, variables: Mapping[str, np.ndarray], *, ended: bool) -> None:
+        keys = np.unique(np.concatenate([np.arange(a, b) for a, b in self.seen]))
+        keys = keys[keys < len(self.v)]
+        s = self.scores[:, keys]
+        m = s.max(axis=1, initial=-np.inf)
+        e = np.exp(s - np.where(np.isneginf(m), 0, m)[:, None])
+        l, acc = e.sum(axis=1), e @ self.v[keys]
+        right: dict[str, list[np.ndarray]] = {
+            "m": [m, m * np.log2(np.e)],
+            "l": [l],
+            "acc": [acc, acc / np.where(l == 0, 1, l)[:, None]] if ended else [acc],
+        }
+        rows = np.isfinite(m)
+        if not self.names:
+            self._name(right, rows, variables)
+            if not self.names:
+                return
+        wrong, good = {}, []
+        for what, name in self.names.items():
+            if name not in variables or variables[name].shape[:1] != m.shape:
+                continue
+            off = [self._off(variables[name], want, rows) for want in right[what]]
+            best = min(off, key=lambda one: int(one.sum()))
+            if best.any():
+                wrong[name] = best
+            else:
+                good.append(name)
+        if wrong:
+            self._say(wrong, good)
+
+    def _name(
+        self, right: Mapping[str, list[np.ndarray]], rows: np.ndarray, variables: Mapping
+    ) -> None:
+        """Find which variables are m, l and acc, by what they hold after the first tile."""
+        for what, possible in right.items():
+            for name, value in variables.items():
+                fits = any(
+                    value.shape == want.shape and not self._off(value, want, rows).any()
+                    for want in possible
+                )
+                if fits and name not in self.names.values():
+                    self.names[what] = name
+                    break
+            else:
+                usual = [n for n in _USUAL[what] if n in variables]
+                if usual and variables[usual[0]].shape == possible[0].shape:
+                    self.names[what] = usual[0]
+
+    def _off(self, value: np.ndarray, want: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return the rows in which a variable differs."""
+        if value.shape != want.shape:
+            return rows
+        scale = np.abs(want[rows]).max(initial=1e-3)
+        near = np.abs(np.asarray(value, np.float64) - want) <= self.relative * scale
+        return ~near.reshape(len(rows), -1).all(axis=1) & rows
+
+    def _say(self, wrong: Mapping[str, np.ndarray], good: list[str]) -> None:
+        step, (first, last) = len(self.seen), self.seen[-1]
+        what = " and ".join(wrong)
+        row = self.first_row + int(np.argmax(next(iter(wrong.values()))))
+        rest = f"; {' and '.join(good)} still right" if good else ""
+        self.found = (
+            f"its first step that differs is step {step}, keys {first} to {last - 1}: {what} "
+            f"wrong from row {row} on{rest}"
+        )
