@@ -100,6 +100,7 @@ def trace(
         device=device,
         name=name,
         outputs={found[code]: values[code].copy() for code in record.stored},
+        values=[values[code].copy() for code in range(len(found))],
     )
 
 

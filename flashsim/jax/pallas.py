@@ -78,6 +78,7 @@ def trace_kernel(
         device=device,
         name=name,
         outputs={found[code]: values[code] for code in record.stored},
+        values=[values[code] for code in range(len(found))],
     )
 
 
@@ -237,6 +238,7 @@ class PallasNotes:
             constants=self.constants,
             file=launch.where.file,
             line=launch.where.line,
+            ordered=launch.model == "tpu",
         )
         self.recorder.held(launch.held)
         if launch.model == "tpu":

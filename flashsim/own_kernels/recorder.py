@@ -228,6 +228,7 @@ class Recorder:
         self._work = _Columns(WORK)
         self._clashes: dict[tuple[str, int, int], Clash] = {}
         self._program = -1
+        self._ordered = False
         self._held_most = 0
         self._units: dict[int, int] = {}  # bytes per entry of the three below, by buffer
         self._extent: dict[int, int] = {}  # bytes that the tensors of a buffer reach
@@ -305,13 +306,19 @@ class Recorder:
         constants: Mapping[str, Any] | None = None,
         file: str = "?",
         line: int = 0,
+        ordered: bool = False,
     ) -> int:
-        """Note that a kernel is launched; return the launch's number."""
+        """Note that a kernel is launched; return the launch's number.
+
+        Programs of an `ordered` launch run one after another, as a TPU's grid steps do: none gets
+        in another's way.
+        """
         sides = tuple(map(int, grid)) or (1,)
         self.launches.append(
             Launch(kernel, sides, dict(arguments or {}), dict(constants or {}), file, line)
         )
         self._program = -1
+        self._ordered = ordered
         self._held_most = 0
         self._writer.clear()
         self._reader.clear()
@@ -485,7 +492,7 @@ class Recorder:
         line: int,
     ) -> None:
         other = (before != 0) & (np.abs(before) != me)
-        if not other.any():
+        if self._ordered or not other.any():
             return
         at = int(np.argmax(other))
         key = kind, len(self.launches) - 1, its.code

@@ -259,6 +259,91 @@ def test_jax_own_backward(causal):
     assert len(traced.record.launches) == 3
 
 
+# -- right or wrong, needed or not -----------------------------------------------------------------
+
+
+def altered(before, after):
+    """The example's forward pass with one change, as a file's function."""
+    text = (EXAMPLES / "gpu_forward.py").read_text()
+    assert before in text
+    scope = {"__name__": "altered"}
+    exec(compile(text.replace(before, after), str(EXAMPLES / "gpu_forward.py"), "exec"), scope)
+    return scope["forward"]
+
+
+def line_of(text):
+    (found,) = [
+        number
+        for number, line in enumerate((EXAMPLES / "gpu_forward.py").read_text().splitlines(), 1)
+        if text in line
+    ]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "mistake"),
+    [
+        ("", "", ""),
+        ("acc * alpha[:, None] + pv", "acc + pv", "O is not multiplied by exp"),
+        ("l * alpha + p.sum(axis=1)", "l + p.sum(axis=1)", "l is not multiplied by exp"),
+        ("jnp.float32) * scale", "jnp.float32)", "not multiplied by the scale"),
+        (">= keys[None, :])", "> keys[None, :])", "shifted by one"),
+        ("m + jnp.log(l)", "m * 1.44269504 + jnp.log2(l)", "in base 2"),
+        ("(acc / l[:, None])", "(acc)", "not divided by l at the end"),
+    ],
+)
+def test_a_mistake_is_found_and_explained(before, after, mistake):
+    q, k, v = arrays(*[(2, 128, 16)] * 3)
+    traced = trace_kernel(altered(before, after) if mistake else GPU.forward, q, k, v, True, 32, 16)
+
+    verdict = traced.check()
+
+    assert verdict.right == (not mistake)
+    assert mistake in verdict.mistake
+    if mistake:
+        stored = "plgpu.store(lse_ref" if "base 2" in mistake else "plgpu.store(o_ref"
+        assert verdict.line == line_of(stored)
+        assert verdict.program == (0, 0)
+
+
+def test_bytes_that_are_not_needed_are_named_with_their_lines():
+    q, k, v = arrays(*[(2, 128, 16)] * 3)
+    every = "end if causal else pl.cdiv(n, block_k)"
+    again = "        k = plgpu.load(k_ref.at[tile, :], mask=keys[:, None] < n, other=0.0)\n"
+
+    def reasons(forward):
+        traced = trace_kernel(forward, q, k, v, True, 32, 16)
+        return {row.tensor: row.reasons for row in traced.byte_rows if row.reasons}
+
+    assert reasons(GPU.forward) == {}
+    found = reasons(altered(every, "pl.cdiv(n, block_k)"))
+    assert {tensor: [r.kind for r in found[tensor]] for tensor in found} == {
+        "K": ["masked tiles"],
+        "V": ["masked tiles"],
+    }
+    # Row tile i of 4 needs 2 (i + 1) of the 8 key tiles.
+    assert found["K"][0].nbytes == 2 * (6 + 4 + 2) * 16 * 16 * 4
+    assert found["K"][0].lines == (line_of("k = plgpu.load"),)
+    (twice,) = reasons(altered(again, again + again))["K"]
+    assert "loaded twice by every program" in twice.text
+    assert twice.lines == (line_of("k = plgpu.load") + 1,)
+
+
+def test_jax_own_log_sum_exp_is_in_base_2():
+    q, k, v = arrays(*[(1, 64, 2, 16)] * 3)
+    sizes = jax_attention.BlockSizes(32, 32)
+
+    def mha(q, k, v):
+        return jax_attention.mha(
+            q, k, v, None, 0.25, False, sizes, return_residuals=True, num_warps=4
+        )
+
+    verdict = trace_kernel(mha, q, k, v, names={"residual_refs[0]": "L"}).check()
+
+    assert [(one.tensor, one.right) for one in verdict.outputs] == [("O", True), ("L", False)]
+    assert "base 2" in verdict.mistake
+
+
 # -- what kernels are made of ----------------------------------------------------------------------
 
 
@@ -610,6 +695,9 @@ def test_a_grid_that_returns_to_an_output_block_on_a_tpu():
 
     assert traced.bytes("store") == 4 * 16
     assert any("returns to a block of o" in note for note in traced.record.notes)
+    assert traced.record.clashes == ()  # a TPU's steps follow one another
+    (clash,) = trace_kernel(revisiting, arrays((2, 4))[0], model="gpu").record.clashes
+    assert clash.kind == "two stores"
 
 
 def test_work_outside_of_the_kernels_is_named_and_not_counted():
