@@ -38,6 +38,7 @@ COMMANDS: _Entries = {
     "predict": ("Predict how long our GPU kernels take. Needs no GPU.", "predictions.predict"),
     "verify": ("Compare predictions with hardware counters.", "predictions.verify"),
     "watch": ("Count the attention calls of a PyTorch program.", "watch.watch"),
+    "kernel": ("Run your Triton kernel on a CPU: right? what does it move?", "kernels.kernel"),
     "exercise": (
         "A course of exercises, graded by bytes.",
         {

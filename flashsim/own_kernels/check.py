@@ -104,7 +104,7 @@ class Verdict:
 
 
 def matrices(g: Geometry, code: int, array: np.ndarray) -> np.ndarray:
-    """Return a tensor's values in float64 as (heads, rows, columns), a vector's as (heads, rows)."""
+    """Return a tensor in float64 as (heads, rows, columns), a vector as (heads, rows)."""
     side = g.sides[code]
     x = np.asarray(array).astype(np.float64)
     if x.ndim == 0:
@@ -138,8 +138,8 @@ def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None
     wanted = {name: wanted[name] for name in stored if name in wanted}
     if not wanted:
         raise TraceError(
-            f"nothing that was stored ({', '.join(stored)}) is known: attention stores O, L, dQ, dK "
-            "or dV from Q, K, V and dO. Give names={parameter: name}, or a reference: "
+            f"nothing that was stored ({', '.join(stored)}) is known: attention stores O, L, dQ, "
+            "dK or dV from Q, K, V and dO. Give names={parameter: name}, or a reference: "
             "check(lambda inputs: {'y': ...})"
         )
     outputs, wrong = [], {}

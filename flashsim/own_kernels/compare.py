@@ -67,7 +67,7 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """The closed form that a kernel is compared with: name, tiles, bytes by operation and tensor."""
+    """The closed form that a kernel is compared with: name, tiles, and bytes."""
 
     algorithm: str
     tiles: str

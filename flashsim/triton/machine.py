@@ -176,8 +176,8 @@ class Machine:
 
         def make(*args: Any, **options: Any) -> Any:
             self.recorder.note(
-                f"tl.make_block_ptr runs here; Triton {self._at.version} has removed it and compiles "
-                "no such kernel for a GPU: write tl.make_tensor_descriptor"
+                f"tl.make_block_ptr runs here; Triton {self._at.version} has removed it and "
+                "compiles no such kernel for a GPU: write tl.make_tensor_descriptor"
             )
             return block_pointers.make_block_ptr(*args, **options)
 

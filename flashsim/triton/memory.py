@@ -101,9 +101,9 @@ class Memory:
         if strange.any():
             names = ", ".join(t.name for t in self._recorder.tensors)
             raise MemoryModelError(
-                f"{int(strange.sum())} of {strange.size} pointers lead to no tensor that was passed "
-                f"({names}): a pointer must come from an argument of the kernel; is a mask missing, "
-                "or a number used as a pointer?",
+                f"{int(strange.sum())} of {strange.size} pointers lead to no tensor that was "
+                f"passed ({names}): a pointer must come from an argument of the kernel; is a mask "
+                "missing, or a number used as a pointer?",
                 "outside",
             )
         return addresses

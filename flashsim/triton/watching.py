@@ -8,7 +8,7 @@ from typing import Any
 
 from flashsim.errors import DTypeError, TraceError, own_errors, shown
 from flashsim.own_kernels import KernelTrace
-from flashsim.own_kernels.check import Reference
+from flashsim.own_kernels.check import Reference, Verdict
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.triton.following import followed
@@ -28,8 +28,8 @@ class Watch:
         """Number of launches so far."""
         return len(self._machine.recorder.launches)
 
-    def result(self) -> KernelTrace:
-        """Return the trace of all launches so far.
+    def result(self, *, unchecked: bool = False) -> KernelTrace:
+        """Return the trace of all launches so far; `unchecked` leaves the check to `check`.
 
         Raises
         ------
@@ -41,12 +41,20 @@ class Watch:
         made = KernelTrace(record, **self._options, values=values)
         stored = self._machine.outputs(list(record.stored))
         made.outputs = {made.geometry.labels[code]: array for code, array in stored.items()}
-        if self._check:
-            reference = self._check if callable(self._check) else None
-            verdict = made.check(reference)
-            if not verdict.right and reference is None:
-                made.verdict = followed(self._machine, made, verdict)
+        if self._check and not unchecked:
+            self.check(made, self._check if callable(self._check) else None)
         return made
+
+    def check(self, traced: KernelTrace, reference: Reference | None = None) -> Verdict:
+        """Compare results as `KernelTrace.check` does, and follow a wrong program step by step.
+
+        A program can be followed if `watch` was given `check`.
+        """
+        verdict = traced.check(reference)
+        if not verdict.right and reference is None and self._machine.ran:
+            verdict = followed(self._machine, traced, verdict)
+            traced.verdict = verdict
+        return verdict
 
 
 @contextmanager

@@ -1,0 +1,287 @@
+"""The `flashsim kernel` command: run a reader's Triton file, and say what its kernels do."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import re
+import runpy
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import mock
+
+import numpy as np
+import typer
+
+from flashsim.api.samples import random_inputs
+from flashsim.cli import options as opt
+from flashsim.cli.output import show
+from flashsim.errors import FlashSimError, OptionError, TraceError, choices, shown
+from flashsim.problem import oracle
+from flashsim.problem.problem import Problem, numpy_dtype
+
+_FLAGS = ("causal", "is_causal")
+_SCALES = ("scale", "sm_scale", "softmax_scale")
+
+
+def kernel(
+    form: opt.Format,
+    target: Annotated[
+        str,
+        typer.Argument(help="FILE.py:function that launches kernels, or FILE.py, a program."),
+    ],
+    n_q: int = opt.option(256, "Queries.", "-n"),
+    n_kv: int | None = opt.option(None, "Keys. Default: as many as queries."),
+    head_dim: int = opt.option(64, "Width of a row of Q and K.", "-d"),
+    batch: int = opt.option(1, "Batch size.", "-b"),
+    heads: int = opt.option(2, "Query heads.", "-h"),
+    kv_heads: int | None = opt.option(None, "Key heads. Default: as many as query heads."),
+    dtype: str = opt.option("float32", "Element type of the inputs."),
+    causal: opt.Causal = False,
+    ndim: int | None = opt.option(None, "Axes of q: 2, 3 or 4. Default: as the file says."),
+    set_: list[str] | None = typer.Option(
+        None, "--set", help="NAME=VALUE for other parameters; 64x200 is a random array."
+    ),
+    name: list[str] | None = typer.Option(
+        None, "--name", help="PARAMETER=NAME: a kernel's tensor by the papers' name (a_ptr=K)."
+    ),
+    reference: str | None = opt.option(None, "A function of FILE.py to compare results with."),
+    config: int | None = opt.option(None, "Number of the configuration of autotuned kernels."),
+    device: opt.Device = "H100",
+    seed: int = opt.option(0, "Seed of the random inputs."),
+    out: Path | None = opt.option(None, "Folder for a page and a picture of the kernel."),
+    all_: bool = typer.Option(False, "--all", help="Print every line of the answer."),
+) -> None:
+    """Run a Triton kernel on the CPU: is it right, and what does it load and store, by line?
+
+    The function gets random arrays for parameters such as q, k and v. Without a function, the file
+    runs as a program. Needs Triton, and no GPU. FILE.py runs with your rights, as any program.
+    """
+    from flashsim.own_kernels.answer import LINES, answer
+    from flashsim.triton import watch
+    from flashsim.triton.driver import standing_in
+    from flashsim.triton.installed import installed
+
+    installed()
+    path, function = _split(target)
+    names = dict(_pair("--name", one) for one in name or ())
+    note = ""
+    options: dict[str, Any] = {"names": names, "device": device, "config": config, "check": True}
+    with standing_in(), _beside(path):
+        if not function:
+            if reference is not None:
+                raise OptionError("--reference names a function: give FILE.py:function, too")
+            compared = None
+            with watch(**options) as seen:
+                runpy.run_path(str(path), run_name="__main__")
+        else:
+            module = _module(path)
+            compared = None if reference is None else _attribute(module, reference)
+            called = _attribute(module, function)
+            settings = dict(_pair("--set", one) for one in set_ or ())
+            given = Problem(n_q, n_kv, head_dim, None, batch, heads, kv_heads, dtype, causal)  # type: ignore[arg-type]
+            library = "torch" if hasattr(module, "torch") else "numpy"
+            call, used = _call(called, function, given, settings, library, ndim, seed)
+            with standing_in(), watch(**options, problem=given if used else None) as seen:
+                call()  # torch, if the file uses it, has come with the file
+    traced = seen.result(unchecked=True)
+    try:
+        seen.check(traced, compared)
+    except TraceError as error:
+        note = str(error)
+    files = _written(traced, out) if out is not None else []
+    if form.json or form.csv:
+        show(([traced.compared(), traced.by_line()], []), form)
+        return
+    typer.echo(answer(traced, files, note, 10_000 if all_ else LINES))
+
+
+def _split(target: str) -> tuple[Path, str]:
+    file, _, function = target.rpartition(":") if ".py:" in target else (target, "", "")
+    path = Path(file)
+    if not path.is_file():
+        raise OptionError(f"there is no file {file!r}; give FILE.py:function")
+    return path, function
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[None]:
+    """Let the file import its neighbours, as Python itself would."""
+    places = [str(path.resolve().parent), *sys.path]
+    argv = mock.patch.object(sys, "argv", [str(path)])
+    with mock.patch.object(sys, "path", places), argv:
+        yield
+
+
+def _module(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(sys.modules, {path.stem: made}):
+        spec.loader.exec_module(made)
+    return made
+
+
+def _attribute(module: Any, dotted: str) -> Any:
+    found = module
+    for part in dotted.split("."):
+        if not hasattr(found, part):
+            there = [n for n, x in vars(found).items() if callable(x) and not n.startswith("_")]
+            raise OptionError(f"{module.__file__} has no {dotted!r}; {choices(part, there)}")
+        found = getattr(found, part)
+    return found
+
+
+def _pair(option: str, text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise OptionError(f"{option} takes NAME=VALUE, got {text!r}")
+    return name, value
+
+
+def _value(text: str, dtype: str, rng: np.random.Generator) -> Any:
+    """Return a number, a flag, a random array (64x200) or the text itself."""
+    if re.fullmatch(r"\d+(x\d+)+", text):
+        shape = tuple(int(n) for n in text.split("x"))
+        return rng.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(dtype))
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _call(
+    called: Any,
+    name: str,
+    p: Problem,
+    settings: dict[str, str],
+    library: str,
+    ndim: int | None,
+    seed: int,
+) -> tuple[Callable[[], Any], bool]:
+    """Return a function without arguments that calls the reader's, and whether it is attention."""
+    if hasattr(called, "run") and hasattr(called, "arg_names"):
+        raise OptionError(
+            f"{name} is a kernel itself; name a function that launches it: it knows the grid and "
+            "the strides (or use flashsim.triton.trace(kernel, grid, ...) in Python)"
+        )
+    if not callable(called):
+        raise OptionError(f"{name} is {shown(called)}, which is no function")
+    from flashsim.own_kernels.names import paper_name
+
+    parameters = inspect.signature(called).parameters
+    loose = any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
+    axes = ndim or _axes(called) or 4
+    arrays = _Arrays(p, axes, library, seed)
+    rng = np.random.default_rng(seed)
+    if loose:  # torch.autograd.Function.apply
+        words = [arrays.of(one) for one in ("Q", "K", "V")]
+        return lambda: called(*words, p.causal), True
+    keywords: dict[str, Any] = {}
+    attention = False
+    for parameter, one in parameters.items():
+        paper = paper_name(parameter)
+        if parameter in settings:
+            value = _value(settings[parameter], p.dtype, rng)
+            keywords[parameter] = arrays.own(value) if isinstance(value, np.ndarray) else value
+        elif parameter in _FLAGS:
+            keywords[parameter] = p.causal
+        elif parameter in _SCALES and one.default is one.empty:
+            keywords[parameter] = p.scale
+        elif one.default is not one.empty:
+            continue
+        elif paper in _GIVEN:
+            keywords[parameter] = arrays.of(paper)
+            attention = True
+        else:
+            raise OptionError(
+                f"{name} has a parameter {parameter!r} that is no tensor of attention by its name; "
+                f"give it by --set {parameter}=VALUE (64x200 is a random array)"
+            )
+    for other in settings:
+        if other not in parameters:
+            raise OptionError(f"--set: {name} has no {other!r}; {choices(other, parameters)}")
+    return lambda: called(**keywords), attention
+
+
+_GIVEN = ("Q", "K", "V", "O", "L", "dO", "delta")
+
+
+class _Arrays:
+    """Random inputs, and what the oracle makes of them, in the shapes of the reader's file."""
+
+    def __init__(self, p: Problem, axes: int, library: str, seed: int) -> None:
+        if axes not in (2, 3, 4):
+            raise OptionError(f"ndim must be 2, 3 or 4, got {axes}")
+        if axes == 2 and p.batch * p.heads > 1:
+            raise OptionError("q has two axes, and so one head: give --batch 1 --heads 1")
+        self._p, self._axes, self._library = p, axes, library
+        self._inputs = random_inputs(p, seed)
+        self._more: dict[str, np.ndarray] = {}
+
+    def of(self, name: str) -> Any:
+        """Return an array by the papers' name."""
+        x = self._inputs
+        known = {"Q": x.q, "K": x.k, "V": x.v, "dO": x.dout}
+        if name not in known and name not in self._more:
+            out, lse = oracle.attention(x.q, x.k, x.v, self._p)
+            delta = (out * x.dout.astype(np.float64)).sum(axis=-1)
+            self._more = {
+                "O": out.astype(x.q.dtype),
+                "L": lse.astype(np.float32),
+                "delta": delta.astype(np.float32),
+            }
+        array = known[name] if name in known else self._more[name]
+        lead = array.ndim - 2 if name not in ("L", "delta") else array.ndim - 1
+        kept = array.shape[lead:]
+        shape = {4: array.shape, 3: (-1, *kept), 2: kept}[self._axes]
+        return self.own(np.ascontiguousarray(array.reshape(shape)))
+
+    def own(self, array: np.ndarray) -> Any:
+        """Return an array of the reader's library."""
+        if self._library == "numpy":
+            return array
+        import torch
+
+        if array.dtype.name == "bfloat16":
+            return torch.from_numpy(array.astype(np.float32)).to(torch.bfloat16)
+        return torch.from_numpy(array)
+
+
+def _axes(called: Any) -> int | None:
+    """Return how many axes a function's q has, if it unpacks a shape: ``heads, n, d = q.shape``."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(called))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
+            target = node.targets[0]
+            if node.value.attr == "shape" and isinstance(target, ast.Tuple):
+                return len(target.elts)
+    return None
+
+
+def _written(traced: Any, out: Path) -> list[str]:
+    """Write a page and a picture; return a line for each."""
+    from flashsim import viz
+
+    out.mkdir(parents=True, exist_ok=True)
+    stem = re.sub(r"\W+", "_", traced.name)[:40]
+    files = []
+    try:
+        page = out / f"{stem}.html"
+        viz.page(traced).save(page)
+        files.append(f"{page}: the kernel's tiles, step by step")
+    except FlashSimError as error:
+        files.append(f"no page: {error}")
+    picture = out / f"{stem}.png"
+    viz.save_figure(viz.traffic(traced).figure, picture)
+    files.append(f"{picture}: bytes by tensor")
+    return files

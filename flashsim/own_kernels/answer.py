@@ -1,0 +1,187 @@
+"""The answer for a terminal: what is wrong with a kernel, and what it moves, in 32 lines."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from flashsim.counts.questions import in_words
+from flashsim.errors import FlashSimError
+from flashsim.own_kernels.compare import said
+from flashsim.own_kernels.recorder import SECTOR
+
+if TYPE_CHECKING:
+    from flashsim.own_kernels.kernel_trace import KernelTrace
+
+LINES, WIDTH = 32, 100
+#: Kinds of findings, in the order of the answer, and the word before them.
+_KINDS = {
+    "bounds": ("outside", "next head"),
+    "stored": ("never stored",),
+    "races": ("two stores", "race"),
+    "sectors": ("uncoalesced",),
+}
+_CLEAN = {
+    "bounds": "every lane that is not masked off lies in its tensor",
+    "stored": "every element of every output",
+    "races": "none between the programs of a launch",
+}
+
+
+def answer(
+    traced: KernelTrace, files: Sequence[str] = (), note: str = "", most: int = LINES
+) -> str:
+    """Return the answer: results, bytes, bounds, races, memory, and what cannot be seen.
+
+    Parameters
+    ----------
+    files : sequence of str
+        Pages and pictures that were written, to be named at the end.
+    note : str
+        Why results were not checked, if they were not.
+    most : int
+        Lines of the answer.
+    """
+    launches = traced.record.launches
+    programs = sum(one.programs for one in launches)
+    head = (
+        f"{traced.name}: {in_words(traced.problem)}; {programs:,} programs, {traced.record.source}"
+    )
+    blocks = [
+        [*_wrapped(head, "")],
+        _results(traced, note),
+        _bytes(traced),
+        *[_findings(traced, word, kinds) for word, kinds in _KINDS.items()],
+        _sram(traced),
+        _time(traced),
+        _wrapped("registers, bank conflicts, the compiler's own reuse, real time", "unseen"),
+        [x for file in files for x in _wrapped(file, "written")],
+    ]
+    return "\n".join(_fitting(blocks, most))
+
+
+def _fitting(blocks: list[list[str]], most: int) -> list[str]:
+    """Cut the longest blocks until everything fits; each says how many lines it lost."""
+    lost = [0] * len(blocks)
+    # A block that has lost lines ends in one line that says so.
+    while sum(len(b) + bool(x) for b, x in zip(blocks, lost, strict=True)) > most:
+        longest = max(range(len(blocks)), key=lambda n: len(blocks[n]))
+        blocks[longest].pop()
+        lost[longest] += 1
+    lines = []
+    for block, cut in zip(blocks, lost, strict=True):
+        lines += block
+        if cut:
+            lines.append(f"{'':9}... and {cut} lines more: --all")
+    return lines
+
+
+def _wrapped(text: str, word: str) -> list[str]:
+    """Return a block of lines, with a word in the margin of the first."""
+    if not word:
+        return textwrap.wrap(text, WIDTH)
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=f"{word:9}", subsequent_indent=" " * 9, break_on_hyphens=False
+    )
+
+
+def _results(traced: KernelTrace, note: str) -> list[str]:
+    if traced.verdict is None:
+        return _wrapped(f"not checked: {note}" if note else "not checked", "results")
+    lines = str(traced.verdict).splitlines()
+    outputs = [line for line in lines if " (error " in line]
+    rest = [line for line in lines if line not in outputs]
+    found = _wrapped("; ".join(outputs), "results")
+    for line in rest:
+        found += _wrapped(line, " ")
+    return found
+
+
+def _bytes(traced: KernelTrace) -> list[str]:
+    expected = traced.expected
+    needs = "needs" if expected is None else f"{expected.algorithm} needs"
+    tiles = "" if expected is None else f", tiles {expected.tiles}"
+    head = f"{'bytes':9}{'':13}{'yours':>14}{needs:>30}{'compulsory':>14}{tiles}"
+    lines = [head[:WIDTH]]
+    for row in traced.byte_rows:
+        want = "-" if row.expected is None else f"{row.expected:,}"
+        lines.append(
+            f"{'':9}{row.op + ' ' + row.tensor:13}{row.nbytes:>14,}{want:>30}{row.compulsory:>14,}"
+        )
+        if row.why:
+            lines += _wrapped(row.why, " ")
+    return lines
+
+
+def _findings(traced: KernelTrace, word: str, kinds: tuple[str, ...]) -> list[str]:
+    lines: list[str] = []
+    if word == "sectors":
+        used = traced.sectors()
+        text = f"{used:,} B in sectors of {SECTOR} B, {_distinct(traced) / used:.0%} of them used"
+        lines = _wrapped(text, word)
+    for one in traced.findings:
+        if one.kind in kinds:
+            lines += _wrapped(one.text, " " if lines else word)
+    lines = lines or _wrapped(_CLEAN[word], word)
+    if word == "bounds":
+        lines += _masked(traced)
+    return lines
+
+
+def _masked(traced: KernelTrace) -> list[str]:
+    a = traced.record.accesses
+    masked, lanes = int(a["masked"].sum()), int((a["masked"] + a["active"]).sum())
+    worst = [one for one in traced.findings if one.kind == "masked lanes"]
+    if not worst:
+        return []
+    where = said(tuple(sorted({one.line for one in worst})))
+    return _wrapped(
+        f"{masked / lanes:.0%} of all lanes are masked off, most of them in {where}", " "
+    )
+
+
+def _distinct(traced: KernelTrace) -> int:
+    a, tensors = traced.record.accesses, traced.record.tensors
+    return sum(int(a["distinct"][a["tensor"] == t.code].sum()) * t.itemsize for t in tensors)
+
+
+def _sram(traced: KernelTrace) -> list[str]:
+    launch = max(traced.record.launches, key=lambda one: sum(n for _, n in one.held.values()))
+    if not launch.held:
+        return []
+    sizes = sorted(launch.held.items(), key=lambda item: -item[1][1])
+    parts = [f"{name} {' x '.join(map(str, shape))}" for name, (shape, _) in sizes[:6]]
+    more = f" and {len(sizes) - 6} more" if len(sizes) > 6 else ""
+    held, device = traced.trace.peak_sram(), traced.device
+    fits = (
+        f"{held / device.sram_bytes:.0%} of the {device.sram_bytes:,} B of a block on {device.name}"
+    )
+    text = (
+        f"about {held:,} B at most (an estimate from values: loaded tiles, {', '.join(parts)}"
+        f"{more}), {fits}"
+    )
+    return _wrapped(text, "on chip")
+
+
+def _time(traced: KernelTrace) -> list[str]:
+    try:
+        roof = traced.roofline()
+    except FlashSimError as error:
+        return _wrapped(f"no prediction: {error}", "time")
+    device, dtype = traced.device, traced.problem.dtype
+    bounds = {
+        "products": roof["requested"].flops / device.peak(dtype),
+        "HBM": roof["dram"].bytes / device.hbm_bandwidth,
+    }
+    if device.l2_bandwidth:
+        bounds["L2"] = roof["requested"].bytes / device.l2_bandwidth
+    slowest = max(bounds, key=lambda name: bounds[name])
+    text = (
+        f"at least {bounds[slowest] * 1e6:,.2f} us on {device.name} (a lower bound, set by "
+        f"{slowest}); DRAM {roof['dram'].bytes:,} B by the L2 model"
+    )
+    return _wrapped(text, "time")
+
+
+__all__ = ["LINES", "answer"]

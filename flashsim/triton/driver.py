@@ -1,0 +1,101 @@
+"""Stand in for a GPU while kernels are traced, where files ask Triton's driver or torch for one.
+
+`triton.runtime.driver.active` needs a GPU. Files also measure times with `do_bench`, and put
+tensors on "cuda". Here tensors stay on the CPU, and there are no times.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from flashsim.triton.installed import installed
+
+
+class Driver:
+    """The questions that files ask of a driver, answered for a machine without a GPU."""
+
+    def get_active_torch_device(self) -> Any:
+        """Return torch's CPU device; its name where torch is missing."""
+        torch = sys.modules.get("torch")
+        return torch.device("cpu") if torch is not None else "cpu"
+
+    def get_current_device(self) -> int:
+        """Return the number of the device."""
+        return 0
+
+    def get_current_target(self) -> Any:
+        """Return a target: what an A100 would say."""
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 80, 32)
+
+    def get_benchmarker(self) -> Callable[..., Any]:
+        """Return a function that measures nothing."""
+        return _no_time
+
+    def get_device_interface(self) -> Any:
+        """Return torch's module of the CPU."""
+        torch = sys.modules.get("torch")
+        return getattr(torch, "cpu", None)
+
+
+def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **__: Any) -> Any:
+    """A time that is not measured; `fn` is not called, so its launches are not counted."""
+    nothing = float("nan")
+    if quantiles is not None:
+        return [nothing] * len(quantiles)
+    return [nothing] if return_mode == "all" else nothing
+
+
+@contextmanager
+def standing_in() -> Iterator[None]:
+    """Put the driver in place; at the end everything is as it was."""
+    at = installed()
+    driver = at.triton.runtime.driver
+    before = dict(vars(driver))
+    with ExitStack() as stack:
+        stack.callback(_back, driver, before)
+        driver.set_active(Driver())
+        if "triton.testing" in sys.modules:
+            testing = sys.modules["triton.testing"]
+            for name in ("do_bench", "do_bench_cudagraph"):
+                stack.enter_context(mock.patch.object(testing, name, _no_time))
+        if "torch" in sys.modules:
+            _torch_on_cpu(stack)
+        yield
+
+
+def _back(driver: Any, before: dict[str, Any]) -> None:
+    vars(driver).clear()
+    vars(driver).update(before)
+
+
+def _torch_on_cpu(stack: ExitStack) -> None:
+    """Keep torch's tensors on the CPU, where files ask for "cuda"."""
+    torch = sys.modules["torch"]
+    from torch.overrides import TorchFunctionMode
+
+    class OnCpu(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            kwargs = dict(kwargs or {})
+            if func is torch.Tensor.cuda:
+                return args[0]
+            if _on_gpu(kwargs.get("device")):
+                kwargs["device"] = "cpu"
+            if func is torch.Tensor.to:
+                args = tuple("cpu" if _on_gpu(x) else x for x in args)
+            return func(*args, **kwargs)
+
+    stack.enter_context(OnCpu())
+    for name in ("synchronize", "empty_cache", "set_device"):
+        stack.enter_context(mock.patch.object(torch.cuda, name))
+
+
+def _on_gpu(device: Any) -> bool:
+    return (isinstance(device, (str, int)) and str(device).startswith("cuda")) or (
+        getattr(device, "type", "") == "cuda"
+    )
