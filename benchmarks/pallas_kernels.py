@@ -16,6 +16,7 @@ import os
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,21 @@ SHAPES = (
 )
 
 
+def jax_attention() -> Any:
+    """JAX's own attention in Pallas; JAX 0.11 warns that another package will have it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu import attention
+    return attention
+
+
 def calls() -> Iterator[tuple[str, Callable[..., Any], list[Any]]]:
     """Shapes, functions that call kernels, and their arguments."""
     import gpu_forward
     import jax
     import jax.numpy as jnp
-    from jax.experimental.pallas.ops.gpu import attention
 
+    attention = jax_attention()
     rng = np.random.default_rng(0)
     for heads, n, d, dtype, causal, block_q, block_k in SHAPES:
         shape = f"{heads} heads; {n} x {d}; {dtype}; {'causal; ' * causal}{block_q} x {block_k}"
@@ -144,10 +153,10 @@ def measured(rows: list[dict[str, Any]]) -> None:
 def times(lengths: list[int]) -> None:
     """Print the seconds and the memory of a trace: one head, d = 64, float32, tile 64 x 64."""
     from gpu_forward import forward
-    from jax.experimental.pallas.ops.gpu import attention
 
     from flashsim.jax import trace_kernel
 
+    attention = jax_attention()
     sizes = attention.BlockSizes(64, 64)
     print("     n  kernel            seconds  accesses  record MB  peak of process MB")
     for n in lengths:

@@ -138,6 +138,8 @@ def _note(
                 codes[access.tensor],
                 access.offsets,
                 outside=access.outside,
+                # L1 keeps what a block loaded before. A store goes on to L2, request by request.
+                sectors=None if access.kind == "load" else access.sectors,
                 line=line,
             )
             key = (*line, names[access.tensor])

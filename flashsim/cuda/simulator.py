@@ -21,6 +21,8 @@ import numpy as np
 from flashsim.errors import BackendUnavailable, DTypeError, OptionError, UnsupportedError, shown
 
 WARP, SECTOR = 32, 32
+#: Seconds after which Python lets another thread run, while a kernel does.
+SWITCH = 5e-5
 
 
 class ThreadAccess(NamedTuple):
@@ -225,18 +227,25 @@ def merged(
 
 @contextmanager
 def counted_barriers(thread_class: Any):
-    """While this lasts, each thread counts the barriers that it has passed."""
+    """While this lasts, each thread counts the barriers that it has passed.
+
+    Threads change more often, too: the simulator waits for barriers in a loop that keeps others
+    from running.
+    """
     plain: Callable[[Any], None] = thread_class.syncthreads
+    interval = sys.getswitchinterval()
 
     def syncthreads(self: Any) -> None:
         plain(self)
         self.barriers = getattr(self, "barriers", 0) + 1
 
     thread_class.syncthreads = syncthreads
+    sys.setswitchinterval(SWITCH)
     try:
         yield
     finally:
         thread_class.syncthreads = plain
+        sys.setswitchinterval(interval)
 
 
 def require_simulator(kernel: Any) -> Any:

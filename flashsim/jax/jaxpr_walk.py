@@ -198,7 +198,11 @@ class Walker:
     def _scan(self, step: Equation, inputs: list[Any]) -> list[Any]:
         params = step.params
         body, length = params["jaxpr"], params["length"]
-        consts, carry, rows = split(inputs, params["num_consts"], params["num_carry"])
+        if "ft_in" in params:  # JAX 0.11
+            first, second, _ = map(len, params["ft_in"].unpack())
+        else:
+            first, second = params["num_consts"], params["num_carry"]
+        consts, carry, rows = split(inputs, first, second)
         order = range(length)
         results: list[list[Any]] = [[] for _ in step.equation.outvars[len(carry) :]]
         for i in reversed(order) if params["reverse"] else order:

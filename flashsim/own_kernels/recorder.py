@@ -338,6 +338,7 @@ class Recorder:
         *,
         masked: int = 0,
         outside: int = 0,
+        sectors: int | None = None,
         line: tuple[str, int] = ("?", 0),
     ) -> None:
         """Note a load, a store or an atomic operation.
@@ -351,6 +352,9 @@ class Recorder:
             Of the active lanes that ask for elements of the tensor: elements from its first one.
         masked, outside : int
             Lanes that the mask turns off, and lanes that ask for memory outside of the tensor.
+        sectors : int, optional
+            32-byte sectors that pass, where the frontend knows requests one by one. Default: those
+            that the elements lie in.
         line : (file, number)
             The reader's line.
         """
@@ -363,7 +367,7 @@ class Recorder:
         its = self.tensors[tensor]
         unique = _distinct(offsets)
         first, last = self._corners(its, unique)
-        sectors = _sectors(its, unique)
+        sectors = _sectors(its, unique) if sectors is None else sectors
         self._accesses.add(
             (*place, first, last, active, masked, outside, int(unique.size), sectors)
         )

@@ -149,7 +149,7 @@ def refused(call):
 def main():
     wide = RNG.standard_normal((8, 64)).astype(np.float32)
     simulator = sys.modules[type(column_sums).__module__]
-    plain = simulator.BlockThread.syncthreads
+    plain, interval = simulator.BlockThread.syncthreads, sys.getswitchinterval()
     found = {
         "forward 32 causal": forward(32, True),
         "forward 28": forward(28, False),
@@ -175,7 +175,10 @@ def main():
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(FOLDER / "forward.py"), run_name="__main__")
     found["example"] = printed.getvalue()
-    found["restored"] = simulator.BlockThread.syncthreads is plain
+    found["restored"] = [
+        simulator.BlockThread.syncthreads is plain,
+        sys.getswitchinterval() == interval,
+    ]
     print(json.dumps(found))
 
 

@@ -6,6 +6,7 @@ import enum
 import functools
 import importlib.util
 import inspect
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -19,7 +20,10 @@ from jax import lax  # noqa: E402
 from jax.experimental import pallas as pl  # noqa: E402
 from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 from jax.experimental.pallas import triton as plgpu  # noqa: E402
-from jax.experimental.pallas.ops.gpu import attention as jax_attention  # noqa: E402
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # JAX 0.11 recommends another package
+    from jax.experimental.pallas.ops.gpu import attention as jax_attention
 
 import flashsim  # noqa: E402
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError  # noqa: E402
