@@ -97,7 +97,7 @@ TRITON := 3.6.0 3.9.0
 test-triton: $(TRITON:%=triton-%)
 
 triton-%: $(VENV)-triton-%/.installed
-	OMP_NUM_THREADS=1 $(VENV)-triton-$*/bin/python -m pytest -n $(JOBS) tests/triton \
+	OMP_NUM_THREADS=1 $(VENV)-triton-$*/bin/python -m pytest -n $(JOBS) tests/own_kernels \
 	  'tests/api/test_docs.py::test_blocks_run[docs/guides/triton.md]'
 
 $(VENV)-triton-%/.installed: setup.cfg pyproject.toml

@@ -127,7 +127,9 @@ def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None
     if reference is not None:
         return _by_reader(g, values, reference)
     inputs = _inputs(g, arrays)
-    p, wanted, allowed = g.problem, {}, {}
+    p = g.problem
+    wanted: dict[str, np.ndarray] = {}
+    allowed: dict[str, float] = {}
     direction = _FORWARD if {"O", "L"} & set(stored) else ()
     if direction and {"Q", "K", "V"} <= inputs.keys():
         wanted, allowed = _forward(p, inputs)
@@ -142,15 +144,15 @@ def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None
             "dK or dV from Q, K, V and dO. Give names={parameter: name}, or a reference: "
             "check(lambda inputs: {'y': ...})"
         )
-    outputs, wrong = [], {}
+    outputs: list[Output] = []
+    wrong: dict[str, np.ndarray] = {}
     for name, want in wanted.items():
-        got = arrays[name]
-        if got.shape != want.shape:
+        if arrays[name].shape != want.shape:
             raise TraceError(
-                f"{name} is {got.shape} (heads, rows, columns), and the problem says {want.shape}; "
-                "give problem=flashsim.Problem(...)"
+                f"{name} is {arrays[name].shape} (heads, rows, columns), and the problem says "
+                f"{want.shape}; give problem=flashsim.Problem(...)"
             )
-        outputs.append(_output(name, got, want, allowed[name], wrong))
+        outputs.append(_output(name, arrays[name], want, allowed[name], wrong))
     verdict = Verdict(tuple(outputs))
     if not wrong:
         return verdict
@@ -174,16 +176,12 @@ def _four(p: Problem, x: np.ndarray) -> np.ndarray:
     return x.reshape(p.batch, -1, *x.shape[1:])
 
 
-def _dtype(p: Problem) -> str:
-    return p.dtype
-
-
 def _forward(
     p: Problem, x: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     q, k, v = (_four(p, x[name]) for name in "QKV")
     out, lse = oracle.attention(q, k, v, p)
-    plain, plain_lse = oracle.attention(q, k, v, p, dtype=_dtype(p))
+    plain, plain_lse = oracle.attention(q, k, v, p, dtype=p.dtype)
     wanted = {"O": out.reshape(-1, *out.shape[2:]), "L": lse.reshape(-1, lse.shape[2])}
     allowed = {
         "O": _allowed(p, plain - out, out),
@@ -195,9 +193,9 @@ def _forward(
 def _backward(
     p: Problem, x: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    args = [_four(p, x[name]) for name in ("Q", "K", "V", "dO")]
-    exact = oracle.gradients(*args, p)
-    plain = oracle.gradients(*args, p, dtype=_dtype(p))
+    q, k, v, do = (_four(p, x[name]) for name in ("Q", "K", "V", "dO"))
+    exact = oracle.gradients(q, k, v, do, p)
+    plain = oracle.gradients(q, k, v, do, p, dtype=p.dtype)
     wanted, allowed = {}, {}
     for name, key in (("dQ", "dq"), ("dK", "dk"), ("dV", "dv")):
         wanted[name] = exact[key].reshape(-1, *exact[key].shape[2:])

@@ -7,6 +7,7 @@ the tile sizes and, unless the reader says it, the attention problem.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -240,7 +241,7 @@ class Geometry:
                 kv_heads=kv_heads // batch,
                 dtype=dtype,
                 causal=bool(causal),
-                scale=float(scale) if isinstance(scale, (int, float)) else None,  # type: ignore[arg-type]
+                scale=_scale(scale, width),  # type: ignore[arg-type]
             )
         except FlashSimError as error:
             raise OptionError(
@@ -281,6 +282,13 @@ class Geometry:
         q = max((q for q, _ in found), default=0) or self.problem.n_q
         k = max((k for _, k in found), default=0) or self.problem.n_kv
         return [(mine_q or q, mine_k or k) for mine_q, mine_k in found]
+
+
+def _scale(given: object, width: int) -> float | None:
+    """Return a kernel's scale; None for the usual one, also if it was rounded another way."""
+    if not isinstance(given, (int, float)) or math.isclose(given, width**-0.5, rel_tol=1e-6):
+        return None
+    return float(given)
 
 
 def _varies(program: np.ndarray, value: np.ndarray) -> bool:

@@ -46,7 +46,7 @@ class Way:
         Which key head a query head uses.
     axis : int
         The axis of the softmax: -1, keys, is right.
-    lse : {"e", "2", "m", "l", "no m"}
+    lse : {"e", "2", "m", "l", "no m", "log2"}
         The LSE that is stored: of base e is right.
     rows : int
         Rows per program whose loop ends at the diagonal, so that no later key is seen; 0: no end.
@@ -149,9 +149,8 @@ def _one(
         "m": m,
         "l": l,
         "no m": np.log(safe),
+        "log2": m + np.log2(safe),
     }[way.lse]
-    if way.exp2 and way.lse == "e":
-        lse = m + np.log2(safe)
     return out, lse
 
 
@@ -251,19 +250,19 @@ def _forward_mistakes(p: Problem, block_q: int, block_k: int) -> Iterator[tuple[
     yield "O is not divided by l at the end", replace(way, divide="never")
     yield "O is divided by l in every iteration, not once at the end", replace(way, divide="each")
     yield "the scores are not multiplied by the scale", replace(way, factor=1 / p.scale)
-    yield "the scores are multiplied by the scale twice", replace(way, factor=p.scale)
     yield (
-        "the scores are multiplied by 1 / d, not by 1 / sqrt(d)",
-        replace(way, factor=1 / root**2 / p.scale),
+        "the scores are multiplied by the scale twice (1 / d for 1 / sqrt(d))",
+        replace(way, factor=p.scale),
     )
     yield (
         "the scores are multiplied by sqrt(d), not divided by it",
         replace(way, factor=root / p.scale),
     )
-    yield (
-        "exp2 is taken of scores that were not multiplied by log2(e)",
-        replace(way, exp2=True),
-    )
+    for lse in ("e", "log2"):
+        yield (
+            "exp2 is taken of scores that were not multiplied by log2(e)",
+            replace(way, exp2=True, lse=lse),
+        )
     yield (
         "exp is taken of scores that were multiplied by log2(e) for exp2",
         replace(way, factor=float(np.log2(np.e))),

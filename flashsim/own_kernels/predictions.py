@@ -99,8 +99,8 @@ def _stream(
         begins[n], side[n] = time, sides[slot]
         heapq.heappush(free, (time + length, slot))
     which = np.repeat(np.arange(len(starts)), lengths)
-    time = begins[which] + np.arange(len(mine)) - starts[which]
-    order = np.lexsort((which, time))
+    when = begins[which] + np.arange(len(mine)) - starts[which]
+    order = np.lexsort((which, when))
     mine, which = mine[order], which[order]
     low, count = _spans(traced, mine, pieces)
     total = int(count.sum())

@@ -232,7 +232,7 @@ class Recorder:
         self._held_most = 0
         self._units: dict[int, int] = {}  # bytes per entry of the three below, by buffer
         self._extent: dict[int, int] = {}  # bytes that the tensors of a buffer reach
-        self._writer: dict[int, np.ndarray] = {}  # of this launch: program + 1, < 0 if atomic
+        self._writer: dict[int, np.ndarray] = {}  # of this launch: program + 1, < 0: atomic
         self._reader: dict[int, np.ndarray] = {}  # program + 1, or _SEVERAL
         self._stored: dict[int, np.ndarray] = {}
 
@@ -440,6 +440,13 @@ class Recorder:
     @staticmethod
     def _corners(its: KernelTensor, unique: np.ndarray) -> tuple[int, int]:
         """Return the numbers of the elements at both corners of the box around the offsets."""
+        if its.contiguous and _is_run(unique):
+            first, last = int(unique[0]), int(unique[-1])
+            width = its.shape[-1] if its.shape else 1
+            matrix = width * (its.shape[-2] if len(its.shape) > 1 else 1)
+            whole_rows = first % width == 0 and (last + 1) % width == 0
+            if whole_rows and first // matrix == last // matrix and last < its.size:
+                return first, last
         index, exists = its.coordinates(unique)
         if not exists.all():
             raise TraceError(f"an access to {its.name} has offsets that are no elements of it")
@@ -450,6 +457,13 @@ class Recorder:
 
     def _places(self, its: KernelTensor, offsets: np.ndarray) -> np.ndarray:
         return (its.start + offsets * its.itemsize) // self._units[its.buffer]
+
+    def _run(self, its: KernelTensor, unique: np.ndarray) -> slice | np.ndarray:
+        """Return `_places`, as a slice where the elements lie side by side."""
+        if _is_run(unique) and its.itemsize == self._units[its.buffer]:
+            first = its.start // its.itemsize + int(unique[0])
+            return slice(first, first + len(unique))
+        return self._places(its, unique)
 
     def _board(self, boards: dict[int, np.ndarray], buffer: int, dtype: Any) -> np.ndarray:
         size = -(-self._extent[buffer] // self._units[buffer])
@@ -463,7 +477,7 @@ class Recorder:
 
     def _watch(self, op: int, its: KernelTensor, unique: np.ndarray, line: int) -> None:
         """Remember who touched these elements, and note a clash with another program."""
-        places, me = self._places(its, unique), self._program + 1
+        places, me = self._run(its, unique), self._program + 1
         writer = self._writer.get(its.buffer)
         if op == LOAD:
             if writer is not None:
@@ -472,7 +486,10 @@ class Recorder:
                 self._clash("read of another's store", its, unique, before, me, line)
             reader = self._board(self._reader, its.buffer, np.int32)
             before = reader[places]
-            reader[places] = np.where((before == 0) | (before == me), me, _SEVERAL)
+            if not before.any():
+                reader[places] = me
+            elif (before != me).any():
+                reader[places] = np.where((before == 0) | (before == me), me, _SEVERAL)
             return
         writer = self._board(self._writer, its.buffer, np.int32)
         before = writer[places]
@@ -483,7 +500,8 @@ class Recorder:
         if its.buffer in self._reader:
             reader = self._board(self._reader, its.buffer, np.int32)
             self._clash("read of another's store", its, unique, reader[places], me, line)
-        writer[places] = -me if op == ATOMIC else me
+        several = (before < 0) & (before != -me)
+        writer[places] = np.where(several, -_SEVERAL, -me) if op == ATOMIC else me
         self._board(self._stored, its.buffer, bool)[places] = True
 
     def _clash(
@@ -513,6 +531,11 @@ class Recorder:
 _SEVERAL = np.iinfo(np.int32).max
 
 
+def _is_run(unique: np.ndarray) -> bool:
+    """Return whether rising offsets lie side by side."""
+    return int(unique[-1]) - int(unique[0]) + 1 == len(unique)
+
+
 def _distinct(offsets: np.ndarray) -> np.ndarray:
     """Return the different offsets, rising. A tile of whole rows is in order already."""
     flat = offsets.ravel()
@@ -525,6 +548,9 @@ def _distinct(offsets: np.ndarray) -> np.ndarray:
 def _sectors(its: KernelTensor, unique: np.ndarray) -> int:
     """Return how many 32-byte sectors hold the elements; the allocation starts at a sector."""
     at = its.start + unique * its.itemsize  # rising: so are the sectors
+    if _is_run(unique):
+        end = int(at[-1]) + its.itemsize - 1
+        return end // SECTOR - int(at[0]) // SECTOR + 1
     first = at // SECTOR
     count = 1 + int(np.count_nonzero(np.diff(first)))
     if (its.start % its.itemsize) and its.itemsize > 1:  # an element may lie across two sectors

@@ -101,7 +101,7 @@ class Arguments:
             return type(given)(*parts) if hasattr(given, "_fields") else tuple(parts)
         base = getattr(given, "base", None)
         if hasattr(given, "block_shape") and hasattr(given, "padding"):  # a TensorDescriptor
-            return _Descriptor(given, self.take(name, base, taken, visible))
+            return Descriptor(given, self.take(name, base, taken, visible))
         if type(given).__name__ == "TensorWrapper":  # triton.reinterpret: another element type
             inner = _array(name, base)
             return self._point(name, base, inner, _dtype_name(name, given.dtype), taken)
@@ -151,7 +151,7 @@ class Arguments:
 
 
 @dataclass(frozen=True)
-class _Descriptor:
+class Descriptor:
     """A host-side tensor descriptor whose base is a `Pointer`."""
 
     given: Any
@@ -242,7 +242,12 @@ def _of_torch(name: str, tensor: Any) -> _Layout:
 
 def values(pointer: Pointer, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
     """Return a tensor's numbers as a NumPy array that shares its memory."""
-    raw = (ctypes.c_uint8 * max(pointer.size, 1)).from_address(pointer.memory)
     dtype = exact_dtype(pointer.dtype)
     steps = tuple(step * dtype.itemsize for step in strides)
-    return np.ndarray(shape, dtype, raw, pointer.start, steps)
+    return np.ndarray(shape, dtype, allocation(pointer), pointer.start, steps)
+
+
+def allocation(pointer: Pointer) -> np.ndarray:
+    """Return the bytes of the allocation that holds a tensor, in place."""
+    raw: Any = (ctypes.c_uint8 * max(pointer.size, 1)).from_address(pointer.memory)
+    return np.frombuffer(raw, np.uint8, pointer.size)

@@ -21,7 +21,7 @@ from flashsim.errors import (
 from flashsim.own_kernels import ATOMIC, LOAD, STORE, Recorder
 from flashsim.triton import block_pointers
 from flashsim.triton import narrow_floats as floats
-from flashsim.triton.arguments import Arguments, Pointer, _Descriptor, values
+from flashsim.triton.arguments import Arguments, Descriptor, Pointer, allocation, values
 from flashsim.triton.installed import installed
 from flashsim.triton.lines import deepest, reader_frame, tiles
 from flashsim.triton.memory import Memory, Reached, dtype_of
@@ -333,7 +333,7 @@ class Machine:
             }
             ran = Ran(number, fn, made, pointers, grid)
             if self._keep:
-                ran.before = {p.memory: _memory(p).copy() for p in pointers}
+                ran.before = {p.memory: allocation(p).copy() for p in pointers}
                 self.ran.append(ran)
             sides = grid + (1,) * (3 - len(grid))
             builder.set_grid_dim(*sides)
@@ -362,9 +362,9 @@ class Machine:
         Nothing of it is noted, and memory is as it was at the end.
         """
         at, builder = self._at, self._at.interpreter.interpreter_builder
-        now = {p.memory: _memory(p).copy() for p in ran.pointers}
+        now = {p.memory: allocation(p).copy() for p in ran.pointers}
         for p in ran.pointers:
-            _memory(p)[:] = ran.before[p.memory]
+            allocation(p)[:] = ran.before[p.memory]
         self.memory.begin(ran.pointers)
         self.memory.silent, self.memory.observer = True, look
         with self.entered():
@@ -380,7 +380,7 @@ class Machine:
                 scope.restore()
                 self.memory.silent, self.memory.observer = False, None
                 for p in ran.pointers:
-                    _memory(p)[:] = now[p.memory]
+                    allocation(p)[:] = now[p.memory]
 
     def _grid(self, executor: Any, name: str, bound: Mapping[str, Any]) -> tuple[int, ...]:
         grid = executor.grid(bound) if callable(executor.grid) else executor.grid
@@ -415,14 +415,14 @@ class Machine:
             kind = at.tl.pointer_type(value.element)
             data = np.array([value.address], np.uint64)
             return at.tl.tensor(at.interpreter.TensorHandle(data, kind), kind)
-        if isinstance(value, _Descriptor):
+        if isinstance(value, Descriptor):
             return self._descriptor(value)
         if isinstance(value, tuple):
             parts = [self._convert(one) for one in value]
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
         return at.interpreter._implicit_cvt(value)
 
-    def _descriptor(self, value: _Descriptor) -> Any:
+    def _descriptor(self, value: Descriptor) -> Any:
         at, given = self._at, value.given
         strides = [self._convert(one) for one in given.strides]
         strides[-1] = at.tl.constexpr(1)
@@ -482,13 +482,6 @@ def _run_program(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
     function(**arguments)
 
 
-def _memory(pointer: Pointer) -> np.ndarray:
-    import ctypes
-
-    raw = (ctypes.c_uint8 * max(pointer.size, 1)).from_address(pointer.memory)
-    return np.frombuffer(raw, np.uint8, pointer.size)
-
-
 def _is_constant(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str, np.generic))
 
@@ -527,7 +520,7 @@ def _load(m: Machine, plain: Any) -> Any:
             fill = np.broadcast_to(other.data, reached.addresses.shape).astype(kind)
         if reached.lost.any():  # memory of nobody: NaN, so that its use shows
             fill = fill.copy()
-            fill[reached.lost] = _junk(m, ptrs.get_element_ty(), kind)
+            fill[reached.lost] = _junk(ptrs.get_element_ty(), kind)
         found = at._interpreter.load(reached.addresses, reached.real, fill, kind)
         return m.loaded(at.TensorHandle(found, ptrs.get_element_ty()))
 
@@ -554,13 +547,12 @@ def _as_handle(m: Machine, mask: Any) -> Any:
     return mask
 
 
-def _junk(m: Machine, element: Any, kind: np.dtype) -> Any:
-    tl = m._at.tl
+def _junk(element: Any, kind: np.dtype) -> Any:
     if kind.kind == "f":
         return np.nan
     if element.is_floating() and floats.is_narrow(element):
         return floats.narrow(np.float32(np.nan).reshape(1), element)[0]
-    return tl and 0
+    return 0
 
 
 def _rmw(m: Machine, plain: Any) -> Any:

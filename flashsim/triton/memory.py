@@ -70,25 +70,33 @@ class Memory:
         if masked == active.size:
             self._note(op, -1, np.zeros(0, np.int64), masked, 0, line)
             return Reached(where, real, lost)
-        addresses = self._foreign(addresses, active, line)
-        region = (addresses - START) // REGION
-        codes = np.unique(region[active])
-        for code in codes.tolist():
+        addresses = self._foreign(addresses, active)
+        some = addresses if not masked else addresses[active]
+        low, high = (int(x - START) // REGION for x in (some.min(), some.max()))
+        region = None if low == high else (addresses - START) // REGION
+        codes = [low] if region is None else np.unique(region[active]).tolist()
+        for code in codes:
             its = self._by_code[code]
-            chosen = active if len(codes) == 1 else active & (region == code)
+            chosen: Any = active
+            if region is not None:
+                chosen = active & (region == code)
+            elif not masked:
+                chosen = ...
             moved = addresses[chosen] - its.address  # bytes from the first element
             self._one(op, its, moved, itemsize, masked if code == codes[0] else 0, line)
             at = its.start + moved
-            inside = (at >= 0) & (at + itemsize <= its.size)
             where[chosen] = (its.memory + at).astype(np.uint64)
-            if not inside.all():
+            if int(at.min()) < 0 or int(at.max()) + itemsize > its.size:
+                inside = (at >= 0) & (at + itemsize <= its.size)
                 real[chosen] = inside
                 lost[chosen] = ~inside
         return Reached(where, real, lost)
 
-    def _foreign(self, addresses: np.ndarray, active: np.ndarray, line: Line) -> np.ndarray:
+    def _foreign(self, addresses: np.ndarray, active: np.ndarray) -> np.ndarray:
         """Translate real addresses, as a table of pointers holds; refuse those of no argument."""
         first, most = START, START + len(self._recorder.tensors) * REGION
+        if int(addresses.min()) >= first and int(addresses.max()) < most:
+            return addresses
         strange = active & ((addresses < first) | (addresses >= most))
         if not strange.any():
             return addresses
@@ -118,7 +126,11 @@ class Memory:
                 f"read as elements of {itemsize} B; pass it with the element type that is read"
             )
         tensor = self._recorder.tensors[its.code]
-        offsets, rest = np.divmod(moved, its.itemsize)
+        offsets, rest = np.divmod(moved.ravel(), its.itemsize)
+        plain = tensor.contiguous and itemsize == its.itemsize and not rest.any()
+        if plain and int(offsets.min()) >= 0 and int(offsets.max()) < tensor.span:
+            self._note(op, its.code, offsets, masked, 0, line)
+            return
         if tensor.contiguous:
             exists = (offsets >= 0) & (offsets < tensor.span)
         else:
@@ -131,7 +143,7 @@ class Memory:
         if itemsize > its.itemsize:
             good = (good[:, None] + steps).ravel()
         if not exists.all():
-            others, outside = self._others(its, moved[~exists], itemsize)
+            others, outside = self._others(its, moved.ravel()[~exists], itemsize)
             for code, found in others.items():
                 self._note(op, code, found, 0, 0, line)
             self._note(op, its.code, good, masked, outside, line)

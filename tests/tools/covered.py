@@ -21,6 +21,8 @@ OMIT = (
     *(f"backends/cupy_gpu/{name}.py" for name in ("launching", "merge", "quantize", "units")),
     # `make test-torch`.
     *("flashsim/torch/*", "flashsim/jax/*", "flashsim/cli/watch.py"),
+    # `make test-triton`.
+    *("flashsim/triton/*", "flashsim/cli/kernels.py"),
 )
 #: Only kernels on the emulator come here: where it cannot be built, these files are no part of it.
 EMULATED = (

@@ -1,0 +1,559 @@
+"""Records of readers' kernels: totals, traces, comparison, warnings, verdicts. Needs no Triton."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hand_written import attention
+
+import flashsim
+from flashsim import Problem, Tiling, oracle, viz
+from flashsim.errors import OptionError, ShapeError, TraceError, UnsupportedError
+from flashsim.own_kernels import ATOMIC, LOAD, STORE, KernelTrace, Recorder
+from flashsim.own_kernels.answer import LINES, answer
+from flashsim.own_kernels.check import matrices
+from flashsim.own_kernels.mistakes import Back, Way, backward, forward
+from flashsim.own_kernels.names import identifier, labels, paper_name
+from flashsim.own_kernels.steps import Follower
+
+
+def one_tensor(shape=(64, 32), programs=2, **layout):
+    r = Recorder("hand")
+    strides = layout.pop("strides", None) or [
+        int(np.prod(shape[n + 1 :])) for n in range(len(shape))
+    ]
+    code = r.tensor("x", shape, strides, "float32", 4, **layout)
+    r.launch("kernel", (programs,))
+    return r, code
+
+
+# -- totals and traces --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("n", "block_q", "block_k"), [(256, 64, 32), (250, 64, 32), (96, 16, 48)])
+def test_bytes_are_those_of_the_closed_form(n, block_q, block_k, causal):
+    traced = attention(n, 64, block_q, block_k, causal=causal)
+
+    counted = flashsim.count(
+        Problem(n, head_dim=64, heads=2, causal=causal), tiling=Tiling(block_q, block_k)
+    )
+    assert traced.problem == counted.problem
+    assert traced.tiling == counted.tiling
+    assert {k[1:]: v for k, v in traced.trace.transfers.items()} == {
+        k[1:]: v for k, v in counted.transfers.items()
+    }
+    assert traced.bytes() == counted.bytes() == traced.trace.bytes()
+    assert traced.compulsory() == counted.compulsory() == traced.trace.compulsory()
+    assert all(row.nbytes == row.expected and not row.why for row in traced.byte_rows)
+    assert traced.bytes("load", "K") == counted.bytes("load", "K")
+
+
+def test_visits_are_in_the_order_of_the_loop():
+    traced = attention(128, block_q=64, block_k=32, heads=1)
+
+    events = traced.trace.stages[0].events
+    visited = events[(events["op"] == 5) & (events["visit"] >= 0)]
+    assert [(int(e["i"]), int(e["j"])) for e in visited] == [
+        *((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)),
+    ]
+    # K and V of a visit belong to it; Q, O and L to the step.
+    assert set(events["tensor"][(events["op"] == LOAD) & (events["visit"] >= 0)]) == {2, 3}
+    assert traced.trace.flops("matmul") == 6 * 4 * 64 * 32 * 64
+
+
+def test_one_head_stands_for_all_that_do_the_same():
+    assert attention(heads=4).trace.stages[0].repeat == 4
+
+
+def test_heads_that_differ_are_spelled_out():
+    r, code = one_tensor((2, 64, 32), strides=(2048, 32, 1), programs=2)
+    for head in range(2):
+        r.program((head,))
+        for first in range(0, 64 >> head, 16):
+            r.block(LOAD, code, (head, slice(first, first + 16)))
+
+    traced = KernelTrace(r.done(), problem=Problem(64, head_dim=32, heads=2))
+
+    assert traced.trace.stages[0].repeat == 1
+    assert traced.trace.bytes() == traced.bytes() == (64 + 32) * 32 * 4
+
+
+def test_a_group_of_query_heads_shares_keys():
+    traced = attention(heads=4, group=2)
+
+    counted = flashsim.count(
+        Problem(256, head_dim=64, heads=4, kv_heads=2, causal=True), tiling=Tiling(64, 32)
+    )
+    assert traced.bytes("load", "K") == counted.bytes("load", "K")
+    assert traced.trace.stages[0].repeat == 4
+
+
+def test_a_trace_is_saved_and_loaded(tmp_path):
+    traced = attention()
+    traced.trace.save(tmp_path / "mine.npz")
+
+    again = flashsim.Trace.load(tmp_path / "mine.npz")
+
+    assert again.transfers == traced.trace.transfers
+    assert again.same_events(traced.trace)
+
+
+def test_pictures_take_it(tmp_path):
+    traced = attention(128)
+    page = tmp_path / "mine.html"
+
+    viz.page(traced).save(page)
+    axes = viz.traffic([traced, attention(128, twice=True)])
+
+    assert "forward" in page.read_text(encoding="utf-8")
+    assert axes is not None
+    assert viz.tile_map(traced) is not None
+
+
+def test_rows_of_queries_and_keys_are_told_apart_without_names():
+    """Tensors a, b, c: one tile per program is the outer side, several are the inner side."""
+    r = Recorder("hand")
+    a, b, c = (r.tensor(x, (64, 16), (16, 1), "float16", 2) for x in "abc")
+    r.launch("mine", (4,))
+    for i in range(4):
+        r.program((i,))
+        r.block(LOAD, a, (slice(16 * i, 16 * i + 16),))
+        for j in range(2):
+            r.block(LOAD, b, (slice(32 * j, 32 * j + 32),))
+        r.block(STORE, c, (slice(16 * i, 16 * i + 16),))
+
+    traced = KernelTrace(r.done())
+
+    assert traced.trace.axes["a"] == traced.trace.axes["c"] == 0
+    assert traced.trace.axes["b"] == 1
+    assert traced.tiling == Tiling(16, 32)
+    assert traced.expected is None
+    assert traced.compulsory() == 3 * 64 * 16 * 2
+
+
+def test_strided_tensors_and_views_of_one_buffer():
+    """Two views, one after the other in each row of a buffer: a packed KV."""
+    r = Recorder("hand")
+    k = r.tensor("k", (8, 4), (8, 1), "float32", 4, buffer=7)
+    v = r.tensor("v", (8, 4), (8, 1), "float32", 4, buffer=7, start=16)
+    r.launch("mine", (1,))
+    r.program((0,))
+    r.block(LOAD, k, (slice(0, 4),))
+    r.block(STORE, v, (slice(0, 4),))
+    r.block(STORE, v, (slice(4, 8),))
+
+    record = r.done()
+
+    assert record.accesses["distinct"].tolist() == [16, 16, 16]
+    assert record.accesses["sectors"].tolist() == [4, 4, 4]  # each row has half a sector of each
+    assert list(record.stored) == [v]
+    assert record.stored[v].all()
+    assert not record.clashes
+
+
+def test_one_tensor_under_two_parameters_keeps_both_names():
+    r = Recorder("hand")
+    first = r.tensor("q", (8, 4), (4, 1), "float32", 4, buffer=7)
+    second = r.tensor("k", (8, 4), (4, 1), "float32", 4, buffer=7, unlike=[first])
+    again = r.tensor("query", (8, 4), (4, 1), "float32", 4, buffer=7)
+
+    assert first != second
+    assert again == first
+
+
+def test_a_million_accesses_take_less_than_200_mb():
+    from flashsim.own_kernels.recorder import ACCESS, WORK
+
+    assert 1_000_000 * (2 * ACCESS.itemsize + 2 * WORK.itemsize) < 200e6
+
+
+def test_names():
+    assert paper_name("k_ptr") == paper_name("K_desc_ptr") == "K"
+    assert paper_name("Out") == "O"
+    assert paper_name("weights") is None
+    assert labels(["q", "a_ptr", "b"], {"a_ptr": "K"}) == ["Q", "K", "b"]
+    assert labels(["out", "o"]) == ["O", "o"]
+    with pytest.raises(OptionError, match="no tensor 'c'"):
+        labels(["q"], {"c": "K"})
+    assert identifier("a-b", ["a_b"]) == "a_b_2"
+
+
+# -- against what is needed ---------------------------------------------------------------------
+
+
+def test_a_tile_that_is_loaded_twice_is_named_with_its_line():
+    row = next(r for r in attention(twice=True).byte_rows if r.tensor == "K")
+
+    assert row.nbytes == 2 * row.expected
+    assert "each K tile is loaded twice by every program, line 21 (first in line 20)" in row.why
+    assert sum(reason.nbytes for reason in row.reasons) == row.more
+
+
+def test_masked_tiles_are_named_with_their_line():
+    traced = attention(skip=False)
+
+    for tensor, line in (("K", 20), ("V", 25)):
+        row = next(r for r in traced.byte_rows if r.tensor == tensor)
+        assert row.more == sum(reason.nbytes for reason in row.reasons) > 0
+        assert f"tiles of {tensor} that the mask empties are loaded" in row.why
+        assert f"line {line}" in row.why
+
+
+def test_tables():
+    traced = attention(twice=True)
+
+    assert [row[0] for row in traced.by_line().rows] == [10, 20, 21, 25, 30, 31]
+    assert "each K tile" in str(traced.compared())
+    assert "forward" in str(traced)
+    assert "accesses" in repr(traced)
+
+
+def test_predictions_replay_the_kernel_s_own_accesses():
+    traced = attention(heads=1, causal=False)
+
+    dram = traced.dram()
+    roof = traced.roofline("A100")
+
+    # Everything fits in L2: each tensor comes once.
+    assert dram.bytes("read") == 3 * 256 * 64 * 4
+    assert dram.bytes("pending") == 256 * 64 * 4 + 256 * 4
+    assert roof["requested"].bytes == traced.bytes()
+    assert roof["requested"].flops == 4 * 256 * 256 * 64
+    small = replace(flashsim.Device.get("H100"), l2_bytes=16384)
+    assert dram.bytes("read") < traced.dram(small).bytes("read") <= traced.bytes("load")
+
+
+def test_launches_apart():
+    r = Recorder("hand")
+    x, y = (r.tensor(name, (64, 16), (16, 1), "float32", 4) for name in "xy")
+    for number, kernel in enumerate(("first", "second")):
+        r.launch(kernel, (1,))
+        r.program((0,))
+        r.block(LOAD, x, (slice(0, 32 * (number + 1)),))
+        r.work("matmul", 100 * (number + 1))
+        r.block(STORE, y, (slice(0, 64),))
+
+    traced = KernelTrace(r.done())
+    second = traced.only("second")
+
+    assert second.bytes("load") == 64 * 16 * 4
+    assert second.trace.flops() == 200
+    assert traced.trace.flops() == 300
+    with pytest.raises(OptionError, match="no launch of 'third'"):
+        traced.only("third")
+
+
+# -- warnings -----------------------------------------------------------------------------------
+
+
+def kinds(traced):
+    return {one.kind: one for one in traced.findings}
+
+
+def test_a_clean_kernel_has_no_warnings():
+    assert attention().findings == []
+
+
+def test_two_programs_that_store_one_element():
+    r, code = one_tensor()
+    for i in range(2):
+        r.program((i,))
+        r.block(STORE, code, (slice(20 * i, 20 * i + 32),), line=("mine.py", 5 + i))
+
+    found = kinds(KernelTrace(r.done()))
+
+    assert "line 6: programs (0,) and (1,) both store x[20, 0]" in found["two stores"].text
+    assert "never stored" in found  # rows 52 to 63
+
+
+def test_atomic_additions_by_two_programs_are_no_clash_but_a_store_is():
+    r, code = one_tensor()
+    for i in range(2):
+        r.program((i,))
+        r.block(ATOMIC, code, (slice(0, 64),))
+    assert not r.done().clashes
+
+    r.program((1,))
+    r.block(STORE, code, (slice(0, 1),))
+    assert [one.kind for one in r.done().clashes] == ["two stores"]
+
+
+@pytest.mark.parametrize("order", [(LOAD, STORE), (STORE, LOAD)])
+def test_a_read_of_what_another_program_stores(order):
+    r, code = one_tensor()
+    for i, op in enumerate(order):
+        r.program((i,))
+        r.block(op, code, (slice(0, 64),), line=("mine.py", 9))
+
+    found = kinds(KernelTrace(r.done()))
+
+    assert "line 9: in one launch, program (1,) and program (0,) read and store x" in (
+        found["race"].text
+    )
+
+
+def test_launches_are_ordered_so_there_is_no_race_between_them():
+    r, code = one_tensor()
+    r.program((0,))
+    r.block(STORE, code, (slice(0, 64),))
+    r.launch("second", (1,))
+    r.program((0,))
+    r.block(LOAD, code, (slice(0, 64),))
+
+    assert not r.done().clashes
+
+
+def test_lanes_outside_and_never_stored():
+    r, code = one_tensor()
+    r.program((0,))
+    r.block(STORE, code, (slice(0, 32),), line=("mine.py", 3))
+    r.access(LOAD, code, np.arange(16), masked=4, outside=12, line=("mine.py", 4))
+
+    found = kinds(KernelTrace(r.done()))
+
+    assert "line 4: load outside of x (64, 32): 12 of 32 lanes in program (0,)" in (
+        found["outside"].text
+    )
+    assert "1,024 of 2,048 elements are never stored, the first is x[32, 0]" in (
+        found["never stored"].text
+    )
+
+
+def test_pointers_across_rows_waste_sectors():
+    r, code = one_tensor((64, 64))
+    r.program((0,))
+    r.access(LOAD, code, np.arange(64) * 64, line=("mine.py", 8))
+
+    found = kinds(KernelTrace(r.done()))
+
+    assert "line 8: load of x touches 64 sectors of 32 B for 256 B (12% used)" in (
+        found["uncoalesced"].text
+    )
+
+
+def test_masked_lanes_and_accesses_without_any():
+    r, code = one_tensor()
+    r.program((0,))
+    r.access(LOAD, code, np.arange(10), masked=54, line=("mine.py", 8))
+    r.access(STORE, -1, np.zeros(0, np.int64), masked=64, line=("mine.py", 9))
+
+    texts = [one.text for one in KernelTrace(r.done()).findings]
+
+    assert any("line 8: 54 of 64 lanes of the load of x are masked off (84%)" in x for x in texts)
+    assert any("line 9: 1 stores with every lane masked off" in x for x in texts)
+
+
+def test_a_load_that_runs_into_the_next_head():
+    r, code = one_tensor((2, 50, 8), strides=(400, 8, 1))
+    r.program((0,))
+    for first in (0, 32):
+        r.access(LOAD, code, np.arange(first * 8, (first + 32) * 8), line=("mine.py", 8))
+
+    found = kinds(KernelTrace(r.done()))
+
+    assert "line 8: load of x runs past the last row of its head" in found["next head"].text
+
+
+# -- right or wrong -----------------------------------------------------------------------------
+
+
+def test_right_results_are_right():
+    verdict = attention().check()
+
+    assert verdict.right
+    assert [one.tensor for one in verdict.outputs] == ["O", "L"]
+    assert "O right" in str(verdict)
+
+
+PROBLEM = Problem(50, n_kv=70, head_dim=16, heads=2, causal=True)
+
+
+def inputs(p, rng):
+    shapes = {"Q": (p.heads, p.n_q, p.head_dim), "K": (p.kv_heads, p.n_kv, p.head_dim)}
+    shapes |= {"V": shapes["K"], "dO": shapes["Q"]}
+    return {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+
+
+def test_the_computation_without_a_mistake_is_the_oracle_s():
+    p = PROBLEM
+    x = inputs(p, np.random.default_rng(0))
+    four = {name: array[None] for name, array in x.items()}
+
+    made = forward(p, x, Way(), 32)
+    back = backward(p, x, Back(), 32)
+
+    out, lse = oracle.attention(four["Q"], four["K"], four["V"], p)
+    exact = oracle.gradients(four["Q"], four["K"], four["V"], four["dO"], p)
+    np.testing.assert_allclose(made["O"], out[0], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(made["L"], lse[0], rtol=1e-12)
+    for name in ("dQ", "dK", "dV"):
+        np.testing.assert_allclose(back[name], exact[name.lower()][0], rtol=1e-11, atol=1e-12)
+
+
+def test_each_known_mistake_is_guessed_and_no_other():
+    """A plain attention that shares no code has each mistake seeded."""
+    traced = attention(n=80, d=16, block_q=32, block_k=32)
+    p, q, k, v = traced.problem, *(x.astype(np.float64) for x in traced.values[:3])
+    keep = np.tril(np.ones((80, 80), bool))
+
+    def plain(scale=p.scale, keep=keep):
+        s = np.where(keep, np.einsum("hqd,hkd->hqk", q, k) * scale, -np.inf)
+        m = s.max(axis=-1, initial=-np.inf, keepdims=True)
+        e = np.exp(s - m)
+        l = e.sum(axis=-1, keepdims=True)
+        return e / l @ v, (m + np.log(l))[..., 0], e @ v, m[..., 0]
+
+    out, lse, undivided, m = plain()
+    seen = np.arange(80) < ((np.arange(80) // 32 + 1) * 32)[:, None]  # the loop ends there
+    later = keep | (np.eye(80, k=1) > 0)
+    cases = {
+        "the LSE is in base 2": (out, lse * np.log2(np.e)),
+        "the LSE is m alone": (out, m),
+        "O is not divided by l": (undivided, lse),
+        "not multiplied by the scale": plain(1.0)[:2],
+        "by the scale twice": plain(1 / 16)[:2],
+        "there is no causal mask": plain(keep=seen)[:2],
+        "a query sees the next key": plain(keep=later & seen)[:2],
+    }
+    for text, (o, l) in cases.items():
+        values = [*traced.values[:3], o.astype(np.float32), l.astype(np.float32)]
+        verdict = KernelTrace(traced.record, values=values).check()
+        assert not verdict.right
+        assert text in verdict.mistake, (text, verdict.mistake)
+        assert f"if {verdict.mistake}" in str(verdict)
+
+
+def test_the_first_wrong_element_has_its_program_and_line():
+    traced = attention()
+    values = [x.copy() for x in traced.values]
+    values[3][1, 130, 5] += 1
+
+    verdict = KernelTrace(traced.record, values=values).check()
+
+    assert (verdict.tensor, verdict.head, verdict.row, verdict.column) == ("O", 1, 130, 5)
+    assert (verdict.program, verdict.line) == ((2, 1), 30)
+    assert verdict.mistake == ""
+    assert "no known mistake" in str(verdict)
+
+
+def test_a_reader_s_own_reference():
+    r, code = one_tensor((4, 8))
+    other = r.tensor("y", (4, 8), (8, 1), "float32", 4)
+    r.program((0,))
+    r.block(LOAD, code, (slice(0, 4),))
+    r.block(STORE, other, (slice(0, 4),))
+    x = np.arange(32, dtype=np.float32).reshape(4, 8)
+    traced = KernelTrace(r.done(), values=[x, 2 * x])
+
+    assert traced.check(lambda given: 2 * given["x"]).right
+    wrong = traced.check(lambda given: {"y": 2 * given["x"] + (given["x"] == 9)})
+    assert (wrong.tensor, wrong.row, wrong.column, wrong.program) == ("y", 1, 1, (0,))
+    with pytest.raises(TraceError, match="the reference returns 'z'"):
+        traced.check(lambda given: {"z": x})
+    with pytest.raises(TraceError, match="and the reference's is"):
+        traced.check(lambda given: x[:2])
+    with pytest.raises(TraceError, match="nothing that was stored"):
+        traced.check()
+
+
+def test_values_in_any_layout_become_heads_rows_columns():
+    """(batch, rows, heads, columns), as flash-attn lays tensors out."""
+    r = Recorder("hand")
+    x = np.arange(2 * 8 * 3 * 4, dtype=np.float32).reshape(2, 8, 3, 4)
+    code = r.tensor("q", x.shape, [s // 4 for s in x.strides], "float32", 4)
+    r.launch("mine", (2, 3))
+    for b in range(2):
+        for h in range(3):
+            r.program((b, h))
+            r.block(LOAD, code, (b, slice(0, 8), h))
+
+    traced = KernelTrace(r.done())
+
+    np.testing.assert_array_equal(
+        matrices(traced.geometry, code, x), x.transpose(0, 2, 1, 3).reshape(6, 8, 4)
+    )
+    assert traced.problem.heads * traced.problem.batch == 6
+
+
+def test_a_program_is_followed_tile_by_tile():
+    rng = np.random.default_rng(0)
+    scores, v = rng.standard_normal((4, 12)), rng.standard_normal((12, 3))
+    follower = Follower(scores, v, 8, 1e-6)
+
+    def state(n, rescale=True):
+        m, l, acc = np.full(4, -np.inf), np.zeros(4), np.zeros((4, 3))
+        for first in range(0, n, 4):
+            s = scores[:, first : first + 4]
+            new = np.maximum(m, s.max(1))
+            e, alpha = np.exp(s - new[:, None]), np.exp(m - new)
+            l = alpha * l + e.sum(1)
+            acc = (alpha[:, None] if rescale else 1) * acc + e @ v[first : first + 4]
+            m = new
+        return {"highest": m, "total": l, "sum": acc}
+
+    for first in (0, 4, 8):
+        follower.tile(first, first + 4, state(first, rescale=False))
+    assert "step 2, keys 4 to 7: sum wrong from row" in follower.found
+    assert "highest and total still right" in follower.found
+
+    good = Follower(scores, v, 8, 1e-6)
+    for first in (0, 0, 4, 8):  # a tile that is loaded twice is no step of its own
+        good.tile(first, first + 4, state(first))
+    good.end(state(12))
+    assert good.found == ""
+
+
+# -- the answer, and what is refused ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", [{}, {"twice": True}, {"skip": False, "n": 1000}])
+def test_the_answer_fits_a_terminal(made):
+    traced = attention(**made)
+    traced.check()
+
+    lines = answer(traced, ["out/mine.html: the page"]).splitlines()
+
+    assert len(lines) <= LINES == 32
+    assert max(map(len, lines)) <= 100
+    for word in ("results", "bytes", "bounds", "stored", "races", "sectors", "on chip", "time"):
+        assert any(line.startswith(word) for line in lines), word
+    assert any("out/mine.html" in line for line in lines)
+
+
+def test_an_answer_that_is_too_long_says_what_it_leaves_out():
+    traced = attention(twice=True)
+
+    text = answer(traced, most=14)
+
+    assert len(text.splitlines()) <= 14
+    assert "lines more: --all" in text
+
+
+def test_what_is_refused():
+    with pytest.raises(ShapeError, match="strides"):
+        one_tensor((4, 4), strides=(4, -1))
+    with pytest.raises(ShapeError, match="2 axes and 1 strides"):
+        one_tensor((4, 4), strides=(4,))
+    with pytest.raises(TraceError, match="no kernel was launched"):
+        KernelTrace(Recorder("hand").done())
+    r, _ = one_tensor()
+    with pytest.raises(TraceError, match="loaded and stored nothing"):
+        KernelTrace(r.done())
+    traced = attention()
+    for call, text in (
+        (lambda: traced.bytes("fetch"), "no operation 'fetch'"),
+        (lambda: traced.bytes("load", "X"), "no tensor 'X'"),
+        (lambda: traced.record.tensor("X"), "no tensor 'X'"),
+    ):
+        with pytest.raises(OptionError, match=text):
+            call()
+    with pytest.raises(TraceError, match="values of the tensors were not kept"):
+        KernelTrace(traced.record).check()
+    r, code = one_tensor()
+    for n in range(65):
+        r.launch(f"kernel{n}", (1,))
+        r.program((0,))
+        r.block(LOAD, code, (slice(0, 8),))
+    with pytest.raises(UnsupportedError, match="at most 64 launches"):
+        KernelTrace(r.done()).trace  # noqa: B018
