@@ -23,10 +23,15 @@ Kind = tuple[str, tuple[int, ...]]
 
 
 def most_live(jaxpr: Any) -> dict[str, tuple[tuple[int, ...], int]]:
-    """The values held at the moment when they take most: shape and bytes by type and shape."""
+    """The values held at the moment when they take most: shape and bytes, by "2 float32".
+
+    A second kind of value of that number and type is "2 float32 b".
+    """
     found: dict[str, tuple[tuple[int, ...], int]] = {}
-    for (dtype, shape), count in sorted(_most(jaxpr).items()):
-        name = f"{'x'.join(map(str, shape))} {dtype}"
+    for (dtype, shape), count in sorted(_most(jaxpr).items(), key=lambda one: -_size(one[0])):
+        name = f"{count} {dtype}"
+        for letter in "bcdefgh":
+            name = f"{count} {dtype} {letter}" if name in found else name
         found[name] = (shape, count * _size((dtype, shape)))
     return found
 

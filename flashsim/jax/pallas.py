@@ -244,7 +244,8 @@ class PallasNotes:
         if launch.model == "tpu":
             self.recorder.note(
                 f"{launch.name}: TPU model. A block is copied when its index changes from one grid "
-                "step to the next; model='gpu' counts each load of the kernel instead"
+                "step to the next; the GPU model counts each load instead. No TPU is among the "
+                "devices: time and the share of on-chip memory are a GPU's"
             )
 
     def _place(self, index: Sequence[int]) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import enum
 import functools
 import importlib.util
 import inspect
+import re
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -24,6 +25,8 @@ from jax.experimental.pallas import triton as plgpu  # noqa: E402
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # JAX 0.11 recommends another package
     from jax.experimental.pallas.ops.gpu import attention as jax_attention
+
+from commands import invoke  # noqa: E402
 
 import flashsim  # noqa: E402
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError  # noqa: E402
@@ -833,3 +836,45 @@ def test_an_argument_is_not_changed():
     trace_kernel(functools.partial(called, kernel, out=[((4,), "float32")]), x)
 
     np.testing.assert_array_equal(x, np.ones(4))
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def command(*words):
+    """What `flashsim kernel` prints; an error is in the text."""
+    done = invoke("kernel", *words)
+    return done.exit_code, done.output
+
+
+def test_the_command_answers_for_a_pallas_file(tmp_path):
+    target = f"{EXAMPLES / 'gpu_forward.py'}:forward"
+    code, text = command(target, "--causal", "-n", 128, "-d", 16, "--out", tmp_path)
+
+    assert code == 0, text
+    assert "O right" in text
+    assert "L right" in text
+    assert re.search(r"load K +24,576 +24,576 +16,384", text)  # 2 x (2 + 4) tiles of 32 rows
+    assert "gpu model" in text
+    assert (tmp_path / "forward.html").stat().st_size > 10_000
+    assert len(text.splitlines()) <= 32
+
+
+def test_the_command_takes_a_model_and_other_arguments():
+    target = f"{EXAMPLES / 'tpu_forward.py'}:forward"
+    code, text = command(target, "--causal", "-n", 128, "-d", 16, "--set", "keep_last=False")
+
+    assert code == 0, text
+    line = 1 + (EXAMPLES / "tpu_forward.py").read_text().splitlines().index(
+        "    def key_block(h, i, j):"
+    )
+    assert f"4 tiles of K that the mask empties are loaded, by 2 programs, line {line}" in text
+    assert "note     forward: TPU model." in text
+    code, text = command(f"{EXAMPLES / 'gpu_forward.py'}:forward", "--model", "tpu", "-n", 64)
+    assert "tpu model" in text
+
+
+def test_the_command_refuses_a_pallas_file_without_a_function():
+    code, text = command(EXAMPLES / "gpu_forward.py")
+    assert code == 2
+    assert "name the function that calls pl.pallas_call" in " ".join(text.split())
