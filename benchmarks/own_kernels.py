@@ -106,9 +106,8 @@ def main() -> None:
                 f"{n:6} {causal!s:6} {options.tile}: {traced:.2f} {plain:.2f} {traced / plain:.2f}"
             )
     peak = memory(options.events)
-    print(
-        f"{options.events:,} accesses: {peak:.1f} MB at most, {peak * 1e6 / options.events:.0f} B each"
-    )
+    each = peak * 1e6 / options.events
+    print(f"{options.events:,} accesses: {peak:.1f} MB at most, {each:.0f} B each")
 
 
 if __name__ == "__main__":

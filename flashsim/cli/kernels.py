@@ -129,7 +129,7 @@ def _show(traced: Any, note: str, out: Path | None, form: opt.Format, whole: boo
 
     files = _written(traced, out) if out is not None else []
     if form.json or form.csv:
-        show(([traced.compared(), traced.by_line()], []), form)
+        show(traced.compared(), form)
         return
     typer.echo(answer(traced, files, note, 10_000 if whole else LINES))
 

@@ -94,11 +94,11 @@ def _next_head(g: Geometry) -> Iterator[Finding]:
         if not alone.any() or g.leads[code] < 2:
             continue
         first = _where(g, int(at[0]))
+        more = f" and in {len(at) - 1} more accesses" if len(at) > 1 else ""
         yield Finding(
             "next head",
             f"line {line}: {_word(op)} of {g.labels[code]} runs past the last row of its head into "
-            f"the next one, in program {first} and in {len(at) - 1} more accesses: mask rows from "
-            f"{g.lengths[code]} on",
+            f"the next one, in program {first}{more}: mask rows from {g.lengths[code]} on",
             *(line, first, g.labels[code]),
         )
 

@@ -54,6 +54,7 @@ NEEDS = {
     "in_your_model.md": ("torch", "transformers", "jax"),
     "pallas.md": ("jax",),
     "watch.md": ("torch", "transformers"),
+    "triton.md": ("triton",),
 }
 
 

@@ -1,0 +1,162 @@
+"""`flashsim kernel`: readers' files, as they are handed out; and what the guide says it prints."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+from typer.testing import CliRunner
+
+from flashsim.cli.app import app
+from flashsim.triton.driver import standing_in
+
+ROOT = Path(__file__).parents[2]
+FLASH = ROOT / "examples/triton/flash_attention.py"
+HOMEWORK = ROOT / "examples/triton/homework.py"
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["kernel", *map(str, words)])
+
+
+def test_the_guide_prints_what_comes_out():
+    """Every line of its blocks of output; numbers are compared apart: CPUs round differently."""
+    page = (ROOT / "docs/guides/triton.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```text\n(.*?)^```", page, re.S | re.M)
+    usual = run(f"{HOMEWORK}:attention", "--causal")
+    ragged = run(f"{HOMEWORK}:attention", "--causal", "-n", 250)
+    number = re.compile(r"-?\d[\d.,]*(e[-+]\d+)?")
+    assert len(blocks) == 3
+    for block, done in zip(blocks, (usual, usual, ragged), strict=True):
+        assert done.exit_code == 0, done.output
+        printed = " ".join(number.sub("#", done.output).split())
+        assert " ".join(number.sub("#", block).split()) in printed
+    for exact in ("line 41 (first in line 32)", "655,360", "acc wrong from row 79 on; m and l"):
+        assert exact in page
+        assert exact in usual.output
+    assert "line 46: load outside of V (2, 250, 64): 384 of 4096 lanes" in ragged.output
+
+
+def test_a_correct_file_from_forward_to_backward(tmp_path):
+    for function in ("forward", "backward"):
+        done = run(f"{FLASH}:{function}", "--causal", "-n", 96, "-d", 16, "--out", tmp_path)
+        assert done.exit_code == 0, done.output
+        assert "WRONG" not in done.output
+        assert " right (error " in done.output
+        assert len(done.output.splitlines()) <= 32
+    assert len(list(tmp_path.glob("*.html"))) == len(list(tmp_path.glob("*.png"))) == 2
+
+
+def test_other_sizes_types_and_formats():
+    done = run(f"{FLASH}:forward", "-n", 80, "-d", 32, "-h", 4, "-b", 2, "--dtype", "bfloat16")
+    assert "2 x 4 heads, 80 x 80, d=32, bfloat16" in done.output, done.output
+    assert "WRONG" not in done.output
+    done = run(f"{FLASH}:forward", "-n", 64, "-d", 16, "--set", "block_q=16", "--json")
+    assert done.exit_code == 0, done.output
+    assert '"needed B"' in done.output
+
+
+def test_a_file_with_its_own_reference(tmp_path):
+    path = tmp_path / "mine.py"
+    text = (ROOT / "examples/triton/softmax.py").read_text(encoding="utf-8")
+    path.write_text(
+        text + "\n\ndef reference(loaded):\n    import numpy as np\n"
+        "    e = np.exp(loaded['x_ptr'])\n    return e / e.sum(axis=1, keepdims=True)\n"
+    )
+
+    done = run(f"{path}:softmax", "--set", "x=32x100", "--reference", "reference")
+
+    assert done.exit_code == 0, done.output
+    assert "y_ptr right" in done.output
+    assert "loaded twice by every program" in done.output
+
+
+PROGRAM = """
+import numpy as np
+import triton
+import triton.language as tl
+
+DEVICE = triton.runtime.driver.active.get_active_torch_device()
+
+
+@triton.autotune([triton.Config({"B": 16}), triton.Config({"B": 32})], key=["n"])
+@triton.jit
+def scale(x_ptr, y_ptr, n, B: tl.constexpr):
+    at = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(y_ptr + at, 2 * tl.load(x_ptr + at, mask=at < n), mask=at < n)
+
+
+if __name__ == "__main__":
+    x = np.arange(100, dtype=np.float32)
+    y = np.zeros_like(x)
+    scale[lambda meta: (triton.cdiv(100, meta["B"]),)](x, y, 100)
+    assert (y == 2 * x).all()
+    ms = triton.testing.do_bench(lambda: scale[(7,)](x, y, 100))
+    print("milliseconds", ms)
+"""
+
+
+def test_a_program_that_wants_a_gpu_runs(tmp_path):
+    """It asks the driver for a device, tunes a kernel, and measures its time."""
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    before = dict(vars(triton.runtime.driver))
+
+    done = run(path)
+
+    assert done.exit_code == 0, done.output
+    assert "scale: " in done.output
+    assert "milliseconds nan" in done.output
+    assert re.search(r"load x_ptr +400 ", done.output)
+    assert path.read_text() == PROGRAM
+    assert dict(vars(triton.runtime.driver)) == before
+
+
+def test_the_driver_is_put_back_after_an_error():
+    before = dict(vars(triton.runtime.driver))
+
+    def fails():
+        with standing_in():
+            assert triton.runtime.driver.active.get_current_target().backend == "cuda"
+            raise KeyError
+
+    pytest.raises(KeyError, fails)
+    assert dict(vars(triton.runtime.driver)) == before
+
+
+def test_torch_tensors_on_a_gpu_stay_on_the_cpu(tmp_path):
+    pytest.importorskip("torch")
+    path = tmp_path / "program.py"
+    numbers = "torch.arange(100, dtype=torch.float32, device='cuda').to('cuda')"
+    text = PROGRAM.replace("np.arange(100, dtype=np.float32)", numbers)
+    path.write_text(
+        "import torch\n" + text.replace("np.zeros_like(x)", "torch.empty_like(x).cuda()")
+    )
+
+    done = run(path)
+
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere.py:f"], "there is no file 'nowhere.py'"),
+        ([f"{FLASH}:backwards"], "has no 'backwards'; possible:"),
+        ([f"{FLASH}:attention_forward"], "is a kernel itself; name a function that launches it"),
+        ([f"{ROOT}/examples/triton/softmax.py:softmax"], "give it by --set x=VALUE"),
+        ([f"{FLASH}:forward", "--set", "blocks=3"], "forward has no 'blocks'"),
+        ([f"{FLASH}:forward", "--set", "blocks"], "--set takes NAME=VALUE, got 'blocks'"),
+        ([f"{FLASH}:forward", "--ndim", "5"], "ndim must be 2, 3 or 4, got 5"),
+        ([f"{FLASH}:forward", "--name", "zz=K", "-n", "64"], "names: no tensor 'zz'"),
+    ],
+)
+def test_errors_are_one_line(words, said):
+    done = run(*words)
+
+    assert done.exit_code == 2
+    assert said in done.output, done.output
+    assert "Traceback" not in done.output
