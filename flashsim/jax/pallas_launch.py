@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, cast, get_args
 
 import jax
 import numpy as np
@@ -431,7 +431,7 @@ def chosen_model(params: dict[str, Any], jaxpr: Any, model: str | None) -> Model
     marks += [type(getattr(v.aval, "memory_space", None)).__module__ for v in jaxpr.invars]
     for_tpu = any(".mosaic.core" in mark or ".pallas.tpu" in mark for mark in marks)
     for_tpu = for_tpu or bool(params["grid_mapping"].num_index_operands)
-    return model or ("tpu" if for_tpu else "gpu")
+    return cast(Model, model or ("tpu" if for_tpu else "gpu"))
 
 
 def refuse_unknown(here: KernelCall, jaxpr: Any, names: Sequence[str]) -> None:
