@@ -37,7 +37,7 @@ def forward_kernel(q_ref, k_ref, v_ref, o_ref, lse_ref, *, n, block_q, block_k, 
         pv = jnp.dot(p.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return m_new, l * alpha + p.sum(axis=1), acc * alpha[:, None] + pv
 
-    end = jnp.minimum(pl.cdiv(rows[-1] + 1, block_k), pl.cdiv(n, block_k))
+    end = pl.cdiv(jnp.minimum((pl.program_id(1) + 1) * block_q, n), block_k)
     m = jnp.full(block_q, -jnp.inf)
     l = jnp.zeros(block_q)
     acc = jnp.zeros(q.shape)
