@@ -38,7 +38,8 @@ _LATE = {
         "flashsim.studies",
     ),
     **dict.fromkeys(
-        ("backends", "distributed", "exercises", "jax", "l2", "torch", "triton", "viz"), "flashsim"
+        ("backends", "cuda", "distributed", "exercises", "jax", "l2", "torch", "triton", "viz"),
+        "flashsim",
     ),
 }
 

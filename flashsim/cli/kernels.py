@@ -1,8 +1,9 @@
-"""The `flashsim kernel` command: run a reader's Triton file, and say what its kernels do."""
+"""The `flashsim kernel` command: run a reader's Triton or Pallas file; what do its kernels do?"""
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import inspect
 import re
@@ -52,25 +53,52 @@ def kernel(
     ),
     reference: str | None = opt.option(None, "A function of FILE.py to compare results with."),
     config: int | None = opt.option(None, "Number of the configuration of autotuned kernels."),
+    model: str | None = opt.option(None, "Of a Pallas kernel: gpu or tpu, who moves the bytes."),
     device: opt.Device = "H100",
     seed: int = opt.option(0, "Seed of the random inputs."),
     out: Path | None = opt.option(None, "Folder for a page and a picture of the kernel."),
     all_: bool = typer.Option(False, "--all", help="Print every line of the answer."),
 ) -> None:
-    """Run a Triton kernel on the CPU: is it right, and what does it load and store, by line?
+    """Run a Triton or Pallas kernel on the CPU: is it right, and what does it move, by line?
 
-    The function gets random arrays for parameters such as q, k and v. Without a function, the file
-    runs as a program. Needs Triton, and no GPU. FILE.py runs with your rights, as any program.
+    The function gets random arrays for parameters such as q, k and v. Without a function, a Triton
+    file runs as a program. Needs Triton or JAX, and no GPU. FILE.py runs with your rights, as any
+    program.
     """
-    from flashsim.own_kernels.answer import LINES, answer
+    path, function = _split(target)
+    names = dict(_pair("--name", one) for one in name or ())
+    settings = dict(_pair("--set", one) for one in set_ or ())
+    given = Problem(n_q, n_kv, head_dim, None, batch, heads, kv_heads, dtype, causal)  # type: ignore[arg-type]
+    note = ""
+    if _uses_pallas(path):
+        if not function:
+            raise OptionError(
+                f"{path} uses Pallas: name the function that calls pl.pallas_call, FILE.py:function"
+            )
+        with _beside(path):
+            module = _module(path)
+            compared = None if reference is None else _attribute(module, reference)
+            called = _attribute(module, function)
+            call, used = _call(called, function, given, settings, "numpy", ndim, seed)
+            traced = _pallas(
+                call,
+                {"names": names, "device": device, "model": model},
+                given if used else None,
+            )
+        try:
+            traced.check(compared)
+        except TraceError as error:
+            note = str(error)
+        _show(traced, note, out, form, all_)
+        return
+    if model is not None:
+        raise OptionError("--model is for Pallas kernels: a Triton kernel runs on a GPU")
+
     from flashsim.triton import watch
     from flashsim.triton.driver import standing_in
     from flashsim.triton.installed import installed
 
     installed()
-    path, function = _split(target)
-    names = dict(_pair("--name", one) for one in name or ())
-    note = ""
     options: dict[str, Any] = {"names": names, "device": device, "config": config, "check": True}
     with standing_in(), _beside(path):
         if not function:
@@ -83,8 +111,6 @@ def kernel(
             module = _module(path)
             compared = None if reference is None else _attribute(module, reference)
             called = _attribute(module, function)
-            settings = dict(_pair("--set", one) for one in set_ or ())
-            given = Problem(n_q, n_kv, head_dim, None, batch, heads, kv_heads, dtype, causal)  # type: ignore[arg-type]
             library = "torch" if hasattr(module, "torch") else "numpy"
             call, used = _call(called, function, given, settings, library, ndim, seed)
             with standing_in(), watch(**options, problem=given if used else None) as seen:
@@ -94,11 +120,46 @@ def kernel(
         seen.check(traced, compared)
     except TraceError as error:
         note = str(error)
+    _show(traced, note, out, form, all_)
+
+
+def _show(traced: Any, note: str, out: Path | None, form: opt.Format, whole: bool) -> None:
+    """Write the pictures that are asked for, and print the answer."""
+    from flashsim.own_kernels.answer import LINES, answer
+
     files = _written(traced, out) if out is not None else []
     if form.json or form.csv:
         show(traced.compared(), form)
         return
-    typer.echo(answer(traced, files, note, 10_000 if all_ else LINES))
+    typer.echo(answer(traced, files, note, 10_000 if whole else LINES))
+
+
+def _uses_pallas(path: Path) -> bool:
+    """Whether a file imports Pallas."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError):  # Python says it better, when it runs the file
+        return False
+    names = [
+        f"{getattr(node, 'module', '')}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    ]
+    return any("jax.experimental.pallas" in name for name in names)
+
+
+def _pallas(call: Any, options: dict[str, Any], problem: Problem | None) -> Any:
+    """Trace a call of a function that calls Pallas kernels."""
+    from flashsim.jax import trace_kernel
+
+    inner = call.func
+    return trace_kernel(
+        lambda args, keywords: inner(*args, **keywords),
+        *(call.args, call.keywords),
+        problem=problem,
+        **options,
+    )
 
 
 def _split(target: str) -> tuple[Path, str]:
@@ -123,8 +184,14 @@ def _module(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
-    with mock.patch.dict(sys.modules, {path.stem: made}):
+    before = sys.modules.get(path.stem)
+    sys.modules[path.stem] = made
+    try:
         spec.loader.exec_module(made)
+    finally:  # what the file imports stays: JAX cannot be imported twice
+        del sys.modules[path.stem]
+        if before is not None:
+            sys.modules[path.stem] = before
     return made
 
 
@@ -182,7 +249,7 @@ def _call(
     rng = np.random.default_rng(seed)
     if loose:  # torch.autograd.Function.apply
         words = [arrays.of(one) for one in ("Q", "K", "V")]
-        return lambda: called(*words, p.causal), True
+        return functools.partial(called, *words, p.causal), True
     keywords: dict[str, Any] = {}
     attention = False
     for parameter, one in parameters.items():
@@ -207,7 +274,7 @@ def _call(
     for other in settings:
         if other not in parameters:
             raise OptionError(f"--set: {name} has no {other!r}; {choices(other, parameters)}")
-    return lambda: called(**keywords), attention
+    return functools.partial(called, **keywords), attention
 
 
 _GIVEN = ("Q", "K", "V", "O", "L", "dO", "delta")

@@ -1,4 +1,4 @@
-"""Attention for models in JAX: a function with a gradient, on the CPU and on NVIDIA GPUs.
+"""Attention for models in JAX, and traces of Pallas kernels.
 
 Needs JAX (``pip install 'flashsim-attention[jax]'``).
 """
@@ -22,5 +22,6 @@ if not hasattr(jax, "ffi"):
 
 from flashsim.jax.attention_override import dot_product_attention
 from flashsim.jax.functional import attention
+from flashsim.jax.pallas import trace_kernel
 
-__all__ = ["attention", "dot_product_attention"]
+__all__ = ["attention", "dot_product_attention", "trace_kernel"]

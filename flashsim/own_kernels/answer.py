@@ -56,6 +56,7 @@ def answer(
         _sram(traced),
         _time(traced),
         _wrapped("registers, bank conflicts, the compiler's own reuse, real time", "unseen"),
+        [x for text in traced.record.notes for x in _wrapped(text, "note")],
         [x for file in files for x in _wrapped(file, "written")],
     ]
     return "\n".join(_fitting(blocks, most))

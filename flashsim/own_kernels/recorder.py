@@ -228,6 +228,7 @@ class Recorder:
         self._work = _Columns(WORK)
         self._clashes: dict[tuple[str, int, int], Clash] = {}
         self._program = -1
+        self._ordered = False
         self._held_most = 0
         self._units: dict[int, int] = {}  # bytes per entry of the three below, by buffer
         self._extent: dict[int, int] = {}  # bytes that the tensors of a buffer reach
@@ -305,13 +306,19 @@ class Recorder:
         constants: Mapping[str, Any] | None = None,
         file: str = "?",
         line: int = 0,
+        ordered: bool = False,
     ) -> int:
-        """Note that a kernel is launched; return the launch's number."""
+        """Note that a kernel is launched; return the launch's number.
+
+        Programs of an `ordered` launch run one after another, as a TPU's grid steps do: none gets
+        in another's way.
+        """
         sides = tuple(map(int, grid)) or (1,)
         self.launches.append(
             Launch(kernel, sides, dict(arguments or {}), dict(constants or {}), file, line)
         )
         self._program = -1
+        self._ordered = ordered
         self._held_most = 0
         self._writer.clear()
         self._reader.clear()
@@ -331,6 +338,7 @@ class Recorder:
         *,
         masked: int = 0,
         outside: int = 0,
+        sectors: int | None = None,
         line: tuple[str, int] = ("?", 0),
     ) -> None:
         """Note a load, a store or an atomic operation.
@@ -344,6 +352,9 @@ class Recorder:
             Of the active lanes that ask for elements of the tensor: elements from its first one.
         masked, outside : int
             Lanes that the mask turns off, and lanes that ask for memory outside of the tensor.
+        sectors : int, optional
+            32-byte sectors that pass, where the frontend knows requests one by one. Default: those
+            that the elements lie in.
         line : (file, number)
             The reader's line.
         """
@@ -356,7 +367,7 @@ class Recorder:
         its = self.tensors[tensor]
         unique = _distinct(offsets)
         first, last = self._corners(its, unique)
-        sectors = _sectors(its, unique)
+        sectors = _sectors(its, unique) if sectors is None else sectors
         self._accesses.add(
             (*place, first, last, active, masked, outside, int(unique.size), sectors)
         )
@@ -503,7 +514,7 @@ class Recorder:
         line: int,
     ) -> None:
         other = (before != 0) & (np.abs(before) != me)
-        if not other.any():
+        if self._ordered or not other.any():
             return
         at = int(np.argmax(other))
         key = kind, len(self.launches) - 1, its.code

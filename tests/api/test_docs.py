@@ -52,6 +52,7 @@ def short(page):
 #: What the blocks of a page need beside flashsim; without it, the page is skipped.
 NEEDS = {
     "in_your_model.md": ("torch", "transformers", "jax"),
+    "pallas.md": ("jax",),
     "watch.md": ("torch", "transformers"),
     "triton.md": ("triton",),
 }

@@ -1,0 +1,158 @@
+"""`trace`: what a Numba-CUDA kernel loads and stores, block by block."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flashsim.cuda.simulator import SECTOR, WARP, BlockAccess, BlockWatch, run_watched
+from flashsim.errors import OptionError, own_errors
+from flashsim.own_kernels import ATOMIC, LOAD, STORE, KernelTrace, Recorder
+from flashsim.own_kernels.names import labels
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+
+OPERATIONS = {"load": LOAD, "store": STORE, "reduce": ATOMIC}
+MOST_THREADS = 1024
+
+
+@own_errors
+def trace(
+    kernel: Any,
+    *args: Any,
+    names: Mapping[str, str] | None = None,
+    problem: Problem | None = None,
+    device: str | Device = "H100",
+    name: str | None = None,
+) -> KernelTrace:
+    """Return what a kernel's thread blocks load from global memory and store to it.
+
+    The kernel runs in Numba's CUDA simulator, thread by thread, and writes to its arguments as it
+    would on a GPU. All accesses of one source line between two barriers are one event of a block.
+    Shared and local memory move nothing; shared arrays are the trace's on-chip values. An access
+    past the end of an array is noted as outside: a load gives 0, and a store nothing.
+
+    Parameters
+    ----------
+    kernel : kernel of numba.cuda.jit
+        With its launch: ``flashsim.cuda.trace(kernel[grid, block], q, k, v, o)``.
+    *args
+        Its arguments: NumPy arrays, arrays of `numba.cuda.to_device`, and numbers.
+    names : mapping of str to str, optional
+        The papers' names of the kernel's parameters. `q`, `K`, `out`, `lse` and the like are known.
+    problem : Problem, optional
+        The attention problem. Default: what shapes and arguments say.
+    device : str or Device
+        Whose roofline, L2 and on-chip memory the trace is compared with.
+    name : str, optional
+        The name in tables and pictures. Default: the kernel's.
+
+    Raises
+    ------
+    BackendUnavailable
+        If Numba was imported without its simulator.
+    UnsupportedError
+        For what the simulator lacks, with the line.
+    """
+    block = getattr(kernel, "block_dim", None)
+    if block is not None and math.prod(block) > MOST_THREADS:
+        raise OptionError(
+            f"a block of {tuple(block)} has {math.prod(block):,} threads, and a GPU's has at most "
+            f"{MOST_THREADS:,}: choose a smaller block"
+        )
+    watch, arrays = run_watched(kernel, args)
+    function = kernel.fn
+    parameters = list(inspect.signature(function).parameters)
+    recorder = Recorder(f"numba {_version(kernel)}, CUDA simulator")
+    codes: list[int] = []
+    for parameter, array in zip(parameters, arrays, strict=False):
+        if array is not None:
+            codes.append(_tensor(recorder, parameter, array, codes))
+    held = [(p, a) for p, a in zip(parameters, arrays, strict=False) if a is not None]
+    recorder.launch(
+        function.__name__,
+        kernel.grid_dim,
+        arguments={p: code for (p, _), code in zip(held, codes, strict=True)},
+        constants={
+            p: arg for p, arg, a in zip(parameters, args, arrays, strict=False) if a is None
+        },
+        file=function.__code__.co_filename,
+        line=function.__code__.co_firstlineno,
+    )
+    recorder.held(
+        {
+            f"shared line {line}": (array.shape, array.nbytes)
+            for (_, line), array in watch.shared.items()
+        }
+    )
+    _note(recorder, watch, codes, [p for p, _ in held])
+    record = recorder.done()
+    found = labels([tensor.name for tensor in record.tensors], names)
+    values = dict(zip(codes, (array for _, array in held), strict=True))
+    return KernelTrace(
+        record,
+        names=names,
+        problem=problem,
+        device=device,
+        name=name,
+        outputs={found[code]: values[code].copy() for code in record.stored},
+        values=[values[code].copy() for code in range(len(found))],
+    )
+
+
+def _version(kernel: Any) -> str:
+    package = __import__(type(kernel).__module__.partition(".")[0])
+    return str(getattr(package, "__version__", ""))
+
+
+def _tensor(recorder: Recorder, name: str, array: np.ndarray, before: Sequence[int]) -> int:
+    """ThreadAccess an argument; views of one array share a buffer."""
+    whole = array
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    start = array.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
+    strides = [step // array.itemsize for step in array.strides]
+    return recorder.tensor(
+        *(name, array.shape, strides, array.dtype.name, array.itemsize),
+        buffer=id(whole),
+        start=start,
+        unlike=before,
+    )
+
+
+def _note(
+    recorder: Recorder, watch: BlockWatch, codes: Sequence[int], names: Sequence[str]
+) -> None:
+    """Pass on a launch's accesses, in the order in which a GPU starts its blocks."""
+    scattered: dict[tuple[str, int, str], list[BlockAccess]] = {}
+    for block in sorted(watch.accesses, key=lambda block: block[::-1]):
+        recorder.program(block)
+        for access in watch.accesses[block]:
+            line = (access.file, access.line)
+            recorder.access(
+                OPERATIONS[access.kind],
+                codes[access.tensor],
+                access.offsets,
+                outside=access.outside,
+                # L1 keeps what a block loaded before. A store goes on to L2, request by request.
+                sectors=None if access.kind == "load" else access.sectors,
+                line=line,
+            )
+            key = (*line, names[access.tensor])
+            scattered.setdefault(key, []).append(access)
+    for (file, number, tensor), accesses in scattered.items():
+        requests = sum(one.requests for one in accesses)
+        sectors = sum(one.sectors for one in accesses)
+        lanes = sum(one.offsets.size for one in accesses)
+        itemsize = watch.itemsizes[accesses[0].tensor]
+        most = -(-min(lanes // max(requests, 1), WARP) * itemsize // SECTOR)
+        if requests and sectors > 2 * most * requests:
+            recorder.note(
+                f"line {number} of {file}: a warp's {accesses[0].kind} of {tensor} takes "
+                f"{sectors / requests:.1f} sectors of {SECTOR} bytes, and {most} would hold what "
+                "it asks for: let neighbouring threads reach neighbouring elements"
+            )

@@ -1,0 +1,339 @@
+"""Watches a Numba-CUDA kernel that runs under Numba's CUDA simulator.
+
+The simulator runs each thread of a block as a Python thread, and passes on to the kernel what it
+does not know. So the kernel gets `WatchedArray` in place of its arrays. Every element that a thread
+reads or writes is noted with its source line. When a block is done, its threads' notes are put
+together: all accesses of one line between two barriers are one `BlockAccess`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashsim.errors import BackendUnavailable, DTypeError, OptionError, UnsupportedError, shown
+
+WARP, SECTOR = 32, 32
+#: Seconds after which Python lets another thread run, while a kernel does.
+SWITCH = 5e-5
+
+
+class ThreadAccess(NamedTuple):
+    """One access of one thread."""
+
+    kind: str
+    tensor: int
+    where: tuple[str, int]
+    phase: int
+    offset: int  # in elements of the tensor's memory; -1 outside of it
+
+
+@dataclass(frozen=True)
+class BlockAccess:
+    """What all threads of a block access by one line between two barriers.
+
+    `offsets` are elements of the tensor's memory, one for each thread and time, in no order.
+    `sectors` counts the 32-byte sectors of each warp's each request, and `requests` those requests.
+    `outside` accesses went past the tensor.
+    """
+
+    block: tuple[int, int, int]
+    kind: str
+    tensor: int
+    file: str
+    line: int
+    phase: int
+    offsets: np.ndarray
+    outside: int
+    requests: int
+    sectors: int
+
+
+class WatchedArray:
+    """An array as a kernel sees it: elements are noted, and slices are watched as well."""
+
+    def __init__(
+        self,
+        watch: BlockWatch,
+        tensor: int,
+        array: np.ndarray,
+        start: int,
+        strides: tuple[int, ...],
+    ) -> None:
+        self._watch, self._tensor, self._array = watch, tensor, array
+        self._start, self._strides = start, strides
+        self.shape, self.ndim, self.size = array.shape, array.ndim, array.size
+        self.dtype, self.strides = array.dtype, array.strides
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    @property
+    def T(self) -> WatchedArray:
+        """The array with its dimensions reversed."""
+        return WatchedArray(
+            self._watch, self._tensor, self._array.T, self._start, self._strides[::-1]
+        )
+
+    def _element(self, index: Any) -> tuple[tuple[int, ...], int] | None:
+        """The element that an index names, and its place in memory; None for a slice."""
+        one = index if isinstance(index, tuple) else (index,)
+        if len(one) != self.ndim or not all(isinstance(i, (int, np.integer)) for i in one):
+            return None
+        place = self._start
+        inside = True
+        for i, size, stride in zip(one, self.shape, self._strides, strict=True):
+            at = int(i) + size if i < 0 else int(i)
+            inside = inside and 0 <= at < size
+            place += at * stride
+        return one, place if inside else -1
+
+    def __getitem__(self, index: Any) -> Any:
+        element = self._element(index)
+        if element is None:
+            return self._slice(index)
+        one, place = element
+        self._watch.note("load", self._tensor, place)
+        return self._array[one] if place >= 0 else self._array.dtype.type(0)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        element = self._element(index)
+        if element is None:
+            raise UnsupportedError(
+                f"index {shown(index)} of an array with {self.ndim} dimensions: write one element "
+                "at a time, as a CUDA thread does"
+            )
+        one, place = element
+        self._watch.note("store", self._tensor, place)
+        if place >= 0:
+            self._array[one] = value
+
+    def _slice(self, index: Any) -> WatchedArray:
+        one = index if isinstance(index, tuple) else (index,)
+        try:
+            view = self._array[one]
+            plain = all(isinstance(i, (int, np.integer, slice)) for i in one)
+        except IndexError:
+            plain = False
+        if not plain:
+            raise UnsupportedError(
+                f"index {shown(index)} of an array with shape {self.shape}: a CUDA kernel takes "
+                "integers and slices inside the array"
+            )
+        moved = view.__array_interface__["data"][0] - self._array.__array_interface__["data"][0]
+        itemsize = self._array.itemsize
+        strides = tuple(s // itemsize for s in view.strides)
+        return WatchedArray(
+            self._watch, self._tensor, view, self._start + moved // itemsize, strides
+        )
+
+
+class BlockWatch:
+    """Collects the accesses of one launch, block by block."""
+
+    def __init__(self, simulator: Any) -> None:
+        self._simulator = simulator
+        self.accesses: dict[tuple[int, int, int], list[BlockAccess]] = {}
+        self.itemsizes: list[int] = []
+        #: Shared arrays by the file and line that make them.
+        self.shared: dict[tuple[str, int], np.ndarray] = {}
+        self._block: tuple[int, int, int] | None = None
+        self._threads: dict[int, list[ThreadAccess]] = {}
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self._first: dict[Any, int] = {}
+
+    def array(self, array: np.ndarray) -> WatchedArray:
+        """A watched view of an argument."""
+        self.itemsizes.append(array.itemsize)
+        strides = tuple(s // array.itemsize for s in array.strides)
+        return WatchedArray(self, len(self.itemsizes) - 1, array, 0, strides)
+
+    def note(self, kind: str, tensor: int, offset: int) -> None:
+        """Keep one access by the thread that calls."""
+        frame = sys._getframe(2)
+        if frame.f_code.co_filename.endswith("kernelapi.py"):  # an atomic operation
+            # It reads, reads again and writes; the line of its first read stands for all of it.
+            first = self._first.setdefault(frame.f_code, frame.f_lineno)
+            if kind != "load" or frame.f_lineno != first:
+                return
+            kind = "reduce"
+            while frame.f_code.co_filename.endswith("kernelapi.py") and frame.f_back:
+                frame = frame.f_back
+        notes = getattr(self._local, "notes", None)
+        if notes is None:
+            notes = self._local.notes = self._begin()
+        thread = threading.current_thread()
+        where = (frame.f_code.co_filename, frame.f_lineno)
+        notes.append(ThreadAccess(kind, tensor, where, getattr(thread, "barriers", 0), offset))
+
+    def _begin(self) -> list[ThreadAccess]:
+        thread: Any = threading.current_thread()
+        block = (int(thread.blockIdx.x), int(thread.blockIdx.y), int(thread.blockIdx.z))
+        with self._lock:
+            if block != self._block:
+                self.end_block()
+                self._block = block
+                self.shared = self._simulator._get_kernel_context().shared._allocations
+            return self._threads.setdefault(int(thread.thread_id), [])
+
+    def end_block(self) -> None:
+        """Put the notes of a finished block together."""
+        if self._block is not None:
+            self.accesses[self._block] = merged(self._block, self._threads, self.itemsizes)
+        self._threads = {}
+
+
+def merged(
+    block: tuple[int, int, int], threads: dict[int, list[ThreadAccess]], itemsizes: list[int]
+) -> list[BlockAccess]:
+    """A block's accesses, one for each line and kind between two barriers, in program order."""
+    offsets: dict[tuple[int, str, int, tuple[str, int]], list[int]] = {}
+    places: dict[tuple[int, str, int, tuple[str, int]], int] = {}
+    requests: dict[tuple[Any, ...], set[int]] = {}
+    for number in sorted(threads):
+        times: dict[Any, int] = {}
+        for place, note in enumerate(threads[number]):
+            key = (note.phase, note.kind, note.tensor, note.where)
+            offsets.setdefault(key, []).append(note.offset)
+            places[key] = min(place, places.get(key, place))
+            times[key] = times.get(key, 0) + 1
+            if note.offset >= 0:
+                request = requests.setdefault((*key, number // WARP, times[key]), set())
+                request.add(note.offset * itemsizes[note.tensor] // SECTOR)
+    sums: dict[Any, list[int]] = {key: [0, 0] for key in offsets}
+    for request_key, sectors in requests.items():
+        total = sums[request_key[:4]]
+        total[0] += 1
+        total[1] += len(sectors)
+    result = []
+    for key in sorted(offsets, key=lambda key: (key[0], places[key], key[3], key[1])):
+        phase, kind, tensor, (file, line) = key
+        reached = np.asarray(offsets[key], np.int64)
+        outside = int((reached < 0).sum())
+        inside = reached[reached >= 0]
+        result.append(
+            BlockAccess(block, kind, tensor, file, line, phase, inside, outside, *sums[key])
+        )
+    return result
+
+
+@contextmanager
+def counted_barriers(thread_class: Any):
+    """While this lasts, each thread counts the barriers that it has passed.
+
+    Threads change more often, too: the simulator waits for barriers in a loop that keeps others
+    from running.
+    """
+    plain: Callable[[Any], None] = thread_class.syncthreads
+    interval = sys.getswitchinterval()
+
+    def syncthreads(self: Any) -> None:
+        plain(self)
+        self.barriers = getattr(self, "barriers", 0) + 1
+
+    thread_class.syncthreads = syncthreads
+    sys.setswitchinterval(SWITCH)
+    try:
+        yield
+    finally:
+        thread_class.syncthreads = plain
+        sys.setswitchinterval(interval)
+
+
+def require_simulator(kernel: Any) -> Any:
+    """The simulator's module of a kernel; `BackendUnavailable` unless the kernel runs in it."""
+    module = sys.modules.get(type(kernel).__module__)
+    if type(kernel).__name__ == "FakeCUDAKernel" and module is not None:
+        return module
+    if type(kernel).__module__.partition(".")[0] in ("numba", "numba_cuda"):
+        raise BackendUnavailable(
+            "flashsim.cuda.trace watches kernels in Numba's CUDA simulator, and this one is "
+            "compiled for a GPU: set NUMBA_ENABLE_CUDASIM=1 in the environment before Python "
+            "starts (NUMBA_ENABLE_CUDASIM=1 python yours.py)"
+        )
+    raise DTypeError(
+        "flashsim.cuda.trace takes a kernel of numba.cuda.jit with its grid and block, "
+        f"kernel[grid, block]; got {shown(kernel)}"
+    )
+
+
+def run_watched(kernel: Any, args: tuple[Any, ...]) -> tuple[BlockWatch, list[np.ndarray | None]]:
+    """Run a configured kernel; what it accessed, and the arrays among its arguments.
+
+    The kernel writes to the arrays themselves.
+    """
+    simulator = require_simulator(kernel)
+    refuse_merged_arrays(kernel)
+    if kernel.grid_dim is None or kernel.block_dim is None:
+        raise OptionError(
+            f"kernel {kernel.fn.__name__} has no grid: write trace(kernel[grid, block], ...)"
+        )
+    watch = BlockWatch(simulator)
+    arrays: list[np.ndarray | None] = []
+    given = []
+    for number, arg in enumerate(args):
+        array = held(arg, number)
+        arrays.append(array)
+        given.append(arg if array is None else watch.array(array))
+    try:
+        with counted_barriers(simulator.BlockThread):
+            kernel(*given)
+    except AttributeError as error:
+        raise UnsupportedError(
+            f"{kernel_line(error, kernel)}: Numba's CUDA simulator lacks something that the kernel "
+            f"uses ({error}): leave it out while you trace"
+        ) from error
+    except Exception as error:
+        error.add_note(f"{kernel_line(error, kernel)}, traced by flashsim.cuda.trace")
+        raise
+    watch.end_block()
+    return watch, arrays
+
+
+def refuse_merged_arrays(kernel: Any) -> None:
+    """Raise if two shared arrays stand on one line: the simulator would make one array of them."""
+    try:
+        lines, first = inspect.getsourcelines(kernel.fn)
+    except OSError:  # typed into a prompt: nobody can look
+        return
+    for number, line in enumerate(lines):
+        if line.partition("#")[0].count("shared.array(") > 1:
+            raise UnsupportedError(
+                f"line {first + number} of {kernel.fn.__code__.co_filename} makes two shared "
+                "arrays, which Numba's simulator takes for one: write each on a line of its own"
+            )
+
+
+def held(arg: Any, number: int) -> np.ndarray | None:
+    """The array of an argument; None for a number."""
+    arg = getattr(arg, "value", arg) if type(arg).__name__ in ("In", "Out", "InOut") else arg
+    if type(arg).__name__ in ("FakeCUDAArray", "FakeWithinKernelCUDAArray"):
+        arg = getattr(arg, "_item", arg)._ary
+    if isinstance(arg, (bool, int, float, complex, np.generic)):
+        return None
+    if not isinstance(arg, np.ndarray) or arg.ndim == 0 or arg.dtype.kind not in "biufc":
+        raise DTypeError(
+            f"argument {number} is no array and no number: got {shown(arg)} "
+            f"({type(arg).__name__}); pass a NumPy array or numba.cuda.to_device(array)"
+        )
+    return arg
+
+
+def kernel_line(error: BaseException, kernel: Any) -> str:
+    """The kernel's line in which an error was raised."""
+    file = kernel.fn.__code__.co_filename
+    found = kernel.fn.__code__.co_firstlineno
+    step = error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_filename == file:
+            found = step.tb_lineno
+        step = step.tb_next
+    return f"line {found} of {file}"

@@ -1,0 +1,467 @@
+"""Runs a function that calls Pallas kernels, one primitive after another, and reports accesses.
+
+Pallas's interpreters lower a kernel to XLA, where nothing of ours can look on. So `Walker`
+evaluates the jaxpr that JAX traced: loops, branches and calls here, arithmetic by JAX itself on the
+CPU, in the kernel's own types. Loads, stores and atomics of refs go through `flashsim.jax.refs` and
+are reported to a `Observer`, with the source line that made them. `flashsim.jax.pallas_launch` runs
+the grid of a `pallas_call`.
+
+Primitives are known by their names, and indexers by their fields. So nothing private of JAX is
+imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from flashsim.errors import FlashSimError, UnsupportedError
+from flashsim.jax.refs import Lanes, Ref, locate, uninitialized
+
+#: Primitives that only call one jaxpr, and the parameters that may hold it.
+CALLS = {
+    *(
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "remat",
+        "checkpoint",
+        "remat2",
+        "core_closed_call",
+    ),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "jaxpr_call"),
+}
+BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+#: Hints and barriers: they change no value and move nothing.
+IGNORED = {"debug_barrier_p", "delay", "semaphore_wait", "semaphore_signal", "dma_wait"}
+#: What a kernel may use that cannot be computed here, and what to write instead.
+REFUSED = {
+    "elementwise_inline_asm_p": "inline assembly runs only on a GPU: write jax.numpy instead "
+    "(jnp.tanh for plgpu.approx_tanh) while you trace",
+    "core_map": "call the kernel by pl.pallas_call",
+    "mpmd_map": "call the kernel by pl.pallas_call instead of pl.kernel",
+    "emit_pipeline": "give the blocks of the inner loop to pl.pallas_call as BlockSpecs, with one "
+    "more grid axis",
+    "get_global": "use scratch_shapes of pl.pallas_call",
+    "run_state": "call the kernel by pl.pallas_call, not by pl.run_state",
+    "prng_seed": "draw random numbers before the kernel and pass them in",
+    "prng_random_bits": "draw random numbers before the kernel and pass them in",
+    "stochastic_round": "round to the nearest while you trace",
+    "shard_map": "trace the function of one device, on that device's shard",
+}
+
+
+class SourceLine(NamedTuple):
+    """A line of source: file, number, and the function that it lies in."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"line {self.line} of {self.file}" if self.line else "an unknown line"
+
+
+class Observer(Protocol):
+    """Takes note of what a kernel asks for."""
+
+    def access(self, kind: str, lanes: Lanes, kept: np.ndarray | None, where: SourceLine) -> None:
+        """One "load", "store" or "reduce" of `lanes`; lanes that are not `kept` are masked off."""
+
+    def outside(self, primitive: str, outvars: Sequence[Any]) -> None:
+        """JAX computes something outside of every kernel."""
+
+    def dot(self, flops: int, where: SourceLine) -> None:
+        """A matrix product of `flops` floating-point operations."""
+
+
+@dataclass(eq=False)
+class Equation:
+    """One equation of a jaxpr, looked up once."""
+
+    run: Callable[[Equation, list[Any]], Any]
+    equation: Any
+    inputs: tuple[tuple[bool, Any], ...]
+    many: bool
+    params: dict[str, Any]
+    used: bool
+    where: SourceLine | None = None
+
+
+class Walker:
+    """Evaluates jaxprs; `launch` runs a `pallas_call`, and `program` is where a kernel stands."""
+
+    def __init__(
+        self, observer: Observer, launch: Callable[[Walker, Any, list[Any]], list[Any]]
+    ) -> None:
+        self.observer = observer
+        self.launch = launch
+        self.program: tuple[int, ...] | None = None  # without the axes that vmap added
+        self.sizes: tuple[int, ...] = ()
+        self._plans: dict[int, tuple[Any, list[Equation]]] = {}
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The outputs of a jaxpr; refs among its inputs change as it writes to them."""
+        values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        values.update(zip(jaxpr.invars, args, strict=True))
+        for step in self._plan(jaxpr):
+            inputs = [atom if constant else values[atom] for constant, atom in step.inputs]
+            try:
+                result = step.run(step, inputs)
+            except FlashSimError as error:
+                raise self._placed(error, step) from None
+            outvars = step.equation.outvars
+            if step.many:
+                values.update(zip(outvars, result, strict=True))
+            else:
+                values[outvars[0]] = result
+        return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+
+    def _plan(self, jaxpr: Any) -> list[Equation]:
+        known = self._plans.get(id(jaxpr))
+        if known is not None:
+            return known[1]
+        read = {id(v) for e in jaxpr.eqns for v in e.invars} | {id(v) for v in jaxpr.outvars}
+        steps = []
+        for equation in jaxpr.eqns:
+            name = equation.primitive.name
+            handler = getattr(self, f"_{name}", None)
+            if name in CALLS:
+                handler = self._call
+            elif name in IGNORED:
+                handler = self._ignored
+            elif name in REFUSED:
+                handler = self._refused
+            elif handler is None:
+                handler = self._bind
+            inputs = tuple(
+                (True, v.val) if isinstance(v, Literal) else (False, v) for v in equation.invars
+            )
+            steps.append(
+                Equation(
+                    handler,
+                    equation,
+                    inputs,
+                    equation.primitive.multiple_results,
+                    bind_params(equation) if handler == self._bind else equation.params,
+                    any(id(v) in read for v in equation.outvars),
+                )
+            )
+        self._plans[id(jaxpr)] = (jaxpr, steps)  # the jaxpr too: its id must stay its own
+        return steps
+
+    def where(self, step: Equation) -> SourceLine:
+        """The line of the user's source that a step comes from."""
+        if step.where is None:
+            step.where = source_line(step.equation)
+        return step.where
+
+    def _placed(self, error: FlashSimError, step: Equation) -> FlashSimError:
+        """The same error, with the line and the program in its text, which it gets once."""
+        if getattr(error, "placed", False):
+            return error
+        at = "" if self.program is None else f", in program {self.program}"
+        placed = type(error)(f"{self.where(step)}{at}: {error}")
+        placed.placed = True  # type: ignore[attr-defined]
+        return placed
+
+    # -- calls and control flow ------------------------------------------------------------------
+
+    def _call(self, step: Equation, inputs: list[Any]) -> list[Any]:
+        body = next(step.params[name] for name in BODIES if name in step.params)
+        return self.run(opened(body), closed_over(body), inputs)
+
+    def _cond(self, step: Equation, inputs: list[Any]) -> list[Any]:
+        branches = step.params["branches"]
+        number = min(max(int(inputs[0]), 0), len(branches) - 1)
+        body = branches[number]
+        return self.run(opened(body), closed_over(body), inputs[1:])
+
+    def _while(self, step: Equation, inputs: list[Any]) -> list[Any]:
+        params = step.params
+        until, body = params["cond_jaxpr"], params["body_jaxpr"]
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        outer, inner, carry = split(inputs, first, second)
+        while bool(self.run(opened(until), closed_over(until), [*outer, *carry])[0]):
+            carry = self.run(opened(body), closed_over(body), [*inner, *carry])
+        return carry
+
+    def _scan(self, step: Equation, inputs: list[Any]) -> list[Any]:
+        params = step.params
+        body, length = params["jaxpr"], params["length"]
+        if "ft_in" in params:  # JAX 0.11
+            first, second, _ = map(len, params["ft_in"].unpack())
+        else:
+            first, second = params["num_consts"], params["num_carry"]
+        consts, carry, rows = split(inputs, first, second)
+        order = range(length)
+        results: list[list[Any]] = [[] for _ in step.equation.outvars[len(carry) :]]
+        for i in reversed(order) if params["reverse"] else order:
+            done = self.run(
+                opened(body), closed_over(body), [*consts, *carry, *(row[i] for row in rows)]
+            )
+            carry = done[: len(carry)]
+            for result, value in zip(results, done[len(carry) :], strict=True):
+                result.append(value)
+        if params["reverse"]:
+            results = [result[::-1] for result in results]
+        stacked = []
+        for result, variable in zip(results, step.equation.outvars[len(carry) :], strict=True):
+            empty = np.zeros(variable.aval.shape, variable.aval.dtype)
+            stacked.append(jax.numpy.stack(result) if result else jax.numpy.asarray(empty))
+        return [*carry, *stacked]
+
+    def _run_scoped(self, step: Equation, inputs: list[Any]) -> list[Any]:
+        jaxpr = step.params["jaxpr"]
+        return self.run(jaxpr, inputs, [scratch(v.aval, "scoped") for v in jaxpr.invars])
+
+    def _pallas_call(self, step: Equation, inputs: list[Any]) -> list[Any]:
+        if self.program is not None:
+            raise UnsupportedError("a Pallas kernel that calls another: call them one by one")
+        return self.launch(self, step, inputs)
+
+    def _ignored(self, step: Equation, inputs: list[Any]) -> list[Any]:
+        return []
+
+    def _refused(self, step: Equation, inputs: list[Any]) -> Any:
+        name = step.equation.primitive.name
+        raise UnsupportedError(f"flashsim cannot run {name}: {REFUSED[name]}")
+
+    def _bind(self, step: Equation, inputs: list[Any]) -> Any:
+        """Compute a primitive by JAX."""
+        primitive = step.equation.primitive
+        refs = any(isinstance(value, Ref) for value in inputs)
+        if refs or any(calls_a_kernel(body) for body in bodies(step.params)):
+            raise UnsupportedError(
+                f"flashsim does not know what {primitive.name} does with a "
+                f"{'ref' if refs else 'kernel inside it'}: read the ref into a value, or call the "
+                "kernel outside of it"
+            )
+        try:
+            with getattr(step.equation.ctx, "manager", None) or contextlib.nullcontext():
+                result = computed(primitive, inputs, step.params)
+        except NotImplementedError as error:
+            raise UnsupportedError(
+                f"{primitive.name} has no implementation for the CPU ({error}): write it with "
+                "jax.numpy while you trace"
+            ) from None
+        if self.program is None:
+            self.observer.outside(primitive.name, step.equation.outvars)
+        elif primitive.name == "dot_general":
+            self.observer.dot(dot_flops(step.equation), self.where(step))
+        return result
+
+    # -- Pallas ----------------------------------------------------------------------------------
+
+    def _program_id(self, step: Equation, inputs: list[Any]) -> Any:
+        assert self.program is not None
+        return np.int32(self.program[step.params["axis"]])
+
+    def _num_programs(self, step: Equation, inputs: list[Any]) -> Any:
+        return np.int32(self.sizes[step.params["axis"]])
+
+    def _multiple_of(self, step: Equation, inputs: list[Any]) -> Any:
+        return inputs[0]
+
+    _max_contiguous = _multiple_of
+
+    def _get(self, step: Equation, inputs: list[Any]) -> Any:
+        ref, *flat = inputs
+        return self._load(step, ref, jax.tree.unflatten(step.params["tree"], flat), None, None)
+
+    def _masked_load(self, step: Equation, inputs: list[Any]) -> Any:
+        ref, transforms, mask, other = step.params["args_tree"].unflatten(inputs)
+        return self._load(step, ref, transforms, mask, other)
+
+    def _swap(self, step: Equation, inputs: list[Any]) -> Any:
+        ref, value, *flat = inputs
+        return self._store(step, ref, jax.tree.unflatten(step.params["tree"], flat), value, None)
+
+    def _masked_swap(self, step: Equation, inputs: list[Any]) -> Any:
+        ref, transforms, value, mask = step.params["args_tree"].unflatten(inputs)
+        return self._store(step, ref, transforms, value, mask)
+
+    def _addupdate(self, step: Equation, inputs: list[Any]) -> list[Any]:
+        ref, value, *flat = inputs
+        lanes = locate(ref, jax.tree.unflatten(step.params["tree"], flat))
+        self._report("load", step, lanes, None)
+        self._report("store", step, lanes, None)
+        added = np.asarray(jax.numpy.asarray(lanes.read(None)) + value)
+        lanes.write(added, None)
+        return []
+
+    def _load(self, step: Equation, ref: Ref, transforms: Any, mask: Any, other: Any) -> Any:
+        lanes = locate(ref, transforms)
+        kept = spread(mask, lanes.shape)
+        self._report("load", step, lanes, kept)
+        value = lanes.read(kept)
+        if kept is not None and other is not None:
+            value = np.where(kept, value, np.asarray(other).astype(value.dtype))
+        return jax.numpy.asarray(value)
+
+    def _store(self, step: Equation, ref: Ref, transforms: Any, value: Any, mask: Any) -> Any:
+        lanes = locate(ref, transforms)
+        kept = spread(mask, lanes.shape)
+        old = None
+        if step.used:
+            self._report("load", step, lanes, kept)
+            old = jax.numpy.asarray(lanes.read(kept))
+        self._report("store", step, lanes, kept)
+        lanes.write(np.asarray(value), kept)
+        return old
+
+    def _atomic_rmw(self, step: Equation, inputs: list[Any]) -> Any:
+        ref, transforms, value, mask = step.params["args_tree"].unflatten(inputs)
+        lanes = locate(ref, transforms)
+        kept = spread(mask, lanes.shape)
+        self._report("reduce", step, lanes, kept)
+        old = jax.numpy.asarray(lanes.read(kept)) if step.used else None
+        kind = str(step.params["atomic_type"].value)
+        operation = ATOMICS.get(kind)
+        if operation is None:  # an exchange
+            lanes.write(np.asarray(value), kept)
+        else:
+            lanes.combine(operation, np.broadcast_to(np.asarray(value), lanes.shape), kept)
+        return old
+
+    def _atomic_cas(self, step: Equation, inputs: list[Any]) -> Any:
+        ref, expected, value = inputs
+        lanes = locate(ref, ())
+        self._report("reduce", step, lanes, None)
+        old = lanes.read(None)
+        lanes.write(np.where(old == np.asarray(expected), np.asarray(value), old), None)
+        return jax.numpy.asarray(old)
+
+    def _dma_start(self, step: Equation, inputs: list[Any]) -> list[Any]:
+        parts = step.params["tree"].unflatten(inputs)
+        if len(parts) > 5:  # JAX 0.9: each ref is followed by its transforms
+            source, at, target, into, *_, device = parts
+            origin, goal = locate(source, at), locate(target, into)
+        else:
+            device = parts[4]
+            origin, goal = (
+                locate(getattr(r, "ref", r), getattr(r, "transforms", ())) for r in parts[:2]
+            )
+        if device is not None or step.params.get("add"):
+            raise UnsupportedError(
+                "a copy to another device, or one that adds: flashsim follows one device's copies"
+            )
+        self._report("load", step, origin, None)
+        self._report("store", step, goal, None)
+        goal.write(origin.read(None), None)
+        return []
+
+    def _report(self, kind: str, step: Equation, lanes: Lanes, kept: np.ndarray | None) -> None:
+        self.observer.access(kind, lanes, kept, self.where(step))
+
+
+ATOMICS: dict[str, np.ufunc | None] = {
+    "add": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "xchg": None,
+}
+
+
+def computed(primitive: Any, inputs: list[Any], params: dict[str, Any]) -> Any:
+    """A primitive's results; compiled, if JAX cannot compute it by itself."""
+    try:
+        return primitive.bind(*inputs, **params)
+    except NotImplementedError:
+        return jax.jit(functools.partial(primitive.bind, **params))(*inputs)
+
+
+def opened(body: Any) -> Any:
+    """The jaxpr itself, of a closed jaxpr or of an open one."""
+    return getattr(body, "jaxpr", body)
+
+
+def closed_over(body: Any) -> Sequence[Any]:
+    """The constants of a closed jaxpr; an open one has none."""
+    return getattr(body, "consts", ())
+
+
+def bodies(params: dict[str, Any]) -> Iterable[Any]:
+    """The jaxprs among the parameters of an equation."""
+    for value in params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(opened(one), "eqns"):
+                yield opened(one)
+
+
+def calls_a_kernel(jaxpr: Any) -> bool:
+    """Whether a jaxpr, or one inside it, calls a Pallas kernel."""
+    return any(
+        e.primitive.name == "pallas_call" or any(calls_a_kernel(b) for b in bodies(e.params))
+        for e in jaxpr.eqns
+    )
+
+
+def bind_params(equation: Any) -> dict[str, Any]:
+    """The parameters that `bind` takes for an equation."""
+    params = equation.primitive.get_bind_params(equation.params)
+    if isinstance(params, tuple):  # older versions of JAX give functions beside them
+        functions, params = params
+        if functions:
+            raise UnsupportedError(
+                f"flashsim does not look inside {equation.primitive.name}: compute it outside of "
+                "the traced function"
+            )
+    return params
+
+
+def split(values: Sequence[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
+    """A list in three parts, the first two of given lengths."""
+    return (
+        list(values[:first]),
+        list(values[first : first + second]),
+        list(values[first + second :]),
+    )
+
+
+def spread(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
+    """A mask of lanes in their value's shape."""
+    return None if mask is None else np.broadcast_to(np.asarray(mask, bool), shape)
+
+
+def scratch(aval: Any, name: str) -> Ref | None:
+    """A buffer on the chip for a kernel's scratch argument; None for a semaphore."""
+    inner = getattr(aval, "inner_aval", aval)
+    try:
+        dtype = np.dtype(inner.dtype)
+    except TypeError:  # semaphores and barriers have types of their own
+        return None
+    return Ref.whole(uninitialized(inner.shape, dtype), name=name)
+
+
+def dot_flops(equation: Any) -> int:
+    """Floating-point operations of a `dot_general`: two for each product of two elements."""
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    shape = equation.invars[0].aval.shape
+    depth = int(np.prod([shape[d] for d in contracted], dtype=np.int64))
+    return 2 * depth * int(np.prod(equation.outvars[0].aval.shape, dtype=np.int64))
+
+
+#: Files whose lines are not the user's: JAX's and Python's own, but not the kernels JAX brings.
+_INNER = re.compile(r"/(jax|jaxlib)/(?!experimental/pallas/ops/)|/functools\.py$|/contextlib\.py$")
+
+
+def source_line(equation: Any) -> SourceLine:
+    """The innermost line that is the user's, or that of a kernel which comes with JAX."""
+    traceback = getattr(equation.source_info, "traceback", None)
+    for frame in traceback.frames if traceback is not None else ():
+        if not _INNER.search(frame.file_name.replace("\\", "/")):
+            return SourceLine(frame.file_name, frame.line_num, frame.function_name)
+    return SourceLine("", 0, "")

@@ -1,0 +1,494 @@
+"""Runs the grid of a `pallas_call`, in one of two models of who moves what.
+
+``gpu``: a block is a view of device memory. A program moves bytes when the kernel reads or writes a
+ref. Programs start with the first axis of the grid fastest, as Pallas lowers them to Triton.
+
+``tpu``: one core takes the grid's steps in order, the last axis fastest. A pipeline copies each
+operand's block to VMEM before a step, unless the step before had the same block, and copies an
+output's block back when the next step has another. The kernel's own reads and writes stay on the
+chip. Refs in HBM (`pl.ANY`) are moved by `pltpu.make_async_copy`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, cast, get_args
+
+import jax
+import numpy as np
+
+from flashsim.errors import OptionError, UnsupportedError, choices
+from flashsim.jax.jaxpr_walk import Observer, SourceLine, Walker, scratch, source_line
+from flashsim.jax.live_values import most_live
+from flashsim.jax.refs import HbmTensor, Lanes, Ref, uninitialized
+
+Model = Literal["gpu", "tpu"]
+
+
+class Programs(Observer, Protocol):
+    """A recorder that is also told which kernel and which program run."""
+
+    def kernel(self, launch: KernelCall) -> None:
+        """A kernel starts."""
+
+    def program(self, index: tuple[int, ...]) -> None:
+        """A program, or a grid step of a TPU, starts."""
+
+    def revisit(self, operand: BlockOperand, where: SourceLine) -> None:
+        """A TPU's step returns to an output's block that was copied back before."""
+
+    def finish(self, launch: KernelCall, outputs: Sequence[Any]) -> None:
+        """The kernel has ended; `outputs` are its results as arrays of JAX."""
+
+
+@dataclass(eq=False)
+class BlockOperand:
+    """An operand of a kernel: a tensor in device memory, and how blocks are cut from it."""
+
+    tensor: HbmTensor
+    mapping: Any
+    output: bool
+    where: SourceLine
+    space: str
+    block: tuple[int, ...] = ()
+    squeezed: tuple[bool, ...] = ()
+    before: tuple[int, ...] = ()  # padding of `pl.Element` dimensions
+    ref: Ref | None = None
+    visited: set[tuple[int, ...]] = field(default_factory=set)
+
+    @property
+    def in_hbm(self) -> bool:
+        """Whether the kernel sees the whole tensor, and moves parts of it itself."""
+        return self.space in ("any", "hbm")
+
+
+@dataclass(eq=False)
+class KernelCall:
+    """One call of a kernel: its name, its grid and its operands, with their final values."""
+
+    name: str
+    grid: tuple[int, ...]
+    model: Model
+    operands: list[BlockOperand]
+    scalars: list[HbmTensor]
+    where: SourceLine
+    #: Grid axes that name the programs. On a GPU the first runs fastest. On a TPU, steps that work
+    #: on the same blocks of all outputs are one program.
+    axes: tuple[int, ...] = ()
+    #: What lies on the chip at once, by name: shape and bytes.
+    held: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> list[HbmTensor]:
+        """All tensors in device memory, in the order of the kernel's parameters."""
+        return [*self.scalars, *(operand.tensor for operand in self.operands)]
+
+
+def launcher(model: str | None, recorder: Programs):
+    """The function by which a `Walker` runs each `pallas_call`."""
+
+    def run(walker: Walker, step: Any, inputs: list[Any]) -> list[Any]:
+        return launch(walker, recorder, step.equation, inputs, model)
+
+    return run
+
+
+def launch(
+    walker: Walker, recorder: Programs, equation: Any, inputs: list[Any], model: str | None
+) -> list[Any]:
+    """Run one `pallas_call`; its outputs, as JAX arrays."""
+    params = equation.params
+    mapping, jaxpr = params["grid_mapping"], params["jaxpr"]
+    inputs = list(inputs)
+    grid = []
+    for size in mapping.grid:  # bounds that only the call knows come first among its inputs
+        grid.append(int(size) if isinstance(size, int) else int(inputs.pop(0)))
+    model = chosen_model(params, jaxpr, model)
+    names = parameter_names(jaxpr)
+    scalars = [
+        HbmTensor(name, held(value), value)
+        for name, value in zip(names, inputs[: mapping.num_index_operands], strict=False)
+    ]
+    operands = operands_of(params, names[len(scalars) :], inputs[len(scalars) :], equation)
+    here = KernelCall(
+        str(params.get("name") or kernel_name(jaxpr)),
+        tuple(grid),
+        model,
+        operands,
+        scalars,
+        source_line(equation),
+    )
+    refuse_unknown(here, jaxpr, names)
+    if model == "tpu":
+        starts = [
+            [block_start(one, index, scalars, walker) for one in operands]
+            for index in itertools.product(*map(range, grid))
+        ]
+        here.axes = tpu_axes(here, starts)
+        here.held = on_tpu(here, jaxpr, names)
+        recorder.kernel(here)
+        run_tpu(walker, recorder, here, mapping, jaxpr, starts)
+    else:
+        here.axes = gpu_axes(len(grid), mapping.vmapped_dims)
+        here.held = most_live(jaxpr)
+        recorder.kernel(here)
+        run_gpu(walker, recorder, here, mapping, jaxpr)
+    outputs = [jax.numpy.asarray(o.tensor.array.copy()) for o in operands if o.output]
+    recorder.finish(here, outputs)
+    return outputs
+
+
+# -- the two models --------------------------------------------------------------------------------
+
+
+def run_gpu(walker: Walker, recorder: Programs, here: KernelCall, mapping: Any, jaxpr: Any) -> None:
+    """Every program in turn, each with fresh scratch; refs are views of device memory."""
+    scalars = [Ref.whole(one.array, one, one.name) for one in here.scalars]
+    count = len(here.scalars) + len(here.operands)
+    vmapped = mapping.vmapped_dims
+    for index in in_order(here.grid, here.axes):
+        recorder.program(index)
+        refs = []
+        for operand in here.operands:
+            start = block_start(operand, index, here.scalars, walker)
+            refs.append(window(operand, start))
+        run_program(walker, here, vmapped, index, jaxpr, [*scalars, *refs], count, {})
+
+
+def run_tpu(
+    walker: Walker,
+    recorder: Programs,
+    here: KernelCall,
+    mapping: Any,
+    jaxpr: Any,
+    starts: Sequence[Sequence[tuple[int, ...]]],
+) -> None:
+    """The grid's steps in order; blocks are copied to and from VMEM as they change."""
+    count = len(here.scalars) + len(here.operands)
+    kept: dict[int, Any] = {}  # scratch, which lives through the whole grid
+    scalars = []
+    for number, index in enumerate(itertools.product(*map(range, here.grid))):
+        recorder.program(index)
+        if not number:
+            for one in here.scalars:  # prefetched to SMEM before the first step
+                whole = Ref.whole(one.array, one, one.name)
+                recorder.access("load", everything(whole), None, here.where)
+                scalars.append(Ref.whole(one.array.copy(), name=one.name))
+        refs: list[Ref] = []
+        for place, operand in enumerate(here.operands):
+            if operand.in_hbm:
+                refs.append(Ref.whole(operand.tensor.array, operand.tensor, operand.tensor.name))
+                continue
+            if not number or starts[number][place] != starts[number - 1][place]:
+                fetch(recorder, operand, starts[number][place])
+            assert operand.ref is not None
+            refs.append(operand.ref)
+        run_program(
+            walker, here, mapping.vmapped_dims, index, jaxpr, [*scalars, *refs], count, kept
+        )
+        last = number + 1 == len(starts)
+        for place, operand in enumerate(here.operands):
+            if operand.output and not operand.in_hbm:
+                here_now = starts[number][place]
+                if last or starts[number + 1][place] != here_now:
+                    write_back(recorder, operand, here_now)
+
+
+def fetch(recorder: Programs, operand: BlockOperand, start: tuple[int, ...]) -> None:
+    """Put a block into VMEM; only inputs are copied."""
+    view = window(operand, start)
+    lanes = everything(view)
+    buffer = lanes.read(None)
+    if operand.output and start in operand.visited:
+        recorder.revisit(operand, operand.where)
+    operand.visited.add(start)
+    if not operand.output:
+        recorder.access("load", inner(view), None, operand.where)
+    gone = tuple(d for d, off in enumerate(operand.squeezed) if off)
+    operand.ref = Ref.whole(np.squeeze(buffer, gone), name=operand.tensor.name)
+
+
+def write_back(recorder: Programs, operand: BlockOperand, start: tuple[int, ...]) -> None:
+    """Copy an output's block from VMEM."""
+    view = window(operand, start)
+    assert operand.ref is not None
+    recorder.access("store", inner(view), None, operand.where)
+    lanes = everything(view)
+    lanes.write(operand.ref.array.reshape(lanes.shape), None)
+
+
+def run_program(
+    walker: Walker,
+    here: KernelCall,
+    vmapped: Sequence[int],
+    index: tuple[int, ...],
+    jaxpr: Any,
+    refs: list[Any],
+    count: int,
+    kept: dict[int, Any],
+) -> None:
+    """The kernel's body, once."""
+    buffers = []
+    for number, variable in enumerate(jaxpr.invars[count:]):
+        if number not in kept:
+            kept[number] = scratch(variable.aval, f"scratch {number}")
+        buffers.append(kept[number])
+    axes = [d for d in range(len(index)) if d not in vmapped]
+    walker.program = tuple(index[d] for d in axes)
+    walker.sizes = tuple(here.grid[d] for d in axes)
+    try:
+        walker.run(jaxpr, (), [*refs, *buffers])
+    finally:
+        walker.program = None
+
+
+def gpu_axes(rank: int, vmapped: Sequence[int]) -> tuple[int, ...]:
+    """The axes of the grid in the order in which a GPU runs over them, the fastest first.
+
+    Axes that `vmap` added follow the kernel's own, the innermost first.
+    """
+    return (*(d for d in range(rank) if d not in vmapped), *reversed(vmapped))
+
+
+def tpu_axes(here: KernelCall, starts: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
+    """The leading axes, as many as choose the outputs' blocks."""
+    blocked = [n for n, o in enumerate(here.operands) if o.output and not o.in_hbm]
+    steps = list(itertools.product(*map(range, here.grid)))
+    for leading in range(len(here.grid)):
+        seen: dict[tuple[int, ...], Any] = {}
+        for index, step in zip(steps, starts, strict=True):
+            blocks = [step[n] for n in blocked]
+            if seen.setdefault(index[:leading], blocks) != blocks:
+                break
+        else:
+            return tuple(range(leading))
+    return tuple(range(len(here.grid)))
+
+
+def in_order(grid: Sequence[int], axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The programs of a grid; the first of `axes` runs fastest."""
+    for slow_first in itertools.product(*(range(grid[d]) for d in reversed(axes))):
+        index = [0] * len(grid)
+        for d, i in zip(reversed(axes), slow_first, strict=True):
+            index[d] = i
+        yield tuple(index)
+
+
+def on_tpu(
+    here: KernelCall, jaxpr: Any, names: Sequence[str]
+) -> dict[str, tuple[tuple[int, ...], int]]:
+    """VMEM by name: each block as often as the pipeline buffers it, and scratch.
+
+    One buffer of an input is left out: it holds the block that the trace shows as loaded.
+    """
+    found = {}
+    for operand in here.operands:
+        if operand.in_hbm:
+            continue
+        mode = getattr(operand.mapping, "pipeline_mode", None)
+        copies = getattr(mode, "buffer_count", 2) - (not operand.output)
+        size = math.prod(operand.block) * operand.tensor.array.itemsize
+        found[operand.tensor.name] = (operand.block, copies * size)
+    count = len(here.scalars) + len(here.operands)
+    for variable, name in itertools.zip_longest(jaxpr.invars[count:], names[count:]):
+        if size := bytes_of(variable.aval):
+            found[name] = (tuple(variable.aval.shape), size)
+    return found
+
+
+# -- operands and blocks ---------------------------------------------------------------------------
+
+
+def operands_of(
+    params: dict[str, Any], names: Sequence[str], inputs: Sequence[Any], equation: Any
+) -> list[BlockOperand]:
+    """The operands of a call: inputs, then outputs; an aliased output is its input's memory."""
+    mapping = params["grid_mapping"]
+    aliases = {output: given for given, output in params["input_output_aliases"]}
+    operands: list[BlockOperand] = []
+    n_inputs = len(inputs)
+    for number, (one, name) in enumerate(zip(mapping.block_mappings, names, strict=False)):
+        output = number >= n_inputs
+        if not output:
+            array = held(inputs[number])
+        elif number - n_inputs in aliases:
+            given = aliases[number - n_inputs] - mapping.num_index_operands
+            array = operands[given].tensor.array
+        else:
+            aval = one.array_aval
+            array = uninitialized(aval.shape, np.dtype(aval.dtype))
+        tensor = HbmTensor(name, array, None if output else inputs[number])
+        if output and number - n_inputs in aliases:
+            tensor = operands[given].tensor
+        block, squeezed, before = block_of(one, name)
+        operands.append(
+            BlockOperand(
+                tensor,
+                one,
+                output,
+                spec_line(one, equation),
+                space_of(one),
+                block,
+                squeezed,
+                before,
+            )
+        )
+    return operands
+
+
+def held(value: Any) -> np.ndarray:
+    """A NumPy copy of an operand, which stores may change."""
+    dtype = getattr(value, "dtype", None)
+    try:
+        array = np.array(value)
+        narrow = array.dtype.name in ("int4", "uint4", "int2", "uint2", "float4_e2m1fn")
+    except TypeError:
+        narrow = True
+    if narrow or array.dtype.kind == "O":
+        raise UnsupportedError(
+            f"an operand of type {dtype}, whose elements are no whole bytes: pass it as int8 or "
+            "as a wider float"
+        )
+    return array
+
+
+def block_of(mapping: Any, name: str) -> tuple[tuple[int, ...], tuple[bool, ...], tuple[int, ...]]:
+    """A block's length in each dimension, which of them the kernel does not see, and padding."""
+    lengths, squeezed, before = [], [], []
+    for dimension in mapping.block_shape:
+        kind = type(dimension).__name__
+        gone = dimension is None or kind in ("Squeezed", "Mapped")
+        if not gone and kind not in ("int", "Blocked", "Element"):
+            raise UnsupportedError(
+                f"{name}: a block with a dimension of kind {kind}: use an integer, None or "
+                "pl.Element in its BlockSpec"
+            )
+        lengths.append(1 if gone else int(getattr(dimension, "block_size", dimension)))
+        squeezed.append(gone)
+        before.append(int(getattr(dimension, "padding", (0, 0))[0]))
+    return tuple(lengths), tuple(squeezed), tuple(before)
+
+
+def block_start(
+    operand: BlockOperand, index: tuple[int, ...], scalars: Sequence[HbmTensor], walker: Walker
+) -> tuple[int, ...]:
+    """SourceLine an operand's block begins in each dimension of its tensor."""
+    closed = operand.mapping.index_map_jaxpr
+    refs = [Ref.whole(one.array, None, one.name) for one in scalars]  # reads on the scalar core
+    blocks = walker.run(closed.jaxpr, closed.consts, [*map(np.int32, index), *refs])
+    starts = []
+    for place, (number, length) in enumerate(zip(blocks, operand.block, strict=True)):
+        kind = type(operand.mapping.block_shape[place]).__name__
+        whole = kind == "Element" or operand.squeezed[place]
+        starts.append(int(number) * (1 if whole else length) - operand.before[place])
+    return tuple(starts)
+
+
+def window(operand: BlockOperand, start: tuple[int, ...]) -> Ref:
+    """A view of an operand's block in device memory."""
+    tensor = operand.tensor
+    return Ref(tensor.array, start, operand.block, operand.squeezed, tensor, tensor.name)
+
+
+def everything(ref: Ref) -> Lanes:
+    """All lanes of a ref, also those of squeezed dimensions and those past the array's end."""
+    axes = tuple((first, length, 1) for first, length in zip(ref.start, ref.shape, strict=True))
+    inside = all(
+        first >= 0 and first + length <= size
+        for (first, length, _), size in zip(axes, ref.array.shape, strict=True)
+    )
+    index = tuple(slice(first, first + length) for first, length, _ in axes) if inside else None
+    return Lanes(ref, ref.shape, index, axes, tuple(range(len(axes))))
+
+
+def inner(ref: Ref) -> Lanes:
+    """The lanes of a ref that lie inside its array, which are those that a TPU's pipeline moves."""
+    start, shape = [], []
+    for first, length, size in zip(ref.start, ref.shape, ref.array.shape, strict=True):
+        low, high = max(first, 0), min(first + length, size)
+        start.append(min(low, size))
+        shape.append(max(high - low, 0))
+    cut = Ref(ref.array, tuple(start), tuple(shape), ref.squeezed, ref.tensor, ref.name)
+    return everything(cut)
+
+
+# -- what a call says of itself --------------------------------------------------------------------
+
+
+def chosen_model(params: dict[str, Any], jaxpr: Any, model: str | None) -> Model:
+    """The model that is asked for, or the one that the kernel is written for.
+
+    A kernel with a TPU's compiler parameters, memory spaces or prefetched scalars is a TPU's; any
+    other is a GPU's.
+    """
+    if model is not None and model not in get_args(Model):
+        raise OptionError(f"there is no model {model!r}; {choices(model, get_args(Model))}")
+    marks = [type(params.get("compiler_params")).__module__]
+    marks += [type(getattr(v.aval, "memory_space", None)).__module__ for v in jaxpr.invars]
+    for_tpu = any(".mosaic.core" in mark or ".pallas.tpu" in mark for mark in marks)
+    for_tpu = for_tpu or bool(params["grid_mapping"].num_index_operands)
+    return cast(Model, model or ("tpu" if for_tpu else "gpu"))
+
+
+def refuse_unknown(here: KernelCall, jaxpr: Any, names: Sequence[str]) -> None:
+    """Raise for kernels that the chosen model cannot tell about."""
+    for variable, name in itertools.zip_longest(jaxpr.invars, names):
+        space = getattr(variable.aval, "memory_space", None)
+        module = type(space).__module__ if space is not None else ""
+        if "mosaic_gpu" in module:
+            raise UnsupportedError(
+                f"kernel {here.name}: {name} lies in {space} of Pallas's Mosaic GPU backend, which "
+                "flashsim does not run: trace the kernel with plain refs, in the way of "
+                "jax.experimental.pallas.triton"
+            )
+        if here.model == "gpu" and ".mosaic.core" in module:
+            raise OptionError(
+                f"kernel {here.name}: {name} lies in {space}, which only a TPU has; trace it with "
+                "model='tpu'"
+            )
+
+
+def space_of(mapping: Any) -> str:
+    """The memory space of an operand, as Pallas writes it."""
+    aval = getattr(mapping, "transformed_block_aval", None) or mapping.block_aval
+    return str(getattr(aval, "memory_space", None)).lower().rpartition(".")[2]
+
+
+def parameter_names(jaxpr: Any) -> list[str]:
+    """The kernel's parameters, without a trailing `_ref`; numbered where JAX does not know them."""
+    known = getattr(jaxpr.debug_info, "arg_names", None) or ()
+    given = [str(name).rpartition(".")[2] for name in known]
+    given += [""] * (len(jaxpr.invars) - len(given))
+    names: list[str] = []
+    for number, name in enumerate(given):
+        short = re.sub(r"_ref$|^ref_", "", name) or f"arg{number}"
+        names.append(short if short not in names else f"{short}{number}")
+    return names
+
+
+def kernel_name(jaxpr: Any) -> str:
+    """The name of the kernel's function."""
+    told = str(getattr(jaxpr.debug_info, "func_src_info", "") or "kernel")
+    return told.split(" ")[0]
+
+
+def spec_line(mapping: Any, equation: Any) -> SourceLine:
+    """The line of an operand's index map; without one, the call's."""
+    told = getattr(mapping.index_map_jaxpr.jaxpr.debug_info, "func_src_info", None) or ""
+    found = re.fullmatch(r"(.*) at (.*):(\d+)", told)
+    if found is None or "/jax/_src/" in found[2].replace("\\", "/"):
+        return source_line(equation)
+    return SourceLine(found[2], int(found[3]), found[1])
+
+
+def bytes_of(aval: Any) -> int:
+    """Bytes of a scratch buffer; 0 for a semaphore."""
+    inner_aval = getattr(aval, "inner_aval", aval)
+    try:
+        return int(np.prod(inner_aval.shape, dtype=np.int64)) * np.dtype(inner_aval.dtype).itemsize
+    except TypeError:
+        return 0

@@ -1,0 +1,273 @@
+"""Refs of a Pallas kernel: which elements an index reaches, and their values.
+
+A kernel sees blocks of its operands through refs. Here a `Ref` is a window of a NumPy array: of a
+whole tensor in device memory, or of a buffer on the chip. `locate` turns the transforms of one
+access (`ref[...]`, `ref.at[...]`, reshape, transpose) into `Lanes`: one lane for each element. A
+lane outside the window or outside the array reads `poison`, as in Pallas's own interpreter. It
+stores nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from flashsim.errors import UnsupportedError
+
+
+@dataclass(eq=False)
+class HbmTensor:
+    """An operand of a kernel in device memory; `source` is the array of JAX that it was."""
+
+    name: str
+    array: np.ndarray
+    source: Any = None
+
+
+@dataclass(eq=False)
+class Ref:
+    """A window of `array`: it starts at `start` and is `shape` long in each of its dimensions.
+
+    `squeezed` dimensions are 1 long and are not seen by the kernel. `tensor` is the operand in
+    device memory that the window shows, and None if the array is a buffer on the chip.
+    """
+
+    array: np.ndarray
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    squeezed: tuple[bool, ...]
+    tensor: HbmTensor | None = None
+    name: str = ""
+    written: bool = field(default=False)
+
+    @classmethod
+    def whole(cls, array: np.ndarray, tensor: HbmTensor | None = None, name: str = "") -> Ref:
+        """A ref to all of an array."""
+        none = (False,) * array.ndim
+        return cls(array, (0,) * array.ndim, array.shape, none, tensor, name)
+
+
+@dataclass(eq=False)
+class Lanes:
+    """The elements of one access, one lane each.
+
+    `shape` is the shape of the value. `index` selects the lanes in the array if every lane is
+    inside; it is None otherwise. `axes` are the array's dimensions as (first, length, step), if the
+    lanes are a box, in which case `dims` are those that the value has.
+    """
+
+    ref: Ref
+    shape: tuple[int, ...]
+    index: tuple[Any, ...] | None
+    axes: tuple[tuple[int, int, int], ...] | None
+    dims: tuple[int, ...] = ()
+    arrays: tuple[np.ndarray, ...] | None = None
+
+    @property
+    def all_inside(self) -> bool:
+        """Whether no lane lies outside the window and the array."""
+        return self.index is not None
+
+    @cached_property
+    def coordinates(self) -> tuple[np.ndarray, ...]:
+        """For each dimension of the array, the lanes' indices: int64, of the value's shape."""
+        if self.arrays is not None:
+            return self.arrays
+        assert self.axes is not None
+        return grid(self.axes, self.dims)
+
+    @cached_property
+    def inside(self) -> np.ndarray:
+        """Which lanes lie inside the window and the array."""
+        kept = np.ones(self.shape, bool)
+        ref = self.ref
+        for at, first, length, size in zip(
+            self.coordinates, ref.start, ref.shape, ref.array.shape, strict=True
+        ):
+            kept &= (at >= max(first, 0)) & (at < min(first + length, size))
+        return kept
+
+    def read(self, kept: np.ndarray | None) -> np.ndarray:
+        """The lanes' values; `poison` where `kept` is False or a lane is outside."""
+        if self.index is not None:
+            value = np.array(self.ref.array[self.index])
+            if kept is not None and not kept.all():
+                value[~kept] = poison(value.dtype)
+            return value
+        kept = self.inside if kept is None else self.inside & kept
+        value = np.full(self.shape, poison(self.ref.array.dtype), self.ref.array.dtype)
+        value[kept] = self.ref.array[tuple(at[kept] for at in self.coordinates)]
+        return value
+
+    def write(self, value: np.ndarray, kept: np.ndarray | None) -> None:
+        """Store `value` in the lanes that are kept and inside."""
+        self.ref.written = True
+        if self.index is not None and kept is None:
+            self.ref.array[self.index] = value
+            return
+        kept = self.inside if kept is None else self.inside & kept
+        self.ref.array[tuple(at[kept] for at in self.coordinates)] = value[kept]
+
+    def combine(self, operation: np.ufunc, value: np.ndarray, kept: np.ndarray | None) -> None:
+        """Combine `value` with the lanes' elements, once for each lane, also for equal lanes."""
+        self.ref.written = True
+        kept = self.inside if kept is None else self.inside & kept
+        operation.at(self.ref.array, tuple(at[kept] for at in self.coordinates), value[kept])
+
+
+def poison(dtype: np.dtype) -> Any:
+    """The value of memory that was never written: NaN, or the least integer."""
+    if dtype.kind == "b":
+        return False
+    return np.iinfo(dtype).min if dtype.kind in "iu" else np.array(np.nan).astype(dtype)
+
+
+def uninitialized(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An array of `poison`."""
+    return np.full(tuple(shape), poison(dtype), dtype)
+
+
+def grid(axes: Sequence[tuple[int, int, int]], dims: Sequence[int]) -> tuple[np.ndarray, ...]:
+    """Coordinate arrays of a box; only the dimensions `dims` appear in their shape."""
+    shape = tuple(axes[d][1] for d in dims)
+    arrays = []
+    for d, (first, length, step) in enumerate(axes):
+        at = first + step * np.arange(length, dtype=np.int64)
+        if d in dims:
+            place = tuple(dims).index(d)
+            at = at.reshape([length if n == place else 1 for n in range(len(dims))])
+        else:
+            at = at.reshape([1] * len(dims))
+        arrays.append(np.broadcast_to(at, shape))
+    return tuple(arrays)
+
+
+def is_slice(index: Any) -> bool:
+    """Whether an indexer's entry is a Pallas slice, with a start, a size and a stride."""
+    return hasattr(index, "start") and hasattr(index, "size") and hasattr(index, "stride")
+
+
+def locate(ref: Ref, transforms: Sequence[Any]) -> Lanes:
+    """The lanes that `transforms` reach in a ref."""
+    axes = [(first, length, 1) for first, length in zip(ref.start, ref.shape, strict=True)]
+    dims = [d for d, gone in enumerate(ref.squeezed) if not gone]
+    arrays: tuple[np.ndarray, ...] | None = None
+    for transform in transforms:
+        if arrays is None and plain(transform):
+            axes, dims = sliced(axes, dims, transform.indices)
+        else:
+            if arrays is None and hasattr(transform, "indices"):
+                arrays = gathered(axes, dims, transform.indices)
+            else:
+                arrays = transformed(grid(axes, dims) if arrays is None else arrays, transform)
+    if arrays is not None:
+        shape = arrays[0].shape if arrays else ()
+        return Lanes(ref, shape, None, None, arrays=arrays)
+    shape = tuple(axes[d][1] for d in dims)
+    index: tuple[Any, ...] | None = tuple(
+        slice(first, first + (length - 1) * step + 1, step) if d in dims else first
+        for d, (first, length, step) in enumerate(axes)
+    )
+    for (first, length, step), low, window, size in zip(
+        axes, ref.start, ref.shape, ref.array.shape, strict=True
+    ):
+        last = first + (length - 1) * step
+        if first < max(low, 0) or last >= min(low + window, size):
+            index = None
+    return Lanes(ref, shape, index, tuple(axes), tuple(dims))
+
+
+def plain(transform: Any) -> bool:
+    """Whether a transform is an indexer of slices and single integers."""
+    return hasattr(transform, "indices") and all(
+        is_slice(index) or np.ndim(index) == 0 for index in transform.indices
+    )
+
+
+def sliced(
+    axes: Sequence[tuple[int, int, int]], dims: Sequence[int], indices: Sequence[Any]
+) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """A box, indexed by slices and integers."""
+    axes, left = list(axes), []
+    for d, index in zip(dims, indices, strict=True):
+        first, _, step = axes[d]
+        if is_slice(index):
+            axes[d] = (first + int(index.start) * step, length_of(index), step * int(index.stride))
+            left.append(d)
+        else:
+            axes[d] = (first + int(index) * step, 1, 1)
+    return axes, left
+
+
+def length_of(index: Any) -> int:
+    """The length of a slice, which must be known when the kernel is traced."""
+    try:
+        return int(index.size)
+    except TypeError:
+        raise UnsupportedError(
+            f"a slice of a length that only the kernel knows ({index.size}): give pl.ds a Python "
+            "integer as size, and mask what is too much"
+        ) from None
+
+
+def gathered(
+    axes: Sequence[tuple[int, int, int]], dims: Sequence[int], indices: Sequence[Any]
+) -> tuple[np.ndarray, ...]:
+    """A box, indexed by arrays of integers as well: coordinates, placed by NumPy's rule."""
+    steps = [
+        np.arange(length_of(i), dtype=np.int64) * int(i.stride) + int(i.start)
+        if is_slice(i)
+        else np.asarray(i, np.int64)
+        for i in indices
+    ]
+    numbers = [n for n, i in enumerate(indices) if not is_slice(i)]
+    common = np.broadcast_shapes(*(steps[n].shape for n in numbers))
+    adjacent = numbers[-1] - numbers[0] == len(numbers) - 1
+    order: list[int | None] = []  # dimensions of the value: slices, and None for `common`
+    for n, index in enumerate(indices):
+        if is_slice(index):
+            order.append(n)
+        elif None not in order:
+            order.append(None)
+    if not adjacent:
+        order.remove(None)
+        order.insert(0, None)
+    shape: list[int] = []
+    where: dict[int | None, int] = {}
+    for entry in order:
+        where[entry] = len(shape)
+        shape += common if entry is None else steps[entry].shape
+    coordinates = [np.broadcast_to(np.int64(first), shape) for first, _, _ in axes]
+    for n, d in enumerate(dims):
+        key = n if n in where else None
+        values = np.broadcast_to(steps[n], common) if key is None else steps[n]
+        wide = [1] * len(shape)
+        wide[where[key] : where[key] + values.ndim] = values.shape
+        first, _, step = axes[d]
+        coordinates[d] = np.broadcast_to(first + step * values.reshape(wide), shape)
+    return tuple(coordinates)
+
+
+def transformed(arrays: tuple[np.ndarray, ...], transform: Any) -> tuple[np.ndarray, ...]:
+    """Coordinates under a reshape, a transpose or one more indexer."""
+    kind = type(transform).__name__
+    if kind == "ReshapeTransform":
+        return tuple(at.reshape(transform.shape) for at in arrays)
+    if kind == "TransposeTransform":
+        return tuple(at.transpose(transform.permutation) for at in arrays)
+    if hasattr(transform, "indices"):
+        index = tuple(
+            slice(int(i.start), int(i.start) + length_of(i) * int(i.stride), int(i.stride))
+            if is_slice(i)
+            else np.asarray(i)
+            for i in transform.indices
+        )
+        return tuple(at[index] for at in arrays)
+    raise UnsupportedError(
+        f"a ref under {kind}, which flashsim cannot follow: index the ref itself, and reshape or "
+        "convert the value that it returns"
+    )

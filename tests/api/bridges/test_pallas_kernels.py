@@ -1,0 +1,881 @@
+"""Pallas kernels, traced: their bytes are those of a hand count and of `flashsim.count`."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib.util
+import inspect
+import re
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+from jax import lax  # noqa: E402
+from jax.experimental import pallas as pl  # noqa: E402
+from jax.experimental.pallas import tpu as pltpu  # noqa: E402
+from jax.experimental.pallas import triton as plgpu  # noqa: E402
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # JAX 0.11 recommends another package
+    from jax.experimental.pallas.ops.gpu import attention as jax_attention
+
+from commands import invoke  # noqa: E402
+
+import flashsim  # noqa: E402
+from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError  # noqa: E402
+from flashsim.jax import trace_kernel  # noqa: E402
+
+EXAMPLES = Path(__file__).parents[3] / "examples/pallas"
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+GPU, TPU = example("gpu_forward"), example("tpu_forward")
+
+
+def arrays(*shapes, dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+def moved(traced):
+    """Bytes by operation and tensor, of those that move any."""
+    found = {}
+    for op in ("load", "store", "reduce"):
+        for tensor in traced.tensors:
+            if nbytes := traced.bytes(op, tensor):
+                found[op, tensor] = nbytes
+    assert traced.trace.bytes() == sum(found.values())  # also as a trace like any other
+    return found
+
+
+def counted(traffic):
+    """The same of `flashsim.count`."""
+    found = Counter()
+    for (_, op, tensor), nbytes in traffic.transfers.items():
+        found[op, tensor] += nbytes
+    return {key: nbytes for key, nbytes in found.items() if nbytes}
+
+
+def cdiv(a, b):
+    return -(-a // b)
+
+
+def attention(q, k, v, causal):
+    """O and L in float64; heads first; K and V may have fewer heads."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, len(q) // len(x), axis=0) for x in (k, v))
+    s = q @ k.transpose(0, 2, 1) * q.shape[-1] ** -0.5
+    if causal:
+        s = np.where(np.tril(np.ones(s.shape[1:], bool)), s, -np.inf)
+    m = s.max(-1, keepdims=True)
+    p = np.exp(s - m)
+    return p / p.sum(-1, keepdims=True) @ v, (m + np.log(p.sum(-1, keepdims=True)))[..., 0]
+
+
+# -- forward -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n", "heads", "kv_heads", "causal", "dtype"),
+    [
+        (128, 2, 2, False, "float32"),
+        (128, 2, 2, True, "float32"),
+        (100, 2, 2, True, "float32"),
+        (100, 4, 2, False, "float16"),
+        (128, 1, 1, True, "bfloat16"),
+    ],
+)
+def test_forward_of_a_gpu(n, heads, kv_heads, causal, dtype):
+    d, block_q, block_k = 16, 32, 16
+    q, k, v = arrays((heads, n, d), (kv_heads, n, d), (kv_heads, n, d), dtype=dtype)
+
+    traced = trace_kernel(GPU.forward, q, k, v, causal, block_q, block_k)
+
+    item = q.dtype.itemsize
+    keys = 0  # rows of K that the programs of one head load
+    for i in range(cdiv(n, block_q)):
+        last = min((i + 1) * block_q, cdiv(n, block_k) * block_k) if causal else n
+        keys += min(cdiv(last, block_k) * block_k, n)
+    assert moved(traced) == {
+        ("load", "Q"): heads * n * d * item,
+        ("load", "K"): heads * keys * d * item,
+        ("load", "V"): heads * keys * d * item,
+        ("store", "O"): heads * n * d * item,
+        ("store", "L"): heads * n * 4,
+    }
+    problem = flashsim.Problem(
+        n_q=n, head_dim=d, heads=heads, kv_heads=kv_heads, dtype=dtype, causal=causal
+    )
+    assert traced.problem == problem
+    count = flashsim.count(problem, tiling=flashsim.Tiling(block_q, block_k))
+    assert moved(traced) == counted(count)
+    o, lse = attention(q, k, v, causal)
+    error = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}[dtype]
+    np.testing.assert_allclose(np.asarray(traced.outputs["O"], float), o, atol=error)
+    np.testing.assert_allclose(traced.outputs["L"], lse, atol=error)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("keep_last", [False, True])
+def test_forward_of_a_tpu(causal, keep_last):
+    heads, n, d, block_q, block_k = 2, 128, 16, 32, 16
+    q, k, v = arrays(*[(heads, n, d)] * 3)
+
+    traced = trace_kernel(TPU.forward, q, k, v, causal, block_q, block_k, keep_last)
+
+    blocks = n // block_k
+    visits = sum(
+        cdiv((i + 1) * block_q, block_k) if causal and keep_last else blocks
+        for i in range(n // block_q)
+    )
+    if causal and keep_last:
+        # The last tile's blocks and those of the next head's first tile differ, so each is copied.
+        assert visits < blocks * (n // block_q)
+    tile = block_k * d * 4
+    assert moved(traced) == {
+        ("load", "Q"): heads * n * d * 4,
+        ("load", "K"): heads * visits * tile,
+        ("load", "V"): heads * visits * tile,
+        ("store", "O"): heads * n * d * 4,
+    }
+    np.testing.assert_allclose(traced.outputs["O"], attention(q, k, v, causal)[0], atol=1e-5)
+    assert traced.trace.tiling == flashsim.Tiling(block_q, block_k)
+
+
+def test_a_tpu_keeps_a_block_and_a_gpu_loads_it_again():
+    def kernel(x_ref, w_ref, o_ref):
+        o_ref[...] = x_ref[...] @ w_ref[...]
+
+    def product(x, w):
+        return pl.pallas_call(
+            kernel,
+            grid=(4,),
+            in_specs=[
+                pl.BlockSpec((8, 16), lambda i: (i, 0)),
+                pl.BlockSpec((16, 16), lambda i: (0, 0)),
+            ],
+            out_specs=pl.BlockSpec((8, 16), lambda i: (i, 0)),
+            out_shape=jax.ShapeDtypeStruct((32, 16), x.dtype),
+        )(x, w)
+
+    x, w = arrays((32, 16), (16, 16))
+    on_tpu = trace_kernel(product, x, w, model="tpu")
+    on_gpu = trace_kernel(product, x, w, model="gpu")
+
+    assert on_tpu.bytes("load", "w") == 16 * 16 * 4
+    assert on_gpu.bytes("load", "w") == 4 * 16 * 16 * 4
+    assert on_tpu.bytes("load", "x") == on_gpu.bytes("load", "x") == 32 * 16 * 4
+    assert "tpu model" in on_tpu.record.source
+    assert "gpu model" in on_gpu.record.source
+    assert any("TPU model" in note for note in on_tpu.record.notes)
+    np.testing.assert_array_equal(on_tpu.outputs["O"], on_gpu.outputs["O"])
+    assert trace_kernel(product, x, w).bytes() == on_gpu.bytes()  # no mark of a TPU in it
+
+
+# -- JAX's own kernels ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_jax_own_forward(causal):
+    batch, n, heads, d, block_q, block_k = 2, 128, 2, 16, 64, 32
+    q, k, v = arrays(*[(batch, n, heads, d)] * 3)
+    sizes = jax_attention.BlockSizes(block_q, block_k)
+
+    traced = trace_kernel(jax_attention.mha, q, k, v, None, d**-0.5, causal, sizes)
+
+    tiles = [min(cdiv((i + 1) * block_q, block_k), 4) if causal else 4 for i in range(2)]
+    keys = batch * heads * sum(tiles) * block_k * d * 4
+    rows = batch * heads * n * d * 4
+    expected = {("load", "Q"): rows, ("load", "K"): keys, ("load", "V"): keys, ("store", "O"): rows}
+    assert moved(traced) == expected
+    problem = flashsim.Problem(n_q=n, head_dim=d, batch=batch, heads=heads, causal=causal)
+    count = counted(flashsim.count(problem, tiling=flashsim.Tiling(block_q, block_k)))
+    del count["store", "L"]  # which `mha` keeps only for a backward pass
+    assert expected == count
+    o = np.stack(
+        [attention(*(x[b].transpose(1, 0, 2) for x in (q, k, v)), causal)[0] for b in range(batch)]
+    )
+    np.testing.assert_allclose(traced.outputs["O"], o.transpose(0, 2, 1, 3), atol=1e-5)
+    lines = Counter(line for (_, line) in traced.record.lines)
+    source, first = inspect.getsourcelines(jax_attention.mha_forward_kernel)
+    stand = {first + at for at, text in enumerate(source) if "plgpu.load" in text}
+    assert stand <= set(lines)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_jax_own_backward(causal):
+    n, heads, d, block = 128, 2, 16, 32
+    q, k, v, do = arrays(*[(1, n, heads, d)] * 4)
+    sizes = jax_attention.BlockSizes(block, block, block, block, block, block)
+
+    def mha(q, k, v):
+        return jax_attention.mha(q, k, v, None, d**-0.5, causal, sizes)
+
+    def gradients(q, k, v, do):
+        return jax.vjp(mha, q, k, v)[1](do)
+
+    problem = flashsim.Problem(n_q=n, head_dim=d, heads=heads, causal=causal)
+    traced = trace_kernel(gradients, q, k, v, do, names={"residual_refs[0]": "L"}, problem=problem)
+
+    tiles = n // block
+    pairs = tiles * (tiles + 1) // 2 if causal else tiles**2
+    tile, row = heads * block * d * 4, heads * block * 4
+    all_rows, all_stats = tiles * tile, tiles * row
+    expected = {
+        # Forward; then one kernel: dK and dV over all queries, then dQ over all keys.
+        ("load", "Q"): all_rows + pairs * tile + all_rows,
+        ("load", "K"): pairs * tile + all_rows + pairs * tile,
+        ("load", "V"): pairs * tile + all_rows + pairs * tile,
+        ("store", "O"): all_rows,
+        ("store", "L"): all_stats,
+        ("load", "O"): all_rows,
+        ("load", "dO"): all_rows + pairs * tile + all_rows,
+        ("store", "delta"): all_stats,
+        ("load", "L"): pairs * row + all_stats,
+        ("load", "delta"): pairs * row + all_stats,
+        ("store", "dQ"): all_rows,
+        ("store", "dK"): all_rows,
+        ("store", "dV"): all_rows,
+    }
+    assert moved(traced) == expected
+    tiling = flashsim.Tiling(block, block)
+    count = Counter(counted(flashsim.count(problem, tiling=tiling)))
+    count.update(counted(flashsim.count(problem, tiling=tiling, direction="backward")))
+    assert moved(traced) == dict(count)
+    with jax.default_matmul_precision("highest"):  # a GPU would round to TF32
+        plain = jax.vjp(
+            lambda q, k, v: jax_attention.mha_reference(q, k, v, None, d**-0.5, causal), q, k, v
+        )[1](do)
+    for name, gradient in zip(("dQ", "dK", "dV"), plain, strict=True):
+        np.testing.assert_allclose(traced.outputs[name], gradient, atol=2e-5)
+    source, first = inspect.getsourcelines(jax_attention.mha_backward_kernel)
+    loads = {first + at for at, text in enumerate(source) if "plgpu.load" in text}
+    assert loads <= {line for (_, line) in traced.record.lines}
+    assert len(traced.record.launches) == 3
+
+
+# -- right or wrong, needed or not -----------------------------------------------------------------
+
+
+def altered(before, after):
+    """The example's forward pass with one change, as a file's function."""
+    text = (EXAMPLES / "gpu_forward.py").read_text()
+    assert before in text
+    scope = {"__name__": "altered"}
+    exec(compile(text.replace(before, after), str(EXAMPLES / "gpu_forward.py"), "exec"), scope)
+    return scope["forward"]
+
+
+def line_of(text):
+    (found,) = [
+        number
+        for number, line in enumerate((EXAMPLES / "gpu_forward.py").read_text().splitlines(), 1)
+        if text in line
+    ]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "mistake"),
+    [
+        ("", "", ""),
+        ("acc * alpha[:, None] + pv", "acc + pv", "O is not multiplied by exp"),
+        ("l * alpha + p.sum(axis=1)", "l + p.sum(axis=1)", "l is not multiplied by exp"),
+        ("jnp.float32) * scale", "jnp.float32)", "not multiplied by the scale"),
+        (">= keys[None, :])", "> keys[None, :])", "shifted by one"),
+        ("m + jnp.log(l)", "m * 1.44269504 + jnp.log2(l)", "in base 2"),
+        ("(acc / l[:, None])", "(acc)", "not divided by l at the end"),
+    ],
+)
+def test_a_mistake_is_found_and_explained(before, after, mistake):
+    q, k, v = arrays(*[(2, 128, 16)] * 3)
+    traced = trace_kernel(altered(before, after) if mistake else GPU.forward, q, k, v, True, 32, 16)
+
+    verdict = traced.check()
+
+    assert verdict.right == (not mistake)
+    assert mistake in verdict.mistake
+    if mistake:
+        stored = "plgpu.store(lse_ref" if "base 2" in mistake else "plgpu.store(o_ref"
+        assert verdict.line == line_of(stored)
+        assert verdict.program == (0, 0)
+
+
+def test_bytes_that_are_not_needed_are_named_with_their_lines():
+    q, k, v = arrays(*[(2, 128, 16)] * 3)
+    every = "end if causal else pl.cdiv(n, block_k)"
+    again = "        k = plgpu.load(k_ref.at[tile, :], mask=keys[:, None] < n, other=0.0)\n"
+
+    def reasons(forward):
+        traced = trace_kernel(forward, q, k, v, True, 32, 16)
+        return {row.tensor: row.reasons for row in traced.byte_rows if row.reasons}
+
+    assert reasons(GPU.forward) == {}
+    found = reasons(altered(every, "pl.cdiv(n, block_k)"))
+    assert {tensor: [r.kind for r in found[tensor]] for tensor in found} == {
+        "K": ["masked tiles"],
+        "V": ["masked tiles"],
+    }
+    # Row tile i of 4 needs 2 (i + 1) of the 8 key tiles.
+    assert found["K"][0].nbytes == 2 * (6 + 4 + 2) * 16 * 16 * 4
+    assert found["K"][0].lines == (line_of("k = plgpu.load"),)
+    (twice,) = reasons(altered(again, again + again))["K"]
+    assert "loaded twice by every program" in twice.text
+    assert twice.lines == (line_of("k = plgpu.load") + 1,)
+
+
+def test_jax_own_log_sum_exp_is_in_base_2():
+    q, k, v = arrays(*[(1, 64, 2, 16)] * 3)
+    sizes = jax_attention.BlockSizes(32, 32)
+
+    def mha(q, k, v):
+        return jax_attention.mha(
+            q, k, v, None, 0.25, False, sizes, return_residuals=True, num_warps=4
+        )
+
+    verdict = trace_kernel(mha, q, k, v, names={"residual_refs[0]": "L"}).check()
+
+    assert [(one.tensor, one.right) for one in verdict.outputs] == [("O", True), ("L", False)]
+    assert "base 2" in verdict.mistake
+
+
+# -- what kernels are made of ----------------------------------------------------------------------
+
+
+def called(kernel, *given, out, grid=(), **more):
+    """A function of no arguments but arrays that calls a kernel."""
+    shapes = [jax.ShapeDtypeStruct(*shape) for shape in out]
+    return pl.pallas_call(
+        kernel, out_shape=shapes if len(shapes) > 1 else shapes[0], grid=grid, **more
+    )(*given)
+
+
+def test_get_and_swap_are_at_their_lines():
+    def kernel(x_ref, o_ref):
+        one = x_ref[0:4, :]
+        two = x_ref[4:8, :]
+        o_ref[...] = one + two
+
+    (x,) = arrays((8, 4))
+    traced = trace_kernel(functools.partial(called, kernel, out=[((4, 4), "float32")]), x)
+
+    first = kernel.__code__.co_firstlineno
+    a = traced.record.accesses
+    assert [traced.record.lines[line] for line in a["line"]] == [
+        (__file__, first + 1),
+        (__file__, first + 2),
+        (__file__, first + 3),
+    ]
+    np.testing.assert_array_equal(traced.outputs["O"], x[:4] + x[4:])
+
+
+def test_masked_lanes_move_nothing_and_read_the_other_value():
+    def kernel(x_ref, o_ref, p_ref):
+        few = jnp.arange(8) < 3
+        o_ref[...] = plgpu.load(x_ref, mask=few, other=7.0)
+        p_ref[...] = plgpu.load(x_ref, mask=few)
+        plgpu.store(o_ref, jnp.full(8, 9.0), mask=jnp.arange(8) == 7)
+
+    (x,) = arrays((8,))
+    out = [((8,), "float32")] * 2
+    traced = trace_kernel(functools.partial(called, kernel, out=out), x)
+
+    assert traced.bytes("load", "x") == 2 * 3 * 4
+    assert traced.bytes("store", "O") == (8 + 1) * 4
+    assert list(traced.record.accesses["masked"]) == [5, 0, 5, 0, 7]
+    np.testing.assert_array_equal(traced.outputs["O"], [*x[:3], 7, 7, 7, 7, 9])
+    np.testing.assert_array_equal(np.isnan(traced.outputs["P"]), np.arange(8) >= 3)
+
+
+def test_a_ragged_block_counts_lanes_outside_and_poisons_them():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...].sum(keepdims=True)
+
+    def ragged(x):
+        return called(
+            kernel,
+            x,
+            out=[((2,), "float32")],
+            grid=(2,),
+            in_specs=[pl.BlockSpec((4,), lambda i: (i,))],
+            out_specs=pl.BlockSpec((1,), lambda i: (i,)),
+        )
+
+    traced = trace_kernel(ragged, arrays((6,))[0])
+
+    assert traced.bytes("load", "x") == 6 * 4
+    assert list(traced.record.accesses["outside"]) == [0, 0, 2, 0]
+    np.testing.assert_array_equal(np.isnan(traced.outputs["O"]), [False, True])
+
+
+def test_a_slice_past_the_head_is_outside_though_memory_goes_on():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = plgpu.load(x_ref.at[pl.ds(pl.program_id(1) * 4, 4), :])
+
+    def spill(x):
+        return called(
+            kernel,
+            x,
+            out=[((2, 8, 2), "float32")],
+            grid=(2, 2),
+            in_specs=[pl.BlockSpec((None, 6, 2), lambda h, i: (h, 0, 0))],
+            out_specs=pl.BlockSpec((None, 4, 2), lambda h, i: (h, i, 0)),
+        )
+
+    traced = trace_kernel(spill, arrays((2, 6, 2))[0])
+
+    assert traced.bytes("load", "x") == 2 * 6 * 2 * 4
+    assert traced.record.accesses["outside"].sum() == 2 * 2 * 2
+
+
+def test_loops_branches_and_calls():
+    def kernel(x_ref, o_ref, last_ref):
+        def counted_loop(j, total):  # a static length becomes a scan
+            return total + x_ref[j]
+
+        def while_loop(j, total):
+            return total + x_ref[j]
+
+        i = pl.program_id(0)
+        total = lax.fori_loop(0, 3, counted_loop, jnp.float32(0))
+        total = lax.fori_loop(0, i, while_loop, total)
+
+        @pl.when(i == pl.num_programs(0) - 1)
+        def _():
+            last_ref[...] = jax.jit(lambda x: x * 2)(total)[None]
+
+        o_ref[...] = jax.numpy.where(i > 0, total, -total)[None]
+
+    x = jnp.arange(8.0)
+    traced = trace_kernel(
+        lambda x: called(
+            kernel,
+            x,
+            out=[((4,), "float32"), ((1,), "float32")],
+            grid=(4,),
+            in_specs=[pl.BlockSpec()],
+            out_specs=[pl.BlockSpec((1,), lambda i: (i,)), pl.BlockSpec()],
+        ),
+        x,
+    )
+
+    assert traced.bytes("load", "x") == (4 * 3 + 0 + 1 + 2 + 3) * 4
+    assert traced.bytes("store", "last") == 4
+    np.testing.assert_array_equal(traced.outputs["O"], [-3, 3, 4, 6])
+    np.testing.assert_array_equal(traced.outputs["last"], [12])
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_indices_of_every_kind(step):
+    def kernel(x_ref, o_ref, p_ref, r_ref):
+        rows = 5 - 5 * (jnp.arange(3) % 2)
+        o_ref[...] = x_ref[rows, 1]
+        p_ref[...] = x_ref.at[2:8, :].at[pl.ds(0, 3, stride=step), 1:3][...]
+        r_ref[...] = x_ref[3][None] + x_ref[rows[0], :]
+
+    (x,) = arrays((8, 4))
+    out = [((3,), "float32"), ((3, 2), "float32"), ((1, 4), "float32")]
+    traced = trace_kernel(functools.partial(called, kernel, out=out), x)
+
+    assert traced.bytes("load", "x") == (3 + 6 + 4 + 4) * 4
+    a = traced.record.accesses
+    assert a["distinct"][0] == 2  # row 5 twice
+    np.testing.assert_array_equal(traced.outputs["O"], x[np.array([5, 0, 5]), 1])
+    np.testing.assert_array_equal(traced.outputs["P"], x[2 : 2 + 3 * step : step, 1:3])
+    np.testing.assert_array_equal(traced.outputs["r"], (x[3] + x[5])[None])
+
+
+def test_blocks_by_element_and_squeezed():
+    def kernel(x_ref, o_ref):
+        assert x_ref.shape == (4, 2)
+        o_ref[...] = x_ref[...].sum(axis=1)
+
+    def overlapping(x):
+        return called(
+            kernel,
+            x,
+            out=[((3, 4), "float32")],
+            grid=(3,),
+            in_specs=[pl.BlockSpec((pl.Element(4), None, 2), lambda i: (2 * i, 1, 0))],
+            out_specs=pl.BlockSpec((None, 4), lambda i: (i, 0)),
+        )
+
+    (x,) = arrays((8, 3, 2))
+    traced = trace_kernel(overlapping, x)
+
+    assert traced.bytes("load", "x") == 3 * 4 * 2 * 4
+    expected = np.stack([np.asarray(x)[2 * i : 2 * i + 4, 1].sum(axis=1) for i in range(3)])
+    np.testing.assert_allclose(traced.outputs["O"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("model", ["gpu", "tpu"])
+def test_an_output_that_is_its_input(model):
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + o_ref[...]
+
+    def doubled(x):
+        return called(
+            kernel,
+            x,
+            out=[((8,), "float32")],
+            grid=(2,),
+            in_specs=[pl.BlockSpec((4,), lambda i: (i,))],
+            out_specs=pl.BlockSpec((4,), lambda i: (i,)),
+            input_output_aliases={0: 0},
+        )
+
+    (x,) = arrays((8,))
+    traced = trace_kernel(doubled, x, model=model)
+
+    assert len(traced.record.tensors) == 1
+    assert traced.bytes("load") == (2 if model == "gpu" else 1) * 8 * 4
+    assert traced.bytes("store") == 8 * 4
+    np.testing.assert_array_equal(traced.outputs[traced.tensors[0]], 2 * x)
+
+
+def test_atomics_are_reductions_and_add_each_lane():
+    def kernel(x_ref, o_ref):
+        lane = jnp.arange(4)
+        first = plgpu.atomic_add(o_ref, jnp.where(lane < 2, 0, 4 - lane), x_ref[...])
+        del first
+        plgpu.atomic_max(o_ref, 3, x_ref[0], mask=x_ref[0] > 0)
+
+    def histogram(x, o):
+        return called(
+            lambda x_ref, _, o_ref: kernel(x_ref, o_ref),
+            *(x, o),
+            out=[((4,), "float32")],
+            grid=(2,),
+            in_specs=[pl.BlockSpec((4,), lambda i: (i,)), pl.BlockSpec()],
+            out_specs=pl.BlockSpec(),
+            input_output_aliases={1: 0},
+        )
+
+    x = jnp.arange(1.0, 9.0)
+    traced = trace_kernel(histogram, x, jnp.zeros(4))
+
+    assert traced.bytes("reduce") == 2 * (4 + 1) * 4
+    (name,) = {traced.tensors[code] for code in traced.record.stored}
+    np.testing.assert_array_equal(traced.outputs[name], [1 + 2 + 5 + 6, 4 + 8, 3 + 7, 5])
+
+
+def test_an_old_value_that_is_used_is_a_load():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = jax.ref.swap(x_ref, ..., jnp.zeros(4))
+
+    traced = trace_kernel(
+        functools.partial(called, kernel, out=[((4,), "float32")]), arrays((4,))[0]
+    )
+
+    assert traced.bytes("load", "x") == traced.bytes("store", "x") == 16
+
+
+def test_vmap_adds_an_axis_that_programs_do_not_see():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * pl.program_id(0)
+
+    def one(x):
+        spec = pl.BlockSpec((4,), lambda i: (i,))
+        return called(
+            kernel, x, out=[((8,), "float32")], grid=(2,), in_specs=[spec], out_specs=spec
+        )
+
+    (x,) = arrays((3, 8))
+    traced = trace_kernel(jax.vmap(one), x)
+
+    assert traced.record.launches[0].grid == (2, 3)
+    assert traced.bytes("load", "x") == 3 * 8 * 4
+    np.testing.assert_array_equal(traced.outputs["O"], x * np.repeat([0, 1], 4))
+
+
+def test_copies_that_a_tpu_kernel_starts_itself():
+    def kernel(x_hbm, y_hbm, buffer, semaphore):
+        i = pl.program_id(0)
+        inward = pltpu.make_async_copy(x_hbm.at[pl.ds(i * 4, 4)], buffer, semaphore)
+        inward.start()
+        inward.wait()
+        buffer[...] = buffer[...] * 2
+        outward = pltpu.make_async_copy(buffer, y_hbm.at[pl.ds(i * 4, 4)], semaphore)
+        outward.start()
+        outward.wait()
+
+    def doubled(x):
+        hbm = pl.BlockSpec(memory_space=pl.ANY)
+        return called(
+            kernel,
+            x,
+            out=[((8, 2), "float32")],
+            grid=(2,),
+            in_specs=[hbm],
+            out_specs=hbm,
+            scratch_shapes=[pltpu.VMEM((4, 2), jnp.float32), pltpu.SemaphoreType.DMA],
+        )
+
+    (x,) = arrays((8, 2))
+    traced = trace_kernel(doubled, x)
+
+    assert moved(traced) == {("load", "x_hbm"): 64, ("store", "y_hbm"): 64}
+    np.testing.assert_array_equal(traced.outputs["y_hbm"], 2 * x)
+    assert traced.record.accesses["line"].size == 4
+
+
+def test_scalars_that_are_prefetched_choose_blocks():
+    def kernel(table_ref, x_ref, o_ref):
+        o_ref[...] = x_ref[...] + table_ref[pl.program_id(0)]
+
+    def gathered(table, x):
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct((4, 8), x.dtype),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=(4,),
+                in_specs=[pl.BlockSpec((1, 8), lambda i, table: (table[i], 0))],
+                out_specs=pl.BlockSpec((1, 8), lambda i, table: (i, 0)),
+            ),
+        )(table, x)
+
+    table = jnp.array([2, 2, 0, 1], jnp.int32)
+    (x,) = arrays((3, 8))
+    traced = trace_kernel(gathered, table, x)
+
+    assert traced.bytes("load", "table") == 16
+    assert traced.bytes("load", "x") == 3 * 8 * 4  # block 2 is kept for the second step
+    np.testing.assert_array_equal(traced.outputs["O"], x[table] + table[:, None])
+
+
+def test_scratch_of_one_scope_and_reads_of_a_chip_buffer_past_its_end():
+    def kernel(x_ref, o_ref):
+        def body(buffer):
+            buffer[...] = x_ref[...]
+            o_ref[...] = buffer[pl.ds(pl.program_id(0) * 2 + 1, 3)]
+
+        pl.run_scoped(body, pltpu.VMEM((4,), jnp.float32))
+
+    def shifted(x):
+        return called(
+            kernel,
+            x,
+            out=[((6,), "float32")],
+            grid=(2,),
+            in_specs=[pl.BlockSpec()],
+            out_specs=pl.BlockSpec((3,), lambda i: (i,)),
+        )
+
+    (x,) = arrays((4,))
+    traced = trace_kernel(shifted, x, model="tpu")
+
+    assert traced.bytes("load") == 16
+    np.testing.assert_array_equal(traced.outputs["O"][:4], [*x[1:], x[3]])
+    assert np.isnan(traced.outputs["O"][4:]).all()
+    (note,) = [note for note in traced.record.notes if "outside" in note]
+    assert f"line {kernel.__code__.co_firstlineno + 3} " in note
+
+
+def test_a_grid_that_returns_to_an_output_block_on_a_tpu():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    def revisiting(x):
+        return called(
+            kernel,
+            x,
+            out=[((2, 4), "float32")],
+            grid=(2, 2),
+            in_specs=[pl.BlockSpec((1, 4), lambda k, i: (i, 0))],
+            out_specs=pl.BlockSpec((1, 4), lambda k, i: (i, 0)),
+        )
+
+    traced = trace_kernel(revisiting, arrays((2, 4))[0], model="tpu")
+
+    assert traced.bytes("store") == 4 * 16
+    assert any("returns to a block of o" in note for note in traced.record.notes)
+    assert traced.record.clashes == ()  # a TPU's steps follow one another
+    (clash,) = trace_kernel(revisiting, arrays((2, 4))[0], model="gpu").record.clashes
+    assert clash.kind == "two stores"
+
+
+def test_work_outside_of_the_kernels_is_named_and_not_counted():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + 1
+
+    def transposed(x):
+        run = jax.jit(functools.partial(called, kernel, out=[((4, 8), "float32")]))
+        return run(x.T).reshape(-1)
+
+    traced = trace_kernel(transposed, arrays((8, 4))[0])
+
+    assert traced.bytes() == 2 * 8 * 4 * 4
+    (note,) = traced.record.notes
+    assert "JAX computed transpose (128 B):" in note
+    assert "reshape" not in note
+
+
+def test_one_array_that_is_passed_twice_is_one_buffer_with_two_names():
+    def kernel(a_ref, b_ref, o_ref):
+        o_ref[...] = a_ref[...] * b_ref[...]
+
+    (x,) = arrays((4,))
+    traced = trace_kernel(
+        lambda one: called(kernel, one["a"], one["b"], out=[((4,), "float32")]), {"a": x, "b": x}
+    )
+
+    assert traced.tensors == ("a", "b", "O")
+    a, b, o = traced.record.tensors
+    assert a.buffer == b.buffer != o.buffer
+
+
+def test_a_ref_under_a_bitcast_is_refused():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref.bitcast(jnp.int32)[...].astype(jnp.float32)
+
+    run = functools.partial(called, kernel, out=[((4, 4), "float32")])
+    with pytest.raises(UnsupportedError, match=r"^line \d+ of .*BitcastTransform.*index the ref"):
+        trace_kernel(run, arrays((4, 4))[0])
+
+
+def test_refs_that_are_reshaped_and_transposed():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref.reshape(4, 4)[1:3, :].T + x_ref.at[:, 0:2].reshape(2, 8)[:, 2:4].sum()
+
+    (x,) = arrays((8, 2))
+    traced = trace_kernel(functools.partial(called, kernel, out=[((4, 2), "float32")]), x)
+
+    whole = np.asarray(x)
+    expected = whole.reshape(4, 4)[1:3].T + whole.reshape(2, 8)[:, 2:4].sum()
+    np.testing.assert_allclose(traced.outputs["O"], expected, rtol=1e-5)
+    assert traced.bytes("load", "x") == (8 + 4) * 4
+
+
+def test_an_old_jax_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 7, 2))
+    with pytest.raises(BackendUnavailable, match=r"needs JAX 0\.8 or newer"):
+        trace_kernel(lambda x: x, arrays((4,))[0])
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def test_functions_that_call_no_kernel():
+    (x,) = arrays((4,))
+    with pytest.raises(OptionError, match=r"calls no pl\.pallas_call"):
+        trace_kernel(lambda x: x + 1, x)
+    with pytest.raises(OptionError, match=r"takes a function.*got 3"):
+        trace_kernel(3, x)
+
+
+def test_a_model_that_does_not_exist_or_does_not_fit():
+    q, k, v = arrays(*[(1, 32, 16)] * 3)
+    with pytest.raises(OptionError, match=r"no model 'cpu'; possible: gpu, tpu"):
+        trace_kernel(GPU.forward, q, k, v, model="cpu")
+    with pytest.raises(OptionError, match=r"m lies in vmem, which only a TPU has.*model='tpu'"):
+        trace_kernel(TPU.forward, q, k, v, False, 16, 16, model="gpu")
+
+
+def test_what_cannot_run_on_a_cpu_is_refused_at_its_line():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = plgpu.approx_tanh(x_ref[...])
+
+    run = functools.partial(called, kernel, out=[((4,), "float32")])
+    with pytest.raises(
+        UnsupportedError,
+        match=rf"^line {kernel.__code__.co_firstlineno + 1} of .*program \(\).*write jax.numpy",
+    ) as caught:
+        trace_kernel(run, arrays((4,))[0])
+    assert str(caught.value).count("in program") == 1
+
+
+def test_memory_of_mosaic_gpu_is_refused():
+    # JAX's own enum needs absl, which JAX does not install.
+    space = enum.Enum("MemorySpace", ["SMEM"], module="jax._src.pallas.mosaic_gpu.core")
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    run = functools.partial(
+        called,
+        kernel,
+        out=[((128,), "float32")],
+        in_specs=[pl.BlockSpec(memory_space=space.SMEM)],
+    )
+    with pytest.raises(UnsupportedError, match=r"kernel: x lies in .*Mosaic GPU"):
+        trace_kernel(run, arrays((128,))[0])
+
+
+def test_jax_is_left_as_it_was_after_an_error():
+    from jax._src import source_info_util
+
+    before = source_info_util.current
+
+    def broken(x):
+        raise RuntimeError("in the reader's own code")
+
+    with pytest.raises(RuntimeError, match="own code"):
+        trace_kernel(broken, arrays((4,))[0])
+    assert source_info_util.current is before
+
+
+def test_an_argument_is_not_changed():
+    def kernel(x_ref, o_ref):
+        x_ref[...] = jnp.zeros(4)
+        o_ref[...] = x_ref[...]
+
+    x = np.ones(4, np.float32)
+    trace_kernel(functools.partial(called, kernel, out=[((4,), "float32")]), x)
+
+    np.testing.assert_array_equal(x, np.ones(4))
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def command(*words):
+    """What `flashsim kernel` prints; an error is in the text."""
+    done = invoke("kernel", *words)
+    return done.exit_code, done.output
+
+
+def test_the_command_answers_for_a_pallas_file(tmp_path):
+    target = f"{EXAMPLES / 'gpu_forward.py'}:forward"
+    code, text = command(target, "--causal", "-n", 128, "-d", 16, "--out", tmp_path)
+
+    assert code == 0, text
+    assert "O right" in text
+    assert "L right" in text
+    assert re.search(r"load K +24,576 +24,576 +16,384", text)  # 2 x (2 + 4) tiles of 32 rows
+    assert "gpu model" in text
+    assert (tmp_path / "forward.html").stat().st_size > 10_000
+    assert len(text.splitlines()) <= 32
+
+
+def test_the_command_takes_a_model_and_other_arguments():
+    target = f"{EXAMPLES / 'tpu_forward.py'}:forward"
+    code, text = command(target, "--causal", "-n", 128, "-d", 16, "--set", "keep_last=False")
+
+    assert code == 0, text
+    line = 1 + (EXAMPLES / "tpu_forward.py").read_text().splitlines().index(
+        "    def key_block(h, i, j):"
+    )
+    assert f"4 tiles of K that the mask empties are loaded, by 2 programs, line {line}" in text
+    assert "note     forward: TPU model." in text
+    code, text = command(f"{EXAMPLES / 'gpu_forward.py'}:forward", "--model", "tpu", "-n", 64)
+    assert "tpu model" in text
+
+
+def test_the_command_refuses_a_pallas_file_without_a_function():
+    code, text = command(EXAMPLES / "gpu_forward.py")
+    assert code == 2
+    assert "name the function that calls pl.pallas_call" in " ".join(text.split())
