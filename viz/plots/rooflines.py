@@ -130,15 +130,18 @@ def roofline(
         _strip(ax, theme, bars * _BAR)
     for spot, height, text, color, where in names:  # at the side of a bar that has more room
         right = np.log(high / max(spot)) > np.log(min(spot) / low)
-        x = max(spot) if right else min(spot)
+        beside = max(spot) if right else min(spot)
         side: dict[str, Any] = {
             "xytext": (12 if right else -12, 0),
             "ha": "left" if right else "right",
         }
         if not where:  # above a bar of a measured height, which lies among the lines
-            x, side = float(np.sqrt(min(spot) * max(spot))), {"xytext": (0, 18), "ha": "center"}
+            beside, side = (
+                float(np.sqrt(min(spot) * max(spot))),
+                {"xytext": (0, 18), "ha": "center"},
+            )
         ax.annotate(
-            text, (x, height), textcoords="offset points", va="center", color=color,
+            text, (beside, height), textcoords="offset points", va="center", color=color,
             xycoords=where.get("transform", "data"), fontsize=11, fontweight="bold", zorder=7,
             bbox=_plate(theme), **side,
         )  # fmt: skip
