@@ -144,7 +144,10 @@ def _unknown(node: Node, shape: Any) -> Interval:
 
 
 def _bounds(node: Node, args: list[Interval], kinds: list[str]) -> Interval:
-    op, result = node.op, args[0]
+    op = node.op
+    result: Interval = args[0]
+    yes: Any
+    no: Any
     if op in ("add", "min", "max", "and", "or"):
         function = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.minimum,
                     "or": np.maximum}[op]  # fmt: skip

@@ -201,7 +201,7 @@ def alibi(slopes: Any, offset: int = 0) -> Callable[..., Any]:
     `slopes` is a number of heads, or an array with a slope per head. The distance is
     ``|q + offset - k|``.
     """
-    slopes = alibi_slopes(slopes) if isinstance(slopes, (int, np.integer)) else slopes
+    slopes = alibi_slopes(int(slopes)) if isinstance(slopes, (int, np.integer)) else slopes
 
     def alibi(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return score - slopes[h] * abs(q + offset - k)
