@@ -154,8 +154,8 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
         If there are too many requests to replay.
     """
     model = _model(requested, model)
-    read = plans.tensors_of(requested.problem, requested.algorithm, requested.direction, "load")
-    if set(read) & {*CAPTURED, "sink"}:
+    its = requested.problem, requested.algorithm, requested.direction
+    if set(plans.tensors_of(*its, "load")) & {*CAPTURED, "sink"}:
         raise UnsupportedError(
             "the model of the L2 cache replays tiles, not elements of captured arrays or sinks; it "
             "takes functions without arrays, and level='requested' counts the others"
