@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from flashsim.engines.sandbox.hbm import OpenHbm, Remote, part_of
 from flashsim.engines.sandbox.lines import at_work
 from flashsim.engines.sandbox.room import Lease, Room
 from flashsim.engines.sandbox.spans import span, tile_number
+from flashsim.engines.sandbox.tape import TAPE, taped, taped_scope
 from flashsim.engines.sandbox.tile import SramTile, product
 from flashsim.errors import DTypeError, MemoryModelError, ShapeError, SramOverflow, shown
 from flashsim.problem.hardware import Device
@@ -45,14 +46,14 @@ class OpenSram:
     """
 
     def __init__(
-        self, hbm: OpenHbm, schedule: Schedule, stage: plans.Stage, device: Device
+        self, hbm: OpenHbm, schedule: Schedule, stage: plans.Stage, device: Device, most: int
     ) -> None:
         p = schedule.problem
-        self._schedule, self._stage, self._device = schedule, stage, device
+        self._schedule, self._stage, self._device, self._most = schedule, stage, device, most
         self._compute = np.dtype(p.compute_dtype)
         self._used = self._peak = 0
         self._hbm = hbm
-        self._lead = (p.batch * p.kv_heads, 1 if stage.per == "group" else p.group)
+        self._lead = (hbm._samples * p.batch * p.kv_heads, 1 if stage.per == "group" else p.group)
         self._rooms: list[Room] = []
         self._events: list[tuple[int, ...]] = []
         self._costs: list[np.ndarray] = []
@@ -68,8 +69,12 @@ class OpenSram:
     used = property(lambda self: self._used)
     peak = property(lambda self: self._peak)
 
+    def _taped(self) -> dict[str, int]:
+        return {"sram": 0}
+
     # -- scopes ---------------------------------------------------------------------------------
 
+    @taped_scope("step")
     @contextmanager
     def step(self, outer: int | slice, member: int = 0) -> Iterator[None]:
         """One step of the outer loop, the work of one thread block; its end frees all its tiles.
@@ -89,10 +94,14 @@ class OpenSram:
         with self._scope((member, *place, -1), computes=True):
             yield
 
-    def strip(self) -> AbstractContextManager[None]:
+    @taped_scope("strip")
+    @contextmanager
+    def strip(self) -> Iterator[None]:
         """A part of a step or a visit; its end frees the tiles made inside."""
-        return self._scope(self._here(), computes=False)
+        with self._scope(self._here(), computes=False):
+            yield
 
+    @taped_scope("visit")
     @contextmanager
     def visit(
         self, visit: Visit | slice, cols: slice | None = None, member: int = 0
@@ -111,7 +120,7 @@ class OpenSram:
                 "scope",
             )
         if isinstance(visit, Visit):
-            own = visit.i, visit.j
+            own = self._tile(visit.i, "queries"), self._tile(visit.j, "keys")
         elif cols is None:
             raise MemoryModelError("a visit is of a tile of scores: sram.visit(rows, cols)")
         else:
@@ -170,6 +179,7 @@ class OpenSram:
 
     # -- room -----------------------------------------------------------------------------------
 
+    @taped("alloc")
     def alloc(self, name: str, shape: Any, fill: float | None = None) -> SramTile:
         """Allocate one tile of the accumulator's type.
 
@@ -187,8 +197,7 @@ class OpenSram:
         if fill is not None and not isinstance(fill, (int, float, np.number)):
             raise DTypeError(f"a tile is filled with one number, got fill={shown(fill)}")
         nbytes = math.prod(map(int, sides)) * self._compute.itemsize
-        if nbytes > self._device.sram_bytes:  # refused before this machine's memory is
-            self._lease(name, ALLOC, nbytes, np.zeros(0), temporary=False)
+        self._require_room(name, nbytes)
         value = np.nan if fill is None else fill
         data = np.full((*self._lead, *sides), value, self._compute)
         return SramTile(self._lease(name, ALLOC, nbytes, data, temporary=False), data)
@@ -199,6 +208,7 @@ class OpenSram:
         nbytes = math.prod(data.shape[2:]) * data.itemsize
         return SramTile(self._lease(TEMPORARY, ALLOC, nbytes, data, temporary=True), data)
 
+    @taped("name")
     def name(self, name: str, tile: SramTile) -> SramTile:
         """Keep a temporary under a name until its scope ends; returns it."""
         room = tile._alive()
@@ -208,10 +218,12 @@ class OpenSram:
             room.name, room.temporary = name, False
         return tile
 
+    @taped("free")
     def free(self, tile: SramTile) -> None:
         """Free a tile's memory before its scope ends."""
         self._give_back(tile._alive(), f"freed at {at_work()}")
 
+    @taped("positions")
     def positions(self, rows: slice) -> SramTile:
         """Return positions of queries or keys as a tile, for ``S[rows > cols[:, None]] = 0`` etc.
 
@@ -248,12 +260,18 @@ class OpenSram:
     def show(self, tile: SramTile) -> None:
         """Print the first head's numbers; returns nothing, so no number leaves the chip."""
         tile._alive()
-        print(f"{tile!r}\n{tile._view[0, 0]}")
+        recording = "while an algorithm is recorded, tiles have no numbers; flashsim.simulate has"
+        print(f"{tile!r}\n{tile._view[0, 0] if TAPE.get() is None else recording}")
 
     def _note(self, costs: np.ndarray) -> None:
         """Add this work to the open scope."""
         if self._sums:
             self._sums[-1] += costs
+
+    def _require_room(self, name: str, nbytes: int) -> None:
+        """Raise `SramOverflow` for a tile before the computer's own memory is asked for it."""
+        if nbytes > self._most:
+            self._lease(name, ALLOC, nbytes, np.zeros(0), temporary=False)
 
     def _lease(
         self, name: str, op: int, nbytes: int, data: np.ndarray, *, temporary: bool
@@ -264,7 +282,7 @@ class OpenSram:
         self._used += nbytes
         self._peak = max(self._peak, self._used)
         self._log(op, code, nbytes)
-        if self._used > self._device.sram_bytes:
+        if self._used > self._most:
             raise SramOverflow(
                 f"stage {self._stage.name!r} holds {self._used:,} B on chip, but "
                 f"{self._device.name} gives a block {self._device.sram_bytes:,} B; it holds:"
@@ -296,6 +314,7 @@ class OpenSram:
 
     # -- transfers ------------------------------------------------------------------------------
 
+    @taped("load")
     def load(
         self, tensor: Remote, rows: slice, cols: slice = ALL, *, member: int | None = None
     ) -> SramTile:
@@ -322,6 +341,7 @@ class OpenSram:
         lease.room.narrow = stored if stored.itemsize < self._compute.itemsize else None
         return SramTile(lease, data)
 
+    @taped("store")
     def store(
         self,
         tensor: Remote,
@@ -343,6 +363,7 @@ class OpenSram:
         self._hbm._mark_written(tensor, rows, cols, member)
         self._log(STORE, self._hbm._code(tensor.name), inside.tile_bytes(rows, cols))
 
+    @taped("reduce")
     def reduce(
         self,
         tensor: Remote,

@@ -18,6 +18,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from flashsim.engines.sandbox.arithmetic import COSTS, REDUCTIONS, priced
 from flashsim.engines.sandbox.room import Lease, Room
+from flashsim.engines.sandbox.tape import Tape, taped
 from flashsim.errors import MemoryModelError, ShapeError
 
 _LEAD = (slice(None), slice(None))
@@ -26,11 +27,19 @@ _LEAD = (slice(None), slice(None))
 class SramTile(NDArrayOperatorsMixin):
     """Numbers on chip, made by `load`, `alloc` and arithmetic; see the module's docstring."""
 
-    __slots__ = ("_lease", "_view")
+    __slots__ = ("_lease", "_number", "_view")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, lease: Lease, view: np.ndarray) -> None:
         self._lease, self._view = lease, view
+        self._number = -1  # on a tape
+
+    def _numbered(self, number: int, tape: Tape) -> None:
+        self._number, self._lease.tape = number, tape
+        self._lease.numbers.append(number)
+
+    def _taped(self) -> dict[str, int]:
+        return {"tile": self._number}
 
     # -- what may be asked without moving a number ----------------------------------------------
 
@@ -70,15 +79,18 @@ class SramTile(NDArrayOperatorsMixin):
     # -- views: no room, no work ----------------------------------------------------------------
 
     @property
+    @taped("T")
     def T(self) -> SramTile:
         """Axes reversed; a view."""
         return self._seen(self._view.transpose(0, 1, *range(self._view.ndim - 1, 1, -1)))
 
     @property
+    @taped("mT")
     def mT(self) -> SramTile:
         """The last two axes exchanged; a view."""
         return self._seen(self._view.mT)
 
+    @taped("part")
     def __getitem__(self, key: Any) -> SramTile:
         self._alive()
         parts = key if isinstance(key, tuple) else (key,)
@@ -98,6 +110,7 @@ class SramTile(NDArrayOperatorsMixin):
 
     # -- writing --------------------------------------------------------------------------------
 
+    @taped("set")
     def __setitem__(self, key: Any, value: Any) -> None:
         room = self._alive()
         parts = tuple(_flags(x) for x in (key if isinstance(key, tuple) else (key,)))
@@ -182,6 +195,7 @@ class SramTile(NDArrayOperatorsMixin):
         total /= self.size // max(total.size, 1)
         return total
 
+    @taped("copy")
     def copy(self) -> SramTile:
         """Return a new tile with the same numbers; it is allocated like any other tile."""
         room = self._alive()
@@ -190,6 +204,7 @@ class SramTile(NDArrayOperatorsMixin):
 
     __copy__ = copy
 
+    @taped("astype")
     def astype(self, dtype: Any) -> SramTile:
         """Return a tile rounded to `dtype`, converted back to the accumulator's type."""
         room = self._alive()
@@ -248,6 +263,7 @@ _LEAKS = {
 _PUBLIC = sorted(name for name in vars(SramTile) if not name.startswith("_"))
 
 
+@taped("elementwise")
 def elementwise(ufunc: Any, given: Any, out: SramTile | None, where: Any) -> SramTile:
     """Apply an elementwise operation; the result is a new tile, or `out`."""
     tiles = [x for x in (*given, out, where) if isinstance(x, SramTile)]
@@ -263,6 +279,8 @@ def elementwise(ufunc: Any, given: Any, out: SramTile | None, where: Any) -> Sra
         _held(out, room)
         how["out"] = out._view
     try:
+        if out is None:
+            _require_room(room, *operands)
         view = ufunc(*operands, **how)
     except ValueError:
         shapes = ", ".join(str(x.shape) for x in tiles)
@@ -280,6 +298,7 @@ def elementwise(ufunc: Any, given: Any, out: SramTile | None, where: Any) -> Sra
     return result
 
 
+@taped("product")
 def product(a: Any, b: Any, *, out: SramTile | None = None, add: bool = False) -> SramTile:
     """Compute a matrix product into a new tile or `out`; `add` adds it to `out`'s numbers."""
     for x in (a, b):
@@ -293,6 +312,8 @@ def product(a: Any, b: Any, *, out: SramTile | None = None, add: bool = False) -
     right = right[..., :, None] if col else right
     if left.shape[-1] != right.shape[-2]:
         raise ShapeError(f"{a.shape} @ {b.shape}: the inner sides differ")
+    if left.shape[-2] * right.shape[-1] > room.sram._most // 4:
+        room.sram._require_room("temp", 4 * left.shape[-2] * right.shape[-1])
     view = np.matmul(left, right)
     flops = 2 * math.prod(view.shape[2:]) * left.shape[-1]
     view = view[..., 0, :] if row else view
@@ -313,6 +334,7 @@ def product(a: Any, b: Any, *, out: SramTile | None = None, add: bool = False) -
     return result
 
 
+@taped("reduced")
 def reduced(tile: SramTile, name: str, axis: Any, keepdims: bool, outs: Any = ()) -> SramTile:
     """Return a reduction (sum, max, ...) along an axis, or over all elements, as a tile."""
     room = tile._alive()
@@ -334,14 +356,17 @@ def reduced(tile: SramTile, name: str, axis: Any, keepdims: bool, outs: Any = ()
     return result
 
 
+@taped("where")
 def chosen(condition: Any, one: Any, other: Any) -> SramTile:
     """`np.where` of tiles, numbers and boolean masks."""
     given = condition, one, other
     tiles = [x for x in given if isinstance(x, SramTile)]
     room = tiles[0]._alive()
     ndim = max(x.ndim for x in given if isinstance(x, (SramTile, np.ndarray)))
+    operands = [_operand("where", x, room, ndim) for x in given]
     try:
-        view = np.where(*(_operand("where", x, room, ndim) for x in given))
+        _require_room(room, *operands)
+        view = np.where(*operands)
     except ValueError:
         shapes = ", ".join(str(x.shape) for x in given if hasattr(x, "shape"))
         raise ShapeError(f"np.where: {shapes} do not fit together") from None
@@ -357,6 +382,15 @@ def aligned(tile: SramTile, ndim: int) -> np.ndarray:
     if len(own) >= ndim:
         return view
     return view.reshape(*lead, *(1,) * (ndim - len(own)), *own)
+
+
+def _require_room(room: Room, *operands: Any) -> None:
+    """Raise `SramOverflow` before a result is computed for which a chip has no room."""
+    arrays = [x for x in operands if isinstance(x, np.ndarray)]
+    most = room.sram._most
+    if math.prod(x.size for x in arrays) > most:  # else no result is larger
+        size = math.prod(np.broadcast_shapes(*(x.shape for x in arrays))[2:])
+        room.sram._require_room("temp", size * max(x.itemsize for x in arrays))
 
 
 def _operand(what: str, x: Any, room: Room, ndim: int) -> Any:
@@ -413,6 +447,7 @@ def _unknown(name: str, method: str, how: Any) -> str:
     return f"np.{what}{extra} is not an operation of the machine; it has {', '.join(known)}"
 
 
+@taped("full")
 def _full(tile: SramTile, value: float, **how: Any) -> SramTile:
     if how:
         raise MemoryModelError("a tile like another has its type: leave out dtype= and shape=")
