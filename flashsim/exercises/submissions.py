@@ -114,7 +114,7 @@ def grade_folder(
 
 def missing(path: Path, exercise: str) -> Marks:
     """The marks for a file that was not handed in."""
-    there = sorted(other.name for other in path.parent.glob("*.py"))
+    there = sorted(plain(other.name, 200) for other in path.parent.glob("*.py"))
     said = f"there is no {path.name}" + (f", but {', '.join(there)}" if there else "")
     said += ": hand in a file of that name"
     return Marks.none(shelf.get(exercise).name, "missing", said)
@@ -150,25 +150,27 @@ def _graded(
         name = exercise_of(text)
         if name is None:
             raise OptionError(
-                f"{path.name} does not say which exercise it solves; begin it with "
+                f"{plain(path.name, 200)} does not say which exercise it solves; begin it with "
                 "`# flashsim exercise: NAME`, or give --exercise NAME"
             )
         one = shelf.of_course(name)
     if unreadable is not None:
         return Marks.none(one.name, unreadable.kind, str(unreadable)), None
     setting = None if one.questions else one.task.setting
-    order = Order(text, path.name, setting, limit, MEMORY if memory is None else memory)
+    order = Order(text, plain(path.name, 200), setting, limit, MEMORY if memory is None else memory)
     return judge(_handed(order), one, text, began, limit)
 
 
 def _text_of(path: Path) -> str:
     """A file's text, decoded as Python decodes it: UTF-8 unless it declares another encoding."""
     if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise _Unreadable("file", f"{path.name} is no regular file: hand in the file itself")
+        raise _Unreadable(
+            "file", f"{plain(path.name, 200)} is no regular file: hand in the file itself"
+        )
     with open(path, "rb") as file:
         data = file.read(MOST + 1)
     if len(data) > MOST:
-        raise _Unreadable("file", f"{path.name} has more than {MOST:,} bytes")
+        raise _Unreadable("file", f"{plain(path.name, 200)} has more than {MOST:,} bytes")
     try:
         with io.TextIOWrapper(
             io.BytesIO(data), tokenize.detect_encoding(io.BytesIO(data).readline)[0]

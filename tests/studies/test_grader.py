@@ -306,13 +306,14 @@ def test_files_as_windows_writes_them(solved, tmp_path):
     """A mark at the beginning, another encoding that the file says, and one that it does not."""
     text = solved.read_text(encoding="utf-8")
     written = tmp_path / "x.py"
-    for encoded in (
-        text.encode("utf-8-sig"),
-        text.replace("\n", "\r\n").encode(),
-        f"# -*- coding: latin-1 -*-\n# gr\u00fcn\n{text}".encode("latin-1"),
+    for encoded, read in (
+        (text.encode("utf-8-sig"), text),
+        (text.replace("\n", "\r\n").encode(), text),
+        (f"# -*- coding: latin-1 -*-\n# gr\u00fcn\n{text}".encode("latin-1"), "# gr\u00fcn"),
     ):
         written.write_bytes(encoded)
-        assert submissions.grade_file(written)[0].points == 100
+        assert read in submissions._text_of(written)
+    assert submissions.grade_file(written)[0].points == 100
     for encoded in (f"{text}# gr\u00fcn".encode("latin-1"), text.encode("utf-16")):
         written.write_bytes(encoded)
         marks, trace = submissions.grade_file(written, "flash2-forward")

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashsim.engines.sandbox import walls
 from flashsim.engines.sandbox.program import Setting, record
 from flashsim.errors import FlashSimError, MemoryModelError, ShapeError, SramOverflow, shown
 
@@ -128,10 +127,13 @@ def main() -> None:
     The first line of the output is about the file, as JSON; the program follows. What the file
     prints goes to the standard error.
     """
+    from flashsim.engines.sandbox import walls  # which a browser has not
+
     order: Order = pickle.load(sys.stdin.buffer)
     out = os.dup(1)
     os.dup2(2, 1)
-    found = walls.put_up(seconds=order.seconds, memory=order.memory) if order.memory else []
+    walls.limit(seconds=order.seconds, memory=order.memory)
+    found = walls.close()
     handed = from_text(order.text, order.file, order.setting)
     about = {"kind": handed.kind, "words": handed.words, "answers": handed.answers, "walls": found}
     with os.fdopen(out, "w", encoding="ascii") as result:

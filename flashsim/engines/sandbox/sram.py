@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from flashsim.engines.sandbox.arithmetic import priced
 from flashsim.engines.sandbox.hbm import OpenHbm, Remote, part_of
 from flashsim.engines.sandbox.lines import at_work
 from flashsim.engines.sandbox.room import Lease, Room
-from flashsim.engines.sandbox.spans import span, tile_number
-from flashsim.engines.sandbox.tape import TAPE, taped, taped_scope
+from flashsim.engines.sandbox.scopes import Scopes
+from flashsim.engines.sandbox.spans import span
+from flashsim.engines.sandbox.tape import TAPE, taped
 from flashsim.engines.sandbox.tile import SramTile, product
 from flashsim.errors import DTypeError, MemoryModelError, ShapeError, SramOverflow, shown
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import numpy_dtype
 from flashsim.schedule import plans
-from flashsim.schedule.names import ALLOC, COMPUTE, FREE, LOAD, REDUCE, STORE
-from flashsim.schedule.schedule import Schedule, Visit
+from flashsim.schedule.names import ALLOC, FREE, LOAD, REDUCE, STORE
+from flashsim.schedule.schedule import Schedule
 from flashsim.trace.events import StageTrace
 from flashsim.trace.validate import MOST_EVENTS
 
@@ -34,7 +32,7 @@ _IN_PLACE = (
 )
 
 
-class OpenSram:
+class OpenSram(Scopes):
     """On-chip memory of one thread block, for one stage of a user's own algorithm.
 
     Attributes
@@ -49,18 +47,13 @@ class OpenSram:
         self, hbm: OpenHbm, schedule: Schedule, stage: plans.Stage, device: Device, most: int
     ) -> None:
         p = schedule.problem
-        self._schedule, self._stage, self._device, self._most = schedule, stage, device, most
+        super().__init__(schedule, stage)
+        self._device, self._most = device, most
         self._compute = np.dtype(p.compute_dtype)
         self._used = self._peak = 0
         self._hbm = hbm
         self._lead = (hbm._samples * p.batch * p.kv_heads, 1 if stage.per == "group" else p.group)
-        self._rooms: list[Room] = []
         self._events: list[tuple[int, ...]] = []
-        self._costs: list[np.ndarray] = []
-        self._scopes: list[tuple[int, int, int, int]] = []  # member of the group, i, j, visit
-        self._sums: list[np.ndarray] = []
-        self._visits = 0
-        self._over = False
 
     # What it says of itself cannot be set: `sram.device = larger` is an error.
     schedule = property(lambda self: self._schedule)
@@ -71,111 +64,6 @@ class OpenSram:
 
     def _taped(self) -> dict[str, int]:
         return {"sram": 0}
-
-    # -- scopes ---------------------------------------------------------------------------------
-
-    @taped_scope("step")
-    @contextmanager
-    def step(self, outer: int | slice, member: int = 0) -> Iterator[None]:
-        """One step of the outer loop, the work of one thread block; its end frees all its tiles.
-
-        Parameters
-        ----------
-        outer : slice or int
-            Rows of the query tile (with ``outer="keys"``, of the key tile), or its number.
-        """
-        if self._scopes:
-            raise MemoryModelError(
-                "a step inside a step: a thread block has one; sram.strip() is a scope within it",
-                "scope",
-            )
-        n = self._tile(outer, self._stage.outer)
-        place = (n, -1) if self._stage.outer == "queries" else (-1, n)
-        with self._scope((member, *place, -1), computes=True):
-            yield
-
-    @taped_scope("strip")
-    @contextmanager
-    def strip(self) -> Iterator[None]:
-        """A part of a step or a visit; its end frees the tiles made inside."""
-        with self._scope(self._here(), computes=False):
-            yield
-
-    @taped_scope("visit")
-    @contextmanager
-    def visit(
-        self, visit: Visit | slice, cols: slice | None = None, member: int = 0
-    ) -> Iterator[None]:
-        """Work on one tile of scores; its end frees the tiles made inside.
-
-        Parameters
-        ----------
-        visit, cols : slice
-            The query rows and the keys of the tile; or one argument, a `Visit` of `sram.schedule`.
-        """
-        _, i, j, at = self._here()
-        if at >= 0:
-            raise MemoryModelError(
-                "a visit inside a visit: sram.strip() is a scope within one, for smaller tiles",
-                "scope",
-            )
-        if isinstance(visit, Visit):
-            own = self._tile(visit.i, "queries"), self._tile(visit.j, "keys")
-        elif cols is None:
-            raise MemoryModelError("a visit is of a tile of scores: sram.visit(rows, cols)")
-        else:
-            own = self._tile(visit, "queries"), self._tile(cols, "keys")
-        if own[i < 0] != max(i, j):
-            side = "query" if i >= 0 else "key"
-            raise MemoryModelError(
-                f"a visit of {side} tile {own[i < 0]} in the step of {side} tile {max(i, j)}: open "
-                "a step for each",
-                "scope",
-            )
-        self._visits += 1
-        with self._scope((member, *own, self._visits - 1), computes=True):
-            yield
-
-    @contextmanager
-    def _scope(self, place: tuple[int, int, int, int], *, computes: bool) -> Iterator[None]:
-        self._check_open()
-        self._scopes.append(place)
-        if computes:
-            self._sums.append(priced("", 0, 0, 0))
-        done = False
-        try:
-            yield
-            done = True
-        finally:
-            depth = len(self._scopes)
-            if computes:
-                costs = self._sums.pop()
-                if done:
-                    self._log(COMPUTE, 0, 0)
-                    self._costs.append(costs)
-            for room in [room for room in self._rooms if room.depth == depth]:
-                self._give_back(room, f"the scope of {at_work()} ended")
-            self._scopes.pop()
-
-    def _here(self) -> tuple[int, int, int, int]:
-        self._check_open()
-        if not self._scopes:
-            raise MemoryModelError(
-                f"stage {self._stage.name!r} works in steps, one a thread block, which share no "
-                "SRAM: open one with `with sram.step(rows):`",
-                "scope",
-            )
-        return self._scopes[-1]
-
-    def _check_open(self) -> None:
-        if self._over:
-            raise MemoryModelError(
-                f"stage {self._stage.name!r} has ended, and its SRAM with it; open another",
-                "freed",
-            )
-
-    def _tile(self, which: int | slice, side: str) -> int:
-        return tile_number(which, side, self._schedule, self._stage.name)
 
     # -- room -----------------------------------------------------------------------------------
 

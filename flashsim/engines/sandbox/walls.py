@@ -1,8 +1,9 @@
 """Limits that a process puts around itself before it runs someone else's code.
 
-Everywhere but on Windows: CPU time, memory, the size of files. On Linux also Landlock (nothing is
-written, and only Python and its packages are read) and a seccomp filter (no other process, no
-signal, no network). None can be taken off again. `put_up` returns which ones this system has.
+`limit` sets limits on CPU time and memory, everywhere except on Windows. `close` adds, on Linux,
+Landlock (nothing is written, and only Python and its packages are read) and a seccomp filter (no
+other process, no signal, no network). Neither can be undone. A program that has to start compilers
+and write caches takes `limit` alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-#: What the walls hold back, as `put_up` names it.
+#: The things that `close` closes off, as it names them.
 FILES, PROCESSES, NETWORK = "files", "other processes", "the network"
 
 #: System calls that start or touch another process, by their numbers on x86-64 and on ARM.
@@ -39,28 +40,35 @@ _FILE_CALLS = {
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
-def put_up(*, seconds: float, memory: int) -> list[str]:
-    """Limit this process to so many seconds of CPU and so many MiB beyond what it uses now.
+def limit(*, seconds: float, memory: int | None = None) -> None:
+    """Limit this process to so many seconds of CPU, and to so many MiB beyond what it uses now.
 
-    Memory is limited on Linux alone. Modules that are still to be imported can be, but nothing
-    else is read, and nothing is written except to what is open already.
+    Windows has no such limits, and Linux alone limits memory.
+    """
+    if sys.platform == "win32":
+        return
+    import resource
+
+    _lower(resource.RLIMIT_CPU, int(seconds) + 1)
+    _lower(resource.RLIMIT_CORE, 0)
+    if memory is not None and sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + memory * 2**20)
+
+
+def close() -> list[str]:
+    """Close this process off from files, other processes and the network.
+
+    Modules that are still to be imported can be, but nothing else is read, and nothing is written
+    except to what is open already. Returns what this system could close off.
     """
     if sys.platform == "win32":
         return []
     import resource
 
-    def limit(which: int, most: int) -> None:
-        hard = resource.getrlimit(which)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(which, (most, most))
-
-    limit(resource.RLIMIT_CPU, int(seconds) + 1)
-    limit(resource.RLIMIT_FSIZE, 0)
-    limit(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_FSIZE, 0)
     if sys.platform != "linux":
         return []
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    limit(resource.RLIMIT_AS, pages * resource.getpagesize() + memory * 2**20)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(38, 1, 0, 0, 0):  # no new privileges: the kernel asks for it first
         return []
@@ -68,6 +76,14 @@ def put_up(*, seconds: float, memory: int) -> list[str]:
     if _seccomp(libc, {**_PROCESS_CALLS, **_NETWORK_CALLS, **_FILE_CALLS}):
         found += [PROCESSES, NETWORK]
     return found
+
+
+def _lower(which: int, most: int) -> None:
+    import resource
+
+    hard = resource.getrlimit(which)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(which, (most, most))
 
 
 def _readable() -> list[str]:
