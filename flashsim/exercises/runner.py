@@ -27,7 +27,7 @@ class Limits:
     """Seconds that a process may take, and bytes that it may hand over and print."""
 
     seconds: float = 60.0
-    result: int = 1 << 27
+    result: int = 1 << 26
     printed: int = 1 << 20
 
 

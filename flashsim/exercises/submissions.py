@@ -23,6 +23,7 @@ from typing import Any
 
 from flashsim.engines.sandbox import recorder, walls
 from flashsim.engines.sandbox.recorder import Handed, Order
+from flashsim.engines.sandbox.tape import MOST
 from flashsim.errors import OptionError
 from flashsim.exercises import shelf
 from flashsim.exercises.exercise import Exercise
@@ -34,7 +35,7 @@ from flashsim.trace.trace import Trace
 #: Seconds that a solution may take, and MiB beyond what Python, NumPy and flashsim take themselves.
 LIMIT, MEMORY = 60.0, 1024
 #: Bytes of a file; a solution has a few thousand.
-MOST = 1 << 20
+MOST_FILE = 1 << 20
 _WHY = {
     "time": "not done after {0:g} s: a loop that does not end?",
     "result": "its program is too long; use larger tiles",
@@ -48,6 +49,19 @@ class _Unreadable(Exception):
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
         self.kind = kind
+
+
+class _Lines:
+    """The lines of a text except the first, one at a time: there may be millions."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+        self.first = io.BytesIO(text).readline(1 << 20)
+
+    def __iter__(self) -> Iterator[bytes]:
+        lines = io.BytesIO(self.text)
+        lines.readline()
+        return lines
 
 
 def grade_file(
@@ -168,9 +182,9 @@ def _text_of(path: Path) -> str:
             "file", f"{plain(path.name, 200)} is no regular file: hand in the file itself"
         )
     with open(path, "rb") as file:
-        data = file.read(MOST + 1)
-    if len(data) > MOST:
-        raise _Unreadable("file", f"{plain(path.name, 200)} has more than {MOST:,} bytes")
+        data = file.read(MOST_FILE + 1)
+    if len(data) > MOST_FILE:
+        raise _Unreadable("file", f"{plain(path.name, 200)} has more than {MOST_FILE:,} bytes")
     try:
         with io.TextIOWrapper(
             io.BytesIO(data), tokenize.detect_encoding(io.BytesIO(data).readline)[0]
@@ -186,7 +200,7 @@ def _text_of(path: Path) -> str:
 def _ended(order: Order) -> Ended:
     """Run a file in a process of its own."""
     command = [sys.executable, "-P", "-m", recorder.__name__]
-    return run(command, pickle.dumps(order), Limits(order.seconds))
+    return run(command, pickle.dumps(order), Limits(order.seconds, result=MOST + (1 << 20)))
 
 
 def _handed(order: Order) -> Handed:
@@ -195,8 +209,8 @@ def _handed(order: Order) -> Handed:
     if ended.why:
         return Handed(kind=ended.why, words=_WHY[ended.why].format(order.seconds))
     try:
-        first, *program = ended.result.splitlines()
-        about = json.loads(first)
+        program = _Lines(ended.result)
+        about = json.loads(program.first)
         kind, said = plain(about["kind"], 20), plain(about["words"])
         return Handed(program, _answers(about["answers"]), kind, said)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -55,6 +55,7 @@ FILES = {
         "unstored", "ran no stage",
     ),
     "malformed results": ("import os\nfor fd in range(1, 40):\n    try: os.write(fd, b'\\xff[')\n    except OSError: pass\nos._exit(0)\n", "process", "ended its process"),
+    "a flood of lines": ("import os\nfor fd in range(3, 40):\n    try: os.write(fd, b'\\n' * 10**7) and os._exit(0)\n    except OSError: pass\n", ("process", "function"), ""),
     # -- numbers
     "a mask that sees the tile": (
         "import numpy as np\nseen = []\nclass Mask(np.ndarray):\n"
@@ -140,6 +141,7 @@ PROGRAMS = {
     "no end": program(),
     "no stage": [json.dumps([1, "load", [_SRAM], {}])],
     "drop what is not there": program([1, "drop", [0], {}]),
+    "a long line": ["[" + "1," * 10**7 + "1]"],
     "a huge tile": program([1, "alloc", [_SRAM, "x", [1 << 40]], {}]),
     "a huge product": program(
         [1, "alloc", [_SRAM, "a", [1 << 19, 1], 0.0], {}],

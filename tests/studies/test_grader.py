@@ -105,6 +105,14 @@ def test_the_numbers_of_system_calls():
     }
 
 
+#: Forged programs that a check has to stop before this computer runs out of memory.
+KINDS_OF = {
+    **dict.fromkeys(("a huge tile", "a huge product", "a huge sum"), "overflow"),
+    **dict.fromkeys(("a huge workspace", "many workspaces"), "machine"),
+    "a long line": "program",
+}
+
+
 @pytest.mark.parametrize("name", attacks.PROGRAMS)
 def test_a_forged_program_is_no_solution(name):
     began = time.monotonic()
@@ -113,6 +121,7 @@ def test_a_forged_program_is_no_solution(name):
     assert (marks.points, trace) == (0, None)
     assert marks.marks[0].words
     assert time.monotonic() - began < 10
+    assert name not in KINDS_OF or marks.marks[0].kind == KINDS_OF[name]
 
 
 def test_a_program_that_takes_too_long():

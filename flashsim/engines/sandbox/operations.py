@@ -92,9 +92,9 @@ def elementwise(ufunc: Any, given: Any, out: TileBase | None, where: Any) -> Any
     if out is not None:
         held(out, room)
         how["out"] = out._view
+    if out is None:
+        _require_room(room, *operands)
     try:
-        if out is None:
-            _require_room(room, *operands)
         view = ufunc(*operands, **how)
     except ValueError:
         shapes = ", ".join(str(x.shape) for x in tiles)
@@ -178,8 +178,8 @@ def chosen(condition: Any, one: Any, other: Any) -> Any:
     room = tiles[0]._alive()
     ndim = max(x.ndim for x in given if isinstance(x, (TileBase, np.ndarray)))
     operands = [_operand("where", x, room, ndim) for x in given]
+    _require_room(room, *operands)
     try:
-        _require_room(room, *operands)
         view = np.where(*operands)
     except ValueError:
         shapes = ", ".join(str(x.shape) for x in given if hasattr(x, "shape"))
@@ -203,7 +203,10 @@ def _require_room(room: Room, *operands: Any) -> None:
     arrays = [x for x in operands if isinstance(x, np.ndarray)]
     most = room.sram._most
     if math.prod(x.size for x in arrays) > most:  # else no result is larger
-        size = math.prod(np.broadcast_shapes(*(x.shape for x in arrays))[2:])
+        try:
+            size = math.prod(np.broadcast_shapes(*(x.shape for x in arrays))[2:])
+        except ValueError:  # the operation itself says so
+            return
         room.sram._require_room("temp", size * max(x.itemsize for x in arrays))
 
 

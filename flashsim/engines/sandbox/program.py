@@ -20,7 +20,7 @@ from flashsim.engines.sandbox.arithmetic import COSTS
 from flashsim.engines.sandbox.lines import REPLAYED
 from flashsim.engines.sandbox.machine import OpenMachine
 from flashsim.engines.sandbox.running import located, one_argument, put, run, size
-from flashsim.engines.sandbox.tape import OPERATIONS, SCOPES, TAPE, Tape
+from flashsim.engines.sandbox.tape import MOST_LINE, OPERATIONS, SCOPES, TAPE, Tape
 from flashsim.engines.sandbox.tile import SramTile
 from flashsim.errors import FlashSimError
 from flashsim.problem.hardware import Device
@@ -137,6 +137,8 @@ class _Player:
 
     def perform(self, text: str | bytes) -> None:
         """Perform one instruction."""
+        if len(text) > MOST_LINE:
+            raise ProgramError(f"an instruction takes more than {MOST_LINE:,} characters")
         line, name, given, named = json.loads(text)
         REPLAYED.set(int(line))
         if name == "drop":

@@ -28,8 +28,8 @@ TAPE: ContextVar[Tape | None] = ContextVar("tape", default=None)
 #: The operations of a program and its scopes, by the name in its instructions.
 OPERATIONS: dict[str, Callable[..., Any]] = {}
 SCOPES: dict[str, Callable[..., AbstractContextManager[Any]]] = {}
-#: Characters that one program may have: 700,000 operations or more.
-MOST = 1 << 26
+#: Characters that one program may have (half a million operations), and one instruction.
+MOST, MOST_LINE = 1 << 25, 1 << 21
 
 P = ParamSpec("P")
 R = TypeVar("R")
