@@ -77,13 +77,8 @@ WALKS = ("tests/api/test_", "tests/engines/test_c", "tests/engines/test_e")
 LONGEST = (
     *("engines/test_bf16_dot", "viz/test_viz_page", "backends/test_numba_kernels"),
     *("backends/test_emulated_decode", "backends/test_decode_launch", "studies/test_exercises"),
-    *(
-        "viz/test_viz_plots",
-        "viz/test_viz_lab",
-        "faults/test_faults",
-        "engines/test_panels",
-        "cli/test_cli",
-    ),
+    *("studies/test_grader", "viz/test_viz_plots", "viz/test_viz_lab", "faults/test_faults"),
+    *("engines/test_panels", "cli/test_cli"),
     *("studies/test_agreement", "cli/test_pictures", "backends/test_cuda_kernels"),
     *("backends/test_emulated", "studies/test_reproduce", "counts/test_traffic"),
     *("schedule/test_schedule", "backends/test_hopper_kernels", "faults/test_kernel_faults"),

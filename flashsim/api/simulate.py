@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, MappingProxyType
@@ -19,11 +18,11 @@ from flashsim.api.request import Checked
 from flashsim.api.result import Result, provenance
 from flashsim.engines.engine import Job
 from flashsim.engines.sandbox.hbm import require_shape
-from flashsim.engines.sandbox.lines import deepest
 from flashsim.engines.sandbox.machine import OpenMachine
+from flashsim.engines.sandbox.running import one_argument, put, require_stored, run, size
+from flashsim.engines.sandbox.tape import TAPE
 from flashsim.errors import (
     DTypeError,
-    FlashSimError,
     MemoryModelError,
     OptionError,
     UnsupportedError,
@@ -34,7 +33,7 @@ from flashsim.errors import (
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule.names import TENSORS
-from flashsim.schedule.tensors import BIASES, COL, ROW, TILE, shape, whole_bytes
+from flashsim.schedule.tensors import BIASES, shape, whole_bytes
 from flashsim.schedule.tensors import dtype as dtype_of
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.recording import Own
@@ -135,15 +134,7 @@ def simulate(
             "algorithms run by flashsim.run(q, k, v, algorithm=...)"
         )
     name = getattr(algorithm, "__name__", type(algorithm).__name__)[:60]
-    try:
-        inspect.signature(algorithm).bind("machine")
-    except TypeError as error:
-        raise DTypeError(
-            f"{name} is called with one argument, the machine, but: {error}; give what else it "
-            "needs by functools.partial or a default"
-        ) from None
-    except ValueError:  # a function in C that does not say what it takes
-        pass
+    one_argument(algorithm, name)
     asked = list(dict.fromkeys(outputs))
     given = dict(inputs or {})
     for one in (*given, *asked):
@@ -160,18 +151,14 @@ def simulate(
     _check_outsiders(algorithm, name, {"q": q, "k": k, "v": v, **given})
     tiling = (tiling or Tiling(64, 64)).clip(problem)
     machine = OpenMachine(problem, tiling, Device.get(device))
-    for one, array in arrays.items():
-        machine.hbm._put(one, array, dtype_of(problem, one), written=True)
-    optional = ["L"] if "O" in asked and "L" not in (*asked, *given) else []
-    for one in (*asked, *optional):
-        size, dtype = _size(problem, one), dtype_of(problem, one)
-        array = np.full(size, np.nan, numpy_dtype(dtype))
-        machine.hbm._put(one, array, dtype, written=False)
-    _run(algorithm, name, machine)
-    for one in optional:
-        if machine.hbm._stored(one) != "none":
-            asked.append(one)
-    _check_stored(name, machine, asked)
+    optional = put(machine, arrays, asked)
+    recording = TAPE.set(None)  # a recorded function may run another one on a machine of its own
+    try:
+        run(algorithm, name, machine)
+    finally:
+        TAPE.reset(recording)
+    asked += [one for one in optional if machine.hbm._stored(one) != "none"]
+    require_stored(name, machine, asked)
     give = lambda one: host.give(_squeezed(machine.hbm._array(one), problem, one, ndim))  # noqa: E731
     results = {one: give(one) for one in asked}
     job = Job(
@@ -184,7 +171,7 @@ def simulate(
         kernel="simulator",
         tiling=tiling,
         tensors=MappingProxyType(results),
-        _trace=_trace(name, machine, arrays, asked),
+        _trace=trace_of(name, machine, arrays, asked),
         _job=job,
         _saved={},
         _asked=Checked(dispatch.engine("simulator"), "simulator", host, job, ndim, None),
@@ -212,7 +199,7 @@ def _problem(
     p, ndim = made.problem, made.ndim
     arrays = {"Q": made.q, "K": made.k, "V": made.v}
     for name, x in zip(given, array_libraries.take(host, **given), strict=True):
-        want = _size(p, name)
+        want = size(p, name)
         x = np.asarray(x)
         full = x.reshape((1,) * (len(want) - x.ndim) + x.shape) if x.ndim <= len(want) else x
         require_shape(name, full.shape, want)
@@ -220,61 +207,13 @@ def _problem(
     return p, {name: np.array(x) for name, x in arrays.items()}, ndim, host
 
 
-def _size(p: Problem, name: str) -> tuple[int, ...]:
-    """Return the shape (batch, heads, n[, width]) of the tensor that papers call `name`."""
-    its = shape(p, name)
-    heads = p.kv_heads if its.axis == COL else p.heads
-    sides = {ROW: (p.n_q, its.elements), COL: (p.n_kv, its.elements), TILE: (p.n_q, p.n_kv)}
-    n, width = sides[its.axis]
-    return (p.batch, heads, n) if its.vector else (p.batch, heads, n, width)
-
-
 def _squeezed(array: np.ndarray, p: Problem, name: str, ndim: int) -> np.ndarray:
     vector = shape(p, name).vector
     return squeeze(array, ndim - 1 if vector else ndim)
 
 
-def _run(algorithm: Callable[[OpenMachine], None], name: str, machine: OpenMachine) -> None:
-    """Call the function; errors name the line that failed."""
-    try:
-        with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
-            algorithm(machine)
-    except FlashSimError as error:
-        at = deepest(error.__traceback__)
-        if at is None or at[0] == __file__:
-            raise
-        text = f", `{at[2]}`" if at[2] else ""  # what was typed at a prompt is not always kept
-        told = type(error)(f"{name}, line {at[1]}{text}: {error}")
-        vars(told).update(vars(error))  # its kind
-        raise told from None
-    except Exception as error:
-        at = deepest(error.__traceback__)
-        if at is not None and at[0] != __file__:
-            error.add_note(f"in {name}, line {at[1]}: {at[2]}")
-        raise
-
-
-def _check_stored(name: str, machine: OpenMachine, asked: list[str]) -> None:
-    code = getattr(machine, "stages", ())
-    if not code:
-        raise MemoryModelError(
-            f"{name} ran no stage; open one with machine.stage(name)", "unstored"
-        )
-    for one in asked:
-        state = machine.hbm._stored(one)
-        if state != "all":
-            what = "nothing of it was stored" if state == "none" else f"{state} were never stored"
-            raise MemoryModelError(
-                f"{name} ended, and {one} is not there: {what}; sram.store(hbm.{one}, rows, tile)",
-                "unstored",
-            )
-    if not any((stage.events["bytes"] > 0).any() for stage in machine.stages):
-        raise MemoryModelError(f"{name} moved nothing")
-
-
-def _trace(
-    name: str, machine: OpenMachine, arrays: Mapping[str, np.ndarray], asked: list[str]
-) -> Trace:
+def trace_of(name: str, machine: OpenMachine, arrays: Iterable[str], asked: Iterable[str]) -> Trace:
+    """Return the trace of what a machine did: `arrays` were its inputs, `asked` its outputs."""
     p, hbm = machine.problem, machine.hbm
     backward = any(one.startswith("d") for one in asked)
     trace = Trace(
@@ -292,7 +231,7 @@ def _trace(
     used = [one for one in arrays if trace.bytes("load", one)]
     compulsory = sum(whole_bytes(p, one) for one in (*used, *asked))
     made = [one for one in hbm.tensors if one not in arrays and one not in (*asked, "L")]
-    workspace = sum(hbm._behind(getattr(hbm, one)).data.nbytes for one in made)
+    workspace = sum(hbm._behind(getattr(hbm, one)).data.nbytes for one in made) // hbm._samples
     trace.own = Own(hbm._own, compulsory, workspace)
     return trace
 
@@ -333,19 +272,20 @@ def _outside(function: Any) -> Iterable[tuple[str, Any]]:
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield "a default argument", value
     scope = function.__globals__
-    for label in _global_names(code):
+    for label in global_names(code):
         if label in scope:
             yield label, scope[label]
 
 
 @functools.lru_cache(maxsize=64)  # taking bytecode apart costs as much as a small task's tiles
-def _global_names(code: CodeType) -> set[str]:
+def global_names(code: CodeType) -> set[str]:
+    """Return the global names that a function, and those inside it, read."""
     found = {
         i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
     }
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found |= _global_names(constant)
+            found |= global_names(constant)
     return found
 
 

@@ -49,6 +49,7 @@ COMMANDS: _Entries = {
             "hint": ("Show a hint: 1 is small, the last is nearly all.", "exercises.hint"),
             "grade": ("Grade a solution, in words and points of 100.", "exercises.grade"),
             "reveal": ("Print a reference solution.", "exercises.reveal"),
+            "check": ("Check an exercise of your own.", "exercises.check"),
             "predict": ("Guess how many bytes move, then see.", "exercises.predict"),
         },
     ),

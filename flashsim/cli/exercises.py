@@ -1,4 +1,4 @@
-"""Commands of a course: list, start, hint, predict, reveal, grade."""
+"""Commands of a course: list, start, hint, predict, reveal, grade, check."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from flashsim.cli.output import Tables, ready, say, show, viz
 from flashsim.counts.questions import in_words
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, printable
-from flashsim.exercises import shelf, subprocess_grader
+from flashsim.exercises import checking, shelf, submissions
 from flashsim.exercises.exercise import Exercise
+from flashsim.exercises.marks import Marks
 from flashsim.exercises.picture import draw
-from flashsim.report import beside
+from flashsim.exercises.runner import plain
+from flashsim.report import Table, beside
 from flashsim.schedule.dataflow import ALGORITHMS
 from flashsim.trace.trace import Trace
 
@@ -52,16 +54,14 @@ def start(
 ) -> None:
     """Write the file to fill in: the statement, and a skeleton."""
     one = shelf.get(name)
+    points, said = checking.reference(one)
+    if said:
+        raise OptionError(
+            f"{name} cannot be solved: its own reference gets {points or 0} points; {said}"
+        )
     path = out or Path(f"{one.name.replace('-', '_')}.py")
-    if path.exists() and not force:
-        raise OptionError(f"{str(path)!r} is there already; --force overwrites it")
-    ready(path, (".py",))
-    with beside(path) as part:
-        part.write_text(one.file_text, encoding="utf-8")
-    grading = f"flashsim exercise grade {path}" + (
-        f" --exercise {name}" if name.endswith(".py") else ""
-    )
-    typer.echo(f"{path}: fill it in, then `{grading}`; `flashsim exercise hint {name}` helps")
+    _write(one.file_text, path, force=force)
+    typer.echo(f"{path}: fill it in, then `{_grading(one, path)}`; `{_hint(one)}` helps")
 
 
 def hint(
@@ -75,10 +75,30 @@ def hint(
     typer.echo(f"{number} of {len(hints)}: {hints[number - 1]}")
 
 
-def reveal(name: _Name) -> None:
-    """Print a reference solution, which gets every point; if you save it, it can be graded."""
+def reveal(
+    name: _Name,
+    out: Path | None = opt.option(None, "File to write. Default: the solution is printed.", "-o"),
+    force: bool = opt.option(False, "Overwrite a file that is there."),
+) -> None:
+    """Print or write a reference solution, which gets every point."""
     one = shelf.get(name)
-    typer.echo(f"# flashsim exercise: {one.name}\n\n{one.solution_source}", nl=False)
+    if not one.revealed:
+        raise OptionError(f"the lecturer of {one.name} keeps its solution; `{_hint(one)}` helps")
+    text = f"# flashsim exercise: {one.name}\n\n{one.solution_source}"
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    _write(text, out, force=force)
+    typer.echo(f"{out}: `{_grading(one, out)}` grades it")
+
+
+def check(name: _Name) -> Tables:
+    """Check an exercise: its reference, its skeleton, its mistakes and its wrong solutions."""
+    table = checking.check(shelf.get(name))
+    if not all(row[1] for row in table.rows):
+        show(table)
+        raise typer.Exit(1)
+    return table
 
 
 def _number(name: str, text: str) -> int:
@@ -177,28 +197,42 @@ def _judge(name: str, given: tuple[int | None, int | None], counted: Trace | Tra
 
 
 def grade(
-    file: Annotated[Path, typer.Argument(help="What `flashsim exercise start` wrote, filled in.")],
+    file: Annotated[
+        Path, typer.Argument(help="What `flashsim exercise start` wrote, filled in; or a folder.")
+    ],
     exercise: str | None = opt.option(None, "A name or a .py file. Default: what the file says."),
-    json: bool = opt.option(False, "Print JSON instead of tables."),
+    form: opt.Format = opt.Format(),
     gradescope: Path | None = opt.option(None, "Also write a results.json as Gradescope reads it."),
     plot: opt.Plot = None,
     save: Path | None = opt.option(None, "Save the trace (.npz)."),
-    timeout: float = opt.option(subprocess_grader.LIMIT, "Seconds that it may take.", min=0.1),
+    timeout: float = opt.option(submissions.LIMIT, "Seconds that a file may take.", min=0.1),
     memory: int | None = opt.option(
-        None, f"MiB that it may take (Linux). Default: {subprocess_grader.MEMORY:,}.", min=1
+        None, f"MiB that a file may take (Linux). Default: {submissions.MEMORY:,}.", min=1
+    ),
+    jobs: int | None = opt.option(
+        None, "Files of a folder that run at a time. Default: one per CPU.", min=1
     ),
 ) -> None:
-    """Grade a solution by results, on-chip memory and bytes; in words, and in points of 100."""
+    """Grade a solution by results, on-chip memory and bytes; or every .py file in a folder."""
+    if file.is_dir():
+        if gradescope or plot or save:
+            raise OptionError("--gradescope, --plot and --save are for one file, not for a folder")
+        if missing := submissions.missing_walls():
+            say(f"this system does not keep a graded file from {', '.join(missing)}")
+        found = submissions.grade_folder(file, exercise, limit=timeout, memory=memory, jobs=jobs)
+        show(_class(file, list(found)), form)
+        return
     for path in (gradescope, plot, save):
         ready(path)
+    trace: Trace | None = None
     if gradescope is not None and exercise is not None and not file.is_file():
-        marks, trace = (
-            subprocess_grader.missing(file, exercise),
-            None,
-        )  # a student's fault: points, no error
+        marks = submissions.missing(file, exercise)  # a student's fault: points, no error
     else:
-        marks, trace = subprocess_grader.grade_file(file, exercise, limit=timeout, memory=memory)
-    typer.echo(marks.json() if json else printable(marks.text()))
+        marks, trace = submissions.grade_file(file, exercise, limit=timeout, memory=memory)
+    if form.csv:
+        show(_class(file.parent, [(file, marks)]), form)
+    else:
+        typer.echo(marks.json() if form.json else printable(marks.text()))
     if gradescope is not None:
         with beside(gradescope) as part:
             part.write_text(marks.gradescope(), encoding="utf-8")
@@ -209,10 +243,47 @@ def grade(
         trace.save(save)
         say(f"trace in {save}")
     if plot is not None:
-        one = shelf.get(
-            exercise or subprocess_grader.exercise_of(subprocess_grader.text_of(file)) or ""
-        )
+        one = shelf.get(exercise or marks.exercise)
         _draw({"yours": trace, "full marks": one.executed.trace}, one, plot)
+
+
+def _class(folder: Path, found: list[tuple[Path, Marks]]) -> tuple[list[Table], list[Table]]:
+    """The table of a class: for people with the first reason, for programs with all of them."""
+    columns = ("file", "exercise", "points", "results", "on chip", "bytes", "moved B", "why")
+    short, full = Table(f"{len(found)} files", columns), Table("", (*columns, "seconds"))
+    for path, marks in found:
+        file = plain(str(path.relative_to(folder)), 200)
+        parts = {"results": 0, "room": 0, "bytes": 0}
+        for mark in marks.marks:
+            part = mark.name.split()[0].rstrip(",")
+            if part in parts:
+                parts[part] += mark.points
+        why = [mark.words for mark in marks.marks if mark.kind]
+        row = (
+            *(file, marks.exercise, marks.points, parts["results"], parts["room"]),
+            *(parts["bytes"], marks.figures.get("bytes")),
+        )
+        short.rows.append((*row, textwrap.shorten(why[0] if why else "", 60)))
+        full.rows.append((*row, " | ".join(why), round(marks.seconds, 3)))
+    whole = [marks.points for _, marks in found if marks.points == marks.most]
+    short.note = f"{len(whole)} of {len(found)} get every point; --csv has every reason in full"
+    return [short], [full]
+
+
+def _write(text: str, path: Path, *, force: bool) -> None:
+    if path.exists() and not force:
+        raise OptionError(f"{str(path)!r} is there already; --force overwrites it")
+    ready(path, (".py",))
+    with beside(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def _grading(one: Exercise, path: Path) -> str:
+    return f"flashsim exercise grade {path}" + (f" --exercise {one.file}" if one.file else "")
+
+
+def _hint(one: Exercise) -> str:
+    return f"flashsim exercise hint {one.file or one.name}"
 
 
 def _draw(traces: dict[str, Trace], one: Exercise, path: Path) -> None:

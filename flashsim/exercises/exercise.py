@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import textwrap
@@ -12,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flashsim.api.simulate import OwnResult, simulate
+from flashsim.api.simulate import OwnResult, global_names, simulate
+from flashsim.engines.sandbox.program import Setting
 from flashsim.errors import OptionError, own_errors
 from flashsim.problem import checks, oracle
 from flashsim.problem.hardware import Device
@@ -43,7 +45,8 @@ class Task:
     outputs : tuple of str
         Tensors that the solution must store.
     spread : float
-        Inputs with rising scores have scores from -spread to spread.
+        Inputs with rising scores have scores from -spread to spread; heavy-tailed ones have none
+        beyond.
     """
 
     problem: Problem
@@ -70,6 +73,8 @@ class Task:
         if kind == "heavy":
             for x in (q, k, v, dout):
                 x[rng.random(x.shape) < 0.02] *= 8
+            scores = q @ np.repeat(k, p.group, axis=1).mT * p.scale
+            q *= min(1.0, self.spread / np.abs(scores).max())
         elif kind != "normal":
             ramp = np.linspace(-self.spread, self.spread, p.n_kv)
             along = np.full(p.head_dim, p.head_dim**-0.5)  # q.along is about 1
@@ -87,6 +92,11 @@ class Task:
             found["O"], found["L"] = oracle.attention(q, k, v, self.problem)
             found["delta"] = (found["O"] * given["dO"]).sum(axis=-1)
         return {name: x.astype(np.float32) for name, x in found.items()}
+
+    @property
+    def setting(self) -> Setting:
+        """The machine that records a solution and replays it."""
+        return Setting(self.problem, self.tiling, self.device, self.inputs, self.outputs)
 
     def run(
         self, solution: Callable[..., None], arrays: Arrays, device: Device | None = None
@@ -159,6 +169,13 @@ class Exercise:
         If there are any, the student answers them, in a dict ANSWERS, instead of programming.
     bound : function of the task, optional
         A lower bound on the bytes of any solution, for the picture.
+    wrong : tuple of (find, put, words)
+        Wrong solutions for ``flashsim exercise check``: in the reference solution, `put` replaces
+        `find`, and the grader's words must contain `words`.
+    revealed : bool
+        Whether ``flashsim exercise reveal`` shows the reference solution.
+    file : str
+        The path of a lecturer's own exercise; ``shelf.get`` sets it.
     """
 
     name: str
@@ -175,6 +192,9 @@ class Exercise:
     mistakes: Mapping[str, Callable[[Arrays, Problem, str], Arrays]] = field(default_factory=dict)
     questions: tuple[Question, ...] = ()
     bound: Callable[[Task], int] | None = None
+    wrong: tuple[tuple[str, str, str], ...] = ()
+    revealed: bool = True
+    file: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.statement, str) or not self.statement.strip():
@@ -214,8 +234,8 @@ class Exercise:
     def _marked(self) -> str:
         """The reference's source, named ``solution``, with the comments that mark omitted lines."""
         text = textwrap.dedent(inspect.getsource(self.reference))
-        name = self.reference.__name__
-        return f"import numpy as np\n\n\n{text.replace(f'def {name}(', 'def solution(', 1)}"
+        name, imports = self.reference.__name__, "\n".join(_imports(self.reference))
+        return f"{imports}\n\n\n{text.replace(f'def {name}(', 'def solution(', 1)}"
 
     def _skeleton(self) -> str:
         if self.questions:
@@ -249,3 +269,15 @@ class Exercise:
         statement = textwrap.indent(about, "# ", lambda line: True)
         lines = "\n".join(line.rstrip() for line in statement.splitlines())
         return f"# flashsim exercise: {self.name}\n#\n{lines}\n\n{self.skeleton.strip()}\n"
+
+
+def _imports(function: Callable[..., None]) -> list[str]:
+    """NumPy's import, and those of the function's module that the function uses."""
+    found, used = ["import numpy as np"], global_names(function.__code__)
+    for node in ast.parse("".join(inspect.findsource(function)[0])).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            bound = [one.asname or one.name.split(".")[0] for one in node.names]
+            node.names = [one for one, name in zip(node.names, bound, strict=True) if name in used]
+            if node.names and ast.unparse(node) not in found:
+                found.append(ast.unparse(node))
+    return found

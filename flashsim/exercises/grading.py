@@ -1,28 +1,32 @@
-"""Judge a student's source: results, on-chip memory, bytes."""
+"""Judge a solution's program on fresh random inputs: results, on-chip memory, bytes."""
 
 from __future__ import annotations
 
-import linecache
+import inspect
+import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import CodeType
 from typing import Any
 
 import numpy as np
 
-from flashsim.errors import SramOverflow, own_errors, shown
+from flashsim.api.simulate import trace_of
+from flashsim.engines.sandbox import recorder
+from flashsim.engines.sandbox.machine import OpenMachine
+from flashsim.engines.sandbox.program import ProgramError, replay
+from flashsim.engines.sandbox.recorder import Handed
+from flashsim.engines.sandbox.running import require_stored
+from flashsim.errors import FlashSimError, SramOverflow, own_errors
 from flashsim.exercises import words
 from flashsim.exercises.exercise import KINDS, Exercise
 from flashsim.exercises.marks import Mark, Marks
-from flashsim.exercises.source import Refused, checked
-from flashsim.problem.hardware import Device
 from flashsim.trace.trace import Trace
 
 #: Points of the three things that are judged.
 RESULTS, ROOM, BYTES = 40, 20, 40
-#: A machine on which room is no question: results are judged apart from it.
-_ROOMY = Device(name="a machine with room", sram_bytes=1 << 40, sram_per_sm=1 << 40)
+#: Draws of inputs of each kind; a result has to be right for all of them.
+DRAWS = 2
 
 
 @own_errors
@@ -31,7 +35,10 @@ def grade(
     exercise: Exercise,
     file: str = "solution.py",
 ) -> tuple[Marks, Trace | None]:
-    """Judge a solution in this process; returns its marks and the trace of its transfers.
+    """Judge a solution that runs in this process; returns its marks and the trace of its transfers.
+
+    The solution is recorded on tiles without numbers, and the recorded program is judged. A file
+    from someone else belongs in a process of its own: `submissions.grade_file`.
 
     Parameters
     ----------
@@ -39,106 +46,158 @@ def grade(
         A file's text; or, in a notebook, the function itself or the answers by question.
     exercise : Exercise
     file : str
-        The text's name in error messages. Judge a file from someone else in a process of its own:
-        `apart.grade_file`.
+        The text's name in error messages.
     """
     began = time.perf_counter()
-    trace: Trace | None = None
-    figures: dict[str, int] = {}
-    try:
-        if isinstance(given, str):
-            scope = _executed(given, file)
-        else:
-            scope = {"solution": given, "ANSWERS": given}
-        if exercise.questions:
-            marks = _answers(exercise, scope.get("ANSWERS"))
-        else:
-            solution = scope.get("solution")
-            if not callable(solution):
-                raise Refused("function", "the file defines no function solution(machine)")
-            marks, figures, trace = _judged(exercise, solution)
-    except Refused as error:
-        marks = nothing(error.kind, str(error))
+    setting = None if exercise.questions else exercise.task.setting
+    if isinstance(given, str):
+        return judge(recorder.from_text(given, file, setting), exercise, given, began)
+    if setting is None:
+        return judge(recorder.from_answers(given), exercise, "", began)
+    file_text, text = _source_of(given)
+    handed = recorder.from_function(given, setting)  # type: ignore[arg-type]
+    return judge(handed, exercise, file_text, began, text=text)
+
+
+def judge(
+    handed: Handed,
+    exercise: Exercise,
+    source: str,
+    began: float,
+    limit: float = float("inf"),
+    *,
+    text: str | None = None,
+) -> tuple[Marks, Trace | None]:
+    """Judge what a solution handed over.
+
+    Parameters
+    ----------
+    handed : Handed
+        It may come from a process that is not trusted.
+    exercise : Exercise
+    source : str
+        The text of the solution's file, which messages quote.
+    began : float
+        When grading began, by `time.perf_counter`.
+    limit : float
+        Seconds that the program may take to replay.
+    text : str, optional
+        The solution's own text, if `source` has more than that.
+    """
+    text = source if text is None else text
+    trace, figures = None, dict[str, int]()
+    if handed.kind:
+        marks: tuple[Mark, ...] = (Mark("the file", 0, 100, handed.kind, handed.words),)
+    elif exercise.questions:
+        marks = _answers(exercise, handed.answers or {})
+    else:
+        marks, figures, trace = _Judge(exercise, handed, source, time.monotonic() + limit).judged()
+    first = next((at for at, mark in enumerate(marks) if mark.kind), None)
+    if first is not None and words.untouched(text, exercise):
+        said = "the TODO is still there: nothing was filled in yet"
+        marks, figures, trace = (Mark("the file", 0, 100, "todo", said),), {}, None
+    elif first is not None and (left := words.todo(text, exercise)):
+        more = replace(marks[first], words=f"{marks[first].words}; {left}")
+        marks = (*marks[:first], more, *marks[first + 1 :])
+    hint = f"flashsim exercise hint {exercise.file or exercise.name}" if exercise.hints else ""
     moved = _moved(trace, exercise) if trace is not None else ()
-    return Marks(exercise.name, marks, figures, moved, time.perf_counter() - began), trace
+    seconds = time.perf_counter() - began
+    return Marks(exercise.name, marks, figures, moved, seconds, hint), trace
 
 
-def nothing(kind: str, text: str) -> tuple[Mark, ...]:
-    """Marks without points, for a file that could not be judged."""
-    return (Mark("the file", 0, 100, kind, text),)
-
-
-def _executed(text: str, file: str) -> dict[str, Any]:
-    """The names that the file defines."""
-    code: CodeType = compile(checked(text, file), file, "exec")
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-    scope: dict[str, Any] = {"__name__": "solution"}
+def _source_of(function: Any) -> tuple[str, str]:
+    """The texts of a function's file or cell, and of the function; "" if they are not known."""
     try:
-        exec(code, scope)
-    except (Exception, SystemExit) as error:
-        said = f"the file ends with {words.of_error(error)}"
-        raise Refused(words.kind_of(error), said) from None
-    return scope
+        return "".join(inspect.findsource(function)[0]), inspect.getsource(function)
+    except (TypeError, OSError):
+        return "", ""
 
 
-def _judged(
-    exercise: Exercise, solution: Callable[..., None]
-) -> tuple[tuple[Mark, ...], dict[str, int], Trace | None]:
-    task, marks, seen = exercise.task, list[Mark](), list[str]()
-    trace: Trace | None = None
-    each = RESULTS // len(KINDS)
-    for kind in KINDS:
-        arrays = task.arrays(kind)
-        found, why = "", ""
+class _Judge:
+    """Judges one program."""
+
+    def __init__(self, exercise: Exercise, handed: Handed, source: str, until: float) -> None:
+        self.exercise, self.task, self.handed = exercise, exercise.task, handed
+        self.source, self.until = source.splitlines(), until
+
+    def judged(self) -> tuple[tuple[Mark, ...], dict[str, int], Trace | None]:
+        """Marks, figures and the trace of one sample's transfers."""
+        task, each = self.task, RESULTS // len(KINDS)
+        draws = [
+            (kind, task.arrays(kind, secrets.randbits(32))) for kind in KINDS for _ in range(DRAWS)
+        ]
         try:
-            result = task.run(solution, arrays, _ROOMY)
-        except (Exception, SystemExit) as error:
-            found, why = words.kind_of(error), words.of_error(error)
-        else:
-            if kind == "normal":
-                trace = result.trace
-                trace.device = task.device  # the one that it is judged by
-            for name in task.outputs:
-                why = words.off(exercise, arrays, kind, name, result.tensors[name])
-                if why:
-                    found = "result"
-                    break
-        if not why:
-            seen.append(kind)
-        marks.append(Mark(f"results, {kind}", 0 if why else each, each, found, why))
-        if why and trace is None:  # it never ran to its end: the others would say the same
-            break
-    if trace is None:
-        first = marks[0]
-        return (Mark("runs", 0, 100, first.kind, first.words),), {}, None
-    right = len(seen) == len(KINDS)
-    why = words.UNREAD.format(" and ".join(unread)) if (unread := words.unread(trace)) else ""
-    if not why and "falling" in seen and "rising" not in seen:
-        why = words.FALLING
-    if why and not right:
-        at = next(n for n, mark in enumerate(marks) if mark.kind)
-        marks[at] = replace(marks[at], words=f"{marks[at].words}; {why}")
-    marks += [_room(exercise, solution, trace), _bytes(exercise, trace, right=right)]
-    figures = {
-        "bytes": trace.bytes(),
-        "budget": exercise.full_marks_bytes,
-        "peak": trace.peak_sram(),
-        "sram": task.sram_bytes,
-    }
-    if exercise.bound is not None:
-        figures["bound"] = exercise.bound(task)
-    return tuple(marks), figures, trace
+            machine = self._replayed([arrays for _, arrays in draws])
+            require_stored(self.handed.name, machine, task.outputs)
+        except (ProgramError, FlashSimError) as error:
+            kind = "program" if isinstance(error, ProgramError) else recorder.kind_of(error)
+            return (Mark("runs", 0, 100, kind, str(error)),), {}, None
+        asked = [*task.outputs]
+        if "L" in machine.hbm.tensors and "L" not in (*asked, *task.inputs):
+            asked += ["L"] if machine.hbm._stored("L") != "none" else []
+        trace = trace_of(self.handed.name, machine, ("Q", "K", "V", *task.inputs), asked)
+        wrong: dict[str, str] = {}
+        for at, (kind, arrays) in enumerate(draws):
+            if kind not in wrong and (why := self._wrong(machine, at, kind, arrays)):
+                wrong[kind] = why
+        unread = words.unread(trace)
+        why = words.UNREAD.format(" and ".join(unread)) if unread else ""
+        if not why and "rising" in wrong and "falling" not in wrong:
+            why = words.FALLING
+        if why and wrong:
+            first = next(iter(wrong))
+            wrong[first] = f"{wrong[first]}; {why}"
+        marks = [
+            Mark(f"results, {kind}", 0, each, "result", wrong[kind])
+            if kind in wrong
+            else Mark(f"results, {kind}", each, each)
+            for kind in KINDS
+        ]
+        marks += [self._room(trace, len(wrong)), _bytes(self.exercise, trace, right=not wrong)]
+        figures = {
+            "bytes": trace.bytes(),
+            "budget": self.exercise.full_marks_bytes,
+            "peak": trace.peak_sram(),
+            "sram": task.sram_bytes,
+        }
+        if self.exercise.bound is not None:
+            figures["bound"] = self.exercise.bound(task)
+        return tuple(marks), figures, trace
 
+    def _replayed(
+        self, draws: Sequence[Mapping[str, np.ndarray]], **limits: int | None
+    ) -> OpenMachine:
+        """The machine after the program ran on all of these inputs at once."""
+        setting = self.task.setting
+        names = ("Q", "K", "V", *setting.inputs)
+        arrays = {name: np.concatenate([draw[name] for draw in draws]) for name in names}
+        machine = setting.machine(arrays, samples=len(draws), **limits)
+        replay(self.handed.program, machine, self.handed.name, self.source, until=self.until)
+        return machine
 
-def _room(exercise: Exercise, solution: Callable[..., None], trace: Trace) -> Mark:
-    task = exercise.task
-    if trace.peak_sram() <= task.sram_bytes:
-        return Mark("room on chip", ROOM, ROOM)
-    try:
-        task.run(solution, task.arrays())
-    except SramOverflow as error:
-        return Mark("room on chip", 0, ROOM, "overflow", str(error))
-    raise AssertionError("a peak beyond the capacity is an overflow")
+    def _wrong(
+        self, machine: OpenMachine, at: int, kind: str, arrays: Mapping[str, np.ndarray]
+    ) -> str:
+        """Return the reason why the results of one draw are wrong, or ""."""
+        batch, right = self.task.problem.batch, list[str]()
+        for name in self.task.outputs:
+            got = machine.hbm._array(name)[at * batch : (at + 1) * batch]
+            if why := words.off(self.exercise, arrays, kind, name, got):
+                return why + (f"; {' and '.join(right)} is right" if right else "")
+            right.append(name)
+        return ""
+
+    def _room(self, trace: Trace, wrong: int) -> Mark:
+        if wrong == len(KINDS):
+            said = "room counts when some of the results are right"
+            return Mark("room on chip", 0, ROOM, "result", said)
+        if trace.peak_sram() <= self.task.sram_bytes:
+            return Mark("room on chip", ROOM, ROOM)
+        try:
+            self._replayed([self.task.arrays()], most=None)
+        except (SramOverflow, ProgramError) as error:
+            return Mark("room on chip", 0, ROOM, "overflow", str(error))
+        raise AssertionError("a peak beyond the capacity is an overflow")
 
 
 def _bytes(exercise: Exercise, trace: Trace, *, right: bool) -> Mark:
@@ -170,20 +229,18 @@ def _moved(trace: Trace, exercise: Exercise) -> tuple[tuple[str, str, int, int],
     return tuple((op, t, mine.get((op, t), 0), theirs.get((op, t), 0)) for op, t in keys)
 
 
-def _answers(exercise: Exercise, given: Any) -> tuple[Mark, ...]:
-    if not isinstance(given, Mapping):
-        raise Refused("function", "the file defines no dict ANSWERS: {question: number}")
+def _answers(exercise: Exercise, given: Mapping[str, int | str]) -> tuple[Mark, ...]:
     trace, n = exercise.executed.trace, len(exercise.questions)
     marks = []
     for at, question in enumerate(exercise.questions):
         most = 100 // n + (at < 100 % n)
         value, right = given.get(question.ask), question.answer(trace)
-        if not isinstance(value, (int, np.integer)):
-            said = f"{shown(value)} is no integer"
+        if not isinstance(value, int):
+            said = f"{value} is no integer"
         elif value == right:
             marks.append(Mark(question.ask, most, most))
             continue
         else:
-            said = words.of_number(int(value), right, question.slips(trace).get(int(value), ""))
+            said = words.of_number(value, right, question.slips(trace).get(value, ""))
         marks.append(Mark(question.ask, 0, most, "answer", said))
     return tuple(marks)

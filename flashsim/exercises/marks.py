@@ -38,6 +38,8 @@ class Marks:
     moved : tuple of (op, tensor, bytes, the reference's bytes)
     seconds : float
         Time that the judging took.
+    hint : str
+        The command that shows a hint; "" if there is none.
     """
 
     exercise: str
@@ -45,6 +47,12 @@ class Marks:
     figures: dict[str, int]
     moved: tuple[tuple[str, str, int, int], ...] = ()
     seconds: float = 0.0
+    hint: str = ""
+
+    @classmethod
+    def none(cls, exercise: str, kind: str, text: str) -> Marks:
+        """Marks without points, for a file that could not be judged."""
+        return cls(exercise, (Mark("the file", 0, 100, kind, text),), {})
 
     @property
     def points(self) -> int:
@@ -87,6 +95,8 @@ class Marks:
             )
         if "bound" in self.figures:
             lines.append(f"  {'lower bound':<16}{'':>14}{self.figures['bound']:>12,} B")
+        if self.hint and self.points < self.most:
+            lines += ["", f"  `{self.hint}` gives a hint."]
         return "\n".join(lines)
 
     def json(self) -> str:
@@ -122,15 +132,3 @@ class Marks:
             best = {"name": "bytes moved", "value": self.figures["bytes"], "order": "asc"}
             whole["leaderboard"] = [best]
         return json.dumps(whole, indent=2)
-
-    @classmethod
-    def from_json(cls, text: str) -> Marks:
-        """Read marks from the text that `json` returned."""
-        given = json.loads(text)
-        return cls(
-            given["exercise"],
-            tuple(Mark(**mark) for mark in given["marks"]),
-            given["figures"],
-            tuple((op, tensor, mine, theirs) for op, tensor, mine, theirs in given["moved"]),
-            given["seconds"],
-        )

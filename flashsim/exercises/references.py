@@ -98,10 +98,124 @@ def scaled(truth: Truth, name: str, factor: Callable[[Problem], float]) -> Truth
     return lambda arrays, p, dtype: {name: truth(arrays, p, dtype)[name] * factor(p)}
 
 
+def tiled(block_q: int, block_k: int, *, top: int = 1, total: int = 1, divisions: int = 0) -> Truth:
+    """Attention tile by tile, with a mistake in the loop.
+
+    Parameters
+    ----------
+    block_q, block_k : int
+        The tiles; what a mistake gives depends on them.
+    top, total : {0, 1}
+        The axis of a tile of scores along which its maximum and its sum are taken; 1 is right, and
+        0 is possible where tiles are square.
+    divisions : int
+        0: O is divided by l after the loop. 1: in every visit instead. 2: in both places.
+    """
+
+    def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
+        s = arrays["S"].astype(dtype)
+        keep = oracle.keep_matrix(p)
+        s = np.where(keep, s, -np.inf)
+        v = np.repeat(arrays["V"].astype(dtype), p.group, axis=1)
+        out = np.zeros((*s.shape[:2], p.n_q, p.head_dim_v), dtype)
+        for i in range(0, p.n_q, block_q):
+            O, m, l = out[:, :, i : i + block_q], -np.inf, np.zeros(1, dtype)
+            for j in range(0, p.n_kv, block_k):
+                if not keep[..., i : i + block_q, j : j + block_k].any():
+                    continue
+                S = s[:, :, i : i + block_q, j : j + block_k]
+                m_new = np.maximum(m, S.max(axis=2 + top))
+                alpha, P = np.exp(m - m_new), np.exp(S - m_new[..., None])
+                l = l * alpha + P.sum(axis=2 + total)
+                O[...] = O * alpha[..., None] + P @ v[:, :, j : j + block_k]
+                O /= l[..., None] if divisions else 1
+                m = m_new
+            O /= 1 if divisions == 1 else l[..., None]
+        return {"O": out}
+
+    return wrong
+
+
+def lse_slip(of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Truth:
+    """A wrong L, as a function of m, the largest score of each row, and of the right L."""
+
+    def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
+        return {"L": of(arrays["S"].max(axis=-1).astype(dtype), attention(arrays, p, dtype)["L"])}
+
+    return wrong
+
+
+def backward_slip(*, scale: Callable[[Problem], float], delta: float = 1.0) -> Truth:
+    """Gradients from scores with another scale, or with only a part of delta taken off dP."""
+
+    def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
+        q, k, v, dout = (arrays[name].astype(dtype) for name in ("Q", "K", "V", "dO"))
+        P = np.exp((q @ k.mT) * scale(p) - arrays["L"][..., None])
+        dS = P * (dout @ v.mT - delta * arrays["delta"][..., None])
+        return {"dQ": p.scale * dS @ k, "dK": p.scale * dS.mT @ q, "dV": P.mT @ dout}
+
+    return wrong
+
+
+_NO_SCALE = "this is what comes out without the scale, 1 / sqrt(head_dim)"
+_HEAD_DIM = "the scale is 1 / head_dim here; it is 1 / sqrt(head_dim)"
+
 #: Mistakes of an attention forward pass.
 SLIPS: dict[str, Truth] = {
-    "this is what comes out without the scale, 1 / sqrt(head_dim)": with_problem(
-        attention, scale=1.0
-    ),
+    _NO_SCALE: with_problem(attention, scale=1.0),
+    _HEAD_DIM: lambda arrays, p, dtype: attention(arrays, replace(p, scale=1 / p.head_dim), dtype),
     "the sum over the keys is right, but was not divided by l": numerator,
 }
+
+#: Mistakes of L.
+LSE_SLIPS: dict[str, Truth] = {
+    "L has the wrong sign: it is m + log l, not m - log l": lse_slip(lambda m, L: 2 * m - L),
+    "L has the wrong sign: it is m + log l, not -(m + log l)": lse_slip(lambda m, L: -L),
+    "L is in base 2: multiply it by log 2": lse_slip(lambda m, L: L / np.log(2)),
+    "L is log l here; add m, which was taken off the scores": lse_slip(lambda m, L: L - m),
+    "L is m here; add log l": lse_slip(lambda m, L: m),
+    "L is m + l here; it is m + log l": lse_slip(lambda m, L: m + np.exp(L - m)),
+}
+
+#: Mistakes of a stage of the backward pass.
+BACKWARD_SLIPS: dict[str, Truth] = {
+    _NO_SCALE: backward_slip(scale=lambda p: 1.0),
+    _HEAD_DIM: backward_slip(scale=lambda p: 1 / p.head_dim),
+    "delta was not taken off dP": backward_slip(scale=lambda p: p.scale, delta=0.0),
+}
+
+
+def loop_slips(block_q: int, block_k: int) -> dict[str, Truth]:
+    """Mistakes inside the loop over the keys, for tiles of these sizes."""
+    words = "O was divided by l in every visit; divide once, after the last"
+    found = {
+        words: tiled(block_q, block_k, divisions=1),
+        f"{words}, and not again": tiled(block_q, block_k, divisions=2),
+    }
+    if block_q == block_k:  # with others, the shapes would not fit
+        for top, total in ((0, 0), (1, 0)):  # any maximum along a row would do
+            which = " and ".join(["the maximum"] * (not top) + ["the sum"] * (not total))
+            said = f"{which} of a tile of scores: along the keys, axis=1, not along the queries"
+            found[said] = tiled(block_q, block_k, top=top, total=total)
+    return found
+
+
+def softmax_slips(block_q: int, *, stable: bool) -> dict[str, Truth]:
+    """Mistakes of a softmax of whole rows, in tiles of so many rows."""
+
+    def of(top: int, total: int) -> Truth:
+        def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
+            s = arrays["S"].astype(dtype)
+            s = s.reshape(*s.shape[:2], -1, block_q, p.n_kv)
+            weights = np.exp(s - s.max(axis=3 + top, keepdims=True) if stable else s)
+            shares = weights / weights.sum(axis=3 + total, keepdims=True)
+            return {"P": shares.reshape(arrays["S"].shape)}
+
+        return wrong
+
+    wrong_sum = "the sum runs along the queries, axis=0; a row's keys lie along axis=1"
+    found = {wrong_sum: of(1, 0)}
+    if stable:
+        found["the maximum and the sum run along the queries, axis=0; take axis=1"] = of(0, 0)
+        found["the maximum runs along the queries, axis=0; take axis=1"] = of(0, 1)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from pkgutil import iter_modules
@@ -24,6 +25,17 @@ def _course() -> dict[str, Exercise]:
 def names() -> list[str]:
     """The names of the bundled exercises, in the order of the course."""
     return list(_course())
+
+
+@own_errors
+def of_course(name: str) -> Exercise:
+    """The bundled exercise with that name; a student's file may not name another."""
+    if name not in _course():
+        raise OptionError(
+            f"no exercise {shown(name)} in the course; {choices(name, names())}; a lecturer's own "
+            "is named by --exercise FILE"
+        )
+    return _course()[name]
 
 
 @own_errors
@@ -50,4 +62,4 @@ def get(name: str) -> Exercise:
     exercise = getattr(module, "EXERCISE", None)
     if not isinstance(exercise, Exercise):
         raise OptionError(f"{name} defines no EXERCISE = flashsim.exercises.Exercise(...)")
-    return exercise
+    return replace(exercise, file=name)

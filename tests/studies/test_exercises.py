@@ -1,5 +1,6 @@
 """Exercises: references get every point, wrong solutions the words that they deserve."""
 
+import csv
 import functools
 import json
 import pickle
@@ -18,9 +19,9 @@ from wrong_solutions import WRONG, seeded
 import flashsim
 from flashsim import OptionError
 from flashsim.cli.app import app
-from flashsim.exercises import Marks, get, grade, names, subprocess_grader, words
+from flashsim.engines.sandbox.recorder import kind_of
+from flashsim.exercises import checking, get, grade, names, submissions, words
 from flashsim.exercises.exercise import KINDS
-from flashsim.exercises.source import Refused, checked
 
 mpl.use("Agg")
 FLASH2 = get("flash2-forward")
@@ -82,7 +83,9 @@ def test_what_a_student_starts_from(name):
     marks, _ = grade(text, one)
     assert marks.points < 100
     first = next(mark for mark in marks.marks if mark.kind)
-    assert first.kind in ("unstored", "result", "answer", "machine", "error", "bytes")
+    assert (marks.points, first.kind) == (0, "todo")
+    assert first.words == "the TODO is still there: nothing was filled in yet"
+    assert f"`flashsim exercise hint {name}` gives a hint" in marks.text()
     assert first.words
     assert 3 <= len(one.hints) <= 5
 
@@ -133,7 +136,8 @@ def test_bytes_count_only_with_right_results():
         nothing += f"        sram.store(machine.hbm.{name}, slice(0, 32), 0.0)\n"
     marks, trace = grade(nothing, FLASH2)
     assert trace.bytes() < FLASH2.full_marks_bytes
-    assert marks.points == 20  # room on chip alone
+    assert marks.points == 0
+    assert marks.marks[-2].words == "room counts when some of the results are right"
     assert marks.marks[-1].words == "bytes count when the results are right"
 
 
@@ -164,135 +168,10 @@ def test_few_bytes_in_another_order_than_was_asked_for():
 # -- files ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "kind", "said"),
-    [
-        ("def solution(machine:\n", "syntax", "line 1: '(' was never closed"),
-        ("x = 1\n", "function", "defines no function solution(machine)"),
-        ("solution = 3\n", "function", "defines no function"),
-        ("1 / 0\n", "error", "the file ends with ZeroDivisionError"),
-        ("raise SystemExit\n", "error", "the file ends with SystemExit"),
-        ("def solution(): pass\n", "machine", "called with one argument, the machine"),
-        ("def solution(machine): raise SystemExit(3)\n", "error", "SystemExit: 3"),
-        ("def solution(machine):\n    machine.hbm.W\n", "machine", "no tensor 'W'"),
-        ("import os\n", "source", "line 1: imports os"),
-        ("from numpy import ctypeslib\n", "source", "imports numpy"),
-        ("import flashsim.exercises\n", "source", "imports flashsim.exercises"),
-        ("from flashsim import engines\n", "source", "imports flashsim"),
-        ("import numpy as np\nnp.load('q.npy')\n", "source", "line 2: uses .load"),
-        ("import numpy as np\nnp.random.rand(3)\n", "source", "uses .random"),
-        ("open('x')\n", "source", "uses open"),
-        ("getattr(1, 'x')\n", "source", "uses getattr"),
-        ("__builtins__\n", "source", "uses __builtins__"),
-        ("'{0._view}'.format(1)\n", "source", "uses .format"),
-        ("import dataclasses\ndataclasses.sys.modules\n", "source", "uses ."),
-        ("from typing import sys\n", "source", "imports typing"),
-        ("match 1:\n    case object(_view=x): pass\n", "source", "name with an underscore"),
-        ("(1).__class__\n", "source", "looks at .__class__"),
-        ("\0", "syntax", "Python cannot read the file"),
-    ],
-)
-def test_bad_files(text, kind, said):
-    marks, trace = grade(text, FLASH2)
-    assert (marks.points, trace) == (0, None)
-    (mark,) = marks.marks
-    assert mark.kind == kind
-    assert said in mark.words
-
-
-def test_the_machines_verbs_pass():
-    checked(FLASH2.solution_source, "x.py")
-    with pytest.raises(Refused):
-        checked("import subprocess", "x.py")
-
-
 def test_answers_that_are_none():
     one = get("count-a-product")
     marks, _ = grade("ANSWERS = 3\n", one)
     assert marks.marks[0].kind == "function"
-
-
-@pytest.fixture
-def solved(tmp_path):
-    path = tmp_path / "flash2_forward.py"
-    path.write_text(f"# flashsim exercise: flash2-forward\n{FLASH2.solution_source}")
-    return path
-
-
-def test_a_process_of_its_own(solved):
-    solved.write_text(solved.read_text() + "print('a' * 100_000)\n")
-    marks, trace = subprocess_grader.grade_file(solved)
-    assert marks.points == 100
-    assert trace.bytes() == FLASH2.full_marks_bytes
-    assert trace.algorithm == "solution"
-
-
-@pytest.mark.parametrize(
-    ("text", "limit", "kind", "said"),
-    [
-        ("while True: pass", 1, "time", "not done after 1 s: a loop that does not end?"),
-        ("import numpy\nx = numpy.ones(10**11)", 60, "memory", "MemoryError: Unable to allocate"),
-        ("raise KeyboardInterrupt", 60, "process", "ended its process before it was judged"),
-    ],
-)
-def test_a_process_that_does_not_come_back(solved, text, limit, kind, said):
-    solved.write_text(text)
-    marks, trace = subprocess_grader.grade_file(solved, "flash2-forward", limit=limit)
-    assert (marks.points, trace, marks.marks[0].kind) == (0, None, kind)
-    assert said in marks.marks[0].words
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's memory")
-def test_memory_that_grows(solved):
-    """Less than this machine has: the limit alone ends it, and lets through what is within."""
-    grow = "def solution(machine):\n    kept = [bytes(10**6)]\n    while len(kept) < {}:\n"
-    grow += "        kept.append(bytes(10**6))\n    raise ValueError('all there')\n"
-    for pieces, memory, kind in ((500, 100, "memory"), (500, None, "error"), (50, 100, "error")):
-        solved.write_text(grow.format(pieces))
-        marks, _ = subprocess_grader.grade_file(solved, "flash2-forward", memory=memory)
-        assert marks.marks[0].kind == kind
-    assert marks.marks[0].words.startswith("ValueError: all there")
-
-
-def test_a_memory_where_none_can_be_limited(solved, monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(OptionError, match="memory=100: only Linux can limit it"):
-        subprocess_grader.grade_file(solved, memory=100)
-    assert subprocess_grader.grade_file(solved)[0].points == 100
-
-
-def test_what_the_child_does(solved, tmp_path):
-    subprocess_grader.main("flash2-forward", str(solved), str(tmp_path))
-    assert Marks.from_json((tmp_path / "marks.json").read_text()).points == 100
-    assert flashsim.Trace.load(tmp_path / "trace.npz").bytes() == FLASH2.full_marks_bytes
-
-
-def test_files_that_cannot_be_graded(tmp_path):
-    with pytest.raises(OptionError, match="cannot read"):
-        subprocess_grader.grade_file(tmp_path / "none.py")
-    (tmp_path / "x.py").write_text("def solution(machine): pass\n")
-    with pytest.raises(OptionError, match=r"x\.py does not say which exercise"):
-        subprocess_grader.grade_file(tmp_path / "x.py")
-    with pytest.raises(OptionError, match=r"no exercise 'flash2-backward'.*did you mean"):
-        subprocess_grader.grade_file(tmp_path / "x.py", "flash2-backward")
-
-
-def test_files_as_windows_writes_them(solved, tmp_path):
-    """A mark at the beginning, another encoding that the file says, and one that it does not."""
-    text = solved.read_text(encoding="utf-8")
-    written = tmp_path / "x.py"
-    for encoded in (
-        text.encode("utf-8-sig"),
-        text.replace("\n", "\r\n").encode(),
-        f"# -*- coding: latin-1 -*-\n# gr\u00fcn\n{text}".encode("latin-1"),
-    ):
-        written.write_bytes(encoded)
-        assert subprocess_grader.grade_file(written)[0].points == 100
-    for encoded in (f"{text}# gr\u00fcn".encode("latin-1"), text.encode("utf-16")):
-        written.write_bytes(encoded)
-        marks, trace = subprocess_grader.grade_file(written, "flash2-forward")
-        assert (marks.points, marks.marks[0].kind, trace) == (0, "syntax", None)
-        assert "Python cannot read the file: " in marks.text()
 
 
 def test_what_was_not_loaded_is_no_fault_of_a_reference():
@@ -314,11 +193,101 @@ def test_a_lecturers_exercise_is_one_file(tmp_path):
     assert marks.points == 100
     wrong = seeded(one.solution_source, "Q *= Q", "Q = Q * Q")
     assert grade(wrong, one)[0].marks[4].kind == "overflow"
+    checked = json.loads(ok("exercise", "check", path, "--json"))
+    assert [row["right"] for row in checked] == [True] * 5
     started = ok("exercise", "start", path, "-o", tmp_path / "mine.py")
     assert f"mine.py --exercise {path}`" in started
     assert (tmp_path / "mine.py").read_text() == one.file_text
-    marks, _ = subprocess_grader.grade_file(tmp_path / "mine.py", str(path))
-    assert marks.points < 100
+    marks, _ = submissions.grade_file(tmp_path / "mine.py", str(path))
+    assert marks.points == 0
+    assert f"`flashsim exercise hint {path}` gives a hint" in marks.text()
+
+
+def changed(tmp_path, find, put):
+    """The lecturer's file with a fault."""
+    path = tmp_path / "row_norms.py"
+    text = lecturers_file()
+    assert find in text
+    path.write_text(text.replace(find, put, 1))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("find", "put", "row", "said"),
+    [
+        ("np.sqrt(Q.sum(axis=1))", "Q.sum(axis=1)", 0, "the root is missing"),
+        ("sram_bytes=384", "sram_bytes=256", 0, "holds 288 B on chip"),
+        ("skeleton=SKELETON", "skeleton=SOLUTION", 1, ""),
+        ('"the root is missing"),', '"the root is there"),', 2, "the root is missing"),
+        ("** 2).sum(axis=-1)", "** 2).sum(axis=-1) ** 0.5", 4, "its result counts as right"),
+    ],
+)
+def test_an_exercise_with_a_fault_does_not_pass_the_check(tmp_path, find, put, row, said):
+    path = changed(tmp_path, find, put)
+    (tmp_path / "right.py").write_text(lecturers_file())
+    if "SOLUTION" in put:
+        text = path.read_text()
+        solution = get(str(path.with_name("right.py"))).solution_source
+        path.write_text(text.replace("EXERCISE =", f"SOLUTION = {solution!r}\nEXERCISE ="))
+    result = CliRunner().invoke(app, ["exercise", "check", str(path), "--json"])
+    assert result.exit_code == 1
+    rows = checking.check(get(str(path))).records()
+    assert not rows[row]["right"]
+    assert said in rows[row]["words"]
+
+
+def test_an_exercise_that_cannot_be_solved_is_not_started(tmp_path):
+    path = changed(tmp_path, "np.sqrt(Q.sum(axis=1))", "Q.sum(axis=1)")
+    said = fails("exercise", "start", path, "-o", tmp_path / "mine.py")
+    assert "its own reference gets 0 points; L, normal inputs: the root is missing" in said
+    assert not (tmp_path / "mine.py").exists()
+
+
+def test_a_solution_that_is_kept(tmp_path):
+    path = changed(tmp_path, "    task=Task", "    revealed=False,\n    task=Task")
+    assert "the lecturer of row-norms keeps its solution" in fails("exercise", "reveal", path)
+
+
+def test_a_revealed_solution_has_its_imports(tmp_path):
+    path = changed(tmp_path, "np.sqrt(Q.sum(axis=1))", "np.sqrt(Q.sum(axis=1)) * math.cos(0)")
+    path.write_text(
+        path.read_text().replace("import numpy", "import math\nimport os\nimport numpy")
+    )
+    out = tmp_path / "mine.py"
+    ok("exercise", "reveal", path, "-o", out)
+    assert out.read_text().startswith(
+        "# flashsim exercise: row-norms\n\nimport numpy as np\nimport math\n\n\ndef"
+    )
+    assert "is there already; --force" in fails("exercise", "reveal", path, "-o", out)
+    text = ok("exercise", "grade", out, "--exercise", path)
+    assert text.startswith("row-norms: 100 of 100 points")
+
+
+def test_a_todo_that_is_left_is_named():
+    line = next(at for at, x in enumerate(FLASH2.skeleton.splitlines(), 1) if "# TODO" in x)
+    marks, _ = grade(FLASH2.skeleton.replace("O = sram", "O_ = sram"), FLASH2)
+    assert f"line {line} still has its TODO" in marks.marks[0].words
+
+
+def test_a_folder_is_graded_as_a_table(tmp_path):
+    (tmp_path / "a.py").write_text(f"# flashsim exercise: dq\n{get('dq').solution_source}")
+    (tmp_path / "b.py").write_text("x = 1")
+    text = ok("exercise", "grade", tmp_path, "--jobs", 1)
+    assert "2 files" in text
+    assert "1 of 2 get every point" in text
+    rows = list(
+        csv.DictReader(ok("exercise", "grade", tmp_path, "--exercise", "dq", "--csv").splitlines())
+    )
+    assert [(row["file"], row["points"], row["results"]) for row in rows] == [
+        ("a.py", "100", "40"),
+        ("b.py", "0", "0"),
+    ]
+    assert rows[1]["why"] == "the file defines no function solution(machine)"
+    (row,) = csv.DictReader(ok("exercise", "grade", tmp_path / "a.py", "--csv").splitlines())
+    assert (row["file"], row["points"]) == ("a.py", "100")
+    assert "for one file, not for a folder" in fails(
+        "exercise", "grade", tmp_path, "--save", "x.npz"
+    )
 
 
 @pytest.mark.parametrize("statement", [None, " "])
@@ -357,11 +326,11 @@ def test_a_workspace_in_words():
 
 
 def test_kinds_of_errors():
-    assert words.kind_of(flashsim.MemoryModelError("x", "freed")) == "freed"
+    assert kind_of(flashsim.MemoryModelError("x", "freed")) == "freed"
     kept = pickle.loads(pickle.dumps(flashsim.MemoryModelError("x", "freed")))
     assert (str(kept), kept.kind) == ("x", "freed")
-    assert words.kind_of(ValueError("x")) == "error"
-    assert words.kind_of(flashsim.OptionError("x")) == "machine"
+    assert kind_of(ValueError("x")) == "error"
+    assert kind_of(flashsim.OptionError("x")) == "machine"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -421,7 +390,7 @@ def test_predict(tmp_path):
 
 def test_grade_writes_what_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        subprocess_grader, "grade_file", functools.cache(subprocess_grader.grade_file)
+        submissions, "grade_file", functools.cache(submissions.grade_file)
     )  # twice the same
     one = get("fewest-bytes")
     path = tmp_path / "fewest.py"
@@ -429,20 +398,20 @@ def test_grade_writes_what_is_asked_for(tmp_path, monkeypatch):
     path.write_text(f"# flashsim exercise: fewest-bytes\n{source}")
     scope, picture, trace = (tmp_path / name for name in ("results.json", "p.svg", "t.npz"))
     text = ok("exercise", "grade", path, "--gradescope", scope, "--plot", picture, "--save", trace)
-    marks = Marks.from_json(ok("exercise", "grade", path, "--json"))
-    assert text.startswith(f"fewest-bytes: {marks.points} of 100 points\n")
+    marks = json.loads(ok("exercise", "grade", path, "--json"))
+    assert text.startswith(f"fewest-bytes: {marks['points']} of 100 points\n")
     assert "K was loaded 16 times; 12 would do" in text
     assert "lower bound" in text
     again = flashsim.Trace.load(trace)
-    assert marks.figures["bytes"] == again.bytes()
+    assert marks["figures"]["bytes"] == again.bytes()
     assert again.device == one.task.device
     assert "solution forward (simulator)" in ok("trace", "show", trace)
     assert f"below {one.bound(one.task):,} B" in picture.read_text()
     results = json.loads(scope.read_text())
-    assert results["score"] == marks.points == sum(t["score"] for t in results["tests"])
+    assert results["score"] == marks["points"] == sum(t["score"] for t in results["tests"])
     assert sum(t["max_score"] for t in results["tests"]) == 100
     assert {t["status"] for t in results["tests"]} == {"passed", "failed"}
-    moved = {"name": "bytes moved", "value": marks.figures["bytes"], "order": "asc"}
+    moved = {"name": "bytes moved", "value": marks["figures"]["bytes"], "order": "asc"}
     assert results["leaderboard"] == [moved]
 
 

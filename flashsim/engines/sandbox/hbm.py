@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NoReturn
 
 import numpy as np
 
 from flashsim.algorithms.hbm import Tensor
 from flashsim.engines.sandbox.spans import span
+from flashsim.engines.sandbox.tape import taped
 from flashsim.errors import MemoryModelError, OptionError, ShapeError, choices, shown
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype
@@ -35,6 +37,9 @@ class Remote:
     def __repr__(self) -> str:
         return f"<{self.name} {self.shape} in HBM, {self.dtype}>"
 
+    def _taped(self) -> dict[str, str]:
+        return {"hbm": self.name}
+
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise MemoryModelError(
             f"{self.name} lies in HBM: load a tile of it into SRAM before computing with it, "
@@ -59,10 +64,14 @@ class Remote:
 
 
 class OpenHbm:
-    """The tensors of one run as attributes: ``hbm.Q``, ``hbm.O`` and those that `new` allocates."""
+    """The tensors of one run as attributes: ``hbm.Q``, ``hbm.O`` and those that `new` allocates.
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    `samples` sets of inputs lie in it side by side; bytes are counted for one of them. `most`
+    limits the bytes of a sample's workspaces.
+    """
+
+    def __init__(self, problem: Problem, samples: int = 1, most: int | None = None) -> None:
+        self._problem, self._samples, self._most = problem, samples, most
         self._inside: dict[str, Tensor] = {}
         self._remotes: dict[str, Remote] = {}
         self._written: dict[str, np.ndarray] = {}  # of what a pass writes: which elements were
@@ -80,6 +89,10 @@ class OpenHbm:
             return remotes[name]
         raise MemoryModelError(f"HBM holds no tensor {name!r}; {choices(name, remotes)}")
 
+    def _taped(self) -> dict[str, int]:
+        return {"space": 0}
+
+    @taped("new")
     def new(
         self,
         name: str,
@@ -111,8 +124,15 @@ class OpenHbm:
         p = self._problem
         heads = p.kv_heads if along == "keys" else p.heads
         kind = checks.dtype_name(dtype or p.compute_dtype)
+        nbytes = math.prod((p.batch, heads, *sides)) * numpy_dtype(kind).itemsize
+        if self._most is not None and nbytes > self._most:
+            raise OptionError(
+                f"workspace {name!r} of {nbytes:,} B: the grader has room for {self._most:,} B"
+            )
+        self._most = None if self._most is None else self._most - nbytes
         try:
-            array = np.full((p.batch, heads, *sides), np.nan, numpy_dtype(kind))
+            batch = self._samples * p.batch
+            array = np.full((batch, heads, *sides), np.nan, numpy_dtype(kind))
         except (MemoryError, ValueError):  # NumPy says the latter beyond 2**63 bytes
             raise OptionError(
                 f"memory does not hold a workspace {name!r} of {(p.batch, heads, *sides)} elements"
@@ -123,8 +143,8 @@ class OpenHbm:
     def _put(self, name: str, array: np.ndarray, dtype: str, *, written: bool) -> Remote:
         """Place an array (batch, heads, n[, width]); `written`: it holds numbers already."""
         p = self._problem
-        lead = p.batch * p.kv_heads
-        data = array.reshape(lead, array.shape[1] * p.batch // lead, *array.shape[2:])
+        batch, heads, *sides = array.shape
+        data = array.reshape(batch * p.kv_heads, heads // p.kv_heads, *sides)
         self._inside[name] = Tensor(name, data, dtype, self._code(name))
         self._remotes[name] = Remote(name, array.shape[2:], dtype)
         if not written:
@@ -204,9 +224,9 @@ class OpenHbm:
         return f"rows {missing[0]} to {missing[-1]}" if len(missing) > 1 else f"row {missing[0]}"
 
     def _array(self, name: str) -> np.ndarray:
-        """A tensor's numbers, (batch, heads, n[, width])."""
-        p, data = self._problem, self._inside[name].data
-        return data.reshape(p.batch, -1, *data.shape[2:])
+        """A tensor's numbers, (samples * batch, heads, n[, width])."""
+        data = self._inside[name].data
+        return data.reshape(len(data) // self._problem.kv_heads, -1, *data.shape[2:])
 
 
 def require_shape(name: str, got: tuple[int, ...], want: tuple[int, ...]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import sys
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -15,24 +15,34 @@ _ROOM = str(Path(__file__).parent)
 _OTHERS = (_ROOM, str(Path(np.__file__).parent), contextlib.__file__)
 
 
-def at_work() -> str:
-    """Return the innermost calling line outside the machine and NumPy, as "line 7".
+#: The line of a recorded program that is replayed now; 0: an algorithm runs itself.
+REPLAYED: ContextVar[int] = ContextVar("replayed", default=0)
+
+
+def line_at_work() -> int:
+    """Return the innermost calling line outside the machine and NumPy; 0 if there is none.
 
     The line may be in another file than the algorithm.
     """
+    if line := REPLAYED.get():
+        return line
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OTHERS):
         frame = frame.f_back
-    return "?" if frame is None else f"line {frame.f_lineno}"
+    return 0 if frame is None else frame.f_lineno
 
 
-def deepest(trace: TracebackType | None) -> tuple[str, int, str] | None:
-    """Return file, line and text of the deepest traceback line that belongs to the algorithm."""
+def at_work() -> str:
+    """Return `line_at_work` as "line 7"."""
+    return f"line {line_at_work() or '?'}"
+
+
+def deepest(trace: TracebackType | None) -> tuple[str, int] | None:
+    """Return file and line of the deepest traceback line that belongs to the algorithm."""
     found = None
     while trace is not None:
         code = trace.tb_frame.f_code
         if not code.co_filename.startswith(_OTHERS):
-            text = linecache.getline(code.co_filename, trace.tb_lineno).strip()
-            found = code.co_filename, trace.tb_lineno, text
+            found = code.co_filename, trace.tb_lineno
         trace = trace.tb_next
     return found

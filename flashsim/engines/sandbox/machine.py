@@ -10,6 +10,7 @@ import numpy as np
 from flashsim.engines.sandbox.hbm import OpenHbm
 from flashsim.engines.sandbox.spans import span
 from flashsim.engines.sandbox.sram import OpenSram
+from flashsim.engines.sandbox.tape import taped_scope
 from flashsim.errors import MemoryModelError
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
@@ -36,11 +37,24 @@ class OpenMachine:
     hbm : OpenHbm
         The tensors: ``hbm.Q``, ``hbm.K``, ``hbm.V``, other inputs, outputs; ``hbm.new`` allocates
         a workspace.
+
+    `samples` and `most_hbm` are those of `OpenHbm`. A step may hold `most` bytes; default: what the
+    device has.
     """
 
-    def __init__(self, problem: Problem, tiling: Tiling, device: Device) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        tiling: Tiling,
+        device: Device,
+        *,
+        samples: int = 1,
+        most: int | None = None,
+        most_hbm: int | None = None,
+    ) -> None:
         self._problem, self._tiling, self._device = problem, tiling, device
-        self._hbm = OpenHbm(problem)
+        self._most = device.sram_bytes if most is None else most
+        self._hbm = OpenHbm(problem, samples, most_hbm)
         self._stages: list[StageTrace] = []
         self._open = ""
 
@@ -51,6 +65,10 @@ class OpenMachine:
     hbm = property(lambda self: self._hbm)
     stages = property(lambda self: tuple(self._stages), doc="What was recorded so far.")
 
+    def _taped(self) -> dict[str, int]:
+        return {"machine": 0}
+
+    @taped_scope("stage")
     @contextmanager
     def stage(
         self,
@@ -91,7 +109,7 @@ class OpenMachine:
             raise MemoryModelError(f"more than {MOST_STAGES} stages; loop inside one instead")
         plan = plans.Stage(name, outer, per=per)
         schedule = Schedule(self._problem, tiling or self._tiling, outer)
-        sram = OpenSram(self._hbm, schedule, plan, self._device)
+        sram = OpenSram(self._hbm, schedule, plan, self._device, self._most)
         self._open = name
         try:
             yield sram

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.engines.sandbox.lines import at_work
+from flashsim.engines.sandbox.tape import Tape
 
 
 class Room:
@@ -29,13 +30,20 @@ class Room:
 
 
 class Lease:
-    """A reference that all tiles of a `Room` share; a temporary's bytes are freed with the last."""
+    """A reference that all tiles of a `Room` share; a temporary's bytes are freed with the last.
 
-    __slots__ = ("room",)
+    `tape` is the tape that numbered its tiles, and `numbers` their numbers.
+    """
+
+    __slots__ = ("numbers", "room", "tape")
 
     def __init__(self, room: Room) -> None:
         self.room = room
+        self.tape: Tape | None = None
+        self.numbers: list[int] = []
 
     def __del__(self) -> None:
+        if self.tape is not None:
+            self.tape.dropped(self.numbers)
         if self.room.temporary and not self.room.gone:
             self.room.sram._give_back(self.room, "where its last name went")

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 
-from flashsim.engines.sandbox.arithmetic import priced
 from flashsim.engines.sandbox.hbm import OpenHbm, Remote, part_of
 from flashsim.engines.sandbox.lines import at_work
 from flashsim.engines.sandbox.room import Lease, Room
-from flashsim.engines.sandbox.spans import span, tile_number
+from flashsim.engines.sandbox.scopes import Scopes
+from flashsim.engines.sandbox.spans import span
+from flashsim.engines.sandbox.tape import TAPE, taped
 from flashsim.engines.sandbox.tile import SramTile, product
 from flashsim.errors import DTypeError, MemoryModelError, ShapeError, SramOverflow, shown
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import numpy_dtype
 from flashsim.schedule import plans
-from flashsim.schedule.names import ALLOC, COMPUTE, FREE, LOAD, REDUCE, STORE
-from flashsim.schedule.schedule import Schedule, Visit
+from flashsim.schedule.names import ALLOC, FREE, LOAD, REDUCE, STORE
+from flashsim.schedule.schedule import Schedule
 from flashsim.trace.events import StageTrace
 from flashsim.trace.validate import MOST_EVENTS
 
@@ -33,7 +32,7 @@ _IN_PLACE = (
 )
 
 
-class OpenSram:
+class OpenSram(Scopes):
     """On-chip memory of one thread block, for one stage of a user's own algorithm.
 
     Attributes
@@ -45,21 +44,16 @@ class OpenSram:
     """
 
     def __init__(
-        self, hbm: OpenHbm, schedule: Schedule, stage: plans.Stage, device: Device
+        self, hbm: OpenHbm, schedule: Schedule, stage: plans.Stage, device: Device, most: int
     ) -> None:
         p = schedule.problem
-        self._schedule, self._stage, self._device = schedule, stage, device
+        super().__init__(schedule, stage)
+        self._device, self._most = device, most
         self._compute = np.dtype(p.compute_dtype)
         self._used = self._peak = 0
         self._hbm = hbm
-        self._lead = (p.batch * p.kv_heads, 1 if stage.per == "group" else p.group)
-        self._rooms: list[Room] = []
+        self._lead = (hbm._samples * p.batch * p.kv_heads, 1 if stage.per == "group" else p.group)
         self._events: list[tuple[int, ...]] = []
-        self._costs: list[np.ndarray] = []
-        self._scopes: list[tuple[int, int, int, int]] = []  # member of the group, i, j, visit
-        self._sums: list[np.ndarray] = []
-        self._visits = 0
-        self._over = False
 
     # What it says of itself cannot be set: `sram.device = larger` is an error.
     schedule = property(lambda self: self._schedule)
@@ -68,108 +62,12 @@ class OpenSram:
     used = property(lambda self: self._used)
     peak = property(lambda self: self._peak)
 
-    # -- scopes ---------------------------------------------------------------------------------
-
-    @contextmanager
-    def step(self, outer: int | slice, member: int = 0) -> Iterator[None]:
-        """One step of the outer loop, the work of one thread block; its end frees all its tiles.
-
-        Parameters
-        ----------
-        outer : slice or int
-            Rows of the query tile (with ``outer="keys"``, of the key tile), or its number.
-        """
-        if self._scopes:
-            raise MemoryModelError(
-                "a step inside a step: a thread block has one; sram.strip() is a scope within it",
-                "scope",
-            )
-        n = self._tile(outer, self._stage.outer)
-        place = (n, -1) if self._stage.outer == "queries" else (-1, n)
-        with self._scope((member, *place, -1), computes=True):
-            yield
-
-    def strip(self) -> AbstractContextManager[None]:
-        """A part of a step or a visit; its end frees the tiles made inside."""
-        return self._scope(self._here(), computes=False)
-
-    @contextmanager
-    def visit(
-        self, visit: Visit | slice, cols: slice | None = None, member: int = 0
-    ) -> Iterator[None]:
-        """Work on one tile of scores; its end frees the tiles made inside.
-
-        Parameters
-        ----------
-        visit, cols : slice
-            The query rows and the keys of the tile; or one argument, a `Visit` of `sram.schedule`.
-        """
-        _, i, j, at = self._here()
-        if at >= 0:
-            raise MemoryModelError(
-                "a visit inside a visit: sram.strip() is a scope within one, for smaller tiles",
-                "scope",
-            )
-        if isinstance(visit, Visit):
-            own = visit.i, visit.j
-        elif cols is None:
-            raise MemoryModelError("a visit is of a tile of scores: sram.visit(rows, cols)")
-        else:
-            own = self._tile(visit, "queries"), self._tile(cols, "keys")
-        if own[i < 0] != max(i, j):
-            side = "query" if i >= 0 else "key"
-            raise MemoryModelError(
-                f"a visit of {side} tile {own[i < 0]} in the step of {side} tile {max(i, j)}: open "
-                "a step for each",
-                "scope",
-            )
-        self._visits += 1
-        with self._scope((member, *own, self._visits - 1), computes=True):
-            yield
-
-    @contextmanager
-    def _scope(self, place: tuple[int, int, int, int], *, computes: bool) -> Iterator[None]:
-        self._check_open()
-        self._scopes.append(place)
-        if computes:
-            self._sums.append(priced("", 0, 0, 0))
-        done = False
-        try:
-            yield
-            done = True
-        finally:
-            depth = len(self._scopes)
-            if computes:
-                costs = self._sums.pop()
-                if done:
-                    self._log(COMPUTE, 0, 0)
-                    self._costs.append(costs)
-            for room in [room for room in self._rooms if room.depth == depth]:
-                self._give_back(room, f"the scope of {at_work()} ended")
-            self._scopes.pop()
-
-    def _here(self) -> tuple[int, int, int, int]:
-        self._check_open()
-        if not self._scopes:
-            raise MemoryModelError(
-                f"stage {self._stage.name!r} works in steps, one a thread block, which share no "
-                "SRAM: open one with `with sram.step(rows):`",
-                "scope",
-            )
-        return self._scopes[-1]
-
-    def _check_open(self) -> None:
-        if self._over:
-            raise MemoryModelError(
-                f"stage {self._stage.name!r} has ended, and its SRAM with it; open another",
-                "freed",
-            )
-
-    def _tile(self, which: int | slice, side: str) -> int:
-        return tile_number(which, side, self._schedule, self._stage.name)
+    def _taped(self) -> dict[str, int]:
+        return {"sram": 0}
 
     # -- room -----------------------------------------------------------------------------------
 
+    @taped("alloc")
     def alloc(self, name: str, shape: Any, fill: float | None = None) -> SramTile:
         """Allocate one tile of the accumulator's type.
 
@@ -187,8 +85,7 @@ class OpenSram:
         if fill is not None and not isinstance(fill, (int, float, np.number)):
             raise DTypeError(f"a tile is filled with one number, got fill={shown(fill)}")
         nbytes = math.prod(map(int, sides)) * self._compute.itemsize
-        if nbytes > self._device.sram_bytes:  # refused before this machine's memory is
-            self._lease(name, ALLOC, nbytes, np.zeros(0), temporary=False)
+        self._require_room(name, nbytes)
         value = np.nan if fill is None else fill
         data = np.full((*self._lead, *sides), value, self._compute)
         return SramTile(self._lease(name, ALLOC, nbytes, data, temporary=False), data)
@@ -199,6 +96,7 @@ class OpenSram:
         nbytes = math.prod(data.shape[2:]) * data.itemsize
         return SramTile(self._lease(TEMPORARY, ALLOC, nbytes, data, temporary=True), data)
 
+    @taped("name")
     def name(self, name: str, tile: SramTile) -> SramTile:
         """Keep a temporary under a name until its scope ends; returns it."""
         room = tile._alive()
@@ -208,10 +106,12 @@ class OpenSram:
             room.name, room.temporary = name, False
         return tile
 
+    @taped("free")
     def free(self, tile: SramTile) -> None:
         """Free a tile's memory before its scope ends."""
         self._give_back(tile._alive(), f"freed at {at_work()}")
 
+    @taped("positions")
     def positions(self, rows: slice) -> SramTile:
         """Return positions of queries or keys as a tile, for ``S[rows > cols[:, None]] = 0`` etc.
 
@@ -248,12 +148,18 @@ class OpenSram:
     def show(self, tile: SramTile) -> None:
         """Print the first head's numbers; returns nothing, so no number leaves the chip."""
         tile._alive()
-        print(f"{tile!r}\n{tile._view[0, 0]}")
+        recording = "while an algorithm is recorded, tiles have no numbers; flashsim.simulate has"
+        print(f"{tile!r}\n{tile._view[0, 0] if TAPE.get() is None else recording}")
 
     def _note(self, costs: np.ndarray) -> None:
         """Add this work to the open scope."""
         if self._sums:
             self._sums[-1] += costs
+
+    def _require_room(self, name: str, nbytes: int) -> None:
+        """Raise `SramOverflow` for a tile before the computer's own memory is asked for it."""
+        if nbytes > self._most:
+            self._lease(name, ALLOC, nbytes, np.zeros(0), temporary=False)
 
     def _lease(
         self, name: str, op: int, nbytes: int, data: np.ndarray, *, temporary: bool
@@ -264,7 +170,7 @@ class OpenSram:
         self._used += nbytes
         self._peak = max(self._peak, self._used)
         self._log(op, code, nbytes)
-        if self._used > self._device.sram_bytes:
+        if self._used > self._most:
             raise SramOverflow(
                 f"stage {self._stage.name!r} holds {self._used:,} B on chip, but "
                 f"{self._device.name} gives a block {self._device.sram_bytes:,} B; it holds:"
@@ -296,6 +202,7 @@ class OpenSram:
 
     # -- transfers ------------------------------------------------------------------------------
 
+    @taped("load")
     def load(
         self, tensor: Remote, rows: slice, cols: slice = ALL, *, member: int | None = None
     ) -> SramTile:
@@ -322,6 +229,7 @@ class OpenSram:
         lease.room.narrow = stored if stored.itemsize < self._compute.itemsize else None
         return SramTile(lease, data)
 
+    @taped("store")
     def store(
         self,
         tensor: Remote,
@@ -343,6 +251,7 @@ class OpenSram:
         self._hbm._mark_written(tensor, rows, cols, member)
         self._log(STORE, self._hbm._code(tensor.name), inside.tile_bytes(rows, cols))
 
+    @taped("reduce")
     def reduce(
         self,
         tensor: Remote,

@@ -8,8 +8,6 @@ its scope has ended is also an error. The leading axes for heads are hidden: a t
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from types import EllipsisType
 from typing import Any, NoReturn
 
@@ -17,50 +15,29 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from flashsim.engines.sandbox.arithmetic import COSTS, REDUCTIONS, priced
-from flashsim.engines.sandbox.room import Lease, Room
+from flashsim.engines.sandbox.operations import (
+    FUNCTIONS,
+    TileBase,
+    aligned,
+    elementwise,
+    flags,
+    held,
+    outsider,
+    product,
+    reduced,
+    unknown,
+)
+from flashsim.engines.sandbox.tape import taped
 from flashsim.errors import MemoryModelError, ShapeError
 
 _LEAD = (slice(None), slice(None))
 
 
-class SramTile(NDArrayOperatorsMixin):
+class SramTile(TileBase, NDArrayOperatorsMixin):
     """Numbers on chip, made by `load`, `alloc` and arithmetic; see the module's docstring."""
 
-    __slots__ = ("_lease", "_view")
+    __slots__ = ()
     __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, lease: Lease, view: np.ndarray) -> None:
-        self._lease, self._view = lease, view
-
-    # -- what may be asked without moving a number ----------------------------------------------
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of one head's tile."""
-        return self._view.shape[2:]
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return self._view.ndim - 2
-
-    @property
-    def size(self) -> int:
-        """The number of elements of one head's tile."""
-        return math.prod(self.shape)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The accumulator's type, or bool."""
-        return self._view.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one head's tile (or view), in the type that arithmetic uses."""
-        return self.size * self._view.itemsize
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     def __repr__(self) -> str:
         room = self._lease.room
@@ -70,15 +47,18 @@ class SramTile(NDArrayOperatorsMixin):
     # -- views: no room, no work ----------------------------------------------------------------
 
     @property
+    @taped("T")
     def T(self) -> SramTile:
         """Axes reversed; a view."""
         return self._seen(self._view.transpose(0, 1, *range(self._view.ndim - 1, 1, -1)))
 
     @property
+    @taped("mT")
     def mT(self) -> SramTile:
         """The last two axes exchanged; a view."""
         return self._seen(self._view.mT)
 
+    @taped("part")
     def __getitem__(self, key: Any) -> SramTile:
         self._alive()
         parts = key if isinstance(key, tuple) else (key,)
@@ -98,22 +78,23 @@ class SramTile(NDArrayOperatorsMixin):
 
     # -- writing --------------------------------------------------------------------------------
 
+    @taped("set")
     def __setitem__(self, key: Any, value: Any) -> None:
         room = self._alive()
-        parts = tuple(_flags(x) for x in (key if isinstance(key, tuple) else (key,)))
+        parts = tuple(flags(x) for x in (key if isinstance(key, tuple) else (key,)))
         if isinstance(value, SramTile) and value._lease is self._lease:
             target = self._view[(*_LEAD, *parts)]
             if target.shape == value._view.shape and np.shares_memory(target, value._view):
                 return  # S[:, j] += x has worked in place already
         if isinstance(value, SramTile):
             target = self._view[(*_LEAD, *parts)]
-            given = aligned(_held(value, room), target.ndim - 2)
+            given = aligned(held(value, room), target.ndim - 2)
         else:
-            given = _outsider("=", value)
+            given = outsider("=", value)
         if parts and isinstance(parts[-1], SramTile):  # S[keep] = 0 with a tile of booleans
             if parts[:-1] not in ((), (Ellipsis,)):
                 raise MemoryModelError("a tile of booleans stands alone: tile[condition] = number")
-            where = aligned(_held(parts[-1], room), self.ndim)
+            where = aligned(held(parts[-1], room), self.ndim)
             np.copyto(self._view, given, where=where)
         else:
             try:
@@ -136,7 +117,7 @@ class SramTile(NDArrayOperatorsMixin):
             if not how and where is True:
                 return reduced(given[0], name, axis, keepdims, outs)
         if method != "__call__" or (ufunc is not np.matmul and ufunc not in COSTS) or how:
-            raise MemoryModelError(_unknown(ufunc.__name__, method, how), "operation")
+            raise MemoryModelError(unknown(ufunc.__name__, method, how), "operation")
         for out in outs:
             if not isinstance(out, SramTile):
                 raise MemoryModelError(
@@ -151,7 +132,7 @@ class SramTile(NDArrayOperatorsMixin):
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if function not in FUNCTIONS:
-            raise MemoryModelError(_unknown(function.__name__, "__call__", {}), "operation")
+            raise MemoryModelError(unknown(function.__name__, "__call__", {}), "operation")
         return FUNCTIONS[function](*args, **kwargs)
 
     def sum(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
@@ -161,7 +142,7 @@ class SramTile(NDArrayOperatorsMixin):
     def max(self, axis: Any = None, *, keepdims: bool = False, initial: Any = None) -> SramTile:
         """Return a tile with the maximum along an axis, or of all elements."""
         if initial not in (None, -np.inf):
-            raise MemoryModelError(_unknown("max", "__call__", ["initial"]), "operation")
+            raise MemoryModelError(unknown("max", "__call__", ["initial"]), "operation")
         return reduced(self, "max", axis, keepdims)
 
     def min(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
@@ -182,6 +163,7 @@ class SramTile(NDArrayOperatorsMixin):
         total /= self.size // max(total.size, 1)
         return total
 
+    @taped("copy")
     def copy(self) -> SramTile:
         """Return a new tile with the same numbers; it is allocated like any other tile."""
         room = self._alive()
@@ -190,6 +172,7 @@ class SramTile(NDArrayOperatorsMixin):
 
     __copy__ = copy
 
+    @taped("astype")
     def astype(self, dtype: Any) -> SramTile:
         """Return a tile rounded to `dtype`, converted back to the accumulator's type."""
         room = self._alive()
@@ -198,23 +181,6 @@ class SramTile(NDArrayOperatorsMixin):
         return room.sram._made(rounded)
 
     # -- what would let numbers out -------------------------------------------------------------
-
-    def _rounded(self) -> None:
-        """Round a tile of a narrower type to that type after a write."""
-        narrow = self._lease.room.narrow
-        if narrow is not None:
-            self._view[...] = self._view.astype(narrow).astype(self._view.dtype)
-
-    def _alive(self) -> Room:
-        room = self._lease.room
-        if room.gone:
-            raise MemoryModelError(
-                f"the tile {room.name!r} made at {room.made} is used after its memory was given "
-                f"back ({room.gone}); what a later visit needs is written into a tile made before "
-                "the loop: O[:] = ..., m[:] = ...",
-                "freed",
-            )
-        return room
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise MemoryModelError(
@@ -245,199 +211,4 @@ _LEAKS = {
     *("base", "ctypes", "data", "dump", "dumps", "flat", "flatten", "item", "itemset", "ravel"),
     *("tobytes", "tofile", "tolist", "view"),
 }
-_PUBLIC = sorted(name for name in vars(SramTile) if not name.startswith("_"))
-
-
-def elementwise(ufunc: Any, given: Any, out: SramTile | None, where: Any) -> SramTile:
-    """Apply an elementwise operation; the result is a new tile, or `out`."""
-    tiles = [x for x in (*given, out, where) if isinstance(x, SramTile)]
-    room = tiles[0]._alive()
-    ndim = max(*(x.ndim for x in tiles), *(x.ndim for x in given if isinstance(x, np.ndarray)), 0)
-    operands = [_operand(ufunc.__name__, x, room, ndim) for x in given]
-    how: dict[str, Any] = {}
-    if where is not True:
-        if out is None:
-            raise MemoryModelError("where= leaves numbers undefined without out=; use np.where")
-        how["where"] = _operand("where=", where, room, ndim)
-    if out is not None:
-        _held(out, room)
-        how["out"] = out._view
-    try:
-        view = ufunc(*operands, **how)
-    except ValueError:
-        shapes = ", ".join(str(x.shape) for x in tiles)
-        column = "; one number a row becomes a column by l[:, None]"
-        raise ShapeError(
-            f"np.{ufunc.__name__}: tiles of {shapes} do not fit together"
-            + (column if any(x.ndim == 1 for x in tiles) else "")
-        ) from None
-    size = math.prod(view.shape[2:])
-    if out is not None:
-        out._rounded()
-    result = out if out is not None else room.sram._made(_own_type(view, room))
-    read = sum(x.nbytes for x in given if isinstance(x, SramTile))
-    room.sram._note(priced(COSTS[ufunc], size, read, result.nbytes))
-    return result
-
-
-def product(a: Any, b: Any, *, out: SramTile | None = None, add: bool = False) -> SramTile:
-    """Compute a matrix product into a new tile or `out`; `add` adds it to `out`'s numbers."""
-    for x in (a, b):
-        if not isinstance(x, SramTile):
-            _outsider("@", x)
-            raise ShapeError("@ multiplies two tiles; a number scales a tile with *")
-    room = a._alive()
-    left, right = _held(a, room)._view, _held(b, room)._view
-    row, col = a.ndim == 1, b.ndim == 1
-    left = left[..., None, :] if row else left
-    right = right[..., :, None] if col else right
-    if left.shape[-1] != right.shape[-2]:
-        raise ShapeError(f"{a.shape} @ {b.shape}: the inner sides differ")
-    view = np.matmul(left, right)
-    flops = 2 * math.prod(view.shape[2:]) * left.shape[-1]
-    view = view[..., 0, :] if row else view
-    view = view[..., 0] if col else view
-    if out is None:
-        result = room.sram._made(_own_type(view, room))
-    else:
-        result = _held(out, room)
-        if result.shape != view.shape[2:]:
-            raise ShapeError(f"{a.shape} @ {b.shape} is {view.shape[2:]}, out is {result.shape}")
-        if add:
-            result._view[...] += view
-        else:
-            result._view[...] = view
-        result._rounded()
-    read = a.nbytes + b.nbytes + (result.nbytes if add else 0)
-    room.sram._note(priced("matmul", flops, read, result.nbytes))
-    return result
-
-
-def reduced(tile: SramTile, name: str, axis: Any, keepdims: bool, outs: Any = ()) -> SramTile:
-    """Return a reduction (sum, max, ...) along an axis, or over all elements, as a tile."""
-    room = tile._alive()
-    ufunc, kind = REDUCTIONS[name]
-    axes = range(tile.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    try:
-        lead = tuple(2 + range(tile.ndim)[int(one)] for one in axes)
-    except IndexError:
-        raise ShapeError(f"{name} along axis {axis} of a tile of {tile.shape}") from None
-    view = ufunc.reduce(tile._view, axis=lead, keepdims=keepdims) if lead else tile._view.copy()
-    if outs:
-        result = outs[0]
-        if not isinstance(result, SramTile):
-            raise MemoryModelError(f"{name}(..., out=...) takes a tile: sram.alloc(name, shape)")
-        result[...] = room.sram._made(_own_type(view, room))
-    else:
-        result = room.sram._made(_own_type(view, room))
-    room.sram._note(priced(kind, tile.size, tile.nbytes, result.nbytes))
-    return result
-
-
-def chosen(condition: Any, one: Any, other: Any) -> SramTile:
-    """`np.where` of tiles, numbers and boolean masks."""
-    given = condition, one, other
-    tiles = [x for x in given if isinstance(x, SramTile)]
-    room = tiles[0]._alive()
-    ndim = max(x.ndim for x in given if isinstance(x, (SramTile, np.ndarray)))
-    try:
-        view = np.where(*(_operand("where", x, room, ndim) for x in given))
-    except ValueError:
-        shapes = ", ".join(str(x.shape) for x in given if hasattr(x, "shape"))
-        raise ShapeError(f"np.where: {shapes} do not fit together") from None
-    result = room.sram._made(_own_type(view, room))
-    room.sram._note(priced("", 0, sum(x.nbytes for x in tiles), result.nbytes))
-    return result
-
-
-def aligned(tile: SramTile, ndim: int) -> np.ndarray:
-    """Return a tile's numbers with `ndim` axes besides those of the heads, for broadcasting."""
-    view = tile._view
-    lead, own = view.shape[:2], view.shape[2:]
-    if len(own) >= ndim:
-        return view
-    return view.reshape(*lead, *(1,) * (ndim - len(own)), *own)
-
-
-def _operand(what: str, x: Any, room: Room, ndim: int) -> Any:
-    if isinstance(x, SramTile):
-        return aligned(_held(x, room), ndim)
-    return _outsider(what, x)
-
-
-def _held(tile: SramTile, room: Room) -> SramTile:
-    if tile._alive().sram is not room.sram:
-        raise MemoryModelError(
-            f"the tile {tile._lease.room.name!r} lies in another stage's SRAM; store it and load "
-            "it",
-            "freed",
-        )
-    return tile
-
-
-def _outsider(what: str, x: Any) -> Any:
-    """Return an operand from outside: a number or a boolean mask; raise for anything else."""
-    if isinstance(x, (bool, np.bool_)):
-        return bool(x)
-    if isinstance(x, (int, float, np.integer, np.floating)):
-        return float(x)  # a Python number takes the tile's type
-    if isinstance(x, np.ndarray) and x.dtype == bool:
-        return x
-    kind = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
-    raise MemoryModelError(
-        f"{what} meets {kind} from outside the machine: only tiles, numbers and boolean masks take "
-        "part; load what lies in HBM with sram.load(hbm.Q, rows), make the positions of rows with "
-        "sram.positions(rows)",
-        "outside",
-    )
-
-
-def _flags(part: Any) -> Any:
-    """Return one part of an index for writing, which may be a boolean mask."""
-    basic = part is None or isinstance(part, (int, np.integer, slice, EllipsisType, SramTile))
-    if basic or (isinstance(part, np.ndarray) and part.dtype == bool):
-        return part
-    raise MemoryModelError(
-        f"a tile is indexed by slices or a boolean mask, got {type(part).__name__}"
-    )
-
-
-def _own_type(view: np.ndarray, room: Room) -> np.ndarray:
-    return view if view.dtype == bool else np.asarray(view, room.sram._compute)
-
-
-def _unknown(name: str, method: str, how: Any) -> str:
-    what = name if method == "__call__" else f"{name}.{method}"
-    extra = f" with {', '.join(how)}" if how else ""
-    known = sorted({getattr(f, "__name__", "") for f in (*COSTS, *FUNCTIONS, np.matmul)})
-    return f"np.{what}{extra} is not an operation of the machine; it has {', '.join(known)}"
-
-
-def _full(tile: SramTile, value: float, **how: Any) -> SramTile:
-    if how:
-        raise MemoryModelError("a tile like another has its type: leave out dtype= and shape=")
-    return tile._alive().sram._made(np.full_like(tile._view, value))
-
-
-#: NumPy's functions of tiles that are no ufuncs.
-FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    np.where: chosen,
-    np.sum: lambda t, axis=None, **how: t.sum(axis, **how),
-    np.max: lambda t, axis=None, **how: t.max(axis, **how),
-    np.min: lambda t, axis=None, **how: t.min(axis, **how),
-    np.mean: lambda t, axis=None, **how: t.mean(axis, **how),
-    np.any: lambda t, axis=None, **how: t.any(axis, **how),
-    np.all: lambda t, axis=None, **how: t.all(axis, **how),
-    np.copy: lambda t: t.copy(),
-    np.dot: lambda a, b: product(a, b),
-    np.transpose: lambda t: t.T,
-    np.isneginf: lambda t: t == -np.inf,
-    np.isposinf: lambda t: t == np.inf,
-    np.shape: lambda t: t.shape,
-    np.ndim: lambda t: t.ndim,
-    np.size: lambda t: t.size,
-    np.zeros_like: lambda t, **how: _full(t, 0.0, **how),
-    np.ones_like: lambda t, **how: _full(t, 1.0, **how),
-    np.empty_like: lambda t, **how: _full(t, np.nan, **how),
-    np.full_like: lambda t, value, **how: _full(t, float(value), **how),
-}
+_PUBLIC = [name for name in dir(SramTile) if not name.startswith("_")]

@@ -8,7 +8,7 @@ Load S once, store P once.
 import numpy as np
 
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.references import softmax
+from flashsim.exercises.references import softmax, softmax_slips
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling
@@ -50,5 +50,8 @@ EXERCISE = Exercise(
         "np.exp(S, out=S), then S /= S.sum(axis=1)[:, None].",
     ),
     budget=budget,
-    mistakes={"the exponentials were not divided by the sum of their row": weights},
+    mistakes={
+        "the exponentials were not divided by the sum of their row": weights,
+        **softmax_slips(8, stable=False),
+    },
 )

@@ -8,7 +8,7 @@ import numpy as np
 
 from flashsim.exercises.course.e02_naive_softmax import budget
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.references import softmax
+from flashsim.exercises.references import softmax, softmax_slips
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
@@ -46,5 +46,8 @@ EXERCISE = Exercise(
         "S -= S.max(axis=1)[:, None] before the exponential.",
     ),
     budget=budget,
-    mistakes={"the exponentials were not divided by the sum of their row": weights},
+    mistakes={
+        "the exponentials were not divided by the sum of their row": weights,
+        **softmax_slips(8, stable=True),
+    },
 )

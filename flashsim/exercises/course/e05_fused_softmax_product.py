@@ -7,7 +7,7 @@ l of eight rows on chip; when the maximum grows, rescale O as well as l. Load ea
 import numpy as np
 
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.references import output_terms, softmax_product
+from flashsim.exercises.references import loop_slips, output_terms, softmax_product
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling
@@ -86,5 +86,8 @@ EXERCISE = Exercise(
         "Divide once at the end: O /= l[:, None].",
     ),
     budget=budget,
-    mistakes={"the sum over the keys is right, but was not divided by l": undivided},
+    mistakes={
+        "the sum over the keys is right, but was not divided by l": undivided,
+        **loop_slips(8, 16),
+    },
 )

@@ -9,7 +9,7 @@ import numpy as np
 
 from flashsim.api.counting import count
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.references import SLIPS, attention, output_terms, with_problem
+from flashsim.exercises.references import SLIPS, attention, loop_slips, output_terms, with_problem
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling
@@ -74,6 +74,7 @@ EXERCISE = Exercise(
     budget=budget,
     mistakes={
         "this is what comes out without the causal mask": with_problem(attention, causal=False),
-        **{words: slip for words, slip in SLIPS.items() if "scale" in words},
+        **SLIPS,
+        **loop_slips(8, 8),
     },
 )

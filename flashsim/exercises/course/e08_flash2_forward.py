@@ -9,7 +9,7 @@ import numpy as np
 
 from flashsim.api.counting import count
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.references import SLIPS, attention, output_terms
+from flashsim.exercises.references import LSE_SLIPS, SLIPS, attention, loop_slips, output_terms
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
@@ -57,5 +57,5 @@ EXERCISE = Exercise(
         "L = m + log l, of the m and l after the last tile.",
     ),
     budget=lambda task: count(task.problem, tiling=task.tiling).bytes(),
-    mistakes=SLIPS,
+    mistakes={**SLIPS, **LSE_SLIPS, **loop_slips(8, 16)},
 )

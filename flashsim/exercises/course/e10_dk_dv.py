@@ -11,7 +11,7 @@ import numpy as np
 
 from flashsim.api.counting import count
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.references import gradient_terms, gradients, scaled
+from flashsim.exercises.references import BACKWARD_SLIPS, gradient_terms, gradients, scaled
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
@@ -71,5 +71,6 @@ EXERCISE = Exercise(
     budget=budget,
     mistakes={
         "dK has the scale in it, once": scaled(gradients, "dK", lambda p: 1 / p.scale),
+        **BACKWARD_SLIPS,
     },
 )

@@ -10,7 +10,7 @@ import numpy as np
 
 from flashsim.api.counting import count
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.references import gradient_terms, gradients, scaled
+from flashsim.exercises.references import BACKWARD_SLIPS, gradient_terms, gradients, scaled
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
@@ -64,5 +64,8 @@ EXERCISE = Exercise(
     ),
     terms=gradient_terms,
     budget=budget,
-    mistakes={"dQ has the scale in it, once": scaled(gradients, "dQ", lambda p: 1 / p.scale)},
+    mistakes={
+        "dQ has the scale in it, once": scaled(gradients, "dQ", lambda p: 1 / p.scale),
+        **BACKWARD_SLIPS,
+    },
 )

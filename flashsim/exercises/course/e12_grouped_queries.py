@@ -11,7 +11,7 @@ Store O; load K and V once for each tile of rows, not once for each head.
 import numpy as np
 
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.references import SLIPS, attention, output_terms
+from flashsim.exercises.references import SLIPS, attention, loop_slips, output_terms
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling
@@ -77,5 +77,5 @@ EXERCISE = Exercise(
         "K and V are loaded in the visit, before the loop over the heads.",
     ),
     budget=budget,
-    mistakes=SLIPS,
+    mistakes={**SLIPS, **loop_slips(8, 16)},
 )

@@ -12,7 +12,7 @@ A workspace is `machine.hbm.new("O_split", rows, width)`. Store O and L.
 import numpy as np
 
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.references import SLIPS, attention, output_terms
+from flashsim.exercises.references import LSE_SLIPS, SLIPS, attention, output_terms
 from flashsim.problem.problem import Problem
 from flashsim.schedule.names import CODES, COMPUTE, LOAD
 from flashsim.schedule.tensors import whole_bytes
@@ -92,5 +92,5 @@ EXERCISE = Exercise(
     ),
     budget=budget,
     demand=in_parallel,
-    mistakes=SLIPS,
+    mistakes={**SLIPS, **LSE_SLIPS},
 )

@@ -14,7 +14,7 @@ import numpy as np
 
 from flashsim.counts import bounds
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.references import SLIPS, attention, output_terms
+from flashsim.exercises.references import SLIPS, attention, loop_slips, output_terms
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling
@@ -91,5 +91,5 @@ EXERCISE = Exercise(
         "16 rows and 4 keys: Q and O take 2,048 B, K and V 512 B, S 256 B.",
     ),
     bound=bound,
-    mistakes=SLIPS,
+    mistakes={**SLIPS, **loop_slips(8, 8)},
 )

@@ -1,0 +1,297 @@
+"""What tiles are computed with: elementwise operations, products, reductions, choices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+
+from flashsim.engines.sandbox.arithmetic import COSTS, REDUCTIONS, priced
+from flashsim.engines.sandbox.room import Lease, Room
+from flashsim.engines.sandbox.tape import Tape, taped
+from flashsim.errors import MemoryModelError, ShapeError
+
+
+class TileBase:
+    """Numbers in a `Room`, with axes for the heads in front, which an algorithm does not see."""
+
+    __slots__ = ("_lease", "_number", "_view")
+
+    def __init__(self, lease: Lease, view: np.ndarray) -> None:
+        self._lease, self._view = lease, view
+        self._number = -1  # on a tape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one head's tile."""
+        return self._view.shape[2:]
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return self._view.ndim - 2
+
+    @property
+    def size(self) -> int:
+        """The number of elements of one head's tile."""
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The accumulator's type, or bool."""
+        return self._view.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one head's tile (or view), in the type that arithmetic uses."""
+        return self.size * self._view.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def _numbered(self, number: int, tape: Tape) -> None:
+        self._number, self._lease.tape = number, tape
+        self._lease.numbers.append(number)
+
+    def _taped(self) -> dict[str, int]:
+        return {"tile": self._number}
+
+    def _rounded(self) -> None:
+        """Round a tile of a narrower type to that type after a write."""
+        narrow = self._lease.room.narrow
+        if narrow is not None:
+            self._view[...] = self._view.astype(narrow).astype(self._view.dtype)
+
+    def _alive(self) -> Room:
+        room = self._lease.room
+        if room.gone:
+            raise MemoryModelError(
+                f"the tile {room.name!r} made at {room.made} is used after its memory was given "
+                f"back ({room.gone}); what a later visit needs is written into a tile made before "
+                "the loop: O[:] = ..., m[:] = ...",
+                "freed",
+            )
+        return room
+
+
+@taped("elementwise")
+def elementwise(ufunc: Any, given: Any, out: TileBase | None, where: Any) -> Any:
+    """Apply an elementwise operation; the result is a new tile, or `out`."""
+    tiles = [x for x in (*given, out, where) if isinstance(x, TileBase)]
+    room = tiles[0]._alive()
+    ndim = max(*(x.ndim for x in tiles), *(x.ndim for x in given if isinstance(x, np.ndarray)), 0)
+    operands = [_operand(ufunc.__name__, x, room, ndim) for x in given]
+    how: dict[str, Any] = {}
+    if where is not True:
+        if out is None:
+            raise MemoryModelError("where= leaves numbers undefined without out=; use np.where")
+        how["where"] = _operand("where=", where, room, ndim)
+    if out is not None:
+        held(out, room)
+        how["out"] = out._view
+    if out is None:
+        _require_room(room, *operands)
+    try:
+        view = ufunc(*operands, **how)
+    except ValueError:
+        shapes = ", ".join(str(x.shape) for x in tiles)
+        column = "; one number a row becomes a column by l[:, None]"
+        raise ShapeError(
+            f"np.{ufunc.__name__}: tiles of {shapes} do not fit together"
+            + (column if any(x.ndim == 1 for x in tiles) else "")
+        ) from None
+    size = math.prod(view.shape[2:])
+    if out is not None:
+        out._rounded()
+    result = out if out is not None else room.sram._made(_own_type(view, room))
+    read = sum(x.nbytes for x in given if isinstance(x, TileBase))
+    room.sram._note(priced(COSTS[ufunc], size, read, result.nbytes))
+    return result
+
+
+@taped("product")
+def product(a: Any, b: Any, *, out: TileBase | None = None, add: bool = False) -> Any:
+    """Compute a matrix product into a new tile or `out`; `add` adds it to `out`'s numbers."""
+    for x in (a, b):
+        if not isinstance(x, TileBase):
+            outsider("@", x)
+            raise ShapeError("@ multiplies two tiles; a number scales a tile with *")
+    room = a._alive()
+    left, right = held(a, room)._view, held(b, room)._view
+    row, col = a.ndim == 1, b.ndim == 1
+    left = left[..., None, :] if row else left
+    right = right[..., :, None] if col else right
+    if left.shape[-1] != right.shape[-2]:
+        raise ShapeError(f"{a.shape} @ {b.shape}: the inner sides differ")
+    if left.shape[-2] * right.shape[-1] > room.sram._most // 4:
+        room.sram._require_room("temp", 4 * left.shape[-2] * right.shape[-1])
+    view = np.matmul(left, right)
+    flops = 2 * math.prod(view.shape[2:]) * left.shape[-1]
+    view = view[..., 0, :] if row else view
+    view = view[..., 0] if col else view
+    if out is None:
+        result = room.sram._made(_own_type(view, room))
+    else:
+        result = held(out, room)
+        if result.shape != view.shape[2:]:
+            raise ShapeError(f"{a.shape} @ {b.shape} is {view.shape[2:]}, out is {result.shape}")
+        if add:
+            result._view[...] += view
+        else:
+            result._view[...] = view
+        result._rounded()
+    read = a.nbytes + b.nbytes + (result.nbytes if add else 0)
+    room.sram._note(priced("matmul", flops, read, result.nbytes))
+    return result
+
+
+@taped("reduced")
+def reduced(tile: TileBase, name: str, axis: Any, keepdims: bool, outs: Any = ()) -> Any:
+    """Return a reduction (sum, max, ...) along an axis, or over all elements, as a tile."""
+    room = tile._alive()
+    ufunc, kind = REDUCTIONS[name]
+    axes = range(tile.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    try:
+        lead = tuple(2 + range(tile.ndim)[int(one)] for one in axes)
+    except IndexError:
+        raise ShapeError(f"{name} along axis {axis} of a tile of {tile.shape}") from None
+    view = ufunc.reduce(tile._view, axis=lead, keepdims=keepdims) if lead else tile._view.copy()
+    if outs:
+        result = outs[0]
+        if not isinstance(result, TileBase):
+            raise MemoryModelError(f"{name}(..., out=...) takes a tile: sram.alloc(name, shape)")
+        result[...] = room.sram._made(_own_type(view, room))  # type: ignore[index]
+    else:
+        result = room.sram._made(_own_type(view, room))
+    room.sram._note(priced(kind, tile.size, tile.nbytes, result.nbytes))
+    return result
+
+
+@taped("where")
+def chosen(condition: Any, one: Any, other: Any) -> Any:
+    """`np.where` of tiles, numbers and boolean masks."""
+    given = condition, one, other
+    tiles = [x for x in given if isinstance(x, TileBase)]
+    room = tiles[0]._alive()
+    ndim = max(x.ndim for x in given if isinstance(x, (TileBase, np.ndarray)))
+    operands = [_operand("where", x, room, ndim) for x in given]
+    _require_room(room, *operands)
+    try:
+        view = np.where(*operands)
+    except ValueError:
+        shapes = ", ".join(str(x.shape) for x in given if hasattr(x, "shape"))
+        raise ShapeError(f"np.where: {shapes} do not fit together") from None
+    result = room.sram._made(_own_type(view, room))
+    room.sram._note(priced("", 0, sum(x.nbytes for x in tiles), result.nbytes))
+    return result
+
+
+def aligned(tile: TileBase, ndim: int) -> np.ndarray:
+    """Return a tile's numbers with `ndim` axes besides those of the heads, for broadcasting."""
+    view = tile._view
+    lead, own = view.shape[:2], view.shape[2:]
+    if len(own) >= ndim:
+        return view
+    return view.reshape(*lead, *(1,) * (ndim - len(own)), *own)
+
+
+def _require_room(room: Room, *operands: Any) -> None:
+    """Raise `SramOverflow` before a result is computed for which a chip has no room."""
+    arrays = [x for x in operands if isinstance(x, np.ndarray)]
+    most = room.sram._most
+    if math.prod(x.size for x in arrays) > most:  # else no result is larger
+        try:
+            size = math.prod(np.broadcast_shapes(*(x.shape for x in arrays))[2:])
+        except ValueError:  # the operation itself says so
+            return
+        room.sram._require_room("temp", size * max(x.itemsize for x in arrays))
+
+
+def _operand(what: str, x: Any, room: Room, ndim: int) -> Any:
+    if isinstance(x, TileBase):
+        return aligned(held(x, room), ndim)
+    return outsider(what, x)
+
+
+def held(tile: TileBase, room: Room) -> TileBase:
+    """Return a tile that lies in the same SRAM; raise for one of another stage."""
+    if tile._alive().sram is not room.sram:
+        raise MemoryModelError(
+            f"the tile {tile._lease.room.name!r} lies in another stage's SRAM; store it and load "
+            "it",
+            "freed",
+        )
+    return tile
+
+
+def outsider(what: str, x: Any) -> Any:
+    """Return an operand from outside: a number or a boolean mask; raise for anything else."""
+    if isinstance(x, (bool, np.bool_)):
+        return bool(x)
+    if isinstance(x, (int, float, np.integer, np.floating)):
+        return float(x)  # a Python number takes the tile's type
+    if isinstance(x, np.ndarray) and x.dtype == bool:
+        return x
+    kind = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
+    raise MemoryModelError(
+        f"{what} meets {kind} from outside the machine: only tiles, numbers and boolean masks take "
+        "part; load what lies in HBM with sram.load(hbm.Q, rows), make the positions of rows with "
+        "sram.positions(rows)",
+        "outside",
+    )
+
+
+def flags(part: Any) -> Any:
+    """Return one part of an index for writing, which may be a boolean mask."""
+    basic = part is None or isinstance(part, (int, np.integer, slice, EllipsisType, TileBase))
+    if basic or (isinstance(part, np.ndarray) and part.dtype == bool):
+        return part
+    raise MemoryModelError(
+        f"a tile is indexed by slices or a boolean mask, got {type(part).__name__}"
+    )
+
+
+def _own_type(view: np.ndarray, room: Room) -> np.ndarray:
+    return view if view.dtype == bool else np.asarray(view, room.sram._compute)
+
+
+def unknown(name: str, method: str, how: Any) -> str:
+    """Say that the machine has no such operation, and which it has."""
+    what = name if method == "__call__" else f"{name}.{method}"
+    extra = f" with {', '.join(how)}" if how else ""
+    known = sorted({getattr(f, "__name__", "") for f in (*COSTS, *FUNCTIONS, np.matmul)})
+    return f"np.{what}{extra} is not an operation of the machine; it has {', '.join(known)}"
+
+
+@taped("full")
+def _full(tile: TileBase, value: float, **how: Any) -> Any:
+    if how:
+        raise MemoryModelError("a tile like another has its type: leave out dtype= and shape=")
+    return tile._alive().sram._made(np.full_like(tile._view, value))
+
+
+#: NumPy's functions of tiles that are no ufuncs.
+FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    np.where: chosen,
+    np.sum: lambda t, axis=None, **how: t.sum(axis, **how),
+    np.max: lambda t, axis=None, **how: t.max(axis, **how),
+    np.min: lambda t, axis=None, **how: t.min(axis, **how),
+    np.mean: lambda t, axis=None, **how: t.mean(axis, **how),
+    np.any: lambda t, axis=None, **how: t.any(axis, **how),
+    np.all: lambda t, axis=None, **how: t.all(axis, **how),
+    np.copy: lambda t: t.copy(),
+    np.dot: lambda a, b: product(a, b),
+    np.transpose: lambda t: t.T,
+    np.isneginf: lambda t: t == -np.inf,
+    np.isposinf: lambda t: t == np.inf,
+    np.shape: lambda t: t.shape,
+    np.ndim: lambda t: t.ndim,
+    np.size: lambda t: t.size,
+    np.zeros_like: lambda t, **how: _full(t, 0.0, **how),
+    np.ones_like: lambda t, **how: _full(t, 1.0, **how),
+    np.empty_like: lambda t, **how: _full(t, np.nan, **how),
+    np.full_like: lambda t, value, **how: _full(t, float(value), **how),
+}

@@ -1,0 +1,203 @@
+"""Record a user's algorithm without numbers, and replay the recorded program with any numbers.
+
+An algorithm may not depend on the numbers in its tiles, so one run, on tiles that are all NaN,
+shows everything that it does. `record` returns that run as text, and `replay` performs it again on
+another machine, which checks every instruction as if the algorithm itself ran.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flashsim.engines.sandbox.arithmetic import COSTS
+from flashsim.engines.sandbox.lines import REPLAYED
+from flashsim.engines.sandbox.machine import OpenMachine
+from flashsim.engines.sandbox.running import located, one_argument, put, run, size
+from flashsim.engines.sandbox.tape import MOST_LINE, OPERATIONS, SCOPES, TAPE, Tape
+from flashsim.engines.sandbox.tile import SramTile
+from flashsim.errors import FlashSimError
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem, numpy_dtype
+from flashsim.schedule.schedule import Visit
+from flashsim.schedule.tensors import dtype as dtype_of
+from flashsim.schedule.tiling import Tiling
+
+#: Bytes that a recorded algorithm may hold on chip, and in workspaces, to protect the computer that
+#: replays it; what the device has is judged apart from the results.
+MOST, MOST_HBM = 1 << 22, 1 << 24
+_UFUNCS = {ufunc.__name__: ufunc for ufunc in COSTS}
+
+
+class ProgramError(Exception):
+    """A text that is no program of the machine, or one that takes too long."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A machine to run an algorithm on: the problem, and the tensors that are in HBM."""
+
+    problem: Problem
+    tiling: Tiling
+    device: Device
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def machine(
+        self, arrays: Mapping[str, np.ndarray], *, samples: int = 1, most: int | None = MOST
+    ) -> OpenMachine:
+        """A machine with these inputs: `samples` of them along the first axis."""
+        p = self.problem
+        machine = OpenMachine(
+            p, self.tiling, self.device, samples=samples, most=most, most_hbm=MOST_HBM
+        )
+        put(machine, {name: arrays[name] for name in ("Q", "K", "V", *self.inputs)}, self.outputs)
+        return machine
+
+    def blank(self) -> OpenMachine:
+        """A machine whose inputs are all NaN."""
+        names = ("Q", "K", "V", *self.inputs)
+        kinds = {name: numpy_dtype(dtype_of(self.problem, name)) for name in names}
+        return self.machine({n: np.full(size(self.problem, n), np.nan, kinds[n]) for n in names})
+
+
+def record(algorithm: Callable[[OpenMachine], None], name: str, setting: Setting) -> list[str]:
+    """Run an algorithm on tiles without numbers; returns its program.
+
+    Raises
+    ------
+    Exception
+        Any that the algorithm raises; errors of the machine name the line.
+    """
+    one_argument(algorithm, name)
+    machine, tape = setting.blank(), Tape()
+    before = TAPE.set(tape)
+    try:
+        run(algorithm, name, machine)
+    finally:
+        TAPE.reset(before)
+    return tape.instructions
+
+
+def replay(
+    program: Iterable[str | bytes],
+    machine: OpenMachine,
+    name: str,
+    source: Sequence[str] = (),
+    *,
+    until: float = float("inf"),
+) -> None:
+    """Perform a program on a machine; `until` is a deadline of `time.monotonic`.
+
+    `name` is the algorithm's, and `source` are the lines of its file, for error messages.
+
+    Raises
+    ------
+    FlashSimError
+        If the machine refuses an instruction, with its line.
+    ProgramError
+        If the text is no program, or the deadline passed.
+    """
+    player, before = _Player(machine), REPLAYED.set(0)
+    try:
+        with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
+            for text in program:
+                if time.monotonic() > until:
+                    raise ProgramError("its program takes too long to replay")
+                player.perform(text)
+        if player.open:
+            raise ProgramError("its program ends inside a scope")
+    except ProgramError:
+        raise
+    except FlashSimError as error:
+        line = REPLAYED.get()
+        text = source[line - 1] if 0 < line <= len(source) else ""
+        raise located(error, name, line, text) from None
+    except Exception as error:  # any other: a text that no tape wrote
+        raise ProgramError(f"its program is malformed ({type(error).__name__})") from None
+    finally:
+        REPLAYED.reset(before)
+
+
+class _Player:
+    """Performs instructions; `tiles` are those that the algorithm could still name."""
+
+    def __init__(self, machine: OpenMachine) -> None:
+        self.machine = machine
+        self.sram: Any = None
+        self.tiles: dict[int, SramTile] = {}
+        self.made = 0
+        self.open: list[AbstractContextManager[Any]] = []
+
+    def perform(self, text: str | bytes) -> None:
+        """Perform one instruction."""
+        if len(text) > MOST_LINE:
+            raise ProgramError(f"an instruction takes more than {MOST_LINE:,} characters")
+        line, name, given, named = json.loads(text)
+        REPLAYED.set(int(line))
+        if name == "drop":
+            for number in given:
+                del self.tiles[number]
+        elif name == "end":
+            self.open.pop().__exit__(None, None, None)
+        else:
+            args = [self._value(one) for one in given]
+            kwargs = {key: self._value(one) for key, one in named.items()}
+            if name in SCOPES:
+                scope = SCOPES[name](*args, **kwargs)
+                held = scope.__enter__()
+                self.open.append(scope)
+                if name == "stage":
+                    self.sram = held
+                return
+            result = OPERATIONS[name](*args, **kwargs)
+            if isinstance(result, SramTile) and result._number < 0:
+                result._number = self.made
+                self.tiles[self.made] = result
+                self.made += 1
+
+    def _value(self, given: Any) -> Any:
+        """An argument from its JSON; see `tape._plain`."""
+        if isinstance(given, list):
+            return tuple(self._value(one) for one in given)
+        if not isinstance(given, dict):
+            return given
+        ((kind, value),) = given.items()
+        if kind == "tile":
+            return self.tiles[value]
+        return _VALUES[kind](self, value)
+
+
+def _mask(given: Any) -> np.ndarray:
+    sides, bits = given
+    flags = np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8))
+    n = int(np.prod([int(side) for side in sides]))
+    return flags[:n].astype(bool).reshape(sides)
+
+
+def _type(name: str) -> np.dtype:
+    kind = numpy_dtype(name) if name in ("bfloat16", "float16") else np.dtype(name)
+    if kind.kind not in "biuf" and name != "bfloat16":
+        raise ProgramError(f"tiles are not of type {name}")
+    return kind
+
+
+_VALUES: Mapping[str, Callable[[_Player, Any], Any]] = {
+    "hbm": lambda player, name: player.machine.hbm.tensors[name],
+    "space": lambda player, _: player.machine.hbm,
+    "machine": lambda player, _: player.machine,
+    "sram": lambda player, _: player.sram,
+    "slice": lambda player, ends: slice(*ends),
+    "dots": lambda player, _: ...,
+    "mask": lambda player, given: _mask(given),
+    "ufunc": lambda player, name: _UFUNCS[name],
+    "type": lambda player, name: _type(name),
+    "tiling": lambda player, sides: Tiling(*sides),
+    "visit": lambda player, at: Visit(player.sram.schedule, 0, at[0], at[1], slice(0), slice(0), 0),
+}

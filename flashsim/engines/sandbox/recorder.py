@@ -1,0 +1,146 @@
+"""Run a student's file and hand over what it recorded: a program, answers, or an error in words.
+
+``python -m flashsim.engines.sandbox.recorder`` does so in a process of its own, behind `walls`.
+That process knows the machine and the sizes of the problem. It holds no inputs, no reference, no
+right answer and no marks, so there is nothing in it to find or to change.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashsim.engines.sandbox.program import Setting, record
+from flashsim.errors import FlashSimError, MemoryModelError, ShapeError, SramOverflow, shown
+
+#: Characters of an error that are kept.
+WORDS = 2000
+
+
+@dataclass(frozen=True)
+class Handed:
+    """What a solution handed over; `kind` and `words` say why there is nothing to judge.
+
+    `program` are instructions for `program.replay`; `answers` is None unless the file has a dict
+    ANSWERS. A value that is no integer is replaced by its text. `name` is the function's.
+    """
+
+    program: Iterable[str | bytes] = ()
+    answers: Mapping[str, int | str] | None = None
+    kind: str = ""
+    words: str = ""
+    name: str = "solution"
+
+
+class Order(NamedTuple):
+    """What the process is to do: run a text as a file; with no setting, it holds ANSWERS."""
+
+    text: str
+    file: str
+    setting: Setting | None
+    seconds: float
+    memory: int
+
+
+def from_text(text: str, file: str, setting: Setting | None) -> Handed:
+    """Run a file's text; `setting` is None if it holds answers instead of an algorithm."""
+    try:
+        code = compile(text, file, "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = getattr(error, "lineno", None)
+        where = f"line {line}: " if line else ""
+        said = f"Python cannot read the file: {where}{(error.args or ('too deep',))[0]}"
+        return Handed(kind="syntax", words=said)
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    scope: dict[str, Any] = {"__name__": "solution"}
+    try:
+        exec(code, scope)
+    except (Exception, SystemExit) as error:
+        return Handed(kind=kind_of(error), words=f"the file ends with {of_error(error)}")
+    if setting is None:
+        return from_answers(scope.get("ANSWERS"))
+    solution = scope.get("solution")
+    if not callable(solution):
+        said = "the file defines no function solution(machine)"
+        return Handed(kind="function", words=said)
+    return from_function(solution, setting)
+
+
+def from_function(solution: Callable[..., None], setting: Setting) -> Handed:
+    """Record a function of the machine."""
+    name = str(getattr(solution, "__name__", "solution"))[:60]
+    try:
+        return Handed(record(solution, name, setting), name=name)
+    except (Exception, SystemExit) as error:
+        return Handed(kind=kind_of(error), words=of_error(error))
+
+
+def from_answers(given: Any) -> Handed:
+    """Take the answers out of whatever the file calls ANSWERS."""
+    if not isinstance(given, Mapping):
+        said = "the file defines no dict ANSWERS: {question: number}"
+        return Handed(kind="function", words=said)
+    answers: dict[str, int | str] = {}
+    for key, x in given.items():
+        integer = isinstance(x, (int, np.integer)) and abs(int(x)) < 1e300
+        answers[str(key)] = int(x) if integer else shown(x)
+    return Handed(answers=answers)
+
+
+def kind_of(error: BaseException) -> str:
+    """The kind of an error in one word; for an error of the machine, the rule that was broken."""
+    if isinstance(error, MemoryModelError):
+        return error.kind
+    kinds = {SramOverflow: "overflow", MemoryError: "memory", ShapeError: "shape"}
+    return next(
+        (kind for known, kind in kinds.items() if isinstance(error, known)),
+        "machine" if isinstance(error, FlashSimError) else "error",
+    )
+
+
+def of_error(error: BaseException) -> str:
+    """An error's message for a student: its text and, from its notes, the line."""
+    try:
+        text = str(error)[:WORDS]
+    except Exception:
+        text = "(its message cannot be shown)"
+    if isinstance(error, FlashSimError):
+        return text
+    if isinstance(error, MemoryError):
+        what = f": {text}" if text else ""
+        return f"MemoryError{what}; what a solution may take is limited, and it needs kilobytes"
+    notes = "; ".join(map(str, getattr(error, "__notes__", ())))[:WORDS]
+    return f"{type(error).__name__}: {text}" + (f" ({notes})" if notes else "")
+
+
+def main() -> None:
+    """Take an `Order` from the standard input, and write what was handed over to the output.
+
+    The first line of the output is about the file, as JSON; the program follows. What the file
+    prints goes to the standard error.
+    """
+    from flashsim.engines.sandbox import walls  # which a browser has not
+
+    order: Order = pickle.load(sys.stdin.buffer)
+    out = os.dup(1)
+    os.dup2(2, 1)
+    walls.limit(seconds=order.seconds, memory=order.memory)
+    found = walls.close()
+    handed = from_text(order.text, order.file, order.setting)
+    about = {"kind": handed.kind, "words": handed.words, "answers": handed.answers, "walls": found}
+    with os.fdopen(out, "w", encoding="ascii") as result:
+        result.write(json.dumps(about) + "\n")
+        result.writelines(f"{line!s}\n" for line in handed.program)
+    os._exit(0)  # whatever the file registered for the end of its process
+
+
+if __name__ == "__main__":
+    main()

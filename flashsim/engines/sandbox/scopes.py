@@ -1,0 +1,140 @@
+"""The scopes of a stage: steps, visits and strips, whose ends free what was made inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from flashsim.engines.sandbox.arithmetic import priced
+from flashsim.engines.sandbox.lines import at_work
+from flashsim.engines.sandbox.room import Room
+from flashsim.engines.sandbox.spans import tile_number
+from flashsim.engines.sandbox.tape import taped_scope
+from flashsim.errors import MemoryModelError
+from flashsim.schedule import plans
+from flashsim.schedule.names import COMPUTE
+from flashsim.schedule.schedule import Schedule, Visit
+
+
+class Scopes:
+    """The open scopes of one stage, and the cost of the work in each."""
+
+    def __init__(self, schedule: Schedule, stage: plans.Stage) -> None:
+        self._schedule, self._stage = schedule, stage
+        self._rooms: list[Room] = []
+        self._costs: list[np.ndarray] = []
+        self._scopes: list[tuple[int, int, int, int]] = []  # member of the group, i, j, visit
+        self._sums: list[np.ndarray] = []
+        self._visits = 0
+        self._over = False
+
+    def _log(self, op: int, tensor: int, nbytes: int) -> None:
+        raise NotImplementedError
+
+    def _give_back(self, room: Room, where: str) -> None:
+        raise NotImplementedError
+
+    @taped_scope("step")
+    @contextmanager
+    def step(self, outer: int | slice, member: int = 0) -> Iterator[None]:
+        """One step of the outer loop, the work of one thread block; its end frees all its tiles.
+
+        Parameters
+        ----------
+        outer : slice or int
+            Rows of the query tile (with ``outer="keys"``, of the key tile), or its number.
+        """
+        if self._scopes:
+            raise MemoryModelError(
+                "a step inside a step: a thread block has one; sram.strip() is a scope within it",
+                "scope",
+            )
+        n = self._tile(outer, self._stage.outer)
+        place = (n, -1) if self._stage.outer == "queries" else (-1, n)
+        with self._scope((member, *place, -1), computes=True):
+            yield
+
+    @taped_scope("strip")
+    @contextmanager
+    def strip(self) -> Iterator[None]:
+        """A part of a step or a visit; its end frees the tiles made inside."""
+        with self._scope(self._here(), computes=False):
+            yield
+
+    @taped_scope("visit")
+    @contextmanager
+    def visit(
+        self, visit: Visit | slice, cols: slice | None = None, member: int = 0
+    ) -> Iterator[None]:
+        """Work on one tile of scores; its end frees the tiles made inside.
+
+        Parameters
+        ----------
+        visit, cols : slice
+            The query rows and the keys of the tile; or one argument, a `Visit` of `sram.schedule`.
+        """
+        _, i, j, at = self._here()
+        if at >= 0:
+            raise MemoryModelError(
+                "a visit inside a visit: sram.strip() is a scope within one, for smaller tiles",
+                "scope",
+            )
+        if isinstance(visit, Visit):
+            own = self._tile(visit.i, "queries"), self._tile(visit.j, "keys")
+        elif cols is None:
+            raise MemoryModelError("a visit is of a tile of scores: sram.visit(rows, cols)")
+        else:
+            own = self._tile(visit, "queries"), self._tile(cols, "keys")
+        if own[i < 0] != max(i, j):
+            side = "query" if i >= 0 else "key"
+            raise MemoryModelError(
+                f"a visit of {side} tile {own[i < 0]} in the step of {side} tile {max(i, j)}: open "
+                "a step for each",
+                "scope",
+            )
+        self._visits += 1
+        with self._scope((member, *own, self._visits - 1), computes=True):
+            yield
+
+    @contextmanager
+    def _scope(self, place: tuple[int, int, int, int], *, computes: bool) -> Iterator[None]:
+        self._check_open()
+        self._scopes.append(place)
+        if computes:
+            self._sums.append(priced("", 0, 0, 0))
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            depth = len(self._scopes)
+            if computes:
+                costs = self._sums.pop()
+                if done:
+                    self._log(COMPUTE, 0, 0)
+                    self._costs.append(costs)
+            for room in [room for room in self._rooms if room.depth == depth]:
+                self._give_back(room, f"the scope of {at_work()} ended")
+            self._scopes.pop()
+
+    def _here(self) -> tuple[int, int, int, int]:
+        self._check_open()
+        if not self._scopes:
+            raise MemoryModelError(
+                f"stage {self._stage.name!r} works in steps, one a thread block, which share no "
+                "SRAM: open one with `with sram.step(rows):`",
+                "scope",
+            )
+        return self._scopes[-1]
+
+    def _check_open(self) -> None:
+        if self._over:
+            raise MemoryModelError(
+                f"stage {self._stage.name!r} has ended, and its SRAM with it; open another",
+                "freed",
+            )
+
+    def _tile(self, which: int | slice, side: str) -> int:
+        return tile_number(which, side, self._schedule, self._stage.name)

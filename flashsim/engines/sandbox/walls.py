@@ -1,0 +1,141 @@
+"""Limits that a process puts around itself before it runs someone else's code.
+
+`limit` sets limits on CPU time and memory, everywhere except on Windows. `close` adds, on Linux,
+Landlock (nothing is written, and only Python and its packages are read) and a seccomp filter (no
+other process, no signal, no network). Neither can be undone. A program that has to start compilers
+and write caches takes `limit` alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+#: The things that `close` closes off, as it names them.
+FILES, PROCESSES, NETWORK = "files", "other processes", "the network"
+
+#: System calls that start or touch another process, by their numbers on x86-64 and on ARM.
+_PROCESS_CALLS = {
+    "fork": (57, None), "vfork": (58, None), "clone": (56, 220), "clone3": (435, 435),
+    "execve": (59, 221), "execveat": (322, 281), "kill": (62, 129), "tkill": (200, 130),
+    "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "ptrace": (101, 117),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "prlimit64": (302, 261),
+    "setpriority": (141, 140), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
+    "io_uring_setup": (425, 425), "keyctl": (250, 219), "unshare": (272, 97), "setns": (308, 268),
+}  # fmt: skip
+_NETWORK_CALLS = {"socket": (41, 198), "socketpair": (53, 199)}
+#: Those that change a file's owner, mode or times, which Landlock leaves alone.
+_FILE_CALLS = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
+    "chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54),
+    "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
+    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+}  # fmt: skip
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+
+
+def limit(*, seconds: float, memory: int | None = None) -> None:
+    """Limit this process to so many seconds of CPU, and to so many MiB beyond what it uses now.
+
+    Windows has no such limits, and Linux alone limits memory.
+    """
+    if sys.platform == "win32":
+        return
+    import resource
+
+    _lower(resource.RLIMIT_CPU, int(seconds) + 1)
+    _lower(resource.RLIMIT_CORE, 0)
+    if memory is not None and sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + memory * 2**20)
+
+
+def close() -> list[str]:
+    """Close this process off from files, other processes and the network.
+
+    Modules that are still to be imported can be, but nothing else is read, and nothing is written
+    except to what is open already. Returns what this system could close off.
+    """
+    if sys.platform == "win32":
+        return []
+    import resource
+
+    _lower(resource.RLIMIT_FSIZE, 0)
+    if sys.platform != "linux":
+        return []
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(38, 1, 0, 0, 0):  # no new privileges: the kernel asks for it first
+        return []
+    found = [FILES] if _landlock(libc, _readable()) else []
+    if _seccomp(libc, {**_PROCESS_CALLS, **_NETWORK_CALLS, **_FILE_CALLS}):
+        found += [PROCESSES, NETWORK]
+    return found
+
+
+def _lower(which: int, most: int) -> None:
+    import resource
+
+    hard = resource.getrlimit(which)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(which, (most, most))
+
+
+def _readable() -> list[str]:
+    """Where Python, its packages and the libraries that they load lie."""
+    places = [sys.prefix, sys.base_prefix, str(Path(__file__).parents[2])]
+    places += [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    places += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"]
+    places += ["/usr/share/zoneinfo", "/dev/null", "/dev/urandom"]
+    return [path for path in dict.fromkeys(places) if os.path.exists(path)]
+
+
+def _landlock(libc: ctypes.CDLL, readable: Iterable[str]) -> bool:
+    """Allow to read what lies below these paths, and nothing else; see landlock(7)."""
+    create, add, restrict = 444, 445, 446  # numbers of system calls, on every architecture
+    version = libc.syscall(create, None, 0, 1)
+    if version < 1:
+        return False
+    rights = 13 + (version >= 2) + (version >= 3)  # kernels refuse bits that they do not know
+    attributes = [(1 << rights) - 1]
+    attributes += [0b11] if version >= 4 else []  # no TCP
+    attributes += [0b11] if version >= 6 else []  # no signals and no sockets to others
+    rules = struct.pack(f"={len(attributes)}Q", *attributes)
+    held = libc.syscall(create, rules, ctypes.c_size_t(len(rules)), 0)
+    if held < 0:
+        return False
+    for path in readable:
+        fd = os.open(path, os.O_PATH)  # type: ignore[attr-defined, unused-ignore]
+        read_file, read_dir = 1 << 2, 1 << 3
+        rights = read_file | read_dir if os.path.isdir(path) else read_file
+        libc.syscall(add, held, 1, struct.pack("=Qi", rights, fd), 0)
+        os.close(fd)
+    done = libc.syscall(restrict, held, 0) == 0
+    os.close(held)
+    return done
+
+
+class _Filter(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
+
+
+def _seccomp(libc: ctypes.CDLL, calls: dict[str, tuple[int | None, ...]]) -> bool:
+    """Let these system calls fail with EPERM; see seccomp(2)."""
+    known = _ARCHITECTURES.get(platform.machine())
+    if known is None:
+        return False
+    column, architecture = known
+    numbers = [number for call in calls.values() if (number := call[column]) is not None]
+    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
+    n = len(numbers)
+    code = [(load, 0, 0, 4), (equal, 0, n + 3, architecture), (load, 0, 0, 0)]
+    code += [(at_least, n + 1, 0, 0x40000000)]  # x86-64's second table of numbers
+    code += [(equal, n - at, 0, number) for at, number in enumerate(numbers)]
+    code += [(give, 0, 0, 0x7FFF0000), (give, 0, 0, 0x00050001)]  # allow; EPERM
+    packed = b"".join(struct.pack("=HBBI", *line) for line in code)
+    return libc.prctl(22, 2, ctypes.byref(_Filter(len(code), packed)), 0, 0) == 0

@@ -1,0 +1,111 @@
+"""Run a command in a process of its own, with limits, and take what it hands over.
+
+Whatever the process does, `run` returns in time: it ends the process with everything that it
+started, and keeps no more of its output than the limits allow.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, NamedTuple
+
+#: Environment variables that a process gets: to find Python, its packages and its libraries.
+_KEPT = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "HOME", "SYSTEMROOT")
+#: BLAS would set memory aside for each of a large machine's CPUs.
+_ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that a process may take, and bytes that it may hand over and print."""
+
+    seconds: float = 60.0
+    result: int = 1 << 26
+    printed: int = 1 << 20
+
+
+class Ended(NamedTuple):
+    """A process that ended: its exit status, and the bytes that it handed over and printed.
+
+    `why` says which limit ended it: "time", "result" or "printed"; "" if none did.
+    """
+
+    status: int
+    result: bytes
+    printed: str
+    why: str
+
+
+def run(command: Sequence[str], given: bytes, limits: Limits) -> Ended:
+    """Run a command with `given` as its input; its output is the result, its errors are printed."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**{key: os.environ[key] for key in _KEPT if key in os.environ}, **_ONE_THREAD},
+        start_new_session=True,  # a group of its own, which `_end` ends
+    )
+    assert process.stdin
+    assert process.stdout
+    assert process.stderr
+    why: list[str] = []
+    result, printed = bytearray(), bytearray()
+
+    def feed(stream: IO[bytes]) -> None:
+        with suppress(OSError), stream:
+            stream.write(given)
+
+    def drain(stream: IO[bytes], held: bytearray, name: str, most: int) -> None:
+        with suppress(OSError, ValueError), stream:
+            while piece := os.read(stream.fileno(), 1 << 16):
+                held += piece
+                if len(held) > most:
+                    why.append(name)
+                    _end(process)
+                    return
+
+    threads = [
+        threading.Thread(target=feed, args=(process.stdin,), daemon=True),
+        threading.Thread(
+            target=drain, args=(process.stdout, result, "result", limits.result), daemon=True
+        ),
+        threading.Thread(
+            target=drain, args=(process.stderr, printed, "printed", limits.printed), daemon=True
+        ),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        process.wait(limits.seconds)
+    except subprocess.TimeoutExpired:
+        why.append("time")
+    finally:
+        _end(process)
+        process.wait()
+    for thread in threads:
+        thread.join(1)  # a process that left the group may hold a pipe
+    text = bytes(printed[: limits.printed]).decode("utf-8", "replace")
+    return Ended(process.returncode, bytes(result), text, why[0] if why else "")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and its group."""
+    if sys.platform == "win32":
+        process.kill()
+        return
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def plain(text: str, most: int = 4000) -> str:
+    """Text from elsewhere that can be shown: shortened, and without a terminal's escapes."""
+    cut = text if len(text) <= most else f"{text[:most]}..."
+    return "".join(x if x.isprintable() or x == "\n" else repr(x)[1:-1] for x in cut)

@@ -1,0 +1,239 @@
+"""Grade files that others handed in: one file, or a folder of them.
+
+A file runs once, in a process of its own (`flashsim.engines.sandbox.recorder`), and hands over a
+program. This process never runs what is handed in: it replays the program and judges it.
+docs/guides/grader.md says what that promises, and what it does not.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import re
+import stat
+import sys
+import time
+import tokenize
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from flashsim.engines.sandbox import recorder, walls
+from flashsim.engines.sandbox.recorder import Handed, Order
+from flashsim.engines.sandbox.tape import MOST
+from flashsim.errors import OptionError
+from flashsim.exercises import shelf
+from flashsim.exercises.exercise import Exercise
+from flashsim.exercises.grading import judge
+from flashsim.exercises.marks import Marks
+from flashsim.exercises.runner import Ended, Limits, plain, run
+from flashsim.trace.trace import Trace
+
+#: Seconds that a solution may take, and MiB beyond what Python, NumPy and flashsim take themselves.
+LIMIT, MEMORY = 60.0, 1024
+#: Bytes of a file; a solution has a few thousand.
+MOST_FILE = 1 << 20
+_WHY = {
+    "time": "not done after {0:g} s: a loop that does not end?",
+    "result": "its program is too long; use larger tiles",
+    "printed": "it printed more than 1 MiB",
+}
+
+
+class _Unreadable(Exception):
+    """A file that is no readable text; `kind` is that of its mark."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class _Lines:
+    """The lines of a text except the first, one at a time: there may be millions."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+        self.first = io.BytesIO(text).readline(1 << 20)
+
+    def __iter__(self) -> Iterator[bytes]:
+        lines = io.BytesIO(self.text)
+        lines.readline()
+        return lines
+
+
+def grade_file(
+    path: str | Path,
+    exercise: str | None = None,
+    *,
+    limit: float = LIMIT,
+    memory: int | None = None,
+) -> tuple[Marks, Trace | None]:
+    """The marks of a file, and the trace of its transfers.
+
+    Parameters
+    ----------
+    path : path-like
+        The student's file.
+    exercise : str, optional
+        A name, or a path of a lecturer's file. Default: the exercise of the course that the file's
+        first line names.
+    limit : float
+        Seconds.
+    memory : int, optional
+        MiB. Default: `MEMORY` on Linux; other systems set no limit.
+
+    Raises
+    ------
+    OptionError
+        If there is no such file or exercise, or `memory` is set on a system without such limits.
+    """
+    one = None if exercise is None else shelf.get(exercise)
+    return _graded(Path(path), one, limit, memory)
+
+
+def grade_folder(
+    folder: Path,
+    exercise: str | None = None,
+    *,
+    limit: float = LIMIT,
+    memory: int | None = None,
+    jobs: int | None = None,
+) -> Iterator[tuple[Path, Marks]]:
+    """Grade every .py file in a folder and below it, several at once; yields them by name.
+
+    A file that names no exercise, where none is given, gets no points.
+    """
+    paths = sorted(
+        Path(place, name)
+        for place, _, names in os.walk(folder)
+        for name in names
+        if name.endswith(".py") and not name.startswith(".")
+    )
+    if not paths:
+        raise OptionError(f"{str(folder)!r} has no .py file")
+    one = None if exercise is None else shelf.get(exercise)
+
+    def graded(path: Path) -> tuple[Path, Marks]:
+        try:
+            return path, _graded(path, one, limit, memory)[0]
+        except OptionError as error:
+            return path, Marks.none(one.name if one else "", "file", str(error))
+
+    with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
+        yield from pool.map(graded, paths)
+
+
+def missing(path: Path, exercise: str) -> Marks:
+    """The marks for a file that was not handed in."""
+    there = sorted(plain(other.name, 200) for other in path.parent.glob("*.py"))
+    said = f"there is no {path.name}" + (f", but {', '.join(there)}" if there else "")
+    said += ": hand in a file of that name"
+    return Marks.none(shelf.get(exercise).name, "missing", said)
+
+
+def exercise_of(text: str) -> str | None:
+    """The exercise that a file says it solves."""
+    found = re.search(r"^# flashsim exercise: *(\S+)", text, re.M)
+    return found[1] if found else None
+
+
+def missing_walls() -> list[str]:
+    """The things that this system does not keep from a file that is graded."""
+    order = Order("ANSWERS = {}", "none.py", None, LIMIT, MEMORY)
+    found = json.loads(_ended(order).result.splitlines()[0])["walls"]
+    return [wall for wall in (walls.FILES, walls.PROCESSES, walls.NETWORK) if wall not in found]
+
+
+def _graded(
+    path: Path, one: Exercise | None, limit: float, memory: int | None
+) -> tuple[Marks, Trace | None]:
+    began = time.perf_counter()
+    if memory is not None and sys.platform != "linux":
+        raise OptionError(f"memory={memory}: only Linux can limit it; leave it out")
+    text, unreadable = "", None
+    try:
+        text = _text_of(path)
+    except OSError as error:
+        raise OptionError(f"cannot read {str(path)!r}: {error}") from None
+    except _Unreadable as error:  # a student's fault: points, no error
+        unreadable = error
+    if one is None:
+        name = exercise_of(text)
+        if name is None:
+            raise OptionError(
+                f"{plain(path.name, 200)} does not say which exercise it solves; begin it with "
+                "`# flashsim exercise: NAME`, or give --exercise NAME"
+            )
+        one = shelf.of_course(name)
+    if unreadable is not None:
+        return Marks.none(one.name, unreadable.kind, str(unreadable)), None
+    setting = None if one.questions else one.task.setting
+    order = Order(text, plain(path.name, 200), setting, limit, MEMORY if memory is None else memory)
+    return judge(_handed(order), one, text, began, limit)
+
+
+def _text_of(path: Path) -> str:
+    """A file's text, decoded as Python decodes it: UTF-8 unless it declares another encoding."""
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise _Unreadable(
+            "file", f"{plain(path.name, 200)} is no regular file: hand in the file itself"
+        )
+    with open(path, "rb") as file:
+        data = file.read(MOST_FILE + 1)
+    if len(data) > MOST_FILE:
+        raise _Unreadable("file", f"{plain(path.name, 200)} has more than {MOST_FILE:,} bytes")
+    try:
+        with io.TextIOWrapper(
+            io.BytesIO(data), tokenize.detect_encoding(io.BytesIO(data).readline)[0]
+        ) as lines:
+            text = lines.read()
+        text.encode()  # an encoding may give halves of characters, which nothing can print
+    except (SyntaxError, LookupError, ValueError) as error:
+        said = f"Python cannot read the file: {plain(str(error), 200)}; save it as UTF-8"
+        raise _Unreadable("syntax", said) from None
+    return text
+
+
+def _ended(order: Order) -> Ended:
+    """Run a file in a process of its own."""
+    command = [sys.executable, "-P", "-m", recorder.__name__]
+    return run(command, pickle.dumps(order), Limits(order.seconds, result=MOST + (1 << 20)))
+
+
+def _handed(order: Order) -> Handed:
+    """Run a file; its process may hand over anything."""
+    ended = _ended(order)
+    if ended.why:
+        return Handed(kind=ended.why, words=_WHY[ended.why].format(order.seconds))
+    try:
+        program = _Lines(ended.result)
+        about = json.loads(program.first)
+        kind, said = plain(about["kind"], 20), plain(about["words"])
+        return Handed(program, _answers(about["answers"]), kind, said)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        last = (ended.printed.strip().splitlines() or [f"exit status {ended.status}"])[-1]
+        said = f"the solution ended its process before it was judged ({plain(last, 300)})"
+        return Handed(kind="process", words=said)
+
+
+def _answers(given: Any) -> dict[str, int | str] | None:
+    if given is None:
+        return None
+    return {
+        plain(key, 200): value if isinstance(value, int) else plain(str(value), 200)
+        for key, value in given.items()
+    }
+
+
+__all__ = [
+    "LIMIT",
+    "MEMORY",
+    "exercise_of",
+    "grade_file",
+    "grade_folder",
+    "missing",
+    "missing_walls",
+]
