@@ -7,6 +7,8 @@ may begin before the kernel ahead of them ends. For these the driver's library i
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -19,6 +21,8 @@ from flashsim.backends.launch.kernel import Kernel
 
 #: CUlaunchAttributeID of cuda.h.
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
+#: CUstreamCaptureMode of cuda.h: this thread's calls are not for a capture to refuse.
+_RELAXED = 2
 
 
 class _Attribute(ctypes.Structure):
@@ -127,6 +131,24 @@ class Launcher:
         error = _launch()(self._at, self._plain[0], parameters.address, None)
         if error:
             raise cupy.cuda.driver.CUDADriverError(error)
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """What a plan uploads and compiles goes through a stream of its own, which is waited for.
+
+    So a call waits for no work of its caller's, and may make a plan while a CUDA graph is captured.
+    """
+    mode = ctypes.c_int(_RELAXED)
+    exchange = driver().cuThreadExchangeStreamCaptureMode
+    exchange(ctypes.byref(mode))
+    try:
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            yield
+        stream.synchronize()
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 def launch_once(kernel: Kernel, grid: tuple[int, int], record: np.ndarray, space: Any) -> None:

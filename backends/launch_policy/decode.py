@@ -192,7 +192,8 @@ def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
     pages : int
         Pages of the pool.
     """
-    made_of = {"row_tiles": made.row_tiles, "n_visits": made.n_visits, "unused": 0}
+    made_of = {"row_tiles": made.row_tiles, "n_visits": made.n_visits}
+    made_of |= {"capacity": made.problem.n_kv}
     made_of |= {"prefix": made.prefix, "prefix_tiles": made.prefix_tiles}
     given = made_of | {"table_row": table_row, "pages": pages}
     packed = np.zeros((), kernels.RECORD)
@@ -291,6 +292,35 @@ def plan(
     variant = Variant(True, False, counts=counts, timeline=timeline)
     asked = _DecodeRequest(problem, lengths, gpu, splits, page, variant, prefix)
     return (_behind_prefix if prefix else _latent if problem.latent else _plain)(asked)
+
+
+@lru_cache(maxsize=256)
+def dynamic(problem: Problem, gpu: Gpu, splits: int | None = None, page: int = 0) -> Decode:
+    """The launch for sequences whose live lengths the kernel reads as it runs.
+
+    The splits are chosen as for sequences that fill the cache. A shorter sequence has as many, each
+    of fewer tiles or of none. Fields 1 and 2 of an item are its part and 0; the kernel computes the
+    part's key tiles. So a launch serves every length up to `problem.n_kv`.
+
+    Raises
+    ------
+    UnsupportedError, OptionError
+        As `plan`; also for latent attention, whose kernel takes no such lengths.
+    """
+    if problem.latent:
+        raise UnsupportedError(
+            "latent attention on a GPU takes cache_seqlens on the host alone; give a list of them"
+        )
+    full = plan(problem, (problem.n_kv,) * problem.batch, gpu, splits, page)
+    n = full.splits[0]
+    listed = [
+        (b, i, 0, b * n + i if n > 1 else 0, b * n, n, 0, 0)
+        for b in range(problem.batch)
+        for i in range(n)
+    ]
+    constants = (*full.kernel.constants, ("FS_DYNAMIC", 1))
+    kernel = replace(full.kernel, constants=constants)
+    return replace(full, kernel=kernel, items=np.array(listed, np.int32))
 
 
 class _DecodeRequest(NamedTuple):
