@@ -42,8 +42,8 @@ def decode(
     ----------
     q : Tensor, (batch, heads, n_q, head_dim)
     k_cache, v_cache : Tensor
-        (entries, kv_heads, n, head_dim) and (entries, kv_heads, n, head_dim_v), with one entry per
-        sequence unless `cache_batch_idx` says otherwise. With a `block_table`, (pages, kv_heads,
+        (entries, kv_heads, n, head_dim) and (entries, kv_heads, n, head_dim_v), with entry b for
+        sequence b unless `cache_batch_idx` says otherwise. With a `block_table`, (pages, kv_heads,
         page_size, ..).
     cache_seqlens : Tensor of int, (batch,), a sequence of int, or int, optional
         The end of each sequence's live keys. Default: the whole cache. On a GPU a number outside of
@@ -200,10 +200,10 @@ def _problem(
         if table.device != q.device or (table.stride(1) != 1 and table.shape[1] > 1):
             raise ShapeError("block_table must lie on q's device, with contiguous rows")
         n_kv *= table.shape[1]
-    elif entries is None and k.shape[0] != batch:
+    elif entries is None and k.shape[0] < batch:
         raise ShapeError(
-            f"the caches must have one entry per sequence, {batch}, or a cache_batch_idx says "
-            f"which: got {found}"
+            f"the caches must have at least one entry per sequence, {batch}, or a cache_batch_idx "
+            f"says which: got {found}"
         )
     # One query sees every key up to its own, the last one.
     return Problem(
@@ -239,7 +239,8 @@ def _packed(
     stops = [n] * batch if lengths is None else lengths.clamp(0, n).tolist()
     begins = [0] * batch if starts is None else starts.clamp_min(0).tolist()
     rows = range(batch) if entries is None else entries.tolist()
-    keys, values = [], []
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
     for b, (begin, stop, row) in enumerate(zip(begins, stops, rows, strict=True)):
         for x, parts in ((k, keys), (v, values)):
             if table is None:

@@ -50,7 +50,8 @@ class Ready:
         deterministic = run.pop("deterministic")
         self._run = ops.keywords(**run)
         self._deterministic = deterministic
-        self.backward = self._slow_backward
+        self.forward: Any = self._slow_forward
+        self.backward: Any = self._slow_backward
         if _few(q, k, v) and self._run["backend"] == "cupy":
             self.forward = _decoder(q, k, v, Request(**self._run))
             return
@@ -64,7 +65,6 @@ class Ready:
                     job.given(None, None, None), saved, None, deterministic, None, dlse=dlse
                 ),
             )
-        self.forward: Any = self._slow_forward
         if made is not None:
             self.forward, self.backward = made.forward, made.backward
 
@@ -121,7 +121,7 @@ def _decoder(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Any:
 
     if q.shape[2] == 1:  # which sees every key up to its own, the last one
         request = request._replace(causal=False)
-    given = inputs.prepare(*map(readable, (q, k, v)), request)
+    given = inputs.prepare(readable(q), readable(k), readable(v), request)
     return cupy_engine.decoder(replace(given.problem, n_kv=about(k.shape[2])), q)
 
 
@@ -147,7 +147,7 @@ def _key(q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...]) -> tuple[Any, 
     of_k, of_v = k.shape, v.shape
     if q.is_cuda and _few(q, k, v):
         n = about(of_k[2])
-        of_k, of_v = (*of_k[:2], n, of_k[3]), (*of_v[:2], n, of_v[3])  # type: ignore[assignment]
+        of_k, of_v = (*of_k[:2], n, of_k[3]), (*of_v[:2], n, of_v[3])
     return (
         *(q.shape, of_k, of_v, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
         *(q.layout, k.layout, v.layout, asked, *map(type, asked)),
