@@ -95,7 +95,8 @@ class CupySpace(Space):
 
     def view(self, array: Any) -> View:
         """See `Space`; takes any array with ``__cuda_array_interface__``."""
-        array = cupy.asarray(array)
+        if type(array) is not cupy.ndarray:
+            array = cupy.asarray(array)
         size = array.itemsize
         if size == 1:
             array = array.view(np.uint8)  # FP8, of which CuPy can keep arrays but not copy them
@@ -371,6 +372,8 @@ def _made(space: Any, *where: Any) -> Space:
 def _space(name: str, array: Any, dtype: str) -> Any:
     if type(array) in _TENSORS and (known := _OF_TORCH.get(array.get_device())):
         return known
+    if type(array) is cupy.ndarray:
+        return _made(CupySpace, array.data.device_id)
     if isinstance(array, np.ndarray):
         return _made(NumpySpace, cupy.cuda.runtime.getDevice(), dtype)
     if is_torch(array):

@@ -125,11 +125,19 @@ class Call:
         0.
     keeps : optional
         What must live until the launches are in the stream.
+    stream : int, optional
+        Default: the space's current stream.
     """
 
-    def __init__(self, space: arrays.Space, head: Sequence[int], keeps: Any = None) -> None:
+    def __init__(
+        self,
+        space: arrays.Space,
+        head: Sequence[int],
+        keeps: Any = None,
+        stream: int | None = None,
+    ) -> None:
         self.space, self.head, self._keeps = space, head, keeps
-        self.stream = space.stream()
+        self.stream = space.stream() if stream is None else stream
         self.packed = _HEAD.pack(*head)
 
 

@@ -232,6 +232,22 @@ class Decoder:
                 out = space.result(out, self._width, self._out[3])
             return out, lse
 
+    def at(
+        self,
+        q: arrays.Place,
+        k: arrays.Place,
+        v: arrays.Place,
+        out: int,
+        lse: int,
+        keys: int,
+        stream: int,
+    ) -> None:
+        """Decode memory at these addresses: all `keys` rows of each sequence; write out and LSE."""
+        with _EXPLAINING, self._space.on_device():
+            parts, _kept = _parts(self._space, self._made, None, stream)
+            head = *q, out, *self._strides, *k, *v, lse, *parts, self._ready.items, *_WHOLE
+            self._ready(stream, head, 0, 0, keys)
+
 
 _EXPLAINING = failures.Explaining()
 
@@ -304,6 +320,7 @@ def _forward(
 _NO_LENGTHS = (0, 0, 0)  # lengths, starts, entries
 _REPORTS = ("visit_counts", "item_counts", "visit_stamps", "item_stamps")
 _NOTHING = (0,) * len(_REPORTS)
+_WHOLE = (0, *_NO_LENGTHS, *_NOTHING)  # no table
 
 
 def _reports(made: decode.Decode, space: arrays.Space, *, timed: bool) -> dict[str, cupy.ndarray]:

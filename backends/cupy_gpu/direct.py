@@ -11,9 +11,43 @@ from typing import Any
 
 from flashsim.backends.cupy_gpu import arrays
 from flashsim.backends.cupy_gpu.calls import NO_GRADIENTS, NO_SCRATCH, Call, Plan
+from flashsim.backends.cupy_gpu.decode import Decoder
 from flashsim.backends.failures import Explaining
 
 _EXPLAINING = Explaining()
+
+
+class Placed:
+    """A forward pass on memory of another library, at given addresses: contiguous arrays.
+
+    Parameters
+    ----------
+    shapes : the shapes of q, k and v, each (batch, heads, n, width)
+    run : Plan or Decoder
+    """
+
+    def __init__(
+        self, space: arrays.Space, shapes: tuple[tuple[int, ...], ...], run: Plan | Decoder
+    ) -> None:
+        self._space, self._run = space, run
+        _, heads, n, _ = shapes[0]
+        width = shapes[2][3]
+        self._strides = [(h * m * d, m * d, d) for _, h, m, d in shapes]
+        self._out, self._keys = (heads * n * width, n * width, width), shapes[1][2]
+
+    def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
+        """Launch on a stream; all other arguments are addresses."""
+        of_q, of_k, of_v = self._strides
+        at = (q, *of_q), (k, *of_k), (v, *of_v)
+        if isinstance(self._run, Decoder):
+            self._run.at(*at, out, lse, self._keys, stream)
+            return
+        (at_q, at_k, at_v), space = at, self._space
+        head = *at_q, *at_k, *at_v, out, *self._out, *NO_GRADIENTS, lse, *NO_SCRATCH
+        with _EXPLAINING, space.on_device():
+            call = Call(space, head, stream=stream)
+            for one in self._run.launches:
+                one(call, {})
 
 
 class Direct:

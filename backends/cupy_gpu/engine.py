@@ -16,6 +16,7 @@ from flashsim.backends.launch import device_tables
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch_policy.decode import ALGORITHM as DECODE
+from flashsim.backends.launch_policy.decode import CLUSTERS
 from flashsim.backends.launch_policy.decode import OPTIONS as DECODING
 from flashsim.backends.launch_policy.family import Family
 from flashsim.backends.launch_policy.hopper import HOPPER
@@ -42,8 +43,8 @@ import cupy  # noqa: E402
 
 from flashsim.backends.cupy_gpu import arrays, decode, fp8  # noqa: E402
 from flashsim.backends.cupy_gpu.calls import NO_GRADIENTS, NO_SCRATCH, Call, Plan  # noqa: E402
-from flashsim.backends.cupy_gpu.direct import Direct  # noqa: E402
-from flashsim.backends.cupy_gpu.launching import aside  # noqa: E402
+from flashsim.backends.cupy_gpu.direct import Direct, Placed  # noqa: E402
+from flashsim.backends.cupy_gpu.launching import aside, clusters_at_once  # noqa: E402
 
 
 def forward(job: Job) -> Outcome:
@@ -121,6 +122,29 @@ def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> 
     with _EXPLAINING:
         plan = _plan(_family, job, "forward", space)
     return Direct(space, (p.head_dim, p.head_dim_v), plan, backward_plan)
+
+
+def placed(job: Job, *, few: bool) -> Placed | None:
+    """The forward pass of a checked job on contiguous memory, given by its addresses.
+
+    None if the kernels cannot read such memory in place: a head_dim is no multiple of 8.
+
+    Parameters
+    ----------
+    few : bool
+        Whether to run the decode kernels.
+    """
+    p = job.problem
+    require_gpu()
+    if p.fp8 or p.head_dim % 8 or p.head_dim_v % 8:
+        return None
+    given = {"q": job.q, "k": job.k, "v": job.v}
+    space, shapes = arrays.space_of(given, p.dtype), tuple(x.shape for x in given.values())
+    if few:
+        return Placed(space, shapes, decode.Decoder(space, p, gpu_of(space.device), 0, None))
+    _check(job)
+    with _EXPLAINING:
+        return Placed(space, shapes, _plan(_family, job, "forward", space))
 
 
 def decoder(
@@ -342,7 +366,15 @@ def gpu_of(device: int) -> Gpu:
         properties["clockRate"],
         properties["multiProcessorCount"],
         _hbm_bandwidth(device),
+        _clusters(device, capability, properties["sharedMemPerBlockOptin"]),
     )
+
+
+def _clusters(device: int, capability: tuple[int, int], shared: int) -> tuple[tuple[int, int], ...]:
+    if capability < (9, 0):
+        return ()
+    with failures.Explaining(), cupy.cuda.Device(device), aside():
+        return clusters_at_once(shared, CLUSTERS)
 
 
 def preset() -> Device:

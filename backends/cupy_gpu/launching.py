@@ -151,6 +151,32 @@ def aside() -> Iterator[None]:
         exchange(ctypes.byref(mode))
 
 
+def clusters_at_once(shared: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """How many clusters of each size run at once on CuPy's current device, one block per SM.
+
+    Parameters
+    ----------
+    shared : int
+        Shared memory of a block that leaves no room for another one on an SM.
+    """
+    code = 'extern "C" __global__ void nothing() {}'
+    function = cupy.RawModule(code=code, backend="nvrtc").get_function("nothing")
+    function.max_dynamic_shared_size_bytes = shared
+    ask, found = driver().cuOccupancyMaxActiveClusters, []
+    for size in sizes:
+        attribute = (_Attribute * 1)()
+        attribute[0].id, attribute[0].value[:3] = _CLUSTER_DIMENSION, (size, 1, 1)
+        pointer = ctypes.cast(attribute, ctypes.POINTER(_Attribute))
+        config = _Config((size, 1, 1), (128, 1, 1), shared, 0, pointer, 1)
+        number = ctypes.c_int()
+        address = ctypes.c_void_p(function.kernel.ptr)
+        error = ask(ctypes.byref(number), address, ctypes.byref(config))
+        if error:
+            raise cupy.cuda.driver.CUDADriverError(error)
+        found.append((size, number.value))
+    return tuple(found)
+
+
 def launch_once(kernel: Kernel, grid: tuple[int, int], record: np.ndarray, space: Any) -> None:
     """Launch a kernel of this package on a space's stream.
 

@@ -45,12 +45,14 @@ VISIT_STAMPS, ITEM_STAMPS = 5, 6
 _INT32 = int(np.iinfo(np.int32).max)
 #: Splits that may be a cluster of blocks, which merge through their shared memory (sm_90 and
 #: later); the programming guide promises a cluster of 8.
-_CLUSTERS = (2, 4, 8)
+CLUSTERS = (2, 4, 8)
 #: Key tiles of a block up to which 8 splits that are a cluster are better than more through HBM.
 _CLUSTERED = 4
 #: Of the multiprocessors, as many as take nearly all that the memory gives; key tiles from which
 #: on wide rows stay whole where they take so many.
 _ENOUGH, _LONG = 0.45, 128
+#: The same where the memory is no faster than this, bytes per second.
+_FAST_MEMORY, _MOST = 4e12, 0.9
 #: Key tiles of a range up to which it is short, and has fewer bytes under way.
 _SHORT = 8
 #: Bytes of K and V up to which a call begins before what runs before it has ended, if its blocks
@@ -346,8 +348,11 @@ def _plain(asked: _DecodeRequest) -> Decode:
     that their key tiles allow. Contiguous sequences of equal length stay whole if their blocks
     alone are `_ENOUGH`, since a split would cost a merge and gain nothing. This holds up to 128
     columns of keys and values. With more columns it holds where no cluster merges, or from `_LONG`
-    tiles on. (Measured on an H200; docs/notebooks/decoding.md and benchmarks/decode.py have the
-    sweeps.)
+    tiles on. (Measured on an H200 and, with memory no faster than `_FAST_MEMORY`, on an H100;
+    docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
+
+    A sequence is a cluster only if all clusters run at once, which depends on the chip: the last
+    ones would run alone. Otherwise it gets fewer parts, which are a smaller cluster.
     """
     p, lengths, gpu, splits, page, variant, _ = asked
     hopper, rows, (d, dv) = gpu.compute_capability >= (9, 0), p.n_q * p.group, padded_dims(p)
@@ -359,13 +364,23 @@ def _plain(asked: _DecodeRequest) -> Decode:
     capacity = gpu.multiprocessors * (1 if wide else 2) // each
     longest = longest_part(tiles, capacity)
     whole = wide and not page and (not hopper or d + dv <= 128 or max(tiles) >= _LONG)
-    if whole and sum(tiles) * each >= _ENOUGH * max(tiles) * gpu.multiprocessors:
+    enough = _ENOUGH if gpu.hbm_bandwidth > _FAST_MEMORY else _MOST
+    if whole and sum(tiles) * each >= enough * max(tiles) * gpu.multiprocessors:
         longest = max(longest, *tiles)
-    clusters, alike, most = hopper and wide, len({*tiles}) == 1, max(_CLUSTERS)
+    chosen = splits is None
+    clusters, alike, most = hopper and wide, len({*tiles}) == 1, max(CLUSTERS)
     if clusters and alike and p.batch * most <= capacity and 1 < tiles[0] <= most * _CLUSTERED:
-        splits = splits or max(n for n in _CLUSTERS if n <= tiles[0])
+        splits = splits or max(n for n in CLUSTERS if n <= tiles[0])
     split = _packed(splits, longest)
     made = split.parts(tiles).tolist()
+    together = sum(n > 0 for n in tiles) * each  # clusters, if each sequence is one
+    if clusters and alike and made[0] in CLUSTERS and together > gpu.at_once(made[0]):
+        fewer = [n for n in CLUSTERS if n < made[0] and together <= gpu.at_once(n)]
+        if chosen and fewer:
+            split = _packed(max(fewer), longest)
+            made = split.parts(tiles).tolist()
+        else:
+            clusters = False
     short = page or not wide or -(-max(tiles) // max(made)) <= _SHORT
     ring = kernels.SHORT_RING if short else kernels.RING
     chip = kernels.on_chip(block_q, d, dv, gpu, wide=wide, ring=ring)
@@ -374,7 +389,7 @@ def _plain(asked: _DecodeRequest) -> Decode:
             f"splits must be at most {chip[3]} here, whose weights fit a block's shared memory, "
             f"got {max(made)}"
         )
-    cluster = made[0] if clusters and made[0] in _CLUSTERS and len({*made}) == 1 else 1
+    cluster = made[0] if clusters and made[0] in CLUSTERS and len({*made}) == 1 else 1
     exchanged = kernels.exchanged(cluster, block_q, row_elements(p.head_dim_v))
     if chip[2] + exchanged > gpu.shared_bytes:
         cluster, exchanged = 1, 0

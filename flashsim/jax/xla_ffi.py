@@ -139,10 +139,28 @@ class ForeignCall:
 
     def __init__(self, frame: Any) -> None:
         self._frame = frame
-        self.arguments, self.results = (
-            [XlaArray(buffers.at[n].contents) for n in range(buffers.size)]
+        self._given, self._made = (
+            [buffers.at[n].contents for n in range(buffers.size)]
             for buffers in (frame.arguments, frame.results)
         )
+
+    @property
+    def arguments(self) -> list[XlaArray]:
+        """The arguments' memory."""
+        return [XlaArray(buffer) for buffer in self._given]
+
+    @property
+    def results(self) -> list[XlaArray]:
+        """The results' memory, to be filled."""
+        return [XlaArray(buffer) for buffer in self._made]
+
+    def looks(self) -> tuple[Any, ...]:
+        """The type and shape of each argument, to find what an earlier call found."""
+        return tuple((x.dtype, *x.dims[: x.rank]) for x in self._given)
+
+    def addresses(self) -> list[int]:
+        """The addresses of the arguments and then of the results."""
+        return [x.data for x in (*self._given, *self._made)]
 
     def text(self, name: str) -> str:
         """Return the text attribute of that name."""
