@@ -83,7 +83,8 @@ def _placed(call: xla_ffi.ForeignCall) -> Any:
         q, k, v = map(here.array, given)
         question.pop("deterministic")
         asked, job = ask(Request(**question), q, k, v)
-        return asked.engine.placed(job, few=_few(*(x.shape for x in given), str(q.dtype)))
+        engine: Any = asked.engine
+        return engine.placed(job, few=_few(q.shape, k.shape, v.shape, str(q.dtype)))
 
 
 def _few(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: str) -> bool:

@@ -36,7 +36,8 @@ def decode(
 
     On a GPU the kernel reads lengths, starts and the table itself, as it runs. So a call with these
     as GPU tensors never waits for the GPU, works under torch.compile, and can be captured in a CUDA
-    graph that is replayed with other lengths.
+    graph that is replayed with other lengths. The kernels take float16 and bfloat16, and widths up
+    to 256; torch's own operators compute the rest there.
 
     Parameters
     ----------
@@ -152,7 +153,7 @@ def _on_gpu(
             _DECODERS.clear()
         _DECODERS[key] = call
     if call is None:
-        return _packed(q, k, v, lengths, table, starts, entries, *asked)
+        return _written_out(q, k, v, lengths, table, starts, entries, *asked)
     return call(q, k, v, lengths, table, starts, entries)
 
 
@@ -220,6 +221,54 @@ def _problem(
         softcap=asked.softcap,
         scale=asked.scale,  # type: ignore[arg-type]  # None is 1 / sqrt(head_dim)
     )
+
+
+def _written_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    table: Tensor | None,
+    starts: Tensor | None,
+    entries: Tensor | None,
+    *asked: Any,
+) -> tuple[Tensor, Tensor]:
+    """Decode in torch's own operators, in float32 or wider: what no kernel decodes, on a GPU.
+
+    It waits for nothing, so a CUDA graph can capture it.
+    """
+    causal, left, right, softcap, scale, _ = asked
+    batch, heads, n_q, d = q.shape
+    if table is not None:
+        pages = table.long().clamp(0, k.shape[0] - 1)
+        k, v = (x[pages].transpose(1, 2).flatten(2, 3) for x in (k, v))
+    elif entries is not None:
+        k, v = k[entries.long()], v[entries.long()]
+    k, v, kv_heads, n = k[:batch], v[:batch], k.shape[1], k.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    by_group = q.to(wide).reshape(batch, kv_heads, heads // kv_heads * n_q, d)
+    scores = (by_group @ k.to(wide).mT).view(batch, kv_heads, -1, n_q, n)
+    scores = scores * (d**-0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    at = torch.arange(n, device=q.device)
+    whole = torch.full((batch,), n, device=q.device)
+    stops = (whole if lengths is None else lengths.long().clamp(0, n))[:, None]
+    begins = torch.zeros_like(stops) if starts is None else starts.long().clamp_min(0)[:, None]
+    kept = (at >= begins) & (at < stops)
+    distance = at - (stops - n_q + torch.arange(n_q, device=q.device))[..., None]
+    seen = kept[:, None].expand(batch, n_q, n)
+    if causal or right >= 0:
+        seen = seen & (distance <= (0 if causal else right))
+    if left >= 0:
+        seen = seen & (distance >= -left)
+    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0)[..., None])
+    values = torch.where(kept[:, None, :, None], v.to(wide), 0)  # beyond may be NaN
+    out = weights.flatten(2, 3) @ values
+    shape = batch, heads, n_q
+    return out.view(*shape, -1).to(q.dtype), lse.reshape(shape)
 
 
 def _packed(

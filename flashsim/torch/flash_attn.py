@@ -100,6 +100,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_func` of q, k and v in one tensor, (batch, n, 3, heads, head_dim)."""
+    q, k, v = core.unpacked(qkv)
     return flash_attn_func(
         *(
             *core.unpacked(qkv),
@@ -127,8 +128,9 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_func` of k and v in one tensor, (batch, n_k, 2, heads_k, head_dim)."""
+    k, v = kv.unbind(-3)
     return flash_attn_func(
-        *(q, *kv.unbind(-3), dropout_p, softmax_scale, causal, window_size, softcap),
+        *(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap),
         *(alibi_slopes, deterministic, return_attn_probs),
     )
 
@@ -196,9 +198,10 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_varlen_func` of q, k and v in one tensor, (tokens, 3, heads, head_dim)."""
+    q, k, v = qkv.unbind(-3)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     return flash_attn_varlen_func(
-        *(*qkv.unbind(-3), *lengths, dropout_p, softmax_scale, causal, window_size, softcap),
+        *(q, k, v, *lengths, dropout_p, softmax_scale, causal, window_size, softcap),
         *(alibi_slopes, deterministic, return_attn_probs),
     )
 
@@ -220,9 +223,10 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_varlen_func` of k and v in one tensor, (tokens, 2, heads_k, head_dim)."""
+    k, v = kv.unbind(-3)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     return flash_attn_varlen_func(
-        *(q, *kv.unbind(-3), *lengths, dropout_p, softmax_scale, causal, window_size, softcap),
+        *(q, k, v, *lengths, dropout_p, softmax_scale, causal, window_size, softcap),
         *(alibi_slopes, deterministic, return_attn_probs),
     )
 

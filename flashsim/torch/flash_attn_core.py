@@ -118,7 +118,7 @@ def with_cache(
         lengths = lengths + k.shape[1]
     if qv is not None or options.get("chunk") or q.dtype in _FP8:
         n = k_cache.shape[1] * (1 if table is None else table.shape[1])
-        stops = [n] * batch if lengths is None else lengths.tolist()
+        stops = [n] * batch if lengths is None else torch.as_tensor(lengths).tolist()
         begins = [0] * batch if starts is None else starts.tolist()
         out, lse = _over_cache(
             *(q.flatten(0, 1), tuple(range(0, batch * n_q + 1, n_q)), k_cache, v_cache),
@@ -379,8 +379,10 @@ def _over_cache(
                 whole = cache[table[b, : -(-stop // cache.shape[1])].long()].flatten(0, 1)
             live.append(whole[start : max(stop, start)])
         packed.append(torch.cat(live).transpose(0, 1)[None])
-    by_head = [None if x is None else x.transpose(0, 1)[None] for x in (q, qv)]
-    out, lse = attend(by_head[0], *packed, by_head[1], cuts=(of_q, tuple(of_k)), **options)
+    of_qv = None if qv is None else qv.transpose(0, 1)[None]
+    k, v = packed
+    given = q.transpose(0, 1)[None], k, v, of_qv
+    out, lse = attend(*given, cuts=(of_q, tuple(of_k)), **options)
     return out[0].transpose(0, 1), lse[0]
 
 

@@ -16,7 +16,7 @@ from flashsim.errors import (  # noqa: E402
     ShapeError,
     UnsupportedError,
 )
-from flashsim.torch import decode, flash_attn, flash_attn_interface  # noqa: E402
+from flashsim.torch import decode, decoding, flash_attn, flash_attn_interface  # noqa: E402
 
 WINDOWS = [(-1, -1), (5, 0), (3, 4)]
 
@@ -398,3 +398,21 @@ def test_decode_compiles():
     torch.testing.assert_close(
         compiled(q, k, v, cache_seqlens=lengths), decode(q, k, v, cache_seqlens=lengths)
     )
+
+
+@pytest.mark.parametrize("told", [{}, {"causal": True, "left": 4}, {"right": 2, "softcap": 3.0}])
+@pytest.mark.parametrize("paged", [False, True])
+def test_what_no_kernel_decodes_is_written_out(paged, told):
+    """What torch's operators compute on a GPU is what the CPU's engine computes, beside NaN too."""
+    q, k, v = tensors((3, 4, 2, 16), (9, 2, 8, 16), (9, 2, 8, 24))
+    lengths, table, starts, entries = torch.tensor([7, 0, 5]), None, None, None
+    if paged:
+        table = torch.tensor([[1, 2], [3, 8], [0, 4]], dtype=torch.int32)
+        lengths = torch.tensor([16, 9, 3])
+    else:
+        v[:, :, 7:] = math.nan
+        starts, entries = torch.tensor([2, 0, 1]), torch.tensor([8, 1, 0])
+    asked = {"causal": False, "left": -1, "right": -1, "softcap": 0.0} | told
+    given = q, k, v, lengths, table, starts, entries, *asked.values(), None, 0
+    for x, y in zip(decoding._written_out(*given), decoding._packed(*given), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
