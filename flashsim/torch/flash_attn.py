@@ -103,7 +103,9 @@ def flash_attn_qkvpacked_func(
     q, k, v = core.unpacked(qkv)
     return flash_attn_func(
         *(
-            *core.unpacked(qkv),
+            q,
+            k,
+            v,
             dropout_p,
             softmax_scale,
             causal,

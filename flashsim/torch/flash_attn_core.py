@@ -87,11 +87,8 @@ def with_cache(
 
     `at` holds positions to rotate by instead of `lengths`.
     """
-    if table is not None and (entries is not None or starts is not None):
-        raise UnsupportedError(
-            "a block_table names each sequence's pages: give neither cache_batch_idx nor "
-            "cache_leftpad with it"
-        )
+    if table is not None and entries is not None:
+        table, entries = table[entries.long()], None
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.stride(-1) != 1:
             raise ShapeError(f"{name} must have contiguous last dimension, got {x.stride()}")
@@ -116,7 +113,8 @@ def with_cache(
         _append(k_cache, k, lengths, entries, table)
         _append(v_cache, v, lengths, entries, table)
         lengths = lengths + k.shape[1]
-    if qv is not None or options.get("chunk") or q.dtype in _FP8:
+    padded_pages = table is not None and starts is not None
+    if qv is not None or options.get("chunk") or q.dtype in _FP8 or padded_pages:
         n = k_cache.shape[1] * (1 if table is None else table.shape[1])
         stops = [n] * batch if lengths is None else torch.as_tensor(lengths).tolist()
         begins = [0] * batch if starts is None else starts.tolist()
@@ -170,6 +168,8 @@ def packed_over_cache(
     """
     of_q = _offsets("cu_seqlens_q", cu_seqlens_q)
     batch = len(of_q) - 1
+    if table is not None and entries is not None:
+        table, entries = table[entries.long()], None
     if lengths is None:
         n = k_cache.shape[1] * (1 if table is None else table.shape[1])
         before = [n] * batch

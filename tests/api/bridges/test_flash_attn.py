@@ -210,7 +210,7 @@ def turned(x, cos, sin, positions, interleaved):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "entries and padding", "pages"])
+@pytest.mark.parametrize("kind", ["plain", "entries and padding", "pages", "padded pages"])
 @pytest.mark.parametrize("rotary", [None, True, False], ids=["no rotation", "pairs", "halves"])
 def test_a_cache_grows_and_is_read(kind, rotary, causal):
     """New keys are rotated and written; queries see the live keys; all else keeps its numbers."""
@@ -218,13 +218,13 @@ def test_a_cache_grows_and_is_read(kind, rotary, causal):
     q, new_k, new_v = tensors((3, 2, 4, 16), (3, 2, 2, 16), (3, 2, 2, 24))
     caches = tensors((5, 12, 2, 16), (5, 12, 2, 24), seed=1)
     how, told = {}, {"causal": causal}
-    if kind == "entries and padding":
-        starts, rows = [2, 0, 7], [4, 0, 3]
+    if "padd" in kind:
+        starts, rows = [2, 0, 7], [1, 0, 2] if "pages" in kind else [4, 0, 3]
         how["cache_batch_idx"] = torch.tensor(rows, dtype=torch.int32)
         how["cache_leftpad"] = torch.tensor(starts, dtype=torch.int32)
     table = torch.tensor([[3, 8, 1], [0, 2, 4], [9, 7, 6]], dtype=torch.int32)
     whole = [x.clone() for x in caches]
-    if kind == "pages":
+    if "pages" in kind:
         pools = [torch.full((10, 4, *x.shape[2:]), 7.0) for x in caches]
         for pool, x in zip(pools, caches, strict=True):
             for b in range(3):
@@ -252,7 +252,7 @@ def test_a_cache_grows_and_is_read(kind, rotary, causal):
         close(out[b], wanted[0])
         close(lse[b], wanted[1])
     for x, cache in zip(given, whole, strict=True):
-        if kind == "pages":
+        if "pages" in kind:
             x = x[table.long()].flatten(1, 2)
             cache = cache[:3]
         torch.testing.assert_close(x, cache, rtol=1e-6, atol=1e-6)
@@ -336,9 +336,6 @@ def test_what_is_refused_says_so():
         (OptionError, "both k and v", lambda: flash_attn.flash_attn_with_kvcache(q, k, v, k)),
         (OptionError, "needs rotary_sin", lambda: flash_attn.flash_attn_with_kvcache(
             q, k, v, rotary_cos=torch.rand(9, 4))),
-        (UnsupportedError, "neither cache_batch_idx", lambda: flash_attn.flash_attn_with_kvcache(
-            q, k, v, block_table=torch.zeros(1, 1, dtype=torch.int32),
-            cache_leftpad=torch.zeros(1, dtype=torch.int32))),
         (ShapeError, "contiguous last", lambda: flash_attn.flash_attn_with_kvcache(
             q, k.mT.contiguous().mT, v)),
         (OptionError, "needs cu_seqlens_q", lambda: flash_attn_interface.flash_attn_with_kvcache(
