@@ -145,7 +145,7 @@ def test_flash3_bw_compatibility():
 
 
 def test_files_of_flash_attention_run_on_the_interfaces(tmp_path, monkeypatch):
-    """Their parametrized functions are points; what is not ours to do is counted with its reason."""
+    """Parametrized functions are points; what is not ours to do is counted with its reason."""
     for name, text in THEIRS.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
