@@ -225,8 +225,7 @@ class _Attend(torch.autograd.Function):
             if dlse is None:
                 return None, None, None, None, None
             dout = torch.zeros_like(out)
-        # is_grads_batched maps over gradients in torch's older way, which only their keys tell.
-        mapped = _C._dispatch_keys(dout).has(_C.DispatchKey.Batched)
+        mapped = _C._functorch.is_legacy_batchedtensor(dout)  # by is_grads_batched
         eager = type(dout) is Tensor and not mapped and unwatched()
         if eager and not torch.is_grad_enabled():
             dq, dk, dv = ctx.call.backward(q, k, v, out, lse, dout, dlse)
