@@ -119,6 +119,9 @@ def torch_doors(device: str) -> dict[str, Work]:
     for name, function in ((SDPA, sdpa), ("flashsim.torch", ours)):
         compiled = torch.compile(function, fullgraph=True)
         works[f"compiled, {name}"] = lambda compiled=compiled: compiled(q, k, v)
+        if device == "cuda":
+            graphed = torch.compile(function, fullgraph=True, mode="reduce-overhead")
+            works[f"compiled with CUDA graphs, {name}"] = lambda graphed=graphed: graphed(q, k, v)
     if device == "cuda":
         try:
             import cupy
@@ -198,7 +201,7 @@ def generating(device: str, prompts: Any, rounds: int, compiled: bool) -> list[t
     """Seconds of `generate` for each prompt, by attention; of new tokens alone."""
     model, wait, rows = llama(device), waiter(device), []
     for batch, n, new in prompts:
-        words = torch.randint(0, 1000, (batch, n), device=device)
+        words = torch.randint(1, 1000, (batch, n), device=device)  # 0 is padding
         options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
         if compiled:
             options["cache_implementation"] = "static"
@@ -223,7 +226,7 @@ def generating(device: str, prompts: Any, rounds: int, compiled: bool) -> list[t
 def training(device: str, rounds: int) -> list[tuple[Any, ...]]:
     """Milliseconds of a training step, by attention."""
     model, wait = llama(device, 8).train(), waiter(device)
-    words = torch.randint(0, 1000, (2, 2048 if device == "cuda" else 64), device=device)
+    words = torch.randint(1, 1000, (2, 2048 if device == "cuda" else 64), device=device)
 
     def step(name: str) -> Work:
         def run() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from flashsim.backends import failures
 from flashsim.backends.cupy_gpu import arrays
-from flashsim.backends.cupy_gpu.launching import Argument, Launcher, Parameters, aside
+from flashsim.backends.cupy_gpu.launching import Argument, Launcher, Parameters, aside, capture_of
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu
@@ -88,19 +88,35 @@ def _parts(
     """What `Workspace.partial` returns, and an object that keeps the memory alive.
 
     While a CUDA graph is captured, a call without a workspace allocates in the graph's own memory:
-    the graph may run in any stream, beside others.
+    the graph may run in any stream, beside others. Its arrival counters are kept for good.
     """
     if given is not None:
         return given.partial(space, made), None
     outputs, sums = made.partial_elements
     if outputs and cupy.cuda.runtime.streamIsCapturing(stream):
         parts = space.empty((outputs + sums,))
-        counters = None if made.merge else space.counters((made.counters,))
         at = space.pointer(parts)
-        arrived = 0 if counters is None else space.pointer(counters)
-        return (at, at + 4 * outputs, arrived), (parts, counters)
+        arrived = 0 if made.merge else _captured_counters(space, made.counters, stream)
+        return (at, at + 4 * outputs, arrived), parts
     own = _WORKSPACES.setdefault((space.device, stream), Workspace())
     return own.partial(space, made), None
+
+
+#: Of captured calls, by device, capture and stream. A graph may be replayed at any time, so nothing
+#: is ever given back: a few KiB per capture.
+_CAPTURED: dict[tuple[int, int, int], list[cupy.ndarray]] = {}
+
+
+def _captured_counters(space: arrays.Space, n: int, stream: int) -> int:
+    """The address of `n` counters that are 0 whenever the graph being captured is replayed.
+
+    Launches leave them at 0, so a graph need not clear them.
+    """
+    held = _CAPTURED.setdefault((space.device, capture_of(stream), stream), [])
+    if not held or held[-1].size < n:
+        with aside():
+            held.append(cupy.zeros(max(n, 1024), "uint32"))
+    return held[-1].data.ptr
 
 
 class _Ready:

@@ -23,6 +23,8 @@ from flashsim.backends.launch.kernel import Kernel
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
 #: CUstreamCaptureMode of cuda.h: this thread's calls are not for a capture to refuse.
 _RELAXED = 2
+#: CU_STREAM_CAPTURE_STATUS_ACTIVE.
+_CAPTURING = 1
 
 
 class _Attribute(ctypes.Structure):
@@ -149,6 +151,17 @@ def aside() -> Iterator[None]:
         stream.synchronize()
     finally:
         exchange(ctypes.byref(mode))
+
+
+def capture_of(stream: int) -> int:
+    """The number of the capture that a stream takes part in; 0 if none."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    error = driver().cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
+    )
+    if error:
+        raise cupy.cuda.driver.CUDADriverError(error)
+    return number.value if status.value == _CAPTURING else 0
 
 
 def clusters_at_once(shared: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

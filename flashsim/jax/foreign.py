@@ -61,7 +61,9 @@ def _forward_on_gpu(call: xla_ffi.ForeignCall) -> None:
     if run is None:
         _answer(forward, OnGpu, call)
     else:
-        run(*addresses, call.stream())
+        launch, (q, k, v) = run
+        *given, out, lse = addresses
+        launch(given[q], given[k], given[v], out, lse, call.stream())
 
 
 def _device(address: int) -> int:
@@ -71,20 +73,21 @@ def _device(address: int) -> int:
 
 
 def _placed(call: xla_ffi.ForeignCall) -> Any:
-    """Check a forward pass on a GPU; return what runs it on addresses, or None."""
+    """Check a forward pass on a GPU; return what runs it, and where q, k and v are; or None."""
     question = _question(call, OnGpu)
     names = question.pop("operands")
     given, backend = call.arguments, question["backend"]
-    plain = names == ["q", "k", "v"] and all(len(x.shape) == 4 and x.nbytes for x in given)
+    plain = {*names} == {*"qkv"} and all(len(x.shape) == 4 and x.nbytes for x in given)
     if backend != "cupy" or not plain:
         return None
-    here = OnGpu(call)
+    here, places = OnGpu(call), [names.index(name) for name in "qkv"]
     with here.active:
-        q, k, v = map(here.array, given)
+        q, k, v = (here.array(given[n]) for n in places)
         question.pop("deterministic")
         asked, job = ask(Request(**question), q, k, v)
         engine: Any = asked.engine
-        return engine.placed(job, few=_few(q.shape, k.shape, v.shape, str(q.dtype)))
+        run = engine.placed(job, few=_few(q.shape, k.shape, v.shape, str(q.dtype)))
+        return None if run is None else (run, places)
 
 
 def _few(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: str) -> bool:

@@ -15,7 +15,8 @@ from cupy_checks import MARKS  # noqa: E402
 import flashsim.torch  # noqa: E402
 from flashsim.torch import attention, decode, direct, flash_attn  # noqa: E402
 
-pytestmark = MARKS
+_OF_COMPILERS = ("TensorFloat32 tensor cores", "`torch.jit", "The CUDA Graph is empty")
+pytestmark = [*MARKS, *(pytest.mark.filterwarnings(f"ignore:{x}") for x in _OF_COMPILERS)]
 
 HALF = torch.bfloat16
 

@@ -24,7 +24,7 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
     OnChip& t = *reinterpret_cast<OnChip*>(shared);
     // -- Phase 0: what this block owns ------------------------------------------------------------
 #if FS_DYNAMIC
-    wait_for_what_ran_before();
+    if (a.lengths || a.starts || a.entries) wait_for_what_ran_before();  // it may write them
 #endif
     const Owned own(a);
 #if FS_CLUSTER > 1
