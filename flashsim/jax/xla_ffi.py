@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
+from functools import cache
 from typing import Any, ClassVar
 
 import jax
@@ -173,9 +174,15 @@ class ForeignCall:
     def stream(self) -> int:
         """The address of the stream that XLA launches on (GPUs only)."""
         asked = _StreamGet(ctypes.sizeof(_StreamGet), None, self._frame.context)
-        if _STREAM(self._frame.api.contents.stream_get)(ctypes.byref(asked)):
+        if _asking(self._frame.api.contents.stream_get)(ctypes.byref(asked)):
             raise RuntimeError("XLA has no stream for this call")
         return asked.stream or 0
+
+
+@cache
+def _asking(address: int) -> Any:
+    """XLA's function at an address that asks for a stream, as one to call."""
+    return _STREAM(address)
 
 
 def _read(span: Any) -> str:

@@ -238,10 +238,12 @@ class _Attend(torch.autograd.Function):
 # -- under torch.compile ---------------------------------------------------------------------------
 
 _LIBRARY = torch.library.Library("flashsim", "FRAGMENT")
-_LIBRARY.define(
-    "attend(Tensor q, Tensor k, Tensor v, float softcap, float? scale, str question) "
-    "-> (Tensor out, Tensor lse)"
-)
+# The second has no gradient: torch then looks for none, which takes as long as a launch.
+for _name in ("attend", "attend_without_gradient"):
+    _LIBRARY.define(
+        f"{_name}(Tensor q, Tensor k, Tensor v, float softcap, float? scale, str question) "
+        "-> (Tensor out, Tensor lse)"
+    )
 _LIBRARY.define(
     "attend_backward(Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
     "float softcap, float? scale, str question) -> (Tensor dq, Tensor dk, Tensor dv)"
@@ -291,9 +293,11 @@ def _attend_backward(
 
 for _device in ("CPU", "CUDA"):
     _LIBRARY.impl("attend", _attend, _device)
+    _LIBRARY.impl("attend_without_gradient", _attend, _device)
     _LIBRARY.impl("attend_backward", _attend_backward, _device)
 
 
+@torch.library.register_fake("flashsim::attend_without_gradient", lib=_LIBRARY)
 @torch.library.register_fake("flashsim::attend", lib=_LIBRARY)
 def _attend_shapes(
     q: Tensor, k: Tensor, v: Tensor, softcap: float, scale: Any, question: str
@@ -332,6 +336,7 @@ torch.library.register_autograd("flashsim::attend", _pull_back, setup_context=_k
 torch.library.register_autograd("flashsim::attend_backward", ops.no_second, lib=_LIBRARY)
 
 
+@torch.library.register_vmap("flashsim::attend_without_gradient", lib=_LIBRARY)
 @torch.library.register_vmap("flashsim::attend", lib=_LIBRARY)
 def _folded(info: Any, dims: Any, q: Tensor, k: Tensor, v: Tensor, *asked: Any) -> Any:
     question = dict(zip(NAMES, spoken(*asked), strict=True))
@@ -356,4 +361,7 @@ def compiled(q: Tensor, k: Tensor, v: Tensor, question: Question) -> tuple[Tenso
         ops.no_forward_mode()
     causal, left, right, softcap, scale, algorithm, deterministic, by = question
     text = words(causal, left, right, algorithm, deterministic, by)
-    return torch.ops.flashsim.attend.default(q, k, v, softcap, scale, text)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return torch.ops.flashsim.attend.default(q, k, v, softcap, scale, text)
+    operator = torch.ops.flashsim.attend_without_gradient.default
+    return operator(q, k, v, softcap, scale, text)
