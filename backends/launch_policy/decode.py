@@ -9,7 +9,7 @@ is read in one loop, whose row tiles hold the queries of all sequences. Nothing 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -142,7 +142,7 @@ class Decode:
         """The grid of thread blocks of the merging kernel."""
         return -(-self.rows // kernels.MERGE_WARPS), len(self.merges) * self.problem.kv_heads
 
-    @property
+    @cached_property
     def cluster(self) -> int:
         """The number of blocks that merge through each other's shared memory.
 
@@ -155,7 +155,7 @@ class Decode:
         """Whether a launch may begin before the kernel ahead of it in the stream ends (sm_90)."""
         return bool(dict(self.kernel.constants)["FS_OVERLAP"])
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """The number of partial results that are kept in HBM until they are merged."""
         if self.cluster > 1:
@@ -164,13 +164,13 @@ class Decode:
             return self.prefix_splits * self.problem.batch + sum(self.splits)
         return sum(n for n in self.splits if n > 1)
 
-    @property
+    @cached_property
     def partial_elements(self) -> tuple[int, int]:
         """The sizes of the partial O and of the partial LSE, in float32 elements."""
         rows = self.slots * self.problem.kv_heads * self.rows
         return rows * row_elements(self.problem.head_dim_v), rows
 
-    @property
+    @cached_property
     def counters(self) -> int:
         """The number of arrival counters (uint32), one per sequence, KV head and row tile."""
         return self.problem.batch * self.problem.kv_heads * self.row_tiles
