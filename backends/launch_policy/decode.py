@@ -352,7 +352,8 @@ def _plain(asked: _DecodeRequest) -> Decode:
     docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
 
     A sequence is a cluster only if all clusters run at once, which depends on the chip: the last
-    ones would run alone. Otherwise it gets fewer parts, which are a smaller cluster.
+    ones would run alone. Otherwise it gets fewer parts, which are a smaller cluster, or, up to 128
+    columns, as many parts that merge through HBM.
     """
     p, lengths, gpu, splits, page, variant, _ = asked
     hopper, rows, (d, dv) = gpu.compute_capability >= (9, 0), p.n_q * p.group, padded_dims(p)
@@ -376,7 +377,7 @@ def _plain(asked: _DecodeRequest) -> Decode:
     together = sum(n > 0 for n in tiles) * each  # clusters, if each sequence is one
     if clusters and alike and made[0] in CLUSTERS and together > gpu.at_once(made[0]):
         fewer = [n for n in CLUSTERS if n < made[0] and together <= gpu.at_once(n)]
-        if chosen and fewer:
+        if chosen and fewer and d + dv > 128:
             split = _packed(max(fewer), longest)
             made = split.parts(tiles).tolist()
         else:

@@ -13,6 +13,7 @@ from flashsim.api import execution
 from flashsim.api.arrays import name_of
 from flashsim.errors import DTypeError, ShapeError, UnsupportedError
 from flashsim.problem.problem import Problem
+from flashsim.torch import direct
 from flashsim.torch.ops import readable
 
 
@@ -77,7 +78,11 @@ def decode(
     starts = _integers("cache_starts", cache_starts, q)
     entries = _integers("cache_batch_idx", cache_batch_idx, q)
     left, right = (-1, -1) if window is None else window
-    out, lse = torch.ops.flashsim.decode.default(
+    run: Any = torch.ops.flashsim.decode.default
+    plain = type(q) is type(k_cache) is type(v_cache) is Tensor and direct.unwatched()
+    if plain and not torch.is_grad_enabled() and not q.is_meta:
+        run = _on_gpu if q.is_cuda else _packed
+    out, lse = run(
         *(q, k_cache, v_cache, lengths, block_table, starts, entries),
         *(causal, left, right, softcap, scale, splits or 0),
     )

@@ -202,7 +202,7 @@ def _wanted_whole(band: Band, rest: dict[str, Any], start: int, n_q: int, n_kv: 
     transformers itself requests it for one query of a static cache, but the model does not use it.
     """
     skip = f"allow_is_{'causal' if band.causal else 'bidirectional'}_skip"
-    return not rest.get(skip, True) and not (n_q == 1 and start + 1 < n_kv)
+    return not rest.get(skip, True) and not (n_q == 1 and start + 1 <= n_kv)
 
 
 def _readable(*given: Any) -> bool:
