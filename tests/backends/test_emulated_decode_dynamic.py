@@ -105,8 +105,8 @@ FAULTS = {
     "lengths not read": ("a.lengths ? min(", "a.lengths && !FAULT ? min("),
     "a part too far": ("* item.y / splits", "* (item.y + FAULT) / splits"),
     "a lost last part": ("* (item.y + 1) / splits", "* (item.y + !FAULT) / splits"),
-    "a start forgotten": ("if (a.starts)", "if (a.starts && !FAULT)"),
-    "another's entry": ("if (a.entries)", "if (a.entries && !FAULT)"),
+    "a start forgotten": ("&& a.starts)", "&& a.starts && !FAULT)"),
+    "another's entry": ("&& a.entries)", "&& a.entries && !FAULT)"),
     "a window from too far on": ("- a.n_q - a.left, 0)", "- a.n_q - a.left * !FAULT, 0)"),
 }
 FAULTY = emulator.Faulty(800, FAULTS)

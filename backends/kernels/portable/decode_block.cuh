@@ -58,8 +58,8 @@ struct Owned {
         entry = batch;
 #if FS_DYNAMIC
         const int last = a.lengths ? min(max(a.lengths[batch], 0), a.capacity) : a.capacity;
-        if (a.starts) begin = min(max(a.starts[batch], 0), last);
-        if (a.entries) entry = a.entries[batch];
+        if (!PAGE && a.starts) begin = min(max(a.starts[batch], 0), last);
+        if (!PAGE && a.entries) entry = a.entries[batch];
         length = last - begin;
         const int hi = (length + BLOCK_K - 1) / BLOCK_K;
         const int lo = FS_LEFT ? min(max(length - a.n_q - a.left, 0) / BLOCK_K, hi) : 0;
