@@ -84,7 +84,8 @@ def attention(
         While the function is traced. Errors that only the engine finds (GPU kernels take no bias)
         come at run time, as a `jax.errors.JaxRuntimeError` with the same text.
     """
-    reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
+    if unknown:
+        reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
     key: tuple[Any, ...] = ()
     if bias is None and cu_seqlens_q is None and cu_seqlens_k is None:
         options = causal, window, softcap, scale, algorithm, deterministic, backend, return_lse

@@ -75,7 +75,8 @@ def attention(
         For arguments that flashsim does not support; also for a bias on a GPU, because the GPU
         kernels take none.
     """
-    reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
+    if unknown:
+        reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
     plain, key = bias is None and cu_seqlens_q is None and cu_seqlens_k is None, ()
     if plain and not torch.compiler.is_compiling():
         if torch._C._is_any_autocast_enabled():
