@@ -1,6 +1,6 @@
 """flash-attention's own test files, fetched and run against flashsim's interfaces, on CUDA.
 
-`tests/test_flash_attn.py` runs on `flashsim.torch.flash_attn`, and `hopper/test_flash_attn.py` on
+FlashAttention-2's test_flash_attn.py runs on `flashsim.torch.flash_attn`, and FlashAttention-3's on
 `flashsim.torch.flash_attn_interface`. The files are kept in build/outside/, or FLASH_ATTENTION
 names the folder of a clone. They want einops.
 """
