@@ -29,10 +29,13 @@ from flashsim.problem.problem import numpy_dtype
 _RAW = {1: np.uint8, 2: np.uint16}
 
 
+Place = tuple[int, int, int, int]
+
+
 class View(NamedTuple):
     """A (batch, heads, n, d) array in HBM as kernels see it."""
 
-    place: tuple[int, int, int, int]  # address; strides of the first three axes, in elements
+    place: Place  # address; strides of the first three axes, in elements
     array: Any  # keeps the memory alive
     copied: int = 0  # bytes of a copy that had to be made on the GPU
 
@@ -74,6 +77,11 @@ class Space:
         """A new CuPy array of zeros, for a kernel's reports."""
         return cupy.zeros(shape, dtype)
 
+    def counters(self, shape: tuple[int, ...]) -> Any:
+        """A new array of 32-bit zeros in the space's own memory."""
+        with self.active():
+            return cupy.zeros(shape, "uint32")
+
     def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
         """An array of this space as the caller gets it: the first `keep` of its `width` columns."""
         return array if keep == width else _copy(array[..., :keep])
@@ -87,7 +95,8 @@ class CupySpace(Space):
 
     def view(self, array: Any) -> View:
         """See `Space`; takes any array with ``__cuda_array_interface__``."""
-        array = cupy.asarray(array)
+        if type(array) is not cupy.ndarray:
+            array = cupy.asarray(array)
         size = array.itemsize
         if size == 1:
             array = array.view(np.uint8)  # FP8, of which CuPy can keep arrays but not copy them
@@ -207,6 +216,10 @@ class TorchSpace(Space):
         """See `Space`."""
         return self._float32.new_empty(0, dtype=getattr(self.torch, dtype))
 
+    def counters(self, shape: tuple[int, ...]) -> Any:
+        """See `Space`; torch's memory may be allocated while a CUDA graph is captured."""
+        return self._float32.new_zeros(shape)
+
     def pointer(self, array: Any) -> int:
         """See `Space`."""
         return array.data.ptr if isinstance(array, cupy.ndarray) else array.data_ptr()
@@ -218,6 +231,26 @@ class TorchSpace(Space):
     def active(self) -> AbstractContextManager[Any]:
         """See `Space`."""
         return ForeignStream(self.device, self.stream())
+
+
+def place(space: Space, x: Any) -> tuple[Place, Any]:
+    """The address and strides of a tensor that kernels can read, and the owner of its memory.
+
+    The tensor is copied only if it is broadcast or the kernels cannot read it as it is.
+    """
+    batch, head, row, last = x.stride()
+    at = x.data_ptr()
+    if (
+        not ((batch | head | row) * x.element_size() | at) & 15
+        and last == 1
+        and batch
+        and head
+        and row
+        and not x.shape[-1] & 7
+    ):
+        return (at, batch, head, row), x
+    view = space.view(x.contiguous() if 0 in x.stride() else x)
+    return view.place, view.array
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:
@@ -339,6 +372,8 @@ def _made(space: Any, *where: Any) -> Space:
 def _space(name: str, array: Any, dtype: str) -> Any:
     if type(array) in _TENSORS and (known := _OF_TORCH.get(array.get_device())):
         return known
+    if type(array) is cupy.ndarray:
+        return _made(CupySpace, array.data.device_id)
     if isinstance(array, np.ndarray):
         return _made(NumpySpace, cupy.cuda.runtime.getDevice(), dtype)
     if is_torch(array):

@@ -38,6 +38,8 @@ _HEAD = struct.Struct("<" + "Qqqq" * len(launch.TENSORS) + "Q" * len(launch.SCRA
 _REPORTS = struct.Struct("<" + "Q" * len(launch.REPORTS))
 _REPORTS_AT = _HEAD.size + 8 * len(launch.TABLES)
 ABSENT = (0, 0, 0, 0)
+NO_GRADIENTS = ABSENT * (len(launch.TENSORS) - 4)
+NO_SCRATCH = (0,) * (len(launch.SCRATCH) - 1)  # all except the LSE
 DQ_ACC = "dq_acc"
 _PER_THREAD = cupy.cuda.runtime.streamPerThread
 
@@ -58,10 +60,8 @@ class Uploaded:
 
 @lru_cache(maxsize=256)
 def uploaded(tables: Lowered, device: int) -> Uploaded:
-    """The tables on CuPy's current device; they are uploaded only once."""
-    made = Uploaded(tables)
-    cupy.cuda.get_current_stream().synchronize()  # other streams may use them from now on
-    return made
+    """The tables on CuPy's current device; they are uploaded only once, inside `aside`."""
+    return Uploaded(tables)
 
 
 class NewArray(NamedTuple):
@@ -123,11 +123,21 @@ class Call:
         address and strides of each of `launch.TENSORS`, or `ABSENT` for a tensor that the call
         lacks. Then come the addresses of contiguous float32 arrays, those of `launch.SCRATCH`, or
         0.
+    keeps : optional
+        What must live until the launches are in the stream.
+    stream : int, optional
+        Default: the space's current stream.
     """
 
-    def __init__(self, space: arrays.Space, head: Sequence[int]) -> None:
-        self.space, self.head = space, head
-        self.stream = space.stream()
+    def __init__(
+        self,
+        space: arrays.Space,
+        head: Sequence[int],
+        keeps: Any = None,
+        stream: int | None = None,
+    ) -> None:
+        self.space, self.head, self._keeps = space, head, keeps
+        self.stream = space.stream() if stream is None else stream
         self.packed = _HEAD.pack(*head)
 
 
@@ -238,16 +248,68 @@ class Plan:
     tiling : Tiling
     sizes : NewArrays
     gpu : Gpu
+    summed : int or None
+        Elements of a backward pass's float32 accumulator of dQ. None if the pass needs neither it
+        nor delta.
+    ordered : bool
+        Whether a backward pass adds to dQ in a fixed order.
     """
 
     def __init__(
-        self, name: str, passes: tuple[KernelPass, ...], gpu: Gpu, device: int, load: Load
+        self,
+        name: str,
+        passes: tuple[KernelPass, ...],
+        gpu: Gpu,
+        device: int,
+        load: Load,
+        *,
+        algorithm: str = "flash2",
+        ordered: bool = False,
     ) -> None:
         self.name, self.passes, self.gpu = name, passes, gpu
+        p = passes[0].tables.schedule.problem
         self.tiling: Tiling = passes[0].tables.schedule.tiling
-        self.sizes = NewArrays.of(passes[0].tables.schedule.problem)
+        self.sizes = NewArrays.of(p)
+        self.summed: int | None = 0
+        if algorithm == "flash2-once":
+            self.summed = None
+        elif algorithm == "flash2-fused" and p.dtype != "float32":
+            self.summed = self.sizes.rows * self.sizes.dq.width
+        self.ordered = ordered
         each = (x for one in passes for x in (*one.before, one))
         self.launches = tuple(ReadyPass(x, device, load) for x in each)
+
+    def gradients(
+        self, space: arrays.Space, places: tuple[int, ...], lse: int, dlse: int, like: Any
+    ) -> tuple[Call, Any, Any, Any]:
+        """The call of a backward pass, and the arrays that it fills: dQ, dK and dV.
+
+        Parameters
+        ----------
+        places : tuple of int
+            Address and strides of q, k, v, out and dout.
+        lse, dlse : int
+            Addresses; `dlse` is 0 if there is no gradient of the LSE.
+        like : array
+            An array of the gradients' type.
+        """
+        sizes, summed = self.sizes, self.summed
+        dq = space.empty(sizes.dq.shape, like)
+        dk = space.empty(sizes.dk.shape, like)
+        dv = space.empty(sizes.dv.shape, like)
+        dq_at, at, turns = space.pointer(dq), 0, None
+        if summed is not None:
+            # One array for dQ's accumulator and, behind it, delta: each takes the host a µs or two.
+            scratch = space.empty((summed + sizes.rows,))
+            at = space.pointer(scratch)
+        if self.ordered:
+            turns = space.counters((sizes.rows, 2))
+        head = (
+            *(*places, *sizes.dq.at(dq_at), *sizes.dk.at(space.pointer(dk))),
+            *(*sizes.dv.at(space.pointer(dv)), lse, at + 4 * (summed or 0)),
+            *(at if summed else dq_at, 0 if turns is None else space.pointer(turns), dlse, 0, 0),
+        )
+        return Call(space, head, keeps=(scratch if at else None, turns)), dq, dk, dv
 
     def run(
         self, call: Call, trace: bool | str

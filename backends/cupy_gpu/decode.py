@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from operator import index
 from threading import Lock
@@ -14,7 +14,7 @@ import numpy as np
 
 from flashsim.backends import failures
 from flashsim.backends.cupy_gpu import arrays
-from flashsim.backends.cupy_gpu.launching import Argument, Launcher, Parameters
+from flashsim.backends.cupy_gpu.launching import Argument, Launcher, Parameters, aside, capture_of
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu
@@ -31,9 +31,10 @@ _HEAD = struct.Struct(
     "<" + "Qqqq" * len(decode_kernels.TENSORS) + "Q" * len(decode_kernels.POINTERS)
 )
 _TABLE, _ADDRESS = struct.Struct("<ii"), struct.Struct("<Q")
-_TABLE_AT, _ITEMS_AT = (
+_CAPACITY = struct.Struct("<i")
+_TABLE_AT, _ITEMS_AT, _CAPACITY_AT = (
     int(decode_kernels.RECORD.fields[name][1])  # type: ignore[index]
-    for name in ("table_row", "items")
+    for name in ("table_row", "items", "capacity")
 )
 
 
@@ -81,6 +82,43 @@ class Workspace:
 _WORKSPACES: dict[tuple[int, int], Workspace] = {}
 
 
+def _parts(
+    space: arrays.Space, made: decode.Decode, given: Workspace | None, stream: int
+) -> tuple[tuple[int, int, int], Any]:
+    """What `Workspace.partial` returns, and an object that keeps the memory alive.
+
+    While a CUDA graph is captured, a call without a workspace allocates in the graph's own memory:
+    the graph may run in any stream, beside others. Its arrival counters are kept for good.
+    """
+    if given is not None:
+        return given.partial(space, made), None
+    outputs, sums = made.partial_elements
+    if outputs and cupy.cuda.runtime.streamIsCapturing(stream):
+        parts = space.empty((outputs + sums,))
+        at = space.pointer(parts)
+        arrived = 0 if made.merge else _captured_counters(space, made.counters, stream)
+        return (at, at + 4 * outputs, arrived), parts
+    own = _WORKSPACES.setdefault((space.device, stream), Workspace())
+    return own.partial(space, made), None
+
+
+#: Of captured calls, by device, capture and stream. A graph may be replayed at any time, so nothing
+#: is ever given back: a few KiB per capture.
+_CAPTURED: dict[tuple[int, int, int], list[cupy.ndarray]] = {}
+
+
+def _captured_counters(space: arrays.Space, n: int, stream: int) -> int:
+    """The address of `n` counters that are 0 whenever the graph being captured is replayed.
+
+    Launches leave them at 0, so a graph need not clear them.
+    """
+    held = _CAPTURED.setdefault((space.device, capture_of(stream), stream), [])
+    if not held or held[-1].size < n:
+        with aside():
+            held.append(cupy.zeros(max(n, 1024), "uint32"))
+    return held[-1].data.ptr
+
+
 class _Ready:
     """A compiled launch with its table of work uploaded."""
 
@@ -100,22 +138,26 @@ class _Ready:
             self._merges = cupy.asarray(made.merges)
             function = nvrtc.load(made.merge, device)
             self._merge = Launcher(function, made.merge, made.merge_grid, overlap=made.overlaps)
-        cupy.cuda.get_current_stream().synchronize()  # other streams may use them from now on
         self._lock = Lock()  # the buffer is one, threads may be several
 
-    def __call__(self, stream: int, head: list[int], row: int, pages: int) -> None:
+    def __call__(
+        self, stream: int, head: Sequence[int], row: int, pages: int, capacity: int = 0
+    ) -> None:
         """Launch; the call's device must be CuPy's current one.
 
         Parameters
         ----------
         stream : int
-        head : list of int
+        head : sequence of int
             Address and strides of each of `decode_kernels.TENSORS`, then the addresses of its
             `POINTERS`.
         row, pages : int
             Entries per sequence in the block table; pages of the pool.
+        capacity : int
+            Rows of a sequence in the cache, for a kernel that reads live lengths as it runs.
         """
         with self._lock:
+            _CAPACITY.pack_into(self._args.buffer, _CAPACITY_AT, capacity)
             _HEAD.pack_into(self._args.buffer, 0, *head)
             _TABLE.pack_into(self._args.buffer, _TABLE_AT, row, pages)
             self._launch(stream, self._parameters)
@@ -126,7 +168,8 @@ class _Ready:
 
 @lru_cache(maxsize=256)
 def _ready(made: decode.Decode, device: int) -> _Ready:
-    return _Ready(made, device)
+    with aside():
+        return _Ready(made, device)
 
 
 def forward(job: Job, gpu: Gpu, space: arrays.Space) -> Outcome:
@@ -139,6 +182,90 @@ def forward(job: Job, gpu: Gpu, space: arrays.Space) -> Outcome:
         cache per sequence.
     """
     return _forward(job, gpu, space, counts=bool(job.trace))[0]
+
+
+class Decoder:
+    """Decoding of torch tensors; the kernel reads the live lengths as it runs.
+
+    Every call is one launch, without a wait for the GPU; a CUDA graph can capture it.
+
+    Parameters
+    ----------
+    problem : Problem
+        Its `n_kv` is the most keys of a sequence that the splits are chosen for. Calls may have
+        fewer or more.
+    """
+
+    def __init__(
+        self, space: arrays.Space, problem: Problem, gpu: Gpu, page: int, splits: int | None
+    ) -> None:
+        self._space, self._page, p = space, page, problem
+        self._made = made = decode.dynamic(p, gpu, splits, page)
+        with failures.Explaining(), space.active():
+            self._ready = _ready(made, space.device)
+        width = launch.row_elements(p.head_dim_v)
+        self._out, self._lse = (p.batch, p.heads, p.n_q, width), (p.batch, p.heads, p.n_q)
+        self._strides = p.heads * p.n_q * width, p.n_q * width, width
+        self._width = p.head_dim_v
+
+    def __call__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        lengths: Any = None,
+        table: Any = None,
+        starts: Any = None,
+        entries: Any = None,
+    ) -> tuple[Any, Any]:
+        """Return out and the LSE.
+
+        Parameters
+        ----------
+        q : Tensor, (batch, heads, n_q, head_dim)
+        k, v : Tensor, (entries, kv_heads, n, width); with a table (pages, kv_heads, page, width)
+        lengths, starts, entries : Tensor of int32, (batch,), contiguous, optional
+            Where the live keys of a sequence end and begin, and its entry of the cache.
+        table : Tensor of int32, (batch, pages of a sequence), with contiguous rows, optional
+        """
+        space, pages, capacity, row = self._space, 0, k.shape[2], 0
+        with _EXPLAINING, space.on_device():
+            at_q, q = arrays.place(space, q)
+            (at_k, k), (at_v, v) = arrays.place(space, k), arrays.place(space, v)
+            out, lse = q.new_empty(*self._out), space.empty(self._lse)
+            stream = space.stream()
+            parts, _kept = _parts(space, self._made, None, stream)
+            if table is not None:
+                pages, row = k.shape[0], table.stride(0)
+                capacity = table.shape[1] * self._page
+            at = [0 if x is None else x.data_ptr() for x in (table, lengths, starts, entries)]
+            head = (
+                *(*at_q, out.data_ptr(), *self._strides, *at_k, *at_v, lse.data_ptr()),
+                *(*parts, self._ready.items, *at, *_NOTHING),
+            )
+            self._ready(stream, head, row, pages, capacity)
+            if self._width != self._out[3]:
+                out = space.result(out, self._width, self._out[3])
+            return out, lse
+
+    def at(
+        self,
+        q: arrays.Place,
+        k: arrays.Place,
+        v: arrays.Place,
+        out: int,
+        lse: int,
+        keys: int,
+        stream: int,
+    ) -> None:
+        """Decode memory at these addresses: all `keys` rows of each sequence; write out and LSE."""
+        with _EXPLAINING, self._space.on_device():
+            parts, _kept = _parts(self._space, self._made, None, stream)
+            head = *q, out, *self._strides, *k, *v, lse, *parts, self._ready.items, *_WHOLE
+            self._ready(stream, head, 0, 0, keys)
+
+
+_EXPLAINING = failures.Explaining()
 
 
 def counted(job: Job, gpu: Gpu, space: arrays.Space) -> dict[str, int]:
@@ -174,16 +301,15 @@ def _forward(
             where, row, _held = _table(table)
         given = options.get("workspace")
         stream = space.stream()
-        if given is None:
-            own = _WORKSPACES.setdefault((space.device, stream), Workspace())
         q, k = space.view(job.q), space.view(job.k)
         v = k if p.latent else space.view(job.v)
         out, lse = (given or Workspace()).results(space, p, q.array)
-        parts = (given or own).partial(space, made)
+        parts, _kept = _parts(space, made, given, stream)
         width = launch.row_elements(p.head_dim_v)
         o = (space.pointer(out), p.heads * p.n_q * width, p.n_q * width, width)
         reports = _reports(made, space, timed=timed) if counts else {}
         head = [*q.place, *o, *k.place, *v.place, space.pointer(lse), *parts, ready.items, where]
+        head += _NO_LENGTHS
         head += [reports[n].data.ptr if n in reports else 0 for n in _REPORTS]
         ready(stream, head, row, int(job.k.shape[0]) if page else 0)
         stages = spans = None
@@ -207,7 +333,10 @@ def _forward(
         return outcome, _totals(reports)
 
 
+_NO_LENGTHS = (0, 0, 0)  # lengths, starts, entries
 _REPORTS = ("visit_counts", "item_counts", "visit_stamps", "item_stamps")
+_NOTHING = (0,) * len(_REPORTS)
+_WHOLE = (0, *_NO_LENGTHS, *_NOTHING)  # no table
 
 
 def _reports(made: decode.Decode, space: arrays.Space, *, timed: bool) -> dict[str, cupy.ndarray]:

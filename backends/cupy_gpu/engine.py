@@ -16,6 +16,7 @@ from flashsim.backends.launch import device_tables
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch_policy.decode import ALGORITHM as DECODE
+from flashsim.backends.launch_policy.decode import CLUSTERS
 from flashsim.backends.launch_policy.decode import OPTIONS as DECODING
 from flashsim.backends.launch_policy.family import Family
 from flashsim.backends.launch_policy.hopper import HOPPER
@@ -41,7 +42,9 @@ failures.require_cupy("cupy")
 import cupy  # noqa: E402
 
 from flashsim.backends.cupy_gpu import arrays, decode, fp8  # noqa: E402
-from flashsim.backends.cupy_gpu.calls import ABSENT, Call, Plan  # noqa: E402
+from flashsim.backends.cupy_gpu.calls import NO_GRADIENTS, NO_SCRATCH, Call, Plan  # noqa: E402
+from flashsim.backends.cupy_gpu.direct import Direct, Placed  # noqa: E402
+from flashsim.backends.cupy_gpu.launching import aside, clusters_at_once  # noqa: E402
 
 
 def forward(job: Job) -> Outcome:
@@ -91,6 +94,72 @@ def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> A
     space = arrays.space_of(given, job.problem.result_dtype)
     with space.on_device():
         return space.full(shape, dtype, value)
+
+
+def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> Direct | None:
+    """The passes of a checked job on torch tensors, without what a call need not do again.
+
+    None if the job is not one of torch tensors, or needs more than addresses and strides.
+
+    Parameters
+    ----------
+    backward_job : function
+        Given what `recall` returns, and whether there is a gradient of the LSE: the job of the
+        backward pass.
+    """
+    p = job.problem
+    if job.algorithm == DECODE or job.trace or p.fp8:
+        return None
+    require_gpu()
+    space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, p.dtype)
+    if not isinstance(space, arrays.TorchSpace):
+        return None
+    _check(job)
+
+    def backward_plan(with_lse: bool) -> Plan:
+        return _plan(_family, backward_job({"space": space}, with_lse), "backward", space)
+
+    with _EXPLAINING:
+        plan = _plan(_family, job, "forward", space)
+    return Direct(space, (p.head_dim, p.head_dim_v), plan, backward_plan)
+
+
+def placed(job: Job, *, few: bool) -> Placed | None:
+    """The forward pass of a checked job on contiguous memory, given by its addresses.
+
+    None if the kernels cannot read such memory in place: a head_dim is no multiple of 8.
+
+    Parameters
+    ----------
+    few : bool
+        Whether to run the decode kernels.
+    """
+    p = job.problem
+    require_gpu()
+    if p.fp8 or p.head_dim % 8 or p.head_dim_v % 8:
+        return None
+    given = {"q": job.q, "k": job.k, "v": job.v}
+    space, shapes = arrays.space_of(given, p.dtype), tuple(x.shape for x in given.values())
+    if few:
+        return Placed(space, shapes, decode.Decoder(space, p, gpu_of(space.device), 0, None))
+    _check(job)
+    with _EXPLAINING:
+        return Placed(space, shapes, _plan(_family, job, "forward", space))
+
+
+def decoder(
+    problem: Problem, like: Any, page: int = 0, splits: int | None = None
+) -> decode.Decoder:
+    """The decoding of a problem on torch tensors of one device, such as `like`.
+
+    Raises
+    ------
+    UnsupportedError
+        If no kernel decodes the problem.
+    """
+    require_gpu()
+    space = arrays.space_of({"q": like}, problem.dtype)
+    return decode.Decoder(space, problem, gpu_of(space.device), page, splits)
 
 
 def adopt(name: str, array: Any) -> Any:
@@ -149,7 +218,7 @@ def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
                 scales = tuple(fp8.scales(space, job).values())
             out, lse = space.empty(sizes.out.shape, like), space.empty(sizes.lse)
             saved = _saved(space, q, k, v, arrays.View(sizes.out.at(space.pointer(out)), out), lse)
-            head = *saved["places"], *_NO_GRADIENTS, saved["lse"], *_NO_SCRATCH
+            head = *saved["places"], *NO_GRADIENTS, saved["lse"], *NO_SCRATCH
             if scales:
                 head = *head[: -len(scales)], *map(space.pointer, scales)
             stages, spans = plan.run(Call(space, head), job.trace)
@@ -210,30 +279,10 @@ def backward_with(
             like, sizes = saved["arrays"][0], plan.sizes
             given = space.view(dout)
             less = None if dlse is None else space.vector(dlse)
+            places = *saved["places"], *given.place
             less_at = 0 if less is None else space.pointer(less)
-            dq = space.empty(sizes.dq.shape, like)
-            dk = space.empty(sizes.dk.shape, like)
-            dv = space.empty(sizes.dv.shape, like)
-            # One array for dQ's accumulator and, behind it, delta: each takes the host a µs or two.
-            fused, narrow = job.algorithm == "flash2-fused", p.dtype != "float32"
-            summed = sizes.rows * sizes.dq.width if fused and narrow else 0
-            at, dq_at, turns = 0, space.pointer(dq), 0
-            if job.algorithm != "flash2-once":
-                scratch = space.empty((summed + sizes.rows,))
-                at = space.pointer(scratch)
-            if fused and job.deterministic:
-                with space.active():
-                    counters = space.zeros((sizes.rows, 2), "uint32")
-                turns = counters.data.ptr
-            head = (
-                *saved["places"],
-                *given.place,
-                *sizes.dq.at(dq_at),
-                *sizes.dk.at(space.pointer(dk)),
-                *sizes.dv.at(space.pointer(dv)),
-                *(saved["lse"], at + 4 * summed, at if summed else dq_at, turns, less_at, 0, 0),
-            )
-            stages, spans = plan.run(Call(space, head), job.trace)
+            call, dq, dk, dv = plan.gradients(space, places, saved["lse"], less_at, like)
+            stages, spans = plan.run(call, job.trace)
             gradients = {
                 "dq": space.result(dq, p.head_dim, sizes.dq.width),
                 "dk": space.result(dk, p.head_dim, sizes.dk.width),
@@ -245,8 +294,6 @@ def backward_with(
 
 
 _EXPLAINING = failures.Explaining()
-_NO_GRADIENTS = ABSENT * (len(launch.TENSORS) - 4)
-_NO_SCRATCH = (0,) * (len(launch.SCRATCH) - 1)  # but lse
 
 
 def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) -> Plan:
@@ -280,7 +327,7 @@ def _planned(
 ) -> Plan:
     job = Job(problem, None, None, None, options=dict(options))
     job = replace(job, tiling=tiling, key_order=key_order, algorithm=algorithm, trace=trace)
-    with space.active():
+    with space.active(), aside():
         gpu = gpu_of(space.device)
         family = family_of(job, gpu, direction)
         given = (problem, tiling, gpu, key_order, _report(job))
@@ -288,7 +335,10 @@ def _planned(
             passes = family.forward_passes(*given)
         else:
             passes = family.backward_passes(*given, algorithm, ordered)
-        return Plan(family.name, passes, gpu, space.device, family.load)
+        how: dict[str, Any] = {}
+        if direction == "backward":
+            how = {"algorithm": algorithm, "ordered": ordered and algorithm == "flash2-fused"}
+        return Plan(family.name, passes, gpu, space.device, family.load, **how)
 
 
 @cache
@@ -316,7 +366,15 @@ def gpu_of(device: int) -> Gpu:
         properties["clockRate"],
         properties["multiProcessorCount"],
         _hbm_bandwidth(device),
+        _clusters(device, capability, properties["sharedMemPerBlockOptin"]),
     )
+
+
+def _clusters(device: int, capability: tuple[int, int], shared: int) -> tuple[tuple[int, int], ...]:
+    if capability < (9, 0):
+        return ()
+    with failures.Explaining(), cupy.cuda.Device(device), aside():
+        return clusters_at_once(shared, CLUSTERS)
 
 
 def preset() -> Device:

@@ -7,6 +7,8 @@ may begin before the kernel ahead of them ends. For these the driver's library i
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -19,6 +21,10 @@ from flashsim.backends.launch.kernel import Kernel
 
 #: CUlaunchAttributeID of cuda.h.
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
+#: CUstreamCaptureMode of cuda.h: this thread's calls are not for a capture to refuse.
+_RELAXED = 2
+#: CU_STREAM_CAPTURE_STATUS_ACTIVE.
+_CAPTURING = 1
 
 
 class _Attribute(ctypes.Structure):
@@ -127,6 +133,61 @@ class Launcher:
         error = _launch()(self._at, self._plain[0], parameters.address, None)
         if error:
             raise cupy.cuda.driver.CUDADriverError(error)
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """What a plan uploads and compiles goes through a stream of its own, which is waited for.
+
+    So a call waits for no work of its caller's, and may make a plan while a CUDA graph is captured.
+    """
+    mode = ctypes.c_int(_RELAXED)
+    exchange = driver().cuThreadExchangeStreamCaptureMode
+    exchange(ctypes.byref(mode))
+    try:
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            yield
+        stream.synchronize()
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+def capture_of(stream: int) -> int:
+    """The number of the capture that a stream takes part in; 0 if none."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    error = driver().cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
+    )
+    if error:
+        raise cupy.cuda.driver.CUDADriverError(error)
+    return number.value if status.value == _CAPTURING else 0
+
+
+def clusters_at_once(shared: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """How many clusters of each size run at once on CuPy's current device, one block per SM.
+
+    Parameters
+    ----------
+    shared : int
+        Shared memory of a block that leaves no room for another one on an SM.
+    """
+    code = 'extern "C" __global__ void nothing() {}'
+    function = cupy.RawModule(code=code, backend="nvrtc").get_function("nothing")
+    function.max_dynamic_shared_size_bytes = shared
+    ask, found = driver().cuOccupancyMaxActiveClusters, []
+    for size in sizes:
+        attribute = (_Attribute * 1)()
+        attribute[0].id, attribute[0].value[:3] = _CLUSTER_DIMENSION, (size, 1, 1)
+        pointer = ctypes.cast(attribute, ctypes.POINTER(_Attribute))
+        config = _Config((size, 1, 1), (128, 1, 1), shared, 0, pointer, 1)
+        number = ctypes.c_int()
+        address = ctypes.c_void_p(function.kernel.ptr)
+        error = ask(ctypes.byref(number), address, ctypes.byref(config))
+        if error:
+            raise cupy.cuda.driver.CUDADriverError(error)
+        found.append((size, number.value))
+    return tuple(found)
 
 
 def launch_once(kernel: Kernel, grid: tuple[int, int], record: np.ndarray, space: Any) -> None:

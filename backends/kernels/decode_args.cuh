@@ -6,10 +6,14 @@ struct DecodeArgs {
     u32* arrived;            // (batch, kv_heads, row tiles): splits done; 0 between launches
     const int4* items;       // launch_policy.decode.items: two of each
     const int* table;        // (batch, table_row): each sequence's pages
+    // FS_DYNAMIC: of each sequence where its live keys end, where they begin, and its entry of the
+    // cache; where absent a.capacity, 0, and its own number. In pages a sequence has only the first.
+    const int *lengths, *starts, *entries;
     u32 *visit_counts, *item_counts;  // (batch, kv_heads, row tiles, n_visits, 8), (blocks, 8)
     u64 *visit_stamps, *item_stamps;  // the same, 5 of a visit, 6 of a block
     int n_q, heads, group, kv_heads, left, right, row_tiles, table_row, pages, n_visits;
-    int batch, prefix, prefix_tiles, unused;  // keys that all sequences share; their row tiles
+    int batch, prefix, prefix_tiles;  // keys that all sequences share; their row tiles
+    int capacity;                     // FS_DYNAMIC: rows of a sequence in the cache
     float scale, softcap;
 };
 static_assert(sizeof(DecodeArgs) == FS_DECODE_ARGS_BYTES, "see decode_kernels.py");

@@ -73,6 +73,9 @@ class Gpu:
     multiprocessors : int
     hbm_bandwidth : float
         Bytes per second, as the data sheet states it.
+    clusters : tuple of (int, int)
+        Blocks per cluster, and how many such clusters run at once with one block per SM. A GPU's
+        processing clusters differ in their number of SMs from chip to chip.
     """
 
     name: str
@@ -82,6 +85,11 @@ class Gpu:
     clock_khz: int = 1_000_000
     multiprocessors: int = 132
     hbm_bandwidth: float = 4.8e12
+    clusters: tuple[tuple[int, int], ...] = ()
+
+    def at_once(self, cluster: int) -> int:
+        """How many clusters of so many blocks run at once; as many as fit if nobody has asked."""
+        return dict(self.clusters).get(cluster, self.multiprocessors // cluster)
 
     @classmethod
     def like(cls, device: Device) -> Gpu:

@@ -9,7 +9,7 @@ is read in one loop, whose row tiles hold the queries of all sequences. Nothing 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -45,12 +45,14 @@ VISIT_STAMPS, ITEM_STAMPS = 5, 6
 _INT32 = int(np.iinfo(np.int32).max)
 #: Splits that may be a cluster of blocks, which merge through their shared memory (sm_90 and
 #: later); the programming guide promises a cluster of 8.
-_CLUSTERS = (2, 4, 8)
+CLUSTERS = (2, 4, 8)
 #: Key tiles of a block up to which 8 splits that are a cluster are better than more through HBM.
 _CLUSTERED = 4
 #: Of the multiprocessors, as many as take nearly all that the memory gives; key tiles from which
 #: on wide rows stay whole where they take so many.
 _ENOUGH, _LONG = 0.45, 128
+#: The same where the memory is no faster than this, bytes per second.
+_FAST_MEMORY, _MOST = 4e12, 0.9
 #: Key tiles of a range up to which it is short, and has fewer bytes under way.
 _SHORT = 8
 #: Bytes of K and V up to which a call begins before what runs before it has ended, if its blocks
@@ -140,7 +142,7 @@ class Decode:
         """The grid of thread blocks of the merging kernel."""
         return -(-self.rows // kernels.MERGE_WARPS), len(self.merges) * self.problem.kv_heads
 
-    @property
+    @cached_property
     def cluster(self) -> int:
         """The number of blocks that merge through each other's shared memory.
 
@@ -153,7 +155,7 @@ class Decode:
         """Whether a launch may begin before the kernel ahead of it in the stream ends (sm_90)."""
         return bool(dict(self.kernel.constants)["FS_OVERLAP"])
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """The number of partial results that are kept in HBM until they are merged."""
         if self.cluster > 1:
@@ -162,13 +164,13 @@ class Decode:
             return self.prefix_splits * self.problem.batch + sum(self.splits)
         return sum(n for n in self.splits if n > 1)
 
-    @property
+    @cached_property
     def partial_elements(self) -> tuple[int, int]:
         """The sizes of the partial O and of the partial LSE, in float32 elements."""
         rows = self.slots * self.problem.kv_heads * self.rows
         return rows * row_elements(self.problem.head_dim_v), rows
 
-    @property
+    @cached_property
     def counters(self) -> int:
         """The number of arrival counters (uint32), one per sequence, KV head and row tile."""
         return self.problem.batch * self.problem.kv_heads * self.row_tiles
@@ -192,7 +194,8 @@ def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
     pages : int
         Pages of the pool.
     """
-    made_of = {"row_tiles": made.row_tiles, "n_visits": made.n_visits, "unused": 0}
+    made_of = {"row_tiles": made.row_tiles, "n_visits": made.n_visits}
+    made_of |= {"capacity": made.problem.n_kv}
     made_of |= {"prefix": made.prefix, "prefix_tiles": made.prefix_tiles}
     given = made_of | {"table_row": table_row, "pages": pages}
     packed = np.zeros((), kernels.RECORD)
@@ -293,6 +296,35 @@ def plan(
     return (_behind_prefix if prefix else _latent if problem.latent else _plain)(asked)
 
 
+@lru_cache(maxsize=256)
+def dynamic(problem: Problem, gpu: Gpu, splits: int | None = None, page: int = 0) -> Decode:
+    """The launch for sequences whose live lengths the kernel reads as it runs.
+
+    The splits are chosen as for sequences that fill the cache. A shorter sequence has as many, each
+    of fewer tiles or of none. Fields 1 and 2 of an item are its part and 0; the kernel computes the
+    part's key tiles. So a launch serves every length up to `problem.n_kv`.
+
+    Raises
+    ------
+    UnsupportedError, OptionError
+        As `plan`; also for latent attention, whose kernel takes no such lengths.
+    """
+    if problem.latent:
+        raise UnsupportedError(
+            "latent attention on a GPU takes cache_seqlens on the host alone; give a list of them"
+        )
+    full = plan(problem, (problem.n_kv,) * problem.batch, gpu, splits, page)
+    n = full.splits[0]
+    listed = [
+        (b, i, 0, b * n + i if n > 1 else 0, b * n, n, 0, 0)
+        for b in range(problem.batch)
+        for i in range(n)
+    ]
+    constants = (*full.kernel.constants, ("FS_DYNAMIC", 1))
+    kernel = replace(full.kernel, constants=constants)
+    return replace(full, kernel=kernel, items=np.array(listed, np.int32))
+
+
 class _DecodeRequest(NamedTuple):
     """The parameters of `plan`."""
 
@@ -316,8 +348,12 @@ def _plain(asked: _DecodeRequest) -> Decode:
     that their key tiles allow. Contiguous sequences of equal length stay whole if their blocks
     alone are `_ENOUGH`, since a split would cost a merge and gain nothing. This holds up to 128
     columns of keys and values. With more columns it holds where no cluster merges, or from `_LONG`
-    tiles on. (Measured on an H200; docs/notebooks/decoding.md and benchmarks/decode.py have the
-    sweeps.)
+    tiles on. (Measured on an H200 and, with memory no faster than `_FAST_MEMORY`, on an H100;
+    docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
+
+    A sequence is a cluster only if all clusters run at once, which depends on the chip: the last
+    ones would run alone. Otherwise it gets fewer parts, which are a smaller cluster, or, up to 128
+    columns, as many parts that merge through HBM.
     """
     p, lengths, gpu, splits, page, variant, _ = asked
     hopper, rows, (d, dv) = gpu.compute_capability >= (9, 0), p.n_q * p.group, padded_dims(p)
@@ -329,13 +365,23 @@ def _plain(asked: _DecodeRequest) -> Decode:
     capacity = gpu.multiprocessors * (1 if wide else 2) // each
     longest = longest_part(tiles, capacity)
     whole = wide and not page and (not hopper or d + dv <= 128 or max(tiles) >= _LONG)
-    if whole and sum(tiles) * each >= _ENOUGH * max(tiles) * gpu.multiprocessors:
+    enough = _ENOUGH if gpu.hbm_bandwidth > _FAST_MEMORY else _MOST
+    if whole and sum(tiles) * each >= enough * max(tiles) * gpu.multiprocessors:
         longest = max(longest, *tiles)
-    clusters, alike, most = hopper and wide, len({*tiles}) == 1, max(_CLUSTERS)
+    chosen = splits is None
+    clusters, alike, most = hopper and wide, len({*tiles}) == 1, max(CLUSTERS)
     if clusters and alike and p.batch * most <= capacity and 1 < tiles[0] <= most * _CLUSTERED:
-        splits = splits or max(n for n in _CLUSTERS if n <= tiles[0])
+        splits = splits or max(n for n in CLUSTERS if n <= tiles[0])
     split = _packed(splits, longest)
     made = split.parts(tiles).tolist()
+    together = sum(n > 0 for n in tiles) * each  # clusters, if each sequence is one
+    if clusters and alike and made[0] in CLUSTERS and together > gpu.at_once(made[0]):
+        fewer = [n for n in CLUSTERS if n < made[0] and together <= gpu.at_once(n)]
+        if chosen and fewer and d + dv > 128:
+            split = _packed(max(fewer), longest)
+            made = split.parts(tiles).tolist()
+        else:
+            clusters = False
     short = page or not wide or -(-max(tiles) // max(made)) <= _SHORT
     ring = kernels.SHORT_RING if short else kernels.RING
     chip = kernels.on_chip(block_q, d, dv, gpu, wide=wide, ring=ring)
@@ -344,7 +390,7 @@ def _plain(asked: _DecodeRequest) -> Decode:
             f"splits must be at most {chip[3]} here, whose weights fit a block's shared memory, "
             f"got {max(made)}"
         )
-    cluster = made[0] if clusters and made[0] in _CLUSTERS and len({*made}) == 1 else 1
+    cluster = made[0] if clusters and made[0] in CLUSTERS and len({*made}) == 1 else 1
     exchanged = kernels.exchanged(cluster, block_q, row_elements(p.head_dim_v))
     if chip[2] + exchanged > gpu.shared_bytes:
         cluster, exchanged = 1, 0

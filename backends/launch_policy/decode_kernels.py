@@ -11,12 +11,12 @@ from flashsim.schedule.tiling import Tiling
 
 TENSORS = ("q", "o", "k", "v")
 POINTERS = (
-    *("lse", "o_part", "l_part", "arrived", "items", "table"),
+    *("lse", "o_part", "l_part", "arrived", "items", "table", "lengths", "starts", "entries"),
     *("visit_counts", "item_counts", "visit_stamps", "item_stamps"),
 )
 INTEGERS = (
     *("n_q", "heads", "group", "kv_heads", "left", "right", "row_tiles", "table_row", "pages"),
-    *("n_visits", "batch", "prefix", "prefix_tiles", "unused"),
+    *("n_visits", "batch", "prefix", "prefix_tiles", "capacity"),
 )
 #: The kernel's one argument, by value: ``struct DecodeArgs``.
 RECORD = np.dtype(

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from flashsim.api import execution
+from flashsim.api.inputs import Request
+from flashsim.api.request import ask
 from flashsim.backends.failures import require_cupy
 from flashsim.jax import xla_ffi
 
@@ -40,13 +42,79 @@ def backward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
     return [got.dq, got.dk, got.dv, *([] if got.dbias is None else [got.dbias])]
 
 
-def _answer(function: Callable[..., list[Any]], place: Any, call: xla_ffi.ForeignCall) -> None:
+#: Forward passes on a GPU that were checked, by their text and their arguments' shapes and types;
+#: None: the pass is no such one.
+_PLACED: dict[tuple[Any, ...], Any] = {}
+_MOST = 256
+
+
+def _forward_on_gpu(call: xla_ffi.ForeignCall) -> None:
+    """Run a forward pass straight from XLA's memory to XLA's memory, if it can be so."""
+    require_cupy("cupy")
+    addresses = call.addresses()
+    key = call.text("question"), _device(addresses[0]), *call.looks()
+    run = _PLACED.get(key, call)
+    if run is call:  # a new one
+        if len(_PLACED) >= _MOST:
+            _PLACED.clear()
+        run = _PLACED[key] = _placed(call)
+    if run is None:
+        _answer(forward, OnGpu, call)
+    else:
+        launch, (q, k, v) = run
+        *given, out, lse = addresses
+        launch(given[q], given[k], given[v], out, lse, call.stream())
+
+
+def _device(address: int) -> int:
+    import cupy
+
+    return cupy.cuda.runtime.pointerGetAttributes(address).device
+
+
+def _placed(call: xla_ffi.ForeignCall) -> Any:
+    """Check a forward pass on a GPU; return what runs it, and where q, k and v are; or None."""
+    question = _question(call, OnGpu)
+    names = question.pop("operands")
+    given, backend = call.arguments, question["backend"]
+    plain = {*names} == {*"qkv"} and all(len(x.shape) == 4 and x.nbytes for x in given)
+    if backend != "cupy" or not plain:
+        return None
+    here, places = OnGpu(call), [names.index(name) for name in "qkv"]
+    with here.active:
+        q, k, v = (here.array(given[n]) for n in places)
+        question.pop("deterministic")
+        asked, job = ask(Request(**question), q, k, v)
+        engine: Any = asked.engine
+        run = engine.placed(job, few=_few(q.shape, k.shape, v.shape, str(q.dtype)))
+        return None if run is None else (run, places)
+
+
+def _few(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: str) -> bool:
+    """Whether the decode kernels run a call, as in `flashsim.torch.attention`."""
+    _, heads, n, d = q
+    return (
+        n <= min(k[2], 16)
+        and heads * n <= 128 * k[1]
+        and max(d, v[3]) <= 256
+        and dtype in ("float16", "bfloat16")
+    )
+
+
+def _question(call: xla_ffi.ForeignCall, place: Any) -> dict[str, Any]:
+    """Return the keywords of `flashsim.run`, and the names of the operands."""
     question = json.loads(call.text("question"))
-    names, _ = question.pop("operands"), question.pop("options")
+    question.pop("options")
     question["backend"] = question["backend"] or place.backend
     for name in ("window", *OFFSETS):  # JSON knows no tuples
         if question.get(name) is not None:
             question[name] = tuple(question[name])
+    return question
+
+
+def _answer(function: Callable[..., list[Any]], place: Any, call: xla_ffi.ForeignCall) -> None:
+    question = _question(call, place)
+    names = question.pop("operands")
     here = place(call)
     with here.active:
         arrays = dict(zip(names, map(here.array, call.arguments), strict=True))
@@ -125,8 +193,7 @@ class OnGpu:
         from flashsim.backends.cupy_gpu.arrays import ForeignStream
 
         self.cupy, self.stream = cupy, call.stream()
-        address = call.arguments[0].address
-        self.device = cupy.cuda.runtime.pointerGetAttributes(address).device
+        self.device = _device(call.arguments[0].address)
         self.active: AbstractContextManager[Any] = ForeignStream(self.device, self.stream)
 
     def array(self, buffer: xla_ffi.XlaArray) -> Any:
@@ -144,6 +211,7 @@ class OnGpu:
         )
 
 
-for _name, _function in ((FORWARD, forward), (BACKWARD, backward)):
-    for _platform, _place in (("cpu", OnCpu), ("CUDA", OnGpu)):
-        xla_ffi.register(_name, _platform, partial(_answer, _function, _place))
+xla_ffi.register(FORWARD, "cpu", partial(_answer, forward, OnCpu))
+xla_ffi.register(FORWARD, "CUDA", _forward_on_gpu)
+xla_ffi.register(BACKWARD, "cpu", partial(_answer, backward, OnCpu))
+xla_ffi.register(BACKWARD, "CUDA", partial(_answer, backward, OnGpu))

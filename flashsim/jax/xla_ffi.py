@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
+from functools import cache
 from typing import Any, ClassVar
 
 import jax
@@ -139,10 +140,28 @@ class ForeignCall:
 
     def __init__(self, frame: Any) -> None:
         self._frame = frame
-        self.arguments, self.results = (
-            [XlaArray(buffers.at[n].contents) for n in range(buffers.size)]
+        self._given, self._made = (
+            [buffers.at[n].contents for n in range(buffers.size)]
             for buffers in (frame.arguments, frame.results)
         )
+
+    @property
+    def arguments(self) -> list[XlaArray]:
+        """The arguments' memory."""
+        return [XlaArray(buffer) for buffer in self._given]
+
+    @property
+    def results(self) -> list[XlaArray]:
+        """The results' memory, to be filled."""
+        return [XlaArray(buffer) for buffer in self._made]
+
+    def looks(self) -> tuple[Any, ...]:
+        """The type and shape of each argument, to find what an earlier call found."""
+        return tuple((x.dtype, *x.dims[: x.rank]) for x in self._given)
+
+    def addresses(self) -> list[int]:
+        """The addresses of the arguments and then of the results."""
+        return [x.data for x in (*self._given, *self._made)]
 
     def text(self, name: str) -> str:
         """Return the text attribute of that name."""
@@ -155,9 +174,15 @@ class ForeignCall:
     def stream(self) -> int:
         """The address of the stream that XLA launches on (GPUs only)."""
         asked = _StreamGet(ctypes.sizeof(_StreamGet), None, self._frame.context)
-        if _STREAM(self._frame.api.contents.stream_get)(ctypes.byref(asked)):
+        if _asking(self._frame.api.contents.stream_get)(ctypes.byref(asked)):
             raise RuntimeError("XLA has no stream for this call")
         return asked.stream or 0
+
+
+@cache
+def _asking(address: int) -> Any:
+    """XLA's function at an address that asks for a stream, as one to call."""
+    return _STREAM(address)
 
 
 def _read(span: Any) -> str:

@@ -13,7 +13,7 @@ from flashsim.api.arrays import last_axes, name_of
 from flashsim.api.dispatch import backend_name
 from flashsim.errors import DTypeError, ShapeError, UnsupportedError, reject_unknown, shown
 from flashsim.problem import checks
-from flashsim.torch import ops
+from flashsim.torch import direct, ops
 
 ALGORITHMS = ("flash2", "flash2-fused")
 
@@ -75,7 +75,16 @@ def attention(
         For arguments that flashsim does not support; also for a bias on a GPU, because the GPU
         kernels take none.
     """
-    reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
+    if unknown:
+        reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
+    plain, key = bias is None and cu_seqlens_q is None and cu_seqlens_k is None, ()
+    if plain and not torch.compiler.is_compiling():
+        if torch._C._is_any_autocast_enabled():
+            q, k, v = map(_autocast, taken(q=q, k=k, v=v))
+        asked = causal, window, softcap, scale, algorithm, deterministic, backend
+        call, key = direct.known(q, k, v, asked)
+        if call is not None:
+            return direct.attend(call, q, k, v, with_lse=return_lse)
     q, k, v, *given = taken(q=q, k=k, v=v, **({} if bias is None else {"bias": bias}))
     scales.refuse(name_of(q.dtype), "flashsim.torch.attention")
     if algorithm not in ALGORITHMS:
@@ -98,19 +107,20 @@ def attention(
         if deterministic is not None:
             deterministic = checks.flag("deterministic", deterministic)
     left, right = (-1, -1) if window is None else window
+    question = causal, left, right, softcap, scale, algorithm, deterministic, backend
+    if key:
+        call = direct.first(key, q, k, v, question)
+        return direct.attend(call, q, k, v, with_lse=return_lse)
+    if plain and torch.compiler.is_compiling():
+        out, lse = direct.compiled(_expand(q), _expand(k), _expand(v), question)
+        out, lse = (x.reshape(x.shape[4 - q.ndim :]) for x in (out, lse))
+        return (out, lse) if return_lse else out
     out, lse = ops.differentiable(
         *map(_expand, (q, k, v)),
         _expand(given[0]) if given else None,
         _offsets("cu_seqlens_q", cu_seqlens_q),
         _offsets("cu_seqlens_k", cu_seqlens_k),
-        causal=causal,
-        window_left=left,
-        window_right=right,
-        softcap=softcap,
-        scale=scale,
-        algorithm=algorithm,
-        deterministic=deterministic,
-        backend=backend,
+        **dict(zip(direct.NAMES, question, strict=True)),
     )
     out, lse = (x.reshape(x.shape[4 - q.ndim :]) for x in (out, lse))
     return (out, lse) if return_lse else out

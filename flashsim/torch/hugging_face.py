@@ -25,8 +25,12 @@ from transformers import (
 )
 
 from flashsim.errors import UnsupportedError
+from flashsim.torch.decoding import decode
 from flashsim.torch.functional import attention
 from flashsim.torch.masks import has_values
+
+#: Queries of a call that decodes.
+FEW = 16
 
 
 def register(name: str) -> None:
@@ -66,6 +70,9 @@ class Band:
         As in `flashsim.Problem`: bottom-right aligned, after padding is removed.
     keys, queries : Tensor of bool, (batch, n_kv) and (batch, n_q), or None
         True for tokens that are not padding; None: all are. Rows of padding get zeros.
+    starts, stops : Tensor of int32, (batch,), or None
+        Where each sequence's keys begin and end, if there are few queries, none of them padding:
+        then `flashsim.torch.decode` takes these instead of `keys`, and packs nothing.
     whole : function without arguments, optional
         Returns the same mask as a boolean tensor, for a model that reshapes or slices its mask.
     """
@@ -75,6 +82,8 @@ class Band:
     keys: Tensor | None = None
     queries: Tensor | None = None
     whole: Callable[[], Tensor] | None = None
+    starts: Tensor | None = None
+    stops: Tensor | None = None
 
     # For a static cache, `generate` makes the mask itself and gives it to the model, which hands it
     # back to `mask`: as long as it looks like a mask of four axes.
@@ -193,7 +202,7 @@ def _wanted_whole(band: Band, rest: dict[str, Any], start: int, n_q: int, n_kv: 
     transformers itself requests it for one query of a static cache, but the model does not use it.
     """
     skip = f"allow_is_{'causal' if band.causal else 'bidirectional'}_skip"
-    return not rest.get(skip, True) and not (n_q == 1 and start + 1 < n_kv)
+    return not rest.get(skip, True) and not (n_q == 1 and start + 1 <= n_kv)
 
 
 def _readable(*given: Any) -> bool:
@@ -215,8 +224,13 @@ def _narrowed(band: Band, keys: Tensor | None, start: int, n_q: int, n_kv: int) 
         return Band(band.causal, window)
     if window is not None and _has_gaps(keys):  # to take padding out would shorten distances
         return None
-    aligned = band.causal or window is not None
-    return Band(band.causal, window, keys, keys[:, start:end] if aligned else None)
+    if not band.causal and window is None:
+        return Band(False, None, keys)
+    queries, live = keys[:, start:end], {}
+    if n_q <= FEW and bool(queries.all()) and not _has_gaps(keys):
+        stops = torch.full((len(keys),), end, dtype=torch.int32, device=keys.device)
+        live = {"starts": keys.int().argmax(1).int(), "stops": stops}
+    return Band(band.causal, window, keys, queries, **live)
 
 
 def _has_gaps(keys: Tensor) -> bool:
@@ -309,6 +323,8 @@ def attend(
     if added is not None:
         full = (*added.shape[:2], query.shape[2], key.shape[2])
         options["bias"] = added.to(query.dtype).expand(full).contiguous()
+    elif band.stops is not None and not _wants_gradient(query, key, value):
+        return _decoded(query, key, value, band, options), None
     elif band.keys is not None:
         return _without_padding(query, key, value, band, options), None
     return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
@@ -329,6 +345,28 @@ def _added(mask: Tensor, query: Tensor) -> Tensor:
     no_digit = -2 / torch.finfo(computed).eps
     lowest = max(torch.finfo(mask.dtype).min / 2, no_digit)
     return mask.masked_fill(mask <= lowest, -torch.inf)
+
+
+def _wants_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _decoded(
+    query: Tensor, key: Tensor, value: Tensor, band: Band, options: dict[str, Any]
+) -> Tensor:
+    """Decode over the live keys of each sequence, where they lie."""
+    batch, device = query.shape[0], query.device
+    starts, stops = (
+        None if x is None else x.to(device).expand(batch) for x in (band.starts, band.stops)
+    )
+    names = ("causal", "window", "scale", "softcap")
+    out = decode(
+        *(query, key, value),
+        cache_seqlens=None if stops is None else stops.contiguous(),
+        cache_starts=None if starts is None else starts.contiguous(),
+        **{name: options[name] for name in names},
+    )
+    return out.transpose(1, 2).contiguous()
 
 
 def _without_padding(

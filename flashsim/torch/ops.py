@@ -47,7 +47,7 @@ def forward(
         bias=None if bias is None else readable(bias),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
-        **_keywords(**question),
+        **keywords(**question),
     )
     return result.out, result.lse
 
@@ -83,13 +83,13 @@ def backward(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         deterministic=deterministic,
-        **_keywords(**question),
+        **keywords(**question),
     )
     dbias = q.new_empty(0) if bias is None else gradients.dbias
     return gradients.dq, gradients.dk, gradients.dv, dbias
 
 
-def _keywords(*, window_left: int, window_right: int, **question: Any) -> dict[str, Any]:
+def keywords(*, window_left: int, window_right: int, **question: Any) -> dict[str, Any]:
     """Turn the operator's keywords into those of `flashsim.run`: a schema has no type for pairs."""
     return {"window": (window_left, window_right), **question}
 
@@ -127,7 +127,7 @@ def forward_shapes(
     operator itself checks these when it runs.
     """
     if all(type(n) is int for x in (q, k, v) for n in x.shape) and cu_seqlens_q is None:
-        request = inputs.Request(**_keywords(**question))
+        request = inputs.Request(**keywords(**question))
         inputs.prepare(q, k, v, request, bias=bias, may_be_empty=True)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return (
@@ -170,11 +170,12 @@ def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     if dout is None and dlse is None:
         return (None,) * len(inputs)
     dout = torch.zeros_like(out) if dout is None else dout
-    *gradients, dbias = _gradients(dout, out, lse, dlse, *inputs, **ctx.question)
+    *gradients, dbias = pulled_back(dout, out, lse, dlse, *inputs, **ctx.question)
     return (*gradients, None if inputs[3] is None else dbias, None, None)
 
 
-def _no_second(ctx: Any, *_: Any) -> NoReturn:
+def no_second(ctx: Any, *_: Any) -> NoReturn:
+    """Raise UnsupportedError in place of a second derivative."""
     raise UnsupportedError(
         "flashsim's attention has no second derivatives: its backward pass is one kernel more, "
         "without a gradient; differentiate torch's math attention twice"
@@ -182,7 +183,7 @@ def _no_second(ctx: Any, *_: Any) -> NoReturn:
 
 
 forward.register_autograd(_gradient, setup_context=_keep)
-backward.register_autograd(_no_second)
+backward.register_autograd(no_second)
 
 
 def no_forward_mode(*_: Any) -> NoReturn:
@@ -212,7 +213,7 @@ def _transformed() -> bool:
     return forward_mode or torch._C._are_functorch_transforms_active()
 
 
-def _gradients(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, ...]:
+def pulled_back(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, ...]:
     """`backward`, usable under torch.func's transforms as well."""
     if _transformed():
         return _Backward.apply(*tensors, question)
@@ -243,7 +244,7 @@ class _Forward(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    backward = staticmethod(_no_second)
+    backward = staticmethod(no_second)
     jvp = staticmethod(no_forward_mode)
 
     @staticmethod
@@ -258,7 +259,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, dims: Any, *tensors_and_question: Any) -> Any:
         *tensors, question = tensors_and_question
-        return backward_folded(_gradients, info, dims, *tensors, **question)
+        return backward_folded(pulled_back, info, dims, *tensors, **question)
 
 
 # -- vmap: one more axis of independent problems is a larger batch ---------------------------------
@@ -295,7 +296,7 @@ def backward_folded(
     *tensors: Any,
     **question: Any,
 ) -> Any:
-    """Run `function` (`backward` or `_gradients`) under torch.vmap.
+    """Run `function` (`backward` or `pulled_back`) under torch.vmap.
 
     The mapped axis becomes part of the batch. Each mapped entry gets its own bias gradient.
     """

@@ -209,6 +209,15 @@ def _ours(a: Arguments) -> AttentionCall:
     )
 
 
+def _ours_compiled(a: Arguments) -> AttentionCall:
+    """Read what compiled code has for `flashsim.torch.attention`."""
+    from flashsim.torch import direct
+
+    question = direct.spoken(a["softcap"], a["scale"], a["question"])
+    asked = dict(zip(direct.NAMES, question, strict=True))
+    return _ours({"q": a["q"], "k": a["k"], "v": a["v"], **asked})
+
+
 _FLEX = ("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options")
 
 
@@ -318,6 +327,8 @@ _READERS: dict[str, Reader] = {
     "flash_attn::_flash_attn_varlen_forward": _flash,
     "flash_attn_3::_flash_attn_forward": _flash,
     "flashsim::attention": _ours,
+    "flashsim::attend": _ours_compiled,
+    "flashsim::attend_without_gradient": _ours_compiled,
     "flex_attention": _flex,
     "aten::_native_multi_head_attention": _fused_layer,
     "aten::_transformer_encoder_layer_fwd": _fused_layer,

@@ -195,3 +195,18 @@ def test_what_is_not_decoded_is_refused():
         decode.plan(Problem(1, 64, 64, dtype="float16", bias=(1, 1)), (64,), H200)
     with pytest.raises(OptionError, match="splits must be at most 2048 here"):
         decode.plan(Problem(1, 1 << 20, 64, **GROUPED), (1 << 20,), H200, 5000)
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [("128", "sm_90"), kernels_only("128 full", "sm_90"), kernels_only("four row blocks", "sm_80")],
+)
+def test_reading_lengths_as_it_runs_costs_no_registers_that_spill(name, arch):
+    problem, page = VARIANTS[name]
+    made = decode.dynamic(problem, GPUS[arch], page=page)
+    assert ("FS_DYNAMIC", 1) in made.kernel.constants
+    ((_, spilled, registers),) = compile_kernel(made.kernel, arch).values()
+    assert spilled <= SPILL_BYTES
+    assert registers * made.kernel.threads <= 65536
+    if made.kernel.threads == 128:
+        assert 2 * registers * made.kernel.threads <= 65536, "two blocks a multiprocessor"

@@ -95,14 +95,18 @@ def launches(monkeypatch):
         seen.append(record)
 
     stream = SimpleNamespace(synchronize=lambda: None)
+    runtime = SimpleNamespace(streamIsCapturing=lambda stream: False)
     cuda = SimpleNamespace(
-        driver=SimpleNamespace(launchKernel=launch), get_current_stream=lambda: stream
+        runtime=runtime,
+        driver=SimpleNamespace(launchKernel=launch),
+        get_current_stream=lambda: stream,
     )
     fake = SimpleNamespace(asarray=lambda x: np.array(x).view(Array), cuda=cuda)
     monkeypatch.setattr(decode, "cupy", fake)
     monkeypatch.setattr(launching, "cupy", fake)
     monkeypatch.setattr(decode.nvrtc, "load", load)
     monkeypatch.setattr(decode, "_WORKSPACES", {})
+    monkeypatch.setattr(decode, "aside", nullcontext)
     decode._ready.cache_clear()
     yield seen
     decode._ready.cache_clear()

@@ -145,3 +145,29 @@ def test_keys_past_32_bits_are_refused():
     ):
         with pytest.raises(UnsupportedError, match="numbers keys in 32 bits, up to 2,147,483,647"):
             made()
+
+
+def split_and_cluster(gpu, batch, keys, head_dim, splits=None):
+    p = Problem(1, keys, head_dim, batch=batch, heads=32, kv_heads=8, dtype="bfloat16")
+    made = decode.plan(p, (keys,) * batch, gpu, splits)
+    return made.splits[0], made.cluster
+
+
+def test_clusters_that_do_not_all_run_at_once_get_fewer_blocks():
+    """32 clusters of 4 on a chip where 30 run at once: the last two would run alone."""
+    gpu = replace(H200, clusters=((2, 66), (4, 30), (8, 15)))
+    room = replace(H200, clusters=((2, 66), (4, 32), (8, 16)))
+    assert split_and_cluster(room, 4, 4096, 128) == (4, 4)
+    assert split_and_cluster(gpu, 4, 4096, 128) == (2, 2)
+    assert split_and_cluster(gpu, 4, 4096, 128, splits=4) == (4, 1), (
+        "as asked for, without clusters"
+    )
+    assert split_and_cluster(gpu, 4, 4096, 64) == (4, 1), "narrow rows stay in as many parts"
+    assert split_and_cluster(gpu, 1, 4096, 128) == split_and_cluster(room, 1, 4096, 128) == (8, 8)
+
+
+def test_sequences_stay_whole_only_where_memory_is_fast():
+    """64 of 132 SMs draw nearly all that an H200's memory gives, and not all of an H100's."""
+    slow = replace(H200, hbm_bandwidth=3.35e12)
+    assert split_and_cluster(H200, 8, 32768, 128) == (1, 1)
+    assert split_and_cluster(slow, 8, 32768, 128) == (2, 2)

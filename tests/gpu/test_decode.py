@@ -176,7 +176,7 @@ def test_clusters_merge_what_blocks_apart_do(n_q, d, splits, monkeypatch):
     case.check(x, together.out, together.lse)
     if engine.gpu_of(0).compute_capability >= (9, 0):
         assert made.cluster == splits
-    monkeypatch.setattr(family, "_CLUSTERS", (1,))
+    monkeypatch.setattr(family, "CLUSTERS", (1,))
     monkeypatch.setattr(family, "plan", apart)
     alone = run(case, x, splits=splits)
     case.check(x, alone.out, alone.lse)

@@ -23,6 +23,9 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
     extern __shared__ __align__(128) char shared[];
     OnChip& t = *reinterpret_cast<OnChip*>(shared);
     // -- Phase 0: what this block owns ------------------------------------------------------------
+#if FS_DYNAMIC
+    if (a.lengths || a.starts || a.entries) wait_for_what_ran_before();  // it may write them
+#endif
     const Owned own(a);
 #if FS_CLUSTER > 1
     cluster_arrive();

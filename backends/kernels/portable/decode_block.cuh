@@ -35,10 +35,12 @@ static_assert(sizeof(OnChip::weight) <= sizeof(OnChip::ring), "the ring says how
 // Packed row r is query r / group of the group's head r % group; of a prefix that is shared,
 // sequence after sequence. Behind one (FS_CASCADE), a sequence's keys begin at a.prefix, and an
 // item is of one row tile; the prefix's own are of the rows of all sequences, and its keys the
-// first sequence's.
+// first sequence's. With FS_DYNAMIC an item says which part of its sequence it is, and the range of
+// tiles follows from lengths that are read here: before, the block waits for what writes them.
 struct Owned {
     int rank, kv_head, number, row_tile, batch, first_tile, tiles, slot, first_slot, splits, length;
     int begin, rows, row0, n_rows, walk;
+    int entry;   // of the cache, which holds its keys
     int offset;  // added to a query, gives the key on its diagonal; all see all of a prefix
     bool of_all;
 
@@ -53,6 +55,17 @@ struct Owned {
         first_tile = item.y, tiles = item.z - item.y, slot = item.w;
         first_slot = sequence.x, splits = sequence.y, length = sequence.z;
         begin = FS_CASCADE && !of_all ? a.prefix : 0;
+        entry = batch;
+#if FS_DYNAMIC
+        const int last = a.lengths ? min(max(a.lengths[batch], 0), a.capacity) : a.capacity;
+        if (!PAGE && a.starts) begin = min(max(a.starts[batch], 0), last);
+        if (!PAGE && a.entries) entry = a.entries[batch];
+        length = last - begin;
+        const int hi = (length + BLOCK_K - 1) / BLOCK_K;
+        const int lo = FS_LEFT ? min(max(length - a.n_q - a.left, 0) / BLOCK_K, hi) : 0;
+        first_tile = lo + int(i64(hi - lo) * item.y / splits);
+        tiles = lo + int(i64(hi - lo) * (item.y + 1) / splits) - first_tile;
+#endif
         rows = a.n_q * a.group, row0 = row_tile * ROWS;
         n_rows = min(ROWS, rows * (of_all ? a.batch : 1) - row0);
         offset = of_all ? length : length - a.n_q;
@@ -61,7 +74,7 @@ struct Owned {
     }
     // Its first key row of K or V; with pages, its key head's row of page 0.
     __device__ const char* base(const Tensor& x) const {
-        const i64 at = PAGE ? 0 : batch * x.batch + begin * x.row;
+        const i64 at = PAGE ? 0 : entry * x.batch + begin * x.row;
         return x.data + (kv_head * x.head + at) * FS_BYTES;
     }
     // Where it says what it moved and when: of its first visit, and of itself.

@@ -11,7 +11,7 @@ pytest.importorskip("jax")
 pytest.importorskip("expecttest")
 
 from outside import __main__ as command  # noqa: E402
-from outside import cs336, flash_attention, jax_nn, torch_sdpa  # noqa: E402
+from outside import cs336, flash_attention, flash_attention_files, jax_nn, torch_sdpa  # noqa: E402
 from outside.cases import NotApplicable, Test, one_of_each, product, tried  # noqa: E402
 
 
@@ -107,3 +107,75 @@ def test_the_command_prints_writes_and_fails(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         command.main(["two"])
     assert "no suite two" in capsys.readouterr().err
+
+
+THEIRS = {
+    flash_attention_files.FA2: """
+import pytest
+from flash_attn import flash_attn_func, flash_attn_with_kvcache
+from flash_attn.bert_padding import mark
+from flash_attn.layers.rotary import apply_rotary_emb
+
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.17])
+@pytest.mark.parametrize("seqlen_q,seqlen_k", [(1, 4), (5, 3)])
+@pytest.mark.parametrize("d", [16, 32, 33])
+def test_output(seqlen_q, seqlen_k, d, dropout_p, alibi):
+    import torch
+    if d == 33:
+        pytest.skip("odd")
+    q, k = torch.randn(2, seqlen_q, 2, d), torch.randn(2, seqlen_k, 2, d)
+    out = flash_attn_func(q, k, k, dropout_p, causal=True)
+    assert out.shape == q.shape
+    assert seqlen_q == 1, "another number"
+""",
+    flash_attention_files.FA3: """
+from flash_attn_interface import flash_attn_combine
+from padding import mark
+from test_util import mark
+
+def test_once():
+    assert flash_attn_combine.__module__ == "flashsim.torch.flash_attn"
+
+def test_flash3_bw_compatibility():
+    raise AssertionError
+""",
+    **dict.fromkeys(flash_attention_files.FILES[2:], "mark = 1\n"),
+}
+
+
+def test_files_of_flash_attention_run_on_the_interfaces(tmp_path, monkeypatch):
+    """Parametrized functions are points; what is not ours to do is counted with its reason."""
+    for name, text in THEIRS.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setenv("FLASH_ATTENTION", str(tmp_path))
+    assert flash_attention_files.tests("cpu", whole=False) == []
+    found = {x.name: tried("S", x) for x in flash_attention_files.tests("cuda", whole=True)}
+    output = found["FA2 output"]
+    assert (output.passed, len(output.failures)) == (2, 2)
+    assert all("another number" in text for text in output.failures)
+    assert output.unfit == {
+        "flashsim has no dropout": 12,
+        "ALiBi is a bias, and the GPU kernels take none": 6,
+        "the test skips it: odd": 2,
+    }
+    assert found["FA3 once"].passed == 1
+    assert sum(found["FA3 flash3_bw_compatibility"].unfit.values()) == 1
+    few = {x.name: tried("S", x) for x in flash_attention_files.tests("cuda", whole=False)}
+    assert few["FA2 output"].left_out > 0
+    assert "flash_attn" not in sys.modules
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_the_rotation_that_they_are_given_is_the_one_that_is_documented(interleaved):
+    x, angle = torch.randn(1, 3, 2, 10), torch.rand(9, 4)
+    got = flash_attention_files.turned(x, angle.cos(), angle.sin(), interleaved, seqlen_offsets=5)
+    for i in range(3):
+        for pair in range(4):
+            a, b = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + 4)
+            c, s = angle[5 + i, pair].cos(), angle[5 + i, pair].sin()
+            torch.testing.assert_close(got[0, i, :, a], x[0, i, :, a] * c - x[0, i, :, b] * s)
+            torch.testing.assert_close(got[0, i, :, b], x[0, i, :, a] * s + x[0, i, :, b] * c)
+    assert torch.equal(got[..., 8:], x[..., 8:])

@@ -1,0 +1,129 @@
+"""Passes on torch tensors whose request was checked before: from the tensors straight to launches.
+
+`flashsim.torch` keeps one `Direct` per shapes, types and options, and calls it eagerly and inside
+its operators. A call reads addresses and strides, allocates the results and launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flashsim.backends.cupy_gpu import arrays
+from flashsim.backends.cupy_gpu.calls import NO_GRADIENTS, NO_SCRATCH, Call, Plan
+from flashsim.backends.cupy_gpu.decode import Decoder
+from flashsim.backends.failures import Explaining
+
+_EXPLAINING = Explaining()
+
+
+class Placed:
+    """A forward pass on memory of another library, at given addresses: contiguous arrays.
+
+    Parameters
+    ----------
+    shapes : the shapes of q, k and v, each (batch, heads, n, width)
+    run : Plan or Decoder
+    """
+
+    def __init__(
+        self, space: arrays.Space, shapes: tuple[tuple[int, ...], ...], run: Plan | Decoder
+    ) -> None:
+        self._space, self._run = space, run
+        _, heads, n, _ = shapes[0]
+        width = shapes[2][3]
+        self._strides = [(h * m * d, m * d, d) for _, h, m, d in shapes]
+        self._out, self._keys = (heads * n * width, n * width, width), shapes[1][2]
+
+    def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
+        """Launch on a stream; all other arguments are addresses."""
+        of_q, of_k, of_v = self._strides
+        at = (q, *of_q), (k, *of_k), (v, *of_v)
+        if isinstance(self._run, Decoder):
+            self._run.at(*at, out, lse, self._keys, stream)
+            return
+        (at_q, at_k, at_v), space = at, self._space
+        head = *at_q, *at_k, *at_v, out, *self._out, *NO_GRADIENTS, lse, *NO_SCRATCH
+        with _EXPLAINING, space.on_device():
+            call = Call(space, head, stream=stream)
+            for one in self._run.launches:
+                one(call, {})
+
+
+class Direct:
+    """The forward and backward pass of one checked job on torch tensors of one device.
+
+    Parameters
+    ----------
+    space : arrays.Space
+    dims : (int, int)
+        head_dim and head_dim_v.
+    forward : Plan
+    backward : function of a bool
+        Returns the plan of the backward pass, given whether there is a gradient of the LSE.
+    """
+
+    def __init__(
+        self,
+        space: arrays.Space,
+        dims: tuple[int, int],
+        forward: Plan,
+        backward: Callable[[bool], Plan],
+    ) -> None:
+        self._space, self._dims, self._plan = space, dims, forward
+        self._backward_plan, self._backwards = backward, dict[bool, Plan]()
+        sizes = forward.sizes
+        self._out, self._lse, self._strides = sizes.out.shape, sizes.lse, sizes.out.strides
+        self._padded = sizes.out.width != dims[1]
+
+    def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        """Return out and the LSE."""
+        space = self._space
+        with _EXPLAINING, space.on_device():
+            (at_q, q), (at_k, k), (at_v, v) = (
+                arrays.place(space, q),
+                arrays.place(space, k),
+                arrays.place(space, v),
+            )
+            out, lse = q.new_empty(*self._out), space.empty(self._lse)
+            head = (
+                *(*at_q, *at_k, *at_v, out.data_ptr(), *self._strides, *NO_GRADIENTS),
+                *(lse.data_ptr(), *NO_SCRATCH),
+            )
+            call = Call(space, head)
+            for one in self._plan.launches:
+                one(call, {})
+            if self._padded:
+                out = space.result(out, self._dims[1], self._out[-1])
+            return out, lse
+
+    def backward(
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any = None
+    ) -> tuple[Any, Any, Any]:
+        """Return the gradients of q, k and v."""
+        space, with_lse = self._space, dlse is not None
+        plan = self._backwards.get(with_lse)
+        with _EXPLAINING, space.on_device():
+            if plan is None:
+                plan = self._backwards[with_lse] = self._backward_plan(with_lse)
+            (at_q, q), (at_k, k), (at_v, v) = (
+                arrays.place(space, q),
+                arrays.place(space, k),
+                arrays.place(space, v),
+            )
+            (at_out, out), (at_dout, dout) = arrays.place(space, out), arrays.place(space, dout)
+            lse = lse.contiguous()
+            less = None if dlse is None else dlse.contiguous()
+            call, *made = plan.gradients(
+                *(space, (*at_q, *at_k, *at_v, *at_out, *at_dout), lse.data_ptr()),
+                *(0 if less is None else less.data_ptr(), q),
+            )
+            for one in plan.launches:
+                one(call, {})
+            (d, d_v), sizes = self._dims, plan.sizes
+            widths = (d, sizes.dq.width), (d, sizes.dk.width), (d_v, sizes.dv.width)
+            dq, dk, dv = (
+                x if keep == width else space.result(x, keep, width)
+                for x, (keep, width) in zip(made, widths, strict=True)
+            )
+            return dq, dk, dv

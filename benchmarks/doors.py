@@ -1,0 +1,324 @@
+"""Host time of a call through each door, decoding, and `generate`: python benchmarks/doors.py
+
+    python benchmarks/doors.py [--device cpu] [--parts host decode ...] [--csv FILE] [--profile DIR]
+
+- `host`: microseconds that one call of a row keeps the host busy, warmed: `flashsim.run`, and
+  `flashsim.torch.attention` eager, with a gradient, its backward pass and under torch.compile,
+  beside torch's `scaled_dot_product_attention` (SDPA). The shape is small, so the GPU is faster
+  than the host. On a CPU the call includes the result.
+- `jax`: the same for `flashsim.jax.attention`, eager and under `jax.jit`.
+- `decode`: microseconds of one query over a long cache, from call to result, beside SDPA.
+- `generate`: seconds of `model.generate` of a Llama of 12 random layers, beside "sdpa".
+- `train`: milliseconds of a training step of that Llama, beside "sdpa".
+
+Implementations are interleaved; every figure is a median. `--profile` writes for each door of
+`host` and `jax` where the host's time goes, by cProfile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import csv
+import io
+import os
+import pstats
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import torch
+
+import flashsim.torch
+
+Work = Callable[[], object]
+ROW = 20  # calls; far fewer than a GPU's queue takes
+COLUMNS = ("device", "part", "case", "implementation", "unit", "value", "over_sdpa")
+SDPA = "sdpa"
+
+
+def waiter(device: str) -> Work:
+    """What waits for the device."""
+    return torch.cuda.synchronize if device == "cuda" else time.perf_counter
+
+
+def in_a_row(works: dict[str, Work], wait: Work, rounds: int, row: int = ROW) -> dict[str, float]:
+    """Microseconds of one call of a row, medians by name; interleaved."""
+    took: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds + 3):  # the first ones compile and warm up
+        for name, work in works.items():
+            wait()
+            start = time.perf_counter()
+            for _ in range(row):
+                work()
+            took[name].append((time.perf_counter() - start) / row * 1e6)
+            wait()
+    return {name: median(times[3:]) for name, times in took.items()}
+
+
+def to_result(works: dict[str, Work], wait: Work, rounds: int) -> dict[str, float]:
+    """Microseconds from a call to its result, medians by name; interleaved."""
+
+    def waited(work: Work) -> Work:
+        def both() -> None:
+            work()
+            wait()
+
+        return both
+
+    return in_a_row({name: waited(work) for name, work in works.items()}, wait, rounds, 1)
+
+
+def profiled(name: str, work: Work, wait: Work, folder: Path) -> None:
+    """Write where the host's time of a call goes."""
+    for _ in range(20):
+        work()
+    wait()
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(200):
+        work()
+    profile.disable()
+    wait()
+    text = io.StringIO()
+    stats = pstats.Stats(profile, stream=text)
+    stats.sort_stats("tottime").print_stats(45)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name.replace(' ', '-').replace(',', '')}.txt").write_text(text.getvalue())
+
+
+def torch_doors(device: str) -> dict[str, Work]:
+    """Calls by name: each door of torch's, and SDPA for the same."""
+    shape = (1, 4, 128, 64) if device == "cuda" else None
+    of_q, of_kv = (shape, shape) if shape else ((1, 8, 1, 64), (1, 8, 512, 64))
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    backend = "cupy" if device == "cuda" else "numba"
+    q, k, v = (torch.randn(s, device=device, dtype=dtype) for s in (of_q, of_kv, of_kv))
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    sdpa, ours = torch.nn.functional.scaled_dot_product_attention, flashsim.torch.attention
+    dout = torch.randn_like(q)
+
+    def backward(function: Callable[..., torch.Tensor], **options: Any) -> Work:
+        out = function(*inputs, **options)
+        return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+    works: dict[str, Work] = {
+        f"eager, {SDPA}": lambda: sdpa(q, k, v),
+        "eager, flashsim.torch": lambda: ours(q, k, v),
+        "run, flashsim": lambda: flashsim.run(q, k, v, backend=backend),
+        f"gradient, {SDPA}": lambda: sdpa(*inputs),
+        "gradient, flashsim.torch": lambda: ours(*inputs),
+        f"backward, {SDPA}": backward(sdpa),
+        "backward, flashsim.torch": backward(ours),
+        "backward, any order, flashsim.torch": backward(ours, deterministic=False),
+    }
+    for name, function in ((SDPA, sdpa), ("flashsim.torch", ours)):
+        compiled = torch.compile(function, fullgraph=True)
+        works[f"compiled, {name}"] = lambda compiled=compiled: compiled(q, k, v)
+        if device == "cuda":
+            graphed = torch.compile(function, fullgraph=True, mode="reduce-overhead")
+            works[f"compiled with CUDA graphs, {name}"] = lambda graphed=graphed: graphed(q, k, v)
+    if device == "cuda":
+        try:
+            import cupy
+
+            arrays = [cupy.from_dlpack(x.half()) for x in (q, k, v)]
+            works["run, flashsim of CuPy"] = lambda: flashsim.run(*arrays, backend="cupy")
+        except ImportError as error:
+            print(f"no CuPy: {error}")
+    return works
+
+
+def jax_doors(device: str) -> dict[str, Work]:
+    """Calls by name: JAX's own attention and `flashsim.jax.attention`, eager and under jit."""
+    import jax
+    import jax.numpy as jnp
+
+    import flashsim.jax
+
+    shapes = [(1, 4, 128, 64)] * 3 if device == "cuda" else [(1, 8, 1, 64), *[(1, 8, 512, 64)] * 2]
+    dtype = jnp.bfloat16 if device == "cuda" else jnp.float32
+    keys = jax.random.split(jax.random.key(0), 3)
+    given = [jax.random.normal(key, s, dtype) for key, s in zip(keys, shapes, strict=True)]
+    by_token = [jnp.swapaxes(x, 1, 2) for x in given]
+    compiled, own = jax.jit(flashsim.jax.attention), jax.jit(jax.nn.dot_product_attention)
+    return {
+        f"eager, {SDPA}": lambda: jax.nn.dot_product_attention(*by_token),
+        "eager, flashsim.jax": lambda: flashsim.jax.attention(*given),
+        f"jit, {SDPA}": lambda: own(*by_token),
+        "jit, flashsim.jax": lambda: compiled(*given),
+    }
+
+
+def decoding(device: str) -> dict[str, dict[str, Work]]:
+    """By shape: one query over a cache, ours and SDPA."""
+    sdpa, ours = torch.nn.functional.scaled_dot_product_attention, flashsim.torch.attention
+    shapes = ((1, 32, 8, 32768, 128), (4, 32, 8, 4096, 128)) if device == "cuda" else (
+        (1, 8, 8, 512, 64), (1, 32, 8, 4096, 128))  # fmt: skip
+    dtype, cases = torch.bfloat16 if device == "cuda" else torch.float32, {}
+    for batch, heads, kv_heads, n, d in shapes:
+        q = torch.randn(batch, heads, 1, d, device=device, dtype=dtype)
+        k, v = (torch.randn(batch, kv_heads, n, d, device=device, dtype=dtype) for _ in "kv")
+        works: dict[str, Work] = {
+            f"eager, {SDPA}": lambda q=q, k=k, v=v: sdpa(q, k, v, enable_gqa=True),
+            "eager, flashsim.torch": lambda q=q, k=k, v=v: ours(q, k, v),
+        }
+        if hasattr(flashsim.torch, "decode"):
+            works["decode, flashsim.torch"] = lambda q=q, k=k, v=v: flashsim.torch.decode(q, k, v)
+        cases[f"{batch} x {n} keys, {heads} heads on {kv_heads}, d {d}"] = works
+    return cases
+
+
+def llama(device: str, layers: int = 12) -> Any:
+    """A Llama of random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    flashsim.torch.install()
+    width = 2048 if device == "cuda" else 128
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers if device == "cuda" else 2,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 256 or 1,
+        max_position_embeddings=65536,
+        vocab_size=1000,
+    )
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return LlamaForCausalLM(config).to(device, dtype).eval()
+
+
+#: Prompts of `generate`: batch and tokens, with the number of new tokens.
+PROMPTS = {"cuda": ((4, 4096, 64), (1, 32768, 64), (8, 1024, 64)), "cpu": ((1, 64, 16),)}
+
+
+def generating(device: str, prompts: Any, rounds: int, compiled: bool) -> list[tuple[str, ...]]:
+    """Seconds of `generate` for each prompt, by attention; of new tokens alone."""
+    model, wait, rows = llama(device), waiter(device), []
+    for batch, n, new in prompts:
+        words = torch.randint(1, 1000, (batch, n), device=device)  # 0 is padding
+        options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+        if compiled:
+            options["cache_implementation"] = "static"
+        took: dict[str, list[float]] = {SDPA: [], "flashsim": []}
+        for _ in range(rounds + 1):
+            for name in took:
+                model.set_attn_implementation(name)
+                times = []
+                for tokens in (1, new + 1):
+                    wait()
+                    start = time.perf_counter()
+                    model.generate(words, min_new_tokens=tokens, max_new_tokens=tokens, **options)
+                    wait()
+                    times.append(time.perf_counter() - start)
+                took[name].append(times[1] - times[0])
+        kind = "static cache, compiled" if compiled else "dynamic cache"
+        case = f"{batch} x {n} tokens, {new} new, {kind}"
+        rows += rows_of("generate", case, {x: median(y[1:]) for x, y in took.items()}, "s", SDPA)
+    return rows
+
+
+def training(device: str, rounds: int) -> list[tuple[Any, ...]]:
+    """Milliseconds of a training step, by attention."""
+    model, wait = llama(device, 8).train(), waiter(device)
+    words = torch.randint(1, 1000, (2, 2048 if device == "cuda" else 64), device=device)
+
+    def step(name: str) -> Work:
+        def run() -> None:
+            model.set_attn_implementation(name)
+            model.zero_grad()
+            model(words, labels=words).loss.backward()
+
+        return run
+
+    times = to_result({name: step(name) for name in (SDPA, "flashsim")}, wait, rounds)
+    case = f"{words.shape[0]} x {words.shape[1]} tokens"
+    return rows_of("train", case, {x: y / 1e3 for x, y in times.items()}, "ms", SDPA)
+
+
+def rows_of(
+    part: str, case: str, values: dict[str, float], unit: str, beside: str
+) -> list[tuple[Any, ...]]:
+    """Rows of the table, each with its ratio to torch's own."""
+    theirs = values.get(beside)
+    return [
+        (part, case, name, unit, round(x, 3), round(x / theirs, 3) if theirs else "")
+        for name, x in values.items()
+    ]
+
+
+def by_case(part: str, values: dict[str, float]) -> list[tuple[Any, ...]]:
+    """Rows of works that are named "case, implementation"."""
+    rows, cases = [], dict.fromkeys(name.rpartition(", ")[0] for name in values)
+    for case in cases:
+        own = {n.rpartition(", ")[2]: x for n, x in values.items() if n.rpartition(", ")[0] == case}
+        theirs = {SDPA: values.get(f"{case.partition(',')[0]}, {SDPA}", 0.0)}
+        rows += [row for row in rows_of(part, case, theirs | own, "us", SDPA) if row[2] in own]
+    return rows
+
+
+def measure(part: str, options: argparse.Namespace) -> list[tuple[Any, ...]]:
+    """The rows of one part."""
+    device, rounds, wait = options.device, options.rounds, waiter(options.device)
+    if part in ("host", "jax"):
+        works, row = (torch_doors if part == "host" else jax_doors)(device), ROW
+        with torch.no_grad() if part == "jax" else torch.enable_grad():
+            rows = by_case(part, in_a_row(works, wait, rounds, row))
+        if options.profile:
+            for name, work in works.items():
+                if SDPA not in name:
+                    profiled(f"{part} {name}", work, wait, options.profile)
+        return rows
+    if part == "decode":
+        rows = []
+        with torch.no_grad():
+            for case, works in decoding(device).items():
+                values = to_result(works, wait, rounds)
+                rows += [(p, f"{case}: {c}", *rest) for p, c, *rest in by_case(part, values)]
+        return rows
+    if part == "train":
+        return training(device, max(3, rounds // 10))
+    prompts = PROMPTS[device][: options.prompts]
+    return generating(device, prompts, options.repeat, part == "generate-compiled")
+
+
+PARTS = ("host", "jax", "decode", "train", "generate", "generate-compiled")
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--parts", nargs="+", default=PARTS[:-1], choices=PARTS)
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--repeat", type=int, default=3, help="of generate")
+    parser.add_argument("--prompts", type=int, help="how many prompts of generate")
+    parser.add_argument("--csv", type=Path, help="where the table goes")
+    parser.add_argument("--profile", type=Path, help="a folder for profiles of the host's time")
+    options = parser.parse_args()
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    found = []
+    for part in options.parts:
+        try:
+            rows = measure(part, options)
+        except ImportError as error:
+            print(f"{part}: left out, {error}")
+            continue
+        for row in rows:
+            print(f"{row[0]:18} {row[1]:52} {row[2]:16} {row[4]:>10} {row[3]:3} {row[5]!s:>8}",
+                  flush=True)  # fmt: skip
+            found.append((name, *row))
+        if options.csv:
+            with options.csv.open("w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(COLUMNS)
+                writer.writerows(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""`decode`: attention of a few queries over a KV cache, as ``flashsim::decode`` for torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashsim.api import execution
+from flashsim.api.arrays import name_of
+from flashsim.errors import DTypeError, ShapeError, UnsupportedError
+from flashsim.problem.problem import Problem
+from flashsim.torch import direct
+from flashsim.torch.ops import readable
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | Sequence[int] | int | None = None,
+    block_table: Tensor | None = None,
+    cache_starts: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    splits: int | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of a few queries over the live keys of a KV cache, without a gradient.
+
+    On a GPU the kernel reads lengths, starts and the table itself, as it runs. So a call with these
+    as GPU tensors never waits for the GPU, works under torch.compile, and can be captured in a CUDA
+    graph that is replayed with other lengths. The kernels take float16 and bfloat16, and widths up
+    to 256; torch's own operators compute the rest there.
+
+    Parameters
+    ----------
+    q : Tensor, (batch, heads, n_q, head_dim)
+    k_cache, v_cache : Tensor
+        (entries, kv_heads, n, head_dim) and (entries, kv_heads, n, head_dim_v), with entry b for
+        sequence b unless `cache_batch_idx` says otherwise. With a `block_table`, (pages, kv_heads,
+        page_size, ..).
+    cache_seqlens : Tensor of int, (batch,), a sequence of int, or int, optional
+        The end of each sequence's live keys. Default: the whole cache. On a GPU a number outside of
+        0 to n counts as the nearest of these.
+    block_table : Tensor of int32, (batch, max_pages), optional
+        The pages of each sequence. A page that the pool lacks makes the results of its sequence NaN
+        on a GPU.
+    cache_starts : Tensor of int, (batch,), optional
+        The first live key of each sequence (left padding); not with a `block_table`.
+    cache_batch_idx : Tensor of int, (batch,), optional
+        The entry of the cache that belongs to each sequence; not with a `block_table`.
+    causal, window, softcap, scale
+        As in `flashsim.run`, aligned to the end of the live keys.
+    splits : int, optional
+        The number of parts that a sequence's keys are divided into, on a GPU. Default: chosen for
+        the GPU.
+    return_lse : bool
+        Return ``(out, lse)``, the LSE as (batch, heads, n_q).
+
+    Returns
+    -------
+    Tensor, (batch, heads, n_q, head_dim_v)
+
+    Raises
+    ------
+    FlashSimError
+        For shapes, types and options that flashsim does not support.
+    """
+    lengths = _integers("cache_seqlens", cache_seqlens, q)
+    starts = _integers("cache_starts", cache_starts, q)
+    entries = _integers("cache_batch_idx", cache_batch_idx, q)
+    left, right = (-1, -1) if window is None else window
+    run: Any = torch.ops.flashsim.decode.default
+    plain = type(q) is type(k_cache) is type(v_cache) is Tensor and direct.unwatched()
+    if plain and not torch.is_grad_enabled() and not q.is_meta:
+        run = _on_gpu if q.is_cuda else _packed
+    out, lse = run(
+        *(q, k_cache, v_cache, lengths, block_table, starts, entries),
+        *(causal, left, right, softcap, scale, splits or 0),
+    )
+    return (out, lse) if return_lse else out
+
+
+def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
+    """Return integers, one per sequence, as the kernel reads them."""
+    if given is None:
+        return None
+    if isinstance(given, int) and not isinstance(given, bool):
+        given = torch.full((q.shape[0],), given, dtype=torch.int32, device=q.device)
+    elif not isinstance(given, Tensor):
+        given = torch.tensor(given, device=q.device)
+    if given.shape != q.shape[:1] or given.is_floating_point() or given.dtype == torch.bool:
+        raise ShapeError(
+            f"{name} must be {q.shape[0]} integers, one for each sequence, got "
+            f"{name_of(given.dtype)} {tuple(given.shape)}"
+        )
+    if given.device != q.device:
+        given = given.to(q.device)
+    return given if given.dtype == torch.int32 else given.to(torch.int32)
+
+
+class _Asked(NamedTuple):
+    """What a call asks for besides the tensors."""
+
+    causal: bool
+    left: int
+    right: int
+    softcap: float
+    scale: float | None
+    splits: int
+
+
+_LIBRARY = torch.library.Library("flashsim", "FRAGMENT")
+_LIBRARY.define(
+    "decode(Tensor q, Tensor k, Tensor v, Tensor? lengths, Tensor? table, Tensor? starts, "
+    "Tensor? entries, bool causal, int left, int right, float softcap, float? scale, int splits) "
+    "-> (Tensor out, Tensor lse)"
+)
+#: Calls that were checked, under all that the checks look at; None: no kernel decodes them.
+_DECODERS: dict[tuple[Any, ...], Any] = {}
+_MOST = 1024
+
+
+def _on_gpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    table: Tensor | None,
+    starts: Tensor | None,
+    entries: Tensor | None,
+    *asked: Any,
+) -> tuple[Tensor, Tensor]:
+    pages = None if table is None else (table.shape, table.stride(), table.dtype, table.device)
+    key = (
+        *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+        *(pages, starts is None, entries is None, asked, *map(type, asked)),
+    )
+    try:
+        call = _DECODERS[key]
+    except KeyError:
+        problem = _problem(q, k, v, table, starts, entries, _Asked(*asked))
+        call, widest = None, max(problem.head_dim, problem.head_dim_v)
+        if problem.dtype in ("float16", "bfloat16") and widest <= 256:
+            import flashsim.backends.cupy_gpu.engine as cupy_engine
+
+            page = 0 if table is None else k.shape[2]
+            call = cupy_engine.decoder(problem, q, page, asked[-1] or None)
+        if len(_DECODERS) >= _MOST:
+            _DECODERS.clear()
+        _DECODERS[key] = call
+    if call is None:
+        return _written_out(q, k, v, lengths, table, starts, entries, *asked)
+    return call(q, k, v, lengths, table, starts, entries)
+
+
+def _problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    starts: Tensor | None,
+    entries: Tensor | None,
+    asked: _Asked,
+) -> Problem:
+    """Check shapes and types; return the problem if every row of the cache is live.
+
+    Raises
+    ------
+    ShapeError, DTypeError, UnsupportedError, OptionError
+    """
+    found = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, v), strict=True))
+    if not q.ndim == k.ndim == v.ndim == 4 or k.shape[:3] != v.shape[:3]:
+        raise ShapeError(
+            "q must be (batch, heads, n_q, head_dim), and the caches (entries, kv_heads, n, width) "
+            f"of the same entries, heads and n, got {found}"
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise DTypeError(
+            "q and the caches must have one dtype and lie on one device, got "
+            + ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
+        )
+    if q.shape[3] != k.shape[3] or 0 in q.shape or 0 in k.shape or 0 in v.shape:
+        raise ShapeError(f"q and k must have one head_dim, and nothing may be empty, got {found}")
+    batch, heads, n_q, d = q.shape
+    n_kv = k.shape[2]
+    if table is not None:
+        if starts is not None or entries is not None:
+            raise UnsupportedError(
+                "with a block_table, each sequence's keys begin in its first page: give neither "
+                "cache_starts nor cache_batch_idx"
+            )
+        if table.dtype != torch.int32 or table.ndim != 2 or table.shape[0] != batch:
+            raise ShapeError(
+                f"block_table must be int32 ({batch}, max_pages), got {table.dtype} "
+                f"{tuple(table.shape)}"
+            )
+        if table.device != q.device or (table.stride(1) != 1 and table.shape[1] > 1):
+            raise ShapeError("block_table must lie on q's device, with contiguous rows")
+        n_kv *= table.shape[1]
+    elif entries is None and k.shape[0] < batch:
+        raise ShapeError(
+            f"the caches must have at least one entry per sequence, {batch}, or a cache_batch_idx "
+            f"says which: got {found}"
+        )
+    # One query sees every key up to its own, the last one.
+    return Problem(
+        n_q,
+        n_kv,
+        d,
+        v.shape[3],
+        batch=batch,
+        heads=heads,
+        kv_heads=k.shape[1],
+        dtype=name_of(q.dtype),
+        causal=bool(asked.causal) and n_q > 1,
+        window=None if asked.left < 0 and asked.right < 0 else (asked.left, asked.right),
+        softcap=asked.softcap,
+        scale=asked.scale,  # type: ignore[arg-type]  # None is 1 / sqrt(head_dim)
+    )
+
+
+def _written_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    table: Tensor | None,
+    starts: Tensor | None,
+    entries: Tensor | None,
+    *asked: Any,
+) -> tuple[Tensor, Tensor]:
+    """Decode in torch's own operators, in float32 or wider: what no kernel decodes, on a GPU.
+
+    It waits for nothing, so a CUDA graph can capture it.
+    """
+    causal, left, right, softcap, scale, _ = asked
+    batch, heads, n_q, d = q.shape
+    if table is not None:
+        pages = table.long().clamp(0, k.shape[0] - 1)
+        k, v = (x[pages].transpose(1, 2).flatten(2, 3) for x in (k, v))
+    elif entries is not None:
+        k, v = k[entries.long()], v[entries.long()]
+    k, v, kv_heads, n = k[:batch], v[:batch], k.shape[1], k.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    by_group = q.to(wide).reshape(batch, kv_heads, heads // kv_heads * n_q, d)
+    scores = (by_group @ k.to(wide).mT).view(batch, kv_heads, -1, n_q, n)
+    scores = scores * (d**-0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    at = torch.arange(n, device=q.device)
+    whole = torch.full((batch,), n, device=q.device)
+    stops = (whole if lengths is None else lengths.long().clamp(0, n))[:, None]
+    begins = torch.zeros_like(stops) if starts is None else starts.long().clamp_min(0)[:, None]
+    kept = (at >= begins) & (at < stops)
+    distance = at - (stops - n_q + torch.arange(n_q, device=q.device))[..., None]
+    seen = kept[:, None].expand(batch, n_q, n)
+    if causal or right >= 0:
+        seen = seen & (distance <= (0 if causal else right))
+    if left >= 0:
+        seen = seen & (distance >= -left)
+    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0)[..., None])
+    values = torch.where(kept[:, None, :, None], v.to(wide), 0)  # beyond may be NaN
+    out = weights.flatten(2, 3) @ values
+    shape = batch, heads, n_q
+    return out.view(*shape, -1).to(q.dtype), lse.reshape(shape)
+
+
+def _packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    table: Tensor | None,
+    starts: Tensor | None,
+    entries: Tensor | None,
+    *asked: Any,
+) -> tuple[Tensor, Tensor]:
+    """Decode by any engine: live keys are copied together, and the batch is one packed sequence."""
+    question = _Asked(*asked)
+    problem = _problem(q, k, v, table, starts, entries, question)
+    n, batch, n_q = problem.n_kv, q.shape[0], q.shape[2]
+    stops = [n] * batch if lengths is None else lengths.clamp(0, n).tolist()
+    begins = [0] * batch if starts is None else starts.clamp_min(0).tolist()
+    rows = range(batch) if entries is None else entries.tolist()
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    for b, (begin, stop, row) in enumerate(zip(begins, stops, rows, strict=True)):
+        for x, parts in ((k, keys), (v, values)):
+            if table is None:
+                whole = x[row]
+            else:
+                used = table[b, : -(-stop // x.shape[2])].long()
+                whole = x[used].transpose(0, 1).flatten(1, 2)
+            parts.append(whole[:, min(begin, stop) : stop])
+    cu_k = tuple(accumulate((x.shape[1] for x in keys), initial=0))
+    rows_of_q = q.transpose(0, 1).reshape(1, q.shape[1], batch * n_q, -1)
+    result = execution.run(
+        *(readable(x) for x in (rows_of_q, torch.cat(keys, 1)[None], torch.cat(values, 1)[None])),
+        causal=problem.causal,
+        window=problem.window,
+        softcap=question.softcap,
+        scale=question.scale,
+        cu_seqlens_q=tuple(range(0, batch * n_q + 1, n_q)),
+        cu_seqlens_k=cu_k,
+        backend="cupy" if q.is_cuda else "numba",
+    )
+    shape = (q.shape[1], batch, n_q)
+    out = result.out.reshape(*shape, -1).transpose(0, 1).contiguous()
+    return out, result.lse.reshape(shape).transpose(0, 1).contiguous()
+
+
+_LIBRARY.impl("decode", _on_gpu, "CUDA")
+_LIBRARY.impl("decode", _packed, "CPU")
+
+
+@torch.library.register_fake("flashsim::decode", lib=_LIBRARY)
+def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide)
+
+
+def _no_gradient(*_: Any) -> Any:
+    raise UnsupportedError(
+        "flashsim.torch.decode has no gradient; flashsim.torch.attention has one, or call it under "
+        "torch.no_grad()"
+    )
+
+
+torch.library.register_autograd("flashsim::decode", _no_gradient, lib=_LIBRARY)

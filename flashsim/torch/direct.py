@@ -1,0 +1,367 @@
+"""Calls of `attention` that go straight to an engine: checked once, then run from what was found.
+
+A model makes the same call again and again. `Ready` holds what the checks found, under everything
+that they look at. Eagerly it runs as a plain `torch.autograd.Function`. Under torch.compile it runs
+inside the operator ``flashsim::attend``, which has fewer arguments than ``flashsim::attention`` and
+costs torch's dispatcher less. Whatever watches or transforms operators (a dispatch mode,
+torch.func, forward mode, torch.jit.trace) gets ``flashsim::attention``.
+
+On a GPU a few queries run the decode kernels, with or without a gradient, so that both give the
+same bits. Calls whose caches differ only in length share one `Ready`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsim.api import execution, inputs
+from flashsim.api.inputs import Request
+from flashsim.api.request import ask
+from flashsim.torch import ops
+from flashsim.torch.ops import readable
+
+_C = torch._C
+_AD = torch.autograd.forward_ad
+#: The question besides the tensors, as `attention` takes it: causal, window_left, window_right,
+#: softcap, scale, algorithm, deterministic, backend.
+Question = tuple[Any, ...]
+NAMES = (
+    *("causal", "window_left", "window_right", "softcap", "scale", "algorithm"),
+    *("deterministic", "backend"),
+)
+
+
+class Ready:
+    """A checked call: `forward(q, k, v)` and `backward(q, k, v, out, lse, dout, dlse=None)`.
+
+    Attributes
+    ----------
+    question : dict
+        The keywords of the operator ``flashsim::attention``.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, question: Question) -> None:
+        self.question = dict(zip(NAMES, question, strict=True))
+        run = {**self.question}
+        deterministic = run.pop("deterministic")
+        self._run = ops.keywords(**run)
+        self._deterministic = deterministic
+        self.forward: Any = self._slow_forward
+        self.backward: Any = self._slow_backward
+        if _few(q, k, v) and self._run["backend"] == "cupy":
+            self.forward = _decoder(q, k, v, Request(**self._run))
+            return
+        asked, job = ask(Request(**self._run), *map(readable, (q, k, v)))
+        direct = getattr(asked.engine, "direct", None)
+        made = None
+        if direct is not None and not asked.empty and asked.ndim == 4:
+            made = direct(
+                job,
+                lambda saved, dlse: asked.backward_job(
+                    job.given(None, None, None), saved, None, deterministic, None, dlse=dlse
+                ),
+            )
+        if made is not None:
+            self.forward, self.backward = made.forward, made.backward
+
+    def _slow_forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        result = execution.run(*map(readable, (q, k, v)), **self._run)
+        return result.out, result.lse
+
+    def _slow_backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        got = execution.backward(
+            *map(readable, (q, k, v, out, lse, dout)),
+            dlse=None if dlse is None else readable(dlse),
+            deterministic=self._deterministic,
+            **self._run,
+        )
+        return got.dq, got.dk, got.dv
+
+
+#: Queries of a head, and rows that the heads of a group make of them, that are a few.
+_FEW, _FEW_ROWS = 16, 128
+
+
+def _few(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the decode kernels run a call."""
+    if not q.is_cuda or q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        return False
+    _, heads, n, d = q.shape
+    return (
+        0 < n <= _FEW
+        and n <= k.shape[2] == v.shape[2]
+        and heads * n <= _FEW_ROWS * k.shape[1]
+        and max(d, v.shape[3]) <= 256
+        and q.dtype in (torch.float16, torch.bfloat16)
+    )
+
+
+def about(n: int) -> int:
+    """Return `n`, rounded up to a length that caches of about this length share."""
+    step = max(128, 1 << max(n.bit_length() - 5, 0))
+    return -(-n // step) * step
+
+
+def _decoder(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Any:
+    """Return the decode kernel's call for tensors like these, with caches of any length."""
+    import flashsim.backends.cupy_gpu.engine as cupy_engine
+
+    if q.shape[2] == 1:  # which sees every key up to its own, the last one
+        request = request._replace(causal=False)
+    given = inputs.prepare(readable(q), readable(k), readable(v), request)
+    return cupy_engine.decoder(replace(given.problem, n_kv=about(k.shape[2])), q)
+
+
+_READY: dict[tuple[Any, ...], Ready] = {}
+_MOST = 1024
+
+
+def ready(q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
+    """Return the checked call for tensors like these; check it if it is a new one.
+
+    Raises
+    ------
+    FlashSimError
+        If a check fails.
+    """
+    key = _key(q, k, v, question)
+    found = _READY.get(key)
+    return _kept(key, Ready(q, k, v, question)) if found is None else found
+
+
+def _key(q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what a call is kept under. True and 1 are equal, so it holds types as well."""
+    of_k, of_v = k.shape, v.shape
+    if q.is_cuda and _few(q, k, v):
+        n = about(of_k[2])
+        of_k, of_v = (*of_k[:2], n, of_k[3]), (*of_v[:2], n, of_v[3])
+    return (
+        *(q.shape, of_k, of_v, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+        *(q.layout, k.layout, v.layout, asked, *map(type, asked)),
+    )
+
+
+def _kept(key: tuple[Any, ...], call: Ready) -> Ready:
+    if len(_READY) >= _MOST:
+        _READY.clear()
+    _READY[key] = call
+    return call
+
+
+def unwatched() -> bool:
+    """Whether an eager call may go straight to an engine: nothing else wants to see an operator."""
+    return not (
+        _C._len_torch_dispatch_stack()
+        or _C._are_functorch_transforms_active()
+        or _AD._current_level >= 0
+        or _C._get_tracing_state() is not None
+        or torch.compiler.is_compiling()
+    )
+
+
+def known(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> tuple[Ready | None, tuple[Any, ...]]:
+    """Return the kept call for the arguments of `attention`, and the key to keep one under.
+
+    The key is empty for a call that must not go straight to an engine.
+    """
+    if not type(q) is type(k) is type(v) is Tensor or not unwatched():
+        return None, ()
+    try:
+        if q.is_neg() or k.is_neg() or v.is_neg() or q.is_meta:
+            return None, ()
+        key = _key(q, k, v, asked)
+        return _READY.get(key), key
+    except (RuntimeError, TypeError):  # a nested tensor; a value that has no hash
+        return None, ()
+
+
+def first(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
+    """Check a call, and keep it under a key of `known`."""
+    return _kept(key, Ready(q, k, v, question))
+
+
+def attend(
+    call: Ready, q: Tensor, k: Tensor, v: Tensor, *, with_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Run a call eagerly, with a gradient if one is wanted."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Attend.apply(q, k, v, call, with_lse)
+    got = call.forward(q, k, v)
+    return got if with_lse else got[0]
+
+
+class _Attend(torch.autograd.Function):
+    jvp = staticmethod(ops.no_forward_mode)
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Ready, with_lse: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        out, lse = call.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = call
+        if with_lse:
+            ctx.set_materialize_grads(False)  # of the LSE there mostly is no gradient
+            return out, lse
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        if dout is None:
+            if dlse is None:
+                return None, None, None, None, None
+            dout = torch.zeros_like(out)
+        mapped = _C._functorch.is_legacy_batchedtensor(dout)  # by is_grads_batched
+        eager = type(dout) is Tensor and not mapped and unwatched()
+        if eager and not torch.is_grad_enabled():
+            dq, dk, dv = ctx.call.backward(q, k, v, out, lse, dout, dlse)
+        else:  # also for a second derivative, which the operator refuses
+            given = dout, out, lse, dlse, q, k, v, None, None, None
+            dq, dk, dv, _ = ops.pulled_back(*given, **ctx.call.question)
+        return dq, dk, dv, None, None
+
+
+# -- under torch.compile ---------------------------------------------------------------------------
+
+_LIBRARY = torch.library.Library("flashsim", "FRAGMENT")
+# The second has no gradient: torch then looks for none, which takes as long as a launch.
+for _name in ("attend", "attend_without_gradient"):
+    _LIBRARY.define(
+        f"{_name}(Tensor q, Tensor k, Tensor v, float softcap, float? scale, str question) "
+        "-> (Tensor out, Tensor lse)"
+    )
+_LIBRARY.define(
+    "attend_backward(Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
+    "float softcap, float? scale, str question) -> (Tensor dq, Tensor dk, Tensor dv)"
+)
+
+
+def words(causal: bool, left: int, right: int, algorithm: str, deterministic: Any, by: str) -> str:
+    """Return a question without its softcap and scale as the operators take it."""
+    return f"{causal} {left} {right} {algorithm} {deterministic} {by}"
+
+
+_SPOKEN: dict[str, tuple[Any, ...]] = {}
+_WORDS = {"True": True, "False": False, "None": None}
+
+
+def spoken(softcap: float, scale: float | None, text: str) -> Question:
+    """Return the question of an operator's arguments."""
+    heard = _SPOKEN.get(text)
+    if heard is None:
+        causal, left, right, algorithm, deterministic, by = text.split(" ")
+        flags = [_WORDS.get(x, x) for x in (causal, deterministic)]
+        heard = _SPOKEN[text] = flags[0], int(left), int(right), algorithm, flags[1], by
+    causal, left, right, algorithm, deterministic, by = heard
+    return causal, left, right, softcap, scale, algorithm, deterministic, by
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, softcap: float, scale: float | None, question: str
+) -> tuple[Tensor, Tensor]:
+    return ready(q, k, v, spoken(softcap, scale, question)).forward(q, k, v)
+
+
+def _attend_backward(
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softcap: float,
+    scale: float | None,
+    question: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    call = ready(q, k, v, spoken(softcap, scale, question))
+    return call.backward(q, k, v, out, lse, dout)
+
+
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("attend", _attend, _device)
+    _LIBRARY.impl("attend_without_gradient", _attend, _device)
+    _LIBRARY.impl("attend_backward", _attend_backward, _device)
+
+
+@torch.library.register_fake("flashsim::attend_without_gradient", lib=_LIBRARY)
+@torch.library.register_fake("flashsim::attend", lib=_LIBRARY)
+def _attend_shapes(
+    q: Tensor, k: Tensor, v: Tensor, softcap: float, scale: Any, question: str
+) -> Any:
+    asked = dict(zip(NAMES, spoken(softcap, scale, question), strict=True))
+    return ops.forward_shapes(q, k, v, None, None, None, **asked)
+
+
+@torch.library.register_fake("flashsim::attend_backward", lib=_LIBRARY)
+def _attend_backward_shapes(
+    dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> Any:
+    return ops.backward_shapes(dout, out, lse, None, q, k, v, None)[:3]
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, *ctx.asked = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _pull_back(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return (None,) * 6
+    dout = torch.zeros_like(out) if dout is None else dout
+    if dlse is None:
+        backward = torch.ops.flashsim.attend_backward.default
+        return (*backward(dout, out, lse, q, k, v, *ctx.asked), None, None, None)
+    asked = dict(zip(NAMES, spoken(*ctx.asked), strict=True))
+    dq, dk, dv, _ = ops.pulled_back(dout, out, lse, dlse, q, k, v, None, None, None, **asked)
+    return dq, dk, dv, None, None, None
+
+
+torch.library.register_autograd("flashsim::attend", _pull_back, setup_context=_keep, lib=_LIBRARY)
+torch.library.register_autograd("flashsim::attend_backward", ops.no_second, lib=_LIBRARY)
+
+
+@torch.library.register_vmap("flashsim::attend_without_gradient", lib=_LIBRARY)
+@torch.library.register_vmap("flashsim::attend", lib=_LIBRARY)
+def _folded(info: Any, dims: Any, q: Tensor, k: Tensor, v: Tensor, *asked: Any) -> Any:
+    question = dict(zip(NAMES, spoken(*asked), strict=True))
+    return ops.forward_folded(ops.forward, info, dims, q, k, v, None, None, None, **question)
+
+
+@torch.library.register_vmap("flashsim::attend_backward", lib=_LIBRARY)
+def _backward_folded(
+    info: Any, dims: Any, dout: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> Any:
+    *qkv, softcap, scale, text = rest
+    question = dict(zip(NAMES, spoken(softcap, scale, text), strict=True))
+    tensors = dout, out, lse, None, *qkv, None, None, None
+    axes = (*dims[:3], None, *dims[3:6], None, None, None)
+    found, at = ops.backward_folded(ops.backward, info, axes, *tensors, **question)
+    return found[:3], at[:3]
+
+
+def compiled(q: Tensor, k: Tensor, v: Tensor, question: Question) -> tuple[Tensor, Tensor]:
+    """Call the operator, on (batch, heads, n, head_dim) tensors: what torch.compile traces."""
+    if _AD._current_level >= 0:
+        ops.no_forward_mode()
+    causal, left, right, softcap, scale, algorithm, deterministic, by = question
+    text = words(causal, left, right, algorithm, deterministic, by)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return torch.ops.flashsim.attend.default(q, k, v, softcap, scale, text)
+    operator = torch.ops.flashsim.attend_without_gradient.default
+    return operator(q, k, v, softcap, scale, text)

@@ -1,0 +1,473 @@
+"""What `flash_attn` and `flash_attn_interface` share: rotation, caches, packed rows, chunks, FP8.
+
+Public functions there only name arguments as their packages do. Here tensors are (batch, n, heads,
+d) or packed (tokens, heads, d) from the outside, and (batch, heads, n, d) for `attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError
+from flashsim.torch.decoding import decode
+from flashsim.torch.functional import attention
+
+Window = Sequence[int | None]
+Cuts = tuple[tuple[int, ...], tuple[int, ...]]
+_FP8 = tuple(getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2"))
+
+
+def varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    table: Tensor | None,
+    used_q: Tensor | None = None,
+    used_k: Tensor | None = None,
+    qv: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention of packed sequences; out (tokens, heads, d) and the LSE (heads, tokens).
+
+    `used_q` and `used_k` say how many rows of each sequence count.
+    """
+    of_q, of_k = _offsets("cu_seqlens_q", cu_seqlens_q), _offsets("cu_seqlens_k", cu_seqlens_k)
+    if len(of_q) != len(of_k):
+        raise ShapeError(
+            "cu_seqlens_q and cu_seqlens_k must name the same number of sequences, got "
+            f"{len(of_q) - 1} and {len(of_k) - 1}"
+        )
+    if table is not None:
+        k, v = _from_pages(k, table, of_k), _from_pages(v, table, of_k)
+    tokens = q.shape[0]
+    rows_q, cut_q = _kept_rows(of_q, _used("seqused_q", used_q, of_q), q)
+    rows_k, cut_k = _kept_rows(of_k, _used("seqused_k", used_k, of_k), k)
+    if rows_k is not None:
+        k, v = k.index_select(0, rows_k), v.index_select(0, rows_k)
+    if rows_q is not None:
+        q = q.index_select(0, rows_q)
+        qv = None if qv is None else qv.index_select(0, rows_q)
+    by_head = [None if x is None else x.transpose(0, 1)[None] for x in (q, k, v, qv)]
+    out, lse = attend(*by_head, cuts=(cut_q, cut_k), **options)
+    out, lse = out[0].transpose(0, 1), lse[0]
+    if rows_q is not None:
+        out = out.new_zeros(tokens, *out.shape[1:]).index_copy(0, rows_q, out)
+        whole = lse.new_full((lse.shape[0], tokens), float("-inf"))
+        lse = whole.index_copy(1, rows_q, lse)
+    return out, lse
+
+
+def with_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    lengths: int | Tensor | None,
+    entries: Tensor | None,
+    starts: Tensor | None,
+    table: Tensor | None,
+    *,
+    interleaved: bool,
+    splits: int,
+    at: Tensor | None = None,
+    qv: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Rotate, append, and attend; out (batch, n_q, heads, d) and the LSE (batch, heads, n_q).
+
+    `at` holds positions to rotate by instead of `lengths`.
+    """
+    if table is not None and entries is not None:
+        table, entries = table[entries.long()], None
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.stride(-1) != 1:
+            raise ShapeError(f"{name} must have contiguous last dimension, got {x.stride()}")
+    if (k is None) != (v is None):
+        raise OptionError("give both k and v, or neither")
+    batch, n_q = q.shape[:2]
+    if isinstance(lengths, int):
+        lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
+    if cos is not None:
+        if sin is None or k is None or lengths is None:
+            raise OptionError(
+                "rotary_cos needs rotary_sin, k and v, which it rotates, and cache_seqlens, which "
+                "are the positions"
+            )
+        at = lengths if at is None else at
+        moves = options["causal"] or _window(options["window"]) is not None
+        q = rotated(q, cos, sin, at, interleaved=interleaved, moves=moves)
+        k = rotated(k, cos, sin, at, interleaved=interleaved)
+    if k is not None and v is not None:
+        if lengths is None:
+            raise OptionError("k and v need cache_seqlens, which says where they are written")
+        _append(k_cache, k, lengths, entries, table)
+        _append(v_cache, v, lengths, entries, table)
+        lengths = lengths + k.shape[1]
+    padded_pages = table is not None and starts is not None
+    if qv is not None or options.get("chunk") or q.dtype in _FP8 or padded_pages:
+        n = k_cache.shape[1] * (1 if table is None else table.shape[1])
+        stops = [n] * batch if lengths is None else torch.as_tensor(lengths).tolist()
+        begins = [0] * batch if starts is None else starts.tolist()
+        out, lse = _over_cache(
+            *(q.flatten(0, 1), tuple(range(0, batch * n_q + 1, n_q)), k_cache, v_cache),
+            *(stops, begins, None if entries is None else entries.tolist(), table),
+            *(None if qv is None else qv.flatten(0, 1),),
+            **options,
+        )
+        return out.unflatten(0, (batch, n_q)), lse.unflatten(1, (batch, n_q)).transpose(0, 1)
+    out, lse = decode(
+        *(x.transpose(1, 2) for x in (q, k_cache, v_cache)),
+        cache_seqlens=lengths,
+        block_table=table,
+        cache_starts=starts,
+        cache_batch_idx=entries,
+        causal=options["causal"],
+        window=_window(options["window"]),
+        softcap=max(float(options["softcap"]), 0.0),
+        scale=options["scale"],
+        splits=splits or None,
+        return_lse=True,
+    )
+    return out.transpose(1, 2), lse
+
+
+def packed_over_cache(
+    q: Tensor,
+    cu_seqlens_q: Any,
+    cu_seqlens_new: Any,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    lengths: int | Tensor | None,
+    entries: Tensor | None,
+    starts: Tensor | None,
+    table: Tensor | None,
+    *,
+    interleaved: bool,
+    splits: int,
+    at: Tensor | None = None,
+    qv: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """`with_cache` of packed queries, (tokens, heads, d), and of packed new keys.
+
+    Lengths are read on the host. `splits` changes nothing.
+    """
+    of_q = _offsets("cu_seqlens_q", cu_seqlens_q)
+    batch = len(of_q) - 1
+    if table is not None and entries is not None:
+        table, entries = table[entries.long()], None
+    if lengths is None:
+        n = k_cache.shape[1] * (1 if table is None else table.shape[1])
+        before = [n] * batch
+    else:
+        before = [lengths] * batch if isinstance(lengths, int) else lengths.tolist()
+    positions = before if at is None else at.tolist()
+    moves = options["causal"] or _window(options["window"]) is not None
+    if k is not None and cu_seqlens_new is None:  # (batch, n_new, heads, d)
+        of_new: tuple[int, ...] = tuple(k.shape[1] * b for b in range(batch + 1))
+        k, v = k.flatten(0, 1), None if v is None else v.flatten(0, 1)
+    else:
+        of_new = (0,) * (batch + 1) if k is None else _offsets("cu_seqlens_k_new", cu_seqlens_new)
+    turned = []
+    for b, ((first, last), (a, z)) in enumerate(zip(_pairs(of_q), _pairs(of_new), strict=True)):
+        rows = q[None, first:last]
+        if cos is not None and sin is not None:
+            how: dict[str, Any] = {"interleaved": interleaved, "moves": moves}
+            rows = rotated(rows, cos, sin, positions[b], **how)
+        turned.append(rows[0])
+        if k is None or v is None:
+            continue
+        new = k[None, a:z]
+        if cos is not None and sin is not None:
+            new = rotated(new, cos, sin, positions[b], interleaved=interleaved)
+        where = torch.tensor([before[b]], device=q.device)
+        row = torch.tensor([b], device=q.device) if entries is None else entries[b : b + 1]
+        of_table = None if table is None else table[b : b + 1]
+        _append(k_cache, new, where, row, of_table)
+        _append(v_cache, v[None, a:z], where, row, of_table)
+        before[b] += z - a
+    begins = [0] * batch if starts is None else starts.tolist()
+    return _over_cache(
+        *(torch.cat(turned), of_q, k_cache, v_cache, before, begins),
+        *(None if entries is None else entries.tolist(), table, qv),
+        **options,
+    )
+
+
+def rotated(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    offsets: Tensor | int,
+    *,
+    interleaved: bool,
+    moves: bool = True,
+) -> Tensor:
+    """Return `x`, (batch, n, heads, d), with its first columns rotated by their positions.
+
+    Row i of sequence b has position ``offsets[b] + i``, or ``offsets[b]`` unless `moves`. Computed
+    in float32 and rounded once.
+    """
+    half = cos.shape[-1]
+    if cos.shape != sin.shape or 2 * half > x.shape[-1]:
+        raise ShapeError(
+            f"rotary_cos and rotary_sin must be (positions, up to {x.shape[-1] // 2}) alike, got "
+            f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    steps = torch.arange(x.shape[1] if moves else 1, device=x.device)
+    at = torch.as_tensor(offsets, device=x.device).reshape(-1, 1).long() + steps
+    c, s = (t[at][:, :, None].float() for t in (cos, sin))
+    turning, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    if interleaved:
+        a, b = turning[..., ::2], turning[..., 1::2]
+        turned = torch.stack((a * c - b * s, a * s + b * c), -1).flatten(-2)
+    else:
+        a, b = turning[..., :half], turning[..., half:]
+        turned = torch.cat((a * c - b * s, a * s + b * c), -1)
+    return torch.cat((turned.to(x.dtype), rest), -1)
+
+
+def _append(
+    cache: Tensor, new: Tensor, lengths: Tensor, entries: Tensor | None, table: Tensor | None
+) -> None:
+    """Write new rows, (batch, n, heads, d), to a cache from each sequence's length on, in place."""
+    batch, n = new.shape[:2]
+    rows = lengths.reshape(-1, 1).long() + torch.arange(n, device=new.device)
+    if table is not None:
+        size = cache.shape[1]
+        pages = table.long().gather(1, rows // size)
+        cache.index_put_((pages, rows % size), new.to(cache.dtype))
+        return
+    which = torch.arange(batch, device=new.device) if entries is None else entries.long()
+    cache.index_put_((which[:, None].expand(batch, n), rows), new.to(cache.dtype))
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    *,
+    descales: tuple[Tensor | None, ...] = (None, None, None),
+    scale: float | None,
+    causal: bool,
+    window: Window,
+    softcap: float,
+    chunk: int = 0,
+    slopes: Tensor | None = None,
+    deterministic: bool = False,
+    cuts: Cuts | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of (batch, heads, n, d) tensors; out and the LSE. `cuts` packs a batch of 1."""
+    q, k, v = _widened(q, k, v, descales, cuts)
+    if qv is not None:
+        scale = (q.shape[-1] + qv.shape[-1]) ** -0.5 if scale is None else scale
+        q, k = torch.cat((qv.to(q.dtype), q), -1), torch.cat((v, k), -1)
+    batch, heads, n_q, _ = q.shape
+    packed = cuts is None and chunk > 0
+    if packed:  # each chunk is a sequence of its own
+        n_k = k.shape[2]
+        cuts = tuple(range(0, batch * n_q + 1, n_q)), tuple(range(0, batch * n_k + 1, n_k))
+        q, k, v = _flat(q), _flat(k), _flat(v)
+    options: dict[str, Any] = {}
+    if slopes is not None:
+        if cuts is not None:
+            raise UnsupportedError(
+                "flashsim takes no alibi_slopes of packed sequences or chunks: a bias would be one "
+                "matrix over all of them; call flash_attn_func for each"
+            )
+        options["bias"] = _alibi(slopes, q, k)
+    if cuts is not None:
+        cuts = _chunked(cuts, chunk) if chunk > 0 else cuts
+        options |= {"cu_seqlens_q": cuts[0], "cu_seqlens_k": cuts[1]}
+    out, lse = attention(
+        *(q, k, v),
+        causal=causal,
+        window=_window(window),
+        softcap=max(float(softcap), 0.0),
+        scale=scale,
+        deterministic=deterministic,
+        return_lse=True,
+        **options,
+    )
+    if packed:
+        out = out.reshape(heads, batch, n_q, -1).transpose(0, 1)
+        lse = lse.reshape(heads, batch, n_q).transpose(0, 1)
+    return out, lse
+
+
+def _chunked(cuts: Cuts, chunk: int) -> Cuts:
+    """Cut sequences where chunks of `chunk` positions end; parts without queries or keys stay.
+
+    Query i of a sequence stands beside key ``i + n_k - n_q``. In every part the last query stands
+    beside the last key, as in a sequence, so masks need no change.
+    """
+    of_q, of_k = [0], [0]
+    for (a, b), (c, d) in zip(_pairs(cuts[0]), _pairs(cuts[1]), strict=True):
+        first = (d - c) - (b - a)  # the position of the first query
+        if first < 0:  # chunks before the first key
+            of_q.append(min(a - first, b))
+            of_k.append(c)
+        for end in range(chunk, d - c + chunk, chunk):
+            of_k.append(c + min(end, d - c))
+            of_q.append(min(max(a + min(end, d - c) - first, of_q[-1]), b))
+        if of_q[-1] < b:
+            of_q.append(b)
+            of_k.append(d)
+    return tuple(of_q), tuple(of_k)
+
+
+def _widened(
+    q: Tensor, k: Tensor, v: Tensor, descales: tuple[Tensor | None, ...], cuts: Cuts | None
+) -> tuple[Tensor, ...]:
+    """Return FP8 inputs as bfloat16, multiplied by their descales; others as they are."""
+    if q.dtype not in _FP8:
+        if any(x is not None for x in descales):
+            raise DTypeError(f"q_descale, k_descale and v_descale are of FP8 inputs, got {q.dtype}")
+        return q, k, v
+    wide = []
+    for x, scale, of in zip((q, k, v), descales, (0, 1, 1), strict=True):
+        y = x.float()
+        if scale is not None:  # (batch, heads_k)
+            each = scale.float().repeat_interleave(x.shape[1] // scale.shape[1], 1)
+            if cuts is None:
+                each = each[:, :, None]
+            else:
+                sizes = torch.tensor([b - a for a, b in _pairs(cuts[of])], device=x.device)
+                each = each.repeat_interleave(sizes, 0).T[None]
+            y = y * each[..., None]
+        wide.append(y.to(torch.bfloat16))
+    return tuple(wide)
+
+
+def _over_cache(
+    q: Tensor,
+    of_q: tuple[int, ...],
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Sequence[int],
+    starts: Sequence[int],
+    rows: Sequence[int] | None,
+    table: Tensor | None,
+    qv: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention of packed queries, (tokens, heads, d), over copies of the live keys."""
+    packed, of_k = [], [0]
+    for start, stop in zip(starts, lengths, strict=True):
+        of_k.append(of_k[-1] + max(stop - start, 0))
+    for cache in (k_cache, v_cache):
+        live = []
+        for b, (start, stop) in enumerate(zip(starts, lengths, strict=True)):
+            if table is None:
+                whole = cache[b if rows is None else rows[b]]
+            else:
+                whole = cache[table[b, : -(-stop // cache.shape[1])].long()].flatten(0, 1)
+            live.append(whole[start : max(stop, start)])
+        packed.append(torch.cat(live).transpose(0, 1)[None])
+    of_qv = None if qv is None else qv.transpose(0, 1)[None]
+    k, v = packed
+    given = q.transpose(0, 1)[None], k, v, of_qv
+    out, lse = attend(*given, cuts=(of_q, tuple(of_k)), **options)
+    return out[0].transpose(0, 1), lse[0]
+
+
+def _alibi(slopes: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Return ``-slope * |i + n_k - n_q - j|`` as a bias of q's type."""
+    (batch, heads, n_q, _), n_k = q.shape, k.shape[2]
+    if slopes.shape not in ((heads,), (batch, heads)):
+        raise ShapeError(
+            f"alibi_slopes must be ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}"
+        )
+    rows = torch.arange(n_q, device=q.device)[:, None] + n_k - n_q
+    distance = (rows - torch.arange(n_k, device=q.device)).abs()
+    each = slopes.reshape(-1, heads, 1, 1).float()
+    return (-each * distance).to(q.dtype)
+
+
+def _kept_rows(
+    of: tuple[int, ...], used: Sequence[int] | None, x: Tensor
+) -> tuple[Tensor | None, tuple[int, ...]]:
+    """Return the rows that count of packed sequences, None if all do, and their offsets."""
+    if used is None:
+        return None, of
+    rows = [torch.arange(a, a + n) for a, n in zip(of, used, strict=False)]
+    return torch.cat(rows).to(x.device), tuple(accumulate(used, initial=0))
+
+
+def _used(name: str, given: Tensor | None, of: tuple[int, ...]) -> list[int] | None:
+    if given is None:
+        return None
+    used = [int(n) for n in given.tolist()]
+    if len(used) != len(of) - 1 or any(
+        n > b - a for n, (a, b) in zip(used, _pairs(of), strict=True)
+    ):
+        raise ShapeError(
+            f"{name} must be {len(of) - 1} lengths, none longer than its sequence, got {used}"
+        )
+    return used
+
+
+def _from_pages(x: Tensor, table: Tensor, of: tuple[int, ...]) -> Tensor:
+    """Copy sequences together, (tokens, heads, d), from pages (pages, page_size, heads, d)."""
+    parts = []
+    for b, (start, stop) in enumerate(_pairs(of)):
+        n = stop - start
+        parts.append(x[table[b, : -(-n // x.shape[1])].long()].flatten(0, 1)[:n])
+    return torch.cat(parts)
+
+
+def _offsets(name: str, given: Any) -> tuple[int, ...]:
+    values = given.tolist() if isinstance(given, Tensor) else list(given)
+    if not values or values[0] != 0 or any(b < a for a, b in _pairs(values)):
+        raise ShapeError(f"{name} must begin at 0 and not decrease, got {values[:8]}")
+    return tuple(values)
+
+
+def by_head(name: str, x: Tensor) -> Tensor:
+    """Return (batch, n, heads, d) as (batch, heads, n, d); raise if it is something else."""
+    if not isinstance(x, Tensor) or x.ndim != 4:
+        found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ShapeError(f"{name} must be a tensor (batch, n, heads, head_dim), got {found}")
+    return x.transpose(1, 2)
+
+
+def unpacked(qkv: Tensor) -> tuple[Tensor, ...]:
+    """Return q, k and v of (batch, n, 3, heads, d)."""
+    if qkv.ndim != 5 or qkv.shape[2] != 3:
+        raise ShapeError(f"qkv must be (batch, n, 3, heads, head_dim), got {tuple(qkv.shape)}")
+    return qkv.unbind(2)
+
+
+def _window(window: Window) -> tuple[int, int] | None:
+    left, right = (-1 if side is None or side < 0 else int(side) for side in window)
+    return None if left < 0 and right < 0 else (left, right)
+
+
+def no_dropout(p: float) -> None:
+    """Raise UnsupportedError for dropout."""
+    if p:
+        raise UnsupportedError(f"flashsim's attention has no dropout, got dropout_p={p}; give 0.0")
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Pack a batch into one sequence: (batch, heads, n, d) to (1, heads, batch * n, d)."""
+    return x.transpose(0, 1).reshape(1, x.shape[1], -1, x.shape[3])
+
+
+def _pairs(offsets: Sequence[int]) -> list[tuple[int, int]]:
+    return list(pairwise(offsets))

@@ -1,0 +1,260 @@
+"""FlashAttention-3's interface: ``import flashsim.torch.flash_attn_interface``.
+
+Code written for ``flash_attn_interface`` runs by changing one import. Layouts and masks are those
+of `flashsim.torch.flash_attn`. FP8 inputs are widened to bfloat16 and multiplied by their descales.
+`num_splits` of a call without a cache, `pack_gqa`, `sm_margin` and `scheduler_metadata` only tune
+speed there, and change nothing here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flashsim.errors import OptionError, ShapeError
+from flashsim.torch import flash_attn_core as core
+from flashsim.torch.flash_attn import flash_attn_combine
+from flashsim.torch.flash_attn_core import Window
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of (batch, n, heads, head_dim) tensors, with a gradient.
+
+    Parameters
+    ----------
+    q : Tensor, (batch, n_q, heads, head_dim)
+    k, v : Tensor, (batch, n_k, heads_k, head_dim) and (batch, n_k, heads_k, head_dim_v)
+    softmax_scale : float, optional
+        Default: 1 / sqrt(head_dim), where the columns of `qv` count as well.
+    qv : Tensor, (batch, n_q, heads, head_dim_v), optional
+        Scores are ``q k^T + qv v^T``.
+    q_descale, k_descale, v_descale : Tensor of float32, (batch, heads_k), optional
+        What FP8 inputs are multiplied by. The output is bfloat16 then.
+    attention_chunk : int
+        Queries see keys of their own chunk of this many positions; 0: all keys.
+    causal, window_size, softcap, deterministic
+        As in `flashsim.torch.flash_attn.flash_attn_func`.
+    return_attn_probs : bool
+        Return ``(out, lse)``, the LSE as (batch, heads, n_q).
+
+    Returns
+    -------
+    Tensor, (batch, n_q, heads, head_dim_v)
+
+    Raises
+    ------
+    FlashSimError
+    """
+    out, lse = core.attend(
+        *(core.by_head("q", q), core.by_head("k", k), core.by_head("v", v)),
+        None if qv is None else core.by_head("qv", qv),
+        descales=(q_descale, k_descale, v_descale),
+        scale=softmax_scale,
+        causal=causal,
+        window=window_size,
+        softcap=softcap,
+        chunk=attention_chunk,
+        deterministic=deterministic,
+    )
+    out = out.transpose(1, 2)
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of q, k and v in one tensor, (batch, n, 3, heads, head_dim).
+
+    With `num_heads_q` it is (batch, n, num_heads_q + 2 heads_k, head_dim).
+    """
+    if num_heads_q is None:
+        q, k, v = core.unpacked(qkv)
+    else:
+        kv_heads, rest = divmod(qkv.shape[2] - num_heads_q, 2)
+        if qkv.ndim != 4 or rest or kv_heads < 1:
+            raise ShapeError(
+                f"qkv must be (batch, n, {num_heads_q} + 2 heads_k, head_dim), got "
+                f"{tuple(qkv.shape)}"
+            )
+        q, k, v = qkv.split((num_heads_q, kv_heads, kv_heads), 2)
+    return flash_attn_func(
+        *(q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size),
+        *(attention_chunk, softcap, 1, None, deterministic, sm_margin, return_attn_probs),
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of packed sequences, (tokens, heads, head_dim), with a gradient.
+
+    Offsets and lengths are read on the host. `flash_attn_func` explains the other arguments.
+
+    Parameters
+    ----------
+    cu_seqlens_q, cu_seqlens_k : Tensor of int32, (batch + 1,)
+        Where each sequence begins and ends.
+    seqused_q, seqused_k : Tensor of int32, (batch,), optional
+        Rows of each sequence that count; results of the others are zeros.
+
+    Returns
+    -------
+    Tensor, (tokens, heads, head_dim_v)
+        With `return_attn_probs` also the LSE, (heads, tokens).
+    """
+    out, lse = core.varlen(
+        *(q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_q, seqused_k, qv),
+        descales=(q_descale, k_descale, v_descale),
+        scale=softmax_scale,
+        causal=causal,
+        window=window_size,
+        softcap=softcap,
+        chunk=attention_chunk,
+        deterministic=deterministic,
+    )
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Any = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attention of a few queries over a KV cache, to which new keys may be appended in place.
+
+    `flashsim.torch.flash_attn.flash_attn_with_kvcache` and `flash_attn_func` explain the arguments
+    that are not listed. With `cu_seqlens_q`, `qv`, `attention_chunk` or FP8, lengths are read on
+    the host, and the live keys are copied together.
+
+    Parameters
+    ----------
+    q : Tensor, (batch, n_q, heads, head_dim); with `cu_seqlens_q` (tokens, heads, head_dim)
+    k, v : Tensor, (batch, n_new, heads_k, ..), optional
+        New keys; with `cu_seqlens_k_new` packed, (tokens, heads_k, ..).
+    page_table : Tensor of int32, (batch, max_pages), optional
+        Each sequence's pages.
+    rotary_seqlens : Tensor of int32, (batch,), optional
+        Positions to rotate by, instead of `cache_seqlens`.
+
+    Returns
+    -------
+    Tensor, like q with head_dim_v columns
+        With `return_softmax_lse` also the LSE, (batch, heads, n_q) or (heads, tokens).
+    """
+    given = k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx
+    options: dict[str, Any] = {
+        "interleaved": rotary_interleaved,
+        "splits": num_splits,
+        "at": rotary_seqlens,
+        "qv": qv,
+        "descales": (q_descale, k_descale, v_descale),
+        "scale": softmax_scale,
+        "causal": causal,
+        "window": window_size,
+        "chunk": attention_chunk,
+        "softcap": softcap,
+    }
+    if cu_seqlens_q is None and cu_seqlens_k_new is None:
+        out, lse = core.with_cache(q, *given, cache_leftpad, page_table, **options)
+    else:
+        if cu_seqlens_q is None and cu_seqlens_k_new is not None:
+            raise OptionError("cu_seqlens_k_new needs cu_seqlens_q")
+        out, lse = core.packed_over_cache(
+            *(q, cu_seqlens_q, cu_seqlens_k_new, *given, cache_leftpad, page_table),
+            **options,
+        )
+    return (out, lse) if return_softmax_lse else out
+
+
+def get_scheduler_metadata(*_: Any, **__: Any) -> None:
+    """Return None: FlashAttention-3 plans its tile scheduler here; flashsim needs no such step."""
+    return

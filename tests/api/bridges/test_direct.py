@@ -1,0 +1,161 @@
+"""Calls that go straight to an engine: checked once, never taken for others, the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flashsim.errors import DTypeError, ShapeError, UnsupportedError  # noqa: E402
+from flashsim.torch import attention, direct, ops  # noqa: E402
+
+
+def tensors(n_q=5, n_kv=9, dtype=torch.float64):
+    torch.manual_seed(0)
+    return [torch.randn(2, h, n, 8, dtype=dtype) for h, n in ((4, n_q), (2, n_kv), (2, n_kv))]
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """The calls that are kept; none as a test begins."""
+    monkeypatch.setattr(direct, "_READY", {})
+    return lambda: len(direct._READY)
+
+
+def by_the_operator(*tensors, **told):
+    """The same call through ``flashsim::attention``."""
+    asked = {"causal": False, "window_left": -1, "window_right": -1, "softcap": 0.0}
+    asked |= {"scale": None, "algorithm": "flash2", "deterministic": None, "backend": "numba"}
+    return ops.forward(*tensors, None, None, None, **asked | told)
+
+
+def test_the_same_bits_as_the_operators(kept):
+    q, k, v = tensors()
+    wanted = by_the_operator(q, k, v, causal=True)
+    for _ in range(2):
+        got = attention(q, k, v, causal=True, return_lse=True)
+        assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
+    assert kept() == 1
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = attention(*inputs, causal=True, return_lse=True)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    got = torch.autograd.grad((out, lse), inputs, (dout, dlse), retain_graph=True)
+    wanted = by_the_operator(*inputs, causal=True)
+    for x, y in zip(got, torch.autograd.grad(wanted, inputs, (dout, dlse)), strict=True):
+        assert torch.equal(x, y)
+    alone = torch.autograd.grad(lse, inputs[0], dlse)[0]  # of the LSE only
+    assert alone.shape == q.shape
+
+
+def test_a_kept_call_is_not_taken_for_another(kept):
+    q, k, v = tensors()
+    causal = attention(q, k, v, causal=True)
+    assert not torch.equal(causal, attention(q, k, v))
+    assert not torch.equal(causal, attention(q, k, v, causal=True, softcap=1.0))
+    with pytest.raises(DTypeError, match="causal must be True or False"):
+        attention(q, k, v, causal=1)
+    assert attention(q.float(), k.float(), v.float(), causal=True).dtype == torch.float32
+    with pytest.raises(ShapeError):
+        attention(q, k[:, :, :4], v, causal=True)
+    with pytest.raises(DTypeError):
+        attention(q, k.float(), v, causal=True)
+    assert kept() == 4
+
+
+def test_other_layouts_of_the_same_shapes_give_the_same(kept):
+    q, k, v = tensors()
+    wanted = attention(q, k, v)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    assert torch.equal(attention(*turned), wanted)
+    assert torch.equal(attention(q, *(x.mT.contiguous().mT for x in (k, v))), wanted)
+    one = [x[:, :1].expand_as(x) for x in (k, v)]
+    assert torch.equal(attention(q, *one), attention(q, *(x.contiguous() for x in one)))
+    negated = torch.complex(q, -q).conj().imag  # a pending negation
+    assert negated.is_neg()
+    assert torch.equal(attention(negated, k, v), wanted)
+    assert kept() == 1
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (4, 5, 8)])
+def test_fewer_axes(kept, shape):
+    q = torch.randn(shape)
+    k = torch.randn((*((2,) * (len(shape) - 2)), 9, 8))
+    wanted = attention(q[None, None] if q.ndim == 2 else q[None], *[
+        k[None, None] if k.ndim == 2 else k[None]] * 2)  # fmt: skip
+    for _ in range(2):
+        out, lse = attention(q, k, k, return_lse=True)
+        assert torch.equal(out, wanted.reshape(shape))
+        assert lse.shape == shape[:-1]
+
+
+def test_second_derivatives_are_still_refused(kept):
+    q, k, v = (x.requires_grad_() for x in tensors())
+    (dq,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(UnsupportedError, match="no second derivatives"):
+        torch.autograd.grad(dq.sum(), k)
+
+
+def test_batched_gradients(kept):
+    q, k, v = (x.requires_grad_() for x in tensors())
+    out = attention(q, k, v)
+    several = torch.randn(3, *out.shape, dtype=out.dtype)
+    got = torch.autograd.grad(out, q, several, is_grads_batched=True, retain_graph=True)[0]
+    for x, dout in zip(got, several, strict=True):
+        torch.testing.assert_close(x, torch.autograd.grad(out, q, dout, retain_graph=True)[0])
+
+
+def test_autocast_casts_before_the_look_up(kept):
+    q, k, v = tensors(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(q, k, v).dtype == torch.bfloat16
+        assert attention(q, k, v).dtype == torch.bfloat16
+    assert attention(q, k, v).dtype == torch.float32
+
+
+@pytest.mark.parametrize("lse_too", [False, True])
+def test_compiled_code_has_the_short_operator(kept, lse_too):
+    """Values, gradients and dynamic shapes, through flashsim::attend and its backward pass."""
+    seen = []
+
+    def looking(module, example):
+        seen.extend(str(node.target) for node in module.graph.nodes)
+        return module
+
+    q, k, v = (x.requires_grad_() for x in tensors())
+
+    def function(q, k, v):
+        out, lse = attention(q, k, v, causal=True, return_lse=True)
+        return out.sum() + lse.square().sum() if lse_too else out.sum()
+
+    compiled = torch.compile(function, fullgraph=True, backend=looking)
+    got = torch.autograd.grad(compiled(q, k, v), (q, k, v))
+    assert "flashsim.attend.default" in seen
+    torch.testing.assert_close(compiled(*tensors()), function(*tensors()))
+    assert "flashsim.attend_without_gradient.default" in seen
+    for x, y in zip(got, torch.autograd.grad(function(q, k, v), (q, k, v)), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_the_short_operator_by_torchs_own_checks():
+    q, k, v = (x.requires_grad_() for x in tensors())
+    asked = 0.0, None, direct.words(True, -1, -1, "flash2", None, "numba")
+    back = [x.detach() for x in (q, *by_the_operator(q, k, v, causal=True), q, k, v)]
+    operators = torch.ops.flashsim
+    for op, given in ((operators.attend, (q, k, v)), (operators.attend_backward, back)):
+        assert set(torch.library.opcheck(op.default, (*given, *asked)).values()) == {"SUCCESS"}
+
+
+def test_the_short_operator_under_vmap():
+    q, k, v = tensors()
+    text = direct.words(True, -1, -1, "flash2", None, "numba")
+    attend = lambda q: torch.ops.flashsim.attend.default(q, k, v, 0.0, None, text)[0]  # noqa: E731
+    several = torch.stack([q, 2 * q])
+    for x, y in zip(torch.vmap(attend)(several), several, strict=True):
+        torch.testing.assert_close(x, attend(y))
+    out, lse = torch.ops.flashsim.attend.default(q, k, v, 0.0, None, text)
+    back = lambda d: torch.ops.flashsim.attend_backward.default(  # noqa: E731
+        d, out, lse, q, k, v, 0.0, None, text
+    )
+    for got, one in zip(zip(*torch.vmap(back)(several), strict=True), several, strict=True):
+        for x, y in zip(got, back(one), strict=True):
+            torch.testing.assert_close(x, y)

@@ -1,0 +1,415 @@
+"""flash-attention's interfaces, beside an oracle in float64 that is written here."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from itertools import pairwise
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flashsim.errors import (  # noqa: E402
+    DTypeError,
+    OptionError,
+    ShapeError,
+    UnsupportedError,
+)
+from flashsim.torch import decode, decoding, flash_attn, flash_attn_interface  # noqa: E402
+
+WINDOWS = [(-1, -1), (5, 0), (3, 4)]
+
+
+def tensors(*shapes, dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+def kept(n_q, n_k, causal=False, window=(-1, -1), chunk=0):
+    """Which keys each query sees: (n_q, n_k)."""
+    rows = torch.arange(n_q)[:, None] + n_k - n_q
+    columns = torch.arange(n_k)[None]
+    left, right = window
+    see = torch.ones(n_q, n_k, dtype=torch.bool)
+    if causal:
+        see &= columns <= rows
+    if left >= 0:
+        see &= columns >= rows - left
+    if right >= 0:
+        see &= columns <= rows + right
+    if chunk:
+        see &= columns.div(chunk, rounding_mode="floor") == rows.div(chunk, rounding_mode="floor")
+    return see
+
+
+def oracle(q, k, v, *, scale=None, softcap=0.0, slopes=None, qv=None, **mask):
+    """out (n, heads, d) and LSE (heads, n) of one sequence, by token, in float64."""
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], 0) for x in (k, v))
+    width = q.shape[-1] + (0 if qv is None else v.shape[-1])
+    scores = q @ k.mT
+    if qv is not None:
+        scores = scores + qv.double().transpose(0, 1) @ v.mT
+    scores = scores * (width**-0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    n_q, n_k = scores.shape[-2:]
+    if slopes is not None:
+        rows = torch.arange(n_q)[:, None] + n_k - n_q
+        scores = scores - slopes.double()[:, None, None] * (rows - torch.arange(n_k)).abs()
+    scores = scores.masked_fill(~kept(n_q, n_k, **mask), -math.inf)
+    lse = scores.logsumexp(-1)
+    p = torch.exp(scores - lse[..., None]).nan_to_num(0.0)
+    return (p @ v).transpose(0, 1), lse
+
+
+def close(got, wanted, tolerance=2e-5):
+    torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_values_lse_and_gradients(causal, window):
+    q, k, v = tensors((2, 7, 4, 16), (2, 11, 2, 16), (2, 11, 2, 24))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    told = {"causal": causal, "window": window}
+    out, lse, probabilities = flash_attn.flash_attn_func(
+        *leaves, 0.0, 0.3, causal, window, 5.0, return_attn_probs=True
+    )
+    assert probabilities is None
+    assert (out.shape, lse.shape) == ((2, 7, 4, 24), (2, 4, 7))
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    wanted = [oracle(*(x[b] for x in exact), scale=0.3, softcap=5.0, **told) for b in range(2)]
+    of_out = torch.stack([x for x, _ in wanted])
+    close(out, of_out)
+    close(lse, torch.stack([x for _, x in wanted]))
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, leaves, dout)
+    for x, y in zip(found, torch.autograd.grad(of_out, exact, dout.double()), strict=True):
+        close(x, y, 1e-4)
+
+
+def test_packed_arguments_are_the_same_call():
+    (qkv,) = tensors((2, 9, 3, 4, 16))
+    whole = flash_attn.flash_attn_func(*qkv.unbind(2), causal=True)
+    for other in (
+        flash_attn.flash_attn_qkvpacked_func(qkv, causal=True),
+        flash_attn.flash_attn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:], causal=True),
+        flash_attn_interface.flash_attn_qkvpacked_func(qkv, causal=True),
+        flash_attn_interface.flash_attn_qkvpacked_func(
+            qkv.flatten(2, 3), causal=True, num_heads_q=4
+        ),
+    ):
+        torch.testing.assert_close(other, whole, rtol=0, atol=0)
+    flat, cuts = qkv.flatten(0, 1), torch.tensor([0, 9, 18], dtype=torch.int32)
+    q, kv = flat[:, 0], flat[:, 1:]
+    for other in (
+        flash_attn.flash_attn_varlen_qkvpacked_func(flat, cuts, 9, causal=True),
+        flash_attn.flash_attn_varlen_kvpacked_func(q, kv, cuts, cuts, 9, 9, causal=True),
+        flash_attn_interface.flash_attn_varlen_func(*flat.unbind(1), cuts, cuts, 9, 9, causal=True),
+    ):
+        torch.testing.assert_close(other.unflatten(0, (2, 9)), whole, rtol=1e-6, atol=1e-6)
+
+
+def test_alibi_on_the_cpu():
+    q, k, v = tensors((2, 5, 4, 16), (2, 8, 4, 16), (2, 8, 4, 16))
+    slopes = torch.rand(2, 4)
+    out = flash_attn.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)
+    for b in range(2):
+        close(out[b], oracle(q[b], k[b], v[b], causal=True, slopes=slopes[b])[0])
+    shared = flash_attn.flash_attn_func(q, k, v, alibi_slopes=slopes[0])
+    close(shared[1], oracle(q[1], k[1], v[1], slopes=slopes[0])[0])
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_sequences_of_different_lengths(window, paged):
+    of_q, of_k = [0, 4, 4, 9], [0, 7, 10, 21]
+    q, k, v = tensors((9, 4, 16), (21, 2, 16), (21, 2, 16))
+    cuts = [torch.tensor(x, dtype=torch.int32) for x in (of_q, of_k)]
+    given, table = [k, v], None
+    if paged:
+        table = torch.tensor([[5, 1, 9], [2, 0, 0], [3, 7, 4]], dtype=torch.int32)
+        given = [torch.full((10, 4, 2, 16), math.nan) for _ in "kv"]
+        for b, (start, stop) in enumerate(pairwise(of_k)):
+            for n, row in enumerate(range(start, stop)):
+                for pool, x in zip(given, (k, v), strict=True):
+                    pool[table[b, n // 4], n % 4] = x[row]
+    out, lse, _ = flash_attn.flash_attn_varlen_func(
+        q, *given, *cuts, 5, 11, 0.0, None, True, window, return_attn_probs=True, block_table=table
+    )
+    assert lse.shape == (4, 9)
+    for (a, b), (c, d) in zip(pairwise(of_q), pairwise(of_k), strict=True):
+        wanted = oracle(q[a:b], k[c:d], v[c:d], causal=True, window=window)
+        close(out[a:b], wanted[0])
+        close(lse[:, a:b], wanted[1])
+
+
+def test_rows_that_do_not_count_give_zeros():
+    q, k, v = tensors((10, 2, 16), (12, 2, 16), (12, 2, 16))
+    cuts = torch.tensor([0, 5, 10], dtype=torch.int32), torch.tensor([0, 6, 12], dtype=torch.int32)
+    out, lse = flash_attn_interface.flash_attn_varlen_func(
+        q, k, v, *cuts, 5, 6, torch.tensor([3, 5]), torch.tensor([6, 2]), return_attn_probs=True
+    )
+    close(out[:3], oracle(q[:3], k[:6], v[:6])[0])
+    close(out[5:], oracle(q[5:], k[6:8], v[6:8])[0])
+    assert not out[3:5].any()
+    assert torch.isneginf(lse[:, 3:5]).all()
+
+
+@pytest.mark.parametrize("n_q", [3, 13, 17])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_chunks(causal, window, n_q):
+    q, k, v = tensors((2, n_q, 2, 16), (2, 13, 2, 16), (2, 13, 2, 16))
+    out, lse = flash_attn_interface.flash_attn_func(
+        q, k, v, causal=causal, window_size=window, attention_chunk=4, return_attn_probs=True
+    )
+    for b in range(2):
+        wanted = oracle(q[b], k[b], v[b], causal=causal, window=window, chunk=4)
+        close(out[b], wanted[0])
+        close(lse[b], wanted[1])
+
+
+def test_qv_adds_to_the_scores():
+    q, k, v, qv = tensors((2, 5, 4, 16), (2, 8, 1, 16), (2, 8, 1, 32), (2, 5, 4, 32))
+    out = flash_attn_interface.flash_attn_func(q, k, v, causal=True, qv=qv)
+    for b in range(2):
+        close(out[b], oracle(q[b], k[b], v[b], causal=True, qv=qv[b])[0])
+
+
+def test_fp8_inputs_and_their_descales():
+    wide = tensors((2, 5, 4, 16), (2, 8, 2, 16), (2, 8, 2, 16))
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in wide)
+    scales = [torch.rand(2, 2) + 0.5 for _ in "qkv"]
+    out = flash_attn_interface.flash_attn_func(q, k, v, None, True, None, *scales)
+    assert out.dtype == torch.bfloat16
+    for b in range(2):
+        one = [
+            x[b].float() * s[b].repeat_interleave(x.shape[2] // 2)[None, :, None]
+            for x, s in zip((q, k, v), scales, strict=True)
+        ]
+        close(out[b], oracle(*one, causal=True)[0], 0.03)
+    with pytest.raises(DTypeError, match="are of FP8 inputs"):
+        flash_attn_interface.flash_attn_func(*wide, q_descale=scales[0])
+
+
+# -- a cache ---------------------------------------------------------------------------------------
+
+
+def turned(x, cos, sin, positions, interleaved):
+    """`x`, (n, heads, d), rotated as complex numbers."""
+    half = cos.shape[1]
+    head, rest = x[..., : 2 * half].double(), x[..., 2 * half :].double()
+    pairs = head.unflatten(-1, (half, 2)) if interleaved else torch.stack(head.chunk(2, -1), -1)
+    angle = torch.complex(cos[positions].double(), sin[positions].double())[:, None]
+    done = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * angle)
+    head = done.flatten(-2) if interleaved else torch.cat((done[..., 0], done[..., 1]), -1)
+    return torch.cat((head, rest), -1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "entries and padding", "pages", "padded pages"])
+@pytest.mark.parametrize("rotary", [None, True, False], ids=["no rotation", "pairs", "halves"])
+def test_a_cache_grows_and_is_read(kind, rotary, causal):
+    """New keys are rotated and written; queries see the live keys; all else keeps its numbers."""
+    before, starts, rows = [6, 0, 9], [0, 0, 0], [0, 1, 2]
+    q, new_k, new_v = tensors((3, 2, 4, 16), (3, 2, 2, 16), (3, 2, 2, 24))
+    caches = tensors((5, 12, 2, 16), (5, 12, 2, 24), seed=1)
+    how, told = {}, {"causal": causal}
+    if "padd" in kind:
+        starts, rows = [2, 0, 7], [1, 0, 2] if "pages" in kind else [4, 0, 3]
+        how["cache_batch_idx"] = torch.tensor(rows, dtype=torch.int32)
+        how["cache_leftpad"] = torch.tensor(starts, dtype=torch.int32)
+    table = torch.tensor([[3, 8, 1], [0, 2, 4], [9, 7, 6]], dtype=torch.int32)
+    whole = [x.clone() for x in caches]
+    if "pages" in kind:
+        pools = [torch.full((10, 4, *x.shape[2:]), 7.0) for x in caches]
+        for pool, x in zip(pools, caches, strict=True):
+            for b in range(3):
+                pool[table[b].long()] = x[b].unflatten(0, (3, 4))
+        given, how["block_table"] = pools, table
+    else:
+        given = [x.clone() for x in caches]
+    if rotary is not None:
+        cos, sin = (torch.rand(20, 4) for _ in "cs")
+        how |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": rotary}
+    lengths = torch.tensor(before, dtype=torch.int32)
+    out, lse = flash_attn.flash_attn_with_kvcache(
+        q, *given, new_k, new_v, cache_seqlens=lengths, return_softmax_lse=True, **told, **how
+    )
+    assert lengths.tolist() == before
+    for b, (start, n, row) in enumerate(zip(starts, before, rows, strict=True)):
+        keys, queries = new_k[b].double(), q[b].double()
+        if rotary is not None:
+            at = torch.arange(n, n + 2)
+            keys = turned(keys, cos, sin, at, rotary)
+            queries = turned(queries, cos, sin, at if causal else at[:1].expand(2), rotary)
+        whole[0][row, n : n + 2], whole[1][row, n : n + 2] = keys, new_v[b]
+        live = [x[row, start : n + 2] for x in whole]
+        wanted = oracle(queries, *live, **told)
+        close(out[b], wanted[0])
+        close(lse[b], wanted[1])
+    for x, cache in zip(given, whole, strict=True):
+        if "pages" in kind:
+            x = x[table.long()].flatten(1, 2)
+            cache = cache[:3]
+        torch.testing.assert_close(x, cache, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [0, 5])
+def test_packed_queries_over_a_cache(chunk):
+    """FlashAttention-3's way: queries and new keys packed, positions to rotate by of their own."""
+    q, new_k, new_v = tensors((6, 4, 16), (3, 2, 16), (3, 2, 16))
+    caches = tensors((2, 12, 2, 16), (2, 12, 2, 16), seed=1)
+    of_q, of_new = torch.tensor([0, 2, 6]), torch.tensor([0, 0, 3])
+    cos, sin = (torch.rand(40, 8) for _ in "cs")
+    whole = [x.clone() for x in caches]
+    out = flash_attn_interface.flash_attn_with_kvcache(
+        q, *caches, new_k, new_v, None, cos, sin, torch.tensor([9, 4]), cu_seqlens_q=of_q,
+        cu_seqlens_k_new=of_new, rotary_seqlens=torch.tensor([20, 30]), causal=True,
+        attention_chunk=chunk,
+    )  # fmt: skip
+    whole[0][1, 4:7] = turned(new_k, cos, sin, torch.arange(30, 33), True)
+    whole[1][1, 4:7] = new_v
+    for b, (a, z, n, at) in enumerate([(0, 2, 9, 20), (2, 6, 7, 30)]):
+        queries = turned(q[a:z], cos, sin, torch.arange(at, at + z - a), True)
+        live = [x[b, :n] for x in whole]
+        close(out[a:z], oracle(queries, *live, causal=True, chunk=chunk)[0])
+
+
+def test_a_cache_with_qv_and_with_one_length_for_all():
+    q, qv = tensors((2, 1, 4, 16), (2, 1, 4, 32))
+    caches = tensors((2, 9, 1, 16), (2, 9, 1, 32), seed=1)
+    out = flash_attn_interface.flash_attn_with_kvcache(q, *caches, qv=qv, cache_seqlens=7)
+    for b in range(2):
+        live = [x[b, :7] for x in caches]
+        close(out[b], oracle(q[b], *live, qv=qv[b])[0])
+    plain = flash_attn_interface.flash_attn_with_kvcache(q, *caches)
+    close(plain[1], oracle(q[1], *(x[1] for x in caches))[0])
+
+
+def test_parts_are_combined():
+    q, k, v = tensors((5, 2, 16), (12, 2, 16), (12, 2, 16))
+    parts = [oracle(q, k[a:b], v[a:b]) for a, b in ((0, 4), (4, 12), (12, 12))]
+    outs = torch.stack([x.float() for x, _ in parts])
+    outs[2] = math.nan  # of no key
+    sums = torch.stack([x.float().transpose(0, 1) for _, x in parts])
+    out, lse = flash_attn.flash_attn_combine(outs, sums)
+    wanted = oracle(q, k, v)
+    close(out, wanted[0])
+    close(lse.transpose(0, 1), wanted[1])
+    place = torch.empty(5, 2, 16, dtype=torch.bfloat16)
+    assert flash_attn.flash_attn_combine(outs, sums, out=place)[0] is place
+    torch.testing.assert_close(place, out.bfloat16(), rtol=0, atol=0)
+    assert flash_attn.flash_attn_combine(outs, sums, out_dtype=torch.half)[0].dtype == torch.half
+    with pytest.raises(ShapeError, match="lse_partial the same without d"):
+        flash_attn.flash_attn_combine(outs, sums[1:])
+    with pytest.raises(DTypeError, match="must be float32"):
+        flash_attn.flash_attn_combine(outs, sums.double())
+
+
+def test_what_is_refused_says_so():
+    q, k, v = tensors((1, 5, 2, 16), (1, 8, 2, 16), (1, 8, 2, 16))
+    cuts = torch.tensor([0, 5]), torch.tensor([0, 8])
+    cases = [
+        (UnsupportedError, "no dropout", lambda: flash_attn.flash_attn_func(q, k, v, 0.1)),
+        (ShapeError, "q must be a tensor", lambda: flash_attn.flash_attn_func(q[0], k, v)),
+        (ShapeError, "alibi_slopes must be", lambda: flash_attn.flash_attn_func(
+            q, k, v, alibi_slopes=torch.rand(3))),
+        (UnsupportedError, "of packed sequences", lambda: flash_attn.flash_attn_varlen_func(
+            q[0], k[0], v[0], *cuts, 5, 8, alibi_slopes=torch.rand(2))),
+        (ShapeError, "same number of sequences", lambda: flash_attn.flash_attn_varlen_func(
+            q[0], k[0], v[0], cuts[0], torch.tensor([0, 4, 8]), 5, 8)),
+        (ShapeError, "must begin at 0", lambda: flash_attn.flash_attn_varlen_func(
+            q[0], k[0], v[0], cuts[0], torch.tensor([1, 8]), 5, 8)),
+        (ShapeError, "none longer than", lambda: flash_attn_interface.flash_attn_varlen_func(
+            q[0], k[0], v[0], *cuts, 5, 8, torch.tensor([6]))),
+        (ShapeError, "qkv must be", lambda: flash_attn.flash_attn_qkvpacked_func(q)),
+        (ShapeError, "heads_k", lambda: flash_attn_interface.flash_attn_qkvpacked_func(
+            q, num_heads_q=1)),
+        (UnsupportedError, "alibi_slopes", lambda: flash_attn.flash_attn_with_kvcache(
+            q, k, v, alibi_slopes=torch.rand(2))),
+        (OptionError, "need cache_seqlens", lambda: flash_attn.flash_attn_with_kvcache(
+            q, k, v, k, v)),
+        (OptionError, "both k and v", lambda: flash_attn.flash_attn_with_kvcache(q, k, v, k)),
+        (OptionError, "needs rotary_sin", lambda: flash_attn.flash_attn_with_kvcache(
+            q, k, v, rotary_cos=torch.rand(9, 4))),
+        (ShapeError, "contiguous last", lambda: flash_attn.flash_attn_with_kvcache(
+            q, k.mT.contiguous().mT, v)),
+        (OptionError, "needs cu_seqlens_q", lambda: flash_attn_interface.flash_attn_with_kvcache(
+            q, k, v, cu_seqlens_k_new=cuts[1])),
+    ]  # fmt: skip
+    for kind, words, call in cases:
+        with pytest.raises(kind, match=words):
+            call()
+    assert flash_attn_interface.get_scheduler_metadata(1, 2, causal=True) is None
+
+
+def test_public_names_are_documented():
+    for module in (flash_attn, flash_attn_interface):
+        for name in module.__all__:
+            assert inspect.getdoc(getattr(module, name)), name
+
+
+# -- decode ----------------------------------------------------------------------------------------
+
+
+def test_decode_checks_and_has_no_gradient():
+    q, k, v = tensors((2, 4, 1, 16), (2, 2, 9, 16), (2, 2, 9, 16))
+    out, lse = decode(q, k, v, cache_seqlens=[9, 4], window=(3, 0), softcap=2.0, return_lse=True)
+    for b, n in enumerate((9, 4)):
+        by_token = [x[b].transpose(0, 1) for x in (q, k[:, :, :n], v[:, :, :n])]
+        wanted = oracle(*by_token, window=(3, 0), softcap=2.0)
+        close(out[b].transpose(0, 1), wanted[0])
+        close(lse[b], wanted[1])
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    cases = [
+        (ShapeError, "2 integers, one for each", {"cache_seqlens": [1]}),
+        (ShapeError, "2 integers, one for each", {"cache_seqlens": torch.ones(2)}),
+        (ShapeError, "block_table must be int32", {"block_table": table.long()}),
+        (UnsupportedError, "neither", {"block_table": table, "cache_starts": torch.zeros(2)}),
+    ]
+    for kind, words, told in cases:
+        told = {n: x.int() if n == "cache_starts" else x for n, x in told.items()}
+        with pytest.raises(kind, match=words):
+            decode(q, k, v, **told)
+    with pytest.raises(ShapeError, match="same entries"):
+        decode(q, k, v[:, :, :4])
+    with pytest.raises(ShapeError, match="at least one entry per sequence"):
+        decode(q, k[:1], v[:1])
+    with pytest.raises(DTypeError, match="one dtype"):
+        decode(q.double(), k, v)
+    with pytest.raises(ShapeError, match="one head_dim"):
+        decode(q[..., :8], k, v)
+    got = decode(q.requires_grad_(), k, v)
+    with pytest.raises(UnsupportedError, match="no gradient"):
+        got.sum().backward()
+
+
+def test_decode_compiles():
+    q, k, v = tensors((2, 4, 1, 16), (2, 2, 9, 16), (2, 2, 9, 16))
+    lengths = torch.tensor([9, 4], dtype=torch.int32)
+    compiled = torch.compile(decode, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        compiled(q, k, v, cache_seqlens=lengths), decode(q, k, v, cache_seqlens=lengths)
+    )
+
+
+@pytest.mark.parametrize("told", [{}, {"causal": True, "left": 4}, {"right": 2, "softcap": 3.0}])
+@pytest.mark.parametrize("paged", [False, True])
+def test_what_no_kernel_decodes_is_written_out(paged, told):
+    """What torch's operators compute on a GPU is what the CPU's engine computes, beside NaN too."""
+    q, k, v = tensors((3, 4, 2, 16), (9, 2, 8, 16), (9, 2, 8, 24))
+    lengths, table, starts, entries = torch.tensor([7, 0, 5]), None, None, None
+    if paged:
+        table = torch.tensor([[1, 2], [3, 8], [0, 4]], dtype=torch.int32)
+        lengths = torch.tensor([16, 9, 3])
+    else:
+        v[:, :, 7:] = math.nan
+        starts, entries = torch.tensor([2, 0, 1]), torch.tensor([8, 1, 0])
+    asked = {"causal": False, "left": -1, "right": -1, "softcap": 0.0} | told
+    given = q, k, v, lengths, table, starts, entries, *asked.values(), None, 0
+    for x, y in zip(decoding._written_out(*given), decoding._packed(*given), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,212 @@
+"""flash-attention's own test files, fetched and run against flashsim's interfaces, on CUDA.
+
+FlashAttention-2's test_flash_attn.py runs on `flashsim.torch.flash_attn`, and FlashAttention-3's on
+`flashsim.torch.flash_attn_interface`. The files are kept in build/outside/, or FLASH_ATTENTION
+names the folder of a clone. They want einops.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import sys
+import urllib.request
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from flashsim.errors import UnsupportedError
+from flashsim.torch import flash_attn, flash_attn_interface
+from outside.cases import NotApplicable, Point, Test, one_of_each
+
+TITLE = "flash-attention's own files"
+COMMIT = "0251105a2fb19d2957484b7f023cd8c115286ced"
+URL = "https://raw.githubusercontent.com/Dao-AILab/flash-attention"
+FA2, FA3 = "tests/test_flash_attn.py", "hopper/test_flash_attn.py"
+FILES = (*(FA2, FA3, "flash_attn/bert_padding.py", "hopper/padding.py", "hopper/test_util.py"),)
+#: Tests of what is inside their packages: arguments of private functions, generators, wheels.
+INSIDE = {
+    "test_flash_attn_varlen_paged_kv_num_splits": "it calls a private function of flash_attn",
+    "test_flash_attn_generator_arg_must_be_none": "it calls flash_attn's extension itself",
+    "test_flash_attn_kvcache_paged_block_table_bounds": "it calls flash_attn's extension itself",
+    "test_flash3_bw_compatibility": "it compares schemas of flash_attn_3's extension",
+}
+#: Names of a point's values that tell tests of a kind apart: one of each is run.
+TELLING = ("seqlen_q", "seqlen_k", "seqlen"), ("d",)
+
+
+def folder() -> Path:
+    """Where the files are, fetched if they are not there."""
+    if given := os.environ.get("FLASH_ATTENTION"):
+        return Path(given)
+    root = Path(__file__).resolve().parents[3] / "build" / "outside" / COMMIT[:12]
+    for name in FILES:
+        path = root / name
+        if path.exists():
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with urllib.request.urlopen(f"{URL}/{COMMIT}/{name}", timeout=60) as answer:
+            path.write_bytes(answer.read())
+    return root
+
+
+def tests(device: str, whole: bool) -> list[Test]:
+    """Their tests are of CUDA: none on a CPU."""
+    return tests_of(folder(), whole, str) if device == "cuda" else []
+
+
+def tests_of(root: Path, whole: bool, edit: Callable[[str], str]) -> list[Test]:
+    """The tests of both files; `edit` may change their text before it is run."""
+    made = []
+    for file, modules in ((FA2, _flash_attn(root)), (FA3, _flash_attn_interface(root))):
+        module = _loaded(root, file, modules, edit)
+        group = "FA2" if file == FA2 else "FA3"
+        for name, function in vars(module).items():
+            if name.startswith("test_") and callable(function):
+                made.append(_test(f"{group} {name.removeprefix('test_')}", function, whole))
+    return made
+
+
+def _test(name: str, function: Any, whole: bool) -> Test:
+    marks = [m for m in getattr(function, "pytestmark", []) if m.name == "parametrize"]
+    axes = []
+    for mark in marks:
+        names = [part.strip() for part in mark.args[0].split(",")]
+        values = [x if len(names) > 1 else (x,) for x in mark.args[1]]
+        axes.append([dict(zip(names, value, strict=True)) for value in values])
+    points = [dict(itertools.chain.from_iterable(p.items() for p in point)) for point in
+              itertools.product(*axes)]  # fmt: skip
+    present = points[0] if points else {}
+    told = [tuple(n for n in names if n in present) for names in TELLING]
+
+    def choose(fit: Sequence[Point]) -> Sequence[Point]:
+        if whole:
+            return fit
+        some = [point for names in told if names for point in one_of_each(*names)(fit)]
+        return some or fit[:1]
+
+    return Test(name, partial(_run, function), points, partial(_unfit, function.__name__), choose)
+
+
+def _run(function: Any, **point: Any) -> None:
+    try:
+        function(**point)
+    except pytest.skip.Exception as skipped:
+        raise NotApplicable(f"the test skips it{f': {skipped}' if str(skipped) else ''}") from None
+    except UnsupportedError as error:
+        if "up to 256" in str(error):
+            raise NotApplicable("flashsim's GPU kernels take a head_dim of up to 256") from None
+        raise
+    except torch.cuda.OutOfMemoryError:
+        raise NotApplicable("the GPU's memory is too small for the test's reference") from None
+    finally:
+        torch.cuda.empty_cache()
+
+
+def _unfit(name: str, point: Point) -> str:
+    if name in INSIDE:
+        return INSIDE[name]
+    if point.get("dropout_p"):
+        return "flashsim has no dropout"
+    if point.get("alibi"):
+        return "ALiBi is a bias, and the GPU kernels take none"
+    if point.get("has_learnable_sink"):
+        return "flashsim has no learnable sink"
+    return ""
+
+
+def _loaded(
+    root: Path, file: str, modules: dict[str, ModuleType], edit: Callable[[str], str]
+) -> ModuleType:
+    """Run a file of theirs as a module that finds `modules` where it imports them."""
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        module = ModuleType(file.replace("/", "_").removesuffix(".py"))
+        module.__file__ = str(root / file)
+        text = edit((root / file).read_text(encoding="utf-8"))
+        exec(compile(text, module.__file__, "exec"), module.__dict__)
+        return module
+    finally:
+        for name, old in before.items():
+            if old is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = old
+
+
+def _flash_attn(root: Path) -> dict[str, ModuleType]:
+    """What stands for the package flash_attn."""
+    package = ModuleType("flash_attn")
+    for name in flash_attn.__all__:
+        setattr(package, name, getattr(flash_attn, name))
+    inside = ModuleType("flash_attn.flash_attn_interface")
+    vars(inside).update(_get_block_size_n=lambda *_: 128, USE_TRITON_ROCM=False)
+    padding = _file(root / "flash_attn/bert_padding.py", "flash_attn.bert_padding")
+    return {
+        "flash_attn": package,
+        "flash_attn.flash_attn_interface": inside,
+        "flash_attn.bert_padding": padding,
+        **_rotary(),
+    }
+
+
+def _flash_attn_interface(root: Path) -> dict[str, ModuleType]:
+    """What stands for FlashAttention-3's flash_attn_interface."""
+    module = ModuleType("flash_attn_interface")
+    for name in flash_attn_interface.__all__:
+        setattr(module, name, getattr(flash_attn_interface, name))
+    padding = _file(root / "hopper/padding.py", "padding")
+    sys.modules["padding"] = padding
+    util = _file(root / "hopper/test_util.py", "test_util")
+    return {
+        "flash_attn_interface": module,
+        "padding": padding,
+        "test_util": util,
+        "flash_attn": ModuleType("flash_attn"),
+        **_rotary(),
+    }
+
+
+def _file(path: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _rotary() -> dict[str, ModuleType]:
+    layers, rotary = (ModuleType(f"flash_attn.layers{end}") for end in ("", ".rotary"))
+    vars(rotary).update(apply_rotary_emb=turned)
+    return {"flash_attn.layers": layers, "flash_attn.layers.rotary": rotary}
+
+
+def turned(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: Any = 0,
+    cu_seqlens: Any = None,
+    max_seqlen: Any = None,
+) -> torch.Tensor:
+    """Rotate (batch, n, heads, d) as complex numbers: flash_attn.layers.rotary's, as documented."""
+    assert cu_seqlens is None, "of packed sequences it is not asked"
+    half, n = cos.shape[1], x.shape[1]
+    offsets = torch.as_tensor(seqlen_offsets, device=x.device).reshape(-1, 1).long()
+    at = offsets + torch.arange(n, device=x.device)
+    angle = torch.complex(cos[at].float(), sin[at].float())[:, :, None]
+    head, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    pairs = head.unflatten(-1, (half, 2)) if interleaved else torch.stack(head.chunk(2, -1), -1)
+    done = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * angle)
+    head = done.flatten(-2) if interleaved else torch.cat((done[..., 0], done[..., 1]), -1)
+    return torch.cat((head.to(x.dtype), rest), -1)
