@@ -8,6 +8,18 @@ using u64 = unsigned long long;
 using i64 = long long;
 #include "elements.cuh"
 
+// Masks and scores that are functions (backends/launch/functions.py); most kernels have none.
+#ifndef FS_MASK_MOD
+#define FS_MASK_MOD 0
+#endif
+#ifndef FS_SCORE_MOD
+#define FS_SCORE_MOD 0
+#endif
+#ifndef FS_SCORE_SUMS
+#define FS_SCORE_SUMS 0  // whether arrays that the score function reads get a gradient
+#endif
+#define FS_FLEX (FS_MASK_MOD || FS_SCORE_MOD)
+
 #define NEG_INF __int_as_float(0xff800000)  // NVRTC has no constexpr infinity
 constexpr float LOG2E = 1.4426950408889634f;
 
@@ -42,6 +54,9 @@ struct Args {
     int n_q, n_kv, heads, group, walks, tiles, clump, n_visits, left, right;
     int first, stop;               // items of this launch (hopper_backward)
     float scale, softcap;
+#if FS_FLEX
+    FlashCaptured captured;        // what the functions read besides positions
+#endif
 };  // batch * heads always counts query heads; `walks` counts what this pass's blocks own
 static_assert(sizeof(Args) == FS_ARGS_BYTES, "launch.ARGS and Args must agree");
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flashsim.backends.launch.functions import Functions
 from flashsim.errors import OptionError, UnsupportedError, choices
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -46,6 +47,15 @@ ARGS = np.dtype(
 ARGS_FORMAT = struct.Struct(
     "<" + "Qqqq" * len(TENSORS) + "Q" * len(POINTERS) + "i" * len(INTEGERS) + "ff"
 )
+
+
+def args_dtype(functions: Functions | None) -> np.dtype:
+    """`ARGS`, followed by what the functions read (field ``captured``)."""
+    if functions is None:
+        return ARGS
+    return np.dtype([*ARGS.descr, ("captured", f"V{functions.captured_bytes}")])
+
+
 #: Entries of a count record; entry n is transfer n of the itinerary.
 SLOTS = 8
 #: Time stamps of a visit, and of a thread block (SM, then cycles and ns at start and end).
@@ -114,6 +124,8 @@ class Variant:
     `after` and `more` belong to a pass of several launches. With `after`, a launch starts once the
     one before it has begun. With `more`, it lets the next one begin.
 
+    `functions` are the mask and the scores that are functions, if any.
+
     With `once`, each row tile has one visit. `fused` kernels compute dQ in one pass with dK and dV,
     and add to it in a fixed order if `ordered`.
     """
@@ -133,6 +145,7 @@ class Variant:
     more: bool = False
     fused: bool = False
     ordered: bool = False
+    functions: Functions | None = None
 
 
 @dataclass(frozen=True)
@@ -168,6 +181,7 @@ class Kernel:
     boxes: tuple[Box, ...] = ()
     cluster: int = 1  # thread blocks of a cluster, which share an item
     overlaps: bool = False  # may be launched while the kernel before it runs: it waits itself
+    functions: Functions | None = None
 
     @property
     def roles(self) -> int:
@@ -252,8 +266,10 @@ def constants(problem: Problem, tiling: Tiling, variant: Variant) -> dict[str, i
     unlimited = problem.n_q + problem.n_kv
     softcap = bool(problem.softcap)
     d, dv = padded_dims(problem)
+    functions = variant.functions
+    scored = functions is not None and functions.score
     return {
-        "ARGS_BYTES": ARGS.itemsize,
+        "ARGS_BYTES": args_dtype(functions).itemsize,
         "SPANS": variant.spans,
         "DESCENDING": variant.descending,
         "TRACE": variant.counts,
@@ -273,8 +289,9 @@ def constants(problem: Problem, tiling: Tiling, variant: Variant) -> dict[str, i
         "BF16": problem.dtype == "bfloat16",
         "RIGHT": problem.right < unlimited,
         "LEFT": problem.left < unlimited,
-        # exp2 takes the scale along, unless a softcap needs it first or it would turn max to min.
-        "SCALED": softcap or problem.scale <= 0,
+        # exp2 takes the scale along, unless a softcap or a function needs it first, or it would
+        # turn max to min.
+        "SCALED": softcap or scored or problem.scale <= 0,
         "SOFTCAP": softcap,
     }
 
@@ -293,7 +310,17 @@ def built(
     more: dict[str, int],
     boxes: tuple[Box, ...] = (),
     cluster: int = 1,
+    *,
+    outer: str = "queries",
 ) -> Kernel:
-    """The kernel `name` of a file, compiled for its `constants` and those in `more`."""
+    """The kernel `name` of a file, compiled for its `constants` and those in `more`.
+
+    The kernel with `outer` "keys" adds the gradients of arrays that functions capture.
+    """
     values = constants(*made_for) | {"SMEM_BYTES": shared} | more
-    return Kernel(file, name, threads, shared, macros(values), boxes, cluster)
+    functions = made_for[2].functions
+    if functions is not None:
+        values |= functions.constants(sums=outer == "keys")
+    return Kernel(
+        file, name, threads, shared, macros(values), boxes, cluster, functions=functions
+    )

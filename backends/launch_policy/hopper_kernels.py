@@ -72,6 +72,7 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
         | {"MORE": variant.more, "DEFERRED": variant.deferred, "DLSE": dlse},
         boxes,
         variant.cluster,
+        outer="keys",
     )
 
 
@@ -91,6 +92,7 @@ def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
         (problem, tiling, variant),
         {"D": d, "FUSED": 1, "IN_STEP": variant.in_step, **never},
         (*boxes, Box("dq_acc", bq, 32)),
+        outer="keys",
     )
 
 

@@ -26,9 +26,9 @@ constexpr bool START = !FS_SCALED;
 // since wgmma_wait counts up to 7 groups.
 constexpr int SLICE = BLOCK_Q == 128 ? 32 : 16, SLICES = BLOCK_Q / SLICE;
 // Where a visit's exponentials take longer than dP, which is then waited for in their middle.
-constexpr bool HALFWAY = BLOCK_Q == 128 && !FS_ONCE;
+constexpr bool HALFWAY = BLOCK_Q == 128 && !FS_ONCE && !FS_SCORE_SUMS;
 // dK of a visit is waited for in the next one, where registers allow for that.
-constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP;
+constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP && !FS_SCORE_MOD;
 // Where the next visit's scores start is loaded while this one's last products run: of so many rows
 // that takes long. (Where dP starts, too, has no registers, or at 32 columns is slower; so is this
 // there under a mask.)
@@ -58,6 +58,7 @@ constexpr int DS_WIDE = BLOCK_Q % 64 ? 16 : 64;
 [[maybe_unused]] constexpr int ROW_OF_THREADS = 128 * WARPGROUPS * 4;
 static_assert(FS_CLUSTER == 1 || !(FS_ORDERED || FS_TIMELINE), "items have one block there");
 static_assert(!FS_ONCE || (FS_FUSED && !FS_ORDERED && !FS_SOFTCAP && BLOCK_Q % 32 == 0), "");
+static_assert(!FS_ONCE || !FS_SCORE_MOD, "delta is no sum of what it has");
 static_assert(FS_ONCE || !FS_DLSE, "delta has it already");
 static_assert(!FS_ONCE || !FS_DEFERRED, "no visit follows in which dQ would be computed");
 static_assert(D * ROW_OF_THREADS <= 2 * (2 * BLOCK_K + 2 * STAGES * BLOCK_Q) * D, "room for both");
@@ -134,6 +135,25 @@ __device__ __forceinline__ void issue_grad(float (&acc)[COLUMNS / 2],
 
 #include "dq_of_keys.cuh"
 
+#if FS_SCORE_MOD
+// P of the slice of queries from the one numbered `first`, rounded; see `probability`.
+__device__ __forceinline__ void make_slice(u32 (&P)[BLOCK_Q / 16][4], float (&S)[BLOCK_Q / 2],
+                                           const Args& a, const Item& it, Head at, bool dropped,
+                                           float factor, const float* lse, int first, int key,
+                                           int query) {
+    float p[SLICE / 2], scores[SLICE / 2];
+#pragma unroll
+    for (int e = 0; e < SLICE / 2; ++e) scores[e] = S[first / 2 + e];
+    if (dropped) probabilities<false>(p, scores, a, it, at, factor, lse + first, key, query + first);
+    else probabilities<true>(p, scores, a, it, at, factor, lse + first, key, query + first);
+#pragma unroll
+    for (int e = 0; e < SLICE / 2; ++e) S[first / 2 + e] = scores[e];
+#pragma unroll
+    for (int e = 0; e < SLICE / 2; e += 2)
+        P[(first / 2 + e) / 8][(first / 2 + e) / 2 % 4] = pack(p[e], p[e + 1]);
+}
+#endif
+
 __device__ void consume(OnChip& s, const Args& a, int g) {
     const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
     [[maybe_unused]] const float uncap = 1.0f / a.softcap;
@@ -204,8 +224,18 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             pin(S);
             stamp(stamps, 2);
             // -- P^T = exp2(c S^T), under dP; dV += P^T dO, slice by slice ------------------------
+#if FS_FLEX
+            const Head at = head_of(a, it, step);
+            const int query = it.base + visit.tile * BLOCK_Q + fragment_column();
+#if FS_SCORE_MOD
+            const bool dropped = has_dropped(it, visit, it.base + visit.tile * BLOCK_Q);
+#else
+            drop_scores(S, a, it, at, visit.masked, key, query);
+#endif
+#else
             shape_scores(S, a, it, visit.masked, key,
                          it.base + visit.tile * BLOCK_Q + fragment_column());
+#endif
             // ptxas would put the multiplications of all slices before the first exponential, which
             // costs where there are many. It does not know that no exponential has a sign: so each
             // slice's factor, which never changes, waits for one of the slice before.
@@ -214,6 +244,10 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             for (int first = 0; first < BLOCK_Q; first += SLICE) {
                 if (HALFWAY) unit |= early & 0x80000000u;
                 const float factor = __uint_as_float(unit);
+#if FS_SCORE_MOD
+                make_slice(P, S, a, it, at, dropped, factor, s.lse[stage], first, key, query);
+                early = __float_as_uint(S[first / 2]);
+#else
 #pragma unroll
                 for (int e = first / 2; e < (first + SLICE) / 2; e += 2) {
                     const float2 lse = START ? float2{0.0f, 0.0f} : query_pair(s.lse[stage], e / 4);
@@ -229,6 +263,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                     S[e] = p0, S[e + 1] = p1;
 #endif
                 }
+#endif
                 issue_grad(dV, P, s.dout[stage][0], first, SLICE);
                 if (!HALFWAY) continue;
                 if (first + SLICE == BLOCK_Q / 2) wgmma_wait<SLICES / 2>(), pin(dP);  // complete
@@ -244,7 +279,17 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             if (speaks && left == 1) arrive(&s.v_empty);  // the next item's V may come
             stamp(stamps, 3);
 #pragma unroll
-            for (int e = HALFWAY ? BLOCK_Q / 4 : 0; e < BLOCK_Q / 2; ++e) dP[e] *= S[e];
+            for (int e = HALFWAY ? BLOCK_Q / 4 : 0; e < BLOCK_Q / 2; ++e) {
+#if FS_SCORE_SUMS
+                const int c = e / 4 * 8 + e % 2, r = e / 2 % 2;
+                const float2 p = unpack(P[e / 8][e / 2 % 4]);
+                dP[e] = function_gradient(a, at, S[e], (e % 2 ? p.y : p.x) * dP[e],
+                                          min(query + c, it.end - 1),
+                                          min(key + 8 * r, it.own.stop - 1));
+#else
+                dP[e] *= S[e];
+#endif
+            }
 #if FS_ONCE
             const int warp = threadIdx.x / 32 - 4;
             sum_keys(s.sums[stage][warp], dP);

@@ -72,7 +72,11 @@ __device__ __forceinline__ void store_keys(u32 at, int x, const float (&S)[BLOCK
 
 // -inf for the scores that the mask drops, if the visit has such.
 __device__ __forceinline__ void mask_scores(float (&S)[BLOCK_K / 2], const Args& a, const Item& it,
-                                            bool masked, int query) {
+                                            bool masked, int query
+#if FS_FLEX
+                                            , Head at
+#endif
+                                            ) {
     if (!masked) return;
     const int key = it.own.start + fragment_column();
 #pragma unroll
@@ -83,13 +87,40 @@ __device__ __forceinline__ void mask_scores(float (&S)[BLOCK_K / 2], const Args&
         for (int e = 0; e < BLOCK_K / 2; ++e) {
             const int c = e / 4 * 8 + e % 2;
             if (e / 2 % 2 == r && (c > last || (FS_LEFT && c < first))) S[e] = NEG_INF;
+#if FS_MASK_MOD
+            if (e / 2 % 2 == r && !kept(a, at, min(query + 8 * r, it.end - 1),
+                                        min(key + c, it.own.stop - 1)))
+                S[e] = NEG_INF;
+#endif
         }
     }
 }
 
+#if FS_SCORE_MOD
+// P of raw scores, see `probability`.
+template <bool KEPT>
+__device__ __forceinline__ void make_probabilities(float (&P)[BLOCK_K / 2], float (&S)[BLOCK_K / 2],
+                                                   const Args& a, const Item& it, Head at,
+                                                   int query, const float (&minus_lse)[2]) {
+    const int first = it.own.start + fragment_column();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const Keep keep(a, query + 8 * r, it.own.offset, it.own.stop);
+        const int q = KEPT ? query + 8 * r : min(query + 8 * r, it.end - 1);
+#pragma unroll
+        for (int e = 0; e < BLOCK_K / 2; ++e) {
+            if (e / 2 % 2 != r) continue;
+            const int column = first + e / 4 * 8 + e % 2;
+            const int k = KEPT ? column : min(column, it.own.stop - 1);
+            P[e] = probability<KEPT>(a, at, S[e], LOG2E, minus_lse[r], q, k, keep(column));
+        }
+    }
+}
+#endif
+
 // The warpgroup that makes P, dS and dQ.
 __device__ void make_scores(OnChip& s, const Args& a) {
-    const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
+    [[maybe_unused]] const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
     [[maybe_unused]] const float uncap = 1.0f / a.softcap;
     const bool speaks = threadIdx.x % 32 == 0;  // for its warp
     // Where this thread's part of P and dS goes (for store_transposed), swizzled.
@@ -112,6 +143,9 @@ __device__ void make_scores(OnChip& s, const Args& a) {
             const int row = fragment_row(), query = it.base + visit.tile * BLOCK_Q + row;
             [[maybe_unused]] const int walk = it.walk * a.group + step.member;  // of the query head
             u64* stamps = visit_stamps(a, i64(walk) * a.n_visits + it.visits.first + step.v);
+#if FS_FLEX
+            const Head at = head_of(a, it, step);
+#endif
             step.next(a, it, it.visits.count);
             float S[BLOCK_K / 2], dP[BLOCK_K / 2];
             // -- S = Q K^T and dP = dO V^T --------------------------------------------------------
@@ -127,11 +161,24 @@ __device__ void make_scores(OnChip& s, const Args& a) {
             pin(S);
             stamp(stamps, 2);
             // -- P = exp2(c S - lse), under dP ----------------------------------------------------
+#if FS_SCORE_MOD
+            float P[BLOCK_K / 2];
+            const bool dropped = has_dropped(it, visit, it.base + visit.tile * BLOCK_Q);
+            if (dropped) make_probabilities<false>(P, S, a, it, at, query, lse);
+            else make_probabilities<true>(P, S, a, it, at, query, lse);
+            named_sync(P_FREE, 256);  // the last visit's has been read
+#pragma unroll
+            for (int x = 0; x < BLOCK_K / 16; ++x) store_keys(p_at, x, P);
+#else
 #if FS_SCALED
 #pragma unroll
             for (float& x : S) x = scaled(a, x);
 #endif
+#if FS_FLEX
+            mask_scores(S, a, it, visit.masked, query, at);
+#else
             mask_scores(S, a, it, visit.masked, query);
+#endif
             named_sync(P_FREE, 256);  // the last visit's has been read
 #pragma unroll
             for (int x = 0; x < BLOCK_K / 16; ++x) {
@@ -151,6 +198,7 @@ __device__ void make_scores(OnChip& s, const Args& a) {
                 for (int i = 0; i < 8; ++i) S[8 * x + i] *= slope[i];
 #endif
             }
+#endif
             fence_async_shared();
             named_arrive(P_FULL, 256);
             // -- dS = P (dP - delta) --------------------------------------------------------------
@@ -165,8 +213,17 @@ __device__ void make_scores(OnChip& s, const Args& a) {
 #pragma unroll
             for (int x = 0; x < BLOCK_K / 16; ++x) {
 #pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    dP[8 * x + i] = S[8 * x + i] * (dP[8 * x + i] + delta[i / 2 % 2]);
+                for (int i = 0; i < 8; ++i) {
+                    const int e = 8 * x + i;
+#if FS_SCORE_SUMS
+                    const int k = it.own.start + fragment_column() + e / 4 * 8 + e % 2;
+                    dP[e] = function_gradient(a, at, S[e], P[e] * (dP[e] + delta[i / 2 % 2]),
+                                              min(query + i / 2 % 2 * 8, it.end - 1),
+                                              min(k, it.own.stop - 1));
+#else
+                    dP[e] = S[e] * (dP[e] + delta[i / 2 % 2]);
+#endif
+                }
                 store_keys(ds_at, x, dP);
             }
             fence_async_shared();

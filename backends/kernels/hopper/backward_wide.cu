@@ -161,6 +161,10 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             [[maybe_unused]] const int walk = it.walk * a.group + next.member;  // of the query head
             [[maybe_unused]] const i64 number = i64(walk) * a.n_visits + it.visits.first + next.v;
             u64* stamps = visit_stamps(a, number);
+#if FS_FLEX
+            const Head at = head_of(a, it, next);
+            const int first = query + QUERIES * g + fragment_column();
+#endif
             next.next(a, it, it.visits.count);
             float S[QUERIES / 2], dP[QUERIES / 2];
             // -- S^T = K Q^T and dP^T = V dO^T, queued behind what the last visit left running ----
@@ -181,7 +185,19 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             if (speaks && step > 0) arrive(&s.empty[ring.stage]);
             stamp(stamps, 2);
             // -- P^T = exp2(c S^T - lse) ----------------------------------------------------------
+#if FS_SCORE_MOD
+            float P[QUERIES / 2];
+            const float* minus_lse = &s.lse[stage][QUERIES * g];
+            const bool dropped = has_dropped(it, visit, query);
+            if (dropped) probabilities<false>(P, S, a, it, at, to_log2, minus_lse, key, first);
+            else probabilities<true>(P, S, a, it, at, to_log2, minus_lse, key, first);
+            store_scores(s.p[stage], P, g);  // see below
+#else
+#if FS_FLEX
+            drop_scores(S, a, it, at, visit.masked, key, first);
+#else
             shape_scores(S, a, it, visit.masked, key, query + QUERIES * g + fragment_column());
+#endif
             [[maybe_unused]] float slope[QUERIES / 2];
 #pragma unroll
             for (int e = 0; e < QUERIES / 2; ++e) {
@@ -194,14 +210,22 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             // The other warpgroup may still be reading the other stage's P and dS; with this
             // stage's it was done before it let this one pass the last visit's SCORES_READY.
             store_scores(s.p[stage], S, g);
+#endif
             wgmma_wait<0>();
             pin(dP);
             stamp(stamps, 3);
             // -- dS^T = P^T (dP^T - delta) --------------------------------------------------------
 #pragma unroll
             for (int e = 0; e < QUERIES / 2; ++e) {
+#if FS_SCORE_SUMS
+                dP[e] = P[e] * (dP[e] + (e % 2 ? delta[e / 4].y : delta[e / 4].x));
+                dP[e] = function_gradient(a, at, S[e], dP[e],
+                                          min(first + e / 4 * 8 + e % 2, it.end - 1),
+                                          min(key + e / 2 % 2 * 8, it.own.stop - 1));
+#else
                 dP[e] = S[e] * (dP[e] + (e % 2 ? delta[e / 4].y : delta[e / 4].x));
-#if FS_SOFTCAP
+#endif
+#if FS_SOFTCAP && !FS_SCORE_MOD
                 dP[e] *= slope[e];
 #endif
             }

@@ -5,6 +5,7 @@
 // of each visit, and their two dQ are added at the end. One producer thread keeps a ring of K and V
 // tiles full. Which tiles are visited is read from the schedule's tables.
 #include "tile_scheduler.cuh"
+#include "flex.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
 constexpr int WARPGROUPS = 2, ROW_GROUPS = BLOCK_Q / 64, STAGES = 2, CHUNKS = D / 64;
@@ -93,8 +94,29 @@ __device__ __forceinline__ void issue_dq(float (&dQ)[COLUMNS / 2], const u32 (&d
     wgmma_commit();
 }
 
+#if FS_SCORE_MOD
+// P times the function's slope, in the place of raw scores.
+template <bool KEPT>
+__device__ __forceinline__ void make_slopes(float (&S)[KEYS / 2], const Args& a, const Item& it,
+                                            int query, int key, const float (&lse)[2]) {
+    const Head at{it.walk / a.heads, it.walk % a.heads};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const Keep keep(a, query + 8 * r, it.own.offset, it.end);
+        const int q = min(query + 8 * r, it.own.stop - 1);
+#pragma unroll
+        for (int e = 0; e < KEYS / 2; ++e) {
+            if (e / 2 % 2 != r) continue;
+            const int column = key + fragment_column() + e / 4 * 8 + e % 2;
+            const int k = KEPT ? column : min(column, it.end - 1);
+            probability<KEPT>(a, at, S[e], LOG2E, -lse[r], q, k, keep(column));
+        }
+    }
+}
+#endif
+
 __device__ void consume(OnChip& s, const Args& a, int g) {
-    const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
+    [[maybe_unused]] const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
     [[maybe_unused]] const float uncap = 1.0f / a.softcap;
     const bool speaks = threadIdx.x % 32 == 0;                  // one arrival a warp
     const int part = SPLIT_KEYS ? 0 : g, my_key = SPLIT_KEYS ? KEYS * g : 0;
@@ -138,6 +160,10 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             wgmma_wait<1>();
             pin(S);
             stamp(stamps, 2);
+#if FS_SCORE_MOD
+            if (visit.masked) make_slopes<false>(S, a, it, query, key, lse);
+            else make_slopes<true>(S, a, it, query, key, lse);
+#else
 #if FS_SCALED
 #pragma unroll
             for (int e = 0; e < KEYS / 2; ++e) {
@@ -153,6 +179,12 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #pragma unroll
                     for (int e = 0; e < KEYS / 2; ++e) {
                         const int c = e / 4 * 8 + e % 2;
+#if FS_MASK_MOD
+                        if (e / 2 % 2 == r && !kept(a, {it.walk / a.heads, it.walk % a.heads},
+                                                    min(query + 8 * r, it.own.stop - 1),
+                                                    min(key + fragment_column() + c, it.end - 1)))
+                            S[e] = NEG_INF;
+#endif
                         if (e / 2 % 2 == r && (c > last || (FS_LEFT && c < first))) S[e] = NEG_INF;
                     }
                 }
@@ -167,6 +199,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 S[e] = p;
 #endif
             }
+#endif
             stamp(stamps, 3);
             wgmma_wait<0>();
             pin(dP);

@@ -5,6 +5,7 @@
 // tables. Blocks are persistent: each takes the next item (row tile, head) of the launch's list.
 #include "tile_scheduler.cuh"
 #include "softmax.cuh"
+#include "flex.cuh"
 
 constexpr int D = FS_D, DV = FS_DV, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, STAGES = FS_STAGES;
 constexpr int WARPGROUPS = BLOCK_Q / 64;         // consumers
@@ -121,6 +122,43 @@ __device__ __forceinline__ void rescale(float (&O)[DV / 2], const float (&alpha)
     for (int e = 0; e < DV / 2; ++e) O[e] *= alpha[e / 2 % 2];
 }
 
+#if FS_FLEX
+// The caller's functions of the scores of one tile pair. A full tile has all its keys; its rows may
+// end, and then take the last one's position.
+__device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args& a, const Item& it,
+                                             const Visit& visit, int query) {
+    const Head at{it.walk / a.heads, it.walk % a.heads};
+    const int key = it.base + visit.tile * BLOCK_K + fragment_column();
+    if (visit.masked) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const Keep keep(a, query + 8 * r, it.own.offset, it.end);
+            const int q = min(query + 8 * r, it.own.stop - 1);
+#pragma unroll
+            for (int e = 0; e < BLOCK_K / 2; ++e) {
+                if (e / 2 % 2 != r) continue;
+                const int k = key + e / 4 * 8 + e % 2, existing = min(k, it.end - 1);
+#if FS_SCORE_MOD
+                S[e] = after_function(a, at, S[e], q, existing);
+#elif FS_SCALED
+                S[e] = scaled(a, S[e]);
+#endif
+                if (!(keep(k) & kept(a, at, q, existing))) S[e] = NEG_INF;
+            }
+        }
+    } else {
+#pragma unroll
+        for (int e = 0; e < BLOCK_K / 2; ++e) {
+#if FS_SCORE_MOD
+            const int q = min(query + e / 2 % 2 * 8, it.own.stop - 1);
+            S[e] = after_function(a, at, S[e], q, key + e / 4 * 8 + e % 2);
+#elif FS_SCALED
+            S[e] = scaled(a, S[e]);
+#endif
+        }
+    }
+}
+#else
 // Scales and caps the scores (where the exponent cannot take the scale), masks them (where asked).
 __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args& a, const Item& it,
                                              int v, int query) {
@@ -132,6 +170,7 @@ __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args
 #endif
     mask_scores(S, a, it, v, query);
 }
+#endif
 
 __device__ void consume(OnChip& s, const Args& a, int g) {
     const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
@@ -172,7 +211,11 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 }
                 ring_k.next(STAGES);
                 stamp(visit_stamps(a, first + 0), 2);
+#if FS_FLEX
+                shape_scores(S, a, it, it.visits(a, 0), query);
+#else
                 shape_scores(S, a, it, 0, query);
+#endif
                 softmax(S, alpha, to_log2);
                 round_operand(P, S);
                 stamp(visit_stamps(a, first + 0), 3);
@@ -192,6 +235,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 // of v then runs while the tensor cores work on the output and, turn and turn
                 // about, on the other warpgroups' products.
                 float S[BLOCK_K / 2];
+#if FS_FLEX
+                const Visit visit = it.visits(a, v);  // its table is read while products run
+#endif
                 if (TURNS) named_sync(turn, 256);  // the warpgroup before has queued its products
                 issue_scores(S, s.q[g][0], dk);
                 if (RESCALE_LATE) rescale(O, alpha);
@@ -203,7 +249,11 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 if (RELEASE_EARLY && speaks) arrive(&s.k_empty[ring_k.stage]);
                 if (speaks && v == last) arrive(&s.q_empty[g]);  // the next item's Q may come
                 stamp(visit_stamps(a, first + v), 2);
+#if FS_FLEX
+                shape_scores(S, a, it, visit, query);
+#else
                 shape_scores(S, a, it, v, query);
+#endif
                 softmax(S, alpha, to_log2);
                 // O is waited for behind both maxima and the first exponentials, when it is about
                 // there; the other exponentials run between the multiplications of O. Left alone

@@ -287,6 +287,63 @@ __device__ __forceinline__ float2 query_pair(const float* statistic, int j) {
     return *reinterpret_cast<const float2*>(&statistic[8 * j + fragment_column()]);
 }
 
+#include "flex.cuh"
+#if FS_FLEX
+// The query head of a step.
+__device__ __forceinline__ Head head_of(const Args& a, const Item& it, const Step& step) {
+    const int kv_heads = a.heads / a.group;
+    return {it.walk / kv_heads, it.walk % kv_heads * a.group + step.member};
+}
+
+// Whether a tile pair that starts at `query` has scores that the mask drops, or ends early: there
+// a function is asked score by score, at positions that exist.
+__device__ __forceinline__ bool has_dropped(const Item& it, const Visit& visit, int query) {
+    return visit.masked || (FS_SCORE_MOD && query + FS_BLOCK_Q > it.end);
+}
+
+// As shape_scores below, with a mask that is a function.
+template <int N>
+__device__ __forceinline__ void drop_scores(float (&S)[N], const Args& a, const Item& it, Head at,
+                                            bool masked, int key, int query) {
+#if FS_SCALED
+#pragma unroll
+    for (int e = 0; e < N; ++e) S[e] = scaled(a, S[e]);
+#endif
+    if (!masked) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const KeepColumn keep(a, key + 8 * r, it.own);
+        const int k = min(key + 8 * r, it.own.stop - 1);
+#pragma unroll
+        for (int e = 0; e < N; ++e) {
+            if (e / 2 % 2 != r) continue;
+            const int q = query + e / 4 * 8 + e % 2;
+            if (!(keep(q) & kept(a, at, min(q, it.end - 1), k))) S[e] = NEG_INF;
+        }
+    }
+}
+
+#if FS_SCORE_MOD
+// P of raw scores whose rows are keys, see `probability`; `statistic` is the queries' -lse in units
+// of log 2.
+template <bool KEPT, int N>
+__device__ __forceinline__ void probabilities(float (&P)[N], float (&S)[N], const Args& a,
+                                              const Item& it, Head at, float factor,
+                                              const float* statistic, int key, int query) {
+    const KeepColumn keep[2] = {{a, key, it.own}, {a, key + 8, it.own}};
+#pragma unroll
+    for (int e = 0; e < N; e += 2) {
+        const float2 lse = query_pair(statistic, e / 4);
+        const int r = e / 2 % 2, q = query + e / 4 * 8;
+        const int k = KEPT ? key + 8 * r : min(key + 8 * r, it.own.stop - 1);
+        const int q0 = KEPT ? q : min(q, it.end - 1), q1 = KEPT ? q + 1 : min(q + 1, it.end - 1);
+        P[e] = probability<KEPT>(a, at, S[e], factor, lse.x, q0, k, keep[r](q));
+        P[e + 1] = probability<KEPT>(a, at, S[e + 1], factor, lse.y, q1, k, keep[r](q + 1));
+    }
+}
+#endif
+#endif
+
 // Scales and caps the scores (where the exponent cannot take the scale), masks them (where asked).
 // Queries past the end need none: their statistic is -inf (`produce_statistics`), so that P is 0.
 // `key` and `query` are the first ones of this thread's scores.
