@@ -41,6 +41,10 @@ class MaskError(FlashSimError, ValueError):
     """A mask that is malformed or that cannot be evaluated."""
 
 
+class FunctionError(FlashSimError, ValueError):
+    """A score or mask function that cannot be traced; the message names its line."""
+
+
 class TilingError(FlashSimError, ValueError):
     """A tiling that cannot be used."""
 

@@ -1,0 +1,1 @@
+"""Score and mask functions as expression graphs: traced, emitted, differentiated, bounded."""

@@ -1,0 +1,350 @@
+"""Source text of a graph in CUDA C++ and in Python for Numba.
+
+Both texts have one statement per node, in the graph's order. A compiler shares and hoists what
+depends on the query or the key alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from flashsim.functions.derivative import adjoints
+from flashsim.functions.graph import BOOL, FLOAT, INDICES, INT, SCORE, ArraySpec, Graph, Node
+
+_CUDA_TYPES = {BOOL: "bool", INT: "int", FLOAT: "float"}
+_ELEMENTS = {
+    **{"bool": "unsigned char", "uint8": "unsigned char", "int8": "signed char", "int16": "short"},
+    **{"int32": "int", "int64": "long long", "float32": "float", "float64": "double"},
+    **{"float16": "unsigned short", "bfloat16": "unsigned short"},
+}
+_INFIX = {
+    **{"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "eq": "=="},
+    **{"ne": "!=", "bitand": "&", "bitor": "|", "bitxor": "^", "shl": "<<", "shr": ">>"},
+}
+_CUDA_CALLS = {
+    **{"exp": "flash_exp", "exp2": "exp2f", "expm1": "expm1f", "log": "__logf", "log2": "__log2f"},
+    **{"log1p": "log1pf", "sqrt": "sqrtf", "rsqrt": "rsqrtf", "tanh": "flash_tanh"},
+    **{"sin": "sinf", "cos": "cosf", "floor": "floorf", "ceil": "ceilf", "erf": "erff"},
+    **{"sigmoid": "flash_sigmoid", "pow": "powf"},
+}
+#: What the emitted functions call. FLASH_FAST_TANH: the hardware's tanh, relative error 2^-11.
+_PRELUDE = """\
+__device__ __forceinline__ float flash_exp(float x) { return exp2f(x * 1.4426950408889634f); }
+__device__ __forceinline__ float flash_tanh(float x) {
+#ifdef FLASH_FAST_TANH
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return tanhf(x);
+#endif
+}
+__device__ __forceinline__ float flash_sigmoid(float x) {
+    return 0.5f * flash_tanh(0.5f * x) + 0.5f;
+}
+__device__ __forceinline__ float flash_half(unsigned short x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+__device__ __forceinline__ float flash_bfloat16(unsigned short x) {
+    return __uint_as_float((unsigned int)x << 16);
+}
+__device__ __forceinline__ int flash_floordiv(int a, int b) {
+    if (b == 0) b = 1;
+    const int quotient = a / b;
+    return quotient - ((a % b != 0) && ((a < 0) != (b < 0)));
+}
+__device__ __forceinline__ int flash_mod(int a, int b) {
+    return a - flash_floordiv(a, b == 0 ? 1 : b) * (b == 0 ? 1 : b);
+}
+// A negative index counts from the end; one outside reads the nearest element.
+__device__ __forceinline__ int flash_wrap(int i, int n) {
+    if (i < 0) i += n;
+    return max(0, min(i, n - 1));
+}
+"""
+
+
+class Field(NamedTuple):
+    """A member of `FlashCaptured`: a captured array's data, its gradient, or one of its lengths.
+
+    `what` is "data", "gradient" or "length" (then of axis `axis`). `array` numbers the array in the
+    order of `CudaSource.arrays`.
+    """
+
+    name: str
+    what: str
+    array: int
+    axis: int = 0
+
+
+class CudaSource(NamedTuple):
+    """CUDA C++ text that defines `FlashCaptured`, `flash_mask`, `flash_score`, `flash_score_grad`.
+
+    `fields` are the members of the struct in order: pointers of 8 bytes first, then 4-byte lengths.
+    `arrays` are the captured arrays of the score function followed by those of the mask function.
+    """
+
+    text: str
+    fields: tuple[Field, ...]
+    arrays: tuple[ArraySpec, ...]
+    gradients: tuple[str, ...]
+
+    def pack(self, data: Iterable[int], gradients: Iterable[int] = ()) -> np.ndarray:
+        """The struct's bytes, as a NumPy array of one structured element, to be passed by value.
+
+        `data` are the device addresses of `arrays`, each contiguous in its own element type.
+        `gradients` are those of float32 arrays of the same shapes, in the order of `gradients`.
+        """
+        addresses = list(data)
+        of_gradient = dict(zip(self.gradients, gradients, strict=True))
+        kinds, values = [], []
+        for f in self.fields:
+            spec = self.arrays[f.array]
+            kinds.append((f.name, np.int32 if f.what == "length" else np.uint64))
+            if f.what == "length":
+                values.append(spec.shape[f.axis])
+            else:
+                values.append(addresses[f.array] if f.what == "data" else of_gradient[spec.name])
+        if not kinds:
+            kinds, values = [("nothing", np.int32)], [0]
+        return np.array(tuple(values), np.dtype(kinds, align=True))
+
+
+def cuda_source(
+    mask: Graph | None = None, score: Graph | None = None, gradients: Collection[str] = ()
+) -> CudaSource:
+    """The device functions of a mask and a score function, either of which may be missing.
+
+    A missing mask keeps every score, and a missing score function returns the score. `gradients`
+    names the captured arrays of the score function whose gradients `flash_score_grad` adds up.
+    """
+    arrays = (*(score.arrays if score else ()), *(mask.arrays if mask else ()))
+    first_of_mask = len(score.arrays) if score else 0
+    wanted = tuple(a.name for a in (score.arrays if score else ()) if a.name in set(gradients))
+    fields = [Field(f"a{n}", "data", n) for n in range(len(arrays))]
+    fields += [Field(f"g{n}", "gradient", n) for n, a in enumerate(arrays[:first_of_mask])
+               if a.name in wanted]  # fmt: skip
+    fields += [
+        Field(f"a{n}_n{axis}", "length", n, axis)
+        for n, a in enumerate(arrays)
+        for axis in range(len(a.shape))
+    ]
+    lines = [_PRELUDE, "struct FlashCaptured {"]
+    for f in fields:
+        element = _ELEMENTS[arrays[f.array].dtype]
+        kinds = {"data": f"const {element}*", "gradient": "float*", "length": "int"}
+        lines.append(f"    {kinds[f.what]} {f.name};  // {arrays[f.array].name}")
+    lines += ["    int nothing;" * (not fields), "};"]
+
+    head = (
+        "__device__ __forceinline__ {} {}(const FlashCaptured& c, {}int b, int h, int q, int k) {{"
+    )
+    lines.append(head.format("bool", "flash_mask", ""))
+    if mask is None:
+        lines.append("    return true;")
+    else:
+        cuda = _Cuda(mask.nodes, mask.arrays, first_of_mask)
+        lines += [*cuda.statements(), f"    return {cuda.name(mask.root)};"]
+    lines += ["}", head.format("float", "flash_score", "float s, ")]
+    if score is None:
+        lines.append("    return s;")
+    else:
+        cuda = _Cuda(score.nodes, score.arrays, 0)
+        lines += [*cuda.statements(), f"    return {cuda.name(score.root)};"]
+    lines.append("}")
+    lines += _gradient_lines(score, wanted)
+    text = "\n".join(line for line in lines if line) + "\n"
+    return CudaSource(text, tuple(fields), arrays, wanted)
+
+
+#: Adds the lanes' sums of a warp with one atomic per sum. All 32 lanes must call it, for one head.
+_ADD_SUM = """\
+    {
+        float x = sums.v%d;
+        for (int lane = 16; lane > 0; lane >>= 1) x += __shfl_xor_sync(0xffffffffu, x, lane);
+        if ((threadIdx.x & 31) == 0) atomicAdd(%s, x);
+    }"""
+
+
+def _gradient_lines(score: Graph | None, wanted: tuple[str, ...]) -> list[str]:
+    """`FlashSums`, both forms of `flash_score_grad`, and `flash_add_sums`."""
+    head = (
+        "__device__ __forceinline__ float flash_score_grad(const FlashCaptured& c, {}float s, "
+        "float dout, int b, int h, int q, int k) {{"
+    )
+    struct = "struct FlashSums {{ {} }};"
+    empty = "__device__ __forceinline__ void flash_add_sums("
+    empty += "const FlashCaptured& c, const FlashSums& sums, int b, int h) {"
+    if score is None:
+        grad = [head.format(""), "    return dout;", "}"]
+        grad += [head.format("FlashSums&, "), "    return dout;", "}"]
+        return [struct.format("float nothing = 0.0f;"), *grad, empty, "}"]
+    made = adjoints(score, wanted)
+    cuda = _Cuda(made.nodes, made.arrays, 0)
+    depends = Graph(made.nodes, made.root, made.arrays).depends
+    fixed = {n for n, _ in made.reads if depends[n] <= {"b", "h"}}
+    members = " ".join(f"float v{n} = 0.0f;" for n in sorted(fixed)) or "float nothing = 0.0f;"
+    lines = [struct.format(members)]
+    roots = [g for _, g in made.reads] + ([] if made.score is None else [made.score])
+    numbers = needed(made.nodes, [*roots, *(n for n, _ in made.reads)])
+    result = f"    return {'0.0f' if made.score is None else cuda.name(made.score)};"
+    for kept, extra in ((fixed, "FlashSums& sums, "), (set(), "")):
+        lines += [head.format(extra), *cuda.statements(numbers)]
+        for n, g in made.reads:
+            to = f"c.g{made.nodes[n].value} + {cuda.offset(made.nodes[n])}"
+            add = (
+                f"sums.v{n} += {cuda.name(g)};"
+                if n in kept
+                else f"atomicAdd({to}, {cuda.name(g)});"
+            )
+            lines.append(f"    {add}")
+        lines += [result, "}"]
+    lines.append(empty)
+    ends = [n for n, _ in made.reads if n in fixed]
+    lines += cuda.statements(needed(made.nodes, [a for n in ends for a in made.nodes[n].args]))
+    for n in ends:
+        lines.append(_ADD_SUM % (n, f"c.g{made.nodes[n].value} + {cuda.offset(made.nodes[n])}"))
+    return [*lines, "}"]
+
+
+def needed(nodes: tuple[Node, ...], roots: Iterable[int]) -> list[int]:
+    """The numbers of the nodes that some results depend on, in order."""
+    found, stack = set(), list(roots)
+    while stack:
+        n = stack.pop()
+        if n not in found:
+            found.add(n)
+            stack += nodes[n].args
+    return sorted(found)
+
+
+def never_negative(nodes: tuple[Node, ...]) -> list[bool]:
+    """For each node, whether it is certainly an integer of at least 0."""
+    found: list[bool] = []
+    for node in nodes:
+        of = [found[a] for a in node.args]
+        if node.op == "arg":
+            yes = node.value in INDICES
+        elif node.op == "const":
+            yes = node.kind != FLOAT and node.value >= 0
+        elif node.op in ("add", "mul", "min", "floordiv", "shl", "shr", "bitor", "bitxor"):
+            yes = all(of)
+        elif node.op in ("max", "bitand"):
+            yes = any(of)
+        elif node.op == "mod":
+            yes = of[1]
+        elif node.op == "where":
+            yes = all(of[1:])
+        elif node.op == "load":
+            yes = False
+        else:
+            yes = node.op == "abs" or (node.op == "cast" and nodes[node.args[0]].kind == BOOL)
+        found.append(yes and node.kind == INT)
+    return found
+
+
+class _Cuda:
+    """Statements of CUDA C++ for the nodes of a graph; arrays are numbered from `first`."""
+
+    def __init__(self, nodes: tuple[Node, ...], arrays: tuple[ArraySpec, ...], first: int) -> None:
+        self.nodes, self.arrays, self.first = nodes, arrays, first
+        self.positive = never_negative(nodes)
+
+    def statements(self, numbers: Iterable[int] | None = None) -> list[str]:
+        """``const float v7 = v5 + v6;`` for each node except arguments and constants."""
+        numbers = range(len(self.nodes)) if numbers is None else numbers
+        return [
+            f"    const {_CUDA_TYPES[self.nodes[n].kind]} v{n} = {self.expression(self.nodes[n])};"
+            for n in numbers
+            if self.nodes[n].op not in ("arg", "const")
+        ]
+
+    def name(self, n: int) -> str:
+        """The text that stands for a node's value."""
+        node = self.nodes[n]
+        if node.op == "arg":
+            return "s" if node.value == SCORE else str(node.value)
+        return _literal(node) if node.op == "const" else f"v{n}"
+
+    def expression(self, node: Node) -> str:
+        """What a node computes, of `v0`, `v1`, ..."""
+        op, args = node.op, [self.name(a) for a in node.args]
+        if op == "load":
+            return self._load(node)
+        if op == "cast":
+            return f"({_CUDA_TYPES[node.kind]}){args[0]}"
+        if op in ("and", "or"):
+            return f"{args[0]} {'&' if op == 'and' else '|'} {args[1]}"
+        if op == "not":
+            return f"!{args[0]}"
+        if op in ("floordiv", "mod"):
+            return self._divided(node, args)
+        if op in ("min", "max", "abs"):
+            name = f"f{op}f" if node.kind == FLOAT and op != "abs" else op
+            name = "fabsf" if node.kind == FLOAT and op == "abs" else name
+            return f"{name}({', '.join(args)})"
+        if op == "neg":
+            return f"-{args[0]}"
+        if op == "where":
+            return f"{args[0]} ? {args[1]} : {args[2]}"
+        if op == "div":
+            by = self.nodes[node.args[1]]
+            if by.op == "const" and by.value and math.isfinite(by.value):
+                return f"{args[0]} * {_literal(by._replace(value=1 / by.value))}"
+            return f"__fdividef({args[0]}, {args[1]})"
+        if op in _INFIX:
+            return f"{args[0]} {_INFIX[op]} {args[1]}"
+        return f"{_CUDA_CALLS[op]}({', '.join(args)})"
+
+    def _divided(self, node: Node, args: list[str]) -> str:
+        a, b = args
+        if node.kind == FLOAT:
+            quotient = f"floorf({a} / {b})"
+            return quotient if node.op == "floordiv" else f"{a} - {quotient} * {b}"
+        by = self.nodes[node.args[1]]
+        if by.op == "const" and by.value > 0:
+            if by.value & (by.value - 1) == 0:  # an arithmetic shift rounds down, as Python does
+                shift = by.value.bit_length() - 1
+                return f"{a} >> {shift}" if node.op == "floordiv" else f"{a} & {by.value - 1}"
+            if self.positive[node.args[0]]:
+                return f"{a} {'/' if node.op == 'floordiv' else '%'} {by.value}"
+        return f"flash_{node.op}({a}, {b})"
+
+    def offset(self, node: Node) -> str:
+        """The place of a load's element in its array."""
+        number = self.first + node.value
+        text = ""
+        for axis, a in enumerate(node.args):
+            n = f"c.a{number}_n{axis}"
+            v = self.name(a)
+            i = f"min({v}, {n} - 1)" if self.positive[a] else f"flash_wrap({v}, {n})"
+            text = f"(long long){i}" if not text else f"({text} * {n} + {i})"
+        return text.removeprefix("(long long)") if len(node.args) == 1 else text or "0"
+
+    def _load(self, node: Node) -> str:
+        spec = self.arrays[node.value]
+        where = f"c.a{self.first + node.value}[{self.offset(node)}]"
+        if spec.dtype in ("float16", "bfloat16"):
+            return f"flash_{'half' if spec.dtype == 'float16' else 'bfloat16'}({where})"
+        if spec.dtype == "bool":
+            return f"{where} != 0"
+        return f"({_CUDA_TYPES[spec.kind]}){where}"
+
+
+def _literal(node: Node) -> str:
+    if node.kind == BOOL:
+        return "true" if node.value else "false"
+    if node.kind == INT:
+        return str(node.value) if node.value >= 0 else f"({node.value})"
+    if math.isnan(node.value):
+        return "__int_as_float(0x7fffffff)"
+    if math.isinf(node.value):
+        return f"__int_as_float(0x{'7f' if node.value > 0 else 'ff'}800000)"
+    text = f"{float(np.float32(node.value))!r}f"
+    return text if node.value >= 0 else f"({text})"
