@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flashsim.backends.launch.functions import Functions
+from flashsim.backends.launch.functions import Functions, Generated
 from flashsim.errors import OptionError, UnsupportedError, choices
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -49,7 +49,7 @@ ARGS_FORMAT = struct.Struct(
 )
 
 
-def args_dtype(functions: Functions | None) -> np.dtype:
+def args_dtype(functions: Generated | None) -> np.dtype:
     """`ARGS`, followed by what the functions read (field ``captured``)."""
     if functions is None:
         return ARGS
@@ -181,7 +181,7 @@ class Kernel:
     boxes: tuple[Box, ...] = ()
     cluster: int = 1  # thread blocks of a cluster, which share an item
     overlaps: bool = False  # may be launched while the kernel before it runs: it waits itself
-    functions: Functions | None = None
+    functions: Generated | None = None
 
     @property
     def roles(self) -> int:
@@ -266,10 +266,9 @@ def constants(problem: Problem, tiling: Tiling, variant: Variant) -> dict[str, i
     unlimited = problem.n_q + problem.n_kv
     softcap = bool(problem.softcap)
     d, dv = padded_dims(problem)
-    functions = variant.functions
-    scored = functions is not None and functions.score
+    scored = variant.functions is not None and variant.functions.plain.score
     return {
-        "ARGS_BYTES": args_dtype(functions).itemsize,
+        "ARGS_BYTES": ARGS.itemsize,
         "SPANS": variant.spans,
         "DESCENDING": variant.descending,
         "TRACE": variant.counts,
@@ -318,9 +317,8 @@ def built(
     The kernel with `outer` "keys" adds the gradients of arrays that functions capture.
     """
     values = constants(*made_for) | {"SMEM_BYTES": shared} | more
-    functions = made_for[2].functions
-    if functions is not None:
-        values |= functions.constants(sums=outer == "keys")
-    return Kernel(
-        file, name, threads, shared, macros(values), boxes, cluster, functions=functions
-    )
+    if (functions := made_for[2].functions) is None:
+        return Kernel(file, name, threads, shared, macros(values), boxes, cluster)
+    given = functions.summing if outer == "keys" else functions.plain
+    values |= {"ARGS_BYTES": args_dtype(given).itemsize, **given.constants}
+    return Kernel(file, name, threads, shared, macros(values), boxes, cluster, functions=given)

@@ -190,6 +190,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         Step step;
         const int steps = step.begin(a, it, visits.count);
         float S[BLOCK_Q / 2];
+#if FS_SCORE_SUMS
+        FlashSums sums;  // of one query head
+#endif
         if (EARLY) {
             if (steps > 0) wait(&s.full[ring.stage], ring.parity);
             load_rows(S, s.lse[ring.stage]);
@@ -283,7 +286,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #if FS_SCORE_SUMS
                 const int c = e / 4 * 8 + e % 2, r = e / 2 % 2;
                 const float2 p = unpack(P[e / 8][e / 2 % 4]);
-                dP[e] = function_gradient(a, at, S[e], (e % 2 ? p.y : p.x) * dP[e],
+                dP[e] = function_gradient(a, at, sums, S[e], (e % 2 ? p.y : p.x) * dP[e],
                                           min(query + c, it.end - 1),
                                           min(key + 8 * r, it.own.stop - 1));
 #else
@@ -359,6 +362,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 pin(dK);
                 if (speaks) arrive(&s.empty[stage]);
             }
+#if FS_SCORE_SUMS
+            if (left == 1 || FS_IN_STEP || step.v == visits.count - 1) add_sums(a, at, sums);
+#endif
             ring.next(STAGES);
             step.next(a, it, visits.count);
             stamp(stamps, 4);

@@ -103,17 +103,15 @@ __device__ __forceinline__ void make_probabilities(float (&P)[BLOCK_K / 2], floa
                                                    const Args& a, const Item& it, Head at,
                                                    int query, const float (&minus_lse)[2]) {
     const int first = it.own.start + fragment_column();
+    const Keep keep[2] = {{a, query, it.own.offset, it.own.stop},
+                          {a, query + 8, it.own.offset, it.own.stop}};
+    const int q[2] = {KEPT ? query : min(query, it.end - 1),
+                      KEPT ? query + 8 : min(query + 8, it.end - 1)};
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const Keep keep(a, query + 8 * r, it.own.offset, it.own.stop);
-        const int q = KEPT ? query + 8 * r : min(query + 8 * r, it.end - 1);
-#pragma unroll
-        for (int e = 0; e < BLOCK_K / 2; ++e) {
-            if (e / 2 % 2 != r) continue;
-            const int column = first + e / 4 * 8 + e % 2;
-            const int k = KEPT ? column : min(column, it.own.stop - 1);
-            P[e] = probability<KEPT>(a, at, S[e], LOG2E, minus_lse[r], q, k, keep(column));
-        }
+    for (int e = 0; e < BLOCK_K / 2; ++e) {
+        const int r = e / 2 % 2, column = first + e / 4 * 8 + e % 2;
+        const int k = KEPT ? column : min(column, it.own.stop - 1);
+        P[e] = probability<KEPT>(a, at, S[e], LOG2E, minus_lse[r], q[r], k, keep[r](column));
     }
 }
 #endif
@@ -135,6 +133,9 @@ __device__ void make_scores(OnChip& s, const Args& a) {
         Step step;
         const int steps = step.begin(a, it, it.visits.count);
         stamp_item(a, it.walk, it.outer, false);
+#if FS_SCORE_SUMS
+        FlashSums sums;  // of one query head
+#endif
         wait(&s.kv_full, kv_parity);
         kv_parity ^= 1;
 #pragma unroll 1
@@ -145,6 +146,7 @@ __device__ void make_scores(OnChip& s, const Args& a) {
             u64* stamps = visit_stamps(a, i64(walk) * a.n_visits + it.visits.first + step.v);
 #if FS_FLEX
             const Head at = head_of(a, it, step);
+            [[maybe_unused]] const bool ends = FS_IN_STEP || step.v == it.visits.count - 1;
 #endif
             step.next(a, it, it.visits.count);
             float S[BLOCK_K / 2], dP[BLOCK_K / 2];
@@ -217,7 +219,7 @@ __device__ void make_scores(OnChip& s, const Args& a) {
                     const int e = 8 * x + i;
 #if FS_SCORE_SUMS
                     const int k = it.own.start + fragment_column() + e / 4 * 8 + e % 2;
-                    dP[e] = function_gradient(a, at, S[e], P[e] * (dP[e] + delta[i / 2 % 2]),
+                    dP[e] = function_gradient(a, at, sums, S[e], P[e] * (dP[e] + delta[i / 2 % 2]),
                                               min(query + i / 2 % 2 * 8, it.end - 1),
                                               min(k, it.own.stop - 1));
 #else
@@ -238,6 +240,9 @@ __device__ void make_scores(OnChip& s, const Args& a) {
             stage_columns(&s.dq[0][0], dQ);
             fence_async_shared();
             named_arrive(DQ_FULL, 160);
+#if FS_SCORE_SUMS
+            if (ends || left == 1) add_sums(a, at, sums);
+#endif
             ring.next(STAGES);
             stamp(stamps, 4);
         }

@@ -152,6 +152,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         stamp_item(a, it.walk, it.outer, false);
         Columns dK, dV;
         clear(dK), clear(dV);
+#if FS_SCORE_SUMS
+        FlashSums sums;  // of one query head
+#endif
         wait(&s.kv_full, kv_parity);
         kv_parity ^= 1;
 #pragma unroll 1
@@ -164,6 +167,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #if FS_FLEX
             const Head at = head_of(a, it, next);
             const int first = query + QUERIES * g + fragment_column();
+            [[maybe_unused]] const bool ends = FS_IN_STEP || next.v == it.visits.count - 1;
 #endif
             next.next(a, it, it.visits.count);
             float S[QUERIES / 2], dP[QUERIES / 2];
@@ -173,10 +177,15 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             stamp(stamps, 1);
             issue_scores(S, s.k[0], &s.q[stage][0][QUERIES * g * 64]);
             issue_scores(dP, s.v[0], &s.dout[stage][0][QUERIES * g * 64]);
-            float2 lse[QUERIES / 8], delta[QUERIES / 8];  // loaded under the products
+            float2 delta[QUERIES / 8];  // loaded under the products
+#if !FS_SCORE_MOD
+            float2 lse[QUERIES / 8];
+#endif
 #pragma unroll
             for (int j = 0; j < QUERIES / 8; ++j) {
+#if !FS_SCORE_MOD
                 lse[j] = query_pair(&s.lse[stage][QUERIES * g], j);
+#endif
                 delta[j] = query_pair(&s.delta[stage][QUERIES * g], j);
             }
             wgmma_wait<1>();  // S of this visit, dV and dK of the last are complete
@@ -219,7 +228,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             for (int e = 0; e < QUERIES / 2; ++e) {
 #if FS_SCORE_SUMS
                 dP[e] = P[e] * (dP[e] + (e % 2 ? delta[e / 4].y : delta[e / 4].x));
-                dP[e] = function_gradient(a, at, S[e], dP[e],
+                dP[e] = function_gradient(a, at, sums, S[e], dP[e],
                                           min(first + e / 4 * 8 + e % 2, it.end - 1),
                                           min(key + e / 2 % 2 * 8, it.own.stop - 1));
 #else
@@ -263,6 +272,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             if (NARROW) bytes += add_columns(tile, dQ.narrow, narrow_column(g), rows);
             report(a.visit_counts + number * 8 + 4, bytes);
 #endif
+#endif
+#if FS_SCORE_SUMS
+            if (ends || step == steps - 1) add_sums(a, at, sums);
 #endif
             stamp(stamps, 4);
         }

@@ -100,17 +100,14 @@ template <bool KEPT>
 __device__ __forceinline__ void make_slopes(float (&S)[KEYS / 2], const Args& a, const Item& it,
                                             int query, int key, const float (&lse)[2]) {
     const Head at{it.walk / a.heads, it.walk % a.heads};
+    const Keep keep[2] = {{a, query, it.own.offset, it.end},
+                          {a, query + 8, it.own.offset, it.end}};
+    const int q[2] = {min(query, it.own.stop - 1), min(query + 8, it.own.stop - 1)};
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const Keep keep(a, query + 8 * r, it.own.offset, it.end);
-        const int q = min(query + 8 * r, it.own.stop - 1);
-#pragma unroll
-        for (int e = 0; e < KEYS / 2; ++e) {
-            if (e / 2 % 2 != r) continue;
-            const int column = key + fragment_column() + e / 4 * 8 + e % 2;
-            const int k = KEPT ? column : min(column, it.end - 1);
-            probability<KEPT>(a, at, S[e], LOG2E, -lse[r], q, k, keep(column));
-        }
+    for (int e = 0; e < KEYS / 2; ++e) {
+        const int r = e / 2 % 2, column = key + fragment_column() + e / 4 * 8 + e % 2;
+        const int k = KEPT ? column : min(column, it.end - 1);
+        probability<KEPT>(a, at, S[e], LOG2E, -lse[r], q[r], k, keep[r](column));
     }
 }
 #endif

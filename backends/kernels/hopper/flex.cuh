@@ -8,11 +8,6 @@ struct Head {
     int batch, head;
 };
 
-// A score as the function of scores takes it: scaled and capped.
-__device__ __forceinline__ float before_function(const Args& a, float raw) {
-    return scaled(a, raw);
-}
-
 // Whether the mask keeps a score. Both positions exist.
 __device__ __forceinline__ bool kept(const Args& a, Head at, int q, int k) {
 #if FS_MASK_MOD
@@ -22,23 +17,37 @@ __device__ __forceinline__ bool kept(const Args& a, Head at, int q, int k) {
 #endif
 }
 
-#if FS_SCORE_MOD
-// A raw score, in the unit of natural logarithms, after the function.
+// A raw score, scaled and capped (where the exponent cannot take the scale), after the function of
+// scores.
 __device__ __forceinline__ float after_function(const Args& a, Head at, float raw, int q, int k) {
-    return flash_score(a.captured, before_function(a, raw), at.batch, at.head, q, k);
+#if FS_SCORE_MOD
+    return flash_score(a.captured, scaled(a, raw), at.batch, at.head, q, k);
+#else
+    return FS_SCALED ? scaled(a, raw) : raw;
+#endif
 }
 
+#if FS_SCORE_MOD
 // `gradient` is that of the function's result; returns that of the scaled score before a softcap.
-__device__ __forceinline__ float function_gradient(const Args& a, Head at, float raw,
-                                                   float gradient, int q, int k) {
-    const float s = before_function(a, raw);
-    gradient = flash_score_grad(a.captured, s, gradient, at.batch, at.head, q, k);
+// With FS_SCORE_SUMS it adds the gradients of captured arrays, those of a whole head to `sums`.
+__device__ __forceinline__ float function_gradient(const Args& a, Head at, FlashSums& sums,
+                                                   float raw, float gradient, int q, int k) {
+    const float s = scaled(a, raw);
+    gradient = flash_score_grad(a.captured, sums, s, gradient, at.batch, at.head, q, k);
 #if FS_SOFTCAP  // the slope of c tanh(x / c) is 1 - tanh^2
     const float t = s / a.softcap;
     gradient *= 1.0f - t * t;
 #endif
     return gradient;
 }
+
+#if FS_SCORE_SUMS
+// Adds a head's sums to the gradients in HBM. A whole warp; the sums begin anew.
+__device__ __forceinline__ void add_sums(const Args& a, Head at, FlashSums& sums) {
+    flash_add_sums(a.captured, sums, at.batch, at.head);
+    sums = FlashSums();
+}
+#endif
 
 // P of a raw score. In the score's place comes P times the function's slope, of which dS is made;
 // with FS_SCORE_SUMS the score stays, and dS is made by function_gradient.
@@ -49,7 +58,8 @@ __device__ __forceinline__ float probability(const Args& a, Head at, float& S, f
     float p = exp2_approx(s * factor + minus_lse);
     if (!KEPT && !(inside && kept(a, at, q, k))) p = 0.0f;
 #if !FS_SCORE_SUMS
-    S = function_gradient(a, at, raw, p, q, k);
+    FlashSums none;
+    S = function_gradient(a, at, none, raw, p, q, k);
     if (!KEPT && p == 0.0f) S = 0.0f;  // the slope may be infinite
 #endif
     return p;

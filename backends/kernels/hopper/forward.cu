@@ -129,33 +129,20 @@ __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args
                                              const Visit& visit, int query) {
     const Head at{it.walk / a.heads, it.walk % a.heads};
     const int key = it.base + visit.tile * BLOCK_K + fragment_column();
+    const int q[2] = {min(query, it.own.stop - 1), min(query + 8, it.own.stop - 1)};
     if (visit.masked) {
+        const Keep keep[2] = {{a, query, it.own.offset, it.end},
+                              {a, query + 8, it.own.offset, it.end}};
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const Keep keep(a, query + 8 * r, it.own.offset, it.end);
-            const int q = min(query + 8 * r, it.own.stop - 1);
-#pragma unroll
-            for (int e = 0; e < BLOCK_K / 2; ++e) {
-                if (e / 2 % 2 != r) continue;
-                const int k = key + e / 4 * 8 + e % 2, existing = min(k, it.end - 1);
-#if FS_SCORE_MOD
-                S[e] = after_function(a, at, S[e], q, existing);
-#elif FS_SCALED
-                S[e] = scaled(a, S[e]);
-#endif
-                if (!(keep(k) & kept(a, at, q, existing))) S[e] = NEG_INF;
-            }
+        for (int e = 0; e < BLOCK_K / 2; ++e) {
+            const int k = key + e / 4 * 8 + e % 2, r = e / 2 % 2, exists = min(k, it.end - 1);
+            S[e] = after_function(a, at, S[e], q[r], exists);
+            if (!(keep[r](k) & kept(a, at, q[r], exists))) S[e] = NEG_INF;
         }
     } else {
 #pragma unroll
-        for (int e = 0; e < BLOCK_K / 2; ++e) {
-#if FS_SCORE_MOD
-            const int q = min(query + e / 2 % 2 * 8, it.own.stop - 1);
-            S[e] = after_function(a, at, S[e], q, key + e / 4 * 8 + e % 2);
-#elif FS_SCALED
-            S[e] = scaled(a, S[e]);
-#endif
-        }
+        for (int e = 0; e < BLOCK_K / 2; ++e)
+            S[e] = after_function(a, at, S[e], q[e / 2 % 2], key + e / 4 * 8 + e % 2);
     }
 }
 #else

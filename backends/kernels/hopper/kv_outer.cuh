@@ -310,16 +310,12 @@ __device__ __forceinline__ void drop_scores(float (&S)[N], const Args& a, const 
     for (int e = 0; e < N; ++e) S[e] = scaled(a, S[e]);
 #endif
     if (!masked) return;
+    const KeepColumn keep[2] = {{a, key, it.own}, {a, key + 8, it.own}};
+    const int k[2] = {min(key, it.own.stop - 1), min(key + 8, it.own.stop - 1)};
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const KeepColumn keep(a, key + 8 * r, it.own);
-        const int k = min(key + 8 * r, it.own.stop - 1);
-#pragma unroll
-        for (int e = 0; e < N; ++e) {
-            if (e / 2 % 2 != r) continue;
-            const int q = query + e / 4 * 8 + e % 2;
-            if (!(keep(q) & kept(a, at, min(q, it.end - 1), k))) S[e] = NEG_INF;
-        }
+    for (int e = 0; e < N; ++e) {
+        const int q = query + e / 4 * 8 + e % 2, r = e / 2 % 2;
+        if (!(keep[r](q) & kept(a, at, min(q, it.end - 1), k[r]))) S[e] = NEG_INF;
     }
 }
 
