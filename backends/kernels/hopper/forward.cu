@@ -123,26 +123,32 @@ __device__ __forceinline__ void rescale(float (&O)[DV / 2], const float (&alpha)
 }
 
 #if FS_FLEX
-// The caller's functions of the scores of one tile pair. A full tile has all its keys; its rows may
-// end, and then take the last one's position.
+// The caller's functions of the scores of one tile pair. They are asked at positions that exist: a
+// row past the end takes the last one's, and so does a key, in the tile where keys end. Elsewhere
+// the positions of a tile are at fixed distances, and so are the addresses of what is read at them.
 __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args& a, const Item& it,
                                              const Visit& visit, int query) {
     const Head at{it.walk / a.heads, it.walk % a.heads};
     const int key = it.base + visit.tile * BLOCK_K + fragment_column();
     const int q[2] = {min(query, it.own.stop - 1), min(query + 8, it.own.stop - 1)};
-    if (visit.masked) {
-        const Keep keep[2] = {{a, query, it.own.offset, it.end},
-                              {a, query + 8, it.own.offset, it.end}};
+    const Keep keep[2] = {{a, query, it.own.offset, it.end}, {a, query + 8, it.own.offset, it.end}};
+    if (it.base + (visit.tile + 1) * BLOCK_K > it.end) {
 #pragma unroll
         for (int e = 0; e < BLOCK_K / 2; ++e) {
             const int k = key + e / 4 * 8 + e % 2, r = e / 2 % 2, exists = min(k, it.end - 1);
             S[e] = after_function(a, at, S[e], q[r], exists);
             if (!(keep[r](k) & kept(a, at, q[r], exists))) S[e] = NEG_INF;
         }
-    } else {
+        return;
+    }
 #pragma unroll
-        for (int e = 0; e < BLOCK_K / 2; ++e)
-            S[e] = after_function(a, at, S[e], q[e / 2 % 2], key + e / 4 * 8 + e % 2);
+    for (int e = 0; e < BLOCK_K / 2; ++e)
+        S[e] = after_function(a, at, S[e], q[e / 2 % 2], key + e / 4 * 8 + e % 2);
+    if (!visit.masked) return;
+#pragma unroll
+    for (int e = 0; e < BLOCK_K / 2; ++e) {
+        const int k = key + e / 4 * 8 + e % 2, r = e / 2 % 2;
+        if (!(keep[r](k) & kept(a, at, q[r], k))) S[e] = NEG_INF;
     }
 }
 #else
