@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flashsim.errors import ShapeError
+
 BOOL, INT, FLOAT = "b", "i", "f"
 RANK = {BOOL: 0, INT: 1, FLOAT: 2}
 #: The arguments of a score function. A mask function has all except the score.
@@ -177,6 +179,20 @@ class Graph:
         return tuple(n for n, node in enumerate(self.nodes) if node.op == "load")
 
     @cached_property
+    def differentiable(self) -> tuple[ArraySpec, ...]:
+        """The captured arrays of floats, which can have gradients."""
+        return tuple(a for a in self.arrays if a.kind == FLOAT)
+
+    def side(self, n: int) -> str:
+        """What the index of load node `n` varies with: "fixed" (one value per head), "row",
+        "col" or "score".
+        """
+        moving = frozenset().union(*(self.depends[a] for a in self.nodes[n].args)) - {"b", "h"}
+        return {frozenset(): "fixed", frozenset("q"): "row", frozenset("k"): "col"}.get(
+            moving, "score"
+        )
+
+    @cached_property
     def flops(self) -> int:
         """Floating-point operations of one evaluation; each operation on floats counts as one."""
         quiet = ("arg", "const", "load", "cast", "where")
@@ -218,6 +234,21 @@ class Graph:
                     value = OPERATIONS[node.op].numpy(*args)
                 found.append(np.asarray(value).astype(kinds[node.kind], copy=False))
         return found
+
+
+def check_extents(graph: Graph, **extents: int) -> None:
+    """Raise `ShapeError` if an array that is indexed by an argument itself has too few elements."""
+    for n in graph.loads:
+        node = graph.nodes[n]
+        spec = graph.arrays[node.value]
+        for axis, a in enumerate(node.args):
+            name = graph.nodes[a].value if graph.nodes[a].op == "arg" else None
+            if name in extents and spec.shape[axis] < extents[name]:
+                raise ShapeError(
+                    f"{graph.name} reads captured array {spec.name} of shape {spec.shape} at "
+                    f"[{name}] along axis {axis}, and {name} reaches {extents[name] - 1}; the "
+                    f"axis needs at least {extents[name]} elements"
+                )
 
 
 def place(indices: Iterable[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:

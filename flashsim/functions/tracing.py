@@ -754,3 +754,20 @@ def _either(original: Any, name: str, *args: Any, **keywords: Any) -> Any:
     if any(isinstance(x, (Symbol, Captured)) for x in (*flat, *keywords.values())):
         return _called(name, args, keywords, original)
     return original(*args, **keywords)
+
+
+def host_values(array: Any, spec: ArraySpec) -> np.ndarray:
+    """A read-only NumPy copy of a captured array's values."""
+    if isinstance(array, np.ndarray):
+        values = array.copy()
+    elif hasattr(array, "detach"):  # torch; NumPy has no bfloat16 of its own
+        plain = array.detach().cpu()
+        values = (plain.float() if spec.dtype == "bfloat16" else plain).numpy().copy()
+    elif hasattr(array, "get") and hasattr(array, "device"):  # CuPy
+        values = array.get()
+    else:
+        values = np.array(array)
+    if spec.kind == FLOAT and values.dtype.name not in ("float16", "float32", "float64"):
+        values = values.astype(np.float32)
+    values.setflags(write=False)
+    return values

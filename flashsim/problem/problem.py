@@ -2,8 +2,8 @@
 
 Conventions (docs/reference/model.md): arrays are (batch, heads, sequence, head_dim); causal is
 bottom-right aligned; `window=(left, right)` is inclusive, and -1 is unlimited. Scores are
-``softcap(scale * q @ k.T) + bias``, masked last. A score near the lowest finite number counts as
-masked (`masks.masked_score`). A row that sees no key gives out = 0, lse = -inf.
+``score_mod(softcap(scale * q @ k.T) + bias)``, masked last. A score near the lowest finite number
+counts as masked (`masks.masked_score`). A row that sees no key gives out = 0, lse = -inf.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from flashsim.errors import (
     own_errors,
     shown,
 )
+from flashsim.functions.graph import Graph, check_extents
+from flashsim.functions.mask import MaskFunction
+from flashsim.functions.tracing import trace_score
 from flashsim.problem import checks
 from flashsim.problem.masks import BlockMask, call_mask
 
@@ -119,6 +122,17 @@ class Problem:
     mask : callable, optional
         ``mask(q_index, k_index)`` gets integer arrays that broadcast against each other (indices
         from the start of each sequence) and returns booleans: True keeps the score.
+    mask_mod : callable, optional
+        ``mask_mod(b, h, q, k)``, FlexAttention's signature, on one score: batch entry, query head,
+        and indices from the start of each sequence. It is traced once, so tiles are classified
+        without evaluating every score, and every engine can run it (see `flashsim.functions`).
+    score_mod : callable, optional
+        ``score_mod(score, b, h, q, k)`` returns the score to use in place of the scaled one. Also
+        traced. A problem keeps only its expressions; `run` takes the captured arrays.
+    score_grads : tuple of str
+        The captured arrays of `score_mod` for which a backward pass computes gradients.
+    sinks : bool
+        Each query head has a learnable sink: one more score in each row's softmax, with no value.
 
     Raises
     ------
@@ -148,6 +162,10 @@ class Problem:
     latent: bool = False
     scales: str | tuple[int, int] | None = None
     dlse: bool = False
+    mask_mod: Any = None
+    score_mod: Any = None
+    score_grads: tuple[str, ...] = ()
+    sinks: bool = False
 
     _repr_html_ = report.card
 
@@ -210,6 +228,7 @@ class Problem:
                 f"mask must be a function mask(q_index, k_index), got {type(self.mask).__name__}; "
                 "a boolean tile grid goes to block_mask, an additive array to bias"
             )
+        self._check_functions(put)
         try:
             hash(self.mask)
         except TypeError:
@@ -217,6 +236,28 @@ class Problem:
                 f"mask must be hashable, since schedules are kept by problem; got an unhashable "
                 f"{type(self.mask).__name__}; a function is, and so is a frozen dataclass"
             ) from None
+
+    def _check_functions(self, put: Callable[[str, Any], None]) -> None:
+        """Trace the score and mask functions, and compare their arrays with the problem's sizes."""
+        put("sinks", checks.flag("sinks", self.sinks))
+        if self.mask_mod is not None:
+            put("mask_mod", MaskFunction.of(self.mask_mod))
+            check_extents(self.mask_mod.graph, **self._extents())
+        if self.score_mod is not None:
+            graph = self.score_mod
+            put("score_mod", graph if isinstance(graph, Graph) else trace_score(graph).graph)
+            check_extents(self.score_mod, **self._extents())
+        able = [] if self.score_mod is None else [a.name for a in self.score_mod.differentiable]
+        wanted = tuple(self.score_grads)
+        for name in wanted:
+            checks.one_of("score_grads", name, able)
+        put("score_grads", tuple(name for name in able if name in wanted))
+
+    def _extents(self) -> dict[str, int]:
+        """How many values each argument of a function has."""
+        longest_q = max(s.q_stop - s.q_start for s in self.sequences)
+        longest_k = max(s.k_stop - s.k_start for s in self.sequences)
+        return {"b": self.batch, "h": self.heads, "q": longest_q, "k": longest_k}
 
     def _factor(self, name: str, value: Any, low: float = -math.inf) -> float:
         """Check and return a factor of the scores.
@@ -261,7 +302,7 @@ class Problem:
                 f"shared_prefix={shown(prefix)} is shared by packed sequences: give cu_seqlens_q "
                 "and cu_seqlens_k; run and count pack a batch that shares one"
             )
-        for name in ("window", "bias", "block_mask", "mask"):
+        for name in ("window", "bias", "block_mask", "mask", "mask_mod", "score_mod"):
             if getattr(self, name) is not None:
                 raise UnsupportedError(
                     f"a shared prefix is seen whole by every query, so it takes no {name}; leave "
@@ -396,7 +437,7 @@ class Problem:
     @property
     def banded(self) -> bool:
         """Whether causality and the window are the only mask, so a row keeps one interval."""
-        return self.block_mask is None and self.mask is None
+        return self.block_mask is None and self.mask is None and self.mask_mod is None
 
     def rounded(self, array: np.ndarray) -> np.ndarray:
         """`array` rounded to the results' type and converted back to the accumulators' type."""
@@ -404,8 +445,13 @@ class Problem:
             return array
         return array.astype(numpy_dtype(self.result_dtype)).astype(array.dtype)
 
-    def keep(self, sequence: Segment, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    def keep(
+        self, sequence: Segment, q: np.ndarray, k: np.ndarray, *, functions: bool = True
+    ) -> np.ndarray:
         """Which scores are kept, for packed indices `q` (rows) and `k` (keys) of one sequence.
+
+        Where `mask_mod` differs between batch entries or heads, a score counts as kept if any of
+        them keeps it. ``functions=False`` leaves `mask_mod` out.
 
         Returns
         -------
@@ -427,4 +473,19 @@ class Problem:
             kept &= b.grid[q_local // cell_q, k_local // cell_k]
         if self.mask is not None:
             kept &= call_mask(self.mask, q_local, k_local)
+        if self.mask_mod is not None and functions:
+            kept &= self.keep_per_head(q_local, k_local).any(axis=(0, 1))
         return kept
+
+    def keep_per_head(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+        """`mask_mod` at indices from the start of a sequence, which broadcast to (rows, keys).
+
+        Returns
+        -------
+        ndarray of bool, shape (1 or batch, 1 or heads, rows, keys)
+        """
+        mask = self.mask_mod
+        b = np.arange(self.batch if "b" in mask.per_head else 1)[:, None, None, None]
+        h = np.arange(self.heads if "h" in mask.per_head else 1)[:, None, None]
+        shape = (len(b), len(h), *np.broadcast_shapes(q.shape, k.shape))
+        return np.broadcast_to(mask.keep(b, h, q, k), shape)

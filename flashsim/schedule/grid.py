@@ -153,6 +153,15 @@ class Grid:
         )
         return None if kept.all() else kept
 
+    def kept_per_head(self, i: int, j: int) -> np.ndarray:
+        """Boolean (1 or batch, 1 or heads, rows, cols) of tile (i, j), with every mask."""
+        p, s, cols = self.problem, self.sequence_of_row(i), self.col_slice(j)
+        q, k = self.queries(i), np.arange(cols.start, cols.stop)
+        kept = p.keep(s, q, k, functions=False)[None, None]
+        if p.mask_mod is None:
+            return kept
+        return kept & p.keep_per_head(q[:, None] - s.q_start, k[None, :] - s.k_start)
+
     # -- spans ----------------------------------------------------------------------------------
 
     @cached_property

@@ -28,6 +28,7 @@ from flashsim.errors import MaskError, OptionError, TilingError, own_errors
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.schedule import tables
+from flashsim.schedule.classify import Boxes, classify
 from flashsim.schedule.file_mask import Csr, SavedMask
 from flashsim.schedule.grid import Grid
 from flashsim.schedule.plans import Outer, Stage
@@ -135,6 +136,8 @@ class Schedule(Grid):
         """
         if self.row_spans is not None:
             ptr, col, kind = tables.expand(self.row_spans)
+        elif self._boxes is not None:
+            ptr, col, kind = self._boxes.csr(self.t_r)
         else:
             ptr, col, kind = self._evaluate()
         if self.key_order == "descending":
@@ -177,6 +180,30 @@ class Schedule(Grid):
             kinds.append(np.where(full[visited], FULL, MASKED).astype(np.int32))
             ptr.append(ptr[-1] + len(cols[-1]))
         return np.array(ptr, np.int32), np.concatenate(cols), np.concatenate(kinds)
+
+    @cached_property
+    def _boxes(self) -> Boxes | None:
+        """The visited tiles of a problem with a `mask_mod`, as boxes; None without one."""
+        p = self.problem
+        if p.mask_mod is None or self.dense or isinstance(p.mask, SavedMask):
+            return None
+        tables_of_tiles = self.rows, self.cols, *self._edges[2:]
+        return classify(p, *tables_of_tiles, self.tiling.block_k, self._elements)
+
+    def _elements(self, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Whether any, and whether all scores of tiles (i, j) are kept, from every score."""
+        scores = len(i) * self.tiling.block_q * self.tiling.block_k
+        if scores > MOST_SCORES:
+            raise MaskError(
+                f"the bounds of {self.problem.mask_mod} do not decide {len(i):,} tiles, and "
+                f"evaluating them takes {scores:.1e} scores; at most {MOST_SCORES:.1e} are "
+                "evaluated: take fewer queries or keys"
+            )
+        some, every = np.zeros(len(i), bool), np.zeros(len(i), bool)
+        for n, (row, col) in enumerate(zip(i.tolist(), j.tolist(), strict=True)):
+            kept = self.kept_per_head(row, col)
+            some[n], every[n] = kept.any(), kept.all()
+        return some, every
 
     def _row_of_tiles(self, i: int, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
         """For tiles lo .. hi - 1 of row i: whether any score is kept, and whether all are."""
@@ -281,6 +308,8 @@ class Schedule(Grid):
             return Sums(*map(sum, zip(*(band.sums() for band in bands), strict=True)))
         heights = (self.rows[:, 1] - self.rows[:, 0]).astype(np.int64)
         widths = (self.cols[:, 1] - self.cols[:, 0]).astype(np.int64)
+        if self._boxes is not None:
+            return Sums(*self._boxes.sums(heights, widths))
         if self.row_spans is not None:
             lo, hi = self.row_spans[:, 0], self.row_spans[:, 3]
             reach = np.concatenate([[0], np.cumsum(widths)])
@@ -295,6 +324,19 @@ class Schedule(Grid):
             col_rows=int((heights * count).sum()),
             area=int((heights * width).sum()),
         )
+
+    @cached_property
+    def masked_sums(self) -> Sums:
+        """The same sums over the visits of MASKED tiles, which read the mask's captured arrays."""
+        heights = (self.rows[:, 1] - self.rows[:, 0]).astype(np.int64)
+        widths = (self.cols[:, 1] - self.cols[:, 0]).astype(np.int64)
+        if self._boxes is not None:
+            return Sums(*self._boxes.only(MASKED).sums(heights, widths))
+        ptr, col, kind = self.row_csr
+        row = np.repeat(np.arange(self.t_r), np.diff(ptr))[kind == MASKED]
+        of_rows, of_cols = heights[row], widths[col[kind == MASKED]]
+        each = of_cols.sum(), of_rows.sum(), (of_rows * of_cols).sum()
+        return Sums(len(row), *map(int, each))
 
     @cached_property
     def page_counts(self) -> np.ndarray:
@@ -366,5 +408,5 @@ def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> N
 
 
 def _band(problem: Problem) -> Problem:
-    """The problem without block_mask and mask: only causality and the window remain."""
-    return replace(problem, block_mask=None, mask=None)
+    """The problem without mask functions and block_mask: only causality and the window remain."""
+    return replace(problem, block_mask=None, mask=None, mask_mod=None)

@@ -53,15 +53,20 @@ def cut(start: int, stop: int, block: int, offset: int, other_stop: int, kind: t
     return table
 
 
+def check_visits(visits: int) -> None:
+    """Raise `TilingError` if there are more visits than a table holds."""
+    if visits > INT32:
+        raise TilingError(
+            f"the walk makes {visits:,} visits, more than the {INT32:,} that a table of visits "
+            "holds; use larger tiles"
+        )
+
+
 def expand(spans: np.ndarray) -> Csr:
     """The spans as CSR: one entry for each tile of each interval."""
     lo, full_lo, full_hi, hi = (spans[:, x].astype(np.int64) for x in range(4))
     ptr = np.concatenate([[0], np.cumsum(hi - lo)])
-    if ptr[-1] > INT32:
-        raise TilingError(
-            f"the walk makes {ptr[-1]:,} visits, more than the {INT32:,} that a table of visits "
-            "holds; use larger tiles"
-        )
+    check_visits(int(ptr[-1]))
     owner = np.repeat(np.arange(len(spans)), hi - lo)
     tile = np.arange(ptr[-1]) - ptr[owner] + lo[owner]
     full = (tile >= full_lo[owner]) & (tile < full_hi[owner])

@@ -1,0 +1,248 @@
+"""Bounds of a function over boxes of indices, without evaluating its elements.
+
+`Bounds(graph, arrays).of(ranges)` gives for each box the least and the greatest value that the
+result can have. For a mask (0 is False, 1 is True), a least value of 1 means that a box keeps every
+score, and a greatest value of 0 that it keeps none. Bounds are safe, and not always tight: between
+them nothing is known. Captured arrays answer with their range minima and maxima, from tables that
+are built once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from flashsim.functions.graph import BOOL, FLOAT, INT, Graph, Node
+
+#: Lower and upper bounds, one of each per box.
+Interval = tuple[np.ndarray, np.ndarray]
+#: Elements per block of a range table. A query is answered for the blocks that it touches.
+BLOCK = 32
+
+
+class RangeTable:
+    """Minima and maxima over ranges of a 1-D array, widened to blocks of BLOCK elements."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.n = len(values)
+        pad = -len(values) % BLOCK
+        blocks = np.concatenate([values, np.repeat(values[-1:], pad)]).reshape(-1, BLOCK)
+        self.low, self.high = [blocks.min(axis=1)], [blocks.max(axis=1)]
+        step = 1
+        while 2 * step <= len(self.low[0]):  # level x covers 2^x blocks
+            low, high = self.low[-1], self.high[-1]
+            self.low.append(np.minimum(low[:-step], low[step:]))
+            self.high.append(np.maximum(high[:-step], high[step:]))
+            step *= 2
+
+    def of(self, first: np.ndarray, last: np.ndarray) -> Interval:
+        """The least and greatest element from `first` to `last`, inclusive, for each pair."""
+        first, last = np.clip(first, 0, self.n - 1) // BLOCK, np.clip(last, 0, self.n - 1) // BLOCK
+        length = last - first + 1
+        level = np.frexp(length)[1] - 1
+        low, high = (
+            np.empty(first.shape, self.low[0].dtype),
+            np.empty(first.shape, self.low[0].dtype),
+        )
+        for x in np.unique(level).tolist():
+            at = level == x
+            a, b = first[at], last[at] - (1 << x) + 1
+            low[at] = np.minimum(self.low[x][a], self.low[x][b])
+            high[at] = np.maximum(self.high[x][a], self.high[x][b])
+        return low, high
+
+
+class Bounds:
+    """The bounds of a graph over boxes; the captured arrays' tables are made on first use.
+
+    Parameters
+    ----------
+    graph : Graph
+    arrays : iterable of ndarray
+        The values of the captured arrays.
+    """
+
+    def __init__(self, graph: Graph, arrays: Iterable[np.ndarray]) -> None:
+        self.graph, self.arrays = graph, tuple(arrays)
+        self._tables: dict[int, tuple[RangeTable | None, Any, Any]] = {}
+
+    def of(self, ranges: Mapping[str, Interval]) -> Interval:
+        """The bounds of the result; `ranges` holds the first and last value of each argument."""
+        found: list[Interval] = []
+        with np.errstate(all="ignore"):
+            for n, node in enumerate(self.graph.nodes):
+                args = [found[a] for a in node.args]
+                if node.op == "arg":
+                    found.append(ranges[node.value])
+                elif node.op == "const":
+                    value = np.asarray(node.value, np.float64 if node.kind == FLOAT else np.int64)
+                    found.append((value, value))
+                elif node.op == "load":
+                    found.append(_known(node, *self._load(n, node, args)))
+                else:
+                    kinds = [self.graph.nodes[a].kind for a in node.args]
+                    found.append(_bounds(node, args, kinds))
+        return found[self.graph.root]
+
+    def _load(self, n: int, node: Node, args: list[Interval]) -> Interval:
+        """Bounds of an element: of its range along the one axis that depends on q or k."""
+        if n not in self._tables:
+            self._tables[n] = self._table(node)
+        table, low, high = self._tables[n]
+        if table is None:
+            return low, high
+        axis = next(x for x, a in enumerate(node.args) if self._moves(a))
+        first, last = args[axis]
+        size = self.arrays[node.value].shape[axis]
+        below = first < 0  # a negative index counts from the end
+        inside = (~below | (last < 0)) if np.any(below) else None
+        shift = np.where(last < 0, size, 0)
+        low, high = table.of(np.asarray(first + shift), np.asarray(last + shift))
+        if inside is not None:
+            whole = table.of(np.zeros(1, np.int64), np.full(1, size - 1))
+            low, high = np.where(inside, low, whole[0]), np.where(inside, high, whole[1])
+        return low, high
+
+    def _moves(self, a: int) -> bool:
+        return bool(self.graph.depends[a] & {"q", "k", "score"})
+
+    def _table(self, node: Node) -> tuple[RangeTable | None, Any, Any]:
+        """The range table along the moving axis; the array's extremes if there is none or several.
+
+        The other axes, whose indices depend on b and h at most, are reduced whole.
+        """
+        array = self.arrays[node.value]
+        kind = np.float64 if node.kind == FLOAT else np.int64
+        moving = [axis for axis, a in enumerate(node.args) if self._moves(a)]
+        if len(moving) != 1:
+            return None, np.asarray(array.min()).astype(kind), np.asarray(array.max()).astype(kind)
+        rest = tuple(axis for axis in range(array.ndim) if axis != moving[0])
+        low, high = (array, array) if not rest else (array.min(axis=rest), array.max(axis=rest))
+        table = RangeTable(np.ascontiguousarray(low).astype(kind, copy=False))
+        if rest:
+            table.high = RangeTable(np.ascontiguousarray(high).astype(kind, copy=False)).high
+        return table, None, None
+
+
+def _corners(function: Callable[..., Any], a: Interval, b: Interval) -> Interval:
+    """Bounds of an operation that is monotonic in each argument: those of its four corners."""
+    of = [function(x, y) for x in a for y in b]
+    low = np.minimum(np.minimum(of[0], of[1]), np.minimum(of[2], of[3]))
+    high = np.maximum(np.maximum(of[0], of[1]), np.maximum(of[2], of[3]))
+    return low, high
+
+
+def _unknown(node: Node, shape: Any) -> Interval:
+    """Bounds that say nothing."""
+    if node.kind == BOOL:
+        return np.zeros(shape, np.int64), np.ones(shape, np.int64)
+    if node.kind == INT:
+        return np.full(shape, -(2**31)), np.full(shape, 2**31 - 1)
+    return np.full(shape, -np.inf), np.full(shape, np.inf)
+
+
+def _bounds(node: Node, args: list[Interval], kinds: list[str]) -> Interval:
+    op = node.op
+    if op in ("add", "min", "max", "and", "or"):
+        function = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.minimum,
+                    "or": np.maximum}[op]  # fmt: skip
+        result = function(args[0][0], args[1][0]), function(args[0][1], args[1][1])
+    elif op == "sub":
+        result = args[0][0] - args[1][1], args[0][1] - args[1][0]
+    elif op == "neg":
+        result = -args[0][1], -args[0][0]
+    elif op == "not":
+        result = 1 - args[0][1], 1 - args[0][0]
+    elif op == "mul":
+        result = _corners(np.multiply, *args)
+    elif op == "abs":
+        low, high = args[0]
+        most = np.maximum(np.abs(low), np.abs(high))
+        result = np.where((low <= 0) & (high >= 0), 0, np.minimum(np.abs(low), np.abs(high))), most
+    elif op in ("lt", "le"):
+        (a, b), (c, d) = args
+        compare = np.less if op == "lt" else np.less_equal
+        result = compare(b, c).astype(np.int64), compare(a, d).astype(np.int64)
+    elif op in ("eq", "ne"):
+        (a, b), (c, d) = args
+        same = (a == b) & (c == d) & (a == c)
+        apart = (b < c) | (d < a)
+        yes, no = (same, apart) if op == "eq" else (apart, same)
+        result = yes.astype(np.int64), (~no).astype(np.int64)
+    elif op == "where":
+        (always, ever), a, b = args
+        low = np.where(always == 1, a[0], np.where(ever == 0, b[0], np.minimum(a[0], b[0])))
+        high = np.where(always == 1, a[1], np.where(ever == 0, b[1], np.maximum(a[1], b[1])))
+        result = low, high
+    elif op == "cast":
+        low, high = args[0]
+        if node.kind == INT and kinds[0] == FLOAT:
+            low, high = (
+                np.trunc(np.clip(x, -(2.0**31), 2.0**31)).astype(np.int64) for x in args[0]
+            )
+        elif node.kind == FLOAT:
+            low, high = low.astype(np.float64), high.astype(np.float64)
+        result = low, high
+    elif op in ("floordiv", "mod"):
+        result = _divided(node, *args)
+    elif op in _RISING:
+        result = _RISING[op](args[0][0]), _RISING[op](args[0][1])
+    elif op in ("shl", "shr"):
+        (a, b), (c, d) = args
+        shift = np.left_shift if op == "shl" else np.right_shift
+        safe = (c >= 0) & (d < 32)
+        low, high = _corners(shift, (a, b), (np.clip(c, 0, 31), np.clip(d, 0, 31)))
+        none = _unknown(node, ())
+        result = np.where(safe, low, none[0]), np.where(safe, high, none[1])
+    elif op == "bitand":
+        (a, b), (c, d) = args
+        safe = (a >= 0) & (c >= 0)
+        one = (a == b) & (c == d)
+        high = np.where(safe, np.minimum(b, d), 2**31 - 1)
+        low = np.where(safe, 0, -(2**31))
+        result = np.where(one, a & c, low), np.where(one, a & c, high)
+    elif op == "div":
+        (a, b), (c, d) = args
+        low, high = _corners(np.divide, (a, b), (c, d))
+        safe = (c > 0) | (d < 0)
+        result = np.where(safe, low, -np.inf), np.where(safe, high, np.inf)
+    else:
+        (shape,) = {np.broadcast_shapes(*(np.shape(x) for pair in args for x in pair))}
+        result = _unknown(node, shape)
+    return _known(node, *result)
+
+
+def _known(node: Node, low: np.ndarray, high: np.ndarray) -> Interval:
+    """The bounds, with infinity in place of NaN."""
+    if node.kind != FLOAT:
+        return low, high
+    return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
+
+
+def _divided(node: Node, a: Interval, b: Interval) -> Interval:
+    """Bounds of a // b and a % b for a divisor of one positive value; others say nothing."""
+    one = (b[0] == b[1]) & (b[0] > 0)
+    by = np.where(one, b[0], 1)
+    low, high = np.floor_divide(a[0], by), np.floor_divide(a[1], by)
+    none = _unknown(node, ())
+    if node.op == "floordiv":
+        return np.where(one, low, none[0]), np.where(one, high, none[1])
+    same = low == high
+    first, last = np.where(same, a[0] - low * by, 0), np.where(same, a[1] - low * by, by)
+    if node.kind == INT:
+        last = np.where(same, last, by - 1)
+    return np.where(one, first, none[0]), np.where(one, last, none[1])
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 0.5 * np.tanh(0.5 * x) + 0.5
+
+
+#: Operations that never fall as their argument rises.
+_RISING = {
+    **{"exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log2": np.log2},
+    **{"log1p": np.log1p, "sqrt": np.sqrt, "tanh": np.tanh, "floor": np.floor, "ceil": np.ceil},
+    "sigmoid": _sigmoid,
+}

@@ -1,0 +1,200 @@
+"""Which tiles a mask function keeps whole, in part or not at all, mostly without evaluating it.
+
+Boxes of tiles are bounded by interval arithmetic, coarse ones first. A box that keeps everything or
+nothing is decided as a whole; any other is divided until it is a single tile. A tile that is still
+undecided is probed at a few scores: one kept and one masked score prove that it needs the mask.
+Only the rest is evaluated score by score. The result is exact: it equals an evaluation of every
+score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from flashsim.problem.problem import Problem
+from flashsim.schedule import tables
+from flashsim.schedule.tables import FULL, MASKED
+
+#: A box is divided into this many parts per side.
+PARTS = 4
+
+
+class Boxes(NamedTuple):
+    """Boxes of tiles that are visited: rows i0 .. i1 - 1, columns j0 .. j1 - 1, and FULL or MASKED.
+
+    No two boxes overlap. A MASKED box is a single tile.
+    """
+
+    i0: np.ndarray
+    i1: np.ndarray
+    j0: np.ndarray
+    j1: np.ndarray
+    kind: np.ndarray
+
+    @property
+    def count(self) -> int:
+        """The number of tiles in all boxes."""
+        return int(((self.i1 - self.i0) * (self.j1 - self.j0)).sum())
+
+    def only(self, kind: int) -> Boxes:
+        """The boxes of one kind."""
+        return Boxes(*(x[self.kind == kind] for x in self))
+
+    def sums(self, heights: np.ndarray, widths: np.ndarray) -> tuple[int, int, int, int]:
+        """The fields of `Sums` for tiles of these heights and widths, without listing the tiles."""
+        down, across = (np.concatenate([[0], np.cumsum(x)]) for x in (heights, widths))
+        high, wide = down[self.i1] - down[self.i0], across[self.j1] - across[self.j0]
+        rows, cols = self.i1 - self.i0, self.j1 - self.j0
+        each = rows * cols, rows * wide, cols * high, high * wide
+        visits, row_cols, col_rows, area = (int(x.sum()) for x in each)
+        return visits, row_cols, col_rows, area
+
+    def csr(self, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tiles as ``(ptr (rows + 1,), col, kind)``, columns ascending in each row.
+
+        Raises
+        ------
+        TilingError
+            If there are more tiles than a table of visits holds.
+        """
+        tables.check_visits(self.count)
+        height = self.i1 - self.i0
+        owner = np.repeat(np.arange(len(height)), height)
+        row = self.i0[owner] + np.arange(len(owner)) - (np.cumsum(height) - height)[owner]
+        order = np.lexsort((self.j0[owner], row))
+        owner, row = owner[order], row[order]
+        width = self.j1[owner] - self.j0[owner]
+        run = np.repeat(np.arange(len(owner)), width)
+        col = self.j0[owner][run] + np.arange(len(run)) - (np.cumsum(width) - width)[run]
+        ptr = np.concatenate([[0], np.cumsum(np.bincount(row, width, rows).astype(np.int64))])
+        return ptr.astype(np.int32), col.astype(np.int32), self.kind[owner][run].astype(np.int32)
+
+
+#: Whether any and whether all scores of tiles (i, j) are kept, by evaluating each of them.
+Evaluate = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+def classify(
+    problem: Problem,
+    rows: np.ndarray,
+    cols: np.ndarray,
+    row_base: np.ndarray,
+    col_base: np.ndarray,
+    block_k: int,
+    elements: Evaluate,
+) -> Boxes:
+    """The visited tiles of a problem with a mask function.
+
+    Parameters
+    ----------
+    rows, cols, row_base, col_base
+        As in `Grid`: the tables of tiles, and each sequence's first tiles.
+    block_k : int
+        Keys per tile. A tile with fewer keys is never FULL.
+    elements : callable
+        Whether any and whether all scores of tiles (i, j) are kept, by evaluating each of them.
+    """
+    p, mask = problem, problem.mask_mod
+    assert mask is not None
+    sequences = p.sequences
+    q_start = np.array([s.q_start for s in sequences])
+    k_start = np.array([s.k_start for s in sequences])
+    offset = np.array([s.offset for s in sequences])
+    other = p.block_mask is not None or p.mask is not None  # known score by score only
+    rows, cols = rows.astype(np.int64), cols.astype(np.int64)
+    s = np.flatnonzero((np.diff(row_base) > 0) & (np.diff(col_base) > 0))
+    box = np.stack([row_base[s], row_base[s + 1], col_base[s], col_base[s + 1], s])
+    done: list[np.ndarray] = []
+    while box.shape[1]:
+        i0, i1, j0, j1, s = box
+        q = rows[i0, 0], rows[i1 - 1, 1] - 1
+        k = cols[j0, 0], cols[j1 - 1, 1] - 1
+        low, high = mask.bounds(
+            *(p.batch, p.heads),
+            *((q[0] - q_start[s], q[1] - q_start[s]), (k[0] - k_start[s], k[1] - k_start[s])),
+        )
+        nearest, farthest = k[0] - (q[1] + offset[s]), k[1] - (q[0] + offset[s])
+        none = (high == 0) | (farthest < -p.left) | (nearest > p.right)
+        whole = (low == 1) & (nearest >= -p.left) & (farthest <= p.right) & (not other)
+        one = (i1 - i0 == 1) & (j1 - j0 == 1)
+        ragged = cols[j1 - 1, 1] - cols[j1 - 1, 0] < block_k
+        kind = np.where(whole & ~ragged, FULL, MASKED)
+        settled = (whole & (~ragged | one)) & ~none
+        done.append(np.stack([i0, i1, j0, j1, kind])[:, settled])
+        rest = ~none & ~settled
+        last = rest & one
+        if last.any():
+            done.append(_tiles(problem, box[:, last], rows, cols, block_k, elements, other))
+        box = _divided(box[:, rest & ~one])
+    found = np.concatenate(done, axis=1) if done else np.zeros((5, 0), np.int64)
+    return Boxes(*found)
+
+
+def _divided(box: np.ndarray) -> np.ndarray:
+    """Each box in up to PARTS x PARTS boxes."""
+    if not box.shape[1]:
+        return box
+    i0, i1, j0, j1, s = box
+    high, wide = -(-(i1 - i0) // PARTS), -(-(j1 - j0) // PARTS)
+    parts = []
+    for y in range(PARTS):
+        for x in range(PARTS):
+            a, b = i0 + y * high, np.minimum(i0 + (y + 1) * high, i1)
+            c, d = j0 + x * wide, np.minimum(j0 + (x + 1) * wide, j1)
+            there = (a < b) & (c < d)
+            parts.append(np.stack([a, b, c, d, s])[:, there])
+    return np.concatenate(parts, axis=1)
+
+
+def _tiles(
+    problem: Problem,
+    box: np.ndarray,
+    rows: np.ndarray,
+    cols: np.ndarray,
+    block_k: int,
+    elements: Evaluate,
+    other: bool,
+) -> np.ndarray:
+    """Single tiles that bounds do not decide: probed, and evaluated where probes do not decide."""
+    i, j, s = box[0], box[2], box[4]
+    some, every = np.zeros(len(i), bool), np.ones(len(i), bool)
+    if not other:
+        some, every = _probed(problem, rows[i], cols[j], s)
+    open_ = np.flatnonzero(~some | every)
+    if len(open_):
+        some[open_], every[open_] = elements(i[open_], j[open_])
+    every &= cols[j, 1] - cols[j, 0] == block_k
+    kind = np.where(every, FULL, MASKED)
+    return np.stack([i, i + 1, j, j + 1, kind])[:, some]
+
+
+def _probed(
+    problem: Problem, rows: np.ndarray, cols: np.ndarray, s: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Whether any, and whether all, of a few scores of each tile are kept."""
+    p, mask = problem, problem.mask_mod
+    assert mask is not None
+    sequences = p.sequences
+    q_start = np.array([x.q_start for x in sequences])[s]
+    k_start = np.array([x.k_start for x in sequences])[s]
+    offset = np.array([x.offset for x in sequences])[s]
+    first_q, last_q, first_k, last_k = rows[:, 0], rows[:, 1] - 1, cols[:, 0], cols[:, 1] - 1
+    middle_q, middle_k = (first_q + last_q) // 2, (first_k + last_k) // 2
+    q = np.stack([first_q, first_q, last_q, last_q, middle_q, first_q + 1, middle_q], axis=1)
+    k = np.stack([first_k, last_k, first_k, last_k, middle_k, first_k, first_k + 1], axis=1)
+    q, k = np.minimum(q, last_q[:, None]), np.minimum(k, last_k[:, None])
+    rel = k - (q + offset[:, None])
+    band = (rel >= -p.left) & (rel <= p.right)
+    b = np.array([0, p.batch - 1] if "b" in mask.per_head and p.batch > 1 else [0])
+    h = np.array([0, p.heads - 1] if "h" in mask.per_head and p.heads > 1 else [0])
+    kept = mask.keep(
+        b[:, None, None, None],
+        h[None, :, None, None],
+        (q - q_start[:, None])[None, None],
+        (k - k_start[:, None])[None, None],
+    )
+    kept = np.broadcast_to(kept, (len(b), len(h), *q.shape)) & band
+    return kept.any(axis=(0, 1, 3)), kept.all(axis=(0, 1, 3))
