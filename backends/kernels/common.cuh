@@ -18,6 +18,9 @@ using i64 = long long;
 #ifndef FS_SCORE_SUMS
 #define FS_SCORE_SUMS 0  // whether arrays that the score function reads get a gradient
 #endif
+#ifndef FS_READS
+#define FS_READS 0  // whether a function reads arrays at positions of queries or keys
+#endif
 #define FS_FLEX (FS_MASK_MOD || FS_SCORE_MOD)
 
 #define NEG_INF __int_as_float(0xff800000)  // NVRTC has no constexpr infinity

@@ -102,6 +102,8 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
     """
     check(schedule.problem, schedule.tiling)
     spans = schedule.row_spans if by == "row" else schedule.col_spans
+    if spans is None and schedule.problem.mask_mod is not None:
+        spans = _as_spans(schedule, by)
     if spans is not None:  # counted without a list of visits, which is as long as N is squared
         lo, full_lo, full_hi, hi = spans.T.astype(np.int64)
         visits, masked = hi - lo, full_lo - lo + hi - full_hi
@@ -112,6 +114,31 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
         masked = marked[ptr[1:]] - marked[ptr[:-1]]
     order = np.argsort(-visits, kind="stable").astype(np.int32)
     return Lowered(schedule, by, schedule.rows, schedule.cols, spans, visits, masked, order)
+
+
+def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | None:
+    """Spans of a mask function: None if some tile's visits have gaps, or FULL ones between others.
+
+    Kernels compute the visits of a span, and read those of a list from memory.
+    """
+    ascending = replace(schedule, key_order="ascending")
+    ptr, index, kind = ascending.row_csr if by == "row" else ascending.col_csr
+    count, full = np.diff(ptr), kind == FULL
+    filled = count > 0
+    first = np.zeros(len(count), np.int64)
+    first[filled] = index[ptr[:-1][filled]]
+    place = np.arange(len(index)) - np.repeat(ptr[:-1], count)  # of each visit in its own list
+    owner = np.repeat(np.arange(len(count)), count)
+    if not (index == first[owner] + place).all():
+        return None
+    fulls = np.bincount(owner, full, len(count)).astype(np.int64)
+    lead = np.where(fulls > 0, len(index), count)
+    np.minimum.at(lead, owner[full], place[full])
+    inside = (place >= lead[owner]) & (place < lead[owner] + fulls[owner])
+    if not (inside == full).all():
+        return None
+    spans = np.stack([first, first + lead, first + lead + fulls, first + count], axis=1)
+    return np.ascontiguousarray(spans, np.int32)
 
 
 @lru_cache(maxsize=64)

@@ -8,21 +8,15 @@ behind ``struct Args``.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
 
 from flashsim.functions import emit
 from flashsim.functions.graph import Graph
-
-#: Ahead of the generated text: an array that no kernel writes, read through the read-only cache.
-_PRELUDE = """\
-template <class T> struct FlashArray {
-    const T* data;
-    __device__ __forceinline__ T operator[](long long i) const { return __ldg(data + i); }
-};
-"""
-_CAPTURED = re.compile(r"^    const (.+)\* (a\d+);", re.MULTILINE)
-
+from flashsim.problem.problem import Problem
 
 @dataclass(frozen=True)
 class Generated:
@@ -37,6 +31,8 @@ class Generated:
         Whether there is a function of masks, and one of scores.
     sums : bool
         Whether ``flash_score_grad`` adds to the gradients of captured arrays.
+    reads : bool
+        Whether captured arrays are read at positions of queries or keys, which then must exist.
     """
 
     text: str
@@ -44,11 +40,13 @@ class Generated:
     mask: bool
     score: bool
     sums: bool
+    reads: bool
 
     @property
     def constants(self) -> dict[str, int]:
         """The compile-time constants that say which functions there are."""
-        return {"MASK_MOD": self.mask, "SCORE_MOD": self.score, "SCORE_SUMS": self.sums}
+        made = {"MASK_MOD": self.mask, "SCORE_MOD": self.score, "SCORE_SUMS": self.sums}
+        return made | {"READS": self.reads}
 
 
 @dataclass(frozen=True)
@@ -65,25 +63,61 @@ class Functions:
     plain: Generated
     summing: Generated
 
-    @classmethod
-    def of(
-        cls, mask: Graph | None, score: Graph | None, wanted: tuple[str, ...] = ()
-    ) -> Functions | None:
-        """The functions with these graphs; None without any.
-
-        `wanted` names the captured arrays of the score function that get a gradient.
-        """
-        if mask is None and score is None:
-            return None
-        plain = _generated(emit.cuda_source(mask, score), mask, score)
-        if not wanted:
-            return cls(plain, plain)
-        return cls(plain, _generated(emit.cuda_source(mask, score, wanted), mask, score))
 
 
-def _generated(source: emit.CudaSource, mask: Graph | None, score: Graph | None) -> Generated:
-    text = _PRELUDE + _CAPTURED.sub(r"    FlashArray<\1> \2;", source.text)
-    size = source.pack([0] * len(source.arrays), [0] * len(source.gradients)).nbytes
-    return Generated(
-        text, -(-size // 8) * 8, mask is not None, score is not None, bool(source.gradients)
+def functions_of(problem: Problem) -> Functions | None:
+    """The functions of a problem; None if it has none."""
+    if problem.mask_mod is None and problem.score_mod is None:
+        return None
+    mask = None if problem.mask_mod is None else problem.mask_mod.graph
+    return _functions(mask, problem.score_mod, problem.score_grads, _extents(problem))
+
+
+def read_arrays(problem: Problem) -> bool:
+    """Whether a function of a problem reads captured arrays at positions of queries or keys."""
+    given = functions_of(problem)
+    return given is not None and given.plain.reads
+
+
+def sources_of(problem: Problem) -> tuple[emit.CudaSource, emit.CudaSource]:
+    """What `functions_of` is made of: it packs the structs of `plain` and `summing`."""
+    mask = None if problem.mask_mod is None else problem.mask_mod.graph
+    return _sources(mask, problem.score_mod, problem.score_grads, _extents(problem))
+
+
+def _extents(problem: Problem) -> tuple[tuple[str, int], ...]:
+    rows = [(s.q_stop - s.q_start, s.k_stop - s.k_start) for s in problem.sequences]
+    q, k = (max(lengths) for lengths in zip(*rows, strict=True))
+    return (("b", problem.batch), ("h", problem.heads), ("q", q), ("k", k))
+
+
+@lru_cache(maxsize=256)
+def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
+    plain, summing = (
+        Generated(
+            one.text,
+            packed_bytes(one.pack([0] * len(one.arrays), [0] * len(one.gradients))),
+            mask is not None,
+            score is not None,
+            bool(one.gradients),
+            any(g.depends[n] & {"q", "k"} for g in (mask, score) if g is not None for n in g.loads),
+        )
+        for one in _sources(mask, score, wanted, extents)
     )
+    return Functions(plain, summing)
+
+
+@lru_cache(maxsize=256)
+def _sources(
+    mask: Graph | None,
+    score: Graph | None,
+    wanted: tuple[str, ...],
+    extents: tuple[tuple[str, int], ...],
+) -> tuple[emit.CudaSource, emit.CudaSource]:
+    plain = emit.cuda_source(mask, score, (), dict(extents))
+    return plain, emit.cuda_source(mask, score, wanted, dict(extents)) if wanted else plain
+
+
+def packed_bytes(packed: np.ndarray) -> int:
+    """Bytes that a packed struct takes behind ``struct Args``."""
+    return -(-packed.nbytes // 8) * 8

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flashsim.backends.launch.functions import Functions, Generated
+from flashsim.backends.launch.functions import Generated, functions_of
 from flashsim.errors import OptionError, UnsupportedError, choices
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -124,8 +124,6 @@ class Variant:
     `after` and `more` belong to a pass of several launches. With `after`, a launch starts once the
     one before it has begun. With `more`, it lets the next one begin.
 
-    `functions` are the mask and the scores that are functions, if any.
-
     With `once`, each row tile has one visit. `fused` kernels compute dQ in one pass with dK and dV,
     and add to it in a fixed order if `ordered`.
     """
@@ -145,7 +143,6 @@ class Variant:
     more: bool = False
     fused: bool = False
     ordered: bool = False
-    functions: Functions | None = None
 
 
 @dataclass(frozen=True)
@@ -266,7 +263,6 @@ def constants(problem: Problem, tiling: Tiling, variant: Variant) -> dict[str, i
     unlimited = problem.n_q + problem.n_kv
     softcap = bool(problem.softcap)
     d, dv = padded_dims(problem)
-    scored = variant.functions is not None and variant.functions.plain.score
     return {
         "ARGS_BYTES": ARGS.itemsize,
         "SPANS": variant.spans,
@@ -290,7 +286,7 @@ def constants(problem: Problem, tiling: Tiling, variant: Variant) -> dict[str, i
         "LEFT": problem.left < unlimited,
         # exp2 takes the scale along, unless a softcap or a function needs it first, or it would
         # turn max to min.
-        "SCALED": softcap or scored or problem.scale <= 0,
+        "SCALED": softcap or problem.score_mod is not None or problem.scale <= 0,
         "SOFTCAP": softcap,
     }
 
@@ -310,14 +306,16 @@ def built(
     boxes: tuple[Box, ...] = (),
     cluster: int = 1,
     *,
-    outer: str = "queries",
+    outer: str | None = "queries",
 ) -> Kernel:
     """The kernel `name` of a file, compiled for its `constants` and those in `more`.
 
-    The kernel with `outer` "keys" adds the gradients of arrays that functions capture.
+    `outer` is the tensor of the kernel's outer loop, None if it visits no scores. The one with
+    "keys" adds the gradients of arrays that functions capture.
     """
     values = constants(*made_for) | {"SMEM_BYTES": shared} | more
-    if (functions := made_for[2].functions) is None:
+    functions = None if outer is None else functions_of(made_for[0])
+    if functions is None:
         return Kernel(file, name, threads, shared, macros(values), boxes, cluster)
     given = functions.summing if outer == "keys" else functions.plain
     values |= {"ARGS_BYTES": args_dtype(given).itemsize, **given.constants}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch import functions
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
 from flashsim.backends.launch_policy import hopper_kernels, portable_kernels
@@ -68,9 +69,10 @@ class Hopper(Family):
             return f"they take a head_dim up to {launch.MAX_HEAD_DIM}"
         possible = self.possible(asked)
         if direction == "backward" and algorithm == "flash2-once":
-            if asked.wide > _WIDEST_ONCE or problem.softcap:
+            if asked.wide > _WIDEST_ONCE or problem.softcap or problem.score_mod is not None:
                 return (
-                    f"they store dQ at once up to a head_dim of {_WIDEST_ONCE}, without a softcap"
+                    f"they store dQ at once up to a head_dim of {_WIDEST_ONCE}, without a softcap "
+                    "or a score_mod"
                 )
             if not possible:
                 return "of their tiles of 128 keys a row tile has several visits, or none"
@@ -88,22 +90,24 @@ class Hopper(Family):
             if asked.algorithm == "flash2-once":
                 tile = Tiling(128, 128) if d <= 64 else Tiling(64, 128)
                 return (tile,) if Schedule(problem, tile).visited_once else ()
+            scored = problem.score_mod is not None  # takes registers, as a softcap does
             if d <= 64:
-                return (Tiling(128, 128),)
+                return (Tiling(64 if scored and d > 32 else 128, 128),)
             if d > 128:
-                if not asked.fused or d > 192:
+                if not asked.fused or d > 192 or scored:
                     return (Tiling(64, 64),)
                 given = problem, HOPPER_FUSED_WIDE, gpu.multiprocessors
                 return fastest_first(*given, microseconds_by_keys)
             # By itself dQ takes 64 rows to a product; a softcap takes registers.
-            if not asked.fused or problem.softcap:
+            if not asked.fused or problem.softcap or scored:
                 return (Tiling(64, 128),)
             low, high = Tiling(64, 128), Tiling(80, 128)
             return (high, low) if d <= 80 else (low, high)
         if d <= 128:
             times = next(times for widest, times in HOPPER_FORWARD.items() if d <= widest)
             best = list(fastest_first(problem, times, gpu.multiprocessors))
-            if problem.softcap:  # takes registers, and wide tiles have none left
+            if problem.softcap or functions.read_arrays(problem):
+                # This takes registers, and wide tiles have none left.
                 best = [t for t in best if t.block_k <= 128] + [t for t in best if t.block_k > 128]
         else:
             best = [Tiling(128, 112)] if d <= 192 else [Tiling(128, 80)]

@@ -7,13 +7,14 @@ depends on the query or the key alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from flashsim.functions.derivative import adjoints
 from flashsim.functions.graph import BOOL, FLOAT, INDICES, INT, SCORE, ArraySpec, Graph, Node
+from flashsim.functions.intervals import ranges_of_integers
 
 _CUDA_TYPES = {BOOL: "bool", INT: "int", FLOAT: "float"}
 _ELEMENTS = {
@@ -117,12 +118,17 @@ class CudaSource(NamedTuple):
 
 
 def cuda_source(
-    mask: Graph | None = None, score: Graph | None = None, gradients: Collection[str] = ()
+    mask: Graph | None = None,
+    score: Graph | None = None,
+    gradients: Collection[str] = (),
+    extents: Mapping[str, int] | None = None,
 ) -> CudaSource:
     """The device functions of a mask and a score function, either of which may be missing.
 
     A missing mask keeps every score, and a missing score function returns the score. `gradients`
     names the captured arrays of the score function whose gradients `flash_score_grad` adds up.
+    `extents` says how many values b, h, q and k have, if the functions are called with no others: an
+    index that stays inside its array is then read without a check.
     """
     arrays = (*(score.arrays if score else ()), *(mask.arrays if mask else ()))
     first_of_mask = len(score.arrays) if score else 0
@@ -149,16 +155,16 @@ def cuda_source(
     if mask is None:
         lines.append("    return true;")
     else:
-        cuda = _Cuda(mask.nodes, mask.arrays, first_of_mask)
+        cuda = _Cuda(mask.nodes, mask.arrays, first_of_mask, extents)
         lines += [*cuda.statements(), f"    return {cuda.name(mask.root)};"]
     lines += ["}", head.format("float", "flash_score", "float s, ")]
     if score is None:
         lines.append("    return s;")
     else:
-        cuda = _Cuda(score.nodes, score.arrays, 0)
+        cuda = _Cuda(score.nodes, score.arrays, 0, extents)
         lines += [*cuda.statements(), f"    return {cuda.name(score.root)};"]
     lines.append("}")
-    lines += _gradient_lines(score, wanted)
+    lines += _gradient_lines(score, wanted, extents)
     text = "\n".join(line for line in lines if line) + "\n"
     return CudaSource(text, tuple(fields), arrays, wanted)
 
@@ -172,7 +178,9 @@ _ADD_SUM = """\
     }"""
 
 
-def _gradient_lines(score: Graph | None, wanted: tuple[str, ...]) -> list[str]:
+def _gradient_lines(
+    score: Graph | None, wanted: tuple[str, ...], extents: Mapping[str, int] | None
+) -> list[str]:
     """`FlashSums`, both forms of `flash_score_grad`, and `flash_add_sums`."""
     head = (
         "__device__ __forceinline__ float flash_score_grad(const FlashCaptured& c, {}float s, "
@@ -186,7 +194,7 @@ def _gradient_lines(score: Graph | None, wanted: tuple[str, ...]) -> list[str]:
         grad += [head.format("FlashSums&, "), "    return dout;", "}"]
         return [struct.format("float nothing = 0.0f;"), *grad, empty, "}"]
     made = adjoints(score, wanted)
-    cuda = _Cuda(made.nodes, made.arrays, 0)
+    cuda = _Cuda(made.nodes, made.arrays, 0, extents)
     depends = Graph(made.nodes, made.root, made.arrays).depends
     fixed = {n for n, _ in made.reads if depends[n] <= {"b", "h"}}
     members = " ".join(f"float v{n} = 0.0f;" for n in sorted(fixed)) or "float nothing = 0.0f;"
@@ -252,8 +260,15 @@ def never_negative(nodes: tuple[Node, ...]) -> list[bool]:
 class _Cuda:
     """Statements of CUDA C++ for the nodes of a graph; arrays are numbered from `first`."""
 
-    def __init__(self, nodes: tuple[Node, ...], arrays: tuple[ArraySpec, ...], first: int) -> None:
+    def __init__(
+        self,
+        nodes: tuple[Node, ...],
+        arrays: tuple[ArraySpec, ...],
+        first: int,
+        extents: Mapping[str, int] | None = None,
+    ) -> None:
         self.nodes, self.arrays, self.first = nodes, arrays, first
+        self.ranges = {} if extents is None else ranges_of_integers(nodes, extents)
         self.positive = never_negative(nodes)
 
     def statements(self, numbers: Iterable[int] | None = None) -> list[str]:
@@ -323,7 +338,10 @@ class _Cuda:
         for axis, a in enumerate(node.args):
             n = f"c.a{number}_n{axis}"
             v = self.name(a)
+            low, high = self.ranges.get(a, (-1, -1))
             i = f"min({v}, {n} - 1)" if self.positive[a] else f"flash_wrap({v}, {n})"
+            if low >= 0 and high < self.arrays[node.value].shape[axis]:
+                i = v
             text = f"(long long){i}" if not text else f"({text} * {n} + {i})"
         return text.removeprefix("(long long)") if len(node.args) == 1 else text or "0"
 

@@ -47,6 +47,7 @@ constexpr int DQ_ROWS = SPLIT_COLUMNS ? BLOCK_Q : BLOCK_Q / 2;
 [[maybe_unused]] constexpr int DQ_FLOATS = UPRIGHT ? 16 : DQ_ROWS / 2;
 __device__ inline int dq_row(int g) { return SPLIT_COLUMNS ? 0 : DQ_ROWS * g; }
 __device__ inline int dq_column(int g, int box) { return (SPLIT_COLUMNS ? 64 * g : 0) + 32 * box; }
+static_assert(!UPRIGHT || DQ_ROWS == 64, "the rows of a product");
 static_assert((D == 64 || D == 128) && COLUMNS <= D, "");
 static_assert(BLOCK_Q % 16 == 0 && WARPGROUPS == 2 && DQ_ROWS % 8 == 0, "");
 // dS^T in shared memory: a row is a key, DS_WIDE queries to a chunk (ptx.cuh).
@@ -134,6 +135,15 @@ __device__ __forceinline__ void issue_grad(float (&acc)[COLUMNS / 2],
 }
 
 #include "dq_of_keys.cuh"
+
+#if FS_FUSED
+// The queries of dS^T that make warpgroup g's piece of dQ; they may begin inside a chunk.
+__device__ __forceinline__ const u16* piece_of_ds(
+    const u16 (&ds)[BLOCK_Q / DS_WIDE][BLOCK_K * DS_WIDE], int g) {
+    const int first = SPLIT_COLUMNS ? 0 : g * DQ_ROWS;
+    return &ds[first / DS_WIDE][first % DS_WIDE];
+}
+#endif
 
 #if FS_SCORE_MOD
 // P of the slice of queries from the one numbered `first`, rounded; see `probability`.
@@ -287,8 +297,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 const int c = e / 4 * 8 + e % 2, r = e / 2 % 2;
                 const float2 p = unpack(P[e / 8][e / 2 % 4]);
                 dP[e] = function_gradient(a, at, sums, S[e], (e % 2 ? p.y : p.x) * dP[e],
-                                          min(query + c, it.end - 1),
-                                          min(key + 8 * r, it.own.stop - 1));
+                                          existing(query + c, it.end),
+                                          existing(key + 8 * r, it.own.stop));
 #else
                 dP[e] *= S[e];
 #endif
@@ -331,8 +341,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 named_sync(DS_READY, 128 * WARPGROUPS);
             }
             float dQ[DQ_FLOATS];
-            issue_dq(dQ, s.k[SPLIT_COLUMNS ? g : 0],
-                     s.ds[of][SPLIT_COLUMNS ? 0 : g * DQ_ROWS / DS_WIDE]);
+            issue_dq(dQ, s.k[SPLIT_COLUMNS ? g : 0], piece_of_ds(s.ds[of], g));
             issue_grad(dK, dS, s.q[stage][0], 0, BLOCK_Q);
             wgmma_wait<1>();  // dV and dQ are complete
             pin(dQ);
@@ -374,8 +383,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         const int last = ring.stage ^ 1;
         if (DEFERRED) {  // the last visit's dQ
             if (steps > 0) wait(&s.ds_full[last], ring.stage ? ring.parity : ring.parity ^ 1);
-            issue_dq(dQ, s.k[SPLIT_COLUMNS ? g : 0],
-                     s.ds[last][SPLIT_COLUMNS ? 0 : g * DQ_ROWS / DS_WIDE]);
+            issue_dq(dQ, s.k[SPLIT_COLUMNS ? g : 0], piece_of_ds(s.ds[last], g));
         }
 #endif
         wgmma_wait<0>();

@@ -88,8 +88,8 @@ __device__ __forceinline__ void mask_scores(float (&S)[BLOCK_K / 2], const Args&
             const int c = e / 4 * 8 + e % 2;
             if (e / 2 % 2 == r && (c > last || (FS_LEFT && c < first))) S[e] = NEG_INF;
 #if FS_MASK_MOD
-            if (e / 2 % 2 == r && !kept(a, at, min(query + 8 * r, it.end - 1),
-                                        min(key + c, it.own.stop - 1)))
+            if (e / 2 % 2 == r && !kept(a, at, existing(query + 8 * r, it.end),
+                                        existing(key + c, it.own.stop)))
                 S[e] = NEG_INF;
 #endif
         }
@@ -105,12 +105,12 @@ __device__ __forceinline__ void make_probabilities(float (&P)[BLOCK_K / 2], floa
     const int first = it.own.start + fragment_column();
     const Keep keep[2] = {{a, query, it.own.offset, it.own.stop},
                           {a, query + 8, it.own.offset, it.own.stop}};
-    const int q[2] = {KEPT ? query : min(query, it.end - 1),
-                      KEPT ? query + 8 : min(query + 8, it.end - 1)};
+    const int q[2] = {KEPT ? query : existing(query, it.end),
+                      KEPT ? query + 8 : existing(query + 8, it.end)};
 #pragma unroll
     for (int e = 0; e < BLOCK_K / 2; ++e) {
         const int r = e / 2 % 2, column = first + e / 4 * 8 + e % 2;
-        const int k = KEPT ? column : min(column, it.own.stop - 1);
+        const int k = KEPT ? column : existing(column, it.own.stop);
         P[e] = probability<KEPT>(a, at, S[e], LOG2E, minus_lse[r], q[r], k, keep[r](column));
     }
 }
@@ -220,8 +220,8 @@ __device__ void make_scores(OnChip& s, const Args& a) {
 #if FS_SCORE_SUMS
                     const int k = it.own.start + fragment_column() + e / 4 * 8 + e % 2;
                     dP[e] = function_gradient(a, at, sums, S[e], P[e] * (dP[e] + delta[i / 2 % 2]),
-                                              min(query + i / 2 % 2 * 8, it.end - 1),
-                                              min(k, it.own.stop - 1));
+                                              existing(query + i / 2 % 2 * 8, it.end),
+                                              existing(k, it.own.stop));
 #else
                     dP[e] = S[e] * (dP[e] + delta[i / 2 % 2]);
 #endif

@@ -102,11 +102,11 @@ __device__ __forceinline__ void make_slopes(float (&S)[KEYS / 2], const Args& a,
     const Head at{it.walk / a.heads, it.walk % a.heads};
     const Keep keep[2] = {{a, query, it.own.offset, it.end},
                           {a, query + 8, it.own.offset, it.end}};
-    const int q[2] = {min(query, it.own.stop - 1), min(query + 8, it.own.stop - 1)};
+    const int q[2] = {existing(query, it.own.stop), existing(query + 8, it.own.stop)};
 #pragma unroll
     for (int e = 0; e < KEYS / 2; ++e) {
         const int r = e / 2 % 2, column = key + fragment_column() + e / 4 * 8 + e % 2;
-        const int k = KEPT ? column : min(column, it.end - 1);
+        const int k = KEPT ? column : existing(column, it.end);
         probability<KEPT>(a, at, S[e], LOG2E, -lse[r], q[r], k, keep[r](column));
     }
 }
@@ -178,8 +178,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                         const int c = e / 4 * 8 + e % 2;
 #if FS_MASK_MOD
                         if (e / 2 % 2 == r && !kept(a, {it.walk / a.heads, it.walk % a.heads},
-                                                    min(query + 8 * r, it.own.stop - 1),
-                                                    min(key + fragment_column() + c, it.end - 1)))
+                                                    existing(query + 8 * r, it.own.stop),
+                                                    existing(key + fragment_column() + c, it.end)))
                             S[e] = NEG_INF;
 #endif
                         if (e / 2 % 2 == r && (c > last || (FS_LEFT && c < first))) S[e] = NEG_INF;

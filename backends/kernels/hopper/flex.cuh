@@ -8,7 +8,12 @@ struct Head {
     int batch, head;
 };
 
-// Whether the mask keeps a score. Both positions exist.
+// Where a function reads arrays, a position past the end takes the last one's place.
+__device__ __forceinline__ int existing(int position, int end) {
+    return FS_READS ? min(position, end - 1) : position;
+}
+
+// Whether the mask keeps a score. Both positions exist, see `existing`.
 __device__ __forceinline__ bool kept(const Args& a, Head at, int q, int k) {
 #if FS_MASK_MOD
     return flash_mask(a.captured, at.batch, at.head, q, k);

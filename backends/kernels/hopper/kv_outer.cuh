@@ -298,7 +298,7 @@ __device__ __forceinline__ Head head_of(const Args& a, const Item& it, const Ste
 // Whether a tile pair that starts at `query` has scores that the mask drops, or ends early: there
 // a function is asked score by score, at positions that exist.
 __device__ __forceinline__ bool has_dropped(const Item& it, const Visit& visit, int query) {
-    return visit.masked || (FS_SCORE_MOD && query + FS_BLOCK_Q > it.end);
+    return visit.masked || (FS_READS && query + FS_BLOCK_Q > it.end);
 }
 
 // As shape_scores below, with a mask that is a function.
@@ -311,11 +311,13 @@ __device__ __forceinline__ void drop_scores(float (&S)[N], const Args& a, const 
 #endif
     if (!masked) return;
     const KeepColumn keep[2] = {{a, key, it.own}, {a, key + 8, it.own}};
-    const int k[2] = {min(key, it.own.stop - 1), min(key + 8, it.own.stop - 1)};
+    const int k[2] = {existing(key, it.own.stop), existing(key + 8, it.own.stop)};
 #pragma unroll
-    for (int e = 0; e < N; ++e) {
+    for (int i = 0; i < N; ++i) {
+        // Row by row, unless both rows need what is read for a query.
+        const int e = FS_READS ? i : i / 2 % (N / 4) * 4 + i / (N / 2) * 2 + i % 2;
         const int q = query + e / 4 * 8 + e % 2, r = e / 2 % 2;
-        if (!(keep[r](q) & kept(a, at, min(q, it.end - 1), k[r]))) S[e] = NEG_INF;
+        if (!(keep[r](q) & kept(a, at, existing(q, it.end), k[r]))) S[e] = NEG_INF;
     }
 }
 
@@ -331,8 +333,8 @@ __device__ __forceinline__ void probabilities(float (&P)[N], float (&S)[N], cons
     for (int e = 0; e < N; e += 2) {
         const float2 lse = query_pair(statistic, e / 4);
         const int r = e / 2 % 2, q = query + e / 4 * 8;
-        const int k = KEPT ? key + 8 * r : min(key + 8 * r, it.own.stop - 1);
-        const int q0 = KEPT ? q : min(q, it.end - 1), q1 = KEPT ? q + 1 : min(q + 1, it.end - 1);
+        const int k = KEPT ? key + 8 * r : existing(key + 8 * r, it.own.stop);
+        const int q0 = KEPT ? q : existing(q, it.end), q1 = KEPT ? q + 1 : existing(q + 1, it.end);
         P[e] = probability<KEPT>(a, at, S[e], factor, lse.x, q0, k, keep[r](q));
         P[e + 1] = probability<KEPT>(a, at, S[e + 1], factor, lse.y, q1, k, keep[r](q + 1));
     }
