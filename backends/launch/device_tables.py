@@ -161,6 +161,11 @@ def refuse(problem: Problem) -> None:
             "the GPU kernels take no mask function (it is Python); use backend='simulator' or "
             "'numba', or say the same with causal, window or block_mask"
         )
+    for name in ("mask_mod", "score_mod", "sinks"):
+        if getattr(problem, name):
+            raise UnsupportedError(
+                f"these GPU kernels take no {name}; backend='simulator' and 'numba' take it"
+            )
     if problem.bias is not None:
         raise UnsupportedError(
             "the GPU kernels take no bias; use backend='simulator' or 'numba', with arrays in the "

@@ -85,7 +85,7 @@ def backward(machine: Machine) -> None:
                             dQ_i = sram.load(dQ, rows, member=g)
                             l_i = sram.load(hbm.l, rows, member=g)
                             m_i = sram.load(hbm.m, rows, member=g)
-                            S_ij, gate = score_tile(
+                            S_ij, chain = score_tile(
                                 sram, hbm, Q_i, K_j, visit, member=g, gated=True          # 11, 12
                             )
                             S_ij -= finite(m_i)[..., None]
@@ -96,7 +96,7 @@ def backward(machine: Machine) -> None:
                             if dL_i is not None:
                                 D_i -= dL_i
                             dS_ij, dbias_ij = score_gradient(                             # 17, 20
-                                sram, P_ij, dO_i, V_j, D_i, gate
+                                sram, hbm, P_ij, dO_i, V_j, D_i, chain
                             )
                             dS_ij = sram.rounded("dS", dS_ij)
                             dQ_i += p.scale * (dS_ij @ K_j)

@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 
+from flashsim.algorithms.functions import NOTHING, Values, load_own
 from flashsim.algorithms.hbm import Hbm
 from flashsim.algorithms.machine import Machine
 from flashsim.algorithms.sram import Sram
@@ -41,11 +42,14 @@ def forward(machine: Machine) -> None:
             rows = schedule.row_slice(i)
             with sram.step(i):
                 Q_i = sram.load(hbm.Q, rows)                                              # 4
+                own = load_own(sram, hbm, i)
                 n = Q_i.shape[-2]
+                sink = sram.load(hbm.sink, slice(0, 1)) if p.sinks else -np.inf
                 O_i = sram.alloc("O", (n, p.head_dim_v), fill=0.0)                        # 5
-                l_i = sram.alloc("l", (n,), fill=0.0)
-                m_i = sram.alloc("m", (n,), fill=-np.inf)
-                stream_keys(sram, hbm, Q_i, O_i, l_i, m_i, schedule.visits(i))            # 6
+                l_i = sram.alloc("l", (n,), fill=float(p.sinks))
+                m_i = sram.alloc("m", (n,))
+                m_i[...] = sink  # a sink is a score without a value: the softmax starts with it
+                stream_keys(sram, hbm, Q_i, O_i, l_i, m_i, schedule.visits(i), own)       # 6
                 O, L = normalised(O_i, l_i, m_i)
                 sram.store(hbm.O, rows, O)                                                # 12, 14
                 sram.store(hbm.L, rows, L)                                                # 13, 15
@@ -59,6 +63,7 @@ def stream_keys(
     l_i: np.ndarray,
     m_i: np.ndarray,
     visits: Iterable[Visit],
+    own: Values = NOTHING,
 ) -> None:
     """Lines 7 to 10: add some key tiles to a row tile's O (not normalised), l and m."""
     p = sram.schedule.problem
@@ -70,7 +75,7 @@ def stream_keys(
                 K, V = hbm.through(pages, "K"), None if V is None else hbm.through(pages, "V")
             K_j = sram.load(K, visit.cols)                                                # 7
             V_j = K_j[..., : p.head_dim_v] if V is None else sram.load(V, visit.cols)
-            S_ij, _ = score_tile(sram, hbm, Q_i, K_j, visit)                              # 8
+            S_ij, _ = score_tile(sram, hbm, Q_i, K_j, visit, own=own)                     # 8
             m_new = sram.rounded("m", np.maximum(m_i, S_ij.max(axis=-1)))                 # 9
             S_ij -= finite(m_new)[..., None]
             P_ij = np.exp(S_ij, out=S_ij)  # P takes over S's tile
@@ -146,9 +151,25 @@ def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
                 np.sum(dO_i * O_i, axis=-1, out=delta_i)                                  # 4
                 if dL_i is not None:
                     delta_i -= dL_i
+                of_sink = _sink_gradient(machine, sram, rows, delta_i)
                 sram.store(hbm.delta, rows, delta_i)
+                if of_sink is not None:
+                    sram.reduce(hbm.dSink_acc, slice(0, 1), of_sink)
                 if clears_dq:
                     sram.store(hbm.tensors[accumulator_name(machine, "dQ")], rows, 0.0)   # 3
+
+
+def _sink_gradient(
+    machine: Machine, sram: Sram, rows: slice, delta_i: np.ndarray
+) -> np.ndarray | None:
+    """The rows' share of the sinks' gradient, (lead, group, 1); None without sinks.
+
+    A sink has the probability exp(sink - L) and no value, so its gradient is -P delta.
+    """
+    if not machine.problem.sinks:
+        return None
+    sink, L_i = sram.load(machine.hbm.sink, slice(0, 1)), sram.load(machine.hbm.L, rows)
+    return -(np.exp(sink - L_i) * delta_i).sum(axis=-1, keepdims=True)
 
 
 def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "store"]) -> None:
@@ -176,14 +197,14 @@ def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "st
                             delta_i = sram.load(hbm.delta, rows, member=g)
                         else:
                             dL_i = lse_gradient(machine, sram, rows, member=g)
-                        S_ij, gate = score_tile(
+                        S_ij, chain = score_tile(
                             sram, hbm, Q_i, K_j, visit, member=g, gated=True              # 10
                         )
                         S_ij -= finite(L_i)[..., None]
                         P_ij = np.exp(S_ij, out=S_ij)                                     # 11
                         dV_j += sram.rounded("P", P_ij).mT @ dO_i                         # 12
                         dS_ij, dbias_ij = score_gradient(                                 # 13, 14
-                            sram, P_ij, dO_i, V_j, delta_i, gate, dL_i
+                            sram, hbm, P_ij, dO_i, V_j, delta_i, chain, dL_i
                         )
                         dS_ij = sram.rounded("dS", dS_ij)
                         if dq:
@@ -209,16 +230,22 @@ def _dq_pass(machine: Machine) -> None:
         for i in range(schedule.t_r):
             rows = schedule.row_slice(i)
             with sram.step(i):
-                Q_i, dO_i = sram.load(hbm.Q, rows), sram.load(hbm.dO, rows)
+                Q_i = sram.load(hbm.Q, rows)
+                own = load_own(sram, hbm, i)
+                dO_i = sram.load(hbm.dO, rows)
                 L_i, delta_i = sram.load(hbm.L, rows), sram.load(hbm.delta, rows)
                 dQ_i = sram.alloc("dQ", Q_i.shape[-2:], fill=0.0)
                 for visit in schedule.visits(i):
                     with sram.visit(visit):
                         K_j, V_j = sram.load(hbm.K, visit.cols), sram.load(hbm.V, visit.cols)
-                        S_ij, gate = score_tile(sram, hbm, Q_i, K_j, visit, gated=True)
+                        S_ij, chain = score_tile(
+                            sram, hbm, Q_i, K_j, visit, own=own, gated=True
+                        )
                         S_ij -= finite(L_i)[..., None]
                         P_ij = np.exp(S_ij, out=S_ij)
-                        dS_ij, dbias_ij = score_gradient(sram, P_ij, dO_i, V_j, delta_i, gate)
+                        dS_ij, dbias_ij = score_gradient(
+                            sram, hbm, P_ij, dO_i, V_j, delta_i, chain
+                        )
                         dQ_i += sram.rounded("dS", dS_ij) @ K_j
                         _reduce_dbias(machine, sram, visit, dbias_ij, None)
                 sram.store(hbm.dQ, rows, dQ_i * p.scale)

@@ -7,14 +7,16 @@ number of query heads that share a key head, or 1.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NoReturn
 
 import numpy as np
 
 from flashsim.errors import MemoryModelError
+from flashsim.functions.graph import Graph
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule.names import CODES
-from flashsim.schedule.tensors import TABLE_ITEM
+from flashsim.schedule.tensors import TABLE_ITEM, captured
 
 ALL = slice(None)
 
@@ -178,6 +180,23 @@ class PagedTensor(Tensor):
         return self.data[page, :, at % size, cols].swapaxes(0, 1)[:, None]
 
 
+class CapturedTensor(Tensor):
+    """The captured arrays of a function, as one of its loads of a step or a visit reads them."""
+
+    def __init__(
+        self, name: str, graph: Graph, arrays: tuple[np.ndarray, ...], problem: Problem
+    ) -> None:
+        super().__init__(name, np.zeros((1, 1, 1, 1)), "float64")
+        self.graph, self.arrays, self.problem = graph, arrays, problem
+
+    def read(self, given: Mapping[str, np.ndarray], outer: str) -> dict[int, np.ndarray]:
+        """The elements that a stage with this outer loop reads, as float64, by the reading node."""
+        sides = captured(self.problem, self.name, outer)
+        values = self.graph.values({"score": np.zeros(()), **given}, self.arrays)
+        nodes = (n for n in self.graph.loads if self.graph.side(n) in sides)
+        return {n: np.asarray(values[n], np.float64) for n in nodes}
+
+
 class Hbm:
     """The tensors of one run, as attributes by the papers' names: ``hbm.Q``, ``hbm.dK``, ...
 
@@ -187,6 +206,8 @@ class Hbm:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.tensors: dict[str, Tensor] = {}
+        #: Sums of the gradients of captured arrays, by the arrays' names.
+        self.captured_gradients: dict[str, np.ndarray] = {}
 
     def __getattr__(self, name: str) -> Tensor:
         try:
@@ -213,6 +234,11 @@ class Hbm:
         """Place a bias (1 or batch, 1 or heads, n_q, n_kv) in HBM."""
         self.tensors[name] = SharedTensor(name, array, dtype, self.problem)
         return self.tensors[name]
+
+    def put_captured(self, letter: str, graph: Graph, arrays: tuple[np.ndarray, ...]) -> None:
+        """Place the captured arrays of a function in HBM: "F" the score's, "M" the mask's."""
+        for name in (letter, f"{letter}_own"):
+            self.tensors[name] = CapturedTensor(name, graph, arrays, self.problem)
 
     def put_paged(self, pages: np.ndarray, **pools: np.ndarray) -> None:
         """Place paged K and V, and the page numbers of each sequence, in HBM."""

@@ -9,12 +9,12 @@ are those of one head's thread block.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 
-from flashsim.algorithms.hbm import ALL, Tensor
+from flashsim.algorithms.hbm import ALL, CapturedTensor, Tensor
 from flashsim.errors import SramOverflow
 from flashsim.problem.hardware import Device
 from flashsim.problem.precision import NO_ROUNDINGS, Roundings, round_to, tensor_core_sum
@@ -150,6 +150,45 @@ class Sram:
         if tensor.scale is not None:
             tile *= tensor.scale.spread(self.load(tensor.scale, rows, member=member), rows)
         return tile
+
+    def has(self, name: str) -> bool:
+        """Whether the stage has an on-chip buffer of this name."""
+        return any(buffer.name == name for buffer in self.stage.buffers)
+
+    def _tile_of(self, name: str, rows: slice, cols: slice) -> int:
+        """Bytes of a buffer of the stage for a tile."""
+        buffer = next(b for b in self.stage.buffers if b.name == name)
+        return buffer.nbytes(rows.stop - rows.start, cols.stop - cols.start)
+
+    def load_captured(
+        self,
+        tensor: CapturedTensor,
+        given: Mapping[str, np.ndarray],
+        rows: slice,
+        cols: slice,
+    ) -> dict[int, np.ndarray]:
+        """Copy the elements that a function reads for a tile; returns them by the reading node."""
+        found = tensor.read(given, self.stage.outer)
+        tile = np.concatenate([x.ravel() for x in found.values()])
+        nbytes = self._tile_of(tensor.name, rows, cols)
+        self._log(LOAD, tensor.code, nbytes)
+        self._hold(tensor.name, nbytes, tile)
+        ends = np.cumsum([x.size for x in found.values()])
+        return {
+            n: tile[end - x.size : end].reshape(x.shape)
+            for (n, x), end in zip(found.items(), ends.tolist(), strict=True)
+        }
+
+    def reserve(self, name: str, rows: slice, cols: slice) -> None:
+        """Hold a buffer that this tile does not use."""
+        nbytes = self._tile_of(name, rows, cols)
+        self._hold(name, nbytes, np.empty(0))
+        self._log(ALLOC, CODES[name], nbytes)
+
+    def note_reduce(self, name: str, shape: tuple[int, ...]) -> None:
+        """Record that a visit added to gradients of captured arrays."""
+        move = next(m for m in self.stage.visit if m.tensor == name)
+        self._log(REDUCE, CODES[name], move.tile.nbytes(*shape))
 
     def rounded(self, name: str, tile: np.ndarray) -> np.ndarray:
         """Round P or dS to the type in which it enters a product; S and m if `Precision` says."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashsim.algorithms.functions import load_own
 from flashsim.algorithms.machine import Machine
 from flashsim.algorithms.tiles import (
     clear_dbias,
@@ -49,13 +50,16 @@ def _scores(machine: Machine) -> None:
             rows = sram.schedule.row_slice(i)
             with sram.step(i):
                 Q_i = sram.load(hbm.Q, rows)                                              # 1
+                own = load_own(sram, hbm, i)
                 for visit in sram.schedule.visits(i):
                     with sram.visit(visit):
                         K_j = sram.load(hbm.K, visit.cols)
-                        S_ij, gate = score_tile(sram, hbm, Q_i, K_j, visit, gated=True)
+                        S_ij, chain = score_tile(
+                            sram, hbm, Q_i, K_j, visit, own=own, gated=True
+                        )
                         sram.store(hbm.S, rows, S_ij, visit.cols)
-                        if gate is not None:
-                            sram.store(hbm.gate, rows, gate, visit.cols)
+                        if chain.cap is not None:
+                            sram.store(hbm.gate, rows, chain.cap, visit.cols)
 
 
 def _softmax(machine: Machine) -> None:

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashsim.algorithms.functions import (
+    NOTHING,
+    Chain,
+    Values,
+    apply_mask,
+    apply_score,
+    score_derivative,
+)
 from flashsim.algorithms.hbm import Hbm, Tensor
 from flashsim.algorithms.machine import Machine
 from flashsim.algorithms.sram import Sram
@@ -36,17 +44,20 @@ def score_tile(
     K_j: np.ndarray,
     visit: Visit,
     *,
+    own: Values = NOTHING,
     member: int | None = None,
     gated: bool = False,
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Compute S_ij = softcap(scale Q_i K_j^T) + bias, with masked scores at -inf.
+) -> tuple[np.ndarray, Chain]:
+    """Compute S_ij = score_mod(softcap(scale Q_i K_j^T) + bias), with masked scores at -inf.
+
+    `own` holds what functions loaded for the row tile, in a Q-outer loop.
 
     Returns
     -------
     S_ij : ndarray, (.., rows, cols)
-    gate : ndarray or None
-        If `gated`, with a softcap c: 1 - tanh(scale q.k / c)^2, the factor from dS to the
-        gradient of the scaled product.
+    chain : Chain
+        What leads from dS back to the gradient of the scaled product. If `gated`, with a softcap
+        c, its `cap` is 1 - tanh(scale q.k / c)^2.
     """
     p = visit.schedule.problem
     shape = Q_i.shape[-2], K_j.shape[-2]
@@ -61,18 +72,21 @@ def score_tile(
         S_ij *= p.softcap
     if p.bias is not None:
         S_ij += sram.load(hbm.bias, visit.rows, visit.cols, member=member)
+    chain = apply_score(sram, hbm, visit, S_ij, own, member)._replace(cap=gate)
     if (keep := visit.keep) is not None:
         S_ij[..., ~keep] = -np.inf
-    return sram.rounded("S", S_ij), gate
+    apply_mask(sram, hbm, visit, S_ij, own, member)
+    return sram.rounded("S", S_ij), chain
 
 
 def score_gradient(
     sram: Sram,
+    hbm: Hbm,
     P_ij: np.ndarray,
     dO_i: np.ndarray,
     V_j: np.ndarray,
     delta_i: np.ndarray | None,
-    gate: np.ndarray | None,
+    chain: Chain,
     dL_i: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute dS_ij = P_ij (dP_ij - delta_i) with dP_ij = dO_i V_j^T, in dP's tile.
@@ -85,7 +99,7 @@ def score_gradient(
     dS_ij : ndarray
         Gradient of the scaled product before the softcap; dQ and dK are computed from it.
     dbias_ij : ndarray
-        Gradient of the score after the softcap, which is the bias's gradient.
+        Gradient of the score after the softcap and before the score function: the bias's gradient.
     """
     dP_ij = sram.alloc("dP", P_ij.shape[-2:])
     np.matmul(dO_i, V_j.mT, out=dP_ij)
@@ -95,10 +109,11 @@ def score_gradient(
         if dL_i is not None:
             delta_i -= dL_i
     dS_ij = np.multiply(P_ij, dP_ij - delta_i[..., None], out=dP_ij)
-    if gate is None:
+    score_derivative(sram, hbm, chain, dS_ij)
+    if chain.cap is None:
         return dS_ij, dS_ij
     dbias_ij = dS_ij.copy()
-    dS_ij *= gate
+    dS_ij *= chain.cap
     return dS_ij, dbias_ij
 
 

@@ -29,6 +29,9 @@ def run(
     bias: Any = None,
     mask: Callable[..., Any] | None = None,
     block_mask: Any = None,
+    mask_mod: Callable[..., Any] | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    sinks: Any = None,
     cu_seqlens_q: Sequence[int] | None = None,
     cu_seqlens_k: Sequence[int] | None = None,
     tiling: Tiling | None = None,
@@ -41,8 +44,8 @@ def run(
 ) -> Result:
     """Compute attention tile by tile, on the simulator, the CPU or a GPU.
 
-    Computes ``softmax(mask(softcap(scale q k^T) + bias)) v``. If the batch, the queries or the keys
-    are empty, out and gradients are zeros and the LSE is -inf; nothing is traced.
+    Computes ``softmax(mask(score_mod(softcap(scale q k^T) + bias))) v``. If the batch, the queries
+    or the keys are empty, out and gradients are zeros and the LSE is -inf; nothing is traced.
 
     Parameters
     ----------
@@ -66,6 +69,15 @@ def run(
         Added to the scores, in q's dtype; leading axes may be left out. -inf masks a score. So
         does a number near the lowest finite number of the type that scores are computed in.
     block_mask : BlockMask, or a boolean grid with one value per tile (then give `tiling`), optional
+    mask_mod, score_mod : callable, optional
+        ``mask_mod(b, h, q, k)`` returns whether a score is kept, and ``score_mod(score, b, h, q,
+        k)`` the score to use, as in PyTorch's FlexAttention. They are traced once: plain Python
+        with operators, ``& | ~``, `where`, `abs`, `exp`, `tanh` and alike of NumPy, torch or JAX,
+        and arrays that they capture, indexed by expressions. `Result.backward` computes gradients
+        of captured arrays. See `flashsim.functions` for ready-made ones.
+    sinks : array, (heads,), optional
+        A learnable score per query head without a value, which joins each row's softmax. The LSE
+        includes it.
     tiling : Tiling, optional
         Default: the tiling that fits `device` and moves the fewest bytes.
     device : str or Device
@@ -131,6 +143,7 @@ def run(
     request = Request(
         *(causal, window, softcap, scale, mask, block_mask, cu_seqlens_q, cu_seqlens_k),
         *(algorithm, tiling, device, backend, key_order, nan_policy, trace),
+        *(mask_mod, score_mod, sinks),
         tuple(options.items()),
     )
     asked, job = ask(request, q, k, v, bias)
@@ -163,6 +176,7 @@ def backward(
     *,
     dlse: Any = None,
     deterministic: bool | None = None,
+    captured: bool | Sequence[str] | None = None,
     **question: Any,
 ) -> Gradients:
     """Compute gradients from the inputs, `out`, `lse` and `dout` alone.
@@ -176,6 +190,7 @@ def backward(
     dlse : array, optional
         The gradient with respect to `lse`, as in `Result.backward`.
     deterministic : bool, optional
+    captured : bool or sequence of str, optional
         As in `Result.backward`.
     **question
         The keywords of `run`. `tiling` and `trace` apply to the backward pass. The algorithm must
@@ -200,7 +215,7 @@ def backward(
     check_kept("lse", lse, rows, p.compute_dtype)
     saved = asked.engine.recall(job, expand(out), expand(lse, 3))
     given = asked, job, out, lse, saved, dout, dlse
-    return gradients(*given, request.tiling, deterministic, None)
+    return gradients(*given, request.tiling, deterministic, None, captured)
 
 
 __all__ = ["Gradients", "Result", "backward", "run"]

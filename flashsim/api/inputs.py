@@ -19,6 +19,8 @@ from flashsim.errors import (
     UnsupportedError,
     shown,
 )
+from flashsim.functions.mask import MaskFunction
+from flashsim.functions.tracing import host_values, trace_mask, trace_score
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.masks import BlockMask
@@ -38,8 +40,10 @@ class Request(NamedTuple):
 
     Attributes
     ----------
-    causal .. cu_seqlens_k
+    causal .. cu_seqlens_k, mask_mod, score_mod
         The problem to solve: see `flashsim.Problem`.
+    sinks : array (heads,), optional
+        See `flashsim.run`.
     algorithm .. trace
         How to solve it: see `flashsim.run`.
     options : tuple of (name, value)
@@ -61,6 +65,9 @@ class Request(NamedTuple):
     key_order: str = "ascending"
     nan_policy: str = "propagate"
     trace: bool | str = False
+    mask_mod: Any = None
+    score_mod: Any = None
+    sinks: Any = None
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -68,7 +75,8 @@ class Inputs(NamedTuple):
     """Checked 4-D arrays and their problem; `ndim` is the number of axes that the user gave.
 
     `empty`: the size of the batch, the queries or the keys is 0. The problem then has size 1 in its
-    place, and neither offsets nor a block mask.
+    place, and neither offsets nor a block mask nor functions. `captured`: the arrays of the score
+    function as the user gave them.
     """
 
     problem: Problem
@@ -78,6 +86,10 @@ class Inputs(NamedTuple):
     bias: Any
     ndim: int
     empty: bool = False
+    sinks: Any = None
+    score_arrays: tuple[Any, ...] = ()
+    mask_arrays: tuple[Any, ...] = ()
+    captured: tuple[Any, ...] = ()
 
 
 def offsets(cu_seqlens: Any) -> Any:
@@ -127,10 +139,12 @@ def prepare(
     latent: bool = False,
     scales: Any = None,
     may_be_empty: bool = False,
+    on_cpu: bool = True,
 ) -> Inputs:
     """Check arrays against each other and build the problem they pose.
 
-    `may_be_empty` says whether the batch, the queries or the keys may have size 0.
+    `may_be_empty` says whether the batch, the queries or the keys may have size 0, and `on_cpu`
+    whether the engine takes captured arrays as NumPy arrays.
 
     Raises
     ------
@@ -172,6 +186,21 @@ def prepare(
             offsets_q = offsets_k = None
         block_mask = None
         leading = None if leading is None else (max(leading[0], 1), leading[1])
+    mask_mod, score_mod, sinks = request.mask_mod, request.score_mod, request.sinks
+    captured: tuple[Any, ...] = ()
+    mask_arrays: tuple[Any, ...] = ()
+    score_arrays: tuple[Any, ...] = ()
+    if mask_mod is not None:
+        traced = trace_mask(mask_mod)
+        mask_arrays, mask_mod = traced.arrays, MaskFunction(*traced)
+    if score_mod is not None:
+        score_mod, captured = trace_score(score_mod)
+        score_arrays = captured
+        if on_cpu:
+            pairs = zip(captured, score_mod.arrays, strict=True)
+            score_arrays = tuple(host_values(x, spec, copy=False) for x, spec in pairs)
+    if empty:  # there is no score
+        mask_mod = score_mod = None
     fields: dict[str, Any] = {
         **{"n_q": max(n_q, 1), "n_kv": max(n_kv, 1), "head_dim": d, "head_dim_v": of_v[3]},
         **{"batch": max(batch, 1), "heads": heads, "kv_heads": of_k[1], "dtype": dtype},
@@ -179,6 +208,7 @@ def prepare(
         **{"scale": request.scale, "mask": request.mask, "block_mask": block_mask},
         **{"cu_seqlens_q": offsets_q, "cu_seqlens_k": offsets_k, "bias": leading},
         **{"latent": latent, "scales": tuple(scales) if isinstance(scales, list) else scales},
+        **{"mask_mod": mask_mod, "score_mod": score_mod, "sinks": sinks is not None},
     }
     try:
         problem = _same_problem(**fields)
@@ -191,7 +221,10 @@ def prepare(
                 check_finite(name, x)
     if ndim < 4:
         q, k, v = expand(q), expand(k), expand(v)
-    return Inputs(problem, q, k, v, bias, ndim, empty)
+    if sinks is not None and on_cpu:
+        sinks = _sinks(sinks, problem)
+    given = problem, q, k, v, bias, ndim, empty
+    return Inputs(*given, sinks, score_arrays, mask_arrays, captured)
 
 
 #: Validated once for the same arguments: short GPU calls feel the difference.
@@ -289,6 +322,17 @@ def _bias_shape(bias: Any, dtype: str, full: tuple[int, ...]) -> tuple[int, ...]
             f"optional, got {shape}"
         )
     return (1,) * (4 - len(shape)) + shape
+
+
+def _sinks(sinks: Any, problem: Problem) -> np.ndarray:
+    """The sinks, (heads,), in the accumulator's type."""
+    array = checks.as_array("sinks", sinks)
+    if array.shape != (problem.heads,) or array.dtype.kind in "biuc":
+        raise ShapeError(
+            f"sinks must be one number per query head, ({problem.heads},), got {array.dtype} of "
+            f"shape {array.shape}"
+        )
+    return array.astype(problem.compute_dtype, copy=False)
 
 
 def _block_mask(block_mask: Any, tiling: Tiling | None) -> BlockMask:

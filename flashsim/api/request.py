@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +25,7 @@ from flashsim.errors import (
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.precision import Precision
+from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.tiling import Tiling
 
@@ -37,6 +38,7 @@ class Checked:
     """A request that passed every check: the job, its engine, and the kind of its arrays.
 
     `empty`: the batch, the queries or the keys have size 0, and the engine is `Nothing`.
+    `captured`: the arrays of the score function as the user gave them.
     """
 
     engine: Engine
@@ -46,6 +48,7 @@ class Checked:
     ndim: int
     bias_shape: tuple[int, ...] | None
     empty: bool = False
+    captured: tuple[Any, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the engine, so that a `Result` can be pickled.
@@ -81,10 +84,12 @@ class Checked:
         trace: bool | str | None,
         *,
         dlse: bool,
+        captured: Sequence[str] = (),
     ) -> Job:
         """Return the job of the requested backward pass after the forward pass `mine`.
 
-        `dlse` says whether the caller gives a gradient of the LSE.
+        `dlse` says whether the caller gives a gradient of the LSE, and `captured` names the
+        captured arrays of the score function whose gradients it wants.
         """
         engine = self.engine
         algorithm = plans.backward_form(mine.algorithm, deterministic)  # or say what it may be
@@ -92,7 +97,7 @@ class Checked:
             trace = inputs.check_trace_mode(trace, self.backend)
         job = replace(
             mine,
-            problem=replace(mine.problem, dlse=True) if dlse else mine.problem,
+            problem=_with(mine.problem, dlse=dlse, score_grads=tuple(captured)),
             tiling=tiling,
             algorithm=algorithm,
             trace=mine.trace if trace is None else trace,
@@ -163,6 +168,8 @@ def _key(
         return None
     if request.nan_policy != "propagate":
         return None
+    if not request.mask_mod is request.score_mod is request.sinks is None:
+        return None  # captured arrays may change between calls
     more: list[Any] = [] if bias is None else [bias.shape, bias.dtype]
     for name, x in request.options:
         if name in _PLAIN:
@@ -176,6 +183,12 @@ def _key(
         *(type(request.causal), type(request.window), type(request.softcap)),
         *(type(request.scale), type(request.trace), host.library, *request[:-1], *more),
     )
+
+
+def _with(problem: Problem, **fields: Any) -> Problem:
+    """The problem with other fields; itself if they are the same."""
+    same = all(getattr(problem, name) == value for name, value in fields.items())
+    return problem if same else replace(problem, **fields)
 
 
 def _options(request: Request) -> dict[str, Any]:
@@ -223,6 +236,7 @@ def _check(
         latent=latent,
         scales=grains,
         may_be_empty=True,
+        on_cpu=on_cpu,
     )
     problem, empty = given.problem, given.empty
     if problem.fp8 and "scales" not in engine.OPTIONS:
@@ -253,10 +267,13 @@ def _check(
         inputs.check_key_order(request.key_order),
         inputs.check_trace_mode(request.trace, backend),
         options,
+        sinks=given.sinks,
+        score_arrays=given.score_arrays,
+        mask_arrays=given.mask_arrays,
     )
     runs = Nothing(engine) if empty else engine
     bias_shape = None if bias is None else tuple(bias.shape)
-    return Checked(runs, backend, host, job, given.ndim, bias_shape, empty)
+    return Checked(runs, backend, host, job, given.ndim, bias_shape, empty, given.captured)
 
 
 def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:

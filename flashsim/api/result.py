@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,8 @@ from flashsim.api.arrays import (
 from flashsim.api.request import Checked, adopted
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import TraceError, UnsupportedError, own_errors
-from flashsim.problem.problem import Problem
+from flashsim.problem import checks
+from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
 from flashsim.version import __version__
@@ -65,6 +66,10 @@ class Gradients(_Pass):
     dq, dk, dv : array
     dbias : array or None
         Shaped like the bias; None without a bias.
+    captured : dict
+        Gradients of the score function's captured arrays that were asked for, by name.
+    dsinks : array (heads,) or None
+        In the accumulator's type; None without sinks.
     kernel : str
         The kernel that ran.
     tiling : Tiling
@@ -75,6 +80,8 @@ class Gradients(_Pass):
     dk: Any
     dv: Any
     dbias: Any
+    captured: dict[str, Any]
+    dsinks: Any
     kernel: str
     tiling: Tiling
     _trace: Trace | None = field(repr=False)
@@ -148,6 +155,7 @@ class Result(_Pass):
         tiling: Tiling | None = None,
         deterministic: bool | None = None,
         trace: bool | str | None = None,
+        captured: bool | Sequence[str] | None = None,
     ) -> Gradients:
         """Compute the gradients with the same algorithm, recomputing P.
 
@@ -178,13 +186,17 @@ class Result(_Pass):
             Default: by `algorithm` ("flash2", three-pass: True; "flash2-fused": False).
         trace : bool or "timeline", optional
             Default: as in `run`.
+        captured : bool or sequence of str, optional
+            The captured arrays of `score_mod` to compute gradients for, by the names of the
+            variables that hold them; True: all arrays of floats. Default: those whose
+            `requires_grad` is true, as torch's parameters.
 
         Raises
         ------
         ShapeError, DTypeError, OptionError, SramOverflow
         """
         given = self._asked, self._job, self.out, self.lse, self._saved, dout, dlse
-        return gradients(*given, tiling, deterministic, trace)
+        return gradients(*given, tiling, deterministic, trace, captured)
 
 
 def _cell(ran: Result | Gradients) -> str:
@@ -203,6 +215,7 @@ def gradients(
     tiling: Tiling | None,
     deterministic: bool | None,
     trace: bool | str | None,
+    captured: bool | Sequence[str] | None = None,
 ) -> Gradients:
     """Run the backward pass of the forward pass `mine`.
 
@@ -210,6 +223,8 @@ def gradients(
     """
     on_cpu = asked.backend in dispatch.ON_CPU
     alike = None if on_cpu else _alike(mine, dout, dlse, tiling, deterministic, trace)
+    if mine.problem.score_mod is not None:
+        alike = None
     known = None if alike is None else mine.memo.get(alike)
     if known is None:
         given = {"dout": dout} if dlse is None else {"dout": dout, "dlse": dlse}
@@ -221,7 +236,10 @@ def gradients(
         if on_cpu:
             require_numpy(asked.backend, dout=dout, dlse=dlse)
         inputs.check_tiling(tiling)
-        job = asked.backward_job(mine, saved, tiling, deterministic, trace, dlse=dlse is not None)
+        wanted = _wanted(mine, asked.captured, captured)
+        job = asked.backward_job(
+            *(mine, saved, tiling, deterministic, trace), dlse=dlse is not None, captured=wanted
+        )
         if alike is not None:
             mine.memo[alike] = job.given(None, None, None)
     else:
@@ -239,10 +257,43 @@ def gradients(
         dk=give(squeeze(given["dk"], ndim)),
         dv=give(squeeze(given["dv"], ndim)),
         dbias=None if dbias is None else give(dbias.reshape(asked.bias_shape)),
+        captured=_captured(job, asked.captured, given, give),
+        dsinks=None if "dsinks" not in given else give(given["dsinks"]),
         kernel=outcome.kernel,
         tiling=outcome.tiling,
         _trace=recorded(job, outcome, "backward", asked.backend),
     )
+
+
+def _wanted(mine: Job, arrays: Sequence[Any], asked: bool | Sequence[str] | None) -> list[str]:
+    """Names of the captured arrays whose gradients are asked for."""
+    graph = mine.problem.score_mod
+    able = [] if graph is None else [spec.name for spec in graph.differentiable]
+    if asked is True:
+        return able
+    if asked is None or asked is False:
+        if graph is None or asked is False:
+            return []
+        pairs = zip(graph.arrays, arrays, strict=True)
+        asking = {spec.name for spec, x in pairs if getattr(x, "requires_grad", False)}
+        return [name for name in able if name in asking]
+    for name in [asked] if isinstance(asked, str) else asked:
+        checks.one_of("captured", name, able)
+    return [name for name in able if name in asked]
+
+
+def _captured(
+    job: Job, arrays: Sequence[Any], given: Mapping[str, Any], give: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """Gradients of captured arrays by name, in each array's shape and type."""
+    graph, found = job.problem.score_mod, {}
+    for spec in () if graph is None else graph.arrays:
+        if f"d:{spec.name}" in given:
+            gradient = given[f"d:{spec.name}"]
+            if isinstance(gradient, np.ndarray):
+                gradient = gradient.astype(numpy_dtype(spec.dtype), copy=False)
+            found[spec.name] = give(gradient)
+    return found
 
 
 def _alike(mine: Job, dout: Any, dlse: Any, *how: Any) -> tuple[Any, ...] | None:

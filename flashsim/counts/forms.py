@@ -74,6 +74,43 @@ class Forms:
         each = {"Q": q, "K": kv, "V": kv}
         return {f"{name}_scale": 4 * each[name] for name in each if name in loaded}
 
+    def functions(
+        self, algorithm: str, stage: str, outer: str, s: Schedule
+    ) -> dict[tuple[str, str], int]:
+        """Bytes that score and mask functions read, and add to gradients, in a stage with scores.
+
+        Every visit reads what the score function needs, and every visit of a MASKED tile what the
+        mask function needs: each row's, column's and score's elements, and one element per value
+        that a head has. A Q-outer loop reads the first and the last kind once per row tile.
+        """
+        p, h, moved = self.p, self.heads, {}
+        if stage == "delta" and p.sinks:
+            step = h * s.t_r * self.a
+            moved = {("load", "sink"): step, ("load", "L"): self.stat()}
+            return {**moved, ("reduce", "dSink_acc"): step}
+        scored = ("forward", "dkdv", "dq", "fused", "backward")
+        if stage not in (("scores",) if algorithm == "standard" else scored):
+            return {}
+        if stage == "forward" and p.sinks:
+            moved["load", "sink"] = h * s.t_r * self.a
+        mask = None if p.mask_mod is None else p.mask_mod.graph
+        for name, graph in (("F", p.score_mod), ("M", mask)):
+            if graph is None or not graph.loads:
+                continue
+            of, sums = graph.widths, s.sums if name == "F" else s.masked_sums
+            moved["load", name] = h * (of["col"] * sums.row_cols + of["score"] * sums.area)
+            own = h * (of["row"] * self.p.n_q + of["fixed"] * s.t_r)
+            if outer == "keys":
+                own = h * (of["row"] * sums.col_rows + of["fixed"] * sums.visits)
+                moved["load", name] += own
+            else:
+                moved["load", f"{name}_own"] = own
+        if stage in ("dq", "fused", "backward") and p.score_grads:
+            reads = [p.score_mod.nodes[n] for n in p.score_mod.loads]
+            added = sum(p.score_mod.arrays[x.value].name in p.score_grads for x in reads)
+            moved["reduce", "dF_acc"] = h * s.sums.area * added * self.a
+        return moved
+
     # -- stages ---------------------------------------------------------------------------------
 
     def forward(self, algorithm: str, stage: str, s: Schedule) -> dict[tuple[str, str], int]:

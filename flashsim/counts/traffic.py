@@ -67,6 +67,7 @@ class Traffic:
             owners = plans.heads_of(stage, problem)[0]
             scales = forms.scales(loaded, stage.outer, walk, owners)
             moved |= {("load", name): nbytes for name, nbytes in scales.items()}
+            moved |= forms.functions(algorithm, stage.name, stage.outer, walk)
             for (op, tensor), nbytes in moved.items():
                 if nbytes:
                     self.transfers[stage.name, op, tensor] = nbytes
@@ -235,11 +236,15 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
     f = Forms(problem)
     inputs, results = (f.q(item) + f.k(item) + f.v(item) for item in (f.e, f.r))
     inputs += f.matrix(f.r) + whole_bytes(problem, "table")
+    inputs += whole_bytes(problem, "F") + whole_bytes(problem, "M")
+    inputs += whole_bytes(problem, "sink") if problem.sinks else 0
     if problem.scales is not None:
         inputs += sum(whole_bytes(problem, name) for name in SCALES)
     if direction == "forward":
         return inputs + f.o(f.r) + f.stat()
     gradients = results + f.matrix(f.r)
+    gradients += whole_bytes(problem, "dF_acc") if problem.score_grads else 0
+    gradients += whole_bytes(problem, "dSink_acc") if problem.sinks else 0
     return inputs + gradients + 2 * f.o(f.r) + f.stat() * (1 + problem.dlse)
 
 
@@ -251,7 +256,7 @@ def once(problem: Problem, algorithm: str, direction: str = "forward") -> int:
     standard attention it adds the N x N matrices. A single tile over all scores requests exactly
     these bytes; no mask keeps a whole tensor from being read.
     """
-    p = replace(problem, mask=None, block_mask=None, causal=False, window=None)
+    p = replace(problem, mask=None, mask_mod=None, block_mask=None, causal=False, window=None)
     whole = Tiling(p.n_q, p.n_kv)
     return Traffic(p, whole, algorithm, direction, Device.get("H100"), "ascending").bytes()
 
@@ -265,13 +270,16 @@ def saved(problem: Problem, algorithm: str) -> int:
     return sum(whole_bytes(problem, name) for name in _kept(problem, algorithm))
 
 
+_RESULTS = {"O", "dQ", "dK", "dV", "dBias", "dF_acc", "dSink_acc"}
+
+
 def workspace(problem: Problem, algorithm: str, direction: str = "forward", parts: int = 1) -> int:
     """Bytes of HBM that a pass uses besides its inputs, its outputs and the saved tensors.
 
     `parts` is the largest number of parts that any query's keys are divided into.
     """
     written = set(plans.tensors_of(problem, algorithm, direction, "store", "reduce"))
-    rest = written - _kept(problem, algorithm) - {"O", "dQ", "dK", "dV", "dBias"}
+    rest = written - _kept(problem, algorithm) - _RESULTS
     return sum(
         whole_bytes(problem, name) * ((parts > 1) * parts if name.endswith("_part") else 1)
         for name in rest

@@ -8,7 +8,8 @@ tanh (a GPU's special-function unit); ``max`` counts comparisons; subtraction is
 or row maximum over n elements is n operations; guards against rows without keys are not counted. A
 tile operation reads each operand once from SRAM and writes its result once; this model ignores
 reuse in registers. A masked tile costs as much as a full one, because the hardware computes all of
-it.
+it. ``function`` counts each floating-point operation of a score function and its derivative once.
+A mask function compares integers, which are no floating-point operations.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from flashsim.functions.derivative import gradient_flops
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 
-KINDS = ("matmul", "exp", "max", "add", "multiply", "divide")
+KINDS = ("matmul", "exp", "max", "add", "multiply", "divide", "function")
 
 
 class Cost(NamedTuple):
@@ -88,6 +90,19 @@ def _scores(p: Problem, d: int, *, gated: bool = False) -> tuple[TileOp, ...]:
             ops.append(TileOp("gate = 1 - tanh(S / c)^2", "S", "gate", gate))
     if p.bias:
         ops.append(TileOp("S = S + bias", "S bias", "S", {"add": scores(1)}))
+    if p.score_mod is not None:
+        ops.append(TileOp("S = score_mod(S)", "S", "S", {"function": scores(p.score_mod.flops)}))
+    return tuple(ops)
+
+
+def _score_gradient(p: Problem) -> tuple[TileOp, ...]:
+    """The tile operations from dS back to the gradient of the scaled product."""
+    ops = []
+    if p.score_mod is not None:
+        cost = {"function": scores(gradient_flops(p.score_mod, p.score_grads))}
+        ops.append(TileOp("dS = d score_mod(S) dS", "S_raw dP", "dP", cost))
+    if p.softcap:
+        ops.append(TileOp("dS = gate dS", "gate dP", "dP", {"multiply": scores(1)}))
     return tuple(ops)
 
 
@@ -187,7 +202,7 @@ def _backward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWor
     grad_s = (
         _mm("dP = dO V^T", "dO V", "dP", dv),
         TileOp("dS = P (dP - delta)", "S dP" if algorithm == "flash1" else "S dP delta", "dP", ds),
-        *((TileOp("dS = gate dS", "gate dP", "dP", {"multiply": scores(1)}),) if p.softcap else ()),
+        *_score_gradient(p),
     )
     dv_op = _mm("dV = dV + P^T dO", "S dO dV", "dV", dv)
     dk_op = _mm("dK = dK + dS^T Q", "dP Q dK", "dK", d)

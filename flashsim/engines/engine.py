@@ -29,6 +29,9 @@ class Job:
     q, k, v : array, (batch, heads, n_q, d), (batch, kv_heads, n_kv, d), (batch, kv_heads, n_kv, dv)
         Arrays of the user's library (NumPy, CuPy, torch), validated against `problem`.
     bias : array (1 or batch, 1 or heads, n_q, n_kv) or None
+    sinks : array (heads,), in the accumulator's type, or None
+    score_arrays, mask_arrays : tuple of array
+        The captured arrays of `problem.score_mod` and `problem.mask_mod`, in their graphs' order.
     trace : bool or str
         False, True (counts) or "timeline".
     options : mapping
@@ -53,6 +56,9 @@ class Job:
     options: Mapping[str, Any] = field(default_factory=dict)
     deterministic: bool = False
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    sinks: Any = None
+    score_arrays: tuple[Any, ...] = ()
+    mask_arrays: tuple[Any, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the engine's memo; a pickled `Result` holds only the request."""
@@ -81,6 +87,8 @@ class Outcome(NamedTuple):
     ----------
     arrays : dict
         Forward: "out", "lse"; backward: "dq", "dk", "dv" and, with a bias, "dbias"; 4-D (LSE 3-D).
+        With sinks "dsinks", (heads,), and for each captured array of `problem.score_grads`
+        "d:<name>", of its shape; both in the accumulator's type.
     tiling : Tiling
         The tiling that ran.
     stages : tuple of StageTrace or None

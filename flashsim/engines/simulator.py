@@ -14,6 +14,7 @@ from flashsim.algorithms.machine import Machine
 from flashsim.algorithms.tiles import log_sum_exp
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import UnsupportedError
+from flashsim.functions.graph import Graph
 from flashsim.problem.precision import USUAL, round_to
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule import plans
@@ -84,9 +85,19 @@ def backward(
         hbm.put("dL", dlse, dtype_of(job.problem, "dL"))
     made = _room(job, "backward", hbm)
     arrays = {name.lower(): made[name] for name in ("dQ", "dK", "dV", "dBias") if name in made}
+    for name, array in zip(_names(job.problem.score_mod), job.score_arrays, strict=True):
+        if name in job.problem.score_grads:
+            zeros = np.zeros(array.shape, job.problem.compute_dtype)
+            arrays[f"d:{name}"] = hbm.captured_gradients[name] = zeros
     _run(PASSES[job.algorithm][1], machine)
+    if job.problem.sinks:
+        arrays["dsinks"] = made["dSink_acc"].sum(axis=(0, 2))
     stages = tuple(machine.stages) if job.trace else None
     return Outcome(arrays, machine.tiling, stages, "simulator")
+
+
+def _names(graph: Graph | None) -> tuple[str, ...]:
+    return () if graph is None else tuple(a.name for a in graph.arrays)
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> np.ndarray:
@@ -128,6 +139,13 @@ def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> 
         machine.hbm.put("bias", _packed(whole, p), p.result_dtype)
     elif job.bias is not None:
         machine.hbm.put_shared("bias", job.bias, p.result_dtype)
+    if p.score_mod is not None:
+        machine.hbm.put_captured("F", p.score_mod, job.score_arrays)
+    if p.mask_mod is not None:
+        machine.hbm.put_captured("M", p.mask_mod.graph, p.mask_mod.arrays)
+    if p.sinks:
+        whole = np.broadcast_to(job.sinks[:, None], (p.batch, p.heads, 1))
+        machine.hbm.put("sink", whole, p.compute_dtype)
     if p.scales is not None:
         for name, array in zip(INPUTS, job.options["scales"], strict=True):
             heads = p.heads if name == "Q" else p.kv_heads
@@ -186,6 +204,12 @@ def _room(
     p, made = job.problem, {}
     for name in plans.tensors_of(p, job.algorithm, direction, "store", "reduce"):
         its, dtype = shape(p, name), dtype_of(p, name)
+        if name == "dF_acc":  # one sum per captured array
+            continue
+        if name == "dSink_acc":
+            made[name] = np.zeros((p.batch, p.heads, 1), dtype)
+            hbm.put(name, made[name], dtype)
+            continue
         if its.owner == BIAS:
             made[name] = np.full(job.bias.shape, np.nan, numpy_dtype(dtype))
             hbm.put_shared(name, made[name], dtype)

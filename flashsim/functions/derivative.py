@@ -11,9 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from functools import lru_cache
 from typing import NamedTuple
 
-from flashsim.functions.graph import FLOAT, SCORE, ArraySpec, Builder, Graph, Node
+from flashsim.functions.graph import (
+    FLOAT,
+    SCORE,
+    ArraySpec,
+    Builder,
+    Graph,
+    Node,
+    count_flops,
+    needed,
+)
 
 #: The name of the argument that holds the gradient of a score function's result.
 DOUT = "dout"
@@ -55,6 +65,14 @@ def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
             if term is not None and build.nodes[a].kind == FLOAT:
                 gradient[a] = build.op("add", gradient[a], term) if a in gradient else term
     return Adjoints(tuple(build.nodes), graph.root, score, tuple(reads), graph.arrays)
+
+
+@lru_cache(maxsize=256)
+def gradient_flops(graph: Graph, wanted: tuple[str, ...]) -> int:
+    """Floating-point operations of the derivative per score, with those that it recomputes."""
+    made = adjoints(graph, wanted)
+    roots = [g for _, g in made.reads] + ([] if made.score is None else [made.score])
+    return count_flops(made.nodes, needed(made.nodes, roots))
 
 
 class _Terms:

@@ -13,7 +13,17 @@ from typing import NamedTuple
 import numpy as np
 
 from flashsim.functions.derivative import adjoints
-from flashsim.functions.graph import BOOL, FLOAT, INDICES, INT, SCORE, ArraySpec, Graph, Node
+from flashsim.functions.graph import (
+    BOOL,
+    FLOAT,
+    INDICES,
+    INT,
+    SCORE,
+    ArraySpec,
+    Graph,
+    Node,
+    needed,
+)
 from flashsim.functions.intervals import ranges_of_integers
 
 _CUDA_TYPES = {BOOL: "bool", INT: "int", FLOAT: "float"}
@@ -219,17 +229,6 @@ def _gradient_lines(
     for n in ends:
         lines.append(_ADD_SUM % (n, f"c.g{made.nodes[n].value} + {cuda.offset(made.nodes[n])}"))
     return [*lines, "}"]
-
-
-def needed(nodes: tuple[Node, ...], roots: Iterable[int]) -> list[int]:
-    """The numbers of the nodes that some results depend on, in order."""
-    found, stack = set(), list(roots)
-    while stack:
-        n = stack.pop()
-        if n not in found:
-            found.add(n)
-            stack += nodes[n].args
-    return sorted(found)
 
 
 def never_negative(nodes: tuple[Node, ...]) -> list[bool]:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,8 @@ BOOL, INT, FLOAT = "b", "i", "f"
 RANK = {BOOL: 0, INT: 1, FLOAT: 2}
 #: The arguments of a score function. A mask function has all except the score.
 SCORE, INDICES = "score", ("b", "h", "q", "k")
+#: What a captured element varies with, besides the batch entry and the head.
+SIDES = ("fixed", "row", "col", "score")
 #: Element types of captured arrays, and the kind of what is read.
 ELEMENTS = {
     **{"bool": BOOL, "int8": INT, "uint8": INT, "int16": INT, "int32": INT, "int64": INT},
@@ -132,6 +135,11 @@ class ArraySpec(NamedTuple):
         """The kind of an element that was read."""
         return ELEMENTS[self.dtype]
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return {"bool": 1, "bfloat16": 2}.get(self.dtype) or np.dtype(self.dtype).itemsize
+
 
 @dataclass(frozen=True)
 class Graph:
@@ -184,23 +192,34 @@ class Graph:
         return tuple(a for a in self.arrays if a.kind == FLOAT)
 
     def side(self, n: int) -> str:
-        """What the index of load node `n` varies with: "fixed" (one value per head), "row",
-        "col" or "score".
-        """
+        """What load node `n` varies with, one of SIDES; "fixed" is one value per head."""
         moving = frozenset().union(*(self.depends[a] for a in self.nodes[n].args)) - {"b", "h"}
         return {frozenset(): "fixed", frozenset("q"): "row", frozenset("k"): "col"}.get(
             moving, "score"
         )
 
+    def argument(self, name: str) -> int:
+        """The number of the node of an argument; -1 if the function does not use it."""
+        found = [n for n, x in enumerate(self.nodes) if x.op == "arg" and x.value == name]
+        return found[0] if found else -1
+
+    @cached_property
+    def widths(self) -> dict[str, int]:
+        """Bytes that are read of captured arrays, by `side`: per head, row, column or score."""
+        found = dict.fromkeys(SIDES, 0)
+        for n in self.loads:
+            found[self.side(n)] += self.arrays[self.nodes[n].value].itemsize
+        return found
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all captured arrays."""
+        return sum(math.prod(a.shape) * a.itemsize for a in self.arrays)
+
     @cached_property
     def flops(self) -> int:
-        """Floating-point operations of one evaluation; each operation on floats counts as one."""
-        quiet = ("arg", "const", "load", "cast", "where")
-        return sum(
-            1
-            for node in self.nodes
-            if node.op not in quiet and any(self.nodes[a].kind == FLOAT for a in node.args)
-        )
+        """Floating-point operations of one evaluation."""
+        return count_flops(self.nodes, range(len(self.nodes)))
 
     def evaluate(
         self, given: Mapping[str, Any], arrays: Iterable[Any], dtype: str = "float64"
@@ -213,9 +232,13 @@ class Graph:
         return self.values(given, arrays, dtype)[self.root]
 
     def values(
-        self, given: Mapping[str, Any], arrays: Iterable[Any], dtype: str = "float64"
+        self,
+        given: Mapping[str, Any],
+        arrays: Iterable[Any],
+        dtype: str = "float64",
+        read: Mapping[int, Any] = MappingProxyType({}),
     ) -> list[Any]:
-        """The value of every node, as `evaluate` computes them."""
+        """The value of every node, as `evaluate` computes them; `read` holds those of loads."""
         kinds = {BOOL: np.dtype(bool), INT: np.dtype(np.int64), FLOAT: np.dtype(dtype)}
         captured = tuple(arrays)
         found: list[Any] = []
@@ -226,6 +249,8 @@ class Graph:
                     value = np.asarray(given[node.value])
                 elif node.op == "const":
                     value = kinds[node.kind].type(node.value)
+                elif len(found) in read:
+                    value = read[len(found)]
                 elif node.op == "load":
                     value = captured[node.value][place(args, captured[node.value].shape)]
                 elif node.op == "cast":
@@ -234,6 +259,27 @@ class Graph:
                     value = OPERATIONS[node.op].numpy(*args)
                 found.append(np.asarray(value).astype(kinds[node.kind], copy=False))
         return found
+
+
+def needed(nodes: tuple[Node, ...], roots: Iterable[int]) -> list[int]:
+    """The numbers of the nodes that some results depend on, in order."""
+    found, stack = set(), list(roots)
+    while stack:
+        n = stack.pop()
+        if n not in found:
+            found.add(n)
+            stack += nodes[n].args
+    return sorted(found)
+
+
+def count_flops(nodes: tuple[Node, ...], numbers: Iterable[int]) -> int:
+    """Floating-point operations of some nodes; a choice, a read and a conversion are none."""
+    quiet = ("arg", "const", "load", "cast", "where")
+    return sum(
+        1
+        for n in numbers
+        if nodes[n].op not in quiet and any(nodes[a].kind == FLOAT for a in nodes[n].args)
+    )
 
 
 def check_extents(graph: Graph, **extents: int) -> None:
@@ -256,6 +302,14 @@ def place(indices: Iterable[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
     return tuple(
         np.clip(np.where(i < 0, i + n, i), 0, n - 1) for i, n in zip(indices, shape, strict=True)
     )
+
+
+def add_at(total: np.ndarray, indices: Iterable[Any], each: np.ndarray) -> None:
+    """Add each value to the element of `total` that its indices read, in float64."""
+    at = tuple(np.broadcast_to(i, each.shape) for i in place(indices, total.shape))
+    flat = np.ravel_multi_index(at, total.shape) if at else np.zeros(each.shape, np.int64)
+    sums = np.bincount(flat.ravel(), each.ravel().astype(np.float64), total.size)
+    total += sums.reshape(total.shape).astype(total.dtype)
 
 
 class Builder:
@@ -314,7 +368,7 @@ class Builder:
         if node.kind == kind:
             return n
         if node.op == "const":
-            return self.const({BOOL: bool, INT: _to_int, FLOAT: float}[kind](node.value))
+            return self.const(_plain(node.value, kind))
         if kind == BOOL:
             return self.op("ne", n, self.const(0))
         return self.put(Node("cast", (n,), None, kind))
@@ -345,11 +399,11 @@ class Builder:
         return tuple(self.cast(a, kind) for a in args)
 
     def _folded(self, name: str, args: tuple[int, ...], kind: str) -> int:
-        types = {BOOL: bool, INT: np.int64, FLOAT: np.float64}
+        types: dict[str, Any] = {BOOL: bool, INT: np.int64, FLOAT: np.float64}
         values = [types[self.nodes[a].kind](self.nodes[a].value) for a in args]
         with np.errstate(all="ignore"):
             result = OPERATIONS[name].numpy(*values)
-        return self.const({BOOL: bool, INT: int, FLOAT: float}[kind](result))
+        return self.const(_plain(result, kind))
 
     def _is(self, n: int, value: Any) -> bool:
         node = self.nodes[n]
@@ -393,5 +447,8 @@ def _key(node: Node) -> tuple[Any, ...]:
     return node.op, node.args, repr(node.value), node.kind
 
 
-def _to_int(value: Any) -> int:
-    return math.trunc(value)
+def _plain(value: Any, kind: str) -> Any:
+    """A constant as a Python number of this kind."""
+    if kind == BOOL:
+        return bool(value)
+    return math.trunc(value) if kind == INT else float(value)

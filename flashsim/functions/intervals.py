@@ -169,7 +169,7 @@ def _unknown(node: Node, shape: Any) -> Interval:
 
 
 def _bounds(node: Node, args: list[Interval], kinds: list[str]) -> Interval:
-    op = node.op
+    op, result = node.op, args[0]
     if op in ("add", "min", "max", "and", "or"):
         function = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.minimum,
                     "or": np.maximum}[op]  # fmt: skip
@@ -266,7 +266,7 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 #: Operations that never fall as their argument rises.
-_RISING = {
+_RISING: dict[str, Callable[..., Any]] = {
     **{"exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log2": np.log2},
     **{"log1p": np.log1p, "sqrt": np.sqrt, "tanh": np.tanh, "floor": np.floor, "ceil": np.ceil},
     "sigmoid": _sigmoid,

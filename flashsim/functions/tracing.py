@@ -72,6 +72,12 @@ def _trace(function: Callable[..., Any], arguments: Iterable[str], kind: str, fo
             f"{name} must return {names[kind]} per score, as {form} does; it returns {names[found]}"
         )
     graph = recorder.builder.graph(recorder.builder.cast(root, kind), name)
+    for n in graph.loads:
+        if any(SCORE in graph.depends[a] for a in graph.nodes[n].args):
+            raise FunctionError(
+                f"{name} reads {graph.arrays[graph.nodes[n].value].name} at an index that depends "
+                "on the score; an index may depend on b, h, q, k and captured integers"
+            )
     # `graph` keeps the arrays that are read, in their order
     read = sorted({n.value for n in _needed(recorder.builder, root) if n.op == "load"})
     return Traced(graph, tuple(recorder.arrays[a] for a in read))
@@ -486,7 +492,7 @@ class _Arithmetic:
 
     __lt__, __le__ = _operator("lt"), _operator("le")
     __gt__, __ge__ = _operator("gt"), _operator("ge")
-    __eq__, __ne__ = _operator("eq"), _operator("ne")  # type: ignore[assignment]
+    __eq__, __ne__ = _operator("eq"), _operator("ne")
     __hash__ = object.__hash__
     __add__, __radd__ = _operator("add"), _operator("add", True)
     __sub__, __rsub__ = _operator("sub"), _operator("sub", True)
@@ -540,8 +546,8 @@ class Symbol(_Arithmetic):
         raise FunctionError(_NO_IF)
 
     __bool__ = _refuse
-    __len__ = None  # type: ignore[assignment]
-    __iter__ = None  # type: ignore[assignment]
+    __len__ = None
+    __iter__ = None
 
     def __index__(self) -> int:
         raise FunctionError(
@@ -756,18 +762,19 @@ def _either(original: Any, name: str, *args: Any, **keywords: Any) -> Any:
     return original(*args, **keywords)
 
 
-def host_values(array: Any, spec: ArraySpec) -> np.ndarray:
-    """A read-only NumPy copy of a captured array's values."""
-    if isinstance(array, np.ndarray):
-        values = array.copy()
-    elif hasattr(array, "detach"):  # torch; NumPy has no bfloat16 of its own
+def host_values(array: Any, spec: ArraySpec, *, copy: bool = True) -> np.ndarray:
+    """A captured array's values as a NumPy array; bfloat16, which NumPy lacks, as float32.
+
+    With `copy` it is a read-only copy, and otherwise a view where possible.
+    """
+    if hasattr(array, "detach"):  # torch
         plain = array.detach().cpu()
-        values = (plain.float() if spec.dtype == "bfloat16" else plain).numpy().copy()
-    elif hasattr(array, "get") and hasattr(array, "device"):  # CuPy
-        values = array.get()
-    else:
-        values = np.array(array)
-    if spec.kind == FLOAT and values.dtype.name not in ("float16", "float32", "float64"):
+        array = (plain.float() if spec.dtype == "bfloat16" else plain).numpy()
+    elif hasattr(array, "get") and not isinstance(array, np.ndarray):  # CuPy
+        array = array.get()
+    values = np.array(array) if copy else np.asarray(array)
+    if spec.dtype == "bfloat16":
         values = values.astype(np.float32)
-    values.setflags(write=False)
+    if copy:
+        values.setflags(write=False)
     return values

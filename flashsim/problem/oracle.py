@@ -7,12 +7,15 @@ arrays of any library and return NumPy's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flashsim.errors import ShapeError, own_errors
+from flashsim.functions.forward_mode import pushed
+from flashsim.functions.graph import add_at
 from flashsim.problem import checks
 from flashsim.problem.masks import masked_score
 from flashsim.problem.problem import Problem, numpy_dtype
@@ -37,6 +40,8 @@ def attention(
     problem: Problem,
     *,
     bias: Any = None,
+    captured: Sequence[Any] = (),
+    sinks: Any = None,
     dtype: str = "float64",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Plain attention with every intermediate rounded to `dtype`, an element type or "tf32".
@@ -49,6 +54,9 @@ def attention(
     q, k, v : ndarray, (batch, heads, n_q, d), (batch, kv_heads, n_kv, d), (.., n_kv, d_v)
     problem : Problem
     bias : ndarray, (1 or batch, 1 or heads, n_q, n_kv), optional
+    captured : sequence of ndarray
+        The captured arrays of `problem.score_mod`, in its graph's order.
+    sinks : ndarray, (heads,), optional
 
     Returns
     -------
@@ -56,7 +64,7 @@ def attention(
     lse : ndarray, (batch, heads, n_q)
     """
     q, k, v, bias, _ = _checked(problem, dtype, bias, q=q, k=k, v=v)
-    P, lse, _ = _probabilities(q, k, problem, bias, dtype)
+    P, lse, _ = _probabilities(q, k, problem, bias, dtype, captured, sinks)
     return _round(P @ _per_head(v, problem), dtype), lse
 
 
@@ -70,9 +78,13 @@ def gradients(
     *,
     dlse: Any = None,
     bias: Any = None,
+    captured: Sequence[Any] = (),
+    sinks: Any = None,
     dtype: str = "float64",
 ) -> dict[str, np.ndarray]:
     """Gradients of ``sum(out * dout) + sum(lse * dlse)``: dq, dk, dv, and dbias with a bias.
+
+    With sinks there is "dsinks", and "d:<name>" for each captured array of `problem.score_grads`.
 
     They follow arXiv:2205.14135, appendix B.2:
     dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)), dQ = scale dS K, dK = scale dS^T Q.
@@ -80,7 +92,7 @@ def gradients(
     """
     p = problem
     q, k, v, dout, bias, dlse = _checked(p, dtype, bias, dlse, q=q, k=k, v=v, dout=dout)
-    P, _, gate = _probabilities(q, k, p, bias, dtype)
+    P, lse, before = _probabilities(q, k, p, bias, dtype, captured, sinks)
     dO = dout.astype(np.float64)
     q64 = q.astype(np.float64)
     dV = _over_group(P.mT @ dO, p)
@@ -90,10 +102,17 @@ def gradients(
         delta = delta - dlse.astype(np.float64)[..., None]
     dS = _round(P * (dP - delta), dtype)
     result = {"dv": _round(dV, dtype)}
+    if sinks is not None:
+        of_sink = np.exp(np.asarray(sinks, np.float64)[:, None] - lse)
+        result["dsinks"] = _round(-(of_sink * delta[..., 0]).sum(axis=(0, 2)), dtype)
+    if p.score_mod is not None:
+        dS, of_arrays = _through_function(p, before.raw, dS, captured)
+        dS = _round(dS, dtype)
+        result |= {name: _round(x, dtype) for name, x in of_arrays.items()}
     if bias is not None:
         shared = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
         result["dbias"] = _round(dS.sum(axis=shared, keepdims=True), dtype)
-    dS = _round(dS * gate, dtype)
+    dS = _round(dS * before.gate, dtype)
     result["dq"] = _round(p.scale * (dS @ _per_head(k, p)), dtype)
     result["dk"] = _round(p.scale * _over_group(dS.mT @ q64, p), dtype)
     return result
@@ -176,10 +195,23 @@ def _checked(p: Problem, dtype: str, bias: Any, dlse: Any = None, **given: Any) 
     return (*arrays.values(), bias, dlse)
 
 
+class _Before(NamedTuple):
+    """The softcap's derivative, and the scores that the score function got, all per head."""
+
+    gate: np.ndarray | float
+    raw: np.ndarray
+
+
 def _probabilities(
-    q: np.ndarray, k: np.ndarray, p: Problem, bias: np.ndarray | None, dtype: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
-    """P, its LSE and the softcap's derivative, each of shape (batch, heads, n_q, ..)."""
+    q: np.ndarray,
+    k: np.ndarray,
+    p: Problem,
+    bias: np.ndarray | None,
+    dtype: str,
+    captured: Sequence[Any] = (),
+    sinks: Any = None,
+) -> tuple[np.ndarray, np.ndarray, _Before]:
+    """P, its LSE and what leads back from the scores, each of shape (batch, heads, n_q, ..)."""
     S = _round(q.astype(np.float64) @ _per_head(k, p).mT * p.scale, dtype)
     gate: np.ndarray | float = 1.0
     if p.softcap:
@@ -187,15 +219,65 @@ def _probabilities(
         S, gate = _round(p.softcap * tanh, dtype), 1 - tanh * tanh
     if bias is not None:
         S = _round(S + bias.astype(np.float64), dtype)
+    before = _Before(gate, S)
+    if p.score_mod is not None:
+        given = {"score": S, **_indices(p)}
+        S = _round(p.score_mod.evaluate(given, [np.asarray(x) for x in captured]), dtype)
     low = masked_score(p.compute_dtype)
-    S = np.where(keep_matrix(p) & ~np.less_equal(S, low), S, -np.inf)
+    kept = keep_matrix(p)
+    if p.mask_mod is not None:
+        kept = kept & p.mask_mod.keep(**_indices(p))
+    S = np.where(kept & ~np.less_equal(S, low), S, -np.inf)
     m = S.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        of_heads = np.asarray(sinks, np.float64)[:, None, None]
+        m = np.maximum(m, of_heads)
     base = np.where(np.isneginf(m), 0, m)
     E = _round(np.exp(S - base), dtype)
     total = E.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(of_heads - base)
     safe = np.where(total == 0, 1, total)
     lse = np.where(total == 0, -np.inf, base + np.log(safe))[..., 0]
-    return _round(E / safe, dtype), lse, gate
+    return _round(E / safe, dtype), lse, before
+
+
+def _indices(p: Problem) -> dict[str, np.ndarray]:
+    """The arguments of a function for every score: indices from the start of each sequence."""
+    q, k = np.arange(p.n_q), np.arange(p.n_kv)
+    for s in p.sequences:
+        q[s.q_start : s.q_stop] -= s.q_start
+        k[s.k_start : s.k_stop] -= s.k_start
+    b, h = np.arange(p.batch), np.arange(p.heads)
+    return {"b": b[:, None, None, None], "h": h[:, None, None], "q": q[:, None], "k": k}
+
+
+def _through_function(
+    p: Problem, raw: np.ndarray, dS: np.ndarray, captured: Sequence[Any]
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The gradients of the score function's score and of its captured arrays.
+
+    They are found one node after the other, forward: the derivative of every node by the score, and
+    by each element that is read, is pushed through the graph (`flashsim.functions.derivative` goes
+    backward). Then the elements' derivatives are summed by the index they were read at.
+    """
+    arrays = [np.asarray(x) for x in captured]
+    given = {"score": raw, **_indices(p)}
+    graph = p.score_mod
+    values = graph.values(given, arrays)
+    dS = np.where(dS == 0, 0, dS)
+    of_score = pushed(graph, values, {graph.argument("score")})
+    found = {}
+    for name in p.score_grads:
+        number = [a.name for a in graph.arrays].index(name)
+        total = np.zeros(arrays[number].shape)
+        for n in graph.loads:
+            node = graph.nodes[n]
+            if node.value == number:
+                each = np.where(dS == 0, 0, dS * pushed(graph, values, {n}))
+                add_at(total, (values[a] for a in node.args), np.broadcast_to(each, dS.shape))
+        found[f"d:{name}"] = total
+    return np.where(dS == 0, 0, dS * of_score), found
 
 
 def _per_head(x: np.ndarray, p: Problem) -> np.ndarray:

@@ -35,7 +35,7 @@ class Boxes(NamedTuple):
     kind: np.ndarray
 
     @property
-    def count(self) -> int:
+    def tiles(self) -> int:
         """The number of tiles in all boxes."""
         return int(((self.i1 - self.i0) * (self.j1 - self.j0)).sum())
 
@@ -60,7 +60,7 @@ class Boxes(NamedTuple):
         TilingError
             If there are more tiles than a table of visits holds.
         """
-        tables.check_visits(self.count)
+        tables.check_visits(self.tiles)
         height = self.i1 - self.i0
         owner = np.repeat(np.arange(len(height)), height)
         row = self.i0[owner] + np.arange(len(owner)) - (np.cumsum(height) - height)[owner]

@@ -11,11 +11,14 @@ are also the tensors that a pass saves, and the titles of pictures. The modules 
 `flashsim.algorithms`, which execute, and the closed forms in `counts.forms` do not use this module.
 The tests compare all three.
 
-Four rules avoid a separate text for every case:
+Five rules avoid a separate text for every case:
 
 - A tensor that the problem does not have is left out, and so is a stage that has nothing else.
   `bias` and `dBias` need a bias, `gate` a softcap, and `table` pages. `V` is left out where it is
-  columns of K, and `dL` where the LSE has no gradient.
+  columns of K, and `dL` where the LSE has no gradient. `F`, `S_raw` and `dF` need a score function,
+  `M` a mask function with captured arrays, and `sink` sinks. `L/sink` is L where there are sinks.
+- A Q-outer loop reads what functions need per head and per row at the start of a step (`F_own`,
+  `M_own`), and the rest at each visit (`F`, `M`). Only MASKED tiles load `M`.
 - An accumulator `X_acc` is X itself if their types are equal.
 - A stage that only converts an accumulator is left out if the types are equal.
 - If there are scales, each loaded tile of Q, K or V brings its scale.
@@ -115,7 +118,9 @@ _CONVERT_DBIAS = Itinerary(
 
 _STANDARD_FORWARD = (
     Itinerary(
-        "scores", "queries", "load Q", "load K, alloc S gate, load bias, store S gate", dense=True
+        *("scores", "queries", "load Q F_own M_own"),
+        "load K, alloc S gate, load bias F M, store S gate",
+        dense=True,
     ),
     Itinerary("softmax", "queries", visit="load S, store P", dense=True, whole_rows=True),
     Itinerary("output", "queries", "alloc O", "load P V", "store O", dense=True),
@@ -140,7 +145,8 @@ _STANDARD_BACKWARD = (
 _FLASH1_FORWARD = (
     Itinerary("init", "queries", after="store O_acc l m"),
     Itinerary(
-        "forward", "keys", "load K V", "load Q O_acc l m, alloc S, load bias, store O_acc l m"
+        *("forward", "keys", "load K V"),
+        "load Q O_acc l m, alloc S, load bias F M, store O_acc l m",
     ),
     _convert("O"),
 )
@@ -149,8 +155,8 @@ _FLASH1_BACKWARD = (
     _CLEAR_DBIAS,
     Itinerary(
         *("backward", "keys", "load K V, alloc dK dV"),
-        "load Q O dO dL dQ_acc l m, alloc S gate, load bias, alloc dP, store dQ_acc, "
-        "reduce dBias_acc",
+        "load Q O dO dL dQ_acc l m, alloc S gate S_raw, load bias F M, alloc dP, reduce dF_acc, "
+        "store dQ_acc, reduce dBias_acc",
         *("store dK dV", "group"),
     ),
     _convert("dQ"),
@@ -162,25 +168,30 @@ _FLASH1_BACKWARD = (
 _FLASH2_FORWARD = (
     Itinerary(
         *("forward", "queries"),
-        *("load Q, alloc O l m", "load K V, alloc S, load bias", "store O L"),
+        *("load Q F_own M_own sink, alloc O l m", "load K V, alloc S, load bias F M", "store O L"),
     ),
 )
-_DELTA = Itinerary("delta", "queries", "load O dO dL, alloc delta", after="store delta")
+_DELTA = Itinerary(
+    *("delta", "queries", "load O dO dL, alloc delta, load sink L/sink"),
+    after="store delta, reduce dSink_acc",
+)
 _DKDV = Itinerary(
     *("dkdv", "keys", "load K V, alloc dK dV"),
-    "load Q dO L delta, alloc S gate, load bias, alloc dP",
+    "load Q dO L delta, alloc S gate S_raw, load bias F M, alloc dP",
     *("store dK dV", "group"),
 )
 _DQ = Itinerary(
-    *("dq", "queries", "load Q dO L delta, alloc dQ"),
-    "load K V, alloc S gate, load bias, alloc dP, reduce dBias_acc",
+    *("dq", "queries", "load Q F_own M_own dO L delta, alloc dQ"),
+    "load K V, alloc S gate S_raw, load bias F M, alloc dP, reduce dF_acc dBias_acc",
     "store dQ",
 )
 _FLASH2_BACKWARD = (_DELTA, _CLEAR_DBIAS, _DKDV, _DQ, _CONVERT_DBIAS)
 _FUSED_BACKWARD = (
-    _DELTA._replace(after="store delta dQ_acc"),
+    _DELTA._replace(after="store delta, reduce dSink_acc, store dQ_acc"),
     _CLEAR_DBIAS,
-    _DKDV._replace(name="fused", visit=f"{_DKDV.visit}, alloc dQ, reduce dQ_acc dBias_acc"),
+    _DKDV._replace(
+        name="fused", visit=f"{_DKDV.visit}, reduce dF_acc, alloc dQ, reduce dQ_acc dBias_acc"
+    ),
     _convert("dQ"),
     _CONVERT_DBIAS,
 )
@@ -190,7 +201,8 @@ _ONCE_BACKWARD = (
     _CLEAR_DBIAS,
     Itinerary(
         *("fused", "keys", "load K V, alloc dK dV"),
-        "load Q dO L dL, alloc S gate, load bias, alloc dP delta dQ, store dQ, reduce dBias_acc",
+        "load Q dO L dL, alloc S gate S_raw, load bias F M, alloc dP delta, reduce dF_acc, "
+        "alloc dQ, store dQ, reduce dBias_acc",
         *("store dK dV", "group"),
         once=True,
     ),

@@ -145,12 +145,13 @@ class Grid:
         """The query that each row of row tile i belongs to, as packed indices."""
         return np.arange(*self.rows[i, :2].tolist()) // self.members
 
-    def keep(self, i: int, j: int) -> np.ndarray | None:
-        """Boolean (rows, cols) of tile (i, j), True where the score counts; None if all do."""
-        cols = self.col_slice(j)
-        kept = self.problem.keep(
-            self.sequence_of_row(i), self.queries(i), np.arange(cols.start, cols.stop)
-        )
+    def keep(self, i: int, j: int, *, functions: bool = True) -> np.ndarray | None:
+        """Boolean (rows, cols) of tile (i, j), True where the score counts; None if all do.
+
+        ``functions=False`` leaves `mask_mod` out.
+        """
+        s, cols = self.sequence_of_row(i), np.arange(*self.cols[j, :2].tolist())
+        kept = self.problem.keep(s, self.queries(i), cols, functions=functions)
         return None if kept.all() else kept
 
     def kept_per_head(self, i: int, j: int) -> np.ndarray:

@@ -19,7 +19,18 @@ from flashsim.schedule import dataflow
 from flashsim.schedule.dataflow import Itinerary, Outer, Per
 from flashsim.schedule.names import OPS, TRANSFERS
 from flashsim.schedule.split import WHOLE, Split
-from flashsim.schedule.tensors import BIASES, COL, INPUTS, ROW, TILE, rows_a_scale, shape
+from flashsim.schedule.tensors import (
+    BIASES,
+    CAPTURED,
+    COL,
+    INPUTS,
+    ROW,
+    TILE,
+    captured,
+    reduced,
+    rows_a_scale,
+    shape,
+)
 
 ALGORITHMS = tuple(dataflow.ALGORITHMS)
 #: Those with a backward pass.
@@ -28,13 +39,18 @@ TRAINING = tuple(name for name, one in dataflow.ALGORITHMS.items() if one.backwa
 GENERAL = tuple(
     name for name in TRAINING if not any(x.once for x in dataflow.ALGORITHMS[name].backward)
 )
+#: What `flash-decode` does not take.
+FUNCTIONS = ("mask_mod", "score_mod", "sinks")
+#: A learnable sink per query head, and the sum of its gradient.
+SINKS = ("sink", "dSink_acc")
 DIRECTIONS = ("forward", "backward")
 
 
 class Buffer(NamedTuple):
     """One on-chip array: its bytes per query row, per key column and per score of the tile.
 
-    The buffer of a scale has these bytes per `every` rows or columns.
+    The buffer of a scale has these bytes per `every` rows or columns. `fixed` bytes are there
+    besides, however large the tile is.
     """
 
     name: str
@@ -43,12 +59,14 @@ class Buffer(NamedTuple):
     per_score: int = 0
     visit: bool = False  # lives for one visit; otherwise for a whole outer step
     every: int = 1
+    fixed: int = 0
 
     def nbytes(self, rows, cols):
         """The buffer's bytes for a tile of `rows` x `cols` (numbers or arrays)."""
         if self.every > 1:
             rows, cols = -(-rows // self.every), -(-cols // self.every)
-        return self.per_row * rows + self.per_col * cols + self.per_score * rows * cols
+        of_tile = self.per_row * rows + self.per_col * cols + self.per_score * rows * cols
+        return of_tile + self.fixed
 
 
 class Move(NamedTuple):
@@ -67,6 +85,11 @@ class Move(NamedTuple):
     def transfers(self) -> bool:
         """Whether bytes pass between HBM and SRAM."""
         return self.code in TRANSFERS
+
+    @property
+    def for_masked(self) -> bool:
+        """Whether only a MASKED tile makes the move; for a FULL one its buffer stays unused."""
+        return self.tensor == "M"
 
     @property
     def holds(self) -> bool:
@@ -145,8 +168,22 @@ def _stages(problem: Problem, algorithm: str, direction: str, packed: bool) -> t
             f"{algorithm!r} takes FP8 inputs without scales only: rows of several heads share its "
             "tiles; algorithm='flash2' takes scales, or leave scales out"
         )
+    functions = [name for name in FUNCTIONS if getattr(problem, name)]
+    if functions and splits_keys(algorithm):
+        raise UnsupportedError(
+            f"{algorithm!r} takes no {' and no '.join(functions)}: rows of several heads share its "
+            "tiles; algorithm='flash2' takes them"
+        )
+    if problem.sinks and algorithm not in ("flash2", "flash2-fused"):
+        raise UnsupportedError(
+            f"{algorithm!r} takes no sinks; algorithm='flash2' and 'flash2-fused' take them"
+        )
     if direction == "backward":
         check_backward(algorithm)
+        if problem.score_mod is not None and algorithm == "standard":
+            raise UnsupportedError(
+                "the backward pass of 'standard' takes no score function; algorithm='flash2' does"
+            )
     wide = problem.itemsize == problem.compute_itemsize
     listed: tuple[Itinerary, ...] = getattr(dataflow.ALGORITHMS[algorithm], direction)
     if packed:
@@ -156,7 +193,8 @@ def _stages(problem: Problem, algorithm: str, direction: str, packed: bool) -> t
 
 
 def _stage(p: Problem, one: Itinerary) -> Stage:
-    before, visit, after = (_moves(p, text) for text in (one.before, one.visit, one.after))
+    parts = one.before, one.visit, one.after
+    before, visit, after = (_moves(p, text, one.outer) for text in parts)
     held = [m.tile for m in before if m.holds]
     each = [m.tile._replace(visit=True) for m in visit if m.holds]
     if one.whole_rows:  # a buffer is as long as the longest row of scores
@@ -166,20 +204,30 @@ def _stage(p: Problem, one: Itinerary) -> Stage:
     return Stage(one.name, one.outer, (*held, *each), *how, before, visit, after)
 
 
-def _moves(p: Problem, text: str) -> tuple[Move, ...]:
+def _moves(p: Problem, text: str, outer: Outer) -> tuple[Move, ...]:
     wide = p.itemsize == p.compute_itemsize
     found = []
     for part in filter(None, text.split(", ")):
         op, *names = part.split()
-        for tensor in names:
+        for name in names:
+            tensor, _, needs = name.partition("/")
+            if needs == "sink" and not p.sinks:
+                continue
+            if tensor in CAPTURED and not captured(p, tensor, outer):
+                continue
+            if (tensor == "S_raw" and p.score_mod is None) or (tensor in SINKS and not p.sinks):
+                continue
+            if tensor == "dF_acc" and not reduced(p):
+                continue
             if (tensor == "gate" and not p.softcap) or (tensor in BIASES and not p.bias):
                 continue
             if (tensor == "table" and p.page_size is None) or (tensor == "V" and p.latent):
                 continue
             if tensor == "dL" and not p.dlse:
                 continue
-            tensor = tensor.removesuffix("_acc") if wide else tensor
-            found.append(Move(op, tensor, _tile(p, op, tensor)))
+            if wide and tensor not in ("dF_acc", "dSink_acc"):
+                tensor = tensor.removesuffix("_acc")
+            found.append(Move(op, tensor, _tile(p, op, tensor, outer)))
             if op == "load" and tensor in INPUTS and p.scales is not None:
                 found.append(Move(op, f"{tensor}_scale", _scale(p, f"{tensor}_scale")))
     return tuple(found)
@@ -191,9 +239,17 @@ def _scale(p: Problem, name: str) -> Buffer:
     return Buffer(name, row, col, every=every)
 
 
-def _tile(p: Problem, op: str, tensor: str) -> Buffer:
+def _tile(p: Problem, op: str, tensor: str, outer: Outer) -> Buffer:
     """The tile's buffer: in the tensor's HBM type if moved, in the accumulator's if allocated."""
+    if tensor in CAPTURED:
+        of = captured(p, tensor, outer)
+        row, col, score = (of.get(side, 0) for side in ("row", "col", "score"))
+        return Buffer(tensor, row, col, score, fixed=of.get("fixed", 0))
     its = shape(p, tensor)
+    if tensor in SINKS:
+        return Buffer(tensor, fixed=its.itemsize)
+    if tensor == "dF_acc":
+        return Buffer("dF", per_score=reduced(p) * its.itemsize)
     width = its.elements * p.compute_itemsize if op == "alloc" else its.width
     row, col, score = (width * (its.axis == axis) for axis in (ROW, COL, TILE))
     return Buffer(tensor.removesuffix("_acc"), row, col, score)

@@ -76,10 +76,13 @@ class Visit:
 
     @property
     def keep(self) -> np.ndarray | None:
-        """Boolean (rows, cols), True where the score counts; None if all of them do."""
+        """Boolean (rows, cols), True where the score counts; None if all of them do.
+
+        `mask_mod` is left out, since it may differ between heads.
+        """
         if self.kind == FULL:
             return None
-        return self.schedule.keep(self.i, self.j)
+        return self.schedule.keep(self.i, self.j, functions=False)
 
 
 @own_errors

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from flashsim.functions.graph import SIDES, Graph
 from flashsim.problem.problem import Problem, numpy_dtype
 
 ROW, COL, TILE = range(3)  # a tensor is cut into row tiles, column tiles or score tiles
@@ -18,6 +20,8 @@ INPUTS = ("Q", "K", "V")
 SCALES = tuple(f"{name}_scale" for name in INPUTS)
 #: Bytes of an entry of a block table.
 TABLE_ITEM = 4
+#: What functions read of captured arrays; see `captured`.
+CAPTURED = ("F", "F_own", "M", "M_own")
 #: Every tensor by what it is cut along.
 AXES = {
     **dict.fromkeys(STATISTICS, ROW),
@@ -25,6 +29,8 @@ AXES = {
     **dict.fromkeys(("Q", "O", "dO", "dQ", "O_acc", "dQ_acc", "O_part"), ROW),
     **dict.fromkeys(("K", "V", "dK", "dV", "table"), COL),
     **dict.fromkeys(("S", "P", "dP", "dS", "gate"), TILE),
+    **dict.fromkeys(("F", "M", "S_raw", "dF_acc"), TILE),
+    **dict.fromkeys(("F_own", "M_own", "sink", "dSink_acc"), ROW),
     **dict(zip(SCALES, (ROW, COL, COL), strict=True)),
 }
 _WIDTHS = {  # by name; a statistic or a score is one number
@@ -65,9 +71,37 @@ def shape(problem: Problem, name: str) -> TensorShape:
 
 def dtype(problem: Problem, name: str) -> str:
     """Element type of a tensor in HBM."""
-    if name in STATISTICS or name in SCALES or name.endswith(("_acc", "_part")):
+    if name in STATISTICS or name in SCALES or name.endswith(("_acc", "_part")) or name == "sink":
         return problem.compute_dtype
     return problem.dtype if name in INPUTS else problem.result_dtype
+
+
+def function_of(problem: Problem, name: str) -> Graph | None:
+    """The function that reads a tensor of CAPTURED; None if the problem has none."""
+    if name.startswith("F"):
+        return problem.score_mod
+    return None if problem.mask_mod is None else problem.mask_mod.graph
+
+
+def captured(problem: Problem, name: str, outer: str) -> dict[str, int]:
+    """Bytes of a tensor of CAPTURED per head, row, column and score of a tile.
+
+    A stage whose loop is Q-outer reads values per head and per row at the start of an outer step
+    (`_own`), and the others at each visit. A KV-outer loop reads all of them at each visit.
+    """
+    graph, own = function_of(problem, name), name.endswith("_own")
+    if graph is None or (own and outer == "keys"):
+        return {}
+    sides = ("fixed", "row") if own else ("col", "score") if outer == "queries" else SIDES
+    return {side: graph.widths[side] for side in sides if graph.widths[side]}
+
+
+def reduced(problem: Problem) -> int:
+    """Elements per score that a backward pass adds to gradients of captured arrays."""
+    graph, wanted = problem.score_mod, problem.score_grads
+    if graph is None:
+        return 0
+    return sum(graph.arrays[graph.nodes[n].value].name in wanted for n in graph.loads)
 
 
 def rows_a_scale(problem: Problem, name: str) -> int:
@@ -93,6 +127,14 @@ def whole_bytes(problem: Problem, name: str) -> int:
     p, its = problem, shape(problem, name)
     if name == "table":
         return p.pages * TABLE_ITEM
+    if name in CAPTURED:  # the arrays are there once, whichever part of a step reads them
+        graph = function_of(p, name)
+        return 0 if graph is None or name.endswith("_own") else graph.nbytes
+    if name in ("sink", "dSink_acc"):
+        return p.heads * its.itemsize
+    if name == "dF_acc":
+        graph, wanted = p.score_mod, p.score_grads
+        return sum(math.prod(a.shape) for a in graph.arrays if a.name in wanted) * its.itemsize
     if name in SCALES:
         rows = p.n_q if its.axis == ROW else p.n_kv
         heads = 1 if p.scales == "tensor" else matrices(p, its.owner)

@@ -1,0 +1,140 @@
+"""Score and mask functions on the simulated machine: what they load, compute and add to gradients.
+
+A function's expressions are evaluated on values that were loaded into SRAM. A value that was not
+loaded is missing, and one of an earlier tile is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashsim.algorithms.hbm import CapturedTensor, Hbm
+from flashsim.algorithms.sram import Sram
+from flashsim.functions.derivative import DOUT, adjoints
+from flashsim.functions.graph import SCORE, Graph, add_at
+from flashsim.schedule.schedule import Schedule, Visit
+from flashsim.schedule.tables import FULL
+
+#: Loaded values of captured arrays, by the function's letter (F or M) and the node that reads them.
+Values = Mapping[tuple[str, int], np.ndarray]
+NOTHING: Values = MappingProxyType({})
+
+
+class Chain(NamedTuple):
+    """What a backward pass keeps of a tile of scores, to go from dS back to the scaled product.
+
+    `cap` is the softcap's derivative. `raw` is the score that the score function got. `values` and
+    `given` are the function's captured values and indices.
+    """
+
+    cap: np.ndarray | None = None
+    raw: np.ndarray | None = None
+    values: Values = NOTHING
+    given: Mapping[str, np.ndarray] = MappingProxyType({})
+
+
+def indices(
+    schedule: Schedule, i: int, rows: slice, cols: slice | None, member: int | None
+) -> dict[str, np.ndarray]:
+    """The arguments b, h, q, k of a tile's functions, as arrays of (lead, group, rows, cols)."""
+    p, s = schedule.problem, schedule.sequence_of_row(i)
+    lead = np.arange(p.batch * p.kv_heads)[:, None, None, None]
+    members = np.arange(p.group) if member is None else np.array([member])
+    k = np.zeros(1, np.int64) if cols is None else np.arange(cols.start, cols.stop) - s.k_start
+    return {
+        "b": lead // p.kv_heads,
+        "h": lead % p.kv_heads * p.group + members[:, None, None],
+        "q": (np.arange(rows.start, rows.stop) - s.q_start)[:, None],
+        "k": k,
+    }
+
+
+def load_own(sram: Sram, hbm: Hbm, i: int) -> Values:
+    """Load what functions need for row tile i of a Q-outer loop: F_own and M_own."""
+    rows = sram.schedule.row_slice(i)
+    given = indices(sram.schedule, i, rows, None, None)
+    found: dict[tuple[str, int], np.ndarray] = {}
+    for name in ("F_own", "M_own"):
+        found |= _loaded(sram, hbm, name, given, rows, slice(0, 0))
+    return found
+
+
+def _loaded(
+    sram: Sram, hbm: Hbm, name: str, given: Mapping[str, np.ndarray], rows: slice, cols: slice
+) -> dict[tuple[str, int], np.ndarray]:
+    tensor = hbm.tensors.get(name)
+    if tensor is None or not sram.has(name):
+        return {}
+    assert isinstance(tensor, CapturedTensor)
+    values = sram.load_captured(tensor, given, rows, cols)
+    return {(name[0], n): value for n, value in values.items()}
+
+
+def apply_score(
+    sram: Sram, hbm: Hbm, visit: Visit, S_ij: np.ndarray, own: Values, member: int | None
+) -> Chain:
+    """Replace S_ij by the score function of it; return what its derivative needs."""
+    p = visit.schedule.problem
+    if p.score_mod is None:
+        return Chain()
+    given = indices(visit.schedule, visit.i, visit.rows, visit.cols, member)
+    raw = None
+    if sram.has("S_raw"):
+        raw = sram.alloc("S_raw", S_ij.shape[-2:])
+        raw[...] = S_ij
+    values = {**own, **_loaded(sram, hbm, "F", given, visit.rows, visit.cols)}
+    S_ij[...] = _evaluated(p.score_mod, "F", {**given, SCORE: S_ij}, values, S_ij.dtype)
+    return Chain(None, raw, values, given)
+
+
+def apply_mask(
+    sram: Sram, hbm: Hbm, visit: Visit, S_ij: np.ndarray, own: Values, member: int | None
+) -> None:
+    """Set scores to -inf that the mask function does not keep; a FULL tile has none."""
+    mask = visit.schedule.problem.mask_mod
+    if mask is None:
+        return
+    if visit.kind == FULL:
+        if sram.has("M"):
+            sram.reserve("M", visit.rows, visit.cols)
+        return
+    given = indices(visit.schedule, visit.i, visit.rows, visit.cols, member)
+    values = {**own, **_loaded(sram, hbm, "M", given, visit.rows, visit.cols)}
+    kept = _evaluated(mask.graph, "M", given, values, S_ij.dtype)
+    np.copyto(S_ij, -np.inf, where=~kept)
+
+
+def _evaluated(
+    graph: Graph, letter: str, given: Mapping[str, np.ndarray], values: Values, dtype: Any
+) -> np.ndarray:
+    read = {n: values[letter, n] for n in graph.loads}
+    return graph.values(given, (), dtype.name, read)[graph.root]
+
+
+def score_derivative(sram: Sram, hbm: Hbm, chain: Chain, dS: np.ndarray) -> None:
+    """Turn the gradient of a score function's result, dS, into that of its score, in place.
+
+    Gradients of captured arrays are added to HBM.
+    """
+    p = sram.schedule.problem
+    if chain.raw is None or p.score_mod is None:
+        return
+    adds = any(move.tensor == "dF_acc" for move in sram.stage.visit)
+    made = adjoints(p.score_mod, p.score_grads if adds else ())
+    graph = Graph(made.nodes, made.root, made.arrays)
+    given = {**chain.given, SCORE: chain.raw, DOUT: dS}
+    read = {n: chain.values["F", n] for n in graph.loads}
+    values = graph.values(given, (), dS.dtype.name, read)
+    quiet = dS == 0  # a masked score; its derivative may be infinite
+    for n, g in made.reads:
+        node = graph.nodes[n]
+        array = hbm.captured_gradients[graph.arrays[node.value].name]
+        each = np.where(quiet, 0, np.broadcast_to(values[g], dS.shape))
+        add_at(array, (values[a] for a in node.args), each)
+    if adds:
+        sram.note_reduce("dF_acc", dS.shape[-2:])
+    dS[...] = 0 if made.score is None else np.where(quiet, 0, values[made.score])
