@@ -40,7 +40,7 @@ failures.require_cupy("cupy")
 
 import cupy  # noqa: E402
 
-from flashsim.backends.cupy_gpu import arrays, decode, fp8  # noqa: E402
+from flashsim.backends.cupy_gpu import arrays, captured, decode, fp8  # noqa: E402
 from flashsim.backends.cupy_gpu.calls import ABSENT, Call, Plan  # noqa: E402
 
 
@@ -152,7 +152,8 @@ def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
             head = *saved["places"], *_NO_GRADIENTS, saved["lse"], *_NO_SCRATCH
             if scales:
                 head = *head[: -len(scales)], *map(space.pointer, scales)
-            stages, spans = plan.run(Call(space, head), job.trace)
+            given = captured.captured(job, space)
+            stages, spans = plan.run(Call(space, head, given), job.trace)
             return Outcome(
                 {"out": space.result(out, p.head_dim_v, sizes.out.width), "lse": space.result(lse)},
                 plan.tiling,
@@ -233,12 +234,17 @@ def backward_with(
                 *sizes.dv.at(space.pointer(dv)),
                 *(saved["lse"], at + 4 * summed, at if summed else dq_at, turns, less_at, 0, 0),
             )
-            stages, spans = plan.run(Call(space, head), job.trace)
+            functions = captured.captured(job, space)
+            stages, spans = plan.run(Call(space, head, functions), job.trace)
             gradients = {
                 "dq": space.result(dq, p.head_dim, sizes.dq.width),
                 "dk": space.result(dk, p.head_dim, sizes.dk.width),
                 "dv": space.result(dv, p.head_dim_v, sizes.dv.width),
             }
+            if p.score_grads or p.sinks:
+                with space.active():
+                    delta = at + 4 * summed
+                    gradients |= captured.gradients(job, functions, space, saved["lse"], delta)
             return Outcome(
                 gradients, plan.tiling, stages, plan.name, timeline=spans, gpu=plan.gpu.name
             )

@@ -21,6 +21,9 @@ using i64 = long long;
 #ifndef FS_READS
 #define FS_READS 0  // whether a function reads arrays at positions of queries or keys
 #endif
+#ifndef FS_SINKS
+#define FS_SINKS 0  // whether each head has one more score, without a value
+#endif
 #define FS_FLEX (FS_MASK_MOD || FS_SCORE_MOD)
 
 #define NEG_INF __int_as_float(0xff800000)  // NVRTC has no constexpr infinity
@@ -58,7 +61,10 @@ struct Args {
     int first, stop;               // items of this launch (hopper_backward)
     float scale, softcap;
 #if FS_FLEX
-    FlashCaptured captured;        // what the functions read besides positions
+    alignas(8) FlashCaptured captured;  // what the functions read besides positions
+#endif
+#if FS_SINKS
+    const float* sinks;            // of each query head
 #endif
 };  // batch * heads always counts query heads; `walks` counts what this pass's blocks own
 static_assert(sizeof(Args) == FS_ARGS_BYTES, "launch.ARGS and Args must agree");
@@ -159,6 +165,19 @@ __device__ inline float exp2_approx(float x) {
 __device__ inline float fast_tanh(float x) {
     return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(2.0f * LOG2E * x));
 }
+
+#if FS_SINKS
+// Adds a head's sink to the sum of a row's exponentials. `m` is the row's maximum in the unit of
+// natural logarithms. Returns the row's LSE, and in `l` what O must be divided by.
+__device__ inline float with_sink(float sink, float m, float& l) {
+    if (l == 0.0f) return sink;  // no key: O is 0
+    const float top = fmaxf(m, sink);
+    const float mine = exp2_approx((m - top) * LOG2E);
+    const float total = l * mine + exp2_approx((sink - top) * LOG2E);
+    l = __fdividef(total, mine);
+    return top + __logf(total);
+}
+#endif
 
 // -- Rows in HBM ----------------------------------------------------------------------------------
 // WIDTH elements, filled up to whole 16-byte pieces; the EXIST that are the problem's are counted.

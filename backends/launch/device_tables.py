@@ -161,16 +161,21 @@ def refuse(problem: Problem) -> None:
             "the GPU kernels take no mask function (it is Python); use backend='simulator' or "
             "'numba', or say the same with causal, window or block_mask"
         )
-    for name in ("mask_mod", "score_mod", "sinks"):
-        if getattr(problem, name):
-            raise UnsupportedError(
-                f"these GPU kernels take no {name}; backend='simulator' and 'numba' take it"
-            )
     if problem.bias is not None:
         raise UnsupportedError(
             "the GPU kernels take no bias; use backend='simulator' or 'numba', with arrays in the "
             "CPU's memory, or causal, window, softcap or block_mask"
         )
+
+
+def refuse_functions(problem: Problem, kernels: str) -> None:
+    """Raise `UnsupportedError` if the problem has functions or sinks, for kernels without them."""
+    for name in ("mask_mod", "score_mod", "sinks"):
+        if getattr(problem, name):
+            raise UnsupportedError(
+                f"the {kernels} kernels take no {name}; backend='cupy' does with float16 and "
+                "bfloat16 inputs, and backend='simulator' and 'numba' do"
+            )
 
 
 def check(problem: Problem, tiling: Tiling) -> None:

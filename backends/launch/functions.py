@@ -18,6 +18,7 @@ from flashsim.functions import emit
 from flashsim.functions.graph import Graph
 from flashsim.problem.problem import Problem
 
+
 @dataclass(frozen=True)
 class Generated:
     """The generated text of one kernel.
@@ -62,7 +63,6 @@ class Functions:
 
     plain: Generated
     summing: Generated
-
 
 
 def functions_of(problem: Problem) -> Functions | None:

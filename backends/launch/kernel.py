@@ -49,13 +49,15 @@ ARGS_FORMAT = struct.Struct(
 )
 
 
-def args_dtype(functions: Generated | None) -> np.dtype:
-    """`ARGS`, followed by what the functions read (field ``captured``)."""
-    if functions is None:
-        return ARGS
-    return np.dtype([*ARGS.descr, ("captured", f"V{functions.captured_bytes}")])
+def args_dtype(functions: Generated | None, *, sinks: bool) -> np.dtype:
+    """`ARGS`, followed by what functions read (field ``captured``), and by the sinks' address."""
+    more = [] if functions is None else [("captured", f"V{functions.captured_bytes}")]
+    more += [("sinks", "<u8")] if sinks else []
+    return np.dtype([*ARGS.descr, *more]) if more else ARGS
 
 
+#: Ends of the files of forward kernels, whose softmax takes sinks.
+FORWARD = ("/forward.cu", "/forward_f32.cu")
 #: Entries of a count record; entry n is transfer n of the itinerary.
 SLOTS = 8
 #: Time stamps of a visit, and of a thread block (SM, then cycles and ns at start and end).
@@ -179,6 +181,7 @@ class Kernel:
     cluster: int = 1  # thread blocks of a cluster, which share an item
     overlaps: bool = False  # may be launched while the kernel before it runs: it waits itself
     functions: Generated | None = None
+    sinks: bool = False
 
     @property
     def roles(self) -> int:
@@ -313,10 +316,16 @@ def built(
     `outer` is the tensor of the kernel's outer loop, None if it visits no scores. The one with
     "keys" adds the gradients of arrays that functions capture.
     """
-    values = constants(*made_for) | {"SMEM_BYTES": shared} | more
-    functions = None if outer is None else functions_of(made_for[0])
-    if functions is None:
-        return Kernel(file, name, threads, shared, macros(values), boxes, cluster)
-    given = functions.summing if outer == "keys" else functions.plain
-    values |= {"ARGS_BYTES": args_dtype(given).itemsize, **given.constants}
-    return Kernel(file, name, threads, shared, macros(values), boxes, cluster, functions=given)
+    problem, values = made_for[0], constants(*made_for) | {"SMEM_BYTES": shared} | more
+    functions = None if outer is None else functions_of(problem)
+    given = functions and (functions.summing if outer == "keys" else functions.plain)
+    sinks = problem.sinks and file.endswith(FORWARD)
+    if given is not None:
+        values |= given.constants
+    values |= {"SINKS": 1} if sinks else {}
+    values["ARGS_BYTES"] = args_dtype(given, sinks=sinks).itemsize
+    return Kernel(
+        *(file, name, threads, shared, macros(values), boxes, cluster),
+        functions=given,
+        sinks=sinks,
+    )

@@ -69,10 +69,11 @@ class Hopper(Family):
             return f"they take a head_dim up to {launch.MAX_HEAD_DIM}"
         possible = self.possible(asked)
         if direction == "backward" and algorithm == "flash2-once":
-            if asked.wide > _WIDEST_ONCE or problem.softcap or problem.score_mod is not None:
+            scored = problem.softcap or problem.score_mod is not None or problem.sinks
+            if asked.wide > _WIDEST_ONCE or scored:
                 return (
-                    f"they store dQ at once up to a head_dim of {_WIDEST_ONCE}, without a softcap "
-                    "or a score_mod"
+                    f"they store dQ at once up to a head_dim of {_WIDEST_ONCE}, without a softcap, "
+                    "a score_mod or sinks"
                 )
             if not possible:
                 return "of their tiles of 128 keys a row tile has several visits, or none"
@@ -267,7 +268,7 @@ class Hopper(Family):
         return replace(made, overlaps=True)
 
 
-HOPPER = Hopper("hopper", nvrtc.load)
+HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True)
 
 
 def _item_times(walk: Walked) -> tuple[Times, float]:

@@ -177,5 +177,7 @@ def _kernel(
     if not _plain(problem, variant):
         shared = -(-shared // 128) * 128  # tiles for tensor cores are 128-byte aligned
     own = {"WARPS": warps, **{key.upper(): value for key, value in more.items()}}
-    outer = {"backward_dkdv": "keys", "backward_rows": None}.get(file.removesuffix("_f32"), "queries")
+    outer = {"backward_dkdv": "keys", "backward_rows": None}.get(
+        file.removesuffix("_f32"), "queries"
+    )
     return built(f"portable/{file}.cu", name, 32 * warps, shared, made_for, own, outer=outer)

@@ -137,8 +137,8 @@ def cuda_source(
 
     A missing mask keeps every score, and a missing score function returns the score. `gradients`
     names the captured arrays of the score function whose gradients `flash_score_grad` adds up.
-    `extents` says how many values b, h, q and k have, if the functions are called with no others: an
-    index that stays inside its array is then read without a check.
+    `extents` says how many values b, h, q and k have, if the functions are called with no others:
+    an index that stays inside its array is then read without a check.
     """
     arrays = (*(score.arrays if score else ()), *(mask.arrays if mask else ()))
     first_of_mask = len(score.arrays) if score else 0

@@ -297,11 +297,19 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             l += __shfl_xor_sync(~0u, l, 2);
             const int row = query + 8 * r;
             const bool exists = row < it.own.stop;
+#if FS_SINKS
+            const float lse = with_sink(a.sinks[head], softmax.m[r] * (to_log2 * LN2), l);
+            if (exists && lane % 4 == 0) {
+                a.lse[i64(it.walk) * a.n_q + row] = lse;
+                lse_bytes += 4;
+            }
+#else
             if (exists && lane % 4 == 0) {
                 a.lse[i64(it.walk) * a.n_q + row] =
                     l == 0.0f ? NEG_INF : softmax.m[r] * (to_log2 * LN2) + __logf(l);
                 lse_bytes += 4;
             }
+#endif
             const float inverse = l == 0.0f ? 0.0f : __fdividef(1.0f, l);
             o_bytes += store_row<ValueRow>(a.o, batch, head, row, O, r, inverse, exists);
         }
