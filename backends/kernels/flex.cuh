@@ -22,14 +22,24 @@ __device__ __forceinline__ bool kept(const Args& a, Head at, int q, int k) {
 #endif
 }
 
-// A raw score, scaled and capped (where the exponent cannot take the scale), after the function of
-// scores.
-__device__ __forceinline__ float after_function(const Args& a, Head at, float raw, int q, int k) {
+// A score as the function of scores takes it: scaled and capped.
+__device__ __forceinline__ float before_function(const Args& a, float raw) {
+    return FS_SOFTCAP ? a.softcap * fast_tanh(raw * (a.scale / a.softcap)) : raw * a.scale;
+}
+
+// A scaled and capped score after the function of scores.
+__device__ __forceinline__ float of_function(const Args& a, Head at, float s, int q, int k) {
 #if FS_SCORE_MOD
-    return flash_score(a.captured, scaled(a, raw), at.batch, at.head, q, k);
+    return flash_score(a.captured, s, at.batch, at.head, q, k);
 #else
-    return FS_SCALED ? scaled(a, raw) : raw;
+    return s;
 #endif
+}
+
+// A raw score after the function of scores, in the unit of natural logarithms. Without one it is
+// scaled and capped where the exponent cannot take the scale.
+__device__ __forceinline__ float after_function(const Args& a, Head at, float raw, int q, int k) {
+    return FS_SCALED ? of_function(a, at, before_function(a, raw), q, k) : raw;
 }
 
 #if FS_SCORE_MOD
@@ -37,7 +47,7 @@ __device__ __forceinline__ float after_function(const Args& a, Head at, float ra
 // With FS_SCORE_SUMS it adds the gradients of captured arrays, those of a whole head to `sums`.
 __device__ __forceinline__ float function_gradient(const Args& a, Head at, FlashSums& sums,
                                                    float raw, float gradient, int q, int k) {
-    const float s = scaled(a, raw);
+    const float s = before_function(a, raw);
     gradient = flash_score_grad(a.captured, sums, s, gradient, at.batch, at.head, q, k);
 #if FS_SOFTCAP  // the slope of c tanh(x / c) is 1 - tanh^2
     const float t = s / a.softcap;
@@ -70,4 +80,25 @@ __device__ __forceinline__ float probability(const Args& a, Head at, float& S, f
     return p;
 }
 #endif
+
+// As `probability`, for kernels that keep no scores: P comes in the score's place, and the result
+// is P times the function's slope (0 with FS_SCORE_SUMS). P is 0 if the score is not `there`.
+__device__ __forceinline__ float probability_and_slope(const Args& a, Head at, float& S,
+                                                       float factor, float lse, int q, int k,
+                                                       bool there) {
+    const float raw = S, s = after_function(a, at, raw, q, k);
+    S = there && s != NEG_INF ? exp2_approx(s * factor - lse) : 0.0f;
+    if (S == 0.0f) return 0.0f;
+#if FS_SCORE_SUMS
+    return 0.0f;  // function_gradient is called once, with dS
+#elif FS_SCORE_MOD
+    FlashSums none;
+    return function_gradient(a, at, none, raw, S, q, k);
+#elif FS_SOFTCAP
+    const float t = s / a.softcap;
+    return S * (1.0f - t * t);
+#else
+    return S;
+#endif
+}
 #endif
