@@ -462,30 +462,38 @@ class Problem:
         MaskError
             If the user's `mask` fails, or does not return one boolean per score.
         """
-        rel = k[None, :] - (q[:, None] + sequence.offset)
-        kept = (rel >= -self.left) & (rel <= self.right)
-        if self.banded:
-            return kept
         q_local, k_local = q[:, None] - sequence.q_start, k[None, :] - sequence.k_start
-        if self.block_mask is not None:
-            b = self.block_mask
-            cell_q, cell_k = min(b.block_q, self.n_q), min(b.block_k, self.n_kv)
-            kept &= b.grid[q_local // cell_q, k_local // cell_k]
-        if self.mask is not None:
-            kept &= call_mask(self.mask, q_local, k_local)
+        rel = k[None, :] - (q[:, None] + sequence.offset)
+        kept = self.keep_alike(q_local, k_local, rel)
         if self.mask_mod is not None and functions:
             kept &= self.keep_per_head(q_local, k_local).any(axis=(0, 1))
         return kept
 
+    def keep_alike(self, q: np.ndarray, k: np.ndarray, rel: np.ndarray) -> np.ndarray:
+        """The masks that are alike for all heads, for indices from the start of a sequence.
+
+        `q` and `k` broadcast against each other, and `rel` is the distance from the diagonal.
+        """
+        kept = (rel >= -self.left) & (rel <= self.right)
+        if self.block_mask is not None:
+            b = self.block_mask
+            cell_q, cell_k = min(b.block_q, self.n_q), min(b.block_k, self.n_kv)
+            kept &= b.grid[q // cell_q, k // cell_k]
+        if self.mask is not None:
+            kept &= call_mask(self.mask, q, k)
+        return kept
+
     def keep_per_head(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-        """`mask_mod` at indices from the start of a sequence, which broadcast to (rows, keys).
+        """`mask_mod` at indices from the start of a sequence, which broadcast against each other.
 
         Returns
         -------
-        ndarray of bool, shape (1 or batch, 1 or heads, rows, keys)
+        ndarray of bool, shape (1 or batch, 1 or heads, ...)
         """
-        mask = self.mask_mod
-        b = np.arange(self.batch if "b" in mask.per_head else 1)[:, None, None, None]
-        h = np.arange(self.heads if "h" in mask.per_head else 1)[:, None, None]
-        shape = (len(b), len(h), *np.broadcast_shapes(q.shape, k.shape))
+        mask, shape = self.mask_mod, np.broadcast_shapes(q.shape, k.shape)
+        b = np.arange(self.batch if "b" in mask.per_head else 1)
+        h = np.arange(self.heads if "h" in mask.per_head else 1)
+        b = b.reshape(-1, *(1,) * (len(shape) + 1))
+        h = h.reshape(-1, *(1,) * len(shape))
+        shape = b.shape[0], h.shape[0], *shape
         return np.broadcast_to(mask.keep(b, h, q, k), shape)

@@ -154,14 +154,23 @@ class Grid:
         kept = self.problem.keep(s, self.queries(i), cols, functions=functions)
         return None if kept.all() else kept
 
-    def kept_per_head(self, i: int, j: int) -> np.ndarray:
-        """Boolean (1 or batch, 1 or heads, rows, cols) of tile (i, j), with every mask."""
-        p, s, cols = self.problem, self.sequence_of_row(i), self.col_slice(j)
-        q, k = self.queries(i), np.arange(cols.start, cols.stop)
-        kept = p.keep(s, q, k, functions=False)[None, None]
+    def kept_tiles(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+        """Boolean (tiles, 1 or batch, 1 or heads, rows, cols) of tiles (i, j), with every mask.
+
+        A tile with fewer rows or columns than the largest one repeats its last ones.
+        """
+        p, s = self.problem, self._sequence_numbers[i]
+        starts = np.array([(x.q_start, x.k_start, x.offset) for x in p.sequences])[s]
+        rows, cols = self.rows[i].astype(np.int64), self.cols[j].astype(np.int64)
+        high, wide = (int((t[:, 1] - t[:, 0]).max(initial=0)) for t in (rows, cols))
+        q = np.minimum(rows[:, :1] + np.arange(high), rows[:, 1:2] - 1) // self.members
+        k = np.minimum(cols[:, :1] + np.arange(wide), cols[:, 1:2] - 1)
+        q_local, k_local = (q - starts[:, :1])[:, :, None], (k - starts[:, 1:2])[:, None, :]
+        rel = k[:, None, :] - (q[:, :, None] + starts[:, 2, None, None])
+        kept = p.keep_alike(q_local, k_local, rel)[:, None, None]
         if p.mask_mod is None:
             return kept
-        return kept & p.keep_per_head(q[:, None] - s.q_start, k[None, :] - s.k_start)
+        return kept & np.moveaxis(p.keep_per_head(q_local, k_local), 2, 0)
 
     # -- spans ----------------------------------------------------------------------------------
 

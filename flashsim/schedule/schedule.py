@@ -38,6 +38,8 @@ from flashsim.schedule.tiling import Tiling
 
 KeyOrder = Literal["ascending", "descending"]
 KEY_ORDERS = ("ascending", "descending")
+#: Scores whose masks are evaluated at a time: about 32 MB of indices.
+AT_ONCE = 1 << 22
 #: Scores at which a mask is evaluated, at most: about an hour's.
 MOST_SCORES = 2**40
 
@@ -203,10 +205,22 @@ class Schedule(Grid):
                 "evaluated: take fewer queries or keys"
             )
         some, every = np.zeros(len(i), bool), np.zeros(len(i), bool)
-        for n, (row, col) in enumerate(zip(i.tolist(), j.tolist(), strict=True)):
-            kept = self.kept_per_head(row, col)
-            some[n], every[n] = kept.any(), kept.all()
+        for part in self.groups(len(i)):
+            kept = self.kept_tiles(i[part], j[part])
+            some[part] = kept.any(axis=(1, 2, 3, 4))
+            every[part] = kept.all(axis=(1, 2, 3, 4))
         return some, every
+
+    def groups(self, tiles: int) -> Iterator[slice]:
+        """Divide a number of tiles into groups whose scores are evaluated at a time."""
+        mask = self.problem.mask_mod
+        per_head = frozenset() if mask is None else mask.per_head
+        tile = self.tiling.clip(self.problem, self.split)
+        each = tile.block_q * tile.block_k
+        each *= self.problem.batch if "b" in per_head else 1
+        each *= self.problem.heads if "h" in per_head else 1
+        step = max(1, AT_ONCE // each)
+        return (slice(n, n + step) for n in range(0, tiles, step))
 
     def _row_of_tiles(self, i: int, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
         """For tiles lo .. hi - 1 of row i: whether any score is kept, and whether all are."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashsim.schedule.names import CODES, COMPUTE, FREE
+from flashsim.schedule.names import ALLOC, CODES, COMPUTE, FREE
 from flashsim.schedule.plans import Move, Stage, heads_of
 from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.tables import FULL
 from flashsim.trace.events import StageTrace
 
 #: Operation, tensor, and the column of the sizes that holds its bytes; a computation has none.
@@ -61,6 +62,10 @@ def assemble(
     place = (owner[at], inner[at]) if by_row else (inner[at], owner[at])
     first = start[step] + len(begin) + nth * len(visit)
     _put(table, first, visit, (members, *place, at), visits[members, at])
+    full = np.flatnonzero((schedule.row_csr if by_row else schedule.col_csr)[2][at] == FULL)
+    for k, move in enumerate(stage.visit):
+        if move.for_masked:  # the buffer of a FULL tile stays unused
+            table[first[full] + k, 0] = ALLOC
     return StageTrace.build(stage, schedule, *heads_of(stage, schedule.problem), table)
 
 

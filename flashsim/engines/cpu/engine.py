@@ -23,6 +23,7 @@ import numpy as np
 
 from flashsim.algorithms.tiles import finite
 from flashsim.engines.cpu import heuristics, kernels_decode, threads, work_tiles
+from flashsim.engines.cpu.functions import panels
 from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16, FLOAT16
 from flashsim.engines.cpu.micro_kernels.writer import LINE
@@ -100,6 +101,11 @@ def backward(
     dtype = numpy_dtype(p.dtype)
     with np.errstate(over="ignore"):
         arrays = {name: np.ascontiguousarray(x, dtype) for name, x in arrays.items()}
+    arrays |= {f"d:{name}": sums for name, sums in engine.captured.items()}
+    if job.sinks is not None:
+        rows = (p.batch, p.heads, p.n_q)
+        weight = np.exp(job.sinks[:, None] - saved["L"].reshape(rows))
+        arrays["dsinks"] = -(weight * delta.reshape(rows)).sum(axis=(0, 2), dtype=real)
     return engine.outcome(arrays)
 
 
@@ -152,7 +158,9 @@ class _CpuPass:
         known = job.memo.get(key)
         if known is None:
             made = cls(job, direction)
-            if job.bias is None:  # rules hold it
+            if job.bias is None and not _has_functions(
+                job.problem
+            ):  # rules hold what else there is
                 job.memo[key] = known = copy(made)
                 known.job = job.given(None, None, None)
             return made
@@ -194,8 +202,33 @@ class _CpuPass:
             bias=self.wide(bias)[0],
             bias_batch=matrix * heads if batch > 1 else 0,
             bias_head=matrix if heads > 1 else 0,
+            **self._functions(),
         )
         self._plan = {s.name: s for s in plans.stages(p, job.algorithm, self.direction)}
+
+    def _functions(self) -> dict[str, Any]:
+        """Return the fields of `Rules` for functions and sinks, and allocate captured gradients."""
+        job, p = self.job, self.job.problem
+        per_head = frozenset() if p.mask_mod is None else p.mask_mod.per_head
+        by_batch, by_head = "b" in per_head, "h" in per_head
+        heads = p.heads if by_head else 1
+        names = () if p.score_mod is None else [a.name for a in p.score_mod.arrays]
+        self.captured = {
+            name: np.zeros(array.shape, p.compute_dtype)
+            for name, array in zip(names, job.score_arrays, strict=True)
+            if name in p.score_grads
+        }
+        self._panels = panels(p, job.score_arrays, self.captured)
+        real = np.dtype(p.compute_dtype).type
+        sinks = np.zeros(0, real) if job.sinks is None else job.sinks
+        return {
+            "keep_batch": heads if by_batch else 0,
+            "keep_head": int(by_head),
+            "keep_slots": heads * (p.batch if by_batch else 1),
+            "calls": threads.frozen(self._panels.calls),
+            "captured": threads.frozen(self._panels.table),
+            "sinks": self.wide(sinks)[0],
+        }
 
     def wide(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """Return arrays flat, contiguous and in the accumulator's type; as views where possible."""
@@ -271,12 +304,14 @@ class _CpuPass:
         walk = "decode" if decode else WALKS[name]
         odd = p.dtype in ROUNDING and not decode and not (self.pairs and name == "forward")
         parts = stage.parts or work_tiles.tiles(stage.schedule, name, self.threads, one=decode)
+        adds = bool(self.captured) and name in ("dq", "fused")  # in one order, by one thread
+        count = 1 if adds else self.threads
         for tiles in parts:
             counter = np.zeros(PLACES, np.int64)
             args = [*arrays, self.shape, tiles, self.rules, notes, counter]
             if WALKS[name] == "grad_keys":
                 args += [fused, turns]
-            threads.run(walk, self.threads, self.cpu, *args, counter=counter, long=stage.long)
+            threads.run(walk, count, self.cpu, *args, counter=counter, long=stage.long)
             odd = odd or bool(counter[ODD])
         if not odd:
             self.finite.update(LOOKED_AT.get(name, ()))
@@ -334,8 +369,15 @@ def _is_one(p: Problem, direction: str) -> bool:
 
 
 def _one_query(p: Problem) -> bool:
-    """Whether there is one query per head, so that `kernels_decode` runs the forward pass."""
-    return p.n_q == 1 and not p.cu_seqlens_q
+    """Whether there is one query per head, so that `kernels_decode` runs the forward pass.
+
+    That kernel takes no functions and no sinks.
+    """
+    return p.n_q == 1 and not p.cu_seqlens_q and not _has_functions(p)
+
+
+def _has_functions(p: Problem) -> bool:
+    return p.mask_mod is not None or p.score_mod is not None or p.sinks
 
 
 def _cpu(job: Job, direction: str) -> registers.Cpu:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flashsim.engines.cpu.bf16_dot.operations import begin_tiles, end_tiles
+from flashsim.engines.cpu.functions import SCORE
 from flashsim.engines.cpu.kernels_decode import padded as whole_lines
 from flashsim.engines.cpu.kernels_forward import next_inner, next_item, stopped
 from flashsim.engines.cpu.micro_kernels.plain import (
@@ -48,9 +49,11 @@ from flashsim.engines.cpu.primitives.packing import (
 )
 from flashsim.engines.cpu.scores import (
     add_bias_gradient,
+    apply_derivative,
     apply_gate,
     finish_scores,
     is_plain,
+    kept_rows,
     place_of,
     visible_rows,
 )
@@ -96,6 +99,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
     dS_left = pairs_room(cpu, q_rows * k_terms if fused else 0, np.uint32)
     part_dq = pairs_room(cpu, q_rows * padded if fused else 0, dtype)
     gate = panel_array(S.size if rules.softcap[0] > 0 else 0, dtype)
+    raw = panel_array(S.size if rules.calls[SCORE] != 0 else 0, dtype)
     rows = wide_room(
         cpu, shape.block_k * max(d, dv), dtype, rounding
     )  # of K, V and their gradients
@@ -149,7 +153,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                         sums = rest(dK, x * d_rows), rest(dV, x * dv_rows)
                         key_visit(
                             *(cpu, inputs, grads, shape, tiles, rules, own, sums, others),
-                            *((S, dS, P, dS_left, gate), scales, j, now, h, fused),
+                            *((S, dS, P, dS_left, gate, raw), scales, j, now, h, fused),
                         )
                         if fused:
                             dq_visit(
@@ -181,18 +185,20 @@ def key_visit(
 ):
     """Add one visit to dK and dV, one panel of keys at a time; if `fused`, also complete dS."""
     (K, V), (dK, dV), (Q, Q_T, dO, dO_T) = own, sums, others
-    S, dS, P, dS_left, gate = work
+    S, dS, P, dS_left, gate, raw = work
     w, d, dv, i = cpu.width, shape.d, shape.dv, tiles.inner[at]
     group = shape.heads // shape.kv_heads
     k0, n, offset = tiles.own[j, 0], tiles.own[j, 1] - tiles.own[j, 0], tiles.own[j, 2]
     q0, rows = tiles.other[i, 0], tiles.other[i, 1] - tiles.other[i, 0]
     ld, masked = panels_of(cpu, shape.block_k) * w, tiles.kind[at] == MASKED
-    bias0 = h // shape.heads * rules.bias_batch + h % shape.heads * rules.bias_head
     for p in range(panels_of(cpu, n)):
         lanes, first, last = min(w, n - p * w), 0, rows
         if masked and rules.banded:
             rel = k0 + p * w - (q0 + offset)
             first, last = visible_rows(rules, rel, -1, rows, lanes)
+        elif masked and tiles.keep_at[at] >= 0:
+            place = place_of(rules, shape, tiles, at, h, j, i, False, 0, p * w)
+            first, last = kept_rows(tiles.keep, place, rows, lanes)
         if last > first:
             first = aligned(cpu, first)  # the mask hides what comes before
             x0, row0, kept = first * ld + p * w, h * shape.n_q + q0 + first, last - first
@@ -203,17 +209,15 @@ def key_visit(
             else:
                 set_product(cpu, S, x0, ld, Q, first, 0, K, p * terms(cpu, d) * w, w, kept, d)
                 scale_scores(cpu, S, x0, ld, kept, scales)
-            place = place_of(
-                *(rules, tiles, at, bias0, q0, k0),
-                *(shape.n_kv, offset, n, False, 0, p * w),
-            )
+            place = place_of(rules, shape, tiles, at, h, j, i, False, 0, p * w)
             if not is_plain(cpu, rules, masked, lanes):
                 finish_scores(
                     *(cpu, S, p * w, ld, first, last, lanes),
-                    *(rules, place, masked, tiles.keep, gate),
+                    *(rules, place, masked, tiles.keep, gate, raw),
                 )
             set_product(cpu, dS, x0, ld, dO, first, 0, V, p * terms(cpu, dv) * w, w, kept, dv)
             grad_scores_by_row(cpu, S, x0, dS, x0, ld, kept, inputs.lse, inputs.delta, row0)
+            apply_derivative(rules, dS, raw, p * w, ld, first, last, lanes, place, fused)
             if fused and grads.dbias.size > 0:
                 add_bias_gradient(grads.dbias, dS, p * w, ld, first, last, lanes, place)
             if rules.softcap[0] > 0:
@@ -288,6 +292,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
     L, delta = filled(most, 0, dtype), filled(most, 0, dtype)
     wide = wide_room(cpu, shape.block_q * max(d, dv), dtype, rounding)  # of Q, dO and dQ
     gate = panel_array(S.size if rules.softcap[0] > 0 else 0, dtype)
+    raw = panel_array(S.size if rules.calls[SCORE] != 0 else 0, dtype)
     scales, ones = filled(most, rules.scale, dtype), filled(most, 1, dtype)
     scores = panel_array(whole_lines(shape.block_k) if inputs.along.size > 0 else 0, dtype)
     begin_tiles(cpu, S)
@@ -300,7 +305,6 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
             h = tiles.sets[at_head]
             batch, head = h // shape.heads, h % shape.heads
             kv = (batch * shape.kv_heads + head // group) * shape.n_kv
-            bias0 = batch * rules.bias_batch + head * rules.bias_head
             row0 = h * shape.n_q + q0
             right_of_rows(cpu, Q, inputs.q, row0 * d, rows, d, scales, wide, rounding)
             right_of_rows(cpu, dO, inputs.dout, row0 * dv, rows, dv, ones, wide, rounding)
@@ -324,6 +328,12 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                         if last <= first:
                             continue
                         first = aligned(cpu, first)  # the mask hides what comes before
+                    elif masked and tiles.keep_at[at] >= 0:
+                        place = place_of(rules, shape, tiles, at, h, i, j, True, 0, p * w)
+                        first, last = kept_rows(tiles.keep, place, n, lanes)
+                        if last <= first:
+                            continue
+                        first = aligned(cpu, first)
                     x0, kept = first * w, last - first
                     if inputs.along.size > 0:
                         scores_of_one(cpu, scores, inputs, key0 + first, kept, h, shape, rules)
@@ -332,17 +342,15 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                     else:
                         set_product(cpu, S, x0, w, of_k, first, 0, Q, p * d_terms * w, w, kept, d)
                         scale_scores(cpu, S, x0, w, kept, scales)
-                    place = place_of(
-                        *(rules, tiles, at, bias0, q0, k0),
-                        *(shape.n_kv, offset, n, True, 0, p * w),
-                    )
+                    place = place_of(rules, shape, tiles, at, h, i, j, True, 0, p * w)
                     if not is_plain(cpu, rules, masked, lanes):
                         finish_scores(
                             *(cpu, S, 0, w, first, last, lanes),
-                            *(rules, place, masked, tiles.keep, gate),
+                            *(rules, place, masked, tiles.keep, gate, raw),
                         )
                     set_product(cpu, dS, x0, w, of_v, first, 0, dO, p * dv_terms * w, w, kept, dv)
                     grad_scores_by_lane(cpu, S, x0, dS, x0, w, kept, L, delta, p * w)
+                    apply_derivative(rules, dS, raw, 0, w, first, last, lanes, place, True)
                     if grads.dbias.size > 0:
                         add_bias_gradient(grads.dbias, dS, 0, w, first, last, lanes, place)
                     if rules.softcap[0] > 0:

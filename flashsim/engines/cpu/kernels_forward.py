@@ -37,7 +37,16 @@ from flashsim.engines.cpu.primitives.arrays import panel_array, rest
 from flashsim.engines.cpu.primitives.atomics import fetch_add, load_acquire
 from flashsim.engines.cpu.primitives.inline_jit import part
 from flashsim.engines.cpu.primitives.packing import fill, filled, panels_of
-from flashsim.engines.cpu.scores import finish_scores, hides, is_plain, place_of, visible_rows
+from flashsim.engines.cpu.scores import (
+    all_kept,
+    finish_scores,
+    hides,
+    is_plain,
+    kept_rows,
+    place_of,
+    visible_rows,
+    without_mask,
+)
 from flashsim.engines.cpu.tables import NOTE, STOP
 from flashsim.schedule.schedule import MASKED
 
@@ -88,7 +97,6 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
             h = tiles.sets[at_head]
             batch, head = h // shape.heads, h % shape.heads
             kv = (batch * shape.kv_heads + head // group) * shape.n_kv
-            bias0 = batch * rules.bias_batch + head * rules.bias_head
             for i in range(begin, end):
                 q0, n, x = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], (i - begin) * lanes
                 start = (h * shape.n_q + q0) * d
@@ -114,7 +122,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                     sums = RowSums(rest(O, x * o_rows), rest(m, x), rest(l, x), alpha)
                     forward_visits(
                         *(cpu, shape, tiles, rules, rest(Q, x * d_terms), of_k, of_v, S, P),
-                        *(sums, scales, i, visits, near, bias0),
+                        *(sums, scales, i, visits, near, h),
                     )
                     at[i - begin] = then[i - begin]
                     if notes.visits.size > 0:
@@ -126,6 +134,13 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                 q0, n, x = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], (i - begin) * lanes
                 row0 = h * shape.n_q + q0
                 for r in range(n):  # no key seen: out = 0, lse = -inf
+                    if rules.sinks.size > 0:
+                        top = max(m[x + r], rules.sinks[head])
+                        weight = np.exp(m[x + r] - top) if l[x + r] != 0 else real(0)
+                        total = weight * l[x + r] + np.exp(rules.sinks[head] - top)
+                        inverse[r] = weight / total
+                        lse[row0 + r] = top + np.log(total)
+                        continue
                     seen = l[x + r] != 0
                     inverse[r] = real(1) / l[x + r] if seen else real(0)
                     lse[row0 + r] = m[x + r] + np.log(l[x + r]) if seen else -np.inf
@@ -139,11 +154,11 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
 
 
 @part
-def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, visits, near, bias0):
+def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, visits, near, h):
     """Process some column tiles of a row tile, panel by panel.
 
     S = scale Q K^T, its softmax, O = alpha O + P V. `near` says which slot of K and V holds each
-    column tile.
+    column tile. `h` is the query head, over the whole batch.
     """
     w, d, dv, d_terms = cpu.width, shape.d, shape.dv, terms(cpu, shape.d)
     keys, chunk = whole(cpu, shape.block_k), chunk_of(cpu, shape.block_k)
@@ -162,18 +177,29 @@ def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, vis
                 if last <= first:
                     continue
                 first = aligned(cpu, first)  # the mask hides what is before
+            elif masked and tiles.keep_at[at] >= 0:
+                place = place_of(rules, shape, tiles, at, h, i, j, True, 0, p * w)
+                first, last = kept_rows(tiles.keep, place, last, lanes)
+                if last <= first:
+                    continue
+                first = aligned(cpu, first)
             for c in range(first, last, chunk):
                 n, key = min(chunk, last - c), slot * keys + c
                 set_product(cpu, S, 0, w, K, key, 0, Q, p * d_terms * w, w, n, d)
                 hidden = hides(rules, rel + c, n, lanes) if banded else masked
+                if hidden and not banded:
+                    place = place_of(rules, shape, tiles, at, h, i, j, True, c, p * w)
+                    hidden = place.keep >= 0 and not all_kept(tiles.keep, place, 0, n, lanes)
                 plain = is_plain(cpu, rules, hidden, lanes)
                 scale = scaled(cpu, S, n, plain, scales)
                 if not plain:
-                    place = place_of(
-                        *(rules, tiles, at, bias0, q0, k0),
-                        *(shape.n_kv, offset, k1 - k0, True, c, p * w),
+                    place = place_of(rules, shape, tiles, at, h, i, j, True, c, p * w)
+                    if not hidden:
+                        place = without_mask(place)
+                    finish_scores(
+                        *(cpu, S, 0, w, 0, n, lanes),
+                        *(rules, place, hidden, tiles.keep, None, None),
                     )
-                    finish_scores(cpu, S, 0, w, 0, n, lanes, rules, place, hidden, tiles.keep, None)
                 waiting = take_scores(
                     cpu, sums, S, n, scale, P, V, key, p, dv, rules.rounding, waiting
                 )

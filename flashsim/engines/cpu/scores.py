@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flashsim.engines.cpu.functions import DERIVATIVE, SCORE, SUMMING, call_panel
 from flashsim.engines.cpu.micro_kernels.plain import soft_cap, soft_cap_gated
 from flashsim.engines.cpu.primitives.inline_jit import part
 
@@ -32,6 +33,15 @@ class Rules(NamedTuple):
     bias : ndarray, flat, accumulator type
         The bias of (batch, head) starts at ``batch * bias_batch + head * bias_head``; empty without
         bias.
+    keep_batch, keep_head, keep_slots : int
+        A tile's mask bits are (rows of a panel, keep_slots, lanes), and those of (batch, head) are
+        in slot ``batch * keep_batch + head * keep_head``.
+    calls : int64 (3,)
+        Addresses of the score function and its derivatives, see `functions`; 0 without one.
+    captured : int64
+        The addresses of the arrays that it reads and adds to.
+    sinks : ndarray (heads,), accumulator type
+        Empty without sinks.
     """
 
     scale: float
@@ -43,13 +53,20 @@ class Rules(NamedTuple):
     bias: np.ndarray
     bias_batch: int
     bias_head: int
+    keep_batch: int
+    keep_head: int
+    keep_slots: int
+    calls: np.ndarray
+    captured: np.ndarray
+    sinks: np.ndarray
 
 
 class Place(NamedTuple):
     """Positions of row 0, lane 0 of a panel, and their strides per row and per lane.
 
     `rel` is k - (q + offset); `bias` is an index into the bias; `keep` is an index into the mask's
-    bits, or -1 if the tile has none.
+    bits, or -1 if the tile has none. `b`, `h`, `q` and `k` are a score function's arguments; the
+    index along the rows of the panel rises by 1 per row, the other one by 1 per lane.
     """
 
     rel: int
@@ -60,13 +77,17 @@ class Place(NamedTuple):
     bias_lane: int
     keep: int
     keep_row: int
-    keep_lane: int
+    b: int
+    h: int
+    q: int
+    k: int
 
 
 @part
 def is_plain(cpu, rules, masked, lanes):
-    """Whether a panel needs no softcap, bias or mask: the common case, which costs nothing."""
-    return not masked and lanes == cpu.width and rules.softcap[0] == 0 and rules.bias.size == 0
+    """Whether a panel needs no softcap, bias, function or mask: the common case, without cost."""
+    simple = rules.softcap[0] == 0 and rules.bias.size == 0 and rules.calls[SCORE] == 0
+    return not masked and lanes == cpu.width and simple
 
 
 @part
@@ -78,17 +99,55 @@ def visible_rows(rules, rel, rel_row, rows, lanes):
 
 
 @part
+def kept_rows(bits, place, rows, lanes):
+    """Return the first and last + 1 row of a panel in which its mask bits keep any score."""
+    first, last = 0, rows
+    while first < last and not any_kept(bits, place.keep + first * place.keep_row, lanes):
+        first += 1
+    while last > first and not any_kept(bits, place.keep + (last - 1) * place.keep_row, lanes):
+        last -= 1
+    return first, last
+
+
+@part
+def any_kept(bits, at, lanes):
+    """Whether any of some neighbouring bits is set."""
+    found = np.uint8(0)
+    for c in range(lanes):
+        found |= bits[np.uint64(at + c)]
+    return found != 0
+
+
+@part
+def without_mask(place):
+    """Return a place whose panel has no mask bits."""
+    p = place
+    return Place(p[0], p[1], p[2], p[3], p[4], p[5], -1, p[7], p[8], p[9], p[10], p[11])
+
+
+@part
+def all_kept(bits, place, first, last, lanes):
+    """Whether the mask bits of rows first .. last - 1 of a panel are all set."""
+    found = np.uint8(1)
+    for r in range(first, last):
+        for c in range(lanes):
+            found &= bits[np.uint64(place.keep + r * place.keep_row + c)]
+    return found != 0
+
+
+@part
 def hides(rules, rel, rows, lanes):
     """Whether the band hides any score of a panel whose rows are keys, from `rel` on."""
     return rel - (lanes - 1) < -rules.left or rel + rows - 1 > rules.right
 
 
 @part
-def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits, gate):
-    """Apply softcap, bias and mask to rows first .. last - 1; lanes past `lanes` are masked.
+def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits, gate, raw):
+    """Apply softcap, bias, function and mask to rows first .. last - 1.
 
-    With a softcap, `gate` (laid out like S, or None) takes 1 - tanh^2, the factor from dS to the
-    gradient of the scaled product.
+    Lanes past `lanes` are masked. With a softcap, `gate` (laid out like S, or None) takes
+    1 - tanh^2, the factor from dS to the gradient of the scaled product. With a score function,
+    `raw` (laid out like S, or None) takes the scores that it gets.
     """
     if rules.softcap[0] > 0:
         x0 = s0 + first * ld
@@ -101,6 +160,12 @@ def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits
             at = place.bias + r * place.bias_row
             for c in range(lanes):
                 S[np.uint64(s0 + r * ld + c)] += rules.bias[at + c * place.bias_lane]
+    if rules.calls[SCORE] != 0:
+        if raw is not None:
+            for r in range(first, last):
+                for c in range(lanes):
+                    raw[np.uint64(s0 + r * ld + c)] = S[np.uint64(s0 + r * ld + c)]
+        call_function(rules, SCORE, S, S, s0, ld, first, last, lanes, place)
     if masked and rules.banded:
         for r in range(first, last):
             rel = place.rel + r * place.rel_row
@@ -118,8 +183,29 @@ def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits
         for r in range(first, last):
             at = place.keep + r * place.keep_row
             for c in range(lanes):
-                if bits[at + c * place.keep_lane] == 0:
-                    S[np.uint64(s0 + r * ld + c)] = -np.inf
+                x = np.uint64(s0 + r * ld + c)
+                S[x] = S[x] if bits[np.uint64(at + c)] != 0 else -np.inf
+
+
+@part
+def call_function(rules, which, S, raw, s0, ld, first, last, lanes, place):
+    """Call the score function, or a derivative, on rows first .. last - 1 of a panel."""
+    by_row = place.rel_row > 0  # rows are keys
+    q_row, k_row = (0, 1) if by_row else (1, 0)
+    x0 = s0 + first * ld
+    call_panel(
+        *(rules.calls[which], S, x0, raw, x0, ld, last - first, lanes),
+        *(place.q + first * q_row, q_row, 1 - q_row, place.k + first * k_row, k_row, 1 - k_row),
+        *(place.b, place.h, rules.captured),
+    )
+
+
+@part
+def apply_derivative(rules, dS, raw, s0, ld, first, last, lanes, place, summing):
+    """Turn the gradients of a score function's results into those of the scores it got."""
+    if rules.calls[SCORE] != 0:
+        which = SUMMING if summing else DERIVATIVE
+        call_function(rules, which, dS, raw, s0, ld, first, last, lanes, place)
 
 
 @part
@@ -140,17 +226,31 @@ def add_bias_gradient(dbias, dS, s0, ld, first, last, lanes, place):
 
 
 @part
-def place_of(rules, tiles, v, bias0, q0, k0, n_kv, offset, cols, q_lanes, row0, lane0):
-    """Return the `Place` of the panel that starts at row `row0`, lane `lane0` of visit v's tile."""
-    keep = tiles.keep_at[v]
+def place_of(rules, shape, tiles, v, h, own, other, q_lanes, row0, lane0):
+    """Return the `Place` of the panel that starts at row `row0`, lane `lane0` of visit v's tile.
+
+    `h` is the query head, over the whole batch. With `q_lanes`, rows of the panel are keys and
+    `own` is a row tile; otherwise rows are queries and `own` is a column tile.
+    """
+    keep, n_kv, b, head = tiles.keep_at[v], shape.n_kv, h // shape.heads, h % shape.heads
+    bias = b * rules.bias_batch + head * rules.bias_head
+    slot, slots = b * rules.keep_batch + head * rules.keep_head, rules.keep_slots
     if q_lanes:
+        q0, k0, offset = tiles.own[own, 0], tiles.other[other, 0], tiles.own[own, 2]
+        q_base, k_base = tiles.own[own, 4], tiles.other[other, 4]
+        rows = tiles.own[own, 1] - q0
         rel = k0 + row0 - (q0 + lane0 + offset)
-        bias = bias0 + (q0 + lane0) * n_kv + k0 + row0
+        bias += (q0 + lane0) * n_kv + k0 + row0
         if keep >= 0:
-            keep += lane0 * cols + row0
-        return Place(rel, 1, -1, bias, 1, n_kv, keep, 1, cols)
+            keep += (row0 * slots + slot) * rows + lane0
+        at = b, head, q0 + lane0 - q_base, k0 + row0 - k_base
+        return Place(rel, 1, -1, bias, 1, n_kv, keep, rows * slots, *at)
+    q0, k0, offset = tiles.other[other, 0], tiles.own[own, 0], tiles.own[own, 2]
+    q_base, k_base = tiles.other[other, 4], tiles.own[own, 4]
+    cols = tiles.own[own, 1] - k0
     rel = k0 + lane0 - (q0 + row0 + offset)
-    bias = bias0 + (q0 + row0) * n_kv + k0 + lane0
+    bias += (q0 + row0) * n_kv + k0 + lane0
     if keep >= 0:
-        keep += row0 * cols + lane0
-    return Place(rel, -1, 1, bias, n_kv, 1, keep, cols, 1)
+        keep += (row0 * slots + slot) * cols + lane0
+    at = b, head, q0 + row0 - q_base, k0 + lane0 - k_base
+    return Place(rel, -1, 1, bias, n_kv, 1, keep, cols * slots, *at)

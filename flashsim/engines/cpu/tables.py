@@ -32,14 +32,15 @@ class Tiles(NamedTuple):
 
     Attributes
     ----------
-    own, other : int32 (T, 4)
-        The outer and the inner tiles: start, stop, offset, ..
+    own, other : int32 (T, 5)
+        The outer and the inner tiles: start, stop, offset, .., and the start of their sequence.
     ptr, inner, kind : int32
         CSR: inner tiles of each outer tile.
     keep_at : int64 (visits,)
         The start of a visit's (tile pair's) mask bits in `keep`; -1 if it has none.
     keep : uint8
-        The rows x columns mask bits of all visits, one visit after the other.
+        The mask bits of all visits, one visit after the other: (rows, slots, columns) each, with
+        one slot for all heads or one per batch entry or head that the mask tells apart.
     turn : int32 (visits,)
         Minus the number of remaining visits of the same row tile, including this one. It fixes the
         order in which dQ is summed.

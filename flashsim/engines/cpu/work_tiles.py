@@ -28,15 +28,15 @@ def tiles(schedule: Schedule, name: str, threads: int, *, one: bool = False) -> 
     between calls if the problem's fields define them completely. With a mask function they are not,
     since its results may change.
     """
-    if schedule.problem.banded:
-        yield _known(schedule, name, threads, one)
+    if schedule.problem.mask is None and schedule.problem.block_mask is None:
+        yield from _known(schedule, name, threads, one)
     else:
         yield from _tiles(schedule, name, threads, one)
 
 
 def known(schedule: Schedule) -> Schedule:
     """Return an equal schedule that already has its tables, if one was used recently."""
-    return _same(schedule) if schedule.problem.banded else schedule
+    return _same(schedule) if schedule.problem.mask is None else schedule
 
 
 @lru_cache(maxsize=8)
@@ -45,14 +45,14 @@ def _same(schedule: Schedule) -> Schedule:
 
 
 @lru_cache(maxsize=4)
-def _known(schedule: Schedule, name: str, threads: int, one: bool) -> Tiles:
-    (whole,) = _tiles(schedule, name, threads, one)
-    return whole
+def _known(schedule: Schedule, name: str, threads: int, one: bool) -> tuple[Tiles, ...]:
+    return tuple(_tiles(schedule, name, threads, one))
 
 
 def _tiles(schedule: Schedule, name: str, threads: int, one: bool) -> Iterator[Tiles]:
     p, by_row = schedule.problem, schedule.outer == "queries"
-    own, other = (schedule.rows, schedule.cols) if by_row else (schedule.cols, schedule.rows)
+    tables_of_tiles = _with_starts(schedule)
+    own, other = tables_of_tiles if by_row else tables_of_tiles[::-1]
     csr = schedule.row_csr if by_row else schedule.col_csr
     fused = name == "fused"
     turn = turns(schedule, csr) if fused else _NOTHING
@@ -66,6 +66,19 @@ def _tiles(schedule: Schedule, name: str, threads: int, one: bool) -> Iterator[T
         longest = int(np.diff(part).max(initial=0))
         descending = schedule.key_order == "descending"
         yield Tiles._make([*(_table(x) for x in tables), longest, descending])
+
+
+def _with_starts(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tables of row and column tiles, each with the start of its sequence appended."""
+    sequences = schedule.problem.sequences
+    found = []
+    for table, starts, ends in (
+        (schedule.rows, [s.q_start for s in sequences], [s.q_stop for s in sequences]),
+        (schedule.cols, [s.k_start for s in sequences], [s.k_stop for s in sequences]),
+    ):
+        own = np.array(starts)[np.searchsorted(ends, table[:, 0], "right")]
+        found.append(np.column_stack([table, own.astype(table.dtype)]))
+    return found[0], found[1]
 
 
 def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
@@ -157,18 +170,36 @@ def _masks(
     bits: list[np.ndarray] = []
     owner = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
     for place, (first, last) in enumerate(order.tolist()):
-        for at in range(ptr[first], ptr[last]):
-            if kind[at] != MASKED:
-                continue
-            i, j = (owner[at], inner[at]) if by_row else (inner[at], owner[at])
-            kept = schedule.keep(int(i), int(j))
-            if kept is not None:
-                keep_at[at] = size
-                bits.append(kept.reshape(-1).view(np.uint8))
+        at = ptr[first] + np.flatnonzero(kind[ptr[first] : ptr[last]] == MASKED)
+        i, j = (owner[at], inner[at]) if by_row else (inner[at], owner[at])
+        for part in schedule.groups(len(at)):
+            for now, kept in _bits(schedule, at[part], i[part], j[part], by_row):
+                keep_at[now] = size
+                bits.append(kept)
                 size += kept.size
         if size > MASK_CHUNK or place == len(order) - 1:
             yield order[begin : place + 1], keep_at, np.concatenate([*bits, _NO_BITS])
             begin, size, bits = place + 1, 0, []
+
+
+def _bits(
+    schedule: Schedule, at: np.ndarray, i: np.ndarray, j: np.ndarray, by_row: bool
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the mask bits of visits `at`, of tiles (i, j), except where all scores are kept.
+
+    They are (columns, slots, rows), or (rows, slots, columns) in a KV-outer loop, so that the bits
+    of a panel's lanes are neighbours.
+    """
+    kept = schedule.kept_tiles(i, j)
+    kept = kept.reshape(len(at), -1, *kept.shape[3:])  # the slots
+    heights = np.diff(schedule.rows[i, :2])[:, 0].tolist()
+    widths = np.diff(schedule.cols[j, :2])[:, 0].tolist()
+    turned = kept.transpose(0, 3, 1, 2) if by_row else kept.transpose(0, 2, 1, 3)
+    turned, whole = np.ascontiguousarray(turned).view(np.uint8), kept.all(axis=(1, 2, 3))
+    for n, now in enumerate(at.tolist()):
+        if not whole[n]:
+            outer, lanes = (widths[n], heights[n]) if by_row else (heights[n], widths[n])
+            yield now, turned[n, :outer, :, :lanes].reshape(-1)
 
 
 _NOTHING = np.zeros(0, np.int32)

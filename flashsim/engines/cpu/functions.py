@@ -1,0 +1,140 @@
+"""Score functions on the CPU engine: compiled on their own, and called by address.
+
+A kernel calls a function for each panel of scores through a pointer. So a new function costs one
+small compilation, and no kernel is compiled again.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numba.extending
+import numpy as np
+from llvmlite import ir
+from numba import cfunc, types
+
+from flashsim.functions.emit import PANEL, numba_source
+from flashsim.functions.graph import Graph
+from flashsim.problem.problem import Problem
+
+#: Its stub counts the compiler's context as an argument of the caller's.
+intrinsic: Any = numba.extending.intrinsic
+
+#: Places of `Rules.calls`: the function, its derivative, and the derivative that also adds to the
+#: gradients of captured arrays.
+SCORE, DERIVATIVE, SUMMING = range(3)
+_INT = ir.IntType(64)
+
+
+class Panels(NamedTuple):
+    """A problem's compiled functions. `calls` holds their addresses, 0 if there is none; `table`
+    those of captured arrays and their gradients. `held` keeps the memory alive.
+    """
+
+    calls: np.ndarray
+    table: np.ndarray
+    held: tuple[Any, ...]
+
+
+def panels(
+    problem: Problem, arrays: tuple[np.ndarray, ...], gradients: dict[str, np.ndarray]
+) -> Panels:
+    """Compile the score function of a problem. `gradients` holds the sums, by array."""
+    graph, calls = problem.score_mod, np.zeros(3, np.int64)
+    if graph is None:
+        return Panels(calls, np.zeros(1, np.int64), ())
+    real = problem.compute_dtype
+    compiled = _compiled(graph, real, ()), _compiled(graph, real, tuple(gradients))
+    calls[SCORE], calls[DERIVATIVE] = (x.address for x in compiled[0])
+    calls[SUMMING] = compiled[1][1].address
+    data = [_in_memory(x) for x in arrays]
+    sums = [gradients.get(spec.name) for spec in graph.arrays]
+    table = [x.ctypes.data for x in data] + [0 if x is None else x.ctypes.data for x in sums]
+    return Panels(calls, np.array([*table, 0], np.int64), (compiled, data, sums))
+
+
+def _in_memory(array: np.ndarray) -> np.ndarray:
+    """A captured array as the compiled function reads it."""
+    kind = array.dtype.name
+    if kind in ("float16", "bfloat16"):
+        array = array.astype(np.float32)
+    return (
+        np.ascontiguousarray(array).view(np.uint8)
+        if kind == "bool"
+        else np.ascontiguousarray(array)
+    )
+
+
+@lru_cache(maxsize=128)
+def _compiled(graph: Graph, real: str, gradients: tuple[str, ...]) -> tuple[Any, Any]:
+    """The function and its derivative as compiled callbacks."""
+    kind = getattr(types, real)
+    signature = types.void(
+        *(types.CPointer(kind), types.CPointer(kind)),
+        *(types.int64 for _ in PANEL),
+        types.CPointer(types.int64),
+    )
+    names = {"np": np, "math": math, "F": np.dtype(real).type, "as_pointer": as_pointer}
+    made = []
+    for text in numba_source(graph, gradients):
+        scope = dict(names)
+        exec(compile(text, f"<{graph.name} for Numba>", "exec"), scope)
+        made.append(cfunc(signature, error_model="numpy")(scope["panel"]))
+    return made[0], made[1]
+
+
+@intrinsic
+def as_pointer(context, address, kind):
+    """An address as a pointer to numbers of a type."""
+    del context
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(kind.dtype)(types.int64, kind), codegen
+
+
+@intrinsic
+def call_panel(
+    context,
+    address,
+    S,
+    s0,
+    raw,
+    raw0,
+    ld,
+    rows,
+    lanes,
+    q,
+    q_row,
+    q_lane,
+    k,
+    k_row,
+    k_lane,
+    b,
+    h,
+    table,
+):
+    """Call a compiled function on the panel of S at `s0`; `raw` at `raw0` holds its scores."""
+    del context
+    numbers = ld, rows, lanes, q, q_row, q_lane, k, k_row, k_lane, b, h
+
+    def codegen(context, builder, signature, args):
+        at, of_s, start, of_raw, raw_start, *sizes, of_table = args
+        data = [
+            builder.gep(context.make_array(kind)(context, builder, array).data, [first])
+            for kind, array, first in (
+                (signature.args[1], of_s, start),
+                (signature.args[3], of_raw, raw_start),
+            )
+        ]
+        addresses = context.make_array(signature.args[-1])(context, builder, of_table).data
+        values = [*data, *sizes, addresses]
+        function = ir.FunctionType(ir.VoidType(), [x.type for x in values])
+        builder.call(builder.inttoptr(at, function.as_pointer()), values)
+        return context.get_dummy_value()
+
+    sizes = (types.int64 for _ in numbers)
+    return types.void(types.int64, S, types.int64, raw, types.int64, *sizes, table), codegen
