@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from compiled import thorough  # noqa: E402
 from cupy_checks import MARKS, ON_HOPPER  # noqa: E402
-from function_cases import allowed, causal, masks, scores, with_gradients  # noqa: E402
+from function_cases import causal, judge, masks, scores  # noqa: E402
 
 import flashsim  # noqa: E402
 
@@ -22,38 +22,6 @@ LENGTHS = (
     *((128, 217), (113, 211), (108, 256), (256, 512), (384, 256), (640, 128), (512, 256)),
     *((1024, 1024), (1023, 1024), (1024, 1023), (1025, 1025), (4096, 4096), (4224, 4224)),
 )
-
-
-def judge(
-    mask, score, wanted, sizes, *, d=64, dtype=HALF, kernel="auto", sinks=None, forms=(False, True)
-):
-    """O, LSE and all gradients within the budget of their type."""
-    batch, heads, kv_heads, n_q, n_kv = sizes
-    torch.manual_seed(0)
-    shapes = (batch, heads, n_q, d), *((batch, kv_heads, n_kv, d),) * 2
-    q, k, v = (torch.randn(s, device="cuda", dtype=dtype) for s in shapes)
-    dout = torch.randn(shapes[0], device="cuda", dtype=dtype)
-    given = mask, score, wanted, sinks
-    exact, lse = with_gradients(*(x.double() for x in (q, k, v, dout)), *given)
-    rough, _ = with_gradients(q, k, v, dout, *given)
-    result = flashsim.run(
-        *(q, k, v), mask_mod=mask, score_mod=score, sinks=sinks, backend="cupy", kernel=kernel
-    )
-    assert ((result.lse.double() - lse).nan_to_num(0).abs() < 1e-3).all()
-    assert (result.lse.isinf() == lse.isinf()).all()
-    problems = []
-    for form in forms:
-        back = result.backward(dout, deterministic=form, captured=list(wanted))
-        found = {"out": result.out, "dq": back.dq, "dk": back.dk, "dv": back.dv, **back.captured}
-        if sinks is not None:
-            found["dsinks"] = back.dsinks
-        assert found.keys() == exact.keys()
-        for name, got in found.items():
-            error = float((got.double() - exact[name]).abs().max())
-            budget = allowed(exact[name], rough[name])
-            if not error <= budget:
-                problems.append(f"{name}, deterministic={form}: {error:.3g} > {budget:.3g}")
-    assert not problems, problems
 
 
 def sized(lengths):

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+import flashsim
+
 
 class Case(NamedTuple):
     """A mask and a score function, and the captured arrays that get a gradient, by name."""
@@ -144,3 +146,44 @@ def allowed(exact, rough):
     error = (rough.double() - exact).abs().max()
     rounding = (exact.to(rough.dtype) + 0.3 - 0.3 - exact.to(rough.dtype)).abs().max()
     return float(2 * error + 2 * rounding.double())
+
+
+def judge(
+    mask,
+    score,
+    wanted,
+    sizes,
+    *,
+    d=64,
+    dtype=torch.bfloat16,
+    kernel="auto",
+    sinks=None,
+    forms=(False, True),
+):
+    """O, LSE and all gradients within the budget of their type."""
+    batch, heads, kv_heads, n_q, n_kv = sizes
+    torch.manual_seed(0)
+    shapes = (batch, heads, n_q, d), *((batch, kv_heads, n_kv, d),) * 2
+    q, k, v = (torch.randn(s, device="cuda", dtype=dtype) for s in shapes)
+    dout = torch.randn(shapes[0], device="cuda", dtype=dtype)
+    given = mask, score, wanted, sinks
+    exact, lse = with_gradients(*(x.double() for x in (q, k, v, dout)), *given)
+    rough, _ = with_gradients(q, k, v, dout, *given)
+    result = flashsim.run(
+        *(q, k, v), mask_mod=mask, score_mod=score, sinks=sinks, backend="cupy", kernel=kernel
+    )
+    assert ((result.lse.double() - lse).nan_to_num(0).abs() < 1e-3).all()
+    assert (result.lse.isinf() == lse.isinf()).all()
+    problems = []
+    for form in forms:
+        back = result.backward(dout, deterministic=form, captured=list(wanted))
+        found = {"out": result.out, "dq": back.dq, "dk": back.dk, "dv": back.dv, **back.captured}
+        if sinks is not None:
+            found["dsinks"] = back.dsinks
+        assert found.keys() == exact.keys()
+        for name, got in found.items():
+            error = float((got.double() - exact[name]).abs().max())
+            budget = allowed(exact[name], rough[name])
+            if not error <= budget:
+                problems.append(f"{name}, deterministic={form}: {error:.3g} > {budget:.3g}")
+    assert not problems, problems
