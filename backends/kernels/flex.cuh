@@ -1,6 +1,6 @@
 // Masks and scores that are functions of the caller's. The text ahead of the kernel, which is
 // generated from them, defines FlashCaptured, flash_mask, flash_score and flash_score_grad
-// (backends/launch/functions.py).
+// (backends/launch/functions.py). Included after `scaled`, which gives a score as exponents take it.
 #if FS_FLEX
 
 // The query head that a tile pair belongs to.
@@ -36,10 +36,14 @@ __device__ __forceinline__ float of_function(const Args& a, Head at, float s, in
 #endif
 }
 
-// A raw score after the function of scores, in the unit of natural logarithms. Without one it is
-// scaled and capped where the exponent cannot take the scale.
+// A raw score after the function of scores, in the unit of natural logarithms. Without one it is as
+// the kernel's exponents take it.
 __device__ __forceinline__ float after_function(const Args& a, Head at, float raw, int q, int k) {
-    return FS_SCALED ? of_function(a, at, before_function(a, raw), q, k) : raw;
+#if FS_SCORE_MOD
+    return of_function(a, at, before_function(a, raw), q, k);
+#else
+    return FS_SCALED ? scaled(a, raw) : raw;
+#endif
 }
 
 #if FS_SCORE_MOD

@@ -19,6 +19,14 @@ from flashsim.functions.graph import Graph
 from flashsim.problem.problem import Problem
 
 
+#: The hardware's tanh, where a softcap takes it (common.cuh).
+_FAST = """\
+#if FS_BF16
+#define FLASH_FAST_TANH
+#endif
+"""
+
+
 @dataclass(frozen=True)
 class Generated:
     """The generated text of one kernel.
@@ -95,7 +103,7 @@ def _extents(problem: Problem) -> tuple[tuple[str, int], ...]:
 def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
     plain, summing = (
         Generated(
-            one.text,
+            _FAST + one.text,
             packed_bytes(one.pack([0] * len(one.arrays), [0] * len(one.gradients))),
             mask is not None,
             score is not None,

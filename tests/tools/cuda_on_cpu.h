@@ -103,7 +103,12 @@ void ptx_cvt_rn_f16x2_f32(u32& r, float high, float low);
 void ptx_mov_b32(float& low, float& high, u32 x);
 void ptx_cvt_rna_tf32_f32(u32& r, float x);
 inline void ptx_cvt_f32_f16(float& y, unsigned short x) { y = float(bits<_Float16>(x)); }
-inline void ptx_tanh_approx_f32(float& y, float x) { y = tanhf(x); }
+// As wrong as the hardware may be, a relative 2^-11, up or down by a bit of x.
+inline void ptx_tanh_approx_f32(float& y, float x) {
+    y = tanhf(x);
+    y *= bits<u32>(x) & 8 ? 1 + 1.0f / 2048 : 1 - 1.0f / 2048;
+    y = y > 1 ? 1 : y < -1 ? -1 : y;
+}
 void ptx_ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32& a, u32& b, u32& c, u32& d, u32 at);
 void ptx_ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32& a, u32& b, u32& c, u32& d, u32 at);
 void ptx_mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(

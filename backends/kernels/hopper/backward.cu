@@ -165,8 +165,7 @@ __device__ __forceinline__ void make_slice(u32 (&P)[BLOCK_Q / 16][4], float (&S)
 #endif
 
 __device__ void consume(OnChip& s, const Args& a, int g) {
-    const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
-    [[maybe_unused]] const float uncap = 1.0f / a.softcap;
+    const float to_log2 = exponent_factor(a);
     const int lane = threadIdx.x % 32;
     const bool speaks = lane == 0;  // for its warp
     const int kv_heads = a.heads / a.group;
@@ -268,9 +267,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                     const float p1 = exp2_approx(S[e + 1] * factor + lse.y);
                     P[e / 8][e / 2 % 4] = pack(p0, p1);
                     if (e == first / 2) early = __float_as_uint(p0);
-#if FS_SOFTCAP  // from here on S is P times the slope of c tanh(x / c), 1 - tanh^2; S may be -inf
-                    const float t0 = fmaxf(S[e] * uncap, -1.0f);
-                    const float t1 = fmaxf(S[e + 1] * uncap, -1.0f);
+#if FS_SOFTCAP  // S is tanh, or -inf; from here on it is P times the cap's slope, 1 - tanh^2
+                    const float t0 = fmaxf(S[e], -1.0f);
+                    const float t1 = fmaxf(S[e + 1], -1.0f);
                     S[e] = p0 * (1.0f - t0 * t0), S[e + 1] = p1 * (1.0f - t1 * t1);
 #else
                     S[e] = p0, S[e + 1] = p1;

@@ -118,8 +118,7 @@ __device__ __forceinline__ void make_probabilities(float (&P)[BLOCK_K / 2], floa
 
 // The warpgroup that makes P, dS and dQ.
 __device__ void make_scores(OnChip& s, const Args& a) {
-    [[maybe_unused]] const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
-    [[maybe_unused]] const float uncap = 1.0f / a.softcap;
+    [[maybe_unused]] const float to_log2 = exponent_factor(a);
     const bool speaks = threadIdx.x % 32 == 0;  // for its warp
     // Where this thread's part of P and dS goes (for store_transposed), swizzled.
     const int lane = threadIdx.x % 32, key = lane / 16 * 8 + lane % 8;
@@ -188,8 +187,8 @@ __device__ void make_scores(OnChip& s, const Args& a) {
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
                     const int e = 8 * x + i;
-#if FS_SOFTCAP  // of c tanh(x / c): 1 - tanh^2; S may be -inf
-                    const float t = fmaxf(S[e] * uncap, -1.0f);
+#if FS_SOFTCAP  // the slope is 1 - tanh^2; S is tanh, or -inf
+                    const float t = fmaxf(S[e], -1.0f);
                     slope[i] = 1.0f - t * t;
 #endif
                     S[e] = exp2_approx(S[e] * to_log2 + lse[i / 2 % 2]);

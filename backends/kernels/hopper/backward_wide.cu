@@ -137,8 +137,7 @@ __device__ __forceinline__ u32 add_columns(float* tile, const float (&dQ)[N], in
 }
 
 __device__ void consume(OnChip& s, const Args& a, int g) {
-    const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
-    [[maybe_unused]] const float uncap = 1.0f / a.softcap;
+    const float to_log2 = exponent_factor(a);
     const bool speaks = threadIdx.x % 32 == 0;  // for its warp
     const int kv_heads = a.heads / a.group;
     Ring ring, slot;
@@ -210,8 +209,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             [[maybe_unused]] float slope[QUERIES / 2];
 #pragma unroll
             for (int e = 0; e < QUERIES / 2; ++e) {
-#if FS_SOFTCAP  // of c tanh(x / c): 1 - tanh^2; S may be -inf
-                const float t = fmaxf(S[e] * uncap, -1.0f);
+#if FS_SOFTCAP  // the slope is 1 - tanh^2; S is tanh, or -inf
+                const float t = fmaxf(S[e], -1.0f);
                 slope[e] = 1.0f - t * t;
 #endif
                 S[e] = exp2_approx(S[e] * to_log2 + (e % 2 ? lse[e / 4].y : lse[e / 4].x));

@@ -113,8 +113,7 @@ __device__ __forceinline__ void make_slopes(float (&S)[KEYS / 2], const Args& a,
 #endif
 
 __device__ void consume(OnChip& s, const Args& a, int g) {
-    [[maybe_unused]] const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
-    [[maybe_unused]] const float uncap = 1.0f / a.softcap;
+    [[maybe_unused]] const float to_log2 = exponent_factor(a);
     const bool speaks = threadIdx.x % 32 == 0;                  // one arrival a warp
     const int part = SPLIT_KEYS ? 0 : g, my_key = SPLIT_KEYS ? KEYS * g : 0;
     Ring ring, slot;
@@ -189,8 +188,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #pragma unroll
             for (int e = 0; e < KEYS / 2; ++e) {
                 const float p = exp2_approx(S[e] * to_log2 - lse[e / 2 % 2]);
-#if FS_SOFTCAP  // times the slope of c tanh(x / c), 1 - tanh^2; S may be -inf
-                const float t = fmaxf(S[e] * uncap, -1.0f);
+#if FS_SOFTCAP  // S is tanh, or -inf; times the cap's slope, 1 - tanh^2
+                const float t = fmaxf(S[e], -1.0f);
                 S[e] = p * (1.0f - t * t);
 #else
                 S[e] = p;

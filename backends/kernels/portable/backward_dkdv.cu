@@ -14,7 +14,7 @@
 // dK, dV, S^T, dP^T in registers; P^T, dS^T there, too, or in shared memory where they cross warps.
 #include "common.cuh"
 #include "mma.cuh"
-#include "flex.cuh"
+#include "scores.cuh"
 
 constexpr int BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, D = FS_D, DV = FS_DV, WARPS = FS_WARPS;
 constexpr int THREADS = 32 * WARPS, STAGES = FS_STAGES;

@@ -3,7 +3,7 @@
 // one visit; dK, dV, S, dP in registers.
 #include "common.cuh"
 #include "simt.cuh"
-#include "flex.cuh"
+#include "scores.cuh"
 
 constexpr int BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, D = FS_D, DV = FS_DV;
 constexpr int RT = BLOCK_Q / SIDE, CT = BLOCK_K / SIDE;

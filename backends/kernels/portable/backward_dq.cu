@@ -5,7 +5,7 @@
 // P, dP, dS in registers.
 #include "common.cuh"
 #include "mma.cuh"
-#include "flex.cuh"
+#include "scores.cuh"
 
 constexpr int BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, D = FS_D, DV = FS_DV, WARPS = FS_WARPS;
 constexpr int THREADS = 32 * WARPS, MT = BLOCK_Q / (16 * WARPS), STAGES = FS_STAGES;

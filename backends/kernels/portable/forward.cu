@@ -5,7 +5,7 @@
 // shared, and so l (FS_SUMS_SHARED), which the compiler would spill to memory that lies in HBM.
 #include "common.cuh"
 #include "mma.cuh"
-#include "flex.cuh"
+#include "scores.cuh"
 
 constexpr int BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, D = FS_D, DV = FS_DV, WARPS = FS_WARPS;
 constexpr int THREADS = 32 * WARPS, MT = BLOCK_Q / (16 * WARPS);  // MT 16-row blocks a warp
