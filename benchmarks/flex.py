@@ -124,7 +124,7 @@ CAUSAL = {"causal": True}
 ROWS = {
     "none": Row(),
     "causal": Row(causal, None, CAUSAL),
-    "window 1024": Row(window, None, {"causal": True, "window": 1023}),
+    "window 1024": Row(window, None, {"window": (1023, 0)}),
     "documents of 700": Row(documents, None, CAUSAL),
     "prefix 1024": Row(prefix, None, CAUSAL),
     "padding": Row(padding, None, CAUSAL),

@@ -18,13 +18,16 @@ from flashsim.functions import emit
 from flashsim.functions.graph import Graph
 from flashsim.problem.problem import Problem
 
-
-#: The hardware's tanh, where a softcap takes it (common.cuh).
-_FAST = """\
+#: Around the generated text: the hardware's tanh, where a softcap takes it (common.cuh); and no word
+#: about values that a function does not need.
+_BEFORE = """\
 #if FS_BF16
 #define FLASH_FAST_TANH
 #endif
+#pragma nv_diagnostic push
+#pragma nv_diag_suppress 177
 """
+_AFTER = "#pragma nv_diagnostic pop\n"
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def _extents(problem: Problem) -> tuple[tuple[str, int], ...]:
 def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
     plain, summing = (
         Generated(
-            _FAST + one.text,
+            _BEFORE + one.text + _AFTER,
             packed_bytes(one.pack([0] * len(one.arrays), [0] * len(one.gradients))),
             mask is not None,
             score is not None,

@@ -275,13 +275,13 @@ def run_forward(
     """The forward pass of q, k, v: all arrays, padded, and each stage's events."""
     p = problem
     arrays = {name: padded(x[name]) for name in ("q", "k", "v")}
-    arrays |= _read_by_functions(p, x)
+    arrays |= read_by_functions(p, x)
     arrays["o"] = unwritten(p, p.heads, p.n_q, p.head_dim_v)
     arrays["lse"] = unwritten(p, p.heads, p.n_q, 0)
     return arrays, [emulator.launch(one, arrays) for one in passes]
 
 
-def _read_by_functions(problem: Problem, x: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def read_by_functions(problem: Problem, x: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The captured arrays of a score function ("captured", in order) and of a mask; sinks."""
     of_mask = () if problem.mask_mod is None else problem.mask_mod.arrays
     held = {f"captured{n}": array for n, array in enumerate((*x.get("captured", ()), *of_mask))}

@@ -142,10 +142,13 @@ def with_gradients(q, k, v, dout, mask, score, wanted, sinks=None):
 
 
 def allowed(exact, rough):
-    """flash-attention's rule: twice plain attention's error in the same type, and a rounding."""
+    """flash-attention's rule: twice plain attention's error in the same type, and a rounding.
+
+    With one key dS is 0, and kernels find the difference of two equal float32 sums: hence 2e-5.
+    """
     error = (rough.double() - exact).abs().max()
     rounding = (exact.to(rough.dtype) + 0.3 - 0.3 - exact.to(rough.dtype)).abs().max()
-    return float(2 * error + 2 * rounding.double())
+    return float(2 * error + 2 * rounding.double()) + 2e-5
 
 
 def judge(

@@ -144,11 +144,12 @@ __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args
 #pragma unroll
     for (int e = 0; e < BLOCK_K / 2; ++e)
         S[e] = after_function(a, at, S[e], q[e / 2 % 2], key + e / 4 * 8 + e % 2);
-    if (!FS_READS || !visit.masked) return;
+    if (FS_READS && visit.masked) {
 #pragma unroll
-    for (int e = 0; e < BLOCK_K / 2; ++e) {
-        const int k = key + e / 4 * 8 + e % 2, r = e / 2 % 2;
-        if (!(keep[r](k) & kept(a, at, q[r], k))) S[e] = NEG_INF;
+        for (int e = 0; e < BLOCK_K / 2; ++e) {
+            const int k = key + e / 4 * 8 + e % 2, r = e / 2 % 2;
+            if (!(keep[r](k) & kept(a, at, q[r], k))) S[e] = NEG_INF;
+        }
     }
 }
 #else
