@@ -18,8 +18,8 @@ from flashsim.functions import emit
 from flashsim.functions.graph import Graph
 from flashsim.problem.problem import Problem
 
-#: Around the generated text: the hardware's tanh, where a softcap takes it (common.cuh); and no word
-#: about values that a function does not need.
+#: Around the generated text: the hardware's tanh, where a softcap takes it (common.cuh), and no
+#: warnings about values that a function does not need.
 _BEFORE = """\
 #if FS_BF16
 #define FLASH_FAST_TANH
