@@ -233,8 +233,8 @@ def check(problem: Problem, gpu: Gpu) -> None:
         raise UnsupportedError(
             f"decoding on a GPU takes float16 and bfloat16, not {p.dtype}; convert the arrays"
         )
-    for name in ("bias", "mask", "block_mask", "cu_seqlens_q"):
-        if getattr(p, name) is not None:
+    for name in ("bias", "mask", "mask_mod", "score_mod", "sinks", "block_mask", "cu_seqlens_q"):
+        if getattr(p, name) not in (None, False):
             raise UnsupportedError(
                 f"decoding on a GPU takes no {name}; causal, window and softcap it does, and "
                 "cache_seqlens says how long each sequence is"
