@@ -14,7 +14,7 @@ CPU can run them and they pay off; with one query per head, only if many heads s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -303,7 +303,7 @@ class _CpuPass:
         turns = work_tiles.first_turns(stage.schedule) if fused else _NO_TURNS
         walk = "decode" if decode else WALKS[name]
         odd = p.dtype in ROUNDING and not decode and not (self.pairs and name == "forward")
-        parts = stage.parts or work_tiles.tiles(stage.schedule, name, self.threads, one=decode)
+        parts = stage.parts or self._tables(stage.schedule, name, decode)
         adds = bool(self.captured) and name in ("dq", "fused")  # in one order, by one thread
         count = 1 if adds else self.threads
         for tiles in parts:
@@ -332,9 +332,12 @@ class _CpuPass:
         long = self._work(schedule, len(inner)) > threads.LONG
         found = _Stage(schedule, walks, len(ptr) - 1, len(inner), long)
         if p.banded:
-            parts = tuple(work_tiles.tiles(schedule, name, self.threads, one=decode))
+            parts = tuple(self._tables(schedule, name, decode))
             self._stages[key] = found = found._replace(parts=parts)
         return found
+
+    def _tables(self, schedule: Schedule, name: str, decode: bool) -> Iterable[Tiles]:
+        return work_tiles.tiles(schedule, name, self.threads, self.cpu.width, one=decode)
 
     def _work(self, schedule: Schedule, visits: int) -> int:
         """Estimate the number of multiply-adds of a stage over all heads."""

@@ -54,6 +54,7 @@ from flashsim.engines.cpu.scores import (
     finish_scores,
     is_plain,
     kept_rows,
+    only_if_hiding,
     place_of,
     visible_rows,
 )
@@ -197,8 +198,8 @@ def key_visit(
             rel = k0 + p * w - (q0 + offset)
             first, last = visible_rows(rules, rel, -1, rows, lanes)
         elif masked and tiles.keep_at[at] >= 0:
-            place = place_of(rules, shape, tiles, at, h, j, i, False, 0, p * w)
-            first, last = kept_rows(tiles.keep, place, rows, lanes)
+            place = place_of(cpu, rules, shape, tiles, at, h, j, i, False, 0, p)
+            first, last = kept_rows(tiles, place, rows)
         if last > first:
             first = aligned(cpu, first)  # the mask hides what comes before
             x0, row0, kept = first * ld + p * w, h * shape.n_q + q0 + first, last - first
@@ -209,11 +210,12 @@ def key_visit(
             else:
                 set_product(cpu, S, x0, ld, Q, first, 0, K, p * terms(cpu, d) * w, w, kept, d)
                 scale_scores(cpu, S, x0, ld, kept, scales)
-            place = place_of(rules, shape, tiles, at, h, j, i, False, 0, p * w)
-            if not is_plain(cpu, rules, masked, lanes):
+            place = place_of(cpu, rules, shape, tiles, at, h, j, i, False, 0, p)
+            hidden = only_if_hiding(rules, place, masked, first, last)
+            if not is_plain(cpu, rules, hidden, lanes):
                 finish_scores(
                     *(cpu, S, p * w, ld, first, last, lanes),
-                    *(rules, place, masked, tiles.keep, gate, raw),
+                    *(rules, place, hidden, tiles.keep, gate, raw),
                 )
             set_product(cpu, dS, x0, ld, dO, first, 0, V, p * terms(cpu, dv) * w, w, kept, dv)
             grad_scores_by_row(cpu, S, x0, dS, x0, ld, kept, inputs.lse, inputs.delta, row0)
@@ -329,8 +331,8 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                             continue
                         first = aligned(cpu, first)  # the mask hides what comes before
                     elif masked and tiles.keep_at[at] >= 0:
-                        place = place_of(rules, shape, tiles, at, h, i, j, True, 0, p * w)
-                        first, last = kept_rows(tiles.keep, place, n, lanes)
+                        place = place_of(cpu, rules, shape, tiles, at, h, i, j, True, 0, p)
+                        first, last = kept_rows(tiles, place, n)
                         if last <= first:
                             continue
                         first = aligned(cpu, first)
@@ -342,11 +344,12 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                     else:
                         set_product(cpu, S, x0, w, of_k, first, 0, Q, p * d_terms * w, w, kept, d)
                         scale_scores(cpu, S, x0, w, kept, scales)
-                    place = place_of(rules, shape, tiles, at, h, i, j, True, 0, p * w)
-                    if not is_plain(cpu, rules, masked, lanes):
+                    place = place_of(cpu, rules, shape, tiles, at, h, i, j, True, 0, p)
+                    hidden = only_if_hiding(rules, place, masked, first, last)
+                    if not is_plain(cpu, rules, hidden, lanes):
                         finish_scores(
                             *(cpu, S, 0, w, first, last, lanes),
-                            *(rules, place, masked, tiles.keep, gate, raw),
+                            *(rules, place, hidden, tiles.keep, gate, raw),
                         )
                     set_product(cpu, dS, x0, w, of_v, first, 0, dO, p * dv_terms * w, w, kept, dv)
                     grad_scores_by_lane(cpu, S, x0, dS, x0, w, kept, L, delta, p * w)

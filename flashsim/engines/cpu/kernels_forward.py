@@ -38,14 +38,13 @@ from flashsim.engines.cpu.primitives.atomics import fetch_add, load_acquire
 from flashsim.engines.cpu.primitives.inline_jit import part
 from flashsim.engines.cpu.primitives.packing import fill, filled, panels_of
 from flashsim.engines.cpu.scores import (
-    all_kept,
     finish_scores,
     hides,
     is_plain,
     kept_rows,
+    only_if_hiding,
     place_of,
     visible_rows,
-    without_mask,
 )
 from flashsim.engines.cpu.tables import NOTE, STOP
 from flashsim.schedule.schedule import MASKED
@@ -178,8 +177,8 @@ def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, vis
                     continue
                 first = aligned(cpu, first)  # the mask hides what is before
             elif masked and tiles.keep_at[at] >= 0:
-                place = place_of(rules, shape, tiles, at, h, i, j, True, 0, p * w)
-                first, last = kept_rows(tiles.keep, place, last, lanes)
+                place = place_of(cpu, rules, shape, tiles, at, h, i, j, True, 0, p)
+                first, last = kept_rows(tiles, place, last)
                 if last <= first:
                     continue
                 first = aligned(cpu, first)
@@ -187,15 +186,11 @@ def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, vis
                 n, key = min(chunk, last - c), slot * keys + c
                 set_product(cpu, S, 0, w, K, key, 0, Q, p * d_terms * w, w, n, d)
                 hidden = hides(rules, rel + c, n, lanes) if banded else masked
-                if hidden and not banded:
-                    place = place_of(rules, shape, tiles, at, h, i, j, True, c, p * w)
-                    hidden = place.keep >= 0 and not all_kept(tiles.keep, place, 0, n, lanes)
+                place = place_of(cpu, rules, shape, tiles, at, h, i, j, True, c, p)
+                hidden = only_if_hiding(rules, place, hidden, 0, n)
                 plain = is_plain(cpu, rules, hidden, lanes)
                 scale = scaled(cpu, S, n, plain, scales)
                 if not plain:
-                    place = place_of(rules, shape, tiles, at, h, i, j, True, c, p * w)
-                    if not hidden:
-                        place = without_mask(place)
                     finish_scores(
                         *(cpu, S, 0, w, 0, n, lanes),
                         *(rules, place, hidden, tiles.keep, None, None),

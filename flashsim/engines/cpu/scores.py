@@ -66,7 +66,8 @@ class Place(NamedTuple):
 
     `rel` is k - (q + offset); `bias` is an index into the bias; `keep` is an index into the mask's
     bits, or -1 if the tile has none. `b`, `h`, `q` and `k` are a score function's arguments; the
-    index along the rows of the panel rises by 1 per row, the other one by 1 per lane.
+    index along the rows of the panel rises by 1 per row, the other one by 1 per lane. `edge` is an
+    index into `Tiles.edges`; mask bits are clear only from row `hide_first` to `hide_last` - 1.
     """
 
     rel: int
@@ -81,6 +82,9 @@ class Place(NamedTuple):
     h: int
     q: int
     k: int
+    edge: int
+    hide_first: int
+    hide_last: int
 
 
 @part
@@ -99,40 +103,19 @@ def visible_rows(rules, rel, rel_row, rows, lanes):
 
 
 @part
-def kept_rows(bits, place, rows, lanes):
+def kept_rows(tiles, place, rows):
     """Return the first and last + 1 row of a panel in which its mask bits keep any score."""
-    first, last = 0, rows
-    while first < last and not any_kept(bits, place.keep + first * place.keep_row, lanes):
-        first += 1
-    while last > first and not any_kept(bits, place.keep + (last - 1) * place.keep_row, lanes):
-        last -= 1
-    return first, last
+    if place.keep < 0:
+        return 0, rows
+    return tiles.edges[place.edge], tiles.edges[place.edge + 1]
 
 
 @part
-def any_kept(bits, at, lanes):
-    """Whether any of some neighbouring bits is set."""
-    found = np.uint8(0)
-    for c in range(lanes):
-        found |= bits[np.uint64(at + c)]
-    return found != 0
-
-
-@part
-def without_mask(place):
-    """Return a place whose panel has no mask bits."""
-    p = place
-    return Place(p[0], p[1], p[2], p[3], p[4], p[5], -1, p[7], p[8], p[9], p[10], p[11])
-
-
-@part
-def all_kept(bits, place, first, last, lanes):
-    """Whether the mask bits of rows first .. last - 1 of a panel are all set."""
-    found = np.uint8(1)
-    for r in range(first, last):
-        for c in range(lanes):
-            found &= bits[np.uint64(place.keep + r * place.keep_row + c)]
-    return found != 0
+def only_if_hiding(rules, place, masked, first, last):
+    """Return whether the mask hides any score of rows first .. last - 1 of a panel."""
+    if rules.banded or not masked:
+        return masked
+    return place.keep >= 0 and max(first, place.hide_first) < min(last, place.hide_last)
 
 
 @part
@@ -180,7 +163,7 @@ def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits
         for c in range(lanes, cpu.width):
             S[np.uint64(s0 + r * ld + c)] = -np.inf
     if place.keep >= 0:
-        for r in range(first, last):
+        for r in range(max(first, place.hide_first), min(last, place.hide_last)):
             at = place.keep + r * place.keep_row
             for c in range(lanes):
                 x = np.uint64(s0 + r * ld + c)
@@ -226,15 +209,20 @@ def add_bias_gradient(dbias, dS, s0, ld, first, last, lanes, place):
 
 
 @part
-def place_of(rules, shape, tiles, v, h, own, other, q_lanes, row0, lane0):
-    """Return the `Place` of the panel that starts at row `row0`, lane `lane0` of visit v's tile.
+def place_of(cpu, rules, shape, tiles, v, h, own, other, q_lanes, row0, panel):
+    """Return the `Place` of row `row0` of a panel of visit v's tile.
 
     `h` is the query head, over the whole batch. With `q_lanes`, rows of the panel are keys and
     `own` is a row tile; otherwise rows are queries and `own` is a column tile.
     """
     keep, n_kv, b, head = tiles.keep_at[v], shape.n_kv, h // shape.heads, h % shape.heads
+    lane0, edge, hide_first, hide_last = panel * cpu.width, 0, 0, 0
     bias = b * rules.bias_batch + head * rules.bias_head
     slot, slots = b * rules.keep_batch + head * rules.keep_head, rules.keep_slots
+    if keep >= 0:
+        edge = tiles.edges_at[v] + (panel * slots + slot) * 4
+        hide_first, hide_last = tiles.edges[edge + 2] - row0, tiles.edges[edge + 3] - row0
+    hidden = edge, hide_first, hide_last
     if q_lanes:
         q0, k0, offset = tiles.own[own, 0], tiles.other[other, 0], tiles.own[own, 2]
         q_base, k_base = tiles.own[own, 4], tiles.other[other, 4]
@@ -244,7 +232,7 @@ def place_of(rules, shape, tiles, v, h, own, other, q_lanes, row0, lane0):
         if keep >= 0:
             keep += (row0 * slots + slot) * rows + lane0
         at = b, head, q0 + lane0 - q_base, k0 + row0 - k_base
-        return Place(rel, 1, -1, bias, 1, n_kv, keep, rows * slots, *at)
+        return Place(rel, 1, -1, bias, 1, n_kv, keep, rows * slots, *at, *hidden)
     q0, k0, offset = tiles.other[other, 0], tiles.own[own, 0], tiles.own[own, 2]
     q_base, k_base = tiles.other[other, 4], tiles.own[own, 4]
     cols = tiles.own[own, 1] - k0
@@ -253,4 +241,4 @@ def place_of(rules, shape, tiles, v, h, own, other, q_lanes, row0, lane0):
     if keep >= 0:
         keep += (row0 * slots + slot) * cols + lane0
     at = b, head, q0 + row0 - q_base, k0 + lane0 - k_base
-    return Place(rel, -1, 1, bias, n_kv, 1, keep, cols * slots, *at)
+    return Place(rel, -1, 1, bias, n_kv, 1, keep, cols * slots, *at, *hidden)

@@ -41,6 +41,11 @@ class Tiles(NamedTuple):
     keep : uint8
         The mask bits of all visits, one visit after the other: (rows, slots, columns) each, with
         one slot for all heads or one per batch entry or head that the mask tells apart.
+    edges_at : int64 (visits,)
+        The start of a visit's `edges`.
+    edges : int32
+        For each panel and slot of a visit with mask bits: the first and last + 1 row in which any
+        score is kept, and the first and last + 1 row in which any is hidden.
     turn : int32 (visits,)
         Minus the number of remaining visits of the same row tile, including this one. It fixes the
         order in which dQ is summed.
@@ -63,6 +68,8 @@ class Tiles(NamedTuple):
     kind: np.ndarray
     keep_at: np.ndarray
     keep: np.ndarray
+    edges_at: np.ndarray
+    edges: np.ndarray
     turn: np.ndarray
     runs: np.ndarray
     set_ptr: np.ndarray

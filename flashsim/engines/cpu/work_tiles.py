@@ -21,17 +21,19 @@ TOGETHER, ITEMS = 400 << 10, 4
 MASK_CHUNK = 1 << 25
 
 
-def tiles(schedule: Schedule, name: str, threads: int, *, one: bool = False) -> Iterator[Tiles]:
+def tiles(
+    schedule: Schedule, name: str, threads: int, lanes: int, *, one: bool = False
+) -> Iterator[Tiles]:
     """Yield the tables of a stage; with a mask function in several parts, each with its mask bits.
 
-    With `one` query per head, all query heads of a key head form one work tile. Tables are cached
-    between calls if the problem's fields define them completely. With a mask function they are not,
-    since its results may change.
+    `lanes` is the width of a panel. With `one` query per head, all query heads of a key head form
+    one work tile. Tables are cached between calls if the problem's fields define them completely.
+    With `mask` they are not, since its results may change.
     """
     if schedule.problem.mask is None and schedule.problem.block_mask is None:
-        yield from _known(schedule, name, threads, one)
+        yield from _known(schedule, name, threads, lanes, one)
     else:
-        yield from _tiles(schedule, name, threads, one)
+        yield from _tiles(schedule, name, threads, lanes, one)
 
 
 def known(schedule: Schedule) -> Schedule:
@@ -44,12 +46,12 @@ def _same(schedule: Schedule) -> Schedule:
     return schedule
 
 
-@lru_cache(maxsize=4)
-def _known(schedule: Schedule, name: str, threads: int, one: bool) -> tuple[Tiles, ...]:
-    return tuple(_tiles(schedule, name, threads, one))
+@lru_cache(maxsize=16)
+def _known(schedule: Schedule, name: str, threads: int, lanes: int, one: bool) -> tuple[Tiles, ...]:
+    return tuple(_tiles(schedule, name, threads, lanes, one))
 
 
-def _tiles(schedule: Schedule, name: str, threads: int, one: bool) -> Iterator[Tiles]:
+def _tiles(schedule: Schedule, name: str, threads: int, lanes: int, one: bool) -> Iterator[Tiles]:
     p, by_row = schedule.problem, schedule.outer == "queries"
     tables_of_tiles = _with_starts(schedule)
     own, other = tables_of_tiles if by_row else tables_of_tiles[::-1]
@@ -61,8 +63,8 @@ def _tiles(schedule: Schedule, name: str, threads: int, one: bool) -> Iterator[T
         set_ptr = np.arange(p.batch * p.kv_heads + 1) * (p.heads // p.kv_heads)
     at_once = together(schedule, name, len(own) * (len(set_ptr) - 1), threads)
     order = runs(schedule, csr, fused, at_once, spread=threads > 1)
-    for part, keep_at, keep in _masks(schedule, csr, order, by_row):
-        tables = (own, other, *csr, keep_at, keep, turn, part, set_ptr, heads)
+    for part, *masks in _masks(schedule, csr, order, by_row, lanes):
+        tables = (own, other, *csr, *masks, turn, part, set_ptr, heads)
         longest = int(np.diff(part).max(initial=0))
         descending = schedule.key_order == "descending"
         yield Tiles._make([*(_table(x) for x in tables), longest, descending])
@@ -158,48 +160,72 @@ def first_turns(schedule: Schedule) -> np.ndarray:
 
 
 def _masks(
-    schedule: Schedule, csr: Csr, order: np.ndarray, by_row: bool
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield the runs in parts, each with the mask bits that its MASKED visits need."""
+    schedule: Schedule, csr: Csr, order: np.ndarray, by_row: bool, lanes: int
+) -> Iterator[tuple[np.ndarray, ...]]:
+    """Yield the runs in parts, each with the mask bits and their edges for its MASKED visits."""
     ptr, inner, kind = csr
-    keep_at = np.full(len(inner), -1, np.int64)
+    keep_at, edges_at = (np.full(len(inner), -1, np.int64) for _ in range(2))
     if schedule.problem.banded:
-        yield order, keep_at, np.zeros(0, np.uint8)
+        yield order, keep_at, _NO_BITS, edges_at, _NOTHING
         return
-    begin, size = 0, 0
+    begin, size, length = 0, 0, 0
     bits: list[np.ndarray] = []
+    edges: list[np.ndarray] = []
     owner = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
     for place, (first, last) in enumerate(order.tolist()):
         at = ptr[first] + np.flatnonzero(kind[ptr[first] : ptr[last]] == MASKED)
         i, j = (owner[at], inner[at]) if by_row else (inner[at], owner[at])
         for part in schedule.groups(len(at)):
-            for now, kept in _bits(schedule, at[part], i[part], j[part], by_row):
-                keep_at[now] = size
+            found = _bits(schedule, at[part], i[part], j[part], by_row, lanes)
+            for now, kept, edge in found:
+                keep_at[now], edges_at[now] = size, length
                 bits.append(kept)
-                size += kept.size
+                edges.append(edge)
+                size, length = size + kept.size, length + edge.size
         if size > MASK_CHUNK or place == len(order) - 1:
-            yield order[begin : place + 1], keep_at, np.concatenate([*bits, _NO_BITS])
-            begin, size, bits = place + 1, 0, []
+            tables = np.concatenate([*bits, _NO_BITS]), edges_at, np.concatenate([*edges, _NOTHING])
+            yield order[begin : place + 1], keep_at, *tables
+            begin, size, length, bits, edges = place + 1, 0, 0, [], []
 
 
 def _bits(
-    schedule: Schedule, at: np.ndarray, i: np.ndarray, j: np.ndarray, by_row: bool
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the mask bits of visits `at`, of tiles (i, j), except where all scores are kept.
+    schedule: Schedule, at: np.ndarray, i: np.ndarray, j: np.ndarray, by_row: bool, lanes: int
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Yield the mask bits of visits `at`, of tiles (i, j), and their edges.
 
-    They are (columns, slots, rows), or (rows, slots, columns) in a KV-outer loop, so that the bits
-    of a panel's lanes are neighbours.
+    Visits whose scores are all kept are left out. Bits are (columns, slots, rows), or (rows, slots,
+    columns) in a KV-outer loop, so that those of a panel's lanes are neighbours.
     """
     kept = schedule.kept_tiles(i, j)
     kept = kept.reshape(len(at), -1, *kept.shape[3:])  # the slots
-    heights = np.diff(schedule.rows[i, :2])[:, 0].tolist()
-    widths = np.diff(schedule.cols[j, :2])[:, 0].tolist()
-    turned = kept.transpose(0, 3, 1, 2) if by_row else kept.transpose(0, 2, 1, 3)
-    turned, whole = np.ascontiguousarray(turned).view(np.uint8), kept.all(axis=(1, 2, 3))
+    kept = np.ascontiguousarray(
+        kept.transpose(0, 3, 1, 2) if by_row else kept.transpose(0, 2, 1, 3)
+    )
+    heights = np.diff(schedule.rows[i, :2])[:, 0]
+    widths = np.diff(schedule.cols[j, :2])[:, 0]
+    outer, wide = (widths, heights) if by_row else (heights, widths)
+    panels = -(-kept.shape[3] // lanes)
+    pad = panels * lanes - kept.shape[3]
+    split = np.pad(kept, ((0, 0), (0, 0), (0, 0), (0, pad)), mode="edge")
+    split = split.reshape(*kept.shape[:3], panels, lanes)
+    any_, hidden = split.any(axis=4), ~split.all(axis=4)  # (tiles, rows of a panel, slots, panels)
+    edges = np.stack([*_ends(any_, outer), *_ends(hidden, outer)], axis=-1).astype(np.int32)
+    whole, bits = ~hidden.any(axis=(1, 2, 3)), kept.view(np.uint8)
     for n, now in enumerate(at.tolist()):
         if not whole[n]:
-            outer, lanes = (widths[n], heights[n]) if by_row else (heights[n], widths[n])
-            yield now, turned[n, :outer, :, :lanes].reshape(-1)
+            own = bits[n, : outer[n], :, : wide[n]].reshape(-1)
+            yield now, own, edges[n].transpose(1, 0, 2).reshape(-1)
+
+
+def _ends(found: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First and last + 1 row (axis 1) of each panel with True; the same number where none has it.
+
+    Rows past a tile's own number of `rows` repeat its last one.
+    """
+    some = found.any(axis=1)
+    first = np.where(some, found.argmax(axis=1), 0)
+    last = np.where(some, found.shape[1] - found[:, ::-1].argmax(axis=1), 0)
+    return first, np.minimum(last, rows[:, None, None])
 
 
 _NOTHING = np.zeros(0, np.int32)
