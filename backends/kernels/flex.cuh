@@ -9,12 +9,15 @@ struct Head {
 };
 
 // Where a function reads arrays, a position past the end takes the last one's place.
-__device__ __forceinline__ int existing(int position, int end) {
-    return FS_READS ? min(position, end - 1) : position;
+__device__ __forceinline__ FlashAt existing(int base, int step, int end) {
+    return FS_READS ? FlashAt(min(base + step, end - 1)) : FlashAt(base, step);
+}
+__device__ __forceinline__ FlashAt existing(int position, int end) {
+    return existing(position, 0, end);
 }
 
 // Whether the mask keeps a score. Both positions exist, see `existing`.
-__device__ __forceinline__ bool kept(const Args& a, Head at, int q, int k) {
+__device__ __forceinline__ bool kept(const Args& a, Head at, FlashAt q, FlashAt k) {
 #if FS_MASK_MOD
     return flash_mask(a.captured, at.batch, at.head, q, k);
 #else
@@ -28,7 +31,7 @@ __device__ __forceinline__ float before_function(const Args& a, float raw) {
 }
 
 // A scaled and capped score after the function of scores.
-__device__ __forceinline__ float of_function(const Args& a, Head at, float s, int q, int k) {
+__device__ __forceinline__ float of_function(const Args& a, Head at, float s, FlashAt q, FlashAt k) {
 #if FS_SCORE_MOD
     return flash_score(a.captured, s, at.batch, at.head, q, k);
 #else
@@ -38,7 +41,7 @@ __device__ __forceinline__ float of_function(const Args& a, Head at, float s, in
 
 // A raw score after the function of scores, in the unit of natural logarithms. Without one it is as
 // the kernel's exponents take it.
-__device__ __forceinline__ float after_function(const Args& a, Head at, float raw, int q, int k) {
+__device__ __forceinline__ float after_function(const Args& a, Head at, float raw, FlashAt q, FlashAt k) {
 #if FS_SCORE_MOD
     return of_function(a, at, before_function(a, raw), q, k);
 #else
@@ -50,7 +53,7 @@ __device__ __forceinline__ float after_function(const Args& a, Head at, float ra
 // `gradient` is that of the function's result; returns that of the scaled score before a softcap.
 // With FS_SCORE_SUMS it adds the gradients of captured arrays, those of a whole head to `sums`.
 __device__ __forceinline__ float function_gradient(const Args& a, Head at, FlashSums& sums,
-                                                   float raw, float gradient, int q, int k) {
+                                                   float raw, float gradient, FlashAt q, FlashAt k) {
     const float s = before_function(a, raw);
     gradient = flash_score_grad(a.captured, sums, s, gradient, at.batch, at.head, q, k);
 #if FS_SOFTCAP  // the slope of c tanh(x / c) is 1 - tanh^2
@@ -72,7 +75,7 @@ __device__ __forceinline__ void add_sums(const Args& a, Head at, FlashSums& sums
 // with FS_SCORE_SUMS the score stays, and dS is made by function_gradient.
 template <bool KEPT>
 __device__ __forceinline__ float probability(const Args& a, Head at, float& S, float factor,
-                                             float minus_lse, int q, int k, bool inside) {
+                                             float minus_lse, FlashAt q, FlashAt k, bool inside) {
     const float raw = S, s = after_function(a, at, raw, q, k);
     float p = exp2_approx(s * factor + minus_lse);
     if (!KEPT && !(inside && kept(a, at, q, k))) p = 0.0f;
@@ -88,7 +91,7 @@ __device__ __forceinline__ float probability(const Args& a, Head at, float& S, f
 // As `probability`, for kernels that keep no scores: P comes in the score's place, and the result
 // is P times the function's slope (0 with FS_SCORE_SUMS). P is 0 if the score is not `there`.
 __device__ __forceinline__ float probability_and_slope(const Args& a, Head at, float& S,
-                                                       float factor, float lse, int q, int k,
+                                                       float factor, float lse, FlashAt q, FlashAt k,
                                                        bool there) {
     const float raw = S, s = after_function(a, at, raw, q, k);
     S = there && s != NEG_INF ? exp2_approx(s * factor - lse) : 0.0f;

@@ -73,6 +73,13 @@ __device__ __forceinline__ int flash_floordiv(int a, int b) {
 __device__ __forceinline__ int flash_mod(int a, int b) {
     return a - flash_floordiv(a, b == 0 ? 1 : b) * (b == 0 ? 1 : b);
 }
+// A position as a distance from one that many scores share. Both are converted to floats by
+// themselves, so that for constant distances one conversion is left for all of them.
+struct FlashAt {
+    int base, step;
+    __device__ __forceinline__ FlashAt(int base, int step = 0) : base(base), step(step) {}
+    __device__ __forceinline__ operator int() const { return base + step; }
+};
 // A negative index counts from the end; one outside reads the nearest element.
 __device__ __forceinline__ int flash_wrap(int i, int n) {
     if (i < 0) i += n;
@@ -159,7 +166,8 @@ def cuda_source(
     lines += ["    int nothing;" * (not fields), "};"]
 
     head = (
-        "__device__ __forceinline__ {} {}(const FlashCaptured& c, {}int b, int h, int q, int k) {{"
+        "__device__ __forceinline__ {} {}(const FlashCaptured& c, {}int b, int h, FlashAt q_at, "
+        "FlashAt k_at) {{\n    const int q = q_at, k = k_at;"
     )
     lines.append(head.format("bool", "flash_mask", ""))
     if mask is None:
@@ -194,7 +202,8 @@ def _gradient_lines(
     """`FlashSums`, both forms of `flash_score_grad`, and `flash_add_sums`."""
     head = (
         "__device__ __forceinline__ float flash_score_grad(const FlashCaptured& c, {}float s, "
-        "float dout, int b, int h, int q, int k) {{"
+        "float dout, int b, int h, FlashAt q_at, FlashAt k_at) {{\n"
+        "    const int q = q_at, k = k_at;"
     )
     struct = "struct FlashSums {{ {} }};"
     empty = "__device__ __forceinline__ void flash_add_sums("
@@ -292,7 +301,10 @@ class _Cuda:
         if op == "load":
             return self._load(node)
         if op == "cast":
-            return f"({_CUDA_TYPES[node.kind]}){args[0]}"
+            distance = self._distance(node) if node.kind == FLOAT else None
+            return distance or f"({_CUDA_TYPES[node.kind]}){args[0]}"
+        if op == "mul" and node.kind == FLOAT and (product := self._times_distance(node)):
+            return product
         if op in ("and", "or"):
             return f"{args[0]} {'&' if op == 'and' else '|'} {args[1]}"
         if op == "not":
@@ -315,6 +327,55 @@ class _Cuda:
         if op in _INFIX:
             return f"{args[0]} {_INFIX[op]} {args[1]}"
         return f"{_CUDA_CALLS[op]}({', '.join(args)})"
+
+    def _distance(self, node: Node) -> str | None:
+        """A sum or a difference of positions, or its absolute value, as a float (see FlashAt).
+
+        None for other integers. Positions are below 2^24, so the sum is exact.
+        """
+        if self.nodes[node.args[0]].op == "abs":
+            of = self._distance(self.nodes[node.args[0]])
+            return of and f"fabsf({of})"
+        parts = self._parts(node.args[0])
+        return parts and f"{parts[0]} + {parts[1]}"
+
+    def _times_distance(self, node: Node) -> str | None:
+        """A distance times a factor that has one value per head, which takes one multiply-add."""
+        for a, other in (node.args, node.args[::-1]):
+            if self.nodes[a].op == "cast" and self._per_head(other):
+                parts = self._parts(self.nodes[a].args[0])
+                if parts:
+                    factor = self.name(other)
+                    return f"{factor} * {parts[0]} + {factor} * {parts[1]}"
+        return None
+
+    def _per_head(self, n: int) -> bool:
+        """Whether a node has one value per head."""
+        node = self.nodes[n]
+        if node.op == "arg":
+            return node.value in ("b", "h")
+        return all(self._per_head(a) for a in node.args)
+
+    def _parts(self, n: int) -> tuple[str, str] | None:
+        """A distance as floats: what many scores share, and what is left."""
+        base, step = self._part(n, "base"), self._part(n, "step")
+        if base is None or step is None or "_at" not in step:
+            return None
+        return f"(float)({base})", f"(float)({step})"
+
+    def _part(self, n: int, part: str) -> str | None:
+        """The bases or the steps of a sum of positions and constants; None for other nodes."""
+        node = self.nodes[n]
+        if node.op == "arg" and node.value in ("q", "k"):
+            return f"{node.value}_at.{part}"
+        if node.op == "const" and node.kind == INT:
+            return _literal(node) if part == "base" else "0"
+        if node.op not in ("add", "sub", "neg") or node.kind != INT:
+            return None
+        args = [self._part(a, part) for a in node.args]
+        if None in args:
+            return None
+        return f"-({args[0]})" if node.op == "neg" else f"({args[0]} {_INFIX[node.op]} {args[1]})"
 
     def _divided(self, node: Node, args: list[str]) -> str:
         a, b = args

@@ -137,7 +137,7 @@ def ranges_of_integers(
     with np.errstate(all="ignore"):
         for node in nodes:
             if node.op == "arg" and node.value in extents:
-                found.append((np.int64(0), np.int64(extents[node.value] - 1)))
+                found.append((np.asarray(0), np.asarray(extents[node.value] - 1)))
             elif node.op == "const":
                 value = np.asarray(node.value, np.float64 if node.kind == FLOAT else np.int64)
                 found.append((value, value))

@@ -296,7 +296,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 const int c = e / 4 * 8 + e % 2, r = e / 2 % 2;
                 const float2 p = unpack(P[e / 8][e / 2 % 4]);
                 dP[e] = function_gradient(a, at, sums, S[e], (e % 2 ? p.y : p.x) * dP[e],
-                                          existing(query + c, it.end),
+                                          existing(query, c, it.end),
                                           existing(key + 8 * r, it.own.stop));
 #else
                 dP[e] *= S[e];

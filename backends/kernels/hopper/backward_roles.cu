@@ -105,13 +105,13 @@ __device__ __forceinline__ void make_probabilities(float (&P)[BLOCK_K / 2], floa
     const int first = it.own.start + fragment_column();
     const Keep keep[2] = {{a, query, it.own.offset, it.own.stop},
                           {a, query + 8, it.own.offset, it.own.stop}};
-    const int q[2] = {KEPT ? query : existing(query, it.end),
-                      KEPT ? query + 8 : existing(query + 8, it.end)};
+    const FlashAt q[2] = {KEPT ? FlashAt(query) : existing(query, it.end),
+                          KEPT ? FlashAt(query + 8) : existing(query + 8, it.end)};
 #pragma unroll
     for (int e = 0; e < BLOCK_K / 2; ++e) {
-        const int r = e / 2 % 2, column = first + e / 4 * 8 + e % 2;
-        const int k = KEPT ? column : existing(column, it.own.stop);
-        P[e] = probability<KEPT>(a, at, S[e], LOG2E, minus_lse[r], q[r], k, keep[r](column));
+        const int r = e / 2 % 2, step = e / 4 * 8 + e % 2;
+        const FlashAt k = KEPT ? FlashAt(first, step) : existing(first, step, it.own.stop);
+        P[e] = probability<KEPT>(a, at, S[e], LOG2E, minus_lse[r], q[r], k, keep[r](first + step));
     }
 }
 #endif

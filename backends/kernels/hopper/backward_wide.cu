@@ -228,7 +228,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #if FS_SCORE_SUMS
                 dP[e] = P[e] * (dP[e] + (e % 2 ? delta[e / 4].y : delta[e / 4].x));
                 dP[e] = function_gradient(a, at, sums, S[e], dP[e],
-                                          existing(first + e / 4 * 8 + e % 2, it.end),
+                                          existing(first, e / 4 * 8 + e % 2, it.end),
                                           existing(key + e / 2 % 2 * 8, it.own.stop));
 #else
                 dP[e] = S[e] * (dP[e] + (e % 2 ? delta[e / 4].y : delta[e / 4].x));

@@ -102,12 +102,13 @@ __device__ __forceinline__ void make_slopes(float (&S)[KEYS / 2], const Args& a,
     const Head at{it.walk / a.heads, it.walk % a.heads};
     const Keep keep[2] = {{a, query, it.own.offset, it.end},
                           {a, query + 8, it.own.offset, it.end}};
-    const int q[2] = {existing(query, it.own.stop), existing(query + 8, it.own.stop)};
+    const FlashAt q[2] = {existing(query, it.own.stop), existing(query + 8, it.own.stop)};
+    const int first = key + fragment_column();
 #pragma unroll
     for (int e = 0; e < KEYS / 2; ++e) {
-        const int r = e / 2 % 2, column = key + fragment_column() + e / 4 * 8 + e % 2;
-        const int k = KEPT ? column : existing(column, it.end);
-        probability<KEPT>(a, at, S[e], LOG2E, -lse[r], q[r], k, keep[r](column));
+        const int r = e / 2 % 2, step = e / 4 * 8 + e % 2;
+        const FlashAt k = KEPT ? FlashAt(first, step) : existing(first, step, it.end);
+        probability<KEPT>(a, at, S[e], LOG2E, -lse[r], q[r], k, keep[r](first + step));
     }
 }
 #endif

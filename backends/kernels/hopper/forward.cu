@@ -130,20 +130,21 @@ __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args
                                              const Visit& visit, int query) {
     const Head at{it.walk / a.heads, it.walk % a.heads};
     const int key = it.base + visit.tile * BLOCK_K + fragment_column();
-    const int q[2] = {existing(query, it.own.stop), existing(query + 8, it.own.stop)};
+    const FlashAt q[2] = {existing(query, it.own.stop), existing(query + 8, it.own.stop)};
     const Keep keep[2] = {{a, query, it.own.offset, it.end}, {a, query + 8, it.own.offset, it.end}};
     if (FS_READS ? it.base + (visit.tile + 1) * BLOCK_K > it.end : visit.masked) {
 #pragma unroll
         for (int e = 0; e < BLOCK_K / 2; ++e) {
-            const int k = key + e / 4 * 8 + e % 2, r = e / 2 % 2, there = existing(k, it.end);
-            S[e] = after_function(a, at, S[e], q[r], there);
-            if (!(keep[r](k) & kept(a, at, q[r], there))) S[e] = NEG_INF;
+            const int step = e / 4 * 8 + e % 2, r = e / 2 % 2;
+            const FlashAt k = existing(key, step, it.end);
+            S[e] = after_function(a, at, S[e], q[r], k);
+            if (!(keep[r](key + step) & kept(a, at, q[r], k))) S[e] = NEG_INF;
         }
         return;
     }
 #pragma unroll
     for (int e = 0; e < BLOCK_K / 2; ++e)
-        S[e] = after_function(a, at, S[e], q[e / 2 % 2], key + e / 4 * 8 + e % 2);
+        S[e] = after_function(a, at, S[e], q[e / 2 % 2], {key, e / 4 * 8 + e % 2});
     if (FS_READS && visit.masked) {
 #pragma unroll
         for (int e = 0; e < BLOCK_K / 2; ++e) {

@@ -311,7 +311,7 @@ __device__ __forceinline__ void drop_scores(float (&S)[N], const Args& a, const 
 #endif
     if (!masked) return;
     const KeepColumn keep[2] = {{a, key, it.own}, {a, key + 8, it.own}};
-    const int k[2] = {existing(key, it.own.stop), existing(key + 8, it.own.stop)};
+    const FlashAt k[2] = {existing(key, it.own.stop), existing(key + 8, it.own.stop)};
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         // Row by row, unless both rows need what is read for a query.
@@ -332,11 +332,12 @@ __device__ __forceinline__ void probabilities(float (&P)[N], float (&S)[N], cons
 #pragma unroll
     for (int e = 0; e < N; e += 2) {
         const float2 lse = query_pair(statistic, e / 4);
-        const int r = e / 2 % 2, q = query + e / 4 * 8;
-        const int k = KEPT ? key + 8 * r : existing(key + 8 * r, it.own.stop);
-        const int q0 = KEPT ? q : existing(q, it.end), q1 = KEPT ? q + 1 : existing(q + 1, it.end);
-        P[e] = probability<KEPT>(a, at, S[e], factor, lse.x, q0, k, keep[r](q));
-        P[e + 1] = probability<KEPT>(a, at, S[e + 1], factor, lse.y, q1, k, keep[r](q + 1));
+        const int r = e / 2 % 2, step = e / 4 * 8, first = query + step;
+        const FlashAt k = KEPT ? FlashAt(key + 8 * r) : existing(key + 8 * r, it.own.stop);
+        const FlashAt q0 = KEPT ? FlashAt(query, step) : existing(query, step, it.end);
+        const FlashAt q1 = KEPT ? FlashAt(query, step + 1) : existing(query, step + 1, it.end);
+        P[e] = probability<KEPT>(a, at, S[e], factor, lse.x, q0, k, keep[r](first));
+        P[e + 1] = probability<KEPT>(a, at, S[e + 1], factor, lse.y, q1, k, keep[r](first + 1));
     }
 }
 #endif

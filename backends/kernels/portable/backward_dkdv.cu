@@ -258,7 +258,7 @@ flash_dkdv(const __grid_constant__ Args a) {
 #if FS_FLEX
                         const int key = cols.start + my_keys + i * 16 + x / 2 * 8 + lane / 4;
                         const int query = rows.start + at + x % 2;
-                        const int q = existing(query, rows.stop), k = existing(key, cols.stop);
+                        const FlashAt q = existing(query, rows.stop), k = existing(key, cols.stop);
                         const KeepColumn keep(a, key, cols);
                         const bool there = query < rows.stop &&
                                            (!visit.masked ||

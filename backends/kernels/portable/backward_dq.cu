@@ -131,8 +131,8 @@ flash_dq(const __grid_constant__ Args a) {
                         for (int x = 0; x < 2; ++x) {
 #if FS_FLEX
                             const int key = cols.start + k0 + c * 8 + lane % 4 * 2 + x;
-                            const int q = existing(rows.start + r, rows.stop);
-                            const int k = existing(key, cols.stop);
+                            const FlashAt q = existing(rows.start + r, rows.stop);
+                            const FlashAt k = existing(key, cols.stop);
                             const bool there = !visit.masked ||
                                                (keep(key) && kept(a, {batch, head}, q, k));
                             float& e = p[i][c][h * 2 + x];

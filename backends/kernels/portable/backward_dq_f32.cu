@@ -69,8 +69,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dq(const __grid_cons
                 const int x = tile_x() + c * SIDE;
 #if FS_FLEX
                 const Head at{batch, head};
-                const int q_at = existing(rows.start + y, rows.stop);
-                const int k_at = existing(cols.start + x, cols.stop);
+                const FlashAt q_at = existing(rows.start + y, rows.stop);
+                const FlashAt k_at = existing(cols.start + x, cols.stop);
                 float slope;
                 const float from = score(a, s[r][c], &slope);
                 const float made = of_function(a, at, from, q_at, k_at);

@@ -121,7 +121,7 @@ flash_forward(const __grid_constant__ Args a) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int query = rows.start + (warp * MT + i) * 16 + h * 8 + lane / 4;
-                const int q = existing(query, rows.stop);
+                const FlashAt q = existing(query, rows.stop);
                 const Keep keep(a, query, rows.offset, columns.stop);
 #pragma unroll
                 for (int c = 0; c < BLOCK_K / 8; ++c)
@@ -129,7 +129,7 @@ flash_forward(const __grid_constant__ Args a) {
                     for (int x = 0; x < 2; ++x) {
                         float& y = s[i][c][h * 2 + x];
                         const int key = columns.start + c * 8 + lane % 4 * 2 + x;
-                        const int k = existing(key, columns.stop);
+                        const FlashAt k = existing(key, columns.stop);
                         y = after_function(a, {batch, head}, y, q, k);
                         if (visit.masked && !(keep(key) && kept(a, {batch, head}, q, k)))
                             y = NEG_INF;

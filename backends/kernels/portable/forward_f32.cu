@@ -67,8 +67,9 @@ flash_forward(const __grid_constant__ Args a) {
                 s[r][c] = score(a, s[r][c], nullptr);
 #if FS_FLEX
                 const Head at_head{batch, head};
-                const int key = cols.start + tile_x() + c * SIDE, k = existing(key, cols.stop);
-                const int query = existing(rows.start + row, rows.stop);
+                const int key = cols.start + tile_x() + c * SIDE;
+                const FlashAt k = existing(key, cols.stop);
+                const FlashAt query = existing(rows.start + row, rows.stop);
                 s[r][c] = of_function(a, at_head, s[r][c], query, k);
                 if (visit.masked && !kept(a, at_head, query, k)) s[r][c] = NEG_INF;
 #endif
