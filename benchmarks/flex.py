@@ -242,7 +242,7 @@ def contenders(row: Row, x: Inputs, names: list[str], tilings: bool) -> dict[str
         made["functions"] = lambda: ours(x, functions)
         if tilings:
             for tiling in ((128, 128), (192, 128), (128, 176), (128, 208)):
-                which = functions | {"tiling": tiling}
+                which = functions | {"tiling": flashsim.Tiling(*tiling)}
                 made[f"functions {tiling[0]} x {tiling[1]}"] = lambda o=which: ours(x, o)
     if "flex" in names:
         made["flex"] = lambda: flex(x)

@@ -142,9 +142,12 @@ class ReadyPass:
     def __init__(self, one: KernelPass, device: int, load: Load) -> None:
         self.one = one
         self._tables = uploaded(one.tables, device)
-        self._args = Argument(launch.args_dtype(one.kernel.functions, sinks=one.kernel.sinks))
+        self._args = Argument(one.kernel.args)
         self._head = self._args.buffer[: _HEAD.size]
         self._pack_constants()
+        if "starts" in (one.kernel.args.names or ()):
+            self._starts = cupy.asarray(one.tables.starts)
+            self._args.values["starts"] = self._starts.data.ptr
         self._counter = ctypes.c_uint64()
         kernel, boxes, (across, down) = one.kernel, one.kernel.boxes, (*one.grid, 1)[:2]
         self._launch = Launcher(

@@ -62,6 +62,9 @@ struct Args {
     float scale, softcap;
 #if FS_FLEX
     alignas(8) FlashCaptured captured;  // what the functions read besides positions
+#if FS_VARLEN
+    const int2* starts;            // of each outer tile's sequence: its first query, its first key
+#endif
 #endif
 #if FS_SINKS
     const float* sinks;            // of each query head

@@ -3,10 +3,30 @@
 // (backends/launch/functions.py). Included after `scaled`, which gives a score as exponents take it.
 #if FS_FLEX
 
-// The query head that a tile pair belongs to.
+// The query head that a tile pair belongs to, and where its packed sequence starts.
 struct Head {
     int batch, head;
+#if FS_VARLEN
+    int2 starts;
+
+    __device__ __forceinline__ FlashAt query(FlashAt q) const {
+        return {q.base - starts.x, q.step};
+    }
+    __device__ __forceinline__ FlashAt key(FlashAt k) const { return {k.base - starts.y, k.step}; }
+#else
+    __device__ __forceinline__ FlashAt query(FlashAt q) const { return q; }
+    __device__ __forceinline__ FlashAt key(FlashAt k) const { return k; }
+#endif
 };
+
+// Of query head `head` and the outer tile `outer` of its loop.
+__device__ __forceinline__ Head head_at(const Args& a, int batch, int head, int outer) {
+#if FS_VARLEN
+    return {batch, head, a.starts[outer]};
+#else
+    return {batch, head};
+#endif
+}
 
 // Where a function reads arrays, a position past the end takes the last one's place.
 __device__ __forceinline__ FlashAt existing(int base, int step, int end) {
@@ -19,7 +39,7 @@ __device__ __forceinline__ FlashAt existing(int position, int end) {
 // Whether the mask keeps a score. Both positions exist, see `existing`.
 __device__ __forceinline__ bool kept(const Args& a, Head at, FlashAt q, FlashAt k) {
 #if FS_MASK_MOD
-    return flash_mask(a.captured, at.batch, at.head, q, k);
+    return flash_mask(a.captured, at.batch, at.head, at.query(q), at.key(k));
 #else
     return true;
 #endif
@@ -33,7 +53,7 @@ __device__ __forceinline__ float before_function(const Args& a, float raw) {
 // A scaled and capped score after the function of scores.
 __device__ __forceinline__ float of_function(const Args& a, Head at, float s, FlashAt q, FlashAt k) {
 #if FS_SCORE_MOD
-    return flash_score(a.captured, s, at.batch, at.head, q, k);
+    return flash_score(a.captured, s, at.batch, at.head, at.query(q), at.key(k));
 #else
     return s;
 #endif
@@ -55,7 +75,8 @@ __device__ __forceinline__ float after_function(const Args& a, Head at, float ra
 __device__ __forceinline__ float function_gradient(const Args& a, Head at, FlashSums& sums,
                                                    float raw, float gradient, FlashAt q, FlashAt k) {
     const float s = before_function(a, raw);
-    gradient = flash_score_grad(a.captured, sums, s, gradient, at.batch, at.head, q, k);
+    gradient = flash_score_grad(a.captured, sums, s, gradient, at.batch, at.head,
+                                at.query(q), at.key(k));
 #if FS_SOFTCAP  // the slope of c tanh(x / c) is 1 - tanh^2
     const float t = s / a.softcap;
     gradient *= 1.0f - t * t;

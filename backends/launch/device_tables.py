@@ -81,6 +81,14 @@ class Lowered:
         return self._csr[2]
 
     @property
+    def starts(self) -> np.ndarray:
+        """int32, (tiles, 2): the first query and the first key of each outer tile's sequence."""
+        s = self.schedule
+        number = s.sequence_of_rows if self.by == "row" else s.sequence_of_cols
+        sequences = s.problem.sequences
+        return np.array([(sequences[n].q_start, sequences[n].k_start) for n in number], np.int32)
+
+    @property
     def _csr(self) -> Csr:
         return self.schedule.row_csr if self.by == "row" else self.schedule.col_csr
 

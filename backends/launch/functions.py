@@ -8,6 +8,7 @@ behind ``struct Args``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,6 +19,8 @@ from flashsim.functions import emit
 from flashsim.functions.graph import Graph
 from flashsim.problem.problem import Problem
 
+#: Operations of a GPU's special-function units.
+_SPECIAL = ("exp", "exp2", "expm1", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos")
 #: Around the generated text: the hardware's tanh, where a softcap takes it (common.cuh), and no
 #: warnings about values that a function does not need.
 _BEFORE = """\
@@ -88,6 +91,25 @@ def read_arrays(problem: Problem) -> bool:
     """Whether a function of a problem reads captured arrays at positions of queries or keys."""
     given = functions_of(problem)
     return given is not None and given.plain.reads
+
+
+def uses_special_functions(problem: Problem) -> bool:
+    """Whether the score function makes an exponential, a tanh or alike of the score."""
+    graph = problem.score_mod
+    return graph is not None and any(
+        node.op in _SPECIAL and "score" in graph.depends[n] for n, node in enumerate(graph.nodes)
+    )
+
+
+def heads_share(problem: Problem, least: int) -> bool:
+    """Whether heads read the same elements of an array per query and key, of `least` bytes."""
+    graph = problem.score_mod
+    return graph is not None and any(
+        {"q", "k"} <= graph.depends[n] and "h" not in graph.depends[n] and size >= least
+        for n in graph.loads
+        for spec in [graph.arrays[graph.nodes[n].value]]
+        for size in [math.prod(spec.shape) * spec.itemsize]
+    )
 
 
 def sources_of(problem: Problem) -> tuple[emit.CudaSource, emit.CudaSource]:

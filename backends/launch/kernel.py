@@ -49,9 +49,14 @@ ARGS_FORMAT = struct.Struct(
 )
 
 
-def args_dtype(functions: Generated | None, *, sinks: bool) -> np.dtype:
-    """`ARGS`, followed by what functions read (field ``captured``), and by the sinks' address."""
+def args_dtype(functions: Generated | None, *, packed: bool, sinks: bool) -> np.dtype:
+    """`ARGS`, followed by what functions and sinks need.
+
+    That is what functions read (field ``captured``), for packed sequences the address of their
+    starts, and the sinks' address.
+    """
     more = [] if functions is None else [("captured", f"V{functions.captured_bytes}")]
+    more += [("starts", "<u8")] if functions is not None and packed else []
     more += [("sinks", "<u8")] if sinks else []
     return np.dtype([*ARGS.descr, *more]) if more else ARGS
 
@@ -182,6 +187,12 @@ class Kernel:
     overlaps: bool = False  # may be launched while the kernel before it runs: it waits itself
     functions: Generated | None = None
     sinks: bool = False
+
+    @property
+    def args(self) -> np.dtype:
+        """The type of its argument: `args_dtype`."""
+        packed = bool(dict(self.constants)["FS_VARLEN"])
+        return args_dtype(self.functions, packed=packed, sinks=self.sinks)
 
     @property
     def roles(self) -> int:
@@ -323,7 +334,8 @@ def built(
     if given is not None:
         values |= given.constants
     values |= {"SINKS": 1} if sinks else {}
-    values["ARGS_BYTES"] = args_dtype(given, sinks=sinks).itemsize
+    packed = problem.cu_seqlens_q is not None
+    values["ARGS_BYTES"] = args_dtype(given, packed=packed, sinks=sinks).itemsize
     return Kernel(
         *(file, name, threads, shared, macros(values), boxes, cluster),
         functions=given,

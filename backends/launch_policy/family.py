@@ -310,11 +310,6 @@ def _passes(
     problem, gpu, direction, algorithm, ordered = asked
     if not family.takes_functions:
         refuse_functions(problem, family.name)
-    elif problem.cu_seqlens_q is not None and (problem.mask_mod or problem.score_mod):
-        raise UnsupportedError(
-            "packed sequences take no mask_mod or score_mod on a GPU; say the sequences in the "
-            "mask (key and query of one document), or use backend='simulator' or 'numba'"
-        )
     tiling = family.choose(problem, tiling, *asked[1:])
     if ordered and not (algorithm == "flash2-fused" and family.orders_dq(problem)):
         raise UnsupportedError(

@@ -107,7 +107,8 @@ class Hopper(Family):
         if d <= 128:
             times = next(times for widest, times in HOPPER_FORWARD.items() if d <= widest)
             best = list(fastest_first(problem, times, gpu.multiprocessors))
-            if problem.softcap or functions.read_arrays(problem):
+            special = problem.softcap or functions.uses_special_functions(problem)
+            if special or functions.read_arrays(problem):
                 # This takes registers, and wide tiles have none left.
                 best = [t for t in best if t.block_k <= 128] + [t for t in best if t.block_k > 128]
         else:
@@ -204,7 +205,8 @@ class Hopper(Family):
 
         If they are, a head group is one head (or one GQA group, which shares K and V). Taking long
         ones first gains nothing then, and more blocks read the same tiles at the same time. This
-        does not hold if the blocks add to dQ in a fixed order.
+        does not hold if blocks add to dQ in a fixed order, or if heads share a large bias, whose
+        rows blocks of several heads then read at the same time.
 
         Otherwise the long work tiles of a head group come first and fetch its K and V; the short
         ones find these in L2. A forward of many short sequences is bound by DRAM. Its head groups
@@ -213,7 +215,8 @@ class Hopper(Family):
         first.
         """
         p, (stage, tables, gpu) = walk.problem, walk
-        if tables.ranks is None and walk.alike:
+        shared = functions.heads_share(p, gpu.l2_bytes // 8)
+        if tables.ranks is None and walk.alike and not shared:
             return p.group if stage.per == "head" else 1
         size, processors = super().clump(walk), gpu.multiprocessors
         if _drifts(walk):

@@ -16,6 +16,7 @@
 using u32 = unsigned int;
 using u64 = unsigned long long;
 struct alignas(8) float2 { float x, y; };
+struct alignas(8) int2 { int x, y; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) int4 { int x, y, z, w; };

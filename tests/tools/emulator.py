@@ -162,7 +162,7 @@ class Emulator:
         for first in one.before:
             self.launch(first, arrays)
         p, tables = one.tables.schedule.problem, one.tables
-        record = np.zeros((), launch.args_dtype(one.kernel.functions, sinks=one.kernel.sinks))
+        record = np.zeros((), one.kernel.args)
         reports = {
             "visit_counts": np.zeros((p.batch * p.heads, tables.n_visits, launch.SLOTS), "u4"),
             "tile_counts": np.zeros((one.walks, tables.tiles, launch.SLOTS), "u4"),
@@ -170,6 +170,9 @@ class Emulator:
         held = {name: getattr(tables, name) for name in launch.TABLES}
         if one.kernel.functions is not None:
             record["captured"] = captured(one, arrays)
+        starts = tables.starts if "starts" in record.dtype.names else None
+        if starts is not None:
+            record["starts"] = starts.ctypes.data
         if one.kernel.sinks:
             record["sinks"] = arrays["sinks"].ctypes.data
         for name, array in {**arrays, **held, **reports}.items():

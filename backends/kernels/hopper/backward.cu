@@ -148,14 +148,13 @@ __device__ __forceinline__ const u16* piece_of_ds(
 #if FS_SCORE_MOD
 // P of the slice of queries from the one numbered `first`, rounded; see `probability`.
 __device__ __forceinline__ void make_slice(u32 (&P)[BLOCK_Q / 16][4], float (&S)[BLOCK_Q / 2],
-                                           const Args& a, const Item& it, Head at, bool dropped,
-                                           float factor, const float* lse, int first, int key,
-                                           int query) {
+                                           const Args& a, const Item& it, Head at, bool masked,
+                                           bool exact, float factor, const float* lse, int first,
+                                           int key, int query) {
     float p[SLICE / 2], scores[SLICE / 2];
 #pragma unroll
     for (int e = 0; e < SLICE / 2; ++e) scores[e] = S[first / 2 + e];
-    if (dropped) probabilities<false>(p, scores, a, it, at, factor, lse + first, key, query + first);
-    else probabilities<true>(p, scores, a, it, at, factor, lse + first, key, query + first);
+    probabilities(p, scores, a, it, at, masked, exact, factor, lse + first, key, query + first);
 #pragma unroll
     for (int e = 0; e < SLICE / 2; ++e) S[first / 2 + e] = scores[e];
 #pragma unroll
@@ -239,10 +238,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #if FS_FLEX
             const Head at = head_of(a, it, step);
             const int query = it.base + visit.tile * BLOCK_Q + fragment_column();
-#if FS_SCORE_MOD
-            const bool dropped = has_dropped(it, visit, it.base + visit.tile * BLOCK_Q);
-#else
-            drop_scores(S, a, it, at, visit.masked, key, query);
+            const bool exact = is_exact(it, it.base + visit.tile * BLOCK_Q);
+#if !FS_SCORE_MOD
+            drop_scores(S, a, it, at, visit.masked, exact, key, query);
 #endif
 #else
             shape_scores(S, a, it, visit.masked, key,
@@ -257,7 +255,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 if (HALFWAY) unit |= early & 0x80000000u;
                 const float factor = __uint_as_float(unit);
 #if FS_SCORE_MOD
-                make_slice(P, S, a, it, at, dropped, factor, s.lse[stage], first, key, query);
+                make_slice(P, S, a, it, at, visit.masked, exact, factor, s.lse[stage], first, key,
+                           query);
                 early = __float_as_uint(S[first / 2]);
 #else
 #pragma unroll

@@ -164,9 +164,10 @@ __device__ void make_scores(OnChip& s, const Args& a) {
             // -- P = exp2(c S - lse), under dP ----------------------------------------------------
 #if FS_SCORE_MOD
             float P[BLOCK_K / 2];
-            const bool dropped = has_dropped(it, visit, it.base + visit.tile * BLOCK_Q);
-            if (dropped) make_probabilities<false>(P, S, a, it, at, query, lse);
-            else make_probabilities<true>(P, S, a, it, at, query, lse);
+            if (visit.masked || !is_exact(it, it.base + visit.tile * BLOCK_Q))
+                make_probabilities<false>(P, S, a, it, at, query, lse);
+            else
+                make_probabilities<true>(P, S, a, it, at, query, lse);
             named_sync(P_FREE, 256);  // the last visit's has been read
 #pragma unroll
             for (int x = 0; x < BLOCK_K / 16; ++x) store_keys(p_at, x, P);

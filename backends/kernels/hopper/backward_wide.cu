@@ -196,13 +196,12 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #if FS_SCORE_MOD
             float P[QUERIES / 2];
             const float* minus_lse = &s.lse[stage][QUERIES * g];
-            const bool dropped = has_dropped(it, visit, query);
-            if (dropped) probabilities<false>(P, S, a, it, at, to_log2, minus_lse, key, first);
-            else probabilities<true>(P, S, a, it, at, to_log2, minus_lse, key, first);
+            probabilities(P, S, a, it, at, visit.masked, is_exact(it, query), to_log2, minus_lse, key,
+                          first);
             store_scores(s.p[stage], P, g);  // see below
 #else
 #if FS_FLEX
-            drop_scores(S, a, it, at, visit.masked, key, first);
+            drop_scores(S, a, it, at, visit.masked, is_exact(it, query), key, first);
 #else
             shape_scores(S, a, it, visit.masked, key, query + QUERIES * g + fragment_column());
 #endif

@@ -99,7 +99,7 @@ __device__ __forceinline__ void issue_dq(float (&dQ)[COLUMNS / 2], const u32 (&d
 template <bool KEPT>
 __device__ __forceinline__ void make_slopes(float (&S)[KEYS / 2], const Args& a, const Item& it,
                                             int query, int key, const float (&lse)[2]) {
-    const Head at{it.walk / a.heads, it.walk % a.heads};
+    const Head at = head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer);
     const Keep keep[2] = {{a, query, it.own.offset, it.end},
                           {a, query + 8, it.own.offset, it.end}};
     const FlashAt q[2] = {existing(query, it.own.stop), existing(query + 8, it.own.stop)};
@@ -177,7 +177,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                     for (int e = 0; e < KEYS / 2; ++e) {
                         const int c = e / 4 * 8 + e % 2;
 #if FS_MASK_MOD
-                        if (e / 2 % 2 == r && !kept(a, {it.walk / a.heads, it.walk % a.heads},
+                        if (e / 2 % 2 == r && !kept(a, head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer),
                                                     existing(query + 8 * r, it.own.stop),
                                                     existing(key + fragment_column() + c, it.end)))
                             S[e] = NEG_INF;

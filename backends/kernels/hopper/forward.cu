@@ -7,6 +7,9 @@
 #include "softmax.cuh"
 #include "flex.cuh"
 
+#ifndef FS_CUBIC
+#define FS_CUBIC 0  // see Softmax
+#endif
 constexpr int D = FS_D, DV = FS_DV, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, STAGES = FS_STAGES;
 constexpr int WARPGROUPS = BLOCK_Q / 64;         // consumers
 constexpr int CHUNKS = (D + 63) / 64, CHUNKS_V = (DV + 63) / 64;
@@ -124,34 +127,37 @@ __device__ __forceinline__ void rescale(float (&O)[DV / 2], const float (&alpha)
 
 #if FS_FLEX
 // The caller's functions of the scores of one tile pair. They are asked at positions that exist: a
-// row past the end takes the last one's, and so does a key, in the tile where keys end. Elsewhere
-// the positions of a tile are at fixed distances, and so are the addresses of what is read at them.
+// row or a key past the end takes the last one's, in tiles that are not EXACT. In those that are,
+// positions are at fixed distances, and so are the addresses of what is read at them.
+template <bool EXACT, bool SCORE, bool MASK>
+__device__ __forceinline__ void ask_functions(float (&S)[BLOCK_K / 2], const Args& a,
+                                              const Item& it, int query, int key) {
+    const Head at = head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer);
+    const Keep keep[2] = {{a, query, it.own.offset, it.end}, {a, query + 8, it.own.offset, it.end}};
+#pragma unroll
+    for (int e = 0; e < BLOCK_K / 2; ++e) {
+        const int step = e / 4 * 8 + e % 2, r = e / 2 % 2;
+        const FlashAt q = EXACT ? FlashAt(query, 8 * r) : existing(query, 8 * r, it.own.stop);
+        const FlashAt k = EXACT ? FlashAt(key, step) : existing(key, step, it.end);
+        if (SCORE) S[e] = after_function(a, at, S[e], q, k);
+        if (MASK && !(keep[r](key + step) & kept(a, at, q, k))) S[e] = NEG_INF;
+    }
+}
+
 __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args& a, const Item& it,
                                              const Visit& visit, int query) {
-    const Head at{it.walk / a.heads, it.walk % a.heads};
-    const int key = it.base + visit.tile * BLOCK_K + fragment_column();
-    const FlashAt q[2] = {existing(query, it.own.stop), existing(query + 8, it.own.stop)};
-    const Keep keep[2] = {{a, query, it.own.offset, it.end}, {a, query + 8, it.own.offset, it.end}};
-    if (FS_READS ? it.base + (visit.tile + 1) * BLOCK_K > it.end : visit.masked) {
-#pragma unroll
-        for (int e = 0; e < BLOCK_K / 2; ++e) {
-            const int step = e / 4 * 8 + e % 2, r = e / 2 % 2;
-            const FlashAt k = existing(key, step, it.end);
-            S[e] = after_function(a, at, S[e], q[r], k);
-            if (!(keep[r](key + step) & kept(a, at, q[r], k))) S[e] = NEG_INF;
-        }
-        return;
+    const int first = it.base + visit.tile * BLOCK_K, key = first + fragment_column();
+#if FS_READS
+    if (first + BLOCK_K > it.end || it.own.start + BLOCK_Q > it.own.stop) {
+        ask_functions<false, true, true>(S, a, it, query, key);
+    } else {
+        ask_functions<true, true, false>(S, a, it, query, key);
+        if (visit.masked) ask_functions<true, false, true>(S, a, it, query, key);
     }
-#pragma unroll
-    for (int e = 0; e < BLOCK_K / 2; ++e)
-        S[e] = after_function(a, at, S[e], q[e / 2 % 2], {key, e / 4 * 8 + e % 2});
-    if (FS_READS && visit.masked) {
-#pragma unroll
-        for (int e = 0; e < BLOCK_K / 2; ++e) {
-            const int k = key + e / 4 * 8 + e % 2, r = e / 2 % 2;
-            if (!(keep[r](k) & kept(a, at, q[r], k))) S[e] = NEG_INF;
-        }
-    }
+#else
+    if (visit.masked) ask_functions<true, true, true>(S, a, it, query, key);
+    else ask_functions<true, true, false>(S, a, it, query, key);
+#endif
 }
 #else
 // Scales and caps the scores (where the exponent cannot take the scale), masks them (where asked).
@@ -183,7 +189,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         const int n = it.visits.count, query = it.own.start + 64 * g + fragment_row();
         const i64 first = i64(it.walk) * a.n_visits + it.visits.first;
         stamp_item(a, it.walk, it.outer, false);
-        Softmax<BLOCK_K> softmax;
+        Softmax<BLOCK_K, false, 0, FS_CUBIC> softmax;
         float O[DV / 2], alpha[2];
 #pragma unroll
         for (int e = 0; e < DV / 2; ++e) O[e] = 0.0f;

@@ -244,7 +244,8 @@ flash_dkdv(const __grid_constant__ Args a) {
             float slope[KT][CHUNK / 8][4];  // d softcap(s) / ds = 1 - tanh^2
 #endif
 #if FS_FLEX
-            const Head head_at{batch, kv_head * a.group + (head_now - first_walk)};
+            const Head at_head =
+                head_at(a, batch, kv_head * a.group + (head_now - first_walk), work.outer);
 #endif
 #pragma unroll
             for (int c = 0; c < CHUNK / 8; ++c) {
@@ -262,10 +263,10 @@ flash_dkdv(const __grid_constant__ Args a) {
                         const KeepColumn keep(a, key, cols);
                         const bool there = query < rows.stop &&
                                            (!visit.masked ||
-                                            (keep(query) && kept(a, head_at, q, k)));
+                                            (keep(query) && kept(a, at_head, q, k)));
                         [[maybe_unused]] const float raw = p[i][c][x];
                         [[maybe_unused]] const float with_slope = probability_and_slope(
-                            a, head_at, p[i][c][x], to_log2, base[x % 2], q, k, there);
+                            a, at_head, p[i][c][x], to_log2, base[x % 2], q, k, there);
 #if FS_SCORE_SUMS
                         slope[i][c][x] = raw;
 #elif FS_SCORE_MOD || FS_SOFTCAP
@@ -328,7 +329,7 @@ flash_dkdv(const __grid_constant__ Args a) {
                         ds[i][c][x] = p[i][c][x] * (ds[i][c][x] - (x % 2 ? delta.y : delta.x));
                         if (p[i][c][x] != 0.0f)
                             ds[i][c][x] = function_gradient(
-                                a, head_at, sums, slope[i][c][x], ds[i][c][x],
+                                a, at_head, sums, slope[i][c][x], ds[i][c][x],
                                 existing(rows.start + at + x % 2, rows.stop),
                                 existing(key, cols.stop));
 #elif FS_SCORE_MOD || (FS_FLEX && FS_SOFTCAP)
@@ -367,7 +368,9 @@ flash_dkdv(const __grid_constant__ Args a) {
             }
         }
 #if FS_SCORE_SUMS
-        if (n == 0 || u + 1 == total) add_sums(a, {batch, kv_head * a.group + (head_now - first_walk)}, sums);
+        if (n == 0 || u + 1 == total)
+            add_sums(a, head_at(a, batch, kv_head * a.group + (head_now - first_walk), work.outer),
+                     sums);
 #endif
         STAMP(a.visit_stamps + slot * 5, 3);
 #if FS_FUSED

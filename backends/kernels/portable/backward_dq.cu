@@ -130,14 +130,15 @@ flash_dq(const __grid_constant__ Args a) {
 #pragma unroll
                         for (int x = 0; x < 2; ++x) {
 #if FS_FLEX
+                            const Head at_head = head_at(a, batch, head, work.outer);
                             const int key = cols.start + k0 + c * 8 + lane % 4 * 2 + x;
                             const FlashAt q = existing(rows.start + r, rows.stop);
                             const FlashAt k = existing(key, cols.stop);
                             const bool there = !visit.masked ||
-                                               (keep(key) && kept(a, {batch, head}, q, k));
+                                               (keep(key) && kept(a, at_head, q, k));
                             float& e = p[i][c][h * 2 + x];
                             const float slope = probability_and_slope(
-                                a, {batch, head}, e, to_log2, base, q, k,
+                                a, at_head, e, to_log2, base, q, k,
                                 there && rows.start + r < rows.stop);
                             ds[i][c][h * 2 + x] =
                                 slope == 0.0f ? 0.0f : (ds[i][c][h * 2 + x] - delta) * slope;

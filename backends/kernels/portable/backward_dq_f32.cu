@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dq(const __grid_cons
             for (int c = 0; c < CT; ++c) {
                 const int x = tile_x() + c * SIDE;
 #if FS_FLEX
-                const Head at{batch, head};
+                const Head at = head_at(a, batch, head, work.outer);
                 const FlashAt q_at = existing(rows.start + y, rows.stop);
                 const FlashAt k_at = existing(cols.start + x, cols.stop);
                 float slope;
@@ -81,8 +81,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dq(const __grid_cons
                 float gradient = p * (dp[r][c] - t.delta[y]);
 #if FS_SCORE_MOD
                 if (p != 0.0f)
-                    gradient = flash_score_grad(a.captured, none, from, gradient, batch, head, q_at,
-                                                k_at);
+                    gradient = flash_score_grad(a.captured, none, from, gradient, batch, head,
+                                                at.query(q_at), at.key(k_at));
 #endif
                 t.dS[y][x] = gradient * slope;
 #else

@@ -116,6 +116,7 @@ flash_forward(const __grid_constant__ Args a) {
         // -- Phase 3: scale and cap (only where the exponent cannot take the scale), mask ---------
 #if FS_FLEX
         const Range columns = col_tile(a, visit.tile);
+        const Head at_head = head_at(a, batch, head, work.outer);
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
@@ -130,8 +131,8 @@ flash_forward(const __grid_constant__ Args a) {
                         float& y = s[i][c][h * 2 + x];
                         const int key = columns.start + c * 8 + lane % 4 * 2 + x;
                         const FlashAt k = existing(key, columns.stop);
-                        y = after_function(a, {batch, head}, y, q, k);
-                        if (visit.masked && !(keep(key) && kept(a, {batch, head}, q, k)))
+                        y = after_function(a, at_head, y, q, k);
+                        if (visit.masked && !(keep(key) && kept(a, at_head, q, k)))
                             y = NEG_INF;
                     }
             }

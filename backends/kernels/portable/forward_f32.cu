@@ -66,7 +66,7 @@ flash_forward(const __grid_constant__ Args a) {
             for (int c = 0; c < CT; ++c) {
                 s[r][c] = score(a, s[r][c], nullptr);
 #if FS_FLEX
-                const Head at_head{batch, head};
+                const Head at_head = head_at(a, batch, head, work.outer);
                 const int key = cols.start + tile_x() + c * SIDE;
                 const FlashAt k = existing(key, cols.stop);
                 const FlashAt query = existing(rows.start + row, rows.stop);
