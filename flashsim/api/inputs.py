@@ -20,7 +20,7 @@ from flashsim.errors import (
     shown,
 )
 from flashsim.functions.mask import MaskFunction
-from flashsim.functions.tracing import host_values, trace_mask, trace_score
+from flashsim.functions.tracing import host_values, trace_score
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.masks import BlockMask
@@ -191,8 +191,8 @@ def prepare(
     mask_arrays: tuple[Any, ...] = ()
     score_arrays: tuple[Any, ...] = ()
     if mask_mod is not None:
-        traced = trace_mask(mask_mod)
-        mask_arrays, mask_mod = traced.arrays, MaskFunction(*traced)
+        mask_mod = MaskFunction.of(mask_mod)
+        mask_arrays = mask_mod.originals
     if score_mod is not None:
         score_mod, captured = trace_score(score_mod)
         score_arrays = captured

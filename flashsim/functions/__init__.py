@@ -1,1 +1,45 @@
-"""Score and mask functions as expression graphs: traced, emitted, differentiated, bounded."""
+"""Score and mask functions as expression graphs: traced, emitted, differentiated, bounded.
+
+``run(..., score_mod=f, mask_mod=g)`` takes functions written for PyTorch's FlexAttention. This
+package also has ready-made ones, such as ``causal() & documents(numbers)`` and ``alibi(heads)``.
+"""
+
+from flashsim.functions.ready import (
+    Mask,
+    alibi,
+    alibi_slopes,
+    causal,
+    chain,
+    chunked,
+    dilated,
+    documents,
+    padding,
+    prefix_lm,
+    relative,
+    softcap,
+    streaming,
+    strided,
+    t5_bias,
+    tree,
+    window,
+)
+
+__all__ = [
+    "Mask",
+    "alibi",
+    "alibi_slopes",
+    "causal",
+    "chain",
+    "chunked",
+    "dilated",
+    "documents",
+    "padding",
+    "prefix_lm",
+    "relative",
+    "softcap",
+    "streaming",
+    "strided",
+    "t5_bias",
+    "tree",
+    "window",
+]

@@ -11,7 +11,7 @@ import numpy as np
 
 from flashsim.functions.graph import Graph
 from flashsim.functions.intervals import Bounds, Interval
-from flashsim.functions.tracing import host_values, trace_mask
+from flashsim.functions.tracing import Traced, host_values, trace_mask
 
 
 class MaskFunction:
@@ -39,6 +39,11 @@ class MaskFunction:
     def of(cls, function: Callable[..., Any]) -> MaskFunction:
         """Trace a function; a `MaskFunction` is returned as it is."""
         return function if isinstance(function, cls) else cls(*trace_mask(function))
+
+    @property
+    def traced(self) -> Traced:
+        """The graph and the captured arrays as the user gave them."""
+        return Traced(self.graph, self.originals)
 
     @cached_property
     def digest(self) -> str:

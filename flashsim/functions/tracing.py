@@ -38,13 +38,23 @@ class Traced(NamedTuple):
     arrays: tuple[Any, ...]
 
 
-def trace_score(function: Callable[..., Any]) -> Traced:
-    """The graph of ``score_mod(score, b, h, q, k)``, which returns a number."""
+def trace_score(function: Any) -> Traced:
+    """The graph of ``score_mod(score, b, h, q, k)``, which returns a number.
+
+    What was traced before, a `Traced`, is returned as it is.
+    """
+    if isinstance(function, Traced):
+        return function
     return _trace(function, (SCORE, *INDICES), FLOAT, "score_mod(score, b, h, q, k)")
 
 
-def trace_mask(function: Callable[..., Any]) -> Traced:
-    """The graph of ``mask_mod(b, h, q, k)``, which returns a boolean: True keeps the score."""
+def trace_mask(function: Any) -> Traced:
+    """The graph of ``mask_mod(b, h, q, k)``, which returns a boolean: True keeps the score.
+
+    What was traced before, a `Traced`, is returned as it is.
+    """
+    if isinstance(function, Traced):
+        return function
     return _trace(function, INDICES, BOOL, "mask_mod(b, h, q, k)")
 
 

@@ -18,6 +18,7 @@ except ImportError as error:
         "pip install 'flashsim-attention[torch]'"
     ) from None
 
+from flashsim.torch.flex import flex_attention
 from flashsim.torch.functional import FlashAttention, attention
 from flashsim.torch.process_group import count_sent
 from flashsim.torch.ring import ring_attention, shard
@@ -25,5 +26,6 @@ from flashsim.torch.sdpa_override import install
 from flashsim.torch.watch import watch
 
 __all__ = [
-    "FlashAttention", "attention", "count_sent", "install", "ring_attention", "shard", "watch",
+    "FlashAttention", "attention", "count_sent", "flex_attention", "install", "ring_attention",
+    "shard", "watch",
 ]  # fmt: skip

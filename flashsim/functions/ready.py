@@ -1,0 +1,267 @@
+"""Ready-made masks and score functions, for ``mask_mod=`` and ``score_mod=``.
+
+A mask is a function ``mask(b, h, q, k)`` that also takes ``&``, ``|`` and ``~``, with any function
+of these arguments on the other side. Indices count from the start of each sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from flashsim.errors import MaskError, OptionError, shown
+
+Function = Callable[[Any, Any, Any, Any], Any]
+
+
+class Mask:
+    """A mask function that combines with others: ``causal() & window(128)``."""
+
+    def __init__(self, function: Function, name: str = "") -> None:
+        if not callable(function):
+            raise MaskError(f"a mask is a function of (b, h, q, k), got {function!r}")
+        self.function = function
+        self.__name__ = name or getattr(function, "__name__", "mask")
+
+    def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        """Whether query q of batch entry b and head h sees key k."""
+        return self.function(b, h, q, k)
+
+    def __and__(self, other: Function) -> Mask:
+        return _both(self, other, "and", lambda x, y: x & y)
+
+    def __rand__(self, other: Function) -> Mask:
+        return _both(other, self, "and", lambda x, y: x & y)
+
+    def __or__(self, other: Function) -> Mask:
+        return _both(self, other, "or", lambda x, y: x | y)
+
+    def __ror__(self, other: Function) -> Mask:
+        return _both(other, self, "or", lambda x, y: x | y)
+
+    def __invert__(self) -> Mask:
+        one = self.function
+        return Mask(lambda b, h, q, k: ~one(b, h, q, k), f"not_{self.__name__}")
+
+    def __repr__(self) -> str:
+        return f"<mask {self.__name__}>"
+
+
+def _both(a: Any, b: Any, word: str, combine: Callable[[Any, Any], Any]) -> Mask:
+    first, second = (x if isinstance(x, Mask) else Mask(x) for x in (a, b))
+    one, other = first.function, second.function
+    name = f"{first.__name__}_{word}_{second.__name__}"
+    return Mask(lambda b, h, q, k: combine(one(b, h, q, k), other(b, h, q, k)), name)
+
+
+def _whole(name: str, value: Any, least: int = 0) -> int:
+    """An integer of at least `least`; else raise `OptionError`."""
+    plain = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not plain or value < least:
+        raise OptionError(f"{name} must be an integer of at least {least}, got {shown(value)}")
+    return int(value)
+
+
+def _array(name: str, value: Any, ndim: tuple[int, ...], kinds: str) -> Any:
+    """An array, or a sequence as one, with this many axes and a type of these kinds."""
+    array = value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
+    kind = np.dtype(str(array.dtype).rpartition(".")[2].replace("bfloat16", "float32")).kind
+    if len(array.shape) not in ndim or kind not in kinds:
+        axes = " or ".join(map(str, ndim))
+        raise OptionError(
+            f"{name} must be an array of {axes} axes, got {array.dtype} of shape "
+            f"{tuple(array.shape)}"
+        )
+    return array
+
+
+# -- masks ---------------------------------------------------------------------------------------
+
+
+def causal(offset: int = 0) -> Mask:
+    """Query q sees keys up to ``q + offset``.
+
+    With an offset of 0, query 0 and key 0 are on the diagonal (aligned at the top left). With
+    ``n_kv - n_q``, the last query and the last key are (aligned at the bottom right), as
+    ``causal=True`` has it.
+    """
+    return Mask(lambda b, h, q, k: k <= q + offset, "causal")
+
+
+def window(left: int, right: int = 0, offset: int = 0) -> Mask:
+    """Query q sees `left` keys before its own, its own, and `right` keys after; -1 is unlimited.
+
+    Its own key is ``q + offset``.
+    """
+    left, right = _whole("left", left, -1), _whole("right", right, -1)
+    if left < 0 and right < 0:
+        return Mask(lambda b, h, q, k: True, "window")
+    if left < 0:
+        return Mask(lambda b, h, q, k: k - q <= right + offset, "window")
+    if right < 0:
+        return Mask(lambda b, h, q, k: q - k <= left - offset, "window")
+    return Mask(lambda b, h, q, k: (q - k <= left - offset) & (k - q <= right + offset), "window")
+
+
+def prefix_lm(length: Any) -> Mask:
+    """Every query sees the first `length` keys; the others are causal.
+
+    `length` is a number, or an array with one per batch entry.
+    """
+    if isinstance(length, (int, np.integer)):
+        length = _whole("length", length)
+        return Mask(lambda b, h, q, k: (k < length) | (k <= q), "prefix_lm")
+    lengths = _array("length", length, (1,), "iu")
+    return Mask(lambda b, h, q, k: (k < lengths[b]) | (k <= q), "prefix_lm")
+
+
+def documents(numbers: Any) -> Mask:
+    """A query sees keys of its own document.
+
+    `numbers`, (n,) or (batch, n), holds the document of each position. Equal documents must be
+    neighbours for tiles to be skipped without evaluating scores.
+    """
+    numbers = _array("numbers", numbers, (1, 2), "iu")
+    if len(numbers.shape) == 1:
+        return Mask(lambda b, h, q, k: numbers[q] == numbers[k], "documents")
+    return Mask(lambda b, h, q, k: numbers[b, q] == numbers[b, k], "documents")
+
+
+def dilated(step: int) -> Mask:
+    """A query sees keys whose distance is a multiple of `step`."""
+    step = _whole("step", step, 1)
+    return Mask(lambda b, h, q, k: (q - k) % step == 0, "dilated")
+
+
+def strided(step: int) -> Mask:
+    """A query sees the last key of each group of `step` keys (Sparse Transformers, fixed form)."""
+    step = _whole("step", step, 1)
+    return Mask(lambda b, h, q, k: k % step == step - 1, "strided")
+
+
+def chunked(size: int) -> Mask:
+    """A query sees keys of its own chunk of `size` positions (Llama 4's local layers)."""
+    size = _whole("size", size, 1)
+    return Mask(lambda b, h, q, k: q // size == k // size, "chunked")
+
+
+def streaming(first: int, left: int) -> Mask:
+    """A query sees the `first` keys, and its own and the `left` before it (StreamingLLM)."""
+    first, left = _whole("first", first), _whole("left", left)
+    return Mask(lambda b, h, q, k: (k <= q) & ((k < first) | (q - k <= left)), "streaming")
+
+
+def tree(parents: Any, prompt: int = 0) -> Mask:
+    """A node of a tree of drafted tokens sees the prompt, itself and its ancestors.
+
+    `parents[n]` is the parent of node n, an earlier node, or -1 for a child of the prompt. Queries
+    are the nodes, and keys are the `prompt` keys followed by the nodes: a verification step of
+    speculative decoding.
+    """
+    parents, prompt = np.asarray(parents), _whole("prompt", prompt)
+    if parents.ndim != 1 or parents.dtype.kind not in "iu" or not len(parents):
+        raise OptionError(f"parents must be a row of integers, got {shown(parents)}")
+    if (parents >= np.arange(len(parents))).any() or (parents < -1).any():
+        raise OptionError("the parent of node n must be -1 or a node before n")
+    seen = np.eye(len(parents), dtype=bool)
+    for n, parent in enumerate(parents.tolist()):
+        if parent >= 0:
+            seen[n] |= seen[parent]
+    return Mask(lambda b, h, q, k: (k < prompt) | (seen[q, k - prompt] & (k >= prompt)), "tree")
+
+
+def padding(lengths: Any) -> Mask:
+    """Keys past the length of their batch entry are hidden; `lengths` is (batch,)."""
+    lengths = _array("lengths", lengths, (1,), "iu")
+    return Mask(lambda b, h, q, k: k < lengths[b], "padding")
+
+
+# -- scores --------------------------------------------------------------------------------------
+
+
+def alibi_slopes(heads: int) -> np.ndarray:
+    """The slopes of ALiBi (arXiv:2108.12409), float32 (heads,): 2^(-8 / n), 2^(-16 / n), ...
+
+    For a number of heads that is no power of two, slopes of the next larger one fill the rest, as
+    in the authors' code.
+    """
+    heads = _whole("heads", heads, 1)
+    below = 2 ** int(math.log2(heads))
+    first = 2.0 ** (-8 / below * np.arange(1, below + 1))
+    more = 2.0 ** (-4 / below * np.arange(1, 2 * (heads - below), 2))
+    return np.concatenate([first, more])[:heads].astype(np.float32)
+
+
+def alibi(slopes: Any, offset: int = 0) -> Callable[..., Any]:
+    """Attention with linear biases: the score minus slope times distance.
+
+    `slopes` is a number of heads, or an array with a slope per head. The distance is
+    ``|q + offset - k|``.
+    """
+    slopes = alibi_slopes(slopes) if isinstance(slopes, (int, np.integer)) else slopes
+
+    def alibi(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score - slopes[h] * abs(q + offset - k)
+
+    return alibi
+
+
+def relative(table: Any, most: int) -> Callable[..., Any]:
+    """A learned bias per head and relative position: ``table[h, k - q + most]``.
+
+    `table` is (heads, 2 most + 1). Distances beyond `most` count as `most`.
+    """
+    most = _whole("most", most)
+
+    def relative(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score + table[h, np.minimum(np.maximum(k - q, -most), most) + most]
+
+    return relative
+
+
+def t5_bias(
+    table: Any, *, bidirectional: bool = True, max_distance: int = 128
+) -> Callable[..., Any]:
+    """T5's relative bias, a learned value per bucket of distances: `table` is (buckets, heads).
+
+    Half of the buckets of each direction hold one distance each. The others grow with the logarithm
+    of the distance up to `max_distance`.
+    """
+    buckets = int(table.shape[0])
+
+    def t5_bias(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        half = buckets // 2 if bidirectional else buckets
+        distance = abs(k - q) if bidirectional else np.maximum(q - k, 0)
+        exact = half // 2
+        far = np.log(np.maximum(distance, 1) / exact) / math.log(max_distance / exact)
+        far = exact + (far * (half - exact)).int()
+        bucket = np.where(distance < exact, distance, np.minimum(far, half - 1))
+        later = np.where(k > q, half, 0) if bidirectional else 0
+        return score + table[bucket + later, h]
+
+    return t5_bias
+
+
+def softcap(cap: float) -> Callable[..., Any]:
+    """The score s becomes ``cap * tanh(s / cap)``, as the option `softcap` has it."""
+    if not (isinstance(cap, (int, float, np.floating)) and cap > 0 and math.isfinite(cap)):
+        raise OptionError(f"cap must be a positive number, got {shown(cap)}")
+
+    def softcap(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return cap * np.tanh(score / cap)
+
+    return softcap
+
+
+def chain(*functions: Callable[..., Any]) -> Callable[..., Any]:
+    """Score functions one after the other: each gets the score of the one before."""
+
+    def chain(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        for function in functions:
+            score = function(score, b, h, q, k)
+        return score
+
+    return chain

@@ -1,0 +1,200 @@
+"""`flex_attention`: torch's FlexAttention, with its functions unchanged, on flashsim's engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashsim.api import execution
+from flashsim.errors import DTypeError, MaskError, OptionError, ShapeError, shown
+from flashsim.functions.mask import MaskFunction
+from flashsim.functions.tracing import Traced, trace_mask, trace_score
+from flashsim.problem.problem import Problem
+from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.tiling import Tiling
+from flashsim.torch import ops
+from flashsim.torch.functional import default_backend, taken
+
+
+@torch.compiler.disable
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    sinks: Tensor | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Attention with a score function and a mask, as torch's `flex_attention` computes it.
+
+    It has a gradient on the CPU and on a GPU: for query, key, value, sinks, and each captured
+    tensor of `score_mod` with ``requires_grad``. Compiled code calls it as it is.
+
+    Parameters
+    ----------
+    query, key, value : Tensor, (batch, heads, n, head_dim)
+    score_mod : callable, optional
+        ``score_mod(score, b, h, q_idx, kv_idx)``, as torch has it.
+    block_mask : BlockMask or callable, optional
+        What torch's `create_block_mask` makes, or ``mask_mod(b, h, q_idx, kv_idx)`` itself. Blocks
+        that a `BlockMask` leaves out are masked, whatever its function says.
+    scale : float, optional
+        Default: ``1 / sqrt(head_dim)``.
+    enable_gqa : bool
+        Whether query may have more heads than key and value.
+    return_lse : bool
+        Return ``(out, lse)``; both have gradients.
+    kernel_options : dict, optional
+        Options of torch's kernels, which are ignored here.
+    sinks : Tensor, (heads,), optional
+        A learnable score per head without a value, as in GPT-OSS.
+    backend : str, optional
+        As in `flashsim.torch.attention`.
+
+    Raises
+    ------
+    FlashSimError
+        A `FunctionError` names the line of a function that cannot be traced.
+    """
+    query, key, value = taken(query=query, key=key, value=value)
+    if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
+        raise ShapeError("query, key and value must be (batch, heads, n, head_dim)")
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise OptionError(
+            f"query has {query.shape[1]} heads and key {key.shape[1]}; give enable_gqa=True"
+        )
+    batch = query.shape[0]
+    if key.shape[0] == 1 < batch:  # torch broadcasts a batch of 1
+        key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
+    if sinks is not None and not isinstance(sinks, Tensor):
+        raise DTypeError(f"sinks must be a torch.Tensor, got {shown(sinks)}")
+    score = None if score_mod is None else trace_score(score_mod)
+    mask = None if block_mask is None else _mask(block_mask, query, key)
+    wanted = []
+    if score is not None:
+        pairs = zip(score.graph.arrays, score.arrays, strict=True)
+        wanted = [(a.name, x) for a, x in pairs if isinstance(x, Tensor) and x.requires_grad]
+    asked = _Asked(
+        score, mask, scale, tuple(n for n, _ in wanted), backend or default_backend(query)
+    )
+    out, lse = _Flex.apply(query, key, value, sinks, asked, *(x for _, x in wanted))
+    return (out, lse) if return_lse else out
+
+
+class _Asked(NamedTuple):
+    """What `_Flex` computes besides its tensors."""
+
+    score: Traced | None
+    mask: MaskFunction | None
+    scale: float | None
+    wanted: tuple[str, ...]
+    backend: str
+
+    def keywords(self, sinks: Tensor | None) -> dict[str, Any]:
+        """The keywords of `flashsim.run`."""
+        return {
+            **{"score_mod": self.score, "mask_mod": self.mask, "scale": self.scale},
+            **{"sinks": None if sinks is None else sinks.detach(), "backend": self.backend},
+        }
+
+
+class _Flex(torch.autograd.Function):
+    jvp = staticmethod(ops.no_forward_mode)
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, sinks, asked, *captured = given
+        result = execution.run(*map(ops.readable, (q, k, v)), **asked.keywords(sinks))
+        ctx.save_for_backward(q, k, v, sinks, result.out, result.lse, *captured)
+        ctx.asked = asked
+        ctx.set_materialize_grads(False)
+        return result.out, result.lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        dout, dlse = gradients
+        q, k, v, sinks, out, lse, *captured = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * (5 + len(captured))
+        dout = torch.zeros_like(out) if dout is None else dout
+        found = execution.backward(
+            *map(ops.readable, (q, k, v, out, lse, dout)),
+            dlse=None if dlse is None else ops.readable(dlse),
+            captured=ctx.asked.wanted,
+            **ctx.asked.keywords(sinks),
+        )
+        of_sinks = None if sinks is None else found.dsinks.to(sinks.dtype)
+        arrays = (found.captured[name] for name in ctx.asked.wanted)
+        return (found.dq, found.dk, found.dv, of_sinks, None, *arrays)
+
+
+def _mask(block_mask: Any, query: Tensor, key: Tensor) -> MaskFunction:
+    """The mask function that stands for torch's `BlockMask`, or for a plain function."""
+    if not hasattr(block_mask, "kv_num_blocks"):
+        if not callable(block_mask):
+            raise MaskError(
+                f"block_mask must be a BlockMask or a function (b, h, q_idx, kv_idx), got "
+                f"{shown(block_mask)}"
+            )
+        return MaskFunction.of(block_mask)
+    n_q, n_kv = query.shape[2], key.shape[2]
+    made_for = tuple(getattr(block_mask, "seq_lengths", (n_q, n_kv)))
+    if made_for != (n_q, n_kv):
+        raise ShapeError(
+            f"block_mask was made for {made_for[0]} x {made_for[1]} scores, and query and key make "
+            f"{n_q} x {n_kv}; give create_block_mask these lengths"
+        )
+    mask = MaskFunction.of(block_mask.mask_mod)
+    listed, full = _blocks(block_mask)
+    if _same_tiles(mask, listed, block_mask, query, key):
+        return mask
+    size_q, size_k = block_mask.BLOCK_SIZE
+    function, last_b, last_h = block_mask.mask_mod, listed.shape[0] - 1, listed.shape[1] - 1
+
+    def blocks(b: Any, h: Any, q: Any, k: Any) -> Any:
+        at = (b if last_b else 0, h if last_h else 0, q // size_q, k // size_k)
+        return full[at] | (listed[at] & function(b, h, q, k))
+
+    return MaskFunction(*trace_mask(blocks))
+
+
+def _blocks(block_mask: Any) -> tuple[Tensor, Tensor]:
+    """Booleans (batch, heads, rows, columns) of blocks: which are listed at all, which as full."""
+    listed = block_mask.to_dense().bool()
+    full = torch.zeros_like(listed)
+    if block_mask.full_kv_num_blocks is not None:
+        counts, indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+        columns = torch.arange(indices.shape[-1], device=indices.device)
+        b, h, row, column = (columns < counts[..., None]).nonzero(as_tuple=True)
+        full[b, h, row, indices[b, h, row, column].long()] = True
+    return listed, full
+
+
+def _same_tiles(
+    mask: MaskFunction, listed: Tensor, block_mask: Any, query: Tensor, key: Tensor
+) -> bool:
+    """Whether a mask function alone keeps scores of exactly the blocks that are listed.
+
+    So it is for what `create_block_mask` makes, and the function alone then says everything.
+    """
+    problem = Problem(
+        *(query.shape[2], key.shape[2]),
+        batch=query.shape[0],
+        heads=query.shape[1],
+        mask_mod=mask,
+    )
+    schedule = Schedule(problem, Tiling(*block_mask.BLOCK_SIZE))
+    ptr, col, _ = schedule.row_csr
+    kept = torch.zeros((schedule.t_r, schedule.t_c), dtype=torch.bool)
+    rows = torch.repeat_interleave(torch.as_tensor(ptr[1:] - ptr[:-1]).long())
+    kept[rows, torch.as_tensor(col.copy()).long()] = True
+    return bool(torch.equal(kept, listed.any(dim=(0, 1)).cpu()[: schedule.t_r, : schedule.t_c]))
