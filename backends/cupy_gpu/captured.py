@@ -64,10 +64,8 @@ def captured(job: Job, space: arrays.Space) -> Captured:
         data = [x.data.ptr for x in held]
         plain, summing = sources_of(p)
         totals = [gradients[f"d:{name}"].data.ptr for name in summing.gradients]
-        return Captured(
-            *(plain.pack(data).tobytes(), summing.pack(data, totals).tobytes()),
-            *(at, gradients, (*held, sinks)),
-        )
+        packed = plain.pack(data).tobytes(), summing.pack(data, totals).tobytes()
+        return Captured(*packed, at, gradients, (*held, sinks))
 
 
 def gradients(

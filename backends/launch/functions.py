@@ -60,8 +60,12 @@ class Generated:
     @property
     def constants(self) -> dict[str, int]:
         """The compile-time constants that say which functions there are."""
-        made = {"MASK_MOD": self.mask, "SCORE_MOD": self.score, "SCORE_SUMS": self.sums}
-        return made | {"READS": self.reads}
+        return {
+            "MASK_MOD": int(self.mask),
+            "SCORE_MOD": int(self.score),
+            "SCORE_SUMS": int(self.sums),
+            "READS": int(self.reads),
+        }
 
 
 @dataclass(frozen=True)

@@ -328,8 +328,9 @@ def built(
     "keys" adds the gradients of arrays that functions capture.
     """
     problem, values = made_for[0], constants(*made_for) | {"SMEM_BYTES": shared} | more
-    functions = None if outer is None else functions_of(problem)
-    given = functions and (functions.summing if outer == "keys" else functions.plain)
+    given, functions = None, None if outer is None else functions_of(problem)
+    if functions is not None:
+        given = functions.summing if outer == "keys" else functions.plain
     sinks = problem.sinks and file.endswith(FORWARD)
     if given is not None:
         values |= given.constants
