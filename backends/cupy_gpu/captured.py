@@ -13,6 +13,7 @@ from flashsim.backends.launch.functions import sources_of
 from flashsim.engines.engine import Job
 from flashsim.functions.graph import ArraySpec
 from flashsim.functions.mask import MaskFunction
+from flashsim.problem.problem import numpy_dtype
 
 
 class Captured(NamedTuple):
@@ -81,7 +82,23 @@ def gradients(
         rows, less = (_at(x, shape, space) for x in (lse, delta))
         sinks = _at(given.sinks, (1, p.heads, 1), space)
         made["dsinks"] = -(cupy.exp(sinks - rows) * less).sum(axis=(0, 2))
-    return {name: arrays.as_library_of(job.q, x) for name, x in made.items()}
+    score = () if p.score_mod is None else p.score_mod.arrays
+    types = {f"d:{spec.name}": spec.dtype for spec in score}
+    return {
+        name: _rounded(arrays.as_library_of(job.q, x), types.get(name, "float32"))
+        for name, x in made.items()
+    }
+
+
+def _rounded(array: Any, dtype: str) -> Any:
+    """An array as one of a type given by name."""
+    if arrays.dtype_name(array) == dtype:
+        return array
+    if arrays.is_torch(array):
+        import torch
+
+        return array.to(getattr(torch, dtype))
+    return array.astype(numpy_dtype(dtype))
 
 
 def _at(address: int, shape: tuple[int, ...], space: arrays.Space) -> cupy.ndarray:

@@ -40,7 +40,7 @@ failures.require_cupy("cupy")
 
 import cupy  # noqa: E402
 
-from flashsim.backends.cupy_gpu import arrays, captured, decode, fp8  # noqa: E402
+from flashsim.backends.cupy_gpu import arrays, bias, captured, decode, fp8  # noqa: E402
 from flashsim.backends.cupy_gpu.calls import ABSENT, Call, Plan  # noqa: E402
 
 
@@ -53,6 +53,7 @@ def forward(job: Job) -> Outcome:
         require_gpu()
         space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, job.problem.dtype)
         return decode.forward(job, gpu_of(space.device), space)
+    job = bias.as_function(job)
     if not job.memo:
         _check(job)
     return forward_with(_family, job)
@@ -60,6 +61,7 @@ def forward(job: Job) -> Outcome:
 
 def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
     """The state that the backward pass needs from a forward pass, rebuilt from its results."""
+    job = bias.as_function(job)
     _check(job)
     _no_fp8_gradients(job)
     return recall_of(job, out, lse)
@@ -69,6 +71,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
     """Run the backward pass: three deterministic passes, or one that accumulates dQ in memory."""
     if job.algorithm == DECODE:
         raise UnsupportedError(f"{DECODE!r} has no backward pass; 'flash2' has")
+    job = bias.as_function(job, gradient=True)
     if not job.memo:
         _no_fp8_gradients(job)
     return backward_with(_family, job, saved, dout, dlse)
@@ -109,6 +112,7 @@ def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
     job : Job
         A backward pass.
     """
+    job = bias.as_function(job)
     family = _family(job, gpu_of(saved["space"].device), "backward")
     return family.orders_dq(job.problem)
 
@@ -122,14 +126,14 @@ def stores_dq(job: Job, saved: Mapping[str, Any]) -> bool:
         The backward pass that would run otherwise. Its algorithm is "flash2" if the pass must be
         deterministic.
     """
-    gpu = gpu_of(saved["space"].device)
+    job, gpu = bias.as_function(job), gpu_of(saved["space"].device)
     family, ordered = _family(job, gpu, "backward"), job.algorithm == "flash2"
     return family.stores_dq(job.problem, gpu, ordered=ordered)
 
 
 def fuses(job: Job, saved: Mapping[str, Any]) -> bool:
     """Whether the fused backward is the fastest one here, if dQ may be added in any order."""
-    gpu = gpu_of(saved["space"].device)
+    job, gpu = bias.as_function(job), gpu_of(saved["space"].device)
     return _family(job, gpu, "backward").fuses(job.problem, gpu)
 
 
@@ -244,7 +248,8 @@ def backward_with(
             if p.score_grads or p.sinks:
                 with space.active():
                     delta = at + 4 * summed
-                    gradients |= captured.gradients(job, functions, space, saved["lse"], delta)
+                    more = captured.gradients(job, functions, space, saved["lse"], delta)
+                gradients |= bias.renamed(more)
             return Outcome(
                 gradients, plan.tiling, stages, plan.name, timeline=spans, gpu=plan.gpu.name
             )

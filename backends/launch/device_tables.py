@@ -171,8 +171,8 @@ def refuse(problem: Problem) -> None:
         )
     if problem.bias is not None:
         raise UnsupportedError(
-            "the GPU kernels take no bias; use backend='simulator' or 'numba', with arrays in the "
-            "CPU's memory, or causal, window, softcap or block_mask"
+            "these GPU kernels take no bias; backend='cupy' does, and backend='simulator' and "
+            "'numba', with arrays in the CPU's memory"
         )
 
 
