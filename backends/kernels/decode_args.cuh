@@ -11,5 +11,11 @@ struct DecodeArgs {
     int n_q, heads, group, kv_heads, left, right, row_tiles, table_row, pages, n_visits;
     int batch, prefix, prefix_tiles, unused;  // keys that all sequences share; their row tiles
     float scale, softcap;
+#if FS_FLEX
+    alignas(8) FlashCaptured captured;  // what the functions read besides positions
+#endif
+#if FS_SINKS
+    const float* sinks;  // of each query head
+#endif
 };
 static_assert(sizeof(DecodeArgs) == FS_DECODE_ARGS_BYTES, "see decode_kernels.py");

@@ -62,7 +62,7 @@ def args_dtype(functions: Generated | None, *, packed: bool, sinks: bool) -> np.
 
 
 #: Ends of the files of forward kernels, whose softmax takes sinks.
-FORWARD = ("/forward.cu", "/forward_f32.cu")
+FORWARD = ("/forward.cu", "/forward_f32.cu", "/decode.cu")
 #: Entries of a count record; entry n is transfer n of the itinerary.
 SLOTS = 8
 #: Time stamps of a visit, and of a thread block (SM, then cycles and ns at start and end).

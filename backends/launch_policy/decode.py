@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flashsim.backends.launch.device_tables import refuse_functions
 from flashsim.backends.launch.kernel import (
     Gpu,
     Kernel,
@@ -195,7 +196,7 @@ def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
     made_of = {"row_tiles": made.row_tiles, "n_visits": made.n_visits, "unused": 0}
     made_of |= {"prefix": made.prefix, "prefix_tiles": made.prefix_tiles}
     given = made_of | {"table_row": table_row, "pages": pages}
-    packed = np.zeros((), kernels.RECORD)
+    packed = np.zeros((), kernels.record_dtype(made.problem))
     for name in (*kernels.INTEGERS, "scale", "softcap"):
         packed[name] = given[name] if name in given else getattr(made.problem, name)
     return packed
@@ -233,13 +234,14 @@ def check(problem: Problem, gpu: Gpu) -> None:
         raise UnsupportedError(
             f"decoding on a GPU takes float16 and bfloat16, not {p.dtype}; convert the arrays"
         )
-    for name in ("bias", "mask", "mask_mod", "score_mod", "sinks", "block_mask", "cu_seqlens_q"):
-        if getattr(p, name) not in (None, False):
+    for name in ("bias", "mask", "block_mask", "cu_seqlens_q"):
+        if getattr(p, name) is not None:
             raise UnsupportedError(
                 f"decoding on a GPU takes no {name}; causal, window and softcap it does, and "
                 "cache_seqlens says how long each sequence is"
             )
     if p.latent:
+        refuse_functions(p, "latent attention's")
         kernels.check_latent(p, gpu)
     else:
         check_head_dims(p, "decoding on a GPU")

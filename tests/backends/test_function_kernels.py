@@ -21,8 +21,10 @@ from flashsim.schedule.schedule import Schedule
 pytest.importorskip("cupy")
 import emulator
 import test_emulated
+import test_emulated_decode
 from compiled import compiled, errors, some, thorough
 from cupy_checks import budget, check_lse, hardware_tanh, make
+from decode_cases import Case
 from gpus import H200
 
 GPU = replace(H200, multiprocessors=2)
@@ -156,6 +158,32 @@ PORTABLE_CASES = {
 def test_portable_kernels(name, algorithm):
     p, score = PORTABLE_CASES[name]
     compare(p, score, PORTABLE, algorithm)
+
+
+DECODE_CASES = {
+    "documents, alibi": (problem(3, 300, 64, documents, alibi, batch=2), alibi),
+    "late, biased": (problem(17, 280, 64, late, biased), biased),
+    "sinks": (problem(2, 200, 128, None, relative, sinks=True), relative),
+}
+
+
+@pytest.mark.parametrize("splits", [3, thorough(1)])
+@pytest.mark.parametrize("name", [n if n == "sinks" else thorough(n) for n in DECODE_CASES])
+def test_decoding(name, splits):
+    p, score = DECODE_CASES[name]
+    p = replace(p, score_grads=())
+    captured = tuple(CAPTURED[score].values())
+    x = make(p) | {"captured": captured, "sinks": SINKS[: p.heads]}
+    gpu = replace(H200, compute_capability=(8, 0))  # without clusters
+    case = Case(p, (p.n_kv,) * p.batch)
+    out, lse, *_ = test_emulated_decode.launch(test_emulated_decode.AMPERE, case, x, splits, gpu)
+    inputs, sinks = [x[n] for n in "qkv"], x["sinks"] if p.sinks else None
+    exact, rough = (
+        oracle.attention(*inputs, p, dtype=t, captured=captured, sinks=sinks)
+        for t in ("float64", p.dtype)
+    )
+    assert np.abs(out.astype(np.float64) - exact[0]).max() <= budget(exact[0], rough[0], p)
+    check_lse(lse, exact[1], exact[1])
 
 
 # -- tables of tiles ------------------------------------------------------------------------------

@@ -168,15 +168,12 @@ class Emulator:
             "tile_counts": np.zeros((one.walks, tables.tiles, launch.SLOTS), "u4"),
         }
         held = {name: getattr(tables, name) for name in launch.TABLES}
-        if one.kernel.functions is not None:
-            record["captured"] = captured(one, arrays)
-        starts = tables.starts if "starts" in record.dtype.names else None
-        if starts is not None:
+        fill_in(record, one.kernel, p, arrays)
+        if "starts" in record.dtype.names:
+            starts = tables.starts
             record["starts"] = starts.ctypes.data
-        if one.kernel.sinks:
-            record["sinks"] = arrays["sinks"].ctypes.data
         for name, array in {**arrays, **held, **reports}.items():
-            if name.startswith(("captured", "d:")) or name == "sinks":
+            if of_functions(name):
                 continue
             if name in launch.TENSORS:
                 strides = (s // array.itemsize for s in array.strides[:3])
@@ -195,13 +192,18 @@ class Emulator:
         return counts.stage_trace(one.stage, tables.schedule, *reversed(reports.values()))
 
 
-def captured(one: KernelPass, arrays: dict[str, np.ndarray]) -> bytes:
-    """What a kernel's functions read: ``captured`` and a number, and "d:<name>" of gradients."""
-    p = one.tables.schedule.problem
-    source = sources_of(p)[one.kernel.functions.sums]
-    data = [arrays[f"captured{n}"].ctypes.data for n in range(len(source.arrays))]
-    made = source.pack(data, [arrays[f"d:{n}"].ctypes.data for n in source.gradients]).tobytes()
-    return made.ljust(one.kernel.functions.captured_bytes, b"\0")
+def fill_in(
+    record: np.ndarray, kernel: Kernel, problem: Problem, arrays: dict[str, np.ndarray]
+) -> None:
+    """What functions and sinks need of a kernel's argument: see `read_by_functions`."""
+    if kernel.functions is not None:
+        source = sources_of(problem)[kernel.functions.sums]
+        data = [arrays[f"captured{n}"].ctypes.data for n in range(len(source.arrays))]
+        to = [arrays[f"d:{n}"].ctypes.data for n in source.gradients]
+        packed = source.pack(data, to).tobytes()
+        record["captured"] = packed.ljust(kernel.functions.captured_bytes, b"\0")
+    if kernel.sinks:
+        record["sinks"] = arrays["sinks"].ctypes.data
 
 
 def _with_maps(one: KernelPass, arrays: dict[str, np.ndarray], args: np.ndarray) -> np.ndarray:
@@ -282,6 +284,11 @@ def run_forward(
     arrays["o"] = unwritten(p, p.heads, p.n_q, p.head_dim_v)
     arrays["lse"] = unwritten(p, p.heads, p.n_q, 0)
     return arrays, [emulator.launch(one, arrays) for one in passes]
+
+
+def of_functions(name: str) -> bool:
+    """Whether an array is one of `read_by_functions`."""
+    return name.startswith(("captured", "d:")) or name == "sinks"
 
 
 def read_by_functions(problem: Problem, x: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
