@@ -51,10 +51,12 @@ class Theme:
 
 #: Tensors that take the colour of one that they are never drawn beside: a bias's gradient replaces
 #: it, the gate goes with S, and decoding has no backward pass. The LSE's gradient shares that of l,
-#: which only FlashAttention-1 moves.
+#: which only FlashAttention-1 moves. A score function's arrays replace a bias.
 SHARED = {
     **{"dBias": "bias", "gate": "m", "O_part": "dO", "L_part": "delta", "table": "dP"},
     "dL": "l",
+    **dict.fromkeys(("F", "F_own", "dF"), "bias"),
+    **{"M": "l", "M_own": "l", "S_raw": "m", "sink": "delta", "dSink": "delta"},
 }
 
 

@@ -154,7 +154,7 @@ def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
                 of_sink = _sink_gradient(machine, sram, rows, delta_i)
                 sram.store(hbm.delta, rows, delta_i)
                 if of_sink is not None:
-                    sram.reduce(hbm.dSink_acc, slice(0, 1), of_sink)
+                    sram.reduce(hbm.dSink, slice(0, 1), of_sink)
                 if clears_dq:
                     sram.store(hbm.tensors[accumulator_name(machine, "dQ")], rows, 0.0)   # 3
 

@@ -123,7 +123,7 @@ def score_derivative(sram: Sram, hbm: Hbm, chain: Chain, dS: np.ndarray) -> None
     p = sram.schedule.problem
     if chain.raw is None or p.score_mod is None:
         return
-    adds = any(move.tensor == "dF_acc" for move in sram.stage.visit)
+    adds = any(move.tensor == "dF" for move in sram.stage.visit)
     made = adjoints(p.score_mod, p.score_grads if adds else ())
     graph = Graph(made.nodes, made.root, made.arrays)
     given = {**chain.given, SCORE: chain.raw, DOUT: dS}
@@ -136,5 +136,5 @@ def score_derivative(sram: Sram, hbm: Hbm, chain: Chain, dS: np.ndarray) -> None
         each = np.where(quiet, 0, np.broadcast_to(values[g], dS.shape))
         add_at(array, (values[a] for a in node.args), each)
     if adds:
-        sram.note_reduce("dF_acc", dS.shape[-2:])
+        sram.note_reduce("dF", dS.shape[-2:])
     dS[...] = 0 if made.score is None else np.where(quiet, 0, values[made.score])

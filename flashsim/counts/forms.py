@@ -87,7 +87,7 @@ class Forms:
         if stage == "delta" and p.sinks:
             step = h * s.t_r * self.a
             moved = {("load", "sink"): step, ("load", "L"): self.stat()}
-            return {**moved, ("reduce", "dSink_acc"): step}
+            return {**moved, ("reduce", "dSink"): step}
         scored = ("forward", "dkdv", "dq", "fused", "backward")
         if stage not in (("scores",) if algorithm == "standard" else scored):
             return {}
@@ -108,7 +108,7 @@ class Forms:
         if stage in ("dq", "fused", "backward") and p.score_grads:
             reads = [p.score_mod.nodes[n] for n in p.score_mod.loads]
             added = sum(p.score_mod.arrays[x.value].name in p.score_grads for x in reads)
-            moved["reduce", "dF_acc"] = h * s.sums.area * added * self.a
+            moved["reduce", "dF"] = h * s.sums.area * added * self.a
         return moved
 
     # -- stages ---------------------------------------------------------------------------------

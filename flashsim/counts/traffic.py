@@ -243,8 +243,8 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
     if direction == "forward":
         return inputs + f.o(f.r) + f.stat()
     gradients = results + f.matrix(f.r)
-    gradients += whole_bytes(problem, "dF_acc") if problem.score_grads else 0
-    gradients += whole_bytes(problem, "dSink_acc") if problem.sinks else 0
+    gradients += whole_bytes(problem, "dF") if problem.score_grads else 0
+    gradients += whole_bytes(problem, "dSink") if problem.sinks else 0
     return inputs + gradients + 2 * f.o(f.r) + f.stat() * (1 + problem.dlse)
 
 
@@ -270,7 +270,7 @@ def saved(problem: Problem, algorithm: str) -> int:
     return sum(whole_bytes(problem, name) for name in _kept(problem, algorithm))
 
 
-_RESULTS = {"O", "dQ", "dK", "dV", "dBias", "dF_acc", "dSink_acc"}
+_RESULTS = {"O", "dQ", "dK", "dV", "dBias", "dF", "dSink"}
 
 
 def workspace(problem: Problem, algorithm: str, direction: str = "forward", parts: int = 1) -> int:

@@ -91,7 +91,7 @@ def backward(
             arrays[f"d:{name}"] = hbm.captured_gradients[name] = zeros
     _run(PASSES[job.algorithm][1], machine)
     if job.problem.sinks:
-        arrays["dsinks"] = made["dSink_acc"].sum(axis=(0, 2))
+        arrays["dsinks"] = made["dSink"].sum(axis=(0, 2))
     stages = tuple(machine.stages) if job.trace else None
     return Outcome(arrays, machine.tiling, stages, "simulator")
 
@@ -204,9 +204,9 @@ def _room(
     p, made = job.problem, {}
     for name in plans.tensors_of(p, job.algorithm, direction, "store", "reduce"):
         its, dtype = shape(p, name), dtype_of(p, name)
-        if name == "dF_acc":  # one sum per captured array
+        if name == "dF":  # one sum per captured array
             continue
-        if name == "dSink_acc":
+        if name == "dSink":
             made[name] = np.zeros((p.batch, p.heads, 1), dtype)
             hbm.put(name, made[name], dtype)
             continue

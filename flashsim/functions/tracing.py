@@ -62,7 +62,7 @@ def _trace(function: Callable[..., Any], arguments: Iterable[str], kind: str, fo
     name = getattr(function, "__name__", type(function).__name__)
     if not callable(function):
         raise FunctionError(f"expected a function {form}, got {shown(function)}")
-    recorder = _Recorder()
+    recorder = _Tracing()
     try:
         called = recorder.wrap(function)
         result = called(*(Symbol(recorder, recorder.builder.arg(a)) for a in arguments))
@@ -114,7 +114,7 @@ def _line(error: BaseException) -> str:
     return ""
 
 
-class _Recorder:
+class _Tracing:
     """One trace: its builder, the arrays captured so far, and the copies of functions."""
 
     def __init__(self) -> None:
@@ -144,21 +144,21 @@ class _Recorder:
             args = (self.wrap(x, f"{name}_{n}") for n, x in enumerate(value.args))
             return functools.partial(self.wrap(value.func), *args, **keywords)
         if isinstance(value, types.MethodType):
-            return types.MethodType(self.wrap(value.__func__), _Attributes(self, value.__self__))
+            return types.MethodType(self.wrap(value.__func__), _Holder(self, value.__self__))
         if isinstance(value, types.FunctionType):
             return self._copy(value)
         root = str(getattr(value, "__module__", "")).split(".")[0]
         if callable(value) and root in _LIBRARIES:
             return functools.partial(_either, value, getattr(value, "__name__", ""))
         own = getattr(type(value), "__call__", None)  # noqa: B004  (the function is wanted)
-        if isinstance(own, types.FunctionType) and own.__module__.split(".")[0] not in _FOREIGN:
-            return types.MethodType(self.wrap(own), _Attributes(self, value))
+        if isinstance(own, types.FunctionType) and not _foreign(own):
+            return types.MethodType(self.wrap(own), _Holder(self, value))
         return value
 
     def _copy(self, function: types.FunctionType) -> Any:
         if id(function) in self._copies:
             return self._copies[id(function)]
-        if (function.__module__ or "").split(".")[0] in _FOREIGN:
+        if _foreign(function):
             return functools.partial(_either, function, function.__name__)
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         scope: dict[str, Any] = {"__builtins__": builtins, "__name__": function.__module__}
@@ -262,10 +262,10 @@ def _names(code: types.CodeType) -> set[str]:
     return found
 
 
-class _Attributes:
+class _Holder:
     """Stands for a captured object: its attributes with their arrays replaced."""
 
-    def __init__(self, recorder: _Recorder, value: Any) -> None:
+    def __init__(self, recorder: _Tracing, value: Any) -> None:
         self._recorder, self._value = recorder, value
 
     def __getattr__(self, name: str) -> Any:
@@ -278,7 +278,7 @@ class _Attributes:
 # -- symbols -------------------------------------------------------------------------------------
 
 
-def _recorder_of(args: Iterable[Any]) -> _Recorder:
+def _recorder_of(args: Iterable[Any]) -> _Tracing:
     for x in args:
         if isinstance(x, (Symbol, Captured)):
             return x._recorder
@@ -497,7 +497,7 @@ _NO_IF = (
 class _Arithmetic:
     """The operators and methods that symbols and captured scalars share."""
 
-    _recorder: _Recorder
+    _recorder: _Tracing
     __array_priority__ = 1000.0
 
     __lt__, __le__ = _operator("lt"), _operator("le")
@@ -545,7 +545,7 @@ class _Arithmetic:
 class Symbol(_Arithmetic):
     """A number that is unknown while a function is traced."""
 
-    def __init__(self, recorder: _Recorder, node: int) -> None:
+    def __init__(self, recorder: _Tracing, node: int) -> None:
         self._recorder, self._node = recorder, node
 
     def __repr__(self) -> str:
@@ -629,7 +629,7 @@ class Symbol(_Arithmetic):
 class Captured(_Arithmetic):
     """An array that a function captured: indexed by symbols it is a symbol."""
 
-    def __init__(self, recorder: _Recorder, array: Any, name: str) -> None:
+    def __init__(self, recorder: _Tracing, array: Any, name: str) -> None:
         self._recorder, self._array, self._name = recorder, array, name
 
     def __getitem__(self, key: Any) -> Any:
@@ -693,7 +693,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _arrays(recorder: _Recorder, function: Any, args: Any, keywords: Any, name: str) -> Any:
+def _arrays(recorder: _Tracing, function: Any, args: Any, keywords: Any, name: str) -> Any:
     """What a library's function makes of whole arrays."""
     plain = {key: _plain(x) for key, x in keywords.items()}
     return recorder.wrap(function(*map(_plain, args), **plain), name)
@@ -747,6 +747,12 @@ def _called(name: str, args: Any, keywords: dict[str, Any], original: Any) -> An
 _LIBRARIES = ("math", "jax", "jaxlib")
 #: Libraries whose own functions are called as they are.
 _FOREIGN = (*_LIBRARIES, "numpy", "torch", "functools", "cupy")
+
+
+def _foreign(function: Any) -> bool:
+    """Whether a function is a library's; those of torch's flex_attention are masks like others."""
+    module = function.__module__ or ""
+    return module.split(".")[0] in _FOREIGN and not module.startswith("torch.nn.attention")
 
 
 class _Library:

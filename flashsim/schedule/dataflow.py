@@ -155,7 +155,7 @@ _FLASH1_BACKWARD = (
     _CLEAR_DBIAS,
     Itinerary(
         *("backward", "keys", "load K V, alloc dK dV"),
-        "load Q O dO dL dQ_acc l m, alloc S gate S_raw, load bias F M, alloc dP, reduce dF_acc, "
+        "load Q O dO dL dQ_acc l m, alloc S gate S_raw, load bias F M, alloc dP, reduce dF, "
         "store dQ_acc, reduce dBias_acc",
         *("store dK dV", "group"),
     ),
@@ -173,7 +173,7 @@ _FLASH2_FORWARD = (
 )
 _DELTA = Itinerary(
     *("delta", "queries", "load O dO dL, alloc delta, load sink L/sink"),
-    after="store delta, reduce dSink_acc",
+    after="store delta, reduce dSink",
 )
 _DKDV = Itinerary(
     *("dkdv", "keys", "load K V, alloc dK dV"),
@@ -182,15 +182,15 @@ _DKDV = Itinerary(
 )
 _DQ = Itinerary(
     *("dq", "queries", "load Q F_own M_own dO L delta, alloc dQ"),
-    "load K V, alloc S gate S_raw, load bias F M, alloc dP, reduce dF_acc dBias_acc",
+    "load K V, alloc S gate S_raw, load bias F M, alloc dP, reduce dF dBias_acc",
     "store dQ",
 )
 _FLASH2_BACKWARD = (_DELTA, _CLEAR_DBIAS, _DKDV, _DQ, _CONVERT_DBIAS)
 _FUSED_BACKWARD = (
-    _DELTA._replace(after="store delta, reduce dSink_acc, store dQ_acc"),
+    _DELTA._replace(after="store delta, reduce dSink, store dQ_acc"),
     _CLEAR_DBIAS,
     _DKDV._replace(
-        name="fused", visit=f"{_DKDV.visit}, reduce dF_acc, alloc dQ, reduce dQ_acc dBias_acc"
+        name="fused", visit=f"{_DKDV.visit}, reduce dF, alloc dQ, reduce dQ_acc dBias_acc"
     ),
     _convert("dQ"),
     _CONVERT_DBIAS,
@@ -201,7 +201,7 @@ _ONCE_BACKWARD = (
     _CLEAR_DBIAS,
     Itinerary(
         *("fused", "keys", "load K V, alloc dK dV"),
-        "load Q dO L dL, alloc S gate S_raw, load bias F M, alloc dP delta, reduce dF_acc, "
+        "load Q dO L dL, alloc S gate S_raw, load bias F M, alloc dP delta, reduce dF, "
         "alloc dQ, store dQ, reduce dBias_acc",
         *("store dK dV", "group"),
         once=True,

@@ -17,6 +17,6 @@ TENSORS = (
     "table",
     *("Q_scale", "K_scale", "V_scale"),
     "dL",
-    *("F", "F_own", "M", "M_own", "S_raw", "dF_acc", "sink", "dSink_acc"),
+    *("F", "F_own", "M", "M_own", "S_raw", "dF", "sink", "dSink"),
 )
 CODES = {name: code for code, name in enumerate(TENSORS)}

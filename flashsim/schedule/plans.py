@@ -42,7 +42,7 @@ GENERAL = tuple(
 #: What `flash-decode` does not take.
 FUNCTIONS = ("mask_mod", "score_mod", "sinks")
 #: A learnable sink per query head, and the sum of its gradient.
-SINKS = ("sink", "dSink_acc")
+SINKS = ("sink", "dSink")
 DIRECTIONS = ("forward", "backward")
 
 
@@ -217,7 +217,7 @@ def _moves(p: Problem, text: str, outer: Outer) -> tuple[Move, ...]:
                 continue
             if (tensor == "S_raw" and p.score_mod is None) or (tensor in SINKS and not p.sinks):
                 continue
-            if tensor == "dF_acc" and not reduced(p):
+            if tensor == "dF" and not reduced(p):
                 continue
             if (tensor == "gate" and not p.softcap) or (tensor in BIASES and not p.bias):
                 continue
@@ -225,7 +225,7 @@ def _moves(p: Problem, text: str, outer: Outer) -> tuple[Move, ...]:
                 continue
             if tensor == "dL" and not p.dlse:
                 continue
-            if wide and tensor not in ("dF_acc", "dSink_acc"):
+            if wide:
                 tensor = tensor.removesuffix("_acc")
             found.append(Move(op, tensor, _tile(p, op, tensor, outer)))
             if op == "load" and tensor in INPUTS and p.scales is not None:
@@ -248,7 +248,7 @@ def _tile(p: Problem, op: str, tensor: str, outer: Outer) -> Buffer:
     its = shape(p, tensor)
     if tensor in SINKS:
         return Buffer(tensor, fixed=its.itemsize)
-    if tensor == "dF_acc":
+    if tensor == "dF":
         return Buffer("dF", per_score=reduced(p) * its.itemsize)
     width = its.elements * p.compute_itemsize if op == "alloc" else its.width
     row, col, score = (width * (its.axis == axis) for axis in (ROW, COL, TILE))

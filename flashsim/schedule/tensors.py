@@ -29,8 +29,8 @@ AXES = {
     **dict.fromkeys(("Q", "O", "dO", "dQ", "O_acc", "dQ_acc", "O_part"), ROW),
     **dict.fromkeys(("K", "V", "dK", "dV", "table"), COL),
     **dict.fromkeys(("S", "P", "dP", "dS", "gate"), TILE),
-    **dict.fromkeys(("F", "M", "S_raw", "dF_acc"), TILE),
-    **dict.fromkeys(("F_own", "M_own", "sink", "dSink_acc"), ROW),
+    **dict.fromkeys(("F", "M", "S_raw", "dF"), TILE),
+    **dict.fromkeys(("F_own", "M_own", "sink", "dSink"), ROW),
     **dict(zip(SCALES, (ROW, COL, COL), strict=True)),
 }
 _WIDTHS = {  # by name; a statistic or a score is one number
@@ -71,7 +71,9 @@ def shape(problem: Problem, name: str) -> TensorShape:
 
 def dtype(problem: Problem, name: str) -> str:
     """Element type of a tensor in HBM."""
-    if name in STATISTICS or name in SCALES or name.endswith(("_acc", "_part")) or name == "sink":
+    if name in STATISTICS or name in SCALES or name in ("sink", "dSink", "dF"):
+        return problem.compute_dtype
+    if name.endswith(("_acc", "_part")):
         return problem.compute_dtype
     return problem.dtype if name in INPUTS else problem.result_dtype
 
@@ -130,9 +132,9 @@ def whole_bytes(problem: Problem, name: str) -> int:
     if name in CAPTURED:  # the arrays are there once, whichever part of a step reads them
         graph = function_of(p, name)
         return 0 if graph is None or name.endswith("_own") else graph.nbytes
-    if name in ("sink", "dSink_acc"):
+    if name in ("sink", "dSink"):
         return p.heads * its.itemsize
-    if name == "dF_acc":
+    if name == "dF":
         graph, wanted = p.score_mod, p.score_grads
         return sum(math.prod(a.shape) for a in graph.arrays if a.name in wanted) * its.itemsize
     if name in SCALES:

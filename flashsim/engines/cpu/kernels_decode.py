@@ -156,9 +156,8 @@ def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, h
             head = h0 + h
             bias = head // shape.heads * rules.bias_batch + head % shape.heads * rules.bias_head
             keep = -1 if tiles.keep_at[at] < 0 else tiles.keep_at[at] + first + c
-            place = Place(
-                0, 0, 0, bias + k0 + first + c, rules.bias_head, 1, keep, 0, 1, 0, 0, 0, 0
-            )
+            strides = bias + k0 + first + c, rules.bias_head, 1, keep, 0
+            place = Place(0, 0, 0, *strides, 0, 0, 0, 0, 0, 0, heads)
             finish_scores(
                 *(narrow, S, c, ld, 0, heads, min(w, rows - c)),
                 *(rules, place, False, tiles.keep, None, None),

@@ -106,6 +106,7 @@ def _reference(q, k, v, score, mask):
     return torch.exp(S - safe[..., None]) @ v, lse
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_equals_torchs_own_flex_attention():
     q, k, v = (x.detach() for x in inputs())  # torch has no backward on a CPU
     blocks = flex.create_block_mask(by_head, B, H, N, M, device="cpu")
@@ -140,6 +141,7 @@ def test_a_mask_of_other_lengths_is_refused():
         flex_attention(q, k, v, None, blocks)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_compiled_code_calls_it():
     q, k, v = inputs()
     compiled = torch.compile(lambda *x: flex_attention(*x, alibi) * 2, backend="eager")

@@ -1,0 +1,368 @@
+"""Score and mask functions, and sinks, on the CPU's engines: results, gradients and counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from helpers import tensors
+from random_functions import Random
+
+from flashsim import BlockMask, Problem, Tiling, count, functions, run
+from flashsim.errors import OptionError, ShapeError, UnsupportedError
+from flashsim.problem import oracle
+
+B, H, KV, N, M, D = 2, 4, 2, 37, 45, 8
+RNG = np.random.default_rng(0)
+SLOPES, KEYS, TEMPERATURE = RNG.standard_normal(H), RNG.standard_normal(M), np.array(0.7)
+TABLE, BIAS = RNG.standard_normal((H, N + M)), RNG.standard_normal((B, N, M))
+OF_Q, OF_K = (np.sort(RNG.integers(0, 3, (B, n))) for n in (N, M))
+SINKS = RNG.standard_normal(H)
+TILING = Tiling(16, 16)
+
+
+def score(s, b, h, q, k):
+    s = s * TEMPERATURE + SLOPES[h] * (k - q) + TABLE[h, k - q] + KEYS[k]
+    return 5 * np.tanh(s / 5) + 0.3 * BIAS[b, q, k]
+
+
+def mask(b, h, q, k):
+    return (OF_Q[b, q] == OF_K[b, k]) & ((k - q <= h) | (k % 5 == 0))
+
+
+def arrays(dtype="float64", batch=B, kv_heads=KV):
+    return drawn(N, M, D, dtype=dtype, batch=batch, heads=H, kv_heads=kv_heads)
+
+
+def drawn(*sizes, **how):
+    """q, k, v and dout."""
+    x = tensors(*sizes, **how)
+    return x.q, x.k, x.v, x.dout
+
+
+def expected(result, dout, dlse, names=(), **given):
+    """The oracle's out, LSE and gradients of a result's problem."""
+    job = result._job
+    p = replace(job.problem, dlse=True, score_grads=tuple(names))
+    given = {"captured": job.score_arrays, **given}
+    q, k, v = job.q, job.k, job.v
+    return (
+        *oracle.attention(q, k, v, p, **given),
+        oracle.gradients(q, k, v, dout, p, dlse=dlse, **given),
+    )
+
+
+def found(gradients):
+    got = {name: getattr(gradients, name) for name in ("dq", "dk", "dv", "dbias", "dsinks")}
+    got |= {f"d:{name}": x for name, x in gradients.captured.items()}
+    return {name: x for name, x in got.items() if x is not None}
+
+
+ALGORITHMS = {
+    "simulator": ("flash2", "flash2-fused", "flash1", "standard"),
+    "numba": ("flash2", "flash2-fused"),
+}
+CASES = {
+    "score": {"score_mod": score},
+    "mask": {"mask_mod": mask},
+    "both": {"score_mod": score, "mask_mod": mask, "softcap": 2.0},
+    "sinks": {"score_mod": score, "mask_mod": mask, "sinks": SINKS},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("backend", "algorithm"), [(b, a) for b, names in ALGORITHMS.items() for a in names]
+)
+def test_results_gradients_and_counts(backend, algorithm, case):
+    how = CASES[case]
+    if algorithm not in ("flash2", "flash2-fused") and "sinks" in how:
+        return
+    q, k, v, dout = arrays()
+    how = {**how, "algorithm": algorithm, "tiling": TILING, "trace": True}
+    result = run(q, k, v, backend=backend, **how)
+    dlse = np.where(np.isinf(result.lse), 0, RNG.standard_normal(result.lse.shape))
+    names = ("SLOPES", "KEYS", "TEMPERATURE", "TABLE", "BIAS") if "score_mod" in how else ()
+    given = {"sinks": how["sinks"]} if "sinks" in how else {}
+    out, lse, exact = expected(result, dout, dlse, names, **given)
+    assert np.allclose(result.out, out, atol=1e-12)
+    assert np.allclose(result.lse, lse, atol=1e-12)
+    _same_counts(result.trace, count(result.problem, algorithm=algorithm, tiling=TILING))
+    if algorithm == "standard" and "score_mod" in how:
+        with pytest.raises(UnsupportedError, match="no score function"):
+            result.backward(dout)
+        return
+    gradients = result.backward(dout, dlse=dlse, captured=names, tiling=TILING)
+    got = found(gradients)
+    assert set(got) == set(exact)
+    for name, x in got.items():
+        assert np.allclose(x, exact[name], rtol=1e-10, atol=1e-10), name
+    backward = {"algorithm": algorithm, "tiling": TILING, "direction": "backward"}
+    _same_counts(gradients.trace, count(gradients.trace.problem, **backward))
+    if backend == "numba":  # transfer by transfer
+        simulated = run(q, k, v, **how)
+        again = simulated.backward(dout, dlse=dlse, captured=names, tiling=TILING)
+        for mine, its in ((result, simulated), (gradients, again)):
+            for a, b in zip(mine.trace.stages, its.trace.stages, strict=True):
+                assert np.array_equal(a.events, b.events), a.stage.name
+
+
+def _same_counts(trace, closed):
+    assert trace.by_tensor() == closed.by_tensor()
+    assert trace.bytes() == closed.bytes()
+    assert trace.peak_sram() == closed.peak_sram()
+    assert {kind: trace.flops(kind) for kind in ("function", "matmul", "exp", "add")} == {
+        kind: closed.flops(kind) for kind in ("function", "matmul", "exp", "add")
+    }
+
+
+def test_bytes_of_captured_arrays_by_hand():
+    """Of one head, 40 x 40 scores in 16 x 16 tiles, causal: 3 row tiles, 6 visits, 3 of them MASKED."""
+    slopes, rows = np.ones(1, np.float32), np.zeros(40, np.float64)
+    bias, marks = np.zeros((40, 40), np.float16), np.ones(40, np.int32)
+    p = Problem(
+        40,
+        score_mod=lambda s, b, h, q, k: s * slopes[h] + rows[q] + bias[q, k],
+        mask_mod=lambda b, h, q, k: (q >= k) & (marks[k] == marks[q]),
+    )
+    bytes_of = count(p, tiling=TILING).bytes
+    area = 3 * 16 * 16 + 2 * 8 * 16 + 8 * 8
+    assert bytes_of("load", "F_own") == 3 * 4 + 40 * 8
+    assert bytes_of("load", "F") == area * 2
+    assert bytes_of("load", "M_own") == 40 * 4
+    assert bytes_of("load", "M") == (16 + 16 + 8) * 4  # keys of the tiles on the diagonal
+
+
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
+def test_captured_gradients_by_differences(backend):
+    """Central differences of the engine's own loss, in float64, along a random direction."""
+    q, k, v, dout = arrays()
+
+    def loss(move=None, step=0.0):
+        moved = {
+            name: x + step * move.get(name, 0) if move else x
+            for name, x in {"slopes": SLOPES, "table": TABLE, "sinks": SINKS}.items()
+        }
+        slopes, table = moved["slopes"], moved["table"]
+
+        def f(s, b, h, q, k):
+            return 4 * np.tanh((s + slopes[h] * (k - q) * 0.1 + table[h, k - q]) / 4)
+
+        result = run(q, k, v, score_mod=f, mask_mod=mask, sinks=moved["sinks"], backend=backend)
+        return result, float((result.out * dout).sum() + result.lse.sum())
+
+    result, _ = loss()
+    gradients = result.backward(dout, dlse=np.ones_like(result.lse), captured=True)
+    exact = {**gradients.captured, "sinks": gradients.dsinks}
+    for name, shape in (("slopes", (H,)), ("table", TABLE.shape), ("sinks", (H,))):
+        move = {name: RNG.standard_normal(shape)}
+        up, down = (loss(move, step)[1] for step in (1e-5, -1e-5))
+        assert (exact[name] * move[name]).sum() == pytest.approx((up - down) / 2e-5, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
+def test_narrow_types_err_at_most_twice_as_much_as_plain_attention(backend, dtype):
+    q, k, v, dout = arrays(dtype)
+    result = run(q, k, v, score_mod=score, mask_mod=mask, backend=backend)
+    dlse = np.zeros_like(result.lse)
+    p, captured = result.problem, result._job.score_arrays
+    out, _, exact = expected(result, dout, dlse)
+    plain, _ = oracle.attention(q, k, v, p, captured=captured, dtype=dtype)
+    rounded = oracle.gradients(q, k, v, dout, p, captured=captured, dtype=dtype)
+    gradients = result.backward(dout)
+    unit = float(np.finfo(np.float32 if dtype == "float32" else np.float16).eps)
+    unit = 2.0**-8 if dtype == "bfloat16" else unit
+    for mine, its, right in [
+        (result.out, plain, out),
+        *((getattr(gradients, n), rounded[n], exact[n]) for n in ("dq", "dk", "dv")),
+    ]:
+        most = 2 * np.abs(its - right).max() + 4 * unit * np.abs(right).max()
+        assert np.abs(mine.astype(np.float64) - right).max() <= most
+
+
+# -- together with other options -------------------------------------------------------------------
+
+ALONE = np.array([0, 0, 1, 1])
+OPTIONS = {
+    "causal": {"causal": True},
+    "window": {"window": (9, 3)},
+    "block mask": {"block_mask": BlockMask(np.tri(5, 6, 1, dtype=bool), 8, 8)},
+    "mask": {"mask": lambda q, k: (q + k) % 7 != 0},
+    "softcap": {"softcap": 1.5},
+    "bias": {"bias": RNG.standard_normal((1, H, N, M))},
+    "descending": {"key_order": "descending"},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
+def test_functions_combine_with_every_option(backend, option):
+    q, k, v, dout = arrays()
+    how = OPTIONS[option]
+    result = run(q, k, v, score_mod=score, mask_mod=mask, tiling=TILING, backend=backend, **how)
+    given = {"bias": how["bias"]} if "bias" in how else {}
+    out, lse, exact = expected(result, dout, np.zeros_like(result.lse), ("SLOPES",), **given)
+    assert np.allclose(result.out, out, atol=1e-12)
+    assert np.allclose(result.lse, lse, atol=1e-12)
+    got = found(result.backward(dout, captured="SLOPES", tiling=TILING))
+    for name, x in got.items():
+        assert np.allclose(x, exact[name], rtol=1e-10, atol=1e-10), name
+
+
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
+def test_indices_count_from_the_start_of_a_packed_sequence(backend):
+    q, k, v, dout = arrays(batch=1)
+    cuts = {"cu_seqlens_q": (0, 5, 5, 30, N), "cu_seqlens_k": (0, 11, 20, 20, M)}
+    functions_ = {"score_mod": functions.alibi(SLOPES), "mask_mod": functions.causal(3)}
+    packed = run(q, k, v, tiling=TILING, backend=backend, **functions_, **cuts)
+    gradients = packed.backward(dout, captured=True, tiling=TILING)
+    slopes = np.zeros(H)
+    bounds = zip(*map(pairwise, cuts.values()), strict=True)
+    for (q0, q1), (k0, k1) in bounds:
+        rows, keys = np.s_[:, :, q0:q1], np.s_[:, :, k0:k1]
+        alone = run(q[rows], k[keys], v[keys], **functions_)
+        assert np.allclose(packed.out[rows], alone.out)
+        if q1 > q0 and k1 > k0:
+            its = alone.backward(dout[rows], captured=True)
+            assert np.allclose(gradients.dq[rows], its.dq)
+            slopes += its.captured["slopes"]
+    assert np.allclose(gradients.captured["slopes"], slopes)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 70), (70, 1), (33, 100), (100, 33), (129, 128)])
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
+def test_sizes(backend, sizes):
+    q, k, v, dout = drawn(*sizes, D, dtype="float64", heads=2)
+    how = {"score_mod": functions.softcap(3.0), "mask_mod": functions.streaming(3, 20)}
+    result = run(q, k, v, backend=backend, **how)
+    out, lse, exact = expected(result, dout, np.zeros_like(result.lse))
+    assert np.allclose(result.out, out, atol=1e-12)
+    assert np.allclose(result.lse, lse, atol=1e-12)
+    for name, x in found(result.backward(dout)).items():
+        assert np.allclose(x, exact[name], rtol=1e-10, atol=1e-11), name
+
+
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
+def test_rows_without_keys_are_zero_and_have_no_nan(backend):
+    q, k, v, dout = arrays()
+    result = run(q, k, v, mask_mod=lambda b, h, q, k: (q > 20) & (k < 9), backend=backend)
+    assert (result.out[:, :, :21] == 0).all()
+    assert np.isneginf(result.lse[:, :, :21]).all()
+    gradients = result.backward(dout)
+    assert (gradients.dq[:, :, :21] == 0).all()
+    assert all(np.isfinite(getattr(gradients, name)).all() for name in ("dq", "dk", "dv"))
+    with_sinks = run(q, k, v, mask_mod=lambda b, h, q, k: q > 20, sinks=SINKS, backend=backend)
+    assert (with_sinks.out[:, :, :21] == 0).all()
+    assert np.allclose(with_sinks.lse[:, :, :21], SINKS[:, None])
+
+
+def test_empty_inputs_have_no_score():
+    q, k, v, dout = (np.zeros((1, 2, n, 4)) for n in (3, 0, 0, 3))
+    result = run(q, k, v, score_mod=functions.softcap(2.0), mask_mod=functions.causal())
+    assert (result.out == 0).all()
+    assert np.isneginf(result.lse).all()
+    assert (result.backward(dout).dq == 0).all()
+
+
+def test_a_named_option_and_its_function_are_the_same():
+    q, k, v, dout = arrays("float32", kv_heads=H)
+    for named, function in (
+        ({"softcap": 3.0}, {"score_mod": functions.softcap(3.0)}),
+        ({"causal": True}, {"mask_mod": functions.causal(M - N)}),
+        ({"window": (5, 2)}, {"mask_mod": functions.window(5, 2, M - N)}),
+    ):
+        for backend in ("simulator", "numba"):
+            one, other = (run(q, k, v, backend=backend, **how) for how in (named, function))
+            assert np.allclose(one.out, other.out, atol=1e-6)
+            assert np.allclose(one.backward(dout).dk, other.backward(dout).dk, atol=1e-5)
+
+
+def test_threads_change_no_bit():
+    q, k, v, dout = arrays("float32")
+    how = {"score_mod": score, "mask_mod": mask, "sinks": SINKS.astype(np.float32)}
+    results = []
+    for threads in (1, 3):
+        result = run(q, k, v, backend="numba", threads=threads, tiling=TILING, **how)
+        results.append((result.out, found(result.backward(dout, captured=True, tiling=TILING))))
+    (out, gradients), (out_3, gradients_3) = results
+    assert np.array_equal(out, out_3)
+    assert all(np.array_equal(x, gradients_3[name]) for name, x in gradients.items())
+
+
+def test_values_that_change_in_place_are_seen():
+    q, k, v, _ = arrays()
+    lengths = np.array([M, 5])
+    keep = functions.padding(lengths)
+    first = run(q, k, v, mask_mod=keep, backend="numba")
+    lengths[0] = 7
+    second = run(q, k, v, mask_mod=keep, backend="numba")
+    assert not np.allclose(first.out, second.out)
+    assert np.allclose(second.out, run(q, k, v, mask_mod=functions.padding([7, 5])).out)
+
+
+def test_what_is_refused():
+    q, k, v, dout = arrays()
+    with pytest.raises(ShapeError, match="sinks must be one number per query head"):
+        run(q, k, v, sinks=np.zeros(3))
+    with pytest.raises(UnsupportedError, match="'flash-decode' takes no score_mod"):
+        run(q, k, v, score_mod=score, algorithm="flash-decode")
+    with pytest.raises(UnsupportedError, match="'flash1' takes no sinks"):
+        run(q, k, v, sinks=SINKS, algorithm="flash1")
+    with pytest.raises(OptionError, match="captured"):
+        run(q, k, v, score_mod=score).backward(dout, captured="slope")
+
+
+# -- random functions against the oracle -----------------------------------------------------------
+
+
+def _fuzzed(seed, backend):
+    rng = np.random.default_rng(seed)
+    n_q, n_kv = (int(n) for n in rng.integers(1, 40, 2))
+    batch, kv_heads, group = (int(n) for n in rng.integers(1, 3, 3))
+    heads = kv_heads * group
+    made = Random(seed, batch, heads, n_q, n_kv)
+    how = {"score_mod": made.score_mod()} if rng.random() < 0.8 else {}
+    how |= {"mask_mod": made.mask_mod()} if rng.random() < 0.8 else {}
+    how |= {"sinks": rng.standard_normal(heads)} if rng.random() < 0.3 else {}
+    how |= {"causal": True} if rng.random() < 0.2 else {}
+    how |= {"softcap": 3.0} if rng.random() < 0.2 else {}
+    q, k, v, dout = drawn(
+        *(n_q, n_kv, 4), dtype="float64", batch=batch, heads=heads, kv_heads=kv_heads, seed=seed
+    )
+    tiling = Tiling(*(int(n) for n in rng.choice([4, 8, 16, 64], 2)))
+    algorithm = str(rng.choice(["flash2", "flash2-fused"]))
+    how |= {"tiling": tiling, "algorithm": algorithm, "backend": backend}
+    result = run(q, k, v, **how, trace=True)
+    graph = result.problem.score_mod
+    names = [] if graph is None else [a.name for a in graph.differentiable]
+    dlse = np.where(np.isinf(result.lse), 0, rng.standard_normal(result.lse.shape))
+    given = {"sinks": how["sinks"]} if "sinks" in how else {}
+    out, lse, exact = expected(result, dout, dlse, names, **given)
+    assert np.allclose(result.out, out, atol=1e-9)
+    assert np.allclose(result.lse, lse, atol=1e-9)
+    gradients = result.backward(dout, dlse=dlse, captured=True, tiling=tiling)
+    for name, x in found(gradients).items():
+        assert np.allclose(x, exact[name], rtol=1e-7, atol=1e-8), name
+    _same_counts(result.trace, count(result.problem, algorithm=algorithm, tiling=tiling))
+    how = {"algorithm": algorithm, "tiling": tiling, "direction": "backward"}
+    _same_counts(gradients.trace, count(gradients.trace.problem, **how))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_functions_on_the_simulator(seed):
+    _fuzzed(seed, "simulator")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_functions_on_the_cpu_engine(seed):
+    _fuzzed(1000 + seed, "numba")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(100))
+def test_many_random_functions(seed):
+    for n in range(100):
+        _fuzzed(10_000 + 100 * seed + n, "simulator" if n % 20 else "numba")

@@ -1,0 +1,152 @@
+"""Random score and mask functions: plain Python on symbols, with captured arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+
+#: Operations of one number whose values stay moderate, whatever the argument is.
+_ONE = (
+    lambda x: -x,
+    abs,
+    np.tanh,
+    np.sin,
+    np.cos,
+    lambda x: x.sigmoid(),
+    lambda x: np.exp(np.minimum(x, 1.0)),
+    lambda x: np.sqrt(abs(x) + 1),
+    lambda x: (abs(x) + 1).rsqrt(),
+    lambda x: np.log(abs(x) + 2),
+    lambda x: np.log2(abs(x) + 2),
+    lambda x: np.log1p(abs(x)),
+    lambda x: np.expm1(np.minimum(x, 1.0)),
+    lambda x: np.exp2(np.minimum(x, 1.0)),
+    lambda x: x.erf(),
+    lambda x: x**2 * 0.1,
+    lambda x: (abs(x) + 0.5) ** 1.5,
+    lambda x: x.float() * 0.3,
+    lambda x: np.clip(x, -2, 2),
+    lambda x: np.floor(x * 0.5),
+)
+_TWO = (
+    lambda x, y: x + y,
+    lambda x, y: x - y,
+    lambda x, y: x * y * 0.2,
+    lambda x, y: x / (abs(y) + 1),
+    np.minimum,
+    np.maximum,
+    lambda x, y: (x + y) % 3,
+)
+_WHOLE = (
+    lambda x, y: x + y,
+    lambda x, y: x - y,
+    lambda x, y: x * 2 - y,
+    np.minimum,
+    np.maximum,
+    lambda x, y: x // 3 + y,
+    lambda x, y: x % 5 - y,
+    lambda x, y: abs(x - y),
+    lambda x, y: (x & 7) + y,
+    lambda x, y: (x >> 1) - y,
+    lambda x, y: np.where(x < y, x, 2 * y),
+)
+_COMPARED = (
+    *(lambda x, y: x < y, lambda x, y: x <= y, lambda x, y: x > y, lambda x, y: x >= y),
+    *(lambda x, y: x == y, lambda x, y: x != y),
+)
+
+
+class Random:
+    """A source of random functions for one problem's sizes; `arrays` is what they capture."""
+
+    def __init__(self, seed: int, batch: int, heads: int, n_q: int, n_kv: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        draw = self.rng.standard_normal
+        self.arrays = {
+            "slopes": draw(heads),
+            "rows": draw((batch, n_q)),
+            "keys": draw(n_kv),
+            "table": draw((heads, n_q + n_kv)),
+            "bias": draw((n_q, n_kv)),
+            "temperature": np.array(draw()),
+        }
+        self.numbers = {
+            "documents_q": np.sort(self.rng.integers(0, 4, n_q)),
+            "documents_k": np.sort(self.rng.integers(0, 4, n_kv)),
+            "lengths": self.rng.integers(0, n_kv + 1, batch),
+            "marks": self.rng.integers(0, 3, (heads, n_kv)),
+        }
+
+    def _pick(self, choices):
+        return choices[self.rng.integers(len(choices))]
+
+    # Each of these returns a function of (score, b, h, q, k) that draws nothing more itself.
+
+    def _whole(self, depth):
+        """An integer of the indices."""
+        if depth == 0 or self.rng.random() < 0.3:
+            kind, number = self.rng.integers(9), int(self.rng.integers(-3, 20))
+            n = self.numbers
+            return (
+                lambda s, b, h, q, k: q,
+                lambda s, b, h, q, k: k,
+                lambda s, b, h, q, k: q,
+                lambda s, b, h, q, k: k,
+                lambda s, b, h, q, k: h,
+                lambda s, b, h, q, k: b + number,
+                lambda s, b, h, q, k: n["documents_q"][q],
+                lambda s, b, h, q, k: n["documents_k"][k] + n["marks"][h, k],
+                lambda s, b, h, q, k: n["lengths"][b],
+            )[kind]
+        function, x, y = self._pick(_WHOLE), self._whole(depth - 1), self._whole(depth - 1)
+        return lambda *a: function(x(*a), y(*a))
+
+    def condition(self, depth):
+        """A boolean of the indices."""
+        if depth == 0 or self.rng.random() < 0.3:
+            compare, x, y = self._pick(_COMPARED), self._whole(2), self._whole(1)
+            return lambda *a: compare(x(*a), y(*a))
+        x, y = self.condition(depth - 1), self.condition(depth - 1)
+        return self._pick(
+            (
+                lambda *a: x(*a) & y(*a),
+                lambda *a: x(*a) | y(*a),
+                lambda *a: ~x(*a),
+                lambda *a: np.where(x(*a), y(*a), ~y(*a)),
+            )
+        )
+
+    def number(self, depth):
+        """A float of the score and the indices."""
+        if depth == 0 or self.rng.random() < 0.2:
+            kind, value = self.rng.integers(9), float(self.rng.standard_normal())
+            n = self.arrays
+            return (
+                lambda s, b, h, q, k: s,
+                lambda s, b, h, q, k: s,
+                lambda s, b, h, q, k: value,
+                lambda s, b, h, q, k: n["slopes"][h] * (k - q) * 0.1,
+                lambda s, b, h, q, k: n["rows"][b, q],
+                lambda s, b, h, q, k: n["keys"][k],
+                lambda s, b, h, q, k: n["table"][h, k - q],
+                lambda s, b, h, q, k: n["bias"][q, k],
+                lambda s, b, h, q, k: n["temperature"] * s,
+            )[kind]
+        x, y = self.number(depth - 1), self.number(depth - 1)
+        if (kind := self.rng.random()) < 0.4:
+            one = self._pick(_ONE)
+            return lambda s, *a: one(x(s, *a) + 0 * s)  # a symbol, also where x is a constant
+        if kind < 0.8:
+            two = self._pick(_TWO)
+            return lambda *a: two(x(*a), y(*a))
+        where = self.condition(1)
+        return lambda *a: np.where(where(*a), x(*a), y(*a))
+
+    def score_mod(self, depth=3):
+        """A random score function."""
+        number = self.number(depth)
+        return lambda score, b, h, q, k: 0.5 * score + number(score, b, h, q, k)
+
+    def mask_mod(self, depth=2):
+        """A random mask function."""
+        condition = self.condition(depth)
+        return lambda b, h, q, k: condition(None, b, h, q, k)
