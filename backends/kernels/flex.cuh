@@ -5,7 +5,7 @@
 
 // The query head that a tile pair belongs to, and where its packed sequence starts.
 struct Head {
-    int batch, head;
+    FlashHead at;
 #if FS_VARLEN
     int2 starts;
 
@@ -22,9 +22,9 @@ struct Head {
 // Of query head `head` and the outer tile `outer` of its loop.
 __device__ __forceinline__ Head head_at(const Args& a, int batch, int head, int outer) {
 #if FS_VARLEN
-    return {batch, head, a.starts[outer]};
+    return {flash_head(a.captured, batch, head), a.starts[outer]};
 #else
-    return {batch, head};
+    return {flash_head(a.captured, batch, head)};
 #endif
 }
 
@@ -37,9 +37,9 @@ __device__ __forceinline__ FlashAt existing(int position, int end) {
 }
 
 // Whether the mask keeps a score. Both positions exist, see `existing`.
-__device__ __forceinline__ bool kept(const Args& a, Head at, FlashAt q, FlashAt k) {
+__device__ __forceinline__ bool kept(const Args& a, const Head& at, FlashAt q, FlashAt k) {
 #if FS_MASK_MOD
-    return flash_mask(a.captured, at.batch, at.head, at.query(q), at.key(k));
+    return flash_mask(a.captured, at.at, at.query(q), at.key(k));
 #else
     return true;
 #endif
@@ -51,9 +51,9 @@ __device__ __forceinline__ float before_function(const Args& a, float raw) {
 }
 
 // A scaled and capped score after the function of scores.
-__device__ __forceinline__ float of_function(const Args& a, Head at, float s, FlashAt q, FlashAt k) {
+__device__ __forceinline__ float of_function(const Args& a, const Head& at, float s, FlashAt q, FlashAt k) {
 #if FS_SCORE_MOD
-    return flash_score(a.captured, s, at.batch, at.head, at.query(q), at.key(k));
+    return flash_score(a.captured, s, at.at, at.query(q), at.key(k));
 #else
     return s;
 #endif
@@ -61,7 +61,7 @@ __device__ __forceinline__ float of_function(const Args& a, Head at, float s, Fl
 
 // A raw score after the function of scores, in the unit of natural logarithms. Without one it is as
 // the kernel's exponents take it.
-__device__ __forceinline__ float after_function(const Args& a, Head at, float raw, FlashAt q, FlashAt k) {
+__device__ __forceinline__ float after_function(const Args& a, const Head& at, float raw, FlashAt q, FlashAt k) {
 #if FS_SCORE_MOD
     return of_function(a, at, before_function(a, raw), q, k);
 #else
@@ -72,10 +72,10 @@ __device__ __forceinline__ float after_function(const Args& a, Head at, float ra
 #if FS_SCORE_MOD
 // `gradient` is that of the function's result; returns that of the scaled score before a softcap.
 // With FS_SCORE_SUMS it adds the gradients of captured arrays, those of a whole head to `sums`.
-__device__ __forceinline__ float function_gradient(const Args& a, Head at, FlashSums& sums,
+__device__ __forceinline__ float function_gradient(const Args& a, const Head& at, FlashSums& sums,
                                                    float raw, float gradient, FlashAt q, FlashAt k) {
     const float s = before_function(a, raw);
-    gradient = flash_score_grad(a.captured, sums, s, gradient, at.batch, at.head,
+    gradient = flash_score_grad(a.captured, sums, s, gradient, at.at,
                                 at.query(q), at.key(k));
 #if FS_SOFTCAP  // the slope of c tanh(x / c) is 1 - tanh^2
     const float t = s / a.softcap;
@@ -86,8 +86,8 @@ __device__ __forceinline__ float function_gradient(const Args& a, Head at, Flash
 
 #if FS_SCORE_SUMS
 // Adds a head's sums to the gradients in HBM. A whole warp; the sums begin anew.
-__device__ __forceinline__ void add_sums(const Args& a, Head at, FlashSums& sums) {
-    flash_add_sums(a.captured, sums, at.batch, at.head);
+__device__ __forceinline__ void add_sums(const Args& a, const Head& at, FlashSums& sums) {
+    flash_add_sums(a.captured, sums, at.at);
     sums = FlashSums();
 }
 #endif
@@ -95,7 +95,7 @@ __device__ __forceinline__ void add_sums(const Args& a, Head at, FlashSums& sums
 // P of a raw score. In the score's place comes P times the function's slope, of which dS is made;
 // with FS_SCORE_SUMS the score stays, and dS is made by function_gradient.
 template <bool KEPT>
-__device__ __forceinline__ float probability(const Args& a, Head at, float& S, float factor,
+__device__ __forceinline__ float probability(const Args& a, const Head& at, float& S, float factor,
                                              float minus_lse, FlashAt q, FlashAt k, bool inside) {
     const float raw = S, s = after_function(a, at, raw, q, k);
     float p = exp2_approx(s * factor + minus_lse);
@@ -111,7 +111,7 @@ __device__ __forceinline__ float probability(const Args& a, Head at, float& S, f
 
 // As `probability`, for kernels that keep no scores: P comes in the score's place, and the result
 // is P times the function's slope (0 with FS_SCORE_SUMS). P is 0 if the score is not `there`.
-__device__ __forceinline__ float probability_and_slope(const Args& a, Head at, float& S,
+__device__ __forceinline__ float probability_and_slope(const Args& a, const Head& at, float& S,
                                                        float factor, float lse, FlashAt q, FlashAt k,
                                                        bool there) {
     const float raw = S, s = after_function(a, at, raw, q, k);

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from flashsim.backends.launch import kernel as launch
-from flashsim.backends.launch.functions import uses_special_functions
 from flashsim.backends.launch.kernel import Box, Kernel, Variant
 from flashsim.backends.launch_policy.cost_model import ROLES
 from flashsim.problem.problem import Problem
@@ -24,25 +23,9 @@ def forward_kernel(
     threads, bk = 128 * (tiling.block_q // 64 + 1), tiling.block_k
     return launch.built(
         *("hopper/forward.cu", "hopper_forward", threads, shared, (problem, tiling, variant)),
-        {"STAGES": stages, "TURNS": take_turns(problem, tiling), **_cubic(problem)},
+        {"STAGES": stages, "TURNS": take_turns(problem, tiling)},
         _boxes(("q", 64), ("k", bk), ("v", bk)),
     )
-
-
-def cubic_exponentials(problem: Problem) -> int:
-    """How many of eight exponentials of the forward are cubics on the multiply-add units.
-
-    Some are where scores take the special-function units as well, and P is rounded to bfloat16.
-    """
-    special = problem.softcap or uses_special_functions(problem)
-    if problem.dtype != "bfloat16" or not special:
-        return 0
-    return 4 if max(problem.head_dim, problem.head_dim_v) <= 64 else 2
-
-
-def _cubic(problem: Problem) -> dict[str, int]:
-    number = cubic_exponentials(problem)
-    return {"CUBIC": number} if number else {}
 
 
 def take_turns(problem: Problem, tiling: Tiling) -> bool:

@@ -165,26 +165,53 @@ def cuda_source(
         lines.append(f"    {kinds[f.what]} {f.name};  // {arrays[f.array].name}")
     lines += ["    int nothing;" * (not fields), "};"]
 
-    head = (
-        "__device__ __forceinline__ {} {}(const FlashCaptured& c, {}int b, int h, FlashAt q_at, "
-        "FlashAt k_at) {{\n    const int q = q_at, k = k_at;"
-    )
-    lines.append(head.format("bool", "flash_mask", ""))
+    functions, per_head = [_HEAD.format("bool", "flash_mask", "")], []
     if mask is None:
-        lines.append("    return true;")
+        functions.append("    return true;")
     else:
-        cuda = _Cuda(mask.nodes, mask.arrays, first_of_mask, extents)
-        lines += [*cuda.statements(), f"    return {cuda.name(mask.root)};"]
-    lines += ["}", head.format("float", "flash_score", "float s, ")]
+        cuda = _Cuda(mask.nodes, mask.arrays, first_of_mask, extents, "m")
+        per_head.append(cuda)
+        functions += [*cuda.statements(), f"    return {cuda.name(mask.root)};"]
+    functions += ["}", _HEAD.format("float", "flash_score", "float s, ")]
     if score is None:
-        lines.append("    return s;")
+        functions.append("    return s;")
     else:
-        cuda = _Cuda(score.nodes, score.arrays, 0, extents)
-        lines += [*cuda.statements(), f"    return {cuda.name(score.root)};"]
-    lines.append("}")
-    lines += _gradient_lines(score, wanted, extents)
+        cuda = _Cuda(score.nodes, score.arrays, 0, extents, "s")
+        per_head.append(cuda)
+        functions += [*cuda.statements(), f"    return {cuda.name(score.root)};"]
+    functions.append("}")
+    functions += _gradient_lines(score, wanted, extents, per_head)
+    lines += [*_head_lines(per_head), *functions]
     text = "\n".join(line for line in lines if line) + "\n"
     return CudaSource(text, tuple(fields), arrays, wanted)
+
+
+#: How a function begins: its type, its name, and further parameters.
+_HEAD = """\
+__device__ __forceinline__ {} {}(const FlashCaptured& c, {}const FlashHead& at, FlashAt q_at,
+                                 FlashAt k_at) {{
+    const int b = at.b, h = at.h, q = q_at, k = k_at;"""
+
+
+def _head_lines(per_head: Iterable[_Cuda]) -> list[str]:
+    """`FlashHead`, a head with the elements that it reads once, and `flash_head`, which does."""
+    members, reads = [], []
+    for cuda in per_head:
+        for n in sorted(cuda.hoisted):
+            members.append(f"    {_CUDA_TYPES[cuda.nodes[n].kind]} {cuda.prefix}{n};")
+        inner = [a for n in cuda.hoisted for a in cuda.nodes[n].args]
+        own = [f"    {text}" for text in cuda.statements(needed(cuda.nodes, inner))]
+        own += [
+            f"        at.{cuda.prefix}{n} = {cuda.expression(cuda.nodes[n])};"
+            for n in sorted(cuda.hoisted)
+        ]
+        reads += ["    {", *own, "    }"]
+    return [
+        *("// A head, with what is read once for it.", "struct FlashHead {", "    int b, h;"),
+        *(*members, "};"),
+        "__device__ __forceinline__ FlashHead flash_head(const FlashCaptured& c, int b, int h) {",
+        *("    FlashHead at;", "    at.b = b, at.h = h;", *reads, "    return at;", "}"),
+    ]
 
 
 #: Adds the lanes' sums of a warp with one atomic per sum. All 32 lanes must call it, for one head.
@@ -197,32 +224,35 @@ _ADD_SUM = """\
 
 
 def _gradient_lines(
-    score: Graph | None, wanted: tuple[str, ...], extents: Mapping[str, int] | None
+    score: Graph | None,
+    wanted: tuple[str, ...],
+    extents: Mapping[str, int] | None,
+    per_head: list[_Cuda],
 ) -> list[str]:
     """`FlashSums`, both forms of `flash_score_grad`, and `flash_add_sums`."""
-    head = (
-        "__device__ __forceinline__ float flash_score_grad(const FlashCaptured& c, {}float s, "
-        "float dout, int b, int h, FlashAt q_at, FlashAt k_at) {{\n"
-        "    const int q = q_at, k = k_at;"
-    )
+
+    def begin(more: str) -> str:
+        return _HEAD.format("float", "flash_score_grad", f"{more}float s, float dout, ")
+
     struct = "struct FlashSums {{ {} }};"
     empty = "__device__ __forceinline__ void flash_add_sums("
-    empty += "const FlashCaptured& c, const FlashSums& sums, int b, int h) {"
+    empty += "const FlashCaptured& c, const FlashSums& sums, const FlashHead& at) {"
     if score is None:
-        grad = [head.format(""), "    return dout;", "}"]
-        grad += [head.format("FlashSums&, "), "    return dout;", "}"]
+        grad = [begin(""), "    return dout;", "}"]
+        grad += [begin("FlashSums&, "), "    return dout;", "}"]
         return [struct.format("float nothing = 0.0f;"), *grad, empty, "}"]
     made = adjoints(score, wanted)
-    cuda = _Cuda(made.nodes, made.arrays, 0, extents)
+    roots = [g for _, g in made.reads] + ([] if made.score is None else [made.score])
+    numbers = needed(made.nodes, [*roots, *(n for n, _ in made.reads)])
+    cuda = _Cuda(made.nodes, made.arrays, 0, extents, "g", numbers)
+    per_head.append(cuda)
     depends = Graph(made.nodes, made.root, made.arrays).depends
     fixed = {n for n, _ in made.reads if depends[n] <= {"b", "h"}}
     members = " ".join(f"float v{n} = 0.0f;" for n in sorted(fixed)) or "float nothing = 0.0f;"
     lines = [struct.format(members)]
-    roots = [g for _, g in made.reads] + ([] if made.score is None else [made.score])
-    numbers = needed(made.nodes, [*roots, *(n for n, _ in made.reads)])
     result = f"    return {'0.0f' if made.score is None else cuda.name(made.score)};"
     for kept, extra in ((fixed, "FlashSums& sums, "), (set(), "")):
-        lines += [head.format(extra), *cuda.statements(numbers)]
+        lines += [begin(extra), *cuda.statements(numbers)]
         for n, g in made.reads:
             to = f"c.g{made.nodes[n].value} + {cuda.offset(made.nodes[n])}"
             add = (
@@ -232,7 +262,7 @@ def _gradient_lines(
             )
             lines.append(f"    {add}")
         lines += [result, "}"]
-    lines.append(empty)
+    lines += [empty, "    const int b = at.b, h = at.h;"]
     ends = [n for n, _ in made.reads if n in fixed]
     lines += cuda.statements(needed(made.nodes, [a for n in ends for a in made.nodes[n].args]))
     for n in ends:
@@ -274,8 +304,16 @@ class _Cuda:
         arrays: tuple[ArraySpec, ...],
         first: int,
         extents: Mapping[str, int] | None = None,
+        prefix: str = "",
+        numbers: Iterable[int] | None = None,
     ) -> None:
-        self.nodes, self.arrays, self.first = nodes, arrays, first
+        self.nodes, self.arrays, self.first, self.prefix = nodes, arrays, first, prefix
+        #: Elements that have one value per head, among the nodes that are used.
+        self.hoisted = {
+            n
+            for n in (range(len(nodes)) if numbers is None else numbers)
+            if nodes[n].op == "load" and self._per_head(n)
+        }
         self.ranges = {} if extents is None else ranges_of_integers(nodes, extents)
         self.positive = never_negative(nodes)
 
@@ -285,12 +323,14 @@ class _Cuda:
         return [
             f"    const {_CUDA_TYPES[self.nodes[n].kind]} v{n} = {self.expression(self.nodes[n])};"
             for n in numbers
-            if self.nodes[n].op not in ("arg", "const")
+            if self.nodes[n].op not in ("arg", "const") and n not in self.hoisted
         ]
 
     def name(self, n: int) -> str:
         """The text that stands for a node's value."""
         node = self.nodes[n]
+        if n in self.hoisted:
+            return f"at.{self.prefix}{n}"
         if node.op == "arg":
             return "s" if node.value == SCORE else str(node.value)
         return _literal(node) if node.op == "const" else f"v{n}"

@@ -74,7 +74,7 @@ __device__ __forceinline__ void store_keys(u32 at, int x, const float (&S)[BLOCK
 __device__ __forceinline__ void mask_scores(float (&S)[BLOCK_K / 2], const Args& a, const Item& it,
                                             bool masked, int query
 #if FS_FLEX
-                                            , Head at
+                                            , const Head& at
 #endif
                                             ) {
     if (!masked) return;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void mask_scores(float (&S)[BLOCK_K / 2], const Args&
 // P of raw scores, see `probability`.
 template <bool KEPT>
 __device__ __forceinline__ void make_probabilities(float (&P)[BLOCK_K / 2], float (&S)[BLOCK_K / 2],
-                                                   const Args& a, const Item& it, Head at,
+                                                   const Args& a, const Item& it, const Head& at,
                                                    int query, const float (&minus_lse)[2]) {
     const int first = it.own.start + fragment_column();
     const Keep keep[2] = {{a, query, it.own.offset, it.own.stop},

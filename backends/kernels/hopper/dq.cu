@@ -98,8 +98,8 @@ __device__ __forceinline__ void issue_dq(float (&dQ)[COLUMNS / 2], const u32 (&d
 // P times the function's slope, in the place of raw scores.
 template <bool KEPT>
 __device__ __forceinline__ void make_slopes(float (&S)[KEYS / 2], const Args& a, const Item& it,
-                                            int query, int key, const float (&lse)[2]) {
-    const Head at = head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer);
+                                            const Head& at, int query, int key,
+                                            const float (&lse)[2]) {
     const Keep keep[2] = {{a, query, it.own.offset, it.end},
                           {a, query + 8, it.own.offset, it.end}};
     const FlashAt q[2] = {existing(query, it.own.stop), existing(query + 8, it.own.stop)};
@@ -140,6 +140,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         }
 #pragma unroll
         for (int e = 0; e < COLUMNS / 2; ++e) dQ[e] = 0.0f;
+#if FS_FLEX
+        const Head at = head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer);
+#endif
         wait(&s.own_full[part], own_parity);
         own_parity ^= 1;
 #pragma unroll 1
@@ -158,8 +161,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             pin(S);
             stamp(stamps, 2);
 #if FS_SCORE_MOD
-            if (visit.masked) make_slopes<false>(S, a, it, query, key, lse);
-            else make_slopes<true>(S, a, it, query, key, lse);
+            if (visit.masked) make_slopes<false>(S, a, it, at, query, key, lse);
+            else make_slopes<true>(S, a, it, at, query, key, lse);
 #else
 #if FS_SCALED
 #pragma unroll
@@ -177,7 +180,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                     for (int e = 0; e < KEYS / 2; ++e) {
                         const int c = e / 4 * 8 + e % 2;
 #if FS_MASK_MOD
-                        if (e / 2 % 2 == r && !kept(a, head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer),
+                        if (e / 2 % 2 == r && !kept(a, at,
                                                     existing(query + 8 * r, it.own.stop),
                                                     existing(key + fragment_column() + c, it.end)))
                             S[e] = NEG_INF;

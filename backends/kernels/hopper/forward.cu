@@ -7,9 +7,6 @@
 #include "softmax.cuh"
 #include "flex.cuh"
 
-#ifndef FS_CUBIC
-#define FS_CUBIC 0  // see Softmax
-#endif
 constexpr int D = FS_D, DV = FS_DV, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, STAGES = FS_STAGES;
 constexpr int WARPGROUPS = BLOCK_Q / 64;         // consumers
 constexpr int CHUNKS = (D + 63) / 64, CHUNKS_V = (DV + 63) / 64;
@@ -131,8 +128,7 @@ __device__ __forceinline__ void rescale(float (&O)[DV / 2], const float (&alpha)
 // positions are at fixed distances, and so are the addresses of what is read at them.
 template <bool EXACT, bool SCORE, bool MASK>
 __device__ __forceinline__ void ask_functions(float (&S)[BLOCK_K / 2], const Args& a,
-                                              const Item& it, int query, int key) {
-    const Head at = head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer);
+                                              const Item& it, const Head& at, int query, int key) {
     const Keep keep[2] = {{a, query, it.own.offset, it.end}, {a, query + 8, it.own.offset, it.end}};
 #pragma unroll
     for (int e = 0; e < BLOCK_K / 2; ++e) {
@@ -145,18 +141,18 @@ __device__ __forceinline__ void ask_functions(float (&S)[BLOCK_K / 2], const Arg
 }
 
 __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args& a, const Item& it,
-                                             const Visit& visit, int query) {
+                                             const Head& at, const Visit& visit, int query) {
     const int first = it.base + visit.tile * BLOCK_K, key = first + fragment_column();
 #if FS_READS
     if (first + BLOCK_K > it.end || it.own.start + BLOCK_Q > it.own.stop) {
-        ask_functions<false, true, true>(S, a, it, query, key);
+        ask_functions<false, true, true>(S, a, it, at, query, key);
     } else {
-        ask_functions<true, true, false>(S, a, it, query, key);
-        if (visit.masked) ask_functions<true, false, true>(S, a, it, query, key);
+        ask_functions<true, true, false>(S, a, it, at, query, key);
+        if (visit.masked) ask_functions<true, false, true>(S, a, it, at, query, key);
     }
 #else
-    if (visit.masked) ask_functions<true, true, true>(S, a, it, query, key);
-    else ask_functions<true, true, false>(S, a, it, query, key);
+    if (visit.masked) ask_functions<true, true, true>(S, a, it, at, query, key);
+    else ask_functions<true, true, false>(S, a, it, at, query, key);
 #endif
 }
 #else
@@ -189,11 +185,14 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         const int n = it.visits.count, query = it.own.start + 64 * g + fragment_row();
         const i64 first = i64(it.walk) * a.n_visits + it.visits.first;
         stamp_item(a, it.walk, it.outer, false);
-        Softmax<BLOCK_K, false, 0, FS_CUBIC> softmax;
+        Softmax<BLOCK_K> softmax;
         float O[DV / 2], alpha[2];
 #pragma unroll
         for (int e = 0; e < DV / 2; ++e) O[e] = 0.0f;
 
+#if FS_FLEX
+        const Head at = head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer);
+#endif
         wait(&s.q_full[g], q_parity);
         q_parity ^= 1;
         if (n > 0) {
@@ -213,7 +212,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 ring_k.next(STAGES);
                 stamp(visit_stamps(a, first + 0), 2);
 #if FS_FLEX
-                shape_scores(S, a, it, it.visits(a, 0), query);
+                shape_scores(S, a, it, at, it.visits(a, 0), query);
 #else
                 shape_scores(S, a, it, 0, query);
 #endif
@@ -251,7 +250,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 if (speaks && v == last) arrive(&s.q_empty[g]);  // the next item's Q may come
                 stamp(visit_stamps(a, first + v), 2);
 #if FS_FLEX
-                shape_scores(S, a, it, visit, query);
+                shape_scores(S, a, it, at, visit, query);
 #else
                 shape_scores(S, a, it, v, query);
 #endif

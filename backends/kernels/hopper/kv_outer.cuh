@@ -303,7 +303,7 @@ __device__ __forceinline__ bool is_exact(const Item& it, int query) {
 
 // -inf for the scores that the masks drop.
 template <bool EXACT, int N>
-__device__ __forceinline__ void drop_masked(float (&S)[N], const Args& a, const Item& it, Head at,
+__device__ __forceinline__ void drop_masked(float (&S)[N], const Args& a, const Item& it, const Head& at,
                                             int key, int query) {
     const KeepColumn keep[2] = {{a, key, it.own}, {a, key + 8, it.own}};
 #pragma unroll
@@ -319,7 +319,7 @@ __device__ __forceinline__ void drop_masked(float (&S)[N], const Args& a, const 
 
 // As shape_scores below, with a mask that is a function.
 template <int N>
-__device__ __forceinline__ void drop_scores(float (&S)[N], const Args& a, const Item& it, Head at,
+__device__ __forceinline__ void drop_scores(float (&S)[N], const Args& a, const Item& it, const Head& at,
                                             bool masked, bool exact, int key, int query) {
 #if FS_SCALED
 #pragma unroll
@@ -335,7 +335,7 @@ __device__ __forceinline__ void drop_scores(float (&S)[N], const Args& a, const 
 // of log 2.
 template <bool KEPT, bool EXACT, int N>
 __device__ __forceinline__ void make_probabilities(float (&P)[N], float (&S)[N], const Args& a,
-                                                   const Item& it, Head at, float factor,
+                                                   const Item& it, const Head& at, float factor,
                                                    const float* statistic, int key, int query) {
     const KeepColumn keep[2] = {{a, key, it.own}, {a, key + 8, it.own}};
 #pragma unroll
@@ -350,7 +350,7 @@ __device__ __forceinline__ void make_probabilities(float (&P)[N], float (&S)[N],
 }
 template <int N>
 __device__ __forceinline__ void probabilities(float (&P)[N], float (&S)[N], const Args& a,
-                                              const Item& it, Head at, bool masked, bool exact,
+                                              const Item& it, const Head& at, bool masked, bool exact,
                                               float factor, const float* statistic, int key,
                                               int query) {
     if (!exact)

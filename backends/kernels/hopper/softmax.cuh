@@ -33,20 +33,9 @@ __device__ __forceinline__ void mask_scores(float (&S)[N], const Args& a, const 
     }
 }
 
-// exp2 on the multiply-add units, for x up to 0: 2^(x - i) of the nearest integer i by a cubic, whose
-// relative error is 1e-4; its exponent is moved by i. From -127 on down it is exactly 0.
-__device__ __forceinline__ float exp2_cubic(float x) {
-    constexpr float ROUND_OFF = 12582912.0f;  // 1.5 * 2^23: integers are the low bits of a sum
-    x = fmaxf(x, -127.0f);
-    const float sum = x + ROUND_OFF, f = x - (sum - ROUND_OFF);
-    const float y = ((0.0550083f * f + 0.2422096f) * f + 0.6932829f) * f + 1.0f;
-    return __int_as_float(__float_as_int(y) + (__float_as_int(sum) << 23));
-}
-
 // Of this thread's two rows; l is this thread's share, the quad adds up at the end. Where every
-// visit may have a factor of its own (VARIES), m is kept in units of log 2, times that factor. CUBIC
-// of eight pairs of exponentials are made by multiply-adds, where scores use special functions, too.
-template <int BLOCK_K, bool VARIES = false, int BITS = 0, int CUBIC = 0>
+// visit may have a factor of its own (VARIES), m is kept in units of log 2, times that factor.
+template <int BLOCK_K, bool VARIES = false, int BITS = 0>
 struct Softmax {
     float m[2] = {NEG_INF, NEG_INF}, l[2] = {0.0f, 0.0f};
 
@@ -109,10 +98,8 @@ struct Softmax {
 #pragma unroll
         for (int e = 0; e < PAIRS; ++e) {
             float &p = S[4 * e + 2 * R], &p1 = S[4 * e + 2 * R + 1];
-            // Of any eight pairs in a row, CUBIC that are about equally far apart.
-            const bool cubic = CUBIC && (e + 1) * CUBIC / 8 != e * CUBIC / 8;
-            p = cubic ? exp2_cubic(p * to_log2 - start) : exp2_approx(p * to_log2 - start);
-            p1 = cubic ? exp2_cubic(p1 * to_log2 - start) : exp2_approx(p1 * to_log2 - start);
+            p = exp2_approx(p * to_log2 - start);
+            p1 = exp2_approx(p1 * to_log2 - start);
             (R == 1 || e % 2 == 0 ? sum : sum1) += p + p1;
         }
         l[R] = R == 1 ? sum : sum + sum1;

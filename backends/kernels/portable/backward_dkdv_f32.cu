@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dkdv(const __grid_co
                     float gradient = p * (dp[r][c] - t.delta[y]);
 #if FS_SCORE_MOD
                     if (p != 0.0f)
-                        gradient = flash_score_grad(a.captured, sums, from, gradient, batch, head,
+                        gradient = flash_score_grad(a.captured, sums, from, gradient, at.at,
                                                 at.query(q_at), at.key(k_at));
 #endif
                     t.dS[y][x] = gradient * slope;

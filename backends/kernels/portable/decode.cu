@@ -170,7 +170,8 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int r = min(i * 16 + h * 8 + lane / 4, own.n_rows - 1);
-                const int head = own.head(a, r), query = own.query(a, r);
+                const FlashHead at = flash_head(a.captured, own.batch, own.head(a, r));
+                const int query = own.query(a, r);
 #pragma unroll
                 for (int c = 0; c < 2; ++c)
 #pragma unroll
@@ -178,9 +179,9 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
                         const int key = min(first + c * 8 + lane % 4 * 2 + x, own.length - 1);
                         float& y = s[i][c][h * 2 + x];
 #if FS_SCORE_MOD
-                        y = flash_score(a.captured, y, own.batch, head, query, key);
+                        y = flash_score(a.captured, y, at, query, key);
 #endif
-                        if (!flash_mask(a.captured, own.batch, head, query, key)) y = NEG_INF;
+                        if (!flash_mask(a.captured, at, query, key)) y = NEG_INF;
                     }
             }
 #endif
