@@ -18,6 +18,9 @@ using i64 = long long;
 #ifndef FS_SCORE_SUMS
 #define FS_SCORE_SUMS 0  // whether arrays that the score function reads get a gradient
 #endif
+#ifndef FS_SCORE_LATE
+#define FS_SCORE_LATE FS_SCORE_SUMS  // whether a backward asks for slopes when it makes dS
+#endif
 #ifndef FS_READS
 #define FS_READS 0  // whether a function reads arrays at positions of queries or keys
 #endif

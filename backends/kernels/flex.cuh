@@ -93,14 +93,14 @@ __device__ __forceinline__ void add_sums(const Args& a, const Head& at, FlashSum
 #endif
 
 // P of a raw score. In the score's place comes P times the function's slope, of which dS is made;
-// with FS_SCORE_SUMS the score stays, and dS is made by function_gradient.
+// with FS_SCORE_LATE the score stays, and dS is made by function_gradient, of the rounded P.
 template <bool KEPT>
 __device__ __forceinline__ float probability(const Args& a, const Head& at, float& S, float factor,
                                              float minus_lse, FlashAt q, FlashAt k, bool inside) {
     const float raw = S, s = after_function(a, at, raw, q, k);
     float p = exp2_approx(s * factor + minus_lse);
     if (!KEPT && !(inside && kept(a, at, q, k))) p = 0.0f;
-#if !FS_SCORE_SUMS
+#if !FS_SCORE_LATE
     FlashSums none;
     S = function_gradient(a, at, none, raw, p, q, k);
     if (!KEPT && p == 0.0f) S = 0.0f;  // the slope may be infinite

@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from flashsim.functions import emit
+from flashsim.functions.derivative import adjoints
 from flashsim.functions.graph import Graph
 from flashsim.problem.problem import Problem
 
-#: Operations of a GPU's special-function units.
-_SPECIAL = ("exp", "exp2", "expm1", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos")
 #: Around the generated text: the hardware's tanh, where a softcap takes it (common.cuh), and no
 #: warnings about values that a function does not need.
 _BEFORE = """\
@@ -97,12 +96,17 @@ def read_arrays(problem: Problem) -> bool:
     return given is not None and given.plain.reads
 
 
-def uses_special_functions(problem: Problem) -> bool:
-    """Whether the score function makes an exponential, a tanh or alike of the score."""
-    graph = problem.score_mod
-    return graph is not None and any(
-        node.op in _SPECIAL and "score" in graph.depends[n] for n, node in enumerate(graph.nodes)
-    )
+def has_known_slope(problem: Problem) -> bool:
+    """Whether the score function's derivative does not depend on the score: a bias, or a factor."""
+    return problem.score_mod is not None and _known_slope(problem.score_mod)
+
+
+@lru_cache(maxsize=256)
+def _known_slope(graph: Graph) -> bool:
+    made = adjoints(graph, ())
+    if made.score is None:
+        return True
+    return "score" not in Graph(made.nodes, made.score, made.arrays).uses
 
 
 def heads_share(problem: Problem, least: int) -> bool:

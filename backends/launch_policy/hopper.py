@@ -93,7 +93,8 @@ class Hopper(Family):
                 return (tile,) if Schedule(problem, tile).visited_once else ()
             scored = problem.score_mod is not None  # takes registers, as a softcap does
             if d <= 64:
-                return (Tiling(64 if scored and d > 32 else 128, 128),)
+                fewer = scored and d > 32 and not functions.has_known_slope(problem)
+                return (Tiling(64 if fewer else 128, 128),)
             if d > 128:
                 if not asked.fused or d > 192 or scored:
                     return (Tiling(64, 64),)
@@ -107,10 +108,11 @@ class Hopper(Family):
         if d <= 128:
             times = next(times for widest, times in HOPPER_FORWARD.items() if d <= widest)
             best = list(fastest_first(problem, times, gpu.multiprocessors))
-            special = problem.softcap or functions.uses_special_functions(problem)
-            if special or functions.read_arrays(problem):
-                # This takes registers, and wide tiles have none left.
-                best = [t for t in best if t.block_k <= 128] + [t for t in best if t.block_k > 128]
+            reads = functions.read_arrays(problem)
+            if problem.softcap or problem.score_mod is not None or reads:
+                # They take registers, of which wide tiles have none left, and three warpgroups few.
+                rows = 128 if reads else 192
+                best.sort(key=lambda t: t.block_k > 128 or t.block_q > rows)
         else:
             best = [Tiling(128, 112)] if d <= 192 else [Tiling(128, 80)]
         best += [Tiling(128, 64)]  # divides common block masks

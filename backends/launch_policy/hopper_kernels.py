@@ -69,7 +69,8 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
         *(f"hopper/{name}.cu", f"hopper_{name}", 384, shared, (problem, tiling, variant)),
         {"D": d, "FUSED": fused, "ORDERED": variant.ordered, "CLUSTER": variant.cluster}
         | {"IN_STEP": variant.in_step, "ONCE": variant.once, "AFTER": variant.after}
-        | {"MORE": variant.more, "DEFERRED": variant.deferred, "DLSE": dlse},
+        | {"MORE": variant.more, "DEFERRED": variant.deferred, "DLSE": dlse}
+        | ({"SCORE_LATE": 1} if problem.score_mod is not None and bq == 128 else {}),
         boxes,
         variant.cluster,
         outer="keys",

@@ -26,7 +26,7 @@ constexpr bool START = !FS_SCALED;
 // since wgmma_wait counts up to 7 groups.
 constexpr int SLICE = BLOCK_Q == 128 ? 32 : 16, SLICES = BLOCK_Q / SLICE;
 // Where a visit's exponentials take longer than dP, which is then waited for in their middle.
-constexpr bool HALFWAY = BLOCK_Q == 128 && !FS_ONCE && !FS_SCORE_SUMS;
+constexpr bool HALFWAY = BLOCK_Q == 128 && !FS_ONCE && !FS_SCORE_LATE;
 // dK of a visit is waited for in the next one, where registers allow for that.
 constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP && !FS_SCORE_MOD;
 // Where the next visit's scores start is loaded while this one's last products run: of so many rows
@@ -198,7 +198,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         Step step;
         const int steps = step.begin(a, it, visits.count);
         float S[BLOCK_Q / 2];
-#if FS_SCORE_SUMS
+#if FS_SCORE_LATE
         FlashSums sums;  // of one query head
 #endif
         if (EARLY) {
@@ -291,7 +291,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             stamp(stamps, 3);
 #pragma unroll
             for (int e = HALFWAY ? BLOCK_Q / 4 : 0; e < BLOCK_Q / 2; ++e) {
-#if FS_SCORE_SUMS
+#if FS_SCORE_LATE
                 const int c = e / 4 * 8 + e % 2, r = e / 2 % 2;
                 const float2 p = unpack(P[e / 8][e / 2 % 4]);
                 dP[e] = function_gradient(a, at, sums, S[e], (e % 2 ? p.y : p.x) * dP[e],
