@@ -56,6 +56,7 @@ def forward(job: Job) -> Outcome:
     job = bias.as_function(job)
     if not job.memo:
         _check(job)
+        _no_traced_functions(job)
     return forward_with(_family, job)
 
 
@@ -74,6 +75,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
     job = bias.as_function(job, gradient=True)
     if not job.memo:
         _no_fp8_gradients(job)
+        _no_traced_functions(job)
     return backward_with(_family, job, saved, dout, dlse)
 
 
@@ -394,6 +396,16 @@ def _check(job: Job) -> None:
     tf32 = job.options.get("allow_tf32", False)
     if not isinstance(tf32, bool):
         raise OptionError(f"allow_tf32 must be True or False, got {tf32!r}")
+
+
+def _no_traced_functions(job: Job) -> None:
+    p = job.problem
+    if job.trace and (p.mask_mod is not None or p.score_mod is not None or p.sinks):
+        raise UnsupportedError(
+            "on a GPU a call with mask_mod, score_mod, bias or sinks is not traced, since the "
+            "kernels do not count what functions read; leave trace out, or use "
+            "backend='simulator' or 'numba'"
+        )
 
 
 def _no_fp8_gradients(job: Job) -> None:
