@@ -167,6 +167,51 @@ class Graph:
     def __hash__(self) -> int:
         return self._hash
 
+    def entry(self) -> dict[str, Any]:
+        """The graph as a file stores it in JSON; `from_entry` reads it."""
+        return {
+            "name": self.name,
+            "nodes": [[x.op, list(x.args), x.value, x.kind] for x in self.nodes],
+            "root": self.root,
+            "arrays": [[a.name, list(a.shape), a.dtype] for a in self.arrays],
+        }
+
+    @classmethod
+    def from_entry(cls, entry: Any) -> Graph:
+        """The graph that `entry` describes.
+
+        Raises
+        ------
+        ValueError, TypeError, LookupError
+            If it describes none.
+        """
+        build = Builder(arrays=(_array_entry(*a) for a in entry["arrays"]))
+        numbers: list[int] = []
+        for op, args, value, kind in entry["nodes"]:
+            if not all(type(a) is int and 0 <= a < len(numbers) for a in args):
+                raise ValueError(f"a node's arguments are {args}")
+            own = [numbers[a] for a in args]
+            if op == "arg":
+                if value not in (SCORE, *INDICES):
+                    raise ValueError(f"a function has no argument {value!r}")
+                made = build.arg(value)
+            elif op == "const":
+                if not isinstance(value, (bool, int, float)):
+                    raise ValueError(f"a constant is {value!r}")
+                made = build.const(value)
+            elif op == "load":
+                if type(value) is not int or len(own) != len(build.arrays[value].shape):
+                    raise ValueError(f"a node reads array {value!r} at {len(own)} indices")
+                made = build.load(value, own)
+            elif op == "cast":
+                made = build.cast(*own, {BOOL: BOOL, INT: INT, FLOAT: FLOAT}[kind])
+            elif len(own) != OPERATIONS[op].arity:
+                raise ValueError(f"{op} has {len(own)} arguments")
+            else:
+                made = build.op(op, *own)
+            numbers.append(made)
+        return build.graph(numbers[entry["root"]], str(entry["name"])[:80])
+
     @cached_property
     def depends(self) -> tuple[frozenset[str], ...]:
         """For each node, the names of the arguments that it depends on."""
@@ -302,6 +347,14 @@ def place(indices: Iterable[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
     return tuple(
         np.clip(np.where(i < 0, i + n, i), 0, n - 1) for i, n in zip(indices, shape, strict=True)
     )
+
+
+def _array_entry(name: Any, shape: Any, dtype: Any) -> ArraySpec:
+    """A captured array as a file describes it."""
+    sizes = isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
+    if not isinstance(name, str) or not name.isidentifier() or not sizes or dtype not in ELEMENTS:
+        raise ValueError(f"a captured array is {name!r}, {shape}, {dtype!r}")
+    return ArraySpec(name, tuple(shape), dtype)
 
 
 def add_at(total: np.ndarray, indices: Iterable[Any], each: np.ndarray) -> None:

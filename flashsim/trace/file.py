@@ -22,8 +22,9 @@ anything is built on them (`validate`). An unsound file raises a `TraceError`.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,11 @@ from typing import Any
 import numpy as np
 
 from flashsim.errors import TraceError, shown
+from flashsim.functions.graph import Graph
+from flashsim.functions.mask import MaskFunction
 from flashsim.problem.hardware import Device
 from flashsim.problem.masks import BlockMask
+from flashsim.problem.problem import Problem
 from flashsim.report import beside
 from flashsim.schedule.file_mask import Csr, SavedMask
 from flashsim.schedule.names import OPS, TENSORS
@@ -162,7 +166,7 @@ def _pack(trace: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
         "problem": {
             field.name: getattr(problem, field.name)
             for field in fields(problem)
-            if field.name not in ("mask", "block_mask")
+            if field.name not in ("mask", "block_mask", "mask_mod", "score_mod")
         },
         "device": trace.device.to_dict(),
         "algorithm": trace.algorithm,
@@ -178,6 +182,9 @@ def _pack(trace: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
     if grid is not None:
         header["block_mask"] = [grid.block_q, grid.block_k]
         arrays["block_mask"] = grid.grid
+    for name, graph, values in _functions(problem):
+        header[name] = graph.entry()
+        arrays |= {f"{name}_{n}": np.atleast_1d(x) for n, x in enumerate(values)}
     if mask is not None:
         tilings = list(dict.fromkeys(stage.schedule.tiling for stage in trace.stages))
         header["mask"] = {
@@ -190,6 +197,22 @@ def _pack(trace: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
                 arrays[f"mask_{n}_{part}"] = array
     header["members"] = {name: list(array.shape) for name, array in arrays.items()}
     return header, arrays
+
+
+def _functions(problem: Problem) -> Iterator[tuple[str, Graph, tuple[np.ndarray, ...]]]:
+    """A problem's functions by name: graph, and the values that its schedule depends on."""
+    if problem.mask_mod is not None:
+        yield "mask_mod", problem.mask_mod.graph, problem.mask_mod.arrays
+    if problem.score_mod is not None:
+        yield "score_mod", problem.score_mod, ()
+
+
+def _array_types(entry: Any) -> list[tuple[np.dtype, int]]:
+    """Type and axes of each array of a mask function in a file."""
+    graph = Graph.from_entry(entry)
+    names = ("float32" if a.dtype == "bfloat16" else a.dtype for a in graph.arrays)
+    pairs = zip(names, graph.arrays, strict=True)
+    return [(np.dtype(name), max(1, len(a.shape))) for name, a in pairs]
 
 
 def _pack_stage(stage: StageTrace) -> dict[str, Any]:
@@ -219,7 +242,8 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
     def read(name: str) -> np.ndarray:
         return archive.read(name, kinds[name][0], shapes[name])
 
-    problem = validate.problem(header["problem"])
+    plain = {k: x for k, x in header["problem"].items() if k != "score_grads"}
+    problem = validate.problem(plain)
     masks: dict[str, Any] = {}
     if "block_mask" in header:
         cells = validate.integers("block_mask", header["block_mask"], 2, 1)
@@ -238,6 +262,16 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
             tables[tiling] = read(ptr), read(col), read(kind)
             validate.mask_table(tables[tiling], problem, tiling, rows_each)
         masks["mask"] = SavedMask(header["mask"]["name"], tables)
+    if "score_mod" in header:
+        masks["score_mod"] = Graph.from_entry(header["score_mod"])
+    if "mask_mod" in header:
+        graph = Graph.from_entry(header["mask_mod"])
+        values = [read(f"mask_mod_{n}") for n in range(len(graph.arrays))]
+        for spec, array in zip(graph.arrays, values, strict=True):
+            if array.size != math.prod(spec.shape):
+                raise ValueError(f"captured array {spec.name} has {array.size} elements")
+        pairs = zip(values, graph.arrays, strict=True)
+        masks["mask_mod"] = MaskFunction(graph, (x.reshape(a.shape) for x, a in pairs))
     problem = validate.problem(header["problem"], **masks)
 
     names, algorithm, direction = header["names"], header["algorithm"], header["direction"]
@@ -289,6 +323,8 @@ def _members(header: dict[str, Any], archive: Archive) -> dict[str, tuple[np.dty
         kinds |= {f"costs_{n}": width for n in range(len(header["stages"]))}
     if "block_mask" in header:
         kinds["block_mask"] = np.dtype(bool), 2
+    if "mask_mod" in header:
+        kinds |= {f"mask_mod_{n}": x for n, x in enumerate(_array_types(header["mask_mod"]))}
     if "mask" in header:
         saved = validate.typed("mask", header["mask"], {"name": str, "tilings": list})
         for n, tiling in enumerate(saved["tilings"]):

@@ -118,7 +118,7 @@ def own_costs(costs: np.ndarray, events: np.ndarray) -> None:
 
 def problem(given: dict[str, Any], **masks: Any) -> Problem:
     """The problem, with lengths that tables can hold."""
-    if own_masks := {"mask", "block_mask"} & given.keys():
+    if own_masks := {"mask", "block_mask", "mask_mod", "score_mod"} & given.keys():
         raise ValueError(f"problem: a header holds no {', '.join(sorted(own_masks))}")
     made = Problem(**given, **masks)
     sizes = {n: getattr(made, n) for n in ("n_q", "n_kv", "batch", "kv_heads", "shared_prefix")}
@@ -284,6 +284,7 @@ def events(
     # One tile of one tensor: a row of it is at most a row of scores, or of head_dim, of 8 B.
     largest = of.n_q * rows_each * max(of.n_kv, of.head_dim, of.head_dim_v) * 8
     largest = max(largest, of.n_kv * max(of.head_dim, of.head_dim_v) * 8)
+    largest = max(largest, *(m.tile.nbytes(of.n_q, of.n_kv) for m in walk.moves), 0)
     most = (1 << 62) // max(len(table), 1)  # so that sums are no overflow
     within(what + "bytes", table["bytes"], 0, (most if own else min(largest, most)) + 1)
     if (table["level"] != ~np.isin(table["op"], TRANSFERS)).any() or table["stage"].any():

@@ -84,7 +84,51 @@ DECODING, MERGE = "flashsim.algorithms.decode", "flashsim.algorithms.merge"
 AMX, STEPS = "flashsim.engines.cpu.bf16_dot.tiles", "flashsim.engines.cpu.bf16_dot.steps"
 ALONG = "flashsim.engines.cpu.micro_kernels.decode_gemv_amx"
 
+FUNCTIONS, CLASSIFY = "flashsim.algorithms.functions", "flashsim.schedule.classify"
+WITH_SCORE, WITH_MASK, WITH_SINKS = (
+    (
+        "functions/test_functions_engines.py::test_results_gradients_and_counts",
+        *("-k", f"simulator-flash2-{case}"),
+    )
+    for case in ("score", "mask", "sinks")
+)
+TILES_OF_FUNCTIONS = ("functions/test_tiles_of_functions.py", "-k", "every_score and alone")
+
 FAULTS = {
+    # -- Score and mask functions ---------------------------------------------------------------
+    "mask-function-shifted": Fault(
+        "in a partial tile the mask function gets the next key",
+        FUNCTIONS,
+        '_evaluated(mask.graph, "M", given, values, S_ij.dtype)',
+        '_evaluated(mask.graph, "M", {**given, "k": given["k"] + 1}, values, S_ij.dtype)',
+        WITH_MASK,
+    ),
+    "full-tile-as-partial": Fault(
+        "a box that keeps every score is taken for one that needs the mask",
+        *(CLASSIFY, "np.where(whole & ~ragged, FULL, MASKED)", "np.where(~whole, FULL, MASKED)"),
+        TILES_OF_FUNCTIONS,
+    ),
+    "partial-tile-as-full": Fault(
+        "a tile that keeps some scores is taken for one that keeps all",
+        *(CLASSIFY, "kind = np.where(every, FULL, MASKED)", "kind = np.where(some, FULL, MASKED)"),
+        TILES_OF_FUNCTIONS,
+    ),
+    "captured-at-wrong-head": Fault(
+        "a captured array is read at the key head, not at the query head",
+        *(FUNCTIONS, "lead % p.kv_heads * p.group + members", "lead % p.kv_heads + 0 * members"),
+        WITH_SCORE,
+    ),
+    "captured-gradient-of-one-entry": Fault(
+        "a captured array's gradient is not summed over the batch",
+        FUNCTIONS,
+        "np.where(quiet, 0, np.broadcast_to",
+        "np.where(quiet | (chain.given['b'] > 0), 0, np.broadcast_to",
+        WITH_SCORE,
+    ),
+    "sink-left-out": Fault(
+        "the sum of exponentials begins without the sink",
+        *(FLASH2, "fill=float(p.sinks)", "fill=0.0", WITH_SINKS),
+    ),
     # -- One visit ------------------------------------------------------------------------------
     "once-anywhere": Fault(
         "a backward for one visit of each row tile takes any schedule",

@@ -10,6 +10,7 @@ import pytest
 from helpers import tensors
 from random_functions import Random
 
+import flashsim
 from flashsim import BlockMask, Problem, Tiling, count, functions, run
 from flashsim.errors import OptionError, ShapeError, UnsupportedError
 from flashsim.problem import oracle
@@ -119,7 +120,7 @@ def _same_counts(trace, closed):
 
 
 def test_bytes_of_captured_arrays_by_hand():
-    """Of one head, 40 x 40 scores in 16 x 16 tiles, causal: 3 row tiles, 6 visits, 3 of them MASKED."""
+    """Of one head, 40 x 40 scores in 16 x 16 tiles, causal: 6 visits, 3 of them MASKED."""
     slopes, rows = np.ones(1, np.float32), np.zeros(40, np.float64)
     bias, marks = np.zeros((40, 40), np.float16), np.ones(40, np.int32)
     p = Problem(
@@ -301,6 +302,17 @@ def test_values_that_change_in_place_are_seen():
     second = run(q, k, v, mask_mod=keep, backend="numba")
     assert not np.allclose(first.out, second.out)
     assert np.allclose(second.out, run(q, k, v, mask_mod=functions.padding([7, 5])).out)
+
+
+def test_a_saved_trace_keeps_its_functions(tmp_path):
+    q, k, v, _ = arrays()
+    trace = run(q, k, v, score_mod=score, mask_mod=mask, sinks=SINKS, trace=True).trace
+    trace.save(tmp_path / "functions.npz")
+    loaded = flashsim.Trace.load(tmp_path / "functions.npz")
+    assert loaded.problem == trace.problem
+    assert loaded.by_tensor() == trace.by_tensor()
+    assert loaded.flops() == trace.flops()
+    assert loaded.peak_sram() == trace.peak_sram()
 
 
 def test_what_is_refused():
