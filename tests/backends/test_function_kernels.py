@@ -84,12 +84,11 @@ def problem(n_q, n_kv, d, mask=None, score=None, **more):
     return Problem(n_q, n_kv, d, **functions, **given)
 
 
-def compare(p, score, family, algorithm):
-    """O, LSE, dQ, dK, dV and the gradients of captured arrays, within the budget of their type."""
+def forward(p, score, family, machine=test_emulated.HOPPER):
+    """O and LSE within the budget of their type; inputs, and what the kernels held."""
     captured = tuple(CAPTURED.get(score, {}).values())
     x = make(p) | {"captured": captured, "sinks": SINKS[: p.heads]}
     held = {"captured": captured, "sinks": x["sinks"] if p.sinks else None}
-    machine = test_emulated.HOPPER
     quiet = replace(p, score_grads=())
     passes = family.forward_passes(quiet, None, GPU, "ascending", "")
     arrays, _ = emulator.run_forward(machine, passes, quiet, x)
@@ -101,6 +100,13 @@ def compare(p, score, family, algorithm):
     assert np.abs(got - true).max() <= budget(true, rough, p)
     tanh = hardware_tanh(p) or (score is capped and p.dtype == "bfloat16")
     check_lse(arrays["lse"], lse, rough_lse if tanh else lse)
+    return x, arrays, held
+
+
+def compare(p, score, family, algorithm):
+    """Besides, dQ, dK, dV and the gradients of captured arrays."""
+    x, arrays, held = forward(p, score, family)
+    inputs, machine = [x[name] for name in "qkv"], test_emulated.HOPPER
     passes = family.backward_passes(p, None, GPU, "ascending", "", algorithm)
     arrays = arrays | emulator.read_by_functions(p, x)
     fused = algorithm == "flash2-fused"
@@ -137,6 +143,39 @@ OFTEN = ("alibi 64", "documents 128", "packed 64")
 def test_hopper_kernels(name, algorithm):
     p, score = HOPPER_CASES[name]
     compare(p, score, HOPPER, algorithm)
+
+
+FAULTS = {
+    "a mask shifted by a key": (
+        "flash_mask(a.captured, at.at, at.query(q), at.key(k))",
+        "flash_mask(a.captured, at.at, at.query(q), at.key({k.base + FAULT, k.step}))",
+    ),
+    "a partial tile taken for a full one": (
+        "if (visit.masked) ask_functions<true, true, true>",
+        "if (visit.masked && !FAULT) ask_functions<true, true, true>",
+    ),
+    "an array read for another head": (
+        "head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer)",
+        "head_at(a, it.walk / a.heads, (it.walk + FAULT) % a.heads, it.outer)",
+    ),
+    "a sink left out of the sum": (
+        "l * mine + exp2_approx((sink - top) * LOG2E)",
+        "l * mine + (FAULT ? 0.0f : exp2_approx((sink - top) * LOG2E))",
+    ),
+}
+FAULTY = emulator.Faulty(900, FAULTS, "hopper/forward.cu")
+
+
+@pytest.mark.parametrize("fault", ["", *FAULTS])
+def test_faults_of_the_forward_are_caught(fault):
+    """The same kernel without a fault passes."""
+    p = problem(130, 130, 64, causal, alibi, sinks=True)
+    FAULTY.seeded = fault
+    if not fault:
+        forward(p, alibi, HOPPER, FAULTY)
+        return
+    with pytest.raises(AssertionError):
+        forward(p, alibi, HOPPER, FAULTY)
 
 
 PORTABLE_CASES = {
