@@ -20,6 +20,7 @@ import cupy
 import numpy as np
 
 from flashsim.backends.cupy_gpu import arrays, tensor_maps
+from flashsim.backends.cupy_gpu.captured import NOTHING, Captured
 from flashsim.backends.cupy_gpu.launching import Argument, Launcher, Parameters
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.device_tables import Lowered
@@ -123,6 +124,8 @@ class Call:
         address and strides of each of `launch.TENSORS`, or `ABSENT` for a tensor that the call
         lacks. Then come the addresses of contiguous float32 arrays, those of `launch.SCRATCH`, or
         0.
+    captured : Captured
+        What functions read, and sinks.
     keeps : optional
         What must live until the launches are in the stream.
     stream : int, optional
@@ -133,10 +136,12 @@ class Call:
         self,
         space: arrays.Space,
         head: Sequence[int],
+        captured: Captured = NOTHING,
+        *,
         keeps: Any = None,
         stream: int | None = None,
     ) -> None:
-        self.space, self.head, self._keeps = space, head, keeps
+        self.space, self.head, self.captured, self._keeps = space, head, captured, keeps
         self.stream = space.stream() if stream is None else stream
         self.packed = _HEAD.pack(*head)
 
@@ -147,9 +152,12 @@ class ReadyPass:
     def __init__(self, one: KernelPass, device: int, load: Load) -> None:
         self.one = one
         self._tables = uploaded(one.tables, device)
-        self._args = Argument(launch.ARGS)
+        self._args = Argument(one.kernel.args)
         self._head = self._args.buffer[: _HEAD.size]
         self._pack_constants()
+        if "starts" in (one.kernel.args.names or ()):
+            self._starts = cupy.asarray(one.tables.starts)
+            self._args.values["starts"] = self._starts.data.ptr
         self._counter = ctypes.c_uint64()
         kernel, boxes, (across, down) = one.kernel, one.kernel.boxes, (*one.grid, 1)[:2]
         self._launch = Launcher(
@@ -198,12 +206,23 @@ class ReadyPass:
         parameters = self._parameters_of(self._made_of(call.head))
         with self._lock:
             self._head[:] = call.packed
+            if self.one.kernel.functions is not None or self.one.kernel.sinks:
+                self._pack_captured(call.captured)
             if report:
                 addresses = (report[n].data.ptr if n in report else 0 for n in launch.REPORTS)
                 _REPORTS.pack_into(self._args.buffer, _REPORTS_AT, *addresses)
             if self._needs_counter:
                 self._counter.value, _keeps = self._counter_of(call)
             self._launch(call.stream, parameters)
+
+    def _pack_captured(self, captured: Captured) -> None:
+        """Write what functions read, and the address of sinks, behind ``struct Args``."""
+        kernel, at = self.one.kernel, launch.ARGS.itemsize
+        if kernel.functions is not None:
+            packed = captured.summing if kernel.functions.sums else captured.plain
+            self._args.buffer[at : at + len(packed)] = packed
+        if kernel.sinks:
+            self._args.values["sinks"] = captured.sinks
 
     def _counter_of(self, call: Call) -> tuple[int, Any]:
         """The address of a work counter that is 0, and an object that keeps its memory alive.

@@ -14,6 +14,7 @@ import numpy as np
 
 from flashsim.backends import failures
 from flashsim.backends.cupy_gpu import arrays
+from flashsim.backends.cupy_gpu.captured import NOTHING, Captured, captured
 from flashsim.backends.cupy_gpu.launching import Argument, Launcher, Parameters, aside, capture_of
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch import kernel as launch
@@ -125,7 +126,7 @@ class _Ready:
     def __init__(self, made: decode.Decode, device: int) -> None:
         self._items = cupy.asarray(made.items)
         self.items = self._items.data.ptr
-        self._args = Argument(decode_kernels.RECORD)
+        self._args = Argument(decode_kernels.record_dtype(made.problem))
         self._args.values[0] = decode.record(made)
         self._parameters = Parameters(self._args.address)
         self._launch = Launcher(
@@ -141,7 +142,13 @@ class _Ready:
         self._lock = Lock()  # the buffer is one, threads may be several
 
     def __call__(
-        self, stream: int, head: Sequence[int], row: int, pages: int, capacity: int = 0
+        self,
+        stream: int,
+        head: Sequence[int],
+        row: int,
+        pages: int,
+        capacity: int = 0,
+        given: Captured = NOTHING,
     ) -> None:
         """Launch; the call's device must be CuPy's current one.
 
@@ -155,10 +162,17 @@ class _Ready:
             Entries per sequence in the block table; pages of the pool.
         capacity : int
             Rows of a sequence in the cache, for a kernel that reads live lengths as it runs.
+        given : Captured
+            What functions read, and sinks.
         """
         with self._lock:
             _CAPACITY.pack_into(self._args.buffer, _CAPACITY_AT, capacity)
             _HEAD.pack_into(self._args.buffer, 0, *head)
+            if given is not NOTHING:
+                at = decode_kernels.RECORD.itemsize
+                self._args.buffer[at : at + len(given.plain)] = given.plain
+                if given.sinks:
+                    self._args.values["sinks"] = given.sinks
             _TABLE.pack_into(self._args.buffer, _TABLE_AT, row, pages)
             self._launch(stream, self._parameters)
             if self._merge:
@@ -292,6 +306,8 @@ def _forward(
             "a shared prefix has no timeline on a GPU, nor has latent attention: leave it out, or "
             "give trace=True"
         )
+    if job.trace and not p.mask_mod is p.score_mod is None:
+        raise UnsupportedError("decoding with functions is not traced on a GPU; leave trace out")
     splits = _splits(options.get("splits", "auto"))
     made = decode.plan(p, lengths, gpu, splits, page, counts, timed, prefix)
     walk = traces.walk_of(made, lengths, page) if job.trace else None
@@ -311,7 +327,8 @@ def _forward(
         head = [*q.place, *o, *k.place, *v.place, space.pointer(lse), *parts, ready.items, where]
         head += _NO_LENGTHS
         head += [reports[n].data.ptr if n in reports else 0 for n in _REPORTS]
-        ready(stream, head, row, int(job.k.shape[0]) if page else 0)
+        functions = captured(job, space)
+        ready(stream, head, row, int(job.k.shape[0]) if page else 0, given=functions)
         stages = spans = None
         if walk is not None:
             found = {name: report.get() for name, report in reports.items()}

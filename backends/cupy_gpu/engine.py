@@ -41,7 +41,7 @@ failures.require_cupy("cupy")
 
 import cupy  # noqa: E402
 
-from flashsim.backends.cupy_gpu import arrays, decode, fp8  # noqa: E402
+from flashsim.backends.cupy_gpu import arrays, bias, captured, decode, fp8  # noqa: E402
 from flashsim.backends.cupy_gpu.calls import NO_GRADIENTS, NO_SCRATCH, Call, Plan  # noqa: E402
 from flashsim.backends.cupy_gpu.direct import Direct, Placed  # noqa: E402
 from flashsim.backends.cupy_gpu.launching import aside, clusters_at_once  # noqa: E402
@@ -56,13 +56,16 @@ def forward(job: Job) -> Outcome:
         require_gpu()
         space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, job.problem.dtype)
         return decode.forward(job, gpu_of(space.device), space)
+    job = bias.as_function(job)
     if not job.memo:
         _check(job)
+        _no_traced_functions(job)
     return forward_with(_family, job)
 
 
 def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
     """The state that the backward pass needs from a forward pass, rebuilt from its results."""
+    job = bias.as_function(job)
     _check(job)
     _no_fp8_gradients(job)
     return recall_of(job, out, lse)
@@ -72,8 +75,10 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
     """Run the backward pass: three deterministic passes, or one that accumulates dQ in memory."""
     if job.algorithm == DECODE:
         raise UnsupportedError(f"{DECODE!r} has no backward pass; 'flash2' has")
+    job = bias.as_function(job, gradient=True)
     if not job.memo:
         _no_fp8_gradients(job)
+        _no_traced_functions(job)
     return backward_with(_family, job, saved, dout, dlse)
 
 
@@ -178,6 +183,7 @@ def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
     job : Job
         A backward pass.
     """
+    job = bias.as_function(job)
     family = _family(job, gpu_of(saved["space"].device), "backward")
     return family.orders_dq(job.problem)
 
@@ -191,14 +197,14 @@ def stores_dq(job: Job, saved: Mapping[str, Any]) -> bool:
         The backward pass that would run otherwise. Its algorithm is "flash2" if the pass must be
         deterministic.
     """
-    gpu = gpu_of(saved["space"].device)
+    job, gpu = bias.as_function(job), gpu_of(saved["space"].device)
     family, ordered = _family(job, gpu, "backward"), job.algorithm == "flash2"
     return family.stores_dq(job.problem, gpu, ordered=ordered)
 
 
 def fuses(job: Job, saved: Mapping[str, Any]) -> bool:
     """Whether the fused backward is the fastest one here, if dQ may be added in any order."""
-    gpu = gpu_of(saved["space"].device)
+    job, gpu = bias.as_function(job), gpu_of(saved["space"].device)
     return _family(job, gpu, "backward").fuses(job.problem, gpu)
 
 
@@ -221,7 +227,8 @@ def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
             head = *saved["places"], *NO_GRADIENTS, saved["lse"], *NO_SCRATCH
             if scales:
                 head = *head[: -len(scales)], *map(space.pointer, scales)
-            stages, spans = plan.run(Call(space, head), job.trace)
+            given = captured.captured(job, space)
+            stages, spans = plan.run(Call(space, head, given), job.trace)
             return Outcome(
                 {"out": space.result(out, p.head_dim_v, sizes.out.width), "lse": space.result(lse)},
                 plan.tiling,
@@ -282,12 +289,18 @@ def backward_with(
             places = *saved["places"], *given.place
             less_at = 0 if less is None else space.pointer(less)
             call, dq, dk, dv = plan.gradients(space, places, saved["lse"], less_at, like)
+            call.captured = functions = captured.captured(job, space)
             stages, spans = plan.run(call, job.trace)
             gradients = {
                 "dq": space.result(dq, p.head_dim, sizes.dq.width),
                 "dk": space.result(dk, p.head_dim, sizes.dk.width),
                 "dv": space.result(dv, p.head_dim_v, sizes.dv.width),
             }
+            if p.score_grads or p.sinks:
+                with space.active():
+                    delta = call.head[-6]  # see `Plan.gradients`
+                    more = captured.gradients(job, functions, space, saved["lse"], delta)
+                gradients |= bias.renamed(more)
             return Outcome(
                 gradients, plan.tiling, stages, plan.name, timeline=spans, gpu=plan.gpu.name
             )
@@ -441,6 +454,16 @@ def _check(job: Job) -> None:
     tf32 = job.options.get("allow_tf32", False)
     if not isinstance(tf32, bool):
         raise OptionError(f"allow_tf32 must be True or False, got {tf32!r}")
+
+
+def _no_traced_functions(job: Job) -> None:
+    p = job.problem
+    if job.trace and (p.mask_mod is not None or p.score_mod is not None or p.sinks):
+        raise UnsupportedError(
+            "on a GPU a call with mask_mod, score_mod, bias or sinks is not traced, since the "
+            "kernels do not count what functions read; leave trace out, or use "
+            "backend='simulator' or 'numba'"
+        )
 
 
 def _no_fp8_gradients(job: Job) -> None:

@@ -8,6 +8,27 @@ using u64 = unsigned long long;
 using i64 = long long;
 #include "elements.cuh"
 
+// Masks and scores that are functions (backends/launch/functions.py); most kernels have none.
+#ifndef FS_MASK_MOD
+#define FS_MASK_MOD 0
+#endif
+#ifndef FS_SCORE_MOD
+#define FS_SCORE_MOD 0
+#endif
+#ifndef FS_SCORE_SUMS
+#define FS_SCORE_SUMS 0  // whether arrays that the score function reads get a gradient
+#endif
+#ifndef FS_SCORE_LATE
+#define FS_SCORE_LATE FS_SCORE_SUMS  // whether a backward asks for slopes when it makes dS
+#endif
+#ifndef FS_READS
+#define FS_READS 0  // whether a function reads arrays at positions of queries or keys
+#endif
+#ifndef FS_SINKS
+#define FS_SINKS 0  // whether each head has one more score, without a value
+#endif
+#define FS_FLEX (FS_MASK_MOD || FS_SCORE_MOD)
+
 #define NEG_INF __int_as_float(0xff800000)  // NVRTC has no constexpr infinity
 constexpr float LOG2E = 1.4426950408889634f;
 
@@ -42,6 +63,15 @@ struct Args {
     int n_q, n_kv, heads, group, walks, tiles, clump, n_visits, left, right;
     int first, stop;               // items of this launch (hopper_backward)
     float scale, softcap;
+#if FS_FLEX
+    alignas(8) FlashCaptured captured;  // what the functions read besides positions
+#if FS_VARLEN
+    const int2* starts;            // of each outer tile's sequence: its first query, its first key
+#endif
+#endif
+#if FS_SINKS
+    const float* sinks;            // of each query head
+#endif
 };  // batch * heads always counts query heads; `walks` counts what this pass's blocks own
 static_assert(sizeof(Args) == FS_ARGS_BYTES, "launch.ARGS and Args must agree");
 
@@ -137,10 +167,30 @@ __device__ inline float exp2_approx(float x) {
     return y;
 }
 
-// tanh through exp2: two special-function calls, error of a few 1e-7 (tanh.approx has 5e-4).
+// tanh. For bfloat16 it is the hardware's, whose relative error of 2^-11 is an eighth of a rounding of
+// the inputs. Elsewhere it goes through exp2: two special-function calls, an error of a few 1e-7.
 __device__ inline float fast_tanh(float x) {
+#if FS_BF16
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
     return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(2.0f * LOG2E * x));
+#endif
 }
+
+#if FS_SINKS
+// Adds a head's sink to the sum of a row's exponentials. `m` is the row's maximum in the unit of
+// natural logarithms. Returns the row's LSE, and in `l` what O must be divided by.
+__device__ inline float with_sink(float sink, float m, float& l) {
+    if (l == 0.0f) return sink;  // no key: O is 0
+    const float top = fmaxf(m, sink);
+    const float mine = exp2_approx((m - top) * LOG2E);
+    const float total = l * mine + exp2_approx((sink - top) * LOG2E);
+    l = __fdividef(total, mine);
+    return top + __logf(total);
+}
+#endif
 
 // -- Rows in HBM ----------------------------------------------------------------------------------
 // WIDTH elements, filled up to whole 16-byte pieces; the EXIST that are the problem's are counted.

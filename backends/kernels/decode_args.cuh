@@ -15,5 +15,11 @@ struct DecodeArgs {
     int batch, prefix, prefix_tiles;  // keys that all sequences share; their row tiles
     int capacity;                     // FS_DYNAMIC: rows of a sequence in the cache
     float scale, softcap;
+#if FS_FLEX
+    alignas(8) FlashCaptured captured;  // what the functions read besides positions
+#endif
+#if FS_SINKS
+    const float* sinks;  // of each query head
+#endif
 };
 static_assert(sizeof(DecodeArgs) == FS_DECODE_ARGS_BYTES, "see decode_kernels.py");

@@ -34,6 +34,12 @@ def source(file: str) -> str:
     return _INCLUDE.sub(header, (folder / file).read_text("utf-8"))
 
 
+def text(kernel: Kernel) -> str:
+    """What is compiled for a kernel: its functions, if it has any, and its source."""
+    ahead = "" if kernel.functions is None else kernel.functions.text
+    return ahead + source(kernel.file)
+
+
 @cache
 def load(kernel: Kernel, device: int) -> Any:
     """The compiled function on CuPy's current device, ready to launch.
@@ -70,7 +76,7 @@ def load(kernel: Kernel, device: int) -> Any:
 
 
 def _compiled(cupy: Any, kernel: Kernel) -> Any:
-    module = cupy.RawModule(code=source(kernel.file), options=kernel.options, backend="nvrtc")
+    module = cupy.RawModule(code=text(kernel), options=kernel.options, backend="nvrtc")
     function = module.get_function(kernel.name)
     function.compile()
     return function

@@ -81,6 +81,14 @@ class Lowered:
         return self._csr[2]
 
     @property
+    def starts(self) -> np.ndarray:
+        """int32, (tiles, 2): the first query and the first key of each outer tile's sequence."""
+        s = self.schedule
+        number = s.sequence_of_rows if self.by == "row" else s.sequence_of_cols
+        sequences = s.problem.sequences
+        return np.array([(sequences[n].q_start, sequences[n].k_start) for n in number], np.int32)
+
+    @property
     def _csr(self) -> Csr:
         return self.schedule.row_csr if self.by == "row" else self.schedule.col_csr
 
@@ -102,6 +110,8 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
     """
     check(schedule.problem, schedule.tiling)
     spans = schedule.row_spans if by == "row" else schedule.col_spans
+    if spans is None and schedule.problem.mask_mod is not None:
+        spans = _as_spans(schedule, by)
     if spans is not None:  # counted without a list of visits, which is as long as N is squared
         lo, full_lo, full_hi, hi = spans.T.astype(np.int64)
         visits, masked = hi - lo, full_lo - lo + hi - full_hi
@@ -112,6 +122,31 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
         masked = marked[ptr[1:]] - marked[ptr[:-1]]
     order = np.argsort(-visits, kind="stable").astype(np.int32)
     return Lowered(schedule, by, schedule.rows, schedule.cols, spans, visits, masked, order)
+
+
+def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | None:
+    """Spans of a mask function: None if some tile's visits have gaps, or FULL ones between others.
+
+    Kernels compute the visits of a span, and read those of a list from memory.
+    """
+    ascending = replace(schedule, key_order="ascending")
+    ptr, index, kind = ascending.row_csr if by == "row" else ascending.col_csr
+    count, full = np.diff(ptr), kind == FULL
+    filled = count > 0
+    first = np.zeros(len(count), np.int64)
+    first[filled] = index[ptr[:-1][filled]]
+    place = np.arange(len(index)) - np.repeat(ptr[:-1], count)  # of each visit in its own list
+    owner = np.repeat(np.arange(len(count)), count)
+    if not (index == first[owner] + place).all():
+        return None
+    fulls = np.bincount(owner, full, len(count)).astype(np.int64)
+    lead = np.where(fulls > 0, len(index), count)
+    np.minimum.at(lead, owner[full], place[full])
+    inside = (place >= lead[owner]) & (place < lead[owner] + fulls[owner])
+    if not (inside == full).all():
+        return None
+    spans = np.stack([first, first + lead, first + lead + fulls, first + count], axis=1)
+    return np.ascontiguousarray(spans, np.int32)
 
 
 @lru_cache(maxsize=64)
@@ -134,16 +169,21 @@ def refuse(problem: Problem) -> None:
             "the GPU kernels take no mask function (it is Python); use backend='simulator' or "
             "'numba', or say the same with causal, window or block_mask"
         )
+    if problem.bias is not None:
+        raise UnsupportedError(
+            "these GPU kernels take no bias; backend='cupy' does, and backend='simulator' and "
+            "'numba', with arrays in the CPU's memory"
+        )
+
+
+def refuse_functions(problem: Problem, kernels: str) -> None:
+    """Raise `UnsupportedError` if the problem has functions or sinks, for kernels without them."""
     for name in ("mask_mod", "score_mod", "sinks"):
         if getattr(problem, name):
             raise UnsupportedError(
-                f"these GPU kernels take no {name}; backend='simulator' and 'numba' take it"
+                f"the {kernels} kernels take no {name}; backend='cupy' does with float16 and "
+                "bfloat16 inputs, and backend='simulator' and 'numba' do"
             )
-    if problem.bias is not None:
-        raise UnsupportedError(
-            "the GPU kernels take no bias; use backend='simulator' or 'numba', with arrays in the "
-            "CPU's memory, or causal, window, softcap or block_mask"
-        )
 
 
 def check(problem: Problem, tiling: Tiling) -> None:

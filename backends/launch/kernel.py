@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flashsim.backends.launch.functions import Generated, functions_of
 from flashsim.errors import OptionError, UnsupportedError, choices
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -46,6 +47,22 @@ ARGS = np.dtype(
 ARGS_FORMAT = struct.Struct(
     "<" + "Qqqq" * len(TENSORS) + "Q" * len(POINTERS) + "i" * len(INTEGERS) + "ff"
 )
+
+
+def args_dtype(functions: Generated | None, *, packed: bool, sinks: bool) -> np.dtype:
+    """`ARGS`, followed by what functions and sinks need.
+
+    That is what functions read (field ``captured``), for packed sequences the address of their
+    starts, and the sinks' address.
+    """
+    more = [] if functions is None else [("captured", f"V{functions.captured_bytes}")]
+    more += [("starts", "<u8")] if functions is not None and packed else []
+    more += [("sinks", "<u8")] if sinks else []
+    return np.dtype([*ARGS.descr, *more]) if more else ARGS
+
+
+#: Ends of the files of forward kernels, whose softmax takes sinks.
+FORWARD = ("/forward.cu", "/forward_f32.cu", "/decode.cu")
 #: Entries of a count record; entry n is transfer n of the itinerary.
 SLOTS = 8
 #: Time stamps of a visit, and of a thread block (SM, then cycles and ns at start and end).
@@ -176,6 +193,14 @@ class Kernel:
     boxes: tuple[Box, ...] = ()
     cluster: int = 1  # thread blocks of a cluster, which share an item
     overlaps: bool = False  # may be launched while the kernel before it runs: it waits itself
+    functions: Generated | None = None
+    sinks: bool = False
+
+    @property
+    def args(self) -> np.dtype:
+        """The type of its argument: `args_dtype`."""
+        packed = bool(dict(self.constants)["FS_VARLEN"])
+        return args_dtype(self.functions, packed=packed, sinks=self.sinks)
 
     @property
     def roles(self) -> int:
@@ -281,8 +306,9 @@ def constants(problem: Problem, tiling: Tiling, variant: Variant) -> dict[str, i
         "BF16": problem.dtype == "bfloat16",
         "RIGHT": problem.right < unlimited,
         "LEFT": problem.left < unlimited,
-        # exp2 takes the scale along, unless a softcap needs it first or it would turn max to min.
-        "SCALED": softcap or problem.scale <= 0,
+        # exp2 takes the scale along, unless a softcap or a function needs it first, or it would
+        # turn max to min.
+        "SCALED": softcap or problem.score_mod is not None or problem.scale <= 0,
         "SOFTCAP": softcap,
     }
 
@@ -301,7 +327,26 @@ def built(
     more: dict[str, int],
     boxes: tuple[Box, ...] = (),
     cluster: int = 1,
+    *,
+    outer: str | None = "queries",
 ) -> Kernel:
-    """The kernel `name` of a file, compiled for its `constants` and those in `more`."""
-    values = constants(*made_for) | {"SMEM_BYTES": shared} | more
-    return Kernel(file, name, threads, shared, macros(values), boxes, cluster)
+    """The kernel `name` of a file, compiled for its `constants` and those in `more`.
+
+    `outer` is the tensor of the kernel's outer loop, None if it visits no scores. The one with
+    "keys" adds the gradients of arrays that functions capture.
+    """
+    problem, values = made_for[0], constants(*made_for) | {"SMEM_BYTES": shared} | more
+    given, functions = None, None if outer is None else functions_of(problem)
+    if functions is not None:
+        given = functions.summing if outer == "keys" else functions.plain
+    sinks = problem.sinks and file.endswith(FORWARD)
+    if given is not None:
+        values |= given.constants
+    values |= {"SINKS": 1} if sinks else {}
+    packed = problem.cu_seqlens_q is not None
+    values["ARGS_BYTES"] = args_dtype(given, packed=packed, sinks=sinks).itemsize
+    return Kernel(
+        *(file, name, threads, shared, macros(values), boxes, cluster),
+        functions=given,
+        sinks=sinks,
+    )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flashsim.backends.launch.device_tables import refuse_functions
 from flashsim.backends.launch.kernel import (
     Gpu,
     Kernel,
@@ -198,7 +199,7 @@ def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
     made_of |= {"capacity": made.problem.n_kv}
     made_of |= {"prefix": made.prefix, "prefix_tiles": made.prefix_tiles}
     given = made_of | {"table_row": table_row, "pages": pages}
-    packed = np.zeros((), kernels.RECORD)
+    packed = np.zeros((), kernels.record_dtype(made.problem))
     for name in (*kernels.INTEGERS, "scale", "softcap"):
         packed[name] = given[name] if name in given else getattr(made.problem, name)
     return packed
@@ -243,6 +244,7 @@ def check(problem: Problem, gpu: Gpu) -> None:
                 "cache_seqlens says how long each sequence is"
             )
     if p.latent:
+        refuse_functions(p, "latent attention's")
         kernels.check_latent(p, gpu)
     else:
         check_head_dims(p, "decoding on a GPU")

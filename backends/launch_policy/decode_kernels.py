@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashsim.backends.launch.functions import functions_of
 from flashsim.backends.launch.kernel import ARGS, Gpu, Kernel, Variant, built
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
@@ -29,6 +30,16 @@ RECORD = np.dtype(
     ]
 )
 _ARGS = {"DECODE_ARGS_BYTES": RECORD.itemsize}
+
+
+def record_dtype(problem: Problem) -> np.dtype:
+    """`RECORD`, followed by what functions read (``captured``), and by the sinks' address."""
+    functions = functions_of(problem)
+    more = [] if functions is None else [("captured", f"V{functions.plain.captured_bytes}")]
+    more += [("sinks", "<u8")] if problem.sinks else []
+    return np.dtype([*RECORD.descr, *more]) if more else RECORD
+
+
 #: Rows that a block of the merging kernel takes, one a warp.
 MERGE_WARPS = 4
 KEYS = 16  # of a warp's part of a key tile
@@ -65,7 +76,8 @@ def walking_kernel(
     return built(
         *("portable/decode.cu", "flash_decode", 32 * warps, shared),
         (problem, Tiling(block_q, KEYS * warps), variant),
-        {"WARPS": warps, "STAGES": stages, "PAGE": page, "SPLITS": most, **_ARGS}
+        {"WARPS": warps, "STAGES": stages, "PAGE": page, "SPLITS": most}
+        | {"DECODE_ARGS_BYTES": record_dtype(problem).itemsize}
         | {"CLUSTER": cluster, "OVERLAP": overlap, "CASCADE": cascade},
     )
 
@@ -114,6 +126,7 @@ def merge_kernel(
         *("portable/decode_merge.cu", "flash_decode_merge", 32 * MERGE_WARPS, 0),
         (problem, Tiling(block_q, 1), variant),
         {"WARPS": MERGE_WARPS, "OVERLAP": overlap, "CASCADE": cascade, **_ARGS},
+        outer=None,
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from flashsim.backends.launch.device_tables import Lowered, in_turns, lower
+from flashsim.backends.launch.device_tables import Lowered, in_turns, lower, refuse_functions
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.errors import FlashSimError, TilingError, UnsupportedError
@@ -124,11 +124,14 @@ class Family(ABC):
         launch.
     like : Variant
         The compile-time choices of the kernels, except those that the tables and reports determine.
+    takes_functions : bool
+        Whether the kernels take `mask_mod`, `score_mod` and `sinks`.
     """
 
     name: str
     load: Callable[[Kernel, int], Any]
     like: Variant = PLAIN
+    takes_functions: bool = False
 
     # -- which tiles ----------------------------------------------------------------------------
 
@@ -305,6 +308,8 @@ def _passes(
     family: Family, asked: PassRequest, tiling: Tiling | None, key_order: KeyOrder, report: str
 ) -> tuple[KernelPass, ...]:
     problem, gpu, direction, algorithm, ordered = asked
+    if not family.takes_functions:
+        refuse_functions(problem, family.name)
     tiling = family.choose(problem, tiling, *asked[1:])
     if ordered and not (algorithm == "flash2-fused" and family.orders_dq(problem)):
         raise UnsupportedError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch import functions
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
 from flashsim.backends.launch_policy import hopper_kernels, portable_kernels
@@ -68,9 +69,11 @@ class Hopper(Family):
             return f"they take a head_dim up to {launch.MAX_HEAD_DIM}"
         possible = self.possible(asked)
         if direction == "backward" and algorithm == "flash2-once":
-            if asked.wide > _WIDEST_ONCE or problem.softcap:
+            scored = problem.softcap or problem.score_mod is not None or problem.sinks
+            if asked.wide > _WIDEST_ONCE or scored:
                 return (
-                    f"they store dQ at once up to a head_dim of {_WIDEST_ONCE}, without a softcap"
+                    f"they store dQ at once up to a head_dim of {_WIDEST_ONCE}, without a softcap, "
+                    "a score_mod or sinks"
                 )
             if not possible:
                 return "of their tiles of 128 keys a row tile has several visits, or none"
@@ -88,23 +91,28 @@ class Hopper(Family):
             if asked.algorithm == "flash2-once":
                 tile = Tiling(128, 128) if d <= 64 else Tiling(64, 128)
                 return (tile,) if Schedule(problem, tile).visited_once else ()
+            scored = problem.score_mod is not None  # takes registers, as a softcap does
             if d <= 64:
-                return (Tiling(128, 128),)
+                fewer = scored and d > 32 and not functions.has_known_slope(problem)
+                return (Tiling(64 if fewer else 128, 128),)
             if d > 128:
-                if not asked.fused or d > 192:
+                if not asked.fused or d > 192 or scored:
                     return (Tiling(64, 64),)
                 given = problem, HOPPER_FUSED_WIDE, gpu.multiprocessors
                 return fastest_first(*given, microseconds_by_keys)
             # By itself dQ takes 64 rows to a product; a softcap takes registers.
-            if not asked.fused or problem.softcap:
+            if not asked.fused or problem.softcap or scored:
                 return (Tiling(64, 128),)
             low, high = Tiling(64, 128), Tiling(80, 128)
             return (high, low) if d <= 80 else (low, high)
         if d <= 128:
             times = next(times for widest, times in HOPPER_FORWARD.items() if d <= widest)
             best = list(fastest_first(problem, times, gpu.multiprocessors))
-            if problem.softcap:  # takes registers, and wide tiles have none left
-                best = [t for t in best if t.block_k <= 128] + [t for t in best if t.block_k > 128]
+            reads = functions.read_arrays(problem)
+            if problem.softcap or problem.score_mod is not None or reads:
+                # They take registers, of which wide tiles have none left, and three warpgroups few.
+                rows = 128 if reads else 192
+                best.sort(key=lambda t: t.block_k > 128 or t.block_q > rows)
         else:
             best = [Tiling(128, 112)] if d <= 192 else [Tiling(128, 80)]
         best += [Tiling(128, 64)]  # divides common block masks
@@ -199,7 +207,8 @@ class Hopper(Family):
 
         If they are, a head group is one head (or one GQA group, which shares K and V). Taking long
         ones first gains nothing then, and more blocks read the same tiles at the same time. This
-        does not hold if the blocks add to dQ in a fixed order.
+        does not hold if blocks add to dQ in a fixed order, or if heads share a large bias, whose
+        rows blocks of several heads then read at the same time.
 
         Otherwise the long work tiles of a head group come first and fetch its K and V; the short
         ones find these in L2. A forward of many short sequences is bound by DRAM. Its head groups
@@ -208,7 +217,8 @@ class Hopper(Family):
         first.
         """
         p, (stage, tables, gpu) = walk.problem, walk
-        if tables.ranks is None and walk.alike:
+        shared = functions.heads_share(p, gpu.l2_bytes // 8)
+        if tables.ranks is None and walk.alike and not shared:
             return p.group if stage.per == "head" else 1
         size, processors = super().clump(walk), gpu.multiprocessors
         if _drifts(walk):
@@ -263,7 +273,7 @@ class Hopper(Family):
         return replace(made, overlaps=True)
 
 
-HOPPER = Hopper("hopper", nvrtc.load)
+HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True)
 
 
 def _item_times(walk: Walked) -> tuple[Times, float]:

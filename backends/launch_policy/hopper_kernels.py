@@ -69,9 +69,11 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
         *(f"hopper/{name}.cu", f"hopper_{name}", 384, shared, (problem, tiling, variant)),
         {"D": d, "FUSED": fused, "ORDERED": variant.ordered, "CLUSTER": variant.cluster}
         | {"IN_STEP": variant.in_step, "ONCE": variant.once, "AFTER": variant.after}
-        | {"MORE": variant.more, "DEFERRED": variant.deferred, "DLSE": dlse},
+        | {"MORE": variant.more, "DEFERRED": variant.deferred, "DLSE": dlse}
+        | ({"SCORE_LATE": 1} if problem.score_mod is not None and bq == 128 else {}),
         boxes,
         variant.cluster,
+        outer="keys",
     )
 
 
@@ -91,6 +93,7 @@ def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
         (problem, tiling, variant),
         {"D": d, "FUSED": 1, "IN_STEP": variant.in_step, **never},
         (*boxes, Box("dq_acc", bq, 32)),
+        outer="keys",
     )
 
 

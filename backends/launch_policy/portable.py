@@ -98,6 +98,6 @@ class Portable(Family):
             return None
 
 
-PORTABLE = Portable("portable", nvrtc.load)
+PORTABLE = Portable("portable", nvrtc.load, takes_functions=True)
 #: float32 products on tensor cores, their operands rounded to tf32.
-TF32 = Portable("portable, tf32", nvrtc.load, replace(PLAIN, tf32=True))
+TF32 = Portable("portable, tf32", nvrtc.load, replace(PLAIN, tf32=True), takes_functions=True)

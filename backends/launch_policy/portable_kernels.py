@@ -68,7 +68,8 @@ def dkdv_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) ->
     # 16-key blocks a warp: two, where the accumulators of dK and dV leave room for the scores.
     blocks = 2 if bk * parts % 128 == 0 and d + dv <= 128 * parts else 1
     held = blocks * (d + dv) // (2 * parts)
-    per_query = blocks * (3 if problem.softcap else 2) / 2  # S, dP and a softcap's derivative
+    capped = problem.softcap or problem.score_mod is not None
+    per_query = blocks * (3 if capped else 2) / 2  # S, dP and a derivative
     chunk = next(
         (c for c in (64, 48, 32, 16) if queries % c == 0 and held + per_query * c <= _ACCUMULATORS),
         0,
@@ -177,4 +178,7 @@ def _kernel(
     if not _plain(problem, variant):
         shared = -(-shared // 128) * 128  # tiles for tensor cores are 128-byte aligned
     own = {"WARPS": warps, **{key.upper(): value for key, value in more.items()}}
-    return built(f"portable/{file}.cu", name, 32 * warps, shared, made_for, own)
+    outer = {"backward_dkdv": "keys", "backward_rows": None}.get(
+        file.removesuffix("_f32"), "queries"
+    )
+    return built(f"portable/{file}.cu", name, 32 * warps, shared, made_for, own, outer=outer)

@@ -223,7 +223,7 @@ def gradients(
     """
     on_cpu = asked.backend in dispatch.ON_CPU
     alike = None if on_cpu else _alike(mine, dout, dlse, tiling, deterministic, trace)
-    if mine.problem.score_mod is not None:
+    if mine.problem.score_mod is not None or mine.bias is not None:
         alike = None
     known = None if alike is None else mine.memo.get(alike)
     if known is None:

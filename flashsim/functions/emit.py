@@ -7,7 +7,7 @@ depends on the query or the key alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from flashsim.functions.graph import (
     Node,
     needed,
 )
+from flashsim.functions.intervals import ranges_of_integers
 
 _CUDA_TYPES = {BOOL: "bool", INT: "int", FLOAT: "float"}
 _ELEMENTS = {
@@ -72,6 +73,13 @@ __device__ __forceinline__ int flash_floordiv(int a, int b) {
 __device__ __forceinline__ int flash_mod(int a, int b) {
     return a - flash_floordiv(a, b == 0 ? 1 : b) * (b == 0 ? 1 : b);
 }
+// A position as a distance from one that many scores share. Both are converted to floats by
+// themselves, so that for constant distances one conversion is left for all of them.
+struct FlashAt {
+    int base, step;
+    __device__ __forceinline__ FlashAt(int base, int step = 0) : base(base), step(step) {}
+    __device__ __forceinline__ operator int() const { return base + step; }
+};
 // A negative index counts from the end; one outside reads the nearest element.
 __device__ __forceinline__ int flash_wrap(int i, int n) {
     if (i < 0) i += n;
@@ -127,12 +135,17 @@ class CudaSource(NamedTuple):
 
 
 def cuda_source(
-    mask: Graph | None = None, score: Graph | None = None, gradients: Collection[str] = ()
+    mask: Graph | None = None,
+    score: Graph | None = None,
+    gradients: Collection[str] = (),
+    extents: Mapping[str, int] | None = None,
 ) -> CudaSource:
     """The device functions of a mask and a score function, either of which may be missing.
 
     A missing mask keeps every score, and a missing score function returns the score. `gradients`
     names the captured arrays of the score function whose gradients `flash_score_grad` adds up.
+    `extents` says how many values b, h, q and k have, if the functions are called with no others:
+    an index that stays inside its array is then read without a check.
     """
     arrays = (*(score.arrays if score else ()), *(mask.arrays if mask else ()))
     first_of_mask = len(score.arrays) if score else 0
@@ -152,25 +165,53 @@ def cuda_source(
         lines.append(f"    {kinds[f.what]} {f.name};  // {arrays[f.array].name}")
     lines += ["    int nothing;" * (not fields), "};"]
 
-    head = (
-        "__device__ __forceinline__ {} {}(const FlashCaptured& c, {}int b, int h, int q, int k) {{"
-    )
-    lines.append(head.format("bool", "flash_mask", ""))
+    functions, per_head = [_HEAD.format("bool", "flash_mask", "")], []
     if mask is None:
-        lines.append("    return true;")
+        functions.append("    return true;")
     else:
-        cuda = _Cuda(mask.nodes, mask.arrays, first_of_mask)
-        lines += [*cuda.statements(), f"    return {cuda.name(mask.root)};"]
-    lines += ["}", head.format("float", "flash_score", "float s, ")]
+        cuda = _Cuda(mask.nodes, mask.arrays, first_of_mask, extents, "m")
+        per_head.append(cuda)
+        functions += [*cuda.statements(), f"    return {cuda.name(mask.root)};"]
+    functions += ["}", _HEAD.format("float", "flash_score", "float s, ")]
     if score is None:
-        lines.append("    return s;")
+        functions.append("    return s;")
     else:
-        cuda = _Cuda(score.nodes, score.arrays, 0)
-        lines += [*cuda.statements(), f"    return {cuda.name(score.root)};"]
-    lines.append("}")
-    lines += _gradient_lines(score, wanted)
+        cuda = _Cuda(score.nodes, score.arrays, 0, extents, "s")
+        per_head.append(cuda)
+        functions += [*cuda.statements(), f"    return {cuda.name(score.root)};"]
+    functions.append("}")
+    functions += _gradient_lines(score, wanted, extents, per_head)
+    lines += [*_head_lines(per_head), *functions]
     text = "\n".join(line for line in lines if line) + "\n"
     return CudaSource(text, tuple(fields), arrays, wanted)
+
+
+#: How a function begins: its type, its name, and further parameters.
+_HEAD = """\
+__device__ __forceinline__ {} {}(const FlashCaptured& c, {}const FlashHead& at, FlashAt q_at,
+                                 FlashAt k_at) {{
+    const int b = at.b, h = at.h, q = q_at, k = k_at;"""
+
+
+def _head_lines(per_head: Iterable[_Cuda]) -> list[str]:
+    """`FlashHead`, a head with the elements that it reads once, and `flash_head`, which does."""
+    members, reads = [], []
+    for cuda in per_head:
+        for n in sorted(cuda.hoisted):
+            members.append(f"    {_CUDA_TYPES[cuda.nodes[n].kind]} {cuda.prefix}{n};")
+        inner = [a for n in cuda.hoisted for a in cuda.nodes[n].args]
+        own = [f"    {text}" for text in cuda.statements(needed(cuda.nodes, inner))]
+        own += [
+            f"        at.{cuda.prefix}{n} = {cuda.expression(cuda.nodes[n])};"
+            for n in sorted(cuda.hoisted)
+        ]
+        reads += ["    {", *own, "    }"]
+    return [
+        *("// A head, with what is read once for it.", "struct FlashHead {", "    int b, h;"),
+        *(*members, "};"),
+        "__device__ __forceinline__ FlashHead flash_head(const FlashCaptured& c, int b, int h) {",
+        *("    FlashHead at;", "    at.b = b, at.h = h;", *reads, "    return at;", "}"),
+    ]
 
 
 #: Adds the lanes' sums of a warp with one atomic per sum. All 32 lanes must call it, for one head.
@@ -182,30 +223,36 @@ _ADD_SUM = """\
     }"""
 
 
-def _gradient_lines(score: Graph | None, wanted: tuple[str, ...]) -> list[str]:
+def _gradient_lines(
+    score: Graph | None,
+    wanted: tuple[str, ...],
+    extents: Mapping[str, int] | None,
+    per_head: list[_Cuda],
+) -> list[str]:
     """`FlashSums`, both forms of `flash_score_grad`, and `flash_add_sums`."""
-    head = (
-        "__device__ __forceinline__ float flash_score_grad(const FlashCaptured& c, {}float s, "
-        "float dout, int b, int h, int q, int k) {{"
-    )
+
+    def begin(more: str) -> str:
+        return _HEAD.format("float", "flash_score_grad", f"{more}float s, float dout, ")
+
     struct = "struct FlashSums {{ {} }};"
     empty = "__device__ __forceinline__ void flash_add_sums("
-    empty += "const FlashCaptured& c, const FlashSums& sums, int b, int h) {"
+    empty += "const FlashCaptured& c, const FlashSums& sums, const FlashHead& at) {"
     if score is None:
-        grad = [head.format(""), "    return dout;", "}"]
-        grad += [head.format("FlashSums&, "), "    return dout;", "}"]
+        grad = [begin(""), "    return dout;", "}"]
+        grad += [begin("FlashSums&, "), "    return dout;", "}"]
         return [struct.format("float nothing = 0.0f;"), *grad, empty, "}"]
     made = adjoints(score, wanted)
-    cuda = _Cuda(made.nodes, made.arrays, 0)
+    roots = [g for _, g in made.reads] + ([] if made.score is None else [made.score])
+    numbers = needed(made.nodes, [*roots, *(n for n, _ in made.reads)])
+    cuda = _Cuda(made.nodes, made.arrays, 0, extents, "g", numbers)
+    per_head.append(cuda)
     depends = Graph(made.nodes, made.root, made.arrays).depends
     fixed = {n for n, _ in made.reads if depends[n] <= {"b", "h"}}
     members = " ".join(f"float v{n} = 0.0f;" for n in sorted(fixed)) or "float nothing = 0.0f;"
     lines = [struct.format(members)]
-    roots = [g for _, g in made.reads] + ([] if made.score is None else [made.score])
-    numbers = needed(made.nodes, [*roots, *(n for n, _ in made.reads)])
     result = f"    return {'0.0f' if made.score is None else cuda.name(made.score)};"
     for kept, extra in ((fixed, "FlashSums& sums, "), (set(), "")):
-        lines += [head.format(extra), *cuda.statements(numbers)]
+        lines += [begin(extra), *cuda.statements(numbers)]
         for n, g in made.reads:
             to = f"c.g{made.nodes[n].value} + {cuda.offset(made.nodes[n])}"
             add = (
@@ -215,7 +262,7 @@ def _gradient_lines(score: Graph | None, wanted: tuple[str, ...]) -> list[str]:
             )
             lines.append(f"    {add}")
         lines += [result, "}"]
-    lines.append(empty)
+    lines += [empty, "    const int b = at.b, h = at.h;"]
     ends = [n for n, _ in made.reads if n in fixed]
     lines += cuda.statements(needed(made.nodes, [a for n in ends for a in made.nodes[n].args]))
     for n in ends:
@@ -251,8 +298,23 @@ def never_negative(nodes: tuple[Node, ...]) -> list[bool]:
 class _Cuda:
     """Statements of CUDA C++ for the nodes of a graph; arrays are numbered from `first`."""
 
-    def __init__(self, nodes: tuple[Node, ...], arrays: tuple[ArraySpec, ...], first: int) -> None:
-        self.nodes, self.arrays, self.first = nodes, arrays, first
+    def __init__(
+        self,
+        nodes: tuple[Node, ...],
+        arrays: tuple[ArraySpec, ...],
+        first: int,
+        extents: Mapping[str, int] | None = None,
+        prefix: str = "",
+        numbers: Iterable[int] | None = None,
+    ) -> None:
+        self.nodes, self.arrays, self.first, self.prefix = nodes, arrays, first, prefix
+        #: Elements that have one value per head, among the nodes that are used.
+        self.hoisted = {
+            n
+            for n in (range(len(nodes)) if numbers is None else numbers)
+            if nodes[n].op == "load" and self._per_head(n)
+        }
+        self.ranges = {} if extents is None else ranges_of_integers(nodes, extents)
         self.positive = never_negative(nodes)
 
     def statements(self, numbers: Iterable[int] | None = None) -> list[str]:
@@ -261,12 +323,14 @@ class _Cuda:
         return [
             f"    const {_CUDA_TYPES[self.nodes[n].kind]} v{n} = {self.expression(self.nodes[n])};"
             for n in numbers
-            if self.nodes[n].op not in ("arg", "const")
+            if self.nodes[n].op not in ("arg", "const") and n not in self.hoisted
         ]
 
     def name(self, n: int) -> str:
         """The text that stands for a node's value."""
         node = self.nodes[n]
+        if n in self.hoisted:
+            return f"at.{self.prefix}{n}"
         if node.op == "arg":
             return "s" if node.value == SCORE else str(node.value)
         return _literal(node) if node.op == "const" else f"v{n}"
@@ -277,7 +341,10 @@ class _Cuda:
         if op == "load":
             return self._load(node)
         if op == "cast":
-            return f"({_CUDA_TYPES[node.kind]}){args[0]}"
+            distance = self._distance(node) if node.kind == FLOAT else None
+            return distance or f"({_CUDA_TYPES[node.kind]}){args[0]}"
+        if op == "mul" and node.kind == FLOAT and (product := self._times_distance(node)):
+            return product
         if op in ("and", "or"):
             return f"{args[0]} {'&' if op == 'and' else '|'} {args[1]}"
         if op == "not":
@@ -301,6 +368,55 @@ class _Cuda:
             return f"{args[0]} {_INFIX[op]} {args[1]}"
         return f"{_CUDA_CALLS[op]}({', '.join(args)})"
 
+    def _distance(self, node: Node) -> str | None:
+        """A sum or a difference of positions, or its absolute value, as a float (see FlashAt).
+
+        None for other integers. Positions are below 2^24, so the sum is exact.
+        """
+        if self.nodes[node.args[0]].op == "abs":
+            of = self._distance(self.nodes[node.args[0]])
+            return of and f"fabsf({of})"
+        parts = self._parts(node.args[0])
+        return parts and f"{parts[0]} + {parts[1]}"
+
+    def _times_distance(self, node: Node) -> str | None:
+        """A distance times a factor that has one value per head, which takes one multiply-add."""
+        for a, other in (node.args, node.args[::-1]):
+            if self.nodes[a].op == "cast" and self._per_head(other):
+                parts = self._parts(self.nodes[a].args[0])
+                if parts:
+                    factor = self.name(other)
+                    return f"{factor} * {parts[0]} + {factor} * {parts[1]}"
+        return None
+
+    def _per_head(self, n: int) -> bool:
+        """Whether a node has one value per head."""
+        node = self.nodes[n]
+        if node.op == "arg":
+            return node.value in ("b", "h")
+        return all(self._per_head(a) for a in node.args)
+
+    def _parts(self, n: int) -> tuple[str, str] | None:
+        """A distance as floats: what many scores share, and what is left."""
+        base, step = self._part(n, "base"), self._part(n, "step")
+        if base is None or step is None or "_at" not in step:
+            return None
+        return f"(float)({base})", f"(float)({step})"
+
+    def _part(self, n: int, part: str) -> str | None:
+        """The bases or the steps of a sum of positions and constants; None for other nodes."""
+        node = self.nodes[n]
+        if node.op == "arg" and node.value in ("q", "k"):
+            return f"{node.value}_at.{part}"
+        if node.op == "const" and node.kind == INT:
+            return _literal(node) if part == "base" else "0"
+        if node.op not in ("add", "sub", "neg") or node.kind != INT:
+            return None
+        args = [self._part(a, part) for a in node.args]
+        if None in args:
+            return None
+        return f"-({args[0]})" if node.op == "neg" else f"({args[0]} {_INFIX[node.op]} {args[1]})"
+
     def _divided(self, node: Node, args: list[str]) -> str:
         a, b = args
         if node.kind == FLOAT:
@@ -322,7 +438,10 @@ class _Cuda:
         for axis, a in enumerate(node.args):
             n = f"c.a{number}_n{axis}"
             v = self.name(a)
+            low, high = self.ranges.get(a, (-1, -1))
             i = f"min({v}, {n} - 1)" if self.positive[a] else f"flash_wrap({v}, {n})"
+            if low >= 0 and high < self.arrays[node.value].shape[axis]:
+                i = v
             text = f"(long long){i}" if not text else f"({text} * {n} + {i})"
         return text.removeprefix("(long long)") if len(node.args) == 1 else text or "0"
 

@@ -126,6 +126,31 @@ class Bounds:
         return table, None, None
 
 
+def ranges_of_integers(
+    nodes: tuple[Node, ...], extents: Mapping[str, int]
+) -> dict[int, tuple[int, int]]:
+    """The least and greatest value of each integer node, whatever the captured arrays hold.
+
+    `extents` says how many values b, h, q and k have.
+    """
+    found: list[Interval] = []
+    with np.errstate(all="ignore"):
+        for node in nodes:
+            if node.op == "arg" and node.value in extents:
+                found.append((np.asarray(0), np.asarray(extents[node.value] - 1)))
+            elif node.op == "const":
+                value = np.asarray(node.value, np.float64 if node.kind == FLOAT else np.int64)
+                found.append((value, value))
+            elif node.op in ("arg", "load"):
+                found.append(_unknown(node, ()))
+            else:
+                args = [found[a] for a in node.args]
+                found.append(_bounds(node, args, [nodes[a].kind for a in node.args]))
+    return {
+        n: (int(found[n][0]), int(found[n][1])) for n, node in enumerate(nodes) if node.kind == INT
+    }
+
+
 def _corners(function: Callable[..., Any], a: Interval, b: Interval) -> Interval:
     """Bounds of an operation that is monotonic in each argument: those of its four corners."""
     of = [function(x, y) for x in a for y in b]

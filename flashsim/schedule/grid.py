@@ -129,17 +129,23 @@ class Grid:
 
     def sequence_of_row(self, i: int) -> Segment:
         """The packed sequence that row tile i belongs to."""
-        return self.problem.sequences[int(self._sequence_numbers[i])]
+        return self.problem.sequences[int(self.sequence_of_rows[i])]
 
     @cached_property
-    def _sequence_numbers(self) -> np.ndarray:
+    def sequence_of_rows(self) -> np.ndarray:
+        """int64 (T_r,): the number of the packed sequence that each row tile belongs to."""
         return np.repeat(np.arange(len(self.problem.sequences)), np.diff(self._edges[2]))
+
+    @cached_property
+    def sequence_of_cols(self) -> np.ndarray:
+        """int64 (T_c,): the number of the packed sequence that each column tile belongs to."""
+        return np.repeat(np.arange(len(self.problem.sequences)), np.diff(self._edges[3]))
 
     @cached_property
     def key_counts(self) -> np.ndarray:
         """int64 (T_r,): the number of keys in the sequence of each row tile."""
         lengths = np.array([s.k_stop - s.k_start for s in self.problem.sequences])
-        return lengths[self._sequence_numbers]
+        return lengths[self.sequence_of_rows]
 
     def queries(self, i: int) -> np.ndarray:
         """The query that each row of row tile i belongs to, as packed indices."""
@@ -159,7 +165,7 @@ class Grid:
 
         A tile with fewer rows or columns than the largest one repeats its last ones.
         """
-        p, s = self.problem, self._sequence_numbers[i]
+        p, s = self.problem, self.sequence_of_rows[i]
         starts = np.array([(x.q_start, x.k_start, x.offset) for x in p.sequences])[s]
         rows, cols = self.rows[i].astype(np.int64), self.cols[j].astype(np.int64)
         high, wide = (int((t[:, 1] - t[:, 0]).max(initial=0)) for t in (rows, cols))

@@ -17,7 +17,7 @@ from flashsim.problem import oracle
 pytest.importorskip("cupy")  # cupy_checks wants it; nothing here does
 import emulator
 from compiled import thorough
-from cupy_checks import FEATURES, budget, check_lse, make, options
+from cupy_checks import FEATURES, budget, check_lse, hardware_tanh, make, options
 from test_cuda_kernels import H200
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
@@ -66,7 +66,8 @@ def compare(
         got = arrays[name][..., : true[name].shape[-1]].astype(np.float64)
         assert np.abs(got - true[name]).max() <= budget(true[name], rough[name], p), name
         assert not arrays[name][..., true[name].shape[-1] :].astype(bool).any(), "padding"
-    check_lse(arrays["lse"], exact[1], plain[1] if family is TF32 else exact[1])
+    coarse = family is TF32 or hardware_tanh(p)
+    check_lse(arrays["lse"], exact[1], plain[1] if coarse else exact[1])
     result = flashsim.run(
         *inputs[0],
         algorithm=algorithm,

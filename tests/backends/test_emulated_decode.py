@@ -63,6 +63,8 @@ def launch(machine, case, x, splits=None, gpu=H200, runs=1, reports=None):
     blocks = len(made.items) * p.kv_heads * made.row_tiles
     held["item_counts"] = np.zeros((blocks, decode.SLOTS), np.uint32)
     record = decode.record(made, held["table"].shape[1], len(held["k"]))
+    functions = emulator.read_by_functions(p, x)
+    emulator.fill_in(record, made.kernel, p, functions)
     for name, array in held.items():
         if name in decode_kernels.TENSORS:
             strides = (s // array.itemsize for s in array.strides[:3])

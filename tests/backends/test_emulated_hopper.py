@@ -21,7 +21,7 @@ pytest.importorskip("cupy")  # as test_emulated
 import emulator
 import test_emulated
 from compiled import thorough
-from cupy_checks import ROOMY, budget, check_lse, make, options
+from cupy_checks import ROOMY, budget, check_lse, hardware_tanh, make, options
 from test_cuda_kernels import H200
 
 pytestmark = test_emulated.pytestmark
@@ -89,10 +89,11 @@ def compare_forward(name, kind="normal"):
     passes = HOPPER.forward_passes(p, None, GPU, "ascending", "counts")
     arrays, stages = emulator.run_forward(test_emulated.HOPPER, passes, p, x)
     inputs = [x[name] for name in "qkv"]
-    (true, lse), (rough, _) = (oracle.attention(*inputs, p, dtype=t) for t in ("float64", p.dtype))
+    exact, plain = (oracle.attention(*inputs, p, dtype=t) for t in ("float64", p.dtype))
+    (true, lse), (rough, rough_lse) = exact, plain
     got = arrays["o"][..., : p.head_dim_v].astype(np.float64)
     assert np.abs(got - true).max() <= budget(true, rough, p)
-    check_lse(arrays["lse"], lse, lse)
+    check_lse(arrays["lse"], lse, rough_lse if hardware_tanh(p) else lse)
     schedule = passes[0].tables.schedule
     given = {"device": ROOMY, "trace": True, "tiling": schedule.tiling, **options(p)}
     (simulated,) = flashsim.run(*inputs, **given).trace.stages

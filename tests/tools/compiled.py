@@ -44,7 +44,7 @@ def source(kernel):
     """A kernel's text with its headers in place."""
     from flashsim.backends.kernels import nvrtc as compiler
 
-    return compiler.source(kernel.file)
+    return compiler.text(kernel)
 
 
 def compiled(kernel, options, text=None):

@@ -16,6 +16,7 @@
 using u32 = unsigned int;
 using u64 = unsigned long long;
 struct alignas(8) float2 { float x, y; };
+struct alignas(8) int2 { int x, y; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) int4 { int x, y, z, w; };
@@ -53,6 +54,8 @@ inline u32 atomicInc(u32* to, u32 last) {
 inline u32 atomicAdd(u32* to, u32 x) { return *to += x, *to - x; }
 inline float atomicAdd(float* to, float x) { const float old = *to; *to = old + x; return old; }
 inline void __threadfence() {}
+inline float __log2f(float x) { return log2f(x); }
+inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 template <class T>
 T __ldcg(const T* from) { return *from; }
 void __syncthreads();
@@ -92,6 +95,7 @@ void ptx_cp_async_wait_group(int left);
 void ptx_ld_shared_f32(float& x, u32 at);
 void ptx_ld_shared_v2_f32(float& x, float& y, u32 at);
 void ptx_red_global_add_v4_f32(float* to, float a, float b, float c, float d);
+inline void ptx_red_global_add_v2_f32(float* to, float a, float b) { to[0] += a, to[1] += b; }
 void ptx_mov_u64(u64& t);
 void ptx_mov_u32(u32& t);
 void ptx_ex2_approx_ftz_f32(float& y, float x);
@@ -99,6 +103,13 @@ void ptx_cvt_rn_bf16x2_f32(u32& r, float high, float low);
 void ptx_cvt_rn_f16x2_f32(u32& r, float high, float low);
 void ptx_mov_b32(float& low, float& high, u32 x);
 void ptx_cvt_rna_tf32_f32(u32& r, float x);
+inline void ptx_cvt_f32_f16(float& y, unsigned short x) { y = float(bits<_Float16>(x)); }
+// As wrong as the hardware may be, a relative 2^-11, up or down by a bit of x.
+inline void ptx_tanh_approx_f32(float& y, float x) {
+    y = tanhf(x);
+    y *= bits<u32>(x) & 8 ? 1 + 1.0f / 2048 : 1 - 1.0f / 2048;
+    y = y > 1 ? 1 : y < -1 ? -1 : y;
+}
 void ptx_ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32& a, u32& b, u32& c, u32& d, u32 at);
 void ptx_ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32& a, u32& b, u32& c, u32& d, u32 at);
 void ptx_mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(

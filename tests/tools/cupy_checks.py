@@ -278,6 +278,11 @@ def check_lse(got, exact, plain):
     np.testing.assert_allclose(got[seen], exact[seen], rtol=2e-6, atol=2e-5 + off)
 
 
+def hardware_tanh(problem):
+    """Whether kernels cap scores with the hardware's tanh, so that the LSE is rounded, too."""
+    return bool(problem.softcap) and problem.dtype == "bfloat16"
+
+
 class Truth:
     """A problem's inputs, the float64 oracle's results, and plain attention's in the same type."""
 
@@ -312,7 +317,8 @@ def check(problem, family=PORTABLE, tiling=None, backward_tiling=None, kind="nor
     assert result.lse.dtype == np.float32
     assert result.kernel == family.kernel + (", tf32" if tf32 else "")
     within(result.out, truth.out, truth.plain, p, "out")
-    check_lse(result.lse, truth.lse, truth.plain_lse if tf32 else truth.lse)
+    rounded = tf32 or hardware_tanh(truth.problem)
+    check_lse(result.lse, truth.lse, truth.plain_lse if rounded else truth.lse)
     for form in family.forms_of(problem):
         given = {"dlse": truth.x.get("dlse"), "tiling": backward_tiling}
         grads = gradients(result, truth.x["dout"], form, **given)

@@ -19,6 +19,7 @@ import numpy as np
 
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch import kernel as launch
+from flashsim.backends.launch.functions import sources_of
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.backends.reports import counts
@@ -40,7 +41,7 @@ _FLAGS = ("-std=c++17", "-w", "-fPIC", "-U_FORTIFY_SOURCE")
 _ASM = re.compile(
     r'\basm\s*(?:volatile\s*)?\(((?:"[^"]*"|[^()"]|\((?:[^()]|\([^()]*\))*\))*)\)\s*;'
 )
-_OPERAND = re.compile(r'"[=+]?[rlfn]"\s*\(((?:[^()]|\([^()]*\))*)\)')
+_OPERAND = re.compile(r'"[=+]?[rlfnh]"\s*\(((?:[^()]|\([^()]*\))*)\)')
 #: What stands before the instruction that counts; wgmma's, whose operands say how large it is.
 _BEFORE = re.compile(r"\\n|\{|\.reg \.\w+ \w+;|setp\.[^;]*;|\"\s*\"")
 _SHAPE = re.compile(r"\.m64n\d+k16")
@@ -124,7 +125,7 @@ class Emulator:
         self.arch = arch
 
     def source(self, file: str) -> str:
-        """What is compiled for a kernel's file."""
+        """The source of a kernel's file."""
         return nvrtc.source(file)
 
     def load(self, kernel: Kernel) -> ctypes.CDLL:
@@ -134,6 +135,8 @@ class Emulator:
         defines.append(f"-D__CUDA_ARCH__={self.arch}")
         args = "DecodeArgs" if kernel.name.startswith("flash_decode") else "Args"
         source, passed = self.source(kernel.file), "x.a"
+        if kernel.functions is not None:
+            source = kernel.functions.text + source
         if kernel.boxes:
             maps, source = len(kernel.boxes), f'#include "{HOPPER_HEADER}"\n{source}'
             passed = ", ".join([*(f"x.maps[{n}]" for n in range(maps)), "x.a", "x.counter"])
@@ -159,13 +162,19 @@ class Emulator:
         for first in one.before:
             self.launch(first, arrays)
         p, tables = one.tables.schedule.problem, one.tables
-        record = np.zeros((), launch.ARGS)
+        record = np.zeros((), one.kernel.args)
         reports = {
             "visit_counts": np.zeros((p.batch * p.heads, tables.n_visits, launch.SLOTS), "u4"),
             "tile_counts": np.zeros((one.walks, tables.tiles, launch.SLOTS), "u4"),
         }
         held = {name: getattr(tables, name) for name in launch.TABLES}
+        fill_in(record, one.kernel, p, arrays)
+        if "starts" in record.dtype.names:
+            starts = tables.starts
+            record["starts"] = starts.ctypes.data
         for name, array in {**arrays, **held, **reports}.items():
+            if of_functions(name):
+                continue
             if name in launch.TENSORS:
                 strides = (s // array.itemsize for s in array.strides[:3])
                 record[name] = (array.ctypes.data, *strides)
@@ -181,6 +190,20 @@ class Emulator:
         if not dict(one.kernel.constants)["FS_TRACE"]:
             return None
         return counts.stage_trace(one.stage, tables.schedule, *reversed(reports.values()))
+
+
+def fill_in(
+    record: np.ndarray, kernel: Kernel, problem: Problem, arrays: dict[str, np.ndarray]
+) -> None:
+    """What functions and sinks need of a kernel's argument: see `read_by_functions`."""
+    if kernel.functions is not None:
+        source = sources_of(problem)[kernel.functions.sums]
+        data = [arrays[f"captured{n}"].ctypes.data for n in range(len(source.arrays))]
+        to = [arrays[f"d:{n}"].ctypes.data for n in source.gradients]
+        packed = source.pack(data, to).tobytes()
+        record["captured"] = packed.ljust(kernel.functions.captured_bytes, b"\0")
+    if kernel.sinks:
+        record["sinks"] = arrays["sinks"].ctypes.data
 
 
 def _with_maps(one: KernelPass, arrays: dict[str, np.ndarray], args: np.ndarray) -> np.ndarray:
@@ -257,9 +280,26 @@ def run_forward(
     """The forward pass of q, k, v: all arrays, padded, and each stage's events."""
     p = problem
     arrays = {name: padded(x[name]) for name in ("q", "k", "v")}
+    arrays |= read_by_functions(p, x)
     arrays["o"] = unwritten(p, p.heads, p.n_q, p.head_dim_v)
     arrays["lse"] = unwritten(p, p.heads, p.n_q, 0)
     return arrays, [emulator.launch(one, arrays) for one in passes]
+
+
+def of_functions(name: str) -> bool:
+    """Whether an array is one of `read_by_functions`."""
+    return name.startswith(("captured", "d:")) or name == "sinks"
+
+
+def read_by_functions(problem: Problem, x: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The captured arrays of a score function ("captured", in order) and of a mask; sinks."""
+    of_mask = () if problem.mask_mod is None else problem.mask_mod.arrays
+    held = {f"captured{n}": array for n, array in enumerate((*x.get("captured", ()), *of_mask))}
+    shapes = (
+        {} if problem.score_mod is None else {a.name: a.shape for a in problem.score_mod.arrays}
+    )
+    held |= {f"d:{name}": np.zeros(shapes[name], np.float32) for name in problem.score_grads}
+    return held | ({"sinks": x["sinks"]} if problem.sinks else {})
 
 
 def run_backward(

@@ -26,9 +26,9 @@ constexpr bool START = !FS_SCALED;
 // since wgmma_wait counts up to 7 groups.
 constexpr int SLICE = BLOCK_Q == 128 ? 32 : 16, SLICES = BLOCK_Q / SLICE;
 // Where a visit's exponentials take longer than dP, which is then waited for in their middle.
-constexpr bool HALFWAY = BLOCK_Q == 128 && !FS_ONCE;
+constexpr bool HALFWAY = BLOCK_Q == 128 && !FS_ONCE && !FS_SCORE_LATE;
 // dK of a visit is waited for in the next one, where registers allow for that.
-constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP;
+constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP && !FS_SCORE_MOD;
 // Where the next visit's scores start is loaded while this one's last products run: of so many rows
 // that takes long. (Where dP starts, too, has no registers, or at 32 columns is slower; so is this
 // there under a mask.)
@@ -47,6 +47,7 @@ constexpr int DQ_ROWS = SPLIT_COLUMNS ? BLOCK_Q : BLOCK_Q / 2;
 [[maybe_unused]] constexpr int DQ_FLOATS = UPRIGHT ? 16 : DQ_ROWS / 2;
 __device__ inline int dq_row(int g) { return SPLIT_COLUMNS ? 0 : DQ_ROWS * g; }
 __device__ inline int dq_column(int g, int box) { return (SPLIT_COLUMNS ? 64 * g : 0) + 32 * box; }
+static_assert(!UPRIGHT || DQ_ROWS == 64, "the rows of a product");
 static_assert((D == 64 || D == 128) && COLUMNS <= D, "");
 static_assert(BLOCK_Q % 16 == 0 && WARPGROUPS == 2 && DQ_ROWS % 8 == 0, "");
 // dS^T in shared memory: a row is a key, DS_WIDE queries to a chunk (ptx.cuh).
@@ -58,6 +59,7 @@ constexpr int DS_WIDE = BLOCK_Q % 64 ? 16 : 64;
 [[maybe_unused]] constexpr int ROW_OF_THREADS = 128 * WARPGROUPS * 4;
 static_assert(FS_CLUSTER == 1 || !(FS_ORDERED || FS_TIMELINE), "items have one block there");
 static_assert(!FS_ONCE || (FS_FUSED && !FS_ORDERED && !FS_SOFTCAP && BLOCK_Q % 32 == 0), "");
+static_assert(!FS_ONCE || !FS_SCORE_MOD, "delta is no sum of what it has");
 static_assert(FS_ONCE || !FS_DLSE, "delta has it already");
 static_assert(!FS_ONCE || !FS_DEFERRED, "no visit follows in which dQ would be computed");
 static_assert(D * ROW_OF_THREADS <= 2 * (2 * BLOCK_K + 2 * STAGES * BLOCK_Q) * D, "room for both");
@@ -134,9 +136,35 @@ __device__ __forceinline__ void issue_grad(float (&acc)[COLUMNS / 2],
 
 #include "dq_of_keys.cuh"
 
+#if FS_FUSED
+// The queries of dS^T that make warpgroup g's piece of dQ; they may begin inside a chunk.
+__device__ __forceinline__ const u16* piece_of_ds(
+    const u16 (&ds)[BLOCK_Q / DS_WIDE][BLOCK_K * DS_WIDE], int g) {
+    const int first = SPLIT_COLUMNS ? 0 : g * DQ_ROWS;
+    return &ds[first / DS_WIDE][first % DS_WIDE];
+}
+#endif
+
+#if FS_SCORE_MOD
+// P of the slice of queries from the one numbered `first`, rounded; see `probability`.
+__device__ __forceinline__ void make_slice(u32 (&P)[BLOCK_Q / 16][4], float (&S)[BLOCK_Q / 2],
+                                           const Args& a, const Item& it, const Head& at, bool masked,
+                                           bool exact, float factor, const float* lse, int first,
+                                           int key, int query) {
+    float p[SLICE / 2], scores[SLICE / 2];
+#pragma unroll
+    for (int e = 0; e < SLICE / 2; ++e) scores[e] = S[first / 2 + e];
+    probabilities(p, scores, a, it, at, masked, exact, factor, lse + first, key, query + first);
+#pragma unroll
+    for (int e = 0; e < SLICE / 2; ++e) S[first / 2 + e] = scores[e];
+#pragma unroll
+    for (int e = 0; e < SLICE / 2; e += 2)
+        P[(first / 2 + e) / 8][(first / 2 + e) / 2 % 4] = pack(p[e], p[e + 1]);
+}
+#endif
+
 __device__ void consume(OnChip& s, const Args& a, int g) {
-    const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
-    [[maybe_unused]] const float uncap = 1.0f / a.softcap;
+    const float to_log2 = exponent_factor(a);
     const int lane = threadIdx.x % 32;
     const bool speaks = lane == 0;  // for its warp
     const int kv_heads = a.heads / a.group;
@@ -170,6 +198,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         Step step;
         const int steps = step.begin(a, it, visits.count);
         float S[BLOCK_Q / 2];
+#if FS_SCORE_LATE
+        FlashSums sums;  // of one query head
+#endif
         if (EARLY) {
             if (steps > 0) wait(&s.full[ring.stage], ring.parity);
             load_rows(S, s.lse[ring.stage]);
@@ -204,8 +235,17 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             pin(S);
             stamp(stamps, 2);
             // -- P^T = exp2(c S^T), under dP; dV += P^T dO, slice by slice ------------------------
+#if FS_FLEX
+            const Head at = head_of(a, it, step);
+            const int query = it.base + visit.tile * BLOCK_Q + fragment_column();
+            const bool exact = is_exact(it, it.base + visit.tile * BLOCK_Q);
+#if !FS_SCORE_MOD
+            drop_scores(S, a, it, at, visit.masked, exact, key, query);
+#endif
+#else
             shape_scores(S, a, it, visit.masked, key,
                          it.base + visit.tile * BLOCK_Q + fragment_column());
+#endif
             // ptxas would put the multiplications of all slices before the first exponential, which
             // costs where there are many. It does not know that no exponential has a sign: so each
             // slice's factor, which never changes, waits for one of the slice before.
@@ -214,6 +254,11 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             for (int first = 0; first < BLOCK_Q; first += SLICE) {
                 if (HALFWAY) unit |= early & 0x80000000u;
                 const float factor = __uint_as_float(unit);
+#if FS_SCORE_MOD
+                make_slice(P, S, a, it, at, visit.masked, exact, factor, s.lse[stage], first, key,
+                           query);
+                early = __float_as_uint(S[first / 2]);
+#else
 #pragma unroll
                 for (int e = first / 2; e < (first + SLICE) / 2; e += 2) {
                     const float2 lse = START ? float2{0.0f, 0.0f} : query_pair(s.lse[stage], e / 4);
@@ -221,14 +266,15 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                     const float p1 = exp2_approx(S[e + 1] * factor + lse.y);
                     P[e / 8][e / 2 % 4] = pack(p0, p1);
                     if (e == first / 2) early = __float_as_uint(p0);
-#if FS_SOFTCAP  // from here on S is P times the slope of c tanh(x / c), 1 - tanh^2; S may be -inf
-                    const float t0 = fmaxf(S[e] * uncap, -1.0f);
-                    const float t1 = fmaxf(S[e + 1] * uncap, -1.0f);
+#if FS_SOFTCAP  // S is tanh, or -inf; from here on it is P times the cap's slope, 1 - tanh^2
+                    const float t0 = fmaxf(S[e], -1.0f);
+                    const float t1 = fmaxf(S[e + 1], -1.0f);
                     S[e] = p0 * (1.0f - t0 * t0), S[e + 1] = p1 * (1.0f - t1 * t1);
 #else
                     S[e] = p0, S[e + 1] = p1;
 #endif
                 }
+#endif
                 issue_grad(dV, P, s.dout[stage][0], first, SLICE);
                 if (!HALFWAY) continue;
                 if (first + SLICE == BLOCK_Q / 2) wgmma_wait<SLICES / 2>(), pin(dP);  // complete
@@ -244,7 +290,17 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             if (speaks && left == 1) arrive(&s.v_empty);  // the next item's V may come
             stamp(stamps, 3);
 #pragma unroll
-            for (int e = HALFWAY ? BLOCK_Q / 4 : 0; e < BLOCK_Q / 2; ++e) dP[e] *= S[e];
+            for (int e = HALFWAY ? BLOCK_Q / 4 : 0; e < BLOCK_Q / 2; ++e) {
+#if FS_SCORE_LATE
+                const int c = e / 4 * 8 + e % 2, r = e / 2 % 2;
+                const float2 p = unpack(P[e / 8][e / 2 % 4]);
+                dP[e] = function_gradient(a, at, sums, S[e], (e % 2 ? p.y : p.x) * dP[e],
+                                          existing(query, c, it.end),
+                                          existing(key + 8 * r, it.own.stop));
+#else
+                dP[e] *= S[e];
+#endif
+            }
 #if FS_ONCE
             const int warp = threadIdx.x / 32 - 4;
             sum_keys(s.sums[stage][warp], dP);
@@ -283,8 +339,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 named_sync(DS_READY, 128 * WARPGROUPS);
             }
             float dQ[DQ_FLOATS];
-            issue_dq(dQ, s.k[SPLIT_COLUMNS ? g : 0],
-                     s.ds[of][SPLIT_COLUMNS ? 0 : g * DQ_ROWS / DS_WIDE]);
+            issue_dq(dQ, s.k[SPLIT_COLUMNS ? g : 0], piece_of_ds(s.ds[of], g));
             issue_grad(dK, dS, s.q[stage][0], 0, BLOCK_Q);
             wgmma_wait<1>();  // dV and dQ are complete
             pin(dQ);
@@ -314,6 +369,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 pin(dK);
                 if (speaks) arrive(&s.empty[stage]);
             }
+#if FS_SCORE_SUMS
+            if (left == 1 || FS_IN_STEP || step.v == visits.count - 1) add_sums(a, at, sums);
+#endif
             ring.next(STAGES);
             step.next(a, it, visits.count);
             stamp(stamps, 4);
@@ -323,8 +381,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         const int last = ring.stage ^ 1;
         if (DEFERRED) {  // the last visit's dQ
             if (steps > 0) wait(&s.ds_full[last], ring.stage ? ring.parity : ring.parity ^ 1);
-            issue_dq(dQ, s.k[SPLIT_COLUMNS ? g : 0],
-                     s.ds[last][SPLIT_COLUMNS ? 0 : g * DQ_ROWS / DS_WIDE]);
+            issue_dq(dQ, s.k[SPLIT_COLUMNS ? g : 0], piece_of_ds(s.ds[last], g));
         }
 #endif
         wgmma_wait<0>();

@@ -72,7 +72,11 @@ __device__ __forceinline__ void store_keys(u32 at, int x, const float (&S)[BLOCK
 
 // -inf for the scores that the mask drops, if the visit has such.
 __device__ __forceinline__ void mask_scores(float (&S)[BLOCK_K / 2], const Args& a, const Item& it,
-                                            bool masked, int query) {
+                                            bool masked, int query
+#if FS_FLEX
+                                            , const Head& at
+#endif
+                                            ) {
     if (!masked) return;
     const int key = it.own.start + fragment_column();
 #pragma unroll
@@ -83,14 +87,38 @@ __device__ __forceinline__ void mask_scores(float (&S)[BLOCK_K / 2], const Args&
         for (int e = 0; e < BLOCK_K / 2; ++e) {
             const int c = e / 4 * 8 + e % 2;
             if (e / 2 % 2 == r && (c > last || (FS_LEFT && c < first))) S[e] = NEG_INF;
+#if FS_MASK_MOD
+            if (e / 2 % 2 == r && !kept(a, at, existing(query + 8 * r, it.end),
+                                        existing(key + c, it.own.stop)))
+                S[e] = NEG_INF;
+#endif
         }
     }
 }
 
+#if FS_SCORE_MOD
+// P of raw scores, see `probability`.
+template <bool KEPT>
+__device__ __forceinline__ void make_probabilities(float (&P)[BLOCK_K / 2], float (&S)[BLOCK_K / 2],
+                                                   const Args& a, const Item& it, const Head& at,
+                                                   int query, const float (&minus_lse)[2]) {
+    const int first = it.own.start + fragment_column();
+    const Keep keep[2] = {{a, query, it.own.offset, it.own.stop},
+                          {a, query + 8, it.own.offset, it.own.stop}};
+    const FlashAt q[2] = {KEPT ? FlashAt(query) : existing(query, it.end),
+                          KEPT ? FlashAt(query + 8) : existing(query + 8, it.end)};
+#pragma unroll
+    for (int e = 0; e < BLOCK_K / 2; ++e) {
+        const int r = e / 2 % 2, step = e / 4 * 8 + e % 2;
+        const FlashAt k = KEPT ? FlashAt(first, step) : existing(first, step, it.own.stop);
+        P[e] = probability<KEPT>(a, at, S[e], LOG2E, minus_lse[r], q[r], k, keep[r](first + step));
+    }
+}
+#endif
+
 // The warpgroup that makes P, dS and dQ.
 __device__ void make_scores(OnChip& s, const Args& a) {
-    const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
-    [[maybe_unused]] const float uncap = 1.0f / a.softcap;
+    [[maybe_unused]] const float to_log2 = exponent_factor(a);
     const bool speaks = threadIdx.x % 32 == 0;  // for its warp
     // Where this thread's part of P and dS goes (for store_transposed), swizzled.
     const int lane = threadIdx.x % 32, key = lane / 16 * 8 + lane % 8;
@@ -104,6 +132,9 @@ __device__ void make_scores(OnChip& s, const Args& a) {
         Step step;
         const int steps = step.begin(a, it, it.visits.count);
         stamp_item(a, it.walk, it.outer, false);
+#if FS_SCORE_SUMS
+        FlashSums sums;  // of one query head
+#endif
         wait(&s.kv_full, kv_parity);
         kv_parity ^= 1;
 #pragma unroll 1
@@ -112,6 +143,10 @@ __device__ void make_scores(OnChip& s, const Args& a) {
             const int row = fragment_row(), query = it.base + visit.tile * BLOCK_Q + row;
             [[maybe_unused]] const int walk = it.walk * a.group + step.member;  // of the query head
             u64* stamps = visit_stamps(a, i64(walk) * a.n_visits + it.visits.first + step.v);
+#if FS_FLEX
+            const Head at = head_of(a, it, step);
+            [[maybe_unused]] const bool ends = FS_IN_STEP || step.v == it.visits.count - 1;
+#endif
             step.next(a, it, it.visits.count);
             float S[BLOCK_K / 2], dP[BLOCK_K / 2];
             // -- S = Q K^T and dP = dO V^T --------------------------------------------------------
@@ -127,11 +162,25 @@ __device__ void make_scores(OnChip& s, const Args& a) {
             pin(S);
             stamp(stamps, 2);
             // -- P = exp2(c S - lse), under dP ----------------------------------------------------
+#if FS_SCORE_MOD
+            float P[BLOCK_K / 2];
+            if (visit.masked || !is_exact(it, it.base + visit.tile * BLOCK_Q))
+                make_probabilities<false>(P, S, a, it, at, query, lse);
+            else
+                make_probabilities<true>(P, S, a, it, at, query, lse);
+            named_sync(P_FREE, 256);  // the last visit's has been read
+#pragma unroll
+            for (int x = 0; x < BLOCK_K / 16; ++x) store_keys(p_at, x, P);
+#else
 #if FS_SCALED
 #pragma unroll
             for (float& x : S) x = scaled(a, x);
 #endif
+#if FS_FLEX
+            mask_scores(S, a, it, visit.masked, query, at);
+#else
             mask_scores(S, a, it, visit.masked, query);
+#endif
             named_sync(P_FREE, 256);  // the last visit's has been read
 #pragma unroll
             for (int x = 0; x < BLOCK_K / 16; ++x) {
@@ -139,8 +188,8 @@ __device__ void make_scores(OnChip& s, const Args& a) {
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
                     const int e = 8 * x + i;
-#if FS_SOFTCAP  // of c tanh(x / c): 1 - tanh^2; S may be -inf
-                    const float t = fmaxf(S[e] * uncap, -1.0f);
+#if FS_SOFTCAP  // the slope is 1 - tanh^2; S is tanh, or -inf
+                    const float t = fmaxf(S[e], -1.0f);
                     slope[i] = 1.0f - t * t;
 #endif
                     S[e] = exp2_approx(S[e] * to_log2 + lse[i / 2 % 2]);
@@ -151,6 +200,7 @@ __device__ void make_scores(OnChip& s, const Args& a) {
                 for (int i = 0; i < 8; ++i) S[8 * x + i] *= slope[i];
 #endif
             }
+#endif
             fence_async_shared();
             named_arrive(P_FULL, 256);
             // -- dS = P (dP - delta) --------------------------------------------------------------
@@ -165,8 +215,17 @@ __device__ void make_scores(OnChip& s, const Args& a) {
 #pragma unroll
             for (int x = 0; x < BLOCK_K / 16; ++x) {
 #pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    dP[8 * x + i] = S[8 * x + i] * (dP[8 * x + i] + delta[i / 2 % 2]);
+                for (int i = 0; i < 8; ++i) {
+                    const int e = 8 * x + i;
+#if FS_SCORE_SUMS
+                    const int k = it.own.start + fragment_column() + e / 4 * 8 + e % 2;
+                    dP[e] = function_gradient(a, at, sums, S[e], P[e] * (dP[e] + delta[i / 2 % 2]),
+                                              existing(query + i / 2 % 2 * 8, it.end),
+                                              existing(k, it.own.stop));
+#else
+                    dP[e] = S[e] * (dP[e] + delta[i / 2 % 2]);
+#endif
+                }
                 store_keys(ds_at, x, dP);
             }
             fence_async_shared();
@@ -181,6 +240,9 @@ __device__ void make_scores(OnChip& s, const Args& a) {
             stage_columns(&s.dq[0][0], dQ);
             fence_async_shared();
             named_arrive(DQ_FULL, 160);
+#if FS_SCORE_SUMS
+            if (ends || left == 1) add_sums(a, at, sums);
+#endif
             ring.next(STAGES);
             stamp(stamps, 4);
         }

@@ -137,8 +137,7 @@ __device__ __forceinline__ u32 add_columns(float* tile, const float (&dQ)[N], in
 }
 
 __device__ void consume(OnChip& s, const Args& a, int g) {
-    const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
-    [[maybe_unused]] const float uncap = 1.0f / a.softcap;
+    const float to_log2 = exponent_factor(a);
     const bool speaks = threadIdx.x % 32 == 0;  // for its warp
     const int kv_heads = a.heads / a.group;
     Ring ring, slot;
@@ -152,6 +151,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         stamp_item(a, it.walk, it.outer, false);
         Columns dK, dV;
         clear(dK), clear(dV);
+#if FS_SCORE_SUMS
+        FlashSums sums;  // of one query head
+#endif
         wait(&s.kv_full, kv_parity);
         kv_parity ^= 1;
 #pragma unroll 1
@@ -161,6 +163,11 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             [[maybe_unused]] const int walk = it.walk * a.group + next.member;  // of the query head
             [[maybe_unused]] const i64 number = i64(walk) * a.n_visits + it.visits.first + next.v;
             u64* stamps = visit_stamps(a, number);
+#if FS_FLEX
+            const Head at = head_of(a, it, next);
+            const int first = query + QUERIES * g + fragment_column();
+            [[maybe_unused]] const bool ends = FS_IN_STEP || next.v == it.visits.count - 1;
+#endif
             next.next(a, it, it.visits.count);
             float S[QUERIES / 2], dP[QUERIES / 2];
             // -- S^T = K Q^T and dP^T = V dO^T, queued behind what the last visit left running ----
@@ -169,10 +176,15 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             stamp(stamps, 1);
             issue_scores(S, s.k[0], &s.q[stage][0][QUERIES * g * 64]);
             issue_scores(dP, s.v[0], &s.dout[stage][0][QUERIES * g * 64]);
-            float2 lse[QUERIES / 8], delta[QUERIES / 8];  // loaded under the products
+            float2 delta[QUERIES / 8];  // loaded under the products
+#if !FS_SCORE_MOD
+            float2 lse[QUERIES / 8];
+#endif
 #pragma unroll
             for (int j = 0; j < QUERIES / 8; ++j) {
+#if !FS_SCORE_MOD
                 lse[j] = query_pair(&s.lse[stage][QUERIES * g], j);
+#endif
                 delta[j] = query_pair(&s.delta[stage][QUERIES * g], j);
             }
             wgmma_wait<1>();  // S of this visit, dV and dK of the last are complete
@@ -181,12 +193,23 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             if (speaks && step > 0) arrive(&s.empty[ring.stage]);
             stamp(stamps, 2);
             // -- P^T = exp2(c S^T - lse) ----------------------------------------------------------
+#if FS_SCORE_MOD
+            float P[QUERIES / 2];
+            const float* minus_lse = &s.lse[stage][QUERIES * g];
+            probabilities(P, S, a, it, at, visit.masked, is_exact(it, query), to_log2, minus_lse, key,
+                          first);
+            store_scores(s.p[stage], P, g);  // see below
+#else
+#if FS_FLEX
+            drop_scores(S, a, it, at, visit.masked, is_exact(it, query), key, first);
+#else
             shape_scores(S, a, it, visit.masked, key, query + QUERIES * g + fragment_column());
+#endif
             [[maybe_unused]] float slope[QUERIES / 2];
 #pragma unroll
             for (int e = 0; e < QUERIES / 2; ++e) {
-#if FS_SOFTCAP  // of c tanh(x / c): 1 - tanh^2; S may be -inf
-                const float t = fmaxf(S[e] * uncap, -1.0f);
+#if FS_SOFTCAP  // the slope is 1 - tanh^2; S is tanh, or -inf
+                const float t = fmaxf(S[e], -1.0f);
                 slope[e] = 1.0f - t * t;
 #endif
                 S[e] = exp2_approx(S[e] * to_log2 + (e % 2 ? lse[e / 4].y : lse[e / 4].x));
@@ -194,14 +217,22 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             // The other warpgroup may still be reading the other stage's P and dS; with this
             // stage's it was done before it let this one pass the last visit's SCORES_READY.
             store_scores(s.p[stage], S, g);
+#endif
             wgmma_wait<0>();
             pin(dP);
             stamp(stamps, 3);
             // -- dS^T = P^T (dP^T - delta) --------------------------------------------------------
 #pragma unroll
             for (int e = 0; e < QUERIES / 2; ++e) {
+#if FS_SCORE_SUMS
+                dP[e] = P[e] * (dP[e] + (e % 2 ? delta[e / 4].y : delta[e / 4].x));
+                dP[e] = function_gradient(a, at, sums, S[e], dP[e],
+                                          existing(first, e / 4 * 8 + e % 2, it.end),
+                                          existing(key + e / 2 % 2 * 8, it.own.stop));
+#else
                 dP[e] = S[e] * (dP[e] + (e % 2 ? delta[e / 4].y : delta[e / 4].x));
-#if FS_SOFTCAP
+#endif
+#if FS_SOFTCAP && !FS_SCORE_MOD
                 dP[e] *= slope[e];
 #endif
             }
@@ -239,6 +270,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             if (NARROW) bytes += add_columns(tile, dQ.narrow, narrow_column(g), rows);
             report(a.visit_counts + number * 8 + 4, bytes);
 #endif
+#endif
+#if FS_SCORE_SUMS
+            if (ends || step == steps - 1) add_sums(a, at, sums);
 #endif
             stamp(stamps, 4);
         }

@@ -5,6 +5,7 @@
 // of each visit, and their two dQ are added at the end. One producer thread keeps a ring of K and V
 // tiles full. Which tiles are visited is read from the schedule's tables.
 #include "tile_scheduler.cuh"
+#include "flex.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
 constexpr int WARPGROUPS = 2, ROW_GROUPS = BLOCK_Q / 64, STAGES = 2, CHUNKS = D / 64;
@@ -93,9 +94,27 @@ __device__ __forceinline__ void issue_dq(float (&dQ)[COLUMNS / 2], const u32 (&d
     wgmma_commit();
 }
 
+#if FS_SCORE_MOD
+// P times the function's slope, in the place of raw scores.
+template <bool KEPT>
+__device__ __forceinline__ void make_slopes(float (&S)[KEYS / 2], const Args& a, const Item& it,
+                                            const Head& at, int query, int key,
+                                            const float (&lse)[2]) {
+    const Keep keep[2] = {{a, query, it.own.offset, it.end},
+                          {a, query + 8, it.own.offset, it.end}};
+    const FlashAt q[2] = {existing(query, it.own.stop), existing(query + 8, it.own.stop)};
+    const int first = key + fragment_column();
+#pragma unroll
+    for (int e = 0; e < KEYS / 2; ++e) {
+        const int r = e / 2 % 2, step = e / 4 * 8 + e % 2;
+        const FlashAt k = KEPT ? FlashAt(first, step) : existing(first, step, it.end);
+        probability<KEPT>(a, at, S[e], LOG2E, -lse[r], q[r], k, keep[r](first + step));
+    }
+}
+#endif
+
 __device__ void consume(OnChip& s, const Args& a, int g) {
-    const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
-    [[maybe_unused]] const float uncap = 1.0f / a.softcap;
+    [[maybe_unused]] const float to_log2 = exponent_factor(a);
     const bool speaks = threadIdx.x % 32 == 0;                  // one arrival a warp
     const int part = SPLIT_KEYS ? 0 : g, my_key = SPLIT_KEYS ? KEYS * g : 0;
     Ring ring, slot;
@@ -121,6 +140,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         }
 #pragma unroll
         for (int e = 0; e < COLUMNS / 2; ++e) dQ[e] = 0.0f;
+#if FS_FLEX
+        const Head at = head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer);
+#endif
         wait(&s.own_full[part], own_parity);
         own_parity ^= 1;
 #pragma unroll 1
@@ -138,6 +160,10 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             wgmma_wait<1>();
             pin(S);
             stamp(stamps, 2);
+#if FS_SCORE_MOD
+            if (visit.masked) make_slopes<false>(S, a, it, at, query, key, lse);
+            else make_slopes<true>(S, a, it, at, query, key, lse);
+#else
 #if FS_SCALED
 #pragma unroll
             for (int e = 0; e < KEYS / 2; ++e) {
@@ -153,6 +179,12 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #pragma unroll
                     for (int e = 0; e < KEYS / 2; ++e) {
                         const int c = e / 4 * 8 + e % 2;
+#if FS_MASK_MOD
+                        if (e / 2 % 2 == r && !kept(a, at,
+                                                    existing(query + 8 * r, it.own.stop),
+                                                    existing(key + fragment_column() + c, it.end)))
+                            S[e] = NEG_INF;
+#endif
                         if (e / 2 % 2 == r && (c > last || (FS_LEFT && c < first))) S[e] = NEG_INF;
                     }
                 }
@@ -160,13 +192,14 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #pragma unroll
             for (int e = 0; e < KEYS / 2; ++e) {
                 const float p = exp2_approx(S[e] * to_log2 - lse[e / 2 % 2]);
-#if FS_SOFTCAP  // times the slope of c tanh(x / c), 1 - tanh^2; S may be -inf
-                const float t = fmaxf(S[e] * uncap, -1.0f);
+#if FS_SOFTCAP  // S is tanh, or -inf; times the cap's slope, 1 - tanh^2
+                const float t = fmaxf(S[e], -1.0f);
                 S[e] = p * (1.0f - t * t);
 #else
                 S[e] = p;
 #endif
             }
+#endif
             stamp(stamps, 3);
             wgmma_wait<0>();
             pin(dP);

@@ -5,6 +5,7 @@
 // tables. Blocks are persistent: each takes the next item (row tile, head) of the launch's list.
 #include "tile_scheduler.cuh"
 #include "softmax.cuh"
+#include "flex.cuh"
 
 constexpr int D = FS_D, DV = FS_DV, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, STAGES = FS_STAGES;
 constexpr int WARPGROUPS = BLOCK_Q / 64;         // consumers
@@ -121,6 +122,40 @@ __device__ __forceinline__ void rescale(float (&O)[DV / 2], const float (&alpha)
     for (int e = 0; e < DV / 2; ++e) O[e] *= alpha[e / 2 % 2];
 }
 
+#if FS_FLEX
+// The caller's functions of the scores of one tile pair. They are asked at positions that exist: a
+// row or a key past the end takes the last one's, in tiles that are not EXACT. In those that are,
+// positions are at fixed distances, and so are the addresses of what is read at them.
+template <bool EXACT, bool SCORE, bool MASK>
+__device__ __forceinline__ void ask_functions(float (&S)[BLOCK_K / 2], const Args& a,
+                                              const Item& it, const Head& at, int query, int key) {
+    const Keep keep[2] = {{a, query, it.own.offset, it.end}, {a, query + 8, it.own.offset, it.end}};
+#pragma unroll
+    for (int e = 0; e < BLOCK_K / 2; ++e) {
+        const int step = e / 4 * 8 + e % 2, r = e / 2 % 2;
+        const FlashAt q = EXACT ? FlashAt(query, 8 * r) : existing(query, 8 * r, it.own.stop);
+        const FlashAt k = EXACT ? FlashAt(key, step) : existing(key, step, it.end);
+        if (SCORE) S[e] = after_function(a, at, S[e], q, k);
+        if (MASK && !(keep[r](key + step) & kept(a, at, q, k))) S[e] = NEG_INF;
+    }
+}
+
+__device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args& a, const Item& it,
+                                             const Head& at, const Visit& visit, int query) {
+    const int first = it.base + visit.tile * BLOCK_K, key = first + fragment_column();
+#if FS_READS
+    if (first + BLOCK_K > it.end || it.own.start + BLOCK_Q > it.own.stop) {
+        ask_functions<false, true, true>(S, a, it, at, query, key);
+    } else {
+        ask_functions<true, true, false>(S, a, it, at, query, key);
+        if (visit.masked) ask_functions<true, false, true>(S, a, it, at, query, key);
+    }
+#else
+    if (visit.masked) ask_functions<true, true, true>(S, a, it, at, query, key);
+    else ask_functions<true, true, false>(S, a, it, at, query, key);
+#endif
+}
+#else
 // Scales and caps the scores (where the exponent cannot take the scale), masks them (where asked).
 __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args& a, const Item& it,
                                              int v, int query) {
@@ -132,9 +167,10 @@ __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args
 #endif
     mask_scores(S, a, it, v, query);
 }
+#endif
 
 __device__ void consume(OnChip& s, const Args& a, int g) {
-    const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
+    const float to_log2 = exponent_factor(a);
     const int lane = threadIdx.x % 32;
     const bool speaks = lane == 0;                                 // one arrival a warp
     // Named barriers.
@@ -154,6 +190,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #pragma unroll
         for (int e = 0; e < DV / 2; ++e) O[e] = 0.0f;
 
+#if FS_FLEX
+        const Head at = head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer);
+#endif
         wait(&s.q_full[g], q_parity);
         q_parity ^= 1;
         if (n > 0) {
@@ -172,7 +211,11 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 }
                 ring_k.next(STAGES);
                 stamp(visit_stamps(a, first + 0), 2);
+#if FS_FLEX
+                shape_scores(S, a, it, at, it.visits(a, 0), query);
+#else
                 shape_scores(S, a, it, 0, query);
+#endif
                 softmax(S, alpha, to_log2);
                 round_operand(P, S);
                 stamp(visit_stamps(a, first + 0), 3);
@@ -192,6 +235,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 // of v then runs while the tensor cores work on the output and, turn and turn
                 // about, on the other warpgroups' products.
                 float S[BLOCK_K / 2];
+#if FS_FLEX
+                const Visit visit = it.visits(a, v);  // its table is read while products run
+#endif
                 if (TURNS) named_sync(turn, 256);  // the warpgroup before has queued its products
                 issue_scores(S, s.q[g][0], dk);
                 if (RESCALE_LATE) rescale(O, alpha);
@@ -203,7 +249,11 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 if (RELEASE_EARLY && speaks) arrive(&s.k_empty[ring_k.stage]);
                 if (speaks && v == last) arrive(&s.q_empty[g]);  // the next item's Q may come
                 stamp(visit_stamps(a, first + v), 2);
+#if FS_FLEX
+                shape_scores(S, a, it, at, visit, query);
+#else
                 shape_scores(S, a, it, v, query);
+#endif
                 softmax(S, alpha, to_log2);
                 // O is waited for behind both maxima and the first exponentials, when it is about
                 // there; the other exponentials run between the multiplications of O. Left alone
@@ -254,11 +304,19 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             l += __shfl_xor_sync(~0u, l, 2);
             const int row = query + 8 * r;
             const bool exists = row < it.own.stop;
+#if FS_SINKS
+            const float lse = with_sink(a.sinks[head], softmax.m[r] * (to_log2 * LN2), l);
+            if (exists && lane % 4 == 0) {
+                a.lse[i64(it.walk) * a.n_q + row] = lse;
+                lse_bytes += 4;
+            }
+#else
             if (exists && lane % 4 == 0) {
                 a.lse[i64(it.walk) * a.n_q + row] =
                     l == 0.0f ? NEG_INF : softmax.m[r] * (to_log2 * LN2) + __logf(l);
                 lse_bytes += 4;
             }
+#endif
             const float inverse = l == 0.0f ? 0.0f : __fdividef(1.0f, l);
             o_bytes += store_row<ValueRow>(a.o, batch, head, row, O, r, inverse, exists);
         }

@@ -287,6 +287,82 @@ __device__ __forceinline__ float2 query_pair(const float* statistic, int j) {
     return *reinterpret_cast<const float2*>(&statistic[8 * j + fragment_column()]);
 }
 
+#include "flex.cuh"
+#if FS_FLEX
+// The query head of a step.
+__device__ __forceinline__ Head head_of(const Args& a, const Item& it, const Step& step) {
+    const int kv_heads = a.heads / a.group;
+    return head_at(a, it.walk / kv_heads, it.walk % kv_heads * a.group + step.member, it.outer);
+}
+
+// Whether both tiles of a pair that starts at `query` are whole: the positions of its scores exist,
+// at fixed distances. Elsewhere a function that reads arrays gets positions that exist.
+__device__ __forceinline__ bool is_exact(const Item& it, int query) {
+    return !FS_READS || (query + FS_BLOCK_Q <= it.end && it.own.start + FS_BLOCK_K <= it.own.stop);
+}
+
+// -inf for the scores that the masks drop.
+template <bool EXACT, int N>
+__device__ __forceinline__ void drop_masked(float (&S)[N], const Args& a, const Item& it, const Head& at,
+                                            int key, int query) {
+    const KeepColumn keep[2] = {{a, key, it.own}, {a, key + 8, it.own}};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        // Row by row, unless both rows need what is read for a query.
+        const int e = FS_READS ? i : i / 2 % (N / 4) * 4 + i / (N / 2) * 2 + i % 2;
+        const int step = e / 4 * 8 + e % 2, r = e / 2 % 2;
+        const FlashAt q = EXACT ? FlashAt(query, step) : existing(query, step, it.end);
+        const FlashAt k = EXACT ? FlashAt(key, 8 * r) : existing(key, 8 * r, it.own.stop);
+        if (!(keep[r](query + step) & kept(a, at, q, k))) S[e] = NEG_INF;
+    }
+}
+
+// As shape_scores below, with a mask that is a function.
+template <int N>
+__device__ __forceinline__ void drop_scores(float (&S)[N], const Args& a, const Item& it, const Head& at,
+                                            bool masked, bool exact, int key, int query) {
+#if FS_SCALED
+#pragma unroll
+    for (int e = 0; e < N; ++e) S[e] = scaled(a, S[e]);
+#endif
+    if (!masked) return;
+    if (exact) drop_masked<true>(S, a, it, at, key, query);
+    else drop_masked<false>(S, a, it, at, key, query);
+}
+
+#if FS_SCORE_MOD
+// P of raw scores whose rows are keys, see `probability`; `statistic` is the queries' -lse in units
+// of log 2.
+template <bool KEPT, bool EXACT, int N>
+__device__ __forceinline__ void make_probabilities(float (&P)[N], float (&S)[N], const Args& a,
+                                                   const Item& it, const Head& at, float factor,
+                                                   const float* statistic, int key, int query) {
+    const KeepColumn keep[2] = {{a, key, it.own}, {a, key + 8, it.own}};
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+        const float2 lse = query_pair(statistic, e / 4);
+        const int step = e / 4 * 8 + e % 2, r = e / 2 % 2;
+        const FlashAt q = EXACT ? FlashAt(query, step) : existing(query, step, it.end);
+        const FlashAt k = EXACT ? FlashAt(key, 8 * r) : existing(key, 8 * r, it.own.stop);
+        P[e] = probability<KEPT>(a, at, S[e], factor, e % 2 ? lse.y : lse.x, q, k,
+                                 keep[r](query + step));
+    }
+}
+template <int N>
+__device__ __forceinline__ void probabilities(float (&P)[N], float (&S)[N], const Args& a,
+                                              const Item& it, const Head& at, bool masked, bool exact,
+                                              float factor, const float* statistic, int key,
+                                              int query) {
+    if (!exact)
+        make_probabilities<false, false>(P, S, a, it, at, factor, statistic, key, query);
+    else if (masked)
+        make_probabilities<false, true>(P, S, a, it, at, factor, statistic, key, query);
+    else
+        make_probabilities<true, true>(P, S, a, it, at, factor, statistic, key, query);
+}
+#endif
+#endif
+
 // Scales and caps the scores (where the exponent cannot take the scale), masks them (where asked).
 // Queries past the end need none: their statistic is -inf (`produce_statistics`), so that P is 0.
 // `key` and `query` are the first ones of this thread's scores.

@@ -143,9 +143,15 @@ __device__ inline void copy_tile(u16 (&to)[CHUNKS][ELEMENTS], const TensorMap* m
         copy_box(to[c], map, bar, 64 * c, from.row, head, from.batch);
 }
 
-// A raw score, scaled and capped; for where the exponent cannot take the scale (FS_SCALED).
+// A raw score for an exponent that cannot take the scale (FS_SCALED): scaled; or capped, in units of
+// the cap, which the exponent takes.
 __device__ inline float scaled(const Args& a, float score) {
-    return FS_SOFTCAP ? a.softcap * fast_tanh(score * (a.scale / a.softcap)) : score * a.scale;
+    return FS_SOFTCAP ? fast_tanh(score * (a.scale / a.softcap)) : score * a.scale;
+}
+// What turns a score to an exponent in base 2.
+__device__ inline float exponent_factor(const Args& a) {
+    if (FS_SCORE_MOD || (FS_SCALED && !FS_SOFTCAP)) return LOG2E;
+    return (FS_SOFTCAP ? a.softcap : a.scale) * LOG2E;
 }
 
 // Columns that a backward's products take: whole `step`s of the wider head_dim, not whole chunks,

@@ -14,6 +14,7 @@
 // dK, dV, S^T, dP^T in registers; P^T, dS^T there, too, or in shared memory where they cross warps.
 #include "common.cuh"
 #include "mma.cuh"
+#include "scores.cuh"
 
 constexpr int BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, D = FS_D, DV = FS_DV, WARPS = FS_WARPS;
 constexpr int THREADS = 32 * WARPS, STAGES = FS_STAGES;
@@ -160,6 +161,10 @@ flash_dkdv(const __grid_constant__ Args a) {
     };
 #endif
 
+#if FS_SCORE_SUMS
+    FlashSums sums;  // of one query head
+#endif
+
     for (int u = 0; u < total + FS_FUSED; ++u) {  // one step more for the last visit's dQ
         const Visit visit = next;
         const int stage_now = STAGES == 2 ? u % 2 : 0, head_now = first_walk + member;
@@ -232,8 +237,15 @@ flash_dkdv(const __grid_constant__ Args a) {
                     for (int i = 0; i < KT; ++i) mma(p[i][2 * c], p[i][2 * c + 1], ka[i], b);
                 }
             }
-#if FS_SOFTCAP
+#if FS_SCORE_MOD || (FS_FLEX && FS_SOFTCAP)
+            // P times the function's slope, of which dS is made; with FS_SCORE_SUMS the raw score.
+            float slope[KT][CHUNK / 8][4];
+#elif FS_SOFTCAP
             float slope[KT][CHUNK / 8][4];  // d softcap(s) / ds = 1 - tanh^2
+#endif
+#if FS_FLEX
+            const Head at_head =
+                head_at(a, batch, kv_head * a.group + (head_now - first_walk), work.outer);
 #endif
 #pragma unroll
             for (int c = 0; c < CHUNK / 8; ++c) {
@@ -244,6 +256,23 @@ flash_dkdv(const __grid_constant__ Args a) {
                 for (int i = 0; i < KT; ++i)
 #pragma unroll
                     for (int x = 0; x < 4; ++x) {
+#if FS_FLEX
+                        const int key = cols.start + my_keys + i * 16 + x / 2 * 8 + lane / 4;
+                        const int query = rows.start + at + x % 2;
+                        const FlashAt q = existing(query, rows.stop), k = existing(key, cols.stop);
+                        const KeepColumn keep(a, key, cols);
+                        const bool there = query < rows.stop &&
+                                           (!visit.masked ||
+                                            (keep(query) && kept(a, at_head, q, k)));
+                        [[maybe_unused]] const float raw = p[i][c][x];
+                        [[maybe_unused]] const float with_slope = probability_and_slope(
+                            a, at_head, p[i][c][x], to_log2, base[x % 2], q, k, there);
+#if FS_SCORE_SUMS
+                        slope[i][c][x] = raw;
+#elif FS_SCORE_MOD || FS_SOFTCAP
+                        slope[i][c][x] = with_slope;
+#endif
+#else
                         float s = p[i][c][x];
 #if FS_SCALED
                         s *= a.scale;
@@ -253,6 +282,7 @@ flash_dkdv(const __grid_constant__ Args a) {
                         s = a.softcap * y, slope[i][c][x] = 1.0f - y * y;
 #endif
                         p[i][c][x] = exp2_approx(s * to_log2 - base[x % 2]);
+#endif
                     }
             }
             if (q0 == first) STAMP(a.visit_stamps + slot * 5, 2);
@@ -270,7 +300,7 @@ flash_dkdv(const __grid_constant__ Args a) {
                     for (int i = 0; i < KT; ++i) mma(ds[i][2 * c], ds[i][2 * c + 1], va[i], b);
                 }
             }
-            if (visit.masked) {
+            if (!FS_FLEX && visit.masked) {
 #pragma unroll
                 for (int i = 0; i < KT; ++i)
 #pragma unroll
@@ -294,8 +324,21 @@ flash_dkdv(const __grid_constant__ Args a) {
                 for (int i = 0; i < KT; ++i)
 #pragma unroll
                     for (int x = 0; x < 4; ++x) {
+#if FS_SCORE_SUMS
+                        const int key = cols.start + my_keys + i * 16 + x / 2 * 8 + lane / 4;
                         ds[i][c][x] = p[i][c][x] * (ds[i][c][x] - (x % 2 ? delta.y : delta.x));
-#if FS_SOFTCAP
+                        if (p[i][c][x] != 0.0f)
+                            ds[i][c][x] = function_gradient(
+                                a, at_head, sums, slope[i][c][x], ds[i][c][x],
+                                existing(rows.start + at + x % 2, rows.stop),
+                                existing(key, cols.stop));
+#elif FS_SCORE_MOD || (FS_FLEX && FS_SOFTCAP)
+                        const float from = ds[i][c][x] - (x % 2 ? delta.y : delta.x);
+                        ds[i][c][x] = p[i][c][x] == 0.0f ? 0.0f : slope[i][c][x] * from;
+#else
+                        ds[i][c][x] = p[i][c][x] * (ds[i][c][x] - (x % 2 ? delta.y : delta.x));
+#endif
+#if FS_SOFTCAP && !FS_FLEX
                         ds[i][c][x] *= slope[i][c][x];
 #endif
                     }
@@ -324,6 +367,11 @@ flash_dkdv(const __grid_constant__ Args a) {
                 add_dk(q0 + kk * 16, fragment);
             }
         }
+#if FS_SCORE_SUMS
+        if (n == 0 || u + 1 == total)
+            add_sums(a, head_at(a, batch, kv_head * a.group + (head_now - first_walk), work.outer),
+                     sums);
+#endif
         STAMP(a.visit_stamps + slot * 5, 3);
 #if FS_FUSED
         // -- Phase 7: dQ += dS K of the last visit, the other half --------------------------------

@@ -3,6 +3,7 @@
 // one visit; dK, dV, S, dP in registers.
 #include "common.cuh"
 #include "simt.cuh"
+#include "scores.cuh"
 
 constexpr int BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, D = FS_D, DV = FS_DV;
 constexpr int RT = BLOCK_Q / SIDE, CT = BLOCK_K / SIDE;
@@ -38,7 +39,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dkdv(const __grid_co
     report(tile_count + 1, load_tile<ValueRow>(t.V, v, a.v.row, n_cols));
     float dk[CT][D / SIDE] = {}, dv[CT][DV / SIDE] = {};
 
-    for (int member = 0; member < a.group; ++member)  // the query heads that share this key head
+    for (int member = 0; member < a.group; ++member) {  // the query heads that share this key head
+#if FS_FLEX
+        [[maybe_unused]] FlashSums sums;
+#endif
         for (int n = 0; n < walk.count; ++n) {
             const Visit visit = walk(a, n);
             const Range rows = row_tile(a, visit.tile);
@@ -70,10 +74,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dkdv(const __grid_co
 #pragma unroll
                 for (int c = 0; c < CT; ++c) {
                     const int x = tile_x() + c * SIDE;
+#if FS_FLEX
+                    const Head at = head_at(a, batch, head, work.outer);
+                    const FlashAt q_at = existing(rows.start + y, rows.stop);
+                    const FlashAt k_at = existing(cols.start + x, cols.stop);
+                    float slope;
+                    const float from = score(a, s[r][c], &slope);
+                    const float made = of_function(a, at, from, q_at, k_at);
+                    const bool there = y < n_rows && made != NEG_INF &&
+                                       (!visit.masked || (keep(cols.start + x) && kept(a, at, q_at, k_at)));
+                    const float p = there ? expf(made - t.lse[y]) : 0.0f;
+                    t.P[y][x] = p;
+                    float gradient = p * (dp[r][c] - t.delta[y]);
+#if FS_SCORE_MOD
+                    if (p != 0.0f)
+                        gradient = flash_score_grad(a.captured, sums, from, gradient, at.at,
+                                                at.query(q_at), at.key(k_at));
+#endif
+                    t.dS[y][x] = gradient * slope;
+#else
                     float slope, p = expf(score(a, s[r][c], &slope) - t.lse[y]);
                     if (visit.masked && !keep(cols.start + x)) p = 0.0f;
                     t.P[y][x] = p;
                     t.dS[y][x] = p * (dp[r][c] - t.delta[y]) * slope;
+#endif
                 }
             }
             __syncthreads();  // B2: P and dS are complete; a thread reads rows that others wrote
@@ -99,6 +123,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dkdv(const __grid_co
 #endif
             STAMP(a.visit_stamps + slot * 5, 4);
         }
+#if FS_SCORE_SUMS
+        add_sums(a, head_at(a, batch, kv_head * a.group + member, work.outer), sums);
+#endif
+    }
 
     // -- Phase 5: dK *= scale; store dK, dV -------------------------------------------------------
     char* dk_out = a.dk.at(batch, kv_head, cols.start);

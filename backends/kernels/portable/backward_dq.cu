@@ -5,6 +5,7 @@
 // P, dP, dS in registers.
 #include "common.cuh"
 #include "mma.cuh"
+#include "scores.cuh"
 
 constexpr int BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, D = FS_D, DV = FS_DV, WARPS = FS_WARPS;
 constexpr int THREADS = 32 * WARPS, MT = BLOCK_Q / (16 * WARPS), STAGES = FS_STAGES;
@@ -128,6 +129,20 @@ flash_dq(const __grid_constant__ Args a) {
                     for (int c = 0; c < CHUNK / 8; ++c)
 #pragma unroll
                         for (int x = 0; x < 2; ++x) {
+#if FS_FLEX
+                            const Head at_head = head_at(a, batch, head, work.outer);
+                            const int key = cols.start + k0 + c * 8 + lane % 4 * 2 + x;
+                            const FlashAt q = existing(rows.start + r, rows.stop);
+                            const FlashAt k = existing(key, cols.stop);
+                            const bool there = !visit.masked ||
+                                               (keep(key) && kept(a, at_head, q, k));
+                            float& e = p[i][c][h * 2 + x];
+                            const float slope = probability_and_slope(
+                                a, at_head, e, to_log2, base, q, k,
+                                there && rows.start + r < rows.stop);
+                            ds[i][c][h * 2 + x] =
+                                slope == 0.0f ? 0.0f : (ds[i][c][h * 2 + x] - delta) * slope;
+#else
                             float s = p[i][c][h * 2 + x], slope = 1.0f;
 #if FS_SCALED
                             s *= a.scale;
@@ -141,6 +156,7 @@ flash_dq(const __grid_constant__ Args a) {
                                 !keep(cols.start + k0 + c * 8 + lane % 4 * 2 + x))
                                 e = 0.0f;
                             ds[i][c][h * 2 + x] = e * (ds[i][c][h * 2 + x] - delta) * slope;
+#endif
                         }
                 }
             if (k0 == 0) STAMP(visit_stamp + n * 5, 3);

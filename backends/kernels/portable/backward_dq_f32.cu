@@ -3,6 +3,7 @@
 // visit; dQ, S, dP in registers.
 #include "common.cuh"
 #include "simt.cuh"
+#include "scores.cuh"
 
 constexpr int BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, D = FS_D, DV = FS_DV;
 constexpr int RT = BLOCK_Q / SIDE, CT = BLOCK_K / SIDE;
@@ -66,9 +67,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dq(const __grid_cons
 #pragma unroll
             for (int c = 0; c < CT; ++c) {
                 const int x = tile_x() + c * SIDE;
+#if FS_FLEX
+                const Head at = head_at(a, batch, head, work.outer);
+                const FlashAt q_at = existing(rows.start + y, rows.stop);
+                const FlashAt k_at = existing(cols.start + x, cols.stop);
+                float slope;
+                const float from = score(a, s[r][c], &slope);
+                const float made = of_function(a, at, from, q_at, k_at);
+                const bool there = y < n_rows && made != NEG_INF &&
+                                   (!visit.masked || (keep(cols.start + x) && kept(a, at, q_at, k_at)));
+                const float p = there ? expf(made - t.lse[y]) : 0.0f;
+                [[maybe_unused]] FlashSums none;
+                float gradient = p * (dp[r][c] - t.delta[y]);
+#if FS_SCORE_MOD
+                if (p != 0.0f)
+                    gradient = flash_score_grad(a.captured, none, from, gradient, at.at,
+                                                at.query(q_at), at.key(k_at));
+#endif
+                t.dS[y][x] = gradient * slope;
+#else
                 float slope, p = expf(score(a, s[r][c], &slope) - t.lse[y]);
                 if (visit.masked && !keep(cols.start + x)) p = 0.0f;
                 t.dS[y][x] = p * (dp[r][c] - t.delta[y]) * slope;
+#endif
             }
         }
         STAMP(a.visit_stamps + slot * 5, 3);

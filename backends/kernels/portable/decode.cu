@@ -123,6 +123,17 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
         for (int h = 0; h < 2; ++h) m[i][h] = NEG_INF, l[i][h] = 0.0f;
     }
     const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
+#if FS_SINKS
+    // A sink is one more score, without a value: a lane of the sequence's first warp begins with it.
+    if (own.first_tile == 0 && !own.of_all && warp == 0)
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                m[i][h] = a.sinks[own.head(a, i * 16 + h * 8 + lane / 4)] * (LOG2E / to_log2);
+                l[i][h] = lane % 4 == 0 ? 1.0f : 0.0f;
+            }
+#endif
 
     for (int n = 0; n < own.tiles; ++n) {
         STAMP(visit_stamp + n * 5, 0);
@@ -157,6 +168,25 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
                     const float y = s[i][c][x] * a.scale;
                     s[i][c][x] = FS_SOFTCAP ? a.softcap * fast_tanh(y / a.softcap) : y;
                 }
+#endif
+#if FS_FLEX
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int r = min(i * 16 + h * 8 + lane / 4, own.n_rows - 1);
+                const FlashHead at = flash_head(a.captured, own.batch, own.head(a, r));
+                const int query = own.query(a, r);
+#pragma unroll
+                for (int c = 0; c < 2; ++c)
+#pragma unroll
+                    for (int x = 0; x < 2; ++x) {
+                        const int key = min(first + c * 8 + lane % 4 * 2 + x, own.length - 1);
+                        float& y = s[i][c][h * 2 + x];
+#if FS_SCORE_MOD
+                        y = flash_score(a.captured, y, at, query, key);
+#endif
+                        if (!flash_mask(a.captured, at, query, key)) y = NEG_INF;
+                    }
+            }
 #endif
             if (masked) {
 #pragma unroll

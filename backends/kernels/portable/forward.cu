@@ -5,6 +5,7 @@
 // shared, and so l (FS_SUMS_SHARED), which the compiler would spill to memory that lies in HBM.
 #include "common.cuh"
 #include "mma.cuh"
+#include "scores.cuh"
 
 constexpr int BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, D = FS_D, DV = FS_DV, WARPS = FS_WARPS;
 constexpr int THREADS = 32 * WARPS, MT = BLOCK_Q / (16 * WARPS);  // MT 16-row blocks a warp
@@ -113,6 +114,29 @@ flash_forward(const __grid_constant__ Args a) {
         }
         STAMP(visit_stamp + n * 5, 2);
         // -- Phase 3: scale and cap (only where the exponent cannot take the scale), mask ---------
+#if FS_FLEX
+        const Range columns = col_tile(a, visit.tile);
+        const Head at_head = head_at(a, batch, head, work.outer);
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int query = rows.start + (warp * MT + i) * 16 + h * 8 + lane / 4;
+                const FlashAt q = existing(query, rows.stop);
+                const Keep keep(a, query, rows.offset, columns.stop);
+#pragma unroll
+                for (int c = 0; c < BLOCK_K / 8; ++c)
+#pragma unroll
+                    for (int x = 0; x < 2; ++x) {
+                        float& y = s[i][c][h * 2 + x];
+                        const int key = columns.start + c * 8 + lane % 4 * 2 + x;
+                        const FlashAt k = existing(key, columns.stop);
+                        y = after_function(a, at_head, y, q, k);
+                        if (visit.masked && !(keep(key) && kept(a, at_head, q, k)))
+                            y = NEG_INF;
+                    }
+            }
+#else
 #if FS_SCALED
 #pragma unroll
         for (int i = 0; i < MT; ++i)
@@ -140,6 +164,7 @@ flash_forward(const __grid_constant__ Args a) {
                                 s[i][c][h * 2 + x] = NEG_INF;
                 }
         }
+#endif
         // -- Phase 4: m_new = max(m, rowmax S); l, O rescaled; P = exp(S - m_new) -----------------
         // The rescaling comes before the exponentials, so that these can run under the first
         // products of phase 5.
@@ -198,12 +223,19 @@ flash_forward(const __grid_constant__ Args a) {
         float inverse[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float sum = quad_sum(l(i, h));
+            float sum = quad_sum(l(i, h));
+#if FS_SINKS
+            const float lse = with_sink(a.sinks[head], m[i][h] * (to_log2 / LOG2E), sum);
+#endif
             inverse[h] = sum == 0.0f ? 0.0f : 1.0f / sum;
             const int row = rows.start + (warp * MT + i) * 16 + h * 8 + lane / 4;
             if (lane % 4 == 0 && row < rows.stop) {
                 a.lse[i64(work.walk) * a.n_q + row] =
+#if FS_SINKS
+                    lse;
+#else
                     sum == 0.0f ? NEG_INF : m[i][h] * (to_log2 / LOG2E) + logf(sum);
+#endif
                 lse_bytes += 4;
             }
         }

@@ -4,6 +4,7 @@
 // shared memory for one visit; O, m, l, S in registers.
 #include "common.cuh"
 #include "simt.cuh"
+#include "scores.cuh"
 
 constexpr int BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, D = FS_D, DV = FS_DV;
 constexpr int RT = BLOCK_Q / SIDE, CT = BLOCK_K / SIDE;
@@ -64,6 +65,14 @@ flash_forward(const __grid_constant__ Args a) {
 #pragma unroll
             for (int c = 0; c < CT; ++c) {
                 s[r][c] = score(a, s[r][c], nullptr);
+#if FS_FLEX
+                const Head at_head = head_at(a, batch, head, work.outer);
+                const int key = cols.start + tile_x() + c * SIDE;
+                const FlashAt k = existing(key, cols.stop);
+                const FlashAt query = existing(rows.start + row, rows.stop);
+                s[r][c] = of_function(a, at_head, s[r][c], query, k);
+                if (visit.masked && !kept(a, at_head, query, k)) s[r][c] = NEG_INF;
+#endif
                 if (visit.masked && !keep(cols.start + tile_x() + c * SIDE)) s[r][c] = NEG_INF;
                 top = fmaxf(top, s[r][c]);
             }
@@ -93,11 +102,18 @@ flash_forward(const __grid_constant__ Args a) {
     u32 lse_bytes = 0;
 #pragma unroll
     for (int r = 0; r < RT; ++r) {
-        const float sum = row_sum(l[r]);
+        float sum = row_sum(l[r]);
         const int row = tile_y() + r * SIDE;
+#if FS_SINKS
+        const float lse = with_sink(a.sinks[head], m[r], sum);
+#endif
         if (tile_x() == 0 && row < n_rows) {
             a.lse[i64(work.walk) * a.n_q + rows.start + row] =
+#if FS_SINKS
+                lse;
+#else
                 sum == 0.0f ? NEG_INF : m[r] + logf(sum);
+#endif
             lse_bytes += 4;
         }
 #pragma unroll

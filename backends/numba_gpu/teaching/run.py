@@ -14,7 +14,7 @@ from numba import config, cuda
 
 from flashsim.backends import failures
 from flashsim.backends.launch import kernel as launch
-from flashsim.backends.launch.device_tables import Lowered, check, lower
+from flashsim.backends.launch.device_tables import Lowered, check, lower, refuse_functions
 from flashsim.backends.numba_gpu.teaching import kernels as teaching
 from flashsim.backends.numba_gpu.teaching.kernels import TeachingShape
 from flashsim.backends.reports import counts
@@ -83,6 +83,7 @@ def forward(job: Job) -> Outcome:
     """Run the forward pass."""
     p, tiling = job.problem, choose(job.problem, job.tiling, "forward")
     check(p, tiling)
+    refuse_functions(p, "teaching")
     place = _Simulator(job) if simulated() else _Gpu.of(job)
     with place.active():
         call = _Call(job, tiling, place, fused=False)
@@ -109,6 +110,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
     """Run the backward: delta, dkdv and dq, or with "flash2-fused" delta, fused and convert."""
     p, tiling = job.problem, choose(job.problem, job.tiling, "backward")
     check(p, tiling)
+    refuse_functions(p, "teaching")
     fused = job.algorithm == "flash2-fused"
     place = saved["place"]
     place.check("dout", dout, p.dtype)

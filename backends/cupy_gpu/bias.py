@@ -1,0 +1,60 @@
+"""An additive bias as a score function, which is how the kernels take it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from flashsim.engines.engine import Job
+from flashsim.errors import UnsupportedError
+from flashsim.functions.graph import FLOAT, ArraySpec, Builder, Graph
+
+#: The name of the array among those that the score function captures.
+NAME = "the bias argument"
+
+
+def as_function(job: Job, *, gradient: bool = False) -> Job:
+    """The job with its bias as a captured array of its score function, if it has a bias.
+
+    With `gradient` the bias gets one.
+    """
+    p = job.problem
+    if p.bias is None:
+        return job
+    if p.cu_seqlens_q is not None:
+        raise UnsupportedError(
+            "on a GPU packed sequences take no bias; give it as score_mod, whose indices start "
+            "with each sequence, or use backend='simulator' or 'numba'"
+        )
+    graph = _with_bias(p.score_mod, (*p.bias, p.n_q, p.n_kv), p.dtype)
+    wanted = (*p.score_grads, NAME) if gradient else p.score_grads
+    problem = replace(p, bias=None, score_mod=graph, score_grads=wanted)
+    held = [*job.score_arrays, job.bias]
+    return replace(job, problem=problem, score_arrays=tuple(held), bias=None)
+
+
+@lru_cache(maxsize=64)
+def _with_bias(score: Graph | None, shape: tuple[int, ...], dtype: str) -> Graph:
+    """`score`, or nothing, of the score plus a bias; the bias is the last captured array."""
+    arrays = () if score is None else score.arrays
+    made = Builder([], [*arrays, ArraySpec(NAME, shape, dtype)])
+    at = [
+        made.const(0) if size == 1 and name in ("b", "h") else made.arg(name)
+        for name, size in zip(("b", "h", "q", "k"), shape, strict=True)
+    ]
+    total = made.op("add", made.arg("score"), made.cast(made.load(len(arrays), at), FLOAT))
+    if score is None:
+        return made.graph(total, "bias")
+    number: dict[int, int] = {}
+    for n, node in enumerate(score.nodes):
+        is_score = node.op == "arg" and node.value == "score"
+        moved = node._replace(args=tuple(number[a] for a in node.args))
+        number[n] = total if is_score else made.put(moved)
+    return made.graph(number[score.root], score.name)
+
+
+def renamed(found: dict[str, Any]) -> dict[str, Any]:
+    """Gradients with that of the bias under its own name."""
+    name = f"d:{NAME}"
+    return {"dbias" if key == name else key: x for key, x in found.items()}

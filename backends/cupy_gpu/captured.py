@@ -1,0 +1,147 @@
+"""The arrays that a mask or a score function captures, and sinks, on the GPU for one call."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+
+from flashsim.backends.cupy_gpu import arrays
+from flashsim.backends.launch.functions import sources_of
+from flashsim.engines.engine import Job
+from flashsim.functions.graph import ArraySpec
+from flashsim.functions.mask import MaskFunction
+from flashsim.problem.problem import numpy_dtype
+
+
+class Captured(NamedTuple):
+    """What kernels read besides the call's tensors.
+
+    Attributes
+    ----------
+    plain, summing : bytes
+        ``struct FlashCaptured``, for kernels without and with gradients of captured arrays.
+    sinks : int
+        The address of one float32 per query head; 0 without sinks.
+    gradients : dict
+        "d:<name>" of each array that gets a gradient: a float32 array of zeros to add to.
+    keeps : tuple
+        What keeps the memory alive.
+    """
+
+    plain: bytes = b""
+    summing: bytes = b""
+    sinks: int = 0
+    gradients: dict[str, cupy.ndarray] = {}  # noqa: RUF012 (never written to)
+    keeps: tuple[Any, ...] = ()
+
+
+NOTHING = Captured()
+
+
+def captured(job: Job, space: arrays.Space) -> Captured:
+    """The captured arrays of a job, uploaded if they are not on the GPU.
+
+    With `problem.score_grads`, those of a backward pass, it makes arrays for the gradients.
+    """
+    p = job.problem
+    if p.mask_mod is None and p.score_mod is None and not p.sinks:
+        return NOTHING
+    with space.active():
+        sinks = None
+        if p.sinks:
+            sinks = cupy.ascontiguousarray(_on_gpu(job.sinks).astype(np.float32, copy=False))
+        at = 0 if sinks is None else sinks.data.ptr
+        if p.mask_mod is None and p.score_mod is None:
+            return Captured(sinks=at, keeps=(sinks,))
+        score = () if p.score_mod is None else p.score_mod.arrays
+        held = [_typed(x, spec) for x, spec in zip(job.score_arrays, score, strict=True)]
+        if p.mask_mod is not None:
+            held += _of_mask(p.mask_mod, space.device)
+        shapes = {spec.name: spec.shape for spec in score}
+        gradients = {f"d:{name}": cupy.zeros(shapes[name], np.float32) for name in p.score_grads}
+        data = [x.data.ptr for x in held]
+        plain, summing = sources_of(p)
+        totals = [gradients[f"d:{name}"].data.ptr for name in summing.gradients]
+        packed = plain.pack(data).tobytes(), summing.pack(data, totals).tobytes()
+        return Captured(*packed, at, gradients, (*held, sinks))
+
+
+def gradients(
+    job: Job, given: Captured, space: arrays.Space, lse: int, delta: int
+) -> dict[str, Any]:
+    """The gradients of captured arrays and of sinks, in the library of the call's arrays.
+
+    `lse` and `delta` are the addresses of one float32 per row, as the backward's kernels left them.
+    """
+    p, made = job.problem, dict(given.gradients)
+    if p.sinks:
+        shape = (p.batch, p.heads, p.n_q)
+        rows, less = (_at(x, shape, space) for x in (lse, delta))
+        sinks = _at(given.sinks, (1, p.heads, 1), space)
+        made["dsinks"] = -(cupy.exp(sinks - rows) * less).sum(axis=(0, 2))
+    score = () if p.score_mod is None else p.score_mod.arrays
+    types = {f"d:{spec.name}": spec.dtype for spec in score}
+    return {
+        name: _rounded(arrays.as_library_of(job.q, x), types.get(name, "float32"))
+        for name, x in made.items()
+    }
+
+
+def _rounded(array: Any, dtype: str) -> Any:
+    """An array as one of a type given by name."""
+    if arrays.dtype_name(array) == dtype:
+        return array
+    if arrays.is_torch(array):
+        import torch
+
+        return array.to(getattr(torch, dtype))
+    return array.astype(numpy_dtype(dtype))
+
+
+def _at(address: int, shape: tuple[int, ...], space: arrays.Space) -> cupy.ndarray:
+    """A float32 array over memory that others keep alive."""
+    size = 4 * int(np.prod(shape))
+    memory = cupy.cuda.UnownedMemory(address, size, None, space.device)
+    return cupy.ndarray(shape, np.float32, cupy.cuda.MemoryPointer(memory, 0))
+
+
+@lru_cache(maxsize=64)
+def _of_mask(mask: MaskFunction, device: int) -> list[cupy.ndarray]:
+    """A mask's arrays on CuPy's current device, which the schedule was made of: uploaded once."""
+    pairs = zip(mask.arrays, mask.graph.arrays, strict=True)
+    made = [_typed(x, spec) for x, spec in pairs]
+    cupy.cuda.get_current_stream().synchronize()  # other streams may use them from now on
+    return made
+
+
+def _typed(array: Any, spec: ArraySpec) -> cupy.ndarray:
+    """A contiguous array on the GPU whose elements have the type that the kernels read."""
+    if spec.dtype == "bfloat16":
+        if isinstance(array, np.ndarray) and array.dtype == np.float32:  # its values, widened
+            array = (array.view(np.uint32) >> 16).astype(np.uint16)
+        return cupy.ascontiguousarray(_on_gpu(array))
+    return cupy.ascontiguousarray(_on_gpu(array).astype(spec.dtype, copy=False))
+
+
+def _on_gpu(array: Any) -> cupy.ndarray:
+    """An array of any library on CuPy's current device; in place if it is there."""
+    if isinstance(array, np.ndarray):
+        return arrays.upload(np.ascontiguousarray(array))
+    if arrays.is_torch(array):
+        array = array.detach()
+        return arrays.upload(array.numpy()) if array.device.type == "cpu" else _of_torch(array)
+    if hasattr(array, "__cuda_array_interface__"):
+        return cupy.asarray(array)
+    return arrays.upload(np.ascontiguousarray(np.asarray(array)))
+
+
+def _of_torch(tensor: Any) -> cupy.ndarray:
+    """A CUDA tensor as a CuPy array; of bfloat16, which CuPy may lack, its bits."""
+    import torch
+
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    return cupy.from_dlpack(tensor)

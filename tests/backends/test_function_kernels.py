@@ -1,0 +1,383 @@
+"""Masks and scores as functions in the CUDA C++ kernels, without a GPU: results and gradients of
+their own sources on a CPU, registers, what is refused, and that other kernels do not change.
+"""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flashsim import Problem, Tiling
+from flashsim.backends.launch.device_tables import lower
+from flashsim.backends.launch.functions import functions_of
+from flashsim.backends.launch_policy.hopper import HOPPER
+from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
+from flashsim.backends.launch_policy.portable import PORTABLE
+from flashsim.errors import UnsupportedError
+from flashsim.problem import oracle
+from flashsim.schedule.schedule import Schedule
+
+pytest.importorskip("cupy")
+import emulator
+import test_emulated
+import test_emulated_decode
+from compiled import compiled, errors, some, thorough
+from cupy_checks import budget, check_lse, hardware_tanh, make
+from decode_cases import Case
+from gpus import H200
+
+GPU = replace(H200, multiprocessors=2)
+RNG = np.random.default_rng(3)
+slopes = np.linspace(0.05, 0.2, 4, dtype=np.float32)
+table = RNG.normal(size=(4, 1024)).astype(np.float32)
+bias = RNG.normal(size=(300, 300)).astype(np.float16)
+document = np.sort(RNG.integers(0, 3, (2, 512)).astype(np.int32), axis=1)
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+def documents(b, h, q, k):
+    return (q >= k) & (document[b, q] == document[b, k])
+
+
+def dilated(b, h, q, k):  # and rows and columns of tiles without a score
+    return ((q - k) % 7 != 3) & (k // 64 != 1)
+
+
+def late(b, h, q, k):  # the first rows see no key
+    return k + 40 <= q
+
+
+def alibi(s, b, h, q, k):
+    return s + slopes[h] * (k - q)
+
+
+def relative(s, b, h, q, k):
+    return s + table[h, q - k + 512]
+
+
+def biased(s, b, h, q, k):
+    return s + bias[q, k]
+
+
+def capped(s, b, h, q, k):
+    return 3 * np.tanh(s / 3) * (1 + slopes[h])
+
+
+CAPTURED = {
+    alibi: {"slopes": slopes},
+    relative: {"table": table},
+    biased: {"bias": bias},
+    capped: {"slopes": slopes},
+}
+SINKS = np.array([0.3, -1.0, 2.0, 0.0], np.float32)
+
+
+def problem(n_q, n_kv, d, mask=None, score=None, **more):
+    """With gradients of all that the score function captures."""
+    given = {"heads": 4, "kv_heads": 2, "dtype": "bfloat16", **more}
+    wanted = tuple(CAPTURED.get(score, {}))
+    functions = {"mask_mod": mask, "score_mod": score, "score_grads": wanted}
+    return Problem(n_q, n_kv, d, **functions, **given)
+
+
+def forward(p, score, family, machine=test_emulated.HOPPER):
+    """O and LSE within the budget of their type; inputs, and what the kernels held."""
+    captured = tuple(CAPTURED.get(score, {}).values())
+    x = make(p) | {"captured": captured, "sinks": SINKS[: p.heads]}
+    held = {"captured": captured, "sinks": x["sinks"] if p.sinks else None}
+    quiet = replace(p, score_grads=())
+    passes = family.forward_passes(quiet, None, GPU, "ascending", "")
+    arrays, _ = emulator.run_forward(machine, passes, quiet, x)
+    inputs = [x[name] for name in "qkv"]
+    (true, lse), (rough, rough_lse) = (
+        oracle.attention(*inputs, p, dtype=t, **held) for t in ("float64", p.dtype)
+    )
+    got = arrays["o"][..., : p.head_dim_v].astype(np.float64)
+    assert np.abs(got - true).max() <= budget(true, rough, p)
+    tanh = hardware_tanh(p) or (score is capped and p.dtype == "bfloat16")
+    check_lse(arrays["lse"], lse, rough_lse if tanh else lse)
+    return x, arrays, held
+
+
+def compare(p, score, family, algorithm):
+    """Besides, dQ, dK, dV and the gradients of captured arrays."""
+    x, arrays, held = forward(p, score, family)
+    inputs, machine = [x[name] for name in "qkv"], test_emulated.HOPPER
+    passes = family.backward_passes(p, None, GPU, "ascending", "", algorithm)
+    arrays = arrays | emulator.read_by_functions(p, x)
+    fused = algorithm == "flash2-fused"
+    arrays, _ = emulator.run_backward(machine, passes, p, arrays, x, fused=fused)
+    true = oracle.gradients(*inputs, x["dout"], p, **held)
+    rough = oracle.gradients(*inputs, x["dout"], p, dtype=p.dtype, **held)
+    for name in true.keys() - {"dsinks"}:  # which the engine makes of delta
+        got = arrays[name][..., : true[name].shape[-1]].astype(np.float64)
+        assert np.abs(got - true[name]).max() <= budget(true[name], rough[name], p), name
+    return passes
+
+
+#: Every kernel: both warpgroups alike, columns shared, roles; spans and lists of tiles.
+PACKED = {"cu_seqlens_q": (0, 70, 71, 170), "cu_seqlens_k": (0, 100, 103, 200)}
+HOPPER_CASES = {
+    "causal 64": (problem(150, 200, 64, causal), None),
+    "alibi 64": (problem(150, 200, 64, causal, alibi, batch=2), alibi),
+    "relative 128": (problem(150, 200, 128, None, relative), relative),
+    "documents 128": (problem(300, 300, 128, documents, batch=2), None),
+    "dilated 32": (problem(200, 200, 32, dilated, alibi), alibi),
+    "late 64": (problem(200, 250, 64, late, biased), biased),
+    "capped 192": (problem(150, 200, 192, causal, capped), capped),
+    "documents 192": (problem(200, 200, 192, documents), None),
+    "softcap 96": (problem(130, 130, 96, dilated, softcap=3.0), None),
+    "sinks 64": (problem(100, 130, 64, sinks=True, causal=True), None),
+    "packed 64": (problem(170, 200, 64, causal, relative, **PACKED), relative),
+    "packed 128": (problem(170, 200, 128, dilated, **PACKED), None),
+}
+OFTEN = ("alibi 64", "documents 128", "packed 64")
+
+
+@pytest.mark.parametrize("algorithm", ["flash2-fused", thorough("flash2")])
+@pytest.mark.parametrize("name", [n if n in OFTEN else thorough(n) for n in HOPPER_CASES])
+def test_hopper_kernels(name, algorithm):
+    p, score = HOPPER_CASES[name]
+    compare(p, score, HOPPER, algorithm)
+
+
+FAULTS = {
+    "a mask shifted by a key": (
+        "flash_mask(a.captured, at.at, at.query(q), at.key(k))",
+        "flash_mask(a.captured, at.at, at.query(q), at.key({k.base + FAULT, k.step}))",
+    ),
+    "a partial tile taken for a full one": (
+        "if (visit.masked) ask_functions<true, true, true>",
+        "if (visit.masked && !FAULT) ask_functions<true, true, true>",
+    ),
+    "an array read for another head": (
+        "head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer)",
+        "head_at(a, it.walk / a.heads, (it.walk + FAULT) % a.heads, it.outer)",
+    ),
+    "a sink left out of the sum": (
+        "l * mine + exp2_approx((sink - top) * LOG2E)",
+        "l * mine + (FAULT ? 0.0f : exp2_approx((sink - top) * LOG2E))",
+    ),
+}
+FAULTY = emulator.Faulty(900, FAULTS, "hopper/forward.cu")
+
+
+@pytest.mark.parametrize("fault", ["", *FAULTS])
+def test_faults_of_the_forward_are_caught(fault):
+    """The same kernel without a fault passes."""
+    p = problem(130, 130, 64, causal, alibi, sinks=True)
+    FAULTY.seeded = fault
+    if not fault:
+        forward(p, alibi, HOPPER, FAULTY)
+        return
+    with pytest.raises(AssertionError):
+        forward(p, alibi, HOPPER, FAULTY)
+
+
+PORTABLE_CASES = {
+    "alibi 64": (problem(150, 200, 64, causal, alibi, batch=2), alibi),
+    "relative 128": (problem(150, 200, 128, None, relative), relative),
+    "softcap 128": (problem(300, 300, 128, documents, batch=2, softcap=3.0), None),
+    "float32": (problem(100, 130, 64, dilated, capped, dtype="float32"), capped),
+    "late float32": (problem(100, 130, 32, late, biased, dtype="float32"), biased),
+    "packed 64": (problem(170, 200, 64, causal, relative, **PACKED), relative),
+    "packed float32": (problem(170, 200, 32, late, biased, dtype="float32", **PACKED), biased),
+    "sinks float32": (problem(100, 130, 64, sinks=True, causal=True, dtype="float32"), None),
+}
+
+
+@pytest.mark.parametrize("algorithm", ["flash2-fused", thorough("flash2")])
+@pytest.mark.parametrize(
+    "name", [n if n in ("relative 128", "float32") else thorough(n) for n in PORTABLE_CASES]
+)
+def test_portable_kernels(name, algorithm):
+    p, score = PORTABLE_CASES[name]
+    compare(p, score, PORTABLE, algorithm)
+
+
+DECODE_CASES = {
+    "documents, alibi": (problem(3, 300, 64, documents, alibi, batch=2), alibi),
+    "late, biased": (problem(17, 280, 64, late, biased), biased),
+    "sinks": (problem(2, 200, 128, None, relative, sinks=True), relative),
+}
+
+
+@pytest.mark.parametrize("splits", [3, thorough(1)])
+@pytest.mark.parametrize("name", [n if n == "sinks" else thorough(n) for n in DECODE_CASES])
+def test_decoding(name, splits):
+    p, score = DECODE_CASES[name]
+    p = replace(p, score_grads=())
+    captured = tuple(CAPTURED[score].values())
+    x = make(p) | {"captured": captured, "sinks": SINKS[: p.heads]}
+    gpu = replace(H200, compute_capability=(8, 0))  # without clusters
+    case = Case(p, (p.n_kv,) * p.batch)
+    out, lse, *_ = test_emulated_decode.launch(test_emulated_decode.AMPERE, case, x, splits, gpu)
+    inputs, sinks = [x[n] for n in "qkv"], x["sinks"] if p.sinks else None
+    exact, rough = (
+        oracle.attention(*inputs, p, dtype=t, captured=captured, sinks=sinks)
+        for t in ("float64", p.dtype)
+    )
+    assert np.abs(out.astype(np.float64) - exact[0]).max() <= budget(exact[0], rough[0], p)
+    check_lse(lse, exact[1], exact[1])
+
+
+# -- tables of tiles ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 64, 1000, 1024])
+@pytest.mark.parametrize("by", ["row", "col"])
+@pytest.mark.parametrize("key_order", ["ascending", "descending"])
+def test_a_causal_function_has_the_spans_of_the_named_mask(n, by, key_order):
+    """So it runs the named mask's loops."""
+    outer = "queries" if by == "row" else "keys"
+    spans = [
+        lower(Schedule(p, Tiling(64, 64), outer, key_order), by).spans
+        for p in (Problem(n, n, 64, mask_mod=causal), Problem(n, n, 64, causal=True))
+    ]
+    np.testing.assert_array_equal(*spans)
+
+
+def test_spans_cover_the_tiles_of_a_list_or_there_are_none():
+    for mask, contiguous in ((documents, True), (late, True), (dilated, False)):
+        for by, outer in (("row", "queries"), ("col", "keys")):
+            schedule = Schedule(Problem(300, 300, 64, mask_mod=mask), Tiling(64, 32), outer)
+            tables = lower(schedule, by)
+            assert (tables.spans is not None) == (contiguous or by == "col"), (mask, by)
+            if tables.spans is None:
+                continue
+            ptr, index, kind = schedule.row_csr if by == "row" else schedule.col_csr
+            for outer_tile, (lo, full_lo, full_hi, hi) in enumerate(tables.spans.tolist()):
+                mine = slice(ptr[outer_tile], ptr[outer_tile + 1])
+                np.testing.assert_array_equal(index[mine], np.arange(lo, hi))
+                masked = [not full_lo <= tile < full_hi for tile in range(lo, hi)]
+                np.testing.assert_array_equal(kind[mine] != 0, masked)
+
+
+# -- compiled -------------------------------------------------------------------------------------
+
+LARGE = {"heads": 16, "kv_heads": 16, "batch": 1}
+large_table = np.zeros((16, 8192), np.float32)
+large_document = np.zeros(4096, np.int32)
+
+
+def large_relative(s, b, h, q, k):
+    return s + large_table[h, q - k + 4096]
+
+
+def large_documents(b, h, q, k):
+    return (q >= k) & (large_document[q] == large_document[k])
+
+
+def large_alibi(s, b, h, q, k):
+    return s + large_table[h, 0] * (k - q)
+
+
+#: Bytes that a thread may spill: (forward, backward). Functions that read an element per score have
+#: its address beside the score.
+VARIANTS = {
+    "causal": ((causal, None), (0, 48)),
+    "documents": ((large_documents, None), (160, 320)),
+    "alibi": ((causal, large_alibi), (64, 64)),
+    "table": ((causal, large_relative), (192, 64)),
+}
+
+
+def kernels_of(name, d):
+    (mask, score), _ = VARIANTS[name]
+    p = Problem(
+        *(4096, 4096, d),
+        **{"mask_mod": mask, "score_mod": score, "dtype": "bfloat16", "heads": 16},
+    )
+    passes = list(HOPPER.forward_passes(p, None, H200, "ascending", ""))
+    grads = () if score is None else ("large_table",)
+    p = replace(p, score_grads=grads)
+    for algorithm in ("flash2", "flash2-fused"):
+        passes += HOPPER.backward_passes(p, None, H200, "ascending", "", algorithm)
+    return [x.kernel for one in passes for x in (*one.before, one) if x.kernel.boxes]
+
+
+@pytest.mark.parametrize(
+    "case",
+    some(
+        (("causal", 128),),
+        (("alibi", 64), ("table", 128)),
+        [(name, d) for name in VARIANTS for d in (64, 128, 192, 256)],
+    ),
+    ids=str,
+)
+def test_registers_and_products(case):
+    name, d = case
+    forward, backward = VARIANTS[name][1]
+    for kernel in kernels_of(name, d):
+        log, cubin = compiled(kernel, kernel.options)
+        assert cubin, log
+        for words in ("warning", "serialized", "wait is injected"):
+            assert words not in log, log
+        spilled = int(re.search(r"(\d+) bytes spill stores", log)[1])
+        limit = forward if kernel.name == "hopper_forward" else backward
+        assert spilled <= limit, (kernel.name, spilled)
+        registers = int(re.search(r"Used (\d+) registers", log)[1])
+        assert registers * kernel.threads <= 65_536
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("d", [40, 256])
+def test_kernels_are_sound_to_the_compilers_front_end(name, d):
+    for kernel in kernels_of(name, d):
+        assert not errors(kernel, kernel.options)
+
+
+def test_kernels_without_functions_are_compiled_as_before():
+    """No constant and no text of functions reaches them, so their machine code is the same."""
+    p = Problem(4096, 4096, 128, heads=16, dtype="bfloat16", causal=True)
+    passes = [*HOPPER.forward_passes(p, None, H200, "ascending", "")]
+    passes += HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2-fused")
+    passes += PORTABLE.forward_passes(p, None, H200, "ascending", "")
+    for one in passes:
+        assert one.kernel.functions is None
+        named = {name for name, _ in one.kernel.constants}
+        assert not named & {"FS_MASK_MOD", "FS_SCORE_MOD", "FS_SCORE_SUMS", "FS_SINKS", "FS_READS"}
+
+
+def test_row_wise_kernels_are_not_compiled_again_for_a_function():
+    p = problem(300, 300, 64, causal, alibi)
+    plain = replace(p, mask_mod=None, score_mod=None, score_grads=())
+    for one, other in (
+        (a.kernel, b.kernel)
+        for a, b in zip(
+            HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2-fused"),
+            HOPPER.backward_passes(plain, None, H200, "ascending", "", "flash2-fused"),
+            strict=True,
+        )
+        if not a.kernel.boxes
+    ):
+        assert one.functions is None
+        assert dict(one.constants).keys() == dict(other.constants).keys()
+
+
+def test_the_text_of_a_function_does_not_depend_on_lengths():
+    """So that other lengths find it in the cache on disk."""
+    texts = {functions_of(problem(n, n, 64, causal, alibi)).plain.text for n in (100, 300)}
+    assert len(texts) == 1
+
+
+def test_an_index_that_stays_inside_its_array_is_not_checked():
+    inside = functions_of(problem(300, 300, 64, None, biased)).plain.text
+    outside = functions_of(problem(300, 300, 64, None, relative)).plain.text
+    beyond = functions_of(problem(600, 600, 64, None, relative)).plain.text
+    assert "min(" not in inside.rpartition("flash_score(")[2].partition("}")[0]
+    assert "flash_wrap(v" not in outside
+    assert "flash_wrap(v" in beyond
+
+
+def test_what_is_refused():
+    p = problem(300, 300, 64, causal)
+    with pytest.raises(UnsupportedError, match="take no mask_mod"):
+        HOPPER_FP8.forward_passes(p, None, H200, "ascending", "")
+    small = problem(100, 100, 64, None, alibi)
+    with pytest.raises(UnsupportedError, match="without a softcap, a score_mod"):
+        HOPPER.backward_passes(small, None, H200, "ascending", "", "flash2-once")

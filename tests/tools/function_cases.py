@@ -1,0 +1,192 @@
+"""Masks and scores as functions, on torch tensors, and attention with them in torch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+import flashsim
+
+
+class Case(NamedTuple):
+    """A mask and a score function, and the captured arrays that get a gradient, by name."""
+
+    mask: Callable[..., Any] | None = None
+    score: Callable[..., Any] | None = None
+    wanted: dict[str, Any] = {}  # noqa: RUF012 (never written to)
+
+
+def _seeded(device: str) -> torch.Generator:
+    return torch.Generator(device).manual_seed(7)
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+def masks(batch: int, heads: int, n_q: int, n_kv: int, device: str = "cuda") -> dict[str, Any]:
+    """Masks by name. Some have rows without keys, some differ between sequences or heads."""
+    longest = max(n_q, n_kv)
+    document = torch.arange(longest, device=device) // 97
+    documents = torch.stack([document + b for b in range(batch)])
+    lengths = torch.tensor([max(1, n_kv - 61 * b) for b in range(batch)], device=device)
+
+    def window(b, h, q, k):
+        return (q >= k) & (q - k < 70)
+
+    def prefix(b, h, q, k):
+        return (k < 90) | (q >= k)
+
+    def of_documents(b, h, q, k):
+        return (documents[b, q] == documents[b, k]) & (q >= k)
+
+    def dilated(b, h, q, k):
+        return (q - k) % 3 == 0
+
+    def strided(b, h, q, k):
+        return ((q >= k) & (q - k < 32)) | (k % 64 < 4)
+
+    def by_head(b, h, q, k):
+        return (q >= k) | (h == 0)
+
+    def lengths_of_keys(b, h, q, k):
+        return k < lengths[b]
+
+    def late(b, h, q, k):  # the first rows see no key
+        return k + 40 <= q
+
+    def chunked(b, h, q, k):
+        return (q // 128 == k // 128) & (q >= k)
+
+    found = (causal, window, prefix, of_documents, dilated, strided, by_head, lengths_of_keys, late)
+    return {f.__name__: f for f in (*found, chunked)}
+
+
+def scores(batch: int, heads: int, n_q: int, n_kv: int, device: str = "cuda") -> dict[str, Case]:
+    """Score functions by name, with what they capture."""
+    g = _seeded(device)
+    slopes = torch.rand(heads, generator=g, device=device) / 16
+    table = torch.randn(heads, n_q + n_kv, generator=g, device=device)
+    bias = torch.randn(heads, n_q, n_kv, generator=g, device=device)
+    rows = torch.randn(batch, n_kv, generator=g, device=device).to(torch.float16)
+
+    def alibi(s, b, h, q, k):
+        return s - slopes[h] * abs(q - k)
+
+    def relative(s, b, h, q, k):
+        return s + table[h, q - k + n_kv]
+
+    def biased(s, b, h, q, k):
+        return s + bias[h, q, k]
+
+    def capped(s, b, h, q, k):
+        return 5 * torch.tanh(s / 5)
+
+    def curved(s, b, h, q, k):
+        return s * (1 + slopes[h]) + torch.where(q > k, s * s / 16, rows[b, k])
+
+    def dropped(s, b, h, q, k):  # a mask in a score function
+        return torch.where(q >= k, s, -float("inf"))
+
+    return {
+        "alibi": Case(None, alibi, {"slopes": slopes}),
+        "relative": Case(None, relative, {"table": table}),
+        "biased": Case(None, biased, {"bias": bias}),
+        "capped": Case(None, capped),
+        "curved": Case(None, curved, {"slopes": slopes, "rows": rows}),
+        "dropped": Case(None, dropped),
+    }
+
+
+def plain(q, k, v, mask, score, sinks=None):
+    """Attention in torch's operators, in the type of its inputs: O, and the LSE in float64."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    at = [torch.arange(n, device=q.device) for n in s.shape]
+    b, h, i, j = at[0][:, None, None, None], at[1][:, None, None], at[2][:, None], at[3]
+    if score is not None:
+        s = score(s, b, h, i, j).to(q.dtype)
+    if mask is not None:
+        s = torch.where(mask(b, h, i, j), s, -float("inf"))
+    top = s.detach().amax(-1, keepdim=True)
+    if sinks is not None:
+        sinks = sinks.to(q.dtype)[:, None, None]
+        top = torch.maximum(top, sinks.detach())
+    top = torch.where(top == -float("inf"), torch.zeros_like(top), top)
+    e = torch.exp(s - top)
+    total = e.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - top)
+    p = e / torch.where(total == 0, torch.ones_like(total), total)
+    return p @ v, (top.double() + torch.log(total.double()))[..., 0]
+
+
+def with_gradients(q, k, v, dout, mask, score, wanted, sinks=None):
+    """O, LSE and the gradients of q, k, v, of `wanted`, which the score function reads, and sinks.
+
+    The tensors of `wanted` keep their identity: their type is not that of q.
+    """
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    held = [*wanted.values(), *(() if sinks is None else (sinks,))]
+    for x in held:
+        x.requires_grad_(True)
+    out, lse = plain(*inputs, mask, score, sinks)
+    found = torch.autograd.grad(out, [*inputs, *held], dout.to(out.dtype))
+    for x in held:
+        x.requires_grad_(False)
+    names = ("dq", "dk", "dv", *wanted, *(() if sinks is None else ("dsinks",)))
+    return {"out": out.detach(), **dict(zip(names, found, strict=True))}, lse.detach()
+
+
+def allowed(exact, rough):
+    """flash-attention's rule: twice plain attention's error in the same type, and a rounding.
+
+    With one key dS is 0, and kernels find the difference of two equal float32 sums: hence 2e-5.
+    """
+    error = (rough.double() - exact).abs().max()
+    rounding = (exact.to(rough.dtype) + 0.3 - 0.3 - exact.to(rough.dtype)).abs().max()
+    return float(2 * error + 2 * rounding.double()) + 2e-5
+
+
+def judge(
+    mask,
+    score,
+    wanted,
+    sizes,
+    *,
+    d=64,
+    dtype=torch.bfloat16,
+    kernel="auto",
+    sinks=None,
+    forms=(False, True),
+):
+    """O, LSE and all gradients within the budget of their type."""
+    batch, heads, kv_heads, n_q, n_kv = sizes
+    torch.manual_seed(0)
+    shapes = (batch, heads, n_q, d), *((batch, kv_heads, n_kv, d),) * 2
+    q, k, v = (torch.randn(s, device="cuda", dtype=dtype) for s in shapes)
+    dout = torch.randn(shapes[0], device="cuda", dtype=dtype)
+    given = mask, score, wanted, sinks
+    exact, lse = with_gradients(*(x.double() for x in (q, k, v, dout)), *given)
+    rough, _ = with_gradients(q, k, v, dout, *given)
+    result = flashsim.run(
+        *(q, k, v), mask_mod=mask, score_mod=score, sinks=sinks, backend="cupy", kernel=kernel
+    )
+    assert ((result.lse.double() - lse).nan_to_num(0).abs() < 1e-3).all()
+    assert (result.lse.isinf() == lse.isinf()).all()
+    problems = []
+    for form in forms:
+        back = result.backward(dout, deterministic=form, captured=list(wanted))
+        found = {"out": result.out, "dq": back.dq, "dk": back.dk, "dv": back.dv, **back.captured}
+        if sinks is not None:
+            found["dsinks"] = back.dsinks
+        assert found.keys() == exact.keys()
+        for name, got in found.items():
+            error = float((got.double() - exact[name]).abs().max())
+            budget = allowed(exact[name], rough[name])
+            if not error <= budget:
+                problems.append(f"{name}, deterministic={form}: {error:.3g} > {budget:.3g}")
+    assert not problems, problems
