@@ -14,7 +14,7 @@ from commands import invoke
 
 import flashsim
 from flashsim import report
-from flashsim.exercises import subprocess_grader
+from flashsim.exercises import submissions
 
 COMMAND = [sys.executable, "-m", "flashsim"]
 POSIX = pytest.mark.skipif(os.name != "posix", reason="the shell of this test")
@@ -183,14 +183,14 @@ def test_errors_show_escapes_and_do_not_send_them():
 def test_what_a_student_prints_is_shown_and_not_obeyed(tmp_path, monkeypatch):
     file = tmp_path / "one.py"
     assert invoke("exercise start", "naive-softmax", "-o", file).exit_code == 0
-    grade = subprocess_grader.grade_file
+    grade = submissions.grade_file
 
     def escaping(*given, **more):
         marks, trace = grade(*given, **more)
         monkeypatch.setattr(type(marks), "text", lambda _: ESCAPES)
         return marks, trace
 
-    monkeypatch.setattr(subprocess_grader, "grade_file", escaping)
+    monkeypatch.setattr(submissions, "grade_file", escaping)
     said = invoke("exercise grade", file).stdout
     assert r"a\x1b]0;title\x07b" in said
     assert "\x1b" not in said

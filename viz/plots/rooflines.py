@@ -128,7 +128,7 @@ def roofline(
     _axes(ax, (low, high), floor, peak * 2.2, "matrix FLOP")
     if bars:
         _strip(ax, theme, bars * _BAR)
-    for spot, height, text, color, where in names:  # at the side of a bar that has more room
+    for spot, tall, text, color, where in names:  # at the side of a bar that has more room
         right = np.log(high / max(spot)) > np.log(min(spot) / low)
         beside = max(spot) if right else min(spot)
         side: dict[str, Any] = {
@@ -141,7 +141,7 @@ def roofline(
                 {"xytext": (0, 18), "ha": "center"},
             )
         ax.annotate(
-            text, (beside, height), textcoords="offset points", va="center", color=color,
+            text, (beside, tall), textcoords="offset points", va="center", color=color,
             xycoords=where.get("transform", "data"), fontsize=11, fontweight="bold", zorder=7,
             bbox=_plate(theme), **side,
         )  # fmt: skip

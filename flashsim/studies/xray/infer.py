@@ -297,7 +297,7 @@ def _settle(form: str, problem: Problem, seen: LaunchCounters, splits: int = 1) 
             others = [fit for fit in others if name == "block_k" or fit.block_k in keys]
         apart.append(min((_distance(fit, seen) for fit in others), default=None))
     by_grid = bool(launched) and len(launched) < len(agreeing)
-    return Inference(form, tuple(fits), *apart, by_grid=by_grid, by_flops=known)
+    return Inference(form, tuple(fits), apart[0], apart[1], by_grid=by_grid, by_flops=known)
 
 
 #: Matrix products of a visit: S and O; S, dP, dV, dK and dQ; ...
@@ -396,7 +396,8 @@ def _counted(
     """A tile's fits: with tiles cut at a sequence's end and, where it differs, with whole boxes."""
     split = Split()
     if form == "split keys" or (form == "forward" and grouped):
-        algorithm, direction, names = "flash-decode", "forward", ("split",)
+        algorithm, direction = "flash-decode", "forward"
+        names: tuple[str, ...] = ("split",)
         split = Split(splits, pack_gqa=grouped)
     else:
         algorithm, direction, names = _STAGES[form]

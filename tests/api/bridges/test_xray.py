@@ -3,12 +3,15 @@
 import json
 from contextlib import contextmanager
 
-import torch
-from torch.nn.functional import scaled_dot_product_attention as sdpa
+import pytest
 
-from flashsim import Problem
-from flashsim.torch import xray
-from flashsim.torch.watch import in_ranges
+torch = pytest.importorskip("torch")
+
+from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
+
+from flashsim import Problem  # noqa: E402
+from flashsim.torch import xray  # noqa: E402
+from flashsim.torch.watch import in_ranges  # noqa: E402
 
 
 def test_each_pass_of_each_call_runs_in_a_range_of_its_own():
