@@ -255,6 +255,14 @@ def _map_of(box: launch.Box) -> range:
     return range(at, at + 4)
 
 
+def summed_up(sizes: NewArrays, dtype: str, algorithm: str) -> int | None:
+    """Elements of a backward pass's float32 accumulator of dQ; None if it needs not even delta."""
+    if algorithm == "flash2-once":
+        return None
+    narrow = algorithm == "flash2-fused" and dtype != "float32"
+    return sizes.rows * sizes.dq.width if narrow else 0
+
+
 class Plan:
     """The launches of one direction of one job on one GPU.
 
@@ -289,11 +297,7 @@ class Plan:
         p = passes[0].tables.schedule.problem
         self.tiling: Tiling = passes[0].tables.schedule.tiling
         self.sizes = NewArrays.of(p)
-        self.summed: int | None = 0
-        if algorithm == "flash2-once":
-            self.summed = None
-        elif algorithm == "flash2-fused" and p.dtype != "float32":
-            self.summed = self.sizes.rows * self.sizes.dq.width
+        self.summed = summed_up(self.sizes, p.dtype, algorithm)
         self.ordered = ordered
         each = (x for one in passes for x in (*one.before, one))
         self.launches = tuple(ReadyPass(x, device, load) for x in each)

@@ -7,7 +7,7 @@ struct DecodeArgs {
     const int4* items;       // launch_policy.decode.items: two of each
     const int* table;        // (batch, table_row): each sequence's pages
     // FS_DYNAMIC: of each sequence where its live keys end, where they begin, and its entry of the
-    // cache; where absent a.capacity, 0, and its own number. In pages a sequence has only the first.
+    // cache; where absent a.capacity, 0, and its own number. With pages only the first counts.
     const int *lengths, *starts, *entries;
     u32 *visit_counts, *item_counts;  // (batch, kv_heads, row tiles, n_visits, 8), (blocks, 8)
     u64 *visit_stamps, *item_stamps;  // the same, 5 of a visit, 6 of a block

@@ -79,9 +79,10 @@ def decode(
     entries = _integers("cache_batch_idx", cache_batch_idx, q)
     left, right = (-1, -1) if window is None else window
     run: Any = torch.ops.flashsim.decode.default
-    plain = type(q) is type(k_cache) is type(v_cache) is Tensor and direct.unwatched()
-    if plain and not torch.is_grad_enabled() and not q.is_meta:
-        run = _on_gpu if q.is_cuda else _packed
+    if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not q.is_meta:
+        plain = type(q) is type(k_cache) is type(v_cache) is Tensor
+        if plain and direct.unwatched():
+            run = _on_gpu if q.is_cuda else _packed
     out, lse = run(
         *(q, k_cache, v_cache, lengths, block_table, starts, entries),
         *(causal, left, right, softcap, scale, splits or 0),

@@ -180,8 +180,12 @@ def default_backend(x: Tensor) -> str:
 
 
 def _expand(x: Tensor) -> Tensor:
-    """Prepend axes of length 1 until the tensor has four axes."""
-    return x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
+    """Prepend axes of length 1 until the tensor has four axes.
+
+    A tensor that has them stays the same one: a view would change the order in which torch adds the
+    gradients of a tensor that is q, k and v.
+    """
+    return x if x.ndim == 4 else x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
 
 
 def _offsets(name: str, cu_seqlens: Any) -> Tensor | None:

@@ -153,6 +153,74 @@ def test_a_workspace_that_is_given_needs_no_memory_twice(launches):
     larger.check(x, result.arrays["out"], result.arrays["lse"])
 
 
+class Tensor:
+    """What `decode.Decoder` asks of a torch tensor."""
+
+    def __init__(self, x):
+        self.x, self.shape = np.ascontiguousarray(x), x.shape
+        self.dtype, self.ctypes = x.dtype, self.x.ctypes
+
+    def stride(self, axis=None):
+        steps = tuple(s // self.x.itemsize for s in self.x.strides)
+        return steps if axis is None else steps[axis]
+
+    def data_ptr(self):
+        return self.x.ctypes.data
+
+    def element_size(self):
+        return self.x.itemsize
+
+    def new_empty(self, *shape):
+        return Tensor(np.full(shape, np.nan, self.dtype))
+
+
+class Tensors(Space):
+    """Of such tensors."""
+
+    def empty(self, shape, like=None):
+        return Tensor(super().empty(shape))
+
+
+@needs_gcc
+@pytest.mark.parametrize("name", ["one query", "empty and full", "pages of 3"])
+def test_one_decoder_serves_every_length(name, launches):
+    case, splits = CASES[name]
+    x, problem = case.make(), case.problem
+    decoder = decode.Decoder(Tensors(), problem, H200, case.page, splits)
+    q, k, v = (Tensor(x[name]) for name in "qkv")
+    table = Tensor(x["table"]) if case.page else None
+    for lengths in (case.lengths, tuple(n // 2 for n in case.lengths)):
+        out, lse = decoder(q, k, v, Tensor(np.array(lengths, np.int32)), table)
+        replace(case, lengths=lengths).check(x, out.x, lse.x)
+    if case.page:
+        return
+    full = Case(problem, (problem.n_kv,) * problem.batch)
+    x = full.make()
+    out, lse = (Tensor(np.zeros(n.shape, n.dtype)) for n in (out.x, lse.x))
+    places = [arrays.place(Tensors(), Tensor(x[name]))[0] for name in "qkv"]
+    decoder.at(*places, out.data_ptr(), lse.data_ptr(), problem.n_kv, 7)
+    full.check(x, out.x, lse.x)
+
+
+@needs_gcc
+def test_a_graph_keeps_counters_of_its_own(launches, monkeypatch):
+    """Calls of a capture share them, as long as they are enough; they are never given back."""
+    case, splits = CASES["one query"]
+    x, captured = case.make(), []
+    monkeypatch.setattr(decode.cupy.cuda.runtime, "streamIsCapturing", lambda stream: True)
+    monkeypatch.setattr(decode, "capture_of", lambda stream: 5)
+    zeros = lambda n, dtype: captured.append(n) or np.zeros(n, dtype).view(Array)  # noqa: E731
+    monkeypatch.setattr(decode.cupy, "zeros", zeros, raising=False)
+    monkeypatch.setattr(decode, "_CAPTURED", {})
+    decoder = decode.Decoder(Tensors(), case.problem, H200, case.page, splits)
+    given = [Tensor(x[name]) for name in "qkv"]
+    for _ in range(2):
+        out, lse = decoder(*given, Tensor(np.array(case.lengths, np.int32)))
+        case.check(x, out.x, lse.x)
+    assert captured == [1024]
+    assert len(decode._CAPTURED[0, 5, 7]) == 1
+
+
 @needs_gcc
 @pytest.mark.parametrize("name", CASCADES)
 def test_a_shared_prefix_is_two_launches(name, launches):

@@ -83,6 +83,12 @@ class Planned:
 
     name, tiling, gpu, failure = "portable", Tiling(16, 16), H200, None
     sizes = calls.NewArrays.of(Problem(16, 16, 16, dtype="float16"))
+    gradients, summed, ordered = calls.Plan.gradients, 0, False
+
+    def of(self, job):
+        """Itself, with what the job's algorithm adds up."""
+        self.summed = calls.summed_up(self.sizes, "float16", job.algorithm)
+        return self
 
     def run(self, call, trace):
         if self.failure is not None:
@@ -97,7 +103,7 @@ def host(monkeypatch):
     monkeypatch.setattr(cupy_engine, "require_gpu", lambda: None)
     monkeypatch.setattr(arrays, "space_of", lambda *_: space)
     monkeypatch.setattr(arrays, "check_space", lambda *_: None)
-    monkeypatch.setattr(cupy_engine, "_plan", lambda *_: plan)
+    monkeypatch.setattr(cupy_engine, "_plan", lambda family, job, *_: plan.of(job))
     return space, plan
 
 

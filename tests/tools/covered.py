@@ -17,7 +17,7 @@ SOURCE = "flashsim", "backends", "viz"
 OMIT = (
     # These run on a GPU, or compile for one: `pytest -m gpu`.
     "backends/numba_gpu/*",
-    *(f"backends/cupy_gpu/{name}.py" for name in ("arrays", "calls", "engine", "fp8")),
+    *(f"backends/cupy_gpu/{name}.py" for name in ("arrays", "calls", "direct", "engine", "fp8")),
     *(f"backends/cupy_gpu/{name}.py" for name in ("launching", "merge", "quantize", "units")),
     # `make test-torch`.
     *("flashsim/torch/*", "flashsim/jax/*", "flashsim/cli/watch.py"),

@@ -159,3 +159,13 @@ def test_the_short_operator_under_vmap():
     for got, one in zip(zip(*torch.vmap(back)(several), strict=True), several, strict=True):
         for x, y in zip(got, back(one), strict=True):
             torch.testing.assert_close(x, y)
+
+
+def test_one_tensor_as_q_k_and_v_has_the_same_gradient_watched_or_not(kept, monkeypatch):
+    """torch adds the three gradients in the order of the graph's edges."""
+    x = torch.randn(2, 2, 24, 4, requires_grad=True)
+    dout, found = torch.randn(2, 2, 24, 4), []
+    for unwatched in (True, False):
+        monkeypatch.setattr(direct, "unwatched", lambda unwatched=unwatched: unwatched)
+        found += torch.autograd.grad(attention(x, x, x, causal=True), x, dout)
+    assert torch.equal(*found)

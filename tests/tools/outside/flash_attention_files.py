@@ -28,7 +28,7 @@ from outside.cases import NotApplicable, Point, Test, one_of_each
 TITLE = "flash-attention's own files"
 COMMIT = "0251105a2fb19d2957484b7f023cd8c115286ced"
 URL = "https://raw.githubusercontent.com/Dao-AILab/flash-attention"
-FA2, FA3 = "tests/test_flash_attn.py", "hopper/test_flash_attn.py"
+FA2, FA3 = (f"{room}/test_flash_attn.py" for room in ("tests", "hopper"))
 FILES = (*(FA2, FA3, "flash_attn/bert_padding.py", "hopper/padding.py", "hopper/test_util.py"),)
 #: Tests of what is inside their packages: arguments of private functions, generators, wheels.
 INSIDE = {
