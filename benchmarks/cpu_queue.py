@@ -43,7 +43,9 @@ def runs_of(heads: int, n: int, causal: bool, n_threads: int) -> list[tuple[int,
     empty = np.zeros((1, heads, n, 64), np.float32)
     walk = engine._CpuPass(Job(problem, *[empty] * 3, options={"threads": n_threads}), "forward")
     schedule = walk.schedule(walk._plan["forward"])
-    (tiles,) = work_tiles.tiles(schedule, "forward", n_threads)
+    (tiles,) = work_tiles.tiles(
+        schedule, "forward", n_threads, 16
+    )  # lanes: without a mask function of no account
     return [(int(schedule.rows[a, 0]), int(schedule.rows[b - 1, 1])) for a, b in tiles.runs]
 
 

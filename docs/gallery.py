@@ -104,6 +104,12 @@ def named(problem, bias=None):
     return viz.mask(scope[problem], scope["tile"], bias=None if bias is None else scope[bias])
 
 
+def function(problem):
+    """A mask of docs/guides/your_own_mask.md."""
+    scope = guide("your_own_mask.md")
+    return viz.mask(scope[problem], scope["tile"])
+
+
 def heads_of_keys():
     """One token on a long cache: as many key heads as query heads, a quarter, one."""
     cache = {"n_q": 1, "n_kv": 32_768, "head_dim": 128, "heads": 32, "dtype": "bfloat16"}
@@ -206,6 +212,9 @@ PLOTS = {
     "own-levels.png": lambda: viz.sram_timeline(own("small"), steps=(0, 9)),
     "course-bytes.png": lambda: picture_of_a_solution(8),
     "heads.png": lambda: viz.traffic(heads_of_keys()),
+    "mask-own-documents.png": lambda: function("documents"),
+    "mask-own-streaming.png": lambda: function("streaming"),
+    "mask-own-chunks.png": lambda: function("chunks"),
     "mask-causal.png": lambda: named("causal"),
     "mask-chunk.png": lambda: named("chunk"),
     "mask-window.png": lambda: named("window"),

@@ -5,7 +5,7 @@ package also has ready-made ones, such as ``causal() & documents(numbers)`` and 
 """
 
 from flashsim.functions.ready import (
-    Mask,
+    MaskRule,
     alibi,
     alibi_slopes,
     causal,
@@ -25,7 +25,7 @@ from flashsim.functions.ready import (
 )
 
 __all__ = [
-    "Mask",
+    "MaskRule",
     "alibi",
     "alibi_slopes",
     "causal",

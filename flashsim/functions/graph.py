@@ -204,7 +204,8 @@ class Graph:
                     raise ValueError(f"a node reads array {value!r} at {len(own)} indices")
                 made = build.load(value, own)
             elif op == "cast":
-                made = build.cast(*own, {BOOL: BOOL, INT: INT, FLOAT: FLOAT}[kind])
+                (one,) = own
+                made = build.cast(one, {BOOL: BOOL, INT: INT, FLOAT: FLOAT}[kind])
             elif len(own) != OPERATIONS[op].arity:
                 raise ValueError(f"{op} has {len(own)} arguments")
             else:

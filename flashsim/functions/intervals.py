@@ -169,7 +169,8 @@ def _unknown(node: Node, shape: Any) -> Interval:
 
 
 def _bounds(node: Node, args: list[Interval], kinds: list[str]) -> Interval:
-    op, result = node.op, args[0]
+    op = node.op
+    result: Interval = args[0]
     if op in ("add", "min", "max", "and", "or"):
         function = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.minimum,
                     "or": np.maximum}[op]  # fmt: skip
@@ -195,11 +196,11 @@ def _bounds(node: Node, args: list[Interval], kinds: list[str]) -> Interval:
         same = (a == b) & (c == d) & (a == c)
         apart = (b < c) | (d < a)
         yes, no = (same, apart) if op == "eq" else (apart, same)
-        result = yes.astype(np.int64), (~no).astype(np.int64)
+        result = np.asarray(yes, np.int64), 1 - np.asarray(no, np.int64)
     elif op == "where":
-        (always, ever), a, b = args
-        low = np.where(always == 1, a[0], np.where(ever == 0, b[0], np.minimum(a[0], b[0])))
-        high = np.where(always == 1, a[1], np.where(ever == 0, b[1], np.maximum(a[1], b[1])))
+        (always, ever), x, y = args
+        low = np.where(always == 1, x[0], np.where(ever == 0, y[0], np.minimum(x[0], y[0])))
+        high = np.where(always == 1, x[1], np.where(ever == 0, y[1], np.maximum(x[1], y[1])))
         result = low, high
     elif op == "cast":
         low, high = args[0]

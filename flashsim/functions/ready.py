@@ -17,7 +17,7 @@ from flashsim.errors import MaskError, OptionError, shown
 Function = Callable[[Any, Any, Any, Any], Any]
 
 
-class Mask:
+class MaskRule:
     """A mask function that combines with others: ``causal() & window(128)``."""
 
     def __init__(self, function: Function, name: str = "") -> None:
@@ -30,31 +30,31 @@ class Mask:
         """Whether query q of batch entry b and head h sees key k."""
         return self.function(b, h, q, k)
 
-    def __and__(self, other: Function) -> Mask:
+    def __and__(self, other: Function) -> MaskRule:
         return _both(self, other, "and", lambda x, y: x & y)
 
-    def __rand__(self, other: Function) -> Mask:
+    def __rand__(self, other: Function) -> MaskRule:
         return _both(other, self, "and", lambda x, y: x & y)
 
-    def __or__(self, other: Function) -> Mask:
+    def __or__(self, other: Function) -> MaskRule:
         return _both(self, other, "or", lambda x, y: x | y)
 
-    def __ror__(self, other: Function) -> Mask:
+    def __ror__(self, other: Function) -> MaskRule:
         return _both(other, self, "or", lambda x, y: x | y)
 
-    def __invert__(self) -> Mask:
+    def __invert__(self) -> MaskRule:
         one = self.function
-        return Mask(lambda b, h, q, k: ~one(b, h, q, k), f"not_{self.__name__}")
+        return MaskRule(lambda b, h, q, k: ~one(b, h, q, k), f"not_{self.__name__}")
 
     def __repr__(self) -> str:
         return f"<mask {self.__name__}>"
 
 
-def _both(a: Any, b: Any, word: str, combine: Callable[[Any, Any], Any]) -> Mask:
-    first, second = (x if isinstance(x, Mask) else Mask(x) for x in (a, b))
+def _both(a: Any, b: Any, word: str, combine: Callable[[Any, Any], Any]) -> MaskRule:
+    first, second = (x if isinstance(x, MaskRule) else MaskRule(x) for x in (a, b))
     one, other = first.function, second.function
     name = f"{first.__name__}_{word}_{second.__name__}"
-    return Mask(lambda b, h, q, k: combine(one(b, h, q, k), other(b, h, q, k)), name)
+    return MaskRule(lambda b, h, q, k: combine(one(b, h, q, k), other(b, h, q, k)), name)
 
 
 def _whole(name: str, value: Any, least: int = 0) -> int:
@@ -81,44 +81,46 @@ def _array(name: str, value: Any, ndim: tuple[int, ...], kinds: str) -> Any:
 # -- masks ---------------------------------------------------------------------------------------
 
 
-def causal(offset: int = 0) -> Mask:
+def causal(offset: int = 0) -> MaskRule:
     """Query q sees keys up to ``q + offset``.
 
     With an offset of 0, query 0 and key 0 are on the diagonal (aligned at the top left). With
     ``n_kv - n_q``, the last query and the last key are (aligned at the bottom right), as
     ``causal=True`` has it.
     """
-    return Mask(lambda b, h, q, k: k <= q + offset, "causal")
+    return MaskRule(lambda b, h, q, k: k <= q + offset, "causal")
 
 
-def window(left: int, right: int = 0, offset: int = 0) -> Mask:
+def window(left: int, right: int = 0, offset: int = 0) -> MaskRule:
     """Query q sees `left` keys before its own, its own, and `right` keys after; -1 is unlimited.
 
     Its own key is ``q + offset``.
     """
     left, right = _whole("left", left, -1), _whole("right", right, -1)
     if left < 0 and right < 0:
-        return Mask(lambda b, h, q, k: True, "window")
+        return MaskRule(lambda b, h, q, k: True, "window")
     if left < 0:
-        return Mask(lambda b, h, q, k: k - q <= right + offset, "window")
+        return MaskRule(lambda b, h, q, k: k - q <= right + offset, "window")
     if right < 0:
-        return Mask(lambda b, h, q, k: q - k <= left - offset, "window")
-    return Mask(lambda b, h, q, k: (q - k <= left - offset) & (k - q <= right + offset), "window")
+        return MaskRule(lambda b, h, q, k: q - k <= left - offset, "window")
+    return MaskRule(
+        lambda b, h, q, k: (q - k <= left - offset) & (k - q <= right + offset), "window"
+    )
 
 
-def prefix_lm(length: Any) -> Mask:
+def prefix_lm(length: Any) -> MaskRule:
     """Every query sees the first `length` keys; the others are causal.
 
     `length` is a number, or an array with one per batch entry.
     """
     if isinstance(length, (int, np.integer)):
         length = _whole("length", length)
-        return Mask(lambda b, h, q, k: (k < length) | (k <= q), "prefix_lm")
+        return MaskRule(lambda b, h, q, k: (k < length) | (k <= q), "prefix_lm")
     lengths = _array("length", length, (1,), "iu")
-    return Mask(lambda b, h, q, k: (k < lengths[b]) | (k <= q), "prefix_lm")
+    return MaskRule(lambda b, h, q, k: (k < lengths[b]) | (k <= q), "prefix_lm")
 
 
-def documents(numbers: Any) -> Mask:
+def documents(numbers: Any) -> MaskRule:
     """A query sees keys of its own document.
 
     `numbers`, (n,) or (batch, n), holds the document of each position. Equal documents must be
@@ -126,35 +128,35 @@ def documents(numbers: Any) -> Mask:
     """
     numbers = _array("numbers", numbers, (1, 2), "iu")
     if len(numbers.shape) == 1:
-        return Mask(lambda b, h, q, k: numbers[q] == numbers[k], "documents")
-    return Mask(lambda b, h, q, k: numbers[b, q] == numbers[b, k], "documents")
+        return MaskRule(lambda b, h, q, k: numbers[q] == numbers[k], "documents")
+    return MaskRule(lambda b, h, q, k: numbers[b, q] == numbers[b, k], "documents")
 
 
-def dilated(step: int) -> Mask:
+def dilated(step: int) -> MaskRule:
     """A query sees keys whose distance is a multiple of `step`."""
     step = _whole("step", step, 1)
-    return Mask(lambda b, h, q, k: (q - k) % step == 0, "dilated")
+    return MaskRule(lambda b, h, q, k: (q - k) % step == 0, "dilated")
 
 
-def strided(step: int) -> Mask:
+def strided(step: int) -> MaskRule:
     """A query sees the last key of each group of `step` keys (Sparse Transformers, fixed form)."""
     step = _whole("step", step, 1)
-    return Mask(lambda b, h, q, k: k % step == step - 1, "strided")
+    return MaskRule(lambda b, h, q, k: k % step == step - 1, "strided")
 
 
-def chunked(size: int) -> Mask:
+def chunked(size: int) -> MaskRule:
     """A query sees keys of its own chunk of `size` positions (Llama 4's local layers)."""
     size = _whole("size", size, 1)
-    return Mask(lambda b, h, q, k: q // size == k // size, "chunked")
+    return MaskRule(lambda b, h, q, k: q // size == k // size, "chunked")
 
 
-def streaming(first: int, left: int) -> Mask:
+def streaming(first: int, left: int) -> MaskRule:
     """A query sees the `first` keys, and its own and the `left` before it (StreamingLLM)."""
     first, left = _whole("first", first), _whole("left", left)
-    return Mask(lambda b, h, q, k: (k <= q) & ((k < first) | (q - k <= left)), "streaming")
+    return MaskRule(lambda b, h, q, k: (k <= q) & ((k < first) | (q - k <= left)), "streaming")
 
 
-def tree(parents: Any, prompt: int = 0) -> Mask:
+def tree(parents: Any, prompt: int = 0) -> MaskRule:
     """A node of a tree of drafted tokens sees the prompt, itself and its ancestors.
 
     `parents[n]` is the parent of node n, an earlier node, or -1 for a child of the prompt. Queries
@@ -170,13 +172,13 @@ def tree(parents: Any, prompt: int = 0) -> Mask:
     for n, parent in enumerate(parents.tolist()):
         if parent >= 0:
             seen[n] |= seen[parent]
-    return Mask(lambda b, h, q, k: (k < prompt) | (seen[q, k - prompt] & (k >= prompt)), "tree")
+    return MaskRule(lambda b, h, q, k: (k < prompt) | (seen[q, k - prompt] & (k >= prompt)), "tree")
 
 
-def padding(lengths: Any) -> Mask:
+def padding(lengths: Any) -> MaskRule:
     """Keys past the length of their batch entry are hidden; `lengths` is (batch,)."""
     lengths = _array("lengths", lengths, (1,), "iu")
-    return Mask(lambda b, h, q, k: k < lengths[b], "padding")
+    return MaskRule(lambda b, h, q, k: k < lengths[b], "padding")
 
 
 # -- scores --------------------------------------------------------------------------------------
@@ -201,7 +203,7 @@ def alibi(slopes: Any, offset: int = 0) -> Callable[..., Any]:
     `slopes` is a number of heads, or an array with a slope per head. The distance is
     ``|q + offset - k|``.
     """
-    slopes = alibi_slopes(slopes) if isinstance(slopes, (int, np.integer)) else slopes
+    slopes = alibi_slopes(int(slopes)) if isinstance(slopes, (int, np.integer)) else slopes
 
     def alibi(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return score - slopes[h] * abs(q + offset - k)

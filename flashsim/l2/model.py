@@ -16,6 +16,8 @@ from flashsim.l2.launch import L2Model
 from flashsim.l2.requests import Stream, TileNumbers, numbers_of, stream
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
+from flashsim.schedule import plans
+from flashsim.schedule.tensors import CAPTURED
 
 OPS = ("read", "write", "pending")
 
@@ -152,6 +154,12 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
         If there are too many requests to replay.
     """
     model = _model(requested, model)
+    its = requested.problem, requested.algorithm, requested.direction
+    if set(plans.tensors_of(*its, "load")) & {*CAPTURED, "sink"}:
+        raise UnsupportedError(
+            "the model of the L2 cache replays tiles, not elements of captured arrays or sinks; it "
+            "takes functions without arrays, and level='requested' counts the others"
+        )
     tiles, streams = _streams(requested, model)
     whole = model.ways is None
     cache = _WholeTiles(tiles, requested.device) if whole else _Sets(tiles, requested.device, model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -208,8 +209,9 @@ def _bits(
     pad = panels * lanes - kept.shape[3]
     split = np.pad(kept, ((0, 0), (0, 0), (0, 0), (0, pad)), mode="edge")
     split = split.reshape(*kept.shape[:3], panels, lanes)
-    any_, hidden = split.any(axis=4), ~split.all(axis=4)  # (tiles, rows of a panel, slots, panels)
-    edges = np.stack([*_ends(any_, outer), *_ends(hidden, outer)], axis=-1).astype(np.int32)
+    some: Any = split.any(axis=4)  # (tiles, rows of a panel, slots, panels)
+    hidden: Any = ~split.all(axis=4)
+    edges = np.stack([*_ends(some, outer), *_ends(hidden, outer)], axis=-1).astype(np.int32)
     whole, bits = ~hidden.any(axis=(1, 2, 3)), kept.view(np.uint8)
     for n, now in enumerate(at.tolist()):
         if not whole[n]:
