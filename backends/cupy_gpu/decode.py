@@ -14,7 +14,7 @@ import numpy as np
 
 from flashsim.backends import failures
 from flashsim.backends.cupy_gpu import arrays
-from flashsim.backends.cupy_gpu.captured import NOTHING, Captured, captured
+from flashsim.backends.cupy_gpu.captured import NOTHING, ReadByFunctions, captured
 from flashsim.backends.cupy_gpu.launching import Argument, Launcher, Parameters
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch import kernel as launch
@@ -105,7 +105,7 @@ class _Ready:
         self._lock = Lock()  # the buffer is one, threads may be several
 
     def __call__(
-        self, stream: int, head: list[int], row: int, pages: int, given: Captured = NOTHING
+        self, stream: int, head: list[int], row: int, pages: int, given: ReadByFunctions = NOTHING
     ) -> None:
         """Launch; the call's device must be CuPy's current one.
 
@@ -117,7 +117,7 @@ class _Ready:
             `POINTERS`.
         row, pages : int
             Entries per sequence in the block table; pages of the pool.
-        given : Captured
+        given : ReadByFunctions
             What functions read, and sinks.
         """
         with self._lock:
