@@ -20,7 +20,7 @@ import cupy
 import numpy as np
 
 from flashsim.backends.cupy_gpu import arrays, tensor_maps
-from flashsim.backends.cupy_gpu.captured import NOTHING, Captured
+from flashsim.backends.cupy_gpu.captured import NOTHING, ReadByFunctions
 from flashsim.backends.cupy_gpu.launching import Argument, Launcher, Parameters
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.device_tables import Lowered
@@ -124,7 +124,7 @@ class Call:
         address and strides of each of `launch.TENSORS`, or `ABSENT` for a tensor that the call
         lacks. Then come the addresses of contiguous float32 arrays, those of `launch.SCRATCH`, or
         0.
-    captured : Captured
+    captured : ReadByFunctions
         What functions read, and sinks.
     keeps : optional
         What must live until the launches are in the stream.
@@ -136,7 +136,7 @@ class Call:
         self,
         space: arrays.Space,
         head: Sequence[int],
-        captured: Captured = NOTHING,
+        captured: ReadByFunctions = NOTHING,
         *,
         keeps: Any = None,
         stream: int | None = None,
@@ -215,7 +215,7 @@ class ReadyPass:
                 self._counter.value, _keeps = self._counter_of(call)
             self._launch(call.stream, parameters)
 
-    def _pack_captured(self, captured: Captured) -> None:
+    def _pack_captured(self, captured: ReadByFunctions) -> None:
         """Write what functions read, and the address of sinks, behind ``struct Args``."""
         kernel, at = self.one.kernel, launch.ARGS.itemsize
         if kernel.functions is not None:

@@ -16,7 +16,7 @@ from flashsim.functions.mask import MaskFunction
 from flashsim.problem.problem import numpy_dtype
 
 
-class Captured(NamedTuple):
+class ReadByFunctions(NamedTuple):
     """What kernels read besides the call's tensors.
 
     Attributes
@@ -38,10 +38,10 @@ class Captured(NamedTuple):
     keeps: tuple[Any, ...] = ()
 
 
-NOTHING = Captured()
+NOTHING = ReadByFunctions()
 
 
-def captured(job: Job, space: arrays.Space) -> Captured:
+def captured(job: Job, space: arrays.Space) -> ReadByFunctions:
     """The captured arrays of a job, uploaded if they are not on the GPU.
 
     With `problem.score_grads`, those of a backward pass, it makes arrays for the gradients.
@@ -55,7 +55,7 @@ def captured(job: Job, space: arrays.Space) -> Captured:
             sinks = cupy.ascontiguousarray(_on_gpu(job.sinks).astype(np.float32, copy=False))
         at = 0 if sinks is None else sinks.data.ptr
         if p.mask_mod is None and p.score_mod is None:
-            return Captured(sinks=at, keeps=(sinks,))
+            return ReadByFunctions(sinks=at, keeps=(sinks,))
         score = () if p.score_mod is None else p.score_mod.arrays
         held = [_typed(x, spec) for x, spec in zip(job.score_arrays, score, strict=True)]
         if p.mask_mod is not None:
@@ -66,11 +66,11 @@ def captured(job: Job, space: arrays.Space) -> Captured:
         plain, summing = sources_of(p)
         totals = [gradients[f"d:{name}"].data.ptr for name in summing.gradients]
         packed = plain.pack(data).tobytes(), summing.pack(data, totals).tobytes()
-        return Captured(*packed, at, gradients, (*held, sinks))
+        return ReadByFunctions(*packed, at, gradients, (*held, sinks))
 
 
 def gradients(
-    job: Job, given: Captured, space: arrays.Space, lse: int, delta: int
+    job: Job, given: ReadByFunctions, space: arrays.Space, lse: int, delta: int
 ) -> dict[str, Any]:
     """The gradients of captured arrays and of sinks, in the library of the call's arrays.
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from flashsim.backends import failures
 from flashsim.backends.cupy_gpu import arrays
-from flashsim.backends.cupy_gpu.captured import NOTHING, Captured, captured
+from flashsim.backends.cupy_gpu.captured import NOTHING, ReadByFunctions, captured
 from flashsim.backends.cupy_gpu.launching import Argument, Launcher, Parameters, aside, capture_of
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch import kernel as launch
@@ -148,7 +148,7 @@ class _Ready:
         row: int,
         pages: int,
         capacity: int = 0,
-        given: Captured = NOTHING,
+        given: ReadByFunctions = NOTHING,
     ) -> None:
         """Launch; the call's device must be CuPy's current one.
 
@@ -162,7 +162,7 @@ class _Ready:
             Entries per sequence in the block table; pages of the pool.
         capacity : int
             Rows of a sequence in the cache, for a kernel that reads live lengths as it runs.
-        given : Captured
+        given : ReadByFunctions
             What functions read, and sinks.
         """
         with self._lock:

@@ -30,7 +30,7 @@ using i64 = long long;
 #define FS_FLEX (FS_MASK_MOD || FS_SCORE_MOD)
 
 #define NEG_INF __int_as_float(0xff800000)  // NVRTC has no constexpr infinity
-constexpr float LOG2E = 1.4426950408889634f;
+[[maybe_unused]] constexpr float LOG2E = 1.4426950408889634f;
 
 // A (batch, heads, n, d) array in HBM; strides in elements, the last axis contiguous.
 struct Tensor {
@@ -167,8 +167,9 @@ __device__ inline float exp2_approx(float x) {
     return y;
 }
 
-// tanh. For bfloat16 it is the hardware's, whose relative error of 2^-11 is an eighth of a rounding of
-// the inputs. Elsewhere it goes through exp2: two special-function calls, an error of a few 1e-7.
+// tanh. For bfloat16 it is the hardware's, whose relative error of 2^-11 is an eighth of a rounding
+// of the inputs. Elsewhere it goes through exp2: two special-function calls, an error of a few
+// 1e-7.
 __device__ inline float fast_tanh(float x) {
 #if FS_BF16
     float y;

@@ -1,6 +1,7 @@
 // Masks and scores that are functions of the caller's. The text ahead of the kernel, which is
 // generated from them, defines FlashCaptured, flash_mask, flash_score and flash_score_grad
-// (backends/launch/functions.py). Included after `scaled`, which gives a score as exponents take it.
+// (backends/launch/functions.py). Included after `scaled`, which gives a score as exponents take
+// it.
 #if FS_FLEX
 
 // The query head that a tile pair belongs to, and where its packed sequence starts.
@@ -51,7 +52,8 @@ __device__ __forceinline__ float before_function(const Args& a, float raw) {
 }
 
 // A scaled and capped score after the function of scores.
-__device__ __forceinline__ float of_function(const Args& a, const Head& at, float s, FlashAt q, FlashAt k) {
+__device__ __forceinline__ float of_function(const Args& a, const Head& at, float s, FlashAt q,
+                                             FlashAt k) {
 #if FS_SCORE_MOD
     return flash_score(a.captured, s, at.at, at.query(q), at.key(k));
 #else
@@ -61,7 +63,8 @@ __device__ __forceinline__ float of_function(const Args& a, const Head& at, floa
 
 // A raw score after the function of scores, in the unit of natural logarithms. Without one it is as
 // the kernel's exponents take it.
-__device__ __forceinline__ float after_function(const Args& a, const Head& at, float raw, FlashAt q, FlashAt k) {
+__device__ __forceinline__ float after_function(const Args& a, const Head& at, float raw,
+                                                FlashAt q, FlashAt k) {
 #if FS_SCORE_MOD
     return of_function(a, at, before_function(a, raw), q, k);
 #else
@@ -73,7 +76,8 @@ __device__ __forceinline__ float after_function(const Args& a, const Head& at, f
 // `gradient` is that of the function's result; returns that of the scaled score before a softcap.
 // With FS_SCORE_SUMS it adds the gradients of captured arrays, those of a whole head to `sums`.
 __device__ __forceinline__ float function_gradient(const Args& a, const Head& at, FlashSums& sums,
-                                                   float raw, float gradient, FlashAt q, FlashAt k) {
+                                                   float raw, float gradient, FlashAt q,
+                                                   FlashAt k) {
     const float s = before_function(a, raw);
     gradient = flash_score_grad(a.captured, sums, s, gradient, at.at,
                                 at.query(q), at.key(k));
@@ -112,8 +116,8 @@ __device__ __forceinline__ float probability(const Args& a, const Head& at, floa
 // As `probability`, for kernels that keep no scores: P comes in the score's place, and the result
 // is P times the function's slope (0 with FS_SCORE_SUMS). P is 0 if the score is not `there`.
 __device__ __forceinline__ float probability_and_slope(const Args& a, const Head& at, float& S,
-                                                       float factor, float lse, FlashAt q, FlashAt k,
-                                                       bool there) {
+                                                       float factor, float lse, FlashAt q,
+                                                       FlashAt k, bool there) {
     const float raw = S, s = after_function(a, at, raw, q, k);
     S = there && s != NEG_INF ? exp2_approx(s * factor - lse) : 0.0f;
     if (S == 0.0f) return 0.0f;

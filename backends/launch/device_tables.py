@@ -181,8 +181,7 @@ def refuse_functions(problem: Problem, kernels: str) -> None:
     for name in ("mask_mod", "score_mod", "sinks"):
         if getattr(problem, name):
             raise UnsupportedError(
-                f"the {kernels} kernels take no {name}; backend='cupy' does with float16 and "
-                "bfloat16 inputs, and backend='simulator' and 'numba' do"
+                f"the {kernels} kernels take no {name}; backend='cupy', 'simulator' and 'numba' do"
             )
 
 

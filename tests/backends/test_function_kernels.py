@@ -282,7 +282,7 @@ VARIANTS = {
     "causal": ((causal, None), (0, 48)),
     "documents": ((large_documents, None), (160, 320)),
     "alibi": ((causal, large_alibi), (64, 64)),
-    "table": ((causal, large_relative), (192, 64)),
+    "table": ((causal, large_relative), (192, 160)),
 }
 
 

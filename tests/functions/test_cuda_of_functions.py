@@ -44,14 +44,16 @@ extern "C" void run(const FlashCaptured* c, int B, int H, int N, int M, const fl
                     const float* dout, float* out, unsigned char* keep, float* ds, int sums) {
     for (int b = 0; b < B; b++) for (int h = 0; h < H; h++) {
         FlashSums kept;
+        const FlashHead head = flash_head(*c, b, h);
         for (int q = 0; q < N; q++) for (int k = 0; k < M; k++) {
             const int at = ((b * H + h) * N + q) * M + k;
-            out[at] = flash_score(*c, s[at], b, h, q, k);
-            keep[at] = flash_mask(*c, b, h, q, k);
-            ds[at] = sums ? flash_score_grad(*c, kept, s[at], dout[at], b, h, q, k)
-                          : flash_score_grad(*c, s[at], dout[at], b, h, q, k);
+            const FlashAt i(q - q % 4, q % 4), j(k - k % 5, k % 5);
+            out[at] = flash_score(*c, s[at], head, i, j);
+            keep[at] = flash_mask(*c, head, i, j);
+            ds[at] = sums ? flash_score_grad(*c, kept, s[at], dout[at], head, i, j)
+                          : flash_score_grad(*c, s[at], dout[at], head, i, j);
         }
-        if (sums) flash_add_sums(*c, kept, b, h);
+        if (sums) flash_add_sums(*c, kept, head);
     }
 }
 """
@@ -65,12 +67,15 @@ def compiled(text, folder):
     return ctypes.CDLL(str(folder / "f.so"))
 
 
+@pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_text_computes_what_the_graph_does(seed, tmp_path):
+def test_the_text_computes_what_the_graph_does(seed, checked, tmp_path):
+    """Also where indices that stay inside their arrays are not checked."""
     made = Random(seed, B, H, N, M)
     score, mask = trace_score(made.score_mod(4)), trace_mask(made.mask_mod())
     names = tuple(a.name for a in score.graph.differentiable)
-    source = cuda_source(mask.graph, score.graph, names)
+    extents = None if checked else {"b": B, "h": H, "q": N, "k": M}
+    source = cuda_source(mask.graph, score.graph, names, extents)
     library = compiled(source.text, tmp_path)
     arrays = [np.ascontiguousarray(x) for x in (*score.arrays, *mask.arrays)]
     rng = np.random.default_rng(seed)

@@ -148,9 +148,9 @@ __device__ __forceinline__ const u16* piece_of_ds(
 #if FS_SCORE_MOD
 // P of the slice of queries from the one numbered `first`, rounded; see `probability`.
 __device__ __forceinline__ void make_slice(u32 (&P)[BLOCK_Q / 16][4], float (&S)[BLOCK_Q / 2],
-                                           const Args& a, const Item& it, const Head& at, bool masked,
-                                           bool exact, float factor, const float* lse, int first,
-                                           int key, int query) {
+                                           const Args& a, const Item& it, const Head& at,
+                                           bool masked, bool exact, float factor, const float* lse,
+                                           int first, int key, int query) {
     float p[SLICE / 2], scores[SLICE / 2];
 #pragma unroll
     for (int e = 0; e < SLICE / 2; ++e) scores[e] = S[first / 2 + e];

@@ -196,8 +196,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #if FS_SCORE_MOD
             float P[QUERIES / 2];
             const float* minus_lse = &s.lse[stage][QUERIES * g];
-            probabilities(P, S, a, it, at, visit.masked, is_exact(it, query), to_log2, minus_lse, key,
-                          first);
+            probabilities(P, S, a, it, at, visit.masked, is_exact(it, query), to_log2, minus_lse,
+                          key, first);
             store_scores(s.p[stage], P, g);  // see below
 #else
 #if FS_FLEX

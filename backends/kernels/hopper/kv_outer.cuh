@@ -303,8 +303,8 @@ __device__ __forceinline__ bool is_exact(const Item& it, int query) {
 
 // -inf for the scores that the masks drop.
 template <bool EXACT, int N>
-__device__ __forceinline__ void drop_masked(float (&S)[N], const Args& a, const Item& it, const Head& at,
-                                            int key, int query) {
+__device__ __forceinline__ void drop_masked(float (&S)[N], const Args& a, const Item& it,
+                                            const Head& at, int key, int query) {
     const KeepColumn keep[2] = {{a, key, it.own}, {a, key + 8, it.own}};
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -319,8 +319,9 @@ __device__ __forceinline__ void drop_masked(float (&S)[N], const Args& a, const 
 
 // As shape_scores below, with a mask that is a function.
 template <int N>
-__device__ __forceinline__ void drop_scores(float (&S)[N], const Args& a, const Item& it, const Head& at,
-                                            bool masked, bool exact, int key, int query) {
+__device__ __forceinline__ void drop_scores(float (&S)[N], const Args& a, const Item& it,
+                                            const Head& at, bool masked, bool exact, int key,
+                                            int query) {
 #if FS_SCALED
 #pragma unroll
     for (int e = 0; e < N; ++e) S[e] = scaled(a, S[e]);
@@ -350,9 +351,9 @@ __device__ __forceinline__ void make_probabilities(float (&P)[N], float (&S)[N],
 }
 template <int N>
 __device__ __forceinline__ void probabilities(float (&P)[N], float (&S)[N], const Args& a,
-                                              const Item& it, const Head& at, bool masked, bool exact,
-                                              float factor, const float* statistic, int key,
-                                              int query) {
+                                              const Item& it, const Head& at, bool masked,
+                                              bool exact, float factor, const float* statistic,
+                                              int key, int query) {
     if (!exact)
         make_probabilities<false, false>(P, S, a, it, at, factor, statistic, key, query);
     else if (masked)

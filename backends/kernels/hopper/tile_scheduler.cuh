@@ -143,8 +143,8 @@ __device__ inline void copy_tile(u16 (&to)[CHUNKS][ELEMENTS], const TensorMap* m
         copy_box(to[c], map, bar, 64 * c, from.row, head, from.batch);
 }
 
-// A raw score for an exponent that cannot take the scale (FS_SCALED): scaled; or capped, in units of
-// the cap, which the exponent takes.
+// A raw score for an exponent that cannot take the scale (FS_SCALED): scaled; or capped, in units
+// of the cap, which the exponent takes.
 __device__ inline float scaled(const Args& a, float score) {
     return FS_SOFTCAP ? fast_tanh(score * (a.scale / a.softcap)) : score * a.scale;
 }

@@ -82,7 +82,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dkdv(const __grid_co
                     const float from = score(a, s[r][c], &slope);
                     const float made = of_function(a, at, from, q_at, k_at);
                     const bool there = y < n_rows && made != NEG_INF &&
-                                       (!visit.masked || (keep(cols.start + x) && kept(a, at, q_at, k_at)));
+                                       (!visit.masked ||
+                                        (keep(cols.start + x) && kept(a, at, q_at, k_at)));
                     const float p = there ? expf(made - t.lse[y]) : 0.0f;
                     t.P[y][x] = p;
                     float gradient = p * (dp[r][c] - t.delta[y]);

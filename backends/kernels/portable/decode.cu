@@ -124,7 +124,7 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
     }
     const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
 #if FS_SINKS
-    // A sink is one more score, without a value: a lane of the sequence's first warp begins with it.
+    // A sink is one more score, without a value: a lane of a sequence's first warp begins with it.
     if (own.first_tile == 0 && !own.of_all && warp == 0)
 #pragma unroll
         for (int i = 0; i < MT; ++i)
