@@ -135,6 +135,12 @@ class Launcher:
             raise cupy.cuda.driver.CUDADriverError(error)
 
 
+@cache
+def _own_stream(device: int) -> Any:
+    """A stream of CuPy's current device that plans are uploaded in; it is never destroyed."""
+    return cupy.cuda.Stream(non_blocking=True)
+
+
 @contextmanager
 def aside() -> Iterator[None]:
     """What a plan uploads and compiles goes through a stream of its own, which is waited for.
@@ -145,7 +151,7 @@ def aside() -> Iterator[None]:
     exchange = driver().cuThreadExchangeStreamCaptureMode
     exchange(ctypes.byref(mode))
     try:
-        stream = cupy.cuda.Stream(non_blocking=True)
+        stream = _own_stream(cupy.cuda.runtime.getDevice())
         with stream:
             yield
         stream.synchronize()
