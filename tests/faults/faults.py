@@ -283,8 +283,8 @@ FAULTS = {
     "mask-shifted-by-one": Fault(
         "a tile's mask is that of the keys one to the left",
         GRID,
-        "np.arange(cols.start, cols.stop)",
-        "np.arange(cols.start - 1, cols.stop - 1)",
+        "np.arange(*self.cols[j, :2].tolist())",
+        "np.arange(*self.cols[j, :2].tolist()) - 1",
         OPTIONS,
     ),
     "window-off-by-one": Fault(
@@ -314,7 +314,7 @@ FAULTS = {
     ),
     "softcap-gradient-missing": Fault(
         "the softcap is not differentiated",
-        *(TILES, "dS_ij *= gate", "pass", SOFTCAP),
+        *(TILES, "dS_ij *= chain.cap", "pass", SOFTCAP),
     ),
     "dk-not-summed-over-group": Fault(
         "dK and dV take the first query head of a group alone",
@@ -400,8 +400,8 @@ FAULTS = {
     "ragged-tile-counted-whole": Fault(
         "the closed form counts keys that do not exist",
         SCHEDULE,
-        "widths = (self.cols[:, 1] - self.cols[:, 0]).astype(np.int64)",
-        "widths = np.full(self.t_c, self.tiling.block_k, np.int64)",
+        "reach = np.concatenate([[0], np.cumsum(widths)])",
+        "reach = np.arange(self.t_c + 1) * self.tiling.block_k",
         TRAFFIC,
     ),
     "group-loads-counted-per-head": Fault(
