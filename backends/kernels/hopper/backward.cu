@@ -23,8 +23,8 @@ static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS)
 // The scores' accumulators start at -lse / scale, unless a softcap needs the scores themselves.
 constexpr bool START = !FS_SCALED;
 // dV is issued in slices of so many queries, each as soon as its part of P is there. Few of them,
-// since wgmma_wait counts up to 7 groups. A function of scores may read memory: one slice then waits
-// for it once.
+// since wgmma_wait counts up to 7 groups. A function of scores may read memory: one slice then
+// waits for it once.
 constexpr int SLICE = BLOCK_Q == 128 ? 32 : FS_SCORE_MOD ? 64 : 16, SLICES = BLOCK_Q / SLICE;
 // Where a visit's exponentials take longer than dP, which is then waited for in their middle.
 constexpr bool HALFWAY = BLOCK_Q == 128 && !FS_ONCE && !FS_SCORE_LATE;
