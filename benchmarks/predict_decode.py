@@ -1,18 +1,28 @@
 """The time model's decode kernel beside what was measured: `predict.py --decode [--fit]`."""
 
 import csv
+import sys
+from dataclasses import replace
 
 import numpy as np
 from predict_times import DATA, H200
 
 from flashsim import Problem
+from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.launch_policy.decode import CLUSTERS, plan
 from flashsim.report import Table
 from flashsim.studies.predict import decode
 from flashsim.studies.predict.calibration import DECODING, DecodeConstants
 
+#: An H200 as it was measured: splits merged in clusters also where not all clusters run at once.
+MEASURED = replace(Gpu.like(H200), clusters=tuple((n, sys.maxsize) for n in CLUSTERS))
+
 
 def decode_cases():
-    """(row, launch, whether it was fitted) of each call in docs/data/decode-h200.csv."""
+    """(row, launch, whether it was fitted) of each call in docs/data/decode-h200.csv.
+
+    The launch is the one that was measured; today's rules may choose another.
+    """
     with (DATA / "decode-h200.csv").open(newline="") as stream:
         rows = [r for r in csv.DictReader(stream) if r["implementation"].startswith("flashsim")]
     found = []
@@ -20,9 +30,9 @@ def decode_cases():
         batch, keys = int(row["batch"]), int(row["keys"])
         p = Problem(
             *(int(row["n_q"]), keys, int(row["head_dim"])),
-            batch=batch, heads=32, kv_heads=8, dtype="bfloat16", page_size=page_of(row) or None,
+            batch=batch, heads=32, kv_heads=8, dtype="bfloat16",
         )  # fmt: skip
-        made = decode.launch(p, int(row["splits"]), H200)  # measured; "auto" may choose others now
+        made = plan(p, (keys,) * batch, MEASURED, int(row["splits"]), page_of(row))
         swept = (batch, keys) in ((8, 4096), (1, 131072))
         chosen = swept if "splits=" in row["implementation"] else batch in (1, 32)
         found.append((row, made, chosen))

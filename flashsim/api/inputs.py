@@ -222,7 +222,7 @@ def prepare(
     if ndim < 4:
         q, k, v = expand(q), expand(k), expand(v)
     if sinks is not None and on_cpu:
-        sinks = _sinks(sinks, problem)
+        sinks = checks.sinks(sinks, problem.heads).astype(problem.compute_dtype, copy=False)
     given = problem, q, k, v, bias, ndim, empty
     return Inputs(*given, sinks, score_arrays, mask_arrays, captured)
 
@@ -322,17 +322,6 @@ def _bias_shape(bias: Any, dtype: str, full: tuple[int, ...]) -> tuple[int, ...]
             f"optional, got {shape}"
         )
     return (1,) * (4 - len(shape)) + shape
-
-
-def _sinks(sinks: Any, problem: Problem) -> np.ndarray:
-    """The sinks, (heads,), in the accumulator's type."""
-    array = checks.as_array("sinks", sinks)
-    if array.shape != (problem.heads,) or array.dtype.kind in "biuc":
-        raise ShapeError(
-            f"sinks must be one number per query head, ({problem.heads},), got {array.dtype} of "
-            f"shape {array.shape}"
-        )
-    return array.astype(problem.compute_dtype, copy=False)
 
 
 def _block_mask(block_mask: Any, tiling: Tiling | None) -> BlockMask:

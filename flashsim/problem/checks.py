@@ -116,6 +116,18 @@ def as_array(name: str, values: Any) -> np.ndarray:
         raise DTypeError(f"{name} cannot be read as a NumPy array: {error}") from error
 
 
+def sinks(values: Any, heads: int) -> np.ndarray:
+    """Return sinks, array-likes of (heads,) floats, as a NumPy array."""
+    array = as_array("sinks", values)
+    floats = array.dtype.kind == "f" or array.dtype.name in DTYPES  # NumPy does not know bfloat16
+    if array.shape != (heads,) or not floats:
+        raise ShapeError(
+            f"sinks must be one number per query head, ({heads},), got {array.dtype} of shape "
+            f"{array.shape}"
+        )
+    return array
+
+
 def number(name: str, value: Any, low: float = -math.inf) -> float:
     """Return `value` as a finite float of at least `low`."""
     if not (is_int(value) or isinstance(value, (float, np.floating))):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashsim.errors import ShapeError, own_errors
+from flashsim.errors import ShapeError, own_errors, shown
 from flashsim.functions.forward_mode import pushed
 from flashsim.functions.graph import add_at
 from flashsim.problem import checks
@@ -64,6 +64,7 @@ def attention(
     lse : ndarray, (batch, heads, n_q)
     """
     q, k, v, bias, _ = _checked(problem, dtype, bias, q=q, k=k, v=v)
+    captured, sinks = _checked_of_functions(problem, captured, sinks)
     P, lse, _ = _probabilities(q, k, problem, bias, dtype, captured, sinks)
     return _round(P @ _per_head(v, problem), dtype), lse
 
@@ -92,6 +93,7 @@ def gradients(
     """
     p = problem
     q, k, v, dout, bias, dlse = _checked(p, dtype, bias, dlse, q=q, k=k, v=v, dout=dout)
+    captured, sinks = _checked_of_functions(p, captured, sinks)
     P, lse, before = _probabilities(q, k, p, bias, dtype, captured, sinks)
     dO = dout.astype(np.float64)
     q64 = q.astype(np.float64)
@@ -103,7 +105,7 @@ def gradients(
     dS = _round(P * (dP - delta), dtype)
     result = {"dv": _round(dV, dtype)}
     if sinks is not None:
-        of_sink = np.exp(np.asarray(sinks, np.float64)[:, None] - lse)
+        of_sink = np.exp(sinks[:, None] - lse)
         result["dsinks"] = _round(-(of_sink * delta[..., 0]).sum(axis=(0, 2)), dtype)
     if p.score_mod is not None:
         dS, of_arrays = _through_function(p, before.raw, dS, captured)
@@ -195,6 +197,24 @@ def _checked(p: Problem, dtype: str, bias: Any, dlse: Any = None, **given: Any) 
     return (*arrays.values(), bias, dlse)
 
 
+def _checked_of_functions(
+    p: Problem, captured: Any, sinks: Any
+) -> tuple[tuple[np.ndarray, ...], np.ndarray | None]:
+    """The captured arrays as the score function knows them, and sinks in float64."""
+    wanted = () if p.score_mod is None else p.score_mod.arrays
+    if not isinstance(captured, Sequence) or len(captured) != len(wanted):
+        names = ", ".join(a.name for a in wanted) or "none"
+        raise ShapeError(
+            f"captured must be a sequence of the arrays that the score function reads ({names}), "
+            f"got {shown(captured)}"
+        )
+    arrays = tuple(checks.as_array(a.name, x) for a, x in zip(wanted, captured, strict=True))
+    for a, x in zip(wanted, arrays, strict=True):
+        if x.shape != a.shape:
+            raise ShapeError(f"{a.name} must be {a.shape}, as the problem says, got {x.shape}")
+    return arrays, None if sinks is None else checks.sinks(sinks, p.heads).astype(np.float64)
+
+
 class _Before(NamedTuple):
     """The softcap's derivative, and the scores that the score function got, all per head."""
 
@@ -208,8 +228,8 @@ def _probabilities(
     p: Problem,
     bias: np.ndarray | None,
     dtype: str,
-    captured: Sequence[Any] = (),
-    sinks: Any = None,
+    captured: Sequence[np.ndarray],
+    sinks: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray, _Before]:
     """P, its LSE and what leads back from the scores, each of shape (batch, heads, n_q, ..)."""
     S = _round(q.astype(np.float64) @ _per_head(k, p).mT * p.scale, dtype)
@@ -222,7 +242,7 @@ def _probabilities(
     before = _Before(gate, S)
     if p.score_mod is not None:
         given = {"score": S, **_indices(p)}
-        S = _round(p.score_mod.evaluate(given, [np.asarray(x) for x in captured]), dtype)
+        S = _round(p.score_mod.evaluate(given, captured), dtype)
     low = masked_score(p.compute_dtype)
     kept = keep_matrix(p)
     if p.mask_mod is not None:
@@ -230,7 +250,7 @@ def _probabilities(
     S = np.where(kept & ~np.less_equal(S, low), S, -np.inf)
     m = S.max(axis=-1, keepdims=True)
     if sinks is not None:
-        of_heads = np.asarray(sinks, np.float64)[:, None, None]
+        of_heads = sinks[:, None, None]
         m = np.maximum(m, of_heads)
     base = np.where(np.isneginf(m), 0, m)
     E = _round(np.exp(S - base), dtype)
@@ -253,7 +273,7 @@ def _indices(p: Problem) -> dict[str, np.ndarray]:
 
 
 def _through_function(
-    p: Problem, raw: np.ndarray, dS: np.ndarray, captured: Sequence[Any]
+    p: Problem, raw: np.ndarray, dS: np.ndarray, captured: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """The gradients of the score function's score and of its captured arrays.
 
@@ -261,16 +281,15 @@ def _through_function(
     by each element that is read, is pushed through the graph (`flashsim.functions.derivative` goes
     backward). Then the elements' derivatives are summed by the index they were read at.
     """
-    arrays = [np.asarray(x) for x in captured]
     given = {"score": raw, **_indices(p)}
     graph = p.score_mod
-    values = graph.values(given, arrays)
+    values = graph.values(given, captured)
     dS = np.where(dS == 0, 0, dS)
     of_score = pushed(graph, values, {graph.argument("score")})
     found = {}
     for name in p.score_grads:
         number = [a.name for a in graph.arrays].index(name)
-        total = np.zeros(arrays[number].shape)
+        total = np.zeros(captured[number].shape)
         for n in graph.loads:
             node = graph.nodes[n]
             if node.value == number:

@@ -61,4 +61,5 @@ def test_a_table_is_read_judged_and_drawn(tmp_path):
         [*command, "--plot", "t.svg"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout == "All aims met.\n"
-    assert "head_dim 128, n_q 1" in (tmp_path / "t.svg").read_text()  # a comment beside the glyphs
+    drawn = (tmp_path / "t.svg").read_text()  # texts are comments beside the glyphs
+    assert "1 query per head, d = 128" in drawn

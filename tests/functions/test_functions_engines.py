@@ -319,6 +319,11 @@ def test_what_is_refused():
     q, k, v, dout = arrays()
     with pytest.raises(ShapeError, match="sinks must be one number per query head"):
         run(q, k, v, sinks=np.zeros(3))
+    with pytest.raises(ShapeError, match=r"one number per query head, .*got object"):
+        run(q, k, v, sinks=np.full(len(SINKS), None))
+    p = Problem(*(q.shape[2], k.shape[2], q.shape[3]), score_mod=functions.alibi(1))
+    with pytest.raises(ShapeError, match=r"captured must be a sequence .*\(slopes\), got \(\)"):
+        oracle.attention(q[:1, :1], k[:1, :1], v[:1, :1], p)
     with pytest.raises(UnsupportedError, match="'flash-decode' takes no score_mod"):
         run(q, k, v, score_mod=score, algorithm="flash-decode")
     with pytest.raises(UnsupportedError, match="'flash1' takes no sinks"):
