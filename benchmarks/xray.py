@@ -29,7 +29,7 @@ from flashsim import Problem, Tiling
 from flashsim.counts.questions import in_words
 from flashsim.counts.traffic import compulsory
 from flashsim.errors import FlashSimError
-from flashsim.studies.xray import Launch, Profile, XRay
+from flashsim.studies.xray import Profile, ProfiledLaunch, XRay
 from flashsim.studies.xray.record import launches_of, profile
 
 _COMPUTES = re.compile(
@@ -258,7 +258,7 @@ def main() -> None:
     for kernel, blocks, counters, label in launches_of(text):
         number = int(re.search(r"\d+", label)[0])  # type: ignore[index]
         direction = "backward" if label.endswith("backward") else "forward"
-        found.append(Launch(kernel, number, direction, blocks, counters))
+        found.append(ProfiledLaunch(kernel, number, direction, blocks, counters))
     from flashsim.studies.verify import here
 
     calls = tuple(

@@ -108,7 +108,7 @@ def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
     return given if given.dtype == torch.int32 else given.to(torch.int32)
 
 
-class _Asked(NamedTuple):
+class _Question(NamedTuple):
     """What a call asks for besides the tensors."""
 
     causal: bool
@@ -148,7 +148,7 @@ def _on_gpu(
     try:
         call = _DECODERS[key]
     except KeyError:
-        problem = _problem(q, k, v, table, starts, entries, _Asked(*asked))
+        problem = _problem(q, k, v, table, starts, entries, _Question(*asked))
         call, widest = None, max(problem.head_dim, problem.head_dim_v)
         if problem.dtype in ("float16", "bfloat16") and widest <= 256:
             import flashsim.backends.cupy_gpu.engine as cupy_engine
@@ -170,7 +170,7 @@ def _problem(
     table: Tensor | None,
     starts: Tensor | None,
     entries: Tensor | None,
-    asked: _Asked,
+    asked: _Question,
 ) -> Problem:
     """Check shapes and types; return the problem if every row of the cache is live.
 
@@ -288,7 +288,7 @@ def _packed(
     *asked: Any,
 ) -> tuple[Tensor, Tensor]:
     """Decode by any engine: live keys are copied together, and the batch is one packed sequence."""
-    question = _Asked(*asked)
+    question = _Question(*asked)
     problem = _problem(q, k, v, table, starts, entries, question)
     n, batch, n_q = problem.n_kv, q.shape[0], q.shape[2]
     stops = [n] * batch if lengths is None else lengths.clamp(0, n).tolist()

@@ -102,6 +102,7 @@ def _few(q: Tensor, k: Tensor, v: Tensor) -> bool:
     _, heads, n, d = q.shape
     return (
         0 < n <= _FEW
+        and 0 not in (*q.shape, *k.shape, *v.shape)
         and n <= k.shape[2] == v.shape[2]
         and heads * n <= _FEW_ROWS * k.shape[1]
         and max(d, v.shape[3]) <= 256

@@ -114,12 +114,8 @@ def test_called_as_jax_nn_is_and_offsets_that_are_traced():
 
 def test_what_is_refused():
     q, k, v = tensors()
-    for told, words in (
-        ({"bias": jnp.zeros((200, 230), q.dtype)}, "take no bias"),
-        ({"backend": "numba"}, "takes arrays in the CPU's memory"),
-    ):
-        with pytest.raises(jax.errors.JaxRuntimeError, match=words):
-            jax.block_until_ready(flashsim.jax.attention(q, k, v, **told))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="takes arrays in the CPU's memory"):
+        jax.block_until_ready(flashsim.jax.attention(q, k, v, backend="numba"))
 
 
 @pytest.mark.parametrize("n_q", [1, 5, 200])

@@ -31,7 +31,7 @@ _RANGE = re.compile(r"flashsim\.watch \d+( backward)?")
 
 
 @dataclass(frozen=True)
-class Launch:
+class ProfiledLaunch:
     """One kernel launch of an attention call.
 
     Attributes
@@ -78,14 +78,14 @@ class Profile:
         The preset that describes the GPU, or the name that its driver reports.
     calls : tuple of dict
         Each call's "name", "api", "note" and "problem" (the fields of a `Problem`, or None).
-    launches : tuple of Launch
+    launches : tuple of ProfiledLaunch
         In the order in which they ran.
     """
 
     program: str
     device: str
     calls: tuple[Mapping[str, Any], ...]
-    launches: tuple[Launch, ...]
+    launches: tuple[ProfiledLaunch, ...]
 
     def problem(self, call: int) -> Problem | None:
         """The shape and mask of a call; None if flashsim cannot describe it."""
@@ -110,7 +110,7 @@ class Profile:
         """
         try:
             values = json.loads(path.read_text())
-            launches = tuple(Launch(**one) for one in values.pop("launches"))
+            launches = tuple(ProfiledLaunch(**one) for one in values.pop("launches"))
             read = cls(launches=launches, calls=tuple(values.pop("calls")), **values)
             for one in launches:
                 read.problem(one.call)
@@ -162,7 +162,7 @@ def measure(
     for kernel, blocks, counters, label in launches_of(text):
         if label in told["ranges"]:
             call, direction = told["ranges"][label]
-            found.append(Launch(kernel, call, direction, blocks, counters))
+            found.append(ProfiledLaunch(kernel, call, direction, blocks, counters))
     if not found:
         raise TraceError(
             f"no kernel of an attention call was seen in {program.name}: `watch` sees torch's "
@@ -216,7 +216,7 @@ def measure_kernels(
     for name, blocks, counters, _ in taken:
         first = first or name
         call += name == first
-        found.append(Launch(name, call, direction, blocks, counters))
+        found.append(ProfiledLaunch(name, call, direction, blocks, counters))
     if not found:
         raise TraceError(f"no kernel whose name matches {kernel!r} ran in {program.name}")
     return Profile(program.name, device or here(), (about,) * (call + 1), tuple(found))

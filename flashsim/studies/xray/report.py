@@ -16,7 +16,7 @@ from flashsim.errors import own_errors
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.studies.xray.infer import FORMS, SIDES, Inference, LaunchCounters, candidates, infer
-from flashsim.studies.xray.record import Launch, Profile, machine
+from flashsim.studies.xray.record import Profile, ProfiledLaunch, machine
 
 #: Forms that have a tile.
 TILED = ("forward", "split keys", "fused", "dkdv", "dq", "dkdv and dq")
@@ -37,14 +37,14 @@ class ProfiledKernel:
 
     Attributes
     ----------
-    launch : Launch
+    launch : ProfiledLaunch
     problem : Problem or None
     found : Inference
     times : int
         How often the same pass of the same call ran.
     """
 
-    launch: Launch
+    launch: ProfiledLaunch
     problem: Problem | None
     found: Inference
     times: int = 1
@@ -153,7 +153,7 @@ class XRay:
     @cached_property
     def kernels(self) -> tuple[ProfiledKernel, ...]:
         """The kernels, in the order in which they first ran."""
-        passes: dict[tuple[int, str], list[Launch]] = {}
+        passes: dict[tuple[int, str], list[ProfiledLaunch]] = {}
         for launch in self.record.launches:
             passes.setdefault((launch.call, launch.direction), []).append(launch)
         seen: dict[Any, list[ProfiledKernel]] = {}
