@@ -591,7 +591,8 @@ class Symbol(_Arithmetic):
         for x in (*args, *(keywords[n] for n in ("dtype",) if n in keywords)):
             if isinstance(x, Symbol):
                 return self._recorder.cast(self, self._recorder.kind(x))
-            if not isinstance(x, (str, bool)) and type(x).__name__ != "device":
+            named = isinstance(x, str) and x not in ELEMENTS  # a device
+            if not (named or isinstance(x, bool)) and type(x).__name__ != "device":
                 return self._recorder.cast(self, _kind_of(x))
         return self
 

@@ -1,0 +1,186 @@
+"""Every function of symbols, by every name that libraries give it, beside NumPy; and refusals."""
+
+import numpy as np
+import pytest
+from scipy import special
+from test_expressions import evaluated
+
+from flashsim.errors import FunctionError
+from flashsim.functions.tracing import FUNCTIONS, trace_mask
+
+SCORE = np.linspace(0.3, 2.5, 9)
+#: What NumPy or SciPy computes, where its name is another one.
+OTHERS = {
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "sigmoid": special.expit,
+    "expit": special.expit,
+    "erf": special.erf,
+    "relu": lambda x: np.maximum(x, 0),
+    "softplus": lambda x: np.log1p(np.exp(x)),
+    "neg": np.negative,
+    "fabs": np.abs,
+}
+ONE = (
+    *("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "expit"),
+    *("sin", "cos", "erf", "floor", "ceil", "trunc", "relu", "sign", "square", "softplus"),
+    *("neg", "negative", "abs", "absolute", "fabs"),
+)
+TWO = (
+    *("add", "subtract", "multiply", "divide", "true_divide", "floor_divide", "mod", "remainder"),
+    *("power", "float_power", "minimum", "fmin", "maximum", "fmax", "logaddexp"),
+)
+COMPARED = ("less", "less_equal", "greater", "greater_equal", "equal", "not_equal")
+BITS = ("bitwise_and", "bitwise_or", "bitwise_xor", "left_shift", "right_shift")
+LOGIC = ("logical_and", "logical_or", "logical_xor")
+
+
+def close(function, expected):
+    got = evaluated(function, SCORE)
+    assert np.allclose(got, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_a_function_of_one_number(name):
+    shifted = SCORE - 1.2 if name in ("relu", "sign", "trunc", "floor", "abs", "neg") else SCORE
+    offset = shifted[0] - SCORE[0]
+    expected = OTHERS.get(name) or getattr(np, name)
+    close(lambda s, b, h, q, k: FUNCTIONS[name](s + offset), expected(shifted))
+    if name not in OTHERS:  # NumPy's own function of the symbol
+        close(lambda s, b, h, q, k: getattr(np, name)(s + offset), expected(shifted))
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_a_function_of_two_numbers(name):
+    function = getattr(np, name)
+    close(lambda s, b, h, q, k: function(s, 1.5), function(SCORE, 1.5))
+    close(lambda s, b, h, q, k: function(1.5, s), function(1.5, SCORE))
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_comparisons(name):
+    function = getattr(np, name)
+    at = np.arange(9)
+    got = evaluated(lambda b, h, q, k: function(k, 4))
+    assert np.array_equal(got[0, 0, 0], function(at, 4))
+    got = evaluated(lambda b, h, q, k: function(4, k))
+    assert np.array_equal(got[0, 0, 0], function(4, at))
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_bits_of_integers(name):
+    function = getattr(np, name)
+    at = np.arange(9)
+    got = evaluated(lambda b, h, q, k: function(k, 2) == 4)
+    assert np.array_equal(got[0, 0, 0], function(at, 2) == 4)
+
+
+@pytest.mark.parametrize("name", LOGIC)
+def test_logic(name):
+    function = getattr(np, name)
+    at = np.arange(9)
+    got = evaluated(lambda b, h, q, k: function(k > 3, k % 2 == 0))
+    assert np.array_equal(got[0, 0, 0], function(at > 3, at % 2 == 0))
+
+
+def test_operators_with_the_symbol_on_the_right():
+    at = np.arange(9)
+    for function in (
+        lambda x: 20 - x,
+        lambda x: 2.0 / (x + 1),
+        lambda x: 20 // (x + 1),
+        lambda x: 20 % (x + 1),
+        lambda x: 2.0**x,
+        lambda x: 1 << x,
+        lambda x: 256 >> x,
+        lambda x: 3 & x,
+        lambda x: 3 | x,
+        lambda x: 3 ^ x,
+        lambda x: +x,
+        lambda x: -x,
+        lambda x: ~x,
+        lambda x: abs(x - 4) ** 3,
+    ):
+        got = evaluated(lambda s, b, h, q, k, f=function: s * 0 + f(k), SCORE)
+        assert np.allclose(got[0, 0, 0], function(at))
+
+
+def test_booleans_have_the_operators_of_logic():
+    at = np.arange(9)
+    for function in (
+        lambda x: (x > 3) ^ (x < 6),
+        lambda x: ~(x > 3) | (x == 8),
+        lambda x: np.logical_not(x > 2),
+        lambda x: np.bitwise_not(x > 2),
+    ):
+        got = evaluated(lambda b, h, q, k, f=function: f(k))
+        assert np.array_equal(got[0, 0, 0], function(at))
+
+
+def test_arguments_by_name_and_methods():
+    close(lambda s, b, h, q, k: np.clip(s, a_min=0.5, a_max=2.0), np.clip(SCORE, 0.5, 2.0))
+    close(lambda s, b, h, q, k: s.clamp(min=1.0), np.maximum(SCORE, 1.0))
+    close(lambda s, b, h, q, k: s.clamp(max=1.0), np.minimum(SCORE, 1.0))
+    close(lambda s, b, h, q, k: FUNCTIONS["sub"](s, 1.0, alpha=2.0), SCORE - 2.0)
+    close(lambda s, b, h, q, k: FUNCTIONS["add"](s, 1.0, alpha=2.0), SCORE + 2.0)
+    floor = lambda s, b, h, q, k: FUNCTIONS["div"](s, 0.7, rounding_mode="floor")  # noqa: E731
+    close(floor, SCORE // 0.7)
+    trunc = lambda s, b, h, q, k: FUNCTIONS["div"](-s, 0.7, rounding_mode="trunc")  # noqa: E731
+    close(trunc, np.trunc(-SCORE / 0.7))
+    close(lambda s, b, h, q, k: np.where(s > 1, s, 0.0), np.where(SCORE > 1, SCORE, 0.0))
+
+
+def test_types_of_symbols():
+    close(lambda s, b, h, q, k: s.to("int32").to("float32"), np.trunc(SCORE))
+    close(lambda s, b, h, q, k: s.astype(np.int32) + 0.0, np.trunc(SCORE))
+    close(lambda s, b, h, q, k: s.to(k) + s.new_ones(), np.trunc(SCORE) + 1)
+    close(lambda s, b, h, q, k: s.to("cpu") + s.new_zeros() + s.new_tensor(2.0), SCORE + 2)
+    close(lambda s, b, h, q, k: s[()] + s[...], 2 * SCORE)
+
+    def score(s, b, h, q, k):
+        assert (s.dtype, k.dtype, (q > k).dtype) == (np.float32, np.int32, np.bool_)
+        assert (s.shape, s.ndim) == ((), 0)
+        assert (repr(k), repr(s + 1)) == ("<symbol k>", "<symbol add>")
+        return s + 1
+
+    close(score, SCORE + 1)
+
+
+ROW, TABLE, ONE_NUMBER = np.arange(9.0), np.arange(18.0).reshape(2, 9), np.array(3)
+
+
+def test_captured_arrays_act_as_arrays():
+    got = evaluated(lambda b, h, q, k: ROW[k] >= ROW.max() - ONE_NUMBER, None)
+    assert np.array_equal(got[0, 0, 0], ROW >= 5)
+    got = evaluated(lambda b, h, q, k: TABLE[1][k] > TABLE[1, 4], None)
+    assert np.array_equal(got[0, 0, 0], TABLE[1] > TABLE[1, 4])
+    got = evaluated(lambda b, h, q, k: k < len(ROW) - int(ONE_NUMBER), None)
+    assert np.array_equal(got[0, 0, 0], np.arange(9) < 6)
+    got = evaluated(lambda b, h, q, k: ROW[..., k] > float(ONE_NUMBER), None)
+    assert np.array_equal(got[0, 0, 0], ROW > 3)
+    got = evaluated(lambda b, h, q, k: (k > 2) if ONE_NUMBER else (k > 4), None)
+    assert np.array_equal(got[0, 0, 0], np.arange(9) > 2)
+    got = evaluated(lambda b, h, q, k: np.cumsum(ROW)[k] > 10, None)
+    assert np.array_equal(got[0, 0, 0], np.cumsum(ROW) > 10)
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (lambda b, h, q, k: q if q > k else k, "Python's if"),
+        (lambda b, h, q, k: [0, 1][k] > 0, "no Python integer"),
+        (lambda b, h, q, k: float(k) > 0, "no Python float"),
+        (lambda b, h, q, k: k.item() > 0, "Python's if"),
+        (lambda b, h, q, k: k[0] > 0, "takes no index"),
+        (lambda b, h, q, k: k.astype(np.complex64) > 0, "cannot become complex64"),
+        (lambda b, h, q, k: k.new_full((3,), 1) > 0, "makes no array"),
+        (lambda b, h, q, k: np.sinc(k) > 0, "sinc"),
+        (lambda b, h, q, k: np.add(k, 1, where=True) > 0, "takes no where"),
+        (lambda b, h, q, k: TABLE[k] > 0, "one index per axis"),
+        (lambda b, h, q, k: TABLE[k, :] > 0, "a row"),
+        (lambda b, h, q, k: ROW[k * 1.0] > 0, "is a float"),
+        (lambda b, h, q, k: np.clip(k, 0, 1, middle=2) > 0, "middle"),
+    ],
+)
+def test_what_cannot_be_traced_says_why(mask, words):
+    with pytest.raises(FunctionError, match=words):
+        trace_mask(mask)
