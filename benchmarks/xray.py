@@ -255,10 +255,10 @@ def main() -> None:
         except FlashSimError as error:
             sys.exit(f"{sys.argv[0]}: {error}")
     found = []
-    for kernel, blocks, counters, label in launches_of(text):
+    for launch_, label in launches_of(text):
         number = int(re.search(r"\d+", label)[0])  # type: ignore[index]
         direction = "backward" if label.endswith("backward") else "forward"
-        found.append(ProfiledLaunch(kernel, number, direction, blocks, counters))
+        found.append(ProfiledLaunch.of(launch_, number, direction))
     from flashsim.studies.verify import here
 
     calls = tuple(

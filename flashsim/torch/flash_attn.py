@@ -102,18 +102,8 @@ def flash_attn_qkvpacked_func(
     """`flash_attn_func` of q, k and v in one tensor, (batch, n, 3, heads, head_dim)."""
     q, k, v = core.unpacked(qkv)
     return flash_attn_func(
-        *(
-            q,
-            k,
-            v,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            alibi_slopes,
-        ),
-        *(deterministic, return_attn_probs),
+        *(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap),
+        *(alibi_slopes, deterministic, return_attn_probs),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 import shutil
 from collections.abc import Iterable, Sequence
@@ -42,11 +43,17 @@ PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 @dataclass(frozen=True)
 class MeasuredLaunch:
-    """One kernel launch: its name, and counters by flashsim's names (bytes, seconds or counts)."""
+    """One kernel launch: its name, and counters by flashsim's names (bytes, seconds or counts).
+
+    `blocks` are its thread blocks, and `ranges` the NVTX ranges around it, as Nsight Compute writes
+    them; 0 and "" if the table does not say so.
+    """
 
     kernel: str
     number: int
     counters: dict[str, float] = field(default_factory=dict)
+    blocks: int = field(default=0, compare=False)
+    ranges: str = field(default="", compare=False)
 
     @property
     def blocks_per_sm(self) -> int | None:
@@ -121,20 +128,18 @@ def _long(rows: Iterable[dict[str, str]]) -> list[MeasuredLaunch]:
     launches: dict[int, MeasuredLaunch] = {}
     for cell in rows:
         number = _number(cell["ID"])
-        launch = launches.setdefault(number, MeasuredLaunch(cell["Kernel Name"], number))
-        launch.counters.update(counters_of([cell]))
+        if number not in launches:
+            grid = re.findall(r"\d+", cell.get("Grid Size", ""))
+            launches[number] = MeasuredLaunch(
+                *(cell["Kernel Name"], number, {}),
+                blocks=math.prod(map(int, grid)) if grid else 0,
+                ranges=next((text for name, text in cell.items() if "Push/Pop" in name), ""),
+            )
+        counter = cell["Metric Name"]
+        if counter in _OURS:
+            value = _value(counter, cell["Metric Value"], cell["Metric Unit"])
+            launches[number].counters[_OURS[counter]] = value
     return list(launches.values())
-
-
-def counters_of(cells: Iterable[dict[str, str]]) -> dict[str, float]:
-    """The known counters in rows that hold one each: bytes, seconds or counts by our names."""
-    return {
-        _OURS[cell["Metric Name"]]: _value(
-            cell["Metric Name"], cell["Metric Value"], cell["Metric Unit"]
-        )
-        for cell in cells
-        if cell["Metric Name"] in _OURS
-    }
 
 
 def _wide(rows: Sequence[dict[str, str]]) -> list[MeasuredLaunch]:

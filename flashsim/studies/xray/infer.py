@@ -188,7 +188,7 @@ def infer(problem: Problem, direction: str, launches: Sequence[LaunchCounters]) 
         One per launch; with the form "other" and no fit if nothing agrees.
     """
     if direction != "forward":
-        return _agreed(problem, launches, [_backward(problem, seen) for seen in launches])
+        return _backward(problem, launches)
     found = []
     for n, seen in enumerate(launches):
         after = launches[n + 1] if n + 1 < len(launches) else None
@@ -224,45 +224,45 @@ def _parts(problem: Problem, before: LaunchCounters | None, after: LaunchCounter
     return (divides or counts or [1])[-1]
 
 
-def _backward(problem: Problem, seen: LaunchCounters) -> Inference:
-    rows = problem.batch * problem.heads * problem.n_q
-    dq = rows * problem.head_dim * 4
-    if seen.reduced > dq / 2:
-        return _settle("fused", problem, seen)
-    if not _products(problem, seen) or seen.tensor_flops is None:
-        result = dq // 4 * problem.itemsize
-        if _near(seen.read, dq, 0.35) and _near(seen.written, result, 0.35):
-            return Inference("convert")
-        if _near(seen.read, 2 * rows * problem.head_dim_v * problem.itemsize, 0.05):
-            return Inference("delta")
-        if not _products(problem, seen):
-            return Inference("other")
-    fitting = [one for form in _PRODUCTS if (one := _settle(form, problem, seen)).fits]
-    return fitting[0] if fitting else Inference("other")
-
-
 #: Forms of a backward kernel with matrix products and without atomic additions.
 _PRODUCTS = ("dkdv and dq", "dkdv", "dq")
 
 
-def _agreed(
-    problem: Problem, launches: Sequence[LaunchCounters], found: list[Inference]
-) -> list[Inference]:
-    """Resolve a pass of two kernels with products: one is dK's and dV's, the other dQ's.
+def _backward(problem: Problem, launches: Sequence[LaunchCounters]) -> list[Inference]:
+    """The kernels of a backward pass.
 
-    Two arrays of gradients take more stores than one. A kernel that fits only the other role is
-    claimed to be nothing.
+    Of two kernels with products and without atomic additions, one is dK's and dV's, which stores
+    more, and the other dQ's. A kernel that fits only the other role is claimed to be nothing.
     """
-    two = [
-        n
-        for n, (seen, one) in enumerate(zip(launches, found, strict=True))
-        if one.form in (*_PRODUCTS, "other") and _products(problem, seen)
-    ]
-    if len(two) != 2:
-        return found
-    for n, form in zip(sorted(two, key=lambda n: launches[n].written), ("dq", "dkdv"), strict=True):
-        found[n] = _settle(form, problem, launches[n])
-    return found
+    found = [_without_tile(problem, seen) or _fused(problem, seen) for seen in launches]
+    left = [n for n, one in enumerate(found) if one is None]
+    roles: dict[int, tuple[str, ...]] = dict.fromkeys(left, _PRODUCTS)
+    if len(left) == 2:
+        less, more = sorted(left, key=lambda n: launches[n].written)
+        roles = {less: ("dq",), more: ("dkdv",)}
+    for n, forms in roles.items():
+        fitting = (_settle(form, problem, launches[n]) for form in forms)
+        found[n] = next((one for one in fitting if one.fits), None)
+    return [one or Inference("other") for one in found]
+
+
+def _fused(problem: Problem, seen: LaunchCounters) -> Inference | None:
+    dq = problem.batch * problem.heads * problem.n_q * problem.head_dim * 4
+    return _settle("fused", problem, seen) if seen.reduced > dq / 2 else None
+
+
+def _without_tile(problem: Problem, seen: LaunchCounters) -> Inference | None:
+    """A kernel that only sums or rounds, by its bytes; None for one that may compute products."""
+    rows = problem.batch * problem.heads * problem.n_q
+    dq = rows * problem.head_dim * 4
+    if seen.reduced > dq / 2 or (_products(problem, seen) and seen.tensor_flops is not None):
+        return None
+    result = dq // 4 * problem.itemsize
+    if _near(seen.read, dq, 0.35) and _near(seen.written, result, 0.35):
+        return Inference("convert")
+    if _near(seen.read, 2 * rows * problem.head_dim_v * problem.itemsize, 0.05):
+        return Inference("delta")
+    return None if _products(problem, seen) else Inference("other")
 
 
 def _near(value: float, wanted: float, tolerance: float) -> bool:

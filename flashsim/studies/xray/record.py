@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from flashsim.problem.hardware import Device, reported
 from flashsim.problem.problem import Problem
 from flashsim.report import beside
 from flashsim.studies.verify.cases import here
-from flashsim.studies.verify.ncu import METRICS, command, counters_of, table
+from flashsim.studies.verify.ncu import METRICS, MeasuredLaunch, command, parse
 from flashsim.studies.xray.infer import LaunchCounters
 
 #: LaunchCounters that an X-ray asks for, by flashsim's names.
@@ -51,6 +50,11 @@ class ProfiledLaunch:
     direction: str
     blocks: int
     counters: Mapping[str, float]
+
+    @classmethod
+    def of(cls, launch: MeasuredLaunch, call: int, direction: str) -> ProfiledLaunch:
+        """A launch that Nsight Compute measured, as a part of a call."""
+        return cls(launch.kernel, call, direction, launch.blocks, launch.counters)
 
     @property
     def seen(self) -> LaunchCounters:
@@ -159,10 +163,9 @@ def measure(
         text = profile(words, launches=launches, ranges=True)
         told = json.loads(out.read_text())
     found = []
-    for kernel, blocks, counters, label in launches_of(text):
+    for launch, label in launches_of(text):
         if label in told["ranges"]:
-            call, direction = told["ranges"][label]
-            found.append(ProfiledLaunch(kernel, call, direction, blocks, counters))
+            found.append(ProfiledLaunch.of(launch, *told["ranges"][label]))
     if not found:
         raise TraceError(
             f"no kernel of an attention call was seen in {program.name}: `watch` sees torch's "
@@ -212,11 +215,10 @@ def measure_kernels(
     taken = launches_of(profile(words, launches=launches, kernel=kernel))
     values = {f.name: getattr(problem, f.name) for f in fields(Problem)}
     about = {"name": "", "api": kernel, "note": "", "problem": values}
-    found, call, first = [], -1, None
-    for name, blocks, counters, _ in taken:
-        first = first or name
-        call += name == first
-        found.append(ProfiledLaunch(name, call, direction, blocks, counters))
+    found, call = [], -1
+    for launch, _ in taken:
+        call += launch.kernel == taken[0][0].kernel
+        found.append(ProfiledLaunch.of(launch, call, direction))
     if not found:
         raise TraceError(f"no kernel whose name matches {kernel!r} ran in {program.name}")
     return Profile(program.name, device or here(), (about,) * (call + 1), tuple(found))
@@ -253,24 +255,20 @@ def profile(words: Sequence[str], *, launches: int, ranges: bool = False, kernel
 
 
 @own_errors
-def launches_of(text: str) -> list[tuple[str, int, dict[str, float], str]]:
-    """ProfiledKernel, thread blocks, counters and range of each launch in ``ncu``'s table."""
-    _, rows = table(text)
-    by_id: dict[str, list[dict[str, str]]] = {}
-    for row in rows:
-        by_id.setdefault(row["ID"], []).append(row)
+def launches_of(text: str) -> list[tuple[MeasuredLaunch, str]]:
+    """The launches in ``ncu``'s table, each with the name of its range; "" outside of ranges.
+
+    Raises
+    ------
+    TraceError
+        If there is no table, or a launch lacks the bytes that it read.
+    """
     found = []
-    for cells in by_id.values():
-        first = cells[0]
-        grid = [int(n) for n in re.findall(r"\d+", first.get("Grid Size", ""))]
-        range_ = next(
-            (m[0] for name, x in first.items() if "Push/Pop" in name and (m := _RANGE.search(x))),
-            "",
-        )
-        counters = counters_of(cells)
-        if "bytes into SMs" not in counters:
-            raise TraceError(f"{first['ProfiledKernel Name']} has no {METRICS['bytes into SMs']}")
-        found.append((first["Kernel Name"], math.prod(grid), counters, range_))
+    for launch in parse(text):
+        if "bytes into SMs" not in launch.counters:
+            raise TraceError(f"{launch.kernel} has no {METRICS['bytes into SMs']}")
+        range_ = _RANGE.search(launch.ranges)
+        found.append((launch, range_[0] if range_ else ""))
     return found
 
 

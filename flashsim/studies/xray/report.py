@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -327,9 +328,9 @@ class XRay:
 
     def page(self, path: Path) -> None:
         """Write a page without scripts: the tables, the sentences and the plot."""
-        import io
-
-        parts = [f"<h1>{html.escape(self.table().title)}</h1>", self.full_table().html()]
+        table = self.full_table()
+        title = html.escape(table.title)
+        parts = [f"<h1>{title}</h1>", table.html()]
         parts += [f"<p>{html.escape(text)}</p>" for text in self.words()]
         if self.evidence():
             drawn = io.StringIO()
@@ -342,7 +343,7 @@ class XRay:
         text = (
             '<!doctype html><html lang="en"><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width">'
-            f"<title>{html.escape(self.table().title)}</title><style>{style} "
+            f"<title>{title}</title><style>{style} "
             "div,table{overflow-x:auto;display:block}svg{max-width:100%;height:auto}</style>"
             + "\n".join(parts)
         )
