@@ -71,7 +71,7 @@ def chip_table(name="H100"):
     """Passes on a chip on which nothing was fitted, by its data sheet and by its units."""
     sheet, file = Device.get(name), f"units-{name.lower()}.csv"
     with (DATA / file).open(newline="") as stream:
-        units = {row["name"]: float(row["value"]) for row in csv.DictReader(stream)}
+        units = {name: float(value) for name, value, _ in list(csv.reader(stream))[1:]}
     chips = {"sheet": sheet, "units": chip.calibrated(sheet, units)}
     table = Table(
         f"Predicted time of a pass on an {name}: predicted / measured - 1, %",

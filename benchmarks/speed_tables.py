@@ -311,7 +311,7 @@ PAGES: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("## Our forms beside each other", partial(forms, "backward")),
         ("### Kernels in Python against those in C++", in_python),
     ],
-    "notebooks/functions_gpu.md": [("# Notebook: masks and scores as functions on a GPU", flex)],
+    "notebooks/functions_gpu.md": [("## Beside FlexAttention", flex)],
     "notebooks/speed_decoding.md": [
         ("## One query, a long cache", decoding),
         ("## Latent attention", latent),
