@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from gpu_lab import read_table
 
 import flashsim
 from flashsim import Problem
@@ -144,8 +145,6 @@ def gpu_of(path: Path) -> Gpu:
 
 def read(path: Path) -> list[Row]:
     """FILE's rows."""
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
     kinds = {"True": True, "False": False}
     return [
         Row(
@@ -154,7 +153,7 @@ def read(path: Path) -> list[Row]:
             float(row["three_us"]),
             float(row["fused_us"]),
         )
-        for row in rows
+        for row in read_table(path)
     ]
 
 
