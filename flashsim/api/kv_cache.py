@@ -75,12 +75,12 @@ def live_problem(
     lengths = live_lengths(whole, options)
     if not any(lengths):
         raise OptionError("cache_seqlens are all 0: there is no key to attend to")
-    found = {**options, "cache_seqlens": lengths}
+    live = {**options, "cache_seqlens": lengths}
     fields = {name: getattr(whole, name) for name in _SAME}
-    prefix = _checked_prefix(found.pop("shared_prefix", 0), lengths)
+    prefix = _checked_prefix(live.pop("shared_prefix", 0), lengths)
     if "block_table" in options:
         fields["page_size"] = pool[2]
-        found["block_table"] = _checked_table(options["block_table"], lengths, pool, prefix)
+        live["block_table"] = _checked_table(options["block_table"], lengths, pool, prefix)
     own = (n - prefix for n in lengths)
     problem = Problem(
         **fields,
@@ -90,7 +90,7 @@ def live_problem(
         cu_seqlens_k=tuple(accumulate(own, initial=prefix)),
         shared_prefix=prefix,
     )
-    return problem, found
+    return problem, live
 
 
 def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
@@ -101,8 +101,8 @@ def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
     ShapeError, OptionError, UnsupportedError
     """
     every = [whole.n_kv] * whole.batch
-    given = checks.as_array("cache_seqlens", options.get("cache_seqlens", every))
-    if given.shape != (whole.batch,) or given.dtype.kind not in "iu":
+    said = checks.as_array("cache_seqlens", options.get("cache_seqlens", every))
+    if said.shape != (whole.batch,) or said.dtype.kind not in "iu":
         raise ShapeError(
             f"cache_seqlens must be {whole.batch} integers, one for each entry of the batch, got "
             f"{shown(options['cache_seqlens'])}"
@@ -113,7 +113,7 @@ def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
         raise UnsupportedError(
             f"{' and '.join(CACHES & options.keys())} takes no bias; run the entries one by one"
         )
-    lengths = tuple(int(n) for n in given)
+    lengths = tuple(int(n) for n in said)
     for b, n in enumerate(lengths):
         if not 0 <= n <= whole.n_kv:
             where = "its row of the table" if "block_table" in options else "the cache"
@@ -146,16 +146,16 @@ def check_alike(prefix: int, **caches: np.ndarray) -> None:
 
 
 def _checked_table(
-    given: Any, lengths: tuple[int, ...], pool: tuple[int, ...], prefix: int
+    said: Any, lengths: tuple[int, ...], pool: tuple[int, ...], prefix: int
 ) -> np.ndarray:
     """Return the block table as int64; entries for live keys must name a page of the pool.
 
     The pages of a shared prefix must be the same in every row.
     """
-    given = checks.as_array("block_table", given)
-    if given.dtype.kind == "u":  # what is beyond int64 would look negative
-        given = np.minimum(given, np.uint64(checks.LARGEST))
-    table = given.astype(np.int64)
+    said = checks.as_array("block_table", said)
+    if said.dtype.kind == "u":  # what is beyond int64 would look negative
+        said = np.minimum(said, np.uint64(checks.LARGEST))
+    table = said.astype(np.int64)
     for b, n in enumerate(lengths):
         used = table[b, : -(-n // pool[2])]
         for j in np.flatnonzero((used < 0) | (used >= pool[0]))[:1]:
