@@ -16,6 +16,8 @@ import flashsim
 from flashsim import report
 from flashsim.exercises import submissions
 
+pytestmark = pytest.mark.promise("failures end in words")
+
 COMMAND = [sys.executable, "-m", "flashsim"]
 POSIX = pytest.mark.skipif(os.name != "posix", reason="the shell of this test")
 

@@ -24,6 +24,8 @@ from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, Amx, Avx512, 
 from flashsim.problem.masks import masked_score
 from flashsim.problem.problem import numpy_dtype
 
+pytestmark = pytest.mark.promise("twice plain attention's error")
+
 WAYS = {
     "plain": {},
     "causal": {"causal": True},
@@ -252,6 +254,7 @@ def test_plain_numba_does_the_same():
 
 
 @pytest.mark.parametrize("n_kv", [100, 20_000])
+@pytest.mark.promise("deterministic")
 def test_bits_do_not_depend_on_the_number_of_threads(n_kv):
     x = tensors(1, n_kv, 16, heads=3, kv_heads=1)
     results = [flashsim.run(x.q, x.k, x.v, backend="numba", threads=n) for n in (1, 2, 3, 5)]

@@ -12,6 +12,8 @@ from flashsim import MemoryModelError, ShapeError, SramOverflow, Tiling
 from flashsim.engines.sandbox.tile import product
 from flashsim.problem.hardware import Device
 
+pytestmark = pytest.mark.promise("no byte is free")
+
 N, D = 32, 8
 Q, K, V = np.random.default_rng(0).standard_normal((3, N, D), dtype=np.float32)
 ROWS = slice(0, 16)

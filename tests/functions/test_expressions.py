@@ -192,6 +192,7 @@ def gradients(graph, arrays, score, dout):
 
 
 @pytest.mark.parametrize("seed", range(60))
+@pytest.mark.promise("gradients equal differences")
 def test_both_modes_and_differences_agree(seed):
     function = Random(seed, B, H, N, M).score_mod()
     graph, arrays = trace_score(function)

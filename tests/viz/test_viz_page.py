@@ -24,6 +24,8 @@ from flashsim.viz.data.diagram import tile_kinds
 from flashsim.viz.player.html import embedded_json
 from flashsim.viz.style import human
 
+pytestmark = pytest.mark.promise("pictures show the counts")
+
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"),
