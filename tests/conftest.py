@@ -16,6 +16,7 @@ import kernel_faults
 import promises
 import pytest
 import typer.testing
+from chromium import browser  # noqa: F401
 from lost_context import pytest_runtest_logfinish, pytest_runtest_makereport  # noqa: F401
 from no_gpu import why_no_gpu
 
