@@ -115,9 +115,8 @@ wheel: $(VENV)/.dev
 	$(BIN)/python tests/tools/wheel.py
 
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/trace.py
+	$(BIN)/python benchmarks/costs.py
 	$(BIN)/python benchmarks/cpu.py
-	$(BIN)/python benchmarks/l2.py
 
 # On a GPU, with CuPy and .[test] in PYTHON's environment: tests, sanitizer, seeded bugs, times.
 gpu:

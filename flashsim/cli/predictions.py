@@ -211,9 +211,7 @@ def _measured(cases: Any, save: Path | None) -> Any:
 
 
 def calibrate(
-    units: Path | None = opt.option(
-        None, "Read what benchmarks/units.py wrote, instead of measuring."
-    ),
+    units: Path | None = opt.option(None, "Read what --csv printed before, instead of measuring."),
     device: str | None = opt.option(
         None, "With --units: the GPU that they were measured on; H200."
     ),
@@ -243,7 +241,7 @@ def calibrate(
         except (ValueError, csv.Error):
             raise TraceError(
                 f"{str(units)!r} is no table of units: lines of name, value and unit, as "
-                "benchmarks/units.py and `flashsim study calibrate --csv` write them"
+                "`flashsim study calibrate --csv` prints them"
             ) from None
     table = Table("Units, each measured alone", ("unit", "value", "in"))
     table.rows += measured
