@@ -588,7 +588,9 @@ def test_bfloat16_takes_what_this_process_may_use(
     for cached in ("_host", "_lacks", "pays"):
         monkeypatch.setattr(registers, cached, getattr(registers, cached).__wrapped__)
     choose = lambda dtype, one=False, heads=1: type(  # noqa: E731
-        heuristics.cpu(None, flashsim.Problem(1, dtype=dtype, heads=heads, kv_heads=1), one=one)
+        heuristics.cpu(
+            None, flashsim.Problem(1, dtype=dtype, heads=heads, kv_heads=1), one_query=one
+        )
     )
     assert choose("bfloat16") is kind
     # One query a head: pairs where arithmetic is the limit.

@@ -102,8 +102,8 @@ FAULTS = {
     "mask-function-shifted": Fault(
         "in a partial tile the mask function gets the next key",
         FUNCTIONS,
-        '_evaluated(mask.graph, "M", given, values, S_ij.dtype)',
-        '_evaluated(mask.graph, "M", {**given, "k": given["k"] + 1}, values, S_ij.dtype)',
+        '_evaluated(mask.graph, "M", positions, values, S_ij.dtype)',
+        '_evaluated(mask.graph, "M", {**positions, "k": positions["k"] + 1}, values, S_ij.dtype)',
         WITH_MASK,
     ),
     "full-tile-as-partial": Fault(
@@ -125,7 +125,7 @@ FAULTS = {
         "a captured array's gradient is not summed over the batch",
         FUNCTIONS,
         "np.where(quiet, 0, np.broadcast_to",
-        "np.where(quiet | (chain.given['b'] > 0), 0, np.broadcast_to",
+        "np.where(quiet | (chain.positions['b'] > 0), 0, np.broadcast_to",
         WITH_SCORE,
     ),
     "sink-left-out": Fault(
