@@ -18,7 +18,7 @@ from flashsim.problem import checks
 from flashsim.report import Cell, Table
 from flashsim.schedule import plans
 from flashsim.studies.verify.cases import MeasuredPass, predict
-from flashsim.studies.verify.crossing import crossing, shares, tensor_flops
+from flashsim.studies.verify.crossing import crossing, shares, table_reads, tensor_flops
 from flashsim.studies.verify.ncu import MeasuredLaunch
 from flashsim.studies.verify.sectors import sectors_written
 
@@ -166,6 +166,7 @@ def _predicted(
     if hopper:
         how["launches"] = shares(traffic, stage, in_turns=one.in_turns, python=one.python)
     requested = {name: crossing(traffic, stage, op, **how) for name, op in _OPS.items()}
+    requested["requested read"] += table_reads(traffic, stage, **how)
     return requested | {
         _SECTORS: sectors_written(traffic, stage, hopper=hopper),
         "reads at L2": crossing(traffic, stage, "load", hopper=False),
