@@ -30,9 +30,9 @@ from predict_times import problem_of
 
 import flashsim
 from flashsim import FlashSimError, Problem
-from flashsim.backends.launch.kernel import Gpu
 from flashsim.problem.hardware import PRESETS
 from flashsim.report import Table
+from flashsim.studies import verify
 from flashsim.studies.predict import predict
 
 COLUMNS = ("seed", *times.COLUMNS)
@@ -55,19 +55,16 @@ def problem(shape: Any) -> Problem:
     return Problem(**sizes, dtype="bfloat16", causal=shape.causal)
 
 
-def form(p: Problem, gpu: Gpu) -> str:
-    """The algorithm of the backward pass that `backward(deterministic=False)` takes."""
-    from flashsim.backends.launch_policy.hopper import HOPPER
-
-    if HOPPER.stores_dq(p, gpu, ordered=False):
-        return times.ONCE
-    return "flash2-fused" if HOPPER.fuses(p, gpu) else "flash2"
+def form(p: Problem) -> str:
+    """The algorithm of the backward pass that `backward(deterministic=False)` takes here."""
+    how = {"direction": "backward", "deterministic": False, "device": verify.here()}
+    return predict(p, **how).traffic.algorithm
 
 
 def measure(shapes: list[tuple[int, Problem]], seconds: float, path: Path) -> None:
     """Time the shapes and write a row per pass and stage."""
     began, (lab, _) = time.monotonic(), open_lab()
-    gpu, split, clock = times.this_gpu(), times.Split(lab), times.sm_clock()
+    split, clock = times.Split(lab), times.sm_clock()
     with path.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
         writer.writeheader()
@@ -75,7 +72,7 @@ def measure(shapes: list[tuple[int, Problem]], seconds: float, path: Path) -> No
             if time.monotonic() - began > seconds:
                 print(f"time is over: {len(shapes) - done} shapes were not measured")
                 break
-            everyone = list(_passes(lab, p, gpu))
+            everyone = list(_passes(lab, p))
             times.measure(lab, split, clock, everyone)
             for one in everyone:
                 writer.writerows({"seed": seed} | row for row in times.rows(p, one, lab.name))
@@ -84,7 +81,7 @@ def measure(shapes: list[tuple[int, Problem]], seconds: float, path: Path) -> No
             lab.release()
 
 
-def _passes(lab: Any, p: Problem, gpu: Gpu) -> Iterator[times.Timed]:
+def _passes(lab: Any, p: Problem) -> Iterator[times.Timed]:
     queries, keys = (p.batch, p.heads, p.n_q), (p.batch, p.kv_heads, p.n_kv)
     q, k, v, dout = (lab.array((*x, p.head_dim), p.dtype) for x in (queries, keys, keys, queries))
     options: dict[str, Any] = {"backend": "cupy", "trace": False, "causal": p.causal}
@@ -94,7 +91,7 @@ def _passes(lab: Any, p: Problem, gpu: Gpu) -> Iterator[times.Timed]:
         yield times.Timed("hopper", "forward", call)
         call = partial(result.backward, dout, deterministic=False)
         call()
-        yield times.Timed("hopper", form(p, gpu), call)
+        yield times.Timed("hopper", form(p), call)
     except FlashSimError as error:
         print(f"{p}: {error}"[:200])
 
@@ -103,7 +100,7 @@ def compile_first(shapes: list[Problem], jobs: int) -> None:
     """Every kernel of these shapes."""
     gpu, kernels = times.this_gpu(), []
     for p in shapes:
-        for name in ("forward", form(p, gpu)):
+        for name in ("forward", form(p)):
             for one in times.passes_of("hopper", p, name, gpu=gpu):
                 kernels += [("hopper", x.kernel) for x in (*one.before, one)]
     compile_all(kernels, jobs)
