@@ -112,8 +112,7 @@ def predict(
     if deterministic is not None:
         if direction != "backward":
             raise OptionError("deterministic chooses between backward passes: direction='backward'")
-        given = problem, algorithm, deterministic, tiling, kernels, device
-        algorithm = _form(*given)
+        algorithm = _form(problem, algorithm, deterministic, tiling, kernels, device)
     others = algorithm in ("standard", decode.ALGORITHM) or kernels not in (None, "hopper")
     if problem.fp8 and others:
         raise UnsupportedError(
