@@ -120,7 +120,7 @@ def crossing(
             split = rows * _split_sectors(width) * SECTOR // 2
             total += boxes + split
             if tensor in own and any(one.blocks > 1 for one in launches):
-                zeros = boxes - rows * -(-width // SECTOR) * SECTOR
+                zeros = rows * (columns * its.itemsize - -(-width // SECTOR) * SECTOR)
                 total += _to_all(boxes, split, zeros, launches)
         else:
             pieces = width // PIECE
@@ -138,9 +138,10 @@ def _to_all(boxes: int, split: int, zeros: int, launches: Sequence[SharedItems])
     """Bytes of K or V that arrive at a launch's clusters beyond those of one block per work tile.
 
     The blocks of a cluster get a tile by multicast, each of them all of it. Its rows arrive whole,
-    not split where sectors end. Sectors of zeros, past a row's or a sequence's end, arrive three
-    times at two blocks: so say the counters of clusters of two and four blocks; the cause is
-    unknown. `boxes`, `split` and `zeros` are the bytes for one block per work tile.
+    not split where sectors end. Sectors of zeros past a row's end arrive three times at two blocks,
+    those of rows past a sequence's end twice: so say the counters of clusters of two and four
+    blocks; the cause is unknown. `boxes`, `split` and `zeros` are the bytes for one block per work
+    tile.
     """
     items = sum(one.items for one in launches)
     more = sum((one.blocks - 1) * one.items for one in launches)
