@@ -175,9 +175,10 @@ def test_other_kernels_are_left_alone():
         verify(assign([forward], launches), "title").worst("DRAM read")
 
 
-def rows_of(counters, kernel="flash_forward"):
+def rows_of(counters, kernel="flash_forward", threads=0):
     forward, _ = predictions()
-    one = MeasuredPass(forward, {"forward": [MeasuredLaunch(kernel, 0, counters)]})
+    launch = MeasuredLaunch(kernel, 0, counters, threads=threads)
+    one = MeasuredPass(forward, {"forward": [launch]})
     return {row.quantity: row for row in verify([one], "title").rows}
 
 
@@ -237,6 +238,22 @@ def test_spills_are_no_requested_writes():
     found = rows_of({"writes at L2": 100.0, "local memory writes": 30.0})
     assert found["requested write"].measured == 70
     assert (found["local memory writes"].predicted, found["local memory writes"].ratio) == (0, None)
+
+
+def test_requested_reads_have_what_l1_answers_and_no_spilled_registers():
+    reads = {"bytes into SMs": 1000.0, "local memory reads": 96.0}
+    assert rows_of(reads)["requested read"].measured == 904
+    assert rows_of(reads)["local memory reads"].predicted == 0
+    found = rows_of(reads | {"reads from L1": 64.0}, threads=128)["requested read"]
+    assert found.measured == 968
+    # All four warps of eight blocks read a block's two entries in tables; L1 answers three.
+    fewer = rows_of(reads, threads=128)["requested read"]
+    assert found.predicted - fewer.predicted == 8 * 3 * 2 * 32
+    forward, _ = predictions()
+    launch = MeasuredLaunch("flash_forward", 0, reads | {"reads from L1": 64.0}, threads=128)
+    python = MeasuredPass(forward, {"forward": [launch]}, python=True)
+    row = verify([python], "title").rows[0]
+    assert (row.measured, row.predicted) == (904, fewer.predicted)
 
 
 def test_tensor_flops_are_those_of_whole_tiles():
@@ -355,16 +372,16 @@ def test_sectors_of_heads_that_begin_inside_one():
 
 
 def test_entries_in_tables_that_blocks_read():
-    """A work tile's two entries, a sector each, unless the SM has read the sector before."""
+    """A work tile's two entries, a sector each, and on Hopper the answer of a counter."""
     p = Problem(2048, head_dim=64, heads=8, dtype="bfloat16")
     traffic = cases.predict(p, "flash2", "forward", Tiling(128, 128), "H200")
     (stage,) = traffic.stages
     assert table_reads(traffic, stage, hopper=False) == 8 * 16 * 2 * 32  # fewer tiles than SMs
     assert table_reads(traffic, stage, hopper=True) == 8 * 16 * 2 * 32  # so no counter is asked
+    assert table_reads(traffic, stage, hopper=False, warps=4) == 4 * 8 * 16 * 2 * 32
     many = cases.predict(replace(p, heads=8000), "flash2", "forward", Tiling(128, 128), "H200")
-    every = 132 * (2 + 8) * 32  # each SM has read both tables, of 16 x 4 and 16 x 16 bytes
-    assert table_reads(many, stage, hopper=False) == every
-    assert table_reads(many, stage, hopper=True) == every + 8000 * 16 * 32
+    assert table_reads(many, stage, hopper=False) == 8000 * 16 * 2 * 32
+    assert table_reads(many, stage, hopper=True) == 8000 * 16 * 3 * 32
     delta = cases.predict(p, "flash2", "backward", Tiling(64, 64), "H200").stages[0]
     assert table_reads(traffic, delta, hopper=True) == 0
 

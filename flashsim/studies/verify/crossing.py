@@ -178,29 +178,30 @@ def _statistics(traffic: Traffic, stage: plans.Stage, nbytes: int, *, hopper: bo
 
 
 def table_reads(
-    traffic: Traffic, stage: plans.Stage, *, hopper: bool, launches: Sequence[SharedItems] = ()
+    traffic: Traffic,
+    stage: plans.Stage,
+    *,
+    hopper: bool,
+    launches: Sequence[SharedItems] = (),
+    warps: int = 1,
 ) -> int:
-    """Bytes of the schedule's tables that arrive at the SMs, for loops over contiguous visits.
+    """Bytes of the schedule's tables that blocks request, for loops over contiguous visits.
 
-    A block reads two entries per work tile, each in a sector: which outer tile it is, and which
-    visits it has. L1 keeps what its SM has read. On average, k random ones of S sectors are
-    S (1 - (1 - 1 / S)^k) different ones. Where a Hopper kernel has more work tiles than SMs, a
-    counter answers each request for the next one, with a sector.
+    For each work tile, each of `warps` reads two entries, in a sector each: which outer tile it is,
+    and which visits it has. Where a Hopper kernel has more work tiles than SMs, a counter answers
+    each request for the next one, with a sector.
     """
     schedule = traffic.schedule(stage)
     spans = schedule.col_spans if stage.outer == "keys" else schedule.row_spans
     if stage.name not in WALKS or spans is None:
         return 0
     walks, _ = plans.heads_of(stage, traffic.problem)
-    sms, tiles = traffic.device.sm_count, len(spans)
-    of = launches or [SharedItems(walks * tiles)]
-    blocks = sum(one.items * one.blocks for one in of)
-    total = 0.0
-    for entry in (4, 16):
-        sectors = -(-tiles * entry // SECTOR)
-        total += min(blocks, sms * sectors * (1 - (1 - 1 / sectors) ** (blocks / sms)))
-    asked = [one.items for one in of if hopper and one.blocks == 1 and one.items > sms]
-    return SECTOR * (round(total) + sum(asked))
+    sms = traffic.device.sm_count
+    total = 0
+    for items, blocks, _ in launches or [SharedItems(walks * len(spans))]:
+        asked = items if hopper and blocks == 1 and items > sms else 0
+        total += 2 * items * blocks * warps + asked
+    return SECTOR * total
 
 
 def _split_sectors(width: int) -> int:
