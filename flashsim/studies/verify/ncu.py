@@ -47,8 +47,8 @@ PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 class MeasuredLaunch:
     """One kernel launch: its name, and counters by flashsim's names (bytes, seconds or counts).
 
-    `blocks` are its thread blocks, `threads` those of one block, and `ranges` the NVTX ranges around
-    it, as Nsight Compute writes them; 0 and "" if the table does not say so.
+    `blocks` are its thread blocks, `threads` those of one block, and `ranges` its NVTX ranges, as
+    Nsight Compute writes them; 0 and "" if the table does not say so.
     """
 
     kernel: str
