@@ -285,6 +285,7 @@ def _forward_mistakes(p: Problem, block_q: int, block_k: int) -> Iterator[tuple[
                     replace(way, top_left=True, rows=rows),
                 )
     yield "the LSE is in base 2, not in base e", replace(way, lse="2")
+    yield "the LSE is m + log2(l); it is m + log(l)", replace(way, lse="log2")
     yield "the LSE is m alone, without log(l)", replace(way, lse="m")
     yield "the LSE is log(l) alone, without m", replace(way, lse="no m")
     yield "the LSE is l itself", replace(way, lse="l")
