@@ -15,18 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashsim.errors import FlashSimError
-from flashsim.exercises import kernel_runner
+from flashsim.errors import FlashSimError, TraceError
+from flashsim.exercises import kernel_runner, words
 from flashsim.exercises.exercise import Arrays
 from flashsim.exercises.kernel_exercise import Case, KernelExercise
 from flashsim.exercises.kernel_runner import KernelOrder
 from flashsim.exercises.marks import Mark, Marks
 from flashsim.exercises.runner import Limits, plain, run
-from flashsim.exercises.words import WHY_ENDED
 from flashsim.own_kernels import KernelTrace
 from flashsim.own_kernels.record_file import unpacked
 from flashsim.trace.trace import Trace
@@ -38,6 +37,15 @@ LIMIT, MEMORY = 120.0, 4096
 #: Findings that a GPU does not forgive.
 _UNSAFE = ("outside", "next head", "two stores", "race", "never stored")
 _MOST = 1 << 28
+
+
+class Handover(NamedTuple):
+    """Kind and words of a failure, what a file recorded, and outcomes of its tests."""
+
+    kind: str = ""
+    words: str = ""
+    data: bytes = b""
+    tests: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +64,12 @@ def grade_kernels(
     root: Path | None = None,
     limit: float | None = None,
     memory: int | None = None,
+    runner: Callable[[KernelOrder], Handover] | None = None,
 ) -> tuple[Marks, Trace | None]:
-    """Judge a file; `root` is a folder whose modules it may import, besides its own folder."""
+    """Judge a file; `root` is a folder whose modules it may import, besides its own folder.
+
+    `runner` carries out the order; the default, `handed`, starts a process.
+    """
     began = time.perf_counter()
     cases = exercise.cases
     drawn = [case.task.arrays(case.kind, secrets.randbits(32)) for case in cases]
@@ -76,49 +88,46 @@ def grade_kernels(
         LIMIT if limit is None else limit,
         MEMORY if memory is None else memory,
     )
-    kind, said, data, _ = handed(order)
+    kind, said, data, _ = (runner or handed)(order)
     try:
         if kind:
             raise kernel_runner.Refused(kind, said)
         marks, figures, moved, trace = _judged(exercise, cases, drawn, data)
     except (kernel_runner.Refused, FlashSimError) as error:
-        why = str(error)
-        if (todo := _todo(path, exercise)) and "TODO" not in why:
-            why = f"{why}; {todo}"
-        marks = (Mark("runs", 0, 100, getattr(error, "kind", "record"), why),)
+        marks = (Mark("runs", 0, 100, getattr(error, "kind", "record"), str(error)),)
         figures, moved, trace = {}, (), None
+    first = next((at for at, mark in enumerate(marks) if mark.kind), None)
+    if first is not None and (left := words.todo(path.read_text("utf-8", "replace"), exercise)):
+        more = replace(marks[first], words=f"{marks[first].words}; {left}")
+        marks = (*marks[:first], more, *marks[first + 1 :])
     hint = f"flashsim exercise hint {exercise.file or exercise.name}"
     seconds = time.perf_counter() - began
     return Marks(exercise.name, marks, figures, moved, seconds, hint), trace
 
 
-def handed(order: KernelOrder) -> tuple[str, str, bytes, list[Any]]:
-    """Run a file: the kind and words of a failure, what it recorded, and outcomes of its tests."""
+def handed(order: KernelOrder) -> Handover:
+    """Carry out an order in a process of its own."""
     command = [sys.executable, "-P", "-m", kernel_runner.__name__]
     ended = run(command, pickle.dumps(order), Limits(order.seconds, result=_MOST))
     if ended.why:
-        return ended.why, WHY_ENDED[ended.why].format(order.seconds), b"", []
+        return Handover(ended.why, words.WHY_ENDED[ended.why].format(order.seconds))
     first, _, data = ended.result.partition(b"\n")
     try:
         about = json.loads(first)
-        return plain(about["kind"], 20), plain(about["words"]), data, list(about["tests"])
+        return Handover(plain(about["kind"], 20), plain(about["words"]), data, about["tests"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         last = (ended.printed.strip().splitlines() or [f"exit status {ended.status}"])[-1]
         said = f"the file ended its process before it was judged ({plain(last, 300)})"
-        return "process", said, b"", []
-
-
-def _todo(path: Path, exercise: KernelExercise) -> str:
-    left = {line.strip() for line in exercise.skeleton.splitlines() if "# TODO" in line}
-    lines = enumerate(path.read_text("utf-8", "replace").splitlines(), 1)
-    return next((f"line {n} still has its TODO" for n, line in lines if line.strip() in left), "")
+        return Handover("process", said)
 
 
 def _judged(
     exercise: KernelExercise, cases: Sequence[Case], drawn: Sequence[Arrays], data: bytes
 ) -> tuple[tuple[Mark, ...], dict[str, int], tuple[tuple[str, str, int, int], ...], Trace]:
-    runs = []
-    for case, arrays, one in zip(cases, drawn, unpacked(data, _MOST), strict=True):
+    runs, recorded = [], unpacked(data, _MOST)
+    if len(recorded) != len(cases):
+        raise TraceError(f"{len(cases)} calls were made, and {len(recorded)} are recorded")
+    for case, arrays, one in zip(cases, drawn, recorded, strict=True):
         values = list(one.values)
         traced = KernelTrace(one.record, names=one.names, problem=_spread(case), values=values)
         for name, array in zip(exercise.given, exercise.arguments(arrays), strict=True):
@@ -155,8 +164,10 @@ def _spread(case: Case) -> Any:
 
 def _short(case: Case) -> str:
     p = case.task.problem
-    kind = "" if case.kind == "normal" else f" {case.kind}"
-    return f"{p.n_q} x {p.n_kv}{' causal' * p.causal}{kind}"
+    if case.kind != "normal":
+        return case.kind
+    sizes = str(p.n_q) if p.n_q == p.n_kv else f"{p.n_q} x {p.n_kv}"
+    return sizes + ", causal" * p.causal
 
 
 def _unread(exercise: KernelExercise, one: _Run) -> str:

@@ -8,14 +8,13 @@ means. It holds the inputs, and no reference, no right answer and no points.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import pickle
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ import numpy as np
 from flashsim.engines.sandbox import walls
 from flashsim.engines.sandbox.recorder import WORDS, kind_of
 from flashsim.errors import FlashSimError, MemoryModelError
+from flashsim.own_kernels.files import beside, imported, imports
 from flashsim.own_kernels.record_file import Recorded, packed
 
 #: Operations of torch that compute nothing and copy nothing, so that their bytes are no kernel's.
@@ -63,36 +63,29 @@ class Refused(Exception):
 
 def libraries(text: str) -> set[str]:
     """Which of torch, triton and jax a file imports."""
-    return set(re.findall(r"^\s*(?:import|from)\s+(torch|triton|jax)\b", text, re.M))
+    return {name.partition(".")[0] for name in imports(text)} & {"torch", "triton", "jax"}
 
 
 def run(order: KernelOrder) -> list[Recorded]:
     """Call a file's function once for each case, and return what its kernels did."""
     path = Path(order.path)
     used = libraries(path.read_text(encoding="utf-8"))
-    if not used & {"triton", "jax"}:
-        raise Refused("function", f"{path.name} imports neither triton nor jax: it has no kernel")
-    sys.path[:0] = [str(path.parent), order.root]
-    sys.argv = [str(path)]
-    with _on_the_cpu("triton" in used):
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+    with _on_the_cpu("triton" in used), beside(path, order.root):
+        module = imported(path)
+        if not used & {"triton", "jax"}:
+            raise Refused("function", f"{path.name} imports neither triton nor jax: no kernel")
         name = next((one for one in order.functions if hasattr(module, one)), None)
         if name is None:
-            said = " or ".join(order.functions)
-            raise Refused("function", f"{path.name} defines no {said}")
+            raise Refused("function", f"{path.name} defines no {' or '.join(order.functions)}")
         function, found = getattr(module, name), []
         for arguments, causal in order.calls:
             flags = [] if causal is None else [causal]
             if "triton" in used:
                 library = "torch" if "torch" in used else "numpy"
-                with _on_the_cpu(True):
+                with _on_the_cpu(True):  # once more: torch may have come with the file
                     found.append(_triton(order, function, name, arguments, flags, library))
             else:
-                found.append(_pallas(order, function, arguments, flags))
+                found.append(_pallas(function, arguments, flags))
     return found
 
 
@@ -209,9 +202,7 @@ def _noted(outside: list[str], path: str, library: str) -> Iterator[None]:
         yield
 
 
-def _pallas(
-    order: KernelOrder, function: Any, arguments: Sequence[np.ndarray], flags: Sequence[bool]
-) -> Recorded:
+def _pallas(function: Any, arguments: Sequence[np.ndarray], flags: Sequence[bool]) -> Recorded:
     from flashsim.jax import trace_kernel
 
     traced = trace_kernel(function, *arguments, *flags)
@@ -265,6 +256,23 @@ def tested(order: KernelOrder) -> list[tuple[str, str, str]]:
     return list(found.values())
 
 
+def done(order: KernelOrder) -> tuple[dict[str, Any], bytes]:
+    """Carry out an order: about it, in words, and the record."""
+    about: dict[str, Any] = {"kind": "", "words": "", "tests": []}
+    try:
+        if order.tests:
+            about["tests"] = tested(order)
+        else:
+            return about, packed(run(order))
+    except Refused as error:
+        about |= {"kind": error.kind, "words": str(error)}
+    except (Exception, SystemExit) as error:
+        kind = error.kind if isinstance(error, MemoryModelError) else kind_of(error)
+        kind = "syntax" if isinstance(error, SyntaxError) else kind
+        about |= {"kind": kind, "words": told(error, order.path)}
+    return about, b""
+
+
 def main() -> None:
     """Take a `KernelOrder` from the standard input, and write to the output what was handed over.
 
@@ -273,25 +281,15 @@ def main() -> None:
     order: KernelOrder = pickle.load(sys.stdin.buffer)
     out = os.dup(1)
     os.dup2(2, 1)
-    about: dict[str, Any] = {"kind": "", "words": "", "tests": []}
-    data = b""
-    try:
-        used = (
-            {"triton", "torch"} if order.tests else libraries(Path(order.path).read_text("utf-8"))
-        )
-        for library in sorted(used, reverse=True):  # they take gigabytes of addresses: no limit yet
+    used = {"triton", "torch"}
+    if not order.tests:
+        used = libraries(Path(order.path).read_text(encoding="utf-8"))
+    with suppress(ImportError):  # they take gigabytes of addresses, so the limit comes later
+        for library in sorted(used, reverse=True):
             importlib.import_module(library)
-        walls.limit(seconds=order.seconds, memory=order.memory)
-        with redirect_stdout(sys.stderr):
-            if order.tests:
-                about["tests"] = tested(order)
-            else:
-                data = packed(run(order))
-    except Refused as error:
-        about |= {"kind": error.kind, "words": str(error)}
-    except (Exception, SystemExit) as error:
-        kind = error.kind if isinstance(error, MemoryModelError) else kind_of(error)
-        about |= {"kind": kind, "words": told(error, order.path)}
+    walls.limit(seconds=order.seconds, memory=order.memory)
+    with redirect_stdout(sys.stderr):
+        about, data = done(order)
     with os.fdopen(out, "wb") as result:
         result.write(json.dumps(about).encode() + b"\n" + data)
     os._exit(0)  # whatever the file registered for the end of its process

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +12,7 @@ from flashsim.errors import OptionError, choices, own_errors, shown
 from flashsim.exercises import course, kernels
 from flashsim.exercises.exercise import Exercise
 from flashsim.exercises.kernel_exercise import KernelExercise
+from flashsim.own_kernels.files import imported
 
 AnyExercise = Exercise | KernelExercise
 
@@ -83,12 +83,7 @@ def find(name: str) -> AnyExercise:
     path = Path(name)
     if not path.is_file():
         raise OptionError(f"no exercise in {name!r}: there is no such file")
-    spec = importlib.util.spec_from_file_location("flashsim_exercise", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    exercise = getattr(module, "EXERCISE", None)
+    exercise = getattr(imported(path), "EXERCISE", None)
     if not isinstance(exercise, AnyExercise):
         raise OptionError(
             f"{name} defines no EXERCISE = flashsim.exercises.Exercise(...) or KernelExercise(...)"

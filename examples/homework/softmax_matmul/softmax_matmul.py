@@ -8,7 +8,8 @@ import triton.language as tl
 @triton.jit
 def softmax_matmul_kernel(
     x_ptr, v_ptr, o_ptr,
-    stride_xb, stride_xr, stride_xc, stride_vb, stride_vr, stride_vc, stride_ob, stride_or, stride_oc,
+    stride_xb, stride_xr, stride_xc, stride_vb, stride_vr, stride_vc,
+    stride_ob, stride_or, stride_oc,
     d1, d2, D3: tl.constexpr, BLOCK_1: tl.constexpr, BLOCK_2: tl.constexpr,
 ):  # fmt: skip
     tile, batch = tl.program_id(0), tl.program_id(1)
