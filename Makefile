@@ -80,6 +80,7 @@ thorough: $(VENV)/.dev
 test-torch: $(VENV)-torch/.installed
 	OMP_NUM_THREADS=1 $(VENV)-torch/bin/python -m pytest -n $(JOBS) tests/api/bridges \
 	  tests/api/test_hosts.py tests/own_kernels/test_triton_libraries.py \
+	  tests/own_kernels/test_graded_libraries.py \
 	  'tests/api/test_docs.py::test_blocks_run[docs/guides/in_your_model.md]' \
 	  'tests/api/test_docs.py::test_blocks_run[docs/guides/pallas.md]' \
 	  'tests/api/test_docs.py::test_blocks_run[docs/guides/watch.md]'

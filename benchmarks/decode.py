@@ -320,10 +320,11 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
     Of shapes with caches of one size the median is drawn.
     """
     import matplotlib as mpl
+    from line_labels import end_labels
     from matplotlib.figure import Figure
 
     from flashsim.viz import palette
-    from flashsim.viz.style import MARKERS, end_labels, rc
+    from flashsim.viz.style import MARKERS, rc
 
     look = palette.theme("light")
     drawn = [r for r in rows if "splits=" not in r["implementation"]]

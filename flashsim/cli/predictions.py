@@ -63,6 +63,11 @@ def predict(
     kernel: str | None = opt.option(
         None, "Kernels of backend cupy: hopper or portable. Default: what suits the device."
     ),
+    deterministic: bool | None = opt.option(
+        None,
+        "Backward: the form that backward(deterministic=...) takes here. Default: --algorithm's.",
+        "--deterministic/--no-deterministic",
+    ),
 ) -> Tables:
     """Predict how long the kernels of backend cupy take: units, overlap, waves and tails.
 
@@ -79,6 +84,7 @@ def predict(
         kernels=kernel,
         tiling=values.tiling(how.tiling, problem.head_dim, mask.causal),
         device=how.device,
+        deterministic=deterministic,
         **parts.options(),
     ).table()
 

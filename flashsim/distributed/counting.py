@@ -284,11 +284,11 @@ def _peak_backward(group: Group) -> np.ndarray:
     e, kv = size.e, size.kv(n, size.e)
     base = size.q(n, e) + kv + 2 * size.out(n, e) + size.lse(n)
     base += size.out(n, e) * (group.ulysses > 1)  # dout as given
-    gradients = size.q(n, e) + kv
-    peak = np.full(group.ranks, base + gradients)
+    results = size.q(n, e) + kv
+    peak = np.full(group.ranks, base + results)
     if ring > 1:
         heads = group.own_parts[0].problem.kv_heads
-        early = gradients * heads // (group.problem.kv_heads // group.ulysses)
+        early = results * heads // (group.problem.kv_heads // group.ulysses)
         block = lambda b: size.q(b.n_q, e) + size.kv(b.n_kv, e)  # noqa: E731
         dq = _first(group, lambda b: size.q(b.n_q, e))
         going, coming = (
@@ -302,11 +302,11 @@ def _peak_backward(group: Group) -> np.ndarray:
             held[:, 1] += going + coming + wide
             held[:, 2:] += 2 * wide
             going[:] = coming[:] = wide
-        home = base + gradients + dq + coming
+        home = base + results + dq + coming
         peak = np.maximum(held.max(axis=1), base + kv + early)
-        peak = np.maximum(peak, home + np.maximum(going, gradients))
+        peak = np.maximum(peak, home + np.maximum(going, results))
     if group.ulysses > 1:
-        peak = np.maximum(peak, base + 2 * gradients)
+        peak = np.maximum(peak, base + 2 * results)
     return peak
 
 

@@ -147,11 +147,11 @@ class Group:
                 f"ranks share one sequence of queries and keys, got n_q={p.n_q}, n_kv={p.n_kv}"
             )
         fields = ("window", "cu_seqlens_q", "bias", "block_mask", "mask", "page_size")
-        unsupported = [name for name in fields if getattr(p, name) is not None]
-        if unsupported:
+        present = [name for name in fields if getattr(p, name) is not None]
+        if present:
             raise UnsupportedError(
-                "attention over several ranks is causal or has no mask, got "
-                f"{', '.join(unsupported)}; flashsim.run takes it on one"
+                f"attention over several ranks is causal or has no mask, got {', '.join(present)}; "
+                "flashsim.run takes it on one"
             )
 
     # -- who holds what -------------------------------------------------------------------------
@@ -294,5 +294,5 @@ class Group:
         home = ("home",) if direction == "backward" and self.ring > 1 else ()
         if self.ulysses == 1:
             return ring + home
-        going, back = ("q k v", "out") if direction == "forward" else ("dout", "dq dk dv")
-        return (f"exchange {going}", *ring, *home, f"exchange {back}")
+        inputs, back = ("q k v", "out") if direction == "forward" else ("dout", "dq dk dv")
+        return (f"exchange {inputs}", *ring, *home, f"exchange {back}")

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.promise("doc figures are measured")
+
 ROOT = Path(__file__).parents[2]
 
 
