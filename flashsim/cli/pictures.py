@@ -62,7 +62,7 @@ _ROW = opt.option(None, "Query row whose m and l are followed.")
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Recordings:
     """Traces or counts to draw, and the queries and keys of the first if they are known."""
 
     traces: list[Trace | Traffic]
@@ -287,7 +287,7 @@ def _refuse_unused(kind: str, typed: list[str], over: str) -> None:
         )
 
 
-def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> Recorded:
+def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> Recordings:
     """Load the saved traces, or count; or run the simulator, if --execute or tensors ask for it.
 
     `typed` names the options in use. Algorithms that divide keys into parts are run if `events` are
@@ -299,7 +299,7 @@ def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> R
             raise OptionError(
                 f"a saved trace has its own sizes and tensors; leave out {values.flags(clash)}"
             )
-        return Recorded([values.load_trace(file) for file in source.trace])
+        return Recordings([values.load_trace(file) for file in source.trace])
     names = source.names()
     for name in names:
         plans.check_algorithm(name)
@@ -309,7 +309,7 @@ def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> R
     if not (source.execute or parts or tensors.input is not None or tensors.demo_data is not None):
         sizes = replace(source.sizes, n_q=source.sizes.n_q or 512)
         counts = [values.counted(sizes, mask, name, how, among=names) for name in names]
-        return Recorded([*counts], seed=tensors.seed)
+        return Recordings([*counts], seed=tensors.seed)
     arrays = values.arrays(source.sizes, tensors)
     whole = values.problem_of(arrays, mask)
     tile = values.one_tiling(how.tiling, whole, names, [how.direction], device)
@@ -333,7 +333,7 @@ def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> R
                 continue
             dout = arrays.gradient(source.tensors.seed + 1)
             traces.append(forward.backward(dout, tiling=tile, trace=True).trace)
-    return Recorded([t for t in traces if t is not None], arrays.q, arrays.k)
+    return Recordings([t for t in traces if t is not None], arrays.q, arrays.k)
 
 
 def _io_sweep(source: opt.Source, over: str) -> Sweep:
