@@ -53,7 +53,10 @@ TILES_DOTS, TILES_WEIGH = (
     for test in ("test_dots", "test_weigh")
 )
 TILE_MACHINE = ("engines/test_bf16_dot.py::test_the_machine_multiplies", "-k", "add")
-KEPT = ("engines/test_bf16_dot.py", "-k", "wide_column_tile and rising")
+KEPT, KEPT_OVER_A_GAP = (
+    (f"engines/test_pairs_in_python.py::test_p_waits_for_its_product_with_v[{case}]",)
+    for case in ("grows", "keys are left out")
+)
 
 
 class FaultError(Exception):
@@ -166,7 +169,7 @@ FAULTS = {
     "kept-over-a-gap": Fault(
         "P that waits is multiplied with the keys between two tiles that a row visits, too",
         *(STEPS, "if end != start or moved", "if moved"),
-        ("engines/test_bf16_dot.py", "-k", "between_two_tiles"),
+        KEPT_OVER_A_GAP,
     ),
     "tile-rows-beyond-the-last": Fault(
         "a last odd row of V is paired with what lies behind it",
