@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flashsim.functions import emit
 from flashsim.functions.derivative import adjoints
-from flashsim.functions.graph import Graph
+from flashsim.functions.graph import ArraySpec, Graph
+from flashsim.functions.intervals import largest_result
 from flashsim.problem.problem import Problem
 
 #: Around the generated text: the hardware's tanh, where a softcap takes it (common.cuh), and no
@@ -30,6 +31,29 @@ _BEFORE = """\
 #pragma nv_diag_suppress 177
 """
 _AFTER = "#pragma nv_diagnostic pop\n"
+
+
+class Tile(NamedTuple):
+    """An array that a score function reads at [.., q, k], which TMA can bring tile by tile.
+
+    Attributes
+    ----------
+    array : int
+        Its number among the score function's captured arrays.
+    spec : ArraySpec
+    node : int
+        The load, among the score function's nodes.
+    """
+
+    array: int
+    spec: ArraySpec
+    node: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Planes, queries and keys; heads choose among the planes."""
+        *planes, rows, columns = self.spec.shape
+        return math.prod(planes), rows, columns
 
 
 @dataclass(frozen=True)
@@ -47,6 +71,10 @@ class Generated:
         Whether ``flash_score_grad`` adds to the gradients of captured arrays.
     reads : bool
         Whether captured arrays are read at positions of queries or keys, which then must exist.
+    reads_beside : bool
+        The same of all elements except that of the tile.
+    tile : Tile or None
+        What a kernel may bring to shared memory tile by tile.
     """
 
     text: str
@@ -55,6 +83,8 @@ class Generated:
     score: bool
     sums: bool
     reads: bool
+    reads_beside: bool = False
+    tile: Tile | None = None
 
     @property
     def constants(self) -> dict[str, int]:
@@ -90,10 +120,16 @@ def functions_of(problem: Problem) -> Functions | None:
     return _functions(mask, problem.score_mod, problem.score_grads, _extents(problem))
 
 
-def read_arrays(problem: Problem) -> bool:
-    """Whether a function of a problem reads captured arrays at positions of queries or keys."""
+def read_arrays(problem: Problem, *, beside_tile: bool = False) -> bool:
+    """Whether a function of a problem reads captured arrays at positions of queries or keys.
+
+    With `beside_tile` those elements do not count that `tile_of` brings.
+    """
     given = functions_of(problem)
-    return given is not None and given.plain.reads
+    if given is None:
+        return False
+    apart = beside_tile and tile_of(problem) is not None
+    return given.plain.reads_beside if apart else given.plain.reads
 
 
 def has_known_slope(problem: Problem) -> bool:
@@ -107,6 +143,47 @@ def _known_slope(graph: Graph) -> bool:
     if made.score is None:
         return True
     return "score" not in Graph(made.nodes, made.score, made.arrays).uses
+
+
+def tile_of(problem: Problem) -> Tile | None:
+    """The largest array that the forward's score function reads at [.., q, k], if TMA takes it.
+
+    Its rows must be multiples of 16 bytes. None for packed sequences, whose positions are not those
+    of the array.
+    """
+    given = functions_of(problem)
+    return None if given is None or problem.cu_seqlens_q is not None else given.plain.tile
+
+
+@lru_cache(maxsize=256)
+def _tile_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> Tile | None:
+    last = dict(extents)
+    found = []
+    for n in graph.loads:
+        node = graph.nodes[n]
+        spec = graph.arrays[node.value]
+        if len(node.args) < 2 or spec.dtype not in ("float16", "bfloat16", "float32"):
+            continue
+        rows, columns = (graph.nodes[a] for a in node.args[-2:])
+        at_positions = (rows.op, rows.value, columns.op, columns.value) == ("arg", "q", "arg", "k")
+        inside = last["q"] <= spec.shape[-2] and last["k"] <= spec.shape[-1]
+        per_head = all(graph.depends[a] <= {"b", "h"} for a in node.args[:-2])
+        whole = spec.shape[-1] * spec.itemsize % 16 == 0
+        if at_positions and inside and per_head and whole:
+            found.append(Tile(node.value, spec, n))
+    return max(found, key=lambda t: math.prod(t.spec.shape) * t.spec.itemsize, default=None)
+
+
+def score_bound(problem: Problem) -> float:
+    """The largest absolute value that a score can have before the softmax; infinity if any."""
+    if problem.score_mod is None:
+        return problem.softcap or math.inf
+    return _largest(problem.score_mod, _extents(problem))
+
+
+@lru_cache(maxsize=256)
+def _largest(graph: Graph, extents: tuple[tuple[str, int], ...]) -> float:
+    return largest_result(graph, dict(extents))
 
 
 def heads_share(problem: Problem, least: int) -> bool:
@@ -134,14 +211,21 @@ def _extents(problem: Problem) -> tuple[tuple[str, int], ...]:
 
 @lru_cache(maxsize=256)
 def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
+    tile = None if score is None else _tile_of(score, extents)
+    graphs = [g for g in (mask, score) if g is not None]
+    reads = [(g, n) for g in graphs for n in g.loads if g.depends[n] & {"q", "k"}]
+    bound = math.inf if score is None else _largest(score, extents)
+    before = _BEFORE + (f"#define FLASH_BOUND {bound!r}f\n" if math.isfinite(bound) else "")
     plain, summing = (
         Generated(
-            _BEFORE + one.text + _AFTER,
+            before + one.text + _AFTER,
             packed_bytes(one.pack([0] * len(one.arrays), [0] * len(one.gradients))),
             mask is not None,
             score is not None,
             bool(one.gradients),
-            any(g.depends[n] & {"q", "k"} for g in (mask, score) if g is not None for n in g.loads),
+            bool(reads),
+            bool([1 for g, n in reads if tile is None or (g, n) != (score, tile.node)]),
+            tile,
         )
         for one in _sources(mask, score, wanted, extents)
     )
@@ -155,8 +239,10 @@ def _sources(
     wanted: tuple[str, ...],
     extents: tuple[tuple[str, int], ...],
 ) -> tuple[emit.CudaSource, emit.CudaSource]:
-    plain = emit.cuda_source(mask, score, (), dict(extents))
-    return plain, emit.cuda_source(mask, score, wanted, dict(extents)) if wanted else plain
+    tile = None if score is None else _tile_of(score, extents)
+    given = dict(extents), None if tile is None else tile.node
+    plain = emit.cuda_source(mask, score, (), *given)
+    return plain, emit.cuda_source(mask, score, wanted, *given) if wanted else plain
 
 
 def packed_bytes(packed: np.ndarray) -> int:

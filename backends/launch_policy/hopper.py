@@ -29,6 +29,7 @@ from flashsim.backends.launch_policy.cost_model import (
     sooner_at_once,
 )
 from flashsim.backends.launch_policy.family import Family, PassRequest, Walked, widest
+from flashsim.backends.launch_policy.hopper_kernels import Rings
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
 from flashsim.schedule.head_grouping import held
@@ -52,9 +53,12 @@ class Hopper(Family):
     ----------
     instead : str
         The value of option `kernel` that error texts suggest where these kernels do not run.
+    brings_tiles : bool
+        Whether the forward brings a captured array's elements to shared memory by TMA.
     """
 
     instead: str = "portable"
+    brings_tiles: bool = False
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """See `Family`."""
@@ -108,7 +112,7 @@ class Hopper(Family):
         if d <= 128:
             times = next(times for widest, times in HOPPER_FORWARD.items() if d <= widest)
             best = list(fastest_first(problem, times, gpu.multiprocessors))
-            reads = functions.read_arrays(problem)
+            reads = functions.read_arrays(problem, beside_tile=self.brings_tiles)
             if problem.softcap or problem.score_mod is not None or reads:
                 # They take registers, of which wide tiles have none left, and three warpgroups few.
                 rows = 128 if reads else 192
@@ -116,6 +120,8 @@ class Hopper(Family):
         else:
             best = [Tiling(128, 112)] if d <= 192 else [Tiling(128, 80)]
         best += [Tiling(128, 64)]  # divides common block masks
+        if self.brings_tiles and functions.tile_of(problem):
+            best.sort(key=lambda t: not self.rings(problem, t, gpu).tile)
         return tuple(t for t in best if self.forward_bytes(problem, t) <= gpu.shared_bytes)
 
     def fastest(self, asked: PassRequest) -> Tiling | None:
@@ -249,9 +255,17 @@ class Hopper(Family):
         """The number of stages of the forward's ring buffers: three where they fit, else two."""
         return 3 if self.forward_bytes(problem, tiling, 3) <= gpu.shared_bytes else 2
 
+    def rings(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> Rings:
+        """The forward's ring buffers: with captured elements if they fit beside two stages."""
+        if self.brings_tiles and functions.tile_of(problem):
+            for rings in (Rings(3, 2), Rings(2, 2), Rings(2, 1)):
+                if hopper_kernels.forward_bytes(problem, tiling, rings) <= gpu.shared_bytes:
+                    return rings
+        return Rings(self.stages(problem, tiling, gpu))
+
     def forward_bytes(self, problem: Problem, tiling: Tiling, stages: int = 2) -> int:
-        """Shared memory of one block of the forward, in bytes."""
-        return hopper_kernels.forward_bytes(problem, tiling, stages)
+        """Shared memory of one block of the forward without captured elements, in bytes."""
+        return hopper_kernels.forward_bytes(problem, tiling, Rings(stages))
 
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
@@ -259,9 +273,12 @@ class Hopper(Family):
         """See `Family`; the row-wise kernels are those of the portable family."""
         given = problem, tiling, replace(variant, overlap=True)
         if stage == "forward":
-            stages = self.stages(problem, tiling, gpu)
-            shared = self.forward_bytes(problem, tiling, stages)
-            made = hopper_kernels.forward_kernel(*given, shared, stages)
+            rings = self.rings(problem, tiling, gpu)
+            if rings.tile:
+                shared = hopper_kernels.forward_bytes(problem, tiling, rings)
+            else:
+                shared = self.forward_bytes(problem, tiling, rings.stages)
+            made = hopper_kernels.forward_kernel(*given, shared, rings)
         elif stage == "fused" and tiling == ROLES:
             made = hopper_kernels.roles_kernel(*given)
         elif stage in ("dkdv", "fused"):
@@ -273,7 +290,7 @@ class Hopper(Family):
         return replace(made, overlaps=True)
 
 
-HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True)
+HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True, brings_tiles=True)
 
 
 def _item_times(walk: Walked) -> tuple[Times, float]:

@@ -139,6 +139,7 @@ def cuda_source(
     score: Graph | None = None,
     gradients: Collection[str] = (),
     extents: Mapping[str, int] | None = None,
+    tile: int | None = None,
 ) -> CudaSource:
     """The device functions of a mask and a score function, either of which may be missing.
 
@@ -146,6 +147,10 @@ def cuda_source(
     names the captured arrays of the score function whose gradients `flash_score_grad` adds up.
     `extents` says how many values b, h, q and k have, if the functions are called with no others:
     an index that stays inside its array is then read without a check.
+
+    `tile` is a load of the score function whose last two indices are q and k. A second form of
+    `flash_score` then takes this element as `tile`, behind the score, and `flash_tile_plane` says
+    in which (q, k) plane of its array a head's elements lie.
     """
     arrays = (*(score.arrays if score else ()), *(mask.arrays if mask else ()))
     first_of_mask = len(score.arrays) if score else 0
@@ -179,6 +184,8 @@ def cuda_source(
         cuda = _Cuda(score.nodes, score.arrays, 0, extents, "s")
         per_head.append(cuda)
         functions += [*cuda.statements(), f"    return {cuda.name(score.root)};"]
+        if tile is not None:
+            functions += ["}", *_tile_lines(score, tile, extents)]
     functions.append("}")
     functions += _gradient_lines(score, wanted, extents, per_head)
     lines += [*_head_lines(per_head), *functions]
@@ -191,6 +198,19 @@ _HEAD = """\
 __device__ __forceinline__ {} {}(const FlashCaptured& c, {}const FlashHead& at, FlashAt q_at,
                                  FlashAt k_at) {{
     const int b = at.b, h = at.h, q = q_at, k = k_at;"""
+
+
+def _tile_lines(score: Graph, tile: int, extents: Mapping[str, int] | None) -> list[str]:
+    """`flash_tile_plane`, and `flash_score` with the load `tile` given; without the last brace."""
+    cuda, node = _Cuda(score.nodes, score.arrays, 0, extents, "s"), score.nodes[tile]
+    lines = ["__device__ __forceinline__ int flash_tile_plane(const FlashCaptured& c, "]
+    lines[0] += "const FlashHead& at) {"
+    lines += ["    const int b = at.b, h = at.h;"]
+    lines += cuda.statements(needed(cuda.nodes, node.args[:-2]))
+    lines += [f"    return {cuda.offset(node, len(node.args) - 2)};", "}"]
+    cuda.given[tile] = "tile"
+    lines.append(_HEAD.format("float", "flash_score", "float s, float tile, "))
+    return [*lines, *cuda.statements(), f"    return {cuda.name(score.root)};"]
 
 
 def _head_lines(per_head: Iterable[_Cuda]) -> list[str]:
@@ -308,6 +328,8 @@ class _Cuda:
         numbers: Iterable[int] | None = None,
     ) -> None:
         self.nodes, self.arrays, self.first, self.prefix = nodes, arrays, first, prefix
+        #: Names of values that the caller gives.
+        self.given: dict[int, str] = {}
         #: Elements that have one value per head, among the nodes that are used.
         self.hoisted = {
             n
@@ -323,12 +345,16 @@ class _Cuda:
         return [
             f"    const {_CUDA_TYPES[self.nodes[n].kind]} v{n} = {self.expression(self.nodes[n])};"
             for n in numbers
-            if self.nodes[n].op not in ("arg", "const") and n not in self.hoisted
+            if self.nodes[n].op not in ("arg", "const")
+            and n not in self.hoisted
+            and n not in self.given
         ]
 
     def name(self, n: int) -> str:
         """The text that stands for a node's value."""
         node = self.nodes[n]
+        if n in self.given:
+            return self.given[n]
         if n in self.hoisted:
             return f"at.{self.prefix}{n}"
         if node.op == "arg":
@@ -431,11 +457,11 @@ class _Cuda:
                 return f"{a} {'/' if node.op == 'floordiv' else '%'} {by.value}"
         return f"flash_{node.op}({a}, {b})"
 
-    def offset(self, node: Node) -> str:
-        """The place of a load's element in its array."""
+    def offset(self, node: Node, axes: int | None = None) -> str:
+        """The place of a load's element in its array, or along its first axes."""
         number = self.first + node.value
-        text = ""
-        for axis, a in enumerate(node.args):
+        text, args = "", node.args[:axes]
+        for axis, a in enumerate(args):
             n = f"c.a{number}_n{axis}"
             v = self.name(a)
             low, high = self.ranges.get(a, (-1, -1))
@@ -443,7 +469,7 @@ class _Cuda:
             if low >= 0 and high < self.arrays[node.value].shape[axis]:
                 i = v
             text = f"(long long){i}" if not text else f"({text} * {n} + {i})"
-        return text.removeprefix("(long long)") if len(node.args) == 1 else text or "0"
+        return text.removeprefix("(long long)") if len(args) == 1 else text or "0"
 
     def _load(self, node: Node) -> str:
         spec = self.arrays[node.value]

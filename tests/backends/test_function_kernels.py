@@ -32,6 +32,8 @@ RNG = np.random.default_rng(3)
 slopes = np.linspace(0.05, 0.2, 4, dtype=np.float32)
 table = RNG.normal(size=(4, 1024)).astype(np.float32)
 bias = RNG.normal(size=(300, 300)).astype(np.float16)
+planes = RNG.normal(size=(2, 210, 208)).astype(np.float16)  # rows of whole 16 bytes
+plane = RNG.normal(size=(210, 204)).astype(np.float32)
 document = np.sort(RNG.integers(0, 3, (2, 512)).astype(np.int32), axis=1)
 
 
@@ -63,14 +65,28 @@ def biased(s, b, h, q, k):
     return s + bias[q, k]
 
 
+def of_planes(s, b, h, q, k):
+    return s + planes[h // 2, q, k] * slopes[h]
+
+
+def of_plane(s, b, h, q, k):
+    return s + plane[q, k]
+
+
 def capped(s, b, h, q, k):
     return 3 * np.tanh(s / 3) * (1 + slopes[h])
+
+
+def bounded(s, b, h, q, k):
+    return 40 * np.tanh(s / 40) - np.minimum(np.abs(k - q), 9)
 
 
 CAPTURED = {
     alibi: {"slopes": slopes},
     relative: {"table": table},
     biased: {"bias": bias},
+    of_planes: {"planes": planes, "slopes": slopes},
+    of_plane: {"plane": plane},
     capped: {"slopes": slopes},
 }
 SINKS = np.array([0.3, -1.0, 2.0, 0.0], np.float32)
@@ -98,7 +114,7 @@ def forward(p, score, family, machine=test_emulated.HOPPER):
     )
     got = arrays["o"][..., : p.head_dim_v].astype(np.float64)
     assert np.abs(got - true).max() <= budget(true, rough, p)
-    tanh = hardware_tanh(p) or (score is capped and p.dtype == "bfloat16")
+    tanh = hardware_tanh(p) or (score in (capped, bounded) and p.dtype == "bfloat16")
     check_lse(arrays["lse"], lse, rough_lse if tanh else lse)
     return x, arrays, held
 
@@ -132,6 +148,9 @@ HOPPER_CASES = {
     "documents 192": (problem(200, 200, 192, documents), None),
     "softcap 96": (problem(130, 130, 96, dilated, softcap=3.0), None),
     "sinks 64": (problem(100, 130, 64, sinks=True, causal=True), None),
+    "planes 64": (problem(200, 207, 64, late, of_planes), of_planes),
+    "plane 128": (problem(130, 200, 128, None, of_plane), of_plane),
+    "bounded 64": (problem(130, 200, 64, late, bounded, sinks=True), bounded),
     "packed 64": (problem(170, 200, 64, causal, relative, **PACKED), relative),
     "packed 128": (problem(170, 200, 128, dilated, **PACKED), None),
 }
