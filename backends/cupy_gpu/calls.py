@@ -184,7 +184,9 @@ class ReadyPass:
         def made(box: launch.Box) -> np.ndarray:
             address = next(values)
             if box.tensor == launch.TILE:
-                return tensor_maps.encode_tile(tile_of(p), box, address)
+                tile = tile_of(p)
+                assert tile is not None  # else the kernel has no such box
+                return tensor_maps.encode_tile(tile, box, address)
             dq = box.tensor == DQ_ACC
             strides = NewArrays.of(p).dq.strides if dq else tuple(islice(values, 3))
             return tensor_maps.encode(p, box, address, strides)

@@ -43,11 +43,14 @@ class Tile(NamedTuple):
     spec : ArraySpec
     node : int
         The load, among the score function's nodes.
+    by_head : bool
+        Whether the query heads of a batch entry read different planes.
     """
 
     array: int
     spec: ArraySpec
     node: int
+    by_head: bool
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -170,7 +173,8 @@ def _tile_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> Tile | None:
         per_head = all(graph.depends[a] <= {"b", "h"} for a in node.args[:-2])
         whole = spec.shape[-1] * spec.itemsize % 16 == 0
         if at_positions and inside and per_head and whole:
-            found.append(Tile(node.value, spec, n))
+            by_head = any("h" in graph.depends[a] for a in node.args[:-2])
+            found.append(Tile(node.value, spec, n, by_head))
     return max(found, key=lambda t: math.prod(t.spec.shape) * t.spec.itemsize, default=None)
 
 

@@ -16,6 +16,7 @@ from flashsim.backends.launch_policy import hopper_kernels, portable_kernels
 from flashsim.backends.launch_policy.cost_model import (
     ADDING_UP,
     HOPPER_FORWARD,
+    HOPPER_FORWARD_WIDE,
     HOPPER_FUSED_WIDE,
     ROLES,
     Times,
@@ -24,6 +25,7 @@ from flashsim.backends.launch_policy.cost_model import (
     busy_at_once,
     fastest_cluster,
     fastest_first,
+    microseconds,
     microseconds_by_keys,
     remainder,
     sooner_at_once,
@@ -117,9 +119,11 @@ class Hopper(Family):
                 # They take registers, of which wide tiles have none left, and three warpgroups few.
                 rows = 128 if reads else 192
                 best.sort(key=lambda t: t.block_k > 128 or t.block_q > rows)
+            best += [Tiling(128, 64)]  # divides common block masks
         else:
-            best = [Tiling(128, 112)] if d <= 192 else [Tiling(128, 80)]
-        best += [Tiling(128, 64)]  # divides common block masks
+            times = HOPPER_FORWARD_WIDE[192 if d <= 192 else 256]
+            processors = gpu.multiprocessors
+            best = sorted(times, key=lambda t: microseconds(problem, t, times[t], processors))
         if self.brings_tiles and functions.tile_of(problem):
             best.sort(key=lambda t: not self.rings(problem, t, gpu).tile)
         return tuple(t for t in best if self.forward_bytes(problem, t) <= gpu.shared_bytes)
@@ -209,12 +213,21 @@ class Hopper(Family):
         return walk.stage.name == "fused" and widest(p) <= 128 and rows >= _LONG_WALK * cluster
 
     def clump(self, walk: Walked) -> int:
-        """See `Family`. The size depends on whether the work tiles are equally long.
+        """See `Family`. A multiple of the heads whose blocks share captured elements."""
+        size = self._clump(walk)
+        if walk.stage.name != "forward":
+            return size
+        rings = self.rings(walk.problem, walk.tables.schedule.tiling, walk.gpu)
+        return -(-size // rings.sharers) * rings.sharers
 
-        If they are, a head group is one head (or one GQA group, which shares K and V). Taking long
-        ones first gains nothing then, and more blocks read the same tiles at the same time. This
-        does not hold if blocks add to dQ in a fixed order, or if heads share a large bias, whose
-        rows blocks of several heads then read at the same time.
+    def _clump(self, walk: Walked) -> int:
+        """The size of a head group without regard to blocks that share captured elements.
+
+        It depends on whether the work tiles are equally long. If they are, a head group is one head
+        (or one GQA group, which shares K and V). Taking long ones first gains nothing then, and
+        more blocks read the same tiles at the same time. This does not hold if blocks add to dQ in
+        a fixed order, or if heads share a large bias, whose rows blocks of several heads then read
+        at the same time.
 
         Otherwise the long work tiles of a head group come first and fetch its K and V; the short
         ones find these in L2. A forward of many short sequences is bound by DRAM. Its head groups
@@ -256,9 +269,15 @@ class Hopper(Family):
         return 3 if self.forward_bytes(problem, tiling, 3) <= gpu.shared_bytes else 2
 
     def rings(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> Rings:
-        """The forward's ring buffers: with captured elements if they fit beside two stages."""
-        if self.brings_tiles and functions.tile_of(problem):
-            for rings in (Rings(3, 2), Rings(2, 2), Rings(2, 1)):
+        """The forward's ring buffers: with captured elements if they fit beside two stages.
+
+        Two heads share them if they read the same ones.
+        """
+        tile = functions.tile_of(problem) if self.brings_tiles else None
+        if tile is not None:
+            even = problem.heads % 2 == 0 and gpu.multiprocessors % 2 == 0
+            sharers = 2 if even and not tile.by_head else 1
+            for rings in (Rings(n, m, sharers) for n, m in ((3, 2), (2, 2), (2, 1))):
                 if hopper_kernels.forward_bytes(problem, tiling, rings) <= gpu.shared_bytes:
                     return rings
         return Rings(self.stages(problem, tiling, gpu))

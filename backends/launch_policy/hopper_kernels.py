@@ -20,10 +20,21 @@ _CHUNK = 64  # columns of a shared-memory chunk: 128 bytes of 16-bit elements
 
 
 class Rings(NamedTuple):
-    """Stages of the forward's ring buffers: of K and V, and of captured elements (0: none)."""
+    """The forward's ring buffers.
+
+    Attributes
+    ----------
+    stages : int
+        Stages of K and of V.
+    tile : int
+        Stages of captured elements; 0 if they do not come by TMA.
+    sharers : int
+        Thread blocks of a cluster, for neighbouring heads, that share the captured elements.
+    """
 
     stages: int
     tile: int = 0
+    sharers: int = 1
 
 
 def forward_kernel(
@@ -35,7 +46,12 @@ def forward_kernel(
     boxes, tile = _boxes(("q", 64), ("k", bk), ("v", bk)), functions.tile_of(problem)
     if rings.tile and tile is not None:
         size = tile.spec.itemsize
-        more |= {"TILE": rings.tile, "TILE_BYTES": size, "TILE_BF16": tile.spec.dtype == "bfloat16"}
+        more |= {
+            "SHARERS": rings.sharers,
+            "TILE": rings.tile,
+            "TILE_BYTES": size,
+            "TILE_BF16": tile.spec.dtype == "bfloat16",
+        }
         boxes += (Box(launch.TILE, 64, 128 // size),)
     given = problem, tiling, variant
     return launch.built("hopper/forward.cu", "hopper_forward", threads, shared, given, more, boxes)
