@@ -27,6 +27,9 @@ using i64 = long long;
 #ifndef FS_TILE
 #define FS_TILE 0  // stages of a ring of captured elements in shared memory, see Elements
 #endif
+#ifndef FS_BAND
+#define FS_BAND 0  // whether elements are read ahead of time, see Band
+#endif
 #ifndef FS_SHARERS
 #define FS_SHARERS 1  // blocks of a cluster, for neighbouring heads, that share those elements
 #endif

@@ -17,7 +17,7 @@ import numpy as np
 
 from flashsim.functions import emit
 from flashsim.functions.derivative import adjoints
-from flashsim.functions.graph import ArraySpec, Graph
+from flashsim.functions.graph import FLOAT, ArraySpec, Graph
 from flashsim.functions.intervals import largest_result
 from flashsim.problem.problem import Problem
 
@@ -59,6 +59,23 @@ class Tile(NamedTuple):
         return math.prod(planes), rows, columns
 
 
+class Band(NamedTuple):
+    """An array that a score function reads at [.., sign * (q - k) + offset].
+
+    A tile pair has few distances q - k, so each thread reads its elements once, ahead of time.
+
+    Attributes
+    ----------
+    node : int
+        The load, among the score function's nodes.
+    sign, offset : int
+    """
+
+    node: int
+    sign: int
+    offset: int
+
+
 @dataclass(frozen=True)
 class Generated:
     """The generated text of one kernel.
@@ -75,9 +92,11 @@ class Generated:
     reads : bool
         Whether captured arrays are read at positions of queries or keys, which then must exist.
     reads_beside : bool
-        The same of all elements except that of the tile.
+        The same of all elements except that of the tile or the band.
     tile : Tile or None
         What a kernel may bring to shared memory tile by tile.
+    band : Band or None
+        Without such a tile, what a thread may read ahead of time.
     """
 
     text: str
@@ -88,6 +107,7 @@ class Generated:
     reads: bool
     reads_beside: bool = False
     tile: Tile | None = None
+    band: Band | None = None
 
     @property
     def constants(self) -> dict[str, int]:
@@ -123,15 +143,16 @@ def functions_of(problem: Problem) -> Functions | None:
     return _functions(mask, problem.score_mod, problem.score_grads, _extents(problem))
 
 
-def read_arrays(problem: Problem, *, beside_tile: bool = False) -> bool:
+def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
     """Whether a function of a problem reads captured arrays at positions of queries or keys.
 
-    With `beside_tile` those elements do not count that `tile_of` brings.
+    With `beside_ahead` those elements do not count that kernels have before they call it: those of
+    `tile_of` and of `band_of`.
     """
     given = functions_of(problem)
     if given is None:
         return False
-    apart = beside_tile and tile_of(problem) is not None
+    apart = beside_ahead and (tile_of(problem) or band_of(problem))
     return given.plain.reads_beside if apart else given.plain.reads
 
 
@@ -178,6 +199,49 @@ def _tile_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> Tile | None:
     return max(found, key=lambda t: math.prod(t.spec.shape) * t.spec.itemsize, default=None)
 
 
+def band_of(problem: Problem) -> Band | None:
+    """An array that the forward's score function reads by the distance of query and key."""
+    given = functions_of(problem)
+    return None if given is None else given.plain.band
+
+
+@lru_cache(maxsize=256)
+def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> Band | None:
+    last = dict(extents)
+    for n in graph.loads:
+        node = graph.nodes[n]
+        spec = graph.arrays[node.value]
+        if not node.args or spec.kind != FLOAT or spec.shape[-1] < emit.LEAST_BAND:
+            continue
+        of_q, of_k, offset = _linear(graph, node.args[-1]) or (0, 0, 0)
+        ends = [
+            of_q * q + of_k * k + offset for q in (0, last["q"] - 1) for k in (0, last["k"] - 1)
+        ]
+        inside = min(ends) >= 0 and max(ends) < spec.shape[-1]
+        per_head = all(graph.depends[a] <= {"b", "h"} for a in node.args[:-1])
+        if (of_q, of_k) in ((1, -1), (-1, 1)) and inside and per_head:
+            return Band(n, of_q, offset)
+    return None
+
+
+def _linear(graph: Graph, n: int) -> tuple[int, int, int] | None:
+    """The factors of q and k and the constant of an index that is a sum of them."""
+    node = graph.nodes[n]
+    if node.op == "const":
+        return 0, 0, int(node.value)
+    if node.op == "arg" and node.value in ("q", "k"):
+        return int(node.value == "q"), int(node.value == "k"), 0
+    if node.op not in ("add", "sub", "neg"):
+        return None
+    of = [_linear(graph, a) for a in node.args]
+    if None in of:
+        return None
+    if node.op == "neg":
+        return tuple(-x for x in of[0])
+    sign = 1 if node.op == "add" else -1
+    return tuple(x + sign * y for x, y in zip(*of, strict=True))
+
+
 def score_bound(problem: Problem) -> float:
     """The largest absolute value that a score can have before the softmax; infinity if any."""
     if problem.score_mod is None:
@@ -216,8 +280,10 @@ def _extents(problem: Problem) -> tuple[tuple[str, int], ...]:
 @lru_cache(maxsize=256)
 def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
     tile = None if score is None else _tile_of(score, extents)
+    band = None if score is None or tile else _band_of(score, extents)
     graphs = [g for g in (mask, score) if g is not None]
     reads = [(g, n) for g in graphs for n in g.loads if g.depends[n] & {"q", "k"}]
+    ahead = tile.node if tile else band.node if band else None
     bound = math.inf if score is None else _largest(score, extents)
     before = _BEFORE + (f"#define FLASH_BOUND {bound!r}f\n" if math.isfinite(bound) else "")
     plain, summing = (
@@ -228,8 +294,9 @@ def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
             score is not None,
             bool(one.gradients),
             bool(reads),
-            bool([1 for g, n in reads if tile is None or (g, n) != (score, tile.node)]),
+            any(g is not score or n != ahead for g, n in reads),
             tile,
+            band,
         )
         for one in _sources(mask, score, wanted, extents)
     )
@@ -244,7 +311,9 @@ def _sources(
     extents: tuple[tuple[str, int], ...],
 ) -> tuple[emit.CudaSource, emit.CudaSource]:
     tile = None if score is None else _tile_of(score, extents)
-    given = dict(extents), None if tile is None else tile.node
+    band = None if score is None or tile else _band_of(score, extents)
+    node = tile.node if tile else band.node if band else None
+    given = dict(extents), node, band and (band.sign, band.offset)
     plain = emit.cuda_source(mask, score, (), *given)
     return plain, emit.cuda_source(mask, score, wanted, *given) if wanted else plain
 

@@ -343,7 +343,7 @@ def built(
         given = functions.summing if outer == "keys" else functions.plain
     sinks = problem.sinks and file.endswith(FORWARD)
     if given is not None:
-        values |= given.constants | ({"READS": given.reads_beside} if "TILE" in more else {})
+        values |= given.constants | more
     values |= {"SINKS": 1} if sinks else {}
     packed = problem.cu_seqlens_q is not None
     values["ARGS_BYTES"] = args_dtype(given, packed=packed, sinks=sinks).itemsize

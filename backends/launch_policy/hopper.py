@@ -114,7 +114,8 @@ class Hopper(Family):
         if d <= 128:
             times = next(times for widest, times in HOPPER_FORWARD.items() if d <= widest)
             best = list(fastest_first(problem, times, gpu.multiprocessors))
-            reads = functions.read_arrays(problem, beside_tile=self.brings_tiles)
+            reads = functions.read_arrays(problem, beside_ahead=self.brings_tiles)
+            reads = reads or functions.band_of(problem) is not None
             if problem.softcap or problem.score_mod is not None or reads:
                 # They take registers, of which wide tiles have none left, and three warpgroups few.
                 rows = 128 if reads else 192

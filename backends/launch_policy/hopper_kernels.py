@@ -53,6 +53,10 @@ def forward_kernel(
             "TILE_BF16": tile.spec.dtype == "bfloat16",
         }
         boxes += (Box(launch.TILE, 64, 128 // size),)
+    elif functions.band_of(problem):
+        more["BAND"] = 1
+    if "TILE" in more or "BAND" in more:
+        more["READS"] = functions.read_arrays(problem, beside_ahead=True)
     given = problem, tiling, variant
     return launch.built("hopper/forward.cu", "hopper_forward", threads, shared, given, more, boxes)
 

@@ -140,6 +140,7 @@ def cuda_source(
     gradients: Collection[str] = (),
     extents: Mapping[str, int] | None = None,
     tile: int | None = None,
+    band: tuple[int, int] | None = None,
 ) -> CudaSource:
     """The device functions of a mask and a score function, either of which may be missing.
 
@@ -148,9 +149,11 @@ def cuda_source(
     `extents` says how many values b, h, q and k have, if the functions are called with no others:
     an index that stays inside its array is then read without a check.
 
-    `tile` is a load of the score function whose last two indices are q and k. A second form of
-    `flash_score` then takes this element as `tile`, behind the score, and `flash_tile_plane` says
-    in which (q, k) plane of its array a head's elements lie.
+    `tile` is a load of the score function whose element the kernel reads itself. A second form of
+    `flash_score` then takes it as `tile`, behind the score. If its last two indices are q and k,
+    `flash_tile_plane` says in which (q, k) plane of its array a head's elements lie. With `band`,
+    which is (sign, offset), its last index is sign * (q - k) + offset; `flash_band` then returns
+    the element at a distance q - k, or the nearest one that there is.
     """
     arrays = (*(score.arrays if score else ()), *(mask.arrays if mask else ()))
     first_of_mask = len(score.arrays) if score else 0
@@ -185,7 +188,7 @@ def cuda_source(
         per_head.append(cuda)
         functions += [*cuda.statements(), f"    return {cuda.name(score.root)};"]
         if tile is not None:
-            functions += ["}", *_tile_lines(score, tile, extents)]
+            functions += ["}", *_tile_lines(score, tile, band, extents)]
     functions.append("}")
     functions += _gradient_lines(score, wanted, extents, per_head)
     lines += [*_head_lines(per_head), *functions]
@@ -200,17 +203,40 @@ __device__ __forceinline__ {} {}(const FlashCaptured& c, {}const FlashHead& at, 
     const int b = at.b, h = at.h, q = q_at, k = k_at;"""
 
 
-def _tile_lines(score: Graph, tile: int, extents: Mapping[str, int] | None) -> list[str]:
-    """`flash_tile_plane`, and `flash_score` with the load `tile` given; without the last brace."""
+#: The least length of an array whose elements are read by distance: those within 240 of its
+#: middle, which `flash_band_inside` names, are inside.
+LEAST_BAND = 512
+
+
+def _tile_lines(
+    score: Graph, tile: int, band: tuple[int, int] | None, extents: Mapping[str, int] | None
+) -> list[str]:
+    """`flash_tile_plane` or `flash_band`, and `flash_score` with the load `tile` given.
+
+    The last brace is missing.
+    """
     cuda, node = _Cuda(score.nodes, score.arrays, 0, extents, "s"), score.nodes[tile]
-    lines = ["__device__ __forceinline__ int flash_tile_plane(const FlashCaptured& c, "]
-    lines[0] += "const FlashHead& at) {"
-    lines += ["    const int b = at.b, h = at.h;"]
-    lines += cuda.statements(needed(cuda.nodes, node.args[:-2]))
-    lines += [f"    return {cuda.offset(node, len(node.args) - 2)};", "}"]
+    before = len(node.args) - (2 if band is None else 1)  # axes whose index belongs to the head
+    plane, index = cuda.offset(node, before), ""
+    lines = ["    const int b = at.b, h = at.h;"]
+    lines += cuda.statements(needed(cuda.nodes, node.args[:before]))
+    take = "const FlashCaptured& c, const FlashHead& at"
+    if band is None:
+        head = f"__device__ __forceinline__ int flash_tile_plane({take}) {{"
+        lines += [f"    return {plane};", "}"]
+    else:
+        head = f"template <bool EXACT>\n__device__ __forceinline__ float flash_band({take}, "
+        head += "int distance) {"
+        (sign, offset), length = band, f"c.a{node.value}_n{before}"
+        lines += [f"    int i = {sign} * distance + {offset};"]
+        lines += [f"    if (!EXACT) i = max(0, min(i, {length} - 1));"]
+        index = f"({plane}) * (long long){length} + i"
+        lines += [f"    return {cuda.element(node, index)};", "}"]
+        lines += ["__device__ __forceinline__ int flash_band_inside() {"]
+        lines += [f"    return {sign * (LEAST_BAND // 2 - offset)};", "}"]
     cuda.given[tile] = "tile"
     lines.append(_HEAD.format("float", "flash_score", "float s, float tile, "))
-    return [*lines, *cuda.statements(), f"    return {cuda.name(score.root)};"]
+    return [head, *lines, *cuda.statements(), f"    return {cuda.name(score.root)};"]
 
 
 def _head_lines(per_head: Iterable[_Cuda]) -> list[str]:
@@ -472,8 +498,12 @@ class _Cuda:
         return text.removeprefix("(long long)") if len(args) == 1 else text or "0"
 
     def _load(self, node: Node) -> str:
+        return self.element(node, self.offset(node))
+
+    def element(self, node: Node, place: str) -> str:
+        """The element of a load's array at a place in it."""
         spec = self.arrays[node.value]
-        where = f"c.a{self.first + node.value}[{self.offset(node)}]"
+        where = f"c.a{self.first + node.value}[{place}]"
         if spec.dtype in ("float16", "bfloat16"):
             return f"flash_{'half' if spec.dtype == 'float16' else 'bfloat16'}({where})"
         if spec.dtype == "bool":

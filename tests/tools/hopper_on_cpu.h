@@ -39,7 +39,10 @@ template <class... X> void ptx_wgmma_commit_group_sync_aligned(X...) {}
 template <class... X> void ptx_wgmma_wait_group_sync_aligned(X...) {}
 template <class... X> void ptx_setmaxnreg_dec_sync_aligned_u32(X...) {}
 template <class... X> void ptx_setmaxnreg_inc_sync_aligned_u32(X...) {}
-// Not reached: a backward's clusters, additions in order.
+// Not reached: a backward's clusters and those of packed sequences, additions in order.
+template <class... X>
+void ptx_cp_async_bulk_tensor_5d_shared_cluster_global_mbarrier_complete_tx_bytes_multicast_cluster(
+    X&&...) {}
 template <class... X> void ptx_mapa_shared_cluster_u32(X&&...) {}
 template <class... X> void ptx_ld_acquire_gpu_global_u32(X&&...) {}
 template <class... X> void ptx_red_release_gpu_global_add_u32(X&&...) {}

@@ -37,7 +37,12 @@ struct Elements {
     static constexpr int COLUMNS = 128 / FS_TILE_BYTES, BOXES = (BLOCK_K + COLUMNS - 1) / COLUMNS;
     alignas(1024) char box[BOXES][64 * 128];
 
-    // Those of scores e and e + 1 of this thread, which are neighbours.
+    // That of score e of this thread. Two neighbours come in one access.
+    template <class A, class H>
+    __device__ __forceinline__ float operator()(const A&, const H&, int e) const {
+        const float2 two = pair(e - e % 2);
+        return e % 2 ? two.y : two.x;
+    }
     __device__ __forceinline__ float2 pair(int e) const {
         // A row's 16-byte pieces are permuted by its number modulo 8, which is the lane's / 4.
         const int mine = fragment_column() * FS_TILE_BYTES ^ threadIdx.x % 32 / 4 * 16;
@@ -188,6 +193,50 @@ __device__ __forceinline__ void rescale(float (&O)[DV / 2], const float (&alpha)
 }
 
 #if FS_FLEX
+struct Nothing {};  // no element comes to the function otherwise than by its own reading
+
+#if FS_BAND
+// An array that the function of scores reads by the distance of query and key: of a thread's scores
+// few differ in theirs. In whole tiles they are read while the scores' product runs.
+struct Band {
+    int first;  // the distance of the thread's first row and key
+    float x[BLOCK_K / 8 + 1][2];
+
+    __device__ __forceinline__ void load(const Args& a, const Head& at, FlashAt query, FlashAt key,
+                                         bool exact) {
+        first = at.query(query).base - at.key(key).base;
+        // Elsewhere these are read in vain, where there are some.
+        const int from = exact ? first : flash_band_inside();
+#pragma unroll
+        for (int i = 0; i <= BLOCK_K / 8; ++i)
+#pragma unroll
+            for (int y = 0; y < 2; ++y)
+                x[i][y] = flash_band<true>(a.captured, at.at, from + (8 - 8 * i - y));
+    }
+    __device__ __forceinline__ float operator()(const Args&, const Head&, int e) const {
+        return x[e / 4 - e / 2 % 2 + 1][e % 2];
+    }
+};
+// The same in tiles that are not whole. Where positions do not exist it is the nearest element.
+struct LateBand {
+    int first;
+    __device__ __forceinline__ float operator()(const Args& a, const Head& at, int e) const {
+        return flash_band<false>(a.captured, at.at, first + (e / 2 % 2 * 8 - e / 4 * 8 - e % 2));
+    }
+};
+#endif
+
+// A score after the function, which takes an element that is here already, if one is.
+__device__ __forceinline__ float with_element(const Args& a, const Head& at, float raw, FlashAt q,
+                                              FlashAt k, const Nothing&, int) {
+    return after_function(a, at, raw, q, k);
+}
+template <class Tile>
+__device__ __forceinline__ float with_element(const Args& a, const Head& at, float raw, FlashAt q,
+                                              FlashAt k, const Tile& tile, int e) {
+    return after_function(a, at, raw, q, k, tile(a, at, e));
+}
+
 // The caller's functions of the scores of one tile pair. They are asked at positions that exist: a
 // row or a key past the end takes the last one's, in tiles that are not EXACT. In those that are,
 // positions are at fixed distances, and so are the addresses of what is read at them.
@@ -201,38 +250,60 @@ __device__ __forceinline__ void ask_functions(float (&S)[BLOCK_K / 2], const Arg
         const int step = e / 4 * 8 + e % 2, r = e / 2 % 2;
         const FlashAt q = EXACT ? FlashAt(query, 8 * r) : existing(query, 8 * r, it.own.stop);
         const FlashAt k = EXACT ? FlashAt(key, step) : existing(key, step, it.end);
-#if FS_TILE
-        const float2 two = tile.pair(e - e % 2);
-        if (SCORE) S[e] = after_function(a, at, S[e], q, k, e % 2 ? two.y : two.x);
-#else
-        if (SCORE) S[e] = after_function(a, at, S[e], q, k);
-#endif
+        if (SCORE) S[e] = with_element(a, at, S[e], q, k, tile, e);
         if (MASK && !(keep[r](key + step) & kept(a, at, q, k))) S[e] = NEG_INF;
     }
+}
+
+// Whether all positions of a tile pair exist.
+__device__ __forceinline__ bool is_exact(const Item& it, const Visit& visit) {
+    return it.base + (visit.tile + 1) * BLOCK_K <= it.end && it.own.start + BLOCK_Q <= it.own.stop;
 }
 
 template <class Tile>
 __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args& a, const Item& it,
                                              const Head& at, const Visit& visit, int query,
                                              const Tile& tile) {
-    const int first = it.base + visit.tile * BLOCK_K, key = first + fragment_column();
+    const int key = it.base + visit.tile * BLOCK_K + fragment_column();
 #if FS_READS
-    if (first + BLOCK_K > it.end || it.own.start + BLOCK_Q > it.own.stop) {
+    if (!is_exact(it, visit)) {
         ask_functions<false, true, true>(S, a, it, at, tile, query, key);
     } else {
         ask_functions<true, true, false>(S, a, it, at, tile, query, key);
         if (visit.masked) ask_functions<true, false, true>(S, a, it, at, tile, query, key);
     }
 #else
+#if FS_BAND
+    if (!is_exact(it, visit)) {
+        ask_functions<true, true, true>(S, a, it, at, LateBand{tile.first}, query, key);
+        return;
+    }
+#endif
     if (visit.masked) ask_functions<true, true, true>(S, a, it, at, tile, query, key);
     else ask_functions<true, true, false>(S, a, it, at, tile, query, key);
 #endif
 }
 
-// The same, once the captured elements are there that come through shared memory.
+// What comes to a visit's scores ahead of time.
+#if FS_BAND
+using Ahead = Band;
+#else
+using Ahead = Nothing;
+#endif
+__device__ __forceinline__ Ahead ahead_of(const Args& a, const Item& it, const Head& at,
+                                          const Visit& visit, int query) {
+    Ahead made;
+#if FS_BAND
+    made.load(a, at, query, it.base + visit.tile * BLOCK_K + fragment_column(),
+              is_exact(it, visit));
+#endif
+    return made;
+}
+
+// As shape_scores, once the captured elements are there that come through shared memory.
 __device__ __forceinline__ void shape_visit(float (&S)[BLOCK_K / 2], OnChip& s, const Args& a,
                                             const Item& it, const Head& at, const Visit& visit,
-                                            int query, int g, Ring& ring) {
+                                            int query, int g, Ring& ring, const Ahead& ahead) {
 #if FS_TILE
     wait(&s.tile_full[g][ring.stage], ring.parity);
     shape_scores(S, a, it, at, visit, query, s.tile[g][ring.stage]);
@@ -242,7 +313,7 @@ __device__ __forceinline__ void shape_visit(float (&S)[BLOCK_K / 2], OnChip& s, 
         arrive_at(&s.tile_empty[g][ring.stage], threadIdx.x % 32);
     ring.next(FS_TILE);
 #else
-    shape_scores(S, a, it, at, visit, query, 0);
+    shape_scores(S, a, it, at, visit, query, ahead);
 #endif
 }
 #else
@@ -298,6 +369,10 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 wait(&s.k_full[ring_k.stage], ring_k.parity);
                 stamp(visit_stamps(a, first + 0), 1);
                 issue_scores(S, s.q[g][0], descriptor(s.k[ring_k.stage][0], 0));
+#if FS_FLEX
+                const Visit visit = it.visits(a, 0);
+                const Ahead ahead = ahead_of(a, it, at, visit, query);
+#endif
                 wgmma_wait<0>();
                 pin(S);
                 if (speaks) {
@@ -307,7 +382,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 ring_k.next(STAGES);
                 stamp(visit_stamps(a, first + 0), 2);
 #if FS_FLEX
-                shape_visit(S, s, a, it, at, it.visits(a, 0), query, g, ring_tile);
+                shape_visit(S, s, a, it, at, visit, query, g, ring_tile, ahead);
 #else
                 shape_scores(S, a, it, 0, query);
 #endif
@@ -339,13 +414,16 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 wait(&s.v_full[ring_v.stage], ring_v.parity);
                 issue_output(O, P, s.v[ring_v.stage][0]);
                 if (TURNS) named_arrive(next_turn, 256);
+#if FS_FLEX
+                const Ahead ahead = ahead_of(a, it, at, visit, query);
+#endif
                 wgmma_wait<1>();
                 pin(S);
                 if (RELEASE_EARLY && speaks) arrive(&s.k_empty[ring_k.stage]);
                 if (speaks && v == last) arrive(&s.q_empty[g]);  // the next item's Q may come
                 stamp(visit_stamps(a, first + v), 2);
 #if FS_FLEX
-                shape_visit(S, s, a, it, at, visit, query, g, ring_tile);
+                shape_visit(S, s, a, it, at, visit, query, g, ring_tile, ahead);
 #else
                 shape_scores(S, a, it, v, query);
 #endif
