@@ -180,8 +180,7 @@ def tile_of(problem: Problem) -> Tile | None:
 
 
 @lru_cache(maxsize=256)
-def _tile_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> Tile | None:
-    last = dict(extents)
+def _tile_of(graph: Graph) -> Tile | None:
     found = []
     for n in graph.loads:
         node = graph.nodes[n]
@@ -190,10 +189,9 @@ def _tile_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> Tile | None:
             continue
         rows, columns = (graph.nodes[a] for a in node.args[-2:])
         at_positions = (rows.op, rows.value, columns.op, columns.value) == ("arg", "q", "arg", "k")
-        inside = last["q"] <= spec.shape[-2] and last["k"] <= spec.shape[-1]
         per_head = all(graph.depends[a] <= {"b", "h"} for a in node.args[:-2])
         whole = spec.shape[-1] * spec.itemsize % 16 == 0
-        if at_positions and inside and per_head and whole:
+        if at_positions and per_head and whole:
             by_head = any("h" in graph.depends[a] for a in node.args[:-2])
             found.append(Tile(node.value, spec, n, by_head))
     return max(found, key=lambda t: math.prod(t.spec.shape) * t.spec.itemsize, default=None)
@@ -279,7 +277,7 @@ def _extents(problem: Problem) -> tuple[tuple[str, int], ...]:
 
 @lru_cache(maxsize=256)
 def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
-    tile = None if score is None else _tile_of(score, extents)
+    tile = None if score is None else _tile_of(score)
     band = None if score is None or tile else _band_of(score, extents)
     graphs = [g for g in (mask, score) if g is not None]
     reads = [(g, n) for g in graphs for n in g.loads if g.depends[n] & {"q", "k"}]
@@ -310,7 +308,7 @@ def _sources(
     wanted: tuple[str, ...],
     extents: tuple[tuple[str, int], ...],
 ) -> tuple[emit.CudaSource, emit.CudaSource]:
-    tile = None if score is None else _tile_of(score, extents)
+    tile = None if score is None else _tile_of(score)
     band = None if score is None or tile else _band_of(score, extents)
     node = tile.node if tile else band.node if band else None
     given = dict(extents), node, band and (band.sign, band.offset)

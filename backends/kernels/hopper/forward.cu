@@ -28,7 +28,7 @@ constexpr bool TURNS = FS_TURNS;
 
 // Beyond 128 columns O takes long to multiply: there it is done under the next visit's scores,
 // elsewhere as soon as O is there, between the exponentials. Bounded scores need no rescaling.
-constexpr bool RESCALE_LATE = DV > 128 && !FS_BOUNDED, RESCALE_SOON = DV <= 128 && !FS_BOUNDED;
+constexpr bool RESCALE_LATE = DV > 128;
 
 #if FS_TILE
 // Of an array that the function of scores reads at each query and key, the elements of a tile pair
@@ -410,7 +410,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #endif
                 if (TURNS) named_sync(turn, 256);  // the warpgroup before has queued its products
                 issue_scores(S, s.q[g][0], dk);
-                if (RESCALE_LATE) rescale(O, alpha);
+                if (!FS_BOUNDED && RESCALE_LATE) rescale(O, alpha);
                 wait(&s.v_full[ring_v.stage], ring_v.parity);
                 issue_output(O, P, s.v[ring_v.stage][0]);
                 if (TURNS) named_arrive(next_turn, 256);
@@ -446,7 +446,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 if (speaks) arrive(&s.v_empty[ring_v.stage]);
                 ring_v.next(STAGES);
                 round_operand(P, S);
-                if (RESCALE_SOON) rescale(O, alpha);
+                if (!FS_BOUNDED && !RESCALE_LATE) rescale(O, alpha);
                 if (FS_TIMELINE && v < last) stamp(visit_stamps(a, first + v + 1), 0);
                 // Behind the last visit there is no K to wait for. A branch would keep the wait
                 // from running under the rescaling, so it is for V then, which comes next anyway.
@@ -456,7 +456,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 if (FS_TIMELINE && v < last) stamp(visit_stamps(a, first + v + 1), 1);
                 dk = descriptor(s.k[ring_k.stage][0], 0);
             }
-            if (RESCALE_LATE) rescale(O, alpha);
+            if (!FS_BOUNDED && RESCALE_LATE) rescale(O, alpha);
             wait(&s.v_full[ring_v.stage], ring_v.parity);
             issue_output(O, P, s.v[ring_v.stage][0]);
             wgmma_wait<0>();
