@@ -339,7 +339,7 @@ VARIANTS = {
     "causal": ((causal, None), (0, 48)),
     "documents": ((large_documents, None), (160, 320)),
     "alibi": ((causal, large_alibi), (64, 64)),
-    "table": ((causal, large_relative), (128, 160)),
+    "table": ((causal, large_relative), (128, 240)),
     "bias": ((None, large_biased), (64, 160)),
 }
 
