@@ -149,11 +149,11 @@ def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
     With `beside_ahead` those elements do not count that kernels have before they call it: those of
     `tile_of` and of `band_of`.
     """
-    given = functions_of(problem)
-    if given is None:
+    functions = functions_of(problem)
+    if functions is None:
         return False
     apart = beside_ahead and (tile_of(problem) or band_of(problem))
-    return given.plain.reads_beside if apart else given.plain.reads
+    return functions.plain.reads_beside if apart else functions.plain.reads
 
 
 def has_known_slope(problem: Problem) -> bool:
@@ -163,10 +163,10 @@ def has_known_slope(problem: Problem) -> bool:
 
 @lru_cache(maxsize=256)
 def _known_slope(graph: Graph) -> bool:
-    made = adjoints(graph, ())
-    if made.score is None:
+    parts = adjoints(graph, ())
+    if parts.score is None:
         return True
-    return "score" not in Graph(made.nodes, made.score, made.arrays).uses
+    return "score" not in Graph(parts.nodes, parts.score, parts.arrays).uses
 
 
 def tile_of(problem: Problem) -> Tile | None:
@@ -175,8 +175,8 @@ def tile_of(problem: Problem) -> Tile | None:
     Its rows must be multiples of 16 bytes. None for packed sequences, whose positions are not those
     of the array.
     """
-    given = functions_of(problem)
-    return None if given is None or problem.cu_seqlens_q is not None else given.plain.tile
+    functions = functions_of(problem)
+    return None if functions is None or problem.cu_seqlens_q is not None else functions.plain.tile
 
 
 @lru_cache(maxsize=256)
@@ -199,8 +199,8 @@ def _tile_of(graph: Graph) -> Tile | None:
 
 def band_of(problem: Problem) -> Band | None:
     """An array that the forward's score function reads by the distance of query and key."""
-    given = functions_of(problem)
-    return None if given is None else given.plain.band
+    functions = functions_of(problem)
+    return None if functions is None else functions.plain.band
 
 
 @lru_cache(maxsize=256)
@@ -211,33 +211,32 @@ def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> Band | None:
         spec = graph.arrays[node.value]
         if not node.args or spec.kind != FLOAT or spec.shape[-1] < emit.LEAST_BAND:
             continue
-        of_q, of_k, offset = _linear(graph, node.args[-1]) or (0, 0, 0)
-        ends = [
-            of_q * q + of_k * k + offset for q in (0, last["q"] - 1) for k in (0, last["k"] - 1)
-        ]
+        factors = _linear(graph, node.args[-1])
+        if factors is None:
+            continue
+        sign, of_k, offset = factors.tolist()
+        ends = [sign * d + offset for d in (1 - last["k"], last["q"] - 1)]
         inside = min(ends) >= 0 and max(ends) < spec.shape[-1]
         per_head = all(graph.depends[a] <= {"b", "h"} for a in node.args[:-1])
-        if (of_q, of_k) in ((1, -1), (-1, 1)) and inside and per_head:
-            return Band(n, of_q, offset)
+        if abs(sign) == 1 and of_k == -sign and inside and per_head:
+            return Band(n, sign, offset)
     return None
 
 
-def _linear(graph: Graph, n: int) -> tuple[int, int, int] | None:
-    """The factors of q and k and the constant of an index that is a sum of them."""
+def _linear(graph: Graph, n: int) -> np.ndarray | None:
+    """The factors of q and k and the constant of an index that is a sum of them, or None."""
     node = graph.nodes[n]
     if node.op == "const":
-        return 0, 0, int(node.value)
+        return np.array([0, 0, node.value])
     if node.op == "arg" and node.value in ("q", "k"):
-        return int(node.value == "q"), int(node.value == "k"), 0
-    if node.op not in ("add", "sub", "neg"):
-        return None
-    of = [_linear(graph, a) for a in node.args]
-    if None in of:
+        return np.array([node.value == "q", node.value == "k", 0], int)
+    terms = [_linear(graph, a) for a in node.args] if node.op in ("add", "sub", "neg") else []
+    known = [x for x in terms if x is not None]
+    if not known or len(known) < len(terms):
         return None
     if node.op == "neg":
-        return tuple(-x for x in of[0])
-    sign = 1 if node.op == "add" else -1
-    return tuple(x + sign * y for x, y in zip(*of, strict=True))
+        return -known[0]
+    return known[0] + known[1] if node.op == "add" else known[0] - known[1]
 
 
 def score_bound(problem: Problem) -> float:
@@ -286,17 +285,17 @@ def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
     before = _BEFORE + (f"#define FLASH_BOUND {bound!r}f\n" if math.isfinite(bound) else "")
     plain, summing = (
         Generated(
-            before + one.text + _AFTER,
-            packed_bytes(one.pack([0] * len(one.arrays), [0] * len(one.gradients))),
+            before + source.text + _AFTER,
+            packed_bytes(source.pack([0] * len(source.arrays), [0] * len(source.gradients))),
             mask is not None,
             score is not None,
-            bool(one.gradients),
+            bool(source.gradients),
             bool(reads),
             any(g is not score or n != ahead for g, n in reads),
             tile,
             band,
         )
-        for one in _sources(mask, score, wanted, extents)
+        for source in _sources(mask, score, wanted, extents)
     )
     return Functions(plain, summing)
 
