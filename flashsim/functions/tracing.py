@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import math
 import operator
 import traceback
 import types
@@ -390,6 +391,21 @@ def _softplus(x: Any) -> Any:
     return r.symbol("add", r.symbol("max", x, 0.0), tail)
 
 
+def _silu(x: Any, inplace: bool = False) -> Any:
+    r = _recorder_of((x,))
+    return r.symbol("mul", x, r.symbol("sigmoid", x))
+
+
+def _gelu(x: Any, approximate: Any = "none") -> Any:
+    r = _recorder_of((x,))
+    if approximate in ("tanh", True):
+        inner = r.symbol("add", x, r.symbol("mul", 0.044715, _pow(x, 3)))
+        part = r.symbol("tanh", r.symbol("mul", (2 / math.pi) ** 0.5, inner))
+    else:
+        part = r.symbol("erf", r.symbol("mul", x, 0.5**0.5))
+    return r.symbol("mul", r.symbol("mul", 0.5, x), r.symbol("add", 1.0, part))
+
+
 def _logaddexp(a: Any, b: Any) -> Any:
     r = _recorder_of((a, b))
     return r.symbol(
@@ -435,6 +451,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     },
     **{"expit": _applies("sigmoid"), "trunc": _trunc, "relu": _relu, "sign": _sign},
     **{"square": _square, "softplus": _softplus, "logaddexp": _logaddexp},
+    **{"silu": _silu, "swish": _silu, "gelu": _gelu},
     **dict.fromkeys(("lt", "less"), _applies("lt")),
     **dict.fromkeys(("le", "less_equal"), _applies("le")),
     **dict.fromkeys(("gt", "greater"), _turned("lt")),

@@ -206,8 +206,9 @@ def flex(q, k, v, bias, slopes):
     from torch.nn.attention.flex_attention import create_block_mask
 
     score, mask = flexed(q, k, v, bias, slopes)
-    blocks = create_block_mask(mask, 2, None, 200, 230, device="cuda")
-    return flashsim.torch.flex_attention(q, k, v, score, blocks, enable_gqa=True)
+    if not torch.compiler.is_compiling():
+        mask = create_block_mask(mask, 2, None, 200, 230, device="cuda")
+    return flashsim.torch.flex_attention(q, k, v, score, mask, enable_gqa=True)
 
 
 def written_out(q, k, v, bias, slopes):
