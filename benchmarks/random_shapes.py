@@ -13,7 +13,6 @@ geometric mean and the worst. Choose the seed after the kernels are written.
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import random
 import sys
@@ -22,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpu import COLUMNS, DIRECTIONS, Shape, Worker
+from gpu_lab import csv_file
 
 OURS = "flashsim cupy"
 OTHERS = ("flash-attn cute", "torch cudnn", "torch flash2")
@@ -98,16 +98,13 @@ def main() -> None:
     rng, worker, began = random.Random(options.seed), Worker(), time.monotonic()
     found: dict[str, list[float]] = {direction: [] for direction in DIRECTIONS}
     drawn = [draw(rng) for _ in range(options.shapes)]
-    with open(options.csv, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
+    with csv_file(options.csv, COLUMNS) as write:
         for n, shape in enumerate(drawn):
             if time.monotonic() - began > options.seconds:
                 print(f"out of time after {n} of {len(drawn)} shapes")
                 break
             rows = worker.measure(shape, "bfloat16", (OURS, *OTHERS), options.repetitions, False)
-            writer.writerows(rows)
-            file.flush()
+            write(*rows)
             text = f"{shape!s:<50}"
             for direction, ratios in found.items():
                 here = ratio(rows, direction)

@@ -13,8 +13,10 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import faults
 import hypothesis
 import kernel_faults
+import promises
 import pytest
 import typer.testing
+from chromium import browser  # noqa: F401
 from lost_context import pytest_runtest_logfinish, pytest_runtest_makereport  # noqa: F401
 from no_gpu import why_no_gpu
 
@@ -32,6 +34,11 @@ def pytest_addoption(parser):
         "--kernel-fault",
         metavar="NAME",
         help="seed a bug of kernel_faults.py into the CUDA kernels; GPU tests should fail",
+    )
+    parser.addoption(
+        "--promise",
+        metavar="NAME",
+        help="run the tests that hold one of the promises of promises.py",
     )
     parser.addoption(
         "--covered",
@@ -195,6 +202,8 @@ def pytest_report_header(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    if left_out := promises.keep(items, config.getoption("--promise")):
+        config.hook.pytest_deselected(items=left_out)
     place = _scattered if _on_gpu(config) else _place
     items.sort(key=lambda item: place(item.nodeid))
     if config.option.markexpr == "gpu":  # takes the place of setup.cfg's, and means that, too

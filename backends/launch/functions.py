@@ -92,8 +92,8 @@ def functions_of(problem: Problem) -> Functions | None:
 
 def read_arrays(problem: Problem) -> bool:
     """Whether a function of a problem reads captured arrays at positions of queries or keys."""
-    given = functions_of(problem)
-    return given is not None and given.plain.reads
+    functions = functions_of(problem)
+    return functions is not None and functions.plain.reads
 
 
 def has_known_slope(problem: Problem) -> bool:
@@ -103,10 +103,10 @@ def has_known_slope(problem: Problem) -> bool:
 
 @lru_cache(maxsize=256)
 def _known_slope(graph: Graph) -> bool:
-    made = adjoints(graph, ())
-    if made.score is None:
+    parts = adjoints(graph, ())
+    if parts.score is None:
         return True
-    return "score" not in Graph(made.nodes, made.score, made.arrays).uses
+    return "score" not in Graph(parts.nodes, parts.score, parts.arrays).uses
 
 
 def heads_share(problem: Problem, least: int) -> bool:
@@ -136,14 +136,14 @@ def _extents(problem: Problem) -> tuple[tuple[str, int], ...]:
 def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
     plain, summing = (
         Generated(
-            _BEFORE + one.text + _AFTER,
-            packed_bytes(one.pack([0] * len(one.arrays), [0] * len(one.gradients))),
+            _BEFORE + source.text + _AFTER,
+            packed_bytes(source.pack([0] * len(source.arrays), [0] * len(source.gradients))),
             mask is not None,
             score is not None,
-            bool(one.gradients),
+            bool(source.gradients),
             any(g.depends[n] & {"q", "k"} for g in (mask, score) if g is not None for n in g.loads),
         )
-        for one in _sources(mask, score, wanted, extents)
+        for source in _sources(mask, score, wanted, extents)
     )
     return Functions(plain, summing)
 

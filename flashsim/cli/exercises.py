@@ -20,6 +20,9 @@ from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, printable
 from flashsim.exercises import checking, shelf, submissions
 from flashsim.exercises.exercise import Exercise
+from flashsim.exercises.homework import grade_homework, homework_in, together
+from flashsim.exercises.kernel_exercise import KernelExercise
+from flashsim.exercises.kernel_grading import LIMIT, MEMORY
 from flashsim.exercises.marks import Marks
 from flashsim.exercises.picture import draw
 from flashsim.exercises.runner import plain
@@ -37,11 +40,12 @@ def listed() -> Tables:
         "Exercises",
         ("name", "what", "full marks B", "SRAM B", "hints"),
         note="flashsim exercise start NAME writes a file to fill in; flashsim exercise grade FILE "
-        "grades it",
+        "grades it; those named kernel-... are solved in Triton or Pallas",
     )
-    for name in shelf.names():
-        one = shelf.get(name)
-        sram = None if one.questions else one.task.sram_bytes
+    for name in (*shelf.names(), *shelf.kernel_names()):
+        one = shelf.find(name)
+        task = one.tasks[0] if isinstance(one, KernelExercise) else one.task
+        sram = None if one.questions else task.sram_bytes
         full = None if one.questions else one.full_marks_bytes
         table.rows.append((name, one.title, full, sram, len(one.hints)))
     return table
@@ -53,8 +57,9 @@ def start(
     force: bool = opt.option(False, "Overwrite a file that is there."),
 ) -> None:
     """Write the file to fill in: the statement, and a skeleton."""
-    one = shelf.get(name)
-    points, said = checking.reference(one)
+    one = shelf.find(name)
+    # To run a kernel takes Triton, which a student may not have yet.
+    points, said = checking.reference(one) if isinstance(one, Exercise) else (100, "")
     if said:
         raise OptionError(
             f"{name} cannot be solved: its own reference gets {points or 0} points; {said}"
@@ -69,7 +74,7 @@ def hint(
     number: int = opt.option(1, "Which one.", min=1),
 ) -> None:
     """Show a hint: 1 is a nudge, the last nearly everything."""
-    hints = shelf.get(name).hints
+    hints = shelf.find(name).hints
     if number > len(hints):
         raise OptionError(f"{name} has {len(hints)} hints, got --number {number}")
     typer.echo(f"{number} of {len(hints)}: {hints[number - 1]}")
@@ -81,7 +86,7 @@ def reveal(
     force: bool = opt.option(False, "Overwrite a file that is there."),
 ) -> None:
     """Print or write a reference solution, which gets every point."""
-    one = shelf.get(name)
+    one = shelf.find(name)
     if not one.revealed:
         raise OptionError(f"the lecturer of {one.name} keeps its solution; `{_hint(one)}` helps")
     text = f"# flashsim exercise: {one.name}\n\n{one.solution_source}"
@@ -94,7 +99,7 @@ def reveal(
 
 def check(name: _Name) -> Tables:
     """Check an exercise: its reference, its skeleton, its mistakes and its wrong solutions."""
-    table = checking.check(shelf.get(name))
+    table = checking.check(shelf.find(name))
     if not all(row[1] for row in table.rows):
         show(table)
         raise typer.Exit(1)
@@ -205,15 +210,24 @@ def grade(
     gradescope: Path | None = opt.option(None, "Also write a results.json as Gradescope reads it."),
     plot: opt.Plot = None,
     save: Path | None = opt.option(None, "Save the trace (.npz)."),
-    timeout: float = opt.option(submissions.LIMIT, "Seconds that a file may take.", min=0.1),
+    timeout: float | None = opt.option(
+        None,
+        f"Seconds that a file may take. Default: {submissions.LIMIT:g}; kernels: {LIMIT:g}.",
+        min=0.1,
+    ),
     memory: int | None = opt.option(
-        None, f"MiB that a file may take (Linux). Default: {submissions.MEMORY:,}.", min=1
+        None,
+        f"MiB that a file may take (Linux). Default: {submissions.MEMORY:,}; kernels: {MEMORY:,}.",
+        min=1,
     ),
     jobs: int | None = opt.option(
         None, "Files of a folder that run at a time. Default: one per CPU.", min=1
     ),
 ) -> None:
     """Grade a solution by results, on-chip memory and bytes; or every .py file in a folder."""
+    if file.is_dir() and (roots := homework_in(file)):
+        _homework(file, roots, exercise, form, gradescope, (plot, save), (timeout, memory))
+        return
     if file.is_dir():
         if gradescope or plot or save:
             raise OptionError("--gradescope, --plot and --save are for one file, not for a folder")
@@ -243,8 +257,40 @@ def grade(
         trace.save(save)
         say(f"trace in {save}")
     if plot is not None:
-        one = shelf.get(exercise or marks.exercise)
-        _draw({"yours": trace, "full marks": one.executed.trace}, one, plot)
+        one = shelf.find(exercise or marks.exercise)
+        if isinstance(one, KernelExercise):
+            viz().save_figure(viz().traffic({"yours": trace}), plot)
+            say(f"plot in {plot}")
+        else:
+            _draw({"yours": trace, "full marks": one.executed.trace}, one, plot)
+
+
+def _homework(
+    folder: Path,
+    roots: list[Path],
+    exercise: str | None,
+    form: opt.Format,
+    gradescope: Path | None,
+    unused: tuple[Path | None, ...],
+    limits: tuple[float | None, int | None],
+) -> None:
+    """Grade homework folders, and print a row for each file and exercise."""
+    if any(unused) or (gradescope and len(roots) > 1):
+        raise OptionError(
+            "--plot and --save are for one file, and --gradescope for one homework folder"
+        )
+    ready(gradescope)
+    timeout, memory = limits
+    found = [
+        one
+        for root in roots
+        for one in grade_homework(root, exercise, limit=timeout, memory=memory)
+    ]
+    show(_class(folder, found), form)
+    if gradescope is not None:
+        with beside(gradescope) as part:
+            part.write_text(together(found).gradescope(), encoding="utf-8")
+        say(f"Gradescope's results in {gradescope}")
 
 
 def _class(folder: Path, found: list[tuple[Path, Marks]]) -> tuple[list[Table], list[Table]]:
@@ -278,11 +324,11 @@ def _write(text: str, path: Path, *, force: bool) -> None:
         part.write_text(text, encoding="utf-8")
 
 
-def _grading(one: Exercise, path: Path) -> str:
+def _grading(one: shelf.AnyExercise, path: Path) -> str:
     return f"flashsim exercise grade {path}" + (f" --exercise {one.file}" if one.file else "")
 
 
-def _hint(one: Exercise) -> str:
+def _hint(one: shelf.AnyExercise) -> str:
     return f"flashsim exercise hint {one.file or one.name}"
 
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import inspect
 import re
 import runpy
-import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
-from unittest import mock
 
 import numpy as np
 import typer
@@ -23,6 +19,7 @@ from flashsim.api.samples import random_inputs
 from flashsim.cli import options as opt
 from flashsim.cli.output import show
 from flashsim.errors import FlashSimError, OptionError, TraceError, choices, shown
+from flashsim.own_kernels.files import beside, imported, imports
 from flashsim.problem import oracle
 from flashsim.problem.problem import Problem, numpy_dtype
 
@@ -70,13 +67,14 @@ def kernel(
     settings = dict(_pair("--set", one) for one in set_ or ())
     given = Problem(n_q, n_kv, head_dim, None, batch, heads, kv_heads, dtype, causal)  # type: ignore[arg-type]
     note = ""
-    if _uses_pallas(path):
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if any("jax.experimental.pallas" in name for name in imports(text)):
         if not function:
             raise OptionError(
                 f"{path} uses Pallas: name the function that calls pl.pallas_call, FILE.py:function"
             )
-        with _beside(path):
-            module = _module(path)
+        with beside(path):
+            module = imported(path)
             compared = None if reference is None else _attribute(module, reference)
             called = _attribute(module, function)
             call, used = _call(called, function, given, settings, "numpy", ndim, seed)
@@ -100,7 +98,7 @@ def kernel(
 
     installed()
     options: dict[str, Any] = {"names": names, "device": device, "config": config, "check": True}
-    with standing_in(), _beside(path):
+    with standing_in(), beside(path):
         if not function:
             if reference is not None:
                 raise OptionError("--reference names a function: give FILE.py:function, too")
@@ -108,7 +106,7 @@ def kernel(
             with watch(**options) as seen:
                 runpy.run_path(str(path), run_name="__main__")
         else:
-            module = _module(path)
+            module = imported(path)
             compared = None if reference is None else _attribute(module, reference)
             called = _attribute(module, function)
             library = "torch" if hasattr(module, "torch") else "numpy"
@@ -134,21 +132,6 @@ def _show(traced: Any, note: str, out: Path | None, form: opt.Format, whole: boo
     typer.echo(answer(traced, files, note, 10_000 if whole else LINES))
 
 
-def _uses_pallas(path: Path) -> bool:
-    """Whether a file imports Pallas."""
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError):  # Python says it better, when it runs the file
-        return False
-    names = [
-        f"{getattr(node, 'module', '')}.{alias.name}"
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for alias in node.names
-    ]
-    return any("jax.experimental.pallas" in name for name in names)
-
-
 def _pallas(call: Any, options: dict[str, Any], problem: Problem | None) -> Any:
     """Trace a call of a function that calls Pallas kernels."""
     from flashsim.jax import trace_kernel
@@ -168,31 +151,6 @@ def _split(target: str) -> tuple[Path, str]:
     if not path.is_file():
         raise OptionError(f"there is no file {file!r}; give FILE.py:function")
     return path, function
-
-
-@contextmanager
-def _beside(path: Path) -> Iterator[None]:
-    """Let the file import its neighbours, as Python itself would."""
-    places = [str(path.resolve().parent), *sys.path]
-    argv = mock.patch.object(sys, "argv", [str(path)])
-    with mock.patch.object(sys, "path", places), argv:
-        yield
-
-
-def _module(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    before = sys.modules.get(path.stem)
-    sys.modules[path.stem] = made
-    try:
-        spec.loader.exec_module(made)
-    finally:  # what the file imports stays: JAX cannot be imported twice
-        del sys.modules[path.stem]
-        if before is not None:
-            sys.modules[path.stem] = before
-    return made
 
 
 def _attribute(module: Any, dotted: str) -> Any:

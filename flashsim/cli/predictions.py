@@ -63,6 +63,11 @@ def predict(
     kernel: str | None = opt.option(
         None, "Kernels of backend cupy: hopper or portable. Default: what suits the device."
     ),
+    deterministic: bool | None = opt.option(
+        None,
+        "Backward: the form that backward(deterministic=...) takes here. Default: --algorithm's.",
+        "--deterministic/--no-deterministic",
+    ),
 ) -> Tables:
     """Predict how long the kernels of backend cupy take: units, overlap, waves and tails.
 
@@ -79,6 +84,7 @@ def predict(
         kernels=kernel,
         tiling=values.tiling(how.tiling, problem.head_dim, mask.causal),
         device=how.device,
+        deterministic=deterministic,
         **parts.options(),
     ).table()
 
@@ -211,9 +217,7 @@ def _measured(cases: Any, save: Path | None) -> Any:
 
 
 def calibrate(
-    units: Path | None = opt.option(
-        None, "Read what benchmarks/units.py wrote, instead of measuring."
-    ),
+    units: Path | None = opt.option(None, "Read what --csv printed before, instead of measuring."),
     device: str | None = opt.option(
         None, "With --units: the GPU that they were measured on; H200."
     ),
@@ -243,7 +247,7 @@ def calibrate(
         except (ValueError, csv.Error):
             raise TraceError(
                 f"{str(units)!r} is no table of units: lines of name, value and unit, as "
-                "benchmarks/units.py and `flashsim study calibrate --csv` write them"
+                "`flashsim study calibrate --csv` prints them"
             ) from None
     table = Table("Units, each measured alone", ("unit", "value", "in"))
     table.rows += measured

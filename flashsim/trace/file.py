@@ -111,14 +111,14 @@ def load(path: str | os.PathLike) -> Recording:
         ) from error
 
 
-def _path(given: Any) -> Path:
+def _path(value: Any) -> Path:
     try:
-        path = Path(given)
+        path = Path(value)
         os.fsencode(path)
     except (TypeError, ValueError) as error:
-        raise TraceError(f"a trace's path is a string or a Path, got {shown(given)}") from error
+        raise TraceError(f"a trace's path is a string or a Path, got {shown(value)}") from error
     if "\0" in str(path):
-        raise TraceError(f"no file has such a name: {given!r}")
+        raise TraceError(f"no file has such a name: {value!r}")
     return path
 
 
@@ -241,10 +241,10 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
     validate.header(header, tensors)
     kinds = _members(header, archive)
     shapes = {name: archive.shape(name, *kind) for name, kind in kinds.items()}
-    found = {name: list(shape) for name, shape in shapes.items()}
-    said = header.get("members", found)
-    if wrong := [name for name in {*said, *found} if said.get(name) != found.get(name)]:
-        raise ValueError(f"its header says {_sizes(wrong, said)}; it holds {_sizes(wrong, found)}")
+    held = {name: list(shape) for name, shape in shapes.items()}
+    said = header.get("members", held)
+    if wrong := [name for name in {*said, *held} if said.get(name) != held.get(name)]:
+        raise ValueError(f"its header says {_sizes(wrong, said)}; it holds {_sizes(wrong, held)}")
 
     def read(name: str) -> np.ndarray:
         return archive.read(name, kinds[name][0], shapes[name])

@@ -11,6 +11,8 @@ import flashsim
 from flashsim import DTypeError, ShapeError, UnknownArgumentError, UnsupportedError
 from flashsim.problem.problem import numpy_dtype
 
+pytestmark = pytest.mark.promise("layout changes nothing")
+
 QUESTIONS = {
     "plain": {},
     "causal, window": {"causal": True, "window": (9, -1)},

@@ -53,7 +53,10 @@ TILES_DOTS, TILES_WEIGH = (
     for test in ("test_dots", "test_weigh")
 )
 TILE_MACHINE = ("engines/test_bf16_dot.py::test_the_machine_multiplies", "-k", "add")
-KEPT = ("engines/test_bf16_dot.py", "-k", "wide_column_tile and rising")
+KEPT, KEPT_OVER_A_GAP = (
+    (f"engines/test_pairs_in_python.py::test_p_waits_for_its_product_with_v[{case}]",)
+    for case in ("grows", "keys are left out")
+)
 
 
 class FaultError(Exception):
@@ -99,8 +102,8 @@ FAULTS = {
     "mask-function-shifted": Fault(
         "in a partial tile the mask function gets the next key",
         FUNCTIONS,
-        '_evaluated(mask.graph, "M", given, values, S_ij.dtype)',
-        '_evaluated(mask.graph, "M", {**given, "k": given["k"] + 1}, values, S_ij.dtype)',
+        '_evaluated(mask.graph, "M", positions, values, S_ij.dtype)',
+        '_evaluated(mask.graph, "M", {**positions, "k": positions["k"] + 1}, values, S_ij.dtype)',
         WITH_MASK,
     ),
     "full-tile-as-partial": Fault(
@@ -122,7 +125,7 @@ FAULTS = {
         "a captured array's gradient is not summed over the batch",
         FUNCTIONS,
         "np.where(quiet, 0, np.broadcast_to",
-        "np.where(quiet | (chain.given['b'] > 0), 0, np.broadcast_to",
+        "np.where(quiet | (chain.positions['b'] > 0), 0, np.broadcast_to",
         WITH_SCORE,
     ),
     "sink-left-out": Fault(
@@ -166,7 +169,7 @@ FAULTS = {
     "kept-over-a-gap": Fault(
         "P that waits is multiplied with the keys between two tiles that a row visits, too",
         *(STEPS, "if end != start or moved", "if moved"),
-        ("engines/test_bf16_dot.py", "-k", "between_two_tiles"),
+        KEPT_OVER_A_GAP,
     ),
     "tile-rows-beyond-the-last": Fault(
         "a last odd row of V is paired with what lies behind it",

@@ -10,6 +10,8 @@ import faults
 import faults_numba
 import pytest
 
+pytestmark = pytest.mark.promise("seeded faults are caught")
+
 
 @pytest.fixture(scope="module")
 def suite():
@@ -58,6 +60,12 @@ def test_an_unknown_fault_stops_the_suite(suite):
     done = suite("--fault", "mask-ignord", "problem/test_oracle.py")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "no fault 'mask-ignord'; did you mean 'mask-ignored'?" in done.said
+
+
+def test_an_unknown_promise_stops_the_suite(suite):
+    done = suite("--promise", "three count equal", "problem/test_oracle.py")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "no promise 'three count equal'; did you mean 'three counts equal'?" in done.said
 
 
 def test_a_fault_comes_before_the_import():

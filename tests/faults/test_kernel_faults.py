@@ -29,6 +29,8 @@ from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
 from flashsim.backends.launch_policy.portable import PORTABLE
 from flashsim.errors import TraceError
 
+pytestmark = pytest.mark.promise("seeded faults are caught")
+
 TESTS = Path(__file__).parents[1]
 FAULTS = kernel_faults.FAULTS
 

@@ -14,6 +14,8 @@ from flashsim import BlockMask, Problem, Tiling, count, functions, run
 from flashsim.errors import OptionError, ShapeError, UnsupportedError
 from flashsim.problem import oracle
 
+pytestmark = pytest.mark.promise("three counts equal", "twice plain attention's error")
+
 B, H, KV, N, M, D = 2, 4, 2, 37, 45, 8
 RNG = np.random.default_rng(0)
 SLOPES, KEYS, TEMPERATURE = RNG.standard_normal(H), RNG.standard_normal(M), np.array(0.7)
@@ -114,6 +116,7 @@ def test_bytes_of_captured_arrays_by_hand():
 
 
 @pytest.mark.parametrize("backend", ["simulator", "numba"])
+@pytest.mark.promise("gradients equal differences")
 def test_captured_gradients_by_differences(backend):
     """Central differences of the engine's own loss, in float64, along a random direction."""
     q, k, v, dout = arrays()

@@ -8,6 +8,8 @@ from test_expressions import evaluated
 from flashsim.errors import FunctionError
 from flashsim.functions.tracing import FUNCTIONS, trace_mask
 
+pytestmark = pytest.mark.promise("refuses bad input")
+
 SCORE = np.linspace(0.3, 2.5, 9)
 #: What NumPy or SciPy computes, where its name is another one.
 OTHERS = {

@@ -20,7 +20,11 @@ def has_gpu():
         return False
 
 
-pytestmark = [*MARKS, pytest.mark.skipif(not has_gpu(), reason="this JAX sees no GPU")]
+pytestmark = [
+    *MARKS,
+    pytest.mark.skipif(not has_gpu(), reason="this JAX sees no GPU"),
+    pytest.mark.promise("bridges equal their library"),
+]
 
 
 def tensors(*, heads=4, n_q=200, n_kv=230, d=64, dtype=jnp.bfloat16):

@@ -12,7 +12,7 @@ import flashsim.torch  # noqa: E402
 from flashsim.errors import DTypeError, UnsupportedError  # noqa: E402
 from flashsim.torch import FlashAttention, attention, ops  # noqa: E402
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.promise("bridges equal their library")]
 
 HALF = torch.bfloat16
 CUTS = {"cu_seqlens_q": [0, 70, 200], "cu_seqlens_k": [0, 90, 230], "causal": True}

@@ -11,6 +11,8 @@ from flashsim.counts import traffic
 from flashsim.studies import reproduce
 from flashsim.studies.reproduce import flash1_counts, fp8, pallas, tiles
 
+pytestmark = pytest.mark.promise("doc figures are measured")
+
 FAST = [name for name in reproduce.NAMES if name not in ("sawtooth", "fp8")]
 
 

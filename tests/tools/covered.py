@@ -22,6 +22,7 @@ OMIT = (
     *(f"backends/cupy_gpu/{name}.py" for name in ("quantize", "units")),
     # In processes of their own: Numba's simulator; a student's file behind walls.
     *("flashsim/cuda/*", "flashsim/engines/sandbox/walls.py"),
+    "flashsim/exercises/kernel_runner.py",
     # `make test-torch`.
     *("flashsim/torch/*", "flashsim/jax/*", "flashsim/cli/watch.py"),
     # `make test-triton`.

@@ -77,12 +77,12 @@ def _compiled(graph: Graph, real: str, gradients: tuple[str, ...]) -> tuple[Any,
         types.CPointer(types.int64),
     )
     names = {"np": np, "math": math, "F": np.dtype(real).type, "as_pointer": as_pointer}
-    made = []
+    functions = []
     for text in numba_source(graph, gradients):
         scope = dict(names)
         exec(compile(text, f"<{graph.name} for Numba>", "exec"), scope)
-        made.append(cfunc(signature, error_model="numpy")(scope["panel"]))
-    return made[0], made[1]
+        functions.append(cfunc(signature, error_model="numpy")(scope["panel"]))
+    return functions[0], functions[1]
 
 
 @intrinsic

@@ -144,8 +144,8 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                         *(of_q, turned(cpu, of_q, Q_T, q_terms, inputs.q, row0 * d, n, d)),
                         *(of_do, turned(cpu, of_do, dO_T, q_terms, inputs.dout, row0 * dv, n, dv)),
                     )
-                    for place in range(end - begin):
-                        j = end - 1 - place if tiles.descending else begin + place
+                    for nth in range(end - begin):
+                        j = end - 1 - nth if tiles.descending else begin + nth
                         x, now = (j - begin) * ld, at[j - begin]
                         if now == tiles.ptr[j + 1] or tiles.inner[now] != i:
                             continue
@@ -198,8 +198,8 @@ def key_visit(
             rel = k0 + p * w - (q0 + offset)
             first, last = visible_rows(rules, rel, -1, rows, lanes)
         elif masked and tiles.keep_at[at] >= 0:
-            place = place_of(cpu, rules, shape, tiles, at, h, j, i, False, 0, p)
-            first, last = kept_rows(tiles, place, rows)
+            position = place_of(cpu, rules, shape, tiles, at, h, j, i, False, 0, p)
+            first, last = kept_rows(tiles, position, rows)
         if last > first:
             first = aligned(cpu, first)  # the mask hides what comes before
             x0, row0, kept = first * ld + p * w, h * shape.n_q + q0 + first, last - first
@@ -210,18 +210,18 @@ def key_visit(
             else:
                 set_product(cpu, S, x0, ld, Q, first, 0, K, p * terms(cpu, d) * w, w, kept, d)
                 scale_scores(cpu, S, x0, ld, kept, scales)
-            place = place_of(cpu, rules, shape, tiles, at, h, j, i, False, 0, p)
-            hidden = only_if_hiding(rules, place, masked, first, last)
+            position = place_of(cpu, rules, shape, tiles, at, h, j, i, False, 0, p)
+            hidden = only_if_hiding(rules, position, masked, first, last)
             if not is_plain(cpu, rules, hidden, lanes):
                 finish_scores(
                     *(cpu, S, p * w, ld, first, last, lanes),
-                    *(rules, place, hidden, tiles.keep, gate, raw),
+                    *(rules, position, hidden, tiles.keep, gate, raw),
                 )
             set_product(cpu, dS, x0, ld, dO, first, 0, V, p * terms(cpu, dv) * w, w, kept, dv)
             grad_scores_by_row(cpu, S, x0, dS, x0, ld, kept, inputs.lse, inputs.delta, row0)
-            apply_derivative(rules, dS, raw, p * w, ld, first, last, lanes, place, fused)
+            apply_derivative(rules, dS, raw, p * w, ld, first, last, lanes, position, fused)
             if fused and grads.dbias.size > 0:
-                add_bias_gradient(grads.dbias, dS, p * w, ld, first, last, lanes, place)
+                add_bias_gradient(grads.dbias, dS, p * w, ld, first, last, lanes, position)
             if rules.softcap[0] > 0:
                 apply_gate(dS, gate, p * w, ld, first, last, lanes)
             right, b0, ldb = right_of_panel(cpu, S, x0, ld, kept, P, rules.rounding)
@@ -331,8 +331,8 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                             continue
                         first = aligned(cpu, first)  # the mask hides what comes before
                     elif masked and tiles.keep_at[at] >= 0:
-                        place = place_of(cpu, rules, shape, tiles, at, h, i, j, True, 0, p)
-                        first, last = kept_rows(tiles, place, n)
+                        position = place_of(cpu, rules, shape, tiles, at, h, i, j, True, 0, p)
+                        first, last = kept_rows(tiles, position, n)
                         if last <= first:
                             continue
                         first = aligned(cpu, first)
@@ -344,18 +344,18 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                     else:
                         set_product(cpu, S, x0, w, of_k, first, 0, Q, p * d_terms * w, w, kept, d)
                         scale_scores(cpu, S, x0, w, kept, scales)
-                    place = place_of(cpu, rules, shape, tiles, at, h, i, j, True, 0, p)
-                    hidden = only_if_hiding(rules, place, masked, first, last)
+                    position = place_of(cpu, rules, shape, tiles, at, h, i, j, True, 0, p)
+                    hidden = only_if_hiding(rules, position, masked, first, last)
                     if not is_plain(cpu, rules, hidden, lanes):
                         finish_scores(
                             *(cpu, S, 0, w, first, last, lanes),
-                            *(rules, place, hidden, tiles.keep, gate, raw),
+                            *(rules, position, hidden, tiles.keep, gate, raw),
                         )
                     set_product(cpu, dS, x0, w, of_v, first, 0, dO, p * dv_terms * w, w, kept, dv)
                     grad_scores_by_lane(cpu, S, x0, dS, x0, w, kept, L, delta, p * w)
-                    apply_derivative(rules, dS, raw, 0, w, first, last, lanes, place, True)
+                    apply_derivative(rules, dS, raw, 0, w, first, last, lanes, position, True)
                     if grads.dbias.size > 0:
-                        add_bias_gradient(grads.dbias, dS, 0, w, first, last, lanes, place)
+                        add_bias_gradient(grads.dbias, dS, 0, w, first, last, lanes, position)
                     if rules.softcap[0] > 0:
                         apply_gate(dS, gate, 0, w, first, last, lanes)
                     right, b0, ldb = right_of_panel(cpu, dS, x0, w, kept, P, rounding)

@@ -177,8 +177,8 @@ def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, vis
                     continue
                 first = aligned(cpu, first)  # the mask hides what is before
             elif masked and tiles.keep_at[at] >= 0:
-                place = place_of(cpu, rules, shape, tiles, at, h, i, j, True, 0, p)
-                first, last = kept_rows(tiles, place, last)
+                position = place_of(cpu, rules, shape, tiles, at, h, i, j, True, 0, p)
+                first, last = kept_rows(tiles, position, last)
                 if last <= first:
                     continue
                 first = aligned(cpu, first)
@@ -186,14 +186,14 @@ def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, vis
                 n, key = min(chunk, last - c), slot * keys + c
                 set_product(cpu, S, 0, w, K, key, 0, Q, p * d_terms * w, w, n, d)
                 hidden = hides(rules, rel + c, n, lanes) if banded else masked
-                place = place_of(cpu, rules, shape, tiles, at, h, i, j, True, c, p)
-                hidden = only_if_hiding(rules, place, hidden, 0, n)
+                position = place_of(cpu, rules, shape, tiles, at, h, i, j, True, c, p)
+                hidden = only_if_hiding(rules, position, hidden, 0, n)
                 plain = is_plain(cpu, rules, hidden, lanes)
                 scale = scaled(cpu, S, n, plain, scales)
                 if not plain:
                     finish_scores(
                         *(cpu, S, 0, w, 0, n, lanes),
-                        *(rules, place, hidden, tiles.keep, None, None),
+                        *(rules, position, hidden, tiles.keep, None, None),
                     )
                 waiting = take_scores(
                     cpu, sums, S, n, scale, P, V, key, p, dv, rules.rounding, waiting

@@ -20,6 +20,8 @@ from flashsim.errors import UnsupportedError  # noqa: E402
 from flashsim.torch import hugging_face  # noqa: E402
 from flashsim.torch.hugging_face import Band  # noqa: E402
 
+pytestmark = pytest.mark.promise("bridges equal their library")
+
 N = 17
 
 

@@ -28,6 +28,8 @@ from flashsim.errors import (  # noqa: E402
 )
 from flashsim.jax import attention, dot_product_attention, xla_ffi  # noqa: E402
 
+pytestmark = pytest.mark.promise("bridges equal their library")
+
 
 @pytest.fixture(autouse=True)
 def double():

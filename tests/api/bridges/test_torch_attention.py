@@ -25,6 +25,8 @@ from flashsim.errors import (  # noqa: E402
 )
 from flashsim.torch import FlashAttention, attention, ops  # noqa: E402
 
+pytestmark = pytest.mark.promise("bridges equal their library")
+
 
 def tensors(*, batch=2, heads=2, kv_heads=2, n_q=7, n_kv=9, d=4, dv=3, bias=None, dtype=None):
     torch.manual_seed(0)

@@ -18,6 +18,8 @@ from flashsim.api import execution  # noqa: E402
 from flashsim.errors import UnsupportedError  # noqa: E402
 from flashsim.torch import sdpa_override  # noqa: E402
 
+pytestmark = pytest.mark.promise("bridges equal their library")
+
 
 @pytest.fixture
 def calls(monkeypatch):

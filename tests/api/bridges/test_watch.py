@@ -30,6 +30,8 @@ from flashsim.errors import (  # noqa: E402
 from flashsim.torch import FlashAttention, attention, watch  # noqa: E402
 from flashsim.torch.masks import top_left  # noqa: E402
 
+pytestmark = pytest.mark.promise("bridges equal their library")
+
 F = nn.functional
 
 
