@@ -20,6 +20,7 @@ from flashsim.api import execution
 from flashsim.api.inputs import Request
 from flashsim.api.request import ask
 from flashsim.backends.failures import require_cupy
+from flashsim.functions.builder import graph_of
 from flashsim.functions.graph import Graph
 from flashsim.functions.tracing import Traced
 from flashsim.jax import xla_ffi
@@ -52,7 +53,7 @@ def backward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
 
 @lru_cache(maxsize=256)
 def _graph(entry: str) -> Graph:
-    return Graph.from_entry(json.loads(entry))
+    return graph_of(json.loads(entry))
 
 
 def take_functions(question: dict[str, Any], arrays: dict[str, Any]) -> None:

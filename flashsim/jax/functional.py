@@ -14,7 +14,8 @@ import numpy as np
 from flashsim.api import inputs, scales
 from flashsim.api.dispatch import backend_name
 from flashsim.errors import DTypeError, ShapeError, UnsupportedError, reject_unknown
-from flashsim.functions.graph import FLOAT, Graph
+from flashsim.functions.graph import Graph
+from flashsim.functions.operations import FLOAT
 from flashsim.functions.tracing import Traced, trace_mask, trace_score
 from flashsim.jax.foreign import BACKWARD, FORWARD, OFFSETS
 from flashsim.problem import checks

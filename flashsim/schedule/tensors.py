@@ -6,7 +6,8 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from flashsim.functions.graph import SIDES, Graph
+from flashsim.functions.graph import Graph
+from flashsim.functions.operations import SIDES
 from flashsim.problem.problem import Problem, numpy_dtype
 
 ROW, COL, TILE = range(3)  # a tensor is cut into row tiles, column tiles or score tiles

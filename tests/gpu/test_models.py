@@ -16,7 +16,7 @@ import flashsim.torch  # noqa: E402
 
 #: torch's, at the first matrix product of a thread.
 _FIRST = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
-pytestmark = [*MARKS, _FIRST]
+pytestmark = [*MARKS, _FIRST, pytest.mark.promise("bridges equal their library")]
 
 
 @pytest.fixture(scope="module", autouse=True)
