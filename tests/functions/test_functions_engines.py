@@ -98,6 +98,23 @@ def test_results_gradients_and_counts(backend, algorithm, case):
                 assert np.array_equal(a.events, b.events), a.stage.name
 
 
+def test_tables_name_captured_arrays_by_the_readers_variables():
+    p = Problem(40, heads=H, score_mod=functions.alibi(SLOPES), mask_mod=functions.padding([30]))
+    forward = str(count(p, tiling=TILING))
+    assert "slopes (F_own)" in forward
+    assert "lengths (M_own)" in forward
+    assert " F " not in forward
+    q, k, v, dout = drawn(40, 40, D, dtype="float64", heads=H)
+    result = run(q, k, v, score_mod=score_of_slopes, trace=True)
+    backward = str(result.backward(dout, captured=["SLOPES"]).trace)
+    assert "SLOPES (F)" in backward
+    assert "dSLOPES (dF)" in backward
+
+
+def score_of_slopes(s, b, h, q, k):
+    return s + SLOPES[h] * (k - q)
+
+
 def test_bytes_of_captured_arrays_by_hand():
     """Of one head, 40 x 40 scores in 16 x 16 tiles, causal: 6 visits, 3 of them MASKED."""
     slopes, rows = np.ones(1, np.float32), np.zeros(40, np.float64)
