@@ -20,6 +20,7 @@ from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import KINDS
 from flashsim.errors import OptionError, choices, printable
 from flashsim.schedule.names import CODES, LEVELS, OPS
+from flashsim.schedule.tensors import title
 from flashsim.trace.trace import Trace
 
 #: Columns for tables that do not go to a terminal.
@@ -36,7 +37,8 @@ def figures(source: Trace | Traffic) -> report.Table:
     ):
         for op, nbytes in row.items():
             if nbytes:
-                add(table, source, op, tensor, nbytes, "B")
+                name = title(source.problem, tensor, source.direction)
+                add(table, source, op, name, nbytes, "B")
     for op in questions.OPS:
         add(table, source, op, "all tensors", source.bytes(op), "B")
     add(table, source, "requested", "all tensors", source.bytes(), "B")
