@@ -94,8 +94,8 @@ def save_figure(
                 figure.savefig(part, format=ending, dpi=dpi, metadata=_UNDATED.get(ending))
         except UserWarning:
             raise OptionError(
-                f"{figure.get_figwidth():g} x {figure.get_figheight():g} inches leave no room "
-                "between the labels of this figure; make it larger"
+                f"{figure.get_figwidth():g} x {figure.get_figheight():g} inches leave no room for "
+                "this figure between its labels; make it larger"
             ) from None
         except RuntimeError as error:  # .pgf is typeset by a LaTeX that may not be here
             raise BackendUnavailable(f"cannot write {path.name!r} here: {error}") from None

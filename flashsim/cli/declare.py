@@ -76,7 +76,7 @@ class Format:
 
     def __post_init__(self) -> None:
         if self.json and self.csv:
-            raise OptionError("--json and --csv are two formats; give one of them")
+            raise OptionError("--json and --csv are different formats; give only one of them")
 
 
 def flag(name: str) -> str:
@@ -219,4 +219,4 @@ def refuse_unused(
     idle = [n for n in written(typed) if n in never or (only is not None and n not in only)]
     if idle:
         them = "it" if len(idle) == 1 else "them"
-        raise OptionError(f"{', '.join(map(flag, idle))}: not for {where}; leave {them} out")
+        raise OptionError(f"{', '.join(map(flag, idle))}: no effect with {where}; leave {them} out")

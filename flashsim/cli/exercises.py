@@ -62,7 +62,7 @@ def start(
     points, said = checking.reference(exercise) if isinstance(exercise, Exercise) else (100, "")
     if said:
         raise OptionError(
-            f"{name} cannot be solved: its own reference gets {points or 0} points; {said}"
+            f"{name} cannot be solved: its own reference solution gets {points or 0} points; {said}"
         )
     path = out or Path(f"{exercise.name.replace('-', '_')}.py")
     _write(exercise.file_text, path, force=force)
@@ -89,7 +89,7 @@ def reveal(
     exercise = shelf.find(name)
     if not exercise.revealed:
         raise OptionError(
-            f"the lecturer of {exercise.name} keeps its solution; `{_hint(exercise)}` helps"
+            f"the solution of {exercise.name} is not published; `{_hint(exercise)}` helps"
         )
     text = f"# flashsim exercise: {exercise.name}\n\n{exercise.solution_source}"
     if out is None:
@@ -123,7 +123,7 @@ def _asked(what: str, option: str) -> int:
         line = "" if sys.stdin is None else sys.stdin.readline()
         if not line:
             typer.echo()
-            raise OptionError(f"nobody answers here: stdin is closed; give {option}")
+            raise OptionError(f"cannot ask for an answer, because stdin is closed; give {option}")
         try:
             return _number("the answer", line.strip())
         except OptionError as error:
@@ -325,7 +325,7 @@ def _class(folder: Path, graded: list[tuple[Path, Marks]]) -> tuple[list[Table],
 
 def _write(text: str, path: Path, *, force: bool) -> None:
     if path.exists() and not force:
-        raise OptionError(f"{str(path)!r} is there already; --force overwrites it")
+        raise OptionError(f"{str(path)!r} already exists; --force overwrites it")
     ready(path, (".py",))
     with beside(path) as part:
         part.write_text(text, encoding="utf-8")

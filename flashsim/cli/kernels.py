@@ -193,11 +193,12 @@ def _call(
     """Return a function without arguments that calls the reader's, and whether it is attention."""
     if hasattr(called, "run") and hasattr(called, "arg_names"):
         raise OptionError(
-            f"{name} is a kernel itself; name a function that launches it: it knows the grid and "
-            "the strides (or use flashsim.triton.trace(kernel, grid, ...) in Python)"
+            f"{name} is itself a kernel; name a function that launches it, since that function "
+            "sets the grid and the strides (or use flashsim.triton.trace(kernel, grid, ...) in "
+            "Python)"
         )
     if not callable(called):
-        raise OptionError(f"{name} is {shown(called)}, which is no function")
+        raise OptionError(f"{name} is {shown(called)}, which is not a function")
     from flashsim.own_kernels.names import paper_name
 
     parameters = inspect.signature(called).parameters
@@ -226,8 +227,8 @@ def _call(
             attention = True
         else:
             raise OptionError(
-                f"{name} has a parameter {parameter!r} that is no tensor of attention by its name; "
-                f"give it by --set {parameter}=VALUE (64x200 is a random array)"
+                f"{name} has a parameter {parameter!r} whose name is not that of an attention "
+                f"tensor; give it by --set {parameter}=VALUE (64x200 is a random array)"
             )
     for other in settings:
         if other not in parameters:
@@ -245,7 +246,7 @@ class _Arrays:
         if axes not in (2, 3, 4):
             raise OptionError(f"ndim must be 2, 3 or 4, got {axes}")
         if axes == 2 and p.batch * p.heads > 1:
-            raise OptionError("q has two axes, and so one head: give --batch 1 --heads 1")
+            raise OptionError("q has two axes, so there is only one head: give --batch 1 --heads 1")
         self._p, self._axes, self._library = p, axes, library
         self._inputs = random_inputs(p, seed)
         self._more: dict[str, np.ndarray] = {}

@@ -142,8 +142,8 @@ def plot(
         raise OptionError(f"unknown kind of plot {kind!r}; {choices(kind, KINDS)}")
     if kind == "gpu-timeline" and not source.trace:
         raise OptionError(
-            "gpu-timeline is drawn from what a GPU recorded; give --trace FILE, or a bundled "
-            f"one: {', '.join(TRACES)}"
+            "gpu-timeline needs a trace that was recorded on a GPU; give --trace FILE, or a "
+            f"bundled one: {', '.join(TRACES)}"
         )
     typed_names = [name for name in opt.written(typed) if name not in _ALWAYS]
     axis = "n_q" if over is None else over
@@ -380,7 +380,8 @@ def _by_heads(source: opt.Source, typed: list[str]) -> dict[str, Traffic]:
     shares = {"MHA": heads, "GQA": max(heads // 4, 1), "MQA": 1}
     if heads % 4 or heads < 8:
         raise OptionError(
-            f"heads compares MHA, GQA of four and MQA: --heads is {heads}, not 8, 12, ..."
+            "heads compares MHA, GQA with four query heads per KV head, and MQA: --heads "
+            f"must be 8, 12, ..., got {heads}"
         )
     counts = {}
     for kind, n in shares.items():
@@ -416,10 +417,10 @@ def _times(seconds: float | None, file: Path | None) -> float | dict[str, float]
                 f"{row['seconds']!r}"
             )
         if name in times:
-            raise OptionError(f"{file}, line {reader.line_num}: {name} is there twice")
+            raise OptionError(f"{file}, line {reader.line_num}: {name} appears twice")
         times[name] = took
     if not times:
-        raise OptionError(f"{file} holds no time")
+        raise OptionError(f"{file} has no rows; it needs at least one time")
     return times
 
 
@@ -442,7 +443,9 @@ def _roofline(
         traces, took = _counts(source, opt.LAYER), {}  # type: ignore[assignment]
     if isinstance(seconds, dict):
         if missing := set(seconds) - {t.algorithm for t in traces}:
-            raise OptionError(f"--measured has {', '.join(sorted(missing))}, which is not drawn")
+            raise OptionError(
+                f"--measured has {', '.join(sorted(missing))}, which the plot does not show"
+            )
         took |= seconds
     elif seconds is not None:
         if len(traces) != 1:

@@ -231,7 +231,8 @@ def calibrate(
 
     if units is None and device is not None:
         raise OptionError(
-            "--device says whose figures --units holds; without it, this machine's GPU is measured"
+            "--device names the GPU that --units was measured on, so it needs --units; "
+            "without both, this machine's GPU is measured"
         )
     base = Device.get("H200" if device is None else device)
     if units is None:
@@ -246,7 +247,7 @@ def calibrate(
             measured = [(name, float(value), unit) for name, value, unit in lines]
         except (ValueError, csv.Error):
             raise TraceError(
-                f"{str(units)!r} is no table of units: lines of name, value and unit, as "
+                f"{str(units)!r} is not a table of units (lines of name, value and unit) as "
                 "`flashsim study calibrate --csv` prints them"
             ) from None
     table = Table("Units, each measured alone", ("unit", "value", "in"))

@@ -138,7 +138,10 @@ def softmax_matmul(
         with working("simulating"):
             executed = operation.run(x, v, **blocks_of)
         if executed.moved != results[0].moved:
-            raise MemoryModelError("the simulator moved other bytes than the closed form says")
+            raise MemoryModelError(
+                "the simulator and the closed form disagree about the bytes moved; please report "
+                "this bug"
+            )
         results[0] = executed
     tables = [result.table() for result in results]
     every = report.Table("", ("kernels", *tables[0].columns))
@@ -199,7 +202,7 @@ def banks(
 
     ready_to_draw(plot)
     if plot is None and theme is not None:
-        raise OptionError("--theme is of the picture; give --plot as well")
+        raise OptionError("--theme sets the plot's colors; give --plot as well")
     sizes: dict[str, Any] = {"dtype": dtype, "columns": columns, "pad": pad}
     table = on_chip.table(pattern=pattern, **sizes)
     if plot is not None:
@@ -228,7 +231,7 @@ def blocks(
 
     ready_to_draw(plot)
     if plot is None and stage is not None:
-        raise OptionError("--stage says what to draw; give --plot as well")
+        raise OptionError("--stage chooses what to plot; give --plot as well")
     problem = values.problem(sizes, mask)
     if stages is not None:
         opt.refuse_unused(typed, "--stages, which has its own tiles", never=["sides"])

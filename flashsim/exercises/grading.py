@@ -197,7 +197,7 @@ class _Judge:
             self._replayed([self.task.arrays()], most=None)
         except (SramOverflow, ProgramError) as error:
             return Mark("room on chip", 0, ROOM, "overflow", str(error))
-        raise AssertionError("a peak beyond the capacity is an overflow")
+        raise AssertionError("the program needs more on-chip memory than the machine has")
 
 
 def _bytes(exercise: Exercise, trace: Trace, *, right: bool) -> Mark:

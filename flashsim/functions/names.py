@@ -27,7 +27,7 @@ def _recorder_of(args: Iterable[Any]) -> Any:
                 return _recorder_of(x)
             except FunctionError:
                 continue
-    raise FunctionError("no symbol among the arguments")
+    raise FunctionError("none of the arguments is a symbol")
 
 
 def _applies(name: str) -> Callable[..., Any]:

@@ -326,6 +326,6 @@ def _gradients(question: Asked, operands: dict[str, Any]) -> dict[str, Any]:
 @_gradients.defjvp
 def _no_second(*_: Any) -> Any:
     raise UnsupportedError(
-        "flashsim's attention has no second derivatives: its backward pass is one kernel more, "
-        "without a gradient; differentiate jax.nn.dot_product_attention twice"
+        "flashsim's attention has no second derivatives, because its backward kernel has no "
+        "gradient of its own; differentiate jax.nn.dot_product_attention twice"
     )

@@ -142,7 +142,7 @@ def cpu_device() -> Any:
     """JAX's CPU, on which kernels are evaluated."""
     if jax.__version_info__ < OLDEST:
         raise BackendUnavailable(
-            f"trace_kernel needs JAX {'.'.join(map(str, OLDEST))} or newer, and finds "
+            f"trace_kernel needs JAX {'.'.join(map(str, OLDEST))} or newer, but found "
             f"{jax.__version__}: pip install --upgrade jax"
         )
     try:

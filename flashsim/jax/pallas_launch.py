@@ -350,8 +350,8 @@ def held(value: Any) -> np.ndarray:
         narrow = True
     if narrow or array.dtype.kind == "O":
         raise UnsupportedError(
-            f"an operand of type {dtype}, whose elements are no whole bytes: pass it as int8 or "
-            "as a wider float"
+            f"an operand of type {dtype}, whose elements do not fill whole bytes: pass it as int8 "
+            "or as a wider float"
         )
     return array
 
@@ -364,8 +364,8 @@ def block_of(mapping: Any, name: str) -> tuple[tuple[int, ...], tuple[bool, ...]
         gone = dimension is None or kind in ("Squeezed", "Mapped")
         if not gone and kind not in ("int", "Blocked", "Element"):
             raise UnsupportedError(
-                f"{name}: a block with a dimension of kind {kind}: use an integer, None or "
-                "pl.Element in its BlockSpec"
+                f"{name}: a block dimension of kind {kind} is not supported: use an integer, None "
+                "or pl.Element in its BlockSpec"
             )
         lengths.append(1 if gone else int(getattr(dimension, "block_size", dimension)))
         squeezed.append(gone)

@@ -39,8 +39,8 @@ def as_trace(
     record = geometry.record
     if len(record.launches) > MOST_STAGES:
         raise UnsupportedError(
-            f"a trace has at most {MOST_STAGES} launches, and here are {len(record.launches)}; "
-            "trace fewer of them, or ask for totals alone"
+            f"a trace has at most {MOST_STAGES} launches, and this record has "
+            f"{len(record.launches)}; trace fewer launches, or read totals only"
         )
     cut = [visits_of(geometry, n) for n in range(len(record.launches))]
     own = _Codes(geometry)

@@ -117,7 +117,9 @@ def matrices(g: Geometry, code: int, array: np.ndarray) -> np.ndarray:
 def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None = None) -> Verdict:
     """Compare what was stored with a reference."""
     if not values:
-        raise TraceError("the values of the tensors were not kept, so nothing can be checked")
+        raise TraceError(
+            "the values of the tensors were not kept in this record, so results cannot be checked"
+        )
     arrays = {
         label: matrices(g, code, values[code])
         for code, label in enumerate(g.labels)

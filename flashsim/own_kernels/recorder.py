@@ -449,7 +449,7 @@ class Recorder:
                 return first, last
         index, exists = its.coordinates(unique)
         if not exists.all():
-            raise TraceError(f"an access to {its.name} has offsets that are no elements of it")
+            raise TraceError(f"an access to {its.name} has offsets outside of it")
         first = last = 0
         for n, along in zip(its.shape, index, strict=True):
             first, last = first * n + int(along.min()), last * n + int(along.max())

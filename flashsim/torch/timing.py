@@ -72,8 +72,8 @@ class Timer(Ranges):
         super().__init__(record_function)
         if torch.autograd._profiler_enabled():
             raise OptionError(
-                "a profiler of torch's is running, and watch(measure=True) needs one of its own; "
-                "end it first, or leave measure out"
+                "torch's profiler is already running, and watch(measure=True) starts its own; "
+                "stop the first, or leave measure out"
             )
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():

@@ -607,8 +607,9 @@ def _poll(m: Interpreter, plain: Any) -> Any:
             m._atomic = False
         if not now.all():
             raise UnsupportedError(
-                "this program waits for what another one writes; programs run one after another "
-                "here, in the order of the grid, so it would wait forever"
+                "this program waits for a value that another program writes; while tracing, "
+                "programs run one after another in the order of the grid, so it would wait "
+                "forever"
             )
         return m._at.interpreter.TensorHandle(now, m._at.tl.int1)
 
@@ -683,8 +684,8 @@ def _convert_float(m: Interpreter, plain: Any) -> Any:
         narrower = dst.scalar.primitive_bitwidth < src.dtype.scalar.primitive_bitwidth
         if rounding is not None and rounding != modes.RTNE and narrower:
             raise UnsupportedError(
-                f"conversion to {dst.scalar} that rounds to zero is not computed here; leave out "
-                "fp_downcast_rounding, and it rounds to nearest even"
+                f"conversion to {dst.scalar} that rounds toward zero cannot be traced; leave out "
+                "fp_downcast_rounding, which rounds to nearest even"
             )
         return floats.cast(src, dst)
 

@@ -73,7 +73,9 @@ def tables(name: str) -> list[Table]:
         If there is no such set; the message lists them.
     """
     if not isinstance(name, str) or name not in NAMES:
-        raise OptionError(f"nothing to reproduce by the name {shown(name)}; {choices(name, NAMES)}")
+        raise OptionError(
+            f"there is nothing to reproduce with the name {shown(name)}; {choices(name, NAMES)}"
+        )
     return NAMES[name][1]()
 
 

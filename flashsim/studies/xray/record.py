@@ -169,8 +169,8 @@ def measure(
     if not found:
         raise TraceError(
             f"no kernel of an attention call was seen in {program.name}: `watch` sees torch's "
-            "functions and their kin (docs/guides/watch.md); for any other kernel give its shape, "
-            "and its name by --kernel"
+            "attention functions and those of some libraries (docs/guides/watch.md); for any "
+            "other kernel give its name with --kernel, and its shape"
         )
     gpu = told["gpu"]
     try:
