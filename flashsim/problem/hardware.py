@@ -237,7 +237,7 @@ def reported(
     raise OptionError(
         f"this machine's GPU is {name!r} (compute capability {major}.{minor}, {sm_count} SMs, "
         f"{hbm_bytes / 2**30:.0f} GiB), which has no preset in flashsim; choose the device to "
-        f"predict for:  {', '.join(PRESETS)}"
+        f"predict for: {', '.join(PRESETS)}"
     )
 
 

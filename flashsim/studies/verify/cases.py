@@ -101,7 +101,7 @@ class Case:
         if self.backend in ON_CPU:
             raise OptionError(
                 f"backend {self.backend!r} does not run on a GPU; choose the device to predict "
-                f"for:  {', '.join(PRESETS)}"
+                f"for: {', '.join(PRESETS)}"
             )
         return replace(self, device=here())
 
