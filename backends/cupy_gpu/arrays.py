@@ -83,7 +83,7 @@ class Space:
             return cupy.zeros(shape, "uint32")
 
     def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
-        """An array of this space as the caller gets it: the first `keep` of its `width` columns."""
+        """Convert an array of this space for the caller: the first `keep` of `width` columns."""
         return array if keep == width else _copy(array[..., :keep])
 
 

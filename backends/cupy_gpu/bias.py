@@ -57,6 +57,6 @@ def _with_bias(score: Graph | None, shape: tuple[int, ...], dtype: str) -> Graph
 
 
 def renamed(found: dict[str, Any]) -> dict[str, Any]:
-    """Gradients with that of the bias under its own name."""
+    """Gradients, with the bias's gradient under the name of the bias."""
     name = f"d:{NAME}"
     return {"dbias" if key == name else key: x for key, x in found.items()}

@@ -86,7 +86,7 @@ _WORKSPACES: dict[tuple[int, int], Workspace] = {}
 def _parts(
     space: arrays.Space, made: decode.Decode, given: Workspace | None, stream: int
 ) -> tuple[tuple[int, int, int], Any]:
-    """What `Workspace.partial` returns, and an object that keeps the memory alive.
+    """The result of `Workspace.partial`, and an object that keeps the memory alive.
 
     While a CUDA graph is captured, a call without a workspace allocates in the graph's own memory:
     the graph may run in any stream, beside others. Its arrival counters are kept for good.
@@ -187,7 +187,7 @@ def _ready(made: decode.Decode, device: int) -> _Ready:
 
 
 def forward(job: Job, gpu: Gpu, space: arrays.Space) -> Outcome:
-    """Decode: attention of q over a cache, which is contiguous or in pages (`block_table`).
+    """Run decoding: attention of q over a KV cache, which is contiguous or paged (`block_table`).
 
     Parameters
     ----------

@@ -102,7 +102,7 @@ def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> A
 
 
 def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> Direct | None:
-    """The passes of a checked job on torch tensors, without what a call need not do again.
+    """The passes of a checked job on torch tensors, without repeating the checks.
 
     None if the job is not one of torch tensors, or needs more than addresses and strides.
 

@@ -68,7 +68,7 @@ def replay_cost(passes: list[Traffic], *, at_every_size: bool = False) -> Estima
 
 
 def fits(nbytes: int, instead: str) -> None:
-    """Raise `OptionError` if this machine has less memory than `nbytes` bytes."""
+    """Raise `OptionError` if this machine has less than `nbytes` bytes of memory."""
     there = memory()
     if nbytes > there:
         raise OptionError(

@@ -141,7 +141,7 @@ def prepare(
     may_be_empty: bool = False,
     on_cpu: bool = True,
 ) -> Inputs:
-    """Check arrays against each other and build the problem they pose.
+    """Check that the arrays fit together, and return them as 4-D arrays with their `Problem`.
 
     `may_be_empty` says whether the batch, the queries or the keys may have size 0, and `on_cpu`
     whether the engine takes captured arrays as NumPy arrays.

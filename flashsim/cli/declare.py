@@ -68,7 +68,7 @@ def in_bundle(default: Any, help: str, short: str = "") -> Any:
 
 @dataclass(frozen=True)
 class Format:
-    """Tables for people, or one format for programs."""
+    """The output's format: tables for people, or JSON or CSV for programs."""
 
     panel = OUTPUT
     json: bool = in_bundle(False, "Print JSON instead of tables.")

@@ -190,7 +190,7 @@ def _predict_shape(
 
 
 def _judge(name: str, said: tuple[int | None, int | None], counted: Trace | Traffic) -> None:
-    """Ask for what was not said, and show it beside what was measured or counted."""
+    """Ask for the guesses that are missing, and show them next to the right answers."""
     options = ("loaded", "--loaded"), ("stored", "--stored")
     guesses = [
         _asked(f"bytes {what}", option) if guess is None else guess

@@ -1,4 +1,4 @@
-"""The `flashsim kernel` command: run a reader's Triton or Pallas file; what do its kernels do?"""
+"""The `flashsim kernel` command: run a user's Triton or Pallas file, and report on its kernels."""
 
 from __future__ import annotations
 

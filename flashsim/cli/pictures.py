@@ -382,7 +382,7 @@ def _counts(source: opt.Source, defaults: opt.Sizes) -> list[Traffic]:
 
 
 def _by_heads(source: opt.Source, typed: list[str]) -> dict[str, Traffic]:
-    """The same queries with a key head each (MHA), for every four (GQA) and one in all (MQA)."""
+    """Counts for one KV head per query head (MHA), per four (GQA), and for all (MQA)."""
     sizes = replace(opt.LAYER, **{"heads": 32, **source.sizes.given()})
     heads = sizes.heads or 1
     few = sizes.n_q is not None and sizes.n_q <= 16  # decoding

@@ -227,7 +227,7 @@ def merged(
 
 @contextmanager
 def counted_barriers(thread_class: Any):
-    """While this lasts, each thread counts the barriers that it has passed.
+    """A context manager in which each thread counts the barriers that it passes.
 
     Threads change more often, too: the simulator waits for barriers in a loop that keeps others
     from running.
@@ -249,7 +249,7 @@ def counted_barriers(thread_class: Any):
 
 
 def require_simulator(kernel: Any) -> Any:
-    """The simulator's module of a kernel; `BackendUnavailable` unless the kernel runs in it."""
+    """Return the simulator's module for a kernel; raise `BackendUnavailable` for other kernels."""
     module = sys.modules.get(type(kernel).__module__)
     if type(kernel).__name__ == "FakeCUDAKernel" and module is not None:
         return module
@@ -266,7 +266,7 @@ def require_simulator(kernel: Any) -> Any:
 
 
 def run_watched(kernel: Any, args: tuple[Any, ...]) -> tuple[BlockWatch, list[np.ndarray | None]]:
-    """Run a configured kernel; what it accessed, and the arrays among its arguments.
+    """Run a configured kernel; return its accesses, and the arrays among its arguments.
 
     The kernel writes to the arrays themselves.
     """

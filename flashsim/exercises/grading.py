@@ -38,7 +38,7 @@ def grade(
     """Judge a solution that runs in this process; returns its marks and the trace of its transfers.
 
     The solution is recorded on tiles without numbers, and the recorded program is judged. A file
-    from someone else belongs in a process of its own: `submissions.grade_file`.
+    from someone else belongs in a separate process: `submissions.grade_file`.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ def judge(
     *,
     text: str | None = None,
 ) -> tuple[Marks, Trace | None]:
-    """Judge what a solution handed over.
+    """Judge the result of running a solution.
 
     Parameters
     ----------

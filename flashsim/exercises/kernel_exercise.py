@@ -151,7 +151,7 @@ class KernelExercise:
 
     @property
     def sizes(self) -> str:
-        """What the solution is called with, in one line."""
+        """The arguments with which a solution is called, in one line."""
         return "; ".join(dict.fromkeys(in_words(one.problem) for one in self.tasks))
 
     @property

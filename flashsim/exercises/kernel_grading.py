@@ -1,6 +1,6 @@
 """Grade a file of kernels: results, safety on a GPU, on-chip memory and bytes.
 
-The file runs in a process of its own (`kernel_runner`), which hands over what its kernels did. This
+The file runs in a separate process (`kernel_runner`), which hands over what its kernels did. This
 process draws the inputs, computes what is right, and judges. It never runs the file.
 """
 
@@ -106,7 +106,7 @@ def grade_kernels(
 
 
 def handed(order: KernelOrder) -> Handover:
-    """Carry out an order in a process of its own."""
+    """Carry out an order in a separate process."""
     command = [sys.executable, "-P", "-m", kernel_runner.__name__]
     ended = run(command, pickle.dumps(order), Limits(order.seconds, result=_MOST))
     if ended.why:

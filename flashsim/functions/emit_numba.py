@@ -108,7 +108,7 @@ class _Numba:
         )
 
     def expression(self, node: Node) -> str:
-        """What a node computes."""
+        """The expression that a node computes."""
         op, args = node.op, [self.name(a) for a in node.args]
         if op == "load":
             text = f"a{node.value}[{self.offset(node)}]"

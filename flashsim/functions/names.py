@@ -13,7 +13,7 @@ from flashsim.functions.operations import BOOL, FLOAT, INT
 
 
 class Traceable:
-    """What a trace's recorder made: a symbol, or a captured array."""
+    """Base class of the values that tracing creates: symbols and captured arrays."""
 
     _recorder: Any
 
@@ -216,7 +216,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def by_name(name: str) -> Callable[..., Any] | None:
-    """The function of symbols for a library's function, by its name ("__rsub__", "add_", ...)."""
+    """The traceable form of a library's function, by its name ("__rsub__", "add_", ...)."""
     plain = name.strip("_")
     if plain in FUNCTIONS:
         return FUNCTIONS[plain]

@@ -149,7 +149,7 @@ class Symbol(_Arithmetic):
     type = astype = type_as = to
 
     def item(self) -> Any:
-        """No number is known yet."""
+        """Raise `FunctionError`: a symbol has no number while a function is traced."""
         raise FunctionError(_NO_IF)
 
     def new_ones(self, size: Any = (), dtype: Any = None, **_: Any) -> Any:
@@ -248,7 +248,7 @@ def _plain(value: Any) -> Any:
 
 
 def _arrays(recorder: Any, function: Any, args: Any, keywords: Any, name: str) -> Any:
-    """What a library's function makes of whole arrays."""
+    """The result of a library's function on whole arrays."""
     plain = {key: _plain(x) for key, x in keywords.items()}
     return recorder.wrap(function(*map(_plain, args), **plain), name)
 
@@ -320,7 +320,7 @@ class TracedLibrary:
 
 
 def either(original: Any, name: str, *args: Any, **keywords: Any) -> Any:
-    """A function on symbols or captured arrays, by its name; on anything else, itself."""
+    """Trace a library's function on symbols or captured arrays; call it on anything else."""
     flat = [y for x in args for y in (x if isinstance(x, (tuple, list)) else (x,))]
     if any(isinstance(x, (Symbol, Captured)) for x in (*flat, *keywords.values())):
         return _called(name, args, keywords, original)

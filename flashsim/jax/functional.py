@@ -176,7 +176,7 @@ _MOST = 1024
 
 
 def _key(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what an eager call is kept under; () for tracers, other arrays, values without hash.
+    """Return the cache key of an eager call; () for tracers, other arrays, values without hash.
 
     True and 1 are equal, so the key holds types as well.
     """

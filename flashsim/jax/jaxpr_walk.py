@@ -72,13 +72,13 @@ class SourceLine(NamedTuple):
 
 
 class Observer(Protocol):
-    """Takes note of what a kernel asks for."""
+    """The interface through which a `Walker` reports what a kernel does."""
 
     def access(self, kind: str, lanes: Lanes, kept: np.ndarray | None, where: SourceLine) -> None:
         """One "load", "store" or "reduce" of `lanes`; lanes that are not `kept` are masked off."""
 
     def outside(self, primitive: str, outvars: Sequence[Any]) -> None:
-        """JAX computes something outside of every kernel."""
+        """Called when JAX computes something outside of every kernel."""
 
     def dot(self, flops: int, where: SourceLine) -> None:
         """A matrix product of `flops` floating-point operations."""

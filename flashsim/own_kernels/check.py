@@ -1,4 +1,4 @@
-"""Is what a kernel stored right? If not: where first, and which known mistake explains it."""
+"""Check what a kernel stored. If it is wrong: where first, and which known mistake explains it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found.
+    """The result of a check.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""`Recorder`: frontends note here what a kernel does; `KernelRecord` is what was noted.
+"""`Recorder`: frontends report to it what a kernel does; a `KernelRecord` is its result.
 
 The notes are columns of NumPy arrays: about 50 bytes per load, store or atomic operation. While a
 launch runs, the recorder also remembers which program stored or loaded each element, so that it
@@ -124,7 +124,7 @@ class Clash:
 
 @dataclass(frozen=True, eq=False)
 class KernelRecord:
-    """What a recorder noted: tensors, launches, accesses in order, FLOPs, and clashes.
+    """The result of a recorder: tensors, launches, accesses in order, FLOPs, and clashes.
 
     Attributes
     ----------
@@ -411,7 +411,7 @@ class Recorder:
             self.notes.append(text)
 
     def done(self) -> KernelRecord:
-        """Return what was noted; the recorder goes on if more is noted."""
+        """Return the record so far; the recorder can go on."""
         stored = {}
         for one in self.tensors:
             if one.buffer in self._stored and one.size:

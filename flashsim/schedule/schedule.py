@@ -48,8 +48,8 @@ class Sums(NamedTuple):
     """Integer sums over a schedule's visits: all that the closed forms need."""
 
     visits: int
-    row_cols: int  # sum over visits of the tile's columns: keys loaded with queries outside
-    col_rows: int  # sum over visits of the tile's rows: queries loaded with keys outside
+    row_cols: int  # sum over visits of the tile's columns: keys loaded by a Q-outer loop
+    col_rows: int  # sum over visits of the tile's rows: queries loaded by a KV-outer loop
     area: int  # sum over visits of rows x columns: scores computed
 
 

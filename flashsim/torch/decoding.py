@@ -109,7 +109,7 @@ def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
 
 
 class _Question(NamedTuple):
-    """What a call asks for besides the tensors."""
+    """The options of a call besides the tensors."""
 
     causal: bool
     left: int

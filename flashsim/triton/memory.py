@@ -47,7 +47,7 @@ class Memory:
         self.silent = False  # for a repeated program, which is not noted again
 
     def begin(self, pointers: list[Pointer]) -> None:
-        """Say which arguments the launch has."""
+        """Set the arguments of the launch."""
         self._launch = pointers
         self._by_code |= {one.code: one for one in pointers}
 

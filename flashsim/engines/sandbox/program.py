@@ -36,7 +36,7 @@ _UFUNCS = {ufunc.__name__: ufunc for ufunc in COSTS}
 
 
 class ProgramError(Exception):
-    """A text that is no program of the machine, or one that takes too long."""
+    """A text that is not a program of the machine, or one that takes too long."""
 
 
 @dataclass(frozen=True)

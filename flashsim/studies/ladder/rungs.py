@@ -104,8 +104,8 @@ RUNGS: dict[str, Rung] = {
             fusion.whole_row_attention,
         ),
         Rung("standard", "standard attention, three kernels", "attention", None),
-        Rung("flash1", "FlashAttention: keys outside", "attention", None),
-        Rung("flash2", "FlashAttention-2: queries outside", "attention", None),
+        Rung("flash1", "FlashAttention: KV-outer loop", "attention", None),
+        Rung("flash2", "FlashAttention-2: Q-outer loop", "attention", None),
     )
 }
 

@@ -112,7 +112,7 @@ def _read() -> dict[str, dict[str, Constants]]:
 
 
 #: By kernel family and stage, from flashsim/data/time_model.csv. "wide" are the Hopper kernels with
-#: keys outside, and dQ, for a head_dim beyond 128, which are other kernels. "roles" is the fused
+#: KV-outer, and dQ, for a head_dim beyond 128, which are other kernels. "roles" is the fused
 #: one up to 192 columns, whose warpgroups have different roles: two times to be fitted to.
 #: "deferred" makes dQ of a visit in the next one, "once" has one visit a row tile.
 CALIBRATED = _read()

@@ -139,7 +139,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Counted:
-    """The transfers that the kernels of one pass counted.
+    """The transfers that the kernels of one pass reported.
 
     Attributes
     ----------

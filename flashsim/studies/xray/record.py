@@ -1,4 +1,4 @@
-"""Measure a program's attention kernels under Nsight Compute, and keep what was measured."""
+"""Measure a program's attention kernels under Nsight Compute, and keep the measurements."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ProfiledLaunch:
 @own_errors
 @dataclass(frozen=True)
 class Profile:
-    """What was measured of a program; enough to read it on any machine.
+    """The measurements of one program; any machine can evaluate them.
 
     Attributes
     ----------
