@@ -106,7 +106,6 @@ OPERATIONS = {
 }
 #: Operations whose arguments are booleans.
 LOGIC = ("and", "or", "not")
-COMPARISONS = ("lt", "le", "eq", "ne")
 
 
 class Node(NamedTuple):
