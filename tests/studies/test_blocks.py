@@ -44,7 +44,7 @@ def test_what_fits_nowhere_has_no_blocks_and_no_best():
     assert "nothing fits" in huge.table().note
     with pytest.raises(OptionError, match="no tile of stage 'forward' fits"):
         huge.best("forward")
-    with pytest.raises(OptionError, match="one size or more"):
+    with pytest.raises(OptionError, match="at least one size"):
         blocks.sizes(LAYER, ())
 
 

@@ -22,7 +22,7 @@ class Prefix(NamedTuple):
     prefix: int
 
     def tile(self, tile: int) -> tuple[int, int, int, int, int, int, int]:
-        """Return (rows of a row tile, key tiles from the first on, start and stop of its others, ...).
+        """Return (rows of a row tile, its first key tiles, start and stop of the others, ...).
 
         The last three numbers are the same three for FULL tiles.
         """
@@ -53,7 +53,7 @@ class Cells(NamedTuple):
     shift: int
 
     def tile(self, tile: int) -> tuple[int, int, int, int, int, int, int]:
-        """Return (rows of a row tile, key tiles from the first on, start and stop of its others, ...).
+        """Return (rows of a row tile, its first key tiles, start and stop of the others, ...).
 
         The last three numbers are the same three for FULL tiles.
         """
