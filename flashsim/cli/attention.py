@@ -112,7 +112,9 @@ def compare(
         plans.check_algorithm(name)
     if not (execute or tensors.input is not None or tensors.demo_data is not None):
         opt.refuse_unused(
-            typed, "counting, which needs no tensors: give --execute", never=["seed", "scale"]
+            typed,
+            "counting by formula, which draws no tensors (--execute does)",
+            never=["seed", "scale"],
         )
         return _counted_apart(sizes, scores, how, decoding, algorithm)
     arrays = values.arrays(sizes, tensors, decoding.shared_prefix)

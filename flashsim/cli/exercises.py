@@ -158,7 +158,7 @@ def predict(
         _predict_shape(sizes, mask, how, algorithm, (loaded, stored), plot)
         return
     opt.refuse_unused(
-        typed, "an exercise, which has its shape", only=("name", "loaded", "stored", "plot")
+        typed, "an exercise, which sets the shape", only=("name", "loaded", "stored", "plot")
     )
     exercise = shelf.get(name)
     typer.echo(f"{textwrap.dedent(exercise.statement).strip()}\n\n{exercise.sizes}\n")

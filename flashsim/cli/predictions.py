@@ -173,7 +173,7 @@ def verify(
         return
     model = cache.model()
     if from_ is not None and from_.is_file() and verification.counts_beside(from_).exists():
-        opt.refuse_unused(typed, "a table that says itself what ran", only=["from_", *vars(cache)])
+        opt.refuse_unused(typed, "a table that records what ran", only=["from_", *vars(cache)])
         kept = verification.Record.load(from_)
         verified = [
             verification.verify(each, str(entry), l2=model).table()
@@ -183,7 +183,7 @@ def verify(
         return
     if from_ is not None:
         opt.refuse_unused(typed, "--from, which measures nothing", never=["save"])
-    opt.refuse_unused(typed, "this: it is of --soak", never=["seed"])
+    opt.refuse_unused(typed, "a run without --soak", never=["seed"])
     problem = values.problem(sizes, mask)
     tiles = values.tilings(how, problem, [algorithm])
     case = verification.Case(

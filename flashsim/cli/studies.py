@@ -194,7 +194,7 @@ def precision(
     ready_to_draw(plot)
     if published:
         never = ("kinds", "points", "algorithm", "causal", "plot")
-        opt.refuse_unused(typed, "--published, which lowers no points alone", never=never)
+        opt.refuse_unused(typed, "--published, which lowers points together", never=never)
         with working("rounding"):
             return [lab.presets(n, dtype=dtype, head_dim=head_dim, seed=seed) for n in n_q]
     with working("rounding"):
@@ -268,7 +268,7 @@ def blocks(
         raise OptionError("--stage chooses what to plot; give --plot as well")
     problem = values.problem(sizes, mask)
     if stages is not None:
-        opt.refuse_unused(typed, "--stages, which has its own tiles", never=["sides"])
+        opt.refuse_unused(typed, "--stages, which names the tiles", never=["sides"])
         tilings = {}
         for name, _, text in (part.partition("=") for part in stages.split(",")):
             tile = values.tiling(text or "fit", problem.head_dim, problem.causal)
@@ -304,7 +304,7 @@ def when(
     """Find when FlashAttention wins: predicted times beside standard attention's, over N."""
     from flashsim.studies import predict
 
-    opt.refuse_unused(typed, "this: keys are as many as queries", never=["n_kv"])
+    opt.refuse_unused(typed, "`study when`, which has as many keys as queries", never=["n_kv"])
     problem, direction = values.problem(sizes, mask), opt.one_pass(direction)
     return predict.when(problem, n_q, direction=direction, device=device)
 
@@ -328,7 +328,7 @@ def devices(sizes: opt.Sizes, decoding: opt.Decoding, *, typed: typer.Context) -
     """
     if sizes.given():
         return _filled(sizes, decoding)
-    opt.refuse_unused(typed, "the list alone: give sizes as well", only=())
+    opt.refuse_unused(typed, "a list without sizes (give sizes too)", only=())
     table = report.Table(
         "Devices",
         (

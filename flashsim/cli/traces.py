@@ -20,7 +20,7 @@ def show(
 ) -> Tables:
     """Show the contents of a saved trace."""
     if not events:
-        opt.refuse_unused(typed, "totals: give --events as well", never=["limit"])
+        opt.refuse_unused(typed, "totals (give --events too)", never=["limit"])
     trace = values.load_trace(file)
     table = event_table(trace, limit) if events else figures(trace)
     people = table if events else trace.table()

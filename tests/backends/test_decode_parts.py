@@ -121,7 +121,7 @@ def test_what_is_refused():
     with pytest.raises(UnsupportedError, match="head_dim_v in multiples of 128, got 64"):
         decode.plan(replace(MLA, head_dim_v=64), (4096,) * 64, H200)
     p = Problem(4, 600, 64, batch=2, causal=True, **GROUPED)
-    with pytest.raises(OptionError, match="400 keys, and entry 1 of the batch has 300"):
+    with pytest.raises(OptionError, match="400 keys, and entry 1 of the batch has only 300"):
         decode.plan(p, (600, 300), H200, prefix=400)
     with pytest.raises(ShapeError, match="of sequence 1 comes before the end of the shared prefix"):
         decode.plan(p, (600, 401), H200, prefix=400)

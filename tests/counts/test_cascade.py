@@ -138,7 +138,7 @@ def test_what_cannot_be_shared_says_why():
     other[2, 1, 15, 3] += 1
     for said, change in (
         (r"not shared: k\[2\] differs from k\[0\]", {"k": other, "shared_prefix": 16}),
-        (r"shared_prefix is 22 keys, and entry 0 of the batch has 20", {"shared_prefix": 22}),
+        (r"shared_prefix is 22 keys, and entry 0 of the batch has only 20", {"shared_prefix": 22}),
         ("shared_prefix must be at least 1", {"shared_prefix": -1}),
         ("takes no window", {"shared_prefix": 16, "window": (9, -1)}),
         ("takes no mask", {"shared_prefix": 16, "mask": lambda q, k: q >= k}),

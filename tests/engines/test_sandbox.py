@@ -451,7 +451,7 @@ def nested(sram, machine, work):
         (lambda s, m: s.step(0).__enter__(), "a step cannot contain another step"),
         (
             lambda s, m: s.visit(slice(16, 32), ROWS).__enter__(),
-            "visit of query tile 1 in the step",
+            "visit to query tile 1 within the step",
         ),
         (lambda s, m: s.visit(ROWS).__enter__(), "a visit works on a tile of scores"),
         (lambda s, m: s.visit(slice(0, 32), ROWS).__enter__(), "cross the borders of tiles of 16"),
@@ -477,13 +477,13 @@ def nested(sram, machine, work):
         (lambda s, m: s.reduce(m.hbm.O, ROWS, s.load(m.hbm.Q, ROWS)), "was never stored"),
         (
             lambda s, m: s.store(m.hbm.O, ROWS, s.load(m.hbm.Q, slice(0, 8))),
-            r"the tile is \(8, 8\)",
+            r"but the tile has \(8, 8\)",
         ),
         (lambda s, m: visit_in_visit(s), "a visit cannot contain another visit"),
         (lambda s, m: s.alloc("S", (0, 3)), "sides of a tile must be at least 1"),
         (
             lambda s, m: product(*[s.alloc("S", (2, 2), 0.0)] * 2, out=s.alloc("S", (2, 3))),
-            "out is",
+            "but out has",
         ),
         (
             lambda s, m: nested(
@@ -665,7 +665,7 @@ def written(value):
 
 
 def test_what_is_no_argument_or_too_long_is_refused(monkeypatch):
-    with pytest.raises(MemoryModelError, match="does not take"):
+    with pytest.raises(MemoryModelError, match="do not take"):
         written(object())
     monkeypatch.setattr(tape, "MOST", 100)
     with pytest.raises(MemoryModelError, match="more than 100 characters; use larger tiles"):
