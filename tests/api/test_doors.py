@@ -385,7 +385,7 @@ PAGES = np.zeros((2, 1, 4, 16), np.float32)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: flashsim.compare(X, X, X, backward_tiling=T), "give dout as well"),
+        (lambda: flashsim.compare(X, X, X, backward_tiling=T), "pass dout"),
         (lambda: flashsim.sweep(range(1, 10**18)), "n_q has more than 10,000,000 points"),
         (lambda: flashsim.sweep(itertools.count(1)), "n_q has more than 10,000,000 points"),
         (

@@ -113,7 +113,7 @@ BAD = {
         lambda: run(heads(4), heads(4), heads(4), bias=np.zeros((1, 3, 8, 8), np.float32)),
         "ShapeError",
         ValueError,
-        ["leading shape (1 or 1, 1 or 4), got (1, 3)"],
+        ["leading shape, (1 or 1, 1 or 4), got (1, 3)"],
     ),
     "bias dtype": (
         lambda: run(bias=np.zeros((8, 8))),
@@ -662,7 +662,7 @@ def test_what_was_not_finite_to_begin_with_is_no_overflow(backend):
 
 @pytest.mark.parametrize("backend", ["simulator", "numba"])
 def test_a_timeline_is_a_gpus(backend):
-    message = f"backends cupy and numba_cuda take it; use one of them{backend}' records trace=True"
+    message = "backends cupy and numba_cuda take it; use one of them, or trace=True"
     with pytest.raises(flashsim.UnsupportedError, match=message):
         run(backend=backend, trace="timeline")
     with pytest.raises(flashsim.UnsupportedError, match=message):

@@ -350,7 +350,7 @@ def test_of_nothing_packed():
 
 def test_fp8_has_no_scales_here():
     q, k, v = tensors(dtype="float8_e4m3fn")
-    with pytest.raises(UnsupportedError, match=r"jax.attention has no scales.*run\(q, k, v, sca"):
+    with pytest.raises(UnsupportedError, match=r"jax.attention takes no scales.*run\(q, k, v, sca"):
         attention(q, k, v, backend="simulator")
 
 
