@@ -291,9 +291,13 @@ def nothing(machine):
 @pytest.mark.parametrize(
     ("error", "text", "how"),
     [
-        (DTypeError, "takes a function of the machine, got 'flash2'", {"algorithm": "flash2"}),
+        (
+            DTypeError,
+            "takes a function with one argument, the machine, got 'flash2'",
+            {"algorithm": "flash2"},
+        ),
         (DTypeError, "with one argument, the machine", {"algorithm": lambda machine, q: None}),
-        (OptionError, "no tensor 'W'", {"outputs": ["W"]}),
+        (OptionError, "no input or output is named 'W'", {"outputs": ["W"]}),
         (OptionError, "outputs must not contain an input", {"outputs": ["Q"]}),
         (OptionError, "outputs must not contain an input", {"outputs": []}),
         (OptionError, "outputs must not contain an input", {"inputs": {"O": Q}}),

@@ -79,7 +79,7 @@ def test_softmax_matmul_prints_one_kernel_and_two(more):
 
 def test_softmax_matmul_says_where_the_simulator_and_the_form_differ(monkeypatch):
     monkeypatch.setattr(softmax_matmul, "run", lambda *_, **__: softmax_matmul.count(1, 1, 1, 1))
-    assert "other bytes" in invoke(*SMALL, "--run").output
+    assert "disagree about the bytes moved" in invoke(*SMALL, "--run").output
 
 
 def test_a_quiz_on_a_shape_of_ones_own():

@@ -116,7 +116,7 @@ def test_without_a_published_bandwidth_l2_is_no_unit():
 
 def test_keys_in_parts_have_no_least_time():
     p = Problem(1, 512, head_dim=64, dtype="bfloat16")
-    with pytest.raises(OptionError, match="divides the keys"):
+    with pytest.raises(OptionError, match="splits the keys"):
         predict.least(flashsim.count(p, algorithm="flash-decode", splits=2))
 
 

@@ -76,7 +76,7 @@ WRONG = [
     ("dq", "result", "the scale is 1 / head_dim here", "P *= p.scale", "P *= 1 / p.head_dim"),
     ("delta", "result", "must not contain the scale", "O.sum(axis=1)", "O.sum(axis=1) * machine.problem.scale"),
     ("delta", "result", "not its mean", "O.sum(axis=1)", "O.mean(axis=1)"),
-    ("delta", "shape", "the tile is", "O.sum(axis=1)", "O.sum(axis=1)[:, None]"),
+    ("delta", "shape", "but the tile has", "O.sum(axis=1)", "O.sum(axis=1)[:, None]"),
     ("delta", "overflow", "holds", "O *= sram", "O = O * sram"),
     ("dk-dv", "result", "dK must contain the scale exactly once", "dK *= p.scale", "pass"),
     ("dk-dv", "result", "dK, normal", "dP -= sram.load(hbm.delta, rows)[:, None]", "pass"),

@@ -502,7 +502,9 @@ def test_of_nothing_on_the_meta_device_and_under_vmap(sizes):
 @pytest.mark.parametrize("backend", ["simulator", "numba", None])
 def test_fp8_has_no_scales_here(device, backend):
     q, k, v = (x.detach().to(torch.float8_e4m3fn).to(device) for x in tensors(dv=4))
-    with pytest.raises(UnsupportedError, match=r"torch.attention takes no scales.*run\(q, k, v, sca"):
+    with pytest.raises(
+        UnsupportedError, match=r"torch.attention takes no scales.*run\(q, k, v, sca"
+    ):
         attention(q, k, v, backend=backend)
 
 
