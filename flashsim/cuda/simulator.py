@@ -37,7 +37,7 @@ class ThreadAccess(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockAccess:
-    """What all threads of a block access by one line between two barriers.
+    """The accesses of all threads of a block by one line between two barriers.
 
     `offsets` are elements of the tensor's memory, one for each thread and time, in no order.
     `sectors` counts the 32-byte sectors of each warp's each request, and `requests` those requests.

@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 
 def attention_bytes(task: Task) -> dict[tuple[str, str], int]:
-    """What FlashAttention-2 moves with the task's tiles, as `flashsim.count` computes it."""
+    """The bytes that FlashAttention-2 moves with the task's tiles, as `flashsim.count` computes it."""
     direction = "backward" if "dQ" in task.outputs else "forward"
     counted = count(task.problem, tiling=task.tiling, direction=direction)
     found: dict[tuple[str, str], int] = {}
@@ -146,7 +146,7 @@ class KernelExercise:
 
     @property
     def skeleton(self) -> str:
-        """What students start from."""
+        """The file's code that students start from."""
         return gapped(self.reference)
 
     @property

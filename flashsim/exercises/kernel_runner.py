@@ -274,9 +274,9 @@ def done(order: KernelOrder) -> tuple[dict[str, Any], bytes]:
 
 
 def main() -> None:
-    """Take a `KernelOrder` from the standard input, and write to the output what was handed over.
+    """Take a `KernelOrder` from the standard input, and write the result to the output.
 
-    That is one line of JSON, and the record. What the file prints goes to the standard error.
+    That is one line of JSON, and the record. The file's own output goes to the standard error.
     """
     order: KernelOrder = pickle.load(sys.stdin.buffer)
     out = os.dup(1)

@@ -1,4 +1,4 @@
-"""What can be done with symbols: functions, by the names that Python and libraries give them."""
+"""The functions of symbols, by the names that Python and libraries give them."""
 
 from __future__ import annotations
 

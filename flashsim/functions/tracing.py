@@ -33,7 +33,7 @@ class Traced(NamedTuple):
 def trace_score(function: Any) -> Traced:
     """The graph of ``score_mod(score, b, h, q, k)``, which returns a number.
 
-    What was traced before, a `Traced`, is returned as it is.
+    A function that was traced before, a `Traced`, is returned unchanged.
     """
     if isinstance(function, Traced):
         return function
@@ -43,7 +43,7 @@ def trace_score(function: Any) -> Traced:
 def trace_mask(function: Any) -> Traced:
     """The graph of ``mask_mod(b, h, q, k)``, which returns a boolean: True keeps the score.
 
-    What was traced before, a `Traced`, is returned as it is.
+    A function that was traced before, a `Traced`, is returned unchanged.
     """
     if isinstance(function, Traced):
         return function

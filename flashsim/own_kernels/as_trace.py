@@ -146,7 +146,7 @@ def _stage(
 
 
 def _facts(geometry: Geometry, launch: int, cut: Visits, member: np.ndarray) -> np.ndarray:
-    """What must be equal for two heads to do the same, (accesses, facts)."""
+    """The facts that must be equal for two heads to do the same, (accesses, facts)."""
     a, g = geometry.record.accesses[cut.at], geometry
     return np.stack(
         [

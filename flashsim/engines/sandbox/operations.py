@@ -1,4 +1,4 @@
-"""What tiles are computed with: elementwise operations, products, reductions, choices."""
+"""The operations on tiles: elementwise operations, products, reductions, choices."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ class XRay:
         return least / seconds
 
     def candidates(self, kernel: ProfiledKernel) -> report.Table:
-        """What every plausible query tile would read in a kernel's form, beside what it read.
+        """The bytes that each plausible query tile would read, next to the bytes that the kernel read.
 
         Parameters
         ----------
