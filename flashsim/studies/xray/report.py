@@ -267,7 +267,7 @@ class XRay:
         return least / seconds
 
     def candidates(self, kernel: ProfiledKernel) -> report.Table:
-        """The bytes that each plausible query tile would read, next to the bytes that the kernel read.
+        """The bytes that each plausible query tile would read, next to those that were read.
 
         Parameters
         ----------
