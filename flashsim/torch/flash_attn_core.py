@@ -1,4 +1,4 @@
-"""Shared code of `flash_attn` and `flash_attn_interface`: rotation, caches, packed rows, chunks, FP8.
+"""Code of both `flash_attn` and `flash_attn_interface`: rotation, caches, packing, chunks, FP8.
 
 Public functions there only name arguments as their packages do. Here tensors are (batch, n, heads,
 d) or packed (tokens, heads, d) from the outside, and (batch, heads, n, d) for `attention`.
