@@ -61,6 +61,8 @@ def args_dtype(functions: Generated | None, *, packed: bool, sinks: bool) -> np.
     return np.dtype([*ARGS.descr, *more]) if more else ARGS
 
 
+#: The name of a box of captured elements (`functions.Tile`), the last one of a kernel.
+TILE = "tile"
 #: Ends of the files of forward kernels, whose softmax takes sinks.
 FORWARD = ("/forward.cu", "/forward_f32.cu", "/decode.cu")
 #: Entries of a count record; entry n is transfer n of the itinerary.
@@ -341,7 +343,7 @@ def built(
         generated = functions.summing if outer == "keys" else functions.plain
     sinks = problem.sinks and file.endswith(FORWARD)
     if generated is not None:
-        values |= generated.constants
+        values |= generated.constants | more
     values |= {"SINKS": 1} if sinks else {}
     packed = problem.cu_seqlens_q is not None
     values["ARGS_BYTES"] = args_dtype(generated, packed=packed, sinks=sinks).itemsize

@@ -43,7 +43,8 @@ class PythonHopper(hopper.Hopper):
         every = super().possible(asked)
         if asked.direction == "backward":  # products take no fewer columns at 80 than at 128
             return tuple(sorted(every, key=lambda t: t.block_q))
-        return tuple(t for t in every if t.block_k <= 176)
+        untried = (80, 96) if 128 < asked.wide <= 192 else ()
+        return tuple(t for t in every if t.block_k <= 176 and t.block_k not in untried)
 
     def in_step(self, walk: Walked, clump: int) -> bool:
         """See `Family`: never, since these kernels process a group's heads one by one."""

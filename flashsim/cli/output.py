@@ -14,7 +14,7 @@ from rich.console import Console
 
 from flashsim import report
 from flashsim.api.cost import Estimate
-from flashsim.cli.options import Format
+from flashsim.cli.declare import Format
 from flashsim.counts import questions, traffic
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import KINDS
@@ -88,9 +88,9 @@ def event_table(trace: Trace, limit: int) -> report.Table:
 Tables = report.Table | list[report.Table] | tuple[list[report.Table], list[report.Table]]
 
 
-def show(found: Tables, form: Format | None = None) -> None:
+def show(result: Tables, form: Format | None = None) -> None:
     """Print a command's results: tables for people, or one JSON array or one CSV for programs."""
-    people, full = found if isinstance(found, tuple) else (found, found)
+    people, full = result if isinstance(result, tuple) else (result, result)
     if form is None or not (form.json or form.csv):
         to = console()
         for n, table in enumerate([people] if isinstance(people, report.Table) else people):

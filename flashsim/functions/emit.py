@@ -129,6 +129,8 @@ def cuda_source(
     score: Graph | None = None,
     gradients: Collection[str] = (),
     extents: Mapping[str, int] | None = None,
+    tile: int | None = None,
+    band: tuple[int, int] | None = None,
 ) -> CudaSource:
     """The device functions of a mask and a score function, either of which may be missing.
 
@@ -136,6 +138,12 @@ def cuda_source(
     names the captured arrays of the score function whose gradients `flash_score_grad` adds up.
     `extents` says how many values b, h, q and k have, if the functions are called with no others:
     an index that stays inside its array is then read without a check.
+
+    `tile` is a load of the score function whose element the kernel reads itself. A second form of
+    `flash_score` then takes it as `tile`, behind the score. If its last two indices are q and k,
+    `flash_tile_plane` says in which (q, k) plane of its array a head's elements lie. With `band`,
+    which is (sign, offset), its last index is sign * (q - k) + offset; `flash_band` then returns
+    the element at a distance q - k, or the nearest one that there is.
     """
     arrays = (*(score.arrays if score else ()), *(mask.arrays if mask else ()))
     first_of_mask = len(score.arrays) if score else 0
@@ -169,6 +177,8 @@ def cuda_source(
         cuda = _Cuda(score.nodes, score.arrays, 0, extents, "s")
         per_head.append(cuda)
         functions += [*cuda.statements(), f"    return {cuda.name(score.root)};"]
+        if tile is not None:
+            functions += ["}", *_tile_lines(score, tile, band, extents)]
     functions.append("}")
     functions += _gradient_lines(score, wanted, extents, per_head)
     lines += [*_head_lines(per_head), *functions]
@@ -181,6 +191,42 @@ _HEAD = """\
 __device__ __forceinline__ {} {}(const FlashCaptured& c, {}const FlashHead& at, FlashAt q_at,
                                  FlashAt k_at) {{
     const int b = at.b, h = at.h, q = q_at, k = k_at;"""
+
+
+#: The least length of an array whose elements are read by distance: those within 240 of its
+#: middle, which `flash_band_inside` names, are inside.
+LEAST_BAND = 512
+
+
+def _tile_lines(
+    score: Graph, tile: int, band: tuple[int, int] | None, extents: Mapping[str, int] | None
+) -> list[str]:
+    """`flash_tile_plane` or `flash_band`, and `flash_score` with the load `tile` given.
+
+    The last brace is missing.
+    """
+    cuda, node = _Cuda(score.nodes, score.arrays, 0, extents, "s"), score.nodes[tile]
+    before = len(node.args) - (2 if band is None else 1)  # axes whose index belongs to the head
+    plane, index = cuda.offset(node, before), ""
+    lines = ["    const int b = at.b, h = at.h;"]
+    lines += cuda.statements(needed(cuda.nodes, node.args[:before]))
+    take = "const FlashCaptured& c, const FlashHead& at"
+    if band is None:
+        head = f"__device__ __forceinline__ int flash_tile_plane({take}) {{"
+        lines += [f"    return {plane};", "}"]
+    else:
+        head = f"template <bool EXACT>\n__device__ __forceinline__ float flash_band({take}, "
+        head += "int distance) {"
+        (sign, offset), length = band, f"c.a{node.value}_n{before}"
+        lines += [f"    int i = {sign} * distance + {offset};"]
+        lines += [f"    if (!EXACT) i = max(0, min(i, {length} - 1));"]
+        index = f"({plane}) * (long long){length} + i"
+        lines += [f"    return {cuda.element(node, index)};", "}"]
+        lines += ["__device__ __forceinline__ int flash_band_inside() {"]
+        lines += [f"    return {sign * (LEAST_BAND // 2 - offset)};", "}"]
+    cuda.given[tile] = "tile"
+    lines.append(_HEAD.format("float", "flash_score", "float s, float tile, "))
+    return [head, *lines, *cuda.statements(), f"    return {cuda.name(score.root)};"]
 
 
 def _head_lines(per_head: Iterable[_Cuda]) -> list[str]:
@@ -298,6 +344,8 @@ class _Cuda:
         numbers: Iterable[int] | None = None,
     ) -> None:
         self.nodes, self.arrays, self.first, self.prefix = nodes, arrays, first, prefix
+        #: Names of values that the caller gives.
+        self.given: dict[int, str] = {}
         #: Elements that have one value per head, among the nodes that are used.
         self.hoisted = {
             n
@@ -313,12 +361,16 @@ class _Cuda:
         return [
             f"    const {_CUDA_TYPES[self.nodes[n].kind]} v{n} = {self.expression(self.nodes[n])};"
             for n in numbers
-            if self.nodes[n].op not in ("arg", "const") and n not in self.hoisted
+            if self.nodes[n].op not in ("arg", "const")
+            and n not in self.hoisted
+            and n not in self.given
         ]
 
     def name(self, n: int) -> str:
         """The text that stands for a node's value."""
         node = self.nodes[n]
+        if n in self.given:
+            return self.given[n]
         if n in self.hoisted:
             return f"at.{self.prefix}{n}"
         if node.op == "arg":
@@ -421,11 +473,11 @@ class _Cuda:
                 return f"{a} {'/' if node.op == 'floordiv' else '%'} {by.value}"
         return f"flash_{node.op}({a}, {b})"
 
-    def offset(self, node: Node) -> str:
-        """The place of a load's element in its array."""
+    def offset(self, node: Node, axes: int | None = None) -> str:
+        """The place of a load's element in its array, or along its first axes."""
         number = self.first + node.value
-        text = ""
-        for axis, a in enumerate(node.args):
+        text, args = "", node.args[:axes]
+        for axis, a in enumerate(args):
             n = f"c.a{number}_n{axis}"
             v = self.name(a)
             low, high = self.ranges.get(a, (-1, -1))
@@ -433,11 +485,15 @@ class _Cuda:
             if low >= 0 and high < self.arrays[node.value].shape[axis]:
                 i = v
             text = f"(long long){i}" if not text else f"({text} * {n} + {i})"
-        return text.removeprefix("(long long)") if len(node.args) == 1 else text or "0"
+        return text.removeprefix("(long long)") if len(args) == 1 else text or "0"
 
     def _load(self, node: Node) -> str:
+        return self.element(node, self.offset(node))
+
+    def element(self, node: Node, place: str) -> str:
+        """The element of a load's array at a place in it."""
         spec = self.arrays[node.value]
-        where = f"c.a{self.first + node.value}[{self.offset(node)}]"
+        where = f"c.a{self.first + node.value}[{place}]"
         if spec.dtype in ("float16", "bfloat16"):
             return f"flash_{'half' if spec.dtype == 'float16' else 'bfloat16'}({where})"
         if spec.dtype == "bool":
