@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from flashsim.functions.derivative import adjoints
 from flashsim.functions.emit import INFIX, never_negative
-from flashsim.functions.graph import ArraySpec, Graph, Node, needed
+from flashsim.functions.graph import ArraySpec, Graph, Node
 from flashsim.functions.operations import BOOL, FLOAT, INT, SCORE
 
 _NUMBA_CALLS = {
@@ -42,8 +42,7 @@ def numba_source(graph: Graph, gradients: Collection[str] = ()) -> NumbaSource:
     made = adjoints(graph, gradients)
     forward, backward = Written(graph.nodes, graph.arrays), Written(made.nodes, made.arrays)
     body = [*forward.statements(range(len(graph.nodes))), f"S[at] = {forward.name(graph.root)}"]
-    roots = [g for _, g in made.reads] + ([] if made.score is None else [made.score])
-    numbers = needed(made.nodes, [*roots, *(n for n, _ in made.reads)])
+    numbers = made.numbers
     back = ["dout = S[at]", "if dout == F(0):", "    continue", *backward.statements(numbers)]
     for n, g in made.reads:
         node = made.nodes[n]

@@ -17,7 +17,7 @@ from numba import cuda, float32, int64
 from flashsim.engines.engine import Job
 from flashsim.functions.derivative import adjoints
 from flashsim.functions.emit_numba import Written
-from flashsim.functions.graph import ArraySpec, Graph, needed
+from flashsim.functions.graph import ArraySpec, Graph
 from flashsim.functions.operations import FLOAT
 from flashsim.functions.tracing import host_values
 from flashsim.problem.problem import Problem
@@ -89,9 +89,8 @@ def compiled(functions: Functions) -> Compiled:
 
 def _derivative(score: Graph, wanted: tuple[str, ...], places: list[int]) -> list[str]:
     made = adjoints(score, wanted)
-    roots = [g for _, g in made.reads] + ([] if made.score is None else [made.score])
     text = Flat(made.nodes, made.arrays, places)
-    lines = text.lines(needed(made.nodes, [*roots, *(n for n, _ in made.reads)]))
+    lines = text.lines(made.numbers)
     for n, g in made.reads:
         lines.append(f"    cuda.atomic.add(sums, {text.element(made.nodes[n])}, {text.name(g)})")
     return [*lines, f"    return {'F(0)' if made.score is None else text.name(made.score)}"]
