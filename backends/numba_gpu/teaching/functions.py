@@ -23,7 +23,7 @@ from flashsim.functions.tracing import host_values
 from flashsim.problem.problem import Problem
 
 
-class Functions(NamedTuple):
+class TracedFunctions(NamedTuple):
     """The functions of a problem, and the captured arrays whose gradients are wanted."""
 
     mask: Graph | None
@@ -46,10 +46,10 @@ class Functions(NamedTuple):
         return found
 
 
-def functions_of(problem: Problem) -> Functions:
+def functions_of(problem: Problem) -> TracedFunctions:
     """The functions of a problem."""
     mask = None if problem.mask_mod is None else problem.mask_mod.graph
-    return Functions(mask, problem.score_mod, problem.score_grads, problem.sinks)
+    return TracedFunctions(mask, problem.score_mod, problem.score_grads, problem.sinks)
 
 
 class Compiled(NamedTuple):
@@ -67,7 +67,7 @@ class Compiled(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def compiled(functions: Functions) -> Compiled:
+def compiled(functions: TracedFunctions) -> Compiled:
     """The device functions; where there is none, one that changes nothing."""
     places = functions.places()
     score, mask = functions.score, functions.mask
@@ -125,7 +125,7 @@ def _device(text: str) -> Any:
     return cuda.jit(device=True, inline="always")(names["made"])
 
 
-def captured(job: Job, functions: Functions) -> tuple[np.ndarray, np.ndarray]:
+def captured(job: Job, functions: TracedFunctions) -> tuple[np.ndarray, np.ndarray]:
     """The floats and the integers that functions read, each in one array; not empty."""
     found: dict[bool, list[np.ndarray]] = {True: [], False: []}
     mask = job.problem.mask_mod
@@ -140,7 +140,7 @@ def captured(job: Job, functions: Functions) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def gradients(functions: Functions, sums: np.ndarray) -> dict[str, np.ndarray]:
+def gradients(functions: TracedFunctions, sums: np.ndarray) -> dict[str, np.ndarray]:
     """The gradients of captured arrays, out of the array that kernels added to."""
     pairs = zip(functions.arrays, functions.places(), strict=True)
     return {

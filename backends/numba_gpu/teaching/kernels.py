@@ -19,9 +19,9 @@ from typing import Any
 
 from numba import cuda, float32
 
-from flashsim.backends.numba_gpu.teaching.functions import Functions, compiled
+from flashsim.backends.numba_gpu.teaching.functions import TracedFunctions, compiled
 
-NO_FUNCTIONS = Functions(None, None, (), sinks=False)
+NO_FUNCTIONS = TracedFunctions(None, None, (), sinks=False)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TeachingShape:
     counts: bool
     fused: bool = False
     dlse: bool = False
-    functions: Functions = NO_FUNCTIONS
+    functions: TracedFunctions = NO_FUNCTIONS
 
 
 @cuda.jit(device=True, inline="always")
