@@ -12,7 +12,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import faults
 import hypothesis
-import kernel_faults
 import promises
 import pytest
 import typer.testing
@@ -28,12 +27,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--fault",
         metavar="NAME",
-        help="seed a bug of faults.py into flashsim before the tests run; they should fail",
-    )
-    parser.addoption(
-        "--kernel-fault",
-        metavar="NAME",
-        help="seed a bug of kernel_faults.py into the CUDA kernels; GPU tests should fail",
+        help="seed a bug of tests/faults before the tests run; they should fail",
     )
     parser.addoption(
         "--promise",
@@ -68,12 +62,6 @@ def pytest_configure(config):
         # An example that fails is enough: the search for the smallest takes half a minute.
         hypothesis.settings.register_profile("fault", phases=[hypothesis.Phase.generate])
         hypothesis.settings.load_profile("fault")
-    name = config.getoption("--kernel-fault")
-    if name:
-        try:
-            kernel_faults.install(name)
-        except kernel_faults.KernelFaultError as error:
-            raise pytest.UsageError(str(error)) from None
 
 
 #: Where tests run the CPU engine's walks, which take a minute to compile: once, in one process.

@@ -98,9 +98,9 @@ def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
         return ax
 
     signature = inspect.signature(draw)
-    given = {"ax": "Axes | None", "theme": "str | None"}
+    extra = {"ax": "Axes | None", "theme": "str | None"}
     shown = [
-        p.replace(default=None, annotation=given[p.name]) if p.name in given else p
+        p.replace(default=None, annotation=extra[p.name]) if p.name in extra else p
         for p in signature.parameters.values()
     ]
     plot.__signature__ = signature.replace(  # type: ignore[attr-defined]
@@ -108,7 +108,7 @@ def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
     )
     if draw.__doc__:  # there is none under python -OO
         plot.__doc__ = _described(draw.__doc__)
-    plot.__annotations__ = {**draw.__annotations__, **given, "return": "Axes"}
+    plot.__annotations__ = {**draw.__annotations__, **extra, "return": "Axes"}
     return own_errors(plot)
 
 

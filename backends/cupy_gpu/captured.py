@@ -55,7 +55,8 @@ def captured(job: Job, space: arrays.Space) -> ReadByFunctions:
     with space.active():
         sinks = None
         if p.sinks:
-            sinks = cupy.ascontiguousarray(_on_gpu(job.sinks).astype(np.float32, copy=False))
+            given = job.sinks.float() if arrays.is_torch(job.sinks) else job.sinks
+            sinks = cupy.ascontiguousarray(_on_gpu(given).astype(np.float32, copy=False))
         at = 0 if sinks is None else sinks.data.ptr
         if p.mask_mod is None and p.score_mod is None:
             return ReadByFunctions(sinks=at, keeps=(sinks,))

@@ -15,7 +15,8 @@ import numpy as np
 from flashsim.algorithms.hbm import CapturedTensor, Hbm
 from flashsim.algorithms.sram import Sram
 from flashsim.functions.derivative import DOUT, adjoints
-from flashsim.functions.graph import SCORE, Graph, add_at
+from flashsim.functions.graph import Graph, add_at
+from flashsim.functions.operations import SCORE
 from flashsim.schedule.schedule import Schedule, Visit
 from flashsim.schedule.tables import FULL
 

@@ -75,13 +75,13 @@ def live_problem(
     lengths = live_lengths(whole, options)
     if not any(lengths):
         raise OptionError("cache_seqlens are all 0: there is no key to attend to")
-    found = {**options, "cache_seqlens": lengths}
+    live = {**options, "cache_seqlens": lengths}
     fields = {name: getattr(whole, name) for name in _SAME}
-    prefix = checks.count("shared_prefix", found.pop("shared_prefix", 0))
+    prefix = checks.count("shared_prefix", live.pop("shared_prefix", 0))
     live_keys.check_prefix(prefix, lengths)
     if "block_table" in options:
         fields["page_size"] = pool[2]
-        found["block_table"] = _checked_table(options["block_table"], lengths, pool, prefix)
+        live["block_table"] = _checked_table(options["block_table"], lengths, pool, prefix)
     own = (n - prefix for n in lengths)
     problem = Problem(
         **fields,
@@ -91,7 +91,7 @@ def live_problem(
         cu_seqlens_k=tuple(accumulate(own, initial=prefix)),
         shared_prefix=prefix,
     )
-    return problem, found
+    return problem, live
 
 
 def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
@@ -125,16 +125,16 @@ def check_alike(prefix: int, **caches: np.ndarray) -> None:
 
 
 def _checked_table(
-    given: Any, lengths: tuple[int, ...], pool: tuple[int, ...], prefix: int
+    said: Any, lengths: tuple[int, ...], pool: tuple[int, ...], prefix: int
 ) -> np.ndarray:
     """Return the block table as int64; entries for live keys must name a page of the pool.
 
     The pages of a shared prefix must be the same in every row.
     """
-    given = checks.as_array("block_table", given)
-    if given.dtype.kind == "u":  # what is beyond int64 would look negative
-        given = np.minimum(given, np.uint64(checks.LARGEST))
-    table = given.astype(np.int64)
+    said = checks.as_array("block_table", said)
+    if said.dtype.kind == "u":  # what is beyond int64 would look negative
+        said = np.minimum(said, np.uint64(checks.LARGEST))
+    table = said.astype(np.int64)
     live_keys.check_pages(table, lengths, pool[2], pool[0], prefix)
     return table
 

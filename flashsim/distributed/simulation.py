@@ -37,7 +37,7 @@ class Spread:
     out: Any
     lse: Any
     account: Account
-    _run: _Run = field(repr=False)
+    _run: _SpreadRun = field(repr=False)
 
     __repr__ = report.short
 
@@ -130,7 +130,7 @@ def run(
     require_numpy(backend, q=asked.q, k=asked.k, v=asked.v)
     group = Group(asked.problem, ranks, scheme, ulysses)  # type: ignore[arg-type]  # None: filled in
     how = {"algorithm": algorithm, "tiling": tiling, "device": device, "backend": backend}
-    return _Run(group, how, host).forward(asked.q, asked.k, asked.v)
+    return _SpreadRun(group, how, host).forward(asked.q, asked.k, asked.v)
 
 
 def simulate(*args: Any, **kwargs: Any) -> Spread:
@@ -147,7 +147,7 @@ def simulate(*args: Any, **kwargs: Any) -> Spread:
     return run(*args, **kwargs)
 
 
-class _Run(Ranks):
+class _SpreadRun(Ranks):
     """Both passes of one problem: ranks keep from the forward pass what the backward pass needs."""
 
     def __init__(self, group: Group, how: dict[str, Any], host: array_libraries.Host) -> None:

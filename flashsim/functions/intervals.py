@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.functions.graph import BOOL, FLOAT, INT, Graph, Node
+from flashsim.functions.graph import Graph, Node
+from flashsim.functions.operations import BOOL, FLOAT, INT
 
 #: Lower and upper bounds, one of each per box.
 Interval = tuple[np.ndarray, np.ndarray]

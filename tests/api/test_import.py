@@ -212,9 +212,10 @@ ROOMS = (
     *("backends", "banks", "blocks", "claims", "demo", "exercises", "l2", "ladder", "oracle"),
     *("predict", "reproduce", "roofline", "softmax_matmul", "verify", "viz", "walkthrough"),
 )
-#: Each room is the first that its process names, though all come from one.
+#: Each room is the first that its process names, though all come from one, which has imported what
+#: many of them need from elsewhere.
 FIRST_NAMED = """
-import os, sys, flashsim
+import os, sys, flashsim, numpy, matplotlib.pyplot
 for name in sys.argv[1:]:
     if not os.fork():
         print(eval(f"flashsim.{name}").__name__, flush=True)
@@ -233,7 +234,7 @@ def test_rooms_are_there_when_first_named():
 
 #: Each module is imported, in a process of its own, by a statement that names it first.
 IMPORTED = """
-import importlib, os, sys, flashsim
+import importlib, os, sys, flashsim, numpy, matplotlib.pyplot
 for name in sys.argv[1:]:
     if not os.fork():
         exec(f"import flashsim.{name} as module")

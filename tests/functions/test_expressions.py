@@ -12,6 +12,7 @@ from random_functions import Random
 
 from flashsim import functions
 from flashsim.errors import FunctionError, MaskError, OptionError, ShapeError
+from flashsim.functions.builder import graph_of
 from flashsim.functions.derivative import DOUT, adjoints
 from flashsim.functions.forward_mode import pushed
 from flashsim.functions.graph import Graph
@@ -198,14 +199,14 @@ def test_a_captured_scalar_is_a_number_too():
 def test_a_file_that_holds_no_graph_is_refused(nodes, match):
     entry = {"name": "f", "nodes": nodes, "root": 0, "arrays": [["a", [3], "float32"]]}
     with pytest.raises(ValueError, match=match):
-        Graph.from_entry(entry)
+        graph_of(entry)
     with pytest.raises(ValueError, match="a captured array is 'a', \\[0\\]"):
-        Graph.from_entry({**entry, "arrays": [["a", [0], "float32"]]})
+        graph_of({**entry, "arrays": [["a", [0], "float32"]]})
 
 
 def test_a_graph_comes_back_from_its_entry():
     traced = trace_mask(lambda b, h, q, k: SLOPES[h] * q > k + 1)
-    again = Graph.from_entry(traced.graph.entry())
+    again = graph_of(traced.graph.entry())
     assert again == traced.graph
     assert traced.graph.nbytes == SLOPES.nbytes
 

@@ -19,12 +19,12 @@ from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem.hardware import PRESETS
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tables import FULL
-from flashsim.viz.laboratory import html
+from flashsim.viz.laboratory import lab_page
 from flashsim.viz.laboratory.export import payload
 from flashsim.viz.laboratory.javascript import translated
 from flashsim.viz.laboratory.polynomial import Polynomial
 from flashsim.viz.laboratory.rows import Cells, Prefix
-from flashsim.viz.player.html import embedded_json
+from flashsim.viz.player.page import embedded_json
 from flashsim.viz.style import human
 
 pytestmark = pytest.mark.promise("pictures show the counts")
@@ -100,7 +100,7 @@ def test_random_problems_are_counted_as_python_counts_them(show, n):
 
 def counts(browser, data, program):
     """What the model alone counts, without the page around it: of 250 states."""
-    model = Path(html.__file__).with_name("model.js").read_text(encoding="utf-8")
+    model = Path(lab_page.__file__).with_name("model.js").read_text(encoding="utf-8")
     tab = browser.new_page()
     tab.set_content(
         f"<script type='application/json' id='data'>{embedded_json(data)}</script>"
@@ -112,7 +112,7 @@ def counts(browser, data, program):
 
 
 def test_the_model_alone_counts_the_same(browser):
-    assert not differ(answers()[1][:250], counts(browser, payload(), html.translated_python()))
+    assert not differ(answers()[1][:250], counts(browser, payload(), lab_page.translated_python()))
 
 
 def a_byte_too_many(data):
@@ -145,7 +145,7 @@ def another_device(data):
 def test_a_fault_in_the_export_shows(browser, fault):
     data = copy.deepcopy(payload())
     fault(data)
-    assert differ(answers()[1][:250], counts(browser, data, html.translated_python()))
+    assert differ(answers()[1][:250], counts(browser, data, lab_page.translated_python()))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_fault_in_the_export_shows(browser, fault):
     ],
 )
 def test_a_fault_in_the_translated_python_shows(browser, right, wrong):
-    program = html.translated_python()
+    program = lab_page.translated_python()
     assert program.count(right) == 1
     assert differ(answers()[1][:250], counts(browser, payload(), program.replace(right, wrong)))
 

@@ -20,7 +20,7 @@ from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
 from flashsim.viz import palette
 from flashsim.viz.data.diagram import tile_kinds
-from flashsim.viz.player.html import embedded_json
+from flashsim.viz.player.page import embedded_json
 from flashsim.viz.style import human
 
 pytestmark = pytest.mark.promise("pictures show the counts")

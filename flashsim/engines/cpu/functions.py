@@ -15,7 +15,7 @@ import numpy as np
 from llvmlite import ir
 from numba import cfunc, types
 
-from flashsim.functions.emit import PANEL, numba_source
+from flashsim.functions.emit_numba import PANEL, numba_source
 from flashsim.functions.graph import Graph
 from flashsim.problem.problem import Problem
 

@@ -13,7 +13,9 @@ import numpy as np
 
 from flashsim.engines.cpu.functions import DERIVATIVE, SCORE, SUMMING, call_panel
 from flashsim.engines.cpu.micro_kernels.plain import soft_cap, soft_cap_gated
+from flashsim.engines.cpu.operands import aligned
 from flashsim.engines.cpu.primitives.inline_jit import part
+from flashsim.schedule.tables import MASKED
 
 
 class Rules(NamedTuple):
@@ -108,6 +110,25 @@ def kept_rows(tiles, position, rows):
     if position.keep < 0:
         return 0, rows
     return tiles.edges[position.edge], tiles.edges[position.edge + 1]
+
+
+@part
+def rows_in_mask(cpu, rules, shape, tiles, v, h, own, other, q_lanes, panel, rows, lanes):
+    """Return the first and last + 1 row of a panel in which visit v's mask keeps any score.
+
+    The first row is one at which an operand can begin; the mask hides what is before. If no score
+    is kept, the last row is not beyond the first. The arguments are those of `place_of`.
+    """
+    first, last = 0, rows
+    if tiles.kind[v] == MASKED:
+        position = place_of(cpu, rules, shape, tiles, v, h, own, other, q_lanes, 0, panel)
+        if rules.banded:
+            first, last = visible_rows(rules, position.rel, position.rel_row, rows, lanes)
+        else:
+            first, last = kept_rows(tiles, position, rows)
+        if last > first:
+            first = aligned(cpu, first)
+    return first, last
 
 
 @part
