@@ -420,10 +420,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 // O is waited for behind both maxima and the first exponentials, when it is about
                 // there; the other exponentials run between the multiplications of O. Left alone
                 // ptxas waits before the maxima. It keeps an arrival in front of the wait: so that
-                // is made to look as if it depended on row 1's alpha, which is never negative (or on
-                // the first exponential).
-                // (Where K is gone already, it is one at Q's barrier, whose address costs nothing,
-                // and it never happens.)
+                // is made to look as if it depended on row 1's alpha, which is never negative, or,
+                // where there is none, on an exponential. (Where K is gone already, it is one at
+                // Q's barrier, whose address costs nothing, and it never happens.)
                 const bool never = (FS_BOUNDED ? S[0] : alpha[1]) < 0.0f;
                 if (RELEASE_EARLY && never) arrive(&s.q_empty[g]);
                 if (!RELEASE_EARLY && speaks && !never) arrive(&s.k_empty[ring_k.stage]);
