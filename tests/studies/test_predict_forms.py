@@ -18,6 +18,8 @@ from flashsim.studies.predict import Constants, predict
 from flashsim.studies.predict.blocks import in_launches
 from flashsim.studies.predict.calibration import CALIBRATED
 
+pytestmark = pytest.mark.promise("predictions are judged")
+
 PROBLEM = Problem(4096, head_dim=128, batch=4, heads=16, dtype="bfloat16")
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebooks" / "hopper.md"
 

@@ -50,6 +50,8 @@ from flashsim.studies.verify.sectors import sectors_written
 from flashsim.studies.verify.soak import compare, draw
 from flashsim.studies.verify.soak import table as table_of_worst
 
+pytestmark = pytest.mark.promise("predictions are judged")
+
 PROBLEM = Problem(256, head_dim=32, heads=2, dtype="bfloat16", causal=True)
 HEADER = ["ID", "Process ID", "Kernel Name", "Grid Size", "Section Name"]
 

@@ -20,6 +20,8 @@ from flashsim.errors import BackendUnavailable, TraceError
 from flashsim.studies.verify.ncu import METRICS
 from flashsim.studies.xray import LaunchCounters, Profile, XRay, infer, measure, measure_kernels
 
+pytestmark = pytest.mark.promise("predictions are judged")
+
 DATA = Path(__file__).parents[2] / "docs/data"
 SAVED, TRUTH = DATA / "xray-sdpa-h100.json", DATA / "xray-truth-h100.json"
 #: What FlashAttention-2's kernels have in their names: head dimension, rows and keys of a tile.
