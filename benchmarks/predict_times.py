@@ -69,12 +69,11 @@ def problem_of(row):
 def rows_of(path):
     """Each pass of a file of random_times.py: its row, and its stages' events in seconds."""
     found = []
-    with path.open(newline="") as stream:
-        for row in csv.DictReader(stream):
-            if row["stage"]:
-                found[-1][1][row["stage"]] = float(row["us"]) * 1e-6
-            else:
-                found.append((row, {}))
+    for row in read_table(path):
+        if row["stage"]:
+            found[-1][1][row["stage"]] = float(row["us"]) * 1e-6
+        else:
+            found.append((row, {}))
     return found
 
 
