@@ -29,7 +29,7 @@ from gpu_lab import open_lab
 from predict_times import device_of, problem_of, rows_of
 
 import flashsim
-from flashsim import FlashSimError, Problem
+from flashsim import FlashSimError, Problem, Tiling
 from flashsim.report import Table
 from flashsim.studies import verify
 from flashsim.studies.predict import predict
@@ -112,8 +112,9 @@ def compared(path: Path) -> list[dict[str, Any]]:
         p, name = problem_of(row), row["pass"]
         direction = "forward" if name == "forward" else "backward"
         algorithm = "flash2" if name == "forward" else name
+        tiling = Tiling(*map(int, row["tile"].split(" x ")))  # that ran, whatever rules say today
         how = {"direction": direction, "algorithm": algorithm, "device": device_of(row)}
-        said = predict(p, **how)
+        said = predict(p, **how, tiling=tiling)
         found.append(
             {"seed": row["seed"], "problem": p, "pass": name, "us": float(row["us"])}
             | {"predicted": 1e6 * said.seconds, "tile": row["tile"], "prediction": said}
