@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 
 def attention_bytes(task: Task) -> dict[tuple[str, str], int]:
-    """What FlashAttention-2 moves with the task's tiles, as `flashsim.count` computes it."""
+    """The bytes that FlashAttention-2 moves with the task's tiles, as `flashsim.count` computes it."""
     direction = "backward" if "dQ" in task.outputs else "forward"
     counted = count(task.problem, tiling=task.tiling, direction=direction)
     found: dict[tuple[str, str], int] = {}
@@ -146,12 +146,12 @@ class KernelExercise:
 
     @property
     def skeleton(self) -> str:
-        """What students start from."""
+        """The file that students start from, without its task."""
         return gapped(self.reference)
 
     @property
     def sizes(self) -> str:
-        """What the solution is called with, in one line."""
+        """The problems that the solution is called with, in one line."""
         return "; ".join(dict.fromkeys(in_words(one.problem) for one in self.tasks))
 
     @property
