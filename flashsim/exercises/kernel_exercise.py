@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 
 def attention_bytes(task: Task) -> dict[tuple[str, str], int]:
-    """The bytes that FlashAttention-2 moves with the task's tiles, as `flashsim.count` computes it."""
+    """The bytes that FlashAttention-2 moves with the task's tiles, by `flashsim.count`."""
     direction = "backward" if "dQ" in task.outputs else "forward"
     counted = count(task.problem, tiling=task.tiling, direction=direction)
     found: dict[tuple[str, str], int] = {}

@@ -97,7 +97,8 @@ def grade_kernels(
         marks = (Mark("runs", 0, 100, getattr(error, "kind", "record"), str(error)),)
         figures, moved, trace = {}, (), None
     first = next((at for at, mark in enumerate(marks) if mark.kind), None)
-    if first is not None and (left := words.todo(path.read_text("utf-8", "replace"), exercise)):
+    text = path.read_text("utf-8", "replace")
+    if first is not None and (left := words.todo(text, exercise.skeleton)):
         more = replace(marks[first], words=f"{marks[first].words}; {left}")
         marks = (*marks[:first], more, *marks[first + 1 :])
     hint = f"flashsim exercise hint {exercise.file or exercise.name}"
