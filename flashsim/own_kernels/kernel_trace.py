@@ -246,31 +246,25 @@ class KernelTrace:
             ("line", "op", "tensor", "accesses", "B", "masked B", "outside B", "sector B", "tile"),
             note="masked: lanes that the mask turns off; sectors of 32 bytes hold what is asked",
         )
-        keys = np.stack([a["line"], a["op"], a["tensor"] + 1], axis=1).astype(np.int64)
-        found, group = np.unique(keys, axis=0, return_inverse=True)
-        group = group.ravel()
-        for n in sorted(range(len(found)), key=lambda n: self._place(int(found[n][0]))):
-            line, op, code = (int(x) for x in found[n])
-            mine = a[group == n]
-            size = self.record.tensors[code - 1].itemsize if code else 0
-            rows, cols = self.geometry.rows[group == n], self.geometry.cols[group == n]
+        groups = self.record.by_line(np.ones(len(a), bool))
+        for line, op, code, at in sorted(groups, key=lambda one: self.record.lines[one[0]]):
+            mine, known = a[at], code >= 0
+            size = self.record.tensors[code].itemsize if known else 0
+            rows, cols = self.geometry.rows[at], self.geometry.cols[at]
             table.rows.append(
                 (
                     self.record.lines[line][1],
                     OPS[op] if op != REDUCE else "atomic",
-                    self.tensors[code - 1] if code else "-",
+                    self.tensors[code] if known else "-",
                     len(mine),
                     int(mine["active"].sum()) * size,
                     int(mine["masked"].sum()) * size,
                     int(mine["outside"].sum()) * size,
                     int(mine["sectors"].sum()) * SECTOR,
-                    f"{rows.max()} x {cols.max()}" if code else "-",
+                    f"{rows.max()} x {cols.max()}" if known else "-",
                 )
             )
         return table
-
-    def _place(self, line: int) -> tuple[str, int]:
-        return self.record.lines[line]
 
     def table(self) -> report.Table:
         """Return a table of bytes by tensor and operation, as of any other trace."""

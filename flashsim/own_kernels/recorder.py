@@ -174,6 +174,20 @@ class KernelRecord:
         sizes = np.array([t.itemsize for t in self.tensors] + [0], np.int64)
         return self.accesses["active"] * sizes[self.accesses["tensor"]]
 
+    def by_line(self, chosen: np.ndarray) -> list[tuple[int, int, int, np.ndarray]]:
+        """Group accesses: the number of their line, operation, tensor's code, which accesses."""
+        at = np.flatnonzero(chosen)
+        a, codes = self.accesses, len(self.tensors) + 1
+        key = a["line"][at].astype(np.int64)
+        key = (key * 4 + a["op"][at]) * codes + a["tensor"][at] + 1
+        order = np.argsort(key, kind="stable")
+        found, first = np.unique(key[order], return_index=True)
+        parts = np.split(at[order], first[1:])
+        return [
+            (one // codes // 4, one // codes % 4, one % codes - 1, part)
+            for one, part in zip(found.tolist(), parts, strict=False)
+        ]
+
     @property
     def nbytes(self) -> int:
         """Bytes that the record's columns take."""
@@ -566,23 +580,25 @@ class _Columns:
         self._dtype = dtype
         self._full: list[np.ndarray] = []
         self._open = np.zeros(_CHUNK, dtype)
-        self._used = 0
+        self._before = self._used = 0  # rows in `_full` and in `_open`
 
     def __len__(self) -> int:
-        return len(self._full) * _CHUNK + self._used
+        return self._before + self._used
 
     def add(self, row: tuple[int, ...]) -> None:
         """Append a row."""
         if self._used == _CHUNK:
             self._full.append(self._open)
+            self._before += _CHUNK
             self._open, self._used = np.zeros(_CHUNK, self._dtype), 0
         self._open[self._used] = row
         self._used += 1
 
     def array(self) -> np.ndarray:
-        """Return all rows, read-only."""
+        """Return all rows, read-only. They are kept once: the next rows go into another chunk."""
         whole = np.concatenate([*self._full, self._open[: self._used]])
         whole.setflags(write=False)
+        self._full, self._before, self._used = [whole], len(whole), 0
         return whole
 
 
