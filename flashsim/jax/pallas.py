@@ -17,7 +17,7 @@ from flashsim.jax.pallas_launch import BlockOperand, KernelCall, Model, launcher
 from flashsim.jax.refs import Lanes
 from flashsim.own_kernels import ATOMIC, LOAD, STORE, KernelTrace, Recorder
 from flashsim.own_kernels.names import labels
-from flashsim.own_kernels.recorder import KernelRecord
+from flashsim.own_kernels.record import KernelRecord
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashsim.own_kernels.geometry import Geometry
-from flashsim.own_kernels.recorder import ATOMIC, SECTOR
+from flashsim.own_kernels.record import ATOMIC, SECTOR
 from flashsim.schedule.names import LOAD, OPS
 
 #: A request of a warp is uncoalesced from this many times the sectors that its bytes need.

@@ -16,7 +16,7 @@ import numpy as np
 
 from flashsim.errors import FlashSimError, OptionError
 from flashsim.own_kernels.names import labels
-from flashsim.own_kernels.recorder import KernelRecord
+from flashsim.own_kernels.record import KernelRecord
 from flashsim.problem.checks import DTYPES
 from flashsim.problem.problem import MAX_HEAD_DIM, Problem
 from flashsim.schedule.tensors import AXES, COL, ROW, STATISTICS, TILE

@@ -17,7 +17,7 @@ from flashsim.own_kernels.compare import ByteRow, Expected, expected_of, rows_of
 from flashsim.own_kernels.findings import KernelFinding, findings_of
 from flashsim.own_kernels.geometry import Geometry
 from flashsim.own_kernels.predictions import dram_of, roofline_of
-from flashsim.own_kernels.recorder import SECTOR, KernelRecord, restricted
+from flashsim.own_kernels.record import SECTOR, KernelRecord, restricted
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.names import LOAD, OPS, REDUCE, STORE

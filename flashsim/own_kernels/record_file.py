@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.errors import TraceError
-from flashsim.own_kernels.recorder import ACCESS, WORK, Clash, KernelRecord, Launch
+from flashsim.own_kernels.record import ACCESS, WORK, Clash, KernelRecord, Launch
 from flashsim.own_kernels.tensors import KernelTensor
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from flashsim.errors import DTypeError, TraceError, own_errors, shown
 from flashsim.own_kernels import KernelTrace
 from flashsim.own_kernels.check import Reference, Verdict
-from flashsim.own_kernels.recorder import KernelRecord
+from flashsim.own_kernels.record import KernelRecord
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.triton.arguments import begin_of
