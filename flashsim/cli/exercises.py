@@ -31,7 +31,7 @@ from flashsim.schedule.dataflow import ALGORITHMS
 from flashsim.trace.trace import Trace
 
 _QUIZ = opt.One(tiling="same")
-_Name = Annotated[str, typer.Argument(help="Of `flashsim exercise list`, or a .py file.")]
+_Name = Annotated[str, typer.Argument(help="A name from `flashsim exercise list`, or a .py file.")]
 
 
 def listed() -> Tables:
@@ -43,11 +43,11 @@ def listed() -> Tables:
         "grades it; those named kernel-... are solved in Triton or Pallas",
     )
     for name in (*shelf.names(), *shelf.kernel_names()):
-        one = shelf.find(name)
-        task = one.tasks[0] if isinstance(one, KernelExercise) else one.task
-        sram = None if one.questions else task.sram_bytes
-        full = None if one.questions else one.full_marks_bytes
-        table.rows.append((name, one.title, full, sram, len(one.hints)))
+        exercise = shelf.find(name)
+        task = exercise.tasks[0] if isinstance(exercise, KernelExercise) else exercise.task
+        sram = None if exercise.questions else task.sram_bytes
+        full = None if exercise.questions else exercise.full_marks_bytes
+        table.rows.append((name, exercise.title, full, sram, len(exercise.hints)))
     return table
 
 
@@ -57,21 +57,21 @@ def start(
     force: bool = opt.option(False, "Overwrite a file that is there."),
 ) -> None:
     """Write the file to fill in: the statement, and a skeleton."""
-    one = shelf.find(name)
+    exercise = shelf.find(name)
     # To run a kernel takes Triton, which a student may not have yet.
-    points, said = checking.reference(one) if isinstance(one, Exercise) else (100, "")
+    points, said = checking.reference(exercise) if isinstance(exercise, Exercise) else (100, "")
     if said:
         raise OptionError(
             f"{name} cannot be solved: its own reference gets {points or 0} points; {said}"
         )
-    path = out or Path(f"{one.name.replace('-', '_')}.py")
-    _write(one.file_text, path, force=force)
-    typer.echo(f"{path}: fill it in, then `{_grading(one, path)}`; `{_hint(one)}` helps")
+    path = out or Path(f"{exercise.name.replace('-', '_')}.py")
+    _write(exercise.file_text, path, force=force)
+    typer.echo(f"{path}: fill it in, then `{_grading(exercise, path)}`; `{_hint(exercise)}` helps")
 
 
 def hint(
     name: _Name,
-    number: int = opt.option(1, "Which one.", min=1),
+    number: int = opt.option(1, "Number of the hint.", min=1),
 ) -> None:
     """Show a hint: 1 is a nudge, the last nearly everything."""
     hints = shelf.find(name).hints
@@ -86,15 +86,17 @@ def reveal(
     force: bool = opt.option(False, "Overwrite a file that is there."),
 ) -> None:
     """Print or write a reference solution, which gets every point."""
-    one = shelf.find(name)
-    if not one.revealed:
-        raise OptionError(f"the lecturer of {one.name} keeps its solution; `{_hint(one)}` helps")
-    text = f"# flashsim exercise: {one.name}\n\n{one.solution_source}"
+    exercise = shelf.find(name)
+    if not exercise.revealed:
+        raise OptionError(
+            f"the lecturer of {exercise.name} keeps its solution; `{_hint(exercise)}` helps"
+        )
+    text = f"# flashsim exercise: {exercise.name}\n\n{exercise.solution_source}"
     if out is None:
         typer.echo(text, nl=False)
         return
     _write(text, out, force=force)
-    typer.echo(f"{out}: `{_grading(one, out)}` grades it")
+    typer.echo(f"{out}: `{_grading(exercise, out)}` grades it")
 
 
 def check(name: _Name) -> Tables:
@@ -133,7 +135,8 @@ def predict(
     mask: opt.Mask,
     how: opt.One = _QUIZ,
     name: str | None = typer.Argument(
-        None, help="Of `flashsim exercise list`, or a .py file. Without it: a shape of your own."
+        None,
+        help="A name from `flashsim exercise list`, or a .py file. Without it: your own shape.",
     ),
     algorithm: str = opt.option("flash2", "Without a name: what is counted.", "-a"),
     loaded: int | None = opt.option(None, "Your bytes. Default: you are asked.", read=_number),
@@ -153,12 +156,12 @@ def predict(
     opt.refuse_unused(
         typed, "an exercise, which has its shape", only=("name", "loaded", "stored", "plot")
     )
-    one = shelf.get(name)
-    typer.echo(f"{textwrap.dedent(one.statement).strip()}\n\n{one.sizes}\n")
-    trace = one.executed.trace
+    exercise = shelf.get(name)
+    typer.echo(f"{textwrap.dedent(exercise.statement).strip()}\n\n{exercise.sizes}\n")
+    trace = exercise.executed.trace
     _judge(name, (loaded, stored), trace)
     if plot is not None:
-        _draw({"the reference": trace}, one, plot)
+        _draw({"the reference": trace}, exercise, plot)
 
 
 def _predict_shape(
@@ -182,12 +185,12 @@ def _predict_shape(
         say(f"plot in {plot}")
 
 
-def _judge(name: str, given: tuple[int | None, int | None], counted: Trace | Traffic) -> None:
+def _judge(name: str, said: tuple[int | None, int | None], counted: Trace | Traffic) -> None:
     """Ask for what was not said, and show it beside what was measured or counted."""
     options = ("loaded", "--loaded"), ("stored", "--stored")
     guesses = [
         _asked(f"bytes {what}", option) if guess is None else guess
-        for guess, (what, option) in zip(given, options, strict=True)
+        for guess, (what, option) in zip(said, options, strict=True)
     ]
     table = report.Table(
         f"{name}: said and measured", ("bytes", "said B", "measured B", "said / measured")
@@ -233,8 +236,8 @@ def grade(
             raise OptionError("--gradescope, --plot and --save are for one file, not for a folder")
         if missing := submissions.missing_walls():
             say(f"this system does not keep a graded file from {', '.join(missing)}")
-        found = submissions.grade_folder(file, exercise, limit=timeout, memory=memory, jobs=jobs)
-        show(_class(file, list(found)), form)
+        graded = submissions.grade_folder(file, exercise, limit=timeout, memory=memory, jobs=jobs)
+        show(_class(file, list(graded)), form)
         return
     for path in (gradescope, plot, save):
         ready(path)
@@ -257,12 +260,16 @@ def grade(
         trace.save(save)
         say(f"trace in {save}")
     if plot is not None:
-        one = shelf.find(exercise or marks.exercise)
-        if isinstance(one, KernelExercise):
+        graded_exercise = shelf.find(exercise or marks.exercise)
+        if isinstance(graded_exercise, KernelExercise):
             viz().save_figure(viz().traffic({"yours": trace}), plot)
             say(f"plot in {plot}")
         else:
-            _draw({"yours": trace, "full marks": one.executed.trace}, one, plot)
+            _draw(
+                {"yours": trace, "full marks": graded_exercise.executed.trace},
+                graded_exercise,
+                plot,
+            )
 
 
 def _homework(
@@ -281,23 +288,23 @@ def _homework(
         )
     ready(gradescope)
     timeout, memory = limits
-    found = [
-        one
+    graded = [
+        pair
         for root in roots
-        for one in grade_homework(root, exercise, limit=timeout, memory=memory)
+        for pair in grade_homework(root, exercise, limit=timeout, memory=memory)
     ]
-    show(_class(folder, found), form)
+    show(_class(folder, graded), form)
     if gradescope is not None:
         with beside(gradescope) as part:
-            part.write_text(together(found).gradescope(), encoding="utf-8")
+            part.write_text(together(graded).gradescope(), encoding="utf-8")
         say(f"Gradescope's results in {gradescope}")
 
 
-def _class(folder: Path, found: list[tuple[Path, Marks]]) -> tuple[list[Table], list[Table]]:
+def _class(folder: Path, graded: list[tuple[Path, Marks]]) -> tuple[list[Table], list[Table]]:
     """The table of a class: for people with the first reason, for programs with all of them."""
     columns = ("file", "exercise", "points", "results", "on chip", "bytes", "moved B", "why")
-    short, full = Table(f"{len(found)} files", columns), Table("", (*columns, "seconds"))
-    for path, marks in found:
+    short, full = Table(f"{len(graded)} files", columns), Table("", (*columns, "seconds"))
+    for path, marks in graded:
         file = plain(str(path.relative_to(folder)), 200)
         parts = {"results": 0, "room": 0, "bytes": 0}
         for mark in marks.marks:
@@ -311,8 +318,8 @@ def _class(folder: Path, found: list[tuple[Path, Marks]]) -> tuple[list[Table], 
         )
         short.rows.append((*row, textwrap.shorten(why[0] if why else "", 60)))
         full.rows.append((*row, " | ".join(why), round(marks.seconds, 3)))
-    whole = [marks.points for _, marks in found if marks.points == marks.most]
-    short.note = f"{len(whole)} of {len(found)} get every point; --csv has every reason in full"
+    whole = [marks.points for _, marks in graded if marks.points == marks.most]
+    short.note = f"{len(whole)} of {len(graded)} get every point; --csv has every reason in full"
     return [short], [full]
 
 
@@ -324,15 +331,17 @@ def _write(text: str, path: Path, *, force: bool) -> None:
         part.write_text(text, encoding="utf-8")
 
 
-def _grading(one: shelf.AnyExercise, path: Path) -> str:
-    return f"flashsim exercise grade {path}" + (f" --exercise {one.file}" if one.file else "")
+def _grading(exercise: shelf.AnyExercise, path: Path) -> str:
+    return f"flashsim exercise grade {path}" + (
+        f" --exercise {exercise.file}" if exercise.file else ""
+    )
 
 
-def _hint(one: shelf.AnyExercise) -> str:
-    return f"flashsim exercise hint {one.file or one.name}"
+def _hint(exercise: shelf.AnyExercise) -> str:
+    return f"flashsim exercise hint {exercise.file or exercise.name}"
 
 
-def _draw(traces: dict[str, Trace], one: Exercise, path: Path) -> None:
+def _draw(traces: dict[str, Trace], exercise: Exercise, path: Path) -> None:
     """Draw the bytes by tensor, and print the picture's path."""
-    viz().save_figure(draw(traces, one), path)
+    viz().save_figure(draw(traces, exercise), path)
     say(f"plot in {path}")

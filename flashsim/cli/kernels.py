@@ -50,7 +50,7 @@ def kernel(
     ),
     reference: str | None = opt.option(None, "A function of FILE.py to compare results with."),
     config: int | None = opt.option(None, "Number of the configuration of autotuned kernels."),
-    model: str | None = opt.option(None, "Of a Pallas kernel: gpu or tpu, who moves the bytes."),
+    model: str | None = opt.option(None, "Pallas: gpu or tpu, the hardware that moves the bytes."),
     device: opt.Device = "H100",
     seed: int = opt.option(0, "Seed of the random inputs."),
     out: Path | None = opt.option(None, "Folder for a page and a picture of the kernel."),
@@ -63,9 +63,9 @@ def kernel(
     program.
     """
     path, function = _split(target)
-    names = dict(_pair("--name", one) for one in name or ())
-    settings = dict(_pair("--set", one) for one in set_ or ())
-    given = Problem(n_q, n_kv, head_dim, None, batch, heads, kv_heads, dtype, causal)  # type: ignore[arg-type]
+    names = dict(_pair("--name", pair) for pair in name or ())
+    settings = dict(_pair("--set", pair) for pair in set_ or ())
+    problem = Problem(n_q, n_kv, head_dim, None, batch, heads, kv_heads, dtype, causal)  # type: ignore[arg-type]
     note = ""
     text = path.read_text(encoding="utf-8", errors="replace")
     if any("jax.experimental.pallas" in name for name in imports(text)):
@@ -77,11 +77,11 @@ def kernel(
             module = imported(path)
             compared = None if reference is None else _attribute(module, reference)
             called = _attribute(module, function)
-            call, used = _call(called, function, given, settings, "numpy", ndim, seed)
+            call, used = _call(called, function, problem, settings, "numpy", ndim, seed)
             traced = _pallas(
                 call,
                 {"names": names, "device": device, "model": model},
-                given if used else None,
+                problem if used else None,
             )
         try:
             traced.check(compared)
@@ -110,8 +110,8 @@ def kernel(
             compared = None if reference is None else _attribute(module, reference)
             called = _attribute(module, function)
             library = "torch" if hasattr(module, "torch") else "numpy"
-            call, used = _call(called, function, given, settings, library, ndim, seed)
-            with standing_in(), watch(**options, problem=given if used else None) as seen:
+            call, used = _call(called, function, problem, settings, library, ndim, seed)
+            with standing_in(), watch(**options, problem=problem if used else None) as seen:
                 call()  # torch, if the file uses it, has come with the file
     traced = seen.result(unchecked=True)
     try:
@@ -154,13 +154,13 @@ def _split(target: str) -> tuple[Path, str]:
 
 
 def _attribute(module: Any, dotted: str) -> Any:
-    found = module
+    value = module
     for part in dotted.split("."):
-        if not hasattr(found, part):
-            there = [n for n, x in vars(found).items() if callable(x) and not n.startswith("_")]
+        if not hasattr(value, part):
+            there = [n for n, x in vars(value).items() if callable(x) and not n.startswith("_")]
             raise OptionError(f"{module.__file__} has no {dotted!r}; {choices(part, there)}")
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _pair(option: str, text: str) -> tuple[str, str]:
@@ -201,25 +201,25 @@ def _call(
     from flashsim.own_kernels.names import paper_name
 
     parameters = inspect.signature(called).parameters
-    loose = any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
+    loose = any(declared.kind is declared.VAR_POSITIONAL for declared in parameters.values())
     axes = ndim or _axes(called) or 4
     arrays = _Arrays(p, axes, library, seed)
     rng = np.random.default_rng(seed)
     if loose:  # torch.autograd.Function.apply
-        words = [arrays.of(one) for one in ("Q", "K", "V")]
+        words = [arrays.of(paper) for paper in ("Q", "K", "V")]
         return functools.partial(called, *words, p.causal), True
     keywords: dict[str, Any] = {}
     attention = False
-    for parameter, one in parameters.items():
+    for parameter, declared in parameters.items():
         paper = paper_name(parameter)
         if parameter in settings:
             value = _value(settings[parameter], p.dtype, rng)
             keywords[parameter] = arrays.own(value) if isinstance(value, np.ndarray) else value
         elif parameter in _FLAGS:
             keywords[parameter] = p.causal
-        elif parameter in _SCALES and one.default is one.empty:
+        elif parameter in _SCALES and declared.default is declared.empty:
             keywords[parameter] = p.scale
-        elif one.default is not one.empty:
+        elif declared.default is not declared.empty:
             continue
         elif paper in _GIVEN:
             keywords[parameter] = arrays.of(paper)

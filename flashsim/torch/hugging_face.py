@@ -293,10 +293,11 @@ def attend(
     Raises
     ------
     UnsupportedError
-        For dropout, attention sinks, a paged cache, keys or blocks of keys that an indexer chose,
-        or a request for the probabilities.
+        For dropout, a paged cache, keys or blocks of keys that an indexer chose, or a request for
+        the probabilities.
     """
     _refuse(dropout, rest)
+    sinks = next((rest[name] for name in ("s_aux", "sinks") if rest.get(name) is not None), None)
     if isinstance(attention_mask, Band):
         band, added = attention_mask, None
     elif attention_mask is None:
@@ -312,6 +313,7 @@ def attend(
         "window": band.window,
         "scale": scaling,
         "softcap": softcap or 0.0,
+        "sinks": sinks,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     patterned = isinstance(attention_mask, Tensor) or band.keys is not None
@@ -323,7 +325,7 @@ def attend(
     if added is not None:
         full = (*added.shape[:2], query.shape[2], key.shape[2])
         options["bias"] = added.to(query.dtype).expand(full).contiguous()
-    elif band.stops is not None and not _wants_gradient(query, key, value):
+    elif band.stops is not None and sinks is None and not _wants_gradient(query, key, value):
         return _decoded(query, key, value, band, options), None
     elif band.keys is not None:
         return _without_padding(query, key, value, band, options), None
@@ -404,8 +406,6 @@ def _refuse(dropout: float, rest: dict[str, Any]) -> None:
             "dropout to 0, or call model.eval()"
         )
     for name, what in (
-        ("s_aux", "attention sinks"),
-        ("sinks", "attention sinks"),
         ("indices", "only those keys that an indexer chose"),
         ("block_indices", "only those blocks of keys that an indexer chose"),
         ("cache", "a paged cache"),

@@ -18,6 +18,8 @@ from flashsim.exercises import checking, get, homework, kernel_names, kernel_run
 from flashsim.exercises.kernel_grading import Handover, grade_kernels
 from flashsim.own_kernels.record_file import Recorded, packed, unpacked
 
+pytestmark = pytest.mark.promise("grading cannot be cheated")
+
 ROOT = Path(__file__).parents[2]
 FORWARD = shelf.find("kernel-forward")
 

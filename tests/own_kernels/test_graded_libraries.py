@@ -18,6 +18,8 @@ from flashsim.cli.app import app
 from flashsim.exercises import shelf
 from flashsim.exercises.kernel_grading import grade_kernels
 
+pytestmark = pytest.mark.promise("grading cannot be cheated")
+
 HOMEWORK = Path(__file__).parents[2] / "examples/homework"
 
 

@@ -9,6 +9,8 @@ torch = pytest.importorskip("torch")
 from flashsim.errors import DTypeError, ShapeError, UnsupportedError  # noqa: E402
 from flashsim.torch import attention, direct, ops  # noqa: E402
 
+pytestmark = pytest.mark.promise("bridges equal their library")
+
 
 def tensors(n_q=5, n_kv=9, dtype=torch.float64):
     torch.manual_seed(0)
