@@ -19,7 +19,7 @@ from flashsim.problem.problem import Problem
 Transfers = Mapping[tuple[str, str], int]
 
 
-class Case(NamedTuple):
+class KernelCase(NamedTuple):
     """One call of a solution: a task, and the kind of its inputs."""
 
     task: Task
@@ -107,13 +107,13 @@ class KernelExercise:
         return self.statement.strip().splitlines()[0].rstrip(".")
 
     @property
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[KernelCase]:
         """Every task with normal inputs; the first also with scores that rise along the keys.
 
         A backward pass has no running maximum, so rising scores would test nothing there.
         """
-        rising = [] if "dO" in self.given else [Case(self.tasks[0], "rising")]
-        return [*rising, *(Case(one, "normal") for one in self.tasks)]
+        rising = [] if "dO" in self.given else [KernelCase(self.tasks[0], "rising")]
+        return [*rising, *(KernelCase(one, "normal") for one in self.tasks)]
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ and atomic operations note what they move. Arithmetic of bfloat16 and FP8 is com
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,8 +15,7 @@ from flashsim.errors import MemoryModelError, UnsupportedError
 from flashsim.own_kernels import ATOMIC, LOAD, STORE
 from flashsim.triton import narrow_floats as floats
 
-if TYPE_CHECKING:
-    from flashsim.triton.machine import Interpreter
+Interpreter = Any  # `machine.Interpreter`, whose module imports this one
 
 
 def _load(m: Interpreter, plain: Any) -> Any:
