@@ -12,11 +12,13 @@ imported.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -107,6 +109,9 @@ class Walker:
         self.launch = launch
         self.program: tuple[int, ...] | None = None  # without the axes that vmap added
         self.sizes: tuple[int, ...] = ()
+        #: The running program's loops: what each carries now, by name; and its scratch buffers.
+        self.carried: dict[int, dict[str, Any]] = {}
+        self.buffers: dict[str, Ref] = {}
         self._plans: dict[int, tuple[Any, list[Equation]]] = {}
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -192,8 +197,28 @@ class Walker:
         first, second = params["cond_nconsts"], params["body_nconsts"]
         outer, inner, carry = split(inputs, first, second)
         while bool(self.run(opened(until), closed_over(until), [*outer, *carry])[0]):
+            self._carries(body, len(inner), carry)
             carry = self.run(opened(body), closed_over(body), [*inner, *carry])
+        self._carries(body, len(inner), carry)
         return carry
+
+    def _carries(self, body: Any, first: int, carry: Sequence[Any]) -> None:
+        """Remember what a loop carries, by the names that the reader's function gives it."""
+        if self.program is not None:
+            names = carried_names(opened(body), first, len(carry))
+            self.carried[id(opened(body))] = dict(zip(names, carry, strict=True))
+
+    def variables(self) -> dict[str, np.ndarray]:
+        """What the running program's loops carry and its scratch holds, those that are floats."""
+        found: dict[str, Any] = {name: ref.array for name, ref in self.buffers.items()}
+        for carry in self.carried.values():
+            found |= {name: x for name, x in carry.items() if not isinstance(x, Ref)}
+        arrays = {name: np.asarray(x) for name, x in found.items()}
+        return {
+            name: np.array(x, np.float64)
+            for name, x in arrays.items()
+            if x.size > 1 and np.issubdtype(x.dtype, np.inexact)
+        }
 
     def _scan(self, step: Equation, inputs: list[Any]) -> list[Any]:
         params = step.params
@@ -206,12 +231,14 @@ class Walker:
         order = range(length)
         results: list[list[Any]] = [[] for _ in step.equation.outvars[len(carry) :]]
         for i in reversed(order) if params["reverse"] else order:
+            self._carries(body, first, carry)
             done = self.run(
                 opened(body), closed_over(body), [*consts, *carry, *(row[i] for row in rows)]
             )
             carry = done[: len(carry)]
             for result, value in zip(results, done[len(carry) :], strict=True):
                 result.append(value)
+        self._carries(body, first, carry)
         if params["reverse"]:
             results = [result[::-1] for result in results]
         stacked = []
@@ -386,6 +413,40 @@ def computed(primitive: Any, inputs: list[Any], params: dict[str, Any]) -> Any:
 def opened(body: Any) -> Any:
     """The jaxpr itself, of a closed jaxpr or of an open one."""
     return getattr(body, "jaxpr", body)
+
+
+@functools.cache
+def unpacked_names(told: str) -> tuple[str, ...]:
+    """The names to which a loop's body unpacks its last argument: ``m, l, acc = carry``."""
+    found = re.fullmatch(r"\S+ at (.*):(\d+)", told)
+    try:
+        tree = (
+            ast.parse(Path(found[1]).read_text(encoding="utf-8")) if found else ast.Module([], [])
+        )
+    except (OSError, SyntaxError, ValueError):
+        return ()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and found and node.lineno == int(found[2]):
+            for line in node.body:
+                if (
+                    isinstance(line, ast.Assign)
+                    and isinstance(line.targets[0], ast.Tuple)
+                    and ast.unparse(line.value) == node.args.args[-1].arg
+                ):
+                    return tuple(ast.unparse(one) for one in line.targets[0].elts)
+    return ()
+
+
+def carried_names(jaxpr: Any, first: int, count: int) -> list[str]:
+    """Names of a loop's carry: the reader's, or JAX's ("carry[0]"), or "carry 0"."""
+    info = getattr(jaxpr, "debug_info", None)
+    known = list(getattr(info, "arg_names", None) or ())[first : first + count]
+    names = [str(name) for name in known] + [""] * (count - len(known))
+    names = [name or f"carry {n}" for n, name in enumerate(names)]
+    own = unpacked_names(str(getattr(info, "func_src_info", "") or ""))
+    if own and len(own) <= count:
+        names[count - len(own) :] = own
+    return names
 
 
 def closed_over(body: Any) -> Sequence[Any]:

@@ -18,6 +18,7 @@ from flashsim.own_kernels.findings import KernelFinding, findings_of
 from flashsim.own_kernels.geometry import Geometry
 from flashsim.own_kernels.predictions import dram_of, roofline_of
 from flashsim.own_kernels.record import SECTOR, KernelRecord, restricted
+from flashsim.own_kernels.steps import Again, followed
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.names import LOAD, OPS, REDUCE, STORE
@@ -43,7 +44,8 @@ class KernelTrace:
     outputs : dict of str to array
         What the tensors that were stored to hold at the end, by label.
     values : tuple of ndarray
-        What all tensors held at the end, in the order of their codes: for `check`.
+        What all tensors held at the end, in the order of their codes: for `check`. A frontend gives
+        `again`, too: it runs one program once more, so that `check` names its first wrong step.
     verdict : Verdict or None
         What the last `check` found.
     """
@@ -58,6 +60,7 @@ class KernelTrace:
         name: str | None = None,
         outputs: Mapping[str, Any] | None = None,
         values: Sequence[np.ndarray] = (),
+        again: Again | None = None,
     ) -> None:
         if not record.launches:
             raise TraceError(
@@ -76,6 +79,7 @@ class KernelTrace:
         self.outputs = dict(outputs or {})
         self.values = tuple(values)
         self.verdict: Verdict | None = None
+        self._again = again
 
     @property
     def problem(self) -> Problem:
@@ -223,8 +227,11 @@ class KernelTrace:
         TraceError
             If nothing can be compared: the tensors' values were not kept, or no reference is known.
         """
-        self.verdict = check(self.geometry, self.values, reference)
-        return self.verdict
+        verdict = check(self.geometry, self.values, reference)
+        if not verdict.right and reference is None and self._again is not None:
+            verdict = followed(self.geometry, self.values, verdict, self._again)
+        self.verdict = verdict
+        return verdict
 
     # -- predictions ----------------------------------------------------------------------------
 

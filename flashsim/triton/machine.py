@@ -284,6 +284,14 @@ class Interpreter:
         """Return the running kernel's local tensors, by name."""
         return tiles(reader_frame(self.at.folder), self.at.folder, _run_program.__code__)
 
+    def variables(self) -> dict[str, np.ndarray]:
+        """Return what the running kernel's variables hold, those that are tiles of floats."""
+        return {
+            name: np.array(floats.widen(value.handle))
+            for name, value in self.locals().items()
+            if value.handle.dtype.scalar.is_floating() and value.handle.data.size > 1
+        }
+
     def loaded(self, found: Any) -> Any:
         """Remember a handle that a load returned."""
         self._loaded[id(found)] = found
