@@ -11,11 +11,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.errors import (
-    DTypeError,
-    FlashSimError,
-    MemoryModelError,
     OptionError,
-    UnsupportedError,
     shown,
 )
 from flashsim.own_kernels import ATOMIC, Recorder
@@ -24,7 +20,7 @@ from flashsim.triton import narrow_floats as floats
 from flashsim.triton.arguments import Arguments, Descriptor, Pointer, allocation, values
 from flashsim.triton.hooks import HOOKED, checking, remembering
 from flashsim.triton.installed import installed
-from flashsim.triton.lines import deepest, reader_frame, tiles
+from flashsim.triton.lines import failure, reader_frame, tiles
 from flashsim.triton.memory import Memory, Reached, dtype_of
 
 #: After so many programs of a launch, the tiles that they hold are known.
@@ -371,7 +367,7 @@ class Interpreter:
             with np.errstate(all="ignore"):
                 _run_program(ran.function, ran.arguments)
         except Exception as error:
-            self._fail(ran, place, error)
+            raise failure(ran.function.__name__, place, error, self.at.folder) from error
 
     def again(self, ran: Ran, place: tuple[int, ...], look: Callable[..., None]) -> None:
         """Run one program again on what memory held before its launch; `look` sees each access.
@@ -453,31 +449,6 @@ class Interpreter:
         if getattr(given, "round_f32_to_tf32", False):
             made.handle.round_f32_to_tf32 = True
         return made
-
-    def _fail(self, ran: Ran, place: tuple[int, ...], error: Exception) -> None:
-        """Raise an error that names the reader's line and the program."""
-        found = deepest(error, self.at.folder)
-        root: BaseException = error
-        while type(root).__name__ == "InterpreterError" and root.__cause__ is not None:
-            root = root.__cause__
-        where = f"{ran.function.__name__}, program {place}"
-        if found is not None:
-            where += f", line {found[1]}, `{found[2]}`"
-        if isinstance(root, FlashSimError):
-            told = type(root)(f"{where}: {root}")
-            vars(told).update(vars(root))
-            raise told from error
-        text = f"{type(root).__name__}: {root}" if str(root) else type(root).__name__
-        if isinstance(root, (NotImplementedError, AttributeError)):
-            raise UnsupportedError(
-                f"{where}: Triton's interpreter cannot run this ({text}); write it with tl.load, "
-                "tl.store, tl.dot and the operations of tl, or trace the kernel without that line"
-            ) from error
-        if isinstance(root, AssertionError):
-            raise MemoryModelError(
-                f"{where}: an assertion of the kernel or of the interpreter failed ({text})"
-            ) from error
-        raise DTypeError(f"{where}: {text}") from error
 
     def outputs(self, codes: Sequence[int]) -> dict[int, Any]:
         """Return the arrays of tensors, by code: what the reader passed, or the kernel's copy."""
