@@ -33,7 +33,8 @@ pytestmark = pytest.mark.promise("bridges equal their library")
 
 @pytest.fixture(autouse=True)
 def double():
-    with jax.enable_x64(True):
+    wide = getattr(jax, "enable_x64", None) or jax.experimental.enable_x64  # up to JAX 0.7
+    with wide(True):
         yield
 
 
