@@ -33,8 +33,7 @@ pytestmark = pytest.mark.promise("bridges equal their library")
 
 @pytest.fixture(autouse=True)
 def double():
-    wide = getattr(jax, "enable_x64", None) or jax.experimental.enable_x64  # up to JAX 0.7
-    with wide(True):
+    with jax.enable_x64(True):
         yield
 
 
