@@ -9,9 +9,11 @@ such a pointer from a Python function. XLA calls it from a thread of its own; ct
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -190,6 +192,15 @@ def _read(span: Any) -> str:
     return ctypes.string_at(span.contents.data, span.contents.size).decode()
 
 
+def _version(frame: Any) -> tuple[int, int]:
+    """The version of the interface that jaxlib speaks; up to JAX 0.8 its header alone says it."""
+    if frame.api:
+        return frame.api.contents.version.major, frame.api.contents.version.minor
+    text = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text))
+    return int(found["MAJOR"]), int(found["MINOR"])
+
+
 #: What was registered, which nothing else keeps alive.
 _REGISTERED: list[Any] = []
 
@@ -211,10 +222,9 @@ def register(name: str, platform: str, function: Callable[[ForeignCall], None]) 
         if frame.extension:  # XLA asks this once, while it registers
             extension = _MetadataExtension.from_address(frame.extension)
             if extension.kind == _METADATA:
-                version = frame.api.contents.version
-                spoken.append(version.major)
-                told = extension.metadata.contents
-                told.version.major, told.version.minor = version.major, version.minor
+                told = extension.metadata.contents.version
+                told.major, told.minor = _version(frame)
+                spoken.append(told.major)
                 told.traits = 0
                 return None
         try:
