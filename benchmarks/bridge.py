@@ -55,7 +55,7 @@ def captured(work: Work) -> Work:
             work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         work()
     return graph.replay
 

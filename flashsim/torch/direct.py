@@ -59,10 +59,13 @@ class Ready:
         direct = getattr(asked.engine, "direct", None)
         made = None
         if direct is not None and not asked.empty and asked.ndim == 4:
+            # This call's tensors must not live as long as what is kept of it.
+            bare = job.given(None, None, None)
+            kept = replace(asked, job=bare)
             made = direct(
                 job,
-                lambda saved, dlse: asked.backward_job(
-                    job.given(None, None, None), saved, None, deterministic, None, dlse=dlse
+                lambda saved, dlse: kept.backward_job(
+                    bare, saved, None, deterministic, None, dlse=dlse
                 ),
             )
         if made is not None:
