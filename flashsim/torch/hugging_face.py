@@ -188,11 +188,16 @@ def mask(
         known = _band(mask_function, local_size)
     if known is not None:
         start = int(q_offset) - kv_offset  # where the queries stand among the keys
-        keys = _no_padding(attention_mask, kv_length, kv_offset)
-        band = _narrowed(known, keys, start, q_length, kv_length)
-        if band is not None and not _wanted_whole(known, rest, start, q_length, kv_length):
-            # A cache may move its own offset on before the model asks.
-            return replace(band, whole=partial(whole, q_offset=start + kv_offset))
+        if not _wanted_whole(known, rest, start, q_length, kv_length):
+            keys = _no_padding(attention_mask, kv_length, kv_offset)
+            given = known, keys, start, q_length, kv_length
+            band = None
+            if not rest.get("allow_is_causal_skip", True):  # torch.compile may take this cache
+                band = _live(*given, batch_size, rest.get("device"))
+            band = _narrowed(*given) if band is None else band
+            if band is not None:
+                # A cache may move its own offset on before the model asks.
+                return replace(band, whole=partial(whole, q_offset=start + kv_offset))
     return whole()
 
 
@@ -207,6 +212,37 @@ def _wanted_whole(band: Band, rest: dict[str, Any], start: int, n_q: int, n_kv: 
 
 def _readable(*given: Any) -> bool:
     return all(has_values(x) for x in given if isinstance(x, Tensor))
+
+
+def _live(
+    band: Band,
+    keys: Tensor | None,
+    start: int,
+    n_q: int,
+    n_kv: int,
+    batch: int,
+    device: Any,
+) -> Band | None:
+    """Return the `Band` for a few queries of a static cache, or None.
+
+    It has the same attributes for every token, so compiled code is never compiled again: also when
+    the cache is full. None if padding lies between tokens or a query is padding.
+    """
+    end, window = start + n_q, band.window
+    if n_q > FEW or end > n_kv or not band.causal:
+        return None
+    if keys is None:
+        starts = torch.zeros(batch, dtype=torch.int32, device=device)
+    else:
+        kept = keys[:, :end]
+        starts = kept.int().argmax(1)
+        gaps = kept.sum(1).add_(starts).ne(end).any()
+        if any(torch.stack([gaps, starts.max() > start]).tolist()):  # the only wait for a GPU
+            return None
+        starts = starts.int()
+    if window is not None and n_kv <= window[0] + 1:
+        window = None
+    return Band(True, window, starts=starts, stops=torch.full_like(starts, end))
 
 
 def _narrowed(band: Band, keys: Tensor | None, start: int, n_q: int, n_kv: int) -> Band | None:
