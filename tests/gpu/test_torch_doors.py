@@ -136,6 +136,43 @@ def test_a_kept_call_does_not_keep_its_tensors(n_q):
     assert torch.cuda.memory_allocated() == before
 
 
+@pytest.mark.parametrize("shape", [(1, 4, 128, 64), (4, 16, 1024, 64)])
+@pytest.mark.parametrize("deterministic", [None, True, False])
+def test_calls_again_at_the_same_addresses(shape, deterministic):
+    """Such calls are filled in once: they read new numbers, in each stream and in a graph."""
+    inputs = tensors(shape, shape, shape)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    dout = torch.randn_like(inputs[0])
+    told = {"causal": True, "deterministic": deterministic}
+
+    def step(*given):
+        given = [x.detach().requires_grad_() for x in given]
+        out, lse = attention(*given, return_lse=True, **told)
+        return out, lse, *torch.autograd.grad((out, lse), given, (dout, torch.ones_like(lse)))
+
+    for _ in range(2):
+        # Other addresses, so filled in anew at each call.
+        wanted = step(*(x.clone() for x in inputs))
+        exact = 0.02 if deterministic is False else 0
+        for given in (inputs, turned):
+            for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    for _ in range(4):
+                        found = step(*given)
+                torch.cuda.current_stream().wait_stream(stream)
+                for x, y in zip(found, wanted, strict=True):
+                    torch.testing.assert_close(x, y, rtol=exact, atol=exact)
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph, **CAPTURE):
+            outs = [attention(*inputs, **told) for _ in range(3)]
+        graph.replay()
+        for x in outs:
+            assert torch.equal(x, wanted[0])
+        for x, y in zip(inputs, turned, strict=True):
+            y.copy_(x.normal_())
+
+
 @pytest.mark.parametrize("page", [0, 16, 3])
 @pytest.mark.parametrize("splits", [None, 3])
 @pytest.mark.parametrize("n_q", [1, 5])
