@@ -9,6 +9,7 @@ attention alone.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from types import FunctionType
 from typing import Any, ClassVar, NoReturn
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     AttentionInterface,
@@ -25,6 +27,7 @@ from transformers import (
 )
 
 from flashsim.errors import UnsupportedError
+from flashsim.torch import hugging_face_packed
 from flashsim.torch.decoding import decode
 from flashsim.torch.functional import attention
 from flashsim.torch.masks import has_values
@@ -34,8 +37,21 @@ FEW = 16
 
 
 def register(name: str) -> None:
-    """Register both functions with transformers under one name."""
+    """Register the functions with transformers under one name, and another for paged caches.
+
+    Raises
+    ------
+    UnsupportedError
+        If this version of transformers is too old.
+    """
+    if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+        raise UnsupportedError(
+            "flashsim's attention needs transformers 5.4 or later, got "
+            f"{transformers.__version__}, whose masks are made in another way; pip install "
+            "--upgrade transformers"
+        )
     AttentionInterface.register(name, attend)
+    AttentionInterface.register(f"paged|{name}", attend_paged)
     AttentionMaskInterface.register(name, mask)
     # A name with "flash" in it is the flash-attn package's, thinks transformers: it would import
     # that, and refuse it a mask of chunks.
@@ -53,7 +69,9 @@ def _but_for(name: str, theirs: Callable[..., bool]) -> Callable[..., bool]:
         config: Any = None, requested_attention_implementation: str | None = None, **rest: Any
     ) -> bool:
         asked = requested_attention_implementation or getattr(config, "_attn_implementation", None)
-        return asked != name and theirs(config, requested_attention_implementation, **rest)
+        return asked not in (name, f"paged|{name}") and theirs(
+            config, requested_attention_implementation, **rest
+        )
 
     is_flash_attention_requested.but_for = name  # type: ignore[attr-defined]
     return is_flash_attention_requested
@@ -332,12 +350,13 @@ def attend(
         For dropout, attention sinks, a paged cache, keys or blocks of keys that an indexer chose,
         or a request for the probabilities.
     """
-    _refuse(dropout, rest)
+    refuse(dropout, rest)
     if isinstance(attention_mask, Band):
         band, added = attention_mask, None
-    elif attention_mask is None:
+    elif attention_mask is None:  # as in continuous batching
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        band, added = Band(bool(causal)), None
+        width = rest.get("sliding_window") if causal else None
+        band, added = Band(bool(causal), (width - 1, 0) if width else None), None
     else:
         band, added = Band(causal=False), _added(attention_mask, query)
     if position_bias is not None:
@@ -351,9 +370,9 @@ def attend(
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     patterned = isinstance(attention_mask, Tensor) or band.keys is not None
-    if not patterned and rest.get("cu_seq_lens_q") is not None:  # packed by the caller
-        for side in ("q", "k"):
-            options[f"cu_seqlens_{side}"] = rest[f"cu_seq_lens_{side}"]
+    if not patterned and added is None and rest.get("cu_seq_lens_q") is not None:
+        # Packed by the caller.
+        return hugging_face_packed.attend(query, key, value, rest, options), None
     if band.keys is not None and added is not None:
         added = added + _added(band.keys[:, None, None], query)
     if added is not None:
@@ -364,6 +383,38 @@ def attend(
     elif band.keys is not None:
         return _without_padding(query, key, value, band, options), None
     return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
+
+
+def attend_paged(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    cache: Any = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a layer over the paged cache of transformers' continuous batching.
+
+    The cache keeps the new keys and values, and returns those that each sequence sees, packed.
+    Newer versions of transformers do this themselves, and call `attend`.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is no paged cache, and for whatever `attend` refuses.
+    """
+    if cache is None:
+        raise UnsupportedError(
+            '"paged|flashsim" is for continuous batching (model.generate_batch), which gives a '
+            'paged cache; model.set_attn_implementation("flashsim") is for other calls'
+        )
+    where = {name: rest.pop(name) for name in ("read_index", "write_index")}
+    packed = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **where)
+    k, v = (x.transpose(0, 1)[None] for x in packed)
+    rest.setdefault("sliding_window", getattr(module, "sliding_window", None))
+    return attend(module, query, k, v, attention_mask, **rest)
 
 
 def _added(mask: Tensor, query: Tensor) -> Tensor:
@@ -433,7 +484,8 @@ def _packed(x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
     return tokens.transpose(0, 1)[None], rows, [0, *kept.sum(1).cumsum(0).tolist()]
 
 
-def _refuse(dropout: float, rest: dict[str, Any]) -> None:
+def refuse(dropout: float, rest: dict[str, Any]) -> None:
+    """Raise UnsupportedError for what flashsim's attention does not give a model."""
     if dropout:
         raise UnsupportedError(
             f"flashsim's attention has no dropout, got {dropout}; set the model's attention "
