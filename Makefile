@@ -60,7 +60,7 @@ PYTEST = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(J
   --no-loadscope-reorder
 
 unit: $(VENV)/.dev
-	$(PYTEST) --covered 97
+	$(PYTEST) --covered 98
 
 # All tests that run the CPU engine, as on a CPU with AVX2 alone, on an x86 that has more.
 HASWELL = NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c
@@ -80,6 +80,7 @@ thorough: $(VENV)/.dev
 test-torch: $(VENV)-torch/.installed
 	OMP_NUM_THREADS=1 $(VENV)-torch/bin/python -m pytest -n $(JOBS) tests/api/bridges \
 	  tests/api/test_hosts.py tests/own_kernels/test_triton_libraries.py \
+	  tests/own_kernels/test_graded_libraries.py \
 	  'tests/api/test_docs.py::test_blocks_run[docs/guides/in_your_model.md]' \
 	  'tests/api/test_docs.py::test_blocks_run[docs/guides/pallas.md]' \
 	  'tests/api/test_docs.py::test_blocks_run[docs/guides/watch.md]'
@@ -115,9 +116,8 @@ wheel: $(VENV)/.dev
 	$(BIN)/python tests/tools/wheel.py
 
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/trace.py
+	$(BIN)/python benchmarks/costs.py
 	$(BIN)/python benchmarks/cpu.py
-	$(BIN)/python benchmarks/l2.py
 
 # On a GPU, with CuPy and .[test] in PYTHON's environment: tests, sanitizer, seeded bugs, times.
 gpu:

@@ -353,11 +353,12 @@ def report(name: str, title: str, rows: list[dict], out: Path) -> None:
 def plot(rows: list[dict], path: Path) -> None:
     """Time and peak memory over N, both axes logarithmic."""
     import matplotlib as mpl
+    from line_labels import end_labels
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
     from flashsim.viz import palette
-    from flashsim.viz.style import DASHES, MARKERS, count_axis, end_labels, rc
+    from flashsim.viz.style import DASHES, MARKERS, count_axis, rc
 
     look = palette.theme("light")
     names = {"numba": "CPU engine", "naive": "naive NumPy", "torch": "PyTorch"}

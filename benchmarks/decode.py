@@ -2,40 +2,40 @@
 
     python benchmarks/decode.py [--quick] [--csv decode.csv] [--plot decode.png]
     python benchmarks/decode.py --read decode.csv --plot decode.png
+    python benchmarks/decode.py --latent --csv latent.csv    # latent attention (MLA), below
 
 bfloat16, 32 query heads on 8, random values, no mask (n_q = 4: torch's causal mask is not aligned
-to the end of the cache). At each shape all contenders run by turns, in an order that is shuffled
-each time, behind a spinning kernel that takes twice as long as the calls take the host, so that
-its work does not count; medians. A copy of 1 GiB is one of them: its bytes read and written a
-second are the bandwidth. TB/s are K's and V's bytes over the time. Caches that fit in L2 stay there
-between calls. Pages lie in random order.
+to the end of the cache). At each shape all contenders are interleaved behind a spinning kernel that
+hides the host (`gpu_lab.medians`). A copy of 1 GiB is one of them: the bytes that it reads and
+writes per second are the bandwidth. TB/s are K's and V's bytes over the time. Caches that fit in L2
+stay there between calls. Pages lie in random order.
 
 The sweep, which comes first, has the same shape with fixed splits, beside those that are chosen;
 2, 4 and 8 merge in clusters on Hopper. Lines are written as they are measured.
+
+Latent attention has 128 query heads on one latent of 576 columns, of which 512 are V, contiguous
+and in pages. FLOPs are of both products, 2 x 128 x (576 + 512) per query and key; bytes are the
+cache's, once. `difference` is the largest from float32 attention by torch, of the first two
+sequences.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import random
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from gpu_lab import cycles
+from gpu_lab import TorchLab, csv_file, medians, read_table
 
 HEADS, KV_HEADS, DTYPE, SIZE = 32, 8, "bfloat16", 2
 MOST_BYTES = 18e9  # of K and V
 COPY_BYTES = 1 << 30
 PAGES = (1, 16, 64)
 SPLITS = (1, 2, 4, 8, 12, 16, 24, 32, 64)
-#: The spinning kernel, over what the calls behind it take the host.
-MARGIN, CALLS = 2.0, 5
+CALLS = 5
 OURS, COPY = "flashsim", "copy"
 AUTO, BESIDE = f"{OURS}, splits=auto", "cuDNN, splits="  # in the sweep
 RIVALS = {"cuDNN": "CUDNN_ATTENTION", "FlashAttention-2": "FLASH_ATTENTION"}
@@ -80,17 +80,15 @@ SWEPT = [
 ] + [Shape(128, 1, 32, 4096)]
 
 
-class Bench:
+class Bench(TorchLab):
     """Arrays on the GPU, and what is timed there."""
 
     def __init__(self, repetitions: int, most: int) -> None:
-        import torch
-
-        self.torch, self.repetitions = torch, repetitions
-        self.name = torch.cuda.get_device_name()
-        self._order = random.Random(0)
+        super().__init__()
+        self.repetitions = repetitions
         self._cache = [self._random(most // 2 // SIZE) for _ in range(2)]
-        self._copied = [torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        make = self.torch.empty
+        self._copied = [make(COPY_BYTES, dtype=self.torch.uint8, device="cuda") for _ in range(2)]
 
     def _random(self, n: int) -> Any:
         bf16 = getattr(self.torch, DTYPE)
@@ -152,31 +150,7 @@ class Bench:
                 print(f"  {name}: {type(error).__name__}: {error}"[:300], file=sys.stderr)
                 if name == OURS or "refused the launch" in str(error):
                     raise  # after which nothing can be trusted
-        found: dict[str, list[float]] = {name: [] for name in able}
-        hosts = {name: self._once(work, 0)[1] for name, work in able.items()}
-        for _ in range(self.repetitions):
-            for name in self._order.sample(list(able), len(able)):
-                us, host = self._once(able[name], MARGIN * hosts[name])
-                found[name].append(us)
-                hosts[name] = min(host, hosts[name])  # the least: it did not wait for the GPU
-        return {name: statistics.median(times) for name, times in found.items()}
-
-    def _once(self, work: Callable[[], Any], spin: float) -> tuple[float, float]:
-        """The mean of `CALLS` calls behind another one and `spin` seconds, in microseconds; seconds
-        that they took the host.
-        """
-        cuda = self.torch.cuda
-        start, end = (cuda.Event(enable_timing=True) for _ in range(2))
-        cuda._sleep(cycles(spin))
-        began = time.perf_counter()
-        work()
-        start.record()
-        for _ in range(CALLS):
-            work()
-        end.record()
-        host = time.perf_counter() - began
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / CALLS, host
+        return medians(self, able, self.repetitions, CALLS)
 
     def rows(self, s: Shape, works: dict[str, Callable[[], Any]]) -> list[dict[str, Any]]:
         """The table's rows of a shape."""
@@ -216,20 +190,90 @@ def chosen(s: Shape, name: str) -> int | str:
     """Splits of a sequence, of ours."""
     if not name.startswith(OURS):
         return ""
+    fixed = name.partition("splits=")[2]
+    sizes = s.n_q, s.keys, s.head_dim
+    fixed_to = int(fixed) if fixed.isdigit() else None
+    return splits_of(*sizes, splits=fixed_to, batch=s.batch, heads=HEADS, kv_heads=KV_HEADS)
+
+
+def splits_of(*sizes: int, splits: int | None = None, batch: int, **problem: Any) -> int:
+    """How many parts the kernel's heuristics cut a sequence into on this GPU."""
     from flashsim import Problem
     from flashsim.backends.cupy_gpu.engine import gpu_of
     from flashsim.backends.launch_policy import decode
 
-    p = Problem(
-        *(s.n_q, s.keys, s.head_dim),
-        batch=s.batch,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        dtype=DTYPE,
+    p = Problem(*sizes, batch=batch, dtype=DTYPE, **{"kv_heads": 1, **problem})
+    return decode.plan(p, (sizes[1],) * batch, gpu_of(0), splits).splits[0]
+
+
+class Latent(Bench):
+    """Latent attention: arrays on the GPU, and what is timed there."""
+
+    HEADS, WIDTH, VALUES, SCALE = 128, 576, 512, 192**-0.5
+    SHAPES = ((64, 4096), (8, 32768), (128, 4096), (1, 131072), (32, 1024))
+    PAGES = (0, 1, 16, 64)
+    COLUMNS = (
+        *("gpu", "n_q", "batch", "keys", "cache_MB", "page", "splits", "us", "tflop_per_s"),
+        *("tb_per_s", "difference"),
     )
-    _, _, fixed = name.partition("splits=")
-    given = int(fixed) if fixed.isdigit() else None
-    return decode.plan(p, (s.keys,) * s.batch, gpu_of(0), given).splits[0]
+
+    def __init__(self, repetitions: int) -> None:
+        most = max(batch * keys for batch, keys in self.SHAPES) * self.WIDTH
+        super().__init__(repetitions, 4 * most)
+
+    def measured(self, n_q: int, batch: int, keys: int) -> list[dict[str, Any]]:
+        """The rows of a shape."""
+        q = self._random(batch * self.HEADS * n_q * self.WIDTH)
+        q = q.view(batch, self.HEADS, n_q, self.WIDTH)
+        k = self._cache[0][: batch * keys * self.WIDTH].view(batch, 1, keys, self.WIDTH)
+        works = {str(page): self._work(q, k, page) for page in self.PAGES}
+        rows = []
+        for page, us in self.times(works).items():
+            flops = 2 * batch * keys * n_q * self.HEADS * (self.WIDTH + self.VALUES)
+            cache = batch * keys * self.WIDTH * 2
+            rows.append(
+                {
+                    **{"gpu": self.name, "n_q": n_q, "batch": batch, "keys": keys, "page": page},
+                    **{"cache_MB": cache / 1e6, "us": us, "tflop_per_s": flops / us / 1e6},
+                    **{"tb_per_s": cache / us / 1e6, "splits": self._splits(n_q, batch, keys)},
+                    "difference": self._off(q, k, works["0"]) if page == "0" else "",
+                }
+            )
+        return rows
+
+    def _work(self, q: Any, k: Any, page: int) -> Callable[[], Any]:
+        more: dict[str, Any] = {"head_dim_v": self.VALUES, "scale": self.SCALE}
+        if page:
+            batch, keys = k.shape[0], k.shape[2]
+            k = k.view(-1, 1, page, self.WIDTH)
+            order = self.torch.randperm(batch * keys // page, device="cuda").int()
+            more["block_table"] = order.view(batch, -1)
+        return _ours(q, k, None, **more)
+
+    def _off(self, q: Any, k: Any, work: Callable[[], Any]) -> float:
+        few, latent = q[:2].float(), k[:2, 0].float()
+        scores = self.torch.einsum("bhqd,bnd->bhqn", few, latent) * self.SCALE
+        values = latent[..., : self.VALUES]
+        truth = self.torch.einsum("bhqn,bnd->bhqd", scores.softmax(-1), values)
+        return float((work().out[:2] - truth).abs().max())
+
+    def _splits(self, n_q: int, batch: int, keys: int) -> int:
+        sizes = n_q, keys, self.WIDTH, self.VALUES
+        return splits_of(*sizes, batch=batch, heads=self.HEADS, latent=True, scale=self.SCALE)
+
+
+def latent(options: argparse.Namespace) -> None:
+    """Measure, print and write latent attention."""
+    bench = Latent(options.repetitions)
+    with csv_file(options.csv or "latent.csv", bench.COLUMNS) as write:
+        for n_q in (1, 2):
+            for batch, keys in bench.SHAPES:
+                for r in bench.measured(n_q, batch, keys):
+                    write(r)
+                    where = f"{batch} x {keys}, n_q {n_q}, pages of {r['page']}"
+                    speed = f"{r['tflop_per_s']:6.1f} TFLOP/s {r['tb_per_s']:5.2f} TB/s"
+                    off = f"  differs by {r['difference']:.1e}" if r["difference"] != "" else ""
+                    print(f"{where:36} {r['splits']:>3} {r['us']:8.1f} us {speed}{off}", flush=True)
 
 
 def show(rows: Iterable[dict[str, Any]]) -> None:
@@ -276,15 +320,16 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
     Of shapes with caches of one size the median is drawn.
     """
     import matplotlib as mpl
+    from line_labels import end_labels
     from matplotlib.figure import Figure
 
     from flashsim.viz import palette
-    from flashsim.viz.style import MARKERS, end_labels, rc
+    from flashsim.viz.style import MARKERS, rc
 
     look = palette.theme("light")
-    table = [r for r in rows if "splits=" not in r["implementation"]]
-    panels = sorted({(int(r["n_q"]), int(r["head_dim"])) for r in table})
-    names = list(dict.fromkeys(r["implementation"] for r in table))
+    drawn = [r for r in rows if "splits=" not in r["implementation"]]
+    panels = sorted({(int(r["n_q"]), int(r["head_dim"])) for r in drawn})
+    names = list(dict.fromkeys(r["implementation"] for r in drawn))
     ours = names[0]
     order = [ours, *(n for n in names if n != ours and "pages" not in n)]
     paged = [n for n in names if "pages" in n][-1:]  # pages of the largest size stand for all
@@ -293,7 +338,7 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
         axes = figure.subplots(-(-len(panels) // 2), 2, sharey=True, sharex=True, squeeze=False)
         best = 0.0
         for ax, (n_q, d) in zip(axes.flat, panels, strict=False):
-            here = [r for r in table if (int(r["head_dim"]), int(r["n_q"])) == (d, n_q)]
+            here = [r for r in drawn if (int(r["head_dim"]), int(r["n_q"])) == (d, n_q)]
             ends = []
             for number, name in enumerate([*order, *paged]):
                 found: dict[float, list[float]] = {}
@@ -321,7 +366,7 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
             some = "1 query" if n_q == 1 else f"{n_q} queries"
             ax.set(xscale="log", ylim=(0, best * 1.12))
             ax.set_title(f"{some} per head, d = {d}", fontsize=13, fontweight="normal")
-            ax.set_xlim(right=20 * max(float(r["cache_MB"]) for r in table))  # room for the names
+            ax.set_xlim(right=20 * max(float(r["cache_MB"]) for r in drawn))  # room for the names
             ax.grid(axis="y")
             ax.ends = ends
         for ax in axes[-1]:
@@ -357,23 +402,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="three shapes, no sweep")
     parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--csv", default="decode.csv", help="where the table goes")
+    parser.add_argument("--latent", action="store_true", help="latent attention instead")
+    parser.add_argument("--csv", help="where the table goes; decode.csv, or latent.csv")
     parser.add_argument("--read", metavar="CSV", help="measure nothing; take this table")
     parser.add_argument("--plot", metavar="FILE", help="draw the table")
     options = parser.parse_args()
+    if options.latent:
+        latent(options)
+        return
+    rows: list[dict[str, Any]] = []
     if options.read:
-        with Path(options.read).open(newline="") as file:
-            rows: list[dict[str, Any]] = list(csv.DictReader(file))
+        rows += read_table(options.read)
     else:
-        rows = []
-        with Path(options.csv).open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            for made in measure(options):
-                show(made)
-                writer.writerows(made)
-                file.flush()
-                rows += made
+        with csv_file(options.csv or "decode.csv", COLUMNS) as write:
+            for some in measure(options):
+                show(some)
+                write(*some)
+                rows += some
     short = verdict(rows)
     print(
         "\n".join(

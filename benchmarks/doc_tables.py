@@ -8,8 +8,8 @@ All tables are in docs/notebooks, and their data in docs/data:
   soaks (soak-h200.csv, soak-counts-h200.csv)
 - many_gpus.md: what many GPUs reach on paper, and what two and four reached (ring_table.py, from
   ring-h200.csv and ring4-h200.csv)
-- speed_gpu.md, speed_decoding.md and speed_cpu.md: speeds (speed_tables.py, cpu_tables.py), and a
-  course's times (softmax-matmul-h200.csv, gpu-course-h200.csv)
+- speed_gpu.md, speed_decoding.md, functions_gpu.md and speed_cpu.md: speeds (speed_tables.py,
+  cpu_tables.py), and a course's times (softmax-matmul-h200.csv, gpu-course-h200.csv)
 
 It also draws the picture of the residuals. A table is found by its section and its first line. It
 needs no GPU, but numba-cuda, whose kernels' times are predicted too.

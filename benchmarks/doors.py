@@ -2,10 +2,13 @@
 
     python benchmarks/doors.py [--device cpu] [--parts host decode ...] [--csv FILE] [--profile DIR]
 
-- `host`: microseconds that one call of a row keeps the host busy, warmed: `flashsim.run`, and
-  `flashsim.torch.attention` eager, with a gradient, its backward pass and under torch.compile,
-  beside torch's `scaled_dot_product_attention` (SDPA). The shape is small, so the GPU is faster
-  than the host. On a CPU the call includes the result.
+- `host`: microseconds that one call of a row keeps the host busy, warmed: `flashsim.run` and its
+  backward passes (`--backend`, `--kernel`), and `flashsim.torch.attention` eager, with a gradient,
+  its backward pass and under torch.compile, beside torch's `scaled_dot_product_attention` (SDPA).
+  The shape is small, so the GPU is faster than the host. On a CPU the call includes the result.
+- `alone`: the same of one call on an idle GPU, which it has to wake.
+- `result`: microseconds from a call to its result, of larger shapes: a forward pass and one with
+  its backward pass, causal, bfloat16; also in a CUDA graph.
 - `jax`: the same for `flashsim.jax.attention`, eager and under `jax.jit`.
 - `decode`: microseconds of one query over a long cache, from call to result, beside SDPA.
 - `generate`: seconds of `model.generate` of a Llama of 12 random layers, beside "sdpa".
@@ -39,6 +42,12 @@ Work = Callable[[], object]
 ROW = 20  # calls; far fewer than a GPU's queue takes
 COLUMNS = ("device", "part", "case", "implementation", "unit", "value", "over_sdpa")
 SDPA = "sdpa"
+BACKENDS = {"cuda": "cupy", "cpu": "numba"}
+#: Batch, heads, tokens, head_dim of `result`.
+SHAPES = {
+    "cuda": ((16, 16, 1024, 128), (2, 16, 8192, 128), (16, 16, 128, 64)),
+    "cpu": ((1, 8, 512, 64),),
+}
 
 
 def waiter(device: str) -> Work:
@@ -91,12 +100,73 @@ def profiled(name: str, work: Work, wait: Work, folder: Path) -> None:
     (folder / f"{name.replace(' ', '-').replace(',', '')}.txt").write_text(text.getvalue())
 
 
+def captured(work: Work) -> Work:
+    """`work` as a CUDA graph."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+    return graph.replay
+
+
+def whole_calls(shape: tuple[int, ...], device: str) -> dict[str, Work]:
+    """Calls by name: forward passes, and passes with their backward pass; causal, bfloat16."""
+    q, k, v, dout = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    plain = [x.detach() for x in inputs]
+
+    def sdpa(*x: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(*x, is_causal=True)
+
+    def ours(*x: Any) -> Any:
+        return flashsim.torch.attention(*x, causal=True, deterministic=False)
+
+    def run() -> Any:
+        return flashsim.run(*plain, causal=True, backend=BACKENDS[device])
+
+    def forward(function: Callable[..., Any]) -> Work:
+        def work() -> Any:
+            with torch.no_grad():
+                return function(*inputs)
+
+        return work
+
+    def with_backward(function: Callable[..., Any]) -> Work:
+        return lambda: torch.autograd.grad(function(*inputs), inputs, dout)
+
+    works: dict[str, Work] = {"forward, flashsim": run}
+    works["with backward, flashsim"] = lambda: run().backward(dout, deterministic=False)
+    for kind, make in (("forward", forward), ("with backward", with_backward)):
+        works[f"{kind}, {SDPA}"] = make(sdpa)
+        works[f"{kind}, flashsim.torch"] = make(ours)
+        if device == "cuda":
+            works[f"{kind}, flashsim.torch in a CUDA graph"] = captured(make(ours))
+    return works
+
+
+def run_doors(device: str, backend: str, kernel: str | None) -> dict[str, Work]:
+    """`flashsim.run` and its backward passes of 4 heads of 128 tokens."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q, k, v, dout = torch.randn((4, 1, 4, 128, 64), device=device, dtype=dtype)
+    options = {"backend": backend, **({"kernel": kernel} if kernel else {})}
+    result = flashsim.run(q, k, v, **options)
+    return {
+        "run 4 x 128, flashsim": lambda: flashsim.run(q, k, v, **options),
+        "backward 4 x 128, in order, flashsim": lambda: result.backward(dout, deterministic=True),
+        "backward 4 x 128, fused, flashsim": lambda: result.backward(dout, deterministic=False),
+    }
+
+
 def torch_doors(device: str) -> dict[str, Work]:
     """Calls by name: each door of torch's, and SDPA for the same."""
     shape = (1, 4, 128, 64) if device == "cuda" else None
     of_q, of_kv = (shape, shape) if shape else ((1, 8, 1, 64), (1, 8, 512, 64))
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    backend = "cupy" if device == "cuda" else "numba"
+    backend = BACKENDS[device]
     q, k, v = (torch.randn(s, device=device, dtype=dtype) for s in (of_q, of_kv, of_kv))
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     sdpa, ours = torch.nn.functional.scaled_dot_product_attention, flashsim.torch.attention
@@ -269,14 +339,23 @@ def by_case(part: str, values: dict[str, float]) -> list[tuple[Any, ...]]:
 def measure(part: str, options: argparse.Namespace) -> list[tuple[Any, ...]]:
     """The rows of one part."""
     device, rounds, wait = options.device, options.rounds, waiter(options.device)
-    if part in ("host", "jax"):
-        works, row = (torch_doors if part == "host" else jax_doors)(device), ROW
+    if part in ("host", "alone", "jax"):
+        works = (jax_doors if part == "jax" else torch_doors)(device)
+        if part != "jax":
+            backend = options.backend or BACKENDS[device]
+            works |= run_doors(device, backend, options.kernel)
         with torch.no_grad() if part == "jax" else torch.enable_grad():
-            rows = by_case(part, in_a_row(works, wait, rounds, row))
+            rows = by_case(part, in_a_row(works, wait, rounds, 1 if part == "alone" else ROW))
         if options.profile:
             for name, work in works.items():
                 if SDPA not in name:
                     profiled(f"{part} {name}", work, wait, options.profile)
+        return rows
+    if part == "result":
+        rows = []
+        for shape in SHAPES[device]:
+            values = to_result(whole_calls(shape, device), wait, rounds)
+            rows += [(p, f"{shape}: {c}", *rest) for p, c, *rest in by_case(part, values)]
         return rows
     if part == "decode":
         rows = []
@@ -291,7 +370,7 @@ def measure(part: str, options: argparse.Namespace) -> list[tuple[Any, ...]]:
     return generating(device, prompts, options.repeat, part == "generate-compiled")
 
 
-PARTS = ("host", "jax", "decode", "train", "generate", "generate-compiled")
+PARTS = ("host", "alone", "result", "jax", "decode", "train", "generate", "generate-compiled")
 
 
 def main() -> None:
@@ -299,6 +378,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--parts", nargs="+", default=PARTS[:-1], choices=PARTS)
+    parser.add_argument("--backend", help="of `flashsim.run` at 4 x 128; default: cupy or numba")
+    parser.add_argument("--kernel", help="likewise, on a GPU")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--repeat", type=int, default=3, help="of generate")
     parser.add_argument("--prompts", type=int, help="how many prompts of generate")

@@ -15,9 +15,6 @@ scores that the mask keeps: 4 B H d per score forward, 2.5 times that backward. 
 from __future__ import annotations
 
 import argparse
-import csv
-import random
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,13 +22,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gpu_lab import TorchLab
+from gpu_lab import TorchLab, csv_file, medians
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import flashsim
 
 TOKENS, D_MODEL = 16384, 2048
-CALLS, WARM_UPS, MARGIN = 3, 2, 2.0
 FACTORS = {"forward": 1.0, "backward": 2.5}
 COLUMNS = (
     *("row", "head_dim", "batch", "heads", "n", "kept", "direction", "implementation", "tiling"),
@@ -283,9 +279,9 @@ def measure(name: str, d: int, n: int, options: argparse.Namespace) -> list[dict
                 print(f"  {which}, {direction}: {type(error).__name__}: {str(error)[:300]}")
                 work.pop(which, None)
                 alive.pop(which)
-        times = timed(lab, work, options.repetitions)
-        for which, ms in times.items():
-            flops = FACTORS[direction] * 4 * kept * d
+        flops = FACTORS[direction] * 4 * kept * d
+        for which, us in medians(lab, work, options.repetitions).items():
+            ms = us / 1e3
             found.append(
                 common
                 | {"direction": direction, "implementation": which, "ms": round(ms, 4)}
@@ -295,26 +291,6 @@ def measure(name: str, d: int, n: int, options: argparse.Namespace) -> list[dict
     said = "; ".join(f"{r['implementation']} {r['direction'][0]} {r['tflops']:.0f}" for r in found)
     print(f"d={d} N={n} {name} ({common['kept']:.3f} kept): {said}", flush=True)
     return found
-
-
-def timed(lab: TorchLab, work: dict[str, Callable[[], Any]], repetitions: int) -> dict[str, float]:
-    """The median milliseconds of a call of each, interleaved."""
-    times: dict[str, list[float]] = {which: [] for which in work}
-    hosts: dict[str, list[float]] = {which: [] for which in work}
-    shuffled = random.Random(0)
-    for _ in range(WARM_UPS + repetitions):
-        spin = MARGIN * max((min(h, default=0.0) for h in hosts.values()), default=0.0)
-        for which in shuffled.sample(list(work), len(work)):
-            lab.spin(spin)
-            began = time.perf_counter()
-            work[which]()
-            start = lab.event()
-            for _ in range(CALLS):
-                work[which]()
-            end = lab.event()
-            hosts[which].append(time.perf_counter() - began)
-            times[which].append(lab.milliseconds(start, end) / CALLS)
-    return {which: statistics.median(t[WARM_UPS:]) for which, t in times.items()}
 
 
 def main() -> None:
@@ -330,17 +306,14 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=Path("flex.csv"))
     options = parser.parse_args()
     began = time.perf_counter()
-    with options.csv.open("w", newline="") as file:
-        table = csv.DictWriter(file, COLUMNS)
-        table.writeheader()
+    with csv_file(options.csv, COLUMNS) as write:
         for n in map(int, options.n.split(",")):
             for d in map(int, options.head_dims.split(",")):
                 for name in options.rows.split(";"):
                     if time.perf_counter() - began > options.seconds:
                         print(f"left out: {name}, d={d}, N={n}")
                         continue
-                    table.writerows(measure(name, d, n, options))
-                    file.flush()
+                    write(*measure(name, d, n, options))
                     torch.cuda.empty_cache()
 
 

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import argparse
 import csv
-import statistics
 import sys
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from gpu_lab import read_table
 
 import flashsim
 from flashsim import Problem
@@ -33,7 +33,7 @@ from flashsim.problem.hardware import Device
 
 DATA = Path(__file__).parent.parent / "docs" / "data" / "forms-h200.csv"
 FORMS = {"three passes": "flash2", "fused": "flash2-fused"}
-REPETITIONS, CALLS = 9, 4  # the first is thrown away
+REPETITIONS, CALLS = 8, 4
 
 
 class Shape(NamedTuple):
@@ -120,28 +120,22 @@ def measure() -> None:
     write.writerow(["held_out", *Shape._fields, "three_us", "fused_us"])
     for kept, shapes in ((False, dict.fromkeys(fitted())), (True, held_out())):
         for shape in shapes:
-            took = turns(lab, shape)
-            write.writerow([kept, *shape, *(f"{statistics.median(x[1:]):.2f}" for x in took)])
+            took = times(lab, shape)
+            write.writerow([kept, *shape, *(f"{took[form]:.2f}" for form in FORMS)])
             sys.stdout.flush()
 
 
-def turns(lab: Any, shape: Shape) -> list[list[float]]:
-    """µs of either form, again and again."""
+def times(lab: Any, shape: Shape) -> dict[str, float]:
+    """Microseconds of either form."""
+    from gpu_lab import medians
+
     p = shape.problem
     q, dout = (lab.array((p.batch, p.heads, p.n_q, p.head_dim), p.dtype) for _ in range(2))
     k, v = (lab.array((p.batch, p.kv_heads, p.n_kv, p.head_dim), p.dtype) for _ in range(2))
     how = {"causal": p.causal, "window": p.window, "backend": "cupy", "kernel": "hopper"}
-    ran = [flashsim.run(q, k, v, algorithm=name, **how) for name in FORMS.values()]
-    took: list[list[float]] = [[] for _ in ran]
-    for _ in range(REPETITIONS):
-        for one, times in zip(ran, took, strict=True):
-            lab.spin()
-            one.backward(dout)
-            start = lab.event()
-            for _ in range(CALLS):
-                one.backward(dout)
-            times.append(lab.milliseconds(start, lab.event()) / CALLS * 1e3)
-    return took
+    ran = {form: flashsim.run(q, k, v, algorithm=name, **how) for form, name in FORMS.items()}
+    works = {form: partial(result.backward, dout) for form, result in ran.items()}
+    return medians(lab, works, REPETITIONS, CALLS, 1)
 
 
 def gpu_of(path: Path) -> Gpu:
@@ -151,8 +145,6 @@ def gpu_of(path: Path) -> Gpu:
 
 def read(path: Path) -> list[Row]:
     """FILE's rows."""
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
     kinds = {"True": True, "False": False}
     return [
         Row(
@@ -161,7 +153,7 @@ def read(path: Path) -> list[Row]:
             float(row["three_us"]),
             float(row["fused_us"]),
         )
-        for row in rows
+        for row in read_table(path)
     ]
 
 

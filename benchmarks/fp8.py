@@ -17,16 +17,13 @@ error on FlashAttention-3's outliers.
 from __future__ import annotations
 
 import argparse
-import csv
 import math
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import cudnn_fp8
-from gpu_lab import TorchLab
+from gpu_lab import TorchLab, csv_file, medians
 
 import flashsim
 
@@ -56,12 +53,9 @@ def main() -> None:
     lengths, dims = (
         [int(x) for x in given.split(",")] for given in (options.lengths, options.dims)
     )
-    with open(options.csv, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
+    with csv_file(options.csv, COLUMNS) as write:
         for row in rows(lab, lengths, dims, options.repeats, error=options.error):
-            writer.writerow(row | {"gpu": lab.name})
-            file.flush()
+            write(row | {"gpu": lab.name})
             print(line(row), flush=True)
 
 
@@ -103,7 +97,7 @@ def forwards(lab: TorchLab, n: int, d: int, causal: bool, repeats: int) -> Itera
         ways["cuDNN FP8"] = cudnn_fp8.forward(lab.torch, plain, causal=causal)
     except RuntimeError as error:
         print(f"without cuDNN's FP8: {error}", file=sys.stderr)
-    times = by_turns(lab, ways, repeats)
+    times = medians(lab, ways, repeats)
     flops = 4 * shape[0] * shape[1] * n * n * d / (2 if causal else 1)
     about = {"what": "forward", "n": n, "head_dim": d, "causal": causal}
     about |= {"batch": shape[0], "heads": shape[1]}
@@ -150,7 +144,7 @@ def quantisers(lab: TorchLab, n: int, d: int, repeats: int) -> Iterator[dict[str
             "plain": lambda g=granularity: quantise(q, k, v, g, rotate=False),  # type: ignore[misc]
             "copy": lambda a=source, b=target: b.copy_(a),  # type: ignore[misc]
         }
-        times = by_turns(lab, ways, repeats)
+        times = medians(lab, ways, repeats)
         for way, us in times.items():
             yield {
                 "what": f"quantise, a scale each {granularity}",
@@ -195,24 +189,6 @@ def error_row(way: str, shape: tuple[int, ...], out: Any, exact: Any) -> dict[st
     rmse = (out.double() - exact).square().mean().sqrt().item()
     sizes = dict(zip(("batch", "heads", "n", "head_dim"), shape, strict=True))
     return {"what": "error on outliers", "way": way, **sizes, "rmse": f"{rmse:.2e}"}
-
-
-def by_turns(lab: TorchLab, ways: dict[str, Work], repeats: int) -> dict[str, float]:
-    """Medians in µs, on the GPU alone."""
-    took: dict[str, list[float]] = {way: [] for way in ways}
-    hosts: dict[str, float] = {}
-    for way, work in ways.items():
-        work()  # compiles
-        begun = time.perf_counter()
-        work()
-        hosts[way] = time.perf_counter() - begun
-    for _ in range(repeats):
-        for way, work in ways.items():
-            lab.spin(3 * hosts[way])
-            start = lab.event()
-            work()
-            took[way].append(1e3 * lab.milliseconds(start, lab.event()))
-    return {way: statistics.median(times) for way, times in took.items()}
 
 
 def line(row: dict[str, Any]) -> str:

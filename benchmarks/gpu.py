@@ -24,7 +24,6 @@ float32).
 from __future__ import annotations
 
 import argparse
-import csv
 import multiprocessing
 import random
 import statistics
@@ -41,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_implementations import IMPLEMENTATIONS, Cute, Flashsim, Inputs, Torch
-from gpu_lab import MIB, Lab, TorchLab, open_lab
+from gpu_lab import MARGIN, MIB, Lab, TorchLab, csv_file, open_lab
 
 COLUMNS = (
     *("implementation", "d_model", "seq_len", "forward_ms", "forward_peak_MiB", "backward_ms"),
@@ -51,8 +50,6 @@ COLUMNS = (
 TOKENS, D_MODEL = 16384, 2048
 DTYPES = ("bfloat16", "float16", "float32")
 DIRECTIONS = {"forward": 1.0, "backward": 2.5}  # FLOPs, of the forward pass's
-#: A repetition's spinning kernel, over what its calls take the host.
-MARGIN = 2.0
 #: Repetitions that do not count: the first takes the hosts' times, the next spins as all later do.
 WARM_UPS = 2
 #: The status of a row that a new process is to measure again.
@@ -409,14 +406,11 @@ def main() -> None:
     except (ValueError, RuntimeError) as error:
         sys.exit(f"benchmarks/gpu.py: {error}")
     worker = Worker()
-    with open(options.csv, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
+    with csv_file(options.csv, COLUMNS) as write:
         for shape, dtype in product(SHAPES[options.shapes], dtypes):
             print(f"{shape} {dtype}", flush=True)
             rows = worker.measure(shape, dtype, names[dtype], options.repetitions, options.flush_l2)
-            writer.writerows(rows)
-            file.flush()
+            write(*rows)
             for row in rows:
                 print(line(row), flush=True)
     worker.close()

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import csv
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +16,10 @@ import numpy as np
 MIB = 1024 * 1024
 #: The least seconds that `Lab.spin` takes, and a clock (Hz) that no SM is above.
 SPIN, CLOCK = 500e-6, 3e9
+#: A repetition's spinning kernel, over what its calls take the host.
+MARGIN = 2.0
+
+Work = Callable[[], Any]
 
 
 class Lab:
@@ -140,6 +150,57 @@ class CupyLab(Lab):
 def cycles(seconds: float) -> int:
     """That a spinning kernel counts."""
     return int(max(SPIN, seconds) * CLOCK)
+
+
+def medians(
+    lab: Lab, works: Mapping[str, Work], repetitions: int, calls: int = 3, warm_ups: int = 2
+) -> dict[str, float]:
+    """The median microseconds of a call of each, on the GPU alone.
+
+    All are interleaved, in another order in each repetition. A repetition makes `calls` calls
+    behind one that is not timed, and behind a spinning kernel that hides the host. All spin equally
+    long: a chip that spins draws little power, and its clocks are higher for some milliseconds.
+    """
+    times: dict[str, list[float]] = {name: [] for name in works}
+    hosts: dict[str, list[float]] = {name: [] for name in works}
+    shuffled = random.Random(0)
+    for _ in range(warm_ups + repetitions):
+        # Of each the least, which did not wait for the GPU.
+        spin = MARGIN * max((min(host, default=0.0) for host in hosts.values()), default=0.0)
+        for name in shuffled.sample(list(works), len(works)):
+            lab.spin(spin)
+            began = time.perf_counter()
+            works[name]()  # the chip as this kernel leaves it, not the last one
+            start = lab.event()
+            for _ in range(calls):
+                works[name]()
+            end = lab.event()
+            hosts[name].append(time.perf_counter() - began)
+            times[name].append(lab.milliseconds(start, end) / calls * 1e3)
+    return {name: statistics.median(each[warm_ups:]) for name, each in times.items()}
+
+
+@contextmanager
+def csv_file(path: str | Path, columns: Sequence[str]) -> Iterator[Callable[..., None]]:
+    """A CSV file; the function that it gives writes rows to it at once."""
+    with Path(path).open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+
+        def write(*rows: Mapping[str, Any]) -> None:
+            writer.writerows(rows)
+            file.flush()
+
+        yield write
+
+
+def read_table(*paths: str | Path) -> list[dict[str, str]]:
+    """The rows of CSV files, one file after the other."""
+    rows: list[dict[str, str]] = []
+    for path in paths:
+        with Path(path).open(encoding="utf-8", newline="") as file:
+            rows += csv.DictReader(file)
+    return rows
 
 
 def _spinning(cupy: Any) -> Any:

@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_plot.py gpu gpu.csv gpu.png          # of benchmarks/gpu.py
     python benchmarks/gpu_plot.py ring 2.csv 4.csv out.png     # of benchmarks/ring.py
+    python benchmarks/gpu_plot.py flex flex.csv flex.png       # of benchmarks/flex.py
 
 Forward above, backward below; a panel for each column's shape, a group of bars for each sequence
 length, or number of GPUs. "gpu" draws flashsim's fastest form and whoever of FA-CuTe, cuDNN and
@@ -13,11 +14,11 @@ times one GPU several of them are; each table brings its own run's time of one G
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
+from gpu_lab import read_table
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
@@ -34,6 +35,11 @@ GPU = {
     "flash-attn cute": ("FA-CuTe", "#e08214"),
     "torch cudnn": ("cuDNN", "#8a8a8a"),
     "torch flash2": ("FlashAttention-2", "#d3d3d3"),
+}
+FLEX = {
+    "named": ("named mask", "#1a6fb5"),
+    "functions": ("functions", "#7fb3dc"),
+    "flex": ("FlexAttention", "#8a8a8a"),
 }
 RING = {
     "flashsim, zigzag": ("zigzag", "#1a6fb5", ""),
@@ -66,6 +72,23 @@ def gpu(rows: list[Row]) -> Figure:
     first = timed[0]
     title = f"{first['gpu']}, {first['dtype']}, 16,384 tokens a batch, d_model {first['d_model']}"
     return _finished(figure, axes, title)
+
+
+def flex(rows: list[Row]) -> Figure:
+    """TFLOP/s of each mask and score, forward above backward."""
+    labels = list(dict.fromkeys(f"{r['row']}\nd = {r['head_dim']}" for r in rows))
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    axes = figure.subplots(2, 1, sharex=True, squeeze=False)
+    for (ax,), direction in zip(axes, ("forward", "backward"), strict=True):
+        speed: dict[str, dict[int, float]] = {name: {} for name in FLEX}
+        for r in rows:
+            if r["direction"] == direction and r["implementation"] in FLEX:
+                at = labels.index(f"{r['row']}\nd = {r['head_dim']}")
+                speed[r["implementation"]][at] = float(r["tflops"])
+        _bars(ax, speed, FLEX, range(len(labels)), labels)
+        ax.set_ylabel(f"{direction}, TFLOP/s")
+        ax.tick_params(axis="x", rotation=60, labelsize=8)
+    return _finished(figure, axes, f"{rows[0]['gpu']}, bfloat16, 16,384 tokens a batch")
 
 
 def ring(rows: list[Row]) -> Figure:
@@ -172,15 +195,12 @@ def _finished(figure: Figure, axes: Any, title: str) -> Figure:
 def main() -> None:
     """Read, draw, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("kind", choices=("gpu", "ring"))
+    parser.add_argument("kind", choices=("gpu", "ring", "flex"))
     parser.add_argument("tables", nargs="+", help="what the benchmark wrote with --csv")
     parser.add_argument("picture", help="a file of any kind that Matplotlib writes")
     options = parser.parse_args()
-    rows: list[Row] = []
-    for table in options.tables:
-        with open(table, newline="") as stream:
-            rows += csv.DictReader(stream)
-    {"gpu": gpu, "ring": ring}[options.kind](rows).savefig(options.picture, dpi=130)
+    draw = {"gpu": gpu, "ring": ring, "flex": flex}[options.kind]
+    draw(read_table(*options.tables)).savefig(options.picture, dpi=130)
 
 
 if __name__ == "__main__":

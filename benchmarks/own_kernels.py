@@ -1,31 +1,35 @@
-"""What it costs to trace a Triton kernel: seconds, against the plain interpreter, and bytes.
+"""What it costs to trace a Triton or a Pallas kernel: seconds and bytes. Needs no GPU.
 
-    python benchmarks/own_kernels.py                    # needs Triton, no GPU
+    python benchmarks/own_kernels.py                       # Triton
+    python benchmarks/own_kernels.py pallas --n 256 1024   # JAX
 
-FlashAttention-2's forward of examples/triton/flash_attention.py, one head of 64 columns. The plain
-interpreter runs the same kernel without notes, in the same process, interleaved with the traced
-runs. Memory is that of a record's columns.
+Triton: FlashAttention-2's forward of examples/triton/flash_attention.py, one head of 64 columns.
+The plain interpreter runs the same kernel without notes, in the same process, interleaved with the
+traced runs. Memory is that of a record's columns. Pallas: the forward of examples/pallas and JAX's
+own.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import statistics
 import sys
 import time
 import tracemalloc
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # for the plain runs; before Triton is imported
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "triton"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "pallas"))
 
 import numpy as np
 
 from flashsim.own_kernels import LOAD, Recorder
-from flashsim.triton import watch
 
 
 def plain(array: np.ndarray) -> Any:
@@ -56,6 +60,8 @@ def run(n: int, tile: tuple[int, int], causal: bool, kind: str) -> float:
 
     start = time.process_time()
     if kind == "traced":
+        from flashsim.triton import watch
+
         with watch() as seen:
             launch()
         traced = seen.result()
@@ -84,13 +90,43 @@ def memory(events: int) -> float:
     return peak / 1e6
 
 
+def pallas(lengths: list[int]) -> None:
+    """Print the seconds and the memory of a trace: one head, d = 64, float32, tile 64 x 64."""
+    from gpu_forward import forward
+
+    from flashsim.jax import trace_kernel
+
+    with warnings.catch_warnings():  # JAX 0.11 says that another package will have it
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu import attention
+
+    sizes = attention.BlockSizes(64, 64)
+    print("     n  kernel            seconds  accesses  record MB  peak of process MB")
+    for n in lengths:
+        q = np.random.default_rng(0).standard_normal((1, n, 64)).astype(np.float32)
+        for name, function, x in (
+            ("examples/pallas", lambda q: forward(q, q, q, False, 64, 64), q),
+            ("JAX's mha", lambda q: attention.mha(q, q, q, None, 1.0, False, sizes), q[:, :, None]),
+        ):
+            start = time.perf_counter()
+            seen = trace_kernel(function, x)
+            took = time.perf_counter() - start
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            size = seen.record.nbytes / 1e6
+            print(f"{n:6}  {name:16} {took:8.2f}  {seen.n_events:8,}  {size:9.2f}  {peak:18.0f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kind", nargs="?", choices=("triton", "pallas"), default="triton")
     parser.add_argument("--n", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--tile", default="64x64")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--events", type=int, default=100_000)
     options = parser.parse_args()
+    if options.kind == "pallas":
+        pallas(options.n)
+        return
     block_q, block_k = map(int, options.tile.split("x"))
     run(64, (64, 64), False, "traced")
     run(64, (64, 64), False, "plain")

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gpu_compile
+from gpu_lab import read_table
 
 import flashsim
 from flashsim import Problem
@@ -277,16 +278,15 @@ class Measured(NamedTuple):
 def read(path: Path) -> tuple[dict[str, dict[str, str]], list[Measured]]:
     """Units by name, and the passes of flashsim's kernels, decoding aside."""
     units, found = {}, []
-    with path.open(newline="") as stream:
-        for row in csv.DictReader(stream):
-            if row["kind"] == "unit":
-                units[row["name"]] = row
-            elif row["kind"] in ("hopper", "portable"):
-                given = {name: int(row[name]) for name in SHAPE if name != "causal"}
-                p = Problem(**given, causal=row["causal"] == "True", dtype="bfloat16")
-                direction, algorithm = PASSES[row["name"]]
-                asked = {"direction": direction, "algorithm": algorithm, "kernels": row["kind"]}
-                found.append(Measured(row, p, predict(p, **asked)))
+    for row in read_table(path):
+        if row["kind"] == "unit":
+            units[row["name"]] = row
+        elif row["kind"] in ("hopper", "portable"):
+            given = {name: int(row[name]) for name in SHAPE if name != "causal"}
+            p = Problem(**given, causal=row["causal"] == "True", dtype="bfloat16")
+            direction, algorithm = PASSES[row["name"]]
+            asked = {"direction": direction, "algorithm": algorithm, "kernels": row["kind"]}
+            found.append(Measured(row, p, predict(p, **asked)))
     return units, found
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import predict_decode
 import predict_fit
+from gpu_lab import read_table
 from predict_times import DATA, H200, PASSES, SETS, measured, problem_of
 
 from flashsim import Device, Problem
@@ -71,7 +72,7 @@ def chip_table(name="H100"):
     """Passes on a chip on which nothing was fitted, by its data sheet and by its units."""
     sheet, file = Device.get(name), f"units-{name.lower()}.csv"
     with (DATA / file).open(newline="") as stream:
-        units = {row["name"]: float(row["value"]) for row in csv.DictReader(stream)}
+        units = {name: float(value) for name, value, _ in list(csv.reader(stream))[1:]}
     chips = {"sheet": sheet, "units": chip.calibrated(sheet, units)}
     table = Table(
         f"Predicted time of a pass on an {name}: predicted / measured - 1, %",
@@ -105,19 +106,18 @@ def fp8_table():
         note="nothing is fitted to these; mean: of absolute values",
     )
     found = {}
-    with (DATA / "fp8-h200.csv").open(newline="") as stream:
-        for row in csv.DictReader(stream):
-            d, us = int(row["head_dim"]), float(row["us"] or 0)
-            if row["what"] == "forward" and row["way"] == "fp8":
-                p = Problem(
-                    int(row["n"]), head_dim=d, batch=int(row["batch"]), heads=int(row["heads"]),
-                    dtype="float8_e4m3fn", scales=(64, 128), causal=row["causal"] == "True",
-                )  # fmt: skip
-                found.setdefault(("forward", d), []).append(1e8 * predict(p).seconds / us - 100)
-            elif row["way"] == "rotated":
-                begun, share = STREAMED[False]
-                least = int(row["bytes"]) / (share * H200.hbm_bandwidth)
-                found.setdefault(("quantiser", d), []).append(1e8 * (begun + least) / us - 100)
+    for row in read_table(DATA / "fp8-h200.csv"):
+        d, us = int(row["head_dim"]), float(row["us"] or 0)
+        if row["what"] == "forward" and row["way"] == "fp8":
+            p = Problem(
+                int(row["n"]), head_dim=d, batch=int(row["batch"]), heads=int(row["heads"]),
+                dtype="float8_e4m3fn", scales=(64, 128), causal=row["causal"] == "True",
+            )  # fmt: skip
+            found.setdefault(("forward", d), []).append(1e8 * predict(p).seconds / us - 100)
+        elif row["way"] == "rotated":
+            begun, share = STREAMED[False]
+            least = int(row["bytes"]) / (share * H200.hbm_bandwidth)
+            found.setdefault(("quantiser", d), []).append(1e8 * (begun + least) / us - 100)
     for key, wrong in sorted(found.items()):
         table.rows.append((*key, len(wrong), _mean(wrong), _worst(wrong)))
     return table
@@ -131,14 +131,13 @@ def library_table(path=DATA / "times-h200.csv"):
         note="predicted is what each kernel's busiest unit needs; nothing is fitted",
     )
     found = {}
-    with path.open(newline="") as stream:
-        for row in csv.DictReader(stream):
-            if row["kernels"] == "library":
-                p = problem_of(row)
-                least = predict(p, direction=row["pass"], algorithm="standard").seconds
-                even = p.n_q % 128 == p.n_kv % 128 == 0
-                words = "multiples of 128" if even else "others"
-                found.setdefault((row["pass"], words), []).append(float(row["us"]) * 1e-6 / least)
+    for row in read_table(path):
+        if row["kernels"] == "library":
+            p = problem_of(row)
+            least = predict(p, direction=row["pass"], algorithm="standard").seconds
+            even = p.n_q % 128 == p.n_kv % 128 == 0
+            words = "multiples of 128" if even else "others"
+            found.setdefault((row["pass"], words), []).append(float(row["us"]) * 1e-6 / least)
     for key, ratios in sorted(found.items(), reverse=True):
         three = min(ratios), np.median(ratios), max(ratios)
         table.rows.append((*key, len(ratios), *(f"{x:.1f}" for x in three)))
@@ -162,20 +161,19 @@ def others_table(names=("gpu-papers-h200.csv", "gpu-short-h200.csv")):
     )
     found = {}
     for name in names:
-        with (DATA / name).open(newline="") as stream:
-            for row in csv.DictReader(stream):
-                ours, theirs = OTHERS.get(row["implementation"], (None, None))
-                if ours is None or row["status"] != "ok" or int(row["window"]):
-                    continue
-                given = {x: int(row[x]) for x in ("head_dim", "batch", "heads", "kv_heads")}
-                p = Problem(
-                    int(row["seq_len"]), **given, dtype="bfloat16", causal=row["causal"] == "True"
-                )
-                for name in ("forward", "backward"):
-                    options = {"direction": name, "algorithm": "flash2-fused", "kernels": ours}
-                    wrong = 1e3 * predict(p, **options).seconds / float(row[f"{name}_ms"]) - 1
-                    key = theirs, ours, name, p.head_dim
-                    found.setdefault(key, []).append(100 * wrong)
+        for row in read_table(DATA / name):
+            ours, theirs = OTHERS.get(row["implementation"], (None, None))
+            if ours is None or row["status"] != "ok" or int(row["window"]):
+                continue
+            given = {x: int(row[x]) for x in ("head_dim", "batch", "heads", "kv_heads")}
+            p = Problem(
+                int(row["seq_len"]), **given, dtype="bfloat16", causal=row["causal"] == "True"
+            )
+            for name in ("forward", "backward"):
+                options = {"direction": name, "algorithm": "flash2-fused", "kernels": ours}
+                wrong = 1e3 * predict(p, **options).seconds / float(row[f"{name}_ms"]) - 1
+                key = theirs, ours, name, p.head_dim
+                found.setdefault(key, []).append(100 * wrong)
     for key, wrong in sorted(found.items(), key=lambda x: (x[0][0], x[0][2] != "forward", x[0][3])):
         mean, worst = np.mean(np.abs(wrong)), max(wrong, key=abs)
         table.rows.append((*key, len(wrong), f"{mean:.1f}", f"{worst:+.1f}"))

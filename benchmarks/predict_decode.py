@@ -1,10 +1,10 @@
 """The time model's decode kernel beside what was measured: `predict.py --decode [--fit]`."""
 
-import csv
 import sys
 from dataclasses import replace
 
 import numpy as np
+from gpu_lab import read_table
 from predict_times import DATA, H200
 
 from flashsim import Problem
@@ -23,8 +23,8 @@ def decode_cases():
 
     The launch is the one that was measured; today's rules may choose another.
     """
-    with (DATA / "decode-h200.csv").open(newline="") as stream:
-        rows = [r for r in csv.DictReader(stream) if r["implementation"].startswith("flashsim")]
+    every = read_table(DATA / "decode-h200.csv")
+    rows = [row for row in every if row["implementation"].startswith("flashsim")]
     found = []
     for row in rows:
         batch, keys = int(row["batch"]), int(row["keys"])

@@ -5,12 +5,12 @@ pass takes.
 """
 
 import ast
-import csv
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 import time_shapes
+from gpu_lab import read_table
 
 from flashsim import Device, Problem, Tiling
 from flashsim.studies.predict.calibration import CALIBRATED, POWER_AFTER
@@ -61,16 +61,15 @@ def problem_of(row):
 def measured(path=DATA / "times-h200.csv"):
     """Every pass that the model knows."""
     found = {}
-    with path.open(newline="") as stream:
-        for row in csv.DictReader(stream):
-            if row["pass"] not in PASSES or row["kernels"] not in CALIBRATED:
-                continue
-            key = problem_of(row), row["kernels"], row["pass"]
-            one = found.setdefault(key, {"tile": row["tile"], "stages": {}})
-            if row["stage"]:
-                one["stages"][row["stage"]] = float(row["us"]) * 1e-6
-            else:
-                one["seconds"] = float(row["us"]) * 1e-6
+    for row in read_table(path):
+        if row["pass"] not in PASSES or row["kernels"] not in CALIBRATED:
+            continue
+        key = problem_of(row), row["kernels"], row["pass"]
+        one = found.setdefault(key, {"tile": row["tile"], "stages": {}})
+        if row["stage"]:
+            one["stages"][row["stage"]] = float(row["us"]) * 1e-6
+        else:
+            one["seconds"] = float(row["us"]) * 1e-6
     # What was asked for as fused ran in three passes where a family's own rule said so, until
     # benchmarks/times.py named the form.
     fused = {key: x for key, x in found.items() if key[2] == "flash2-fused"}

@@ -7,13 +7,13 @@ benchmarks/gpu.py on each, interleaved in one process behind one spinning kernel
 `backend="cupy"` as users call it; the best other is the fastest of FlashAttention's CuTe kernels
 (where they are installed), cuDNN and FlashAttention-2. Prints the time of the best other divided by
 ours for each pass (above 1: ours is faster), and for all shapes the share at least as fast, the
-geometric mean and the worst. Choose the seed after the kernels are written.
+geometric mean, the worst, and every shape below 1.00, the worst first. Choose the seed after the
+kernels are written.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import random
 import sys
@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpu import COLUMNS, DIRECTIONS, Shape, Worker
+from gpu_lab import csv_file
 
 OURS = "flashsim cupy"
 OTHERS = ("flash-attn cute", "torch cudnn", "torch flash2")
@@ -75,14 +76,18 @@ def ratio(rows: Sequence[dict[str, Any]], direction: str) -> tuple[float, str] |
     return times[best] / times[OURS], best
 
 
-def summary(name: str, ratios: Sequence[float]) -> str:
-    """Of all shapes."""
-    n = len(ratios)
+def summary(direction: str, found: Sequence[tuple[float, str]]) -> str:
+    """Of all shapes: (ratio, what the shape is and who was faster) for each of them."""
+    n, ratios = len(found), [ratio for ratio, _ in found]
     mean = math.exp(sum(map(math.log, ratios)) / n)
     level, near = (sum(r >= least for r in ratios) / n for least in (1.0, 0.98))
-    return (
-        f"{name}: {n} shapes, at least 1.00 x the best other on {level:.0%}, at least 0.98 x on "
-        f"{near:.0%}, geometric mean {mean:.3f}, worst {min(ratios):.3f}"
+    behind = [f"  {ratio:.3f}  {what}" for ratio, what in sorted(found) if ratio < 1.0]
+    return "\n".join(
+        [
+            f"{direction}: {n} shapes, at least 1.00 x the best other on {level:.0%}, at least "
+            f"0.98 x on {near:.0%}, geometric mean {mean:.3f}, worst {min(ratios):.3f}",
+            *behind,
+        ]
     )
 
 
@@ -96,18 +101,15 @@ def main() -> None:
     parser.add_argument("--csv", default="random_shapes.csv", help="where the table goes")
     options = parser.parse_args()
     rng, worker, began = random.Random(options.seed), Worker(), time.monotonic()
-    found: dict[str, list[float]] = {direction: [] for direction in DIRECTIONS}
+    found: dict[str, list[tuple[float, str]]] = {direction: [] for direction in DIRECTIONS}
     drawn = [draw(rng) for _ in range(options.shapes)]
-    with open(options.csv, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
+    with csv_file(options.csv, COLUMNS) as write:
         for n, shape in enumerate(drawn):
             if time.monotonic() - began > options.seconds:
                 print(f"out of time after {n} of {len(drawn)} shapes")
                 break
             rows = worker.measure(shape, "bfloat16", (OURS, *OTHERS), options.repetitions, False)
-            writer.writerows(rows)
-            file.flush()
+            write(*rows)
             text = f"{shape!s:<50}"
             for direction, ratios in found.items():
                 here = ratio(rows, direction)
@@ -115,7 +117,7 @@ def main() -> None:
                     why = "; ".join(f"{r['implementation']} {r['status']}" for r in rows)
                     text += f"  {direction} - ({why})"
                     continue
-                ratios.append(here[0])
+                ratios.append((here[0], f"{shape} ({here[1]})"))
                 ours = rows[0][f"{direction}_ms"]
                 text += f"  {direction} {ours * 1e3:8.1f} us {here[0]:.3f} ({here[1]})"
             print(text, flush=True)

@@ -16,12 +16,12 @@ The kept table has the second launches. The results are compared.
 from __future__ import annotations
 
 import argparse
-import csv
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
+from gpu_lab import read_table
 
 from flashsim import Problem, Tiling
 from flashsim.l2 import L2Model, dram
@@ -122,10 +122,9 @@ def table():
     from flashsim.studies.verify.cases import predict
 
     kept = {}
-    with KEPT.open(newline="") as stream:
-        for row in csv.DictReader(stream):
-            key = row["kernels"], int(row["keys"]), int(row["blocks_per_sm"])
-            kept.setdefault(key, {})[row["order"]] = int(row["DRAM read B"])
+    for row in read_table(KEPT):
+        key = row["kernels"], int(row["keys"]), int(row["blocks_per_sm"])
+        kept.setdefault(key, {})[row["order"]] = int(row["DRAM read B"])
     found = Table(
         "One head, d=128: DRAM reads, MB, predicted and measured on an H200",
         (

@@ -14,14 +14,13 @@ Every configuration has its row; what failed has NA for figures, and why goes to
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from gpu_lab import MIB, Lab, open_lab
+from gpu_lab import MIB, Lab, csv_file, open_lab
 
 from flashsim import softmax_matmul
 
@@ -93,12 +92,9 @@ def main() -> None:
         sys.exit(f"benchmarks/softmax_matmul.py: {error}")
     print(f"{lab.name}{f', arrays are CuPy’s: {why}' if why else ''}")
     lengths = tuple(int(n) for n in options.d2.split(","))
-    with open(options.csv, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
+    with csv_file(options.csv, COLUMNS) as write:
         for row in rows(lab, lengths, options.warm_up, options.passes):
-            writer.writerow(row)
-            file.flush()
+            write(row)
             print(line(row), flush=True)
 
 

@@ -7,10 +7,11 @@ benchmarks/doc_tables.py puts the tables into the pages.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+
+from gpu_lab import read_table
 
 DATA = Path(__file__).parent.parent / "docs" / "data"
 OURS = "flashsim cupy"
@@ -30,8 +31,7 @@ UNITS = {
 
 def kept(name: str) -> list[Row]:
     """Rows of a CSV file of docs/data."""
-    with (DATA / name).open(encoding="utf-8", newline="") as file:
-        return [*csv.DictReader(file)]
+    return read_table(DATA / name)
 
 
 class Shape:
@@ -271,6 +271,31 @@ def latent() -> str:
     return markdown(columns, cells, columns[0])
 
 
+def flex() -> str:
+    """TFLOP/s of masks and scores as functions; "×" divides by FlexAttention's, "of named" by ours
+    with a mask known by name.
+    """
+    found: dict[tuple[str, ...], dict[tuple[str, str], float]] = {}
+    for row in kept("gpu-flex-h100.csv"):
+        shape = row["n"], row["head_dim"], row["row"]
+        which = row["direction"], row["implementation"]
+        found.setdefault(shape, {})[which] = float(row["tflops"])
+    rows = []
+    for shape, speed in found.items():
+        line = [*shape]
+        for direction in ("forward", "backward"):
+            named, theirs = (speed.get((direction, name)) for name in ("named", "flex"))
+            ours = speed.get((direction, "functions"), named)
+            assert ours is not None
+            line += [f"{ours:.0f}", f"{ours / named:.2f}" if named else ""]
+            line += [f"{theirs:.0f}", f"{ours / theirs:.2f}"] if theirs else ["", ""]
+        rows.append(line)
+    columns = ["N", "d", "mask, score"]
+    for direction in ("forward", "backward"):
+        columns += [direction, "of named", "FlexAttention", "×"]
+    return markdown(columns, rows, "mask, score")
+
+
 #: Pages of docs/, with their sections and the tables in them.
 PAGES: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "notebooks/speed_gpu.md": [
@@ -286,6 +311,7 @@ PAGES: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("## Our forms beside each other", partial(forms, "backward")),
         ("### Kernels in Python against those in C++", in_python),
     ],
+    "notebooks/functions_gpu.md": [("## Beside FlexAttention", flex)],
     "notebooks/speed_decoding.md": [
         ("## One query, a long cache", decoding),
         ("## Latent attention", latent),

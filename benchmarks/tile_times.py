@@ -10,12 +10,10 @@ spinning kernel.
 
 from __future__ import annotations
 
-import statistics
 from functools import partial
-from typing import Any
 
 import numpy as np
-from gpu_lab import Lab, open_lab
+from gpu_lab import Lab, medians, open_lab
 
 import flashsim
 from flashsim.backends.launch_policy.cost_model import HOPPER_FORWARD
@@ -23,20 +21,6 @@ from flashsim.schedule.tiling import Tiling
 
 LENGTHS, ROUNDS = (128, 256, 384, 512, 768, 1024, 2048), (0.5, 1, 2, 5)
 REPETITIONS, CALLS = 15, 5
-
-
-def microseconds(lab: Lab, work: Any) -> float:
-    """The median of a call in a row."""
-    work()
-    times = []
-    for _ in range(REPETITIONS):
-        lab.spin()
-        work()
-        start = lab.event()
-        for _ in range(CALLS):
-            work()
-        times.append(lab.milliseconds(start, lab.event()) / CALLS * 1e3)
-    return statistics.median(times)
 
 
 def fit(lab: Lab, head_dim: int, tiling: Tiling, processors: int) -> tuple[np.ndarray, float]:
@@ -48,7 +32,7 @@ def fit(lab: Lab, head_dim: int, tiling: Tiling, processors: int) -> tuple[np.nd
             heads = max(1, int(rounds * processors / tiles))
             q, k, v = (lab.array((1, heads, n, head_dim), "float16") for _ in range(3))
             run = partial(flashsim.run, q, k, v, tiling=tiling, backend="cupy", kernel="hopper")
-            took.append(microseconds(lab, run))
+            took += medians(lab, {"": run}, REPETITIONS, CALLS).values()
             full = -(-heads * tiles // processors)
             rows.append((1, full, full * -(-n // tiling.block_k)))
     features, times = np.array(rows, float), np.array(took)

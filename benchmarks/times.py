@@ -32,7 +32,7 @@ from typing import Any
 
 import gpu_compile
 import time_shapes
-from gpu_lab import Lab, open_lab
+from gpu_lab import Lab, open_lab, read_table
 
 import flashsim
 from flashsim import FlashSimError, Problem
@@ -333,8 +333,7 @@ def kept(path: Path, families: list[str]) -> list[dict[str, str]]:
     """Rows of a file, if there is one, that are not of these families."""
     if not path.exists():
         return []
-    with path.open(newline="") as stream:
-        return [row for row in csv.DictReader(stream) if row["kernels"] not in families]
+    return [row for row in read_table(path) if row["kernels"] not in families]
 
 
 def sm_clock() -> Callable[[], int] | None:

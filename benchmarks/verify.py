@@ -14,6 +14,9 @@ docs/guides/truth.md.
 
 `--shapes widths` measures other head dimensions instead, small: those that no chunk of 64 columns
 divides, values narrower than keys, ragged lengths.
+
+`--soak 14 --seeds 1,2,3` measures that many random cases of each seed instead, those of `flashsim
+verify --soak`. The table then has a row per quantity with a target, and the summary counts them.
 """
 
 import argparse
@@ -26,7 +29,8 @@ from flashsim import FlashSimError, Problem
 from flashsim.counts.traffic import live
 from flashsim.l2 import L2Model
 from flashsim.problem.hardware import Device
-from flashsim.studies.verify import HERE, Case, Record, passes_of, record, verify
+from flashsim.studies.verify import HERE, Case, Record, compare, draw, passes_of, record, verify
+from flashsim.studies.verify import table as soak_table
 
 TOKENS, WIDTH = 16_384, 2048
 KERNELS = ("hopper", "portable", "numba_cuda")
@@ -123,6 +127,31 @@ def write(path, kept, model):
                 writer.writerows((*where, *row) for row in table.rows)
 
 
+def soaked(seeds, kept, out):
+    """Compare random cases, write a row per quantity, and print how many are within their target.
+
+    What was measured has as many cases of each seed.
+    """
+    passes, each = passes_of(kept), len(kept.cases) // len(seeds)
+    columns = ("seed", "case", "kernels", "kernel", "quantity", "predicted", "measured", "target")
+    rows = []
+    for n, seed in enumerate(seeds):
+        those = slice(n * each, (n + 1) * each)
+        found = compare(kept.cases[those], passes[those])
+        rows += [(seed, x) for x in found]
+        print(seed, soak_table(found, most=8).text(width=200))
+    for quantity in dict.fromkeys(x.quantity for _, x in rows):
+        inside = [not x.misses for _, x in rows if x.quantity == quantity]
+        print(f"{quantity}: {sum(inside):,} of {len(inside):,} within their targets")
+    if out:
+        with out.open("w", newline="") as stream:
+            writer = csv.writer(stream, lineterminator="\n")
+            writer.writerow(columns)
+            for seed, x in rows:
+                where = str(x.case), x.case.kernel, x.stage, x.quantity
+                writer.writerow((seed, *where, x.predicted, x.measured, x.target))
+
+
 def compile_first(wanted, jobs):
     """Every kernel, with counts and without."""
     import gpu_compile
@@ -147,11 +176,19 @@ def main():
     parser.add_argument("--from", type=Path, dest="source", help="such a folder")
     parser.add_argument("--jitter", type=float, help="of the L2 model, in seconds")
     parser.add_argument("--shapes", choices=("all", "widths"), default="all")
+    parser.add_argument("--soak", type=int, help="so many random cases of each of --seeds")
+    parser.add_argument("--seeds", default="0", help="of --soak")
     parser.add_argument("--jobs", type=int, help="compile first, in so many processes")
     parser.add_argument("--cases", action="store_true", help="only print the cases, as JSON")
     chosen = parser.parse_args()
     those = cases if chosen.shapes == "all" else narrow
-    wanted = list(those(chosen.device, chosen.kernels.split(",")))
+    seeds = chosen.seeds.split(",")
+    if chosen.soak:
+        kernels = [name for name in chosen.kernels.split(",") if name != "numba_cuda"]
+        drawn = {"device": chosen.device, "kernels": kernels}
+        wanted = [x for seed in seeds for x in draw(chosen.soak, seed=int(seed), **drawn)]
+    else:
+        wanted = list(those(chosen.device, chosen.kernels.split(",")))
     if chosen.cases:
         print(json.dumps([case.to_dict() for case in wanted]))
         return
@@ -164,7 +201,9 @@ def main():
         if chosen.keep:  # before anything is made of it
             chosen.keep.mkdir(parents=True, exist_ok=True)
             kept.save(chosen.keep / "ncu.csv")
-        if chosen.out:
+        if chosen.soak:
+            soaked(seeds, kept, chosen.out)
+        elif chosen.out:
             jitter = {} if chosen.jitter is None else {"jitter": chosen.jitter}
             write(chosen.out, kept, L2Model("grouped", **jitter))
     except (FlashSimError, OSError) as error:

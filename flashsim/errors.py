@@ -121,13 +121,13 @@ _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u20
 
 def printable(text: str) -> str:
     r"""`text` with each character that a terminal obeys escaped, as ``\x1b``; \n and \t stay."""
-    return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _OBEYED.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-def choices(given: object, possible: Iterable[object]) -> str:
-    """A list of the possible names, with a suggestion if `given` looks like one of them."""
+def choices(value: object, possible: Iterable[object]) -> str:
+    """A list of the possible names, with a suggestion if `value` looks like one of them."""
     names = [str(name) for name in possible]
-    close = difflib.get_close_matches(given, names, n=1) if isinstance(given, str) else ()
+    close = difflib.get_close_matches(value, names, n=1) if isinstance(value, str) else ()
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"possible: {', '.join(names)}{hint}"
 
@@ -162,10 +162,10 @@ SYNONYMS = {
 }
 
 
-def reject_unknown(given: Iterable[str], known: Iterable[str], function: str) -> None:
+def reject_unknown(names: Iterable[str], known: Iterable[str], function: str) -> None:
     """Raise `UnknownArgumentError` for the first keyword that `function` does not take."""
     known = sorted(known)
-    for name in given:
+    for name in names:
         ours = SYNONYMS.get(name, "")
         if ours is None:
             hint = "dropout is not simulated"
@@ -223,10 +223,10 @@ def _refusal(function: Any, bound: int, args: Any, kwargs: Any) -> FlashSimError
         name = getattr(args[0], "__name__", type(args[0]).__name__)
     signature = inspect.signature(function)
     try:
-        given = signature.bind(*args, **kwargs).arguments
+        arguments = signature.bind(*args, **kwargs).arguments
     except TypeError as misfit:
         known = list(signature.parameters)[bound:]
-        takes = {one.kind for one in signature.parameters.values()}
+        takes = {parameter.kind for parameter in signature.parameters.values()}
         if inspect.Parameter.VAR_KEYWORD not in takes:
             try:
                 reject_unknown((x for x in kwargs if x not in known), known, name)
@@ -237,11 +237,14 @@ def _refusal(function: Any, bound: int, args: Any, kwargs: Any) -> FlashSimError
             f"{name}(): {misfit}; given: {', '.join(quoted) or 'nothing'}; "
             f"it takes {', '.join(known)}"
         )
-    for argument, value in list(given.items())[bound:]:
-        one = signature.parameters[argument]
-        text = getattr(one.annotation, "__forward_arg__", one.annotation)
-        plain = one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) and isinstance(text, str)
-        if plain and value is not one.default and not _fits(value, _type(text, function)):
+    for argument, value in list(arguments.items())[bound:]:
+        parameter = signature.parameters[argument]
+        text = getattr(parameter.annotation, "__forward_arg__", parameter.annotation)
+        plain = parameter.kind not in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ) and isinstance(text, str)
+        if plain and value is not parameter.default and not _fits(value, _type(text, function)):
             return DTypeError(
                 f"{name}(): {argument} must be {text}, got {shown(value)} ({type(value).__name__})"
             )
@@ -266,7 +269,7 @@ def _fits(value: Any, hint: Any) -> bool:
     origin, of = get_origin(hint), get_args(hint)
     kind = origin or hint
     if kind in (Union, UnionType):
-        return any(_fits(value, one) for one in of)
+        return any(_fits(value, option) for option in of)
     if kind is Literal:
         return value in of
     if kind is Any or not isinstance(kind, type):  # or a name for types, which is left alone

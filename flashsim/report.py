@@ -334,7 +334,7 @@ def card(value: Any) -> str:
 
 def _facts(value: Any) -> list[tuple[str, str]]:
     names = getattr(value, "_fields", None) or [f.name for f in fields(value) if f.repr]
-    return [(name, _brief(given)) for name in names for given in [getattr(value, name)]]
+    return [(name, _brief(held)) for name in names for held in [getattr(value, name)]]
 
 
 def _brief(value: Any) -> str:

@@ -12,9 +12,10 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import faults
 import hypothesis
-import kernel_faults
+import promises
 import pytest
 import typer.testing
+from chromium import browser  # noqa: F401
 from lost_context import pytest_runtest_logfinish, pytest_runtest_makereport  # noqa: F401
 from no_gpu import why_no_gpu
 
@@ -26,12 +27,12 @@ def pytest_addoption(parser):
     parser.addoption(
         "--fault",
         metavar="NAME",
-        help="seed a bug of faults.py into flashsim before the tests run; they should fail",
+        help="seed a bug of tests/faults before the tests run; they should fail",
     )
     parser.addoption(
-        "--kernel-fault",
+        "--promise",
         metavar="NAME",
-        help="seed a bug of kernel_faults.py into the CUDA kernels; GPU tests should fail",
+        help="run the tests that hold one of the promises of promises.py",
     )
     parser.addoption(
         "--covered",
@@ -61,12 +62,6 @@ def pytest_configure(config):
         # An example that fails is enough: the search for the smallest takes half a minute.
         hypothesis.settings.register_profile("fault", phases=[hypothesis.Phase.generate])
         hypothesis.settings.load_profile("fault")
-    name = config.getoption("--kernel-fault")
-    if name:
-        try:
-            kernel_faults.install(name)
-        except kernel_faults.KernelFaultError as error:
-            raise pytest.UsageError(str(error)) from None
 
 
 #: Where tests run the CPU engine's walks, which take a minute to compile: once, in one process.
@@ -195,6 +190,8 @@ def pytest_report_header(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    if left_out := promises.keep(items, config.getoption("--promise")):
+        config.hook.pytest_deselected(items=left_out)
     place = _scattered if _on_gpu(config) else _place
     items.sort(key=lambda item: place(item.nodeid))
     if config.option.markexpr == "gpu":  # takes the place of setup.cfg's, and means that, too

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashsim.viz.data.statistics import row_statistics
     from flashsim.viz.film.animation import animate
-    from flashsim.viz.film.ring import animate_ranks
-    from flashsim.viz.laboratory.html import lab
+    from flashsim.viz.film.rank_film import animate_ranks
+    from flashsim.viz.laboratory.lab_page import lab
     from flashsim.viz.palette import color
-    from flashsim.viz.player.html import Page, page
+    from flashsim.viz.player.page import Page, page
     from flashsim.viz.plots.agreement import predicted_against_measured
     from flashsim.viz.plots.banks import banks
     from flashsim.viz.plots.blocks import block_sizes
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 _ROOMS = {
     "film.animation": ("animate",),
-    "film.ring": ("animate_ranks",),
-    "laboratory.html": ("lab",),
-    "player.html": ("Page", "page"),
+    "film.rank_film": ("animate_ranks",),
+    "laboratory.lab_page": ("lab",),
+    "player.page": ("Page", "page"),
     "palette": ("color",),
     "plots.traffic_bars": ("cumulative", "diff", "sram_timeline", "traffic"),
     "plots.banks": ("banks",),

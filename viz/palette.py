@@ -100,9 +100,9 @@ THEMES: Mapping[str, Theme] = MappingProxyType(
 )  # fmt: skip
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(first: str, other: str) -> float:
     """The contrast of two colours by WCAG 2.1, from 1 to 21; small text needs 4.5."""
-    high, low = sorted((_luminance(one), _luminance(other)), reverse=True)
+    high, low = sorted((_luminance(first), _luminance(other)), reverse=True)
     return (high + 0.05) / (low + 0.05)
 
 
@@ -169,6 +169,6 @@ def rgb(shade: str) -> np.ndarray:
     return np.array([int(shade[n : n + 2], 16) for n in (1, 3, 5)], float)
 
 
-def mix(one: str, other: str, share: float) -> np.ndarray:
+def mix(first: str, other: str, share: float) -> np.ndarray:
     """Mix two colours, with `share` of the second; the result has the format of `rgb`."""
-    return rgb(one) + (rgb(other) - rgb(one)) * share
+    return rgb(first) + (rgb(other) - rgb(first)) * share

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
-import numpy as np
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
@@ -99,9 +98,9 @@ def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
         return ax
 
     signature = inspect.signature(draw)
-    given = {"ax": "Axes | None", "theme": "str | None"}
+    extra = {"ax": "Axes | None", "theme": "str | None"}
     shown = [
-        p.replace(default=None, annotation=given[p.name]) if p.name in given else p
+        p.replace(default=None, annotation=extra[p.name]) if p.name in extra else p
         for p in signature.parameters.values()
     ]
     plot.__signature__ = signature.replace(  # type: ignore[attr-defined]
@@ -109,7 +108,7 @@ def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
     )
     if draw.__doc__:  # there is none under python -OO
         plot.__doc__ = _described(draw.__doc__)
-    plot.__annotations__ = {**draw.__annotations__, **given, "return": "Axes"}
+    plot.__annotations__ = {**draw.__annotations__, **extra, "return": "Axes"}
     return own_errors(plot)
 
 
@@ -156,37 +155,6 @@ def heading(ax: Axes, theme: Theme, title: str, about: str = "") -> None:
         ax.annotate(
             about, (0, 1), (0, 9), xycoords="axes fraction", textcoords="offset points",
             fontsize=11 * min(1, 105 / len(about)), color=theme.muted,
-        )  # fmt: skip
-
-
-def end_labels(
-    ax: Axes, ends: Sequence[tuple[float, float, str, str]], *, size: float = 11
-) -> None:
-    """Write each line's name at its end, in its colour; names that would meet move apart.
-
-    Call it when the axes have their final limits and scales.
-
-    Parameters
-    ----------
-    ends : sequence of (x, y, text, color)
-    """
-    line = size * 1.35  # points from one name to the next
-    to_points = 72 / ax.figure.dpi
-    high = [text.count("\n") * line for _, _, text, _ in ends]
-    level = [float(ax.transData.transform(end[:2])[1]) * to_points for end in ends]
-    middle, order = list(level), sorted(range(len(ends)), key=lambda n: level[n])
-    lowest, top = -np.inf, ax.bbox.y1 * to_points
-    for n in order:  # up, away from the one below
-        middle[n] = max(middle[n], lowest + high[n] / 2)
-        lowest = middle[n] + high[n] / 2 + line
-    for n in reversed(order):  # and down again, if that leaves the axes
-        middle[n] = min(middle[n], top - high[n] / 2)
-        top = middle[n] - high[n] / 2 - line
-    for n, (x, y, text, color) in enumerate(ends):
-        ax.annotate(
-            text, (x, y), (9, middle[n] - level[n]), textcoords="offset points", va="center",
-            color=palette.ink(color, theme_of(ax)), fontsize=size, fontweight="bold",
-            annotation_clip=False,
         )  # fmt: skip
 
 

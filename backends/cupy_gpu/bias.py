@@ -8,7 +8,9 @@ from typing import Any
 
 from flashsim.engines.engine import Job
 from flashsim.errors import UnsupportedError
-from flashsim.functions.graph import FLOAT, ArraySpec, Builder, Graph
+from flashsim.functions.builder import Builder
+from flashsim.functions.graph import ArraySpec, Graph
+from flashsim.functions.operations import FLOAT
 
 #: The name of the array among those that the score function captures.
 NAME = "the bias argument"

@@ -24,6 +24,7 @@ from flashsim.backends.cupy_gpu.captured import NOTHING, ReadByFunctions
 from flashsim.backends.cupy_gpu.launching import Argument, FixedLaunch, Launcher, Parameters
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.device_tables import Lowered
+from flashsim.backends.launch.functions import tile_of
 from flashsim.backends.launch.kernel import Gpu, Kernel
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.backends.reports import counts, timeline
@@ -173,6 +174,7 @@ class ReadyPass:
         self._parameters_of = lru_cache(maxsize=64)(self._parameters)
         at = [number for box in boxes for number in _map_of(box)]
         self._made_of = itemgetter(*at) if boxes else lambda head: ()
+        self._tiled = bool(boxes) and boxes[-1].tensor == launch.TILE
 
     def _parameters(
         self,
@@ -187,13 +189,18 @@ class ReadyPass:
         p, boxes = self.one.tables.schedule.problem, self.one.kernel.boxes
         args, counter = args or self._args, counter or self._counter
         values = iter(made_of)
-        maps = [
-            tensor_maps.encode(
-                *(p, box, next(values)),
-                NewArrays.of(p).dq.strides if box.tensor == DQ_ACC else tuple(islice(values, 3)),
-            )
-            for box in boxes
-        ]
+
+        def made(box: launch.Box) -> np.ndarray:
+            address = next(values)
+            if box.tensor == launch.TILE:
+                tile = tile_of(p)
+                assert tile is not None  # else the kernel has no such box
+                return tensor_maps.encode_tile(tile, box, address)
+            dq = box.tensor == DQ_ACC
+            strides = NewArrays.of(p).dq.strides if dq else tuple(islice(values, 3))
+            return tensor_maps.encode(p, box, address, strides)
+
+        maps = [made(box) for box in boxes]
         others = [args.address, *([ctypes.addressof(counter)] if boxes else [])]
         keeps = maps, args, counter
         return Parameters(*(one.ctypes.data for one in maps), *others, keeps=keeps)
@@ -224,7 +231,10 @@ class ReadyPass:
 
     def __call__(self, call: Call, report: dict[str, cupy.ndarray]) -> None:
         """Launch on the call's stream; the call's device must be CuPy's current one."""
-        parameters = self._parameters_of(self._made_of(call.head))
+        made_of = self._made_of(call.head)
+        if self._tiled:
+            made_of = *made_of, call.captured.tile
+        parameters = self._parameters_of(made_of)
         with self._lock:
             self._head[:] = call.packed
             if self.one.kernel.functions is not None or self.one.kernel.sinks:
@@ -315,8 +325,11 @@ def _makes_its_counter(stream: int) -> bool:
 def _map_of(box: launch.Box) -> range:
     """The positions of a tensor's address and strides in a call's head, for its tensor map.
 
-    For dQ's accumulator this is the address alone, since its strides never change.
+    For dQ's accumulator this is the address alone, since its strides never change. Captured arrays
+    are not in the head.
     """
+    if box.tensor == launch.TILE:
+        return range(0)
     if box.tensor == DQ_ACC:
         at = 4 * len(launch.TENSORS) + launch.SCRATCH.index(DQ_ACC)
         return range(at, at + 1)

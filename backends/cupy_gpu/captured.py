@@ -9,7 +9,7 @@ import cupy
 import numpy as np
 
 from flashsim.backends.cupy_gpu import arrays
-from flashsim.backends.launch.functions import sources_of
+from flashsim.backends.launch.functions import sources_of, tile_of
 from flashsim.engines.engine import Job
 from flashsim.functions.graph import ArraySpec
 from flashsim.functions.mask import MaskFunction
@@ -25,6 +25,8 @@ class ReadByFunctions(NamedTuple):
         ``struct FlashCaptured``, for kernels without and with gradients of captured arrays.
     sinks : int
         The address of one float32 per query head; 0 without sinks.
+    tile : int
+        The address of the array that TMA brings tile by tile; 0 without one.
     gradients : dict
         "d:<name>" of each array that gets a gradient: a float32 array of zeros to add to.
     keeps : tuple
@@ -34,6 +36,7 @@ class ReadByFunctions(NamedTuple):
     plain: bytes = b""
     summing: bytes = b""
     sinks: int = 0
+    tile: int = 0
     gradients: dict[str, cupy.ndarray] = {}  # noqa: RUF012 (never written to)
     keeps: tuple[Any, ...] = ()
 
@@ -52,12 +55,16 @@ def captured(job: Job, space: arrays.Space) -> ReadByFunctions:
     with space.active():
         sinks = None
         if p.sinks:
-            sinks = cupy.ascontiguousarray(_on_gpu(job.sinks).astype(np.float32, copy=False))
+            given = job.sinks.float() if arrays.is_torch(job.sinks) else job.sinks
+            sinks = cupy.ascontiguousarray(_on_gpu(given).astype(np.float32, copy=False))
         at = 0 if sinks is None else sinks.data.ptr
         if p.mask_mod is None and p.score_mod is None:
             return ReadByFunctions(sinks=at, keeps=(sinks,))
         score = () if p.score_mod is None else p.score_mod.arrays
         held = [_typed(x, spec) for x, spec in zip(job.score_arrays, score, strict=True)]
+        tile = tile_of(p)
+        if tile is not None and held[tile.array].data.ptr % 16:  # TMA's alignment
+            held[tile.array] = held[tile.array].copy()
         if p.mask_mod is not None:
             held += _of_mask(p.mask_mod, space.device)
         shapes = {spec.name: spec.shape for spec in score}
@@ -66,7 +73,8 @@ def captured(job: Job, space: arrays.Space) -> ReadByFunctions:
         plain, summing = sources_of(p)
         totals = [gradients[f"d:{name}"].data.ptr for name in summing.gradients]
         packed = plain.pack(data).tobytes(), summing.pack(data, totals).tobytes()
-        return ReadByFunctions(*packed, at, gradients, (*held, sinks))
+        of_tile = 0 if tile is None else data[tile.array]
+        return ReadByFunctions(*packed, at, of_tile, gradients, (*held, sinks))
 
 
 def gradients(

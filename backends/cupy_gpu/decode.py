@@ -23,7 +23,7 @@ from flashsim.backends.launch_policy import decode, decode_kernels
 from flashsim.backends.reports import decode as traces
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, shown
-from flashsim.problem import checks
+from flashsim.problem import checks, live_keys
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
@@ -295,12 +295,10 @@ def _forward(
 ) -> tuple[Outcome, dict[str, int]]:
     check(job)
     p, options = job.problem, job.options
-    table, page = options.get("block_table"), 0
-    lengths = lengths_of(p, options.get("cache_seqlens"))
-    if table is not None:
-        page = int(job.k.shape[2])
-        check_table(table, lengths, page, int(job.k.shape[0]))
-    prefix, timed = _prefix(job, table, page), job.trace == "timeline"
+    table = options.get("block_table")
+    page = 0 if table is None else int(job.k.shape[2])
+    lengths, prefix = _live_keys(job, table, page)
+    timed = job.trace == "timeline"
     if timed and (prefix or p.latent):
         raise UnsupportedError(
             "a shared prefix has no timeline on a GPU, nor has latent attention: leave it out, or "
@@ -381,81 +379,29 @@ def _totals(reports: Mapping[str, cupy.ndarray]) -> dict[str, int]:
     }
 
 
-def lengths_of(problem: Problem, given: Any) -> tuple[int, ...]:
-    """The live length of each sequence: its whole capacity, unless `cache_seqlens` says less.
+def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
+    """The length of each sequence, and the number of keys that all of them share.
+
+    A table on the GPU is not read back, since the call would have to wait for it. Instead, the
+    kernel reads no page that the pool lacks, and a sequence whose table names such a page gets NaN.
+    A prefix is taken to be shared as the caller says.
 
     Raises
     ------
-    ShapeError
-        If there is not one length per sequence, or a length is negative or exceeds the capacity.
+    ShapeError, DTypeError, OptionError
     """
-    p = problem
-    if given is None:
-        return (p.n_kv,) * p.batch
-    host = given.tolist() if hasattr(given, "tolist") else given  # a GPU's array: waits for it
-    try:
-        lengths = tuple(index(x) for x in host)
-    except TypeError:
-        raise DTypeError(
-            f"cache_seqlens must be {p.batch} integers, one for each sequence, got {shown(given)}"
-        ) from None
-    if len(lengths) != p.batch:
-        raise ShapeError(
-            f"cache_seqlens must have one length for each of {p.batch} sequences, got "
-            f"{len(lengths)}"
-        )
-    for b, length in enumerate(lengths):
-        if not 0 <= length <= p.n_kv:
-            raise ShapeError(
-                f"cache_seqlens[{b}] must be between 0 and {p.n_kv}, the room of the cache, got "
-                f"{length}"
-            )
-    return lengths
-
-
-def check_table(table: Any, lengths: tuple[int, ...], page: int, pages: int) -> None:
-    """Check a block table's type, and every used entry of a NumPy table.
-
-    `prepare` has checked its shape. A table on the GPU is not read back, since the call would have
-    to wait for it. Instead, the kernel reads no page that the pool lacks, and a sequence whose
-    table names such a page gets NaN.
-
-    Raises
-    ------
-    ShapeError, DTypeError
-    """
+    p, options = job.problem, job.options
+    lengths = live_keys.live_lengths(
+        options.get("cache_seqlens"), p.batch, p.n_kv, paged=table is not None
+    )
+    prefix = checks.count("shared_prefix", options.get("shared_prefix", 0))
+    if table is None:
+        return lengths, prefix
     if arrays.dtype_name(table) != "int32":
         raise DTypeError(f"block_table must be int32, got {table.dtype}")
-    if not isinstance(table, np.ndarray):
-        return
-    for b, length in enumerate(lengths):
-        used = table[b, : -(-length // page)]
-        wrong = np.flatnonzero((used < 0) | (used >= pages))
-        if len(wrong):
-            i = int(wrong[0])
-            raise ShapeError(
-                f"block_table[{b}, {i}] must name one of {pages} pages, 0 to {pages - 1}, got "
-                f"{int(used[i])}"
-            )
-
-
-def _prefix(job: Job, table: Any, page: int) -> int:
-    """The number of keys that all sequences share, 0 if none.
-
-    A NumPy block table is checked against it. For a table on the GPU, the caller's number is
-    trusted.
-    """
-    prefix = checks.count("shared_prefix", job.options.get("shared_prefix", 0))
-    if not prefix:
-        return 0
     if isinstance(table, np.ndarray):
-        shared = table[:, : prefix // page]
-        for b, j in np.argwhere(shared != shared[:1])[:1]:
-            raise OptionError(
-                f"block_table[{b}, {j}] is {table[b, j]}, but the first {prefix:,} keys are "
-                f"shared, and entry 0 has them in page {table[0, j]}"
-            )
-    return prefix
+        live_keys.check_pages(table, lengths, page, int(job.k.shape[0]), prefix)
+    return lengths, prefix
 
 
 def _table(table: Any) -> tuple[int, int, Any]:

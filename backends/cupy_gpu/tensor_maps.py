@@ -11,6 +11,7 @@ from functools import cache
 
 import numpy as np
 
+from flashsim.backends.launch.functions import Tile
 from flashsim.backends.launch.kernel import ROUND, Box, row_elements, whole_sixteens
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
@@ -61,13 +62,47 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
         # it may touch a map's beginning whatever was asked for.)
         shape, steps = [d, ROUND, heads, ROUND + 1, n + 1], [row_step, head_step]
         steps += [2**64 // ROUND - row_step, row_step]
+    made, error = _encoded(_TYPES.get(dtype, _BYTES), pointer, shape, steps, box)
+    if error:
+        raise UnsupportedError(
+            f"the copy engine cannot address {box.tensor}: shape {(p.batch, heads, n, d)}, "
+            f"strides {strides} elements (CUDA error {error}); give a contiguous array, or "
+            "kernel='portable'"
+        )
+    return made
+
+
+def encode_tile(tile: Tile, box: Box, pointer: int) -> np.ndarray:
+    """The map of an array that a score function captures, with its planes in the heads' place.
+
+    Raises
+    ------
+    UnsupportedError
+        If the driver refuses the array's shape.
+    """
+    planes, rows, columns = tile.shape
+    row = columns * tile.spec.itemsize
+    shape, steps = [columns, rows, planes, 1], [row, rows * row, planes * rows * row]
+    made, error = _encoded(_TYPES[tile.spec.dtype], pointer, shape, steps, box)
+    if error:
+        raise UnsupportedError(
+            f"the copy engine cannot address the captured array {tile.spec.name!r} of shape "
+            f"{tile.spec.shape} (CUDA error {error}); kernel='portable' may read it"
+        )
+    return made
+
+
+def _encoded(
+    element: int, pointer: int, shape: list[int], steps: list[int], box: Box
+) -> tuple[np.ndarray, int]:
+    """A map, and the driver's error or 0; `steps` are bytes along all axes except the first."""
     rank = len(shape)
     storage = np.zeros(_MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
     start = -storage.ctypes.data % _MAP_ALIGNMENT
     made = storage[start : start + _MAP_BYTES]
     error = driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(made.ctypes.data),
-        _TYPES.get(dtype, _BYTES),
+        element,
         rank,
         ctypes.c_void_p(pointer),
         (ctypes.c_uint64 * rank)(*shape),
@@ -79,13 +114,7 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
         _PROMOTE_256B,
         0,  # elements outside the tensor arrive as zeros
     )
-    if error:
-        raise UnsupportedError(
-            f"the copy engine cannot address {box.tensor}: shape {(p.batch, heads, n, d)}, "
-            f"strides {strides} elements (CUDA error {error}); give a contiguous array, or "
-            "kernel='portable'"
-        )
-    return made.view(f"V{_MAP_BYTES}")
+    return made.view(f"V{_MAP_BYTES}"), error
 
 
 @cache

@@ -24,6 +24,21 @@ using i64 = long long;
 #ifndef FS_READS
 #define FS_READS 0  // whether a function reads arrays at positions of queries or keys
 #endif
+#ifndef FS_TILE
+#define FS_TILE 0  // stages of a ring of captured elements in shared memory, see Elements
+#endif
+#ifndef FS_BAND
+#define FS_BAND 0  // whether elements are read ahead of time, see Band
+#endif
+#ifndef FS_SHARERS
+#define FS_SHARERS 1  // blocks of a cluster, for neighbouring heads, that share those elements
+#endif
+#ifndef FS_BOUNDED
+#define FS_BOUNDED 0  // whether a forward needs no maximum of scores, see BoundedSoftmax
+#endif
+#ifndef FLASH_BOUND
+#define FLASH_BOUND 0.0f  // the bound of a score function's results
+#endif
 #ifndef FS_SINKS
 #define FS_SINKS 0  // whether each head has one more score, without a value
 #endif

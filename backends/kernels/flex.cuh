@@ -51,11 +51,13 @@ __device__ __forceinline__ float before_function(const Args& a, float raw) {
     return FS_SOFTCAP ? a.softcap * fast_tanh(raw * (a.scale / a.softcap)) : raw * a.scale;
 }
 
-// A scaled and capped score after the function of scores.
+// A scaled and capped score after the function of scores. `tile` is the element that the kernel has
+// in shared memory, if it has one there.
+template <class... Tile>
 __device__ __forceinline__ float of_function(const Args& a, const Head& at, float s, FlashAt q,
-                                             FlashAt k) {
+                                             FlashAt k, Tile... tile) {
 #if FS_SCORE_MOD
-    return flash_score(a.captured, s, at.at, at.query(q), at.key(k));
+    return flash_score(a.captured, s, tile..., at.at, at.query(q), at.key(k));
 #else
     return s;
 #endif
@@ -63,10 +65,11 @@ __device__ __forceinline__ float of_function(const Args& a, const Head& at, floa
 
 // A raw score after the function of scores, in the unit of natural logarithms. Without one it is as
 // the kernel's exponents take it.
+template <class... Tile>
 __device__ __forceinline__ float after_function(const Args& a, const Head& at, float raw,
-                                                FlashAt q, FlashAt k) {
+                                                FlashAt q, FlashAt k, Tile... tile) {
 #if FS_SCORE_MOD
-    return of_function(a, at, before_function(a, raw), q, k);
+    return of_function(a, at, before_function(a, raw), q, k, tile...);
 #else
     return FS_SCALED ? scaled(a, raw) : raw;
 #endif

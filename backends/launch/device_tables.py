@@ -135,14 +135,14 @@ def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | Non
     filled = count > 0
     first = np.zeros(len(count), np.int64)
     first[filled] = index[ptr[:-1][filled]]
-    place = np.arange(len(index)) - np.repeat(ptr[:-1], count)  # of each visit in its own list
+    nth = np.arange(len(index)) - np.repeat(ptr[:-1], count)  # of each visit in its own list
     owner = np.repeat(np.arange(len(count)), count)
-    if not (index == first[owner] + place).all():
+    if not (index == first[owner] + nth).all():
         return None
     fulls = np.bincount(owner, full, len(count)).astype(np.int64)
     lead = np.where(fulls > 0, len(index), count)
-    np.minimum.at(lead, owner[full], place[full])
-    inside = (place >= lead[owner]) & (place < lead[owner] + fulls[owner])
+    np.minimum.at(lead, owner[full], nth[full])
+    inside = (nth >= lead[owner]) & (nth < lead[owner] + fulls[owner])
     if not (inside == full).all():
         return None
     spans = np.stack([first, first + lead, first + lead + fulls, first + count], axis=1)

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flashsim.functions import emit
 from flashsim.functions.derivative import adjoints
-from flashsim.functions.graph import Graph
+from flashsim.functions.graph import FLOAT, ArraySpec, Graph
+from flashsim.functions.intervals import largest_result
 from flashsim.problem.problem import Problem
 
 #: Around the generated text: the hardware's tanh, where a softcap takes it (common.cuh), and no
@@ -30,6 +31,49 @@ _BEFORE = """\
 #pragma nv_diag_suppress 177
 """
 _AFTER = "#pragma nv_diagnostic pop\n"
+
+
+class Tile(NamedTuple):
+    """An array that a score function reads at [.., q, k], which TMA can bring tile by tile.
+
+    Attributes
+    ----------
+    array : int
+        Its number among the score function's captured arrays.
+    spec : ArraySpec
+    node : int
+        The load, among the score function's nodes.
+    by_head : bool
+        Whether the query heads of a batch entry read different planes.
+    """
+
+    array: int
+    spec: ArraySpec
+    node: int
+    by_head: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Planes, queries and keys; heads choose among the planes."""
+        *planes, rows, columns = self.spec.shape
+        return math.prod(planes), rows, columns
+
+
+class Band(NamedTuple):
+    """An array that a score function reads at [.., sign * (q - k) + offset].
+
+    A tile pair has few distances q - k, so each thread reads its elements once, ahead of time.
+
+    Attributes
+    ----------
+    node : int
+        The load, among the score function's nodes.
+    sign, offset : int
+    """
+
+    node: int
+    sign: int
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -47,6 +91,12 @@ class Generated:
         Whether ``flash_score_grad`` adds to the gradients of captured arrays.
     reads : bool
         Whether captured arrays are read at positions of queries or keys, which then must exist.
+    reads_beside : bool
+        The same of all elements except that of the tile or the band.
+    tile : Tile or None
+        What a kernel may bring to shared memory tile by tile.
+    band : Band or None
+        Without such a tile, what a thread may read ahead of time.
     """
 
     text: str
@@ -55,6 +105,9 @@ class Generated:
     score: bool
     sums: bool
     reads: bool
+    reads_beside: bool = False
+    tile: Tile | None = None
+    band: Band | None = None
 
     @property
     def constants(self) -> dict[str, int]:
@@ -90,10 +143,17 @@ def functions_of(problem: Problem) -> Functions | None:
     return _functions(mask, problem.score_mod, problem.score_grads, _extents(problem))
 
 
-def read_arrays(problem: Problem) -> bool:
-    """Whether a function of a problem reads captured arrays at positions of queries or keys."""
-    given = functions_of(problem)
-    return given is not None and given.plain.reads
+def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
+    """Whether a function of a problem reads captured arrays at positions of queries or keys.
+
+    With `beside_ahead` those elements do not count that kernels have before they call it: those of
+    `tile_of` and of `band_of`.
+    """
+    functions = functions_of(problem)
+    if functions is None:
+        return False
+    apart = beside_ahead and (tile_of(problem) or band_of(problem))
+    return functions.plain.reads_beside if apart else functions.plain.reads
 
 
 def has_known_slope(problem: Problem) -> bool:
@@ -103,10 +163,92 @@ def has_known_slope(problem: Problem) -> bool:
 
 @lru_cache(maxsize=256)
 def _known_slope(graph: Graph) -> bool:
-    made = adjoints(graph, ())
-    if made.score is None:
+    parts = adjoints(graph, ())
+    if parts.score is None:
         return True
-    return "score" not in Graph(made.nodes, made.score, made.arrays).uses
+    return "score" not in Graph(parts.nodes, parts.score, parts.arrays).uses
+
+
+def tile_of(problem: Problem) -> Tile | None:
+    """The largest array that the forward's score function reads at [.., q, k], if TMA takes it.
+
+    Its rows must be multiples of 16 bytes. None for packed sequences, whose positions are not those
+    of the array.
+    """
+    functions = functions_of(problem)
+    return None if functions is None or problem.cu_seqlens_q is not None else functions.plain.tile
+
+
+@lru_cache(maxsize=256)
+def _tile_of(graph: Graph) -> Tile | None:
+    found = []
+    for n in graph.loads:
+        node = graph.nodes[n]
+        spec = graph.arrays[node.value]
+        if len(node.args) < 2 or spec.dtype not in ("float16", "bfloat16", "float32"):
+            continue
+        rows, columns = (graph.nodes[a] for a in node.args[-2:])
+        at_positions = (rows.op, rows.value, columns.op, columns.value) == ("arg", "q", "arg", "k")
+        per_head = all(graph.depends[a] <= {"b", "h"} for a in node.args[:-2])
+        whole = spec.shape[-1] * spec.itemsize % 16 == 0
+        if at_positions and per_head and whole:
+            by_head = any("h" in graph.depends[a] for a in node.args[:-2])
+            found.append(Tile(node.value, spec, n, by_head))
+    return max(found, key=lambda t: math.prod(t.spec.shape) * t.spec.itemsize, default=None)
+
+
+def band_of(problem: Problem) -> Band | None:
+    """An array that the forward's score function reads by the distance of query and key."""
+    functions = functions_of(problem)
+    return None if functions is None else functions.plain.band
+
+
+@lru_cache(maxsize=256)
+def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> Band | None:
+    last = dict(extents)
+    for n in graph.loads:
+        node = graph.nodes[n]
+        spec = graph.arrays[node.value]
+        if not node.args or spec.kind != FLOAT or spec.shape[-1] < emit.LEAST_BAND:
+            continue
+        factors = _linear(graph, node.args[-1])
+        if factors is None:
+            continue
+        sign, of_k, offset = factors.tolist()
+        ends = [sign * d + offset for d in (1 - last["k"], last["q"] - 1)]
+        inside = min(ends) >= 0 and max(ends) < spec.shape[-1]
+        per_head = all(graph.depends[a] <= {"b", "h"} for a in node.args[:-1])
+        if abs(sign) == 1 and of_k == -sign and inside and per_head:
+            return Band(n, sign, offset)
+    return None
+
+
+def _linear(graph: Graph, n: int) -> np.ndarray | None:
+    """The factors of q and k and the constant of an index that is a sum of them, or None."""
+    node = graph.nodes[n]
+    if node.op == "const":
+        return np.array([0, 0, node.value])
+    if node.op == "arg" and node.value in ("q", "k"):
+        return np.array([node.value == "q", node.value == "k", 0], int)
+    terms = [_linear(graph, a) for a in node.args] if node.op in ("add", "sub", "neg") else []
+    known = [x for x in terms if x is not None]
+    if not known or len(known) < len(terms):
+        return None
+    if node.op == "neg":
+        return -known[0]
+    return known[0] + known[1] if node.op == "add" else known[0] - known[1]
+
+
+def score_bound(problem: Problem) -> float:
+    """The largest absolute value that a score can have before the softmax; infinity if any."""
+    if problem.score_mod is None:
+        return problem.softcap or math.inf
+    return _largest(problem.score_mod, _extents(problem))
+
+
+@lru_cache(maxsize=256)
+def _largest(graph: Graph, extents: tuple[tuple[str, int], ...]) -> float:
+    return largest_result(graph, dict(extents))
 
 
 def heads_share(problem: Problem, least: int) -> bool:
@@ -134,16 +276,26 @@ def _extents(problem: Problem) -> tuple[tuple[str, int], ...]:
 
 @lru_cache(maxsize=256)
 def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
+    tile = None if score is None else _tile_of(score)
+    band = None if score is None or tile else _band_of(score, extents)
+    graphs = [g for g in (mask, score) if g is not None]
+    reads = [(g, n) for g in graphs for n in g.loads if g.depends[n] & {"q", "k"}]
+    ahead = tile.node if tile else band.node if band else None
+    bound = math.inf if score is None else _largest(score, extents)
+    before = _BEFORE + (f"#define FLASH_BOUND {bound!r}f\n" if math.isfinite(bound) else "")
     plain, summing = (
         Generated(
-            _BEFORE + one.text + _AFTER,
-            packed_bytes(one.pack([0] * len(one.arrays), [0] * len(one.gradients))),
+            before + source.text + _AFTER,
+            packed_bytes(source.pack([0] * len(source.arrays), [0] * len(source.gradients))),
             mask is not None,
             score is not None,
-            bool(one.gradients),
-            any(g.depends[n] & {"q", "k"} for g in (mask, score) if g is not None for n in g.loads),
+            bool(source.gradients),
+            bool(reads),
+            any(g is not score or n != ahead for g, n in reads),
+            tile,
+            band,
         )
-        for one in _sources(mask, score, wanted, extents)
+        for source in _sources(mask, score, wanted, extents)
     )
     return Functions(plain, summing)
 
@@ -155,8 +307,12 @@ def _sources(
     wanted: tuple[str, ...],
     extents: tuple[tuple[str, int], ...],
 ) -> tuple[emit.CudaSource, emit.CudaSource]:
-    plain = emit.cuda_source(mask, score, (), dict(extents))
-    return plain, emit.cuda_source(mask, score, wanted, dict(extents)) if wanted else plain
+    tile = None if score is None else _tile_of(score)
+    band = None if score is None or tile else _band_of(score, extents)
+    node = tile.node if tile else band.node if band else None
+    given = dict(extents), node, band and (band.sign, band.offset)
+    plain = emit.cuda_source(mask, score, (), *given)
+    return plain, emit.cuda_source(mask, score, wanted, *given) if wanted else plain
 
 
 def packed_bytes(packed: np.ndarray) -> int:

@@ -61,6 +61,8 @@ def args_dtype(functions: Generated | None, *, packed: bool, sinks: bool) -> np.
     return np.dtype([*ARGS.descr, *more]) if more else ARGS
 
 
+#: The name of a box of captured elements (`functions.Tile`), the last one of a kernel.
+TILE = "tile"
 #: Ends of the files of forward kernels, whose softmax takes sinks.
 FORWARD = ("/forward.cu", "/forward_f32.cu", "/decode.cu")
 #: Entries of a count record; entry n is transfer n of the itinerary.
@@ -336,17 +338,17 @@ def built(
     "keys" adds the gradients of arrays that functions capture.
     """
     problem, values = made_for[0], constants(*made_for) | {"SMEM_BYTES": shared} | more
-    given, functions = None, None if outer is None else functions_of(problem)
+    generated, functions = None, None if outer is None else functions_of(problem)
     if functions is not None:
-        given = functions.summing if outer == "keys" else functions.plain
+        generated = functions.summing if outer == "keys" else functions.plain
     sinks = problem.sinks and file.endswith(FORWARD)
-    if given is not None:
-        values |= given.constants
+    if generated is not None:
+        values |= generated.constants | more
     values |= {"SINKS": 1} if sinks else {}
     packed = problem.cu_seqlens_q is not None
-    values["ARGS_BYTES"] = args_dtype(given, packed=packed, sinks=sinks).itemsize
+    values["ARGS_BYTES"] = args_dtype(generated, packed=packed, sinks=sinks).itemsize
     return Kernel(
         *(file, name, threads, shared, macros(values), boxes, cluster),
-        functions=given,
+        functions=generated,
         sinks=sinks,
     )

@@ -26,6 +26,7 @@ from flashsim.backends.launch.kernel import (
 )
 from flashsim.backends.launch_policy import decode_kernels as kernels
 from flashsim.errors import OptionError, UnsupportedError
+from flashsim.problem.live_keys import check_prefix
 from flashsim.problem.problem import Problem
 from flashsim.schedule.split import Split, cut, longest_part
 
@@ -217,11 +218,7 @@ def live(problem: Problem, lengths: tuple[int, ...], page: int, prefix: int = 0)
         prefix does not consist of whole pages.
     """
     p = problem
-    for b, length in enumerate(lengths):
-        if length < prefix:
-            raise OptionError(
-                f"shared_prefix is {prefix:,} keys, and entry {b} of the batch has {length:,}"
-            )
+    check_prefix(prefix, lengths)
     own = (length - prefix for length in lengths)
     return replace(
         p, batch=1, n_q=p.n_q * p.batch, n_kv=sum(lengths) - prefix * (p.batch - 1),

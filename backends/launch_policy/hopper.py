@@ -16,6 +16,7 @@ from flashsim.backends.launch_policy import hopper_kernels, portable_kernels
 from flashsim.backends.launch_policy.cost_model import (
     ADDING_UP,
     HOPPER_FORWARD,
+    HOPPER_FORWARD_WIDE,
     HOPPER_FUSED_WIDE,
     ROLES,
     Times,
@@ -24,11 +25,13 @@ from flashsim.backends.launch_policy.cost_model import (
     busy_at_once,
     fastest_cluster,
     fastest_first,
+    microseconds,
     microseconds_by_keys,
     remainder,
     sooner_at_once,
 )
 from flashsim.backends.launch_policy.family import Family, PassRequest, Walked, widest
+from flashsim.backends.launch_policy.hopper_kernels import Rings
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
 from flashsim.schedule.head_grouping import held
@@ -52,9 +55,12 @@ class Hopper(Family):
     ----------
     instead : str
         The value of option `kernel` that error texts suggest where these kernels do not run.
+    brings_tiles : bool
+        Whether the forward brings a captured array's elements to shared memory by TMA.
     """
 
     instead: str = "portable"
+    brings_tiles: bool = False
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """See `Family`."""
@@ -108,14 +114,19 @@ class Hopper(Family):
         if d <= 128:
             times = next(times for widest, times in HOPPER_FORWARD.items() if d <= widest)
             best = list(fastest_first(problem, times, gpu.multiprocessors))
-            reads = functions.read_arrays(problem)
+            reads = functions.read_arrays(problem, beside_ahead=self.brings_tiles)
+            reads = reads or functions.band_of(problem) is not None
             if problem.softcap or problem.score_mod is not None or reads:
                 # They take registers, of which wide tiles have none left, and three warpgroups few.
                 rows = 128 if reads else 192
                 best.sort(key=lambda t: t.block_k > 128 or t.block_q > rows)
+            best += [Tiling(128, 64)]  # divides common block masks
         else:
-            best = [Tiling(128, 112)] if d <= 192 else [Tiling(128, 80)]
-        best += [Tiling(128, 64)]  # divides common block masks
+            times = HOPPER_FORWARD_WIDE[192 if d <= 192 else 256]
+            processors = gpu.multiprocessors
+            best = sorted(times, key=lambda t: microseconds(problem, t, times[t], processors))
+        if self.brings_tiles and functions.tile_of(problem):
+            best.sort(key=lambda t: not self.rings(problem, t, gpu).tile)
         return tuple(t for t in best if self.forward_bytes(problem, t) <= gpu.shared_bytes)
 
     def fastest(self, asked: PassRequest) -> Tiling | None:
@@ -203,12 +214,21 @@ class Hopper(Family):
         return walk.stage.name == "fused" and widest(p) <= 128 and rows >= _LONG_WALK * cluster
 
     def clump(self, walk: Walked) -> int:
-        """See `Family`. The size depends on whether the work tiles are equally long.
+        """See `Family`. A multiple of the heads whose blocks share captured elements."""
+        size = self._clump(walk)
+        if walk.stage.name != "forward":
+            return size
+        rings = self.rings(walk.problem, walk.tables.schedule.tiling, walk.gpu)
+        return -(-size // rings.sharers) * rings.sharers
 
-        If they are, a head group is one head (or one GQA group, which shares K and V). Taking long
-        ones first gains nothing then, and more blocks read the same tiles at the same time. This
-        does not hold if blocks add to dQ in a fixed order, or if heads share a large bias, whose
-        rows blocks of several heads then read at the same time.
+    def _clump(self, walk: Walked) -> int:
+        """The size of a head group without regard to blocks that share captured elements.
+
+        It depends on whether the work tiles are equally long. If they are, a head group is one head
+        (or one GQA group, which shares K and V). Taking long ones first gains nothing then, and
+        more blocks read the same tiles at the same time. This does not hold if blocks add to dQ in
+        a fixed order, or if heads share a large bias, whose rows blocks of several heads then read
+        at the same time.
 
         Otherwise the long work tiles of a head group come first and fetch its K and V; the short
         ones find these in L2. A forward of many short sequences is bound by DRAM. Its head groups
@@ -249,9 +269,23 @@ class Hopper(Family):
         """The number of stages of the forward's ring buffers: three where they fit, else two."""
         return 3 if self.forward_bytes(problem, tiling, 3) <= gpu.shared_bytes else 2
 
+    def rings(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> Rings:
+        """The forward's ring buffers: with captured elements if they fit beside two stages.
+
+        Two heads share them if they read the same ones.
+        """
+        tile = functions.tile_of(problem) if self.brings_tiles else None
+        if tile is not None:
+            even = problem.heads % 2 == 0 and gpu.multiprocessors % 2 == 0
+            sharers = 2 if even and not tile.by_head else 1
+            for rings in (Rings(n, m, sharers) for n, m in ((3, 2), (2, 2), (2, 1))):
+                if hopper_kernels.forward_bytes(problem, tiling, rings) <= gpu.shared_bytes:
+                    return rings
+        return Rings(self.stages(problem, tiling, gpu))
+
     def forward_bytes(self, problem: Problem, tiling: Tiling, stages: int = 2) -> int:
-        """Shared memory of one block of the forward, in bytes."""
-        return hopper_kernels.forward_bytes(problem, tiling, stages)
+        """Shared memory of one block of the forward without captured elements, in bytes."""
+        return hopper_kernels.forward_bytes(problem, tiling, Rings(stages))
 
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
@@ -259,9 +293,12 @@ class Hopper(Family):
         """See `Family`; the row-wise kernels are those of the portable family."""
         given = problem, tiling, replace(variant, overlap=True)
         if stage == "forward":
-            stages = self.stages(problem, tiling, gpu)
-            shared = self.forward_bytes(problem, tiling, stages)
-            made = hopper_kernels.forward_kernel(*given, shared, stages)
+            rings = self.rings(problem, tiling, gpu)
+            if rings.tile:
+                shared = hopper_kernels.forward_bytes(problem, tiling, rings)
+            else:
+                shared = self.forward_bytes(problem, tiling, rings.stages)
+            made = hopper_kernels.forward_kernel(*given, shared, rings)
         elif stage == "fused" and tiling == ROLES:
             made = hopper_kernels.roles_kernel(*given)
         elif stage in ("dkdv", "fused"):
@@ -273,7 +310,7 @@ class Hopper(Family):
         return replace(made, overlaps=True)
 
 
-HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True)
+HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True, brings_tiles=True)
 
 
 def _item_times(walk: Walked) -> tuple[Times, float]:

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from flashsim.backends.launch import functions
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Box, Kernel, Variant
 from flashsim.backends.launch_policy.cost_model import ROLES
@@ -16,16 +19,57 @@ _ITEMS, _BARRIER = 160, 8
 _CHUNK = 64  # columns of a shared-memory chunk: 128 bytes of 16-bit elements
 
 
+class Rings(NamedTuple):
+    """The forward's ring buffers.
+
+    Attributes
+    ----------
+    stages : int
+        Stages of K and of V.
+    tile : int
+        Stages of captured elements; 0 if they do not come by TMA.
+    sharers : int
+        Thread blocks of a cluster, for neighbouring heads, that share the captured elements.
+    """
+
+    stages: int
+    tile: int = 0
+    sharers: int = 1
+
+
 def forward_kernel(
-    problem: Problem, tiling: Tiling, variant: Variant, shared: int, stages: int
+    problem: Problem, tiling: Tiling, variant: Variant, shared: int, rings: Rings
 ) -> Kernel:
-    """The forward kernel, whose ring buffers have this many stages."""
+    """The forward kernel with these ring buffers."""
     threads, bk = 128 * (tiling.block_q // 64 + 1), tiling.block_k
-    return launch.built(
-        *("hopper/forward.cu", "hopper_forward", threads, shared, (problem, tiling, variant)),
-        {"STAGES": stages, "TURNS": take_turns(problem, tiling)},
-        _boxes(("q", 64), ("k", bk), ("v", bk)),
-    )
+    more = {"STAGES": rings.stages, "TURNS": take_turns(problem, tiling)} | _bounded(problem)
+    boxes, tile = _boxes(("q", 64), ("k", bk), ("v", bk)), functions.tile_of(problem)
+    if rings.tile and tile is not None:
+        size = tile.spec.itemsize
+        more |= {
+            "SHARERS": rings.sharers,
+            "TILE": rings.tile,
+            "TILE_BYTES": size,
+            "TILE_BF16": tile.spec.dtype == "bfloat16",
+        }
+        boxes += (Box(launch.TILE, 64, 128 // size),)
+    elif functions.band_of(problem):
+        more["BAND"] = 1
+    if "TILE" in more or "BAND" in more:
+        more["READS"] = functions.read_arrays(problem, beside_ahead=True)
+    given = problem, tiling, variant
+    return launch.built("hopper/forward.cu", "hopper_forward", threads, shared, given, more, boxes)
+
+
+#: The largest bound of scores with which the forward needs no running maximum. Exponentials are
+#: then at least e^-60 and at most e^40, which bfloat16 holds.
+_LARGEST_BOUND = 50
+
+
+def _bounded(problem: Problem) -> dict[str, int]:
+    """The constant that says that scores need no maximum (BoundedSoftmax in softmax.cuh)."""
+    bound = functions.score_bound(problem)
+    return {"BOUNDED": 1} if problem.dtype == "bfloat16" and bound <= _LARGEST_BOUND else {}
 
 
 def take_turns(problem: Problem, tiling: Tiling) -> bool:
@@ -37,11 +81,16 @@ def take_turns(problem: Problem, tiling: Tiling) -> bool:
     return not (wide and problem.n_kv > 16 * tiling.block_k)
 
 
-def forward_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
+def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
     """Shared memory of one block of the forward, in bytes."""
     d, dv = tile_columns("forward", problem)
     q, kv = tiling.block_q * d, tiling.block_k * (d + dv)
-    return on_chip(2 * (q + stages * kv), 2 * (tiling.block_q // 64) + 4 * stages)
+    warpgroups, elements, tile = tiling.block_q // 64, 0, functions.tile_of(problem)
+    if rings.tile and tile is not None:
+        boxes = -(-tiling.block_k * tile.spec.itemsize // 128)
+        elements = rings.tile * warpgroups * boxes * 64 * 128
+    barriers = 2 * warpgroups * (1 + rings.tile) + 4 * rings.stages
+    return on_chip(2 * (q + rings.stages * kv) + elements, barriers)
 
 
 def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:

@@ -81,12 +81,14 @@ def ptx(kernel: Kernel, capability: tuple[int, int]) -> str:
     text = text.replace(entry, kernel.name)
     if kernel.cluster > 1:
         cluster = f".explicitcluster\n.reqnctapercluster {kernel.cluster}, 1, 1\n"
-        text, found = _BOUNDS.subn(cluster + r"\g<0>", text, count=1)
-        assert found == 1, "a cluster's size stands in front of an entry's bounds"
+        text, count = _BOUNDS.subn(cluster + r"\g<0>", text, count=1)
+        assert count == 1, "a cluster's size stands in front of an entry's bounds"
     if maps:  # any assembler that knows the instructions will do, however new numba-cuda's PTX is
         text = _VERSION.sub(f".version {_HOPPER_PTX}", text, count=1)
-    for one in maps:  # the copy engine reads a tensor map at a multiple of 64
-        text = text.replace(f".align 8 .b8 {one.parameter}[", f".align 64 .b8 {one.parameter}[")
+    for tensor_map in maps:  # the copy engine reads a tensor map at a multiple of 64
+        text = text.replace(
+            f".align 8 .b8 {tensor_map.parameter}[", f".align 64 .b8 {tensor_map.parameter}["
+        )
     return text
 
 
@@ -132,25 +134,25 @@ def image(kernel: Kernel, capability: tuple[int, int]) -> bytes:
     key = hashlib.sha256(_sources() + repr((kernel, capability)).encode()).hexdigest()
     suffix = "ptx" if kernel.boxes else "cubin"
     path = cache_folder() / f"{kernel.name}-{key[:32]}.{suffix}"
-    if (made := _kept(path)) is not None:
-        return made
+    if (code := _kept(path)) is not None:
+        return code
     # Seconds: said before they pass, and how many they were on the same line.
     print(f"flashsim: compiling {kernel.name} (Python) ...", end="", file=sys.stderr, flush=True)
     start = time.perf_counter()
     try:
         text = ptx(kernel, capability)
-        made = text.encode() if kernel.boxes else assemble(text, capability)[0]
+        code = text.encode() if kernel.boxes else assemble(text, capability)[0]
     except BaseException:
         print(" failed", file=sys.stderr)
         raise
     took = time.perf_counter() - start
     try:
-        _keep(path, made)
+        _keep(path, code)
         where = f"cached in {path.parent}"
     except OSError as error:
         where = f"not cached: {path.parent} cannot be written ({error.strerror or error})"
     print(f" compiled in {took:.1f} s; {where}", file=sys.stderr)
-    return made
+    return code
 
 
 def _kept(path: Path) -> bytes | None:
@@ -158,16 +160,16 @@ def _kept(path: Path) -> bytes | None:
         content = path.read_bytes()
     except OSError:
         return None
-    digest, made = content[:_DIGEST], content[_DIGEST:]
-    return made if hashlib.sha256(made).digest() == digest else None
+    digest, code = content[:_DIGEST], content[_DIGEST:]
+    return code if hashlib.sha256(code).digest() == digest else None
 
 
-def _keep(path: Path, made: bytes) -> None:
+def _keep(path: Path, code: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Another process may be doing the same: write aside, then rename.
     aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
-        aside.write_bytes(hashlib.sha256(made).digest() + made)
+        aside.write_bytes(hashlib.sha256(code).digest() + code)
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)

@@ -59,15 +59,18 @@ def emitted(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], An
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
             values = [
-                _unpack(builder, context.cast(builder, value, given, wanted), wanted)
-                for value, given, wanted in zip(args, signature.args, parameters, strict=True)
+                _unpack(builder, context.cast(builder, value, actual, wanted), wanted)
+                for value, actual, wanted in zip(args, signature.args, parameters, strict=True)
             ]
-            made = function(builder, *values)
+            result_values = function(builder, *values)
             if returns is None:
                 return context.get_dummy_value()
             if not several:
-                return _pack(builder, made, returns)
-            parts = [_pack(builder, part, kind) for part, kind in zip(made, returns, strict=True)]
+                return _pack(builder, result_values, returns)
+            parts = [
+                _pack(builder, part, kind)
+                for part, kind in zip(result_values, returns, strict=True)
+            ]
             return context.make_tuple(builder, result, parts)
 
         def typer(typing_context: Any, *args: Any) -> Any:
@@ -80,9 +83,9 @@ def emitted(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], An
         typer.__signature__ = inspect.Signature(  # Numba folds arguments by it
             [inspect.Parameter(name, kind) for name in names]
         )
-        made = intrinsic(typer)
-        made.__wrapped__ = function  # what it emits may be run elsewhere, too
-        return made
+        device_function = intrinsic(typer)
+        device_function.__wrapped__ = function  # what it emits may be run elsewhere, too
+        return device_function
 
     return decorate
 
@@ -160,16 +163,16 @@ class ArgsType(types.Type):
 def _fields() -> dict[str, tuple[int, Any]]:
     """Return the byte offset and Numba type of each field."""
     kinds = {"u8": types.int64, "i8": types.int64, "i4": types.int32, "f4": types.float32}
-    found = {}
+    fields = {}
     for name in launch.ARGS.names or ():
         dtype, offset = launch.ARGS.fields[name][:2]  # type: ignore[index]
         if dtype.names is None:
-            found[name] = (offset, kinds[dtype.str[1:]])
+            fields[name] = (offset, kinds[dtype.str[1:]])
             continue
         for part in dtype.names:
             inner, start = dtype.fields[part][:2]
-            found[f"{name}_{part}"] = (offset + start, kinds[inner.str[1:]])
-    return found
+            fields[f"{name}_{part}"] = (offset + start, kinds[inner.str[1:]])
+    return fields
 
 
 FIELDS = _fields()

@@ -43,7 +43,8 @@ class PythonHopper(hopper.Hopper):
         every = super().possible(asked)
         if asked.direction == "backward":  # products take no fewer columns at 80 than at 128
             return tuple(sorted(every, key=lambda t: t.block_q))
-        return tuple(t for t in every if t.block_k <= 176)
+        untried = (80, 96) if 128 < asked.wide <= 192 else ()
+        return tuple(t for t in every if t.block_k <= 176 and t.block_k not in untried)
 
     def in_step(self, walk: Walked, clump: int) -> bool:
         """See `Family`: never, since these kernels process a group's heads one by one."""
@@ -58,20 +59,20 @@ class PythonHopper(hopper.Hopper):
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
         """See `Family`: as the C++ kernel, except for the layout of shared memory."""
-        made = super().kernel(stage, problem, tiling, variant, gpu)
-        if not made.boxes:
-            return made
-        shared, sides = made.shared_bytes, (tiling.block_q, tiling.block_k)
+        kernel = super().kernel(stage, problem, tiling, variant, gpu)
+        if not kernel.boxes:
+            return kernel
+        shared, sides = kernel.shared_bytes, (tiling.block_q, tiling.block_k)
         if stage == "dq":
-            shared = DqAlone(*sides, dict(made.constants)["FS_D"]).nbytes
+            shared = DqAlone(*sides, dict(kernel.constants)["FS_D"]).nbytes
         elif stage != "forward":
             layout = KeysOutside(
-                *(*sides, dict(made.constants)["FS_D"]),
+                *(*sides, dict(kernel.constants)["FS_D"]),
                 fused=variant.fused,
                 deferred=variant.deferred,
             )
             shared = layout.nbytes
-        return replace(made, file=f"{made.name}.py", shared_bytes=shared)
+        return replace(kernel, file=f"{kernel.name}.py", shared_bytes=shared)
 
 
 TENSOR = Portable("tensor", compiler.load, replace(PLAIN, python=True))

@@ -45,8 +45,8 @@ def mma(b: ir.IRBuilder, bf16: bool, c: Values, a: Values, b0: ir.Value, b1: ir.
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
         "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
     )
-    made = asm(b, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [*a, b0, b1, *c], _FOUR_FLOATS)
-    return struct_values(b, made, 4)
+    sums = asm(b, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [*a, b0, b1, *c], _FOUR_FLOATS)
+    return struct_values(b, sums, 4)
 
 
 def pack(b: ir.IRBuilder, bf16: bool, low: ir.Value, high: ir.Value) -> ir.Value:
@@ -61,8 +61,8 @@ def unpack(b: ir.IRBuilder, bf16: bool, word: ir.Value) -> Values:
         halves = (b.shl(word, i32(16)), b.and_(word, i32(0xFFFF0000)))
         return [b.bitcast(half, F32) for half in halves]
     text = "{.reg .f16 x, y; mov.b32 {x, y}, $2; cvt.f32.f16 $0, x; cvt.f32.f16 $1, y;}"
-    made = asm(b, text, "=f,=f,r", [word], ir.LiteralStructType([F32, F32]))
-    return struct_values(b, made, 2)
+    two = asm(b, text, "=f,=f,r", [word], ir.LiteralStructType([F32, F32]))
+    return struct_values(b, two, 2)
 
 
 # -- HBM to shared memory, asynchronously ---------------------------------------------------------
@@ -129,8 +129,8 @@ def load_16_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> Values
         "{.reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; "
         "mov.b32 $3, 0; @p ld.global.v4.b32 {$0,$1,$2,$3}, [$4];}"
     )
-    given = [source, b.zext(condition, I32)]
-    four = asm(b, text, "=&r,=&r,=&r,=&r,l,r", given, _FOUR_WORDS, effects=True)
+    operands = [source, b.zext(condition, I32)]
+    four = asm(b, text, "=&r,=&r,=&r,=&r,l,r", operands, _FOUR_WORDS, effects=True)
     return struct_values(b, four, 4)
 
 
@@ -201,8 +201,8 @@ def any_lane(b: ir.IRBuilder, condition: ir.Value) -> ir.Value:
     text = (
         "{.reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p;}"
     )
-    made = asm(b, text, "=r,r", [b.zext(condition, I32)], I32, effects=True, together=True)
-    return b.icmp_unsigned("!=", made, i32(0))
+    answer = asm(b, text, "=r,r", [b.zext(condition, I32)], I32, effects=True, together=True)
+    return b.icmp_unsigned("!=", answer, i32(0))
 
 
 def maximum(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:

@@ -214,19 +214,21 @@ def multiply(bf16: bool, blocks: int, n: int, depth: int, a: Operand | str, righ
     """
     count = blocks * n // 2
     if isinstance(a, Operand):
-        given = a.parameters
+        left_types = a.parameters
     else:
-        given = (words(blocks * depth // 4) if a == "registers" else floats(blocks * depth // 2),)
+        left_types = (
+            words(blocks * depth // 4) if a == "registers" else floats(blocks * depth // 2),
+        )
 
-    @emitted(floats(count), floats(count), *given, *right.parameters)
+    @emitted(floats(count), floats(count), *left_types, *right.parameters)
     def multiply_(b: ir.IRBuilder, c: Values, *operands: Any) -> Values:
         c = list(c)
-        left, base = operands[: len(given)], operands[len(given) :]
+        left, base = operands[: len(left_types)], operands[len(left_types) :]
         for kk in range(depth // 16):
             rows = [left_rows(b, left, i, kk) for i in range(blocks)]
             for piece in range(n // 16):
-                place = (piece * 16, kk * 16) if right.swapped else (kk * 16, piece * 16)
-                address = right.tile.at(b, base[0], *place, *base[1:])
+                at_tile = (piece * 16, kk * 16) if right.swapped else (kk * 16, piece * 16)
+                address = right.tile.at(b, base[0], *at_tile, *base[1:])
                 w = ptx.ldmatrix(b, address, transposed=not right.swapped)
                 for i, row in enumerate(rows):
                     for half in range(2):
@@ -237,8 +239,8 @@ def multiply(bf16: bool, blocks: int, n: int, depth: int, a: Operand | str, righ
 
     def left_rows(b: ir.IRBuilder, left: Any, i: int, kk: int) -> Values:
         if isinstance(a, Operand):
-            place = (kk * 16, i * 16) if a.swapped else (i * 16, kk * 16)
-            return ptx.ldmatrix(b, a.tile.at(b, left[0], *place, *left[1:]), transposed=a.swapped)
+            at_tile = (kk * 16, i * 16) if a.swapped else (i * 16, kk * 16)
+            return ptx.ldmatrix(b, a.tile.at(b, left[0], *at_tile, *left[1:]), transposed=a.swapped)
         if a == "registers":
             at = (kk * blocks + i) * 4
             return left[0][at : at + 4]

@@ -31,6 +31,11 @@ def constants(kernel: Kernel) -> SimpleNamespace:
     return SimpleNamespace(**{k.removeprefix("FS_").lower(): v for k, v in kernel.constants})
 
 
+def by_name(*functions: Any) -> SimpleNamespace:
+    """Return device functions as attributes, by their names."""
+    return SimpleNamespace(**{function.__name__: function for function in functions})
+
+
 # -- memory ---------------------------------------------------------------------------------------
 
 
@@ -40,8 +45,11 @@ def shared_base(b: ir.IRBuilder) -> ir.Value:
     name, kind = "flashsim_shared", ir.ArrayType(I8, 0)
     module = b.module
     if name not in module.globals:
-        made = ir.GlobalVariable(module, kind, name, addrspace=3)
-        made.linkage, made.align = "external", 1024  # what the copy engine's swizzle repeats over
+        variable = ir.GlobalVariable(module, kind, name, addrspace=3)
+        variable.linkage, variable.align = (
+            "external",
+            1024,
+        )  # what the copy engine's swizzle repeats over
     return b.ptrtoint(module.globals[name], I32)
 
 
@@ -158,7 +166,7 @@ def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
                 b.store(b.add(b.load(moved), row.piece_bytes(b, c)), moved)
         return b.load(moved)
 
-    return SimpleNamespace(load=load, store=store)
+    return by_name(load, store)
 
 
 @contextmanager
@@ -263,8 +271,8 @@ def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
         clump = quotient(number, whole)
         first, rest = int32(clump * a.clump), int32(number - clump * whole)
         size = int32(min(a.clump, a.walks - first))
-        place = quotient(rest, size)
-        return int32(first + rest - place * size), int32(read_int(a.order, place))
+        rank = quotient(rest, size)
+        return int32(first + rest - rank * size), int32(read_int(a.order, rank))
 
     @device
     def take_work(a):
@@ -332,17 +340,7 @@ def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
         if overlap:
             _let_what_runs_next_start()
 
-    return SimpleNamespace(
-        item=item,
-        take_work=take_work,
-        row_tile=row_tile,
-        col_tile=col_tile,
-        begin=begin,
-        visit=visit,
-        report=report,
-        report_one=report_one,
-        stamp=stamp,
-        stamp_block=stamp_block,
-        wait_for_what_ran_before=wait_for_what_ran_before,
-        let_what_runs_next_start=let_what_runs_next_start,
+    return by_name(
+        *(item, take_work, row_tile, col_tile, begin, visit, report, report_one, stamp),
+        *(stamp_block, wait_for_what_ran_before, let_what_runs_next_start),
     )

@@ -50,16 +50,16 @@ def stage_trace(
     rows, cols = (heights, 0) if by_row else (0, widths)
     step = tile_bytes((*stage.before, *stage.after), rows, cols, tiles)
     visit = tile_bytes(stage.visit, heights[i], widths[j], visits)
-    made = np.full(visit.shape[:2], bool(stage.visit))
-    return assemble(stage, schedule, step, visit, made)
+    executed = np.full(visit.shape[:2], bool(stage.visit))
+    return assemble(stage, schedule, step, visit, executed)
 
 
 def one_walk(name: str, counts: np.ndarray) -> np.ndarray:
     """The first head's records, as int64, after checking that all heads have the same."""
     if (counts != counts[:1]).any():
-        walk, place, slot = (int(x[0]) for x in np.nonzero(counts != counts[:1]))
+        walk, record, slot = (int(x[0]) for x in np.nonzero(counts != counts[:1]))
         raise TraceError(
-            f"stage {name!r}: walk {walk} reported {int(counts[walk, place, slot]):,} B in slot "
-            f"{slot} of record {place}, walk 0 reported {int(counts[0, place, slot]):,} B"
+            f"stage {name!r}: walk {walk} reported {int(counts[walk, record, slot]):,} B in slot "
+            f"{slot} of record {record}, walk 0 reported {int(counts[0, record, slot]):,} B"
         )
     return counts[0].astype(np.int64)

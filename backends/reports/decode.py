@@ -29,7 +29,7 @@ _OWN = ("Q", "O_part", "L_part")
 _BLOCK = ROLES.index("block")
 
 
-def walk_of(made: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
+def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
     """The schedule that a launch follows: the live keys of its sequences, packed.
 
     Raises
@@ -39,27 +39,27 @@ def walk_of(made: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
         a mask (the kernel visits for each tile what any of them sees). A shared prefix is not
         reported visit by visit.
     """
-    if made.prefix:
+    if launch.prefix:
         raise UnsupportedError(
             "a GPU records no trace of a shared prefix; backend='simulator' traces it, and what "
             "the kernel moves is counted"
         )
     if not any(lengths):
         raise UnsupportedError("there is no key, so nothing that a trace could show")
-    tiling = Tiling(dict(made.kernel.constants)["FS_BLOCK_Q"], made.block_k)
-    schedule = Schedule(live(made.problem, lengths, page), tiling, split=made.split)
+    tiling = Tiling(dict(launch.kernel.constants)["FS_BLOCK_Q"], launch.block_k)
+    schedule = Schedule(live(launch.problem, lengths, page), tiling, split=launch.split)
     tiles = np.zeros(len(lengths), np.int64)
-    np.add.at(tiles, made.items[:, 0], made.items[:, 2] - made.items[:, 1])
-    if (schedule.visit_counts != np.repeat(tiles, made.row_tiles)).any():
+    np.add.at(tiles, launch.items[:, 0], launch.items[:, 2] - launch.items[:, 1])
+    if (schedule.visit_counts != np.repeat(tiles, launch.row_tiles)).any():
         raise UnsupportedError(
-            f"with {made.row_tiles} row tiles under a mask the kernel visits for each of them what "
-            "any sees, which no schedule says; backend='simulator' traces it"
+            f"with {launch.row_tiles} row tiles under a mask, the kernel visits for each of them "
+            "what any of them sees, which no schedule can say; backend='simulator' traces it"
         )
     return schedule
 
 
 def stages(
-    made: Decode, schedule: Schedule, visit_counts: np.ndarray, item_counts: np.ndarray
+    launch: Decode, schedule: Schedule, visit_counts: np.ndarray, item_counts: np.ndarray
 ) -> tuple[StageTrace, ...]:
     """The events of the two stages: the loop over parts, and the merge.
 
@@ -73,27 +73,27 @@ def stages(
     TraceError
         If two KV heads did not move the same bytes, which only a broken kernel can cause.
     """
-    p, heads, slots = made.problem, made.problem.kv_heads, visit_counts.shape[-1]
+    p, heads, slots = launch.problem, launch.problem.kv_heads, visit_counts.shape[-1]
     split, combine = plans.stages(schedule.problem, ALGORITHM, split=schedule.split)
     by_head = visit_counts.reshape(p.batch, heads, -1, slots).swapaxes(0, 1)
     visits = one_walk("split", by_head.reshape(heads, -1, slots))
-    visits = visits.reshape(p.batch * made.row_tiles, -1, slots)
-    ends = item_counts.reshape(-1, heads, made.row_tiles, slots).swapaxes(0, 1)
+    visits = visits.reshape(p.batch * launch.row_tiles, -1, slots)
+    ends = item_counts.reshape(-1, heads, launch.row_tiles, slots).swapaxes(0, 1)
     # Which of a sequence's blocks comes last, and merges, is not said: its bytes are their sum.
     own = [ITEM_SLOTS.index(name) for name in _OWN]
     items = one_walk("split", ends[..., own].reshape(heads, -1, len(own)))
-    items = items.reshape(-1, made.row_tiles, len(own))
+    items = items.reshape(-1, launch.row_tiles, len(own))
     starts = [s.k_start for s in schedule.problem.sequences]
     sequence_tiles = np.searchsorted(schedule.cols[:, 0], starts)
     walked: list[Row] = []
     merged: list[Row] = []
     for i in range(schedule.t_r):
-        b, tile = divmod(i, made.row_tiles)
-        mine = np.flatnonzero(made.items[:, 0] == b)
-        mine = mine[np.argsort(made.items[mine, 1], kind="stable")]
+        b, tile = divmod(i, launch.row_tiles)
+        mine = np.flatnonzero(launch.items[:, 0] == b)
+        mine = mine[np.argsort(launch.items[mine, 1], kind="stable")]
         last = one_walk("combine", ends[:, mine, tile].sum(1, dtype=np.int64)[:, None])[0]
-        results, place = _named(ITEM_SLOTS, last), schedule.row_slice(i)
-        rows, first = place.stop - place.start, int(sequence_tiles[b])
+        results, rows_of_tile = _named(ITEM_SLOTS, last), schedule.row_slice(i)
+        rows, first = rows_of_tile.stop - rows_of_tile.start, int(sequence_tiles[b])
         for part, item in enumerate(mine.tolist()):
             moved = _named(_OWN, items[item, tile])
             moved |= {name: results[name] for name in ("O", "L")} if len(mine) == 1 else {}
@@ -113,7 +113,7 @@ def stages(
 
 
 def timeline(
-    made: Decode,
+    launch: Decode,
     schedule: Schedule,
     visit_stamps: np.ndarray,
     item_stamps: np.ndarray,
@@ -134,10 +134,10 @@ def timeline(
     -------
     ndarray of dtype `events.TIMELINE`
     """
-    p, heads = made.problem, made.problem.kv_heads
-    items = item_stamps.astype(np.int64).reshape(-1, heads, made.row_tiles, item_stamps.shape[-1])
+    p, heads = launch.problem, launch.problem.kv_heads
+    items = item_stamps.astype(np.int64).reshape(-1, heads, launch.row_tiles, item_stamps.shape[-1])
     visits = visit_stamps.astype(np.int64).reshape(
-        p.batch, heads, made.row_tiles, made.n_visits, -1
+        p.batch, heads, launch.row_tiles, launch.n_visits, -1
     )
     clock = stamps.SmClocks(items[..., :5].reshape(-1, 5), clock_khz)
     starts = [s.k_start for s in schedule.problem.sequences]
@@ -156,9 +156,11 @@ def timeline(
         return part
 
     for i in range(schedule.t_r):
-        b, tile = divmod(i, made.row_tiles)
-        mine = np.flatnonzero(made.items[:, 0] == b)
-        for part, item in enumerate(mine[np.argsort(made.items[mine, 1], kind="stable")].tolist()):
+        b, tile = divmod(i, launch.row_tiles)
+        mine = np.flatnonzero(launch.items[:, 0] == b)
+        for part, item in enumerate(
+            mine[np.argsort(launch.items[mine, 1], kind="stable")].tolist()
+        ):
             at = items[item, :, tile]
             last, merges = at[:, 1], at[:, 5] > 0
             for v in schedule.visits(i, part):
@@ -185,13 +187,13 @@ def _step(
 ) -> list[Row]:
     """The events of one outer step, with the reported bytes: before, at and after its visits."""
     begin = _moves(stage.before, moved, i, -1, -1, rows, 0)
-    found = list(begin)
+    rows_of_events = list(begin)
     for at, j, cols, said in visits:
         events = _moves(stage.visit, said, i, j, at, rows, cols)
         done = [(COMPUTE, 0, 0, i, j, at, 0)] if at >= 0 else []  # merging, a part is no visit
-        found += [*events, *done, *_frees(stage.visit, events)]
-    found += _moves(stage.after, moved, i, -1, -1, rows, 0)
-    return [*found, (COMPUTE, 0, 0, i, -1, -1, 0), *_frees(stage.before, begin)]
+        rows_of_events += [*events, *done, *_frees(stage.visit, events)]
+    rows_of_events += _moves(stage.after, moved, i, -1, -1, rows, 0)
+    return [*rows_of_events, (COMPUTE, 0, 0, i, -1, -1, 0), *_frees(stage.before, begin)]
 
 
 def _moves(

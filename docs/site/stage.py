@@ -54,7 +54,7 @@ an hour, without a GPU.
 
 ![FlashAttention-2 under a causal mask, tile by tile](docs/gallery/traversal.gif)
 
-- **Learn**: [eight lessons](docs/lessons/README.md), shown here with their results, and [exercises
+- **Learn**: [nine lessons](docs/lessons/README.md), shown here with their results, and [exercises
   graded by bytes](exercises/index.md).
 - **Look**: [every picture](docs/guides/gallery.md), with the line that draws it, and players.
 - **Turn a knob**: [the tile lab](docs/guides/lab.md) counts any shape as you move its sliders.

@@ -15,7 +15,8 @@ import numpy as np
 from flashsim.algorithms.hbm import CapturedTensor, Hbm
 from flashsim.algorithms.sram import Sram
 from flashsim.functions.derivative import DOUT, adjoints
-from flashsim.functions.graph import SCORE, Graph, add_at
+from flashsim.functions.graph import Graph, add_at
+from flashsim.functions.operations import SCORE
 from flashsim.schedule.schedule import Schedule, Visit
 from flashsim.schedule.tables import FULL
 
@@ -28,13 +29,13 @@ class Chain(NamedTuple):
     """What a backward pass keeps of a tile of scores, to go from dS back to the scaled product.
 
     `cap` is the softcap's derivative. `raw` is the score that the score function got. `values` and
-    `given` are the function's captured values and indices.
+    `positions` are the function's captured values and indices.
     """
 
     cap: np.ndarray | None = None
     raw: np.ndarray | None = None
     values: Values = NOTHING
-    given: Mapping[str, np.ndarray] = MappingProxyType({})
+    positions: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 def indices(
@@ -56,21 +57,21 @@ def indices(
 def load_own(sram: Sram, hbm: Hbm, i: int) -> Values:
     """Load what functions need for row tile i of a Q-outer loop: F_own and M_own."""
     rows = sram.schedule.row_slice(i)
-    given = indices(sram.schedule, i, rows, None, None)
-    found: dict[tuple[str, int], np.ndarray] = {}
+    positions = indices(sram.schedule, i, rows, None, None)
+    values: dict[tuple[str, int], np.ndarray] = {}
     for name in ("F_own", "M_own"):
-        found |= _loaded(sram, hbm, name, given, rows, slice(0, 0))
-    return found
+        values |= _loaded(sram, hbm, name, positions, rows, slice(0, 0))
+    return values
 
 
 def _loaded(
-    sram: Sram, hbm: Hbm, name: str, given: Mapping[str, np.ndarray], rows: slice, cols: slice
+    sram: Sram, hbm: Hbm, name: str, positions: Mapping[str, np.ndarray], rows: slice, cols: slice
 ) -> dict[tuple[str, int], np.ndarray]:
     tensor = hbm.tensors.get(name)
     if tensor is None or not sram.has(name):
         return {}
     assert isinstance(tensor, CapturedTensor)
-    values = sram.load_captured(tensor, given, rows, cols)
+    values = sram.load_captured(tensor, positions, rows, cols)
     return {(name[0], n): value for n, value in values.items()}
 
 
@@ -81,14 +82,14 @@ def apply_score(
     p = visit.schedule.problem
     if p.score_mod is None:
         return Chain()
-    given = indices(visit.schedule, visit.i, visit.rows, visit.cols, member)
+    positions = indices(visit.schedule, visit.i, visit.rows, visit.cols, member)
     raw = None
     if sram.has("S_raw"):
         raw = sram.alloc("S_raw", S_ij.shape[-2:])
         raw[...] = S_ij
-    values = {**own, **_loaded(sram, hbm, "F", given, visit.rows, visit.cols)}
-    S_ij[...] = _evaluated(p.score_mod, "F", {**given, SCORE: S_ij}, values, S_ij.dtype)
-    return Chain(None, raw, values, given)
+    values = {**own, **_loaded(sram, hbm, "F", positions, visit.rows, visit.cols)}
+    S_ij[...] = _evaluated(p.score_mod, "F", {**positions, SCORE: S_ij}, values, S_ij.dtype)
+    return Chain(None, raw, values, positions)
 
 
 def apply_mask(
@@ -102,17 +103,17 @@ def apply_mask(
         if sram.has("M"):
             sram.reserve("M", visit.rows, visit.cols)
         return
-    given = indices(visit.schedule, visit.i, visit.rows, visit.cols, member)
-    values = {**own, **_loaded(sram, hbm, "M", given, visit.rows, visit.cols)}
-    kept = _evaluated(mask.graph, "M", given, values, S_ij.dtype)
+    positions = indices(visit.schedule, visit.i, visit.rows, visit.cols, member)
+    values = {**own, **_loaded(sram, hbm, "M", positions, visit.rows, visit.cols)}
+    kept = _evaluated(mask.graph, "M", positions, values, S_ij.dtype)
     np.copyto(S_ij, -np.inf, where=~kept)
 
 
 def _evaluated(
-    graph: Graph, letter: str, given: Mapping[str, np.ndarray], values: Values, dtype: Any
+    graph: Graph, letter: str, positions: Mapping[str, np.ndarray], values: Values, dtype: Any
 ) -> np.ndarray:
     read = {n: values[letter, n] for n in graph.loads}
-    return graph.values(given, (), dtype.name, read)[graph.root]
+    return graph.values(positions, (), dtype.name, read)[graph.root]
 
 
 def score_derivative(sram: Sram, hbm: Hbm, chain: Chain, dS: np.ndarray) -> None:
@@ -124,17 +125,17 @@ def score_derivative(sram: Sram, hbm: Hbm, chain: Chain, dS: np.ndarray) -> None
     if chain.raw is None or p.score_mod is None:
         return
     adds = any(move.tensor == "dF" for move in sram.stage.visit)
-    made = adjoints(p.score_mod, p.score_grads if adds else ())
-    graph = Graph(made.nodes, made.root, made.arrays)
-    given = {**chain.given, SCORE: chain.raw, DOUT: dS}
+    derivative = adjoints(p.score_mod, p.score_grads if adds else ())
+    graph = Graph(derivative.nodes, derivative.root, derivative.arrays)
+    arguments = {**chain.positions, SCORE: chain.raw, DOUT: dS}
     read = {n: chain.values["F", n] for n in graph.loads}
-    values = graph.values(given, (), dS.dtype.name, read)
+    values = graph.values(arguments, (), dS.dtype.name, read)
     quiet = dS == 0  # a masked score; its derivative may be infinite
-    for n, g in made.reads:
+    for n, g in derivative.reads:
         node = graph.nodes[n]
         array = hbm.captured_gradients[graph.arrays[node.value].name]
         each = np.where(quiet, 0, np.broadcast_to(values[g], dS.shape))
         add_at(array, (values[a] for a in node.args), each)
     if adds:
         sram.note_reduce("dF", dS.shape[-2:])
-    dS[...] = 0 if made.score is None else np.where(quiet, 0, values[made.score])
+    dS[...] = 0 if derivative.score is None else np.where(quiet, 0, values[derivative.score])

@@ -189,10 +189,10 @@ class CapturedTensor(Tensor):
         super().__init__(name, np.zeros((1, 1, 1, 1)), "float64")
         self.graph, self.arrays, self.problem = graph, arrays, problem
 
-    def read(self, given: Mapping[str, np.ndarray], outer: str) -> dict[int, np.ndarray]:
+    def read(self, positions: Mapping[str, np.ndarray], outer: str) -> dict[int, np.ndarray]:
         """The elements that a stage with this outer loop reads, as float64, by the reading node."""
         sides = captured(self.problem, self.name, outer)
-        values = self.graph.values({"score": np.zeros(()), **given}, self.arrays)
+        values = self.graph.values({"score": np.zeros(()), **positions}, self.arrays)
         nodes = (n for n in self.graph.loads if self.graph.side(n) in sides)
         return {n: np.asarray(values[n], np.float64) for n in nodes}
 

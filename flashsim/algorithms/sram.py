@@ -164,20 +164,20 @@ class Sram:
     def load_captured(
         self,
         tensor: CapturedTensor,
-        given: Mapping[str, np.ndarray],
+        positions: Mapping[str, np.ndarray],
         rows: slice,
         cols: slice,
     ) -> dict[int, np.ndarray]:
         """Copy the elements that a function reads for a tile; returns them by the reading node."""
-        found = tensor.read(given, self.stage.outer)
-        tile = np.concatenate([x.ravel() for x in found.values()])
+        elements = tensor.read(positions, self.stage.outer)
+        tile = np.concatenate([x.ravel() for x in elements.values()])
         nbytes = self._tile_of(tensor.name, rows, cols)
         self._log(LOAD, tensor.code, nbytes)
         self._hold(tensor.name, nbytes, tile)
-        ends = np.cumsum([x.size for x in found.values()])
+        ends = np.cumsum([x.size for x in elements.values()])
         return {
             n: tile[end - x.size : end].reshape(x.shape)
-            for (n, x), end in zip(found.items(), ends.tolist(), strict=True)
+            for (n, x), end in zip(elements.items(), ends.tolist(), strict=True)
         }
 
     def reserve(self, name: str, rows: slice, cols: slice) -> None:

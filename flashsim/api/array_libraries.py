@@ -33,7 +33,7 @@ class Host(NamedTuple):
 
 def library_of(x: Any) -> str:
     """Return the package of an array's class; "torch" for subclasses of torch's tensors."""
-    packages = [one.__module__.partition(".")[0] for one in type(x).__mro__]
+    packages = [base.__module__.partition(".")[0] for base in type(x).__mro__]
     return "torch" if "torch" in packages else packages[0]
 
 

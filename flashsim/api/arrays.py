@@ -135,7 +135,7 @@ def _not_finite(array: Any) -> int:
     return 0 if finite.all() else int((~finite).sum())  # counting takes three times as long
 
 
-def warn_of_overflow(results: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def warn_of_overflow(results: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
     """Warn if results have NaN or infinity although all inputs are finite.
 
     A bias may hold -inf, which masks a score.
@@ -144,7 +144,7 @@ def warn_of_overflow(results: Mapping[str, Any], given: Mapping[str, Any]) -> No
         bad = _not_finite(x)
         if not bad:
             continue
-        for other, y in given.items():
+        for other, y in inputs.items():
             held = _not_finite(y)
             if held and not (other == "bias" and held == int((y == -np.inf).sum())):
                 return

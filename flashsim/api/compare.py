@@ -70,12 +70,12 @@ class Comparison:
         else:
             g, f = self.gradients[algorithm], next(iter(self.gradients.values()))
             pairs = [(g.dq, f.dq), (g.dk, f.dk), (g.dv, f.dv)]
-        found = []
+        differences = []
         for mine, first in pairs:
             _, (a, b) = array_libraries.take_anywhere(mine=mine, first=first)
             apart = np.abs(a.astype(np.float64) - b.astype(np.float64))
-            found.append(float(apart.max()))
-        return max(found)
+            differences.append(float(apart.max()))
+        return max(differences)
 
     __str__ = report.text
     __repr__ = report.titled
@@ -88,7 +88,7 @@ def side_by_side(sources: Sequence[questions.Answers]) -> report.Table:
     The note says whether all have one tile.
     """
     first = sources[0]
-    tiles = dict.fromkeys(str(one.tiling) for one in sources)
+    tiles = dict.fromkeys(str(source.tiling) for source in sources)
     table = report.Table(
         f"{questions.in_words(first.problem)} on {first.device.name}",
         (
@@ -101,18 +101,18 @@ def side_by_side(sources: Sequence[questions.Answers]) -> report.Table:
             else f"tiles differ: {', '.join(tiles)}"
         ),
     )
-    for one in sources:
+    for source in sources:
         table.rows.append(
             (
-                one.algorithm,
-                one.direction,
-                str(one.tiling),
-                *(one.bytes(op) for op in questions.OPS),
-                one.bytes(),
-                one.compulsory(),
-                round(one.bytes() / one.compulsory(), 2),
-                round(one.intensity(), 2),
-                one.peak_sram(),
+                source.algorithm,
+                source.direction,
+                str(source.tiling),
+                *(source.bytes(op) for op in questions.OPS),
+                source.bytes(),
+                source.compulsory(),
+                round(source.bytes() / source.compulsory(), 2),
+                round(source.intensity(), 2),
+                source.peak_sram(),
             )
         )
     return table
@@ -182,8 +182,8 @@ def compare(
     some, whole = any(map(plans.splits_keys, algorithms)), None
     if None in (tiling, backward_tiling) and _plain(backend, {**decoding, **options}):
         directions = ("forward",) if dout is None else ("forward", "backward")
-        one = _common(q, k, v, algorithms, directions, options.get("device", "H100"))
-        tiling, backward_tiling = tiling or one, backward_tiling or one
+        common = _common(q, k, v, algorithms, directions, options.get("device", "H100"))
+        tiling, backward_tiling = tiling or common, backward_tiling or common
     for tile in (tiling, backward_tiling):
         if tile != "fit":
             inputs.check_tiling(tile)

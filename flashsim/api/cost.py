@@ -42,13 +42,13 @@ def cost(passes: list[Traffic], backend: str = "simulator") -> Estimate:
         If that is more than this machine's memory.
     """
     seconds, nbytes = 0.0, 0
-    for one in passes:
-        visits = sum(one.schedule(stage).sums.visits for stage in one.stages)
-        products = one.flops("matmul")
+    for t in passes:
+        visits = sum(t.schedule(stage).sums.visits for stage in t.stages)
+        products = t.flops("matmul")
         simulated = visits * VISIT + products / FLOPS
         seconds += simulated if backend == "simulator" else products / NUMBA_FLOPS
-        nbytes += saved(one.problem, one.algorithm) + EVENTS * visits * (backend == "simulator")
-        nbytes += workspace(one.problem, one.algorithm, one.direction)
+        nbytes += saved(t.problem, t.algorithm) + EVENTS * visits * (backend == "simulator")
+        nbytes += workspace(t.problem, t.algorithm, t.direction)
     fits(nbytes, "`flashsim count` counts the same without arrays")
     return Estimate(seconds, nbytes)
 
@@ -61,7 +61,7 @@ def replay_cost(passes: list[Traffic], *, at_every_size: bool = False) -> Estima
     OptionError
         If that is more than this machine's memory.
     """
-    each = [requests(stage, one.schedule(stage)) for one in passes for stage in one.stages]
+    each = [requests(stage, t.schedule(stage)) for t in passes for stage in t.stages]
     nbytes = max(each) * REQUEST_BYTES[at_every_size]
     fits(nbytes, "larger tiles or fewer heads make fewer requests")
     return Estimate(sum(each) * REQUEST, nbytes)

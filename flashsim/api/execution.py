@@ -214,8 +214,8 @@ def backward(
     check_kept("out", out, (*rows, p.head_dim_v), p.result_dtype)
     check_kept("lse", lse, rows, p.compute_dtype)
     saved = asked.engine.recall(job, expand(out), expand(lse, 3))
-    given = asked, job, out, lse, saved, dout, dlse
-    return gradients(*given, request.tiling, deterministic, None, captured)
+    forward = asked, job, out, lse, saved, dout, dlse
+    return gradients(*forward, request.tiling, deterministic, None, captured)
 
 
 __all__ = ["Gradients", "Result", "backward", "run"]

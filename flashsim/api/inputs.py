@@ -223,8 +223,8 @@ def prepare(
         q, k, v = expand(q), expand(k), expand(v)
     if sinks is not None and on_cpu:
         sinks = checks.sinks(sinks, problem.heads).astype(problem.compute_dtype, copy=False)
-    given = problem, q, k, v, bias, ndim, empty
-    return Inputs(*given, sinks, score_arrays, mask_arrays, captured)
+    checked_parts = problem, q, k, v, bias, ndim, empty
+    return Inputs(*checked_parts, sinks, score_arrays, mask_arrays, captured)
 
 
 #: Validated once for the same arguments: short GPU calls feel the difference.
@@ -255,10 +255,10 @@ def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
 
 def check_decoding(algorithm: str, options: Iterable[str]) -> None:
     """Raise `OptionError` if an algorithm that does not split the keys gets decoding options."""
-    given = [name for name in options if name in DECODING]
-    if given and not plans.splits_keys(algorithm):
+    used = [name for name in options if name in DECODING]
+    if used and not plans.splits_keys(algorithm):
         raise OptionError(
-            f"{algorithm!r} takes no {', '.join(given)}: it walks all keys of a row tile in turn; "
+            f"{algorithm!r} takes no {', '.join(used)}: it walks all keys of a row tile in turn; "
             "algorithm='flash-decode' divides them"
         )
 

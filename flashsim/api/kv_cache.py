@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, shown
-from flashsim.problem import checks
+from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError
+from flashsim.problem import checks, live_keys
 from flashsim.problem.problem import Problem
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -75,12 +75,13 @@ def live_problem(
     lengths = live_lengths(whole, options)
     if not any(lengths):
         raise OptionError("cache_seqlens are all 0: there is no key to attend to")
-    found = {**options, "cache_seqlens": lengths}
+    live = {**options, "cache_seqlens": lengths}
     fields = {name: getattr(whole, name) for name in _SAME}
-    prefix = _checked_prefix(found.pop("shared_prefix", 0), lengths)
+    prefix = checks.count("shared_prefix", live.pop("shared_prefix", 0))
+    live_keys.check_prefix(prefix, lengths)
     if "block_table" in options:
         fields["page_size"] = pool[2]
-        found["block_table"] = _checked_table(options["block_table"], lengths, pool, prefix)
+        live["block_table"] = _checked_table(options["block_table"], lengths, pool, prefix)
     own = (n - prefix for n in lengths)
     problem = Problem(
         **fields,
@@ -90,7 +91,7 @@ def live_problem(
         cu_seqlens_k=tuple(accumulate(own, initial=prefix)),
         shared_prefix=prefix,
     )
-    return problem, found
+    return problem, live
 
 
 def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
@@ -100,38 +101,16 @@ def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
     ------
     ShapeError, OptionError, UnsupportedError
     """
-    every = [whole.n_kv] * whole.batch
-    given = checks.as_array("cache_seqlens", options.get("cache_seqlens", every))
-    if given.shape != (whole.batch,) or given.dtype.kind not in "iu":
-        raise ShapeError(
-            f"cache_seqlens must be {whole.batch} integers, one for each entry of the batch, got "
-            f"{shown(options['cache_seqlens'])}"
-        )
+    lengths = live_keys.live_lengths(
+        options.get("cache_seqlens"), whole.batch, whole.n_kv, paged="block_table" in options
+    )
     if whole.cu_seqlens_q is not None:
         raise OptionError("cache_seqlens and cu_seqlens both say how long sequences are; give one")
     if whole.bias is not None:
         raise UnsupportedError(
             f"{' and '.join(CACHES & options.keys())} takes no bias; run the entries one by one"
         )
-    lengths = tuple(int(n) for n in given)
-    for b, n in enumerate(lengths):
-        if not 0 <= n <= whole.n_kv:
-            where = "its row of the table" if "block_table" in options else "the cache"
-            raise OptionError(
-                f"cache_seqlens[{b}] is {n}, not from 0 to the {whole.n_kv} keys of {where}"
-            )
     return lengths
-
-
-def _checked_prefix(prefix: Any, lengths: tuple[int, ...]) -> int:
-    """Return the length of the shared prefix; raise if an entry has fewer keys."""
-    prefix = checks.count("shared_prefix", prefix)
-    for b, n in enumerate(lengths):
-        if n < prefix:
-            raise OptionError(
-                f"shared_prefix is {prefix:,} keys, and entry {b} of the batch has {n:,}"
-            )
-    return prefix
 
 
 def check_alike(prefix: int, **caches: np.ndarray) -> None:
@@ -146,29 +125,17 @@ def check_alike(prefix: int, **caches: np.ndarray) -> None:
 
 
 def _checked_table(
-    given: Any, lengths: tuple[int, ...], pool: tuple[int, ...], prefix: int
+    said: Any, lengths: tuple[int, ...], pool: tuple[int, ...], prefix: int
 ) -> np.ndarray:
     """Return the block table as int64; entries for live keys must name a page of the pool.
 
     The pages of a shared prefix must be the same in every row.
     """
-    given = checks.as_array("block_table", given)
-    if given.dtype.kind == "u":  # what is beyond int64 would look negative
-        given = np.minimum(given, np.uint64(checks.LARGEST))
-    table = given.astype(np.int64)
-    for b, n in enumerate(lengths):
-        used = table[b, : -(-n // pool[2])]
-        for j in np.flatnonzero((used < 0) | (used >= pool[0]))[:1]:
-            raise OptionError(
-                f"block_table[{b}, {j}] is {used[j]}, not one of the pool's pages, 0 to "
-                f"{pool[0] - 1}"
-            )
-    shared = table[:, : prefix // pool[2]]
-    for b, j in np.argwhere(shared != shared[:1])[:1]:
-        raise OptionError(
-            f"block_table[{b}, {j}] is {table[b, j]}, but the first {prefix:,} keys are shared, "
-            f"and entry 0 has them in page {table[0, j]}"
-        )
+    said = checks.as_array("block_table", said)
+    if said.dtype.kind == "u":  # what is beyond int64 would look negative
+        said = np.minimum(said, np.uint64(checks.LARGEST))
+    table = said.astype(np.int64)
+    live_keys.check_pages(table, lengths, pool[2], pool[0], prefix)
     return table
 
 

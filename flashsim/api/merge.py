@@ -47,8 +47,8 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
         If an LSE is NaN or +inf. On a GPU, this check waits for the device.
     """
     host = array_libraries.host_of(out_a)
-    given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    out_a, lse_a, out_b, lse_b = array_libraries.take(host, **given)
+    arrays = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    out_a, lse_a, out_b, lse_b = array_libraries.take(host, **arrays)
     check_like("out_b", out_b, out_a, "out_a")
     check_like("lse_b", lse_b, lse_a, "lse_a")
     if lse_a.shape != out_a.shape[:-1]:
@@ -65,19 +65,19 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     return host.give(out.astype(out_a.dtype)), host.give(lse)
 
 
-def _on_gpu(**given: Any) -> tuple[Any, Any]:
+def _on_gpu(**named: Any) -> tuple[Any, Any]:
     """Merge on the GPU that holds the arrays, by `flashsim.backends.cupy_gpu.merge`."""
     engine = dispatch.engine("cupy")  # or say what is missing
     from flashsim.backends.cupy_gpu import merge as gpu
 
-    arrays = gpu.held({name: adopted(engine, name, x) for name, x in given.items()})
+    arrays = gpu.held({name: adopted(engine, name, x) for name, x in named.items()})
     _check_lse(lse_a=arrays["lse_a"], lse_b=arrays["lse_b"])
     return gpu.merged(**arrays)
 
 
-def _check_lse(**given: Any) -> None:
+def _check_lse(**arrays: Any) -> None:
     """Raise `OptionError` for values that cannot be an LSE (NaN and +inf)."""
-    for name, lse in given.items():
+    for name, lse in arrays.items():
         with np.errstate(invalid="ignore"):
             bad = int((~(lse < np.inf)).sum())
         if bad:

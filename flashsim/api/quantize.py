@@ -76,16 +76,16 @@ class Quantized:
         """q, k and v in float32, with scales applied and the rotation undone."""
         rows = self.block or (1, 1)
         sides = {"q": rows[0], "k": rows[1], "v": rows[1]}
-        found = []
+        arrays = []
         for name, side in sides.items():
             scale = f"{name}_scale"
-            given = {name: getattr(self, name), scale: getattr(self, scale)}
-            host, (x, factors) = array_libraries.take_anywhere(**given)
+            pair = {name: getattr(self, name), scale: getattr(self, scale)}
+            host, (x, factors) = array_libraries.take_anywhere(**pair)
             wide = x.astype(np.float32) * _spread(factors, x, side)
             if self.signs is not None and name != "v":
                 wide = unrotated(wide, self.signs)
-            found.append(host.give(wide))
-        q, k, v = found
+            arrays.append(host.give(wide))
+        q, k, v = arrays
         return q, k, v
 
     def unrotated(self, x: Any) -> Any:
@@ -154,19 +154,19 @@ def quantize(
     else:
         engine = dispatch.engine(backend)  # or say what is missing
         q, k, v = (adopted(engine, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    given = inputs.prepare(q, k, v)
-    if given.problem.fp8:
-        raise DTypeError(f"q, k and v are {given.problem.dtype} already; give wider ones")
+    prepared = inputs.prepare(q, k, v)
+    if prepared.problem.fp8:
+        raise DTypeError(f"q, k and v are {prepared.problem.dtype} already; give wider ones")
     about: dict[str, Any] = {
         "granularity": granularity,
         "block": (rows, keys) if granularity == "block" else None,
         "rotate": rotate,
         "signs": None
         if rotate is None
-        else random_signs(given.problem.head_dim, checks.seed(seed)),
+        else random_signs(prepared.problem.head_dim, checks.seed(seed)),
     }
     if backend == "cupy":
-        return _on_gpu(given, about, (rows, keys), dtype)
+        return _on_gpu(prepared, about, (rows, keys), dtype)
     require_numpy("simulator", q=q, k=k, v=v)
     with np.errstate(over="ignore"):  # refused below, by name
         wide = {name: x.astype(np.float32) for name, x in {"q": q, "k": k, "v": v}.items()}
@@ -176,27 +176,27 @@ def quantize(
     if rotate is not None:
         wide |= {name: rotated(wide[name], about["signs"]) for name in "qk"}
     sides = {"q": rows, "k": keys, "v": keys}
-    made = {name: _quantized(x, granularity, sides[name], dtype) for name, x in wide.items()}
-    arrays: dict[str, Any] = {name: host.give(x) for name, (x, _) in made.items()}
-    scales = {f"{name}_scale": host.give(scale) for name, (_, scale) in made.items()}
+    rounded = {name: _quantized(x, granularity, sides[name], dtype) for name, x in wide.items()}
+    arrays: dict[str, Any] = {name: host.give(x) for name, (x, _) in rounded.items()}
+    scales = {f"{name}_scale": host.give(scale) for name, (_, scale) in rounded.items()}
     return Quantized(**arrays, **scales, **about)
 
 
 def _on_gpu(
-    given: inputs.Inputs, about: dict[str, Any], block: tuple[int, int], dtype: str
+    prepared: inputs.Inputs, about: dict[str, Any], block: tuple[int, int], dtype: str
 ) -> Quantized:
     """Quantize by `flashsim.backends.cupy_gpu.quantize`; results keep the number of axes."""
     import flashsim.backends.cupy_gpu.quantize as gpu
 
-    p = given.problem
+    p = prepared.problem
     if p.head_dim != p.head_dim_v:
         raise ShapeError(f"on a GPU q and v have one head_dim, got {p.head_dim} and {p.head_dim_v}")
     kind, signs = about["granularity"], about["signs"]
-    made = gpu.quantize(given.q, given.k, given.v, kind, block, signs, dtype)
-    arrays = {name: squeeze(getattr(made, name), given.ndim) for name in "qkv"}
-    axes = {"tensor": 0, "head": given.ndim - 2, "block": given.ndim - 1}[kind]
-    scales = {n: squeeze(getattr(made, n), axes) for n in ("q_scale", "k_scale", "v_scale")}
-    return Quantized(**arrays, **scales, **about, v_transposed=made.v_transposed)
+    rounded = gpu.quantize(prepared.q, prepared.k, prepared.v, kind, block, signs, dtype)
+    arrays = {name: squeeze(getattr(rounded, name), prepared.ndim) for name in "qkv"}
+    axes = {"tensor": 0, "head": prepared.ndim - 2, "block": prepared.ndim - 1}[kind]
+    scales = {n: squeeze(getattr(rounded, n), axes) for n in ("q_scale", "k_scale", "v_scale")}
+    return Quantized(**arrays, **scales, **about, v_transposed=rounded.v_transposed)
 
 
 def _quantized(

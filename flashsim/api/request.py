@@ -229,7 +229,7 @@ def _check(
     grains = None
     if scaled is not None or block is not None:
         grains = scales.granularity(scaled, block, len(q.shape), request.tiling)
-    given = inputs.prepare(
+    prepared = inputs.prepare(
         *(q, k, v, request),
         bias=bias,
         block_table=table,
@@ -238,7 +238,7 @@ def _check(
         may_be_empty=True,
         on_cpu=on_cpu,
     )
-    problem, empty = given.problem, given.empty
+    problem, empty = prepared.problem, prepared.empty
     if problem.fp8 and "scales" not in engine.OPTIONS:
         raise UnsupportedError(
             f"backend {backend!r} takes no {problem.dtype}; backend='simulator' does, or convert "
@@ -253,27 +253,27 @@ def _check(
     if problem.scales is not None and not empty:
         options["scales"] = scales.checked(problem, scaled, values=on_cpu)
     if on_cpu:  # on a GPU, what lives of a cache is the launcher's to say, when lengths are known
-        require_numpy(backend, q=given.q, k=given.k, v=given.v, bias=given.bias)
+        require_numpy(backend, q=prepared.q, k=prepared.k, v=prepared.v, bias=prepared.bias)
         cached = not empty and options.keys() & CACHES
         if cached and not any(live_lengths(problem, options)):
             empty = True
         elif cached:
             problem, options = live_problem(problem, options, tuple(k.shape))
             if table is None:
-                check_alike(problem.shared_prefix, k=given.k, v=given.v)
+                check_alike(problem.shared_prefix, k=prepared.k, v=prepared.v)
     job = Job(
-        *(problem, given.q, given.k, given.v, given.bias),
+        *(problem, prepared.q, prepared.k, prepared.v, prepared.bias),
         *(request.tiling, Device.get(request.device), algorithm),
         inputs.check_key_order(request.key_order),
         inputs.check_trace_mode(request.trace, backend),
         options,
-        sinks=given.sinks,
-        score_arrays=given.score_arrays,
-        mask_arrays=given.mask_arrays,
+        sinks=prepared.sinks,
+        score_arrays=prepared.score_arrays,
+        mask_arrays=prepared.mask_arrays,
     )
     runs = Nothing(engine) if empty else engine
     bias_shape = None if bias is None else tuple(bias.shape)
-    return Checked(runs, backend, host, job, given.ndim, bias_shape, empty, given.captured)
+    return Checked(runs, backend, host, job, prepared.ndim, bias_shape, empty, prepared.captured)
 
 
 def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:

@@ -195,8 +195,8 @@ class Result(_Pass):
         ------
         ShapeError, DTypeError, OptionError, SramOverflow
         """
-        given = self._asked, self._job, self.out, self.lse, self._saved, dout, dlse
-        return gradients(*given, tiling, deterministic, trace, captured)
+        forward = self._asked, self._job, self.out, self.lse, self._saved, dout, dlse
+        return gradients(*forward, tiling, deterministic, trace, captured)
 
 
 def _cell(ran: Result | Gradients) -> str:
@@ -227,9 +227,9 @@ def gradients(
         alike = None
     known = None if alike is None else mine.memo.get(alike)
     if known is None:
-        given = {"dout": dout} if dlse is None else {"dout": dout, "dlse": dlse}
-        given = {name: adopted(asked.engine, name, x) for name, x in given.items()}
-        dout, *rest = array_libraries.take(asked.host, **given)
+        arrays = {"dout": dout} if dlse is None else {"dout": dout, "dlse": dlse}
+        arrays = {name: adopted(asked.engine, name, x) for name, x in arrays.items()}
+        dout, *rest = array_libraries.take(asked.host, **arrays)
         check_like("dout", dout, out, "out")
         if dlse is not None:
             dlse = check_like("dlse", rest[0], lse, "lse")
@@ -247,18 +247,18 @@ def gradients(
     wide = None if dlse is None else expand(dlse, 3)
     outcome = asked.engine.backward(job, saved, expand(dout), wide)
     if on_cpu:
-        given = {"dout": dout, **({} if dlse is None else {"dlse": dlse}), **job.arrays}
-        warn_of_overflow(outcome.unseen(*outcome.arrays), given)
-    given, dbias = outcome.arrays, outcome.arrays.get("dbias")
+        arrays = {"dout": dout, **({} if dlse is None else {"dlse": dlse}), **job.arrays}
+        warn_of_overflow(outcome.unseen(*outcome.arrays), arrays)
+    arrays, dbias = outcome.arrays, outcome.arrays.get("dbias")
     give, ndim = asked.host.give, asked.ndim
     return made(
         Gradients,
-        dq=give(squeeze(given["dq"], ndim)),
-        dk=give(squeeze(given["dk"], ndim)),
-        dv=give(squeeze(given["dv"], ndim)),
+        dq=give(squeeze(arrays["dq"], ndim)),
+        dk=give(squeeze(arrays["dk"], ndim)),
+        dv=give(squeeze(arrays["dv"], ndim)),
         dbias=None if dbias is None else give(dbias.reshape(asked.bias_shape)),
-        captured=_captured(job, asked.captured, given, give),
-        dsinks=None if "dsinks" not in given else give(given["dsinks"]),
+        captured=_captured(job, asked.captured, arrays, give),
+        dsinks=None if "dsinks" not in arrays else give(arrays["dsinks"]),
         kernel=outcome.kernel,
         tiling=outcome.tiling,
         _trace=recorded(job, outcome, "backward", asked.backend),
@@ -283,26 +283,26 @@ def _wanted(mine: Job, arrays: Sequence[Any], asked: bool | Sequence[str] | None
 
 
 def _captured(
-    job: Job, arrays: Sequence[Any], given: Mapping[str, Any], give: Callable[[Any], Any]
+    job: Job, arrays: Sequence[Any], results: Mapping[str, Any], give: Callable[[Any], Any]
 ) -> dict[str, Any]:
     """Gradients of captured arrays by name, in each array's shape and type."""
-    graph, found = job.problem.score_mod, {}
+    graph, captured = job.problem.score_mod, {}
     for spec in () if graph is None else graph.arrays:
-        if f"d:{spec.name}" in given:
-            gradient = given[f"d:{spec.name}"]
+        if f"d:{spec.name}" in results:
+            gradient = results[f"d:{spec.name}"]
             if isinstance(gradient, np.ndarray):
                 gradient = gradient.astype(numpy_dtype(spec.dtype), copy=False)
-            found[spec.name] = give(gradient)
-    return found
+            captured[spec.name] = give(gradient)
+    return captured
 
 
 def _alike(mine: Job, dout: Any, dlse: Any, *how: Any) -> tuple[Any, ...] | None:
     """Return a key of everything that a GPU backward pass checks; None if it must check again."""
-    given = (dout,) if dlse is None else (dout, dlse)
-    if any(isinstance(x, np.ndarray) or only_dlpack(x) for x in given):
+    arrays = (dout,) if dlse is None else (dout, dlse)
+    if any(isinstance(x, np.ndarray) or only_dlpack(x) for x in arrays):
         return None
     try:
-        looks = [part for x in given for part in (x.shape, x.dtype, type(x))]
+        looks = [part for x in arrays for part in (x.shape, x.dtype, type(x))]
         key = (mine.algorithm, *looks, *how, *map(type, how))
         hash(key)
     except (AttributeError, TypeError):  # no array; or a value that has no hash
@@ -312,9 +312,9 @@ def _alike(mine: Job, dout: Any, dlse: Any, *how: Any) -> tuple[Any, ...] | None
 
 def made(kind: Any, **fields: Any) -> Any:
     """Make an instance of a frozen dataclass from all its fields; `__init__` takes 2 us longer."""
-    one = object.__new__(kind)
-    one.__dict__.update(fields)
-    return one
+    instance = object.__new__(kind)
+    instance.__dict__.update(fields)
+    return instance
 
 
 def recorded(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace | None:

@@ -36,12 +36,12 @@ def said(scales: Any) -> Any:
     return tuple(map(_number, scales))
 
 
-def _number(one: Any) -> Any:
+def _number(value: Any) -> Any:
     """Return a Python or NumPy number as a float32 array of shape (); anything else unchanged."""
-    if not checks.is_int(one) and not isinstance(one, (float, np.floating)):
-        return one
+    if not checks.is_int(value) and not isinstance(value, (float, np.floating)):
+        return value
     with np.errstate(over="ignore"):  # refused by its value
-        return np.asarray(one, np.float32)
+        return np.asarray(value, np.float32)
 
 
 def require(dtype: str) -> None:
@@ -76,8 +76,8 @@ def granularity(
         if block is not None:
             raise OptionError("scale_block says how many rows share a scale; give scales as well")
         return None
-    kinds = {len(np.shape(one)) - (ndim - 2) for one in scales}
-    if all(len(np.shape(one)) == 0 for one in scales) and ndim > 2:
+    kinds = {len(np.shape(scale)) - (ndim - 2) for scale in scales}
+    if all(len(np.shape(scale)) == 0 for scale in scales) and ndim > 2:
         kind: str | tuple[int, int] = "tensor"
     elif kinds == {0}:
         kind = "head"
@@ -91,7 +91,7 @@ def granularity(
             )
         return tiling.block_q, tiling.block_k
     else:
-        shapes = ", ".join(str(np.shape(one)) for one in scales)
+        shapes = ", ".join(str(np.shape(scale)) for scale in scales)
         raise ShapeError(
             "scales of q, k and v must all be () (one a tensor), (batch, heads) (one a head) or "
             f"(batch, heads, blocks), without the axes that q is without; got {shapes}"
@@ -110,24 +110,24 @@ def checked(problem: Problem, scales: Any, *, values: bool) -> tuple[Any, ...]:
     ------
     ShapeError, DTypeError, OptionError
     """
-    p, found = problem, []
-    for name, one in zip(INPUTS, scales, strict=True):
+    p, checked_scales = problem, []
+    for name, scale in zip(INPUTS, scales, strict=True):
         heads, n = (p.heads, p.n_q) if name == "Q" else (p.kv_heads, p.n_kv)
         shape: tuple[int, ...] = () if p.scales == "tensor" else (p.batch, heads)
         if isinstance(p.scales, tuple):
             shape = (*shape, -(-n // rows_a_scale(p, name)))
-        dtype = str(getattr(one, "dtype", type(one).__name__)).removeprefix("torch.")
+        dtype = str(getattr(scale, "dtype", type(scale).__name__)).removeprefix("torch.")
         if dtype != "float32":
             raise DTypeError(f"the scale of {name.lower()} must be a float32 array, got {dtype}")
         if values:
-            (one,) = array_libraries.take(
-                array_libraries.host_of(one), **{f"scale of {name.lower()}": one}
+            (scale,) = array_libraries.take(
+                array_libraries.host_of(scale), **{f"scale of {name.lower()}": scale}
             )
-            require_numpy("simulator", **{f"scale of {name.lower()}": one})
-        given = tuple(one.shape)
-        if (1,) * (len(shape) - len(given)) + given != shape:
-            raise ShapeError(f"the scale of {name.lower()} must have shape {shape}, got {given}")
-        if values and not (np.isfinite(one) & (one > 0)).all():
+            require_numpy("simulator", **{f"scale of {name.lower()}": scale})
+        actual = tuple(scale.shape)
+        if (1,) * (len(shape) - len(actual)) + actual != shape:
+            raise ShapeError(f"the scale of {name.lower()} must have shape {shape}, got {actual}")
+        if values and not (np.isfinite(scale) & (scale > 0)).all():
             raise OptionError(f"the scale of {name.lower()} must be positive and finite")
-        found.append(one.reshape(shape))
-    return tuple(found)
+        checked_scales.append(scale.reshape(shape))
+    return tuple(checked_scales)

@@ -136,19 +136,19 @@ def simulate(
     name = getattr(algorithm, "__name__", type(algorithm).__name__)[:60]
     one_argument(algorithm, name)
     asked = list(dict.fromkeys(outputs))
-    given = dict(inputs or {})
-    for one in (*given, *asked):
-        if one not in NAMES:
+    more = dict(inputs or {})
+    for tensor in (*more, *asked):
+        if tensor not in NAMES:
             raise OptionError(
-                f"no tensor {shown(one)} to give or to ask for; {choices(one, NAMES)}"
+                f"no tensor {shown(tensor)} to give or to ask for; {choices(tensor, NAMES)}"
             )
-    if not asked or set(asked) & {"Q", "K", "V", *given}:
-        raise OptionError(f"outputs are what is computed, got {asked} beside inputs {[*given]}")
+    if not asked or set(asked) & {"Q", "K", "V", *more}:
+        raise OptionError(f"outputs are what is computed, got {asked} beside inputs {[*more]}")
     problem, arrays, ndim, host = _problem(
-        *(q, k, v, given),
+        *(q, k, v, more),
         Request(causal, window, softcap, scale, mask, tiling=tiling),
     )
-    _check_outsiders(algorithm, name, {"q": q, "k": k, "v": v, **given})
+    _check_outsiders(algorithm, name, {"q": q, "k": k, "v": v, **more})
     tiling = (tiling or Tiling(64, 64)).clip(problem)
     machine = OpenMachine(problem, tiling, Device.get(device))
     optional = put(machine, arrays, asked)
@@ -157,10 +157,10 @@ def simulate(
         run(algorithm, name, machine)
     finally:
         TAPE.reset(recording)
-    asked += [one for one in optional if machine.hbm._stored(one) != "none"]
+    asked += [tensor for tensor in optional if machine.hbm._stored(tensor) != "none"]
     require_stored(name, machine, asked)
-    give = lambda one: host.give(_squeezed(machine.hbm._array(one), problem, one, ndim))  # noqa: E731
-    results = {one: give(one) for one in asked}
+    give = lambda tensor: host.give(_squeezed(machine.hbm._array(tensor), problem, tensor, ndim))  # noqa: E731
+    results = {tensor: give(tensor) for tensor in asked}
     job = Job(
         *(problem, arrays["Q"], arrays["K"], arrays["V"], None, tiling, machine.device, name),
         trace=True,
@@ -182,23 +182,23 @@ def _problem(
     q: Any,
     k: Any,
     v: Any,
-    given: Mapping[str, Any],
+    more: Mapping[str, Any],
     request: Request,
 ) -> tuple[Problem, dict[str, np.ndarray], int, array_libraries.Host]:
     """Return the problem, 4-D copies of the arrays by the papers' names, `ndim` and the `Host`."""
     inputs.check_tiling(request.tiling)
     host = array_libraries.host_of(q)
     q, k, v = array_libraries.take(host, q=q, k=k, v=v)
-    made = inputs.prepare(q, k, v, request)
-    require_numpy("simulator", q=made.q, k=made.k, v=made.v)
-    if made.problem.fp8:
+    prepared = inputs.prepare(q, k, v, request)
+    require_numpy("simulator", q=prepared.q, k=prepared.k, v=prepared.v)
+    if prepared.problem.fp8:
         raise UnsupportedError(
-            f"simulate takes no {made.problem.dtype}: what is rounded to it, the function would "
-            "have to say; give bfloat16"
+            f"simulate takes no {prepared.problem.dtype}: the function would have to say what is "
+            "rounded to it; give bfloat16"
         )
-    p, ndim = made.problem, made.ndim
-    arrays = {"Q": made.q, "K": made.k, "V": made.v}
-    for name, x in zip(given, array_libraries.take(host, **given), strict=True):
+    p, ndim = prepared.problem, prepared.ndim
+    arrays = {"Q": prepared.q, "K": prepared.k, "V": prepared.v}
+    for name, x in zip(more, array_libraries.take(host, **more), strict=True):
         want = size(p, name)
         x = np.asarray(x)
         full = x.reshape((1,) * (len(want) - x.ndim) + x.shape) if x.ndim <= len(want) else x
@@ -215,7 +215,7 @@ def _squeezed(array: np.ndarray, p: Problem, name: str, ndim: int) -> np.ndarray
 def trace_of(name: str, machine: OpenMachine, arrays: Iterable[str], asked: Iterable[str]) -> Trace:
     """Return the trace of what a machine did: `arrays` were its inputs, `asked` its outputs."""
     p, hbm = machine.problem, machine.hbm
-    backward = any(one.startswith("d") for one in asked)
+    backward = any(tensor.startswith("d") for tensor in asked)
     trace = Trace(
         *(
             p,
@@ -228,10 +228,14 @@ def trace_of(name: str, machine: OpenMachine, arrays: Iterable[str], asked: Iter
         provenance("simulator"),
         own=Own(hbm._own, 0),
     )
-    used = [one for one in arrays if trace.bytes("load", one)]
-    compulsory = sum(whole_bytes(p, one) for one in (*used, *asked))
-    made = [one for one in hbm.tensors if one not in arrays and one not in (*asked, "L")]
-    workspace = sum(hbm._behind(getattr(hbm, one)).data.nbytes for one in made) // hbm._samples
+    used = [tensor for tensor in arrays if trace.bytes("load", tensor)]
+    compulsory = sum(whole_bytes(p, tensor) for tensor in (*used, *asked))
+    inner = [
+        tensor for tensor in hbm.tensors if tensor not in arrays and tensor not in (*asked, "L")
+    ]
+    workspace = (
+        sum(hbm._behind(getattr(hbm, tensor)).data.nbytes for tensor in inner) // hbm._samples
+    )
     trace.own = Own(hbm._own, compulsory, workspace)
     return trace
 
@@ -248,10 +252,10 @@ def _check_outsiders(function: Any, name: str, arrays: Mapping[str, Any]) -> Non
     """
     for label, value in _outside(function):
         held = value.values() if isinstance(value, dict) else value
-        for one in held if isinstance(value, (list, tuple, dict)) else [value]:
+        for item in held if isinstance(value, (list, tuple, dict)) else [value]:
             for which, array in arrays.items():
-                both = isinstance(one, np.ndarray) and isinstance(array, np.ndarray)
-                if both and np.may_share_memory(one, array):
+                both = isinstance(item, np.ndarray) and isinstance(array, np.ndarray)
+                if both and np.may_share_memory(item, array):
                     raise MemoryModelError(
                         f"{name} uses {label}, which is the {which} that was given to simulate: "
                         "inside the function it lies in machine.hbm; load it with sram.load",
@@ -280,13 +284,13 @@ def _outside(function: Any) -> Iterable[tuple[str, Any]]:
 @functools.lru_cache(maxsize=64)  # taking bytecode apart costs as much as a small task's tiles
 def global_names(code: CodeType) -> set[str]:
     """Return the global names that a function, and those inside it, read."""
-    found = {
+    names = {
         i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
     }
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found |= global_names(constant)
-    return found
+            names |= global_names(constant)
+    return names
 
 
 __all__ = ["NAMES", "OwnResult", "simulate"]

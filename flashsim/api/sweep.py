@@ -242,13 +242,13 @@ def _collect(
     wanted: list[SweepPoint], executor: Executor | None, path: str | Path | None, progress: bool
 ) -> list[Row]:
     """Return the rows of all points in order; add rows that the file lacks as they are ready."""
-    found: dict[Key, Row] = {}
+    rows_by_key: dict[Key, Row] = {}
     with ExitStack() as stack:
         file = None
         if path is not None:
             file = stack.enter_context(SweepFile(path, COLUMNS, parse_row))
-            found = {key_of(row): row for row in file.rows}
-        todo = [point for point in wanted if point.key not in found]
+            rows_by_key = {key_of(row): row for row in file.rows}
+        todo = [point for point in wanted if point.key not in rows_by_key]
         takes = Estimate(sum(map(seconds, todo)), 0)
         if progress and takes.seconds > 60:
             print(f"flashsim: simulating, {takes} of one core in all", file=sys.stderr)
@@ -256,8 +256,8 @@ def _collect(
         for row in _track(rows, len(wanted), len(wanted) - len(todo), progress):
             if file is not None:
                 file.append(row)
-            found[key_of(row)] = row
-    return [found[point.key] for point in wanted]
+            rows_by_key[key_of(row)] = row
+    return [rows_by_key[point.key] for point in wanted]
 
 
 def _submit(todo: list[SweepPoint], executor: Executor) -> Iterator[Row]:

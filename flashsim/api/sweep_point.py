@@ -215,14 +215,14 @@ def _few_enough(name: str, number: int) -> None:
 def points(method: str, axes: Mapping[str, list[Any]]) -> list[SweepPoint]:
     """The Cartesian product of checked axes (see `axis`), each point once."""
     _few_enough("a sweep", math.prod(map(len, axes.values())))
-    found: dict[Key, SweepPoint] = {}
+    unique: dict[Key, SweepPoint] = {}
     for values in product(*axes.values()):
         point = dict(zip(axes, values, strict=True))
         for name, same in SAME.items():
             point[name] = point[same] if point[name] is None else point[name]
-        made = SweepPoint(method=method, **point)
-        found.setdefault(made.key, made)
-    return list(found.values())
+        candidate = SweepPoint(method=method, **point)
+        unique.setdefault(candidate.key, candidate)
+    return list(unique.values())
 
 
 def _size(name: str, value: Any) -> int | None:

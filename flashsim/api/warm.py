@@ -92,8 +92,8 @@ def warm(
         if direction != "forward":
             result.backward(dout)
     for group in DECODED if direction in ("decode", "all") else ():
-        one = Problem(1, 64, max(head_dim, 16), heads=group, kv_heads=1, dtype=dtype)
-        q, k, v, _ = random_inputs(one)
+        small = Problem(1, 64, max(head_dim, 16), heads=group, kv_heads=1, dtype=dtype)
+        q, k, v, _ = random_inputs(small)
         result = run(q, k, v, backend="numba", algorithm=algorithm)
     took = time.perf_counter() - wall, time.process_time() - cpu
     compiled = tuple(name for name, times in threads.compiled().items() if times > before[name])

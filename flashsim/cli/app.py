@@ -101,11 +101,11 @@ class _Command(TyperCommand):
     """A command whose help shows no value for flags, since they take none."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        found: list[Any] = super().get_params(ctx)
-        for option in found:
+        params: list[Any] = super().get_params(ctx)
+        for option in params:
             if getattr(option, "is_flag", False):
                 option.metavar = ""
-        return found
+        return params
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for option in self.params for name in option.opts}
@@ -137,14 +137,14 @@ class _Group(TyperGroup):
             return None
         about, where = self.entries[cmd_name]
         if isinstance(where, str):
-            from flashsim.cli.options import spread
+            from flashsim.cli.declare import spread
             from flashsim.cli.output import show
 
             module, _, function = where.partition(".")
             called = getattr(importlib.import_module(f"flashsim.cli.{module}"), function)
-            one = typer.Typer(add_completion=False)
-            one.command(cmd_name, cls=_Command)(spread(called, show))
-            return typer.main.get_command(one)
+            single = typer.Typer(add_completion=False)
+            single.command(cmd_name, cls=_Command)(spread(called, show))
+            return typer.main.get_command(single)
         group = _Group(name=cmd_name, help=about, no_args_is_help=True, rich_markup_mode=None)
         group.entries = where
         return group

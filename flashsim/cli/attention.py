@@ -26,7 +26,7 @@ from flashsim.report import beside
 from flashsim.schedule import plans
 from flashsim.trace.trace import Trace
 
-_SCALE = opt.option(None, "On Q K^T. Default: 1 / sqrt(head_dim).", panel="Mask and scores")
+_SCALE = opt.option(None, "Factor on Q K^T. Default: 1 / sqrt(head_dim).", panel="Mask and scores")
 
 
 def run(
@@ -63,7 +63,7 @@ def run(
         grads = None
         if how.backward:
             grads = result.backward(arrays.gradient(tensors.seed + 1), tiling=backward_tile)
-    traces = [one.trace for one in (result, grads) if one is not None]
+    traces = [ran.trace for ran in (result, grads) if ran is not None]
     tables, every = [trace.table() for trace in traces], [figures(trace) for trace in traces]
     if arrays.out is not None:
         difference = float(np.abs(result.out.astype(np.float64) - arrays.out).max())
@@ -74,11 +74,11 @@ def run(
         for trace in traces:
             _save(trace, save if trace.direction == "forward" else _backward_name(save))
     if out is not None:
-        found = {"out": result.out, "lse": result.lse}
+        results = {"out": result.out, "lse": result.lse}
         if grads is not None:
-            found |= {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
+            results |= {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
         with beside(out) as part, part.open("wb") as stream:  # given a name, savez appends .npz
-            np.savez(stream, allow_pickle=False, **found)
+            np.savez(stream, allow_pickle=False, **results)
         say(f"results in {out}")
 
 
@@ -193,7 +193,7 @@ def sweep(
     batch: list[int] = opt.option("1", "Batch size.", "-b"),
     heads: list[int] = opt.option("1", "Query heads.", "-h"),
     kv_heads: list[int] | None = opt.option(None, "Key heads. Default: as many as query heads."),
-    dtype: list[str] = opt.option("float32", f"Of {', '.join(DTYPES)}."),
+    dtype: list[str] = opt.option("float32", f"One or several of {', '.join(DTYPES)}."),
     causal: bool = opt.option(False, "Causal mask; short for --mask causal."),
     mask: list[bool] = opt.option(
         "full", "full, causal or full,causal.", read=opt.each(values.parse_mask)

@@ -20,6 +20,9 @@ from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, printable
 from flashsim.exercises import checking, shelf, submissions
 from flashsim.exercises.exercise import Exercise
+from flashsim.exercises.homework import grade_homework, homework_in, together
+from flashsim.exercises.kernel_exercise import KernelExercise
+from flashsim.exercises.kernel_grading import LIMIT, MEMORY
 from flashsim.exercises.marks import Marks
 from flashsim.exercises.picture import draw
 from flashsim.exercises.runner import plain
@@ -28,7 +31,7 @@ from flashsim.schedule.dataflow import ALGORITHMS
 from flashsim.trace.trace import Trace
 
 _QUIZ = opt.One(tiling="same")
-_Name = Annotated[str, typer.Argument(help="Of `flashsim exercise list`, or a .py file.")]
+_Name = Annotated[str, typer.Argument(help="A name from `flashsim exercise list`, or a .py file.")]
 
 
 def listed() -> Tables:
@@ -37,13 +40,14 @@ def listed() -> Tables:
         "Exercises",
         ("name", "what", "full marks B", "SRAM B", "hints"),
         note="flashsim exercise start NAME writes a file to fill in; flashsim exercise grade FILE "
-        "grades it",
+        "grades it; those named kernel-... are solved in Triton or Pallas",
     )
-    for name in shelf.names():
-        one = shelf.get(name)
-        sram = None if one.questions else one.task.sram_bytes
-        full = None if one.questions else one.full_marks_bytes
-        table.rows.append((name, one.title, full, sram, len(one.hints)))
+    for name in (*shelf.names(), *shelf.kernel_names()):
+        exercise = shelf.find(name)
+        task = exercise.tasks[0] if isinstance(exercise, KernelExercise) else exercise.task
+        sram = None if exercise.questions else task.sram_bytes
+        full = None if exercise.questions else exercise.full_marks_bytes
+        table.rows.append((name, exercise.title, full, sram, len(exercise.hints)))
     return table
 
 
@@ -53,23 +57,24 @@ def start(
     force: bool = opt.option(False, "Overwrite a file that is there."),
 ) -> None:
     """Write the file to fill in: the statement, and a skeleton."""
-    one = shelf.get(name)
-    points, said = checking.reference(one)
+    exercise = shelf.find(name)
+    # To run a kernel takes Triton, which a student may not have yet.
+    points, said = checking.reference(exercise) if isinstance(exercise, Exercise) else (100, "")
     if said:
         raise OptionError(
             f"{name} cannot be solved: its own reference gets {points or 0} points; {said}"
         )
-    path = out or Path(f"{one.name.replace('-', '_')}.py")
-    _write(one.file_text, path, force=force)
-    typer.echo(f"{path}: fill it in, then `{_grading(one, path)}`; `{_hint(one)}` helps")
+    path = out or Path(f"{exercise.name.replace('-', '_')}.py")
+    _write(exercise.file_text, path, force=force)
+    typer.echo(f"{path}: fill it in, then `{_grading(exercise, path)}`; `{_hint(exercise)}` helps")
 
 
 def hint(
     name: _Name,
-    number: int = opt.option(1, "Which one.", min=1),
+    number: int = opt.option(1, "Number of the hint.", min=1),
 ) -> None:
     """Show a hint: 1 is a nudge, the last nearly everything."""
-    hints = shelf.get(name).hints
+    hints = shelf.find(name).hints
     if number > len(hints):
         raise OptionError(f"{name} has {len(hints)} hints, got --number {number}")
     typer.echo(f"{number} of {len(hints)}: {hints[number - 1]}")
@@ -81,20 +86,22 @@ def reveal(
     force: bool = opt.option(False, "Overwrite a file that is there."),
 ) -> None:
     """Print or write a reference solution, which gets every point."""
-    one = shelf.get(name)
-    if not one.revealed:
-        raise OptionError(f"the lecturer of {one.name} keeps its solution; `{_hint(one)}` helps")
-    text = f"# flashsim exercise: {one.name}\n\n{one.solution_source}"
+    exercise = shelf.find(name)
+    if not exercise.revealed:
+        raise OptionError(
+            f"the lecturer of {exercise.name} keeps its solution; `{_hint(exercise)}` helps"
+        )
+    text = f"# flashsim exercise: {exercise.name}\n\n{exercise.solution_source}"
     if out is None:
         typer.echo(text, nl=False)
         return
     _write(text, out, force=force)
-    typer.echo(f"{out}: `{_grading(one, out)}` grades it")
+    typer.echo(f"{out}: `{_grading(exercise, out)}` grades it")
 
 
 def check(name: _Name) -> Tables:
     """Check an exercise: its reference, its skeleton, its mistakes and its wrong solutions."""
-    table = checking.check(shelf.get(name))
+    table = checking.check(shelf.find(name))
     if not all(row[1] for row in table.rows):
         show(table)
         raise typer.Exit(1)
@@ -128,7 +135,8 @@ def predict(
     mask: opt.Mask,
     how: opt.One = _QUIZ,
     name: str | None = typer.Argument(
-        None, help="Of `flashsim exercise list`, or a .py file. Without it: a shape of your own."
+        None,
+        help="A name from `flashsim exercise list`, or a .py file. Without it: your own shape.",
     ),
     algorithm: str = opt.option("flash2", "Without a name: what is counted.", "-a"),
     loaded: int | None = opt.option(None, "Your bytes. Default: you are asked.", read=_number),
@@ -148,12 +156,12 @@ def predict(
     opt.refuse_unused(
         typed, "an exercise, which has its shape", only=("name", "loaded", "stored", "plot")
     )
-    one = shelf.get(name)
-    typer.echo(f"{textwrap.dedent(one.statement).strip()}\n\n{one.sizes}\n")
-    trace = one.executed.trace
+    exercise = shelf.get(name)
+    typer.echo(f"{textwrap.dedent(exercise.statement).strip()}\n\n{exercise.sizes}\n")
+    trace = exercise.executed.trace
     _judge(name, (loaded, stored), trace)
     if plot is not None:
-        _draw({"the reference": trace}, one, plot)
+        _draw({"the reference": trace}, exercise, plot)
 
 
 def _predict_shape(
@@ -177,12 +185,12 @@ def _predict_shape(
         say(f"plot in {plot}")
 
 
-def _judge(name: str, given: tuple[int | None, int | None], counted: Trace | Traffic) -> None:
+def _judge(name: str, said: tuple[int | None, int | None], counted: Trace | Traffic) -> None:
     """Ask for what was not said, and show it beside what was measured or counted."""
     options = ("loaded", "--loaded"), ("stored", "--stored")
     guesses = [
         _asked(f"bytes {what}", option) if guess is None else guess
-        for guess, (what, option) in zip(given, options, strict=True)
+        for guess, (what, option) in zip(said, options, strict=True)
     ]
     table = report.Table(
         f"{name}: said and measured", ("bytes", "said B", "measured B", "said / measured")
@@ -205,22 +213,31 @@ def grade(
     gradescope: Path | None = opt.option(None, "Also write a results.json as Gradescope reads it."),
     plot: opt.Plot = None,
     save: Path | None = opt.option(None, "Save the trace (.npz)."),
-    timeout: float = opt.option(submissions.LIMIT, "Seconds that a file may take.", min=0.1),
+    timeout: float | None = opt.option(
+        None,
+        f"Seconds that a file may take. Default: {submissions.LIMIT:g}; kernels: {LIMIT:g}.",
+        min=0.1,
+    ),
     memory: int | None = opt.option(
-        None, f"MiB that a file may take (Linux). Default: {submissions.MEMORY:,}.", min=1
+        None,
+        f"MiB that a file may take (Linux). Default: {submissions.MEMORY:,}; kernels: {MEMORY:,}.",
+        min=1,
     ),
     jobs: int | None = opt.option(
         None, "Files of a folder that run at a time. Default: one per CPU.", min=1
     ),
 ) -> None:
     """Grade a solution by results, on-chip memory and bytes; or every .py file in a folder."""
+    if file.is_dir() and (roots := homework_in(file)):
+        _homework(file, roots, exercise, form, gradescope, (plot, save), (timeout, memory))
+        return
     if file.is_dir():
         if gradescope or plot or save:
             raise OptionError("--gradescope, --plot and --save are for one file, not for a folder")
         if missing := submissions.missing_walls():
             say(f"this system does not keep a graded file from {', '.join(missing)}")
-        found = submissions.grade_folder(file, exercise, limit=timeout, memory=memory, jobs=jobs)
-        show(_class(file, list(found)), form)
+        graded = submissions.grade_folder(file, exercise, limit=timeout, memory=memory, jobs=jobs)
+        show(_class(file, list(graded)), form)
         return
     for path in (gradescope, plot, save):
         ready(path)
@@ -243,15 +260,51 @@ def grade(
         trace.save(save)
         say(f"trace in {save}")
     if plot is not None:
-        one = shelf.get(exercise or marks.exercise)
-        _draw({"yours": trace, "full marks": one.executed.trace}, one, plot)
+        graded_exercise = shelf.find(exercise or marks.exercise)
+        if isinstance(graded_exercise, KernelExercise):
+            viz().save_figure(viz().traffic({"yours": trace}), plot)
+            say(f"plot in {plot}")
+        else:
+            _draw(
+                {"yours": trace, "full marks": graded_exercise.executed.trace},
+                graded_exercise,
+                plot,
+            )
 
 
-def _class(folder: Path, found: list[tuple[Path, Marks]]) -> tuple[list[Table], list[Table]]:
+def _homework(
+    folder: Path,
+    roots: list[Path],
+    exercise: str | None,
+    form: opt.Format,
+    gradescope: Path | None,
+    unused: tuple[Path | None, ...],
+    limits: tuple[float | None, int | None],
+) -> None:
+    """Grade homework folders, and print a row for each file and exercise."""
+    if any(unused) or (gradescope and len(roots) > 1):
+        raise OptionError(
+            "--plot and --save are for one file, and --gradescope for one homework folder"
+        )
+    ready(gradescope)
+    timeout, memory = limits
+    graded = [
+        pair
+        for root in roots
+        for pair in grade_homework(root, exercise, limit=timeout, memory=memory)
+    ]
+    show(_class(folder, graded), form)
+    if gradescope is not None:
+        with beside(gradescope) as part:
+            part.write_text(together(graded).gradescope(), encoding="utf-8")
+        say(f"Gradescope's results in {gradescope}")
+
+
+def _class(folder: Path, graded: list[tuple[Path, Marks]]) -> tuple[list[Table], list[Table]]:
     """The table of a class: for people with the first reason, for programs with all of them."""
     columns = ("file", "exercise", "points", "results", "on chip", "bytes", "moved B", "why")
-    short, full = Table(f"{len(found)} files", columns), Table("", (*columns, "seconds"))
-    for path, marks in found:
+    short, full = Table(f"{len(graded)} files", columns), Table("", (*columns, "seconds"))
+    for path, marks in graded:
         file = plain(str(path.relative_to(folder)), 200)
         parts = {"results": 0, "room": 0, "bytes": 0}
         for mark in marks.marks:
@@ -265,8 +318,8 @@ def _class(folder: Path, found: list[tuple[Path, Marks]]) -> tuple[list[Table], 
         )
         short.rows.append((*row, textwrap.shorten(why[0] if why else "", 60)))
         full.rows.append((*row, " | ".join(why), round(marks.seconds, 3)))
-    whole = [marks.points for _, marks in found if marks.points == marks.most]
-    short.note = f"{len(whole)} of {len(found)} get every point; --csv has every reason in full"
+    whole = [marks.points for _, marks in graded if marks.points == marks.most]
+    short.note = f"{len(whole)} of {len(graded)} get every point; --csv has every reason in full"
     return [short], [full]
 
 
@@ -278,15 +331,17 @@ def _write(text: str, path: Path, *, force: bool) -> None:
         part.write_text(text, encoding="utf-8")
 
 
-def _grading(one: Exercise, path: Path) -> str:
-    return f"flashsim exercise grade {path}" + (f" --exercise {one.file}" if one.file else "")
+def _grading(exercise: shelf.AnyExercise, path: Path) -> str:
+    return f"flashsim exercise grade {path}" + (
+        f" --exercise {exercise.file}" if exercise.file else ""
+    )
 
 
-def _hint(one: Exercise) -> str:
-    return f"flashsim exercise hint {one.file or one.name}"
+def _hint(exercise: shelf.AnyExercise) -> str:
+    return f"flashsim exercise hint {exercise.file or exercise.name}"
 
 
-def _draw(traces: dict[str, Trace], one: Exercise, path: Path) -> None:
+def _draw(traces: dict[str, Trace], exercise: Exercise, path: Path) -> None:
     """Draw the bytes by tensor, and print the picture's path."""
-    viz().save_figure(draw(traces, one), path)
+    viz().save_figure(draw(traces, exercise), path)
     say(f"plot in {path}")

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import inspect
 import re
 import runpy
-import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
-from unittest import mock
 
 import numpy as np
 import typer
@@ -23,6 +19,7 @@ from flashsim.api.samples import random_inputs
 from flashsim.cli import options as opt
 from flashsim.cli.output import show
 from flashsim.errors import FlashSimError, OptionError, TraceError, choices, shown
+from flashsim.own_kernels.files import beside, imported, imports
 from flashsim.problem import oracle
 from flashsim.problem.problem import Problem, numpy_dtype
 
@@ -53,7 +50,7 @@ def kernel(
     ),
     reference: str | None = opt.option(None, "A function of FILE.py to compare results with."),
     config: int | None = opt.option(None, "Number of the configuration of autotuned kernels."),
-    model: str | None = opt.option(None, "Of a Pallas kernel: gpu or tpu, who moves the bytes."),
+    model: str | None = opt.option(None, "Pallas: gpu or tpu, the hardware that moves the bytes."),
     device: opt.Device = "H100",
     seed: int = opt.option(0, "Seed of the random inputs."),
     out: Path | None = opt.option(None, "Folder for a page and a picture of the kernel."),
@@ -66,24 +63,25 @@ def kernel(
     program.
     """
     path, function = _split(target)
-    names = dict(_pair("--name", one) for one in name or ())
-    settings = dict(_pair("--set", one) for one in set_ or ())
-    given = Problem(n_q, n_kv, head_dim, None, batch, heads, kv_heads, dtype, causal)  # type: ignore[arg-type]
+    names = dict(_pair("--name", pair) for pair in name or ())
+    settings = dict(_pair("--set", pair) for pair in set_ or ())
+    problem = Problem(n_q, n_kv, head_dim, None, batch, heads, kv_heads, dtype, causal)  # type: ignore[arg-type]
     note = ""
-    if _uses_pallas(path):
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if any("jax.experimental.pallas" in name for name in imports(text)):
         if not function:
             raise OptionError(
                 f"{path} uses Pallas: name the function that calls pl.pallas_call, FILE.py:function"
             )
-        with _beside(path):
-            module = _module(path)
+        with beside(path):
+            module = imported(path)
             compared = None if reference is None else _attribute(module, reference)
             called = _attribute(module, function)
-            call, used = _call(called, function, given, settings, "numpy", ndim, seed)
+            call, used = _call(called, function, problem, settings, "numpy", ndim, seed)
             traced = _pallas(
                 call,
                 {"names": names, "device": device, "model": model},
-                given if used else None,
+                problem if used else None,
             )
         try:
             traced.check(compared)
@@ -100,7 +98,7 @@ def kernel(
 
     installed()
     options: dict[str, Any] = {"names": names, "device": device, "config": config, "check": True}
-    with standing_in(), _beside(path):
+    with standing_in(), beside(path):
         if not function:
             if reference is not None:
                 raise OptionError("--reference names a function: give FILE.py:function, too")
@@ -108,12 +106,12 @@ def kernel(
             with watch(**options) as seen:
                 runpy.run_path(str(path), run_name="__main__")
         else:
-            module = _module(path)
+            module = imported(path)
             compared = None if reference is None else _attribute(module, reference)
             called = _attribute(module, function)
             library = "torch" if hasattr(module, "torch") else "numpy"
-            call, used = _call(called, function, given, settings, library, ndim, seed)
-            with standing_in(), watch(**options, problem=given if used else None) as seen:
+            call, used = _call(called, function, problem, settings, library, ndim, seed)
+            with standing_in(), watch(**options, problem=problem if used else None) as seen:
                 call()  # torch, if the file uses it, has come with the file
     traced = seen.result(unchecked=True)
     try:
@@ -132,21 +130,6 @@ def _show(traced: Any, note: str, out: Path | None, form: opt.Format, whole: boo
         show(traced.compared(), form)
         return
     typer.echo(answer(traced, files, note, 10_000 if whole else LINES))
-
-
-def _uses_pallas(path: Path) -> bool:
-    """Whether a file imports Pallas."""
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError):  # Python says it better, when it runs the file
-        return False
-    names = [
-        f"{getattr(node, 'module', '')}.{alias.name}"
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for alias in node.names
-    ]
-    return any("jax.experimental.pallas" in name for name in names)
 
 
 def _pallas(call: Any, options: dict[str, Any], problem: Problem | None) -> Any:
@@ -170,39 +153,14 @@ def _split(target: str) -> tuple[Path, str]:
     return path, function
 
 
-@contextmanager
-def _beside(path: Path) -> Iterator[None]:
-    """Let the file import its neighbours, as Python itself would."""
-    places = [str(path.resolve().parent), *sys.path]
-    argv = mock.patch.object(sys, "argv", [str(path)])
-    with mock.patch.object(sys, "path", places), argv:
-        yield
-
-
-def _module(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    before = sys.modules.get(path.stem)
-    sys.modules[path.stem] = made
-    try:
-        spec.loader.exec_module(made)
-    finally:  # what the file imports stays: JAX cannot be imported twice
-        del sys.modules[path.stem]
-        if before is not None:
-            sys.modules[path.stem] = before
-    return made
-
-
 def _attribute(module: Any, dotted: str) -> Any:
-    found = module
+    value = module
     for part in dotted.split("."):
-        if not hasattr(found, part):
-            there = [n for n, x in vars(found).items() if callable(x) and not n.startswith("_")]
+        if not hasattr(value, part):
+            there = [n for n, x in vars(value).items() if callable(x) and not n.startswith("_")]
             raise OptionError(f"{module.__file__} has no {dotted!r}; {choices(part, there)}")
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _pair(option: str, text: str) -> tuple[str, str]:
@@ -243,25 +201,25 @@ def _call(
     from flashsim.own_kernels.names import paper_name
 
     parameters = inspect.signature(called).parameters
-    loose = any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
+    loose = any(declared.kind is declared.VAR_POSITIONAL for declared in parameters.values())
     axes = ndim or _axes(called) or 4
     arrays = _Arrays(p, axes, library, seed)
     rng = np.random.default_rng(seed)
     if loose:  # torch.autograd.Function.apply
-        words = [arrays.of(one) for one in ("Q", "K", "V")]
+        words = [arrays.of(paper) for paper in ("Q", "K", "V")]
         return functools.partial(called, *words, p.causal), True
     keywords: dict[str, Any] = {}
     attention = False
-    for parameter, one in parameters.items():
+    for parameter, declared in parameters.items():
         paper = paper_name(parameter)
         if parameter in settings:
             value = _value(settings[parameter], p.dtype, rng)
             keywords[parameter] = arrays.own(value) if isinstance(value, np.ndarray) else value
         elif parameter in _FLAGS:
             keywords[parameter] = p.causal
-        elif parameter in _SCALES and one.default is one.empty:
+        elif parameter in _SCALES and declared.default is declared.empty:
             keywords[parameter] = p.scale
-        elif one.default is not one.empty:
+        elif declared.default is not declared.empty:
             continue
         elif paper in _GIVEN:
             keywords[parameter] = arrays.of(paper)

@@ -14,12 +14,13 @@ from rich.console import Console
 
 from flashsim import report
 from flashsim.api.cost import Estimate
-from flashsim.cli.options import Format
+from flashsim.cli.declare import Format
 from flashsim.counts import questions, traffic
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import KINDS
 from flashsim.errors import OptionError, choices, printable
 from flashsim.schedule.names import CODES, LEVELS, OPS
+from flashsim.schedule.tensors import title
 from flashsim.trace.trace import Trace
 
 #: Columns for tables that do not go to a terminal.
@@ -36,7 +37,8 @@ def figures(source: Trace | Traffic) -> report.Table:
     ):
         for op, nbytes in row.items():
             if nbytes:
-                add(table, source, op, tensor, nbytes, "B")
+                name = title(source.problem, tensor, source.direction)
+                add(table, source, op, name, nbytes, "B")
     for op in questions.OPS:
         add(table, source, op, "all tensors", source.bytes(op), "B")
     add(table, source, "requested", "all tensors", source.bytes(), "B")
@@ -86,9 +88,9 @@ def event_table(trace: Trace, limit: int) -> report.Table:
 Tables = report.Table | list[report.Table] | tuple[list[report.Table], list[report.Table]]
 
 
-def show(found: Tables, form: Format | None = None) -> None:
+def show(result: Tables, form: Format | None = None) -> None:
     """Print a command's results: tables for people, or one JSON array or one CSV for programs."""
-    people, full = found if isinstance(found, tuple) else (found, found)
+    people, full = result if isinstance(result, tuple) else (result, result)
     if form is None or not (form.json or form.csv):
         to = console()
         for n, table in enumerate([people] if isinstance(people, report.Table) else people):

@@ -62,7 +62,7 @@ _ROW = opt.option(None, "Query row whose m and l are followed.")
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Recordings:
     """Traces or counts to draw, and the queries and keys of the first if they are known."""
 
     traces: list[Trace | Traffic]
@@ -73,7 +73,7 @@ class Recorded:
     @property
     def how(self) -> str:
         """A note for a picture that was counted; empty for any other."""
-        counts = any(isinstance(one, Traffic) for one in self.traces)
+        counts = any(isinstance(trace, Traffic) for trace in self.traces)
         return " (counted, nothing executed; --execute runs it on tensors)" if counts else ""
 
     def statistics(self, row: int | None) -> Any:
@@ -145,23 +145,23 @@ def plot(
             "gpu-timeline is drawn from what a GPU recorded; give --trace FILE, or a bundled "
             f"one: {', '.join(TRACES)}"
         )
-    given = [name for name in opt.written(typed) if name not in _ALWAYS]
+    typed_names = [name for name in opt.written(typed) if name not in _ALWAYS]
     axis = "n_q" if over is None else over
-    _refuse_unused(kind, given, axis)
+    _refuse_unused(kind, typed_names, axis)
     ready_to_draw(out)
     how = ""
     if kind == "io-curve":
         data: Any = _io_sweep(source, axis)
         options: dict[str, Any] = {"x": axis}
     elif kind == "roofline":
-        data, options = _roofline(source, _times(seconds, measured), given)
+        data, options = _roofline(source, _times(seconds, measured), typed_names)
     elif kind == "heads":
-        data, options = _by_heads(source, given), {}
+        data, options = _by_heads(source, typed_names), {}
     elif kind == "memory-footprint":
         shape = {"n_q": 4096, "head_dim": 64, **source.sizes.given()}
         data = Problem(**shape)
         options = {"algorithms": source.names()}
-        options["device"] = source.how.device if "device" in given else None
+        options["device"] = source.how.device if "device" in typed_names else None
     elif kind == "mask":
         data = values.problem(
             replace(opt.HEAD, **{"n_q": 512, **source.sizes.given()}), source.mask
@@ -174,10 +174,10 @@ def plot(
         with working("replaying (the first time compiles the model)"):
             data, options = l2.curves(counted), {"devices": (source.how.device,)}
     else:
-        one = kind in ("tile-map", "sram-timeline") and not source.trace
+        single = kind in ("tile-map", "sram-timeline") and not source.trace
         totals = kind in ("traffic", "diff")
-        found = _recorded(source.last() if one else source, given, events=not totals)
-        data, how = found.traces, found.how
+        recorded = _recorded(source.last() if single else source, typed_names, events=not totals)
+        data, how = recorded.traces, recorded.how
         options = {"color": "order" if color is None else color} if kind == "tile-map" else {}
         if kind == "gpu-timeline":
             options = {"color": color, "sms": sms, "times": times}
@@ -202,27 +202,29 @@ def animate(
     row: int | None = _ROW,
     fps: float = opt.option(15, "Frames per second.", panel=opt.OUTPUT),
     max_frames: int = opt.option(320, "A longer trace skips steps.", panel=opt.OUTPUT),
-    clock: str = opt.option("steps", "What two traces share: steps or bytes.", panel=opt.OUTPUT),
+    clock: str = opt.option(
+        "steps", "Common clock of two traces: steps or bytes.", panel=opt.OUTPUT
+    ),
     theme: opt.Theme = "light",
     *,
     typed: typer.Context,
 ) -> None:
     """Animate one trace, or two side by side, as .gif, .mp4 or .html."""
     ready(out, (".gif", ".mp4", ".html"))
-    found = _recorded(source, opt.written(typed))
-    if row is not None and len(found.traces) != 1:
-        raise OptionError(f"--row follows m and l of one trace, got {len(found.traces)}")
+    recorded = _recorded(source, opt.written(typed))
+    if row is not None and len(recorded.traces) != 1:
+        raise OptionError(f"--row follows m and l of one trace, got {len(recorded.traces)}")
     with working("drawing frames"):
         viz().animate(
-            found.traces,
+            recorded.traces,
             out,
-            statistics=found.statistics(row) if len(found.traces) == 1 else None,
+            statistics=recorded.statistics(row) if len(recorded.traces) == 1 else None,
             fps=fps,
             max_frames=max_frames,
             clock=clock,
             theme=theme,
         )
-    say(f"animation in {out}{found.how}")
+    say(f"animation in {out}{recorded.how}")
 
 
 def page(
@@ -236,9 +238,11 @@ def page(
 ) -> None:
     """Write a page that plays one trace, or two side by side: one file, no network."""
     ready(out, (".html", ".htm"))
-    found = _recorded(source, opt.written(typed))
-    viz().page(found.traces, out, theme=theme, statistics=found.statistics(row), max_mb=max_mb)
-    say(f"page in {out}{found.how}")
+    recorded = _recorded(source, opt.written(typed))
+    viz().page(
+        recorded.traces, out, theme=theme, statistics=recorded.statistics(row), max_mb=max_mb
+    )
+    say(f"page in {out}{recorded.how}")
 
 
 def lab(
@@ -268,14 +272,14 @@ def demo_figures(name: str, comparison: Comparison, out: Path) -> list[Path]:
 # -- where the data come from ---------------------------------------------------------------------
 
 
-def _refuse_unused(kind: str, given: list[str], over: str) -> None:
-    unused = [name for name in given if name not in _USES[kind]]
+def _refuse_unused(kind: str, typed: list[str], over: str) -> None:
+    unused = [name for name in typed if name not in _USES[kind]]
     if unused:
         fitting = [other for other, uses in _USES.items() if set(unused) <= uses]
         hint = f", but for {', '.join(fitting)}" if fitting else "; leave them out"
         raise OptionError(f"{values.flags(unused)}: not for {kind}{hint}")
     held = {"n_q": ("n_q",), "head_dim": ("head_dim",), "sram_bytes": ()}.get(over, ())
-    clash = [name for name in given if kind == "io-curve" and name in held]
+    clash = [name for name in typed if kind == "io-curve" and name in held]
     if clash:
         raise OptionError(
             f"this io-curve runs over {clash[0]}: leave out {values.flags(clash)}, or give another "
@@ -283,7 +287,7 @@ def _refuse_unused(kind: str, given: list[str], over: str) -> None:
         )
 
 
-def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> Recorded:
+def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> Recordings:
     """Load the saved traces, or count; or run the simulator, if --execute or tensors ask for it.
 
     `typed` names the options in use. Algorithms that divide keys into parts are run if `events` are
@@ -291,11 +295,11 @@ def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> R
     """
     mask, how = source.mask, source.how
     if source.trace:
-        if given := [name for name in typed if name in _RUN - {"trace"}]:
+        if clash := [name for name in typed if name in _RUN - {"trace"}]:
             raise OptionError(
-                f"a saved trace has its own sizes and tensors; leave out {values.flags(given)}"
+                f"a saved trace has its own sizes and tensors; leave out {values.flags(clash)}"
             )
-        return Recorded([values.load_trace(file) for file in source.trace])
+        return Recordings([values.load_trace(file) for file in source.trace])
     names = source.names()
     for name in names:
         plans.check_algorithm(name)
@@ -305,7 +309,7 @@ def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> R
     if not (source.execute or parts or tensors.input is not None or tensors.demo_data is not None):
         sizes = replace(source.sizes, n_q=source.sizes.n_q or 512)
         counts = [values.counted(sizes, mask, name, how, among=names) for name in names]
-        return Recorded([*counts], seed=tensors.seed)
+        return Recordings([*counts], seed=tensors.seed)
     arrays = values.arrays(source.sizes, tensors)
     whole = values.problem_of(arrays, mask)
     tile = values.one_tiling(how.tiling, whole, names, [how.direction], device)
@@ -329,7 +333,7 @@ def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> R
                 continue
             dout = arrays.gradient(source.tensors.seed + 1)
             traces.append(forward.backward(dout, tiling=tile, trace=True).trace)
-    return Recorded([t for t in traces if t is not None], arrays.q, arrays.k)
+    return Recordings([t for t in traces if t is not None], arrays.q, arrays.k)
 
 
 def _io_sweep(source: opt.Source, over: str) -> Sweep:
@@ -337,12 +341,12 @@ def _io_sweep(source: opt.Source, over: str) -> Sweep:
     how, mask = source.how, source.mask
     if over not in _OVER:
         raise OptionError(f"unknown axis {over!r}; {choices(over, _OVER)}")
-    given = source.sizes.given()
-    shape = {"n": given.pop("n_q", 4096), **given}
+    sizes = source.sizes.given()
+    shape = {"n": sizes.pop("n_q", 4096), **sizes}
     tile: Any = None if how.tiling == "same" else values.parse_tiling(how.tiling)
     if tile is None and over != "sram_bytes":  # whose point is that tiles grow
         largest = Problem(64, head_dim=max(_OVER[over]) if over == "head_dim" else 64)
-        largest = replace(largest, **{n: x for n, x in given.items() if n in ("head_dim", "dtype")})
+        largest = replace(largest, **{n: x for n, x in sizes.items() if n in ("head_dim", "dtype")})
         tile = Tiling.common(largest, how.device, source.names(), [how.direction])
     if over.startswith("block"):
         held = tile if isinstance(tile, Tiling) else Tiling(64, 64)
@@ -378,13 +382,13 @@ def _by_heads(source: opt.Source, typed: list[str]) -> dict[str, Traffic]:
         raise OptionError(
             f"heads compares MHA, GQA of four and MQA: --heads is {heads}, not 8, 12, ..."
         )
-    found = {}
+    counts = {}
     for kind, n in shares.items():
-        one = replace(sizes, kv_heads=n)
-        found[f"{kind}, {n} key head{'s' * (n > 1)}"] = values.counted(
-            one, source.mask, name, source.how
+        shared = replace(sizes, kv_heads=n)
+        counts[f"{kind}, {n} key head{'s' * (n > 1)}"] = values.counted(
+            shared, source.mask, name, source.how
         )
-    return found
+    return counts
 
 
 def _times(seconds: float | None, file: Path | None) -> float | dict[str, float] | None:
@@ -399,7 +403,7 @@ def _times(seconds: float | None, file: Path | None) -> float | dict[str, float]
             f"{file} has columns {', '.join(reader.fieldnames or ()) or 'none'}; it needs "
             "algorithm and seconds, e.g. flash2,0.0012"
         )
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     for row in reader:
         name = plans.check_algorithm((row["algorithm"] or "").strip())
         try:
@@ -411,12 +415,12 @@ def _times(seconds: float | None, file: Path | None) -> float | dict[str, float]
                 f"{file}, line {reader.line_num}: seconds must be a positive number, got "
                 f"{row['seconds']!r}"
             )
-        if name in found:
+        if name in times:
             raise OptionError(f"{file}, line {reader.line_num}: {name} is there twice")
-        found[name] = took
-    if not found:
+        times[name] = took
+    if not times:
         raise OptionError(f"{file} holds no time")
-    return found
+    return times
 
 
 def _roofline(

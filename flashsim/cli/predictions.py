@@ -46,7 +46,7 @@ def roofline(
         its = opt.Decoding() if splitting and name not in splitting else decoding
         counted.append(values.counted(sizes, mask, name, how, its, algorithm))
     with working(_REPLAYING, replay_cost(counted), "tile requests"):
-        return [rooflines.roofline(one, seconds=seconds).table() for one in counted]
+        return [rooflines.roofline(traffic, seconds=seconds).table() for traffic in counted]
 
 
 def predict(
@@ -62,6 +62,11 @@ def predict(
     parts: opt.Parts = _AUTO,
     kernel: str | None = opt.option(
         None, "Kernels of backend cupy: hopper or portable. Default: what suits the device."
+    ),
+    deterministic: bool | None = opt.option(
+        None,
+        "Backward: the form that backward(deterministic=...) takes here. Default: --algorithm's.",
+        "--deterministic/--no-deterministic",
     ),
 ) -> Tables:
     """Predict how long the kernels of backend cupy take: units, overlap, waves and tails.
@@ -79,6 +84,7 @@ def predict(
         kernels=kernel,
         tiling=values.tiling(how.tiling, problem.head_dim, mask.causal),
         device=how.device,
+        deterministic=deterministic,
         **parts.options(),
     ).table()
 
@@ -128,7 +134,7 @@ def verify(
     soak: int | None = opt.option(
         None, "Run this many random shapes and show the worst; exit status 1 past targets."
     ),
-    seed: int = opt.option(0, "Of --soak's shapes."),
+    seed: int = opt.option(0, "Seed of --soak's shapes."),
     *,
     typed: typer.Context,
 ) -> None:
@@ -153,18 +159,18 @@ def verify(
         kept = _measured(cases, save) if from_ is None else verification.Record.load(from_)
         compared = verification.compare(kept.cases, verification.passes_of(kept))
         show(verification.table(compared), form)
-        if any(one.misses for one in compared):
+        if any(entry.misses for entry in compared):
             raise typer.Exit(1)
         return
     model = cache.model()
     if from_ is not None and from_.is_file() and verification.counts_beside(from_).exists():
         opt.refuse_unused(typed, "a table that says itself what ran", only=["from_", *vars(cache)])
         kept = verification.Record.load(from_)
-        found = [
-            verification.verify(each, str(one), l2=model).table()
-            for one, each in zip(kept.cases, verification.passes_of(kept), strict=True)
+        verified = [
+            verification.verify(each, str(entry), l2=model).table()
+            for entry, each in zip(kept.cases, verification.passes_of(kept), strict=True)
         ]
-        show(found, form)
+        show(verified, form)
         return
     if from_ is not None:
         opt.refuse_unused(typed, "--from, which measures nothing", never=["save"])
@@ -211,9 +217,7 @@ def _measured(cases: Any, save: Path | None) -> Any:
 
 
 def calibrate(
-    units: Path | None = opt.option(
-        None, "Read what benchmarks/units.py wrote, instead of measuring."
-    ),
+    units: Path | None = opt.option(None, "Read what --csv printed before, instead of measuring."),
     device: str | None = opt.option(
         None, "With --units: the GPU that they were measured on; H200."
     ),
@@ -243,17 +247,19 @@ def calibrate(
         except (ValueError, csv.Error):
             raise TraceError(
                 f"{str(units)!r} is no table of units: lines of name, value and unit, as "
-                "benchmarks/units.py and `flashsim study calibrate --csv` write them"
+                "`flashsim study calibrate --csv` prints them"
             ) from None
     table = Table("Units, each measured alone", ("unit", "value", "in"))
     table.rows += measured
-    made = chip.calibrated(base, {name: value for name, value, _ in measured})
-    figures = Table(f"{made.name}: figures to predict with", table.columns, note=made.source)
+    calibrated = chip.calibrated(base, {name: value for name, value, _ in measured})
+    figures = Table(
+        f"{calibrated.name}: figures to predict with", table.columns, note=calibrated.source
+    )
     figures.rows += [
-        ("Device.tensor_flops, bfloat16", made.peak("bfloat16"), "FLOP/s"),
-        ("Device.cuda_flops, float32", made.peak("float32", tensor_cores=False), "FLOP/s"),
-        ("Device.hbm_bandwidth", made.hbm_bandwidth, "B/s"),
-        ("Device.l2_bandwidth", made.l2_bandwidth, "B/s"),
+        ("Device.tensor_flops, bfloat16", calibrated.peak("bfloat16"), "FLOP/s"),
+        ("Device.cuda_flops, float32", calibrated.peak("float32", tensor_cores=False), "FLOP/s"),
+        ("Device.hbm_bandwidth", calibrated.hbm_bandwidth, "B/s"),
+        ("Device.l2_bandwidth", calibrated.l2_bandwidth, "B/s"),
     ]
     return [table, figures]
 

@@ -26,9 +26,9 @@ def ring(
     rank: int | None = opt.option(None, "Show this rank step by step.", panel=opt.OUTPUT),
     device: opt.Device = "H200",
     link: str | None = opt.option(
-        None, f"In a host. Default: the device's. {', '.join(LINKS)}.", panel=_HOW
+        None, f"Link inside a host. Default: the device's. {', '.join(LINKS)}.", panel=_HOW
     ),
-    network: str = opt.option("InfiniBand NDR", "Between hosts; a link, too.", panel=_HOW),
+    network: str = opt.option("InfiniBand NDR", "Link between hosts.", panel=_HOW),
     host: int = opt.option(8, "GPUs per host.", panel=_HOW),
     out: Path | None = opt.option(
         None, "Animation to write: .gif, .mp4 or .html.", "-o", panel=opt.OUTPUT
@@ -39,7 +39,7 @@ def ring(
 
     ready(out, (".gif", ".mp4", ".html"))
     problem = values.problem(sizes, opt.Scores(causal=causal))
-    found = spread(
+    prediction = spread(
         problem,
         ranks=ranks,
         scheme=scheme,
@@ -51,8 +51,8 @@ def ring(
         network=network,
         host=host,
     )
-    account: distributed.Account = found.account
-    tables = [account.table() if rank is None else account.rank_table(rank), found.table()]
+    account: distributed.Account = prediction.account
+    tables = [account.table() if rank is None else account.rank_table(rank), prediction.table()]
     if out is not None:
         with working("drawing frames"):
             viz().animate_ranks(account, out)

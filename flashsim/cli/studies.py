@@ -56,15 +56,15 @@ def demo(
 def walkthrough(
     name: str | None = typer.Argument(None, help="Leave out to list names."),
     logits: list[float] | None = opt.option(None, "softmax: your own, with commas; 70,80,90."),
-    chunk: int | None = opt.option(None, "softmax: online, this many at a time; 1."),
-    subnormals: bool = opt.option(False, "softmax: keep them, as NumPy does."),
+    chunk: int | None = opt.option(None, "softmax: logits per step of the online one; 1."),
+    subnormals: bool = opt.option(False, "softmax: keep subnormal numbers, as NumPy does."),
     n_q: int | None = opt.option(None, "All but softmax: queries and keys.", "-n"),
     head_dim: int | None = opt.option(None, "All but softmax: width of a row.", "-d"),
     tiling: str | None = opt.option(None, "tiles, corrections: QUERIESxKEYS.", "-t"),
     row: int | None = opt.option(None, "tiles: which query. Default: the last."),
     causal: bool = opt.option(False, "tiles: causal mask."),
     dtype: str | None = opt.option(None, "reread: element type of P; float32."),
-    seed: int | None = opt.option(None, "tiles, delta: of the random tensors; 0."),
+    seed: int | None = opt.option(None, "tiles, delta: seed of the random tensors; 0."),
     *,
     typed: typer.Context,
 ) -> Tables:
@@ -81,13 +81,13 @@ def walkthrough(
     opt.refuse_unused(
         typed, f"the walkthrough {name}", only={"n_q" if x == "n" else x for x in takes}
     )
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "logits": [70.0, 80.0, 90.0] if logits is None else logits,
         "tiling": None if tiling is None else values.tiling(tiling, head_dim or 64, causal),
         **{"n": n_q, "head_dim": head_dim, "chunk": chunk, "subnormals": subnormals, "row": row},
         **{"causal": causal, "dtype": dtype, "seed": seed},
     }
-    return walk(**{key: x for key, x in given.items() if key in takes and x is not None})
+    return walk(**{key: x for key, x in arguments.items() if key in takes and x is not None})
 
 
 def ladder(
@@ -95,16 +95,16 @@ def ladder(
     tiling: str = opt.option("32x64", "QUERIESxKEYS.", "-t"),
     device: opt.Device = "H100",
     rungs: list[str] | None = opt.option(None, "Names, with commas. Default: all."),
-    magnify: float = opt.option(1.0, "Multiplies Q: large scores."),
-    seed: int = opt.option(0, "Of the random tensors."),
+    magnify: float = opt.option(1.0, "Factor on Q, for large scores."),
+    seed: int = opt.option(0, "Seed of the random tensors."),
 ) -> Tables:
     """Climb from a naive softmax to FlashAttention: each rung is executed, counted, predicted."""
     from flashsim.studies import ladder as rungs_of
 
     asked = sizes.given()
     names = [*rungs_of.RUNGS] if rungs is None else rungs
-    one = counting.count(Problem(**asked), device=device)
-    with working("climbing", cost([one] * len(names))):
+    counted = counting.count(Problem(**asked), device=device)
+    with working("climbing", cost([counted] * len(names))):
         climb = rungs_of.climb(
             **{"n_kv": asked["n_q"], **asked},
             tiling=values.tiling(tiling, asked["head_dim"], False),
@@ -117,7 +117,7 @@ def ladder(
 
 
 def softmax_matmul(
-    batch: int = opt.option(16, "Matrices.", "-b"),
+    batch: int = opt.option(16, "Number of matrices.", "-b"),
     d1: int = opt.option(2048, "Rows of X."),
     d2: int = opt.option(1024, "Columns of X, along which softmax runs."),
     d3: int = opt.option(512, "Columns of V, up to 512."),
@@ -129,7 +129,7 @@ def softmax_matmul(
     from flashsim.studies import softmax_matmul as operation
 
     shape, blocks_of = (batch, d1, d2, d3), dict[str, Any](block=block, block_2=block_2)
-    found = [operation.count(*shape, **blocks_of, fused=fused) for fused in (True, False)]
+    results = [operation.count(*shape, **blocks_of, fused=fused) for fused in (True, False)]
     if run:
         size = 4 * batch * (d1 * d2 + d2 * d3 + d1 * d3)
         fits(size, "without --run it is counted without arrays")
@@ -137,26 +137,26 @@ def softmax_matmul(
         x, v = (rng.standard_normal(s, np.float32) for s in ((batch, d1, d2), (batch, d2, d3)))
         with working("simulating"):
             executed = operation.run(x, v, **blocks_of)
-        if executed.moved != found[0].moved:
+        if executed.moved != results[0].moved:
             raise MemoryModelError("the simulator moved other bytes than the closed form says")
-        found[0] = executed
-    tables = [one.table() for one in found]
+        results[0] = executed
+    tables = [result.table() for result in results]
     every = report.Table("", ("kernels", *tables[0].columns))
-    for one, table in zip(found, tables, strict=True):
-        every.rows += [("fused" if one.fused else "two", *row) for row in table.rows]
+    for result, table in zip(results, tables, strict=True):
+        every.rows += [("fused" if result.fused else "two", *row) for row in table.rows]
     return tables, [every]
 
 
 def precision(
     n_q: list[int] = opt.option("256,1024", "Queries and keys.", "-n"),
     head_dim: int = opt.option(64, "Width of a row of Q and K.", "-d"),
-    dtype: str = opt.option("bfloat16", "What points are lowered to."),
-    kinds: list[str] | None = opt.option(None, "Of inputs, with commas. Default: all."),
-    points: list[str] | None = opt.option(None, "Of rounding, with commas. Default: all."),
+    dtype: str = opt.option("bfloat16", "Type that the points round to."),
+    kinds: list[str] | None = opt.option(None, "Kinds of inputs, with commas. Default: all."),
+    points: list[str] | None = opt.option(None, "Points of rounding, with commas. Default: all."),
     algorithm: opt.Algorithm = "flash2",
     causal: opt.Causal = False,
-    seed: int = opt.option(0, "Of the random tensors."),
-    published: bool = opt.option(False, "What published kernels round, instead."),
+    seed: int = opt.option(0, "Seed of the random tensors."),
+    published: bool = opt.option(False, "Show what published kernels round instead."),
     plot: opt.Plot = None,
     *,
     typed: typer.Context,
@@ -171,7 +171,7 @@ def precision(
         with working("rounding"):
             return [lab.presets(n, dtype=dtype, head_dim=head_dim, seed=seed) for n in n_q]
     with working("rounding"):
-        found = lab.laboratory(
+        measured = lab.laboratory(
             n_q,
             dtype=dtype,
             kinds=kinds,
@@ -182,8 +182,8 @@ def precision(
             seed=seed,
         )
     if plot is not None:
-        draw("precision", found, plot, {})
-    return found.tables(), [found.table()]
+        draw("precision", measured, plot, {})
+    return measured.tables(), [measured.table()]
 
 
 def banks(
@@ -213,7 +213,7 @@ def banks(
 def blocks(
     mask: opt.Mask,
     sizes: opt.Sizes = opt.BATCH,
-    sides: list[int] = opt.option("32,64,128", "Rows and columns of tiles; all pairs are tried."),
+    sides: list[int] = opt.option("32,64,128", "Rows and columns of tiles; every pair is tried."),
     algorithm: opt.Algorithm = "flash2",
     direction: opt.Direction = "forward",
     stages: str | None = opt.option(None, "Backward, one tile per stage: dkdv=64x128,dq=128x64."),
@@ -232,15 +232,15 @@ def blocks(
     problem = values.problem(sizes, mask)
     if stages is not None:
         opt.refuse_unused(typed, "--stages, which has its own tiles", never=["sides"])
-        given = {}
+        tilings = {}
         for name, _, text in (part.partition("=") for part in stages.split(",")):
             tile = values.tiling(text or "fit", problem.head_dim, problem.causal)
             if tile is None:
                 raise OptionError(f"--stages takes STAGE=QUERIESxKEYS, got {stages!r}")
-            given[name] = tile
-        found = tiles.mixed(problem, given, algorithm=algorithm, device=device)
+            tilings[name] = tile
+        compared = tiles.mixed(problem, tilings, algorithm=algorithm, device=device)
     else:
-        found = tiles.sizes(
+        compared = tiles.sizes(
             problem,
             sides,
             algorithm=algorithm,
@@ -248,8 +248,8 @@ def blocks(
             device=device,
         )
     if plot is not None:
-        draw("block-sizes", found, plot, {"stage": stage})
-    return found.table()
+        draw("block-sizes", compared, plot, {"stage": stage})
+    return compared.table()
 
 
 def when(
@@ -333,16 +333,16 @@ def reproduce(
         tables = pages.listing()
         show((tables, tables[:1]), form)
         return
-    found: list[report.Table] = []
+    collected: list[report.Table] = []
     for each in pages.NAMES if name == "all" else (name,):
         with working(f"recomputing {each}"):
             tables = pages.tables(each)
         if form.json or form.csv:  # programs get one array, or one header
-            found += tables
+            collected += tables
         else:
             show(tables)
-    if found:
-        show(found, form)
+    if collected:
+        show(collected, form)
     if plot is not None:
         pallas = pages.pallas
         options = {"device": pallas.DEVICE, "dtype": pallas.DTYPE}
@@ -360,7 +360,7 @@ def claims(
 
 
 def warm(
-    dtype: str = opt.option("float32", "Of Q, K and V."),
+    dtype: str = opt.option("float32", "Type of Q, K and V."),
     head_dim: int = opt.option(64, "Width of a row of Q and K.", "-d"),
     direction: str = opt.option("all", f"Which pass: {', '.join(DIRECTIONS)}."),
     algorithm: str = opt.option("flash2-fused", f"{', '.join(ALGORITHMS)}.", "-a"),

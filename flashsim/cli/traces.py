@@ -36,7 +36,7 @@ def show(
 def perfetto(
     file: Path,
     out: Path = opt.option(opt.REQUIRED, "A .json or .json.gz file.", "-o"),
-    heads: int = opt.option(1, "Of a simulated trace: how many heads.", min=1),
+    heads: int = opt.option(1, "Simulated trace: number of heads to write.", min=1),
 ) -> None:
     """Write a saved trace as Chrome trace events, for https://ui.perfetto.dev."""
     ready(out, (".json", ".gz"))

@@ -69,22 +69,22 @@ def arrays(
     All batch entries of random arrays begin with the same `prefix` keys. `instead` overrides
     their sizes.
     """
-    given, file, sample = sizes.given(), tensors.input, tensors.demo_data
+    typed, file, sample = sizes.given(), tensors.input, tensors.demo_data
     if file is not None and sample is not None:
         raise OptionError("--input and --demo-data both say which tensors; give one of them")
-    if given and (file is not None or sample is not None):
-        raise OptionError(f"the sizes come from the tensors given; leave out {flags(given)}")
+    if typed and (file is not None or sample is not None):
+        raise OptionError(f"the sizes come from the tensors given; leave out {flags(typed)}")
     if file is not None:
         return _read_file(file)
     if sample is not None:
         real = load_sample(sample)
         return Arrays(real.q, real.k, real.v, out=real.out)
-    asked = Problem(**{"n_q": 512, **given, **instead})
+    asked = Problem(**{"n_q": 512, **typed, **instead})
     fits(compulsory(asked), "`flashsim count` counts without arrays")
-    made = Arrays(*random_inputs(asked, tensors.seed))
-    for x in (made.k, made.v):
+    drawn = Arrays(*random_inputs(asked, tensors.seed))
+    for x in (drawn.k, drawn.v):
         x[1:, :, : prefix or 0] = x[:1, :, : prefix or 0]
-    return made
+    return drawn
 
 
 def unscaled(arrays: Arrays) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def quantized(
                 "--rotate turns q and k before they are scaled; give --scales as well"
             )
         return arrays, unscaled(arrays)
-    made = quantize(
+    fp8 = quantize(
         *arrays[:3],
         granularity=kind if isinstance(kind, str) else "block",
         block=kind if isinstance(kind, tuple) else (1, 1),
@@ -114,7 +114,7 @@ def quantized(
         dtype=dtype or FP8[0],
     )
     dout = None if arrays.dout is None else arrays.dout.astype(numpy_dtype("bfloat16"))
-    return arrays._replace(q=made.q, k=made.k, v=made.v, dout=dout), made.options
+    return arrays._replace(q=fp8.q, k=fp8.k, v=fp8.v, dout=dout), fp8.options
 
 
 def cache(
@@ -248,19 +248,19 @@ def flags(names: Iterable[str]) -> str:
 def _read_file(file: Path) -> Arrays:
     try:
         with np.load(file, allow_pickle=False) as stored:
-            found = {name: stored[name] for name in stored.files}
+            contents = {name: stored[name] for name in stored.files}
     except (ValueError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
         raise OptionError(
             f"{file} is not an .npz file of plain arrays ({error}); np.savez(path, q=q, k=k, v=v) "
             "writes one"
         ) from None
-    missing = [name for name in "qkv" if name not in found]
+    missing = [name for name in "qkv" if name not in contents]
     if missing:
         raise ShapeError(
             f"{file} must hold arrays q, k and v (and may hold dout), got "
-            f"{', '.join(found) or 'none'}; missing: {', '.join(missing)}"
+            f"{', '.join(contents) or 'none'}; missing: {', '.join(missing)}"
         )
-    return Arrays(found["q"], found["k"], found["v"], found.get("dout"))
+    return Arrays(contents["q"], contents["k"], contents["v"], contents.get("dout"))
 
 
 def parse_size(name: str, text: str) -> tuple[float, float]:

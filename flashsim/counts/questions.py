@@ -13,6 +13,7 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.dataflow import ALGORITHMS
 from flashsim.schedule.names import TENSORS
+from flashsim.schedule.tensors import title
 from flashsim.schedule.tiling import Tiling
 
 OPS = ("load", "store", "reduce")
@@ -134,7 +135,8 @@ def summary(source: Answers) -> report.Table:
         ),
     )
     for tensor, row in tables.items():
-        table.rows.append((tensor, *(row[op] for op in OPS), sum(row.values())))
+        name = title(p, tensor, source.direction)
+        table.rows.append((name, *(row[op] for op in OPS), sum(row.values())))
     totals = [source.bytes(op) for op in OPS]
     table.rows.append(("all", *totals, sum(totals)))
     return table

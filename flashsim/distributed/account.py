@@ -199,8 +199,8 @@ class Account:
 def _scores(account: Account, rank: int, step: int) -> str:
     """Describe a rank's block at a step in words."""
     group = account.group
-    found = group.block if account.direction == "forward" else group.gradient_block
-    block = found(rank, step)
+    block_of = group.block if account.direction == "forward" else group.gradient_block
+    block = block_of(rank, step)
     if block is None:
         return "none"
     shape = f"{block.problem.n_q:,} x {block.problem.n_kv:,}"
@@ -220,7 +220,7 @@ def zeros(group: Group, direction: str) -> np.ndarray:
     return np.zeros((group.ranks, len(group.steps(direction))), np.int64)
 
 
-def fields(made: dict[str, Any]) -> dict[str, Any]:
+def fields(counts: dict[str, Any]) -> dict[str, Any]:
     """Return the counts, without the tensors that no rank sends."""
-    sent = {name: x for name, x in made.pop("sent").items() if x.any()}
-    return {"sent": sent, **made}
+    sent = {name: x for name, x in counts.pop("sent").items() if x.any()}
+    return {"sent": sent, **counts}

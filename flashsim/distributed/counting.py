@@ -53,20 +53,20 @@ def count(
     """
     group = Group(problem, ranks, scheme, ulysses)  # type: ignore[arg-type]  # None: filled in
     checks.one_of("direction", direction, ("forward", "backward"))
-    made = {name: zeros(group, direction) for name in ("flops", "visits", "hbm", "merge")}
+    counts = {name: zeros(group, direction) for name in ("flops", "visits", "hbm", "merge")}
     first = int(group.ulysses > 1)  # the ring's first step, after an exchange of heads
     for columns, ranks_there, block in work(group, direction):
         local = counting.count(
             block.problem, algorithm=algorithm, direction=direction, tiling=tiling, device=device
         )
-        made["flops"][:, columns][ranks_there] = local.flops("matmul")
-        made["visits"][:, columns][ranks_there] = visits(local)
-        made["hbm"][:, columns][ranks_there] = local.bytes()
+        counts["flops"][:, columns][ranks_there] = local.flops("matmul")
+        counts["visits"][:, columns][ranks_there] = visits(local)
+        counts["hbm"][:, columns][ranks_there] = local.bytes()
     merge = _merged if direction == "forward" else _added
-    made["merge"][:] = merge(group, first)
+    counts["merge"][:] = merge(group, first)
     sent = _sent_forward(group) if direction == "forward" else _sent_backward(group)
     peak = _peak_forward(group) if direction == "forward" else _peak_backward(group)
-    return Account(group, direction, **fields({"sent": sent, **made, "peak": peak}))
+    return Account(group, direction, **fields({"sent": sent, **counts, "peak": peak}))
 
 
 def work(group: Group, direction: str) -> Iterator[tuple[slice, np.ndarray, Block]]:
@@ -199,17 +199,17 @@ def _nothing(group: Group, direction: str, *names: str) -> dict[str, np.ndarray]
 def _merged(group: Group, first: int) -> np.ndarray:
     """Bytes loaded and stored to merge each step's out and LSE with the earlier ones."""
     size, n = MemberSizes(group), group.rows_a_member
-    made = zeros(group, "forward")
+    moved = zeros(group, "forward")
     if group.ring == 1:
-        return made
+        return moved
     merged = lambda b: 2 * size.out(b.n_q, size.wide) + size.out(b.n_q, size.e)  # noqa: E731
     later = _later(group, lambda b: merged(b) + 3 * size.lse(b.n_q))
-    made[:, first + 1 : first + group.ring] = later
+    moved[:, first + 1 : first + group.ring] = later
     if size.merges_wide:
         turned = size.out(n, size.e) + size.out(n, size.wide)
-        made[:, first] += turned
-        made[:, first + group.ring - 1] += turned
-    return made
+        moved[:, first] += turned
+        moved[:, first + group.ring - 1] += turned
+    return moved
 
 
 def _added(group: Group, first: int) -> np.ndarray:
@@ -219,25 +219,25 @@ def _added(group: Group, first: int) -> np.ndarray:
     the end.
     """
     size, n, ring = MemberSizes(group), group.rows_a_member, group.ring
-    made = zeros(group, "backward")
+    moved = zeros(group, "backward")
     if ring == 1:
-        return made
+        return moved
     q = lambda b: 2 * size.q(b.n_q, size.wide) + size.q(b.n_q, size.e)  # noqa: E731
     kv = lambda b: 2 * size.kv(b.n_kv, size.a) + size.kv(b.n_kv, size.e)  # noqa: E731
-    made[:, first + 1 : first + ring] = _later(group, lambda b: q(b) + kv(b))
-    made[:, first + 1] = 0  # others' sums begin there
-    made[:, first + ring] = 2 * (size.q(n, size.e) + size.kv(n, size.e))
+    moved[:, first + 1 : first + ring] = _later(group, lambda b: q(b) + kv(b))
+    moved[:, first + 1] = 0  # others' sums begin there
+    moved[:, first + ring] = 2 * (size.q(n, size.e) + size.kv(n, size.e))
     begun_q, begun_kv = (
         _first(group, lambda b: size.q(b.n_q, size.e)),
         _first(group, lambda b: size.kv(b.n_kv, size.e), before=True),
     )
     if ring == 2:  # one block is a sum
-        made[:, first + ring] += begun_q + begun_kv
-        return made
-    made[:, first + ring] += size.q(n, size.wide) + size.kv(n, size.a)
-    made[:, first + 1] += size.q(n, size.wide) + _widened(size, begun_q)
-    made[:, first + 2] += size.kv(n, size.a) + _widened(size, begun_kv)
-    return made
+        moved[:, first + ring] += begun_q + begun_kv
+        return moved
+    moved[:, first + ring] += size.q(n, size.wide) + size.kv(n, size.a)
+    moved[:, first + 1] += size.q(n, size.wide) + _widened(size, begun_q)
+    moved[:, first + 2] += size.kv(n, size.a) + _widened(size, begun_kv)
+    return moved
 
 
 def _widened(size: MemberSizes, nbytes: np.ndarray) -> np.ndarray:
@@ -284,11 +284,11 @@ def _peak_backward(group: Group) -> np.ndarray:
     e, kv = size.e, size.kv(n, size.e)
     base = size.q(n, e) + kv + 2 * size.out(n, e) + size.lse(n)
     base += size.out(n, e) * (group.ulysses > 1)  # dout as given
-    made = size.q(n, e) + kv
-    peak = np.full(group.ranks, base + made)
+    results = size.q(n, e) + kv
+    peak = np.full(group.ranks, base + results)
     if ring > 1:
         heads = group.own_parts[0].problem.kv_heads
-        early = made * heads // (group.problem.kv_heads // group.ulysses)
+        early = results * heads // (group.problem.kv_heads // group.ulysses)
         block = lambda b: size.q(b.n_q, e) + size.kv(b.n_kv, e)  # noqa: E731
         dq = _first(group, lambda b: size.q(b.n_q, e))
         going, coming = (
@@ -302,11 +302,11 @@ def _peak_backward(group: Group) -> np.ndarray:
             held[:, 1] += going + coming + wide
             held[:, 2:] += 2 * wide
             going[:] = coming[:] = wide
-        home = base + made + dq + coming
+        home = base + results + dq + coming
         peak = np.maximum(held.max(axis=1), base + kv + early)
-        peak = np.maximum(peak, home + np.maximum(going, made))
+        peak = np.maximum(peak, home + np.maximum(going, results))
     if group.ulysses > 1:
-        peak = np.maximum(peak, base + 2 * made)
+        peak = np.maximum(peak, base + 2 * results)
     return peak
 
 

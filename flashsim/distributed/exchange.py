@@ -125,8 +125,8 @@ class Ranks:
         whole = np.empty((p.batch, n_heads, p.n_q, *first.shape[3:]), first.dtype)
         for number, rank in enumerate(self.ranks):
             if heads:
-                place = slice(number % team * each, (number % team + 1) * each)
-                whole[:, place, rows_of(number // team)] = rank[name]
+                heads_there = slice(number % team * each, (number % team + 1) * each)
+                whole[:, heads_there, rows_of(number // team)] = rank[name]
             else:
                 whole[:, :, rows_of(number)] = rank[name]
         return whole

@@ -147,10 +147,10 @@ class Group:
                 f"ranks share one sequence of queries and keys, got n_q={p.n_q}, n_kv={p.n_kv}"
             )
         fields = ("window", "cu_seqlens_q", "bias", "block_mask", "mask", "page_size")
-        given = [name for name in fields if getattr(p, name) is not None]
-        if given:
+        present = [name for name in fields if getattr(p, name) is not None]
+        if present:
             raise UnsupportedError(
-                f"attention over several ranks is causal or has no mask, got {', '.join(given)}; "
+                f"attention over several ranks is causal or has no mask, got {', '.join(present)}; "
                 "flashsim.run takes it on one"
             )
 
@@ -294,5 +294,5 @@ class Group:
         home = ("home",) if direction == "backward" and self.ring > 1 else ()
         if self.ulysses == 1:
             return ring + home
-        given, back = ("q k v", "out") if direction == "forward" else ("dout", "dq dk dv")
-        return (f"exchange {given}", *ring, *home, f"exchange {back}")
+        inputs, back = ("q k v", "out") if direction == "forward" else ("dout", "dq dk dv")
+        return (f"exchange {inputs}", *ring, *home, f"exchange {back}")

@@ -37,7 +37,7 @@ class Spread:
     out: Any
     lse: Any
     account: Account
-    _run: _Run = field(repr=False)
+    _run: _SpreadRun = field(repr=False)
 
     __repr__ = report.short
 
@@ -130,7 +130,7 @@ def run(
     require_numpy(backend, q=asked.q, k=asked.k, v=asked.v)
     group = Group(asked.problem, ranks, scheme, ulysses)  # type: ignore[arg-type]  # None: filled in
     how = {"algorithm": algorithm, "tiling": tiling, "device": device, "backend": backend}
-    return _Run(group, how, host).forward(asked.q, asked.k, asked.v)
+    return _SpreadRun(group, how, host).forward(asked.q, asked.k, asked.v)
 
 
 def simulate(*args: Any, **kwargs: Any) -> Spread:
@@ -147,7 +147,7 @@ def simulate(*args: Any, **kwargs: Any) -> Spread:
     return run(*args, **kwargs)
 
 
-class _Run(Ranks):
+class _SpreadRun(Ranks):
     """Both passes of one problem: ranks keep from the forward pass what the backward pass needs."""
 
     def __init__(self, group: Group, how: dict[str, Any], host: array_libraries.Host) -> None:
@@ -244,8 +244,12 @@ class _Run(Ranks):
 
     def _backward_step(self, number: int, rank: Rank, step: int) -> None:
         block, ring = self.group.gradient_block(number, step), self.group.ring
-        made = None if block is None else self._gradients(number, rank, step, block)
-        parts = {} if made is None else {"dq": made.dq, "dk": made.dk, "dv": made.dv}
+        gradients = None if block is None else self._gradients(number, rank, step, block)
+        parts = (
+            {}
+            if gradients is None
+            else {"dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
+        )
         if ring == 1:
             rank.put(**parts)
         elif step in (0, ring):
@@ -294,9 +298,9 @@ class _Run(Ranks):
             rank[name][:, block.heads, block.q] for name in ("q", "out", "lse", "dout")
         )
         k, v = (x[:, block.kv_heads, block.k] for x in (k, v))
-        made = execution.backward(q, k, v, out, lse, dout, **self._question(block))
-        self.note(number, made.trace)
-        return made
+        gradients = execution.backward(q, k, v, out, lse, dout, **self._question(block))
+        self.note(number, gradients.trace)
+        return gradients
 
     def _come_home(self, number: int, rank: Rank) -> None:
         """Add the gradients that other blocks computed to those of the own block.

@@ -75,9 +75,9 @@ class Job:
 
     def given(self, q: Any, k: Any, v: Any, **others: Any) -> Job:
         """The job with other arrays and fields; it shares the memo unless `others` names one."""
-        made = object.__new__(Job)  # `replace` takes as long as a launch
-        made.__dict__.update(self.__dict__, q=q, k=k, v=v, **others)
-        return made
+        job = object.__new__(Job)  # `replace` takes as long as a launch
+        job.__dict__.update(self.__dict__, q=q, k=k, v=v, **others)
+        return job
 
 
 class Outcome(NamedTuple):

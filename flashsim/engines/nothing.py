@@ -48,11 +48,11 @@ class Nothing:
         p = job.problem
         plans.stages(p, job.algorithm, "backward")  # or say that there is no such pass
         like = {f"d{name}": x for name, x in job.arrays.items()}
-        made = {
+        arrays = {
             name: self.constant(job, tuple(x.shape), p.result_dtype, 0.0)
             for name, x in like.items()
         }
-        return _outcome(job, made)
+        return _outcome(job, arrays)
 
 
 def _outcome(job: Job, arrays: dict[str, Any]) -> Outcome:

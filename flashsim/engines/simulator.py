@@ -40,9 +40,9 @@ def forward(job: Job) -> Outcome:
     if lengths is not None:
         job = _live(job, lengths, job.problem.shared_prefix)
     machine = _machine(job, "forward", tiling, split)
-    made = _room(job, "forward", machine.hbm, split, machine.parts)
+    arrays_in_hbm = _room(job, "forward", machine.hbm, split, machine.parts)
     _run(PASSES[job.algorithm][0], machine)
-    saved = {n: made[n] for n in made if not n.endswith(("_acc", "_part"))}
+    saved = {n: arrays_in_hbm[n] for n in arrays_in_hbm if not n.endswith(("_acc", "_part"))}
     if split.pack_gqa:
         saved = {name: _unpacked(x, job.problem) for name, x in saved.items()}
     arrays = {"out": saved["O"], "lse": _lse(machine, saved)}
@@ -83,15 +83,19 @@ def backward(
     hbm.put("dO", dout, job.problem.result_dtype)
     if dlse is not None:
         hbm.put("dL", dlse, dtype_of(job.problem, "dL"))
-    made = _room(job, "backward", hbm)
-    arrays = {name.lower(): made[name] for name in ("dQ", "dK", "dV", "dBias") if name in made}
+    arrays_in_hbm = _room(job, "backward", hbm)
+    arrays = {
+        name.lower(): arrays_in_hbm[name]
+        for name in ("dQ", "dK", "dV", "dBias")
+        if name in arrays_in_hbm
+    }
     for name, array in zip(_names(job.problem.score_mod), job.score_arrays, strict=True):
         if name in job.problem.score_grads:
             zeros = np.zeros(array.shape, job.problem.compute_dtype)
             arrays[f"d:{name}"] = hbm.captured_gradients[name] = zeros
     _run(PASSES[job.algorithm][1], machine)
     if job.problem.sinks:
-        arrays["dsinks"] = made["dSink"].sum(axis=(0, 2))
+        arrays["dsinks"] = arrays_in_hbm["dSink"].sum(axis=(0, 2))
     stages = tuple(machine.stages) if job.trace else None
     return Outcome(arrays, machine.tiling, stages, "simulator")
 
@@ -201,30 +205,30 @@ def _room(
     job: Job, direction: str, hbm: Hbm, split: Split = WHOLE, parts: int = 1
 ) -> dict[str, np.ndarray]:
     """Allocate all results of a pass in HBM; returns the arrays by the papers' names."""
-    p, made = job.problem, {}
+    p, arrays = job.problem, {}
     for name in plans.tensors_of(p, job.algorithm, direction, "store", "reduce"):
         its, dtype = shape(p, name), dtype_of(p, name)
         if name == "dF":  # one sum per captured array
             continue
         if name == "dSink":
-            made[name] = np.zeros((p.batch, p.heads, 1), dtype)
-            hbm.put(name, made[name], dtype)
+            arrays[name] = np.zeros((p.batch, p.heads, 1), dtype)
+            hbm.put(name, arrays[name], dtype)
             continue
         if its.owner == BIAS:
-            made[name] = np.full(job.bias.shape, np.nan, numpy_dtype(dtype))
-            hbm.put_shared(name, made[name], dtype)
+            arrays[name] = np.full(job.bias.shape, np.nan, numpy_dtype(dtype))
+            hbm.put_shared(name, arrays[name], dtype)
             continue
         if split != WHOLE or parts > 1:
             owners, rows = (p.kv_heads, p.n_q * p.group) if split.pack_gqa else (p.heads, p.n_q)
             n = rows * parts if name.endswith("_part") else rows
             size = (p.batch, owners, n) if its.vector else (p.batch, owners, n, its.elements)
-            made[name] = np.full(size, np.nan, numpy_dtype(dtype))
-            hbm.put(name, made[name], dtype)
+            arrays[name] = np.full(size, np.nan, numpy_dtype(dtype))
+            hbm.put(name, arrays[name], dtype)
             continue
         sides = {ROW: (p.n_q, its.elements), COL: (p.n_kv, its.elements), TILE: (p.n_q, p.n_kv)}
         n, width = sides[its.axis]
-        made[name] = hbm.new(name, n, None if its.vector else width, dtype, kv=its.axis == COL)
-    return made
+        arrays[name] = hbm.new(name, n, None if its.vector else width, dtype, kv=its.axis == COL)
+    return arrays
 
 
 def _run(algorithm, machine: Machine) -> None:

@@ -8,8 +8,21 @@ docs/guides/course.md.
 
 from flashsim.exercises.exercise import Exercise, Question, Task
 from flashsim.exercises.grading import grade
+from flashsim.exercises.kernel_exercise import KernelExercise
 from flashsim.exercises.lesson import Lesson
 from flashsim.exercises.marks import Mark, Marks
-from flashsim.exercises.shelf import get, names
+from flashsim.exercises.shelf import get, kernel_names, names
 
-__all__ = ["Exercise", "Lesson", "Mark", "Marks", "Question", "Task", "get", "grade", "names"]
+__all__ = [
+    "Exercise",
+    "KernelExercise",
+    "Lesson",
+    "Mark",
+    "Marks",
+    "Question",
+    "Task",
+    "get",
+    "grade",
+    "kernel_names",
+    "names",
+]

@@ -228,7 +228,7 @@ class Exercise:
             answers = [q.answer(self.executed.trace) for q in self.questions]
             lines = (f"    {q.ask!r}: {n},\n" for q, n in zip(self.questions, answers, strict=True))
             return f"ANSWERS = {{\n{''.join(lines)}}}\n"
-        return re.sub(r"^ *# (TODO.*|LEFT OUT|END)\n", "", self._marked, flags=re.M)
+        return solved(self._marked)
 
     @property
     def _marked(self) -> str:
@@ -241,11 +241,7 @@ class Exercise:
         if self.questions:
             zeros = "".join(f'    "{q.ask}": 0,\n' for q in self.questions)
             return f"ANSWERS = {{\n{zeros}}}\n"
-        text = re.sub(r'^    """.*?"""\n', "", self._marked, count=1, flags=re.M | re.S)
-        text = re.sub(r"^( *)# LEFT OUT\n.*?^\1# END\n", "", text, flags=re.M | re.S)
-        text = re.sub(r"^( *)(# TODO.*\n)(?s:.*?)^\1# END\n", r"\1\2", text, flags=re.M)
-        # Where nothing else is left of a block, Python wants a statement.
-        return re.sub(r"(:(?:  #.*)?\n *)(# TODO.*\n)", r"\1pass  \2", text)
+        return gapped(re.sub(r'^    """.*?"""\n', "", self._marked, count=1, flags=re.M | re.S))
 
     @property
     def sizes(self) -> str:
@@ -266,9 +262,27 @@ class Exercise:
                 f"\nOn chip: {self.task.sram_bytes:,} B. Full marks: {self.full_marks_bytes:,} B "
                 "moved."
             )
-        statement = textwrap.indent(about, "# ", lambda line: True)
-        lines = "\n".join(line.rstrip() for line in statement.splitlines())
-        return f"# flashsim exercise: {self.name}\n#\n{lines}\n\n{self.skeleton.strip()}\n"
+        return headed(self.name, about, self.skeleton)
+
+
+def solved(marked: str) -> str:
+    """A marked text as a solution: without the comments that mark what students do not get."""
+    return re.sub(r"^ *# (TODO.*|LEFT OUT|END)\n", "", marked, flags=re.M)
+
+
+def gapped(marked: str) -> str:
+    """A marked text as a skeleton: a line "# TODO ..." replaces the lines from it to "# END"."""
+    text = re.sub(r"^( *)# LEFT OUT\n.*?^\1# END\n", "", marked, flags=re.M | re.S)
+    text = re.sub(r"^( *)(# TODO.*\n)(?s:.*?)^\1# END\n", r"\1\2", text, flags=re.M)
+    # Where nothing else is left of a block, Python wants a statement.
+    return re.sub(r"(:(?:  #.*)?\n *)(# TODO.*\n)", r"\1pass  \2", text)
+
+
+def headed(name: str, about: str, skeleton: str) -> str:
+    """A file to fill in: its first line names the exercise, and a comment has the task."""
+    comment = textwrap.indent(about, "# ", lambda line: True)
+    lines = "\n".join(line.rstrip() for line in comment.splitlines())
+    return f"# flashsim exercise: {name}\n#\n{lines}\n\n{skeleton.strip()}\n"
 
 
 def _imports(function: Callable[..., None]) -> list[str]:

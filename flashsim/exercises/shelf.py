@@ -3,63 +3,89 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from pkgutil import iter_modules
 
 from flashsim.errors import OptionError, choices, own_errors, shown
-from flashsim.exercises import course
+from flashsim.exercises import course, kernels
 from flashsim.exercises.exercise import Exercise
+from flashsim.exercises.kernel_exercise import KernelExercise
+from flashsim.own_kernels.files import imported
+
+AnyExercise = Exercise | KernelExercise
 
 
 @cache
-def _course() -> dict[str, Exercise]:
-    pages = sorted(page.name for page in iter_modules(course.__path__))
-    found = [importlib.import_module(f"{course.__name__}.{page}").EXERCISE for page in pages]
+def _bundled() -> dict[str, AnyExercise]:
+    found = []
+    for shelf in (course, kernels):
+        pages = sorted(page.name for page in iter_modules(shelf.__path__))
+        found += [importlib.import_module(f"{shelf.__name__}.{page}").EXERCISE for page in pages]
     return {exercise.name: exercise for exercise in found}
 
 
 @own_errors
 def names() -> list[str]:
-    """The names of the bundled exercises, in the order of the course."""
-    return list(_course())
+    """The names of the course's exercises on the simulated machine, in order."""
+    return [name for name, one in _bundled().items() if isinstance(one, Exercise)]
 
 
 @own_errors
-def of_course(name: str) -> Exercise:
+def kernel_names() -> list[str]:
+    """The names of the bundled exercises for kernels in Triton or Pallas."""
+    return [name for name, one in _bundled().items() if isinstance(one, KernelExercise)]
+
+
+@own_errors
+def of_course(name: str) -> AnyExercise:
     """The bundled exercise with that name; a student's file may not name another."""
-    if name not in _course():
+    if name not in _bundled():
         raise OptionError(
-            f"no exercise {shown(name)} in the course; {choices(name, names())}; a lecturer's own "
-            "is named by --exercise FILE"
+            f"no exercise {shown(name)} in the course; {choices(name, _bundled())}; a lecturer's "
+            "own is named by --exercise FILE"
         )
-    return _course()[name]
+    return _bundled()[name]
 
 
 @own_errors
 def get(name: str) -> Exercise:
-    """The exercise with that name, or the one in the file at that path.
+    """The exercise on the simulated machine with that name, or in the file at that path.
 
     Raises
     ------
     OptionError
         If it does not exist, or the file defines no EXERCISE.
     """
-    if name in _course():
-        return _course()[name]
+    found = find(name)
+    if not isinstance(found, Exercise):
+        raise OptionError(
+            f"{found.name} is solved by a file of kernels, not on the simulated machine: "
+            "flashsim exercise grade FILE"
+        )
+    return found
+
+
+@own_errors
+def find(name: str) -> AnyExercise:
+    """The exercise of any kind with that name, or the one in the file at that path.
+
+    Raises
+    ------
+    OptionError
+        If it does not exist, or the file defines no EXERCISE.
+    """
+    if name in _bundled():
+        return _bundled()[name]
     if not name.endswith(".py"):
-        raise OptionError(f"no exercise {shown(name)}; {choices(name, names())}, or a .py file")
+        raise OptionError(f"no exercise {shown(name)}; {choices(name, _bundled())}, or a .py file")
     path = Path(name)
     if not path.is_file():
         raise OptionError(f"no exercise in {name!r}: there is no such file")
-    spec = importlib.util.spec_from_file_location("flashsim_exercise", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    exercise = getattr(module, "EXERCISE", None)
-    if not isinstance(exercise, Exercise):
-        raise OptionError(f"{name} defines no EXERCISE = flashsim.exercises.Exercise(...)")
+    exercise = getattr(imported(path), "EXERCISE", None)
+    if not isinstance(exercise, AnyExercise):
+        raise OptionError(
+            f"{name} defines no EXERCISE = flashsim.exercises.Exercise(...) or KernelExercise(...)"
+        )
     return replace(exercise, file=name)

@@ -26,21 +26,18 @@ from flashsim.engines.sandbox.recorder import Handed, Order
 from flashsim.engines.sandbox.tape import MOST
 from flashsim.errors import OptionError
 from flashsim.exercises import shelf
-from flashsim.exercises.exercise import Exercise
 from flashsim.exercises.grading import judge
+from flashsim.exercises.kernel_exercise import KernelExercise
+from flashsim.exercises.kernel_grading import grade_kernels
 from flashsim.exercises.marks import Marks
 from flashsim.exercises.runner import Ended, Limits, plain, run
+from flashsim.exercises.words import WHY_ENDED
 from flashsim.trace.trace import Trace
 
 #: Seconds that a solution may take, and MiB beyond what Python, NumPy and flashsim take themselves.
 LIMIT, MEMORY = 60.0, 1024
 #: Bytes of a file; a solution has a few thousand.
 MOST_FILE = 1 << 20
-_WHY = {
-    "time": "not done after {0:g} s: a loop that does not end?",
-    "result": "its program is too long; use larger tiles",
-    "printed": "it printed more than 1 MiB",
-}
 
 
 class _Unreadable(Exception):
@@ -68,7 +65,7 @@ def grade_file(
     path: str | Path,
     exercise: str | None = None,
     *,
-    limit: float = LIMIT,
+    limit: float | None = None,
     memory: int | None = None,
 ) -> tuple[Marks, Trace | None]:
     """The marks of a file, and the trace of its transfers.
@@ -80,17 +77,17 @@ def grade_file(
     exercise : str, optional
         A name, or a path of a lecturer's file. Default: the exercise of the course that the file's
         first line names.
-    limit : float
-        Seconds.
+    limit : float, optional
+        Seconds. Default: `LIMIT`; for kernels, `kernel_grading.LIMIT`.
     memory : int, optional
-        MiB. Default: `MEMORY` on Linux; other systems set no limit.
+        MiB. Default: `MEMORY` on Linux, more for kernels; other systems set no limit.
 
     Raises
     ------
     OptionError
         If there is no such file or exercise, or `memory` is set on a system without such limits.
     """
-    one = None if exercise is None else shelf.get(exercise)
+    one = None if exercise is None else shelf.find(exercise)
     return _graded(Path(path), one, limit, memory)
 
 
@@ -98,7 +95,7 @@ def grade_folder(
     folder: Path,
     exercise: str | None = None,
     *,
-    limit: float = LIMIT,
+    limit: float | None = None,
     memory: int | None = None,
     jobs: int | None = None,
 ) -> Iterator[tuple[Path, Marks]]:
@@ -114,7 +111,7 @@ def grade_folder(
     )
     if not paths:
         raise OptionError(f"{str(folder)!r} has no .py file")
-    one = None if exercise is None else shelf.get(exercise)
+    one = None if exercise is None else shelf.find(exercise)
 
     def graded(path: Path) -> tuple[Path, Marks]:
         try:
@@ -131,7 +128,7 @@ def missing(path: Path, exercise: str) -> Marks:
     there = sorted(plain(other.name, 200) for other in path.parent.glob("*.py"))
     said = f"there is no {path.name}" + (f", but {', '.join(there)}" if there else "")
     said += ": hand in a file of that name"
-    return Marks.none(shelf.get(exercise).name, "missing", said)
+    return Marks.none(shelf.find(exercise).name, "missing", said)
 
 
 def exercise_of(text: str) -> str | None:
@@ -148,7 +145,7 @@ def missing_walls() -> list[str]:
 
 
 def _graded(
-    path: Path, one: Exercise | None, limit: float, memory: int | None
+    path: Path, one: shelf.AnyExercise | None, limit: float | None, memory: int | None
 ) -> tuple[Marks, Trace | None]:
     began = time.perf_counter()
     if memory is not None and sys.platform != "linux":
@@ -170,6 +167,9 @@ def _graded(
         one = shelf.of_course(name)
     if unreadable is not None:
         return Marks.none(one.name, unreadable.kind, str(unreadable)), None
+    if isinstance(one, KernelExercise):
+        return grade_kernels(path, one, limit=limit, memory=memory)
+    limit = LIMIT if limit is None else limit
     setting = None if one.questions else one.task.setting
     order = Order(text, plain(path.name, 200), setting, limit, MEMORY if memory is None else memory)
     return judge(_handed(order), one, text, began, limit)
@@ -207,7 +207,7 @@ def _handed(order: Order) -> Handed:
     """Run a file; its process may hand over anything."""
     ended = _ended(order)
     if ended.why:
-        return Handed(kind=ended.why, words=_WHY[ended.why].format(order.seconds))
+        return Handed(kind=ended.why, words=WHY_ENDED[ended.why].format(order.seconds))
     try:
         program = _Lines(ended.result)
         about = json.loads(program.first)

@@ -17,6 +17,12 @@ FALLING = (
 )
 #: Likewise, that a part of an input never came on chip.
 UNREAD = "a part of {} was never loaded"
+#: Which limit ended a file's process, in words.
+WHY_ENDED = {
+    "time": "not done after {0:g} s: a loop that does not end?",
+    "result": "its program is too long; use larger tiles",
+    "printed": "it printed more than 1 MiB",
+}
 _DONE = {"load": "was loaded", "store": "was stored", "reduce": "was added to"}
 
 

@@ -14,16 +14,9 @@ from collections.abc import Callable, Collection
 from functools import lru_cache
 from typing import NamedTuple
 
-from flashsim.functions.graph import (
-    FLOAT,
-    SCORE,
-    ArraySpec,
-    Builder,
-    Graph,
-    Node,
-    count_flops,
-    needed,
-)
+from flashsim.functions.builder import Builder
+from flashsim.functions.graph import ArraySpec, Graph, Node, count_flops, needed
+from flashsim.functions.operations import FLOAT, SCORE
 
 #: The name of the argument that holds the gradient of a score function's result.
 DOUT = "dout"

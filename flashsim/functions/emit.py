@@ -1,7 +1,6 @@
-"""Source text of a graph in CUDA C++ and in Python for Numba.
+"""Source text of a graph in CUDA C++: one statement per node, in the graph's order.
 
-Both texts have one statement per node, in the graph's order. A compiler shares and hoists what
-depends on the query or the key alone.
+The compiler shares and hoists what depends on the query or the key alone.
 """
 
 from __future__ import annotations
@@ -13,18 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from flashsim.functions.derivative import adjoints
-from flashsim.functions.graph import (
-    BOOL,
-    FLOAT,
-    INDICES,
-    INT,
-    SCORE,
-    ArraySpec,
-    Graph,
-    Node,
-    needed,
-)
+from flashsim.functions.graph import ArraySpec, Graph, Node, needed
 from flashsim.functions.intervals import ranges_of_integers
+from flashsim.functions.operations import BOOL, FLOAT, INDICES, INT, SCORE
 
 _CUDA_TYPES = {BOOL: "bool", INT: "int", FLOAT: "float"}
 _ELEMENTS = {
@@ -32,7 +22,7 @@ _ELEMENTS = {
     **{"int32": "int", "int64": "long long", "float32": "float", "float64": "double"},
     **{"float16": "unsigned short", "bfloat16": "unsigned short"},
 }
-_INFIX = {
+INFIX = {
     **{"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "eq": "=="},
     **{"ne": "!=", "bitand": "&", "bitor": "|", "bitxor": "^", "shl": "<<", "shr": ">>"},
 }
@@ -139,6 +129,8 @@ def cuda_source(
     score: Graph | None = None,
     gradients: Collection[str] = (),
     extents: Mapping[str, int] | None = None,
+    tile: int | None = None,
+    band: tuple[int, int] | None = None,
 ) -> CudaSource:
     """The device functions of a mask and a score function, either of which may be missing.
 
@@ -146,6 +138,12 @@ def cuda_source(
     names the captured arrays of the score function whose gradients `flash_score_grad` adds up.
     `extents` says how many values b, h, q and k have, if the functions are called with no others:
     an index that stays inside its array is then read without a check.
+
+    `tile` is a load of the score function whose element the kernel reads itself. A second form of
+    `flash_score` then takes it as `tile`, behind the score. If its last two indices are q and k,
+    `flash_tile_plane` says in which (q, k) plane of its array a head's elements lie. With `band`,
+    which is (sign, offset), its last index is sign * (q - k) + offset; `flash_band` then returns
+    the element at a distance q - k, or the nearest one that there is.
     """
     arrays = (*(score.arrays if score else ()), *(mask.arrays if mask else ()))
     first_of_mask = len(score.arrays) if score else 0
@@ -179,6 +177,8 @@ def cuda_source(
         cuda = _Cuda(score.nodes, score.arrays, 0, extents, "s")
         per_head.append(cuda)
         functions += [*cuda.statements(), f"    return {cuda.name(score.root)};"]
+        if tile is not None:
+            functions += ["}", *_tile_lines(score, tile, band, extents)]
     functions.append("}")
     functions += _gradient_lines(score, wanted, extents, per_head)
     lines += [*_head_lines(per_head), *functions]
@@ -191,6 +191,42 @@ _HEAD = """\
 __device__ __forceinline__ {} {}(const FlashCaptured& c, {}const FlashHead& at, FlashAt q_at,
                                  FlashAt k_at) {{
     const int b = at.b, h = at.h, q = q_at, k = k_at;"""
+
+
+#: The least length of an array whose elements are read by distance: those within 240 of its
+#: middle, which `flash_band_inside` names, are inside.
+LEAST_BAND = 512
+
+
+def _tile_lines(
+    score: Graph, tile: int, band: tuple[int, int] | None, extents: Mapping[str, int] | None
+) -> list[str]:
+    """`flash_tile_plane` or `flash_band`, and `flash_score` with the load `tile` given.
+
+    The last brace is missing.
+    """
+    cuda, node = _Cuda(score.nodes, score.arrays, 0, extents, "s"), score.nodes[tile]
+    before = len(node.args) - (2 if band is None else 1)  # axes whose index belongs to the head
+    plane, index = cuda.offset(node, before), ""
+    lines = ["    const int b = at.b, h = at.h;"]
+    lines += cuda.statements(needed(cuda.nodes, node.args[:before]))
+    take = "const FlashCaptured& c, const FlashHead& at"
+    if band is None:
+        head = f"__device__ __forceinline__ int flash_tile_plane({take}) {{"
+        lines += [f"    return {plane};", "}"]
+    else:
+        head = f"template <bool EXACT>\n__device__ __forceinline__ float flash_band({take}, "
+        head += "int distance) {"
+        (sign, offset), length = band, f"c.a{node.value}_n{before}"
+        lines += [f"    int i = {sign} * distance + {offset};"]
+        lines += [f"    if (!EXACT) i = max(0, min(i, {length} - 1));"]
+        index = f"({plane}) * (long long){length} + i"
+        lines += [f"    return {cuda.element(node, index)};", "}"]
+        lines += ["__device__ __forceinline__ int flash_band_inside() {"]
+        lines += [f"    return {sign * (LEAST_BAND // 2 - offset)};", "}"]
+    cuda.given[tile] = "tile"
+    lines.append(_HEAD.format("float", "flash_score", "float s, float tile, "))
+    return [head, *lines, *cuda.statements(), f"    return {cuda.name(score.root)};"]
 
 
 def _head_lines(per_head: Iterable[_Cuda]) -> list[str]:
@@ -308,6 +344,8 @@ class _Cuda:
         numbers: Iterable[int] | None = None,
     ) -> None:
         self.nodes, self.arrays, self.first, self.prefix = nodes, arrays, first, prefix
+        #: Names of values that the caller gives.
+        self.given: dict[int, str] = {}
         #: Elements that have one value per head, among the nodes that are used.
         self.hoisted = {
             n
@@ -323,12 +361,16 @@ class _Cuda:
         return [
             f"    const {_CUDA_TYPES[self.nodes[n].kind]} v{n} = {self.expression(self.nodes[n])};"
             for n in numbers
-            if self.nodes[n].op not in ("arg", "const") and n not in self.hoisted
+            if self.nodes[n].op not in ("arg", "const")
+            and n not in self.hoisted
+            and n not in self.given
         ]
 
     def name(self, n: int) -> str:
         """The text that stands for a node's value."""
         node = self.nodes[n]
+        if n in self.given:
+            return self.given[n]
         if n in self.hoisted:
             return f"at.{self.prefix}{n}"
         if node.op == "arg":
@@ -364,8 +406,8 @@ class _Cuda:
             if by.op == "const" and by.value and math.isfinite(by.value):
                 return f"{args[0]} * {_literal(by._replace(value=1 / by.value))}"
             return f"__fdividef({args[0]}, {args[1]})"
-        if op in _INFIX:
-            return f"{args[0]} {_INFIX[op]} {args[1]}"
+        if op in INFIX:
+            return f"{args[0]} {INFIX[op]} {args[1]}"
         return f"{_CUDA_CALLS[op]}({', '.join(args)})"
 
     def _distance(self, node: Node) -> str | None:
@@ -415,7 +457,7 @@ class _Cuda:
         args = [self._part(a, part) for a in node.args]
         if None in args:
             return None
-        return f"-({args[0]})" if node.op == "neg" else f"({args[0]} {_INFIX[node.op]} {args[1]})"
+        return f"-({args[0]})" if node.op == "neg" else f"({args[0]} {INFIX[node.op]} {args[1]})"
 
     def _divided(self, node: Node, args: list[str]) -> str:
         a, b = args
@@ -431,11 +473,11 @@ class _Cuda:
                 return f"{a} {'/' if node.op == 'floordiv' else '%'} {by.value}"
         return f"flash_{node.op}({a}, {b})"
 
-    def offset(self, node: Node) -> str:
-        """The place of a load's element in its array."""
+    def offset(self, node: Node, axes: int | None = None) -> str:
+        """The place of a load's element in its array, or along its first axes."""
         number = self.first + node.value
-        text = ""
-        for axis, a in enumerate(node.args):
+        text, args = "", node.args[:axes]
+        for axis, a in enumerate(args):
             n = f"c.a{number}_n{axis}"
             v = self.name(a)
             low, high = self.ranges.get(a, (-1, -1))
@@ -443,11 +485,15 @@ class _Cuda:
             if low >= 0 and high < self.arrays[node.value].shape[axis]:
                 i = v
             text = f"(long long){i}" if not text else f"({text} * {n} + {i})"
-        return text.removeprefix("(long long)") if len(node.args) == 1 else text or "0"
+        return text.removeprefix("(long long)") if len(args) == 1 else text or "0"
 
     def _load(self, node: Node) -> str:
+        return self.element(node, self.offset(node))
+
+    def element(self, node: Node, place: str) -> str:
+        """The element of a load's array at a place in it."""
         spec = self.arrays[node.value]
-        where = f"c.a{self.first + node.value}[{self.offset(node)}]"
+        where = f"c.a{self.first + node.value}[{place}]"
         if spec.dtype in ("float16", "bfloat16"):
             return f"flash_{'half' if spec.dtype == 'float16' else 'bfloat16'}({where})"
         if spec.dtype == "bool":
@@ -466,158 +512,3 @@ def _literal(node: Node) -> str:
         return f"__int_as_float(0x{'7f' if node.value > 0 else 'ff'}800000)"
     text = f"{float(np.float32(node.value))!r}f"
     return text if node.value >= 0 else f"({text})"
-
-
-# -- Python for Numba ------------------------------------------------------------------------------
-
-_NUMBA_CALLS = {
-    **{name: f"math.{name}({{}})" for name in ("exp", "expm1", "log", "log1p", "sqrt", "tanh")},
-    **{name: f"math.{name}({{}})" for name in ("sin", "cos", "erf")},
-    **{"exp2": "math.exp({} * F(0.6931471805599453))", "rsqrt": "F(1) / math.sqrt({})"},
-    **{"log2": "math.log({}) * F(1.4426950408889634)", "floor": "F(math.floor({}))"},
-    **{"ceil": "F(math.ceil({}))", "sigmoid": "F(0.5) * math.tanh(F(0.5) * {}) + F(0.5)"},
-}
-
-
-class NumbaSource(NamedTuple):
-    """Python source of functions of one panel of scores, and the arrays that it reads.
-
-    `score(S, raw, ..)` replaces the scores S; `gradient(dS, raw, ..)` replaces the gradients dS of
-    its results by those of the scores `raw`. Both take the sizes of `panel_arguments`.
-    """
-
-    score: str
-    gradient: str
-
-
-#: Sizes of a panel: row r and lane c hold the score of query ``q + r * q_row + c * q_lane`` and of
-#: key ``k + r * k_row + c * k_lane``. `table` holds the addresses of the captured arrays, followed
-#: by those of their gradients.
-PANEL = ("ld", "rows", "lanes", "q", "q_row", "q_lane", "k", "k_row", "k_lane", "b", "h")
-
-
-def numba_source(graph: Graph, gradients: Collection[str] = ()) -> NumbaSource:
-    """Numba's form of a score function; `gradients` names arrays whose gradients are added up."""
-    made = adjoints(graph, gradients)
-    forward, backward = _Numba(graph.nodes, graph.arrays), _Numba(made.nodes, made.arrays)
-    body = [*forward.statements(range(len(graph.nodes))), f"S[at] = {forward.name(graph.root)}"]
-    roots = [g for _, g in made.reads] + ([] if made.score is None else [made.score])
-    numbers = needed(made.nodes, [*roots, *(n for n, _ in made.reads)])
-    back = ["dout = S[at]", "if dout == F(0):", "    continue", *backward.statements(numbers)]
-    for n, g in made.reads:
-        node = made.nodes[n]
-        back.append(f"g{node.value}[{backward.offset(node)}] += {backward.name(g)}")
-    back.append(f"S[at] = {'F(0)' if made.score is None else backward.name(made.score)}")
-    arrays = [f"a{n} = as_pointer(table[{n}], np.{_numba_element(a)})"
-              for n, a in enumerate(graph.arrays)]  # fmt: skip
-    count = len(graph.arrays)
-    sums = [f"g{n} = as_pointer(table[{count + n}], F)"
-            for n, a in enumerate(graph.arrays) if a.name in set(gradients)]  # fmt: skip
-    return NumbaSource(_panel(arrays, body), _panel([*arrays, *sums], back))
-
-
-def _numba_element(spec: ArraySpec) -> str:
-    """The element type in memory; 16-bit floats are read as float32, and booleans as bytes."""
-    return {"bool": "uint8", "float16": "float32", "bfloat16": "float32"}.get(
-        spec.dtype, spec.dtype
-    )
-
-
-def _panel(head: list[str], body: list[str]) -> str:
-    """The source of a function ``panel`` that runs `body` for each score of a panel."""
-    loops = [
-        *head,
-        "for r in range(rows):",
-        "    for c in range(lanes):",
-        "        at = r * ld + c",
-        "        s = raw[at]",
-        "        i, j = q + r * q_row + c * q_lane, k + r * k_row + c * k_lane",
-        *(f"        {line}" for line in body),
-    ]
-    text = "\n".join(f"    {line}" for line in loops)
-    return f"def panel(S, raw, {', '.join(PANEL)}, table):\n{text}\n"
-
-
-class _Numba:
-    """Statements of Python for the nodes of a graph; q and k are called i and j."""
-
-    def __init__(self, nodes: tuple[Node, ...], arrays: tuple[ArraySpec, ...]) -> None:
-        self.nodes, self.arrays = nodes, arrays
-        self.positive = never_negative(nodes)
-
-    def statements(self, numbers: Iterable[int]) -> list[str]:
-        """``v7 = v5 + v6`` for each node except arguments and constants."""
-        return [
-            f"v{n} = {self.expression(self.nodes[n])}"
-            for n in numbers
-            if self.nodes[n].op not in ("arg", "const")
-        ]
-
-    def name(self, n: int) -> str:
-        """The text that stands for a node's value."""
-        node = self.nodes[n]
-        if node.op == "arg":
-            return {SCORE: "s", "q": "i", "k": "j"}.get(node.value, node.value)
-        if node.op != "const":
-            return f"v{n}"
-        if node.kind != FLOAT:
-            return repr(node.value)
-        return (
-            f"F({node.value!r})" if math.isfinite(node.value) else f"F({_NAMED[repr(node.value)]})"
-        )
-
-    def expression(self, node: Node) -> str:
-        """What a node computes."""
-        op, args = node.op, [self.name(a) for a in node.args]
-        if op == "load":
-            text = f"a{node.value}[{self.offset(node)}]"
-            return {FLOAT: f"F({text})", INT: f"np.int64({text})", BOOL: f"{text} != 0"}[
-                self.arrays[node.value].kind
-            ]
-        if op == "cast":
-            return f"{'F' if node.kind == FLOAT else 'np.int64'}({args[0]})"
-        if op == "not":
-            return f"not {args[0]}"
-        if op == "neg":
-            return f"-{args[0]}"
-        if op in ("min", "max"):
-            return (
-                f"{args[0]} if {args[0]} {'<=' if op == 'min' else '>='} {args[1]} else {args[1]}"
-            )
-        if op == "abs":
-            return f"abs({args[0]})"
-        if op == "where":
-            return f"{args[1]} if {args[0]} else {args[2]}"
-        if op in ("and", "or"):
-            return f"{args[0]} {'&' if op == 'and' else '|'} {args[1]}"
-        if op in ("floordiv", "mod"):
-            return self._divided(node, args)
-        if op == "pow":
-            return f"F({args[0]} ** {args[1]})"
-        if op == "div":
-            return f"{args[0]} / {args[1]}"
-        if op in _INFIX:
-            return f"{args[0]} {_INFIX[op]} {args[1]}"
-        return _NUMBA_CALLS[op].format(*args)
-
-    def _divided(self, node: Node, args: list[str]) -> str:
-        a, b = args
-        if node.kind == FLOAT:
-            quotient = f"F(math.floor({a} / {b}))"
-            return quotient if node.op == "floordiv" else f"{a} - {quotient} * {b}"
-        by = self.nodes[node.args[1]]
-        safe = b if by.op == "const" and by.value != 0 else f"({b} if {b} != 0 else 1)"
-        return f"{a} {'//' if node.op == 'floordiv' else '%'} {safe}"
-
-    def offset(self, node: Node) -> str:
-        """The place of a load's element in its array."""
-        text = ""
-        for n, a in zip(self.arrays[node.value].shape, node.args, strict=True):
-            v = self.name(a)
-            last = f"min({v}, {n - 1})"
-            i = last if self.positive[a] else f"max(0, min({v} + ({n} if {v} < 0 else 0), {n - 1}))"
-            text = i if not text else f"({text}) * {n} + {i}"
-        return text or "0"
-
-
-_NAMED = {"inf": "np.inf", "-inf": "-np.inf", "nan": "np.nan"}

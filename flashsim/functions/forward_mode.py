@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.functions.graph import FLOAT, Graph
+from flashsim.functions.graph import Graph
+from flashsim.functions.operations import FLOAT
 
 
 def pushed(graph: Graph, values: Sequence[Any], moved: Collection[int]) -> Any:

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.functions.graph import BOOL, FLOAT, INT, Graph, Node
+from flashsim.functions.graph import Graph, Node
+from flashsim.functions.operations import BOOL, FLOAT, INT
 
 #: Lower and upper bounds, one of each per box.
 Interval = tuple[np.ndarray, np.ndarray]
@@ -133,6 +134,23 @@ def ranges_of_integers(
 
     `extents` says how many values b, h, q and k have.
     """
+    found = _anywhere(nodes, extents)
+    return {
+        n: (int(found[n][0]), int(found[n][1])) for n, node in enumerate(nodes) if node.kind == INT
+    }
+
+
+def largest_result(graph: Graph, extents: Mapping[str, int]) -> float:
+    """The largest absolute value of a graph's result, whatever scores and captured arrays are.
+
+    Infinity if nothing bounds it. `extents` says how many values b, h, q and k have.
+    """
+    low, high = _anywhere(graph.nodes, extents)[graph.root]
+    return float(max(abs(low), abs(high)))
+
+
+def _anywhere(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[Interval]:
+    """The bounds of each node over all indices, scores and captured arrays."""
     found: list[Interval] = []
     with np.errstate(all="ignore"):
         for node in nodes:
@@ -146,9 +164,7 @@ def ranges_of_integers(
             else:
                 args = [found[a] for a in node.args]
                 found.append(_bounds(node, args, [nodes[a].kind for a in node.args]))
-    return {
-        n: (int(found[n][0]), int(found[n][1])) for n, node in enumerate(nodes) if node.kind == INT
-    }
+    return found
 
 
 def _corners(function: Callable[..., Any], a: Interval, b: Interval) -> Interval:

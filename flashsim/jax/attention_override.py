@@ -30,8 +30,8 @@ def dot_product_attention(
     """`attention` with the layout and the arguments of `jax.nn.dot_product_attention`.
 
     As in jax.nn, `is_causal` and `local_window_size` are top-left aligned: query i is beside key i.
-    A mask and lengths become a bias, (batch, heads, T, S), which the CPU engines take and the GPU
-    kernels refuse. Packed sequences (`cu_seqlens_q` of `attention`) need no bias.
+    A mask and lengths become a bias, (1 or batch, 1 or heads, T, S). `attention` takes masks as
+    functions (`mask_mod`) and packed sequences (`cu_seqlens_q`), which need none.
 
     Two things differ from jax.nn. A row that sees no key gives zeros here; jax.nn's softmax over
     equal scores gives the mean of all values. And the residual is not rounded through the masked

@@ -11,7 +11,7 @@ import ctypes
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,9 @@ from flashsim.api import execution
 from flashsim.api.inputs import Request
 from flashsim.api.request import ask
 from flashsim.backends.failures import require_cupy
+from flashsim.functions.builder import graph_of
+from flashsim.functions.graph import Graph
+from flashsim.functions.tracing import Traced
 from flashsim.jax import xla_ffi
 
 FORWARD, BACKWARD = "flashsim_attention", "flashsim_attention_backward"
@@ -37,9 +40,28 @@ def forward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
 
 
 def backward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
-    """Run `flashsim.backward`; return dq, dk, dv and, if there is a bias, dbias."""
-    got = execution.backward(**arrays, **question)
-    return [got.dq, got.dk, got.dv, *([] if got.dbias is None else [got.dbias])]
+    """Run `flashsim.backward`; return dq, dk, dv, and the other gradients that there are.
+
+    These are of the bias, the sinks, and the floats that a score function captures, in this order.
+    """
+    score = question.get("score_mod")
+    wanted = [] if score is None else [spec.name for spec in score.graph.differentiable]
+    got = execution.backward(**arrays, **question, captured=wanted)
+    more = (got.dbias, got.dsinks, *(got.captured[name] for name in wanted))
+    return [got.dq, got.dk, got.dv, *(x for x in more if x is not None)]
+
+
+@lru_cache(maxsize=256)
+def _graph(entry: str) -> Graph:
+    return graph_of(json.loads(entry))
+
+
+def take_functions(question: dict[str, Any], arrays: dict[str, Any]) -> None:
+    """Give `question` the functions whose graphs it holds, with their arrays among `arrays`."""
+    for name, entry in question.pop("functions").items():
+        graph = _graph(entry)
+        captured = tuple(arrays.pop(f"{name} {n}") for n in range(len(graph.arrays)))
+        question[name] = Traced(graph, captured)
 
 
 #: Forward passes on a GPU that were checked, by their text and their arguments' shapes and types;
@@ -77,7 +99,8 @@ def _placed(call: xla_ffi.ForeignCall) -> Any:
     question = _question(call, OnGpu)
     names = question.pop("operands")
     given, backend = call.arguments, question["backend"]
-    plain = {*names} == {*"qkv"} and all(len(x.shape) == 4 and x.nbytes for x in given)
+    plain = {*names} == {*"qkv"} and not question.pop("functions")
+    plain = plain and all(len(x.shape) == 4 and x.nbytes for x in given)
     if backend != "cupy" or not plain:
         return None
     here, places = OnGpu(call), [names.index(name) for name in "qkv"]
@@ -118,6 +141,7 @@ def _answer(function: Callable[..., list[Any]], place: Any, call: xla_ffi.Foreig
     here = place(call)
     with here.active:
         arrays = dict(zip(names, map(here.array, call.arguments), strict=True))
+        take_functions(question, arrays)
         question = {name: x for name, x in question.items() if name not in arrays}
         lead = folded(arrays)
         results = function(arrays, question)

@@ -13,7 +13,10 @@ import numpy as np
 
 from flashsim.api import inputs, scales
 from flashsim.api.dispatch import backend_name
-from flashsim.errors import DTypeError, UnsupportedError, reject_unknown
+from flashsim.errors import DTypeError, ShapeError, UnsupportedError, reject_unknown
+from flashsim.functions.graph import Graph
+from flashsim.functions.operations import FLOAT
+from flashsim.functions.tracing import Traced, trace_mask, trace_score
 from flashsim.jax.foreign import BACKWARD, FORWARD, OFFSETS
 from flashsim.problem import checks
 
@@ -21,10 +24,14 @@ ALGORITHMS = ("flash2", "flash2-fused")
 
 
 class Asked(NamedTuple):
-    """The arguments besides arrays, known when a function is traced."""
+    """The arguments besides arrays, known when a function is traced.
+
+    `functions` holds the graphs of the call's score and mask functions, by their keywords.
+    """
 
     request: inputs.Request
     deterministic: bool | None
+    functions: tuple[tuple[str, Graph], ...] = ()
 
 
 def attention(
@@ -37,6 +44,9 @@ def attention(
     softcap: float = 0.0,
     scale: float | None = None,
     bias: Any = None,
+    sinks: Any = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     algorithm: str = "flash2",
@@ -48,9 +58,10 @@ def attention(
     """``softmax(mask(softcap(scale q k^T) + bias)) v`` for JAX, with a gradient (`jax.custom_vjp`).
 
     It is an XLA foreign function (`jax.ffi`): it works on XLA's own memory, eagerly and under
-    `jax.jit`. Under `jax.vmap` the mapped axis becomes part of the batch (packed sequences run one
-    after the other). Besides q, k, v, bias and out, the backward pass needs only the LSE, one
-    number per row. `flashsim.jax.dot_product_attention` has the arguments and layout of `jax.nn`'s.
+    `jax.jit`. Under `jax.vmap` the mapped axis becomes part of the batch; with packed sequences,
+    sinks or functions the mapped entries run one after the other. Besides its inputs and out, the
+    backward pass needs only the LSE, one number per row. `flashsim.jax.dot_product_attention` has
+    the arguments and layout of `jax.nn`'s.
 
     Parameters
     ----------
@@ -58,10 +69,10 @@ def attention(
     k, v : array, (batch, kv_heads, n_kv, head_dim) and (batch, kv_heads, n_kv, head_dim_v)
         `heads` must be a multiple of `kv_heads`. On the CPU float64 (with JAX's
         ``jax_enable_x64``), float32, float16 or bfloat16; on a GPU not float64.
-    causal, window, softcap, scale, bias
+    causal, window, softcap, scale, bias, sinks, score_mod, mask_mod
         As in `flashsim.run`. `causal` is bottom-right aligned, so a single query sees the whole KV
-        cache. The bias has a gradient (CPU only). All except the bias must be known when a function
-        is traced.
+        cache. The bias, the sinks, and floats that `score_mod` captures have gradients. The first
+        four must be known when a function is traced; arrays may be traced, also captured ones.
     cu_seqlens_q, cu_seqlens_k : array or sequence of int, optional
         As in `flashsim.Problem`. Traced offsets are read when the function runs; on a GPU this
         waits for the device.
@@ -81,13 +92,13 @@ def attention(
     Raises
     ------
     FlashSimError
-        While the function is traced. Errors that only the engine finds (GPU kernels take no bias)
-        come at run time, as a `jax.errors.JaxRuntimeError` with the same text.
+        While the function is traced. Errors that only the engine finds come at run time, as a
+        `jax.errors.JaxRuntimeError` with the same text.
     """
     if unknown:
         reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
     key: tuple[Any, ...] = ()
-    if bias is None and cu_seqlens_q is None and cu_seqlens_k is None:
+    if bias is sinks is score_mod is mask_mod is cu_seqlens_q is cu_seqlens_k is None:
         options = causal, window, softcap, scale, algorithm, deterministic, backend, return_lse
         key = _key(q, k, v, options)
         known = _CHECKED.get(key) if key else None
@@ -110,17 +121,24 @@ def attention(
     traced = {name: x for name, x in offsets.items() if isinstance(x, jax.core.Tracer)}
     of_q, of_k = (None if name in traced else x for name, x in offsets.items())
     request = inputs.Request(causal, window, softcap, scale, None, None, of_q, of_k, algorithm)
-    given = inputs.prepare(q, k, v, request, bias=bias, may_be_empty=True)
+    functions, captured = _traced(score_mod, mask_mod)
+    asked = request._replace(score_mod=functions.get("score_mod"))
+    given = inputs.prepare(q, k, v, asked, bias=bias, may_be_empty=True, on_cpu=False)
     p = given.problem
     checked = {
         name: getattr(p, name) for name in ("causal", "window", "softcap", "scale", *OFFSETS)
     }
-    question = Asked(request._replace(backend=backend or "", **checked), deterministic)
+    request = request._replace(backend=backend or "", **checked)
+    graphs = tuple((name, x.graph) for name, x in functions.items())
+    question = Asked(request, deterministic, graphs)
     if key and given.ndim == 4 and not given.empty:
         _keep_checked(key, _jitted(question, return_lse))
     operands = {"q": given.q, "k": given.k, "v": given.v, **traced}
     if given.bias is not None:
         operands["bias"] = given.bias
+    if sinks is not None:
+        operands["sinks"] = _sinks(sinks, p.heads, p.compute_dtype)
+    operands |= captured
     axes = _axes(operands)
     if given.empty:
         out, lse = (_spread(x, axes) for x in _of_nothing(given.q, given.v))
@@ -129,6 +147,27 @@ def attention(
         out, lse = _attention(question, return_lse, spread)
     out, lse = (x.reshape(x.shape[4 - given.ndim :]) for x in (out, lse))
     return (out, lse) if return_lse else out
+
+
+def _traced(score: Any, mask: Any) -> tuple[dict[str, Traced], dict[str, jax.Array]]:
+    """Trace a call's functions; also return the arrays that they capture, as operands."""
+    made = {
+        **({} if score is None else {"score_mod": trace_score(score)}),
+        **({} if mask is None else {"mask_mod": trace_mask(mask)}),
+    }
+    return made, {
+        f"{name} {n}": jnp.asarray(x) for name, f in made.items() for n, x in enumerate(f.arrays)
+    }
+
+
+def _sinks(sinks: Any, heads: int, wide: str) -> jax.Array:
+    """Check sinks; return them in the type that scores are computed in."""
+    sinks = taken("sinks", sinks)
+    if sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise ShapeError(
+            f"sinks must be one number per query head, ({heads},), got {sinks.dtype} {sinks.shape}"
+        )
+    return sinks.astype(wide)
 
 
 #: Compiled functions of eager calls that were checked, by everything that the checks look at.
@@ -207,14 +246,16 @@ def _call(
     target: str, question: Asked, operands: dict[str, Any], results: Sequence[Any]
 ) -> Sequence[Any]:
     """Make XLA call one of the functions in `flashsim.jax.foreign`."""
-    request, deterministic = question
-    packed = any(name in operands or getattr(request, name) is not None for name in OFFSETS)
+    request, deterministic, graphs = question
+    alone = "sinks" in operands or bool(graphs)
+    alone |= any(name in operands or getattr(request, name) is not None for name in OFFSETS)
     call = jax.ffi.ffi_call(
         target,
         [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results],
-        vmap_method="sequential" if packed else "expand_dims",
+        vmap_method="sequential" if alone else "expand_dims",
     )
     static = request._asdict() | {"deterministic": deterministic, "operands": [*operands]}
+    static["functions"] = {name: json.dumps(graph.entry()) for name, graph in graphs}
     found = call(*operands.values(), question=json.dumps(static))
     axes = _axes(operands)
     return [_spread(x, axes) for x in found]
@@ -277,11 +318,18 @@ def _jitted(question: Asked, gives_lse: bool) -> Callable[..., Any]:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gradients(question: Asked, operands: dict[str, Any]) -> dict[str, Any]:
-    """Return the gradients of q, k, v and bias; offsets have none."""
-    names = [name for name in ("q", "k", "v", "bias") if name in operands]
+    """Return the gradients of all floats among the inputs; integers have none."""
+    inputs = [name for name in operands if name not in ("out", "lse", "dout", "dlse")]
+    score = [
+        f"score_mod {n}"
+        for name, graph in question.functions
+        for n, spec in enumerate(graph.arrays)
+        if name == "score_mod" and spec.kind == FLOAT
+    ]
+    names = [name for name in ("q", "k", "v", "bias", "sinks", *score) if name in operands]
     results = [(operands[name].shape, operands[name].dtype) for name in names]
     found = dict(zip(names, _call(BACKWARD, question, operands, results), strict=True))
-    return found | {name: None for name in OFFSETS if name in operands}
+    return found | {name: None for name in inputs if name not in found}
 
 
 @_gradients.defjvp

@@ -35,6 +35,7 @@ _METADATA = 1  # the kind of extension that asks which version a function was wr
 _STRING = 4  # the kind of attribute
 _INVALID_ARGUMENT = 3
 _DTYPES = {
+    **{1: "bool", 2: "int8", 3: "int16", 6: "uint8"},
     4: "int32",
     5: "int64",
     10: "float16",

@@ -79,29 +79,29 @@ def replay(ids, codes, size, capacity, links, state, used, fetched, lost):
 
 @keep
 @njit
-def _way(held, part, place, line):
+def _way(held, part, cache_set, line):
     for way in range(held.shape[2]):
-        if held[part, place, way] == line:
+        if held[part, cache_set, way] == line:
             return way
     return -1
 
 
 @keep
 @njit
-def _insert(held, touched, dirty, part, place, line, now, tile_of, lost):
+def _insert(held, touched, dirty, part, cache_set, line, now, tile_of, lost):
     """Put a line in an empty way or in the least recently used one; return that way."""
     way = 0
     for other in range(held.shape[2]):
-        if held[part, place, other] < 0:
+        if held[part, cache_set, other] < 0:
             way = other
             break
-        if touched[part, place, other] < touched[part, place, way]:
+        if touched[part, cache_set, other] < touched[part, cache_set, way]:
             way = other
-    if held[part, place, way] >= 0 and dirty[part, place, way]:
-        lost[tile_of[held[part, place, way]]] += 1
-    held[part, place, way] = line
-    touched[part, place, way] = now
-    dirty[part, place, way] = False
+    if held[part, cache_set, way] >= 0 and dirty[part, cache_set, way]:
+        lost[tile_of[held[part, cache_set, way]]] += 1
+    held[part, cache_set, way] = line
+    touched[part, cache_set, way] = now
+    dirty[part, cache_set, way] = False
     return way
 
 
@@ -134,24 +134,24 @@ def replay_sets(
         side = np.int64(codes[r] // SIDE if partitions == 2 else 0)  # one type, so compiled once
         for line in range(first[tile], first[tile + 1]):
             clock[0] += 1
-            place, home = place_of[line], np.int64(home_of[line])
+            cache_set, home = place_of[line], np.int64(home_of[line])
             if op == LOAD and home != side:
-                way = _way(held, side, place, line)
+                way = _way(held, side, cache_set, line)
                 if way >= 0:
-                    touched[side, place, way] = clock[0]
+                    touched[side, cache_set, way] = clock[0]
                     continue
-            way = _way(held, home, place, line)
+            way = _way(held, home, cache_set, line)
             if way >= 0:
-                touched[home, place, way] = clock[0]
+                touched[home, cache_set, way] = clock[0]
             else:
                 if op != STORE:  # a store overwrites whole lines: nothing to fetch
                     fetched[tile] += 1
-                way = _insert(held, touched, dirty, home, place, line, clock[0], tile_of, lost)
+                way = _insert(held, touched, dirty, home, cache_set, line, clock[0], tile_of, lost)
             if op != LOAD:
-                dirty[home, place, way] = True
+                dirty[home, cache_set, way] = True
                 if partitions == 2:
-                    copy = _way(held, 1 - home, place, line)
+                    copy = _way(held, 1 - home, cache_set, line)
                     if copy >= 0:
-                        held[1 - home, place, copy] = -1
+                        held[1 - home, cache_set, copy] = -1
             elif home != side:
-                _insert(held, touched, dirty, side, place, line, clock[0], tile_of, lost)
+                _insert(held, touched, dirty, side, cache_set, line, clock[0], tile_of, lost)

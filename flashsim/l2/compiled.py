@@ -67,9 +67,9 @@ class _Disk(FunctionCache):
         folder = Path(self.cache_path)
         for path in [folder, *folder.glob("*.nb[ic]")]:
             with suppress(FileNotFoundError):  # another process replaced it
-                found = path.stat()
-                shared = found.st_mode & stat.S_IWGRP and found.st_gid != found.st_uid
-                if found.st_uid not in trusted or shared or found.st_mode & stat.S_IWOTH:
+                status = path.stat()
+                shared = status.st_mode & stat.S_IWGRP and status.st_gid != status.st_uid
+                if status.st_uid not in trusted or shared or status.st_mode & stat.S_IWOTH:
                     return path
         return None
 

@@ -172,7 +172,7 @@ def stream(
 
     p, merges = schedule.problem, stage.parts == "merges"
     parts = [_requests(tiles, moves, merges=merges) for moves in _moves(stage)]
-    before, each, one, part = map(len, parts)
+    before, each, whole, part = map(len, parts)
     _, stride = heads_of(stage, p)
     members = _members(stage, schedule, stride)
     if stage.per == "bias":
@@ -197,7 +197,10 @@ def stream(
     timed = stage, schedule, device, algorithm, direction
     jitter, turn = model.jitter_share(*timed), model.turn_share(*timed)
     ids, codes = np.empty(n, np.int32), np.empty(n, np.uint8)
-    table, edges = [row for part in parts for row in part], np.cumsum([0, before, each, one, part])
+    table, edges = (
+        [row for part in parts for row in part],
+        np.cumsum([0, before, each, whole, part]),
+    )
     written = weave(
         *(walks, outers, ptr.astype(np.int64), inner.astype(np.int32)),
         *(tile_of.astype(np.int32), several),
@@ -262,9 +265,9 @@ def _requests(
     for move in moves:
         if move.transfers:
             its = tiles.tensors[move.tensor]
-            place = tiles.first[move.tensor], tiles.tiles(its), tiles.schedule.t_c
+            numbering = tiles.first[move.tensor], tiles.tiles(its), tiles.schedule.t_c
             axis = COL if merges and its.axis == PART else its.axis
-            rows.append((move.code, axis, its.owner, *place))
+            rows.append((move.code, axis, its.owner, *numbering))
     return rows
 
 

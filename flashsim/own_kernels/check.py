@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from flashsim.errors import TraceError, shown
 from flashsim.own_kernels import mistakes
 from flashsim.own_kernels.geometry import Geometry
 from flashsim.problem import oracle
-from flashsim.problem.problem import Problem
+from flashsim.problem.problem import MAX_HEAD_DIM, Problem
 from flashsim.schedule.names import LOAD
 
 #: A reader's reference: what is loaded, by label, gives what should be stored.
@@ -126,8 +126,7 @@ def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None
     stored = [g.labels[code] for code in g.record.stored]
     if reference is not None:
         return _by_reader(g, values, reference)
-    inputs = _inputs(g, arrays)
-    p = g.problem
+    p, inputs = _of_scores(g.problem, _inputs(g, arrays))
     wanted: dict[str, np.ndarray] = {}
     allowed: dict[str, float] = {}
     direction = _FORWARD if {"O", "L"} & set(stored) else ()
@@ -157,7 +156,7 @@ def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None
     if not wrong:
         return verdict
     got = {name: arrays[name] for name in wanted}
-    mistake = _mistake(g, inputs, got, wanted, allowed)
+    mistake = _mistake(g, p, inputs, got, wanted, allowed)
     name = next(iter(wrong))
     return _located(g, verdict, name, wrong[name], arrays[name], wanted[name], mistake)
 
@@ -170,6 +169,15 @@ def _inputs(g: Geometry, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarr
         if len(ops) and ops[0] == LOAD:
             found[label] = arrays[label]
     return found
+
+
+def _of_scores(p: Problem, x: dict[str, np.ndarray]) -> tuple[Problem, dict[str, np.ndarray]]:
+    """Softmax of given scores, times V, as attention: the scores are Q, and K is the identity."""
+    if not {"S", "V"} <= x.keys() or {"Q", "K"} & x.keys() or p.n_kv > MAX_HEAD_DIM:
+        return p, x
+    keys = np.broadcast_to(np.eye(p.n_kv), (p.batch * p.kv_heads, p.n_kv, p.n_kv))
+    p = replace(p, head_dim=p.n_kv, head_dim_v=x["V"].shape[-1], scale=1.0, causal=False)
+    return p, {**x, "Q": x["S"], "K": keys}
 
 
 def _four(p: Problem, x: np.ndarray) -> np.ndarray:
@@ -235,6 +243,7 @@ def _output(
 
 def _mistake(
     g: Geometry,
+    p: Problem,
     inputs: Mapping[str, np.ndarray],
     got: Mapping[str, np.ndarray],
     wanted: Mapping[str, np.ndarray],
@@ -243,7 +252,7 @@ def _mistake(
     """Return the first known mistake that gives all the outputs as they are; "" if none does."""
     block_q, block_k = (max(sides) for sides in zip(*g.heights, strict=True))
     with np.errstate(all="ignore"):
-        for text, make in mistakes.known(g.problem, inputs, block_q, block_k):
+        for text, make in mistakes.known(p, inputs, block_q, block_k):
             made = make()
             if not set(made) & set(got):
                 continue

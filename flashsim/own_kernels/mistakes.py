@@ -32,8 +32,8 @@ class Way:
         Causal from the top left corner instead of the bottom right one.
     rescale_o, rescale_l : bool
         The running O, and l, are multiplied by exp(m_old - m_new).
-    divide : {"end", "never", "each"}
-        When O is divided by l.
+    divide : {"end", "never", "each", "both"}
+        When O is divided by l; "both" is in every iteration and at the end.
     exp2 : bool
         exp2 is used on scores that are not multiplied by log2(e).
     padded : bool
@@ -137,10 +137,10 @@ def _one(
         e, alpha = power(tile - base[:, None]), power(m - base)
         l = (alpha if way.rescale_l else 1) * l + e.sum(axis=1)
         out = (alpha[:, None] if way.rescale_o else 1) * out + e @ v[first : first + block]
-        if way.divide == "each":
+        if way.divide in ("each", "both"):
             out = out / np.where(l == 0, 1, l)[:, None]
         m = m_new
-    if way.divide == "end":
+    if way.divide in ("end", "both"):
         out = out / np.where(l == 0, 1, l)[:, None]
     safe = np.where(l <= 0, 1, l)
     lse = {
@@ -249,6 +249,10 @@ def _forward_mistakes(p: Problem, block_q: int, block_k: int) -> Iterator[tuple[
     )
     yield "O is not divided by l at the end", replace(way, divide="never")
     yield "O is divided by l in every iteration, not once at the end", replace(way, divide="each")
+    yield (
+        "O is divided by l in every iteration, and once more at the end",
+        replace(way, divide="both"),
+    )
     yield "the scores are not multiplied by the scale", replace(way, factor=1 / p.scale)
     yield (
         "the scores are multiplied by the scale twice (1 / d for 1 / sqrt(d))",
@@ -285,6 +289,7 @@ def _forward_mistakes(p: Problem, block_q: int, block_k: int) -> Iterator[tuple[
                     replace(way, top_left=True, rows=rows),
                 )
     yield "the LSE is in base 2, not in base e", replace(way, lse="2")
+    yield "the LSE is m + log2(l); it is m + log(l)", replace(way, lse="log2")
     yield "the LSE is m alone, without log(l)", replace(way, lse="m")
     yield "the LSE is log(l) alone, without m", replace(way, lse="no m")
     yield "the LSE is l itself", replace(way, lse="l")

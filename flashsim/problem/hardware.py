@@ -192,13 +192,13 @@ class Device:
         """
         if isinstance(device, Device):
             return device
-        found = _BY_KEY.get(_key(device)) if isinstance(device, str) else None
-        if found is None:
+        preset = _BY_KEY.get(_key(device)) if isinstance(device, str) else None
+        if preset is None:
             raise OptionError(
                 f"unknown device {shown(device)}; {choices(device, PRESETS)}; "
                 "or build your own with flashsim.Device(...)"
             )
-        return found
+        return preset
 
 
 @own_errors

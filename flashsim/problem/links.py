@@ -68,13 +68,13 @@ class Link:
         """
         if isinstance(link, Link):
             return link
-        found = LINKS.get(link) if isinstance(link, str) else None
-        if found is None:
+        preset = LINKS.get(link) if isinstance(link, str) else None
+        if preset is None:
             raise OptionError(
                 f"unknown link {shown(link)}; {choices(link, LINKS)}; "
                 "or build your own with flashsim.predict.Link(...)"
             )
-        return found
+        return preset
 
 
 _LANES = 16 * 128 / 130 / 8  # of PCI Express, in bytes a transfer

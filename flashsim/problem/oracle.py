@@ -140,8 +140,8 @@ def finite_difference(
     dict
         ``{"dq": (by differences, by gradient), ...}``; the two agree to about ``step ** 2``.
     """
-    given = {"q": q, "k": k, "v": v, "dout": dout}
-    q, k, v, dout, bias, dlse = _checked(problem, "float64", bias, dlse, **given)
+    arrays = {"q": q, "k": k, "v": v, "dout": dout}
+    q, k, v, dout, bias, dlse = _checked(problem, "float64", bias, dlse, **arrays)
     rng = np.random.default_rng(seed)
     inputs = {"dq": q, "dk": k, "dv": v, **({} if bias is None else {"dbias": bias})}
     inputs = {name: x.astype(np.float64) for name, x in inputs.items()}
@@ -173,10 +173,10 @@ def tf32(x: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(x), rounded.view(np.float32), x).astype(np.float32)
 
 
-def _checked(p: Problem, dtype: str, bias: Any, dlse: Any = None, **given: Any) -> tuple[Any, ...]:
+def _checked(p: Problem, dtype: str, bias: Any, dlse: Any = None, **inputs: Any) -> tuple[Any, ...]:
     """The arrays and the bias as NumPy arrays; raises an error unless they match the problem."""
     checks.one_of("dtype", dtype, (*checks.DTYPES, "tf32"))
-    arrays = {name: checks.as_array(name, x) for name, x in given.items()}
+    arrays = {name: checks.as_array(name, x) for name, x in inputs.items()}
     bias, dlse = (
         None if x is None else checks.as_array(name, x)
         for name, x in (("bias", bias), ("dlse", dlse))
@@ -241,8 +241,8 @@ def _probabilities(
         S = _round(S + bias.astype(np.float64), dtype)
     before = _Before(gate, S)
     if p.score_mod is not None:
-        given = {"score": S, **_indices(p)}
-        S = _round(p.score_mod.evaluate(given, captured), dtype)
+        arguments = {"score": S, **_indices(p)}
+        S = _round(p.score_mod.evaluate(arguments, captured), dtype)
     low = masked_score(p.compute_dtype)
     kept = keep_matrix(p)
     if p.mask_mod is not None:
@@ -281,12 +281,12 @@ def _through_function(
     by each element that is read, is pushed through the graph (`flashsim.functions.derivative` goes
     backward). Then the elements' derivatives are summed by the index they were read at.
     """
-    given = {"score": raw, **_indices(p)}
+    arguments = {"score": raw, **_indices(p)}
     graph = p.score_mod
-    values = graph.values(given, captured)
+    values = graph.values(arguments, captured)
     dS = np.where(dS == 0, 0, dS)
     of_score = pushed(graph, values, {graph.argument("score")})
-    found = {}
+    gradients = {}
     for name in p.score_grads:
         number = [a.name for a in graph.arrays].index(name)
         total = np.zeros(captured[number].shape)
@@ -295,8 +295,8 @@ def _through_function(
             if node.value == number:
                 each = np.where(dS == 0, 0, dS * pushed(graph, values, {n}))
                 add_at(total, (values[a] for a in node.args), np.broadcast_to(each, dS.shape))
-        found[f"d:{name}"] = total
-    return np.where(dS == 0, 0, dS * of_score), found
+        gradients[f"d:{name}"] = total
+    return np.where(dS == 0, 0, dS * of_score), gradients
 
 
 def _per_head(x: np.ndarray, p: Problem) -> np.ndarray:

@@ -114,18 +114,18 @@ class Precision:
     __repr__ = report.short
     _repr_html_ = report.card
 
-    def __new__(cls, *_: Any, **given: Any) -> Precision:
+    def __new__(cls, *_: Any, **options: Any) -> Precision:
         """Raise flashsim's error for an unknown keyword, in place of Python's own."""
-        known = [one.name for one in fields(cls)]
-        for name in given:
+        known = [point.name for point in fields(cls)]
+        for name in options:
             if name not in known:
                 raise UnknownArgumentError(f"Precision has no {name!r}; {choices(name, known)}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for one in fields(self)[:-2]:
-            if (value := getattr(self, one.name)) is not None:
-                object.__setattr__(self, one.name, checks.dtype_name(value))
+        for point in fields(self)[:-2]:
+            if (value := getattr(self, point.name)) is not None:
+                object.__setattr__(self, point.name, checks.dtype_name(value))
         checks.one_of("accumulator", self.accumulator, ACCUMULATORS)
         if self.flush is not None:
             checks.positive_int("flush", self.flush)
@@ -138,7 +138,7 @@ class Precision:
     @property
     def points(self) -> dict[str, str]:
         """The points that are set, and their types."""
-        every = {one.name: getattr(self, one.name) for one in fields(self)[:-2]}
+        every = {point.name: getattr(self, point.name) for point in fields(self)[:-2]}
         return {name: dtype for name, dtype in every.items() if dtype is not None}
 
     def check(self, algorithm: str) -> None:
@@ -161,9 +161,9 @@ class Precision:
         """
         checks.one_of("precision preset", name, PRESETS)
         checks.one_of("dtype", dtype, ("float16", "bfloat16"))
-        given = PRESETS[name][0]
-        types: dict[str, Any] = {n: dtype for n, x in given.points.items() if x == "float16"}
-        return replace(given, **types)
+        precision = PRESETS[name][0]
+        types: dict[str, Any] = {n: dtype for n, x in precision.points.items() if x == "float16"}
+        return replace(precision, **types)
 
 
 #: Every rounding point as the algorithm has it.
@@ -225,14 +225,14 @@ class Roundings(NamedTuple):
         """The roundings of one stage."""
         p, forward = problem, direction == "forward"
         points = precision.points
-        found = _usual(p, forward) | {
+        types = _usual(p, forward) | {
             name: points[point]
             for name, point in (("P", "p"), ("dS", "ds"), ("S", "s"), ("m", "m"))
             if point in points
         }
         operands = {
             name: (dtype, P_FACTOR if name == "P" and dtype in checks.FP8 else 1.0)
-            for name, dtype in found.items()
+            for name, dtype in types.items()
             if dtype != p.compute_dtype
         }
         held = {"O": "o", "l": "l", "dQ": "dq", "dK": "dkv", "dV": "dkv"}

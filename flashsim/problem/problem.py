@@ -322,26 +322,26 @@ class Problem:
                 )
 
     def _check_scales(self) -> str | tuple[int, int] | None:
-        given = self.scales
-        if given is None:
+        scales = self.scales
+        if scales is None:
             return None
         if self.dtype not in checks.FP8:
             raise OptionError(
                 f"scales belong to FP8 inputs, {' or '.join(checks.FP8)}; the dtype is {self.dtype}"
             )
-        if isinstance(given, str):
-            return checks.one_of("scales", given, ("tensor", "head"))
-        if not isinstance(given, (tuple, list)) or len(given) != 2:
+        if isinstance(scales, str):
+            return checks.one_of("scales", scales, ("tensor", "head"))
+        if not isinstance(scales, (tuple, list)) or len(scales) != 2:
             raise OptionError(
                 "scales are 'tensor', 'head' or (query rows, key rows) of a block, got "
-                f"{shown(given)}"
+                f"{shown(scales)}"
             )
         if self.cu_seqlens_q is not None:
             raise UnsupportedError(
                 "blocks of a scale would straddle packed sequences; give scales='head'"
             )
         names = "query rows of a scale", "key rows of a scale"
-        rows, keys = (checks.positive_int(n, x) for n, x in zip(names, given, strict=True))
+        rows, keys = (checks.positive_int(n, x) for n, x in zip(names, scales, strict=True))
         return rows, keys
 
     def _check_block_mask(self) -> None:

@@ -119,18 +119,18 @@ def classify(
         nearest, farthest = k[0] - (q[1] + offset[s]), k[1] - (q[0] + offset[s])
         none = (high == 0) | (farthest < -p.left) | (nearest > p.right)
         whole = (low == 1) & (nearest >= -p.left) & (farthest <= p.right) & (not other)
-        one = (i1 - i0 == 1) & (j1 - j0 == 1)
+        single = (i1 - i0 == 1) & (j1 - j0 == 1)
         ragged = cols[j1 - 1, 1] - cols[j1 - 1, 0] < block_k
         kind = np.where(whole & ~ragged, FULL, MASKED)
-        settled = (whole & (~ragged | one)) & ~none
+        settled = (whole & (~ragged | single)) & ~none
         done.append(np.stack([i0, i1, j0, j1, kind])[:, settled])
         rest = ~none & ~settled
-        last = rest & one
+        last = rest & single
         if last.any():
             done.append(_tiles(problem, box[:, last], rows, cols, block_k, elements, other))
-        box = _divided(box[:, rest & ~one])
-    found = np.concatenate(done, axis=1) if done else np.zeros((5, 0), np.int64)
-    return Boxes(*found)
+        box = _divided(box[:, rest & ~single])
+    boxes = np.concatenate(done, axis=1) if done else np.zeros((5, 0), np.int64)
+    return Boxes(*boxes)
 
 
 def _divided(box: np.ndarray) -> np.ndarray:

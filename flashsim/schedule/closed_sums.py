@@ -115,11 +115,11 @@ class Strip(NamedTuple):
         if not self.tiles:
             return []
         numbers = {0, self._reaching(-self.offset - self.right), self.tiles - 1}
-        found = []
+        extents = []
         for tile in sorted(numbers):
             height, lo, hi = self.visit(tile)
-            found.append((height, self.width(lo, lo + 1) if hi > lo else 0))
-        return found
+            extents.append((height, self.width(lo, lo + 1) if hi > lo else 0))
+        return extents
 
     def _reaching(self, position: int) -> int:
         """The first outer tile that has a row of `position` or later; the last tile at most."""

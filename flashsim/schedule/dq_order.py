@@ -33,9 +33,9 @@ def turns(ptr: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     visited = np.diff(ptr) > 0
     first[visited] = index[ptr[:-1][visited]]
     order = np.argsort(-first, kind="stable").astype(np.int32)
-    place = np.empty(tiles, np.int64)
-    place[order] = np.arange(tiles)
-    by_row = np.lexsort((place[columns], index))
+    rank = np.empty(tiles, np.int64)
+    rank[order] = np.arange(tiles)
+    by_row = np.lexsort((rank[columns], index))
     rows = index[by_row]
     ranks = np.empty(visits, np.int32)
     ranks[by_row] = np.arange(visits) - np.searchsorted(rows, rows)

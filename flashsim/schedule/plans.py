@@ -187,26 +187,26 @@ def _stages(problem: Problem, algorithm: str, direction: str, packed: bool) -> t
     wide = problem.itemsize == problem.compute_itemsize
     listed: tuple[Itinerary, ...] = getattr(dataflow.ALGORITHMS[algorithm], direction)
     if packed:
-        listed = tuple(one._replace(per="group") for one in listed)
-    made = (_stage(problem, one) for one in listed if not (wide and one.converts))
-    return tuple(stage for stage in made if stage.moves)
+        listed = tuple(flow._replace(per="group") for flow in listed)
+    stages = (_stage(problem, flow) for flow in listed if not (wide and flow.converts))
+    return tuple(stage for stage in stages if stage.moves)
 
 
-def _stage(p: Problem, one: Itinerary) -> Stage:
-    parts = one.before, one.visit, one.after
-    before, visit, after = (_moves(p, text, one.outer) for text in parts)
+def _stage(p: Problem, flow: Itinerary) -> Stage:
+    parts = flow.before, flow.visit, flow.after
+    before, visit, after = (_moves(p, text, flow.outer) for text in parts)
     held = [m.tile for m in before if m.holds]
     each = [m.tile._replace(visit=True) for m in visit if m.holds]
-    if one.whole_rows:  # a buffer is as long as the longest row of scores
-        longest = max(s.k_stop - s.k_start for s in p.sequences) if one.per != "bias" else p.n_kv
+    if flow.whole_rows:  # a buffer is as long as the longest row of scores
+        longest = max(s.k_stop - s.k_start for s in p.sequences) if flow.per != "bias" else p.n_kv
         each = [Buffer(tile.name, tile.per_row + tile.per_score * longest) for tile in each]
-    how = one.dense, one.per, one.whole_rows, one.converts, one.parts, one.once
-    return Stage(one.name, one.outer, (*held, *each), *how, before, visit, after)
+    how = flow.dense, flow.per, flow.whole_rows, flow.converts, flow.parts, flow.once
+    return Stage(flow.name, flow.outer, (*held, *each), *how, before, visit, after)
 
 
 def _moves(p: Problem, text: str, outer: Outer) -> tuple[Move, ...]:
     wide = p.itemsize == p.compute_itemsize
-    found = []
+    moves = []
     for part in filter(None, text.split(", ")):
         op, *names = part.split()
         for name in names:
@@ -227,10 +227,10 @@ def _moves(p: Problem, text: str, outer: Outer) -> tuple[Move, ...]:
                 continue
             if wide:
                 tensor = tensor.removesuffix("_acc")
-            found.append(Move(op, tensor, _tile(p, op, tensor, outer)))
+            moves.append(Move(op, tensor, _tile(p, op, tensor, outer)))
             if op == "load" and tensor in INPUTS and p.scales is not None:
-                found.append(Move(op, f"{tensor}_scale", _scale(p, f"{tensor}_scale")))
-    return tuple(found)
+                moves.append(Move(op, f"{tensor}_scale", _scale(p, f"{tensor}_scale")))
+    return tuple(moves)
 
 
 def _scale(p: Problem, name: str) -> Buffer:
@@ -301,7 +301,7 @@ def check_backward(algorithm: str) -> None:
 @lru_cache(maxsize=32)
 def splits_keys(algorithm: str) -> bool:
     """Whether the algorithm can divide the keys of a row tile into parts (see `Split`)."""
-    return any(one.parts for one in dataflow.ALGORITHMS[algorithm].forward)
+    return any(flow.parts for flow in dataflow.ALGORITHMS[algorithm].forward)
 
 
 def heads_of(stage: Stage, problem: Problem) -> tuple[int, int]:

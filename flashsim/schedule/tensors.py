@@ -6,7 +6,8 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from flashsim.functions.graph import SIDES, Graph
+from flashsim.functions.graph import Graph
+from flashsim.functions.operations import SIDES
 from flashsim.problem.problem import Problem, numpy_dtype
 
 ROW, COL, TILE = range(3)  # a tensor is cut into row tiles, column tiles or score tiles
@@ -96,6 +97,27 @@ def captured(problem: Problem, name: str, outer: str) -> dict[str, int]:
         return {}
     sides = ("fixed", "row") if own else ("col", "score") if outer == "queries" else SIDES
     return {side: graph.widths[side] for side in sides if graph.widths[side]}
+
+
+def title(problem: Problem, name: str, direction: str) -> str:
+    """A tensor's name in tables: for captured arrays, the reader's own variables before the role.
+
+    The role is the name that `bytes(tensor=...)` takes: "slopes (F_own)".
+    """
+    if name not in (*CAPTURED, "dF"):
+        return name
+    graph = problem.score_mod if name == "dF" else function_of(problem, name)
+    if graph is None:
+        return name
+    if name == "dF":
+        read = [f"d{a.name}" for a in graph.arrays if a.name in problem.score_grads]
+    else:
+        # A backward pass has a KV-outer loop, which reads all of them at each visit.
+        sides = ("fixed", "row") if name.endswith("_own") else ("col", "score")
+        sides = SIDES if direction == "backward" and not name.endswith("_own") else sides
+        at = {graph.nodes[n].value for n in graph.loads if graph.side(n) in sides}
+        read = [a.name for n, a in enumerate(graph.arrays) if n in at]
+    return f"{', '.join(read)} ({name})" if read else name
 
 
 def reduced(problem: Problem) -> int:

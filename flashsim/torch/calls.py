@@ -101,6 +101,7 @@ class AttentionCall:
             window=p.window,
             bias=p.bias,
             mask=p.mask,
+            sinks=p.sinks,
             softcap=self.softcap,
             scale=self.scale,  # type: ignore[arg-type]  # None is 1 / sqrt(head_dim)
         )
@@ -139,14 +140,15 @@ class AttentionCall:
         OptionError
             If this machine's memory is too small for the tensors.
         UnsupportedError
-            For a call with a bias, because the bias's values are not kept.
+            For a call with a bias or sinks, because their values are not kept.
         """
         p = self.problem
-        if p.bias is not None:
-            raise UnsupportedError(
-                f"{self!r} adds a bias, whose numbers are not kept; run it with flashsim.run("
-                "q, k, v, bias=...)"
-            )
+        for name, given in (("bias", p.bias is not None), ("sinks", p.sinks)):
+            if given:
+                raise UnsupportedError(
+                    f"{self!r} has {name}, whose numbers are not kept; run it with flashsim.run("
+                    f"q, k, v, {name}=...)"
+                )
         q, k, v = self._random(seed) if self.inputs is None else map(_numpy, self.inputs)
         for name in ("causal", "window", "softcap", "scale", "mask"):
             options.setdefault(name, getattr(p, name))

@@ -261,7 +261,7 @@ class _Attend(torch.autograd.Function):
             dq, dk, dv = ctx.call.backward(q, k, v, out, lse, dout, dlse)
         else:  # also for a second derivative, which the operator refuses
             given = dout, out, lse, dlse, q, k, v, None, None, None
-            dq, dk, dv, _ = ops.pulled_back(*given, **ctx.call.question)
+            dq, dk, dv, *_ = ops.pulled_back(*given, **ctx.call.question)
         return dq, dk, dv, None, None
 
 
@@ -358,7 +358,7 @@ def _pull_back(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
         backward = torch.ops.flashsim.attend_backward.default
         return (*backward(dout, out, lse, q, k, v, *ctx.asked), None, None, None)
     asked = dict(zip(NAMES, spoken(*ctx.asked), strict=True))
-    dq, dk, dv, _ = ops.pulled_back(dout, out, lse, dlse, q, k, v, None, None, None, **asked)
+    dq, dk, dv, *_ = ops.pulled_back(dout, out, lse, dlse, q, k, v, None, None, None, **asked)
     return dq, dk, dv, None, None, None
 
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from flashsim.api import execution
-from flashsim.errors import DTypeError, MaskError, OptionError, ShapeError, shown
+from flashsim.errors import MaskError, OptionError, ShapeError, shown
 from flashsim.functions.mask import MaskFunction
 from flashsim.functions.tracing import Traced, trace_mask, trace_score
 from flashsim.problem.problem import Problem
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
 from flashsim.torch import ops
-from flashsim.torch.functional import default_backend, taken
+from flashsim.torch.functional import check_sinks, default_backend, taken
 
 
 @torch.compiler.disable
@@ -75,8 +75,8 @@ def flex_attention(
     batch = query.shape[0]
     if key.shape[0] == 1 < batch:  # torch broadcasts a batch of 1
         key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
-    if sinks is not None and not isinstance(sinks, Tensor):
-        raise DTypeError(f"sinks must be a torch.Tensor, got {shown(sinks)}")
+    if sinks is not None:
+        check_sinks(sinks, query)
     score = None if score_mod is None else trace_score(score_mod)
     mask = None if block_mask is None else _mask(block_mask, query, key)
     wanted = []

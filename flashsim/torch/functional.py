@@ -28,6 +28,7 @@ def attention(
     softcap: float = 0.0,
     scale: float | None = None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     cu_seqlens_q: Tensor | Sequence[int] | None = None,
     cu_seqlens_k: Tensor | Sequence[int] | None = None,
     algorithm: str = "flash2",
@@ -40,8 +41,8 @@ def attention(
 
     It works under autograd, ``torch.compile(fullgraph=True)``, ``torch.func.grad`` and ``vmap``
     (the mapped axis becomes part of the batch), and on the meta device. Autocast casts q, k, v and
-    bias, as it does for torch's own attention. Besides q, k, v, bias and out, the backward pass
-    needs only the LSE, one number per row.
+    bias, as it does for torch's own attention. Besides its inputs and out, the backward pass needs
+    only the LSE, one number per row.
 
     Parameters
     ----------
@@ -49,9 +50,10 @@ def attention(
     k, v : Tensor, (batch, kv_heads, n_kv, head_dim) and (batch, kv_heads, n_kv, head_dim_v)
         `heads` must be a multiple of `kv_heads`. On the CPU float64, float32, float16 or bfloat16;
         on a GPU not float64.
-    causal, window, softcap, scale, bias
+    causal, window, softcap, scale, bias, sinks
         As in `flashsim.run`. `causal` is bottom-right aligned, so a single query sees the whole KV
-        cache. The bias has a gradient (CPU only).
+        cache. The bias and the sinks, (heads,), have gradients. On a GPU packed sequences take no
+        bias.
     cu_seqlens_q, cu_seqlens_k : Tensor or sequence of int, optional
         As in `flashsim.Problem`. They are read on the host. On a GPU, pass a sequence or a CPU
         tensor: it saves a synchronisation, and CUDA graphs need it.
@@ -72,12 +74,11 @@ def attention(
     Raises
     ------
     FlashSimError
-        For arguments that flashsim does not support; also for a bias on a GPU, because the GPU
-        kernels take none.
+        For arguments that flashsim does not support.
     """
     if unknown:
         reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
-    plain, key = bias is None and cu_seqlens_q is None and cu_seqlens_k is None, ()
+    plain, key = bias is sinks is cu_seqlens_q is cu_seqlens_k is None, ()
     if plain and not torch.compiler.is_compiling():
         if torch._C._is_any_autocast_enabled():
             q, k, v = map(_autocast, taken(q=q, k=k, v=v))
@@ -92,12 +93,8 @@ def attention(
             f"flashsim.torch.attention runs {' and '.join(ALGORITHMS)}, not {algorithm!r}; "
             "flashsim.run simulates every algorithm"
         )
-    if bias is not None and q.is_cuda:
-        raise UnsupportedError(
-            "flashsim's GPU kernels take no bias, nor a mask that becomes one; say it with causal, "
-            "window, softcap or cu_seqlens, move the tensors to the CPU (q.cpu()), or call torch's "
-            "scaled_dot_product_attention(attn_mask=bias)"
-        )
+    if sinks is not None:
+        check_sinks(sinks, q)
     backend = default_backend(q) if backend is None else backend_name(backend)
     if not torch.compiler.is_compiling():  # then numbers are symbols, and the engine looks
         causal = checks.flag("causal", causal)
@@ -120,6 +117,7 @@ def attention(
         _expand(given[0]) if given else None,
         _offsets("cu_seqlens_q", cu_seqlens_q),
         _offsets("cu_seqlens_k", cu_seqlens_k),
+        sinks,
         **dict(zip(direct.NAMES, question, strict=True)),
     )
     out, lse = (x.reshape(x.shape[4 - q.ndim :]) for x in (out, lse))
@@ -162,6 +160,20 @@ def taken(**tensors: Any) -> list[Tensor]:
         found = ", ".join(f"{name} on {x.device}" for name, x in tensors.items())
         raise DTypeError(f"{', '.join(tensors)} must be on one device, got {found}")
     return [_autocast(x) for x in tensors.values()]
+
+
+def check_sinks(sinks: Any, q: Tensor) -> None:
+    """Raise unless sinks are one number per query head, on the device of q."""
+    if not isinstance(sinks, Tensor):
+        raise DTypeError(f"sinks must be a torch.Tensor, got {shown(sinks)}")
+    if sinks.device != q.device:
+        raise DTypeError(f"sinks must be on q's device {q.device}, got {sinks.device}")
+    heads = q.shape[-3] if q.ndim > 2 else 1
+    if tuple(sinks.shape) != (heads,) or not sinks.is_floating_point():
+        raise ShapeError(
+            f"sinks must be one number per query head, ({heads},), got {name_of(sinks.dtype)} "
+            f"{tuple(sinks.shape)}"
+        )
 
 
 def _autocast(x: Tensor) -> Tensor:

@@ -90,7 +90,8 @@ class Band:
         True for tokens that are not padding; None: all are. Rows of padding get zeros.
     starts, stops : Tensor of int32, (batch,), or None
         Where each sequence's keys begin and end, if there are few queries, none of them padding:
-        then `flashsim.torch.decode` takes these instead of `keys`, and packs nothing.
+        then `flashsim.torch.decode` takes these instead of `keys`, and packs nothing. Of a static
+        cache these alone may be given.
     whole : function without arguments, optional
         Returns the same mask as a boolean tensor, for a model that reshapes or slices its mask.
     """
@@ -347,10 +348,11 @@ def attend(
     Raises
     ------
     UnsupportedError
-        For dropout, attention sinks, a paged cache, keys or blocks of keys that an indexer chose,
-        or a request for the probabilities.
+        For dropout, a paged cache, keys or blocks of keys that an indexer chose, or a request for
+        the probabilities.
     """
     refuse(dropout, rest)
+    sinks = next((rest[name] for name in ("s_aux", "sinks") if rest.get(name) is not None), None)
     if isinstance(attention_mask, Band):
         band, added = attention_mask, None
     elif attention_mask is None:  # as in continuous batching
@@ -362,11 +364,15 @@ def attend(
     if position_bias is not None:
         bias = _added(position_bias, query)
         added = bias if added is None else added + bias
+    decodes = added is None and sinks is None and not _wants_gradient(query, key, value)
+    if band.stops is not None and band.keys is None and not decodes:
+        band = replace(band, keys=_between(band, key.shape[2]))
     options: dict[str, Any] = {
         "causal": band.causal,
         "window": band.window,
         "scale": scaling,
         "softcap": softcap or 0.0,
+        "sinks": sinks,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     patterned = isinstance(attention_mask, Tensor) or band.keys is not None
@@ -378,7 +384,7 @@ def attend(
     if added is not None:
         full = (*added.shape[:2], query.shape[2], key.shape[2])
         options["bias"] = added.to(query.dtype).expand(full).contiguous()
-    elif band.stops is not None and not _wants_gradient(query, key, value):
+    elif band.stops is not None and decodes:
         return _decoded(query, key, value, band, options), None
     elif band.keys is not None:
         return _without_padding(query, key, value, band, options), None
@@ -438,6 +444,14 @@ def _wants_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
+def _between(band: Band, n_kv: int) -> Tensor:
+    """Return which keys lie between a band's starts and its stops, (batch, n_kv)."""
+    assert band.starts is not None
+    assert band.stops is not None
+    at = torch.arange(n_kv, device=band.starts.device)
+    return (at >= band.starts[:, None]) & (at < band.stops[:, None])
+
+
 def _decoded(
     query: Tensor, key: Tensor, value: Tensor, band: Band, options: dict[str, Any]
 ) -> Tensor:
@@ -492,8 +506,6 @@ def refuse(dropout: float, rest: dict[str, Any]) -> None:
             "dropout to 0, or call model.eval()"
         )
     for name, what in (
-        ("s_aux", "attention sinks"),
-        ("sinks", "attention sinks"),
         ("indices", "only those keys that an indexer chose"),
         ("block_indices", "only those blocks of keys that an indexer chose"),
         ("cache", "a paged cache"),

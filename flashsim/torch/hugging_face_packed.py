@@ -32,7 +32,8 @@ def attend(
     if isinstance(of_k, dict):
         of_k = of_k["full_attention" if options["window"] is None else "sliding_attention"]
     tokens = query.shape[2]
-    if offsets.get("max_seqlen_q") == 1 and len(of_k) > tokens and not torch.is_grad_enabled():
+    one_each = offsets.get("max_seqlen_q") == 1 and len(of_k) > tokens
+    if one_each and options["sinks"] is None and not torch.is_grad_enabled():
         starts, stops = of_k[:tokens].int(), of_k[1 : tokens + 1].int()
         out = decode(
             *(query[0].transpose(0, 1)[:, :, None], key, value),

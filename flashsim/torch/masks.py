@@ -20,7 +20,7 @@ class Pattern:
 
     Attributes
     ----------
-    causal, window, bias, mask
+    causal, window, bias, mask, sinks
         As in `Problem`.
     note : str
         What the count does not reproduce exactly; "" if nothing.
@@ -32,6 +32,7 @@ class Pattern:
     window: tuple[int, int] | None = None
     bias: tuple[int, int] | None = None
     mask: Callable[..., Any] | None = None
+    sinks: bool = False
     note: str = ""
     known: bool = True
 
@@ -45,6 +46,8 @@ class Pattern:
             words.append("causal from the top left")
         if self.bias is not None:
             words.append("bias")
+        if self.sinks:
+            words.append("sinks")
         return ", ".join(words) or ("dense, see note" if self.note else "dense")
 
 

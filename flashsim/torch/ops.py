@@ -18,7 +18,10 @@ from torch import Tensor
 from flashsim.api import execution, inputs
 from flashsim.errors import UnsupportedError
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor? sinks=None"
+)
 _QUESTION = (
     "bool causal, int window_left, int window_right, float softcap, float? scale, str algorithm, "
     "bool? deterministic, str backend"
@@ -37,6 +40,7 @@ def forward(
     bias: Tensor | None,
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
+    sinks: Tensor | None = None,
     *,
     deterministic: bool | None,
     **question: Any,
@@ -44,9 +48,7 @@ def forward(
     """Run `flashsim.run`; return out (batch, heads, n_q, head_dim_v), lse (batch, heads, n_q)."""
     result = execution.run(
         *map(readable, (q, k, v)),
-        bias=None if bias is None else readable(bias),
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
+        **_given(bias, cu_seqlens_q, cu_seqlens_k, sinks),
         **keywords(**question),
     )
     return result.out, result.lse
@@ -57,7 +59,7 @@ def forward(
     mutates_args=(),
     schema=(
         f"(Tensor dout, Tensor out, Tensor lse, Tensor? dlse, {_INPUTS}, *, {_QUESTION}) "
-        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
+        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
     ),
 )
 def backward(
@@ -71,22 +73,31 @@ def backward(
     bias: Tensor | None,
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
+    sinks: Tensor | None = None,
     *,
     deterministic: bool | None,
     **question: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run `flashsim.backward`; dbias has no elements if there is no bias."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Run `flashsim.backward`; dbias and dsinks have no elements without a bias and sinks."""
     gradients = execution.backward(
         *map(readable, (q, k, v, out, lse, dout)),
         dlse=None if dlse is None else readable(dlse),
-        bias=None if bias is None else readable(bias),
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
         deterministic=deterministic,
+        **_given(bias, cu_seqlens_q, cu_seqlens_k, sinks),
         **keywords(**question),
     )
     dbias = q.new_empty(0) if bias is None else gradients.dbias
-    return gradients.dq, gradients.dk, gradients.dv, dbias
+    dsinks = q.new_empty(0) if sinks is None else gradients.dsinks.to(sinks.dtype)
+    return gradients.dq, gradients.dk, gradients.dv, dbias, dsinks
+
+
+def _given(bias: Tensor | None, of_q: Any, of_k: Any, sinks: Tensor | None) -> dict[str, Any]:
+    """Return the keywords of `flashsim.run` for the operator's other tensors."""
+    return {
+        **{"cu_seqlens_q": of_q, "cu_seqlens_k": of_k},
+        "bias": None if bias is None else readable(bias),
+        "sinks": None if sinks is None else readable(sinks),
+    }
 
 
 def keywords(*, window_left: int, window_right: int, **question: Any) -> dict[str, Any]:
@@ -115,6 +126,7 @@ def forward_shapes(
     bias: Tensor | None,
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
+    sinks: Tensor | None = None,
     *,
     algorithm: str,
     deterministic: bool | None,
@@ -146,12 +158,14 @@ def backward_shapes(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
-    *_: Any,
-    **__: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    sinks: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return empty tensors shaped like the gradients."""
-    dbias = q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
+    more = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (bias, sinks))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *more
 
 
 # -- gradient -------------------------------------------------------------------------------------
@@ -170,8 +184,9 @@ def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     if dout is None and dlse is None:
         return (None,) * len(inputs)
     dout = torch.zeros_like(out) if dout is None else dout
-    *gradients, dbias = pulled_back(dout, out, lse, dlse, *inputs, **ctx.question)
-    return (*gradients, None if inputs[3] is None else dbias, None, None)
+    *gradients, dbias, dsinks = pulled_back(dout, out, lse, dlse, *inputs, **ctx.question)
+    given = zip((dbias, None, None, dsinks), inputs[3:], strict=True)
+    return (*gradients, *(None if x is None else g for g, x in given))
 
 
 def no_second(ctx: Any, *_: Any) -> NoReturn:
@@ -273,14 +288,19 @@ def forward_folded(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
-    *offsets: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    sinks: Tensor | None = None,
     **question: Any,
 ) -> Any:
     """Run `function` (`forward` or `differentiable`) under torch.vmap.
 
-    The mapped axis becomes part of the batch.
+    The mapped axis becomes part of the batch. With sinks, which all of a batch share, the mapped
+    entries run one after the other.
     """
-    _refuse_packed(offsets)
+    _refuse_packed(cu_seqlens_q, cu_seqlens_k)
+    if sinks is not None:
+        return _one_by_one(function, info, dims, q, k, v, bias, None, None, sinks, **question)
     size = info.batch_size
     q, k, v = (_fold(x, dim, size) for x, dim in zip((q, k, v), dims, strict=False))
     if bias is not None:
@@ -298,9 +318,12 @@ def backward_folded(
 ) -> Any:
     """Run `function` (`backward` or `pulled_back`) under torch.vmap.
 
-    The mapped axis becomes part of the batch. Each mapped entry gets its own bias gradient.
+    The mapped axis becomes part of the batch, as in `forward_folded`. Each mapped entry gets its
+    own bias gradient.
     """
-    _refuse_packed(tensors[8:])
+    _refuse_packed(*tensors[8:10])
+    if any(x is not None for x in tensors[10:]):
+        return _one_by_one(function, info, dims, *tensors, **question)
     size, bias, of_bias = info.batch_size, tensors[7], dims[7]
     folded: list[Any] = [
         None if x is None else _fold(x, dim, size)
@@ -310,12 +333,13 @@ def backward_folded(
     if bias is not None:
         shared = bias.shape[0 if of_bias is None else 1 if of_bias == 0 else 0] == 1
         bias = _fold_bias(bias, of_bias, size, len(folded[0]) // size)
-    *gradients, dbias = function(*folded, bias, None, None, **question)
+    *gradients, dbias, dsinks = function(*folded, bias, None, None, **question)
     unfolded = [_unfold(x, size) for x in gradients]
     if bias is None:
-        return (*unfolded, dbias), (0, 0, 0, None)
+        return (*unfolded, dbias, dsinks), (0, 0, 0, None, None)
     dbias = _unfold(dbias, size)
-    return (*unfolded, dbias.sum(1, keepdim=True) if shared else dbias), (0, 0, 0, 0)
+    dbias = dbias.sum(1, keepdim=True) if shared else dbias
+    return (*unfolded, dbias, dsinks), (0, 0, 0, 0, None)
 
 
 forward.register_vmap(partial(forward_folded, forward))
@@ -334,11 +358,26 @@ def _fold_bias(bias: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
     return bias.expand(size, batch, *bias.shape[2:]).flatten(0, 1)
 
 
+def _one_by_one(
+    function: Callable[..., Any], info: Any, dims: Any, *tensors: Any, **question: Any
+) -> Any:
+    """Run `function` for each mapped entry, and stack its results."""
+
+    def entry(n: int) -> list[Tensor | None]:
+        axes = (*dims, *(None,) * len(tensors))  # dims may be of more or of fewer arguments
+        pairs = zip(tensors, axes, strict=False)
+        return [x if axis is None else x.select(axis, n) for x, axis in pairs]
+
+    found = [function(*entry(n), **question) for n in range(info.batch_size)]
+    stacked = tuple(map(torch.stack, zip(*found, strict=True)))
+    return stacked, (0,) * len(stacked)
+
+
 def _unfold(x: Tensor, size: int) -> Tensor:
     return x.unflatten(0, (size, len(x) // size))
 
 
-def _refuse_packed(offsets: Any) -> None:
+def _refuse_packed(*offsets: Any) -> None:
     if any(x is not None for x in offsets):
         raise UnsupportedError(
             "torch.vmap maps no packed sequences: cu_seqlens packs a batch into one sequence "

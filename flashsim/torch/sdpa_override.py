@@ -3,8 +3,9 @@
 torch keeps a registry of flash-attention implementations, and `install` adds "flashsim" to it.
 After ``torch.nn.attention.activate_flash_attention_impl("flashsim")``,
 ``scaled_dot_product_attention`` runs flashsim wherever torch chooses its flash attention, on the
-CPU and on CUDA, until ``restore_flash_attention_impl()``. Dropout raises an error, because the
-kernels lack it.
+CPU and on CUDA, until ``restore_flash_attention_impl()``. torch's flash attention on CUDA takes no
+`attn_mask`: there flashsim also stands in for the other fused kernels, for calls with a mask.
+Dropout raises an error, because the kernels lack it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.library import Library
 
 from flashsim.api import execution
 from flashsim.errors import BackendUnavailable, UnsupportedError
+from flashsim.functions import causal as top_left
 from flashsim.torch.functional import default_backend
 
 NAME = "flashsim"
@@ -68,6 +70,8 @@ class _Activated:
 
     def __init__(self) -> None:
         self.libraries = [_replace("CPU", _CPU), _replace("CUDA", _CUDA)]
+        if torch.cuda.is_available():
+            self.libraries.append(_replace("CUDA", _masked_on_cuda(), with_keyset=True))
 
     def remove(self) -> None:
         """Restore torch's own attention."""
@@ -78,12 +82,12 @@ def _activate() -> _Activated:
     return _Activated()
 
 
-def _replace(device: str, functions: dict[str, Any]) -> Library:
+def _replace(device: str, functions: dict[str, Any], **how: Any) -> Library:
     library = Library("aten", "IMPL", device)
     with warnings.catch_warnings():  # to override is what was asked for
         warnings.filterwarnings("ignore", message=".*[Oo]verrid")
         for name, function in functions.items():
-            library.impl(name, torch.compiler.disable(function), device)
+            library.impl(name, torch.compiler.disable(function), device, **how)
     return library
 
 
@@ -97,38 +101,49 @@ def _of_a_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-# -- the CPU --------------------------------------------------------------------------------------
+# -- with a mask ----------------------------------------------------------------------------------
 
 
-def _top_left(q_index: Any, k_index: Any) -> Any:
-    """torch's causal mask for unequal numbers of queries and keys: aligned at the top left."""
-    return k_index <= q_index
-
-
-def _cpu_question(
-    q: Tensor, k: Tensor, dropout: float, causal: bool, mask: Tensor | None, scale: float | None
+def _masked_question(
+    q: Tensor,
+    k: Tensor,
+    dropout: float,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
+    *,
+    narrow: bool = True,
 ) -> dict[str, Any]:
-    """Translate a torch call into keywords of `flashsim.run`."""
+    """Translate a torch call into keywords of `flashsim.run`.
+
+    torch's causal mask is aligned at the top left, for unequal numbers of queries and keys as well.
+    """
     _refuse_dropout(dropout)
     square = q.shape[2] == k.shape[2]
     return {
         "causal": causal and square,
-        "mask": _top_left if causal and not square else None,
-        "bias": None if mask is None else _as_bias(mask, q, k),
+        "mask_mod": top_left() if causal and not square else None,
+        "bias": None if mask is None else _as_bias(mask, q, k, narrow=narrow),
         "scale": scale,
         "backend": default_backend(q),
     }
 
 
-def _as_bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Turn a mask that broadcasts to the scores into a bias: False becomes minus infinity."""
+def _as_bias(mask: Tensor, q: Tensor, k: Tensor, *, narrow: bool) -> Tensor:
+    """Turn a mask that broadcasts to the scores into a bias: False becomes minus infinity.
+
+    With `narrow`, a mask that was broadcast over the batch or the heads is taken once for all.
+    """
     if mask.dtype == torch.bool:
-        mask = torch.zeros((), dtype=q.dtype).masked_fill(~mask, float("-inf"))
+        zero = torch.zeros((), dtype=q.dtype, device=q.device)
+        mask = zero.masked_fill(~mask, float("-inf"))
     mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape)).to(q.dtype)
+    for axis in (0, 1) if narrow else ():
+        mask = mask.narrow(axis, 0, 1) if mask.stride(axis) == 0 and mask.numel() else mask
     return mask.expand(*mask.shape[:2], q.shape[2], k.shape[2]).contiguous()
 
 
-def _cpu_forward(
+def _masked_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -140,13 +155,13 @@ def _cpu_forward(
 ) -> tuple[Tensor, Tensor]:
     """Replace ``_scaled_dot_product_flash_attention_for_cpu``, in the same memory layouts."""
     q, k, v = _dense(query, key, value)
-    question = _cpu_question(q, k, dropout_p, is_causal, attn_mask, scale)
+    question = _masked_question(q, k, dropout_p, is_causal, attn_mask, scale)
     result = execution.run(q, k, v, **question)
-    return _laid_out(result.out, query), result.lse.transpose(1, 2).contiguous().transpose(1, 2)
+    return _laid_out(result.out, query), _by_token(result.lse)
 
 
 @_of_a_gradient
-def _cpu_backward(
+def _masked_backward(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -160,10 +175,28 @@ def _cpu_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     """Replace ``_scaled_dot_product_flash_attention_for_cpu_backward``."""
-    q, k, v, out, lse, dout = _dense(query, key, value, out, logsumexp, grad_out)
-    question = _cpu_question(q, k, dropout_p, is_causal, attn_mask, scale)
-    gradients = execution.backward(q, k, v, out, lse, dout, **question)
+    gradients = _masked_gradients(
+        (query, key, value, out, logsumexp, grad_out),
+        *(dropout_p, is_causal, attn_mask, scale),
+        of_mask=False,
+    )
     return tuple(map(_by_token, (gradients.dq, gradients.dk, gradients.dv)))
+
+
+def _masked_gradients(
+    tensors: tuple[Tensor, ...],
+    dropout: float,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
+    *,
+    of_mask: bool,
+) -> Any:
+    """Return the gradients; `tensors` are q, k, v, out, LSE and the gradient of out."""
+    q, k, v, out, lse, dout = _dense(*tensors)
+    question = _masked_question(q, k, dropout, causal, mask, scale, narrow=not of_mask)
+    deterministic = torch.are_deterministic_algorithms_enabled() if q.is_cuda else None
+    return execution.backward(q, k, v, out, lse, dout, deterministic=deterministic, **question)
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:
@@ -182,8 +215,8 @@ def _by_token(x: Tensor) -> Tensor:
 
 
 _CPU = {
-    "_scaled_dot_product_flash_attention_for_cpu": _cpu_forward,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_backward,
+    "_scaled_dot_product_flash_attention_for_cpu": _masked_forward,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _masked_backward,
 }
 
 # -- CUDA -----------------------------------------------------------------------------------------
@@ -354,3 +387,135 @@ _CUDA = {
     "_scaled_dot_product_flash_attention": _sdpa_forward,
     "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
 }
+
+# -- CUDA, with a mask: the kernels that torch chooses there ---------------------------------------
+
+
+def _efficient_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Replace ``_scaled_dot_product_efficient_attention``; its LSE is padded to 32 rows."""
+    out, lse = _masked_forward(
+        *(query, key, value, dropout_p, is_causal), attn_mask=attn_bias, scale=scale
+    )
+    rows = -lse.shape[-1] % 32
+    lse = torch.nn.functional.pad(lse, (0, rows)) if compute_log_sumexp else lse[..., :0]
+    state, offset, _ = _no_dropout(query)
+    return _by_token(out), lse.contiguous(), state[0].long(), offset.long()
+
+
+@_of_a_gradient
+def _efficient_backward(
+    grad_out_: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    dropout_p: float,
+    grad_input_mask: list[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Replace ``_scaled_dot_product_efficient_attention_backward``; the mask may get a gradient."""
+    lse = logsumexp[..., : query.shape[2]].contiguous()
+    found = _masked_gradients(
+        (query, key, value, out, lse, grad_out_),
+        *(dropout_p, is_causal, attn_bias, scale),
+        of_mask=grad_input_mask[3],
+    )
+    of_mask = found.dbias if grad_input_mask[3] else None
+    return (*map(_by_token, (found.dq, found.dk, found.dv)), of_mask)
+
+
+def _cudnn_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """Replace ``_scaled_dot_product_cudnn_attention``."""
+    out, lse = _masked_forward(
+        *(query, key, value, dropout_p, is_causal), attn_mask=attn_bias, scale=scale
+    )
+    state, offset, _ = _no_dropout(query)
+    ends = None, None, query.shape[2], key.shape[2]
+    return out, lse.contiguous()[..., None], *ends, state[0].long(), offset.long(), None
+
+
+@_of_a_gradient
+def _cudnn_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    attn_bias: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Replace ``_scaled_dot_product_cudnn_attention_backward``."""
+    found = _masked_gradients(
+        (query, key, value, out, logsumexp[..., 0], grad_out),
+        *(dropout_p, is_causal, attn_bias, scale),
+        of_mask=False,
+    )
+    pairs = zip((found.dq, found.dk, found.dv), (query, key, value), strict=True)
+    return tuple(_laid_out(x, like) for x, like in pairs)
+
+
+#: Replacements, and which of their arguments is the mask.
+_MASKED_ON_CUDA = {
+    "_scaled_dot_product_efficient_attention": (_efficient_forward, 3),
+    "_scaled_dot_product_efficient_attention_backward": (_efficient_backward, 4),
+    "_scaled_dot_product_cudnn_attention": (_cudnn_forward, 3),
+    "_scaled_dot_product_cudnn_attention_backward": (_cudnn_backward, 8),
+}
+
+
+def _masked_on_cuda() -> dict[str, Any]:
+    """Return the replacements; they run torch's own kernel for a call without a mask."""
+    kernel = torch.library.get_kernel
+    return {
+        name: _if_masked(function, at, kernel(f"aten::{name}", "CUDA"))
+        for name, (function, at) in _MASKED_ON_CUDA.items()
+    }
+
+
+def _if_masked(function: Callable[..., Any], at: int, own: Any) -> Callable[..., Any]:
+    """Return `function`, or `own` for calls whose argument number `at`, the mask, is None."""
+
+    @wraps(function)
+    def chosen(keyset: Any, *args: Any, **options: Any) -> Any:
+        if args[at] is None:
+            return own.call_boxed(keyset, *args, **options)
+        return function(*args, **options)
+
+    return chosen

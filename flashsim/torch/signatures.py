@@ -202,6 +202,7 @@ def _ours(a: Arguments) -> AttentionCall:
             causal=causal,
             window=_window(a["window_left"], a["window_right"], causal),
             bias=None if bias is None else tuple(bias.shape[:2]),
+            sinks=a.get("sinks") is not None,
         ),
         scale=a["scale"],
         softcap=a["softcap"],
@@ -365,16 +366,14 @@ def layer(
         lead = added(rest["position_bias"], batch, heads)
         batches, of_heads = (max(pair) for pair in zip(lead, pattern.bias or lead, strict=True))
         pattern = replace(pattern, bias=(batches, of_heads))
-    notes = []
     if rest.get("s_aux") is not None:
-        notes.append("attention sinks: not counted")
+        pattern = replace(pattern, sinks=True)
     return AttentionCall(
         *("", f"transformers, {name}", sizes, dtype_of(query), device_of(query)),
         pattern=pattern,
         scale=scaling,
         softcap=softcap or 0.0,
         dropout=dropout,
-        notes=notes,
     )
 
 

@@ -47,12 +47,12 @@ class Archive:
             version = np.lib.format.read_magic(member)
             if version != (1, 0):  # what NumPy writes for our types
                 raise ValueError(f"{name} has version {version} of NumPy's format")
-            shape, fortran, found = np.lib.format.read_array_header_1_0(member)
-            if found != dtype or fortran:
-                raise ValueError(f"{name} has dtype {found}, not {dtype}, or Fortran's order")
+            shape, fortran, stored_type = np.lib.format.read_array_header_1_0(member)
+            if stored_type != dtype or fortran:
+                raise ValueError(f"{name} has dtype {stored_type}, not {dtype}, or Fortran's order")
             if len(shape) != ndim or min(shape) < 0:
                 raise ValueError(f"{name} has shape {shape}, not {ndim} axes")
-            size = member.tell() + math.prod(shape) * found.itemsize
+            size = member.tell() + math.prod(shape) * stored_type.itemsize
         if self._infos[name].file_size != size:
             raise ValueError(f"{name} has {self._infos[name].file_size} B, its header says {size}")
         return shape
@@ -69,9 +69,9 @@ class Archive:
         `check` gets the array part by part as it is read, and may raise or change the part. So a
         large array that is wrong from its beginning costs no more than its first part.
         """
-        found = self.shape(name, dtype, len(shape))
-        if found != tuple(shape):
-            raise ValueError(f"{name} has shape {found}, not {tuple(shape)}")
+        stored_shape = self.shape(name, dtype, len(shape))
+        if stored_shape != tuple(shape):
+            raise ValueError(f"{name} has shape {stored_shape}, not {tuple(shape)}")
         array = np.empty(shape, dtype)  # takes memory only where it is written
         raw = memoryview(array.reshape(-1).view(np.uint8).data)
         rows = max(1, _PART_BYTES // (array[:1].nbytes or 1))

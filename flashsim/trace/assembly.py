@@ -21,7 +21,7 @@ _COMPUTE: Event = (COMPUTE, 0, -1)
 
 
 def assemble(
-    stage: Stage, schedule: Schedule, steps: np.ndarray, visits: np.ndarray, made: np.ndarray
+    stage: Stage, schedule: Schedule, steps: np.ndarray, visits: np.ndarray, executed: np.ndarray
 ) -> StageTrace:
     """The events of one stage that visits score tiles.
 
@@ -31,7 +31,7 @@ def assemble(
         Bytes of each move before and after the visits, for each outer tile.
     visits : int64 (members, n, moves)
         Bytes of each move of a visit, for each member of a group and each visit of the schedule.
-    made : bool (members, n)
+    executed : bool (members, n)
         True for visits that were executed.
     """
     by_row = stage.outer == "queries"
@@ -46,7 +46,7 @@ def assemble(
     end = [*after, *freed, _COMPUTE] if stage.converts else [*after, _COMPUTE, *freed]
     visit = [*_events(stage.visit), _COMPUTE, *_frees(stage.visit)] if stage.visit else []
 
-    members, at = np.nonzero(made)
+    members, at = np.nonzero(executed)
     walk = np.lexsort((at, members, rank[owner[at]]))  # step by step, member by member
     members, at = members[walk], at[walk]
     step = rank[owner[at]]
@@ -59,9 +59,9 @@ def assemble(
     _put(table, start, begin, where, steps[order])
     _put(table, start + len(begin) + count * len(visit), end, where, steps[order])
     nth = np.arange(len(at)) - (np.cumsum(count) - count)[step]
-    place = (owner[at], inner[at]) if by_row else (inner[at], owner[at])
+    tiles = (owner[at], inner[at]) if by_row else (inner[at], owner[at])
     first = start[step] + len(begin) + nth * len(visit)
-    _put(table, first, visit, (members, *place, at), visits[members, at])
+    _put(table, first, visit, (members, *tiles, at), visits[members, at])
     full = np.flatnonzero((schedule.row_csr if by_row else schedule.col_csr)[2][at] == FULL)
     for k, move in enumerate(stage.visit):
         if move.for_masked:  # the buffer of a FULL tile stays unused
@@ -115,9 +115,9 @@ def _frees(moves: tuple[Move, ...]) -> list[Event]:
 
 def _put(table, at, events, where, sizes) -> None:
     """Write the same sequence of events at each of the positions `at`."""
-    place = np.stack(where, axis=1)
+    columns = np.stack(where, axis=1)
     for k, (op, tensor, column) in enumerate(events):
         table[at + k, :2] = op, tensor
-        table[at + k, 2:6] = place
+        table[at + k, 2:6] = columns
         if column >= 0:
             table[at + k, 6] = sizes[:, column]

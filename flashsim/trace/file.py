@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.errors import TraceError, shown
+from flashsim.functions.builder import graph_of
 from flashsim.functions.graph import Graph
 from flashsim.functions.mask import MaskFunction
 from flashsim.problem.hardware import Device
@@ -111,14 +112,14 @@ def load(path: str | os.PathLike) -> Recording:
         ) from error
 
 
-def _path(given: Any) -> Path:
+def _path(value: Any) -> Path:
     try:
-        path = Path(given)
+        path = Path(value)
         os.fsencode(path)
     except (TypeError, ValueError) as error:
-        raise TraceError(f"a trace's path is a string or a Path, got {shown(given)}") from error
+        raise TraceError(f"a trace's path is a string or a Path, got {shown(value)}") from error
     if "\0" in str(path):
-        raise TraceError(f"no file has such a name: {given!r}")
+        raise TraceError(f"no file has such a name: {value!r}")
     return path
 
 
@@ -216,7 +217,7 @@ def _functions(problem: Problem) -> Iterator[tuple[str, Graph, tuple[np.ndarray,
 
 def _array_types(entry: Any) -> list[tuple[np.dtype, int]]:
     """Type and axes of each array of a mask function in a file."""
-    graph = Graph.from_entry(entry)
+    graph = graph_of(entry)
     names = ("float32" if a.dtype == "bfloat16" else a.dtype for a in graph.arrays)
     pairs = zip(names, graph.arrays, strict=True)
     return [(np.dtype(name), max(1, len(a.shape))) for name, a in pairs]
@@ -241,10 +242,10 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
     validate.header(header, tensors)
     kinds = _members(header, archive)
     shapes = {name: archive.shape(name, *kind) for name, kind in kinds.items()}
-    found = {name: list(shape) for name, shape in shapes.items()}
-    said = header.get("members", found)
-    if wrong := [name for name in {*said, *found} if said.get(name) != found.get(name)]:
-        raise ValueError(f"its header says {_sizes(wrong, said)}; it holds {_sizes(wrong, found)}")
+    held = {name: list(shape) for name, shape in shapes.items()}
+    said = header.get("members", held)
+    if wrong := [name for name in {*said, *held} if said.get(name) != held.get(name)]:
+        raise ValueError(f"its header says {_sizes(wrong, said)}; it holds {_sizes(wrong, held)}")
 
     def read(name: str) -> np.ndarray:
         return archive.read(name, kinds[name][0], shapes[name])
@@ -270,9 +271,9 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
             validate.mask_table(tables[tiling], problem, tiling, rows_each)
         masks["mask"] = SavedMask(header["mask"]["name"], tables)
     if "score_mod" in header:
-        masks["score_mod"] = Graph.from_entry(header["score_mod"])
+        masks["score_mod"] = graph_of(header["score_mod"])
     if "mask_mod" in header:
-        graph = Graph.from_entry(header["mask_mod"])
+        graph = graph_of(header["mask_mod"])
         values = [read(f"mask_mod_{n}") for n in range(len(graph.arrays))]
         for spec, array in zip(graph.arrays, values, strict=True):
             if array.size != math.prod(spec.shape):

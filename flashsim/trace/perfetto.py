@@ -136,8 +136,8 @@ def _real_counters(
         parts = spans[last & np.isin(spans["phase"], (VISIT, STORE))]
         moved += zip(parts["end_ns"].tolist(), _part_bytes(stage, parts).tolist(), strict=True)
         peak = int(np.cumsum(gain(stage.events)).max(initial=0))
-        for one in np.unique(block[mine]).tolist():
-            life = spans[last & (block == one)]
+        for block_number in np.unique(block[mine]).tolist():
+            life = spans[last & (block == block_number)]
             sm = int(life["sm"][0])
             held.append((int(life["start_ns"].min()), peak, sm))
             held.append((int(life["end_ns"].max()), -peak, sm))

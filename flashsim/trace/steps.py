@@ -132,19 +132,19 @@ class Steps(Generic[_Trace]):
     @cached_property
     def notes(self) -> list[str]:
         """Each step's part of the keys, or how many parts it merges; "" if there is only one."""
-        found = [""] * len(self)
+        notes = [""] * len(self)
         for number, stage in enumerate(self.trace.stages):
             slots, parts = stage.schedule.slots, stage.schedule.part_counts
             done = np.zeros(stage.schedule.t_r, np.int64)
             for step in np.flatnonzero(self.stage == number) if stage.stage.parts else ():
                 i = self.i[step]
                 if stage.stage.parts == "merges":
-                    found[step] = f"{slots[i, 1]} parts merged"
+                    notes[step] = f"{slots[i, 1]} parts merged"
                     continue
                 if parts[i] > 1:
-                    found[step] = f"part {done[i] + 1} of {parts[i]}"
+                    notes[step] = f"part {done[i] + 1} of {parts[i]}"
                 done[i] += self.visit[step] < 0
-        return found
+        return notes
 
     @cached_property
     def buffers(self) -> list[str]:

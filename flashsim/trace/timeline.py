@@ -70,14 +70,14 @@ def rows(trace: Recording, spans: np.ndarray) -> Rows:
     # blocks share an SM where the same role of both is at work.
     part = _numbers(block, spans["role"])
     _, first = np.unique(part, return_index=True)
-    place = _numbers(spans["sm"], spans["role"])[first]
-    slots = _greedy(place, *_extents(spans, part))
+    place_of_part = _numbers(spans["sm"], spans["role"])[first]
+    slots = _greedy(place_of_part, *_extents(spans, part))
     slot = slots[part]
 
     # Within a place and a role, a visit takes the first row that is free again.
     visit = _numbers(part, spans["head"], spans["visit"])
     _, first = np.unique(visit, return_index=True)
-    owner = _numbers(place[part], slot)[first]
+    owner = _numbers(place_of_part[part], slot)[first]
     layer = _greedy(owner, *_extents(spans, visit))[visit]
 
     roles = np.unique(spans["role"])
@@ -88,16 +88,16 @@ def rows(trace: Recording, spans: np.ndarray) -> Rows:
     row = slot * begin[-1] + offset[spans["role"]] + layer
     places = [""] if not slots.any() else [f"block {n}" for n in range(int(slots.max()) + 1)]
     names = tuple(
-        _name(place, ROLES[role], n)
-        for place in places
+        _name(place_of_part, ROLES[role], n)
+        for place_of_part in places
         for role, deep in zip(roles, depth, strict=True)
         for n in range(deep)
     )
     return Rows(block, slot, row, names)
 
 
-def _name(place: str, role: str, layer: int) -> str:
-    words = [place, "" if role == "block" else role, "next" if layer else ""]
+def _name(block_name: str, role: str, layer: int) -> str:
+    words = [block_name, "" if role == "block" else role, "next" if layer else ""]
     return ", ".join(word for word in words if word) or "visits"
 
 
@@ -116,12 +116,12 @@ def _extents(spans: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return start, end
 
 
-def _greedy(place: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+def _greedy(owner: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
     """A layer for each interval, such that intervals of equal place and layer do not overlap."""
     layer = np.zeros(len(start), np.int64)
     taken: dict[int, list[int]] = {}  # when each layer of a place is free again
     for at in np.lexsort((end, start)).tolist():
-        free = taken.setdefault(int(place[at]), [])
+        free = taken.setdefault(int(owner[at]), [])
         fits = next((n for n, stop in enumerate(free) if stop <= start[at]), len(free))
         layer[at] = fits
         free[fits : fits + 1] = [int(end[at])]

@@ -92,13 +92,13 @@ class Trace(Recording):
             events = stage.events
             moving = np.isin(events["op"], TRANSFERS) & (events["bytes"] > 0)
             keys = events["op"][moving].astype(np.int64) * len(names) + events["tensor"][moving]
-            found, inverse = np.unique(keys, return_inverse=True)
-            sums = np.zeros(len(found), np.int64)
+            groups, inverse = np.unique(keys, return_inverse=True)
+            sums = np.zeros(len(groups), np.int64)
             np.add.at(sums, inverse, events["bytes"][moving])
-            for key, total in zip(found.tolist(), sums.tolist(), strict=True):
+            for key, total in zip(groups.tolist(), sums.tolist(), strict=True):
                 op, tensor = divmod(key, len(names))
-                place = (stage.name, OPS[op], names[tensor])
-                result[place] = result.get(place, 0) + total * stage.repeat
+                label = (stage.name, OPS[op], names[tensor])
+                result[label] = result.get(label, 0) + total * stage.repeat
         return result
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
@@ -154,9 +154,9 @@ class Trace(Recording):
         totals = np.zeros(self.problem.batch * self.problem.heads, np.int64)
         for stage in self.stages:
             e = stage.events[self._moving(stage.events)]
-            one = np.bincount(e["head"], weights=e["bytes"], minlength=1).astype(np.int64)
+            per_head = np.bincount(e["head"], weights=e["bytes"], minlength=1).astype(np.int64)
             first = np.arange(stage.repeat) * stage.stride
-            for member, nbytes in enumerate(one):
+            for member, nbytes in enumerate(per_head):
                 totals[first + member] += nbytes
         return totals
 

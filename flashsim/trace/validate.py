@@ -37,29 +37,29 @@ _STAGE = {
 }
 
 
-def typed(what: str, given: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` as a JSON object that has at least these keys, each of its kind."""
-    if not isinstance(given, dict):
-        raise ValueError(f"{what} is {shown(given)}, not an object")
+def typed(what: str, entry: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """`entry` as a JSON object that has at least these keys, each of its kind."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{what} is {shown(entry)}, not an object")
     for key, kind in kinds.items():
-        value = given[key]
+        value = entry[key]
         of_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if not of_kind:
             raise ValueError(f"{what}: {key} is {shown(value)}")
-    return given
+    return entry
 
 
-def integers(what: str, given: Any, n: int, low: int = 0) -> list[int]:
-    """`given` as a list of n integers, from `low` up to the largest possible index."""
-    if not isinstance(given, list) or len(given) != n:
-        raise ValueError(f"{what} is {shown(given)}, not {n} integers")
-    for value in given:
+def integers(what: str, entry: Any, n: int, low: int = 0) -> list[int]:
+    """`entry` as a list of n integers, from `low` up to the largest possible index."""
+    if not isinstance(entry, list) or len(entry) != n:
+        raise ValueError(f"{what} is {shown(entry)}, not {n} integers")
+    for value in entry:
         if type(value) is not int or not low <= value < INDEX:
-            raise ValueError(f"{what} is {shown(given)}: not from {low} up to {INDEX - 1}")
-    return given
+            raise ValueError(f"{what} is {shown(entry)}: not from {low} up to {INDEX - 1}")
+    return entry
 
 
-def header(given: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
+def header(fields: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
     """Check the header's own fields.
 
     The fields of its problem, device and stages are checked when these are built.
@@ -68,21 +68,21 @@ def header(given: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
         **{"names": dict, "problem": dict, "device": dict, "stages": list, "provenance": dict},
         **{"algorithm": str, "direction": str, "backend": str},
     }
-    typed("the header", given, kinds)
-    _strings(given)
-    for name, value in given["provenance"].items():
+    typed("the header", fields, kinds)
+    _strings(fields)
+    for name, value in fields["provenance"].items():
         if not isinstance(value, str):
             raise ValueError(f"provenance: {name} is {shown(value)}")
     for field, ours in (("op", OPS), ("tensor", tensors), ("phase", PHASES), ("role", ROLES)):
-        names = given["names"].get(field, [] if field in ("phase", "role") else None)
+        names = fields["names"].get(field, [] if field in ("phase", "role") else None)
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"names: {field} is {shown(names)}")
         if unknown := set(names) - set(ours):
             raise ValueError(f"unknown {field} {', '.join(map(repr, sorted(unknown)))}")
-    if not given["stages"]:
+    if not fields["stages"]:
         raise ValueError("there is no stage")
-    if len(given["stages"]) > MOST_STAGES:
-        raise ValueError(f"there are {len(given['stages'])} stages, over {MOST_STAGES}")
+    if len(fields["stages"]) > MOST_STAGES:
+        raise ValueError(f"there are {len(fields['stages'])} stages, over {MOST_STAGES}")
 
 
 def _strings(tree: Any) -> None:
@@ -102,12 +102,12 @@ def _strings(tree: Any) -> None:
         )
 
 
-def own(given: Any) -> Own | None:
+def own(value: Any) -> Own | None:
     """The file's description of a user's own algorithm; None for a built-in one."""
-    if given is None:
+    if value is None:
         return None
     kinds = {"tensors": list, "compulsory": int, "workspace": int}
-    entry = typed("own", given, kinds)
+    entry = typed("own", value, kinds)
     tensors: dict[str, int] = {}
     for pair in entry["tensors"]:
         if not isinstance(pair, list) or len(pair) != 2 or not own_name(pair[0]):
@@ -140,25 +140,25 @@ def own_costs(costs: np.ndarray) -> None:
     within("work", costs.ravel(), 0, (1 << 62) // max(len(costs), 1))
 
 
-def problem(given: dict[str, Any], **masks: Any) -> Problem:
+def problem(fields: dict[str, Any], **masks: Any) -> Problem:
     """The problem, with lengths that tables can hold."""
-    if own_masks := {"mask", "block_mask", "mask_mod", "score_mod"} & given.keys():
+    if own_masks := {"mask", "block_mask", "mask_mod", "score_mod"} & fields.keys():
         raise ValueError(f"problem: a header holds no {', '.join(sorted(own_masks))}")
-    made = Problem(**given, **masks)
-    sizes = {n: getattr(made, n) for n in ("n_q", "n_kv", "batch", "kv_heads", "shared_prefix")}
-    for name, size in {**sizes, "batch * heads": made.batch * made.heads}.items():
+    checked = Problem(**fields, **masks)
+    sizes = {n: getattr(checked, n) for n in ("n_q", "n_kv", "batch", "kv_heads", "shared_prefix")}
+    for name, size in {**sizes, "batch * heads": checked.batch * checked.heads}.items():
         if size and size >= INDEX:
             raise ValueError(f"problem: {name} is {size}: no table holds that many")
-    return made
+    return checked
 
 
 def split(entry: Mapping[str, Any]) -> Split:
     """Parts of the keys and packed heads of a stage. Older files have no entry for them."""
-    given = entry.get("split", [1, False])
-    if not isinstance(given, list) or len(given) not in (2, 3):
-        raise ValueError(f"a split is {shown(given)}, not parts and whether heads are packed")
-    integers("a split", [given[0], *given[2:]], len(given) - 1, 1)
-    return Split(*given)
+    value = entry.get("split", [1, False])
+    if not isinstance(value, list) or len(value) not in (2, 3):
+        raise ValueError(f"a split is {shown(value)}, not parts and whether heads are packed")
+    integers("a split", [value[0], *value[2:]], len(value) - 1, 1)
+    return Split(*value)
 
 
 def split_entry(split: Split) -> list[Any]:
@@ -168,13 +168,13 @@ def split_entry(split: Split) -> list[Any]:
 
 
 def stage(
-    given: Any, of: Problem, algorithm: str, direction: str, *, own: bool = False
+    value: Any, of: Problem, algorithm: str, direction: str, *, own: bool = False
 ) -> tuple[plans.Stage, Tiling, int, int]:
     """A stage, its tiling, how often its loops repeat, and how many query heads apart.
 
     For a user's `own` algorithm the file describes the stage; otherwise the algorithm's plan does.
     """
-    entry = typed("a stage", given, _STAGE)
+    entry = typed("a stage", value, _STAGE)
     name = entry["name"]
     if own:
         known = entry["outer"] in ("queries", "keys") and entry["per"] in ("head", "group")
@@ -192,19 +192,19 @@ def stage(
         _check_buffers(entry["buffers"])
     heads = plans.heads_of(plan, of)
     if (entry["repeat"], entry["stride"]) != heads:
-        made = entry["repeat"], entry["stride"]
-        raise ValueError(f"stage {name!r}: repeat and stride are {made}, not {heads}")
+        counts = entry["repeat"], entry["stride"]
+        raise ValueError(f"stage {name!r}: repeat and stride are {counts}, not {heads}")
     return plan, Tiling(*integers("a tiling", entry["tiling"], 2, 1)), *heads
 
 
-def _check_buffers(given: list[Any]) -> None:
+def _check_buffers(buffers: list[Any]) -> None:
     """Check that the file's buffers are well-formed.
 
     The stage's buffers come from the itinerary, which may have changed since the file was written.
     """
-    if len(given) > len(TENSORS):
-        raise ValueError(f"a stage has {len(given)} buffers")
-    for entry in given:
+    if len(buffers) > len(TENSORS):
+        raise ValueError(f"a stage has {len(buffers)} buffers")
+    for entry in buffers:
         if not isinstance(entry, list) or len(entry) != 5 or entry[0] not in TENSORS:
             raise ValueError(f"a buffer is {shown(entry)}")
         integers("a buffer", entry[1:4], 3)

@@ -240,6 +240,11 @@ def _of_torch(name: str, tensor: Any) -> _Layout:
     )
 
 
+def begin_of(array: Any) -> int:
+    """Return the address of the first element of a NumPy or torch array."""
+    return array.data_ptr() if hasattr(array, "data_ptr") else np.asarray(array).ctypes.data
+
+
 def values(pointer: Pointer, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
     """Return a tensor's numbers as a NumPy array that shares its memory."""
     dtype = exact_dtype(pointer.dtype)

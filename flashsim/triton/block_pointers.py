@@ -53,6 +53,15 @@ class BlockPointer:
         tl = installed().tl
         return handle(pointers.astype(np.uint64), self.base.dtype), handle(mask, tl.int1)
 
+    def advance(self, offsets: Any, **_: Any) -> BlockPointer:
+        """What `tl.advance` was, as a method."""
+        moved = tuple(a + b for a, b in zip(self.offsets, numbers(offsets), strict=True))
+        return replace(self, offsets=moved)
+
+    def store(self, value: Any, *args: Any, **options: Any) -> None:
+        """What `tl.store` of this block was, as a method."""
+        installed().tl.store(self, value, *args, **options)
+
 
 def number(value: Any) -> int:
     """Return an integer that a kernel computes with: a tensor of one, a constexpr or an int."""
@@ -76,8 +85,7 @@ def make_block_ptr(
 
 def advance(base: BlockPointer, offsets: Any, **_: Any) -> BlockPointer:
     """What `tl.advance` was."""
-    moved = tuple(a + b for a, b in zip(base.offsets, numbers(offsets), strict=True))
-    return replace(base, offsets=moved)
+    return base.advance(offsets)
 
 
 def loading(plain: Callable[..., Any], builder: Any) -> Callable[..., Any]:

@@ -52,8 +52,11 @@ def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **_
 
 
 @contextmanager
-def standing_in() -> Iterator[None]:
-    """Put the driver in place; at the end everything is as it was."""
+def standing_in(*, available: bool = False) -> Iterator[None]:
+    """Put the driver in place; at the end everything is as it was.
+
+    With `available`, torch says that there is a GPU: tests skip without one.
+    """
     at = installed()
     driver = at.triton.runtime.driver
     before = dict(vars(driver))
@@ -65,7 +68,7 @@ def standing_in() -> Iterator[None]:
             for name in ("do_bench", "do_bench_cudagraph"):
                 stack.enter_context(mock.patch.object(testing, name, _no_time))
         if "torch" in sys.modules:
-            _torch_on_cpu(stack)
+            _torch_on_cpu(stack, available)
         yield
 
 
@@ -74,7 +77,7 @@ def _back(driver: Any, before: dict[str, Any]) -> None:
     vars(driver).update(before)
 
 
-def _torch_on_cpu(stack: ExitStack) -> None:
+def _torch_on_cpu(stack: ExitStack, available: bool) -> None:
     """Keep torch's tensors on the CPU, where files ask for "cuda"."""
     torch = sys.modules["torch"]
     from torch.overrides import TorchFunctionMode
@@ -93,6 +96,8 @@ def _torch_on_cpu(stack: ExitStack) -> None:
     stack.enter_context(KeptOnCpu())
     for name in ("synchronize", "empty_cache", "set_device"):
         stack.enter_context(mock.patch.object(torch.cuda, name))
+    if available:
+        stack.enter_context(mock.patch.object(torch.cuda, "is_available", return_value=True))
 
 
 def _on_gpu(device: Any) -> bool:

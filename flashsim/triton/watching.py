@@ -6,11 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from flashsim.errors import DTypeError, TraceError, own_errors, shown
 from flashsim.own_kernels import KernelTrace
 from flashsim.own_kernels.check import Reference, Verdict
+from flashsim.own_kernels.recorder import KernelRecord
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
+from flashsim.triton.arguments import begin_of
 from flashsim.triton.following import followed
 from flashsim.triton.machine import Interpreter
 
@@ -36,14 +40,28 @@ class Watch:
         TraceError
             If there was none.
         """
-        record = self._machine.recorder.done()
-        values = [self._machine.numbers(one.code).copy() for one in record.tensors]
-        made = KernelTrace(record, **self._options, values=values)
+        record = self.record()
+        made = KernelTrace(record, **self._options, values=self.values())
         stored = self._machine.outputs(list(record.stored))
         made.outputs = {made.geometry.labels[code]: array for code, array in stored.items()}
         if self._check and not unchecked:
             self.check(made, self._check if callable(self._check) else None)
         return made
+
+    def record(self) -> KernelRecord:
+        """Return what was noted so far."""
+        return self._machine.recorder.done()
+
+    def values(self) -> list[np.ndarray]:
+        """Return copies of what all tensors hold now, in the order of their codes."""
+        recorder = self._machine.recorder
+        return [self._machine.numbers(one.code).copy() for one in recorder.tensors]
+
+    def codes_of(self, array: Any) -> list[int]:
+        """Return the codes of the tensors that start where an array does; views share a start."""
+        begins = begin_of(array)
+        pointers = self._machine.arguments.pointers
+        return [one.code for one in pointers if one.memory + one.start == begins]
 
     def check(self, traced: KernelTrace, reference: Reference | None = None) -> Verdict:
         """Compare results as `KernelTrace.check` does, and follow a wrong program step by step.

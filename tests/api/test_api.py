@@ -93,6 +93,7 @@ def test_backward_can_be_asked_for_its_own_trace_and_tiling(x):
     assert run(x).backward(x.dout, trace=True, tiling=Tiling(7, 9)).trace.tiling == Tiling(7, 9)
 
 
+@pytest.mark.promise("deterministic")
 def test_backward_may_run_twice_with_the_same_result(x):
     result = run(x, bias=x.bias, algorithm="flash1")
     once, twice = (result.backward(x.dout) for _ in range(2))
@@ -374,6 +375,7 @@ def test_a_bare_grid_is_one_value_a_tile(x):
         ({"tiling": Tiling(512, 512)}, SramOverflow, r"the largest tiling that fits is"),
     ],
 )
+@pytest.mark.promise("refuses bad input")
 def test_run_refuses(x, options, kind, text):
     if "tiling" in options and kind is SramOverflow:
         x = tensors(600, 600, 64)
@@ -458,6 +460,7 @@ def test_count_takes_the_tiling_that_run_takes(x):
         ({"tiling": 64}, DTypeError, "tiling must be"),
     ],
 )
+@pytest.mark.promise("refuses bad input")
 def test_count_refuses(options, kind, text):
     with pytest.raises(kind, match=text):
         flashsim.count(Problem(64), **options)

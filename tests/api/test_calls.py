@@ -12,6 +12,8 @@ import flashsim
 from flashsim import Device, Tiling, UnknownArgumentError
 from flashsim.errors import own_errors
 
+pytestmark = pytest.mark.promise("refuses bad input")
+
 #: Classes of rooms that users make objects of; the others' objects are what functions return.
 MADE = {"Case", "Constants", "Exercise", "Group", "L2Model", "Lesson", "Link", "Question", "Task"}
 #: What is imported only where an optional package is installed, which has names of its own.

@@ -13,6 +13,8 @@ import pytest
 
 import flashsim
 
+pytestmark = pytest.mark.promise("three counts equal")
+
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "examples/numba_cuda/forward.py"
 SIMULATED = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}

@@ -13,6 +13,8 @@ from flashsim.distributed import SCHEMES, Group, count, run, simulate
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError
 from flashsim.problem.oracle import attention
 
+pytestmark = pytest.mark.promise("three counts equal", "twice plain attention's error")
+
 SMALL = Tiling(4, 4)
 
 

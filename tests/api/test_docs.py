@@ -15,6 +15,8 @@ import flashsim
 from flashsim.cli.app import MOVED
 from flashsim.errors import BackendUnavailable
 
+pytestmark = pytest.mark.promise("doc examples run")
+
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),

@@ -30,6 +30,8 @@ from flashsim import (
 from flashsim.errors import FlashSimError
 from flashsim.l2 import L2Model
 
+pytestmark = pytest.mark.promise("refuses bad input")
+
 
 class Torchlike:
     """What a tensor of a library that is not installed looks like from outside."""

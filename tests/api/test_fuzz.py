@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from compiled import thorough
 
+pytestmark = pytest.mark.promise("twice plain attention's error", "refuses bad input")
+
 SEED = 7
 
 

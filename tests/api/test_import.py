@@ -36,10 +36,12 @@ def loaded_by(statement):
     return set(done.stdout.split())
 
 
+@pytest.mark.promise("import is light")
 def test_importing_loads_nothing_else():
     assert not loaded_by("import flashsim") & {"numpy", *HEAVY}
 
 
+@pytest.mark.promise("import is light")
 def test_public_names_load_numpy_and_nothing_heavier():
     loaded = loaded_by("from flashsim import *; run")
 
@@ -56,10 +58,12 @@ def test_names_are_those_of_the_api():
 
 
 @pytest.mark.parametrize("heavy", ["numba", "rich", "ml_dtypes"])
+@pytest.mark.promise("import is light")
 def test_the_test_above_can_fail(heavy):
     assert heavy in loaded_by(f"import flashsim, {heavy}") & set(HEAVY)
 
 
+@pytest.mark.promise("import is light")
 def test_counting_loads_nothing_heavier_either():
     use = "import flashsim; flashsim.count(flashsim.Problem(64, dtype='float16'), device='A100')"
 
@@ -140,11 +144,13 @@ def circles(graph):
     return sorted(graph)
 
 
+@pytest.mark.promise("imports point one way")
 def test_every_part_has_its_layer():
     parts = {name.split(".")[1] for name in SOURCES if "." in name}
     assert parts == set(RANK)
 
 
+@pytest.mark.promise("imports point one way")
 def test_every_module_of_a_layer_is_listed():
     listed = re.findall(r"^\| `(\w+)` \| (`.*?) \|", DESIGN.partition("| layer |")[2], re.M)
     assert len(listed) > 10
@@ -153,14 +159,17 @@ def test_every_module_of_a_layer_is_listed():
         assert set(re.findall(r"`(\w+)`", modules_)) == modules, layer
 
 
+@pytest.mark.promise("imports point one way")
 def test_no_import_climbs():
     assert climbs(SOURCES, RANK) == []
 
 
+@pytest.mark.promise("imports point one way")
 def test_no_imports_go_round():
     assert circles({me: imports_of(text) for me, text in SOURCES.items()}) == []
 
 
+@pytest.mark.promise("imports point one way")
 def test_a_climb_and_a_circle_would_show():
     known = {"flashsim.problem.a": "from flashsim.api.b import c", "flashsim.api.b": ""}
     assert climbs(known, RANK) == [("flashsim.problem.a", "flashsim.api.b")]
@@ -203,9 +212,10 @@ ROOMS = (
     *("backends", "banks", "blocks", "claims", "demo", "exercises", "l2", "ladder", "oracle"),
     *("predict", "reproduce", "roofline", "softmax_matmul", "verify", "viz", "walkthrough"),
 )
-#: Each room is the first that its process names, though all come from one.
+#: Each room is the first that its process names, though all come from one, which has imported what
+#: many of them need from elsewhere.
 FIRST_NAMED = """
-import os, sys, flashsim
+import os, sys, flashsim, numpy, matplotlib.pyplot
 for name in sys.argv[1:]:
     if not os.fork():
         print(eval(f"flashsim.{name}").__name__, flush=True)
@@ -224,7 +234,7 @@ def test_rooms_are_there_when_first_named():
 
 #: Each module is imported, in a process of its own, by a statement that names it first.
 IMPORTED = """
-import importlib, os, sys, flashsim
+import importlib, os, sys, flashsim, numpy, matplotlib.pyplot
 for name in sys.argv[1:]:
     if not os.fork():
         exec(f"import flashsim.{name} as module")

@@ -12,6 +12,8 @@ import pytest
 
 import flashsim
 
+pytestmark = pytest.mark.promise("failures end in words")
+
 SESSION = Path(browser_session.__file__)
 IN_A_SESSION = f"""
 import os, sys

@@ -11,6 +11,8 @@ from flashsim.api.arrays import check_finite, check_like
 from flashsim.api.inputs import AXES, Request, prepare
 from flashsim.errors import SYNONYMS
 
+pytestmark = pytest.mark.promise("refuses bad input")
+
 X = np.zeros((8, 16), np.float32)
 X3, X4 = np.zeros((2, 8, 16), np.float32), np.zeros((2, 4, 8, 16), np.float32)
 

@@ -12,6 +12,8 @@ from flashsim.problem.oracle import attention, gradients
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.problem.rotation import hadamard, random_signs, rotated, unrotated
 
+pytestmark = pytest.mark.promise("twice plain attention's error")
+
 GRANULARITIES = ("tensor", "head", "block")
 LARGEST = {"float8_e4m3fn": 448, "float8_e5m2": 57344}
 

@@ -8,6 +8,8 @@ import pytest
 
 from flashsim.report import Table, format_cell
 
+pytestmark = pytest.mark.promise("command line equals library")
+
 
 @pytest.fixture
 def table():

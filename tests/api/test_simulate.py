@@ -25,6 +25,8 @@ from flashsim.cli.app import app
 from flashsim.problem import oracle
 from flashsim.trace.recording import Own
 
+pytestmark = pytest.mark.promise("no byte is free")
+
 mpl.use("Agg")
 RNG = np.random.default_rng(1)
 Q, K, V = RNG.standard_normal((3, 48, 16), dtype=np.float32)

@@ -14,6 +14,8 @@ import flashsim
 from flashsim import exercises
 from flashsim.viz import palette
 
+pytestmark = pytest.mark.promise("doc examples run")
+
 ROOT = Path(__file__).parents[2]
 
 

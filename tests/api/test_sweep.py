@@ -16,6 +16,8 @@ from flashsim import Device, FlashSimError, Problem, Tiling
 from flashsim.api import sweep_point as point_module
 from flashsim.api.sweep_point import COLUMNS, FIGURES, PARAMETERS
 
+pytestmark = pytest.mark.promise("three counts equal")
+
 sweep_module = sys.modules["flashsim.api.sweep"]  # the package's attribute is the function
 
 SMALL = {"n": [64, 96], "head_dim": [16, 32], "tiling": [Tiling(32, 16), None]}

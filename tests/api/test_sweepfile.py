@@ -12,6 +12,8 @@ import flashsim
 from flashsim import Tiling
 from flashsim.api import sweepfile
 
+pytestmark = pytest.mark.promise("failures end in words")
+
 #: A sweep of its own lengths into a file that another sweep writes, too.
 SWEEP = """
 import os, sys, time

@@ -17,6 +17,8 @@ import flashsim
 from flashsim import DTypeError, FlashSimError, OptionError, Problem, ShapeError, Tiling
 from flashsim.errors import own_errors
 
+pytestmark = pytest.mark.promise("refuses bad input")
+
 WRONG = [None, -1, 1.5, float("nan"), "nosuch", [None], {"a": None}, object(), np.zeros((2, 2))]
 
 SMALL = Problem(64, head_dim=16, heads=2)

@@ -15,6 +15,8 @@ import pytest
 from flashsim.backends.failures import Explaining
 from flashsim.errors import BackendUnavailable, UnsupportedError
 
+pytestmark = pytest.mark.promise("failures end in words")
+
 
 class OutOfMemoryError(Exception):
     """Named like CuPy's and torch's."""

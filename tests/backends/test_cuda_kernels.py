@@ -23,6 +23,8 @@ from flashsim.errors import BackendUnavailable, OptionError, TilingError, Unsupp
 from flashsim.problem.masks import BlockMask
 from flashsim.schedule.schedule import Schedule
 
+pytestmark = pytest.mark.promise("kernels compile")
+
 #: Bytes a thread may spill: registers hold everything but a few rarely used values.
 SPILL_BYTES = 128
 #: The same where it counts or stamps as well: addresses and counters are live throughout.

@@ -17,6 +17,8 @@ from flashsim.errors import OptionError, UnsupportedError
 pytest.importorskip("cupy")
 from test_cuda_kernels import GPUS, H200, REPORT_SPILL_BYTES, SPILL_BYTES, compile_kernel
 
+pytestmark = pytest.mark.promise("kernels compile")
+
 GROUPED = {"heads": 32, "kv_heads": 8, "dtype": "bfloat16"}
 #: Problem, page, sequences.
 VARIANTS = {

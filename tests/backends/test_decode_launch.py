@@ -281,29 +281,39 @@ P = Problem(1, 64, 64, batch=2, heads=4, kv_heads=2, dtype="float16")
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("lengths", "error", "message"),
     [
-        ([1, 2, 3], ShapeError, "one length for each of 2 sequences, got 3"),
-        ([1, 65], ShapeError, r"cache_seqlens\[1\] must be between 0 and 64, .* got 65"),
-        ([-1, 3], ShapeError, r"cache_seqlens\[0\] must be between 0 and 64"),
-        ([1.5, 2], DTypeError, "cache_seqlens must be 2 integers"),
-        (7, DTypeError, "cache_seqlens must be 2 integers"),
+        ([1, 2, 3], ShapeError, "must be 2 integers, one for each entry .* got"),
+        ([1, 65], OptionError, r"cache_seqlens\[1\] is 65, not from 0 to the 64 keys of the cache"),
+        ([-1, 3], OptionError, r"cache_seqlens\[0\] is -1, not from 0 to the 64 keys"),
+        ([1.5, 2], ShapeError, "cache_seqlens must be 2 integers"),
+        ([True, 2], ShapeError, "cache_seqlens must be 2 integers"),
+        (7, ShapeError, "cache_seqlens must be 2 integers"),
     ],
 )
-def test_lengths_that_cannot_be(given, error, message):
+def test_lengths_that_cannot_be(lengths, error, message):
+    job = Job(P, None, None, None, options={"cache_seqlens": lengths})
     with pytest.raises(error, match=message):
-        decode.lengths_of(P, given)
+        decode._live_keys(job, None, 0)
 
 
 def test_a_table_names_its_wrong_entry():
     table = np.array([[0, 1, 9, 9], [4, 5, 2, -1]], np.int32)
-    decode.check_table(table, (20, 48), 16, 6)
-    with pytest.raises(ShapeError, match=r"block_table\[1, 3\] must name one of 6 .* got -1"):
-        decode.check_table(table, (20, 49), 16, 6)
-    with pytest.raises(ShapeError, match=r"block_table\[0, 2\] must name one of 6 .* got 9"):
-        decode.check_table(table, (33, 48), 16, 6)
+    pool = np.zeros((6, 2, 16, 1), np.float16)
+
+    def checked(table, lengths, prefix=0):
+        options = {"cache_seqlens": lengths, "shared_prefix": prefix}
+        return decode._live_keys(Job(P, None, pool, None, options=options), table, 16)
+
+    assert checked(table, [20, 48]) == ((20, 48), 0)
+    with pytest.raises(OptionError, match=r"block_table\[1, 3\] is -1, not one of .* 0 to 5"):
+        checked(table, [20, 49])
+    with pytest.raises(OptionError, match=r"block_table\[0, 2\] is 9, not one of .* 0 to 5"):
+        checked(table, [33, 48])
+    with pytest.raises(OptionError, match=r"block_table\[1, 0\] is 4, but the first 16 keys"):
+        checked(table, [20, 48], 16)
     with pytest.raises(DTypeError, match="block_table must be int32, got int64"):
-        decode.check_table(table.astype(np.int64), (1, 1), 16, 6)
+        checked(table.astype(np.int64), [1, 1])
 
 
 @pytest.mark.parametrize("splits", [0, -3, 1.5, "many", True])

@@ -15,7 +15,10 @@ import emulator
 from decode_cases import Case
 from test_cuda_kernels import H200 as HOPPER
 
-pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
+pytestmark = [
+    pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++"),
+    pytest.mark.promise("twice plain attention's error"),
+]
 
 GROUPED = {"heads": 8, "kv_heads": 2, "dtype": "bfloat16"}
 ONE = Problem(1, 400, 64, batch=3, **GROUPED)

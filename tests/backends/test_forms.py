@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.promise("predictions are judged")
+
 
 @pytest.fixture
 def forms(monkeypatch):

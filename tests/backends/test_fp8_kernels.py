@@ -18,6 +18,8 @@ from flashsim.engines.engine import Job
 from flashsim.errors import UnsupportedError
 from flashsim.problem.masks import BlockMask
 
+pytestmark = pytest.mark.promise("kernels compile")
+
 #: Bytes a thread may spill: what the producer keeps of an item.
 SPILL_BYTES, REPORT_SPILL_BYTES = 64, 320
 DIMS = (64, 128, 256)

@@ -10,7 +10,7 @@ import pytest
 
 from flashsim import Problem, Tiling
 from flashsim.backends.launch.device_tables import lower
-from flashsim.backends.launch.functions import functions_of
+from flashsim.backends.launch.functions import band_of, functions_of, tile_of
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
 from flashsim.backends.launch_policy.portable import PORTABLE
@@ -27,11 +27,15 @@ from cupy_checks import budget, check_lse, hardware_tanh, make
 from decode_cases import Case
 from gpus import H200
 
+pytestmark = pytest.mark.promise("twice plain attention's error", "kernels compile")
+
 GPU = replace(H200, multiprocessors=2)
 RNG = np.random.default_rng(3)
 slopes = np.linspace(0.05, 0.2, 4, dtype=np.float32)
 table = RNG.normal(size=(4, 1024)).astype(np.float32)
 bias = RNG.normal(size=(300, 300)).astype(np.float16)
+planes = RNG.normal(size=(2, 210, 208)).astype(np.float16)  # rows of whole 16 bytes
+plane = RNG.normal(size=(210, 204)).astype(np.float32)
 document = np.sort(RNG.integers(0, 3, (2, 512)).astype(np.int32), axis=1)
 
 
@@ -63,14 +67,28 @@ def biased(s, b, h, q, k):
     return s + bias[q, k]
 
 
+def of_planes(s, b, h, q, k):
+    return s + planes[h // 2, q, k] * slopes[h]
+
+
+def of_plane(s, b, h, q, k):
+    return s + plane[q, k]
+
+
 def capped(s, b, h, q, k):
     return 3 * np.tanh(s / 3) * (1 + slopes[h])
+
+
+def bounded(s, b, h, q, k):
+    return 40 * np.tanh(s / 40) - np.minimum(np.abs(k - q), 9)
 
 
 CAPTURED = {
     alibi: {"slopes": slopes},
     relative: {"table": table},
     biased: {"bias": bias},
+    of_planes: {"planes": planes, "slopes": slopes},
+    of_plane: {"plane": plane},
     capped: {"slopes": slopes},
 }
 SINKS = np.array([0.3, -1.0, 2.0, 0.0], np.float32)
@@ -98,7 +116,7 @@ def forward(p, score, family, machine=test_emulated.HOPPER):
     )
     got = arrays["o"][..., : p.head_dim_v].astype(np.float64)
     assert np.abs(got - true).max() <= budget(true, rough, p)
-    tanh = hardware_tanh(p) or (score is capped and p.dtype == "bfloat16")
+    tanh = hardware_tanh(p) or (score in (capped, bounded) and p.dtype == "bfloat16")
     check_lse(arrays["lse"], lse, rough_lse if tanh else lse)
     return x, arrays, held
 
@@ -132,6 +150,9 @@ HOPPER_CASES = {
     "documents 192": (problem(200, 200, 192, documents), None),
     "softcap 96": (problem(130, 130, 96, dilated, softcap=3.0), None),
     "sinks 64": (problem(100, 130, 64, sinks=True, causal=True), None),
+    "planes 64": (problem(200, 207, 64, late, of_planes), of_planes),
+    "plane 128": (problem(130, 200, 128, None, of_plane), of_plane),
+    "bounded 64": (problem(130, 200, 64, late, bounded, sinks=True), bounded),
     "packed 64": (problem(170, 200, 64, causal, relative, **PACKED), relative),
     "packed 128": (problem(170, 200, 128, dilated, **PACKED), None),
 }
@@ -164,6 +185,37 @@ FAULTS = {
     ),
 }
 FAULTY = emulator.Faulty(900, FAULTS, "hopper/forward.cu")
+
+
+AHEAD_FAULTS = {
+    "a bias of another head": (
+        "plane = flash_tile_plane(a.captured, at.at)",
+        "plane = (flash_tile_plane(a.captured, at.at) + FAULT) % 2",
+    ),
+    "a bias' rows of another warpgroup": (
+        "row = it.own.start + 64 * g;",
+        "row = it.own.start + (FAULT ? 64 - 64 * g : 64 * g);",
+    ),
+    "a table's element of another distance": (
+        "from + (8 - 8 * i - y)",
+        "from + FAULT + (8 - 8 * i - y)",
+    ),
+}
+AHEAD = emulator.Faulty(900, AHEAD_FAULTS, "hopper/forward.cu")
+
+
+@pytest.mark.parametrize("fault", ["", *AHEAD_FAULTS])
+def test_faults_of_elements_that_come_ahead_are_caught(fault):
+    """A bias that comes by TMA, and a table that is read before the scores are there."""
+    score = relative if "table" in fault else of_planes
+    p = problem(128, 128, 64, None, score)
+    AHEAD.seeded = fault
+    if not fault:
+        forward(p, of_planes, HOPPER, AHEAD)
+        forward(problem(128, 128, 64, None, relative), relative, HOPPER, AHEAD)
+        return
+    with pytest.raises(AssertionError):
+        forward(p, score, HOPPER, AHEAD)
 
 
 @pytest.mark.parametrize("fault", ["", *FAULTS])
@@ -272,6 +324,13 @@ def large_documents(b, h, q, k):
     return (q >= k) & (large_document[q] == large_document[k])
 
 
+large_bias = np.zeros((4096, 4096), np.float32)
+
+
+def large_biased(s, b, h, q, k):
+    return s + large_bias[q, k]
+
+
 def large_alibi(s, b, h, q, k):
     return s + large_table[h, 0] * (k - q)
 
@@ -282,7 +341,8 @@ VARIANTS = {
     "causal": ((causal, None), (0, 48)),
     "documents": ((large_documents, None), (160, 320)),
     "alibi": ((causal, large_alibi), (64, 64)),
-    "table": ((causal, large_relative), (192, 160)),
+    "table": ((causal, large_relative), (128, 240)),
+    "bias": ((None, large_biased), (64, 160)),
 }
 
 
@@ -293,7 +353,7 @@ def kernels_of(name, d):
         **{"mask_mod": mask, "score_mod": score, "dtype": "bfloat16", "heads": 16},
     )
     passes = list(HOPPER.forward_passes(p, None, H200, "ascending", ""))
-    grads = () if score is None else ("large_table",)
+    grads = () if score is None else tuple(a.name for a in p.score_mod.arrays)
     p = replace(p, score_grads=grads)
     for algorithm in ("flash2", "flash2-fused"):
         passes += HOPPER.backward_passes(p, None, H200, "ascending", "", algorithm)
@@ -304,7 +364,7 @@ def kernels_of(name, d):
     "case",
     some(
         (("causal", 128),),
-        (("alibi", 64), ("table", 128)),
+        (("alibi", 64), ("table", 128), ("bias", 128)),
         [(name, d) for name in VARIANTS for d in (64, 128, 192, 256)],
     ),
     ids=str,
@@ -372,6 +432,51 @@ def test_an_index_that_stays_inside_its_array_is_not_checked():
     assert "min(" not in inside.rpartition("flash_score(")[2].partition("}")[0]
     assert "flash_wrap(v" not in outside
     assert "flash_wrap(v" in beyond
+
+
+def of_reads(score, n=(150, 200), **more):
+    p = problem(*n, 64, None, score, **more)
+    return tile_of(p), band_of(p)
+
+
+def test_what_comes_by_tma_or_is_read_ahead():
+    tile, band = of_reads(of_planes)
+    assert (tile.spec.name, tile.shape, tile.by_head, band) == ("planes", (2, 210, 208), True, None)
+    assert not of_reads(of_plane)[0].by_head
+    assert of_reads(biased) == (None, None), "its rows are no multiples of 16 bytes"
+    assert of_reads(of_plane, (170, 200), **PACKED)[0] is None
+    assert of_reads(alibi) == (None, None)
+    _, band = of_reads(relative)
+    assert (band.sign, band.offset) == (1, 512)
+    assert of_reads(relative, (600, 600)) == (None, None), "some distances are outside"
+    assert of_reads(lambda s, b, h, q, k: s + table[h, 300 - (q - k)])[1][1:] == (-1, 300)
+    assert of_reads(lambda s, b, h, q, k: s + table[h, q + k]) == (None, None)
+    assert of_reads(lambda s, b, h, q, k: s + table[h, k]) == (None, None)
+
+
+def test_two_heads_share_a_bias_of_all_heads():
+    for score, gpu, sharers in (
+        (of_plane, H200, 2),
+        (of_planes, H200, 1),
+        (of_plane, replace(H200, multiprocessors=131), 1),
+    ):
+        p = problem(200, 204, 64, None, score)
+        (one,) = HOPPER.forward_passes(p, None, gpu, "ascending", "")
+        assert dict(one.kernel.constants)["FS_SHARERS"] == sharers
+        assert one.clump % sharers == 0
+        assert one.grid[0] % sharers == 0
+
+
+def test_scores_that_are_bounded_need_no_maximum():
+    def constants(**more):
+        p = Problem(300, 300, 64, **{"dtype": "bfloat16"} | more)
+        return dict(HOPPER.forward_passes(p, None, H200, "ascending", "")[0].kernel.constants)
+
+    assert constants(softcap=50.0)["FS_BOUNDED"]
+    assert constants(score_mod=bounded)["FS_BOUNDED"]
+    for more in ({}, {"softcap": 51.0}, {"softcap": 30.0, "dtype": "float16"}):
+        assert "FS_BOUNDED" not in constants(**more)
+    assert "FS_BOUNDED" not in constants(score_mod=alibi, heads=4)
 
 
 def test_what_is_refused():

@@ -19,6 +19,8 @@ from flashsim.backends.launch_policy.cost_model import HOPPER_FORWARD
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.backends.launch_policy.portable import PORTABLE, TF32
 
+pytestmark = pytest.mark.promise("failures end in words")
+
 
 def entries():
     """(file, function) of each CUDA C++ kernel."""

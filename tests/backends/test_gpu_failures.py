@@ -31,6 +31,8 @@ cupy = pytest.importorskip("cupy")
 from flashsim.backends.cupy_gpu import arrays, calls  # noqa: E402
 from flashsim.backends.cupy_gpu import engine as cupy_engine  # noqa: E402
 
+pytestmark = pytest.mark.promise("failures end in words")
+
 P = Problem(16, 16, 16, dtype="float16")
 
 

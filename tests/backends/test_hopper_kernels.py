@@ -35,6 +35,8 @@ from flashsim.engines.engine import Job
 from flashsim.errors import OptionError, TilingError, UnsupportedError
 from flashsim.problem.masks import BlockMask
 
+pytestmark = pytest.mark.promise("kernels compile")
+
 #: Bytes a thread may spill to local memory: a few values used once an item.
 SPILL_BYTES = {False: 64, True: 320}  # without and with a softcap
 #: Where they report: counters, and the addresses they go to, are live throughout.

@@ -7,6 +7,8 @@ from test_cuda_kernels import SPILL_BYTES, compile_kernel
 
 from flashsim.backends.cupy_gpu.merge import THREADS, kernel
 
+pytestmark = pytest.mark.promise("kernels compile")
+
 
 @pytest.mark.parametrize(
     ("width", "total", "part", "lanes", "vector"),

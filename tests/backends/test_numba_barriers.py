@@ -30,6 +30,8 @@ from flashsim.backends.numba_gpu.hopper.smem_layout import (
     KeysOutside,
 )
 
+pytestmark = pytest.mark.promise("every barrier is needed")
+
 #: Visits of each item of a block, for each query head of its group.
 ITEMS = {1: (2, 0, 1, 3, 1, 0, 0, 5, 2, 1, 4), 2: (1, 0, 2, 3, 0, 1)}
 #: The same of items that a cluster has, one at a time.

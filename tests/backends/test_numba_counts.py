@@ -20,6 +20,8 @@ from flashsim.backends.numba_gpu.hopper import tiles as hopper_tiles  # noqa: E4
 from flashsim.backends.numba_gpu.tensor import backward_rows, output  # noqa: E402
 from flashsim.backends.numba_gpu.tiles import RowWidth, Tile  # noqa: E402
 
+pytestmark = pytest.mark.promise("three counts equal")
+
 HEAD_DIMS = (1, 7, 8, 59, 64, 111, 128, 250)
 ANYWHERE = ir.Constant(I64, 0)
 

@@ -15,6 +15,8 @@ from test_numba_barriers import Arguments, Block, Lots, Stuck, item_functions
 from flashsim.backends.numba_gpu.hopper import forward
 from flashsim.backends.numba_gpu.hopper.smem_layout import COUNT, OnChip
 
+pytestmark = pytest.mark.promise("every barrier is needed")
+
 #: Visits of each item of a block.
 ITEMS = (2, 0, 1, 3, 1, 0, 0, 5, 2, 1, 4)
 #: Rows, head_dim, stages and turns.

@@ -27,6 +27,8 @@ from flashsim.engines.engine import Job
 from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
 from flashsim.problem.masks import BlockMask
 
+pytestmark = pytest.mark.promise("kernels compile")
+
 try:
     from flashsim.backends.numba_gpu.hopper.smem_layout import KeysOutside
     from flashsim.backends.numba_gpu.launch_policy import HOPPER, TENSOR, PythonHopper

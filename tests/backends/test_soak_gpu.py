@@ -13,6 +13,8 @@ import flashsim
 from flashsim import Trace
 from flashsim.errors import UnsupportedError
 
+pytestmark = pytest.mark.promise("failures end in words")
+
 
 @pytest.fixture
 def soak(monkeypatch):

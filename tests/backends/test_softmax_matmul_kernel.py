@@ -29,6 +29,8 @@ from flashsim.backends.cupy_gpu import softmax_matmul as gpu
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch_policy import softmax_matmul as family
 
+pytestmark = pytest.mark.promise("kernels compile")
+
 needs_gcc = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 
 

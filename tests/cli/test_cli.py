@@ -23,6 +23,8 @@ from flashsim.cli.app import COMMANDS, MOVED, RENAMED
 from flashsim.problem import hardware
 from flashsim.studies import demo
 
+pytestmark = pytest.mark.promise("command line equals library")
+
 T64 = Tiling(64, 64)
 ALGORITHMS = ("standard", "flash1", "flash2")
 

@@ -7,6 +7,8 @@ import flashsim
 from flashsim import Problem, Tiling, banks, blocks, softmax_matmul, walkthrough
 from flashsim.studies import predict
 
+pytestmark = pytest.mark.promise("command line equals library")
+
 
 @pytest.mark.parametrize(
     ("arguments", "table"),

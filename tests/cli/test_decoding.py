@@ -10,6 +10,8 @@ from flashsim.problem.hardware import PRESETS
 from flashsim.schedule.split_kv import fill
 from flashsim.studies import predict
 
+pytestmark = pytest.mark.promise("command line equals library")
+
 SIZES = ("-a", "flash-decode", "-n", 1, "--n-kv", 64, "-b", 2, "--heads", 4, "--kv-heads", 2)
 P = Problem(1, 64, 64, batch=2, heads=4, kv_heads=2)
 

@@ -5,6 +5,8 @@ import shlex
 import pytest
 from commands import invoke
 
+pytestmark = pytest.mark.promise("refuses bad input")
+
 #: Command lines, and a part of what is said about them; HERE is this file.
 REFUSED = [
     ("run --algorithm flash3", "unknown algorithm 'flash3'"),

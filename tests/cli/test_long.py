@@ -20,6 +20,8 @@ from flashsim.errors import OptionError
 from flashsim.report import beside
 from flashsim.studies import roofline
 
+pytestmark = pytest.mark.promise("failures end in words")
+
 
 @pytest.fixture
 def began(monkeypatch):

@@ -17,6 +17,8 @@ from flashsim.cli import pictures
 from flashsim.cli.pictures import KINDS
 from flashsim.viz.film.animation import Film
 
+pytestmark = pytest.mark.promise("command line equals library")
+
 SMALL = ("-n", "64", "-d", "8")
 BACK = ("--direction", "backward")
 

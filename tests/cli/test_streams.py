@@ -1,7 +1,9 @@
 """The command where streams are closed or narrow, and where it is stopped."""
 
+import io
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,8 +15,10 @@ import pytest
 from commands import invoke
 
 import flashsim
-from flashsim import report
+from flashsim import cli, report
 from flashsim.exercises import submissions
+
+pytestmark = pytest.mark.promise("failures end in words")
 
 COMMAND = [sys.executable, "-m", "flashsim"]
 POSIX = pytest.mark.skipif(os.name != "posix", reason="the shell of this test")
@@ -31,6 +35,65 @@ def shell(line, **environment):
         env={**os.environ, **environment},
         timeout=60,
     )
+
+
+@pytest.fixture
+def main(monkeypatch):
+    """The command in this process, by its words; its exit status."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["flashsim", *words])
+        try:
+            cli.main()
+        except SystemExit as end:
+            return end.code
+        return 0
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_the_entry_point(main, capsys):
+    assert main("--version") == 0
+    assert capsys.readouterr().out == f"flashsim {flashsim.__version__}\n"
+    assert main("count", "-n", "128") == 0
+    assert "compulsory 131,584 B" in capsys.readouterr().out
+    assert main("count", "-n", "-1") == 2
+    assert capsys.readouterr().err == "flashsim: n_q must be at least 1, got -1\n"
+    with pytest.raises(SystemExit) as end:
+        signal.raise_signal(signal.SIGTERM)
+    assert end.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_the_package_is_the_command(main, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["flashsim", "--version"])
+    runpy.run_module("flashsim", run_name="__main__")
+    assert capsys.readouterr().out == f"flashsim {flashsim.__version__}\n"
+
+
+def test_the_entry_point_is_interrupted(main, monkeypatch, capsys):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_ready_streams", interrupt)
+    assert main("--version") == 130
+    assert capsys.readouterr().err == "Aborted!\n"
+
+
+def test_streams_that_are_closed_or_narrow(main, monkeypatch):
+    narrow = io.TextIOWrapper(io.BytesIO(), "ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", narrow)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main("count", "-n", "128") == 0
+    assert b"compulsory 131,584 B" in narrow.buffer.getvalue()
+    assert sys.stderr.name == os.devnull
+    sys.stderr.close()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main("count", "-n", "128") == 2
+    assert sys.stderr.getvalue().startswith("flashsim: stdout is closed")
 
 
 @POSIX

@@ -8,6 +8,8 @@ from flashsim.cli import attention, output, pictures, predictions, studies
 from flashsim.report import Table, format_cell
 from flashsim.studies import demo
 
+pytestmark = pytest.mark.promise("command line equals library")
+
 BIG = ("-n", 65536, "-d", 128, "--heads", 16, "--batch", 4, "--dtype", "bfloat16")
 SMALL = ("-n", 256, "-d", 32, "--heads", 2, "-t", "64x64")
 COMMANDS = {

@@ -12,6 +12,8 @@ from flashsim.studies import claims, ladder, predict, reproduce, roofline
 from flashsim.studies.predict import chip
 from flashsim.studies.verify import METRICS
 
+pytestmark = pytest.mark.promise("command line equals library")
+
 SIZES = ("-n", 512, "-d", 32, "--heads", 2, "--tiling", "64x64")
 PROBLEM = Problem(512, head_dim=32, heads=2, dtype="bfloat16")
 

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.promise("failures end in words")
+
 #: Runs commands in a Python without what Windows lacks; a file opened without its encoding is an
 #: error. The lock of a sweep's file is Windows' own, of which a stand-in notes the calls.
 CODE = """

@@ -16,6 +16,8 @@ from flashsim.counts.work import KINDS
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.split import Split
 
+pytestmark = pytest.mark.promise("three counts equal", "twice plain attention's error")
+
 
 def shared(lengths, prefix, n_q=1, group=2, seed=0):
     """Arrays whose entries begin with the same `prefix` keys; what is not live is NaN."""

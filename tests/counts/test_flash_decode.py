@@ -15,6 +15,8 @@ from flashsim.counts.work import KINDS as FLOPS
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.split import Split, fa3, fill_once, longest_part
 
+pytestmark = pytest.mark.promise("three counts equal", "twice plain attention's error")
+
 DECODE = "flash-decode"
 
 

@@ -9,6 +9,8 @@ from flashsim import OptionError, Problem, Tiling, UnsupportedError, l2
 from flashsim.schedule.plans import DIRECTIONS
 from flashsim.schedule.plans import GENERAL as ALGORITHMS
 
+pytestmark = pytest.mark.promise("predictions are judged")
+
 RUNS = [(a, d) for a in ALGORITHMS for d in DIRECTIONS]
 LONG = Problem(1024, head_dim=16, heads=2)
 KEYS = 2 * 1024 * 16 * 4  # K and V of one head, bytes

@@ -3,6 +3,7 @@
 from collections import OrderedDict, defaultdict
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +12,8 @@ from flashsim import Problem, l2
 from flashsim.l2 import caches, distances, requests
 from flashsim.l2.launch import SIDE
 from flashsim.schedule.names import LOAD, STORE
+
+pytestmark = pytest.mark.promise("predictions are judged")
 
 
 class BruteForce:

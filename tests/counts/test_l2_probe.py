@@ -14,6 +14,8 @@ from flashsim.l2.caches import replay_sets
 from flashsim.l2.launch import SIDE, L2Model
 from flashsim.schedule.names import LOAD
 
+pytestmark = pytest.mark.promise("predictions are judged")
+
 DOCS = Path(__file__).parents[2] / "docs"
 KEPT = DOCS / "data" / "l2-probe-h200.csv"
 MIB, LINE, SAMPLE = 1 << 20, 128, 64  # one set in SAMPLE is replayed

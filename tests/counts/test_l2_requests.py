@@ -13,6 +13,8 @@ from flashsim.schedule.plans import DIRECTIONS
 from flashsim.schedule.plans import GENERAL as ALGORITHMS
 from flashsim.schedule.split_kv import occupancy
 
+pytestmark = pytest.mark.promise("three counts equal")
+
 PROBLEMS = {
     "plain": Problem(50, 70, head_dim=8, batch=2, heads=2),
     "causal GQA, bf16": Problem(

@@ -13,6 +13,8 @@ from test_traffic import ANSWERS, tilings
 import flashsim
 from flashsim import OptionError, Problem, ShapeError, Tiling, Trace, UnsupportedError
 
+pytestmark = pytest.mark.promise("three counts equal")
+
 MLA = Problem(
     1, 32_768, 576, 512, heads=128, kv_heads=1, dtype="bfloat16", latent=True, scale=192**-0.5
 )

@@ -22,6 +22,8 @@ from flashsim.errors import DTypeError, ShapeError
 from flashsim.problem.problem import numpy_dtype
 from flashsim.schedule.plans import GENERAL as ALGORITHMS
 
+pytestmark = pytest.mark.promise("three counts equal")
+
 DIRECTIONS = ("forward", "backward")
 ANSWERS = ("bytes", "flops", "on_chip", "peak_sram", "compulsory", "intensity", "by_tensor")
 

@@ -15,6 +15,8 @@ from flashsim.algorithms.sram import Sram
 from flashsim.counts.work import KINDS
 from flashsim.schedule.plans import GENERAL as ALGORITHMS
 
+pytestmark = pytest.mark.promise("three counts equal")
+
 KIND_OF = {
     **dict.fromkeys(("add", "subtract"), "add"),
     **dict.fromkeys(("multiply", "square"), "multiply"),

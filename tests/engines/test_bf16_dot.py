@@ -28,6 +28,8 @@ from flashsim.engines.cpu.micro_kernels.vector import vector_intrinsic
 from flashsim.engines.engine import Job
 from flashsim.problem.problem import numpy_dtype
 
+pytestmark = pytest.mark.promise("twice plain attention's error")
+
 NUMPY, NUMBA = Target("simulator"), Target("numba")
 HERE = [name for name in PAIRED if registers.without(name) is None]
 on_amx = pytest.mark.skipif("amx" not in HERE, reason="needs a CPU with AMX")
@@ -508,6 +510,7 @@ def test_results_that_are_not_finite_are_seen_as_they_are_written(emulated, monk
         flashsim.run(x.q, x.k, x.v, backend="numba", **TILING)
 
 
+@pytest.mark.promise("deterministic")
 def test_threads_change_nothing_on_an_emulated_cpu(emulated):
     x = tensors(50, 83, 16, dtype="bfloat16")
     one, three = (judged(x, "flash2-fused", threads=n, **TILING)[1] for n in (1, 3))
@@ -585,7 +588,9 @@ def test_bfloat16_takes_what_this_process_may_use(
     for cached in ("_host", "_lacks", "pays"):
         monkeypatch.setattr(registers, cached, getattr(registers, cached).__wrapped__)
     choose = lambda dtype, one=False, heads=1: type(  # noqa: E731
-        heuristics.cpu(None, flashsim.Problem(1, dtype=dtype, heads=heads, kv_heads=1), one=one)
+        heuristics.cpu(
+            None, flashsim.Problem(1, dtype=dtype, heads=heads, kv_heads=1), one_query=one
+        )
     )
     assert choose("bfloat16") is kind
     # One query a head: pairs where arithmetic is the limit.

@@ -11,6 +11,8 @@ from numba.core import caching
 from flashsim.engines.cpu import threads
 from flashsim.l2 import compiled as cache
 
+pytestmark = pytest.mark.promise("failures end in words")
+
 
 def fresh(decorate=cache.keep):
     """The same small function as a new process would have it."""

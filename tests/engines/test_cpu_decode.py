@@ -24,6 +24,8 @@ from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, Amx, Avx512, 
 from flashsim.problem.masks import masked_score
 from flashsim.problem.problem import numpy_dtype
 
+pytestmark = pytest.mark.promise("twice plain attention's error")
+
 WAYS = {
     "plain": {},
     "causal": {"causal": True},
@@ -252,6 +254,7 @@ def test_plain_numba_does_the_same():
 
 
 @pytest.mark.parametrize("n_kv", [100, 20_000])
+@pytest.mark.promise("deterministic")
 def test_bits_do_not_depend_on_the_number_of_threads(n_kv):
     x = tensors(1, n_kv, 16, heads=3, kv_heads=1)
     results = [flashsim.run(x.q, x.k, x.v, backend="numba", threads=n) for n in (1, 2, 3, 5)]
@@ -370,6 +373,11 @@ def weights_of(P, kind):
     return P.reshape(-1)
 
 
+def defined(definition, compiled, kind, steps):
+    """Of plain code the definition, as Python where that is quick; else the compiled function."""
+    return definition if kind is Plain and steps < 3000 else compiled
+
+
 @pytest.mark.parametrize(("kind", "dtype", "halves"), [*READINGS, *PAIRED])
 @pytest.mark.parametrize(("rows", "heads", "d"), SIZES)
 def test_dots(kind, dtype, halves, rows, heads, d):
@@ -385,7 +393,8 @@ def test_dots(kind, dtype, halves, rows, heads, d):
     which = HALVES.get(halves)
     side_by_side(cpu, taken, ldq, heads, which)
     args = 3, d, np.concatenate([np.full(2, np.nan, dtype), taken]), 2, ldq, rows, heads, factor
-    dots(cpu, S.reshape(-1), ld, K, *args, which)
+    run = defined(plain.dots, dots, kind, rows * heads * d)
+    run(cpu, S.reshape(-1), ld, K, *args, which)
     exact = factor.astype(np.longdouble) * (Q[:heads, :d].astype(np.longdouble) @ of_k.T)
     size = d * np.finfo(dtype).eps * np.abs(of_k).max() * np.abs(Q[:heads]).max()
     np.testing.assert_allclose(S[:heads, :rows], exact.astype(dtype), rtol=0, atol=float(size))
@@ -408,7 +417,8 @@ def test_weigh(kind, dtype, halves, keys, heads, dv):
     O[:heads, :dv] = rng.standard_normal((heads, dv))
     grown = O.reshape(-1).copy()
     which, cpu = HALVES.get(halves), code_of(kind, dtype)
-    weigh(cpu, grown, 0, ldo, weights_of(P, kind), ldp, V, 3, dv, keys, heads, which)
+    run = defined(plain.weigh, weigh, kind, keys * heads * dv)
+    run(cpu, grown, 0, ldo, weights_of(P, kind), ldp, V, 3, dv, keys, heads, which)
     exact, P = O.astype(np.longdouble), P[:heads]
     grown.reshape(O.shape)[heads:beyond] = 7  # heads that nobody has
     exact[:heads, :dv] += P[:, :keys].astype(np.longdouble) @ of_v

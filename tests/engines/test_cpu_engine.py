@@ -61,6 +61,7 @@ def assert_same_bits(a, b):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("case", OPTION_CASES)
 @pytest.mark.parametrize("algorithm", cpu.ALGORITHMS)
+@pytest.mark.promise("three counts equal")
 def test_trace_equals_the_simulators(algorithm, case, dtype):
     shape, options = OPTION_CASES[case]
     x = tensors(113, 203, 16, dtype=dtype, **shape)
@@ -69,11 +70,13 @@ def test_trace_equals_the_simulators(algorithm, case, dtype):
 
 @pytest.mark.parametrize(("n_q", "n_kv"), SIZES)
 @pytest.mark.parametrize("algorithm", cpu.ALGORITHMS)
+@pytest.mark.promise("three counts equal")
 def test_trace_equals_the_simulators_at_any_size(algorithm, n_q, n_kv):
     x = tensors(n_q, n_kv, 8, dtype="float64", heads=1)
     assert_same_traces(x, algorithm, tiling=Tiling(32, 48), causal=True)
 
 
+@pytest.mark.promise("three counts equal")
 def test_a_tile_that_was_not_visited_is_missing_from_the_trace():
     problem = flashsim.Problem(n_q=40, n_kv=40, head_dim=8, heads=2)
     schedule = Schedule(problem, Tiling(16, 16))
@@ -125,6 +128,7 @@ def test_options_in_other_types(algorithm, case, dtype):
     ],
 )
 @pytest.mark.parametrize("algorithm", cpu.ALGORITHMS)
+@pytest.mark.promise("deterministic")
 def test_bits_do_not_depend_on_the_number_of_threads(algorithm, shape, options):
     x = tensors(150, 170, 16, **shape)
     one, *more = (
@@ -166,6 +170,7 @@ def test_halves_are_widened_a_tile_at_a_time(n_q, dtype):
     assert peak < x.k.nbytes
 
 
+@pytest.mark.promise("deterministic")
 def test_threads_that_meet_at_one_accumulator_keep_its_bits():
     """One head and enough work that threads overlap: without turns, dQ's sums change order."""
     x = tensors(1500, 1500, 16, heads=1)

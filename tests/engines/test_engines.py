@@ -17,6 +17,8 @@ from helpers import (
 import flashsim
 from flashsim import BlockMask, Tiling, UnsupportedError
 
+pytestmark = pytest.mark.promise("twice plain attention's error")
+
 SIZES = [
     *((n, n) for n in (1, 2, 3, 17, 63, 64, 65, 127, 128)),
     *((113, 203), (203, 113), (1, 512), (512, 1)),

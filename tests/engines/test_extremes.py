@@ -14,6 +14,8 @@ from flashsim import Tiling
 from flashsim.problem import oracle
 from flashsim.problem.problem import numpy_dtype
 
+pytestmark = pytest.mark.promise("twice plain attention's error")
+
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -125,6 +127,7 @@ def test_both_passes_have_one_p_where_scores_are_the_least_there_are(target, alg
 
 
 @pytest.mark.parametrize(("target", "algorithm"), ENGINES)
+@pytest.mark.promise("gradients equal differences")
 def test_gradients_are_differences_where_scores_are_the_least_there_are(target, algorithm):
     """Of an engine's own forward pass, in float64, along one direction for each input."""
     x = tensors(20, 40, 16, dtype="float64", bias=(1, 1), heads=1)

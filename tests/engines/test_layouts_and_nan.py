@@ -6,6 +6,8 @@ import pytest
 import flashsim
 from flashsim import Tiling
 
+pytestmark = pytest.mark.promise("layout changes nothing")
+
 TILE = Tiling(32, 32)
 
 

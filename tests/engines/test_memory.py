@@ -13,6 +13,8 @@ from flashsim.problem.problem import numpy_dtype
 from flashsim.schedule.names import CODES, OPS, TENSORS
 from flashsim.trace.events import gain
 
+pytestmark = pytest.mark.promise("no byte is free")
+
 RNG = np.random.default_rng(7)
 ALL = slice(None)
 

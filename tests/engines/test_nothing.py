@@ -17,6 +17,8 @@ from flashsim import (
 )
 from flashsim.problem.problem import numpy_dtype
 
+pytestmark = pytest.mark.promise("empty inputs")
+
 #: q, k and v of (batch, heads, n, d): nothing of one kind each, and of several.
 SHAPES = {
     "no batch": ((0, 4, 5, 8), (0, 2, 7, 8), (0, 2, 7, 6)),

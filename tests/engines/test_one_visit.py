@@ -16,6 +16,8 @@ from flashsim.engines import simulator
 from flashsim.errors import OptionError, UnsupportedError
 from flashsim.schedule.schedule import Schedule
 
+pytestmark = pytest.mark.promise("twice plain attention's error")
+
 ONCE = "flash2-once"
 NUMPY = Target("simulator", (ONCE,))
 ROOMY = replace(Device.get("H100"), name="roomy", sram_bytes=1 << 24)

@@ -27,9 +27,10 @@ LOWERED = [
     kernels_only(Plain, "float64"),
     *(thorough(kind, "float64") for kind in (Avx2, Avx512, Neon) if kind is not HOST),
 ]
-pytestmark = pytest.mark.skipif(
-    HOST is Plain, reason="needs a CPU with AVX2 and FMA, AVX-512 or NEON"
-)
+pytestmark = [
+    pytest.mark.promise("twice plain attention's error"),
+    pytest.mark.skipif(HOST is Plain, reason="needs a CPU with AVX2 and FMA, AVX-512 or NEON"),
+]
 
 
 @njit

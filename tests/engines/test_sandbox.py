@@ -1,6 +1,7 @@
 """Tiles of an algorithm of one's own: no number leaves the chip, none comes in, all take room."""
 
 import copy
+import json
 import pickle
 from types import SimpleNamespace
 
@@ -9,8 +10,11 @@ import pytest
 
 import flashsim
 from flashsim import MemoryModelError, ShapeError, SramOverflow, Tiling
+from flashsim.engines.sandbox import tape
 from flashsim.engines.sandbox.tile import product
 from flashsim.problem.hardware import Device
+
+pytestmark = pytest.mark.promise("no byte is free")
 
 N, D = 32, 8
 Q, K, V = np.random.default_rng(0).standard_normal((3, N, D), dtype=np.float32)
@@ -627,3 +631,45 @@ def test_work_is_counted():
     tile, scores, row = 16 * D * 4, 16 * 16 * 4, 16 * 4
     assert trace.on_chip("read") == 2 * tile + scores + row
     assert trace.on_chip("write") == scores + row + row
+
+
+# -- a program on tape -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (np.float32(1.5), 1.5),
+        ({"a": (1, np.int64(2))}, {"a": [1, 2]}),
+        (slice(2, np.int64(5)), {"slice": [2, 5, None]}),
+        (..., {"dots": 0}),
+        (np.array([[True, False]]), {"mask": [[1, 2], "80"]}),
+        (np.maximum, {"ufunc": "maximum"}),
+        (Tiling(16, 8), {"tiling": [16, 8]}),
+        (np.float32, {"type": "float32"}),
+    ],
+)
+def test_arguments_are_written_as_json(value, plain):
+    _, name, args, kwargs = json.loads(written(value))
+    assert (name, args, kwargs) == ("load", [plain], {"key": plain})
+
+
+def written(value):
+    recorded = tape.Tape()
+    recorded.write("load", (value,), {"key": value})
+    return recorded.instructions[0]
+
+
+def test_what_is_no_argument_or_too_long_is_refused(monkeypatch):
+    with pytest.raises(MemoryModelError, match="does not take"):
+        written(object())
+    monkeypatch.setattr(tape, "MOST", 100)
+    with pytest.raises(MemoryModelError, match="more than 100 characters; use larger tiles"):
+        written("x" * 100)
+
+
+def test_an_operation_inside_another_is_not_written():
+    recorded = tape.Tape()
+    inner = lambda: recorded.run("inner", lambda: 3, (), {})  # noqa: E731
+    assert recorded.run("outer", inner, (), {}) == 3
+    assert [json.loads(one)[1] for one in recorded.instructions] == ["outer"]

@@ -17,6 +17,8 @@ from flashsim.engines.cpu import thread_pool, threads
 from flashsim.engines.cpu.primitives.atomics import fetch_add, load_acquire
 from flashsim.engines.cpu.primitives.inline_jit import part
 
+pytestmark = pytest.mark.promise("failures end in words")
+
 on_linux = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity") or threads.available() < 2,
     reason="needs two CPUs and a system that says which thread may use which",

@@ -1,7 +1,8 @@
-"""A catalogue of classic bugs, each one a replaced fragment of flashsim's source.
+"""A catalogue of classic bugs, each one a replaced fragment of a module or of a GPU kernel.
 
 ``python -m pytest --fault NAME`` seeds one and runs the suite, which should then fail. A fragment
 that no longer occurs exactly once is an error: a fault that changes nothing would prove nothing.
+Those that need a GPU are in `faults_numba` (kernels in Python) and `kernel_faults` (CUDA C++).
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ TILES_DOTS, TILES_WEIGH = (
     for test in ("test_dots", "test_weigh")
 )
 TILE_MACHINE = ("engines/test_bf16_dot.py::test_the_machine_multiplies", "-k", "add")
-KEPT = ("engines/test_bf16_dot.py", "-k", "wide_column_tile and rising")
+KEPT, KEPT_OVER_A_GAP = (
+    (f"engines/test_pairs_in_python.py::test_p_waits_for_its_product_with_v[{case}]",)
+    for case in ("grows", "keys are left out")
+)
 
 
 class FaultError(Exception):
@@ -62,13 +66,30 @@ class FaultError(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """`old` becomes `new` in `module`; the tests of `caught_by` must notice."""
+    """`old` becomes `new` in `source`, a module or a file of backends/kernels/.
+
+    The tests of `caught_by`, which are pytest's arguments in tests/, must notice.
+    """
 
     bug: str
-    module: str
+    source: str
     old: str
     new: str
     caught_by: tuple[str, ...]
+
+    @property
+    def in_kernels(self) -> bool:
+        """Whether the source is CUDA C++."""
+        return "/" in self.source
+
+    def seeded(self, text: str) -> str:
+        """The source's text with the bug in it."""
+        if text.count(self.old) != 1:
+            raise FaultError(
+                f"{self.source} holds the fragment {self.old!r} {text.count(self.old)} times, not "
+                "once; bring tests/faults up to date"
+            )
+        return text.replace(self.old, self.new)
 
 
 FLASH1, FLASH2 = "flashsim.algorithms.flash1", "flashsim.algorithms.flash2"
@@ -99,8 +120,8 @@ FAULTS = {
     "mask-function-shifted": Fault(
         "in a partial tile the mask function gets the next key",
         FUNCTIONS,
-        '_evaluated(mask.graph, "M", given, values, S_ij.dtype)',
-        '_evaluated(mask.graph, "M", {**given, "k": given["k"] + 1}, values, S_ij.dtype)',
+        '_evaluated(mask.graph, "M", positions, values, S_ij.dtype)',
+        '_evaluated(mask.graph, "M", {**positions, "k": positions["k"] + 1}, values, S_ij.dtype)',
         WITH_MASK,
     ),
     "full-tile-as-partial": Fault(
@@ -122,7 +143,7 @@ FAULTS = {
         "a captured array's gradient is not summed over the batch",
         FUNCTIONS,
         "np.where(quiet, 0, np.broadcast_to",
-        "np.where(quiet | (chain.given['b'] > 0), 0, np.broadcast_to",
+        "np.where(quiet | (chain.positions['b'] > 0), 0, np.broadcast_to",
         WITH_SCORE,
     ),
     "sink-left-out": Fault(
@@ -166,7 +187,7 @@ FAULTS = {
     "kept-over-a-gap": Fault(
         "P that waits is multiplied with the keys between two tiles that a row visits, too",
         *(STEPS, "if end != start or moved", "if moved"),
-        ("engines/test_bf16_dot.py", "-k", "between_two_tiles"),
+        KEPT_OVER_A_GAP,
     ),
     "tile-rows-beyond-the-last": Fault(
         "a last odd row of V is paired with what lies behind it",
@@ -432,13 +453,14 @@ FAULTS = {
 
 def catalogue() -> dict[str, Fault]:
     """These faults, and those that need a GPU."""
-    import faults_numba  # it imports this module
+    import faults_numba  # these import this module
+    import kernel_faults
 
-    return FAULTS | faults_numba.FAULTS
+    return FAULTS | faults_numba.FAULTS | kernel_faults.FAULTS
 
 
 def install(name: str) -> None:
-    """Seed one fault; flashsim must not have been imported yet.
+    """Seed one fault; a module must not have been imported yet, nor a kernel compiled.
 
     Raises
     ------
@@ -450,28 +472,38 @@ def install(name: str) -> None:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise FaultError(f"no fault {name!r}{hint}; there are: {', '.join(known)}")
+    fault = known[name]
+    if fault.in_kernels:
+        _into_kernels(fault)
+        return
     if "flashsim" in sys.modules:
         raise FaultError("flashsim is already imported; a fault must be seeded before that")
-    fault = known[name]
     faulty_source(fault)
     sys.meta_path.insert(0, _Finder(fault))
 
 
+def _into_kernels(fault: Fault) -> None:
+    from flashsim.backends.kernels import nvrtc
+
+    sound = nvrtc.source
+
+    def faulty(file: str) -> str:
+        return fault.seeded(sound(file)) if file == fault.source else sound(file)
+
+    faulty(fault.source)  # fails here rather than at the first launch
+    sound.cache_clear()
+    nvrtc.source = faulty
+
+
 def faulty_source(fault: Fault) -> str:
     """The module's source with the bug in it; reads the file, imports nothing of the module."""
-    *parents, leaf = fault.module.split(".")
+    *parents, leaf = fault.source.split(".")
     folder = importlib.util.find_spec(parents[0])
     path = "/".join([*folder.submodule_search_locations, *parents[1:], f"{leaf}.py"])
     if not os.path.exists(path):  # as checked out, flashsim.backends lies beside flashsim
         path = path.replace("/flashsim/backends/", "/backends/")
     with open(path, encoding="utf-8") as file:
-        source = file.read()
-    if source.count(fault.old) != 1:
-        raise FaultError(
-            f"{fault.module} holds the fragment {fault.old!r} {source.count(fault.old)} times, "
-            "not once; bring tests/faults/faults.py up to date"
-        )
-    return source.replace(fault.old, fault.new)
+        return fault.seeded(file.read())
 
 
 class _Finder:
@@ -481,7 +513,7 @@ class _Finder:
         self.fault = fault
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname != self.fault.module:
+        if fullname != self.fault.source:
             return None
         found = importlib.machinery.PathFinder.find_spec(fullname, path)
         found.loader = _Loader(fullname, found.origin, self.fault)

@@ -101,7 +101,7 @@ FAULTS = {
     "hopper-ragged-tile-counted-whole": Fault(
         "a ragged tile of K counts as a whole one",
         FORWARD,
-        "int32(min(block_k, get(slot + END) - key) * row_bytes)",
+        "int32(min(block_k, get(slot + word.END) - key) * row_bytes)",
         "int32(block_k * row_bytes)",
         COUNTS,
     ),
@@ -159,7 +159,7 @@ FAULTS = {
     ),
     "hopper-dq-rows-not-counted": Fault(
         "reductions of a ragged tile count as a whole one's",
-        *(BACKWARD, "rows = max(0, min(dq_rows, get(slot + END) - query - below))"),
+        *(BACKWARD, "rows = max(0, min(dq_rows, get(slot + word.END) - query - below))"),
         *("rows = dq_rows", COUNTS),
     ),
     "hopper-deferred-dq-of-the-wrong-visit": Fault(

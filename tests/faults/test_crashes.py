@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.promise("failures end in words")
+
 TESTS = Path(__file__).parents[1]
 #: Seconds from a crash to the end of the run.
 A_MINUTE = 60

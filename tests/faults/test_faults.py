@@ -8,7 +8,10 @@ import sys
 import afresh
 import faults
 import faults_numba
+import kernel_faults
 import pytest
+
+pytestmark = pytest.mark.promise("seeded faults are caught")
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +28,17 @@ def test_the_suite_notices(suite, name):
     assert f"seeded fault: {name}" in done.said
 
 
-@pytest.mark.parametrize("name", faults.catalogue())
+PYTHON = {name: one for name, one in faults.catalogue().items() if not one.in_kernels}
+
+
+@pytest.mark.parametrize("name", PYTHON)
 def test_fits_the_source_and_compiles(name):
-    compile(faults.faulty_source(faults.catalogue()[name]), name, "exec")
+    compile(faults.faulty_source(PYTHON[name]), name, "exec")
+
+
+def test_every_fault_has_a_name_of_its_own():
+    tables = faults.FAULTS, faults_numba.FAULTS, kernel_faults.FAULTS
+    assert len(faults.catalogue()) == sum(map(len, tables))
 
 
 @pytest.mark.parametrize(
@@ -58,6 +69,12 @@ def test_an_unknown_fault_stops_the_suite(suite):
     done = suite("--fault", "mask-ignord", "problem/test_oracle.py")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "no fault 'mask-ignord'; did you mean 'mask-ignored'?" in done.said
+
+
+def test_an_unknown_promise_stops_the_suite(suite):
+    done = suite("--promise", "three count equal", "problem/test_oracle.py")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "no promise 'three count equal'; did you mean 'three counts equal'?" in done.said
 
 
 def test_a_fault_comes_before_the_import():

@@ -16,6 +16,7 @@ pytest.importorskip("cupy")
 
 import afresh
 import emulator
+import faults
 import kernel_faults
 import test_emulated_hopper
 from compiled import compiled, errors
@@ -29,6 +30,8 @@ from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
 from flashsim.backends.launch_policy.portable import PORTABLE
 from flashsim.errors import TraceError
 
+pytestmark = pytest.mark.promise("seeded faults are caught")
+
 TESTS = Path(__file__).parents[1]
 FAULTS = kernel_faults.FAULTS
 
@@ -36,17 +39,9 @@ FAULTS = kernel_faults.FAULTS
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_gpu_tests_notice(name):
-    options = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--kernel-fault", name)
+    options = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--fault", name)
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            *options,
-            FAULTS[name].tests,
-            "-k",
-            FAULTS[name].caught_by,
-        ],
+        [sys.executable, "-m", "pytest", *options, *FAULTS[name].caught_by],
         cwd=TESTS,
         capture_output=True,
         text=True,
@@ -62,7 +57,7 @@ def test_the_gpu_tests_notice(name):
 def affected(fault):
     """Kernels with the fault in them, one of each source."""
     every = kernels(
-        PROBLEMS["192" if fault.file in (kernel_faults.WIDE, kernel_faults.ROLES) else "128"]
+        PROBLEMS["192" if fault.source in (kernel_faults.WIDE, kernel_faults.ROLES) else "128"]
     )
     for dtype in ("bfloat16", "float32"):
         given = (Problem(113, 203, 64, dtype=dtype, causal=True), None, H200, "ascending", "")
@@ -73,7 +68,7 @@ def affected(fault):
     every += quantize.kernels(128, "bfloat16", "block", (64, 128), rotate=True)
     shared = {kernel_faults.SHARED: "hopper/back", kernel_faults.WORK: "hopper/"}
     files = {k.file: k for k in every}
-    return [k for f, k in files.items() if f.startswith(shared.get(fault.file, fault.file))]
+    return [k for f, k in files.items() if f.startswith(shared.get(fault.source, fault.source))]
 
 
 @contextlib.contextmanager
@@ -81,7 +76,7 @@ def seeded(name, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(nvrtc, "source", nvrtc.source)  # to be put back
         try:
-            kernel_faults.install(name)
+            faults.install(name)
             yield
         finally:
             patch.undo()
@@ -134,21 +129,20 @@ def listed():
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_tests_that_should_notice_exist(name, listed):
+    file, _, words = FAULTS[name].caught_by
     words = re.sub(
-        r"[\w-]+",
-        lambda m: m[0] if m[0] in ("and", "or") else f"({m[0]!r} in test)",
-        FAULTS[name].caught_by,
+        r"[\w-]+", lambda m: m[0] if m[0] in ("and", "or") else f"({m[0]!r} in test)", words
     )
-    found = [test for test in listed(FAULTS[name].tests) if eval(words, {"test": test})]
+    found = [test for test in listed(file) if eval(words, {"test": test})]
     assert 0 < len(found) < 10, words
 
 
 @pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 @pytest.mark.parametrize("name", [name for name in FAULTS if name.startswith("portable")])
 def test_a_portable_one_shows_on_a_cpu(name, monkeypatch):
-    dtype = "float32" if "f32" in FAULTS[name].file else "bfloat16"
+    dtype = "float32" if "f32" in FAULTS[name].source else "bfloat16"
     p = Problem(70, 90, 40, heads=4, kv_heads=2, dtype=dtype, causal=True)
-    algorithm = "flash2-fused" if FAULTS[name].file == kernel_faults.ROWS else "flash2"
+    algorithm = "flash2-fused" if FAULTS[name].source == kernel_faults.ROWS else "flash2"
     with seeded(name, monkeypatch), pytest.raises((AssertionError, TraceError)):
         compare(emulator.Emulator(900), PORTABLE, p, algorithm)
 
@@ -175,10 +169,5 @@ def test_one_of_the_backward_in_one_visit_shows_on_a_cpu(name, monkeypatch):
 
 def test_a_fragment_that_is_gone_is_an_error():
     gone = dataclasses.replace(FAULTS["mask-skipped"], old="no such line")
-    with pytest.raises(kernel_faults.KernelFaultError, match="'no such line' 0 times"):
-        kernel_faults.seeded(gone, nvrtc.source(gone.file))
-
-
-def test_an_unknown_fault_is_an_error():
-    with pytest.raises(kernel_faults.KernelFaultError, match="did you mean 'mask-skipped'"):
-        kernel_faults.install("mask-skiped")
+    with pytest.raises(faults.FaultError, match="'no such line' 0 times"):
+        gone.seeded(nvrtc.source(gone.source))

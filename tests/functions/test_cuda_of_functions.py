@@ -15,7 +15,10 @@ from flashsim.functions.emit import cuda_source
 from flashsim.functions.graph import Graph, add_at
 from flashsim.functions.tracing import trace_mask, trace_score
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    pytest.mark.promise("kernels compile"),
+]
 
 B, H, N, M = 2, 3, 11, 13
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from random_functions import Random
 
 from flashsim import functions
-from flashsim.errors import FunctionError, OptionError, ShapeError
+from flashsim.errors import FunctionError, MaskError, OptionError, ShapeError
+from flashsim.functions.builder import graph_of
 from flashsim.functions.derivative import DOUT, adjoints
+from flashsim.functions.emit import _literal
 from flashsim.functions.forward_mode import pushed
-from flashsim.functions.graph import Graph
+from flashsim.functions.graph import Graph, Node
 from flashsim.functions.mask import MaskFunction
+from flashsim.functions.operations import BOOL, FLOAT, INT
 from flashsim.functions.tracing import trace_mask, trace_score
 from flashsim.problem.problem import Problem
 
@@ -112,7 +116,10 @@ def test_math_functions_are_traced_too():
 
 
 def fails(text, match):
+    kept = SimpleNamespace()
+    trace_mask(lambda b, h, q, k: setattr(kept, "symbol", q > 2) or q > k)
     scope: dict = {"np": np, "table": np.zeros((4, 5)), "names": np.array(["a"])}
+    scope |= {"empty": np.zeros(0), "earlier": kept.symbol}
     exec(compile(f"def f(b, h, q, k):\n    return {text}", __file__, "exec"), scope)
     with pytest.raises(FunctionError, match=match):
         trace_mask(scope["f"])
@@ -135,10 +142,94 @@ def fails(text, match):
         ("q + k", "must return a boolean"),
         ("unknown(q)", "NameError"),
         ("None", "no number"),
+        ("q + 'a' > 1", "unsupported operand"),
+        ("q.nothing > 1", "has no 'nothing'"),
+        ("empty[q] > 1", "empty is empty: shape"),
+        ("q.new_full((2,), 1) > q", r"makes no array of \(2,\)"),
+        ("(q > 1) & earlier", "a symbol of an earlier call"),
     ],
 )
 def test_what_cannot_be_traced_is_refused(text, match):
     fails(text, match)
+
+
+def test_what_is_no_function_is_refused_and_what_was_traced_is_left_alone():
+    with pytest.raises(FunctionError, match=r"expected a function mask_mod.*, got 3"):
+        trace_mask(3)
+    for trace, function in ((trace_mask, MASKS["not"]), (trace_score, nested)):
+        traced = trace(function)
+        assert trace(traced) is traced
+
+
+def test_defaults_by_name_and_names_of_later_are_captured():
+    keys = np.arange(9)
+
+    def mask(b, h, q, k, *, row=keys):
+        return (row[k] > 3) & ((q > 1) | (lambda: k > later)())
+
+    later = 5
+    assert np.array_equal(evaluated(mask), plain(lambda b, h, q, k: (k > 3) & ((q > 1) | (k > 5))))
+
+    def unset(b, h, q, k):
+        return q > (k if k is not None else never)
+
+    assert np.array_equal(evaluated(unset), plain(lambda b, h, q, k: q > k))
+    never = None
+
+
+def test_a_captured_scalar_is_a_number_too():
+    size, table = np.array(2), np.arange(9.0).reshape(3, 3)
+
+    def mask(b, h, q, k):
+        rows = [int(size), float(size) + 0, len(table), range(3)[size]]
+        return table.max() * k > sum(rows) * table[0][2] * (q + table.T.shape[0])
+
+    expected = plain(lambda b, h, q, k: 8 * k > (2 + 2 + 3 + 2) * 2 * (q + 3))
+    assert np.array_equal(evaluated(mask), expected)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "match"),
+    [
+        ([["add", [0, 1], None, "int"]], "a node's arguments are"),
+        ([["arg", [], "z", "int"]], "a function has no argument 'z'"),
+        ([["const", [], "1", "int"]], "a constant is '1'"),
+        ([["load", [], 0, "float"]], "reads array 0 at 0 indices"),
+        ([["arg", [], "q", "int"], ["add", [0], None, "int"]], "add has 1 arguments"),
+    ],
+)
+def test_a_file_that_holds_no_graph_is_refused(nodes, match):
+    entry = {"name": "f", "nodes": nodes, "root": 0, "arrays": [["a", [3], "float32"]]}
+    with pytest.raises(ValueError, match=match):
+        graph_of(entry)
+    with pytest.raises(ValueError, match="a captured array is 'a', \\[0\\]"):
+        graph_of({**entry, "arrays": [["a", [0], "float32"]]})
+
+
+def test_a_graph_comes_back_from_its_entry():
+    traced = trace_mask(lambda b, h, q, k: SLOPES[h] * q > k + 1)
+    again = graph_of(traced.graph.entry())
+    assert again == traced.graph
+    assert traced.graph.nbytes == SLOPES.nbytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "text"),
+    [
+        (BOOL, True, "true"),
+        (INT, -2, "(-2)"),
+        (FLOAT, 0.5, "0.5f"),
+        (FLOAT, math.inf, "__int_as_float(0x7f800000)"),
+        (FLOAT, -math.inf, "__int_as_float(0xff800000)"),
+        (FLOAT, math.nan, "__int_as_float(0x7fffffff)"),
+    ],
+)
+def test_a_constant_is_written_for_cuda(kind, value, text):
+    """Infinity has no literal in CUDA C++: its bits are what IEEE 754 says."""
+    assert _literal(Node("const", (), value, kind)) == text
+    if kind == FLOAT and "0x" in text:
+        number = np.uint32(int(text[-11:-1], 16)).view(np.float32)
+        np.testing.assert_array_equal(number, np.float32(value))
 
 
 def test_an_error_names_the_line_of_the_function():
@@ -192,6 +283,7 @@ def gradients(graph, arrays, score, dout):
 
 
 @pytest.mark.parametrize("seed", range(60))
+@pytest.mark.promise("gradients equal differences")
 def test_both_modes_and_differences_agree(seed):
     function = Random(seed, B, H, N, M).score_mod()
     graph, arrays = trace_score(function)
@@ -232,6 +324,11 @@ READY = {
     "and": (functions.causal() & functions.chunked(5), (k <= q) & (q // 5 == k // 5)),
     "or": (functions.window(1) | functions.strided(4), ((k <= q) & (k >= q - 1)) | (k % 4 == 3)),
     "not": (~functions.causal(), k > q),
+    "plain and": ((lambda b, h, q, k: k > 2) & functions.causal(), (k <= q) & (k > 2)),
+    "plain or": ((lambda b, h, q, k: k > 2) | functions.causal(), (k <= q) | (k > 2)),
+    "all": (functions.window(-1, -1), (k >= 0) & (q >= 0)),
+    "keys after": (functions.window(-1, 2), k - q <= 2),
+    "keys before": (functions.window(3, -1), q - k <= 3),
     "plain": (functions.causal() & (lambda b, h, q, k: k > 2), (k <= q) & (k > 2)),
 }
 
@@ -252,6 +349,14 @@ def test_a_node_of_a_tree_sees_its_ancestors():
     assert kept[:, :3].all()
     with pytest.raises(OptionError, match="before n"):
         functions.tree([1, -1])
+    with pytest.raises(OptionError, match="must be a row of integers"):
+        functions.tree([0.5])
+
+
+def test_a_rule_says_what_it_is():
+    assert repr(~functions.causal()) == "<mask not_causal>"
+    with pytest.raises(MaskError, match=r"a mask is a function of \(b, h, q, k\), got 3"):
+        functions.causal() & 3
 
 
 def test_slopes_of_alibi():
@@ -274,6 +379,14 @@ def test_buckets_of_t5():
     distances = np.arange(-300, 301)
     got = graph.evaluate({"score": 0.0, "b": 0, "h": 0, "q": 300, "k": 300 + distances}, arrays)
     assert got.tolist() == [bucket(int(x)) for x in distances]
+
+
+def test_a_learned_bias_of_each_distance():
+    table = np.random.default_rng(3).standard_normal((H, 7))
+    score = np.zeros((B, H, N, M))
+    distance = np.clip(INDICES["k"] - INDICES["q"], -3, 3) + 3
+    expected = np.broadcast_to(table[INDICES["h"], distance], score.shape)
+    assert np.allclose(evaluated(functions.relative(table, 3), score), expected)
 
 
 def test_scores_after_one_another():

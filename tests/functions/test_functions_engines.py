@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from function_fuzz import COMPILED, check_on_cpu, expected, found, same_counts
 from helpers import tensors
-from random_functions import Random
 
 import flashsim
 from flashsim import BlockMask, Problem, Tiling, count, functions, run
 from flashsim.errors import OptionError, ShapeError, UnsupportedError
 from flashsim.problem import oracle
+
+pytestmark = pytest.mark.promise("three counts equal", "twice plain attention's error")
 
 B, H, KV, N, M, D = 2, 4, 2, 37, 45, 8
 RNG = np.random.default_rng(0)
@@ -43,22 +44,11 @@ def drawn(*sizes, **how):
     return x.q, x.k, x.v, x.dout
 
 
-def expected(result, dout, dlse, names=(), **given):
-    """The oracle's out, LSE and gradients of a result's problem."""
-    job = result._job
-    p = replace(job.problem, dlse=True, score_grads=tuple(names))
-    given = {"captured": job.score_arrays, **given}
-    q, k, v = job.q, job.k, job.v
-    return (
-        *oracle.attention(q, k, v, p, **given),
-        oracle.gradients(q, k, v, dout, p, dlse=dlse, **given),
-    )
-
-
-def found(gradients):
-    got = {name: getattr(gradients, name) for name in ("dq", "dk", "dv", "dbias", "dsinks")}
-    got |= {f"d:{name}": x for name, x in gradients.captured.items()}
-    return {name: x for name, x in got.items() if x is not None}
+def judge(got, exact):
+    """Equal but for rounding in float64."""
+    for name, x in got.items():
+        near = 1e-12 if name in ("out", "lse") else 1e-10
+        assert np.allclose(x, exact[name], rtol=near, atol=near), name
 
 
 ALGORITHMS = {
@@ -87,21 +77,19 @@ def test_results_gradients_and_counts(backend, algorithm, case):
     dlse = np.where(np.isinf(result.lse), 0, RNG.standard_normal(result.lse.shape))
     names = ("SLOPES", "KEYS", "TEMPERATURE", "TABLE", "BIAS") if "score_mod" in how else ()
     given = {"sinks": how["sinks"]} if "sinks" in how else {}
-    out, lse, exact = expected(result, dout, dlse, names, **given)
-    assert np.allclose(result.out, out, atol=1e-12)
-    assert np.allclose(result.lse, lse, atol=1e-12)
-    _same_counts(result.trace, count(result.problem, algorithm=algorithm, tiling=TILING))
+    exact = expected(result, dout, dlse, names, **given)
+    same_counts(result.trace, count(result.problem, algorithm=algorithm, tiling=TILING))
     if algorithm == "standard" and "score_mod" in how:
+        judge({"out": result.out, "lse": result.lse}, exact)
         with pytest.raises(UnsupportedError, match="no score function"):
             result.backward(dout)
         return
     gradients = result.backward(dout, dlse=dlse, captured=names, tiling=TILING)
-    got = found(gradients)
+    got = found(result, gradients)
     assert set(got) == set(exact)
-    for name, x in got.items():
-        assert np.allclose(x, exact[name], rtol=1e-10, atol=1e-10), name
+    judge(got, exact)
     backward = {"algorithm": algorithm, "tiling": TILING, "direction": "backward"}
-    _same_counts(gradients.trace, count(gradients.trace.problem, **backward))
+    same_counts(gradients.trace, count(gradients.trace.problem, **backward))
     if backend == "numba":  # transfer by transfer
         simulated = run(q, k, v, **how)
         again = simulated.backward(dout, dlse=dlse, captured=names, tiling=TILING)
@@ -110,13 +98,21 @@ def test_results_gradients_and_counts(backend, algorithm, case):
                 assert np.array_equal(a.events, b.events), a.stage.name
 
 
-def _same_counts(trace, closed):
-    assert trace.by_tensor() == closed.by_tensor()
-    assert trace.bytes() == closed.bytes()
-    assert trace.peak_sram() == closed.peak_sram()
-    assert {kind: trace.flops(kind) for kind in ("function", "matmul", "exp", "add")} == {
-        kind: closed.flops(kind) for kind in ("function", "matmul", "exp", "add")
-    }
+def test_tables_name_captured_arrays_by_the_readers_variables():
+    p = Problem(40, heads=H, score_mod=functions.alibi(SLOPES), mask_mod=functions.padding([30]))
+    forward = str(count(p, tiling=TILING))
+    assert "slopes (F_own)" in forward
+    assert "lengths (M_own)" in forward
+    assert " F " not in forward
+    q, k, v, dout = drawn(40, 40, D, dtype="float64", heads=H)
+    result = run(q, k, v, score_mod=score_of_slopes, trace=True)
+    backward = str(result.backward(dout, captured=["SLOPES"]).trace)
+    assert "SLOPES (F)" in backward
+    assert "dSLOPES (dF)" in backward
+
+
+def score_of_slopes(s, b, h, q, k):
+    return s + SLOPES[h] * (k - q)
 
 
 def test_bytes_of_captured_arrays_by_hand():
@@ -137,6 +133,7 @@ def test_bytes_of_captured_arrays_by_hand():
 
 
 @pytest.mark.parametrize("backend", ["simulator", "numba"])
+@pytest.mark.promise("gradients equal differences")
 def test_captured_gradients_by_differences(backend):
     """Central differences of the engine's own loss, in float64, along a random direction."""
     q, k, v, dout = arrays()
@@ -169,19 +166,14 @@ def test_narrow_types_err_at_most_twice_as_much_as_plain_attention(backend, dtyp
     q, k, v, dout = arrays(dtype)
     result = run(q, k, v, score_mod=score, mask_mod=mask, backend=backend)
     dlse = np.zeros_like(result.lse)
-    p, captured = result.problem, result._job.score_arrays
-    out, _, exact = expected(result, dout, dlse)
-    plain, _ = oracle.attention(q, k, v, p, captured=captured, dtype=dtype)
-    rounded = oracle.gradients(q, k, v, dout, p, captured=captured, dtype=dtype)
-    gradients = result.backward(dout)
+    exact, plain = (expected(result, dout, dlse, dtype=kind) for kind in ("float64", dtype))
     unit = float(np.finfo(np.float32 if dtype == "float32" else np.float16).eps)
     unit = 2.0**-8 if dtype == "bfloat16" else unit
-    for mine, its, right in [
-        (result.out, plain, out),
-        *((getattr(gradients, n), rounded[n], exact[n]) for n in ("dq", "dk", "dv")),
-    ]:
-        most = 2 * np.abs(its - right).max() + 4 * unit * np.abs(right).max()
-        assert np.abs(mine.astype(np.float64) - right).max() <= most
+    got = found(result, result.backward(dout))
+    for name in ("out", "dq", "dk", "dv"):
+        right = exact[name]
+        most = 2 * np.abs(plain[name] - right).max() + 4 * unit * np.abs(right).max()
+        assert np.abs(got[name].astype(np.float64) - right).max() <= most
 
 
 # -- together with other options -------------------------------------------------------------------
@@ -205,12 +197,8 @@ def test_functions_combine_with_every_option(backend, option):
     how = OPTIONS[option]
     result = run(q, k, v, score_mod=score, mask_mod=mask, tiling=TILING, backend=backend, **how)
     given = {"bias": how["bias"]} if "bias" in how else {}
-    out, lse, exact = expected(result, dout, np.zeros_like(result.lse), ("SLOPES",), **given)
-    assert np.allclose(result.out, out, atol=1e-12)
-    assert np.allclose(result.lse, lse, atol=1e-12)
-    got = found(result.backward(dout, captured="SLOPES", tiling=TILING))
-    for name, x in got.items():
-        assert np.allclose(x, exact[name], rtol=1e-10, atol=1e-10), name
+    exact = expected(result, dout, np.zeros_like(result.lse), ("SLOPES",), **given)
+    judge(found(result, result.backward(dout, captured="SLOPES", tiling=TILING)), exact)
 
 
 @pytest.mark.parametrize("backend", ["simulator", "numba"])
@@ -239,11 +227,8 @@ def test_sizes(backend, sizes):
     q, k, v, dout = drawn(*sizes, D, dtype="float64", heads=2)
     how = {"score_mod": functions.softcap(3.0), "mask_mod": functions.streaming(3, 20)}
     result = run(q, k, v, backend=backend, **how)
-    out, lse, exact = expected(result, dout, np.zeros_like(result.lse))
-    assert np.allclose(result.out, out, atol=1e-12)
-    assert np.allclose(result.lse, lse, atol=1e-12)
-    for name, x in found(result.backward(dout)).items():
-        assert np.allclose(x, exact[name], rtol=1e-10, atol=1e-11), name
+    exact = expected(result, dout, np.zeros_like(result.lse))
+    judge(found(result, result.backward(dout)), exact)
 
 
 @pytest.mark.parametrize("backend", ["simulator", "numba"])
@@ -287,10 +272,9 @@ def test_threads_change_no_bit():
     results = []
     for threads in (1, 3):
         result = run(q, k, v, backend="numba", threads=threads, tiling=TILING, **how)
-        results.append((result.out, found(result.backward(dout, captured=True, tiling=TILING))))
-    (out, gradients), (out_3, gradients_3) = results
-    assert np.array_equal(out, out_3)
-    assert all(np.array_equal(x, gradients_3[name]) for name, x in gradients.items())
+        results.append(found(result, result.backward(dout, captured=True, tiling=TILING)))
+    one, three = results
+    assert all(np.array_equal(x, three[name]) for name, x in one.items())
 
 
 def test_values_that_change_in_place_are_seen():
@@ -337,51 +321,18 @@ def test_what_is_refused():
 # -- random functions against the oracle -----------------------------------------------------------
 
 
-def _fuzzed(seed, backend):
-    rng = np.random.default_rng(seed)
-    n_q, n_kv = (int(n) for n in rng.integers(1, 40, 2))
-    batch, kv_heads, group = (int(n) for n in rng.integers(1, 3, 3))
-    heads = kv_heads * group
-    made = Random(seed, batch, heads, n_q, n_kv)
-    how = {"score_mod": made.score_mod()} if rng.random() < 0.8 else {}
-    how |= {"mask_mod": made.mask_mod()} if rng.random() < 0.8 else {}
-    how |= {"sinks": rng.standard_normal(heads)} if rng.random() < 0.3 else {}
-    how |= {"causal": True} if rng.random() < 0.2 else {}
-    how |= {"softcap": 3.0} if rng.random() < 0.2 else {}
-    q, k, v, dout = drawn(
-        *(n_q, n_kv, 4), dtype="float64", batch=batch, heads=heads, kv_heads=kv_heads, seed=seed
-    )
-    tiling = Tiling(*(int(n) for n in rng.choice([4, 8, 16, 64], 2)))
-    algorithm = str(rng.choice(["flash2", "flash2-fused"]))
-    how |= {"tiling": tiling, "algorithm": algorithm, "backend": backend}
-    result = run(q, k, v, **how, trace=True)
-    graph = result.problem.score_mod
-    names = [] if graph is None else [a.name for a in graph.differentiable]
-    dlse = np.where(np.isinf(result.lse), 0, rng.standard_normal(result.lse.shape))
-    given = {"sinks": how["sinks"]} if "sinks" in how else {}
-    out, lse, exact = expected(result, dout, dlse, names, **given)
-    assert np.allclose(result.out, out, atol=1e-9)
-    assert np.allclose(result.lse, lse, atol=1e-9)
-    gradients = result.backward(dout, dlse=dlse, captured=True, tiling=tiling)
-    for name, x in found(gradients).items():
-        assert np.allclose(x, exact[name], rtol=1e-7, atol=1e-8), name
-    _same_counts(result.trace, count(result.problem, algorithm=algorithm, tiling=tiling))
-    how = {"algorithm": algorithm, "tiling": tiling, "direction": "backward"}
-    _same_counts(gradients.trace, count(gradients.trace.problem, **how))
-
-
 @pytest.mark.parametrize("seed", range(60))
 def test_random_functions_on_the_simulator(seed):
-    _fuzzed(seed, "simulator")
+    check_on_cpu(seed, "simulator")
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_functions_on_the_cpu_engine(seed):
-    _fuzzed(1000 + seed, "numba")
+    check_on_cpu(1000 + seed, "numba")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(100))
 def test_many_random_functions(seed):
     for n in range(100):
-        _fuzzed(10_000 + 100 * seed + n, "simulator" if n % 20 else "numba")
+        check_on_cpu(10_000 + 100 * seed + n, "simulator" if n % COMPILED else "numba")

@@ -6,7 +6,10 @@ from scipy import special
 from test_expressions import evaluated
 
 from flashsim.errors import FunctionError
-from flashsim.functions.tracing import FUNCTIONS, trace_mask
+from flashsim.functions.names import FUNCTIONS
+from flashsim.functions.tracing import trace_mask
+
+pytestmark = pytest.mark.promise("refuses bad input")
 
 SCORE = np.linspace(0.3, 2.5, 9)
 #: What NumPy or SciPy computes, where its name is another one.
@@ -17,13 +20,16 @@ OTHERS = {
     "erf": special.erf,
     "relu": lambda x: np.maximum(x, 0),
     "softplus": lambda x: np.log1p(np.exp(x)),
+    "silu": lambda x: x * special.expit(x),
+    "swish": lambda x: x * special.expit(x),
+    "gelu": lambda x: x * special.ndtr(x),
     "neg": np.negative,
     "fabs": np.abs,
 }
 ONE = (
     *("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "expit"),
     *("sin", "cos", "erf", "floor", "ceil", "trunc", "relu", "sign", "square", "softplus"),
-    *("neg", "negative", "abs", "absolute", "fabs"),
+    *("neg", "negative", "abs", "absolute", "fabs", "silu", "swish", "gelu"),
 )
 TWO = (
     *("add", "subtract", "multiply", "divide", "true_divide", "floor_divide", "mod", "remainder"),
@@ -127,6 +133,9 @@ def test_arguments_by_name_and_methods():
     trunc = lambda s, b, h, q, k: FUNCTIONS["div"](-s, 0.7, rounding_mode="trunc")  # noqa: E731
     close(trunc, np.trunc(-SCORE / 0.7))
     close(lambda s, b, h, q, k: np.where(s > 1, s, 0.0), np.where(SCORE > 1, SCORE, 0.0))
+    near = SCORE * special.ndtr(SCORE)  # what the approximation by tanh is close to
+    got = evaluated(lambda s, b, h, q, k: FUNCTIONS["gelu"](s, approximate="tanh"), SCORE)
+    assert 1e-5 < np.abs(got - near).max() < 1e-3
 
 
 def test_types_of_symbols():

@@ -14,6 +14,8 @@ from flashsim.functions.mask import MaskFunction
 from flashsim.functions.tracing import trace_score
 from flashsim.schedule.schedule import Schedule
 
+pytestmark = pytest.mark.promise("right tiles")
+
 RNG = np.random.default_rng(0)
 DOCUMENTS = np.sort(RNG.integers(0, 12, 700))
 

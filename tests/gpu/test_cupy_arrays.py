@@ -9,7 +9,7 @@ from flashsim import Problem, Tiling
 from flashsim.errors import BackendUnavailable, DTypeError, TilingError, UnsupportedError
 from flashsim.problem.masks import BlockMask
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.promise("layout changes nothing")]
 
 
 def test_torch_tensors_come_back_as_torch_without_a_copy_and_on_their_stream():

@@ -11,7 +11,7 @@ import flashsim
 from flashsim import Problem, Tiling
 from flashsim.problem.problem import numpy_dtype
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.promise("every barrier is needed")]
 
 HALF, SINGLE = "float16", "float32"
 #: Kernel, algorithm, dtype, head_dim, tiling, and the barriers that this form of it has and needs.

@@ -15,7 +15,7 @@ from flashsim.backends.launch_policy import decode as family
 from flashsim.engines.engine import Job
 from flashsim.errors import UnsupportedError
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.promise("three counts equal", "twice plain attention's error")]
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +87,7 @@ def test_no_keys_at_all():
     check(Case(p, (0, 300, 1)))
 
 
+@pytest.mark.promise("deterministic")
 def test_equal_bits():
     case = mla(3, 9000, page=16)
     x = case.make()

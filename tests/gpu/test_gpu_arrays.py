@@ -19,6 +19,8 @@ from cupy_checks import MARKS, gpus, make  # noqa: E402  (it imports CuPy)
 from flashsim.backends.cupy_gpu import arrays  # noqa: E402
 from flashsim.backends.cupy_gpu import engine as cupy_engine  # noqa: E402
 
+pytestmark = pytest.mark.promise("layout changes nothing")
+
 
 class Exported:
     """An array of a library that we know nothing of: DLPack is all it offers."""

@@ -16,6 +16,8 @@ from flashsim.problem.masks import BlockMask
 from flashsim.schedule import plans
 from flashsim.schedule.schedule import Schedule
 
+pytestmark = pytest.mark.promise("three counts equal")
+
 PROBLEMS = {
     "plain": Problem(70, 90, 16, heads=2),
     "causal": Problem(70, 90, 16, heads=2, causal=True),

@@ -20,7 +20,11 @@ def has_gpu():
         return False
 
 
-pytestmark = [*MARKS, pytest.mark.skipif(not has_gpu(), reason="this JAX sees no GPU")]
+pytestmark = [
+    *MARKS,
+    pytest.mark.skipif(not has_gpu(), reason="this JAX sees no GPU"),
+    pytest.mark.promise("bridges equal their library"),
+]
 
 
 def tensors(*, heads=4, n_q=200, n_kv=230, d=64, dtype=jnp.bfloat16):
@@ -132,3 +136,68 @@ def test_calls_again_run_from_xlas_memory_to_xlas_memory(n_q):
     rough, exact = plain(q, k, v), plain(*(x.astype(jnp.float32) for x in (q, k, v)))
     error, allowed = (float(abs(x.astype(jnp.float32) - exact).max()) for x in (out, rough))
     assert error <= 2 * allowed + 2**-8 * float(abs(exact).max())
+
+
+def written_out(q, k, v, bias, sinks=None):
+    s = jnp.einsum("bhqd,bhkd->bhqk", q, jnp.repeat(k, q.shape[1] // k.shape[1], 1)) * 64**-0.5
+    s = (s + bias).astype(q.dtype)
+    if sinks is not None:
+        more = jnp.broadcast_to(sinks.astype(s.dtype)[:, None, None], (*s.shape[:3], 1))
+        s = jnp.concatenate([s, more], axis=-1)
+    p = jax.nn.softmax(s, axis=-1)[..., : bias.shape[-1]]
+    return jnp.einsum("bhqk,bhkd->bhqd", p, jnp.repeat(v, q.shape[1] // v.shape[1], 1))
+
+
+def check(function, reference, inputs):
+    """Values and gradients are those of plain attention in float32, but for a few roundings."""
+    dout = jnp.asarray(np.random.default_rng(3).standard_normal(inputs[0].shape), "float32")
+    mine = lambda *x: value_and_gradients(function, x, dout)  # noqa: E731
+    exact = value_and_gradients(reference, [x.astype("float32") for x in inputs], dout)
+    near = max(4 * float(jnp.finfo(inputs[0].dtype).eps), 1e-4)
+    for how in (mine, jax.jit(mine)):
+        for x, true in zip(how(*inputs), exact, strict=True):
+            error = np.abs(np.asarray(x, "float32") - np.asarray(true)).max()
+            assert error <= near * (1 + np.abs(true).max())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("lead", [(1, 1), (2, 4)], ids=str)
+def test_a_bias_and_sinks(lead, dtype):
+    q, k, v = (x.astype(dtype) for x in tensors())
+    random = np.random.default_rng(4)
+    bias = jnp.asarray(random.standard_normal((*lead, q.shape[2], k.shape[2])), dtype)
+    sinks = jnp.asarray(random.standard_normal(q.shape[1]), dtype)
+
+    def ours(q, k, v, bias, sinks):
+        return flashsim.jax.attention(q, k, v, bias=bias, sinks=sinks)
+
+    check(ours, written_out, (q, k, v, bias, sinks))
+
+
+def test_a_mask_as_jax_nn_has_it():
+    q, k, v = tensors()
+    mask = jnp.asarray(np.random.default_rng(5).random((2, 1, q.shape[2], k.shape[2])) < 0.7)
+    told = {"mask": mask, "key_value_seq_lengths": jnp.asarray([k.shape[2], 100])}
+    x = [jnp.swapaxes(x, 1, 2) for x in (q, k, v)]
+    got = flashsim.jax.dot_product_attention(*x, **told)
+    expected = jax.nn.dot_product_attention(*x, **told)
+    np.testing.assert_allclose(*(x.astype("float32") for x in (got, expected)), atol=2e-2)
+
+
+def test_functions_that_capture_traced_arrays():
+    q, k, v = tensors()
+    n_q, n_kv = q.shape[2], k.shape[2]
+    slopes = jnp.linspace(0.01, 0.05, q.shape[1])
+    marks = jnp.asarray(np.sort(np.random.default_rng(6).integers(0, 4, max(n_q, n_kv))))
+    i, j = jnp.arange(n_q)[:, None], jnp.arange(n_kv)
+
+    def ours(q, k, v, slopes):
+        score = lambda s, b, h, q, k: s - slopes[h] * abs(q - k)  # noqa: E731
+        mask = lambda b, h, q, k: (marks[q] == marks[k]) | (k < 20)  # noqa: E731
+        return flashsim.jax.attention(q, k, v, score_mod=score, mask_mod=mask)
+
+    def plain(q, k, v, slopes):
+        bias = -slopes[:, None, None] * abs(i - j)
+        return written_out(q, k, v, jnp.where((marks[i] == marks[j]) | (j < 20), bias, -jnp.inf))
+
+    check(ours, plain, (q, k, v, slopes))

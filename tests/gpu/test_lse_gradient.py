@@ -30,6 +30,8 @@ from flashsim import BlockMask, Problem
 from flashsim.errors import DTypeError
 from flashsim.problem import oracle
 
+pytestmark = pytest.mark.promise("three counts equal", "twice plain attention's error")
+
 #: Keys in two parts.
 CUT = slice(0, 90), slice(90, None)
 NAMES = ("gqa", "varlen", "no keys", "softcap", "blocks")
@@ -97,12 +99,14 @@ def test_one_visit_is_chosen_with_a_gradient_of_the_lse_as_without(family):
 
 
 @pytest.mark.parametrize("family", families("portable", "hopper", "python", "python-hopper"))
+@pytest.mark.promise("deterministic")
 def test_bits_are_the_same_in_every_run(family):
     p = Problem(300, 400, 64, heads=3, dtype="float16", causal=True, dlse=True)
     check_bits(p, family, runs=20)
 
 
 @pytest.mark.parametrize("family", families("hopper"))
+@pytest.mark.promise("deterministic")
 def test_bits_of_one_visit_are_the_same_in_every_run(family):
     check_bits(SHORT[1], family, runs=50, forms=(ONCE,))
 

@@ -28,7 +28,10 @@ def can_run():
     return teaching_run.simulated() or cuda.is_available()
 
 
-pytestmark = [pytest.mark.skipif(not can_run(), reason="neither a GPU nor NUMBA_ENABLE_CUDASIM=1")]
+pytestmark = [
+    pytest.mark.skipif(not can_run(), reason="neither a GPU nor NUMBA_ENABLE_CUDASIM=1"),
+    pytest.mark.promise("three counts equal", "twice plain attention's error"),
+]
 if not teaching_run.simulated():
     pytestmark.append(pytest.mark.gpu)
 

@@ -20,6 +20,7 @@ from flashsim.problem.problem import Problem  # noqa: E402
 
 RANKS = min(4, torch.cuda.device_count() if torch.cuda.is_available() else 0)
 pytestmark = [
+    pytest.mark.promise("bridges equal their library"),
     pytest.mark.gpu,
     pytest.mark.skipif(RANKS not in (2, 4), reason="needs two or four NVIDIA GPUs"),
 ]

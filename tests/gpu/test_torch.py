@@ -12,7 +12,7 @@ import flashsim.torch  # noqa: E402
 from flashsim.errors import DTypeError, UnsupportedError  # noqa: E402
 from flashsim.torch import FlashAttention, attention, ops  # noqa: E402
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.promise("bridges equal their library")]
 
 HALF = torch.bfloat16
 CUTS = {"cu_seqlens_q": [0, 70, 200], "cu_seqlens_k": [0, 90, 230], "causal": True}
@@ -24,18 +24,23 @@ def tensors(*, batch=2, heads=4, kv_heads=2, n_q=200, n_kv=230, d=64, dtype=HALF
     return [torch.randn(s, device="cuda", dtype=dtype, requires_grad=grad) for s in shapes]
 
 
-def plain(q, k, v, causal=False, window=None, softcap=0.0):
+def plain(q, k, v, bias=None, sinks=None, *, causal=False, window=None, softcap=0.0):
     """Attention in torch's own operators, in the type of its inputs."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     s = q @ k.mT * q.shape[-1] ** -0.5
     s = softcap * torch.tanh(s / softcap) if softcap else s
+    s = s if bias is None else s + bias
     n_q, n_kv = s.shape[-2:]
     rows, columns = (torch.arange(n, device=q.device) for n in (n_q, n_kv))
     offset = columns - (rows[:, None] + n_kv - n_q)
     left, right = (n_kv + n_q if side < 0 else side for side in window or (-1, -1))
     kept = (offset >= -left) & (offset <= (0 if causal else right))
-    return torch.softmax(s.masked_fill(~kept, float("-inf")), dim=-1) @ v
+    s = s.masked_fill(~kept, float("-inf"))
+    if sinks is None:
+        return torch.softmax(s, dim=-1) @ v
+    more = sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)
+    return torch.softmax(torch.cat([s, more], dim=-1), dim=-1)[..., :-1] @ v
 
 
 def value_and_gradients(function, inputs, dout):
@@ -118,6 +123,111 @@ def test_memory_layouts_of_models_and_broadcast_gradients():
     expected = torch.autograd.grad(attention(*again, causal=True), again, torch.ones_like(out))
     for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+# -- a bias, sinks, functions ----------------------------------------------------------------------
+
+
+def added(*shape, dtype=HALF):
+    return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("lead", [(1, 1), (2, 4), (1, 4)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_bias(causal, lead, dtype):
+    judge(
+        lambda q, k, v, bias: attention(q, k, v, bias=bias, causal=causal),
+        [*tensors(dtype=dtype), added(*lead, 200, 230, dtype=dtype)],
+        lambda *x: plain(*x, causal=causal),
+    )
+
+
+@pytest.mark.parametrize("n_q", [200, 1])
+@pytest.mark.parametrize("kind", [torch.float32, HALF])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sinks(causal, kind, n_q):
+    inputs = [*tensors(n_q=n_q), added(4, dtype=kind)]
+    judge(
+        lambda q, k, v, sinks: attention(q, k, v, sinks=sinks, causal=causal),
+        inputs,
+        lambda q, k, v, sinks: plain(q, k, v, None, sinks, causal=causal),
+    )
+
+
+def test_sinks_of_packed_sequences_and_beside_a_bias():
+    q, k, v = tensors(batch=1)
+    sinks, bias = added(4), added(1, 4, 200, 230)
+    judge(
+        lambda q, k, v, bias, sinks: attention(q, k, v, bias=bias, sinks=sinks),
+        [q, k, v, bias, sinks],
+        plain,
+    )
+
+    def by_parts(q, k, v, sinks):
+        parts = ((0, 70, 0, 90), (70, 200, 90, 230))
+        told = {"sinks": sinks, "causal": True}
+        rows = [plain(q[:, :, a:b], k[:, :, c:e], v[:, :, c:e], **told) for a, b, c, e in parts]
+        return torch.cat(rows, dim=2)
+
+    packed = lambda q, k, v, sinks: attention(q, k, v, sinks=sinks, **CUTS)  # noqa: E731
+    judge(packed, [q, k, v, sinks], by_parts)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_bias_and_sinks_compile_without_a_break():
+    def loss(q, k, v, bias, sinks):
+        out = attention(q * 2, k, v, bias=bias, sinks=sinks, causal=True)
+        return out.float().square().sum()
+
+    inputs = [*tensors(), added(1, 4, 200, 230), added(4)]
+    torch._dynamo.reset()
+    got, expected = (
+        torch.autograd.grad(f(*inputs), inputs) for f in (torch.compile(loss, fullgraph=True), loss)
+    )
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+
+
+def flexed(q, k, v, bias, slopes):
+    """ALiBi and a bias where a query sees a prefix, its own sequence's keys, by torch's words."""
+    lengths = torch.tensor([230, 170], device="cuda")
+
+    def score(s, b, h, q_idx, kv_idx):
+        return s + slopes[h] * (kv_idx - q_idx) + bias[b, h, q_idx, kv_idx]
+
+    def mask(b, h, q_idx, kv_idx):
+        return ((kv_idx <= q_idx) | (kv_idx < 40)) & (kv_idx < lengths[b])
+
+    return score, mask
+
+
+def flex(q, k, v, bias, slopes):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    score, mask = flexed(q, k, v, bias, slopes)
+    if not torch.compiler.is_compiling():
+        mask = create_block_mask(mask, 2, None, 200, 230, device="cuda")
+    return flashsim.torch.flex_attention(q, k, v, score, mask, enable_gqa=True)
+
+
+def written_out(q, k, v, bias, slopes):
+    score, mask = flexed(q, k, v, bias, slopes)
+    k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    at = [torch.arange(n, device="cuda") for n in (2, 4, 200, 230)]
+    b, h, i, j = at[0][:, None, None, None], at[1][:, None, None], at[2][:, None], at[3]
+    s = score(q @ k.mT * q.shape[-1] ** -0.5, b, h, i, j).to(q.dtype)
+    return torch.softmax(s.masked_fill(~mask(b, h, i, j), -torch.inf), dim=-1) @ v
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flex_attention(compiled):
+    """With gradients of what the function captures; also called from compiled code."""
+    slopes = torch.linspace(0.01, 0.1, 4, device="cuda").requires_grad_()
+    inputs = [*tensors(), added(2, 4, 200, 230), slopes]
+    torch._dynamo.reset()
+    judge(torch.compile(flex) if compiled else flex, inputs, written_out)
 
 
 def question_of(**changes):
@@ -237,8 +347,9 @@ def test_what_is_refused():
     q, k, v = tensors(grad=False)
     with pytest.raises(UnsupportedError, match="not float64"):
         attention(*(x.double() for x in (q, k, v)))
-    with pytest.raises(UnsupportedError, match=r"take no bias.*q.cpu\(\)"):
-        attention(q, k, v, bias=torch.zeros(200, 230, device="cuda", dtype=HALF))
+    packed = [x[:1] for x in (q, k, v)]
+    with pytest.raises(UnsupportedError, match="packed sequences take no bias"):
+        attention(*packed, bias=torch.zeros(200, 230, device="cuda", dtype=HALF), **CUTS)
     with pytest.raises(DTypeError, match="on cpu"):
         attention(q, k.cpu(), v)
 
@@ -312,6 +423,42 @@ def test_sdpa(stand_in, causal):
     assert set(stand_in) == {"run", "backward"}
     by_token = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
     assert sdpa(*by_token).stride() == by_token[0].stride()
+
+
+@pytest.mark.parametrize("backend", ["EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+@pytest.mark.parametrize("mask", ["bias", "of all heads", "padding", "boolean"])
+def test_sdpa_with_a_mask(stand_in, mask, backend):
+    """torch's flash attention takes none: flashsim stands in for the kernels that do."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = tensors(kv_heads=4)
+    shape = {"bias": (2, 4, 200, 230), "padding": (2, 1, 1, 230)}.get(mask, (200, 230))
+    bias = added(*shape)
+    if mask in ("padding", "boolean"):
+        bias = torch.rand(shape, device="cuda") < 0.7
+        bias[..., 0] = True
+    inputs = [q, k, v]
+    if bias.requires_grad and backend == "EFFICIENT_ATTENTION":  # cuDNN's has no such gradient
+        inputs = [q, k, v, bias]
+
+    fixed = bias.detach()
+
+    def sdpa(q, k, v, bias=fixed):
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+    def masked(q, k, v, bias=fixed):
+        if bias.dtype == torch.bool:
+            bias = torch.zeros(bias.shape, device="cuda", dtype=q.dtype).masked_fill(
+                ~bias, -torch.inf
+            )
+        return plain(q, k, v, bias.to(q.dtype))
+
+    judge(sdpa, inputs, masked)
+    assert set(stand_in) == {"run", "backward"}
+    del stand_in[:]
+    sdpa(q, k, v, None)  # torch's own
+    assert not stand_in
 
 
 def test_varlen(stand_in):

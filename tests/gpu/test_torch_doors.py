@@ -17,7 +17,11 @@ import flashsim.torch  # noqa: E402
 from flashsim.torch import attention, decode, direct, flash_attn  # noqa: E402
 
 _OF_COMPILERS = ("TensorFloat32 tensor cores", "`torch.jit", "The CUDA Graph is empty")
-pytestmark = [*MARKS, *(pytest.mark.filterwarnings(f"ignore:{x}") for x in _OF_COMPILERS)]
+pytestmark = [
+    *MARKS,
+    *(pytest.mark.filterwarnings(f"ignore:{x}") for x in _OF_COMPILERS),
+    pytest.mark.promise("bridges equal their library"),
+]
 
 HALF = torch.bfloat16
 
@@ -70,6 +74,7 @@ def test_few_queries_of_a_long_cache(told, n_q, dtype):
     judged(out, lse, q, k, v, **told)
 
 
+@pytest.mark.promise("deterministic")
 def test_the_same_bits_with_and_without_a_gradient_and_each_time():
     q, k, v = tensors((2, 16, 2, 64), (2, 4, 5000, 64), (2, 4, 5000, 64))
     out = attention(q, k, v, causal=True)

@@ -7,13 +7,18 @@ from flashsim.own_kernels import LOAD, STORE, KernelTrace, Recorder
 
 
 def attention(
-    n=256, d=64, block_q=64, block_k=32, heads=2, causal=True, twice=False, skip=True, group=1
-):
-    """Return the trace; `twice` loads each K tile again, and ``skip=False`` keeps masked tiles."""
+    n=256, d=64, block_q=64, block_k=32, heads=2, causal=True, twice=False, skip=True, group=1,
+    given=None,
+):  # fmt: skip
+    """Return the trace; `twice` loads each K tile again, and ``skip=False`` keeps masked tiles.
+
+    `given` are q, k and v, which are random by default.
+    """
     p = Problem(n, head_dim=d, heads=heads, kv_heads=heads // group, causal=causal)
     rng = np.random.default_rng(0)
     q = rng.standard_normal((heads, n, d)).astype(np.float32)
     k, v = rng.standard_normal((2, heads // group, n, d)).astype(np.float32)
+    q, k, v = (q, k, v) if given is None else given
     out, lse = oracle.attention(q[None], k[None], v[None], p)
     values = [q, k, v, out[0].astype(np.float32), lse[0].astype(np.float32)]
     r = Recorder("hand")

@@ -16,6 +16,8 @@ from flashsim.own_kernels.mistakes import Back, Way, backward, forward
 from flashsim.own_kernels.names import identifier, labels, paper_name
 from flashsim.own_kernels.steps import Follower
 
+pytestmark = pytest.mark.promise("three counts equal")
+
 
 def one_tensor(shape=(64, 32), programs=2, **layout):
     r = Recorder("hand")

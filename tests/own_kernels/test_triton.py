@@ -33,6 +33,8 @@ from flashsim.errors import (
 )
 from flashsim.triton import trace, watch
 
+pytestmark = pytest.mark.promise("three counts equal", "bridges equal their library")
+
 ROOT = Path(__file__).parents[2]
 BF16 = ml_dtypes.bfloat16
 

@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from flashsim.cli.app import app
 from flashsim.triton.driver import standing_in
 
+pytestmark = pytest.mark.promise("command line equals library")
+
 ROOT = Path(__file__).parents[2]
 FLASH = ROOT / "examples/triton/flash_attention.py"
 HOMEWORK = ROOT / "examples/triton/homework.py"

@@ -18,6 +18,8 @@ from flashsim.cli.app import app
 from flashsim.errors import DTypeError
 from flashsim.triton import trace, watch
 
+pytestmark = pytest.mark.promise("bridges equal their library")
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -12,6 +12,8 @@ from test_traffic import problems
 from flashsim import BlockMask, Problem
 from flashsim.problem import oracle
 
+pytestmark = pytest.mark.promise("twice plain attention's error")
+
 LEAN = {name: case for name, case in OPTION_CASES.items() if "of-tiles" not in name}
 
 
@@ -55,6 +57,7 @@ def test_agrees_with_a_second_formula(case):
 
 @pytest.mark.parametrize("case", LEAN)
 @pytest.mark.parametrize("of_lse", [False, True])
+@pytest.mark.promise("gradients equal differences")
 def test_gradients_agree_with_differences(case, of_lse):
     x, p = posed(case)
     dlse = np.random.default_rng(1).standard_normal(x.q.shape[:3]) if of_lse else None
@@ -64,6 +67,7 @@ def test_gradients_agree_with_differences(case, of_lse):
         assert by_gradient == pytest.approx(by_differences, rel=1e-6, abs=1e-6), name
 
 
+@pytest.mark.promise("gradients equal differences")
 def test_differences_notice_a_wrong_gradient(monkeypatch):
     """The check above can fail: a gradient one part in a thousand too large is told apart."""
     x, p = posed("bias-softcap")

@@ -9,6 +9,8 @@ from flashsim import OptionError, Precision, Tiling, UnknownArgumentError, Unsup
 from flashsim.problem.precision import POINTS, PRESETS, Roundings, round_to, tensor_core_sum
 from flashsim.problem.problem import Problem
 
+pytestmark = pytest.mark.promise("twice plain attention's error")
+
 TILING = Tiling(32, 32)
 
 

@@ -11,6 +11,8 @@ import flashsim
 from flashsim import BlockMask, Problem
 from flashsim.problem.problem import numpy_dtype
 
+pytestmark = pytest.mark.promise("right tiles")
+
 
 def kept(problem):
     """Boolean (n_q, n_kv), one score at a time from the definitions in the docstring of Problem."""

@@ -15,6 +15,8 @@ from flashsim.schedule.plans import GENERAL as ALGORITHMS
 from flashsim.schedule.tensors import AXES, whole_bytes
 from flashsim.trace.counted import counted, stage_trace
 
+pytestmark = pytest.mark.promise("three counts equal")
+
 SMALL = Device.get("H100").with_sram(16_000)  # whole rows come in several strips
 TILING = Tiling(32, 24)
 PROBLEMS = {

@@ -1,11 +1,14 @@
 """The fixed order in which keys-outside blocks add to one dQ."""
 
 import numpy as np
+import pytest
 
 import flashsim
 from flashsim import Problem, Tiling, l2
 from flashsim.l2 import model as replays
 from flashsim.schedule.dq_order import turns
+
+pytestmark = pytest.mark.promise("right tiles")
 
 
 def test_each_row_is_added_to_by_turns_that_have_come():

@@ -15,6 +15,8 @@ from flashsim.schedule import plans
 from flashsim.schedule.head_grouping import clump_size
 from flashsim.studies.predict import predict
 
+pytestmark = pytest.mark.promise("right tiles")
+
 H200 = Gpu("H200", (9, 0), 232448, 60 << 20)  # 132 multiprocessors
 
 

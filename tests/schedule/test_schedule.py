@@ -14,6 +14,8 @@ from flashsim.schedule import tables
 from flashsim.schedule.schedule import FULL, MASKED
 from flashsim.schedule.split import Split
 
+pytestmark = pytest.mark.promise("right tiles")
+
 QUICK = settings(max_examples=150, deadline=None)
 
 

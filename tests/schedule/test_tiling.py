@@ -12,6 +12,8 @@ from flashsim.schedule.presets import PRESETS
 from flashsim.schedule.split_kv import fill
 from flashsim.schedule.tiling import SIDES
 
+pytestmark = pytest.mark.promise("no byte is free")
+
 ALL = [(a, d) for a in plans.GENERAL for d in plans.DIRECTIONS]
 
 

@@ -18,6 +18,8 @@ from flashsim.cli.app import app
 from flashsim.studies.verify import METRICS, Case, Record, summary
 from flashsim.studies.verify.workload import run_case
 
+pytestmark = pytest.mark.promise("doc figures are measured")
+
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "docs" / "data" / "verify-h200.csv"
 RESULTS, TABLES, MODELS, GUIDE = (

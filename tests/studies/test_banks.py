@@ -10,6 +10,8 @@ import pytest
 
 from flashsim import OptionError, banks
 
+pytestmark = pytest.mark.promise("predictions are judged")
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -8,6 +8,8 @@ from flashsim import Device, OptionError, Problem, Tiling, blocks
 from flashsim.studies import predict
 from flashsim.studies.predict.calibration import HBM_SHARE, LAUNCH
 
+pytestmark = pytest.mark.promise("predictions are judged")
+
 LAYER = Problem(1024, head_dim=64, heads=8, dtype="bfloat16")
 H200 = Device.get("H200")
 

@@ -10,6 +10,8 @@ from flashsim import Device, OptionError, Problem, Tiling, claims
 from flashsim.studies.claims import bytes_and_flops, numbers
 from flashsim.studies.reproduce import pallas
 
+pytestmark = pytest.mark.promise("doc figures are measured")
+
 PAGE = Path(__file__).parents[2] / "docs/guides/texts.md"
 WRONG = {
     *("bf16-52", "faster-backward", "a100-335", "blocks-64-45", "scores-32", "268-times"),

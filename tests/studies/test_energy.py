@@ -12,6 +12,8 @@ from flashsim.studies.energy import ENERGIES, Energy, Use, energy_of
 from flashsim.studies.predict import predict
 from flashsim.studies.roofline import roofline
 
+pytestmark = pytest.mark.promise("predictions are judged")
+
 ROOT = Path(__file__).parents[2]
 RESULTS, MODELS = (
     (ROOT / "docs" / folder / "predictions.md").read_text(encoding="utf-8")

@@ -23,6 +23,8 @@ from flashsim.engines.sandbox.recorder import kind_of
 from flashsim.exercises import checking, get, grade, names, submissions, words
 from flashsim.exercises.exercise import KINDS
 
+pytestmark = pytest.mark.promise("grading cannot be cheated")
+
 mpl.use("Agg")
 FLASH2 = get("flash2-forward")
 PAGE = (Path(__file__).parents[2] / "docs/guides/course.md").read_text(encoding="utf-8")

@@ -20,6 +20,8 @@ from flashsim.exercises import get, grade, grading, names, submissions
 from flashsim.exercises.exercise import KINDS
 from flashsim.exercises.runner import Limits, plain, run
 
+pytestmark = pytest.mark.promise("grading cannot be cheated")
+
 LINUX = sys.platform == "linux"
 FLASH2 = get("flash2-forward")
 HEADER = "# flashsim exercise: flash2-forward\n"

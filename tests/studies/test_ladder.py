@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from flashsim import Device, OptionError, SramOverflow, Tiling
 from flashsim.studies import ladder
 
+pytestmark = pytest.mark.promise("three counts equal")
+
 SIZES = st.integers(1, 70)
 
 

@@ -17,6 +17,8 @@ from flashsim import OptionError, exercises
 from flashsim.exercises import Lesson
 from flashsim.report import Table
 
+pytestmark = pytest.mark.promise("doc examples run")
+
 QUICK = ("2_softmax_ladder", "4_flash1_to_flash2")
 PATHS = [
     pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else pytest.mark.thorough)

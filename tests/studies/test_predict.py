@@ -24,6 +24,8 @@ from flashsim.studies.predict.calibration import (
 )
 from flashsim.studies.predict.units import bytes_again, clock, once_bytes, work_of
 
+pytestmark = pytest.mark.promise("predictions are judged")
+
 PROBLEM = Problem(4096, head_dim=128, batch=4, heads=16, dtype="bfloat16")
 DECODE_CSV = Path(__file__).parents[2] / "docs" / "data" / "decode-h200.csv"
 PLAIN = {"forward": Constants(tensor=1.0, launch=0.0)}

@@ -3,15 +3,22 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from flashsim import OptionError, Problem
+from flashsim import Device, OptionError, Problem, UnsupportedError
+from flashsim.api.request import Checked
+from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch_policy import cost_model
+from flashsim.backends.launch_policy.hopper import HOPPER
+from flashsim.engines.engine import Job
 from flashsim.studies.predict import Constants, predict
 from flashsim.studies.predict.blocks import in_launches
 from flashsim.studies.predict.calibration import CALIBRATED
+
+pytestmark = pytest.mark.promise("predictions are judged")
 
 PROBLEM = Problem(4096, head_dim=128, batch=4, heads=16, dtype="bfloat16")
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebooks" / "hopper.md"
@@ -74,3 +81,42 @@ def test_a_backward_of_one_visit_takes_what_was_measured():
     assert len(errors) == 14
     assert np.mean(np.abs(errors)) < 0.06
     assert np.max(np.abs(errors)) < 0.17  # one sequence, d = 128
+
+
+#: Problems whose fastest backward on an H200 is a form of its own.
+FORMS = {
+    "flash2-once": Problem(128, head_dim=64, batch=512, heads=12, dtype="bfloat16"),
+    "flash2": Problem(300, head_dim=128, batch=2, heads=16, dtype="bfloat16"),
+    "flash2-fused": PROBLEM,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_form_that_runs_is_predicted_and_named(form):
+    """The engine asks the same rules where it runs `backward(deterministic=False)`."""
+    p, gpu = FORMS[form], Gpu.like(Device.get("H200"))
+    engine = SimpleNamespace(
+        stores_dq=lambda job, saved: HOPPER.stores_dq(job.problem, gpu, ordered=False),
+        fuses=lambda job, saved: HOPPER.fuses(job.problem, gpu),
+    )
+    checked, mine = Checked(engine, "cupy", None, None, 4, None), Job(p, None, None, None)
+    job = checked.backward_job(mine, {}, None, False, None, dlse=False)
+    found = predict(p, direction="backward", deterministic=False)
+    assert found.traffic.algorithm == job.algorithm == form
+    assert found.seconds == predict(p, direction="backward", algorithm=form).seconds
+    assert str(found).startswith(f"{form} backward, ")
+
+
+def test_a_form_that_is_asked_for_by_its_tile_or_name_stays():
+    p = FORMS["flash2"]
+    how = {"direction": "backward", "deterministic": False}
+    named = predict(p, **how, algorithm="flash2-fused").traffic
+    tiled = predict(p, **how, tiling=named.tiling).traffic
+    assert named.algorithm == tiled.algorithm == "flash2-fused"
+    assert predict(p, **how, kernels="portable").traffic.algorithm == "flash2-fused"
+    three = predict(p, **how | {"deterministic": True}, kernels="portable")
+    assert three.traffic.algorithm == "flash2"
+    with pytest.raises(UnsupportedError, match="adds to dQ in a fixed order"):
+        predict(p, **how | {"deterministic": True})
+    with pytest.raises(OptionError, match="direction='backward'"):
+        predict(p, deterministic=False)

@@ -8,6 +8,8 @@ from flashsim.distributed import count, run
 from flashsim.problem.links import LINKS, Link
 from flashsim.studies.predict.calibration import HBM_SHARE
 
+pytestmark = pytest.mark.promise("predictions are judged")
+
 SIZES = {"head_dim": 128, "heads": 8, "dtype": "bfloat16"}
 CAUSAL = Problem(65536, **SIZES, causal=True)
 

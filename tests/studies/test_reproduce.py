@@ -9,7 +9,9 @@ import flashsim
 from flashsim import OptionError, Problem
 from flashsim.counts import traffic
 from flashsim.studies import reproduce
-from flashsim.studies.reproduce import flash1_counts, fp8, pallas, tiles
+from flashsim.studies.reproduce import flash1_counts, fp8, pallas, smem_tiles
+
+pytestmark = pytest.mark.promise("doc figures are measured")
 
 FAST = [name for name in reproduce.NAMES if name not in ("sawtooth", "fp8")]
 
@@ -37,7 +39,7 @@ def test_exact_pages_agree_exactly(name, number):
 def test_wider_key_blocks_do_not_fit():
     """`fa3_widest` is the last multiple of 16 below the capacity, by adding the buffers up."""
     for d, block_q, p_in_smem in ((128, 128, False), (128, 128, True), (256, 128, False)):
-        width = tiles.fa3_widest(d, block_q, p_in_smem=p_in_smem)
+        width = smem_tiles.fa3_widest(d, block_q, p_in_smem=p_in_smem)
 
         def need(keys, d=d, block_q=block_q, p=p_in_smem):
             return 2 * (block_q * d + 4 * keys * d + p * block_q * keys)

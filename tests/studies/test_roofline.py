@@ -6,6 +6,8 @@ import flashsim
 from flashsim import Device, OptionError, Problem, Tiling
 from flashsim.studies.roofline import ridge_points, roofline, textbook_bytes
 
+pytestmark = pytest.mark.promise("predictions are judged")
+
 TOY = Device(
     *("toy", 1 << 20, 1 << 20), hbm_bandwidth=100.0, l2_bandwidth=400.0, l2_bytes=1 << 30,
     cuda_flops={"float32": 1000.0},

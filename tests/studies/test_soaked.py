@@ -10,6 +10,8 @@ import pytest
 from flashsim.studies import verify
 from flashsim.studies.verify.crossing import WALKS, shares, tensor_flops
 
+pytestmark = pytest.mark.promise("doc figures are measured")
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "notebooks" / "counters.md").read_text(encoding="utf-8")
 

@@ -45,10 +45,12 @@ from flashsim.studies.verify import (
     verify,
     workload,
 )
-from flashsim.studies.verify.crossing import crossing, shares, tensor_flops
+from flashsim.studies.verify.crossing import crossing, shares, table_reads, tensor_flops
 from flashsim.studies.verify.sectors import sectors_written
 from flashsim.studies.verify.soak import compare, draw
 from flashsim.studies.verify.soak import table as table_of_worst
+
+pytestmark = pytest.mark.promise("predictions are judged")
 
 PROBLEM = Problem(256, head_dim=32, heads=2, dtype="bfloat16", causal=True)
 HEADER = ["ID", "Process ID", "Kernel Name", "Grid Size", "Section Name"]
@@ -134,7 +136,14 @@ def measured(traffic, prefix="flash_", rename=None, factor=1.0):
             number,
             {
                 name: factor
-                * sum(n for (s, o, _), n in traffic.transfers.items() if (s, o) == (stage.name, op))
+                * (
+                    sum(
+                        n
+                        for (s, o, _), n in traffic.transfers.items()
+                        if (s, o) == (stage.name, op)
+                    )
+                    + (op == "load") * table_reads(traffic, stage, hopper=False)
+                )
                 for name, op in COUNTERS.items()
             },
         )
@@ -168,9 +177,10 @@ def test_other_kernels_are_left_alone():
         verify(assign([forward], launches), "title").worst("DRAM read")
 
 
-def rows_of(counters, kernel="flash_forward"):
+def rows_of(counters, kernel="flash_forward", threads=0):
     forward, _ = predictions()
-    one = MeasuredPass(forward, {"forward": [MeasuredLaunch(kernel, 0, counters)]})
+    launch = MeasuredLaunch(kernel, 0, counters, threads=threads)
+    one = MeasuredPass(forward, {"forward": [launch]})
     return {row.quantity: row for row in verify([one], "title").rows}
 
 
@@ -232,6 +242,22 @@ def test_spills_are_no_requested_writes():
     assert (found["local memory writes"].predicted, found["local memory writes"].ratio) == (0, None)
 
 
+def test_requested_reads_have_what_l1_answers_and_no_spilled_registers():
+    reads = {"bytes into SMs": 1000.0, "local memory reads": 96.0}
+    assert rows_of(reads)["requested read"].measured == 904
+    assert rows_of(reads)["local memory reads"].predicted == 0
+    found = rows_of(reads | {"reads from L1": 64.0}, threads=128)["requested read"]
+    assert found.measured == 968
+    # All four warps of eight blocks read a block's two entries in tables; L1 answers three.
+    fewer = rows_of(reads, threads=128)["requested read"]
+    assert found.predicted - fewer.predicted == 8 * 3 * 2 * 32
+    forward, _ = predictions()
+    launch = MeasuredLaunch("flash_forward", 0, reads | {"reads from L1": 64.0}, threads=128)
+    python = MeasuredPass(forward, {"forward": [launch]}, python=True)
+    row = verify([python], "title").rows[0]
+    assert (row.measured, row.predicted) == (904, fewer.predicted)
+
+
 def test_tensor_flops_are_those_of_whole_tiles():
     found = rows_of({"tensor FLOPs, bf16": 10.0, "tensor FLOPs, fp16": 1.0})["tensor FLOPs"]
     tiles = 4 + 3 + 2 + 1  # of 64 x 64, causal
@@ -257,7 +283,8 @@ def test_boxes_hang_over_the_ends():
     assert beyond(p, "forward", "forward") == once + visits
     once = 2 * 28 * row * 2  # K and V of two key heads
     visits = 2 * 2 * 2 * 28 * row * 2  # Q and dO: two key heads, two query heads each, two tiles
-    assert beyond(p, "backward", "dkdv") == once + visits
+    sectors = 4 * 2 * 2 * 16  # LSE and delta: 400 bytes of a head in 13 sectors, twice
+    assert beyond(p, "backward", "dkdv") == once + visits + sectors
     forward = flashsim.count(p, tiling=Tiling(64, 64))
     by_kernel = {
         kernel: verify(
@@ -283,7 +310,8 @@ def test_boxes_hang_over_the_sides():
     p = Problem(128, head_dim=48, head_dim_v=96, dtype="bfloat16")
     tiles = 128 * 2  # rows of Q, or of K in both visits of two row tiles, bytes
     assert beyond(p, "forward", "forward") == tiles * (16 + 2 * (16 + 32))
-    assert beyond(p, "backward", "dq") == tiles * (80 + 32 + 2 * (80 + 32))
+    statistics = 2 * 128 * 4  # LSE and delta once more: both warpgroups have a tile's 64 rows
+    assert beyond(p, "backward", "dq") == tiles * (80 + 32 + 2 * (80 + 32)) + statistics
 
 
 def test_rows_that_begin_in_the_middle_of_a_sector():
@@ -343,6 +371,43 @@ def test_sectors_of_heads_that_begin_inside_one():
     p = Problem(9, head_dim=64, heads=2, dtype="bfloat16")
     out = 2 * 9 * 4
     assert written(p, "forward", Tiling(64, 64), hopper=True) == out + (1 + 1) + (2 + 1)
+
+
+def test_entries_in_tables_that_blocks_read():
+    """A work tile's two entries, a sector each, and on Hopper the answer of a counter."""
+    p = Problem(2048, head_dim=64, heads=8, dtype="bfloat16")
+    traffic = cases.predict(p, "flash2", "forward", Tiling(128, 128), "H200")
+    (stage,) = traffic.stages
+    assert table_reads(traffic, stage, hopper=False) == 8 * 16 * 2 * 32  # fewer tiles than SMs
+    assert table_reads(traffic, stage, hopper=True) == 8 * 16 * 2 * 32  # so no counter is asked
+    assert table_reads(traffic, stage, hopper=False, warps=4) == 4 * 8 * 16 * 2 * 32
+    many = cases.predict(replace(p, heads=8000), "flash2", "forward", Tiling(128, 128), "H200")
+    assert table_reads(many, stage, hopper=False) == 8000 * 16 * 2 * 32
+    assert table_reads(many, stage, hopper=True) == 8000 * 16 * 3 * 32
+    delta = cases.predict(p, "flash2", "backward", Tiling(64, 64), "H200").stages[0]
+    assert table_reads(traffic, delta, hopper=True) == 0
+
+
+def test_statistics_of_heads_that_begin_inside_a_sector():
+    """Two heads of 100 rows: the second begins at byte 400, in the middle of a sector."""
+    p = Problem(100, head_dim=64, heads=2, dtype="bfloat16")
+    traffic = cases.predict(p, "flash2", "backward", Tiling(64, 64), "H200")
+    _, dkdv, dq = traffic.stages
+
+    def beyond_rows(stage, hopper):
+        moved = crossing(traffic, stage, "load", hopper=hopper)
+        tiles = (
+            {"Q": 1, "dO": 1, "K": 2, "V": 2} if stage is dq else {"Q": 2, "dO": 2, "K": 1, "V": 1}
+        )
+        rows = sum(2 * (128 if hopper else 100) * n * 128 for n in tiles.values())
+        return moved - rows
+
+    walks = 2 * 2 * 2 * 13 * 32  # vectors, key tiles, heads: 100 rows touch 13 sectors
+    assert beyond_rows(dkdv, False) == beyond_rows(dkdv, True) == walks
+    # A row tile alone: 8 and 5 sectors, in the second head 9 and 5.
+    assert beyond_rows(dq, False) == 2 * (8 + 5 + 9 + 5) * 32
+    # Eight rows at a time, by both warpgroups: in the second head two sectors each but the last.
+    assert beyond_rows(dq, True) == 2 * 2 * (13 + 2 * 12 + 1) * 32
 
 
 def test_sectors_that_are_not_worked_out():
@@ -476,14 +541,17 @@ def test_what_the_blocks_of_a_cluster_send_each_other():
     """Two share a tile of keys: K and V arrive at both, and a float32 half of dK and of dV."""
     p = Problem(2048, head_dim=40, head_dim_v=96, heads=8, dtype="bfloat16", causal=True)
     traffic = cases.predict(p, "flash2-fused", "backward", Tiling(64, 128), "H200")
-    launch = MeasuredLaunch("hopper_backward", 0, {"bytes into SMs": 1.0})
-    by_turns = {
-        turns: verify([MeasuredPass(traffic, {"fused": [launch]}, in_turns=turns)], "title")
-        for turns in (False, True)  # in a fixed order no tile is shared
-    }
-    shared, alone = (found.rows[0].predicted for found in by_turns.values())
-    keys, row = 8 * 2048, 2 * 128 * 2 + 32  # a row of 80 bytes begins in the middle of a sector
-    assert shared - alone == keys * (row + 2 * 96 * 4)
+    fused = next(s for s in traffic.stages if s.name == "fused")
+    shared, alone = (  # in a fixed order no tile is shared
+        crossing(
+            *(traffic, fused, "load"), hopper=True, launches=shares(traffic, fused, in_turns=turns)
+        )
+        for turns in (False, True)
+    )
+    # Of 8 sectors of K's row 3 have data and of V's 6. Those of zeros arrive three times at the two
+    # blocks, and a row that begins in the middle of a sector is split once, not twice.
+    keys, zeros = 8 * 2048, (5 + 2) * 32
+    assert shared - alone == keys * (2 * 128 * 2 + zeros - 32 + 2 * 96 * 4)
     narrow = replace(p, head_dim=72, head_dim_v=72)
     assert product_columns("dkdv", narrow, Tiling(64, 128)) == (80, 0)
     assert product_columns("dkdv", narrow, Tiling(64, 128), cluster=2) == (96, 0)  # pieces of 32
@@ -723,7 +791,7 @@ def test_what_was_saved_says_what_ran_and_what_was_counted(tmp_path, monkeypatch
     second = CliRunner().invoke(app, ["verify", "--from", str(kept)])
     assert second.stdout == first.stdout
     (row,) = json.loads(CliRunner().invoke(app, ["verify", "--from", str(kept), "--json"]).stdout)
-    assert row["counted"] == row["predicted"] > 0
+    assert row["counted"] + 2 * 32 == row["predicted"]  # one block: two entries in tables
     counts_beside(kept).write_text('{"cases": [{}]}')
     with pytest.raises(TraceError, match=r"kept.counts.json does not hold cases.*kept.csv is read"):
         Record.load(kept)
@@ -752,6 +820,7 @@ def soaked(read, flops, counted):
     case = Case(PROBLEM, kernel="portable", device="H200")
     traffic = predictions()[0]
     loads = sum(n for (_, op, _), n in traffic.transfers.items() if op == "load")
+    loads += 2 * 4 * 2 * 32  # two heads, four tiles: two entries in tables, each in a sector
     tiles = 2 * 10 * 2 * (2 * 64 * 64 * 32)  # as in test_tensor_flops_are_those_of_whole_tiles
     counters = {"bytes into SMs": loads * read, "tensor FLOPs, bf16": tiles * flops}
     launch = MeasuredLaunch("flash_forward", 0, counters)

@@ -7,6 +7,8 @@ import flashsim
 from flashsim import OptionError, Problem, Tiling, walkthrough
 from flashsim.problem import oracle
 
+pytestmark = pytest.mark.promise("doc examples run")
+
 
 def steps(table, way):
     return {row["step"]: row["value"] for row in table.records() if row["way"] == way}

@@ -20,6 +20,8 @@ from flashsim.errors import BackendUnavailable, TraceError
 from flashsim.studies.verify.ncu import METRICS
 from flashsim.studies.xray import LaunchCounters, Profile, XRay, infer, measure, measure_kernels
 
+pytestmark = pytest.mark.promise("predictions are judged")
+
 DATA = Path(__file__).parents[2] / "docs/data"
 SAVED, TRUTH = DATA / "xray-sdpa-h100.json", DATA / "xray-truth-h100.json"
 #: What FlashAttention-2's kernels have in their names: head dimension, rows and keys of a tile.
@@ -300,3 +302,29 @@ def test_what_goes_wrong_is_said(profiler, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(BackendUnavailable, match="Nsight Compute"):
         measure(profiler / "program.py")
+
+
+def test_clusters_and_spills_are_told_and_their_tiles_right():
+    """Kernels that read far more than their tiles: clusters' parts, registers that come back."""
+    lines = TRUTH.with_suffix(".csv").read_text().splitlines()
+    rows = {int(row["read B"]): row for row in csv.DictReader(lines)}
+    record = Profile.load(TRUTH)
+    reads = (39_117_568, 102_504_032, 63_371_008)
+    calls = {x.call for x in record.launches if int(x.seen.read) in reads}
+    chosen = replace(record, launches=tuple(x for x in record.launches if x.call in calls))
+    found = {int(one.launch.seen.read): one for one in XRay(chosen).kernels}
+    for read, says in zip(
+        reads, ("Clusters of 2", "Clusters of 2", "spills registers"), strict=True
+    ):
+        fits = {(fit.block_q, fit.block_k) for fit in found[read].found.fits}
+        assert tuple(map(int, rows[read]["true"].split(" x "))) in fits
+        assert says in " ".join(found[read].sentences())
+    # Without the bytes stored, nothing says where those read come from: no claim.
+    (launch,) = (x for x in chosen.launches if int(x.seen.read) == reads[-1])
+    kept = replace(launch, counters=dict(launch.counters) | {"writes at L2": 0.0})
+    (one,) = XRay(replace(record, launches=(kept,))).kernels
+    assert not one.found.fits
+    # Other numbers of blocks have no clusters.
+    (launch,) = (x for x in chosen.launches if int(x.seen.read) == reads[1])
+    (one,) = XRay(replace(record, launches=(replace(launch, blocks=255),))).kernels
+    assert not one.found.fits

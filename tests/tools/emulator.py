@@ -19,7 +19,7 @@ import numpy as np
 
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch import kernel as launch
-from flashsim.backends.launch.functions import sources_of
+from flashsim.backends.launch.functions import sources_of, tile_of
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.backends.reports import counts
@@ -37,6 +37,8 @@ _MAP = np.dtype(
     ]
 )
 _FLAGS = ("-std=c++17", "-w", "-fPIC", "-U_FORTIFY_SOURCE")
+#: Linking takes a third of a kernel's time; gold links in half of it.
+_LINK = ("-shared", *(["-fuse-ld=gold"] if shutil.which("ld.gold") else []))
 #: A statement of PTX: the text, then operands, whose parentheses are one deep.
 _ASM = re.compile(
     r'\basm\s*(?:volatile\s*)?\(((?:"[^"]*"|[^()"]|\((?:[^()]|\([^()]*\))*\))*)\)\s*;'
@@ -66,8 +68,11 @@ _OWN = """
 #ifndef FS_CLUSTER
 #define FS_CLUSTER 1
 #endif
+#ifndef FS_SHARERS
+#define FS_SHARERS 1
+#endif
 alignas(128) char shared[FS_SMEM_BYTES + 128];
-extern const unsigned shared_size = sizeof shared, cluster_size = FS_CLUSTER;
+extern const unsigned shared_size = sizeof shared, cluster_size = FS_CLUSTER * FS_SHARERS;
 """
 
 
@@ -79,7 +84,7 @@ def built(source: str, defines: tuple[str, ...]) -> ctypes.CDLL:
     with tempfile.NamedTemporaryFile(suffix=".so") as made:  # once loaded, it needs no name
         flags = "-include", f"{folder}/{HEADER.name}", *defines, *_FLAGS, "-O0"
         text = function_calls(text) + _OWN
-        _gcc(text, *flags, "-shared", "-o", made.name, "-x", "none", f"{folder}/run.o")
+        _gcc(text, *flags, *_LINK, "-o", made.name, "-x", "none", f"{folder}/run.o")
         return ctypes.CDLL(made.name)
 
 
@@ -217,7 +222,7 @@ def _with_maps(one: KernelPass, arrays: dict[str, np.ndarray], args: np.ndarray)
     room = room[-room.ctypes.data % 64 :][:size]  # a map is aligned like this
     record = room[: passed.itemsize].view(passed)[0]
     for to, box in zip(record["maps"], boxes, strict=True):
-        array = arrays[box.tensor]
+        array = arrays[box.tensor] if box.tensor != launch.TILE else _planes(one, arrays)
         to["data"], to["shape"] = array.ctypes.data, array.shape[::-1]
         to["step"] = array.strides[::-1]
         to["columns"], to["rows"], to["bytes"] = box.columns, box.rows, array.itemsize
@@ -225,6 +230,12 @@ def _with_maps(one: KernelPass, arrays: dict[str, np.ndarray], args: np.ndarray)
     if one.kernel.cluster == 1 and one.grid[0] < len(one.items):
         record["counter"] = room.ctypes.data + passed.fields["work"][1]
     return room
+
+
+def _planes(one: KernelPass, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """The captured array that comes tile by tile, with its planes in the heads' place."""
+    tile = tile_of(one.tables.schedule.problem)
+    return arrays[f"captured{tile.array}"].reshape(1, *tile.shape)
 
 
 class Faulty(Emulator):

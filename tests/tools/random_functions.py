@@ -25,7 +25,6 @@ _ONE = (
     lambda x: (abs(x) + 0.5) ** 1.5,
     lambda x: x.float() * 0.3,
     lambda x: np.clip(x, -2, 2),
-    lambda x: np.floor(x * 0.5),
 )
 _TWO = (
     lambda x, y: x + y,
@@ -34,8 +33,10 @@ _TWO = (
     lambda x, y: x / (abs(y) + 1),
     np.minimum,
     np.maximum,
-    lambda x, y: (x + y) % 3,
 )
+#: Operations with jumps: a score that was rounded may lie on the other side.
+_JUMPS_ONE = (lambda x: np.floor(x * 0.5),)
+_JUMPS_TWO = (lambda x, y: (x + y) % 3,)
 _WHOLE = (
     lambda x, y: x + y,
     lambda x, y: x - y,
@@ -56,10 +57,17 @@ _COMPARED = (
 
 
 class Random:
-    """A source of random functions for one problem's sizes; `arrays` is what they capture."""
+    """A source of random functions for one problem's sizes; `arrays` is what they capture.
 
-    def __init__(self, seed: int, batch: int, heads: int, n_q: int, n_kv: int) -> None:
+    Without `jumps` they are continuous in the score.
+    """
+
+    def __init__(
+        self, seed: int, batch: int, heads: int, n_q: int, n_kv: int, *, jumps: bool = True
+    ) -> None:
         self.rng = np.random.default_rng(seed)
+        self._one = (*_ONE, *_JUMPS_ONE) if jumps else _ONE
+        self._two = (*_TWO, *_JUMPS_TWO) if jumps else _TWO
         draw = self.rng.standard_normal
         self.arrays = {
             "slopes": draw(heads),
@@ -133,10 +141,10 @@ class Random:
             )[kind]
         x, y = self.number(depth - 1), self.number(depth - 1)
         if (kind := self.rng.random()) < 0.4:
-            one = self._pick(_ONE)
+            one = self._pick(self._one)
             return lambda s, *a: one(x(s, *a) + 0 * s)  # a symbol, also where x is a constant
         if kind < 0.8:
-            two = self._pick(_TWO)
+            two = self._pick(self._two)
             return lambda *a: two(x(*a), y(*a))
         where = self.condition(1)
         return lambda *a: np.where(where(*a), x(*a), y(*a))

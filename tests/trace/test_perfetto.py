@@ -13,6 +13,8 @@ from flashsim.errors import OptionError
 from flashsim.schedule.names import TRANSFERS
 from flashsim.trace import perfetto, timeline
 
+pytestmark = pytest.mark.promise("traces round-trip")
+
 
 def load(trace, tmp_path, **options):
     path = trace.to_perfetto(tmp_path / "trace.json", **options)

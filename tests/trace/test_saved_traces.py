@@ -15,6 +15,8 @@ import pytest
 import flashsim
 from flashsim import Tiling, Trace
 
+pytestmark = pytest.mark.promise("traces round-trip")
+
 HERE = Path(__file__).parent
 ALGORITHMS = ("standard", "flash1", "flash2", "flash2-fused")
 

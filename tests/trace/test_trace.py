@@ -12,6 +12,8 @@ from flashsim.schedule.names import OPS, TENSORS
 from flashsim.schedule.plans import GENERAL as ALGORITHMS
 from flashsim.trace.events import EVENT
 
+pytestmark = pytest.mark.promise("three counts equal")
+
 TRANSFERS = ("load", "store", "reduce")
 
 

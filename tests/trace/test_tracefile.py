@@ -16,6 +16,8 @@ from flashsim.schedule.names import TENSORS
 from flashsim.trace import file as tracefile
 from flashsim.trace.events import PHASES, TIMELINE
 
+pytestmark = pytest.mark.promise("traces round-trip")
+
 RNG = np.random.default_rng(3)
 TILING = Tiling(16, 8)
 MINE = Device(

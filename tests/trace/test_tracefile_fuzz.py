@@ -14,6 +14,8 @@ from flashsim.schedule.names import COMPUTE, FREE
 from flashsim.trace import archive, validate
 from flashsim.trace.events import EVENT, PHASES, TIMELINE
 
+pytestmark = pytest.mark.promise("hostile files refused")
+
 SEED = 20
 #: Places at which each file is damaged in each of `DAMAGES`; values tried at each of a header's.
 MANY = pytest.mark.thorough

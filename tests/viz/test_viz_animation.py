@@ -20,6 +20,8 @@ from flashsim.trace.steps import Steps
 from flashsim.viz import palette
 from flashsim.viz.film.animation import Film, frame_steps
 
+pytestmark = pytest.mark.promise("pictures show the counts")
+
 
 def statistics():
     q, k, _ = cases.arrays()

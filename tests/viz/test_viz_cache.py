@@ -7,6 +7,8 @@ from matplotlib import pyplot as plt
 import flashsim
 from flashsim import OptionError, Problem, l2, viz
 
+pytestmark = pytest.mark.promise("pictures show the counts")
+
 mpl.use("Agg")
 
 

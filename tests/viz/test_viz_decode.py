@@ -14,6 +14,8 @@ from flashsim.trace.trace import Trace
 from flashsim.viz.data.parts import page_edges, part_edges, part_numbers
 from flashsim.viz.film.animation import Film
 
+pytestmark = pytest.mark.promise("pictures show the counts")
+
 
 def decoded(splits=3, n_q=1, page=12, key_order="ascending", **options):
     """Two entries of 56 and 24 keys, tiles of 8: 7 and 3 of them; four query heads on two."""

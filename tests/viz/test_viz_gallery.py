@@ -11,6 +11,8 @@ from overlaps import crossings, overlaps
 from flashsim import viz
 from flashsim.viz.style import SLIDE
 
+pytestmark = pytest.mark.promise("pictures show the counts")
+
 mpl.use("Agg")
 GALLERY = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "gallery.py"))
 PLOTS = GALLERY["PLOTS"]

@@ -2,17 +2,16 @@
 
 import base64
 import json
-import os
 import re
-import shutil
 import time
 import tracemalloc
 from functools import cache
-from pathlib import Path
 
+import chromium
 import numpy as np
 import pytest
 import viz_cases as cases
+from chromium import until
 
 import flashsim
 from flashsim import viz
@@ -21,14 +20,11 @@ from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
 from flashsim.viz import palette
 from flashsim.viz.data.diagram import tile_kinds
-from flashsim.viz.player.html import embedded_json
+from flashsim.viz.player.page import embedded_json
 from flashsim.viz.style import human
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-FLAGS = (
-    *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"),
-    *("--disable-component-update", "--disable-sync", "--disable-quic"),
-)
+pytestmark = pytest.mark.promise("pictures show the counts")
+
 NASTY = "</script><script>window.bad=1</script><img src=x onerror=window.bad=1>"
 
 
@@ -188,50 +184,11 @@ def test_max_mb_asks_for_more():
     assert viz.page(trace, max_mb=1).html
 
 
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine")
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
-        yield started
-        started.close()
-
-
 @pytest.fixture
 def show(browser, tmp_path, request):
-    """Open a page from file://; afterwards: no console message, no error, no request, a picture."""
-    opened = []
-
-    def opener(page, width=1280, height=800, scheme="light", at=""):
-        path = page.save(tmp_path / f"page{len(opened)}.html")
-        tab = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-        problems = []
-        tab.on("console", lambda message: problems.append(message.text))
-        tab.on("pageerror", lambda error: problems.append(str(error)))
-        tab.on("request", lambda request: problems.append(request.url))
-        tab.goto(path.as_uri() + at)
-        until(tab, "window.player && !player.dirty")
-        opened.append((tab, problems))
-        return tab
-
-    yield opener
-    pictures = Path(os.environ.get("FLASHSIM_SCREENSHOTS", tmp_path))
-    pictures.mkdir(parents=True, exist_ok=True)
-    for n, (tab, problems) in enumerate(opened):
-        name = re.sub(r"\W+", "-", request.node.name)
-        tab.screenshot(path=pictures / f"{name}-{n}.png")
-        tab.close()
-        assert [p for p in problems if not p.startswith(("file:", "data:"))] == []
-
-
-def until(tab, condition, seconds=20):
-    """Wait in Python: the page's policy forbids the browser to evaluate text, rightly."""
-    end = time.monotonic() + seconds
-    while not tab.evaluate(f"Boolean({condition})"):
-        assert time.monotonic() < end, condition
-        time.sleep(0.02)
+    ready = "window.player && !player.dirty"
+    with chromium.tabs(browser, tmp_path, request.node.name, ready) as opened:
+        yield lambda page, **more: opened(page.html, **more)
 
 
 def settled(tab):

@@ -21,6 +21,8 @@ from flashsim.viz import palette
 from flashsim.viz.film.animation import Film
 from flashsim.viz.style import human, unit_axis
 
+pytestmark = pytest.mark.promise("pictures show the counts")
+
 mpl.use("Agg")
 
 

@@ -6,7 +6,9 @@ from PIL import Image
 
 from flashsim import OptionError, Problem, Tiling, predict, viz
 from flashsim.distributed import count
-from flashsim.viz.film.ring import RanksFilm, lit
+from flashsim.viz.film.rank_film import RanksFilm, lit
+
+pytestmark = pytest.mark.promise("pictures show the counts")
 
 CAUSAL = Problem(256, heads=2, causal=True)
 

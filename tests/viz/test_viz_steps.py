@@ -12,6 +12,8 @@ from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
 from flashsim.viz.data.diagram import first_touch, sides
 
+pytestmark = pytest.mark.promise("pictures show the counts")
+
 
 @pytest.mark.parametrize(("algorithm", "direction"), cases.PASSES)
 def test_totals_are_the_traces(algorithm, direction):

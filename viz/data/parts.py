@@ -43,10 +43,10 @@ def page_edges(schedule: Schedule) -> list[float]:
     size = schedule.problem.page_size
     if size is None or schedule.problem.pages > MOST_PAGES * schedule.t_c:
         return []
-    found: list[float] = []
+    edges: list[float] = []
     starts, widths = schedule.cols[:, 0], schedule.cols[:, 1] - schedule.cols[:, 0]
     for s in schedule.problem.sequences:
         keys = np.arange(s.k_start + size, s.k_stop, size)
         tile = np.searchsorted(starts, keys, side="right") - 1
-        found += (tile + (keys - starts[tile]) / widths[tile]).tolist()
-    return found
+        edges += (tile + (keys - starts[tile]) / widths[tile]).tolist()
+    return edges

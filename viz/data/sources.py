@@ -75,13 +75,13 @@ def labelled(data: Any) -> dict[str, Trace | Traffic]:
         A dict's keys become the labels; other sources are named by their differences.
     """
     if isinstance(data, Mapping):
-        found = {writable("label", label): _one(source) for label, source in data.items()}
+        labels = {writable("label", label): _one(source) for label, source in data.items()}
     else:
         sources = _flatten(data)
-        found = dict(zip(_labels(sources), sources, strict=True)) if sources else {}
-    if not found:
+        labels = dict(zip(_labels(sources), sources, strict=True)) if sources else {}
+    if not labels:
         raise OptionError("nothing to plot: there is no trace in what was given")
-    return found
+    return labels
 
 
 def writable(what: str, text: Any) -> str:
@@ -244,14 +244,14 @@ def rows(data: Any) -> list[dict[str, Any]]:
     data : Sweep, DataFrame, list of dict, or any input of `labelled`
         Points of a sweep that failed are left out.
     """
-    found = getattr(data, "rows", None)
+    data_rows = getattr(data, "rows", None)
     if hasattr(data, "to_dict") and hasattr(data, "columns"):
-        found = data.to_dict("records")
+        data_rows = data.to_dict("records")
     elif isinstance(data, (list, tuple)) and data and all(isinstance(r, Mapping) for r in data):
-        found = data
-    if found is None:
+        data_rows = data
+    if data_rows is None:
         return [_row(source) for source in labelled(data).values()]
-    kept = [dict(row) for row in found if row.get("status", "ok") == "ok"]
+    kept = [dict(row) for row in data_rows if row.get("status", "ok") == "ok"]
     for row in kept:  # pandas reads no window from a file as NaN
         row["window"] = row["window"] if isinstance(row.get("window"), str) else None
     if not kept:
@@ -269,15 +269,21 @@ def fixed(rows: Sequence[dict[str, Any]], x: str) -> str:
         other = {"block_q": "block_k", "block_k": "block_q"}[x]
         words[other] = f"{other} = {{}}"
     # These go without saying.
-    one = {"batch": 1, "heads": "1 head", "causal": False, "window": None, "direction": "forward"}
-    found = {key: {row[key] for row in rows} for key in words if key in rows[0] and key != x}
-    found["heads"] = {heads(row["heads"], row["kv_heads"]) for row in rows}
+    defaults = {
+        "batch": 1,
+        "heads": "1 head",
+        "causal": False,
+        "window": None,
+        "direction": "forward",
+    }
+    distinct = {key: {row[key] for row in rows} for key in words if key in rows[0] and key != x}
+    distinct["heads"] = {heads(row["heads"], row["kv_heads"]) for row in rows}
     return ", ".join(
         words[key].format(value.replace(",", ":") if key == "window" else value)
-        for key, values in found.items()
+        for key, values in distinct.items()
         if len(values) == 1
         for value in values
-        if value != one.get(key)
+        if value != defaults.get(key)
     )
 
 

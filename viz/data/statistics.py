@@ -53,7 +53,7 @@ class RowStatistics:
     @property
     def by_tile(self) -> dict[int, RowStatistics]:
         """These and the others, by row tile."""
-        return {one.tile: one for one in sorted((self, *self.others), key=lambda one: one.tile)}
+        return {s.tile: s for s in sorted((self, *self.others), key=lambda s: s.tile)}
 
     __repr__ = report.short
     _repr_html_ = report.tabled
@@ -112,9 +112,9 @@ def row_statistics(
     if row is not None:
         return _followed(walk, queries, keys, _tile_of(schedule, row), head, row)
     tiles = range(schedule.t_r) if p.n_q * p.n_kv <= _MOST_SCORES else [middle]
-    found = {tile: _followed(walk, queries, keys, tile, head, None) for tile in tiles}
-    others = tuple(one for tile, one in found.items() if tile != middle and len(one.steps))
-    return replace(found[middle], others=others)
+    followed = {tile: _followed(walk, queries, keys, tile, head, None) for tile in tiles}
+    others = tuple(s for tile, s in followed.items() if tile != middle and len(s.steps))
+    return replace(followed[middle], others=others)
 
 
 def _tile_of(schedule: Schedule, row: int) -> int:

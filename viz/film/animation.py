@@ -32,7 +32,7 @@ from flashsim.viz.data import sources
 from flashsim.viz.data.statistics import RowStatistics
 from flashsim.viz.film.panels import Counters, Moves, StatisticsPanel
 from flashsim.viz.film.scene import Scene
-from flashsim.viz.player.html import embedded, embedded_json, policy
+from flashsim.viz.player.page import embedded, embedded_json, policy
 from flashsim.viz.style import rc
 
 FORMATS = (".gif", ".mp4", ".html")

@@ -31,10 +31,12 @@ class StatisticsPanel:
     ) -> None:
         self.by_tile, self.lines = s.by_tile, list[Line2D]()
         self.at = self._rows_at(walk, s)
-        longest = max(self.by_tile.values(), key=lambda one: len(one.j))
+        longest = max(self.by_tile.values(), key=lambda statistics: len(statistics.j))
         series = (("m", "m", "m"), ("α", "alpha", "P"), ("l", "l", "l"))
         for ax, (name, field, shade) in zip(panels, series, strict=True):
-            values = np.concatenate([getattr(one, field) for one in self.by_tile.values()])
+            values = np.concatenate(
+                [getattr(statistics, field) for statistics in self.by_tile.values()]
+            )
             finite, count = values[np.isfinite(values)], len(longest.j)
             span = (finite.min(), finite.max()) if len(finite) else (0, 1)
             pad = 0.15 * (span[1] - span[0]) or 1.0
@@ -45,7 +47,10 @@ class StatisticsPanel:
             ax.yaxis.set_major_locator(MaxNLocator(3))
             ax.tick_params(labelsize=9, labelbottom=ax is panels[-1])
             every = -(-count // 12)  # numbers that do not touch
-            alike = all((one.j == longest.j[: len(one.j)]).all() for one in self.by_tile.values())
+            alike = all(
+                (statistics.j == longest.j[: len(statistics.j)]).all()
+                for statistics in self.by_tile.values()
+            )
             labels = longest.j if alike else np.arange(1, count + 1)
             ax.set_xticks(range(0, count, every), labels[::every].tolist())
             (line,) = ax.plot(
@@ -63,11 +68,11 @@ class StatisticsPanel:
 
     def _rows_at(self, walk: Steps, s: RowStatistics) -> list[int]:
         """The row tile that each step shows: its own, or the last one that there was."""
-        found, tile = [], s.tile if not s.others else next(iter(self.by_tile))
+        rows, tile = [], s.tile if not s.others else next(iter(self.by_tile))
         for i in walk.i.tolist():
             tile = i if i in self.by_tile and s.others else tile
-            found.append(tile)
-        return found
+            rows.append(tile)
+        return rows
 
     def update(self, step: int) -> None:
         """Show the tiles visited up to a step."""

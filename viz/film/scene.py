@@ -252,12 +252,12 @@ class Scene:
         dx, dy = w / t_c, h / t_r
         if max(t_r, t_c) > 64:  # too small to see
             return []
-        found = []
+        polygons = []
         for i, j, upper in corners(self.kinds[stage]):
             side = 0.35 * min(dx, dy) * (1 if upper else -1)
             tip_x, tip_y = x + (j + upper) * dx, y + (i + (not upper)) * dy
-            found.append([(tip_x - side, tip_y), (tip_x, tip_y), (tip_x, tip_y + side)])
-        return found
+            polygons.append([(tip_x - side, tip_y), (tip_x, tip_y), (tip_x, tip_y + side)])
+        return polygons
 
     def cell(self, i: int, j: int) -> Box:
         """Return the box of a score tile, or of a whole row or column if the other index is -1."""

@@ -105,7 +105,7 @@ class NamedTraffic(Traffic):
 
 def payload() -> dict[str, Any]:
     """All that the page knows, as JSON-ready values; polynomials are numbers in a list."""
-    found: dict[Polynomial, int] = {}
+    polynomials: dict[Polynomial, int] = {}
     types: dict[str, dict[str, Any]] = {}
     kinds: dict[str, str] = {}
     for dtype in DTYPES:
@@ -113,27 +113,27 @@ def payload() -> dict[str, Any]:
         kind = f"{sizes.itemsize}.{sizes.result_itemsize}.{sizes.compute_itemsize}"
         kinds[dtype] = kind
         if kind not in types:
-            types[kind] = _passes(dtype, found)
-    known = names(found)
-    place = {name: n for n, name in enumerate(known)}
+            types[kind] = _passes(dtype, polynomials)
+    known = names(polynomials)
+    position = {name: n for n, name in enumerate(known)}
     return {
         "dtypes": kinds,
         "passes": types,
         "sizes": known,
         "words": {name: word for name, word in SIZES.items() if name in known},
         "polynomials": [
-            [[str(n), *(place[name] for name in term)] for term, n in one.terms.items()]
-            for one in found
+            [[str(n), *(position[name] for name in term)] for term, n in p.terms.items()]
+            for p in polynomials
         ],
         "algorithms": {
             name: {
-                "title": one.title,
-                "directions": [x for x in plans.DIRECTIONS if getattr(one, x)],
+                "title": p.title,
+                "directions": [x for x in plans.DIRECTIONS if getattr(p, x)],
                 "splits": plans.splits_keys(name),
             }
-            for name, one in ALGORITHMS.items()
+            for name, p in ALGORITHMS.items()
         },
-        "devices": {name: _device(one) for name, one in DEVICES.items()},
+        "devices": {name: _device(p) for name, p in DEVICES.items()},
         "axes": {name: ("row", "col", "tile")[axis] for name, axis in sorted(AXES.items())},
         "statistics": sorted(STATISTICS),
         "tiles": TILES,
@@ -143,21 +143,23 @@ def payload() -> dict[str, Any]:
     }
 
 
-def _passes(dtype: str, found: dict[Polynomial, int]) -> dict[str, Any]:
+def _passes(dtype: str, polynomials: dict[Polynomial, int]) -> dict[str, Any]:
     """Each algorithm's passes: ``{"flash2 forward": ..}``; with packed heads, "... packed"."""
-    made = {}
+    passes = {}
     for algorithm in plans.ALGORITHMS:
         for direction in plans.DIRECTIONS:
             if direction == "backward" and algorithm not in plans.TRAINING:
                 continue
             for packed in (False, True) if plans.splits_keys(algorithm) else (False,):
                 name = f"{algorithm} {direction}{' packed' * packed}"
-                made[name] = _pass(dtype, algorithm, direction, Split(pack_gqa=packed), found)
-    return made
+                passes[name] = _pass(
+                    dtype, algorithm, direction, Split(pack_gqa=packed), polynomials
+                )
+    return passes
 
 
 def _pass(
-    dtype: str, algorithm: str, direction: str, split: Split, found: dict[Polynomial, int]
+    dtype: str, algorithm: str, direction: str, split: Split, polynomials: dict[Polynomial, int]
 ) -> dict[str, Any]:
     longest, pairs = Polynomial.named("longest"), Polynomial.named("pairs")
     problem = Symbols(dtype, (Polynomial.named("n_q"), longest))
@@ -169,7 +171,7 @@ def _pass(
     flops, chip = counted._work()
 
     def put(value: Any) -> int:
-        return found.setdefault(Polynomial.of(value), len(found))
+        return polynomials.setdefault(Polynomial.of(value), len(polynomials))
 
     return {
         "dense": dense,
@@ -187,9 +189,13 @@ def _stage(counted: NamedTraffic, stage: Stage, put: Any) -> dict[str, Any]:
     table = forms.forward if counted.direction == "forward" else forms.backward
     moved = {key: size for key, size in table(counted.algorithm, stage.name, walk).items() if size}
 
-    def buffer(one: Buffer) -> dict[str, Any]:
-        sizes = {"row": one.per_row, "col": one.per_col, "score": one.per_score}
-        return {"name": one.name, "visit": one.visit, **{k: put(v) for k, v in sizes.items()}}
+    def buffer(b: Buffer) -> dict[str, Any]:
+        sizes = {"row": b.per_row, "col": b.per_col, "score": b.per_score}
+        return {
+            "name": b.name,
+            "visit": b.visit,
+            **{k: put(v) for k, v in sizes.items()},
+        }
 
     return {
         "name": stage.name,
@@ -199,7 +205,7 @@ def _stage(counted: NamedTraffic, stage: Stage, put: Any) -> dict[str, Any]:
         "parts": stage.parts,
         "walks": put(plans.heads_of(stage, counted.problem)[0]),
         "serial": _serial(stage),
-        "buffers": [buffer(one) for one in stage.buffers],
+        "buffers": [buffer(buffer_) for buffer_ in stage.buffers],
         "strip": [buffer(move.tile) for move in stage.visit if move.holds],
         "before": _words(stage.before),
         "visit": _words(stage.visit),
@@ -219,15 +225,15 @@ def _words(moves: Iterable[Move]) -> list[list[str]]:
     return [[move.op, move.tensor] for move in moves]
 
 
-def _device(one: Device) -> dict[str, Any]:
-    values = one.to_dict()
+def _device(device: Device) -> dict[str, Any]:
+    values = device.to_dict()
     kept = (
         *("name", "source", "sram_bytes", "sram_per_sm", "sm_count", "l2_bytes", "hbm_bytes"),
         *("hbm_bandwidth", "l2_bandwidth"),
     )
     peaks = {
-        dtype: one.peak(dtype)
+        dtype: device.peak(dtype)
         for dtype in DTYPES
-        if dtype in one.tensor_flops or dtype in one.cuda_flops
+        if dtype in device.tensor_flops or dtype in device.cuda_flops
     }
     return {**{name: values[name] for name in kept}, "peaks": peaks}

@@ -36,11 +36,11 @@ _BINARY: dict[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: 
 
 def translated(*things: Callable[..., Any]) -> str:
     """JavaScript of functions and named tuples."""
-    made = []
+    functions = []
     for thing in things:
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(thing))).body
-        made.append(_class(node) if isinstance(node, ast.ClassDef) else _function(node))
-    return "\n".join(made)
+        functions.append(_class(node) if isinstance(node, ast.ClassDef) else _function(node))
+    return "\n".join(functions)
 
 
 def _class(node: ast.ClassDef) -> str:
@@ -74,7 +74,7 @@ def _says(node: ast.stmt) -> bool:
 
 def _assigned(node: ast.AST) -> list[str]:
     targets = node.targets if isinstance(node, ast.Assign) else []
-    return [one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)]
+    return [x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)]
 
 
 def _block(body: list[ast.stmt]) -> str:

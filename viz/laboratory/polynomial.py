@@ -42,9 +42,9 @@ class Polynomial:
 
     def __mul__(self, other: Operand) -> Polynomial:
         terms: dict[Term, int] = {}
-        for one, n in self.terms.items():
+        for product, n in self.terms.items():
             for two, m in Polynomial.of(other).terms.items():
-                term = tuple(sorted(one + two))
+                term = tuple(sorted(product + two))
                 terms[term] = terms.get(term, 0) + n * m
         return Polynomial(terms)
 
@@ -77,9 +77,9 @@ class Polynomial:
         return " + ".join(products) or "0"
 
 
-def names(found: Iterable[Polynomial]) -> list[str]:
+def names(polynomials: Iterable[Polynomial]) -> list[str]:
     """Every name in any of the polynomials, in alphabetical order."""
-    return sorted({name for one in found for term in one.terms for name in term})
+    return sorted({name for p in polynomials for term in p.terms for name in term})
 
 
 def _without(term: Term, divisor: Term) -> Term:

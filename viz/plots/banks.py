@@ -42,15 +42,15 @@ def banks(data: Any, *, ax: Axes, theme: Theme) -> None:
         sources.made_by("flashsim.banks.access", request, "fronts")
     if not requests:
         raise OptionError("banks draws one request or more, got none")
-    found = [np.unique(request.fronts()[:, [0, 2]], axis=0) for request in requests]
-    rows = 1 + max(int(words[:, 0].max()) // _BANKS for words in found)
+    words_of = [np.unique(request.fronts()[:, [0, 2]], axis=0) for request in requests]
+    rows = 1 + max(int(words[:, 0].max()) // _BANKS for words in words_of)
     if rows > _MOST_ROWS:
         raise OptionError(
             f"these words span {rows} rows of 128 bytes, and {_MOST_ROWS} can be drawn; take fewer "
             "columns"
         )
     shades = ramp(theme)
-    for n, (request, words) in enumerate(zip(requests, found, strict=True)):
+    for n, (request, words) in enumerate(zip(requests, words_of, strict=True)):
         left, last = n * (_BANKS + _GAP), max(request.wavefronts, 4)
         cells = [
             Rectangle(

@@ -51,11 +51,11 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
     at = np.arange(len(blocks)) + gap
     fits = np.array([bool(b.blocks) for b in blocks])
     for n, (name, (values, written)) in enumerate(series.items()):
-        given = np.array(values, float)
-        if np.isnan(given).all():
+        heights = np.array(values, float)
+        if np.isnan(heights).all():
             continue
-        least = float(np.nanmin(given))
-        over, style = given / least, {**series_style(theme, n), "zorder": 3 + n}
+        least = float(np.nanmin(heights))
+        over, style = heights / least, {**series_style(theme, n), "zorder": 3 + n}
         label = f"{name} (1 is {written(int(least) if name == 'visits' else least)})"
         for height in dict.fromkeys(rows):
             mine = np.array(rows) == height

@@ -187,11 +187,11 @@ def _blocks(
         [np.minimum.reduceat(bars[order, 0], first), np.maximum.reduceat(bars[order, 1], first)], 1
     )
     places = int(placed.slot.max()) + 1
-    one = order[first]
+    block = order[first]
     height = 0.9 / places
-    top = spans["sm"][one] - 0.45 + placed.slot[one] * height
+    top = spans["sm"][block] - 0.45 + placed.slot[block] * height
     collection = PolyCollection(list(_bars(life, top, height)), cmap=ramp(theme), label="blocks")
-    collection.set_array(spans[outer][one])
+    collection.set_array(spans[outer][block])
     collection.set(edgecolor=theme.background, linewidth=0.4)
     ax.add_collection(collection)
     side = "query tile i" if outer == "i" else "key tile j"

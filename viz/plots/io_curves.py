@@ -50,8 +50,8 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
     rows = sources.rows(data)
     x = checks.one_of("x", _varying(rows) if x is None else x, AXES)
     series = _series(rows, x)
-    place = sources.places(points[0]["algorithm"] for points in series.values())
-    for n, (label, points) in sorted(zip(place, series.items(), strict=True)):
+    positions = sources.places(points[0]["algorithm"] for points in series.values())
+    for n, (label, points) in sorted(zip(positions, series.items(), strict=True)):
         ax.plot(
             [p[x] for p in points], [p["requested_bytes"] for p in points], label=label, zorder=3,
             **series_style(theme, n),
@@ -119,7 +119,7 @@ def _series(rows: Iterable[dict[str, Any]], x: str) -> dict[str, list[dict[str, 
         follows.add("device")
     names = ("direction", "dtype", "causal", "window", "kv_heads", "device", *AXES)
     telling = [k for k in names if k not in follows and len({row[k] for row in rows}) > 1]
-    found: dict[str, list[dict[str, Any]]] = {}
+    series: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: row[x]):
         window = row["window"]
         words = {
@@ -129,5 +129,5 @@ def _series(rows: Iterable[dict[str, Any]], x: str) -> dict[str, list[dict[str, 
         }
         label = [sources.title(row["algorithm"])]
         label += [words.get(k) or (f"{k} = {row[k]}" if k in AXES else row[k]) for k in telling]
-        found.setdefault(", ".join(label), []).append(row)
-    return found
+        series.setdefault(", ".join(label), []).append(row)
+    return series

@@ -40,15 +40,15 @@ def precision(
     """
     sources.made_by("flashsim.precision.laboratory", data, "findings")
     kind = data.kinds[0] if kind is None else kind
-    n = max(one.n for one in data.findings) if n is None else n
-    found = [one for one in data.findings if one.kind == kind and one.n == n]
-    if not found:
+    n = max(finding.n for finding in data.findings) if n is None else n
+    findings = [finding for finding in data.findings if finding.kind == kind and finding.n == n]
+    if not findings:
         raise OptionError(f"nothing was found for {shown(kind)} inputs of length {shown(n)}")
-    errors = np.array([[one.errors[name] for name in _RESULTS] for one in found])
+    errors = np.array([[finding.errors[name] for name in _RESULTS] for finding in findings])
     finite = errors[np.isfinite(errors) & (errors > 0)]
     low, high = finite.min(initial=1e-8) / 2, finite.max(initial=1e-7) * 4
     for column, name in enumerate(_RESULTS):
-        at = np.arange(len(found)) + 0.21 * (column - 1.5)
+        at = np.arange(len(findings)) + 0.21 * (column - 1.5)
         value = np.clip(
             np.where(np.isfinite(errors[:, column]), errors[:, column], high), low, high
         )
@@ -59,10 +59,10 @@ def precision(
             name, (at[0], value[0]), (0, 7), textcoords="offset points", rotation=90, ha="center",
             va="bottom", fontsize=11, color=theme.text, bbox=_behind(theme),
         )  # fmt: skip
-    for place in range(0, len(found), 2):
-        ax.axvspan(place - 0.5, place + 0.5, color=theme.panel, lw=0, zorder=0)
+    for position in range(0, len(findings), 2):
+        ax.axvspan(position - 0.5, position + 0.5, color=theme.panel, lw=0, zorder=0)
     ax.set_yscale("log")
-    ax.set_xticks(range(len(found)), [one.point for one in found])
+    ax.set_xticks(range(len(findings)), [finding.point for finding in findings])
     ax.set(
         ylim=(low, high * 1.3),
         xlabel="what alone is rounded",
@@ -71,8 +71,8 @@ def precision(
     ax.grid(axis="y")
     about = f"{data.algorithm}, {kind} inputs, N = {n:,}, d = {data.head_dim}, the rest float32"
     worst = int(np.argmax(np.nan_to_num(errors[1:], posinf=np.inf).max(axis=1))) + 1
-    title = f"{data.dtype} costs most where {found[worst].point} is rounded"
-    heading(ax, theme, title if len(found) > 1 else f"What {data.dtype} costs", about)
+    title = f"{data.dtype} costs most where {findings[worst].point} is rounded"
+    heading(ax, theme, title if len(findings) > 1 else f"What {data.dtype} costs", about)
     ax.margins(x=0.01)
 
 

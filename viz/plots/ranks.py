@@ -40,12 +40,12 @@ def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
     for account in shown:
         sources.made_by("flashsim.distributed.count", account, "idle_share")
     unit = max(int(a.flops.max(axis=0).sum()) for a in shown)
-    place, ticks, labels = 0.0, [], []
+    level, ticks, labels = 0.0, [], []
     for account in shown:
         busiest = account.flops.max(axis=0)
         start = np.concatenate([[0], np.cumsum(busiest)])[:-1] / unit
         ranks = account.group.ranks
-        rows = place + np.arange(ranks)
+        rows = level + np.arange(ranks)
         for n, flops in enumerate(account.flops.T):
             shade = theme.cycle[1] if n % 2 else theme.cycle[3]
             ax.barh(rows, flops / unit, left=start[n], height=0.86, color=shade, lw=0, zorder=3)
@@ -56,16 +56,16 @@ def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
             )  # fmt: skip
         end = (start[-1] * unit + busiest[-1]) / unit
         ax.annotate(
-            f"{account.group.scheme}: idle {100 * account.idle_share:.0f} %", (end, place - 0.45),
+            f"{account.group.scheme}: idle {100 * account.idle_share:.0f} %", (end, level - 0.45),
             (0, 4), textcoords="offset points", ha="right", va="bottom", fontweight="bold",
             color=theme.text,
         )  # fmt: skip
         step = max(1, ranks // 4)
-        ticks += [place + rank for rank in range(0, ranks, step)]
+        ticks += [level + rank for rank in range(0, ranks, step)]
         labels += [f"rank {rank}" for rank in range(0, ranks, step)]
-        place += ranks + 1.6
+        level += ranks + 1.6
     ax.set_yticks(ticks, labels)
-    ax.set_ylim(place - 1.4, -1.7)
+    ax.set_ylim(level - 1.4, -1.7)
     ax.set_xlim(0, 1.005)
     ax.set(xlabel="time, in that of the slowest scheme", ylabel="")
     first = shown[0]
@@ -102,12 +102,12 @@ def scaling(times: Mapping[str, Sequence[Any]], *, ax: Axes, theme: Theme) -> No
         raise OptionError("nothing to draw; pass {label: [flashsim.predict.spread(...), ...]}")
     for each in chain.from_iterable(times.values()):
         sources.made_by("flashsim.predict.spread", each, "efficiency")
-    for n, (label, found) in enumerate(times.items()):
+    for n, (label, spreads) in enumerate(times.items()):
         ax.plot(
-            [t.account.group.ranks for t in found], [100 * t.efficiency for t in found],
+            [t.account.group.ranks for t in spreads], [100 * t.efficiency for t in spreads],
             label=label, zorder=3, **series_style(theme, n),
         )  # fmt: skip
-    ranks = sorted({t.account.group.ranks for found in times.values() for t in found})
+    ranks = sorted({t.account.group.ranks for spreads in times.values() for t in spreads})
     ax.set_xscale("log", base=2)
     ax.set_xticks(ranks, [str(r) for r in ranks])
     ax.minorticks_off()

@@ -96,12 +96,12 @@ def roofline(
     left = _given("dram_bytes", dram_bytes, labels, rows, least=1)
     unmeasured = bars = times.count(None)
     names: list[tuple[tuple[float, float], float, str, str, dict[str, Any]]] = []
-    for n, (row, spot, place) in enumerate(zip(rows, spots, places, strict=True)):
+    for n, (row, spot, position) in enumerate(zip(rows, spots, places, strict=True)):
         label, took = labels[n], times[n]
         height = [min(intensity * machine.hbm_bandwidth, peak) for intensity in spot]
         if took is not None:
             height = [row["matmul_flops"] / took] * 2
-        style = {**series_style(theme, place), "ls": "none", "zorder": 4}
+        style = {**series_style(theme, position), "ls": "none", "zorder": 4}
         hollow = {**style, "mfc": theme.background, "mew": 2, "ms": 10}
         where: dict[str, Any] = {"transform": blended_transform_factory(ax.transData, ax.transAxes)}
         level = [_BAR * (unmeasured - 0.5)] * 2
@@ -162,8 +162,8 @@ def _message(labels: Sequence[str], bound: Sequence[str], name: str) -> str:
     """Say what bounds the algorithms if L2 is perfect within each kernel."""
     free = [label for label in labels if label not in bound]
     if len(labels) > 1 and 1 in (len(bound), len(free)):
-        (one,), what = (bound, "HBM") if len(bound) == 1 else (free, "FLOPs")
-        return f"With a perfect L2 only {one} is bound by the {what} of {name}"
+        (single,), what = (bound, "HBM") if len(bound) == 1 else (free, "FLOPs")
+        return f"With a perfect L2 only {single} is bound by the {what} of {name}"
     if bound and free:
         return f"With a perfect L2, {len(bound)} of {len(labels)} are bound by the HBM of {name}"
     what = "HBM" if bound else "FLOPs"

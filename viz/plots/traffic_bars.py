@@ -253,9 +253,9 @@ def cumulative(
     """
     checks.one_of("quantity", quantity, ("bytes", "flops"))
     groups = {label: sources.one_trace(source) for label, source in sources.labelled(data).items()}
-    place = sources.places(trace.algorithm for trace in groups.values())
+    positions = sources.places(trace.algorithm for trace in groups.values())
     unit, ends = "B" if quantity == "bytes" else "FLOP", []
-    for n, (label, trace) in zip(place, groups.items(), strict=True):
+    for n, (label, trace) in zip(positions, groups.items(), strict=True):
         walk = Steps(trace)
         steps = np.arange(1, len(walk) + 1)
         total = walk.hbm_bytes.sum(axis=1) if quantity == "bytes" else walk.flops
@@ -376,7 +376,7 @@ def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
     labels = list(sources.labelled(first if second is None else [first, second]).items())
     if len(labels) != 2:
         raise OptionError(f"diff takes two traces, got {len(labels)}: {', '.join(dict(labels))}")
-    (one, a), (other, b) = labels
+    (first_label, a), (other, b) = labels
     stages = list(dict.fromkeys(stage for stage, _, _ in [*a.transfers, *b.transfers]))
     keys = sorted(
         {*a.transfers, *b.transfers},
@@ -404,8 +404,8 @@ def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
     same = len(keys) - len(shown)
     equal = f"{same} transfers are equal; " if same else ""
     ax.set_xlabel("requested HBM bytes, difference")
-    whole = f"{other} minus {one}"
-    title = whole if len(whole) < 50 else f"{other}\nminus {one}"
+    whole = f"{other} minus {first_label}"
+    title = whole if len(whole) < 50 else f"{other}\nminus {first_label}"
     heading(ax, theme, title, equal + sources.common([a, b]))
     unit_axis(ax.xaxis)
     if not shown:

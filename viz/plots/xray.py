@@ -29,25 +29,25 @@ def tile_evidence(data: Sequence[Mapping[str, Any]], *, ax: Axes, theme: Theme) 
     if not data:
         raise OptionError("nothing to draw: no kernel's counters fit a tile")
     drawn: list[Mapping[str, Any]] = []
-    for one in data:
-        if all(one["curve"] != other["curve"] or one["name"] != other["name"] for other in drawn):
-            drawn.append(one)
-    for n, one in enumerate(drawn[:6]):
+    for e in data:
+        if all(e["curve"] != other["curve"] or e["name"] != other["name"] for other in drawn):
+            drawn.append(e)
+    for n, e in enumerate(drawn[:6]):
         shade, marker = theme.cycle[n % len(theme.cycle)], MARKERS[n % len(MARKERS)]
-        sides, read = zip(*one["curve"], strict=True)
-        ratios = [nbytes / one["measured"] for nbytes in read]
+        sides, read = zip(*e["curve"], strict=True)
+        ratios = [nbytes / e["measured"] for nbytes in read]
         ax.plot(sides, ratios, color=shade, lw=1.4, alpha=0.6)
-        places = [(side, y) for side, y in zip(sides, ratios, strict=True) if side in one["found"]]
+        places = [(side, y) for side, y in zip(sides, ratios, strict=True) if side in e["found"]]
         ax.plot(
             *zip(*places, strict=True), ls="", marker=marker, ms=9, color=shade,
-            markeredgecolor=theme.text, label=f"{one['name']} ({one['title']})", zorder=4,
+            markeredgecolor=theme.text, label=f"{e['name']} ({e['title']})", zorder=4,
         )  # fmt: skip
     ax.axhline(1, color=theme.muted, lw=1.2, ls="--", zorder=1)
     ax.set_xscale("log", base=2)
     ax.set_xticks(ticks := [16, 32, 64, 128, 256, 512], labels=map(str, ticks))
     ax.set_yscale("log", base=2)
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:g} x")
-    ax.set_xlabel(" or ".join(dict.fromkeys(one["side"] for one in drawn[:6])))
+    ax.set_xlabel(" or ".join(dict.fromkeys(e["side"] for e in drawn[:6])))
     ax.set_ylabel("bytes read: this tile / measured")
     ax.legend(fontsize=10)
     heading(

@@ -27,13 +27,49 @@ constexpr bool RELEASE_EARLY = DV <= 64 || WARPGROUPS == 3;
 constexpr bool TURNS = FS_TURNS;
 
 // Beyond 128 columns O takes long to multiply: there it is done under the next visit's scores,
-// elsewhere as soon as O is there, between the exponentials.
+// elsewhere as soon as O is there, between the exponentials. Bounded scores need no rescaling.
 constexpr bool RESCALE_LATE = DV > 128;
+
+#if FS_TILE
+// Of an array that the function of scores reads at each query and key, the elements of a tile pair
+// come through shared memory: 64 rows to a warpgroup, in boxes of 128 bytes a row, swizzled.
+struct Elements {
+    static constexpr int COLUMNS = 128 / FS_TILE_BYTES, BOXES = (BLOCK_K + COLUMNS - 1) / COLUMNS;
+    alignas(1024) char box[BOXES][64 * 128];
+
+    // That of score e of this thread. Two neighbours come in one access.
+    template <class A, class H>
+    __device__ __forceinline__ float operator()(const A&, const H&, int e) const {
+        const float2 two = pair(e - e % 2);
+        return e % 2 ? two.y : two.x;
+    }
+    __device__ __forceinline__ float2 pair(int e) const {
+        // A row's 16-byte pieces are permuted by its number modulo 8, which is the lane's / 4.
+        const int mine = fragment_column() * FS_TILE_BYTES ^ threadIdx.x % 32 / 4 * 16;
+        const int column = e / 4 * 8, row = fragment_row() + e / 2 % 2 * 8;
+        const char* at = box[column / COLUMNS] + row * 128 +
+                         (mine ^ column % COLUMNS * FS_TILE_BYTES);
+#if FS_TILE_BYTES == 4
+        return *reinterpret_cast<const float2*>(at);
+#elif FS_TILE_BF16
+        const u32 two = *reinterpret_cast<const u32*>(at);
+        return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};
+#else
+        const u32 two = *reinterpret_cast<const u32*>(at);
+        return {flash_half(two & 0xffffu), flash_half(two >> 16)};
+#endif
+    }
+};
+#endif
 
 struct OnChip {
     alignas(1024) u16 q[WARPGROUPS][CHUNKS][64 * 64];     // lives for one item
     alignas(1024) u16 k[STAGES][CHUNKS][BLOCK_K * 64];    // ring, one visit each
     alignas(1024) u16 v[STAGES][CHUNKS_V][BLOCK_K * 64];  // ring, one visit each
+#if FS_TILE
+    Elements tile[WARPGROUPS][FS_TILE];                   // rings, one visit each
+    u64 tile_full[WARPGROUPS][FS_TILE], tile_empty[WARPGROUPS][FS_TILE];
+#endif
     // Full: the copy engine has laid the tile down. Empty: what reads it is computed, scores for Q
     // and K, the output for V.
     u64 q_full[WARPGROUPS], q_empty[WARPGROUPS];
@@ -42,13 +78,18 @@ struct OnChip {
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_kernels.py and OnChip must agree");
 
+// Blocks that share captured elements take neighbouring items, always.
+__device__ inline int next_item(int w, u32* counter, int items) {
+    return FS_SHARERS > 1 ? w + gridDim.x : next_work(counter, items);
+}
+
 __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const TensorMap* map_k,
                         const TensorMap* map_v, u32* counter) {
     Ring ring_k, ring_v, slot;
     u32 q_parity = 0;
     const int items = a.walks * a.tiles;
     wait_for_what_ran_before();  // it may have written Q, K and V, and asked the counter
-    for (int w = first_work();; w = next_work(counter, items)) {
+    for (int w = first_work();; w = next_item(w, counter, items)) {
         const Item& it = s.items.write(slot, a, w, items, true);
         if (it.walk < 0) return;
         const int head = it.walk % a.heads, batch = it.walk / a.heads, kv_head = head / a.group;
@@ -96,6 +137,35 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
     }
 }
 
+#if FS_TILE
+// A warp: the elements for warpgroup g. The blocks of a cluster have the same rows, of neighbouring
+// heads that read the same elements: each brings some boxes, for all.
+__device__ void produce_elements(OnChip& s, const Args& a, const TensorMap* map, int g) {
+    Ring ring, slot;
+    wait_for_what_ran_before();  // it may have written the array
+    while (true) {
+        const Item it = s.items.read(slot);
+        if (it.walk < 0) return;
+        if (threadIdx.x % 32) continue;
+        const Head at = head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer);
+        const int plane = flash_tile_plane(a.captured, at.at), row = it.own.start + 64 * g;
+        for (int v = 0; v < it.visits.count; ++v) {
+            const int key = it.base + it.visits(a, v).tile * BLOCK_K;
+            u64* full = &s.tile_full[g][ring.stage];
+            wait(&s.tile_empty[g][ring.stage], ring.parity ^ 1);  // its last readers are done
+            arrive_expect(full, sizeof(Elements));
+            for (int c = blockIdx.x % FS_SHARERS; c < Elements::BOXES; c += FS_SHARERS) {
+                char* to = s.tile[g][ring.stage].box[c];
+                const int column = key + c * Elements::COLUMNS;
+                if (FS_SHARERS == 1) copy_box(to, map, full, column, row, plane, 0);
+                else copy_box_to_all(to, map, full, column, row, plane, 0, FS_SHARERS);
+            }
+            ring.next(FS_TILE);
+        }
+    }
+}
+#endif
+
 // S = Q K^T, issued and committed, not waited for; K by its descriptor.
 __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u16* q, u64 dk) {
     const u64 dq = descriptor(q, 0);
@@ -123,36 +193,127 @@ __device__ __forceinline__ void rescale(float (&O)[DV / 2], const float (&alpha)
 }
 
 #if FS_FLEX
+struct Nothing {};  // no element comes to the function otherwise than by its own reading
+
+#if FS_BAND
+// An array that the function of scores reads by the distance of query and key: of a thread's scores
+// few differ in theirs. In whole tiles they are read while the scores' product runs.
+struct Band {
+    int first;  // the distance of the thread's first row and key
+    float x[BLOCK_K / 8 + 1][2];
+
+    __device__ __forceinline__ void load(const Args& a, const Head& at, FlashAt query, FlashAt key,
+                                         bool exact) {
+        first = at.query(query).base - at.key(key).base;
+        // Elsewhere these are read in vain, where there are some.
+        const int from = exact ? first : flash_band_inside();
+#pragma unroll
+        for (int i = 0; i <= BLOCK_K / 8; ++i)
+#pragma unroll
+            for (int y = 0; y < 2; ++y)
+                x[i][y] = flash_band<true>(a.captured, at.at, from + (8 - 8 * i - y));
+    }
+    __device__ __forceinline__ float operator()(const Args&, const Head&, int e) const {
+        return x[e / 4 - e / 2 % 2 + 1][e % 2];
+    }
+};
+// The same in tiles that are not whole. Where positions do not exist it is the nearest element.
+struct LateBand {
+    int first;
+    __device__ __forceinline__ float operator()(const Args& a, const Head& at, int e) const {
+        return flash_band<false>(a.captured, at.at, first + (e / 2 % 2 * 8 - e / 4 * 8 - e % 2));
+    }
+};
+#endif
+
+// A score after the function, which takes an element that is here already, if one is.
+__device__ __forceinline__ float with_element(const Args& a, const Head& at, float raw, FlashAt q,
+                                              FlashAt k, const Nothing&, int) {
+    return after_function(a, at, raw, q, k);
+}
+template <class Tile>
+__device__ __forceinline__ float with_element(const Args& a, const Head& at, float raw, FlashAt q,
+                                              FlashAt k, const Tile& tile, int e) {
+    return after_function(a, at, raw, q, k, tile(a, at, e));
+}
+
 // The caller's functions of the scores of one tile pair. They are asked at positions that exist: a
 // row or a key past the end takes the last one's, in tiles that are not EXACT. In those that are,
 // positions are at fixed distances, and so are the addresses of what is read at them.
-template <bool EXACT, bool SCORE, bool MASK>
+template <bool EXACT, bool SCORE, bool MASK, class Tile>
 __device__ __forceinline__ void ask_functions(float (&S)[BLOCK_K / 2], const Args& a,
-                                              const Item& it, const Head& at, int query, int key) {
+                                              const Item& it, const Head& at, const Tile& tile,
+                                              int query, int key) {
     const Keep keep[2] = {{a, query, it.own.offset, it.end}, {a, query + 8, it.own.offset, it.end}};
 #pragma unroll
     for (int e = 0; e < BLOCK_K / 2; ++e) {
         const int step = e / 4 * 8 + e % 2, r = e / 2 % 2;
         const FlashAt q = EXACT ? FlashAt(query, 8 * r) : existing(query, 8 * r, it.own.stop);
         const FlashAt k = EXACT ? FlashAt(key, step) : existing(key, step, it.end);
-        if (SCORE) S[e] = after_function(a, at, S[e], q, k);
+        if (SCORE) S[e] = with_element(a, at, S[e], q, k, tile, e);
         if (MASK && !(keep[r](key + step) & kept(a, at, q, k))) S[e] = NEG_INF;
     }
 }
 
+// Whether all positions of a tile pair exist.
+__device__ __forceinline__ bool is_exact(const Item& it, const Visit& visit) {
+    return it.base + (visit.tile + 1) * BLOCK_K <= it.end && it.own.start + BLOCK_Q <= it.own.stop;
+}
+
+template <class Tile>
 __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args& a, const Item& it,
-                                             const Head& at, const Visit& visit, int query) {
-    const int first = it.base + visit.tile * BLOCK_K, key = first + fragment_column();
+                                             const Head& at, const Visit& visit, int query,
+                                             const Tile& tile) {
+    const int key = it.base + visit.tile * BLOCK_K + fragment_column();
 #if FS_READS
-    if (first + BLOCK_K > it.end || it.own.start + BLOCK_Q > it.own.stop) {
-        ask_functions<false, true, true>(S, a, it, at, query, key);
+    if (!is_exact(it, visit)) {
+        ask_functions<false, true, true>(S, a, it, at, tile, query, key);
     } else {
-        ask_functions<true, true, false>(S, a, it, at, query, key);
-        if (visit.masked) ask_functions<true, false, true>(S, a, it, at, query, key);
+        ask_functions<true, true, false>(S, a, it, at, tile, query, key);
+        if (visit.masked) ask_functions<true, false, true>(S, a, it, at, tile, query, key);
     }
 #else
-    if (visit.masked) ask_functions<true, true, true>(S, a, it, at, query, key);
-    else ask_functions<true, true, false>(S, a, it, at, query, key);
+#if FS_BAND
+    if (!is_exact(it, visit)) {
+        ask_functions<true, true, true>(S, a, it, at, LateBand{tile.first}, query, key);
+        return;
+    }
+#endif
+    if (visit.masked) ask_functions<true, true, true>(S, a, it, at, tile, query, key);
+    else ask_functions<true, true, false>(S, a, it, at, tile, query, key);
+#endif
+}
+
+// What comes to a visit's scores ahead of time.
+#if FS_BAND
+using Ahead = Band;
+#else
+using Ahead = Nothing;
+#endif
+__device__ __forceinline__ Ahead ahead_of(const Args& a, const Item& it, const Head& at,
+                                          const Visit& visit, int query) {
+    Ahead made;
+#if FS_BAND
+    made.load(a, at, query, it.base + visit.tile * BLOCK_K + fragment_column(),
+              is_exact(it, visit));
+#endif
+    return made;
+}
+
+// As shape_scores, once the captured elements are there that come through shared memory.
+__device__ __forceinline__ void shape_visit(float (&S)[BLOCK_K / 2], OnChip& s, const Args& a,
+                                            const Item& it, const Head& at, const Visit& visit,
+                                            int query, int g, Ring& ring, const Ahead& ahead) {
+#if FS_TILE
+    wait(&s.tile_full[g][ring.stage], ring.parity);
+    shape_scores(S, a, it, at, visit, query, s.tile[g][ring.stage]);
+    __syncwarp();  // the whole warp has read its elements
+    if (FS_SHARERS == 1 && threadIdx.x % 32 == 0) arrive(&s.tile_empty[g][ring.stage]);
+    if (FS_SHARERS > 1 && threadIdx.x % 32 < FS_SHARERS)  // it waits for all readers
+        arrive_at(&s.tile_empty[g][ring.stage], threadIdx.x % 32);
+    ring.next(FS_TILE);
+#else
+    shape_scores(S, a, it, at, visit, query, ahead);
 #endif
 }
 #else
@@ -176,6 +337,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
     // Named barriers.
     [[maybe_unused]] const int turn = 1 + g, next_turn = 1 + (g + 1) % WARPGROUPS;
     Ring ring_k, ring_v, slot;
+    [[maybe_unused]] Ring ring_tile;
     u32 q_parity = 0;
     // Warpgroup 0 has the first turn.
     if (TURNS && g == WARPGROUPS - 1) named_arrive(next_turn, 256);
@@ -185,7 +347,11 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         const int n = it.visits.count, query = it.own.start + 64 * g + fragment_row();
         const i64 first = i64(it.walk) * a.n_visits + it.visits.first;
         stamp_item(a, it.walk, it.outer, false);
+#if FS_BOUNDED  // no score that is kept is below -bound or above it
+        BoundedSoftmax softmax(FS_SCORE_MOD ? FLASH_BOUND : a.softcap, to_log2);
+#else
         Softmax<BLOCK_K> softmax;
+#endif
         float O[DV / 2], alpha[2];
 #pragma unroll
         for (int e = 0; e < DV / 2; ++e) O[e] = 0.0f;
@@ -203,6 +369,10 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 wait(&s.k_full[ring_k.stage], ring_k.parity);
                 stamp(visit_stamps(a, first + 0), 1);
                 issue_scores(S, s.q[g][0], descriptor(s.k[ring_k.stage][0], 0));
+#if FS_FLEX
+                const Visit visit = it.visits(a, 0);
+                const Ahead ahead = ahead_of(a, it, at, visit, query);
+#endif
                 wgmma_wait<0>();
                 pin(S);
                 if (speaks) {
@@ -212,7 +382,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 ring_k.next(STAGES);
                 stamp(visit_stamps(a, first + 0), 2);
 #if FS_FLEX
-                shape_scores(S, a, it, at, it.visits(a, 0), query);
+                shape_visit(S, s, a, it, at, visit, query, g, ring_tile, ahead);
 #else
                 shape_scores(S, a, it, 0, query);
 #endif
@@ -240,17 +410,20 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #endif
                 if (TURNS) named_sync(turn, 256);  // the warpgroup before has queued its products
                 issue_scores(S, s.q[g][0], dk);
-                if (RESCALE_LATE) rescale(O, alpha);
+                if (!FS_BOUNDED && RESCALE_LATE) rescale(O, alpha);
                 wait(&s.v_full[ring_v.stage], ring_v.parity);
                 issue_output(O, P, s.v[ring_v.stage][0]);
                 if (TURNS) named_arrive(next_turn, 256);
+#if FS_FLEX
+                const Ahead ahead = ahead_of(a, it, at, visit, query);
+#endif
                 wgmma_wait<1>();
                 pin(S);
                 if (RELEASE_EARLY && speaks) arrive(&s.k_empty[ring_k.stage]);
                 if (speaks && v == last) arrive(&s.q_empty[g]);  // the next item's Q may come
                 stamp(visit_stamps(a, first + v), 2);
 #if FS_FLEX
-                shape_scores(S, a, it, at, visit, query);
+                shape_visit(S, s, a, it, at, visit, query, g, ring_tile, ahead);
 #else
                 shape_scores(S, a, it, v, query);
 #endif
@@ -258,10 +431,11 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 // O is waited for behind both maxima and the first exponentials, when it is about
                 // there; the other exponentials run between the multiplications of O. Left alone
                 // ptxas waits before the maxima. It keeps an arrival in front of the wait: so that
-                // is made to look as if it depended on row 1's alpha, which is never negative.
+                // is made to look as if it depended on row 1's alpha, which is never negative (or on
+                // the first exponential).
                 // (Where K is gone already, it is one at Q's barrier, whose address costs nothing,
                 // and it never happens.)
-                const bool never = alpha[1] < 0.0f;
+                const bool never = (FS_BOUNDED ? S[0] : alpha[1]) < 0.0f;
                 if (RELEASE_EARLY && never) arrive(&s.q_empty[g]);
                 if (!RELEASE_EARLY && speaks && !never) arrive(&s.k_empty[ring_k.stage]);
                 ring_k.next(STAGES);
@@ -272,7 +446,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 if (speaks) arrive(&s.v_empty[ring_v.stage]);
                 ring_v.next(STAGES);
                 round_operand(P, S);
-                if (!RESCALE_LATE) rescale(O, alpha);
+                if (!FS_BOUNDED && !RESCALE_LATE) rescale(O, alpha);
                 if (FS_TIMELINE && v < last) stamp(visit_stamps(a, first + v + 1), 0);
                 // Behind the last visit there is no K to wait for. A branch would keep the wait
                 // from running under the rescaling, so it is for V then, which comes next anyway.
@@ -282,7 +456,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 if (FS_TIMELINE && v < last) stamp(visit_stamps(a, first + v + 1), 1);
                 dk = descriptor(s.k[ring_k.stage][0], 0);
             }
-            if (RESCALE_LATE) rescale(O, alpha);
+            if (!FS_BOUNDED && RESCALE_LATE) rescale(O, alpha);
             wait(&s.v_full[ring_v.stage], ring_v.parity);
             issue_output(O, P, s.v[ring_v.stage][0]);
             wgmma_wait<0>();
@@ -330,18 +504,39 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#if FS_SHARERS > 1
+__cluster_dims__(FS_SHARERS, 1, 1)
+#endif
 hopper_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
-               const __grid_constant__ TensorMap map_v, const __grid_constant__ Args a,
-               u32* counter) {
+               const __grid_constant__ TensorMap map_v,
+#if FS_TILE
+               const __grid_constant__ TensorMap map_tile,
+#endif
+               const __grid_constant__ Args a, u32* counter) {
     extern __shared__ __align__(1024) char shared[];
     OnChip& s = *reinterpret_cast<OnChip*>(shared);
     if (threadIdx.x == 0) {
-        init_rings<WARPGROUPS, STAGES>(s);
+#if FS_TILE
+        for (int i = 0; i < WARPGROUPS * FS_TILE; ++i)
+            barrier_init(&s.tile_full[0][i], 1), barrier_init(&s.tile_empty[0][i], 4 * FS_SHARERS);
+#endif
+        init_rings<WARPGROUPS, STAGES>(s, FS_TILE ? WARPGROUPS : 0);
     }
+#if FS_SHARERS > 1
+    cluster_sync();  // nobody copies to a block whose barriers do not exist
+#endif
     const int role = take_role<PRODUCER_REGISTERS, CONSUMER_REGISTERS>();
     if (role == 0) {
         if (threadIdx.x == 0) produce(s, a, &map_q, &map_k, &map_v, counter);
+#if FS_TILE
+        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        if (warp > 0 && warp <= WARPGROUPS) produce_elements(s, a, &map_tile, warp - 1);
+#endif
     } else {
         consume(s, a, role - 1);
     }
+#if FS_SHARERS > 1
+    __syncwarp();
+    cluster_sync();  // shared memory outlives the copies to it
+#endif
 }

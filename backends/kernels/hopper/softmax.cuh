@@ -1,16 +1,17 @@
 // What the forward kernels share: barriers; the mask and the softmax of a row of score tiles, in a
 // consumer warpgroup's registers.
 
-// Barriers of Q, one a warpgroup, and of the rings of K and V. One thread.
+// Barriers of Q, one a warpgroup, and of the rings of K and V. One thread. `more` warps, beside the
+// consumers', read the items.
 template <int WARPGROUPS, int STAGES, class OnChip>
-__device__ inline void init_rings(OnChip& s) {
+__device__ inline void init_rings(OnChip& s, int more = 0) {
     for (int i = 0; i < WARPGROUPS; ++i)
         barrier_init(&s.q_full[i], 1), barrier_init(&s.q_empty[i], 4);
     for (int i = 0; i < STAGES; ++i) {
         barrier_init(&s.k_full[i], 1), barrier_init(&s.k_empty[i], 4 * WARPGROUPS);
         barrier_init(&s.v_full[i], 1), barrier_init(&s.v_empty[i], 4 * WARPGROUPS);
     }
-    s.items.init(4 * WARPGROUPS);
+    s.items.init(4 * WARPGROUPS + more);
     barrier_init_fence();
 }
 
@@ -103,5 +104,28 @@ struct Softmax {
             (R == 1 || e % 2 == 0 ? sum : sum1) += p + p1;
         }
         l[R] = R == 1 ? sum : sum + sum1;
+    }
+};
+
+// Of scores that lie between -bound and bound: no maximum is needed, and O is never rescaled. All
+// exponents are less one constant, such that no exponential is below e^-60, nor above 1 where it
+// need not be.
+struct BoundedSoftmax {
+    float m[2], l[2] = {0.0f, 0.0f};
+
+    // `bound` is in the unit of natural logarithms.
+    __device__ __forceinline__ BoundedSoftmax(float bound, float to_log2) {
+        m[0] = m[1] = fminf(bound, 60.0f - bound) * LOG2E / to_log2;
+    }
+    // P = exp2(c (S - m)) in S's place, l = l + rowsum P. O is multiplied by 1.
+    template <int N>
+    __device__ __forceinline__ void operator()(float (&S)[N], float (&alpha)[2], float to_log2) {
+        const float start = m[0] * to_log2;
+        alpha[0] = alpha[1] = 1.0f;
+#pragma unroll
+        for (int e = 0; e < N; ++e) {
+            S[e] = exp2_approx(S[e] * to_log2 - start);
+            l[e / 2 % 2] += S[e];
+        }
     }
 };

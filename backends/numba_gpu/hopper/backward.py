@@ -24,21 +24,10 @@ from numba.cuda import types
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import tiles
 from flashsim.backends.numba_gpu.hopper import gradients
+from flashsim.backends.numba_gpu.hopper import smem_layout as word
 from flashsim.backends.numba_gpu.hopper import tiles as hopper
 from flashsim.backends.numba_gpu.hopper.kv_outer import producer, share_of, statistics
-from flashsim.backends.numba_gpu.hopper.smem_layout import (
-    BASE,
-    COUNT,
-    END,
-    FIRST,
-    KEYS_OUTSIDE_REGISTERS,
-    OFFSET,
-    OUTER,
-    START,
-    STOP,
-    WALK,
-    KeysOutside,
-)
+from flashsim.backends.numba_gpu.hopper.smem_layout import KEYS_OUTSIDE_REGISTERS, KeysOutside
 from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
 from flashsim.backends.numba_gpu.tensor import gradients as tensor_gradients
 from flashsim.backends.numba_gpu.tensor import softmax
@@ -117,7 +106,7 @@ def _sender(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNa
     reduce_wait = gradients.reduce_wait_read
     wait_turn, pass_turn, share = gradients.wait_turn, gradients.pass_turn, share_of(c)
     piece_free, piece_full = hopper.named_arrive(160), hopper.named_sync(160)
-    take, leave, visits_of, place = i.take, i.leave, i.visits, i.place
+    take, leave, visits_of, place_rows = i.take, i.leave, i.visits, i.place
     visit_of, report_one = w.visit, w.report_one
     get, speaks = hopper.get, hopper.speaks
     map_address, uncounted = hopper.map_address, hopper.uncounted
@@ -130,27 +119,27 @@ def _sender(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNa
         piece_free(_DQ_FREE + group)
         while True:
             slot = take(shared, item)
-            if get(slot + WALK) < 0:
+            if get(slot + word.WALK) < 0:
                 break
-            batch, count = quotient(get(slot + WALK), kv_heads), get(slot + COUNT)
-            kv_head = int32(get(slot + WALK) - batch * kv_heads)
+            batch, count = quotient(get(slot + word.WALK), kv_heads), get(slot + word.COUNT)
+            kv_head = int32(get(slot + word.WALK) - batch * kv_heads)
             head = int32(kv_head * a.group)
             member, n, left = share(a.group, count)
             head = int32(head + member)
             while left > 0:
                 tile, _ = visit_of(a, visits_of(slot), n)
-                query = int32(get(slot + BASE) + tile * block_q)
+                query = int32(get(slot + word.BASE) + tile * block_q)
                 walk = int32(batch * a.heads + head)
                 turn = a.turns + ((int64(walk) * a.n_q + query) * 2 + group) * 4
                 piece_full(_DQ_FULL + group)  # the piece is complete
                 if leads:
                     if ordered:
-                        rank = read_int(a.ptr, get(slot + OUTER)) + n
+                        rank = read_int(a.ptr, get(slot + word.OUTER)) + n
                         wait_turn(turn, read_int(a.ranks, rank))
-                    row, last = place(query + below, get(slot + END), batch)
+                    row, last = place_rows(query + below, get(slot + word.END), batch)
                     reduce_dq(map_address(map_dq), source, column, row, head, last)
-                    number = int64(walk) * a.n_visits + get(slot + FIRST) + n
-                    rows = max(0, min(dq_rows, get(slot + END) - query - below))
+                    number = int64(walk) * a.n_visits + get(slot + word.FIRST) + n
+                    rows = max(0, min(dq_rows, get(slot + word.END) - query - below))
                     columns = max(0, min(64, counted - column))
                     report_one(a.visit_counts + number * (SLOTS * 4) + 16, rows * columns * 4)
                     reduce_wait()
@@ -239,10 +228,10 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
     @device
     def store(a, shared, slot, kv_heads, row0, dk, dv):
         """Store dK times the scale, and dV, straight from registers."""
-        walk, stop = get(slot + WALK), get(slot + STOP)
+        walk, stop = get(slot + word.WALK), get(slot + word.STOP)
         batch = quotient(walk, kv_heads)
-        head, key = int32(walk - batch * kv_heads), int32(get(slot + START) + row0)
-        tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + OUTER)) * (SLOTS * 4)
+        head, key = int32(walk - batch * kv_heads), int32(get(slot + word.START) + row0)
+        tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + word.OUTER)) * (SLOTS * 4)
         to = a.dk_data + (batch * a.dk_batch + head * a.dk_head) * 2
         factors = a.scale, a.scale
         report(tile_count + 8, store_dk(to, a.dk_row * 2, dk, factors, key, stop))
@@ -262,9 +251,9 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
         lay_down(mine, dk)
         lay_down(mine + d // 2 * across, dv)
         cluster_sync()  # all blocks' are there
-        walk, stop = get(slot + WALK), get(slot + STOP)
+        walk, stop = get(slot + word.WALK), get(slot + word.STOP)
         batch = quotient(walk, kv_heads)
-        head, key = int32(walk - batch * kv_heads), int32(get(slot + START) + row0)
+        head, key = int32(walk - batch * kv_heads), int32(get(slot + word.START) + row0)
         to_dk = a.dk_data + (batch * a.dk_batch + head * a.dk_head) * 2
         to_dv = a.dv_data + (batch * a.dv_batch + head * a.dv_head) * 2
         scales, ones = (a.scale, a.scale), (float32(1.0), float32(1.0))
@@ -272,10 +261,10 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
         while piece < 2 * pieces:
             which = quotient(piece, pieces)  # 0: of dK, 1: of dV
             column = int32((piece - which * pieces) * 32)
-            place = int32(mine + (which * d + column) // 2 * across)
+            source = int32(mine + (which * d + column) // 2 * across)
             sums, block = new_piece(), int32(0)
             while block < blocks:
-                sums = add_from(sums, place, block)
+                sums = add_from(sums, source, block)
                 block = uncounted(block + 1)
             if which == 0:
                 row_bytes = a.dk_row * 2
@@ -285,7 +274,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
                 dv_bytes += store_piece_dv(to_dv, row_bytes, sums, ones, key, stop, column)
             piece = uncounted(piece + blocks)
         cluster_sync()  # the others have read what is ours
-        tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + OUTER)) * (SLOTS * 4)
+        tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + word.OUTER)) * (SLOTS * 4)
         report(tile_count + 8, dk_bytes)
         report(tile_count + 12, dv_bytes)
 
@@ -323,11 +312,11 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
         item, done = int32(0), int32(0)  # as the producer's
         while True:
             slot = take(shared, item)
-            walk = get(slot + WALK)
+            walk = get(slot + word.WALK)
             if walk < 0:
                 break
-            count = get(slot + COUNT)
-            tile_stamp = tile_stamps(a, walk, get(slot + OUTER), 1 + group)
+            count = get(slot + word.COUNT)
+            tile_stamp = tile_stamps(a, walk, get(slot + word.OUTER), 1 + group)
             stamp_block(tile_stamp, False)
             member = int32(walk * a.group)  # the query head's walk
             further, n, total = share(a.group, count)
@@ -340,7 +329,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
                     wait_full(shared + full, done)
                 s = load_starts(shared, done)
             while left > 0:
-                visit_stamp = visit_stamps(a, member, get(slot + FIRST) + n, 1 + group)
+                visit_stamp = visit_stamps(a, member, get(slot + word.FIRST) + n, 1 + group)
                 tile, masked = visit_of(a, visits_of(slot), n)
                 shift, now = int32((done & 1) * query_bytes), int32((done & 1) * (block_q * 4))
                 lse = int32(shared + lse_at + now)
@@ -373,9 +362,9 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
                 if scaled:
                     s = scale_scores(s, a.scale, a.softcap)
                 if masked:
-                    query = int32(get(slot + BASE) + tile * block_q)
-                    key = int32(get(slot + START) + row0)
-                    limits = get(slot + OFFSET), get(slot + STOP)
+                    query = int32(get(slot + word.BASE) + tile * block_q)
+                    key = int32(get(slot + word.START) + row0)
+                    limits = get(slot + word.OFFSET), get(slot + word.STOP)
                     s = mask(s, key, query, limits[0], limits[1], a.left, a.right)
                 p, dp, dv = queue_dv(s, dp, dv, to_log2, lse, a.softcap, dout)
                 arrive(shared + v_free, speaking & (left == 1))  # the next item's V may come

@@ -18,21 +18,9 @@ from numba.cuda import types
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import tiles
 from flashsim.backends.numba_gpu.hopper import row_gradients as gradients
+from flashsim.backends.numba_gpu.hopper import smem_layout as word
 from flashsim.backends.numba_gpu.hopper import tiles as hopper
-from flashsim.backends.numba_gpu.hopper.smem_layout import (
-    BASE,
-    COUNT,
-    END,
-    FIRST,
-    ITEM,
-    OFFSET,
-    OUTER,
-    START,
-    STOP,
-    WALK,
-    DqAlone,
-    registers,
-)
+from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, DqAlone, registers
 from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
 from flashsim.backends.numba_gpu.tensor import softmax
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
@@ -98,7 +86,7 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
     expect_own, expect_keys = hopper.expect(2 * own_bytes), hopper.expect(2 * key_bytes)
     copy_own = hopper.copy_tile(64, at.chunks, packed=packed)
     copy_keys = hopper.copy_tile(block_k, at.chunks, packed=packed)
-    write_item, after, visits_of, place = i.write, i.after, i.visits, i.place
+    write_item, after, visits_of, place_rows = i.write, i.after, i.visits, i.place
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, report_one, stamp, stamp_block = w.visit, w.report_one, w.stamp, w.stamp_block
     put, get, map_address = hopper.put, hopper.get, hopper.map_address
@@ -112,14 +100,16 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
             wait(shared + own_free + piece * 8, (item & 1) ^ 1)  # the last item is done with it
             barrier = int32(shared + own_full + piece * 8)
             expect_own(barrier)
-            row, last = place(get(slot + START) + 64 * piece, get(slot + STOP), batch)
+            row, last = place_rows(
+                get(slot + word.START) + 64 * piece, get(slot + word.STOP), batch
+            )
             shift = int32(piece * own_bytes)
             copy_own(shared + q_at + shift, map_address(map_q), barrier, row, head, last)
             copy_own(shared + dout_at + shift, map_address(map_dout), barrier, row, head, last)
             piece = int32(piece + 1)
-        number = int64(get(slot + WALK)) * a.tiles + get(slot + OUTER)
+        number = int64(get(slot + word.WALK)) * a.tiles + get(slot + word.OUTER)
         tile_count = a.tile_counts + number * (SLOTS * 4)
-        rows = int32(get(slot + STOP) - get(slot + START))
+        rows = int32(get(slot + word.STOP) - get(slot + word.START))
         report_one(tile_count, int32(rows * row_bytes))
         report_one(tile_count + 4, int32(rows * row_bytes_v))
 
@@ -131,36 +121,36 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
             slot = int32(shared + items + (item & 1) * ITEM)
             wait_free(shared + item_free, item)  # every warp is done with the slot's last item
             if number >= a.walks * a.tiles:
-                put(slot + WALK, int32(-1))
+                put(slot + word.WALK, int32(-1))
                 arrive(stage(shared + item_full, item), True)
                 break
             write_item(a, slot, number)
             arrive(stage(shared + item_full, item), True)  # releases the item to its readers
-            walk, count = get(slot + WALK), get(slot + COUNT)
+            walk, count = get(slot + word.WALK), get(slot + word.COUNT)
             batch = quotient(walk, a.heads)
             head = int32(walk - batch * a.heads)
             kv_head = quotient(head, a.group)
-            tile_stamp = tile_stamps(a, walk, get(slot + OUTER), 0)
-            visit_stamp = visit_stamps(a, walk, get(slot + FIRST), 0)
-            visit_count = int64(walk) * a.n_visits + get(slot + FIRST)
+            tile_stamp = tile_stamps(a, walk, get(slot + word.OUTER), 0)
+            visit_stamp = visit_stamps(a, walk, get(slot + word.FIRST), 0)
+            visit_count = int64(walk) * a.n_visits + get(slot + word.FIRST)
             visit_count = a.visit_counts + visit_count * (SLOTS * 4)
             stamp_block(tile_stamp, False)
             bring_own(map_q, map_dout, a, shared, slot, item, head, batch)
             n = int32(0)
             while n < count:
                 tile, _ = visit_of(a, visits_of(slot), n)
-                key = int32(get(slot + BASE) + tile * block_k)
+                key = int32(get(slot + word.BASE) + tile * block_k)
                 stamp(visit_stamp, n * visit_words)
                 wait_free(shared + free, done)  # its last readers are done
                 stamp(visit_stamp, n * visit_words + 1)
                 barrier = stage(shared + full, done)
                 expect_keys(barrier)
-                row, last = place(key, get(slot + END), batch)
+                row, last = place_rows(key, get(slot + word.END), batch)
                 shift = int32((done & 1) * key_bytes)
                 copy_keys(shared + k_at + shift, map_address(map_k), barrier, row, kv_head, last)
                 copy_keys(shared + v_at + shift, map_address(map_v), barrier, row, kv_head, last)
                 stamp(visit_stamp, n * visit_words + 4)
-                keys = int32(min(block_k, get(slot + END) - key))
+                keys = int32(min(block_k, get(slot + word.END) - key))
                 report_one(visit_count + n * (SLOTS * 4), int32(keys * row_bytes))
                 report_one(visit_count + n * (SLOTS * 4) + 4, int32(keys * row_bytes_v))
                 done, n = int32(done + 1), int32(n + 1)
@@ -207,10 +197,10 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
     @device
     def store(a, slot, query, dq, row_bytes, stop):
         """Store dQ times the scale, straight from registers."""
-        walk = get(slot + WALK)
+        walk = get(slot + word.WALK)
         batch = quotient(walk, a.heads)
         head = int32(walk - batch * a.heads)
-        tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + OUTER)) * (SLOTS * 4)
+        tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + word.OUTER)) * (SLOTS * 4)
         to, factors = a.dq_data + (batch * a.dq_batch + head * a.dq_head) * 2, (a.scale, a.scale)
         stored = store_dq(to, a.dq_row * 2, dq, factors, query, stop)
         report(tile_count + 8, row_bytes)
@@ -232,18 +222,18 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
         item, done = int32(0), int32(0)  # as the producer's
         while True:
             slot = take(shared, item)
-            walk = get(slot + WALK)
+            walk = get(slot + word.WALK)
             if walk < 0:
                 break
             steps = visits_of(slot)
             first, count = steps[0], steps[1]
-            query = int32(get(slot + START) + row0)
-            tile_stamp = tile_stamps(a, walk, get(slot + OUTER), 1 + group)
+            query = int32(get(slot + word.START) + row0)
+            tile_stamp = tile_stamps(a, walk, get(slot + word.OUTER), 1 + group)
             visit_stamp = visit_stamps(a, walk, first, 1 + group)
             stamp_block(tile_stamp, False)
             own = int64(walk) * a.n_q * 4
             lse, delta, row_bytes = own_statistics(
-                a.lse + own, a.delta + own, query, get(slot + STOP)
+                a.lse + own, a.delta + own, query, get(slot + word.STOP)
             )
             dq = new_dq()
             wait(shared + own_full + part * 8, item & 1)
@@ -261,8 +251,8 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
                 if scaled:
                     s = scale_scores(s, a.scale, a.softcap)
                 if masked:
-                    key = int32(get(slot + BASE) + tile * block_k + my_key)
-                    limits = get(slot + OFFSET), get(slot + END)
+                    key = int32(get(slot + word.BASE) + tile * block_k + my_key)
+                    limits = get(slot + word.OFFSET), get(slot + word.END)
                     s = mask(s, query, key, limits[0], limits[1], a.left, a.right)
                 p = probabilities(s, lse, to_log2, a.softcap)
                 stamp(visit_stamp, n * visit_words + 3)
@@ -272,7 +262,7 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
                 stamp(visit_stamp, n * visit_words + 4)
                 done, n = int32(done + 1), int32(n + 1)
             arrive(shared + own_free + part * 8, speaking)  # the next item's Q and dO may come
-            stop = get(slot + STOP)
+            stop = get(slot + word.STOP)
             if split:  # the first warpgroup adds up; always in this order
                 dq = add_halves(dq, shared + scratch_at, group)
                 if group == 1:

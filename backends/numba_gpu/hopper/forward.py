@@ -17,21 +17,9 @@ from numba.cuda import types
 
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import tiles
+from flashsim.backends.numba_gpu.hopper import smem_layout as word
 from flashsim.backends.numba_gpu.hopper import tiles as hopper
-from flashsim.backends.numba_gpu.hopper.smem_layout import (
-    BASE,
-    COUNT,
-    END,
-    FIRST,
-    ITEM,
-    OFFSET,
-    OUTER,
-    START,
-    STOP,
-    WALK,
-    OnChip,
-    registers,
-)
+from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, OnChip, registers
 from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
 from flashsim.backends.numba_gpu.tensor import output, softmax
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
@@ -102,7 +90,7 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     bring_k = _bring(at.region("k"), at.k_bytes, copy_k, ring.place, i.place)
     bring_v = _bring(at.region("v"), at.v_bytes, copy_v, ring.place, i.place)
     after_tile, tile_free, tile_barrier = ring.after, ring.wait_free, ring.stage
-    write_item, after, visits_of, place = i.write, i.after, i.visits, i.place
+    write_item, after, visits_of, place_rows = i.write, i.after, i.visits, i.place
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, report_one, stamp, stamp_block = w.visit, w.report_one, w.stamp, w.stamp_block
     put, get, map_address = hopper.put, hopper.get, hopper.map_address
@@ -118,7 +106,7 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
             barrier = int32(shared + q_full + group * 8)
             expect_q(barrier)
             to, row = int32(shared + group * q_bytes), int32(start + 64 * group)
-            row, last = place(row, get(slot + STOP), batch)
+            row, last = place_rows(row, get(slot + word.STOP), batch)
             copy_q(to, map_address(map_q), barrier, row, head, last)
             group = int32(group + 1)
 
@@ -131,20 +119,22 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
             slot = int32(shared + items + (item & 1) * ITEM)
             wait_free(shared + item_free, item)  # every warp is done with the slot's last item
             if number >= a.walks * a.tiles:
-                put(slot + WALK, int32(-1))
+                put(slot + word.WALK, int32(-1))
                 arrive(stage(shared + item_full, item), True)
                 break
             write_item(a, slot, number)
             arrive(stage(shared + item_full, item), True)  # releases the item to its readers
-            walk, base, count = get(slot + WALK), get(slot + BASE), get(slot + COUNT)
+            walk, base, count = get(slot + word.WALK), get(slot + word.BASE), get(slot + word.COUNT)
             batch = quotient(walk, a.heads)
             head = int32(walk - batch * a.heads)
             kv_head = quotient(head, a.group)
-            tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + OUTER)) * (SLOTS * 4)
-            visit_count = int64(walk) * a.n_visits + get(slot + FIRST)
+            tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + word.OUTER)) * (
+                SLOTS * 4
+            )
+            visit_count = int64(walk) * a.n_visits + get(slot + word.FIRST)
             visit_count = a.visit_counts + visit_count * (SLOTS * 4)
-            visit_stamp = visit_stamps(a, walk, get(slot + FIRST), 0)
-            tile_stamp = tile_stamps(a, walk, get(slot + OUTER), 0)
+            visit_stamp = visit_stamps(a, walk, get(slot + word.FIRST), 0)
+            tile_stamp = tile_stamps(a, walk, get(slot + word.OUTER), 0)
             stamp_block(tile_stamp, False)
             n, last = int32(0), now
             while n <= count:  # in the order of need: K0 Q, K1 V0, K2 V1, ...
@@ -156,7 +146,7 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                     tile_free(shared + k_free, now)  # its last reader is done
                     stamp(visit_stamp, n * visit_words + 1)
                     bring_k(map_k, a, shared, slot, barrier, now, key, kv_head, batch)
-                    moved = int32(min(block_k, get(slot + END) - key) * row_bytes)
+                    moved = int32(min(block_k, get(slot + word.END) - key) * row_bytes)
                     report_one(visit_count + n * (SLOTS * 4), moved)
                 if n > 0:
                     tile, _ = visit_of(a, visits_of(slot), n - 1)
@@ -165,12 +155,12 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                     tile_free(shared + v_free, last)  # its last reader is done
                     bring_v(map_v, a, shared, slot, barrier, last, key, kv_head, batch)
                     stamp(visit_stamp, (n - 1) * visit_words + 4)
-                    moved = int32(min(block_k, get(slot + END) - key) * row_bytes_v)
+                    moved = int32(min(block_k, get(slot + word.END) - key) * row_bytes_v)
                     report_one(visit_count + n * (SLOTS * 4) - (SLOTS * 4 - 4), moved)
                 else:
-                    start = get(slot + START)
+                    start = get(slot + word.START)
                     bring_q(map_q, a, shared, slot, start, item, head, batch)
-                    report_one(tile_count, int32((get(slot + STOP) - start) * row_bytes))
+                    report_one(tile_count, int32((get(slot + word.STOP) - start) * row_bytes))
                 if n < count:
                     last, now = now, after_tile(now)
                 n = int32(n + 1)
@@ -180,7 +170,7 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     return produce
 
 
-def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place: Any) -> Any:
+def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place_rows: Any) -> Any:
     """Return the function that starts the copy of a tile of K or V into its stage of the ring.
 
     The tile has number `position` and begins at `key`; its bytes are credited to `barrier`.
@@ -192,7 +182,7 @@ def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place: Any) -> Any:
     def bring(tensor_map, a, shared, slot, barrier, position, key, head, batch):
         expect(barrier)
         to = int32(shared + ring + stage_of(position) * nbytes)
-        row, last = place(key, get(slot + END), batch)
+        row, last = place_rows(key, get(slot + word.END), batch)
         copy(to, map_address(tensor_map), barrier, row, head, last)
 
     return bring
@@ -236,7 +226,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     get, speaks, wait, arrive = hopper.get, hopper.speaks, hopper.wait, hopper.arrive
     arrive_behind = hopper.arrive_behind
     ring = hopper.Ring(at.stages)
-    after, place, stage, wait_full = ring.after, ring.place, ring.stage, ring.wait_full
+    after, stage_number, stage, wait_full = ring.after, ring.place, ring.stage, ring.wait_full
     my_turn, pass_turn = hopper.my_turn, hopper.pass_turn
 
     @device
@@ -249,15 +239,15 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
         if scaled:
             s = scale_scores(s, a.scale, a.softcap)
         if masked:
-            key = int32(get(slot + BASE) + tile * block_k)
-            limits = get(slot + OFFSET), get(slot + END)
+            key = int32(get(slot + word.BASE) + tile * block_k)
+            limits = get(slot + word.OFFSET), get(slot + word.END)
             s = mask(s, query, key, limits[0], limits[1], a.left, a.right)
         return s
 
     @device
     def store(a, slot, query, o, m, l, to_log2):
         """Store O / l and L = m + log l, straight from registers."""
-        walk, outer, stop = get(slot + WALK), get(slot + OUTER), get(slot + STOP)
+        walk, outer, stop = get(slot + word.WALK), get(slot + word.OUTER), get(slot + word.STOP)
         batch = quotient(walk, a.heads)
         head = int32(walk - batch * a.heads)
         tile_count = a.tile_counts + (int64(walk) * a.tiles + outer) * (SLOTS * 4)
@@ -279,13 +269,13 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
         item, now = int32(0), int32(0)  # as the producer's
         while True:
             slot = take(shared, item)
-            walk = get(slot + WALK)
+            walk = get(slot + word.WALK)
             if walk < 0:
                 break
             steps = visits_of(slot)
             first, count = steps[0], steps[1]
-            query = int32(get(slot + START) + row0)
-            outer = get(slot + OUTER)
+            query = int32(get(slot + word.START) + row0)
+            outer = get(slot + word.OUTER)
             tile_stamp = tile_stamps(a, walk, outer, 1 + group)
             visit_stamp = visit_stamps(a, walk, first, 1 + group)
             stamp_block(tile_stamp, False)
@@ -297,7 +287,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                 stamp(visit_stamp, 0)
                 wait_full(shared + k_full, now)
                 stamp(visit_stamp, 1)
-                s = scores_done(queue_scores(q, shared + k_at + place(now) * k_bytes))
+                s = scores_done(queue_scores(q, shared + k_at + stage_number(now) * k_bytes))
                 arrive(stage(shared + k_free, now), speaking)
                 # The last scores are computed: the next item's Q may come.
                 arrive(shared + q_free + group * 8, speaking and count == 1)
@@ -322,11 +312,11 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                     last, now = now, after(now)
                     if turns:
                         my_turn(turn)  # the warpgroup before has queued its products
-                    queued = queue_scores(q, shared + k_at + place(now) * k_bytes)
+                    queued = queue_scores(q, shared + k_at + stage_number(now) * k_bytes)
                     if late:
                         o = scale_o(o, alpha)
                     wait_full(shared + v_full, last)
-                    growing = queue_output(o, p, shared + v_at + place(last) * v_bytes)
+                    growing = queue_output(o, p, shared + v_at + stage_number(last) * v_bytes)
                     if turns:
                         pass_turn(next_turn)
                     s = scores_first(queued)
@@ -366,7 +356,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                 if late:
                     o = scale_o(o, alpha)
                 wait_full(shared + v_full, now)
-                o = output_done(queue_output(o, p, shared + v_at + place(now) * v_bytes))
+                o = output_done(queue_output(o, p, shared + v_at + stage_number(now) * v_bytes))
                 stamp(visit_stamp, (count - 1) * visit_words + 4)
                 arrive(stage(shared + v_free, now), speaking)
                 now = after(now)

@@ -108,8 +108,8 @@ def mask_columns(n: int, left: bool, right: bool) -> Any:
     kind = floats(n // 2)
 
     @emitted(kind, kind, *[int32] * 6)
-    def mask_columns_(b: ir.IRBuilder, s: Values, *place: ir.Value) -> Values:
-        key, query, offset, key_stop, window_left, window_right = place
+    def mask_columns_(b: ir.IRBuilder, s: Values, *where: ir.Value) -> Values:
+        key, query, offset, key_stop, window_left, window_right = where
         lane, limits = lane_of(b), []
         first = b.add(query, b.shl(b.and_(lane, i32(3)), i32(1)))
         for half in range(2):
@@ -118,15 +118,15 @@ def mask_columns(n: int, left: bool, right: bool) -> Any:
             low = b.sub(centre, window_right) if right else i32(0)
             low = b.select(b.icmp_signed("<", mine, key_stop), low, i32(n))
             limits.append((low, b.add(centre, window_left) if left else None))
-        made = list(s)
+        masked = list(s)
         for at, _, c, x in elements(1, n):
             low, high = limits[x // 2]
-            place = i32(c * 8 + x % 2)
-            keep = b.icmp_signed(">=", place, low)
+            where = i32(c * 8 + x % 2)
+            keep = b.icmp_signed(">=", where, low)
             if high is not None:
-                keep = b.and_(keep, b.icmp_signed("<=", place, high))
-            made[at] = b.select(keep, s[at], f32(NEG_INF))
-        return made
+                keep = b.and_(keep, b.icmp_signed("<=", where, high))
+            masked[at] = b.select(keep, s[at], f32(NEG_INF))
+        return masked
 
     return mask_columns_
 
@@ -173,7 +173,7 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
         for first in range(0, n, size):
             if halfway:
                 unit = b.or_(unit, b.and_(early, i32(0x80000000)))
-            factor, made = b.bitcast(unit, F32), []
+            factor, powers = b.bitcast(unit, F32), []
             for e in range(first // 2, (first + size) // 2, 2):
                 if not start:
                     starts = ptx.load_shared_pair(b, b.add(_column_pair(b, lse), i32(e // 4 * 32)))
@@ -182,15 +182,15 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
                         exponent = b.fmul(s[e + x], factor)
                     else:
                         exponent = b.fma(s[e + x], factor, starts[x])
-                    made.append(ptx.exp2(b, exponent))
-                    p[e + x] = made[-1]
+                    powers.append(ptx.exp2(b, exponent))
+                    p[e + x] = powers[-1]
                     if softcap:  # S may be -inf
                         t = ptx.maximum(b, b.fmul(s[e + x], inverse), f32(-1.0))
-                        p[e + x] = b.fmul(made[-1], b.fsub(f32(1.0), b.fmul(t, t)))
-            early = b.bitcast(made[0], I32)
+                        p[e + x] = b.fmul(powers[-1], b.fsub(f32(1.0), b.fmul(t, t)))
+            early = b.bitcast(powers[0], I32)
             where = b.add(ptx_hopper.descriptor(b, dout, n * 128), i32(_sixteens(first)))
             steps = [_sixteens(x) for x in range(0, size, 16)]
-            left = rounded(b, made, bf16=bf16)
+            left = rounded(b, powers, bf16=bf16)
             dv = ptx_hopper.wgmma(b, bf16, d, dv, left, where, [], steps, right_down=True)
             if not halfway:
                 continue
@@ -252,12 +252,12 @@ def store_ds(block_k: int, n: int, wide: int) -> Any:
     """Return ``store_ds(place, ds)``: it stores a warpgroup's 64 rows of dS^T by `n` queries."""
 
     @emitted(None, int32, words(n // 4))
-    def store_ds_(b: ir.IRBuilder, place: ir.Value, ds: Values) -> None:
+    def store_ds_(b: ir.IRBuilder, to: ir.Value, ds: Values) -> None:
         for x in range(n // 16):
             if wide == 16:
-                at = b.add(place, i32(x * block_k * 32))
+                at = b.add(to, i32(x * block_k * 32))
             else:
-                at = b.add(b.xor(place, i32(x % 4 * 32)), i32(x // 4 * block_k * 128))
+                at = b.add(b.xor(to, i32(x % 4 * 32)), i32(x // 4 * block_k * 128))
             ptx_hopper.store_matrices(b, at, ds[4 * x : 4 * x + 4])
 
     return store_ds_
@@ -313,11 +313,11 @@ def stage_dq(rows: int) -> Any:
     """
 
     @emitted(None, int32, floats(rows // 2))
-    def stage_dq_(b: ir.IRBuilder, place: ir.Value, dq: Values) -> None:
+    def stage_dq_(b: ir.IRBuilder, to: ir.Value, dq: Values) -> None:
         for x in range(4):
             # Rows 8 j + (lane % 4) 2 + p; the thread's 8 h further columns are 2 h pieces on.
             p, h = x % 2, x // 2
-            at = b.xor(ptx.again(b, place), i32(16 * p + 32 * h))  # not worth four registers
+            at = b.xor(ptx.again(b, to), i32(16 * p + 32 * h))  # not worth four registers
             for j in range(rows // 8):
                 ptx_hopper.store_float(b, b.add(at, i32(128 * (8 * j + p))), dq[4 * j + x])
 
@@ -334,9 +334,13 @@ def reduce_dq(rows: int, *, packed: bool) -> Any:
 
     @emitted(None, int64, int32, int32, int32, int32, int32)
     def reduce_dq_(
-        b: ir.IRBuilder, tensor_map: ir.Value, source: ir.Value, column: ir.Value, *place: ir.Value
+        b: ir.IRBuilder,
+        tensor_map: ir.Value,
+        source: ir.Value,
+        column: ir.Value,
+        *place_in_tensor: ir.Value,
     ) -> None:
-        row, head, batch = place
+        row, head, batch = place_in_tensor
         for box in range(2):
             where = [b.add(column, i32(32 * box)), row, head, *back, batch]
             at = b.add(source, i32(box * rows * 128))
@@ -379,9 +383,9 @@ def lay_down(n: int, apart: int) -> Any:
     """
 
     @emitted(None, int32, floats(n // 2))
-    def lay_down_(b: ir.IRBuilder, place: ir.Value, sums: Values) -> None:
+    def lay_down_(b: ir.IRBuilder, to: ir.Value, sums: Values) -> None:
         for e, x in enumerate(sums):
-            ptx_hopper.store_float(b, b.add(place, i32(e * apart)), x)
+            ptx_hopper.store_float(b, b.add(to, i32(e * apart)), x)
 
     return lay_down_
 
@@ -394,8 +398,8 @@ def add_from(n: int, apart: int) -> Any:
     kind = floats(n // 2)
 
     @emitted(kind, kind, int32, int32)
-    def add_from_(b: ir.IRBuilder, sums: Values, place: ir.Value, block: ir.Value) -> Values:
-        there = ptx_hopper.address_in(b, place, block)
+    def add_from_(b: ir.IRBuilder, sums: Values, source: ir.Value, block: ir.Value) -> Values:
+        there = ptx_hopper.address_in(b, source, block)
         return [
             b.fadd(x, ptx_hopper.load_float_from(b, there, e * apart)) for e, x in enumerate(sums)
         ]

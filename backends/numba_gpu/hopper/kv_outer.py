@@ -9,19 +9,9 @@ from numba import cuda
 from numba.cuda import types
 
 from flashsim.backends.numba_gpu.hopper import gradients
+from flashsim.backends.numba_gpu.hopper import smem_layout as word
 from flashsim.backends.numba_gpu.hopper import tiles as hopper
-from flashsim.backends.numba_gpu.hopper.smem_layout import (
-    BASE,
-    COUNT,
-    END,
-    FIRST,
-    ITEM,
-    OUTER,
-    START,
-    STOP,
-    WALK,
-    KeysOutside,
-)
+from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, KeysOutside
 from flashsim.backends.numba_gpu.traversal import SLOTS, device, quotient
 
 int32, int64 = types.int32, types.int64
@@ -68,7 +58,7 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
     copy_k = hopper.copy_tile(c.block_k, at.chunks, packed=packed, blocks=blocks)
     copy_q = hopper.copy_tile(block_q, at.chunks, packed=packed)
     first_of, stop_of, write_item, after = i.first, i.stop, i.write, i.after
-    visits_of, place = i.visits, i.place
+    visits_of, place_rows = i.visits, i.place
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, report_one, stamp, stamp_block = w.visit, w.report_one, w.stamp, w.stamp_block
     put, get, map_address = hopper.put, hopper.get, hopper.map_address
@@ -78,21 +68,21 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
     def bring_queries(map_q, map_dout, a, shared, slot, done, n, head, batch):
         """Load Q and dO of a work tile's visit n (the block's `done`-th) for one query head."""
         tile, _ = visit_of(a, visits_of(slot), n)
-        query = int32(get(slot + BASE) + tile * block_q)
-        number = int64(batch * a.heads + head) * a.n_visits + get(slot + FIRST) + n
+        query = int32(get(slot + word.BASE) + tile * block_q)
+        number = int64(batch * a.heads + head) * a.n_visits + get(slot + word.FIRST) + n
         walk = int32(batch * a.heads + head)
-        visit_stamp = visit_stamps(a, walk, get(slot + FIRST) + n, 0)
+        visit_stamp = visit_stamps(a, walk, get(slot + word.FIRST) + n, 0)
         stamp(visit_stamp, 0)
         wait_free(shared + free, done)  # its last readers are done
         stamp(visit_stamp, 1)
         barrier = stage(shared + full, done)
         expect_q(barrier)
-        row, last = place(query, get(slot + END), batch)
+        row, last = place_rows(query, get(slot + word.END), batch)
         shift = int32((done & 1) * query_bytes)
         copy_q(shared + q_at + shift, map_address(map_q), barrier, row, head, last)
         copy_q(shared + dout_at + shift, map_address(map_dout), barrier, row, head, last)
         stamp(visit_stamp, 4)
-        rows = int32(min(block_q, get(slot + END) - query))
+        rows = int32(min(block_q, get(slot + word.END) - query))
         visit_count = a.visit_counts + number * (SLOTS * 4)
         report_one(visit_count, int32(rows * row_bytes))
         report_one(visit_count + 4, int32(rows * row_bytes_v))
@@ -106,9 +96,9 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
         and V before its producer reaches the wait. The producer would then take that phase for the
         one before, and wait for ever.
         """
-        start, stop = get(slot + START), get(slot + STOP)
+        start, stop = get(slot + word.START), get(slot + word.STOP)
         barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)
-        row, last = place(start, stop, batch)
+        row, last = place_rows(start, stop, batch)
         if again:
             wait(shared + v_free, parity)
         expect_kv(barrier)
@@ -116,7 +106,7 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
         if again:
             wait(shared + k_free, parity)
         copy_k(shared + k_at, map_address(map_k), barrier, row, head, last)
-        number = int64(get(slot + WALK)) * a.tiles + get(slot + OUTER)
+        number = int64(get(slot + word.WALK)) * a.tiles + get(slot + word.OUTER)
         tile_count = a.tile_counts + number * (SLOTS * 4)
         keys = int32(stop - start)
         if blocks > 1 and cuda.blockIdx.x & (blocks - 1) > 0:  # a cluster reads them once
@@ -134,15 +124,15 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
             slot = int32(shared + items + (item & 1) * ITEM)
             wait_free(shared + item_free, item)  # every warp is done with the slot's last item
             if number >= stop_of(a):
-                put(slot + WALK, int32(-1))
+                put(slot + word.WALK, int32(-1))
                 arrive(stage(shared + item_full, item), True)
                 break
             write_item(a, slot, number)
             arrive(stage(shared + item_full, item), True)  # releases the item to its readers
-            walk, count = get(slot + WALK), get(slot + COUNT)
+            walk, count = get(slot + word.WALK), get(slot + word.COUNT)
             batch = quotient(walk, kv_heads)
             kv_head = int32(walk - batch * kv_heads)
-            tile_stamp = tile_stamps(a, walk, get(slot + OUTER), 0)
+            tile_stamp = tile_stamps(a, walk, get(slot + word.OUTER), 0)
             stamp_block(tile_stamp, False)
             # The last item is done with a stage before it is done with V, and then with K: so the
             # first visit's tiles come first.
@@ -197,17 +187,17 @@ def statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simpl
             let_what_runs_next_start()
         while True:
             slot = take(shared, item)
-            if get(slot + WALK) < 0:
+            if get(slot + word.WALK) < 0:
                 break
-            batch, count = quotient(get(slot + WALK), kv_heads), get(slot + COUNT)
-            kv_head = int32(get(slot + WALK) - batch * kv_heads)
+            batch, count = quotient(get(slot + word.WALK), kv_heads), get(slot + word.COUNT)
+            kv_head = int32(get(slot + word.WALK) - batch * kv_heads)
             walk = int32(batch * a.heads + kv_head * a.group)  # of the query head
             member, n, left = share(a.group, count)
             walk = int32(walk + member)
             while left > 0:
                 tile, _ = visit_of(a, visits_of(slot), n)
-                query = int32(get(slot + BASE) + tile * block_q)
-                rows = int32(min(block_q, get(slot + END) - query))
+                query = int32(get(slot + word.BASE) + tile * block_q)
+                rows = int32(min(block_q, get(slot + word.END) - query))
                 row = (int64(walk) * a.n_q + query) * 4
                 # Before the wait, to hide their latency:
                 starts, deltas = load_statistics(a.lse + row, a.delta + row, rows, unit)
@@ -216,7 +206,7 @@ def statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simpl
                 put_rows(shared + delta_at + (done & 1) * (block_q * 4), deltas)
                 arrive(stage(shared + full, done), True)  # every lane for what it wrote
                 if speaking:
-                    number = int64(walk) * a.n_visits + get(slot + FIRST) + n
+                    number = int64(walk) * a.n_visits + get(slot + word.FIRST) + n
                     visit_count = a.visit_counts + number * (SLOTS * 4)
                     report_one(visit_count + 8, int32(rows * 4))
                     report_one(visit_count + 12, int32(rows * 4))

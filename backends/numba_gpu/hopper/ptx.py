@@ -113,16 +113,16 @@ def copy_box(
     to: ir.Value,
     tensor_map: ir.Value,
     barrier: ir.Value,
-    place: Values,
+    coordinates: Values,
     blocks: int = 1,
 ) -> None:
-    """Copy the box at `place` (column, row, head, batch) of a tensor ("cp.async.bulk.tensor").
+    """Copy a tensor's box at `coordinates` (column, row, head, batch) ("cp.async.bulk.tensor").
 
     The part outside the tensor arrives as zeros. The box's bytes are credited to `barrier`. In a
     cluster of `blocks`, the box is copied to this address in every block, and credited to the
     barrier of every block.
     """
-    rank = len(place)
+    rank = len(coordinates)
     where = ", ".join(f"${3 + axis}" for axis in range(rank))
     copy = f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.mbarrier::complete_tx::bytes"
     text = f"{copy} [$0], [$1, {{{where}}}], [$2];"
@@ -131,21 +131,23 @@ def copy_box(
             f"{{.reg .b16 all; mov.b16 all, {(1 << blocks) - 1}; "
             f"{copy}.multicast::cluster [$0], [$1, {{{where}}}], [$2], all;}}"
         )
-    asm(b, text, "r,l,r" + ",r" * rank, [to, tensor_map, barrier, *place], effects=True)
+    asm(b, text, "r,l,r" + ",r" * rank, [to, tensor_map, barrier, *coordinates], effects=True)
 
 
-def reduce_box(b: ir.IRBuilder, tensor_map: ir.Value, source: ir.Value, place: Values) -> None:
+def reduce_box(
+    b: ir.IRBuilder, tensor_map: ir.Value, source: ir.Value, coordinates: Values
+) -> None:
     """Add a box of float32 in shared memory to a tensor ("cp.reduce.async.bulk.tensor").
 
     The L2 does the additions; the part outside the tensor is dropped.
     """
-    rank = len(place)
+    rank = len(coordinates)
     where = ", ".join(f"${2 + axis}" for axis in range(rank))
     text = (
         f"cp.reduce.async.bulk.tensor.{rank}d.global.shared::cta.add.tile.bulk_group "
         f"[$0, {{{where}}}], [$1];"
     )
-    asm(b, text, "l,r" + ",r" * rank, [tensor_map, source, *place], effects=True)
+    asm(b, text, "l,r" + ",r" * rank, [tensor_map, source, *coordinates], effects=True)
 
 
 def reduce_commit(b: ir.IRBuilder) -> None:
@@ -218,8 +220,8 @@ def twice(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> Values:
     the copies right before a product, between it and the previous product.
     """
     text = "mov.f32 $0, $4; mov.f32 $1, $5; mov.f32 $2, $4; mov.f32 $3, $5;"
-    made = asm(b, text, "=f,=f,=f,=f,f,f", [x, y], _FOUR_FLOATS, effects=True)
-    return struct_values(b, made, 4)
+    copies = asm(b, text, "=f,=f,=f,=f,f,f", [x, y], _FOUR_FLOATS, effects=True)
+    return struct_values(b, copies, 4)
 
 
 # -- registers move from one warpgroup to others --------------------------------------------------
@@ -330,18 +332,18 @@ def wgmma(
             f"{{{sums}}}, {a}, r, {add}, 1, 1, {transposed};"
         )
     lines.append("wgmma.commit_group.sync.aligned;}")
-    given = [] if c is None else list(c)
-    constraints = ["=f"] * count + [str(x) for x in range(len(given))] + ["r"] * (len(words) + 1)
-    made = asm(
+    start = [] if c is None else list(c)
+    constraints = ["=f"] * count + [str(x) for x in range(len(start))] + ["r"] * (len(words) + 1)
+    result = asm(
         b,
         "\n".join(lines),
         ",".join(constraints),
-        [*given, *words, right],
+        [*start, *words, right],
         ir.LiteralStructType([F32] * count),
         effects=True,
         together=True,
     )
-    return struct_values(b, made, count)
+    return struct_values(b, result, count)
 
 
 def wgmma_wait(b: ir.IRBuilder, c: Values, *, pending: int) -> Values:
@@ -352,7 +354,7 @@ def wgmma_wait(b: ir.IRBuilder, c: Values, *, pending: int) -> Values:
     The registers pass through the instruction, so that nothing reads them before it.
     """
     count = len(c)
-    made = asm(
+    complete = asm(
         b,
         f"wgmma.wait_group.sync.aligned {pending};",
         ",".join(["=f"] * count + [str(x) for x in range(count)]),
@@ -361,4 +363,4 @@ def wgmma_wait(b: ir.IRBuilder, c: Values, *, pending: int) -> Values:
         effects=True,
         together=True,
     )
-    return struct_values(b, made, count)
+    return struct_values(b, complete, count)

@@ -217,9 +217,13 @@ def copy_tile(rows: int, chunks: int, *, packed: bool, blocks: int = 1) -> Any:
 
     @emitted(None, int32, int64, int32, int32, int32, int32)
     def copy_tile_(
-        b: ir.IRBuilder, to: ir.Value, tensor_map: ir.Value, barrier: ir.Value, *place: ir.Value
+        b: ir.IRBuilder,
+        to: ir.Value,
+        tensor_map: ir.Value,
+        barrier: ir.Value,
+        *coordinates: ir.Value,
     ) -> None:
-        row, head, batch = place
+        row, head, batch = coordinates
 
         def copy(chunk: int) -> None:
             at = b.add(to, i32(chunk * rows * 128))

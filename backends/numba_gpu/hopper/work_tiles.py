@@ -12,22 +12,8 @@ from numba import cuda
 from numba.cuda import types
 
 from flashsim.backends.launch.kernel import ROUND
-from flashsim.backends.numba_gpu.hopper.smem_layout import (
-    BASE,
-    COUNT,
-    END,
-    FIRST,
-    FULL_HI,
-    FULL_LO,
-    ITEM,
-    LO,
-    OFFSET,
-    OUTER,
-    START,
-    STOP,
-    WALK,
-    Layout,
-)
+from flashsim.backends.numba_gpu.hopper import smem_layout as word
+from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, Layout
 from flashsim.backends.numba_gpu.hopper.tiles import (
     arrive,
     fetch_count,
@@ -36,7 +22,13 @@ from flashsim.backends.numba_gpu.hopper.tiles import (
     stage,
     wait_full,
 )
-from flashsim.backends.numba_gpu.traversal import TILE_STAMPS, VISIT_STAMPS, device, read_int
+from flashsim.backends.numba_gpu.traversal import (
+    TILE_STAMPS,
+    VISIT_STAMPS,
+    by_name,
+    device,
+    read_int,
+)
 
 int32, int64 = types.int32, types.int64
 
@@ -102,23 +94,23 @@ def item_functions(
                 tile, _ = visit_of(a, (first, count, lo, full_lo, full_hi), int32(0))
                 other = a.cols if by_row else a.rows
                 base = int32(read_int(other, tile * 4) - tile * block)
-        put(slot + WALK, walk)
-        put(slot + OUTER, outer)
-        put(slot + START, start)
-        put(slot + STOP, stop)
-        put(slot + OFFSET, offset)
-        put(slot + BASE, base)
-        put(slot + END, end)
-        put(slot + FIRST, first)
-        put(slot + COUNT, count)
-        put(slot + LO, lo)
-        put(slot + FULL_LO, full_lo)
-        put(slot + FULL_HI, full_hi)
+        put(slot + word.WALK, walk)
+        put(slot + word.OUTER, outer)
+        put(slot + word.START, start)
+        put(slot + word.STOP, stop)
+        put(slot + word.OFFSET, offset)
+        put(slot + word.BASE, base)
+        put(slot + word.END, end)
+        put(slot + word.FIRST, first)
+        put(slot + word.COUNT, count)
+        put(slot + word.LO, lo)
+        put(slot + word.FULL_LO, full_lo)
+        put(slot + word.FULL_HI, full_hi)
 
     @device
     def visits(slot):
-        span = get(slot + LO), get(slot + FULL_LO), get(slot + FULL_HI)
-        return get(slot + FIRST), get(slot + COUNT), span[0], span[1], span[2]
+        span = get(slot + word.LO), get(slot + word.FULL_LO), get(slot + word.FULL_HI)
+        return get(slot + word.FIRST), get(slot + word.COUNT), span[0], span[1], span[2]
 
     @device
     def after(a, counter):
@@ -139,16 +131,8 @@ def item_functions(
         cuda.syncwarp()  # the whole warp is done with the item
         arrive(stage(shared + free, item), speaking)
 
-    return SimpleNamespace(
-        first=first,
-        stop=stop,
-        after=after,
-        take=take,
-        leave=leave,
-        visit_stamps=visit_stamps,
-        tile_stamps=tile_stamps,
-        visit_words=visit_words,
-        place=place,
-        write=write,
-        visits=visits,
+    functions = by_name(
+        first, stop, after, take, leave, visit_stamps, tile_stamps, place, write, visits
     )
+    functions.visit_words = visit_words
+    return functions

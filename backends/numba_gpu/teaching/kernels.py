@@ -46,6 +46,23 @@ def _keeps(query, key, offset, key_stop, left, right):
     return key < key_stop and centre - left <= key and key <= centre + right
 
 
+@cuda.jit(device=True, inline="always")
+def _load(tile, X, batch, head, start, stop, width):
+    """Copy rows of X to a tile, whose rows from `stop` on are 0; return this thread's elements.
+
+    All threads of the block take part: neighbouring threads read neighbouring elements.
+    """
+    moved = 0
+    for e in range(cuda.threadIdx.x, tile.shape[0] * width, cuda.blockDim.x):
+        y, x = e // width, e % width
+        if start + y < stop:
+            tile[y, x] = X[batch, head, start + y, x]
+            moved += 1
+        else:
+            tile[y, x] = float32(0)
+    return moved
+
+
 @lru_cache(maxsize=64)
 def forward_kernel(shape: TeachingShape) -> Any:
     """Return the forward kernel: block (i, head) owns row tile i, and thread r its row r."""
@@ -55,23 +72,9 @@ def forward_kernel(shape: TeachingShape) -> Any:
 
     @cuda.jit
     def flash_forward(
-        Q,
-        K,
-        V,
-        O,
-        L,
-        rows,
-        cols,
-        ptr,
-        index,
-        kind,
-        left,
-        right,
-        scale,
-        cap,
-        tile_counts,
-        visit_counts,
-    ):
+        Q, K, V, O, L,
+        rows, cols, ptr, index, kind, left, right, scale, cap, tile_counts, visit_counts,
+    ):  # fmt: skip
         # -- Phase 0: what this block owns ------------------------------------------------------
         i, walk, r = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
         heads = Q.shape[1]
@@ -85,39 +88,19 @@ def forward_kernel(shape: TeachingShape) -> Any:
         tO = cuda.shared.array((block_q, dv_pad), float32)  # the whole block
         m, l = float32(-math.inf), float32(0)
         # -- Phase 1: load Q, clear O -----------------------------------------------------------
-        moved = 0
-        for e in range(r, block_q * d, block_q):
-            y, x = e // d, e % d
-            if y < n_rows:
-                tQ[y, x] = Q[batch, head, start + y, x]
-                moved += itemsize
-            else:
-                tQ[y, x] = float32(0)
+        moved = _load(tQ, Q, batch, head, start, start + n_rows, d)
         if counts:
-            cuda.atomic.add(tile_counts, (walk, i, 0), moved)
+            cuda.atomic.add(tile_counts, (walk, i, 0), moved * itemsize)
         for x in range(dv):
             tO[r, x] = float32(0)
         for v in range(ptr[i], ptr[i + 1]):
-            # -- Phase 2: load K_j, V_j, neighbouring threads reading neighbouring elements -----
+            # -- Phase 2: load K_j, V_j ---------------------------------------------------------
             first, key_stop = cols[index[v], 0], cols[index[v], 1]
-            moved_k, moved_v = 0, 0
-            for e in range(r, block_k * d, block_q):
-                y, x = e // d, e % d
-                if first + y < key_stop:
-                    tK[y, x] = K[batch, kv_head, first + y, x]
-                    moved_k += itemsize
-                else:
-                    tK[y, x] = float32(0)
-            for e in range(r, block_k * dv, block_q):
-                y, x = e // dv, e % dv
-                if first + y < key_stop:
-                    tV[y, x] = V[batch, kv_head, first + y, x]
-                    moved_v += itemsize
-                else:
-                    tV[y, x] = float32(0)
+            moved_k = _load(tK, K, batch, kv_head, first, key_stop, d)
+            moved_v = _load(tV, V, batch, kv_head, first, key_stop, dv)
             if counts:
-                cuda.atomic.add(visit_counts, (walk, v, 0), moved_k)
-                cuda.atomic.add(visit_counts, (walk, v, 1), moved_v)
+                cuda.atomic.add(visit_counts, (walk, v, 0), moved_k * itemsize)
+                cuda.atomic.add(visit_counts, (walk, v, 1), moved_v * itemsize)
             cuda.syncthreads()  # B1: tQ, tK and tV are complete before any thread reads them
             # -- Phase 3: S = scale Q K^T, capped and masked; m_new = max(m, rowmax S) ----------
             m_new = m
@@ -224,38 +207,34 @@ def dkdv_kernel(shape: TeachingShape) -> Any:
         tdO = cuda.shared.array((block_q, dv_pad), float32)  # one visit
         tdS = cuda.shared.array((block_q, block_k_pad), float32)  # one visit, for dQ
         # -- Phase 1: load K, V; clear dK, dV ---------------------------------------------------
+        moved_k = _load(tK, K, batch, kv_head, first, first + n_cols, d)
+        moved_v = _load(tV, V, batch, kv_head, first, first + n_cols, dv)
         for x in range(d):
-            tK[c, x] = K[batch, kv_head, first + c, x] if c < n_cols else float32(0)
             tdK[c, x] = float32(0)
         for x in range(dv):
-            tV[c, x] = V[batch, kv_head, first + c, x] if c < n_cols else float32(0)
             tdV[c, x] = float32(0)
-        if counts and c < n_cols:
-            cuda.atomic.add(tile_counts, (walk, j, 0), d * itemsize)
-            cuda.atomic.add(tile_counts, (walk, j, 1), dv * itemsize)
+        if counts:
+            cuda.atomic.add(tile_counts, (walk, j, 0), moved_k * itemsize)
+            cuda.atomic.add(tile_counts, (walk, j, 1), moved_v * itemsize)
         for member in range(group):
             head = kv_head * group + member
             for v in range(ptr[j], ptr[j + 1]):
-                # -- Phase 2: load Q_i, dO_i; thread c copies rows c, c + block_k, ... ----------
-                start, stop, query_walk = (
-                    rows[index[v], 0],
-                    rows[index[v], 1],
-                    batch * Q.shape[1] + head,
-                )
-                for y in range(c, block_q, block_k):
-                    for x in range(d):
-                        inside = start + y < stop
-                        tQ[y, x] = Q[batch, head, start + y, x] if inside else float32(0)
-                    for x in range(dv):
-                        inside = start + y < stop
-                        tdO[y, x] = dO[batch, head, start + y, x] if inside else float32(0)
-                    if counts and start + y < stop:
-                        cuda.atomic.add(visit_counts, (query_walk, v, 0), d * itemsize)
-                        cuda.atomic.add(visit_counts, (query_walk, v, 1), dv * itemsize)
-                        cuda.atomic.add(visit_counts, (query_walk, v, 2), 4)
-                        cuda.atomic.add(visit_counts, (query_walk, v, 3), 4)
-                        cuda.atomic.add(visit_counts, (query_walk, v, 4), d * 4 if fused else 0)
-                cuda.syncthreads()  # B1: tQ and tdO (at first tK too) are complete
+                # -- Phase 2: load Q_i, dO_i ----------------------------------------------------
+                start, stop = rows[index[v], 0], rows[index[v], 1]
+                moved_q = _load(tQ, Q, batch, head, start, stop, d)
+                moved_do = _load(tdO, dO, batch, head, start, stop, dv)
+                if counts:
+                    query_walk = batch * Q.shape[1] + head
+                    cuda.atomic.add(visit_counts, (query_walk, v, 0), moved_q * itemsize)
+                    cuda.atomic.add(visit_counts, (query_walk, v, 1), moved_do * itemsize)
+                    if c == 0:
+                        cuda.atomic.add(visit_counts, (query_walk, v, 2), (stop - start) * 4)
+                        cuda.atomic.add(visit_counts, (query_walk, v, 3), (stop - start) * 4)
+                        if fused:
+                            cuda.atomic.add(
+                                visit_counts, (query_walk, v, 4), (stop - start) * d * 4
+                            )
+                cuda.syncthreads()  # B1: tQ and tdO (at first tK and tV too) are complete
                 for y in range(min(block_q, stop - start)):
                     # -- Phase 3: S, P = exp(S - L), dP = dO V^T, dS = P (dP - delta) -----------
                     s, dp, slope = float32(0), float32(0), float32(1)
@@ -324,33 +303,27 @@ def dq_kernel(shape: TeachingShape) -> Any:
         tdQ = cuda.shared.array((block_q, d_pad), float32)  # the whole block
         tK = cuda.shared.array((block_k, d_pad), float32)  # one visit
         tV = cuda.shared.array((block_k, dv_pad), float32)  # one visit
-        # -- Phase 1: load Q, dO, L, delta; row r by thread r alone, so no barrier --------------
+        # -- Phase 1: load Q, dO, and L and delta of thread r's own row -------------------------
+        moved_q = _load(tQ, Q, batch, head, rows[i, 0], rows[i, 1], d)
+        moved_do = _load(tdO, dO, batch, head, rows[i, 0], rows[i, 1], dv)
         for x in range(d):
-            tQ[r, x] = Q[batch, head, row, x] if mine else float32(0)
             tdQ[r, x] = float32(0)
-        for x in range(dv):
-            tdO[r, x] = dO[batch, head, row, x] if mine else float32(0)
         lse = L[batch, head, row] if mine else float32(0)
         row_delta = delta[batch, head, row] if mine else float32(0)
-        if counts and mine:
-            cuda.atomic.add(tile_counts, (walk, i, 0), d * itemsize)
-            cuda.atomic.add(tile_counts, (walk, i, 1), dv * itemsize)
-            cuda.atomic.add(tile_counts, (walk, i, 2), 4)
-            cuda.atomic.add(tile_counts, (walk, i, 3), 4)
+        if counts:
+            cuda.atomic.add(tile_counts, (walk, i, 0), moved_q * itemsize)
+            cuda.atomic.add(tile_counts, (walk, i, 1), moved_do * itemsize)
+            cuda.atomic.add(tile_counts, (walk, i, 2), 4 if mine else 0)
+            cuda.atomic.add(tile_counts, (walk, i, 3), 4 if mine else 0)
         for v in range(ptr[i], ptr[i + 1]):
-            # -- Phase 2: load K_j, V_j; thread r copies keys r, r + block_q, ... ---------------
+            # -- Phase 2: load K_j, V_j ---------------------------------------------------------
             first, key_stop = cols[index[v], 0], cols[index[v], 1]
-            for y in range(r, block_k, block_q):
-                for x in range(d):
-                    inside = first + y < key_stop
-                    tK[y, x] = K[batch, kv_head, first + y, x] if inside else float32(0)
-                for x in range(dv):
-                    inside = first + y < key_stop
-                    tV[y, x] = V[batch, kv_head, first + y, x] if inside else float32(0)
-                if counts and first + y < key_stop:
-                    cuda.atomic.add(visit_counts, (walk, v, 0), d * itemsize)
-                    cuda.atomic.add(visit_counts, (walk, v, 1), dv * itemsize)
-            cuda.syncthreads()  # B1: tK and tV are complete before any thread reads them
+            moved_k = _load(tK, K, batch, kv_head, first, key_stop, d)
+            moved_v = _load(tV, V, batch, kv_head, first, key_stop, dv)
+            if counts:
+                cuda.atomic.add(visit_counts, (walk, v, 0), moved_k * itemsize)
+                cuda.atomic.add(visit_counts, (walk, v, 1), moved_v * itemsize)
+            cuda.syncthreads()  # B1: tK and tV (at first tQ and tdO too) are complete
             for c in range(block_k):
                 # -- Phase 3: S, P = exp(S - L), dP = dO V^T, dS = P (dP - delta) ---------------
                 if mine and _keeps(row, first + c, offset, key_stop, left, right):

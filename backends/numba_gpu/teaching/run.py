@@ -84,26 +84,26 @@ def forward(job: Job) -> Outcome:
     p, tiling = job.problem, choose(job.problem, job.tiling, "forward")
     check(p, tiling)
     refuse_functions(p, "teaching")
-    place = _Simulator(job) if simulated() else _Gpu.of(job)
-    with place.active():
-        call = _Call(job, tiling, place, fused=False)
-        q, k, v = (place.taken(x) for x in (job.q, job.k, job.v))
-        out = place.new((p.batch, p.heads, p.n_q, p.head_dim_v), q.dtype)
-        lse = place.new((p.batch, p.heads, p.n_q), np.float32)
+    device = _Simulator(job) if simulated() else _Gpu.of(job)
+    with device.active():
+        call = _Call(job, tiling, device, fused=False)
+        q, k, v = (device.taken(x) for x in (job.q, job.k, job.v))
+        out = device.new((p.batch, p.heads, p.n_q, p.head_dim_v), q.dtype)
+        lse = device.new((p.batch, p.heads, p.n_q), np.float32)
         call.walk("row", "forward", teaching.forward_kernel, (q, k, v, out, lse))
-        saved = {"place": place, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-        given = {"out": place.given(out, job.q), "lse": place.given(lse, job.q)}
-        return Outcome(given, tiling, call.stages(), NAME, saved)
+        saved = {"place": device, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+        results = {"out": device.given(out, job.q), "lse": device.given(lse, job.q)}
+        return Outcome(results, tiling, call.stages(), NAME, saved)
 
 
 def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
     """Return the data that the backward pass needs, from the forward pass's results alone."""
-    place = _Simulator(job) if simulated() else _Gpu.of(job)
-    given = {"q": job.q, "k": job.k, "v": job.v, "out": out, "lse": lse}
+    device = _Simulator(job) if simulated() else _Gpu.of(job)
+    arrays = {"q": job.q, "k": job.k, "v": job.v, "out": out, "lse": lse}
     for name in ("out", "lse"):
-        place.check(name, given[name], job.problem.dtype)
-    with place.active():
-        return {"place": place, **{name: place.taken(x) for name, x in given.items()}}
+        device.check(name, arrays[name], job.problem.dtype)
+    with device.active():
+        return {"place": device, **{name: device.taken(x) for name, x in arrays.items()}}
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
@@ -112,19 +112,19 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
     check(p, tiling)
     refuse_functions(p, "teaching")
     fused = job.algorithm == "flash2-fused"
-    place = saved["place"]
-    place.check("dout", dout, p.dtype)
+    device = saved["place"]
+    device.check("dout", dout, p.dtype)
     if dlse is not None:
-        place.check("dlse", dlse, p.dtype)
-    with place.active():
-        call = _Call(job, tiling, place, fused=fused)
+        device.check("dlse", dlse, p.dtype)
+    with device.active():
+        call = _Call(job, tiling, device, fused=fused)
         q, k, v, out, lse = (saved[name] for name in ("q", "k", "v", "out", "lse"))
-        dout = place.taken(dout)
-        delta = place.new((p.batch, p.heads, p.n_q), np.float32)
-        dq, dk, dv = (place.new(x.shape, x.dtype) for x in (q, k, v))
-        acc = place.new(q.shape, np.float32) if fused and q.dtype != np.float32 else dq
+        dout = device.taken(dout)
+        delta = device.new((p.batch, p.heads, p.n_q), np.float32)
+        dq, dk, dv = (device.new(x.shape, x.dtype) for x in (q, k, v))
+        acc = device.new(q.shape, np.float32) if fused and q.dtype != np.float32 else dq
         # Without a gradient of the LSE what is in its place is not read.
-        less = place.new((1, 1, 1), np.float32) if dlse is None else place.taken(dlse)
+        less = device.new((1, 1, 1), np.float32) if dlse is None else device.taken(dlse)
         call.rows("delta", teaching.delta_kernel, (out, dout, delta, acc, less))
         inputs = (q, k, v, dout, lse, delta)
         if fused:
@@ -134,9 +134,9 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
         else:
             call.walk("col", "dkdv", teaching.dkdv_kernel, (*inputs, dq, dk, dv))
             call.walk("row", "dq", teaching.dq_kernel, (*inputs, dq))
-        made = {"dq": dq, "dk": dk, "dv": dv}
-        given = {name: place.given(array, job.q) for name, array in made.items()}
-        return Outcome(given, tiling, call.stages(), NAME)
+        gradients = {"dq": dq, "dk": dk, "dv": dv}
+        results = {name: device.given(array, job.q) for name, array in gradients.items()}
+        return Outcome(results, tiling, call.stages(), NAME)
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> np.ndarray:
@@ -177,9 +177,9 @@ class _Simulator:
         """Return an array of counts as a NumPy array."""
         return array
 
-    def launch(self, kernel: Any, grid: tuple[int, int], threads: int, given: Any) -> None:
+    def launch(self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Any) -> None:
         """Run a kernel."""
-        _launch(kernel, (grid, threads), given)
+        _launch(kernel, (grid, threads), arguments)
 
 
 class _Gpu:
@@ -241,11 +241,11 @@ class _Gpu:
         """See `_Simulator`."""
         return array.get()
 
-    def launch(self, kernel: Any, grid: tuple[int, int], threads: int, given: Any) -> None:
+    def launch(self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Any) -> None:
         """Run a kernel; its first compilation takes a second or more and prints a message."""
         compiled, start = len(kernel.overloads), time.perf_counter()
         stream = cuda.external_stream(self.space.stream())
-        _launch(kernel, (grid, threads, stream), given)
+        _launch(kernel, (grid, threads, stream), arguments)
         if len(kernel.overloads) > compiled:
             took = time.perf_counter() - start
             print(
@@ -255,19 +255,19 @@ class _Gpu:
             )
 
 
-def _launch(kernel: Any, where: tuple[Any, ...], given: Any) -> None:
+def _launch(kernel: Any, where: tuple[Any, ...], arguments: Any) -> None:
     """Launch without Numba's warning about low occupancy: these kernels suit small problems."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Grid size")
-        kernel[where](*given)
+        kernel[where](*arguments)
 
 
 class _Call:
     """One pass: the shape of its kernels, its launches, and their reports."""
 
-    def __init__(self, job: Job, tiling: Tiling, place: Any, *, fused: bool) -> None:
+    def __init__(self, job: Job, tiling: Tiling, device: Any, *, fused: bool) -> None:
         p = self.problem = job.problem
-        self.place = place
+        self.place = device
         self.tiling, self.key_order = tiling, job.key_order
         self.counting = bool(job.trace)
         self.shape = TeachingShape(
@@ -289,15 +289,15 @@ class _Call:
         lists = (tables.rows, tables.cols, tables.ptr, tables.index, tables.kind)
         numbers = (int(p.left), int(p.right), np.float32(p.scale), np.float32(p.softcap or 1))
         threads = self.tiling.block_q if by == "row" else self.tiling.block_k
-        given = (*arrays, *map(self.place.taken, lists), *numbers, tile_counts, visit_counts)
-        self.place.launch(kernel(self.shape), (tables.tiles, walks), threads, given)
+        arguments = (*arrays, *map(self.place.taken, lists), *numbers, tile_counts, visit_counts)
+        self.place.launch(kernel(self.shape), (tables.tiles, walks), threads, arguments)
 
     def rows(self, name: str, kernel: Any, arrays: Any) -> None:
         """Launch a pass over rows: one block for each row tile of each head."""
         tables, walks = self._tables("row"), self.problem.batch * self.problem.heads
         tile_counts, _ = self._report(name, tables, walks)
-        given = (*arrays, self.place.taken(tables.rows), tile_counts)
-        self.place.launch(kernel(self.shape), (tables.tiles, walks), self.tiling.block_q, given)
+        arguments = (*arrays, self.place.taken(tables.rows), tile_counts)
+        self.place.launch(kernel(self.shape), (tables.tiles, walks), self.tiling.block_q, arguments)
 
     def stages(self) -> tuple[StageTrace, ...] | None:
         """The events of the launches so far, if the job asks for them."""

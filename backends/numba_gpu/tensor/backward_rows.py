@@ -43,8 +43,8 @@ def _dots(bf16: bool, apart: int) -> Any:
     """
 
     @emitted([floats(DEEP), int32], int64, int64, int64, int64, int32)
-    def dots(b: ir.IRBuilder, *given: ir.Value) -> list[Any]:
-        x, y, x_step, y_step, left = given
+    def dots(b: ir.IRBuilder, *operands: ir.Value) -> list[Any]:
+        x, y, x_step, y_step, left = operands
         exists = [b.icmp_signed("<", i32(j * apart), left) for j in range(DEEP)]
         pieces = []
         for j, there in enumerate(exists):
@@ -55,8 +55,10 @@ def _dots(bf16: bool, apart: int) -> Any:
         for j, there in enumerate(exists):
             total: ir.Value = f32(0.0)
             for pair in zip(*pieces[2 * j : 2 * j + 2], strict=True):
-                for one, other in zip(*(ptx.unpack(b, bf16, word) for word in pair), strict=True):
-                    total = b.fma(one, other, total)
+                for x_element, other in zip(
+                    *(ptx.unpack(b, bf16, word) for word in pair), strict=True
+                ):
+                    total = b.fma(x_element, other, total)
             sums.append(total)
             rows = b.add(rows, b.zext(there, I32))
         return [sums, rows]
@@ -86,10 +88,10 @@ def _write_rows(apart: int) -> Any:
 
     @emitted(None, int64, floats(DEEP), int32)
     def write_rows(b: ir.IRBuilder, to: ir.Value, sums: Values, left: ir.Value) -> None:
-        place = b.inttoptr(to, ir.PointerType(F32, 1))
+        pointer = b.inttoptr(to, ir.PointerType(F32, 1))
         for j, total in enumerate(sums):
             with b.if_then(b.icmp_signed("<", i32(j * apart), left)):
-                b.store(total, b.gep(place, [i32(j * apart)]))
+                b.store(total, b.gep(pointer, [i32(j * apart)]))
 
     return write_rows
 
@@ -102,11 +104,11 @@ def _less_rows(apart: int) -> Any:
 
     @emitted(floats(DEEP), floats(DEEP), int64, int32)
     def less_rows(b: ir.IRBuilder, sums: Values, source: ir.Value, left: ir.Value) -> Values:
-        found = []
+        subtracted = []
         for j in range(DEEP):
             at = b.add(source, ir.Constant(I64, j * apart * 4))
-            found.append(ptx.load_float_if(b, at, b.icmp_signed("<", i32(j * apart), left)))
-        return [b.fsub(total, x) for total, x in zip(sums, found, strict=True)]
+            subtracted.append(ptx.load_float_if(b, at, b.icmp_signed("<", i32(j * apart), left)))
+        return [b.fsub(total, x) for total, x in zip(sums, subtracted, strict=True)]
 
     return less_rows
 
@@ -120,8 +122,8 @@ def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
     """
 
     @emitted(int32, int64, int64, int64, int32, int32, float32)
-    def convert(b: ir.IRBuilder, *given: ir.Value) -> ir.Value:
-        to, step, source, first, pieces, scale = given
+    def convert(b: ir.IRBuilder, *operands: ir.Value) -> ir.Value:
+        to, step, source, first, pieces, scale = operands
         numbers = [b.add(first, i32(j * apart)) for j in range(DEEP)]
         exists = [b.icmp_signed("<", number, pieces) for number in numbers]
         loaded, stored = [], i32(0)

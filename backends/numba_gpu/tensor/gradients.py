@@ -110,15 +110,15 @@ def mask_probabilities(blocks: int, n: int, by_row: bool, left: bool, right: boo
     kind = floats(blocks * n // 2)
 
     @emitted(kind, kind, *[types.int32] * 6)
-    def mask_probabilities_(b: ir.IRBuilder, p: Values, *place: ir.Value) -> Values:
-        query, key, offset, key_stop, window_left, window_right = place
+    def mask_probabilities_(b: ir.IRBuilder, p: Values, *where: ir.Value) -> Values:
+        query, key, offset, key_stop, window_left, window_right = where
         lane = lane_of(b)
         down, across = b.lshr(lane, i32(2)), b.shl(b.and_(lane, i32(3)), i32(1))
         q, k = (down, across) if by_row else (across, down)
         q, k = b.add(b.add(query, q), offset), b.add(key, k)
         distance = b.sub(k, q)  # key - (query + offset) at the lane's first element
         room = b.sub(key_stop, k)  # keys from the lane's first to the end
-        made = list(p)
+        kept = list(p)
         for at, i, c, x in elements(blocks, n):
             rows, cols = i * 16 + x // 2 * 8, c * 8 + x % 2
             dq, dk = (rows, cols) if by_row else (cols, rows)
@@ -129,7 +129,7 @@ def mask_probabilities(blocks: int, n: int, by_row: bool, left: bool, right: boo
             if left:
                 limit = b.sub(i32(0), window_left)
                 keep = b.and_(keep, b.icmp_signed(">=", here, limit))
-            made[at] = b.select(keep, p[at], f32(0.0))
-        return made
+            kept[at] = b.select(keep, p[at], f32(0.0))
+        return kept
 
     return mask_probabilities_

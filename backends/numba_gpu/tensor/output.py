@@ -113,14 +113,14 @@ def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
                     at = (i * (n // 8) + piece) * 4 + half * 2
                     four = [c[at], c[at + 1], c[at + 4], c[at + 5]]
                     first = b.add(col, i32(piece * 8))
-                    for place, values in additions(b, first, four, odd, pair):
-                        size = row_of.counted(b, place, len(values), 4)
-                        to = b.add(line, b.sext(b.shl(place, i32(2)), I64))
+                    for column, values in additions(b, first, four, odd, pair):
+                        size = row_of.counted(b, column, len(values), 4)
+                        to = b.add(line, b.sext(b.shl(column, i32(2)), I64))
                         if rows is None:
                             ptx.add_float(b, to, values)
                         else:
                             inside = b.icmp_signed("<", r, rows)
-                            inside = b.and_(inside, b.icmp_signed("<", place, i32(width)))
+                            inside = b.and_(inside, b.icmp_signed("<", column, i32(width)))
                             with b.if_then(inside):
                                 ptx.add_float(b, to, values)
                             size = b.select(inside, size, i32(0))

@@ -61,15 +61,15 @@ def mask_rows(blocks: int, n: int, left: bool, right: bool) -> Any:
                 end = b.add(here, window_right)
                 high = b.select(b.icmp_signed("<", end, last), end, last) if right else last
                 limits[i, half] = high, b.sub(here, window_left) if left else None
-        made = list(s)
+        masked = list(s)
         for at, i, c, x in elements(blocks, n):
             high, low = limits[i, x // 2]
             place = i32(c * 8 + x % 2)
             keep = b.icmp_signed("<=", place, high)
             if low is not None:
                 keep = b.and_(keep, b.icmp_signed(">=", place, low))
-            made[at] = b.select(keep, s[at], f32(NEG_INF))
-        return made
+            masked[at] = b.select(keep, s[at], f32(NEG_INF))
+        return masked
 
     return mask_rows_
 

@@ -157,18 +157,18 @@ class _CpuPass:
         key = direction, job.algorithm, type(cpu), cpu
         known = job.memo.get(key)
         if known is None:
-            made = cls(job, direction)
+            new = cls(job, direction)
             if job.bias is None and not _has_functions(
                 job.problem
             ):  # rules hold what else there is
-                job.memo[key] = known = copy(made)
+                job.memo[key] = known = copy(new)
                 known.job = job.given(None, None, None)
-            return made
-        made = cls.__new__(cls)  # as `copy` makes it, which takes 0.04 ms after a pause
-        made.__dict__.update(known.__dict__)
-        made.job, made.stages, made.finite = job, [], set()
-        made.threads = heuristics.thread_count(job.options.get("threads"), job.problem)
-        return made
+            return new
+        new = cls.__new__(cls)  # as `copy` makes it, which takes 0.04 ms after a pause
+        new.__dict__.update(known.__dict__)
+        new.job, new.stages, new.finite = job, [], set()
+        new.threads = heuristics.thread_count(job.options.get("threads"), job.problem)
+        return new
 
     def __post_init__(self) -> None:
         job, p = self.job, self.job.problem
@@ -330,14 +330,14 @@ class _CpuPass:
         ptr, inner, _ = schedule.row_csr if by_row else schedule.col_csr
         walks = p.batch * (p.heads if by_row else p.kv_heads)
         long = self._work(schedule, len(inner)) > threads.LONG
-        found = _Stage(schedule, walks, len(ptr) - 1, len(inner), long)
+        numbers = _Stage(schedule, walks, len(ptr) - 1, len(inner), long)
         if p.banded:
             parts = tuple(self._tables(schedule, name, decode))
-            self._stages[key] = found = found._replace(parts=parts)
-        return found
+            self._stages[key] = numbers = numbers._replace(parts=parts)
+        return numbers
 
     def _tables(self, schedule: Schedule, name: str, decode: bool) -> Iterable[Tiles]:
-        return work_tiles.tiles(schedule, name, self.threads, self.cpu.width, one=decode)
+        return work_tiles.tiles(schedule, name, self.threads, self.cpu.width, one_query=decode)
 
     def _work(self, schedule: Schedule, visits: int) -> int:
         """Estimate the number of multiply-adds of a stage over all heads."""
@@ -384,8 +384,8 @@ def _has_functions(p: Problem) -> bool:
 
 
 def _cpu(job: Job, direction: str) -> registers.Cpu:
-    one = _is_one(job.problem, direction)
-    return heuristics.cpu(job.options.get("micro_kernel"), job.problem, one=one)
+    one_query = _is_one(job.problem, direction)
+    return heuristics.cpu(job.options.get("micro_kernel"), job.problem, one_query=one_query)
 
 
 def _as_floats(flat: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 from llvmlite import ir
 from numba import cfunc, types
 
-from flashsim.functions.emit import PANEL, numba_source
+from flashsim.functions.emit_numba import PANEL, numba_source
 from flashsim.functions.graph import Graph
 from flashsim.problem.problem import Problem
 
@@ -25,7 +25,6 @@ intrinsic: Any = numba.extending.intrinsic
 #: Places of `Rules.calls`: the function, its derivative, and the derivative that also adds to the
 #: gradients of captured arrays.
 SCORE, DERIVATIVE, SUMMING = range(3)
-_INT = ir.IntType(64)
 
 
 class Panels(NamedTuple):
@@ -77,12 +76,12 @@ def _compiled(graph: Graph, real: str, gradients: tuple[str, ...]) -> tuple[Any,
         types.CPointer(types.int64),
     )
     names = {"np": np, "math": math, "F": np.dtype(real).type, "as_pointer": as_pointer}
-    made = []
+    functions = []
     for text in numba_source(graph, gradients):
         scope = dict(names)
         exec(compile(text, f"<{graph.name} for Numba>", "exec"), scope)
-        made.append(cfunc(signature, error_model="numpy")(scope["panel"]))
-    return made[0], made[1]
+        functions.append(cfunc(signature, error_model="numpy")(scope["panel"]))
+    return functions[0], functions[1]
 
 
 @intrinsic

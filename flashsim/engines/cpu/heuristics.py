@@ -32,42 +32,42 @@ PRODUCTS = {"amx": 12, "avx512_bf16": 7}
 @lru_cache(maxsize=64)
 def tiling(
     problem: Problem,
-    given: Tiling | None,
+    requested: Tiling | None,
     device: Device,
     algorithm: str,
     direction: str,
     suits: tuple[Tiling, ...],
 ) -> Tiling:
     """Return the requested tiling, which must fit the device, or one that `suits` a CPU."""
-    if given is not None:
-        given.check(problem, device, algorithm, direction)
-        return given
+    if requested is not None:
+        requested.check(problem, device, algorithm, direction)
+        return requested
     for usual in suits:
         if usual.footprint(problem, algorithm, direction) <= device.sram_bytes:
             return usual
     return Tiling.fit(problem, device, algorithm, direction)
 
 
-def thread_count(given: Any, problem: Problem) -> int:
+def thread_count(requested: Any, problem: Problem) -> int:
     """Return the requested number of threads; default: the number of CPUs, or 1 for little work."""
-    if given is None:
+    if requested is None:
         p = problem
         scores = p.batch * p.heads * p.n_q * p.n_kv
         return 1 if scores * (p.head_dim + p.head_dim_v) <= threads.SHORT else threads.available()
-    if not checks.is_int(given) or given < 1:
-        raise OptionError(f"threads must be a positive integer, got {shown(given)}")
-    if given > threads.ALWAYS and given > threads.most():
+    if not checks.is_int(requested) or requested < 1:
+        raise OptionError(f"threads must be a positive integer, got {shown(requested)}")
+    if requested > threads.ALWAYS and requested > threads.most():
         raise OptionError(
-            f"threads must be at most {threads.most()}, got {given}: this process may use "
+            f"threads must be at most {threads.most()}, got {requested}: this process may use "
             f"{threads.available()} CPUs, and more threads than CPUs gain nothing"
         )
-    return int(given)
+    return int(requested)
 
 
-def cpu(micro_kernel: Any, problem: Problem, *, one: bool = False) -> registers.Cpu:
+def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> registers.Cpu:
     """Return the micro-kernel that runs a pass.
 
-    With `one` query per head, products in pairs of bfloat16 are used only if they gain something or
+    With `one_query` per head, products in pairs of bfloat16 are used only if they gain something or
     are requested: if few heads share keys, memory limits `kernels_decode`.
     """
     if micro_kernel is not None:
@@ -76,7 +76,7 @@ def cpu(micro_kernel: Any, problem: Problem, *, one: bool = False) -> registers.
         return _paired(micro_kernel, problem.dtype)
     if micro_kernel is None and problem.dtype == "bfloat16":
         for name in registers.PAIRED:
-            if one and not arithmetic_limits(problem, PRODUCTS[name]):
+            if one_query and not arithmetic_limits(problem, PRODUCTS[name]):
                 continue
             if registers.pays(name) and registers.without(name) is None:
                 return registers.paired(name)

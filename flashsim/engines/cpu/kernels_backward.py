@@ -16,7 +16,6 @@ from flashsim.engines.cpu.micro_kernels.plain import (
 from flashsim.engines.cpu.operands import (
     add_dq,
     add_product,
-    aligned,
     left_of_lanes,
     left_of_rows,
     left_room,
@@ -53,10 +52,9 @@ from flashsim.engines.cpu.scores import (
     apply_gate,
     finish_scores,
     is_plain,
-    kept_rows,
     only_if_hiding,
     place_of,
-    visible_rows,
+    rows_in_mask,
 )
 from flashsim.engines.cpu.tables import NOTE
 from flashsim.schedule.schedule import MASKED
@@ -144,8 +142,8 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                         *(of_q, turned(cpu, of_q, Q_T, q_terms, inputs.q, row0 * d, n, d)),
                         *(of_do, turned(cpu, of_do, dO_T, q_terms, inputs.dout, row0 * dv, n, dv)),
                     )
-                    for place in range(end - begin):
-                        j = end - 1 - place if tiles.descending else begin + place
+                    for nth in range(end - begin):
+                        j = end - 1 - nth if tiles.descending else begin + nth
                         x, now = (j - begin) * ld, at[j - begin]
                         if now == tiles.ptr[j + 1] or tiles.inner[now] != i:
                             continue
@@ -189,19 +187,13 @@ def key_visit(
     S, dS, P, dS_left, gate, raw = work
     w, d, dv, i = cpu.width, shape.d, shape.dv, tiles.inner[at]
     group = shape.heads // shape.kv_heads
-    k0, n, offset = tiles.own[j, 0], tiles.own[j, 1] - tiles.own[j, 0], tiles.own[j, 2]
+    k0, n = tiles.own[j, 0], tiles.own[j, 1] - tiles.own[j, 0]
     q0, rows = tiles.other[i, 0], tiles.other[i, 1] - tiles.other[i, 0]
     ld, masked = panels_of(cpu, shape.block_k) * w, tiles.kind[at] == MASKED
     for p in range(panels_of(cpu, n)):
-        lanes, first, last = min(w, n - p * w), 0, rows
-        if masked and rules.banded:
-            rel = k0 + p * w - (q0 + offset)
-            first, last = visible_rows(rules, rel, -1, rows, lanes)
-        elif masked and tiles.keep_at[at] >= 0:
-            place = place_of(cpu, rules, shape, tiles, at, h, j, i, False, 0, p)
-            first, last = kept_rows(tiles, place, rows)
+        lanes = min(w, n - p * w)
+        first, last = rows_in_mask(*(cpu, rules, shape, tiles, at, h, j, i, False, p, rows, lanes))
         if last > first:
-            first = aligned(cpu, first)  # the mask hides what comes before
             x0, row0, kept = first * ld + p * w, h * shape.n_q + q0 + first, last - first
             if inputs.along.size > 0:
                 key0 = h // shape.heads * shape.kv_heads + h % shape.heads // group
@@ -210,18 +202,18 @@ def key_visit(
             else:
                 set_product(cpu, S, x0, ld, Q, first, 0, K, p * terms(cpu, d) * w, w, kept, d)
                 scale_scores(cpu, S, x0, ld, kept, scales)
-            place = place_of(cpu, rules, shape, tiles, at, h, j, i, False, 0, p)
-            hidden = only_if_hiding(rules, place, masked, first, last)
+            position = place_of(cpu, rules, shape, tiles, at, h, j, i, False, 0, p)
+            hidden = only_if_hiding(rules, position, masked, first, last)
             if not is_plain(cpu, rules, hidden, lanes):
                 finish_scores(
                     *(cpu, S, p * w, ld, first, last, lanes),
-                    *(rules, place, hidden, tiles.keep, gate, raw),
+                    *(rules, position, hidden, tiles.keep, gate, raw),
                 )
             set_product(cpu, dS, x0, ld, dO, first, 0, V, p * terms(cpu, dv) * w, w, kept, dv)
             grad_scores_by_row(cpu, S, x0, dS, x0, ld, kept, inputs.lse, inputs.delta, row0)
-            apply_derivative(rules, dS, raw, p * w, ld, first, last, lanes, place, fused)
+            apply_derivative(rules, dS, raw, p * w, ld, first, last, lanes, position, fused)
             if fused and grads.dbias.size > 0:
-                add_bias_gradient(grads.dbias, dS, p * w, ld, first, last, lanes, place)
+                add_bias_gradient(grads.dbias, dS, p * w, ld, first, last, lanes, position)
             if rules.softcap[0] > 0:
                 apply_gate(dS, gate, p * w, ld, first, last, lanes)
             right, b0, ldb = right_of_panel(cpu, S, x0, ld, kept, P, rules.rounding)
@@ -302,7 +294,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
         i, end, first_head, last_head = next_item(tiles, counter)  # runs of one
         if i == end:
             break
-        q0, rows, offset = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], tiles.own[i, 2]
+        q0, rows = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0]
         for at_head in range(first_head, last_head):
             h = tiles.sets[at_head]
             batch, head = h // shape.heads, h % shape.heads
@@ -323,19 +315,12 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                 of_v = left_of_rows(cpu, V, 0, inputs.v, key0 * dv, n, dv, rounding)
                 columns = turned(cpu, of_k, K_T, k_terms, inputs.k, key0 * d, n, d)
                 for p in range(panels_of(cpu, rows)):
-                    lanes, first, last = min(w, rows - p * w), 0, n
-                    if masked and rules.banded:
-                        rel = k0 - (q0 + p * w + offset)
-                        first, last = visible_rows(rules, rel, 1, n, lanes)
-                        if last <= first:
-                            continue
-                        first = aligned(cpu, first)  # the mask hides what comes before
-                    elif masked and tiles.keep_at[at] >= 0:
-                        place = place_of(cpu, rules, shape, tiles, at, h, i, j, True, 0, p)
-                        first, last = kept_rows(tiles, place, n)
-                        if last <= first:
-                            continue
-                        first = aligned(cpu, first)
+                    lanes = min(w, rows - p * w)
+                    first, last = rows_in_mask(
+                        *(cpu, rules, shape, tiles, at, h, i, j, True, p, n, lanes)
+                    )
+                    if last <= first:
+                        continue
                     x0, kept = first * w, last - first
                     if inputs.along.size > 0:
                         scores_of_one(cpu, scores, inputs, key0 + first, kept, h, shape, rules)
@@ -344,18 +329,18 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                     else:
                         set_product(cpu, S, x0, w, of_k, first, 0, Q, p * d_terms * w, w, kept, d)
                         scale_scores(cpu, S, x0, w, kept, scales)
-                    place = place_of(cpu, rules, shape, tiles, at, h, i, j, True, 0, p)
-                    hidden = only_if_hiding(rules, place, masked, first, last)
+                    position = place_of(cpu, rules, shape, tiles, at, h, i, j, True, 0, p)
+                    hidden = only_if_hiding(rules, position, masked, first, last)
                     if not is_plain(cpu, rules, hidden, lanes):
                         finish_scores(
                             *(cpu, S, 0, w, first, last, lanes),
-                            *(rules, place, hidden, tiles.keep, gate, raw),
+                            *(rules, position, hidden, tiles.keep, gate, raw),
                         )
                     set_product(cpu, dS, x0, w, of_v, first, 0, dO, p * dv_terms * w, w, kept, dv)
                     grad_scores_by_lane(cpu, S, x0, dS, x0, w, kept, L, delta, p * w)
-                    apply_derivative(rules, dS, raw, 0, w, first, last, lanes, place, True)
+                    apply_derivative(rules, dS, raw, 0, w, first, last, lanes, position, True)
                     if grads.dbias.size > 0:
-                        add_bias_gradient(grads.dbias, dS, 0, w, first, last, lanes, place)
+                        add_bias_gradient(grads.dbias, dS, 0, w, first, last, lanes, position)
                     if rules.softcap[0] > 0:
                         apply_gate(dS, gate, 0, w, first, last, lanes)
                     right, b0, ldb = right_of_panel(cpu, dS, x0, w, kept, P, rounding)

@@ -58,15 +58,15 @@ def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, co
     m, l, alpha = panel_array(group, t), panel_array(group, t), panel_array(group, t)
     floats = room_for(group * max(d, shape.dv), t, rules.rounding)  # of Q and of O
     factor = panel_array(1, t)
-    own, given = (Q, O, m, l, alpha, S, floats, factor), (q, k, v, out, lse)
-    take_parts(cpu, narrow, given, parts, shape, tiles, rules, notes, counter, own)
+    own, arrays = (Q, O, m, l, alpha, S, floats, factor), (q, k, v, out, lse)
+    take_parts(cpu, narrow, arrays, parts, shape, tiles, rules, notes, counter, own)
 
 
 @part
-def take_parts(cpu, narrow, given, parts, shape, tiles, rules, notes, counter, own):
+def take_parts(cpu, narrow, arrays, parts, shape, tiles, rules, notes, counter, own):
     """Process parts until none is left; the thread that finishes a head's last part merges them."""
     state = borrow(own)  # which the caller holds
-    (q, k, v, out, lse), (Q, O, m, l, _, _, floats, factor) = given, state
+    (q, k, v, out, lse), (Q, O, m, l, _, _, floats, factor) = arrays, state
     sums, tops, totals, arrived = parts
     d, dv, lo = shape.d, shape.dv, padded(shape.dv)
     group, heads, n = shape.heads // shape.kv_heads, tiles.sets.size, tops.size // tiles.sets.size
@@ -157,10 +157,10 @@ def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, h
             bias = head // shape.heads * rules.bias_batch + head % shape.heads * rules.bias_head
             keep = -1 if tiles.keep_at[at] < 0 else tiles.keep_at[at] + first + c
             strides = bias + k0 + first + c, rules.bias_head, 1, keep, 0
-            place = Place(0, 0, 0, *strides, 0, 0, 0, 0, 0, 0, heads)
+            position = Place(0, 0, 0, *strides, 0, 0, 0, 0, 0, 0, heads)
             finish_scores(
                 *(narrow, S, c, ld, 0, heads, min(w, rows - c)),
-                *(rules, place, False, tiles.keep, None, None),
+                *(rules, position, False, tiles.keep, None, None),
             )
         for r in range(heads):
             for c in range(rows, lanes):

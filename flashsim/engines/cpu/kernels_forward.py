@@ -14,7 +14,6 @@ import numpy as np
 from flashsim.engines.cpu.bf16_dot.operations import begin_tiles, end_tiles
 from flashsim.engines.cpu.operands import (
     RowSums,
-    aligned,
     chunk_of,
     left_of_columns,
     left_of_rows,
@@ -41,10 +40,9 @@ from flashsim.engines.cpu.scores import (
     finish_scores,
     hides,
     is_plain,
-    kept_rows,
     only_if_hiding,
     place_of,
-    visible_rows,
+    rows_in_mask,
 )
 from flashsim.engines.cpu.tables import NOTE, STOP
 from flashsim.schedule.schedule import MASKED
@@ -169,31 +167,24 @@ def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, vis
             while near[slot] != j:
                 slot += 1
             k0, k1 = tiles.other[j, 0], tiles.other[j, 1]
-            first, last, rel = 0, k1 - k0, k0 - (q0 + p * w + offset)
-            banded = masked and rules.banded
-            if banded:
-                first, last = visible_rows(rules, rel, 1, last, lanes)
-                if last <= first:
-                    continue
-                first = aligned(cpu, first)  # the mask hides what is before
-            elif masked and tiles.keep_at[at] >= 0:
-                place = place_of(cpu, rules, shape, tiles, at, h, i, j, True, 0, p)
-                first, last = kept_rows(tiles, place, last)
-                if last <= first:
-                    continue
-                first = aligned(cpu, first)
+            rel, banded = k0 - (q0 + p * w + offset), masked and rules.banded
+            first, last = rows_in_mask(
+                *(cpu, rules, shape, tiles, at, h, i, j, True, p, k1 - k0, lanes)
+            )
+            if last <= first:
+                continue
             for c in range(first, last, chunk):
                 n, key = min(chunk, last - c), slot * keys + c
                 set_product(cpu, S, 0, w, K, key, 0, Q, p * d_terms * w, w, n, d)
                 hidden = hides(rules, rel + c, n, lanes) if banded else masked
-                place = place_of(cpu, rules, shape, tiles, at, h, i, j, True, c, p)
-                hidden = only_if_hiding(rules, place, hidden, 0, n)
+                position = place_of(cpu, rules, shape, tiles, at, h, i, j, True, c, p)
+                hidden = only_if_hiding(rules, position, hidden, 0, n)
                 plain = is_plain(cpu, rules, hidden, lanes)
                 scale = scaled(cpu, S, n, plain, scales)
                 if not plain:
                     finish_scores(
                         *(cpu, S, 0, w, 0, n, lanes),
-                        *(rules, place, hidden, tiles.keep, None, None),
+                        *(rules, position, hidden, tiles.keep, None, None),
                     )
                 waiting = take_scores(
                     cpu, sums, S, n, scale, P, V, key, p, dv, rules.rounding, waiting

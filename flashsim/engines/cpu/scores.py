@@ -13,7 +13,9 @@ import numpy as np
 
 from flashsim.engines.cpu.functions import DERIVATIVE, SCORE, SUMMING, call_panel
 from flashsim.engines.cpu.micro_kernels.plain import soft_cap, soft_cap_gated
+from flashsim.engines.cpu.operands import aligned
 from flashsim.engines.cpu.primitives.inline_jit import part
+from flashsim.schedule.tables import MASKED
 
 
 class Rules(NamedTuple):
@@ -103,19 +105,38 @@ def visible_rows(rules, rel, rel_row, rows, lanes):
 
 
 @part
-def kept_rows(tiles, place, rows):
+def kept_rows(tiles, position, rows):
     """Return the first and last + 1 row of a panel in which its mask bits keep any score."""
-    if place.keep < 0:
+    if position.keep < 0:
         return 0, rows
-    return tiles.edges[place.edge], tiles.edges[place.edge + 1]
+    return tiles.edges[position.edge], tiles.edges[position.edge + 1]
 
 
 @part
-def only_if_hiding(rules, place, masked, first, last):
+def rows_in_mask(cpu, rules, shape, tiles, v, h, own, other, q_lanes, panel, rows, lanes):
+    """Return the first and last + 1 row of a panel in which visit v's mask keeps any score.
+
+    The first row is one at which an operand can begin; the mask hides what is before. If no score
+    is kept, the last row is not beyond the first. The arguments are those of `place_of`.
+    """
+    first, last = 0, rows
+    if tiles.kind[v] == MASKED:
+        position = place_of(cpu, rules, shape, tiles, v, h, own, other, q_lanes, 0, panel)
+        if rules.banded:
+            first, last = visible_rows(rules, position.rel, position.rel_row, rows, lanes)
+        else:
+            first, last = kept_rows(tiles, position, rows)
+        if last > first:
+            first = aligned(cpu, first)
+    return first, last
+
+
+@part
+def only_if_hiding(rules, position, masked, first, last):
     """Return whether the mask hides any score of rows first .. last - 1 of a panel."""
     if rules.banded or not masked:
         return masked
-    return place.keep >= 0 and max(first, place.hide_first) < min(last, place.hide_last)
+    return position.keep >= 0 and max(first, position.hide_first) < min(last, position.hide_last)
 
 
 @part
@@ -125,7 +146,7 @@ def hides(rules, rel, rows, lanes):
 
 
 @part
-def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits, gate, raw):
+def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, position, masked, bits, gate, raw):
     """Apply softcap, bias, function and mask to rows first .. last - 1.
 
     Lanes past `lanes` are masked. With a softcap, `gate` (laid out like S, or None) takes
@@ -140,19 +161,19 @@ def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits
             soft_cap_gated(cpu, S, x0, ld, last - first, rules.softcap, gate, x0)
     if rules.bias.size > 0:
         for r in range(first, last):
-            at = place.bias + r * place.bias_row
+            at = position.bias + r * position.bias_row
             for c in range(lanes):
-                S[np.uint64(s0 + r * ld + c)] += rules.bias[at + c * place.bias_lane]
+                S[np.uint64(s0 + r * ld + c)] += rules.bias[at + c * position.bias_lane]
     if rules.calls[SCORE] != 0:
         if raw is not None:
             for r in range(first, last):
                 for c in range(lanes):
                     raw[np.uint64(s0 + r * ld + c)] = S[np.uint64(s0 + r * ld + c)]
-        call_function(rules, SCORE, S, S, s0, ld, first, last, lanes, place)
+        call_function(rules, SCORE, S, S, s0, ld, first, last, lanes, position)
     if masked and rules.banded:
         for r in range(first, last):
-            rel = place.rel + r * place.rel_row
-            if place.rel_lane > 0:
+            rel = position.rel + r * position.rel_row
+            if position.rel_lane > 0:
                 begin, end = -rules.left - rel, rules.right - rel + 1
             else:
                 begin, end = rel - rules.right, rel + rules.left + 1
@@ -162,33 +183,40 @@ def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits
     for r in range(first, last if lanes < cpu.width else first):
         for c in range(lanes, cpu.width):
             S[np.uint64(s0 + r * ld + c)] = -np.inf
-    if place.keep >= 0:
-        for r in range(max(first, place.hide_first), min(last, place.hide_last)):
-            at = place.keep + r * place.keep_row
+    if position.keep >= 0:
+        for r in range(max(first, position.hide_first), min(last, position.hide_last)):
+            at = position.keep + r * position.keep_row
             for c in range(lanes):
                 x = np.uint64(s0 + r * ld + c)
                 S[x] = S[x] if bits[np.uint64(at + c)] != 0 else -np.inf
 
 
 @part
-def call_function(rules, which, S, raw, s0, ld, first, last, lanes, place):
+def call_function(rules, which, S, raw, s0, ld, first, last, lanes, position):
     """Call the score function, or a derivative, on rows first .. last - 1 of a panel."""
-    by_row = place.rel_row > 0  # rows are keys
+    by_row = position.rel_row > 0  # rows are keys
     q_row, k_row = (0, 1) if by_row else (1, 0)
     x0 = s0 + first * ld
     call_panel(
         *(rules.calls[which], S, x0, raw, x0, ld, last - first, lanes),
-        *(place.q + first * q_row, q_row, 1 - q_row, place.k + first * k_row, k_row, 1 - k_row),
-        *(place.b, place.h, rules.captured),
+        *(
+            position.q + first * q_row,
+            q_row,
+            1 - q_row,
+            position.k + first * k_row,
+            k_row,
+            1 - k_row,
+        ),
+        *(position.b, position.h, rules.captured),
     )
 
 
 @part
-def apply_derivative(rules, dS, raw, s0, ld, first, last, lanes, place, summing):
+def apply_derivative(rules, dS, raw, s0, ld, first, last, lanes, position, summing):
     """Turn the gradients of a score function's results into those of the scores it got."""
     if rules.calls[SCORE] != 0:
         which = SUMMING if summing else DERIVATIVE
-        call_function(rules, which, dS, raw, s0, ld, first, last, lanes, place)
+        call_function(rules, which, dS, raw, s0, ld, first, last, lanes, position)
 
 
 @part
@@ -200,12 +228,12 @@ def apply_gate(dS, gate, s0, ld, first, last, lanes):
 
 
 @part
-def add_bias_gradient(dbias, dS, s0, ld, first, last, lanes, place):
+def add_bias_gradient(dbias, dS, s0, ld, first, last, lanes, position):
     """Add a panel of dS to the bias's gradient."""
     for r in range(first, last):
-        at = place.bias + r * place.bias_row
+        at = position.bias + r * position.bias_row
         for c in range(lanes):
-            dbias[at + c * place.bias_lane] += dS[np.uint64(s0 + r * ld + c)]
+            dbias[at + c * position.bias_lane] += dS[np.uint64(s0 + r * ld + c)]
 
 
 @part

@@ -23,18 +23,18 @@ MASK_CHUNK = 1 << 25
 
 
 def tiles(
-    schedule: Schedule, name: str, threads: int, lanes: int, *, one: bool = False
+    schedule: Schedule, name: str, threads: int, lanes: int, *, one_query: bool = False
 ) -> Iterator[Tiles]:
     """Yield the tables of a stage; with a mask function in several parts, each with its mask bits.
 
-    `lanes` is the width of a panel. With `one` query per head, all query heads of a key head form
+    `lanes` is the width of a panel. With `one_query` per head, all query heads of a key head form
     one work tile. Tables are cached between calls if the problem's fields define them completely.
     With `mask` they are not, since its results may change.
     """
     if schedule.problem.mask is None and schedule.problem.block_mask is None:
-        yield from _known(schedule, name, threads, lanes, one)
+        yield from _known(schedule, name, threads, lanes, one_query)
     else:
-        yield from _tiles(schedule, name, threads, lanes, one)
+        yield from _tiles(schedule, name, threads, lanes, one_query)
 
 
 def known(schedule: Schedule) -> Schedule:
@@ -48,11 +48,15 @@ def _same(schedule: Schedule) -> Schedule:
 
 
 @lru_cache(maxsize=16)
-def _known(schedule: Schedule, name: str, threads: int, lanes: int, one: bool) -> tuple[Tiles, ...]:
-    return tuple(_tiles(schedule, name, threads, lanes, one))
+def _known(
+    schedule: Schedule, name: str, threads: int, lanes: int, one_query: bool
+) -> tuple[Tiles, ...]:
+    return tuple(_tiles(schedule, name, threads, lanes, one_query))
 
 
-def _tiles(schedule: Schedule, name: str, threads: int, lanes: int, one: bool) -> Iterator[Tiles]:
+def _tiles(
+    schedule: Schedule, name: str, threads: int, lanes: int, one_query: bool
+) -> Iterator[Tiles]:
     p, by_row = schedule.problem, schedule.outer == "queries"
     tables_of_tiles = _with_starts(schedule)
     own, other = tables_of_tiles if by_row else tables_of_tiles[::-1]
@@ -60,7 +64,7 @@ def _tiles(schedule: Schedule, name: str, threads: int, lanes: int, one: bool) -
     fused = name == "fused"
     turn = turns(schedule, csr) if fused else _NOTHING
     set_ptr, heads = sets(p, by_row, shares=fused or name == "dq")
-    if one:
+    if one_query:
         set_ptr = np.arange(p.batch * p.kv_heads + 1) * (p.heads // p.kv_heads)
     at_once = together(schedule, name, len(own) * (len(set_ptr) - 1), threads)
     order = runs(schedule, csr, fused, at_once, spread=threads > 1)
@@ -74,14 +78,14 @@ def _tiles(schedule: Schedule, name: str, threads: int, lanes: int, one: bool) -
 def _with_starts(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
     """Return the tables of row and column tiles, each with the start of its sequence appended."""
     sequences = schedule.problem.sequences
-    found = []
+    extended = []
     for table, starts, ends in (
         (schedule.rows, [s.q_start for s in sequences], [s.q_stop for s in sequences]),
         (schedule.cols, [s.k_start for s in sequences], [s.k_stop for s in sequences]),
     ):
         own = np.array(starts)[np.searchsorted(ends, table[:, 0], "right")]
-        found.append(np.column_stack([table, own.astype(table.dtype)]))
-    return found[0], found[1]
+        extended.append(np.column_stack([table, own.astype(table.dtype)]))
+    return extended[0], extended[1]
 
 
 def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
@@ -173,20 +177,20 @@ def _masks(
     bits: list[np.ndarray] = []
     edges: list[np.ndarray] = []
     owner = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
-    for place, (first, last) in enumerate(order.tolist()):
+    for nth, (first, last) in enumerate(order.tolist()):
         at = ptr[first] + np.flatnonzero(kind[ptr[first] : ptr[last]] == MASKED)
         i, j = (owner[at], inner[at]) if by_row else (inner[at], owner[at])
         for part in schedule.groups(len(at)):
-            found = _bits(schedule, at[part], i[part], j[part], by_row, lanes)
-            for now, kept, edge in found:
+            masked_tiles = _bits(schedule, at[part], i[part], j[part], by_row, lanes)
+            for now, kept, edge in masked_tiles:
                 keep_at[now], edges_at[now] = size, length
                 bits.append(kept)
                 edges.append(edge)
                 size, length = size + kept.size, length + edge.size
-        if size > MASK_CHUNK or place == len(order) - 1:
+        if size > MASK_CHUNK or nth == len(order) - 1:
             tables = np.concatenate([*bits, _NO_BITS]), edges_at, np.concatenate([*edges, _NOTHING])
-            yield order[begin : place + 1], keep_at, *tables
-            begin, size, length, bits, edges = place + 1, 0, 0, [], []
+            yield order[begin : nth + 1], keep_at, *tables
+            begin, size, length, bits, edges = nth + 1, 0, 0, [], []
 
 
 def _bits(
@@ -219,14 +223,14 @@ def _bits(
             yield now, own, edges[n].transpose(1, 0, 2).reshape(-1)
 
 
-def _ends(found: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _ends(flags: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """First and last + 1 row (axis 1) of each panel with True; the same number where none has it.
 
     Rows past a tile's own number of `rows` repeat its last one.
     """
-    some = found.any(axis=1)
-    first = np.where(some, found.argmax(axis=1), 0)
-    last = np.where(some, found.shape[1] - found[:, ::-1].argmax(axis=1), 0)
+    some = flags.any(axis=1)
+    first = np.where(some, flags.argmax(axis=1), 0)
+    last = np.where(some, flags.shape[1] - flags[:, ::-1].argmax(axis=1), 0)
     return first, np.minimum(last, rows[:, None, None])
 
 

@@ -241,7 +241,7 @@ def part_of(tensor: Any, rows: Any, cols: Any) -> tuple[slice, slice]:
         raise MemoryModelError(
             f"what moves is a tensor in HBM, such as machine.hbm.K, got {type(tensor).__name__}"
         )
-    found = []
+    slices = []
     for which, size, what in ((rows, tensor.shape[0], "rows"), (cols, tensor.width, "columns")):
         part = span(which, size, f"{what} of {tensor.name}")
         if part.step != 1 or not len(part):
@@ -250,5 +250,5 @@ def part_of(tensor: Any, rows: Any, cols: Any) -> tuple[slice, slice]:
                 if not len(part)
                 else f"{what} of a tile lie side by side, got a slice in steps of {part.step}"
             )
-        found.append(slice(part.start, part.stop))
-    return found[0], found[1]
+        slices.append(slice(part.start, part.stop))
+    return slices[0], slices[1]

@@ -39,10 +39,10 @@ def at_work() -> str:
 
 def deepest(trace: TracebackType | None) -> tuple[str, int] | None:
     """Return file and line of the deepest traceback line that belongs to the algorithm."""
-    found = None
+    users_frame = None
     while trace is not None:
         code = trace.tb_frame.f_code
         if not code.co_filename.startswith(_OTHERS):
-            found = code.co_filename, trace.tb_lineno
+            users_frame = code.co_filename, trace.tb_lineno
         trace = trace.tb_next
-    return found
+    return users_frame

@@ -78,12 +78,12 @@ class TileBase:
 
 
 @taped("elementwise")
-def elementwise(ufunc: Any, given: Any, out: TileBase | None, where: Any) -> Any:
+def elementwise(ufunc: Any, inputs: Any, out: TileBase | None, where: Any) -> Any:
     """Apply an elementwise operation; the result is a new tile, or `out`."""
-    tiles = [x for x in (*given, out, where) if isinstance(x, TileBase)]
+    tiles = [x for x in (*inputs, out, where) if isinstance(x, TileBase)]
     room = tiles[0]._alive()
-    ndim = max(*(x.ndim for x in tiles), *(x.ndim for x in given if isinstance(x, np.ndarray)), 0)
-    operands = [_operand(ufunc.__name__, x, room, ndim) for x in given]
+    ndim = max(*(x.ndim for x in tiles), *(x.ndim for x in inputs if isinstance(x, np.ndarray)), 0)
+    operands = [_operand(ufunc.__name__, x, room, ndim) for x in inputs]
     how: dict[str, Any] = {}
     if where is not True:
         if out is None:
@@ -107,7 +107,7 @@ def elementwise(ufunc: Any, given: Any, out: TileBase | None, where: Any) -> Any
     if out is not None:
         out._rounded()
     result = out if out is not None else room.sram._made(_own_type(view, room))
-    read = sum(x.nbytes for x in given if isinstance(x, TileBase))
+    read = sum(x.nbytes for x in inputs if isinstance(x, TileBase))
     room.sram._note(priced(COSTS[ufunc], size, read, result.nbytes))
     return result
 
@@ -155,7 +155,7 @@ def reduced(tile: TileBase, name: str, axis: Any, keepdims: bool, outs: Any = ()
     ufunc, kind = REDUCTIONS[name]
     axes = range(tile.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     try:
-        lead = tuple(2 + range(tile.ndim)[int(one)] for one in axes)
+        lead = tuple(2 + range(tile.ndim)[int(axis_number)] for axis_number in axes)
     except IndexError:
         raise ShapeError(f"{name} along axis {axis} of a tile of {tile.shape}") from None
     view = ufunc.reduce(tile._view, axis=lead, keepdims=keepdims) if lead else tile._view.copy()
@@ -171,18 +171,18 @@ def reduced(tile: TileBase, name: str, axis: Any, keepdims: bool, outs: Any = ()
 
 
 @taped("where")
-def chosen(condition: Any, one: Any, other: Any) -> Any:
+def chosen(condition: Any, value: Any, other: Any) -> Any:
     """`np.where` of tiles, numbers and boolean masks."""
-    given = condition, one, other
-    tiles = [x for x in given if isinstance(x, TileBase)]
+    inputs = condition, value, other
+    tiles = [x for x in inputs if isinstance(x, TileBase)]
     room = tiles[0]._alive()
-    ndim = max(x.ndim for x in given if isinstance(x, (TileBase, np.ndarray)))
-    operands = [_operand("where", x, room, ndim) for x in given]
+    ndim = max(x.ndim for x in inputs if isinstance(x, (TileBase, np.ndarray)))
+    operands = [_operand("where", x, room, ndim) for x in inputs]
     _require_room(room, *operands)
     try:
         view = np.where(*operands)
     except ValueError:
-        shapes = ", ".join(str(x.shape) for x in given if hasattr(x, "shape"))
+        shapes = ", ".join(str(x.shape) for x in inputs if hasattr(x, "shape"))
         raise ShapeError(f"np.where: {shapes} do not fit together") from None
     result = room.sram._made(_own_type(view, room))
     room.sram._note(priced("", 0, sum(x.nbytes for x in tiles), result.nbytes))

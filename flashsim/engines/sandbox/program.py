@@ -139,16 +139,16 @@ class _Player:
         """Perform one instruction."""
         if len(text) > MOST_LINE:
             raise ProgramError(f"an instruction takes more than {MOST_LINE:,} characters")
-        line, name, given, named = json.loads(text)
+        line, name, arguments, named = json.loads(text)
         REPLAYED.set(int(line))
         if name == "drop":
-            for number in given:
+            for number in arguments:
                 del self.tiles[number]
         elif name == "end":
             self.open.pop().__exit__(None, None, None)
         else:
-            args = [self._value(one) for one in given]
-            kwargs = {key: self._value(one) for key, one in named.items()}
+            args = [self._value(value) for value in arguments]
+            kwargs = {key: self._value(value) for key, value in named.items()}
             if name in SCOPES:
                 scope = SCOPES[name](*args, **kwargs)
                 held = scope.__enter__()
@@ -162,20 +162,20 @@ class _Player:
                 self.tiles[self.made] = result
                 self.made += 1
 
-    def _value(self, given: Any) -> Any:
+    def _value(self, encoded: Any) -> Any:
         """An argument from its JSON; see `tape._plain`."""
-        if isinstance(given, list):
-            return tuple(self._value(one) for one in given)
-        if not isinstance(given, dict):
-            return given
-        ((kind, value),) = given.items()
+        if isinstance(encoded, list):
+            return tuple(self._value(element) for element in encoded)
+        if not isinstance(encoded, dict):
+            return encoded
+        ((kind, value),) = encoded.items()
         if kind == "tile":
             return self.tiles[value]
         return _VALUES[kind](self, value)
 
 
-def _mask(given: Any) -> np.ndarray:
-    sides, bits = given
+def _mask(encoded: Any) -> np.ndarray:
+    sides, bits = encoded
     flags = np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8))
     n = int(np.prod([int(side) for side in sides]))
     return flags[:n].astype(bool).reshape(sides)

@@ -83,13 +83,13 @@ def from_function(solution: Callable[..., None], setting: Setting) -> Handed:
         return Handed(kind=kind_of(error), words=of_error(error))
 
 
-def from_answers(given: Any) -> Handed:
+def from_answers(mapping: Any) -> Handed:
     """Take the answers out of whatever the file calls ANSWERS."""
-    if not isinstance(given, Mapping):
+    if not isinstance(mapping, Mapping):
         said = "the file defines no dict ANSWERS: {question: number}"
         return Handed(kind="function", words=said)
     answers: dict[str, int | str] = {}
-    for key, x in given.items():
+    for key, x in mapping.items():
         integer = isinstance(x, (int, np.integer)) and abs(int(x)) < 1e300
         answers[str(key)] = int(x) if integer else shown(x)
     return Handed(answers=answers)
@@ -133,9 +133,14 @@ def main() -> None:
     out = os.dup(1)
     os.dup2(2, 1)
     walls.limit(seconds=order.seconds, memory=order.memory)
-    found = walls.close()
+    closed_off = walls.close()
     handed = from_text(order.text, order.file, order.setting)
-    about = {"kind": handed.kind, "words": handed.words, "answers": handed.answers, "walls": found}
+    about = {
+        "kind": handed.kind,
+        "words": handed.words,
+        "answers": handed.answers,
+        "walls": closed_off,
+    }
     with os.fdopen(out, "w", encoding="ascii") as result:
         result.write(json.dumps(about) + "\n")
         result.writelines(f"{line!s}\n" for line in handed.program)

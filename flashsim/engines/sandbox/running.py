@@ -89,12 +89,13 @@ def require_stored(name: str, machine: OpenMachine, asked: Iterable[str]) -> Non
         raise MemoryModelError(
             f"{name} ran no stage; open one with machine.stage(name)", "unstored"
         )
-    for one in asked:
-        state = machine.hbm._stored(one)
+    for output in asked:
+        state = machine.hbm._stored(output)
         if state != "all":
             what = "nothing of it was stored" if state == "none" else f"{state} were never stored"
             raise MemoryModelError(
-                f"{name} ended, and {one} is not there: {what}; sram.store(hbm.{one}, rows, tile)",
+                f"{name} ended, and {output} is not there: {what}; "
+                f"sram.store(hbm.{output}, rows, tile)",
                 "unstored",
             )
     if not any((stage.events["bytes"] > 0).any() for stage in machine.stages):

@@ -52,8 +52,8 @@ class Scopes:
                 "scope",
             )
         n = self._tile(outer, self._stage.outer)
-        place = (n, -1) if self._stage.outer == "queries" else (-1, n)
-        with self._scope((member, *place, -1), computes=True):
+        tile = (n, -1) if self._stage.outer == "queries" else (-1, n)
+        with self._scope((member, *tile, -1), computes=True):
             yield
 
     @taped_scope("strip")
@@ -99,9 +99,9 @@ class Scopes:
             yield
 
     @contextmanager
-    def _scope(self, place: tuple[int, int, int, int], *, computes: bool) -> Iterator[None]:
+    def _scope(self, where: tuple[int, int, int, int], *, computes: bool) -> Iterator[None]:
         self._check_open()
-        self._scopes.append(place)
+        self._scopes.append(where)
         if computes:
             self._sums.append(priced("", 0, 0, 0))
         done = False

@@ -127,9 +127,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return value.item()
     if isinstance(value, (tuple, list)):
-        return [_plain(one) for one in value]
+        return [_plain(element) for element in value]
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(element) for key, element in value.items()}
     if hasattr(type(value), "_taped"):  # a tile, a tensor in HBM, the machine and its memories
         return value._taped()
     if isinstance(value, slice):

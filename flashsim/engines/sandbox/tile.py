@@ -88,17 +88,17 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
                 return  # S[:, j] += x has worked in place already
         if isinstance(value, SramTile):
             target = self._view[(*_LEAD, *parts)]
-            given = aligned(held(value, room), target.ndim - 2)
+            source = aligned(held(value, room), target.ndim - 2)
         else:
-            given = outsider("=", value)
+            source = outsider("=", value)
         if parts and isinstance(parts[-1], SramTile):  # S[keep] = 0 with a tile of booleans
             if parts[:-1] not in ((), (Ellipsis,)):
                 raise MemoryModelError("a tile of booleans stands alone: tile[condition] = number")
             where = aligned(held(parts[-1], room), self.ndim)
-            np.copyto(self._view, given, where=where)
+            np.copyto(self._view, source, where=where)
         else:
             try:
-                self._view[(*_LEAD, *parts)] = given
+                self._view[(*_LEAD, *parts)] = source
             except (ValueError, IndexError) as error:
                 shapes = [self.shape, *([value.shape] if isinstance(value, SramTile) else [])]
                 raise ShapeError(f"tile[...] = ...: {shapes} do not fit ({error})") from None
@@ -108,14 +108,14 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
 
     # -- arithmetic -----------------------------------------------------------------------------
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *given: Any, **how: Any) -> Any:
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **how: Any) -> Any:
         outs = how.pop("out", ())
         where = how.pop("where", True)
         if method == "reduce" and ufunc in (pair[0] for pair in REDUCTIONS.values()):
             name = next(n for n, pair in REDUCTIONS.items() if pair[0] is ufunc)
             axis, keepdims = how.pop("axis", 0), bool(how.pop("keepdims", False))
             if not how and where is True:
-                return reduced(given[0], name, axis, keepdims, outs)
+                return reduced(inputs[0], name, axis, keepdims, outs)
         if method != "__call__" or (ufunc is not np.matmul and ufunc not in COSTS) or how:
             raise MemoryModelError(unknown(ufunc.__name__, method, how), "operation")
         for out in outs:
@@ -127,8 +127,8 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
                 )
         out = outs[0] if outs else None
         if ufunc is np.matmul:
-            return product(*given, out=out)
-        return elementwise(ufunc, given, out, where)
+            return product(*inputs, out=out)
+        return elementwise(ufunc, inputs, out, where)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if function not in FUNCTIONS:

@@ -72,10 +72,10 @@ def close() -> list[str]:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(38, 1, 0, 0, 0):  # no new privileges: the kernel asks for it first
         return []
-    found = [FILES] if _landlock(libc, _readable()) else []
+    closed = [FILES] if _landlock(libc, _readable()) else []
     if _seccomp(libc, {**_PROCESS_CALLS, **_NETWORK_CALLS, **_FILE_CALLS}):
-        found += [PROCESSES, NETWORK]
-    return found
+        closed += [PROCESSES, NETWORK]
+    return closed
 
 
 def _lower(which: int, most: int) -> None:

@@ -67,7 +67,7 @@ class Access:
         Lanes are served in groups whose bytes fill a wavefront: all 32 lanes at 4 bytes, 8 at 16.
         Within a group, each bank serves one word per wavefront, lowest address first.
         """
-        group, found, first = max(1, FRONT // max(self.width, WORD)), [], 0
+        group, wavefronts, first = max(1, FRONT // max(self.width, WORD)), [], 0
         for start in range(0, LANES, group):
             words: dict[int, list[int]] = {}
             for lane in range(start, start + group):
@@ -77,10 +77,10 @@ class Access:
             depth = [0] * BANKS
             for word in sorted(words):
                 bank = word % BANKS
-                found += [(word, lane, first + depth[bank]) for lane in words[word]]
+                wavefronts += [(word, lane, first + depth[bank]) for lane in words[word]]
                 depth[bank] += 1
             first += max(depth)
-        return np.array(found)
+        return np.array(wavefronts)
 
     @property
     def wavefronts(self) -> int:
@@ -205,7 +205,7 @@ def table(
 ) -> Table:
     """A table of one pattern, or of all, in every layout that allows it."""
     names = [*PATTERNS] if pattern is None else [checks.one_of("pattern", pattern, PATTERNS)]
-    made = Table(
+    result = Table(
         "A warp's request to shared memory, and to global memory",
         ("pattern", "layout", "wavefronts", "ideal", "conflicts", "sectors", "ideal sectors"),
         note="; ".join(f"{name}: {PATTERNS[name][0]}" for name in names)
@@ -219,5 +219,5 @@ def table(
                 continue
             a = access(name, layout, dtype=kind, columns=columns, pad=pad)
             figures = (a.wavefronts, a.ideal, a.conflicts, a.sectors, a.ideal_sectors)
-            made.rows.append((name, layout, *figures))
-    return made
+            result.rows.append((name, layout, *figures))
+    return result

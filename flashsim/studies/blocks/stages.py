@@ -138,10 +138,10 @@ def sizes(
         tilings = [Tiling(q, k) for q, k in product(sides, sides)]
     if not tilings:
         raise OptionError(f"sides must hold one size or more, got {shown(sides)}")
-    found = [b for t in tilings for b in _blocks(problem, t, algorithm, direction, device)]
+    blocks = [b for t in tilings for b in _blocks(problem, t, algorithm, direction, device)]
     order = [stage.name for stage in plans.stages(problem, algorithm, direction)]
-    found.sort(key=lambda b: order.index(b.stage))
-    return BlockSizes(problem, device, algorithm, direction, tuple(found))
+    blocks.sort(key=lambda b: order.index(b.stage))
+    return BlockSizes(problem, device, algorithm, direction, tuple(blocks))
 
 
 @own_errors
@@ -169,13 +169,13 @@ def mixed(
             f"tilings must name the stages {', '.join(stages)}, got {', '.join(tilings) or 'none'}"
         )
     device = Device.get(device)
-    found = [
+    blocks = [
         block
         for stage in stages
         for block in _blocks(problem, tilings[stage], algorithm, "backward", device)
         if block.stage == stage
     ]
-    return BlockSizes(problem, device, algorithm, "backward", tuple(found))
+    return BlockSizes(problem, device, algorithm, "backward", tuple(blocks))
 
 
 def _visited(stage: plans.Stage) -> bool:
@@ -188,14 +188,14 @@ def _blocks(
     counted = Traffic(problem, tiling, algorithm, direction, device, "ascending")
     held = tiling.buffers(problem, algorithm, direction)
     times = _times(problem, tiling, algorithm, direction, device)
-    found = []
+    blocks = []
     for stage in counted.stages:
         if not _visited(stage):
             continue
         schedule = counted.schedule(stage)
         need = sum(held[stage.name].values())
         nbytes = sum(n for (name, *_), n in counted.transfers.items() if name == stage.name)
-        found.append(
+        blocks.append(
             TiledStage(
                 stage.name,
                 tiling,
@@ -207,7 +207,7 @@ def _blocks(
                 times.get(stage.name),
             )
         )
-    return found
+    return blocks
 
 
 def _times(
@@ -217,7 +217,7 @@ def _times(
     if algorithm not in ("flash2", "flash2-fused"):
         return {}
     try:
-        found = predict(
+        prediction = predict(
             problem,
             direction=direction,
             algorithm=algorithm,
@@ -227,4 +227,4 @@ def _times(
         )
     except (TilingError, UnsupportedError):
         return {}
-    return {stage.name: stage.seconds for stage in found.stages}
+    return {stage.name: stage.seconds for stage in prediction.stages}

@@ -44,12 +44,12 @@ def table(*names: str) -> Table:
     OptionError
         If a name is unknown.
     """
-    made = Table("Claims, recomputed", ("claim", "verdict", "said", "found", "why"))
+    result = Table("Claims, recomputed", ("claim", "verdict", "said", "found", "why"))
     for name in names or CLAIMS:
         finding = judge(name)
         verdict = "right" if finding.right else "wrong"
-        made.rows.append((name, verdict, CLAIMS[name].said, finding.found, finding.why))
-    return made
+        result.rows.append((name, verdict, CLAIMS[name].said, finding.found, finding.why))
+    return result
 
 
 @own_errors

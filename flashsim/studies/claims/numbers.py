@@ -21,9 +21,9 @@ def _softmax(S: np.ndarray) -> np.ndarray:
     return P / P.sum(axis=1, keepdims=True)
 
 
-def _worst(found: np.ndarray, true: np.ndarray) -> float:
+def _worst(computed: np.ndarray, true: np.ndarray) -> float:
     """Largest difference divided by the largest true value."""
-    return float(np.abs(found - true).max() / np.abs(true).max())
+    return float(np.abs(computed - true).max() / np.abs(true).max())
 
 
 def _hadamard(n: int) -> np.ndarray:

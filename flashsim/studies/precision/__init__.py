@@ -6,7 +6,7 @@
 True
 """
 
-from flashsim.studies.precision.inputs import KINDS, draw
+from flashsim.studies.precision.input_kinds import KINDS, draw
 from flashsim.studies.precision.laboratory import Laboratory, LoweredPoint, laboratory, presets
 
 __all__ = ["KINDS", "Laboratory", "LoweredPoint", "draw", "laboratory", "presets"]

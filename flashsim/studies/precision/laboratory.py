@@ -16,7 +16,7 @@ from flashsim.problem.precision import PRESETS, Precision, points_of
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.tiling import Tiling
-from flashsim.studies.precision.inputs import KINDS, draw
+from flashsim.studies.precision.input_kinds import KINDS, draw
 
 RESULTS = ("out", "dq", "dk", "dv")
 #: What a row is called where nothing is lowered: inputs and everything else are float32.
@@ -80,16 +80,16 @@ class Laboratory:
 
     def of(self, point: str, kind: str | None = None, n: int | None = None) -> LoweredPoint:
         """The finding for a point; kind and length default to the first available."""
-        for one in self.findings:
-            if one.point == point and kind in (None, one.kind) and n in (None, one.n):
-                return one
-        known = dict.fromkeys(one.point for one in self.findings)
+        for f in self.findings:
+            if f.point == point and kind in (None, f.kind) and n in (None, f.n):
+                return f
+        known = dict.fromkeys(f.point for f in self.findings)
         raise OptionError(f"nothing was found of {point!r}; {choices(point, known)}")
 
     @property
     def kinds(self) -> list[str]:
         """Kinds of input, in the order of the findings."""
-        return list(dict.fromkeys(one.kind for one in self.findings))
+        return list(dict.fromkeys(f.kind for f in self.findings))
 
     def table(self) -> report.Table:
         """The findings as a table, one row per kind of input, length and point."""
@@ -97,28 +97,32 @@ class Laboratory:
         table = report.Table(
             f"Error of {what}, lowered to {self.dtype}, one at a time", _COLUMNS, note=_NOTE
         )
-        table.rows += [one.row() for one in self.findings]
+        table.rows += [f.row() for f in self.findings]
         return table
 
     def tables(self) -> list[report.Table]:
         """Tables for people: one over N for the first kind of input, one over kinds at one N."""
-        first, longest = self.kinds[0], max(one.n for one in self.findings)
-        made = []
-        if any(one.n != longest for one in self.findings):
-            made.append(self._table(lambda one: one.kind == first, f"as N grows, {first} inputs"))
-        if len(self.kinds) > 1 or not made:
-            made.append(self._table(lambda one: one.n == longest, f"by inputs, N = {longest:,}"))
-        return made
+        first, longest = self.kinds[0], max(f.n for f in self.findings)
+        result = []
+        if any(f.n != longest for f in self.findings):
+            result.append(self._table(lambda f: f.kind == first, f"as N grows, {first} inputs"))
+        if len(self.kinds) > 1 or not result:
+            result.append(self._table(lambda f: f.n == longest, f"by inputs, N = {longest:,}"))
+        return result
 
     def _table(self, chosen: Callable[[LoweredPoint], bool], what: str) -> report.Table:
         whole = self.table()
-        order = list(dict.fromkeys(one.point for one in self.findings))
+        order = list(dict.fromkeys(f.point for f in self.findings))
         kept = sorted(
-            (one for one in self.findings if chosen(one)),
-            key=lambda one: (order.index(one.point), self.kinds.index(one.kind), one.n),
+            (f for f in self.findings if chosen(f)),
+            key=lambda f: (
+                order.index(f.point),
+                self.kinds.index(f.kind),
+                f.n,
+            ),
         )
         table = report.Table(f"{whole.title}: {what}", _COLUMNS, note=whole.note)
-        table.rows += [one.row() for one in kept]
+        table.rows += [f.row() for f in kept]
         return table
 
     __repr__ = report.titled
@@ -184,13 +188,13 @@ def laboratory(
         lowered[x] = Precision(**alone)
     lengths = [checks.positive_int("n", each) for each in n]
     how = (algorithm, head_dim, checks.flag("causal", causal), tiling or Tiling(64, 64), seed)
-    found = [
+    findings = [
         finding
         for kind in (kinds or KINDS)
         for each in lengths
         for finding in _findings(kind, each, lowered, *how)
     ]
-    return Laboratory(dtype, algorithm, head_dim, tuple(found))
+    return Laboratory(dtype, algorithm, head_dim, tuple(findings))
 
 
 #: Which algorithm a published kernel carries out. FP8's needs scales (`flashsim study reproduce
@@ -221,7 +225,7 @@ def presets(
         for name, algorithm in KERNELS.items():
             rounds = {name: Precision.preset(name, dtype)}
             how = algorithm, head_dim, False, Tiling(64, 64), seed
-            table.rows += [one.row() for one in _findings(kind, n, rounds, *how)]
+            table.rows += [f.row() for f in _findings(kind, n, rounds, *how)]
     return table
 
 
@@ -241,7 +245,7 @@ def _findings(
     problem = Problem(n, head_dim=head_dim, causal=causal)
     out, lse = oracle.attention(q, k, v, problem)
     truth = {"out": out, **oracle.gradients(q, k, v, dout, problem)}
-    found = []
+    findings = []
     for point, precision in lowered.items():
         result = run(
             *(q, k, v), algorithm=algorithm, causal=causal, tiling=tiling, precision=precision
@@ -251,8 +255,8 @@ def _findings(
         with np.errstate(all="ignore"):
             apart = np.abs(np.expm1(lse - result.lse.astype(np.float64)))
         errors = {name: _error(got[name], truth[name]) for name in RESULTS}
-        found.append(LoweredPoint(point, kind, n, errors, float(apart.max())))
-    return found
+        findings.append(LoweredPoint(point, kind, n, errors, float(apart.max())))
+    return findings
 
 
 def _error(got: np.ndarray, truth: np.ndarray) -> float:

@@ -67,6 +67,7 @@ def predict(
     constants: Mapping[str, Constants] | None = None,
     heads_in_group: Mapping[str, int] | None = None,
     splits: int | str = "auto",
+    deterministic: bool | None = None,
 ) -> Prediction:
     """Predict the time of the kernels of `backend="cupy"`, or of a library's standard attention.
 
@@ -96,6 +97,10 @@ def predict(
         For "flash-decode": number of blocks that share the keys of a sequence; "auto" is the
         kernel's choice. The model reads the keys from HBM once per row tile, in random order if
         they lie in pages. With several row tiles, L2 may serve some reads; the model ignores that.
+    deterministic : bool, optional
+        Of a backward pass, as in `Result.backward`. With False, the prediction is for the form that
+        `backward(deterministic=False)` takes on this device: fused, three passes or single-KV-tile.
+        Its name is the prediction's `traffic.algorithm`. Default: the algorithm's own form.
 
     Raises
     ------
@@ -104,6 +109,10 @@ def predict(
     """
     device = Device.get(device)
     plans.stages(problem, algorithm, direction)  # or say what there is
+    if deterministic is not None:
+        if direction != "backward":
+            raise OptionError("deterministic chooses between backward passes: direction='backward'")
+        algorithm = _form(problem, algorithm, deterministic, tiling, kernels, device)
     others = algorithm in ("standard", decode.ALGORITHM) or kernels not in (None, "hopper")
     if problem.fp8 and others:
         raise UnsupportedError(
@@ -182,6 +191,31 @@ def _beside(
     gained = alone - max(cost_model.ends(takes, *grid, [-x for x in idle]))
     adds = max(dq.seconds - gained, min(dq.seconds, max(dq.units.values())))
     return replace(dq, seconds=adds, joules=dq.joules and joules(dq.use, adds, device))
+
+
+def _form(
+    problem: Problem,
+    algorithm: str,
+    deterministic: bool,
+    tiling: Tiling | None,
+    kernels: str | None,
+    device: Device,
+) -> str:
+    """The algorithm of the backward pass that `Result.backward` runs with this `deterministic`."""
+    form = plans.backward_form(algorithm, deterministic)
+    if algorithm != "flash2" or tiling is not None:
+        return form
+    kernels, gpu = made_for(device) if kernels is None else kernels, Gpu.like(device)
+    checks.one_of("kernels", kernels, CALIBRATED)
+    family = _in_python("backward") if kernels == "python" else FAMILIES[kernels]
+    if family.stores_dq(problem, gpu, ordered=deterministic):
+        return "flash2-once"
+    if deterministic and family.orders_dq(problem):
+        raise UnsupportedError(
+            "the fused backward that adds to dQ in a fixed order runs here, and its time is not "
+            "predicted; algorithm='flash2' without deterministic has that of three passes"
+        )
+    return form if deterministic or family.fuses(problem, gpu) else "flash2"
 
 
 def made_for(device: Device) -> str:

@@ -12,26 +12,26 @@ from collections.abc import Callable
 from flashsim.errors import OptionError, choices, own_errors, shown
 from flashsim.report import Table
 from flashsim.studies.reproduce import (
-    claims,
     distribution,
     flash1_counts,
     fp8,
+    io_bounds,
     numerics,
     pallas,
     sawtooth,
-    tiles,
+    smem_tiles,
 )
 
 #: What can be recomputed: name -> (what it is, how).
 NAMES: dict[str, tuple[str, Callable[[], list[Table]]]] = {
     "hbm": ("FlashAttention, figure 2: HBM accesses and FLOPs", flash1_counts.hbm),
     "memory": ("FlashAttention, table 21: memory footprint", flash1_counts.memory),
-    "bounds": ("FlashAttention, theorem 2; lower bounds of Saha and Ye", claims.bounds),
-    "order": ("keys outside move more than queries outside", claims.order),
+    "bounds": ("FlashAttention, theorem 2; lower bounds of Saha and Ye", io_bounds.bounds),
+    "order": ("keys outside move more than queries outside", io_bounds.order),
     "softmax": ("online softmax, accesses an element (Milakov, Gimelshein)", numerics.softmax),
     "error": ("FlashAttention-3, table 3: numerical error", numerics.error),
     "fp8": ("FlashAttention-3, table 3, with FP8; flushing the accumulator", fp8.fp8),
-    "tiles": ("FlashAttention-2 and -3: shared memory of their tiles", tiles.tiles),
+    "tiles": ("FlashAttention-2 and -3: shared memory of their tiles", smem_tiles.tiles),
     "decoding": ("flash-decoding: how much of the GPU is used", distribution.decoding),
     "ring": ("ring attention, table 2: communication hidden by arithmetic", distribution.ring),
     "pallas": ("attention in Pallas: intensities, times, on-chip bytes", pallas.pallas),

@@ -103,16 +103,16 @@ def efficiency() -> Table:
         "portable kernels (mma.sync, as FlashAttention-2)",
     )
     # Attention of Llama 3.1 8B, on one GPU.
-    one = Problem(8192, head_dim=128, heads=32, kv_heads=8, dtype="bfloat16", causal=True)
+    local = Problem(8192, head_dim=128, heads=32, kv_heads=8, dtype="bfloat16", causal=True)
     how: dict[str, Any] = {"algorithm": "flash2-fused", "kernels": "portable", "device": "H100"}
     for scheme, papers in README.items():
         ideal = ours = 0.0
         for direction, paper, what in zip(
             ("forward", "backward"), papers, ("forward", "with backward"), strict=True
         ):
-            ideal += 8 * predict(one, direction=direction, **how).seconds  # 64 x the work, on 8
+            ideal += 8 * predict(local, direction=direction, **how).seconds  # 64 x the work, on 8
             together: dict[str, Any] = {"ranks": 8, "scheme": scheme, "link": "NVLink 4 (H800)"}
-            whole = replace(one, n_q=65536, n_kv=65536)
+            whole = replace(local, n_q=65536, n_kv=65536)
             ours += spread(whole, direction=direction, **together, **how).seconds
             table.rows.append(line(f"{scheme}: {what}", paper, 100 * ideal / ours, _WHY[scheme]))
     return table

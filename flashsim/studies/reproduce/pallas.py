@@ -168,11 +168,11 @@ def heads() -> int:
     It does not print the shape itself.
     """
     peak = Device.get(DEVICE).peak(DTYPE)
-    found = {
+    counts = {
         round(share / 100 * peak * TIMES[key][-1] / 1e3 / textbook(*key, LENGTHS[-1]).flops)
         for key, share in PER_CENT.items()
     }
-    (number,) = found
+    (number,) = counts
     return number
 
 

@@ -21,8 +21,8 @@ def forward(x: np.ndarray, v: np.ndarray, block_1: int, block_2: int) -> np.ndar
     threads = min(tiles, os.cpu_count() or 1)
     ends = [tiles * n // threads for n in range(threads + 1)]
     with ThreadPoolExecutor(threads) as pool:
-        given: Any = (x, v, out, block_1, block_2)
-        for done in [pool.submit(_walk, *given, *span) for span in pairwise(ends)]:
+        arguments: Any = (x, v, out, block_1, block_2)
+        for done in [pool.submit(_walk, *arguments, *span) for span in pairwise(ends)]:
             done.result()
     return out
 

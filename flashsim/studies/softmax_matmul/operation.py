@@ -66,7 +66,7 @@ class SoftmaxProduct:
     def table(self) -> Table:
         """The bytes as a table, one row per tensor."""
         batch, d1, d2, d3 = self.shape
-        made = Table(
+        result = Table(
             f"softmax(X) V, {'fused' if self.fused else 'two kernels'}: X {batch} x {d1:,} x "
             f"{d2:,}, V {batch} x {d2:,} x {d3:,}, float32, blocks {self.tiling}",
             ("tensor", "load B", "store B"),
@@ -74,9 +74,9 @@ class SoftmaxProduct:
             + (f"; at most {self.peak_sram:,} B on chip a block" if self.peak_sram else ""),
         )
         for name in dict.fromkeys(tensor for _, tensor in self.moved):
-            made.rows.append((name, self.bytes("load", name), self.bytes("store", name)))
-        made.rows.append(("all", self.bytes("load"), self.bytes("store")))
-        return made
+            result.rows.append((name, self.bytes("load", name), self.bytes("store", name)))
+        result.rows.append(("all", self.bytes("load"), self.bytes("store")))
+        return result
 
     __str__ = report.text
     __repr__ = report.titled

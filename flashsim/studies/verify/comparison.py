@@ -18,7 +18,7 @@ from flashsim.problem import checks
 from flashsim.report import Cell, Table
 from flashsim.schedule import plans
 from flashsim.studies.verify.cases import MeasuredPass, predict
-from flashsim.studies.verify.crossing import crossing, shares, tensor_flops
+from flashsim.studies.verify.crossing import crossing, shares, table_reads, tensor_flops
 from flashsim.studies.verify.ncu import MeasuredLaunch
 from flashsim.studies.verify.sectors import sectors_written
 
@@ -121,7 +121,7 @@ def _rows(one: MeasuredPass, l2: L2Model) -> Iterator[Row]:
         launches = one.launches.get(stage.name, ())
         if not launches:
             continue
-        measured = _means(launches)
+        measured = _means(launches, known=not one.python)
         predicted = _predicted(one, stage, launches[0])
         if measured.keys() & {"DRAM read", "DRAM write"}:
             predicted |= left.predicted(stage, launches[0])
@@ -137,13 +137,19 @@ _SECTORS = "sectors written"  # at most, in bytes
 _OPS = {"requested read": "load", "requested write": "store", "requested reduce": "reduce"}
 
 
-def _means(launches: Sequence[MeasuredLaunch]) -> dict[str, float]:
-    """Measured quantities of a stage: means over its launches."""
+def _means(launches: Sequence[MeasuredLaunch], known: bool = True) -> dict[str, float]:
+    """Measured quantities of a stage: means over its launches.
+
+    Requested reads are the bytes that arrive at the SMs and those that L1 answers, without spilled
+    registers that return. `known` says whether each thread's loads are known, and so what L1 has of
+    the schedule's tables.
+    """
     names = launches[0].counters.keys()
     mean = {n: fmean(x.counters[n] for x in launches if n in x.counters) for n in names}
     found = {}
     if "bytes into SMs" in mean:
-        found["requested read"] = mean["bytes into SMs"]
+        found["requested read"] = mean["bytes into SMs"] - mean.get("local memory reads", 0.0)
+        found["requested read"] += mean.get("reads from L1", 0.0) if known else 0.0
     if "writes at L2" in mean:  # spilled registers are written through to L2, too
         found["requested write"] = mean["writes at L2"] - mean.get("local memory writes", 0.0)
         found[_SECTORS] = found["requested write"]
@@ -152,7 +158,8 @@ def _means(launches: Sequence[MeasuredLaunch]) -> dict[str, float]:
     flops = [mean[name] for name in mean if name.startswith("tensor FLOPs")]
     if flops:
         found["tensor FLOPs"] = sum(flops)
-    same = ("reads at L2", "local memory writes", "DRAM read", "DRAM write")
+    local = ("local memory reads", "local memory writes")
+    same = ("reads at L2", *local, "DRAM read", "DRAM write")
     conflicts = ("shared-memory wavefronts", "shared bank conflicts")
     return found | {name: mean[name] for name in (*same, *conflicts, "seconds") if name in mean}
 
@@ -166,9 +173,13 @@ def _predicted(
     if hopper:
         how["launches"] = shares(traffic, stage, in_turns=one.in_turns, python=one.python)
     requested = {name: crossing(traffic, stage, op, **how) for name, op in _OPS.items()}
+    with_l1 = "reads from L1" in launch.counters and not one.python
+    warps = launch.threads // 32 if with_l1 and not hopper else 1  # on Hopper one thread reads
+    requested["requested read"] += table_reads(traffic, stage, **how, warps=warps)
     return requested | {
         _SECTORS: sectors_written(traffic, stage, hopper=hopper),
         "reads at L2": crossing(traffic, stage, "load", hopper=False),
+        "local memory reads": 0,
         "local memory writes": 0,
         "shared bank conflicts": 0,
         "tensor FLOPs": tensor_flops(traffic, stage, **how, python=one.python),

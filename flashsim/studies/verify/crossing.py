@@ -6,9 +6,11 @@ every other row begins in the middle of a sector, and a combined request touches
 Hopper's TMA delivers whole boxes. Columns past a row's end and rows past a sequence's end are zeros
 that are not read from memory, but they arrive at the SM. A cluster shares a
 tile of keys in all of a launch, or in its last partial wave. There K and V arrive at each of its
-blocks, and so do the other blocks' parts of dK and dV. Products are computed on whole tiles and on
-whole steps of the head_dim. Each rule was derived from counters (docs/notebooks/counters.md),
-except the rule for clusters in the Python kernels: it follows from their code and was not measured.
+blocks, and so do the other blocks' parts of dK and dV. LSE and delta are read in sectors, too. A
+work tile costs a few sectors more: its entries in the schedule's tables. Products are computed on
+whole tiles and on whole steps of the head_dim. Each rule was derived from counters
+(docs/notebooks/counters.md), except the rule for clusters in the Python kernels: it follows from
+their code and was not measured.
 """
 
 from __future__ import annotations
@@ -99,14 +101,15 @@ def crossing(
     """
     p, total = traffic.problem, 0
     own = {move.tensor for move in stage.before}
-    items = sum(one.items for one in launches)
-    more = sum((one.blocks - 1) * one.items for one in launches)  # blocks than outer tiles
     for (name, kind, tensor), nbytes in traffic.transfers.items():
         if (name, kind) != (stage.name, op):
             continue
         its = shape(p, tensor)
-        if its.vector or its.axis not in (ROW, COL):
+        if its.axis not in (ROW, COL):
             total += nbytes
+            continue
+        if its.vector:
+            total += _statistics(traffic, stage, nbytes, hopper=hopper) if op == "load" else nbytes
             continue
         rows, width = nbytes // its.width, row_elements(its.elements) * its.itemsize
         if op != "load":
@@ -114,8 +117,11 @@ def crossing(
         elif hopper and tensor in BOXED:
             columns = hopper_kernels.tile_columns(stage.name, p)[BOXED[tensor]]
             boxes = _box_rows(traffic, stage, tensor) * columns * its.itemsize
-            boxes += rows * _split_sectors(width) * SECTOR // 2
-            total += boxes + (boxes * more // items if tensor in own and more else 0)
+            split = rows * _split_sectors(width) * SECTOR // 2
+            total += boxes + split
+            if tensor in own and any(one.blocks > 1 for one in launches):
+                zeros = rows * (columns * its.itemsize - -(-width // SECTOR) * SECTOR)
+                total += _to_all(boxes, split, zeros, launches)
         else:
             pieces = width // PIECE
             # By twos, in one sector where the row begins with one, else in two.
@@ -126,6 +132,76 @@ def crossing(
             columns, _ = hopper_kernels.product_columns(stage.name, p, traffic.tiling, blocks)
             total += (blocks - 1) * n * traffic.tiling.block_k * 2 * columns * 4
     return total
+
+
+def _to_all(boxes: int, split: int, zeros: int, launches: Sequence[SharedItems]) -> int:
+    """Bytes of K or V that arrive at a launch's clusters beyond those of one block per work tile.
+
+    The blocks of a cluster get a tile by multicast, each of them all of it. Its rows arrive whole,
+    not split where sectors end. Sectors of zeros past a row's end arrive three times at two blocks,
+    those of rows past a sequence's end twice: so say the counters of clusters of two and four
+    blocks; the cause is unknown. `boxes`, `split` and `zeros` are the bytes for one block per work
+    tile.
+    """
+    items = sum(one.items for one in launches)
+    more = sum((one.blocks - 1) * one.items for one in launches)
+    shared = [one for one in launches if one.blocks > 1]
+    again = sum(one.items * one.blocks for one in shared)
+    return (boxes * more - split * sum(x.items for x in shared) + zeros * again // 2) // items
+
+
+def _statistics(traffic: Traffic, stage: plans.Stage, nbytes: int, *, hopper: bool) -> int:
+    """Bytes of LSE or delta that arrive at the SMs, in whole sectors, for all heads.
+
+    If a head's rows are no multiple of a sector's eight, most heads begin inside a sector. A
+    KV-outer loop over row tiles finds the sector that two tiles share in L1. Hopper's dQ kernel
+    reads eight rows at a time past L1, and with tiles of 64 rows both of its warpgroups read all of
+    them.
+    """
+    p, schedule, block = traffic.problem, traffic.schedule(stage), traffic.tiling.block_q
+    past_l1 = hopper and stage.name == "dq"
+    times, a_sector = 1 + (past_l1 and block == 64), SECTOR // 4
+    spans = schedule.col_spans if stage.outer == "keys" else None
+    unknown = stage.name not in WALKS or (stage.outer == "keys" and spans is None)
+    if unknown or p.n_q % a_sector == 0 or len(p.sequences) > 1:
+        return nbytes * times
+    if spans is not None:
+        seen = spans[spans[:, 3] > spans[:, 0]]
+        first, stop = seen[:, 0] * block, np.minimum(seen[:, 3] * block, p.n_q)
+    else:
+        step = a_sector if past_l1 else block
+        first = np.arange(0, p.n_q, step)
+        stop = np.minimum(first + step, p.n_q)
+    into = (np.arange(p.batch * p.heads) * p.n_q % a_sector)[:, None]
+    sectors = -(-(into + stop) // a_sector) - (into + first) // a_sector
+    return int(sectors.sum()) * SECTOR * times
+
+
+def table_reads(
+    traffic: Traffic,
+    stage: plans.Stage,
+    *,
+    hopper: bool,
+    launches: Sequence[SharedItems] = (),
+    warps: int = 1,
+) -> int:
+    """Bytes of the schedule's tables that blocks request, for loops over contiguous visits.
+
+    For each work tile, each of `warps` reads two entries, in a sector each: which outer tile it is,
+    and which visits it has. Where a Hopper kernel has more work tiles than SMs, a counter answers
+    each request for the next one, with a sector.
+    """
+    schedule = traffic.schedule(stage)
+    spans = schedule.col_spans if stage.outer == "keys" else schedule.row_spans
+    if stage.name not in WALKS or spans is None:
+        return 0
+    walks, _ = plans.heads_of(stage, traffic.problem)
+    sms = traffic.device.sm_count
+    total = 0
+    for items, blocks, _ in launches or [SharedItems(walks * len(spans))]:
+        asked = items if hopper and blocks == 1 and items > sms else 0
+        total += 2 * items * blocks * warps + asked
+    return SECTOR * total
 
 
 def _split_sectors(width: int) -> int:

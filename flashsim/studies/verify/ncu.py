@@ -23,6 +23,8 @@ METRICS = {
     "writes at L2": "lts__t_sectors_srcunit_tex_op_write.sum",
     "reductions at L2": "lts__t_sectors_srcunit_tex_op_red.sum",
     "local memory writes": "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum",
+    "local memory reads": "l1tex__t_sectors_pipe_lsu_mem_local_op_ld_lookup_miss.sum",
+    "reads from L1": "l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum",
     "DRAM read": "dram__bytes_read.sum",
     "DRAM write": "dram__bytes_write.sum",
     "shared-memory wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
@@ -45,8 +47,8 @@ PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 class MeasuredLaunch:
     """One kernel launch: its name, and counters by flashsim's names (bytes, seconds or counts).
 
-    `blocks` are its thread blocks, and `ranges` the NVTX ranges around it, as Nsight Compute writes
-    them; 0 and "" if the table does not say so.
+    `blocks` are its thread blocks, `threads` those of one block, and `ranges` its NVTX ranges, as
+    Nsight Compute writes them; 0 and "" if the table does not say so.
     """
 
     kernel: str
@@ -54,6 +56,7 @@ class MeasuredLaunch:
     counters: dict[str, float] = field(default_factory=dict)
     blocks: int = field(default=0, compare=False)
     ranges: str = field(default="", compare=False)
+    threads: int = field(default=0, compare=False)
 
     @property
     def blocks_per_sm(self) -> int | None:
@@ -129,10 +132,10 @@ def _long(rows: Iterable[dict[str, str]]) -> list[MeasuredLaunch]:
     for cell in rows:
         number = _number(cell["ID"])
         if number not in launches:
-            grid = re.findall(r"\d+", cell.get("Grid Size", ""))
             launches[number] = MeasuredLaunch(
                 *(cell["Kernel Name"], number, {}),
-                blocks=math.prod(map(int, grid)) if grid else 0,
+                blocks=_product(cell.get("Grid Size", "")),
+                threads=_product(cell.get("Block Size", "")),
                 ranges=next((text for name, text in cell.items() if "Push/Pop" in name), ""),
             )
         counter = cell["Metric Name"]
@@ -162,6 +165,12 @@ def _cells(header: Sequence[str], row: Sequence[str]) -> dict[str, str]:
             f"{','.join(row)[:80]!r}; was the file cut off?"
         )
     return dict(zip(header, row, strict=True))
+
+
+def _product(text: str) -> int:
+    """The product of sizes such as "(4, 2, 1)"; 0 of none."""
+    sizes = re.findall(r"\d+", text)
+    return math.prod(map(int, sizes)) if sizes else 0
 
 
 def _number(text: str) -> int:

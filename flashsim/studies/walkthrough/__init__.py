@@ -5,7 +5,7 @@
 """
 
 from flashsim.studies.walkthrough.costs import corrections, delta, reread
-from flashsim.studies.walkthrough.rows import tiles
+from flashsim.studies.walkthrough.query_row import tiles
 from flashsim.studies.walkthrough.softmaxes import softmax
 
 #: What there is: name -> what it shows.

@@ -51,7 +51,7 @@ def softmax(logits: Sequence[float], *, chunk: int = 1, subnormals: bool = False
     )
     keep = _kept if subnormals else _flushed
     with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
-        found = {
+        weights_by_way = {
             "naive": _naive(values, keep, table),
             "stable": _stable(values, keep, table),
             "online": _online(values, chunk, keep, table),
@@ -59,7 +59,7 @@ def softmax(logits: Sequence[float], *, chunk: int = 1, subnormals: bool = False
     exact = np.exp(values.astype(np.float64) - values.max())
     exact /= exact.sum()
     table.rows.append(("float64", "weights", _text(exact)))
-    for way, weights in found.items():
+    for way, weights in weights_by_way.items():
         error = np.abs(weights - exact).max()
         table.rows.append((way, "largest error", _text(error)))
     return table

@@ -36,8 +36,8 @@ ABOVE, PER_BLOCK = 1e-4, 384
 BELOW = 1e-4
 #: How far the bytes reduced may be off: all of them are counted, and nothing else.
 REDUCED = 1e-4
-#: The same for bytes read where tensor FLOPs agree: clusters exchange partial sums, spilled
-#: registers return through L2, statistics stay in L1.
+#: The same for bytes read where tensor FLOPs agree: clusters exchange partial sums, statistics stay
+#: in L1. Spilled registers return through L2, so bytes stored beyond the results may add as many.
 LOOSE_ABOVE, LOOSE_BELOW = 0.1, 0.015
 #: How far tensor FLOPs may be off: a kernel multiplies whole tiles, and nothing else.
 FLOPS = 1e-6
@@ -83,7 +83,7 @@ class Fit:
     block_q, block_k : int
         The tile. Of "dkdv and dq", `block_k` is the key tile of dK and dV, and `block_q` is the
         query tile of dQ.
-    read, reduced : int
+    read, reduced, written : int
         Bytes.
     blocks : int
         Thread blocks, if each has one outer tile.
@@ -95,6 +95,8 @@ class Fit:
         Whether tiles past a sequence's end, and columns past a row's, are read whole, as TMA does.
     dense : bool
         Whether tiles that the mask empties are visited.
+    cluster : int
+        Thread blocks that share a key tile and add up their parts of dK and dV.
     """
 
     form: str
@@ -102,11 +104,13 @@ class Fit:
     block_k: int
     read: int
     reduced: int = 0
+    written: int = 0
     blocks: int = 0
     scores: int = 0
     packed: bool = False
     boxes: bool = False
     dense: bool = False
+    cluster: int = 1
 
 
 #: Forms of a kernel, in words.
@@ -275,12 +279,20 @@ def _settle(form: str, problem: Problem, seen: LaunchCounters, splits: int = 1) 
     Bytes read must agree closely. If no tile does so, or none of these has the FLOPs, a tile with
     exactly these FLOPs may have read somewhat more.
     """
-    tried = candidates(form, problem, splits)
+    tried = [
+        fit
+        for fit in candidates(form, problem, splits)
+        if fit.cluster == 1 or fit.blocks == seen.blocks
+    ]
     known = bool(seen.tensor_flops) and problem.itemsize <= 2
     exact = [fit for fit in tried if not known or _multiplies(fit, problem, seen)]
     agreeing = [fit for fit in exact if _agrees(fit, seen, ABOVE, BELOW)]
-    if known and not agreeing:
-        agreeing = [fit for fit in exact if _agrees(fit, seen, LOOSE_ABOVE, LOOSE_BELOW)]
+    for spills in (False, True) if known else ():
+        agreeing = agreeing or [
+            fit
+            for fit in exact
+            if _agrees(fit, seen, LOOSE_ABOVE + spills * spilled(fit, seen) / fit.read, LOOSE_BELOW)
+        ]
     if not agreeing:
         return Inference(form if form == "split keys" else "other")
     launched = [fit for fit in agreeing if seen.blocks and fit.blocks == seen.blocks]
@@ -330,6 +342,12 @@ def _agrees(fit: Fit, seen: LaunchCounters, above: float, below: float) -> bool:
     ):
         return False
     return abs(seen.reduced - fit.reduced) <= REDUCED * fit.reduced
+
+
+def spilled(fit: Fit, seen: LaunchCounters) -> float:
+    """Bytes stored beyond a fit's results; what cut sectors add to these is no reason to ask."""
+    more = seen.written - fit.written
+    return more if more > fit.written else 0.0
 
 
 def _beyond(fit: Fit, seen: LaunchCounters) -> float:
@@ -404,7 +422,7 @@ def _counted(
         if grouped:  # keys and values expanded to one head for each query head
             p = replace(p, kv_heads=p.heads)
     traffic = Traffic(p, tiling, algorithm, direction, _ANY, "ascending", split)
-    loads = whole = pairs = reduces = padded = blocks = scores = 0
+    loads = whole = pairs = reduces = padded = stores = blocks = scores = 0
     for stage in traffic.stages:
         if stage.name not in names:
             continue
@@ -421,16 +439,39 @@ def _counted(
                 loads += nbytes
                 whole += _whole(traffic, stage, tensor, nbytes, columns=True)
                 pairs += _whole(traffic, stage, tensor, nbytes, columns=True, pairs=True)
+            elif name == stage.name and op == "store":
+                stores += nbytes
             elif name == stage.name and op == "reduce":
                 reduces += nbytes
                 padded += _whole(traffic, stage, tensor, nbytes, columns=False)
     packed = grouped and algorithm == "flash-decode"
-    made = Fit(
-        form, tiling.block_q, tiling.block_k, loads, reduces, blocks, scores, packed, False, dense
-    )
+    sides = tiling.block_q, tiling.block_k
+    made = Fit(form, *sides, loads, reduces, stores, blocks, scores, packed, False, dense)
     for read, boxes in dict(((pairs, True), (whole, True), (loads, False))).items():
         for reduced in {reduces, padded}:
-            yield replace(made, read=read, reduced=reduced, boxes=boxes)
+            one = replace(made, read=read, reduced=reduced, boxes=boxes)
+            yield one
+            if boxes and form in ("dkdv", "fused"):
+                yield from (_in_clusters(one, p, blocks) for blocks in CLUSTERS)
+
+
+#: Thread blocks of a cluster, by powers of two.
+CLUSTERS = (2, 4, 8)
+
+
+def _in_clusters(fit: Fit, p: Problem, blocks: int) -> Fit:
+    """The same tile with so many blocks for each key tile, as `crossing` has it for our kernels.
+
+    K and V arrive at each block, the zeros past a row's end three times at two of them. Each block
+    reads the others' float32 parts of dK and dV, in pieces of 32 columns.
+    """
+    more = 0
+    for width in (p.head_dim * p.itemsize, p.head_dim_v * p.itemsize):
+        box = -(-width // BOX_BYTES) * BOX_BYTES
+        zeros = p.batch * p.kv_heads * p.n_kv * (box - -(-width // 32) * 32)
+        parts = -(-max(p.head_dim, p.head_dim_v) // 32) * 32 * 4
+        more += (blocks - 1) * fit.blocks * fit.block_k * (box + parts) + zeros * blocks // 2
+    return replace(fit, read=fit.read + more, blocks=fit.blocks * blocks, cluster=blocks)
 
 
 #: The closed forms ask for a device; the bytes of a tile do not depend on it.

@@ -16,7 +16,15 @@ from flashsim.counts.traffic import compulsory
 from flashsim.errors import own_errors
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
-from flashsim.studies.xray.infer import FORMS, SIDES, Inference, LaunchCounters, candidates, infer
+from flashsim.studies.xray.infer import (
+    FORMS,
+    SIDES,
+    Inference,
+    LaunchCounters,
+    candidates,
+    infer,
+    spilled,
+)
 from flashsim.studies.xray.record import Profile, ProfiledLaunch, machine
 
 #: Forms that have a tile.
@@ -74,6 +82,8 @@ class ProfiledKernel:
                 f"{FORMS[found.form]}; nothing is claimed."
             )
             return
+        best, read = found.fits[0], self.launch.seen.read
+        loose = read > 1.002 * best.read
         for name, what, apart in (
             ("block_q", "query tile", found.next_q),
             ("block_k", "key tile", found.next_k),
@@ -82,18 +92,24 @@ class ProfiledKernel:
             if len(sides) == 1 and sides[0] >= extent:
                 yield f"The {what} covers all {extent}."
             elif len(sides) == 1:
-                other = "" if apart is None else f"; the next {what} is {apart:.2%} off"
+                other = "" if apart is None or loose else f"; the next {what} is {apart:.2%} off"
                 yield f"{what.capitalize()} {sides[0]}{other}."
             elif _any(sides, extent):
                 yield f"The {what} cannot be told: {_advice(p, name)}"
             else:
                 yield f"{what.capitalize()}: {', '.join(map(str, sides))} fit equally."
-        best, read = found.fits[0], self.launch.seen.read
-        if read > 1.002 * best.read:
+        if extra := spilled(best, self.launch.seen):
+            yield (
+                f"It stores {extra:,.0f} B beyond its results, so it spills registers; they come "
+                f"back in the {read - best.read:,.0f} B that it reads beyond this tile's."
+            )
+        elif loose:
             yield (
                 f"Its FLOPs are exactly this tile's; it reads {read / best.read - 1:.1%} more, as "
                 "clusters of thread blocks or spilled registers do."
             )
+        if best.cluster > 1:
+            yield f"Clusters of {best.cluster} thread blocks share a key tile."
         if best.dense:
             yield "It visits tiles that the mask empties."
         if best.packed:

@@ -14,6 +14,8 @@ from flashsim.api import dispatch  # noqa: E402
 from flashsim.errors import DTypeError, ShapeError, UnsupportedError  # noqa: E402
 from flashsim.torch import attention, direct, ops  # noqa: E402
 
+pytestmark = pytest.mark.promise("bridges equal their library")
+
 
 def tensors(n_q=5, n_kv=9, dtype=torch.float64):
     torch.manual_seed(0)

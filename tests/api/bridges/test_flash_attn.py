@@ -18,6 +18,8 @@ from flashsim.errors import (  # noqa: E402
 )
 from flashsim.torch import decode, decoding, flash_attn, flash_attn_interface  # noqa: E402
 
+pytestmark = pytest.mark.promise("bridges equal their library")
+
 WINDOWS = [(-1, -1), (5, 0), (3, 4)]
 
 

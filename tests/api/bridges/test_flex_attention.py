@@ -11,6 +11,8 @@ from torch.nn.attention import flex_attention as flex  # noqa: E402
 from flashsim.errors import FunctionError, OptionError, ShapeError  # noqa: E402
 from flashsim.torch import flex_attention  # noqa: E402
 
+pytestmark = pytest.mark.promise("bridges equal their library")
+
 B, H, N, M, D = 2, 4, 70, 90, 8
 torch.manual_seed(0)
 SLOPES = torch.randn(H, dtype=torch.float64, requires_grad=True)

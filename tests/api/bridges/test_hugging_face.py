@@ -12,19 +12,17 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+import model_cases  # noqa: E402
+from model_cases import CASES, SMALL, TEXT, WORDS, check  # noqa: E402
+
 import flashsim.torch  # noqa: E402
 from flashsim.errors import UnsupportedError  # noqa: E402
 from flashsim.torch import hugging_face  # noqa: E402
 from flashsim.torch.hugging_face import Band  # noqa: E402
 
-N, WORDS = 17, 64
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-TEXT = {**SMALL, "vocab_size": WORDS, "num_key_value_heads": 2, "max_position_embeddings": 64}
+pytestmark = pytest.mark.promise("bridges equal their library")
+
+N = 17
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,38 +31,20 @@ def installed():
     assert "transformers" in flashsim.torch.install()
 
 
-def llama():
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
+def of_case(name, n=N):
+    """What makes the model of a case."""
+    (case,) = (case for case in CASES if case.startswith(f"{name}:"))
+
+    def make():
+        return CASES[case](n)[0]
+
+    make.__name__ = name
+    return make
 
 
-def mistral():
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**TEXT, sliding_window=5))
-
-
-def gpt2():
-    ends = {"bos_token_id": 1, "eos_token_id": 2}
-    no_dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": WORDS}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ends, **no_dropout))
-
-
-def vit():
-    config = transformers.ViTConfig(**SMALL, image_size=32, patch_size=8)
-    return transformers.ViTForImageClassification(config)
-
-
-def whisper():
-    sizes = {"d_model": 32, "vocab_size": WORDS, "num_mel_bins": 8}
-    for side in ("encoder", "decoder"):
-        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
-    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    ends |= {"begin_suppress_tokens": None, "suppress_tokens": None}
-    sizes |= {"max_source_positions": 20, "max_target_positions": 40}
-    return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**sizes, **ends))
-
-
+llama, mistral, gpt2, vit = map(of_case, ("Llama", "Mistral", "GPT-2", "ViT"))
+gemma2, llama4, whisper = of_case("Gemma2"), of_case("Llama4"), of_case("Whisper", 20)
 DECODERS = {"llama": llama, "mistral": mistral, "gpt2": gpt2}
-MODELS = {**DECODERS, "vit": vit, "whisper": whisper}
 PADDING = {
     "whole": None,
     "padded left": [[1] * N, [0] * 4 + [1] * (N - 4)],
@@ -88,48 +68,25 @@ def made(maker):
     return model, {"input_ids": words}
 
 
-def computed(model, inputs, implementation, dtype):
-    """Logits and all gradients by one attention in one type; only of tokens, not of padding."""
-    model.to(dtype).zero_grad()
-    model.set_attn_implementation(implementation)
-    inputs = {n: x.to(dtype) if x.is_floating_point() else x for n, x in inputs.items()}
-    logits = model(**inputs).logits
-    if "attention_mask" in inputs:
-        logits = logits[inputs["attention_mask"].bool()]
-    logits.square().sum().backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {"logits": logits, **gradients}
+#: Cases that run each time; the others are "thorough".
+USUAL = ("Llama:", "Gemma3:", "GPT-OSS:", "Llama4:", "T5:", "Whisper:")
 
 
-def check(model, inputs, dtype, reference="eager"):
-    """Error <= 2 x eager attention's in the same type + one rounding (flash-attention's rule).
-
-    Of the logits in maxima; of the gradients, all as one vector, in its length: of a few numbers
-    summed over everything, such as a bias, eager's own error may happen to be nothing.
-    """
-    state = {n: x.clone() for n, x in model.state_dict().items()}
-    found = {}
-    for kind in (torch.float64, dtype):
-        for which in (reference,) if kind is torch.float64 else ("eager", "flashsim"):
-            model.double().load_state_dict(state)
-            x = computed(model, inputs, which, kind)
-            logits, *gradients = (y.detach().double() for y in x.values())
-            found[kind, which] = logits, torch.cat([g.flatten() for g in gradients])
-    logits, gradient = found[torch.float64, reference]
-    assert gradient.norm() > 0
-    eps = torch.finfo(dtype).eps
-    for place, size, true in ((0, torch.amax, logits), (1, torch.linalg.vector_norm, gradient)):
-        error = {
-            which: size((found[dtype, which][place] - true).abs())
-            for which in ("eager", "flashsim")
-        }
-        assert error["flashsim"] <= 2 * error["eager"] + eps * size(true.abs()), (place, error)
+def each_case():
+    """Every case in float32 and bfloat16, with and without padding."""
+    for name, dtype, padding in product(CASES, (torch.float32, torch.bfloat16), (False, True)):
+        if padding and name.startswith(model_cases.NEVER_PADDED):
+            continue
+        usual = dtype == torch.float32 and name.startswith(USUAL)
+        marks = [] if usual else [pytest.mark.thorough]
+        kind = f"{name.partition(':')[0]}-{str(dtype)[6:]}" + "-padding" * padding
+        yield pytest.param(name, dtype, padding, id=kind, marks=marks)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("maker", MODELS.values(), ids=MODELS)
-def test_logits_and_gradients_are_as_good_as_eagers(maker, dtype):
-    check(*made(maker), dtype)
+@pytest.mark.parametrize(("name", "dtype", "padding"), [*each_case()])
+def test_logits_and_gradients_are_as_good_as_eagers(name, dtype, padding):
+    model, inputs, reference = model_cases.made(name, N, padding=padding)
+    check(model, inputs, dtype, reference=reference)
 
 
 @pytest.mark.parametrize("padding", [x for x in PADDING if x != "whole"])
@@ -139,13 +96,6 @@ def test_batches_with_padding(maker, padding):
     model, inputs = made(maker)
     inputs["attention_mask"] = torch.tensor(PADDING[padding])
     check(model, inputs, torch.float32, reference="sdpa")
-
-
-def gemma2():
-    config = transformers.Gemma2Config(
-        **TEXT, head_dim=8, sliding_window=6, attn_logit_softcapping=5.0, query_pre_attn_scalar=8
-    )
-    return transformers.Gemma2ForCausalLM(config)
 
 
 def doge():
@@ -186,22 +136,11 @@ def test_the_mask_is_believed_before_the_layer(causal, layers_word):
     torch.testing.assert_close(got, exact.transpose(1, 2))
 
 
-def llama4():
-    config = transformers.Llama4TextConfig(
-        **TEXT, intermediate_size_mlp=48, head_dim=8, attention_chunk_size=6, num_local_experts=2,
-        layer_types=["chunked_attention", "full_attention"],
-    )  # fmt: skip
-    return transformers.Llama4ForCausalLM(config)
-
-
-@pytest.mark.parametrize("maker", [gemma2, llama4])
-def test_softcap_and_chunks(maker):
-    """transformers refuses chunks to every attention whose name has "flash" in it."""
-    check(*made(maker), torch.float32)
+GENERATING = {**DECODERS, "gpt-oss": of_case("GPT-OSS")}
 
 
 @pytest.mark.parametrize("padding", ["whole", "padded left"])
-@pytest.mark.parametrize("maker", DECODERS.values(), ids=DECODERS)
+@pytest.mark.parametrize("maker", GENERATING.values(), ids=GENERATING)
 def test_generation_with_a_cache(maker, padding):
     model, inputs = made(maker)
     told = []
@@ -371,6 +310,28 @@ def test_continuous_batching_over_a_paged_cache(maker):
         progress_bar=False,
     )
     assert [found[key].generated_tokens for key in sorted(found)] == wanted
+
+
+@pytest.mark.parametrize("way", ["sinks", "bias", "gradient"])
+def test_what_cannot_decode_sees_no_more_of_a_static_cache(way):
+    """Its band says where keys begin and end; behind them is room."""
+    q = torch.randn(2, 4, 1, 8, requires_grad=way == "gradient")
+    k, v = torch.randn(2, 2, 2, 9, 8)
+    starts, stops = torch.tensor([[0, 2], [6, 6]], dtype=torch.int32)
+    band = hugging_face.mask(
+        *(2, 1, 9, 5),
+        attention_mask=torch.tensor([[1] * 6, [0] * 2 + [1] * 4]),
+        allow_is_causal_skip=False,
+        device="cpu",
+    )
+    assert band.keys is None
+    assert (band.starts.tolist(), band.stops.tolist()) == (starts.tolist(), stops.tolist())
+    more = {"sinks": torch.randn(4)} if way == "sinks" else {}
+    more |= {"position_bias": torch.randn(1, 4, 1, 9)} if way == "bias" else {}
+    got, _ = hugging_face.attend(torch.nn.Module(), q, k, v, band, **more)
+    k[0, :, 6:] = v[0, :, 6:] = k[1, :, 6:] = v[1, :, 6:] = k[1, :, :2] = v[1, :, :2] = 1e4
+    again, _ = hugging_face.attend(torch.nn.Module(), q, k, v, band, **more)
+    assert torch.equal(got, again)
 
 
 class PackedCache:
@@ -717,8 +678,6 @@ def test_generation_begins_with_chunks_of_padding_alone(chunk):
     ("given", "text"),
     [
         ({"dropout": 0.1}, "no dropout, got 0.1; set the model's attention"),
-        ({"s_aux": torch.zeros(2)}, "attention sinks"),
-        ({"sinks": torch.zeros(2)}, "attention sinks"),
         ({"indices": torch.zeros(1, 6, 2)}, "only those keys that an indexer chose"),
         ({"block_indices": torch.zeros(1, 6, 2)}, "only those blocks of keys"),
         ({"output_attentions": True}, "the probabilities"),

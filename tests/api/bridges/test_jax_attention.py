@@ -20,12 +20,15 @@ from flashsim.errors import (  # noqa: E402
     BackendUnavailable,
     DTypeError,
     FlashSimError,
+    FunctionError,
     OptionError,
     ShapeError,
     UnknownArgumentError,
     UnsupportedError,
 )
 from flashsim.jax import attention, dot_product_attention, xla_ffi  # noqa: E402
+
+pytestmark = pytest.mark.promise("bridges equal their library")
 
 
 @pytest.fixture(autouse=True)
@@ -200,6 +203,88 @@ def test_without_the_lse_no_gradient_of_it_is_read(monkeypatch):
     jax.block_until_ready(jax.grad(lambda *x: call(*x).sum())(*inputs))
     jax.block_until_ready(jax.grad(lambda *x: call(*x, return_lse=True)[1].sum())(*inputs))
     assert told == [False, True]
+
+
+# -- functions and sinks --------------------------------------------------------------------------
+
+N_Q, N_KV = 20, 30
+
+
+def functional(score, mask, **told):
+    """Attention with a score function and a mask that capture what is given with q, k and v."""
+
+    def attend(q, k, v, slopes, sinks, marks):
+        score_mod = lambda *x: score(slopes, *x)  # noqa: E731
+        mask_mod = lambda *x: mask(marks, *x)  # noqa: E731
+        given = {"score_mod": score_mod, "mask_mod": mask_mod, "sinks": sinks}
+        return attention(q, k, v, **given, **told, return_lse=True)
+
+    return attend
+
+
+def alibi(slopes, s, b, h, q, k):
+    return 3 * jnp.tanh((s + slopes[h] * (k - q)) / 3)
+
+
+def marked(marks, b, h, q, k):
+    return (marks[q] == marks[k]) | (k <= q)
+
+
+def written_out(q, k, v, slopes, sinks, marks):
+    i, j = jnp.arange(N_Q)[:, None], jnp.arange(N_KV)
+    s = q @ jnp.swapaxes(k, -1, -2) * q.shape[-1] ** -0.5
+    s = alibi(slopes[:, None, None], s, 0, slice(None), i, j)
+    s = jnp.where(marked(marks, 0, 0, i, j), s, -jnp.inf)
+    more = jnp.broadcast_to(sinks[:, None, None], (*s.shape[:3], 1))
+    s = jnp.concatenate([s, more], axis=-1)
+    return jax.nn.softmax(s, axis=-1)[..., :-1] @ v, jax.nn.logsumexp(s, axis=-1)
+
+
+def loss(function):
+    weight = np.random.default_rng(1).standard_normal((2, 4, N_Q, 8))
+
+    def total(*x):
+        out, lse = function(*x)
+        return (out * weight).sum() + jnp.sin(lse).sum()
+
+    return total
+
+
+@pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
+def test_functions_and_sinks_have_gradients_of_what_they_capture(backend, how):
+    """Captured arrays may be traced, and mapped: then the entries run one after the other."""
+    random = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random.standard_normal((2, 4, n, 8))) for n in (N_Q, N_KV, N_KV))
+    slopes, sinks = jnp.asarray(random.standard_normal((2, 4)))
+    marks = jnp.asarray(np.sort(random.integers(0, 3, N_KV)))
+    given, which = (q, k, v, slopes, sinks, marks), (0, 1, 2, 3, 4)
+    mine = functional(alibi, marked, backend=backend)
+    value = lambda f: jax.value_and_grad(loss(f), which)  # noqa: E731
+    got, exact = how(value(mine))(*given), value(written_out)(*given)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-8, atol=1e-8)
+    many = jnp.stack([slopes, -slopes])
+    gradient = lambda f: jax.grad(loss(f), (0, 3))  # noqa: E731
+    mapped = how(jax.vmap(gradient(mine), (None, None, None, 0, None, None)))(
+        *given[:3], many, sinks, marks
+    )
+    for n in range(2):
+        single = gradient(written_out)(*given[:3], many[n], sinks, marks)
+        for x, y in zip(mapped, single, strict=True):
+            np.testing.assert_allclose(x[n], y, rtol=1e-8, atol=1e-8)
+
+
+def test_functions_without_captured_arrays_and_sinks_alone():
+    q, k, v, *_ = tensors()
+    got = attention(q, k, v, mask_mod=lambda b, h, i, j: j <= i + 2)
+    np.testing.assert_allclose(got, plain(q, k, v, causal=True), rtol=1e-9)
+    low = attention(q, k, v, sinks=jnp.full(2, -1e30))
+    np.testing.assert_allclose(low, plain(q, k, v), rtol=1e-9)
+    with pytest.raises(ShapeError, match=r"one number per query head, \(2,\)"):
+        attention(q, k, v, sinks=jnp.zeros(3))
+    with pytest.raises(FunctionError, match="Python's if"):
+        attention(q, k, v, score_mod=lambda s, b, h, i, j: s if i > j else -s)
 
 
 # -- errors ---------------------------------------------------------------------------------------

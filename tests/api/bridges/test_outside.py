@@ -14,6 +14,8 @@ from outside import __main__ as command  # noqa: E402
 from outside import cs336, flash_attention, flash_attention_files, jax_nn, torch_sdpa  # noqa: E402
 from outside.cases import NotApplicable, Test, one_of_each, product, tried  # noqa: E402
 
+pytestmark = pytest.mark.promise("bridges equal their library")
+
 
 def slice_of(suite, name, **values):
     """The points of a test that have these values, of which the first fitting one is run."""

@@ -32,6 +32,8 @@ import flashsim  # noqa: E402
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError  # noqa: E402
 from flashsim.jax import trace_kernel  # noqa: E402
 
+pytestmark = pytest.mark.promise("bridges equal their library")
+
 EXAMPLES = Path(__file__).parents[3] / "examples/pallas"
 
 

@@ -29,6 +29,8 @@ from flashsim.problem.problem import Problem  # noqa: E402
 from flashsim.torch.combining import merge_into  # noqa: E402
 from flashsim.torch.process_group import Member  # noqa: E402
 
+pytestmark = pytest.mark.promise("bridges equal their library")
+
 RANKS = 4
 NAMES = ("out", "dq", "dk", "dv")
 

@@ -25,6 +25,8 @@ from flashsim.errors import (  # noqa: E402
 )
 from flashsim.torch import FlashAttention, attention, ops  # noqa: E402
 
+pytestmark = pytest.mark.promise("bridges equal their library")
+
 
 def tensors(*, batch=2, heads=2, kv_heads=2, n_q=7, n_kv=9, d=4, dv=3, bias=None, dtype=None):
     torch.manual_seed(0)
@@ -321,6 +323,78 @@ def test_the_backward_operator_maps_to_a_gradient_of_the_bias_for_each():
         torch.testing.assert_close(x, torch.stack(singles))
 
 
+# -- sinks -----------------------------------------------------------------------------------------
+
+
+def with_sinks(q, k, v, sinks, bias=None):
+    """Attention whose softmax has one more score per row, of no value."""
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    s = s if bias is None else s + bias
+    more = sinks[:, None, None].expand(*s.shape[:3], 1)
+    return torch.softmax(torch.cat([s, more], dim=-1), dim=-1)[..., :-1] @ v
+
+
+def sinking(q, k, v, sinks, bias=None, **told):
+    return attention(q, k, v, bias=bias, sinks=sinks, **{"backend": "simulator", **told})
+
+
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
+@pytest.mark.parametrize("bias", [None, (2, 1)], ids=["plain", "bias"])
+def test_sinks_have_a_gradient(bias, backend):
+    inputs = tensors(bias=bias)
+    inputs.insert(3, torch.randn(2, dtype=torch.float64, requires_grad=True))
+    got, exact = sinking(*inputs, backend=backend), with_sinks(*inputs)
+    torch.testing.assert_close(got, exact)
+    weight = torch.randn_like(got)
+    ours, theirs = (torch.autograd.grad((x * weight).sum(), inputs) for x in (got, exact))
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_sinks_under_torchs_tools():
+    q, k, v = tensors()
+    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    inputs = (q, k, v, None, None, None, sinks)
+    told = question_of(causal=False)
+    assert set(torch.library.opcheck(ops.forward, inputs, told).values()) == {"SUCCESS"}
+    compiled = torch.compile(sinking, fullgraph=True, backend="aot_eager")
+    expected = sinking(q, k, v, sinks)
+    torch.testing.assert_close(compiled(q, k, v, sinks), expected)
+    loss = lambda q, sinks: sinking(q, k, v, sinks).square().sum()  # noqa: E731
+    gradient = torch.func.grad(loss, argnums=(0, 1))
+    queries, many = torch.randn(3, *q.shape, dtype=q.dtype), torch.randn(2, 3, dtype=q.dtype)
+    for dims, each in (((0, 1), many.T), ((0, None), [many[:, 0]] * 3)):
+        given = many if dims[1] == 1 else many[:, 0]
+        mapped = torch.vmap(gradient, in_dims=dims)(queries, given)
+        singles = [gradient(x, y) for x, y in zip(queries, each, strict=True)]
+        for x, y in zip(mapped, zip(*singles, strict=True), strict=True):
+            torch.testing.assert_close(x, torch.stack(y))
+
+
+def test_sinks_of_bfloat16_that_autocast_left_alone():
+    q, k, v = (x.detach().float() for x in tensors())
+    sinks = torch.tensor([0.5, -2.0], dtype=torch.bfloat16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(q, k, v, sinks=sinks)
+    torch.testing.assert_close(out.float(), with_sinks(q, k, v, sinks.float()), rtol=0, atol=0.02)
+    out.sum().backward()
+    assert sinks.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("sinks", "error", "text"),
+    [
+        ([0.0, 0.0], DTypeError, "sinks must be a torch.Tensor"),
+        (torch.zeros(3), ShapeError, r"one number per query head, \(2,\), got float32 \(3,\)"),
+        (torch.zeros(2, dtype=torch.int64), ShapeError, "got int64"),
+        (torch.zeros(2, device="meta"), DTypeError, "on q's device cpu, got meta"),
+    ],
+)
+def test_other_sinks_are_refused(sinks, error, text):
+    with pytest.raises(error, match=text):
+        attention(*tensors(), sinks=sinks)
+
+
 # -- errors ---------------------------------------------------------------------------------------
 
 
@@ -500,13 +574,14 @@ def test_forward_mode_is_refused_in_compiled_code():
         dual(compiled, q)
 
 
-def test_a_bias_on_a_gpu_is_refused_before_anything_runs():
+def test_a_bias_and_sinks_of_a_gpu_reach_the_gpus_engine():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        q, bias = (torch.empty(*shape, device="cuda") for shape in ((2, 7, 4), (7, 7)))
-    with pytest.raises(UnsupportedError, match=r"take no bias, .*q.cpu\(\)"):
-        attention(q, q, q, bias=bias)
+        like = {"device": "cuda", "dtype": torch.float16}
+        q, bias, sinks = (torch.empty(*shape, **like) for shape in ((2, 7, 4), (7, 7), (2,)))
+        out, lse = attention(q, q, q, bias=bias, sinks=sinks, return_lse=True)
+    assert (out.shape, lse.shape, out.device.type) == (q.shape, (2, 7), "cuda")
 
 
 def test_without_torch_it_says_what_to_install():

@@ -18,6 +18,8 @@ from flashsim.api import execution  # noqa: E402
 from flashsim.errors import UnsupportedError  # noqa: E402
 from flashsim.torch import sdpa_override  # noqa: E402
 
+pytestmark = pytest.mark.promise("bridges equal their library")
+
 
 @pytest.fixture
 def calls(monkeypatch):
@@ -123,7 +125,7 @@ def test_compiled_code_uses_it(calls):
 def test_dropout_is_refused():
     q, k, v = tensors()
     with pytest.raises(UnsupportedError, match=r"no dropout, got 0.1; set it to 0"):
-        sdpa_override._cpu_forward(q, k, v, 0.1)
+        sdpa_override._masked_forward(q, k, v, 0.1)
 
 
 # -- what torch registers for CUDA, on CPU tensors: the same code, another engine ------------------
@@ -172,13 +174,73 @@ def test_the_cuda_functions_take_what_torch_has_for_each():
     """Each replacement takes the arguments of the schema that it is registered for."""
     import inspect
 
-    for functions in (sdpa_override._CPU, sdpa_override._CUDA):
+    masked = {name: function for name, (function, _) in sdpa_override._MASKED_ON_CUDA.items()}
+    for name, (_, at) in sdpa_override._MASKED_ON_CUDA.items():
+        arguments = getattr(torch.ops.aten, name).default._schema.arguments
+        assert arguments[at].name == "attn_bias"
+    for functions in (sdpa_override._CPU, sdpa_override._CUDA, masked):
         for name, function in functions.items():
             schema = getattr(torch.ops.aten, name).default._schema
             takes = inspect.signature(function).parameters
             loose = any(p.kind is p.VAR_KEYWORD for p in takes.values())
             for argument in schema.arguments:
                 assert argument.name in takes or (argument.kwarg_only and loose), (name, argument)
+
+
+@pytest.mark.parametrize("kernel", ["efficient", "cudnn"])
+@pytest.mark.parametrize("mask", ["bias", "of all heads", "padding", "causal"])
+def test_masks_on_cuda_through_the_kernels_that_take_them(calls, kernel, mask):
+    """What torch calls there for a mask, on CPU tensors: O, LSE and gradients in their layouts."""
+    names = dict(sdpa_override._MASKED_ON_CUDA)
+    (forward, _), (backward, _) = (
+        names[f"_scaled_dot_product_{kernel}_attention{end}"] for end in ("", "_backward")
+    )
+    q, k, v = tensors(20, 25)
+    batch, heads = q.shape[:2]
+    kept = torch.arange(25) < torch.tensor([25, 11])[:, None, None, None]
+    bias = {
+        "bias": torch.randn(batch, heads, 20, 25, dtype=q.dtype),
+        "of all heads": torch.randn(20, 25, dtype=q.dtype).expand(batch, heads, -1, -1),
+        "padding": torch.zeros(kept.shape, dtype=q.dtype).masked_fill(~kept, -torch.inf),
+        "causal": torch.zeros(1, 1, 20, 25, dtype=q.dtype),
+    }[mask].expand(batch, heads, 20, 25)
+    bias = bias.detach().requires_grad_(mask != "padding")
+    causal = mask == "causal"
+    given = [x.detach() for x in (q, k, v)]
+    out, lse, *rest = forward(*given, bias.detach(), True, 0.0, causal, scale=0.3)
+    wide = [x.detach().requires_grad_() for x in given]
+    s = wide[0] @ wide[1].mT * 0.3 + bias
+    s = s.masked_fill(torch.ones(20, 25).triu(1).bool(), -torch.inf) if causal else s
+    exact = s.softmax(-1) @ wide[2]
+    torch.testing.assert_close(out, exact)
+    dout = torch.randn_like(out)
+    theirs = torch.autograd.grad(exact, [*wide, *([bias] * bias.requires_grad)], dout)
+    if kernel == "efficient":
+        assert lse.shape == (batch, heads, 32)
+        assert forward(*given, bias.detach(), False)[1].shape == (batch, heads, 0)
+        which = [True, True, True, bias.requires_grad]
+        told = (bias.detach(), out, lse, *rest, 0.0, which, causal)
+        *mine, of_mask = backward(dout, *given, *told, scale=0.3)
+        mine += [of_mask] * bias.requires_grad
+    else:
+        assert lse.shape == (batch, heads, 20, 1)
+        cuts, seeds = rest[:4], rest[4:6]
+        told = (out, lse, *seeds, bias.detach(), *cuts, 0.0, causal)
+        mine, theirs = backward(dout, *given, *told, scale=0.3), theirs[:3]
+    for x, y in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(x, y)
+    assert calls == ["run", "run", "backward"] if kernel == "efficient" else ["run", "backward"]
+
+
+def test_a_call_without_a_mask_goes_to_torchs_own_kernel():
+    class Own:
+        @staticmethod
+        def call_boxed(keyset, *args, **options):
+            return "own", keyset, args, options
+
+    function = sdpa_override._if_masked(lambda *args, **options: "ours", 2, Own)
+    assert function("keys", 1, 2, None, scale=3) == ("own", "keys", (1, 2, None), {"scale": 3})
+    assert function("keys", 1, 2, 0, scale=3) == "ours"
 
 
 def test_what_flash_attention_cannot_do_here_is_said():
@@ -200,10 +262,10 @@ def test_of_nothing_zeros_as_torchs_own(calls, sizes, masked):
     assert out.shape == q.shape
     assert not out.any()
     given = [x.detach() for x in (q, k, v)]
-    mine, lse = sdpa_override._cpu_forward(*given, attn_mask=mask)
+    mine, lse = sdpa_override._masked_forward(*given, attn_mask=mask)
     torch.testing.assert_close(mine, out.detach(), rtol=0, atol=0)
     assert torch.isneginf(lse).all()
-    gradients = sdpa_override._cpu_backward(
+    gradients = sdpa_override._masked_backward(
         *(torch.ones_like(mine), *given, mine, lse, 0.0, False), attn_mask=mask
     )
     for got, like in zip(gradients, given, strict=True):

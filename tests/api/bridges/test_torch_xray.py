@@ -13,6 +13,8 @@ from flashsim import Problem  # noqa: E402
 from flashsim.torch import xray  # noqa: E402
 from flashsim.torch.watch import in_ranges  # noqa: E402
 
+pytestmark = pytest.mark.promise("bridges equal their library")
+
 
 def test_each_pass_of_each_call_runs_in_a_range_of_its_own():
     log = []

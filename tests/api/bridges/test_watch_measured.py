@@ -17,6 +17,8 @@ from flashsim.errors import OptionError  # noqa: E402
 from flashsim.torch import watch  # noqa: E402
 from flashsim.torch.calls import AttentionCall, Extents  # noqa: E402
 
+pytestmark = pytest.mark.promise("bridges equal their library")
+
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 

@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 import flashsim.torch  # noqa: E402
 from flashsim.torch import watch  # noqa: E402
 
+pytestmark = pytest.mark.promise("bridges equal their library")
+
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
 
 

@@ -66,8 +66,6 @@ def tests(device: str, whole: bool) -> list[Test]:
     def unfit(point: Point) -> str:
         if point.get("dropout"):
             return "flashsim has no dropout"
-        if point.get("alibi") and gpu:
-            return "ALiBi is a bias, and the GPU kernels take none"
         if point.get("alibi") and point.get("varlen"):
             return "ALiBi is a bias, here one matrix over all packed sequences"
         if point.get("pages"):

@@ -15,7 +15,6 @@ from flashsim.jax import dot_product_attention
 from outside.cases import Test, product
 
 TITLE = "JAX, jax.nn.dot_product_attention"
-NO_BIAS = "the GPU kernels take no bias, nor a mask that becomes one"
 
 MODES = (
     *(("bias",), ("causal",), ("padding",), ("custom",), ("causal", "padding")),
@@ -25,23 +24,17 @@ MODES = (
 
 def tests(device: str, whole: bool) -> list[Test]:
     """Their three tests of attention, with flashsim in the place of cuDNN."""
-    gpu = device == "cuda"
-
-    def becomes_bias(point: Any) -> str:
-        return NO_BIAS if gpu and set(point["mode"]) & {"bias", "padding", "custom"} else ""
-
     return [
         Test(
             "testDotProductAttention",
             plain,
             product(dtype=("bfloat16", "float16"), groups=(1, 2, 4), vmap=(False, True)),
         ),
-        Test("testDotProductAttentionMask", masked, product(mode=MODES), becomes_bias),
+        Test("testDotProductAttentionMask", masked, product(mode=MODES)),
         Test(
             "testDotProductAttentionBiasGradient",
             bias_gradient,
             product(batch=(1, 16), vmap=(False, True)),
-            lambda _: NO_BIAS if gpu else "",
         ),
     ]
 

@@ -98,9 +98,9 @@ def build_pair_softmax(module: ir.Module, block: Blocking, itemsize: int):
     if not code.is_new:
         return code.function
     S, rows, m, l, alpha, factor, P = code.function.args
-    b, minus_inf, one = code.b, code.const(-np.inf), ir.Constant(INT, 1)
+    b, minus_inf, unit = code.b, code.const(-np.inf), ir.Constant(INT, 1)
     masked = code.masked()
-    scale, last = code.spread(factor), b.sub(rows, one)
+    scale, last = code.spread(factor), b.sub(rows, unit)
 
     def scores(r, extra: int = 0) -> list:
         return code.vectors(code.at(S, code.times(r, code.width), extra * code.width))
@@ -111,7 +111,7 @@ def build_pair_softmax(module: ir.Module, block: Blocking, itemsize: int):
 
     tops = code.loop(rows, [minus_inf] * (2 * code.vecs), lambda r, t: largest(r, t, 2), by=2)
     tops = [code.larger(x, y) for x, y in zip(tops, tops[code.vecs :], strict=False)]
-    tops = code.loop(b.and_(rows, one), tops, lambda _, t: largest(last, t))
+    tops = code.loop(b.and_(rows, unit), tops, lambda _, t: largest(last, t))
     before = [code.load(x) for x in code.vectors(m)]
     needed = [b.fmul(top, scale) for top in tops]
     after = [
@@ -131,7 +131,7 @@ def build_pair_softmax(module: ir.Module, block: Blocking, itemsize: int):
 
     def keep(r, first, second, sums) -> list:
         """Process two rows, one vector at a time, all in registers."""
-        row = code.at(P, code.times(b.lshr(r, one), code.width))
+        row = code.at(P, code.times(b.lshr(r, unit), code.width))
         for i, address in enumerate(code.vectors(row)):
             x = power(first[i], less[i])
             y = power(second[i], less[i]) if second else code.const(0)
@@ -141,7 +141,7 @@ def build_pair_softmax(module: ir.Module, block: Blocking, itemsize: int):
 
     sums = [code.const(0)] * code.vecs
     sums = code.loop(rows, sums, lambda r, s: keep(r, scores(r), scores(r, 1), s), by=2)
-    sums = code.loop(b.and_(rows, one), sums, lambda _, s: keep(last, scores(last), [], s))
+    sums = code.loop(b.and_(rows, unit), sums, lambda _, s: keep(last, scores(last), [], s))
     for a, total, x in zip(alphas, sums, code.vectors(l), strict=True):
         code.store(code.fma(a, code.load(x), total), x)
     return code.done()
@@ -153,25 +153,25 @@ def build_pairs_of_rows(module: ir.Module, block: Blocking, itemsize: int):
     if not code.is_new:
         return code.function
     X, ld, rows, P = code.function.args
-    b, one = code.b, ir.Constant(INT, 1)
+    b, unit = code.b, ir.Constant(INT, 1)
 
     def keep(r, second) -> None:
-        row = code.at(P, code.times(b.lshr(r, one), code.width))
+        row = code.at(P, code.times(b.lshr(r, unit), code.width))
         above = code.vectors(code.at(X, b.mul(r, ld)))
         for x, y, address in zip(above, second, code.vectors(row), strict=True):
             code.store(code.pair(code.load(x), y), address)
 
     def two(r, _):
-        below = code.vectors(code.at(X, b.mul(b.add(r, one), ld)))
+        below = code.vectors(code.at(X, b.mul(b.add(r, unit), ld)))
         keep(r, [code.load(y) for y in below])
         return []
 
     def odd(_r, _):
-        keep(b.sub(rows, one), [code.const(0)] * code.vecs)
+        keep(b.sub(rows, unit), [code.const(0)] * code.vecs)
         return []
 
     code.loop(rows, [], two, by=2)
-    code.loop(b.and_(rows, one), [], odd)
+    code.loop(b.and_(rows, unit), [], odd)
     return code.done()
 
 
@@ -207,13 +207,15 @@ def _squares(name: str, args: str, fetch: Callable, put: Callable) -> Callable:
         code = PairCode(module, name, block, 4, args + "ii")
         if not code.is_new:
             return code.function
-        *given, down, across = code.function.args
+        *operands, down, across = code.function.args
 
         def row(y, _):
             def square(x, _):
-                values = code.transposed([fetch(code, given, y, x, r) for r in range(code.lanes)])
+                values = code.transposed(
+                    [fetch(code, operands, y, x, r) for r in range(code.lanes)]
+                )
                 for r, value in enumerate(values):
-                    put(code, given, y, x, r, value)
+                    put(code, operands, y, x, r, value)
                 return []
 
             code.loop(across, [], square, by=code.lanes)
@@ -241,17 +243,17 @@ def _plus(code: PairCode, x, r: int):
     return code.b.add(x, ir.Constant(INT, r))
 
 
-def _fetch_columns(code: PairCode, given, y, x, r: int):
+def _fetch_columns(code: PairCode, operands, y, x, r: int):
     """Load pairs y + r of columns from x on: two merged rows of X."""
-    _, _, X, d = given
+    _, _, X, d = operands
     start = code.b.mul(code.times(_plus(code, y, r), 2), d)
     low, high = (_load16(code, _at16(code, X, start, x, *more)) for more in ((), (d,)))
     pair = code.b.or_(low, code.b.shl(high, code.ints(16)))
     return code.b.bitcast(pair, code.vector)
 
 
-def _put_columns(code: PairCode, given, y, x, r: int, value) -> None:
-    out, row, _, _ = given
+def _put_columns(code: PairCode, operands, y, x, r: int, value) -> None:
+    out, row, _, _ = operands
     code.store(value, code.at(out, code.b.mul(_plus(code, x, r), row), y))
 
 
@@ -259,29 +261,29 @@ def _put_columns(code: PairCode, given, y, x, r: int, value) -> None:
 build_transpose_columns = _squares("columns", "pipi", _fetch_columns, _put_columns)
 
 
-def _fetch_rows(code: PairCode, given, y, x, r: int):
+def _fetch_rows(code: PairCode, operands, y, x, r: int):
     """Load the pairs from x on of row y + r of X."""
-    _, X, d = given
+    _, X, d = operands
     return code.load_at(_at16(code, X, code.b.mul(_plus(code, y, r), d), code.times(x, 2)))
 
 
-def _put_rows(code: PairCode, given, y, x, r: int, value) -> None:
-    code.store(value, code.at(given[0], code.times(_plus(code, x, r), code.width), y))
+def _put_rows(code: PairCode, operands, y, x, r: int, value) -> None:
+    code.store(value, code.at(operands[0], code.times(_plus(code, x, r), code.width), y))
 
 
 #: out, X, d, rows, pairs: see `operations.transpose_rows`.
 build_transpose_rows = _squares("rows", "ppi", _fetch_rows, _put_rows)
 
 
-def _fetch_panel(code: PairCode, given, y, x, r: int):
+def _fetch_panel(code: PairCode, operands, y, x, r: int):
     """Load row x + r of the panel, lanes from y on, times their factors."""
-    panel, _, _, factors = given
+    panel, _, _, factors = operands
     value = code.load(code.at(panel, code.times(_plus(code, x, r), code.width), y))
     return code.b.fmul(value, code.load(code.at(factors, y)))
 
 
-def _put_panel(code: PairCode, given, y, x, r: int, value) -> None:
-    _, X, d, _ = given
+def _put_panel(code: PairCode, operands, y, x, r: int, value) -> None:
+    _, X, d, _ = operands
     halves = code.halves(value)
     address = _at16(code, X, code.b.mul(_plus(code, y, r), d), x)
     code.b.store(halves, code.b.bitcast(address, halves.type.as_pointer()), align=2)

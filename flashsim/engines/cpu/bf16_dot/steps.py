@@ -60,10 +60,10 @@ def weigh(cpu, O, P, V, panel, dv, waiting):
 @part
 def moved(cpu, alpha, at):
     """Whether any lane's sums must be rescaled."""
-    found = False
+    changed = False
     for c in range(cpu.width):
-        found |= alpha[np.uint64(at + c)] != 1
-    return found
+        changed |= alpha[np.uint64(at + c)] != 1
+    return changed
 
 
 @part

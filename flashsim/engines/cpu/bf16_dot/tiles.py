@@ -119,8 +119,8 @@ def lower(module: ir.Module, block: Blocking, mode: str, rows: int, columns: int
             offsets.append(x)
         if name == "B":
             offsets.append(code.b.mul(leading[name], x))
-        place = code.at(base[name], *(o for o in offsets if not isinstance(o, int) or o))
-        return code.b.bitcast(place, BYTE.as_pointer())
+        at_tile = code.at(base[name], *(o for o in offsets if not isinstance(o, int) or o))
+        return code.b.bitcast(at_tile, BYTE.as_pointer())
 
     def emit(instruction: Instruction, x=None) -> None:
         numbers = [ir.Constant(BYTE, t) for t in instruction if isinstance(t, int)]
@@ -130,9 +130,9 @@ def lower(module: ir.Module, block: Blocking, mode: str, rows: int, columns: int
             call(code, "tdpbf16ps", *numbers)
         else:
             name = instruction.operand
-            place = address(name, instruction.row, instruction.column, x)
+            at_tile = address(name, instruction.row, instruction.column, x)
             kind = "tileloadd64" if isinstance(instruction, Load) else "tilestored64"
-            call(code, kind, numbers[0], place, bytes_a_row[name])
+            call(code, kind, numbers[0], at_tile, bytes_a_row[name])
 
     def round_(x, _):
         for instruction in each:

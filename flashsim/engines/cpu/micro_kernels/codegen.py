@@ -49,8 +49,8 @@ def build_step(
         a_rows.append(code.at(a_rows[-1], row))
     places = [c for c_row in c_rows for c in code.vectors(c_row)]
     if mode != "set" and block.prefetch:
-        for place in places:  # used after the loop, by when they are near
-            code.prefetch(place)
+        for c_address in places:  # used after the loop, by when they are near
+            code.prefetch(c_address)
 
     def body(x, sums):
         right = [code.load(address) for address in code.vectors(code.at(B, code.b.mul(x, ldb)))]
@@ -67,12 +67,12 @@ def build_step(
     factors = []
     if mode == "rescale":
         factors = [code.load(address) for address in code.vectors(more[0])] * rows
-    for i, (value, place) in enumerate(zip(sums, places, strict=True)):
+    for i, (value, c_address) in enumerate(zip(sums, places, strict=True)):
         if mode == "add":
-            value = code.b.fadd(code.load(place), value)
+            value = code.b.fadd(code.load(c_address), value)
         elif factors:
-            value = code.fma(code.load(place), factors[i], value)
-        code.store(value, place)
+            value = code.fma(code.load(c_address), factors[i], value)
+        code.store(value, c_address)
     return code.done()
 
 
@@ -209,7 +209,7 @@ def build_soft_cap(module: ir.Module, block: Blocking, itemsize: int, gated: boo
     if not code.is_new:
         return code.function
     S, ld, rows, cap, *gate = code.function.args
-    b, c, one = code.b, code.spread(cap), code.const(1)
+    b, c, unit = code.b, code.spread(cap), code.const(1)
 
     def body(r, _):
         start = b.mul(r, ld)
@@ -218,7 +218,7 @@ def build_soft_cap(module: ir.Module, block: Blocking, itemsize: int, gated: boo
         for t, x in zip(ts, addresses, strict=True):
             code.store(b.fmul(t, c), x)
         for t, x in zip(ts, code.vectors(code.at(gate[0], start)) if gated else (), strict=False):
-            code.store(b.fsub(one, b.fmul(t, t)), x)
+            code.store(b.fsub(unit, b.fmul(t, t)), x)
         return []
 
     code.loop(rows, [], body)

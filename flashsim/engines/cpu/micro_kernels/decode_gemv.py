@@ -130,8 +130,8 @@ def build_weigh(module: ir.Module, block: Blocking, itemsize: int, kind: int | N
             return [code.fma(p, v, s) for (p, v), s in zip(pairs, sums, strict=True)]
 
         sums = code.loop(n, [code.const(0)] * len(places), products)
-        for total, place in zip(sums, places, strict=True):
-            code.store(b.fadd(code.load(place), total), place)
+        for total, address in zip(sums, places, strict=True):
+            code.store(b.fadd(code.load(address), total), address)
 
     def body(i, _):
         r0 = b.mul(i, chunk)
@@ -185,8 +185,8 @@ def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind:
         return [pairs.power(x) for x in xs] if pairs else code.exp(xs)
 
     def put(values, places) -> None:
-        for value, place in zip(values, places, strict=True):
-            b.store(b.extract_element(value, ir.Constant(ir.IntType(32), 0)), place)
+        for value, address in zip(values, places, strict=True):
+            b.store(b.extract_element(value, ir.Constant(ir.IntType(32), 0)), address)
 
     def several(h, count: int) -> None:
         rows = [code.at(S, b.mul(b.add(h, ir.Constant(INT, k)), ld)) for k in range(count)]
@@ -211,12 +211,15 @@ def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind:
             ps = power([b.fsub(s, base) for s, base in zip(scores, each, strict=True)])
             if pairs:  # never ahead of what is read
                 for row, two in zip(rows, zip(ps[::2], ps[1::2], strict=True), strict=True):
-                    place = code.at(row, b.lshr(x, ir.Constant(INT, 1)))
-                    code.store(pairs.in_a_row(*two), place)
-                ps = [b.fadd(one, other) for one, other in zip(ps[::2], ps[1::2], strict=True)]
+                    address = code.at(row, b.lshr(x, ir.Constant(INT, 1)))
+                    code.store(pairs.in_a_row(*two), address)
+                ps = [
+                    b.fadd(first_sum, other)
+                    for first_sum, other in zip(ps[::2], ps[1::2], strict=True)
+                ]
             else:
-                for p, place in zip(ps, places, strict=True):
-                    code.store(rounded(code, p, kind), place)
+                for p, address in zip(ps, places, strict=True):
+                    code.store(rounded(code, p, kind), address)
             return [b.fadd(total, p) for total, p in zip(sums, ps, strict=True)]
 
         sums = code.loop(n, [code.const(0)] * count, exponentials, by=at_once * code.lanes)

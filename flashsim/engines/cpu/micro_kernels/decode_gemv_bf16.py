@@ -39,9 +39,9 @@ def build_side_by_side(module: ir.Module, block: Blocking, itemsize: int, kind: 
             first = pairs.at(Q, pairs.b.mul(r, ld))
 
             def narrow(x, _):  # never ahead of what is read
-                place = pairs.at(first, pairs.b.lshr(x, ir.Constant(INT, 1)))
+                address = pairs.at(first, pairs.b.lshr(x, ir.Constant(INT, 1)))
                 value = pairs.halves(pairs.load(pairs.at(first, x)))
-                pairs.b.store(value, pairs.b.bitcast(place, shorts), align=4)
+                pairs.b.store(value, pairs.b.bitcast(address, shorts), align=4)
                 return []
 
             def clear(x, _):
@@ -61,7 +61,7 @@ def weigh_pairs(code: PairCode) -> ir.Function:
     O, ldo, P, ldp, V, v0, dv, keys, heads = code.function.args
     O.add_attribute("noalias")
     b, values, chunk = code.b, Stretch(code, V, v0, BFLOAT16), ir.Constant(INT, CHUNK)
-    numbers, one, quarter = values.numbers, ir.Constant(INT, 1), code.lanes // 4
+    numbers, unit, quarter = values.numbers, ir.Constant(INT, 1), code.lanes // 4
     rest = b.srem(dv, ir.Constant(INT, code.width))
     whole = b.sub(dv, rest)
     # Merging goes by 16 bytes: of 8 columns each, 4 come into the first vector, 4 into the second.
@@ -78,18 +78,18 @@ def weigh_pairs(code: PairCode) -> ir.Function:
     def several(r0, n, x, h, count: int, vecs: int, some=None) -> None:
         """Update O of `count` heads, for `vecs` vectors of columns."""
         columns = [code.at(O, b.mul(b.add(h, ir.Constant(INT, k)), ldo), x) for k in range(count)]
-        first = b.lshr(r0, one)
+        first = b.lshr(r0, unit)
         weights = [
             code.at(P, b.mul(b.add(h, ir.Constant(INT, k)), ldp), first) for k in range(count)
         ]
         top, near = b.add(b.mul(r0, dv), x), b.add(b.mul(r0, dv), b.mul(x, n))
-        last = b.sub(n, one)
+        last = b.sub(n, unit)
 
         def products(i, sums):
             r = code.times(i, 2)
             values.bring_near(b.add(near, code.times(r, vecs * numbers)), 2 * vecs * numbers)
             # An odd row is paired with itself: its second weight is 0.
-            below = b.select(b.icmp_signed("<", r, last), b.add(r, one), last)
+            below = b.select(b.icmp_signed("<", r, last), b.add(r, unit), last)
             rows = [b.add(top, b.mul(row, dv)) for row in (r, below)]
             right = []
             for v in range(vecs):
@@ -100,14 +100,14 @@ def weigh_pairs(code: PairCode) -> ir.Function:
             both = [(p, v) for p in left for v in right]
             return [code.step(p, v, s) for (p, v), s in zip(both, sums, strict=True)]
 
-        pairs = b.sdiv(b.add(n, one), ir.Constant(INT, 2))
+        pairs = b.sdiv(b.add(n, unit), ir.Constant(INT, 2))
         sums = code.loop(pairs, [code.const(0)] * (count * vecs * 2), products)
         for k in range(count):
             for v in range(vecs):
                 left, right = sums[2 * (k * vecs + v) : 2 * (k * vecs + v) + 2]
-                place = code.at(columns[k], v * numbers)
-                more = code.at(place, code.lanes)
-                code.store(b.fadd(code.load(place), code.pick(left, right, ordered[0])), place)
+                address = code.at(columns[k], v * numbers)
+                more = code.at(address, code.lanes)
+                code.store(b.fadd(code.load(address), code.pick(left, right, ordered[0])), address)
                 # O may end between the two.
                 there = ir.Constant(ir.IntType(1), 1)
                 if some is not None:

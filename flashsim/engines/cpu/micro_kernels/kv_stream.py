@@ -84,10 +84,10 @@ def lanes_below(code: Code, count):
     """Return the mask of the first `count` numbers of a vector from a `Stretch`."""
     b, lanes = code.b, numbers_of(code)
     undefined = ir.Constant(ir.VectorType(INT, lanes), ir.Undefined)
-    one = b.insert_element(undefined, count, ir.Constant(ir.IntType(32), 0))
+    vector = b.insert_element(undefined, count, ir.Constant(ir.IntType(32), 0))
     zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
     numbers = ir.Constant(undefined.type, list(range(lanes)))
-    return b.icmp_signed("<", numbers, b.shuffle_vector(one, undefined, zeros))
+    return b.icmp_signed("<", numbers, b.shuffle_vector(vector, undefined, zeros))
 
 
 def in_blocks(code: Code, heads, most: int, body: Callable) -> None:

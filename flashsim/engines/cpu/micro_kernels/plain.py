@@ -321,6 +321,6 @@ def _bits_of_float16(x):
 @part
 def _drop(u, n):
     """Drop the last n mantissa bits from the bits `u` of a float32; round to nearest, ties even."""
-    one = np.uint32(1)
-    even = (u >> n) & one
-    return np.uint32((u + (one << (n - one)) - one + even) >> n << n)
+    unit = np.uint32(1)
+    even = (u >> n) & unit
+    return np.uint32((u + (unit << (n - unit)) - unit + even) >> n << n)

@@ -172,10 +172,10 @@ def _host() -> type[Cpu]:
 
     NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can restrict Numba.
     """
-    has, given = llvm.get_host_cpu_features(), _given()
+    has, allowed = llvm.get_host_cpu_features(), _given()
     # Without NUMBA_CPU_NAME LLVM takes this CPU's features, less those that are switched off.
     own = getattr(config, "CPU_NAME") is None  # noqa: B009
-    usable = {x for x in has if has[x] and (f"+{x}" in given or (own and f"-{x}" not in given))}
+    usable = {x for x in has if has[x] and (f"+{x}" in allowed or (own and f"-{x}" not in allowed))}
     for kind, needs in _VECTORS.items():
         if usable.issuperset(needs):
             return kind
@@ -186,8 +186,8 @@ def _host() -> type[Cpu]:
 
 def _given() -> list[str]:
     """Return the CPU features that Numba gives LLVM: "+avx2" switches one on, "-avx2" off."""
-    given: str | None = getattr(config, "CPU_FEATURES")  # noqa: B009 (Numba sets it as it loads)
-    return (codegen.get_host_cpu_features() if given is None else given).split(",")
+    features: str | None = getattr(config, "CPU_FEATURES")  # noqa: B009 (Numba sets it as it loads)
+    return (codegen.get_host_cpu_features() if features is None else features).split(",")
 
 
 def paired(micro_kernel: str) -> Cpu:
@@ -231,5 +231,5 @@ def _lacks(micro_kernel: str) -> list[str]:
 
 def lacking(features: tuple[str, ...]) -> list[str]:
     """Return those of `features` that the CPU lacks or that Numba does not let LLVM use."""
-    has, given = llvm.get_host_cpu_features(), _given()
-    return [x for x in features if not (has.get(x) and f"+{x}" in given)]
+    has, allowed = llvm.get_host_cpu_features(), _given()
+    return [x for x in features if not (has.get(x) and f"+{x}" in allowed)]

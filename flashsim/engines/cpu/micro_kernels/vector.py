@@ -84,13 +84,13 @@ def vector_intrinsic(layout: str, build: Callable, **options) -> Callable:
             function = build(builder.module, block, itemsize, **options)
             passed: list = []
             addresses: list[int] = []  # which of `passed` are arrays
-            given = zip(
+            triples = zip(
                 slots,
                 cgutils.unpack_tuple(builder, values[1]),
                 signature.args[1].types,
                 strict=True,
             )
-            for slot, value, kind in given:
+            for slot, value, kind in triples:
                 if slot == "a":
                     addresses.append(len(passed))
                     passed.append(context.make_array(kind)(context, builder, value).data)

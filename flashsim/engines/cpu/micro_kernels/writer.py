@@ -107,9 +107,9 @@ class Code:
         """The scalar at `address` in every lane."""
         undefined = ir.Constant(self.vector, ir.Undefined)
         index = ir.IntType(32)
-        one = self.b.insert_element(undefined, self.b.load(address), ir.Constant(index, 0))
+        vector = self.b.insert_element(undefined, self.b.load(address), ir.Constant(index, 0))
         zeros = ir.Constant(ir.VectorType(index, self.lanes), [0] * self.lanes)
-        return self.b.shuffle_vector(one, undefined, zeros)
+        return self.b.shuffle_vector(vector, undefined, zeros)
 
     # -- arithmetic -----------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class Code:
         relative to 2^f - 1, and f includes the rounding errors of z and of its factor. Beyond 2^+-2
         mantissa bits the quotient is +-1 to the last bit.
         """
-        e, b, one, two = Exponential.of(self.itemsize), self.b, self.const(1), self.const(2)
+        e, b, unit, two = Exponential.of(self.itemsize), self.b, self.const(1), self.const(2)
         high, low = (self.const(part) for part in e.twice_log2e)
         factor = b.fdiv(high, c)
         rest = b.fdiv(b.fadd(self.fma(b.fneg(factor), c, high), low), c)
@@ -188,7 +188,7 @@ class Code:
         fs = [b.fadd(b.fsub(z, n), rest) for z, n, rest in zip(zs, ns, lost, strict=True)]
         ps = self.polynomial(e.less_one, fs)
         ys = [
-            self.fma(p, b.fmul(f, power), b.fsub(power, one))
+            self.fma(p, b.fmul(f, power), b.fsub(power, unit))
             for f, power, p in zip(fs, powers, ps, strict=True)
         ]
         return [b.fdiv(y, b.fadd(y, two)) for y in ys]

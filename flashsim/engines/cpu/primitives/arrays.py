@@ -44,8 +44,8 @@ def rest(context, X, start):
         count = context.cast(builder, args[1], signature.args[1], types.intp)
         left = builder.sub(builder.extract_value(array.shape, 0), count)
         data = builder.gep(array.data, [count])
-        found = _array(context, builder, X, data, left, array.itemsize, array.meminfo)
-        return impl_ret_borrowed(context, builder, X, found)
+        tail = _array(context, builder, X, data, left, array.itemsize, array.meminfo)
+        return impl_ret_borrowed(context, builder, X, tail)
 
     return X(X, start), codegen
 

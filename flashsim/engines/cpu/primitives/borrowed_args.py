@@ -65,9 +65,9 @@ def _read(context, builder, kind, at):
     """Read a value from memory; arrays come without their owners."""
     if isinstance(kind, types.Array):
         array = context.make_array(kind)(context, builder)
-        for place, name in enumerate(context.data_model_manager[kind]._fields):
+        for nth, name in enumerate(context.data_model_manager[kind]._fields):
             if name not in _OWNERS:
-                setattr(array, name, builder.load(cgutils.gep_inbounds(builder, at, 0, place)))
+                setattr(array, name, builder.load(cgutils.gep_inbounds(builder, at, 0, nth)))
         return _without_owners(array)
     if _holds_arrays(kind):
         elements: Any = kind
@@ -100,9 +100,9 @@ def call_with_lent(context, kernel, cpu, arguments):
 
     def codegen(context, builder, own, args):
         values = [args[1]]
-        place = cgutils.alloca_once_value(builder, args[2])
+        address = cgutils.alloca_once_value(builder, args[2])
         for i, kind in enumerate(arguments):
-            at = cgutils.gep_inbounds(builder, place, 0, i)
+            at = cgutils.gep_inbounds(builder, address, 0, i)
             by_address = isinstance(_lent(kind), ByAddress)
             values.append(at if by_address else _read(context, builder, kind, at))
         context.get_function(kernel, signature)(builder, values)

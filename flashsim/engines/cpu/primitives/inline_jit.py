@@ -80,17 +80,17 @@ def _link(library: Any, module: Any) -> None:
     """Link all direct and indirect callees of a library into its module."""
     seen, left = set(), list(library._linking_libraries)
     while left:
-        one = left.pop()
-        if one in seen:
+        callee = left.pop()
+        if callee in seen:
             continue
-        seen.add(one)
-        if hasattr(one, "_reload_init"):  # not before Numba 0.62
-            library._reload_init.update(one._reload_init)
-        if isinstance(one, _Text):
-            module.link_in(one._final_module, preserve=True)
-            left += one._linking_libraries
+        seen.add(callee)
+        if hasattr(callee, "_reload_init"):  # not before Numba 0.62
+            library._reload_init.update(callee._reload_init)
+        if isinstance(callee, _Text):
+            module.link_in(callee._final_module, preserve=True)
+            left += callee._linking_libraries
         else:
-            module.link_in(one._get_module_for_linking(), preserve=True)
+            module.link_in(callee._get_module_for_linking(), preserve=True)
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
@@ -173,7 +173,7 @@ def using(pipeline: type[Part], definition: Callable, choose: Callable, **option
 def part(definition: Callable | None = None, *, pipeline: type[Part] = Part, **options: Any) -> Any:
     """Let compiled callers use the decorated function; called from Python, it runs as it stands."""
     if definition is None:
-        return lambda given: part(given, pipeline=pipeline, **options)
+        return lambda function: part(function, pipeline=pipeline, **options)
     using(pipeline, definition, lambda *_: definition, **options)
     return definition
 

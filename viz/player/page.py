@@ -131,8 +131,8 @@ def page(
         "tensors": names,
         "panes": [_pane(label, *pane, names) for label, pane in chosen.items()],
     }
-    made = assembled("flashsim.viz.player", "player", _SCRIPTS, payload, str(payload["title"]))
-    result = Page(made)
+    document = assembled("flashsim.viz.player", "player", _SCRIPTS, payload, str(payload["title"]))
+    result = Page(document)
     if path is not None:
         result.save(path)
     return result
@@ -209,7 +209,7 @@ def _pane(
 
 def _statistics(s: RowStatistics) -> dict[str, Any]:
     """The rows that the player can follow, by row tile, and the tile of the first."""
-    return {"tile": s.tile, "rows": {tile: _row(one) for tile, one in s.by_tile.items()}}
+    return {"tile": s.tile, "rows": {tile: _row(followed) for tile, followed in s.by_tile.items()}}
 
 
 def _row(s: RowStatistics) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from flashsim.viz.laboratory import rows
 from flashsim.viz.laboratory.export import payload
 from flashsim.viz.laboratory.javascript import PRELUDE, translated
 from flashsim.viz.palette import THEMES
-from flashsim.viz.player.html import Page, assembled
+from flashsim.viz.player.page import Page, assembled
 
 _SCRIPTS = ("model.js", "sentence.js", "figures.js", "lab.js")
 
@@ -69,6 +69,6 @@ def translated_python() -> str:
 def _themes() -> dict[str, Any]:
     names = ("name", "background", "panel", "text", "muted", "grid", "accent", "cycle")
     return {
-        name: {**{key: getattr(one, key) for key in names}, "tensors": dict(one.tensors)}
-        for name, one in THEMES.items()
+        name: {**{key: getattr(theme, key) for key in names}, "tensors": dict(theme.tensors)}
+        for name, theme in THEMES.items()
     }

@@ -40,18 +40,18 @@ def draw(kind: str, n: int, head_dim: int = 64, *, heads: int = 1, seed: int = 0
     heads = checks.positive_int("heads", heads)
     rng = np.random.default_rng(checks.seed(seed))
     try:
-        made = [rng.standard_normal((1, heads, n, d)) for _ in range(4)]
+        arrays = [rng.standard_normal((1, heads, n, d)) for _ in range(4)]
     except (MemoryError, ValueError):  # NumPy says the latter beyond 2**63 bytes
         raise OptionError(f"memory does not hold q, k, v and dout of {heads} x {n} x {d}") from None
     if kind == "heavy":
-        for x in made:
+        for x in arrays:
             x[rng.random(x.shape) < 0.01] *= 8
     elif kind == "outliers":
-        for x in made:
+        for x in arrays:
             x += 10 * rng.standard_normal(x.shape) * (rng.random(x.shape) < 0.001)
     elif kind in ("rising", "falling"):
         direction = np.full(d, d**-0.5)  # a unit vector; the default scale is 1 / sqrt(d)
         ramp = np.linspace(-50, 50, n)[:: 1 if kind == "rising" else -1]
-        made[0] = 0.1 * made[0] + direction
-        made[1] = made[1] + d**0.5 * ramp[:, None] * direction
-    return Drawn(*made)
+        arrays[0] = 0.1 * arrays[0] + direction
+        arrays[1] = arrays[1] + d**0.5 * ramp[:, None] * direction
+    return Drawn(*arrays)

@@ -88,11 +88,11 @@ def lit(group: Any, block: Any, cells: int) -> np.ndarray:
     if block is None:
         return np.zeros((cells, cells), bool)
     edges = np.linspace(0, group.rows_a_member, cells + 1)
-    found = []
+    rectangles = []
     for part in (block.q, block.k):
         low, high = edges[:-1].clip(part.start, part.stop), edges[1:].clip(part.start, part.stop)
-        found.append((low - part.start, high - part.start))
-    (q_low, q_high), (k_low, k_high) = found
+        rectangles.append((low - part.start, high - part.start))
+    (q_low, q_high), (k_low, k_high) = rectangles
     there = (q_high > q_low)[:, None] & (k_high > k_low)[None, :]
     if block.problem.causal:
         there &= q_high[:, None] > k_low[None, :]

@@ -1,0 +1,187 @@
+"""Predicted beside measured times of flashsim's kernels on shapes that nobody chose.
+
+    python benchmarks/random_times.py --seeds 1,2,3 --csv out.csv [--shapes 12] [--jobs 14]
+    python benchmarks/random_times.py --from out.csv [--worst 10]       # predicts again; no GPU
+
+Measuring needs a GPU and CuPy. Shapes are those of `random_shapes.draw`. Each is timed forward, and
+backward in the form that `backward(deterministic=False)` takes, as `benchmarks/times.py` times
+them: interleaved, behind a spinning kernel, the median of five. One row per pass and one per stage.
+The table compares `flashsim.predict.predict` for the same GPU with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import random_shapes
+import times
+from gpu_compile import compile_all
+from gpu_lab import open_lab
+from predict_times import problem_of
+
+import flashsim
+from flashsim import FlashSimError, Problem
+from flashsim.problem.hardware import PRESETS
+from flashsim.report import Table
+from flashsim.studies import verify
+from flashsim.studies.predict import predict
+
+COLUMNS = ("seed", *times.COLUMNS)
+
+
+def drawn(seeds: list[int], count: int) -> list[tuple[int, Problem]]:
+    """So many shapes of each seed, one seed's after the other's in turn."""
+    streams = [(seed, random.Random(seed)) for seed in seeds]
+    return [(seed, problem(random_shapes.draw(rng))) for _ in range(count) for seed, rng in streams]
+
+
+def problem(shape: Any) -> Problem:
+    """A shape of `random_shapes` as a problem in bfloat16."""
+    sizes = {"n_q": shape.n, "head_dim": shape.head_dim, "batch": shape.batch}
+    sizes |= {"heads": shape.heads, "kv_heads": shape.kv_heads or shape.heads}
+    if shape.n_kv:
+        sizes["n_kv"] = shape.n_kv
+    if shape.window:
+        return Problem(**sizes, dtype="bfloat16", window=(shape.window, 0), causal=True)
+    return Problem(**sizes, dtype="bfloat16", causal=shape.causal)
+
+
+def form(p: Problem) -> str:
+    """The algorithm of the backward pass that `backward(deterministic=False)` takes here."""
+    how = {"direction": "backward", "deterministic": False, "device": verify.here()}
+    return predict(p, **how).traffic.algorithm
+
+
+def measure(shapes: list[tuple[int, Problem]], seconds: float, path: Path) -> None:
+    """Time the shapes and write a row per pass and stage."""
+    began, (lab, _) = time.monotonic(), open_lab()
+    split, clock = times.Split(lab), times.sm_clock()
+    with path.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for done, (seed, p) in enumerate(shapes):
+            if time.monotonic() - began > seconds:
+                print(f"time is over: {len(shapes) - done} shapes were not measured")
+                break
+            everyone = list(_passes(lab, p))
+            times.measure(lab, split, clock, everyone)
+            for one in everyone:
+                writer.writerows({"seed": seed} | row for row in times.rows(p, one, lab.name))
+            stream.flush()
+            everyone.clear()
+            lab.release()
+
+
+def _passes(lab: Any, p: Problem) -> Iterator[times.Timed]:
+    queries, keys = (p.batch, p.heads, p.n_q), (p.batch, p.kv_heads, p.n_kv)
+    q, k, v, dout = (lab.array((*x, p.head_dim), p.dtype) for x in (queries, keys, keys, queries))
+    options: dict[str, Any] = {"backend": "cupy", "trace": False, "causal": p.causal}
+    call = partial(flashsim.run, q, k, v, **options, window=p.window)
+    try:
+        result = call()
+        yield times.Timed("hopper", "forward", call)
+        call = partial(result.backward, dout, deterministic=False)
+        call()
+        yield times.Timed("hopper", form(p), call)
+    except FlashSimError as error:
+        print(f"{p}: {error}"[:200])
+
+
+def compile_first(shapes: list[Problem], jobs: int) -> None:
+    """Every kernel of these shapes."""
+    gpu, kernels = times.this_gpu(), []
+    for p in shapes:
+        for name in ("forward", form(p)):
+            for one in times.passes_of("hopper", p, name, gpu=gpu):
+                kernels += [("hopper", x.kernel) for x in (*one.before, one)]
+    compile_all(kernels, jobs)
+
+
+def compared(path: Path) -> list[dict[str, Any]]:
+    """Each pass of a file with its prediction, and its stages with theirs, in µs."""
+    found: list[dict[str, Any]] = []
+    with path.open(newline="") as stream:
+        for row in csv.DictReader(stream):
+            if row["stage"]:
+                found[-1]["stages"][row["stage"]] = float(row["us"])
+                continue
+            p, name = problem_of(row), row["pass"]
+            device = next(x for x in PRESETS.values() if x.name in row["gpu"])
+            direction = "forward" if name == "forward" else "backward"
+            algorithm = "flash2" if name == "forward" else name
+            said = predict(p, direction=direction, algorithm=algorithm, device=device)
+            found.append(
+                {"seed": row["seed"], "problem": p, "pass": name, "us": float(row["us"])}
+                | {"predicted": 1e6 * said.seconds, "stages": {}, "tile": row["tile"]}
+                | {"said": {s.name: 1e6 * s.seconds for s in said.stages}, "prediction": said}
+            )
+    return found
+
+
+def error(row: dict[str, Any]) -> float:
+    """Predicted / measured - 1, in per cent."""
+    return 100 * (row["predicted"] / row["us"] - 1)
+
+
+def tables(rows: list[dict[str, Any]], worst: int) -> Iterator[Table]:
+    """Errors by direction, and by seed; then the worst passes."""
+    table = Table(
+        "Times on random shapes: predicted / measured - 1, %",
+        ("pass", "seed", "passes", "mean", "worst"),
+        note="mean: of absolute values",
+    )
+    for forward in (True, False):
+        those = [row for row in rows if (row["pass"] == "forward") == forward]
+        for seed in (*dict.fromkeys(row["seed"] for row in those), "all"):
+            wrong = [error(row) for row in those if seed in (row["seed"], "all")]
+            mean = statistics.fmean(map(abs, wrong))
+            name = "forward" if forward else "backward"
+            cells = f"{mean:.1f}", f"{max(wrong, key=abs):+.1f}"
+            table.rows.append((name, seed, len(wrong), *cells))
+    yield table
+    table = Table(
+        "The worst", ("error, %", "pass", "us", "tile", "shape", "stages: measured, predicted, us")
+    )
+    for row in sorted(rows, key=lambda row: -abs(error(row)))[:worst]:
+        p = row["problem"]
+        shape = f"{p.batch} x {p.heads}/{p.kv_heads}, {p.n_q} x {p.n_kv}, d={p.head_dim}"
+        shape += f"{' causal' * p.causal} {p.window or ''}"
+        stages = (f"{s} {us:.1f} {row['said'].get(s, 0):.1f}" for s, us in row["stages"].items())
+        cells = f"{row['us']:.1f}", row["tile"], shape, "; ".join(stages)
+        table.rows.append((f"{error(row):+.1f}", row["pass"], *cells))
+    yield table
+
+
+def main() -> None:
+    """Measure if asked to; compare and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--shapes", type=int, default=12, help="of each seed")
+    parser.add_argument("--csv", type=Path, help="measure, and write this file")
+    parser.add_argument("--from", type=Path, dest="source", help="a file that --csv wrote")
+    parser.add_argument("--jobs", type=int, default=14)
+    parser.add_argument("--seconds", type=float, default=160, help="begin no shape after that")
+    parser.add_argument("--worst", type=int, default=10)
+    chosen = parser.parse_args()
+    path = chosen.source or chosen.csv
+    if path is None:
+        parser.error("give --csv FILE to measure, or --from FILE")
+    if chosen.source is None:
+        shapes = drawn([int(seed) for seed in chosen.seeds.split(",")], chosen.shapes)
+        compile_first([p for _, p in shapes], chosen.jobs)
+        measure(shapes, chosen.seconds, path)
+    for table in tables(compared(path), chosen.worst):
+        print(table.text(width=160))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""Declare options: single, or in bundles (a dataclass per topic), and hand them to Typer.
+
+A command takes a bundle as one parameter, and `spread` turns it into one option per field. The
+parameter's default, if any, holds the command's own defaults: ``sizes: Sizes = LAYER``. An option
+that only one command has is a parameter with ``option(default, help)`` as its default.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, is_dataclass
+from functools import wraps
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import typer
+
+from flashsim.errors import FlashSimError, OptionError
+
+T = TypeVar("T")
+OUTPUT = "Output"
+#: The default of an option that must be given.
+REQUIRED: Any = ...
+
+
+@dataclass(frozen=True)
+class _Option:
+    """An option that is named after the parameter or field that holds it."""
+
+    default: Any
+    help: str
+    short: str = ""
+    read: Callable[[str, str], Any] | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def parameter(self, name: str, kind: Any, default: Any, panel: str | None) -> Any:
+        """The option as a parameter for Typer."""
+        about = typer.Option(
+            *(flag(name), *self.short.split()),
+            help=self.help,
+            **{"rich_help_panel": panel, **self.more},
+        )
+        needed = {} if default is REQUIRED else {"default": default}
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(name, keyword, annotation=Annotated[kind, about], **needed)
+
+
+def option(
+    default: Any,
+    help: str,
+    short: str = "",
+    read: Callable[[str, str], Any] | None = None,
+    panel: str | None = None,
+    **more: Any,
+) -> Any:
+    """Declare an option as the default of a command's parameter, whose name it takes.
+
+    `read` turns the option's name and its text into the value; a list is read from text with
+    commas. `more` is passed to `typer.Option`.
+    """
+    return _Option(default, help, short, read, more | ({"rich_help_panel": panel} if panel else {}))
+
+
+def in_bundle(default: Any, help: str, short: str = "") -> Any:
+    """Declare an option as the default of a bundle's field, whose name it takes."""
+    return field(default=default, metadata={"option": _Option(default, help, short)})
+
+
+@dataclass(frozen=True)
+class Format:
+    """Tables for people, or one format for programs."""
+
+    panel = OUTPUT
+    json: bool = in_bundle(False, "Print JSON instead of tables.")
+    csv: bool = in_bundle(False, "Print CSV instead of tables.")
+
+    def __post_init__(self) -> None:
+        if self.json and self.csv:
+            raise OptionError("--json and --csv are two formats; give one of them")
+
+
+def flag(name: str) -> str:
+    """The option's name as the user types it."""
+    return "--" + name.strip("_").replace("_", "-")
+
+
+def each(convert: Callable[[str], Any]) -> Callable[[str, str], list[Any]]:
+    """A reader that converts each value of ``a,b,c``."""
+
+    def read(name: str, text: str) -> list[Any]:
+        try:
+            return [convert(part.strip()) for part in text.split(",")]
+        except FlashSimError:
+            raise
+        except ValueError:
+            raise OptionError(
+                f"{name} takes values separated by commas, e.g. 1024,2048; got {text!r}"
+            ) from None
+
+    return read
+
+
+def _lists(kind: Any) -> Callable[[str, str], list[Any]] | None:
+    """The reader of a list type; None for any other type."""
+    list_type = next((x for x in (kind, *get_args(kind)) if get_origin(x) is list), None)
+    return None if list_type is None else each(get_args(list_type)[0])
+
+
+def pair(
+    between: str, convert: Callable[[str], T], takes: str
+) -> Callable[[str, str], tuple[T, T]]:
+    """A reader of two values around a separator; `takes` describes the format in errors."""
+
+    def read(name: str, text: str) -> tuple[T, T]:
+        try:
+            first, last = (convert(side) for side in text.lower().split(between))
+        except ValueError:
+            raise OptionError(f"{name} takes {takes}, got {text!r}") from None
+        return first, last
+
+    return read
+
+
+def spread(command: Callable[..., Any], show: Callable[..., None]) -> Callable[..., None]:
+    """`command` with each bundle among its parameters spread into its fields, for Typer.
+
+    If a parameter has the name of a field, it replaces that field's option. The command's result
+    is shown in the requested `Format`.
+    """
+    hints: dict[str, Any] = get_type_hints(command, include_extras=True)
+    parameters = inspect.signature(command).parameters
+    bundles: dict[str, Any] = {}
+    readers: dict[str, Callable[[str, str], Any]] = {}
+    flat: dict[str, inspect.Parameter] = {}
+    for name, parameter in parameters.items():
+        kind, default = hints[name], parameter.default
+        if is_dataclass(kind):
+            bundles[name] = kind() if default is parameter.empty else default  # type: ignore[operator]
+            flat |= _leaves(bundles[name])
+        elif isinstance(default, _Option):
+            if read := default.read or _lists(kind):
+                readers[name], kind = read, str if default.default is not None else str | None
+            flat[name] = default.parameter(name, kind, default.default, None)
+        else:
+            flat[name] = parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY)
+
+    if shown := hints["return"] is not type(None):
+        flat |= _leaves(Format())
+
+    @wraps(command)
+    def gathered(**received: Any) -> None:
+        form = _gather(Format(), received) if shown else None
+        own = {name: received.pop(name) for name in parameters if name in received}
+        for name, read in readers.items():
+            if own[name] is not None:
+                own[name] = read(flag(name), own[name])
+        own |= {name: _gather(defaults, received) for name, defaults in bundles.items()}
+        result = command(**own)
+        if shown:
+            show(result, form)
+
+    gathered.__signature__ = inspect.Signature([*flat.values()])  # type: ignore[attr-defined]
+    gathered.__annotations__ = {name: parameter.annotation for name, parameter in flat.items()}
+    return gathered
+
+
+def _leaves(bundle: Any) -> dict[str, inspect.Parameter]:
+    """Parameters for a bundle's fields, one each; a field may be a bundle itself."""
+    parameters: dict[str, inspect.Parameter] = {}
+    for name, kind in get_type_hints(type(bundle)).items():
+        default = getattr(bundle, name)
+        if is_dataclass(kind):
+            parameters |= _leaves(default)
+        else:
+            about: _Option = bundle.__dataclass_fields__[name].metadata["option"]
+            parameters[name] = about.parameter(name, kind, default, bundle.panel)
+    return parameters
+
+
+def _gather(defaults: Any, received: dict[str, Any]) -> Any:
+    """Build a bundle from values taken out of `received`; others come from `defaults`."""
+    return type(defaults)(
+        **{
+            name: _gather(default, received)
+            if is_dataclass(default)
+            else received.pop(name, default)
+            for name in get_type_hints(type(defaults))
+            for default in [getattr(defaults, name)]
+        }
+    )
+
+
+def written(typed: typer.Context) -> list[str]:
+    """Names of the options that were typed on the command line."""
+    names = []
+    for option in typed.command.params:
+        source = typed.get_parameter_source(option.name or "")  # an enum, of click's or of Typer's
+        if source is not None and source.name == "COMMANDLINE" and option.opts[0].startswith("--"):
+            names.append(option.name or "")
+    return names
+
+
+def refuse_unused(
+    typed: typer.Context,
+    where: str,
+    *,
+    only: Iterable[str] | None = None,
+    never: Iterable[str] = (),
+) -> None:
+    """Refuse options that were typed and have no effect in this case.
+
+    These are the options in `never`; or, if `only` is set, all except `only` and the formats.
+
+    Raises
+    ------
+    OptionError
+    """
+    never, only = set(never), None if only is None else {*only, "json", "csv"}
+    idle = [n for n in written(typed) if n in never or (only is not None and n not in only)]
+    if idle:
+        them = "it" if len(idle) == 1 else "them"
+        raise OptionError(f"{', '.join(map(flag, idle))}: not for {where}; leave {them} out")

@@ -1,0 +1,82 @@
+"""Grade a homework folder as it was handed out: its files of kernels, and its own tests.
+
+Such a folder has the files that the exercises for kernels name (`KernelExercise.path`), and perhaps
+a folder `tests`. Nothing in it is changed, and it needs no GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from flashsim.exercises import shelf
+from flashsim.exercises.kernel_exercise import KernelExercise
+from flashsim.exercises.kernel_grading import LIMIT, MEMORY, grade_kernels, handed
+from flashsim.exercises.kernel_runner import KernelOrder
+from flashsim.exercises.marks import Mark, Marks
+from flashsim.exercises.runner import plain
+
+#: What the marks of a folder's own tests are called.
+TESTS = "its own tests"
+
+
+def homework_in(folder: Path) -> list[Path]:
+    """The homework folders: the folder itself, or those right below it."""
+    below = sorted(path for path in folder.iterdir() if path.is_dir())
+    return [folder] if _files(folder) else [path for path in below if _files(path)]
+
+
+def _files(root: Path) -> list[tuple[Path, KernelExercise]]:
+    """The files of a homework folder, with the exercises that they solve."""
+    found = [shelf.find(name) for name in shelf.kernel_names()]
+    return [
+        (root / one.path, one)
+        for one in found
+        if isinstance(one, KernelExercise) and one.path and (root / one.path).is_file()
+    ]
+
+
+def grade_homework(
+    root: Path,
+    exercise: str | None = None,
+    *,
+    limit: float | None = None,
+    memory: int | None = None,
+) -> Iterator[tuple[Path, Marks]]:
+    """Judge each file of a homework folder for each exercise it solves, and run its own tests."""
+    only = None if exercise is None else shelf.find(exercise).name
+    for path, one in _files(root):
+        if only in (None, one.name):
+            yield path, grade_kernels(path, one, root=root, limit=limit, memory=memory)[0]
+    if only is None and (root / "tests").is_dir():
+        yield root / "tests", _tests(root, limit, memory)
+
+
+def _tests(root: Path, limit: float | None, memory: int | None) -> Marks:
+    began = time.perf_counter()
+    tests, top = str((root / "tests").resolve()), str(root.resolve())
+    seconds, size = LIMIT if limit is None else limit, MEMORY if memory is None else memory
+    order = KernelOrder(tests, top, (), (), (), (), seconds, size, tests=True)
+    kind, said, _, outcomes = handed(order)
+    if kind or not outcomes:
+        return Marks.none(TESTS, kind or "missing", said or "pytest found no test")
+    marks = []
+    for name, outcome, words in outcomes:
+        right = outcome == "passed"
+        why = "" if right else plain(f"{outcome}: {words}", 500)
+        marks.append(Mark(plain(name, 200), int(right), 1, "" if right else "test", why))
+    return Marks(TESTS, tuple(marks), {}, seconds=time.perf_counter() - began)
+
+
+def together(found: list[tuple[Path, Marks]]) -> Marks:
+    """All marks of a homework folder as one, for Gradescope."""
+    marks = [
+        Mark(f"{one.exercise}: {mark.name}", *(mark.points, mark.most, mark.kind, mark.words))
+        for _, one in found
+        for mark in one.marks
+    ]
+    return Marks("homework", tuple(marks), {}, seconds=sum(one.seconds for _, one in found))
+
+
+__all__ = ["TESTS", "grade_homework", "homework_in", "together"]

@@ -1,0 +1,274 @@
+"""Grade a file of kernels: results, safety on a GPU, on-chip memory and bytes.
+
+The file runs in a process of its own (`kernel_runner`), which hands over what its kernels did. This
+process draws the inputs, computes what is right, and judges. It never runs the file.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashsim.errors import FlashSimError, TraceError
+from flashsim.exercises import kernel_runner, words
+from flashsim.exercises.exercise import Arrays
+from flashsim.exercises.kernel_exercise import Case, KernelExercise
+from flashsim.exercises.kernel_runner import KernelOrder
+from flashsim.exercises.marks import Mark, Marks
+from flashsim.exercises.runner import Limits, plain, run
+from flashsim.own_kernels import KernelTrace
+from flashsim.own_kernels.record_file import unpacked
+from flashsim.trace.trace import Trace
+
+#: Points of the four things that are judged.
+RESULTS, SAFE, ROOM, BYTES = 40, 10, 10, 40
+#: Seconds that a file may take, and MiB beyond what torch, Triton and JAX take themselves.
+LIMIT, MEMORY = 120.0, 4096
+#: Findings that a GPU does not forgive.
+_UNSAFE = ("outside", "next head", "two stores", "race", "never stored")
+_MOST = 1 << 28
+
+
+class Handover(NamedTuple):
+    """Kind and words of a failure, what a file recorded, and outcomes of its tests."""
+
+    kind: str = ""
+    words: str = ""
+    data: bytes = b""
+    tests: Sequence[Any] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """One case that ran: its inputs, and what the kernels did."""
+
+    case: Case
+    arrays: Arrays
+    traced: KernelTrace
+
+
+def grade_kernels(
+    path: Path,
+    exercise: KernelExercise,
+    *,
+    root: Path | None = None,
+    limit: float | None = None,
+    memory: int | None = None,
+    runner: Callable[[KernelOrder], Handover] | None = None,
+) -> tuple[Marks, Trace | None]:
+    """Judge a file; `root` is a folder whose modules it may import, besides its own folder.
+
+    `runner` carries out the order; the default, `handed`, starts a process.
+    """
+    began = time.perf_counter()
+    cases = exercise.cases
+    drawn = [case.task.arrays(case.kind, secrets.randbits(32)) for case in cases]
+    calls = tuple(
+        (exercise.arguments(arrays), case.task.problem.causal if exercise.flag else None)
+        for case, arrays in zip(cases, drawn, strict=True)
+    )
+    folder = path.resolve().parent
+    order = KernelOrder(
+        str(path.resolve()),
+        str(folder if root is None else root.resolve()),
+        exercise.calls,
+        exercise.given,
+        exercise.outputs,
+        calls,
+        LIMIT if limit is None else limit,
+        MEMORY if memory is None else memory,
+    )
+    kind, said, data, _ = (runner or handed)(order)
+    try:
+        if kind:
+            raise kernel_runner.Refused(kind, said)
+        marks, figures, moved, trace = _judged(exercise, cases, drawn, data)
+    except (kernel_runner.Refused, FlashSimError) as error:
+        marks = (Mark("runs", 0, 100, getattr(error, "kind", "record"), str(error)),)
+        figures, moved, trace = {}, (), None
+    first = next((at for at, mark in enumerate(marks) if mark.kind), None)
+    if first is not None and (left := words.todo(path.read_text("utf-8", "replace"), exercise)):
+        more = replace(marks[first], words=f"{marks[first].words}; {left}")
+        marks = (*marks[:first], more, *marks[first + 1 :])
+    hint = f"flashsim exercise hint {exercise.file or exercise.name}"
+    seconds = time.perf_counter() - began
+    return Marks(exercise.name, marks, figures, moved, seconds, hint), trace
+
+
+def handed(order: KernelOrder) -> Handover:
+    """Carry out an order in a process of its own."""
+    command = [sys.executable, "-P", "-m", kernel_runner.__name__]
+    ended = run(command, pickle.dumps(order), Limits(order.seconds, result=_MOST))
+    if ended.why:
+        return Handover(ended.why, words.WHY_ENDED[ended.why].format(order.seconds))
+    first, _, data = ended.result.partition(b"\n")
+    try:
+        about = json.loads(first)
+        return Handover(plain(about["kind"], 20), plain(about["words"]), data, about["tests"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        last = (ended.printed.strip().splitlines() or [f"exit status {ended.status}"])[-1]
+        said = f"the file ended its process before it was judged ({plain(last, 300)})"
+        return Handover("process", said)
+
+
+def _judged(
+    exercise: KernelExercise, cases: Sequence[Case], drawn: Sequence[Arrays], data: bytes
+) -> tuple[tuple[Mark, ...], dict[str, int], tuple[tuple[str, str, int, int], ...], Trace]:
+    runs, recorded = [], unpacked(data, _MOST)
+    if len(recorded) != len(cases):
+        raise TraceError(f"{len(cases)} calls were made, and {len(recorded)} are recorded")
+    for case, arrays, one in zip(cases, drawn, recorded, strict=True):
+        values = list(one.values)
+        traced = KernelTrace(one.record, names=one.names, problem=_spread(case), values=values)
+        for name, array in zip(exercise.given, exercise.arguments(arrays), strict=True):
+            if name in traced.tensors:  # the numbers that were drawn, whatever was handed over
+                code = traced.tensors.index(name)
+                values[code] = array.reshape(values[code].shape)
+        traced.values = tuple(values)
+        runs.append(_Run(case, arrays, traced))
+    marks, each = [], RESULTS // len(runs)
+    for n, run_ in enumerate(runs):
+        most = each + (n < RESULTS % len(runs))
+        why = _unread(exercise, run_) or _wrong(exercise, run_)
+        name = f"results, {_short(run_.case)}"
+        marks.append(Mark(name, 0, most, "result", why) if why else Mark(name, most, most))
+    wrong = [mark for mark in marks if mark.kind]
+    moved = _moved(exercise, runs)
+    peak = max(run_.traced.trace.peak_sram() for run_ in runs)
+    marks += [_safe(runs), _room(exercise, peak, len(wrong) == len(runs))]
+    marks.append(_bytes(exercise, runs, moved, right=not wrong))
+    figures = {
+        "bytes": sum(one.traced.bytes() for one in runs),
+        "budget": exercise.full_marks_bytes,
+        "peak": peak,
+        "sram": exercise.tasks[0].sram_bytes,
+    }
+    return tuple(marks), figures, moved, runs[-1].traced.trace
+
+
+def _spread(case: Case) -> Any:
+    """The problem with batch and heads on one axis, as the arrays are."""
+    p = case.task.problem
+    return replace(p, batch=1, heads=p.batch * p.heads, kv_heads=p.batch * p.kv_heads)
+
+
+def _short(case: Case) -> str:
+    p = case.task.problem
+    if case.kind != "normal":
+        return case.kind
+    sizes = str(p.n_q) if p.n_q == p.n_kv else f"{p.n_q} x {p.n_kv}"
+    return sizes + ", causal" * p.causal
+
+
+def _unread(exercise: KernelExercise, one: _Run) -> str:
+    """The reason if kernels leave out an input or an output, or ""."""
+    traced = one.traced
+    a, stored = traced.record.accesses, [traced.tensors[code] for code in traced.record.stored]
+    for name in exercise.outputs:
+        if name not in stored:
+            return f"no kernel stores {name}"
+    needed = [
+        n for n in exercise.given if n not in ("O", "L") or exercise.full_marks.get(("load", n))
+    ]
+    for name in needed:
+        code = traced.tensors.index(name) if name in traced.tensors else -1
+        if not ((a["tensor"] == code) & (a["op"] == 0) & (a["active"] > 0)).any() or code < 0:
+            return f"no kernel loads {name} itself: what else it reads was made outside of kernels"
+    return ""
+
+
+def _wrong(exercise: KernelExercise, one: _Run) -> str:
+    """The reason why results are wrong, or ""."""
+    reference: Callable[..., Any] | None = None
+    if exercise.truth is not None:
+        reference = partial(_truth, exercise, one)
+    verdict = one.traced.check(reference)
+    missing = [name for name in exercise.outputs if name not in {x.tensor for x in verdict.outputs}]
+    if missing:
+        return f"{' and '.join(missing)} cannot be compared: is its shape that of the task?"
+    if verdict.right:
+        return ""
+    lines = [line for line in str(verdict).splitlines() if " (error " not in line]
+    others = [x.tensor for x in verdict.outputs if x.right]
+    right = f"; {' and '.join(others)} right" if others else ""
+    return f"{one.case.title}: {'; '.join(lines)}{right}"
+
+
+def _truth(
+    exercise: KernelExercise, one: _Run, loaded: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    assert exercise.truth is not None
+    found = exercise.truth(one.arrays, one.case.task.problem, "float64")
+    shape = {name: one.traced.values[one.traced.tensors.index(name)].shape for name in found}
+    return {name: x.reshape(shape[name]) for name, x in found.items()}
+
+
+def _safe(runs: Sequence[_Run]) -> Mark:
+    said = [str(x) for one in runs for x in one.traced.findings if x.kind in _UNSAFE]
+    if not said:
+        return Mark("safe on a GPU", SAFE, SAFE)
+    kind = next(x.kind for one in runs for x in one.traced.findings if x.kind in _UNSAFE)
+    return Mark(
+        "safe on a GPU", 0, SAFE, kind.replace(" ", "-"), "\n".join([*dict.fromkeys(said)][:3])
+    )
+
+
+def _room(exercise: KernelExercise, peak: int, all_wrong: bool) -> Mark:
+    name, most = "room on chip", exercise.tasks[0].sram_bytes
+    if all_wrong:
+        return Mark(name, 0, ROOM, "result", "room counts when some of the results are right")
+    if peak <= most:
+        return Mark(name, ROOM, ROOM)
+    said = f"a program holds about {peak:,} B at once, of {most:,} B: take smaller tiles"
+    return Mark(name, 0, ROOM, "overflow", said)
+
+
+def _moved(exercise: KernelExercise, runs: Sequence[_Run]) -> tuple[tuple[str, str, int, int], ...]:
+    mine: dict[tuple[str, str], int] = {}
+    for one in runs:
+        for row in one.traced.byte_rows:
+            mine[row.op, row.tensor] = mine.get((row.op, row.tensor), 0) + row.nbytes
+    keys = dict.fromkeys([*exercise.full_marks, *mine])
+    return tuple(
+        (op, t, mine.get((op, t), 0), exercise.full_marks.get((op, t), 0)) for op, t in keys
+    )
+
+
+def _bytes(
+    exercise: KernelExercise,
+    runs: Sequence[_Run],
+    moved: Sequence[tuple[str, str, int, int]],
+    *,
+    right: bool,
+) -> Mark:
+    name = "bytes"
+    if not right:
+        return Mark(name, 0, BYTES, "result", "bytes count when the results are right")
+    total, budget = sum(row[2] for row in moved), exercise.full_marks_bytes
+    if total <= budget:
+        fewer = f"{budget - total:,} B fewer than full marks ask for" if total < budget else ""
+        return Mark(name, BYTES, BYTES, words=fewer)
+    why: dict[tuple[str, str], str] = {}
+    for one in runs:
+        for row in one.traced.byte_rows:
+            if row.why:
+                why.setdefault((row.op, row.tensor), row.why)
+    more = sorted((row for row in moved if row[2] > row[3]), key=lambda row: row[3] - row[2])
+    lines = [f"{total:,} B moved, {budget:,} B get full marks:"]
+    for op, tensor, mine, theirs in more:
+        said = f"{op} {tensor}: {mine:,} B, {theirs:,} B would do"
+        lines.append(f"{said}: {why[op, tensor]}" if (op, tensor) in why else said)
+    tile, ours = runs[-1].traced.tiling, exercise.tasks[0].tiling
+    if (tile.block_q, tile.block_k) != (ours.block_q, ours.block_k):
+        lines.append(f"your tiles are {tile}; full marks are for {ours}")
+    return Mark(name, min(BYTES * budget // total, BYTES - 1), BYTES, "bytes", "\n".join(lines))

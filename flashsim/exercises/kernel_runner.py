@@ -1,0 +1,299 @@
+"""Run a file of kernels in a process of its own, and hand over what its kernels did.
+
+``python -m flashsim.exercises.kernel_runner`` does so. Such a file imports torch, Triton or JAX, so
+this process has limits on time and memory, but no walls: docs/guides/grader.md says what that
+means. It holds the inputs, and no reference, no right answer and no points.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashsim.engines.sandbox import walls
+from flashsim.engines.sandbox.recorder import WORDS, kind_of
+from flashsim.errors import FlashSimError, MemoryModelError
+from flashsim.own_kernels.files import beside, imported, imports
+from flashsim.own_kernels.record_file import Recorded, packed
+
+#: Operations of torch that compute nothing and copy nothing, so that their bytes are no kernel's.
+_FREE = re.compile(
+    r"(empty|new_empty|zeros|new_zeros|ones|full|fill|zero|detach|alias|view|_unsafe_view|reshape|"
+    r"_reshape_alias|expand|permute|transpose|t|squeeze|unsqueeze|slice|select|as_strided|arange|"
+    r"unbind|split|lift_fresh|_local_scalar_dense|is_pinned)(_like|_strided)?_?$"
+)
+
+
+class KernelOrder(NamedTuple):
+    """What the process is to do.
+
+    `calls` has for each case the arguments, and whether attention is causal (None: no flag).
+    `names` are those of the arguments, and `outputs` of the results. With `tests`, pytest runs the
+    folder `path` instead.
+    """
+
+    path: str
+    root: str
+    functions: tuple[str, ...]
+    names: tuple[str, ...]
+    outputs: tuple[str, ...]
+    calls: tuple[tuple[list[np.ndarray], bool | None], ...]
+    seconds: float
+    memory: int
+    tests: bool = False
+
+
+class Refused(Exception):
+    """A file that cannot be graded; `kind` is that of its mark."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+def libraries(text: str) -> set[str]:
+    """Which of torch, triton and jax a file imports."""
+    return {name.partition(".")[0] for name in imports(text)} & {"torch", "triton", "jax"}
+
+
+def run(order: KernelOrder) -> list[Recorded]:
+    """Call a file's function once for each case, and return what its kernels did."""
+    path = Path(order.path)
+    used = libraries(path.read_text(encoding="utf-8"))
+    with _on_the_cpu("triton" in used), beside(path, order.root):
+        module = imported(path)
+        if not used & {"triton", "jax"}:
+            raise Refused("function", f"{path.name} imports neither triton nor jax: no kernel")
+        name = next((one for one in order.functions if hasattr(module, one)), None)
+        if name is None:
+            raise Refused("function", f"{path.name} defines no {' or '.join(order.functions)}")
+        function, found = getattr(module, name), []
+        for arguments, causal in order.calls:
+            flags = [] if causal is None else [causal]
+            if "triton" in used:
+                library = "torch" if "torch" in used else "numpy"
+                with _on_the_cpu(True):  # once more: torch may have come with the file
+                    found.append(_triton(order, function, name, arguments, flags, library))
+            else:
+                found.append(_pallas(function, arguments, flags))
+    return found
+
+
+@contextmanager
+def _on_the_cpu(triton: bool) -> Iterator[None]:
+    if not triton:
+        yield
+        return
+    from flashsim.triton.driver import standing_in
+
+    with standing_in(available=True):
+        yield
+
+
+def _triton(
+    order: KernelOrder,
+    function: Any,
+    name: str,
+    arguments: Sequence[np.ndarray],
+    flags: Sequence[bool],
+    library: str,
+) -> Recorded:
+    from flashsim.triton import watch
+
+    given: dict[str, Any] = dict(zip(order.names, arguments, strict=True))
+    outside: list[str] = []
+    if library == "torch":
+        import torch
+
+        given = {key: torch.from_numpy(x.copy()) for key, x in given.items()}
+    else:
+        given = {key: x.copy() for key, x in given.items()}
+    if hasattr(function, "apply"):
+        call, given = _of_autograd(order, function, given, flags)
+    else:
+        call = lambda: function(*given.values(), *flags)  # noqa: E731
+    with watch() as seen, _noted(outside, order.path, library):
+        results = call()
+    if not seen.launches:
+        raise Refused("function", f"{name} launches no Triton kernel")
+    results = list(results) if isinstance(results, (tuple, list)) else [results]
+    known = given | dict(zip(order.outputs, results, strict=False))
+    record = seen.record()
+    names: dict[str, str] = {}
+    for label, array in known.items():
+        for code in seen.codes_of(array):
+            if label not in names.values() and record.tensors[code].name not in names:
+                names[record.tensors[code].name] = label
+    for label in order.outputs[: len(results)]:
+        if label not in names.values():
+            raise Refused(
+                "result", f"{label}: what {name} returns is no tensor that a kernel stored"
+            )
+    if outside:
+        words = "; ".join(dict.fromkeys(outside))
+        raise Refused(
+            "outside",
+            f"torch computes outside of the kernels, and nobody counts those bytes: {words}; let a "
+            "kernel do it",
+        )
+    return Recorded(record, names, tuple(seen.values()))
+
+
+def _of_autograd(
+    order: KernelOrder, function: Any, given: dict[str, Any], flags: Sequence[bool]
+) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """The call of a torch.autograd.Function, forward or backward, and the tensors that it gets."""
+    from flashsim.triton import watch
+
+    inputs = [given[name].requires_grad_() for name in "QKV"]
+
+    def forward() -> list[Any]:
+        out = function.apply(*inputs, *flags)
+        out = out[0] if isinstance(out, tuple) else out
+        saved = getattr(getattr(out, "grad_fn", None), "saved_tensors", ())
+        rows = [x for x in saved if x.shape == out.shape[:-1]]
+        if not rows:
+            raise Refused(
+                "result", f"the forward pass saves no L: ctx.save_for_backward a tensor of shape "
+                f"{tuple(out.shape[:-1])}"
+            )  # fmt: skip
+        return [out, rows[0]]
+
+    if "dO" not in order.names:
+        return forward, given
+    with watch():
+        out, lse = forward()
+    import torch
+
+    do = given["dO"]
+    made = {**given, "O": out, "L": lse}
+    return lambda: torch.autograd.grad(out, inputs, do), made
+
+
+@contextmanager
+def _noted(outside: list[str], path: str, library: str) -> Iterator[None]:
+    """Note what torch computes while kernels are launched, with the file's line."""
+    if library != "torch":
+        yield
+        return
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            name = func.__name__.partition(".")[0]
+            frame: Any = sys._getframe(1)
+            while frame is not None and frame.f_code.co_filename != path:
+                frame = frame.f_back
+            if frame is not None and not _FREE.match(name):
+                outside.append(f"{name} in line {frame.f_lineno}")
+            return func(*args, **(kwargs or {}))
+
+    with Noting():
+        yield
+
+
+def _pallas(function: Any, arguments: Sequence[np.ndarray], flags: Sequence[bool]) -> Recorded:
+    from flashsim.jax import trace_kernel
+
+    traced = trace_kernel(function, *arguments, *flags)
+    names = {t.name: label for t, label in zip(traced.record.tensors, traced.tensors, strict=True)}
+    outside = [note for note in traced.record.notes if note.startswith("outside of the kernels")]
+    if outside:
+        raise Refused("outside", f"{outside[0]}; let a kernel do it")
+    return Recorded(traced.record, names, traced.values)
+
+
+def told(error: BaseException, path: str) -> str:
+    """An error in words, with the line of the file."""
+    text = str(error)[:WORDS]
+    if isinstance(error, FlashSimError):
+        return text
+    line, trace = 0, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == path:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    if isinstance(error, SyntaxError):
+        line = error.lineno or 0
+    return f"{type(error).__name__}: {text}" + (f" (line {line})" if line else "")
+
+
+def tested(order: KernelOrder) -> list[tuple[str, str, str]]:
+    """Run a folder's own tests on the CPU; name, outcome and last words of each."""
+    import pytest
+
+    from flashsim.triton import watch
+
+    found: dict[str, tuple[str, str, str]] = {}
+
+    class Listener:
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.when == "call" or report.outcome != "passed":
+                last = str(report.longrepr or "").strip().splitlines()[-1:]
+                found[report.nodeid] = report.nodeid, report.outcome, "".join(last)[:WORDS]
+
+        def pytest_collectreport(self, report: Any) -> None:
+            if report.failed:
+                last = str(report.longrepr).strip().splitlines()[-1:]
+                found[report.nodeid] = report.nodeid, "failed", "".join(last)[:WORDS]
+
+    sys.path.insert(0, order.root)
+    importlib.import_module("torch")  # before the driver stands in for a GPU
+    os.chdir(order.root)
+    with _on_the_cpu(True), watch():
+        pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", order.root, order.path],
+                    plugins=[Listener()])  # fmt: skip
+    return list(found.values())
+
+
+def done(order: KernelOrder) -> tuple[dict[str, Any], bytes]:
+    """Carry out an order: about it, in words, and the record."""
+    about: dict[str, Any] = {"kind": "", "words": "", "tests": []}
+    try:
+        if order.tests:
+            about["tests"] = tested(order)
+        else:
+            return about, packed(run(order))
+    except Refused as error:
+        about |= {"kind": error.kind, "words": str(error)}
+    except (Exception, SystemExit) as error:
+        kind = error.kind if isinstance(error, MemoryModelError) else kind_of(error)
+        kind = "syntax" if isinstance(error, SyntaxError) else kind
+        about |= {"kind": kind, "words": told(error, order.path)}
+    return about, b""
+
+
+def main() -> None:
+    """Take a `KernelOrder` from the standard input, and write to the output what was handed over.
+
+    That is one line of JSON, and the record. What the file prints goes to the standard error.
+    """
+    order: KernelOrder = pickle.load(sys.stdin.buffer)
+    out = os.dup(1)
+    os.dup2(2, 1)
+    used = {"triton", "torch"}
+    if not order.tests:
+        used = libraries(Path(order.path).read_text(encoding="utf-8"))
+    with suppress(ImportError):  # they take gigabytes of addresses, so the limit comes later
+        for library in sorted(used, reverse=True):
+            importlib.import_module(library)
+    walls.limit(seconds=order.seconds, memory=order.memory)
+    with redirect_stdout(sys.stderr):
+        about, data = done(order)
+    with os.fdopen(out, "wb") as result:
+        result.write(json.dumps(about).encode() + b"\n" + data)
+    os._exit(0)  # whatever the file registered for the end of its process
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Exercises for kernels in Triton or Pallas, one file each."""

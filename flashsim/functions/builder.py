@@ -1,0 +1,204 @@
+"""`Builder`: makes expression graphs, with simplification; and graphs that files describe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from flashsim.functions.graph import ArraySpec, Graph, Node, needed
+from flashsim.functions.operations import (
+    BOOL,
+    ELEMENTS,
+    FLOAT,
+    INDICES,
+    INT,
+    LOGIC,
+    OPERATIONS,
+    RANK,
+    SCORE,
+)
+
+
+class Builder:
+    """Makes nodes: equal ones once, constants folded, neutral operations left out."""
+
+    def __init__(self, nodes: Iterable[Node] = (), arrays: Iterable[ArraySpec] = ()) -> None:
+        self.nodes: list[Node] = list(nodes)
+        self.arrays: list[ArraySpec] = list(arrays)
+        self._known = {_key(node): n for n, node in enumerate(self.nodes)}
+
+    def graph(self, root: int, name: str = "function") -> Graph:
+        """The graph of one result: only the nodes that it needs, and only the arrays they read."""
+        kept = needed(self.nodes, [root])
+        arrays = sorted({self.nodes[n].value for n in kept if self.nodes[n].op == "load"})
+        number = {old: new for new, old in enumerate(kept)}
+        of_array = {old: new for new, old in enumerate(arrays)}
+        nodes = []
+        for n in kept:
+            node = self.nodes[n]
+            value = of_array[node.value] if node.op == "load" else node.value
+            nodes.append(node._replace(args=tuple(number[a] for a in node.args), value=value))
+        return Graph(tuple(nodes), number[root], tuple(self.arrays[a] for a in arrays), name)
+
+    def put(self, node: Node) -> int:
+        """The number of a node, which is added unless an equal one is there."""
+        key = _key(node)
+        if key not in self._known:
+            self._known[key] = len(self.nodes)
+            self.nodes.append(node)
+        return self._known[key]
+
+    def arg(self, name: str) -> int:
+        """An argument of the function: the score is a float, the others are integers."""
+        return self.put(Node("arg", (), name, FLOAT if name == SCORE else INT))
+
+    def const(self, value: Any) -> int:
+        """A constant; its kind follows from its Python type."""
+        if isinstance(value, (bool, np.bool_)):
+            return self.put(Node("const", (), bool(value), BOOL))
+        if isinstance(value, (int, np.integer)):
+            return self.put(Node("const", (), int(value), INT))
+        return self.put(Node("const", (), float(value), FLOAT))
+
+    def load(self, array: int, indices: Iterable[int]) -> int:
+        """An element of a captured array."""
+        return self.put(Node("load", tuple(indices), array, self.arrays[array].kind))
+
+    def cast(self, n: int, kind: str) -> int:
+        """Node `n` as a boolean, an integer or a float."""
+        node = self.nodes[n]
+        if node.kind == kind:
+            return n
+        if node.op == "const":
+            return self.const(_plain(node.value, kind))
+        if kind == BOOL:
+            return self.op("ne", n, self.const(0))
+        return self.put(Node("cast", (n,), None, kind))
+
+    def op(self, name: str, *args: int) -> int:
+        """An operation of OPERATIONS, with its arguments brought to the kinds it takes."""
+        its = OPERATIONS[name]
+        if name in LOGIC:
+            args = tuple(self.cast(a, BOOL) for a in args)
+        elif name == "where":
+            both = self._alike(args[1:], BOOL)
+            args = (self.cast(args[0], BOOL), *both)
+        elif its.kind in (INT, FLOAT):
+            args = tuple(self.cast(a, its.kind) for a in args)
+        else:
+            args = self._alike(args, BOOL if name in ("eq", "ne") else INT)
+        kind = self.nodes[args[-1]].kind if its.kind == "same" else its.kind
+        simple = self._simplified(name, args)
+        if simple is not None:
+            return simple
+        if all(self.nodes[a].op == "const" for a in args):
+            return self._folded(name, args, kind)
+        return self.put(Node(name, args, None, kind))
+
+    def _alike(self, args: Iterable[int], least: str) -> tuple[int, ...]:
+        args = tuple(args)
+        kind = max((least, *(self.nodes[a].kind for a in args)), key=RANK.__getitem__)
+        return tuple(self.cast(a, kind) for a in args)
+
+    def _folded(self, name: str, args: tuple[int, ...], kind: str) -> int:
+        types: dict[str, Any] = {BOOL: bool, INT: np.int64, FLOAT: np.float64}
+        values = [types[self.nodes[a].kind](self.nodes[a].value) for a in args]
+        with np.errstate(all="ignore"):
+            result = OPERATIONS[name].numpy(*values)
+        return self.const(_plain(result, kind))
+
+    def _is(self, n: int, value: Any) -> bool:
+        node = self.nodes[n]
+        return node.op == "const" and node.value == value
+
+    def _simplified(self, name: str, args: tuple[int, ...]) -> int | None:
+        """An equal node that is there already, where one argument is neutral; else None."""
+        a, b = args[0], args[-1]
+        if name in ("and", "or"):
+            whole, none = (True, False) if name == "and" else (False, True)
+            if self._is(a, whole) or a == b:
+                return b
+            if self._is(b, whole):
+                return a
+            if self._is(a, none) or self._is(b, none):
+                return self.const(none)
+        if name == "add" and self._is(a, 0) and self.nodes[a].kind == INT:
+            return b
+        if name in ("add", "sub") and self._is(b, 0) and self.nodes[b].kind == INT:
+            return a
+        if name == "mul" and self._is(a, 1):
+            return b
+        if (
+            name in ("mul", "div", "floordiv")
+            and self._is(b, 1)
+            and not (name == "floordiv" and self.nodes[a].kind == FLOAT)
+        ):
+            return a
+        if name in ("not", "neg") and self.nodes[a].op == name:
+            return self.nodes[a].args[0]
+        if name == "where":
+            if self.nodes[a].op == "const":
+                return args[1] if self.nodes[a].value else args[2]
+            if args[1] == args[2]:
+                return args[1]
+        return None
+
+
+def _key(node: Node) -> tuple[Any, ...]:
+    """What equal nodes share; the value as text, since 0, 0.0 and False are equal numbers."""
+    return node.op, node.args, repr(node.value), node.kind
+
+
+def _plain(value: Any, kind: str) -> Any:
+    """A constant as a Python number of this kind."""
+    if kind == BOOL:
+        return bool(value)
+    return math.trunc(value) if kind == INT else float(value)
+
+
+def graph_of(entry: Any) -> Graph:
+    """The graph that an entry of a file describes; see `Graph.entry`.
+
+    Raises
+    ------
+    ValueError, TypeError, LookupError
+        If it describes none.
+    """
+    build = Builder(arrays=(_array_entry(*a) for a in entry["arrays"]))
+    numbers: list[int] = []
+    for op, args, value, kind in entry["nodes"]:
+        if not all(type(a) is int and 0 <= a < len(numbers) for a in args):
+            raise ValueError(f"a node's arguments are {args}")
+        own = [numbers[a] for a in args]
+        if op == "arg":
+            if value not in (SCORE, *INDICES):
+                raise ValueError(f"a function has no argument {value!r}")
+            made = build.arg(value)
+        elif op == "const":
+            if not isinstance(value, (bool, int, float)):
+                raise ValueError(f"a constant is {value!r}")
+            made = build.const(value)
+        elif op == "load":
+            if type(value) is not int or len(own) != len(build.arrays[value].shape):
+                raise ValueError(f"a node reads array {value!r} at {len(own)} indices")
+            made = build.load(value, own)
+        elif op == "cast":
+            (one,) = own
+            made = build.cast(one, {BOOL: BOOL, INT: INT, FLOAT: FLOAT}[kind])
+        elif len(own) != OPERATIONS[op].arity:
+            raise ValueError(f"{op} has {len(own)} arguments")
+        else:
+            made = build.op(op, *own)
+        numbers.append(made)
+    return build.graph(numbers[entry["root"]], str(entry["name"])[:80])
+
+
+def _array_entry(name: Any, shape: Any, dtype: Any) -> ArraySpec:
+    """A captured array as a file describes it."""
+    sizes = isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
+    if not isinstance(name, str) or not name.isidentifier() or not sizes or dtype not in ELEMENTS:
+        raise ValueError(f"a captured array is {name!r}, {shape}, {dtype!r}")
+    return ArraySpec(name, tuple(shape), dtype)

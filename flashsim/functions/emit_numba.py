@@ -1,0 +1,164 @@
+"""Source text of a graph in Python, for Numba: one statement per node, in the graph's order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from flashsim.functions.derivative import adjoints
+from flashsim.functions.emit import INFIX, never_negative
+from flashsim.functions.graph import ArraySpec, Graph, Node, needed
+from flashsim.functions.operations import BOOL, FLOAT, INT, SCORE
+
+_NUMBA_CALLS = {
+    **{name: f"math.{name}({{}})" for name in ("exp", "expm1", "log", "log1p", "sqrt", "tanh")},
+    **{name: f"math.{name}({{}})" for name in ("sin", "cos", "erf")},
+    **{"exp2": "math.exp({} * F(0.6931471805599453))", "rsqrt": "F(1) / math.sqrt({})"},
+    **{"log2": "math.log({}) * F(1.4426950408889634)", "floor": "F(math.floor({}))"},
+    **{"ceil": "F(math.ceil({}))", "sigmoid": "F(0.5) * math.tanh(F(0.5) * {}) + F(0.5)"},
+}
+
+
+class NumbaSource(NamedTuple):
+    """Python source of functions of one panel of scores, and the arrays that it reads.
+
+    `score(S, raw, ..)` replaces the scores S; `gradient(dS, raw, ..)` replaces the gradients dS of
+    its results by those of the scores `raw`. Both take the sizes of `panel_arguments`.
+    """
+
+    score: str
+    gradient: str
+
+
+#: Sizes of a panel: row r and lane c hold the score of query ``q + r * q_row + c * q_lane`` and of
+#: key ``k + r * k_row + c * k_lane``. `table` holds the addresses of the captured arrays, followed
+#: by those of their gradients.
+PANEL = ("ld", "rows", "lanes", "q", "q_row", "q_lane", "k", "k_row", "k_lane", "b", "h")
+
+
+def numba_source(graph: Graph, gradients: Collection[str] = ()) -> NumbaSource:
+    """Numba's form of a score function; `gradients` names arrays whose gradients are added up."""
+    made = adjoints(graph, gradients)
+    forward, backward = _Numba(graph.nodes, graph.arrays), _Numba(made.nodes, made.arrays)
+    body = [*forward.statements(range(len(graph.nodes))), f"S[at] = {forward.name(graph.root)}"]
+    roots = [g for _, g in made.reads] + ([] if made.score is None else [made.score])
+    numbers = needed(made.nodes, [*roots, *(n for n, _ in made.reads)])
+    back = ["dout = S[at]", "if dout == F(0):", "    continue", *backward.statements(numbers)]
+    for n, g in made.reads:
+        node = made.nodes[n]
+        back.append(f"g{node.value}[{backward.offset(node)}] += {backward.name(g)}")
+    back.append(f"S[at] = {'F(0)' if made.score is None else backward.name(made.score)}")
+    arrays = [f"a{n} = as_pointer(table[{n}], np.{_numba_element(a)})"
+              for n, a in enumerate(graph.arrays)]  # fmt: skip
+    count = len(graph.arrays)
+    sums = [f"g{n} = as_pointer(table[{count + n}], F)"
+            for n, a in enumerate(graph.arrays) if a.name in set(gradients)]  # fmt: skip
+    return NumbaSource(_panel(arrays, body), _panel([*arrays, *sums], back))
+
+
+def _numba_element(spec: ArraySpec) -> str:
+    """The element type in memory; 16-bit floats are read as float32, and booleans as bytes."""
+    return {"bool": "uint8", "float16": "float32", "bfloat16": "float32"}.get(
+        spec.dtype, spec.dtype
+    )
+
+
+def _panel(head: list[str], body: list[str]) -> str:
+    """The source of a function ``panel`` that runs `body` for each score of a panel."""
+    loops = [
+        *head,
+        "for r in range(rows):",
+        "    for c in range(lanes):",
+        "        at = r * ld + c",
+        "        s = raw[at]",
+        "        i, j = q + r * q_row + c * q_lane, k + r * k_row + c * k_lane",
+        *(f"        {line}" for line in body),
+    ]
+    text = "\n".join(f"    {line}" for line in loops)
+    return f"def panel(S, raw, {', '.join(PANEL)}, table):\n{text}\n"
+
+
+class _Numba:
+    """Statements of Python for the nodes of a graph; q and k are called i and j."""
+
+    def __init__(self, nodes: tuple[Node, ...], arrays: tuple[ArraySpec, ...]) -> None:
+        self.nodes, self.arrays = nodes, arrays
+        self.positive = never_negative(nodes)
+
+    def statements(self, numbers: Iterable[int]) -> list[str]:
+        """``v7 = v5 + v6`` for each node except arguments and constants."""
+        return [
+            f"v{n} = {self.expression(self.nodes[n])}"
+            for n in numbers
+            if self.nodes[n].op not in ("arg", "const")
+        ]
+
+    def name(self, n: int) -> str:
+        """The text that stands for a node's value."""
+        node = self.nodes[n]
+        if node.op == "arg":
+            return {SCORE: "s", "q": "i", "k": "j"}.get(node.value, node.value)
+        if node.op != "const":
+            return f"v{n}"
+        if node.kind != FLOAT:
+            return repr(node.value)
+        return (
+            f"F({node.value!r})" if math.isfinite(node.value) else f"F({_NAMED[repr(node.value)]})"
+        )
+
+    def expression(self, node: Node) -> str:
+        """What a node computes."""
+        op, args = node.op, [self.name(a) for a in node.args]
+        if op == "load":
+            text = f"a{node.value}[{self.offset(node)}]"
+            return {FLOAT: f"F({text})", INT: f"np.int64({text})", BOOL: f"{text} != 0"}[
+                self.arrays[node.value].kind
+            ]
+        if op == "cast":
+            return f"{'F' if node.kind == FLOAT else 'np.int64'}({args[0]})"
+        if op == "not":
+            return f"not {args[0]}"
+        if op == "neg":
+            return f"-{args[0]}"
+        if op in ("min", "max"):
+            return (
+                f"{args[0]} if {args[0]} {'<=' if op == 'min' else '>='} {args[1]} else {args[1]}"
+            )
+        if op == "abs":
+            return f"abs({args[0]})"
+        if op == "where":
+            return f"{args[1]} if {args[0]} else {args[2]}"
+        if op in ("and", "or"):
+            return f"{args[0]} {'&' if op == 'and' else '|'} {args[1]}"
+        if op in ("floordiv", "mod"):
+            return self._divided(node, args)
+        if op == "pow":
+            return f"F({args[0]} ** {args[1]})"
+        if op == "div":
+            return f"{args[0]} / {args[1]}"
+        if op in INFIX:
+            return f"{args[0]} {INFIX[op]} {args[1]}"
+        return _NUMBA_CALLS[op].format(*args)
+
+    def _divided(self, node: Node, args: list[str]) -> str:
+        a, b = args
+        if node.kind == FLOAT:
+            quotient = f"F(math.floor({a} / {b}))"
+            return quotient if node.op == "floordiv" else f"{a} - {quotient} * {b}"
+        by = self.nodes[node.args[1]]
+        safe = b if by.op == "const" and by.value != 0 else f"({b} if {b} != 0 else 1)"
+        return f"{a} {'//' if node.op == 'floordiv' else '%'} {safe}"
+
+    def offset(self, node: Node) -> str:
+        """The place of a load's element in its array."""
+        text = ""
+        for n, a in zip(self.arrays[node.value].shape, node.args, strict=True):
+            v = self.name(a)
+            last = f"min({v}, {n - 1})"
+            i = last if self.positive[a] else f"max(0, min({v} + ({n} if {v} < 0 else 0), {n - 1}))"
+            text = i if not text else f"({text}) * {n} + {i}"
+        return text or "0"
+
+
+_NAMED = {"inf": "np.inf", "-inf": "-np.inf", "nan": "np.nan"}

@@ -1,0 +1,226 @@
+"""What can be done with symbols: functions, by the names that Python and libraries give them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from flashsim.errors import FunctionError
+from flashsim.functions.operations import BOOL, FLOAT, INT
+
+
+class Traceable:
+    """What a trace's recorder made: a symbol, or a captured array."""
+
+    _recorder: Any
+
+
+def _recorder_of(args: Iterable[Any]) -> Any:
+    for x in args:
+        if isinstance(x, Traceable):
+            return x._recorder
+        if isinstance(x, (tuple, list)):
+            try:
+                return _recorder_of(x)
+            except FunctionError:
+                continue
+    raise FunctionError("no symbol among the arguments")
+
+
+def _applies(name: str) -> Callable[..., Any]:
+    """A function of symbols that applies one of OPERATIONS."""
+
+    def apply(*args: Any) -> Any:
+        return _recorder_of(args).symbol(name, *args)
+
+    return apply
+
+
+def _or_bits(logic: str, bits: str) -> Callable[..., Any]:
+    """Logic of booleans; of integers the operation on their bits."""
+
+    def apply(a: Any, b: Any) -> Any:
+        r = _recorder_of((a, b))
+        return r.symbol(logic if r.kind(a) == r.kind(b) == BOOL else bits, a, b)
+
+    return apply
+
+
+def _xor(a: Any, b: Any) -> Any:
+    r = _recorder_of((a, b))
+    return r.symbol("ne" if r.kind(a) == r.kind(b) == BOOL else "bitxor", a, b)
+
+
+def _invert(x: Any) -> Any:
+    r = _recorder_of((x,))
+    return r.symbol("not", x) if r.kind(x) == BOOL else r.symbol("sub", -1, x)
+
+
+def _logical_xor(a: Any, b: Any) -> Any:
+    r = _recorder_of((a, b))
+    return r.symbol("ne", r.cast(a, BOOL), r.cast(b, BOOL))
+
+
+def _sub(a: Any, b: Any, alpha: Any = 1) -> Any:
+    r = _recorder_of((a, b))
+    return r.symbol("sub", a, b if alpha == 1 else r.symbol("mul", alpha, b))
+
+
+def _add(a: Any, b: Any, alpha: Any = 1) -> Any:
+    r = _recorder_of((a, b))
+    return r.symbol("add", a, b if alpha == 1 else r.symbol("mul", alpha, b))
+
+
+def _div(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
+    r = _recorder_of((a, b))
+    if rounding_mode == "floor":
+        return r.symbol("floordiv", a, b)
+    quotient = r.symbol("div", a, b)
+    if rounding_mode is None:
+        return quotient
+    kind = FLOAT if FLOAT in (r.kind(a), r.kind(b)) else INT
+    return r.cast(r.cast(quotient, INT), kind)
+
+
+def _pow(a: Any, b: Any) -> Any:
+    r = _recorder_of((a, b))
+    if isinstance(b, (int, np.integer)) and not isinstance(b, bool) and 0 <= b <= 8:
+        result: Any = 1 if r.kind(a) != FLOAT else 1.0
+        for _ in range(int(b)):
+            result = r.symbol("mul", result, a)
+        return result
+    return r.symbol("pow", a, b)
+
+
+def _where(condition: Any, a: Any, b: Any) -> Any:
+    return _recorder_of((condition, a, b)).symbol("where", condition, a, b)
+
+
+def _clip(x: Any, min: Any = None, max: Any = None, **names: Any) -> Any:
+    r = _recorder_of((x, min, max))
+    low, high = names.pop("a_min", min), names.pop("a_max", max)
+    if names:
+        raise FunctionError(f"clip has no argument {next(iter(names))!r}")
+    x = x if low is None else r.symbol("max", x, low)
+    return x if high is None else r.symbol("min", x, high)
+
+
+def _relu(x: Any) -> Any:
+    return _recorder_of((x,)).symbol("max", x, 0)
+
+
+def _sign(x: Any) -> Any:
+    r = _recorder_of((x,))
+    one = 1 if r.kind(x) != FLOAT else 1.0
+    return r.symbol(
+        "where", r.symbol("lt", 0, x), one, r.symbol("where", r.symbol("lt", x, 0), -one, 0 * one)
+    )
+
+
+def _square(x: Any) -> Any:
+    return _pow(x, 2)
+
+
+def _softplus(x: Any) -> Any:
+    r = _recorder_of((x,))
+    tail = r.symbol("log1p", r.symbol("exp", r.symbol("neg", r.symbol("abs", x))))
+    return r.symbol("add", r.symbol("max", x, 0.0), tail)
+
+
+def _silu(x: Any, inplace: bool = False) -> Any:
+    r = _recorder_of((x,))
+    return r.symbol("mul", x, r.symbol("sigmoid", x))
+
+
+def _gelu(x: Any, approximate: Any = "none") -> Any:
+    r = _recorder_of((x,))
+    if approximate in ("tanh", True):
+        inner = r.symbol("add", x, r.symbol("mul", 0.044715, _pow(x, 3)))
+        part = r.symbol("tanh", r.symbol("mul", (2 / math.pi) ** 0.5, inner))
+    else:
+        part = r.symbol("erf", r.symbol("mul", x, 0.5**0.5))
+    return r.symbol("mul", r.symbol("mul", 0.5, x), r.symbol("add", 1.0, part))
+
+
+def _logaddexp(a: Any, b: Any) -> Any:
+    r = _recorder_of((a, b))
+    return r.symbol(
+        "add",
+        r.symbol("max", a, b),
+        _softplus(r.symbol("neg", r.symbol("abs", r.symbol("sub", a, b)))),
+    )
+
+
+def _trunc(x: Any) -> Any:
+    r = _recorder_of((x,))
+    return r.cast(r.cast(x, INT), FLOAT)
+
+
+def _turned(name: str) -> Callable[..., Any]:
+    """A comparison with its sides exchanged: a > b is b < a."""
+    return lambda a, b: _recorder_of((a, b)).symbol(name, b, a)
+
+
+def _to(kind: str) -> Callable[..., Any]:
+    return lambda x, *_args, **_keywords: _recorder_of((x,)).cast(x, kind)
+
+
+#: Functions by the names that Python, NumPy, torch and JAX give them.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("add",), _add),
+    **dict.fromkeys(("sub", "subtract"), _sub),
+    **dict.fromkeys(("mul", "multiply"), _applies("mul")),
+    **dict.fromkeys(("div", "divide", "true_divide", "truediv"), _div),
+    **dict.fromkeys(("floor_divide", "floordiv"), _applies("floordiv")),
+    **dict.fromkeys(("mod", "remainder"), _applies("mod")),
+    **dict.fromkeys(("pow", "power", "float_power"), _pow),
+    **dict.fromkeys(("neg", "negative"), _applies("neg")),
+    **dict.fromkeys(("abs", "absolute", "fabs"), _applies("abs")),
+    **dict.fromkeys(("min", "minimum", "fmin"), _applies("min")),
+    **dict.fromkeys(("max", "maximum", "fmax"), _applies("max")),
+    **{
+        name: _applies(name)
+        for name in (
+            *("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid"),
+            *("sin", "cos", "erf", "floor", "ceil"),
+        )
+    },
+    **{"expit": _applies("sigmoid"), "trunc": _trunc, "relu": _relu, "sign": _sign},
+    **{"square": _square, "softplus": _softplus, "logaddexp": _logaddexp},
+    **{"silu": _silu, "swish": _silu, "gelu": _gelu},
+    **dict.fromkeys(("lt", "less"), _applies("lt")),
+    **dict.fromkeys(("le", "less_equal"), _applies("le")),
+    **dict.fromkeys(("gt", "greater"), _turned("lt")),
+    **dict.fromkeys(("ge", "greater_equal"), _turned("le")),
+    **dict.fromkeys(("eq", "equal"), _applies("eq")),
+    **dict.fromkeys(("ne", "not_equal"), _applies("ne")),
+    **dict.fromkeys(("and", "bitwise_and"), _or_bits("and", "bitand")),
+    **dict.fromkeys(("or", "bitwise_or"), _or_bits("or", "bitor")),
+    **dict.fromkeys(("xor", "bitwise_xor"), _xor),
+    **dict.fromkeys(("invert", "bitwise_not"), _invert),
+    "logical_and": _applies("and"),
+    "logical_or": _applies("or"),
+    "logical_not": _applies("not"),
+    "logical_xor": _logical_xor,
+    **dict.fromkeys(("lshift", "left_shift", "bitwise_left_shift"), _applies("shl")),
+    **dict.fromkeys(("rshift", "right_shift", "bitwise_right_shift"), _applies("shr")),
+    **dict.fromkeys(("where", "select"), _where),
+    **dict.fromkeys(("clip", "clamp"), _clip),
+    **dict.fromkeys(("float", "double", "half", "bfloat16", "float32"), _to(FLOAT)),
+    **dict.fromkeys(("int", "long", "int32"), _to(INT)),
+    **dict.fromkeys(("bool", "bool_"), _to(BOOL)),
+}
+
+
+def by_name(name: str) -> Callable[..., Any] | None:
+    """The function of symbols for a library's function, by its name ("__rsub__", "add_", ...)."""
+    plain = name.strip("_")
+    if plain in FUNCTIONS:
+        return FUNCTIONS[plain]
+    if plain[:1] in ("r", "i") and name.startswith("__") and plain[1:] in FUNCTIONS:
+        function = FUNCTIONS[plain[1:]]
+        return (lambda a, b: function(b, a)) if plain[0] == "r" else function
+    return None

@@ -1,0 +1,321 @@
+"""Symbols, which record what a function does with them, and the arrays that it captured."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+from typing import Any
+
+import numpy as np
+
+from flashsim.errors import FunctionError
+from flashsim.functions.names import FUNCTIONS, Traceable, by_name
+from flashsim.functions.operations import BOOL, ELEMENTS, FLOAT, INT
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of NumPy, torch, JAX, CuPy or alike, not a scalar of NumPy."""
+    if isinstance(value, (np.generic, Symbol, Captured, type)):
+        return False
+    return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "__getitem__")
+
+
+def _kind_of(dtype: Any) -> str:
+    """The kind of an element type, given as a library's object, a Python type or a name."""
+    name = str(np.dtype(dtype)) if isinstance(dtype, type) else str(dtype).rpartition(".")[2]
+    if name not in ELEMENTS:
+        raise FunctionError(f"a symbol cannot become {name}; possible: {', '.join(ELEMENTS)}")
+    return ELEMENTS[name]
+
+
+def _operator(name: str, turned: bool = False) -> Any:
+    def apply(self: Any, other: Any) -> Any:
+        if isinstance(other, (str, bytes, type(None))):
+            return NotImplemented
+        return FUNCTIONS[name](other, self) if turned else FUNCTIONS[name](self, other)
+
+    return apply
+
+
+_NO_IF = (
+    "the value of a symbol is unknown when the function is traced, so Python's if, and, or, not, "
+    "min, max and chained comparisons cannot use it; write where(condition, a, b), & | ~, "
+    "minimum, maximum and (a <= b) & (b < c)"
+)
+
+
+class _Arithmetic(Traceable):
+    """The operators and methods that symbols and captured scalars share."""
+
+    __array_priority__ = 1000.0
+
+    __lt__, __le__ = _operator("lt"), _operator("le")
+    __gt__, __ge__ = _operator("gt"), _operator("ge")
+    __eq__, __ne__ = _operator("eq"), _operator("ne")
+    __hash__ = object.__hash__
+    __add__, __radd__ = _operator("add"), _operator("add", True)
+    __sub__, __rsub__ = _operator("sub"), _operator("sub", True)
+    __mul__, __rmul__ = _operator("mul"), _operator("mul", True)
+    __truediv__, __rtruediv__ = _operator("div"), _operator("div", True)
+    __floordiv__, __rfloordiv__ = _operator("floordiv"), _operator("floordiv", True)
+    __mod__, __rmod__ = _operator("mod"), _operator("mod", True)
+    __pow__, __rpow__ = _operator("pow"), _operator("pow", True)
+    __and__, __rand__ = _operator("and"), _operator("and", True)
+    __or__, __ror__ = _operator("or"), _operator("or", True)
+    __xor__, __rxor__ = _operator("xor"), _operator("xor", True)
+    __lshift__, __rlshift__ = _operator("lshift"), _operator("lshift", True)
+    __rshift__, __rrshift__ = _operator("rshift"), _operator("rshift", True)
+
+    def __neg__(self) -> Any:
+        return FUNCTIONS["neg"](self)
+
+    def __pos__(self) -> Any:
+        return self
+
+    def __abs__(self) -> Any:
+        return FUNCTIONS["abs"](self)
+
+    def __invert__(self) -> Any:
+        return FUNCTIONS["invert"](self)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **keywords: Any) -> Any:
+        return _called(ufunc.__name__, inputs, keywords, ufunc if method == "__call__" else None)
+
+    def __array_function__(self, function: Any, _types: Any, args: Any, keywords: Any) -> Any:
+        return _called(function.__name__, args, keywords, function)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, _types: Any, args: Any = (), keywords: Any = None
+    ) -> Any:
+        return _called(function.__name__, args, keywords or {}, function)
+
+
+class Symbol(_Arithmetic):
+    """A number that is unknown while a function is traced."""
+
+    def __init__(self, recorder: Any, node: int) -> None:
+        self._recorder, self._node = recorder, node
+
+    def __repr__(self) -> str:
+        node = self._recorder.builder.nodes[self._node]
+        return f"<symbol {node.value if node.op == 'arg' else node.op}>"
+
+    def _refuse(self) -> Any:
+        raise FunctionError(_NO_IF)
+
+    __bool__ = _refuse
+    __len__ = None
+    __iter__ = None
+
+    def __index__(self) -> int:
+        raise FunctionError(
+            "a symbol is no Python integer: it cannot be an argument of range, or "
+            "an index of a list; give an array"
+        )
+
+    __int__ = __index__
+
+    def __float__(self) -> float:
+        raise FunctionError(
+            "a symbol is no Python float; use functions of numpy, torch or math on it"
+        )
+
+    #: A symbol is one number, in the way of an array without axes.
+    shape, ndim, device = (), 0, None
+
+    @property
+    def dtype(self) -> Any:
+        """The element type, as NumPy names it."""
+        kind = self._recorder.builder.nodes[self._node].kind
+        return np.dtype({BOOL: np.bool_, INT: np.int32, FLOAT: np.float32}[kind])
+
+    def __getitem__(self, key: Any) -> Symbol:
+        if key in ((), ...):
+            return self
+        raise FunctionError("a symbol is one number and takes no index")
+
+    def to(self, *args: Any, **keywords: Any) -> Any:
+        """The number in another type; a device is ignored."""
+        for x in (*args, *(keywords[n] for n in ("dtype",) if n in keywords)):
+            if isinstance(x, Symbol):
+                return self._recorder.cast(self, self._recorder.kind(x))
+            named = isinstance(x, str) and x not in ELEMENTS  # a device
+            if not (named or isinstance(x, bool)) and type(x).__name__ != "device":
+                return self._recorder.cast(self, _kind_of(x))
+        return self
+
+    type = astype = type_as = to
+
+    def item(self) -> Any:
+        """No number is known yet."""
+        raise FunctionError(_NO_IF)
+
+    def new_ones(self, size: Any = (), dtype: Any = None, **_: Any) -> Any:
+        """The number 1 in another type."""
+        return self.new_full(size, 1, dtype)
+
+    def new_zeros(self, size: Any = (), dtype: Any = None, **_: Any) -> Any:
+        """The number 0 in another type."""
+        return self.new_full(size, 0, dtype)
+
+    def new_tensor(self, value: Any, dtype: Any = None, **_: Any) -> Any:
+        """A number in another type."""
+        return self.new_full((), value, dtype)
+
+    def new_full(self, size: Any, value: Any, dtype: Any = None, **_: Any) -> Any:
+        """A number in another type."""
+        if tuple(size) != ():
+            raise FunctionError(f"a function works on one score, and makes no array of {size}")
+        kind = self._recorder.kind(value if dtype is None else self)
+        return self._recorder.cast(value, kind if dtype is None else _kind_of(dtype))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in FUNCTIONS:
+            raise AttributeError(f"a symbol has no {name!r}")
+        return functools.partial(FUNCTIONS[name], self)
+
+
+class Captured(_Arithmetic):
+    """An array that a function captured: indexed by symbols it is a symbol."""
+
+    def __init__(self, recorder: Any, array: Any, name: str) -> None:
+        self._recorder, self._array, self._name = recorder, array, name
+
+    def __getitem__(self, key: Any) -> Any:
+        keys = key if isinstance(key, tuple) else (key,)
+        scalar = [k for k in keys if isinstance(k, Captured) and tuple(k._array.shape) == ()]
+        if not scalar and not any(isinstance(k, Symbol) for k in keys):
+            return Captured(self._recorder, self._array[_plain(key)], self._name)
+        array, recorder = self._array, self._recorder
+        if any(k is Ellipsis or k is None or isinstance(k, slice) for k in keys):
+            keys, array = _without_slices(keys, array, self._name)
+        if len(keys) != len(array.shape):
+            raise FunctionError(
+                f"array {self._name} of shape {tuple(array.shape)} needs one index per axis, got "
+                f"{len(keys)}; a function works on one score, so it cannot use a row"
+            )
+        for k in keys:
+            if recorder.kind(k) == FLOAT:
+                raise FunctionError(f"an index of array {self._name} is a float; convert it to int")
+        spec = recorder.array(array, self._name)
+        builder = recorder.builder
+        indices = tuple(builder.cast(recorder.node(k), INT) for k in keys)
+        return Symbol(recorder, builder.load(spec, indices))
+
+    def __bool__(self) -> bool:
+        return bool(self._array)
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __index__(self) -> int:
+        return operator.index(self._array)
+
+    def __int__(self) -> int:
+        return int(self._array)
+
+    def __float__(self) -> float:
+        return float(self._array)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._array, name)
+        if is_array(found):
+            return Captured(self._recorder, found, self._name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **keywords: Any) -> Any:
+            symbols = any(isinstance(x, Symbol) for x in args)
+            if (symbols or tuple(self._array.shape) == ()) and name in FUNCTIONS and symbols:
+                return FUNCTIONS[name](self, *args, **keywords)
+            return _arrays(self._recorder, found, args, keywords, self._name)
+
+        return call
+
+
+def _plain(value: Any) -> Any:
+    """A value with captured arrays as themselves."""
+    if isinstance(value, Captured):
+        return value._array
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_plain, value))
+    return value
+
+
+def _arrays(recorder: Any, function: Any, args: Any, keywords: Any, name: str) -> Any:
+    """What a library's function makes of whole arrays."""
+    plain = {key: _plain(x) for key, x in keywords.items()}
+    return recorder.wrap(function(*map(_plain, args), **plain), name)
+
+
+def _without_slices(keys: tuple[Any, ...], array: Any, name: str) -> tuple[tuple[Any, ...], Any]:
+    """Indices without slices of whole axes and None, on an array with such axes of one element."""
+    if Ellipsis in [k for k in keys if k is Ellipsis]:
+        at = next(n for n, k in enumerate(keys) if k is Ellipsis)
+        used = sum(k is not None for k in keys) - 1
+        keys = (*keys[:at], *(slice(None),) * (len(array.shape) - used), *keys[at + 1 :])
+    if any(isinstance(k, slice) for k in keys):
+        raise FunctionError(
+            f"array {name} is indexed by a symbol and a slice, which is a row; a function works on "
+            "one score: give one index per axis"
+        )
+    return tuple(k for k in keys if k is not None), array
+
+
+def _called(name: str, args: Any, keywords: dict[str, Any], original: Any) -> Any:
+    """A library's function on symbols, by its name; on captured arrays alone, itself."""
+    flat = [y for x in args for y in (x if isinstance(x, (tuple, list)) else (x,))]
+    flat += keywords.values()
+    captured = [x for x in flat if isinstance(x, Captured)]
+    scalars = all(tuple(x._array.shape) == () for x in captured)
+    if not any(isinstance(x, Symbol) for x in flat) and not (scalars and by_name(name)):
+        if original is None or not captured:
+            raise FunctionError(f"{name} cannot be traced")
+        return _arrays(captured[0]._recorder, original, args, keywords, captured[0]._name)
+    if name == "__get__" and args:  # torch asks for an attribute
+        raise FunctionError("torch asked a symbol for an attribute that it does not have")
+    known = by_name(name)
+    if known is None:
+        raise FunctionError(
+            f"{name} of a symbol is not among the functions that can be traced: "
+            f"{', '.join(sorted(n for n in FUNCTIONS if n.isidentifier()))}"
+        )
+    given = {
+        ("min" if key == "a_min" else "max" if key == "a_max" else key): x
+        for key, x in keywords.items()
+        if key not in ("out", "dtype", "casting", "device") or x is None
+    }
+    refused = set(keywords) - set(given) - {"out", "a_min", "a_max"}
+    if refused:
+        raise FunctionError(f"{name} of a symbol takes no {', '.join(sorted(refused))}")
+    return known(*args, **{key: x for key, x in given.items() if x is not None})
+
+
+# -- libraries whose functions refuse symbols ------------------------------------------------------
+
+LIBRARIES = ("math", "jax", "jaxlib")
+
+
+class TracedLibrary:
+    """Stands for a module such as `jax.numpy` or `math`: its functions also take symbols."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        if isinstance(found, types.ModuleType):
+            return TracedLibrary(found)
+        if not callable(found) or isinstance(found, type):
+            return found
+        return functools.partial(either, found, name)
+
+
+def either(original: Any, name: str, *args: Any, **keywords: Any) -> Any:
+    """A function on symbols or captured arrays, by its name; on anything else, itself."""
+    flat = [y for x in args for y in (x if isinstance(x, (tuple, list)) else (x,))]
+    if any(isinstance(x, (Symbol, Captured)) for x in (*flat, *keywords.values())):
+        return _called(name, args, keywords, original)
+    return original(*args, **keywords)

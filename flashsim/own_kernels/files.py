@@ -1,0 +1,60 @@
+"""Import a file of a reader's, as Python would run it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+
+def imports(text: str) -> set[str]:
+    """The modules that a file imports, in full: "jax.experimental.pallas"."""
+    try:
+        tree = ast.parse(text)
+    except (
+        SyntaxError,
+        ValueError,
+        RecursionError,
+    ):  # Python says it better, when it runs the file
+        return set()
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@contextmanager
+def beside(path: Path, *more: str) -> Iterator[None]:
+    """Let a file import its neighbours, and modules in the folders `more`."""
+    places = [str(path.resolve().parent), *more, *sys.path]
+    argv = mock.patch.object(sys, "argv", [str(path)])
+    with mock.patch.object(sys, "path", places), argv:
+        yield
+
+
+def imported(path: Path) -> ModuleType:
+    """The module that a file defines. It does not stay among those that are imported."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    before = sys.modules.get(path.stem)
+    sys.modules[path.stem] = made
+    try:
+        spec.loader.exec_module(made)
+    finally:  # what the file imports stays: JAX cannot be imported twice
+        del sys.modules[path.stem]
+        if before is not None:
+            sys.modules[path.stem] = before
+    return made
+
+
+__all__ = ["beside", "imported", "imports"]

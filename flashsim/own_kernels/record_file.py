@@ -1,0 +1,113 @@
+"""A traced kernel as bytes, and back: for a process that runs a file and another that judges it.
+
+The bytes are an .npz archive of plain arrays. Reading runs no code of whoever wrote them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from flashsim.errors import TraceError
+from flashsim.own_kernels.recorder import ACCESS, WORK, Clash, KernelRecord, Launch
+from flashsim.own_kernels.tensors import KernelTensor
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A record, the papers' names of its tensors, and what they held at the end, by code."""
+
+    record: KernelRecord
+    names: Mapping[str, str]
+    values: tuple[np.ndarray, ...]
+
+
+def packed(runs: Sequence[Recorded]) -> bytes:
+    """Return several runs as bytes."""
+    arrays: dict[str, np.ndarray] = {}
+    about = []
+    for n, run in enumerate(runs):
+        r = run.record
+        arrays |= {f"{n} accesses": r.accesses, f"{n} work": r.work}
+        arrays |= {f"{n} stored {code}": mask for code, mask in r.stored.items()}
+        # Text has no float16, and no file of NumPy's a bfloat16.
+        arrays |= {f"{n} value {c}": x.astype(np.float64) for c, x in enumerate(run.values)}
+        said = {"source": r.source, "lines": r.lines, "notes": r.notes, "names": dict(run.names)}
+        said |= {key: [asdict(x) for x in getattr(r, key)] for key in _PARTS}
+        about.append({**said, "stored": list(r.stored)})
+    arrays["about"] = np.frombuffer(json.dumps(about, default=_number).encode(), np.uint8)
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+    return file.getvalue()
+
+
+def unpacked(data: bytes, most: int = 1 << 28) -> list[Recorded]:
+    """Return the runs that `packed` wrote.
+
+    Raises
+    ------
+    TraceError
+        If the bytes are something else, or more than `most` when they are unpacked.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if sum(one.file_size for one in archive.infolist()) > most:
+                raise TraceError(f"a record has more than {most:,} bytes")
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            about = json.loads(arrays["about"].tobytes())
+            return [_one(n, said, arrays) for n, said in enumerate(about)]
+    except (ValueError, KeyError, TypeError, IndexError, OSError, zipfile.BadZipFile) as error:
+        raise TraceError(f"these bytes are no record of a kernel: {error}") from None
+
+
+_PARTS = {"tensors": KernelTensor, "launches": Launch, "clashes": Clash}
+
+
+def _one(n: int, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Recorded:
+    parts: dict[str, Any] = {
+        key: tuple(kind(**{k: _tuples(v) for k, v in x.items()}) for x in said[key])
+        for key, kind in _PARTS.items()
+    }
+    tables = {"accesses": (arrays[f"{n} accesses"], ACCESS), "work": (arrays[f"{n} work"], WORK)}
+    codes, lines = len(parts["tensors"]), tuple((file, int(at)) for file, at in said["lines"])
+    limits = {"launch": len(parts["launches"]), "tensor": codes, "line": len(lines)}
+    for name, (table, dtype) in tables.items():
+        if table.dtype != dtype:
+            raise ValueError(f"{name} has the columns {table.dtype.names}")
+        for column, end in limits.items():
+            if column in table.dtype.names and (table[column].astype(np.int64) >= end).any():
+                raise ValueError(f"{name} has a {column} that does not exist")
+    record = KernelRecord(
+        str(said["source"]),
+        accesses=tables["accesses"][0],
+        work=tables["work"][0],
+        lines=lines,
+        stored={int(code): arrays[f"{n} stored {code}"] for code in said["stored"]},
+        notes=tuple(map(str, said["notes"])),
+        **parts,
+    )
+    values = tuple(arrays[f"{n} value {code}"] for code in range(codes))
+    for tensor, value in zip(record.tensors, values, strict=True):
+        if value.shape != tensor.shape:
+            raise ValueError(f"{tensor.name} is {tensor.shape}, and its values are {value.shape}")
+    return Recorded(record, {str(k): str(v) for k, v in said["names"].items()}, values)
+
+
+def _tuples(x: Any) -> Any:
+    """Lists as tuples, also inside; JSON knows only lists."""
+    if isinstance(x, list):
+        return tuple(map(_tuples, x))
+    return {k: _tuples(v) for k, v in x.items()} if isinstance(x, dict) else x
+
+
+def _number(x: Any) -> Any:
+    return x.item() if isinstance(x, np.generic) else str(x)
+
+
+__all__ = ["Recorded", "packed", "unpacked"]

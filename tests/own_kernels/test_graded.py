@@ -1,0 +1,321 @@
+"""Exercises for kernels: references get every point, and wrong solutions the words they deserve."""
+
+import json
+from dataclasses import replace
+
+import hand_written
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+from wrong_kernels import WRONG
+
+from flashsim import OptionError
+from flashsim.cli.app import app
+from flashsim.errors import TraceError
+from flashsim.exercises import checking, get, homework, kernel_names, kernel_runner, shelf
+from flashsim.exercises.kernel_grading import Handover, grade_kernels
+from flashsim.own_kernels.record_file import Recorded, packed, unpacked
+
+pytestmark = pytest.mark.promise("grading cannot be cheated")
+
+FORWARD = shelf.find("kernel-forward")
+
+
+def recorded(traced):
+    names = {t.name: x for t, x in zip(traced.record.tensors, traced.tensors, strict=True)}
+    return Recorded(traced.record, names, traced.values)
+
+
+def by_hand(change=lambda runs: None, **how):
+    """A runner that notes attention by hand, of the inputs that the order has."""
+
+    def run(order):
+        runs = []
+        for given, causal in order.calls:
+            heads, n, d = given[0].shape
+            sizes = {"n": n, "d": d, "heads": heads, "causal": causal, "given": given}
+            runs.append(recorded(hand_written.attention(**{"block_q": 32, **sizes, **how})))
+        change(runs)
+        return Handover(data=packed(runs))
+
+    return run
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "solution.py"
+    file.write_text("import triton\n")
+    return file
+
+
+def lost(marks):
+    return [(mark.kind, mark.words) for mark in marks.marks if mark.kind]
+
+
+def test_a_kernel_like_the_reference_gets_every_point(path):
+    marks, trace = grade_kernels(path, FORWARD, runner=by_hand())
+
+    assert (marks.points, marks.most) == (100, 100), marks.text()
+    assert marks.figures["bytes"] == marks.figures["budget"] == FORWARD.full_marks_bytes
+    assert all(mine == full for *_, mine, full in marks.moved)
+    assert trace.bytes() < marks.figures["bytes"]  # one case of three
+    assert json.loads(marks.gradescope())["score"] == 100
+
+
+def test_bytes_that_are_not_needed_cost_points_with_their_line(path):
+    marks, _ = grade_kernels(path, FORWARD, runner=by_hand(twice=True))
+
+    ((kind, words),) = lost(marks)
+    assert kind == "bytes"
+    assert "each K tile is loaded twice by every program, line 21 (first in line 20)" in words
+    k = FORWARD.full_marks["load", "K"]
+    total = FORWARD.full_marks_bytes
+    assert marks.marks[-1].points == 40 * total // (total + k)
+
+
+def test_numbers_are_judged_with_the_inputs_that_were_drawn(path):
+    """A file that hands over other inputs and fitting results gains nothing by it."""
+
+    def other_inputs(runs):
+        for run in runs:
+            run.values[0][:], run.values[3][:], run.values[4][:] = (
+                0,
+                run.values[2].mean(1)[:, None],
+                5,
+            )
+
+    marks, _ = grade_kernels(path, FORWARD, runner=by_hand(other_inputs))
+
+    assert [mark.points for mark in marks.marks[:3]] == [0, 0, 0]
+    assert "bytes count when the results are right" in marks.marks[-1].words
+
+
+def test_outputs_that_no_kernel_stores(path):
+    def without_lse(runs):
+        for n, run in enumerate(runs):
+            names = {**run.names, "lse_ptr": "mine"}
+            runs[n] = replace(run, names=names)
+
+    marks, _ = grade_kernels(path, FORWARD, runner=by_hand(without_lse))
+
+    assert lost(marks)[0] == ("result", "no kernel stores L")
+
+
+def test_inputs_that_no_kernel_loads(path):
+    def copied(runs):
+        for n, run in enumerate(runs):
+            runs[n] = replace(run, names={**run.names, "k_ptr": "copy"})
+
+    marks, _ = grade_kernels(path, FORWARD, runner=by_hand(copied))
+
+    assert "no kernel loads K itself" in lost(marks)[0][1]
+
+
+def test_tiles_that_are_too_large(path):
+    marks, _ = grade_kernels(path, replace(FORWARD, tasks=tuple(
+        replace(task, sram_bytes=1000) for task in FORWARD.tasks)), runner=by_hand())  # fmt: skip
+
+    assert lost(marks)[0][0] == "overflow"
+    assert "take smaller tiles" in lost(marks)[0][1]
+
+
+@pytest.mark.parametrize(
+    ("handover", "kind", "words"),
+    [
+        (Handover("error", "ValueError: no (line 3)"), "error", "ValueError: no (line 3)"),
+        (Handover(data=b"no archive"), "record", "these bytes are no record of a kernel"),
+        (Handover(data=packed([])), "record", "3 calls were made"),
+    ],
+)
+def test_failures_in_words(path, handover, kind, words):
+    path.write_text(FORWARD.file_text)
+    marks, trace = grade_kernels(path, FORWARD, runner=lambda order: handover)
+
+    assert trace is None
+    assert marks.points == 0
+    assert lost(marks)[0][0] == kind
+    assert words in lost(marks)[0][1]
+    assert "still has its TODO" in lost(marks)[0][1]
+
+
+def test_a_record_is_packed_and_unpacked():
+    one = recorded(hand_written.gradients())
+    (back,) = unpacked(packed([one]))
+
+    for name in ("source", "tensors", "launches", "lines", "clashes", "notes"):
+        assert getattr(back.record, name) == getattr(one.record, name) or name == "launches"
+    assert [vars(x) for x in back.record.launches] == [vars(x) for x in one.record.launches]
+    np.testing.assert_array_equal(back.record.accesses, one.record.accesses)
+    np.testing.assert_array_equal(back.record.work, one.record.work)
+    assert back.record.stored.keys() == one.record.stored.keys()
+    assert back.names == one.names
+    for mine, theirs in zip(back.values, one.values, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_record_with_impossible_numbers_is_refused():
+    one = recorded(hand_written.attention(n=64))
+    for column in ("launch", "tensor", "line"):
+        wrong = one.record.accesses.copy()
+        wrong[column] = 99
+        with pytest.raises(TraceError, match=f"a {column} that does not exist"):
+            unpacked(packed([replace(one, record=replace(one.record, accesses=wrong))]))
+    with pytest.raises(TraceError, match="has the columns"):
+        unpacked(packed([replace(one, record=replace(one.record, accesses=one.record.work))]))
+    short = (*one.values[:-1], one.values[-1][:1])
+    with pytest.raises(TraceError, match="and its values are"):
+        unpacked(packed([replace(one, values=short)]))
+    with pytest.raises(TraceError, match="more than 1,000 bytes"):
+        unpacked(packed([one]), 1000)
+
+
+def test_where_exercises_for_kernels_are_found():
+    assert kernel_names()[0] == "kernel-softmax-matmul"
+    assert len(kernel_names()) == 4
+    with pytest.raises(OptionError, match="is solved by a file of kernels"):
+        get("kernel-forward")
+    with pytest.raises(OptionError, match="needs tasks"):
+        replace(FORWARD, tasks=())
+    with pytest.raises(OptionError, match="has no statement"):
+        replace(FORWARD, statement=" ")
+
+
+@pytest.mark.parametrize("name", kernel_names())
+def test_what_a_student_starts_from(name):
+    one = shelf.find(name)
+    text = one.file_text
+    compile(text, name, "exec")
+    assert text.startswith(f"# flashsim exercise: {name}\n")
+    assert f"{one.full_marks_bytes:,} B" in text
+    assert "TODO" in text
+    assert "# END" not in text
+    assert "TODO" not in one.solution_source
+    assert len(one.hints) >= 3
+    said = CliRunner().invoke(app, ["exercise", "hint", name]).output
+    assert one.hints[0] in " ".join(said.split())
+
+
+def test_a_homework_folder_is_found(tmp_path):
+    assert homework.homework_in(tmp_path) == []
+    for student in ("a", "b"):
+        file = tmp_path / student / "softmax_matmul/softmax_matmul.py"
+        file.parent.mkdir(parents=True)
+        file.write_text("x = 1\n")
+    (tmp_path / "a/tests").mkdir()
+
+    assert homework.homework_in(tmp_path) == [tmp_path / "a", tmp_path / "b"]
+    assert homework.homework_in(tmp_path / "a") == [tmp_path / "a"]
+    found = list(homework.grade_homework(tmp_path / "b"))
+    ((where, marks),) = found
+    assert where.name == "softmax_matmul.py"
+    assert "imports neither triton nor jax" in marks.marks[0].words
+    out = tmp_path / "results.json"
+    words = ["exercise", "grade", str(tmp_path / "b"), "--gradescope", str(out)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    whole = json.loads(out.read_text())
+    assert whole["tests"][0]["name"] == "kernel-softmax-matmul: runs"
+    done = CliRunner().invoke(app, ["exercise", "grade", str(tmp_path), "--gradescope", str(out)])
+    assert done.exit_code != 0
+
+
+# -- with Triton ----------------------------------------------------------------------------------
+
+
+def here(order):
+    """Carry out an order in this process."""
+    about, data = kernel_runner.done(order)
+    return Handover(about["kind"], about["words"], data, about["tests"])
+
+
+def graded(folder, exercise, text):
+    pytest.importorskip("triton")
+    file = folder / "handed_in.py"
+    file.write_text(text, encoding="utf-8")
+    return grade_kernels(file, exercise, runner=here)[0]
+
+
+@pytest.mark.parametrize("name", kernel_names())
+def test_a_reference_gets_every_point(name, tmp_path):
+    one = shelf.find(name)
+    marks = graded(tmp_path, one, one.solution_source)
+
+    assert lost(marks) == []
+    assert marks.points == 100
+    assert marks.figures["bytes"] == one.full_marks_bytes
+
+
+@pytest.mark.parametrize("name", kernel_names())
+def test_a_skeleton_gets_no_point_and_names_its_first_todo(name, tmp_path):
+    one = shelf.find(name)
+    marks = graded(tmp_path, one, one.file_text)
+
+    line = next(n for n, x in enumerate(one.file_text.splitlines(), 1) if "# TODO" in x)
+    assert marks.points <= 10  # a kernel that does nothing wrong
+    assert f"line {line} still has its TODO" in lost(marks)[0][1]
+
+
+@pytest.mark.parametrize(("name", "find", "put", "kind", "words"), WRONG)
+def test_a_wrong_solution_fails_for_the_right_reason(name, find, put, kind, words, tmp_path):
+    one = shelf.find(name)
+    assert one.solution_source.count(find) >= 1
+    marks = graded(tmp_path, one, one.solution_source.replace(find, put, 1))
+
+    assert marks.points < 100
+    assert lost(marks)[0][0] == kind, lost(marks)
+    assert words in "\n".join(said for _, said in lost(marks))
+
+
+FILES = {
+    "no function": ("def forward", "def another", "function", "defines no forward or FlashAtt"),
+    "no kernel": ("    return o, lse", "    return o * 1, lse", "result", "is no tensor that a"),
+    "no launch": (
+        "    flash_forward[grid](q, k, v, o, lse, n, d**-0.5, causal, block_q, block_k, d)",
+        "    o[:], lse[:] = 0, 0",
+        "function",
+        "launches no Triton kernel",
+    ),
+    "an error": ("    heads, n, d = q.shape", "    heads = q.shapes", "error", "(line 37)"),
+    "no syntax": ("        m = m_new", "        m = (m_new", "syntax", "(line "),
+    "tl.loaded": ("k = tl.load", "k = tl.loaded", "machine", "`k = tl.loaded("),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_does_not_run(name, tmp_path):
+    find, put, kind, words = FILES[name]
+    marks = graded(tmp_path, FORWARD, FORWARD.solution_source.replace(find, put, 1))
+
+    assert marks.points == 0
+    assert lost(marks)[0][0] == kind
+    assert words in lost(marks)[0][1]
+
+
+def test_a_process_of_its_own(tmp_path):
+    """A file that never ends, one that prints marks of its own, and a right one."""
+    pytest.importorskip("triton")
+    source = FORWARD.solution_source
+    attacks = {
+        "endless": ("\nwhile True:\n    pass\n", "time"),
+        "printed": ('\nprint(\'{"kind": ""}\')\nimport os\nos._exit(0)\n', "process"),
+        "right": ("\nprint('hello')\n", ""),
+    }
+    for name, (more, kind) in attacks.items():
+        file = tmp_path / f"{name}.py"
+        file.write_text(f"# flashsim exercise: kernel-forward\n{source}{more}")
+        out = tmp_path / f"{name}.json"
+        words = ["exercise", "grade", str(file), "--json", "--timeout", "20" if kind else "120"]
+        done = CliRunner().invoke(app, [*words, "--gradescope", str(out)])
+        assert done.exit_code == 0, done.output
+        scored = json.loads(out.read_text())
+        first = json.loads(done.stdout[: done.stdout.rindex("}") + 1])["marks"][0]
+        assert (scored["score"] == 100) == (not kind)
+        assert first["kind"] == kind
+
+
+def test_an_exercise_is_checked(tmp_path):
+    pytest.importorskip("triton")
+    one = replace(shelf.find("kernel-causal"), wrong=shelf.find("kernel-causal").wrong[:1])
+    table = checking.check(one)
+
+    assert [row[1] for row in table.rows] == [True] * 3, table

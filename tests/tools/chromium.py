@@ -1,0 +1,69 @@
+"""Pages in Chromium: each is opened from file://, and may not write to the console or ask a server.
+
+With FLASHSIM_SCREENSHOTS=FOLDER a picture of every page is left there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+FLAGS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"),
+    *("--disable-component-update", "--disable-sync", "--disable-quic"),
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield started
+        started.close()
+
+
+@contextlib.contextmanager
+def tabs(browser, folder, test, ready):
+    """Yield a function that opens a page's HTML in a tab, and waits for `ready`, in JavaScript."""
+    opened = []
+
+    def show(html, at="", width=1280, height=800, scheme="light", **more):
+        path = folder / f"page{len(opened)}.html"
+        path.write_text(html, encoding="utf-8")
+        tab = browser.new_page(
+            viewport={"width": width, "height": height}, color_scheme=scheme, **more
+        )
+        said = []
+        tab.on("console", lambda message: said.append(message.text))
+        tab.on("pageerror", lambda error: said.append(str(error)))
+        tab.on("request", lambda request: said.append(request.url))
+        tab.goto(path.as_uri() + at)
+        until(tab, ready)
+        opened.append((tab, said))
+        return tab
+
+    yield show
+    name, pictures = re.sub(r"\W+", "-", test), os.environ.get("FLASHSIM_SCREENSHOTS")
+    for n, (tab, said) in enumerate(opened):
+        if pictures:
+            tab.screenshot(path=Path(pictures) / f"{name}-{n}.png")
+        tab.close()
+        assert [x for x in said if not x.startswith(("file:", "data:", "blob:"))] == []
+
+
+def until(tab, condition, seconds=20):
+    """Wait in Python: the page's policy forbids the browser to evaluate text, rightly."""
+    end = time.monotonic() + seconds
+    while not tab.evaluate(f"Boolean({condition})"):
+        assert time.monotonic() < end, condition
+        time.sleep(0.02)

@@ -1,0 +1,192 @@
+"""Random expression graphs as score and mask functions, against the oracle in float64.
+
+    PYTHONPATH=tests/tools python -m function_fuzz FIRST COUNT [--gpu] [--jobs N] [--seconds S]
+
+checks the cases of the seeds FIRST, FIRST + 1, ... and prints those that fail. On a CPU the
+engines must be exact in float64, and their traces must have the counts of the closed form. On a GPU
+an error may be twice that of plain attention in the same type, plus a rounding. Gradients of
+captured arrays, which are sums that cancel, may have twice the error of the simulator in that type.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from itertools import islice
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+import numpy as np
+from helpers import tensors
+from random_functions import Random
+
+from flashsim import Tiling, count, run
+from flashsim.problem import oracle
+
+#: One CPU case in so many runs the CPU engine, which compiles each function.
+COMPILED = 20
+
+
+class Case(NamedTuple):
+    """What a seed stands for: sizes, keywords of `run`, and a generator for further choices."""
+
+    sizes: dict[str, int]
+    how: dict[str, Any]
+    rng: np.random.Generator
+
+
+def drawn(seed: int, most: int, *, jumps: bool = True) -> Case:
+    """The case of a seed, with fewer than `most` queries and keys."""
+    rng = np.random.default_rng(seed)
+    n_q, n_kv = (int(n) for n in rng.integers(1, most, 2))
+    batch, kv_heads, group = (int(n) for n in rng.integers(1, 3, 3))
+    heads = kv_heads * group
+    made = Random(seed, batch, heads, n_q, n_kv, jumps=jumps)
+    how = {"score_mod": made.score_mod()} if rng.random() < 0.8 else {}
+    how |= {"mask_mod": made.mask_mod()} if rng.random() < 0.8 else {}
+    how |= {"sinks": rng.standard_normal(heads)} if rng.random() < 0.3 else {}
+    how |= {"causal": True} if rng.random() < 0.2 else {}
+    how |= {"softcap": 3.0} if rng.random() < 0.2 else {}
+    sizes = {"n_q": n_q, "n_kv": n_kv, "batch": batch, "heads": heads, "kv_heads": kv_heads}
+    return Case(sizes, how, rng)
+
+
+def expected(
+    result: Any,
+    dout: Any,
+    dlse: Any,
+    names: Sequence[str] = (),
+    *,
+    dtype: str = "float64",
+    **given: Any,
+) -> dict[str, np.ndarray]:
+    """The oracle's out, LSE and gradients of a result's problem, rounded to `dtype`."""
+    job = result._job
+    p = replace(job.problem, dlse=True, score_grads=tuple(names))
+    given = {"captured": job.score_arrays, **given, "dtype": dtype}
+    out, lse = oracle.attention(job.q, job.k, job.v, p, **given)
+    made = oracle.gradients(job.q, job.k, job.v, dout, p, dlse=dlse, **given)
+    return {"out": out, "lse": lse, **made}
+
+
+def found(result: Any, gradients: Any) -> dict[str, Any]:
+    """A result's out, LSE and gradients, by the names that `expected` has for them."""
+    got = {"out": result.out, "lse": result.lse}
+    got |= {name: getattr(gradients, name) for name in ("dq", "dk", "dv", "dbias", "dsinks")}
+    got |= {f"d:{name}": x for name, x in gradients.captured.items()}
+    return {name: x for name, x in got.items() if x is not None}
+
+
+def same_counts(trace: Any, closed: Any) -> None:
+    """Raise AssertionError unless a trace has the counts of the closed form."""
+    assert trace.by_tensor() == closed.by_tensor()
+    assert trace.bytes() == closed.bytes()
+    assert trace.peak_sram() == closed.peak_sram()
+    kinds = ("function", "matmul", "exp", "add")
+    assert {k: trace.flops(k) for k in kinds} == {k: closed.flops(k) for k in kinds}
+
+
+def check_on_cpu(seed: int, backend: str) -> None:
+    """Raise AssertionError unless an engine's results are exact, and its counts right."""
+    sizes, how, rng = drawn(seed, 40)
+    x = tensors(d=4, dtype="float64", seed=seed, **sizes)
+    tiling = Tiling(*(int(n) for n in rng.choice([4, 8, 16, 64], 2)))
+    algorithm = str(rng.choice(["flash2", "flash2-fused"]))
+    told = {"tiling": tiling, "algorithm": algorithm}
+    result = run(x.q, x.k, x.v, **how, **told, backend=backend, trace=True)
+    graph = result.problem.score_mod
+    names = [] if graph is None else [a.name for a in graph.differentiable]
+    dlse = np.where(np.isinf(result.lse), 0, rng.standard_normal(result.lse.shape))
+    given = {"sinks": how["sinks"]} if "sinks" in how else {}
+    gradients = result.backward(x.dout, dlse=dlse, captured=True, tiling=tiling)
+    exact, got = expected(result, x.dout, dlse, names, **given), found(result, gradients)
+    assert exact.keys() == got.keys()
+    for name, value in got.items():
+        near = 1e-9 if name in ("out", "lse") else 1e-7
+        assert np.allclose(value, exact[name], rtol=near, atol=near / 10), name
+    same_counts(result.trace, count(result.problem, **told))
+    same_counts(gradients.trace, count(gradients.trace.problem, **told, direction="backward"))
+
+
+def check_on_gpu(seed: int) -> None:
+    """Raise AssertionError unless the errors of all results are within the budget of their type."""
+    sizes, how, rng = drawn(seed, 300, jumps=False)
+    dtype = str(rng.choice(["float16", "bfloat16", "float32"], p=(0.4, 0.4, 0.2)))
+    x = tensors(d=int(rng.choice([32, 64, 128])), dtype=dtype, seed=seed, **sizes)
+    result, simulated = (run(x.q, x.k, x.v, **how, backend=b) for b in ("cupy", "simulator"))
+    graph = result.problem.score_mod
+    names = [] if graph is None else [a.name for a in graph.differentiable]
+    dlse = np.where(np.isinf(result.lse), 0, rng.standard_normal(result.lse.shape))
+    dlse = dlse.astype(np.float32)
+    given = {"sinks": how["sinks"]} if "sinks" in how else {}
+    form = (None, True, False)[rng.integers(3)]
+    gradients = result.backward(x.dout, dlse=dlse, captured=True, deterministic=form)
+    exact = expected(result, x.dout, dlse, names, **given)
+    rough = expected(result, x.dout, dlse, names, dtype=dtype, **given)
+    got = found(result, gradients)
+    assert exact.keys() == got.keys()
+    again = found(simulated, simulated.backward(x.dout, dlse=dlse, captured=True))
+    eps = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-23}[dtype]
+    problems = []
+    for name, value in got.items():
+        value, right = value.astype(np.float64), exact[name]
+        kept = ~np.isinf(right)
+        if not (np.isinf(value) == ~kept).all():
+            problems.append(f"{name}: other infinities, or NaN")
+            continue
+        others = (rough[name], again[name]) if name.startswith("d:") else (rough[name],)
+        error, *errors = (
+            np.abs(y[kept].astype(np.float64) - right[kept]).max(initial=0)
+            for y in (value, *others)
+        )
+        largest = np.abs(right[kept]).max(initial=0)
+        budget = 2 * max(errors) + (2 * eps + 2e-6) * largest + 2e-5
+        if not error <= budget:
+            problems.append(f"{name}: {error:.3g} > {budget:.3g}")
+    assert not problems, f"{result.kernel} {dtype} {sizes} deterministic={form}: {problems}"
+
+
+def outcome(seed: int, gpu: bool) -> str:
+    """Why a seed's case failed; "" if it did not."""
+    try:
+        if gpu:
+            check_on_gpu(seed)
+        else:
+            check_on_cpu(seed, "simulator" if seed % COMPILED else "numba")
+    except Exception as error:
+        return f"seed {seed}: {type(error).__name__}: {error}"
+    return ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; its exit status is 1 if a case failed, or if time was too short for all."""
+    parser = argparse.ArgumentParser(prog="function_fuzz", description=__doc__.splitlines()[0])
+    parser.add_argument("first", type=int)
+    parser.add_argument("count", type=int)
+    parser.add_argument("--gpu", action="store_true", help="on backend='cupy'")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, default 1")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
+    options = parser.parse_args(arguments)
+    end, done, failures = time.monotonic() + options.seconds, 0, 0
+    seeds = iter(range(options.first, options.first + options.count))
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        waiting = {pool.submit(outcome, n, options.gpu) for n in islice(seeds, 2 * options.jobs)}
+        while waiting:
+            ready = next(as_completed(waiting))
+            waiting.remove(ready)
+            done += 1
+            if failure := ready.result():
+                failures += 1
+                print(failure, flush=True)
+            if time.monotonic() < end and (seed := next(seeds, None)) is not None:
+                waiting.add(pool.submit(outcome, seed, options.gpu))
+    print(f"{done:,} of {options.count:,} cases, {failures} failed", flush=True)
+    return int(failures > 0 or done < options.count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""Small models of transformers with random weights, and what eager attention makes of them.
+
+`CASES` names architectures by what is special about their attention. A case is a function of the
+number of tokens that returns a model and its inputs, on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+WORDS, BATCH = 64, 2
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+TEXT = {
+    **{**SMALL, "vocab_size": WORDS, "num_key_value_heads": 2, "max_position_embeddings": 512},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+NO_DROPOUT = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
+
+
+def decoder(name: str, **more: Any) -> Callable[[int], Any]:
+    """A case of a decoder of text, by its name in transformers."""
+
+    def make(n: int) -> Any:
+        kind = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
+        config = getattr(transformers, kind)(**TEXT | more)
+        return getattr(transformers, f"{name}ForCausalLM")(config), {"input_ids": _words(n)}
+
+    return make
+
+
+def _words(n: int) -> torch.Tensor:
+    return torch.randint(3, WORDS, (BATCH, n))
+
+
+def _gpt2(n: int) -> Any:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": WORDS}
+    none = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    config = transformers.GPT2Config(**sizes, **none, bos_token_id=1, eos_token_id=2)
+    return transformers.GPT2LMHeadModel(config), {"input_ids": _words(n)}
+
+
+def _opt(n: int) -> Any:
+    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.OPTConfig(
+        **sizes, **NO_DROPOUT, vocab_size=WORDS, word_embed_proj_dim=32, max_position_embeddings=512
+    )
+    return transformers.OPTForCausalLM(config), {"input_ids": _words(n)}
+
+
+def _t5(n: int) -> Any:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(
+        **sizes,
+        vocab_size=WORDS,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        initializer_factor=0.25,
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    return model, {"input_ids": _words(n), "decoder_input_ids": _words(n // 2 + 1)}
+
+
+def _bart(n: int) -> Any:
+    sizes = {"d_model": 32, "vocab_size": WORDS, "max_position_embeddings": 512}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
+    config = transformers.BartConfig(**sizes, **NO_DROPOUT)
+    model = transformers.BartForConditionalGeneration(config)
+    return model, {"input_ids": _words(n), "decoder_input_ids": _words(n // 2 + 1)}
+
+
+def _whisper(n: int) -> Any:
+    sizes = {"d_model": 32, "vocab_size": WORDS, "num_mel_bins": 8}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    ends |= {"begin_suppress_tokens": None, "suppress_tokens": None}
+    sizes |= {"max_source_positions": n, "max_target_positions": n}
+    model = transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(**sizes, **ends, **NO_DROPOUT)
+    )
+    return model, {"input_features": torch.randn(BATCH, 8, 2 * n), "decoder_input_ids": _words(n)}
+
+
+def _bert(n: int) -> Any:
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(**SMALL, **none, vocab_size=WORDS, max_position_embeddings=512)
+    return transformers.BertForMaskedLM(config), {"input_ids": _words(n)}
+
+
+def _vit(n: int) -> Any:
+    config = transformers.ViTConfig(**SMALL, image_size=32, patch_size=8)
+    return transformers.ViTForImageClassification(config), {
+        "pixel_values": torch.randn(2, 3, 32, 32)
+    }
+
+
+def _llama4(n: int) -> Any:
+    config = transformers.Llama4TextConfig(
+        **TEXT | {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2},
+        attention_chunk_size=6,
+        layer_types=["chunked_attention", "full_attention"],
+    )
+    return transformers.Llama4ForCausalLM(config), {"input_ids": _words(n)}
+
+
+def _deepseek(n: int) -> Any:
+    config = transformers.DeepseekV3Config(
+        **TEXT | {"num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4},
+        **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16},
+        **{"v_head_dim": 16, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
+        first_k_dense_replace=2,
+    )
+    return transformers.DeepseekV3ForCausalLM(config), {"input_ids": _words(n)}
+
+
+MIXED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+#: Cases without tokens that could be padding.
+NEVER_PADDED = ("ViT", "Whisper")
+CASES: dict[str, Callable[[int], Any]] = {
+    "Llama: causal, groups of heads": decoder("Llama"),
+    "Qwen2: biases of projections": decoder("Qwen2"),
+    "Qwen3: norms of q and k": decoder("Qwen3", head_dim=8),
+    "Phi3: one projection": decoder("Phi3"),
+    "OLMo2: norms behind layers": decoder("Olmo2"),
+    "GPT-NeoX: part of a head is rotated": decoder("GPTNeoX"),
+    "GPT-2: one projection": _gpt2,
+    "OPT: learned positions": _opt,
+    "Gemma: one key head": decoder("Gemma", head_dim=8, num_key_value_heads=1),
+    "Mistral: a window": decoder("Mistral", sliding_window=5),
+    "Starcoder2: a window, and biases": decoder("Starcoder2", sliding_window=7),
+    "Gemma2: softcap, windows and full layers": decoder(
+        "Gemma2", head_dim=8, attn_logit_softcapping=5.0, query_pre_attn_scalar=8, **MIXED
+    ),
+    "Gemma3: windows and full layers": decoder(
+        "Gemma3", head_dim=8, query_pre_attn_scalar=8, **MIXED
+    ),
+    "Cohere2: layers with a window": decoder("Cohere2", **MIXED),
+    "GPT-OSS: sinks, windows and full layers": decoder("GptOss", head_dim=8, **MIXED, **EXPERTS),
+    "Llama4: chunks": _llama4,
+    "DeepSeek-V3: latent keys, narrow values": _deepseek,
+    "T5: a bias of relative positions": _t5,
+    "BART: encoder, decoder and cross attention": _bart,
+    "Whisper: speech, cross attention": _whisper,
+    "BERT: both directions": _bert,
+    "ViT: pictures": _vit,
+}
+
+
+def made(case: str, n: int, *, padding: bool = False) -> Any:
+    """A case's model, whose attention is far from uniform, its inputs, and what judges it.
+
+    All are float64. With `padding` the second sequence of tokens begins with some. "sdpa" judges
+    then, since eager attention makes NaN of rows of padding. A model without it gets padding last.
+    """
+    torch.manual_seed(0)
+    model, inputs = CASES[case](n)
+    model = model.eval().double()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped products take no float64
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.normal_()
+            else:
+                parameter.mul_(4 if parameter.ndim > 1 else 1)
+    reference = "eager"
+    if padding:
+        mask = inputs["attention_mask"] = torch.ones(BATCH, n, dtype=torch.long)
+        mask[1, : n // 3] = 0
+        reference = "sdpa" if model._supports_sdpa else "eager"
+        inputs["attention_mask"] = mask if reference == "sdpa" else mask.flip(1)
+    wide = {k: x.double() if x.is_floating_point() else x for k, x in inputs.items()}
+    return model, wide, reference
+
+
+def computed(model: Any, inputs: Any, implementation: str, dtype: torch.dtype) -> Any:
+    """Logits and all gradients by one attention in one type; only of tokens, not of padding."""
+    model.to(dtype).zero_grad()
+    model.set_attn_implementation(implementation)
+    inputs = {n: x.to(dtype) if x.is_floating_point() else x for n, x in inputs.items()}
+    logits = model(**inputs).logits
+    if "attention_mask" in inputs and logits.shape[:2] == inputs["attention_mask"].shape:
+        logits = logits[inputs["attention_mask"].bool()]
+    logits.square().sum().backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits, **gradients}
+
+
+def check(model: Any, inputs: Any, dtype: torch.dtype, reference: str = "eager") -> None:
+    """Error <= 2 x eager attention's in the same type + one rounding (flash-attention's rule).
+
+    Of the logits in maxima; of the gradients, all as one vector, in its length: of a few numbers
+    summed over everything, such as a bias, eager's own error may happen to be nothing.
+    """
+    state = {n: x.clone() for n, x in model.state_dict().items()}
+    found = {}
+    for kind in (torch.float64, dtype):
+        for which in (reference,) if kind is torch.float64 else ("eager", "flashsim"):
+            model.double().load_state_dict(state)
+            x = computed(model, inputs, which, kind)
+            logits, *gradients = (y.detach().double() for y in x.values())
+            found[kind, which] = logits, torch.cat([g.flatten() for g in gradients])
+    logits, gradient = found[torch.float64, reference]
+    assert gradient.norm() > 0
+    eps = torch.finfo(dtype).eps
+    for place, size, true in ((0, torch.amax, logits), (1, torch.linalg.vector_norm, gradient)):
+        error = {
+            which: size((found[dtype, which][place] - true).abs())
+            for which in ("eager", "flashsim")
+        }
+        assert error["flashsim"] <= 2 * error["eager"] + eps * size(true.abs()), (place, error)
