@@ -35,7 +35,7 @@ _FREE = re.compile(
 
 
 class KernelOrder(NamedTuple):
-    """The task of the grading process.
+    """An order for the process.
 
     `calls` has for each case the arguments, and whether attention is causal (None: no flag).
     `names` are those of the arguments, and `outputs` of the results. With `tests`, pytest runs the
