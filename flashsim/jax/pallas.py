@@ -272,7 +272,7 @@ class PallasNotes:
         return tuple(index[axis] for axis in launch.axes)
 
     def program(self, index: tuple[int, ...]) -> None:
-        """A program starts."""
+        """Called when a program starts."""
         self._at = len(self.recorder.launches) - 1, self._place(index)
         self.recorder.program(self._at[1])
 
