@@ -396,14 +396,14 @@ PAGES = np.zeros((2, 1, 4, 16), np.float32)
             lambda: flashsim.random_inputs(Problem(2**50)),
             "this machine has too little memory for q, k, v",
         ),
-        (lambda: flashsim.random_inputs(Problem(2**62, batch=2**40)), "memory does not hold"),
+        (lambda: flashsim.random_inputs(Problem(2**62, batch=2**40)), "too little memory for q"),
         (
             lambda: flashsim.count(Problem(2**24, mask=lambda q, k: q >= k), tiling=Tiling(64, 64)),
             "evaluated at every score, here 2.8e.14 of them",
         ),
         (
             lambda: flashsim.quantize(*[np.full((4, 8), 1e300)] * 3),
-            "q holds NaN or infinity .as float32",
+            "q holds NaN or infinity .in float32",
         ),
         (
             lambda: flashsim.merge(*[np.ones((4, 8), int), np.ones(4, np.float32)] * 2),

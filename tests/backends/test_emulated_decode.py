@@ -214,7 +214,7 @@ def test_what_a_trace_cannot_say():
 
     with pytest.raises(UnsupportedError, match="row tiles under a mask"):
         walk(Problem(300, 600, 64, causal=True, **GROUPED), (600,), 1)
-    with pytest.raises(UnsupportedError, match="there is no key"):
+    with pytest.raises(UnsupportedError, match="no sequence has a key"):
         walk(Problem(1, 600, 64, **GROUPED), (0,))
     broken = {}
     case = Case(*TRACED["one query"][:2])

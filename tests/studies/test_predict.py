@@ -259,8 +259,12 @@ def test_a_device_with_little_bandwidth_is_bound_by_it():
     ("options", "error", "message"),
     [
         ({"kernels": "hoper"}, OptionError, "did you mean 'hopper'"),
-        ({"algorithm": "flash1"}, OptionError, "not of 'flash1'"),
-        ({"algorithm": "standard", "kernels": "hopper"}, OptionError, "kernels is FlashAtt"),
+        ({"algorithm": "flash1"}, OptionError, "not for 'flash1'"),
+        (
+            {"algorithm": "standard", "kernels": "hopper"},
+            OptionError,
+            "kernels applies to FlashAtt",
+        ),
         ({"direction": "sideways"}, OptionError, "unknown direction"),
         ({"device": "A100", "kernels": "hopper"}, UnsupportedError, "compute capability 9.0"),
         ({"heads_in_group": {"forward": 0}}, OptionError, "at least 1, got 0 for 'forward'"),
