@@ -109,7 +109,7 @@ def test_blocks_that_store_one_element(facts):
         ("one line", r"^UnsupportedError: line {a, b = cuda.shared} of .*two shared arrays"),
         (
             "shuffles",
-            r"^UnsupportedError: line {x\[0\] = cuda.shfl_sync} of .*simulator does not have",
+            r"^UnsupportedError: line {x\[0\] = cuda.shfl_sync} of .*simulator does not",
         ),
         ("divides", r"^ValueError: .*line {x\[i\] = math.log} of .*flashsim.cuda.trace"),
         ("slices", r"^UnsupportedError|.*one element at a time"),
