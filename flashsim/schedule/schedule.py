@@ -418,9 +418,10 @@ def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> N
     if any(stage.once for stage in stages) and not Schedule(problem, tiling).visited_once:
         longest = max(s.k_stop - s.k_start for s in problem.sequences)
         raise TilingError(
-            "this algorithm needs query tiles whose keys all lie in one key tile, but of "
-            f"{tiling} tiles at least one does not: give a block_k of at least {longest} where "
-            "every query sees a key, or take algorithm='flash2-fused'"
+            "this algorithm needs every query tile to have exactly one visit, that is, to see "
+            f"keys of exactly one key tile; with {tiling} tiles at least one does not: give a "
+            f"block_k of at least {longest} where every query sees a key, or take "
+            "algorithm='flash2-fused'"
         )
 
 

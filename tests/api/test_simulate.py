@@ -201,7 +201,9 @@ def test_the_result(ran):
         OptionError, match=r"unknown tensor 'notes'; possible: .*did you mean 'note'"
     ):
         ran.trace.bytes("store", "notes")
-    with pytest.raises(UnsupportedError, match="no closed form of 'in_loops'"):
+    with pytest.raises(
+        UnsupportedError, match="in_loops' is your own algorithm, so there is no closed form"
+    ):
         ran.trace.predicted()
     with pytest.raises(UnsupportedError, match="is your own algorithm"):
         ran.backward(Q)

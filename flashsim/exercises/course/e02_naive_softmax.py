@@ -1,8 +1,8 @@
 """Softmax of whole rows.
 
-S lies in HBM. Store P, where P[i, j] = exp(S[i, j]) / Σ exp(S[i, :]). A tile of 8 whole rows fits
-on chip. No score is so large that exp overflows, so use the formula as it is. Load S once, store P
-once.
+S lies in HBM. Store P, where P[i, j] = exp(S[i, j]) / Σ exp(S[i, :]). A tile of 8 whole rows
+fits on chip. No score is so large that exp overflows, so use the formula as it is. Load S once,
+store P once.
 """
 
 import numpy as np

@@ -1,9 +1,9 @@
 """Online softmax: one pass for the maximum and the sum.
 
-A row no longer fits on chip; only tiles of 8 × 16 scores do. Computing the maximum, then the sum,
-then the quotient would take three passes over S. Instead, keep a running maximum m and a running
-sum l per row, and rescale l whenever m grows. Then two passes are enough; the second computes P.
-Load S twice, store P once.
+A row no longer fits on chip; only tiles of 8 × 16 scores do. Computing the maximum, then the
+sum, then the quotient would take three passes over S. Instead, keep a running maximum m and a
+running sum l per row, and rescale l whenever m grows. Then two passes are enough; the second
+computes P. Load S twice, store P once.
 """
 
 import numpy as np

@@ -1,8 +1,9 @@
 """Causal attention that skips empty tiles.
 
-Query i sees keys 0 … i. About half of the score tiles are empty: do not load their keys. Where the
-diagonal cuts a tile, `machine.keep(rows, cols)` returns which scores count (None means all).
-Compute attention as in the last exercise, but with S = scale · Q Kᵀ computed on chip. Store O.
+Query i sees keys 0 … i. About half of the score tiles are empty: do not load their keys. Where
+the diagonal cuts a tile, `machine.keep(rows, cols)` returns which scores count (None means
+all). Compute attention as in the last exercise, but with S = scale · Q Kᵀ computed on chip.
+Store O.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """FlashAttention-2: the outer loop runs over queries.
 
 The second paper swaps the loops again (arXiv:2307.08691, Algorithm 1). A step owns a tile of
-queries, keeps O, m and l on chip, and loads K and V tile by tile. O is divided once, at the end.
-Store O and L = m + log l.
+queries, keeps O, m and l on chip, and loads K and V tile by tile. O is divided once, at the
+end. Store O and L = m + log l.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """delta, the first stage of the backward pass.
 
-delta_i = Σ_j P_ij dP_ij, a sum over N keys, is also Σ_x dO_ix O_ix, a sum over head_dim (dP = dO Vᵀ
-and O = P V). So computing delta does not need P: load O and dO once, and store delta.
+delta_i = Σ_j P_ij dP_ij, a sum over N keys, is also Σ_x dO_ix O_ix, a sum over head_dim (dP =
+dO Vᵀ and O = P V). So computing delta does not need P: load O and dO once, and store delta.
 """
 
 from flashsim.exercises.exercise import Exercise, Task

@@ -1,7 +1,7 @@
 """Grouped queries: one load of K and V for four heads.
 
-Four query heads share a KV head. With a separate loop for each query head, K and V are loaded four
-times as often as needed. In a stage with ``per="group"`` a step serves all four heads:
+Four query heads share a KV head. With a separate loop for each query head, K and V are loaded
+four times as often as needed. In a stage with ``per="group"`` a step serves all four heads:
 `sram.load(hbm.Q, rows, member=g)` loads the tile of query head g of the group, and `sram.store`
 takes `member` too. K and V are loaded without `member`.
 

@@ -1,8 +1,8 @@
 """Decoding: the keys are split over thread blocks.
 
-One query, a cache of 96 keys. A single step would do all the work while every other SM is idle. So
-no step may load more than a quarter of K. Each of four steps computes attention over 24 keys, and
-stores a partial O and LSE in a workspace. A second stage merges them:
+One query, a cache of 96 keys. A single step would do all the work while every other SM is idle.
+So no step may load more than a quarter of K. Each of four steps computes attention over 24
+keys, and stores a partial O and LSE in a workspace. A second stage merges them:
 
     L = log Σ_s exp(L_s)        O = Σ_s exp(L_s - L) O_s
 

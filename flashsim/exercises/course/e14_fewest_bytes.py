@@ -1,14 +1,14 @@
 """Fewest bytes: any algorithm that fits on chip.
 
-Compute attention of 192 queries and 192 keys with head_dim 16 in float32, with 3 KiB on chip. Store
-O only. You choose the tiles: `machine.stage(name, tiling=flashsim.Tiling(block_q, block_k))`, plain
-slices, smaller pieces inside a visit with `sram.strip()`. Which data must be on chip all the time,
-and which can come and go?
+Compute attention of 192 queries and 192 keys with head_dim 16 in float32, with 3 KiB on chip.
+Store O only. You choose the tiles: `machine.stage(name, tiling=flashsim.Tiling(block_q,
+block_k))`, plain slices, smaller pieces inside a visit with `sram.strip()`. Which data must be
+on chip all the time, and which can come and go?
 
-You get full marks for moving as few bytes as the reference; fewer bytes improve your place on the
-leaderboard. No algorithm that adds up 16 products per score can move less than 97,920 B with so
-little memory: docs/reference/model.md has the proof, and `flashsim exercise grade FILE --plot
-p.png` draws that line.
+You get full marks for moving as few bytes as the reference; fewer bytes improve your place on
+the leaderboard. No algorithm that adds up 16 products per score can move less than 97,920 B
+with so little memory: docs/reference/model.md has the proof, and `flashsim exercise grade FILE
+--plot p.png` draws that line.
 """
 
 import numpy as np
