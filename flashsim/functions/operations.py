@@ -98,4 +98,3 @@ OPERATIONS = {
 }
 #: Operations whose arguments are booleans.
 LOGIC = ("and", "or", "not")
-COMPARISONS = ("lt", "le", "eq", "ne")

@@ -425,3 +425,40 @@ def test_a_traced_array_is_refused():
                 under(asks)(ones)
     with pytest.raises(DTypeError, match="k is a DynamicJaxprTracer of JAX's"):
         jax.jit(lambda k: flashsim.run(ones, k, ones).out)(ones)
+
+
+# -- arrays that cannot be taken ------------------------------------------------------------------
+
+
+class Elsewhere(Exported):
+    """On a device that is no CPU."""
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+
+class Broken(Exported):
+    def __dlpack__(self, **options):
+        raise BufferError("strides are odd")
+
+
+Traced = type("Traced", (), {"__module__": "jax._src.core", "aval": None, "shape": (1, 1, 8, 4)})
+
+
+def test_arrays_of_two_libraries_are_refused():
+    q, k, v = np.zeros((3, 1, 1, 8, 4), np.float32)
+    with pytest.raises(DTypeError, match=r"one library, got k as test_hosts.Exported beside nump"):
+        flashsim.run(q, Exported(k), v)
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        (Broken, "q, test_hosts.Broken, cannot be taken through DLPack: strides are odd"),
+        (lambda a: Traced(), "q is a Traced of JAX's.*flashsim.jax.attention works under them"),
+        (Elsewhere, "q"),
+    ],
+)
+def test_arrays_without_memory_of_the_cpus_are_refused(kind, match):
+    with pytest.raises(DTypeError, match=match):
+        flashsim.run(*map(kind, np.zeros((3, 1, 1, 8, 4), np.float32)))

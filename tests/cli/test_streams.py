@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -64,6 +65,12 @@ def test_the_entry_point(main, capsys):
         signal.raise_signal(signal.SIGTERM)
     assert end.value.code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_the_package_is_the_command(main, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["flashsim", "--version"])
+    runpy.run_module("flashsim", run_name="__main__")
+    assert capsys.readouterr().out == f"flashsim {flashsim.__version__}\n"
 
 
 def test_the_entry_point_is_interrupted(main, monkeypatch, capsys):

@@ -14,9 +14,11 @@ from flashsim import functions
 from flashsim.errors import FunctionError, MaskError, OptionError, ShapeError
 from flashsim.functions.builder import graph_of
 from flashsim.functions.derivative import DOUT, adjoints
+from flashsim.functions.emit import _literal
 from flashsim.functions.forward_mode import pushed
-from flashsim.functions.graph import Graph
+from flashsim.functions.graph import Graph, Node
 from flashsim.functions.mask import MaskFunction
+from flashsim.functions.operations import BOOL, FLOAT, INT
 from flashsim.functions.tracing import trace_mask, trace_score
 from flashsim.problem.problem import Problem
 
@@ -209,6 +211,25 @@ def test_a_graph_comes_back_from_its_entry():
     again = graph_of(traced.graph.entry())
     assert again == traced.graph
     assert traced.graph.nbytes == SLOPES.nbytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "text"),
+    [
+        (BOOL, True, "true"),
+        (INT, -2, "(-2)"),
+        (FLOAT, 0.5, "0.5f"),
+        (FLOAT, math.inf, "__int_as_float(0x7f800000)"),
+        (FLOAT, -math.inf, "__int_as_float(0xff800000)"),
+        (FLOAT, math.nan, "__int_as_float(0x7fffffff)"),
+    ],
+)
+def test_a_constant_is_written_for_cuda(kind, value, text):
+    """Infinity has no literal in CUDA C++: its bits are what IEEE 754 says."""
+    assert _literal(Node("const", (), value, kind)) == text
+    if kind == FLOAT and "0x" in text:
+        number = np.uint32(int(text[-11:-1], 16)).view(np.float32)
+        np.testing.assert_array_equal(number, np.float32(value))
 
 
 def test_an_error_names_the_line_of_the_function():

@@ -25,7 +25,6 @@ intrinsic: Any = numba.extending.intrinsic
 #: Places of `Rules.calls`: the function, its derivative, and the derivative that also adds to the
 #: gradients of captured arrays.
 SCORE, DERIVATIVE, SUMMING = range(3)
-_INT = ir.IntType(64)
 
 
 class Panels(NamedTuple):
