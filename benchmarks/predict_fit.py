@@ -20,17 +20,28 @@ SHORT = tuple(name for name in COMMON if name != "throttle")
 WARPS = ("tensor", "waits", "shared", "pieces", "visit")
 FREE = {
     ("python", "forward"): ("tensor", "scores", "waits", "visit", *COMMON),
-    ("hopper", "forward"): ("scores", "waits", "visit", *LASTING),
-    **{("hopper", s): ("tensor", "scores", "visit", *COMMON) for s in ("dkdv", "dq")},
+    **{
+        ("hopper", f"forward{width}"): ("scores", "waits", "visit", *COMMON)
+        for width in ("", ", 96", ", 128", ", wide", ", widest")
+    },
+    **{
+        ("hopper", f"{s}{width}"): ("tensor", "scores", "visit", *COMMON)
+        for s in ("dkdv", "dq")
+        for width in ("", ", 128")
+    },
     # Up to 1,024 rows a walk, which lasts too short a time for a throttle; longer ones; one visit.
-    ("hopper", "fused"): ("tensor", "scores", "reduced", "visit", *SHORT),
-    ("hopper", "fused, deferred"): ("tensor", "scores", "reduced", "visit", *COMMON),
+    **{
+        ("hopper", f"fused{how}{width}"): ("tensor", "scores", "reduced", "visit", *lasting)
+        for how, lasting in (("", SHORT), (", deferred", COMMON))
+        for width in ("", ", 128")
+    },
     ("hopper", "fused, once"): ("scores", "masked", "visit", "item", "launch"),
     # Six times each: as few constants as there can be.
     ("hopper", "dkdv, wide"): ("tensor", "masked", "visit", "item", "throttle"),
     ("hopper", "dq, wide"): ("tensor", "visit", "item", "throttle"),
-    ("hopper", "fused, wide"): ("tensor", "visit", "item", "throttle"),
-    ("hopper", "fused, roles"): ("tensor", "item"),  # two times
+    ("hopper", "fused, widest"): ("tensor", "visit", "item", "throttle"),
+    ("hopper", "fused, wide"): ("tensor", "visit"),  # two times
+    ("hopper", "fused, roles"): ("tensor", "masked", "visit", "item"),
     ("portable", "forward"): ("scores", *WARPS, *COMMON),
     **{(k, s): (*WARPS, *COMMON) for k in ("portable", "python") for s in ("dkdv", "dq")},
     **{(k, "fused"): ("reduced", *WARPS, *COMMON) for k in ("portable", "python")},
@@ -67,7 +78,7 @@ def points(everything, kernels, name):
             continue
         direction, algorithm = PASSES[one.name]
         passes, traffic = model._prepare(
-            one.problem, direction, algorithm, kernels, one.tiling, H200
+            one.problem, direction, algorithm, kernels, one.tiling, one.device
         )
         for each in passes:
             if each.kernel.shared_bytes and model.constants_name(each, one.problem) == name:

@@ -1,4 +1,4 @@
-"""What `benchmarks/times.py` measured, as predict.py and predict_fit.py read it.
+"""What times.py and random_times.py measured, as predict.py and predict_fit.py read it.
 
 A stage's time is what its events say, less its part of what all stages' events say more than their
 pass takes.
@@ -13,6 +13,8 @@ import time_shapes
 from gpu_lab import read_table
 
 from flashsim import Device, Problem, Tiling
+from flashsim.problem.hardware import PRESETS
+from flashsim.studies.predict import predict
 from flashsim.studies.predict.calibration import CALIBRATED, POWER_AFTER
 
 DATA = Path(__file__).parent.parent / "docs" / "data"
@@ -21,6 +23,8 @@ H200 = Device.get("H200")
 EVENT = 10e-6
 #: What they add to a stage, a third of what they add to Hopper's fused passes in the middle, s.
 MIDDLE = 5.5e-6
+#: What events add to a pass of one stage, s: the median of 36 forwards of random shapes.
+BY_ITSELF = 1.8e-6
 PASSES = {"forward": ("forward", "flash2"), "flash2": ("backward", "flash2")}
 PASSES |= {name: ("backward", name) for name in ("flash2-fused", "flash2-once")}
 SETS = {"fitted": frozenset(time_shapes.CALIBRATION), "held out": frozenset(time_shapes.HELD_OUT)}
@@ -35,10 +39,14 @@ class Measured(NamedTuple):
     tiling: Tiling
     seconds: float
     stages: dict[str, float]
+    device: Device = H200
+    drawn: bool = False
 
     @property
     def where(self) -> str:
-        """The set it belongs to."""
+        """The set it belongs to; shapes that were drawn are fitted to."""
+        if self.drawn:
+            return "fitted"
         return next(name for name, shapes in SETS.items() if self.problem in shapes)
 
 
@@ -56,6 +64,44 @@ def problem_of(row):
         causal=row["causal"] == "True",
         window=window,
     )
+
+
+def rows_of(path):
+    """Each pass of a file of random_times.py: its row, and its stages' events in seconds."""
+    found = []
+    for row in read_table(path):
+        if row["stage"]:
+            found[-1][1][row["stage"]] = float(row["us"]) * 1e-6
+        else:
+            found.append((row, {}))
+    return found
+
+
+def device_of(row):
+    """The preset of the GPU that a row's driver names."""
+    return next(one for one in PRESETS.values() if one.name in row["gpu"])
+
+
+def drawn(path=DATA / "random-times-h100.csv"):
+    """Passes on random shapes, to fit to; one loop's stage is what the row-wise kernels leave.
+
+    In three passes, dQ runs beside dK and dV unless events part them. So their events count, less
+    what an event adds to a forward.
+    """
+    found = []
+    for row, stages in rows_of(path):
+        p, whole, name = problem_of(row), float(row["us"]) * 1e-6, row["pass"]
+        tiling, device = Tiling(*map(int, row["tile"].split(" x "))), device_of(row)
+        if name == "forward":
+            stages = {"forward": whole}
+        elif name == "flash2":
+            stages = {stage: t - BY_ITSELF for stage, t in stages.items()}
+        else:
+            said = predict(p, direction="backward", algorithm=name, device=device).stages
+            rows = sum(s.seconds for s in said if s.name in ("delta", "convert"))
+            stages = {"fused": whole - rows}
+        found.append(Measured(p, "hopper", name, tiling, whole, stages, device, drawn=True))
+    return found
 
 
 def measured(path=DATA / "times-h200.csv"):

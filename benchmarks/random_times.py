@@ -26,11 +26,10 @@ import random_shapes
 import times
 from gpu_compile import compile_all
 from gpu_lab import open_lab
-from predict_times import problem_of
+from predict_times import device_of, problem_of, rows_of
 
 import flashsim
-from flashsim import FlashSimError, Problem
-from flashsim.problem.hardware import PRESETS
+from flashsim import FlashSimError, Problem, Tiling
 from flashsim.report import Table
 from flashsim.studies import verify
 from flashsim.studies.predict import predict
@@ -109,21 +108,19 @@ def compile_first(shapes: list[Problem], jobs: int) -> None:
 def compared(path: Path) -> list[dict[str, Any]]:
     """Each pass of a file with its prediction, and its stages with theirs, in µs."""
     found: list[dict[str, Any]] = []
-    with path.open(newline="") as stream:
-        for row in csv.DictReader(stream):
-            if row["stage"]:
-                found[-1]["stages"][row["stage"]] = float(row["us"])
-                continue
-            p, name = problem_of(row), row["pass"]
-            device = next(x for x in PRESETS.values() if x.name in row["gpu"])
-            direction = "forward" if name == "forward" else "backward"
-            algorithm = "flash2" if name == "forward" else name
-            said = predict(p, direction=direction, algorithm=algorithm, device=device)
-            found.append(
-                {"seed": row["seed"], "problem": p, "pass": name, "us": float(row["us"])}
-                | {"predicted": 1e6 * said.seconds, "stages": {}, "tile": row["tile"]}
-                | {"said": {s.name: 1e6 * s.seconds for s in said.stages}, "prediction": said}
-            )
+    for row, stages in rows_of(path):
+        p, name = problem_of(row), row["pass"]
+        direction = "forward" if name == "forward" else "backward"
+        algorithm = "flash2" if name == "forward" else name
+        tiling = Tiling(*map(int, row["tile"].split(" x ")))  # that ran, whatever rules say today
+        how = {"direction": direction, "algorithm": algorithm, "device": device_of(row)}
+        said = predict(p, **how, tiling=tiling)
+        found.append(
+            {"seed": row["seed"], "problem": p, "pass": name, "us": float(row["us"])}
+            | {"predicted": 1e6 * said.seconds, "tile": row["tile"], "prediction": said}
+            | {"stages": {s: 1e6 * t for s, t in stages.items()}}
+            | {"said": {s.name: 1e6 * s.seconds for s in said.stages}}
+        )
     return found
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from flashsim.backends.cupy_gpu import arrays, tensor_maps
 from flashsim.backends.cupy_gpu.captured import NOTHING, ReadByFunctions
-from flashsim.backends.cupy_gpu.launching import Argument, Launcher, Parameters
+from flashsim.backends.cupy_gpu.launching import Argument, FixedLaunch, Launcher, Parameters
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.device_tables import Lowered
 from flashsim.backends.launch.functions import tile_of
@@ -165,7 +165,7 @@ class ReadyPass:
             load(kernel, device), kernel, (across, down), overlap=kernel.overlaps
         )
         self._lock = Lock()  # the buffer is one, threads may be several
-        self._needs_counter = (
+        self.needs_counter = (
             bool(boxes) and one.kernel.cluster == 1 and one.grid[0] < len(one.items)
         )
         # By stream: a launch leaves its counter as it found it, at 0, for the next one there.
@@ -176,9 +176,18 @@ class ReadyPass:
         self._made_of = itemgetter(*at) if boxes else lambda head: ()
         self._tiled = bool(boxes) and boxes[-1].tensor == launch.TILE
 
-    def _parameters(self, made_of: tuple[int, ...]) -> Parameters:
-        """The launch parameters for tensors with these addresses and strides, in box order."""
+    def _parameters(
+        self,
+        made_of: tuple[int, ...],
+        args: Argument | None = None,
+        counter: ctypes.c_uint64 | None = None,
+    ) -> Parameters:
+        """The launch parameters for tensors with these addresses and strides, in box order.
+
+        `args` and `counter` are the launch's own; default: those that all launches share.
+        """
         p, boxes = self.one.tables.schedule.problem, self.one.kernel.boxes
+        args, counter = args or self._args, counter or self._counter
         values = iter(made_of)
 
         def made(box: launch.Box) -> np.ndarray:
@@ -192,8 +201,20 @@ class ReadyPass:
             return tensor_maps.encode(p, box, address, strides)
 
         maps = [made(box) for box in boxes]
-        others = [self._args.address, *([ctypes.addressof(self._counter)] if boxes else [])]
-        return Parameters(*(one.ctypes.data for one in maps), *others, keeps=maps)
+        others = [args.address, *([ctypes.addressof(counter)] if boxes else [])]
+        keeps = maps, args, counter
+        return Parameters(*(one.ctypes.data for one in maps), *others, keeps=keeps)
+
+    def fixed(self, call: Call) -> FixedLaunch:
+        """A launch for this call's stream and arrays, to be made again and again."""
+        args, counter = Argument(self.one.kernel.args), ctypes.c_uint64()
+        with self._lock:
+            args.buffer[:] = self._args.buffer
+        args.buffer[: _HEAD.size] = call.packed
+        if self.needs_counter:
+            counter.value, _keeps = self._counter_of(call)
+        parameters = self._parameters(self._made_of(call.head), args, counter)
+        return FixedLaunch(self._launch, call.stream, parameters)
 
     def _pack_constants(self) -> None:
         one, p = self.one, self.one.tables.schedule.problem
@@ -221,7 +242,7 @@ class ReadyPass:
             if report:
                 addresses = (report[n].data.ptr if n in report else 0 for n in launch.REPORTS)
                 _REPORTS.pack_into(self._args.buffer, _REPORTS_AT, *addresses)
-            if self._needs_counter:
+            if self.needs_counter:
                 self._counter.value, _keeps = self._counter_of(call)
             self._launch(call.stream, parameters)
 
@@ -241,8 +262,7 @@ class ReadyPass:
         the launch is in the stream.
         """
         stream = call.stream
-        if stream == _PER_THREAD or cupy.cuda.runtime.streamIsCapturing(stream):
-            # One name for several streams; or a graph, which may run in any and beside any.
+        if _makes_its_counter(stream):
             counter = call.space.empty((1,))
             cupy.cuda.runtime.memsetAsync(call.space.pointer(counter), 0, 4, stream)
             return call.space.pointer(counter), counter
@@ -251,6 +271,55 @@ class ReadyPass:
                 self._counters[stream] = cupy.zeros(1, np.uint32)
         counter = self._counters[stream]
         return counter.data.ptr, counter
+
+
+class Repeated:
+    """Calls of a plan at addresses that come again: filled in once, and then only launched.
+
+    Allocators give the same addresses again and again. A call is filled in when its addresses come
+    the second time.
+    """
+
+    def __init__(self, launches: Sequence[ReadyPass]) -> None:
+        self._launches = launches
+        self._counts = any(one.needs_counter for one in launches)
+        self._known: dict[tuple[Any, ...], tuple[FixedLaunch, ...] | None] = {}
+
+    def launch(self, key: tuple[Any, ...], stream: int) -> bool:
+        """Launch what is known under a key; False if nothing is.
+
+        Parameters
+        ----------
+        key : tuple
+            The stream, and all addresses and strides of the call.
+        """
+        found = self._known.get(key)
+        if found is None or (self._counts and _makes_its_counter(stream)):
+            return False
+        for one in found:
+            one()
+        return True
+
+    def note(self, key: tuple[Any, ...], call: Call) -> None:
+        """Keep a call whose arrays were all read and written in place."""
+        if self._counts and _makes_its_counter(call.stream):
+            return
+        if len(self._known) >= _MOST_REPEATED:
+            self._known.clear()
+        known = key in self._known
+        self._known[key] = tuple(one.fixed(call) for one in self._launches) if known else None
+
+
+_MOST_REPEATED = 256
+
+
+def _makes_its_counter(stream: int) -> bool:
+    """Whether each launch on a stream has a work counter of its own.
+
+    Either one name stands for several streams, or a graph is captured, which may run in any stream
+    and beside any.
+    """
+    return stream == _PER_THREAD or cupy.cuda.runtime.streamIsCapturing(stream)
 
 
 def _map_of(box: launch.Box) -> range:
@@ -329,23 +398,38 @@ class Plan:
         like : array
             An array of the gradients' type.
         """
-        sizes, summed = self.sizes, self.summed
+        made = self.new_arrays(space, like)
+        head = self.head(space, places, lse, dlse, made)
+        return Call(space, head, keeps=made), *made[:3]
+
+    def new_arrays(self, space: arrays.Space, like: Any) -> tuple[Any, Any, Any, Any, Any]:
+        """The arrays of a backward pass: dQ, dK, dV, and scratch memory and turns or None."""
+        sizes, summed, scratch, turns = self.sizes, self.summed, None, None
         dq = space.empty(sizes.dq.shape, like)
         dk = space.empty(sizes.dk.shape, like)
         dv = space.empty(sizes.dv.shape, like)
-        dq_at, at, turns = space.pointer(dq), 0, None
         if summed is not None:
             # One array for dQ's accumulator and, behind it, delta: each takes the host a µs or two.
             scratch = space.empty((summed + sizes.rows,))
-            at = space.pointer(scratch)
         if self.ordered:
             turns = space.counters((sizes.rows, 2))
-        head = (
-            *(*places, *sizes.dq.at(dq_at), *sizes.dk.at(space.pointer(dk))),
-            *(*sizes.dv.at(space.pointer(dv)), lse, at + 4 * (summed or 0)),
-            *(at if summed else dq_at, 0 if turns is None else space.pointer(turns), dlse, 0, 0),
+        return dq, dk, dv, scratch, turns
+
+    def head(
+        self,
+        space: arrays.Space,
+        places: tuple[int, ...],
+        lse: int,
+        dlse: int,
+        made: tuple[Any, ...],
+    ) -> tuple[int, ...]:
+        """The fields of ``struct Args`` of a backward pass into arrays of `new_arrays`."""
+        sizes, summed = self.sizes, self.summed
+        dq, dk, dv, scratch, turns = (0 if x is None else space.pointer(x) for x in made)
+        return (
+            *(*places, *sizes.dq.at(dq), *sizes.dk.at(dk), *sizes.dv.at(dv)),
+            *(lse, scratch + 4 * (summed or 0), scratch if summed else dq, turns, dlse, 0, 0),
         )
-        return Call(space, head, keeps=(scratch if at else None, turns)), dq, dk, dv
 
     def run(
         self, call: Call, trace: bool | str

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flashsim.backends.cupy_gpu import arrays
-from flashsim.backends.cupy_gpu.calls import NO_GRADIENTS, NO_SCRATCH, Call, Plan
+from flashsim.backends.cupy_gpu.calls import NO_GRADIENTS, NO_SCRATCH, Call, Plan, Repeated
 from flashsim.backends.cupy_gpu.decode import Decoder
 from flashsim.backends.failures import Explaining
 
@@ -34,20 +34,23 @@ class Placed:
         width = shapes[2][3]
         self._strides = [(h * m * d, m * d, d) for _, h, m, d in shapes]
         self._out, self._keys = (heads * n * width, n * width, width), shapes[1][2]
+        self._repeated = Repeated(() if isinstance(run, Decoder) else run.launches)
 
     def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
         """Launch on a stream; all other arguments are addresses."""
         of_q, of_k, of_v = self._strides
-        at = (q, *of_q), (k, *of_k), (v, *of_v)
+        space, again, key = self._space, self._repeated, (q, k, v, out, lse, stream)
         if isinstance(self._run, Decoder):
-            self._run.at(*at, out, lse, self._keys, stream)
+            self._run.at((q, *of_q), (k, *of_k), (v, *of_v), out, lse, self._keys, stream)
             return
-        (at_q, at_k, at_v), space = at, self._space
-        head = *at_q, *at_k, *at_v, out, *self._out, *NO_GRADIENTS, lse, *NO_SCRATCH
         with _EXPLAINING, space.on_device():
+            if again.launch(key, stream):
+                return
+            head = q, *of_q, k, *of_k, v, *of_v, out, *self._out, *NO_GRADIENTS, lse, *NO_SCRATCH
             call = Call(space, head, stream=stream)
             for one in self._run.launches:
                 one(call, {})
+            again.note(key, call)
 
 
 class Direct:
@@ -71,7 +74,8 @@ class Direct:
         backward: Callable[[bool], Plan],
     ) -> None:
         self._space, self._dims, self._plan = space, dims, forward
-        self._backward_plan, self._backwards = backward, dict[bool, Plan]()
+        self._backward_plan, self._backwards = backward, dict[bool, tuple[Plan, Repeated]]()
+        self._repeated = Repeated(forward.launches)
         sizes = forward.sizes
         self._out, self._lse, self._strides = sizes.out.shape, sizes.lse, sizes.out.strides
         self._padded = sizes.out.width != dims[1]
@@ -80,19 +84,24 @@ class Direct:
         """Return out and the LSE."""
         space = self._space
         with _EXPLAINING, space.on_device():
-            (at_q, q), (at_k, k), (at_v, v) = (
-                arrays.place(space, q),
-                arrays.place(space, k),
-                arrays.place(space, v),
-            )
             out, lse = q.new_empty(*self._out), space.empty(self._lse)
-            head = (
-                *(*at_q, *at_k, *at_v, out.data_ptr(), *self._strides, *NO_GRADIENTS),
-                *(lse.data_ptr(), *NO_SCRATCH),
+            stream = space.stream()
+            key = (
+                *(stream, q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr()),
+                *(v.stride(), out.data_ptr(), lse.data_ptr()),
             )
-            call = Call(space, head)
-            for one in self._plan.launches:
-                one(call, {})
+            if not self._repeated.launch(key, stream):
+                given = arrays.place(space, q), arrays.place(space, k), arrays.place(space, v)
+                (at_q, of_q), (at_k, of_k), (at_v, of_v) = given
+                head = (
+                    *(*at_q, *at_k, *at_v, out.data_ptr(), *self._strides, *NO_GRADIENTS),
+                    *(lse.data_ptr(), *NO_SCRATCH),
+                )
+                call = Call(space, head, stream=stream)
+                for one in self._plan.launches:
+                    one(call, {})
+                if of_q is q and of_k is k and of_v is v:
+                    self._repeated.note(key, call)
             if self._padded:
                 out = space.result(out, self._dims[1], self._out[-1])
             return out, lse
@@ -102,28 +111,36 @@ class Direct:
     ) -> tuple[Any, Any, Any]:
         """Return the gradients of q, k and v."""
         space, with_lse = self._space, dlse is not None
-        plan = self._backwards.get(with_lse)
         with _EXPLAINING, space.on_device():
-            if plan is None:
-                plan = self._backwards[with_lse] = self._backward_plan(with_lse)
-            (at_q, q), (at_k, k), (at_v, v) = (
-                arrays.place(space, q),
-                arrays.place(space, k),
-                arrays.place(space, v),
-            )
-            (at_out, out), (at_dout, dout) = arrays.place(space, out), arrays.place(space, dout)
+            known = self._backwards.get(with_lse)
+            if known is None:
+                plan = self._backward_plan(with_lse)
+                known = self._backwards[with_lse] = plan, Repeated(plan.launches)
+            plan, again = known
             lse = lse.contiguous()
             less = None if dlse is None else dlse.contiguous()
-            call, *made = plan.gradients(
-                *(space, (*at_q, *at_k, *at_v, *at_out, *at_dout), lse.data_ptr()),
-                *(0 if less is None else less.data_ptr(), q),
+            less_at, stream = 0 if less is None else less.data_ptr(), space.stream()
+            given = q, k, v, out, dout
+            made = plan.new_arrays(space, q)
+            key = (
+                *(stream, lse.data_ptr(), less_at),
+                *(q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride()),
+                *(out.data_ptr(), out.stride(), dout.data_ptr(), dout.stride()),
+                *[x if x is None else space.pointer(x) for x in made],
             )
-            for one in plan.launches:
-                one(call, {})
+            if not again.launch(key, stream):
+                placed = [arrays.place(space, x) for x in given]
+                places = tuple(n for place, _ in placed for n in place)
+                head = plan.head(space, places, lse.data_ptr(), less_at, made)
+                call = Call(space, head, stream=stream)
+                for one in plan.launches:
+                    one(call, {})
+                if all(x is y for (_, x), y in zip(placed, given, strict=True)):
+                    again.note(key, call)
             (d, d_v), sizes = self._dims, plan.sizes
             widths = (d, sizes.dq.width), (d, sizes.dk.width), (d_v, sizes.dv.width)
             dq, dk, dv = (
                 x if keep == width else space.result(x, keep, width)
-                for x, (keep, width) in zip(made, widths, strict=True)
+                for x, (keep, width) in zip(made[:3], widths, strict=True)
             )
             return dq, dk, dv

@@ -118,6 +118,15 @@ class Launcher:
         )
         self._at = ctypes.addressof(self._config)
 
+    def fixed(self, stream: int, parameters: Parameters) -> tuple[Any, tuple[Any, ...]]:
+        """Return the driver's function and its arguments for a launch that is made many times."""
+        if self._config is None:
+            plain = *self._plain, stream, parameters.address, 0
+            return cupy.cuda.driver.launchKernel, plain
+        config = _Config.from_buffer_copy(self._config)
+        config.stream = stream
+        return _launch(), (ctypes.byref(config), self._plain[0], parameters.address, None)
+
     def __call__(self, stream: int, parameters: Parameters) -> None:
         """Launch on a stream; no other thread may do so at the same time.
 
@@ -131,6 +140,26 @@ class Launcher:
             return
         self._config.stream = stream
         error = _launch()(self._at, self._plain[0], parameters.address, None)
+        if error:
+            raise cupy.cuda.driver.CUDADriverError(error)
+
+
+class FixedLaunch:
+    """A launch of which nothing changes: its kernel, its stream and its parameters."""
+
+    def __init__(self, launcher: Launcher, stream: int, parameters: Parameters) -> None:
+        self._keeps = launcher, parameters
+        self._run, self._args = launcher.fixed(stream, parameters)
+
+    def __call__(self) -> None:
+        """Launch; several threads may do so at the same time.
+
+        Raises
+        ------
+        cupy.cuda.driver.CUDADriverError
+            If the driver refuses the launch.
+        """
+        error = self._run(*self._args)
         if error:
             raise cupy.cuda.driver.CUDADriverError(error)
 

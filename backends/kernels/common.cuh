@@ -30,9 +30,6 @@ using i64 = long long;
 #ifndef FS_BAND
 #define FS_BAND 0  // whether elements are read ahead of time, see Band
 #endif
-#ifndef FS_SHARERS
-#define FS_SHARERS 1  // blocks of a cluster, for neighbouring heads, that share those elements
-#endif
 #ifndef FS_BOUNDED
 #define FS_BOUNDED 0  // whether a forward needs no maximum of scores, see BoundedSoftmax
 #endif

@@ -43,14 +43,11 @@ class Tile(NamedTuple):
     spec : ArraySpec
     node : int
         The load, among the score function's nodes.
-    by_head : bool
-        Whether the query heads of a batch entry read different planes.
     """
 
     array: int
     spec: ArraySpec
     node: int
-    by_head: bool
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -192,8 +189,7 @@ def _tile_of(graph: Graph) -> Tile | None:
         per_head = all(graph.depends[a] <= {"b", "h"} for a in node.args[:-2])
         whole = spec.shape[-1] * spec.itemsize % 16 == 0
         if at_positions and per_head and whole:
-            by_head = any("h" in graph.depends[a] for a in node.args[:-2])
-            found.append(Tile(node.value, spec, n, by_head))
+            found.append(Tile(node.value, spec, n))
     return max(found, key=lambda t: math.prod(t.spec.shape) * t.spec.itemsize, default=None)
 
 

@@ -214,21 +214,12 @@ class Hopper(Family):
         return walk.stage.name == "fused" and widest(p) <= 128 and rows >= _LONG_WALK * cluster
 
     def clump(self, walk: Walked) -> int:
-        """See `Family`. A multiple of the heads whose blocks share captured elements."""
-        size = self._clump(walk)
-        if walk.stage.name != "forward":
-            return size
-        rings = self.rings(walk.problem, walk.tables.schedule.tiling, walk.gpu)
-        return -(-size // rings.sharers) * rings.sharers
+        """See `Family`. The size depends on whether the work tiles are equally long.
 
-    def _clump(self, walk: Walked) -> int:
-        """The size of a head group without regard to blocks that share captured elements.
-
-        It depends on whether the work tiles are equally long. If they are, a head group is one head
-        (or one GQA group, which shares K and V). Taking long ones first gains nothing then, and
-        more blocks read the same tiles at the same time. This does not hold if blocks add to dQ in
-        a fixed order, or if heads share a large bias, whose rows blocks of several heads then read
-        at the same time.
+        If they are, a head group is one head (or one GQA group, which shares K and V). Taking long
+        ones first gains nothing then, and more blocks read the same tiles at the same time. This
+        does not hold if blocks add to dQ in a fixed order, or if heads share a large bias, whose
+        rows blocks of several heads then read at the same time.
 
         Otherwise the long work tiles of a head group come first and fetch its K and V; the short
         ones find these in L2. A forward of many short sequences is bound by DRAM. Its head groups
@@ -270,15 +261,9 @@ class Hopper(Family):
         return 3 if self.forward_bytes(problem, tiling, 3) <= gpu.shared_bytes else 2
 
     def rings(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> Rings:
-        """The forward's ring buffers: with captured elements if they fit beside two stages.
-
-        Two heads share them if they read the same ones.
-        """
-        tile = functions.tile_of(problem) if self.brings_tiles else None
-        if tile is not None:
-            even = problem.heads % 2 == 0 and gpu.multiprocessors % 2 == 0
-            sharers = 2 if even and not tile.by_head else 1
-            for rings in (Rings(n, m, sharers) for n, m in ((3, 2), (2, 2), (2, 1))):
+        """The forward's ring buffers: with captured elements if they fit beside two stages."""
+        if self.brings_tiles and functions.tile_of(problem):
+            for rings in (Rings(3, 2), Rings(2, 2), Rings(2, 1)):
                 if hopper_kernels.forward_bytes(problem, tiling, rings) <= gpu.shared_bytes:
                     return rings
         return Rings(self.stages(problem, tiling, gpu))

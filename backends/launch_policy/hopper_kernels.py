@@ -28,13 +28,10 @@ class Rings(NamedTuple):
         Stages of K and of V.
     tile : int
         Stages of captured elements; 0 if they do not come by TMA.
-    sharers : int
-        Thread blocks of a cluster, for neighbouring heads, that share the captured elements.
     """
 
     stages: int
     tile: int = 0
-    sharers: int = 1
 
 
 def forward_kernel(
@@ -47,7 +44,6 @@ def forward_kernel(
     if rings.tile and tile is not None:
         size = tile.spec.itemsize
         more |= {
-            "SHARERS": rings.sharers,
             "TILE": rings.tile,
             "TILE_BYTES": size,
             "TILE_BF16": tile.spec.dtype == "bfloat16",

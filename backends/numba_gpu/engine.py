@@ -2,7 +2,8 @@
 
 There are three families of kernels. "tensor" takes float16 and bfloat16, and runs on tensor cores
 from sm_80 on. "hopper" does the same with Hopper's own instructions. "teaching" takes float16 and
-float32; it consists of plain Python loops and also runs in Numba's CUDA simulator.
+float32; it consists of plain Python loops and also runs in Numba's CUDA simulator. It alone takes
+score and mask functions and sinks.
 """
 
 from __future__ import annotations
@@ -155,8 +156,9 @@ def _kernel(job: Job) -> str:
     name = launch.check_asked("numba_cuda", job, ALGORITHMS, KERNELS)
     simulated = teaching_run.simulated()
     narrow = p.dtype in ("float16", "bfloat16")
+    functions = p.mask_mod is not None or p.score_mod is not None or p.sinks
     if name == "auto":
-        name = "tensor" if narrow and not simulated else "teaching"
+        name = "tensor" if narrow and not (simulated or functions) else "teaching"
     takes = ("float16", "float32") if name == "teaching" else ("float16", "bfloat16")
     if p.dtype not in takes:
         raise UnsupportedError(

@@ -41,7 +41,7 @@ def host_of(x: Any) -> Host:
     """Return the conversions for arrays like `x`; an unknown kind passes through unchanged."""
     library = library_of(x)
     if library == "torch":
-        return Host(library, _from_torch, _to_torch)
+        return Host(library, from_torch, _to_torch)
     if library == "jax" and hasattr(x, "aval"):  # arrays with values are jaxlib's
         return Host(library, _traced, NUMPY.give)
     if isinstance(x, np.ndarray) or not hasattr(x, "__dlpack_device__"):
@@ -95,7 +95,7 @@ def take_anywhere(**arrays: Any) -> tuple[Host, list[np.ndarray]]:
     device = getattr(taken[0], "device", None)
     if host.library == "torch":
         there = host._replace(give=lambda x: _to_torch(x).to(device))
-        return there, [_from_torch(name, x.cpu()) for name, x in arrays.items()]
+        return there, [from_torch(name, x.cpu()) for name, x in arrays.items()]
     if host.library == "cupy":
         from flashsim.backends.cupy_gpu.arrays import download, upload
 
@@ -104,7 +104,14 @@ def take_anywhere(**arrays: Any) -> tuple[Host, list[np.ndarray]]:
     raise AssertionError
 
 
-def _from_torch(name: str, x: Any) -> Any:
+def from_torch(name: str, x: Any) -> Any:
+    """Return a NumPy array over a CPU tensor's memory; other tensors as they are.
+
+    Raises
+    ------
+    DTypeError
+        If the tensor holds no numbers, is not dense, or requires a gradient that would be lost.
+    """
     import torch
 
     if x.is_nested:
@@ -141,12 +148,12 @@ def _from_torch(name: str, x: Any) -> Any:
 def _to_torch(x: np.ndarray) -> Any:
     import torch
 
+    if x.dtype.isbuiltin == 1:  # NumPy's own
+        return torch.from_numpy(x)
     kind = x.dtype.name
     if kind in FP8:
         return torch.from_numpy(x.view(np.uint8)).view(getattr(torch, kind))
-    if kind == "bfloat16":
-        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(x)
+    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
 
 
 def _traced(name: str, x: Any) -> Any:

@@ -115,7 +115,7 @@ def kernel(
                 call()  # torch, if the file uses it, has come with the file
     traced = seen.result(unchecked=True)
     try:
-        seen.check(traced, compared)
+        traced.check(compared)
     except TraceError as error:
         note = str(error)
     _show(traced, note, out, form, all_)

@@ -45,8 +45,9 @@ def check(one: Exercise | KernelExercise) -> Table:
         said = "; ".join(mark.words for mark in marks.marks if mark.points < mark.most)
         right = marks.points < marks.most and expected in said
         row(f"wrong: {find!r} -> {put!r}", right, marks.points, "" if right else said)
-    for mistake in () if isinstance(one, KernelExercise) else one.mistakes:
-        row(f"mistake: {mistake}", *_told(one, mistake))
+    if isinstance(one, Exercise):
+        for mistake in one.mistakes:
+            row(f"mistake: {mistake}", *_told(one, mistake))
     return table
 
 

@@ -93,10 +93,10 @@ def judge(
     else:
         marks, figures, trace = _Judge(exercise, handed, source, time.monotonic() + limit).judged()
     first = next((at for at, mark in enumerate(marks) if mark.kind), None)
-    if first is not None and words.untouched(text, exercise):
+    if first is not None and words.untouched(text, exercise.skeleton):
         said = "the TODO is still there: nothing was filled in yet"
         marks, figures, trace = (Mark("the file", 0, 100, "todo", said),), {}, None
-    elif first is not None and (left := words.todo(text, exercise)):
+    elif first is not None and (left := words.todo(text, exercise.skeleton)):
         more = replace(marks[first], words=f"{marks[first].words}; {left}")
         marks = (*marks[:first], more, *marks[first + 1 :])
     hint = f"flashsim exercise hint {exercise.file or exercise.name}" if exercise.hints else ""

@@ -19,7 +19,7 @@ from flashsim.problem.problem import Problem
 Transfers = Mapping[tuple[str, str], int]
 
 
-class Case(NamedTuple):
+class KernelCase(NamedTuple):
     """One call of a solution: a task, and the kind of its inputs."""
 
     task: Task
@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 
 def attention_bytes(task: Task) -> dict[tuple[str, str], int]:
-    """What FlashAttention-2 moves with the task's tiles, as `flashsim.count` computes it."""
+    """The bytes that FlashAttention-2 moves with the task's tiles, by `flashsim.count`."""
     direction = "backward" if "dQ" in task.outputs else "forward"
     counted = count(task.problem, tiling=task.tiling, direction=direction)
     found: dict[tuple[str, str], int] = {}
@@ -107,13 +107,13 @@ class KernelExercise:
         return self.statement.strip().splitlines()[0].rstrip(".")
 
     @property
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[KernelCase]:
         """Every task with normal inputs; the first also with scores that rise along the keys.
 
         A backward pass has no running maximum, so rising scores would test nothing there.
         """
-        rising = [] if "dO" in self.given else [Case(self.tasks[0], "rising")]
-        return [*rising, *(Case(one, "normal") for one in self.tasks)]
+        rising = [] if "dO" in self.given else [KernelCase(self.tasks[0], "rising")]
+        return [*rising, *(KernelCase(one, "normal") for one in self.tasks)]
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -146,12 +146,12 @@ class KernelExercise:
 
     @property
     def skeleton(self) -> str:
-        """What students start from."""
+        """The file that students start from, without its task."""
         return gapped(self.reference)
 
     @property
     def sizes(self) -> str:
-        """What the solution is called with, in one line."""
+        """The problems that the solution is called with, in one line."""
         return "; ".join(dict.fromkeys(in_words(one.problem) for one in self.tasks))
 
     @property

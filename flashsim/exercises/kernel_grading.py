@@ -22,7 +22,7 @@ import numpy as np
 from flashsim.errors import FlashSimError, TraceError
 from flashsim.exercises import kernel_runner, words
 from flashsim.exercises.exercise import Arrays
-from flashsim.exercises.kernel_exercise import Case, KernelExercise
+from flashsim.exercises.kernel_exercise import KernelCase, KernelExercise
 from flashsim.exercises.kernel_runner import KernelOrder
 from flashsim.exercises.marks import Mark, Marks
 from flashsim.exercises.runner import Limits, plain, run
@@ -52,7 +52,7 @@ class Handover(NamedTuple):
 class _Run:
     """One case that ran: its inputs, and what the kernels did."""
 
-    case: Case
+    case: KernelCase
     arrays: Arrays
     traced: KernelTrace
 
@@ -97,7 +97,8 @@ def grade_kernels(
         marks = (Mark("runs", 0, 100, getattr(error, "kind", "record"), str(error)),)
         figures, moved, trace = {}, (), None
     first = next((at for at, mark in enumerate(marks) if mark.kind), None)
-    if first is not None and (left := words.todo(path.read_text("utf-8", "replace"), exercise)):
+    text = path.read_text("utf-8", "replace")
+    if first is not None and (left := words.todo(text, exercise.skeleton)):
         more = replace(marks[first], words=f"{marks[first].words}; {left}")
         marks = (*marks[:first], more, *marks[first + 1 :])
     hint = f"flashsim exercise hint {exercise.file or exercise.name}"
@@ -122,7 +123,7 @@ def handed(order: KernelOrder) -> Handover:
 
 
 def _judged(
-    exercise: KernelExercise, cases: Sequence[Case], drawn: Sequence[Arrays], data: bytes
+    exercise: KernelExercise, cases: Sequence[KernelCase], drawn: Sequence[Arrays], data: bytes
 ) -> tuple[tuple[Mark, ...], dict[str, int], tuple[tuple[str, str, int, int], ...], Trace]:
     runs, recorded = [], unpacked(data, _MOST)
     if len(recorded) != len(cases):
@@ -156,13 +157,13 @@ def _judged(
     return tuple(marks), figures, moved, runs[-1].traced.trace
 
 
-def _spread(case: Case) -> Any:
+def _spread(case: KernelCase) -> Any:
     """The problem with batch and heads on one axis, as the arrays are."""
     p = case.task.problem
     return replace(p, batch=1, heads=p.batch * p.heads, kv_heads=p.batch * p.kv_heads)
 
 
-def _short(case: Case) -> str:
+def _short(case: KernelCase) -> str:
     p = case.task.problem
     if case.kind != "normal":
         return case.kind

@@ -35,7 +35,7 @@ _FREE = re.compile(
 
 
 class KernelOrder(NamedTuple):
-    """What the process is to do.
+    """An order for the process.
 
     `calls` has for each case the arguments, and whether attention is causal (None: no flag).
     `names` are those of the arguments, and `outputs` of the results. With `tests`, pytest runs the
@@ -276,7 +276,7 @@ def done(order: KernelOrder) -> tuple[dict[str, Any], bytes]:
 def main() -> None:
     """Take a `KernelOrder` from the standard input, and write to the output what was handed over.
 
-    That is one line of JSON, and the record. What the file prints goes to the standard error.
+    That is one line of JSON, and the record. The file's own output goes to the standard error.
     """
     order: KernelOrder = pickle.load(sys.stdin.buffer)
     out = os.dup(1)

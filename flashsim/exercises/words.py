@@ -126,14 +126,14 @@ def off(exercise: Exercise, arrays: Arrays, kind: str, name: str, got: np.ndarra
     return f"{said}off by up to {worst:.3g}, where {allowed:.2g} is allowed; first in row {row}"
 
 
-def untouched(text: str, exercise: Exercise) -> bool:
+def untouched(text: str, skeleton: str) -> bool:
     """Whether a solution's text is still the skeleton, whatever its comments."""
-    return _code(text) == _code(exercise.skeleton)
+    return _code(text) == _code(skeleton)
 
 
-def todo(text: str, exercise: Exercise) -> str:
+def todo(text: str, skeleton: str) -> str:
     """A sentence about the first TODO of the skeleton that a text still has, or ""."""
-    left = {line.strip() for line in exercise.skeleton.splitlines() if "# TODO" in line}
+    left = {line.strip() for line in skeleton.splitlines() if "# TODO" in line}
     lines = enumerate(text.splitlines(), 1)
     return next((f"line {n} still has its TODO" for n, line in lines if line.strip() in left), "")
 

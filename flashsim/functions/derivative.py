@@ -36,6 +36,16 @@ class Adjoints(NamedTuple):
     reads: tuple[tuple[int, int], ...]
     arrays: tuple[ArraySpec, ...]
 
+    @property
+    def roots(self) -> list[int]:
+        """The gradients: of each read, and of the score."""
+        return [g for _, g in self.reads] + ([] if self.score is None else [self.score])
+
+    @property
+    def numbers(self) -> list[int]:
+        """The nodes that the gradients and the reads need, in order."""
+        return needed(self.nodes, [*self.roots, *(n for n, _ in self.reads)])
+
 
 def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
     """The derivatives of a score function; `wanted` names captured arrays, None means all."""
@@ -64,8 +74,7 @@ def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
 def gradient_flops(graph: Graph, wanted: tuple[str, ...]) -> int:
     """Floating-point operations of the derivative per score, with those that it recomputes."""
     made = adjoints(graph, wanted)
-    roots = [g for _, g in made.reads] + ([] if made.score is None else [made.score])
-    return count_flops(made.nodes, needed(made.nodes, roots))
+    return count_flops(made.nodes, needed(made.nodes, made.roots))
 
 
 class _Terms:

@@ -278,8 +278,7 @@ def _gradient_lines(
         grad += [begin("FlashSums&, "), "    return dout;", "}"]
         return [struct.format("float nothing = 0.0f;"), *grad, empty, "}"]
     made = adjoints(score, wanted)
-    roots = [g for _, g in made.reads] + ([] if made.score is None else [made.score])
-    numbers = needed(made.nodes, [*roots, *(n for n, _ in made.reads)])
+    numbers = made.numbers
     cuda = _Cuda(made.nodes, made.arrays, 0, extents, "g", numbers)
     per_head.append(cuda)
     depends = Graph(made.nodes, made.root, made.arrays).depends

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from flashsim.functions.derivative import adjoints
 from flashsim.functions.emit import INFIX, never_negative
-from flashsim.functions.graph import ArraySpec, Graph, Node, needed
+from flashsim.functions.graph import ArraySpec, Graph, Node
 from flashsim.functions.operations import BOOL, FLOAT, INT, SCORE
 
 _NUMBA_CALLS = {
@@ -40,10 +40,9 @@ PANEL = ("ld", "rows", "lanes", "q", "q_row", "q_lane", "k", "k_row", "k_lane", 
 def numba_source(graph: Graph, gradients: Collection[str] = ()) -> NumbaSource:
     """Numba's form of a score function; `gradients` names arrays whose gradients are added up."""
     made = adjoints(graph, gradients)
-    forward, backward = _Numba(graph.nodes, graph.arrays), _Numba(made.nodes, made.arrays)
+    forward, backward = Written(graph.nodes, graph.arrays), Written(made.nodes, made.arrays)
     body = [*forward.statements(range(len(graph.nodes))), f"S[at] = {forward.name(graph.root)}"]
-    roots = [g for _, g in made.reads] + ([] if made.score is None else [made.score])
-    numbers = needed(made.nodes, [*roots, *(n for n, _ in made.reads)])
+    numbers = made.numbers
     back = ["dout = S[at]", "if dout == F(0):", "    continue", *backward.statements(numbers)]
     for n, g in made.reads:
         node = made.nodes[n]
@@ -79,7 +78,7 @@ def _panel(head: list[str], body: list[str]) -> str:
     return f"def panel(S, raw, {', '.join(PANEL)}, table):\n{text}\n"
 
 
-class _Numba:
+class Written:
     """Statements of Python for the nodes of a graph; q and k are called i and j."""
 
     def __init__(self, nodes: tuple[Node, ...], arrays: tuple[ArraySpec, ...]) -> None:
@@ -111,7 +110,7 @@ class _Numba:
         """What a node computes."""
         op, args = node.op, [self.name(a) for a in node.args]
         if op == "load":
-            text = f"a{node.value}[{self.offset(node)}]"
+            text = self.read(node)
             return {FLOAT: f"F({text})", INT: f"np.int64({text})", BOOL: f"{text} != 0"}[
                 self.arrays[node.value].kind
             ]
@@ -140,6 +139,10 @@ class _Numba:
         if op in INFIX:
             return f"{args[0]} {INFIX[op]} {args[1]}"
         return _NUMBA_CALLS[op].format(*args)
+
+    def read(self, node: Node) -> str:
+        """An element of a captured array, in its own type."""
+        return f"a{node.value}[{self.offset(node)}]"
 
     def _divided(self, node: Node, args: list[str]) -> str:
         a, b = args

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -182,7 +182,7 @@ class Graph:
         return found
 
 
-def needed(nodes: tuple[Node, ...], roots: Iterable[int]) -> list[int]:
+def needed(nodes: Sequence[Node], roots: Iterable[int]) -> list[int]:
     """The numbers of the nodes that some results depend on, in order."""
     found, stack = set(), list(roots)
     while stack:

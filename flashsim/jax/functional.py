@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -103,8 +103,7 @@ def attention(
         key = _key(q, k, v, options)
         known = _CHECKED.get(key) if key else None
         if known is not None:
-            got = _jitted(known, return_lse, q, k, v)
-            return got if return_lse else got[0]
+            return known(q, k, v)
     if algorithm not in ALGORITHMS:
         raise UnsupportedError(
             f"flashsim.jax.attention runs {' and '.join(ALGORITHMS)}, not {algorithm!r}; "
@@ -114,6 +113,7 @@ def attention(
         backend = backend_name(backend)
     if deterministic is not None:
         deterministic = checks.flag("deterministic", deterministic)
+    return_lse = checks.flag("return_lse", return_lse)
     q, k, v = taken("q", q), taken("k", k), taken("v", v)
     scales.refuse(q.dtype.name, "flashsim.jax.attention")
     bias = None if bias is None else taken("bias", bias)
@@ -132,7 +132,7 @@ def attention(
     graphs = tuple((name, x.graph) for name, x in functions.items())
     question = Asked(request, deterministic, graphs)
     if key and given.ndim == 4 and not given.empty:
-        _keep_checked(key, question)
+        _keep_checked(key, _jitted(question, return_lse))
     operands = {"q": given.q, "k": given.k, "v": given.v, **traced}
     if given.bias is not None:
         operands["bias"] = given.bias
@@ -144,7 +144,7 @@ def attention(
         out, lse = (_spread(x, axes) for x in _of_nothing(given.q, given.v))
     else:
         spread = {name: _spread(x, axes) for name, x in operands.items()}
-        out, lse = _attention(question, checks.flag("return_lse", return_lse), spread)
+        out, lse = _attention(question, return_lse, spread)
     out, lse = (x.reshape(x.shape[4 - given.ndim :]) for x in (out, lse))
     return (out, lse) if return_lse else out
 
@@ -170,9 +170,11 @@ def _sinks(sinks: Any, heads: int, wide: str) -> jax.Array:
     return sinks.astype(wide)
 
 
-#: What eager calls asked that were checked, by everything that the checks look at.
-_CHECKED: dict[tuple[Any, ...], Asked] = {}
+#: Compiled functions of eager calls that were checked, by everything that the checks look at.
+_CHECKED: dict[tuple[Any, ...], Callable[..., Any]] = {}
 _MOST = 1024
+#: Classes of arrays that hold numbers, as seen so far.
+_CONCRETE: set[type] = set()
 
 
 def _key(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -181,8 +183,10 @@ def _key(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
     True and 1 are equal, so the key holds types as well.
     """
     for x in (q, k, v):
-        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
-            return ()
+        if type(x) not in _CONCRETE:
+            if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+                return ()
+            _CONCRETE.add(type(x))
     key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, options, *map(type, options))
     try:
         hash(key)
@@ -191,10 +195,10 @@ def _key(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
     return key
 
 
-def _keep_checked(key: tuple[Any, ...], question: Asked) -> None:
+def _keep_checked(key: tuple[Any, ...], function: Callable[..., Any]) -> None:
     if len(_CHECKED) >= _MOST:
         _CHECKED.clear()
-    _CHECKED[key] = question
+    _CHECKED[key] = function
 
 
 def taken(name: str, x: Any) -> jax.Array:
@@ -301,10 +305,15 @@ def _pull_back(
 _attention.defvjp(_keep, _pull_back)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _jitted(question: Asked, gives_lse: bool, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-    """Run an eager call again: tracing it takes twenty times as long as the call."""
-    return _attention(question, gives_lse, {"q": q, "k": k, "v": v})
+@lru_cache(maxsize=_MOST)
+def _jitted(question: Asked, gives_lse: bool) -> Callable[..., Any]:
+    """Return what runs an eager call again: tracing it takes twenty times as long as the call."""
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        out, lse = _attention(question, gives_lse, {"q": q, "k": k, "v": v})
+        return (out, lse) if gives_lse else out
+
+    return jax.jit(run)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

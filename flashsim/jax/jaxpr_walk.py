@@ -24,6 +24,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from flashsim.errors import FlashSimError, UnsupportedError
+from flashsim.jax.loop_names import carried_names
 from flashsim.jax.refs import Lanes, Ref, locate, uninitialized
 
 #: Primitives that only call one jaxpr, and the parameters that may hold it.
@@ -107,6 +108,9 @@ class Walker:
         self.launch = launch
         self.program: tuple[int, ...] | None = None  # without the axes that vmap added
         self.sizes: tuple[int, ...] = ()
+        #: The running program's loops: what each carries now, by name; and its scratch buffers.
+        self.carried: dict[int, dict[str, Any]] = {}
+        self.buffers: dict[str, Ref] = {}
         self._plans: dict[int, tuple[Any, list[Equation]]] = {}
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -192,8 +196,28 @@ class Walker:
         first, second = params["cond_nconsts"], params["body_nconsts"]
         outer, inner, carry = split(inputs, first, second)
         while bool(self.run(opened(until), closed_over(until), [*outer, *carry])[0]):
+            self._carries(body, len(inner), carry)
             carry = self.run(opened(body), closed_over(body), [*inner, *carry])
+        self._carries(body, len(inner), carry)
         return carry
+
+    def _carries(self, body: Any, first: int, carry: Sequence[Any]) -> None:
+        """Remember what a loop carries, by the names that the reader's function gives it."""
+        if self.program is not None:
+            names = carried_names(opened(body), first, len(carry))
+            self.carried[id(opened(body))] = dict(zip(names, carry, strict=True))
+
+    def variables(self) -> dict[str, np.ndarray]:
+        """What the running program's loops carry and its scratch holds, those that are floats."""
+        found: dict[str, Any] = {name: ref.array for name, ref in self.buffers.items()}
+        for carry in self.carried.values():
+            found |= {name: x for name, x in carry.items() if not isinstance(x, Ref)}
+        arrays = {name: np.asarray(x) for name, x in found.items()}
+        return {
+            name: np.array(x, np.float64)
+            for name, x in arrays.items()
+            if x.size > 1 and np.issubdtype(x.dtype, np.inexact)
+        }
 
     def _scan(self, step: Equation, inputs: list[Any]) -> list[Any]:
         params = step.params
@@ -206,12 +230,14 @@ class Walker:
         order = range(length)
         results: list[list[Any]] = [[] for _ in step.equation.outvars[len(carry) :]]
         for i in reversed(order) if params["reverse"] else order:
+            self._carries(body, first, carry)
             done = self.run(
                 opened(body), closed_over(body), [*consts, *carry, *(row[i] for row in rows)]
             )
             carry = done[: len(carry)]
             for result, value in zip(results, done[len(carry) :], strict=True):
                 result.append(value)
+        self._carries(body, first, carry)
         if params["reverse"]:
             results = [result[::-1] for result in results]
         stacked = []

@@ -16,8 +16,10 @@ from flashsim.jax.jaxpr_walk import SourceLine, Walker, calls_a_kernel
 from flashsim.jax.pallas_launch import BlockOperand, KernelCall, Model, launcher
 from flashsim.jax.refs import Lanes
 from flashsim.own_kernels import ATOMIC, LOAD, STORE, KernelTrace, Recorder
+from flashsim.own_kernels.check import Verdict
 from flashsim.own_kernels.names import labels
-from flashsim.own_kernels.recorder import KernelRecord
+from flashsim.own_kernels.record import KernelRecord
+from flashsim.own_kernels.steps import Look
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 
@@ -70,6 +72,10 @@ def trace_kernel(
         For what cannot be computed on a CPU, with the line and what to write instead.
     """
     record, values, _ = record_kernels(function, args, model)
+
+    def again(verdict: Verdict, look: Look) -> None:
+        record_kernels(function, args, model, (verdict.launch, verdict.program, look))
+
     found = labels([tensor.name for tensor in record.tensors], names)
     return KernelTrace(
         record,
@@ -79,13 +85,20 @@ def trace_kernel(
         name=name,
         outputs={found[code]: values[code] for code in record.stored},
         values=[values[code] for code in range(len(found))],
+        again=None if "tpu" in record.source else again,  # a TPU spreads a row tile over many steps
     )
 
 
 def record_kernels(
-    function: Callable[..., Any], args: Sequence[Any], model: str | None
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    model: str | None,
+    watched: tuple[int, tuple[int, ...], Look] | None = None,
 ) -> tuple[KernelRecord, dict[int, np.ndarray], Any]:
-    """Run `function(*args)`; what its kernels did, their tensors by code, and the result."""
+    """Run `function(*args)`; what its kernels did, their tensors by code, and the result.
+
+    `watched` is a launch, one of its programs, and what looks on as that runs.
+    """
     if not callable(function):
         raise OptionError(
             f"trace_kernel takes a function that calls pl.pallas_call; got {shown(function)}"
@@ -113,6 +126,7 @@ def record_kernels(
             )
         notes = PallasNotes(given, constants_of(function, args))
         walker = Walker(notes, launcher(model, notes))
+        notes.watched, notes.variables = watched, walker.variables
         results = walker.run(closed.jaxpr, closed.consts, given)
     output = jax.tree.unflatten(jax.tree.structure(shape), results)
     return notes.done(), notes.values, output
@@ -200,6 +214,9 @@ class PallasNotes:
         self._kept: list[Any] = []  # arrays whose ids stand in `_buffers`
         self._codes: dict[int, int] = {}
         self._launch: KernelCall | None = None
+        self._at: tuple[int, tuple[int, ...]] = (-1, ())
+        self.watched: tuple[int, tuple[int, ...], Look] | None = None
+        self.variables: Callable[[], dict[str, np.ndarray]] = dict
         for array in arrays:
             self._buffer(array)
 
@@ -256,7 +273,8 @@ class PallasNotes:
 
     def program(self, index: tuple[int, ...]) -> None:
         """A program starts."""
-        self.recorder.program(self._place(index))
+        self._at = len(self.recorder.launches) - 1, self._place(index)
+        self.recorder.program(self._at[1])
 
     def revisit(self, operand: BlockOperand, where: SourceLine) -> None:
         """A TPU returns to a block that it copied back."""
@@ -324,6 +342,8 @@ class PallasNotes:
         self.recorder.access(
             OPERATIONS[kind], code, offsets, masked=masked, outside=outside, line=line
         )
+        if self.watched is not None and self.watched[:2] == self._at and offsets.size:
+            self.watched[2](OPERATIONS[kind], code, offsets, self.variables)
 
 
 def reached(lanes: Lanes, kept: np.ndarray | None) -> tuple[np.ndarray, int, int]:

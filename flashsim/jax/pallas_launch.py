@@ -237,6 +237,9 @@ def run_program(
         if number not in kept:
             kept[number] = scratch(variable.aval, f"scratch {number}")
         buffers.append(kept[number])
+    names = parameter_names(jaxpr)[count:]
+    walker.buffers = {n: ref for n, ref in zip(names, buffers, strict=False) if ref is not None}
+    walker.carried = {}
     axes = [d for d in range(len(index)) if d not in vmapped]
     walker.program = tuple(index[d] for d in axes)
     walker.sizes = tuple(here.grid[d] for d in axes)

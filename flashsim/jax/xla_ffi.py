@@ -9,9 +9,21 @@ such a pointer from a Python function. XLA calls it from a thread of its own; ct
 from __future__ import annotations
 
 import ctypes
+import math
+import re
 from collections.abc import Callable
-from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
+from ctypes import (
+    POINTER,
+    c_char_p,
+    c_int,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -55,45 +67,15 @@ class _Api(_Struct):
     )
 
 
-class _Span(ctypes.Structure):
-    _fields_ = (("data", c_void_p), ("size", c_size_t))
-
-
-class _Buffer(_Struct):
-    _fields_ = (
-        ("dtype", c_int),
-        ("data", c_void_p),
-        ("rank", c_int64),
-        ("dims", POINTER(c_int64)),
-    )
-
-
-class _Buffers(_Struct):
-    _fields_ = (
-        ("size", c_int64),
-        ("kinds", POINTER(c_int)),
-        ("at", POINTER(POINTER(_Buffer))),
-    )
-
-
-class _Texts(_Struct):
-    _fields_ = (
-        ("size", c_int64),
-        ("kinds", POINTER(c_int)),
-        ("names", POINTER(POINTER(_Span))),
-        ("at", POINTER(POINTER(_Span))),
-    )
-
-
-class _CallFrame(_Struct):
-    _fields_ = (
-        ("api", POINTER(_Api)),
-        ("context", c_void_p),
-        ("stage", c_int),
-        ("arguments", _Buffers),
-        ("results", _Buffers),
-        ("attributes", _Texts),
-    )
+#: 64-bit words of structures: a call frame, a buffer and a span of text, as far as they are read.
+_FRAME, _BUFFER, _SPAN = (c_uint64 * 21), (c_uint64 * 6), (c_uint64 * 2)
+# Where a frame's fields are. Arguments and results: their number, and the address of their
+# buffers' addresses. Attributes: their number, the addresses of their kinds, of their names'
+# addresses and of their texts'.
+_EXTENSION, _API_AT, _CONTEXT = 1, 2, 3
+_ARGUMENTS, _RESULTS, _ATTRIBUTES = (7, 9), (12, 14), (17, 18, 19, 20)
+# Where a buffer's fields are.
+_DTYPE, _DATA, _RANK, _DIMS = 2, 3, 4, 5
 
 
 class _Metadata(ctypes.Structure):
@@ -117,7 +99,7 @@ class _StreamGet(_Struct):
     _fields_ = (("context", c_void_p), ("stream", c_void_p))
 
 
-_CALLED = ctypes.CFUNCTYPE(c_void_p, POINTER(_CallFrame))
+_CALLED = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 _CREATE = ctypes.CFUNCTYPE(c_void_p, POINTER(_ErrorCreate))
 _STREAM = ctypes.CFUNCTYPE(c_void_p, POINTER(_StreamGet))
 
@@ -125,25 +107,33 @@ _STREAM = ctypes.CFUNCTYPE(c_void_p, POINTER(_StreamGet))
 class XlaArray:
     """Memory of an argument or a result: `address`, `shape`, `dtype` (a NumPy dtype)."""
 
-    def __init__(self, buffer: Any) -> None:
-        self.address: int = buffer.data
-        self.shape: tuple[int, ...] = tuple(buffer.dims[: buffer.rank])
-        self.dtype: np.dtype[Any] = numpy_dtype(_DTYPES[buffer.dtype])
+    def __init__(self, buffer: list[int]) -> None:
+        self.address: int = buffer[_DATA]
+        rank = buffer[_RANK]
+        self.shape: tuple[int, ...] = tuple((c_int64 * rank).from_address(buffer[_DIMS])[:])
+        self.dtype: np.dtype[Any] = numpy_dtype(_DTYPES[_low(buffer[_DTYPE])])
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return int(np.prod(self.shape)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class ForeignCall:
-    """One call: `arguments` and `results` (lists of XlaArray), and text attributes."""
+    """One call: `arguments` and `results` (lists of XlaArray), and text attributes.
 
-    def __init__(self, frame: Any) -> None:
-        self._frame = frame
+    Parameters
+    ----------
+    frame : int
+        The address of XLA's call frame. It is read as words: a structure of ctypes takes ten times
+        as long, for each field.
+    """
+
+    def __init__(self, frame: int) -> None:
+        self._frame = _FRAME.from_address(frame)[:]
         self._given, self._made = (
-            [buffers.at[n].contents for n in range(buffers.size)]
-            for buffers in (frame.arguments, frame.results)
+            [_BUFFER.from_address(at)[:] for at in _pointers(self._frame[at], self._frame[n])]
+            for n, at in (_ARGUMENTS, _RESULTS)
         )
 
     @property
@@ -158,24 +148,27 @@ class ForeignCall:
 
     def looks(self) -> tuple[Any, ...]:
         """The type and shape of each argument, to find what an earlier call found."""
-        return tuple((x.dtype, *x.dims[: x.rank]) for x in self._given)
+        return tuple(
+            (_low(x[_DTYPE]), ctypes.string_at(x[_DIMS], 8 * x[_RANK])) for x in self._given
+        )
 
     def addresses(self) -> list[int]:
         """The addresses of the arguments and then of the results."""
-        return [x.data for x in (*self._given, *self._made)]
+        return [x[_DATA] for x in (*self._given, *self._made)]
 
     def text(self, name: str) -> str:
         """Return the text attribute of that name."""
-        attributes = self._frame.attributes
-        for n in range(attributes.size):
-            if _read(attributes.names[n]) == name and attributes.kinds[n] == _STRING:
-                return _read(attributes.at[n])
+        n, kinds, names, texts = (self._frame[at] for at in _ATTRIBUTES)
+        each = (_pointers(names, n), (c_uint32 * n).from_address(kinds), _pointers(texts, n))
+        for called, kind, at in zip(*each, strict=True):
+            if _read(called) == name and kind == _STRING:
+                return _read(at)
         raise KeyError(name)
 
     def stream(self) -> int:
         """The address of the stream that XLA launches on (GPUs only)."""
-        asked = _StreamGet(ctypes.sizeof(_StreamGet), None, self._frame.context)
-        if _asking(self._frame.api.contents.stream_get)(ctypes.byref(asked)):
+        asked = _StreamGet(ctypes.sizeof(_StreamGet), None, self._frame[_CONTEXT])
+        if _asking(_Api.from_address(self._frame[_API_AT]).stream_get)(ctypes.byref(asked)):
             raise RuntimeError("XLA has no stream for this call")
         return asked.stream or 0
 
@@ -186,8 +179,26 @@ def _asking(address: int) -> Any:
     return _STREAM(address)
 
 
-def _read(span: Any) -> str:
-    return ctypes.string_at(span.contents.data, span.contents.size).decode()
+def _pointers(address: int, n: int) -> list[int]:
+    return (c_uint64 * n).from_address(address)[:] if n else []
+
+
+def _low(word: int) -> int:
+    return word & 0xFFFFFFFF
+
+
+def _read(span: int) -> str:
+    return ctypes.string_at(*_SPAN.from_address(span)[:]).decode()
+
+
+def _version(api: int) -> tuple[int, int]:
+    """The version of the interface that jaxlib speaks; up to JAX 0.8 its header alone says it."""
+    if api:
+        version = _Api.from_address(api).version
+        return version.major, version.minor
+    text = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text))
+    return int(found["MAJOR"]), int(found["MINOR"])
 
 
 #: What was registered, which nothing else keeps alive.
@@ -206,15 +217,14 @@ def register(name: str, platform: str, function: Callable[[ForeignCall], None]) 
     """
     spoken: list[int] = []
 
-    def called(pointer: Any) -> int | None:
-        frame = pointer.contents
-        if frame.extension:  # XLA asks this once, while it registers
-            extension = _MetadataExtension.from_address(frame.extension)
+    def called(frame: int) -> int | None:
+        words = _FRAME.from_address(frame)
+        if words[_EXTENSION]:  # XLA asks this once, while it registers
+            extension = _MetadataExtension.from_address(words[_EXTENSION])
             if extension.kind == _METADATA:
-                version = frame.api.contents.version
-                spoken.append(version.major)
                 told = extension.metadata.contents
-                told.version.major, told.version.minor = version.major, version.minor
+                told.version.major, told.version.minor = _version(words[_API_AT])
+                spoken.append(told.version.major)
                 told.traits = 0
                 return None
         try:
@@ -222,7 +232,8 @@ def register(name: str, platform: str, function: Callable[[ForeignCall], None]) 
         except BaseException as error:  # C++ has no use for exceptions
             text = f"{type(error).__name__}: {error}".encode()
             asked = _ErrorCreate(ctypes.sizeof(_ErrorCreate), None, text, _INVALID_ARGUMENT)
-            return _CREATE(frame.api.contents.error_create)(ctypes.byref(asked))
+            create = _CREATE(_Api.from_address(words[_API_AT]).error_create)
+            return create(ctypes.byref(asked))
         return None
 
     pointer = _CALLED(called)

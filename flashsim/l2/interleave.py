@@ -66,8 +66,8 @@ def _ask(
 @njit
 def weave(
     walks, outers, ptr, inner, tile_of, several, requests, parts, head_of, stride, members, in_step,
-    flipped, time, block, done, heap, sides, jitter, seed, keys_outside, out, codes, ranks, turns,
-    since, turn,
+    flipped, time, block, done, heap, sides, pace, jitter, seed, keys_outside, out, codes, ranks,
+    turns, since, turn,
 ):  # fmt: skip
     """Write all requests of one kernel in the order in which the SMs issue them.
 
@@ -98,6 +98,8 @@ def weave(
         Work arrays: zeros, the first blocks, zeros, and the numbers of the slots.
     sides : uint8 (slots,)
         Partition of each slot's SM.
+    pace : float64 (slots,)
+        Relative time of a visit: less than 1 where fewer blocks than elsewhere share the SM.
     out, codes : int32, uint8
         Results: tile numbers and codes.
     ranks : int32 (visits,), or empty
@@ -159,7 +161,7 @@ def weave(
             )  # fmt: skip
         done[slot] += 1
         draw = (draw * 1103515245 + 12345) & 0x7FFFFFFF  # a linear congruential generator
-        time[slot] += 1.0 + jitter * (draw / 0x40000000 - 1.0)
+        time[slot] += pace[slot] * (1.0 + jitter * (draw / 0x40000000 - 1.0))
         if done[slot] >= total:
             after = 3 if several[outer] else 2
             n = _ask(

@@ -207,12 +207,23 @@ def stream(
         *(np.array(table, np.int64).reshape(-1, 6), edges, _head_table(p, stage, schedule.members)),
         *(stride, members, in_step, flipped),
         *(np.zeros(slots), np.arange(slots), np.zeros(slots, np.int64)),
-        *(np.arange(slots), model.sides(slots, device), jitter, model.seed),
+        *(np.arange(slots), model.sides(slots, device), _pace(slots, device), jitter, model.seed),
         *(stage.outer == "keys", ids, codes),
         *(ranks, np.zeros(waiting, np.int32), np.zeros(waiting), turn),
     )
     assert written == n
     return Stream(stage, ids, codes)
+
+
+def _pace(slots: int, device: Device) -> np.ndarray:
+    """The relative time of a visit on each slot: blocks share their SM's units.
+
+    Blocks are spread over the SMs in turn. So of fewer blocks than would fit, some have an SM for
+    themselves and are faster than those that share one.
+    """
+    sm = np.arange(slots) % device.sm_count
+    sharing = np.bincount(sm)[sm]
+    return sharing / max(1, sharing.max(initial=1))
 
 
 def _shape(problem: Problem, name: str) -> TensorShape:

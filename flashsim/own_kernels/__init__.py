@@ -7,7 +7,9 @@ A frontend (`flashsim.triton`, or any other) executes a kernel and notes its acc
 from __future__ import annotations
 
 from flashsim.own_kernels.kernel_trace import KernelTrace
-from flashsim.own_kernels.recorder import ATOMIC, LOAD, STORE, Recorder
+from flashsim.own_kernels.record import ATOMIC
+from flashsim.own_kernels.recorder import Recorder
 from flashsim.own_kernels.tensors import KernelTensor
+from flashsim.schedule.names import LOAD, STORE
 
 __all__ = ["ATOMIC", "LOAD", "STORE", "KernelTensor", "KernelTrace", "Recorder"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flashsim.counts.questions import in_words
 from flashsim.errors import FlashSimError
 from flashsim.own_kernels.compare import said
-from flashsim.own_kernels.recorder import SECTOR
+from flashsim.own_kernels.record import SECTOR
 
 if TYPE_CHECKING:
     from flashsim.own_kernels.kernel_trace import KernelTrace

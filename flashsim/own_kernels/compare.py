@@ -192,25 +192,29 @@ def _masked(g: Geometry, code: int, accesses: np.ndarray) -> Reason:
     return Reason("masked tiles", text, _bytes(g, accesses), lines)
 
 
-def _key(g: Geometry, accesses: np.ndarray) -> np.ndarray:
-    a = g.record.accesses[accesses]
-    return np.stack([a["launch"], a["program"], a["tensor"], a["first"], a["last"]], axis=1).astype(
-        np.int64
-    )
+def _tiles(g: Geometry, accesses: np.ndarray) -> np.ndarray:
+    """Number accesses: those of one program to the same tile have the same number."""
+    columns = [g.record.accesses[x][accesses] for x in ("last", "first", "tensor", "program")]
+    columns.append(g.record.accesses["launch"][accesses])
+    order = np.lexsort(columns)
+    new = np.zeros(len(accesses), bool)
+    for column in columns:
+        new[1:] |= np.diff(column[order]) != 0
+    found = np.empty(len(accesses), np.int64)
+    found[order] = np.cumsum(new)
+    return found
 
 
 def _repeated(g: Geometry, accesses: np.ndarray) -> np.ndarray:
     """Return the accesses to a tile that the same program has accessed before."""
-    if not len(accesses):
-        return accesses
-    _, first = np.unique(_key(g, accesses), axis=0, return_index=True)
+    _, first = np.unique(_tiles(g, accesses), return_index=True)
     repeats = np.ones(len(accesses), bool)
     repeats[first] = False
     return accesses[repeats]
 
 
 def _again(g: Geometry, code: int, accesses: np.ndarray, again: np.ndarray) -> Reason:
-    _, counts = np.unique(_key(g, accesses), axis=0, return_counts=True)
+    counts = np.bincount(_tiles(g, accesses))
     times = int(np.median(counts[counts > 1]))
     word = {2: "twice", 3: "three times"}.get(times, f"{times} times")
     all_tiles = bool((counts > 1).all())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashsim.own_kernels.geometry import Geometry
-from flashsim.own_kernels.recorder import ATOMIC, SECTOR
+from flashsim.own_kernels.record import ATOMIC, SECTOR
 from flashsim.schedule.names import LOAD, OPS
 
 #: A request of a warp is uncoalesced from this many times the sectors that its bytes need.
@@ -49,15 +49,8 @@ def findings_of(g: Geometry) -> list[KernelFinding]:
 
 def _groups(g: Geometry, chosen: np.ndarray) -> Iterator[tuple[int, int, int, np.ndarray]]:
     """Group accesses by line, operation and tensor: line, operation, tensor, accesses."""
-    at = np.flatnonzero(chosen)
-    if not len(at):
-        return
-    a = g.record.accesses[at]
-    key = np.stack([a["line"], a["op"], a["tensor"]], axis=1).astype(np.int64)
-    found, which = np.unique(key, axis=0, return_inverse=True)
-    which = which.ravel()
-    for n, (line, op, code) in enumerate(found.tolist()):
-        yield g.record.lines[line][1], op, code, at[which == n]
+    for line, op, code, at in g.record.by_line(chosen):
+        yield g.record.lines[line][1], op, code, at
 
 
 def _where(g: Geometry, access: int) -> tuple[int, ...]:

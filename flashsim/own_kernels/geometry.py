@@ -16,7 +16,7 @@ import numpy as np
 
 from flashsim.errors import FlashSimError, OptionError
 from flashsim.own_kernels.names import labels
-from flashsim.own_kernels.recorder import KernelRecord
+from flashsim.own_kernels.record import KernelRecord
 from flashsim.problem.checks import DTYPES
 from flashsim.problem.problem import MAX_HEAD_DIM, Problem
 from flashsim.schedule.tensors import AXES, COL, ROW, STATISTICS, TILE
@@ -46,10 +46,10 @@ class Geometry:
     labels : list of str
         The tensors' names: the papers' where known.
     sides : list of Sides
-    lead, row, rows, col, cols : int64 (accesses,)
+    lead, row, rows, col, cols : int32 (accesses,)
         Which matrix of the tensor an access touches (0 for the first), and the first row, the
         number of rows, and the same of columns, of the box around what it touches.
-    spans : int64 (accesses,)
+    spans : int32 (accesses,)
         How many matrices (heads) that box spans: more than 1 if it runs into the next head.
     problem : Problem
     """
@@ -84,8 +84,8 @@ class Geometry:
                 continue
             self._of[t.code] = mine
             shape = t.shape or (1,)
-            self._low[t.code] = np.stack(np.unravel_index(a["first"][mine], shape))
-            self._high[t.code] = np.stack(np.unravel_index(a["last"][mine], shape))
+            self._low[t.code] = _indices(a["first"][mine], shape)
+            self._high[t.code] = _indices(a["last"][mine], shape)
 
     def _matrices(self) -> None:
         """Tell matrices from vectors, and find the axis along which their rows run."""
@@ -120,8 +120,8 @@ class Geometry:
 
     def _split_boxes(self) -> None:
         n = len(self.record.accesses)
-        self.lead, self.row, self.col = (np.full(n, -1, np.int64) for _ in range(3))
-        self.rows, self.cols, self.spans = (np.zeros(n, np.int64) for _ in range(3))
+        self.lead, self.row, self.col = (np.full(n, -1, np.int32) for _ in range(3))
+        self.rows, self.cols, self.spans = (np.zeros(n, np.int32) for _ in range(3))
         self.leads: list[int] = []
         self.lengths: list[int] = []
         self.widths: list[int] = []
@@ -141,7 +141,7 @@ class Geometry:
             if t.code not in self._of:
                 continue
             mine, low, high = self._of[t.code], self._low[t.code], self._high[t.code]
-            lead, spans = np.zeros(len(mine), np.int64), np.ones(len(mine), np.int64)
+            lead, spans = np.zeros(len(mine), np.int32), np.ones(len(mine), np.int32)
             for x in others:
                 lead = lead * shape[x] + low[x]
                 spans *= high[x] - low[x] + 1
@@ -152,6 +152,7 @@ class Geometry:
             self.spans[mine] = spans
             self.col[mine] = 0 if side.vector else low[-1]
             self.cols[mine] = 1 if side.vector else high[-1] - low[-1] + 1
+        del self._low, self._high  # millions of accesses: what nobody needs any more is let go
 
     # -- sides ----------------------------------------------------------------------------------
 
@@ -289,6 +290,15 @@ def _scale(given: object, width: int) -> float | None:
     if not isinstance(given, (int, float)) or math.isclose(given, width**-0.5, rel_tol=1e-6):
         return None
     return float(given)
+
+
+def _indices(numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return int32 (axes, accesses): the indices of elements along every axis of a tensor."""
+    found = np.empty((len(shape), len(numbers)), np.int32)
+    for axis in range(len(shape) - 1, 0, -1):
+        numbers, found[axis] = np.divmod(numbers, shape[axis])
+    found[0] = numbers
+    return found
 
 
 def _varies(program: np.ndarray, value: np.ndarray) -> bool:

@@ -17,7 +17,8 @@ from flashsim.own_kernels.compare import ByteRow, Expected, expected_of, rows_of
 from flashsim.own_kernels.findings import KernelFinding, findings_of
 from flashsim.own_kernels.geometry import Geometry
 from flashsim.own_kernels.predictions import dram_of, roofline_of
-from flashsim.own_kernels.recorder import SECTOR, KernelRecord, restricted
+from flashsim.own_kernels.record import SECTOR, KernelRecord, restricted
+from flashsim.own_kernels.steps import Again, followed
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.names import LOAD, OPS, REDUCE, STORE
@@ -43,7 +44,8 @@ class KernelTrace:
     outputs : dict of str to array
         What the tensors that were stored to hold at the end, by label.
     values : tuple of ndarray
-        What all tensors held at the end, in the order of their codes: for `check`.
+        What all tensors held at the end, in the order of their codes: for `check`. A frontend gives
+        `again`, too: it runs one program once more, so that `check` names its first wrong step.
     verdict : Verdict or None
         What the last `check` found.
     """
@@ -58,6 +60,7 @@ class KernelTrace:
         name: str | None = None,
         outputs: Mapping[str, Any] | None = None,
         values: Sequence[np.ndarray] = (),
+        again: Again | None = None,
     ) -> None:
         if not record.launches:
             raise TraceError(
@@ -76,6 +79,7 @@ class KernelTrace:
         self.outputs = dict(outputs or {})
         self.values = tuple(values)
         self.verdict: Verdict | None = None
+        self._again = again
 
     @property
     def problem(self) -> Problem:
@@ -223,8 +227,11 @@ class KernelTrace:
         TraceError
             If nothing can be compared: the tensors' values were not kept, or no reference is known.
         """
-        self.verdict = check(self.geometry, self.values, reference)
-        return self.verdict
+        verdict = check(self.geometry, self.values, reference)
+        if not verdict.right and reference is None and self._again is not None:
+            verdict = followed(self.geometry, self.values, verdict, self._again)
+        self.verdict = verdict
+        return verdict
 
     # -- predictions ----------------------------------------------------------------------------
 
@@ -246,31 +253,25 @@ class KernelTrace:
             ("line", "op", "tensor", "accesses", "B", "masked B", "outside B", "sector B", "tile"),
             note="masked: lanes that the mask turns off; sectors of 32 bytes hold what is asked",
         )
-        keys = np.stack([a["line"], a["op"], a["tensor"] + 1], axis=1).astype(np.int64)
-        found, group = np.unique(keys, axis=0, return_inverse=True)
-        group = group.ravel()
-        for n in sorted(range(len(found)), key=lambda n: self._place(int(found[n][0]))):
-            line, op, code = (int(x) for x in found[n])
-            mine = a[group == n]
-            size = self.record.tensors[code - 1].itemsize if code else 0
-            rows, cols = self.geometry.rows[group == n], self.geometry.cols[group == n]
+        groups = self.record.by_line(np.ones(len(a), bool))
+        for line, op, code, at in sorted(groups, key=lambda one: self.record.lines[one[0]]):
+            mine, known = a[at], code >= 0
+            size = self.record.tensors[code].itemsize if known else 0
+            rows, cols = self.geometry.rows[at], self.geometry.cols[at]
             table.rows.append(
                 (
                     self.record.lines[line][1],
                     OPS[op] if op != REDUCE else "atomic",
-                    self.tensors[code - 1] if code else "-",
+                    self.tensors[code] if known else "-",
                     len(mine),
                     int(mine["active"].sum()) * size,
                     int(mine["masked"].sum()) * size,
                     int(mine["outside"].sum()) * size,
                     int(mine["sectors"].sum()) * SECTOR,
-                    f"{rows.max()} x {cols.max()}" if code else "-",
+                    f"{rows.max()} x {cols.max()}" if known else "-",
                 )
             )
         return table
-
-    def _place(self, line: int) -> tuple[str, int]:
-        return self.record.lines[line]
 
     def table(self) -> report.Table:
         """Return a table of bytes by tensor and operation, as of any other trace."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.errors import TraceError
-from flashsim.own_kernels.recorder import ACCESS, WORK, Clash, KernelRecord, Launch
+from flashsim.own_kernels.record import ACCESS, WORK, Clash, KernelRecord, Launch
 from flashsim.own_kernels.tensors import KernelTensor
 
 
@@ -38,12 +38,17 @@ def packed(runs: Sequence[Recorded]) -> bytes:
         arrays |= {f"{n} stored {code}": mask for code, mask in r.stored.items()}
         # Text has no float16, and no file of NumPy's a bfloat16.
         arrays |= {f"{n} value {c}": x.astype(np.float64) for c, x in enumerate(run.values)}
-        said = {"source": r.source, "lines": r.lines, "notes": r.notes, "names": dict(run.names)}
+        said: dict[str, Any] = {
+            "source": r.source,
+            "lines": r.lines,
+            "notes": r.notes,
+            "names": dict(run.names),
+        }
         said |= {key: [asdict(x) for x in getattr(r, key)] for key in _PARTS}
         about.append({**said, "stored": list(r.stored)})
     arrays["about"] = np.frombuffer(json.dumps(about, default=_number).encode(), np.uint8)
     file = io.BytesIO()
-    np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+    np.savez(file, allow_pickle=False, **arrays)
     return file.getvalue()
 
 
@@ -81,7 +86,7 @@ def _one(n: int, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> R
         if table.dtype != dtype:
             raise ValueError(f"{name} has the columns {table.dtype.names}")
         for column, end in limits.items():
-            if column in table.dtype.names and (table[column].astype(np.int64) >= end).any():
+            if column in (dtype.names or ()) and (table[column].astype(np.int64) >= end).any():
                 raise ValueError(f"{name} has a {column} that does not exist")
     record = KernelRecord(
         str(said["source"]),

@@ -1,213 +1,32 @@
-"""`Recorder`: frontends note here what a kernel does; `KernelRecord` is what was noted.
+"""`Recorder`: frontends note here what a kernel does.
 
-The notes are columns of NumPy arrays: about 50 bytes per load, store or atomic operation. While a
-launch runs, the recorder also remembers which program stored or loaded each element, so that it
-finds programs that get in each other's way.
+While a launch runs, the recorder also remembers which program stored or loaded each element, so
+that it finds programs that get in each other's way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from flashsim.counts.work import KINDS
-from flashsim.errors import OptionError, TraceError
+from flashsim.errors import TraceError
+from flashsim.own_kernels.record import (
+    ACCESS,
+    ATOMIC,
+    SECTOR,
+    WORK,
+    Clash,
+    KernelRecord,
+    Launch,
+)
 from flashsim.own_kernels.tensors import KernelTensor
-from flashsim.schedule.names import LOAD, REDUCE, STORE
+from flashsim.schedule.names import LOAD
 
-ATOMIC = REDUCE
-#: Bytes that a GPU moves at least between L2 and an SM.
-SECTOR = 32
-
-#: One load, store or atomic operation of one program.
-ACCESS = np.dtype(
-    [
-        ("launch", "u2"),
-        ("op", "u1"),
-        ("tensor", "i2"),  # -1: no lane was active, so no tensor is known
-        ("line", "u4"),
-        ("program", "i4"),
-        ("first", "i8"),  # the corner of the tile with the lowest indices, and the one with the
-        ("last", "i8"),  # highest: the number of an element in the order of indices
-        ("active", "i4"),  # lanes that ask for an element of the tensor
-        ("masked", "i4"),  # lanes that the mask turns off
-        ("outside", "i4"),  # lanes that ask for memory outside of the tensor
-        ("distinct", "i4"),  # different elements
-        ("sectors", "i4"),  # 32-byte sectors that they lie in
-    ]
-)
-#: FLOPs of one tile operation, done before the access of number `at`.
-WORK = np.dtype(
-    [
-        ("at", "i8"),
-        ("launch", "u2"),
-        ("program", "i4"),
-        ("kind", "u1"),
-        ("line", "u4"),
-        ("flops", "i8"),
-    ]
-)
 _CHUNK = 1 << 14
-
-
-@dataclass(eq=False)
-class Launch:
-    """One launch of a kernel.
-
-    Attributes
-    ----------
-    kernel : str
-        The kernel's name.
-    grid : tuple of int
-        Programs along each axis. Program (x, y, z) has the number x + X (y + Y z), the order in
-        which a GPU starts them.
-    arguments : dict of str to int
-        The tensors' numbers by the kernel's parameters. A tensor that is passed twice has two.
-    constants : dict
-        The other arguments by their names: numbers, tile sizes, flags.
-    file, line : str, int
-        Where the kernel is defined.
-    held : dict of str to (shape, bytes)
-        The tile values that one program held at the moment when they took most: an estimate.
-    """
-
-    kernel: str
-    grid: tuple[int, ...]
-    arguments: Mapping[str, int]
-    constants: Mapping[str, Any]
-    file: str = "?"
-    line: int = 0
-    held: Mapping[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
-
-    @property
-    def programs(self) -> int:
-        """Number of programs."""
-        return int(np.prod(self.grid, dtype=np.int64))
-
-    def place(self, program: int) -> tuple[int, ...]:
-        """Return a program's place in the grid, from its number."""
-        found = []
-        for side in self.grid:
-            program, at = divmod(program, side)
-            found.append(at)
-        return tuple(found)
-
-    def number(self, place: Iterable[int]) -> int:
-        """Return a program's number, from its place in the grid."""
-        total, step = 0, 1
-        for at, side in zip(place, self.grid, strict=False):
-            total, step = total + at * step, step * side
-        return total
-
-
-@dataclass(frozen=True)
-class Clash:
-    """Elements that two programs of one launch touch, and at least one of them writes.
-
-    `kind` is "two stores" or "read of another's store". `first` and `second` are program numbers,
-    in the order in which they ran here. `line` is the second one's. `element` is the first such
-    element, in the order of the tensor's indices, and `count` how many accesses had one.
-    """
-
-    kind: str
-    launch: int
-    tensor: int
-    first: int
-    second: int
-    line: int
-    element: int
-    count: int = 1
-
-
-@dataclass(frozen=True, eq=False)
-class KernelRecord:
-    """What a recorder noted: tensors, launches, accesses in order, FLOPs, and clashes.
-
-    Attributes
-    ----------
-    source : str
-        The frontend, such as "triton 3.9.0, interpreted".
-    tensors : tuple of KernelTensor
-    launches : tuple of Launch
-    accesses : ndarray of dtype `ACCESS`
-    work : ndarray of dtype `WORK`
-    lines : tuple of (file, number)
-        What the column `line` means.
-    clashes : tuple of Clash
-    stored : dict of int to bool ndarray
-        By tensor, for those that were stored to: which elements were, in the tensor's shape.
-    notes : tuple of str
-        What a reader has to know: what was assumed, what was computed in another way.
-    """
-
-    source: str
-    tensors: tuple[KernelTensor, ...]
-    launches: tuple[Launch, ...]
-    accesses: np.ndarray
-    work: np.ndarray
-    lines: tuple[tuple[str, int], ...]
-    clashes: tuple[Clash, ...]
-    stored: Mapping[int, np.ndarray]
-    notes: tuple[str, ...] = ()
-
-    def tensor(self, name: str) -> KernelTensor:
-        """Return the tensor of that name.
-
-        Raises
-        ------
-        OptionError
-            If there is none.
-        """
-        for one in self.tensors:
-            if one.name == name:
-                return one
-        raise OptionError(
-            f"no tensor {name!r}; possible: {', '.join(one.name for one in self.tensors)}"
-        )
-
-    @property
-    def bytes_asked(self) -> np.ndarray:
-        """int64 (accesses,): the bytes that each access asks for."""
-        sizes = np.array([t.itemsize for t in self.tensors] + [0], np.int64)
-        return self.accesses["active"] * sizes[self.accesses["tensor"]]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the record's columns take."""
-        return self.accesses.nbytes + self.work.nbytes
-
-
-def restricted(record: KernelRecord, launches: Sequence[int]) -> KernelRecord:
-    """Return the part of a record that some of its launches made."""
-    new = np.full(len(record.launches), -1)
-    new[list(launches)] = np.arange(len(launches))
-    parts = []
-    for table in (record.accesses, record.work):
-        part = table[new[table["launch"]] >= 0].copy()
-        part["launch"] = new[part["launch"]]
-        parts.append(part)
-    accesses, work = parts
-    kept = np.flatnonzero(new[record.accesses["launch"]] >= 0)
-    work["at"] = np.searchsorted(kept, work["at"])
-    codes = np.unique(accesses["tensor"][accesses["op"] != LOAD]).tolist()
-    return KernelRecord(
-        record.source,
-        record.tensors,
-        tuple(record.launches[n] for n in launches),
-        accesses,
-        work,
-        record.lines,
-        tuple(
-            replace(one, launch=int(new[one.launch]))
-            for one in record.clashes
-            if new[one.launch] >= 0
-        ),
-        {code: mask for code, mask in record.stored.items() if code in codes},
-        record.notes,
-    )
 
 
 class Recorder:
@@ -566,34 +385,23 @@ class _Columns:
         self._dtype = dtype
         self._full: list[np.ndarray] = []
         self._open = np.zeros(_CHUNK, dtype)
-        self._used = 0
+        self._before = self._used = 0  # rows in `_full` and in `_open`
 
     def __len__(self) -> int:
-        return len(self._full) * _CHUNK + self._used
+        return self._before + self._used
 
     def add(self, row: tuple[int, ...]) -> None:
         """Append a row."""
         if self._used == _CHUNK:
             self._full.append(self._open)
+            self._before += _CHUNK
             self._open, self._used = np.zeros(_CHUNK, self._dtype), 0
         self._open[self._used] = row
         self._used += 1
 
     def array(self) -> np.ndarray:
-        """Return all rows, read-only."""
+        """Return all rows, read-only. They are kept once: the next rows go into another chunk."""
         whole = np.concatenate([*self._full, self._open[: self._used]])
         whole.setflags(write=False)
+        self._full, self._before, self._used = [whole], len(whole), 0
         return whole
-
-
-__all__ = [
-    "ACCESS",
-    "ATOMIC",
-    "LOAD",
-    "STORE",
-    "WORK",
-    "Clash",
-    "KernelRecord",
-    "Launch",
-    "Recorder",
-]

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from flashsim.own_kernels.check import Verdict, matrices
+from flashsim.problem.oracle import keep_matrix
+from flashsim.schedule.names import LOAD
+
+if TYPE_CHECKING:
+    from flashsim.own_kernels.geometry import Geometry
+
+#: Gets each access of a repeated program: operation, tensor code, offsets of the elements, and a
+#: function that gives the program's variables at that moment, by name.
+Look = Callable[[int, int, np.ndarray, Callable[[], Mapping[str, np.ndarray]]], None]
+#: Runs the program of a verdict again, and shows its accesses.
+Again = Callable[[Verdict, Look], None]
 
 #: What kernels call them, for a program that is wrong from the first tile on.
 _USUAL = {
@@ -116,3 +130,44 @@ class Follower:
             f"its first step that differs is step {step}, keys {first} to {last - 1}: {what} "
             f"wrong from row {row} on{rest}"
         )
+
+
+def followed(
+    g: Geometry, values: tuple[np.ndarray, ...], verdict: Verdict, again: Again
+) -> Verdict:
+    """Return the verdict with its `step`, for a forward pass that stored a wrong O or L."""
+    p = g.problem
+    usual = {"Q", "K", "V"} <= set(g.labels) and verdict.tensor in ("O", "L") and verdict.program
+    if not usual or p.n_q == 1:
+        return verdict
+    x = {n: matrices(g, g.labels.index(n), values[g.labels.index(n)]) for n in "QKV"}
+    a = g.record.accesses
+    mine = (a["launch"] == verdict.launch) & (a["tensor"] == g.labels.index("Q"))
+    number = g.record.launches[verdict.launch].number(verdict.program)
+    its = np.flatnonzero(mine & (a["program"] == number) & (a["active"] > 0))
+    if not len(its):
+        return verdict
+    head, first = int(g.lead[its[0]]), int(g.row[its[0]])
+    key = head // p.heads * p.kv_heads + head % p.heads // p.group
+    rows = np.arange(first, first + int(g.rows[its[0]]))
+    keep = keep_matrix(p)[rows]
+    scores = np.where(keep, x["Q"][head][rows] @ x["K"][key].T * p.scale, -np.inf)
+    narrow = p.dtype not in ("float32", "float64")
+    follower = Follower(scores, x["V"][key], first, 2e-2 if narrow else 1e-3)
+
+    def look(
+        op: int, code: int, offsets: np.ndarray, variables: Callable[[], Mapping[str, np.ndarray]]
+    ) -> None:
+        label = g.labels[code] if code >= 0 else ""
+        if (op == LOAD and label != "K") or (op != LOAD and label not in ("O", "L")):
+            return
+        found = {name: x[: len(rows)] for name, x in variables().items()}
+        if op != LOAD:
+            follower.end(found)
+            return
+        index, _ = g.record.tensors[code].coordinates(offsets)
+        along = index[g.sides[code].rows]
+        follower.tile(int(along.min()), int(along.max()) + 1, found)
+
+    again(verdict, look)
+    return replace(verdict, step=follower.found)

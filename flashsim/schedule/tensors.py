@@ -113,8 +113,9 @@ def title(problem: Problem, name: str, direction: str) -> str:
         read = [f"d{a.name}" for a in graph.arrays if a.name in problem.score_grads]
     else:
         # A backward pass has a KV-outer loop, which reads all of them at each visit.
-        sides = ("fixed", "row") if name.endswith("_own") else ("col", "score")
-        sides = SIDES if direction == "backward" and not name.endswith("_own") else sides
+        own = name.endswith("_own")
+        each: tuple[str, ...] = SIDES if direction == "backward" else ("col", "score")
+        sides = ("fixed", "row") if own else each
         at = {graph.nodes[n].value for n in graph.loads if graph.side(n) in sides}
         read = [a.name for n, a in enumerate(graph.arrays) if n in at]
     return f"{', '.join(read)} ({name})" if read else name

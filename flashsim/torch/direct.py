@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from flashsim.api import execution, inputs
+from flashsim.api.array_libraries import from_torch
+from flashsim.api.arrays import warn_of_overflow
 from flashsim.api.inputs import Request
-from flashsim.api.request import ask
+from flashsim.api.request import Checked, ask
 from flashsim.torch import ops
 from flashsim.torch.ops import readable
 
@@ -56,16 +58,22 @@ class Ready:
             self.forward = _decoder(q, k, v, Request(**self._run))
             return
         asked, job = ask(Request(**self._run), *map(readable, (q, k, v)))
+        if asked.empty or asked.ndim != 4:
+            return
+        # This call's tensors must not live as long as what is kept of it.
+        bare = job.given(None, None, None)
+        kept = replace(asked, job=bare)
+        if asked.host.library:
+            self.forward = _OnCpu(kept)
+            return
         direct = getattr(asked.engine, "direct", None)
-        made = None
-        if direct is not None and not asked.empty and asked.ndim == 4:
-            made = direct(
-                job,
-                lambda saved, dlse: asked.backward_job(
-                    job.given(None, None, None), saved, None, deterministic, None, dlse=dlse
-                ),
-            )
-        if made is not None:
+        made = direct and direct(
+            job,
+            lambda saved, dlse: kept.backward_job(
+                bare, saved, None, deterministic, None, dlse=dlse
+            ),
+        )
+        if made:
             self.forward, self.backward = made.forward, made.backward
 
     def _slow_forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,6 +97,27 @@ class Ready:
             **self._run,
         )
         return got.dq, got.dk, got.dv
+
+
+class _OnCpu:
+    """The forward pass of a checked call by an engine on the CPU."""
+
+    def __init__(self, asked: Checked) -> None:
+        self._job, self._run, self._host = asked.job, asked.engine.forward, asked.host
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out and the LSE."""
+        job = self._job.given(_numbers(q), _numbers(k), _numbers(v))
+        outcome, give = self._run(job), self._host.give
+        if unseen := outcome.unseen("out"):
+            warn_of_overflow(unseen, job.arrays)
+        return give(outcome.arrays["out"]), give(outcome.arrays["lse"])
+
+
+def _numbers(x: Tensor) -> Any:
+    """Return a NumPy array over a tensor's memory."""
+    x = x.detach().resolve_neg()
+    return from_torch("", x) if x.dtype == torch.bfloat16 else x.numpy()
 
 
 #: Queries of a head, and rows that the heads of a group make of them, that are a few.

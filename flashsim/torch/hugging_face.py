@@ -9,6 +9,7 @@ attention alone.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from types import FunctionType
 from typing import Any, ClassVar, NoReturn
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     AttentionInterface,
@@ -25,6 +27,7 @@ from transformers import (
 )
 
 from flashsim.errors import UnsupportedError
+from flashsim.torch import hugging_face_packed
 from flashsim.torch.decoding import decode
 from flashsim.torch.functional import attention
 from flashsim.torch.masks import has_values
@@ -34,8 +37,21 @@ FEW = 16
 
 
 def register(name: str) -> None:
-    """Register both functions with transformers under one name."""
+    """Register the functions with transformers under one name, and another for paged caches.
+
+    Raises
+    ------
+    UnsupportedError
+        If this version of transformers is too old.
+    """
+    if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+        raise UnsupportedError(
+            "flashsim's attention needs transformers 5.4 or later, got "
+            f"{transformers.__version__}, whose masks are made in another way; pip install "
+            "--upgrade transformers"
+        )
     AttentionInterface.register(name, attend)
+    AttentionInterface.register(f"paged|{name}", attend_paged)
     AttentionMaskInterface.register(name, mask)
     # A name with "flash" in it is the flash-attn package's, thinks transformers: it would import
     # that, and refuse it a mask of chunks.
@@ -53,7 +69,9 @@ def _but_for(name: str, theirs: Callable[..., bool]) -> Callable[..., bool]:
         config: Any = None, requested_attention_implementation: str | None = None, **rest: Any
     ) -> bool:
         asked = requested_attention_implementation or getattr(config, "_attn_implementation", None)
-        return asked != name and theirs(config, requested_attention_implementation, **rest)
+        return asked not in (name, f"paged|{name}") and theirs(
+            config, requested_attention_implementation, **rest
+        )
 
     is_flash_attention_requested.but_for = name  # type: ignore[attr-defined]
     return is_flash_attention_requested
@@ -72,7 +90,8 @@ class Band:
         True for tokens that are not padding; None: all are. Rows of padding get zeros.
     starts, stops : Tensor of int32, (batch,), or None
         Where each sequence's keys begin and end, if there are few queries, none of them padding:
-        then `flashsim.torch.decode` takes these instead of `keys`, and packs nothing.
+        then `flashsim.torch.decode` takes these instead of `keys`, and packs nothing. Of a static
+        cache these alone may be given.
     whole : function without arguments, optional
         Returns the same mask as a boolean tensor, for a model that reshapes or slices its mask.
     """
@@ -188,11 +207,16 @@ def mask(
         known = _band(mask_function, local_size)
     if known is not None:
         start = int(q_offset) - kv_offset  # where the queries stand among the keys
-        keys = _no_padding(attention_mask, kv_length, kv_offset)
-        band = _narrowed(known, keys, start, q_length, kv_length)
-        if band is not None and not _wanted_whole(known, rest, start, q_length, kv_length):
-            # A cache may move its own offset on before the model asks.
-            return replace(band, whole=partial(whole, q_offset=start + kv_offset))
+        if not _wanted_whole(known, rest, start, q_length, kv_length):
+            keys = _no_padding(attention_mask, kv_length, kv_offset)
+            given = known, keys, start, q_length, kv_length
+            band = None
+            if not rest.get("allow_is_causal_skip", True):  # torch.compile may take this cache
+                band = _live(*given, batch_size, rest.get("device"))
+            band = _narrowed(*given) if band is None else band
+            if band is not None:
+                # A cache may move its own offset on before the model asks.
+                return replace(band, whole=partial(whole, q_offset=start + kv_offset))
     return whole()
 
 
@@ -207,6 +231,37 @@ def _wanted_whole(band: Band, rest: dict[str, Any], start: int, n_q: int, n_kv: 
 
 def _readable(*given: Any) -> bool:
     return all(has_values(x) for x in given if isinstance(x, Tensor))
+
+
+def _live(
+    band: Band,
+    keys: Tensor | None,
+    start: int,
+    n_q: int,
+    n_kv: int,
+    batch: int,
+    device: Any,
+) -> Band | None:
+    """Return the `Band` for a few queries of a static cache, or None.
+
+    It has the same attributes for every token, so compiled code is never compiled again: also when
+    the cache is full. None if padding lies between tokens or a query is padding.
+    """
+    end, window = start + n_q, band.window
+    if n_q > FEW or end > n_kv or not band.causal:
+        return None
+    if keys is None:
+        starts = torch.zeros(batch, dtype=torch.int32, device=device)
+    else:
+        kept = keys[:, :end]
+        starts = kept.int().argmax(1)
+        gaps = kept.sum(1).add_(starts).ne(end).any()
+        if any(torch.stack([gaps, starts.max() > start]).tolist()):  # the only wait for a GPU
+            return None
+        starts = starts.int()
+    if window is not None and n_kv <= window[0] + 1:
+        window = None
+    return Band(True, window, starts=starts, stops=torch.full_like(starts, end))
 
 
 def _narrowed(band: Band, keys: Tensor | None, start: int, n_q: int, n_kv: int) -> Band | None:
@@ -296,18 +351,22 @@ def attend(
         For dropout, a paged cache, keys or blocks of keys that an indexer chose, or a request for
         the probabilities.
     """
-    _refuse(dropout, rest)
+    refuse(dropout, rest)
     sinks = next((rest[name] for name in ("s_aux", "sinks") if rest.get(name) is not None), None)
     if isinstance(attention_mask, Band):
         band, added = attention_mask, None
-    elif attention_mask is None:
+    elif attention_mask is None:  # as in continuous batching
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        band, added = Band(bool(causal)), None
+        width = rest.get("sliding_window") if causal else None
+        band, added = Band(bool(causal), (width - 1, 0) if width else None), None
     else:
         band, added = Band(causal=False), _added(attention_mask, query)
     if position_bias is not None:
         bias = _added(position_bias, query)
         added = bias if added is None else added + bias
+    decodes = added is None and sinks is None and not _wants_gradient(query, key, value)
+    if band.stops is not None and band.keys is None and not decodes:
+        band = replace(band, keys=_between(band, key.shape[2]))
     options: dict[str, Any] = {
         "causal": band.causal,
         "window": band.window,
@@ -317,19 +376,51 @@ def attend(
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     patterned = isinstance(attention_mask, Tensor) or band.keys is not None
-    if not patterned and rest.get("cu_seq_lens_q") is not None:  # packed by the caller
-        for side in ("q", "k"):
-            options[f"cu_seqlens_{side}"] = rest[f"cu_seq_lens_{side}"]
+    if not patterned and added is None and rest.get("cu_seq_lens_q") is not None:
+        # Packed by the caller.
+        return hugging_face_packed.attend(query, key, value, rest, options), None
     if band.keys is not None and added is not None:
         added = added + _added(band.keys[:, None, None], query)
     if added is not None:
         full = (*added.shape[:2], query.shape[2], key.shape[2])
         options["bias"] = added.to(query.dtype).expand(full).contiguous()
-    elif band.stops is not None and sinks is None and not _wants_gradient(query, key, value):
+    elif band.stops is not None and decodes:
         return _decoded(query, key, value, band, options), None
     elif band.keys is not None:
         return _without_padding(query, key, value, band, options), None
     return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
+
+
+def attend_paged(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    cache: Any = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a layer over the paged cache of transformers' continuous batching.
+
+    The cache keeps the new keys and values, and returns those that each sequence sees, packed.
+    Newer versions of transformers do this themselves, and call `attend`.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is no paged cache, and for whatever `attend` refuses.
+    """
+    if cache is None:
+        raise UnsupportedError(
+            '"paged|flashsim" is for continuous batching (model.generate_batch), which gives a '
+            'paged cache; model.set_attn_implementation("flashsim") is for other calls'
+        )
+    where = {name: rest.pop(name) for name in ("read_index", "write_index")}
+    packed = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **where)
+    k, v = (x.transpose(0, 1)[None] for x in packed)
+    rest.setdefault("sliding_window", getattr(module, "sliding_window", None))
+    return attend(module, query, k, v, attention_mask, **rest)
 
 
 def _added(mask: Tensor, query: Tensor) -> Tensor:
@@ -351,6 +442,14 @@ def _added(mask: Tensor, query: Tensor) -> Tensor:
 
 def _wants_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _between(band: Band, n_kv: int) -> Tensor:
+    """Return which keys lie between a band's starts and its stops, (batch, n_kv)."""
+    assert band.starts is not None
+    assert band.stops is not None
+    at = torch.arange(n_kv, device=band.starts.device)
+    return (at >= band.starts[:, None]) & (at < band.stops[:, None])
 
 
 def _decoded(
@@ -399,7 +498,8 @@ def _packed(x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
     return tokens.transpose(0, 1)[None], rows, [0, *kept.sum(1).cumsum(0).tolist()]
 
 
-def _refuse(dropout: float, rest: dict[str, Any]) -> None:
+def refuse(dropout: float, rest: dict[str, Any]) -> None:
+    """Raise UnsupportedError for what flashsim's attention does not give a model."""
     if dropout:
         raise UnsupportedError(
             f"flashsim's attention has no dropout, got {dropout}; set the model's attention "

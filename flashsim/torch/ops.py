@@ -46,11 +46,8 @@ def forward(
     **question: Any,
 ) -> tuple[Tensor, Tensor]:
     """Run `flashsim.run`; return out (batch, heads, n_q, head_dim_v), lse (batch, heads, n_q)."""
-    result = execution.run(
-        *map(readable, (q, k, v)),
-        **_given(bias, cu_seqlens_q, cu_seqlens_k, sinks),
-        **keywords(**question),
-    )
+    asked = _given(bias, cu_seqlens_q, cu_seqlens_k, sinks) | keywords(**question)
+    result = execution.run(*map(readable, (q, k, v)), **asked)
     return result.out, result.lse
 
 
@@ -79,13 +76,9 @@ def backward(
     **question: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run `flashsim.backward`; dbias and dsinks have no elements without a bias and sinks."""
-    gradients = execution.backward(
-        *map(readable, (q, k, v, out, lse, dout)),
-        dlse=None if dlse is None else readable(dlse),
-        deterministic=deterministic,
-        **_given(bias, cu_seqlens_q, cu_seqlens_k, sinks),
-        **keywords(**question),
-    )
+    asked = _given(bias, cu_seqlens_q, cu_seqlens_k, sinks) | keywords(**question)
+    asked |= {"dlse": None if dlse is None else readable(dlse), "deterministic": deterministic}
+    gradients = execution.backward(*map(readable, (q, k, v, out, lse, dout)), **asked)
     dbias = q.new_empty(0) if bias is None else gradients.dbias
     dsinks = q.new_empty(0) if sinks is None else gradients.dsinks.to(sinks.dtype)
     return gradients.dq, gradients.dk, gradients.dv, dbias, dsinks

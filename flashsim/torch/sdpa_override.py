@@ -38,7 +38,7 @@ def install() -> tuple[str, ...]:
     Returns
     -------
     tuple of str
-        The libraries that now know it.
+        The libraries that now know it. A version of transformers that is too old gives a warning.
 
     Raises
     ------
@@ -57,7 +57,11 @@ def install() -> tuple[str, ...]:
         return ("torch",)
     from flashsim.torch import hugging_face
 
-    hugging_face.register(NAME)
+    try:
+        hugging_face.register(NAME)
+    except UnsupportedError as error:
+        warnings.warn(str(error), stacklevel=2)
+        return ("torch",)
     return ("torch", "transformers")
 
 

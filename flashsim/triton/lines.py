@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from flashsim.errors import DTypeError, FlashSimError, MemoryModelError, UnsupportedError
+
 _OURS = str(Path(__file__).parent)
 _OTHERS = (_OURS, str(Path(np.__file__).parent), "<frozen", "<__array_function__")
 
@@ -55,3 +57,29 @@ def tiles(frame: FrameType | None, folder: str, stop: Any) -> dict[str, Any]:
                     found.setdefault(name, value)
         frame = frame.f_back
     return found
+
+
+def failure(kernel: str, place: tuple[int, ...], error: Exception, folder: str) -> FlashSimError:
+    """Return an error that names the reader's line and the program, in the place of another."""
+    found = deepest(error, folder)
+    root: BaseException = error
+    while type(root).__name__ == "InterpreterError" and root.__cause__ is not None:
+        root = root.__cause__
+    where = f"{kernel}, program {place}"
+    if found is not None:
+        where += f", line {found[1]}, `{found[2]}`"
+    if isinstance(root, FlashSimError):
+        told = type(root)(f"{where}: {root}")
+        vars(told).update(vars(root))
+        return told
+    text = f"{type(root).__name__}: {root}" if str(root) else type(root).__name__
+    if isinstance(root, (NotImplementedError, AttributeError)):
+        return UnsupportedError(
+            f"{where}: Triton's interpreter cannot run this ({text}); write it with tl.load, "
+            "tl.store, tl.dot and the operations of tl, or trace the kernel without that line"
+        )
+    if isinstance(root, AssertionError):
+        return MemoryModelError(
+            f"{where}: an assertion of the kernel or of the interpreter failed ({text})"
+        )
+    return DTypeError(f"{where}: {text}")

@@ -11,19 +11,16 @@ from typing import Any
 import numpy as np
 
 from flashsim.errors import (
-    DTypeError,
-    FlashSimError,
-    MemoryModelError,
     OptionError,
-    UnsupportedError,
     shown,
 )
-from flashsim.own_kernels import ATOMIC, LOAD, STORE, Recorder
+from flashsim.own_kernels import ATOMIC, Recorder
 from flashsim.triton import block_pointers
 from flashsim.triton import narrow_floats as floats
 from flashsim.triton.arguments import Arguments, Descriptor, Pointer, allocation, values
+from flashsim.triton.hooks import HOOKED, checking, remembering
 from flashsim.triton.installed import installed
-from flashsim.triton.lines import deepest, reader_frame, tiles
+from flashsim.triton.lines import failure, reader_frame, tiles
 from flashsim.triton.memory import Memory, Reached, dtype_of
 
 #: After so many programs of a launch, the tiles that they hold are known.
@@ -77,8 +74,8 @@ class Interpreter:
         programs: Sequence[tuple[int, ...]] | None = None,
         keep: bool = False,
     ) -> None:
-        self._at = installed()
-        self.recorder = Recorder(f"triton {self._at.version}, interpreted on the CPU")
+        self.at = installed()
+        self.recorder = Recorder(f"triton {self.at.version}, interpreted on the CPU")
         self.arguments = Arguments(self.recorder)
         self.memory = Memory(self.recorder, self.arguments.pointers)
         self.ran: list[Ran] = []
@@ -88,14 +85,15 @@ class Interpreter:
         self._changed: list[tuple[Any, str, Any]] = []
         self._loaded: dict[int, Any] = {}
         self._started = 0
-        self._atomic = False
+        self.atomic = False
+        self._patched: set[int] | None = None  # globals of functions that this launch has patched
 
     # -- hooks ----------------------------------------------------------------------------------
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Hook the interpreter; at the end, also after an error, it is as it was."""
-        at = self._at
+        at = self.at
         jit = at.triton.runtime.jit.JITFunction
         tuner = at.triton.runtime.autotuner.Autotuner
         run = at.interpreter.InterpretedFunction
@@ -105,6 +103,7 @@ class Interpreter:
         try:
             self._put(at.interpreter.GridExecutor, "__call__", _launching(self))
             self._put(at.interpreter, "_patch_lang", self._patching(at.interpreter._patch_lang))
+            self._put(at.interpreter, "_get_np_dtype", remembering(at.interpreter._get_np_dtype))
             self._put(run, "rewrite", self._rewriting(run.rewrite))
             self._put(jit, "run", lambda kernel, *a, **k: self._interpreted(kernel).run(*a, **k))
             self._put(jit, "__call__", lambda kernel, *a, **k: self._interpreted(kernel)(*a, **k))
@@ -128,7 +127,7 @@ class Interpreter:
 
     def _language(self) -> list[Any]:
         """What the interpreter changes in Triton's language while it runs."""
-        tl = self._at.tl
+        tl = self.at.tl
         found = [tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype]
         found += [getattr(tl, name) for name in ("condition",) if hasattr(tl, name)]
         return [*found, tl.core.tensor_descriptor_base]
@@ -139,7 +138,7 @@ class Interpreter:
 
     def _interpreted(self, kernel: Any) -> Any:
         """Return the interpreter's form of a kernel that was decorated for a GPU."""
-        return self._at.interpreter.InterpretedFunction(kernel.fn)
+        return self.at.interpreter.InterpretedFunction(kernel.fn)
 
     def _rewriting(self, rewrite: Callable[..., Any]) -> Callable[..., Any]:
         """Remember the reader's globals before the interpreter writes its own names into them."""
@@ -157,11 +156,15 @@ class Interpreter:
         Triton 3.9 gets block pointers. Triton 3.6 makes integers of tensors in a way that NumPy 2.4
         refuses.
         """
-        tl, builder = self._at.tl, self._at.interpreter.interpreter_builder
+        tl, builder = self.at.tl, self.at.interpreter.interpreter_builder
         has_blocks = hasattr(builder, "create_tensor_pointer_load")
 
         def patched(fn: Any) -> Any:
+            if self._patched is not None and id(fn.__globals__) in self._patched:
+                return None  # a helper such as tl.sum, which asks for it at each of its calls
             scope = patch(fn)
+            if self._patched is not None:
+                self._patched.add(id(fn.__globals__))
             tl.tensor.__index__ = lambda tensor: int(tensor.handle.data.item())
             ours = getattr(tl.make_block_ptr, "__module__", "") == block_pointers.__name__
             if not has_blocks and not ours:
@@ -172,11 +175,11 @@ class Interpreter:
 
     def with_block_pointers(self, builder: Any) -> None:
         """Put our block pointers into Triton's language."""
-        tl = self._at.tl
+        tl = self.at.tl
 
         def make(*args: Any, **options: Any) -> Any:
             self.recorder.note(
-                f"tl.make_block_ptr runs here; Triton {self._at.version} has removed it and "
+                f"tl.make_block_ptr runs here; Triton {self.at.version} has removed it and "
                 "compiles no such kernel for a GPU: write tl.make_tensor_descriptor"
             )
             return block_pointers.make_block_ptr(*args, **options)
@@ -230,31 +233,31 @@ class Interpreter:
     # -- the builder's operations ----------------------------------------------------------------
 
     def _hook_builder(self) -> None:
-        builder = self._at.interpreter.interpreter_builder
+        builder = self.at.interpreter.interpreter_builder
         put = lambda name, value: self._put(builder, name, value)  # noqa: E731
-        plain = {name: getattr(builder, name) for name in _HOOKED if hasattr(builder, name)}
+        plain = {name: getattr(builder, name) for name in HOOKED if hasattr(builder, name)}
         put("grid_idx", getattr(builder, "grid_idx", None))
         put("grid_dim", getattr(builder, "grid_dim", None))
         extras = len(inspect.signature(builder.create_masked_load).parameters) - 3
         put("load_extras", extras)
-        for name, make in _HOOKED.items():
+        for name, make in HOOKED.items():
             if name in plain:
                 put(name, make(self, plain[name]))
         if not hasattr(builder, "get_bf16"):
-            tl = self._at.tl
+            tl = self.at.tl
             put("get_bf16", lambda value: floats.cast(builder.get_fp32(value), tl.bfloat16))
-        ops = self._at.interpreter.ReduceScanOpInterface
-        self._put(ops, "check_tensor", _checking(ops.check_tensor))
+        ops = self.at.interpreter.ReduceScanOpInterface
+        self._put(ops, "check_tensor", checking(ops.check_tensor))
 
     def line(self) -> tuple[str, int]:
         """Return the reader's line that is running."""
-        frame = reader_frame(self._at.folder)
+        frame = reader_frame(self.at.folder)
         return ("?", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
     def reach(self, op: int, pointers: Any, mask: Any) -> Reached:
         """Note an access of the running program."""
         active = np.ones(pointers.data.shape, bool) if mask is None else mask.data
-        op = ATOMIC if self._atomic else op
+        op = ATOMIC if self.atomic else op
         reached = self.memory.reach(op, pointers.data, active, dtype_of(pointers), self.line())
         if self._started <= _HELD_PROGRAMS and not self.memory.silent:
             self._note_held()
@@ -275,7 +278,15 @@ class Interpreter:
 
     def locals(self) -> dict[str, Any]:
         """Return the running kernel's local tensors, by name."""
-        return tiles(reader_frame(self._at.folder), self._at.folder, _run_program.__code__)
+        return tiles(reader_frame(self.at.folder), self.at.folder, _run_program.__code__)
+
+    def variables(self) -> dict[str, np.ndarray]:
+        """Return what the running kernel's variables hold, those that are tiles of floats."""
+        return {
+            name: np.array(floats.widen(value.handle))
+            for name, value in self.locals().items()
+            if value.handle.dtype.scalar.is_floating() and value.handle.data.size > 1
+        }
 
     def loaded(self, found: Any) -> Any:
         """Remember a handle that a load returned."""
@@ -297,7 +308,7 @@ class Interpreter:
 
     def launch(self, executor: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run a launch, program by program, in the order in which a GPU starts them."""
-        at, builder = self._at, self._at.interpreter.interpreter_builder
+        at, builder = self.at, self.at.interpreter.interpreter_builder
         fn, name = executor.fn, executor.fn.__name__
         spec = inspect.getfullargspec(fn)
         known = {k: v for k, v in kwargs.items() if k in spec.args or k in spec.kwonlyargs}
@@ -327,6 +338,7 @@ class Interpreter:
             hook(*args, **known)
         scope = at.interpreter._patch_lang(fn)
         try:
+            self._patched = {id(fn.__globals__)}
             made = {
                 key: value if key in executor.constexprs else self._convert(value)
                 for key, value in host.items()
@@ -341,10 +353,11 @@ class Interpreter:
             for place in self._places(name, grid):
                 self._program(ran, place)
         finally:
+            self._patched = None
             scope.restore()
 
     def _program(self, ran: Ran, place: tuple[int, ...]) -> None:
-        builder = self._at.interpreter.interpreter_builder
+        builder = self.at.interpreter.interpreter_builder
         self._started += 1
         self._loaded.clear()
         builder.set_grid_idx(*place, *(0,) * (3 - len(place)))
@@ -354,14 +367,14 @@ class Interpreter:
             with np.errstate(all="ignore"):
                 _run_program(ran.function, ran.arguments)
         except Exception as error:
-            self._fail(ran, place, error)
+            raise failure(ran.function.__name__, place, error, self.at.folder) from error
 
     def again(self, ran: Ran, place: tuple[int, ...], look: Callable[..., None]) -> None:
         """Run one program again on what memory held before its launch; `look` sees each access.
 
         Nothing of it is noted, and memory is as it was at the end.
         """
-        at, builder = self._at, self._at.interpreter.interpreter_builder
+        at, builder = self.at, self.at.interpreter.interpreter_builder
         now = {p.memory: allocation(p).copy() for p in ran.pointers}
         for p in ran.pointers:
             allocation(p)[:] = ran.before[p.memory]
@@ -410,7 +423,7 @@ class Interpreter:
 
     def _convert(self, value: Any) -> Any:
         """Return an argument as the interpreter's kernels take it."""
-        at = self._at
+        at = self.at
         if isinstance(value, Pointer):
             kind = at.tl.pointer_type(value.element)
             data = np.array([value.address], np.uint64)
@@ -423,7 +436,7 @@ class Interpreter:
         return at.interpreter._implicit_cvt(value)
 
     def _descriptor(self, value: Descriptor) -> Any:
-        at, given = self._at, value.given
+        at, given = self.at, value.given
         strides = [self._convert(one) for one in given.strides]
         strides[-1] = at.tl.constexpr(1)
         made = at.interpreter.interpreter_semantic.make_tensor_descriptor(
@@ -436,31 +449,6 @@ class Interpreter:
         if getattr(given, "round_f32_to_tf32", False):
             made.handle.round_f32_to_tf32 = True
         return made
-
-    def _fail(self, ran: Ran, place: tuple[int, ...], error: Exception) -> None:
-        """Raise an error that names the reader's line and the program."""
-        found = deepest(error, self._at.folder)
-        root: BaseException = error
-        while type(root).__name__ == "InterpreterError" and root.__cause__ is not None:
-            root = root.__cause__
-        where = f"{ran.function.__name__}, program {place}"
-        if found is not None:
-            where += f", line {found[1]}, `{found[2]}`"
-        if isinstance(root, FlashSimError):
-            told = type(root)(f"{where}: {root}")
-            vars(told).update(vars(root))
-            raise told from error
-        text = f"{type(root).__name__}: {root}" if str(root) else type(root).__name__
-        if isinstance(root, (NotImplementedError, AttributeError)):
-            raise UnsupportedError(
-                f"{where}: Triton's interpreter cannot run this ({text}); write it with tl.load, "
-                "tl.store, tl.dot and the operations of tl, or trace the kernel without that line"
-            ) from error
-        if isinstance(root, AssertionError):
-            raise MemoryModelError(
-                f"{where}: an assertion of the kernel or of the interpreter failed ({text})"
-            ) from error
-        raise DTypeError(f"{where}: {text}") from error
 
     def outputs(self, codes: Sequence[int]) -> dict[int, Any]:
         """Return the arrays of tensors, by code: what the reader passed, or the kernel's copy."""
@@ -503,233 +491,3 @@ def _launching(machine: Interpreter) -> Callable[..., None]:
         machine.launch(executor, args, kwargs)
 
     return call
-
-
-# -- hooks: each takes the machine and the plain operation, and returns its replacement -----------
-
-
-def _load(m: Interpreter, plain: Any) -> Any:
-    def load(ptrs: Any, mask: Any, other: Any, *rest: Any, **more: Any) -> Any:
-        at = m._at.interpreter
-        mask = _as_handle(m, mask)
-        reached = m.reach(LOAD, ptrs, mask)
-        kind = at._get_np_dtype(ptrs.get_element_ty())
-        if other is None:
-            fill = np.zeros(reached.addresses.shape, kind)
-        else:
-            fill = np.broadcast_to(other.data, reached.addresses.shape).astype(kind)
-        if reached.lost.any():  # memory of nobody: NaN, so that its use shows
-            fill = fill.copy()
-            fill[reached.lost] = _junk(ptrs.get_element_ty(), kind)
-        found = at._interpreter.load(reached.addresses, reached.real, fill, kind)
-        return m.loaded(at.TensorHandle(found, ptrs.get_element_ty()))
-
-    return load
-
-
-def _store(m: Interpreter, plain: Any) -> Any:
-    def store(ptrs: Any, value: Any, mask: Any, *rest: Any, **more: Any) -> Any:
-        mask = _as_handle(m, mask)
-        reached = m.reach(STORE, ptrs, mask)
-        kind = m._at.interpreter._get_np_dtype(ptrs.get_element_ty())
-        data = np.broadcast_to(value.data, reached.addresses.shape).astype(kind, copy=False)
-        m._at.interpreter._interpreter.store(
-            reached.addresses, np.ascontiguousarray(data), reached.real
-        )
-
-    return store
-
-
-def _as_handle(m: Interpreter, mask: Any) -> Any:
-    """Return a mask as a handle; the interpreter of Triton 3.6 passes some as plain arrays."""
-    if isinstance(mask, np.ndarray):
-        return m._at.interpreter.TensorHandle(mask, m._at.tl.int1)
-    return mask
-
-
-def _junk(element: Any, kind: np.dtype) -> Any:
-    if kind.kind == "f":
-        return np.nan
-    if element.is_floating() and floats.is_narrow(element):
-        return floats.narrow(np.float32(np.nan).reshape(1), element)[0]
-    return 0
-
-
-def _rmw(m: Interpreter, plain: Any) -> Any:
-    def rmw(op: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
-        if floats.is_narrow(val.dtype):
-            raise floats.refuse("an atomic operation")
-        reached = m.reach(ATOMIC, ptr, mask)
-        at = m._at.interpreter
-        shape = reached.addresses.shape
-        value = at.TensorHandle(np.ascontiguousarray(np.broadcast_to(val.data, shape)), val.dtype)
-        where = at.TensorHandle(reached.addresses, ptr.dtype)
-        return plain(op, where, value, at.TensorHandle(reached.real, m._at.tl.int1), *rest)
-
-    return rmw
-
-
-def _cas(m: Interpreter, plain: Any) -> Any:
-    def cas(ptr: Any, cmp: Any, val: Any, *rest: Any) -> Any:
-        reached = m.reach(ATOMIC, ptr, None)
-        if reached.lost.any():
-            raise MemoryModelError("an atomic compare-and-swap outside of its tensor", "outside")
-        at = m._at.interpreter
-        shape = reached.addresses.shape
-        wide = [
-            at.TensorHandle(np.ascontiguousarray(np.broadcast_to(x.data, shape)), x.dtype)
-            for x in (cmp, val)
-        ]
-        return plain(at.TensorHandle(reached.addresses, ptr.dtype), *wide, *rest)
-
-    return cas
-
-
-def _as_atomic(m: Interpreter, plain: Any) -> Any:
-    def atomic(*args: Any) -> Any:
-        m._atomic = True
-        try:
-            return plain(*args)
-        finally:
-            m._atomic = False
-
-    return atomic
-
-
-def _poll(m: Interpreter, plain: Any) -> Any:
-    def poll(ptr: Any, expected: Any, *rest: Any) -> Any:
-        m._atomic = True
-        try:
-            builder = m._at.interpreter.interpreter_builder
-            mask = m._at.interpreter.TensorHandle(np.ones(ptr.data.shape, bool), m._at.tl.int1)
-            now = builder.create_masked_load(ptr, mask, None, None, True).data == expected.data
-        finally:
-            m._atomic = False
-        if not now.all():
-            raise UnsupportedError(
-                "this program waits for what another one writes; programs run one after another "
-                "here, in the order of the grid, so it would wait forever"
-            )
-        return m._at.interpreter.TensorHandle(now, m._at.tl.int1)
-
-    return poll
-
-
-def _dot(m: Interpreter, plain: Any) -> Any:
-    def dot(a: Any, b: Any, d: Any, *rest: Any) -> Any:
-        m.dot(a, b)
-        if not any(floats.is_narrow(x.dtype) or x.data.dtype == np.float16 for x in (a, b)):
-            return plain(a, b, d, *rest)
-        # float16 is widened too: exact, and a product of float32 is many times as fast.
-        sums = np.matmul(floats.widen(a), floats.widen(b), dtype=np.float32) + floats.widen(d)
-        if floats.is_narrow(d.dtype):
-            sums = floats.narrow(sums, d.dtype)
-        return floats.handle(sums.astype(d.data.dtype, copy=False), d.dtype.scalar)
-
-    return dot
-
-
-def _binary(m: Interpreter, plain: Any) -> Any:
-    def binary(lhs: Any, rhs: Any, op: Any) -> Any:
-        if floats.is_narrow(lhs.dtype) or floats.is_narrow(rhs.dtype):
-            return floats.arithmetic(op, lhs, rhs)
-        return plain(lhs, rhs, op)
-
-    return binary
-
-
-def _unary(m: Interpreter, plain: Any) -> Any:
-    def unary(arg: Any, op: Any) -> Any:
-        if op in _EXPONENTIALS:
-            m.work("exp", arg.data.size)
-        return floats.arithmetic(op, arg) if floats.is_narrow(arg.dtype) else plain(arg, op)
-
-    return unary
-
-
-def _ternary(m: Interpreter, plain: Any) -> Any:
-    def ternary(lhs: Any, rhs: Any, other: Any, op: Any) -> Any:
-        if op is not np.where and floats.is_narrow(lhs.dtype):
-            return floats.arithmetic(op, lhs, rhs, other)
-        return plain(lhs, rhs, other, op)
-
-    return ternary
-
-
-def _fma(m: Interpreter, plain: Any) -> Any:
-    def fma(x: Any, y: Any, z: Any) -> Any:
-        if not floats.is_narrow(z.dtype):
-            return plain(x, y, z)
-        wide = [floats.widen(one).astype(np.float64) for one in (x, y, z)]
-        return floats.handle(floats.narrow(wide[0] * wide[1] + wide[2], z.dtype), z.dtype.scalar)
-
-    return fma
-
-
-def _cast(m: Interpreter, plain: Any) -> Any:
-    def cast(src: Any, dst: Any) -> Any:
-        if floats.is_narrow(src.dtype) or floats.is_narrow(dst):
-            return floats.cast(src, dst)
-        return plain(src, dst)
-
-    return cast
-
-
-def _convert_float(m: Interpreter, plain: Any) -> Any:
-    def convert(src: Any, dst: Any, rounding: Any) -> Any:
-        if not (floats.is_narrow(src.dtype) or floats.is_narrow(dst)):
-            return plain(src, dst, rounding)
-        modes = m._at.interpreter._ir.ROUNDING_MODE
-        narrower = dst.scalar.primitive_bitwidth < src.dtype.scalar.primitive_bitwidth
-        if rounding is not None and rounding != modes.RTNE and narrower:
-            raise UnsupportedError(
-                f"conversion to {dst.scalar} that rounds to zero is not computed here; leave out "
-                "fp_downcast_rounding, and it rounds to nearest even"
-            )
-        return floats.cast(src, dst)
-
-    return convert
-
-
-def _refused(what: str) -> Callable[[Interpreter, Any], Any]:
-    def hook(m: Interpreter, plain: Any) -> Any:
-        def checked(arg: Any, *rest: Any) -> Any:
-            if floats.is_narrow(arg.dtype):
-                raise floats.refuse(what)
-            return plain(arg, *rest)
-
-        return checked
-
-    return hook
-
-
-def _checking(plain: Any) -> Any:
-    def check(ops: Any, given: Any) -> None:
-        plain(ops, given)
-        for one in given:
-            if floats.is_narrow(one.dtype):
-                raise floats.refuse("a reduction or a scan")
-
-    return check
-
-
-_EXPONENTIALS = (np.exp, np.exp2, np.log, np.log2, np.sqrt, np.sin, np.cos)
-_HOOKED: dict[str, Callable[[Interpreter, Any], Any]] = {
-    "create_masked_load": _load,
-    "create_masked_store": _store,
-    "create_atomic_rmw": _rmw,
-    "create_atomic_cas": _cas,
-    "create_atomic_load": _as_atomic,
-    "create_atomic_store": _as_atomic,
-    "create_atomic_poll": _poll,
-    "create_dot": _dot,
-    "binary_op": _binary,
-    "unary_op": _unary,
-    "ternary_op": _ternary,
-    "create_fma": _fma,
-    "cast_impl": _cast,
-    "create_fp_to_fp": _convert_float,
-    "create_rsqrt": _refused("a square root"),
-    "create_erf": _refused("erf"),
-    "create_idiv": _refused("an integer division"),
-}

@@ -11,11 +11,11 @@ import numpy as np
 from flashsim.errors import DTypeError, TraceError, own_errors, shown
 from flashsim.own_kernels import KernelTrace
 from flashsim.own_kernels.check import Reference, Verdict
-from flashsim.own_kernels.recorder import KernelRecord
+from flashsim.own_kernels.record import KernelRecord
+from flashsim.own_kernels.steps import Look
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.triton.arguments import begin_of
-from flashsim.triton.following import followed
 from flashsim.triton.machine import Interpreter
 
 
@@ -41,12 +41,21 @@ class Watch:
             If there was none.
         """
         record = self.record()
-        made = KernelTrace(record, **self._options, values=self.values())
+        again = self._again if self._machine.ran else None
+        made = KernelTrace(record, **self._options, values=self.values(), again=again)
         stored = self._machine.outputs(list(record.stored))
         made.outputs = {made.geometry.labels[code]: array for code, array in stored.items()}
         if self._check and not unchecked:
-            self.check(made, self._check if callable(self._check) else None)
+            made.check(self._check if callable(self._check) else None)
         return made
+
+    def _again(self, verdict: Verdict, look: Look) -> None:
+        machine = self._machine
+
+        def watched(op: int, code: int, offsets: np.ndarray) -> None:
+            look(op, code, offsets, machine.variables)
+
+        machine.again(machine.ran[verdict.launch], verdict.program, watched)
 
     def record(self) -> KernelRecord:
         """Return what was noted so far."""
@@ -62,17 +71,6 @@ class Watch:
         begins = begin_of(array)
         pointers = self._machine.arguments.pointers
         return [one.code for one in pointers if one.memory + one.start == begins]
-
-    def check(self, traced: KernelTrace, reference: Reference | None = None) -> Verdict:
-        """Compare results as `KernelTrace.check` does, and follow a wrong program step by step.
-
-        A program can be followed if `watch` was given `check`.
-        """
-        verdict = traced.check(reference)
-        if not verdict.right and reference is None and self._machine.ran:
-            verdict = followed(self._machine, traced, verdict)
-            traced.verdict = verdict
-        return verdict
 
 
 @contextmanager

@@ -441,8 +441,8 @@ def of_reads(score, n=(150, 200), **more):
 
 def test_what_comes_by_tma_or_is_read_ahead():
     tile, band = of_reads(of_planes)
-    assert (tile.spec.name, tile.shape, tile.by_head, band) == ("planes", (2, 210, 208), True, None)
-    assert not of_reads(of_plane)[0].by_head
+    assert (tile.spec.name, tile.shape, band) == ("planes", (2, 210, 208), None)
+    assert of_reads(of_plane)[0].shape == (1, 210, 204)
     assert of_reads(biased) == (None, None), "its rows are no multiples of 16 bytes"
     assert of_reads(of_plane, (170, 200), **PACKED)[0] is None
     assert of_reads(alibi) == (None, None)
@@ -452,19 +452,6 @@ def test_what_comes_by_tma_or_is_read_ahead():
     assert of_reads(lambda s, b, h, q, k: s + table[h, 300 - (q - k)])[1][1:] == (-1, 300)
     assert of_reads(lambda s, b, h, q, k: s + table[h, q + k]) == (None, None)
     assert of_reads(lambda s, b, h, q, k: s + table[h, k]) == (None, None)
-
-
-def test_two_heads_share_a_bias_of_all_heads():
-    for score, gpu, sharers in (
-        (of_plane, H200, 2),
-        (of_planes, H200, 1),
-        (of_plane, replace(H200, multiprocessors=131), 1),
-    ):
-        p = problem(200, 204, 64, None, score)
-        (one,) = HOPPER.forward_passes(p, None, gpu, "ascending", "")
-        assert dict(one.kernel.constants)["FS_SHARERS"] == sharers
-        assert one.clump % sharers == 0
-        assert one.grid[0] % sharers == 0
 
 
 def test_scores_that_are_bounded_need_no_maximum():

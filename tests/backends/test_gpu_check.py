@@ -15,7 +15,7 @@ from decode_cases import planned
 from gpu_check import Command, Stage
 from test_cuda_kernels import H200
 
-from flashsim.backends.launch_policy.cost_model import HOPPER_FORWARD
+from flashsim.backends.launch_policy.cost_model import HOPPER_FORWARD, HOPPER_FORWARD_WIDE
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.backends.launch_policy.portable import PORTABLE, TF32
 
@@ -67,9 +67,9 @@ def test_the_sanitizer_sees_every_form_of_hoppers_kernels():
         form = values.get("FS_FUSED", 0), values.get("FS_ORDERED", 0) + 2 * values.get("FS_ONCE", 0)
         seen.add((one.kernel.name, str(tiling), values["FS_D"], *form))
     sides = {(name, tiling) for name, tiling, *_ in seen}
-    chosen = {str(t) for times in HOPPER_FORWARD.values() for t in times}
-    forward = {*chosen, "128 x 112", "128 x 80"}
-    assert {t for name, t in sides if name == "hopper_forward"} == forward
+    known = (*HOPPER_FORWARD.values(), *HOPPER_FORWARD_WIDE.values())
+    chosen = {str(t) for times in known for t in times}
+    assert {t for name, t in sides if name == "hopper_forward"} == chosen
     for d, tiling in ((64, "128 x 128"), (128, "64 x 128")):
         in_order = "80 x 128" if d == 128 else tiling
         assert {s for s in seen if s[0] == "hopper_backward" and s[2] == d} == {

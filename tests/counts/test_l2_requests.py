@@ -1,5 +1,7 @@
 """The L2 model's requests: the right tiles, in the order in which the blocks would ask."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from l2_cases import small_device, streams
@@ -254,3 +256,24 @@ def test_occupancy_follows_the_shared_memory_of_an_sm():
         occupancy(stage, traffic.schedule(stage), Device("d", held, n)) for n in (held, 3 * held)
     ]
     assert fits == [1, 2]  # 3 * held minus what CUDA reserves holds two
+
+
+def test_blocks_that_share_an_sm_are_slower():
+    """Of 168 blocks on 132 SMs, 72 share one: those read Q and dO again, far behind the others.
+
+    An H100 read 391 MB of a portable kernel for dK and dV with 56 heads on 7; of equally fast
+    blocks L2 would hold all but the 187 MB that are read once.
+    """
+    p = Problem(4096, 1000, head_dim=64, batch=3, heads=56, kv_heads=7, dtype="float16")
+    traffic = flashsim.count(
+        p, algorithm="flash2", direction="backward", tiling=Tiling(64, 128), device="H100"
+    )
+    model = l2.L2Model("grouped", blocks_per_sm=2)
+    uneven = l2.dram(traffic, model).bytes("read", stage="dkdv")
+    assert uneven == pytest.approx(391_310_080, rel=0.15)
+    even = l2.dram(traffic, replace(model, blocks_per_sm=1)).bytes("read", stage="dkdv")
+    assert even != uneven
+    few = requests._pace(132, Device.get("H100"))
+    assert set(few) == {1.0}
+    assert set(requests._pace(264, Device.get("H100"))) == {1.0}
+    assert sorted(requests._pace(168, Device.get("H100"))) == [0.5] * 96 + [1.0] * 72

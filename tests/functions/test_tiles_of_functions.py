@@ -9,7 +9,7 @@ import pytest
 from random_functions import Random
 
 from flashsim import BlockMask, Problem, Tiling, count, functions
-from flashsim.functions.intervals import BLOCK, Bounds, RangeTable
+from flashsim.functions.intervals import BLOCK, Bounds, RangeTable, largest_result
 from flashsim.functions.mask import MaskFunction
 from flashsim.functions.tracing import trace_score
 from flashsim.schedule.schedule import Schedule
@@ -59,6 +59,25 @@ def test_bounds_hold_for_every_value_of_a_box(seed):
         tiny = 1e-9 * (1 + np.abs(values).max())
         assert low - tiny <= values.min()
         assert values.max() <= high + tiny
+
+
+SCALES = np.array([0.5, 2.0], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("score", "largest"),
+    [
+        (lambda s, b, h, q, k: 30 * np.tanh(s / 30), 30),
+        (lambda s, b, h, q, k: 2 * np.tanh(s) - abs(q - k), 2 + 49),
+        (lambda s, b, h, q, k: np.minimum(np.maximum(s, -4.0), 3.0), 4),
+        (lambda s, b, h, q, k: np.minimum(s, 3.0), np.inf),
+        (lambda s, b, h, q, k: np.tanh(s) * SCALES[h], np.inf),
+    ],
+)
+def test_the_largest_result_of_a_score_function(score, largest):
+    """Over all scores, whatever a captured array holds."""
+    extents = {"b": 1, "h": 2, "q": 40, "k": 50}
+    assert largest_result(trace_score(score).graph, extents) == largest
 
 
 def tiles_by_hand(problem, tiling):

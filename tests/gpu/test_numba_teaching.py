@@ -8,10 +8,12 @@ row, so shapes are small.
 import numpy as np
 import pytest
 from compiled import thorough
+from function_fuzz import expected, found
+from helpers import tensors
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.errors import BackendUnavailable
+from flashsim.errors import BackendUnavailable, UnsupportedError
 from flashsim.problem import oracle
 from flashsim.problem.masks import BlockMask
 
@@ -124,6 +126,55 @@ def test_kernels_agree_with_float64_and_count_what_the_simulator_counts(name, dt
             got = getattr(grads, name)
             np.testing.assert_allclose(got, exact[name], rtol=0, atol=2 * tolerance * scale)
         assert grads.trace.same_events(simulated.trace)
+
+
+_RNG = np.random.default_rng(1)
+SLOPES, TABLE = _RNG.standard_normal(4), _RNG.standard_normal((4, 32)).astype(np.float16)
+DOCUMENTS, KEPT = np.sort(_RNG.integers(0, 3, 13)), _RNG.random(13) < 0.7
+
+
+def score(s, b, h, q, k):
+    return 3 * np.tanh((s + SLOPES[h] * (k - q) + TABLE[h, k - q]) / 3)
+
+
+def mask(b, h, q, k):
+    return ((DOCUMENTS[q] == DOCUMENTS[k]) | (k <= q)) & (KEPT[k] | (k < 3))
+
+
+FUNCTIONS = {
+    "all": {"score_mod": score, "mask_mod": mask, "sinks": _RNG.standard_normal(4)},
+    "score": {"score_mod": score, "softcap": 2.0},
+    "mask": {"mask_mod": mask, "causal": True},
+}
+
+
+@pytest.mark.parametrize("fused", [False, thorough(True)])
+@pytest.mark.parametrize("name", ["all", thorough("score"), thorough("mask")])
+def test_functions_and_sinks(name, fused):
+    """Of two tiles each way, with gradients of captured arrays: float32's error, and no more."""
+    how = FUNCTIONS[name]
+    x = tensors(11, 13, 4, heads=4, kv_heads=2)
+    given = {"backend": "numba_cuda", "kernel": "teaching", "tiling": Tiling(8, 8)}
+    result = flashsim.run(x.q, x.k, x.v, **how, **given)
+    captured = () if result.problem.score_mod is None else ("SLOPES", "TABLE")
+    form = not fused
+    gradients = result.backward(x.dout, captured=captured, deterministic=form)
+    sinks = {"sinks": how["sinks"]} if "sinks" in how else {}
+    exact = expected(result, x.dout, np.zeros_like(result.lse), captured, **sinks)
+    got = found(result, gradients)
+    assert got.keys() == exact.keys()
+    for key, value in got.items():
+        tolerance = 2e-3 if key == "d:TABLE" else 2e-5  # its type is float16
+        np.testing.assert_allclose(value, exact[key], rtol=tolerance, atol=tolerance)
+
+
+def test_what_functions_cannot_do_here():
+    x = tensors(9, 9, 4, heads=1)
+    given = {"backend": "numba_cuda", "kernel": "teaching", "mask_mod": lambda b, h, q, k: k <= q}
+    with pytest.raises(UnsupportedError, match="is not traced"):
+        flashsim.run(x.q, x.k, x.v, trace=True, **given)
+    with pytest.raises(UnsupportedError, match="takes no cu_seqlens"):
+        flashsim.run(x.q, x.k, x.v, cu_seqlens_q=(0, 9), cu_seqlens_k=(0, 9), **given)
 
 
 def test_inputs_are_left_alone():

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cupy_checks import MARKS  # noqa: E402
+from cupy_checks import CAPTURE, MARKS  # noqa: E402
 
 import flashsim.torch  # noqa: E402
 from flashsim.errors import DTypeError, UnsupportedError  # noqa: E402
@@ -312,7 +312,7 @@ def test_cuda_graphs(fused, question):
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, **CAPTURE):
         held = step()
     with torch.no_grad():
         for x in (*inputs, dout):

@@ -1,7 +1,9 @@
 """Exercises for kernels: references get every point, and wrong solutions the words they deserve."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import hand_written
 import numpy as np
@@ -18,6 +20,7 @@ from flashsim.own_kernels.record_file import Recorded, packed, unpacked
 
 pytestmark = pytest.mark.promise("grading cannot be cheated")
 
+ROOT = Path(__file__).parents[2]
 FORWARD = shelf.find("kernel-forward")
 
 
@@ -264,6 +267,14 @@ def test_a_wrong_solution_fails_for_the_right_reason(name, find, put, kind, word
     assert marks.points < 100
     assert lost(marks)[0][0] == kind, lost(marks)
     assert words in "\n".join(said for _, said in lost(marks))
+
+
+def test_the_guide_says_what_comes_out(tmp_path):
+    page = (ROOT / "docs/guides/graded_kernels.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```text\n(.*?)^```", page, re.S | re.M)
+    one = shelf.find("kernel-causal")
+    find, put, _ = one.wrong[0]
+    assert block in graded(tmp_path, one, one.solution_source.replace(find, put, 1)).text()
 
 
 FILES = {

@@ -42,6 +42,36 @@ def test_the_guide_prints_what_comes_out():
     assert "line 46: load outside of V (2, 250, 64): 384 of 4096 lanes" in ragged.output
 
 
+def test_the_lesson_s_kernel_becomes_right(tmp_path):
+    """Each of its fixes, at the lines that it names, and each of its quoted answers."""
+    page = (ROOT / "docs/lessons/your_own_kernel.md").read_text(encoding="utf-8")
+    quotes = re.findall(r"^```text\n(.*?)^```", page, re.S | re.M)
+    for name in ("homework.py", "flash_attention.py"):
+        (tmp_path / name).write_text((ROOT / "examples/triton" / name).read_text(encoding="utf-8"))
+    path = tmp_path / "homework.py"
+    lines = path.read_text(encoding="utf-8").splitlines()
+
+    def answer(*words):
+        path.write_text("\n".join(lines), encoding="utf-8")
+        done = run(f"{path}:attention", "--causal", *words)
+        assert done.exit_code == 0, done.output
+        return " ".join(done.output.split())
+
+    assert " ".join(quotes[0].split()) in answer()
+    assert "acc = acc + tl.dot(p, v)" in lines[46]
+    lines[46] = "        acc = alpha[:, None] * acc + tl.dot(p, v)"
+    assert "O right" in answer()
+    assert " ".join(quotes[1].split()) in answer()
+    lines[40:42] = [""] * 2
+    assert "load K 327,680 327,680" in answer()
+    ragged = answer("-n", 250)
+    assert "runs past the last row of its head into the next one" in ragged
+    assert "O WRONG" in ragged
+    lines[45] = lines[45].replace("d[None, :])", "d[None, :], mask=cols[:, None] < n, other=0.0)")
+    assert "O right" in answer("-n", 250)
+    assert "every lane that is not masked off lies in its tensor" in answer("-n", 250)
+
+
 def test_a_correct_file_from_forward_to_backward(tmp_path):
     for function in ("forward", "backward"):
         done = run(f"{FLASH}:{function}", "--causal", "-n", 96, "-d", 16, "--out", tmp_path)

@@ -354,13 +354,13 @@ def test_docs_print_the_errors_of_predicted_times(benchmark, errors):
 
 def test_shapes_kept_out_of_the_fit_are_predicted(benchmark, errors):
     """As docs/notebooks/predictions.md says: for each kernel family and pass the mean within 5 %,
-    and all passes except two within 12 %; the single-KV-tile backward within 10 and 17.1 %."""
+    and all passes except two within 12 %; the single-KV-tile backward within 7 and 12.6 %."""
     held = {key: [x for x, _ in known] for key, known in errors.items() if key[2] == "held out"}
     assert len(held) == 10
     once = held.pop(("hopper", "flash2-once", "held out"))
     assert len(once) == 15
-    assert sum(map(abs, once)) / 15 < 0.1
-    assert f"{max(map(abs, once)):.1%}".replace("%", " %") == "17.0 %"
+    assert sum(map(abs, once)) / 15 < 0.07
+    assert f"{max(map(abs, once)):.1%}".replace("%", " %") == "12.6 %"
     means = [100 * sum(map(abs, x)) / len(x) for x in held.values()]
     said = f"per kernel and pass {min(means):.1f} to {max(means):.1f} % in the mean on shapes not"
     assert f"{said} fitted; the single-KV-tile backward {100 * sum(map(abs, once)) / 15:.1f} %" in (

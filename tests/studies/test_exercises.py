@@ -20,7 +20,7 @@ import flashsim
 from flashsim import OptionError
 from flashsim.cli.app import app
 from flashsim.engines.sandbox.recorder import kind_of
-from flashsim.exercises import checking, get, grade, names, submissions, words
+from flashsim.exercises import checking, get, grade, kernel_names, names, submissions, words
 from flashsim.exercises.exercise import KINDS
 
 pytestmark = pytest.mark.promise("grading cannot be cheated")
@@ -363,7 +363,7 @@ def fails(*arguments):
 
 def test_list():
     rows = json.loads(ok("exercise", "list", "--json"))
-    assert [row["name"] for row in rows] == names()
+    assert [row["name"] for row in rows] == [*names(), *kernel_names()]
     assert rows[7]["full marks B"] == FLASH2.full_marks_bytes
 
 

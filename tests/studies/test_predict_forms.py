@@ -42,7 +42,8 @@ def test_clusters_take_what_whole_rounds_leave():
     adding_up = 1e-6 * cost_model.ADDING_UP[128]
     # 58 pairs begin at once, the 8 others where the two clusters of 8 were.
     last = item / 8 + adding_up + item / 2 + adding_up
-    assert found.seconds == pytest.approx(15 * item + last, rel=1e-9)
+    tiles, hbm = 15 * item + last, found.units["HBM"]
+    assert found.seconds == pytest.approx((tiles**3 + hbm**3) ** (1 / 3), rel=1e-9)
     assert found.seconds < 16 * item
     assert found.waves == pytest.approx((1980 + 2 * 66 + 8 * 2) / 132)
     assert found.units["tensor cores"] == pytest.approx(2048 * 64 * product / 132)
@@ -52,7 +53,7 @@ def test_fused_kernels_that_work_otherwise_have_constants_of_their_own():
     """Long walks compute dQ of a visit in the next one; of one visit there is no next one."""
     short = replace(PROBLEM, n_q=512, n_kv=512)
     asked = {
-        "flash2-fused": {"fused": short, "fused, deferred": PROBLEM},
+        "flash2-fused": {"fused, 128": short, "fused, deferred, 128": PROBLEM},
         "flash2-once": {"fused, once": replace(PROBLEM, n_q=128, n_kv=128)},
     }
     for algorithm, each in asked.items():
@@ -60,6 +61,9 @@ def test_fused_kernels_that_work_otherwise_have_constants_of_their_own():
             options = {"direction": "backward", "algorithm": algorithm}
             with pytest.raises(OptionError, match=f"no constants for '{name}'"):
                 predict(problem, **options, constants={"other": Constants()})
+            if without := name.removesuffix(", 128"):  # for every width
+                any_width = {without: Constants(launch=1.0)}
+                assert predict(problem, **options, constants=any_width).seconds > 1
             later = {name: CALIBRATED["hopper"][name]._replace(launch=1.0)}
             assert predict(problem, **options, constants=later).seconds > 1
 

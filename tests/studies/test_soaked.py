@@ -33,12 +33,12 @@ def test_every_pass_that_was_soaked_agreed(tables):
 
 @pytest.mark.thorough  # replays every case
 def test_random_shapes_under_the_counters(tables):
-    """Counts and FLOPs equal, DRAM within 5 % but once, and eight of the reads beyond 0.1 %."""
+    """Counts and FLOPs equal, DRAM within 5 % but once, and four of the reads beyond 0.1 %."""
     worst, inside = tables.soaked()
     assert worst.markdown() in PAGE
     assert inside.markdown() in PAGE
     missed = {row["quantity"]: row["of"] - row["within its target"] for row in inside.records()}
-    assert missed.pop("requested read") == 8
+    assert missed.pop("requested read") == 4
     assert missed.pop("DRAM read") == 1
     assert set(missed.values()) == {0}
     assert sum(row["of"] for row in inside.records()) > 800

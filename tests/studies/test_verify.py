@@ -256,6 +256,10 @@ def test_requested_reads_have_what_l1_answers_and_no_spilled_registers():
     python = MeasuredPass(forward, {"forward": [launch]}, python=True)
     row = verify([python], "title").rows[0]
     assert (row.measured, row.predicted) == (904, fewer.predicted)
+    backward = predictions()[1]  # row by row L1 answers every sector's second half
+    launch = MeasuredLaunch("flash_delta", 0, reads | {"reads from L1": 64.0}, threads=128)
+    row = verify([MeasuredPass(backward, {"delta": [launch]})], "title").rows[0]
+    assert row.measured == 904
 
 
 def test_tensor_flops_are_those_of_whole_tiles():
@@ -548,10 +552,10 @@ def test_what_the_blocks_of_a_cluster_send_each_other():
         )
         for turns in (False, True)
     )
-    # Of 8 sectors of K's row 3 have data and of V's 6. Those of zeros arrive three times at the two
-    # blocks, and a row that begins in the middle of a sector is split once, not twice.
-    keys, zeros = 8 * 2048, (5 + 2) * 32
-    assert shared - alone == keys * (2 * 128 * 2 + zeros - 32 + 2 * 96 * 4)
+    # At each block: K's row of 80 bytes in 6.5 sectors and an empty box, V's of 192 in 9. Alone K's
+    # is in 9, and V's in 8.
+    keys, more = 8 * 2048, 2 * (6.5 + 4 + 9) - (9 + 8)
+    assert shared - alone == keys * (more * 32 + 2 * 96 * 4)
     narrow = replace(p, head_dim=72, head_dim_v=72)
     assert product_columns("dkdv", narrow, Tiling(64, 128)) == (80, 0)
     assert product_columns("dkdv", narrow, Tiling(64, 128), cluster=2) == (96, 0)  # pieces of 32

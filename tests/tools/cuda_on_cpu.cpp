@@ -406,29 +406,6 @@ void ptx_cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_byte
     u32 to, const void* map, u32 bar, int column, int row, int head, int batch, int) {
     load_box(to, map, bar, column, row, head, batch, rows_of(map));
 }
-void ptx_mbarrier_arrive_release_cluster_shared_cluster_b64(u32 there) {
-    Barrier& b = *reinterpret_cast<Barrier*>(in_cluster(there));
-    --b.pending, settle(b);
-}
-// To the same place in every block of a cluster, which `mask` has a bit of.
-void ptx_cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes_multicast_cluster(
-    u32 to, const void* map, u32 bar, int column, int row, int head, int batch, int, u32 mask) {
-    const Map& m = *static_cast<const Map*>(map);
-    const u32 bytes = m.rows * m.columns * m.bytes;
-    const std::vector<char> before(shared + to, shared + to + bytes);
-    move_box<LOAD>(m, to, column, row, head, batch, rows_of(map));
-    const std::vector<char> box(shared + to, shared + to + bytes);
-    memcpy(shared + to, before.data(), bytes);
-    for (u32 rank = 0; rank < cluster_size; ++rank) {
-        if (!(mask >> rank & 1)) continue;
-        u32 place, barrier_there;
-        ptx_mapa_shared_cluster_u32(place, to, rank);
-        ptx_mapa_shared_cluster_u32(barrier_there, bar, rank);
-        memcpy(in_cluster(place), box.data(), bytes);
-        Barrier& b = *reinterpret_cast<Barrier*>(in_cluster(barrier_there));
-        b.bytes -= bytes, settle(b);
-    }
-}
 // Of packed sequences: in view `stop` the row before it is number `round` - 1 (tile_scheduler.cuh).
 void ptx_cp_async_bulk_tensor_5d_shared_cluster_global_mbarrier_complete_tx_bytes(
     u32 to, const void* map, u32 bar, int column, int row, int head, int stop, int round) {

@@ -10,7 +10,6 @@
 #define __shared__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)
 #define __forceinline__ inline
 #define __align__(n) __attribute__((aligned(n)))
 

@@ -38,6 +38,11 @@ MARKS = [pytest.mark.gpu, pytest.mark.skipif(not gpus(), reason="no NVIDIA GPU")
 ON_HOPPER = [pytest.mark.gpu, pytest.mark.skipif(not hoppers(), reason="no Hopper GPU")]
 
 
+#: How tests capture CUDA graphs: `torch.cuda.graph(graph, **CAPTURE)`. XLA asks its streams from
+#: a thread of its own whether they are well. Under torch's default, "global", the driver refuses
+#: the question while any thread captures: the capture fails, and so does all later work of JAX.
+CAPTURE = {"capture_error_mode": "thread_local"}
+
 #: The backward in which each row tile has one visit.
 ONCE = "flash2-once"
 

@@ -68,11 +68,8 @@ _OWN = """
 #ifndef FS_CLUSTER
 #define FS_CLUSTER 1
 #endif
-#ifndef FS_SHARERS
-#define FS_SHARERS 1
-#endif
 alignas(128) char shared[FS_SMEM_BYTES + 128];
-extern const unsigned shared_size = sizeof shared, cluster_size = FS_CLUSTER * FS_SHARERS;
+extern const unsigned shared_size = sizeof shared, cluster_size = FS_CLUSTER;
 """
 
 

@@ -21,7 +21,7 @@ from decode_cases import Case
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.backends.launch_policy.cost_model import HOPPER_FORWARD
+from flashsim.backends.launch_policy.cost_model import HOPPER_FORWARD, HOPPER_FORWARD_WIDE
 from flashsim.problem.masks import BlockMask
 
 #: (head_dim, head_dim_v, what else): padded rows; scores that cross warps, halves of a wide row; a
@@ -59,6 +59,7 @@ class Way:
     trace: bool | str = "timeline"
 
 
+FORWARDS = HOPPER_FORWARD, HOPPER_FORWARD_WIDE
 _SMALL = {"tiling": Tiling(32, 32)}
 _CUPY, _NUMBA = {"backend": "cupy"}, {"backend": "numba_cuda"}
 _PORTABLE = {**_CUPY, "kernel": "portable"}
@@ -69,7 +70,7 @@ WAYS = {
     "hopper": Way(
         *(("float16",), _CUPY),
         shapes=(WIDEST, MANY, *SHAPES),
-        tiles=tuple((d, t) for d, times in HOPPER_FORWARD.items() for t in times),
+        tiles=tuple((d, t) for known in FORWARDS for d, times in known.items() for t in times),
         forms=(None, True, False),
     ),
     "hopper-once": Way(("float16",), _CUPY, shapes=ONE_VISIT, forms=("flash2-once",)),

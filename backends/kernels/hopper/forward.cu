@@ -78,18 +78,13 @@ struct OnChip {
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_kernels.py and OnChip must agree");
 
-// Blocks that share captured elements take neighbouring items, always.
-__device__ inline int next_item(int w, u32* counter, int items) {
-    return FS_SHARERS > 1 ? w + gridDim.x : next_work(counter, items);
-}
-
 __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const TensorMap* map_k,
                         const TensorMap* map_v, u32* counter) {
     Ring ring_k, ring_v, slot;
     u32 q_parity = 0;
     const int items = a.walks * a.tiles;
     wait_for_what_ran_before();  // it may have written Q, K and V, and asked the counter
-    for (int w = first_work();; w = next_item(w, counter, items)) {
+    for (int w = first_work();; w = next_work(counter, items)) {
         const Item& it = s.items.write(slot, a, w, items, true);
         if (it.walk < 0) return;
         const int head = it.walk % a.heads, batch = it.walk / a.heads, kv_head = head / a.group;
@@ -138,8 +133,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
 }
 
 #if FS_TILE
-// A warp: the elements for warpgroup g. The blocks of a cluster have the same rows, of neighbouring
-// heads that read the same elements: each brings some boxes, for all.
+// A warp: the elements for warpgroup g.
 __device__ void produce_elements(OnChip& s, const Args& a, const TensorMap* map, int g) {
     Ring ring, slot;
     wait_for_what_ran_before();  // it may have written the array
@@ -154,12 +148,9 @@ __device__ void produce_elements(OnChip& s, const Args& a, const TensorMap* map,
             u64* full = &s.tile_full[g][ring.stage];
             wait(&s.tile_empty[g][ring.stage], ring.parity ^ 1);  // its last readers are done
             arrive_expect(full, sizeof(Elements));
-            for (int c = blockIdx.x % FS_SHARERS; c < Elements::BOXES; c += FS_SHARERS) {
-                char* to = s.tile[g][ring.stage].box[c];
-                const int column = key + c * Elements::COLUMNS;
-                if (FS_SHARERS == 1) copy_box(to, map, full, column, row, plane, 0);
-                else copy_box_to_all(to, map, full, column, row, plane, 0, FS_SHARERS);
-            }
+            for (int c = 0; c < Elements::BOXES; ++c)
+                copy_box(s.tile[g][ring.stage].box[c], map, full, key + c * Elements::COLUMNS, row,
+                         plane, 0);
             ring.next(FS_TILE);
         }
     }
@@ -308,9 +299,7 @@ __device__ __forceinline__ void shape_visit(float (&S)[BLOCK_K / 2], OnChip& s, 
     wait(&s.tile_full[g][ring.stage], ring.parity);
     shape_scores(S, a, it, at, visit, query, s.tile[g][ring.stage]);
     __syncwarp();  // the whole warp has read its elements
-    if (FS_SHARERS == 1 && threadIdx.x % 32 == 0) arrive(&s.tile_empty[g][ring.stage]);
-    if (FS_SHARERS > 1 && threadIdx.x % 32 < FS_SHARERS)  // it waits for all readers
-        arrive_at(&s.tile_empty[g][ring.stage], threadIdx.x % 32);
+    if (threadIdx.x % 32 == 0) arrive(&s.tile_empty[g][ring.stage]);
     ring.next(FS_TILE);
 #else
     shape_scores(S, a, it, at, visit, query, ahead);
@@ -431,10 +420,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 // O is waited for behind both maxima and the first exponentials, when it is about
                 // there; the other exponentials run between the multiplications of O. Left alone
                 // ptxas waits before the maxima. It keeps an arrival in front of the wait: so that
-                // is made to look as if it depended on row 1's alpha, which is never negative (or on
-                // the first exponential).
-                // (Where K is gone already, it is one at Q's barrier, whose address costs nothing,
-                // and it never happens.)
+                // is made to look as if it depended on row 1's alpha, which is never negative, or,
+                // where there is none, on an exponential. (Where K is gone already, it is one at
+                // Q's barrier, whose address costs nothing, and it never happens.)
                 const bool never = (FS_BOUNDED ? S[0] : alpha[1]) < 0.0f;
                 if (RELEASE_EARLY && never) arrive(&s.q_empty[g]);
                 if (!RELEASE_EARLY && speaks && !never) arrive(&s.k_empty[ring_k.stage]);
@@ -504,9 +492,6 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-#if FS_SHARERS > 1
-__cluster_dims__(FS_SHARERS, 1, 1)
-#endif
 hopper_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
                const __grid_constant__ TensorMap map_v,
 #if FS_TILE
@@ -518,13 +503,10 @@ hopper_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ 
     if (threadIdx.x == 0) {
 #if FS_TILE
         for (int i = 0; i < WARPGROUPS * FS_TILE; ++i)
-            barrier_init(&s.tile_full[0][i], 1), barrier_init(&s.tile_empty[0][i], 4 * FS_SHARERS);
+            barrier_init(&s.tile_full[0][i], 1), barrier_init(&s.tile_empty[0][i], 4);
 #endif
         init_rings<WARPGROUPS, STAGES>(s, FS_TILE ? WARPGROUPS : 0);
     }
-#if FS_SHARERS > 1
-    cluster_sync();  // nobody copies to a block whose barriers do not exist
-#endif
     const int role = take_role<PRODUCER_REGISTERS, CONSUMER_REGISTERS>();
     if (role == 0) {
         if (threadIdx.x == 0) produce(s, a, &map_q, &map_k, &map_v, counter);
@@ -535,8 +517,4 @@ hopper_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ 
     } else {
         consume(s, a, role - 1);
     }
-#if FS_SHARERS > 1
-    __syncwarp();
-    cluster_sync();  // shared memory outlives the copies to it
-#endif
 }

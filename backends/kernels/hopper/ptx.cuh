@@ -51,15 +51,8 @@ __device__ inline void named_arrive(int id, int threads) {
 // -- clusters of blocks ------------------------------------------------------------------------
 // All threads of the cluster that have not ended: what each wrote to shared memory is seen.
 __device__ inline void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// Arrives at another block's barrier, at the place that `bar` has in ours.
-__device__ inline void arrive_at(u64* bar, u32 block) {
-    u32 there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(bar)), "r"(block));
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];"
-                 :: "r"(there) : "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;\n"
+                 "barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 // A float of another block's shared memory, at the place that has this address in ours.
 __device__ inline float load_from(u32 address, int block) {
@@ -93,7 +86,6 @@ __device__ inline void copy_box(void* to, const TensorMap* map, u64* bar, int co
 // The same, to this place in every block of a cluster of `blocks`, and to the barrier in each.
 __device__ inline void copy_box_to_all(void* to, const TensorMap* map, u64* bar, int column,
                                        int row, int head, int batch, int blocks) {
-    const u16 mask = (1 << blocks) - 1;
 #if FS_VARLEN
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
                  ".multicast::cluster [%0], [%1, {%3, %4, %5, %7, %6}], [%2], %8;"
@@ -103,7 +95,7 @@ __device__ inline void copy_box_to_all(void* to, const TensorMap* map, u64* bar,
 #endif
                  :: "r"(shared_address(to)), "l"(map), "r"(shared_address(bar)),
                     "r"(column), "r"(row), "r"(head), "r"(batch), "r"(ROUND),
-                    "h"(mask) : "memory");
+                    "h"(static_cast<u16>((1 << blocks) - 1)) : "memory");
 }
 // Adds one box of float32 in shared memory to a (d, n, head, batch) tensor; the adds are done at
 // the L2, and elements outside the tensor are dropped.

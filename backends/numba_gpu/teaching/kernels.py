@@ -19,6 +19,10 @@ from typing import Any
 
 from numba import cuda, float32
 
+from flashsim.backends.numba_gpu.teaching.functions import TracedFunctions, compiled
+
+NO_FUNCTIONS = TracedFunctions(None, None, (), sinks=False)
+
 
 @dataclass(frozen=True)
 class TeachingShape:
@@ -37,6 +41,7 @@ class TeachingShape:
     counts: bool
     fused: bool = False
     dlse: bool = False
+    functions: TracedFunctions = NO_FUNCTIONS
 
 
 @cuda.jit(device=True, inline="always")
@@ -69,10 +74,12 @@ def forward_kernel(shape: TeachingShape) -> Any:
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
     d_pad, dv_pad, block_k_pad = d + 1, dv + 1, block_k + 1  # odd strides: no bank conflicts
+    keep, score, _, _ = compiled(shape.functions)
+    has_sinks = shape.functions.sinks
 
     @cuda.jit
     def flash_forward(
-        Q, K, V, O, L,
+        Q, K, V, O, L, floats, wholes, sinks,
         rows, cols, ptr, index, kind, left, right, scale, cap, tile_counts, visit_counts,
     ):  # fmt: skip
         # -- Phase 0: what this block owns ------------------------------------------------------
@@ -87,6 +94,8 @@ def forward_kernel(shape: TeachingShape) -> Any:
         tS = cuda.shared.array((block_q, block_k_pad), float32)  # one visit: scores, then P
         tO = cuda.shared.array((block_q, dv_pad), float32)  # the whole block
         m, l = float32(-math.inf), float32(0)
+        if has_sinks:  # a score without a value
+            m, l = sinks[head], float32(1)
         # -- Phase 1: load Q, clear O -----------------------------------------------------------
         moved = _load(tQ, Q, batch, head, start, start + n_rows, d)
         if counts:
@@ -112,7 +121,11 @@ def forward_kernel(shape: TeachingShape) -> Any:
                 if softcap:
                     s = cap * math.tanh(s / cap)
                 key = first + c
-                if kind[v] != 0 and not _keeps(start + r, key, offset, key_stop, left, right):
+                s = score(floats, wholes, s, batch, head, start + r, key)
+                if kind[v] != 0 and not (
+                    _keeps(start + r, key, offset, key_stop, left, right)
+                    and keep(floats, wholes, batch, head, start + r, key)
+                ):
                     s = float32(-math.inf)
                 tS[r, c] = s
                 m_new = max(m_new, s)
@@ -188,10 +201,11 @@ def dkdv_kernel(shape: TeachingShape) -> Any:
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
     fused = shape.fused
     d_pad, dv_pad, block_k_pad = d + 1, dv + 1, block_k + 1
+    keep, score, score_slope, _ = compiled(shape.functions)
 
     @cuda.jit
     def flash_dkdv(
-        Q, K, V, dO, L, delta, dQ, dK, dV,
+        Q, K, V, dO, L, delta, dQ, dK, dV, floats, wholes, sums,
         rows, cols, ptr, index, kind, left, right, scale, cap, tile_counts, visit_counts,
     ):  # fmt: skip
         # -- Phase 0: what this block owns ------------------------------------------------------
@@ -246,10 +260,16 @@ def dkdv_kernel(shape: TeachingShape) -> Any:
                         s, slope = cap * t, 1 - t * t
                     for x in range(dv):
                         dp += tdO[y, x] * tV[c, x]
-                    p = float32(0)
-                    if _keeps(start + y, first + c, offset, first + n_cols, left, right):
-                        p = math.exp(s - L[batch, head, start + y])
-                    ds = p * (dp - delta[batch, head, start + y]) * slope * scale
+                    p, ds, query, key = float32(0), float32(0), start + y, first + c
+                    if _keeps(query, key, offset, first + n_cols, left, right) and keep(
+                        floats, wholes, batch, head, query, key
+                    ):
+                        new = score(floats, wholes, s, batch, head, query, key)
+                        p = math.exp(new - L[batch, head, query])
+                    if p > 0:
+                        ds = p * (dp - delta[batch, head, query])
+                        ds = score_slope(floats, wholes, sums, s, ds, batch, head, query, key)
+                        ds *= slope * scale
                     # -- Phase 4: dV += P^T dO, dK += dS^T Q; key c by thread c alone -----------
                     for x in range(dv):
                         tdV[c, x] += p * tdO[y, x]
@@ -287,10 +307,11 @@ def dq_kernel(shape: TeachingShape) -> Any:
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
     d_pad, dv_pad = d + 1, dv + 1
+    keep, score, _, score_slope = compiled(shape.functions)
 
     @cuda.jit
     def flash_dq(
-        Q, K, V, dO, L, delta, dQ,
+        Q, K, V, dO, L, delta, dQ, floats, wholes, sums,
         rows, cols, ptr, index, kind, left, right, scale, cap, tile_counts, visit_counts,
     ):  # fmt: skip
         # -- Phase 0: what this block owns ------------------------------------------------------
@@ -326,7 +347,12 @@ def dq_kernel(shape: TeachingShape) -> Any:
             cuda.syncthreads()  # B1: tK and tV (at first tQ and tdO too) are complete
             for c in range(block_k):
                 # -- Phase 3: S, P = exp(S - L), dP = dO V^T, dS = P (dP - delta) ---------------
-                if mine and _keeps(row, first + c, offset, key_stop, left, right):
+                key = first + c
+                if (
+                    mine
+                    and _keeps(row, key, offset, key_stop, left, right)
+                    and keep(floats, wholes, batch, head, row, key)
+                ):
                     s, dp, slope = float32(0), float32(0), float32(1)
                     for x in range(d):
                         s += tQ[r, x] * tK[c, x]
@@ -336,7 +362,14 @@ def dq_kernel(shape: TeachingShape) -> Any:
                         s, slope = cap * t, 1 - t * t
                     for x in range(dv):
                         dp += tdO[r, x] * tV[c, x]
-                    ds = math.exp(s - lse) * (dp - row_delta) * slope * scale
+                    p, ds = (
+                        math.exp(score(floats, wholes, s, batch, head, row, key) - lse),
+                        float32(0),
+                    )
+                    if p > 0:
+                        ds = p * (dp - row_delta)
+                        ds = score_slope(floats, wholes, sums, s, ds, batch, head, row, key)
+                        ds *= slope * scale
                     # -- Phase 4: dQ += dS K ----------------------------------------------------
                     for x in range(d):
                         tdQ[r, x] += ds * tK[c, x]

@@ -14,12 +14,14 @@ from numba import config, cuda
 
 from flashsim.backends import failures
 from flashsim.backends.launch import kernel as launch
-from flashsim.backends.launch.device_tables import Lowered, check, lower, refuse_functions
+from flashsim.backends.launch.device_tables import Lowered, check, lower
+from flashsim.backends.numba_gpu.teaching import functions
 from flashsim.backends.numba_gpu.teaching import kernels as teaching
 from flashsim.backends.numba_gpu.teaching.kernels import TeachingShape
 from flashsim.backends.reports import counts
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import TilingError, UnsupportedError
+from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule import plans
 from flashsim.schedule.schedule import Schedule
@@ -83,14 +85,15 @@ def forward(job: Job) -> Outcome:
     """Run the forward pass."""
     p, tiling = job.problem, choose(job.problem, job.tiling, "forward")
     check(p, tiling)
-    refuse_functions(p, "teaching")
+    _check_functions(job)
     device = _Simulator(job) if simulated() else _Gpu.of(job)
     with device.active():
         call = _Call(job, tiling, device, fused=False)
         q, k, v = (device.taken(x) for x in (job.q, job.k, job.v))
         out = device.new((p.batch, p.heads, p.n_q, p.head_dim_v), q.dtype)
         lse = device.new((p.batch, p.heads, p.n_q), np.float32)
-        call.walk("row", "forward", teaching.forward_kernel, (q, k, v, out, lse))
+        inputs = (q, k, v, out, lse, *call.captured(job), device.taken(_sinks(job)))
+        call.walk("row", "forward", teaching.forward_kernel, inputs)
         saved = {"place": device, "q": q, "k": k, "v": v, "out": out, "lse": lse}
         results = {"out": device.given(out, job.q), "lse": device.given(lse, job.q)}
         return Outcome(results, tiling, call.stages(), NAME, saved)
@@ -110,7 +113,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
     """Run the backward: delta, dkdv and dq, or with "flash2-fused" delta, fused and convert."""
     p, tiling = job.problem, choose(job.problem, job.tiling, "backward")
     check(p, tiling)
-    refuse_functions(p, "teaching")
+    _check_functions(job)
     fused = job.algorithm == "flash2-fused"
     device = saved["place"]
     device.check("dout", dout, p.dtype)
@@ -126,17 +129,44 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
         # Without a gradient of the LSE what is in its place is not read.
         less = device.new((1, 1, 1), np.float32) if dlse is None else device.taken(dlse)
         call.rows("delta", teaching.delta_kernel, (out, dout, delta, acc, less))
-        inputs = (q, k, v, dout, lse, delta)
+        inputs, given = (q, k, v, dout, lse, delta), call.captured(job)
+        sums = device.new(given[0].shape, np.float32)  # of captured floats, as they lie
+        given = (*given, sums)
         if fused:
-            call.walk("col", "fused", teaching.dkdv_kernel, (*inputs, acc, dk, dv))
+            call.walk("col", "fused", teaching.dkdv_kernel, (*inputs, acc, dk, dv, *given))
             if acc is not dq:
                 call.rows("convert", teaching.convert_kernel, (acc, dq))
         else:
-            call.walk("col", "dkdv", teaching.dkdv_kernel, (*inputs, dq, dk, dv))
-            call.walk("row", "dq", teaching.dq_kernel, (*inputs, dq))
-        gradients = {"dq": dq, "dk": dk, "dv": dv}
-        results = {name: device.given(array, job.q) for name, array in gradients.items()}
+            call.walk("col", "dkdv", teaching.dkdv_kernel, (*inputs, dq, dk, dv, *given))
+            call.walk("row", "dq", teaching.dq_kernel, (*inputs, dq, *given))
+        results = {"dq": dq, "dk": dk, "dv": dv}
+        more = functions.gradients(call.shape.functions, device.host(sums))
+        if p.sinks:
+            rows, less = (device.host(x) for x in (lse, delta))
+            more["dsinks"] = -(np.exp(_sinks(job)[:, None] - rows) * less).sum(axis=(0, 2))
+        results |= {name: device.taken(x) for name, x in more.items()}
+        results = {name: device.given(array, job.q) for name, array in results.items()}
         return Outcome(results, tiling, call.stages(), NAME)
+
+
+def _check_functions(job: Job) -> None:
+    """Raise `UnsupportedError` for functions or sinks that the kernels cannot take."""
+    p = job.problem
+    if p.mask_mod is None and p.score_mod is None and not p.sinks:
+        return
+    if job.trace or p.cu_seqlens_q is not None:
+        what = "is not traced" if job.trace else "takes no cu_seqlens"
+        raise UnsupportedError(
+            f"a call of the teaching kernels with mask_mod, score_mod or sinks {what}; "
+            "backend='simulator' and 'numba' do both"
+        )
+
+
+def _sinks(job: Job) -> np.ndarray:
+    """The sinks as float32, (heads,); without sinks, one number that is not read."""
+    if not job.problem.sinks:
+        return np.zeros(1, np.float32)
+    return checks.sinks(job.sinks, job.problem.heads).astype(np.float32)
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> np.ndarray:
@@ -277,9 +307,15 @@ class _Call:
             counts=self.counting,
             fused=fused,
             dlse=p.dlse,
+            functions=functions.functions_of(p),
         )
         self.algorithm = "flash2-fused" if fused else "flash2"
         self.reports: list[tuple[plans.Stage, Lowered, Any, Any]] = []
+
+    def captured(self, job: Job) -> tuple[Any, Any]:
+        """What the functions read, as the kernels take it: floats and integers."""
+        floats, wholes = functions.captured(job, self.shape.functions)
+        return self.place.taken(floats), self.place.taken(wholes)
 
     def walk(self, by: Literal["row", "col"], name: str, kernel: Any, arrays: Any) -> None:
         """Launch a pass over score tiles: one block for each outer tile of each head."""

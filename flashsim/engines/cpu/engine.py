@@ -167,13 +167,13 @@ class _CpuPass:
         new = cls.__new__(cls)  # as `copy` makes it, which takes 0.04 ms after a pause
         new.__dict__.update(known.__dict__)
         new.job, new.stages, new.finite = job, [], set()
-        new.threads = heuristics.thread_count(job.options.get("threads"))
+        new.threads = heuristics.thread_count(job.options.get("threads"), job.problem)
         return new
 
     def __post_init__(self) -> None:
         job, p = self.job, self.job.problem
         _check(job)
-        self.threads = heuristics.thread_count(job.options.get("threads"))
+        self.threads = heuristics.thread_count(job.options.get("threads"), p)
         self.cpu = _cpu(job, self.direction)
         alone = _is_one(p, self.direction)
         self.pairs = bool(registers.BLOCKING[type(self.cpu)].pairs) and not alone

@@ -48,10 +48,12 @@ def tiling(
     return Tiling.fit(problem, device, algorithm, direction)
 
 
-def thread_count(requested: Any) -> int:
-    """Return the requested number of threads; default: the number of CPUs."""
+def thread_count(requested: Any, problem: Problem) -> int:
+    """Return the requested number of threads; default: the number of CPUs, or 1 for little work."""
     if requested is None:
-        return threads.available()
+        p = problem
+        scores = p.batch * p.heads * p.n_q * p.n_kv
+        return 1 if scores * (p.head_dim + p.head_dim_v) <= threads.SHORT else threads.available()
     if not checks.is_int(requested) or requested < 1:
         raise OptionError(f"threads must be a positive integer, got {shown(requested)}")
     if requested > threads.ALWAYS and requested > threads.most():

@@ -26,6 +26,8 @@ from flashsim.l2.compiled import keep, kept
 PATIENCE = 1.0
 #: Multiply-adds of a walk beyond which it can be interrupted: a tenth of a second or less.
 LONG = 1 << 30
+#: Multiply-adds of a pass up to which one thread runs it: to wake another takes as long.
+SHORT = 1 << 19
 
 #: Threads that can be asked for on any machine: more than CPUs gain nothing, but show that nothing
 #: changes.

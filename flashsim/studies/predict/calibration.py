@@ -1,7 +1,8 @@
-"""Constants of the time model, fitted by `benchmarks/predict.py --fit` to one H200's kernels.
+"""Constants of the time model, fitted by `benchmarks/predict.py --fit`.
 
-They were fitted to the shapes of `CALIBRATION` in `benchmarks/time_shapes.py`, and judged on shapes
-that the fit never sees (docs/reference/predictions.md). The rates of a chip's units are measured
+They were fitted to the shapes of `CALIBRATION` in `benchmarks/time_shapes.py` on one H200, Hopper's
+also to 216 random shapes on one H100, and judged on shapes that the fit never sees
+(docs/reference/predictions.md). The rates of a chip's units are measured
 without any of these kernels: docs/data/units-h200.csv.
 """
 
@@ -111,10 +112,12 @@ def _read() -> dict[str, dict[str, Constants]]:
     return found
 
 
-#: By kernel family and stage, from flashsim/data/time_model.csv. "wide" are the Hopper kernels with
-#: keys outside, and dQ, for a head_dim beyond 128, which are other kernels. "roles" is the fused
-#: one up to 192 columns, whose warpgroups have different roles: two times to be fitted to.
-#: "deferred" makes dQ of a visit in the next one, "once" has one visit a row tile.
+#: By kernel family and stage, from flashsim/data/time_model.csv. Hopper's kernels of other widths
+#: are other kernels: a name ends in the widest head_dim of its class, 96 or 128, and without one it
+#: is for 64; "wide" is up to 192, "widest" beyond. "roles" is the fused one up to 192 columns whose
+#: warpgroups have different roles. "deferred" makes dQ of a visit in the next one, "once" has one
+#: visit a row tile. "fp8" are the 16-bit forward's of all widths, as an earlier fit had them:
+#: nothing is fitted to FP8.
 CALIBRATED = _read()
 
 #: Seconds for which the chip keeps its highest clock under these kernels' load.
@@ -128,10 +131,11 @@ STREAMED_LEAST = 4e-6
 HBM_SHARE, LAUNCH = 0.85, 3e-6
 #: Of L2, what is surely still there when it is read again (docs/notebooks/l2.md, the probe).
 L2_KEEPS = 2 / 3
-#: How the time of tiles and that of bytes that cross HBM again make one: as the root of the sum of
-#: such powers. 1 would be one after the other, infinity the longer alone; chosen with six passes of
-#: grouped heads in view (docs/reference/predictions.md).
-AGAIN = 3
+#: How the time of tiles and that of HBM's bytes make one: as the root of the sum of such powers. 1
+#: would be one after the other, infinity the longer alone. `AGAIN` is for kernels whose bytes cross
+#: HBM again, chosen with six passes of grouped heads in view, and for Hopper's backward kernels;
+#: `FORWARD` is for Hopper's forward, whose next loads and last stores run beside its products.
+AGAIN, FORWARD = 3, 6
 #: Share of the tensor cores' peak that a large matrix product of a library reaches: 783 of 989
 #: TFLOP/s, bfloat16, 8192 x 8192 x 8192, on the same H200.
 MATRIX_SHARE = 0.79

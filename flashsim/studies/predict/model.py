@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -31,6 +32,7 @@ from flashsim.studies.predict.blocks import in_launches, makespan
 from flashsim.studies.predict.calibration import (
     AGAIN,
     CALIBRATED,
+    FORWARD,
     HBM_SHARE,
     L2_KEEPS,
     POWER_AFTER,
@@ -174,23 +176,41 @@ def _beside(
 ) -> StageTime:
     """The time that Hopper's dQ kernel adds to the pass, after the kernel for dK and dV.
 
-    Its blocks begin on SMs that have no dK and dV blocks left, but not before they are launched.
-    This overlap makes no unit faster: dQ adds at least the time that its busiest unit needs.
+    It is launched while that one runs and waits for none of its results. So its blocks begin on SMs
+    as dK's and dV's blocks leave them, or never came, without a launch's latency. Each block has
+    its first work tile by its number. So a block that waits for an SM holds that tile back, even if
+    other blocks run out of work.
     """
-    device, launched, runs = traffic.device, 0.0, []
+    device, runs = traffic.device, []
     for one in passes:
-        c = constants[constants_name(one, traffic.problem)]
+        c = _constants(one, traffic, constants)
         shared, waiting, grid, places = _blocks(one, work_of(one, traffic), traffic, c)
         runs.append(((shared + waiting).tolist(), grid, places))
-        launched = c.launch
     (before, its, places), (takes, grid, _) = runs
     # A cluster has no room on some SMs: those are free from the beginning.
     done = cost_model.ends(before, *its, [0.0] * places) + [0.0] * (device.sm_count - places)
-    idle = [max(0.0, max(done) - end - launched) for end in done]
-    alone = max(cost_model.ends(takes, *grid, [0.0] * len(idle)))
-    gained = alone - max(cost_model.ends(takes, *grid, [-x for x in idle]))
-    adds = max(dq.seconds - gained, min(dq.seconds, max(dq.units.values())))
+    alone = max(cost_model.ends(takes, *grid, [0.0] * len(done)))
+    gained = alone + max(done) - _held_back(takes, *grid, done)
+    adds = max(0.0, dq.seconds - c.launch - gained)
     return replace(dq, seconds=adds, joules=dq.joules and joules(dq.use, adds, device))
+
+
+def _held_back(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> float:
+    """The end of a launch whose first work tiles wait for their own blocks' SMs.
+
+    The parameters are those of `cost_model.ends`.
+    """
+    items = (
+        item
+        for first in range(0, walks, clump)
+        for item in takes
+        for _ in range(min(clump, walks - first))
+    )
+    held = [begin + item for begin, item in zip(sorted(free), items, strict=False)]
+    heapq.heapify(held)
+    for item in items:
+        heapq.heapreplace(held, held[0] + item)
+    return max(held)
 
 
 def _form(
@@ -283,9 +303,9 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
         busy = {"HBM": streamed}
         return StageTime(name, seconds, busy, 1.0, 0.0, use, joules(use, seconds, device))
     works = works_of(one, traffic)
-    if (named := constants_name(one, traffic.problem)) not in constants:
-        raise OptionError(f"no constants for {named!r}; there are some for {', '.join(constants)}")
-    seconds, last, mean, hbm = stage_seconds(one, works, traffic, constants[named])
+    seconds, last, mean, hbm = stage_seconds(
+        one, works, traffic, _constants(one, traffic, constants)
+    )
     launches, visits = (*one.before, one), float(works[-1].visits.mean()) / device.sm_count
     units = {
         unit: sum(w.visit[unit] * len(x.items) for w, x in zip(works, launches, strict=True))
@@ -325,10 +345,12 @@ def stage_seconds(
     hbm, again = (x / (device.hbm_bandwidth * HBM_SHARE) for x in (once, again))
     if once <= L2_KEEPS * device.l2_bytes:  # and has what the kernel or the call before left
         hbm = 0.0
-    seconds = max(last, hbm)
-    if again:  # blocks wait for HBM here and there, not all the time: longer than the longest
-        hbm += again
-        seconds = (seconds**AGAIN + hbm**AGAIN) ** (1 / AGAIN)
+    hbm += again
+    if again or one.kernel.boxes:  # blocks wait for HBM here and there, not all the time
+        power = FORWARD if one.stage.name == "forward" else AGAIN
+        seconds = (last**power + hbm**power) ** (1 / power)
+    else:
+        seconds = max(last, hbm)
     return _throttled(seconds, c.throttle) + c.launch, last, mean, hbm
 
 
@@ -359,17 +381,36 @@ def _blocks(
     return shared, waiting, (one.walks * blocks, one.clump * blocks), places
 
 
+def _constants(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]) -> Constants:
+    """A launch's constants: those of its width or, if there are none, those without a width."""
+    named = constants_name(one, traffic.problem)
+    without, _, width = named.rpartition(", ")
+    names = [named, without] if without == "forward" or width == "128" else [named]
+    for name in names:
+        if name in constants:
+            return constants[name]
+    raise OptionError(f"no constants for {named!r}; there are some for {', '.join(constants)}")
+
+
 def constants_name(one: KernelPass, problem: Problem) -> str:
     """The name of the constants, in the kernel family, that a launch uses."""
     name = one.stage.name
-    if not one.kernel.boxes or name == "forward":
+    if not one.kernel.boxes:
         return name
-    if max(problem.head_dim, problem.head_dim_v) > 128:
+    width = max(problem.head_dim, problem.head_dim_v)
+    if problem.fp8:
+        return f"{name}, fp8"
+    if name == "forward":
+        classes = {64: "", 96: ", 96", 128: ", 128", 192: ", wide", 256: ", widest"}
+        return name + next(words for widest, words in classes.items() if width <= widest)
+    if width > 128:
+        if name == "fused" and width > 192:
+            return "fused, widest"  # without room for dQ on its way out
         return f"{name}, roles" if one.kernel.name.endswith("_roles") else f"{name}, wide"
     if one.stage.once:
         return f"{name}, once"
-    deferred = dict(one.kernel.constants).get("FS_DEFERRED")
-    return f"{name}, deferred" if deferred else name
+    deferred = ", deferred" if dict(one.kernel.constants).get("FS_DEFERRED") else ""
+    return f"{name}{deferred}{', 128' if width > 64 else ''}"
 
 
 def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:

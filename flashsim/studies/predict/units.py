@@ -53,8 +53,9 @@ class Work:
         `UNITS` and also "reductions" (bytes added at L2, at the speed of L2 reads), "scores" (one
         instruction per score), "O" (one per element of O that a Hopper forward scales) and
         "pieces" (one per 16 bytes that a thread places in shared memory by an address of its own).
-    own : float
-        Seconds of L2 for the bytes that an outer tile loads and stores outside its visits.
+    own : ndarray
+        Seconds of L2 for the bytes that each outer tile loads and stores outside its visits: for
+        the rows that exist, of a tile that a sequence's end cuts.
     blocks : int
         Blocks that share an SM.
     groups : int
@@ -65,7 +66,7 @@ class Work:
     visits: np.ndarray
     masked: np.ndarray
     visit: dict[str, float]
-    own: float
+    own: np.ndarray
     blocks: int
     groups: int = PAIR
 
@@ -107,10 +108,13 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
     }
     members = p.group if stage.per == "group" else 1
     own = sum(_bytes(p, (*stage.before, *stage.after), op, sides) for op in ("load", "store"))
-    order = tables.order
+    order, outer = tables.order, tables.schedule.rows
+    if stage.outer == "keys":
+        outer = tables.schedule.cols
+    rows = np.diff(outer[:, :2])[:, 0][order] / sides[stage.outer == "keys"]
     counts = tables.visits[order] * members, tables.masked[order] * members
     groups = tiling.block_q // 64 if turns else PAIR
-    return Work(*counts, seconds, own * l2, blocks_per_sm(one, device), groups)
+    return Work(*counts, seconds, own * l2 * rows, blocks_per_sm(one, device), groups)
 
 
 def _bytes(p: Problem, moves: Iterable[plans.Move], op: str, sides: tuple[int, int]) -> int:

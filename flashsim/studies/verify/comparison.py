@@ -18,7 +18,7 @@ from flashsim.problem import checks
 from flashsim.report import Cell, Table
 from flashsim.schedule import plans
 from flashsim.studies.verify.cases import MeasuredPass, predict
-from flashsim.studies.verify.crossing import crossing, shares, table_reads, tensor_flops
+from flashsim.studies.verify.crossing import WALKS, crossing, shares, table_reads, tensor_flops
 from flashsim.studies.verify.ncu import MeasuredLaunch
 from flashsim.studies.verify.sectors import sectors_written
 
@@ -121,7 +121,8 @@ def _rows(one: MeasuredPass, l2: L2Model) -> Iterator[Row]:
         launches = one.launches.get(stage.name, ())
         if not launches:
             continue
-        measured = _means(launches, known=not one.python)
+        with_l1 = stage.name in WALKS and not one.python
+        measured = _means(launches, with_l1=with_l1)
         predicted = _predicted(one, stage, launches[0])
         if measured.keys() & {"DRAM read", "DRAM write"}:
             predicted |= left.predicted(stage, launches[0])
@@ -137,19 +138,19 @@ _SECTORS = "sectors written"  # at most, in bytes
 _OPS = {"requested read": "load", "requested write": "store", "requested reduce": "reduce"}
 
 
-def _means(launches: Sequence[MeasuredLaunch], known: bool = True) -> dict[str, float]:
+def _means(launches: Sequence[MeasuredLaunch], *, with_l1: bool) -> dict[str, float]:
     """Measured quantities of a stage: means over its launches.
 
-    Requested reads are the bytes that arrive at the SMs and those that L1 answers, without spilled
-    registers that return. `known` says whether each thread's loads are known, and so what L1 has of
-    the schedule's tables.
+    Requested reads are the bytes that arrive at the SMs and, `with_l1`, those that L1 answers,
+    without spilled registers that return. A row-wise kernel asks L1 for each sector twice. What
+    kernels in Python ask of L1 for the schedule's tables is not known.
     """
     names = launches[0].counters.keys()
     mean = {n: fmean(x.counters[n] for x in launches if n in x.counters) for n in names}
     found = {}
     if "bytes into SMs" in mean:
         found["requested read"] = mean["bytes into SMs"] - mean.get("local memory reads", 0.0)
-        found["requested read"] += mean.get("reads from L1", 0.0) if known else 0.0
+        found["requested read"] += mean.get("reads from L1", 0.0) if with_l1 else 0.0
     if "writes at L2" in mean:  # spilled registers are written through to L2, too
         found["requested write"] = mean["writes at L2"] - mean.get("local memory writes", 0.0)
         found[_SECTORS] = found["requested write"]

@@ -26,6 +26,7 @@ from flashsim.schedule import plans
 from flashsim.schedule.split import Split
 from flashsim.schedule.tensors import COL, ROW, shape
 from flashsim.schedule.tiling import Tiling
+from flashsim.studies.verify.crossing import arriving
 
 #: Sides of plausible tiles: steps of the tensor cores' 16, and the powers of two beyond.
 SIDES = (*range(16, 257, 16), 512)
@@ -462,15 +463,15 @@ CLUSTERS = (2, 4, 8)
 def _in_clusters(fit: Fit, p: Problem, blocks: int) -> Fit:
     """The same tile with so many blocks for each key tile, as `crossing` has it for our kernels.
 
-    K and V arrive at each block, the zeros past a row's end three times at two of them. Each block
-    reads the others' float32 parts of dK and dV, in pieces of 32 columns.
+    K and V arrive at each block by multicast. Each block reads the others' float32 parts of dK and
+    dV, in pieces of 32 columns.
     """
     more = 0
     for width in (p.head_dim * p.itemsize, p.head_dim_v * p.itemsize):
         box = -(-width // BOX_BYTES) * BOX_BYTES
-        zeros = p.batch * p.kv_heads * p.n_kv * (box - -(-width // 32) * 32)
+        again = p.batch * p.kv_heads * p.n_kv * int(32 * arriving(width) - box)
         parts = -(-max(p.head_dim, p.head_dim_v) // 32) * 32 * 4
-        more += (blocks - 1) * fit.blocks * fit.block_k * (box + parts) + zeros * blocks // 2
+        more += (blocks - 1) * fit.blocks * fit.block_k * (box + parts) + again * blocks
     return replace(fit, read=fit.read + more, blocks=fit.blocks * blocks, cluster=blocks)
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from flashsim.api import dispatch  # noqa: E402
 from flashsim.errors import DTypeError, ShapeError, UnsupportedError  # noqa: E402
 from flashsim.torch import attention, direct, ops  # noqa: E402
 
@@ -76,6 +81,28 @@ def test_other_layouts_of_the_same_shapes_give_the_same(kept):
     assert negated.is_neg()
     assert torch.equal(attention(negated, k, v), wanted)
     assert kept() == 1
+
+
+def test_a_kept_call_does_not_keep_its_tensors(kept, monkeypatch):
+    """Neither itself nor in what it tells an engine that has calls of its own, as a GPU's has."""
+
+    class Direct:
+        def __init__(self, job, backward_job):
+            self.backward_job = backward_job
+
+        def forward(self, q, k, v):
+            return q.clone(), q[..., 0].clone()
+
+        backward = None
+
+    monkeypatch.setattr(dispatch.engine("numba"), "direct", Direct, raising=False)
+    arrays = [np.zeros((2, 2, n, 24)) for n in (5, 9, 9)]
+    gone = [weakref.ref(x) for x in arrays]
+    attention(*map(torch.from_numpy, arrays), causal=True)
+    del arrays
+    gc.collect()
+    assert kept() == 1
+    assert all(x() is None for x in gone)
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (4, 5, 8)])

@@ -277,6 +277,111 @@ def test_generation_with_a_static_cache(maker, padding):
     assert told[0].tolist() == told[1].tolist()
 
 
+@pytest.mark.parametrize("how", ["assistant", "prompt lookup"])
+def test_assisted_decoding(how):
+    """The model checks several tokens at once, and the cache is cut back to those it takes."""
+    (model, inputs), (assistant, _) = made(llama), made(llama)
+    with torch.no_grad():
+        assistant.lm_head.weight.add_(0.02 * torch.randn_like(assistant.lm_head.weight))
+    inputs["input_ids"] = inputs["input_ids"][:1]
+    told = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    model.set_attn_implementation("eager")
+    wanted = model.generate(**inputs, **told)
+    for one in (model, assistant):
+        one.set_attn_implementation("flashsim")
+    by = {"assistant_model": assistant} if how == "assistant" else {"prompt_lookup_num_tokens": 3}
+    assert model.generate(**inputs, **told, **by).tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("maker", [llama, mistral])
+def test_continuous_batching_over_a_paged_cache(maker):
+    """Prompts of different lengths, longer than a step's tokens: then they come in chunks."""
+    batching = pytest.importorskip("transformers").ContinuousBatchingConfig
+    model, inputs = made(maker)
+    prompts = [inputs["input_ids"][0, :n] for n in (N, 9, 1)]
+    told = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": WORDS}
+    model.set_attn_implementation("eager")
+    wanted = [model.generate(x[None], **told)[0, len(x) :].tolist() for x in prompts]
+    model.set_attn_implementation("flashsim")
+    found = model.generate_batch(
+        inputs=[x.tolist() for x in prompts],
+        generation_config=transformers.GenerationConfig(**told),
+        continuous_batching_config=batching(num_blocks=32, max_batch_tokens=12, block_size=8),
+        progress_bar=False,
+    )
+    assert [found[key].generated_tokens for key in sorted(found)] == wanted
+
+
+@pytest.mark.parametrize("way", ["sinks", "bias", "gradient"])
+def test_what_cannot_decode_sees_no_more_of_a_static_cache(way):
+    """Its band says where keys begin and end; behind them is room."""
+    q = torch.randn(2, 4, 1, 8, requires_grad=way == "gradient")
+    k, v = torch.randn(2, 2, 2, 9, 8)
+    starts, stops = torch.tensor([[0, 2], [6, 6]], dtype=torch.int32)
+    band = hugging_face.mask(
+        *(2, 1, 9, 5),
+        attention_mask=torch.tensor([[1] * 6, [0] * 2 + [1] * 4]),
+        allow_is_causal_skip=False,
+        device="cpu",
+    )
+    assert band.keys is None
+    assert (band.starts.tolist(), band.stops.tolist()) == (starts.tolist(), stops.tolist())
+    more = {"sinks": torch.randn(4)} if way == "sinks" else {}
+    more |= {"position_bias": torch.randn(1, 4, 1, 9)} if way == "bias" else {}
+    got, _ = hugging_face.attend(torch.nn.Module(), q, k, v, band, **more)
+    k[0, :, 6:] = v[0, :, 6:] = k[1, :, 6:] = v[1, :, 6:] = k[1, :, :2] = v[1, :, :2] = 1e4
+    again, _ = hugging_face.attend(torch.nn.Module(), q, k, v, band, **more)
+    assert torch.equal(got, again)
+
+
+class PackedCache:
+    """A cache of one layer that returns what it got after what it had."""
+
+    def __init__(self, *had):
+        self.had = had
+
+    def update(self, *, key_states, value_states, layer_idx, read_index, write_index):
+        assert layer_idx == 3
+        new = (x[0].transpose(0, 1) for x in (key_states, value_states))
+        return [torch.cat([x, y]) for x, y in zip(self.had, new, strict=True)]
+
+
+@pytest.mark.parametrize("sliding", [None, 4])
+def test_a_paged_cache_of_older_versions(sliding):
+    """One token per sequence, by offsets; behind them, padding that gets zeros."""
+    module = torch.nn.Module()
+    module.layer_idx, module.sliding_window = 3, sliding
+    k, v = torch.randn(2, 9, 2, 8)
+    q = torch.randn(1, 4, 3, 8)
+    of_k = torch.tensor([0, 5, 12, 12])
+    told = {"cu_seq_lens_q": torch.tensor([0, 1, 2, 2]), "max_seqlen_q": 1, "read_index": [None]}
+    told |= {"cu_seq_lens_k": {"full_attention": of_k, "sliding_attention": of_k}}
+    new = torch.randn(2, 1, 2, 3, 8)
+    with torch.no_grad():
+        got, _ = hugging_face.attend_paged(
+            *(module, q, *new, None), cache=PackedCache(k, v), write_index=[None], **told
+        )
+        k, v = (
+            torch.cat([x, y[0].transpose(0, 1)]).transpose(0, 1)
+            for x, y in zip((k, v), new, strict=True)
+        )
+        for i, (begin, end) in enumerate(((0, 5), (5, 12))):
+            begin = max(begin, end - sliding) if sliding else begin
+            wanted = torch.nn.functional.scaled_dot_product_attention(
+                q[:, :, i : i + 1], *(x[None, :, begin:end] for x in (k, v)), enable_gqa=True
+            )
+            torch.testing.assert_close(got[:, i], wanted[:, :, 0])
+        assert (got[:, 2] == 0).all()
+    with pytest.raises(UnsupportedError, match="generate_batch"):
+        hugging_face.attend_paged(module, q, *new, None)
+
+
+def test_a_version_of_transformers_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.setattr(transformers.masking_utils, "sdpa_mask", lambda cache_position: None)
+    with pytest.warns(UserWarning, match="needs transformers 5.4 or later, got"):
+        assert flashsim.torch.install() == ("torch",)
+
+
 @pytest.mark.parametrize("maker", DECODERS.values(), ids=DECODERS)
 def test_padding_without_values(maker):
     """On the meta device nobody can say which tokens are padding."""

@@ -11,13 +11,21 @@ pytest.importorskip("jax")
 pytest.importorskip("expecttest")
 
 from outside import __main__ as command  # noqa: E402
-from outside import cs336, flash_attention, flash_attention_files, jax_nn, torch_sdpa  # noqa: E402
+from outside import (  # noqa: E402
+    cs336,
+    flash_attention,
+    flash_attention_files,
+    flash_attention_functions,
+    jax_nn,
+    torch_flex,
+    torch_sdpa,
+)
 from outside.cases import NotApplicable, Test, one_of_each, product, tried  # noqa: E402
 
 pytestmark = pytest.mark.promise("bridges equal their library")
 
 
-def slice_of(suite, name, **values):
+def slice_of(suite, name, /, **values):
     """The points of a test that have these values, of which the first fitting one is run."""
     (test,) = (test for test in suite.tests("cpu", whole=False) if test.name == name)
     points = [p for p in test.points if values.items() <= p.items() and not test.unfit(p)]
@@ -46,6 +54,14 @@ def slice_of(suite, name, **values):
         (jax_nn, "testDotProductAttention", {"groups": 2, "vmap": True}),
         (jax_nn, "testDotProductAttentionMask", {"mode": ("causal", "padding")}),
         (jax_nn, "testDotProductAttentionBiasGradient", {"batch": 1}),
+        (flash_attention_functions, "test_score_mod", {"name": "many_buffers", "n": (113, 128)}),
+        (flash_attention_functions, "test_mask_mod", {"name": "nothing_for_some", "n": (113, 203)}),
+        (flash_attention_functions, "test_block_sparsity", {"name": "own_ends", "n": (100, 100)}),
+        (torch_flex, "test_flex_attention", {"name": "silu_on_score", "n": (129, 257)}),
+        (torch_flex, "test_flex_decoding", {"name": "fully_masked_out_rows", "n": (7, 200)}),
+        (torch_flex, "test_block_mask_non_divisible", {"n": (130, 70)}),
+        (torch_flex, "test_captured_score_mod_gradcheck", {"name": "weird_bias"}),
+        (torch_flex, "test_empty_sequence", {"n": (5, 0)}),
     ],
 )
 def test_a_point_of_each_test_passes(suite, name, values):

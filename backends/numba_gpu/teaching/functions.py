@@ -1,0 +1,150 @@
+"""Score and mask functions in the teaching kernels: device functions written from their graphs.
+
+Captured arrays are two flat arrays on the device, one of floats and one of integers; the generated
+text has each array's place in them. Gradients are added to a third one, atomically.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, float32, int64
+
+from flashsim.engines.engine import Job
+from flashsim.functions.derivative import adjoints
+from flashsim.functions.emit_numba import Written
+from flashsim.functions.graph import ArraySpec, Graph
+from flashsim.functions.operations import FLOAT
+from flashsim.functions.tracing import host_values
+from flashsim.problem.problem import Problem
+
+
+class TracedFunctions(NamedTuple):
+    """The functions of a problem, and the captured arrays whose gradients are wanted."""
+
+    mask: Graph | None
+    score: Graph | None
+    wanted: tuple[str, ...]
+    sinks: bool
+
+    @property
+    def arrays(self) -> tuple[ArraySpec, ...]:
+        """The captured arrays: those of the score function, then the mask's."""
+        return tuple(a for graph in (self.score, self.mask) if graph for a in graph.arrays)
+
+    def places(self) -> list[int]:
+        """Where each array begins, among the floats or among the integers."""
+        ends, found = {True: 0, False: 0}, []
+        for spec in self.arrays:
+            floats = spec.kind == FLOAT
+            found.append(ends[floats])
+            ends[floats] += math.prod(spec.shape)
+        return found
+
+
+def functions_of(problem: Problem) -> TracedFunctions:
+    """The functions of a problem."""
+    mask = None if problem.mask_mod is None else problem.mask_mod.graph
+    return TracedFunctions(mask, problem.score_mod, problem.score_grads, problem.sinks)
+
+
+class Compiled(NamedTuple):
+    """Device functions of one score.
+
+    ``keep(floats, wholes, b, h, q, k)`` is the mask; ``score(floats, wholes, s, b, h, q, k)`` the
+    new score; ``slope(floats, wholes, sums, s, ds, b, h, q, k)`` the gradient of `s`, which also
+    adds to `sums`, and ``slope_alone`` the same without.
+    """
+
+    keep: Any
+    score: Any
+    slope: Any
+    slope_alone: Any
+
+
+@lru_cache(maxsize=64)
+def compiled(functions: TracedFunctions) -> Compiled:
+    """The device functions; where there is none, one that changes nothing."""
+    places = functions.places()
+    score, mask = functions.score, functions.mask
+    at, arguments = "b, h, i, j", "floats, wholes"
+    keep = [f"def made({arguments}, {at}):", "    return True"]
+    new = [f"def made({arguments}, s, {at}):", "    return s"]
+    slopes = [[f"def made({arguments}, sums, s, dout, {at}):", "    return dout"]] * 2
+    if mask is not None:
+        text = Flat(mask.nodes, mask.arrays, places[len(score.arrays) if score else 0 :])
+        keep[1:] = [*text.lines(range(len(mask.nodes))), f"    return {text.name(mask.root)}"]
+    if score is not None:
+        text = Flat(score.nodes, score.arrays, places)
+        new[1:] = [*text.lines(range(len(score.nodes))), f"    return {text.name(score.root)}"]
+        slopes = [
+            [slopes[0][0], *_derivative(score, wanted, places)] for wanted in (functions.wanted, ())
+        ]
+    return Compiled(*(_device("\n".join(text)) for text in (keep, new, *slopes)))
+
+
+def _derivative(score: Graph, wanted: tuple[str, ...], places: list[int]) -> list[str]:
+    made = adjoints(score, wanted)
+    text = Flat(made.nodes, made.arrays, places)
+    lines = text.lines(made.numbers)
+    for n, g in made.reads:
+        lines.append(f"    cuda.atomic.add(sums, {text.element(made.nodes[n])}, {text.name(g)})")
+    return [*lines, f"    return {'F(0)' if made.score is None else text.name(made.score)}"]
+
+
+class Flat(Written):
+    """Statements of Python whose captured arrays are parts of two flat ones."""
+
+    def __init__(self, nodes: Any, arrays: Any, places: Iterable[int]) -> None:
+        super().__init__(nodes, arrays)
+        self.places = [*places]
+
+    def lines(self, numbers: Iterable[int]) -> list[str]:
+        """The statements of a function's body."""
+        return [f"    {line}" for line in self.statements(numbers)]
+
+    def element(self, node: Any) -> str:
+        """The place of a load's element."""
+        return f"{self.places[node.value]} + ({self.offset(node)})"
+
+    def read(self, node: Any) -> str:
+        """An element of a captured array."""
+        which = "floats" if self.arrays[node.value].kind == FLOAT else "wholes"
+        return f"{which}[{self.element(node)}]"
+
+
+def _device(text: str) -> Any:
+    """The device function of a text; numba-cuda takes NumPy's types and numbers by other names."""
+    text = text.replace("np.int64", "I").replace("np.", "math.")
+    names = {"I": int64, "F": float32, "math": math, "cuda": cuda}
+    exec(compile(text, "<a function for the teaching kernels>", "exec"), names)
+    return cuda.jit(device=True, inline="always")(names["made"])
+
+
+def captured(job: Job, functions: TracedFunctions) -> tuple[np.ndarray, np.ndarray]:
+    """The floats and the integers that functions read, each in one array; not empty."""
+    found: dict[bool, list[np.ndarray]] = {True: [], False: []}
+    mask = job.problem.mask_mod
+    arrays = (*job.score_arrays, *(() if mask is None else mask.arrays))
+    for array, spec in zip(arrays, functions.arrays, strict=True):
+        floats = spec.kind == FLOAT
+        values = host_values(array, spec, copy=False)
+        found[floats].append(values.astype(np.float32 if floats else np.int64).ravel())
+    return tuple(
+        np.concatenate([*found[floats], np.zeros(1, dtype)])
+        for floats, dtype in ((True, np.float32), (False, np.int64))
+    )
+
+
+def gradients(functions: TracedFunctions, sums: np.ndarray) -> dict[str, np.ndarray]:
+    """The gradients of captured arrays, out of the array that kernels added to."""
+    pairs = zip(functions.arrays, functions.places(), strict=True)
+    return {
+        f"d:{spec.name}": sums[at : at + math.prod(spec.shape)].reshape(spec.shape)
+        for spec, at in pairs
+        if spec.name in functions.wanted
+    }

@@ -1,0 +1,43 @@
+"""Names of the values that a loop of a kernel carries, from the reader's source."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+
+@functools.cache
+def unpacked_names(told: str) -> tuple[str, ...]:
+    """The names to which a loop's body unpacks its last argument: ``m, l, acc = carry``."""
+    found = re.fullmatch(r"\S+ at (.*):(\d+)", told)
+    try:
+        tree = (
+            ast.parse(Path(found[1]).read_text(encoding="utf-8")) if found else ast.Module([], [])
+        )
+    except (OSError, SyntaxError, ValueError):
+        return ()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and found and node.lineno == int(found[2]):
+            for line in node.body:
+                if (
+                    isinstance(line, ast.Assign)
+                    and isinstance(line.targets[0], ast.Tuple)
+                    and ast.unparse(line.value) == node.args.args[-1].arg
+                ):
+                    return tuple(ast.unparse(one) for one in line.targets[0].elts)
+    return ()
+
+
+def carried_names(jaxpr: Any, first: int, count: int) -> list[str]:
+    """Names of a loop's carry: the reader's, or JAX's ("carry[0]"), or "carry 0"."""
+    info = getattr(jaxpr, "debug_info", None)
+    known = list(getattr(info, "arg_names", None) or ())[first : first + count]
+    names = [str(name) for name in known] + [""] * (count - len(known))
+    names = [name or f"carry {n}" for n, name in enumerate(names)]
+    own = unpacked_names(str(getattr(info, "func_src_info", "") or ""))
+    if own and len(own) <= count:
+        names[count - len(own) :] = own
+    return names
