@@ -233,7 +233,7 @@ def kind(module: str, name: str) -> str:
 
 def examples() -> str:
     """The short scripts, whole."""
-    text = "# Examples, whole\n\nShort scripts, each run by the test suite: `python examples/NAME`.\n\n"
+    text = "# Examples, whole\n\nEach is run by the test suite: `python examples/NAME`.\n\n"
     for path in sorted((ROOT / "examples").glob("*.py")):
         text += f"## {path.stem[3:].replace('_', ' ')}\n\n```{{literalinclude}} {path.name}\n"
         text += f":language: python\n:caption: examples/{path.name}\n```\n\n"
