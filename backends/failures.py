@@ -37,8 +37,8 @@ def require_cupy(backend: str) -> None:
         ) from None
     except OSError as error:  # it makes the folder of its cache as it is imported
         raise BackendUnavailable(
-            f"backend={backend!r} needs CuPy, which cannot make its cache's folder ({error}); set "
-            "CUPY_CACHE_DIR to a folder that can be written"
+            f"backend={backend!r} needs CuPy, which cannot create its cache folder ({error}); set "
+            "CUPY_CACHE_DIR to a writable folder"
         ) from error
 
 

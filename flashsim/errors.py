@@ -90,8 +90,8 @@ def require_numba(what: str, instead: str = "") -> None:
         ) from None
     if numba.config.DISABLE_JIT:
         raise BackendUnavailable(
-            f"{what} needs Numba's compiler, and NUMBA_DISABLE_JIT=1 switches it off: unset it"
-            f"{'; ' if instead else ''}{instead}"
+            f"{what} needs Numba's compiler, which NUMBA_DISABLE_JIT=1 switches off: unset "
+            f"it{'; ' if instead else ''}{instead}"
         )
 
 

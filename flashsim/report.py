@@ -221,7 +221,7 @@ def whole(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise OptionError(
             f"cannot write {str(path)!r}: {error.strerror or error}; the folder must exist and be "
-            "writable, and the disk have room"
+            "writable, and the disk must have room"
         ) from error
 
 

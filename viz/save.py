@@ -82,8 +82,8 @@ def save_figure(
     width, height = (dpi * side for side in size or figure.get_size_inches())
     if not dpi >= LEAST_DPI or not width * height <= MOST_PIXELS:
         raise OptionError(
-            f"{width:.3g} x {height:.3g} pixels at {dpi:g} an inch; a picture has at least "
-            f"{LEAST_DPI} an inch, for its letters, and at most {MOST_PIXELS:,} in all"
+            f"{width:.3g} x {height:.3g} pixels at {dpi:g} dpi; a picture needs at least "
+            f"{LEAST_DPI} dpi for its text, and at most {MOST_PIXELS:,} pixels in all"
         )
     if size is not None:
         figure.set_size_inches(size)
@@ -94,8 +94,8 @@ def save_figure(
                 figure.savefig(part, format=ending, dpi=dpi, metadata=_UNDATED.get(ending))
         except UserWarning:
             raise OptionError(
-                f"{figure.get_figwidth():g} x {figure.get_figheight():g} inches leave no room "
-                "between the labels of this figure; make it larger"
+                f"{figure.get_figwidth():g} x {figure.get_figheight():g} inches leave no room for "
+                "this figure between its labels; make it larger"
             ) from None
         except RuntimeError as error:  # .pgf is typeset by a LaTeX that may not be here
             raise BackendUnavailable(f"cannot write {path.name!r} here: {error}") from None

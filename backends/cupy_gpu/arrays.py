@@ -83,7 +83,7 @@ class Space:
             return cupy.zeros(shape, "uint32")
 
     def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
-        """An array of this space as the caller gets it: the first `keep` of its `width` columns."""
+        """Convert an array of this space for the caller: the first `keep` of `width` columns."""
         return array if keep == width else _copy(array[..., :keep])
 
 
@@ -300,14 +300,14 @@ def adopt(name: str, array: Any) -> cupy.ndarray:
     what = f"{name}, {_type_name(array)},"
     if kind not in _DLPACK_CUDA:
         raise DTypeError(
-            f"{what} is on no NVIDIA GPU (its DLPack device is ({int(kind)}, {number})); move it "
-            f"there or, if it is in the CPU's memory, give numpy.from_dlpack({name})"
+            f"{what} is not on an NVIDIA GPU (its DLPack device is ({int(kind)}, {number})); move "
+            f"it to a GPU or, if it is in the CPU's memory, pass numpy.from_dlpack({name})"
         )
     try:
         return cupy.from_dlpack(array)
     except (BufferError, NotImplementedError, TypeError, ValueError) as error:
         raise DTypeError(
-            f"{what} cannot be taken through DLPack by CuPy {cupy.__version__}: {error}; torch "
+            f"{what} cannot be read through DLPack by CuPy {cupy.__version__}: {error}; torch "
             "CUDA tensors and NumPy arrays need no DLPack"
         ) from error
 
@@ -328,8 +328,9 @@ def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
     """Raise `DTypeError` unless `array` lives in `space`, where the forward pass ran."""
     if _space(name, array, dtype) is not space:
         raise DTypeError(
-            f"{name} must live where q, k and v do, got {_place(array)}; the forward pass ran on "
-            f"arrays of {type(space).__name__.removesuffix('Space').lower()}, GPU {space.device}"
+            f"{name} must be on the same device as q, k and v, got {_place(array)}; the forward "
+            f"pass ran on arrays of {type(space).__name__.removesuffix('Space').lower()}, GPU "
+            f"{space.device}"
         )
 
 
@@ -348,7 +349,7 @@ def space_of(arrays: dict[str, Any], dtype: str) -> Space:
             first = space
         elif space is not first:
             raise DTypeError(
-                "all arrays must live in one place, got "
+                "all arrays must be on one device and from one library, got "
                 + ", ".join(f"{n} {_place(a)}" for n, a in arrays.items())
             )
     assert first is not None

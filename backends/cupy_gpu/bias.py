@@ -26,8 +26,8 @@ def as_function(job: Job, *, gradient: bool = False) -> Job:
         return job
     if p.cu_seqlens_q is not None:
         raise UnsupportedError(
-            "on a GPU packed sequences take no bias; give it as score_mod, whose indices start "
-            "with each sequence, or use backend='simulator' or 'numba'"
+            "on a GPU packed sequences take no bias; pass it as a score_mod, whose indices start "
+            "at 0 in each sequence, or use backend='simulator' or 'numba'"
         )
     graph = _with_bias(p.score_mod, (*p.bias, p.n_q, p.n_kv), p.dtype)
     wanted = (*p.score_grads, NAME) if gradient else p.score_grads
@@ -57,6 +57,6 @@ def _with_bias(score: Graph | None, shape: tuple[int, ...], dtype: str) -> Graph
 
 
 def renamed(found: dict[str, Any]) -> dict[str, Any]:
-    """Gradients with that of the bias under its own name."""
+    """Gradients, with the bias's gradient under the name of the bias."""
     name = f"d:{NAME}"
     return {"dbias" if key == name else key: x for key, x in found.items()}

@@ -17,7 +17,7 @@ from flashsim.problem.problem import numpy_dtype
 
 
 class ReadByFunctions(NamedTuple):
-    """What kernels read besides the call's tensors.
+    """The data that kernels read besides the call's tensors.
 
     Attributes
     ----------

@@ -86,7 +86,7 @@ _WORKSPACES: dict[tuple[int, int], Workspace] = {}
 def _parts(
     space: arrays.Space, made: decode.Decode, given: Workspace | None, stream: int
 ) -> tuple[tuple[int, int, int], Any]:
-    """What `Workspace.partial` returns, and an object that keeps the memory alive.
+    """The result of `Workspace.partial`, and an object that keeps the memory alive.
 
     While a CUDA graph is captured, a call without a workspace allocates in the graph's own memory:
     the graph may run in any stream, beside others. Its arrival counters are kept for good.
@@ -187,7 +187,7 @@ def _ready(made: decode.Decode, device: int) -> _Ready:
 
 
 def forward(job: Job, gpu: Gpu, space: arrays.Space) -> Outcome:
-    """Decode: attention of q over a cache, which is contiguous or in pages (`block_table`).
+    """Run decoding: attention of q over a KV cache, which is contiguous or paged (`block_table`).
 
     Parameters
     ----------
@@ -301,8 +301,8 @@ def _forward(
     timed = job.trace == "timeline"
     if timed and (prefix or p.latent):
         raise UnsupportedError(
-            "a shared prefix has no timeline on a GPU, nor has latent attention: leave it out, or "
-            "give trace=True"
+            "on a GPU trace='timeline' works neither with shared_prefix nor with latent "
+            "attention; pass trace=True, or leave trace out"
         )
     if job.trace and not p.mask_mod is p.score_mod is None:
         raise UnsupportedError("decoding with functions is not traced on a GPU; leave trace out")
@@ -420,7 +420,7 @@ def _table(table: Any) -> tuple[int, int, Any]:
         row, last = (s // 4 for s in table.strides)
         address = table.data.ptr
     if last != 1 and table.shape[1] > 1:
-        raise ShapeError("block_table's rows must be contiguous; give a copy of it")
+        raise ShapeError("block_table's rows must be contiguous; pass a contiguous copy of it")
     return address, row, table
 
 
@@ -432,7 +432,7 @@ def _splits(given: Any) -> int | None:
     except TypeError:
         n = 0
     if n < 1 or isinstance(given, bool):
-        raise OptionError(f'splits must be "auto" or an integer from 1 on, got {shown(given)}')
+        raise OptionError(f'splits must be "auto" or an integer of at least 1, got {shown(given)}')
     return n
 
 
@@ -440,19 +440,21 @@ def check(job: Job) -> None:
     """Raise an error unless decoding supports the job's options."""
     if job.tiling is not None or job.key_order != "ascending":
         raise UnsupportedError(
-            "decoding on a GPU takes no tiling and goes through the keys in ascending order; "
-            "splits says over how many blocks they are spread"
+            "on a GPU algorithm='flash-decode' takes neither tiling nor key_order: its kernel "
+            "chooses the tile, and reads keys in ascending order; splits sets the number of "
+            "thread blocks per sequence"
         )
     if job.options.get("kernel", "auto") not in ("auto", "portable"):
         raise UnsupportedError(
-            "decoding on a GPU has one kernel for each call: leave kernel out, got "
+            "on a GPU algorithm='flash-decode' chooses its kernel itself; leave kernel out, got "
             f"kernel={job.options['kernel']!r}"
         )
     packs = checks.flag("pack_gqa", job.options.get("pack_gqa", True))
     if not packs and job.problem.group > 1:
         raise UnsupportedError(
-            "on a GPU the query heads of a key head always share a tile, which loads K and V once "
-            "for all: leave pack_gqa out, or give True; backend='simulator' simulates False"
+            "on a GPU the query heads that share a KV head always share a tile, so K and V are "
+            "loaded once for all of them; leave pack_gqa out, or use backend='simulator' for "
+            "pack_gqa=False"
         )
     workspace = job.options.get("workspace")
     if workspace is not None and not isinstance(workspace, Workspace):

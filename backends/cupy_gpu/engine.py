@@ -102,7 +102,7 @@ def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> A
 
 
 def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> Direct | None:
-    """The passes of a checked job on torch tensors, without what a call need not do again.
+    """The passes of a checked job on torch tensors, without repeating the checks.
 
     None if the job is not one of torch tensors, or needs more than addresses and strides.
 
@@ -433,7 +433,9 @@ def require_gpu() -> None:
             "[cuda13], must match it)"
         ) from None
     if not found:
-        raise BackendUnavailable("no NVIDIA GPU is visible; see CUDA_VISIBLE_DEVICES, nvidia-smi")
+        raise BackendUnavailable(
+            "no NVIDIA GPU is visible; check CUDA_VISIBLE_DEVICES and nvidia-smi"
+        )
 
 
 def _check(job: Job) -> None:
@@ -460,8 +462,8 @@ def _no_traced_functions(job: Job) -> None:
     p = job.problem
     if job.trace and (p.mask_mod is not None or p.score_mod is not None or p.sinks):
         raise UnsupportedError(
-            "on a GPU a call with mask_mod, score_mod, bias or sinks is not traced, since the "
-            "kernels do not count what functions read; leave trace out, or use "
+            "on a GPU a call with mask_mod, score_mod, bias or sinks cannot be traced, since the "
+            "kernels do not count the bytes that functions read; leave trace out, or use "
             "backend='simulator' or 'numba'"
         )
 
@@ -469,8 +471,8 @@ def _no_traced_functions(job: Job) -> None:
 def _no_fp8_gradients(job: Job) -> None:
     if job.problem.fp8:
         raise UnsupportedError(
-            "FP8 inputs have no backward pass on a GPU; backend='simulator' has one, or give "
-            "bfloat16"
+            "FP8 inputs have no backward pass on a GPU; use backend='simulator', or convert q, k "
+            "and v to bfloat16"
         )
 
 

@@ -20,7 +20,7 @@ _SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 def transposed(space: arrays.Space, job: Job, v: arrays.View) -> arrays.View:
-    """V^T with its keys permuted as the kernel reads it: the quantiser's, or else made here.
+    """V^T with its keys permuted as the kernel reads it: the quantiser's copy, or a new one.
 
     Raises
     ------

@@ -172,7 +172,7 @@ def _own_stream(device: int) -> Any:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """What a plan uploads and compiles goes through a stream of its own, which is waited for.
+    """Run a plan's uploads and compilations in a separate stream, and wait for them at the end.
 
     So a call waits for no work of its caller's, and may make a plan while a CUDA graph is captured.
     """

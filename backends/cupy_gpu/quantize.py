@@ -64,8 +64,8 @@ def quantize(
     engine.require_gpu()
     if isinstance(q, np.ndarray):
         raise DTypeError(
-            "the GPU's quantiser takes arrays that are on the GPU, got NumPy's; move them there, "
-            "or use backend='simulator'"
+            "quantize on a GPU takes arrays in GPU memory, got NumPy arrays; move them to the "
+            "GPU, or use backend='simulator'"
         )
     kind = arrays.dtype_name(q)
     space = arrays.space_of({"q": q, "k": k, "v": v}, kind)

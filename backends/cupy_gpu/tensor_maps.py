@@ -65,8 +65,8 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
     made, error = _encoded(_TYPES.get(dtype, _BYTES), pointer, shape, steps, box)
     if error:
         raise UnsupportedError(
-            f"the copy engine cannot address {box.tensor}: shape {(p.batch, heads, n, d)}, "
-            f"strides {strides} elements (CUDA error {error}); give a contiguous array, or "
+            f"Hopper's TMA cannot address {box.tensor}: shape {(p.batch, heads, n, d)}, strides "
+            f"{strides} elements (CUDA error {error}); pass a contiguous array, or use "
             "kernel='portable'"
         )
     return made
@@ -86,8 +86,9 @@ def encode_tile(tile: Tile, box: Box, pointer: int) -> np.ndarray:
     made, error = _encoded(_TYPES[tile.spec.dtype], pointer, shape, steps, box)
     if error:
         raise UnsupportedError(
-            f"the copy engine cannot address the captured array {tile.spec.name!r} of shape "
-            f"{tile.spec.shape} (CUDA error {error}); kernel='portable' may read it"
+            f"Hopper's TMA cannot address the captured array {tile.spec.name!r} of shape "
+            f"{tile.spec.shape} (CUDA error {error}); try kernel='portable', which does not use "
+            "TMA"
         )
     return made
 
@@ -125,4 +126,7 @@ def driver() -> ctypes.CDLL:
             return ctypes.CDLL(name)
         except OSError:
             continue
-    raise UnsupportedError("the CUDA driver's library is not to be found; kernel='portable' runs")
+    raise UnsupportedError(
+        "the CUDA driver's library (libcuda) was not found; use kernel='portable', which does "
+        "not need it"
+    )

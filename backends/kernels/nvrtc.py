@@ -35,7 +35,7 @@ def source(file: str) -> str:
 
 
 def text(kernel: Kernel) -> str:
-    """What is compiled for a kernel: its functions, if it has any, and its source."""
+    """The text that is compiled for a kernel: its functions, if it has any, and its source."""
     ahead = "" if kernel.functions is None else kernel.functions.text
     return ahead + source(kernel.file)
 

@@ -166,13 +166,13 @@ def refuse(problem: Problem) -> None:
     """
     if problem.mask is not None:
         raise UnsupportedError(
-            "the GPU kernels take no mask function (it is Python); use backend='simulator' or "
-            "'numba', or say the same with causal, window or block_mask"
+            "the GPU kernels cannot call a Python mask function; use backend='simulator' or "
+            "'numba', or express the mask with causal, window or block_mask"
         )
     if problem.bias is not None:
         raise UnsupportedError(
-            "these GPU kernels take no bias; backend='cupy' does, and backend='simulator' and "
-            "'numba', with arrays in the CPU's memory"
+            "these GPU kernels take no bias; use backend='cupy', or backend='simulator' or "
+            "'numba' with arrays in the CPU's memory"
         )
 
 
@@ -181,7 +181,7 @@ def refuse_functions(problem: Problem, kernels: str) -> None:
     for name in ("mask_mod", "score_mod", "sinks"):
         if getattr(problem, name):
             raise UnsupportedError(
-                f"the {kernels} kernels take no {name}; backend='cupy', 'simulator' and 'numba' do"
+                f"the {kernels} kernels take no {name}; use backend='cupy', 'simulator' or 'numba'"
             )
 
 

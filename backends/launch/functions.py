@@ -259,7 +259,7 @@ def heads_share(problem: Problem, least: int) -> bool:
 
 
 def sources_of(problem: Problem) -> tuple[emit.CudaSource, emit.CudaSource]:
-    """What `functions_of` is made of: it packs the structs of `plain` and `summing`."""
+    """The two CUDA sources of a problem's functions, `plain` and `summing`."""
     mask = None if problem.mask_mod is None else problem.mask_mod.graph
     return _sources(mask, problem.score_mod, problem.score_grads, _extents(problem))
 

@@ -107,7 +107,7 @@ class Gpu:
     clusters: tuple[tuple[int, int], ...] = ()
 
     def at_once(self, cluster: int) -> int:
-        """How many clusters of so many blocks run at once; as many as fit if nobody has asked."""
+        """How many clusters of this size run at once; as many as fit if it was not measured."""
         return dict(self.clusters).get(cluster, self.multiprocessors // cluster)
 
     @classmethod

@@ -232,13 +232,13 @@ def check(problem: Problem, gpu: Gpu) -> None:
     p = problem
     if p.dtype not in ("float16", "bfloat16"):
         raise UnsupportedError(
-            f"decoding on a GPU takes float16 and bfloat16, not {p.dtype}; convert the arrays"
+            f"decoding on a GPU takes float16 and bfloat16, not {p.dtype}; convert q, k and v"
         )
     for name in ("bias", "mask", "block_mask", "cu_seqlens_q"):
         if getattr(p, name) is not None:
             raise UnsupportedError(
-                f"decoding on a GPU takes no {name}; causal, window and softcap it does, and "
-                "cache_seqlens says how long each sequence is"
+                f"decoding on a GPU takes no {name}; it takes causal, window, softcap and, for "
+                "sequences of different lengths, cache_seqlens"
             )
     if p.latent:
         refuse_functions(p, "latent attention's")
@@ -288,7 +288,8 @@ def plan(
     check(problem, gpu)
     if max(problem.n_kv, *lengths) > _INT32:
         raise UnsupportedError(
-            f"the decode kernel numbers keys in 32 bits, up to {_INT32:,}, got {problem.n_kv:,}"
+            "the decode kernel numbers keys with 32-bit integers, so n_kv can be at most "
+            f"{_INT32:,}, got {problem.n_kv:,}"
         )
     variant = Variant(True, False, counts=counts, timeline=timeline)
     asked = _DecodeRequest(problem, lengths, gpu, splits, page, variant, prefix)
@@ -310,7 +311,8 @@ def dynamic(problem: Problem, gpu: Gpu, splits: int | None = None, page: int = 0
     """
     if problem.latent:
         raise UnsupportedError(
-            "latent attention on a GPU takes cache_seqlens on the host alone; give a list of them"
+            "latent attention on a GPU takes cache_seqlens in the CPU's memory only; give a "
+            "list of integers"
         )
     full = plan(problem, (problem.n_kv,) * problem.batch, gpu, splits, page)
     n = full.splits[0]

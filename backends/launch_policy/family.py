@@ -313,8 +313,9 @@ def _passes(
     tiling = family.choose(problem, tiling, *asked[1:])
     if ordered and not (algorithm == "flash2-fused" and family.orders_dq(problem)):
         raise UnsupportedError(
-            f"the {family.name} kernels do not add to dQ in a fixed order here; the three passes "
-            'of algorithm="flash2" need none'
+            f"the {family.name} kernels cannot run a deterministic fused backward for this "
+            'problem (they would add to dQ in no fixed order); use algorithm="flash2", whose '
+            "three passes are deterministic"
         )
     passes = []
     for stage in plans.stages(problem, algorithm, direction):

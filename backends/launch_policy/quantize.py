@@ -52,12 +52,14 @@ def kernels(
     """
     check_head_dim(d)
     if dtype not in ("float16", "bfloat16"):
-        raise UnsupportedError(f"on a GPU float16 and bfloat16 are quantised, not {dtype}")
+        raise UnsupportedError(
+            f"quantize on a GPU takes float16 and bfloat16, not {dtype}; convert q, k and v"
+        )
     one = granularity == "block" and block in ((ROWS // 2, ROWS), (ROWS, ROWS))
     if granularity == "block" and not one and any(side % ROWS for side in block):
         raise UnsupportedError(
-            f"on a GPU a scale's block has multiples of {ROWS} rows, or {ROWS // 2} of Q and "
-            f"{ROWS} of K and V; got {block}"
+            f"on a GPU a block that shares a scale must have a multiple of {ROWS} rows, or "
+            f"{ROWS // 2} of Q and {ROWS} of K and V; got {block}"
         )
     values = {
         **{"ROTATE": rotate, "E5M2": e5m2, "BF16": dtype == "bfloat16"},
@@ -86,7 +88,7 @@ def check_gpu(gpu: Gpu) -> None:
     if gpu.compute_capability < (9, 0):
         has = ".".join(map(str, gpu.compute_capability))
         raise UnsupportedError(
-            f"the GPU's quantiser needs compute capability 9.0 or later, and {gpu.name} has {has}; "
+            f"quantize on a GPU needs compute capability 9.0 or later, and {gpu.name} has {has}; "
             "backend='simulator' quantises NumPy arrays"
         )
 

@@ -36,7 +36,7 @@ def kernel(block_1: int, block_2: int, d3: int, *, counts: bool = False) -> Kern
             f"the GPU kernel runs blocks of {', '.join(map(str, SIDES))}, got {block_1} x {block_2}"
         )
     if d3 > WIDEST:
-        raise TilingError(f"the GPU kernel takes V of at most {WIDEST} columns, got {d3}")
+        raise TilingError(f"the GPU kernel takes a V with at most {WIDEST} columns, got {d3}")
     width = -(-d3 // 32) * 32
     shared = 4 * (block_1 * block_2 + _SLICE * width)
     constants = {

@@ -44,7 +44,7 @@ def _require_numba_cuda() -> None:
             import_module("numba.cuda.cudaimpl")
     except (ImportError, AttributeError) as error:
         raise BackendUnavailable(
-            f"numba-cuda {numba_cuda.__version__} cannot be used beside NumPy {np.__version__} "
+            f"numba-cuda {numba_cuda.__version__} does not work with NumPy {np.__version__} "
             f"({error}); {_remedy()}"
         ) from error
 
@@ -168,7 +168,7 @@ def _kernel(job: Job) -> str:
     if name != "teaching" and simulated:
         raise UnsupportedError(
             "Numba's CUDA simulator (NUMBA_ENABLE_CUDASIM) has no tensor cores; use "
-            "kernel='teaching', or unset it on a machine with a GPU"
+            "kernel='teaching', or unset NUMBA_ENABLE_CUDASIM on a machine with a GPU"
         )
     if name == "teaching" and job.trace == "timeline":
         raise UnsupportedError(

@@ -59,7 +59,7 @@ def one_walk(name: str, counts: np.ndarray) -> np.ndarray:
     if (counts != counts[:1]).any():
         walk, record, slot = (int(x[0]) for x in np.nonzero(counts != counts[:1]))
         raise TraceError(
-            f"stage {name!r}: walk {walk} reported {int(counts[walk, record, slot]):,} B in slot "
-            f"{slot} of record {record}, walk 0 reported {int(counts[0, record, slot]):,} B"
+            f"stage {name!r}: loop {walk} reported {int(counts[walk, record, slot]):,} B in slot "
+            f"{slot} of record {record}, loop 0 reported {int(counts[0, record, slot]):,} B"
         )
     return counts[0].astype(np.int64)

@@ -41,19 +41,22 @@ def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
     """
     if launch.prefix:
         raise UnsupportedError(
-            "a GPU records no trace of a shared prefix; backend='simulator' traces it, and what "
-            "the kernel moves is counted"
+            "a GPU cannot trace a shared prefix; use backend='simulator' to trace it, or leave "
+            "trace out"
         )
     if not any(lengths):
-        raise UnsupportedError("there is no key, so nothing that a trace could show")
+        raise UnsupportedError(
+            "the trace would be empty, because no sequence has a key; leave trace out"
+        )
     tiling = Tiling(dict(launch.kernel.constants)["FS_BLOCK_Q"], launch.block_k)
     schedule = Schedule(live(launch.problem, lengths, page), tiling, split=launch.split)
     tiles = np.zeros(len(lengths), np.int64)
     np.add.at(tiles, launch.items[:, 0], launch.items[:, 2] - launch.items[:, 1])
     if (schedule.visit_counts != np.repeat(tiles, launch.row_tiles)).any():
         raise UnsupportedError(
-            f"with {launch.row_tiles} row tiles under a mask, the kernel visits for each of them "
-            "what any of them sees, which no schedule can say; backend='simulator' traces it"
+            f"with {launch.row_tiles} row tiles under a mask, the kernel computes, for each row "
+            "tile, every key tile that any of them sees; no schedule describes this, so use "
+            "backend='simulator' to trace it"
         )
     return schedule
 

@@ -26,7 +26,7 @@ NOTHING: Values = MappingProxyType({})
 
 
 class Chain(NamedTuple):
-    """What a backward pass keeps of a tile of scores, to go from dS back to the scaled product.
+    """The data of a score tile with which a backward pass goes from dS back to the scaled product.
 
     `cap` is the softcap's derivative. `raw` is the score that the score function got. `values` and
     `positions` are the function's captured values and indices.

@@ -120,16 +120,16 @@ def from_torch(name: str, x: Any) -> Any:
             "offsets() are cu_seqlens_q and cu_seqlens_k"
         )
     if x.layout is not torch.strided:
-        raise DTypeError(f"{name} is a sparse tensor ({x.layout}); give {name}.to_dense()")
+        raise DTypeError(f"{name} is a sparse tensor ({x.layout}); pass {name}.to_dense()")
     if x.is_meta:
         raise DTypeError(
-            f"{name} is on the meta device, which holds no numbers; flashsim.count answers for "
-            "shapes alone"
+            f"{name} is on the meta device, which holds no numbers; flashsim.count needs only "
+            "shapes"
         )
     if x.requires_grad and torch.is_grad_enabled():
         raise DTypeError(
-            f"{name} requires a gradient, which this function does not record for torch; "
-            f"flashsim.torch.attention does, or give {name}.detach()"
+            f"{name} requires a gradient, which this function does not record for torch; use "
+            f"flashsim.torch.attention, or pass {name}.detach()"
         )
     kind = str(x.dtype).removeprefix("torch.")
     if x.device.type != "cpu" or kind not in DTYPES:
@@ -142,7 +142,9 @@ def from_torch(name: str, x: Any) -> Any:
             return x.numpy()
         return x.view(torch.int16).numpy().view(numpy_dtype(kind))
     except (RuntimeError, TypeError) as error:  # without storage: fake tensors, torch.func's
-        raise DTypeError(f"{name}, {type(x).__name__}, has no memory to read: {error}") from error
+        raise DTypeError(
+            f"{name}, {type(x).__name__}, cannot be read from memory: {error}"
+        ) from error
 
 
 def _to_torch(x: np.ndarray) -> Any:
@@ -158,8 +160,8 @@ def _to_torch(x: np.ndarray) -> Any:
 
 def _traced(name: str, x: Any) -> Any:
     raise DTypeError(
-        f"{name} is a {type(x).__name__} of JAX's, which stands for an array under jax.jit, grad "
-        "or vmap and holds no numbers; flashsim.jax.attention works under them"
+        f"{name} is a JAX tracer ({type(x).__name__}): under jax.jit, grad or vmap it stands for "
+        "an array and holds no numbers; call flashsim.jax.attention there"
     )
 
 
@@ -173,6 +175,6 @@ def _from_dlpack(name: str, x: Any) -> Any:
         return np.asarray(x) if foreign else np.from_dlpack(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise DTypeError(
-            f"{name}, {type(x).__module__}.{type(x).__name__}, cannot be taken through DLPack: "
+            f"{name}, {type(x).__module__}.{type(x).__name__}, cannot be read through DLPack: "
             f"{error}"
         ) from error

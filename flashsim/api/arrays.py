@@ -50,20 +50,21 @@ def shape_of(name: str, x: Any) -> tuple[int, ...]:
         ) from None
     if isinstance(x, np.ma.MaskedArray):
         raise DTypeError(
-            f"{name} is a masked array, whose mask attention would not see; give {name}.filled(0) "
-            "and say what to leave out with mask, block_mask, or a bias of -inf"
+            f"{name} is a masked array, whose mask attention would ignore; pass {name}.filled(0) "
+            "and mask scores with mask, block_mask, or a bias of -inf"
         )
     several = isinstance(x, np.ndarray) and x.size > 0 and shape and shape[-1] > 1
     if several and x.strides[-1] != x.itemsize:
         if len(shape) > 1 and x.strides[-2] == x.itemsize:
             raise ShapeError(
                 f"{name} of shape {shape} looks transposed (strides {x.strides} B): its last two "
-                f"axes must be {last_axes(name)}, as they lie in memory; give {name} without .T, "
-                f"or np.ascontiguousarray({name}) (in torch {name}.contiguous()) if it is meant so"
+                f"axes must be {last_axes(name)}, in the order in which they lie in memory; pass "
+                f"{name} without .T, or np.ascontiguousarray({name}) (in torch "
+                f"{name}.contiguous()) if you meant to transpose it"
             )
         raise ShapeError(
-            f"{name}'s last axis must be contiguous, got strides {x.strides} B for shape "
-            f"{shape}; np.ascontiguousarray({name}), or {name}.contiguous() in torch, makes it so"
+            f"{name}'s last axis must be contiguous, got strides {x.strides} B for shape {shape}; "
+            f"copy it with np.ascontiguousarray({name}), or {name}.contiguous() in torch"
         )
     return shape
 
@@ -98,7 +99,7 @@ def check_like(name: str, array: Any, like: Any, what: str) -> Any:
     if array.dtype != like.dtype and dtype_name(array) != dtype_name(like):
         raise DTypeError(
             f"{name} must have {what}'s dtype {dtype_name(like)}, got {dtype_name(array)}; "
-            f"convert it with {name}.astype(...) if that is meant"
+            f"convert it with {name}.astype(...) if you meant to pass it"
         )
     return array
 
@@ -107,9 +108,9 @@ def check_kept(name: str, array: Any, shape: tuple[int, ...], dtype: str) -> Non
     """Raise unless `array` has the shape and type that the forward pass returns."""
     got = tuple(shape_of(name, array)), dtype_name(array)
     if got[0] != shape:
-        raise ShapeError(f"{name} must have the shape that run gave it, {shape}, got {got[0]}")
+        raise ShapeError(f"{name} must have the shape that run returned, {shape}, got {got[0]}")
     if got[1] != dtype:
-        raise DTypeError(f"{name} must have the dtype that run gave it, {dtype}, got {got[1]}")
+        raise DTypeError(f"{name} must have the dtype that run returned, {dtype}, got {got[1]}")
 
 
 def check_finite(name: str, array: Any) -> None:
@@ -117,8 +118,8 @@ def check_finite(name: str, array: Any) -> None:
     bad = _not_finite(array)
     if bad:
         raise OptionError(
-            f"{name} holds {bad:,} NaN or infinite values and nan_policy is 'raise'; "
-            "nan_policy='propagate' lets them through"
+            f"{name} holds {bad:,} NaN or infinite values, and nan_policy is 'raise'; use "
+            "nan_policy='propagate' to allow them"
         )
 
 

@@ -162,7 +162,7 @@ def compare(
     """
     if "algorithm" in options:
         raise UnknownArgumentError(
-            f"compare() takes algorithms=[...], a list, got algorithm={shown(options['algorithm'])}"
+            f"compare() takes a list, algorithms=[...], got algorithm={shown(options['algorithm'])}"
         )
     if not isinstance(algorithms, (list, tuple)) or not algorithms:
         raise OptionError(
@@ -172,10 +172,15 @@ def compare(
     for name in algorithms:
         plans.check_algorithm(name)
     if backward_tiling is not None and dout is None:
-        raise OptionError("backward_tiling is of the backward pass: give dout as well")
+        raise OptionError(
+            "backward_tiling is for the backward pass, which needs dout; pass dout, or leave "
+            "backward_tiling out"
+        )
     backend = dispatch.backend_name(options.get("backend", "simulator"))
     if not inputs.check_trace_mode(options.setdefault("trace", True), backend):
-        raise OptionError("compare() shows what was traced, got trace=False")
+        raise OptionError(
+            "compare() always traces, because it compares the traces; leave trace=False out"
+        )
     decoding = {name: options.pop(name) for name in inputs.DECODING if name in options}
     # Options of decoding go to those that divide the keys, or to all; these first, since they check
     # what they are given.
@@ -235,8 +240,8 @@ def _without_cache(k: Any, v: Any, decoding: dict[str, Any]) -> tuple[Any, Any]:
     lengths = {int(n) for n in decoding.get("cache_seqlens", ())}
     if len(lengths) > 1:
         raise OptionError(
-            f"cache_seqlens has {len(lengths)} different lengths, which only flash-decode takes; "
-            "compare it alone, or give one length"
+            f"cache_seqlens has {len(lengths)} different lengths, which only algorithm "
+            "'flash-decode' takes; compare 'flash-decode' alone, or give all entries one length"
         )
     for n in lengths:
         k, v = k[..., :n, :], v[..., :n, :]

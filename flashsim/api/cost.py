@@ -68,11 +68,11 @@ def replay_cost(passes: list[Traffic], *, at_every_size: bool = False) -> Estima
 
 
 def fits(nbytes: int, instead: str) -> None:
-    """Raise `OptionError` if this machine has less memory than `nbytes` bytes."""
+    """Raise `OptionError` if this machine has less than `nbytes` bytes of memory."""
     there = memory()
     if nbytes > there:
         raise OptionError(
-            f"this would take about {format_cell(nbytes / 1e9)} GB of memory, and this machine has "
+            f"this needs about {format_cell(nbytes / 1e9)} GB of memory, and this machine has "
             f"{format_cell(there / 1e9)} GB; {instead}"
         )
 

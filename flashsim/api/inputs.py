@@ -121,9 +121,9 @@ def check_trace_mode(trace: bool | str, backend: str) -> bool | str:
         raise OptionError(f"trace must be True, False or 'timeline', got {shown(trace)}")
     if timeline and backend in ON_CPU:
         raise UnsupportedError(
-            "trace='timeline' says when each part of a visit ran on a GPU, so backends "
-            f"{' and '.join(b for b in BACKENDS if b not in ON_CPU)} have it; backend {backend!r} "
-            "records trace=True"
+            "trace='timeline' records when a GPU ran each part of the work, so only backends "
+            f"{' and '.join(b for b in BACKENDS if b not in ON_CPU)} take it; use one of them, or "
+            "trace=True"
         )
     return trace if timeline else bool(trace)
 
@@ -141,7 +141,7 @@ def prepare(
     may_be_empty: bool = False,
     on_cpu: bool = True,
 ) -> Inputs:
-    """Check arrays against each other and build the problem they pose.
+    """Check that the arrays fit together, and return them as 4-D arrays with their `Problem`.
 
     `may_be_empty` says whether the batch, the queries or the keys may have size 0, and `on_cpu`
     whether the engine takes captured arrays as NumPy arrays.
@@ -156,8 +156,8 @@ def prepare(
         shapes = paged_shapes(shapes, block_table)
         if request.nan_policy == "raise":
             raise OptionError(
-                "nan_policy='raise' would look at rows of pages that no sequence uses; check k and "
-                "v where they are written"
+                "nan_policy='raise' cannot be used with block_table, since it would also read "
+                "rows of pages that no sequence uses; check k and v when you write them"
             )
     ndim = _same_ndim(shapes, may_be_empty)
     dtype = name_of(q.dtype)
@@ -241,8 +241,8 @@ def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
         return v, False
     if v is not None:
         raise OptionError(
-            f"head_dim_v={shown(width)} says which columns of k are V, and a v was given as well; "
-            "give v=None, or leave head_dim_v out"
+            f"head_dim_v={shown(width)} says that V is the first columns of k, but v was given as "
+            "well; give v=None, or leave head_dim_v out"
         )
     width = checks.positive_int("head_dim_v", width)
     if width > shape_of("k", k)[-1]:
@@ -258,8 +258,8 @@ def check_decoding(algorithm: str, options: Iterable[str]) -> None:
     used = [name for name in options if name in DECODING]
     if used and not plans.splits_keys(algorithm):
         raise OptionError(
-            f"{algorithm!r} takes no {', '.join(used)}: it walks all keys of a row tile in turn; "
-            "algorithm='flash-decode' divides them"
+            f"{algorithm!r} takes no {', '.join(used)}: it processes all keys of a query tile in "
+            "one loop; use algorithm='flash-decode', which splits them"
         )
 
 
@@ -267,12 +267,15 @@ def _same_ndim(shapes: tuple[tuple[int, ...], ...], may_be_empty: bool) -> int:
     ndims = {len(shape) for shape in shapes}
     if len(ndims) > 1 or not ndims <= set(AXES):
         raise ShapeError(
-            f"q, k and v must all be {', '.join(AXES.values())} arrays alike, got {_named(shapes)}"
+            f"q, k and v must all be {', '.join(AXES.values())} arrays, all with the same "
+            f"number of axes, got {_named(shapes)}"
         )
     if not may_be_empty and any(0 in shape for shape in shapes):
         raise ShapeError(f"q, k and v must not be empty, got {_named(shapes)}")
     if any(0 in (*shape[-3:-2], shape[-1]) for shape in shapes):
-        raise ShapeError(f"q, k and v must have heads and columns, got {_named(shapes)}")
+        raise ShapeError(
+            f"q, k and v must have at least one head and one column, got {_named(shapes)}"
+        )
     return ndims.pop()
 
 
@@ -280,7 +283,8 @@ def _check_offsets(of_q: Any, of_k: Any, batch: int, n_q: int, n_kv: int) -> Non
     """Raise `ShapeError` unless the offsets fit packed sequences that have no query or no key."""
     if batch != 1:
         raise ShapeError(
-            f"cu_seqlens packs the sequences of a batch into one: batch must be 1, got {batch}"
+            "with cu_seqlens, all sequences are packed into one batch entry, so batch must "
+            f"be 1, got {batch}"
         )
     q, k = (
         checks.cu_seqlens("cu_seqlens_q", of_q, n_q),
@@ -288,7 +292,7 @@ def _check_offsets(of_q: Any, of_k: Any, batch: int, n_q: int, n_kv: int) -> Non
     )
     if len(q) != len(k):
         raise ShapeError(
-            f"cu_seqlens_q and cu_seqlens_k must name the same number of sequences, got "
+            "cu_seqlens_q and cu_seqlens_k must have the same number of sequences, got "
             f"{len(q) - 1} and {len(k) - 1}"
         )
 
@@ -329,7 +333,7 @@ def _block_mask(block_mask: Any, tiling: Tiling | None) -> BlockMask:
         return block_mask
     if tiling is None:
         raise MaskError(
-            "a bare block_mask grid means one value per tile, so it needs an explicit tiling; "
-            "or give flashsim.BlockMask(grid, block_q, block_k)"
+            "a block_mask that is a plain grid has one value per tile, so it needs an explicit "
+            "tiling; give tiling, or pass flashsim.BlockMask(grid, block_q, block_k)"
         )
     return BlockMask(block_mask, tiling.block_q, tiling.block_k)

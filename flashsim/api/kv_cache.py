@@ -108,7 +108,8 @@ def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
         raise OptionError("cache_seqlens and cu_seqlens both say how long sequences are; give one")
     if whole.bias is not None:
         raise UnsupportedError(
-            f"{' and '.join(CACHES & options.keys())} takes no bias; run the entries one by one"
+            f"{' and '.join(CACHES & options.keys())} takes no bias; run each batch entry in "
+            "a call of its own"
         )
     return lengths
 
@@ -119,8 +120,8 @@ def check_alike(prefix: int, **caches: np.ndarray) -> None:
         bits = x[:, :, :prefix].view(f"u{min(x.itemsize, 8)}")
         for b in np.flatnonzero((bits != bits[:1]).any(axis=(1, 2, 3)))[:1]:
             raise OptionError(
-                f"the first {prefix:,} keys are not shared: {name}[{b}] has others than {name}[0]; "
-                "give shared_prefix as many as all entries begin with"
+                f"the first {prefix:,} keys are not shared: {name}[{b}] differs from {name}[0]; "
+                "set shared_prefix to the number of keys with which all entries begin"
             )
 
 

@@ -82,7 +82,7 @@ def _check_lse(**arrays: Any) -> None:
             bad = int((~(lse < np.inf)).sum())
         if bad:
             raise OptionError(
-                f"{name} holds {bad:,} values that are no LSE (NaN or +inf): it is the natural log "
-                "of a row's sum of exponentials, -inf for a row that sees no key; a base-2 LSE "
-                "times math.log(2) is one"
+                f"{name} holds {bad:,} values that cannot be an LSE (NaN or +inf): an LSE is the "
+                "natural log of a row's sum of exponentials, and -inf for a row that sees no "
+                "key; multiply a base-2 LSE by math.log(2)"
             )

@@ -156,7 +156,10 @@ def quantize(
         q, k, v = (adopted(engine, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     prepared = inputs.prepare(q, k, v)
     if prepared.problem.fp8:
-        raise DTypeError(f"q, k and v are {prepared.problem.dtype} already; give wider ones")
+        raise DTypeError(
+            f"q, k and v are {prepared.problem.dtype} already; pass float16, bfloat16 or float32 "
+            "arrays"
+        )
     about: dict[str, Any] = {
         "granularity": granularity,
         "block": (rows, keys) if granularity == "block" else None,
@@ -172,7 +175,10 @@ def quantize(
         wide = {name: x.astype(np.float32) for name, x in {"q": q, "k": k, "v": v}.items()}
     for name, x in wide.items():
         if not np.isfinite(x).all():
-            raise OptionError(f"{name} holds NaN or infinity (as float32), which no scale fits")
+            raise OptionError(
+                f"{name} holds NaN or infinity (in float32), which cannot be scaled; remove them "
+                "first"
+            )
     if rotate is not None:
         wide |= {name: rotated(wide[name], about["signs"]) for name in "qk"}
     sides = {"q": rows, "k": keys, "v": keys}
@@ -190,7 +196,10 @@ def _on_gpu(
 
     p = prepared.problem
     if p.head_dim != p.head_dim_v:
-        raise ShapeError(f"on a GPU q and v have one head_dim, got {p.head_dim} and {p.head_dim_v}")
+        raise ShapeError(
+            f"quantize on a GPU needs q and v of the same head_dim, got {p.head_dim} and "
+            f"{p.head_dim_v}"
+        )
     kind, signs = about["granularity"], about["signs"]
     rounded = gpu.quantize(prepared.q, prepared.k, prepared.v, kind, block, signs, dtype)
     arrays = {name: squeeze(getattr(rounded, name), prepared.ndim) for name in "qkv"}

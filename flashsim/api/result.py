@@ -50,7 +50,7 @@ class _Pass:
         """
         if self._trace is None:
             raise TraceError(
-                "nothing was recorded; run with trace=True (or backward with it), on arrays with a "
+                "there is no trace; pass trace=True to run (or to backward), on arrays with a "
                 "batch, queries and keys"
             )
         return self._trace
@@ -133,8 +133,8 @@ class Result(_Pass):
         """
         if self._asked.empty:
             raise UnsupportedError(
-                "a call without a batch, queries or keys poses no flashsim.Problem, whose extents "
-                "are at least 1"
+                "a call without a batch, queries or keys has no flashsim.Problem, whose sizes "
+                "are all at least 1"
             )
         return self._job.problem
 

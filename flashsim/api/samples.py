@@ -142,6 +142,6 @@ def random_inputs(problem: Problem, seed: int = 0) -> RandomInputs:
         )
     except (MemoryError, ValueError):  # NumPy says the latter beyond 2**63 elements
         raise OptionError(
-            f"memory does not hold q, k, v and dout of {shown(p)}; flashsim.count counts without "
-            "arrays"
+            f"this machine has too little memory for q, k, v and dout of {shown(p)}; "
+            "flashsim.count needs no arrays"
         ) from None

@@ -47,9 +47,9 @@ def _number(value: Any) -> Any:
 def require(dtype: str) -> None:
     """Raise `OptionError`: FP8 inputs need scales, or "unscaled"."""
     raise OptionError(
-        f"q, k and v are {dtype}, and nothing says what their elements stand for: give "
-        "scales=(q_scale, k_scale, v_scale), which flashsim.quantize has in x.options (run(x.q, "
-        f"x.k, x.v, **x.options)), or scales={UNSCALED!r} if they stand for themselves"
+        f"q, k and v are {dtype}, and FP8 elements need scales: pass scales=(q_scale, k_scale, "
+        "v_scale), which flashsim.quantize returns in x.options (run(x.q, x.k, x.v, "
+        f"**x.options)), or scales={UNSCALED!r} if all scales are 1"
     )
 
 
@@ -57,8 +57,8 @@ def refuse(dtype: str, who: str) -> None:
     """Raise `UnsupportedError` if `dtype` is FP8, because `who` takes no scales."""
     if dtype in checks.FP8:
         raise UnsupportedError(
-            f"{who} has no scales, without which {dtype} would stand for other numbers; give "
-            "bfloat16, or call flashsim.run(q, k, v, scales=...)"
+            f"{who} takes no scales, without which {dtype} inputs have no defined values; convert "
+            "to bfloat16, or call flashsim.run(q, k, v, scales=...)"
         )
 
 
@@ -86,18 +86,20 @@ def granularity(
             return block
         if tiling is None:
             raise OptionError(
-                "scales of blocks need scale_block=(query rows, key rows), or a tiling: then a "
-                "tile is a block"
+                "scales per block need scale_block=(query rows, key rows), or a tiling, whose "
+                "tiles are then the blocks"
             )
         return tiling.block_q, tiling.block_k
     else:
         shapes = ", ".join(str(np.shape(scale)) for scale in scales)
         raise ShapeError(
-            "scales of q, k and v must all be () (one a tensor), (batch, heads) (one a head) or "
-            f"(batch, heads, blocks), without the axes that q is without; got {shapes}"
+            "scales of q, k and v must all be () (one per tensor), (batch, heads) (one per head) "
+            f"or (batch, heads, blocks), without the axes that q does not have; got {shapes}"
         )
     if block is not None:
-        raise OptionError(f"scale_block is for scales of blocks; these are one a {kind}")
+        raise OptionError(
+            f"scale_block is for scales per block; these are one per {kind}: leave scale_block out"
+        )
     return kind
 
 

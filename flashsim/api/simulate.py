@@ -66,7 +66,7 @@ class OwnResult(Result):
     def backward(self, *_: Any, **__: Any) -> Any:
         """Raise `UnsupportedError`: your own algorithm has only the passes that you write."""
         raise UnsupportedError(
-            "the backward pass of an algorithm of your own is an algorithm of your own: "
+            "your own algorithm has no automatic backward pass; write one, and run it with "
             "flashsim.simulate(my_backward, q, k, v, inputs={'dO': dout, ...}, outputs=['dQ'])"
         )
 
@@ -130,8 +130,8 @@ def simulate(
     """
     if not callable(algorithm):
         raise DTypeError(
-            f"simulate takes a function of the machine, got {shown(algorithm)}; the built-in "
-            "algorithms run by flashsim.run(q, k, v, algorithm=...)"
+            f"simulate takes a function with one argument, the machine, got {shown(algorithm)}; "
+            "built-in algorithms run through flashsim.run(q, k, v, algorithm=...)"
         )
     name = getattr(algorithm, "__name__", type(algorithm).__name__)[:60]
     one_argument(algorithm, name)
@@ -140,10 +140,12 @@ def simulate(
     for tensor in (*more, *asked):
         if tensor not in NAMES:
             raise OptionError(
-                f"no tensor {shown(tensor)} to give or to ask for; {choices(tensor, NAMES)}"
+                f"no input or output is named {shown(tensor)}; {choices(tensor, NAMES)}"
             )
     if not asked or set(asked) & {"Q", "K", "V", *more}:
-        raise OptionError(f"outputs are what is computed, got {asked} beside inputs {[*more]}")
+        raise OptionError(
+            f"outputs must not contain an input, got outputs {asked} and inputs {[*more]}"
+        )
     problem, arrays, ndim, host = _problem(
         *(q, k, v, more),
         Request(causal, window, softcap, scale, mask, tiling=tiling),
@@ -193,8 +195,8 @@ def _problem(
     require_numpy("simulator", q=prepared.q, k=prepared.k, v=prepared.v)
     if prepared.problem.fp8:
         raise UnsupportedError(
-            f"simulate takes no {prepared.problem.dtype}: the function would have to say what is "
-            "rounded to it; give bfloat16"
+            f"simulate takes no {prepared.problem.dtype}, because the function would have to say "
+            "which values are rounded to it; convert to bfloat16"
         )
     p, ndim = prepared.problem, prepared.ndim
     arrays = {"Q": prepared.q, "K": prepared.k, "V": prepared.v}
@@ -257,8 +259,9 @@ def _check_outsiders(function: Any, name: str, arrays: Mapping[str, Any]) -> Non
                 both = isinstance(item, np.ndarray) and isinstance(array, np.ndarray)
                 if both and np.may_share_memory(item, array):
                     raise MemoryModelError(
-                        f"{name} uses {label}, which is the {which} that was given to simulate: "
-                        "inside the function it lies in machine.hbm; load it with sram.load",
+                        f"{name} uses {label}, which is the {which} that you passed to simulate; "
+                        "inside the function use the copy in machine.hbm, and load it with "
+                        "sram.load",
                         "outside",
                     )
 

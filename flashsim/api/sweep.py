@@ -204,16 +204,16 @@ def sweep(
     checks.one_of("method", method, METHODS)
     if (n_q is None) == (n is None):
         raise OptionError(
-            "sweep() takes the query length as n_q, or as n: one of them, got "
-            f"n_q={shown(n_q)} and n={shown(n)}"
+            f"sweep() takes the query length as n_q or as n, not both, got n_q={shown(n_q)} and "
+            f"n={shown(n)}"
         )
     if path is not None:
         checks.path("path", path)
     checks.flag("progress", progress)
     if executor is not None and not isinstance(executor, Executor):
         raise DTypeError(
-            f"executor must be a concurrent.futures.Executor, got {type(executor).__name__}; a "
-            "Dask client gives one with client.get_executor()"
+            f"executor must be a concurrent.futures.Executor, got {type(executor).__name__}; for "
+            "a Dask client, pass client.get_executor()"
         )
     axes = {
         "algorithm": algorithm,

@@ -201,7 +201,9 @@ def axis(name: str, value: Any) -> list[Any]:
     values = [value] if single else list(islice(value, MOST_POINTS + 1))
     _few_enough(name, len(values))
     if not values:
-        raise OptionError(f"{name} has no values: a sweep over nothing; give one or more")
+        raise OptionError(
+            f"{name} has no values, so the sweep has no points; give one value or more"
+        )
     return [_CHECKS.get(name, _size)(name, item) for item in values]
 
 
@@ -283,7 +285,7 @@ def parse_row(text: Mapping[str, str]) -> Row:
     status = str(row["status"])
     if status == "ok":
         if lacks := [name for name in FIGURES if row[name] is None]:
-            raise ValueError(f"it is ok, but has no {', '.join(lacks)}")
+            raise ValueError(f"its status is ok, but it has no {', '.join(lacks)}")
     elif status.partition(":")[0] not in _FAILURES:
         raise ValueError(f"status {status[:40]!r} is neither ok nor an error's name and text")
     return row

@@ -20,57 +20,84 @@ from flashsim.version import __version__
 _Entries = dict[str, tuple[str, "str | _Entries"]]
 
 COMMANDS: _Entries = {
-    "run": ("Run attention tile by tile and show what it moves.", "attention.run"),
-    "compare": ("Run several algorithms on the same tensors, side by side.", "attention.compare"),
-    "count": ("Count what a run would move, by formula: any size.", "attention.count"),
-    "sweep": ("Count every combination of lists of values.", "attention.sweep"),
+    "run": ("Run attention tile by tile and show the bytes it moves.", "attention.run"),
+    "compare": (
+        "Compare algorithms side by side: bytes, FLOPs, on-chip memory.",
+        "attention.compare",
+    ),
+    "count": ("Count the bytes and FLOPs of attention by formula, at any size.", "attention.count"),
+    "sweep": ("Count many sizes, tiles and GPUs into one table.", "attention.sweep"),
     "plot": ("Draw one plot: PNG, SVG or PDF.", "pictures.plot"),
     "animate": ("Animate one trace, or two side by side: GIF, MP4 or HTML.", "pictures.animate"),
     "page": ("Write an HTML page that plays one trace, or two.", "pictures.page"),
     "lab": ("Write an HTML page of sliders that counts any problem.", "pictures.lab"),
     "trace": (
-        "Look into saved traces.",
+        "Show or convert saved traces.",
         {
-            "show": ("Show what a saved trace holds.", "traces.show"),
+            "show": ("Show the contents of a saved trace.", "traces.show"),
             "perfetto": ("Convert a trace for https://ui.perfetto.dev.", "traces.perfetto"),
         },
     ),
-    "roofline": ("Compare intensity with a GPU's ridge points.", "predictions.roofline"),
-    "predict": ("Predict how long our GPU kernels take. Needs no GPU.", "predictions.predict"),
-    "verify": ("Compare predictions with hardware counters.", "predictions.verify"),
-    "watch": ("Count the attention calls of a PyTorch program.", "watch.watch"),
-    "xray": ("Infer the tiles of a program's kernels from counters.", "xray.xray"),
-    "kernel": ("Run your Triton kernel on a CPU: right? what does it move?", "kernels.kernel"),
+    "roofline": (
+        "Tell whether memory or arithmetic limits attention on a GPU.",
+        "predictions.roofline",
+    ),
+    "predict": ("Predict the time of flashsim's GPU kernels. Needs no GPU.", "predictions.predict"),
+    "verify": ("Compare predicted bytes with a GPU's hardware counters.", "predictions.verify"),
+    "watch": ("Run a PyTorch program and count its attention calls.", "watch.watch"),
+    "xray": ("Find the tile sizes of a program's kernels from GPU counters.", "xray.xray"),
+    "kernel": (
+        "Check your Triton or Pallas kernel on a CPU, and count its bytes.",
+        "kernels.kernel",
+    ),
     "exercise": (
-        "A course of exercises, graded by bytes.",
+        "Exercises that are graded by results and bytes moved.",
         {
             "list": ("List the exercises, in the order of the course.", "exercises.listed"),
-            "start": ("Write the file to fill in: task and skeleton.", "exercises.start"),
-            "hint": ("Show a hint: 1 is small, the last is nearly all.", "exercises.hint"),
-            "grade": ("Grade a solution, in words and points of 100.", "exercises.grade"),
+            "start": ("Write a file with the task and a skeleton to fill in.", "exercises.start"),
+            "hint": ("Show a hint; later hints tell more.", "exercises.hint"),
+            "grade": ("Grade a solution: points out of 100, with reasons.", "exercises.grade"),
             "reveal": ("Print a reference solution.", "exercises.reveal"),
-            "check": ("Check an exercise of your own.", "exercises.check"),
-            "predict": ("Guess how many bytes move, then see.", "exercises.predict"),
+            "check": ("Check an exercise that you wrote.", "exercises.check"),
+            "predict": ("Guess how many bytes move, then see the answer.", "exercises.predict"),
         },
     ),
     "study": (
-        "Studies: step by step, on chip, on many GPUs, of papers.",
+        "More studies: walkthroughs, rounding, tile sizes, many GPUs, papers.",
         {
             "demo": ("Run a real model's tensors and check the output.", "studies.demo"),
             "walkthrough": ("Follow small numbers step by step.", "studies.walkthrough"),
-            "ladder": ("From a naive softmax to FlashAttention, by rungs.", "studies.ladder"),
-            "softmax-matmul": ("softmax(X) V, as one kernel and as two.", "studies.softmax_matmul"),
-            "precision": ("What each rounding costs, against float64.", "studies.precision"),
-            "banks": ("Bank conflicts of a tile's layouts.", "studies.banks"),
-            "blocks": ("Tile sizes: bytes, occupancy and predicted time.", "studies.blocks"),
-            "when": ("When does FlashAttention win? Times over N.", "studies.when"),
-            "versions": ("FlashAttention-1, -2 and -3 beside standard.", "studies.versions"),
+            "ladder": (
+                "Go from a naive softmax to FlashAttention, step by step.",
+                "studies.ladder",
+            ),
+            "softmax-matmul": (
+                "Count the bytes of softmax(X) V, as one kernel and as two.",
+                "studies.softmax_matmul",
+            ),
+            "precision": (
+                "Measure the error that each rounding adds, against float64.",
+                "studies.precision",
+            ),
+            "banks": ("Count shared-memory bank conflicts of tile layouts.", "studies.banks"),
+            "blocks": (
+                "Compare tile sizes: bytes, occupancy and predicted time.",
+                "studies.blocks",
+            ),
+            "when": ("Find the length from which FlashAttention is faster.", "studies.when"),
+            "versions": (
+                "Compare FlashAttention-1, -2 and -3 with standard attention.",
+                "studies.versions",
+            ),
             "dram": ("Predict DRAM bytes with a model of the L2 cache.", "predictions.dram"),
-            "ring": ("Attention spread over several GPUs.", "ring.ring"),
+            "ring": ("Count attention that is spread over several GPUs.", "ring.ring"),
             "devices": ("List the GPUs, with the source of each figure.", "studies.devices"),
-            "calibrate": ("Measure what each unit of this GPU does.", "predictions.calibrate"),
+            "calibrate": ("Measure the speed of each unit of this GPU.", "predictions.calibrate"),
             "reproduce": ("Recompute published numbers.", "studies.reproduce"),
-            "claims": ("Recompute statements of well-known texts.", "studies.claims"),
+            "claims": (
+                "Check statements of well-known texts by recomputing them.",
+                "studies.claims",
+            ),
             "warm": ("Compile the CPU engine ahead of time.", "studies.warm"),
         },
     ),
@@ -97,15 +124,19 @@ def _moved(old: str, new: str) -> None:
     )
 
 
+#: The groups of options in a command's help, in this order; options of no group come first.
+PANELS = ("Sizes", "Mask and scores", "How", "L2 cache", "Output")
+
+
 class _Command(TyperCommand):
-    """A command whose help shows no value for flags, since they take none."""
+    """A command whose help has its groups in the order of PANELS, and no value for flags."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)
         for option in params:
             if getattr(option, "is_flag", False):
                 option.metavar = ""
-        return params
+        return sorted(params, key=_place)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for option in self.params for name in option.opts}
@@ -122,6 +153,12 @@ class _Command(TyperCommand):
             else:
                 words.append(word)
         return super().parse_args(ctx, words)
+
+
+def _place(parameter: Any) -> int:
+    """The place of a parameter's group in PANELS; arguments and options of no group: -1."""
+    panel = getattr(parameter, "rich_help_panel", None)
+    return PANELS.index(panel) if panel in PANELS else -1
 
 
 class _Group(TyperGroup):

@@ -26,7 +26,9 @@ from flashsim.report import beside
 from flashsim.schedule import plans
 from flashsim.trace.trace import Trace
 
-_SCALE = opt.option(None, "Factor on Q K^T. Default: 1 / sqrt(head_dim).", panel="Mask and scores")
+_SCALE = opt.option(
+    None, "Factor that multiplies Q K^T. Default: 1 / sqrt(head_dim).", panel="Mask and scores"
+)
 
 
 def run(
@@ -37,18 +39,22 @@ def run(
     form: opt.Format,
     decoding: opt.Decoding,
     scaling: opt.Scaling,
-    rotate: bool = opt.option(False, "FP8: a Hadamard rotation before scaling.", panel="Sizes"),
+    rotate: bool = opt.option(
+        False, "FP8 only: rotate Q and K (Hadamard) before scaling.", panel="Sizes"
+    ),
     scale: float | None = _SCALE,
     algorithm: opt.Algorithm = "flash2",
     backend: opt.Backend = "simulator",
     save: Path | None = opt.option(
-        None, "Save the trace (.npz); a backward trace as NAME-backward.npz.", panel=opt.OUTPUT
+        None,
+        "Save the trace in this .npz file, and a backward trace in NAME-backward.npz.",
+        panel=opt.OUTPUT,
     ),
     out: Path | None = opt.option(
         None, "Write out and lse (and dq, dk, dv) to this .npz file.", "-o", panel=opt.OUTPUT
     ),
 ) -> None:
-    """Run attention tile by tile and show what it moved."""
+    """Run attention tile by tile and show the bytes that it moved."""
     _ready_apart(save, out, how.backward)
     wide = {} if scaling.scales is None else {"dtype": "float32"}
     arrays = values.arrays(sizes, tensors, decoding.shared_prefix, **wide)
@@ -99,14 +105,16 @@ def compare(
 ) -> Tables:
     """Compare algorithms side by side, by formula or (--execute) on tensors.
 
-    All get one tiling, so that the algorithm is what differs: 64x64, or the largest of 64x32,
+    All use one tiling, so that only the algorithm differs: 64x64, or the largest of 64x32,
     32x32, ... that fits all of them. With --tiling fit each gets its own.
     """
     for name in algorithm:
         plans.check_algorithm(name)
     if not (execute or tensors.input is not None or tensors.demo_data is not None):
         opt.refuse_unused(
-            typed, "counting, which needs no tensors: give --execute", never=["seed", "scale"]
+            typed,
+            "counting by formula, which draws no tensors (--execute does)",
+            never=["seed", "scale"],
         )
         return _counted_apart(sizes, scores, how, decoding, algorithm)
     arrays = values.arrays(sizes, tensors, decoding.shared_prefix)
@@ -165,7 +173,7 @@ def count(
     sizes: opt.Sizes = opt.HEAD,
     algorithm: opt.Algorithm = "flash2",
 ) -> Tables:
-    """Count by formula what a run would move: no tensors, any size."""
+    """Count the bytes and FLOPs of attention by formula: no tensors, any size."""
     problem = replace(decoding.posed(values.problem(sizes, scores)), scales=scaling.kind())
     tiles = values.tilings(how, problem, [algorithm])
     wanted = list(zip(("forward", "backward"), tiles, strict=True))[: 1 + how.backward]
@@ -188,30 +196,49 @@ def count(
 
 
 def sweep(
-    n_q: list[int] = opt.option(opt.REQUIRED, "Queries and keys, e.g. 1024,2048,4096.", "-n"),
-    head_dim: list[int] = opt.option("64", "Width of a row of Q and K.", "-d"),
-    batch: list[int] = opt.option("1", "Batch size.", "-b"),
-    heads: list[int] = opt.option("1", "Query heads.", "-h"),
-    kv_heads: list[int] | None = opt.option(None, "Key heads. Default: as many as query heads."),
-    dtype: list[str] = opt.option("float32", f"One or several of {', '.join(DTYPES)}."),
+    n_q: list[int] = opt.option(
+        opt.REQUIRED, "Numbers of queries and keys, e.g. 1024,2048,4096.", "-n"
+    ),
+    head_dim: list[int] = opt.option("64", "Widths of a row of Q and K, e.g. 64,128.", "-d"),
+    batch: list[int] = opt.option("1", "Batch sizes.", "-b"),
+    heads: list[int] = opt.option("1", "Numbers of query heads.", "-h"),
+    kv_heads: list[int] | None = opt.option(
+        None, "Numbers of KV heads. Default: as many as query heads."
+    ),
+    dtype: list[str] = opt.option(
+        "float32", f"Element types, separated by commas: {', '.join(DTYPES)}."
+    ),
     causal: bool = opt.option(False, "Causal mask; short for --mask causal."),
     mask: list[bool] = opt.option(
-        "full", "full, causal or full,causal.", read=opt.each(values.parse_mask)
+        "full", "Masks: full, causal, or both as full,causal.", read=opt.each(values.parse_mask)
     ),
     window: list[tuple[int, int] | None] = opt.option(
-        "none", "LEFT:RIGHT keys that each query sees, or none.", read=opt.each(values.parse_window)
+        "none",
+        "Sliding windows, LEFT:RIGHT keys that each query sees, or none.",
+        read=opt.each(values.parse_window),
     ),
     algorithm: list[str] = opt.algorithms("flash2"),
-    direction: list[str] = opt.option("forward", "Which pass: forward, backward or both."),
+    direction: list[str] = opt.option("forward", "Pass: forward, backward or both."),
     tiling: list[Any] = opt.option(
-        "fit", "E.g. 64x64,128x64,fit,fa2-forward.", "-t", opt.each(values.parse_tiling)
+        "fit", "Tile sizes, e.g. 64x64,128x64,fit,fa2-forward.", "-t", opt.each(values.parse_tiling)
     ),
-    device: list[str] = opt.option("H100", "GPUs of `flashsim study devices`."),
-    sram: list[int] | None = opt.option(None, "Bytes on chip, instead of the device's."),
-    method: str = opt.option("count", "count (by formula) or run (simulate)."),
-    workers: int = opt.option(0, "Processes, at most one per point; 0: this one.", min=0, max=256),
+    device: list[str] = opt.option(
+        "H100", "GPUs to simulate; `flashsim study devices` lists them."
+    ),
+    sram: list[int] | None = opt.option(
+        None, "On-chip memory per thread block in bytes. Default: that of --device."
+    ),
+    method: str = opt.option(
+        "count", "How each point is counted: count (by formula) or run (simulated)."
+    ),
+    workers: int = opt.option(
+        0, "Number of worker processes; 0 runs everything in this process.", min=0, max=256
+    ),
     out: Path | None = opt.option(
-        None, "CSV file that rows go to as they come; a sweep that was stopped resumes.", "-o"
+        None,
+        "CSV file to which each row is written when it is ready; a stopped sweep continues "
+        "from it.",
+        "-o",
     ),
 ) -> Tables:
     """Count, or simulate, every combination of values; an option takes several, with commas."""

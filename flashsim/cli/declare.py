@@ -68,7 +68,7 @@ def in_bundle(default: Any, help: str, short: str = "") -> Any:
 
 @dataclass(frozen=True)
 class Format:
-    """Tables for people, or one format for programs."""
+    """The output's format: tables for people, or JSON or CSV for programs."""
 
     panel = OUTPUT
     json: bool = in_bundle(False, "Print JSON instead of tables.")
@@ -76,7 +76,7 @@ class Format:
 
     def __post_init__(self) -> None:
         if self.json and self.csv:
-            raise OptionError("--json and --csv are two formats; give one of them")
+            raise OptionError("--json and --csv are different formats; give only one of them")
 
 
 def flag(name: str) -> str:
@@ -219,4 +219,4 @@ def refuse_unused(
     idle = [n for n in written(typed) if n in never or (only is not None and n not in only)]
     if idle:
         them = "it" if len(idle) == 1 else "them"
-        raise OptionError(f"{', '.join(map(flag, idle))}: not for {where}; leave {them} out")
+        raise OptionError(f"{', '.join(map(flag, idle))}: no effect with {where}; leave {them} out")

@@ -54,7 +54,7 @@ def listed() -> Tables:
 def start(
     name: _Name,
     out: Path | None = opt.option(None, "File to write. Default: NAME.py, here.", "-o"),
-    force: bool = opt.option(False, "Overwrite a file that is there."),
+    force: bool = opt.option(False, "Overwrite an existing file."),
 ) -> None:
     """Write the file to fill in: the statement, and a skeleton."""
     exercise = shelf.find(name)
@@ -62,7 +62,7 @@ def start(
     points, said = checking.reference(exercise) if isinstance(exercise, Exercise) else (100, "")
     if said:
         raise OptionError(
-            f"{name} cannot be solved: its own reference gets {points or 0} points; {said}"
+            f"{name} cannot be solved: its own reference solution gets {points or 0} points; {said}"
         )
     path = out or Path(f"{exercise.name.replace('-', '_')}.py")
     _write(exercise.file_text, path, force=force)
@@ -71,9 +71,9 @@ def start(
 
 def hint(
     name: _Name,
-    number: int = opt.option(1, "Number of the hint.", min=1),
+    number: int = opt.option(1, "Which hint to show, counted from 1.", min=1),
 ) -> None:
-    """Show a hint: 1 is a nudge, the last nearly everything."""
+    """Show a hint; later hints tell more, and the last one nearly everything."""
     hints = shelf.find(name).hints
     if number > len(hints):
         raise OptionError(f"{name} has {len(hints)} hints, got --number {number}")
@@ -83,13 +83,13 @@ def hint(
 def reveal(
     name: _Name,
     out: Path | None = opt.option(None, "File to write. Default: the solution is printed.", "-o"),
-    force: bool = opt.option(False, "Overwrite a file that is there."),
+    force: bool = opt.option(False, "Overwrite an existing file."),
 ) -> None:
     """Print or write a reference solution, which gets every point."""
     exercise = shelf.find(name)
     if not exercise.revealed:
         raise OptionError(
-            f"the lecturer of {exercise.name} keeps its solution; `{_hint(exercise)}` helps"
+            f"the solution of {exercise.name} is not published; `{_hint(exercise)}` helps"
         )
     text = f"# flashsim exercise: {exercise.name}\n\n{exercise.solution_source}"
     if out is None:
@@ -123,7 +123,7 @@ def _asked(what: str, option: str) -> int:
         line = "" if sys.stdin is None else sys.stdin.readline()
         if not line:
             typer.echo()
-            raise OptionError(f"nobody answers here: stdin is closed; give {option}")
+            raise OptionError(f"cannot ask for an answer, because stdin is closed; give {option}")
         try:
             return _number("the answer", line.strip())
         except OptionError as error:
@@ -138,9 +138,13 @@ def predict(
         None,
         help="A name from `flashsim exercise list`, or a .py file. Without it: your own shape.",
     ),
-    algorithm: str = opt.option("flash2", "Without a name: what is counted.", "-a"),
-    loaded: int | None = opt.option(None, "Your bytes. Default: you are asked.", read=_number),
-    stored: int | None = opt.option(None, "Your bytes. Default: you are asked.", read=_number),
+    algorithm: str = opt.option("flash2", "Without a name: the algorithm that is counted.", "-a"),
+    loaded: int | None = opt.option(
+        None, "Your guess in bytes. Default: the command asks you.", read=_number
+    ),
+    stored: int | None = opt.option(
+        None, "Your guess in bytes. Default: the command asks you.", read=_number
+    ),
     plot: opt.Plot = None,
     *,
     typed: typer.Context,
@@ -154,7 +158,7 @@ def predict(
         _predict_shape(sizes, mask, how, algorithm, (loaded, stored), plot)
         return
     opt.refuse_unused(
-        typed, "an exercise, which has its shape", only=("name", "loaded", "stored", "plot")
+        typed, "an exercise, which sets the shape", only=("name", "loaded", "stored", "plot")
     )
     exercise = shelf.get(name)
     typer.echo(f"{textwrap.dedent(exercise.statement).strip()}\n\n{exercise.sizes}\n")
@@ -186,7 +190,7 @@ def _predict_shape(
 
 
 def _judge(name: str, said: tuple[int | None, int | None], counted: Trace | Traffic) -> None:
-    """Ask for what was not said, and show it beside what was measured or counted."""
+    """Ask for the guesses that are missing, and show them next to the right answers."""
     options = ("loaded", "--loaded"), ("stored", "--stored")
     guesses = [
         _asked(f"bytes {what}", option) if guess is None else guess
@@ -206,25 +210,33 @@ def _judge(name: str, said: tuple[int | None, int | None], counted: Trace | Traf
 
 def grade(
     file: Annotated[
-        Path, typer.Argument(help="What `flashsim exercise start` wrote, filled in; or a folder.")
+        Path,
+        typer.Argument(
+            help="The solved file that `flashsim exercise start` wrote; or a folder of such files."
+        ),
     ],
-    exercise: str | None = opt.option(None, "A name or a .py file. Default: what the file says."),
+    exercise: str | None = opt.option(
+        None, "The exercise: a name or a .py file. Default: the one that the file names."
+    ),
     form: opt.Format = opt.Format(),
-    gradescope: Path | None = opt.option(None, "Also write a results.json as Gradescope reads it."),
+    gradescope: Path | None = opt.option(
+        None, "Also write the marks to this file in Gradescope's format (results.json)."
+    ),
     plot: opt.Plot = None,
-    save: Path | None = opt.option(None, "Save the trace (.npz)."),
+    save: Path | None = opt.option(None, "Save the trace of the solution's transfers (.npz)."),
     timeout: float | None = opt.option(
         None,
-        f"Seconds that a file may take. Default: {submissions.LIMIT:g}; kernels: {LIMIT:g}.",
+        f"Time limit per file in seconds. Default: {submissions.LIMIT:g}; kernels: {LIMIT:g}.",
         min=0.1,
     ),
     memory: int | None = opt.option(
         None,
-        f"MiB that a file may take (Linux). Default: {submissions.MEMORY:,}; kernels: {MEMORY:,}.",
+        f"Memory limit per file in MiB (Linux only). Default: {submissions.MEMORY:,}; "
+        f"kernels: {MEMORY:,}.",
         min=1,
     ),
     jobs: int | None = opt.option(
-        None, "Files of a folder that run at a time. Default: one per CPU.", min=1
+        None, "Number of a folder's files to grade at a time. Default: one per CPU.", min=1
     ),
 ) -> None:
     """Grade a solution by results, on-chip memory and bytes; or every .py file in a folder."""
@@ -325,7 +337,7 @@ def _class(folder: Path, graded: list[tuple[Path, Marks]]) -> tuple[list[Table],
 
 def _write(text: str, path: Path, *, force: bool) -> None:
     if path.exists() and not force:
-        raise OptionError(f"{str(path)!r} is there already; --force overwrites it")
+        raise OptionError(f"{str(path)!r} already exists; --force overwrites it")
     ready(path, (".py",))
     with beside(path) as part:
         part.write_text(text, encoding="utf-8")

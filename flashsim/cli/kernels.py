@@ -1,4 +1,4 @@
-"""The `flashsim kernel` command: run a reader's Triton or Pallas file; what do its kernels do?"""
+"""The `flashsim kernel` command: run a user's Triton or Pallas file, and report on its kernels."""
 
 from __future__ import annotations
 
@@ -31,32 +31,49 @@ def kernel(
     form: opt.Format,
     target: Annotated[
         str,
-        typer.Argument(help="FILE.py:function that launches kernels, or FILE.py, a program."),
+        typer.Argument(
+            help="FILE.py:function, a function that launches kernels; or FILE.py, a program."
+        ),
     ],
-    n_q: int = opt.option(256, "Queries.", "-n"),
-    n_kv: int | None = opt.option(None, "Keys. Default: as many as queries."),
+    n_q: int = opt.option(256, "Number of queries.", "-n"),
+    n_kv: int | None = opt.option(None, "Number of keys. Default: as many as queries."),
     head_dim: int = opt.option(64, "Width of a row of Q and K.", "-d"),
     batch: int = opt.option(1, "Batch size.", "-b"),
-    heads: int = opt.option(2, "Query heads.", "-h"),
-    kv_heads: int | None = opt.option(None, "Key heads. Default: as many as query heads."),
+    heads: int = opt.option(2, "Number of query heads.", "-h"),
+    kv_heads: int | None = opt.option(None, "Number of KV heads. Default: as many as query heads."),
     dtype: str = opt.option("float32", "Element type of the inputs."),
     causal: opt.Causal = False,
-    ndim: int | None = opt.option(None, "Axes of q: 2, 3 or 4. Default: as the file says."),
+    ndim: int | None = opt.option(
+        None, "Number of axes of q: 2, 3 or 4. Default: as the file says."
+    ),
     set_: list[str] | None = typer.Option(
-        None, "--set", help="NAME=VALUE for other parameters; 64x200 is a random array."
+        None,
+        "--set",
+        help="Set another parameter, NAME=VALUE; a VALUE such as 64x200 is a random array of that "
+        "shape.",
     ),
     name: list[str] | None = typer.Option(
-        None, "--name", help="PARAMETER=NAME: a kernel's tensor by the papers' name (a_ptr=K)."
+        None,
+        "--name",
+        help="PARAMETER=NAME: which attention tensor a kernel's parameter is, e.g. a_ptr=K.",
     ),
-    reference: str | None = opt.option(None, "A function of FILE.py to compare results with."),
-    config: int | None = opt.option(None, "Number of the configuration of autotuned kernels."),
-    model: str | None = opt.option(None, "Pallas: gpu or tpu, the hardware that moves the bytes."),
+    reference: str | None = opt.option(
+        None, "Function in FILE.py whose results the kernel's are compared with."
+    ),
+    config: int | None = opt.option(
+        None, "Which configuration of autotuned kernels to run, counted from 0."
+    ),
+    model: str | None = opt.option(
+        None, "Pallas only: the hardware whose data movement is counted, gpu or tpu."
+    ),
     device: opt.Device = "H100",
-    seed: int = opt.option(0, "Seed of the random inputs."),
-    out: Path | None = opt.option(None, "Folder for a page and a picture of the kernel."),
-    all_: bool = typer.Option(False, "--all", help="Print every line of the answer."),
+    seed: int = opt.option(0, "Seed for drawing the random inputs."),
+    out: Path | None = opt.option(
+        None, "Folder to which a page and a plot of the kernel are written."
+    ),
+    all_: bool = typer.Option(False, "--all", help="Print the whole report."),
 ) -> None:
-    """Run a Triton or Pallas kernel on the CPU: is it right, and what does it move, by line?
+    """Check a Triton or Pallas kernel on the CPU, and count the bytes that each line moves.
 
     The function gets random arrays for parameters such as q, k and v. Without a function, a Triton
     file runs as a program. Needs Triton or JAX, and no GPU. FILE.py runs with your rights, as any
@@ -193,11 +210,12 @@ def _call(
     """Return a function without arguments that calls the reader's, and whether it is attention."""
     if hasattr(called, "run") and hasattr(called, "arg_names"):
         raise OptionError(
-            f"{name} is a kernel itself; name a function that launches it: it knows the grid and "
-            "the strides (or use flashsim.triton.trace(kernel, grid, ...) in Python)"
+            f"{name} is itself a kernel; name a function that launches it, since that function "
+            "sets the grid and the strides (or use flashsim.triton.trace(kernel, grid, ...) in "
+            "Python)"
         )
     if not callable(called):
-        raise OptionError(f"{name} is {shown(called)}, which is no function")
+        raise OptionError(f"{name} is {shown(called)}, which is not a function")
     from flashsim.own_kernels.names import paper_name
 
     parameters = inspect.signature(called).parameters
@@ -226,8 +244,8 @@ def _call(
             attention = True
         else:
             raise OptionError(
-                f"{name} has a parameter {parameter!r} that is no tensor of attention by its name; "
-                f"give it by --set {parameter}=VALUE (64x200 is a random array)"
+                f"{name} has a parameter {parameter!r} whose name is not that of an attention "
+                f"tensor; give it by --set {parameter}=VALUE (64x200 is a random array)"
             )
     for other in settings:
         if other not in parameters:
@@ -245,7 +263,7 @@ class _Arrays:
         if axes not in (2, 3, 4):
             raise OptionError(f"ndim must be 2, 3 or 4, got {axes}")
         if axes == 2 and p.batch * p.heads > 1:
-            raise OptionError("q has two axes, and so one head: give --batch 1 --heads 1")
+            raise OptionError("q has two axes, so there is only one head: give --batch 1 --heads 1")
         self._p, self._axes, self._library = p, axes, library
         self._inputs = random_inputs(p, seed)
         self._more: dict[str, np.ndarray] = {}

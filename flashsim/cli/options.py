@@ -38,10 +38,10 @@ class Lengths:
     """Sizes of one head."""
 
     panel = _SIZES
-    n_q: int | None = in_bundle(None, "Queries.", "-n")
-    n_kv: int | None = in_bundle(None, "Keys. Default: as many as queries.")
-    head_dim: int | None = in_bundle(None, "Width of a row of Q and K.", "-d")
-    dtype: str | None = in_bundle(None, f"One of {', '.join(DTYPES)}.")
+    n_q: int | None = in_bundle(None, "Number of queries.", "-n")
+    n_kv: int | None = in_bundle(None, "Number of keys. Default: as many as queries.")
+    head_dim: int | None = in_bundle(None, "Width of a row of Q and K (head dimension).", "-d")
+    dtype: str | None = in_bundle(None, f"Element type of Q, K and V: {', '.join(DTYPES)}.")
 
     def given(self) -> dict[str, Any]:
         """The sizes that are not None, by the names of `Problem`."""
@@ -52,10 +52,10 @@ class Lengths:
 class Sizes(Lengths):
     """Sizes of a problem."""
 
-    head_dim_v: int | None = in_bundle(None, "Width of a row of V. Default: as Q.")
+    head_dim_v: int | None = in_bundle(None, "Width of a row of V. Default: that of Q.")
     batch: int | None = in_bundle(None, "Batch size.", "-b")
-    heads: int | None = in_bundle(None, "Query heads.", "-h")
-    kv_heads: int | None = in_bundle(None, "Key heads. Default: as many as query heads.")
+    heads: int | None = in_bundle(None, "Number of query heads.", "-h")
+    kv_heads: int | None = in_bundle(None, "Number of KV heads. Default: as many as query heads.")
 
 
 HEAD = Sizes(n_q=4096, head_dim=64, batch=1, heads=1, dtype="float32")
@@ -69,7 +69,9 @@ class Scaling:
 
     panel = _SIZES
     scales: str | None = in_bundle(
-        None, "FP8: one scale per tensor, head or block (QUERIESxKEYS, e.g. 128x128)."
+        None,
+        "FP8 only: one scale per tensor, per head or per block (give tensor, head, or "
+        "QUERIESxKEYS such as 128x128).",
     )
 
     def kind(self) -> str | tuple[int, int] | None:
@@ -85,12 +87,12 @@ class Tensors:
     """The numbers on which a command runs."""
 
     panel = _SIZES
-    seed: int = in_bundle(0, "Seed of the random tensors.")
+    seed: int = in_bundle(0, "Seed for drawing random tensors.")
     input: Path | None = in_bundle(
-        None, "An .npz file with arrays q, k, v (and dout), instead of random tensors."
+        None, "Read arrays q, k, v (and dout) from this .npz file instead of drawing random ones."
     )
     demo_data: str | None = in_bundle(
-        None, f"Bundled tensors of a real model: {' or '.join(SAMPLES)}."
+        None, f"Use tensors of a real model that come with flashsim: {' or '.join(SAMPLES)}."
     )
 
 
@@ -99,25 +101,32 @@ class Mask:
     """The keys that each query sees."""
 
     panel = _MASK
-    causal: bool = in_bundle(False, "Causal mask: key k <= query + n_kv - n_q.")
-    window: str | None = in_bundle(None, "LEFT:RIGHT keys that each query sees; -1 is unlimited.")
+    causal: bool = in_bundle(False, "Causal mask: query q sees keys k <= q + n_kv - n_q.")
+    window: str | None = in_bundle(
+        None,
+        "Sliding window, LEFT:RIGHT: how many keys each query sees on either side; -1 is "
+        "unlimited.",
+    )
 
 
 @dataclass(frozen=True)
 class Scores(Mask):
     """A mask, and the operations on scores."""
 
-    softcap: float = in_bundle(0.0, "Soft cap c: scores become c tanh(s / c); 0 turns it off.")
+    softcap: float = in_bundle(
+        0.0, "Soft cap c: each score s becomes c tanh(s / c); 0 turns it off."
+    )
 
 
 # -- how it is run --------------------------------------------------------------------------------
 
 
 _TILE = (
-    "QUERIESxKEYS, e.g. 128x64; fit: an algorithm's own, with the fewest bytes; same: one for all "
-    f"of them; or a kernel's: {', '.join(PRESETS)}."
+    "Tile size: QUERIESxKEYS, e.g. 128x64; fit: per algorithm, the tile that moves the fewest "
+    "bytes; same: one tile that fits all algorithms; or a real kernel's tile: "
+    f"{', '.join(PRESETS)}."
 )
-_GPU = "A GPU of `flashsim study devices`."
+_GPU = "The GPU to simulate; `flashsim study devices` lists them."
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,7 @@ class One:
     """One pass, forward or backward."""
 
     panel = _HOW
-    direction: str = in_bundle("forward", "Which pass: forward or backward.")
+    direction: str = in_bundle("forward", "Pass: forward or backward.")
     tiling: str = in_bundle("fit", _TILE, "-t")
     device: str = in_bundle("H100", _GPU)
 
@@ -152,9 +161,9 @@ class Passes:
     """The forward pass, and the backward pass if requested."""
 
     panel = _HOW
-    backward: bool = in_bundle(False, "The backward pass as well.")
-    tiling: str = in_bundle("fit", f"{_TILE} Forward pass.", "-t")
-    backward_tiling: str = in_bundle("fit", "The same for the backward pass.")
+    backward: bool = in_bundle(False, "Also the backward pass.")
+    tiling: str = in_bundle("fit", f"{_TILE} For the forward pass.", "-t")
+    backward_tiling: str = in_bundle("fit", "Tile size of the backward pass, given like --tiling.")
     device: str = in_bundle("H100", _GPU)
 
 
@@ -162,8 +171,12 @@ class Passes:
 class Simulated(Passes):
     """Passes on a device whose on-chip capacity can be changed."""
 
-    sram: int | None = in_bundle(None, "Bytes on chip, instead of the device's.")
-    key_order: str = in_bundle("ascending", "Order of key tiles: ascending or descending.")
+    sram: int | None = in_bundle(
+        None, "On-chip memory per thread block in bytes. Default: that of --device."
+    )
+    key_order: str = in_bundle(
+        "ascending", "Order in which key tiles are processed: ascending or descending."
+    )
 
 
 @dataclass(frozen=True)
@@ -171,8 +184,12 @@ class Parts:
     """The number of parts into which flash-decode divides the keys, and the keys' layout."""
 
     panel = _HOW
-    splits: str | None = in_bundle(None, "flash-decode: parts of the keys; a number, auto or fa3.")
-    page_size: int | None = in_bundle(None, "flash-decode: keys per page of the cache.")
+    splits: str | None = in_bundle(
+        None,
+        "flash-decode only: into how many parts the keys are split: a number, auto, or fa3 "
+        "(FlashAttention-3's rule).",
+    )
+    page_size: int | None = in_bundle(None, "flash-decode only: keys per page of a paged KV cache.")
 
     def options(self) -> dict[str, Any]:
         """The options that were set for dividing the keys, in the library's form."""
@@ -185,9 +202,16 @@ class Parts:
 class Decoding(Parts):
     """Options for how flash-decode reads the cache."""
 
-    no_pack_gqa: bool = in_bundle(False, "flash-decode: grouped query heads do not share a tile.")
-    shared_prefix: int | None = in_bundle(None, "flash-decode: keys that all entries begin with.")
-    latent: bool = in_bundle(False, "flash-decode: V is the first head_dim_v columns of K (MLA).")
+    no_pack_gqa: bool = in_bundle(
+        False, "flash-decode only: query heads that share a KV head do not share a tile."
+    )
+    shared_prefix: int | None = in_bundle(
+        None, "flash-decode only: how many first keys all batch entries share."
+    )
+    latent: bool = in_bundle(
+        False,
+        "flash-decode only: latent attention (MLA), where V is the first head_dim_v columns of K.",
+    )
 
     def posed(self, problem: Problem) -> Problem:
         """The problem with the cache layout of these options."""
@@ -206,12 +230,26 @@ class L2:
     """Settings of the L2 cache model."""
 
     panel = _L2
-    launch: str = in_bundle("head-first", f"Order of thread blocks: {', '.join(ORDERS)}.")
-    walk: str = in_bundle("straight", f"Order of a block's tile pairs: {', '.join(WALKS)}.")
-    blocks_per_sm: int | None = in_bundle(None, "Thread blocks per SM. Default: as many as fit.")
-    partitions: int | None = in_bundle(None, "1 or 2. Default: the device's.")
-    jitter: float = in_bundle(L2Model.jitter * 1e6, "Variation of a tile pair's time, in µs.")
-    warm: bool = in_bundle(False, "A stage begins with the L2 contents of the stage before.")
+    launch: str = in_bundle(
+        "head-first", f"Order in which thread blocks start: {', '.join(ORDERS)}."
+    )
+    walk: str = in_bundle(
+        "straight", f"Order in which a block processes its tile pairs: {', '.join(WALKS)}."
+    )
+    blocks_per_sm: int | None = in_bundle(
+        None, "Thread blocks per SM at a time. Default: as many as fit."
+    )
+    partitions: int | None = in_bundle(
+        None, "Partitions of the L2 cache, 1 or 2. Default: those of --device."
+    )
+    jitter: float = in_bundle(
+        L2Model.jitter * 1e6, "Random variation of the time per tile pair, in µs."
+    )
+    warm: bool = in_bundle(
+        False,
+        "Start each kernel with the L2 contents that the kernel before it left. Default: an "
+        "empty L2.",
+    )
 
     def model(self) -> L2Model:
         """These settings as an `L2Model`."""
@@ -227,8 +265,9 @@ Algorithm = Annotated[
     typer.Option(
         "--algorithm",
         "-a",
-        help=f"{', '.join(ALGORITHMS)}. Backward, flash2 runs three passes; flash2-fused is the "
-        "one-pass form of FlashAttention-2's authors (dQ by atomics).",
+        help=f"Algorithm: {', '.join(ALGORITHMS)}. In the backward pass flash2 runs three kernels "
+        "without atomics, and flash2-fused one kernel that adds dQ by atomics, as "
+        "FlashAttention-2's authors do.",
         rich_help_panel=_HOW,
     ),
 ]
@@ -236,27 +275,32 @@ Algorithm = Annotated[
 
 def algorithms(default: Any) -> Any:
     """Declare an option for several algorithms, separated by commas."""
-    return option(default, f"One or several of {', '.join(ALGORITHMS)}.", "-a", panel=_HOW)
+    return option(
+        default, f"Algorithms, separated by commas: {', '.join(ALGORITHMS)}.", "-a", panel=_HOW
+    )
 
 
 Backend = Annotated[
     str,
-    typer.Option(help="Engine: simulator, numba, cupy or numba_cuda.", rich_help_panel=_HOW),
+    typer.Option(
+        help="What runs it: simulator, numba (CPU), cupy or numba_cuda (NVIDIA GPU).",
+        rich_help_panel=_HOW,
+    ),
 ]
 Device = Annotated[str, typer.Option(help=_GPU, rich_help_panel=_HOW)]
-Causal = Annotated[bool, typer.Option("--causal", help="Causal mask.", rich_help_panel=_MASK)]
-Direction = Annotated[
-    str, typer.Option(help="Which pass: forward or backward.", rich_help_panel=_HOW)
-]
+Causal = Annotated[bool, typer.Option("--causal", help="Use a causal mask.", rich_help_panel=_MASK)]
+Direction = Annotated[str, typer.Option(help="Pass: forward or backward.", rich_help_panel=_HOW)]
 Seconds = Annotated[
     float | None,
-    typer.Option(help="Measured time of one algorithm.", rich_help_panel=_HOW),
+    typer.Option(help="Measured time of one algorithm, in seconds.", rich_help_panel=_HOW),
 ]
 
 
 #: Of commands that count unless they are told to run.
 EXECUTE: Any = option(
-    False, "Run it on random tensors (or --input, --demo-data) and show differences.", panel=_HOW
+    False,
+    "Simulate on random tensors (or --input, --demo-data), and compare the results' numbers too.",
+    panel=_HOW,
 )
 
 
@@ -266,13 +310,13 @@ EXECUTE: Any = option(
 Out = Annotated[
     Path,
     typer.Option(
-        "--out", "-o", help="File to write; its ending is the format.", rich_help_panel=OUTPUT
+        "--out", "-o", help="File to write; its ending sets the format.", rich_help_panel=OUTPUT
     ),
 ]
 Plot = Annotated[
-    Path | None, typer.Option(help="Also draw it, in this file.", rich_help_panel=OUTPUT)
+    Path | None, typer.Option(help="Also write a plot to this file.", rich_help_panel=OUTPUT)
 ]
-Theme = Annotated[str, typer.Option(help="light or dark.", rich_help_panel=OUTPUT)]
+Theme = Annotated[str, typer.Option(help="Colors: light or dark.", rich_help_panel=OUTPUT)]
 
 
 # -- pictures -------------------------------------------------------------------------------------
@@ -285,17 +329,18 @@ class Source:
     panel = _HOW
     trace: list[Path] | None = in_bundle(
         None,
-        f"A saved trace, or a bundled one of a GPU: {', '.join(TRACES)}. Twice for two. "
-        "Otherwise give sizes.",
+        f"A saved trace, or a GPU's trace that comes with flashsim: {', '.join(TRACES)}. Give it "
+        "twice for two traces. Without it, give sizes.",
         "-T",
     )
     sizes: Sizes = Sizes()
     tensors: Tensors = Tensors()
     mask: Mask = Mask()
-    algorithm: str = in_bundle("flash2", "One or several, separated by commas.", "-a")
+    algorithm: str = in_bundle("flash2", "One or more algorithms, separated by commas.", "-a")
     how: One = One(tiling="same")
     execute: bool = in_bundle(
-        False, "Run it on tensors. Otherwise it is counted: the same events, without values."
+        False,
+        "Simulate on tensors. Without it, the same events are counted by formula, without values.",
     )
 
     def names(self) -> list[str]:

@@ -58,7 +58,7 @@ KINDS = tuple(_USES)
 _SMALL = 1 << 26
 _ALWAYS = {"out", "theme", "dpi", "size", "slides"}
 _THREE = opt.Source(algorithm="standard,flash1,flash2")
-_ROW = opt.option(None, "Query row whose m and l are followed.")
+_ROW = opt.option(None, "Query row whose running maximum m and sum l are shown.")
 
 
 @dataclass(frozen=True)
@@ -105,31 +105,39 @@ def plot(
     kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],
     out: opt.Out,
     source: opt.Source = _THREE,
-    over: str | None = opt.option(None, f"io-curve: one of {', '.join(_OVER)}; n_q."),
+    over: str | None = opt.option(
+        None, f"io-curve: quantity on the x axis, one of {', '.join(_OVER)}; n_q."
+    ),
     seconds: float | None = opt.option(
-        None, "roofline: measured time of one algorithm; a GPU's trace has its own."
+        None, "roofline: measured time of one algorithm in seconds; a GPU's trace contains its own."
     ),
     color: str | None = opt.option(
-        None, "tile-map: order, bytes, flops or block; gpu-timeline: phase or block."
+        None,
+        "What colors show. tile-map: order, bytes, flops or block; gpu-timeline: phase or block.",
     ),
     sms: tuple[int, int] | None = opt.option(
-        None, "gpu-timeline: FIRST:LAST SM shown.", read=opt.pair(":", int, "FIRST:LAST, e.g. 0:3")
+        None, "gpu-timeline: show SMs FIRST:LAST.", read=opt.pair(":", int, "FIRST:LAST, e.g. 0:3")
     ),
     times: tuple[float, float] | None = opt.option(
         None,
-        "gpu-timeline: FIRST:LAST µs shown.",
+        "gpu-timeline: show FIRST:LAST µs.",
         read=opt.pair(":", float, "FIRST:LAST in µs, e.g. 0:40"),
     ),
     measured: Path | None = opt.option(
-        None, "roofline: your times, a CSV file with columns algorithm and seconds."
+        None, "roofline: your measured times, a CSV file with columns algorithm and seconds."
     ),
     theme: opt.Theme = "light",
     slides: bool = opt.option(
-        False, "For slides: 16:9 with large type, as .png and as .svg.", panel=opt.OUTPUT
+        False,
+        "Format for slides: 16:9 with large text, written as .png and .svg.",
+        panel=opt.OUTPUT,
     ),
     dpi: float = opt.option(150, "Pixels per inch, for pixel formats.", panel=opt.OUTPUT, min=1),
     size: tuple[float, float] = opt.option(
-        "9.6x5.4", "WIDTHxHEIGHT in inches.", read=values.parse_size, panel=opt.OUTPUT
+        "9.6x5.4",
+        "Size of the plot, WIDTHxHEIGHT in inches.",
+        read=values.parse_size,
+        panel=opt.OUTPUT,
     ),
     *,
     typed: typer.Context,
@@ -142,8 +150,8 @@ def plot(
         raise OptionError(f"unknown kind of plot {kind!r}; {choices(kind, KINDS)}")
     if kind == "gpu-timeline" and not source.trace:
         raise OptionError(
-            "gpu-timeline is drawn from what a GPU recorded; give --trace FILE, or a bundled "
-            f"one: {', '.join(TRACES)}"
+            "gpu-timeline needs a trace that was recorded on a GPU; give --trace FILE, or a "
+            f"bundled one: {', '.join(TRACES)}"
         )
     typed_names = [name for name in opt.written(typed) if name not in _ALWAYS]
     axis = "n_q" if over is None else over
@@ -201,9 +209,11 @@ def animate(
     source: opt.Source,
     row: int | None = _ROW,
     fps: float = opt.option(15, "Frames per second.", panel=opt.OUTPUT),
-    max_frames: int = opt.option(320, "A longer trace skips steps.", panel=opt.OUTPUT),
+    max_frames: int = opt.option(
+        320, "Number of frames at most; a longer trace skips steps.", panel=opt.OUTPUT
+    ),
     clock: str = opt.option(
-        "steps", "Common clock of two traces: steps or bytes.", panel=opt.OUTPUT
+        "steps", "How two traces advance together: by steps or by bytes.", panel=opt.OUTPUT
     ),
     theme: opt.Theme = "light",
     *,
@@ -231,7 +241,7 @@ def page(
     out: opt.Out,
     source: opt.Source,
     row: int | None = _ROW,
-    theme: str = opt.option("auto", "auto, light or dark.", panel=opt.OUTPUT),
+    theme: str = opt.option("auto", "Colors: auto, light or dark.", panel=opt.OUTPUT),
     max_mb: float = opt.option(32, "Largest file to write, in MB.", panel=opt.OUTPUT, min=0),
     *,
     typed: typer.Context,
@@ -247,7 +257,7 @@ def page(
 
 def lab(
     out: opt.Out,
-    theme: str = opt.option("auto", "auto, light or dark.", panel=opt.OUTPUT),
+    theme: str = opt.option("auto", "Colors: auto, light or dark.", panel=opt.OUTPUT),
 ) -> None:
     """Write the tile lab: an HTML page that counts any shape, mask and tile as sliders move."""
     ready(out, (".html", ".htm"))
@@ -372,7 +382,7 @@ def _counts(source: opt.Source, defaults: opt.Sizes) -> list[Traffic]:
 
 
 def _by_heads(source: opt.Source, typed: list[str]) -> dict[str, Traffic]:
-    """The same queries with a key head each (MHA), for every four (GQA) and one in all (MQA)."""
+    """Counts for one KV head per query head (MHA), per four (GQA), and for all (MQA)."""
     sizes = replace(opt.LAYER, **{"heads": 32, **source.sizes.given()})
     heads = sizes.heads or 1
     few = sizes.n_q is not None and sizes.n_q <= 16  # decoding
@@ -380,7 +390,8 @@ def _by_heads(source: opt.Source, typed: list[str]) -> dict[str, Traffic]:
     shares = {"MHA": heads, "GQA": max(heads // 4, 1), "MQA": 1}
     if heads % 4 or heads < 8:
         raise OptionError(
-            f"heads compares MHA, GQA of four and MQA: --heads is {heads}, not 8, 12, ..."
+            "heads compares MHA, GQA with four query heads per KV head, and MQA: --heads "
+            f"must be 8, 12, ..., got {heads}"
         )
     counts = {}
     for kind, n in shares.items():
@@ -416,10 +427,10 @@ def _times(seconds: float | None, file: Path | None) -> float | dict[str, float]
                 f"{row['seconds']!r}"
             )
         if name in times:
-            raise OptionError(f"{file}, line {reader.line_num}: {name} is there twice")
+            raise OptionError(f"{file}, line {reader.line_num}: {name} appears twice")
         times[name] = took
     if not times:
-        raise OptionError(f"{file} holds no time")
+        raise OptionError(f"{file} has no rows; it needs at least one time")
     return times
 
 
@@ -442,7 +453,9 @@ def _roofline(
         traces, took = _counts(source, opt.LAYER), {}  # type: ignore[assignment]
     if isinstance(seconds, dict):
         if missing := set(seconds) - {t.algorithm for t in traces}:
-            raise OptionError(f"--measured has {', '.join(sorted(missing))}, which is not drawn")
+            raise OptionError(
+                f"--measured has {', '.join(sorted(missing))}, which the plot does not show"
+            )
         took |= seconds
     elif seconds is not None:
         if len(traces) != 1:

@@ -37,7 +37,7 @@ def roofline(
     algorithm: list[str] = opt.algorithms("standard,flash2"),
     seconds: opt.Seconds = None,
 ) -> Tables:
-    """Compare intensity with a GPU's ridge points, for each way of counting bytes."""
+    """Tell whether memory or arithmetic limits attention, for each way of counting bytes."""
     from flashsim.studies import roofline as rooflines
 
     splitting = [name for name in algorithm if plans.splits_keys(plans.check_algorithm(name))]
@@ -55,17 +55,20 @@ def predict(
     sizes: opt.Sizes = opt.BATCH,
     algorithm: str = opt.option(
         "flash2",
-        "flash2; flash2-fused, flash2-once: backward in one pass; flash-decode; standard: a "
-        "library's.",
+        "Algorithm: flash2; flash2-fused or flash2-once (one-pass backward); flash-decode; or "
+        "standard (a library's kernels).",
         "-a",
     ),
     parts: opt.Parts = _AUTO,
     kernel: str | None = opt.option(
-        None, "Kernels of backend cupy: hopper or portable. Default: what suits the device."
+        None,
+        "Kernels of backend cupy: hopper or portable. Default: those that backend cupy picks "
+        "for the device.",
     ),
     deterministic: bool | None = opt.option(
         None,
-        "Backward: the form that backward(deterministic=...) takes here. Default: --algorithm's.",
+        "Backward: choose the form as backward(deterministic=...) does. Default: the form of "
+        "--algorithm.",
         "--deterministic/--no-deterministic",
     ),
 ) -> Tables:
@@ -97,7 +100,7 @@ def dram(
     sizes: opt.Sizes = opt.LAYER,
     algorithm: opt.Algorithm = "flash2",
     l2_sizes: list[float] | None = opt.option(
-        None, "MiB, e.g. 10,20,50: DRAM bytes at each size.", panel="L2 cache"
+        None, "Also show DRAM bytes for these L2 sizes in MiB, e.g. 10,20,50.", panel="L2 cache"
     ),
 ) -> Tables:
     """Predict DRAM bytes: a model of the L2 cache answers the tile requests of a run."""
@@ -114,9 +117,13 @@ def dram(
 def verify(
     mask: opt.Mask,
     form: opt.Format,
-    from_: Path | None = opt.option(None, "A saved Nsight Compute CSV."),
+    from_: Path | None = opt.option(
+        None, "Read this saved Nsight Compute CSV instead of measuring."
+    ),
     summary: Path | None = opt.option(
-        None, "Only sum up a table like docs/data/verify-h200.csv (benchmarks/verify.py)."
+        None,
+        "Only summarize a table that benchmarks/verify.py wrote, such as "
+        "docs/data/verify-h200.csv.",
     ),
     sizes: opt.Sizes = opt.BATCH,
     algorithm: opt.Algorithm = "flash2",
@@ -125,16 +132,18 @@ def verify(
     backend: opt.Backend = "cupy",
     kernel: str | None = opt.option(
         None,
-        "cupy: hopper or portable; numba_cuda: hopper, tensor or teaching. Default: the best "
-        "that runs.",
+        "Kernels of the backend. cupy: hopper or portable; numba_cuda: hopper, tensor or "
+        "teaching. Default: the fastest that run here.",
     ),
     save: Path | None = opt.option(
-        None, "Save Nsight Compute's CSV, and beside it what the kernels counted."
+        None, "Save Nsight Compute's CSV and, next to it, the bytes that the kernels reported."
     ),
     soak: int | None = opt.option(
-        None, "Run this many random shapes and show the worst; exit status 1 past targets."
+        None,
+        "Run this many random shapes and show the largest errors; exit with status 1 if any "
+        "exceeds its target.",
     ),
-    seed: int = opt.option(0, "Seed of --soak's shapes."),
+    seed: int = opt.option(0, "Seed for drawing the shapes of --soak."),
     *,
     typed: typer.Context,
 ) -> None:
@@ -164,7 +173,7 @@ def verify(
         return
     model = cache.model()
     if from_ is not None and from_.is_file() and verification.counts_beside(from_).exists():
-        opt.refuse_unused(typed, "a table that says itself what ran", only=["from_", *vars(cache)])
+        opt.refuse_unused(typed, "a table that records what ran", only=["from_", *vars(cache)])
         kept = verification.Record.load(from_)
         verified = [
             verification.verify(each, str(entry), l2=model).table()
@@ -174,7 +183,7 @@ def verify(
         return
     if from_ is not None:
         opt.refuse_unused(typed, "--from, which measures nothing", never=["save"])
-    opt.refuse_unused(typed, "this: it is of --soak", never=["seed"])
+    opt.refuse_unused(typed, "a run without --soak", never=["seed"])
     problem = values.problem(sizes, mask)
     tiles = values.tilings(how, problem, [algorithm])
     case = verification.Case(
@@ -217,9 +226,11 @@ def _measured(cases: Any, save: Path | None) -> Any:
 
 
 def calibrate(
-    units: Path | None = opt.option(None, "Read what --csv printed before, instead of measuring."),
+    units: Path | None = opt.option(
+        None, "Read a file that --csv printed earlier, instead of measuring."
+    ),
     device: str | None = opt.option(
-        None, "With --units: the GPU that they were measured on; H200."
+        None, "With --units: the GPU on which they were measured. Default: H200."
     ),
 ) -> Tables:
     """Measure the speed of each unit of this GPU, for `flashsim predict`; takes seconds.
@@ -231,7 +242,8 @@ def calibrate(
 
     if units is None and device is not None:
         raise OptionError(
-            "--device says whose figures --units holds; without it, this machine's GPU is measured"
+            "--device names the GPU that --units was measured on, so it needs --units; "
+            "without both, this machine's GPU is measured"
         )
     base = Device.get("H200" if device is None else device)
     if units is None:
@@ -246,7 +258,7 @@ def calibrate(
             measured = [(name, float(value), unit) for name, value, unit in lines]
         except (ValueError, csv.Error):
             raise TraceError(
-                f"{str(units)!r} is no table of units: lines of name, value and unit, as "
+                f"{str(units)!r} is not a table of units (lines of name, value and unit) as "
                 "`flashsim study calibrate --csv` prints them"
             ) from None
     table = Table("Units, each measured alone", ("unit", "value", "in"))

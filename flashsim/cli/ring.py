@@ -20,16 +20,20 @@ def ring(
     causal: opt.Causal = False,
     ranks: int = opt.option(8, "GPUs.", "-r", panel=_HOW),
     scheme: str = opt.option("zigzag", f"One of {', '.join(SCHEMES)}.", panel=_HOW),
-    ulysses: int | None = opt.option(None, "usp: ranks that exchange heads.", panel=_HOW),
+    ulysses: int | None = opt.option(
+        None, "usp only: number of GPUs that exchange heads with each other.", panel=_HOW
+    ),
     direction: opt.Direction = "forward",
     algorithm: opt.Algorithm = "flash2-fused",
-    rank: int | None = opt.option(None, "Show this rank step by step.", panel=opt.OUTPUT),
+    rank: int | None = opt.option(None, "Show the steps of this rank (GPU).", panel=opt.OUTPUT),
     device: opt.Device = "H200",
     link: str | None = opt.option(
         None, f"Link inside a host. Default: the device's. {', '.join(LINKS)}.", panel=_HOW
     ),
-    network: str = opt.option("InfiniBand NDR", "Link between hosts.", panel=_HOW),
-    host: int = opt.option(8, "GPUs per host.", panel=_HOW),
+    network: str = opt.option(
+        "InfiniBand NDR", "Link between hosts; the names are those of --link.", panel=_HOW
+    ),
+    host: int = opt.option(8, "Number of GPUs per host.", panel=_HOW),
     out: Path | None = opt.option(
         None, "Animation to write: .gif, .mp4 or .html.", "-o", panel=opt.OUTPUT
     ),

@@ -54,17 +54,31 @@ def demo(
 
 
 def walkthrough(
-    name: str | None = typer.Argument(None, help="Leave out to list names."),
-    logits: list[float] | None = opt.option(None, "softmax: your own, with commas; 70,80,90."),
-    chunk: int | None = opt.option(None, "softmax: logits per step of the online one; 1."),
+    name: str | None = typer.Argument(
+        None, help="Name of the walkthrough. Leave it out to list the names."
+    ),
+    logits: list[float] | None = opt.option(
+        None, "softmax: the logits, separated by commas. Default: 70,80,90."
+    ),
+    chunk: int | None = opt.option(
+        None, "softmax: number of logits per step of the online softmax. Default: 1."
+    ),
     subnormals: bool = opt.option(False, "softmax: keep subnormal numbers, as NumPy does."),
-    n_q: int | None = opt.option(None, "All but softmax: queries and keys.", "-n"),
-    head_dim: int | None = opt.option(None, "All but softmax: width of a row.", "-d"),
-    tiling: str | None = opt.option(None, "tiles, corrections: QUERIESxKEYS.", "-t"),
-    row: int | None = opt.option(None, "tiles: which query. Default: the last."),
-    causal: bool = opt.option(False, "tiles: causal mask."),
-    dtype: str | None = opt.option(None, "reread: element type of P; float32."),
-    seed: int | None = opt.option(None, "tiles, delta: seed of the random tensors; 0."),
+    n_q: int | None = opt.option(
+        None, "All walkthroughs except softmax: number of queries and keys.", "-n"
+    ),
+    head_dim: int | None = opt.option(
+        None, "All walkthroughs except softmax: width of a row.", "-d"
+    ),
+    tiling: str | None = opt.option(
+        None, "tiles, corrections: tile size, Tile size, QUERIESxKEYS.", "-t"
+    ),
+    row: int | None = opt.option(None, "tiles: which query row to follow. Default: the last."),
+    causal: bool = opt.option(False, "tiles: use a causal mask."),
+    dtype: str | None = opt.option(None, "reread: element type of P. Default: float32."),
+    seed: int | None = opt.option(
+        None, "tiles, delta: seed for drawing random tensors. Default: 0."
+    ),
     *,
     typed: typer.Context,
 ) -> Tables:
@@ -92,11 +106,13 @@ def walkthrough(
 
 def ladder(
     sizes: opt.Lengths = _ONE_HEAD,
-    tiling: str = opt.option("32x64", "QUERIESxKEYS.", "-t"),
+    tiling: str = opt.option("32x64", "Tile size, QUERIESxKEYS.", "-t"),
     device: opt.Device = "H100",
-    rungs: list[str] | None = opt.option(None, "Names, with commas. Default: all."),
-    magnify: float = opt.option(1.0, "Factor on Q, for large scores."),
-    seed: int = opt.option(0, "Seed of the random tensors."),
+    rungs: list[str] | None = opt.option(
+        None, "Names of the rungs to show, separated by commas. Default: all."
+    ),
+    magnify: float = opt.option(1.0, "Factor that multiplies Q, to make scores large."),
+    seed: int = opt.option(0, "Seed for drawing random tensors."),
 ) -> Tables:
     """Climb from a naive softmax to FlashAttention: each rung is executed, counted, predicted."""
     from flashsim.studies import ladder as rungs_of
@@ -123,7 +139,9 @@ def softmax_matmul(
     d3: int = opt.option(512, "Columns of V, up to 512."),
     block: int = opt.option(64, "Rows of X in a block."),
     block_2: int | None = opt.option(None, "Columns of X in a block. Default: as many as rows."),
-    run: bool = opt.option(False, "Simulate it on random matrices, beside the formula."),
+    run: bool = opt.option(
+        False, "Also simulate on random matrices, and show the result next to the formula's."
+    ),
 ) -> Tables:
     """Count the bytes of softmax(X) V, fused into one kernel and in two kernels."""
     from flashsim.studies import softmax_matmul as operation
@@ -138,7 +156,10 @@ def softmax_matmul(
         with working("simulating"):
             executed = operation.run(x, v, **blocks_of)
         if executed.moved != results[0].moved:
-            raise MemoryModelError("the simulator moved other bytes than the closed form says")
+            raise MemoryModelError(
+                "the simulator and the closed form disagree about the bytes moved; please report "
+                "this bug"
+            )
         results[0] = executed
     tables = [result.table() for result in results]
     every = report.Table("", ("kernels", *tables[0].columns))
@@ -148,15 +169,21 @@ def softmax_matmul(
 
 
 def precision(
-    n_q: list[int] = opt.option("256,1024", "Queries and keys.", "-n"),
+    n_q: list[int] = opt.option("256,1024", "Number of queries and keys.", "-n"),
     head_dim: int = opt.option(64, "Width of a row of Q and K.", "-d"),
-    dtype: str = opt.option("bfloat16", "Type that the points round to."),
-    kinds: list[str] | None = opt.option(None, "Kinds of inputs, with commas. Default: all."),
-    points: list[str] | None = opt.option(None, "Points of rounding, with commas. Default: all."),
+    dtype: str = opt.option("bfloat16", "Lower type, to which each rounding point rounds."),
+    kinds: list[str] | None = opt.option(
+        None, "Kinds of inputs, separated by commas. Default: all."
+    ),
+    points: list[str] | None = opt.option(
+        None, "Rounding points, separated by commas. Default: all."
+    ),
     algorithm: opt.Algorithm = "flash2",
     causal: opt.Causal = False,
-    seed: int = opt.option(0, "Seed of the random tensors."),
-    published: bool = opt.option(False, "Show what published kernels round instead."),
+    seed: int = opt.option(0, "Seed for drawing random tensors."),
+    published: bool = opt.option(
+        False, "Instead, lower the points together that published kernels round."
+    ),
     plot: opt.Plot = None,
     *,
     typed: typer.Context,
@@ -167,7 +194,7 @@ def precision(
     ready_to_draw(plot)
     if published:
         never = ("kinds", "points", "algorithm", "causal", "plot")
-        opt.refuse_unused(typed, "--published, which lowers no points alone", never=never)
+        opt.refuse_unused(typed, "--published, which lowers points together", never=never)
         with working("rounding"):
             return [lab.presets(n, dtype=dtype, head_dim=head_dim, seed=seed) for n in n_q]
     with working("rounding"):
@@ -187,19 +214,25 @@ def precision(
 
 
 def banks(
-    pattern: str | None = typer.Argument(None, help="Default: all; --plot draws column."),
-    dtype: str | None = opt.option(None, "float32; with ldmatrix bfloat16."),
-    columns: int | None = opt.option(None, "Elements per row. Default: those of 128 bytes."),
-    pad: int | None = opt.option(None, "Elements that padding adds per row; 1, or 16 bytes."),
+    pattern: str | None = typer.Argument(
+        None, help="Access pattern. Default: all; with --plot: column."
+    ),
+    dtype: str | None = opt.option(
+        None, "Element type. Default: float32, and bfloat16 for ldmatrix."
+    ),
+    columns: int | None = opt.option(None, "Elements per row. Default: as many as fill 128 bytes."),
+    pad: int | None = opt.option(
+        None, "Elements of padding per row. Default: 1, or 16 bytes for ldmatrix."
+    ),
     plot: opt.Plot = None,
-    theme: str | None = opt.option(None, "--plot: light or dark; light."),
+    theme: str | None = opt.option(None, "Colors of --plot: light or dark. Default: light."),
 ) -> Tables:
     """Count bank conflicts and sectors of a warp's request, for each layout of a tile."""
     from flashsim.studies import banks as on_chip
 
     ready_to_draw(plot)
     if plot is None and theme is not None:
-        raise OptionError("--theme is of the picture; give --plot as well")
+        raise OptionError("--theme sets the plot's colors; give --plot as well")
     sizes: dict[str, Any] = {"dtype": dtype, "columns": columns, "pad": pad}
     table = on_chip.table(pattern=pattern, **sizes)
     if plot is not None:
@@ -213,13 +246,17 @@ def banks(
 def blocks(
     mask: opt.Mask,
     sizes: opt.Sizes = opt.BATCH,
-    sides: list[int] = opt.option("32,64,128", "Rows and columns of tiles; every pair is tried."),
+    sides: list[int] = opt.option(
+        "32,64,128", "Tile sides to try, separated by commas; every pair of them is a tile."
+    ),
     algorithm: opt.Algorithm = "flash2",
     direction: opt.Direction = "forward",
-    stages: str | None = opt.option(None, "Backward, one tile per stage: dkdv=64x128,dq=128x64."),
+    stages: str | None = opt.option(
+        None, "Backward only: one tile size per kernel, e.g. dkdv=64x128,dq=128x64."
+    ),
     device: opt.Device = "H200",
     plot: opt.Plot = None,
-    stage: str | None = opt.option(None, "--plot: which stage. Default: the first."),
+    stage: str | None = opt.option(None, "Kernel (stage) that --plot shows. Default: the first."),
     *,
     typed: typer.Context,
 ) -> Tables:
@@ -228,10 +265,10 @@ def blocks(
 
     ready_to_draw(plot)
     if plot is None and stage is not None:
-        raise OptionError("--stage says what to draw; give --plot as well")
+        raise OptionError("--stage chooses what to plot; give --plot as well")
     problem = values.problem(sizes, mask)
     if stages is not None:
-        opt.refuse_unused(typed, "--stages, which has its own tiles", never=["sides"])
+        opt.refuse_unused(typed, "--stages, which names the tiles", never=["sides"])
         tilings = {}
         for name, _, text in (part.partition("=") for part in stages.split(",")):
             tile = values.tiling(text or "fit", problem.head_dim, problem.causal)
@@ -256,7 +293,7 @@ def when(
     mask: opt.Mask,
     sizes: opt.Sizes = opt.BATCH,
     n_q: list[int] = opt.option(
-        *("128,256,512,1024,2048,4096,8192,16384", "Queries and keys.", "-n"),
+        *("128,256,512,1024,2048,4096,8192,16384", "Number of queries and keys.", "-n"),
         *(opt.each(int), "Sizes"),
     ),
     direction: opt.Direction = "forward",
@@ -267,7 +304,7 @@ def when(
     """Find when FlashAttention wins: predicted times beside standard attention's, over N."""
     from flashsim.studies import predict
 
-    opt.refuse_unused(typed, "this: keys are as many as queries", never=["n_kv"])
+    opt.refuse_unused(typed, "`study when`, which has as many keys as queries", never=["n_kv"])
     problem, direction = values.problem(sizes, mask), opt.one_pass(direction)
     return predict.when(problem, n_q, direction=direction, device=device)
 
@@ -291,7 +328,7 @@ def devices(sizes: opt.Sizes, decoding: opt.Decoding, *, typed: typer.Context) -
     """
     if sizes.given():
         return _filled(sizes, decoding)
-    opt.refuse_unused(typed, "the list alone: give sizes as well", only=())
+    opt.refuse_unused(typed, "a list without sizes (give sizes too)", only=())
     table = report.Table(
         "Devices",
         (
@@ -316,8 +353,10 @@ def devices(sizes: opt.Sizes, decoding: opt.Decoding, *, typed: typer.Context) -
 
 def reproduce(
     form: opt.Format,
-    name: str | None = typer.Argument(None, help="Leave out to list names; or `all`."),
-    plot: Path | None = opt.option(None, "pallas: also draw its roofline, in this file."),
+    name: str | None = typer.Argument(
+        None, help="Name of the text, or `all`. Leave it out to list the names."
+    ),
+    plot: Path | None = opt.option(None, "pallas: also write its roofline plot to this file."),
 ) -> None:
     """Recompute published numbers: the paper's, ours, and why they differ."""
     from flashsim.studies import reproduce as pages
@@ -360,9 +399,9 @@ def claims(
 
 
 def warm(
-    dtype: str = opt.option("float32", "Type of Q, K and V."),
+    dtype: str = opt.option("float32", "Element type of Q, K and V."),
     head_dim: int = opt.option(64, "Width of a row of Q and K.", "-d"),
-    direction: str = opt.option("all", f"Which pass: {', '.join(DIRECTIONS)}."),
+    direction: str = opt.option("all", f"Kernels to compile: {', '.join(DIRECTIONS)}."),
     algorithm: str = opt.option("flash2-fused", f"{', '.join(ALGORITHMS)}.", "-a"),
 ) -> Tables:
     """Compile the CPU engine (backend numba) ahead of time, and print where the code is kept."""

@@ -71,9 +71,9 @@ def arrays(
     """
     typed, file, sample = sizes.given(), tensors.input, tensors.demo_data
     if file is not None and sample is not None:
-        raise OptionError("--input and --demo-data both say which tensors; give one of them")
+        raise OptionError("--input and --demo-data both choose the tensors; give only one of them")
     if typed and (file is not None or sample is not None):
-        raise OptionError(f"the sizes come from the tensors given; leave out {flags(typed)}")
+        raise OptionError(f"the sizes come from the tensors in the file; leave out {flags(typed)}")
     if file is not None:
         return _read_file(file)
     if sample is not None:
@@ -103,7 +103,7 @@ def quantized(
     if kind is None:
         if rotate:
             raise OptionError(
-                "--rotate turns q and k before they are scaled; give --scales as well"
+                "--rotate rotates q and k before they are scaled; give --scales as well"
             )
         return arrays, unscaled(arrays)
     fp8 = quantize(
@@ -308,7 +308,7 @@ def tilings(
 ) -> tuple[Tiling | None, Tiling | None]:
     """The tilings of the forward and the backward pass."""
     if how.backward_tiling not in ("fit", "same") and not how.backward:
-        raise OptionError("--backward-tiling is of the backward pass; give --backward as well")
+        raise OptionError("--backward-tiling is for the backward pass; give --backward as well")
     directions = ("forward", "backward") if how.backward else ("forward",)
     forward, backward = (
         Tiling.common(whole, _machine(how), algorithms, directions)

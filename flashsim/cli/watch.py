@@ -16,10 +16,14 @@ from flashsim.problem.hardware import Device
 
 def watch(
     form: opt.Format,
-    script: Annotated[Path, typer.Argument(help="A Python program.", exists=True, dir_okay=False)],
-    arguments: list[str] | None = typer.Argument(None, help="The program's own, after --."),
+    script: Annotated[
+        Path, typer.Argument(help="The Python program to run.", exists=True, dir_okay=False)
+    ],
+    arguments: list[str] | None = typer.Argument(
+        None, help="The program's own arguments, after --."
+    ),
     device: opt.Device = "H100",
-    measure: bool = opt.option(False, "Also time the calls, with torch's profiler."),
+    measure: bool = opt.option(False, "Also measure the calls' times with torch's profiler."),
 ) -> None:
     """Run a program that uses PyTorch, and count every attention call that it makes.
 

@@ -21,22 +21,32 @@ def xray(
     form: opt.Format,
     mask: opt.Mask,
     program: Annotated[
-        Path | None, typer.Argument(help="A Python program.", exists=True, dir_okay=False)
+        Path | None, typer.Argument(help="The Python program to run.", exists=True, dir_okay=False)
     ] = None,
-    arguments: list[str] | None = typer.Argument(None, help="The program's own, after --."),
+    arguments: list[str] | None = typer.Argument(
+        None, help="The program's own arguments, after --."
+    ),
     sizes: opt.Sizes = _NO_SIZES,
-    direction: str = opt.option("forward", "With --kernel: the pass, forward or backward."),
+    direction: str = opt.option(
+        "forward", "With --kernel: the pass that it computes, forward or backward."
+    ),
     kernel: str | None = opt.option(
         None,
         "Measure kernels whose names match this regular expression, of the shape that the other "
         "options give: for kernels that `flashsim watch` does not see.",
     ),
-    device: str | None = opt.option(None, "The GPU's preset. Default: the one that describes it."),
-    launches: int = opt.option(200, "Kernels that are measured at most."),
-    save: Path | None = opt.option(None, "Save what was measured, to read it elsewhere."),
-    from_: Path | None = opt.option(None, "Read what --save wrote, instead of measuring."),
-    plot: Path | None = opt.option(None, "Also draw the evidence: PNG, SVG or PDF."),
-    page: Path | None = opt.option(None, "Also write a page: HTML."),
+    device: str | None = opt.option(
+        None, "Preset for the GPU. Default: the one that describes it."
+    ),
+    launches: int = opt.option(200, "Number of kernels to measure at most."),
+    save: Path | None = opt.option(
+        None, "Save the measurements, which --from reads on any machine."
+    ),
+    from_: Path | None = opt.option(None, "Read a file that --save wrote, instead of measuring."),
+    plot: Path | None = opt.option(
+        None, "Also plot the measured bytes that identify the tiles: PNG, SVG or PDF."
+    ),
+    page: Path | None = opt.option(None, "Also write a report as an HTML page."),
     *,
     typed: typer.Context,
 ) -> None:

@@ -110,7 +110,7 @@ def _version(kernel: Any) -> str:
 
 
 def _tensor(recorder: Recorder, name: str, array: np.ndarray, before: Sequence[int]) -> int:
-    """ThreadAccess an argument; views of one array share a buffer."""
+    """Note an argument as a tensor; views of one array share a buffer."""
     whole = array
     while isinstance(whole.base, np.ndarray):
         whole = whole.base

@@ -37,7 +37,7 @@ class ThreadAccess(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockAccess:
-    """What all threads of a block access by one line between two barriers.
+    """The accesses of all threads of a block by one line between two barriers.
 
     `offsets` are elements of the tensor's memory, one for each thread and time, in no order.
     `sectors` counts the 32-byte sectors of each warp's each request, and `requests` those requests.
@@ -227,7 +227,7 @@ def merged(
 
 @contextmanager
 def counted_barriers(thread_class: Any):
-    """While this lasts, each thread counts the barriers that it has passed.
+    """A context manager in which each thread counts the barriers that it passes.
 
     Threads change more often, too: the simulator waits for barriers in a loop that keeps others
     from running.
@@ -249,13 +249,13 @@ def counted_barriers(thread_class: Any):
 
 
 def require_simulator(kernel: Any) -> Any:
-    """The simulator's module of a kernel; `BackendUnavailable` unless the kernel runs in it."""
+    """Return the simulator's module for a kernel; raise `BackendUnavailable` for other kernels."""
     module = sys.modules.get(type(kernel).__module__)
     if type(kernel).__name__ == "FakeCUDAKernel" and module is not None:
         return module
     if type(kernel).__module__.partition(".")[0] in ("numba", "numba_cuda"):
         raise BackendUnavailable(
-            "flashsim.cuda.trace watches kernels in Numba's CUDA simulator, and this one is "
+            "flashsim.cuda.trace works in Numba's CUDA simulator only, and this kernel is "
             "compiled for a GPU: set NUMBA_ENABLE_CUDASIM=1 in the environment before Python "
             "starts (NUMBA_ENABLE_CUDASIM=1 python yours.py)"
         )
@@ -266,7 +266,7 @@ def require_simulator(kernel: Any) -> Any:
 
 
 def run_watched(kernel: Any, args: tuple[Any, ...]) -> tuple[BlockWatch, list[np.ndarray | None]]:
-    """Run a configured kernel; what it accessed, and the arrays among its arguments.
+    """Run a configured kernel; return its accesses, and the arrays among its arguments.
 
     The kernel writes to the arrays themselves.
     """
@@ -288,8 +288,8 @@ def run_watched(kernel: Any, args: tuple[Any, ...]) -> tuple[BlockWatch, list[np
             kernel(*given)
     except AttributeError as error:
         raise UnsupportedError(
-            f"{kernel_line(error, kernel)}: Numba's CUDA simulator lacks something that the kernel "
-            f"uses ({error}): leave it out while you trace"
+            f"{kernel_line(error, kernel)}: Numba's CUDA simulator does not have something that "
+            f"the kernel uses ({error}): leave it out while you trace"
         ) from error
     except Exception as error:
         error.add_note(f"{kernel_line(error, kernel)}, traced by flashsim.cuda.trace")
@@ -308,7 +308,8 @@ def refuse_merged_arrays(kernel: Any) -> None:
         if line.partition("#")[0].count("shared.array(") > 1:
             raise UnsupportedError(
                 f"line {first + number} of {kernel.fn.__code__.co_filename} makes two shared "
-                "arrays, which Numba's simulator takes for one: write each on a line of its own"
+                "arrays, which Numba's simulator would treat as one array: write each on its own "
+                "line"
             )
 
 
@@ -321,7 +322,7 @@ def held(arg: Any, number: int) -> np.ndarray | None:
         return None
     if not isinstance(arg, np.ndarray) or arg.ndim == 0 or arg.dtype.kind not in "biufc":
         raise DTypeError(
-            f"argument {number} is no array and no number: got {shown(arg)} "
+            f"argument {number} is neither an array nor a number: got {shown(arg)} "
             f"({type(arg).__name__}); pass a NumPy array or numba.cuda.to_device(array)"
         )
     return arg

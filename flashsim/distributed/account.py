@@ -126,7 +126,7 @@ class Account:
         if not steps.any():
             raise OptionError(
                 f"{self.group.scheme!r} over {self.group.ranks} ranks sends nothing while it "
-                "computes: there is nothing to hide"
+                "computes, so there is no communication to hide"
             )
         longest = float((sent[steps] / busiest[steps]).max())
         return self.group.rows_a_member * longest * flop_rate / bandwidth

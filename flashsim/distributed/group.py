@@ -84,8 +84,8 @@ class Group:
         ranks = checks.positive_int("ranks", self.ranks)
         if ranks > MOST_RANKS:
             raise UnsupportedError(
-                f"every rank is counted at every step: {ranks:,} of them make tables of "
-                f"{ranks:,} x {ranks:,}; ask for at most {MOST_RANKS:,}"
+                f"ranks must be at most {MOST_RANKS:,}, got {ranks:,}: every rank is counted at "
+                "every step, in tables of ranks x ranks"
             )
         checks.one_of("scheme", self.scheme, SCHEMES)
         object.__setattr__(self, "ranks", ranks)
@@ -100,8 +100,8 @@ class Group:
         if p.heads % self.ulysses or p.kv_heads % self.ulysses:
             raise ShapeError(
                 f"{self.ulysses} ranks that exchange heads must divide the heads, got "
-                f"heads={p.heads}, kv_heads={p.kv_heads}; 'usp' exchanges among fewer "
-                f"(ulysses={math.gcd(ranks, p.kv_heads)}), 'zigzag' among none"
+                f"heads={p.heads}, kv_heads={p.kv_heads}; use 'usp' with fewer ranks per exchange "
+                f"(ulysses={math.gcd(ranks, p.kv_heads)}), or 'zigzag', which exchanges no heads"
             )
 
     def _whole_parts(self, parts: int) -> str:
@@ -130,7 +130,7 @@ class Group:
             return math.gcd(ranks, self.problem.kv_heads)
         team = checks.positive_int("ulysses", self.ulysses)
         if ranks % team:
-            raise OptionError(f"ulysses must divide the ranks, got {team} of {ranks}")
+            raise OptionError(f"ulysses must divide ranks, got ulysses={team} and ranks={ranks}")
         return team
 
     def _fixed(self, ranks: int) -> int:
@@ -140,18 +140,19 @@ class Group:
         p = self.problem
         if p.fp8:
             raise UnsupportedError(
-                f"attention over several ranks is not modelled for {p.dtype}; use bfloat16"
+                f"attention over several ranks does not support {p.dtype}; use bfloat16"
             )
         if p.n_q != p.n_kv:
             raise ShapeError(
-                f"ranks share one sequence of queries and keys, got n_q={p.n_q}, n_kv={p.n_kv}"
+                f"ranks share one sequence, so n_q and n_kv must be equal, got n_q={p.n_q}, "
+                f"n_kv={p.n_kv}"
             )
         fields = ("window", "cu_seqlens_q", "bias", "block_mask", "mask", "page_size")
         present = [name for name in fields if getattr(p, name) is not None]
         if present:
             raise UnsupportedError(
-                f"attention over several ranks is causal or has no mask, got {', '.join(present)}; "
-                "flashsim.run takes it on one"
+                "attention over several ranks takes only a causal mask or none, got "
+                f"{', '.join(present)}; flashsim.run takes them on one rank"
             )
 
     # -- who holds what -------------------------------------------------------------------------

@@ -113,8 +113,8 @@ def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> 
     p, precision = job.problem, job.options.get("precision", USUAL)
     if job.trace and precision != USUAL:
         raise UnsupportedError(
-            "precision changes numbers, not what moves: a trace would count the bytes of the "
-            "types that the inputs have; leave out trace, or precision"
+            "a trace cannot be combined with precision, which changes results but not traffic: "
+            "the trace would count the bytes of the inputs' types; leave out trace or precision"
         )
     machine = Machine(
         p,

@@ -104,7 +104,9 @@ class Task:
         """Run a solution on some arrays; the default device is the task's own."""
         p = self.problem
         if lacking := {"Q", "K", "V", *self.inputs} - {*arrays}:
-            raise OptionError(f"arrays lack {', '.join(sorted(lacking))}; `arrays` draws them all")
+            raise OptionError(
+                f"arrays lack {', '.join(sorted(lacking))}; Task.arrays() draws all of them"
+            )
         return simulate(
             *(solution, arrays["Q"], arrays["K"], arrays["V"]),
             inputs={name: arrays[name] for name in self.inputs},
@@ -200,8 +202,8 @@ class Exercise:
         if not isinstance(self.statement, str) or not self.statement.strip():
             raise OptionError(
                 f"the exercise {self.name} has no statement, which is its file's docstring: write "
-                "one at the file's top, and run without python -OO (PYTHONOPTIMIZE=2), which drops "
-                "them"
+                "one at the top of the file, and run without python -OO (PYTHONOPTIMIZE=2), "
+                "which removes docstrings"
             )
         if not self.skeleton:
             object.__setattr__(self, "skeleton", self._skeleton())

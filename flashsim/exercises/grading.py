@@ -38,7 +38,7 @@ def grade(
     """Judge a solution that runs in this process; returns its marks and the trace of its transfers.
 
     The solution is recorded on tiles without numbers, and the recorded program is judged. A file
-    from someone else belongs in a process of its own: `submissions.grade_file`.
+    from someone else belongs in a separate process: `submissions.grade_file`.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ def judge(
     *,
     text: str | None = None,
 ) -> tuple[Marks, Trace | None]:
-    """Judge what a solution handed over.
+    """Judge the result of running a solution.
 
     Parameters
     ----------
@@ -197,7 +197,7 @@ class _Judge:
             self._replayed([self.task.arrays()], most=None)
         except (SramOverflow, ProgramError) as error:
             return Mark("room on chip", 0, ROOM, "overflow", str(error))
-        raise AssertionError("a peak beyond the capacity is an overflow")
+        raise AssertionError("the program needs more on-chip memory than the machine has")
 
 
 def _bytes(exercise: Exercise, trace: Trace, *, right: bool) -> Mark:

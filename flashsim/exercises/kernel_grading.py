@@ -1,6 +1,6 @@
 """Grade a file of kernels: results, safety on a GPU, on-chip memory and bytes.
 
-The file runs in a process of its own (`kernel_runner`), which hands over what its kernels did. This
+The file runs in a separate process (`kernel_runner`), which hands over what its kernels did. This
 process draws the inputs, computes what is right, and judges. It never runs the file.
 """
 
@@ -107,7 +107,7 @@ def grade_kernels(
 
 
 def handed(order: KernelOrder) -> Handover:
-    """Carry out an order in a process of its own."""
+    """Carry out an order in a separate process."""
     command = [sys.executable, "-P", "-m", kernel_runner.__name__]
     ended = run(command, pickle.dumps(order), Limits(order.seconds, result=_MOST))
     if ended.why:
@@ -127,7 +127,7 @@ def _judged(
 ) -> tuple[tuple[Mark, ...], dict[str, int], tuple[tuple[str, str, int, int], ...], Trace]:
     runs, recorded = [], unpacked(data, _MOST)
     if len(recorded) != len(cases):
-        raise TraceError(f"{len(cases)} calls were made, and {len(recorded)} are recorded")
+        raise TraceError(f"{len(cases)} calls were made, but {len(recorded)} were recorded")
     for case, arrays, one in zip(cases, drawn, recorded, strict=True):
         values = list(one.values)
         traced = KernelTrace(one.record, names=one.names, problem=_spread(case), values=values)

@@ -1,4 +1,4 @@
-"""Run a file of kernels in a process of its own, and hand over what its kernels did.
+"""Run a file of kernels in a separate process, and hand over what its kernels did.
 
 ``python -m flashsim.exercises.kernel_runner`` does so. Such a file imports torch, Triton or JAX, so
 this process has limits on time and memory, but no walls: docs/guides/grader.md says what that
@@ -257,7 +257,7 @@ def tested(order: KernelOrder) -> list[tuple[str, str, str]]:
 
 
 def done(order: KernelOrder) -> tuple[dict[str, Any], bytes]:
-    """Carry out an order: about it, in words, and the record."""
+    """Carry out an order; return a description of it in words, and the record."""
     about: dict[str, Any] = {"kind": "", "words": "", "tests": []}
     try:
         if order.tests:
@@ -274,7 +274,7 @@ def done(order: KernelOrder) -> tuple[dict[str, Any], bytes]:
 
 
 def main() -> None:
-    """Take a `KernelOrder` from the standard input, and write to the output what was handed over.
+    """Take a `KernelOrder` from the standard input, and write the result to the output.
 
     That is one line of JSON, and the record. The file's own output goes to the standard error.
     """

@@ -1,4 +1,4 @@
-"""Run a command in a process of its own, with limits, and take what it hands over.
+"""Run a command in a separate process, with limits, and return its output.
 
 Whatever the process does, `run` returns in time: it ends the process with everything that it
 started, and keeps no more of its output than the limits allow.

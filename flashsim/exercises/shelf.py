@@ -43,8 +43,8 @@ def of_course(name: str) -> AnyExercise:
     """The bundled exercise with that name; a student's file may not name another."""
     if name not in _bundled():
         raise OptionError(
-            f"no exercise {shown(name)} in the course; {choices(name, _bundled())}; a lecturer's "
-            "own is named by --exercise FILE"
+            f"no exercise {shown(name)} in the course; {choices(name, _bundled())}; to use a "
+            "lecturer's own exercise, give --exercise FILE"
         )
     return _bundled()[name]
 
@@ -61,8 +61,8 @@ def get(name: str) -> Exercise:
     found = find(name)
     if not isinstance(found, Exercise):
         raise OptionError(
-            f"{found.name} is solved by a file of kernels, not on the simulated machine: "
-            "flashsim exercise grade FILE"
+            f"{found.name} is solved with kernels, not on the simulated machine; grade the file "
+            "with `flashsim exercise grade FILE`"
         )
     return found
 
@@ -82,7 +82,7 @@ def find(name: str) -> AnyExercise:
         raise OptionError(f"no exercise {shown(name)}; {choices(name, _bundled())}, or a .py file")
     path = Path(name)
     if not path.is_file():
-        raise OptionError(f"no exercise in {name!r}: there is no such file")
+        raise OptionError(f"cannot read an exercise from {name!r}: there is no such file")
     exercise = getattr(imported(path), "EXERCISE", None)
     if not isinstance(exercise, AnyExercise):
         raise OptionError(

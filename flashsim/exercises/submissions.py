@@ -1,6 +1,6 @@
 """Grade files that others handed in: one file, or a folder of them.
 
-A file runs once, in a process of its own (`flashsim.engines.sandbox.recorder`), and hands over a
+A file runs once, in a separate process (`flashsim.engines.sandbox.recorder`), and hands over a
 program. This process never runs what is handed in: it replays the program and judges it.
 docs/guides/grader.md says what that promises, and what it does not.
 """
@@ -41,7 +41,7 @@ MOST_FILE = 1 << 20
 
 
 class _Unreadable(Exception):
-    """A file that is no readable text; `kind` is that of its mark."""
+    """A file that cannot be read as text; `kind` is that of its mark."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -138,7 +138,7 @@ def exercise_of(text: str) -> str | None:
 
 
 def missing_walls() -> list[str]:
-    """The things that this system does not keep from a file that is graded."""
+    """The protections from a graded file's code that this system cannot provide."""
     order = Order("ANSWERS = {}", "none.py", None, LIMIT, MEMORY)
     found = json.loads(_ended(order).result.splitlines()[0])["walls"]
     return [wall for wall in (walls.FILES, walls.PROCESSES, walls.NETWORK) if wall not in found]
@@ -198,7 +198,7 @@ def _text_of(path: Path) -> str:
 
 
 def _ended(order: Order) -> Ended:
-    """Run a file in a process of its own."""
+    """Run a file in a separate process."""
     command = [sys.executable, "-P", "-m", recorder.__name__]
     return run(command, pickle.dumps(order), Limits(order.seconds, result=MOST + (1 << 20)))
 

@@ -148,7 +148,10 @@ class Builder:
 
 
 def _key(node: Node) -> tuple[Any, ...]:
-    """What equal nodes share; the value as text, since 0, 0.0 and False are equal numbers."""
+    """The key that equal nodes share.
+
+    It has the value as text, since 0, 0.0 and False are equal.
+    """
     return node.op, node.args, repr(node.value), node.kind
 
 

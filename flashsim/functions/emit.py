@@ -377,7 +377,7 @@ class _Cuda:
         return _literal(node) if node.op == "const" else f"v{n}"
 
     def expression(self, node: Node) -> str:
-        """What a node computes, of `v0`, `v1`, ..."""
+        """The expression that a node computes from `v0`, `v1`, ..."""
         op, args = node.op, [self.name(a) for a in node.args]
         if op == "load":
             return self._load(node)

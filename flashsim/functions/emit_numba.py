@@ -107,7 +107,7 @@ class Written:
         )
 
     def expression(self, node: Node) -> str:
-        """What a node computes."""
+        """The expression that a node computes."""
         op, args = node.op, [self.name(a) for a in node.args]
         if op == "load":
             text = self.read(node)

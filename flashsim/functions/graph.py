@@ -113,7 +113,7 @@ class Graph:
         return tuple(a for a in self.arrays if a.kind == FLOAT)
 
     def side(self, n: int) -> str:
-        """What load node `n` varies with, one of SIDES; "fixed" is one value per head."""
+        """The side, one of SIDES, with which load `n` varies; "fixed" is one value per head."""
         moving = frozenset().union(*(self.depends[a] for a in self.nodes[n].args)) - {"b", "h"}
         return {frozenset(): "fixed", frozenset("q"): "row", frozenset("k"): "col"}.get(
             moving, "score"

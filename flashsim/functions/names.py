@@ -1,4 +1,4 @@
-"""What can be done with symbols: functions, by the names that Python and libraries give them."""
+"""The functions of symbols, by the names that Python and libraries give them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashsim.functions.operations import BOOL, FLOAT, INT
 
 
 class Traceable:
-    """What a trace's recorder made: a symbol, or a captured array."""
+    """Base class of the values that tracing creates: symbols and captured arrays."""
 
     _recorder: Any
 
@@ -27,7 +27,7 @@ def _recorder_of(args: Iterable[Any]) -> Any:
                 return _recorder_of(x)
             except FunctionError:
                 continue
-    raise FunctionError("no symbol among the arguments")
+    raise FunctionError("none of the arguments is a symbol")
 
 
 def _applies(name: str) -> Callable[..., Any]:
@@ -216,7 +216,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def by_name(name: str) -> Callable[..., Any] | None:
-    """The function of symbols for a library's function, by its name ("__rsub__", "add_", ...)."""
+    """The traceable form of a library's function, by its name ("__rsub__", "add_", ...)."""
     plain = name.strip("_")
     if plain in FUNCTIONS:
         return FUNCTIONS[plain]

@@ -111,15 +111,15 @@ class Symbol(_Arithmetic):
 
     def __index__(self) -> int:
         raise FunctionError(
-            "a symbol is no Python integer: it cannot be an argument of range, or "
-            "an index of a list; give an array"
+            "a symbol is not a Python integer: it cannot be an argument of range or an index of "
+            "a list; use an array instead of the list"
         )
 
     __int__ = __index__
 
     def __float__(self) -> float:
         raise FunctionError(
-            "a symbol is no Python float; use functions of numpy, torch or math on it"
+            "a symbol is not a Python float; apply functions of numpy, torch or math to it"
         )
 
     #: A symbol is one number, in the way of an array without axes.
@@ -134,7 +134,7 @@ class Symbol(_Arithmetic):
     def __getitem__(self, key: Any) -> Symbol:
         if key in ((), ...):
             return self
-        raise FunctionError("a symbol is one number and takes no index")
+        raise FunctionError("a symbol is a single number and cannot be indexed")
 
     def to(self, *args: Any, **keywords: Any) -> Any:
         """The number in another type; a device is ignored."""
@@ -149,7 +149,7 @@ class Symbol(_Arithmetic):
     type = astype = type_as = to
 
     def item(self) -> Any:
-        """No number is known yet."""
+        """Raise `FunctionError`: a symbol has no number while a function is traced."""
         raise FunctionError(_NO_IF)
 
     def new_ones(self, size: Any = (), dtype: Any = None, **_: Any) -> Any:
@@ -167,7 +167,10 @@ class Symbol(_Arithmetic):
     def new_full(self, size: Any, value: Any, dtype: Any = None, **_: Any) -> Any:
         """A number in another type."""
         if tuple(size) != ():
-            raise FunctionError(f"a function works on one score, and makes no array of {size}")
+            raise FunctionError(
+                "a function works on one score at a time, so it cannot make an array of shape "
+                f"{size}"
+            )
         kind = self._recorder.kind(value if dtype is None else self)
         return self._recorder.cast(value, kind if dtype is None else _kind_of(dtype))
 
@@ -194,7 +197,7 @@ class Captured(_Arithmetic):
         if len(keys) != len(array.shape):
             raise FunctionError(
                 f"array {self._name} of shape {tuple(array.shape)} needs one index per axis, got "
-                f"{len(keys)}; a function works on one score, so it cannot use a row"
+                f"{len(keys)}; a function works on one score at a time, so it cannot use a row"
             )
         for k in keys:
             if recorder.kind(k) == FLOAT:
@@ -245,7 +248,7 @@ def _plain(value: Any) -> Any:
 
 
 def _arrays(recorder: Any, function: Any, args: Any, keywords: Any, name: str) -> Any:
-    """What a library's function makes of whole arrays."""
+    """The result of a library's function on whole arrays."""
     plain = {key: _plain(x) for key, x in keywords.items()}
     return recorder.wrap(function(*map(_plain, args), **plain), name)
 
@@ -258,8 +261,8 @@ def _without_slices(keys: tuple[Any, ...], array: Any, name: str) -> tuple[tuple
         keys = (*keys[:at], *(slice(None),) * (len(array.shape) - used), *keys[at + 1 :])
     if any(isinstance(k, slice) for k in keys):
         raise FunctionError(
-            f"array {name} is indexed by a symbol and a slice, which is a row; a function works on "
-            "one score: give one index per axis"
+            f"array {name} is indexed by a symbol and a slice, which selects a row; a function "
+            "works on one score at a time: give one index per axis"
         )
     return tuple(k for k in keys if k is not None), array
 
@@ -275,7 +278,10 @@ def _called(name: str, args: Any, keywords: dict[str, Any], original: Any) -> An
             raise FunctionError(f"{name} cannot be traced")
         return _arrays(captured[0]._recorder, original, args, keywords, captured[0]._name)
     if name == "__get__" and args:  # torch asks for an attribute
-        raise FunctionError("torch asked a symbol for an attribute that it does not have")
+        raise FunctionError(
+            "torch read an attribute that a symbol does not have, so this torch function cannot "
+            "be traced"
+        )
     known = by_name(name)
     if known is None:
         raise FunctionError(
@@ -314,7 +320,7 @@ class TracedLibrary:
 
 
 def either(original: Any, name: str, *args: Any, **keywords: Any) -> Any:
-    """A function on symbols or captured arrays, by its name; on anything else, itself."""
+    """Trace a library's function on symbols or captured arrays; call it on anything else."""
     flat = [y for x in args for y in (x if isinstance(x, (tuple, list)) else (x,))]
     if any(isinstance(x, (Symbol, Captured)) for x in (*flat, *keywords.values())):
         return _called(name, args, keywords, original)

@@ -33,7 +33,7 @@ class Traced(NamedTuple):
 def trace_score(function: Any) -> Traced:
     """The graph of ``score_mod(score, b, h, q, k)``, which returns a number.
 
-    What was traced before, a `Traced`, is returned as it is.
+    A function that was traced before, a `Traced`, is returned unchanged.
     """
     if isinstance(function, Traced):
         return function
@@ -43,7 +43,7 @@ def trace_score(function: Any) -> Traced:
 def trace_mask(function: Any) -> Traced:
     """The graph of ``mask_mod(b, h, q, k)``, which returns a boolean: True keeps the score.
 
-    What was traced before, a `Traced`, is returned as it is.
+    A function that was traced before, a `Traced`, is returned unchanged.
     """
     if isinstance(function, Traced):
         return function
@@ -200,7 +200,8 @@ class _Tracing:
         if isinstance(value, Symbol):
             if value._recorder is not self:
                 raise FunctionError(
-                    "a symbol of an earlier call is used; return new ones each call"
+                    "the function returned or used a symbol from an earlier call; compute "
+                    "new values in each call"
                 )
             return value._node
         if isinstance(value, Captured):
@@ -214,7 +215,7 @@ class _Tracing:
             return self.builder.const(value.item() if isinstance(value, np.generic) else value)
         if is_array(value) and tuple(value.shape) == ():
             return self.builder.load(self.array(value, "scalar"), ())
-        raise FunctionError(f"a value that is no number was used as one: {shown(value)}")
+        raise FunctionError(f"a value that is not a number was used as a number: {shown(value)}")
 
     def symbol(self, name: str, *args: Any) -> Symbol:
         """The symbol of one of OPERATIONS."""

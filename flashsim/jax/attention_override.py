@@ -64,8 +64,9 @@ def dot_product_attention(
     ndim = query.ndim
     if {query.ndim, key.ndim, value.ndim} not in ({3}, {4}):
         raise ShapeError(
-            "query, key and value must all be (batch, n, heads, head_dim) or (n, heads, head_dim) "
-            f"arrays alike, got {query.shape}, {key.shape}, {value.shape}"
+            "query, key and value must all be (batch, n, heads, head_dim) or (n, heads, "
+            f"head_dim) arrays, all with the same number of axes, got {query.shape}, {key.shape}, "
+            f"{value.shape}"
         )
     q, k, v = (jnp.swapaxes(x[None] if ndim == 3 else x, 1, 2) for x in (query, key, value))
     batch, heads, t, _ = q.shape
@@ -110,7 +111,7 @@ def _bias(bias: Any, mask: Any, lengths: Any, *, shape: tuple[int, ...], dtype: 
         mask = taken("mask", mask)
         if mask.dtype != bool:
             raise DTypeError(
-                f"mask must be boolean, got {mask.dtype}; what is added to the scores is the bias"
+                f"mask must be boolean, got {mask.dtype}; to add numbers to the scores, pass bias"
             )
         mask = _four(mask, "mask", shape)
         added = jnp.where(mask, 0 if added is None else added, jnp.asarray(-jnp.inf, dtype))
@@ -130,8 +131,8 @@ def _lengths(name: str, given: Any, batch: int) -> Any:
     lengths = jnp.asarray(given)
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ShapeError(
-            f"{name} must be integers ({batch},), one a batch entry, got {lengths.dtype} "
-            f"{lengths.shape}"
+            f"{name} must be integers of shape ({batch},), one per batch entry, got "
+            f"{lengths.dtype} {lengths.shape}"
         )
     return lengths
 

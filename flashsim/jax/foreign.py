@@ -40,7 +40,7 @@ def forward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
 
 
 def backward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
-    """Run `flashsim.backward`; return dq, dk, dv, and the other gradients that there are.
+    """Run `flashsim.backward`; return dq, dk, dv, and the other gradients that exist.
 
     These are of the bias, the sinks, and the floats that a score function captures, in this order.
     """

@@ -178,7 +178,7 @@ _CONCRETE: set[type] = set()
 
 
 def _key(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what an eager call is kept under; () for tracers, other arrays, values without hash.
+    """Return the cache key of an eager call; () for tracers, other arrays, values without hash.
 
     True and 1 are equal, so the key holds types as well.
     """
@@ -335,6 +335,6 @@ def _gradients(question: Asked, operands: dict[str, Any]) -> dict[str, Any]:
 @_gradients.defjvp
 def _no_second(*_: Any) -> Any:
     raise UnsupportedError(
-        "flashsim's attention has no second derivatives: its backward pass is one kernel more, "
-        "without a gradient; differentiate jax.nn.dot_product_attention twice"
+        "flashsim's attention has no second derivatives, because its backward kernel has no "
+        "gradient of its own; differentiate jax.nn.dot_product_attention twice"
     )

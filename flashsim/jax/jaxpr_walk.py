@@ -73,13 +73,13 @@ class SourceLine(NamedTuple):
 
 
 class Observer(Protocol):
-    """Takes note of what a kernel asks for."""
+    """The interface through which a `Walker` reports what a kernel does."""
 
     def access(self, kind: str, lanes: Lanes, kept: np.ndarray | None, where: SourceLine) -> None:
         """One "load", "store" or "reduce" of `lanes`; lanes that are not `kept` are masked off."""
 
     def outside(self, primitive: str, outvars: Sequence[Any]) -> None:
-        """JAX computes something outside of every kernel."""
+        """Called when JAX computes something outside of every kernel."""
 
     def dot(self, flops: int, where: SourceLine) -> None:
         """A matrix product of `flops` floating-point operations."""
@@ -252,7 +252,10 @@ class Walker:
 
     def _pallas_call(self, step: Equation, inputs: list[Any]) -> list[Any]:
         if self.program is not None:
-            raise UnsupportedError("a Pallas kernel that calls another: call them one by one")
+            raise UnsupportedError(
+                "a Pallas kernel that calls another kernel cannot be traced: launch them one "
+                "after the other"
+            )
         return self.launch(self, step, inputs)
 
     def _ignored(self, step: Equation, inputs: list[Any]) -> list[Any]:
@@ -269,8 +272,8 @@ class Walker:
         if refs or any(calls_a_kernel(body) for body in bodies(step.params)):
             raise UnsupportedError(
                 f"flashsim does not know what {primitive.name} does with a "
-                f"{'ref' if refs else 'kernel inside it'}: read the ref into a value, or call the "
-                "kernel outside of it"
+                f"{'ref' if refs else 'kernel inside it'}: read the ref into a value first, or "
+                f"call the kernel outside of {primitive.name}"
             )
         try:
             with getattr(step.equation.ctx, "manager", None) or contextlib.nullcontext():
@@ -379,7 +382,8 @@ class Walker:
             )
         if device is not None or step.params.get("add"):
             raise UnsupportedError(
-                "a copy to another device, or one that adds: flashsim follows one device's copies"
+                "a copy to another device, or a copy that adds, cannot be traced: flashsim "
+                "follows plain copies on one device only"
             )
         self._report("load", step, origin, None)
         self._report("store", step, goal, None)
@@ -442,8 +446,8 @@ def bind_params(equation: Any) -> dict[str, Any]:
         functions, params = params
         if functions:
             raise UnsupportedError(
-                f"flashsim does not look inside {equation.primitive.name}: compute it outside of "
-                "the traced function"
+                f"flashsim cannot trace inside {equation.primitive.name}: compute it outside the "
+                "traced function"
             )
     return params
 

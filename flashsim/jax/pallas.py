@@ -156,7 +156,7 @@ def cpu_device() -> Any:
     """JAX's CPU, on which kernels are evaluated."""
     if jax.__version_info__ < OLDEST:
         raise BackendUnavailable(
-            f"trace_kernel needs JAX {'.'.join(map(str, OLDEST))} or newer, and finds "
+            f"trace_kernel needs JAX {'.'.join(map(str, OLDEST))} or newer, but found "
             f"{jax.__version__}: pip install --upgrade jax"
         )
     try:
@@ -228,7 +228,7 @@ class PallasNotes:
         return self._buffers[id(array)]
 
     def kernel(self, launch: KernelCall) -> None:
-        """A kernel starts."""
+        """Called when a kernel starts."""
         self._launch = launch
         self.models.add(launch.model)
         self._codes = {}
@@ -272,12 +272,12 @@ class PallasNotes:
         return tuple(index[axis] for axis in launch.axes)
 
     def program(self, index: tuple[int, ...]) -> None:
-        """A program starts."""
+        """Called when a program starts."""
         self._at = len(self.recorder.launches) - 1, self._place(index)
         self.recorder.program(self._at[1])
 
     def revisit(self, operand: BlockOperand, where: SourceLine) -> None:
-        """A TPU returns to a block that it copied back."""
+        """Called when a TPU returns to a block that it copied back before."""
         assert self._launch is not None
         self.recorder.note(
             f"{self._launch.name}: the grid returns to a block of {operand.tensor.name} that was "
@@ -286,7 +286,7 @@ class PallasNotes:
         )
 
     def finish(self, launch: KernelCall, outputs: Sequence[Any]) -> None:
-        """A kernel has ended; `outputs` are its results as arrays of JAX."""
+        """Called when a kernel has ended; `outputs` are its results as arrays of JAX."""
         for tensor in launch.tensors:
             self.values[self._codes[id(tensor)]] = tensor.array
         results = [o.tensor for o in launch.operands if o.output]
@@ -296,7 +296,7 @@ class PallasNotes:
             self._kept.append(array)
 
     def outside(self, primitive: str, outvars: Sequence[Any]) -> None:
-        """JAX computes something outside of every kernel: its bytes are not those of a kernel."""
+        """Called when JAX computes something outside of every kernel; its bytes are not counted."""
         if primitive not in VIEWS:
             sizes = [
                 math.prod(v.aval.shape) * v.aval.dtype.itemsize
@@ -306,7 +306,7 @@ class PallasNotes:
             self._outside[primitive] = self._outside.get(primitive, 0) + sum(sizes)
 
     def done(self) -> KernelRecord:
-        """What was noted."""
+        """Return the record of everything that was noted."""
         models = " and ".join(sorted(self.models))
         self.recorder.source = f"pallas {jax.__version__}, {models} model"
         others = [f"{name} ({size:,} B)" for name, size in sorted(self._outside.items()) if size]

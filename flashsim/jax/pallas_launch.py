@@ -33,16 +33,16 @@ class Programs(Observer, Protocol):
     """A recorder that is also told which kernel and which program run."""
 
     def kernel(self, launch: KernelCall) -> None:
-        """A kernel starts."""
+        """Called when a kernel starts."""
 
     def program(self, index: tuple[int, ...]) -> None:
-        """A program, or a grid step of a TPU, starts."""
+        """Called when a program, or a grid step of a TPU, starts."""
 
     def revisit(self, operand: BlockOperand, where: SourceLine) -> None:
-        """A TPU's step returns to an output's block that was copied back before."""
+        """Called when a TPU's step returns to an output block that was copied back before."""
 
     def finish(self, launch: KernelCall, outputs: Sequence[Any]) -> None:
-        """The kernel has ended; `outputs` are its results as arrays of JAX."""
+        """Called when the kernel has ended; `outputs` are its results as arrays of JAX."""
 
 
 @dataclass(eq=False)
@@ -231,7 +231,7 @@ def run_program(
     count: int,
     kept: dict[int, Any],
 ) -> None:
-    """The kernel's body, once."""
+    """Run the kernel's body once."""
     buffers = []
     for number, variable in enumerate(jaxpr.invars[count:]):
         if number not in kept:
@@ -353,8 +353,8 @@ def held(value: Any) -> np.ndarray:
         narrow = True
     if narrow or array.dtype.kind == "O":
         raise UnsupportedError(
-            f"an operand of type {dtype}, whose elements are no whole bytes: pass it as int8 or "
-            "as a wider float"
+            f"an operand of type {dtype}, whose elements do not fill whole bytes: pass it as int8 "
+            "or as a wider float"
         )
     return array
 
@@ -367,8 +367,8 @@ def block_of(mapping: Any, name: str) -> tuple[tuple[int, ...], tuple[bool, ...]
         gone = dimension is None or kind in ("Squeezed", "Mapped")
         if not gone and kind not in ("int", "Blocked", "Element"):
             raise UnsupportedError(
-                f"{name}: a block with a dimension of kind {kind}: use an integer, None or "
-                "pl.Element in its BlockSpec"
+                f"{name}: a block dimension of kind {kind} is not supported: use an integer, None "
+                "or pl.Element in its BlockSpec"
             )
         lengths.append(1 if gone else int(getattr(dimension, "block_size", dimension)))
         squeezed.append(gone)
@@ -379,7 +379,7 @@ def block_of(mapping: Any, name: str) -> tuple[tuple[int, ...], tuple[bool, ...]
 def block_start(
     operand: BlockOperand, index: tuple[int, ...], scalars: Sequence[HbmTensor], walker: Walker
 ) -> tuple[int, ...]:
-    """SourceLine an operand's block begins in each dimension of its tensor."""
+    """Return where an operand's block begins in each dimension of its tensor."""
     closed = operand.mapping.index_map_jaxpr
     refs = [Ref.whole(one.array, None, one.name) for one in scalars]  # reads on the scalar core
     blocks = walker.run(closed.jaxpr, closed.consts, [*map(np.int32, index), *refs])

@@ -209,8 +209,8 @@ def length_of(index: Any) -> int:
         return int(index.size)
     except TypeError:
         raise UnsupportedError(
-            f"a slice of a length that only the kernel knows ({index.size}): give pl.ds a Python "
-            "integer as size, and mask what is too much"
+            f"a slice whose length is computed inside the kernel ({index.size}) cannot be traced: "
+            "give pl.ds a Python integer as size, and mask the elements that are too many"
         ) from None
 
 

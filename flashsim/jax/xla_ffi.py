@@ -242,6 +242,6 @@ def register(name: str, platform: str, function: Callable[[ForeignCall], None]) 
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform=platform)
     if any(major != _MAJOR for major in spoken):
         raise BackendUnavailable(
-            f"flashsim.jax speaks version {_MAJOR}.x of XLA's foreign function interface, and "
-            f"jaxlib {jax.lib.__version__} speaks {spoken[0]}.x"
+            f"flashsim.jax uses version {_MAJOR}.x of XLA's foreign function interface, but "
+            f"jaxlib {jax.lib.__version__} uses {spoken[0]}.x"
         )

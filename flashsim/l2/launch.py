@@ -138,7 +138,7 @@ class L2Model:
     def turn_share(
         self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
     ) -> float:
-        """Return the time of a turn, in units of a visit's time."""
+        """Return the time for handing on a turn (ordered dQ), in units of a visit's time."""
         seconds = self.visit_seconds(stage, schedule, device, algorithm, direction)
         return self.turn / seconds if seconds else 0.0
 

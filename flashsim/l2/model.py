@@ -157,8 +157,8 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
     its = requested.problem, requested.algorithm, requested.direction
     if set(plans.tensors_of(*its, "load")) & {*CAPTURED, "sink"}:
         raise UnsupportedError(
-            "the model of the L2 cache replays tiles, not elements of captured arrays or sinks; it "
-            "takes functions without arrays, and level='requested' counts the others"
+            "the L2 model replays tiles and cannot follow elements of captured arrays or sinks; "
+            "use functions without arrays, or level='requested'"
         )
     tiles, streams = _streams(requested, model)
     whole = model.ways is None
@@ -190,11 +190,11 @@ def _model(requested: Traffic, model: L2Model | None) -> L2Model:
     if shared or (requested.split.pack_gqa and requested.problem.bias):
         what = "rows of several sequences" if shared else "a bias of packed heads"
         instead = "leave out shared_prefix" if shared else "give pack_gqa=False"
-        raise UnsupportedError(f"the L2 model knows no tile of {what}; {instead}")
+        raise UnsupportedError(f"the L2 model cannot follow {what}; {instead}")
     if requested.problem.scales is not None:
         raise UnsupportedError(
-            "the L2 model follows tiles, not the 4 bytes of a scale, of which many share a line; "
-            "leave scales out: the rest of the pass is the same"
+            "the L2 model follows tiles and cannot follow scales, which are 4 bytes each and "
+            "share cache lines; leave scales out, since the rest of the pass is the same"
         )
     model = L2Model() if model is None else model
     return checks.instance("l2", model, L2Model, "flashsim.l2.L2Model")

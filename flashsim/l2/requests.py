@@ -77,8 +77,8 @@ class TileNumbers:
             at += count
             if at > MOST_TILES:
                 raise UnsupportedError(
-                    f"the L2 model tells apart at most {MOST_TILES:,} tiles, and {name} takes it "
-                    f"to {at:,}; use larger tiles, fewer heads or a shorter sequence"
+                    f"the L2 model follows at most {MOST_TILES:,} tiles, and {name} brings the "
+                    f"number to {at:,}; use larger tiles, fewer heads or a shorter sequence"
                 )
             sizes.append(np.tile(self._sizes(name, tensor), owners))
         self.size = np.concatenate(sizes)

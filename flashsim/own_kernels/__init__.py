@@ -1,4 +1,4 @@
-"""Kernels that readers write: what they move, whether that is needed, and whether it is right.
+"""Kernels that users write: their bytes, whether those are needed, and whether results are right.
 
 A frontend (`flashsim.triton`, or any other) executes a kernel and notes its accesses in a
 `Recorder`. `KernelTrace` answers the questions. Nothing in this package knows Triton or Pallas.

@@ -39,8 +39,8 @@ def as_trace(
     record = geometry.record
     if len(record.launches) > MOST_STAGES:
         raise UnsupportedError(
-            f"a trace has at most {MOST_STAGES} launches, and here are {len(record.launches)}; "
-            "trace fewer of them, or ask for totals alone"
+            f"a trace has at most {MOST_STAGES} launches, and this record has "
+            f"{len(record.launches)}; trace fewer launches, or read totals only"
         )
     cut = [visits_of(geometry, n) for n in range(len(record.launches))]
     own = _Codes(geometry)
@@ -146,7 +146,7 @@ def _stage(
 
 
 def _facts(geometry: Geometry, launch: int, cut: Visits, member: np.ndarray) -> np.ndarray:
-    """What must be equal for two heads to do the same, (accesses, facts)."""
+    """The facts that must be equal for two heads to do the same, (accesses, facts)."""
     a, g = geometry.record.accesses[cut.at], geometry
     return np.stack(
         [

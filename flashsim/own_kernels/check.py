@@ -1,4 +1,4 @@
-"""Is what a kernel stored right? If not: where first, and which known mistake explains it."""
+"""Check what a kernel stored. If it is wrong: where first, and which known mistake explains it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found.
+    """The result of a check.
 
     Attributes
     ----------
@@ -117,7 +117,9 @@ def matrices(g: Geometry, code: int, array: np.ndarray) -> np.ndarray:
 def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None = None) -> Verdict:
     """Compare what was stored with a reference."""
     if not values:
-        raise TraceError("the values of the tensors were not kept, so nothing can be checked")
+        raise TraceError(
+            "the values of the tensors were not kept in this record, so results cannot be checked"
+        )
     arrays = {
         label: matrices(g, code, values[code])
         for code, label in enumerate(g.labels)

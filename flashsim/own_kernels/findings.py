@@ -1,4 +1,4 @@
-"""What a reader should know about a kernel: warnings, each with its line and program."""
+"""Warnings about a kernel, each with its line and program."""
 
 from __future__ import annotations
 

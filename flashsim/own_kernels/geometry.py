@@ -246,7 +246,7 @@ class Geometry:
             )
         except FlashSimError as error:
             raise OptionError(
-                f"the shapes of the tensors do not say which problem this is ({error}); give "
+                f"the problem cannot be derived from the tensors' shapes ({error}); give "
                 "problem=flashsim.Problem(...)"
             ) from error
 

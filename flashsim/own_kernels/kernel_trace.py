@@ -30,7 +30,7 @@ from flashsim.version import __version__
 
 @own_errors
 class KernelTrace:
-    """What a reader's kernel did, access by access.
+    """The accesses that a user's kernel made, one by one, with methods that query them.
 
     It goes wherever a `Result` goes: `viz.page(traced)`, `viz.traffic([traced, other])`.
 
@@ -182,7 +182,7 @@ class KernelTrace:
 
     @cached_property
     def expected(self) -> Expected | None:
-        """What FlashAttention-2 moves with this kernel's tile; None for another computation."""
+        """FlashAttention-2's bytes with this kernel's tile; None for another computation."""
         return expected_of(self.geometry, self.device)
 
     @cached_property
@@ -240,7 +240,7 @@ class KernelTrace:
         return dram_of(self, self.device if device is None else Device.get(device), l2)
 
     def roofline(self, device: str | Device | None = None) -> Roofline:
-        """Return the kernel's place under a device's roofs, and so the least time it takes."""
+        """Return the kernel's roofline on a device, which gives the least time that it can take."""
         return roofline_of(self, self.device if device is None else Device.get(device))
 
     # -- by line --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What kernels call their tensors, and what the papers call them."""
+"""Names of tensors: as kernels call them, and as the papers call them."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ class Pieces:
             sizes.append(piece)
         if at > MOST_PIECES:
             raise UnsupportedError(
-                f"the tensors have {at:,} pieces of {PIECE} B, and the L2 model follows at most "
-                f"{MOST_PIECES:,}; trace a smaller problem"
+                f"the L2 model follows at most {MOST_PIECES:,} pieces of {PIECE} B, and the "
+                f"tensors have {at:,}; trace a smaller problem"
             )
         self.first = first
         self.size = np.concatenate(sizes)

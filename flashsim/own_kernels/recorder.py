@@ -230,7 +230,7 @@ class Recorder:
             self.notes.append(text)
 
     def done(self) -> KernelRecord:
-        """Return what was noted; the recorder goes on if more is noted."""
+        """Return the record so far; the recorder can go on."""
         stored = {}
         for one in self.tensors:
             if one.buffer in self._stored and one.size:
@@ -268,7 +268,7 @@ class Recorder:
                 return first, last
         index, exists = its.coordinates(unique)
         if not exists.all():
-            raise TraceError(f"an access to {its.name} has offsets that are no elements of it")
+            raise TraceError(f"an access to {its.name} has offsets outside of it")
         first = last = 0
         for n, along in zip(its.shape, index, strict=True):
             first, last = first * n + int(along.min()), last * n + int(along.max())

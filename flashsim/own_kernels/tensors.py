@@ -66,7 +66,7 @@ class KernelTensor:
 
     @cached_property
     def span(self) -> int:
-        """Elements from the first one to one past the last, gaps included."""
+        """Number of elements from the first to the last, gaps included."""
         if not self.size:
             return 0
         return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))

@@ -102,8 +102,8 @@ def as_array(name: str, values: Any) -> np.ndarray:
     """
     if isinstance(values, np.ma.MaskedArray):
         raise DTypeError(
-            f"{name} is a masked array, whose mask would be lost; "
-            f"{name}.filled(...) makes a plain one"
+            f"{name} is a masked array, whose mask would be lost; pass {name}.filled(...), a "
+            "plain array"
         )
     library = type(values).__module__.partition(".")[0]
     try:
@@ -153,8 +153,8 @@ def dtype_name(dtype: Any) -> str:
         turned = {np.dtype(x).newbyteorder().str: x for x in ("float64", "float32", "float16")}
         if isinstance(name, str) and name in turned:
             raise DTypeError(
-                f"dtype {name!r} is {turned[name]} with its bytes in the other order; "
-                f"x.astype({turned[name]!r}) turns them"
+                f"dtype {name!r} is {turned[name]} with swapped byte order; convert it with "
+                f"x.astype({turned[name]!r})"
             )
         raise DTypeError(f"dtype {shown(name)} is not supported; {choices(name, DTYPES)}")
     return name
@@ -168,7 +168,8 @@ def window(window: Any) -> tuple[int, int] | None:
         left, right = window
     except (TypeError, ValueError):
         raise DTypeError(
-            f"window must be a pair (left, right) of key counts, -1 unlimited, got {shown(window)}"
+            "window must be a pair (left, right) of key counts, with -1 for no limit, got "
+            f"{shown(window)}"
         ) from None
     for value in (left, right):
         if not is_int(value):

@@ -236,8 +236,8 @@ def reported(
     major, minor = compute_capability
     raise OptionError(
         f"this machine's GPU is {name!r} (compute capability {major}.{minor}, {sm_count} SMs, "
-        f"{hbm_bytes / 2**30:.0f} GiB), which no preset describes; name the device to predict for: "
-        f"{', '.join(PRESETS)}"
+        f"{hbm_bytes / 2**30:.0f} GiB), which has no preset in flashsim; choose the device to "
+        f"predict for: {', '.join(PRESETS)}"
     )
 
 

@@ -56,7 +56,7 @@ def check_prefix(prefix: int, lengths: tuple[int, ...]) -> None:
     for b, n in enumerate(lengths):
         if n < prefix:
             raise OptionError(
-                f"shared_prefix is {prefix:,} keys, and entry {b} of the batch has {n:,}"
+                f"shared_prefix is {prefix:,} keys, and entry {b} of the batch has only {n:,}"
             )
 
 
@@ -83,5 +83,5 @@ def check_pages(
     for b, j in np.argwhere(shared != shared[:1])[:1]:
         raise OptionError(
             f"block_table[{b}, {j}] is {table[b, j]}, but the first {prefix:,} keys are shared, "
-            f"and entry 0 has them in page {table[0, j]}"
+            f"and entry 0 keeps them in page {table[0, j]}"
         )

@@ -37,8 +37,8 @@ class BlockMask:
         array = checks.as_array("a block mask's grid", grid)
         if array.dtype != np.bool_ or array.ndim != 2 or 0 in array.shape:
             raise MaskError(
-                "a block mask is a non-empty 2-D boolean grid, one value per cell; got dtype "
-                f"{array.dtype}, shape {array.shape}"
+                "a block mask must be a non-empty 2-D boolean grid with one value per cell, got "
+                f"dtype {array.dtype}, shape {array.shape}"
             )
         self.block_q = checks.positive_int("block_mask block_q", block_q)
         self.block_k = checks.positive_int("block_mask block_k", block_k)
@@ -67,14 +67,17 @@ def call_mask(mask: Callable[..., Any], q: np.ndarray, k: np.ndarray) -> np.ndar
     try:
         result = mask(q, k)
         if isinstance(result, np.ma.MaskedArray):
-            raise MaskError(f"mask function {name!r} returned a masked array; return its booleans")
+            raise MaskError(
+                f"mask function {name!r} returned a masked array; return a plain boolean array"
+            )
         result = np.asarray(result)
     except FlashSimError:
         raise
     except Exception as error:
         raise MaskError(
             f"mask function {name!r} failed on index arrays of shape {q.shape} and {k.shape}: "
-            f"{type(error).__name__}: {error}; it must work on arrays, e.g. (q - k) % 2 == 0"
+            f"{type(error).__name__}: {error}; it is called with index arrays and must work on "
+            "them, e.g. (q - k) % 2 == 0"
         ) from error
     if result.dtype != np.bool_:
         raise MaskError(f"mask function {name!r} must return booleans, got dtype {result.dtype}")

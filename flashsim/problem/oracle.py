@@ -193,7 +193,7 @@ def _checked(p: Problem, dtype: str, bias: Any, dlse: Any = None, **inputs: Any)
     if bias is not None and any(
         have not in (1, full) for have, full in zip_longest(bias.shape, shape)
     ):
-        raise ShapeError(f"bias must be {shape}, or 1 in place of a length, got {bias.shape}")
+        raise ShapeError(f"bias must be {shape}(each length may also be 1), got {bias.shape}")
     return (*arrays.values(), bias, dlse)
 
 

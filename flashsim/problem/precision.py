@@ -131,8 +131,8 @@ class Precision:
             checks.positive_int("flush", self.flush)
             if self.accumulator == "float32":
                 raise OptionError(
-                    "flush says how often a tensor core's sum is added to a float32 one; give "
-                    "accumulator='hopper-fp8' as well"
+                    "flush sets how often a tensor core's sum is added to a float32 sum; it "
+                    "needs accumulator='hopper-fp8'"
                 )
 
     @property

@@ -193,7 +193,7 @@ class Problem:
         put("latent", checks.flag("latent", self.latent))
         if self.latent and self.head_dim_v > self.head_dim:
             raise ShapeError(
-                f"V is columns of K, of which there are {self.head_dim}: head_dim_v must be at "
+                f"V is the first columns of K, and K has {self.head_dim}: head_dim_v must be at "
                 f"most that, got {self.head_dim_v}"
             )
         put("dlse", checks.flag("dlse", self.dlse))
@@ -217,8 +217,8 @@ class Problem:
                 checks.is_int(x) and x in ok for x, ok in zip(lead, allowed, strict=True)
             ):
                 raise ShapeError(
-                    f"bias is given by its leading shape (1 or {self.batch}, 1 or {self.heads}), "
-                    f"got {shown(self.bias)}"
+                    f"Problem takes a bias as its leading shape, (1 or {self.batch}, 1 or "
+                    f"{self.heads}), got {shown(self.bias)}"
                 )
             put("bias", (int(lead[0]), int(lead[1])))
         if self.block_mask is not None:
@@ -226,15 +226,16 @@ class Problem:
         if self.mask is not None and not callable(self.mask):
             raise MaskError(
                 f"mask must be a function mask(q_index, k_index), got {type(self.mask).__name__}; "
-                "a boolean tile grid goes to block_mask, an additive array to bias"
+                "pass a boolean tile grid as block_mask, and an additive array as bias"
             )
         self._check_functions(put)
         try:
             hash(self.mask)
         except TypeError:
             raise MaskError(
-                f"mask must be hashable, since schedules are kept by problem; got an unhashable "
-                f"{type(self.mask).__name__}; a function is, and so is a frozen dataclass"
+                "mask must be hashable, since schedules are cached per problem; got an "
+                f"unhashable {type(self.mask).__name__}; a function is, and so is a frozen "
+                "dataclass"
             ) from None
 
     def _check_functions(self, put: Callable[[str, Any], None]) -> None:
@@ -281,8 +282,8 @@ class Problem:
             return
         if self.batch != 1:
             raise ShapeError(
-                f"cu_seqlens packs the sequences of a batch into one: batch must be 1, got "
-                f"{self.batch}"
+                "with cu_seqlens, all sequences are packed into one batch entry, so batch must "
+                f"be 1, got {self.batch}"
             )
         q = checks.cu_seqlens("cu_seqlens_q", self.cu_seqlens_q, self.n_q)
         k = checks.cu_seqlens("cu_seqlens_k", self.cu_seqlens_k, self.n_kv, self.shared_prefix)
@@ -291,7 +292,7 @@ class Problem:
         nq, nk = len(q), len(k)
         if nq != nk:
             raise ShapeError(
-                f"cu_seqlens_q and cu_seqlens_k must name the same number of sequences, got "
+                "cu_seqlens_q and cu_seqlens_k must have the same number of sequences, got "
                 f"{nq - 1} and {nk - 1}"
             )
 
@@ -299,25 +300,26 @@ class Problem:
         """Check that every query sees all of the prefix, and that it ends where a page ends."""
         if self.cu_seqlens_q is None:
             raise ShapeError(
-                f"shared_prefix={shown(prefix)} is shared by packed sequences: give cu_seqlens_q "
-                "and cu_seqlens_k; run and count pack a batch that shares one"
+                f"shared_prefix={shown(prefix)} applies to packed sequences, so a Problem with it "
+                "needs cu_seqlens_q and cu_seqlens_k (flashsim.run and count pack a batch "
+                "themselves)"
             )
         for name in ("window", "bias", "block_mask", "mask", "mask_mod", "score_mod"):
             if getattr(self, name) is not None:
                 raise UnsupportedError(
-                    f"a shared prefix is seen whole by every query, so it takes no {name}; leave "
-                    "shared_prefix out"
+                    f"every query sees the whole shared prefix, so shared_prefix takes no {name}; "
+                    "leave one of them out"
                 )
         if self.page_size is not None and prefix % self.page_size:
             raise ShapeError(
-                f"shared_prefix must be whole pages of {self.page_size} keys, got {prefix}; "
-                f"{prefix // self.page_size * self.page_size} are"
+                f"shared_prefix must be whole pages of {self.page_size} keys, got {prefix}; use "
+                f"{prefix // self.page_size * self.page_size}"
             )
         for n, s in enumerate(self.sequences[1:]):
             if self.causal and s.q_stop - s.q_start > s.k_stop - s.k_start + 1:
                 raise ShapeError(
-                    f"the first of the {s.q_stop - s.q_start} queries of sequence {n} comes before "
-                    f"the end of the shared prefix: after it the sequence has "
+                    f"the first of the {s.q_stop - s.q_start} queries of sequence {n} comes "
+                    "before the end of the shared prefix, after which the sequence has only "
                     f"{s.k_stop - s.k_start} keys"
                 )
 
@@ -333,12 +335,12 @@ class Problem:
             return checks.one_of("scales", scales, ("tensor", "head"))
         if not isinstance(scales, (tuple, list)) or len(scales) != 2:
             raise OptionError(
-                "scales are 'tensor', 'head' or (query rows, key rows) of a block, got "
+                "scales must be 'tensor', 'head' or the (query rows, key rows) of a block, got "
                 f"{shown(scales)}"
             )
         if self.cu_seqlens_q is not None:
             raise UnsupportedError(
-                "blocks of a scale would straddle packed sequences; give scales='head'"
+                "scale blocks would cross the borders of packed sequences; give scales='head'"
             )
         names = "query rows of a scale", "key rows of a scale"
         rows, keys = (checks.positive_int(n, x) for n, x in zip(names, scales, strict=True))

@@ -140,7 +140,7 @@ _STANDARD_BACKWARD = (
     _CONVERT_DBIAS,
 )
 
-# -- FlashAttention-1: keys outside, the output passes through HBM at every visit ------------------
+# -- FlashAttention-1: KV-outer, so the output passes through HBM at every visit ------------------
 
 _FLASH1_FORWARD = (
     Itinerary("init", "queries", after="store O_acc l m"),

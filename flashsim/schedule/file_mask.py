@@ -45,17 +45,17 @@ class SavedMask:
         if tiling not in self.tables:
             known = ", ".join(str(t) for t in self.tables)
             raise TraceError(
-                f"mask function {self.__name__!r} was not saved with its trace, only the tiles it "
-                f"kept under {known} tiles: a schedule with {tiling} tiles needs the function; "
-                "build the Problem with it"
+                f"mask function {self.__name__!r} was not saved with its trace, which only "
+                f"records the tiles it kept under {known} tiles: a schedule with {tiling} tiles "
+                "needs the function; build the Problem with it"
             )
         return self.tables[tiling]
 
     def __call__(self, *_: object) -> NoReturn:
         """Raise `TraceError`: the function itself is not in the file."""
         raise TraceError(
-            f"mask function {self.__name__!r} was not saved with its trace, only which tiles it "
-            "kept: single scores need the function; build the Problem with it"
+            f"mask function {self.__name__!r} was not saved with its trace, which only records "
+            "the tiles it kept: single scores need the function; build the Problem with it"
         )
 
     def __repr__(self) -> str:

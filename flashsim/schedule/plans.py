@@ -152,37 +152,39 @@ def stages(
 def _stages(problem: Problem, algorithm: str, direction: str, packed: bool) -> tuple[Stage, ...]:
     if problem.page_size is not None and not splits_keys(algorithm):
         raise UnsupportedError(
-            f"{algorithm!r} reads no pages; algorithm='flash-decode' does, or leave page_size out"
+            f"{algorithm!r} cannot read a paged cache; use algorithm='flash-decode', or leave "
+            "page_size out"
         )
     if problem.latent and not splits_keys(algorithm):
         raise UnsupportedError(
-            f"{algorithm!r} loads K and V apart; algorithm='flash-decode' reads V in K, or give v"
+            f"{algorithm!r} loads K and V separately; use algorithm='flash-decode', which "
+            "reads V from K, or pass v"
         )
     if problem.shared_prefix and not splits_keys(algorithm):
         raise UnsupportedError(
-            f"{algorithm!r} merges no parts, and so shares no prefix; algorithm='flash-decode' "
-            "does, or leave shared_prefix out"
+            f"{algorithm!r} cannot merge partial results, so it cannot share a prefix; use "
+            "algorithm='flash-decode', or leave shared_prefix out"
         )
     if problem.scales is not None and splits_keys(algorithm):
         raise UnsupportedError(
-            f"{algorithm!r} takes FP8 inputs without scales only: rows of several heads share its "
-            "tiles; algorithm='flash2' takes scales, or leave scales out"
+            f"{algorithm!r} takes FP8 inputs without scales only, because rows of several heads "
+            "share its tiles; use algorithm='flash2', or leave scales out"
         )
     functions = [name for name in FUNCTIONS if getattr(problem, name)]
     if functions and splits_keys(algorithm):
         raise UnsupportedError(
-            f"{algorithm!r} takes no {' and no '.join(functions)}: rows of several heads share its "
-            "tiles; algorithm='flash2' takes them"
+            f"{algorithm!r} takes no {' and no '.join(functions)}, because rows of several heads "
+            "share its tiles; use algorithm='flash2'"
         )
     if problem.sinks and algorithm not in ("flash2", "flash2-fused"):
         raise UnsupportedError(
-            f"{algorithm!r} takes no sinks; algorithm='flash2' and 'flash2-fused' take them"
+            f"{algorithm!r} takes no sinks; use algorithm='flash2' or 'flash2-fused'"
         )
     if direction == "backward":
         check_backward(algorithm)
         if problem.score_mod is not None and algorithm == "standard":
             raise UnsupportedError(
-                "the backward pass of 'standard' takes no score function; algorithm='flash2' does"
+                "the backward pass of 'standard' takes no score function; use algorithm='flash2'"
             )
     wide = problem.itemsize == problem.compute_itemsize
     listed: tuple[Itinerary, ...] = getattr(dataflow.ALGORITHMS[algorithm], direction)
@@ -278,8 +280,8 @@ def backward_form(algorithm: str, deterministic: bool | None) -> str:
     checks.flag("deterministic", deterministic)
     if algorithm not in ("flash2", "flash2-fused"):
         raise OptionError(
-            f"deterministic chooses between the forms of FlashAttention-2's backward; "
-            f"{algorithm!r} has one form, and it is deterministic"
+            "deterministic chooses between the forms of FlashAttention-2's backward, but "
+            f"{algorithm!r} has only one form, and it is deterministic"
         )
     return "flash2" if deterministic else "flash2-fused"
 
@@ -293,8 +295,8 @@ def check_backward(algorithm: str) -> None:
     """Raise `UnsupportedError` unless the algorithm has a backward pass."""
     if algorithm not in TRAINING:
         raise UnsupportedError(
-            f"{algorithm!r} has no backward pass: it decodes, with keys that are not trained on; "
-            "algorithm='flash2' has one, and the same output"
+            f"{algorithm!r} has no backward pass, because decoding does not train; use "
+            "algorithm='flash2', which has the same output"
         )
 
 

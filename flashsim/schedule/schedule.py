@@ -48,8 +48,8 @@ class Sums(NamedTuple):
     """Integer sums over a schedule's visits: all that the closed forms need."""
 
     visits: int
-    row_cols: int  # sum over visits of the tile's columns: keys loaded with queries outside
-    col_rows: int  # sum over visits of the tile's rows: queries loaded with keys outside
+    row_cols: int  # sum over visits of the tile's columns: keys loaded by a Q-outer loop
+    col_rows: int  # sum over visits of the tile's rows: queries loaded by a KV-outer loop
     area: int  # sum over visits of rows x columns: scores computed
 
 
@@ -127,7 +127,7 @@ class Schedule(Grid):
         checks.flag("Schedule.dense", self.dense)
         checks.instance("Schedule.split", self.split, Split, "flashsim.schedule.split.Split")
         if self.outer == "keys" and self.split != WHOLE:
-            raise OptionError(f"a walk with keys outside has no {self.split}; use outer='queries'")
+            raise OptionError(f"a KV-outer loop cannot have {self.split}; use outer='queries'")
 
     # -- tables of visits -----------------------------------------------------------------------
 
@@ -174,9 +174,9 @@ class Schedule(Grid):
         scores = int((band[:, 3] - band[:, 0]).sum()) * self.tiling.block_q * self.tiling.block_k
         if scores > MOST_SCORES:
             raise MaskError(
-                f"a mask or block_mask is evaluated at every score, here {scores:.1e} of them, and "
-                f"at most {MOST_SCORES:.1e} are: take fewer queries or keys, or say it with "
-                "causal, window and cu_seqlens, which need no evaluation"
+                f"a mask or block_mask is evaluated at every score, here {scores:.1e} of them, "
+                f"and at most {MOST_SCORES:.1e} are: take fewer queries or keys, or express the "
+                "mask with causal, window and cu_seqlens, which need no evaluation"
             )
         ptr, cols, kinds = [0], [], []
         for i, (lo, _, _, hi) in enumerate(band.tolist()):
@@ -418,9 +418,9 @@ def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> N
     if any(stage.once for stage in stages) and not Schedule(problem, tiling).visited_once:
         longest = max(s.k_stop - s.k_start for s in problem.sequences)
         raise TilingError(
-            f"this algorithm is for row tiles that have exactly one visit, with all keys that they "
-            f"see; of {tiling} tiles one has another number of visits: give a block_k of at least "
-            f"{longest} where every query sees a key, or take algorithm='flash2-fused'"
+            "this algorithm needs query tiles whose keys all lie in one key tile, but of "
+            f"{tiling} tiles at least one does not: give a block_k of at least {longest} where "
+            "every query sees a key, or take algorithm='flash2-fused'"
         )
 
 

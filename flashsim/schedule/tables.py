@@ -57,8 +57,8 @@ def check_visits(visits: int) -> None:
     """Raise `TilingError` if there are more visits than a table holds."""
     if visits > INT32:
         raise TilingError(
-            f"the walk makes {visits:,} visits, more than the {INT32:,} that a table of visits "
-            "holds; use larger tiles"
+            f"the loop makes {visits:,} visits, more than the {INT32:,} that a table of visits "
+            "can hold; use larger tiles"
         )
 
 

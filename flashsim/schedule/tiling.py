@@ -121,8 +121,8 @@ class Tiling:
         device = Device.get(device)
         if not self.keeps_scales(problem):
             raise TilingError(
-                f"a {self} tile straddles blocks of {problem.scales} query and key rows, each with "
-                "a scale of its own; tile sides must divide them, or be multiples of them"
+                f"a {self} tile crosses the borders of scale blocks of {problem.scales} query and "
+                "key rows; tile sides must divide the block sides, or be multiples of them"
             )
         for stage, table in self.buffers(problem, algorithm, direction, split).items():
             need = sum(table.values())

@@ -104,7 +104,7 @@ class DemoLayer:
 
 @own_errors
 def in_a_sentence(layers: Sequence[DemoLayer]) -> str:
-    """What the demonstration shows, for someone who reads nothing else."""
+    """The result of the demonstration, for someone who reads nothing else."""
     moved = {
         t.algorithm: t.bytes() for t in layers[0].comparison.traces if t.direction == "forward"
     }

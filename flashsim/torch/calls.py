@@ -146,8 +146,8 @@ class AttentionCall:
         for name, given in (("bias", p.bias is not None), ("sinks", p.sinks)):
             if given:
                 raise UnsupportedError(
-                    f"{self!r} has {name}, whose numbers are not kept; run it with flashsim.run("
-                    f"q, k, v, {name}=...)"
+                    f"{self!r} has {name}, whose numbers are not recorded; run it with "
+                    f"flashsim.run(q, k, v, {name}=...)"
                 )
         q, k, v = self._random(seed) if self.inputs is None else map(_numpy, self.inputs)
         for name in ("causal", "window", "softcap", "scale", "mask"):
@@ -220,6 +220,7 @@ def only(calls: list[AttentionCall], name: str) -> AttentionCall:
     """
     if len(calls) > 1:
         raise OptionError(
-            f"{name!r} made {len(calls)} calls; seen.named({name!r}) lists them, [0] is the first"
+            f"{name!r} made {len(calls)} calls; seen.named({name!r}) lists them, and "
+            "seen.named(...)[0] is the first"
         )
     return calls[0]

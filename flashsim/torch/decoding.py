@@ -109,7 +109,7 @@ def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
 
 
 class _Question(NamedTuple):
-    """What a call asks for besides the tensors."""
+    """The options of a call besides the tensors."""
 
     causal: bool
     left: int
@@ -181,23 +181,23 @@ def _problem(
     found = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, v), strict=True))
     if not q.ndim == k.ndim == v.ndim == 4 or k.shape[:3] != v.shape[:3]:
         raise ShapeError(
-            "q must be (batch, heads, n_q, head_dim), and the caches (entries, kv_heads, n, width) "
-            f"of the same entries, heads and n, got {found}"
+            "q must be (batch, heads, n_q, head_dim), and the caches (entries, kv_heads, n, "
+            f"width) with the same entries, heads and n, got {found}"
         )
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise DTypeError(
-            "q and the caches must have one dtype and lie on one device, got "
+            "q and the caches must have the same dtype and be on the same device, got "
             + ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
         )
     if q.shape[3] != k.shape[3] or 0 in q.shape or 0 in k.shape or 0 in v.shape:
-        raise ShapeError(f"q and k must have one head_dim, and nothing may be empty, got {found}")
+        raise ShapeError(f"q and k must have the same head_dim, and no size may be 0, got {found}")
     batch, heads, n_q, d = q.shape
     n_kv = k.shape[2]
     if table is not None:
         if starts is not None or entries is not None:
             raise UnsupportedError(
-                "with a block_table, each sequence's keys begin in its first page: give neither "
-                "cache_starts nor cache_batch_idx"
+                "with a block_table, each sequence's keys begin in its first page: leave out "
+                "cache_starts and cache_batch_idx"
             )
         if table.dtype != torch.int32 or table.ndim != 2 or table.shape[0] != batch:
             raise ShapeError(
@@ -210,7 +210,7 @@ def _problem(
     elif entries is None and k.shape[0] < batch:
         raise ShapeError(
             f"the caches must have at least one entry per sequence, {batch}, or a cache_batch_idx "
-            f"says which: got {found}"
+            f"that selects entries; got {found}"
         )
     # One query sees every key up to its own, the last one.
     return Problem(
@@ -333,8 +333,8 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 def _no_gradient(*_: Any) -> Any:
     raise UnsupportedError(
-        "flashsim.torch.decode has no gradient; flashsim.torch.attention has one, or call it under "
-        "torch.no_grad()"
+        "flashsim.torch.decode has no gradient; use flashsim.torch.attention, or call decode "
+        "under torch.no_grad()"
     )
 
 

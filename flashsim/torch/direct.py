@@ -1,4 +1,4 @@
-"""Calls of `attention` that go straight to an engine: checked once, then run from what was found.
+"""Calls of `attention` that go straight to an engine: checked once, then run without checks.
 
 A model makes the same call again and again. `Ready` holds what the checks found, under everything
 that they look at. Eagerly it runs as a plain `torch.autograd.Function`. Under torch.compile it runs
@@ -173,7 +173,10 @@ def ready(q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what a call is kept under. True and 1 are equal, so it holds types as well."""
+    """Return the key under which a call is cached.
+
+    It also holds types, since True and 1 are equal.
+    """
     of_k, of_v = k.shape, v.shape
     if q.is_cuda and _few(q, k, v):
         n = about(of_k[2])
@@ -192,7 +195,7 @@ def _kept(key: tuple[Any, ...], call: Ready) -> Ready:
 
 
 def unwatched() -> bool:
-    """Whether an eager call may go straight to an engine: nothing else wants to see an operator."""
+    """Whether an eager call may go straight to an engine: nothing observes torch's operators."""
     return not (
         _C._len_torch_dispatch_stack()
         or _C._are_functorch_transforms_active()
@@ -203,7 +206,7 @@ def unwatched() -> bool:
 
 
 def known(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> tuple[Ready | None, tuple[Any, ...]]:
-    """Return the kept call for the arguments of `attention`, and the key to keep one under.
+    """Return the cached call for the arguments of `attention`, and the key to cache one under.
 
     The key is empty for a call that must not go straight to an engine.
     """
@@ -219,7 +222,7 @@ def known(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> tuple[Ready | None,
 
 
 def first(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
-    """Check a call, and keep it under a key of `known`."""
+    """Check a call, and cache it under a key of `known`."""
     return _kept(key, Ready(q, k, v, question))
 
 
@@ -281,7 +284,7 @@ _LIBRARY.define(
 
 
 def words(causal: bool, left: int, right: int, algorithm: str, deterministic: Any, by: str) -> str:
-    """Return a question without its softcap and scale as the operators take it."""
+    """Return a call's options, except softcap and scale, as the text that the operators take."""
     return f"{causal} {left} {right} {algorithm} {deterministic} {by}"
 
 
@@ -290,7 +293,7 @@ _WORDS = {"True": True, "False": False, "None": None}
 
 
 def spoken(softcap: float, scale: float | None, text: str) -> Question:
-    """Return the question of an operator's arguments."""
+    """Return a call's options from an operator's arguments; undoes `words`."""
     heard = _SPOKEN.get(text)
     if heard is None:
         causal, left, right, algorithm, deterministic, by = text.split(" ")

@@ -1,4 +1,4 @@
-"""What `flash_attn` and `flash_attn_interface` share: rotation, caches, packed rows, chunks, FP8.
+"""Code of both `flash_attn` and `flash_attn_interface`: rotation, caches, packing, chunks, FP8.
 
 Public functions there only name arguments as their packages do. Here tensors are (batch, n, heads,
 d) or packed (tokens, heads, d) from the outside, and (batch, heads, n, d) for `attention`.
@@ -41,7 +41,7 @@ def varlen(
     of_q, of_k = _offsets("cu_seqlens_q", cu_seqlens_q), _offsets("cu_seqlens_k", cu_seqlens_k)
     if len(of_q) != len(of_k):
         raise ShapeError(
-            "cu_seqlens_q and cu_seqlens_k must name the same number of sequences, got "
+            "cu_seqlens_q and cu_seqlens_k must have the same number of sequences, got "
             f"{len(of_q) - 1} and {len(of_k) - 1}"
         )
     if table is not None:
@@ -93,15 +93,15 @@ def with_cache(
         if x.stride(-1) != 1:
             raise ShapeError(f"{name} must have contiguous last dimension, got {x.stride()}")
     if (k is None) != (v is None):
-        raise OptionError("give both k and v, or neither")
+        raise OptionError("pass both k and v, or neither")
     batch, n_q = q.shape[:2]
     if isinstance(lengths, int):
         lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
     if cos is not None:
         if sin is None or k is None or lengths is None:
             raise OptionError(
-                "rotary_cos needs rotary_sin, k and v, which it rotates, and cache_seqlens, which "
-                "are the positions"
+                "rotary_cos also needs rotary_sin, the new k and v that are rotated, and "
+                "cache_seqlens, which gives their positions"
             )
         at = lengths if at is None else at
         moves = options["causal"] or _window(options["window"]) is not None
@@ -109,7 +109,9 @@ def with_cache(
         k = rotated(k, cos, sin, at, interleaved=interleaved)
     if k is not None and v is not None:
         if lengths is None:
-            raise OptionError("k and v need cache_seqlens, which says where they are written")
+            raise OptionError(
+                "the new k and v need cache_seqlens, which says where in the cache they are written"
+            )
         _append(k_cache, k, lengths, entries, table)
         _append(v_cache, v, lengths, entries, table)
         lengths = lengths + k.shape[1]
@@ -225,8 +227,8 @@ def rotated(
     half = cos.shape[-1]
     if cos.shape != sin.shape or 2 * half > x.shape[-1]:
         raise ShapeError(
-            f"rotary_cos and rotary_sin must be (positions, up to {x.shape[-1] // 2}) alike, got "
-            f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+            f"rotary_cos and rotary_sin must be (positions, up to {x.shape[-1] // 2}) and have "
+            f"the same shape, got {tuple(cos.shape)} and {tuple(sin.shape)}"
         )
     steps = torch.arange(x.shape[1] if moves else 1, device=x.device)
     at = torch.as_tensor(offsets, device=x.device).reshape(-1, 1).long() + steps
@@ -287,8 +289,8 @@ def attend(
     if slopes is not None:
         if cuts is not None:
             raise UnsupportedError(
-                "flashsim takes no alibi_slopes of packed sequences or chunks: a bias would be one "
-                "matrix over all of them; call flash_attn_func for each"
+                "flashsim takes no alibi_slopes with packed sequences or chunks, since the bias "
+                "would be one matrix over all of them; call flash_attn_func for each sequence"
             )
         options["bias"] = _alibi(slopes, q, k)
     if cuts is not None:
@@ -337,7 +339,9 @@ def _widened(
     """Return FP8 inputs as bfloat16, multiplied by their descales; others as they are."""
     if q.dtype not in _FP8:
         if any(x is not None for x in descales):
-            raise DTypeError(f"q_descale, k_descale and v_descale are of FP8 inputs, got {q.dtype}")
+            raise DTypeError(
+                f"q_descale, k_descale and v_descale are for FP8 inputs, got {q.dtype}"
+            )
         return q, k, v
     wide = []
     for x, scale, of in zip((q, k, v), descales, (0, 1, 1), strict=True):
@@ -417,7 +421,7 @@ def _used(name: str, given: Tensor | None, of: tuple[int, ...]) -> list[int] | N
         n > b - a for n, (a, b) in zip(used, _pairs(of), strict=True)
     ):
         raise ShapeError(
-            f"{name} must be {len(of) - 1} lengths, none longer than its sequence, got {used}"
+            f"{name} must be {len(of) - 1} lengths, each at most that of its sequence, got {used}"
         )
     return used
 

@@ -91,7 +91,7 @@ def flex_attention(
 
 
 class _Asked(NamedTuple):
-    """What `_Flex` computes besides its tensors."""
+    """The arguments of `_Flex` besides its tensors."""
 
     score: Traced | None
     mask: MaskFunction | None

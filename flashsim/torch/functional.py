@@ -147,8 +147,8 @@ def taken(**tensors: Any) -> list[Tensor]:
         if x.is_nested or x.layout != torch.strided:
             kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
             raise UnsupportedError(
-                f"{name} must be a dense tensor, got a {kind} one; a nested tensor's sequences are "
-                "packed in its values(), and its offsets() are cu_seqlens; or x.to_dense()"
+                f"{name} must be a dense tensor, got a {kind} one; for a nested tensor, pass its "
+                "values() and its offsets() as cu_seqlens; for a sparse one, pass x.to_dense()"
             )
         if not 2 <= x.ndim <= 4:
             raise ShapeError(

@@ -116,8 +116,8 @@ class Band:
     def __torch_function__(cls, *_: Any) -> NoReturn:
         """Raise for a model that computes with its mask but did not request it as a tensor."""
         raise _NoTensor(
-            "this model computes with its attention mask, which flashsim's attention describes and "
-            "does not spell out; model.set_attn_implementation('eager') gives it a tensor"
+            "this model computes with its attention mask as a tensor, which flashsim's attention "
+            "does not build; model.set_attn_implementation('eager') gives it that tensor"
         )
 
     def __getattr__(self, name: str) -> Any:

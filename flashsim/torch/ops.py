@@ -185,8 +185,8 @@ def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
 def no_second(ctx: Any, *_: Any) -> NoReturn:
     """Raise UnsupportedError in place of a second derivative."""
     raise UnsupportedError(
-        "flashsim's attention has no second derivatives: its backward pass is one kernel more, "
-        "without a gradient; differentiate torch's math attention twice"
+        "flashsim's attention has no second derivatives, because its backward kernel has no "
+        "gradient of its own; differentiate torch's math attention twice"
     )
 
 
@@ -198,8 +198,8 @@ def no_forward_mode(*_: Any) -> NoReturn:
     """Raise UnsupportedError in place of an autograd function's `jvp`: there is no forward mode."""
     raise UnsupportedError(
         "flashsim's attention has no forward mode (torch.func.jvp, jacfwd, linearize, "
-        "torch.autograd.forward_ad): its gradient is a kernel of reverse mode, and comes by "
-        "backward(), torch.func.grad, vjp or jacrev; differentiate torch's math attention forward"
+        "torch.autograd.forward_ad): its gradient is computed in reverse mode only, by "
+        "backward(), torch.func.grad, vjp or jacrev; use torch's math attention for forward mode"
     )
 
 
@@ -373,6 +373,6 @@ def _unfold(x: Tensor, size: int) -> Tensor:
 def _refuse_packed(*offsets: Any) -> None:
     if any(x is not None for x in offsets):
         raise UnsupportedError(
-            "torch.vmap maps no packed sequences: cu_seqlens packs a batch into one sequence "
-            "already; pack the mapped ones too, or loop over them"
+            "torch.vmap cannot map packed sequences, because cu_seqlens already packs a batch "
+            "into one sequence; pack the mapped sequences too, or loop over them"
         )

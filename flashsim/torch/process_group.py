@@ -84,7 +84,7 @@ class Member:
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
-            raise RankError("this process is no member of the group it was given")
+            raise RankError("this process is not a member of the group that was passed")
 
     def ask(self, mine: Mapping[str, int], error: Exception | None = None) -> Inquiry:
         """Start to compare this rank's arguments with those of the other ranks.
@@ -165,7 +165,7 @@ class Inquiry:
         told = [x.tolist() for x in self._everyone]
         wrong = [rank for rank, (failed, *_) in enumerate(told) if failed]
         if wrong:
-            raise RankError(f"{_ranks(wrong)} cannot do what was asked; see the error there")
+            raise RankError(f"{_ranks(wrong)} failed; see the error that it printed")
         if told.count(told[0]) < len(told):
             self._refuse(told)
         self._known.add(self._key)
@@ -191,7 +191,7 @@ def _explaining(what: str) -> Iterator[None]:
     except RuntimeError as error:
         (first, *_) = str(error).splitlines() or [""]
         raise RankError(
-            f"{what} failed: another rank has died, or has not come to this point within the "
+            f"{what} failed: another rank has died, or has not reached this point within the "
             f"group's timeout ({first})"
         ) from error
 

@@ -134,7 +134,10 @@ def shard(
     if not checks.is_int(dim) or not -x.ndim <= dim < x.ndim:
         raise ShapeError(f"dim must be an axis of x, {tuple(x.shape)}, got {shown(dim)}")
     if scheme == "usp" and ulysses is None:
-        raise ShapeError("shard does not see the heads: give ulysses, the ranks that exchange them")
+        raise ShapeError(
+            "shard cannot tell the number of heads: give ulysses, the number of ranks that "
+            "exchange heads"
+        )
     heads = link.ranks if scheme == "ulysses" else ulysses or 1
     whole = Group(Problem(x.shape[dim], heads=heads), link.ranks, scheme, ulysses)  # type: ignore[arg-type]
     rows = torch.from_numpy(whole.rows(link.rank)).to(x.device)
@@ -153,11 +156,13 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, spread: _Spread, **scores: Any) -> Gr
                 f"{name} must be (batch, heads, rows of this rank, head_dim), got {tuple(x.shape)}"
             )
     if not q.dtype == k.dtype == v.dtype:
-        raise DTypeError(f"q, k and v must be of one type, got {q.dtype}, {k.dtype}, {v.dtype}")
+        raise DTypeError(
+            f"q, k and v must have the same dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
     if q.is_meta:
         raise DTypeError(
-            "tensors on the meta device have no numbers to send; flashsim.distributed.count says "
-            "what would be sent, without tensors"
+            "tensors on the meta device have no numbers to send; flashsim.distributed.count "
+            "counts what would be sent, without tensors"
         )
     (batch, heads, n, d), (*lead, n_kv, d_k), dv = q.shape, k.shape, v.shape[-1]
     if lead[0] != batch or v.shape[:-1] != k.shape[:-1] or n_kv != n or d_k != d:

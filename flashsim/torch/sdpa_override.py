@@ -245,7 +245,7 @@ def _flash_forward(
     if return_debug_mask or asked:
         raise UnsupportedError(
             f"flashsim's attention takes no {', '.join(asked or ['return_debug_mask'])}; "
-            "torch.nn.attention.restore_flash_attention_impl() brings torch's own back"
+            "torch.nn.attention.restore_flash_attention_impl() brings back torch's own attention"
         )
     question = _question(
         query, cum_seq_q, cum_seq_k, is_causal, scale, window_size_left, window_size_right

@@ -94,7 +94,9 @@ class Seen:
         if name in ends:
             ends = [name]
         if len(ends) > 1:
-            raise OptionError(f"{len(ends)} modules end in {name!r}: {', '.join(ends[:4])}, ...")
+            raise OptionError(
+                f"{len(ends)} modules have names that end in {name!r}: {', '.join(ends[:4])}, ..."
+            )
         if not ends:
             where = choices(name, names) if names else NOTHING
             raise OptionError(f"no attention call was seen in {name!r}; {where}")
@@ -194,7 +196,7 @@ class Seen:
                     for name in sorted(mean, key=mean.__getitem__, reverse=True)
                 ]
         if not table.rows:
-            raise OptionError("nothing was measured: watch(model, measure=True) does")
+            raise OptionError("nothing was measured: watch with watch(model, measure=True)")
         return table
 
     def rows(self, **options: Any) -> list[dict[str, report.Cell]]:

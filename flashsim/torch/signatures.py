@@ -211,7 +211,7 @@ def _ours(a: Arguments) -> AttentionCall:
 
 
 def _ours_compiled(a: Arguments) -> AttentionCall:
-    """Read what compiled code has for `flashsim.torch.attention`."""
+    """Read the operators that compiled code calls for `flashsim.torch.attention`."""
     from flashsim.torch import direct
 
     question = direct.spoken(a["softcap"], a["scale"], a["question"])

@@ -72,8 +72,8 @@ class Timer(Ranges):
         super().__init__(record_function)
         if torch.autograd._profiler_enabled():
             raise OptionError(
-                "a profiler of torch's is running, and watch(measure=True) needs one of its own; "
-                "end it first, or leave measure out"
+                "torch's profiler is already running, and watch(measure=True) starts its own; "
+                "stop the first, or leave measure out"
             )
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -98,7 +98,7 @@ class Timer(Ranges):
 def _in_range(
     node: Any, name: str, open_range: Callable[[str], AbstractContextManager[Any]]
 ) -> None:
-    """Make an autograd node run in a range."""
+    """Make an autograd node run in a profiler range."""
     running: list[Any] = []
 
     def begin(_: Any) -> None:

@@ -221,13 +221,16 @@ class _Recorder:
         self.timer: Ranges | None = None
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        """Note that a module starts. Global hooks run in every thread, so check the thread."""
+        """Called when a module starts: push it on the stack of running modules.
+
+        Global hooks run in every thread, so check the thread first.
+        """
         if self in _here():
             _everywhere.look_for_transformers()
             self.names.enter(module)
 
     def leave(self, module: nn.Module, *_: Any) -> None:
-        """Note that a module has ended."""
+        """Called when a module ends: take it off the stack of running modules."""
         if self in _here():
             self.names.leave(module)
 
@@ -379,7 +382,7 @@ _has_torch_function = torch.overrides.has_torch_function
 
 
 def _others_look_on(tensors: Any) -> bool:
-    """Return what torch's `has_torch_function` would return without our modes."""
+    """Return the value that torch's `has_torch_function` would have without our modes."""
     if not _has_torch_function(tensors):
         return False
     modes = torch.overrides._get_current_function_mode_stack()

@@ -33,7 +33,7 @@ class Archive:
         for info in self._zip.infolist():
             name = info.filename.removesuffix(".npy")
             if name in self._infos or name == info.filename:
-                raise ValueError(f"member {info.filename!r} is there twice, or is no array")
+                raise ValueError(f"member {info.filename!r} appears twice, or is not an array")
             self._infos[name] = info
 
     @property
@@ -46,10 +46,12 @@ class Archive:
         with self._zip.open(self._infos[name]) as member:
             version = np.lib.format.read_magic(member)
             if version != (1, 0):  # what NumPy writes for our types
-                raise ValueError(f"{name} has version {version} of NumPy's format")
+                raise ValueError(f"{name} uses version {version} of NumPy's file format")
             shape, fortran, stored_type = np.lib.format.read_array_header_1_0(member)
             if stored_type != dtype or fortran:
-                raise ValueError(f"{name} has dtype {stored_type}, not {dtype}, or Fortran's order")
+                raise ValueError(
+                    f"{name} has dtype {stored_type}, not {dtype}, or is in Fortran order"
+                )
             if len(shape) != ndim or min(shape) < 0:
                 raise ValueError(f"{name} has shape {shape}, not {ndim} axes")
             size = member.tell() + math.prod(shape) * stored_type.itemsize

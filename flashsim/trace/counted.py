@@ -36,8 +36,8 @@ def counted(traffic: Traffic) -> Trace:
     """
     if any(stage.parts for stage in traffic.stages):
         raise UnsupportedError(
-            f"{traffic.algorithm!r} divides keys into parts, whose steps cannot be counted one by "
-            "one: flashsim.run(..., trace=True) records them"
+            f"{traffic.algorithm!r} splits keys into parts, whose steps cannot be listed by "
+            "formula; flashsim.run(..., trace=True) records them"
         )
     n = sum(_events(stage, traffic.schedule(stage)) for stage in traffic.stages)
     if n > MOST_EVENTS:

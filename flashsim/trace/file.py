@@ -119,7 +119,7 @@ def _path(value: Any) -> Path:
     except (TypeError, ValueError) as error:
         raise TraceError(f"a trace's path is a string or a Path, got {shown(value)}") from error
     if "\0" in str(path):
-        raise TraceError(f"no file has such a name: {value!r}")
+        raise TraceError(f"a file cannot have this name: {value!r}")
     return path
 
 
@@ -373,7 +373,9 @@ def _members(header: dict[str, Any], archive: Archive) -> dict[str, tuple[np.dty
     there = set(archive.names) - {"header"}
     if there != kinds.keys():
         lacks, others = sorted(kinds.keys() - there), sorted(there - kinds.keys())
-        raise ValueError(f"it lacks {lacks or 'nothing'}, and holds {others or 'nothing'} besides")
+        raise ValueError(
+            f"it lacks {lacks or 'nothing'}, and has unknown members {others or 'none'}"
+        )
     return kinds
 
 

@@ -69,8 +69,8 @@ class Steps(Generic[_Trace]):
         self.ends = np.flatnonzero(self.events["op"] == COMPUTE)
         if not len(self.ends):
             raise TraceError(
-                f"{trace!r} holds no visit, so there is nothing to walk through; "
-                "record one with flashsim.run(..., trace=True)"
+                f"{trace!r} has no visits (no query tile meets a key tile), so there are no steps "
+                "to show; record a trace with flashsim.run(..., trace=True)"
             )
         for name in ("stage", "i", "j", "visit"):
             setattr(self, name, self.events[name][self.ends].astype(np.int64))

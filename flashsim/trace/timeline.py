@@ -55,7 +55,7 @@ def rows(trace: Recording, spans: np.ndarray) -> Rows:
         If there is no span.
     """
     if not len(spans):
-        raise TraceError("the timeline is empty: no visit was made")
+        raise TraceError("the timeline is empty: no tile pair was computed")
     stride = np.array([stage.stride for stage in trace.stages])
     keys_outside = np.array([stage.stage.outer == "keys" for stage in trace.stages])
     stage = spans["stage"].astype(np.int64)

@@ -295,8 +295,8 @@ class Trace(Recording):
         """
         if self.own is not None:
             raise UnsupportedError(
-                f"there is no closed form of {self.algorithm!r}, an algorithm of your own; what it "
-                "moved is in trace.bytes(op, tensor)"
+                f"{self.algorithm!r} is your own algorithm, so there is no closed form of it; "
+                "read what it moved from trace.bytes(op, tensor)"
             )
         first = self.stages[0].schedule
         return Traffic(

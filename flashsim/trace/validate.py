@@ -86,7 +86,7 @@ def header(fields: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
 
 
 def _strings(tree: Any) -> None:
-    """Refuse text that is no name or note: too long, or with characters that a terminal obeys."""
+    """Refuse text that is too long for a name or note, or has characters that a terminal obeys."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             _strings(key)

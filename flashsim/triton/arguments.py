@@ -143,7 +143,7 @@ class Arguments:
         )
         if inner.start >= REGION // 4 or inner.size >= REGION // 4:
             raise UnsupportedError(
-                f"{name} lies in an allocation of {inner.size:,} B; at most 2^38"
+                f"{name} lies in an allocation of {inner.size:,} B; at most 2^38 B can be traced"
             )
         self.pointers.append(made)
         self._kept[code] = given, inner.array
@@ -193,8 +193,8 @@ def _array(name: str, given: Any) -> _Layout:
     if module in ("jax", "jaxlib"):  # cannot be written to: the kernel gets a copy
         return _of_numpy(name, np.array(given))
     raise DTypeError(
-        f"{name} is {shown(given)}, which is no array; a kernel takes NumPy, torch or JAX arrays, "
-        "numbers, and for tl.constexpr parameters any constant"
+        f"{name} is {shown(given)}, which is not an array; a kernel takes NumPy, torch or JAX "
+        "arrays, numbers, and for tl.constexpr parameters any constant"
     )
 
 
@@ -206,8 +206,8 @@ def _of_numpy(name: str, array: np.ndarray) -> _Layout:
     for along, step in enumerate(array.strides):
         if array.shape[along] > 1 and (step < 0 or step % array.itemsize):
             raise DTypeError(
-                f"{name} has strides of {array.strides} B, which are no whole elements forward; "
-                "pass numpy.ascontiguousarray(...) of it"
+                f"{name} has strides of {array.strides} B, which are negative or not a multiple "
+                "of the element size; pass numpy.ascontiguousarray(...) of it"
             )
     low, high = np.lib.array_utils.byte_bounds(root)
     return _Layout(

@@ -54,12 +54,12 @@ class BlockPointer:
         return handle(pointers.astype(np.uint64), self.base.dtype), handle(mask, tl.int1)
 
     def advance(self, offsets: Any, **_: Any) -> BlockPointer:
-        """What `tl.advance` was, as a method."""
+        """Do what `tl.advance` did up to Triton 3.8, as a method."""
         moved = tuple(a + b for a, b in zip(self.offsets, numbers(offsets), strict=True))
         return replace(self, offsets=moved)
 
     def store(self, value: Any, *args: Any, **options: Any) -> None:
-        """What `tl.store` of this block was, as a method."""
+        """Do what `tl.store` did with a block pointer up to Triton 3.8, as a method."""
         installed().tl.store(self, value, *args, **options)
 
 
@@ -78,13 +78,13 @@ def numbers(given: Any) -> tuple[int, ...]:
 def make_block_ptr(
     base: Any, shape: Any, strides: Any, offsets: Any, block_shape: Any, order: Any, **_: Any
 ) -> BlockPointer:
-    """What `tl.make_block_ptr` was."""
+    """Do what `tl.make_block_ptr` did up to Triton 3.8."""
     sides = shape, strides, offsets, block_shape
     return BlockPointer(base, *(numbers(one) for one in sides))
 
 
 def advance(base: BlockPointer, offsets: Any, **_: Any) -> BlockPointer:
-    """What `tl.advance` was."""
+    """Do what `tl.advance` did up to Triton 3.8."""
     return base.advance(offsets)
 
 
@@ -131,5 +131,5 @@ def storing(plain: Callable[..., Any], builder: Any) -> Callable[..., Any]:
 
 
 def _without(options: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what only block pointers use, and plain pointers took up to Triton 3.8."""
+    """Remove arguments of block pointers, which plain pointers took up to Triton 3.8."""
     return {k: v for k, v in options.items() if k not in ("boundary_check", "padding_option")}

@@ -16,7 +16,7 @@ from flashsim.triton.installed import installed
 
 
 class Driver:
-    """The questions that files ask of a driver, answered for a machine without a GPU."""
+    """A stand-in for Triton's GPU driver, for a machine without a GPU."""
 
     def get_active_torch_device(self) -> Any:
         """Return torch's CPU device; its name where torch is missing."""
@@ -28,7 +28,7 @@ class Driver:
         return 0
 
     def get_current_target(self) -> Any:
-        """Return a target: what an A100 would say."""
+        """Return the target of an A100."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", 80, 32)
@@ -53,7 +53,7 @@ def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **_
 
 @contextmanager
 def standing_in(*, available: bool = False) -> Iterator[None]:
-    """Put the driver in place; at the end everything is as it was.
+    """Replace Triton's driver by a `Driver`, and restore everything at the end.
 
     With `available`, torch says that there is a GPU: tests skip without one.
     """

@@ -45,8 +45,8 @@ def installed() -> Installed:
     numbers = tuple(int(x) for x in re.findall(r"\d+", triton.__version__)[:2])
     if numbers < OLDEST:
         raise BackendUnavailable(
-            f"flashsim.triton knows the interpreters of Triton {OLDEST[0]}.{OLDEST[1]} to "
-            f"{NEWEST[0]}.{NEWEST[1]}, and finds {triton.__version__}: pip install --upgrade triton"
+            f"flashsim.triton supports Triton {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, "
+            f"but found {triton.__version__}: pip install --upgrade triton"
         )
     folder = str(Path(str(triton.__file__)).parent) + "/"
     return Installed(triton, tl, interpreter, triton.__version__, folder)

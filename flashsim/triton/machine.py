@@ -92,7 +92,7 @@ class Interpreter:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Hook the interpreter; at the end, also after an error, it is as it was."""
+        """Hook the interpreter; restore it at the end, also after an error."""
         at = self.at
         jit = at.triton.runtime.jit.JITFunction
         tuner = at.triton.runtime.autotuner.Autotuner
@@ -126,7 +126,7 @@ class Interpreter:
                     del scope[name]
 
     def _language(self) -> list[Any]:
-        """What the interpreter changes in Triton's language while it runs."""
+        """The attributes of Triton's language that the interpreter changes while it runs."""
         tl = self.at.tl
         found = [tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype]
         found += [getattr(tl, name) for name in ("condition",) if hasattr(tl, name)]
@@ -455,14 +455,14 @@ class Interpreter:
         return {p.code: p.array for p in self.arguments.pointers if p.code in codes}
 
     def numbers(self, code: int) -> np.ndarray:
-        """Return what a tensor holds now."""
+        """Return a tensor's current values."""
         tensor = self.recorder.tensors[code]
         pointer = next(p for p in self.arguments.pointers if p.code == code)
         return values(pointer, tensor.shape, tensor.strides)
 
 
 def fit_int(place: Sequence[Any]) -> bool:
-    """Return whether all are integers."""
+    """Return whether all values are integers."""
     return all(isinstance(n, (int, np.integer)) for n in place)
 
 

@@ -47,7 +47,7 @@ class Memory:
         self.silent = False  # for a repeated program, which is not noted again
 
     def begin(self, pointers: list[Pointer]) -> None:
-        """Say which arguments the launch has."""
+        """Set the arguments of the launch."""
         self._launch = pointers
         self._by_code |= {one.code: one for one in pointers}
 
@@ -110,8 +110,8 @@ class Memory:
             names = ", ".join(t.name for t in self._recorder.tensors)
             raise MemoryModelError(
                 f"{int(strange.sum())} of {strange.size} pointers lead to no tensor that was "
-                f"passed ({names}): a pointer must come from an argument of the kernel; is a mask "
-                "missing, or a number used as a pointer?",
+                f"passed ({names}): a pointer must be computed from an argument of the kernel; "
+                "perhaps a mask is missing, or a number is used as a pointer",
                 "outside",
             )
         return addresses

@@ -41,7 +41,8 @@ def is_narrow(dtype: Any) -> bool:
     scalar = dtype.scalar
     if scalar.name == "fp8e4b15":
         raise UnsupportedError(
-            "the type float8e4b15 cannot be traced: no library here rounds to it; use tl.float8e4nv"
+            "the type float8e4b15 cannot be traced, because no installed library rounds to "
+            "it; use tl.float8e4nv"
         )
     return scalar.name in _EXACT
 

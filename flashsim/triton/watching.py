@@ -58,11 +58,11 @@ class Watch:
         machine.again(machine.ran[verdict.launch], verdict.program, watched)
 
     def record(self) -> KernelRecord:
-        """Return what was noted so far."""
+        """Return the record so far."""
         return self._machine.recorder.done()
 
     def values(self) -> list[np.ndarray]:
-        """Return copies of what all tensors hold now, in the order of their codes."""
+        """Return copies of all tensors' current values, in the order of their codes."""
         recorder = self._machine.recorder
         return [self._machine.numbers(one.code).copy() for one in recorder.tensors]
 

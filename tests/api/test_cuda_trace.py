@@ -110,7 +110,7 @@ def test_blocks_that_store_one_element(facts):
         ("shuffles", r"^UnsupportedError: line {x\[0\] = cuda.shfl_sync} of .*simulator lacks"),
         ("divides", r"^ValueError: .*line {x\[i\] = math.log} of .*flashsim.cuda.trace"),
         ("slices", r"^UnsupportedError|.*one element at a time"),
-        ("list", r"^DTypeError: argument 0 is no array and no number: got \[1.0\]"),
+        ("list", r"^DTypeError: argument 0 is neither an array nor a number: got \[1.0\]"),
         ("big", r"^OptionError: a block of .* has 2,048 threads"),
         ("function", r"^DTypeError: .*takes a kernel of numba.cuda.jit.*got <built-in"),
         ("names", r"^OptionError: names: no tensor 'x'; possible: out"),

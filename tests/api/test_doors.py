@@ -385,14 +385,17 @@ PAGES = np.zeros((2, 1, 4, 16), np.float32)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: flashsim.compare(X, X, X, backward_tiling=T), "give dout as well"),
+        (lambda: flashsim.compare(X, X, X, backward_tiling=T), "pass dout"),
         (lambda: flashsim.sweep(range(1, 10**18)), "n_q has more than 10,000,000 points"),
         (lambda: flashsim.sweep(itertools.count(1)), "n_q has more than 10,000,000 points"),
         (
             lambda: flashsim.sweep(range(1, 10**5), head_dim=range(1, 577)),
             "a sweep has more than 10,000,000 points",
         ),
-        (lambda: flashsim.random_inputs(Problem(2**50)), "memory does not hold q, k, v"),
+        (
+            lambda: flashsim.random_inputs(Problem(2**50)),
+            "this machine has too little memory for q, k, v",
+        ),
         (lambda: flashsim.random_inputs(Problem(2**62, batch=2**40)), "memory does not hold"),
         (
             lambda: flashsim.count(Problem(2**24, mask=lambda q, k: q >= k), tiling=Tiling(64, 64)),
@@ -414,7 +417,7 @@ PAGES = np.zeros((2, 1, 4, 16), np.float32)
         (lambda: R.trace.to_perfetto(3), "path must be the path of a file, got 3"),
         (
             lambda: flashsim.run(*[X.astype(">f4")] * 3),
-            "'>f4' is float32 with its bytes in the other order",
+            "'>f4' is float32 with swapped byte order",
         ),
         (
             lambda: run(
@@ -437,7 +440,7 @@ def test_what_is_no_lse_is_not_merged(value, side):
     wrong[0] = value
     sides = [(R.out, R.lse), (R.out, R.lse)]
     sides[side] = R.out, wrong
-    text = rf"lse_{'ab'[side]} holds 1 values that are no LSE .*base-2 LSE times math.log\(2\)"
+    text = rf"lse_{'ab'[side]} holds 1 values that cannot be an LSE .*base-2 LSE by math.log\(2\)"
     with pytest.raises(flashsim.OptionError, match=text):
         flashsim.merge(*sides[0], *sides[1])
 

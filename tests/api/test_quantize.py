@@ -192,12 +192,12 @@ def test_fp8_says_what_its_elements_stand_for(algorithm):
     text = r"q, k and v are float8_e4m3fn, .*run\(x.q, .*x.options\)\), or scales='unscaled'"
     with pytest.raises(OptionError, match=text):
         flashsim.run(x.q, x.k, x.v, algorithm=algorithm)
-    with pytest.raises(OptionError, match="nothing says what their elements"):
+    with pytest.raises(OptionError, match="FP8 elements need scales"):
         flashsim.run(x.q, x.k, x.v, algorithm=algorithm, scales=None)
-    with pytest.raises(OptionError, match="nothing says what their elements"):
+    with pytest.raises(OptionError, match="FP8 elements need scales"):
         flashsim.compare(x.q, x.k, x.v, algorithms=[algorithm])
     r = flashsim.run(x.q, x.k, x.v, scales="unscaled")
-    with pytest.raises(OptionError, match="nothing says what their elements"):
+    with pytest.raises(OptionError, match="FP8 elements need scales"):
         flashsim.backward(x.q, x.k, x.v, r.out, r.lse, np.zeros_like(r.out))
     g = flashsim.backward(x.q, x.k, x.v, r.out, r.lse, r.out, scales="unscaled")
     np.testing.assert_array_equal(g.dv, r.backward(r.out).dv)
@@ -251,7 +251,7 @@ def test_scales_that_fit_no_inputs():
     run = lambda **options: flashsim.run(x.q, x.k, x.v, **options)  # noqa: E731
     with pytest.raises(OptionError, match="scales belong to FP8 inputs"):
         flashsim.run(q, k, v, scales=x.scales)
-    with pytest.raises(OptionError, match="'unscaled' is of FP8 inputs; these are float32"):
+    with pytest.raises(OptionError, match="'unscaled' is for FP8 inputs only; these are float32"):
         flashsim.run(q, k, v, scales="unscaled")
     with pytest.raises(DTypeError, match="scales must be three arrays"):
         run(scales=x.q_scale)
@@ -265,14 +265,16 @@ def test_scales_that_fit_no_inputs():
         run(scales=(x.q_scale, x.k_scale.astype(float), x.v_scale))
     with pytest.raises(OptionError, match="scale of v must be positive and finite"):
         run(scales=(x.q_scale, x.k_scale, -x.v_scale))
-    with pytest.raises(OptionError, match="these are one a head"):
+    with pytest.raises(OptionError, match="these are one per head"):
         run(scales=x.scales, scale_block=(64, 64))
     with pytest.raises(OptionError, match="give scales as well"):
         run(scale_block=(64, 64))
     blocks = flashsim.quantize(q, k, v, granularity="block", block=(32, 48))
     with pytest.raises(OptionError, match="need scale_block"):
         flashsim.run(blocks.q, blocks.k, blocks.v, scales=blocks.scales)
-    with pytest.raises(TilingError, match=r"straddles blocks of \(32, 48\) query and key rows"):
+    with pytest.raises(
+        TilingError, match=r"crosses the borders of scale blocks of \(32, 48\) query and key rows"
+    ):
         flashsim.run(blocks.q, blocks.k, blocks.v, **blocks.options, tiling=Tiling(32, 64))
     chosen = flashsim.run(blocks.q, blocks.k, blocks.v, **blocks.options).tiling
     assert chosen.keeps_scales(Problem(96, 160, dtype="float8_e4m3fn", scales=(32, 48)))
@@ -328,5 +330,5 @@ def test_on_a_gpu_axes_are_those_given(monkeypatch):
         assert x.q_scale.shape == shape
         assert x.options["v_transposed"] is x.v_transposed
         assert ("scale_block" in x.options) == (granularity == "block")
-    with pytest.raises(ShapeError, match="one head_dim, got 16 and 8"):
+    with pytest.raises(ShapeError, match="same head_dim, got 16 and 8"):
         flashsim.quantize(q, k, v[..., :8].copy(), backend="cupy")

@@ -179,7 +179,9 @@ def test_what_was_wrong_what_was_given_what_would_do():
         DTypeError, match=r"^softmax\(\): logits must be Sequence\[float\], got None"
     ):
         flashsim.walkthrough.softmax(logits=None)
-    with pytest.raises(DTypeError, match=r"expected what flashsim\.blocks.sizes gives, got None"):
+    with pytest.raises(
+        DTypeError, match=r"expected the result of flashsim\.blocks.sizes, got None"
+    ):
         flashsim.viz.block_sizes(None)
 
 
@@ -217,7 +219,9 @@ def test_values_of_the_right_type_that_cannot_be_are_errors_too():
     huge = 2**62
     with pytest.raises(ShapeError, match="heads must be at least 1, got -1"):
         flashsim.precision.draw("normal", 8, heads=-1)
-    with pytest.raises(OptionError, match="memory does not hold q, k, v and dout of 1 x 4611"):
+    with pytest.raises(
+        OptionError, match="this machine has too little memory for q, k, v and dout of 1 x 4611"
+    ):
         flashsim.precision.draw("normal", huge)
     with pytest.raises(OptionError, match="count must be at most 10,000"):
         flashsim.verify.draw(huge, kernels=["portable"])

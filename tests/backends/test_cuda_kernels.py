@@ -273,7 +273,7 @@ def test_masks_that_a_kernel_cannot_evaluate_are_refused():
     plain = dict(n_q=64, n_kv=64, head_dim=16)
     tiling = Tiling(32, 32)
     for problem, why in (
-        (Problem(**plain, mask=lambda q, k: q >= k), "no mask function"),
+        (Problem(**plain, mask=lambda q, k: q >= k), "cannot call a Python mask function"),
         (Problem(**plain, bias=(1, 1)), "no bias"),
         (Problem(**plain, block_mask=BlockMask(np.ones((2, 2), bool), 48, 48)), "48 x 48 cells"),
     ):

@@ -121,7 +121,7 @@ def test_what_is_refused():
     with pytest.raises(UnsupportedError, match="head_dim_v in multiples of 128, got 64"):
         decode.plan(replace(MLA, head_dim_v=64), (4096,) * 64, H200)
     p = Problem(4, 600, 64, batch=2, causal=True, **GROUPED)
-    with pytest.raises(OptionError, match="400 keys, and entry 1 of the batch has 300"):
+    with pytest.raises(OptionError, match="400 keys, and entry 1 of the batch has only 300"):
         decode.plan(p, (600, 300), H200, prefix=400)
     with pytest.raises(ShapeError, match="of sequence 1 comes before the end of the shared prefix"):
         decode.plan(p, (600, 401), H200, prefix=400)
@@ -143,7 +143,9 @@ def test_keys_past_32_bits_are_refused():
         lambda: decode.plan(plain, (2**31,), H200, prefix=128),
         lambda: decode.plan(plain, (2**31,), H200),
     ):
-        with pytest.raises(UnsupportedError, match="numbers keys in 32 bits, up to 2,147,483,647"):
+        with pytest.raises(
+            UnsupportedError, match="with 32-bit integers, so n_kv can be at most 2,147,483,647"
+        ):
             made()
 
 

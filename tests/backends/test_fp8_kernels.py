@@ -133,7 +133,7 @@ def test_launches_of_the_quantiser():
     ("given", "why"),
     [
         ((80, "bfloat16", "head", (128, 128)), "head_dim of 64, 128, 256, got 80"),
-        ((64, "float32", "head", (128, 128)), "float16 and bfloat16 are quantised, not float32"),
+        ((64, "float32", "head", (128, 128)), "takes float16 and bfloat16, not float32"),
         ((64, "float16", "block", (128, 64)), r"multiples of 128 rows.*got \(128, 64\)"),
     ],
 )

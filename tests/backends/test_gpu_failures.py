@@ -243,7 +243,9 @@ def test_a_cache_that_cupy_cannot_make_as_it_is_imported_is_named(monkeypatch):
 
     genuine = builtins.__import__
     monkeypatch.setattr(builtins, "__import__", cannot)
-    with pytest.raises(BackendUnavailable, match=r"'/somewhere'\); set CUPY_CACHE_DIR to a folder"):
+    with pytest.raises(
+        BackendUnavailable, match=r"'/somewhere'\); set CUPY_CACHE_DIR to a writable folder"
+    ):
         failures.require_cupy("cupy")
 
 
@@ -381,7 +383,7 @@ def test_teaching_kernels_run_where_the_forward_ran(teaching, monkeypatch):
     x = np.ones((1, 1, 16, 16), np.float32)
     job = Job(Problem(16, 16, 16, dtype="float32"), x, x, x)
     monkeypatch.setattr(arrays, "_space", lambda *_: Host())
-    with pytest.raises(flashsim.DTypeError, match="dout must live where q, k and v do"):
+    with pytest.raises(flashsim.DTypeError, match="dout must be on the same device as q, k and v"):
         teaching_run.backward(job, {"place": place}, x)
     assert log == []
 

@@ -273,7 +273,10 @@ def test_compare_counts_what_no_machine_could_run():
     assert "tiles of 64 x 64 in every row" in text
     done = invoke("compare", "-n", 64, "--seed", 1)
     assert done.exit_code == 2
-    assert "--seed: not for counting, which needs no tensors: give --execute" in done.stderr
+    assert (
+        "--seed: no effect with counting by formula, which draws no tensors (--execute does)"
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize("execute", [(), ("--execute",)])

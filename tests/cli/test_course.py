@@ -79,7 +79,7 @@ def test_softmax_matmul_prints_one_kernel_and_two(more):
 
 def test_softmax_matmul_says_where_the_simulator_and_the_form_differ(monkeypatch):
     monkeypatch.setattr(softmax_matmul, "run", lambda *_, **__: softmax_matmul.count(1, 1, 1, 1))
-    assert "other bytes" in invoke(*SMALL, "--run").output
+    assert "disagree about the bytes moved" in invoke(*SMALL, "--run").output
 
 
 def test_a_quiz_on_a_shape_of_ones_own():
@@ -100,6 +100,6 @@ def test_a_quiz_on_a_shape_of_ones_own():
 def test_an_exercise_has_its_own_shape():
     done = invoke("exercise predict", "delta", "-n", 64)
     assert done.exit_code == 2
-    assert "--n-q: not for an exercise, which has its shape" in done.stderr
+    assert "--n-q: no effect with an exercise, which sets the shape" in done.stderr
     done = invoke("exercise predict", "delta", "--loaded", "3x", "--stored", 1)
     assert "takes a number of bytes in digits, e.g. 30,000; got '3x'" in done.stderr

@@ -226,7 +226,7 @@ def test_numba_without_its_compiler_is_said(arguments, monkeypatch):
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
     done = invoke(*arguments)
     assert done.exit_code == 2
-    assert "NUMBA_DISABLE_JIT=1 switches it off: unset it" in done.stderr
+    assert "NUMBA_DISABLE_JIT=1 switches off: unset it" in done.stderr
 
 
 # -- text from elsewhere on a terminal ------------------------------------------------------------

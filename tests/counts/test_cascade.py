@@ -137,8 +137,8 @@ def test_what_cannot_be_shared_says_why():
     other = x.k.copy()
     other[2, 1, 15, 3] += 1
     for said, change in (
-        (r"not shared: k\[2\] has others than k\[0\]", {"k": other, "shared_prefix": 16}),
-        (r"shared_prefix is 22 keys, and entry 0 of the batch has 20", {"shared_prefix": 22}),
+        (r"not shared: k\[2\] differs from k\[0\]", {"k": other, "shared_prefix": 16}),
+        (r"shared_prefix is 22 keys, and entry 0 of the batch has only 20", {"shared_prefix": 22}),
         ("shared_prefix must be at least 1", {"shared_prefix": -1}),
         ("takes no window", {"shared_prefix": 16, "window": (9, -1)}),
         ("takes no mask", {"shared_prefix": 16, "mask": lambda q, k: q >= k}),
@@ -149,7 +149,7 @@ def test_what_cannot_be_shared_says_why():
     pool = np.zeros((7, 2, 10, 8), np.float32)
     with pytest.raises(OptionError, match=r"block_table\[1, 1\] is 3, but the first 20 keys"):
         flashsim.run(x.q, pool, pool, algorithm=DECODE, block_table=table, shared_prefix=20)
-    with pytest.raises(ShapeError, match="whole pages of 10 keys, got 15; 10 are"):
+    with pytest.raises(ShapeError, match="whole pages of 10 keys, got 15; use 10"):
         flashsim.run(x.q, pool, pool, algorithm=DECODE, block_table=table, shared_prefix=15)
     bias = np.zeros((1, 1, 1, 30), np.float32)
     with pytest.raises(UnsupportedError, match="shared_prefix takes no bias"):
@@ -157,11 +157,11 @@ def test_what_cannot_be_shared_says_why():
     packed = {"cu_seqlens_q": (0, 3), "cu_seqlens_k": (16, 17), "shared_prefix": 16}
     with pytest.raises(ShapeError, match="3 queries of sequence 0 comes before the end"):
         Problem(3, 17, causal=True, **packed)
-    with pytest.raises(ShapeError, match="give cu_seqlens_q"):
+    with pytest.raises(ShapeError, match="needs cu_seqlens_q"):
         Problem(1, 17, shared_prefix=16)
-    with pytest.raises(UnsupportedError, match="no tile of rows of several"):
+    with pytest.raises(UnsupportedError, match="cannot follow rows of several"):
         flashsim.count(Problem(3, 17, **packed), algorithm=DECODE, level="dram")
-    with pytest.raises(UnsupportedError, match="'flash2' merges no parts"):
+    with pytest.raises(UnsupportedError, match="'flash2' cannot merge partial results"):
         flashsim.count(Problem(3, 17, **packed))
     with pytest.raises(OptionError, match="'flash2' takes no shared_prefix"):
         flashsim.count(Problem(1, 17), shared_prefix=4)

@@ -194,7 +194,7 @@ def test_what_is_refused_says_why():
         run(p, None).backward(np.zeros((1, 2, 1, 64), np.float32))
     with pytest.raises(UnsupportedError, match="no backward pass"):
         flashsim.count(p, algorithm=DECODE, direction="backward")
-    with pytest.raises(OptionError, match="a walk with keys outside has no 2 splits"):
+    with pytest.raises(OptionError, match="a KV-outer loop cannot have 2 splits"):
         Schedule(p, Tiling(4, 4), "keys", split=Split(2))
 
 
@@ -334,7 +334,7 @@ def test_tables_that_cannot_be():
             flashsim.run(x.q, k, k, algorithm=DECODE, block_table=table, cache_seqlens=lengths)
     with pytest.raises(flashsim.ShapeError, match="with the same pages"):
         flashsim.run(x.q, k, k[:2], algorithm=DECODE, block_table=[[0, 1], [0, 2]])
-    with pytest.raises(UnsupportedError, match="'flash2' reads no pages"):
+    with pytest.raises(UnsupportedError, match="'flash2' cannot read a paged cache"):
         flashsim.count(Problem(1, 32, page_size=4))
 
 

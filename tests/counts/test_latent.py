@@ -86,13 +86,15 @@ def test_a_trace_keeps_it(tmp_path):
 
 def test_what_it_is_not():
     x = tensors(1, 40, 12, heads=4, kv_heads=1)
-    with pytest.raises(OptionError, match="head_dim_v=8 says which columns of k are V, and a v"):
+    with pytest.raises(
+        OptionError, match="head_dim_v=8 says that V is the first columns of k, but v"
+    ):
         flashsim.run(x.q, x.k, x.v, head_dim_v=8, algorithm=DECODE)
     with pytest.raises(ShapeError, match="must be at most 12, got 13"):
         flashsim.run(x.q, x.k, None, head_dim_v=13, algorithm=DECODE)
     with pytest.raises(ShapeError, match="head_dim_v must be at most that, got 9"):
         Problem(1, 40, 8, 9, latent=True)
-    with pytest.raises(UnsupportedError, match="'flash2' loads K and V apart"):
+    with pytest.raises(UnsupportedError, match="'flash2' loads K and V separately"):
         flashsim.count(MLA)
     with pytest.raises(OptionError, match="'flash2' takes no head_dim_v"):
         flashsim.run(x.q, x.k, None, head_dim_v=8)

@@ -553,7 +553,7 @@ def test_amx_is_refused_where_there_is_none():
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_amx_multiplies_bfloat16_only(dtype):
     x = tensors(5, 5, 4, dtype=dtype)
-    with pytest.raises(OptionError, match=f"multiplies bfloat16, and the inputs are {dtype}"):
+    with pytest.raises(OptionError, match=f"needs bfloat16 inputs, got {dtype}"):
         flashsim.run(x.q, x.k, x.v, backend="numba", micro_kernel="amx")
 
 

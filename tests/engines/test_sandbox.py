@@ -368,9 +368,7 @@ def test_what_outlives_its_scope_names_both_lines():
         flashsim.simulate(cheat, Q, K, V, tiling=Tiling(16, 16))
     text = str(caught.value)
     assert text.startswith(f"cheat, line {first + 7}, `S = ")
-    assert (
-        f"the tile 'temp' made at line {first + 6} is used after its memory was given back" in text
-    )
+    assert f"the tile 'temp' made at line {first + 6} is used after its memory was freed" in text
     assert f"the scope of line {first + 4} ended" in text
     assert "m[:] = ..." in text
 
@@ -381,7 +379,7 @@ def outlives(make, use):
             kept = make(tile, sram)
         use(kept, tile, sram, machine)
 
-    with pytest.raises(MemoryModelError, match="after its memory was given back"):
+    with pytest.raises(MemoryModelError, match="after its memory was freed"):
         on_a_tile(work)
 
 
@@ -418,7 +416,7 @@ def test_tiles_of_another_stage_and_of_another_run():
         with machine.stage("two") as sram, sram.step(ROWS):
             sram.store(machine.hbm.O, ROWS, KEPT[0])
 
-    with pytest.raises(MemoryModelError, match="given back"):
+    with pytest.raises(MemoryModelError, match="was freed"):
         flashsim.simulate(two, Q, K, V)
 
     def late(machine):
@@ -450,39 +448,42 @@ def nested(sram, machine, work):
 @pytest.mark.parametrize(
     ("work", "text"),
     [
-        (lambda s, m: s.step(0).__enter__(), "a step inside a step"),
+        (lambda s, m: s.step(0).__enter__(), "a step cannot contain another step"),
         (
             lambda s, m: s.visit(slice(16, 32), ROWS).__enter__(),
-            "visit of query tile 1 in the step",
+            "visit to query tile 1 within the step",
         ),
-        (lambda s, m: s.visit(ROWS).__enter__(), "a visit is of a tile of scores"),
-        (lambda s, m: s.visit(slice(0, 32), ROWS).__enter__(), "reach over tiles of 16"),
+        (lambda s, m: s.visit(ROWS).__enter__(), "a visit works on a tile of scores"),
+        (lambda s, m: s.visit(slice(0, 32), ROWS).__enter__(), "cross the borders of tiles of 16"),
         (lambda s, m: s.visit(slice(40, 50), ROWS).__enter__(), "are none of the 32"),
         (lambda s, m: s.load(m.hbm.Q, slice(40, 50)), "Q has 32 rows; 40:50 are none"),
         (lambda s, m: s.load(m.hbm.Q, slice(0, 8, 2)), "side by side"),
-        (lambda s, m: s.load(m.hbm.Q, 3), "rows of Q are a slice"),
+        (lambda s, m: s.load(m.hbm.Q, 3), "rows of Q must be a slice"),
         (lambda s, m: s.load(m.hbm.Q, slice(0.0, 8)), "slice of integers, got slice.0.0, 8"),
-        (lambda s, m: s.positions("x"), "positions are a slice of integers, got 'x'"),
-        (lambda s, m: m.keep(ROWS, 3), "keys are a slice of integers, got 3"),
+        (lambda s, m: s.positions("x"), "positions must be a slice of integers, got 'x'"),
+        (lambda s, m: m.keep(ROWS, 3), "keys must be a slice of integers, got 3"),
         (lambda s, m: s.alloc("S", (2, 2), "x"), "filled with one number, got fill='x'"),
         (lambda s, m: s.alloc("S", (2, 2), np.zeros(3)), "filled with one number"),
         (lambda s, m: s.alloc("S", (10**9, 10**9)), "holds 4,000,000,000,000,000,000 B on chip"),
-        (lambda s, m: m.hbm.new("W", 10**12, 10**6), "memory does not hold a workspace 'W'"),
+        (
+            lambda s, m: m.hbm.new("W", 10**12, 10**6),
+            "this machine has too little memory for a workspace 'W'",
+        ),
         (
             lambda s, m: s.store(m.hbm.O, slice(0, 1), slice(0, 4), s.alloc("t", (1, 4))),
-            r"a tile comes before its columns: store\(tensor, rows, tile, cols\)",
+            r"the tile comes before the columns: store\(tensor, rows, tile, cols\)",
         ),
         (lambda s, m: s.load(m.hbm.O, ROWS), "O, rows 0:16, was never stored"),
         (lambda s, m: s.reduce(m.hbm.O, ROWS, s.load(m.hbm.Q, ROWS)), "was never stored"),
         (
             lambda s, m: s.store(m.hbm.O, ROWS, s.load(m.hbm.Q, slice(0, 8))),
-            r"the tile is \(8, 8\)",
+            r"but the tile has \(8, 8\)",
         ),
-        (lambda s, m: visit_in_visit(s), "a visit inside a visit"),
-        (lambda s, m: s.alloc("S", (0, 3)), "sides of 1 and more"),
+        (lambda s, m: visit_in_visit(s), "a visit cannot contain another visit"),
+        (lambda s, m: s.alloc("S", (0, 3)), "sides of a tile must be at least 1"),
         (
             lambda s, m: product(*[s.alloc("S", (2, 2), 0.0)] * 2, out=s.alloc("S", (2, 3))),
-            "out is",
+            "but out has",
         ),
         (
             lambda s, m: nested(
@@ -496,8 +497,11 @@ def nested(sram, machine, work):
             "another stage",
         ),
         (lambda s, m: s.alloc("no name", 3), "a short word"),
-        (lambda s, m: s.alloc("S", (2, 3), 0.0) @ s.alloc("S", (2, 3), 0.0), "inner sides differ"),
-        (lambda s, m: s.alloc("S", (2, 3), 0.0) + s.alloc("S", (4, 3), 0.0), "do not fit together"),
+        (
+            lambda s, m: s.alloc("S", (2, 3), 0.0) @ s.alloc("S", (2, 3), 0.0),
+            "inner dimensions differ",
+        ),
+        (lambda s, m: s.alloc("S", (2, 3), 0.0) + s.alloc("S", (4, 3), 0.0), "do not broadcast"),
         (lambda s, m: s.alloc("S", (2, 3), 0.0).sum(axis=2), "along axis 2"),
         (lambda s, m: s.alloc("S", (2, 3), 0.0) @ 2.0, "two tiles"),
         (lambda s, m: s.alloc("S", (2, 3), 0.0).__setitem__(0, s.alloc("m", 2, 0.0)), "do not fit"),
@@ -516,8 +520,8 @@ def test_what_a_machine_refuses(work, text):
 @pytest.mark.parametrize(
     ("outer", "text"),
     [
-        (2, "there are 2 tiles of queries, got number 2"),
-        ("0:16", "are a slice of integers, got '0:16'"),
+        (2, "there are 2 tiles of queries, got tile number 2"),
+        ("0:16", "must be a slice of integers, got '0:16'"),
     ],
 )
 def test_steps_that_are_none(outer, text):
@@ -541,7 +545,7 @@ def test_a_step_is_needed():
             sram.load(machine.hbm.K, ROWS)
 
     with pytest.raises(
-        MemoryModelError, match="works in steps, one a thread block, which share no"
+        MemoryModelError, match="works in steps, one per thread block, which do not share"
     ):
         flashsim.simulate(bare, Q, K, V)
 
@@ -661,7 +665,7 @@ def written(value):
 
 
 def test_what_is_no_argument_or_too_long_is_refused(monkeypatch):
-    with pytest.raises(MemoryModelError, match="does not take"):
+    with pytest.raises(MemoryModelError, match="do not take"):
         written(object())
     monkeypatch.setattr(tape, "MOST", 100)
     with pytest.raises(MemoryModelError, match="more than 100 characters; use larger tiles"):

@@ -96,14 +96,14 @@ def test_copies_for_alignment_are_named():
 
 def test_arrays_in_two_places_are_refused():
     x = make(Problem(8, 8, 16, dtype="float32"))
-    with pytest.raises(DTypeError, match="all arrays must live in one place, got q cupy"):
+    with pytest.raises(DTypeError, match="all arrays must be on one device, got q cupy"):
         flashsim.run(cupy.asarray(x["q"]), x["k"], x["v"], backend="cupy", kernel="portable")
 
 
 def test_a_gradient_from_elsewhere_is_refused():
     x = make(Problem(8, 8, 16, dtype="float32"))
     result = flashsim.run(x["q"], x["k"], x["v"], backend="cupy", kernel="portable")
-    with pytest.raises(DTypeError, match="dout must live where q, k and v do, got cupy"):
+    with pytest.raises(DTypeError, match="dout must be on the same device as q, k and v, got cupy"):
         result.backward(cupy.asarray(x["dout"]))
 
 
@@ -118,7 +118,7 @@ def test_a_tiling_no_kernel_has_names_those_that_run():
 def test_what_gpus_cannot_do_is_refused():
     x = make(Problem(64, 64, 16, dtype="float32"))
     given = (x["q"], x["k"], x["v"])
-    with pytest.raises(UnsupportedError, match="no mask function"):
+    with pytest.raises(UnsupportedError, match="cannot call a Python mask function"):
         flashsim.run(*given, backend="cupy", kernel="portable", mask=lambda q, k: q >= k)
     with pytest.raises(UnsupportedError, match="not float64"):
         flashsim.run(*(a.astype(np.float64) for a in given), backend="cupy", kernel="portable")

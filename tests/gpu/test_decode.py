@@ -154,7 +154,7 @@ def test_what_a_shared_prefix_must_be():
     case = shared(3, 160, 100, page=16)
     x = case.make()
     whole = shared(3, 160, 100)
-    with pytest.raises(OptionError, match="entry 1 of the batch has 227"):
+    with pytest.raises(OptionError, match="entry 1 of the batch has only 227"):
         run(whole, whole.make(), shared_prefix=240)
     with pytest.raises(ShapeError, match="whole pages of 16 keys, got 100"):
         run(case, x, shared_prefix=100)

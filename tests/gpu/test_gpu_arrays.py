@@ -111,7 +111,7 @@ def test_a_cpu_backend_takes_no_gpus_dlpack():
 def test_dlpack_from_the_cpu_is_refused_with_what_to_give_instead():
     x = np.ones((8, 16), np.float16)
     with pytest.raises(
-        DTypeError, match=r"k, .*Exported, is on no NVIDIA GPU .*\(1, 0\).*numpy.fr"
+        DTypeError, match=r"k, .*Exported, is not on an NVIDIA GPU .*\(1, 0\).*numpy.fr"
     ):
         arrays.adopt("k", Exported(x))
 
@@ -122,7 +122,7 @@ def test_what_cupy_cannot_take_is_said(failure, monkeypatch):
         raise failure
 
     monkeypatch.setattr(cupy, "from_dlpack", refuse)
-    text = rf"q, .*Elsewhere, cannot be taken through DLPack by CuPy {cupy.__version__}: {failure}"
+    text = rf"q, .*Elsewhere, cannot be read through DLPack by CuPy {cupy.__version__}: {failure}"
     with pytest.raises(DTypeError, match=text):
         arrays.adopt("q", Elsewhere())
 

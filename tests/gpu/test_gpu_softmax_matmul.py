@@ -67,5 +67,5 @@ def test_what_it_has_no_kernel_for():
     with pytest.raises(TilingError, match="blocks of 16, 32, 64"):
         softmax_matmul.run(*make(1, 4, 4, 4), block=8, backend="cupy")
     x, v = make(1, 4, 4, 4)
-    with pytest.raises(DTypeError, match="all arrays must live in one place"):
+    with pytest.raises(DTypeError, match="all arrays must be on one device"):
         softmax_matmul.run(cupy.asarray(x), v, block=16, backend="cupy")

@@ -138,7 +138,7 @@ def test_where_it_lies_does_not_matter(family):
         for name in ("dq", "dk", "dv"):
             mine, theirs = (cupy.asnumpy(getattr(y, name)) for y in (got, expected))
             np.testing.assert_array_equal(mine, theirs)
-    with pytest.raises(DTypeError, match="dlse must live where q, k and v do"):
+    with pytest.raises(DTypeError, match="dlse must be on the same device as q, k and v"):
         result.backward(x["dout"], dlse=host["dlse"])
 
 

@@ -126,7 +126,7 @@ def test_tiles_that_are_too_large(path):
     ("handover", "kind", "words"),
     [
         (Handover("error", "ValueError: no (line 3)"), "error", "ValueError: no (line 3)"),
-        (Handover(data=b"no archive"), "record", "these bytes are no record of a kernel"),
+        (Handover(data=b"no archive"), "record", "these bytes are not a record of a kernel"),
         (Handover(data=packed([])), "record", "3 calls were made"),
     ],
 )
@@ -175,7 +175,7 @@ def test_a_record_with_impossible_numbers_is_refused():
 def test_where_exercises_for_kernels_are_found():
     assert kernel_names()[0] == "kernel-softmax-matmul"
     assert len(kernel_names()) == 4
-    with pytest.raises(OptionError, match="is solved by a file of kernels"):
+    with pytest.raises(OptionError, match="is solved with kernels"):
         get("kernel-forward")
     with pytest.raises(OptionError, match="needs tasks"):
         replace(FORWARD, tasks=())

@@ -578,7 +578,7 @@ def test_masks_of_blocks_and_gaps_between_elements():
     assert record.accesses["sectors"].tolist() == [
         8
     ]  # 5 elements, 8 B apart, reach into a second one
-    with pytest.raises(TraceError, match="offsets that are no elements of it"):
+    with pytest.raises(TraceError, match="offsets outside of it"):
         r.access(LOAD, code, np.array([1]))
     with pytest.raises(TraceError, match="pass the narrower view to the first launch"):
         r.tensor("narrow", (4,), (1,), "int8", 1, buffer=-1)

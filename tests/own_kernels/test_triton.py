@@ -422,7 +422,7 @@ def test_fp8_saturates_as_on_a_gpu():
 
 def test_narrow_numbers_are_right_or_refused():
     x, y = draw(64, 64, dtype=BF16)
-    with pytest.raises(UnsupportedError, match=r"line \d+.*rounds to zero"):
+    with pytest.raises(UnsupportedError, match=r"line \d+.*rounds toward zero"):
         trace(cases.rounded_to_zero, (1,), x.astype(np.float32), y, BLOCK=64)
     with pytest.raises(UnsupportedError, match=r"an atomic operation of bfloat16"):
         trace(_atomic, (1,), x, y, BLOCK=64)
@@ -633,7 +633,7 @@ def test_errors_name_line_program_and_remedy():
         call_fails()
     with pytest.raises(MemoryModelError, match=r"line \d+, .*32 of 32 pointers lead to no tensor"):
         trace(cases.from_a_number, (1,), x, BLOCK=32)
-    with pytest.raises(DTypeError, match=r"x_ptr is \[1, 2\], which is no array"):
+    with pytest.raises(DTypeError, match=r"x_ptr is \[1, 2\], which is not an array"):
         trace(cases.add, (1,), [1, 2], y, z, 64, BLOCK=64)
     with pytest.raises(DTypeError, match="x_ptr has elements of dtype"):
         trace(cases.add, (1,), x.astype(np.complex64), y, z, 64, BLOCK=64)

@@ -150,7 +150,7 @@ def test_what_is_no_precision():
         Precision(stats="float16")
     with pytest.raises(TypeError, match="dtype 'float8' is not supported"):
         Precision(p="float8")
-    with pytest.raises(OptionError, match="give accumulator='hopper-fp8' as well"):
+    with pytest.raises(OptionError, match="needs accumulator='hopper-fp8'"):
         Precision(flush=2)
     with pytest.raises(ValueError, match="flush must be at least 1"):
         Precision(accumulator="hopper-fp8", flush=0)
@@ -158,9 +158,9 @@ def test_what_is_no_precision():
     run = lambda **options: flashsim.run(x.q, x.k, x.v, **options)  # noqa: E731
     with pytest.raises(OptionError, match="'flash2' has no rounding point 'm_hbm'; it has inputs"):
         run(precision=Precision(m_hbm="float16"))
-    with pytest.raises(UnsupportedError, match="changes numbers, not what moves"):
+    with pytest.raises(UnsupportedError, match="changes results but not traffic"):
         run(precision=Precision(m="float16"), trace=True)
-    with pytest.raises(UnsupportedError, match="precision is for backend='simulator'"):
+    with pytest.raises(UnsupportedError, match="precision works with backend='simulator'"):
         run(precision=Precision(m="float16"), backend="numba")
     with pytest.raises(TypeError, match=r"precision must be a flashsim\.Precision"):
         run(precision="float16")

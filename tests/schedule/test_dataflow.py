@@ -86,7 +86,7 @@ def test_what_cannot_be_counted_event_by_event_says_why():
     problem = Problem(1 << 20, head_dim=64)
     with pytest.raises(OptionError, match=r"one head has about .* events, too many"):
         counted(flashsim.count(problem, tiling=Tiling(64, 64)))
-    with pytest.raises(UnsupportedError, match="divides keys into parts"):
+    with pytest.raises(UnsupportedError, match="splits keys into parts"):
         counted(flashsim.count(Problem(1, 4096, 64), algorithm="flash-decode"))
 
 

@@ -65,7 +65,7 @@ FILES = {
         "        Q = sram.load(machine.hbm.Q, slice(0, 8))\n        Q *= mask\n",
         ("error", "unstored"), "",
     ),
-    "a branch on overflow": (
+    "a Python branch cannot depend on overflow": (
         "import numpy as np\ndef solution(machine):\n    with machine.stage('s') as sram:\n"
         "        for at in range(4):\n            rows = slice(8 * at, 8 * at + 8)\n            with sram.step(rows):\n"
         "                Q = sram.load(machine.hbm.Q, rows)\n"

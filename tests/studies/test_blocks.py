@@ -44,7 +44,7 @@ def test_what_fits_nowhere_has_no_blocks_and_no_best():
     assert "nothing fits" in huge.table().note
     with pytest.raises(OptionError, match="no tile of stage 'forward' fits"):
         huge.best("forward")
-    with pytest.raises(OptionError, match="one size or more"):
+    with pytest.raises(OptionError, match="at least one size"):
         blocks.sizes(LAYER, ())
 
 
@@ -116,7 +116,7 @@ def test_without_a_published_bandwidth_l2_is_no_unit():
 
 def test_keys_in_parts_have_no_least_time():
     p = Problem(1, 512, head_dim=64, dtype="bfloat16")
-    with pytest.raises(OptionError, match="divides the keys"):
+    with pytest.raises(OptionError, match="splits the keys"):
         predict.least(flashsim.count(p, algorithm="flash-decode", splits=2))
 
 

@@ -171,7 +171,7 @@ def test_a_header_names_exercises_of_the_course_alone(tmp_path):
     """A student's header could otherwise have a file of theirs run by the grader itself."""
     (tmp_path / "z.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
     (tmp_path / "x.py").write_text(f"# flashsim exercise: {tmp_path / 'z.py'}\n")
-    with pytest.raises(OptionError, match=r"in the course.*named by --exercise FILE"):
+    with pytest.raises(OptionError, match=r"in the course.*own exercise, give --exercise FILE"):
         submissions.grade_file(tmp_path / "x.py")
     assert not (tmp_path / "marker").exists()
 

@@ -48,14 +48,14 @@ def test_each_point_alone_against_float64():
 def test_float16_scores_overflow_and_say_so_in_the_table():
     found = precision.laboratory((32,), kinds=("normal",), points=("o",), dtype="float16")
     assert "lowered to float16" in str(found)
-    with pytest.raises(OptionError, match="nothing was found of 'lse'"):
+    with pytest.raises(OptionError, match="there are no results for 'lse'"):
         found.of("lse")
     with pytest.raises(OptionError, match="unknown kind of input 'large'"):
         precision.laboratory((32,), kinds=("large",))
     with pytest.raises(OptionError, match="unknown rounding point 'm_hbm'"):
         precision.laboratory((32,), points=("m_hbm",))
     for n in (256, "256", ()):
-        with pytest.raises(OptionError, match="n must be lengths"):
+        with pytest.raises(OptionError, match="n must be a sequence of lengths"):
             precision.laboratory(n)
     with pytest.raises(flashsim.DTypeError, match="n must be an integer"):
         precision.presets("256")

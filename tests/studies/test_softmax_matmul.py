@@ -87,7 +87,7 @@ def test_the_courses_own_size_is_counted_at_once():
         ({"x": np.zeros((2, 4, 4))}, DTypeError, "x must be float32, got float64"),
         ({"x": np.zeros((4, 4), "f4")}, ShapeError, r"x must be \(batch, rows, columns\)"),
         ({"v": np.zeros((2, 5, 3), "f4")}, ShapeError, r"got \(2, 5, 3\)"),
-        ({"v": np.zeros((2, 4, 513), "f4")}, ShapeError, "up to 512 columns"),
+        ({"v": np.zeros((2, 4, 513), "f4")}, ShapeError, "at most 512 columns"),
         ({"backend": "torch"}, OptionError, "unknown backend"),
         ({"device": "T4", "block": 300}, SramOverflow, "holds"),
     ],

@@ -667,7 +667,7 @@ def test_cases_are_run_twice_and_their_table_read(tmp_path, monkeypatch):
     for wrong, message in (
         (kernels[:-1], "no launch where stage 'forward'"),
         ([kernels[1], *kernels[1:]], "flash_delta where stage 'forward'"),
-        ([*kernels, "flash_dq"], "one too many"),
+        ([*kernels, "flash_dq"], "one more than these cases launch"),
     ):
         table_of = long_csv([(kernel, {READ: ("10", "sector")}) for kernel in wrong])
         with pytest.raises(TraceError, match=message):
@@ -701,7 +701,9 @@ def test_a_gpu_is_known_by_its_name_and_figures(name):
 
 @pytest.mark.parametrize("gpu", OTHERS, ids=lambda gpu: gpu[0])
 def test_a_gpu_that_no_preset_describes_is_named(gpu):
-    with pytest.raises(OptionError, match=rf"'{gpu[0]}' \(compute .* {gpu[2]} SMs, .*name the dev"):
+    with pytest.raises(
+        OptionError, match=rf"'{gpu[0]}' \(compute .* {gpu[2]} SMs, .*choose the dev"
+    ):
         reported(*gpu)
 
 
@@ -733,7 +735,9 @@ def test_it_is_predicted_for_the_gpu_that_is_measured(tmp_path, monkeypatch):
         assert f"on {gpu}" in " ".join(shown.output.split())
         named = CliRunner().invoke(app, ["verify", "-n", "64", "--device", "A100", "--heads", "1"])
         assert "on A100" in " ".join(named.output.split())
-    with pytest.raises(OptionError, match="backend 'simulator' runs on no GPU: name the device"):
+    with pytest.raises(
+        OptionError, match="backend 'simulator' does not run on a GPU; choose the device"
+    ):
         record([replace(unnamed, backend="simulator")])
 
 

@@ -319,7 +319,7 @@ def test_a_newer_format_says_so(trace, path):
         ({"header": lambda h: h["names"]["tensor"].append("X")}, "ValueError: unknown tensor 'X'"),
         ({"header": lambda h: h.update(version="x")}, "ValueError"),
         ({"drop": ["events_0"]}, r"it lacks \['events_0'\]"),
-        ({"add": {"events_1": np.zeros(3)}}, r"holds \['events_1'\] besides"),
+        ({"add": {"events_1": np.zeros(3)}}, r"unknown members \['events_1'\]"),
         ({"add": {"events_0": np.zeros(3)}}, "events_0 has dtype float64"),
         ({"add": {"events_0": np.array([None])}}, r"events_0 has dtype object"),
         ({"add": {"header": np.frombuffer(b"{", np.uint8)}}, "JSONDecodeError"),

@@ -38,7 +38,7 @@ def test_residuals_are_in_per_cent_of_what_was_measured():
     assert lines["a"].get_ydata() == pytest.approx([10, -3])
     about = next(text.get_text() for text in ax.texts if "points" in text.get_text())
     assert about == "3 points, mean error 4.3%, 66% within 5%, 100% within 12%"  # down
-    with pytest.raises(OptionError, match="no point to draw"):
+    with pytest.raises(OptionError, match="no points to draw"):
         viz.predicted_against_measured({"a": []})
     with pytest.raises(OptionError, match="must be positive, got 0"):
         viz.predicted_against_measured({"a": [(1.0, 0.0)]})

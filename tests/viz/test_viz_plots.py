@@ -136,7 +136,7 @@ def test_save_sizes_and_errors(tmp_path):
         {"dpi": float("inf")},
         {"size": (100, 100), "dpi": 700},
     ):
-        with pytest.raises(OptionError, match=r"pixels at .* an inch; a picture has at least 10"):
+        with pytest.raises(OptionError, match=r"pixels at .* dpi; a picture needs at least 10"):
             viz.save_figure(ax, tmp_path / "b.png", **wrong)
     for wrong in ({"dpi": 0}, {"size": (4, -1)}, {"size": (4,)}):
         with pytest.raises(OptionError, match="dpi and size must be positive"):
@@ -316,7 +316,7 @@ def test_labels_of_traffic_do_not_touch():
 def test_a_sweep_has_no_tensors():
     sweep = flashsim.sweep([64, 128])
     for draw in (viz.traffic, viz.cumulative, viz.page):
-        with pytest.raises(DTypeError, match=r"a Sweep holds totals.*viz\.io_curve"):
+        with pytest.raises(DTypeError, match=r"a Sweep has only totals.*viz\.io_curve"):
             draw(sweep)
 
 
@@ -327,12 +327,12 @@ def test_other_data_are_refused(data):
 
 
 def test_nothing_to_plot():
-    with pytest.raises(OptionError, match="there is no trace in what was given"):
+    with pytest.raises(OptionError, match="the argument contains no trace"):
         viz.traffic([])
-    with pytest.raises(OptionError, match="there is no trace in what was given"):
+    with pytest.raises(OptionError, match="the argument contains no trace"):
         viz.cumulative({})
     untraced = flashsim.run(*cases.arrays(), tiling=cases.TILING)
-    with pytest.raises(TraceError, match="run with trace=True"):
+    with pytest.raises(TraceError, match="pass trace=True to run"):
         viz.tile_map(untraced)
 
 
@@ -460,9 +460,9 @@ def test_mask_shades_a_bias():
     light = viz.mask(Problem(32), bias=bias).images[0].get_array()[..., :3].sum(2)
     assert (np.diff(light.ravel()) <= 0).all()
     assert light[0, 0] > light[-1, -1]
-    with pytest.raises(OptionError, match=r"one value a score, \(32, 32\), got \(32,\)"):
+    with pytest.raises(OptionError, match=r"one value per score, \(32, 32\), got \(32,\)"):
         viz.mask(Problem(32), bias=np.zeros(32))
-    with pytest.raises(OptionError, match=r"4,194,304 of them; got 4,096 x 4,096"):
+    with pytest.raises(OptionError, match=r"4,194,304 single scores; got 4,096 x 4,096"):
         viz.mask(Problem(4096))
     with pytest.raises(TypeError, match=r"problem must be a flashsim\.Problem, got 3"):
         viz.mask(3)
@@ -836,7 +836,7 @@ def test_a_series_lies_where_it_was_measured_and_names_its_share_of_the_peak():
     assert line.get_xydata().tolist() == [[3.0, 31.2e12]]
     assert line.get_label() == "mine\nN = 1: 10 % of peak"
     for data in ({}, {"a": [("b", 0.0, 1.0)]}):
-        with pytest.raises(OptionError, match="both positive"):
+        with pytest.raises(OptionError, match="both numbers positive"):
             viz.roofline_series(data, device="A100")
 
 
@@ -870,7 +870,7 @@ def test_precision_shows_each_point_and_what_overflows_at_the_edge():
     drawn = {line.get_label(): line.get_ydata() for line in ax.lines}
     assert drawn["dq"][1] == found.of("lse").errors["dq"] > 100 * drawn["out"][1]
     assert drawn["dq"][2] > max(drawn["dq"][:2])
-    with pytest.raises(OptionError, match="nothing was found for 'heavy' inputs of length 32"):
+    with pytest.raises(OptionError, match="there are no results for 'heavy' inputs of length 32"):
         viz.precision(found, kind="heavy")
 
 

@@ -78,9 +78,9 @@ def test_an_animation_and_a_page_are_written(tmp_path):
 
 
 def test_what_cannot_be_watched_says_why(tmp_path):
-    with pytest.raises(OptionError, match="a ring of 2 to 16 members can be watched, got 1"):
+    with pytest.raises(OptionError, match="rings of 2 to 16 members, got 1"):
         viz.animate_ranks(account(ranks=1), tmp_path / "a.gif")
-    with pytest.raises(OptionError, match="an animation ends in"):
+    with pytest.raises(OptionError, match="an animation's file name ends in"):
         viz.animate_ranks(account(), tmp_path / "a.png")
     with pytest.raises(OptionError, match=r"frames_a_step must be at most 64, got 65"):
         viz.animate_ranks(account(), tmp_path / "a.gif", frames_a_step=65)

@@ -52,7 +52,7 @@ def test_moves_of_a_step():
 
 def test_a_trace_without_events_says_so():
     source = cases.trace()
-    with pytest.raises(TraceError, match="nothing to walk through"):
+    with pytest.raises(TraceError, match="no steps to show"):
         Steps(Trace(source.problem, source.device, "flash2", "forward", "simulator", ()))
 
 
@@ -112,7 +112,7 @@ def test_statistics_refuse_what_they_cannot_follow():
         viz.row_statistics(cases.trace(direction="backward"), q, k)
     with pytest.raises(OptionError, match="row must be from 0 to 95, got 96"):
         viz.row_statistics(cases.trace(), q, k, row=96)
-    with pytest.raises(ShapeError, match=r"q must be the array that ran, \(.., 96, 8\)"):
+    with pytest.raises(ShapeError, match=r"q must be the array of the traced run, \(.., 96, 8\)"):
         viz.row_statistics(cases.trace(), q[:, :5], k)
 
 

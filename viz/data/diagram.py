@@ -78,8 +78,8 @@ def tile_kinds(schedule: Schedule, most: int | None = _MOST_TILES) -> np.ndarray
     """
     if most is not None and schedule.t_r * schedule.t_c > most:
         raise OptionError(
-            f"a grid of {schedule.t_r:,} x {schedule.t_c:,} tiles is too fine to draw; a picture "
-            f"shows at most {most:,} tiles: take larger ones"
+            f"a grid of {schedule.t_r:,} x {schedule.t_c:,} tiles is too fine to draw; a plot "
+            f"shows at most {most:,} tiles: use larger tiles"
         )
     grid = np.zeros((schedule.t_r, schedule.t_c), np.uint8)
     ptr, col, kind = schedule.row_csr
@@ -149,6 +149,6 @@ def one_grid(trace: Trace) -> tuple[int, int]:
     if len(shapes) > 1:
         raise UnsupportedError(
             f"the stages of this trace have grids of different sizes ({sorted(shapes)} tiles); "
-            "it cannot be shown on one"
+            "they cannot be drawn on one grid"
         )
     return shapes.pop()

@@ -50,8 +50,8 @@ def one_trace(data: Any) -> Trace:
     trace = getattr(data, "trace", data)
     if not isinstance(trace, Trace):
         raise DTypeError(
-            "expected a Trace, a Result or Gradients that has one, or what flashsim.count gives, "
-            f"got {type(data).__name__}"
+            "expected a Trace, a Result or Gradients with a trace, or the Traffic that "
+            f"flashsim.count returns, got {type(data).__name__}"
         )
     return trace
 
@@ -63,7 +63,7 @@ def made_by(how: str, data: Any, has: str) -> None:
     is not known here.
     """
     if not hasattr(data, has):
-        raise DTypeError(f"expected what {how} gives, got {shown(data)}")
+        raise DTypeError(f"expected the result of {how}, got {shown(data)}")
 
 
 def labelled(data: Any) -> dict[str, Trace | Traffic]:
@@ -80,7 +80,7 @@ def labelled(data: Any) -> dict[str, Trace | Traffic]:
         sources = _flatten(data)
         labels = dict(zip(_labels(sources), sources, strict=True)) if sources else {}
     if not labels:
-        raise OptionError("nothing to plot: there is no trace in what was given")
+        raise OptionError("nothing to plot: the argument contains no trace")
     return labels
 
 
@@ -127,11 +127,11 @@ def panes(
 
 def _flatten(data: Any, around: tuple[int, ...] = ()) -> list[Trace | Traffic]:
     if id(data) in around:
-        raise OptionError("a list that contains itself holds no traces; give the traces")
+        raise OptionError("a list that contains itself cannot be plotted; pass a list of traces")
     if hasattr(data, "rows"):
         raise DTypeError(
-            "a Sweep holds totals, not what each tensor or step moved; draw it with viz.io_curve, "
-            "viz.roofline or viz.memory_footprint"
+            "a Sweep has only totals, not the bytes of each tensor or step; draw it with "
+            "viz.io_curve, viz.roofline or viz.memory_footprint"
         )
     if isinstance(data, (Trace, Traffic)) or hasattr(data, "trace"):
         return [_one(data)]

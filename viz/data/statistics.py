@@ -98,8 +98,8 @@ def row_statistics(
     running &= not any(stage.stage.parts for stage in trace.stages)  # m begins anew with each part
     if trace.direction != "forward" or not running or p.bias is not None:
         raise UnsupportedError(
-            "m and l are followed through forward passes that keep them, without a bias; "
-            f"this trace is {trace.algorithm} {trace.direction}"
+            "m and l can be followed only through forward passes that compute them, and without "
+            f"a bias; this trace is {trace.algorithm} {trace.direction}"
             + (", with a bias" if p.bias is not None else "")
         )
     schedule = trace.schedule
@@ -158,7 +158,7 @@ def _rows(name: str, array: np.ndarray, heads: int, n: int, d: int) -> np.ndarra
     array = array.astype(np.float64)
     if array.size != heads * n * d or array.shape[-2:] != (n, d):
         raise ShapeError(
-            f"{name} must be the array that ran, (.., {n}, {d}) with {heads} heads in all, "
-            f"got {array.shape}"
+            f"{name} must be the array of the traced run, (.., {n}, {d}) with {heads} heads in "
+            f"all, got {array.shape}"
         )
     return array.reshape(heads, n, d)

@@ -104,11 +104,13 @@ def check_format(path: str | Path) -> Path:
     """
     path = Path(path)
     if path.suffix not in FORMATS:
-        raise OptionError(f"cannot write {path.name!r}: an animation ends in {', '.join(FORMATS)}")
+        raise OptionError(
+            f"cannot write {path.name!r}: an animation's file name ends in {', '.join(FORMATS)}"
+        )
     if path.suffix == ".mp4" and shutil.which("ffmpeg") is None:
         raise BackendUnavailable(
-            f"writing {path.name!r} needs ffmpeg, which is not installed; "
-            "install it, or write a .gif or .html, which need nothing"
+            f"writing {path.name!r} needs ffmpeg, which is not installed; install it, or write a "
+            ".gif or .html, which need no other program"
         )
     return path
 

@@ -106,7 +106,7 @@ class RanksFilm:
         group = account.group
         if group.ring > _MOST or group.ring < 2:
             raise OptionError(
-                f"a ring of 2 to {_MOST} members can be watched, got {group.ring} "
+                f"an animation shows rings of 2 to {_MOST} members, got {group.ring} "
                 f"({group.scheme!r} over {group.ranks} ranks)"
             )
         self.account, self.group, self.cells, self.each = account, group, cells, frames_a_step

@@ -104,7 +104,7 @@ class NamedTraffic(Traffic):
 
 
 def payload() -> dict[str, Any]:
-    """All that the page knows, as JSON-ready values; polynomials are numbers in a list."""
+    """All data of the page, as JSON-ready values; polynomials are numbers in a list."""
     polynomials: dict[Polynomial, int] = {}
     types: dict[str, dict[str, Any]] = {}
     kinds: dict[str, str] = {}

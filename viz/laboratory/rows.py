@@ -1,4 +1,4 @@
-"""Row tiles under the two masks that are no band: a prefix, and cells near the diagonal.
+"""Row tiles under the two masks that are not bands: a prefix, and cells near the diagonal.
 
 A mask here keeps, of every row tile, two runs of key tiles: the first ones, and those around the
 diagonal. `schedule.Schedule` finds the same tiles by trying every score. These formulas take no
@@ -22,7 +22,10 @@ class Prefix(NamedTuple):
     prefix: int
 
     def tile(self, tile: int) -> tuple[int, int, int, int, int, int, int]:
-        """Rows of a row tile; its first key tiles; from and to of the others; the same, if full."""
+        """Return (rows of a row tile, its first key tiles, start and stop of the others, ...).
+
+        The last three numbers are the same three for FULL tiles.
+        """
         start = tile * self.block
         stop = min(start + self.block, self.rows)
         first = start // self.members + self.offset
@@ -50,7 +53,10 @@ class Cells(NamedTuple):
     shift: int
 
     def tile(self, tile: int) -> tuple[int, int, int, int, int, int, int]:
-        """Rows of a row tile; its first key tiles; from and to of the others; the same, if full."""
+        """Return (rows of a row tile, its first key tiles, start and stop of the others, ...).
+
+        The last three numbers are the same three for FULL tiles.
+        """
         start = tile * self.block
         stop = min(start + self.block, self.rows)
         top = start // self.members // self.cell

@@ -149,8 +149,8 @@ def _check_size(traces: Sequence[Trace], max_mb: float) -> None:
     if megabytes > max_mb:
         raise OptionError(
             f"this player would have about {megabytes:,.0f} MB ({tiles:,} tiles and {events:,} "
-            f"events), over {max_mb:g} MB: larger tiles make it smaller; "
-            f"max_mb={megabytes + 1:.0f} (--max-mb) writes it anyway"
+            f"events), over {max_mb:g} MB: use larger tiles, or allow it "
+            f"with max_mb={megabytes + 1:.0f} (--max-mb)"
         )
 
 

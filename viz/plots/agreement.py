@@ -42,7 +42,7 @@ def predicted_against_measured(
     """
     every = np.array([pair for those in points.values() for pair in those], float)
     if not every.size:
-        raise OptionError("no point to draw; pass {name: [(predicted, measured), ...]}")
+        raise OptionError("there are no points to draw; pass {name: [(predicted, measured), ...]}")
     if (every[:, 1] <= 0).any():
         raise OptionError(f"measured values must be positive, got {every[:, 1].min():g}")
     for share in (checks.number("targets", share, low=0.0) for share in targets):

@@ -39,7 +39,7 @@ def l2_curve(
         If there is no curve.
     """
     if not curves:
-        raise OptionError("no curve to draw; pass what flashsim.l2.curves returns")
+        raise OptionError("there is no curve to draw; pass the result of flashsim.l2.curves")
     curves = {sources.writable("label", label): curve for label, curve in curves.items()}
     machines = [Device.get(device) for device in devices]
     ends = [c.enough() for c in curves.values()] + [m.l2_bytes for m in machines]

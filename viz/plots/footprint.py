@@ -52,7 +52,7 @@ def memory_footprint(
     else:
         rows = sources.rows(data)
     if not rows:
-        raise OptionError("nothing to draw: give one length and one algorithm or more")
+        raise OptionError("nothing to draw: give at least one length and one algorithm")
     drawn = {row["algorithm"] for row in rows}
     ends: list[tuple[int, int]] = []
     for number, name in enumerate(sources.NAMES):

@@ -71,8 +71,8 @@ def gpu_timeline(
     trace = sources.one_trace(data)
     if trace.timeline is None:
         raise TraceError(
-            'this trace has no timeline; run on a GPU backend with trace="timeline", or plot '
-            "viz.sram_timeline, which needs none"
+            'this trace has no timeline; run on a GPU backend with trace="timeline", or draw '
+            "viz.sram_timeline, which needs no timeline"
         )
     part = trace.main_stage if stage is None else trace.stage(stage)
     number = [s.name for s in trace.stages].index(part.name)

@@ -104,7 +104,8 @@ def _varying(rows: Sequence[dict[str, Any]]) -> str:
         if len({row[name] for row in rows}) > 1:
             return name
     raise OptionError(
-        f"an IO curve needs points that differ in one of {', '.join(AXES)}; all are equal here"
+        f"an IO curve needs points that differ in one of {', '.join(AXES)}; these points are "
+        "all equal"
     )
 
 

@@ -36,7 +36,9 @@ def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
     """
     shown = list(accounts) if isinstance(accounts, (list, tuple)) else [accounts]
     if not shown:
-        raise OptionError("no account to draw; pass what flashsim.distributed.count returns")
+        raise OptionError(
+            "there is no account to draw; pass the result of flashsim.distributed.count"
+        )
     for account in shown:
         sources.made_by("flashsim.distributed.count", account, "idle_share")
     unit = max(int(a.flops.max(axis=0).sum()) for a in shown)

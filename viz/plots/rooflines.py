@@ -277,7 +277,9 @@ def roofline_series(
     machine = Device.get(device)
     points = [p for series in data.values() for p in series]
     if not points or min(min(p[1:]) for p in points) <= 0:
-        raise OptionError("a roofline takes points (name, FLOP/B, FLOP/s), both positive")
+        raise OptionError(
+            "a roofline takes points (name, FLOP/B, FLOP/s), with both numbers positive"
+        )
     peak, ridge = machine.peak(dtype), machine.ridge(dtype)
     low = min(ridge / 4, *(p[1] for p in points)) / 2
     high = max(ridge * 4, *(p[1] for p in points)) * 2

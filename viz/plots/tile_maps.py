@@ -154,8 +154,8 @@ def mask(
     shape = (problem.n_q, problem.n_kv)
     if shape[0] * shape[1] > _MOST_SCORES:
         raise OptionError(
-            f"a mask is drawn score by score, up to {_MOST_SCORES:,} of them; got "
-            f"{shape[0]:,} x {shape[1]:,}: draw a smaller problem of the kind"
+            f"a mask plot shows at most {_MOST_SCORES:,} single scores; got {shape[0]:,} x "
+            f"{shape[1]:,}: draw a smaller problem with the same mask"
         )
     schedule = Schedule(problem, Tiling(32, 32) if tiling is None else tiling)
     scores = np.full(shape, _SKIPPED, np.uint8)
@@ -173,7 +173,7 @@ def mask(
             raise DTypeError(f"bias must be an array of numbers, got {shown(bias)}")
         added = added.astype(np.float64)
         if added.shape != shape:
-            raise OptionError(f"bias must have one value a score, {shape}, got {added.shape}")
+            raise OptionError(f"bias must have one value per score, {shape}, got {added.shape}")
         seen = added[scores == _KEPT] if kept else added
         shades = (added - seen.min()) / (np.ptp(seen) or 1)
     faint = to_rgba(theme.accent, 0.55)

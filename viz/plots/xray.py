@@ -27,7 +27,7 @@ def tile_evidence(data: Sequence[Mapping[str, Any]], *, ax: Axes, theme: Theme) 
         If no kernel has a tile.
     """
     if not data:
-        raise OptionError("nothing to draw: no kernel's counters fit a tile")
+        raise OptionError("nothing to draw: no tile explains the counters of any kernel")
     drawn: list[Mapping[str, Any]] = []
     for e in data:
         if all(e["curve"] != other["curve"] or e["name"] != other["name"] for other in drawn):

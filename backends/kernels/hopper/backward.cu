@@ -1,5 +1,5 @@
 // FlashAttention-3 backward (arXiv:2407.08608, Algorithm 3) for Hopper: 16-bit inputs, float32
-// accumulators, keys outside. A block owns one tile of keys of one key head; each of two consumer
+// accumulators, KV-outer. A block owns one tile of keys of one key head; each of two consumer
 // warpgroups owns 64 of its keys and keeps their dK and dV in registers. Scores are computed
 // transposed, keys by queries, so that P^T and dS^T are already the left operands of dV = P^T dO
 // and dK = dS^T Q. Only for dQ^T = K^T dS^T, which needs all keys of the tile, does dS pass through

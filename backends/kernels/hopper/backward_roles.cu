@@ -1,4 +1,4 @@
-// The fused backward for head dims of 136 to 192 on Hopper: as backward.cu, keys outside, but a
+// The fused backward for head dims of 136 to 192 on Hopper: as backward.cu, KV-outer, but a
 // visit's products are shared out by what they make. One consumer warpgroup makes the scores, P and
 // dS of a whole tile, 64 queries by 96 keys, and dQ; one adds up dV^T, one dK^T, each of all keys
 // and columns. So each product is as large as a warpgroup's registers allow, which is what keeps

@@ -1,4 +1,4 @@
-// The backward for head dims of 192 and 256 on Hopper: as backward.cu, keys outside, but the
+// The backward for head dims of 192 and 256 on Hopper: as backward.cu, KV-outer, but the
 // accumulators of dK and dV for 64 keys fill the registers of both consumer warpgroups, so it is
 // the columns of the head dim that they share out. Each makes the scores of all 64 keys by its half
 // of the queries; P^T and dS^T go through shared memory, whole, and then each warpgroup multiplies

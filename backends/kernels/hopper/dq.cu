@@ -1,4 +1,4 @@
-// dQ of the deterministic backward for Hopper: queries outside, no atomics, no accumulator in HBM.
+// dQ of the deterministic backward for Hopper: Q-outer, no atomics, no accumulator in HBM.
 // Each of two consumer warpgroups keeps dQ of 64 query rows in registers; per visit it recomputes
 // S = Q K^T and dP = dO V^T and makes dS = P (dP - delta), which in registers already is the left
 // operand of dQ += dS K. With row tiles of 128 the warpgroups share out the rows; with 64, the keys

@@ -1,4 +1,4 @@
-// dQ of the backward with keys outside (backward.cu): its product, and what lays it down for the
+// dQ of the KV-outer backward (backward.cu): its product, and what lays it down for the
 // warp that sends it off; with FS_ONCE delta too, which is made of P dP. Included behind that
 // kernel's constants, its OnChip and kv_outer.cuh.
 

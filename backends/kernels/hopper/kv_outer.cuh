@@ -1,4 +1,4 @@
-// What the backward kernels with keys outside share (backward.cu, backward_wide.cu):
+// Shared code of the KV-outer backward kernels (backward.cu, backward_wide.cu):
 // who loads what, what happens to a score, and, with STAGES_DQ, who sends dQ off. Included after a
 // kernel's constants, its OnChip and its named barriers.
 

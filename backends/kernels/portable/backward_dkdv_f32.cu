@@ -1,4 +1,4 @@
-// FlashAttention-2 backward, keys outside, in float32, no tensor cores; backward_dkdv.cu's walk.
+// FlashAttention-2 backward, KV-outer, in float32, no tensor cores; backward_dkdv.cu's walk.
 // Where things live: K, V in shared memory for the whole block; Q, dO, P, dS in shared memory for
 // one visit; dK, dV, S, dP in registers.
 #include "common.cuh"

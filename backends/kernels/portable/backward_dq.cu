@@ -1,4 +1,4 @@
-// FlashAttention-2 backward, queries outside: dQ alone, the third of three passes without atomics.
+// FlashAttention-2 backward, Q-outer: dQ alone, the third of three passes without atomics.
 // A block owns row tile i of one head, recomputes S and dP for the column tiles that the schedule
 // lists, and adds dS K in registers, so that equal inputs give equal bits.
 // Where things live: Q, dO in shared memory for the whole block; K, V in two shared stages; dQ, S,

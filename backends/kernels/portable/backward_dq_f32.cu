@@ -1,4 +1,4 @@
-// FlashAttention-2 backward, queries outside: dQ alone, in float32; backward_dq.cu's walk.
+// FlashAttention-2 backward, Q-outer: dQ alone, in float32; backward_dq.cu's walk.
 // Where things live: Q, dO in shared memory for the whole block; K, V, dS in shared memory for one
 // visit; dQ, S, dP in registers.
 #include "common.cuh"

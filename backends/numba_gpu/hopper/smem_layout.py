@@ -270,5 +270,5 @@ def registers(groups: int) -> tuple[int, int]:
     return (32, 160) if groups == 3 else (40, 232)
 
 
-#: The same of the backward with keys outside.
+#: The same for the KV-outer backward.
 KEYS_OUTSIDE_REGISTERS = 24, 240

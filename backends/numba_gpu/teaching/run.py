@@ -185,7 +185,7 @@ class _Simulator:
     def check(self, name: str, array: Any, dtype: str) -> None:
         """Raise unless `array` is one that this place accepts."""
         if not isinstance(array, np.ndarray):
-            raise UnsupportedError(f"Numba's CUDA simulator takes NumPy arrays only, not as {name}")
+            raise UnsupportedError(f"Numba's CUDA simulator takes NumPy arrays only, and no {name}")
 
     def active(self) -> AbstractContextManager[Any]:
         """Return a context in which kernels run here."""

@@ -265,7 +265,7 @@ class _CpuPass:
         return out, lse
 
     def along(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return Q and its factor as `kernels_decode.decode` uses them; no Q if it did not run.
+        """Return Q and its factor as `kernels_decode.decode` takes them; no Q if it did not run.
 
         It is not used for pairs of bfloat16: rounding dS to bfloat16 costs far more precision than
         another order of summing does.

@@ -59,7 +59,7 @@ def thread_count(requested: Any, problem: Problem) -> int:
     if requested > threads.ALWAYS and requested > threads.most():
         raise OptionError(
             f"threads must be at most {threads.most()}, got {requested}: this process may use "
-            f"{threads.available()} CPUs, and more threads than CPUs gain nothing"
+            f"{threads.available()} CPUs, and more threads than CPUs would not be faster"
         )
     return int(requested)
 
@@ -83,8 +83,9 @@ def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> regi
     best = registers.best(problem.compute_dtype, plain=micro_kernel == "plain")
     if micro_kernel == "vector" and isinstance(best, registers.Plain):
         raise BackendUnavailable(
-            "micro_kernel='vector' needs a CPU with AVX2 and FMA, AVX-512 or NEON, which "
-            "NUMBA_CPU_NAME and NUMBA_CPU_FEATURES let Numba use; micro_kernel='plain' runs on any"
+            "micro_kernel='vector' needs a CPU with AVX2 and FMA, AVX-512 or NEON, and Numba "
+            "must be allowed to use it (see NUMBA_CPU_NAME and NUMBA_CPU_FEATURES); "
+            "micro_kernel='plain' runs on any CPU"
         )
     return best
 
@@ -118,13 +119,13 @@ def arithmetic_limits(problem: Problem, most: int) -> bool:
 def _paired(micro_kernel: str, dtype: str) -> registers.Cpu:
     if dtype != "bfloat16":
         raise OptionError(
-            f"micro_kernel={micro_kernel!r} multiplies bfloat16, and the inputs are {dtype}: "
-            "convert them, or leave micro_kernel out"
+            f"micro_kernel={micro_kernel!r} needs bfloat16 inputs, got {dtype}: convert them, or "
+            "leave micro_kernel out"
         )
     missing = registers.without(micro_kernel)
     if missing is not None:
         raise BackendUnavailable(
-            f"micro_kernel={micro_kernel!r} cannot run here: {missing}; leave micro_kernel out for "
-            "what this CPU does best"
+            f"micro_kernel={micro_kernel!r} cannot run here: {missing}; leave micro_kernel out, "
+            "and the fastest for this CPU is used"
         )
     return registers.paired(micro_kernel)

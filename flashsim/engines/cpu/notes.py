@@ -32,7 +32,7 @@ def stage_trace(
         If two heads did not visit the same tiles (a bug in the engine).
     """
     if (steps != steps[:1]).any() or (visits != visits[:1]).any():
-        raise MemoryModelError(f"stage {stage.name!r}: not every head made the same walk")
+        raise MemoryModelError(f"stage {stage.name!r}: the heads did not all visit the same tiles")
     size, note = steps[0], visits[0]
     if stage.whole_rows:
         return assemble_rows(stage, schedule, size, strip_rows(stage, schedule, device))

@@ -125,7 +125,10 @@ def _call(kernel: Any, *args: Any) -> None:
     try:
         kernel(*args)
     except MemoryError:  # Numba says "Allocation failed"
-        raise MemoryError("no memory for the tiles of a thread") from None
+        raise MemoryError(
+            "there is not enough memory for the tiles of a thread; use fewer threads or smaller "
+            "tiles"
+        ) from None
 
 
 #: Kernels, and types of their arguments, that are compiled.

@@ -42,7 +42,7 @@ class Remote:
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise MemoryModelError(
-            f"{self.name} lies in HBM: load a tile of it into SRAM before computing with it, "
+            f"{self.name} lies in HBM: load a tile of it into SRAM before you compute with it, "
             f"sram.load(hbm.{self.name}, rows)",
             "unloaded",
         )
@@ -118,7 +118,7 @@ class OpenHbm:
         """
         checks.one_of("along", along, SIDES)
         if name in self._remotes:
-            raise OptionError(f"HBM holds {name!r} already; give the workspace another name")
+            raise OptionError(f"HBM already holds {name!r}; give the workspace another name")
         sides = [checks.positive_int("n", n)]
         sides += [] if width is None else [checks.positive_int("width", width)]
         p = self._problem
@@ -127,7 +127,8 @@ class OpenHbm:
         nbytes = math.prod((p.batch, heads, *sides)) * numpy_dtype(kind).itemsize
         if self._most is not None and nbytes > self._most:
             raise OptionError(
-                f"workspace {name!r} of {nbytes:,} B: the grader has room for {self._most:,} B"
+                f"workspace {name!r} of {nbytes:,} Bis too large: the grader allows "
+                f"{self._most:,} B more"
             )
         self._most = None if self._most is None else self._most - nbytes
         try:
@@ -135,7 +136,8 @@ class OpenHbm:
             array = np.full((batch, heads, *sides), np.nan, numpy_dtype(kind))
         except (MemoryError, ValueError):  # NumPy says the latter beyond 2**63 bytes
             raise OptionError(
-                f"memory does not hold a workspace {name!r} of {(p.batch, heads, *sides)} elements"
+                f"this machine has too little memory for a workspace {name!r} of "
+                f"{(p.batch, heads, *sides)} elements"
             ) from None
         self._code(name, SIDES[along])
         return self._put(name, array, kind, written=False)
@@ -161,7 +163,7 @@ class OpenHbm:
                     f"a tensor's name is a short word such as O_split, got {shown(name)}"
                 )
             if len(self._codes) >= MOST_NAMES:
-                raise OptionError(f"more than {MOST_NAMES} names of one's own in one algorithm")
+                raise OptionError(f"an algorithm may name at most {MOST_NAMES} tensors of its own")
             self._codes[name] = len(TENSORS) + len(self._codes)
             self._own[name] = axis
         return self._codes[name]
@@ -171,7 +173,9 @@ class OpenHbm:
     def _behind(self, tensor: Remote) -> Tensor:
         """Return the tensor that holds a handle's numbers; raise for a handle of another HBM."""
         if self._remotes.get(tensor.name) is not tensor:
-            raise MemoryModelError(f"{tensor!r} belongs to another machine")
+            raise MemoryModelError(
+                f"{tensor!r} belongs to another machine; use the tensors of machine.hbm"
+            )
         return self._inside[tensor.name]
 
     def _require_writable(self, tensor: Remote) -> None:
@@ -192,7 +196,7 @@ class OpenHbm:
         part = self._mask(tensor, rows, cols, member)
         if part is not None and not part.all():
             raise MemoryModelError(
-                f"{tensor.name}, rows {rows.start}:{rows.stop}, was never stored: there are no "
+                f"{tensor.name}, rows {rows.start}:{rows.stop}, was never stored, so there are no "
                 f"numbers to read or to add to; sram.store(hbm.{tensor.name}, rows, 0.0) clears it",
                 "unstored",
             )
@@ -239,16 +243,17 @@ def part_of(tensor: Any, rows: Any, cols: Any) -> tuple[slice, slice]:
     """Return the slices of rows and columns, limited to the size of the tensor."""
     if not isinstance(tensor, Remote):
         raise MemoryModelError(
-            f"what moves is a tensor in HBM, such as machine.hbm.K, got {type(tensor).__name__}"
+            "load, store and reduce take a tensor in HBM, such as machine.hbm.K, got "
+            f"{type(tensor).__name__}"
         )
     slices = []
     for which, size, what in ((rows, tensor.shape[0], "rows"), (cols, tensor.width, "columns")):
         part = span(which, size, f"{what} of {tensor.name}")
         if part.step != 1 or not len(part):
             raise ShapeError(
-                f"{tensor.name} has {size} {what}; {which.start}:{which.stop} are none of them"
+                f"{tensor.name} has {size} {what}; {which.start}:{which.stop} lie outside"
                 if not len(part)
-                else f"{what} of a tile lie side by side, got a slice in steps of {part.step}"
+                else f"{what} of a tile must be contiguous, got a slice with step {part.step}"
             )
         slices.append(slice(part.start, part.stop))
     return slices[0], slices[1]

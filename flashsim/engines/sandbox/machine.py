@@ -97,16 +97,16 @@ class OpenMachine:
         if self._open:
             raise MemoryModelError(
                 f"stage {name!r} begins before {self._open!r} has ended: stages run one after "
-                "another, and share HBM alone",
+                "another, and share only HBM",
                 "scope",
             )
         checks.instance("a stage's name", name, str, "a word")
         if name in (stage.name for stage in self._stages) or not 0 < len(name) <= 60:
             raise MemoryModelError(
-                f"stage {name!r} ran already; each has a (short) name of its own"
+                f"stage {name!r} ran already; give each stage its own (short) name"
             )
         if len(self._stages) >= MOST_STAGES:
-            raise MemoryModelError(f"more than {MOST_STAGES} stages; loop inside one instead")
+            raise MemoryModelError(f"more than {MOST_STAGES} stages; loop inside one stage instead")
         plan = plans.Stage(name, outer, per=per)
         schedule = Schedule(self._problem, tiling or self._tiling, outer)
         sram = OpenSram(self._hbm, schedule, plan, self._device, self._most)

@@ -1,4 +1,4 @@
-"""What tiles are computed with: elementwise operations, products, reductions, choices."""
+"""The operations on tiles: elementwise operations, products, reductions, choices."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ class TileBase:
         room = self._lease.room
         if room.gone:
             raise MemoryModelError(
-                f"the tile {room.name!r} made at {room.made} is used after its memory was given "
-                f"back ({room.gone}); what a later visit needs is written into a tile made before "
-                "the loop: O[:] = ..., m[:] = ...",
+                f"the tile {room.name!r} made at {room.made} is used after its memory was freed "
+                f"({room.gone}); to keep numbers for a later iteration, write them into a tile "
+                "that was made before the loop: O[:] = ..., m[:] = ...",
                 "freed",
             )
         return room
@@ -87,7 +87,7 @@ def elementwise(ufunc: Any, inputs: Any, out: TileBase | None, where: Any) -> An
     how: dict[str, Any] = {}
     if where is not True:
         if out is None:
-            raise MemoryModelError("where= leaves numbers undefined without out=; use np.where")
+            raise MemoryModelError("where= without out= leaves numbers undefined; use np.where")
         how["where"] = _operand("where=", where, room, ndim)
     if out is not None:
         held(out, room)
@@ -100,7 +100,7 @@ def elementwise(ufunc: Any, inputs: Any, out: TileBase | None, where: Any) -> An
         shapes = ", ".join(str(x.shape) for x in tiles)
         column = "; one number a row becomes a column by l[:, None]"
         raise ShapeError(
-            f"np.{ufunc.__name__}: tiles of {shapes} do not fit together"
+            f"np.{ufunc.__name__}: tiles of {shapes} do not broadcast"
             + (column if any(x.ndim == 1 for x in tiles) else "")
         ) from None
     size = math.prod(view.shape[2:])
@@ -125,7 +125,7 @@ def product(a: Any, b: Any, *, out: TileBase | None = None, add: bool = False) -
     left = left[..., None, :] if row else left
     right = right[..., :, None] if col else right
     if left.shape[-1] != right.shape[-2]:
-        raise ShapeError(f"{a.shape} @ {b.shape}: the inner sides differ")
+        raise ShapeError(f"{a.shape} @ {b.shape}: the inner dimensions differ")
     if left.shape[-2] * right.shape[-1] > room.sram._most // 4:
         room.sram._require_room("temp", 4 * left.shape[-2] * right.shape[-1])
     view = np.matmul(left, right)
@@ -137,7 +137,9 @@ def product(a: Any, b: Any, *, out: TileBase | None = None, add: bool = False) -
     else:
         result = held(out, room)
         if result.shape != view.shape[2:]:
-            raise ShapeError(f"{a.shape} @ {b.shape} is {view.shape[2:]}, out is {result.shape}")
+            raise ShapeError(
+                f"{a.shape} @ {b.shape} has shape {view.shape[2:]}, but out has {result.shape}"
+            )
         if add:
             result._view[...] += view
         else:
@@ -157,7 +159,7 @@ def reduced(tile: TileBase, name: str, axis: Any, keepdims: bool, outs: Any = ()
     try:
         lead = tuple(2 + range(tile.ndim)[int(axis_number)] for axis_number in axes)
     except IndexError:
-        raise ShapeError(f"{name} along axis {axis} of a tile of {tile.shape}") from None
+        raise ShapeError(f"{name}: a tile of shape {tile.shape} has no axis {axis}") from None
     view = ufunc.reduce(tile._view, axis=lead, keepdims=keepdims) if lead else tile._view.copy()
     if outs:
         result = outs[0]
@@ -183,7 +185,7 @@ def chosen(condition: Any, value: Any, other: Any) -> Any:
         view = np.where(*operands)
     except ValueError:
         shapes = ", ".join(str(x.shape) for x in inputs if hasattr(x, "shape"))
-        raise ShapeError(f"np.where: {shapes} do not fit together") from None
+        raise ShapeError(f"np.where: {shapes} do not broadcast") from None
     result = room.sram._made(_own_type(view, room))
     room.sram._note(priced("", 0, sum(x.nbytes for x in tiles), result.nbytes))
     return result
@@ -220,8 +222,8 @@ def held(tile: TileBase, room: Room) -> TileBase:
     """Return a tile that lies in the same SRAM; raise for one of another stage."""
     if tile._alive().sram is not room.sram:
         raise MemoryModelError(
-            f"the tile {tile._lease.room.name!r} lies in another stage's SRAM; store it and load "
-            "it",
+            f"the tile {tile._lease.room.name!r} lies in another stage's SRAM; store it to HBM in "
+            "that stage and load it in this one",
             "freed",
         )
     return tile
@@ -237,8 +239,8 @@ def outsider(what: str, x: Any) -> Any:
         return x
     kind = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
     raise MemoryModelError(
-        f"{what} meets {kind} from outside the machine: only tiles, numbers and boolean masks take "
-        "part; load what lies in HBM with sram.load(hbm.Q, rows), make the positions of rows with "
+        f"{what} cannot be combined with {kind} from outside the machine: only tiles, numbers and "
+        "boolean masks can; load tensors with sram.load(hbm.Q, rows), and get row positions with "
         "sram.positions(rows)",
         "outside",
     )
@@ -269,7 +271,9 @@ def unknown(name: str, method: str, how: Any) -> str:
 @taped("full")
 def _full(tile: TileBase, value: float, **how: Any) -> Any:
     if how:
-        raise MemoryModelError("a tile like another has its type: leave out dtype= and shape=")
+        raise MemoryModelError(
+            "np.zeros_like and its kin copy the tile's type and shape: leave out dtype= and shape="
+        )
     return tile._alive().sram._made(np.full_like(tile._view, value))
 
 

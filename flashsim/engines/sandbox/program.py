@@ -36,7 +36,7 @@ _UFUNCS = {ufunc.__name__: ufunc for ufunc in COSTS}
 
 
 class ProgramError(Exception):
-    """A text that is no program of the machine, or one that takes too long."""
+    """A text that is not a program of the machine, or one that takes too long."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _mask(encoded: Any) -> np.ndarray:
 def _type(name: str) -> np.dtype:
     kind = numpy_dtype(name) if name in ("bfloat16", "float16") else np.dtype(name)
     if kind.kind not in "biuf" and name != "bfloat16":
-        raise ProgramError(f"tiles are not of type {name}")
+        raise ProgramError(f"tiles cannot have type {name}")
     return kind
 
 

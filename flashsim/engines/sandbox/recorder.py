@@ -1,8 +1,8 @@
 """Run a student's file and hand over what it recorded: a program, answers, or an error in words.
 
-``python -m flashsim.engines.sandbox.recorder`` does so in a process of its own, behind `walls`.
-That process knows the machine and the sizes of the problem. It holds no inputs, no reference, no
-right answer and no marks, so there is nothing in it to find or to change.
+``python -m flashsim.engines.sandbox.recorder`` does so in a separate process, behind `walls`. That
+process knows the machine and the sizes of the problem. It holds no inputs, no reference, no right
+answer and no marks, so there is nothing in it to find or to change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORDS = 2000
 
 @dataclass(frozen=True)
 class Handed:
-    """What a solution handed over; `kind` and `words` say why there is nothing to judge.
+    """The result of running a solution; `kind` and `words` say why there is nothing to judge.
 
     `program` are instructions for `program.replay`; `answers` is None unless the file has a dict
     ANSWERS. A value that is no integer is replaced by its text. `name` is the function's.
@@ -41,7 +41,7 @@ class Handed:
 
 
 class Order(NamedTuple):
-    """What the process is to do: run a text as a file; with no setting, it holds ANSWERS."""
+    """The task of the process: run a text as a file. With no setting, the file holds ANSWERS."""
 
     text: str
     file: str
@@ -84,7 +84,7 @@ def from_function(solution: Callable[..., None], setting: Setting) -> Handed:
 
 
 def from_answers(mapping: Any) -> Handed:
-    """Take the answers out of whatever the file calls ANSWERS."""
+    """Read the answers from the file's variable ANSWERS."""
     if not isinstance(mapping, Mapping):
         said = "the file defines no dict ANSWERS: {question: number}"
         return Handed(kind="function", words=said)
@@ -122,7 +122,7 @@ def of_error(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Take an `Order` from the standard input, and write what was handed over to the output.
+    """Take an `Order` from the standard input, and write the result to the output.
 
     The first line of the output is about the file, as JSON; the program follows. What the file
     prints goes to the standard error.

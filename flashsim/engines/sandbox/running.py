@@ -51,8 +51,8 @@ def one_argument(algorithm: Callable[..., None], name: str) -> None:
         inspect.signature(algorithm).bind("machine")
     except TypeError as error:
         raise DTypeError(
-            f"{name} is called with one argument, the machine, but: {error}; give what else it "
-            "needs by functools.partial or a default"
+            f"{name} is called with one argument, the machine, but: {error}; pass its other "
+            "arguments with functools.partial or as defaults"
         ) from None
     except ValueError:  # a function in C that does not say what it takes
         pass
@@ -94,9 +94,9 @@ def require_stored(name: str, machine: OpenMachine, asked: Iterable[str]) -> Non
         if state != "all":
             what = "nothing of it was stored" if state == "none" else f"{state} were never stored"
             raise MemoryModelError(
-                f"{name} ended, and {output} is not there: {what}; "
-                f"sram.store(hbm.{output}, rows, tile)",
+                f"{name} ended without storing all of {output}: {what}; sram.store(hbm.{output}, "
+                "rows, tile)",
                 "unstored",
             )
     if not any((stage.events["bytes"] > 0).any() for stage in machine.stages):
-        raise MemoryModelError(f"{name} moved nothing")
+        raise MemoryModelError(f"{name} loaded and stored nothing; use sram.load and sram.store")

@@ -48,7 +48,8 @@ class Scopes:
         """
         if self._scopes:
             raise MemoryModelError(
-                "a step inside a step: a thread block has one; sram.strip() is a scope within it",
+                "a step cannot contain another step, because a step is the work of one "
+                "thread block; use sram.strip() for a scope within it",
                 "scope",
             )
         n = self._tile(outer, self._stage.outer)
@@ -78,20 +79,24 @@ class Scopes:
         _, i, j, at = self._here()
         if at >= 0:
             raise MemoryModelError(
-                "a visit inside a visit: sram.strip() is a scope within one, for smaller tiles",
+                "a visit cannot contain another visit; use sram.strip() for a scope within "
+                "it, for smaller tiles",
                 "scope",
             )
         if isinstance(visit, Visit):
             own = self._tile(visit.i, "queries"), self._tile(visit.j, "keys")
         elif cols is None:
-            raise MemoryModelError("a visit is of a tile of scores: sram.visit(rows, cols)")
+            raise MemoryModelError(
+                "a visit works on a tile of scores and needs rows and columns: sram.visit(rows, "
+                "cols)"
+            )
         else:
             own = self._tile(visit, "queries"), self._tile(cols, "keys")
         if own[i < 0] != max(i, j):
             side = "query" if i >= 0 else "key"
             raise MemoryModelError(
-                f"a visit of {side} tile {own[i < 0]} in the step of {side} tile {max(i, j)}: open "
-                "a step for each",
+                f"a visit to {side} tile {own[i < 0]} within the step of {side} tile {max(i, j)}: "
+                f"open a step for each {side} tile",
                 "scope",
             )
         self._visits += 1
@@ -123,8 +128,8 @@ class Scopes:
         self._check_open()
         if not self._scopes:
             raise MemoryModelError(
-                f"stage {self._stage.name!r} works in steps, one a thread block, which share no "
-                "SRAM: open one with `with sram.step(rows):`",
+                f"stage {self._stage.name!r} works in steps, one per thread block, which do not "
+                "share SRAM: open a step with `with sram.step(rows):`",
                 "scope",
             )
         return self._scopes[-1]
@@ -132,7 +137,7 @@ class Scopes:
     def _check_open(self) -> None:
         if self._over:
             raise MemoryModelError(
-                f"stage {self._stage.name!r} has ended, and its SRAM with it; open another",
+                f"stage {self._stage.name!r} has ended, and its SRAM was freed; open another stage",
                 "freed",
             )
 

@@ -16,7 +16,7 @@ def span(which: Any, size: int, what: str) -> range:
     if isinstance(which, slice):
         with suppress(TypeError, ValueError):  # ends that are no integers, a step of 0
             return range(size)[which]
-    raise ShapeError(f"{what} are a slice of integers, got {shown(which)}")
+    raise ShapeError(f"{what} must be a slice of integers, got {shown(which)}")
 
 
 def tile_number(which: int | slice, side: str, schedule: Schedule, stage: str) -> int:
@@ -25,17 +25,19 @@ def tile_number(which: int | slice, side: str, schedule: Schedule, stage: str) -
     block = schedule.tiling.block_q if side == "queries" else schedule.tiling.block_k
     if isinstance(which, (int, np.integer)):
         if not 0 <= which < len(table):
-            raise ShapeError(f"there are {len(table)} tiles of {side}, got number {which}")
+            raise ShapeError(f"there are {len(table)} tiles of {side}, got tile number {which}")
         return int(which)
     part = span(which, int(table[-1, 1]), f"{side} of a tile, such as slice(0, 64),")
     if not len(part) or part.step != 1:
-        raise ShapeError(f"{side} {which.start}:{which.stop} are none of the {int(table[-1, 1])}")
+        raise ShapeError(
+            f"{side} {which.start}:{which.stop} lie outside the {int(table[-1, 1])} {side}"
+        )
     first, last = part[0] // block, part[-1] // block
     if first != last:
         name = "block_q" if side == "queries" else "block_k"
         raise ShapeError(
-            f"{side} {part.start}:{part.stop} reach over tiles of {block}; walk in tiles of "
-            f"machine.tiling.{name}, or give the stage its own: machine.stage({stage!r}, "
+            f"{side} {part.start}:{part.stop} cross the borders of tiles of {block}; loop in "
+            f"tiles of machine.tiling.{name}, or give the stage its own: machine.stage({stage!r}, "
             "tiling=flashsim.Tiling(block_q, block_k))"
         )
     return first

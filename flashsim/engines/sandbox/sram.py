@@ -81,7 +81,7 @@ class OpenSram(Scopes):
         self._here()
         sides = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
         if not all(isinstance(n, (int, np.integer)) and n > 0 for n in sides):
-            raise ShapeError(f"a tile has sides of 1 and more, got {shown(shape)}")
+            raise ShapeError(f"the sides of a tile must be at least 1, got {shown(shape)}")
         if fill is not None and not isinstance(fill, (int, float, np.number)):
             raise DTypeError(f"a tile is filled with one number, got fill={shown(fill)}")
         nbytes = math.prod(map(int, sides)) * self._compute.itemsize
@@ -244,8 +244,8 @@ class OpenSram(Scopes):
         inside = self._hbm._behind(tensor)
         if inside.data.shape[1] < self._lead[1]:
             raise MemoryModelError(
-                f"each query head of a group would store its own {tensor.name}, of which a key "
-                f"head has one: machine.stage({self._stage.name!r}, per='group')"
+                f"each query head of a group would store its own {tensor.name}, but there is only "
+                f"one per KV head: use machine.stage({self._stage.name!r}, per='group')"
             )
         inside.view(rows, cols, member)[...] = value
         self._hbm._mark_written(tensor, rows, cols, member)
@@ -276,25 +276,29 @@ class OpenSram(Scopes):
     ) -> tuple[slice, slice, Any]:
         self._here()
         if isinstance(cols, SramTile):
-            raise ShapeError("a tile comes before its columns: store(tensor, rows, tile, cols)")
+            raise ShapeError("the tile comes before the columns: store(tensor, rows, tile, cols)")
         rows, cols = part_of(tensor, rows, cols)
         self._hbm._require_writable(tensor)
         self._check_heads(tensor, member)
         if isinstance(tile, SramTile):
             if tile._alive().sram is not self:
-                raise MemoryModelError(f"{tile!r} lies in another stage's SRAM", "freed")
+                raise MemoryModelError(
+                    f"{tile!r} lies in another stage's SRAM; store it to HBM there and load it "
+                    "here",
+                    "freed",
+                )
             shape = self._hbm._behind(tensor).view(rows, cols, member).shape
             if tile.shape != shape[2:]:
                 raise ShapeError(
-                    f"rows {rows.start}:{rows.stop} of {tensor.name} are {shape[2:]}, the tile is "
-                    f"{tile.shape}"
+                    f"rows {rows.start}:{rows.stop} of {tensor.name} have shape {shape[2:]}, but "
+                    f"the tile has {tile.shape}"
                 )
             return rows, cols, tile._view
         if isinstance(tile, (int, float, np.integer, np.floating)):
             return rows, cols, float(tile)
         raise MemoryModelError(
-            f"{tensor.name} takes tiles that were computed on chip, or a number, got "
-            f"{type(tile).__name__}: no array reaches HBM from outside the machine",
+            f"{tensor.name} takes a tile that was computed on chip, or a number, got "
+            f"{type(tile).__name__}: arrays from outside the machine cannot be stored",
             "outside",
         )
 
@@ -306,8 +310,9 @@ class OpenSram(Scopes):
         heads, group = self._hbm._behind(tensor).data.shape[1], self._schedule.problem.group
         if heads > self._lead[1] and member is None:
             raise MemoryModelError(
-                f"stage {self._stage.name!r} works for all query heads of a key head at once; say "
-                f"which one's {tensor.name} it is: member=g, for g in range(machine.problem.group)"
+                f"stage {self._stage.name!r} works for all query heads of a KV head at once; name "
+                f"the query head whose {tensor.name} you mean with member=g, for g in "
+                "range(machine.problem.group)"
             )
         if member is not None and not 0 <= member < group:
             raise ShapeError(f"a group has {group} query heads, got member={member}")

@@ -148,4 +148,4 @@ def _plain(value: Any) -> Any:
         return {"tiling": [value.block_q, value.block_k]}
     if isinstance(value, (np.dtype, type)):
         return {"type": np.dtype(value).name}
-    raise MemoryModelError(f"an operation of the machine does not take {shown(value)}")
+    raise MemoryModelError(f"the machine's operations do not take {shown(value)} as an argument")

@@ -66,8 +66,9 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
             basic = part is None or isinstance(part, (int, np.integer, slice, EllipsisType))
             if not basic or isinstance(part, bool):
                 raise MemoryModelError(
-                    f"a tile is cut by slices, integers, None and ..., got {type(part).__name__}; "
-                    "to choose by a condition, np.where(condition, one, other)",
+                    "a tile is indexed by slices, integers, None and ..., got "
+                    f"{type(part).__name__}; to choose by a condition use np.where(condition, "
+                    "one, other)",
                     "operation",
                 )
         return self._seen(self._view[(*_LEAD, *parts)])
@@ -93,7 +94,9 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
             source = outsider("=", value)
         if parts and isinstance(parts[-1], SramTile):  # S[keep] = 0 with a tile of booleans
             if parts[:-1] not in ((), (Ellipsis,)):
-                raise MemoryModelError("a tile of booleans stands alone: tile[condition] = number")
+                raise MemoryModelError(
+                    "a boolean index must be the only index: tile[condition] = number"
+                )
             where = aligned(held(parts[-1], room), self.ndim)
             np.copyto(self._view, source, where=where)
         else:
@@ -101,7 +104,7 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
                 self._view[(*_LEAD, *parts)] = source
             except (ValueError, IndexError) as error:
                 shapes = [self.shape, *([value.shape] if isinstance(value, SramTile) else [])]
-                raise ShapeError(f"tile[...] = ...: {shapes} do not fit ({error})") from None
+                raise ShapeError(f"tile[...] = ...: {shapes} do not broadcast ({error})") from None
         self._rounded()
         read = value.nbytes if isinstance(value, SramTile) else 0
         room.sram._note(priced("", 0, read, self.nbytes))
@@ -184,9 +187,9 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise MemoryModelError(
-            f"the numbers of the tile {self._lease.room.name!r} stay on chip: they cannot become a "
-            "Python number, a list, or an array elsewhere; compute with tiles, "
-            "sram.store what is to leave, sram.show(tile) to look at it",
+            f"the numbers of the tile {self._lease.room.name!r} stay on chip: they cannot become "
+            "a Python number, a list or a NumPy array; compute with tiles, write results with "
+            "sram.store, and look at numbers with sram.show(tile)",
             "off chip",
         )
 
@@ -195,8 +198,8 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
 
     def __bool__(self) -> NoReturn:
         raise MemoryModelError(
-            f"a branch on the numbers of the tile {self._lease.room.name!r}: every head takes the "
-            "same steps; choose with np.where(condition, one, other)",
+            f"a Python branch cannot depend on the numbers of the tile {self._lease.room.name!r}, "
+            "because every head runs the same steps; use np.where(condition, one, other)",
             "off chip",
         )
 

@@ -1,1 +1,1 @@
-"""The exercises that come along, one file each, in the order of the course."""
+"""The bundled exercises, one file each, in the order of the course."""

@@ -1,9 +1,9 @@
 """Count one matrix product by hand.
 
-S = Q Kᵀ, float32. Q has 40 rows of 16 elements, K has 48. A thread block (a *step*) owns a tile
-of 8 rows of Q: it loads them once. Then it goes over the keys in tiles of 16: each is loaded,
-multiplied, and the 8 × 16 tile of S is stored. Nothing else is kept, and no two steps share
-anything on chip.
+S = Q Kᵀ, float32. Q has 40 rows of 16 elements, K has 48. A thread block (a *step*) owns a tile of
+8 rows of Q: it loads them once. Then it loops over the keys in tiles of 16: it loads a tile,
+multiplies, and stores the 8 × 16 tile of S. It keeps nothing else on chip, and steps share nothing
+on chip.
 
 Fill in ANSWERS: bytes and FLOPs, as integers. A multiply-add is two FLOPs.
 """

@@ -1,8 +1,8 @@
 """Softmax of whole rows.
 
-S lies in HBM. Store P, where P[i, j] = exp(S[i, j]) / Σ exp(S[i, :]). A tile of 8 whole rows
-fits on chip, and no score here is so large that exp overflows: take the formula as it stands.
-Load S once, store P once.
+S lies in HBM. Store P, where P[i, j] = exp(S[i, j]) / Σ exp(S[i, :]). A tile of 8 whole rows fits
+on chip. No score is so large that exp overflows, so use the formula as it is. Load S once, store P
+once.
 """
 
 import numpy as np
@@ -45,8 +45,8 @@ EXERCISE = Exercise(
     reference=reference,
     truth=softmax,
     hints=(
-        "np.exp(S, out=S) takes no room besides S.",
-        "S.sum(axis=1) is a tile with one number a row; [:, None] makes a column of it.",
+        "np.exp(S, out=S) needs no memory besides S.",
+        "S.sum(axis=1) is a tile with one number per row; [:, None] turns it into a column.",
         "np.exp(S, out=S), then S /= S.sum(axis=1)[:, None].",
     ),
     budget=budget,

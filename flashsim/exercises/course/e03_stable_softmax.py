@@ -1,7 +1,8 @@
 """Softmax of large scores.
 
-As before, but the scores reach 200, and exp(200) is infinity in float32. Take each row's
-largest score off first: it cancels. Whole rows fit on chip: still load S once, store P once.
+As before, but the scores reach 200, and exp(200) is infinity in float32. Subtract each row's
+largest score first; it cancels in the quotient. Whole rows fit on chip, so again load S once and
+store P once.
 """
 
 import numpy as np

@@ -1,9 +1,9 @@
 """Online softmax: one pass for the maximum and the sum.
 
-A row no longer fits on chip: only tiles of 8 × 16 scores do. The maximum, the sum and the
-quotient would take three passes over S. Keep a running maximum m and a running sum l of each
-row instead, and rescale l whenever m grows: then two passes are enough, the second for P. Load
-S twice, store P once.
+A row no longer fits on chip; only tiles of 8 × 16 scores do. Computing the maximum, then the sum,
+then the quotient would take three passes over S. Instead, keep a running maximum m and a running
+sum l per row, and rescale l whenever m grows. Then two passes are enough; the second computes P.
+Load S twice, store P once.
 """
 
 import numpy as np
@@ -58,9 +58,11 @@ EXERCISE = Exercise(
     reference=reference,
     truth=softmax,
     hints=(
-        "When the maximum grows from m to m_new, what was summed is too large by exp(m_new - m).",
+        "When the maximum grows from m to m_new, the sum so far is too large by a factor of "
+        "exp(m_new - m).",
         "l[:] = l * exp(m - m_new) + the row sums of exp(S - m_new).",
-        "What a visit makes ends with it: write into m and l (m[:] = m_new), do not rebind them.",
+        "Tiles made inside a visit are freed at its end: write into m and l (m[:] = m_new) "
+        "instead of rebinding them.",
     ),
     budget=budget,
 )

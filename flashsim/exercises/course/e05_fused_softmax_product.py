@@ -81,8 +81,9 @@ EXERCISE = Exercise(
     skeleton=SKELETON,
     terms=output_terms,
     hints=(
-        "O is a sum over keys, like l: the same factor exp(m - m_new) brings it up to date.",
-        "sram.accumulate(O, P, V) adds P V without room for the product; P takes the place of S.",
+        "O is a sum over keys, like l: rescale it by the same factor exp(m - m_new).",
+        "sram.accumulate(O, P, V) adds P V without extra memory for the product; P can "
+        "overwrite S.",
         "Divide once at the end: O /= l[:, None].",
     ),
     budget=budget,

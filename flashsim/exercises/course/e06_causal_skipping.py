@@ -1,8 +1,8 @@
-"""Causal attention that skips what it need not read.
+"""Causal attention that skips empty tiles.
 
-Query i sees keys 0 … i. Half of the tiles of scores are empty: do not load their keys. Where a
-tile is cut by the diagonal, `machine.keep(rows, cols)` says which scores count (None: all of
-them). Store O; attention is as in the last exercise, with S = scale · Q Kᵀ computed on chip.
+Query i sees keys 0 … i. About half of the score tiles are empty: do not load their keys. Where the
+diagonal cuts a tile, `machine.keep(rows, cols)` returns which scores count (None means all).
+Compute attention as in the last exercise, but with S = scale · Q Kᵀ computed on chip. Store O.
 """
 
 import numpy as np
@@ -67,13 +67,13 @@ EXERCISE = Exercise(
     truth=attention,
     terms=output_terms,
     hints=(
-        "keep is computed from positions: it costs no bytes to ask before you load.",
+        "keep is computed from positions, so calling it before you load costs no bytes.",
         "if keep is not None and not keep.any(): continue, before the visit.",
         "The first tile of a row always has a key that is seen, so m is finite after it.",
     ),
     budget=budget,
     mistakes={
-        "this is what comes out without the causal mask": with_problem(attention, causal=False),
+        "this is the result without the causal mask": with_problem(attention, causal=False),
         **SLIPS,
         **loop_slips(8, 8),
     },

@@ -1,9 +1,9 @@
-"""FlashAttention-1: keys outside.
+"""FlashAttention-1: the outer loop runs over keys.
 
-Turn the loops round, as the first paper does (arXiv:2205.14135, Algorithm 1): a step owns a
-tile of keys, loads K and V *once*, and goes over the queries. O, l and m of every row then pass
-through HBM at every visit: load them, bring them up to date, store them. Before the walk they
-must be cleared in HBM, by a stage of their own: O = 0, l = 0, m = -inf.
+Swap the loops, as the first paper does (arXiv:2205.14135, Algorithm 1). A step owns a tile of keys,
+loads K and V *once*, and loops over the queries. O, l and m of every row then pass through HBM in
+every iteration: load them, update them, store them. Before the loop, a separate stage must
+initialize them in HBM: O = 0, l = 0, m = -inf.
 
 Store O (normalised, as in the paper), l and m.
 """
@@ -69,7 +69,8 @@ EXERCISE = Exercise(
     truth=truth,
     terms=output_terms,
     hints=(
-        "O in HBM is divided by the l of the keys seen so far: multiply by l to go on.",
+        "O in HBM is already divided by the l of the keys seen so far: multiply by l before "
+        "you add to it.",
         "With l already rescaled: O *= l, l += the new sums, O += P V, O /= l.",
         "A whole O in one step would save the stores of O, but K and V are to be read once.",
     ),

@@ -1,7 +1,7 @@
-"""FlashAttention-2: queries outside.
+"""FlashAttention-2: the outer loop runs over queries.
 
-The second paper turns the loops back (arXiv:2307.08691, Algorithm 1): a step owns a tile of
-queries, keeps O, m and l on chip, and streams K and V past. O is divided once, at the end.
+The second paper swaps the loops again (arXiv:2307.08691, Algorithm 1). A step owns a tile of
+queries, keeps O, m and l on chip, and loads K and V tile by tile. O is divided once, at the end.
 Store O and L = m + log l.
 """
 
@@ -52,9 +52,9 @@ EXERCISE = Exercise(
     truth=attention,
     terms=output_terms,
     hints=(
-        "It is the fused softmax-product, with S = scale Q Kᵀ made on chip.",
+        "It is the fused softmax-product, with S = scale Q Kᵀ computed on chip.",
         "Each step loads its Q once, and all of K and V, tile by tile.",
-        "L = m + log l, of the m and l after the last tile.",
+        "L = m + log l, with m and l as they are after the last tile.",
     ),
     budget=lambda task: count(task.problem, tiling=task.tiling).bytes(),
     mistakes={**SLIPS, **LSE_SLIPS, **loop_slips(8, 16)},

@@ -1,7 +1,7 @@
 """delta, the first stage of the backward pass.
 
-delta_i = Σ_j P_ij dP_ij, a sum over N keys, is also Σ_x dO_ix O_ix, a sum over head_dim (dP =
-dO Vᵀ and O = P V). So nobody needs P for it: load O and dO once, store delta.
+delta_i = Σ_j P_ij dP_ij, a sum over N keys, is also Σ_x dO_ix O_ix, a sum over head_dim (dP = dO Vᵀ
+and O = P V). So computing delta does not need P: load O and dO once, and store delta.
 """
 
 from flashsim.exercises.exercise import Exercise, Task
@@ -37,12 +37,12 @@ EXERCISE = Exercise(
     truth=delta,
     hints=(
         "Element by element, then a sum along the row: axis=1.",
-        "O *= dO works in place, and takes no third tile.",
-        "The scale of the scores has no part in it.",
+        "O *= dO works in place, and needs no third tile.",
+        "delta does not depend on the scale of the scores.",
     ),
     budget=budget,
     mistakes={
-        "delta does not have the scale in it": scaled(delta, "delta", lambda p: p.scale),
+        "delta must not contain the scale": scaled(delta, "delta", lambda p: p.scale),
         "delta is the sum itself, not its mean": scaled(delta, "delta", lambda p: 1 / p.head_dim_v),
     },
 )

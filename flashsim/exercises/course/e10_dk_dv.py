@@ -1,10 +1,11 @@
-"""dK and dV: keys outside.
+"""dK and dV: the outer loop runs over keys.
 
-Given L and delta of the rows, P = exp(S - L) can be had again from Q and K. With keys outside:
+With L and delta of each row, P = exp(S - L) can be recomputed from Q and K. With the outer loop
+over keys:
 
     dV_j = Σ_i P_ijᵀ dO_i      dS_ij = P_ij (dO_i V_jᵀ - delta_i)      dK_j = scale Σ_i dS_ijᵀ Q_i
 
-A step owns a tile of keys, keeps dK and dV on chip, and streams Q, dO, L and delta past.
+A step owns a tile of keys, keeps dK and dV on chip, and loads Q, dO, L and delta tile by tile.
 """
 
 import numpy as np
@@ -64,13 +65,15 @@ EXERCISE = Exercise(
     truth=gradients,
     hints=(
         "P needs no maximum and no division: exp(S - L) is P itself.",
-        "dP = dO @ V.T takes off delta and multiplies with P: that is dS, in P's own tile.",
-        "sram.accumulate(dV, P.T, dO) before P becomes dS; the scale of dK once, at the end.",
+        "Compute dP = dO @ V.T, subtract delta and multiply by P: this is dS, which can "
+        "overwrite P.",
+        "Call sram.accumulate(dV, P.T, dO) before dS overwrites P; apply the scale of dK "
+        "once, at the end.",
     ),
     terms=gradient_terms,
     budget=budget,
     mistakes={
-        "dK has the scale in it, once": scaled(gradients, "dK", lambda p: 1 / p.scale),
+        "dK must contain the scale exactly once": scaled(gradients, "dK", lambda p: 1 / p.scale),
         **BACKWARD_SLIPS,
     },
 )

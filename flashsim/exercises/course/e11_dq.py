@@ -1,9 +1,9 @@
-"""dQ: queries outside.
+"""dQ: the outer loop runs over queries.
 
     dS_ij = P_ij (dO_i V_jᵀ - delta_i)        dQ_i = scale Σ_j dS_ij K_j
 
-dQ is a sum over keys: with queries outside it stays on chip, as O does in the forward pass, and
-no atomic addition is needed. A step owns a tile of queries with their dO, L and delta.
+dQ is a sum over keys. With the outer loop over queries it stays on chip, as O does in the forward
+pass, and no atomic addition is needed. A step owns a tile of queries with their dO, L and delta.
 """
 
 import numpy as np
@@ -58,14 +58,14 @@ EXERCISE = Exercise(
     reference=reference,
     truth=gradients,
     hints=(
-        "K is needed twice in a visit, for S and for dQ: load it once, under a name.",
-        "S and dP are made again; in the last exercise they were made for dK and dV.",
-        "sram.accumulate(dQ, dS, K), and the scale once, at the end.",
+        "Each iteration needs K twice, for S and for dQ: load it once and keep it in a variable.",
+        "Compute S and dP again, as in the last exercise.",
+        "Use sram.accumulate(dQ, dS, K), and apply the scale once, at the end.",
     ),
     terms=gradient_terms,
     budget=budget,
     mistakes={
-        "dQ has the scale in it, once": scaled(gradients, "dQ", lambda p: 1 / p.scale),
+        "dQ must contain the scale exactly once": scaled(gradients, "dQ", lambda p: 1 / p.scale),
         **BACKWARD_SLIPS,
     },
 )

@@ -1,9 +1,9 @@
 """Grouped queries: one load of K and V for four heads.
 
-Four query heads share a key head. With a walk for each query head, K and V are loaded four
-times as often as need be. In a stage with ``per="group"`` a step serves all four:
-`sram.load(hbm.Q, rows, member=g)` is the tile of query head g of the group, and so with
-`sram.store`. K and V have no members.
+Four query heads share a KV head. With a separate loop for each query head, K and V are loaded four
+times as often as needed. In a stage with ``per="group"`` a step serves all four heads:
+`sram.load(hbm.Q, rows, member=g)` loads the tile of query head g of the group, and `sram.store`
+takes `member` too. K and V are loaded without `member`.
 
 Store O; load K and V once for each tile of rows, not once for each head.
 """
@@ -72,8 +72,9 @@ EXERCISE = Exercise(
     truth=attention,
     terms=output_terms,
     hints=(
-        "A Python list of tiles is fine, as long as they were made before the loop over keys.",
-        "with sram.strip(): for each head, so that four tiles of scores do not lie side by side.",
+        "You may keep tiles in a Python list if they were made before the loop over keys.",
+        "Use `with sram.strip():` for each head, so that only one tile of scores is on chip "
+        "at a time.",
         "K and V are loaded in the visit, before the loop over the heads.",
     ),
     budget=budget,

@@ -1,8 +1,8 @@
-"""Decoding: the keys divided over thread blocks.
+"""Decoding: the keys are split over thread blocks.
 
-One query, a cache of 96 keys. A single step would do all the work while every other SM idles:
-so let no step load more than a quarter of K. Four steps each do attention over 24 keys, and
-store a partial O and LSE into a workspace; a second stage merges them:
+One query, a cache of 96 keys. A single step would do all the work while every other SM is idle. So
+no step may load more than a quarter of K. Each of four steps computes attention over 24 keys, and
+stores a partial O and LSE in a workspace. A second stage merges them:
 
     L = log Σ_s exp(L_s)        O = Σ_s exp(L_s - L) O_s
 
@@ -86,9 +86,9 @@ EXERCISE = Exercise(
     truth=attention,
     terms=output_terms,
     hints=(
-        "Each part is the forward pass of a tile: no running maximum is needed, it has one tile.",
-        "Divide each part's O by its own l; L_s = m + log l then says how much it weighs.",
-        "Take off the largest L_s before exp, as always: m = L_s.max(keepdims=True).",
+        "Each part is a forward pass over one tile, so it needs no running maximum.",
+        "Divide each part's O by its own l; L_s = m + log l is then its weight.",
+        "Subtract the largest L_s before exp, as always: m = L_s.max(keepdims=True).",
     ),
     budget=budget,
     demand=in_parallel,

@@ -1,13 +1,14 @@
-"""Fewest bytes: everything is allowed that fits.
+"""Fewest bytes: any algorithm that fits on chip.
 
-Attention of 192 queries and 192 keys, 16 wide, float32, O alone to be stored, and 3 KiB on chip.
-The tiles are yours: `machine.stage(name, tiling=flashsim.Tiling(block_q, block_k))`, plain
-slices, smaller pieces inside a visit with `sram.strip()`. What has to be on chip at once, and
-what can come and go?
+Compute attention of 192 queries and 192 keys with head_dim 16 in float32, with 3 KiB on chip. Store
+O only. You choose the tiles: `machine.stage(name, tiling=flashsim.Tiling(block_q, block_k))`, plain
+slices, smaller pieces inside a visit with `sram.strip()`. Which data must be on chip all the time,
+and which can come and go?
 
-Full marks are what the reference moves; fewer bytes earn a place on the board. No algorithm that
-adds up 16 products a score moves less than 97,920 B with so little room: docs/reference/model.md
-has the proof, and `flashsim exercise grade FILE --plot p.png` draws that line.
+You get full marks for moving as few bytes as the reference; fewer bytes improve your place on the
+leaderboard. No algorithm that adds up 16 products per score can move less than 97,920 B with so
+little memory: docs/reference/model.md has the proof, and `flashsim exercise grade FILE --plot
+p.png` draws that line.
 """
 
 import numpy as np
@@ -86,8 +87,8 @@ EXERCISE = Exercise(
     skeleton=SKELETON,
     terms=output_terms,
     hints=(
-        "K and V are loaded once for each tile of rows; their own tile's size saves nothing.",
-        "So make rows many and keys few: Q, O and a few keys at a time.",
+        "K and V are loaded once per tile of rows, whatever the size of the key tile.",
+        "So use tiles of many rows and few keys: keep Q, O and a few keys on chip.",
         "16 rows and 4 keys: Q and O take 2,048 B, K and V 512 B, S 256 B.",
     ),
     bound=bound,

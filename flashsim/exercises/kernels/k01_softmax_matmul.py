@@ -82,7 +82,7 @@ EXERCISE = KernelExercise(
     path="softmax_matmul/softmax_matmul.py",
     budget=budget,
     hints=(
-        "The lessons' online softmax is all there is to it: one pass over d2.",
+        "Use the online softmax of the lessons: one pass over d2.",
         "When the maximum grows from m to m_new, multiply l and acc by exp(m - m_new).",
         "Lanes of S past d2 must be -inf, so that exp gives 0; those of V must be 0.",
     ),

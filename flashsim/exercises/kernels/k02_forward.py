@@ -69,10 +69,10 @@ EXERCISE = KernelExercise(
     given=("Q", "K", "V"),
     path="flash_attention/flash_attention.py",
     hints=(
-        "It is the fused softmax-matmul, with S = scale Q K^T made on chip.",
+        "It is the fused softmax-matmul, with S = scale Q K^T computed on chip.",
         "Load K and V once in each iteration, and use them for everything in it.",
         "Scores of keys past n must be -inf; a key of zeros has a score of 0, and exp(0) is 1.",
-        "L = m + log(l), of the m and l after the last tile.",
+        "L = m + log(l), with m and l as they are after the last tile.",
     ),
     wrong=(
         (" * scale, float", ", float", "the scores are not multiplied by the scale"),

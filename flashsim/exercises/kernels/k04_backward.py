@@ -116,10 +116,10 @@ EXERCISE = KernelExercise(
     given=("Q", "K", "V", "O", "L", "dO"),
     path="flash_attention/flash_attention.py",
     hints=(
-        "P = exp(scale Q K^T - L): no maximum and no sum, for L has both.",
+        "P = exp(scale Q K^T - L): this needs no maximum and no sum, because L contains both.",
         "dV += P^T dO; dP = dO V^T; dS = P (dP - delta); dK += scale dS^T Q; dQ += scale dS K.",
         "A causal program of key tile j begins at the query tile that holds row j * BLOCK_K.",
-        "Rows past n have a P of exp(0 - 0) = 1: drop them in the second kernel, too.",
+        "Rows past n get P = exp(0 - 0) = 1: mask them in the second kernel too.",
     ),
     wrong=(
         ("dk += tl.dot(tl.trans(ds), q) * scale", "dk += tl.dot(tl.trans(ds), q)", "dK is not mul"),

@@ -148,7 +148,10 @@ def access(
     item = numpy_dtype(checks.one_of("dtype", dtype, checks.DTYPES)).itemsize
     width = PATTERNS[pattern][1] or item
     if pattern == "ldmatrix" and item != 2:
-        raise OptionError(f"ldmatrix moves elements of 2 bytes, and {dtype} has {item}")
+        raise OptionError(
+            f"ldmatrix moves elements of 2 bytes, and {dtype} elements have {item}; choose a "
+            "16-bit type"
+        )
     columns = FRONT // item if columns is None else checks.positive_int("columns", columns)
     if pad is None:
         pad = PIECE // item if width == PIECE else 1
@@ -165,8 +168,8 @@ def access(
         )
     if pitch % min(width, PIECE):
         raise OptionError(
-            f"rows of {pitch} bytes leave reads of {width} bytes unaligned; pad by a multiple of "
-            f"{width // item} elements"
+            f"with rows of {pitch} bytes, reads of {width} bytes are not aligned; pad by a "
+            f"multiple of {width // item} elements"
         )
     addresses = rows * pitch + at
     if layout in ("xor", "swizzle"):
@@ -177,7 +180,9 @@ def access(
             )
         part, times = (WORD, BANKS) if layout == "xor" else (PIECE, FRONT // PIECE)
         if width > part:
-            raise OptionError(f"xor of words would tear reads of {width} bytes; take swizzle")
+            raise OptionError(
+                f"an xor of 4-byte words would split reads of {width} bytes; use swizzle"
+            )
         addresses = rows * pitch + (at // part ^ rows % times) * part + at % part
     return Access(pattern, layout, addresses, width, rows * row_bytes + at)
 

@@ -70,7 +70,7 @@ class BlockSizes:
         """The fastest tile of a stage, or the tile with the fewest bytes if no time is known."""
         rows = [b for b in self.found if b.stage == stage and (b.blocks or b.seconds)]
         if not rows:
-            raise OptionError(f"no tile of stage {shown(stage)} fits; ask for smaller ones")
+            raise OptionError(f"no tile of stage {shown(stage)} fits; give smaller sides")
         timed = [b for b in rows if b.seconds is not None]
         return min(timed or rows, key=lambda b: (b.seconds or 0, b.bytes))
 
@@ -137,7 +137,7 @@ def sizes(
     if tilings is None:
         tilings = [Tiling(q, k) for q, k in product(sides, sides)]
     if not tilings:
-        raise OptionError(f"sides must hold one size or more, got {shown(sides)}")
+        raise OptionError(f"sides must contain at least one size, got {shown(sides)}")
     blocks = [b for t in tilings for b in _blocks(problem, t, algorithm, direction, device)]
     order = [stage.name for stage in plans.stages(problem, algorithm, direction)]
     blocks.sort(key=lambda b: order.index(b.stage))

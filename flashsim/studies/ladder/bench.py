@@ -93,6 +93,6 @@ class Bench:
         raise SramOverflow(
             f"{what} keeps {height} whole rows of {n:,} scores on chip: {need:,} B, but "
             f"{device.name} gives a block {device.sram_bytes:,} B; the longest row that fits is "
-            f"{longest(height):,} at block_q={height} and {longest(1):,} at block_q=1; beyond, "
-            "use an online softmax, whose need does not grow with the row"
+            f"{longest(height):,} at block_q={height} and {longest(1):,} at block_q=1; for longer "
+            "rows use an online softmax, whose on-chip memory does not grow with the row"
         )

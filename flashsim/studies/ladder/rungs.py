@@ -104,8 +104,8 @@ RUNGS: dict[str, Rung] = {
             fusion.whole_row_attention,
         ),
         Rung("standard", "standard attention, three kernels", "attention", None),
-        Rung("flash1", "FlashAttention: keys outside", "attention", None),
-        Rung("flash2", "FlashAttention-2: queries outside", "attention", None),
+        Rung("flash1", "FlashAttention: KV-outer loop", "attention", None),
+        Rung("flash2", "FlashAttention-2: Q-outer loop", "attention", None),
     )
 }
 
@@ -250,7 +250,8 @@ def climb(
     problem = Problem(n_q, n_kv, head_dim, dtype=dtype)
     if problem.fp8:
         raise UnsupportedError(
-            f"the ladder's rungs are of one type, and {dtype} has none for sums; use float16"
+            f"the ladder computes sums in the inputs' type, and sums in {dtype} are not "
+            "supported; use float16"
         )
     matrices = max(RUNGS[name].matrices for name in names)
     fits(
@@ -266,7 +267,9 @@ def climb(
             for n, factor in ((n_q, magnify), (problem.n_kv, 1.0), (problem.n_kv, 1.0))
         )
     if not np.isfinite(q.astype(np.float64)).all():
-        raise OptionError(f"magnify={magnify:g} takes Q beyond the range of {dtype}; magnify less")
+        raise OptionError(
+            f"magnify={magnify:g} makes Q exceed the range of {dtype}; give a smaller magnify"
+        )
     inputs = _Inputs(problem, q, k, v)
     steps = {name: _run(RUNGS[name], inputs, tiling, device) for name in names}
     return Climb(problem, tiling, device, steps)

@@ -42,7 +42,9 @@ def draw(kind: str, n: int, head_dim: int = 64, *, heads: int = 1, seed: int = 0
     try:
         arrays = [rng.standard_normal((1, heads, n, d)) for _ in range(4)]
     except (MemoryError, ValueError):  # NumPy says the latter beyond 2**63 bytes
-        raise OptionError(f"memory does not hold q, k, v and dout of {heads} x {n} x {d}") from None
+        raise OptionError(
+            f"this machine has too little memory for q, k, v and dout of {heads} x {n} x {d}"
+        ) from None
     if kind == "heavy":
         for x in arrays:
             x[rng.random(x.shape) < 0.01] *= 8

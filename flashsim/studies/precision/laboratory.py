@@ -84,7 +84,7 @@ class Laboratory:
             if f.point == point and kind in (None, f.kind) and n in (None, f.n):
                 return f
         known = dict.fromkeys(f.point for f in self.findings)
-        raise OptionError(f"nothing was found of {point!r}; {choices(point, known)}")
+        raise OptionError(f"there are no results for {point!r}; {choices(point, known)}")
 
     @property
     def kinds(self) -> list[str]:
@@ -176,7 +176,7 @@ def laboratory(
         Also for unknown names.
     """
     if not isinstance(n, Sequence) or isinstance(n, str) or not n:
-        raise OptionError(f"n must be lengths, as in (256, 1024), got {shown(n)}")
+        raise OptionError(f"n must be a sequence of lengths, such as (256, 1024), got {shown(n)}")
     dtype = checks.dtype_name(dtype)
     plans.check_algorithm(algorithm)
     plans.check_backward(algorithm)

@@ -42,7 +42,9 @@ def rates(units: Mapping[str, float]) -> dict[str, float]:
     for name, prefixes in wanted.items():
         found = [value for unit, value in units.items() if unit.startswith(prefixes)]
         if not found:
-            raise TraceError(f"no unit begins with {prefixes[0]!r}; was all of it measured?")
+            raise TraceError(
+                f"no unit's name begins with {prefixes[0]!r}; is the table of units complete?"
+            )
         best[name] = max(found)
     hertz = best.pop("clock")
     return best | {"tensor": best["tensor"] * hertz, "float32": 2 * best["float32"] * hertz}

@@ -42,18 +42,21 @@ def launch(problem: Problem, splits: int | str, device: Device) -> decode.Decode
         different numbers of queries.
     """
     if splits == "fa3":
-        raise OptionError("the kernels choose splits by their own rule: 'auto', or an integer")
+        raise OptionError(
+            "the GPU kernels choose splits by their own rule; give splits='auto' or an integer"
+        )
     p, lengths = problem, (problem.n_kv,) * problem.batch
     for name in ("shared_prefix", "latent"):
         if getattr(p, name):
             raise UnsupportedError(
-                f"how long decoding takes with {name} is not predicted; leave it out"
+                f"the time of decoding with {name} cannot be predicted; leave {name} out"
             )
     if p.cu_seqlens_q is not None:
         queries = {s.q_stop - s.q_start for s in p.sequences}
         if len(queries) > 1:
             raise UnsupportedError(
-                f"the GPU's decode kernel takes as many queries of each sequence, got {queries}"
+                "the GPU's decode kernel needs the same number of queries for every "
+                f"sequence, got {queries}"
             )
         assert p.cu_seqlens_k is not None
         lengths = tuple(b - a for a, b in pairwise(p.cu_seqlens_k))

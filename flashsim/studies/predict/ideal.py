@@ -30,7 +30,10 @@ def least(traffic: Traffic) -> Prediction:
     """
     checks.instance("traffic", traffic, Traffic, "Traffic, from flashsim.count")
     if any(stage.parts for stage in traffic.stages):
-        raise OptionError(f"{traffic.algorithm} divides the keys; least times whole walks only")
+        raise OptionError(
+            f"{traffic.algorithm} splits the keys, and this lower bound covers only algorithms "
+            "that do not"
+        )
     device, written = traffic.device, set[str]()
     stages = []
     for stage in traffic.stages:

@@ -113,14 +113,17 @@ def predict(
     plans.stages(problem, algorithm, direction)  # or say what there is
     if deterministic is not None:
         if direction != "backward":
-            raise OptionError("deterministic chooses between backward passes: direction='backward'")
+            raise OptionError(
+                "deterministic chooses between backward passes; give direction='backward', or "
+                "leave it out"
+            )
         algorithm = _form(problem, algorithm, deterministic, tiling, kernels, device)
     others = algorithm in ("standard", decode.ALGORITHM) or kernels not in (None, "hopper")
     if problem.fp8 and others:
         raise UnsupportedError(
-            f"of {problem.dtype} the time of Hopper's own forward is predicted, not of "
-            f"{algorithm!r} or other kernels; `flashsim.count` has the bytes, and float16 or "
-            "bfloat16 a time"
+            f"for {problem.dtype} only the time of Hopper's FP8 forward can be predicted, not "
+            f"{algorithm!r} or other kernels; use float16 or bfloat16, or `flashsim.count` for "
+            "bytes"
         )
     check_splits(splits)
     if algorithm == "standard":
@@ -129,8 +132,8 @@ def predict(
         for name, value in own.items():
             if value is not None:
                 raise OptionError(
-                    f"{name} is FlashAttention's; standard attention's time is a library's, got "
-                    f"{name}={shown(value)}"
+                    f"{name} applies to FlashAttention only, because standard attention is timed "
+                    f"as a library runs it; got {name}={shown(value)}"
                 )
         return predict_standard(problem, direction, device)
     if algorithm == decode.ALGORITHM:
@@ -139,10 +142,10 @@ def predict(
             *(("tiling", tiling), ("constants", constants), ("heads_in_group", heads_in_group)),
         ):
             if given is not None:
-                raise OptionError(f"the decode kernel is one, portable: leave {name} out")
+                raise OptionError(f"there is only one decode kernel, 'portable': leave {name} out")
         return decoding(problem, direction, splits, device)
     if splits != "auto":
-        raise OptionError(f"{algorithm!r} splits no keys; algorithm='flash-decode' does")
+        raise OptionError(f"{algorithm!r} cannot split keys; use algorithm='flash-decode'")
     kernels = made_for(device) if kernels is None else kernels
     checks.one_of("kernels", kernels, CALIBRATED)
     inputs.check_tiling(tiling)
@@ -232,8 +235,9 @@ def _form(
         return "flash2-once"
     if deterministic and family.orders_dq(problem):
         raise UnsupportedError(
-            "the fused backward that adds to dQ in a fixed order runs here, and its time is not "
-            "predicted; algorithm='flash2' without deterministic has that of three passes"
+            "here the kernels would run the fused backward that adds to dQ in a fixed order, "
+            "whose time cannot be predicted; use algorithm='flash2' without deterministic for "
+            "the time of three passes"
         )
     return form if deterministic or family.fuses(problem, gpu) else "flash2"
 
@@ -263,8 +267,8 @@ def _prepare(
     """The kernel passes that would be launched, and their traffic."""
     if algorithm not in ("flash2", "flash2-fused", "flash2-once"):
         raise OptionError(
-            f"times of flash2, flash2-fused, flash2-once, flash-decode and standard are predicted, "
-            f"not of {algorithm!r}"
+            "times can be predicted for flash2, flash2-fused, flash2-once, flash-decode and "
+            f"standard, not for {algorithm!r}"
         )
     family = _in_python(direction) if kernels == "python" else FAMILIES[kernels]
     family = HOPPER_FP8 if problem.fp8 else family  # with the constants of the 16-bit forward

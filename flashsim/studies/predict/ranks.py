@@ -155,11 +155,14 @@ def spread(
     device = Device.get(device)
     if algorithm == DECODES:
         raise UnsupportedError(
-            f"ranks work on many queries each, and times of {DECODES!r} are known for a few; "
-            "algorithm='flash2' is predicted"
+            f"{DECODES!r} is timed for a few queries only, and each rank has many; use "
+            "algorithm='flash2'"
         )
     if link is None and not device.link:
-        raise OptionError(f"{device.name} names no link; give link=, a name or a Link")
+        raise OptionError(
+            f"{device.name} has no link in its preset; give link=, a name or a "
+            "flashsim.predict.Link"
+        )
     inside, between = Link.get(device.link if link is None else link), Link.get(network)
     host = checks.positive_int("host", host)
     account = count(

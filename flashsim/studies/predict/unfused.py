@@ -41,8 +41,8 @@ def predict_standard(problem: Problem, direction: str, device: Device) -> Predic
     """
     if problem.cu_seqlens_q is not None:
         raise UnsupportedError(
-            "standard attention's time is predicted for batches of one length, and these sequences "
-            "are packed; give batch and n_q"
+            "standard attention's time can be predicted only for sequences of one length, and "
+            "these sequences are packed; give batch and n_q instead of cu_seqlens"
         )
     traffic = Traffic(problem, PRODUCT, "standard", direction, device)
     return Prediction(traffic, "library", tuple(_stage(one, traffic) for one in traffic.stages))

@@ -27,7 +27,7 @@ NAMES: dict[str, tuple[str, Callable[[], list[Table]]]] = {
     "hbm": ("FlashAttention, figure 2: HBM accesses and FLOPs", flash1_counts.hbm),
     "memory": ("FlashAttention, table 21: memory footprint", flash1_counts.memory),
     "bounds": ("FlashAttention, theorem 2; lower bounds of Saha and Ye", io_bounds.bounds),
-    "order": ("keys outside move more than queries outside", io_bounds.order),
+    "order": ("KV-outer loops move more bytes than Q-outer loops", io_bounds.order),
     "softmax": ("online softmax, accesses an element (Milakov, Gimelshein)", numerics.softmax),
     "error": ("FlashAttention-3, table 3: numerical error", numerics.error),
     "fp8": ("FlashAttention-3, table 3, with FP8; flushing the accumulator", fp8.fp8),
@@ -73,7 +73,9 @@ def tables(name: str) -> list[Table]:
         If there is no such set; the message lists them.
     """
     if not isinstance(name, str) or name not in NAMES:
-        raise OptionError(f"nothing to reproduce by the name {shown(name)}; {choices(name, NAMES)}")
+        raise OptionError(
+            f"there is nothing to reproduce with the name {shown(name)}; {choices(name, NAMES)}"
+        )
     return NAMES[name][1]()
 
 

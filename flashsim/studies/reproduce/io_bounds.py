@@ -66,7 +66,7 @@ def _parts(n: int, d: int, m: int, order: float) -> str:
 def order() -> list[Table]:
     """Compare KV-outer (FlashAttention) with Q-outer loops (FlashAttention-2) on the same tiles."""
     table = page(
-        "Forward HBM bytes, keys outside / queries outside, N = 4096, d = 128, bf16",
+        "Forward HBM bytes, KV-outer / Q-outer, N = 4096, d = 128, bf16",
         "arXiv:2307.08691, section 3: the loops are swapped, so that O, l and m stay on chip",
     )
     device = Device.get("A100").with_sram(512 * KIB)

@@ -217,7 +217,10 @@ def _tiling(block: int, block_2: int | None) -> Tiling:
 def _problem(shape: tuple[int, ...]) -> Problem:
     batch, d1, d2, d3 = shape
     if d3 > 512:
-        raise ShapeError(f"v may have up to 512 columns, which a block's rows of O hold; got {d3}")
+        raise ShapeError(
+            "v can have at most 512 columns, because a block keeps whole rows of O on chip; got "
+            f"{d3}"
+        )
     return Problem(d1, d2, head_dim=1, head_dim_v=d3, batch=batch)
 
 

@@ -55,8 +55,8 @@ def read(text: str) -> list[Difference]:
     missing = [name for name in _COLUMNS if name not in (rows.fieldnames or ())]
     if missing:
         raise TraceError(
-            f"this is no table of benchmarks/verify.py: it has no column {missing[0]!r}; "
-            "what Nsight Compute printed is read with --from"
+            "this is not a table that benchmarks/verify.py writes: it has no column "
+            f"{missing[0]!r}; to read Nsight Compute's output, use --from"
         )
     found = []
     for row in rows:

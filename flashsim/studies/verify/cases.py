@@ -84,8 +84,8 @@ class Case:
         for name in (one.name for one in fields(Problem)):
             if getattr(self.problem, name) != getattr(carried, name):
                 raise UnsupportedError(
-                    f"{name} cannot be verified yet, and the problem has one that is not the "
-                    f"default; a case carries {', '.join(_SHAPE)}"
+                    f"{name} cannot be verified yet, and the problem sets it; a case can set "
+                    f"{', '.join(_SHAPE)}"
                 )
 
     def placed(self) -> Case:
@@ -100,8 +100,8 @@ class Case:
             return self
         if self.backend in ON_CPU:
             raise OptionError(
-                f"backend {self.backend!r} runs on no GPU: name the device to predict for, "
-                f"{', '.join(PRESETS)}"
+                f"backend {self.backend!r} does not run on a GPU; choose the device to predict "
+                f"for: {', '.join(PRESETS)}"
             )
         return replace(self, device=here())
 
@@ -139,7 +139,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Counted:
-    """The transfers that the kernels of one pass counted.
+    """The transfers that the kernels of one pass reported.
 
     Attributes
     ----------

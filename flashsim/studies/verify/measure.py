@@ -64,7 +64,7 @@ class Record:
         except (KeyError, TypeError, ValueError) as error:
             raise TraceError(
                 f"{beside} does not hold cases and counts as `flashsim verify --save` keeps them "
-                f"({type(error).__name__}: {error}); without it, {path.name} is read by itself"
+                f"({type(error).__name__}: {error}); remove it, and {path.name} is read by itself"
             ) from error
 
 
@@ -124,7 +124,10 @@ def passes_of(measured: Record) -> list[list[MeasuredPass]]:
         )
     left = next(launches, None)
     if left is not None:
-        raise TraceError(f"launch {left.number} ({left.kernel}) is one too many for these cases")
+        raise TraceError(
+            f"launch {left.number} ({left.kernel}) is one more than these cases launch; do the "
+            "options describe the run?"
+        )
     return found
 
 
@@ -149,7 +152,8 @@ def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> l
     if not by_stage:
         raise TraceError(
             f"none of the kernels measured ({', '.join({x.kernel for x in launches})}) belongs to "
-            f"a stage that was predicted ({', '.join(sorted(known))}); do the options say what ran?"
+            f"a stage that was predicted ({', '.join(sorted(known))}); do the options describe "
+            "what ran?"
         )
     return [MeasuredPass(traffic, by_stage) for traffic in traffics]
 
@@ -189,7 +193,7 @@ def _pass(
         if launch is None or stage_of(launch.kernel) != wanted:
             raise TraceError(
                 f"the table has {'no launch' if launch is None else launch.kernel} where stage "
-                f"{stage.name!r} of {case} should stand; is it of another run?"
+                f"{stage.name!r} of {case} is expected; does the table belong to another run?"
             )
         taken[stage.name] = [launch]
     return MeasuredPass(

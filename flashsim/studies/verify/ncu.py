@@ -185,8 +185,8 @@ def _value(counter: str, text: str, unit: str) -> float:
         value = float(text.replace(",", ""))
     except ValueError:
         raise TraceError(
-            f"{counter} is {text!r}, not a number; a counter the device does not have, or one "
-            "that needs permission (ERR_NVGPUCTRPERM)?"
+            f"{counter} is {text!r}, not a number; either the device does not have this counter, "
+            "or reading it needs permission (ERR_NVGPUCTRPERM)"
         ) from None
     for prefix, thousands in PREFIXES.items():
         if unit.startswith(prefix) and unit[len(prefix) :] in UNITS:
@@ -224,8 +224,8 @@ def command(
     if found is None:
         raise BackendUnavailable(
             "this needs NVIDIA's Nsight Compute, but there is no `ncu` on the path; install it, "
-            "or read with --from FILE what was measured on another machine, as "
-            "docs/guides/truth.md says"
+            "or measure on another machine and read the result with --from FILE (see "
+            "docs/guides/truth.md)"
         )
     options = [
         "--csv",

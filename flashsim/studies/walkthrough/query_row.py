@@ -48,7 +48,9 @@ def tiles(
     """
     problem = Problem(n, head_dim=head_dim, causal=causal)
     if n > MOST:
-        raise OptionError(f"a walkthrough is read line by line: n must be at most {MOST}, got {n}")
+        raise OptionError(
+            f"n must be at most {MOST}, got {n}, because a walkthrough prints every step"
+        )
     tiling = Tiling(16, 16) if tiling is None else tiling
     seed = checks.seed(seed)
     row = n - 1 if row is None else row

@@ -52,7 +52,7 @@ BOX_BYTES = 128
 
 @dataclass(frozen=True)
 class LaunchCounters:
-    """What the hardware counted of one kernel launch.
+    """The hardware counters of one kernel launch.
 
     Attributes
     ----------
@@ -131,7 +131,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Inference:
-    """What fits a kernel's counters.
+    """The forms and tiles that agree with a kernel's counters.
 
     Attributes
     ----------
@@ -346,7 +346,7 @@ def _agrees(fit: Fit, seen: LaunchCounters, above: float, below: float) -> bool:
 
 
 def spilled(fit: Fit, seen: LaunchCounters) -> float:
-    """Bytes stored beyond a fit's results; what cut sectors add to these is no reason to ask."""
+    """Bytes stored beyond a fit's results, except what partial sectors may add to them."""
     more = seen.written - fit.written
     return more if more > fit.written else 0.0
 

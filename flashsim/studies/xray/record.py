@@ -1,4 +1,4 @@
-"""Measure a program's attention kernels under Nsight Compute, and keep what was measured."""
+"""Measure a program's attention kernels under Nsight Compute, and keep the measurements."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ProfiledLaunch:
 @own_errors
 @dataclass(frozen=True)
 class Profile:
-    """What was measured of a program; enough to read it on any machine.
+    """The measurements of one program; any machine can evaluate them.
 
     Attributes
     ----------
@@ -169,8 +169,8 @@ def measure(
     if not found:
         raise TraceError(
             f"no kernel of an attention call was seen in {program.name}: `watch` sees torch's "
-            "functions and their kin (docs/guides/watch.md); for any other kernel give its shape, "
-            "and its name by --kernel"
+            "attention functions and those of some libraries (docs/guides/watch.md); for any "
+            "other kernel give its name with --kernel, and its shape"
         )
     gpu = told["gpu"]
     try:

@@ -66,13 +66,13 @@ class ProfiledKernel:
         return name if len(name) <= 40 else f"{name[:24]}...{name[-13:]}"
 
     def side(self, name: str) -> str:
-        """What is known of "block_q" or "block_k", in a few characters."""
+        """The known values of "block_q" or "block_k", in a few characters."""
         if not self.found.fits or self.problem is None:
             return ""
         return _sides(self.found.sides(name), _extent(self.problem, name))
 
     def sentences(self) -> Iterator[str]:
-        """What the counters say of this kernel, in words."""
+        """Sentences that say what this kernel's counters show."""
         found, p = self.found, self.problem
         if p is None or found.form not in TILED:
             return
@@ -204,7 +204,7 @@ class XRay:
         return report.Table(full.title, _SHORT, rows, "\n".join([full.note, *self.words()]))
 
     def words(self) -> list[str]:
-        """What the counters say of each kernel that has a tile, one sentence or more each."""
+        """Sentences about each kernel that has a tile, from its counters."""
         said = []
         for kernel in self.kernels:
             text = " ".join(kernel.sentences())
@@ -267,7 +267,7 @@ class XRay:
         return least / seconds
 
     def candidates(self, kernel: ProfiledKernel) -> report.Table:
-        """What every plausible query tile would read in a kernel's form, beside what it read.
+        """The bytes that each plausible query tile would read, next to those that were read.
 
         Parameters
         ----------
@@ -311,7 +311,7 @@ class XRay:
         return viz.tile_evidence(self.evidence(), **options)
 
     def evidence(self) -> list[dict[str, Any]]:
-        """What `flashsim.viz.tile_evidence` draws: for each kernel the curve and the measurement.
+        """The data that `flashsim.viz.tile_evidence` draws: each kernel's curve and measurement.
 
         A kernel whose key tile alone can be told (a fused backward) has its curve over key tiles.
         """

@@ -193,7 +193,7 @@ def test_fp8_inputs_and_their_descales():
             for x, s in zip((q, k, v), scales, strict=True)
         ]
         close(out[b], oracle(*one, causal=True)[0], 0.03)
-    with pytest.raises(DTypeError, match="are of FP8 inputs"):
+    with pytest.raises(DTypeError, match="are for FP8 inputs"):
         flash_attn_interface.flash_attn_func(*wide, q_descale=scales[0])
 
 
@@ -326,7 +326,7 @@ def test_what_is_refused_says_so():
             q[0], k[0], v[0], cuts[0], torch.tensor([0, 4, 8]), 5, 8)),
         (ShapeError, "must begin at 0", lambda: flash_attn.flash_attn_varlen_func(
             q[0], k[0], v[0], cuts[0], torch.tensor([1, 8]), 5, 8)),
-        (ShapeError, "none longer than", lambda: flash_attn_interface.flash_attn_varlen_func(
+        (ShapeError, "each at most that of", lambda: flash_attn_interface.flash_attn_varlen_func(
             q[0], k[0], v[0], *cuts, 5, 8, torch.tensor([6]))),
         (ShapeError, "qkv must be", lambda: flash_attn.flash_attn_qkvpacked_func(q)),
         (ShapeError, "heads_k", lambda: flash_attn_interface.flash_attn_qkvpacked_func(

@@ -299,7 +299,11 @@ def test_what_cannot_be_done_is_said_while_it_is_traced():
         (lambda x: attention(x, k, v, backend="cuda"), OptionError, "backend"),
         (lambda x: attention(x, k, v, is_causal=True), UnknownArgumentError, "is called causal"),
         (lambda x: attention(x, k, v, **CUTS), ShapeError, "batch"),
-        (lambda x: dot_product_attention(x, k, v[0]), ShapeError, "alike, got"),
+        (
+            lambda x: dot_product_attention(x, k, v[0]),
+            ShapeError,
+            "with the same number of axes, got",
+        ),
         (lambda x: dot_product_attention(x, x, x, mask=x), DTypeError, "must be boolean"),
         (lambda x: dot_product_attention(x, x, x, x[None]), ShapeError, "bias must broadcast"),
         (lambda x: dot_product_attention(x, x, x, i=1), UnknownArgumentError, "no argument .i."),
@@ -346,7 +350,7 @@ def test_of_nothing_packed():
 
 def test_fp8_has_no_scales_here():
     q, k, v = tensors(dtype="float8_e4m3fn")
-    with pytest.raises(UnsupportedError, match=r"jax.attention has no scales.*run\(q, k, v, sca"):
+    with pytest.raises(UnsupportedError, match=r"jax.attention takes no scales.*run\(q, k, v, sca"):
         attention(q, k, v, backend="simulator")
 
 
@@ -360,7 +364,7 @@ def test_what_only_the_engine_can_tell_is_said_when_it_runs():
 
 def test_an_interface_of_another_major_version_is_refused(monkeypatch):
     monkeypatch.setattr(xla_ffi, "_MAJOR", 1)
-    with pytest.raises(BackendUnavailable, match=r"speaks version 1.x .* speaks 0.x"):
+    with pytest.raises(BackendUnavailable, match=r"uses version 1.x .* uses 0.x"):
         xla_ffi.register("flashsim_never_called", "cpu", print)
 
 
@@ -439,7 +443,10 @@ def test_without_a_batch_and_rows_that_see_no_key():
         ({"mask": jnp.ones((2, 3, 7, 7), bool)}, r"mask must broadcast to .*\(2, 4, 7, 7\), got"),
         ({"bias": jnp.ones((6,))}, r"bias must broadcast to .*got \(6,\)"),
         ({"bias": jnp.ones((1, 1, 1, 7, 7))}, r"bias must broadcast to .*got \(1, 1, 1, 7, 7\)"),
-        ({"key_value_seq_lengths": jnp.ones(3, jnp.int32)}, r"key_value_seq.* \(2,\), one a batch"),
+        (
+            {"key_value_seq_lengths": jnp.ones(3, jnp.int32)},
+            r"key_value_seq.* \(2,\), one per batch",
+        ),
         ({"query_seq_lengths": jnp.ones(2)}, r"query_seq_lengths must be integers .*float32"),
         ({"local_window_size": 2.5}, r"must be an integer or a pair \(left, right\), got 2.5"),
         ({"is_causal": "no"}, "is_causal must be True or False, got 'no'"),

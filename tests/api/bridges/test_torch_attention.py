@@ -408,7 +408,7 @@ def test_what_cannot_be_done_is_said():
         attention(q, k, v, is_causal=True)
     with pytest.raises(FlashSimError, match="same head_dim"):
         call(q, k[..., :2], v)
-    with pytest.raises(UnsupportedError, match="vmap maps no packed sequences"):
+    with pytest.raises(UnsupportedError, match="vmap cannot map packed sequences"):
         torch.vmap(lambda x: call(x, k, v, **CUTS))(q[None])
     (first,) = torch.autograd.grad(call(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(UnsupportedError, match="no second derivatives"):
@@ -418,7 +418,11 @@ def test_what_cannot_be_done_is_said():
 @pytest.mark.parametrize(
     ("question", "kind", "text"),
     [
-        ({"window": 3}, DTypeError, r"pair \(left, right\) of key counts, -1 unlimited, got 3"),
+        (
+            {"window": 3},
+            DTypeError,
+            r"pair \(left, right\) of key counts, with -1 for no limit, got 3",
+        ),
         ({"window": (1, 2, 3)}, DTypeError, r"a pair .*got \(1, 2, 3\)"),
         ({"window": (1.5, 2)}, DTypeError, r"two integers, got \(1.5, 2\)"),
         ({"causal": "yes"}, DTypeError, "causal must be True or False, got 'yes'"),
@@ -443,8 +447,8 @@ def test_a_wrong_argument_is_named(question, kind, text):
     ("sizes", "question", "text"),
     [
         ({"heads": 3}, {}, "query heads must be a multiple of key heads, got heads=3"),
-        ({"d": 0}, {}, "must have heads and columns"),
-        ({"bias": (3, 1)}, {}, "bias is given by its leading shape"),
+        ({"d": 0}, {}, "must have at least one head and one column"),
+        ({"bias": (3, 1)}, {}, "takes a bias as its leading shape"),
         ({}, {"window": (-3, 0)}, "window sides must be -1"),
     ],
 )
@@ -498,7 +502,9 @@ def test_of_nothing_on_the_meta_device_and_under_vmap(sizes):
 @pytest.mark.parametrize("backend", ["simulator", "numba", None])
 def test_fp8_has_no_scales_here(device, backend):
     q, k, v = (x.detach().to(torch.float8_e4m3fn).to(device) for x in tensors(dv=4))
-    with pytest.raises(UnsupportedError, match=r"torch.attention has no scales.*run\(q, k, v, sca"):
+    with pytest.raises(
+        UnsupportedError, match=r"torch.attention takes no scales.*run\(q, k, v, sca"
+    ):
         attention(q, k, v, backend=backend)
 
 

@@ -134,7 +134,7 @@ def test_what_was_not_run_or_not_asked_has_no_time():
 
 
 def test_a_profiler_that_runs_already_is_left_alone():
-    words = "a profiler of torch's is running"
+    words = "torch's profiler is already running"
     with torch.profiler.profile() as mine:
         with pytest.raises(OptionError, match=words), watch(measure=True):
             pass
