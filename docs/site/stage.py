@@ -134,7 +134,8 @@ def landing() -> str:
     learn = contents("Lessons", [*lists.pop("Lessons"), "exercises/index.md"])
     lists["Reference"] += ["api/index.md"]
     rest = "".join(contents(caption, names) for caption, names in lists.items() if names)
-    more = ["data.md", f"{EXAMPLES}/index.md", "docs/README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+    scripts = [f"{EXAMPLES}/{name}" for name in ("README.md", "index.md", "homework/README.md")]
+    more = ["data.md", *scripts, "docs/README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
     return both_themes(LANDING) + first + learn + rest + contents("More", more)
 
 
@@ -232,7 +233,7 @@ def kind(module: str, name: str) -> str:
 
 def examples() -> str:
     """The short scripts, whole."""
-    text = "# Examples\n\nShort scripts, each run by the test suite: `python examples/NAME`.\n\n"
+    text = "# Examples, whole\n\nEach is run by the test suite: `python examples/NAME`.\n\n"
     for path in sorted((ROOT / "examples").glob("*.py")):
         text += f"## {path.stem[3:].replace('_', ' ')}\n\n```{{literalinclude}} {path.name}\n"
         text += f":language: python\n:caption: examples/{path.name}\n```\n\n"

@@ -66,6 +66,13 @@ LONG = "Word " + "word " * 35
         ("It makes 1.35 times the speed.", "write: reaches"),
         ("Some three of them.", "write: about"),
         ("All but for the last.", "write: except"),
+        ("A visit takes 3 µs a tile.", "write: per"),
+        ("It needs 40 registers a thread.", "write: per"),
+        ("At 1,980 MHz it does 989 TFLOP/s a chip.", "write: per"),
+        ("Use it in the place of K.", "write: instead of"),
+        ("Three rounds of items follow.", "write: work tile"),
+        ("A short walk ends first.", "write: loop"),
+        ("The CPU waits for ever.", "write: forever"),
         ("A list:\n\n1. Runs by turns.", "masks.md:11: 'by turns'"),
     ],
 )
@@ -73,6 +80,18 @@ def test_a_broken_rule_is_found(found, broken, said):
     findings = found(f"{GOOD}\n{broken}\n")
     assert len(findings) == bool(said)
     assert all(said in one for one in findings)
+
+
+@pytest.mark.parametrize(
+    ("text", "findings"),
+    [
+        (f"{LONG}end.", 0),
+        ("The day before, FA-CuTe was faster.", 0),
+        ("The day before, both ran by turns.", 1),
+    ],
+)
+def test_a_notebook_may_be_long_and_tell_history_in_the_fields_words(found, text, findings):
+    assert len(found(text, "docs/notebooks/hopper.md")) == findings
 
 
 def test_a_sentence_of_the_longest_length_passes(found):

@@ -210,8 +210,8 @@ def test_the_sentences_of_second_runs_are_of_the_kept_measurements(tables):
     said = f"at d = 64, N = 128 the backward of 8 and of 64 sequences reaches {once} of C++'s"
     assert said in GPU
     others = python(one for one in narrow if one.n > 128)
-    said = f"d = 64, from N = 197 to 768, Python's make {others} of C++'s"
-    assert said in page("notebooks/python_kernels.md")
+    said = f"d = 64, from N = 197 to 768, Python's reach {others} of C++'s"
+    assert said in words("notebooks/python_kernels.md")
 
 
 def test_the_sentences_since_then_are_of_the_kept_measurements(tables):

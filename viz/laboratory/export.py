@@ -1,6 +1,6 @@
 """The closed forms, the dataflow and the devices as plain data, from the code that counts.
 
-Each pass is counted once with named sizes in the place of integers (`Polynomial`). So a formula of
+Each pass is counted once with named sizes instead of integers (`Polynomial`). So a formula of
 the page is what `counts.forms`, `counts.work` and `schedule.plans` compute, and is not written a
 second time. The page evaluates the polynomials; `model.js` sums the visits that they need.
 """

@@ -1,6 +1,6 @@
 """`Polynomial`: a sum of products of named sizes, with the arithmetic that the closed forms use.
 
-The closed forms are Python code on integers. Called with polynomials in the place of integers, the
+The closed forms are Python code on integers. Called with polynomials instead of integers, the
 same code returns its formula, which can be written down as data.
 """
 
