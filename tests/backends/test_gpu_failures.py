@@ -85,7 +85,8 @@ class Planned:
 
     name, tiling, gpu, failure = "portable", Tiling(16, 16), H200, None
     sizes = calls.NewArrays.of(Problem(16, 16, 16, dtype="float16"))
-    gradients, summed, ordered = calls.Plan.gradients, 0, False
+    gradients, new_arrays, head = calls.Plan.gradients, calls.Plan.new_arrays, calls.Plan.head
+    summed, ordered = 0, False
 
     def of(self, job):
         """Itself, with what the job's algorithm adds up."""
