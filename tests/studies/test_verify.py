@@ -639,7 +639,7 @@ def test_a_case_survives_json(case):
 )
 def test_what_a_case_cannot_carry_is_refused(more, name):
     with pytest.raises(
-        UnsupportedError, match=rf"^{name} cannot be verified.*carries n_q, .*softcap"
+        UnsupportedError, match=rf"^{name} cannot be verified.*a case can set n_q, .*softcap"
     ):
         Case(Problem(32, head_dim=8, **more))
 
