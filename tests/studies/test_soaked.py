@@ -1,5 +1,6 @@
 """What was kept of the soaks on an H200, judged again; docs/notebooks/counters.md prints it."""
 
+import csv
 import importlib
 import sys
 from pathlib import Path
@@ -72,3 +73,33 @@ def test_the_soak_has_kernels_that_defer_dq_and_their_flops_are_equal():
                 assert tensor_flops(one.traffic, stage, **given) == sum(measured)
                 late += any(share.unused for share in launches)
     assert late == 4
+
+
+def test_the_page_counts_what_the_judging_run_says():
+    """Rows within their targets as predicted before the run; reads with the later rules, too."""
+    path = ROOT / "docs" / "data" / "soak-judged-h100.csv"
+    rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+    kinds = {
+        ("tensor FLOPs", "0.0"): "| tensor FLOPs | equal |",
+        ("requested reduce", "0.001"): "| requested reduce | 0.1 % |",
+        ("requested read", "0.001"): "| requested read | 0.1 % |",
+        ("DRAM read", "0.05"): "| DRAM read, tensors exceed L2 | 5 % |",
+        ("DRAM read", "0.1"): "| DRAM read, tensors fit in L2 | 10 % |",
+    }
+    assert {(row["quantity"], row["target"]) for row in rows} == set(kinds)
+
+    def inside(those, column):
+        ratios = [(int(x[column]), int(x["measured"]), float(x["target"])) for x in those]
+        return sum(abs(measured - said) <= said * target for said, measured, target in ratios)
+
+    for (quantity, target), begins in kinds.items():
+        those = [row for row in rows if (row["quantity"], row["target"]) == (quantity, target)]
+        found = inside(those, "predicted")
+        share = 100 * found / len(those)
+        assert (
+            f"{begins} {found} | {len(those)} | {share:.{1 if found < len(those) else 0}f} %"
+            in PAGE
+        )
+        if quantity == "requested read":
+            later = inside(those, "predicted with the later rules")
+            assert f"With both rules {later} of {len(those)} reads" in PAGE

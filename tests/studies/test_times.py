@@ -132,3 +132,31 @@ def test_rows_of_other_families_stay_in_the_file(times, tmp_path):
     assert times.kept(file, ["hopper"]) == []
     file.write_text("kernels,us\nhopper,1\nlibrary,2\nportable,3\n")
     assert [row["us"] for row in times.kept(file, ["hopper", "portable"])] == ["2"]
+
+
+def test_times_on_random_shapes_are_read_and_compared(times, tmp_path):
+    """The first passes of the judging run, from the file on: shapes, forms, errors."""
+    compare = importlib.import_module("random_times")
+    kept = Path(__file__).parents[2] / "docs" / "data" / "random-times-judged-h100.csv"
+    lines = kept.read_text(encoding="utf-8").splitlines(keepends=True)
+    few = tmp_path / "few.csv"
+    few.write_text("".join(lines[:7]), encoding="utf-8")
+    forward, backward = compare.compared(few)
+    assert (forward["pass"], backward["pass"]) == ("forward", "flash2-fused")
+    assert list(backward["stages"]) == ["delta", "fused", "convert"]
+    assert compare.error(forward | {"predicted": 1.5 * forward["us"]}) == pytest.approx(50)
+    errors, _ = compare.tables([forward, backward], 1)
+    assert [row[:3] for row in errors.rows] == [
+        *(("forward", "83219", 1), ("forward", "all", 1)),
+        *(("backward", "83219", 1), ("backward", "all", 1)),
+    ]
+
+
+@pytest.mark.usefixtures("times")
+def test_the_page_prints_the_errors_of_the_judging_run():
+    root = Path(__file__).parents[2] / "docs"
+    compare = importlib.import_module("random_times")
+    rows = compare.compared(root / "data" / "random-times-judged-h100.csv")
+    errors, _ = compare.tables(rows, 1)
+    page = (root / "notebooks" / "predictions.md").read_text(encoding="utf-8")
+    assert errors.markdown().split("\n\n")[0] in page

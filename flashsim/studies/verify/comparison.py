@@ -173,8 +173,10 @@ def _predicted(
     how: dict[str, Any] = {"hopper": hopper}
     if hopper:
         how["launches"] = shares(traffic, stage, in_turns=one.in_turns, python=one.python)
-    requested = {name: crossing(traffic, stage, op, **how) for name, op in _OPS.items()}
     with_l1 = "reads from L1" in launch.counters and not one.python
+    requested = {
+        name: crossing(traffic, stage, op, **how, with_l1=with_l1) for name, op in _OPS.items()
+    }
     warps = launch.threads // 32 if with_l1 and not hopper else 1  # on Hopper one thread reads
     requested["requested read"] += table_reads(traffic, stage, **how, warps=warps)
     return requested | {

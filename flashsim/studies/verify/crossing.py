@@ -36,6 +36,8 @@ from flashsim.schedule.tensors import COL, ROW, shape
 BOXED = {"Q": False, "K": False, "V": True, "dO": True}
 #: Bytes that L2 sends at a time, and that a thread asks for.
 SECTOR, PIECE = 32, 16
+#: Threads of a warp; each reads a row's LSE or delta.
+LANES = 32
 #: Stages that load tiles by pieces; the row-wise ones ask for whole rows at once.
 WALKS = ("forward", "dkdv", "dq", "fused")
 
@@ -88,6 +90,7 @@ def crossing(
     *,
     hopper: bool,
     launches: Sequence[SharedItems] = (),
+    with_l1: bool = False,
 ) -> int:
     """Bytes that a stage's kernel moves in one kind of operation, for all heads.
 
@@ -98,6 +101,8 @@ def crossing(
         Whether the kernel is of the Hopper family, which loads through TMA.
     launches : sequence of SharedItems
         Result of `shares`. Default: each outer tile has one block.
+    with_l1 : bool
+        Whether sectors that L1 answers count as well.
     """
     p, total = traffic.problem, 0
     own = {move.tensor for move in stage.before}
@@ -109,7 +114,9 @@ def crossing(
             total += nbytes
             continue
         if its.vector:
-            total += _statistics(traffic, stage, nbytes, hopper=hopper) if op == "load" else nbytes
+            if op == "load":
+                nbytes = _statistics(traffic, stage, nbytes, hopper=hopper, with_l1=with_l1)
+            total += nbytes
             continue
         rows, width = nbytes // its.width, row_elements(its.elements) * its.itemsize
         if op != "load":
@@ -139,9 +146,10 @@ def crossing(
 
 #: Sectors of a row that arrive at each block of a cluster, by the row's bytes, where they are more
 #: than the row's boxes have: a multicast brings parts of a box that the row's end cuts again. As an
-#: H100 counts them, to the byte, for clusters of 2, 4 and 8 blocks. The cause is unknown.
+#: H100 counts them, to the byte, for clusters of 2, 4 and 8 blocks (224: of 2 only). The cause is
+#: unknown.
 MULTICAST = {48: 5.5, 80: 6.5, 96: 6.5, 112: 7.5, 144: 11, 160: 9.5, 176: 10.5, 192: 9}
-MULTICAST |= {208: 11.5, 240: 12.5}
+MULTICAST |= {208: 11.5, 224: 11, 240: 12.5}
 
 
 def arriving(width: int) -> float:
@@ -157,13 +165,15 @@ def _whole_boxes(width: int) -> int:
     return -(-width // (4 * SECTOR)) * 4
 
 
-def _statistics(traffic: Traffic, stage: plans.Stage, nbytes: int, *, hopper: bool) -> int:
-    """Bytes of LSE or delta that arrive at the SMs, in whole sectors, for all heads.
+def _statistics(
+    traffic: Traffic, stage: plans.Stage, nbytes: int, *, hopper: bool, with_l1: bool
+) -> int:
+    """Bytes of LSE or delta that kernels request, in whole sectors, for all heads.
 
-    If a head's rows are no multiple of a sector's eight, most heads begin inside a sector. A
-    KV-outer loop over row tiles finds the sector that two tiles share in L1. Hopper's dQ kernel
-    reads eight rows at a time past L1, and with tiles of 64 rows both of its warpgroups read all of
-    them.
+    If a head's rows are no multiple of a sector's eight, most heads begin inside a sector. In a
+    KV-outer loop a warp reads 32 rows of a tile at a time, so two reads share a sector. L1 answers
+    the second: it does not arrive at the SM, but `with_l1` counts it. Hopper's dQ kernel reads
+    eight rows at a time past L1, and with tiles of 64 rows both of its warpgroups read all of them.
     """
     p, schedule, block = traffic.problem, traffic.schedule(stage), traffic.tiling.block_q
     past_l1 = hopper and stage.name == "dq"
@@ -172,16 +182,25 @@ def _statistics(traffic: Traffic, stage: plans.Stage, nbytes: int, *, hopper: bo
     unknown = stage.name not in WALKS or (stage.outer == "keys" and spans is None)
     if unknown or p.n_q % a_sector == 0 or len(p.sequences) > 1:
         return nbytes * times
+    times_read: int | np.ndarray = times
     if spans is not None:
         seen = spans[spans[:, 3] > spans[:, 0]]
         first, stop = seen[:, 0] * block, np.minimum(seen[:, 3] * block, p.n_q)
+        if with_l1:
+            tiles = np.arange(0, p.n_q, block)[:, None]
+            pieces = tiles + np.arange(0, block, LANES)
+            ends = np.minimum(np.minimum(pieces + LANES, tiles + block), p.n_q)
+            visits = (first <= tiles) & (tiles < stop)
+            times_read = np.broadcast_to(visits.sum(axis=1)[:, None], pieces.shape)
+            exists = pieces < p.n_q
+            first, stop, times_read = pieces[exists], ends[exists], times_read[exists]
     else:
         step = a_sector if past_l1 else block
         first = np.arange(0, p.n_q, step)
         stop = np.minimum(first + step, p.n_q)
     into = (np.arange(p.batch * p.heads) * p.n_q % a_sector)[:, None]
     sectors = -(-(into + stop) // a_sector) - (into + first) // a_sector
-    return int(sectors.sum()) * SECTOR * times
+    return int((sectors * times_read).sum()) * SECTOR
 
 
 def table_reads(
