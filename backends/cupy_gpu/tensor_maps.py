@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from flashsim.backends.launch.functions import Tile
+from flashsim.backends.launch.functions import BiasTile
 from flashsim.backends.launch.kernel import ROUND, Box, row_elements, whole_sixteens
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
@@ -72,7 +72,7 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
     return made
 
 
-def encode_tile(tile: Tile, box: Box, pointer: int) -> np.ndarray:
+def encode_tile(tile: BiasTile, box: Box, pointer: int) -> np.ndarray:
     """The map of an array that a score function captures, with its planes in the heads' place.
 
     Raises

@@ -33,7 +33,7 @@ _BEFORE = """\
 _AFTER = "#pragma nv_diagnostic pop\n"
 
 
-class Tile(NamedTuple):
+class BiasTile(NamedTuple):
     """An array that a score function reads at [.., q, k], which TMA can bring tile by tile.
 
     Attributes
@@ -56,7 +56,7 @@ class Tile(NamedTuple):
         return math.prod(planes), rows, columns
 
 
-class Band(NamedTuple):
+class TableBand(NamedTuple):
     """An array that a score function reads at [.., sign * (q - k) + offset].
 
     A tile pair has few distances q - k, so each thread reads its elements once, ahead of time.
@@ -90,9 +90,9 @@ class Generated:
         Whether captured arrays are read at positions of queries or keys, which then must exist.
     reads_beside : bool
         The same of all elements except that of the tile or the band.
-    tile : Tile or None
+    tile : BiasTile or None
         What a kernel may bring to shared memory tile by tile.
-    band : Band or None
+    band : TableBand or None
         Without such a tile, what a thread may read ahead of time.
     """
 
@@ -103,8 +103,8 @@ class Generated:
     sums: bool
     reads: bool
     reads_beside: bool = False
-    tile: Tile | None = None
-    band: Band | None = None
+    tile: BiasTile | None = None
+    band: TableBand | None = None
 
     @property
     def constants(self) -> dict[str, int]:
@@ -166,7 +166,7 @@ def _known_slope(graph: Graph) -> bool:
     return "score" not in Graph(parts.nodes, parts.score, parts.arrays).uses
 
 
-def tile_of(problem: Problem) -> Tile | None:
+def tile_of(problem: Problem) -> BiasTile | None:
     """The largest array that the forward's score function reads at [.., q, k], if TMA takes it.
 
     Its rows must be multiples of 16 bytes. None for packed sequences, whose positions are not those
@@ -177,7 +177,7 @@ def tile_of(problem: Problem) -> Tile | None:
 
 
 @lru_cache(maxsize=256)
-def _tile_of(graph: Graph) -> Tile | None:
+def _tile_of(graph: Graph) -> BiasTile | None:
     found = []
     for n in graph.loads:
         node = graph.nodes[n]
@@ -189,18 +189,18 @@ def _tile_of(graph: Graph) -> Tile | None:
         per_head = all(graph.depends[a] <= {"b", "h"} for a in node.args[:-2])
         whole = spec.shape[-1] * spec.itemsize % 16 == 0
         if at_positions and per_head and whole:
-            found.append(Tile(node.value, spec, n))
+            found.append(BiasTile(node.value, spec, n))
     return max(found, key=lambda t: math.prod(t.spec.shape) * t.spec.itemsize, default=None)
 
 
-def band_of(problem: Problem) -> Band | None:
+def band_of(problem: Problem) -> TableBand | None:
     """An array that the forward's score function reads by the distance of query and key."""
     functions = functions_of(problem)
     return None if functions is None else functions.plain.band
 
 
 @lru_cache(maxsize=256)
-def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> Band | None:
+def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> TableBand | None:
     last = dict(extents)
     for n in graph.loads:
         node = graph.nodes[n]
@@ -215,7 +215,7 @@ def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> Band | None:
         inside = min(ends) >= 0 and max(ends) < spec.shape[-1]
         per_head = all(graph.depends[a] <= {"b", "h"} for a in node.args[:-1])
         if abs(sign) == 1 and of_k == -sign and inside and per_head:
-            return Band(n, sign, offset)
+            return TableBand(n, sign, offset)
     return None
 
 

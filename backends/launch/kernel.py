@@ -61,7 +61,7 @@ def args_dtype(functions: Generated | None, *, packed: bool, sinks: bool) -> np.
     return np.dtype([*ARGS.descr, *more]) if more else ARGS
 
 
-#: The name of a box of captured elements (`functions.Tile`), the last one of a kernel.
+#: The name of a box of captured elements (`functions.BiasTile`), the last one of a kernel.
 TILE = "tile"
 #: Ends of the files of forward kernels, whose softmax takes sinks.
 FORWARD = ("/forward.cu", "/forward_f32.cu", "/decode.cu")
