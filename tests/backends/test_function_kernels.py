@@ -63,6 +63,10 @@ def relative(s, b, h, q, k):
     return s + table[h, q - k + 512]
 
 
+def relative_and_keys(s, b, h, q, k):  # an element that comes ahead, and one that does not
+    return s + table[h, q - k + 512] + bias[0, k]
+
+
 def biased(s, b, h, q, k):
     return s + bias[q, k]
 
@@ -86,6 +90,7 @@ def bounded(s, b, h, q, k):
 CAPTURED = {
     alibi: {"slopes": slopes},
     relative: {"table": table},
+    relative_and_keys: {"table": table, "bias": bias},
     biased: {"bias": bias},
     of_planes: {"planes": planes, "slopes": slopes},
     of_plane: {"plane": plane},
@@ -143,6 +148,7 @@ HOPPER_CASES = {
     "causal 64": (problem(150, 200, 64, causal), None),
     "alibi 64": (problem(150, 200, 64, causal, alibi, batch=2), alibi),
     "relative 128": (problem(150, 200, 128, None, relative), relative),
+    "relative and keys 64": (problem(150, 200, 64, None, relative_and_keys), relative_and_keys),
     "documents 128": (problem(300, 300, 128, documents, batch=2), None),
     "dilated 32": (problem(200, 200, 32, dilated, alibi), alibi),
     "late 64": (problem(200, 250, 64, late, biased), biased),
@@ -156,7 +162,7 @@ HOPPER_CASES = {
     "packed 64": (problem(170, 200, 64, causal, relative, **PACKED), relative),
     "packed 128": (problem(170, 200, 128, dilated, **PACKED), None),
 }
-OFTEN = ("alibi 64", "documents 128", "packed 64")
+OFTEN = ("alibi 64", "relative and keys 64", "documents 128", "packed 64")
 
 
 @pytest.mark.parametrize("algorithm", ["flash2-fused", thorough("flash2")])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 jax = pytest.importorskip("jax")
@@ -139,13 +141,15 @@ def test_calls_again_run_from_xlas_memory_to_xlas_memory(n_q):
 
 
 def written_out(q, k, v, bias, sinks=None):
-    s = jnp.einsum("bhqd,bhkd->bhqk", q, jnp.repeat(k, q.shape[1] // k.shape[1], 1)) * 64**-0.5
+    # XLA multiplies float32 on a GPU in TF32 otherwise: an error of 3e-4 here.
+    einsum = partial(jnp.einsum, precision="highest")
+    s = einsum("bhqd,bhkd->bhqk", q, jnp.repeat(k, q.shape[1] // k.shape[1], 1)) * 64**-0.5
     s = (s + bias).astype(q.dtype)
     if sinks is not None:
         more = jnp.broadcast_to(sinks.astype(s.dtype)[:, None, None], (*s.shape[:3], 1))
         s = jnp.concatenate([s, more], axis=-1)
     p = jax.nn.softmax(s, axis=-1)[..., : bias.shape[-1]]
-    return jnp.einsum("bhqk,bhkd->bhqd", p, jnp.repeat(v, q.shape[1] // v.shape[1], 1))
+    return einsum("bhqk,bhkd->bhqd", p, jnp.repeat(v, q.shape[1] // v.shape[1], 1))
 
 
 def check(function, reference, inputs):

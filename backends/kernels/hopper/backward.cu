@@ -232,14 +232,10 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             wgmma_fence();
             issue_scores<!FS_ONCE>(dP, &s.v[0][64 * g * 64], s.dout[stage][0]);
             if (CARRY && speaks && left < steps) arrive(&s.empty[stage ^ 1]);
-#if FS_FLEX
+#if FS_SCORE_MOD
             const Head at = head_of(a, it, step);
             const int query = it.base + visit.tile * BLOCK_Q + fragment_column();
             const bool exact = is_exact(it, it.base + visit.tile * BLOCK_Q);
-#if !FS_SCORE_MOD
-            Kept<BLOCK_Q / 2> which;
-            which.ask(a, it, at, visit.masked, exact, key, query);
-#endif
 #endif
             wgmma_wait<1>();
             pin(S);
@@ -247,7 +243,10 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             // -- P^T = exp2(c S^T), under dP; dV += P^T dO, slice by slice ------------------------
 #if FS_FLEX
 #if !FS_SCORE_MOD
-            which.shape(S, a, visit.masked);
+            const Head at = head_of(a, it, step);
+            const int query = it.base + visit.tile * BLOCK_Q + fragment_column();
+            const bool exact = is_exact(it, it.base + visit.tile * BLOCK_Q);
+            drop_scores(S, a, it, at, visit.masked, exact, key, query);
 #endif
 #else
             shape_scores(S, a, it, visit.masked, key,

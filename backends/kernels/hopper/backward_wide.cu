@@ -201,9 +201,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             store_scores(s.p[stage], P, g);  // see below
 #else
 #if FS_FLEX
-            Kept<QUERIES / 2> which;
-            which.ask(a, it, at, visit.masked, is_exact(it, query), key, first);
-            which.shape(S, a, visit.masked);
+            drop_scores(S, a, it, at, visit.masked, is_exact(it, query), key, first);
 #else
             shape_scores(S, a, it, visit.masked, key, query + QUERIES * g + fragment_column());
 #endif

@@ -256,20 +256,21 @@ __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args
                                              const Head& at, const Visit& visit, int query,
                                              const Tile& tile) {
     const int key = it.base + visit.tile * BLOCK_K + fragment_column();
-#if FS_READS
+#if FS_READS || FS_BAND
     if (!is_exact(it, visit)) {
-        ask_functions<false, true, true>(S, a, it, at, tile, query, key);
-    } else {
-        ask_functions<true, true, false>(S, a, it, at, tile, query, key);
-        if (visit.masked) ask_functions<true, false, true>(S, a, it, at, tile, query, key);
-    }
-#else
 #if FS_BAND
-    if (!is_exact(it, visit)) {
-        ask_functions<true, true, true>(S, a, it, at, LateBand{tile.first}, query, key);
+        const LateBand beside{tile.first};
+#else
+        const Tile& beside = tile;
+#endif
+        ask_functions<!FS_READS, true, true>(S, a, it, at, beside, query, key);
         return;
     }
 #endif
+#if FS_READS
+    ask_functions<true, true, false>(S, a, it, at, tile, query, key);
+    if (visit.masked) ask_functions<true, false, true>(S, a, it, at, tile, query, key);
+#else
     if (visit.masked) ask_functions<true, true, true>(S, a, it, at, tile, query, key);
     else ask_functions<true, true, false>(S, a, it, at, tile, query, key);
 #endif

@@ -301,45 +301,35 @@ __device__ __forceinline__ bool is_exact(const Item& it, int query) {
     return !FS_READS || (query + FS_BLOCK_Q <= it.end && it.own.start + FS_BLOCK_K <= it.own.stop);
 }
 
-// Which of N scores the masks keep, a bit for each. A function that is a mask alone does not need
-// the scores, so it is asked while their product runs.
-template <int N> struct Kept {
-    u32 bits[(N + 31) / 32];
+// -inf for the scores that the masks drop.
+template <bool EXACT, int N>
+__device__ __forceinline__ void drop_masked(float (&S)[N], const Args& a, const Item& it,
+                                            const Head& at, int key, int query) {
+    const KeepColumn keep[2] = {{a, key, it.own}, {a, key + 8, it.own}};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        // Row by row, unless both rows need what is read for a query.
+        const int e = FS_READS ? i : i / 2 % (N / 4) * 4 + i / (N / 2) * 2 + i % 2;
+        const int step = e / 4 * 8 + e % 2, r = e / 2 % 2;
+        const FlashAt q = EXACT ? FlashAt(query, step) : existing(query, step, it.end);
+        const FlashAt k = EXACT ? FlashAt(key, 8 * r) : existing(key, 8 * r, it.own.stop);
+        if (!(keep[r](query + step) & kept(a, at, q, k))) S[e] = NEG_INF;
+    }
+}
 
-    __device__ __forceinline__ void ask(const Args& a, const Item& it, const Head& at, bool masked,
-                                        bool exact, int key, int query) {
-        if (!masked) return;
-        if (exact) ask_each<true>(a, it, at, key, query);
-        else ask_each<false>(a, it, at, key, query);
-    }
-    template <bool EXACT>
-    __device__ __forceinline__ void ask_each(const Args& a, const Item& it, const Head& at, int key,
-                                             int query) {
-        const KeepColumn keep[2] = {{a, key, it.own}, {a, key + 8, it.own}};
-#pragma unroll
-        for (int w = 0; w < (N + 31) / 32; ++w) bits[w] = 0;
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-            // Row by row, unless both rows need what is read for a query.
-            const int e = FS_READS ? i : i / 2 % (N / 4) * 4 + i / (N / 2) * 2 + i % 2;
-            const int step = e / 4 * 8 + e % 2, r = e / 2 % 2;
-            const FlashAt q = EXACT ? FlashAt(query, step) : existing(query, step, it.end);
-            const FlashAt k = EXACT ? FlashAt(key, 8 * r) : existing(key, 8 * r, it.own.stop);
-            if (keep[r](query + step) & kept(a, at, q, k)) bits[e / 32] |= 1u << e % 32;
-        }
-    }
-    // Scales and caps the scores, where the exponent cannot; -inf for those that are dropped.
-    __device__ __forceinline__ void shape(float (&S)[N], const Args& a, bool masked) const {
+// As shape_scores below, with a mask that is a function.
+template <int N>
+__device__ __forceinline__ void drop_scores(float (&S)[N], const Args& a, const Item& it,
+                                            const Head& at, bool masked, bool exact, int key,
+                                            int query) {
 #if FS_SCALED
 #pragma unroll
-        for (int e = 0; e < N; ++e) S[e] = scaled(a, S[e]);
+    for (int e = 0; e < N; ++e) S[e] = scaled(a, S[e]);
 #endif
-        if (!masked) return;
-#pragma unroll
-        for (int e = 0; e < N; ++e)
-            if (!(bits[e / 32] >> e % 32 & 1)) S[e] = NEG_INF;
-    }
-};
+    if (!masked) return;
+    if (exact) drop_masked<true>(S, a, it, at, key, query);
+    else drop_masked<false>(S, a, it, at, key, query);
+}
 
 #if FS_SCORE_MOD
 // P of raw scores whose rows are keys, see `probability`; `statistic` is the queries' -lse in units
