@@ -1,4 +1,4 @@
-"""`pytest --covered 98`: which branches the tests take, and whether 98 % of all are among them.
+"""`pytest --covered 97.5`: which branches the tests take, and whether 97.5 % of all are among them.
 
 By SlipCover, whose probes go once they have been seen: a tracer takes as long again as the tests.
 """
