@@ -422,7 +422,7 @@ def test_fp8_saturates_as_on_a_gpu():
 
 def test_narrow_numbers_are_right_or_refused():
     x, y = draw(64, 64, dtype=BF16)
-    with pytest.raises(UnsupportedError, match=r"line \d+.*rounds toward zero"):
+    with pytest.raises(UnsupportedError, match=r"line \d+.*rounds to zero"):
         trace(cases.rounded_to_zero, (1,), x.astype(np.float32), y, BLOCK=64)
     with pytest.raises(UnsupportedError, match=r"an atomic operation of bfloat16"):
         trace(_atomic, (1,), x, y, BLOCK=64)
