@@ -212,9 +212,9 @@ def check_extents(graph: Graph, **extents: int) -> None:
             name = graph.nodes[a].value if graph.nodes[a].op == "arg" else None
             if name in extents and spec.shape[axis] < extents[name]:
                 raise ShapeError(
-                    f"{graph.name} reads captured array {spec.name} of shape {spec.shape} at "
-                    f"[{name}] along axis {axis}, and {name} reaches {extents[name] - 1}; the "
-                    f"axis needs at least {extents[name]} elements"
+                    f"{graph.name} indexes axis {axis} of captured array {spec.name} (shape "
+                    f"{spec.shape}) with {name}, which can be as large as {extents[name] - 1}, so "
+                    f"that axis needs at least {extents[name]} elements"
                 )
 
 
