@@ -305,7 +305,9 @@ def _forward(
             "attention; pass trace=True, or leave trace out"
         )
     if job.trace and not p.mask_mod is p.score_mod is None:
-        raise UnsupportedError("decoding with functions is not traced on a GPU; leave trace out")
+        raise UnsupportedError(
+            "on a GPU, decoding with a mask or score function cannot be traced; leave trace out"
+        )
     splits = _splits(options.get("splits", "auto"))
     made = decode.plan(p, lengths, gpu, splits, page, counts, timed, prefix)
     walk = traces.walk_of(made, lengths, page) if job.trace else None

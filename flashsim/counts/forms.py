@@ -162,8 +162,9 @@ class Forms:
     def _decode(self, stage: str, s: Schedule, walks: int) -> dict[tuple[str, str], int]:
         """Bytes of FlashDecoding's stages.
 
-        Each part loads Q again. If there are several parts, each one's results are written and
-        read.
+        The keys of a row tile may be split into parts; each part loads Q again. If there are
+        several parts, each part's partial O and L are written to memory, and the combining stage
+        reads them.
         """
         e, r, a, d, dv = self.e, self.r, self.a, self.p.head_dim, self.p.head_dim_v
         parts = walks * s.part_sums.part_rows

@@ -1,7 +1,7 @@
 """Grade a file of kernels: results, safety on a GPU, on-chip memory and bytes.
 
-The file runs in a separate process (`kernel_runner`), which hands over what its kernels did. This
-process draws the inputs, computes what is right, and judges. It never runs the file.
+The file runs in a separate process (`kernel_runner`), which returns a record of what its kernels
+did. This process draws the inputs, computes what is right, and judges. It never runs the file.
 """
 
 from __future__ import annotations

@@ -107,7 +107,9 @@ class CudaSource(NamedTuple):
         """The struct's bytes, as a NumPy array of one structured element, to be passed by value.
 
         `data` are the device addresses of `arrays`, each contiguous in its own element type.
-        `gradients` are those of float32 arrays of the same shapes, in the order of `gradients`.
+        The argument `gradients` holds the device addresses of the float32 arrays in which the
+        gradients are added up. They have the shapes of the captured arrays that the attribute
+        `gradients` names, and are in its order.
         """
         addresses = list(data)
         of_gradient = dict(zip(self.gradients, gradients, strict=True))
@@ -139,8 +141,9 @@ def cuda_source(
     `extents` says how many values b, h, q and k have, if the functions are called with no others:
     an index that stays inside its array is then read without a check.
 
-    `tile` is a load of the score function whose element the kernel reads itself. A second form of
-    `flash_score` then takes it as `tile`, behind the score. If its last two indices are q and k,
+    `tile` is the number of a node of the score function that loads an element of a captured array.
+    The kernel, not `flash_score`, then loads this element. A second form of `flash_score` takes the
+    element as its argument `tile`, after the score. If the load's last two indices are q and k,
     `flash_tile_plane` says in which (q, k) plane of its array a head's elements lie. With `band`,
     which is (sign, offset), its last index is sign * (q - k) + offset; `flash_band` then returns
     the element at a distance q - k, or the nearest one that there is.

@@ -204,7 +204,7 @@ def count_flops(nodes: tuple[Node, ...], numbers: Iterable[int]) -> int:
 
 
 def check_extents(graph: Graph, **extents: int) -> None:
-    """Raise `ShapeError` if an array that is indexed by an argument itself has too few elements."""
+    """Raise `ShapeError` if b, h, q or k itself indexes a captured array that is too short."""
     for n in graph.loads:
         node = graph.nodes[n]
         spec = graph.arrays[node.value]
@@ -212,9 +212,9 @@ def check_extents(graph: Graph, **extents: int) -> None:
             name = graph.nodes[a].value if graph.nodes[a].op == "arg" else None
             if name in extents and spec.shape[axis] < extents[name]:
                 raise ShapeError(
-                    f"{graph.name} reads captured array {spec.name} of shape {spec.shape} at "
-                    f"[{name}] along axis {axis}, and {name} reaches {extents[name] - 1}; the "
-                    f"axis needs at least {extents[name]} elements"
+                    f"{graph.name} indexes captured array {spec.name} (shape {spec.shape}) with "
+                    f"{name} on axis {axis}; {name} can be as large as {extents[name] - 1}, so "
+                    f"that axis needs at least {extents[name]} elements"
                 )
 
 

@@ -174,9 +174,9 @@ class Schedule(Grid):
         scores = int((band[:, 3] - band[:, 0]).sum()) * self.tiling.block_q * self.tiling.block_k
         if scores > MOST_SCORES:
             raise MaskError(
-                f"a mask or block_mask is evaluated at every score, here {scores:.1e} of them, "
-                f"and at most {MOST_SCORES:.1e} are: take fewer queries or keys, or express the "
-                "mask with causal, window and cu_seqlens, which need no evaluation"
+                f"a mask or block_mask is evaluated at every score: {scores:.1e} scores here, but "
+                f"the limit is {MOST_SCORES:.1e}. Use fewer queries or keys, or express the mask "
+                "with causal, window and cu_seqlens, which are not evaluated at every score"
             )
         ptr, cols, kinds = [0], [], []
         for i, (lo, _, _, hi) in enumerate(band.tolist()):

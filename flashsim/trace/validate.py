@@ -82,7 +82,9 @@ def header(fields: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
     if not fields["stages"]:
         raise ValueError("there is no stage")
     if len(fields["stages"]) > MOST_STAGES:
-        raise ValueError(f"there are {len(fields['stages'])} stages, over {MOST_STAGES}")
+        raise ValueError(
+            f"there are {len(fields['stages'])} stages, but the limit is {MOST_STAGES}"
+        )
 
 
 def _strings(tree: Any) -> None:
@@ -111,16 +113,25 @@ def own(value: Any) -> Own | None:
     tensors: dict[str, int] = {}
     for pair in entry["tensors"]:
         if not isinstance(pair, list) or len(pair) != 2 or not own_name(pair[0]):
-            raise ValueError(f"a tensor of one's own is {shown(pair)}")
+            raise ValueError(
+                "own: each tensor must be a list of a name, which is an identifier of at most 24 "
+                f"characters, and an axis, got {shown(pair)}"
+            )
         name, axis = pair
         if name in TENSORS or name in tensors or type(axis) is not int or axis not in SIDES:
-            raise ValueError(f"a tensor of one's own is {shown(pair)}")
+            raise ValueError(
+                "own: each tensor must have a name that no other tensor has, and an axis from "
+                f"{SIDES}, got {shown(pair)}"
+            )
         tensors[name] = axis
     if len(tensors) > MOST_NAMES:
-        raise ValueError(f"there are {len(tensors)} tensors of one's own")
+        raise ValueError(f"own: there are {len(tensors)} tensors, but the limit is {MOST_NAMES}")
     sizes = entry["compulsory"], entry["workspace"]
     if not all(0 <= nbytes < 1 << 62 for nbytes in sizes):
-        raise ValueError(f"own: bytes are {sizes}")
+        raise ValueError(
+            "own: compulsory and workspace must be numbers of bytes from 0 to 2**62 - 1, got "
+            f"{sizes[0]} and {sizes[1]}"
+        )
     return Own(tensors, *sizes)
 
 
@@ -131,8 +142,9 @@ def own_name(name: Any) -> bool:
 
 def shape_of_costs(shape: tuple[int, ...], events: np.ndarray) -> None:
     """Check that there is one row of work per computation."""
-    if shape != (int((events["op"] == COMPUTE).sum()), len(KINDS) + 2):
-        raise ValueError(f"a stage's work is {shape}")
+    needed = int((events["op"] == COMPUTE).sum()), len(KINDS) + 2
+    if shape != needed:
+        raise ValueError(f"a stage's table of work is {shape}, but its events need {needed}")
 
 
 def own_costs(costs: np.ndarray) -> None:

@@ -399,7 +399,7 @@ PAGES = np.zeros((2, 1, 4, 16), np.float32)
         (lambda: flashsim.random_inputs(Problem(2**62, batch=2**40)), "too little memory for q"),
         (
             lambda: flashsim.count(Problem(2**24, mask=lambda q, k: q >= k), tiling=Tiling(64, 64)),
-            "evaluated at every score, here 2.8e.14 of them",
+            "evaluated at every score: 2.8e.14 scores here, but the limit is 1.1e.12",
         ),
         (
             lambda: flashsim.quantize(*[np.full((4, 8), 1e300)] * 3),

@@ -187,7 +187,7 @@ def test_offsets_may_be_a_tensor_that_changes():
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (lambda t: t.to_sparse(), r"q is a sparse tensor \(torch.sparse_coo\); give q.to_dense"),
+        (lambda t: t.to_sparse(), r"q is a sparse tensor \(torch.sparse_coo\); pass q.to_dense"),
         (lambda t: t.to("meta"), "q is on the meta device, which holds no numbers"),
         (
             lambda t: t.requires_grad_(),

@@ -228,13 +228,16 @@ def test_saved_and_read_again(ran, tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"tensors": [["Q", 0]]}, "a tensor of one's own is"),
-        ({"tensors": [["temp", 0], ["temp", 0]]}, "a tensor of one's own is"),
-        ({"tensors": [["note", 0], ["temp", 7]]}, "a tensor of one's own is"),
-        ({"tensors": [["no te", 0], ["temp", 0]]}, "a tensor of one's own is"),
+        ({"tensors": [["Q", 0]]}, "a name that no other tensor has"),
+        ({"tensors": [["temp", 0], ["temp", 0]]}, "a name that no other tensor has"),
+        ({"tensors": [["note", 0], ["temp", 7]]}, "and an axis from"),
+        ({"tensors": [["no te", 0], ["temp", 0]]}, "must be a list of a name"),
         ({"tensors": [["note", 0]]}, "unknown tensor 'temp'"),
         ({"tensors": [[f"n{i}", 0] for i in range(65)]}, "65 tensors"),
-        ({"compulsory": -1}, "bytes are"),
+        (
+            {"compulsory": -1},
+            "compulsory and workspace must be numbers of bytes from 0 to 2**62 - 1, got -1",
+        ),
         ({"workspace": 1.5}, "workspace is 1.5"),
         ({"stage": {"outer": "columns"}}, "a stage is"),
         ({"stage": {"name": "n" * 61}}, "a stage is"),

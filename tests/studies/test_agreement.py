@@ -191,7 +191,7 @@ def test_the_command_sums_up_and_says_what_is_no_table(tmp_path):
     absent = CliRunner().invoke(app, ["verify", "--summary", str(tmp_path / "absent.csv")])
     assert "cannot read" in absent.stderr
     wrong = CliRunner().invoke(app, ["verify", "--from", str(file), "--tiling", "64x64"])
-    assert "no table of Nsight Compute" in wrong.stderr
+    assert "no Nsight Compute table" in wrong.stderr
 
 
 # -- benchmarks/verify.py --------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def test_one_launch_a_row():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("no table here\n", "no table of Nsight Compute found"),
+        ("no table here\n", "no Nsight Compute table found"),
         (table([["ID", "Metric Name"], ["0", "x"]]), "no column 'Kernel Name'"),
         (table([["ID", "Kernel Name", "Metric Name"]]), "no column 'Metric Unit'"),
         (table([["ID", "Kernel Name", READ], ["", "", "sector"]]), "none of the counters"),

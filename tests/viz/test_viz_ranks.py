@@ -28,7 +28,7 @@ def test_the_timeline_shows_work_and_waiting():
     assert f"ring: idle {100 * ring.idle_share:.0f} %" in texts
     assert "zigzag: idle 0 %" in texts
     assert len(ax.get_yticks()) == 8
-    with pytest.raises(OptionError, match="no account to draw"):
+    with pytest.raises(OptionError, match="nothing to draw: expected one or more results"):
         viz.rank_timeline([])
     assert viz.rank_timeline(ring).get_title(loc="left") == "Who computes when, forward"
 

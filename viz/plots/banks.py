@@ -41,7 +41,9 @@ def banks(data: Any, *, ax: Axes, theme: Theme) -> None:
     for request in requests:
         sources.made_by("flashsim.banks.access", request, "fronts")
     if not requests:
-        raise OptionError("there is no request to draw; pass at least one")
+        raise OptionError(
+            "nothing to draw: expected one or more results of flashsim.banks.access, got none"
+        )
     words_of = [np.unique(request.fronts()[:, [0, 2]], axis=0) for request in requests]
     rows = 1 + max(int(words[:, 0].max()) // _BANKS for words in words_of)
     if rows > _MOST_ROWS:

@@ -39,7 +39,9 @@ def l2_curve(
         If there is no curve.
     """
     if not curves:
-        raise OptionError("there is no curve to draw; pass the result of flashsim.l2.curves")
+        raise OptionError(
+            "nothing to draw: expected one or more results of flashsim.l2.curves, got none"
+        )
     curves = {sources.writable("label", label): curve for label, curve in curves.items()}
     machines = [Device.get(device) for device in devices]
     ends = [c.enough() for c in curves.values()] + [m.l2_bytes for m in machines]

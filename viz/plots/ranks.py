@@ -32,12 +32,12 @@ def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
     Raises
     ------
     OptionError
-        If there is no account.
+        If `accounts` is an empty list.
     """
     shown = list(accounts) if isinstance(accounts, (list, tuple)) else [accounts]
     if not shown:
         raise OptionError(
-            "there is no account to draw; pass the result of flashsim.distributed.count"
+            "nothing to draw: expected one or more results of flashsim.distributed.count, got none"
         )
     for account in shown:
         sources.made_by("flashsim.distributed.count", account, "idle_share")

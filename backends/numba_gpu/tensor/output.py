@@ -15,7 +15,7 @@ from flashsim.backends.numba_gpu.tiles import RowWidth, Tile, lane_of
 def stage(bf16: bool, blocks: int, n: int, tile: Tile) -> Any:
     """Return ``stage(address, row, col, c)``: it rounds accumulators to 16 bits into a tile.
 
-    They go to (row, col) of the tile.
+    The block of accumulators is written to the tile, starting at (row, col).
     """
 
     @emitted(None, types.int32, types.int32, types.int32, floats(blocks * n // 2))

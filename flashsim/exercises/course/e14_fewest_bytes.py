@@ -7,7 +7,7 @@ on chip all the time, and which can come and go?
 
 You get full marks for moving as few bytes as the reference; fewer bytes improve your place on
 the leaderboard. No algorithm that adds up 16 products per score can move less than 97,920 B
-with so little memory: docs/reference/model.md has the proof, and `flashsim exercise grade FILE
+with 3 KiB on chip: docs/reference/model.md has the proof, and `flashsim exercise grade FILE
 --plot p.png` draws that line.
 """
 
@@ -71,7 +71,7 @@ def solution(machine):
 def bound(task):
     """A lower bound on bytes: the larger of two bounds.
 
-    One is Q, K, V and O once each; the other is the proven bound for so little SRAM.
+    One is Q, K, V and O once each; the other is the proven bound for an SRAM of this size.
     """
     p = task.problem
     once = sum(whole_bytes(p, name) for name in "QKVO")

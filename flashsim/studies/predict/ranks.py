@@ -155,8 +155,8 @@ def spread(
     device = Device.get(device)
     if algorithm == DECODES:
         raise UnsupportedError(
-            f"{DECODES!r} is timed for a few queries only, and each rank has many; use "
-            "algorithm='flash2'"
+            f"the time of {DECODES!r} can be predicted only for a few queries, but each rank has "
+            "many; use algorithm='flash2'"
         )
     if link is None and not device.link:
         raise OptionError(

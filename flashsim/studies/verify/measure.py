@@ -105,7 +105,10 @@ def _counted(values: Any) -> tuple[tuple[Counted, ...], ...]:
 
 @own_errors
 def passes_of(measured: Record) -> list[list[MeasuredPass]]:
-    """The measured passes of each case; launches are in the order of the cases' stages.
+    """Return the measured passes of each case.
+
+    The launches in the record must be in the order of the cases, and for each case in the order of
+    its stages.
 
     Raises
     ------

@@ -92,8 +92,8 @@ def table(text: str) -> tuple[list[str], list[dict[str, str]]]:
     start = next((n for n, x in enumerate(lines) if x.startswith('"ID"') or x[:3] == "ID,"), None)
     if start is None:
         raise TraceError(
-            'no table of Nsight Compute found: expected a line that begins with "ID" as '
-            "`ncu --csv` prints it; save its whole output to a file"
+            'no Nsight Compute table found: expected a header line that begins with "ID", as '
+            "`ncu --csv` prints it; save the complete output of `ncu --csv` to a file"
         )
     body = (x for x in lines[start:] if x.strip() and not x.startswith("=="))
     header, *rows = csv.reader(body)

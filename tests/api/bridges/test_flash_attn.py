@@ -320,7 +320,7 @@ def test_what_is_refused_says_so():
         (ShapeError, "q must be a tensor", lambda: flash_attn.flash_attn_func(q[0], k, v)),
         (ShapeError, "alibi_slopes must be", lambda: flash_attn.flash_attn_func(
             q, k, v, alibi_slopes=torch.rand(3))),
-        (UnsupportedError, "of packed sequences", lambda: flash_attn.flash_attn_varlen_func(
+        (UnsupportedError, "no alibi_slopes with packed sequences", lambda: flash_attn.flash_attn_varlen_func(
             q[0], k[0], v[0], *cuts, 5, 8, alibi_slopes=torch.rand(2))),
         (ShapeError, "same number of sequences", lambda: flash_attn.flash_attn_varlen_func(
             q[0], k[0], v[0], cuts[0], torch.tensor([0, 4, 8]), 5, 8)),
@@ -371,7 +371,7 @@ def test_decode_checks_and_has_no_gradient():
         (ShapeError, "2 integers, one for each", {"cache_seqlens": [1]}),
         (ShapeError, "2 integers, one for each", {"cache_seqlens": torch.ones(2)}),
         (ShapeError, "block_table must be int32", {"block_table": table.long()}),
-        (UnsupportedError, "neither", {"block_table": table, "cache_starts": torch.zeros(2)}),
+        (UnsupportedError, "leave out cache_starts", {"block_table": table, "cache_starts": torch.zeros(2)}),
     ]
     for kind, words, told in cases:
         told = {n: x.int() if n == "cache_starts" else x for n, x in told.items()}
