@@ -387,7 +387,7 @@ def test_decode_checks_and_has_no_gradient():
         decode(q, k[:1], v[:1])
     with pytest.raises(DTypeError, match="the same dtype"):
         decode(q.double(), k, v)
-    with pytest.raises(ShapeError, match="one head_dim"):
+    with pytest.raises(ShapeError, match="the same head_dim"):
         decode(q[..., :8], k, v)
     got = decode(q.requires_grad_(), k, v)
     with pytest.raises(UnsupportedError, match="no gradient"):
