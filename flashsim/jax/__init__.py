@@ -16,7 +16,7 @@ except ImportError as error:
     ) from None
 if not hasattr(jax, "ffi"):
     raise BackendUnavailable(
-        f"flashsim.jax needs JAX 0.8 or newer, with jax.ffi, but found {jax.__version__}: "
+        f"flashsim.jax needs JAX 0.10.2 or newer, with jax.ffi, but found {jax.__version__}: "
         "pip install 'flashsim-attention[jax]'"
     )
 
