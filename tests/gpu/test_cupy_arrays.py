@@ -96,7 +96,7 @@ def test_copies_for_alignment_are_named():
 
 def test_arrays_in_two_places_are_refused():
     x = make(Problem(8, 8, 16, dtype="float32"))
-    with pytest.raises(DTypeError, match="all arrays must be on one device .*, got q cupy"):
+    with pytest.raises(DTypeError, match=r"all arrays must be on one device .*, got q cupy"):
         flashsim.run(cupy.asarray(x["q"]), x["k"], x["v"], backend="cupy", kernel="portable")
 
 
