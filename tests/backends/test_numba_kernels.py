@@ -714,14 +714,23 @@ def test_teaching_kernels_compile_with_the_shared_memory_said(cc, softcap):
     shape = teaching.TeachingShape(16, 8, 64, 32, 2, softcap, 4, counts=True, fused=True)
     x4, x3 = (types.Array(types.float32, n, "C") for n in (4, 3))
     i2, i1 = (types.Array(types.int32, n, "C") for n in (2, 1))
+    floats, wholes, sums = types.float32[::1], types.int64[::1], types.float32[::1]
     counts = types.Array(types.uint32, 3, "C")
     tables = (i2, i2, i1, i1, i1)
     numbers = (types.int64, types.int64, types.float32, types.float32)
     signatures = {
-        "forward_kernel": (x4, x4, x4, x4, x3, *tables, *numbers, counts, counts),
+        "forward_kernel": (
+            *(x4, x4, x4, x4, x3, floats, wholes, sums, *tables, *numbers, counts, counts),
+        ),
         "delta_kernel": (x4, x4, x3, x4, x3, i2, counts),
-        "dkdv_kernel": (x4, x4, x4, x4, x3, x3, x4, x4, x4, *tables, *numbers, counts, counts),
-        "dq_kernel": (x4, x4, x4, x4, x3, x3, x4, *tables, *numbers, counts, counts),
+        "dkdv_kernel": (
+            *(x4, x4, x4, x4, x3, x3, x4, x4, x4, floats, wholes, sums),
+            *(*tables, *numbers, counts, counts),
+        ),
+        "dq_kernel": (
+            *(x4, x4, x4, x4, x3, x3, x4, floats, wholes, sums),
+            *(*tables, *numbers, counts, counts),
+        ),
         "convert_kernel": (x4, x4, i2, counts),
     }
     used = {}

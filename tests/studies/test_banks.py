@@ -108,7 +108,7 @@ def test_counters_are_held_against_the_prediction(bench):
     for n, row in enumerate(table.rows):
         for at in (3, 5, 7):
             assert row[at + 1] - row[at] == (n == 3)
-    with pytest.raises(SystemExit, match="no table"):
+    with pytest.raises(SystemExit, match="no Nsight Compute table"):
         bench.counters("nothing")
 
 

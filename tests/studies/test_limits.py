@@ -85,7 +85,7 @@ def test_kernels_are_told_apart_by_run(limits):
         ["delta", "main, wide"],
         ["main"],
     ]
-    with pytest.raises(SystemExit, match="no table"):
+    with pytest.raises(SystemExit, match="no Nsight Compute table"):
         limits.kernels("==ERROR== permission")
 
 

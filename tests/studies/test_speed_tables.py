@@ -120,7 +120,7 @@ def test_the_guides_sentences_are_of_the_kept_measurements(tables):
     assert [sum(x >= 1 for x in way) for way in serving] == [13, 12]
     last = f"32 heads on 8 at 32,768 tokens reach {serving[1][0]:.3f}."
     assert f"Forward all thirteen are at least as fast, backward twelve; {last}" in GPU
-    assert f"8 key heads at 32,768 tokens, backward: {serving[1][0]:.3f} ×." in GUIDE
+    assert f"8 KV heads at 32,768 tokens, backward: {serving[1][0]:.3f} ×." in GUIDE
     widths = of("gpu-widths-h200.csv", tables.Shape.ratio)
     assert [sum(x >= 1 for x in way) for way in widths] == [16, 15]
     assert f"backward fifteen; d = 32 without a mask reaches {widths[1][0]:.3f}." in GPU

@@ -852,7 +852,7 @@ def test_words_lie_in_their_banks_and_panels_say_how_many_wavefronts():
         *("row-major: 32 wavefronts", "padded: 1 wavefront")
     ]
     for data, message in (
-        ([], "pass at least one"),
+        ([], "expected one or more"),
         ([banks.access("column", columns=512)], "fewer columns"),
     ):
         with pytest.raises(OptionError, match=message):
