@@ -351,7 +351,7 @@ def attend(
         For dropout, a paged cache, keys or blocks of keys that an indexer chose, or a request for
         the probabilities.
     """
-    refuse(dropout, rest)
+    _refuse(dropout, rest)
     sinks = next((rest[name] for name in ("s_aux", "sinks") if rest.get(name) is not None), None)
     if isinstance(attention_mask, Band):
         band, added = attention_mask, None
@@ -403,6 +403,8 @@ def attend_paged(
 ) -> tuple[Tensor, None]:
     """Attention of a layer over the paged cache of transformers' continuous batching.
 
+    Queries, and new keys and values, are (1, heads, tokens, d); the output is (1, tokens, heads,
+    d). Other arguments are those of `attend`, and transformers' "read_index" and "write_index".
     The cache keeps the new keys and values, and returns those that each sequence sees, packed.
     Newer versions of transformers do this themselves, and call `attend`.
 
@@ -498,8 +500,7 @@ def _packed(x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
     return tokens.transpose(0, 1)[None], rows, [0, *kept.sum(1).cumsum(0).tolist()]
 
 
-def refuse(dropout: float, rest: dict[str, Any]) -> None:
-    """Raise UnsupportedError for what flashsim's attention does not give a model."""
+def _refuse(dropout: float, rest: dict[str, Any]) -> None:
     if dropout:
         raise UnsupportedError(
             f"flashsim's attention has no dropout, got {dropout}; set the model's attention "
