@@ -319,17 +319,14 @@ def _jitted(question: Asked, gives_lse: bool) -> Callable[..., Any]:
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gradients(question: Asked, operands: dict[str, Any]) -> dict[str, Any]:
     """Return the gradients of all floats among the inputs; integers have none."""
-    inputs = [name for name in operands if name not in ("out", "lse", "dout", "dlse")]
-    score = [
-        f"score_mod {n}"
-        for name, graph in question.functions
-        for n, spec in enumerate(graph.arrays)
-        if name == "score_mod" and spec.kind == FLOAT
-    ]
+    graph = dict(question.functions).get("score_mod")
+    captured = () if graph is None else graph.arrays
+    score = [f"score_mod {n}" for n, spec in enumerate(captured) if spec.kind == FLOAT]
     names = [name for name in ("q", "k", "v", "bias", "sinks", *score) if name in operands]
     results = [(operands[name].shape, operands[name].dtype) for name in names]
     found = dict(zip(names, _call(BACKWARD, question, operands, results), strict=True))
-    return found | {name: None for name in inputs if name not in found}
+    others = operands.keys() - found.keys() - {"out", "lse", "dout", "dlse"}
+    return found | dict.fromkeys(others)
 
 
 @_gradients.defjvp
