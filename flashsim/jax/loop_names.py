@@ -13,14 +13,14 @@ from typing import Any
 def unpacked_names(told: str) -> tuple[str, ...]:
     """The names to which a loop's body unpacks its last argument: ``m, l, acc = carry``."""
     found = re.fullmatch(r"\S+ at (.*):(\d+)", told)
+    if found is None:
+        return ()
     try:
-        tree = (
-            ast.parse(Path(found[1]).read_text(encoding="utf-8")) if found else ast.Module([], [])
-        )
+        tree = ast.parse(Path(found[1]).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return ()
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and found and node.lineno == int(found[2]):
+        if isinstance(node, ast.FunctionDef) and node.lineno == int(found[2]):
             for line in node.body:
                 if (
                     isinstance(line, ast.Assign)
