@@ -163,7 +163,15 @@ def taken(**tensors: Any) -> list[Tensor]:
 
 
 def check_sinks(sinks: Any, q: Tensor) -> None:
-    """Raise unless sinks are one number per query head, on the device of q."""
+    """Raise unless sinks, (heads,), are one float per query head, on the device of q.
+
+    Raises
+    ------
+    DTypeError
+        If they are not a tensor, or are on another device.
+    ShapeError
+        If their shape is not (heads,), or their elements are not floats.
+    """
     if not isinstance(sinks, Tensor):
         raise DTypeError(f"sinks must be a torch.Tensor, got {shown(sinks)}")
     if sinks.device != q.device:
