@@ -23,6 +23,12 @@ TEXT = {
     **{**SMALL, "vocab_size": WORDS, "num_key_value_heads": 2, "max_position_embeddings": 512},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
+#: An encoder and a decoder.
+TWO_SIDES = {
+    **{"d_model": 32, "vocab_size": WORDS, "encoder_layers": 2, "decoder_layers": 2},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    **{"encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+}
 NO_DROPOUT = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
 
 
@@ -70,23 +76,17 @@ def _t5(n: int) -> Any:
 
 
 def _bart(n: int) -> Any:
-    sizes = {"d_model": 32, "vocab_size": WORDS, "max_position_embeddings": 512}
-    for side in ("encoder", "decoder"):
-        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
-    config = transformers.BartConfig(**sizes, **NO_DROPOUT)
+    config = transformers.BartConfig(**TWO_SIDES, **NO_DROPOUT, max_position_embeddings=512)
     model = transformers.BartForConditionalGeneration(config)
     return model, {"input_ids": _words(n), "decoder_input_ids": _words(n // 2 + 1)}
 
 
 def _whisper(n: int) -> Any:
-    sizes = {"d_model": 32, "vocab_size": WORDS, "num_mel_bins": 8}
-    for side in ("encoder", "decoder"):
-        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
     ends |= {"begin_suppress_tokens": None, "suppress_tokens": None}
-    sizes |= {"max_source_positions": n, "max_target_positions": n}
+    sizes = {"num_mel_bins": 8, "max_source_positions": n, "max_target_positions": n}
     model = transformers.WhisperForConditionalGeneration(
-        transformers.WhisperConfig(**sizes, **ends, **NO_DROPOUT)
+        transformers.WhisperConfig(**TWO_SIDES, **sizes, **ends, **NO_DROPOUT)
     )
     return model, {"input_features": torch.randn(BATCH, 8, 2 * n), "decoder_input_ids": _words(n)}
 
