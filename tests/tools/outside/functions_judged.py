@@ -15,8 +15,6 @@ from function_cases import Case, allowed, with_gradients
 
 from flashsim.torch import flex_attention
 
-#: Scores of one head on a CPU; larger problems are left out there.
-MOST = 2**17
 #: batch, heads, key heads, queries, keys.
 Sizes = tuple[int, int, int, int, int]
 
