@@ -298,7 +298,7 @@ def test_assisted_decoding(how):
 @pytest.mark.parametrize("maker", [llama, mistral])
 def test_continuous_batching_over_a_paged_cache(maker):
     """Prompts of different lengths, longer than a step's tokens: then they come in chunks."""
-    batching = pytest.importorskip("transformers").ContinuousBatchingConfig
+    batching = transformers.ContinuousBatchingConfig
     model, inputs = made(maker)
     prompts = [inputs["input_ids"][0, :n] for n in (N, 9, 1)]
     told = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": WORDS}

@@ -191,9 +191,9 @@ def test_the_cuda_functions_take_what_torch_has_for_each():
 @pytest.mark.parametrize("mask", ["bias", "of all heads", "padding", "causal"])
 def test_masks_on_cuda_through_the_kernels_that_take_them(calls, kernel, mask):
     """What torch calls there for a mask, on CPU tensors: O, LSE and gradients in their layouts."""
-    names = dict(sdpa_override._MASKED_ON_CUDA)
     (forward, _), (backward, _) = (
-        names[f"_scaled_dot_product_{kernel}_attention{end}"] for end in ("", "_backward")
+        sdpa_override._MASKED_ON_CUDA[f"_scaled_dot_product_{kernel}_attention{end}"]
+        for end in ("", "_backward")
     )
     q, k, v = tensors(20, 25)
     batch, heads = q.shape[:2]
