@@ -97,7 +97,7 @@ class Shape:
 
 
 def paper(head_dim: int, causal: bool, n: int) -> Shape:
-    """A shape as the papers choose them: 16 k tokens a batch, d_model 2048."""
+    """A shape as the papers choose them: 16 k tokens per batch, d_model 2048."""
     return Shape(head_dim, causal, n, TOKENS // n, D_MODEL // head_dim)
 
 

@@ -70,7 +70,7 @@ def gpu(rows: list[Row]) -> Figure:
         axes[0][column].set_title(f"d = {d}, {'causal' if causal else 'no mask'}", fontsize=10)
         axes[-1][column].set_xlabel("sequence length")
     first = timed[0]
-    title = f"{first['gpu']}, {first['dtype']}, 16,384 tokens a batch, d_model {first['d_model']}"
+    title = f"{first['gpu']}, {first['dtype']}, 16,384 tokens per batch, d_model {first['d_model']}"
     return _finished(figure, axes, title)
 
 
@@ -88,7 +88,7 @@ def flex(rows: list[Row]) -> Figure:
         _bars(ax, speed, FLEX, range(len(labels)), labels)
         ax.set_ylabel(f"{direction}, TFLOP/s")
         ax.tick_params(axis="x", rotation=60, labelsize=8)
-    return _finished(figure, axes, f"{rows[0]['gpu']}, bfloat16, 16,384 tokens a batch")
+    return _finished(figure, axes, f"{rows[0]['gpu']}, bfloat16, 16,384 tokens per batch")
 
 
 def ring(rows: list[Row]) -> Figure:

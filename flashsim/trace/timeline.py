@@ -88,8 +88,8 @@ def rows(trace: Recording, spans: np.ndarray) -> Rows:
     row = slot * begin[-1] + offset[spans["role"]] + layer
     places = [""] if not slots.any() else [f"block {n}" for n in range(int(slots.max()) + 1)]
     names = tuple(
-        _name(place_of_part, ROLES[role], n)
-        for place_of_part in places
+        _name(place, ROLES[role], n)
+        for place in places
         for role, deep in zip(roles, depth, strict=True)
         for n in range(deep)
     )
@@ -117,9 +117,9 @@ def _extents(spans: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _greedy(owner: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """A layer for each interval, such that intervals of equal place and layer do not overlap."""
+    """A layer for each interval, such that intervals of equal owner and layer do not overlap."""
     layer = np.zeros(len(start), np.int64)
-    taken: dict[int, list[int]] = {}  # when each layer of a place is free again
+    taken: dict[int, list[int]] = {}  # when each layer of an owner is free again
     for at in np.lexsort((end, start)).tolist():
         free = taken.setdefault(int(owner[at]), [])
         fits = next((n for n, stop in enumerate(free) if stop <= start[at]), len(free))

@@ -3,8 +3,8 @@
 import base64
 import io
 import re
-import shutil
 
+import chromium
 import deck
 import lessons
 import nbformat
@@ -137,28 +137,16 @@ def test_an_answer_without_a_check_is_found():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_slides_in_a_browser(theme, tmp_path):
+def test_slides_in_a_browser(theme, tmp_path, request):
     """From file://: nothing is asked of a network, nothing is cut off, keys turn the pages."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no Chromium on this machine")
     path = next(path for path in lessons.LESSONS if path.name.startswith("3"))
-    file = tmp_path / "slides.html"
-    file.write_text(deck.write(lessons.execute(lessons.dressed(path, theme)), theme), "utf-8")
-    problems = []
-    with playwright.sync_playwright() as driver:
-        flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-        flags += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-        browser = driver.chromium.launch(executable_path=chromium, args=flags)
-        tab = browser.new_page(viewport={"width": 1280, "height": 720})
-        tab.on("console", lambda message: problems.append(message.text))
-        tab.on("pageerror", lambda error: problems.append(str(error)))
-        tab.on(
-            "request",
-            lambda asked: asked.url.startswith(("http:", "https:")) and problems.append(asked.url),
-        )
-        tab.goto(file.as_uri() + "#2")
+    html = deck.write(lessons.execute(lessons.dressed(path, theme)), theme)
+    ready = "document.readyState == 'complete'"
+    with (
+        chromium.started() as browser,
+        chromium.tabs(browser, tmp_path, request.node.name, ready) as show,
+    ):
+        tab = show(html, at="#2", height=720)
         slides = tab.locator("section").count()
         assert tab.locator("#at").inner_text() == f"2 / {slides}"
         tab.keyboard.press("a")
@@ -176,8 +164,6 @@ def test_slides_in_a_browser(theme, tmp_path):
         assert player.locator("button").count() >= 5
         shade = tab.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, re.findall(r"\d+", shade))) > 380) == (theme == "light")
-        browser.close()
-    assert problems == []
 
 
 # -- the questions of a lesson --------------------------------------------------------------------

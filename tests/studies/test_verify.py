@@ -96,14 +96,14 @@ def test_one_counter_a_row():
 
 
 def test_one_launch_a_row():
-    header = [*HEADER, READ, DRAM]
-    units = ["", "", "", "", "", "sector", "Kbyte"]
+    header = [*HEADER, "Block Size", READ, DRAM]
+    units = ["", "", "", "", "", "", "sector", "Kbyte"]
     text = "==PROF== Disconnected\n" + table(
-        [header, units, [0, 77, "flash_forward", "(4, 2, 1)", "", "10", "1.5"]]
+        [header, units, [0, 77, "flash_forward", "(4, 2, 1)", "", "(128, 1, 1)", "10", "1.5"]]
     )
-    assert parse(text) == [
-        MeasuredLaunch("flash_forward", 0, {"reads at L2": 320, "DRAM read": 1500})
-    ]
+    (launch,) = parse(text)
+    assert launch == MeasuredLaunch("flash_forward", 0, {"reads at L2": 320, "DRAM read": 1500})
+    assert (launch.blocks, launch.threads) == (8, 128)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import difflib
 import textwrap
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,7 @@ def keep(items: list[pytest.Item], wanted: str | None) -> list[pytest.Item]:
     return left_out
 
 
+@cache
 def marks() -> dict[str, dict[str, list[str] | None]]:
     """By promise: each file that names it, with its marked tests (None: the whole file)."""
     held: dict[str, dict[str, list[str] | None]] = {}

@@ -107,9 +107,9 @@ struct Softmax {
     }
 };
 
-// Of scores that lie between -bound and bound: no maximum is needed, and O is never rescaled. All
-// exponents are less one constant, such that no exponential is below e^-60, nor above 1 where it
-// need not be.
+// The softmax of scores between -bound and bound. It needs no running maximum and never rescales O.
+// It subtracts one constant from all exponents, so that no exponential is below e^-60, and
+// none exceeds 1 unless the bound exceeds 30.
 struct BoundedSoftmax {
     float m[2], l[2] = {0.0f, 0.0f};
 

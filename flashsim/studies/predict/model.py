@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -146,8 +145,7 @@ def predict(
         return decoding(problem, direction, splits, device)
     if splits != "auto":
         raise OptionError(f"{algorithm!r} cannot split keys; use algorithm='flash-decode'")
-    kernels = made_for(device) if kernels is None else kernels
-    checks.one_of("kernels", kernels, CALIBRATED)
+    kernels = _named(kernels, device)
     inputs.check_tiling(tiling)
     for what, mapping, kind in (
         ("constants", constants, Constants),
@@ -203,17 +201,14 @@ def _held_back(takes: Sequence[float], walks: int, clump: int, free: Sequence[fl
 
     The parameters are those of `cost_model.ends`.
     """
-    items = (
+    order = [
         item
         for first in range(0, walks, clump)
         for item in takes
         for _ in range(min(clump, walks - first))
-    )
-    held = [begin + item for begin, item in zip(sorted(free), items, strict=False)]
-    heapq.heapify(held)
-    for item in items:
-        heapq.heapreplace(held, held[0] + item)
-    return max(held)
+    ]
+    held = [begin + item for begin, item in zip(sorted(free), order, strict=False)]
+    return max(cost_model.ends(order[len(held) :], 1, 1, held))
 
 
 def _form(
@@ -228,9 +223,7 @@ def _form(
     form = plans.backward_form(algorithm, deterministic)
     if algorithm != "flash2" or tiling is not None:
         return form
-    kernels, gpu = made_for(device) if kernels is None else kernels, Gpu.like(device)
-    checks.one_of("kernels", kernels, CALIBRATED)
-    family = _in_python("backward") if kernels == "python" else FAMILIES[kernels]
+    family, gpu = _family(_named(kernels, device), "backward"), Gpu.like(device)
     if family.stores_dq(problem, gpu, ordered=deterministic):
         return "flash2-once"
     if deterministic and family.orders_dq(problem):
@@ -270,8 +263,8 @@ def _prepare(
             "times can be predicted for flash2, flash2-fused, flash2-once, flash-decode and "
             f"standard, not for {algorithm!r}"
         )
-    family = _in_python(direction) if kernels == "python" else FAMILIES[kernels]
-    family = HOPPER_FP8 if problem.fp8 else family  # with the constants of the 16-bit forward
+    # FP8 has the constants of the 16-bit forward.
+    family = HOPPER_FP8 if problem.fp8 else _family(kernels, direction)
     gpu = Gpu.like(device)
     passes = (
         family.forward_passes(problem, tiling, gpu, "ascending", "")
@@ -288,7 +281,14 @@ def _prepare(
     return passes, traffic
 
 
-def _in_python(direction: str) -> Family:
+def _named(kernels: str | None, device: Device) -> str:
+    """The kernel family that the caller named, or the device's own."""
+    return checks.one_of("kernels", made_for(device) if kernels is None else kernels, CALIBRATED)
+
+
+def _family(kernels: str, direction: str) -> Family:
+    if kernels != "python":
+        return FAMILIES[kernels]
     from flashsim.backends.numba_gpu import launch_policy
 
     return launch_policy.HOPPER if direction == "forward" else launch_policy.TENSOR

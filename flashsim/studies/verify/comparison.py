@@ -121,9 +121,10 @@ def _rows(one: MeasuredPass, l2: L2Model) -> Iterator[Row]:
         launches = one.launches.get(stage.name, ())
         if not launches:
             continue
-        with_l1 = stage.name in WALKS and not one.python
+        known = "reads from L1" in launches[0].counters
+        with_l1 = known and stage.name in WALKS and not one.python
         measured = _means(launches, with_l1=with_l1)
-        predicted = _predicted(one, stage, launches[0])
+        predicted = _predicted(one, stage, launches[0], with_l1=with_l1)
         if measured.keys() & {"DRAM read", "DRAM write"}:
             predicted |= left.predicted(stage, launches[0])
         for quantity, value in measured.items():
@@ -150,7 +151,7 @@ def _means(launches: Sequence[MeasuredLaunch], *, with_l1: bool) -> dict[str, fl
     found = {}
     if "bytes into SMs" in mean:
         found["requested read"] = mean["bytes into SMs"] - mean.get("local memory reads", 0.0)
-        found["requested read"] += mean.get("reads from L1", 0.0) if with_l1 else 0.0
+        found["requested read"] += mean["reads from L1"] if with_l1 else 0.0
     if "writes at L2" in mean:  # spilled registers are written through to L2, too
         found["requested write"] = mean["writes at L2"] - mean.get("local memory writes", 0.0)
         found[_SECTORS] = found["requested write"]
@@ -166,14 +167,13 @@ def _means(launches: Sequence[MeasuredLaunch], *, with_l1: bool) -> dict[str, fl
 
 
 def _predicted(
-    one: MeasuredPass, stage: plans.Stage, launch: MeasuredLaunch
+    one: MeasuredPass, stage: plans.Stage, launch: MeasuredLaunch, *, with_l1: bool
 ) -> dict[str, int | None]:
     """All predicted quantities of a stage except DRAM bytes."""
     traffic, hopper = one.traffic, "hopper_" in launch.kernel
     how: dict[str, Any] = {"hopper": hopper}
     if hopper:
         how["launches"] = shares(traffic, stage, in_turns=one.in_turns, python=one.python)
-    with_l1 = "reads from L1" in launch.counters and not one.python
     requested = {
         name: crossing(traffic, stage, op, **how, with_l1=with_l1) for name, op in _OPS.items()
     }

@@ -132,12 +132,7 @@ def _long(rows: Iterable[dict[str, str]]) -> list[MeasuredLaunch]:
     for cell in rows:
         number = _number(cell["ID"])
         if number not in launches:
-            launches[number] = MeasuredLaunch(
-                *(cell["Kernel Name"], number, {}),
-                blocks=_product(cell.get("Grid Size", "")),
-                threads=_product(cell.get("Block Size", "")),
-                ranges=next((text for name, text in cell.items() if "Push/Pop" in name), ""),
-            )
+            launches[number] = _launch(cell)
         counter = cell["Metric Name"]
         if counter in _OURS:
             value = _value(counter, cell["Metric Value"], cell["Metric Unit"])
@@ -149,13 +144,23 @@ def _wide(rows: Sequence[dict[str, str]]) -> list[MeasuredLaunch]:
     """Launches of a table with one launch per row, whose first row holds the units."""
     launches = []
     for cell in rows[1:]:
-        counters = {
-            name: _value(counter, cell[counter], rows[0][counter])
-            for counter, name in _OURS.items()
-            if counter in cell
-        }
-        launches.append(MeasuredLaunch(cell["Kernel Name"], _number(cell["ID"]), counters))
+        launch = _launch(cell)
+        for counter, name in _OURS.items():
+            if counter in cell:
+                launch.counters[name] = _value(counter, cell[counter], rows[0][counter])
+        launches.append(launch)
     return launches
+
+
+def _launch(cell: dict[str, str]) -> MeasuredLaunch:
+    """The launch of a row, without counters yet."""
+    return MeasuredLaunch(
+        cell["Kernel Name"],
+        _number(cell["ID"]),
+        blocks=_product(cell.get("Grid Size", "")),
+        threads=_product(cell.get("Block Size", "")),
+        ranges=next((text for name, text in cell.items() if "Push/Pop" in name), ""),
+    )
 
 
 def _cells(header: Sequence[str], row: Sequence[str]) -> dict[str, str]:

@@ -239,7 +239,7 @@ def _backward(problem: Problem, launches: Sequence[LaunchCounters]) -> list[Infe
     Of two kernels with products and without atomic additions, one is dK's and dV's, which stores
     more, and the other dQ's. A kernel that fits only the other role is claimed to be nothing.
     """
-    found = [_without_tile(problem, seen) or _fused(problem, seen) for seen in launches]
+    found = [_without_roles(problem, seen) for seen in launches]
     left = [n for n, one in enumerate(found) if one is None]
     roles: dict[int, tuple[str, ...]] = dict.fromkeys(left, _PRODUCTS)
     if len(left) == 2:
@@ -251,16 +251,13 @@ def _backward(problem: Problem, launches: Sequence[LaunchCounters]) -> list[Infe
     return [one or Inference("other") for one in found]
 
 
-def _fused(problem: Problem, seen: LaunchCounters) -> Inference | None:
-    dq = problem.batch * problem.heads * problem.n_q * problem.head_dim * 4
-    return _settle("fused", problem, seen) if seen.reduced > dq / 2 else None
-
-
-def _without_tile(problem: Problem, seen: LaunchCounters) -> Inference | None:
-    """A kernel that only sums or rounds, by its bytes; None for one that may compute products."""
+def _without_roles(problem: Problem, seen: LaunchCounters) -> Inference | None:
+    """A kernel that adds to dQ, or that only sums or rounds; None for one with other products."""
     rows = problem.batch * problem.heads * problem.n_q
     dq = rows * problem.head_dim * 4
-    if seen.reduced > dq / 2 or (_products(problem, seen) and seen.tensor_flops is not None):
+    if seen.reduced > dq / 2:
+        return _settle("fused", problem, seen)
+    if _products(problem, seen) and seen.tensor_flops is not None:
         return None
     result = dq // 4 * problem.itemsize
     if _near(seen.read, dq, 0.35) and _near(seen.written, result, 0.35):

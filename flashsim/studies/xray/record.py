@@ -266,7 +266,10 @@ def launches_of(text: str) -> list[tuple[MeasuredLaunch, str]]:
     found = []
     for launch in parse(text):
         if "bytes into SMs" not in launch.counters:
-            raise TraceError(f"{launch.kernel} has no {METRICS['bytes into SMs']}")
+            raise TraceError(
+                f"launch {launch.number} ({launch.kernel}) has no {METRICS['bytes into SMs']}, "
+                "which tiles are inferred from; ask ncu for it with --metrics"
+            )
         range_ = _RANGE.search(launch.ranges)
         found.append((launch, range_[0] if range_ else ""))
     return found
