@@ -4,11 +4,12 @@
     python benchmarks/verify.py --keep FOLDER                              # only measure
     python benchmarks/verify.py --from FOLDER --out docs/data/verify-h200.csv   # anywhere
 
-Forward, three-pass and fused backward, both families of backend "cupy"; 16 Ki tokens per batch, 2048
-/ d heads: d 64 and 128, N 1 Ki to 16 Ki, causal and not, then grouped heads, a window and ragged
-lengths, which all exceed L2, and two shapes that fit. The Hopper family's fused backward in a fixed
-order ("in-order") on shapes of N = 4096, backend "numba_cuda" on two shapes. One row a kernel and
-quantity. Two processes measure (one counts, one is profiled); --keep saves what they gave, --from
+Forward, three-pass and fused backward, both families of backend "cupy". The shapes have 16 Ki tokens
+per batch and 2048 / d heads: d 64 and 128, N 1 Ki to 16 Ki, causal and not, then grouped heads, a
+window and ragged lengths, which all exceed L2, and two shapes that fit. Then the Hopper family's
+fused backward in a fixed order ("in-order") on shapes of N = 4096, and backend "numba_cuda" on two
+shapes. The table has one row per kernel and quantity.
+Two processes measure (one counts, one is profiled); --keep saves what they gave, --from
 reads it again. `flashsim verify --summary FILE` sums the table up. What the quantities are:
 docs/guides/truth.md.
 
