@@ -28,6 +28,7 @@ from flashsim.exercises.marks import Mark, Marks
 from flashsim.exercises.runner import Limits, plain, run
 from flashsim.own_kernels import KernelTrace
 from flashsim.own_kernels.record_file import unpacked
+from flashsim.schedule.names import LOAD
 from flashsim.trace.trace import Trace
 
 #: Points of the four things that are judged.
@@ -181,9 +182,9 @@ def _unread(exercise: KernelExercise, one: _Run) -> str:
     needed = [
         n for n in exercise.given if n not in ("O", "L") or exercise.full_marks.get(("load", n))
     ]
+    loads = a["tensor"][(a["op"] == LOAD) & (a["active"] > 0)]
     for name in needed:
-        code = traced.tensors.index(name) if name in traced.tensors else -1
-        if not ((a["tensor"] == code) & (a["op"] == 0) & (a["active"] > 0)).any() or code < 0:
+        if name not in traced.tensors or traced.tensors.index(name) not in loads:
             return f"no kernel loads {name} itself: what else it reads was made outside of kernels"
     return ""
 
@@ -215,13 +216,12 @@ def _truth(
 
 
 def _safe(runs: Sequence[_Run]) -> Mark:
-    said = [str(x) for one in runs for x in one.traced.findings if x.kind in _UNSAFE]
-    if not said:
-        return Mark("safe on a GPU", SAFE, SAFE)
-    kind = next(x.kind for one in runs for x in one.traced.findings if x.kind in _UNSAFE)
-    return Mark(
-        "safe on a GPU", 0, SAFE, kind.replace(" ", "-"), "\n".join([*dict.fromkeys(said)][:3])
-    )
+    name = "safe on a GPU"
+    unsafe = [x for one in runs for x in one.traced.findings if x.kind in _UNSAFE]
+    if not unsafe:
+        return Mark(name, SAFE, SAFE)
+    said = [*dict.fromkeys(map(str, unsafe))]
+    return Mark(name, 0, SAFE, unsafe[0].kind.replace(" ", "-"), "\n".join(said[:3]))
 
 
 def _room(exercise: KernelExercise, peak: int, all_wrong: bool) -> Mark:
