@@ -24,7 +24,7 @@ from flashsim.exercises import kernel_runner, words
 from flashsim.exercises.exercise import Arrays
 from flashsim.exercises.kernel_exercise import KernelCase, KernelExercise
 from flashsim.exercises.kernel_runner import KernelOrder
-from flashsim.exercises.marks import Mark, Marks
+from flashsim.exercises.marks import Mark, Marks, Refused
 from flashsim.exercises.runner import Limits, plain, run
 from flashsim.own_kernels import KernelTrace
 from flashsim.own_kernels.record_file import unpacked
@@ -92,9 +92,9 @@ def grade_kernels(
     kind, said, data, _ = (runner or handed)(order)
     try:
         if kind:
-            raise kernel_runner.Refused(kind, said)
+            raise Refused(kind, said)
         marks, figures, moved, trace = _judged(exercise, cases, drawn, data)
-    except (kernel_runner.Refused, FlashSimError) as error:
+    except (Refused, FlashSimError) as error:
         marks = (Mark("runs", 0, 100, getattr(error, "kind", "record"), str(error)),)
         figures, moved, trace = {}, (), None
     first = next((at for at, mark in enumerate(marks) if mark.kind), None)
