@@ -118,8 +118,7 @@ def handed(order: KernelOrder) -> Handover:
         about = json.loads(first)
         return Handover(plain(about["kind"], 20), plain(about["words"]), data, about["tests"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        last = (ended.printed.strip().splitlines() or [f"exit status {ended.status}"])[-1]
-        said = f"the file ended its process before it was judged ({plain(last, 300)})"
+        said = f"the file ended its process before it was judged ({ended.last})"
         return Handover("process", said)
 
 

@@ -206,8 +206,7 @@ def _handed(order: Order) -> Handed:
         kind, said = plain(about["kind"], 20), plain(about["words"])
         return Handed(program, _answers(about["answers"]), kind, said)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        last = (ended.printed.strip().splitlines() or [f"exit status {ended.status}"])[-1]
-        said = f"the solution ended its process before it was judged ({plain(last, 300)})"
+        said = f"the solution ended its process before it was judged ({ended.last})"
         return Handed(kind="process", words=said)
 
 
