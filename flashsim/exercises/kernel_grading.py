@@ -97,11 +97,7 @@ def grade_kernels(
     except (Refused, FlashSimError) as error:
         marks = (Mark("runs", 0, 100, getattr(error, "kind", "record"), str(error)),)
         figures, moved, trace = {}, (), None
-    first = next((at for at, mark in enumerate(marks) if mark.kind), None)
-    text = path.read_text("utf-8", "replace")
-    if first is not None and (left := words.todo(text, exercise.skeleton)):
-        more = replace(marks[first], words=f"{marks[first].words}; {left}")
-        marks = (*marks[:first], more, *marks[first + 1 :])
+    marks = words.with_todo(marks, path.read_text("utf-8", "replace"), exercise.skeleton)
     hint = f"flashsim exercise hint {exercise.file or exercise.name}"
     seconds = time.perf_counter() - began
     return Marks(exercise.name, marks, figures, moved, seconds, hint), trace
