@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from gpu_lab import read_table
+from gpu_lab import medians, read_table
 
 import flashsim
 from flashsim import Problem
@@ -127,8 +127,6 @@ def measure() -> None:
 
 def times(lab: Any, shape: Shape) -> dict[str, float]:
     """Microseconds of either form."""
-    from gpu_lab import medians
-
     p = shape.problem
     q, dout = (lab.array((p.batch, p.heads, p.n_q, p.head_dim), p.dtype) for _ in range(2))
     k, v = (lab.array((p.batch, p.kv_heads, p.n_kv, p.head_dim), p.dtype) for _ in range(2))

@@ -14,8 +14,6 @@ traced, but the counters do not have it.
 from __future__ import annotations
 
 import argparse
-import csv
-import importlib.util
 import json
 import os
 import subprocess
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from gpu_lab import csv_file
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 READ = "l1tex__m_xbar2l1tex_read_bytes.sum"
@@ -155,13 +154,9 @@ def pallas() -> Iterator[Call]:
 
 def numba() -> Iterator[Call]:
     """The Numba-CUDA forward kernel; its trace needs NUMBA_ENABLE_CUDASIM=1."""
-    spec = importlib.util.spec_from_file_location(
-        "numba_forward", EXAMPLES / "numba_cuda" / "forward.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    from flashsim.own_kernels.files import imported
+
+    module = imported(EXAMPLES / "numba_cuda" / "forward.py")
     for n, causal in ((128, True), (120, False)):
         q, k, v = np.random.default_rng(0).standard_normal((3, 2, n, module.D)).astype(np.float32)
         o, lse = np.zeros_like(q), np.zeros((2, n), np.float32)
@@ -287,10 +282,8 @@ def main() -> None:
     if not options.traced:
         measure(options.framework, rows)
     if options.csv:
-        with open(options.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
+        with csv_file(options.csv, COLUMNS) as write:
+            write(*rows)
     for row in rows:
         print(", ".join(f"{name} {row[name]}" for name in COLUMNS if name in row))
 

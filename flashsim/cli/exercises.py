@@ -262,10 +262,7 @@ def grade(
         show(_class(file.parent, [(file, marks)]), form)
     else:
         typer.echo(marks.json() if form.json else printable(marks.text()))
-    if gradescope is not None:
-        with beside(gradescope) as part:
-            part.write_text(marks.gradescope(), encoding="utf-8")
-        say(f"Gradescope's results in {gradescope}")
+    _for_gradescope(marks, gradescope)
     if trace is None:
         return
     if save is not None:
@@ -306,10 +303,15 @@ def _homework(
         for pair in grade_homework(root, exercise, limit=timeout, memory=memory)
     ]
     show(_class(folder, graded), form)
-    if gradescope is not None:
-        with beside(gradescope) as part:
-            part.write_text(together(graded).gradescope(), encoding="utf-8")
-        say(f"Gradescope's results in {gradescope}")
+    _for_gradescope(together(graded), gradescope)
+
+
+def _for_gradescope(marks: Marks, path: Path | None) -> None:
+    """Write marks in Gradescope's format, if a file is given."""
+    if path is not None:
+        with beside(path) as part:
+            part.write_text(marks.gradescope(), encoding="utf-8")
+        say(f"Gradescope's results in {path}")
 
 
 def _class(folder: Path, graded: list[tuple[Path, Marks]]) -> tuple[list[Table], list[Table]]:

@@ -83,7 +83,6 @@ def kernel(
     names = dict(_pair("--name", pair) for pair in name or ())
     settings = dict(_pair("--set", pair) for pair in set_ or ())
     problem = Problem(n_q, n_kv, head_dim, None, batch, heads, kv_heads, dtype, causal)  # type: ignore[arg-type]
-    note = ""
     text = path.read_text(encoding="utf-8", errors="replace")
     if any("jax.experimental.pallas" in name for name in imports(text)):
         if not function:
@@ -100,11 +99,7 @@ def kernel(
                 {"names": names, "device": device, "model": model},
                 problem if used else None,
             )
-        try:
-            traced.check(compared)
-        except TraceError as error:
-            note = str(error)
-        _show(traced, note, out, form, all_)
+        _show(traced, compared, out, form, all_)
         return
     if model is not None:
         raise OptionError("--model is for Pallas kernels: a Triton kernel runs on a GPU")
@@ -131,17 +126,18 @@ def kernel(
             with standing_in(), watch(**options, problem=problem if used else None) as seen:
                 call()  # torch, if the file uses it, has come with the file
     traced = seen.result(unchecked=True)
+    _show(traced, compared, out, form, all_)
+
+
+def _show(traced: Any, compared: Any, out: Path | None, form: opt.Format, whole: bool) -> None:
+    """Check the results, write the pictures that are asked for, and print the answer."""
+    from flashsim.own_kernels.answer import LINES, answer
+
+    note = ""
     try:
         traced.check(compared)
     except TraceError as error:
         note = str(error)
-    _show(traced, note, out, form, all_)
-
-
-def _show(traced: Any, note: str, out: Path | None, form: opt.Format, whole: bool) -> None:
-    """Write the pictures that are asked for, and print the answer."""
-    from flashsim.own_kernels.answer import LINES, answer
-
     files = _written(traced, out) if out is not None else []
     if form.json or form.csv:
         show(traced.compared(), form)

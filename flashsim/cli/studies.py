@@ -70,9 +70,7 @@ def walkthrough(
     head_dim: int | None = opt.option(
         None, "All walkthroughs except softmax: width of a row.", "-d"
     ),
-    tiling: str | None = opt.option(
-        None, "tiles, corrections: tile size, Tile size, QUERIESxKEYS.", "-t"
-    ),
+    tiling: str | None = opt.option(None, "tiles, corrections: tile size, QUERIESxKEYS.", "-t"),
     row: int | None = opt.option(None, "tiles: which query row to follow. Default: the last."),
     causal: bool = opt.option(False, "tiles: use a causal mask."),
     dtype: str | None = opt.option(None, "reread: element type of P. Default: float32."),

@@ -199,12 +199,7 @@ class Exercise:
     file: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.statement, str) or not self.statement.strip():
-            raise OptionError(
-                f"the exercise {self.name} has no statement, which is its file's docstring: write "
-                "one at the top of the file, and run without python -OO (PYTHONOPTIMIZE=2), "
-                "which removes docstrings"
-            )
+        require_statement(self.name, self.statement)
         if not self.skeleton:
             object.__setattr__(self, "skeleton", self._skeleton())
 
@@ -265,6 +260,16 @@ class Exercise:
                 "moved."
             )
         return headed(self.name, about, self.skeleton)
+
+
+def require_statement(name: str, statement: object) -> None:
+    """Raise `OptionError` if an exercise has no statement."""
+    if not isinstance(statement, str) or not statement.strip():
+        raise OptionError(
+            f"the exercise {name} has no statement, which is its file's docstring: write one at "
+            "the top of the file, and run without python -OO (PYTHONOPTIMIZE=2), which removes "
+            "docstrings"
+        )
 
 
 def solved(marked: str) -> str:

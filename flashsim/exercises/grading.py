@@ -6,7 +6,6 @@ import inspect
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -92,13 +91,11 @@ def judge(
         marks = _answers(exercise, handed.answers or {})
     else:
         marks, figures, trace = _Judge(exercise, handed, source, time.monotonic() + limit).judged()
-    first = next((at for at, mark in enumerate(marks) if mark.kind), None)
-    if first is not None and words.untouched(text, exercise.skeleton):
+    if any(mark.kind for mark in marks) and words.untouched(text, exercise.skeleton):
         said = "the TODO is still there: nothing was filled in yet"
         marks, figures, trace = (Mark("the file", 0, 100, "todo", said),), {}, None
-    elif first is not None and (left := words.todo(text, exercise.skeleton)):
-        more = replace(marks[first], words=f"{marks[first].words}; {left}")
-        marks = (*marks[:first], more, *marks[first + 1 :])
+    else:
+        marks = words.with_todo(marks, text, exercise.skeleton)
     hint = f"flashsim exercise hint {exercise.file or exercise.name}" if exercise.hints else ""
     moved = _moved(trace, exercise) if trace is not None else ()
     seconds = time.perf_counter() - began

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from flashsim.exercises import shelf
@@ -72,9 +73,7 @@ def _tests(root: Path, limit: float | None, memory: int | None) -> Marks:
 def together(found: list[tuple[Path, Marks]]) -> Marks:
     """All marks of a homework folder as one, for Gradescope."""
     marks = [
-        Mark(f"{one.exercise}: {mark.name}", *(mark.points, mark.most, mark.kind, mark.words))
-        for _, one in found
-        for mark in one.marks
+        replace(mark, name=f"{one.exercise}: {mark.name}") for _, one in found for mark in one.marks
     ]
     return Marks("homework", tuple(marks), {}, seconds=sum(one.seconds for _, one in found))
 

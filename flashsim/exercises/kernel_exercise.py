@@ -12,7 +12,7 @@ import numpy as np
 from flashsim.api.counting import count
 from flashsim.counts.questions import in_words
 from flashsim.errors import OptionError, own_errors
-from flashsim.exercises.exercise import Arrays, Task, gapped, headed, solved
+from flashsim.exercises.exercise import Arrays, Task, gapped, headed, require_statement, solved
 from flashsim.problem.problem import Problem
 
 #: Bytes by operation and tensor.
@@ -96,10 +96,12 @@ class KernelExercise:
     questions: tuple[()] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.statement, str) or not self.statement.strip():
-            raise OptionError(f"the exercise {self.name} has no statement: give statement=__doc__")
+        require_statement(self.name, self.statement)
         if not self.tasks or not self.calls:
-            raise OptionError(f"the exercise {self.name} needs tasks and calls")
+            raise OptionError(
+                f"the exercise {self.name} needs tasks and calls, one of each or more; got "
+                f"{len(self.tasks)} tasks and {len(self.calls)} calls"
+            )
 
     @property
     def title(self) -> str:

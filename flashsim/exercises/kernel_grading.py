@@ -24,10 +24,11 @@ from flashsim.exercises import kernel_runner, words
 from flashsim.exercises.exercise import Arrays
 from flashsim.exercises.kernel_exercise import KernelCase, KernelExercise
 from flashsim.exercises.kernel_runner import KernelOrder
-from flashsim.exercises.marks import Mark, Marks
+from flashsim.exercises.marks import Mark, Marks, Refused
 from flashsim.exercises.runner import Limits, plain, run
 from flashsim.own_kernels import KernelTrace
 from flashsim.own_kernels.record_file import unpacked
+from flashsim.schedule.names import LOAD
 from flashsim.trace.trace import Trace
 
 #: Points of the four things that are judged.
@@ -91,16 +92,12 @@ def grade_kernels(
     kind, said, data, _ = (runner or handed)(order)
     try:
         if kind:
-            raise kernel_runner.Refused(kind, said)
+            raise Refused(kind, said)
         marks, figures, moved, trace = _judged(exercise, cases, drawn, data)
-    except (kernel_runner.Refused, FlashSimError) as error:
+    except (Refused, FlashSimError) as error:
         marks = (Mark("runs", 0, 100, getattr(error, "kind", "record"), str(error)),)
         figures, moved, trace = {}, (), None
-    first = next((at for at, mark in enumerate(marks) if mark.kind), None)
-    text = path.read_text("utf-8", "replace")
-    if first is not None and (left := words.todo(text, exercise.skeleton)):
-        more = replace(marks[first], words=f"{marks[first].words}; {left}")
-        marks = (*marks[:first], more, *marks[first + 1 :])
+    marks = words.with_todo(marks, path.read_text("utf-8", "replace"), exercise.skeleton)
     hint = f"flashsim exercise hint {exercise.file or exercise.name}"
     seconds = time.perf_counter() - began
     return Marks(exercise.name, marks, figures, moved, seconds, hint), trace
@@ -117,8 +114,7 @@ def handed(order: KernelOrder) -> Handover:
         about = json.loads(first)
         return Handover(plain(about["kind"], 20), plain(about["words"]), data, about["tests"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        last = (ended.printed.strip().splitlines() or [f"exit status {ended.status}"])[-1]
-        said = f"the file ended its process before it was judged ({plain(last, 300)})"
+        said = f"the file ended its process before it was judged ({ended.last})"
         return Handover("process", said)
 
 
@@ -181,9 +177,9 @@ def _unread(exercise: KernelExercise, one: _Run) -> str:
     needed = [
         n for n in exercise.given if n not in ("O", "L") or exercise.full_marks.get(("load", n))
     ]
+    loads = a["tensor"][(a["op"] == LOAD) & (a["active"] > 0)]
     for name in needed:
-        code = traced.tensors.index(name) if name in traced.tensors else -1
-        if not ((a["tensor"] == code) & (a["op"] == 0) & (a["active"] > 0)).any() or code < 0:
+        if name not in traced.tensors or traced.tensors.index(name) not in loads:
             return f"no kernel loads {name} itself: what else it reads was made outside of kernels"
     return ""
 
@@ -215,13 +211,12 @@ def _truth(
 
 
 def _safe(runs: Sequence[_Run]) -> Mark:
-    said = [str(x) for one in runs for x in one.traced.findings if x.kind in _UNSAFE]
-    if not said:
-        return Mark("safe on a GPU", SAFE, SAFE)
-    kind = next(x.kind for one in runs for x in one.traced.findings if x.kind in _UNSAFE)
-    return Mark(
-        "safe on a GPU", 0, SAFE, kind.replace(" ", "-"), "\n".join([*dict.fromkeys(said)][:3])
-    )
+    name = "safe on a GPU"
+    unsafe = [x for one in runs for x in one.traced.findings if x.kind in _UNSAFE]
+    if not unsafe:
+        return Mark(name, SAFE, SAFE)
+    said = [*dict.fromkeys(map(str, unsafe))]
+    return Mark(name, 0, SAFE, unsafe[0].kind.replace(" ", "-"), "\n".join(said[:3]))
 
 
 def _room(exercise: KernelExercise, peak: int, all_wrong: bool) -> Mark:

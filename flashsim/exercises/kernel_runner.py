@@ -23,6 +23,7 @@ import numpy as np
 from flashsim.engines.sandbox import walls
 from flashsim.engines.sandbox.recorder import WORDS, kind_of
 from flashsim.errors import FlashSimError, MemoryModelError
+from flashsim.exercises.marks import Refused
 from flashsim.own_kernels.files import beside, imported, imports
 from flashsim.own_kernels.record_file import Recorded, packed
 
@@ -51,14 +52,6 @@ class KernelOrder(NamedTuple):
     seconds: float
     memory: int
     tests: bool = False
-
-
-class Refused(Exception):
-    """A file that cannot be graded; `kind` is that of its mark."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.kind = kind
 
 
 def libraries(text: str) -> set[str]:

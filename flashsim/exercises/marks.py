@@ -25,6 +25,14 @@ class Mark:
     words: str = ""
 
 
+class Refused(Exception):
+    """A file that cannot be graded; `kind` is that of its mark."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
 @dataclass(frozen=True, repr=False)
 class Marks:
     """The marks of a file or a lesson.

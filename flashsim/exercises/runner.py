@@ -42,6 +42,12 @@ class Ended(NamedTuple):
     printed: str
     why: str
 
+    @property
+    def last(self) -> str:
+        """The last line that it printed, shortened; its exit status if it printed nothing."""
+        lines = self.printed.strip().splitlines() or [f"exit status {self.status}"]
+        return plain(lines[-1], 300)
+
 
 def run(command: Sequence[str], given: bytes, limits: Limits) -> Ended:
     """Run a command with `given` as its input; its output is the result, its errors are printed."""

@@ -29,7 +29,7 @@ from flashsim.exercises import shelf
 from flashsim.exercises.grading import judge
 from flashsim.exercises.kernel_exercise import KernelExercise
 from flashsim.exercises.kernel_grading import grade_kernels
-from flashsim.exercises.marks import Marks
+from flashsim.exercises.marks import Marks, Refused
 from flashsim.exercises.runner import Ended, Limits, plain, run
 from flashsim.exercises.words import WHY_ENDED
 from flashsim.trace.trace import Trace
@@ -38,14 +38,6 @@ from flashsim.trace.trace import Trace
 LIMIT, MEMORY = 60.0, 1024
 #: Bytes of a file; a solution has a few thousand.
 MOST_FILE = 1 << 20
-
-
-class _Unreadable(Exception):
-    """A file that cannot be read as text; `kind` is that of its mark."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.kind = kind
 
 
 class _Lines:
@@ -155,7 +147,7 @@ def _graded(
         text = _text_of(path)
     except OSError as error:
         raise OptionError(f"cannot read {str(path)!r}: {error}") from None
-    except _Unreadable as error:  # a student's fault: points, no error
+    except Refused as error:  # a student's fault: points, no error
         unreadable = error
     if one is None:
         name = exercise_of(text)
@@ -178,13 +170,13 @@ def _graded(
 def _text_of(path: Path) -> str:
     """A file's text, decoded as Python decodes it: UTF-8 unless it declares another encoding."""
     if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise _Unreadable(
+        raise Refused(
             "file", f"{plain(path.name, 200)} is no regular file: hand in the file itself"
         )
     with open(path, "rb") as file:
         data = file.read(MOST_FILE + 1)
     if len(data) > MOST_FILE:
-        raise _Unreadable("file", f"{plain(path.name, 200)} has more than {MOST_FILE:,} bytes")
+        raise Refused("file", f"{plain(path.name, 200)} has more than {MOST_FILE:,} bytes")
     try:
         with io.TextIOWrapper(
             io.BytesIO(data), tokenize.detect_encoding(io.BytesIO(data).readline)[0]
@@ -193,7 +185,7 @@ def _text_of(path: Path) -> str:
         text.encode()  # an encoding may give halves of characters, which nothing can print
     except (SyntaxError, LookupError, ValueError) as error:
         said = f"Python cannot read the file: {plain(str(error), 200)}; save it as UTF-8"
-        raise _Unreadable("syntax", said) from None
+        raise Refused("syntax", said) from None
     return text
 
 
@@ -214,8 +206,7 @@ def _handed(order: Order) -> Handed:
         kind, said = plain(about["kind"], 20), plain(about["words"])
         return Handed(program, _answers(about["answers"]), kind, said)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        last = (ended.printed.strip().splitlines() or [f"exit status {ended.status}"])[-1]
-        said = f"the solution ended its process before it was judged ({plain(last, 300)})"
+        said = f"the solution ended its process before it was judged ({ended.last})"
         return Handed(kind="process", words=said)
 
 

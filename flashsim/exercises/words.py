@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from flashsim.counts.questions import OPS
 from flashsim.exercises.exercise import KINDS, Arrays, Exercise
+from flashsim.exercises.marks import Mark
 from flashsim.schedule.names import CODES
 from flashsim.schedule.tensors import whole_bytes
 from flashsim.trace.trace import Trace
@@ -136,6 +139,15 @@ def todo(text: str, skeleton: str) -> str:
     left = {line.strip() for line in skeleton.splitlines() if "# TODO" in line}
     lines = enumerate(text.splitlines(), 1)
     return next((f"line {n} still has its TODO" for n, line in lines if line.strip() in left), "")
+
+
+def with_todo(marks: tuple[Mark, ...], text: str, skeleton: str) -> tuple[Mark, ...]:
+    """The marks; the first with a mistake also says where the text still has a TODO."""
+    first = next((at for at, mark in enumerate(marks) if mark.kind), None)
+    if first is None or not (left := todo(text, skeleton)):
+        return marks
+    more = replace(marks[first], words=f"{marks[first].words}; {left}")
+    return (*marks[:first], more, *marks[first + 1 :])
 
 
 def _code(text: str) -> list[str]:

@@ -16,12 +16,8 @@ def imports(text: str) -> set[str]:
     """The modules that a file imports, in full: "jax.experimental.pallas"."""
     try:
         tree = ast.parse(text)
-    except (
-        SyntaxError,
-        ValueError,
-        RecursionError,
-    ):  # Python says it better, when it runs the file
-        return set()
+    except (SyntaxError, ValueError, RecursionError):
+        return set()  # Python says it better, when it runs the file
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

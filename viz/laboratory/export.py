@@ -127,13 +127,13 @@ def payload() -> dict[str, Any]:
         ],
         "algorithms": {
             name: {
-                "title": p.title,
-                "directions": [x for x in plans.DIRECTIONS if getattr(p, x)],
+                "title": dataflow.title,
+                "directions": [x for x in plans.DIRECTIONS if getattr(dataflow, x)],
                 "splits": plans.splits_keys(name),
             }
-            for name, p in ALGORITHMS.items()
+            for name, dataflow in ALGORITHMS.items()
         },
-        "devices": {name: _device(p) for name, p in DEVICES.items()},
+        "devices": {name: _device(device) for name, device in DEVICES.items()},
         "axes": {name: ("row", "col", "tile")[axis] for name, axis in sorted(AXES.items())},
         "statistics": sorted(STATISTICS),
         "tiles": TILES,
@@ -191,11 +191,7 @@ def _stage(counted: NamedTraffic, stage: Stage, put: Any) -> dict[str, Any]:
 
     def buffer(b: Buffer) -> dict[str, Any]:
         sizes = {"row": b.per_row, "col": b.per_col, "score": b.per_score}
-        return {
-            "name": b.name,
-            "visit": b.visit,
-            **{k: put(v) for k, v in sizes.items()},
-        }
+        return {"name": b.name, "visit": b.visit, **{k: put(v) for k, v in sizes.items()}}
 
     return {
         "name": stage.name,
@@ -205,7 +201,7 @@ def _stage(counted: NamedTraffic, stage: Stage, put: Any) -> dict[str, Any]:
         "parts": stage.parts,
         "walks": put(plans.heads_of(stage, counted.problem)[0]),
         "serial": _serial(stage),
-        "buffers": [buffer(buffer_) for buffer_ in stage.buffers],
+        "buffers": [buffer(b) for b in stage.buffers],
         "strip": [buffer(move.tile) for move in stage.visit if move.holds],
         "before": _words(stage.before),
         "visit": _words(stage.visit),
