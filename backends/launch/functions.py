@@ -176,7 +176,6 @@ def tile_of(problem: Problem) -> BiasTile | None:
     return None if functions is None or problem.cu_seqlens_q is not None else functions.plain.tile
 
 
-@lru_cache(maxsize=256)
 def _tile_of(graph: Graph) -> BiasTile | None:
     found = []
     for n in graph.loads:
@@ -199,7 +198,6 @@ def band_of(problem: Problem) -> TableBand | None:
     return None if functions is None else functions.plain.band
 
 
-@lru_cache(maxsize=256)
 def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> TableBand | None:
     last = dict(extents)
     for n in graph.loads:
@@ -217,6 +215,15 @@ def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> TableBand | 
         if abs(sign) == 1 and of_k == -sign and inside and per_head:
             return TableBand(n, sign, offset)
     return None
+
+
+@lru_cache(maxsize=256)
+def _ahead(
+    score: Graph | None, extents: tuple[tuple[str, int], ...]
+) -> tuple[BiasTile | None, TableBand | None]:
+    """The elements that kernels have before they call the score function: a tile, else a band."""
+    tile = None if score is None else _tile_of(score)
+    return tile, None if score is None or tile else _band_of(score, extents)
 
 
 def _linear(graph: Graph, n: int) -> np.ndarray | None:
@@ -272,8 +279,7 @@ def _extents(problem: Problem) -> tuple[tuple[str, int], ...]:
 
 @lru_cache(maxsize=256)
 def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
-    tile = None if score is None else _tile_of(score)
-    band = None if score is None or tile else _band_of(score, extents)
+    tile, band = _ahead(score, extents)
     graphs = [g for g in (mask, score) if g is not None]
     reads = [(g, n) for g in graphs for n in g.loads if g.depends[n] & {"q", "k"}]
     ahead = tile.node if tile else band.node if band else None
@@ -303,8 +309,7 @@ def _sources(
     wanted: tuple[str, ...],
     extents: tuple[tuple[str, int], ...],
 ) -> tuple[emit.CudaSource, emit.CudaSource]:
-    tile = None if score is None else _tile_of(score)
-    band = None if score is None or tile else _band_of(score, extents)
+    tile, band = _ahead(score, extents)
     node = tile.node if tile else band.node if band else None
     given = dict(extents), node, band and (band.sign, band.offset)
     plain = emit.cuda_source(mask, score, (), *given)

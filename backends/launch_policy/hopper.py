@@ -127,7 +127,9 @@ class Hopper(Family):
             best = sorted(times, key=lambda t: microseconds(problem, t, times[t], processors))
         if self.brings_tiles and functions.tile_of(problem):
             best.sort(key=lambda t: not self.rings(problem, t, gpu).tile)
-        return tuple(t for t in best if self.forward_bytes(problem, t) <= gpu.shared_bytes)
+        return tuple(
+            t for t in best if self.forward_bytes(problem, t, Rings(2)) <= gpu.shared_bytes
+        )
 
     def fastest(self, asked: PassRequest) -> Tiling | None:
         """See `Family`."""
@@ -256,21 +258,21 @@ class Hopper(Family):
         unlimited = walk.stage.name == "fused" and p.left >= p.n_q + p.n_kv
         return unlimited and _drifts(walk) and clump * held(walk.stage, p) > room
 
-    def stages(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> int:
-        """The number of stages of the forward's ring buffers: three where they fit, else two."""
-        return 3 if self.forward_bytes(problem, tiling, 3) <= gpu.shared_bytes else 2
-
     def rings(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> Rings:
-        """The forward's ring buffers: with captured elements if they fit beside two stages."""
-        if self.brings_tiles and functions.tile_of(problem):
-            for rings in (Rings(3, 2), Rings(2, 2), Rings(2, 1)):
-                if hopper_kernels.forward_bytes(problem, tiling, rings) <= gpu.shared_bytes:
-                    return rings
-        return Rings(self.stages(problem, tiling, gpu))
+        """The forward's ring buffers: three stages of K and V where they fit, else two.
 
-    def forward_bytes(self, problem: Problem, tiling: Tiling, stages: int = 2) -> int:
-        """Shared memory of one block of the forward without captured elements, in bytes."""
-        return hopper_kernels.forward_bytes(problem, tiling, Rings(stages))
+        With captured elements if these fit beside two stages.
+        """
+        tiled = self.brings_tiles and functions.tile_of(problem)
+        possible = (Rings(3, 2), Rings(2, 2), Rings(2, 1)) if tiled else ()
+        for rings in (*possible, Rings(3)):
+            if self.forward_bytes(problem, tiling, rings) <= gpu.shared_bytes:
+                return rings
+        return Rings(2)
+
+    def forward_bytes(self, problem: Problem, tiling: Tiling, rings: Rings) -> int:
+        """Shared memory of one block of the forward, in bytes."""
+        return hopper_kernels.forward_bytes(problem, tiling, rings)
 
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
@@ -279,10 +281,7 @@ class Hopper(Family):
         given = problem, tiling, replace(variant, overlap=True)
         if stage == "forward":
             rings = self.rings(problem, tiling, gpu)
-            if rings.tile:
-                shared = hopper_kernels.forward_bytes(problem, tiling, rings)
-            else:
-                shared = self.forward_bytes(problem, tiling, rings.stages)
+            shared = self.forward_bytes(problem, tiling, rings)
             made = hopper_kernels.forward_kernel(*given, shared, rings)
         elif stage == "fused" and tiling == ROLES:
             made = hopper_kernels.roles_kernel(*given)

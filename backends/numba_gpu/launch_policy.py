@@ -12,6 +12,7 @@ from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
 from flashsim.backends.launch_policy import hopper
 from flashsim.backends.launch_policy.family import PLAIN, PassRequest, Walked
+from flashsim.backends.launch_policy.hopper_kernels import Rings
 from flashsim.backends.launch_policy.portable import Portable
 from flashsim.backends.numba_gpu import compiler
 from flashsim.backends.numba_gpu.hopper.smem_layout import DqAlone, KeysOutside, OnChip
@@ -50,10 +51,10 @@ class PythonHopper(hopper.Hopper):
         """See `Family`: never, since these kernels process a group's heads one by one."""
         return False
 
-    def forward_bytes(self, problem: Problem, tiling: Tiling, stages: int = 2) -> int:
+    def forward_bytes(self, problem: Problem, tiling: Tiling, rings: Rings) -> int:
         """Return the bytes of shared memory of one block of the forward."""
         sides = launch.padded_dims(problem)
-        return OnChip(tiling.block_q, tiling.block_k, *sides, stages).nbytes
+        return OnChip(tiling.block_q, tiling.block_k, *sides, rings.stages).nbytes
 
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu

@@ -210,7 +210,7 @@ def _tile_lines(
     """
     cuda, node = _Cuda(score.nodes, score.arrays, 0, extents, "s"), score.nodes[tile]
     before = len(node.args) - (2 if band is None else 1)  # axes whose index belongs to the head
-    plane, index = cuda.offset(node, before), ""
+    plane = cuda.offset(node, before)
     lines = ["    const int b = at.b, h = at.h;"]
     lines += cuda.statements(needed(cuda.nodes, node.args[:before]))
     take = "const FlashCaptured& c, const FlashHead& at"

@@ -81,7 +81,7 @@ def _trace(function: Callable[..., Any], arguments: Iterable[str], kind: str, fo
                 "on the score; an index may depend on b, h, q, k and captured integers"
             )
     # `graph` keeps the arrays that are read, in their order
-    nodes = tuple(recorder.builder.nodes)
+    nodes = recorder.builder.nodes
     read = sorted({nodes[n].value for n in needed(nodes, [root]) if nodes[n].op == "load"})
     return Traced(graph, tuple(recorder.arrays[a] for a in read))
 

@@ -30,6 +30,7 @@ from flashsim.backends.launch.kernel import Box, Variant
 from flashsim.backends.launch_policy import cost_model
 from flashsim.backends.launch_policy.cost_model import ROLES
 from flashsim.backends.launch_policy.hopper import HOPPER, Hopper
+from flashsim.backends.launch_policy.hopper_kernels import Rings
 from flashsim.backends.launch_policy.portable import PORTABLE
 from flashsim.engines.engine import Job
 from flashsim.errors import OptionError, TilingError, UnsupportedError
@@ -613,12 +614,12 @@ def test_the_tile_goes_by_rounds_visits_and_what_fits(n, head_dim, heads, gpu, t
 
 def test_rings_have_as_many_stages_as_fit():
     p, tiling = PROBLEMS["128"], Tiling(128, 128)
-    assert HOPPER.stages(p, tiling, H200) == 3
-    assert HOPPER.stages(p, tiling, replace(H200, shared_bytes=200 << 10)) == 2
-    assert HOPPER.stages(p, Tiling(128, 176), H200) == 2
+    assert HOPPER.rings(p, tiling, H200) == Rings(3)
+    assert HOPPER.rings(p, tiling, replace(H200, shared_bytes=200 << 10)) == Rings(2)
+    assert HOPPER.rings(p, Tiling(128, 176), H200) == Rings(2)
     (one,) = HOPPER.forward_passes(p, tiling, H200, "ascending", "")
     assert dict(one.kernel.constants)["FS_STAGES"] == 3
-    assert one.kernel.shared_bytes == HOPPER.forward_bytes(p, tiling, 3)
+    assert one.kernel.shared_bytes == HOPPER.forward_bytes(p, tiling, Rings(3))
 
 
 def test_a_launch_takes_as_long_as_its_fullest_block():

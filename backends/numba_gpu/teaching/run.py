@@ -140,7 +140,9 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
             call.walk("col", "dkdv", teaching.dkdv_kernel, (*inputs, dq, dk, dv, *given))
             call.walk("row", "dq", teaching.dq_kernel, (*inputs, dq, *given))
         results = {"dq": dq, "dk": dk, "dv": dv}
-        more = functions.gradients(call.shape.functions, device.host(sums))
+        more: dict[str, np.ndarray] = {}
+        if p.score_grads:  # else nothing was added, and the call need not wait for the kernels
+            more = functions.gradients(call.shape.functions, device.host(sums))
         if p.sinks:
             rows, less = (device.host(x) for x in (lse, delta))
             more["dsinks"] = -(np.exp(_sinks(job)[:, None] - rows) * less).sum(axis=(0, 2))

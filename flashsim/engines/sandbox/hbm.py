@@ -127,7 +127,7 @@ class OpenHbm:
         nbytes = math.prod((p.batch, heads, *sides)) * numpy_dtype(kind).itemsize
         if self._most is not None and nbytes > self._most:
             raise OptionError(
-                f"workspace {name!r} of {nbytes:,} Bis too large: the grader allows "
+                f"workspace {name!r} of {nbytes:,} B is too large: the grader allows "
                 f"{self._most:,} B more"
             )
         self._most = None if self._most is None else self._most - nbytes
