@@ -5,8 +5,8 @@
     python benchmarks/verify.py --from FOLDER --out docs/data/verify-h200.csv   # anywhere
 
 Forward, three-pass and fused backward, both families of backend "cupy". The shapes have 16 Ki
-tokens per batch and 2048 / d heads: d 64 and 128, N 1 Ki to 16 Ki, causal and not, then grouped heads, a
-window and ragged lengths, which all exceed L2, and two shapes that fit. Then the Hopper family's
+tokens per batch and 2048 / d heads: d 64 and 128, N 1 Ki to 16 Ki, causal and not, then grouped
+heads, a window and ragged lengths, which all exceed L2, and two shapes that fit. Then the Hopper family's
 fused backward in a fixed order ("in-order") on shapes of N = 4096, and backend "numba_cuda" on two
 shapes. The table has one row per kernel and quantity.
 Two processes measure (one counts, one is profiled); --keep saves what they gave, --from
