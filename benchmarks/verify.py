@@ -6,12 +6,11 @@
 
 Forward, three-pass and fused backward, both families of backend "cupy". The shapes have 16 Ki
 tokens per batch and 2048 / d heads: d 64 and 128, N 1 Ki to 16 Ki, causal and not, then grouped
-heads, a window and ragged lengths, which all exceed L2, and two shapes that fit. Then the Hopper family's
-fused backward in a fixed order ("in-order") on shapes of N = 4096, and backend "numba_cuda" on two
-shapes. The table has one row per kernel and quantity.
-Two processes measure (one counts, one is profiled); --keep saves what they gave, --from
-reads it again. `flashsim verify --summary FILE` sums the table up. What the quantities are:
-docs/guides/truth.md.
+heads, a window and ragged lengths, which all exceed L2, and two shapes that fit. Then the Hopper
+family's fused backward in a fixed order ("in-order") on shapes of N = 4096, and backend
+"numba_cuda" on two shapes. The table has one row per kernel and quantity. Two processes measure
+(one counts, one is profiled); --keep saves what they gave, --from reads it again. `flashsim verify
+--summary FILE` sums the table up. What the quantities are: docs/guides/truth.md.
 
 `--shapes widths` measures other head dimensions instead, small: those that no chunk of 64 columns
 divides, values narrower than keys, ragged lengths.
