@@ -71,8 +71,8 @@ class KernelExercise:
         Whether the function takes the flag.
     truth : function of (arrays, problem, dtype), optional
         The outputs by name, where it is not attention.
-    budget : function of the task
-        Bytes of full marks, by operation and tensor.
+    budget : function of the task, optional
+        Bytes of full marks, by operation and tensor. Default: those of attention.
     wrong : tuple of (find, put, words)
         Wrong solutions for ``flashsim exercise check``, as for `Exercise`.
     revealed, file
@@ -89,7 +89,7 @@ class KernelExercise:
     path: str = ""
     flag: bool = True
     truth: Callable[[Arrays, Problem, str], Arrays] | None = None
-    budget: Callable[[Task], Transfers] = attention_bytes
+    budget: Callable[[Task], Transfers] | None = None
     wrong: tuple[tuple[str, str, str], ...] = ()
     revealed: bool = True
     file: str = ""
@@ -130,9 +130,10 @@ class KernelExercise:
     @cached_property
     def full_marks(self) -> dict[tuple[str, str], int]:
         """Bytes of full marks over all cases, by operation and tensor."""
+        budget = self.budget or attention_bytes
         found: dict[tuple[str, str], int] = {}
         for case in self.cases:
-            for key, nbytes in self.budget(case.task).items():
+            for key, nbytes in budget(case.task).items():
                 found[key] = found.get(key, 0) + nbytes
         return found
 

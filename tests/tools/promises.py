@@ -138,7 +138,7 @@ def page() -> str:
         lines += ["", f"## {name[0].upper()}{name[1:]}", "", *textwrap.wrap(text, 100), ""]
         for file, tests in held.get(name, {}).items():
             only = "" if tests is None else ": " + ", ".join(f"`{test}`" for test in tests)
-            lines.append(f"- [{file.removeprefix('tests/')}](../../{file}){only}")
+            lines.append(f"- `{file}`{only}")
     return "\n".join(lines) + "\n"
 
 
