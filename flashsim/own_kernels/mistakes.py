@@ -50,6 +50,8 @@ class Way:
         The LSE that is stored: of base e is right.
     rows : int
         Rows per program whose loop ends at the diagonal, so that no later key is seen; 0: no end.
+    early : bool
+        The loop ends before the program's own rows.
     """
 
     factor: float = 1.0
@@ -66,6 +68,7 @@ class Way:
     axis: int = -1
     lse: str = "e"
     rows: int = 0
+    early: bool = False
 
 
 def forward(p: Problem, x: Arrays, way: Way, block_k: int) -> dict[str, np.ndarray]:
@@ -75,7 +78,8 @@ def forward(p: Problem, x: Arrays, way: Way, block_k: int) -> dict[str, np.ndarr
     lse = np.zeros((heads, p.n_q))
     keep = _kept(p, way)
     if way.rows:
-        ends = (np.arange(p.n_q) // way.rows + 1) * way.rows + p.n_kv - p.n_q
+        tile = np.arange(p.n_q) // way.rows + (not way.early)
+        ends = tile * way.rows + p.n_kv - p.n_q
         keep = keep & (np.arange(p.n_kv) < -(-ends // block_k)[:, None] * block_k)
     for head in range(heads):
         key = _key_head(p, head, way)
@@ -223,8 +227,16 @@ def backward(p: Problem, x: Arrays, way: Back, block_k: int) -> dict[str, np.nda
 Made = Callable[[], dict[str, np.ndarray]]
 
 
-def known(p: Problem, x: Arrays, block_q: int, block_k: int) -> Iterator[tuple[str, Made]]:
-    """Yield each mistake: what to tell the reader, and a function that makes it."""
+def known(
+    p: Problem, x: Arrays, block_q: int, block_k: int, scale: float | None = None
+) -> Iterator[tuple[str, Made]]:
+    """Yield each mistake: what to tell the reader, and a function that makes it.
+
+    `scale` is the kernel's own, if it differs from the problem's.
+    """
+    if scale is not None:
+        text = f"the scores are multiplied by {scale:.6g}; the scale is {p.scale:.6g}"
+        yield text, lambda: forward(replace(p, scale=scale), x, Way(), block_k)
     for text, way in _forward_mistakes(p, block_q, block_k):
         yield text, lambda way=way: forward(p, x, way, block_k)  # type: ignore[misc]
     if "dO" in x:
@@ -275,6 +287,11 @@ def _forward_mistakes(p: Problem, block_q: int, block_k: int) -> Iterator[tuple[
         yield (
             "the causal mask is shifted by one: a query does not see its own key (> for >=)",
             replace(way, shift=-1),
+        )
+        yield (
+            "the loop over keys ends before the diagonal: (i + 1) * BLOCK rows see keys, not i * "
+            "BLOCK",
+            replace(way, rows=block_q, early=True),
         )
         for rows in (0, block_q):
             yield (

@@ -38,6 +38,9 @@ class BlockPointer:
         """The type of the base, as kernels ask for it (`p.dtype.element_ty`)."""
         return self.base.dtype
 
+    #: Kernels also write `p.type.element_ty`.
+    type = dtype
+
     def lanes(self, boundary_check: Iterable[int]) -> tuple[Any, Any]:
         """Return handles of the pointers of the block, and of those inside of checked bounds."""
         size = max(1, self.element.primitive_bitwidth // 8)
