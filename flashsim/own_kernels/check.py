@@ -276,11 +276,11 @@ def _mistake(
 ) -> str:
     """Return the first known mistake that gives all the outputs as they are; "" if none does."""
     block_q, block_k = (max(sides) for sides in zip(*g.heights, strict=True))
-    scale = g.scale
-    if scale is not None and (scale <= 0 or math.isclose(scale, p.scale, rel_tol=1e-6)):
-        scale = None
+    own = g.scale
+    if own is not None and (own <= 0 or math.isclose(own, p.scale, rel_tol=1e-6)):
+        own = None
     with np.errstate(all="ignore"):
-        for text, make in mistakes.known(p, inputs, block_q, block_k, scale):
+        for text, make in mistakes.known(p, inputs, block_q, block_k, own):
             made = make()
             if not set(made) & set(got):
                 continue
