@@ -170,6 +170,8 @@ def _split(target: str) -> tuple[Path, str]:
     path = Path(file)
     if not path.is_file():
         raise OptionError(f"there is no file {file!r}; give FILE.py:function")
+    if path.suffix != ".py":
+        raise OptionError(f"{file!r} is no Python file; give FILE.py:function")
     return path, function
 
 

@@ -257,7 +257,7 @@ def _rebuild(values: dict) -> Device:
 
 @cache
 def _key(name: str) -> str:
-    return "".join(c for c in name.lower() if c.isalnum())
+    return "".join(c for c in name.lower() if c not in " -_")
 
 
 def _tera(**peaks: float) -> dict[str, float]:

@@ -178,6 +178,7 @@ def test_torch_tensors_on_a_gpu_stay_on_the_cpu(tmp_path):
     ("words", "said"),
     [
         (["nowhere.py:f"], "there is no file 'nowhere.py'"),
+        ([f"{ROOT}/README.md"], "README.md' is no Python file; give FILE.py:function"),
         ([f"{FLASH}:backwards"], "has no 'backwards'; possible:"),
         ([f"{FLASH}:attention_forward"], "is itself a kernel; name a function that launches it"),
         ([f"{ROOT}/examples/triton/softmax.py:softmax"], "give it by --set x=VALUE"),
