@@ -20,6 +20,7 @@ from typing import NamedTuple
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
+from numba.core import config
 
 from flashsim.engines.cpu.bf16_dot import codegen, tiles
 from flashsim.engines.cpu.micro_kernels import decode_gemv_amx, pair_writer, registers
@@ -251,8 +252,10 @@ class TwoFmas(pair_writer.PairCode):
 def emulate(monkeypatch) -> None:
     """Let the engine compile for the two emulated kinds while a test lasts, and keep nothing of it:
     to a process that has not imported this module an index that names the two is a damaged one.
+    Code that runs nowhere else, and a few times, is not optimised: that takes LLVM longer.
     """
     monkeypatch.setattr(compiled._Disk, "save_overload", lambda *_: None)
+    monkeypatch.setattr(config, "OPT", type(config.OPT)(0))
     for name, callback in _CALLBACKS.items():
         llvm.add_symbol(name, ctypes.cast(callback, ctypes.c_void_p).value)
     for kind, pairs in ((EmulatedAmx, "machine"), (EmulatedBf16, "fmas")):
