@@ -25,6 +25,7 @@ MLA = Problem(
 GROUPED = {"heads": 8, "kv_heads": 2, "dtype": "bfloat16"}
 
 
+@pytest.mark.promise("kernels compile")
 @pytest.mark.parametrize(
     ("page", "more"),
     [
@@ -44,6 +45,7 @@ def test_latent_attention_stays_in_registers(page, more):
     assert spilled == 0
 
 
+@pytest.mark.promise("kernels compile")
 @pytest.mark.parametrize(("d", "page", "arch"), [(128, 16, "sm_90"), kernels_only(64, 0, "sm_80")])
 def test_a_shared_prefix_stays_in_registers(d, page, arch):
     p = Problem(1, 8192, d, batch=32, heads=32, kv_heads=8, dtype="bfloat16")
@@ -63,6 +65,7 @@ def test_latent_blocks_fill_the_multiprocessors():
         assert made.grid[0] <= H200.multiprocessors or splits == 1
 
 
+@pytest.mark.promise("three counts equal")
 @settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.integers(0, 700), min_size=1, max_size=5).filter(any),
@@ -114,6 +117,7 @@ def test_a_shared_prefix_is_cut_up_once(own, pages, splits, n_q):
     assert shared | mine == {*range(made.slots)}
 
 
+@pytest.mark.promise("refuses bad input")
 def test_what_is_refused():
     a100 = GPUS["sm_80"]
     with pytest.raises(UnsupportedError, match=r"decoded on Hopper .* not on A100"):
@@ -135,6 +139,7 @@ def test_what_is_refused():
         decode.check(replace(p, dtype="float32"), H200)
 
 
+@pytest.mark.promise("refuses bad input")
 def test_keys_past_32_bits_are_refused():
     long = {"n_kv": 2**31, "batch": 1}
     plain = Problem(1, 2**31, 128, **GROUPED)
