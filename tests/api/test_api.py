@@ -223,6 +223,7 @@ def test_a_bias_is_read_at_every_call(x, backend):
 def test_a_request_has_the_keywords_of_run():
     keywords = dict(flashsim.run.__kwdefaults__)
     assert keywords.pop("bias") is None
+    assert keywords.pop("decode") is None  # its fields are options
     assert Request()._asdict() == {**keywords, "options": ()}
 
 

@@ -228,19 +228,22 @@ def _form(
     device: Device,
 ) -> str:
     """The algorithm of the backward pass that `Result.backward` runs with this `deterministic`."""
-    form = plans.backward_form(algorithm, deterministic)
-    if algorithm != "flash2" or tiling is not None:
-        return form
     family, gpu = _family(_named(kernels, device), "backward"), Gpu.like(device)
-    if family.stores_dq(problem, gpu, ordered=deterministic):
-        return "flash2-once"
-    if deterministic and family.orders_dq(problem):
+    form, ordered = plans.fastest_backward(
+        algorithm,
+        deterministic,
+        tiled=tiling is not None,
+        stores_dq=lambda _: family.stores_dq(problem, gpu, ordered=deterministic),
+        orders_dq=lambda _: family.orders_dq(problem),
+        fuses=lambda _: family.fuses(problem, gpu),
+    )
+    if ordered:
         raise UnsupportedError(
             "here the kernels would run the fused backward that adds to dQ in a fixed order, "
             "whose time cannot be predicted; use algorithm='flash2' without deterministic for "
             "the time of three passes"
         )
-    return form if deterministic or family.fuses(problem, gpu) else "flash2"
+    return form
 
 
 def made_for(device: Device) -> str:
