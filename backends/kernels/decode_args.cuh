@@ -4,7 +4,7 @@ struct DecodeArgs {
     float* lse;              // (batch * heads, n_q)
     float *o_part, *l_part;  // (slots, kv_heads, rows, FS_HEAD_DIM_V), (slots, kv_heads, rows)
     u32* arrived;            // (batch, kv_heads, row tiles): splits done; 0 between launches
-    const int4* items;       // launch_policy.decode.items: two of each
+    const int4* items;       // launch_policy.decode_plan.items: two of each
     const int* table;        // (batch, table_row): each sequence's pages
     // FS_DYNAMIC: of each sequence where its live keys end, where they begin, and its entry of the
     // cache; where absent a.capacity, 0, and its own number. With pages only the first counts.

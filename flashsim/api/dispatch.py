@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from flashsim.engines.engine import Engine
+from flashsim.engines.protocol import Engine
 from flashsim.errors import require_numba
 from flashsim.problem import checks
 

@@ -13,8 +13,8 @@ from flashsim.api import array_libraries, dispatch, inputs, scales
 from flashsim.api.arrays import expand, only_dlpack, require_numpy
 from flashsim.api.inputs import Request
 from flashsim.api.kv_cache import CACHES, check_alike, live_lengths, live_problem
-from flashsim.engines.engine import Engine, Job
 from flashsim.engines.nothing import Nothing
+from flashsim.engines.protocol import Engine, Job
 from flashsim.errors import (
     BackendUnavailable,
     OptionError,

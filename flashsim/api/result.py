@@ -20,7 +20,7 @@ from flashsim.api.arrays import (
     warn_of_overflow,
 )
 from flashsim.api.request import Checked, adopted
-from flashsim.engines.engine import Job, Outcome
+from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import TraceError, UnsupportedError, own_errors
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype

@@ -16,7 +16,7 @@ from flashsim.api.arrays import require_numpy, squeeze
 from flashsim.api.inputs import Request
 from flashsim.api.request import Checked
 from flashsim.api.result import Result, provenance
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.engines.sandbox.hbm import require_shape
 from flashsim.engines.sandbox.machine import OpenMachine
 from flashsim.engines.sandbox.running import one_argument, put, require_stored, run, size

@@ -150,7 +150,7 @@ def jobs(monkeypatch):
 
     from flashsim.api import dispatch
     from flashsim.api import request as requests
-    from flashsim.engines.engine import Outcome
+    from flashsim.engines.protocol import Outcome
 
     asked = []
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flashsim import Problem, Tiling
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError
 from flashsim.problem.problem import numpy_dtype
 from flashsim.trace.events import PHASES
@@ -24,8 +24,8 @@ from test_emulated_decode import AMPERE, CASCADES, CASES, H200
 from flashsim.api import inputs
 from flashsim.backends.cupy_gpu import arrays, decode, launching
 from flashsim.backends.cupy_gpu import engine as cupy_engine
-from flashsim.backends.launch_policy import decode as family
 from flashsim.backends.launch_policy import decode_kernels
+from flashsim.backends.launch_policy import decode_plan as family
 
 needs_gcc = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 

@@ -23,7 +23,7 @@ import flashsim
 from flashsim import Problem, Tiling
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Kernel
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
 from flashsim.problem.masks import BlockMask
 
@@ -541,16 +541,16 @@ def test_output_is_waited_for_between_the_maxima_and_the_exponentials(name, tmp_
 def test_ptxas_says_where_an_output_is_not_waited_for(tmp_path, monkeypatch):
     """Results would not show it: where O is used, ptxas adds a wait, and serialises products."""
     from flashsim.backends.numba_gpu import compiler
-    from flashsim.backends.numba_gpu.hopper import tiles
+    from flashsim.backends.numba_gpu.hopper import wgmma_tiles
 
-    sound = tiles.product_wait
+    sound = wgmma_tiles.product_wait
     kernel = hopper_kernel(HOPPER_PROBLEMS["64 causal"])
     dv = dict(kernel.constants)["FS_DV"]
 
     def faulty(pending, n):
         return sound(2 if n == dv else pending, n)
 
-    monkeypatch.setattr(tiles, "product_wait", faulty)
+    monkeypatch.setattr(wgmma_tiles, "product_wait", faulty)
     log = ptxas(compiler.ptx(kernel, (9, 0)), tmp_path)
     assert "C7514" in log, log
 

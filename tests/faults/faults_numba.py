@@ -23,7 +23,7 @@ from pathlib import Path
 from faults import Fault
 
 NUMBA = "flashsim.backends.numba_gpu"
-FORWARD, TILES = f"{NUMBA}.hopper.forward", f"{NUMBA}.hopper.tiles"
+FORWARD, TILES = f"{NUMBA}.hopper.forward", f"{NUMBA}.hopper.wgmma_tiles"
 KEYS = f"{NUMBA}.hopper.kv_outer"
 BACKWARD, GRADIENTS = f"{NUMBA}.hopper.backward", f"{NUMBA}.hopper.gradients"
 SOFTMAX = f"{NUMBA}.tensor.softmax"

@@ -13,7 +13,7 @@ from flashsim.api.request import Checked
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch_policy import cost_model
 from flashsim.backends.launch_policy.hopper import HOPPER
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.studies.predict import Constants, predict
 from flashsim.studies.predict.blocks import in_launches
 from flashsim.studies.predict.calibration import CALIBRATED

@@ -31,7 +31,7 @@ OMIT = (
 #: Only kernels on the emulator come here: where it cannot be built, these files are no part of it.
 EMULATED = (
     *("backends/cupy_gpu/decode.py", "backends/cupy_gpu/softmax_matmul.py"),
-    "backends/reports/decode.py",
+    "backends/reports/decode_report.py",
 )
 LEFT_OUT = () if sys.platform == "linux" and shutil.which("g++") else EMULATED
 OMIT += LEFT_OUT
