@@ -1,7 +1,7 @@
 // The argument struct of the decoding kernels. Values that differ per tile are computed in the
 // kernel.
 struct DecodeArgs {
-    Tensor q, o, k, v;  // k, v: (batch, kv_heads, n, d); in a paged cache (pages, kv_heads, PAGE, d)
+    Tensor q, o, k, v;  // k, v: (batch, kv_heads, n, d); paged (pages, kv_heads, PAGE, d)
     float* lse;              // (batch * heads, n_q)
     float *o_part, *l_part;  // (slots, kv_heads, rows, FS_HEAD_DIM_V), (slots, kv_heads, rows)
     u32* arrived;  // (batch, kv_heads, row tiles): number of finished splits; 0 between launches

@@ -33,10 +33,10 @@ constexpr int SLICE = BLOCK_Q == 128 ? 32 : FS_SCORE_MOD ? 64 : 16, SLICES = BLO
 constexpr bool HALFWAY = BLOCK_Q == 128 && !FS_ONCE && !FS_SCORE_LATE;
 // dK of a visit is waited for in the next visit, if registers suffice.
 constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP && !FS_SCORE_MOD;
-// The initial values of the next visit's scores are loaded while this visit's last products run: for
-// this many rows, the load takes long. At 32 columns under a causal mask or window, the early load
-// is slower. (So is an early load of dP's initial values at 32 columns; wider, it needs too many
-// registers.)
+// The initial values of the next visit's scores are loaded while this visit's last products run:
+// for this many rows, the load takes long. At 32 columns under a causal mask or window, the early
+// load is slower. (So is an early load of dP's initial values at 32 columns; with more columns it
+// needs too many registers.)
 constexpr bool EARLY =
     FS_FUSED && START && BLOCK_Q == 128 && !FS_ONCE && (COLUMNS > 32 || !FS_RIGHT);
 // dQ of a visit is computed in the next visit, so that no warpgroup waits for the other's dS.
@@ -361,8 +361,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             pin(dQ);
             // the next work tile's K may be loaded
             if (!DEFERRED && speaks && left == 1) arrive(&s.k_empty);
-            // -- dQ is sent while dK runs: staged here, sent by another warp
-            // ---------------------------
+            // -- dQ is sent while dK runs: staged here, sent by another warp ----------------------
             if (due) {
                 if (DEFERRED && speaks) arrive(&s.ds_free[of]);
 #if FS_ONCE

@@ -471,7 +471,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             arrive(&s.q_empty[g]);
         }
 
-        // -- O / l and L = m + log l, straight from registers -----------------------------------
+        // -- O / l and L = m + log l, straight from registers -------------------------------------
         const int head = it.walk % a.heads, batch = it.walk / a.heads;
         u32 o_bytes = 0, lse_bytes = 0;
 #pragma unroll

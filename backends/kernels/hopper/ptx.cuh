@@ -48,7 +48,7 @@ __device__ inline void named_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
 
-// -- clusters of blocks ------------------------------------------------------------------------
+// -- clusters of blocks ---------------------------------------------------------------------------
 // Waits for all threads of the cluster that have not exited, and makes their writes to shared
 // memory visible.
 __device__ inline void cluster_sync() {

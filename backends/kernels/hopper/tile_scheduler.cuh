@@ -166,7 +166,7 @@ __device__ inline constexpr int columns_taken(int step) {
     return ((FS_HEAD_DIM > FS_HEAD_DIM_V ? FS_HEAD_DIM : FS_HEAD_DIM_V) + step - 1) / step * step;
 }
 
-// -- accumulator fragments -----------------------------------------------------------------------
+// -- accumulator fragments ------------------------------------------------------------------------
 // In a 64-row accumulator, a thread holds rows r = 16 (warp % 4) + lane / 4 and r + 8. Of each 8
 // columns it holds the pair at 2 (lane % 4): element e is row e / 2 % 2, column 8 (e / 4) + e % 2 +
 // pair.

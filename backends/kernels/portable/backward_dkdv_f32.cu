@@ -1,6 +1,7 @@
-// FlashAttention-2 backward, KV-outer, in float32, no tensor cores; backward_dkdv.cu's walk.
-// Where things live: K, V in shared memory for the whole block; Q, dO, P, dS in shared memory for
-// one visit; dK, dV, S, dP in registers.
+// FlashAttention-2 backward, KV-outer, in float32, without tensor cores; the loops are
+// backward_dkdv.cu's.
+// Where tensors are held: K, V in shared memory for the whole block; Q, dO, P, dS in shared memory
+// for one visit; dK, dV, S, dP in registers.
 #include "common.cuh"
 #include "simt.cuh"
 #include "scores.cuh"
