@@ -25,7 +25,7 @@ from flashsim.backends.launch.kernel import row_elements
 from flashsim.errors import DTypeError
 from flashsim.problem.problem import numpy_dtype
 
-#: What carries the bits of types that CuPy may lack, by bytes.
+#: Types that carry the bits of types that CuPy may lack, by size in bytes.
 _RAW = {1: np.uint8, 2: np.uint16}
 
 
@@ -99,7 +99,7 @@ class CupySpace(Space):
             array = cupy.asarray(array)
         size = array.itemsize
         if size == 1:
-            array = array.view(np.uint8)  # FP8, of which CuPy can keep arrays but not copy them
+            array = array.view(np.uint8)  # FP8: CuPy can hold such arrays but not copy them
         batch, head, row, last = array.strides
         if _readable(array.data.ptr | batch | head | row, last // size, array.shape[-1]):
             return View((array.data.ptr, batch // size, head // size, row // size), array)
@@ -179,7 +179,7 @@ class TorchSpace(Space):
 
         self.torch, self.device = torch, device
         self._float32 = torch.empty(0, dtype=torch.float32, device=device)
-        # torch's own short cut, where it has it, saves making a Stream object at every call.
+        # If available, torch's shortcut avoids a Stream object per call.
         self._stream = getattr(
             torch._C,
             "_cuda_getCurrentRawStream",
@@ -200,7 +200,7 @@ class TorchSpace(Space):
 
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
         """See `Space`."""
-        # Integers one by one take torch half the time of a tuple.
+        # torch parses separate integers in half the time of a tuple.
         made = (self._float32 if like is None else like).new_empty
         return made(*shape) if shape else made(())
 
@@ -270,7 +270,7 @@ class ForeignStream:
         self._device, self._pointer = cupy.cuda.Device(device), stream
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._pointer  # what Stream.from_external asks for
+        return 0, self._pointer  # the protocol of Stream.from_external
 
     def __enter__(self) -> None:
         self._device.__enter__()
@@ -325,7 +325,7 @@ def upload(array: np.ndarray) -> cupy.ndarray:
 
 
 def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
-    """Raise `DTypeError` unless `array` lives in `space`, where the forward pass ran."""
+    """Raise `DTypeError` unless `array` is in `space`, where the forward pass ran."""
     if _space(name, array, dtype) is not space:
         raise DTypeError(
             f"{name} must be on the same device as q, k and v, got {_place(array)}; the forward "
@@ -357,10 +357,10 @@ def space_of(arrays: dict[str, Any], dtype: str) -> Space:
 
 
 _AS_IT_IS = nullcontext()
-#: Of torch, by GPU; and the classes whose arrays are torch's.
+#: Spaces of torch tensors, by GPU; and the classes of torch's arrays.
 _OF_TORCH: dict[int, Space] = {}
 _TENSORS: set[type] = set()
-#: DLPack's numbers for memory of a GPU and for managed memory.
+#: DLPack's device types for GPU memory and managed memory.
 _DLPACK_CUDA = (2, 13)
 
 
@@ -380,7 +380,7 @@ def _space(name: str, array: Any, dtype: str) -> Any:
     if is_torch(array):
         if not array.is_cuda:
             raise DTypeError(
-                f"{name} is a torch tensor on {array.device}; move it with {name}.cuda(), or give "
+                f"{name} is a torch tensor on {array.device}; move it with {name}.cuda(), or pass "
                 f"{name}.numpy()"
             )
         _TENSORS.add(type(array))

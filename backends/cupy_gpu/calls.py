@@ -34,8 +34,8 @@ from flashsim.trace.events import StageTrace
 
 Load = Callable[[Kernel, int], Any]
 
-#: What a call changes of ``struct Args``, which begins with it: every tensor's address and strides,
-#: and the addresses of scratch arrays.
+#: The leading fields of ``struct Args``, which differ from call to call: address and strides of
+#: every tensor, and the addresses of scratch arrays.
 _HEAD = struct.Struct("<" + "Qqqq" * len(launch.TENSORS) + "Q" * len(launch.SCRATCH))
 _REPORTS = struct.Struct("<" + "Q" * len(launch.REPORTS))
 _REPORTS_AT = _HEAD.size + 8 * len(launch.TABLES)
@@ -164,13 +164,14 @@ class ReadyPass:
         self._launch = Launcher(
             load(kernel, device), kernel, (across, down), overlap=kernel.overlaps
         )
-        self._lock = Lock()  # the buffer is one, threads may be several
+        self._lock = Lock()  # there is one buffer, and there may be several threads
         self.needs_counter = (
             bool(boxes) and one.kernel.cluster == 1 and one.grid[0] < len(one.items)
         )
-        # By stream: a launch leaves its counter as it found it, at 0, for the next one there.
+        # Counters by stream: a launch leaves its counter at 0 for the next launch in the stream.
         self._counters: dict[int, cupy.ndarray] = {}
-        # By what tensor maps are made of: allocators give the same addresses again and again.
+        # Launch parameters by the inputs of their tensor maps: allocators return the same addresses
+        # repeatedly.
         self._parameters_of = lru_cache(maxsize=64)(self._parameters)
         at = [number for box in boxes for number in _map_of(box)]
         self._made_of = itemgetter(*at) if boxes else lambda head: ()
@@ -194,7 +195,7 @@ class ReadyPass:
             address = next(values)
             if box.tensor == launch.TILE:
                 tile = tile_of(p)
-                assert tile is not None  # else the kernel has no such box
+                assert tile is not None  # otherwise the kernel has no such box
                 return tensor_maps.encode_tile(tile, box, address)
             dq = box.tensor == DQ_ACC
             strides = NewArrays.of(p).dq.strides if dq else tuple(islice(values, 3))
@@ -409,7 +410,8 @@ class Plan:
         dk = space.empty(sizes.dk.shape, like)
         dv = space.empty(sizes.dv.shape, like)
         if summed is not None:
-            # One array for dQ's accumulator and, behind it, delta: each takes the host a µs or two.
+            # One array for dQ's accumulator, followed by delta: each allocation costs the host 1 to
+            # 2 µs.
             scratch = space.empty((summed + sizes.rows,))
         if self.ordered:
             turns = space.counters((sizes.rows, 2))

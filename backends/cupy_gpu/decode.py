@@ -27,7 +27,7 @@ from flashsim.problem import checks, live_keys
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
-#: Of ``struct DecodeArgs`` what a call changes: it begins with it, but for two integers.
+#: The leading fields of ``struct DecodeArgs``, which differ from call to call; two integers do too.
 _HEAD = struct.Struct(
     "<" + "Qqqq" * len(decode_kernels.TENSORS) + "Q" * len(decode_kernels.POINTERS)
 )
@@ -79,7 +79,7 @@ class Workspace:
         return held[1].data.ptr
 
 
-#: Of calls that bring none: one a stream, for all but results, which are new at each call.
+#: Workspaces of calls that pass none, one per stream; results are new arrays at each call.
 _WORKSPACES: dict[tuple[int, int], Workspace] = {}
 
 
@@ -103,8 +103,8 @@ def _parts(
     return own.partial(space, made), None
 
 
-#: Of captured calls, by device, capture and stream. A graph may be replayed at any time, so nothing
-#: is ever given back: a few KiB per capture.
+#: Counters of captured calls, by device, capture and stream. A graph may be replayed at any time,
+#: so they are never freed: a few KiB per capture.
 _CAPTURED: dict[tuple[int, int, int], list[cupy.ndarray]] = {}
 
 
@@ -139,7 +139,7 @@ class _Ready:
             self._merges = cupy.asarray(made.merges)
             function = nvrtc.load(made.merge, device)
             self._merge = Launcher(function, made.merge, made.merge_grid, overlap=made.overlaps)
-        self._lock = Lock()  # the buffer is one, threads may be several
+        self._lock = Lock()  # there is one buffer, and there may be several threads
 
     def __call__(
         self,
@@ -350,7 +350,7 @@ def _forward(
         return outcome, _totals(reports)
 
 
-_NO_LENGTHS = (0, 0, 0)  # lengths, starts, entries
+_NO_LENGTHS = (0, 0, 0)  # addresses of lengths, starts, entries
 _REPORTS = ("visit_counts", "item_counts", "visit_stamps", "item_stamps")
 _NOTHING = (0,) * len(_REPORTS)
 _WHOLE = (0, *_NO_LENGTHS, *_NOTHING)  # no table

@@ -1,4 +1,4 @@
-"""Passes on torch tensors whose request was checked before: from the tensors straight to launches.
+"""Passes on torch tensors with an already checked request: from the tensors directly to launches.
 
 `flashsim.torch` keeps one `Direct` per shapes, types and options, and calls it eagerly and inside
 its operators. A call reads addresses and strides, allocates the results and launches.
@@ -18,7 +18,7 @@ _EXPLAINING = Explaining()
 
 
 class Placed:
-    """A forward pass on memory of another library, at given addresses: contiguous arrays.
+    """A forward pass on contiguous arrays of another library, given by their addresses.
 
     Parameters
     ----------

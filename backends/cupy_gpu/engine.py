@@ -27,14 +27,14 @@ from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError
 from flashsim.problem.hardware import Device, reported
 from flashsim.problem.problem import Problem
 
-#: Of FP8 inputs: what they are multiplied by, and V as `quantize` lays it out.
+#: Options of FP8 inputs: the scales, and V as `quantize` transposes it.
 _FP8 = ("scales", "scale_block", "v_transposed")
 OPTIONS: frozenset[str] = frozenset({"kernel", "allow_tf32", *DECODING, *_FP8})
 #: Kernel families by the names of the option `kernel`.
 KERNELS: dict[str, Family] = {"portable": PORTABLE, "hopper": HOPPER}
 ALGORITHMS = ("flash2", "flash2-fused", "flash2-once")
 OLDEST = (8, 0)
-#: What picks a family for a job without arrays: ``(job, gpu, direction)``.
+#: A function that selects a family for a job without arrays: ``(job, gpu, direction)``.
 FamilyOf = Callable[[Job, Gpu, str], Family]
 
 failures.require_cupy("cupy")
@@ -74,7 +74,7 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
     """Run the backward pass: three deterministic passes, or one that accumulates dQ in memory."""
     if job.algorithm == DECODE:
-        raise UnsupportedError(f"{DECODE!r} has no backward pass; 'flash2' has")
+        raise UnsupportedError(f"algorithm={DECODE!r} has no backward pass; use algorithm='flash2'")
     job = bias.as_function(job, gradient=True)
     if not job.memo:
         _no_fp8_gradients(job)
@@ -262,7 +262,7 @@ def _saved(
 ) -> dict[str, Any]:
     saved = {
         "space": space,
-        "arrays": (q.array, k.array, v.array, out.array, lse),  # keeps them alive
+        "arrays": (q.array, k.array, v.array, out.array, lse),  # keeps the arrays alive
         "places": (*q.place, *k.place, *v.place, *out.place),
         "lse": space.pointer(lse),
     }
@@ -298,7 +298,7 @@ def backward_with(
             }
             if p.score_grads or p.sinks:
                 with space.active():
-                    delta = call.head[-6]  # see `Plan.gradients`
+                    delta = call.head[-6]  # the address of delta; see `Plan.gradients`
                     more = captured.gradients(job, functions, space, saved["lse"], delta)
                 gradients |= bias.renamed(more)
             return Outcome(
@@ -416,7 +416,7 @@ def _hbm_bandwidth(device: int) -> float:
     runtime = cupy.cuda.runtime
     khz = runtime.deviceGetAttribute(runtime.cudaDevAttrMemoryClockRate, device)
     bits = runtime.deviceGetAttribute(runtime.cudaDevAttrGlobalMemoryBusWidth, device)
-    return 2e3 * khz * bits / 8 or Gpu.hbm_bandwidth  # 0: the driver does not say
+    return 2e3 * khz * bits / 8 or Gpu.hbm_bandwidth  # 0 if the driver does not report it
 
 
 @cache
@@ -443,13 +443,14 @@ def _check(job: Job) -> None:
     for option in DECODING:
         if option in job.options:
             raise OptionError(
-                f"{option} belongs to algorithm={DECODE!r}, got algorithm={job.algorithm!r}"
+                f"{option} is an option of algorithm={DECODE!r} only, got "
+                f"algorithm={job.algorithm!r}; leave {option} out"
             )
     launch.check_asked("cupy", job, ALGORITHMS, KERNELS)
     if p.dtype == "float64":
         raise UnsupportedError(
-            "backend='cupy' takes float16, bfloat16 and float32, not float64; convert the arrays, "
-            "or use backend='simulator'"
+            "backend='cupy' supports float16, bfloat16 and float32, not float64; convert the "
+            "arrays, or use backend='simulator'"
         )
     launch.check_head_dims(p, "backend='cupy'")
     device_tables.refuse(p)
@@ -481,12 +482,12 @@ def _family(job: Job, gpu: Gpu, direction: str) -> Family:
     name = job.options.get("kernel", "auto")
     if job.problem.fp8:
         if name == "portable":
-            raise UnsupportedError("the portable kernels take no FP8; kernel='hopper' does")
+            raise UnsupportedError("the portable kernels do not support FP8; use kernel='hopper'")
         return HOPPER_FP8
     given = (job.problem, job.tiling, gpu, direction, job.algorithm)
     if name == "hopper" or (name == "auto" and not HOPPER.refusal(*given)):
         return HOPPER
-    # Allowed, not asked for: where their larger tiles do not fit, float32 throughout.
+    # TF32 is allowed, not requested: where its larger tiles do not fit, products stay float32.
     allowed = job.problem.dtype == "float32" and job.options.get("allow_tf32", False)
     return TF32 if allowed and not TF32.refusal(*given) else PORTABLE
 

@@ -52,7 +52,7 @@ def scales(space: arrays.Space, job: Job) -> dict[str, Any]:
     given = job.options.get("scales") or ()
     found = {}
     for name, one in zip(_SCALES, given, strict=False):
-        if isinstance(one, np.ndarray) and one.size == 1:  # a number, wherever the arrays are
+        if isinstance(one, np.ndarray) and one.size == 1:  # a single number, in any memory
             with space.active():
                 found[name] = cupy.asarray(one)
             continue

@@ -1,4 +1,4 @@
-"""The launching of kernels: an argument in memory, and a launcher that hands it to the driver.
+"""Launches kernels: an argument in memory, and a launcher that passes it to the driver.
 
 CuPy's launcher takes no attributes. Two features need them: clusters of blocks, and launches that
 may begin before the kernel ahead of them ends. For these the driver's library is called directly.
@@ -21,7 +21,7 @@ from flashsim.backends.launch.kernel import Kernel
 
 #: CUlaunchAttributeID of cuda.h.
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
-#: CUstreamCaptureMode of cuda.h: this thread's calls are not for a capture to refuse.
+#: CUstreamCaptureMode of cuda.h: a capture must not reject this thread's calls.
 _RELAXED = 2
 #: CU_STREAM_CAPTURE_STATUS_ACTIVE.
 _CAPTURING = 1
@@ -67,7 +67,7 @@ class Parameters:
     """The array that the driver reads at a launch: the addresses of the kernel's arguments."""
 
     def __init__(self, *addresses: int, keeps: Any = None) -> None:
-        self._keeps = keeps  # alive
+        self._keeps = keeps  # keeps the argument alive
         self._values = (ctypes.c_void_p * len(addresses))(*addresses)
         self.address = ctypes.addressof(self._values)
 
@@ -97,7 +97,7 @@ class Launcher:
         cluster: int = 1,
         overlap: bool = False,
     ) -> None:
-        self._function = function  # owns the code that the address is of
+        self._function = function  # owns the code at the address
         threads, shared = kernel.threads, kernel.shared_bytes
         self._plain = (function.ptr, *grid, 1, threads, 1, 1, shared)
         wanted: list[tuple[int, tuple[int, ...]]] = []
@@ -174,7 +174,7 @@ def _own_stream(device: int) -> Any:
 def aside() -> Iterator[None]:
     """Run a plan's uploads and compilations in a separate stream, and wait for them at the end.
 
-    So a call waits for no work of its caller's, and may make a plan while a CUDA graph is captured.
+    So a call waits for no other work of the caller, and may prepare a plan during a graph capture.
     """
     mode = ctypes.c_int(_RELAXED)
     exchange = driver().cuThreadExchangeStreamCaptureMode

@@ -71,7 +71,7 @@ def _launch(space: arrays.Space, given: tuple[Any, ...], strides: tuple[int, int
     function(grid, (THREADS, 1, 1), (*pointers, *strides, np.int32(rows)))
 
 
-#: Most blocks along a grid's second axis.
+#: The largest number of blocks along a grid's second axis.
 _MOST_HEADS = 65535
 
 
@@ -92,8 +92,8 @@ def held(given: dict[str, Any]) -> dict[str, Any]:
         may_be = [*_TYPES] if name.startswith("out") else ["float32"]
         if dtype not in may_be:
             raise DTypeError(
-                f"on a GPU {name} is merged in {' or '.join(may_be)}, got {dtype}; convert it, or "
-                "move the arrays to the CPU"
+                f"to merge on a GPU, {name} must be {' or '.join(may_be)}, got {dtype}; convert "
+                "it, or move the arrays to the CPU"
             )
     if isinstance(space, arrays.TorchSpace):
         return given

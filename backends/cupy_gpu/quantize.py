@@ -87,7 +87,8 @@ def quantize(
         if len(made) > 1:
             *ends, total = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
             with space.active():
-                parts = cupy.split(space.zeros((total,), "uint32"), ends)  # zeroed all at once
+                # all zeroed by one launch
+                parts = cupy.split(space.zeros((total,), "uint32"), ends)
             largest = dict(zip(("q_largest", "k_largest", "v_largest"), parts, strict=True))
         if signs is not None:
             with space.active():

@@ -19,7 +19,7 @@ from flashsim.backends.kernels import nvrtc
 from flashsim.problem.hardware import Device
 
 MIB = 1 << 20
-#: Warpgroups of a block, and columns of a product, that wgmma is timed with.
+#: Warpgroups per block and columns per product with which wgmma is timed.
 WARPGROUPS, COLUMNS = (1, 2, 3), (32, 64, 80, 128, 176, 256)
 _CHAINS, _UNROLLED = 8, 8
 _TIMES = 5
@@ -59,7 +59,7 @@ def described(base: Device, device: int = 0) -> Device:
         compute_capability=gpu.compute_capability,
         sm_count=gpu.multiprocessors,
         sram_bytes=gpu.shared_bytes,
-        sram_per_sm=gpu.shared_bytes + 1024,  # CUDA keeps a KiB of each block's
+        sram_per_sm=gpu.shared_bytes + 1024,  # CUDA reserves a KiB per block
         l2_bytes=gpu.l2_bytes,
     )
 
@@ -113,7 +113,7 @@ class _Bench:
         return statistics.median(taken) / times
 
 
-#: Kernels whose `keep` is an integer.
+#: Kernels whose parameter `keep` is an integer.
 _WHOLE = ("integers", "conversions", "shared_reads", "barriers", "hand_overs")
 
 
@@ -165,7 +165,7 @@ def _latencies(bench: _Bench) -> Iterator[Unit]:
     function = bench.kernel("portable", "multiply_adds")
     wait = cupy.int32(40_000), cupy.float32(123.5), bench.out, bench.cycles
 
-    def row() -> None:  # behind a kernel that is at work for longer than the host is
+    def row() -> None:  # queued after a kernel that runs for longer than the host needs to queue
         function((bench.sms,), (1024,), wait)
         for _ in range(launches):
             nothing((bench.sms,), (128,), ())
@@ -183,7 +183,7 @@ def _hopper(bench: _Bench) -> Iterator[Unit]:
     for source in ("shared", "registers"):
         for n in COLUMNS:
             if source == "registers" and n == 256:
-                continue  # more registers than a thread has
+                continue  # needs more registers than a thread has
             for groups in WARPGROUPS:
                 name = f"wgmma_{source}_{n}"
                 taken = bench.in_cycles(name, 128 * groups, rounds, shared, "hopper")

@@ -1,4 +1,4 @@
-"""A stage of a pass as one kernel launch or several: the kernel and the tables it loops over."""
+"""A stage of a pass, as one or several kernel launches: the kernel and the tables it loops over."""
 
 from __future__ import annotations
 

@@ -37,8 +37,9 @@ class Times(NamedTuple):
         return self.item + self.visit * visits
 
 
-#: The Hopper forward's, by the widest of head_dim and head_dim_v (up to) and tile, on an H200:
-#: `python benchmarks/tile_times.py` measures and fits them. A slower or faster GPU multiplies all.
+#: Times of the Hopper forward on an H200, by the larger of head_dim and head_dim_v (up to) and by
+#: tile. `python benchmarks/tile_times.py` measures and fits them. A faster or slower GPU scales all
+#: of them.
 HOPPER_FORWARD: dict[int, dict[Tiling, Times]] = {
     64: {
         Tiling(192, 128): Times(1.72, 1.45),
@@ -55,8 +56,9 @@ HOPPER_FORWARD: dict[int, dict[Tiling, Times]] = {
         Tiling(128, 128): Times(3.09, 1.41),
     },
 }
-#: The same above 128, on an H100: the visits' times are fitted like those above, the work tiles' so
-#: that a persistent block's launches of 240 to 1,500 tokens come in the measured order.
+#: The same for head dims above 128, on an H100. The visits' times are fitted in the same way. The
+#: work tiles' times are fitted so that launches of a persistent block with 240 to 1,500 tokens have
+#: the measured order.
 HOPPER_FORWARD_WIDE: dict[int, dict[Tiling, Times]] = {
     192: {
         Tiling(128, 112): Times(6.0, 1.55),
@@ -79,38 +81,42 @@ class Backward(NamedTuple):
     fused: Times
 
 
-#: By the widest of head_dim and head_dim_v (up to), at its tiles, on an H200: fitted to both forms
-#: of short and long sequences (docs/notebooks/hopper.md, "Which form").
+#: Times of the Hopper backward on an H200, by the larger of head_dim and head_dim_v (up to), at the
+#: default tiles. They are fitted to both forms, fused and three-pass, on short and long sequences
+#: (docs/notebooks/hopper.md, "Which form").
 HOPPER_BACKWARD = {
     64: Backward(Times(2.39, 1.38), Times(2.56, 1.21), Times(2.59, 2.03)),
     128: Backward(Times(2.53, 1.26), Times(3.04, 1.08), Times(2.85, 1.72)),
     192: Backward(Times(5.34, 1.56), Times(2.90, 0.82), Times(6.00, 2.08)),
 }
-#: The tile of the fused kernel of 129 to 192 columns that has roles (backward_roles.cu), and what
-#: it takes: fitted to how far it was from 64 x 64 at twenty shapes, head_dims of 160 to 192.
+#: The tile of backward_roles.cu, the fused kernel for head dims of 129 to 192 whose warpgroups have
+#: different roles, and its times. They are fitted to its speed relative to tile 64 x 64 at twenty
+#: shapes with head dims of 160 to 192.
 ROLES = Tiling(64, 96)
 HOPPER_FUSED_WIDE = {ROLES: Times(6.75, 2.20), Tiling(64, 64): HOPPER_BACKWARD[192].fused}
-#: What the fused kernel takes where each row tile has one visit ("flash2-once"), by the widest of
-#: head_dim and head_dim_v: fitted to 1, 8 and 64 sequences of 64 to 128 tokens. And what its pass
-#: takes besides, in µs, less than the others do: no delta, which hides how their kernels begin.
+#: Times of the fused kernel if each row tile has one visit ("flash2-once"), by the larger of
+#: head_dim and head_dim_v. They are fitted to 1, 8 and 64 sequences of 64 to 128 tokens.
+#: `WITHOUT_DELTA` is the time of this pass in µs, relative to the other forms, for having no delta
+#: kernel. The saving is small, because a delta kernel also hides the start of the next kernel.
 HOPPER_ONCE = {64: Times(3.4, 2.0), 128: Times(2.0, 2.5)}
 WITHOUT_DELTA = -1.0
-#: What the fused form takes besides: µs of one launch more, and of float32 dQ, which is cleared,
-#: read again and stored, its bytes at this part of the bandwidth of the GPU's memory.
+#: Extra times of the fused form: µs of one more launch; and the fraction of HBM's bandwidth at
+#: which float32 dQ is cleared, read again and stored.
 CONVERTING, CONVERTED = 1.1, 0.6
-#: What it takes a cluster to begin together and to add up its blocks' shares of an item, in µs.
+#: Extra µs for a cluster to start together and to add its blocks' shares of a work tile.
 ADDING_UP = {64: 3.8, 128: 5.4}
-#: Blocks of a cluster, and the share of the multiprocessors that clusters of so many keep busy.
+#: Blocks per cluster, and the fraction of the SMs that clusters of this size keep busy.
 CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.8, 8: 0.75}
-#: What a launch more should save at least, in µs: of those that saved less, some lost.
+#: Minimum saving of an additional launch, in µs: some launches with a smaller predicted saving were
+#: slower.
 _LAUNCHED = 12.0
-#: Of two times this much apart, relatively, either may be the shorter one.
+#: Relative difference of two times below which either may be the shorter one.
 _DOUBT = 0.02
 _LONG = 150.0  # µs
-#: In so many rounds of items the longest may leave multiprocessors idle for long. A cluster should
-#: then be faster by more than clusters have been slower than they should.
+#: With at most so many waves, the longest work tile may leave SMs idle for long. A cluster must
+#: then be predicted to be faster by more than the largest observed error of the prediction.
 _FEW_ROUNDS, _CLUSTERS_DOUBT = 2, 0.08
-#: Beyond so many rounds, who gets which item no longer matters.
+#: Number of waves from which on the assignment of work tiles no longer matters.
 _ROUNDS = 12
 
 
@@ -163,7 +169,7 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
         if one.stage.once:
             known["fused"], more = HOPPER_ONCE[width], WITHOUT_DELTA
         if one.stage.converts:
-            row = 4 * 2 + p.itemsize  # bytes for each column
+            row = 4 * 2 + p.itemsize  # bytes per column
             moved = p.batch * p.heads * p.n_q * p.head_dim * row
             more = CONVERTING + moved / (CONVERTED * gpu.hbm_bandwidth) * 1e6
         elif one.stage.name in known:
@@ -171,7 +177,7 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
             times = known[one.stage.name], ADDING_UP[width]
             for part in (*one.before, one):
                 walks, each = one.walks, steps
-                if one.before:  # all items are alike
+                if one.before:  # all work tiles are equal
                     walks, each = len(part.items), steps[:1]
                 free = shared_out(walks, each, *times, part.kernel.cluster, free)
     return max(free) + more

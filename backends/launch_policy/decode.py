@@ -31,34 +31,37 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule.split import Split, cut, longest_part
 
 ALGORITHM = "flash-decode"
-#: What `run` takes for it besides `splits`: lengths, pages, memory that calls share.
+#: Options of `run` for this algorithm: splits, lengths, pages, memory that calls share.
 OPTIONS = (
     *("splits", "pack_gqa", "cache_seqlens", "block_table", "workspace", "head_dim_v"),
     "shared_prefix",
 )
-#: Slots of a count record: of a visit, and of a block. See `Decode.expected`.
+#: Slots of a count record, per visit and per block; see `Decode.expected`.
 VISIT_SLOTS = ("K", "V", "table")
 ITEM_SLOTS = ("Q", "O_part", "L_part", "O", "L", "O_part read", "L_part read")
 SLOTS = 8
-#: Time stamps of a visit, and of a block: SM, cycles and ns at its start, and at its end; cycles
-#: when it began to merge, or 0.
+#: Time stamps per visit and per block. A block's are its SM, cycles and ns at its start, the same
+#: at its end, and the cycles when it began to merge, or 0.
 VISIT_STAMPS, ITEM_STAMPS = 5, 6
 
 _INT32 = int(np.iinfo(np.int32).max)
-#: Splits that may be a cluster of blocks, which merge through their shared memory (sm_90 and
-#: later); the programming guide promises a cluster of 8.
+#: Numbers of splits that can form a cluster, whose blocks merge through shared memory (sm_90 and
+#: later). The CUDA programming guide guarantees a cluster size of 8.
 CLUSTERS = (2, 4, 8)
-#: Key tiles of a block up to which 8 splits that are a cluster are better than more through HBM.
+#: Key tiles per block up to which 8 splits in a cluster are faster than more splits that merge
+#: through HBM.
 _CLUSTERED = 4
-#: Of the multiprocessors, as many as take nearly all that the memory gives; key tiles from which
-#: on wide rows stay whole where they take so many.
+#: The fraction of the SMs that nearly saturates the memory bandwidth; the number of key tiles from
+#: which on a sequence with more than 128 columns of K and V together stays whole if its blocks
+#: saturate it.
 _ENOUGH, _LONG = 0.45, 128
-#: The same where the memory is no faster than this, bytes per second.
+#: The memory bandwidth up to which a GPU counts as having slower memory, in bytes per second; its
+#: fraction of the SMs.
 _FAST_MEMORY, _MOST = 4e12, 0.9
-#: Key tiles of a range up to which it is short, and has fewer bytes under way.
+#: Key tiles up to which a range is short, and its block keeps fewer bytes in flight.
 _SHORT = 8
-#: Bytes of K and V up to which a call begins before what runs before it has ended, if its blocks
-#: are two on a multiprocessor and all there at once: more of them stream faster behind it.
+#: Bytes of K and V up to which a launch may begin before the previous one ends, if two blocks share
+#: an SM and all blocks run at once. Larger launches are faster if they wait.
 _OVERLAPPED = 600e6
 
 
@@ -232,13 +235,13 @@ def check(problem: Problem, gpu: Gpu) -> None:
     p = problem
     if p.dtype not in ("float16", "bfloat16"):
         raise UnsupportedError(
-            f"decoding on a GPU takes float16 and bfloat16, not {p.dtype}; convert q, k and v"
+            f"decoding on a GPU supports float16 and bfloat16, not {p.dtype}; convert q, k and v"
         )
     for name in ("bias", "mask", "block_mask", "cu_seqlens_q"):
         if getattr(p, name) is not None:
             raise UnsupportedError(
-                f"decoding on a GPU takes no {name}; it takes causal, window, softcap and, for "
-                "sequences of different lengths, cache_seqlens"
+                f"decoding on a GPU does not support {name}; it supports causal, window, softcap "
+                "and, for sequences of different lengths, cache_seqlens"
             )
     if p.latent:
         refuse_functions(p, "latent attention's")
@@ -311,7 +314,7 @@ def dynamic(problem: Problem, gpu: Gpu, splits: int | None = None, page: int = 0
     """
     if problem.latent:
         raise UnsupportedError(
-            "latent attention on a GPU takes cache_seqlens in the CPU's memory only; give a "
+            "latent attention on a GPU takes cache_seqlens in the CPU's memory only; pass a "
             "list of integers"
         )
     full = plan(problem, (problem.n_kv,) * problem.batch, gpu, splits, page)
@@ -359,7 +362,7 @@ def _plain(asked: _DecodeRequest) -> Decode:
     p, lengths, gpu, splits, page, variant, _ = asked
     hopper, rows, (d, dv) = gpu.compute_capability >= (9, 0), p.n_q * p.group, padded_dims(p)
     block_q = kernels.block_q_of(rows, d, dv)
-    each = p.kv_heads * -(-rows // block_q)  # blocks of a part of a sequence
+    each = p.kv_heads * -(-rows // block_q)  # blocks per part of a sequence
     wide = sum(n > 0 for n in lengths) * each <= gpu.multiprocessors
     warps = kernels.on_chip(block_q, d, dv, gpu, wide=wide)[0]
     ranges, tiles = _ranges(p, lengths, kernels.KEYS * warps)
@@ -375,7 +378,7 @@ def _plain(asked: _DecodeRequest) -> Decode:
         splits = splits or max(n for n in CLUSTERS if n <= tiles[0])
     split = _packed(splits, longest)
     made = split.parts(tiles).tolist()
-    together = sum(n > 0 for n in tiles) * each  # clusters, if each sequence is one
+    together = sum(n > 0 for n in tiles) * each  # clusters, with one per sequence
     if clusters and alike and made[0] in CLUSTERS and together > gpu.at_once(made[0]):
         fewer = [n for n in CLUSTERS if n < made[0] and together <= gpu.at_once(n)]
         if chosen and fewer and d + dv > 128:
@@ -388,8 +391,8 @@ def _plain(asked: _DecodeRequest) -> Decode:
     chip = kernels.on_chip(block_q, d, dv, gpu, wide=wide, ring=ring)
     if max(made) > chip[3]:
         raise OptionError(
-            f"splits must be at most {chip[3]} here, whose weights fit a block's shared memory, "
-            f"got {max(made)}"
+            f"splits must be at most {chip[3]} here, since the splits' weights must fit in a "
+            f"block's shared memory; got {max(made)}"
         )
     cluster = made[0] if clusters and made[0] in CLUSTERS and len({*made}) == 1 else 1
     exchanged = kernels.exchanged(cluster, block_q, row_elements(p.head_dim_v))
@@ -428,7 +431,9 @@ def _behind_prefix(asked: _DecodeRequest) -> Decode:
     """
     p, lengths, gpu, splits, page, variant, prefix = asked
     if p.latent:
-        raise UnsupportedError("on a GPU latent attention has no shared_prefix; leave it out")
+        raise UnsupportedError(
+            "on a GPU latent attention does not support shared_prefix; leave it out"
+        )
     live(p, lengths, page, prefix)
     rows, (d, dv) = p.n_q * p.group, padded_dims(p)
     block_q = kernels.block_q_of(rows * p.batch, d, dv)
@@ -489,7 +494,7 @@ def _launch(
     listed, shared, row_tiles = [], -(-prefix // block_k), -(-rows // block_q)
     *made, shared_parts = parts if prefix else (*parts, 0)
     for tile in range(-(-rows * p.batch // block_q) if prefix else 0):
-        for i in range(shared_parts):  # a part takes a slot of each sequence
+        for i in range(shared_parts):  # a part has a slot per sequence
             keys = cut(0, shared, i, shared_parts)
             listed.append((-1, *keys, i * p.batch, 0, shared_parts, prefix, tile))
     slot = shared_parts * p.batch
@@ -500,7 +505,7 @@ def _launch(
                 keys = cut(lo, hi, i, n)
                 listed.append((b, *keys, slot + i if kept else 0, slot, n, length, tile))
         slot += n if kept else 0
-    if values["FS_CLUSTER"] > 1:  # a sequence's stay together
+    if values["FS_CLUSTER"] > 1:  # the splits of a sequence stay together
         listed.sort(key=lambda item: ranges[item[0]][0] - ranges[item[0]][1])
     else:
         listed.sort(key=lambda item: item[1] - item[2])

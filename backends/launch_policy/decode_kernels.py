@@ -19,7 +19,7 @@ INTEGERS = (
     *("n_q", "heads", "group", "kv_heads", "left", "right", "row_tiles", "table_row", "pages"),
     *("n_visits", "batch", "prefix", "prefix_tiles", "capacity"),
 )
-#: The kernel's one argument, by value: ``struct DecodeArgs``.
+#: ``struct DecodeArgs``, the kernel's only argument, passed by value.
 RECORD = np.dtype(
     [
         *((name, ARGS["q"]) for name in TENSORS),
@@ -40,20 +40,20 @@ def record_dtype(problem: Problem) -> np.dtype:
     return np.dtype([*RECORD.descr, *more]) if more else RECORD
 
 
-#: Rows that a block of the merging kernel takes, one a warp.
+#: Rows per block of the merging kernel: one per warp.
 MERGE_WARPS = 4
-KEYS = 16  # of a warp's part of a key tile
-#: Registers a thread may spend on Q and O; the rest of its 255 is for scores and addresses.
+KEYS = 16  # keys of a tile per warp
+#: Registers per thread for Q and O; the rest of its 255 is for scores and addresses.
 _HELD = 192
-#: Bytes of K and V under way on a multiprocessor: of one block's long contiguous range of keys; of
-#: two blocks', of pages, of short ranges.
+#: Bytes of K and V in flight per SM: for one block with a long contiguous range of keys; for two
+#: blocks, paged caches, or short ranges.
 RING, SHORT_RING = 192 << 10, 128 << 10
 _STAGES = 6  # at most
-#: Of latent attention: rows and keys of a tile, stages of the ring, threads.
+#: Latent attention: rows and keys per tile, stages of the ring, threads.
 LATENT_ROWS, LATENT_KEYS, _LATENT_STAGES, _LATENT_THREADS = 64, 64, 2, 384
-#: Columns of a chunk of a tile; values fill chunks of both consumer warpgroups alike.
+#: Columns per chunk of a tile; both consumer warpgroups have the same number of chunks of V.
 _CHUNK = 64
-#: Key tiles that a split has at least there.
+#: Minimum key tiles per split for latent attention.
 LATENT_TILES = 4
 
 
@@ -104,7 +104,7 @@ def check_latent(problem: Problem, gpu: Gpu) -> None:
         )
     if problem.head_dim_v % (2 * _CHUNK):
         raise UnsupportedError(
-            f"latent attention on a GPU takes head_dim_v in multiples of {2 * _CHUNK}, got "
+            f"latent attention on a GPU needs a head_dim_v that is a multiple of {2 * _CHUNK}, got "
             f"{problem.head_dim_v}"
         )
 
@@ -146,7 +146,7 @@ def on_chip(
             shared = 2 * rows * d + after + _lines(8 * warps * rows) + 128
             if shared <= room or (warps, stages) == (1, 2):
                 return warps, stages, shared, stages * stage // (4 * rows)
-    raise AssertionError("the last one is taken whatever it needs")
+    raise AssertionError("the last choice always fits")
 
 
 def exchanged(cluster: int, rows: int, width: int) -> int:

@@ -23,7 +23,7 @@ from flashsim.schedule.head_grouping import clump_size
 from flashsim.schedule.schedule import KeyOrder, Schedule
 from flashsim.schedule.tiling import Tiling
 
-#: A kernel's variant before a walk's tables and a report say more.
+#: A kernel's variant before the schedule's tables and the report determine the rest.
 PLAIN = Variant(spans=True, descending=False)
 
 
@@ -174,7 +174,7 @@ class Family(ABC):
         if reason := self.why_not(question, tiling):
             raise self.refused(reason)
         chosen = tiling or self.fastest(question)
-        assert chosen is not None  # else refused
+        assert chosen is not None  # otherwise `refused` was raised
         return chosen
 
     # -- which kernel ---------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class Family(ABC):
         """Whether the fused backward, adding to dQ in any order, is faster than three passes."""
         return True
 
-    # -- how its items are handed out -----------------------------------------------------------
+    # -- how work tiles are assigned ------------------------------------------------------------
 
     def clump(self, walk: Walked) -> int:
         """The number of heads in a head group, which run together."""
@@ -247,7 +247,8 @@ class Family(ABC):
         clump = self.clump(walk)
         shares = () if report or ordered else self.remainder(walk, cluster)
         rest = walk.walks * tables.tiles - sum(items for _, items in shares)
-        late = not (ordered or stage.once)  # in order each addition has its turn; once: no next one
+        # ordered: each addition waits for its turn; once: no visit follows
+        late = not (ordered or stage.once)
         launches = (
             Shared(blocks, items, late and self.defers(walk, blocks))
             for blocks, items in (*shares, (cluster, rest))
@@ -341,11 +342,11 @@ def _passes(
             one = replace(variant, cluster=cluster, after=n > 1, more=more, deferred=deferred)
             kernel = family.kernel(stage.name, problem, tiling, one, gpu)
             grid: tuple[int, ...] = (count,)
-            if not kernel.shared_bytes:  # row by row: no visits
+            if not kernel.shared_bytes:  # row-wise: no visits
                 grid, clump = (tables.tiles, walks), 1
-            elif kernel.cluster > 1:  # each has an item, and no second
+            elif kernel.cluster > 1:  # each block has one work tile
                 grid = (count * kernel.cluster,)
-            elif kernel.boxes:  # one block a multiprocessor, which takes its items itself
+            elif kernel.boxes:  # one persistent block per SM
                 grid = (min(count, gpu.multiprocessors),)
             taken = range(first, first + count)
             launches.append(KernelPass(stage, tables, kernel, grid, walks, clump, taken))

@@ -40,7 +40,7 @@ from flashsim.schedule.tiling import Tiling
 
 CAPABILITY = (9, 0)
 
-#: Query rows of a walk, on average, from which on dQ is deferred.
+#: Average query rows per loop from which on dQ is deferred.
 _LONG_WALK = 1024
 
 #: The head_dim up to which the fused kernel stores dQ after one visit.
@@ -70,24 +70,27 @@ class Hopper(Family):
                 map(str, gpu.compute_capability)
             )
         if problem.itemsize != 2:
-            return f"they take float16 and bfloat16, not {problem.dtype}"
+            return f"they support float16 and bfloat16, not {problem.dtype}"
         if asked.wide > launch.MAX_HEAD_DIM:
-            return f"they take a head_dim up to {launch.MAX_HEAD_DIM}"
+            return f"they support a head_dim up to {launch.MAX_HEAD_DIM}"
         possible = self.possible(asked)
         if direction == "backward" and algorithm == "flash2-once":
             scored = problem.softcap or problem.score_mod is not None or problem.sinks
             if asked.wide > _WIDEST_ONCE or scored:
                 return (
-                    f"they store dQ at once up to a head_dim of {_WIDEST_ONCE}, without a softcap, "
-                    "a score_mod or sinks"
+                    f"algorithm='flash2-once' needs a head_dim up to {_WIDEST_ONCE}, and no "
+                    "softcap, score_mod or sinks"
                 )
             if not possible:
-                return "of their tiles of 128 keys a row tile has several visits, or none"
+                return (
+                    "algorithm='flash2-once' needs each row tile to visit exactly one of their "
+                    "tiles of 128 keys, and here a row tile visits several or none"
+                )
         if tiling is None:
             if not any(t.divides(problem.block_mask) for t in possible):
-                return "their tiles do not divide the block mask's"
+                return "their tiles do not divide the block mask's cells"
         elif tiling not in possible:
-            return f"{tiling} tiles are none of theirs ({', '.join(map(str, possible))})"
+            return f"they have no {tiling} tiles, only {', '.join(map(str, possible)) or 'none'}"
         return None
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
@@ -97,7 +100,7 @@ class Hopper(Family):
             if asked.algorithm == "flash2-once":
                 tile = Tiling(128, 128) if d <= 64 else Tiling(64, 128)
                 return (tile,) if Schedule(problem, tile).visited_once else ()
-            scored = problem.score_mod is not None  # takes registers, as a softcap does
+            scored = problem.score_mod is not None  # uses registers, as a softcap does
             if d <= 64:
                 fewer = scored and d > 32 and not functions.has_known_slope(problem)
                 return (Tiling(64 if fewer else 128, 128),)
@@ -106,7 +109,7 @@ class Hopper(Family):
                     return (Tiling(64, 64),)
                 given = problem, HOPPER_FUSED_WIDE, gpu.multiprocessors
                 return fastest_first(*given, microseconds_by_keys)
-            # By itself dQ takes 64 rows to a product; a softcap takes registers.
+            # Without transposition, a product of dQ has 64 rows; a softcap uses registers.
             if not asked.fused or problem.softcap or scored:
                 return (Tiling(64, 128),)
             low, high = Tiling(64, 128), Tiling(80, 128)
@@ -117,7 +120,7 @@ class Hopper(Family):
             reads = functions.read_arrays(problem, beside_ahead=self.brings_tiles)
             reads = reads or functions.band_of(problem) is not None
             if problem.softcap or problem.score_mod is not None or reads:
-                # They take registers, of which wide tiles have none left, and three warpgroups few.
+                # Functions use registers: wide tiles have none left, and three warpgroups have few.
                 rows = 128 if reads else 192
                 best.sort(key=lambda t: t.block_k > 128 or t.block_q > rows)
             best += [Tiling(128, 64)]  # divides common block masks
@@ -134,14 +137,14 @@ class Hopper(Family):
     def fastest(self, asked: PassRequest) -> Tiling | None:
         """See `Family`."""
         possible = [t for t in self.possible(asked) if t.divides(asked.problem.block_mask)]
-        # In order: the fewer row tiles, the fewer turns to wait.
+        # With ordered dQ, fewer row tiles mean fewer waits for a turn.
         return max(possible, key=lambda t: t.block_q) if asked.ordered else possible[0]
 
     def refused(self, reason: str) -> UnsupportedError:
         """See `Family`."""
         return UnsupportedError(
-            f"the Hopper kernels do not run this: {reason}; kernel={self.instead!r} may, and "
-            "without kernel=... whichever does is taken"
+            f"the Hopper kernels do not run this: {reason}; try kernel={self.instead!r}, or leave "
+            "kernel= out to select a family that does"
         )
 
     def orders_dq(self, problem: Problem) -> bool:
@@ -163,7 +166,7 @@ class Hopper(Family):
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
         """See `Family`."""
         if self.refusal(problem, None, gpu, "backward"):
-            return True  # cells of 80 rows, say: three passes have no such tile
+            return True  # e.g. cells of 80 rows, for which three passes have no tile
         return self.fused_is_faster(problem, gpu)
 
     def fused_is_faster(self, problem: Problem, gpu: Gpu) -> bool:
@@ -192,7 +195,8 @@ class Hopper(Family):
         if stage.outer != "keys" or widest(p) > 128:
             return 1
         items, free = walk.walks * tables.tiles, gpu.multiprocessors
-        if stage.name == "dkdv":  # dQ's pass runs beside it, if there is room, or else behind it
+        # dQ's kernel runs beside this one if SMs are free, otherwise after it
+        if stage.name == "dkdv":
             if items >= free:
                 return 1
             beside = busy_at_once(p, tables.schedule.tiling)[0]

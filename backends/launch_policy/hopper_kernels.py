@@ -14,7 +14,8 @@ from flashsim.backends.launch_policy.cost_model import ROLES
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
-#: Bytes of the item slots (struct Items in kernels/hopper/tile_scheduler.cuh) and of one mbarrier.
+#: Bytes of the work-tile slots (struct Items in kernels/hopper/tile_scheduler.cuh) and of one
+#: mbarrier.
 _ITEMS, _BARRIER = 160, 8
 _CHUNK = 64  # columns of a shared-memory chunk: 128 bytes of 16-bit elements
 
@@ -57,13 +58,14 @@ def forward_kernel(
     return launch.built("hopper/forward.cu", "hopper_forward", threads, shared, given, more, boxes)
 
 
-#: The largest bound of scores with which the forward needs no running maximum. Exponentials are
-#: then at least e^-60 and at most e^40, which bfloat16 holds.
+#: The largest bound of scores for which the forward needs no running maximum: exponentials are then
+#: between e^-60 and e^40, which bfloat16 can represent.
 _LARGEST_BOUND = 50
 
 
 def _bounded(problem: Problem) -> dict[str, int]:
-    """The constant that says that scores need no maximum (BoundedSoftmax in softmax.cuh)."""
+    """The constant for scores that need no running maximum (BoundedSoftmax in softmax.cuh), or
+    none."""
     bound = functions.score_bound(problem)
     return {"BOUNDED": 1} if problem.dtype == "bfloat16" and bound <= _LARGEST_BOUND else {}
 
@@ -94,19 +96,20 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
     fused = variant.fused
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     wide = d > 128
-    staged = fused and d <= 192  # dQ on its way out
+    staged = fused and d <= 192  # dQ is staged in shared memory
     tiles = 2 * (2 * bk * d + stages * 2 * bq * d)
     if wide:
         tiles += 2 * 2 * stages * bq * bk  # P and dS
         tiles += 4 * bq * d if staged else 0
     elif fused:
         tiles += 2 * stages * bq * bk + (2 if variant.once else 4) * bq * d  # dS and dQ
-    # Log-sum-exp and delta of each stage; or 8 warps' sums instead, and each one's delta.
-    dlse = problem.dlse and variant.once  # otherwise it is taken off delta
+    # Log-sum-exp and delta of each stage; or, with `once`, the sums and the delta of each of 8
+    # warps.
+    dlse = problem.dlse and variant.once  # otherwise the delta kernel subtracts it
     rows = stages * (1 + dlse) + (stages + 1) * 8 if variant.once else 2 * stages
     shared = on_chip(tiles + 4 * rows * bq, 2 + 2 * stages + (0 if wide else 4))
     boxes = _boxes(("q", bq), ("k", bk), ("v", bk), ("dout", bq))
-    rows = bq // 2 if d == 64 else bq  # of a warpgroup's piece of dQ
+    rows = bq // 2 if d == 64 else bq  # queries in a warpgroup's piece of dQ
     leaving = Box("dq", rows, _CHUNK) if variant.once else Box("dq_acc", rows, 32)
     boxes += (leaving if staged else boxes[0],)
     name = "backward_wide" if wide else "backward"
@@ -128,7 +131,7 @@ def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     Its consumer warpgroups compute different products.
     """
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
-    # K, V, Q and dO, P and dS; dQ on its way out.
+    # K, V, Q and dO, P and dS; dQ is staged.
     tiles = 2 * (2 * bk * d + (stages + 1) * bq * d + 2 * bq * bk) + 4 * bq * d
     shared = on_chip(tiles + 4 * stages * 2 * bq, 3 + 2 * stages + 2 * d // _CHUNK)
     never = dict.fromkeys(("ORDERED", "ONCE", "AFTER", "MORE", "DEFERRED", "DLSE"), 0)

@@ -38,8 +38,8 @@ def _require_numba_cuda() -> None:
     try:
         from numba import config, cuda  # noqa: F401
 
-        # Beside a NumPy that it cannot use, numba-cuda imports; what every compile needs does not.
-        # The simulator compiles nothing.
+        # With an unsupported NumPy, numba-cuda itself imports, but the module that every
+        # compilation needs does not. The simulator compiles nothing.
         if not config.ENABLE_CUDASIM:
             import_module("numba.cuda.cudaimpl")
     except (ImportError, AttributeError) as error:
@@ -51,8 +51,8 @@ def _require_numba_cuda() -> None:
 
 def _remedy() -> str:
     if np.lib.NumpyVersion(np.__version__) >= "2.5.0":
-        return "this numba-cuda uses names that NumPy 2.5 removed: pip install 'numpy<2.5'"
-    return "upgrade it: pip install --upgrade numba-cuda numba"
+        return "this numba-cuda uses names that NumPy 2.5 removed; run pip install 'numpy<2.5'"
+    return "upgrade it with pip install --upgrade numba-cuda numba"
 
 
 _require_numba_cuda()
@@ -162,7 +162,7 @@ def _kernel(job: Job) -> str:
     takes = ("float16", "float32") if name == "teaching" else ("float16", "bfloat16")
     if p.dtype not in takes:
         raise UnsupportedError(
-            f"backend='numba_cuda', kernel={name!r} takes {' and '.join(takes)}, not {p.dtype}; "
+            f"backend='numba_cuda', kernel={name!r} supports {' and '.join(takes)}, not {p.dtype}; "
             "convert the arrays, or use backend='simulator'"
         )
     if name != "teaching" and simulated:

@@ -93,7 +93,7 @@ def cp_async_wait(b: ir.IRBuilder) -> None:
     asm(b, "cp.async.wait_all;", "", [], effects=True)
 
 
-# -- shared memory and HBM, plainly ---------------------------------------------------------------
+# -- shared memory and HBM, synchronously ---------------------------------------------------------
 
 
 def store_shared(b: ir.IRBuilder, to: ir.Value, word: ir.Value) -> None:

@@ -22,9 +22,9 @@ from flashsim.schedule.tiling import Tiling
 from flashsim.trace.events import PHASES, ROLES, TIMELINE, StageTrace
 
 Row = tuple[int, int, int, int, int, int, int]
-#: A visit: its index, its column tile, how wide that is, and bytes by tensor.
+#: A visit: its index, its column tile, the width of that tile, and bytes by tensor.
 _Seen = tuple[int, int, int, dict[str, int]]
-#: What each block reports of its own part.
+#: Bytes that each block reports for itself, by tensor.
 _OWN = ("Q", "O_part", "L_part")
 _BLOCK = ROLES.index("block")
 
@@ -82,7 +82,8 @@ def stages(
     visits = one_walk("split", by_head.reshape(heads, -1, slots))
     visits = visits.reshape(p.batch * launch.row_tiles, -1, slots)
     ends = item_counts.reshape(-1, heads, launch.row_tiles, slots).swapaxes(0, 1)
-    # Which of a sequence's blocks comes last, and merges, is not said: its bytes are their sum.
+    # The report does not say which block of a sequence is last and merges, so their bytes are
+    # summed.
     own = [ITEM_SLOTS.index(name) for name in _OWN]
     items = one_walk("split", ends[..., own].reshape(heads, -1, len(own)))
     items = items.reshape(-1, launch.row_tiles, len(own))
@@ -193,7 +194,8 @@ def _step(
     rows_of_events = list(begin)
     for at, j, cols, said in visits:
         events = _moves(stage.visit, said, i, j, at, rows, cols)
-        done = [(COMPUTE, 0, 0, i, j, at, 0)] if at >= 0 else []  # merging, a part is no visit
+        # during the merge, a part is no visit
+        done = [(COMPUTE, 0, 0, i, j, at, 0)] if at >= 0 else []
         rows_of_events += [*events, *done, *_frees(stage.visit, events)]
     rows_of_events += _moves(stage.after, moved, i, -1, -1, rows, 0)
     return [*rows_of_events, (COMPUTE, 0, 0, i, -1, -1, 0), *_frees(stage.before, begin)]

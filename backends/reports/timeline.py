@@ -22,7 +22,7 @@ import numpy as np
 from flashsim.schedule.schedule import Schedule
 from flashsim.trace.events import PHASES, ROLES, TIMELINE
 
-#: Phases of a visit, by the stamps between which they lie.
+#: Phases of a visit, each between two consecutive stamps.
 SPANS = {"visit": (0, 4), "load": (0, 1), "scores": (1, 2), "softmax": (2, 3), "output": (3, 4)}
 _PRODUCER_SPANS = {"visit": (0, 4), "load": (1, 4)}
 _BLOCK, _PRODUCER = ROLES.index("block"), ROLES.index("producer")
@@ -108,7 +108,7 @@ class SmClocks:
         n = int(blocks[:, 0].max()) + 1
         self.cycle0 = np.zeros(n, np.int64)
         self.ns0 = np.zeros(n, np.int64)
-        self.rate = np.full(n, 1e6 / clock_khz)  # ns a cycle
+        self.rate = np.full(n, 1e6 / clock_khz)  # ns per cycle
         for sm in np.unique(blocks[:, 0]):
             mine = blocks[blocks[:, 0] == sm]
             first, last = mine[mine[:, 1].argmin()], mine[mine[:, 3].argmax()]

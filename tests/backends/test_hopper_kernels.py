@@ -590,7 +590,7 @@ def test_other_gpus_and_tilings_are_refused():
     assert HOPPER.refusal(p, None, H200, "forward") is None
     assert "compute capability 9.0, and A100 has 8.0" in HOPPER.refusal(p, None, A100, "forward")
     assert "64 x 64" in HOPPER.refusal(p, Tiling(64, 64), H200, "forward")
-    with pytest.raises(UnsupportedError, match=r"do not run this: .*kernel='portable' may"):
+    with pytest.raises(UnsupportedError, match=r"do not run this: .*try kernel='portable'"):
         HOPPER.forward_passes(p, Tiling(64, 64), H200, "ascending", "")
 
 
