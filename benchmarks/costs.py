@@ -1,5 +1,6 @@
-"""Measure the cost of recording, counting, the L2 model and grading: python benchmarks/costs.py
-[PART ...]
+"""Measure what recording, counting, the L2 model and grading cost.
+
+    python benchmarks/costs.py [PART ...]
 
 - `trace`: the simulator with and without ``trace=True``, interleaved; the bytes of an event; a
   closed-form count of a million causal queries; ``import flashsim`` in a fresh interpreter.

@@ -68,8 +68,7 @@ def alternating(
     works: dict[str, Callable[[], object]],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Return the median seconds of each work, interleaved; with several rounds, without the
-    first."""
+    """Return the median seconds of each work, interleaved, without the first of several rounds."""
     rounds: dict[str, list[float]] = {name: [] for name in works}
     extra = int(repeats > 1)
     for _ in range(repeats + extra):
@@ -120,8 +119,7 @@ def torch_works(arrays, causal, n_threads) -> dict[str, Callable[[], object]]:
 
 
 def torch_tensor(x: np.ndarray):
-    """Convert an array to a torch tensor through float32, since PyTorch cannot read NumPy's
-    bfloat16."""
+    """Convert an array to a torch tensor, through float32 for bfloat16."""
     import torch
 
     return torch.from_numpy(x.astype(np.float32, copy=False)).to(getattr(torch, x.dtype.name))
@@ -271,8 +269,10 @@ def decode(repeats: int, n_threads: int, clock: Callable[[], float], dtype: str)
 
 
 def keep_apart() -> Callable[[], None]:
-    """Return a function that pins a thread to its own CPU; after a pause, Linux may put two on
-    one."""
+    """Return a function that pins each calling thread to its own CPU.
+
+    After a pause, Linux may otherwise wake two threads on one CPU.
+    """
     if not hasattr(os, "sched_setaffinity"):
         return lambda: None
     cpus = itertools.cycle(sorted(os.sched_getaffinity(0)))
@@ -300,12 +300,10 @@ def naive(q, k, v) -> np.ndarray:
 
 
 def child(method: str, n: int, repeats: int, n_threads: int, clock: Callable[[], float]) -> None:
-    """Print one method's median seconds at one length, and the peak memory that it added, as
-    JSON."""
+    """Print one method's median seconds at one length and its peak memory, as JSON."""
 
     def peak() -> int:
-        """Return the largest memory of this process so far, in KiB (`ru_maxrss` includes its
-        parent's)."""
+        """Return this process's largest memory so far, in KiB, without its parent's."""
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0])
 
@@ -328,8 +326,7 @@ def child(method: str, n: int, repeats: int, n_threads: int, clock: Callable[[],
 
 
 def scaling(repeats: int, lengths, flags: list[str]) -> list[dict]:
-    """Return rows for one head, d = 64, no mask, forward; `flags` are passed to the child
-    processes."""
+    """Return rows for one head, d = 64, no mask, forward; child processes get `flags`."""
     rows = []
     for n in lengths:
         row: dict = {"N": n}

@@ -30,8 +30,7 @@ SHAPES = ((8, 4096, False), (8, 4096, True), (8, 1024, True), (1, 4096, False), 
 
 
 def makespan(items: list[float], n_threads: int) -> float:
-    """Return the seconds until all `items` are done, taken in order by the thread that is free
-    first."""
+    """Return the seconds until all `items` are done, each taken by the first free thread."""
     free = [0.0] * n_threads
     for seconds in items:
         heapq.heapreplace(free, free[0] + seconds)
@@ -51,8 +50,7 @@ def runs_of(heads: int, n: int, causal: bool, n_threads: int) -> list[tuple[int,
 
 
 class Clock:
-    """Times work tiles on one thread: the minimum of several calls, without a call's overhead;
-    cached."""
+    """Times work tiles on one thread: the minimum of several calls, minus their overhead."""
 
     def __init__(self, repeats: int) -> None:
         self.repeats = repeats
@@ -60,8 +58,10 @@ class Clock:
         self.call = self.least(2, 2, False)
 
     def item(self, first: int, last: int, n: int, causal: bool) -> float:
-        """Return the seconds for queries first .. last - 1 of one head; causal: only keys up to
-        each query."""
+        """Return the seconds for queries first .. last - 1 of one head.
+
+        Causal queries see only the keys up to themselves.
+        """
         return self.least(last - first, last if causal else n, causal) - self.call
 
     def least(self, n_q: int, n_kv: int, causal: bool) -> float:

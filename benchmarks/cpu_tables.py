@@ -48,8 +48,7 @@ def avx512() -> str:
 
 
 def zen4() -> str:
-    """Return the table for float32, and for bfloat16 by AVX512-BF16; bold ratios reach their
-    targets."""
+    """Return the table for float32, and for bfloat16 by AVX512-BF16; bold reaches the target."""
     by_type: dict[str, list[Row]] = {}
     for row in kept("cpu-zen4.csv"):
         by_type.setdefault(row["type"], []).append(row)
@@ -70,8 +69,7 @@ def _bold(ratio: str, aim: float) -> str:
 
 
 def decoding_elsewhere() -> str:
-    """Return the table of decoding speed relative to a copy and to PyTorch, by CPU, threads and
-    type."""
+    """Return the table of decoding speed relative to a copy and to PyTorch."""
     rows: dict[tuple[str, ...], dict[str, Row]] = {}
     runs: dict[str, None] = {}
     for row in kept("cpu-decode-others.csv"):
@@ -90,8 +88,7 @@ def decoding_elsewhere() -> str:
 
 
 def amx() -> str:
-    """Return the bfloat16 table for eight CPUs, an earlier run, and two CPUs; bold reaches the
-    target."""
+    """Return the bfloat16 table for eight and for two CPUs; bold reaches the target."""
     files = ("cpu-amx.csv", "cpu-amx-before.csv", "cpu-amx-two.csv")
     eight, before, two = ({tuple(_shape(row)): row for row in kept(name)} for name in files)
 

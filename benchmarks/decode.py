@@ -115,8 +115,7 @@ class Bench(TorchLab):
         return made
 
     def sweep(self, s: Shape) -> dict[str, Callable[[], Any]]:
-        """Return flashsim's decoding with automatic splits, and with fixed splits of at least 256
-        keys."""
+        """Return flashsim's decoding with automatic and with fixed splits, of at least 256 keys."""
         q = self._random(s.batch * HEADS * s.n_q * s.head_dim)
         q = q.view(s.batch, HEADS, s.n_q, s.head_dim)
         used = s.cache_bytes // 2 // SIZE
@@ -292,8 +291,10 @@ def show(rows: Iterable[dict[str, Any]]) -> None:
 
 
 def verdict(rows: list[dict[str, Any]]) -> list[str]:
-    """Return what misses the targets: the fastest other implementation's time; 0.93 of the copy
-    bandwidth from 256 MB on; pages of 16 within 10 %; automatic splits within 3 % of the best.
+    """Return which rows miss their targets.
+
+    The targets are the fastest other implementation's time; 0.93 of the copy bandwidth from 256 MB
+    on; pages of 16 within 10 % of contiguous keys; automatic splits within 3 % of the best.
     """
     found, at = [], lambda r: f"{r['batch']} x {r['keys']} d{r['head_dim']} n_q {r['n_q']}"
     cells: dict[str, dict[str, dict[str, Any]]] = {}

@@ -112,8 +112,7 @@ def main() -> None:
 
 
 def on_paper(direction: str) -> Table:
-    """Return the table of predicted speed on many H200s, in % of ranks x one GPU's, for 1 M
-    tokens."""
+    """Return the table of predicted speed on many H200s, in % of ranks x one GPU's."""
     shape = {"head_dim": 128, "heads": 32, "kv_heads": 8, "dtype": "bfloat16"}
     million = Problem(2**20, **shape, causal=True)
     every = (2, 4, 8, 16, 64, 256, 1024)
@@ -155,8 +154,7 @@ def softmax_matmul() -> Table:
 
 
 def attention() -> Table:
-    """Return the table of forward / backward milliseconds of the course's shapes, beside
-    torch's."""
+    """Return the table of forward / backward ms of the course's shapes, beside torch's."""
     names = {"ours": "flashsim cupy", "torch": "torch sdpa compiled"}
     columns = [(dtype, x) for dtype in ("float32", "bfloat16") for x in names]
     table = Table("", ("N", *(f"{dtype}, {x}" for dtype, x in columns)))
@@ -192,8 +190,7 @@ def decode_counters() -> Table:
 
 
 def power_tables() -> tuple[Table, Table]:
-    """Return the table of joules and times of sustained passes, and the table of prediction
-    errors."""
+    """Return the tables of joules of sustained passes, and of prediction errors."""
     energy = energy_of("H200")
     assert energy is not None
     _, passes = power.read(DOCS / "data" / "power-h200.csv")
@@ -212,8 +209,7 @@ def soaked_counts() -> Table:
 
 
 def soaked() -> tuple[Table, Table]:
-    """Return the table of the largest errors on random shapes, and that of figures within
-    targets."""
+    """Return the tables of the largest errors on random shapes, and of figures in target."""
     kept = verify.Record.load(DOCS / "data" / "soak-h200.csv")
     found = verify.compare(kept.cases, verify.passes_of(kept))
     inside = Table("", ("quantity", "within its target", "of"))

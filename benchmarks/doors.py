@@ -115,8 +115,7 @@ def captured(work: Work) -> Work:
 
 
 def whole_calls(shape: tuple[int, ...], device: str) -> dict[str, Work]:
-    """Return calls by name: forward passes, and passes with their backward pass; causal,
-    bfloat16."""
+    """Return causal bfloat16 calls by name: forward passes, alone and with the backward pass."""
     q, k, v, dout = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4))
     inputs = [x.requires_grad_() for x in (q, k, v)]
     plain = [x.detach() for x in inputs]
@@ -206,8 +205,7 @@ def torch_doors(device: str) -> dict[str, Work]:
 
 
 def jax_doors(device: str) -> dict[str, Work]:
-    """Return calls by name: JAX's own attention and `flashsim.jax.attention`, eager and under
-    jit."""
+    """Return calls of JAX's own attention and of `flashsim.jax.attention`, by name."""
     import jax
     import jax.numpy as jnp
 

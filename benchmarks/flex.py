@@ -147,8 +147,11 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, row: Row, d: int, n: int) -> Inputs:
-        """Return random tensors. flashsim reads a mask's arrays once, in the CPU's memory;
-        FlexAttention reads them on the GPU."""
+        """Return random tensors and the functions of a row.
+
+        flashsim reads a mask's arrays once, in the CPU's memory; FlexAttention reads them on the
+        GPU.
+        """
         batch, heads = max(1, TOKENS // n), D_MODEL // d
         make = {"device": "cuda", "dtype": torch.bfloat16}
         q, k, v, dout = (torch.randn(batch, heads, n, d, **make) for _ in range(4))
@@ -168,8 +171,7 @@ class Inputs(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """One implementation: its forward, and a function that returns the backward of a forward's
-    result."""
+    """One implementation: its forward, and a function that returns its backward."""
 
     forward: Callable[[], Any]
     backward: Callable[[Any], Callable[[], Any]]

@@ -131,8 +131,7 @@ def cudnn(lab: TorchLab, q: Any, k: Any, v: Any, causal: bool) -> Any:
 
 
 def quantisers(lab: TorchLab, n: int, d: int, repeats: int) -> Iterator[dict[str, Any]]:
-    """Yield rows of the fused quantiser alone, beside a copy that reads and writes as many
-    bytes."""
+    """Yield rows of the fused quantiser alone, beside a copy of as many bytes."""
     shape = 2 * TOKENS // n, WIDTH // d, n, d
     q, k, v = (lab.array(shape, "bfloat16") for _ in range(3))
     elements = math.prod(shape)
@@ -157,8 +156,7 @@ def quantisers(lab: TorchLab, n: int, d: int, repeats: int) -> Iterator[dict[str
 
 
 def errors(lab: TorchLab) -> Iterator[dict[str, Any]]:
-    """Yield rows of root mean square errors on FlashAttention-3's N(0, 1) + N(0, 100)
-    Bernoulli(0.001)."""
+    """Yield rows of root mean square errors on FlashAttention-3's outliers."""
     torch, shape = lab.torch, (2, 4, 4096, 128)
     torch.manual_seed(0)
     wide = [

@@ -206,8 +206,10 @@ class Contender:
         self.hosts.clear()
 
     def time(self, lab: Lab, spin: float, *, flush: bool) -> None:
-        """Run one repetition after `spin` seconds: the mean of a few calls after an untimed one, or
-        one call after a flush of the cache.
+        """Run one repetition after `spin` seconds.
+
+        It times the mean of a few calls after an untimed one, or one call after a flush of the
+        cache.
         """
         assert self.work is not None
         calls = 1 if flush else 3
@@ -314,8 +316,7 @@ class Worker:
     def measure(
         self, s: Shape, dtype: str, names: Sequence[str], repetitions: int, flush: bool
     ) -> list[dict[str, Any]]:
-        """Measure as `measure`, with new processes until every row has a result or its own
-        failure."""
+        """Measure in new processes until every row has a result or its own failure."""
         done: dict[str, dict[str, Any]] = {}
         while waiting := [name for name in names if name not in done]:
             rows = self._once(s, dtype, waiting, repetitions, flush)
@@ -356,8 +357,7 @@ class Worker:
 
 
 def chosen(only: str | None, dtype: str, shapes: str = "course") -> list[str]:
-    """Return the names of the implementations to run; slow compilers only if requested or in a
-    course.
+    """Return the names of the implementations to run; slow compilers only on request.
 
     Raises
     ------

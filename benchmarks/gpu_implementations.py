@@ -23,8 +23,7 @@ class Inputs:
 
     @cached_property
     def rows(self) -> tuple[Any, Any, Any, Any]:
-        """Return contiguous torch tensors, (batch, n, heads, head_dim), the layout of
-        flash-attention."""
+        """Return contiguous torch tensors in flash-attention's (batch, n, heads, head_dim)."""
         q, k, v, dout = (
             x.transpose(1, 2).contiguous() for x in (self.q, self.k, self.v, self.dout)
         )

@@ -49,8 +49,7 @@ def disassembled(kernel: Kernel) -> str:
 
 
 def visit_loop(text: str, scores: int) -> Counter[str]:
-    """Count instructions by name in the shortest loop with products and an exponential per
-    score."""
+    """Count instructions by name in the loop over visits."""
     labels: dict[str, int] = {}
     names: list[str] = []
     loops: list[Counter[str]] = []

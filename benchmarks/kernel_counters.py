@@ -43,8 +43,7 @@ COLUMNS = (
 
 
 class Call(NamedTuple):
-    """Kernels on arrays of one shape: `trace` returns their record, and `launch` runs on the
-    GPU."""
+    """Kernels on arrays of one shape: `trace` returns a record, `launch` runs on the GPU."""
 
     shape: str
     trace: Callable[[], Any]

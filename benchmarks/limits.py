@@ -82,8 +82,7 @@ class Run:
 
 
 def behind(sets: Sequence[str], below: float) -> list[tuple[Run, Run]]:
-    """Return pairs of flashsim's run and the fastest other's where flashsim is slower, slowest
-    first."""
+    """Return pairs of runs, ours and the fastest, where ours is slower, the slowest first."""
     pairs: list[tuple[float, tuple[Run, Run]]] = []
     for name in sets:
         found = speed_tables.shapes(
@@ -191,8 +190,7 @@ class Table:
                 self.rows, self.columns = [*reader], [*(reader.fieldnames or ())]
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Write rows at once. A counter that no earlier row has is an error: the file's columns are
-        fixed."""
+        """Write rows at once. A counter that no earlier row has is an error."""
         first = not self.columns
         if first:
             self.columns = [*dict.fromkeys(key for row in rows for key in row)]

@@ -181,8 +181,7 @@ def _python_cubin(kernel: Kernel, arch: str) -> bytes:
 
 
 def _code(cubin: bytes) -> list[bytes]:
-    """Return kind and content of the sections of a cubin (64-bit ELF) that a GPU executes or
-    reads."""
+    """Return kind and content of a cubin's sections that a GPU executes or reads."""
     start, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 0x28)
     headers = [struct.unpack_from("<IIQQQQ", cubin, start + size * x) for x in range(count)]
     found = []

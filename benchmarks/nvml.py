@@ -1,5 +1,4 @@
-"""Read NVML's clock, temperature and energy of the current GPU through ctypes, without a
-package."""
+"""Read NVML's clock, temperature and energy of the current GPU through ctypes."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class Meter:
         return self._read("nvmlDeviceGetTemperature", ctypes.c_uint, 0)
 
     def joules(self) -> float:
-        """Return the board's energy since the driver was loaded; updated about ten times per
-        second."""
+        """Return the board's energy since the driver was loaded, updated ten times per second."""
         return self._read("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong) / 1e3
 
     def limit(self) -> float:

@@ -44,8 +44,7 @@ SETTLING = 1 / 3
 
 
 class Load(NamedTuple):
-    """One load: `call`, None for an idle GPU; `amount` is the work of one call, and `of` its
-    unit."""
+    """One load: `call`, None for an idle GPU; the `amount` of work per call, and its unit `of`."""
 
     kind: str
     name: str
@@ -57,8 +56,7 @@ class Load(NamedTuple):
 
 
 class Watch(threading.Thread):
-    """A thread that reads the meter continuously, which takes milliseconds, beside the calling
-    thread."""
+    """A thread that reads the meter continuously, beside the calling thread."""
 
     def __init__(self, meter: Any) -> None:
         super().__init__()
@@ -239,8 +237,7 @@ def passes(lab: Any) -> Iterator[Load]:
 
 
 def library(lab: Any, p: Problem, q: Any, k: Any, v: Any) -> Iterator[Load]:
-    """Yield standard attention's three forward kernels one by one, with outputs allocated
-    before."""
+    """Yield standard attention's three forward kernels one by one, into existing outputs."""
     torch = lab.torch
     scores = (q * p.scale) @ k.mT
     weights, out = torch.softmax(scores, -1), torch.empty_like(q)
@@ -375,8 +372,7 @@ def table(passes: list[Measured], energy: Energy) -> Table:
 
 
 def errors(passes: list[Measured], energy: Energy) -> Table:
-    """Return the table of mean and largest errors of joules and ms, for passes fitted and held
-    out."""
+    """Return the table of mean and largest errors, for passes fitted and held out."""
     found = Table("", ("set", "passes", "joules, mean", "worst", "ms, mean", "worst"))
     for name, which in (("fitted", True), ("held out", False)):
         those = [one for one in passes if one.fitted is which]

@@ -99,8 +99,7 @@ def _worst(wrong):
 
 
 def fp8_table():
-    """Return the table for FP8: the forward with 16-bit constants, and the quantiser as a
-    stream."""
+    """Return the table for FP8: the forward with 16-bit constants, and the quantiser."""
     table = Table(
         "FP8 on an H200: predicted / measured - 1, %",
         ("kernel", "head_dim", "shapes", "mean", "worst"),
@@ -154,8 +153,7 @@ OTHERS = {
 
 
 def others_table(names=("gpu-papers-h200.csv", "gpu-short-h200.csv")):
-    """Return the table of other projects' times beside the prediction for flashsim's same
-    design."""
+    """Return the table of other projects' times beside predictions for the same design."""
     table = Table(
         "Other kernels on an H200: ours of the same design, predicted / theirs, measured - 1, %",
         ("kernels", "predicted as", "pass", "head_dim", "shapes", "mean", "worst"),

@@ -51,8 +51,7 @@ def decode_error(row, made, constants=DECODING):
 
 
 def decode_table(cases):
-    """Return the table of mean absolute and largest errors: fitted calls, other calls, all
-    calls."""
+    """Return the table of mean absolute and largest errors, fitted and held out."""
     kinds = {
         "table, contiguous": lambda r: r["implementation"] == "flashsim",
         "table, pages": lambda r: "pages" in r["implementation"],

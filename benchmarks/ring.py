@@ -62,8 +62,7 @@ def flops(n: int, causal: bool, backward: bool) -> float:
 
 
 def seconds(work: Work, calls: int, rounds: int) -> tuple[float, float]:
-    """Return the median times of a call and of the host; in each round, those of the slowest
-    rank."""
+    """Return the median times of a call and of the host, on each round's slowest rank."""
     took = []
     for _ in range(rounds + 2):  # the first rounds compile and warm up
         torch.cuda.synchronize()
@@ -238,8 +237,7 @@ class Bench:
     def link(
         self, work: Work, scheme: str, n: int, causal: bool, backward: bool
     ) -> tuple[int, int, int | None]:
-        """Return the bytes that this rank sends in a call: by the program, the closed form, and
-        NVLink."""
+        """Return the bytes sent per call: by the program, the closed form, and NVLink."""
         with count_sent() as sent:
             work()
         p = Problem(n, head_dim=HEAD_DIM, heads=HEADS, dtype="bfloat16", causal=causal)

@@ -29,8 +29,7 @@ def predicted(row: dict[str, str]) -> float | None:
 
 
 def table(*runs: list[dict[str, str]]) -> Table:
-    """Return the table of ms and speed relative to one GPU; each run starts a shape with one
-    GPU."""
+    """Return the table of milliseconds, and of speed relative to one GPU."""
     ours, *others = ("zigzag", "ulysses", "`context_parallel`, cuDNN")
     columns = ["GPUs", "N", "mask", "pass", "one GPU", ours, "×", "predicted ×"]
     made = Table("", (*columns, *(cell for name in others for cell in (name, "×"))))

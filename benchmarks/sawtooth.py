@@ -40,8 +40,7 @@ def problem(n):
 
 
 def turned(one, places):
-    """Return the pass with every other wave of `places` blocks reversed, by lists instead of
-    spans."""
+    """Return the pass with every other wave of `places` blocks reversed, as lists of visits."""
     tables = one.tables
     index, kind = tables.index.copy(), tables.kind.copy()
     place = np.empty(tables.tiles, int)

@@ -75,8 +75,7 @@ def main() -> int:
 
 
 def compile_first() -> None:
-    """Compile "numba" kernels into the disk cache, so that processes do not compile them in
-    parallel."""
+    """Compile "numba" kernels into the disk cache, before several processes would."""
     for dtype in ("float32", "float64"):
         for fused in (True, False):
             case = fuzz.Case(0, backend="numba", dtype=dtype, deterministic=not fused)

@@ -240,8 +240,7 @@ def _speeds(name: str, columns: Sequence[tuple[str, str, str]]) -> str:
 
 
 def decoding() -> str:
-    """Return the decoding table: µs of one query, speed relative to the best other, pages, a
-    copy."""
+    """Return the decoding table: µs of one query, and ratios to others, pages, a copy."""
     found: dict[tuple[int, int, int], dict[str, Row]] = {}
     for row in kept("decode-h200.csv"):
         if row["n_q"] == "1":

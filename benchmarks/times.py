@@ -247,8 +247,7 @@ def contenders(lab: Lab, p: Problem, families: list[str], standard: bool) -> Ite
 
 
 def _standard(lab: Lab, p: Problem, q: Any, k: Any, v: Any, dout: Any) -> Iterator[Timed]:
-    """Yield two products and a softmax; backward, four products and the softmax's, from a kept
-    P."""
+    """Yield standard attention: two products and a softmax forward, and their backward."""
     torch = getattr(lab, "torch", None)
     if torch is None or p.batch * p.heads * p.n_q * p.n_kv * 2 * 4 > 60e9:
         return

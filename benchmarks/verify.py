@@ -53,8 +53,7 @@ def shapes():
 
 
 def fitting():
-    """Yield keyword arguments for shapes whose tensors all fit in L2, forward and backward: 20
-    MiB."""
+    """Yield keyword arguments for shapes whose tensors all fit in L2 (20 MiB)."""
     yield {"n_q": 2048, "head_dim": 64, "heads": 8}
     yield {"n_q": 4096, "head_dim": 128, "heads": 2, "causal": True}
 
@@ -66,8 +65,7 @@ def in_python():
 
 
 def widths():
-    """Yield keyword arguments with head dimensions that leave boxes or 32 B sectors partly
-    unused."""
+    """Yield keyword arguments with head dimensions that leave boxes or sectors partly unused."""
     for d in (32, 40, 56, 59, 72, 80, 96, 111, 120, 160, 200, 256):
         yield {"n_q": 2048, "head_dim": d, "heads": 8}
     yield {"n_q": 2048, "head_dim": 128, "head_dim_v": 64, "heads": 8}

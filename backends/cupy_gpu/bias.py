@@ -38,8 +38,7 @@ def as_function(job: Job, *, gradient: bool = False) -> Job:
 
 @lru_cache(maxsize=64)
 def _with_bias(score: Graph | None, shape: tuple[int, ...], dtype: str) -> Graph:
-    """A score function that adds a bias, after `score` if there is one; the bias is captured
-    last."""
+    """A score function that adds a bias, captured last, after `score` if there is one."""
     arrays = () if score is None else score.arrays
     made = Builder([], [*arrays, ArraySpec(NAME, shape, dtype)])
     at = [

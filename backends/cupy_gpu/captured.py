@@ -149,8 +149,7 @@ def _on_gpu(array: Any) -> cupy.ndarray:
 
 
 def _of_torch(tensor: Any) -> cupy.ndarray:
-    """A CUDA tensor as a CuPy array; a bfloat16 tensor as raw bits, since CuPy may lack the
-    type."""
+    """A CUDA tensor as a CuPy array; a bfloat16 tensor as raw bits."""
     import torch
 
     if tensor.dtype == torch.bfloat16:

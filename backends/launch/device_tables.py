@@ -126,8 +126,7 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
 
 
 def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | None:
-    """Spans of a mask function; None if a tile's visits have gaps, or its FULL visits are not
-    adjacent.
+    """Spans of a mask function; None if a tile's visits or its FULL visits have gaps.
 
     Kernels compute the visits of a span, but read a list of visits from memory.
     """

@@ -192,8 +192,7 @@ def _tile_of(graph: Graph) -> BiasTile | None:
 
 
 def band_of(problem: Problem) -> TableBand | None:
-    """An array that the forward's score function reads at the distance between query and key, or
-    None."""
+    """An array that the forward's score function reads at distances q - k, or None."""
     functions = functions_of(problem)
     return None if functions is None else functions.plain.band
 
@@ -255,8 +254,7 @@ def _largest(graph: Graph, extents: tuple[tuple[str, int], ...]) -> float:
 
 
 def heads_share(problem: Problem, least: int) -> bool:
-    """Whether heads read the same elements, at least `least` bytes, of an array per query and
-    key."""
+    """Whether heads share an array of at least `least` bytes that is read per query and key."""
     graph = problem.score_mod
     return graph is not None and any(
         {"q", "k"} <= graph.depends[n] and "h" not in graph.depends[n] and size >= least

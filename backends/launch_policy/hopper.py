@@ -204,9 +204,7 @@ class Hopper(Family):
         return fastest_cluster(walk.walks, p.group * tables.visits, *_item_times(walk), free)
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """See `Family`. Clusters take the tail after the full waves, if work tiles are equally
-        long.
-        """
+        """See `Family`. Clusters take the tail if work tiles are equally long."""
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.name != "fused" or stage.once or cluster > 1 or widest(p) > 128 or not walk.alike:
             return ()

@@ -64,8 +64,7 @@ _LARGEST_BOUND = 50
 
 
 def _bounded(problem: Problem) -> dict[str, int]:
-    """The constant for scores that need no running maximum (BoundedSoftmax in softmax.cuh), or
-    none."""
+    """The constant for scores that need no running maximum (BoundedSoftmax), or none."""
     bound = functions.score_bound(problem)
     return {"BOUNDED": 1} if problem.dtype == "bfloat16" and bound <= _LARGEST_BOUND else {}
 

@@ -145,16 +145,14 @@ WALKING = {
 
 
 def _sides(problem: Problem, tiling: Tiling) -> tuple[int, int, int, int]:
-    """Return the sides of the tile and the padded head dims, or raise if no kernel has such
-    tiles."""
+    """Return the tile's sides and the padded head dims, if the kernels have such tiles."""
     bq, bk = tiling.block_q, tiling.block_k
     _require(tiling, bq in SIDES and bk in SIDES)
     return bq, bk, *padded_dims(problem)
 
 
 def _plain(problem: Problem, variant: Variant) -> bool:
-    """Whether products are float32 multiply-adds, without tensor cores and with 256 threads per
-    tile."""
+    """Whether products are float32 multiply-adds of 256 threads, without tensor cores."""
     return problem.dtype == "float32" and not variant.tf32
 
 

@@ -167,8 +167,7 @@ class Operand:
 
 
 def pieces(tile: Tile, *, transposed: bool) -> Any:
-    """Return ``pieces(address) -> address``: the address of this lane's row in a tile's first
-    piece.
+    """Return ``pieces(address) -> address``: this lane's row in a tile's first piece.
 
     Straight order gives `ldmatrix` the A fragment of a straight tile, or two B fragments of a
     straight one; transposed order gives those of a swapped tile.

@@ -206,8 +206,7 @@ def piece_bytes(row: RowWidth) -> Any:
 
 
 def vector_load(rows_all: int, threads: int) -> Any:
-    """Return ``load(to, source, rows)``: it loads one float32 per row; rows past the end become
-    0."""
+    """Return ``load(to, source, rows)``: it loads one float32 per row, and 0 past the end."""
 
     @device
     def load(to, source, rows):

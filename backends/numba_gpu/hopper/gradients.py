@@ -213,8 +213,7 @@ def waits_halfway(n: int) -> bool:
 
 
 def score_gradients(bf16: bool, n: int) -> Any:
-    """Return ``score_gradients(p, dp) -> ds``: dS = P dP as a left operand, part of it by
-    `queue_dv`."""
+    """Return ``score_gradients(p, dp) -> ds``: dS = P dP as a left operand."""
     kind, begun = floats(n // 2), n // 4 if waits_halfway(n) else 0
 
     @emitted(words(n // 4), kind, kind)

@@ -30,8 +30,7 @@ BARRIER = 8  # bytes
 
 @emitted(int32)
 def warpgroup(b: ir.IRBuilder) -> ir.Value:
-    """Return the thread's warpgroup in the block; the compiler knows that it is equal in a whole
-    warp."""
+    """Return the thread's warpgroup in the block, which the compiler knows to be warp-uniform."""
     mine = b.lshr(ptx.special(b, "tid.x"), i32(7))
     text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
     return ptx.asm(b, text, "=r,r", [mine], I32, effects=True, together=True)
@@ -39,8 +38,7 @@ def warpgroup(b: ir.IRBuilder) -> ir.Value:
 
 @emitted(int32)
 def warp(b: ir.IRBuilder) -> ir.Value:
-    """Return the thread's warp in the block; the compiler knows that it is equal in a whole
-    warp."""
+    """Return the thread's warp in the block, which the compiler knows to be warp-uniform."""
     mine = b.lshr(ptx.special(b, "tid.x"), i32(5))
     text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
     return ptx.asm(b, text, "=r,r", [mine], I32, effects=True, together=True)

@@ -68,8 +68,7 @@ class Compiled(NamedTuple):
 
 @lru_cache(maxsize=64)
 def compiled(functions: TracedFunctions) -> Compiled:
-    """The device functions of the mask and the score; a missing one becomes an identity
-    function."""
+    """The device functions of mask and score; a missing one becomes an identity function."""
     places = functions.places()
     score, mask = functions.score, functions.mask
     at, arguments = "b, h, i, j", "floats, wholes"

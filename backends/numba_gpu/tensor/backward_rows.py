@@ -66,8 +66,7 @@ def _dots(bf16: bool, apart: int) -> Any:
 
 
 def _lane_sums(lanes: int) -> Any:
-    """Return ``lane_sums(sums)``: each sum over `lanes` neighbouring lanes; `lanes` is a power of
-    two."""
+    """Return ``lane_sums(sums)``: each sum over a power of two of neighbouring lanes."""
 
     @emitted(floats(DEEP), floats(DEEP))
     def lane_sums(b: ir.IRBuilder, sums: Values) -> Values:

@@ -222,8 +222,7 @@ def row_by_row(n: int) -> Any:
 
 
 def finish_rows(blocks: int) -> Any:
-    """Return ``finish_rows(m, l, to_natural) -> 1 / l, lse``; for a row without a key, 0 and
-    -inf."""
+    """Return ``finish_rows(m, l, to_natural) -> 1 / l, lse``; without a key, 0 and -inf."""
     kind = floats(2 * blocks)
 
     @emitted([kind, kind], kind, kind, types.float32)
