@@ -294,7 +294,7 @@ def verdict(rows: list[dict[str, Any]]) -> list[str]:
     """Return which rows miss their targets.
 
     The targets are the fastest other implementation's time; 0.93 of the copy bandwidth from 256 MB
-    on; pages of 16 within 10 % of contiguous keys; automatic splits within 3 % of the best.
+    on; pages of 16 within 10 % of contiguous keys; automatic splits within 3 % of the fastest.
     """
     found, at = [], lambda r: f"{r['batch']} x {r['keys']} d{r['head_dim']} n_q {r['n_q']}"
     cells: dict[str, dict[str, dict[str, Any]]] = {}

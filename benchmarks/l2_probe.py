@@ -8,7 +8,7 @@ Two kernels read buffers of 8 to 96 MiB. In ``read_all`` every block reads the w
 same pace as the others, as the blocks of one head read K and V. In ``read_own`` each block reads
 its own slice. Each size is launched twice, and the second launch finds what the first one left.
 With exact LRU and capacity C, the second launch reads nothing from DRAM up to size C, and
-everything above it. What happens in between calibrates `flashsim.l2` (docs/notebooks/l2.md).
+everything above it. The behaviour in between calibrates `flashsim.l2` (docs/notebooks/l2.md).
 Prints one line per launch, in order: kernel, MiB, first or second.
 """
 

@@ -10,11 +10,12 @@ the GPU's. A round's time is that of its slowest rank; figures are medians. "hos
 time for a call.
 
 "nothing sent" is flashsim's ring attention without communication: each rank uses its own data in
-place of the received. What it lacks to twice the speed of "one GPU" is the cost of smaller blocks
-and of merging. What the real ring lacks to it is the cost of the link. `--check` first checks out
-and gradients against float64: at most twice plain attention's error. NVLink's own counters are read
-where NVML provides them. `--vary` times flashsim with other head starts for NCCL, and on a
-high-priority stream.
+place of the received. Its distance from twice the speed of "one GPU" is the cost of smaller blocks
+and of merging. The distance of the real ring from it is the cost of the link. `--check` first
+checks out and gradients against float64: at most twice plain attention's error. NVLink's own
+counters are read where NVML provides them. `--vary` times flashsim with other head starts for NCCL,
+and on a high-priority stream.
+
 NVLink multicast stays off: NCCL_NVLS_ENABLE=0 is set unless the variable is set already.
 """
 

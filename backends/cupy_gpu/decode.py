@@ -400,7 +400,7 @@ def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
     if table is None:
         return lengths, prefix
     if arrays.dtype_name(table) != "int32":
-        raise DTypeError(f"block_table must be int32, got {table.dtype}")
+        raise DTypeError(f"block_table must be int32, got {table.dtype}; convert it")
     if isinstance(table, np.ndarray):
         live_keys.check_pages(table, lengths, page, int(job.k.shape[0]), prefix)
     return lengths, prefix

@@ -64,7 +64,7 @@ def quantize(
     engine.require_gpu()
     if isinstance(q, np.ndarray):
         raise DTypeError(
-            "quantize on a GPU takes arrays in GPU memory, got NumPy arrays; move them to the "
+            "quantize on a GPU needs arrays in GPU memory, got NumPy arrays; move them to the "
             "GPU, or use backend='simulator'"
         )
     kind = arrays.dtype_name(q)

@@ -257,7 +257,7 @@ def check_asked(
     if asked.algorithm not in algorithms:
         raise UnsupportedError(
             f"backend={backend!r} runs {', '.join(map(repr, algorithms))}, not "
-            f"{asked.algorithm!r}; backend='simulator' simulates it"
+            f"{asked.algorithm!r}; use backend='simulator' for it"
         )
     name, known = asked.options.get("kernel", "auto"), ("auto", *kernels)
     if name not in known:

@@ -292,7 +292,7 @@ def plan(
     if max(problem.n_kv, *lengths) > _INT32:
         raise UnsupportedError(
             "the decode kernel numbers keys with 32-bit integers, so n_kv can be at most "
-            f"{_INT32:,}, got {problem.n_kv:,}"
+            f"{_INT32:,}, got {problem.n_kv:,}; use a smaller cache"
         )
     variant = Variant(True, False, counts=counts, timeline=timeline)
     asked = _DecodeRequest(problem, lengths, gpu, splits, page, variant, prefix)

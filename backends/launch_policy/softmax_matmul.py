@@ -34,7 +34,7 @@ def kernel(block_1: int, block_2: int, d3: int, *, counts: bool = False) -> Kern
     """
     if block_1 not in SIDES or block_2 not in SIDES:
         raise TilingError(
-            f"the GPU kernel needs block sides out of {', '.join(map(str, SIDES))}, got "
+            f"each block side of the GPU kernel must be one of {', '.join(map(str, SIDES))}, got "
             f"{block_1} x {block_2}"
         )
     if d3 > WIDEST:

@@ -1,4 +1,4 @@
-"""What the suite promises, and which tests hold each promise.
+"""The promises of the test suite, and the tests that hold each of them.
 
     python tests/tools/promises.py
 

@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dkdv(const __grid_co
     report(tile_count + 1, load_tile<ValueRow>(t.V, v, a.v.row, n_cols));
     float dk[CT][D / SIDE] = {}, dv[CT][DV / SIDE] = {};
 
-    for (int member = 0; member < a.group; ++member) {  // the query heads that share this key head
+    for (int member = 0; member < a.group; ++member) {  // the query heads that share this KV head
 #if FS_FLEX
         [[maybe_unused]] FlashSums sums;
 #endif

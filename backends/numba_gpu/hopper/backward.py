@@ -1,6 +1,6 @@
 """FlashAttention-3 backward (arXiv:2407.08608, Algorithm 3) for Hopper, in Python: KV-outer.
 
-The structure is that of kernels/hopper/backward.cu. A block owns one tile of keys of one key head.
+The structure is that of kernels/hopper/backward.cu. A block owns one tile of keys of one KV head.
 Each of two consumer warpgroups owns 64 of its keys and keeps their dK and dV in registers. Scores
 are computed transposed, so that P^T and dS^T already are the left operands of dV = P^T dO and dK =
 dS^T Q. Only dQ^T = K^T dS^T needs all keys of the tile, so only for it does dS pass through shared

@@ -94,7 +94,7 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
         A block of a cluster has one work tile, so there is no previous one to wait for. It must not
         wait, because the blocks load each other's tiles. A block without visits may be done with K
         and V before its producer reaches the wait. The producer would then take that phase for the
-        one before, and wait for ever.
+        one before, and wait forever.
         """
         start, stop = get(slot + word.START), get(slot + word.STOP)
         barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)

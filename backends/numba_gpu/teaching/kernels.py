@@ -190,7 +190,7 @@ def delta_kernel(shape: TeachingShape) -> Any:
 
 @lru_cache(maxsize=64)
 def dkdv_kernel(shape: TeachingShape) -> Any:
-    """Return the kernel for dK and dV: block (j, key head) owns column tile j, thread c its key c.
+    """Return the kernel for dK and dV: block (j, KV head) owns column tile j, thread c its key c.
 
     With `fused` it also adds dS K into the float32 dQ, atomically.
     """

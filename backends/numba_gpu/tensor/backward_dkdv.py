@@ -1,6 +1,6 @@
 """FlashAttention-2 backward, KV-outer, on tensor cores (arXiv:2307.08691, Algorithm 2).
 
-A block owns column tile j of one key head and visits, for every query head of the group, the row
+A block owns column tile j of one KV head and visits, for every query head of the group, the row
 tiles that the schedule lists. It works on transposed scores, S^T = K Q^T, so that P^T and dS^T
 leave the products in exactly the registers in which dV += P^T dO and dK += dS^T Q need them.
 
