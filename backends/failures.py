@@ -81,7 +81,7 @@ def _meaning(error: Exception) -> str | None:
 
 
 def _first_error(log: str) -> str:
-    """The line of a compiler's log that states the error.
+    """Return the line of a compiler's log that states the error.
 
     The exception's cause keeps the whole log.
     """

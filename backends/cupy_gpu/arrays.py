@@ -1,4 +1,4 @@
-"""One small interface to the arrays of a GPU call, for NumPy, CuPy and torch.
+"""The arrays of a GPU call, behind one interface for NumPy, CuPy and torch.
 
 NumPy, CuPy and torch arrays yield results of the same library. Arrays of any other library yield
 CuPy arrays, which that library can take through DLPack without a copy.
@@ -234,7 +234,7 @@ class TorchSpace(Space):
 
 
 def place(space: Space, x: Any) -> tuple[Place, Any]:
-    """The address and strides of a tensor that kernels can read, and the owner of its memory.
+    """Return address and strides of a tensor that kernels can read, and the owner of its memory.
 
     The tensor is copied only if it is broadcast or the kernels cannot read it as it is.
     """
@@ -286,7 +286,7 @@ class ForeignStream:
 
 
 def adopt(name: str, array: Any) -> cupy.ndarray:
-    """A CuPy array over the memory of an array that only DLPack gives access to.
+    """Return a CuPy array over the memory of an array that only supports DLPack.
 
     The array's library makes CuPy's current stream wait for its pending work on the array.
 
@@ -313,13 +313,13 @@ def adopt(name: str, array: Any) -> cupy.ndarray:
 
 
 def download(array: Any) -> np.ndarray:
-    """A copy of a CuPy array, of any type, in the CPU's memory."""
+    """Return a copy of a CuPy array, of any type, in the CPU's memory."""
     raw = _RAW.get(array.itemsize)
     return cupy.asnumpy(array if raw is None else array.view(raw)).view(array.dtype)
 
 
 def upload(array: np.ndarray) -> cupy.ndarray:
-    """A copy of a NumPy array, of any type, on CuPy's current device."""
+    """Return a copy of a NumPy array, of any type, on CuPy's current device."""
     raw = _RAW.get(array.itemsize)
     return cupy.asarray(array if raw is None else array.view(raw)).view(array.dtype)
 
@@ -335,7 +335,7 @@ def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
 
 
 def space_of(arrays: dict[str, Any], dtype: str) -> Space:
-    """The space that contains all of `arrays`.
+    """Return the space that contains all of `arrays`.
 
     Raises
     ------
@@ -366,7 +366,7 @@ _DLPACK_CUDA = (2, 13)
 
 @cache
 def _made(space: Any, *where: Any) -> Space:
-    """The only object for a space: arrays are in the same space iff these are identical."""
+    """Return the only object for a space, so that equal spaces are identical objects."""
     return space(*where)
 
 
@@ -400,17 +400,17 @@ def is_torch(array: Any) -> bool:
 
 
 def dtype_name(array: Any) -> str:
-    """The name of an array's type in any library, such as "bfloat16"."""
+    """Return the name of an array's type in any library, such as "bfloat16"."""
     return str(array.dtype).removeprefix("torch.")
 
 
 def as_cupy(array: Any) -> cupy.ndarray:
-    """A CuPy array over the same memory; for a NumPy array, a copy on the GPU."""
+    """Return a CuPy array over the same memory; for a NumPy array, a copy on the GPU."""
     return cupy.from_dlpack(array.detach()) if is_torch(array) else cupy.asarray(array)
 
 
 def as_library_of(like: Any, array: cupy.ndarray) -> Any:
-    """A CuPy array, converted to the library of `like`."""
+    """Return a CuPy array, converted to the library of `like`."""
     if isinstance(like, np.ndarray):
         return array.get()
     if is_torch(like):
@@ -447,7 +447,7 @@ def _padded_bytes(array: Any, itemsize: int) -> int:
 
 
 def _padded(array: Any, library: Any) -> Any:
-    """A contiguous copy whose rows are padded with zeros to a multiple of 8 elements."""
+    """Return a contiguous copy whose rows are padded with zeros to a multiple of 8 elements."""
     shape = (*array.shape[:-1], row_elements(array.shape[-1]))
     where = {} if library is cupy else {"device": array.device}
     copy = library.zeros(shape, dtype=array.dtype, **where)

@@ -17,7 +17,7 @@ NAME = "the bias argument"
 
 
 def as_function(job: Job, *, gradient: bool = False) -> Job:
-    """The job with its bias as a captured array of its score function, if it has a bias.
+    """Return the job with its bias, if any, as a captured array of its score function.
 
     With `gradient`, the bias gets a gradient.
     """

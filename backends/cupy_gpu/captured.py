@@ -17,7 +17,7 @@ from flashsim.problem.problem import numpy_dtype
 
 
 class ReadByFunctions(NamedTuple):
-    """The data that kernels read besides the call's tensors.
+    """The captured arrays and sinks, which kernels read besides the call's tensors.
 
     Attributes
     ----------
@@ -45,9 +45,9 @@ NOTHING = ReadByFunctions()
 
 
 def captured(job: Job, space: arrays.Space) -> ReadByFunctions:
-    """The captured arrays of a job, uploaded if they are not on the GPU.
+    """Return the captured arrays of a job, uploaded if they are not on the GPU.
 
-    With `problem.score_grads`, for a backward pass, it also creates arrays for their gradients.
+    With `problem.score_grads`, in a backward pass, arrays for the gradients are created too.
     """
     p = job.problem
     if p.mask_mod is None and p.score_mod is None and not p.sinks:
@@ -80,7 +80,7 @@ def captured(job: Job, space: arrays.Space) -> ReadByFunctions:
 def gradients(
     job: Job, given: ReadByFunctions, space: arrays.Space, lse: int, delta: int
 ) -> dict[str, Any]:
-    """The gradients of captured arrays and of sinks, in the library of the call's arrays.
+    """Return the gradients of captured arrays and of sinks, in the library of the call's arrays.
 
     `lse` and `delta` are the addresses of one float32 per row, as written by the backward's
     kernels.
@@ -137,7 +137,7 @@ def _typed(array: Any, spec: ArraySpec) -> cupy.ndarray:
 
 
 def _on_gpu(array: Any) -> cupy.ndarray:
-    """An array of any library on CuPy's current device; in place if it is there."""
+    """Return an array of any library on CuPy's current device; without a copy if it is there."""
     if isinstance(array, np.ndarray):
         return arrays.upload(np.ascontiguousarray(array))
     if arrays.is_torch(array):

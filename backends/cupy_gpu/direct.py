@@ -37,7 +37,7 @@ class Placed:
         self._repeated = Repeated(() if isinstance(run, Decoder) else run.launches)
 
     def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
-        """Launch on a stream; all other arguments are addresses."""
+        """Launch the forward pass on a stream; all other arguments are addresses."""
         of_q, of_k, of_v = self._strides
         space, again, key = self._space, self._repeated, (q, k, v, out, lse, stream)
         if isinstance(self._run, Decoder):

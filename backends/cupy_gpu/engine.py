@@ -64,7 +64,7 @@ def forward(job: Job) -> Outcome:
 
 
 def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-    """The state that the backward pass needs from a forward pass, rebuilt from its results."""
+    """Return the state that the backward pass needs, rebuilt from a forward pass's results."""
     job = bias.as_function(job)
     _check(job)
     _no_fp8_gradients(job)
@@ -83,7 +83,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """An array of one value, in the library and on the device of the job's arrays.
+    """Return an array of one value, in the library and on the device of the job's arrays.
 
     No kernel runs.
     """
@@ -93,7 +93,7 @@ def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
 
 
 def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """The array of `constant` for a job that has been checked."""
+    """Return the array of `constant` for a job that has been checked."""
     require_gpu()
     given = {"q": job.q, "k": job.k, "v": job.v}
     space = arrays.space_of(given, job.problem.result_dtype)
@@ -102,9 +102,10 @@ def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> A
 
 
 def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> Direct | None:
-    """The passes of a checked job on torch tensors, without repeating the checks.
+    """Return the passes of a checked job on torch tensors, which do not repeat the checks.
 
-    None if the job is not one of torch tensors, or needs more than addresses and strides.
+    Returns None if the job's arrays are no torch tensors, or if it needs more than addresses and
+    strides.
 
     Parameters
     ----------
@@ -130,9 +131,10 @@ def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> 
 
 
 def placed(job: Job, *, few: bool) -> Placed | None:
-    """The forward pass of a checked job on contiguous memory, given by its addresses.
+    """Return the forward pass of a checked job on contiguous memory, given by its addresses.
 
-    None if the kernels cannot read such memory in place: a head_dim is no multiple of 8.
+    Returns None if the kernels cannot read contiguous memory in place: a head_dim is no multiple of
+    8.
 
     Parameters
     ----------
@@ -155,7 +157,7 @@ def placed(job: Job, *, few: bool) -> Placed | None:
 def decoder(
     problem: Problem, like: Any, page: int = 0, splits: int | None = None
 ) -> decode.Decoder:
-    """The decoding of a problem on torch tensors of one device, such as `like`.
+    """Return the decoder of a problem, for torch tensors on the device of `like`.
 
     Raises
     ------
@@ -168,7 +170,7 @@ def decoder(
 
 
 def adopt(name: str, array: Any) -> Any:
-    """An array that a job can hold, over the memory of one that only supports DLPack."""
+    """Return an array that a job can hold, over the memory of a DLPack array."""
     require_gpu()
     return arrays.adopt(name, array)
 
@@ -194,8 +196,8 @@ def stores_dq(job: Job, saved: Mapping[str, Any]) -> bool:
     Parameters
     ----------
     job : Job
-        The backward pass that would run otherwise. Its algorithm is "flash2" if the pass must be
-        deterministic.
+        The backward pass that would run otherwise. The job's algorithm is "flash2" if the pass must
+        be deterministic.
     """
     job, gpu = bias.as_function(job), gpu_of(saved["space"].device)
     family, ordered = _family(job, gpu, "backward"), job.algorithm == "flash2"
@@ -241,7 +243,7 @@ def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
 
 
 def recall_of(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-    """The state that `backward_with` needs from a forward pass, rebuilt from its results."""
+    """Return the state that `backward_with` needs, rebuilt from a forward pass's results."""
     p = job.problem
     require_gpu()
     given = {"q": job.q, "k": job.k, "v": job.v, "out": out}
@@ -310,9 +312,9 @@ _EXPLAINING = failures.Explaining()
 
 
 def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) -> Plan:
-    """The job's launches, prepared at its first call and kept in its memo.
+    """Return the job's launches, which are prepared at its first call and kept in its memo.
 
-    They depend on all of the job except its arrays.
+    The launches depend on everything in the job except its arrays.
     """
     plan = job.memo.get((family_of, direction, space))
     if plan is None:
@@ -356,7 +358,7 @@ def _planned(
 
 @cache
 def gpu_of(device: int) -> Gpu:
-    """The properties of a device that launch arithmetic uses.
+    """Return the properties of a device that launch arithmetic uses.
 
     Raises
     ------
@@ -391,7 +393,7 @@ def _clusters(device: int, capability: tuple[int, int], shared: int) -> tuple[tu
 
 
 def preset() -> Device:
-    """The preset that describes the current GPU.
+    """Return the preset that describes the current GPU.
 
     Raises
     ------
@@ -412,7 +414,7 @@ def preset() -> Device:
 
 
 def _hbm_bandwidth(device: int) -> float:
-    """The bandwidth in bytes per second: bus width times two transfers per memory clock cycle."""
+    """Return HBM's bytes per second: bus width times two transfers per memory clock cycle."""
     runtime = cupy.cuda.runtime
     khz = runtime.deviceGetAttribute(runtime.cudaDevAttrMemoryClockRate, device)
     bits = runtime.deviceGetAttribute(runtime.cudaDevAttrGlobalMemoryBusWidth, device)
@@ -478,7 +480,7 @@ def _no_fp8_gradients(job: Job) -> None:
 
 
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
-    """The requested kernel family; "auto" takes Hopper's wherever its kernels run the job."""
+    """Return the requested kernel family; "auto" selects Hopper's if its kernels run the job."""
     name = job.options.get("kernel", "auto")
     if job.problem.fp8:
         if name == "portable":

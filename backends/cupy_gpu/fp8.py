@@ -20,7 +20,7 @@ _SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 def transposed(space: arrays.Space, job: Job, v: arrays.View) -> arrays.View:
-    """V^T with its keys permuted as the kernel reads it: the quantiser's copy, or a new one.
+    """Return V^T with its keys permuted for the kernel: the quantiser's copy, or a new one.
 
     Raises
     ------
@@ -45,7 +45,7 @@ def transposed(space: arrays.Space, job: Job, v: arrays.View) -> arrays.View:
 
 
 def scales(space: arrays.Space, job: Job) -> dict[str, Any]:
-    """The contiguous arrays of scales on the GPU, by their names in `launch.SCRATCH`.
+    """Return the contiguous arrays of scales on the GPU, by their names in `launch.SCRATCH`.
 
     Raises
     ------

@@ -101,7 +101,7 @@ def quantize(
 
 @lru_cache(maxsize=64)
 def _uploaded(signs: bytes, device: int) -> cupy.ndarray:
-    """The signs of a rotation on CuPy's current device; they are uploaded only once."""
+    """Return the signs of a rotation on CuPy's current device; they are uploaded only once."""
     made = cupy.asarray(np.frombuffer(signs, np.float32))
     cupy.cuda.get_current_stream().synchronize()  # other streams may use them from now on
     return made

@@ -24,7 +24,7 @@ _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
 
 def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -> np.ndarray:
-    """The map of one tensor of a launch, as a kernel argument: 128 bytes, shape (1,).
+    """Return the tensor map of one tensor of a launch, as a kernel argument: 128 bytes, shape (1,).
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
 
 
 def encode_tile(tile: BiasTile, box: Box, pointer: int) -> np.ndarray:
-    """The map of an array that a score function captures, with its planes in the heads' place.
+    """Return the tensor map of a captured array, with its planes on the heads' axis.
 
     Raises
     ------
@@ -96,7 +96,7 @@ def encode_tile(tile: BiasTile, box: Box, pointer: int) -> np.ndarray:
 def _encoded(
     element: int, pointer: int, shape: list[int], steps: list[int], box: Box
 ) -> tuple[np.ndarray, int]:
-    """A map, and the driver's error or 0; `steps` are bytes along all axes except the first."""
+    """Return a map, and the driver's error or 0; `steps` are bytes along all but the first axis."""
     rank = len(shape)
     storage = np.zeros(_MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
     start = -storage.ctypes.data % _MAP_ALIGNMENT
@@ -120,7 +120,7 @@ def _encoded(
 
 @cache
 def driver() -> ctypes.CDLL:
-    """The library of the CUDA driver."""
+    """Return the library of the CUDA driver, or raise if it is not found."""
     for name in ("libcuda.so.1", "nvcuda.dll"):
         try:
             return ctypes.CDLL(name)

@@ -1,6 +1,6 @@
 """The throughput or latency of each unit of a GPU, measured alone by its own kernel.
 
-These are the constants of `flashsim.predict` that belong to the chip, not to a kernel. The
+The results are the constants of `flashsim.predict` that belong to the chip, not to a kernel. The
 measurement takes about ten seconds on any NVIDIA GPU from Ampere on.
 """
 
@@ -34,7 +34,7 @@ class Unit(NamedTuple):
 
 
 def measure(device: int = 0) -> list[Unit]:
-    """The rates and times of all units of a GPU.
+    """Return the rates and times of all units of a GPU.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def measure(device: int = 0) -> list[Unit]:
 
 
 def described(base: Device, device: int = 0) -> Device:
-    """A copy of `base` with the name, SMs and capacities of a GPU."""
+    """Return a copy of `base` with the name, SMs and capacities of a GPU."""
     gpu = engine.gpu_of(device)
     return replace(
         base,
@@ -74,7 +74,7 @@ class _Bench:
         self._modules: dict[str, Any] = {}
 
     def kernel(self, file: str, name: str, shared: int = 0) -> Any:
-        """The compiled function `name` of ``kernels/<file>/units.cu``."""
+        """Return the compiled function `name` of ``kernels/<file>/units.cu``."""
         if file not in self._modules:
             options: tuple[str, ...] = ("-std=c++17",)
             if file == "hopper":
@@ -89,7 +89,7 @@ class _Bench:
     def in_cycles(
         self, name: str, threads: int, rounds: int, shared: int = 0, file: str = "portable"
     ) -> float:
-        """The cycles of a block with one block on every SM: the median over SMs, then over runs."""
+        """Return a block's cycles with one block on every SM, as a median over SMs and runs."""
         function, taken = self.kernel(file, name, shared), []
         keep = cupy.uint32(123) if name in _WHOLE else cupy.float32(123.5)
         for _ in range(_TIMES):
@@ -99,7 +99,7 @@ class _Bench:
         return statistics.median(taken)
 
     def in_seconds(self, work: Callable[[], None], times: int = 1) -> float:
-        """The seconds per call if `times` calls wait in the queue together: the median of runs."""
+        """Return the median seconds per call if `times` calls wait in the queue together."""
         work()
         taken = []
         for _ in range(_TIMES):

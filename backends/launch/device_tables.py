@@ -105,8 +105,8 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
     Raises
     ------
     UnsupportedError
-        If a tile needs masking beyond causality, window and bounds. This is so for an arbitrary
-        mask function, a bias, or a block mask whose cells the tiles do not divide.
+        If a tile needs masking beyond causality, window and bounds. Such masks are an arbitrary
+        mask function, a bias, and a block mask whose cells the tiles do not divide.
     """
     check(schedule.problem, schedule.tiling)
     spans = schedule.row_spans if by == "row" else schedule.col_spans
@@ -126,7 +126,7 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
 
 
 def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | None:
-    """Spans of a mask function; None if a tile's visits or its FULL visits have gaps.
+    """Return a mask function's spans; None if a tile's visits or its FULL visits have gaps.
 
     Kernels compute the visits of a span, but read a list of visits from memory.
     """
@@ -153,7 +153,7 @@ def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | Non
 
 @lru_cache(maxsize=64)
 def in_turns(walk: Lowered) -> Lowered:
-    """The tables of a KV-outer loop whose blocks add to a row tile's dQ in a fixed order.
+    """Return the tables of a KV-outer loop whose blocks add to dQ in a fixed order.
 
     `schedule.turns` computes the order of the tiles and the rank of each visit.
     """
@@ -164,7 +164,7 @@ def in_turns(walk: Lowered) -> Lowered:
 def refuse(problem: Problem) -> None:
     """Raise `UnsupportedError` if the problem has a mask function or a bias.
 
-    No GPU kernel evaluates these, under any tiling.
+    No GPU kernel evaluates a Python mask function or this form of bias, under any tiling.
     """
     if problem.mask is not None:
         raise UnsupportedError(

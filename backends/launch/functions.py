@@ -119,7 +119,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class Functions:
-    """The functions of one problem, as its kernels use them.
+    """The generated texts of one problem's functions.
 
     Attributes
     ----------
@@ -132,7 +132,7 @@ class Functions:
 
 
 def functions_of(problem: Problem) -> Functions | None:
-    """The functions of a problem; None if it has none."""
+    """Return the mask and score functions of a problem; None if it has none."""
     if problem.mask_mod is None and problem.score_mod is None:
         return None
     mask = None if problem.mask_mod is None else problem.mask_mod.graph
@@ -166,10 +166,10 @@ def _known_slope(graph: Graph) -> bool:
 
 
 def tile_of(problem: Problem) -> BiasTile | None:
-    """The largest array that the forward's score function reads at [.., q, k], if TMA takes it.
+    """Return the largest array that the score function reads at [.., q, k], if TMA can load it.
 
-    Its rows must be multiples of 16 bytes. None for packed sequences, whose positions are not those
-    of the array.
+    TMA needs rows that are multiples of 16 bytes. The result is None for packed sequences, whose
+    packed positions are not indices of the array.
     """
     functions = functions_of(problem)
     return None if functions is None or problem.cu_seqlens_q is not None else functions.plain.tile
@@ -192,7 +192,7 @@ def _tile_of(graph: Graph) -> BiasTile | None:
 
 
 def band_of(problem: Problem) -> TableBand | None:
-    """An array that the forward's score function reads at distances q - k, or None."""
+    """Return an array that the forward's score function reads at distances q - k, or None."""
     functions = functions_of(problem)
     return None if functions is None else functions.plain.band
 
@@ -220,13 +220,13 @@ def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> TableBand | 
 def _ahead(
     score: Graph | None, extents: tuple[tuple[str, int], ...]
 ) -> tuple[BiasTile | None, TableBand | None]:
-    """The elements that kernels load before they call the score function: a tile, else a band."""
+    """Return what kernels load before they call the score function: a tile, else a band."""
     tile = None if score is None else _tile_of(score)
     return tile, None if score is None or tile else _band_of(score, extents)
 
 
 def _linear(graph: Graph, n: int) -> np.ndarray | None:
-    """The factors of q and k and the constant of an index that is linear in q and k; else None."""
+    """Return the factors of q and k and the constant of an index, or None if it is not linear."""
     node = graph.nodes[n]
     if node.op == "const":
         return np.array([0, 0, node.value])
@@ -242,7 +242,7 @@ def _linear(graph: Graph, n: int) -> np.ndarray | None:
 
 
 def score_bound(problem: Problem) -> float:
-    """The largest absolute value of a score before the softmax; infinity if it has no bound."""
+    """Return the largest absolute value of a score before the softmax; infinity if unbounded."""
     if problem.score_mod is None:
         return problem.softcap or math.inf
     return _largest(problem.score_mod, _extents(problem))
@@ -265,7 +265,7 @@ def heads_share(problem: Problem, least: int) -> bool:
 
 
 def sources_of(problem: Problem) -> tuple[emit.CudaSource, emit.CudaSource]:
-    """The two CUDA sources of a problem's functions, `plain` and `summing`."""
+    """Return the two CUDA sources of a problem's functions, `plain` and `summing`."""
     mask = None if problem.mask_mod is None else problem.mask_mod.graph
     return _sources(mask, problem.score_mod, problem.score_grads, _extents(problem))
 
@@ -316,5 +316,5 @@ def _sources(
 
 
 def packed_bytes(packed: np.ndarray) -> int:
-    """Number of bytes of a packed struct that follow ``struct Args``."""
+    """Return the bytes of a packed struct that follow ``struct Args``."""
     return -(-packed.nbytes // 8) * 8

@@ -107,12 +107,12 @@ class Gpu:
     clusters: tuple[tuple[int, int], ...] = ()
 
     def at_once(self, cluster: int) -> int:
-        """How many clusters of this size run at once; as many as fit if it was not measured."""
+        """Return how many clusters of this size run at once; if not measured, how many fit."""
         return dict(self.clusters).get(cluster, self.multiprocessors // cluster)
 
     @classmethod
     def like(cls, device: Device) -> Gpu:
-        """A `Gpu` with the properties of a `Device`, for launches that are planned and not run."""
+        """Return a `Gpu` with a `Device`'s properties, to plan launches for."""
         return cls(
             *(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes),
             multiprocessors=device.sm_count,
@@ -126,20 +126,20 @@ class Variant:
 
     `tf32` puts float32 products on tensor cores, with operands rounded to tf32.
 
-    `python` marks a kernel of `flashsim.backends.numba_gpu`. Its warps exchange no scores in the
-    backward pass, and it keeps row sums in registers at any cost.
+    `python` marks a kernel of `flashsim.backends.numba_gpu`. The warps of such a kernel exchange no
+    scores in the backward pass, and its row sums always stay in registers.
 
     `cluster` is the number of thread blocks that share a work tile of the Hopper backward.
 
-    With `overlap`, a kernel lets the next one start before it has ended. It also waits itself for
-    the kernel before it, where that matters.
+    With `overlap`, a kernel lets the next one start before it has ended. Such a kernel also waits
+    itself for the kernel before it, where that matters.
 
     `in_step` co-schedules the work tiles of the Hopper backward: it sets their order through the
     row tiles (kernels/hopper/kv_outer.cuh). With `deferred`, that backward computes the dQ of a
     visit during the next visit (kernels/hopper/backward.cu).
 
     `after` and `more` belong to a pass of several launches. With `after`, a launch starts once the
-    one before it has begun. With `more`, it lets the next one begin.
+    one before it has begun. With `more`, a launch lets the next one begin.
 
     With `once`, each row tile has one visit. `fused` kernels compute dQ in one pass with dK and dV,
     and add to it in a fixed order if `ordered`.
@@ -215,14 +215,14 @@ class Kernel:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Options for NVRTC."""
+        """NVRTC's compiler options."""
         hopper = self.file.startswith("hopper/")
         arch = ("-arch=sm_90a",) if hopper else ()  # enables Hopper's own instructions
         return ("-std=c++17", *arch, *(f"-D{name}={value}" for name, value in self.constants))
 
 
 def padded(head_dim: int, other: int = 0) -> int:
-    """The head_dim that a kernel computes with: a multiple of 16, or of 32 above 128.
+    """Return the head_dim that a kernel computes with: a multiple of 16, or of 32 above 128.
 
     Tensor cores take 16 columns at a time, and rows that are split need 32. `other` is the other
     head dim of the problem (head_dim_v for head_dim); both are split if either exceeds 128.
@@ -232,12 +232,12 @@ def padded(head_dim: int, other: int = 0) -> int:
 
 
 def row_elements(head_dim: int) -> int:
-    """Elements of a row in HBM: head_dim rounded up to a multiple of 8, for 16-byte accesses."""
+    """Return a row's elements in HBM: head_dim rounded up to a multiple of 8."""
     return -(-head_dim // 8) * 8
 
 
 def whole_sixteens(n: int) -> int:
-    """Keys per row of V^T: n rounded up to a multiple of 16.
+    """Return the keys per row of V^T: n rounded up to a multiple of 16.
 
     An FP8 value has one byte, and accesses have 16.
     """
@@ -247,7 +247,7 @@ def whole_sixteens(n: int) -> int:
 def check_asked(
     backend: str, asked: Job, algorithms: tuple[str, ...], kernels: Iterable[str]
 ) -> str:
-    """The job's option `kernel` (by default "auto"), if the backend supports the job.
+    """Return the job's option `kernel` (default "auto"), if the backend supports the job.
 
     Raises
     ------
@@ -279,13 +279,13 @@ def check_head_dims(problem: Problem, what: str) -> None:
 
 
 def padded_dims(problem: Problem) -> tuple[int, int]:
-    """The padded head_dim and head_dim_v."""
+    """Return the padded head_dim and head_dim_v."""
     d, dv = problem.head_dim, problem.head_dim_v
     return padded(d, dv), padded(dv, d)
 
 
 def constants(problem: Problem, tiling: Tiling, variant: Variant) -> dict[str, int]:
-    """The compile-time constants that all kernels have, by name."""
+    """Return the compile-time constants that all kernels have, by name."""
     unlimited = problem.n_q + problem.n_kv
     softcap = bool(problem.softcap)
     d, dv = padded_dims(problem)
@@ -318,7 +318,7 @@ def constants(problem: Problem, tiling: Tiling, variant: Variant) -> dict[str, i
 
 
 def macros(values: dict[str, int]) -> tuple[tuple[str, int], ...]:
-    """The constants as (macro name, value) pairs for `Kernel.constants`."""
+    """Return constants as (macro name, value) pairs for `Kernel.constants`."""
     return tuple((f"FS_{name}", int(value)) for name, value in values.items())
 
 

@@ -31,8 +31,8 @@ class KernelPass:
         The work tiles of this launch. They are numbered over all heads, in the order in which
         blocks take them.
     before : tuple of KernelPass
-        Launches of the same stage that come first and take the other work tiles. Empty if the
-        kernels report anything.
+        Launches of the same stage that come first and take the other work tiles. The tuple is empty
+        if the kernels report counts or times.
     """
 
     stage: plans.Stage

@@ -3,8 +3,8 @@
 A work tile is one outer tile of one head (a row tile in the forward pass). A visit is one iteration
 of its inner loop: one query tile times one key tile. Persistent blocks take work tiles until none
 is left. A work tile costs a fixed time plus a time per visit. The problem, its tiling and the GPU
-determine the number of work tiles, their visits and how they fill the SMs. Only the two times are
-measured.
+determine the number of work tiles, their visits and how they fill the SMs. Only the fixed time and
+the time per visit are measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 class Times(NamedTuple):
-    """The time that a block takes, in µs.
+    """The times of a thread block, in µs: per work tile and per visit.
 
     `item` is the time per work tile besides its visits, `visit` the time per visit.
     """
@@ -33,7 +33,7 @@ class Times(NamedTuple):
     visit: float
 
     def items(self, visits: np.ndarray) -> np.ndarray:
-        """The times of work tiles with these numbers of visits."""
+        """Return the times of work tiles with these numbers of visits."""
         return self.item + self.visit * visits
 
 
@@ -122,14 +122,14 @@ _ROUNDS = 12
 
 @lru_cache(maxsize=512)
 def microseconds(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
-    """The time of a forward launch with one block per SM and the longest work tiles first."""
+    """Return the µs of a forward launch with one block per SM, the longest work tiles first."""
     visits = Schedule(problem, tiling).visit_counts
     return _launch(times.items(visits), problem.batch * problem.heads, processors)
 
 
 @lru_cache(maxsize=512)
 def microseconds_by_keys(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
-    """The time of a KV-outer backward launch.
+    """Return the µs of a KV-outer backward launch.
 
     Each work tile covers all query heads of a KV head.
     """
@@ -148,7 +148,7 @@ def _launch(items: np.ndarray, walks: int, processors: int) -> float:
 
 
 def backward_times(problem: Problem, tiling: Tiling) -> Backward:
-    """The times of a Hopper backward's passes for a problem with this tiling."""
+    """Return the times of a Hopper backward's passes for a problem with this tiling."""
     d = max(problem.head_dim, problem.head_dim_v)
     known = HOPPER_BACKWARD[min((w for w in HOPPER_BACKWARD if d <= w), default=192)]
     return known._replace(fused=HOPPER_FUSED_WIDE[ROLES]) if tiling == ROLES else known
@@ -156,7 +156,7 @@ def backward_times(problem: Problem, tiling: Tiling) -> Backward:
 
 @lru_cache(maxsize=512)
 def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
-    """The time of a Hopper backward without its delta kernel.
+    """Return the µs of a Hopper backward without its delta kernel.
 
     Every form except "flash2-once" begins with delta. Each pass begins on an SM as soon as the pass
     before it has left that SM, so dQ's pass runs beside that of dK and dV. The conversion waits for
@@ -191,7 +191,7 @@ def shared_out(
     cluster: int,
     free: Sequence[float],
 ) -> list[float]:
-    """The times at which the SMs finish their last work tile, in µs, in no particular order.
+    """Return the µs at which the SMs finish their last work tile, in no particular order.
 
     Parameters
     ----------
@@ -203,7 +203,8 @@ def shared_out(
     adding_up : float
         µs that a work tile takes only if a cluster shares it.
     cluster : int
-        Blocks that share a work tile. With more than one, they begin only where nothing ran before.
+        Blocks that share a work tile. A cluster of several blocks starts only if no other kernel
+        ran before.
     free : sequence of float
         When each SM is free to begin.
     """
@@ -218,7 +219,7 @@ def shared_out(
 def ends_of_launch(
     takes: Sequence[float], walks: int, cluster: int, places: int, free: Sequence[float]
 ) -> list[float]:
-    """The times at which the SMs finish a launch's work tiles, in no particular order.
+    """Return the µs at which the SMs finish a launch's work tiles, in no particular order.
 
     A `cluster` of SMs works on each work tile, and `places` clusters run at a time. A cluster
     begins when the last of its SMs is free; it consists of SMs that become free at about the same
@@ -232,12 +233,12 @@ def ends_of_launch(
 def remainder(
     items: int, steps: int, times: Times, adding_up: float, gpu: Gpu
 ) -> tuple[tuple[int, int], ...]:
-    """Launches in which clusters share the tail: (blocks per cluster, work tiles) for each.
+    """Return launches in which clusters share the tail, as (blocks per cluster, work tiles).
 
-    All work tiles must be equally long. Full waves leave a tail, for which most SMs would wait
-    idly. The launches returned here run these few work tiles first, shared by clusters. Either all
-    clusters have one size, or as many as possible have two blocks and the others more. The result
-    is empty if this does not save `_LAUNCHED` µs per launch.
+    The function requires equally long work tiles. Full waves leave a tail, for which most SMs would
+    wait idly. The launches returned here run these few work tiles first, shared by clusters. Either
+    all clusters have one size, or as many as possible have two blocks and the others more. The
+    result is empty if this does not save `_LAUNCHED` µs per launch.
 
     Parameters
     ----------
@@ -273,7 +274,7 @@ def remainder(
 def fastest_cluster(
     walks: int, steps: np.ndarray, times: Times, adding_up: float, processors: int
 ) -> int:
-    """The fastest cluster size for sharing a work tile: 1 block if there are enough tiles.
+    """Return the fastest number of blocks per work tile: 1 if there are enough work tiles.
 
     The parameters are those of `shared_out`.
     """
@@ -290,7 +291,7 @@ def fastest_cluster(
 
 @lru_cache(maxsize=512)
 def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
-    """The average number of busy blocks of a Q-outer pass, and of a KV-outer pass.
+    """Return the average number of busy blocks of a Q-outer pass and of a KV-outer pass.
 
     Each block has one work tile. The fraction of time for which it is busy is its visits divided by
     the visits of the longest work tile.
@@ -302,9 +303,9 @@ def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
 
 
 def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> list[float]:
-    """The times at which the SMs (or clusters) finish their last work tile, in no particular order.
+    """Return the µs at which SMs (or clusters) finish their last work tile, unordered.
 
-    Each of them works on one work tile at a time.
+    Each SM (or cluster) processes one work tile at a time.
 
     Parameters
     ----------
@@ -322,7 +323,7 @@ def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) 
 def last_items(
     takes: Sequence[float], walks: int, clump: int, free: Sequence[float]
 ) -> list[tuple[float, int, int]]:
-    """The last work tile of each place (an SM or a cluster), as (end, place, index in `takes`).
+    """Return each place's (SM's or cluster's) last work tile as (end, place, index in `takes`).
 
     The parameters are those of `ends`. A work tile goes to the place that is free first. A place
     without work tiles has index -1.
@@ -338,7 +339,7 @@ def last_items(
 
 
 def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = None) -> float:
-    """The time at which all work tiles are done, if the longest come first.
+    """Return the time at which all work tiles are done, if the longest come first.
 
     Each of `walks` heads has these `items`, and `places` SMs (or clusters) work at the same time.
     """
@@ -362,7 +363,7 @@ def fastest_first(
     processors: int,
     launch: Callable[[Problem, Tiling, Times, int], float] = microseconds,
 ) -> tuple[Tiling, ...]:
-    """The tilings, sorted by the time that `launch` predicts for them.
+    """Return the tilings, sorted by the time that `launch` predicts for them.
 
     In a long launch, another tiling replaces the first one of `times` only if its gain exceeds the
     uncertainty of the times. The first tiling does the most arithmetic per byte of shared memory,

@@ -151,7 +151,7 @@ class Decode:
     def cluster(self) -> int:
         """The number of blocks that merge through each other's shared memory.
 
-        With 1, partial results go through HBM.
+        With a cluster of 1, partial results are merged through HBM.
         """
         return dict(self.kernel.constants)["FS_CLUSTER"]
 
@@ -184,13 +184,13 @@ class Decode:
     def walks(self) -> int:
         """The number of row tiles over all sequences and KV heads.
 
-        Those of a shared prefix come last.
+        The row tiles of a shared prefix come last.
         """
         return self.counters + self.problem.kv_heads * self.prefix_tiles
 
 
 def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
-    """A launch's argument without its addresses and strides.
+    """Return a launch's argument struct without its addresses and strides.
 
     Parameters
     ----------
@@ -210,7 +210,7 @@ def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
 
 
 def live(problem: Problem, lengths: tuple[int, ...], page: int, prefix: int = 0) -> Problem:
-    """The problem that a batch of these lengths poses: its live keys, packed.
+    """Return the packed problem of a batch's live keys.
 
     All sequences share the first `prefix` keys.
 
@@ -261,7 +261,7 @@ def plan(
     timeline: bool = False,
     prefix: int = 0,
 ) -> Decode:
-    """The launch for a batch of these live lengths.
+    """Return the launch for a batch with these live lengths.
 
     Without `splits`, sequences get as many splits as it takes for the blocks to fill the SMs once.
     With `splits`, a sequence of fewer key tiles gets one split per tile. With a `prefix`, `splits`
@@ -301,7 +301,7 @@ def plan(
 
 @lru_cache(maxsize=256)
 def dynamic(problem: Problem, gpu: Gpu, splits: int | None = None, page: int = 0) -> Decode:
-    """The launch for sequences whose live lengths the kernel reads as it runs.
+    """Return the launch for sequences whose live lengths the kernel reads at run time.
 
     The splits are chosen as for sequences that fill the cache. A shorter sequence has as many, each
     of fewer tiles or of none. Fields 1 and 2 of an item are its part and 0; the kernel computes the
@@ -342,7 +342,7 @@ class _DecodeRequest(NamedTuple):
 
 
 def _plain(asked: _DecodeRequest) -> Decode:
-    """The launch for contiguous or paged keys without latent attention or a shared prefix.
+    """Return the launch for contiguous or paged keys, not latent and without a shared prefix.
 
     If sequences must be split to fill the SMs, blocks have 8 warps, and each SM runs one. If the
     batch has more blocks than SMs, blocks have 4 warps, each SM runs two, and no block is longer
@@ -350,14 +350,14 @@ def _plain(asked: _DecodeRequest) -> Decode:
 
     Where clusters merge, short sequences of equal length get 8 splits, or the largest cluster size
     that their key tiles allow. Contiguous sequences of equal length stay whole if their blocks
-    alone are `_ENOUGH`, since a split would cost a merge and gain nothing. This holds up to 128
-    columns of keys and values. With more columns it holds where no cluster merges, or from `_LONG`
-    tiles on. (Measured on an H200 and, with memory no faster than `_FAST_MEMORY`, on an H100;
-    docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
+    alone are `_ENOUGH`, since a split would cost a merge and gain nothing. Sequences stay whole in
+    this way up to 128 columns of keys and values; with more columns, only where no cluster merges,
+    or from `_LONG` tiles on. (Measured on an H200 and, with memory no faster than `_FAST_MEMORY`,
+    on an H100; docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
 
     A sequence is a cluster only if all clusters run at once, which depends on the chip: the last
-    ones would run alone. Otherwise it gets fewer parts, which are a smaller cluster, or, up to 128
-    columns, as many parts that merge through HBM.
+    ones would run alone. Otherwise the sequence gets fewer parts, which form a smaller cluster; or,
+    up to 128 columns, as many parts, which merge through HBM.
     """
     p, lengths, gpu, splits, page, variant, _ = asked
     hopper, rows, (d, dv) = gpu.compute_capability >= (9, 0), p.n_q * p.group, padded_dims(p)
@@ -410,7 +410,7 @@ def _plain(asked: _DecodeRequest) -> Decode:
 
 
 def _latent(asked: _DecodeRequest) -> Decode:
-    """The launch for latent attention, where V is columns of K and there is one KV head.
+    """Return the launch for latent attention, where V is columns of K and there is one KV head.
 
     A block takes all of an SM's shared memory, and a second kernel merges.
     """
@@ -424,7 +424,7 @@ def _latent(asked: _DecodeRequest) -> Decode:
 
 
 def _behind_prefix(asked: _DecodeRequest) -> Decode:
-    """The launch for sequences that share a prefix.
+    """Return the launch for sequences that share a prefix.
 
     The prefix is read once, and a second kernel merges its parts with each sequence's own. Without
     `splits`, the number of parts is chosen so that none is longer than the average load of an SM.
@@ -457,16 +457,16 @@ def _behind_prefix(asked: _DecodeRequest) -> Decode:
 
 @lru_cache(maxsize=256)
 def _packed(splits: int | None, longest: int) -> Split:
-    """The rule for this many splits, or if None, for parts of at most `longest` key tiles."""
+    """Return the `Split` for this many splits, or if None, parts of at most `longest` key tiles."""
     return Split(pack_gqa=True, part_tiles=longest) if splits is None else Split(splits, True)
 
 
 def _ranges(
     p: Problem, lengths: tuple[int, ...], block_k: int
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """The range of key tiles that each sequence's queries see, and the number of these tiles.
+    """Return the range of key tiles that each sequence's queries see, and their number.
 
-    A window leaves out some tiles.
+    A window excludes some key tiles.
     """
     ends = [-(-length // block_k) for length in lengths]
     first = [max(0, length - p.n_q - p.left) // block_k for length in lengths]
@@ -484,10 +484,10 @@ def _launch(
     merge: Kernel | None = None,
     prefix: int = 0,
 ) -> Decode:
-    """The launch of a kernel on sequences whose key tiles are ``range(*ranges[b])``.
+    """Return the launch of a kernel on sequences whose key tiles are ``range(*ranges[b])``.
 
-    `parts` says how many parts `split` makes of each sequence. With a prefix, `lengths` exclude its
-    keys, and the number of its own parts comes last.
+    `parts` says how many parts `split` makes of each sequence. With a prefix, `lengths` exclude the
+    prefix's keys, and the last of `parts` is the prefix's own.
     """
     values, rows = dict(kernel.constants), p.n_q * p.group
     block_q, block_k = values["FS_BLOCK_Q"], values["FS_BLOCK_K"]

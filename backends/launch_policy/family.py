@@ -137,33 +137,33 @@ class Family(ABC):
 
     @abstractmethod
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """The reason why these kernels do not run this pass, or None if they do.
+        """Return the reason why these kernels do not run this pass, or None if they do.
 
-        With None for the tiling, the question is about a default tiling.
+        If `tiling` is None, the reason is about the default tiling.
         """
 
     @abstractmethod
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """All tilings that the kernels run on this GPU."""
+        """Return all tilings that the kernels run on this GPU."""
 
     @abstractmethod
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """The tiling that was fastest on an H200, or None if `why_not` has a reason."""
+        """Return the tiling that was fastest on an H200, or None if `why_not` has a reason."""
 
     def refused(self, reason: str) -> FlashSimError:
-        """The error that states the reason given by `why_not`."""
+        """Return the error that states a reason of `why_not`."""
         return TilingError(reason)
 
     def refusal(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> str | None:
-        """`why_not` for ``PassRequest(problem, *asked)``."""
+        """Return `why_not` for ``PassRequest(problem, *asked)``."""
         return self.why_not(PassRequest(problem, *asked), tiling)
 
     def tilings(self, *asked: Any) -> tuple[Tiling, ...]:
-        """`possible` for ``PassRequest(*asked)``."""
+        """Return `possible` for ``PassRequest(*asked)``."""
         return self.possible(PassRequest(*asked))
 
     def choose(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> Tiling:
-        """The given tiling, or the fastest one if it is None, for ``PassRequest(problem, *asked)``.
+        """Return the given tiling, or if it is None, the fastest one.
 
         Raises
         ------
@@ -183,7 +183,7 @@ class Family(ABC):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """The kernel that runs a stage."""
+        """Return the kernel that runs a stage."""
 
     # -- which backward -------------------------------------------------------------------------
 
@@ -194,7 +194,8 @@ class Family(ABC):
     def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
         """Whether "flash2-once" runs here and is the fastest backward.
 
-        With `ordered`, it is compared with the fused backward that adds to dQ in a fixed order.
+        With `ordered`, "flash2-once" is compared with the fused backward that adds to dQ in a fixed
+        order.
         """
         return False
 
@@ -205,16 +206,16 @@ class Family(ABC):
     # -- how work tiles are assigned ------------------------------------------------------------
 
     def clump(self, walk: Walked) -> int:
-        """The number of heads in a head group, which run together."""
+        """Return the number of heads in a head group, which run together."""
         room = {"l2_bytes": walk.gpu.l2_bytes, "processors": walk.gpu.multiprocessors}
         return clump_size(walk.stage, walk.problem, walk.tables.tiles, **room)
 
     def cluster(self, walk: Walked) -> int:
-        """The number of thread blocks that share a work tile."""
+        """Return the number of thread blocks that share a work tile."""
         return 1
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """Launches that take a pass's first work tiles: (blocks per cluster, work tiles) for each.
+        """Return launches for a pass's first work tiles, as (blocks per cluster, work tiles).
 
         `cluster` is the number of blocks that share each of the other work tiles.
         """
@@ -260,7 +261,7 @@ class Family(ABC):
     def forward_passes(
         self, problem: Problem, tiling: Tiling | None, gpu: Gpu, key_order: KeyOrder, report: str
     ) -> tuple[KernelPass, ...]:
-        """The passes of the forward, which is one launch.
+        """Return the passes of the forward, which is one launch.
 
         Parameters
         ----------
@@ -285,7 +286,7 @@ class Family(ABC):
         algorithm: str,
         ordered: bool = False,
     ) -> tuple[KernelPass, ...]:
-        """The passes of the backward, in the order of their launches.
+        """Return the passes of the backward, in the order of their launches.
 
         The other parameters and errors are those of `forward_passes`.
 

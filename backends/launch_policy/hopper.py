@@ -94,7 +94,7 @@ class Hopper(Family):
         return None
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """The tilings that the kernels are built for, best first (docs/reference/hopper.md)."""
+        """Return the kernels' tilings, fastest first (docs/reference/hopper.md)."""
         problem, gpu, d = asked.problem, asked.gpu, asked.wide
         if asked.direction == "backward":
             if asked.algorithm == "flash2-once":
@@ -182,7 +182,7 @@ class Hopper(Family):
         return fused < three
 
     def _times(self, problem: Problem, gpu: Gpu, *algorithms: str) -> list[float]:
-        """The time of the backward with each algorithm, in µs, by the time model."""
+        """Return the µs of the backward with each algorithm, by the time model."""
         made = (
             self.backward_passes(problem, None, gpu, "ascending", "", algorithm)
             for algorithm in algorithms
@@ -212,7 +212,7 @@ class Hopper(Family):
         return remainder(items, steps, *_item_times(walk), gpu)
 
     def defers(self, walk: Walked, cluster: int) -> bool:
-        """See `Family`. True if a block's loop is long, since deferral makes its end longer."""
+        """See `Family`. True if a block's loop is long, since deferral lengthens its end."""
         p, tables = walk.problem, walk.tables
         rows = p.group * (tables.schedule.tiling.block_q * tables.visits.mean())
         return walk.stage.name == "fused" and widest(p) <= 128 and rows >= _LONG_WALK * cluster
@@ -220,10 +220,10 @@ class Hopper(Family):
     def clump(self, walk: Walked) -> int:
         """See `Family`. The size depends on whether the work tiles are equally long.
 
-        If they are, a head group is one head (or one GQA group, which shares K and V). Taking long
-        ones first gains nothing then, and more blocks read the same tiles at the same time. This
-        does not hold if blocks add to dQ in a fixed order, or if heads share a large bias, whose
-        rows blocks of several heads then read at the same time.
+        For equally long work tiles, a head group is one head (or one GQA group, which shares K and
+        V). Taking long ones first gains nothing then, and more blocks read the same tiles at the
+        same time. This does not hold if blocks add to dQ in a fixed order, or if heads share a
+        large bias, whose rows blocks of several heads then read at the same time.
 
         Otherwise the long work tiles of a head group come first and fetch its K and V; the short
         ones find these in L2. A forward of many short sequences is bound by DRAM. Its head groups
@@ -261,9 +261,9 @@ class Hopper(Family):
         return unlimited and _drifts(walk) and clump * held(walk.stage, p) > room
 
     def rings(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> Rings:
-        """The forward's ring buffers: three stages of K and V where they fit, else two.
+        """Return the forward's ring buffers: three stages of K and V if they fit, else two.
 
-        With captured elements if these fit beside two stages.
+        Captured elements get a ring if it fits beside two stages.
         """
         tiled = self.brings_tiles and functions.tile_of(problem)
         possible = (Rings(3, 2), Rings(2, 2), Rings(2, 1)) if tiled else ()
@@ -273,7 +273,7 @@ class Hopper(Family):
         return Rings(2)
 
     def forward_bytes(self, problem: Problem, tiling: Tiling, rings: Rings) -> int:
-        """Shared memory of one block of the forward, in bytes."""
+        """Return the bytes of shared memory of one block of the forward."""
         return hopper_kernels.forward_bytes(problem, tiling, rings)
 
     def kernel(
@@ -300,7 +300,7 @@ HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True, brings_tiles=True)
 
 
 def _item_times(walk: Walked) -> tuple[Times, float]:
-    """The times of a backward's work tile, and the extra µs if a cluster shares it."""
+    """Return the times of a backward's work tile, and the extra µs if a cluster shares it."""
     p = walk.problem
     known = backward_times(p, walk.tables.schedule.tiling)
     return getattr(known, walk.stage.name), ADDING_UP[64 if widest(p) <= 64 else 128]
@@ -313,7 +313,7 @@ def _drifts(walk: Walked) -> bool:
 
 
 def _whole_rounds(walks: int, tiles: int, gpu: Gpu) -> int:
-    """The number of heads, at most four, whose work tiles about fill whole waves; 0 if none do.
+    """Return how many heads, at most four, about fill full waves with work tiles; 0 if none do.
 
     Co-scheduled work tiles of one wave go through the row tiles in the same direction. In a wave
     that two head groups share, they do not.

@@ -112,7 +112,7 @@ HOPPER_FP8 = HopperFp8("hopper, fp8", nvrtc.load)
 
 
 def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
-    """Shared memory of a block in bytes (``struct OnChip``).
+    """Return the bytes of shared memory of a block (``struct OnChip``).
 
     Rows of Q and K are padded to a multiple of 128 bytes.
     """
@@ -123,7 +123,7 @@ def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
 
 
 def _scales(problem: Problem) -> tuple[int, tuple[int, int]]:
-    """The layout of the scales, and the numbers of rows of Q and of K that share one."""
+    """Return the scales' granularity, and how many rows of Q and of K share a scale."""
     if problem.scales is None:
         return _NONE, (1, 1)
     if isinstance(problem.scales, str):

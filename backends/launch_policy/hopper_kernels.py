@@ -38,7 +38,7 @@ class Rings(NamedTuple):
 def forward_kernel(
     problem: Problem, tiling: Tiling, variant: Variant, shared: int, rings: Rings
 ) -> Kernel:
-    """The forward kernel with these ring buffers."""
+    """Return the forward kernel with these ring buffers."""
     threads, bk = 128 * (tiling.block_q // 64 + 1), tiling.block_k
     more = {"STAGES": rings.stages, "TURNS": take_turns(problem, tiling)} | _bounded(problem)
     boxes, tile = _boxes(("q", 64), ("k", bk), ("v", bk)), functions.tile_of(problem)
@@ -64,7 +64,7 @@ _LARGEST_BOUND = 50
 
 
 def _bounded(problem: Problem) -> dict[str, int]:
-    """The constant for scores that need no running maximum (BoundedSoftmax), or none."""
+    """Return the constant for scores that need no running maximum (BoundedSoftmax), or none."""
     bound = functions.score_bound(problem)
     return {"BOUNDED": 1} if problem.dtype == "bfloat16" and bound <= _LARGEST_BOUND else {}
 
@@ -79,7 +79,7 @@ def take_turns(problem: Problem, tiling: Tiling) -> bool:
 
 
 def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
-    """Shared memory of one block of the forward, in bytes."""
+    """Return the bytes of shared memory of one block of the forward."""
     d, dv = tile_columns("forward", problem)
     q, kv = tiling.block_q * d, tiling.block_k * (d + dv)
     warpgroups, elements, tile = tiling.block_q // 64, 0, functions.tile_of(problem)
@@ -91,7 +91,7 @@ def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
 
 
 def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """The kernel of the KV-outer pass, which in a fused backward also computes dQ."""
+    """Return the kernel of the KV-outer pass, which in a fused backward also computes dQ."""
     fused = variant.fused
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     wide = d > 128
@@ -125,9 +125,9 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
 
 
 def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """The kernel of the fused pass for head dims of 129 to 192.
+    """Return the kernel of the fused pass for head dims of 129 to 192.
 
-    Its consumer warpgroups compute different products.
+    The consumer warpgroups of this kernel compute different products.
     """
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     # K, V, Q and dO, P and dS; dQ is staged.
@@ -145,7 +145,7 @@ def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
 
 
 def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """The kernel that computes dQ alone, the last of three passes."""
+    """Return the kernel that computes only dQ, in the last of three passes."""
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     partial = 4 * 128 * (32 if bq == 64 else 1)
     shared = on_chip(2 * (2 * bq * d + stages * 2 * bk * d) + partial, 2 * bq // 64 + 2 * stages)
@@ -156,40 +156,40 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
 
 
 def _boxes(*rows: tuple[str, int]) -> tuple[Box, ...]:
-    """The TMA boxes of (tensor, rows) pairs, each one chunk wide."""
+    """Return the TMA boxes of (tensor, rows) pairs, each one chunk wide."""
     return tuple(Box(tensor, n, _CHUNK) for tensor, n in rows)
 
 
 def on_chip(data: int, barriers: int) -> int:
-    """Bytes of a ``struct OnChip``, a multiple of 1024.
+    """Return the bytes of a ``struct OnChip``, a multiple of 1024.
 
-    It holds tiles and rows (`data` bytes), mbarriers, and slots for work tiles.
+    The struct holds tiles and rows (`data` bytes), mbarriers, and slots for work tiles.
     """
     items = -(-(data + barriers * _BARRIER) // 16) * 16
     return -(-(items + _ITEMS) // 1024) * 1024
 
 
 def _wide(head_dim: int) -> int:
-    """Columns of a tile in shared memory: head_dim rounded up to whole chunks."""
+    """Return a tile's columns in shared memory: head_dim rounded up to whole chunks."""
     return -(-head_dim // _CHUNK) * _CHUNK
 
 
 def tile_columns(stage: str, problem: Problem) -> tuple[int, int]:
-    """Columns that TMA loads for a tile of Q or K, and for a tile of V or dO, in whole boxes."""
+    """Return the columns that TMA loads for a tile of Q or K and of V or dO, in whole boxes."""
     if stage == "forward":
         return _wide(problem.head_dim), _wide(problem.head_dim_v)
     return _shared_dim(problem), _shared_dim(problem)
 
 
 def _shared_dim(problem: Problem) -> int:
-    """The head_dim that the backward kernels compute with, the same for Q and K as for V and dO."""
+    """Return the head_dim of the backward kernels, the same for Q and K as for V and dO."""
     return _wide(max(problem.head_dim, problem.head_dim_v))
 
 
 def product_columns(
     stage: str, problem: Problem, tiling: Tiling, cluster: int = 1
 ) -> tuple[int, int]:
-    """Columns that a backward's products compute: per head dim, and the extra ones of all products.
+    """Return a backward's product columns: per head dim, and extra columns of all products.
 
     The first number is a multiple of 16, or of 32 if a cluster shares a work tile. Some products
     take a tile's whole columns. dQ^T does, because these columns are its rows (up to 32 columns, dQ

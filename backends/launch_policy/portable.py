@@ -17,7 +17,8 @@ from flashsim.schedule.tiling import Tiling
 class Portable(Family):
     """A family of portable kernels.
 
-    They are compiled for `like`, except for the choices that the tables and reports determine.
+    The kernels are compiled for the variant `like`, except for the choices that the tables and
+    reports determine.
     """
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
@@ -50,7 +51,7 @@ class Portable(Family):
         return why
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """All tilings that the kernels run on this GPU, smallest first."""
+        """Return all tilings that the kernels run on this GPU, smallest first."""
         every = (Tiling(q, k) for q in kernels.SIDES for k in kernels.SIDES)
         return tuple(t for t in every if self._runs(asked, t))
 
@@ -86,7 +87,7 @@ class Portable(Family):
         return need is not None and need <= asked.gpu.shared_bytes
 
     def _shared_need(self, asked: PassRequest, tiling: Tiling) -> int | None:
-        """Shared memory of a pass's largest kernel, in bytes; None if the tile has no kernel."""
+        """Return the shared-memory bytes of a pass's largest kernel; None without a kernel."""
         if asked.direction == "forward":
             stages: tuple[str, ...] = ("forward",)
         else:

@@ -14,7 +14,7 @@ _ACCUMULATORS = 192
 
 
 def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
-    """The kernel `flash_forward` for a problem.
+    """Return the kernel `flash_forward` for a problem.
 
     Raises
     ------
@@ -47,9 +47,9 @@ def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu)
 
 
 def dkdv_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
-    """The kernel `flash_dkdv`, which in a fused backward also computes dQ.
+    """Return the kernel `flash_dkdv`, which in a fused backward also computes dQ.
 
-    It raises as `forward_kernel`.
+    Raises the errors of `forward_kernel`.
     """
     fused = variant.fused
     bq, bk, d, dv = _sides(problem, tiling)
@@ -104,7 +104,7 @@ def dkdv_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) ->
 
 
 def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
-    """The kernel `flash_dq`, the last of three passes; raises as `forward_kernel`."""
+    """Return the kernel `flash_dq`, the last of three passes; raises as `forward_kernel`."""
     bq, bk, d, dv = _sides(problem, tiling)
     if _plain(problem, variant):
         _require(tiling, bq // 16 * d // 16 + 2 * bq * bk // 256 <= _ACCUMULATORS)
@@ -126,9 +126,9 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> K
 
 
 def rows_kernel(stage: str, problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """The kernel for stage delta or convert: `flash_delta` or `flash_convert`.
+    """Return the kernel for stage delta or convert: `flash_delta` or `flash_convert`.
 
-    It works row by row and uses no shared memory.
+    The kernel works row by row and uses no shared memory.
     """
     dlse = int(problem.dlse and stage == "delta")
     more = {"fused": int(variant.fused), "f32": int(problem.dtype == "float32"), "dlse": dlse}
@@ -162,7 +162,7 @@ def _require(tiling: Tiling, fits: bool) -> None:
 
 
 def _mat(rows: int, cols: int) -> int:
-    """Bytes of a float32 tile in shared memory; its rows are padded by 16 bytes."""
+    """Return a float32 tile's bytes in shared memory; its rows are padded by 16 bytes."""
     return 4 * rows * (cols + 4)
 
 

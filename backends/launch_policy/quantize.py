@@ -43,7 +43,7 @@ def kernels(
     rotate: bool,
     e5m2: bool = False,
 ) -> tuple[Kernel, ...]:
-    """The kernels that quantise: one launch if each thread block has all rows of a scale, else two.
+    """Return the quantising kernels: one launch if each thread block has all rows of a scale.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def kernels(
 
 
 def transposition(d: int) -> Kernel:
-    """The kernel that transposes a V that is already FP8.
+    """Return the kernel that transposes a V that is already FP8.
 
     Raises
     ------
@@ -110,7 +110,7 @@ def _kernel(name: str, d: int, values: dict[str, Any]) -> Kernel:
 
 
 def scale_shape(granularity: str, batch: int, heads: int, n: int, rows: int) -> tuple[int, ...]:
-    """The shape of one input's array of scales."""
+    """Return the shape of one input's array of scales."""
     shapes = {"tensor": (), "head": (batch, heads), "block": (batch, heads, -(-n // rows))}
     return shapes[granularity]
 
@@ -118,7 +118,7 @@ def scale_shape(granularity: str, batch: int, heads: int, n: int, rows: int) -> 
 def sizes(
     q: tuple[int, int, int, int] | None, k: tuple[int, int, int, int], processors: int
 ) -> tuple[dict[str, int], int]:
-    """The integers of ``struct Args``, and the number of thread blocks of a launch.
+    """Return the integers of ``struct Args``, and the number of thread blocks of a launch.
 
     Parameters
     ----------

@@ -25,7 +25,7 @@ ARGS = np.dtype(
 
 
 def kernel(block_1: int, block_2: int, d3: int, *, counts: bool = False) -> Kernel:
-    """The kernel for blocks of this size and a V of `d3` columns.
+    """Return the kernel for blocks of this size and a V of `d3` columns.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Compiles tensor-core kernels in Python and caches the results on disk; only `load` needs a GPU.
+"""Compile tensor-core kernels in Python and cache the results on disk; only `load` needs a GPU.
 
 numba-cuda makes PTX, and nvJitLink makes a cubin of it, except for kernels with Hopper's own
 instructions. nvJitLink compiles code that can still be linked with more code. In such code
@@ -112,8 +112,8 @@ def cache_folder() -> Path:
 def _sources() -> bytes:
     """Return a digest of everything, except its constants, that affects a kernel's compilation.
 
-    It covers the compilers' versions, the kernels and, from launch arithmetic, the offsets of the
-    fields of their argument and the layout of reports.
+    The digest covers the compilers' versions, the kernels, the offsets of their arguments' fields,
+    and the layout of reports.
     """
     versions = (numba.__version__, numba_cuda.__version__, llvmlite.__version__)
     digest = hashlib.sha256(" ".join(versions).encode())

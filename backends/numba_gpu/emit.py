@@ -181,7 +181,8 @@ FIELDS = _fields()
 def _register() -> None:
     """Register `ArgsType` and `MapType` with numba-cuda.
 
-    It says how an `ArgsType` is passed (as an array of words) and read, and how a map is passed.
+    The registered models say how an `ArgsType` is passed (as an array of words) and read, and how a
+    tensor map is passed.
     """
     from numba.cuda import models
     from numba.cuda.cudadecl import registry as typing_registry

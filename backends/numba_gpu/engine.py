@@ -2,8 +2,8 @@
 
 There are three families of kernels. "tensor" takes float16 and bfloat16, and runs on tensor cores
 from sm_80 on. "hopper" does the same with Hopper's own instructions. "teaching" takes float16 and
-float32; it consists of plain Python loops and also runs in Numba's CUDA simulator. It alone takes
-score and mask functions and sinks.
+float32; it consists of plain Python loops and also runs in Numba's CUDA simulator. Only the
+teaching kernels support score and mask functions and sinks.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _family_of(job: Job, saved: Mapping[str, Any]) -> Family:
 def _kernel(job: Job) -> str:
     """Return the kernel family: "teaching", or "tensor" or "hopper" for tensor cores.
 
-    It is the requested one, if any.
+    A requested family is returned if it supports the job.
 
     Raises
     ------

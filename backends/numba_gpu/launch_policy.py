@@ -1,7 +1,7 @@
 """The families of Python kernels: `TENSOR` uses `mma.sync`, `HOPPER` Hopper's own instructions.
 
 Passes, tiles, threads and shared memory of `TENSOR` are those of the CUDA C++ kernels, except for
-the differences that `launch.Variant` names. Only the language differs, and so the compiler.
+the differences that `launch.Variant` names. The two differ only in language and compiler.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Shared code of all tensor-core kernels: the loop over a schedule's tables, copies and reports.
 
-The functions are built for one kernel's compile-time constants. They decide no tile order and no
-tile edge by themselves but read them from the schedule's tables.
+The functions are built for one kernel's compile-time constants. The functions read tile order and
+tile edges from the schedule's tables.
 """
 
 from __future__ import annotations

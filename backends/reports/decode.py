@@ -30,7 +30,7 @@ _BLOCK = ROLES.index("block")
 
 
 def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
-    """The schedule that a launch follows: the live keys of its sequences, packed.
+    """Return the schedule that a launch follows: the live keys of its sequences, packed.
 
     Raises
     ------
@@ -64,7 +64,7 @@ def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
 def stages(
     launch: Decode, schedule: Schedule, visit_counts: np.ndarray, item_counts: np.ndarray
 ) -> tuple[StageTrace, ...]:
-    """The events of the two stages: the loop over parts, and the merge.
+    """Return the events of the two stages: the loop over parts, and the merge.
 
     Parameters
     ----------
@@ -123,7 +123,7 @@ def timeline(
     item_stamps: np.ndarray,
     clock_khz: int,
 ) -> np.ndarray:
-    """The SM and time span of each visit, store and merge, counted from the first block's start.
+    """Return SM and time span of each visit, store and merge, from the first block's start on.
 
     The first warp of a block records the time stamps. Each warp has its own keys of a tile.
 
@@ -189,7 +189,7 @@ def _named(names: tuple[str, ...], values: np.ndarray) -> dict[str, int]:
 def _step(
     stage: plans.Stage, i: int, rows: int, moved: dict[str, int], visits: Sequence[_Seen]
 ) -> list[Row]:
-    """The events of one outer step, with the reported bytes: before, at and after its visits."""
+    """Return one outer step's events with the reported bytes: before, at and after its visits."""
     begin = _moves(stage.before, moved, i, -1, -1, rows, 0)
     rows_of_events = list(begin)
     for at, j, cols, said in visits:
@@ -210,7 +210,7 @@ def _moves(
     rows: int,
     cols: int,
 ) -> list[Row]:
-    """The events of these moves; stores that the block did not report are left out."""
+    """Return the events of these moves; stores that the block did not report are left out."""
     events = []
     for m in moves:
         nbytes = said.get(m.tensor, 0) if m.transfers else int(m.tile.nbytes(rows, cols))
@@ -220,6 +220,6 @@ def _moves(
 
 
 def _frees(moves: tuple[plans.Move, ...], events: list[Row]) -> list[Row]:
-    """The free events of all that was loaded or allocated, in the same order."""
+    """Return the free events of all that was loaded or allocated, in the same order."""
     held = {CODES[m.tensor]: CODES[m.tile.name] for m in moves if m.holds}
     return [(FREE, held[e[1]], *e[2:]) for e in events if e[1] in held]

@@ -3,7 +3,7 @@
 The structure is that of kernels/hopper/backward.cu. A block owns one tile of keys of one KV head.
 Each of two consumer warpgroups owns 64 of its keys and keeps their dK and dV in registers. Scores
 are computed transposed, so that P^T and dS^T already are the left operands of dV = P^T dO and dK =
-dS^T Q. Only dQ^T = K^T dS^T needs all keys of the tile, so only for it does dS pass through shared
+dS^T Q. Only dQ^T = K^T dS^T needs all keys of the tile, so only for dQ does dS pass through shared
 memory. A visit is one query tile times one key tile. With DEFERRED, dQ of a visit is computed in
 the next visit, so that no warpgroup waits for the other's dS.
 
@@ -99,7 +99,7 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
 def _sender(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
     """Return ``send_dq(map_dq, a, shared, group)``, the loop of a warp that sends dQ.
 
-    It adds a warpgroup's pieces of dQ to the accumulator as soon as they are staged.
+    The warp adds a warpgroup's pieces of dQ to the accumulator as soon as they are staged.
     """
     block_q, ordered, dq_rows, split = c.block_q, bool(c.ordered), at.dq_rows, at.split_columns
     dq_at, dq_bytes, counted = at.region("dq"), at.dq_bytes, c.counted

@@ -3,8 +3,9 @@
 The structure is that of kernels/hopper/dq.cu. Each of two consumer warpgroups keeps dQ of 64 query
 rows in registers. Per visit (one query tile times one key tile) it recomputes S = Q K^T and dP = dO
 V^T and makes dS = P (dP - delta). In registers dS already is the left operand of dQ += dS K. With
-row tiles of 128 the warpgroups split the rows. With 64 they split the keys of each visit, and their
-two dQ are added at the end. One producer thread keeps a ring of K and V tiles full.
+row tiles of 128 the warpgroups split the rows. With row tiles of 64 the warpgroups split the keys
+of each visit, and their two dQ are added at the end. One producer thread keeps a ring of K and V
+tiles full.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     def shaped(s, a, slot, steps, n, query):
         """Return S of visit n, masked.
 
-        It is scaled and capped here where the exponent cannot include the scale.
+        S is scaled and capped here if the exponent cannot include the scale.
         """
         tile, masked = visit_of(a, steps, n)
         if scaled:

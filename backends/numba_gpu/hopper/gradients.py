@@ -394,7 +394,8 @@ def lay_down(n: int, apart: int) -> Any:
 def add_from(n: int, apart: int) -> Any:
     """Return ``add_from(sums, place, block) -> sums``: it adds another block's sums.
 
-    It adds n columns of the sums that a block of the cluster has stored with `lay_down`.
+    The function adds n columns of the sums that another block of the cluster stored with
+    `lay_down`.
     """
     kind = floats(n // 2)
 
@@ -411,7 +412,8 @@ def add_from(n: int, apart: int) -> Any:
 def unit_of_starts(start: bool) -> Any:
     """Return ``unit(scale)``: the factor by which a log-sum-exp is multiplied.
 
-    It is -1 / scale if accumulators `start` at the log-sum-exp, else -log2 e, for the exponent.
+    The factor is -1 / scale if accumulators `start` at the log-sum-exp, else -log2 e, for the
+    exponent.
     """
 
     @emitted(float32, float32)

@@ -91,10 +91,10 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
     def bring_keys(map_k, map_v, a, shared, slot, item, head, batch):
         """Load a work tile's V, then its K, in the order in which the previous one frees them.
 
-        A block of a cluster has one work tile, so there is no previous one to wait for. It must not
-        wait, because the blocks load each other's tiles. A block without visits may be done with K
-        and V before its producer reaches the wait. The producer would then take that phase for the
-        one before, and wait forever.
+        A block of a cluster has one work tile, so there is no previous one to wait for. The block
+        must not wait, because a cluster's blocks load each other's tiles. A block without visits
+        may be done with K and V before its producer reaches the wait. The producer would then take
+        that phase for the one before, and wait forever.
         """
         start, stop = get(slot + word.START), get(slot + word.STOP)
         barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)

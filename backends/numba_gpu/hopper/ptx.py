@@ -93,7 +93,7 @@ def address_in(b: ir.IRBuilder, address: ir.Value, block: ir.Value) -> ir.Value:
 def load_float_from(b: ir.IRBuilder, address: ir.Value, further: int) -> ir.Value:
     """Load a float32 from another block of the cluster ("ld").
 
-    It lies `further` bytes behind an address from `address_in`.
+    The float32 is `further` bytes after an address from `address_in`.
     """
     text = f"ld.shared::cluster.f32 $0, [$1+{further}];"
     return asm(b, text, "=f,r", [address], F32, effects=True)
@@ -158,7 +158,7 @@ def reduce_commit(b: ir.IRBuilder) -> None:
 def reduce_wait(b: ir.IRBuilder, *, read: bool) -> None:
     """Wait for this thread's reductions ("cp.async.bulk.wait_group").
 
-    With `read` it waits only until their sources may be overwritten.
+    With `read` the thread waits only until the sources of its reductions may be overwritten.
     """
     asm(b, f"cp.async.bulk.wait_group{'.read' if read else ''} 0;", "", [], effects=True)
 

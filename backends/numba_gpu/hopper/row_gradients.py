@@ -26,9 +26,9 @@ def own_statistics(
 ) -> list[Any]:
     """Load this thread's two rows' statistics: ``(lse, delta, row, stop) -> lse, delta, bytes``.
 
-    The log-sum-exp is returned in base 2. It is +inf for a row past the end, or one that sees no
-    key, so that its P is exactly 0. `row` is the warp's first row, and the addresses are those of
-    row 0. `bytes` counts each row once.
+    The log-sum-exp is returned in base 2. The log-sum-exp is +inf for a row past the end, or one
+    that sees no key, so that the row's P is exactly 0. `row` is the warp's first row, and the
+    addresses are those of row 0. `bytes` counts each row once.
     """
     tops, deltas, moved = [], [], i32(0)
     lane = lane_of(b)

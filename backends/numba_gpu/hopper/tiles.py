@@ -150,9 +150,10 @@ stage, wait_full, wait_free = _TWO.stage, _TWO.wait_full, _TWO.wait_free
 def arrive_behind(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value, alpha: ir.Value) -> None:
     """Arrive, where `condition` holds, once the rescaling factor of O's row 1 is known.
 
-    The factor `alpha` is a power and never negative, so the test on it changes nothing. It only
-    gives the arrival, and with it the wait after it, a false dependency on the maxima and the first
-    exponentials. Otherwise the assembler moves these after the wait.
+    The factor `alpha` is a power and never negative, so the test on it changes nothing. The test
+    only gives the arrival, and with it the following wait, a false dependency on the maxima and the
+    first exponentials. Without the dependency, the assembler moves the maxima and exponentials
+    after the wait.
     """
     never = b.fcmp_ordered("<", alpha, ir.Constant(alpha.type, 0.0))
     ptx_hopper.barrier_arrive(b, barrier, b.and_(condition, b.not_(never)))
@@ -314,7 +315,7 @@ def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
 def product_wait(pending: int, n: int) -> Any:
     """Return ``product_wait(c) -> c``: it waits for a product.
 
-    Its sums are then complete, as are all groups except the last `pending`.
+    The product's sums are then complete, as are all groups except the last `pending`.
     """
     return emitted(floats(n // 2), floats(n // 2))(partial(ptx_hopper.wgmma_wait, pending=pending))
 

@@ -1,8 +1,8 @@
 """FlashAttention-2 in plain Numba-CUDA for learning: a thread per row, float32, no tensor cores.
 
 The phases are those of Algorithms 1 and 2 of arXiv:2307.08691. Blocks are (tile, batch * heads).
-The kernels visit the tiles that the schedule's tables list and never decide which exist. They run
-on any NVIDIA GPU, and without one in Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``).
+The kernels visit the tiles that the schedule's tables list and never decide which exist. The
+kernels run on any NVIDIA GPU, and without a GPU in Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``).
 
 The tables ``rows`` and ``cols`` hold (start, stop, offset, end of the other side) of each tile;
 ``ptr``, ``index`` and ``kind`` list the visited tiles in CSR form. A kernel built with `counts`
@@ -192,7 +192,7 @@ def delta_kernel(shape: TeachingShape) -> Any:
 def dkdv_kernel(shape: TeachingShape) -> Any:
     """Return the kernel for dK and dV: block (j, KV head) owns column tile j, thread c its key c.
 
-    With `fused` it also adds dS K into the float32 dQ, atomically.
+    With `fused` the kernel also adds dS K into the float32 dQ, atomically.
     """
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts

@@ -224,7 +224,8 @@ class _Simulator:
 class _Gpu:
     """Arrays and launches on the GPU that holds the job's arrays, on their library's stream.
 
-    Kernels take CuPy arrays. These share the caller's memory, except that NumPy arrays are copied.
+    Kernels take CuPy arrays. The CuPy arrays share the caller's memory, except that NumPy arrays
+    are copied.
     """
 
     def __init__(self, space: Any) -> None:

@@ -5,9 +5,10 @@ tiles that the schedule lists. It works on transposed scores, S^T = K Q^T, so th
 leave the products in exactly the registers in which dV += P^T dO and dK += dS^T Q need them.
 
 The fused form also adds dQ += dS K, reduced into a float32 accumulator in HBM (its order, and so
-its last bit, varies). Without it `backward_dq` makes dQ. The dQ product of a visit is computed one
-visit later. With `halves` half of the warps compute it before their scores and half after them:
-while one warp of a scheduler computes exponentials, another one keeps the tensor cores busy.
+its last bit, varies). In the three-pass form, `backward_dq` computes dQ. The dQ product of a visit
+is computed one visit later. With `halves` half of the warps compute it before their scores and half
+after them: while one warp of a scheduler computes exponentials, another one keeps the tensor cores
+busy.
 
 K and V stay in shared memory for the whole block; Q, dO, L and delta are in one or two shared
 stages. dK, dV, S^T, P^T, dP^T are in registers. dS is in shared memory, only to cross warps for dQ.

@@ -24,7 +24,7 @@ def tanh(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 def scale_scores(blocks: int, n: int, softcap: bool) -> Any:
     """Return ``scale_scores(s, scale, cap) -> s``: cap tanh(scale s / cap).
 
-    Without a cap it is scale s.
+    Without a cap the result is scale s.
     """
     kind = floats(blocks * n // 2)
 
@@ -94,9 +94,9 @@ def row_max(blocks: int, n: int) -> Any:
 def row_max_of_bits(n: int) -> Any:
     """Return ``row_max_of_bits(m, s) -> m, again``: a faster `row_max` of one block.
 
-    It compares floats as integers, three per instruction (from sm_90 on). Both orders agree, except
-    between two negative floats. If some lane has seen only negative floats in a row, `again` is
-    true and the warp must call `row_max` instead.
+    The function compares floats as integers, three per instruction (from sm_90 on). Floats and
+    their bits as integers have the same order, except between two negative floats. If some lane has
+    seen only negative floats in a row, `again` is true and the warp must call `row_max` instead.
     """
 
     @emitted([floats(2), types.boolean], floats(2), floats(n // 2))
