@@ -203,7 +203,7 @@ def shared_out(
     adding_up : float
         µs that a work tile takes only if a cluster shares it.
     cluster : int
-        Blocks that share a work tile. A cluster of several blocks starts only if no other kernel
+        Blocks that share a work tile. Clusters of several blocks start only on SMs on which nothing
         ran before.
     free : sequence of float
         When each SM is free to begin.
