@@ -83,8 +83,8 @@ class Hopper(Family):
                 )
             if not possible:
                 return (
-                    "algorithm='flash2-once' needs each row tile to visit exactly one of their "
-                    "tiles of 128 keys, and here a row tile visits several or none"
+                    "algorithm='flash2-once' needs each row tile to visit exactly one tile of 128 "
+                    "keys, and here a row tile visits several or none"
                 )
         if tiling is None:
             if not any(t.divides(problem.block_mask) for t in possible):

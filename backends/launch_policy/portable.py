@@ -47,7 +47,7 @@ class Portable(Family):
             why = f"{what}: a {tiling} tile {why}; possible tiles: "
         why += ", ".join(map(str, self.possible(asked))) or "none on this GPU"
         if tiling is None and problem.block_mask is not None:
-            why += f" that divides the block mask's {problem.block_mask!r}"
+            why += f" (a tiling must divide the cells of the block mask, {problem.block_mask!r})"
         return why
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:

@@ -177,7 +177,7 @@ def test_other_gpus_tilings_and_gradients_are_refused():
 def test_the_quantiser_is_not_for_older_gpus():
     quantize.check_gpu(H200)
     with pytest.raises(
-        UnsupportedError, match=r"9\.0 or later, and A100 has 8\.0; backend='simulator'"
+        UnsupportedError, match=r"9\.0 or later, and A100 has 8\.0; use backend='simulator'"
     ):
         quantize.check_gpu(A100)
 

@@ -477,5 +477,5 @@ def test_what_is_refused():
     with pytest.raises(UnsupportedError, match="do not support mask_mod"):
         HOPPER_FP8.forward_passes(p, None, H200, "ascending", "")
     small = problem(100, 100, 64, None, alibi)
-    with pytest.raises(UnsupportedError, match="without a softcap, a score_mod"):
+    with pytest.raises(UnsupportedError, match="and no softcap, score_mod"):
         HOPPER.backward_passes(small, None, H200, "ascending", "", "flash2-once")
