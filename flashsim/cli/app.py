@@ -105,7 +105,11 @@ COMMANDS: _Entries = {
     ),
 }
 #: What commands were called before: they work for one version more, and say the new name.
-MOVED = {name: f"study {name}" for name in COMMANDS["study"][1]} | {"grade": "exercise grade"}
+_STUDIES = (
+    *("demo", "walkthrough", "ladder", "softmax-matmul", "precision", "banks", "blocks", "when"),
+    *("versions", "dram", "ring", "devices", "calibrate", "reproduce", "claims", "warm"),
+)
+MOVED = {name: f"study {name}" for name in _STUDIES} | {"grade": "exercise grade"}
 #: Likewise options, where a command has the new one and not the old one.
 RENAMED = {
     "-n": ("--number",),
