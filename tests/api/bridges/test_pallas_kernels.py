@@ -872,7 +872,8 @@ def test_the_command_takes_a_model_and_other_arguments():
     line = 1 + (EXAMPLES / "tpu_forward.py").read_text().splitlines().index(
         "    def key_block(h, i, j):"
     )
-    assert f"4 tiles of K that the mask empties are loaded, by 2 programs, line {line}" in text
+    words = "4 K tiles whose scores are all masked are loaded, by 2 programs"
+    assert f"{words}, line {line}" in text
     assert "note     forward: TPU model." in text
     code, text = command(f"{EXAMPLES / 'gpu_forward.py'}:forward", "--model", "tpu", "-n", 64)
     assert "tpu model" in text
