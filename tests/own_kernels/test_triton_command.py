@@ -36,7 +36,7 @@ def test_the_guide_prints_what_comes_out():
         assert done.exit_code == 0, done.output
         printed = " ".join(number.sub("#", done.output).split())
         assert " ".join(number.sub("#", block).split()) in printed
-    for exact in ("line 41 (first in line 32)", "655,360", "acc wrong from row 79 on; m and l"):
+    for exact in ("line 41 (first in line 32)", "655,360", "acc is wrong from row 79 on; m"):
         assert exact in page
         assert exact in usual.output
     assert "line 46: load outside of V (2, 250, 64): 384 of 4096 lanes" in ragged.output
