@@ -38,7 +38,6 @@ def kernel_names() -> list[str]:
     return [name for name, one in _bundled().items() if isinstance(one, KernelExercise)]
 
 
-@own_errors
 def of_course(name: str) -> AnyExercise:
     """Return the bundled exercise with that name.
 
@@ -70,7 +69,6 @@ def get(name: str) -> Exercise:
     return found
 
 
-@own_errors
 def find(name: str) -> AnyExercise:
     """Return the exercise (of any kind) with that name, or in the file at that path.
 

@@ -21,6 +21,10 @@ def is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "__getitem__")
 
 
+#: Device types of torch: the part of a device name before its number, as in "cuda:0".
+_DEVICES = {"cpu", "cuda", "hip", "hpu", "ipu", "meta", "mps", "mtia", "vulkan", "xla", "xpu"}
+
+
 def _kind_of(dtype: Any) -> str:
     """Return the kind (boolean, integer or float) of a dtype, a Python type or a type's name."""
     name = str(np.dtype(dtype)) if isinstance(dtype, type) else str(dtype).rpartition(".")[2]
@@ -139,12 +143,18 @@ class Symbol(_Arithmetic):
         raise FunctionError("a symbol is a single number and cannot be indexed")
 
     def to(self, *args: Any, **keywords: Any) -> Any:
-        """Return the number converted to another type; a device argument is ignored."""
+        """Return the number converted to another type; a device argument is ignored.
+
+        Raises
+        ------
+        FunctionError
+            If a symbol cannot have the type, such as complex64, or the device is unknown.
+        """
         for x in (*args, *(keywords[n] for n in ("dtype",) if n in keywords)):
             if isinstance(x, Symbol):
                 return self._recorder.cast(self, self._recorder.kind(x))
-            named = isinstance(x, str) and x not in ELEMENTS  # a device
-            if not (named or isinstance(x, bool)) and type(x).__name__ != "device":
+            device = isinstance(x, str) and x.partition(":")[0] in _DEVICES
+            if not (device or isinstance(x, bool)) and type(x).__name__ != "device":
                 return self._recorder.cast(self, _kind_of(x))
         return self
 

@@ -1,4 +1,4 @@
-"""The gradients of scores, on fragments (laid out as `tiles` says), as Numba intrinsics."""
+"""The gradients of scores, on fragments in the layout of `tiles`, as Numba intrinsics."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def mask_probabilities(blocks: int, n: int, by_row: bool, left: bool, right: boo
         q, k = (down, across) if by_row else (across, down)
         q, k = b.add(b.add(query, q), offset), b.add(key, k)
         distance = b.sub(k, q)  # key - (query + offset) at the lane's first element
-        room = b.sub(key_stop, k)  # keys from the lane's first to the end
+        room = b.sub(key_stop, k)  # number of keys from the lane's first to the end
         kept = list(p)
         for at, i, c, x in elements(blocks, n):
             rows, cols = i * 16 + x // 2 * 8, c * 8 + x % 2
