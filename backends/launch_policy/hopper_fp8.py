@@ -78,7 +78,8 @@ class HopperFp8(Family):
         )
 
     def clump(self, walk: Walked) -> int:
-        """See `Family`. The size of the 16-bit kernels, or a smaller one if that ends sooner.
+        """See `Family`. The head-group size of the 16-bit kernels, or a smaller one if the launch
+        then ends sooner.
 
         The smaller size is the next one that divides the heads evenly.
         """

@@ -28,7 +28,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def load_statistics(block_q: int) -> Any:
-    """Return ``load_statistics(lse, delta, rows, unit) -> starts, deltas``: a warp's, from HBM.
+    """Return ``load_statistics(lse, delta, rows, unit) -> starts, deltas``, for a warp's rows.
 
     Lane l has rows l, l + 32, ... For each row it returns the initial value of the scores, lse
     times `unit` (`unit_of_starts`), and that of dP, -delta. A row past the end, or one that sees no

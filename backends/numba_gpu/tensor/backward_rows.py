@@ -1,9 +1,9 @@
 """The row-wise kernels around a backward pass: `flash_delta` before it, `flash_convert` after it.
 
 `flash_delta` computes delta = rowsum(dO * O), minus the LSE's gradient if there is one.
-`flash_delta` also clears dQ's float32 accumulator, if there is one. `flash_convert` rounds that
-accumulator. Block (i, head) owns row tile i. The kernels use no shared memory, and every access to
-rows in HBM is 16 bytes wide.
+`flash_delta` also clears dQ's float32 accumulator, if there is one. `flash_convert` rounds dQ's
+float32 accumulator to 16 bits. Block (i, head) owns row tile i. The kernels use no shared memory,
+and every access to rows in HBM is 16 bytes wide.
 """
 
 from __future__ import annotations
