@@ -11,7 +11,7 @@ from flashsim import Problem
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch_policy.decode import CLUSTERS, plan
 from flashsim.report import Table
-from flashsim.studies.predict import decode
+from flashsim.studies.predict import decode_time
 from flashsim.studies.predict.calibration import DECODING, DecodeConstants
 
 #: The H200 at the time of the measurement: clusters merged splits even if not all ran at once.
@@ -46,7 +46,7 @@ def page_of(row):
 
 def decode_error(row, made, constants=DECODING):
     """Return predicted / measured - 1."""
-    stages = decode.stages(made, page_of(row), H200, constants)
+    stages = decode_time.stages(made, page_of(row), H200, constants)
     return 1e6 * sum(s.seconds for s in stages) / float(row["us"]) - 1
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 import flashsim
-from flashsim import Problem
+from flashsim import DecodeOptions, Problem
 from flashsim.schedule.split_kv import fill
 
 model = {"head_dim": 128, "heads": 32, "kv_heads": 8, "dtype": "bfloat16"}
@@ -33,8 +33,10 @@ print(f"8 caches, half of each shared: {once.bytes() / flashsim.count(batch, **h
 rng = np.random.default_rng(0)
 q = rng.standard_normal((2, 4, 1, 16), np.float32)
 k, v = rng.standard_normal((2, 2, 2, 96, 16), np.float32)
-lengths = [96, 40]
-whole = flashsim.run(q, k, v, algorithm="flash-decode", cache_seqlens=lengths, splits=3, trace=True)
+decode = DecodeOptions(
+    cache_seqlens=[96, 40], splits=3
+)  # one object, for `count` and `compare` too
+whole = flashsim.run(q, k, v, algorithm="flash-decode", decode=decode, trace=True)
 first, rest = (
     flashsim.run(q[:1], k[:1, :, part], v[:1, :, part]) for part in (slice(0, 50), slice(50, 96))
 )

@@ -188,7 +188,8 @@ class ReadyPass:
         `args` and `counter` default to those that all launches of the pass share.
         """
         p, boxes = self.one.tables.schedule.problem, self.one.kernel.boxes
-        args, counter = args or self._args, counter or self._counter
+        args = self._args if args is None else args
+        counter = self._counter if counter is None else counter
         values = iter(made_of)
 
         def made(box: launch.Box) -> np.ndarray:

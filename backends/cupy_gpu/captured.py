@@ -50,7 +50,7 @@ def captured(job: Job, space: arrays.Space) -> ReadByFunctions:
     With `problem.score_grads`, in a backward pass, arrays for the gradients are created too.
     """
     p = job.problem
-    if p.mask_mod is None and p.score_mod is None and not p.sinks:
+    if not p.has_functions:
         return NOTHING
     with space.active():
         sinks = None

@@ -462,8 +462,7 @@ def _check(job: Job) -> None:
 
 
 def _no_traced_functions(job: Job) -> None:
-    p = job.problem
-    if job.trace and (p.mask_mod is not None or p.score_mod is not None or p.sinks):
+    if job.trace and job.problem.has_functions:
         raise UnsupportedError(
             "on a GPU a call with mask_mod, score_mod, bias or sinks cannot be traced, since the "
             "kernels do not count the bytes that functions read; leave trace out, or use "

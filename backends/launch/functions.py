@@ -135,8 +135,7 @@ def functions_of(problem: Problem) -> Functions | None:
     """Return the mask and score functions of a problem; None if it has none."""
     if problem.mask_mod is None and problem.score_mod is None:
         return None
-    mask = None if problem.mask_mod is None else problem.mask_mod.graph
-    return _functions(mask, problem.score_mod, problem.score_grads, _extents(problem))
+    return _functions(problem.mask_graph, problem.score_mod, problem.score_grads, _extents(problem))
 
 
 def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
@@ -266,8 +265,7 @@ def heads_share(problem: Problem, least: int) -> bool:
 
 def sources_of(problem: Problem) -> tuple[emit.CudaSource, emit.CudaSource]:
     """Return the two CUDA sources of a problem's functions, `plain` and `summing`."""
-    mask = None if problem.mask_mod is None else problem.mask_mod.graph
-    return _sources(mask, problem.score_mod, problem.score_grads, _extents(problem))
+    return _sources(problem.mask_graph, problem.score_mod, problem.score_grads, _extents(problem))
 
 
 def _extents(problem: Problem) -> tuple[tuple[str, int], ...]:

@@ -156,9 +156,8 @@ def _kernel(job: Job) -> str:
     name = launch.check_asked("numba_cuda", job, ALGORITHMS, KERNELS)
     simulated = teaching_run.simulated()
     narrow = p.dtype in ("float16", "bfloat16")
-    functions = p.mask_mod is not None or p.score_mod is not None or p.sinks
     if name == "auto":
-        name = "tensor" if narrow and not (simulated or functions) else "teaching"
+        name = "tensor" if narrow and not (simulated or p.has_functions) else "teaching"
     takes = ("float16", "float32") if name == "teaching" else ("float16", "bfloat16")
     if p.dtype not in takes:
         raise UnsupportedError(

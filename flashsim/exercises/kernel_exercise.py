@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flashsim.api.counting import count
-from flashsim.counts.questions import in_words
+from flashsim.counts.questions import by_operation, in_words
 from flashsim.errors import OptionError, own_errors
 from flashsim.exercises.exercise import Arrays, Task, gapped, headed, require_statement, solved
 from flashsim.problem.problem import Problem
@@ -35,10 +35,7 @@ def attention_bytes(task: Task) -> dict[tuple[str, str], int]:
     """The bytes that FlashAttention-2 moves with the task's tiles, by `flashsim.count`."""
     direction = "backward" if "dQ" in task.outputs else "forward"
     counted = count(task.problem, tiling=task.tiling, direction=direction)
-    found: dict[tuple[str, str], int] = {}
-    for (_, op, tensor), nbytes in counted.transfers.items():
-        found[op, tensor] = found.get((op, tensor), 0) + nbytes
-    return found
+    return by_operation(counted.transfers)
 
 
 @own_errors

@@ -63,8 +63,9 @@ def run(order: KernelOrder) -> list[Recorded]:
     """Call a file's function once for each case, and return what its kernels did."""
     path = Path(order.path)
     used = libraries(path.read_text(encoding="utf-8"))
-    with _on_the_cpu("triton" in used), beside(path, order.root):
+    with _on_the_cpu("triton" in used) as replace_imported, beside(path, order.root):
         module = imported(path)
+        replace_imported()  # torch may have come with the file
         if not used & {"triton", "jax"}:
             raise Refused("function", f"{path.name} imports neither triton nor jax: no kernel")
         name = next((one for one in order.functions if hasattr(module, one)), None)
@@ -75,22 +76,21 @@ def run(order: KernelOrder) -> list[Recorded]:
             flags = [] if causal is None else [causal]
             if "triton" in used:
                 library = "torch" if "torch" in used else "numpy"
-                with _on_the_cpu(True):  # once more: torch may have come with the file
-                    found.append(_triton(order, function, name, arguments, flags, library))
+                found.append(_triton(order, function, name, arguments, flags, library))
             else:
                 found.append(_pallas(function, arguments, flags))
     return found
 
 
 @contextmanager
-def _on_the_cpu(triton: bool) -> Iterator[None]:
+def _on_the_cpu(triton: bool) -> Iterator[Callable[[], None]]:
     if not triton:
-        yield
+        yield lambda: None
         return
     from flashsim.triton.driver import standing_in
 
-    with standing_in(available=True):
-        yield
+    with standing_in(available=True) as replace_imported:
+        yield replace_imported
 
 
 def _triton(

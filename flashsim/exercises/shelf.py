@@ -38,7 +38,6 @@ def kernel_names() -> list[str]:
     return [name for name, one in _bundled().items() if isinstance(one, KernelExercise)]
 
 
-@own_errors
 def of_course(name: str) -> AnyExercise:
     """The bundled exercise with that name; a student's file may not name another."""
     if name not in _bundled():
@@ -67,7 +66,6 @@ def get(name: str) -> Exercise:
     return found
 
 
-@own_errors
 def find(name: str) -> AnyExercise:
     """The exercise of any kind with that name, or the one in the file at that path.
 

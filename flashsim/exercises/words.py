@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flashsim.counts.questions import OPS
+from flashsim.counts.questions import OPS, by_operation
 from flashsim.exercises.exercise import KINDS, Arrays, Exercise
 from flashsim.exercises.marks import Mark
 from flashsim.schedule.names import CODES
@@ -31,9 +31,7 @@ _DONE = {"load": "was loaded", "store": "was stored", "reduce": "was added to"}
 
 def transfers(trace: Trace) -> dict[tuple[str, str], int]:
     """Bytes by operation and tensor, summed over all stages."""
-    found: dict[tuple[str, str], int] = {}
-    for (_, op, tensor), nbytes in trace.transfers.items():
-        found[op, tensor] = found.get((op, tensor), 0) + nbytes
+    found = by_operation(trace.transfers)
     order = lambda key: (OPS.index(key[0]), CODES.get(key[1], len(CODES)), key[1])  # noqa: E731
     return {key: found[key] for key in sorted(found, key=order)}
 

@@ -21,6 +21,10 @@ def is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "__getitem__")
 
 
+#: Names that torch has for devices, before the number of one: "cuda:0".
+_DEVICES = {"cpu", "cuda", "hip", "hpu", "ipu", "meta", "mps", "mtia", "vulkan", "xla", "xpu"}
+
+
 def _kind_of(dtype: Any) -> str:
     """The kind of an element type, given as a library's object, a Python type or a name."""
     name = str(np.dtype(dtype)) if isinstance(dtype, type) else str(dtype).rpartition(".")[2]
@@ -137,12 +141,18 @@ class Symbol(_Arithmetic):
         raise FunctionError("a symbol is a single number and cannot be indexed")
 
     def to(self, *args: Any, **keywords: Any) -> Any:
-        """The number in another type; a device is ignored."""
+        """The number in another type; a device is ignored.
+
+        Raises
+        ------
+        FunctionError
+            For a type that a symbol cannot have, such as complex64, or an unknown device.
+        """
         for x in (*args, *(keywords[n] for n in ("dtype",) if n in keywords)):
             if isinstance(x, Symbol):
                 return self._recorder.cast(self, self._recorder.kind(x))
-            named = isinstance(x, str) and x not in ELEMENTS  # a device
-            if not (named or isinstance(x, bool)) and type(x).__name__ != "device":
+            device = isinstance(x, str) and x.partition(":")[0] in _DEVICES
+            if not (device or isinstance(x, bool)) and type(x).__name__ != "device":
                 return self._recorder.cast(self, _kind_of(x))
         return self
 

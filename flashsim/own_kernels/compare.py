@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flashsim.counts.questions import by_operation
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import FlashSimError
 from flashsim.own_kernels.geometry import Geometry
@@ -105,9 +106,8 @@ def expected_of(g: Geometry, device: Device) -> Expected | None:
             stages = {"split"} if names & {"O_part"} else {"combine"}
         if "dkdv" in stages and "dq" in stages:
             return None  # one pass: another algorithm
-        for (stage, op, tensor), nbytes in counted.transfers.items():
-            if stage in stages:
-                total[op, tensor] = total.get((op, tensor), 0) + nbytes
+        for moved, nbytes in by_operation(counted.transfers, stages).items():
+            total[moved] = total.get(moved, 0) + nbytes
         if stages - {"delta", "combine"}:
             tiles.append(str(tiling))
     title = algorithm + (" backward" if direction == "backward" else "")

@@ -45,7 +45,6 @@ POINTS = {
 }
 
 
-@own_errors
 def points_of(algorithm: str) -> tuple[str, ...]:
     """The rounding points of an algorithm; only "inputs" for one that `POINTS` does not list."""
     return POINTS.get(algorithm, ("inputs",))

@@ -365,6 +365,16 @@ class Problem:
     # -- what follows from the fields -----------------------------------------------------------
 
     @property
+    def has_functions(self) -> bool:
+        """Whether scores go through a mask function, a score function or sinks."""
+        return self.mask_mod is not None or self.score_mod is not None or self.sinks
+
+    @property
+    def mask_graph(self) -> Graph | None:
+        """The expression of the mask function; None if there is none."""
+        return None if self.mask_mod is None else self.mask_mod.graph
+
+    @property
     def group(self) -> int:
         """Query heads that share one key head."""
         return self.heads // self.kv_heads

@@ -52,10 +52,11 @@ def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **_
 
 
 @contextmanager
-def standing_in(*, available: bool = False) -> Iterator[None]:
+def standing_in(*, available: bool = False) -> Iterator[Callable[[], None]]:
     """Replace Triton's driver by a `Driver`, and restore everything at the end.
 
-    With `available`, torch says that there is a GPU: tests skip without one.
+    With `available`, torch says that there is a GPU: tests skip without one. Yields a function to
+    call after an import that may have brought torch or ``triton.testing``: they are replaced too.
     """
     at = installed()
     driver = at.triton.runtime.driver
@@ -63,13 +64,20 @@ def standing_in(*, available: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(_back, driver, before)
         driver.set_active(Driver())
-        if "triton.testing" in sys.modules:
-            testing = sys.modules["triton.testing"]
-            for name in ("do_bench", "do_bench_cudagraph"):
-                stack.enter_context(mock.patch.object(testing, name, _no_time))
-        if "torch" in sys.modules:
-            _torch_on_cpu(stack, available)
-        yield
+        replaced: set[str] = set()
+
+        def replace_imported() -> None:
+            new = {"triton.testing", "torch"} & sys.modules.keys() - replaced
+            replaced.update(new)
+            if "triton.testing" in new:
+                testing = sys.modules["triton.testing"]
+                for name in ("do_bench", "do_bench_cudagraph"):
+                    stack.enter_context(mock.patch.object(testing, name, _no_time))
+            if "torch" in new:
+                _torch_on_cpu(stack, available)
+
+        replace_imported()
+        yield replace_imported
 
 
 def _back(driver: Any, before: dict[str, Any]) -> None:

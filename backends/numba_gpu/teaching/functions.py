@@ -48,8 +48,9 @@ class TracedFunctions(NamedTuple):
 
 def functions_of(problem: Problem) -> TracedFunctions:
     """The functions of a problem."""
-    mask = None if problem.mask_mod is None else problem.mask_mod.graph
-    return TracedFunctions(mask, problem.score_mod, problem.score_grads, problem.sinks)
+    return TracedFunctions(
+        problem.mask_graph, problem.score_mod, problem.score_grads, problem.sinks
+    )
 
 
 class Compiled(NamedTuple):

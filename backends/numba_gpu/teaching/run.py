@@ -157,7 +157,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
 def _check_functions(job: Job) -> None:
     """Raise `UnsupportedError` for functions or sinks that the kernels cannot take."""
     p = job.problem
-    if p.mask_mod is None and p.score_mod is None and not p.sinks:
+    if not p.has_functions:
         return
     if job.trace or p.cu_seqlens_q is not None:
         what = "trace a call" if job.trace else "run packed sequences (cu_seqlens)"

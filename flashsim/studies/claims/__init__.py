@@ -59,7 +59,7 @@ def overview(full: Table) -> Table:
         full.title,
         full.columns[:-1],
         [row[:-1] for row in full.rows],
-        note="why: `flashsim study claims NAME`, docs/guides/texts.md",
+        note="why: `flashsim study claims NAME`, docs/reference/texts.md",
     )
 
 

@@ -77,7 +77,6 @@ def stage_of(kernel: str) -> str | None:
     return "dkdv" if found[1] == "backward" else found[1]
 
 
-@own_errors
 def table(text: str) -> tuple[list[str], list[dict[str, str]]]:
     """Columns and rows of the output of ``ncu --csv``; with ``--page raw`` the first row is units.
 

@@ -31,7 +31,7 @@ from commands import invoke  # noqa: E402
 
 import flashsim  # noqa: E402
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError  # noqa: E402
-from flashsim.jax import trace_kernel  # noqa: E402
+from flashsim.jax import pallas, trace_kernel  # noqa: E402
 
 pytestmark = pytest.mark.promise("bridges equal their library")
 
@@ -764,8 +764,10 @@ def test_refs_that_are_reshaped_and_transposed():
 
 
 def test_an_old_jax_is_refused(monkeypatch):
+    metadata = (Path(__file__).parents[3] / "setup.cfg").read_text(encoding="utf-8")
+    assert f"jax >= {'.'.join(map(str, pallas.OLDEST))}\n" in metadata
     monkeypatch.setattr(jax, "__version_info__", (0, 7, 2))
-    with pytest.raises(BackendUnavailable, match=r"needs JAX 0\.8 or newer"):
+    with pytest.raises(BackendUnavailable, match=r"needs JAX 0\.10\.2 or newer"):
         trace_kernel(lambda x: x, arrays((4,))[0])
 
 
