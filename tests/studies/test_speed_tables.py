@@ -281,8 +281,8 @@ def test_the_sentence_of_amx_is_of_the_kept_measurement(bench):
     assert [sum("**" in row[column] for row in forward) for column in (eight, two)] == [4, 6]
     assert "on two CPUs all, on eight all with the backward and four of six forward passes" in CPU
     lacking = [forward[n][eight].strip() for n in (0, 4)]
-    said = f"{lacking[0]}, and d = 128 without one, {lacking[1]};"
-    assert f"what eight lack in this run, {said}" in CPU
+    said = f"N = 1024 reaches {lacking[0]}, and d = 128 reaches {lacking[1]};"
+    assert f"two forward passes without a mask miss it in this run: {said}" in CPU
     said = "2 of 6 forward shapes miss their target of 1.25 × PyTorch: they reach"
     assert f"{said} {' and '.join(lacking)}." in GUIDE
 
@@ -297,7 +297,7 @@ def test_the_sentence_of_float32_beside_amx_is_of_the_kept_measurement(bench):
     assert sum(float(ratio) >= aim for ratio, aim in pairs) == 9
     forward = [r["of sgemm"] for r in rows if (r["N"], r["pass"]) == ("4096", "forward")]
     least, most = (f"{float(x(forward, key=float)):.2f}" for x in (min, max))
-    assert f"at N = 4096 it reaches {least} to {most} of sgemm" in CPU
+    assert f"at N = 4096, float32 reaches {least} to {most} of sgemm" in CPU
 
 
 def test_the_sentences_of_an_epyc_are_of_the_kept_measurements(bench):
