@@ -31,7 +31,7 @@ def reference(machine):
 def _slips(tensor, op="load"):
     def slips(trace):
         right, rows, cols = trace.bytes(op, tensor), trace.schedule.t_r, trace.schedule.t_c
-        found = {right // 4: "this is the number of elements; a float32 has 4 bytes"}
+        found = {right // 4: "you counted elements; a float32 has 4 bytes"}
         if tensor == "K":
             found[right // rows] = f"this is K once; there are {rows} steps, which share nothing"
         else:
