@@ -172,8 +172,9 @@ class OpenSram(Scopes):
         self._log(op, code, nbytes)
         if self._used > self._most:
             raise SramOverflow(
-                f"stage {self._stage.name!r} holds {self._used:,} B on chip, but "
-                f"{self._device.name} gives a block {self._device.sram_bytes:,} B; it holds:"
+                f"stage {self._stage.name!r} holds {self._used:,} B on chip, but a thread block of "
+                f"{self._device.name} has {self._device.sram_bytes:,} B; use smaller tiles, or end "
+                "steps earlier. The tiles on chip are:"
                 + "".join(
                     f"\n  {r.name:<12}{r.nbytes:>12,} B, made at {r.made}" for r in self._rooms
                 )
