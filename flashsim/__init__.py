@@ -48,6 +48,7 @@ __all__ = [
     "BlockMask",
     "Comparison",
     "DTypeError",
+    "DecodeOptions",
     "Device",
     "FlashSimError",
     "Gradients",

@@ -34,6 +34,8 @@ class Machine:
     record : bool
         Whether to record events.
     precision : Precision
+    schedules : dict, optional
+        Each stage's schedule, kept between runs of one problem with one tiling.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Machine:
         split: Split = WHOLE,
         record: bool = False,
         precision: Precision = USUAL,
+        schedules: dict[str, Schedule] | None = None,
     ) -> None:
         tiling.check(problem, device, algorithm, direction, split)
         self.problem, self.tiling, self.device = problem, tiling, device
@@ -55,6 +58,7 @@ class Machine:
         self.algorithm, self.direction, self.precision = algorithm, direction, precision
         self.hbm = Hbm(problem)
         self.stages: list[StageTrace] = []
+        self._schedules = {} if schedules is None else schedules
         planned = plans.stages(problem, algorithm, direction, split)
         check_visits(planned, problem, tiling)
         self._plan = {stage.name: stage for stage in planned}
@@ -84,8 +88,10 @@ class Machine:
     def stage(self, name: str) -> Iterator[Sram]:
         """Run one stage: yield an empty SRAM, whose `schedule` is the stage's loop."""
         stage = self._plan[name]
-        how = stage.outer, self.key_order, stage.dense, self.split
-        schedule = Schedule(self.problem, self.tiling, *how)
+        schedule = self._schedules.get(name)
+        if schedule is None:
+            how = stage.outer, self.key_order, stage.dense, self.split
+            schedule = self._schedules[name] = Schedule(self.problem, self.tiling, *how)
         roundings = Roundings.of(self.problem, self.algorithm, self.direction, name, self.precision)
         sram = Sram(schedule, stage, self.device, record=self.record, roundings=roundings)
         yield sram

@@ -13,6 +13,7 @@ import numpy as np
 
 from flashsim import report
 from flashsim.api import array_libraries, dispatch, inputs
+from flashsim.api.decode_options import with_fields
 from flashsim.api.execution import Gradients, Result, run
 from flashsim.counts import questions
 from flashsim.errors import (
@@ -148,9 +149,9 @@ def compare(
         all algorithms and both directions; "fit" on a GPU, with options of decoding, `scales` or a
         block mask.
     **options
-        Any other keyword of `run`. Decoding options such as `splits` go only to the algorithms
-        that take them. The other algorithms get the same keys as plain arrays: not in pages, and
-        with V separate from K.
+        Any other keyword of `run`. `decode`, and decoding options such as `splits`, go only to the
+        algorithms that take them. The other algorithms get the same keys as plain arrays: not in
+        pages, and with V separate from K.
 
     Raises
     ------
@@ -181,6 +182,7 @@ def compare(
         raise OptionError(
             "compare() always traces, because it compares the traces; leave trace=False out"
         )
+    options = {**with_fields(options, options.pop("decode", None), algorithms)}
     decoding = {name: options.pop(name) for name in inputs.DECODING if name in options}
     # Options of decoding go to those that divide the keys, or to all; these first, since they check
     # what they are given.

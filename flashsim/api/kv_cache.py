@@ -33,11 +33,7 @@ def paged_shapes(shapes: Shapes, block_table: Any) -> Shapes:
         If the table does not have one row per entry, or K's pages do not match V's.
     """
     q, k, v = shapes
-    if not hasattr(block_table, "shape"):
-        raise DTypeError(f"block_table must be an array, got {type(block_table).__name__}")
-    table, kind = tuple(block_table.shape), str(block_table.dtype).removeprefix("torch.")
-    if not kind.startswith(("int", "uint")):
-        raise DTypeError(f"block_table must be integers (batch, max_pages), got {kind}")
+    table = check_table_kind(block_table)
     if len(q) != 4 or len(table) != 2 or table[0] != q[0]:
         raise ShapeError(
             "block_table must be integers (batch, max_pages) for a q of (batch, heads, n_q, d), "
@@ -50,6 +46,16 @@ def paged_shapes(shapes: Shapes, block_table: Any) -> Shapes:
         )
     k, v = ((q[0], x[1], table[1] * x[2], x[3]) for x in (k, v))
     return q, k, v
+
+
+def check_table_kind(block_table: Any) -> tuple[int, ...]:
+    """Return the shape of a block table; raise `DTypeError` unless it is an array of integers."""
+    if not hasattr(block_table, "shape") or not hasattr(block_table, "dtype"):
+        raise DTypeError(f"block_table must be an array, got {type(block_table).__name__}")
+    kind = str(block_table.dtype).removeprefix("torch.")
+    if not kind.startswith(("int", "uint")):
+        raise DTypeError(f"block_table must be integers (batch, max_pages), got {kind}")
+    return tuple(block_table.shape)
 
 
 def live_problem(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,27 +92,35 @@ class Checked:
         captured arrays of the score function whose gradients it wants.
         """
         engine = self.engine
-        algorithm = plans.backward_form(mine.algorithm, deterministic)  # or say what it may be
+        form = plans.backward_form(mine.algorithm, deterministic)  # or say what it may be
         if trace is not None:
             trace = inputs.check_trace_mode(trace, self.backend)
         job = replace(
             mine,
             problem=_with(mine.problem, dlse=dlse, score_grads=tuple(captured)),
             tiling=tiling,
-            algorithm=algorithm,
+            algorithm=form,
             trace=mine.trace if trace is None else trace,
             memo={},
         )
-        one_visit = deterministic is not None and mine.algorithm == "flash2" and tiling is None
-        if one_visit and hasattr(engine, "stores_dq") and engine.stores_dq(job, saved):
-            return replace(job, algorithm="flash2-once")
-        free = deterministic is False and mine.algorithm == "flash2" and tiling is None
-        if free and hasattr(engine, "fuses") and not engine.fuses(job, saved):
-            job = replace(job, algorithm="flash2")
-        if deterministic and hasattr(engine, "orders_dq"):
-            ordered = replace(job, algorithm="flash2-fused", deterministic=True)
-            job = ordered if engine.orders_dq(ordered, saved) else job
-        return job
+        if deterministic is None:
+            return job
+
+        def ask_engine(test: str, default: bool, **how: Any) -> Callable[[str], bool]:
+            answer = getattr(engine, test, None)
+            if answer is None:
+                return lambda _: default
+            return lambda form: answer(replace(job, algorithm=form, **how), saved)
+
+        algorithm, ordered = plans.fastest_backward(
+            mine.algorithm,
+            deterministic,
+            tiled=tiling is not None,
+            stores_dq=ask_engine("stores_dq", False),
+            orders_dq=ask_engine("orders_dq", False, deterministic=True),
+            fuses=ask_engine("fuses", True),
+        )
+        return replace(job, algorithm=algorithm, deterministic=ordered)
 
 
 #: Requests that passed every check, under all that the checks look at: a short call takes less time

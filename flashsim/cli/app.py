@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import importlib
+import re
+import textwrap
 from typing import Annotated, Any
 
 import typer
@@ -128,8 +130,20 @@ def _moved(old: str, new: str) -> None:
 PANELS = ("Sizes", "Mask and scores", "How", "L2 cache", "Output")
 
 
+#: Lines and columns of a terminal, at which help must fit.
+SCREEN = (40, 80)
+#: Options whose help begins with these words have one line together in the short help.
+_SOME_ONLY = re.compile(r"(?:[\w-]+)(?= only: )")
+_Options = list[tuple[str, str]]
+
+
 class _Command(TyperCommand):
-    """A command whose help has its groups in the order of PANELS, and no value for flags."""
+    """A command whose help fits a screen; with ``--help-all`` it explains every option in full.
+
+    Groups of options come in the order of PANELS. Flags show no value.
+    """
+
+    explain_all = False
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)
@@ -141,10 +155,13 @@ class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for option in self.params for name in option.opts}
         words: list[str] = []
+        self.explain_all = False
         for n, word in enumerate(args):
             if word == "--":  # what follows is another program's
                 words += args[n:]
                 break
+            if word == "--help-all":
+                self.explain_all, word = True, "--help"
             name, equals, value = word.partition("=")
             new = RENAMED.get(name, ())
             if new and name not in known and new[0] in known:
@@ -153,6 +170,84 @@ class _Command(TyperCommand):
             else:
                 words.append(word)
         return super().parse_args(ctx, words)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        full = ctx.make_formatter()
+        super().format_help(ctx, full)
+        text = full.getvalue()
+        if not self.explain_all and len(text.splitlines()) > SCREEN[0]:
+            text = self._short_help(ctx)
+        formatter.write(text)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        for panel, records in self._groups(ctx).items():
+            with formatter.section(panel):
+                formatter.write_dl(records)
+
+    def _groups(self, ctx: Any) -> dict[str, _Options]:
+        """Each group's options, as a name with its value's kind, and a text."""
+        groups: dict[str, _Options] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                panel = getattr(parameter, "rich_help_panel", None)
+                if panel is None:
+                    panel = "Options" if record[0].startswith("-") else "Arguments"
+                groups.setdefault(panel, []).append(record)
+        return groups
+
+    def _short_help(self, ctx: Any) -> str:
+        """The help on one screen: at most one line per option, and only the names of some."""
+        about, groups = _sentence(self.help or ""), self._groups(ctx)
+        shortest = ("L2 cache", "Mask and scores", "Output", "Sizes", "How")
+        for n in range(len(shortest) + 1):
+            formatter = ctx.make_formatter()
+            self.format_usage(ctx, formatter)
+            formatter.write(f"\n{textwrap.fill(about, formatter.width)}\n")
+            for panel, records in groups.items():
+                formatter.write(f"\n{panel}:\n")
+                if panel == "Arguments":  # in full: which kinds of plot there are
+                    with formatter.indentation():
+                        formatter.write_dl(records)
+                else:
+                    _write_short(formatter, records, names_only=panel in shortest[:n])
+            formatter.write(f"\n`{ctx.command_path} --help-all` explains every option in full.\n")
+            text = str(formatter.getvalue())
+            if len(text.splitlines()) <= SCREEN[0]:
+                break
+        return text
+
+
+def _write_short(formatter: Any, records: _Options, *, names_only: bool) -> None:
+    """Write one line per option; options for one case only share a line of names."""
+    together: dict[str, list[str]] = {}
+    wide = 2 + max(len(name) for name, _ in records)
+    for name, text in records:
+        plain = name.split(", ")[-1].split()[0]  # the long name alone
+        case = "" if names_only else _SOME_ONLY.match(text)
+        if names_only or case:
+            together.setdefault(f"{case[0]} only: " if case else "", []).append(plain)
+        else:
+            plain, _, default = text.partition("  [")
+            room, about = formatter.width - 4 - wide, _sentence(plain)
+            if len(about) > room:
+                about = textwrap.shorten(about, room, placeholder=" ...")
+            elif default and len(about) + 2 + len(default) <= room:
+                about += f" [{default}"
+            formatter.write(f"  {name:{wide}}{about}\n")
+    for case, names in together.items():
+        formatter.write(textwrap.fill(case + ", ".join(names), formatter.width, **_INDENTED) + "\n")
+
+
+def _sentence(text: str) -> str:
+    """The first sentence of a text, on one line."""
+    first = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<=[\w)]\.)\s(?=[A-Z])", first)[0]
+
+
+_INDENTED: dict[str, Any] = {
+    **{"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
+}
 
 
 def _place(parameter: Any) -> int:
@@ -179,7 +274,7 @@ class _Group(TyperGroup):
 
             module, _, function = where.partition(".")
             called = getattr(importlib.import_module(f"flashsim.cli.{module}"), function)
-            single = typer.Typer(add_completion=False)
+            single = typer.Typer(add_completion=False, rich_markup_mode=None)
             single.command(cmd_name, cls=_Command)(spread(called, show))
             return typer.main.get_command(single)
         group = _Group(name=cmd_name, help=about, no_args_is_help=True, rich_markup_mode=None)

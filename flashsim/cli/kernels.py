@@ -110,7 +110,7 @@ def kernel(
 
     installed()
     options: dict[str, Any] = {"names": names, "device": device, "config": config, "check": True}
-    with standing_in(), beside(path):
+    with standing_in() as replace_imported, beside(path):
         if not function:
             if reference is not None:
                 raise OptionError("--reference names a function: give FILE.py:function, too")
@@ -123,8 +123,9 @@ def kernel(
             called = _attribute(module, function)
             library = "torch" if hasattr(module, "torch") else "numpy"
             call, used = _call(called, function, problem, settings, library, ndim, seed)
-            with standing_in(), watch(**options, problem=problem if used else None) as seen:
-                call()  # torch, if the file uses it, has come with the file
+            replace_imported()  # torch, if the file uses it, has come with the file
+            with watch(**options, problem=problem if used else None) as seen:
+                call()
     traced = seen.result(unchecked=True)
     _show(traced, compared, out, form, all_)
 

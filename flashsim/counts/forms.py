@@ -94,8 +94,7 @@ class Forms:
             return {}
         if stage == "forward" and p.sinks:
             moved["load", "sink"] = h * s.t_r * self.a
-        mask = None if p.mask_mod is None else p.mask_mod.graph
-        for name, graph in (("F", p.score_mod), ("M", mask)):
+        for name, graph in (("F", p.score_mod), ("M", p.mask_graph)):
             if graph is None or not graph.loads:
                 continue
             of, sums = graph.widths, s.sums if name == "F" else s.masked_sums

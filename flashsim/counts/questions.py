@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Protocol
 
 from flashsim import report
@@ -90,6 +90,17 @@ def by_tensor(transfers: Transfers) -> dict[str, dict[str, int]]:
         row = result.setdefault(tensor, dict.fromkeys(OPS, 0))
         row[op] += nbytes
     return result
+
+
+def by_operation(
+    transfers: Transfers, stages: Container[str] | None = None
+) -> dict[tuple[str, str], int]:
+    """``{(op, tensor): bytes}``, summed over all stages, or over those named."""
+    total: dict[tuple[str, str], int] = {}
+    for (stage, op, tensor), nbytes in transfers.items():
+        if stages is None or stage in stages:
+            total[op, tensor] = total.get((op, tensor), 0) + nbytes
+    return total
 
 
 def in_words(p: Problem) -> str:

@@ -126,6 +126,7 @@ def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> 
         split=split,
         record=bool(job.trace),
         precision=precision,
+        schedules=job.memo.setdefault(direction, {}),
     )
     if precision.inputs is not None:
         q, k, v = (round_to(x, precision.inputs) for x in (job.q, job.k, job.v))

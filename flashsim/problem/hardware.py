@@ -211,7 +211,6 @@ class Device:
         return preset
 
 
-@own_errors
 def reported(
     name: str, compute_capability: tuple[int, int], sm_count: int, hbm_bytes: int
 ) -> Device:

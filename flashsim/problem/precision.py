@@ -46,7 +46,6 @@ POINTS = {
 }
 
 
-@own_errors
 def points_of(algorithm: str) -> tuple[str, ...]:
     """Return the rounding points of an algorithm; only "inputs" if `POINTS` does not list it."""
     return POINTS.get(algorithm, ("inputs",))

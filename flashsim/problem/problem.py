@@ -369,6 +369,16 @@ class Problem:
     # -- properties computed from the fields ----------------------------------------------------
 
     @property
+    def has_functions(self) -> bool:
+        """Whether scores go through a mask function, a score function or sinks."""
+        return self.mask_mod is not None or self.score_mod is not None or self.sinks
+
+    @property
+    def mask_graph(self) -> Graph | None:
+        """The expression of the mask function; None if there is none."""
+        return None if self.mask_mod is None else self.mask_mod.graph
+
+    @property
     def group(self) -> int:
         """Number of query heads that share a key head."""
         return self.heads // self.kv_heads

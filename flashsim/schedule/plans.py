@@ -8,6 +8,7 @@ buffers fit. The tests compare the buffers with the simulated SRAM.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -287,6 +288,44 @@ def backward_form(algorithm: str, deterministic: bool | None) -> str:
             f"{algorithm!r} has only one form, which is deterministic; leave deterministic out"
         )
     return "flash2" if deterministic else "flash2-fused"
+
+
+def fastest_backward(
+    algorithm: str,
+    deterministic: bool | None,
+    *,
+    tiled: bool,
+    stores_dq: Callable[[str], bool],
+    orders_dq: Callable[[str], bool],
+    fuses: Callable[[str], bool],
+) -> tuple[str, bool]:
+    """The algorithm that a backward pass runs, and whether it adds to dQ in a fixed order.
+
+    Parameters
+    ----------
+    deterministic : bool, optional
+        None keeps `algorithm`'s own form.
+    tiled : bool
+        The caller chose the tiling, which rules out other forms.
+    stores_dq, orders_dq, fuses : callable
+        Say of an algorithm's backward pass here: whether "flash2-once" is faster; whether the fused
+        pass can add to dQ in a fixed order and is then the fastest; whether the fused pass is
+        faster than three passes.
+
+    Raises
+    ------
+    OptionError, UnsupportedError
+        As `backward_form`.
+    """
+    form = backward_form(algorithm, deterministic)
+    any_form = deterministic is not None and algorithm == "flash2" and not tiled
+    if any_form and stores_dq(form):
+        return "flash2-once", False
+    if deterministic and orders_dq("flash2-fused"):
+        return "flash2-fused", True
+    if any_form and not deterministic and not fuses(form):
+        return "flash2", False
+    return form, False
 
 
 def check_algorithm(algorithm: str) -> str:

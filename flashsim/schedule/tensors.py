@@ -86,7 +86,7 @@ def function_of(problem: Problem, name: str) -> Graph | None:
     """Return the function that reads a tensor of CAPTURED; None if the problem has none."""
     if name.startswith("F"):
         return problem.score_mod
-    return None if problem.mask_mod is None else problem.mask_mod.graph
+    return problem.mask_graph
 
 
 def captured(problem: Problem, name: str, outer: str) -> dict[str, int]:

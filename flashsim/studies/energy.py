@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import NamedTuple
 
-from flashsim.errors import own_errors
 from flashsim.problem.hardware import Device
 
 
@@ -140,7 +139,6 @@ ENERGIES = {
 }
 
 
-@own_errors
 def energy_of(device: Device | str) -> Energy | None:
     """Return a device's energy constants; None if they were never measured.
 

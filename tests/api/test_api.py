@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -223,6 +225,7 @@ def test_a_bias_is_read_at_every_call(x, backend):
 def test_a_request_has_the_keywords_of_run():
     keywords = dict(flashsim.run.__kwdefaults__)
     assert keywords.pop("bias") is None
+    assert keywords.pop("decode") is None  # its fields are options
     assert Request()._asdict() == {**keywords, "options": ()}
 
 
@@ -503,3 +506,23 @@ def test_compare_shows_a_real_difference(x):
 def test_compare_wants_names(x, algorithms):
     with pytest.raises(OptionError, match="algorithms must be a non-empty list of names"):
         flashsim.compare(x.q, x.k, x.v, algorithms=algorithms)
+
+
+def test_a_repeated_call_of_a_small_problem_goes_a_short_way():
+    """Fewer than 300 Python calls outside the algorithm's own modules."""
+    q = np.random.default_rng(0).standard_normal((1, 1, 64, 16), np.float32)
+    outside = []
+
+    def note(frame, event, _):
+        if event == "call" and f"{os.sep}algorithms{os.sep}" not in frame.f_code.co_filename:
+            outside.append(frame.f_code.co_qualname)
+
+    flashsim.run(q, q, q)
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        flashsim.run(q, q, q)
+    finally:
+        sys.setprofile(before)
+    assert 50 < len(outside) < 300
+    assert "Schedule.__post_init__" not in outside

@@ -193,7 +193,7 @@ def test_what_is_not_decoded_is_refused():
         decode.plan(Problem(1, 64, 64), (64,), H200)
     with pytest.raises(UnsupportedError, match="head_dim up to 256, got 512"):
         decode.plan(Problem(1, 64, 512, dtype="float16"), (64,), H200)
-    with pytest.raises(UnsupportedError, match="takes no bias"):
+    with pytest.raises(UnsupportedError, match="does not support bias"):
         decode.plan(Problem(1, 64, 64, dtype="float16", bias=(1, 1)), (64,), H200)
     with pytest.raises(OptionError, match="splits must be at most 2048 here"):
         decode.plan(Problem(1, 1 << 20, 64, **GROUPED), (1 << 20,), H200, 5000)

@@ -118,7 +118,7 @@ def test_what_is_refused():
     a100 = GPUS["sm_80"]
     with pytest.raises(UnsupportedError, match=r"decoded on Hopper .* not on A100"):
         decode.plan(MLA, (4096,) * 64, a100)
-    with pytest.raises(UnsupportedError, match="head_dim_v in multiples of 128, got 64"):
+    with pytest.raises(UnsupportedError, match="head_dim_v that is a multiple of 128, got 64"):
         decode.plan(replace(MLA, head_dim_v=64), (4096,) * 64, H200)
     p = Problem(4, 600, 64, batch=2, causal=True, **GROUPED)
     with pytest.raises(OptionError, match="got 400, but entry 1 has only 300 keys"):
@@ -131,7 +131,7 @@ def test_what_is_refused():
         decode.plan(p, (600, 600), H200, page=16, prefix=401)
     with pytest.raises(UnsupportedError, match="shared_prefix cannot be combined with window"):
         decode.plan(replace(p, window=(9, 0)), (600, 600), H200, prefix=400)
-    with pytest.raises(UnsupportedError, match="latent attention has no shared_prefix"):
+    with pytest.raises(UnsupportedError, match="latent attention does not support shared_prefix"):
         decode.plan(replace(MLA, head_dim=192, head_dim_v=128), (4096,) * 64, H200, prefix=64)
     with pytest.raises(UnsupportedError, match="float16 and bfloat16, not float32"):
         decode.check(replace(p, dtype="float32"), H200)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import found, invoke, ok
+from typer.core import TyperCommand
 
 import flashsim
 from flashsim import Problem, Tiling, Trace
@@ -97,6 +98,40 @@ def test_help_fits_a_screen():
         assert len(lines) <= (27 if not group else 24), group
         assert max(map(len, lines)) <= 80, group
         assert not any(line.startswith(" " * 6) for line in lines), group  # each on one line
+
+
+@pytest.mark.parametrize("command", [*every_command()])
+def test_a_commands_help_fits_a_screen_and_loses_nothing(command):
+    short, full = (ok(command, word) for word in ("--help", "--help-all"))
+    assert len(short.splitlines()) <= 40
+    assert max(map(len, full.splitlines() + short.splitlines())) <= 80
+    assert ("--help-all" in short) == (short != full)
+    told, text = short.split(), " ".join(full.split())
+    whole = text.replace("- ", "-")  # textwrap breaks after hyphens
+    for parameter in found(command.split())[0].params:
+        if getattr(parameter, "hidden", False):
+            continue
+        names = [name for name in parameter.opts if name.startswith("--")] or [parameter.name]
+        assert any(word.strip(",.") in names for word in told), names
+        assert " ".join((parameter.help or "").split()).replace("- ", "-") in whole, names
+    about = " ".join(found(command.split())[0].help.split())
+    assert about.replace("- ", "-") in whole
+
+
+def test_help_all_of_another_program_is_not_ours(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    assert "--help-all" in _words(found(["watch"])[0], [str(script), "--", "--help-all"])
+    assert "--help-all" not in _words(found(["watch"])[0], ["--help-all"])
+
+
+def _words(command, words):
+    """What a command's parser is given, after its own `parse_args`."""
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TyperCommand, "parse_args", lambda self, ctx, args: seen.extend(args))
+        command.parse_args(None, words)
+    return seen
 
 
 def test_help_shows_no_value_that_a_flag_would_take():

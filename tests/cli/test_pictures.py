@@ -222,14 +222,15 @@ def test_the_gallery_writes_what_the_docs_show(tmp_path, monkeypatch):
     gallery = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gallery)
     names = {*gallery.PLOTS, *gallery.ANIMATIONS, *gallery.FILES, *gallery.PICTURES}
-    pages = ("gallery.md", "masks.md", "lab.md", "your_own_mask.md")
+    pages = ("gallery.md", "masks.md", "lab.md", "your_own_mask.md", "your_own_algorithm.md")
+    pages += ("course.md", "precision.md", "many_gpus.md")
     text = "".join((docs / "guides" / page).read_text(encoding="utf-8") for page in pages)
     assert names == {path.name for path in (docs / "gallery").iterdir()}
     assert all(f"(../gallery/{name})" in text for name in names)
     monkeypatch.setattr(gallery, "HERE", tmp_path)
     gallery.main(["diff.png"])
     assert (tmp_path / "diff.png").exists()
-    with pytest.raises(SystemExit, match=r"unknown: a\.png"):
+    with pytest.raises(SystemExit, match=r"unknown file: a\.png"):
         gallery.main(["a.png"])
 
 

@@ -153,7 +153,7 @@ def test_what_is_refused():
         run(mla(1, 64), mla(1, 64).make(), trace="timeline")
     with pytest.raises(UnsupportedError, match="no shared_prefix"):
         run(mla(1, 64, d=192, dv=128), mla(1, 64, d=192, dv=128).make(), shared_prefix=16)
-    with pytest.raises(UnsupportedError, match="head_dim_v in multiples of 128"):
+    with pytest.raises(UnsupportedError, match="head_dim_v that is a multiple of 128"):
         check(mla(1, 64, dv=96))
     with pytest.raises(UnsupportedError, match="float16 and bfloat16, not float32"):
         check(mla(1, 64, dtype="float32"))

@@ -71,7 +71,7 @@ def test_what_is_no_lse_is_refused_there_too(value):
         flashsim.merge(out, lse, out, wrong)
     with pytest.raises(flashsim.DTypeError, match="all arrays must be on one device"):
         flashsim.merge(out, lse.cpu(), out, lse)
-    with pytest.raises(flashsim.DTypeError, match="on a GPU out_a is merged in float32 or"):
+    with pytest.raises(flashsim.DTypeError, match="to merge on a GPU, out_a must be float32 or"):
         flashsim.merge(out.double(), lse, out.double(), lse)
     empty = flashsim.merge(out[:, :0], lse[:, :0], out[:, :0], lse[:, :0])
     assert empty[0].shape == (2, 0, 8)

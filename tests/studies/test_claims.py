@@ -12,7 +12,7 @@ from flashsim.studies.reproduce import pallas
 
 pytestmark = pytest.mark.promise("doc figures are measured")
 
-PAGE = Path(__file__).parents[2] / "docs/guides/texts.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/texts.md"
 WRONG = {
     *("bf16-52", "faster-backward", "a100-335", "blocks-64-45", "scores-32", "268-times"),
     *("incoherent", "tile-softmax", "l-sum", "advance-k"),

@@ -100,7 +100,7 @@ def test_docs_print_the_joules_of_passes(monkeypatch):
     assert off.markdown() in RESULTS
     assert [row[1] for row in off.rows] == [10, 14]
     worst = off.rows[1][3].lstrip("+-")
-    assert f"{worst} % at worst of 14 passes not fitted" in MODELS
+    assert f"worst of 14 passes not fitted: {worst} %" in MODELS
     assert all(abs(float(row[3])) < 10 and abs(float(row[5])) < 10 for row in off.rows)
 
 

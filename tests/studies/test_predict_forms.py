@@ -72,7 +72,7 @@ def test_a_backward_of_one_visit_takes_what_was_measured():
     """Fourteen passes, 7.5 to 74 us, of another run: docs/notebooks/hopper.md."""
     text = NOTEBOOK.read_text(encoding="utf-8")
     row = r"\| (\d+)(, causal)? \| (\d+) \| (\d+) × (\d+) \| \S+ \| \**([\d.]+)\** \|"
-    table = text.partition("| before | one visit |")[2].partition('"Before" is')[0]
+    table = text.partition("| before | flash2-once |")[2].partition("\n\n")[0]
     errors = []
     for d, causal, n, batch, heads, us in re.findall(row, table):
         p = Problem(

@@ -167,7 +167,7 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
             stamp(visit_stamp, n * VISIT_STAMPS + 4)
 
         # -- Phase 5: dQ *= scale; store --------------------------------------------------------
-        copies_wait()  # a block without visits still has Q, dO under way
+        copies_wait()  # a block without visits still has copies of Q, dO in flight
         cuda.syncthreads()  # B2: all warps have read Q, and no copy into it is under way
         stage_dq(shared, row0, 0, scale_dq(dq, a.scale))
         cuda.syncthreads()  # B3: dQ is complete; a thread stores rows that other warps staged

@@ -38,10 +38,10 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
     w = walk_functions(c)
     key_row, value_row = rows_of(c)
     block_q, block_k, d, dv, threads = c.block_q, c.block_k, c.d, c.dv, kernel.threads
-    bf16, blocks = bool(c.bf16), block_q // (16 * c.warps)  # 16-row blocks a warp
+    bf16, blocks = bool(c.bf16), block_q // (16 * c.warps)  # 16-row blocks per warp
     q_regs, scaled, softcap = bool(c.q_regs), bool(c.scaled), bool(c.softcap)
 
-    # -- Shared memory: Q for the whole block; a stage of K, V for one visit; O over them at the end
+    # Shared memory: Q for the whole block; a stage of K, V for one visit; O over them at the end
     tile_q, tile_k = Tile(block_q, d), Tile(block_k, d)
     tile_v, tile_o = Tile(block_k, dv), Tile(block_q, dv)
     k_bytes, v_bytes = tile_k.nbytes, tile_v.nbytes
@@ -131,13 +131,13 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
             # -- Phase 2: S = Q K^T -------------------------------------------------------------
             s = multiply_qk(new_scores(), q_left, k_pieces + now * k_bytes)
             stamp(visit_stamp, n * VISIT_STAMPS + 2)
-            # -- Phase 3: scale and cap (only where the exponent cannot take the scale), mask ---
+            # -- Phase 3: scale and cap (if the exponent cannot apply the scale), mask ----------
             if scaled:
                 s = scale_scores(s, a.scale, a.softcap)
             if masked_now:
                 s = mask(s, start + row0, key, offset, key_stop, a.left, a.right)
             # -- Phase 4: m_new = max(m, rowmax S); O, l rescaled; P = exp(S - m_new) -----------
-            # The rescaling comes before the exponentials, so that these can run under the first
+            # The rescaling precedes the exponentials, so that these can overlap with the first
             # products of phase 5.
             top = row_max(m, s)
             base = softmax_base(top, to_log2)
@@ -151,7 +151,7 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
             stamp(visit_stamp, n * VISIT_STAMPS + 4)
 
         # -- Phase 6: O /= l, L = m + log l -----------------------------------------------------
-        copies_wait()  # a block without visits still has Q under way
+        copies_wait()  # a block without visits still has a copy of Q in flight
         cuda.syncthreads()  # B2: all warps have read K, V and Q; O is staged over them
         inverse, lse = finish_rows(m, l, to_log2 * float32(1 / LOG2E))
         moved = store_lse(a.lse + int64(walk) * a.n_q * 4, lse, start + row0, stop)

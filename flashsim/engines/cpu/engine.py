@@ -159,9 +159,8 @@ class _CpuPass:
         known = job.memo.get(key)
         if known is None:
             new = cls(job, direction)
-            if job.bias is None and not _has_functions(
-                job.problem
-            ):  # all other fields of the problem are in the rules
+            # All other fields of the problem are in the rules.
+            if job.bias is None and not job.problem.has_functions:
                 job.memo[key] = known = copy(new)
                 known.job = job.given(None, None, None)
             return new
@@ -381,11 +380,7 @@ def _one_query(p: Problem) -> bool:
 
     It supports one query per head, without functions and sinks.
     """
-    return p.n_q == 1 and not p.cu_seqlens_q and not _has_functions(p)
-
-
-def _has_functions(p: Problem) -> bool:
-    return p.mask_mod is not None or p.score_mod is not None or p.sinks
+    return p.n_q == 1 and not p.cu_seqlens_q and not p.has_functions
 
 
 def _cpu(job: Job, direction: str) -> registers.Cpu:

@@ -59,7 +59,7 @@ def overview(full: Table) -> Table:
         full.title,
         full.columns[:-1],
         [row[:-1] for row in full.rows],
-        note="`flashsim study claims NAME` prints the reason; docs/guides/texts.md has all",
+        note="`flashsim study claims NAME` prints the reason; docs/reference/texts.md has all",
     )
 
 

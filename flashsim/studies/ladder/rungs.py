@@ -13,6 +13,7 @@ from flashsim import report
 from flashsim.api.cost import fits
 from flashsim.api.execution import run
 from flashsim.counts import traffic
+from flashsim.counts.questions import by_operation
 from flashsim.errors import OptionError, UnsupportedError, choices, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
@@ -59,10 +60,7 @@ class Rung:
         """Return the bytes that the rung moves, in closed form: ``{(op, tensor): bytes}``."""
         if self.page is None:
             counted = traffic.count_schedule(problem, tiling, self.name, "forward", device)
-            total: Moves = {}
-            for (_, op, tensor), nbytes in counted.transfers.items():
-                total[op, tensor] = total.get((op, tensor), 0) + nbytes
-            return total
+            return by_operation(counted.transfers)
         p, sums = problem, Schedule(problem, tiling, dense=True).sums
         e = p.itemsize
         crossings = (("load", "S"), ("store", "P"), ("load", "P"))

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from flashsim.api import counting, inputs
+from flashsim.api.decode_options import DecodeOptions, counted_fields, with_fields
+from flashsim.api.kv_cache import live_problem
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.backends.launch_policy import cost_model
@@ -26,7 +28,7 @@ from flashsim.schedule import plans
 from flashsim.schedule.split import check_splits
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.energy import joules
-from flashsim.studies.predict import decode
+from flashsim.studies.predict import decode_time
 from flashsim.studies.predict.blocks import in_launches, makespan
 from flashsim.studies.predict.calibration import (
     AGAIN,
@@ -68,6 +70,7 @@ def predict(
     constants: Mapping[str, Constants] | None = None,
     heads_in_group: Mapping[str, int] | None = None,
     splits: int | str = "auto",
+    decode: DecodeOptions | None = None,
     deterministic: bool | None = None,
 ) -> Prediction:
     """Predict the time of the kernels of `backend="cupy"`, or of a library's standard attention.
@@ -100,6 +103,9 @@ def predict(
         For "flash-decode": the number of blocks that share the keys of a sequence; "auto" is the
         kernel's choice. The model reads the keys from HBM once per row tile, in random order if
         they are in pages. With several row tiles, L2 may serve some reads; the model ignores that.
+    decode : DecodeOptions, optional
+        `splits` and `cache_seqlens` in one object, as in `flashsim.run`. Its other fields cannot be
+        predicted, except a `block_table`, if the problem has a `page_size`.
     deterministic : bool, optional
         For a backward pass, as in `Result.backward`. With False, the prediction is for the pass
         that `backward(deterministic=False)` runs on this device: fused, three passes, or
@@ -120,7 +126,7 @@ def predict(
                 "deterministic out"
             )
         algorithm = _form(problem, algorithm, deterministic, tiling, kernels, device)
-    others = algorithm in ("standard", decode.ALGORITHM) or kernels not in (None, "hopper")
+    others = algorithm in ("standard", decode_time.ALGORITHM) or kernels not in (None, "hopper")
     if problem.fp8 and others:
         raise UnsupportedError(
             f"for {problem.dtype}, only the time of Hopper's FP8 forward can be predicted, not "
@@ -128,6 +134,8 @@ def predict(
             "bytes"
         )
     check_splits(splits)
+    if decode is not None:
+        splits, problem = _decoded(problem, algorithm, splits, decode)
     if algorithm == "standard":
         own: dict[str, Any] = {"kernels": kernels, "tiling": tiling, "constants": constants}
         own |= {"heads_in_group": heads_in_group, "splits": None if splits == "auto" else splits}
@@ -138,7 +146,7 @@ def predict(
                     f"with a library's kernels; leave {name} out, got {name}={shown(value)}"
                 )
         return predict_standard(problem, direction, device)
-    if algorithm == decode.ALGORITHM:
+    if algorithm == decode_time.ALGORITHM:
         for name, given in (
             ("kernels", None if kernels == "portable" else kernels),
             *(("tiling", tiling), ("constants", constants), ("heads_in_group", heads_in_group)),
@@ -223,19 +231,22 @@ def _form(
     device: Device,
 ) -> str:
     """Return the algorithm of the backward pass that `Result.backward(deterministic)` runs."""
-    form = plans.backward_form(algorithm, deterministic)
-    if algorithm != "flash2" or tiling is not None:
-        return form
     family, gpu = _family(_named(kernels, device), "backward"), Gpu.like(device)
-    if family.stores_dq(problem, gpu, ordered=deterministic):
-        return "flash2-once"
-    if deterministic and family.orders_dq(problem):
+    form, ordered = plans.fastest_backward(
+        algorithm,
+        deterministic,
+        tiled=tiling is not None,
+        stores_dq=lambda _: family.stores_dq(problem, gpu, ordered=deterministic),
+        orders_dq=lambda _: family.orders_dq(problem),
+        fuses=lambda _: family.fuses(problem, gpu),
+    )
+    if ordered:
         raise UnsupportedError(
             "for this problem, the kernels run the fused backward pass that adds to dQ in a fixed "
             "order, whose time cannot be predicted; use algorithm='flash2' without deterministic "
             "for the time of three passes"
         )
-    return form if deterministic or family.fuses(problem, gpu) else "flash2"
+    return form
 
 
 def made_for(device: Device) -> str:
@@ -243,12 +254,29 @@ def made_for(device: Device) -> str:
     return "hopper" if device.compute_capability == (9, 0) else "portable"
 
 
+def _decoded(
+    problem: Problem, algorithm: str, splits: int | str, decode: DecodeOptions
+) -> tuple[int | str, Problem]:
+    """Return the splits and the problem of the live keys; refuse what has no prediction."""
+    beside = {} if splits == "auto" else {"splits": splits}
+    fields = counted_fields(problem, with_fields(beside, decode, [algorithm]))
+    if "pack_gqa" in fields:
+        raise UnsupportedError(
+            "the GPU's decode kernel always packs the query heads of a KV head into one tile, so "
+            "only pack_gqa=True has a prediction; leave pack_gqa out"
+        )
+    splits = fields.pop("splits", "auto")
+    return splits, live_problem(problem, fields)[0] if fields else problem
+
+
 def decoding(problem: Problem, direction: str, splits: int | str, device: Device) -> Prediction:
     """Return the prediction for `algorithm="flash-decode"`."""
-    plans.stages(problem, decode.ALGORITHM, direction)  # or say what there is
-    made = decode.launch(problem, splits, device)
-    found = decode.stages(made, problem.page_size, device)
-    return Prediction(decode.traffic(problem, made, device), "portable", found)
+    plans.stages(
+        problem, decode_time.ALGORITHM, direction
+    )  # raises if the algorithm has no such pass
+    made = decode_time.launch(problem, splits, device)
+    found = decode_time.stages(made, problem.page_size, device)
+    return Prediction(decode_time.traffic(problem, made, device), "portable", found)
 
 
 @lru_cache(maxsize=128)

@@ -17,7 +17,7 @@ from flashsim.problem.hardware import Device
 from flashsim.problem.links import Link
 from flashsim.problem.problem import Problem
 from flashsim.studies.predict.calibration import CALIBRATED, HBM_SHARE
-from flashsim.studies.predict.decode import ALGORITHM as DECODES
+from flashsim.studies.predict.decode_time import ALGORITHM as DECODES
 from flashsim.studies.predict.model import made_for, predict
 
 #: The default number of GPUs per host.

@@ -78,7 +78,6 @@ def stage_of(kernel: str) -> str | None:
     return "dkdv" if found[1] == "backward" else found[1]
 
 
-@own_errors
 def table(text: str) -> tuple[list[str], list[dict[str, str]]]:
     """Return columns and rows of ``ncu --csv``; with ``--page raw``, the first row has the units.
 
