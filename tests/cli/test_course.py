@@ -100,6 +100,6 @@ def test_a_quiz_on_a_shape_of_ones_own():
 def test_an_exercise_has_its_own_shape():
     done = invoke("exercise predict", "delta", "-n", 64)
     assert done.exit_code == 2
-    assert "--n-q: no effect with an exercise, which sets the shape" in done.stderr
+    assert "--n-q has no effect with an exercise, which sets the shape" in done.stderr
     done = invoke("exercise predict", "delta", "--loaded", "3x", "--stored", 1)
-    assert "takes a number of bytes in digits, e.g. 30,000; got '3x'" in done.stderr
+    assert "must be a number of bytes in digits, e.g. 30,000; got '3x'" in done.stderr
