@@ -96,7 +96,7 @@ def picture_of_a_solution(rows):
     """A plot of the bytes of a solution with tiles of `rows` rows, and of the reference."""
     one = exercises.get("fewest-bytes")
     _, trace = exercises.grade(one.solution_source.replace("16", str(rows)), one)
-    return draw({f"tiles of {rows} rows": trace, "full marks": one.executed.trace}, one)
+    return draw({f"tiles of {rows} rows": trace, "reference": one.executed.trace}, one)
 
 
 def named(problem, bias=None):

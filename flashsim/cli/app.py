@@ -1,7 +1,7 @@
-"""The `flashsim` command: it prints tables for people, ``--json`` and ``--csv`` for programs.
+"""The `flashsim` command: prints tables for people, and JSON or CSV for programs.
 
-A command's module is imported only when the command is called: `flashsim --help` reads the list
-below.
+A command's module is imported only when the command is called, so `flashsim --help` uses the list
+`COMMANDS`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from flashsim.errors import FlashSimError, OptionError, choices, printable
 from flashsim.version import __version__
 
-#: What is printed about a command, and where it is: "module.function" here, or sub-commands.
+#: A command's one-line help, and its "module.function" in this package or its sub-commands.
 _Entries = dict[str, tuple[str, "str | _Entries"]]
 
 COMMANDS: _Entries = {
@@ -104,9 +104,9 @@ COMMANDS: _Entries = {
         },
     ),
 }
-#: What commands were called before: they work for one version more, and say the new name.
+#: Old names of commands, and their new names. Old names still work in this version, with a message.
 MOVED = {name: f"study {name}" for name in COMMANDS["study"][1]} | {"grade": "exercise grade"}
-#: Likewise options, where a command has the new one and not the old one.
+#: Old names of options, for commands that have the new option but not the old one.
 RENAMED = {
     "-n": ("--number",),
     "--algorithms": ("--algorithm",),
@@ -121,26 +121,24 @@ RENAMED = {
 
 
 def _moved(old: str, new: str) -> None:
-    typer.echo(
-        f"flashsim: `{old}` is now `{new}`; the old name goes with the next version", err=True
-    )
+    typer.echo(f"flashsim: `{old}` is now `{new}`; the next version removes the old name", err=True)
 
 
-#: The groups of options in a command's help, in this order; options of no group come first.
+#: The groups of options in a command's help, in order; options without a group come first.
 PANELS = ("Sizes", "Mask and scores", "How", "L2 cache", "Output")
 
 
-#: Lines and columns of a terminal, at which help must fit.
+#: Lines and columns of a terminal in which help must fit.
 SCREEN = (40, 80)
-#: Options whose help begins with these words have one line together in the short help.
+#: Options whose help begins with "NAME only: " share one line in the short help.
 _SOME_ONLY = re.compile(r"(?:[\w-]+)(?= only: )")
 _Options = list[tuple[str, str]]
 
 
 class _Command(TyperCommand):
-    """A command whose help fits a screen; with ``--help-all`` it explains every option in full.
+    """A command whose help fits on a screen; ``--help-all`` explains every option in full.
 
-    Groups of options come in the order of PANELS. Flags show no value.
+    Groups of options have the order of PANELS. Flags show no value.
     """
 
     explain_all = False
@@ -157,7 +155,7 @@ class _Command(TyperCommand):
         words: list[str] = []
         self.explain_all = False
         for n, word in enumerate(args):
-            if word == "--":  # what follows is another program's
+            if word == "--":  # the following arguments belong to another program
                 words += args[n:]
                 break
             if word == "--help-all":
@@ -185,7 +183,7 @@ class _Command(TyperCommand):
                 formatter.write_dl(records)
 
     def _groups(self, ctx: Any) -> dict[str, _Options]:
-        """Each group's options, as a name with its value's kind, and a text."""
+        """Return each group's options as pairs: the name with its value's kind, and the help."""
         groups: dict[str, _Options] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -197,7 +195,7 @@ class _Command(TyperCommand):
         return groups
 
     def _short_help(self, ctx: Any) -> str:
-        """The help on one screen: at most one line per option, and only the names of some."""
+        """Return help that fits on one screen: at most one line per option, or only its name."""
         about, groups = _sentence(self.help or ""), self._groups(ctx)
         shortest = ("L2 cache", "Mask and scores", "Output", "Sizes", "How")
         for n in range(len(shortest) + 1):
@@ -206,7 +204,7 @@ class _Command(TyperCommand):
             formatter.write(f"\n{textwrap.fill(about, formatter.width)}\n")
             for panel, records in groups.items():
                 formatter.write(f"\n{panel}:\n")
-                if panel == "Arguments":  # in full: which kinds of plot there are
+                if panel == "Arguments":  # in full, because it lists the kinds of plots
                     with formatter.indentation():
                         formatter.write_dl(records)
                 else:
@@ -219,7 +217,7 @@ class _Command(TyperCommand):
 
 
 def _write_short(formatter: Any, records: _Options, *, names_only: bool) -> None:
-    """Write one line per option; options for one case only share a line of names."""
+    """Write one line per option; options that only one case uses share a line of names."""
     together: dict[str, list[str]] = {}
     wide = 2 + max(len(name) for name, _ in records)
     for name, text in records:
@@ -240,7 +238,7 @@ def _write_short(formatter: Any, records: _Options, *, names_only: bool) -> None
 
 
 def _sentence(text: str) -> str:
-    """The first sentence of a text, on one line."""
+    """Return the first sentence of a text, on one line."""
     first = " ".join(text.split("\n\n")[0].split())
     return re.split(r"(?<=[\w)]\.)\s(?=[A-Z])", first)[0]
 
@@ -251,13 +249,13 @@ _INDENTED: dict[str, Any] = {
 
 
 def _place(parameter: Any) -> int:
-    """The place of a parameter's group in PANELS; arguments and options of no group: -1."""
+    """Return the index of a parameter's group in PANELS; -1 for arguments and ungrouped options."""
     panel = getattr(parameter, "rich_help_panel", None)
     return PANELS.index(panel) if panel in PANELS else -1
 
 
 class _Group(TyperGroup):
-    """A group that imports its commands when called; errors give one line and exit code 2."""
+    """A group that imports its commands when called. Errors print one line and exit with code 2."""
 
     entries: _Entries = COMMANDS
 
@@ -283,7 +281,7 @@ class _Group(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if self.entries is COMMANDS and args[:1] == ["--version"]:
-            # Typer would load Pydantic first, to read a flag.
+            # Typer would import Pydantic first, which takes long.
             typer.echo(f"flashsim {__version__}")
             raise typer.Exit
         return super().parse_args(ctx, args)
@@ -293,7 +291,7 @@ class _Group(TyperGroup):
             _moved(f"flashsim {args[0]}", f"flashsim {MOVED[args[0]]}")
             args = [*MOVED[args[0]].split(), *args[1:]]
         if args[0] not in self.entries:
-            raise OptionError(f"no command {args[0]!r}; {choices(args[0], self.entries)}")
+            raise OptionError(f"there is no command {args[0]!r}; {choices(args[0], self.entries)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

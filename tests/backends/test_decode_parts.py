@@ -124,7 +124,7 @@ def test_what_is_refused():
     with pytest.raises(OptionError, match="got 400, but entry 1 has only 300 keys"):
         decode.plan(p, (600, 300), H200, prefix=400)
     with pytest.raises(
-        ShapeError, match="sequence 1 has . queries, but only . keys after the shared prefix"
+        ShapeError, match=r"sequence 1 has . queries, but only . keys after the shared prefix"
     ):
         decode.plan(p, (600, 401), H200, prefix=400)
     with pytest.raises(ShapeError, match="whole pages of 16 keys, got 401"):

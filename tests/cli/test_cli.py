@@ -184,7 +184,7 @@ def test_a_sweep_is_causal_by_the_same_flag():
         records(*words, "--causal") == flashsim.sweep([64], tiling=Tiling(16, 16), causal=True).rows
     )
     both = invoke(*words, "--causal", "--mask", "full,causal")
-    assert (both.exit_code, "give one of them" in both.stderr) == (2, True)
+    assert (both.exit_code, "pass only one of them" in both.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("command", ["study dram", "study ring", "study when", "plot traffic"])
@@ -304,12 +304,12 @@ def test_compare_prints_the_comparison():
 
 def test_compare_counts_what_no_machine_could_run():
     text = ok("compare", "-n", 1 << 20, "--heads", 32, "-a", "flash1,flash2")
-    assert "counted; --execute runs it" in text
+    assert "counted by formula; --execute simulates" in text
     assert "tiles of 64 x 64 in every row" in text
     done = invoke("compare", "-n", 64, "--seed", 1)
     assert done.exit_code == 2
     assert (
-        "--seed: no effect with counting by formula, which draws no tensors (--execute does)"
+        "--seed has no effect with counting by formula, which needs no tensors (--execute does)"
         in done.stderr
     )
 
@@ -412,7 +412,7 @@ def test_ring_shows_ranks_and_draws_them(tmp_path):
     words = ("study ring", "-n", 512, "--heads", 2, "--kv-heads", 2, "--ranks", 2, "--causal")
     rows = records(*words)
     assert [row["rows"] for row in rows] == ["0:128 384:512", "128:384"]
-    assert "communication exposed for" in ok(*words)
+    assert "communication prolongs the pass by" in ok(*words)
     page = tmp_path / "ring.html"
     assert f"animation in {page}" in invoke(*words, "-o", page).stderr
     assert "Zigzag: 2 GPUs" in page.read_text()
@@ -491,8 +491,8 @@ def test_demo_compares_checks_and_saves(tmp_path, monkeypatch):
     )
     assert sample.q.shape == (12, 512, 32)
     assert f"{one} {two}" == (
-        f"FlashAttention-2 asks memory for {many.bytes() / few.bytes():.1f} times fewer bytes than "
-        "standard attention; the answer is the same."
+        f"FlashAttention-2 moves {many.bytes() / few.bytes():.1f} times fewer bytes between HBM "
+        "and the chip than standard attention; the output is the same."
     )
 
 
@@ -591,8 +591,8 @@ def test_fp8_is_scaled_run_and_counted():
     turned = records("run", "-n", 64, "-d", 16, "--scales", "head", "--rotate", "--backward")
     assert figure(turned, "store", "dQ", "backward") == 64 * 16 * 2
     for words, text in (
-        (("--scales", "row"), "--scales takes tensor, head or QUERIESxKEYS"),
-        (("--rotate",), "give --scales as well"),
+        (("--scales", "row"), "--scales must be tensor, head or QUERIESxKEYS"),
+        (("--rotate",), "so it needs --scales"),
         (("--scales", "head", "--dtype", "float16"), "unknown FP8 dtype 'float16'"),
     ):
         result = invoke("run", "-n", 64, *words)

@@ -158,7 +158,7 @@ def test_what_cannot_be_shared_says_why():
         flashsim.run(x.q, x.k, x.v, bias=bias, algorithm=DECODE, shared_prefix=16)
     packed = {"cu_seqlens_q": (0, 3), "cu_seqlens_k": (16, 17), "shared_prefix": 16}
     with pytest.raises(
-        ShapeError, match="sequence 0 has 3 queries, but only . keys after the shared prefix"
+        ShapeError, match=r"sequence 0 has 3 queries, but only . keys after the shared prefix"
     ):
         Problem(3, 17, causal=True, **packed)
     with pytest.raises(ShapeError, match="needs cu_seqlens_q"):

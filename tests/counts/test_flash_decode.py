@@ -196,7 +196,7 @@ def test_what_is_refused_says_why():
         run(p, None).backward(np.zeros((1, 2, 1, 64), np.float32))
     with pytest.raises(UnsupportedError, match="no backward pass"):
         flashsim.count(p, algorithm=DECODE, direction="backward")
-    with pytest.raises(OptionError, match="a KV-outer loop cannot split keys .*, got 2 splits"):
+    with pytest.raises(OptionError, match=r"a KV-outer loop cannot split keys .*, got 2 splits"):
         Schedule(p, Tiling(4, 4), "keys", split=Split(2))
 
 

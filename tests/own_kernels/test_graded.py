@@ -177,7 +177,7 @@ def test_where_exercises_for_kernels_are_found():
     assert len(kernel_names()) == 4
     with pytest.raises(OptionError, match="is an exercise for Triton or Pallas kernels"):
         get("kernel-forward")
-    with pytest.raises(OptionError, match="needs tasks"):
+    with pytest.raises(OptionError, match="needs at least one task"):
         replace(FORWARD, tasks=())
     with pytest.raises(OptionError, match="has no statement"):
         replace(FORWARD, statement=" ")

@@ -63,7 +63,9 @@ def test_what_a_fused_backward_uses():
     assert f"{found.joules:.3g} J" in str(found.table().title)
     held = found.sustained
     assert held.clock < 1
-    assert f"{held.joules:.3g} J, at {held.clock:.0%} of the clock" in str(found.table().note)
+    assert f"{held.joules:.3g} J, at {held.clock:.0%} of the highest clock" in str(
+        found.table().note
+    )
 
 
 def test_devices_that_nobody_measured_have_no_joules():

@@ -388,7 +388,11 @@ def test_start_hint_reveal(tmp_path, monkeypatch):
 def test_predict(tmp_path):
     text = ok("exercise", "predict", "naive-softmax", input="6144\n0\n")
     assert "32 queries, 48 keys" in text
-    assert text.index("bytes loaded") < text.index("said and measured") < text.index("compulsory")
+    assert (
+        text.index("bytes loaded")
+        < text.index("your guess and the answer")
+        < text.index("compulsory")
+    )
     right = ("--loaded", 6144, "--stored", 6144, "--plot", tmp_path / "p.svg")
     assert "to the byte!" in ok("exercise", "predict", "naive-softmax", *right)
     assert "compulsory 12.3 kB" in (tmp_path / "p.svg").read_text()

@@ -294,7 +294,7 @@ def test_files_that_cannot_be_graded(tmp_path):
     with pytest.raises(OptionError, match=r"no exercise 'flash2-backward'.*did you mean"):
         submissions.grade_file(tmp_path / "x.py", "flash2-backward")
     (tmp_path / "none").mkdir()
-    with pytest.raises(OptionError, match=r"has no \.py file"):
+    with pytest.raises(OptionError, match=r"contains no \.py file"):
         list(submissions.grade_folder(tmp_path / "none"))
 
 
