@@ -439,7 +439,7 @@ class Plan:
     ) -> tuple[tuple[StageTrace, ...] | None, np.ndarray | None]:
         """Launch every pass in order; return the stages' events and the timeline.
 
-        Each of the two is None unless `trace` requests it.
+        The events and the timeline are None unless `trace` requests them.
         """
         if not trace:
             for launch_one in self.launches:

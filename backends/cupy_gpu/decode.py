@@ -44,8 +44,8 @@ class Workspace:
 
     The memory holds the splits' partial results, their arrival counters, and `out` and `lse`. A
     call overwrites the results of the call before. Each array grows at the first call that needs
-    more memory. A call that needs no more allocates nothing, so a CUDA graph can capture it. Two
-    calls that may run at the same time, on two streams, need a workspace each.
+    more memory. A call that needs no more memory allocates nothing, so a CUDA graph can capture it.
+    Two calls that may run at the same time, on two streams, need a workspace each.
     """
 
     def __init__(self) -> None:

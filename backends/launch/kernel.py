@@ -1,7 +1,7 @@
 """Launch arithmetic of the CUDA C++ kernels: threads, shared memory and compile-time constants.
 
-Nothing here needs a GPU or CuPy. A `Kernel` describes one compiled variant completely. The kernels
-static_assert that `Kernel.shared_bytes` and `ARGS` equal what they declare.
+Nothing in this module needs a GPU or CuPy. A `Kernel` describes one compiled variant completely.
+The kernels static_assert that `Kernel.shared_bytes` and `ARGS` equal what they declare.
 """
 
 from __future__ import annotations

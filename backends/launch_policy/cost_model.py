@@ -1,10 +1,10 @@
 """A time model that finds the fastest tile: work tiles, visits per work tile, time per visit.
 
 A work tile is one outer tile of one head (a row tile in the forward pass). A visit is one iteration
-of its inner loop: one query tile times one key tile. Persistent blocks take work tiles until none
-is left. A work tile costs a fixed time plus a time per visit. The problem, its tiling and the GPU
-determine the number of work tiles, their visits and how they fill the SMs. Only the fixed time and
-the time per visit are measured.
+of a work tile's inner loop: one query tile times one key tile. Persistent blocks take work tiles
+until none is left. A work tile costs a fixed time plus a time per visit. The problem, its tiling
+and the GPU determine the number of work tiles, their visits and how they fill the SMs. Only the
+fixed time and the time per visit are measured.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The keys of a sequence are split over blocks. The live lengths of the whole batch and the GPU's SMs
 determine the number of splits (`flashsim.schedule.split` has the rules). Latent attention has its
 own kernel (kernels/hopper/decode_latent.cu). A prefix that all sequences share (cascade attention)
-is read in one loop, whose row tiles hold the queries of all sequences. Nothing here needs a GPU.
+is read in one loop, whose row tiles hold the queries of all sequences. Nothing in this module needs
+a GPU.
 """
 
 from __future__ import annotations

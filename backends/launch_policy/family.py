@@ -2,7 +2,7 @@
 
 `launch_policy.portable` has two families, `launch_policy.hopper` has one, and
 `numba_gpu.launch_policy` has the same in Python. The engine (`cupy_gpu.engine`) handles arrays,
-errors and traces. Nothing here needs a GPU.
+errors and traces. Nothing in this module needs a GPU.
 """
 
 from __future__ import annotations

@@ -221,9 +221,10 @@ class Hopper(Family):
         """See `Family`. The size depends on whether the work tiles are equally long.
 
         For equally long work tiles, a head group is one head (or one GQA group, which shares K and
-        V). Taking long ones first gains nothing then, and more blocks read the same tiles at the
-        same time. This does not hold if blocks add to dQ in a fixed order, or if heads share a
-        large bias, whose rows blocks of several heads then read at the same time.
+        V). Starting with long work tiles then gains nothing, and with small groups more blocks read
+        the same tiles at the same time. The exceptions are blocks that add to dQ in a fixed order,
+        and heads that share a large bias, whose rows blocks of several heads should read at the
+        same time.
 
         Otherwise the long work tiles of a head group come first and fetch its K and V; the short
         ones find these in L2. A forward of many short sequences is bound by DRAM. Its head groups

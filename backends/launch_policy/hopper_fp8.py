@@ -78,7 +78,7 @@ class HopperFp8(Family):
         )
 
     def clump(self, walk: Walked) -> int:
-        """See `Family`. The size of the 16-bit kernels, or a smaller one if that ends sooner.
+        """See `Family`. The 16-bit kernels' size, or a smaller one if the launch then ends sooner.
 
         The smaller size is the next one that divides the heads evenly.
         """

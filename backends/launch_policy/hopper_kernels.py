@@ -1,6 +1,6 @@
 """The launches of the Hopper kernels: threads, shared memory (``struct OnChip``), boxes, columns.
 
-`launch_policy.hopper` says which of them runs a stage.
+`launch_policy.hopper` selects the kernel of a stage.
 """
 
 from __future__ import annotations

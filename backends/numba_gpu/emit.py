@@ -119,8 +119,9 @@ def asm(
     """Emit one PTX instruction; ``$n`` in `text` is the n-th operand, results first.
 
     With `effects` the instruction keeps its position among barriers and other memory accesses, and
-    is kept even if its result is unused. `together` also keeps LLVM from moving it behind a further
-    condition, so that all threads of a warp that reach it execute it at once.
+    is kept even if its result is unused. `together` also keeps LLVM from moving the instruction
+    behind a further condition, so that all threads of a warp that reach the instruction execute it
+    at once.
     """
     result = returns or ir.VoidType()
     kind = ir.FunctionType(result, [v.type for v in operands])
@@ -153,7 +154,7 @@ class MapType(types.Type):
 class ArgsType(types.Type):
     """The Numba type of `launch.ARGS`, by value.
 
-    Its fields are attributes; those of a tensor are ``q_data``, ``q_row`` ...
+    The struct's fields are attributes; those of a tensor are ``q_data``, ``q_row`` ...
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ WIDEST_BACKWARD = 128
 class PythonHopper(hopper.Hopper):
     """The Hopper family in Python.
 
-    It has no backward for a head_dim above `WIDEST_BACKWARD`, and it uses `TENSOR`'s row-wise
+    The family has no backward for a head_dim above `WIDEST_BACKWARD`, and uses `TENSOR`'s row-wise
     kernels.
     """
 

@@ -94,9 +94,9 @@ def rows_of(c: SimpleNamespace) -> tuple[RowWidth, RowWidth]:
 def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
     """Return device functions that copy a tile.
 
-    They are ``load(to, source, row_bytes, rows)`` and ``store(address, to, row_bytes, rows)``. Both
-    return the bytes that this thread moved, excluding padding. `load` fills the missing rows of a
-    ragged tile with zeros.
+    The functions are ``load(to, source, row_bytes, rows)`` and ``store(address, to, row_bytes,
+    rows)``. Both return the bytes that this thread moved, excluding padding. `load` fills the
+    missing rows of a ragged tile with zeros.
     """
     width = row.width
     total, step = tile.rows * tile.chunks, threads // tile.chunks

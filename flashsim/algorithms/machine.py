@@ -28,11 +28,11 @@ class Machine:
     problem, tiling, device
         The problem, its tiles, and the simulated device.
     algorithm, direction : str
-        They select the stages from `plans`.
+        The algorithm and its pass, whose stages are those of `plans.stages`.
     key_order : {"ascending", "descending"}
     split : Split
     record : bool
-        Whether to keep events.
+        Whether to record events.
     precision : Precision
     schedules : dict, optional
         Each stage's schedule, kept between runs of one problem with one tiling.
@@ -63,7 +63,7 @@ class Machine:
         check_visits(planned, problem, tiling)
         self._plan = {stage.name: stage for stage in planned}
 
-        #: Log-sum-exp of each row for the caller, from algorithms that do not store it in HBM.
+        #: Log-sum-exp of each row, for the caller, if the algorithm does not store it in HBM.
         self.noted_lse = np.full(
             (problem.batch * problem.kv_heads, problem.group, problem.n_q), np.nan
         )
@@ -74,19 +74,19 @@ class Machine:
 
     @property
     def parts(self) -> int:
-        """The largest number of parts that the keys of a query are split into."""
+        """The largest number of parts into which the keys of a query are split."""
         if self.split == WHOLE and not self.problem.shared_prefix:
             return 1
         how = self.key_order, False, self.split
         return int(Schedule(self.problem, self.tiling, "queries", *how).slots[:, 1].max())
 
     def has(self, name: str) -> bool:
-        """Whether the algorithm has this stage for this problem."""
+        """Return whether the algorithm has this stage for this problem."""
         return name in self._plan
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Sram]:
-        """Run one stage: yields an empty SRAM with the stage's loop in `sram.schedule`."""
+        """Run one stage: yield an empty SRAM, whose `schedule` is the stage's loop."""
         stage = self._plan[name]
         schedule = self._schedules.get(name)
         if schedule is None:
@@ -99,7 +99,7 @@ class Machine:
 
     @staticmethod
     def part_slice(schedule: Schedule, rows: slice, part: int) -> slice:
-        """The slice of `O_part` and `L_part` for these rows and this part; parts lie in order."""
+        """Return the slice of `O_part` and `L_part` for these rows and this part."""
         before = part * schedule.n_rows
         return slice(before + rows.start, before + rows.stop)
 

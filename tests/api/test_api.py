@@ -321,7 +321,7 @@ def test_a_result_can_be_copied_and_sent_to_another_process(x, again):
 
 
 def test_deterministic_is_refused_where_there_is_one_form(x):
-    with pytest.raises(OptionError, match=r"'standard' has only one form, and it is deterministic"):
+    with pytest.raises(OptionError, match=r"'standard' has only one form, which is deterministic"):
         run(x, algorithm="standard").backward(x.dout, deterministic=True)
 
 

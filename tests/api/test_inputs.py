@@ -125,7 +125,7 @@ BAD = {
         lambda: Problem(8, bias=X),
         "ShapeError",
         ValueError,
-        ["as its leading shape, (1 or 1, 1 or 1)"],
+        ["bias must be its leading shape, (1 or 1, 1 or 1)"],
     ),
     "bias number": (lambda: Problem(8, bias=5), "ShapeError", ValueError, ["got 5"]),
     "mask array": (
@@ -150,7 +150,10 @@ BAD = {
         lambda: run(mask=lambda q, k: bool(q > k)),
         "MaskError",
         ValueError,
-        ["failed on index arrays of shape (8, 1) and (1, 8): ValueError", "must work on them"],
+        [
+            "failed on index arrays of shape (8, 1) and (1, 8): ValueError",
+            "operations on whole arrays",
+        ],
     ),
     "bare grid": (
         lambda: run(block_mask=np.ones((1, 1), bool)),
@@ -199,7 +202,7 @@ BAD = {
         lambda: run(cu_seqlens_q=[0, 8]),
         "ShapeError",
         ValueError,
-        ["cu_seqlens_q and cu_seqlens_k must be given together"],
+        ["cu_seqlens_q and cu_seqlens_k must be passed together"],
     ),
     "cu_seqlens and batch": (
         lambda: run(X4, X4, X4, cu_seqlens_q=[0, 8], cu_seqlens_k=[0, 8]),
@@ -293,13 +296,13 @@ BAD = {
         lambda: run(window=(1.5, 2)),
         "DTypeError",
         TypeError,
-        ["two integers, got (1.5, 2)"],
+        ["window must be a pair of integers, got (1.5, 2)"],
     ),
     "window below -1": (
         lambda: run(window=(-2, 0)),
         "OptionError",
         ValueError,
-        ["-1 (unlimited) or more, got (-2, 0)"],
+        ["at least 0, or -1 for no limit, got (-2, 0)"],
     ),
     "softcap negative": (
         lambda: run(softcap=-1),
@@ -354,7 +357,7 @@ BAD = {
         lambda: Tiling.preset("fa3-forward", 257),
         "OptionError",
         ValueError,
-        ["fa3-forward has no tile for head_dim=257; its largest is 256"],
+        ["preset 'fa3-forward' has no tile for head_dim=257; its largest head_dim is 256"],
     ),
     "schedule problem": (
         lambda: Schedule("problem", Tiling(4, 4)),

@@ -412,7 +412,7 @@ def test_ring_shows_ranks_and_draws_them(tmp_path):
     words = ("study ring", "-n", 512, "--heads", 2, "--kv-heads", 2, "--ranks", 2, "--causal")
     rows = records(*words)
     assert [row["rows"] for row in rows] == ["0:128 384:512", "128:384"]
-    assert "communication exposed for" in ok(*words)
+    assert "communication prolongs the pass by" in ok(*words)
     page = tmp_path / "ring.html"
     assert f"animation in {page}" in invoke(*words, "-o", page).stderr
     assert "Zigzag: 2 GPUs" in page.read_text()
@@ -491,8 +491,8 @@ def test_demo_compares_checks_and_saves(tmp_path, monkeypatch):
     )
     assert sample.q.shape == (12, 512, 32)
     assert f"{one} {two}" == (
-        f"FlashAttention-2 asks memory for {many.bytes() / few.bytes():.1f} times fewer bytes than "
-        "standard attention; the answer is the same."
+        f"FlashAttention-2 moves {many.bytes() / few.bytes():.1f} times fewer bytes between HBM "
+        "and the chip than standard attention; the output is the same."
     )
 
 

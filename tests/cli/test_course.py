@@ -74,7 +74,7 @@ def test_softmax_matmul_prints_one_kernel_and_two(more):
         (row,) = (r for r in found if (r["kernels"], r["tensor"]) == (kernels, "all"))
         expected = softmax_matmul.count(2, 40, 70, 8, block=16, fused=fused)
         assert (row["load B"], row["store B"]) == (expected.bytes("load"), expected.bytes("store"))
-    assert ("on chip a block" in invoke(*SMALL, *more).stdout) == bool(more)
+    assert ("on chip per block" in invoke(*SMALL, *more).stdout) == bool(more)
 
 
 def test_softmax_matmul_says_where_the_simulator_and_the_form_differ(monkeypatch):

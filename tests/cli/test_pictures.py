@@ -233,7 +233,7 @@ def test_the_gallery_writes_what_the_docs_show(tmp_path, monkeypatch):
     monkeypatch.setattr(gallery, "HERE", tmp_path)
     gallery.main(["diff.png"])
     assert (tmp_path / "diff.png").exists()
-    with pytest.raises(SystemExit, match=r"unknown: a\.png"):
+    with pytest.raises(SystemExit, match=r"unknown file: a\.png"):
         gallery.main(["a.png"])
 
 

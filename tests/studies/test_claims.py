@@ -63,5 +63,5 @@ def test_the_same_work_is_what_the_reason_of_the_backward_claim_compares():
     mine, theirs = (pallas.TIMES["backward", k][-1] for k in ("flash", "cuDNN"))
     why = claims.judge("faster-backward").why
     alike = 10 / 14 * pallas.speed("backward", "flash", -1) / 1e12
-    assert f"{alike:.0f} against" in why
+    assert f"{alike:.0f} versus" in why
     assert alike * mine == pytest.approx(pallas.speed("backward", "cuDNN", -1) / 1e12 * theirs)

@@ -131,7 +131,7 @@ def test_an_answer_without_a_check_is_found():
     answer = nbformat.v4.new_code_cell("x = ...", metadata={"tags": ["answer"]})
     prose = (nbformat.v4.new_markdown_cell(text) for text in ("no check", "nothing folded"))
     notebook = nbformat.v4.new_notebook(cells=[answer, *prose])
-    with pytest.raises(ValueError, match="its check, then <details>"):
+    with pytest.raises(ValueError, match="followed by its check cell and a folded answer"):
         lessons.references(notebook)
 
 

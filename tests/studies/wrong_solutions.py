@@ -13,7 +13,7 @@ WRONG = [
     # -- counting by hand
     ("count-a-product", "answer", "counted elements; a float32 has 4", "2560", "640"),
     ("count-a-product", "answer", "there are 5 steps, which share", "15360", "3072"),
-    ("count-a-product", "answer", "each step moves its own rows", "7680", "38400"),
+    ("count-a-product", "answer", "each step moves only its own rows", "7680", "38400"),
     ("count-a-product", "answer", "a multiply-add is two", "61440", "30720"),
     ("count-a-product", "answer", "5,120 is wrong: it is too large", "2560", "5120"),
     ("count-a-product", "answer", "must be an integer", "2560", "'2560'"),

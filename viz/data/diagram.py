@@ -66,10 +66,10 @@ _MOST_TILES = 1 << 24
 def tile_kinds(schedule: Schedule, most: int | None = _MOST_TILES) -> np.ndarray:
     """Return uint8 (T_r, T_c): whether a tile is empty, full or partly masked, and at which corner.
 
-    A partly masked tile is CUT if the mask removes the upper right corner (as causal masks do),
-    CUT_LOW if it removes the lower left one (a window's other side), and CUT_BOTH if it removes
-    both. A tile is also CUT if the mask removes neither corner (as your own mask may), or all its
-    scores (standard attention skips no tile).
+    A partly masked tile is CUT if the mask removes the upper right corner (as causal masks do). It
+    is CUT_LOW if the mask removes the lower left corner (a window's other side), and CUT_BOTH if it
+    removes both. A tile is also CUT if the mask removes neither corner (as your own mask may), or
+    all its scores (standard attention skips no tile).
 
     Raises
     ------

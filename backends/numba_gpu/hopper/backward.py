@@ -53,9 +53,9 @@ _DS_READY, _DQ_FREE, _DQ_FULL, _TILES_READ = 1, 2, 4, 6
 def hopper_backward_kernel(kernel: Kernel) -> Any:
     """Return the kernel as a Python function, for compile-time constants.
 
-    Its arguments are tensor maps of q, k, v, dout and dQ's accumulator (unused without FUSED), a
-    `launch.ARGS`, and the address of a work counter that starts at 0. The address is 0 if no block
-    gets more than one work tile.
+    The kernel's arguments are tensor maps of q, k, v, dout and dQ's accumulator (unused without
+    FUSED), a `launch.ARGS`, and the address of a work counter that starts at 0. The counter's
+    address is 0 if no block gets more than one work tile.
     """
     c = constants(kernel)
     at = KeysOutside(c.block_q, c.block_k, c.d, bool(c.fused), bool(c.deferred))

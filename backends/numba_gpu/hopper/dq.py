@@ -41,8 +41,9 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 def hopper_dq_kernel(kernel: Kernel) -> Any:
     """Return the kernel as a Python function, for compile-time constants.
 
-    Its arguments are tensor maps of q, k, v and dout, a `launch.ARGS`, and the address of a work
-    counter that starts at 0. The address is 0 if no block gets more than one work tile.
+    The kernel's arguments are tensor maps of q, k, v and dout, a `launch.ARGS`, and the address of
+    a work counter that starts at 0. The counter's address is 0 if no block gets more than one work
+    tile.
     """
     c = constants(kernel)
     at = DqAlone(c.block_q, c.block_k, c.d)

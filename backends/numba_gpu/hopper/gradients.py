@@ -28,7 +28,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def load_statistics(block_q: int) -> Any:
-    """Return ``load_statistics(lse, delta, rows, unit) -> starts, deltas``: a warp's, from HBM.
+    """Return ``load_statistics(lse, delta, rows, unit) -> starts, deltas``, for a warp's rows.
 
     Lane l has rows l, l + 32, ... For each row it returns the initial value of the scores, lse
     times `unit` (`unit_of_starts`), and that of dP, -delta. A row past the end, or one that sees no
@@ -100,10 +100,10 @@ def _column_pair(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
 def mask_columns(n: int, left: bool, right: bool) -> Any:
     """Return the function that sets dropped scores to -inf.
 
-    It is ``mask_columns(s, key, query, offset, key_stop, left, right) -> s``. Keys are in rows and
-    queries in columns. Key k is kept by queries ``k - offset - right <= q <= k - offset + left``,
-    and by none from `key_stop` on. A limit that is off costs nothing. `key` and `query` are the
-    warp's first ones.
+    The function is ``mask_columns(s, key, query, offset, key_stop, left, right) -> s``. Keys are in
+    rows and queries in columns. Key k is kept by queries ``k - offset - right <= q <= k - offset +
+    left``, and by none from `key_stop` on. A limit (`left` or `right`) that is switched off adds no
+    instructions. `key` and `query` are the warp's first ones.
     """
     kind = floats(n // 2)
 
@@ -134,9 +134,9 @@ def mask_columns(n: int, left: bool, right: bool) -> Any:
 def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: bool) -> Any:
     """Return the function that computes P = exp2(c S) and queues dV + P dO.
 
-    It is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. Each slice of the queries
-    is queued as soon as its part of P is ready. So exponentials overlap with two kinds of products:
-    dP, which this function waits for, and those of the earlier slices.
+    The function is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. Each slice of the
+    queries is queued as soon as its part of P is ready. So exponentials overlap with two kinds of
+    products: dP, which this function waits for, and those of the earlier slices.
 
     Parameters
     ----------
@@ -328,8 +328,8 @@ def stage_dq(rows: int) -> Any:
 def reduce_dq(rows: int, *, packed: bool) -> Any:
     """Return the function that adds a staged piece of dQ to the accumulator.
 
-    It is ``reduce_dq(map, source, column, row, head, batch)``. The thread's reductions are one
-    group. `packed` is as for `tiles.copy_tile`.
+    The function is ``reduce_dq(map, source, column, row, head, batch)``. The thread's reductions
+    are one group. `packed` is as for `tiles.copy_tile`.
     """
     back = [i32(ROUND)] if packed else []
 

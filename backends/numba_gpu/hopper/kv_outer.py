@@ -89,7 +89,7 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
 
     @device
     def bring_keys(map_k, map_v, a, shared, slot, item, head, batch):
-        """Load a work tile's V, then its K, in the order in which the previous one frees them.
+        """Load a work tile's V, then its K, in the order in which they become free.
 
         A block of a cluster has one work tile, so there is no previous one to wait for. The block
         must not wait, because a cluster's blocks load each other's tiles. A block without visits

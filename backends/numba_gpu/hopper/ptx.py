@@ -216,8 +216,8 @@ def store_float(b: ir.IRBuilder, to: ir.Value, value: ir.Value) -> None:
 def twice(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> Values:
     """Copy two floats to four registers: x, y, x, y ("mov").
 
-    LLVM may use a value's register only once as an accumulator. Without this function it would put
-    the copies right before a product, between it and the previous product.
+    LLVM may use a value's register only once as an accumulator. Without this function LLVM would
+    put the copies right before a product, between it and the previous product.
     """
     text = "mov.f32 $0, $4; mov.f32 $1, $5; mov.f32 $2, $4; mov.f32 $3, $5;"
     copies = asm(b, text, "=f,=f,=f,=f,f,f", [x, y], _FOUR_FLOATS, effects=True)
@@ -349,7 +349,7 @@ def wgmma(
 def wgmma_wait(b: ir.IRBuilder, c: Values, *, pending: int) -> Values:
     """Wait for all groups except the last `pending` ("wgmma.wait_group").
 
-    `c` are then complete sums.
+    The accumulators `c` are then complete.
 
     The registers pass through the instruction, so that nothing reads them before it.
     """

@@ -336,10 +336,11 @@ def rounded(b: ir.IRBuilder, s: Values, *, bf16: bool) -> Values:
 def store_output(bf16: bool, n: int, row_of: RowWidth, *, later: bool = False) -> Any:
     """Return the function that rounds and stores 64 rows of output.
 
-    It is ``store_output(address, row_bytes, o, factors, row, stop) -> bytes``. `row` is the warp's
-    first row and `address` is that of row 0. Rows from `stop` on and columns past `row_of`'s width
-    are left out. A lane holds pairs of columns; the lanes of a quad exchange them, so that each
-    stores 16 bytes of a row. With `later` one more parameter gives the column at which o begins.
+    The function is ``store_output(address, row_bytes, o, factors, row, stop) -> bytes``. `row` is
+    the warp's first row and `address` is that of row 0. Rows from `stop` on and columns past
+    `row_of`'s width are left out. A lane holds pairs of columns; the lanes of a quad exchange them,
+    so that each stores 16 bytes of a row. With `later` one more parameter gives the column at which
+    o begins.
     """
 
     @emitted(int32, int64, int32, floats(n // 2), floats(2), *[int32] * (3 if later else 2))

@@ -1,9 +1,9 @@
 """The row-wise kernels around a backward pass: `flash_delta` before it, `flash_convert` after it.
 
 `flash_delta` computes delta = rowsum(dO * O), minus the LSE's gradient if there is one.
-`flash_delta` also clears dQ's float32 accumulator, if there is one. `flash_convert` rounds that
-accumulator. Block (i, head) owns row tile i. The kernels use no shared memory, and every access to
-rows in HBM is 16 bytes wide.
+`flash_delta` also clears dQ's float32 accumulator, if there is one. `flash_convert` rounds dQ's
+float32 accumulator to 16 bits. Block (i, head) owns row tile i. The kernels use no shared memory,
+and every access to rows in HBM is 16 bytes wide.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def _less_rows(apart: int) -> Any:
 def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
     """Return the function that scales float32 and rounds it to 16 bits.
 
-    It is ``convert(to, step, source, first, pieces, scale) -> bytes``. A row has `per_row` pieces
-    of 8 elements, and there are `pieces` in all. The function converts up to `DEEP` of them,
-    `apart` pieces apart from `first` on. It returns the bytes that it stored.
+    The function is ``convert(to, step, source, first, pieces, scale) -> bytes``. A row has
+    `per_row` pieces of 8 elements, and there are `pieces` in all. The function converts up to
+    `DEEP` of them, `apart` pieces apart from `first` on. It returns the bytes that it stored.
     """
 
     @emitted(int32, int64, int64, int64, int32, int32, float32)

@@ -103,9 +103,10 @@ def score_gradients(blocks: int, n: int, by_row: bool, softcap: bool) -> Any:
 def mask_probabilities(blocks: int, n: int, by_row: bool, left: bool, right: bool) -> Any:
     """Return the function that sets dropped probabilities to 0.
 
-    It is ``mask_probabilities(p, query, key, offset, key_stop, left, right) -> p`` and follows the
-    rule of `mask_rows`. With `by_row` false the fragment is P^T, whose rows are keys. L = -inf (a
-    row without a key) makes exp(S - L) infinite, so dropping is a selection, never a product.
+    The function is ``mask_probabilities(p, query, key, offset, key_stop, left, right) -> p`` and
+    follows the rule of `mask_rows`. With `by_row` false the fragment is P^T, whose rows are keys. L
+    = -inf (a row without a key) makes exp(S - L) infinite, so dropping is a selection, never a
+    product.
     """
     kind = floats(blocks * n // 2)
 

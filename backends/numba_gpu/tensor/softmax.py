@@ -42,9 +42,9 @@ def scale_scores(blocks: int, n: int, softcap: bool) -> Any:
 def mask_rows(blocks: int, n: int, left: bool, right: bool) -> Any:
     """Return the function that sets dropped scores to -inf.
 
-    It is ``mask_rows(s, query, key, offset, key_stop, left, right) -> s``. Query q keeps keys ``q +
-    offset - left <= k <= q + offset + right`` with k < key_stop. `query` and `key` are the warp's
-    first ones. A limit that is off costs nothing.
+    The function is ``mask_rows(s, query, key, offset, key_stop, left, right) -> s``. Query q keeps
+    keys ``q + offset - left <= k <= q + offset + right`` with k < key_stop. `query` and `key` are
+    the warp's first ones. A limit (`left` or `right`) that is switched off adds no instructions.
     """
     kind = floats(blocks * n // 2)
 

@@ -112,7 +112,7 @@ REFUSED = {
     "scheme": "the same scheme, got ring on ranks 0, 2, 3, striped on rank 1",
     "mask": "the same causal, got no on ranks 0, 2, 3, yes on rank 1",
     "one alone": "RankError: rank 1 failed; see the error that it printed",
-    "not divisible": "ShapeError: scheme 'zigzag' over 4 ranks needs a sequence that 8 divides",
+    "not divisible": "ShapeError: scheme 'zigzag' over 4 ranks needs a sequence length divisible",
     "heads": "ShapeError: 4 ranks that exchange heads must divide the heads, got heads=3",
     "engine": "RankError: rank 1 failed; see the error that it printed",
     "meta": "DTypeError: tensors on the meta device have no numbers to send",

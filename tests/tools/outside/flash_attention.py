@@ -67,17 +67,17 @@ def tests(device: str, whole: bool) -> list[Test]:
         if point.get("dropout"):
             return "flashsim has no dropout"
         if point.get("alibi") and point.get("varlen"):
-            return "ALiBi is a bias, here one matrix over all packed sequences"
+            return "the ALiBi bias would be one matrix over all packed sequences"
         if point.get("pages"):
             return "flashsim has no backward pass over pages"
         return ""
 
     def uncached(point: Point) -> str:
         if point["new_kv"] or point["rotary"]:
-            return "flashsim does not write into a cache, nor rotate"
+            return "flashsim neither writes into a cache nor applies rotary embeddings"
         if point["leftpad"]:
-            return "flashsim's caches begin at their first row"
-        return "ALiBi is a bias, which decoding takes none of" if point["alibi"] else ""
+            return "flashsim does not support a left-padded cache"
+        return "ALiBi is a bias, and decoding takes no bias" if point["alibi"] else ""
 
     def choose(points: Sequence[Point]) -> list[Point]:
         if whole:

@@ -114,7 +114,7 @@ def asked(op: Any, sample: Any) -> list[torch.Tensor]:
             if seen or "No available kernel" not in str(error):
                 raise
         if not seen:
-            raise NotApplicable("it is none that torch's flash attention takes")
+            raise NotApplicable("torch's flash attention does not accept this sample")
         return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
 
 

@@ -69,7 +69,7 @@ def build_tile_product(
     return code.done()
 
 
-#: How products are made, by `Blocking.pairs`.
+#: The builders of products, by `Blocking.pairs`.
 PRODUCTS: dict[str, Callable] = {"vdpbf16ps": build_vector_product, "amx": build_tile_product}
 
 
@@ -88,7 +88,7 @@ def _nothing(module: ir.Module, block: Blocking, itemsize: int):
     return code.done() if code.is_new else code.function
 
 
-#: What a thread does before its first tile and after its last one.
+#: The code that a thread runs before its first tile and after its last tile.
 TILES: dict[str, tuple[Callable, Callable]] = {"amx": (tiles.build_configure, tiles.build_release)}
 
 
@@ -352,7 +352,7 @@ def build_scale(module: ir.Module, block: Blocking, itemsize: int, by_lane: bool
             code.store(b.fmul(code.load(x), f), x)
         return []
 
-    if by_lane:  # a lane whose largest score has not grown leaves its sums as they are
+    if by_lane:  # a lane whose maximum did not change keeps its sums
         ones = [b.fcmp_unordered("!=", f, code.const(1)) for f in factors]
         other = functools.reduce(b.or_, ones)
         bits = b.bitcast(other, ir.IntType(code.lanes))
