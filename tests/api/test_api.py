@@ -431,7 +431,7 @@ def test_infinite_inputs_spread_or_raise(x):
     x.k[0, 0, 3, 2] = np.nan
     assert np.isnan(run(x).out[0, 0]).all()
     assert np.isfinite(run(x).out[1]).all()
-    with pytest.raises(OptionError, match="k holds 1 NaN or infinite values"):
+    with pytest.raises(OptionError, match="k contains 1 NaN or infinite values"):
         run(x, nan_policy="raise")
 
 

@@ -232,7 +232,7 @@ def test_what_is_too_small_for_a_scale_is_zero_and_no_nan():
 
 def test_what_cannot_be_quantised():
     q, k, v = inputs()
-    with pytest.raises(OptionError, match="v holds NaN or infinity"):
+    with pytest.raises(OptionError, match="v contains NaN or infinity"):
         flashsim.quantize(q, k, np.full_like(v, np.inf))
     with pytest.raises(OptionError, match="unknown granularity 'row'"):
         flashsim.quantize(q, k, v, granularity="row")

@@ -128,5 +128,5 @@ def test_faults_are_found(fault, monkeypatch):
 
 def test_latent_attention_takes_no_lengths_of_the_gpu():
     p = Problem(1, 400, 576, 512, heads=16, kv_heads=1, dtype="bfloat16", latent=True)
-    with pytest.raises(UnsupportedError, match="give a list of integers"):
+    with pytest.raises(UnsupportedError, match="pass a list of integers"):
         decode_plan.dynamic(p, HOPPER)

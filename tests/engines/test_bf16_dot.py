@@ -627,7 +627,7 @@ class Kernel:
         (0, 1 << 18 | 7, None),
         (0, 7, "does not list them"),
         (errno.EINVAL, 0, "before 5.16"),
-        (errno.EOPNOTSUPP, 0, "monitor hides them"),
+        (errno.EOPNOTSUPP, 0, "virtual machine hides them"),
         (errno.ENOSPC, 0, "sigaltstack"),
         (errno.EPERM, 0, "seccomp"),
     ],
