@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flashsim import Problem, Tiling
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError
 from flashsim.problem.problem import numpy_dtype
 from flashsim.trace.events import PHASES
@@ -24,8 +24,8 @@ from test_emulated_decode import AMPERE, CASCADES, CASES, H200
 from flashsim.api import inputs
 from flashsim.backends.cupy_gpu import arrays, decode, launching
 from flashsim.backends.cupy_gpu import engine as cupy_engine
-from flashsim.backends.launch_policy import decode as family
 from flashsim.backends.launch_policy import decode_kernels
+from flashsim.backends.launch_policy import decode_plan as family
 
 needs_gcc = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 
@@ -273,7 +273,9 @@ def test_a_shared_page_that_is_not():
     case, _ = CASCADES["four, causal, pages"]
     x = case.make()
     x["table"][1, 2] = x["table"][1, 3]
-    with pytest.raises(OptionError, match=r"block_table\[1, 2\] is \d+, but the first 64 keys are"):
+    with pytest.raises(
+        OptionError, match=r"block_table\[1, 2\] must be page \d+, .* first 64 keys"
+    ):
         decode.forward(job(case, x, shared_prefix=64), H200, Space())
     with pytest.raises(ShapeError, match="shared_prefix must be at least 1, got -1"):
         decode.forward(job(case, x, shared_prefix=-1), H200, Space())
@@ -287,8 +289,12 @@ P = Problem(1, 64, 64, batch=2, heads=4, kv_heads=2, dtype="float16")
     ("lengths", "error", "message"),
     [
         ([1, 2, 3], ShapeError, "must be 2 integers, one for each entry .* got"),
-        ([1, 65], OptionError, r"cache_seqlens\[1\] is 65, not from 0 to the 64 keys of the cache"),
-        ([-1, 3], OptionError, r"cache_seqlens\[0\] is -1, not from 0 to the 64 keys"),
+        (
+            [1, 65],
+            OptionError,
+            r"cache_seqlens\[1\] must be from 0 to 64, .* keys in the cache, got 65",
+        ),
+        ([-1, 3], OptionError, r"cache_seqlens\[0\] must be from 0 to 64, .*, got -1"),
         ([1.5, 2], ShapeError, "cache_seqlens must be 2 integers"),
         ([True, 2], ShapeError, "cache_seqlens must be 2 integers"),
         (7, ShapeError, "cache_seqlens must be 2 integers"),
@@ -310,11 +316,13 @@ def test_a_table_names_its_wrong_entry():
         return decode._live_keys(Job(P, None, pool, None, options=options), table, 16)
 
     assert checked(table, [20, 48]) == ((20, 48), 0)
-    with pytest.raises(OptionError, match=r"block_table\[1, 3\] is -1, not one of .* 0 to 5"):
+    with pytest.raises(OptionError, match=r"block_table\[1, 3\] must be .* 0 to 5, got -1"):
         checked(table, [20, 49])
-    with pytest.raises(OptionError, match=r"block_table\[0, 2\] is 9, not one of .* 0 to 5"):
+    with pytest.raises(OptionError, match=r"block_table\[0, 2\] must be .* 0 to 5, got 9"):
         checked(table, [33, 48])
-    with pytest.raises(OptionError, match=r"block_table\[1, 0\] is 4, but the first 16 keys"):
+    with pytest.raises(
+        OptionError, match=r"block_table\[1, 0\] must be page 0, .* first 16 keys, got 4"
+    ):
         checked(table, [20, 48], 16)
     with pytest.raises(DTypeError, match="block_table must be int32, got int64"):
         checked(table.astype(np.int64), [1, 1])

@@ -25,7 +25,7 @@ import flashsim
 from flashsim import Problem, Tiling
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Kernel
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
 from flashsim.problem.masks import BlockMask
 
@@ -541,16 +541,16 @@ def test_output_is_waited_for_between_the_maxima_and_the_exponentials(name):
 def test_ptxas_says_where_an_output_is_not_waited_for(monkeypatch):
     """Results would not show it: where O is used, ptxas adds a wait, and serialises products."""
     from flashsim.backends.numba_gpu import compiler
-    from flashsim.backends.numba_gpu.hopper import tiles
+    from flashsim.backends.numba_gpu.hopper import wgmma_tiles
 
-    sound = tiles.product_wait
+    sound = wgmma_tiles.product_wait
     kernel = hopper_kernel(HOPPER_PROBLEMS["64 causal"])
     dv = dict(kernel.constants)["FS_DV"]
 
     def faulty(pending, n):
         return sound(2 if n == dv else pending, n)
 
-    monkeypatch.setattr(tiles, "product_wait", faulty)
+    monkeypatch.setattr(wgmma_tiles, "product_wait", faulty)
     log, _ = ptxas(compiler.ptx(kernel, (9, 0)))
     assert "C7514" in log, log
 
@@ -559,7 +559,7 @@ def test_ptxas_says_where_an_output_is_not_waited_for(monkeypatch):
     ("change", "tiling", "gpu", "why"),
     [
         ({}, None, "sm_80", "they need compute capability 9.0, and A100 has 8.0"),
-        ({}, Tiling(64, 64), "sm_90a", "64 x 64 tiles are none of theirs"),
+        ({}, Tiling(64, 64), "sm_90a", "they have no 64 x 64 tiles"),
         (
             {"block_mask": BlockMask(np.ones((8, 8), bool), 64, 64)},
             *(None, "sm_90a", "do not divide the block mask"),
@@ -571,7 +571,7 @@ def test_what_hoppers_kernels_do_not_take_is_refused_with_a_reason(change, tilin
     p = Problem(512, 512, 128, dtype="bfloat16", **change)
     assert HOPPER.refusal(PROBLEMS["bf16 128 causal"], None, GPUS["sm_90a"], "forward") is None
     assert why in HOPPER.refusal(p, tiling, GPUS[gpu], "forward")
-    with pytest.raises(UnsupportedError, match=f"{why}.*kernel='tensor' may"):
+    with pytest.raises(UnsupportedError, match=f"{why}.*try kernel='tensor'"):
         HOPPER.forward_passes(p, tiling, GPUS[gpu], "ascending", "")
 
 
@@ -777,11 +777,21 @@ def arrays(dtype):
     ("dtype", "options", "error", "text"),
     [
         ("float32", {"algorithm": "standard"}, UnsupportedError, "not 'standard'"),
-        ("float64", {}, UnsupportedError, "'teaching' takes float16 and float32, not float64"),
-        ("float32", {"kernel": "tensor"}, UnsupportedError, "takes float16 and bfloat16, not fl"),
+        ("float64", {}, UnsupportedError, "'teaching' supports float16 and float32, not float64"),
+        (
+            "float32",
+            {"kernel": "tensor"},
+            UnsupportedError,
+            "supports float16 and bfloat16, not fl",
+        ),
         ("float16", {"kernel": "tensors"}, OptionError, "did you mean 'tensor'"),
         ("float32", {"trace": "timeline"}, UnsupportedError, "record no time stamps"),
-        ("float32", {"tiling": Tiling(128, 128)}, TilingError, "needs .* possible: .*32 x 32"),
+        (
+            "float32",
+            {"tiling": Tiling(128, 128)},
+            TilingError,
+            "needs .* possible tiles: .*32 x 32",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused(dtype, options, error, text):
@@ -791,7 +801,7 @@ def test_what_it_cannot_do_is_refused(dtype, options, error, text):
 
 def test_head_dims_beyond_the_kernels_are_refused():
     given = [np.ones((1, 1, 8, launch.MAX_HEAD_DIM + 8), "float16") for _ in range(3)]
-    with pytest.raises(UnsupportedError, match="takes head_dim up to 256, got 264"):
+    with pytest.raises(UnsupportedError, match="supports head_dim up to 256, got 264"):
         flashsim.run(*given, backend="numba_cuda")
 
 

@@ -13,7 +13,7 @@ from flashsim.api.request import Checked
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch_policy import cost_model
 from flashsim.backends.launch_policy.hopper import HOPPER
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.studies.predict import Constants, predict
 from flashsim.studies.predict.blocks import in_launches
 from flashsim.studies.predict.calibration import CALIBRATED
@@ -59,7 +59,7 @@ def test_fused_kernels_that_work_otherwise_have_constants_of_their_own():
     for algorithm, each in asked.items():
         for name, problem in each.items():
             options = {"direction": "backward", "algorithm": algorithm}
-            with pytest.raises(OptionError, match=f"no constants for '{name}'"):
+            with pytest.raises(OptionError, match=f"an entry for '{name}'"):
                 predict(problem, **options, constants={"other": Constants()})
             if without := name.removesuffix(", 128"):  # for every width
                 any_width = {without: Constants(launch=1.0)}
@@ -72,7 +72,7 @@ def test_a_backward_of_one_visit_takes_what_was_measured():
     """Fourteen passes, 7.5 to 74 us, of another run: docs/notebooks/hopper.md."""
     text = NOTEBOOK.read_text(encoding="utf-8")
     row = r"\| (\d+)(, causal)? \| (\d+) \| (\d+) × (\d+) \| \S+ \| \**([\d.]+)\** \|"
-    table = text.partition("| before | one visit |")[2].partition('"Before" is')[0]
+    table = text.partition("| before | flash2-once |")[2].partition("\n\n")[0]
     errors = []
     for d, causal, n, batch, heads, us in re.findall(row, table):
         p = Problem(

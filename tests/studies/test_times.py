@@ -12,7 +12,7 @@ from flashsim import Problem
 from flashsim.api.request import Checked
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch_policy.hopper import HOPPER
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 
 GPU = Gpu.like(flashsim.Device.get("H200"))
 #: Of these, Hopper's rule takes the three passes.

@@ -1,6 +1,6 @@
-"""Pages in Chromium: each is opened from file://, and may not write to the console or ask a server.
+"""Open pages in Chromium from file://; they must not write to the console or contact a server.
 
-With FLASHSIM_SCREENSHOTS=FOLDER a picture of every page is left there.
+With FLASHSIM_SCREENSHOTS=FOLDER, a screenshot of every page is saved there.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"),
     *("--disable-component-update", "--disable-sync", "--disable-quic"),
 )
-#: Requests that ask no server.
+#: URL schemes of requests that contact no server.
 OWN = ("file:", "data:", "blob:")
 
 
 @contextlib.contextmanager
 def started():
-    """Yield a browser; without one the test is skipped."""
+    """Yield a browser; skip the test if there is none."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine")
@@ -48,7 +48,7 @@ def browser():
 
 @contextlib.contextmanager
 def tabs(browser, folder, test, ready):
-    """Yield a function that opens a page's HTML in a tab, and waits for `ready`, in JavaScript."""
+    """Yield a function that opens HTML in a tab and waits until the JavaScript `ready` is true."""
     opened = []
 
     def show(html, at="", width=1280, height=800, scheme="light", **more):
@@ -87,7 +87,7 @@ def tabs(browser, folder, test, ready):
 
 
 def until(tab, condition, seconds=20):
-    """Wait in Python: the page's policy forbids the browser to evaluate text, rightly."""
+    """Wait in Python until a condition holds, since the page's policy forbids eval."""
     end = time.monotonic() + seconds
     while not tab.evaluate(f"Boolean({condition})"):
         assert time.monotonic() < end, condition

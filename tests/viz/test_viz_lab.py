@@ -380,7 +380,7 @@ def test_a_link_holds_two_states_and_says_what_it_does_not_know(show):
     wrong = show("#n_q=many&colour=red&mask=causal")
     notice = wrong.inner_text("#notice")
     assert "n_q cannot be many" in notice
-    assert "there is no colour" in notice
+    assert "unknown setting colour" in notice
     assert wrong.evaluate("lab.states.A.mask") == "causal"
 
 
@@ -481,7 +481,7 @@ def test_keys_theme_and_help(show):
     tab.keyboard.press("Shift+Tab")
     tab.evaluate("document.activeElement.blur()")
     tab.keyboard.press("?")
-    assert "two states side by side" in tab.inner_text("dialog")
+    assert "compare two settings side by side" in tab.inner_text("dialog")
     tab.keyboard.press("Escape")
     assert not tab.is_visible("dialog")
 
