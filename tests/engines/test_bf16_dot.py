@@ -506,7 +506,7 @@ def test_results_that_are_not_finite_are_seen_as_they_are_written(emulated, monk
         patch.setattr(arrays, "_not_finite", pytest.fail)
         flashsim.run(x.q, x.k, x.v, backend="numba", **TILING)
     x.q[:], x.v[..., 3] = 0, 3e38
-    with pytest.warns(RuntimeWarning, match="out holds"):
+    with pytest.warns(RuntimeWarning, match="out contains"):
         flashsim.run(x.q, x.k, x.v, backend="numba", **TILING)
 
 

@@ -256,8 +256,8 @@ class TwoFmas(pair_writer.PairCode):
 def emulate(monkeypatch) -> None:
     """Let the engine compile for the two emulated kinds during a test, and cache nothing.
 
-    Otherwise a process without this module would find a cache index that names unknown kinds. This code
-    runs nowhere else, and a few times only, so LLVM does not optimise it: that takes longer.
+    Otherwise a process without this module would find a cache index that names unknown kinds.
+    LLVM does not optimise their code: it runs nowhere else, and too seldom to repay that.
     """
     monkeypatch.setattr(compiled._Disk, "save_overload", lambda *_: None)
     monkeypatch.setattr(config, "OPT", type(config.OPT)(0))
