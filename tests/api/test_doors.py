@@ -363,7 +363,7 @@ def refused(function, options):
     return None
 
 
-@pytest.mark.filterwarnings("ignore:out holds:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:out contains:RuntimeWarning")
 @pytest.mark.parametrize("case", TAKES, ids=name_of)
 def test_a_right_answer_or_an_error_of_ours(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
