@@ -292,7 +292,7 @@ def test_a_folder_is_graded_as_a_table(tmp_path):
     assert rows[1]["why"] == "the file defines no function solution(machine)"
     (row,) = csv.DictReader(ok("exercise", "grade", tmp_path / "a.py", "--csv").splitlines())
     assert (row["file"], row["points"]) == ("a.py", "100")
-    assert "for one file, not for a folder" in fails(
+    assert "need a single file, but a folder was passed" in fails(
         "exercise", "grade", tmp_path, "--save", "x.npz"
     )
 
