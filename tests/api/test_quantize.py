@@ -267,7 +267,7 @@ def test_scales_that_fit_no_inputs():
         run(scales=(x.q_scale, x.k_scale, -x.v_scale))
     with pytest.raises(OptionError, match="these are one per head"):
         run(scales=x.scales, scale_block=(64, 64))
-    with pytest.raises(OptionError, match="give scales as well"):
+    with pytest.raises(OptionError, match="so it needs scales"):
         run(scale_block=(64, 64))
     blocks = flashsim.quantize(q, k, v, granularity="block", block=(32, 48))
     with pytest.raises(OptionError, match="need scale_block"):
