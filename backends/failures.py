@@ -1,4 +1,4 @@
-"""The translation of failures of the GPU, its driver or its compilers into errors for the caller.
+"""Translates failures of the GPU, its driver or its compilers into errors for the caller.
 
 Errors of CuPy, torch, numba-cuda and cuda.core are recognised by their class names, so that no such
 library is imported only for the check.
@@ -10,7 +10,7 @@ from flashsim.errors import BackendUnavailable
 
 _EXTRAS = "'flashsim-attention[cuda13]' or 'flashsim-attention[cuda12]'"
 INSTALL = f"install it for your driver's CUDA: pip install {_EXTRAS}"
-_FULL = frozenset({"OutOfMemoryError"})  # CuPy's and torch's
+_FULL = frozenset({"OutOfMemoryError"})  # names in CuPy and torch
 _REFUSED = frozenset(
     {
         *("CUDADriverError", "CUDARuntimeError"),  # CuPy
@@ -35,7 +35,7 @@ def require_cupy(backend: str) -> None:
         raise BackendUnavailable(
             f"backend={backend!r} needs CuPy, which cannot be imported ({error}); {INSTALL}"
         ) from None
-    except OSError as error:  # it makes the folder of its cache as it is imported
+    except OSError as error:  # on import, CuPy creates its cache folder
         raise BackendUnavailable(
             f"backend={backend!r} needs CuPy, which cannot create its cache folder ({error}); set "
             "CUPY_CACHE_DIR to a writable folder"
@@ -60,29 +60,28 @@ def _meaning(error: Exception) -> str | None:
     names = {base.__name__ for base in type(error).__mro__}
     if names & _FULL:
         return (
-            f"out of GPU memory: {error}; free arrays, use a shorter batch or, for the backward "
-            'pass, algorithm="flash2" with `deterministic` left out: three passes, which need no '
-            "float32 accumulator for dQ"
+            f"out of GPU memory: {error}; free arrays or use a smaller batch. For the backward "
+            'pass, algorithm="flash2" with `deterministic` left out needs less memory: its three '
+            "passes need no float32 accumulator for dQ"
         )
-    # Before what is refused: cuda.core's compilers raise kinds of CUDAError.
+    # Before refused launches: cuda.core's compilers raise kinds of CUDAError.
     if names & _UNCOMPILED:
         return (
-            f"a kernel does not compile: {_first_error(str(error))}; the compiler must know this "
-            "GPU and find CUDA's headers: upgrade CuPy and numba-cuda, of the CUDA version that "
-            f"the driver takes: pip install --upgrade {_EXTRAS}"
+            f"a kernel does not compile: {_first_error(str(error))}; the compiler must support "
+            "this GPU and find CUDA's headers: upgrade CuPy and numba-cuda to packages for the "
+            f"CUDA version of your driver: pip install --upgrade {_EXTRAS}"
         )
     if names & _UNLOADED or "failed to load lib" in str(error):
-        return f"a library of CUDA's is missing: {error}; {INSTALL}"
+        return f"a CUDA library is missing: {error}; {INSTALL}"
     if names & _REFUSED:
         return (
-            f"the GPU refused the launch: {error}; if it was an earlier kernel that failed, only a "
-            "new process helps"
+            f"the GPU refused the launch: {error}; if an earlier kernel failed, start a new process"
         )
     return None
 
 
 def _first_error(log: str) -> str:
-    """The line of a compiler's log that states the error.
+    """Return the line of a compiler's log that states the error.
 
     The exception's cause keeps the whole log.
     """

@@ -1,11 +1,11 @@
-"""What `flashsim study banks` predicts, beside a GPU's own counters.
+"""Compare the predictions of `flashsim study banks` with a GPU's hardware counters.
 
     python benchmarks/banks.py [--csv banks.csv]
 
-Needs CuPy and Nsight Compute (`ncu`; where counters are kept from users, root). Each pattern in
-each layout is one warp's load, made again and again from the addresses that `flashsim.banks` gives:
-wavefronts and conflicts of shared memory, sectors of global memory. What a launch does besides is
-taken off with a launch that makes none. Exit status 1 where a counter differs.
+Needs CuPy and Nsight Compute (`ncu`; root, if the system reserves counters for root). Each pattern
+in each layout is one warp's load, repeated at the addresses that `flashsim.banks` returns. Measured
+are wavefronts and conflicts of shared memory, and sectors of global memory. A launch without loads
+is subtracted. The exit status is 1 if a counter differs from its prediction.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import nsight
 from flashsim import banks
 from flashsim.report import Table
 
-#: Counters by the name of the figure that they measure.
+#: Hardware counters by the name of the predicted figure.
 METRICS = {
     "wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
     "conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
@@ -63,7 +63,7 @@ PROBE(probe_global_16, asm volatile(PIECE("global") : FOUR : FAR))
 
 
 def requests() -> Iterator[banks.Access]:
-    """Every pattern in every layout that allows it, in float32 and bfloat16."""
+    """Return every pattern in every layout that allows it, in float32 and bfloat16."""
     for dtype in ("float32", "bfloat16"):
         for row in banks.table(dtype=dtype).records():
             if row["pattern"] != "ldmatrix" or dtype == "bfloat16":
@@ -71,14 +71,14 @@ def requests() -> Iterator[banks.Access]:
 
 
 def kernels(request: banks.Access) -> tuple[str, str]:
-    """The names of its two kernels, of shared and of global memory."""
+    """Return the names of a request's two kernels, for shared and for global memory."""
     matrix = request.pattern == "ldmatrix"
     shared = "probe_ldmatrix" if matrix else f"probe_shared_{request.width}"
     return shared, f"probe_global_{request.width}"
 
 
 def launch() -> None:
-    """Every request's two kernels, each without a load and with `TIMES`."""
+    """Launch every request's two kernels, each without a load and with `TIMES` loads."""
     import cupy
 
     module = cupy.RawModule(code=SOURCE, options=("-std=c++17",))
@@ -94,7 +94,7 @@ def launch() -> None:
 
 
 def counters(text: str) -> list[dict[str, float]]:
-    """`METRICS` of each launch of a probe, in order, from what ``ncu --csv`` printed."""
+    """Return `METRICS` of each launch of a probe, in order, from the output of ``ncu --csv``."""
     found: dict[int, dict[str, float]] = defaultdict(dict)
     names = {counter: name for name, counter in METRICS.items()}
     for row in nsight.rows(text):
@@ -104,7 +104,7 @@ def counters(text: str) -> list[dict[str, float]]:
 
 
 def compared(measured: list[dict[str, float]]) -> Table:
-    """Predicted and measured, a load, side by side."""
+    """Return a table of predicted and measured figures per load."""
     table = Table(
         "A warp's load: predicted, and an NVIDIA GPU's counters",
         (
@@ -126,9 +126,9 @@ def compared(measured: list[dict[str, float]]) -> Table:
 
 
 def main() -> None:
-    """Run under Nsight Compute, compare, print."""
+    """Run the probes under Nsight Compute and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--csv", type=Path, help="where the table goes")
+    parser.add_argument("--csv", type=Path, help="file for the table")
     parser.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.launch:

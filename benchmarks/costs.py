@@ -1,11 +1,13 @@
-"""What recording, counting, the L2 model and grading cost: python benchmarks/costs.py [PART ...]
+"""Measure what recording, counting, the L2 model and grading cost.
+
+    python benchmarks/costs.py [PART ...]
 
 - `trace`: the simulator with and without ``trace=True``, interleaved; the bytes of an event; a
   closed-form count of a million causal queries; ``import flashsim`` in a fresh interpreter.
 - `l2`: the L2 model on batch 4, 16 heads, d = 128, bfloat16, at each of `--lengths`: the replay at
   one size of L2, and all sizes at once. A small problem is replayed first, because the first call
   of a fresh installation compiles.
-- `grading`: the course's reference solutions one by one, and a class of `--files` at once.
+- `grading`: the course's reference solutions one after the other, and a class of `--files` at once.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def alternating(repeats: int, *works: Callable[[], object]) -> list[float]:
-    """Median seconds of each, taken turn by turn after one round that is thrown away."""
+    """Return the median seconds of each work, interleaved, without the first round."""
     rounds = [[seconds(work) for work in works] for _ in range(repeats + 1)][1:]
     return [statistics.median(column) for column in zip(*rounds, strict=True)]
 
@@ -94,7 +96,7 @@ def tracing(table: Table, options: argparse.Namespace) -> None:
 
 
 def replaying(table: Table, options: argparse.Namespace) -> None:
-    # Kernels keep accumulators in registers, which a block may use as well as its shared memory.
+    # Kernels keep accumulators in registers, so a block may use these besides shared memory.
     device = replace(Device.get("H200"), sram_bytes=(228 + 256) * 1024)
     small = flashsim.count(Problem(64, head_dim=16))
     l2.dram(small)
@@ -140,14 +142,18 @@ PARTS = {"trace": tracing, "l2": replaying, "grading": grading}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all"
+    )
     parser.add_argument("--n", type=int, default=4096, help="queries and keys (default 4096)")
     parser.add_argument("--repeats", type=int, default=7, help="timed rounds (default 7)")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[16_384], help="of l2")
-    parser.add_argument("--files", type=int, default=40, help="of grading")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[16_384], help="sequence lengths of the part l2"
+    )
+    parser.add_argument("--files", type=int, default=40, help="files of the part grading")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+        parser.error(f"unknown part: {', '.join(sorted(unknown))}; possible: {', '.join(PARTS)}")
     table = Table("what", "median", title="Costs")
     for part in options.parts or PARTS:
         PARTS[part](table, options)

@@ -1,22 +1,24 @@
-"""Counted bytes beside the GPU's own counters: run it under Nsight Compute.
+"""Compare kernel-reported bytes with the GPU's hardware counters, under Nsight Compute.
 
     ncu --clock-control none -k 'regex:flash_|hopper_' --launch-count 4 --metrics \
         l1tex__m_xbar2l1tex_read_bytes.sum,lts__t_sectors_srcunit_tex_op_read.sum,\
 lts__t_sectors_srcunit_tex_op_write.sum,lts__t_sectors_srcunit_tex_op_red.sum,dram__bytes_read.sum \
         python benchmarks/counters.py [--causal] [--kernel hopper]
 
-The first four launches are untraced: forward, delta, fused dK dV dQ, convert. Then the same again
-with counts, which are printed. Loads compare with what reaches the SMs (xbar2l1tex, bytes); at the
-L2 slices (lts, sectors of 32 B) requests of several SMs for one sector may have been joined.
+The first four launches are untraced: forward, delta, fused dK dV dQ, convert. Then the same
+launches run traced, and their kernel-reported bytes are printed. Compare loads with the bytes that
+reach the SMs (xbar2l1tex). At the L2 slices (lts, sectors of 32 B), requests of several SMs for one
+sector may have been merged.
 
     ncu --clock-control none -k flash_decode --launch-count 1 --metrics \
         l1tex__m_xbar2l1tex_read_bytes.sum,lts__t_sectors_srcunit_tex_op_write.sum,\
 dram__bytes_read.sum,dram__bytes_write.sum \
         python benchmarks/counters.py --decode [--keys 32768] [--splits 16] [--page 16]
 
-The same of decoding, one launch: what its split and its combine move, block-table reads, DRAM
-bytes. The two stages are one kernel, so the combine's part is the difference to a launch with
---splits 1, and block-table reads are the difference to one without --page.
+The second command measures one decoding launch: the bytes of its split and its combine, its
+block-table reads, and DRAM bytes. Both stages are one kernel. So the combine's bytes are the
+difference from a launch with --splits 1, and block-table reads are the difference from a launch
+without --page.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ import flashsim
 
 
 def decode(options: argparse.Namespace) -> None:
-    """One decode call, uncounted and then counted, beside the closed form and the L2 model."""
+    """Run one decode call, untraced and then traced, and print its bytes beside the predictions."""
     from flashsim import Problem, Tiling
     from flashsim.backends.cupy_gpu import arrays, engine
     from flashsim.backends.cupy_gpu import decode as launcher
-    from flashsim.backends.launch_policy import decode as family
-    from flashsim.engines.engine import Job
+    from flashsim.backends.launch_policy import decode_plan as family
+    from flashsim.engines.protocol import Job
 
     batch, keys, d, page = options.batch, options.keys, options.head_dim, options.page
     whole = {"batch": batch, "heads": 32, "kv_heads": 8, "dtype": "bfloat16"}
@@ -78,15 +80,19 @@ def decode(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Forward and fused backward, untraced and then traced."""
+    """Run the forward and the fused backward, untraced and then traced."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--decode", action="store_true", help="decoding, 32 query heads on 8")
-    parser.add_argument("--batch", type=int, default=1, help="of --decode")
-    parser.add_argument("--keys", type=int, default=32768, help="of --decode")
-    parser.add_argument("--splits", type=int, default=None, help="of --decode; what is chosen")
-    parser.add_argument("--page", type=int, default=0, help="of --decode: keys a page")
+    parser.add_argument("--decode", action="store_true", help="decode 32 query heads on 8 KV heads")
+    parser.add_argument("--batch", type=int, default=1, help="batch size of --decode")
+    parser.add_argument("--keys", type=int, default=32768, help="keys of --decode")
+    parser.add_argument(
+        "--splits", type=int, default=None, help="splits of --decode; default: automatic"
+    )
+    parser.add_argument(
+        "--page", type=int, default=0, help="keys per page of --decode; 0: contiguous"
+    )
     parser.add_argument("--kernel", default="portable", choices=("auto", "portable", "hopper"))
     options = parser.parse_args()
     if options.decode:

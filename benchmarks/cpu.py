@@ -1,21 +1,21 @@
-"""How fast the CPU engine is: python benchmarks/cpu.py [--quick] [--out out/cpu]
+"""Measure the speed of the CPU engine: python benchmarks/cpu.py [--quick] [--out out/cpu]
 
-Five tables, printed and written as CSV, and a plot:
+Writes five tables, printed and as CSV, and a plot:
 
 - speed: forward, and forward + backward, against PyTorch's CPU attention (if it is installed) and a
-  2048^3 single-precision matrix product, all in one process, turn by turn, medians;
-- extras: one head on one thread and on all, what ``trace=True`` costs, both backward forms;
-- short: calls at N = 1024, the best of many beside the median, on one thread and on all in turn;
-- decode: one query over a long cache, in bytes of K and V a second beside a copy of as many bytes;
-- scaling: time and peak memory over N, each method in a process of its own.
+2048^3 single-precision matrix product; medians, interleaved in one process;
+- extras: one head on one thread and on all, the cost of ``trace=True``, both forms of the backward;
+- short: calls at N = 1024, best and median, alternating between one thread and all;
+- decode: one query over a long cache, in bytes of K and V per second, and a copy of as many bytes;
+- scaling: time and peak memory over N, with a separate process per method.
 
-On a machine that others use as well, compare CPU seconds of one thread, which waiting does not
-touch: OPENBLAS_NUM_THREADS=1 python benchmarks/cpu.py --only speed --threads 1 --cpu-time
+On a machine that other programs use too, compare CPU seconds of one thread, which exclude waiting:
+OPENBLAS_NUM_THREADS=1 python benchmarks/cpu.py --only speed --threads 1 --cpu-time
 
-FLOP/s count 4 N^2 d a head for a forward pass and 14 N^2 d with the backward, half of it if causal.
+FLOP/s count 4 N^2 d per head for a forward pass and 14 N^2 d with the backward; half if causal.
 
-``--dtype bfloat16`` (or float16): the tables "speed" and "decode" in that type, ours and PyTorch's;
-"speed" by the micro-kernel that the first line names (``--micro-kernel`` asks for another).
+``--dtype bfloat16`` (or float16) runs the tables "speed" and "decode" in that type, in flashsim and
+in PyTorch. The first line names the micro-kernel of "speed"; ``--micro-kernel`` selects another.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.problem.problem import numpy_dtype
 
 SHAPES = ((8, 1024, 64), (8, 4096, 64), (4, 4096, 128))  # heads, N, d
-#: Batch, query heads, key heads, keys, d.
+#: Batch, query heads, KV heads, keys, d.
 CACHES = (
     (1, 32, 8, 16384, 128),
     (8, 32, 8, 4096, 128),
@@ -58,7 +58,7 @@ TABLES = ("speed", "extras", "short", "decode", "scaling")
 DTYPES = ("float32", "bfloat16", "float16")
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 METHODS = ("numba", "torch", "naive", "simulator")
-#: Seconds before each measurement: threads of the one before spin on for a while.
+#: Pause in seconds before each measurement: threads of the previous one keep spinning for a while.
 REST = 0.25
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
@@ -68,7 +68,7 @@ def alternating(
     works: dict[str, Callable[[], object]],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Median seconds of each, taken turn by turn; of several rounds the first is thrown away."""
+    """Return the median seconds of each work, interleaved, without the first of several rounds."""
     rounds: dict[str, list[float]] = {name: [] for name in works}
     extra = int(repeats > 1)
     for _ in range(repeats + extra):
@@ -81,14 +81,14 @@ def alternating(
 
 
 def inputs(heads: int, n: int, d: int, dtype: str = "float32") -> list[np.ndarray]:
-    """q, k, v and dout."""
+    """Return random q, k, v and dout."""
     rng, kind = np.random.default_rng(0), numpy_dtype(dtype)
     draw = lambda: rng.standard_normal((1, heads, n, d), dtype=np.float32)  # noqa: E731
     return [draw().astype(kind, copy=False) for _ in range(4)]
 
 
 def numba_works(arrays, causal, **options) -> dict[str, Callable[[], object]]:
-    """Forward alone and with the (fused) backward."""
+    """Return flashsim's forward, and its forward with the fused backward."""
     q, k, v, dout = arrays
 
     def forward():
@@ -100,7 +100,7 @@ def numba_works(arrays, causal, **options) -> dict[str, Callable[[], object]]:
 
 
 def torch_works(arrays, causal, n_threads) -> dict[str, Callable[[], object]]:
-    """The same by PyTorch, on as many threads."""
+    """Return PyTorch's forward, and its forward with backward, on as many threads."""
     import torch
 
     torch.set_num_threads(n_threads)
@@ -119,7 +119,7 @@ def torch_works(arrays, causal, n_threads) -> dict[str, Callable[[], object]]:
 
 
 def torch_tensor(x: np.ndarray):
-    """The same numbers, through float32: NumPy's bfloat16 has no other way to PyTorch."""
+    """Convert an array to a torch tensor, through float32 for bfloat16."""
     import torch
 
     return torch.from_numpy(x.astype(np.float32, copy=False)).to(getattr(torch, x.dtype.name))
@@ -128,7 +128,7 @@ def torch_tensor(x: np.ndarray):
 def speed(
     repeats: int, n_threads: int, clock: Callable[[], float], dtype: str, **options
 ) -> list[dict]:
-    """The judged shapes."""
+    """Return the rows of the table "speed", for `SHAPES`."""
     a, b = np.random.default_rng(0).standard_normal((2, 2048, 2048), dtype=np.float32)
     rows = []
     for heads, n, d in SHAPES:
@@ -163,7 +163,7 @@ def speed(
 
 
 def extras(repeats: int, n: int, n_threads: int, clock: Callable[[], float]) -> list[dict]:
-    """Threads for one head, the cost of a trace, and of the form without reductions."""
+    """Return rows on one thread and all, on tracing, and on the two forms of the backward."""
     arrays = inputs(1, n, 64)
     dout = arrays[3]
     single, every = (numba_works(arrays, False, threads=t) for t in (1, n_threads))
@@ -185,7 +185,7 @@ def extras(repeats: int, n: int, n_threads: int, clock: Callable[[], float]) -> 
     rows = []
     for name, (first, second) in cases.items():
         if "threads" in name and (n_threads == 1 or clock is time.process_time):
-            continue  # two threads take the CPU seconds of one
+            continue  # on two threads, CPU seconds equal those of one
         took = alternating(repeats, {"first": first, "second": second}, clock)
         rows.append(
             {
@@ -200,7 +200,7 @@ def extras(repeats: int, n: int, n_threads: int, clock: Callable[[], float]) -> 
 
 
 def short(calls: int, n_threads: int, clock: Callable[[], float]) -> list[dict]:
-    """Best and median of calls so short that whatever else runs shows; 8 heads, d = 64."""
+    """Return best and median of calls so short that other load shows; 8 heads, d = 64."""
     rows = []
     for causal in (False, True):
         arrays = inputs(8, 1024, 64)
@@ -224,10 +224,10 @@ def short(calls: int, n_threads: int, clock: Callable[[], float]) -> list[dict]:
 
 
 def decode(repeats: int, n_threads: int, clock: Callable[[], float], dtype: str) -> list[dict]:
-    """One query a head: every byte of K and V is read once, and little is computed with it.
+    """Return rows for one query per head, which reads every byte of K and V once.
 
-    A copy reads and writes: the bytes of K and V, half of them each, on as many threads, each of
-    which keeps to a CPU.
+    The copy that is measured beside it reads and writes the bytes of K and V, half of them each. It
+    uses as many threads, each pinned to a CPU.
     """
     rows = []
     for batch, heads, kv_heads, n, d in CACHES:
@@ -269,7 +269,10 @@ def decode(repeats: int, n_threads: int, clock: Callable[[], float], dtype: str)
 
 
 def keep_apart() -> Callable[[], None]:
-    """What a thread calls to have a CPU to itself; after a pause Linux wakes two on one."""
+    """Return a function that pins each calling thread to its own CPU.
+
+    After a pause, Linux may otherwise wake two threads on one CPU.
+    """
     if not hasattr(os, "sched_setaffinity"):
         return lambda: None
     cpus = itertools.cycle(sorted(os.sched_getaffinity(0)))
@@ -277,7 +280,7 @@ def keep_apart() -> Callable[[], None]:
 
 
 def torch_decode(q, k, v, n_threads: int) -> Callable[[], object]:
-    """PyTorch's attention of one query a head."""
+    """Return a call of PyTorch's attention with one query per head."""
     import torch
 
     torch.set_num_threads(n_threads)
@@ -288,7 +291,7 @@ def torch_decode(q, k, v, n_threads: int) -> Callable[[], object]:
 
 
 def naive(q, k, v) -> np.ndarray:
-    """The whole score matrix at once."""
+    """Compute attention with the whole score matrix at once."""
     scores = (q @ k.mT) * np.float32(q.shape[-1] ** -0.5)
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
@@ -297,10 +300,10 @@ def naive(q, k, v) -> np.ndarray:
 
 
 def child(method: str, n: int, repeats: int, n_threads: int, clock: Callable[[], float]) -> None:
-    """One method at one length: median seconds and the peak memory that it added, as JSON."""
+    """Print one method's median seconds at one length and its peak memory, as JSON."""
 
     def peak() -> int:
-        """Most memory this process ever held, in KiB (`ru_maxrss` would start at its parent's)."""
+        """Return this process's largest memory so far, in KiB, without its parent's."""
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0])
 
@@ -313,16 +316,17 @@ def child(method: str, n: int, repeats: int, n_threads: int, clock: Callable[[],
             return lambda: naive(*arrays[:3])
         return lambda: flashsim.run(*arrays[:3], tiling=flashsim.Tiling(128, 128))
 
-    work(inputs(1, 256, 64))()  # loads, and compiles, what there is to load
+    work(inputs(1, 256, 64))()  # loads and compiles everything
     forward = work(inputs(1, n, 64))
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far was loading and compiling
+    # resets the peak, which so far is that of loading and compiling
+    Path("/proc/self/clear_refs").write_text("5")
     before = peak()
     took = alternating(repeats, {"it": forward}, clock)["it"]
     print(json.dumps({"ms": round(took * 1e3, 1), "MiB": round((peak() - before) / 1024, 1)}))
 
 
 def scaling(repeats: int, lengths, flags: list[str]) -> list[dict]:
-    """One head, d = 64, no mask, forward; `flags` go to the processes that measure."""
+    """Return rows for one head, d = 64, no mask, forward; child processes get `flags`."""
     rows = []
     for n in lengths:
         row: dict = {"N": n}
@@ -339,7 +343,7 @@ def scaling(repeats: int, lengths, flags: list[str]) -> list[dict]:
 
 
 def report(name: str, title: str, rows: list[dict], out: Path) -> None:
-    """Print one table, and write it."""
+    """Print one table and write it as CSV."""
     table = Table(*rows[0], title=title)
     for row in rows:
         table.add_row(*(f"{x:,}" if isinstance(x, int) else str(x) for x in row.values()))
@@ -351,7 +355,7 @@ def report(name: str, title: str, rows: list[dict], out: Path) -> None:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Time and peak memory over N, both axes logarithmic."""
+    """Plot time and peak memory over N, both axes logarithmic."""
     import matplotlib as mpl
     from line_labels import end_labels
     from matplotlib.figure import Figure
@@ -403,7 +407,7 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 def machine() -> str:
-    """What ran: CPU, threads, registers, versions."""
+    """Return a line that names the CPU, its threads and registers, and versions."""
     name = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -421,17 +425,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds, shorter sequences")
     parser.add_argument("--out", type=Path, default=Path("out/cpu"), help="folder for CSV and plot")
-    parser.add_argument("--only", choices=TABLES, help="one of the tables")
+    parser.add_argument("--only", choices=TABLES, help="measure only this table")
     parser.add_argument(
-        "--threads", type=int, default=threads.available(), help="how many, at most"
+        "--threads", type=int, default=threads.available(), help="maximum number of threads"
     )
-    parser.add_argument("--rounds", type=int, help="rounds to take medians of (9, quick: 3)")
-    parser.add_argument("--cpu-time", action="store_true", help="CPU seconds, not wall time")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of speed, decode")
-    parser.add_argument("--micro-kernel", help="of the table 'speed'")
+    parser.add_argument("--rounds", type=int, help="rounds per median (9, with --quick 3)")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="measure CPU seconds, not wall time"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of speed, decode")
+    parser.add_argument("--micro-kernel", help="micro-kernel of the table 'speed'")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument(
-        "--draw", nargs=2, type=Path, metavar=("CSV", "PNG"), help="only draw a table of 'scaling'"
+        "--draw", nargs=2, type=Path, metavar=("CSV", "PNG"), help="only plot a CSV of 'scaling'"
     )
     options = parser.parse_args()
     if options.draw is not None:

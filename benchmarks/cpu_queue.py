@@ -1,11 +1,11 @@
-"""How evenly the CPU engine's forward pass would load 2 to 64 threads.
+"""Estimate how evenly the CPU engine's forward pass would load 2 to 64 threads.
 
     python benchmarks/cpu_queue.py [--repeats 9] [--out out/cpu]
 
-No machine with so many cores is needed: the items that the engine would hand to so many threads are
-timed one by one on one thread, then handed out as the engine does it, each to whoever is free
-first. The table says what of all threads' time is work, and how many items there are. It leaves out
-what threads share: memory, the last cache, the clock.
+Needs no machine with so many cores. The work tiles that the engine would give to so many threads
+are timed one by one on one thread. Then they are assigned in the engine's order, each to the thread
+that is free first. The table shows the fraction of all threads' time that is work, and the number
+of work tiles. It leaves out what threads share: memory, the last-level cache, the clock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.table import Table
 
 import flashsim
 from flashsim.engines.cpu import engine, work_tiles
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 
 THREADS = (2, 4, 8, 16, 32, 64)
 #: Heads, N, causal; d = 64.
@@ -30,7 +30,7 @@ SHAPES = ((8, 4096, False), (8, 4096, True), (8, 1024, True), (1, 4096, False), 
 
 
 def makespan(items: list[float], n_threads: int) -> float:
-    """Seconds until the last of `items`, taken in order by whoever is free first, is done."""
+    """Return the seconds until all `items` are done, each taken by the first free thread."""
     free = [0.0] * n_threads
     for seconds in items:
         heapq.heapreplace(free, free[0] + seconds)
@@ -38,19 +38,19 @@ def makespan(items: list[float], n_threads: int) -> float:
 
 
 def runs_of(heads: int, n: int, causal: bool, n_threads: int) -> list[tuple[int, int]]:
-    """First and last + 1 query of each item of a head, in the order they are handed out."""
+    """Return first and last + 1 query of each work tile of a head, in the order of assignment."""
     problem = flashsim.Problem(n_q=n, heads=heads, head_dim=64, causal=causal, dtype="float32")
     empty = np.zeros((1, heads, n, 64), np.float32)
     walk = engine._CpuPass(Job(problem, *[empty] * 3, options={"threads": n_threads}), "forward")
     schedule = walk.schedule(walk._plan["forward"])
     (tiles,) = work_tiles.tiles(
         schedule, "forward", n_threads, 16
-    )  # lanes: without a mask function of no account
+    )  # lanes matter only with a mask function
     return [(int(schedule.rows[a, 0]), int(schedule.rows[b - 1, 1])) for a, b in tiles.runs]
 
 
 class Clock:
-    """Seconds on one thread, the least of several, less what a call takes; each item once."""
+    """Times work tiles on one thread: the minimum of several calls, minus their overhead."""
 
     def __init__(self, repeats: int) -> None:
         self.repeats = repeats
@@ -58,11 +58,14 @@ class Clock:
         self.call = self.least(2, 2, False)
 
     def item(self, first: int, last: int, n: int, causal: bool) -> float:
-        """Of one head's queries first .. last - 1: causal ones see the keys up to themselves."""
+        """Return the seconds for queries first .. last - 1 of one head.
+
+        Causal queries see only the keys up to themselves.
+        """
         return self.least(last - first, last if causal else n, causal) - self.call
 
     def least(self, n_q: int, n_kv: int, causal: bool) -> float:
-        """Seconds of a call with one head."""
+        """Return the minimum seconds of a call with one head."""
         case = n_q, n_kv, causal
         if case not in self.known:
             rng = np.random.default_rng(0)
@@ -78,7 +81,7 @@ class Clock:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=9, help="of which the least counts (9)")
+    parser.add_argument("--repeats", type=int, default=9, help="calls per minimum (default 9)")
     parser.add_argument("--out", type=Path, default=Path("out/cpu"), help="folder for the CSV")
     options = parser.parse_args()
     clock, rows = Clock(options.repeats), []

@@ -1,6 +1,6 @@
-"""Tables of CPU speed in docs/notebooks/speed_cpu.md, from what benchmarks kept of it.
+"""Build the tables of docs/notebooks/speed_cpu.md from kept benchmark results.
 
-benchmarks/cpu.py and benchmarks/cpu_queue.py wrote the files (--csv); benchmarks/doc_tables.py puts
+benchmarks/cpu.py and benchmarks/cpu_queue.py write the CSV files; benchmarks/doc_tables.py writes
 the tables into the page.
 """
 
@@ -12,7 +12,7 @@ from statistics import median
 from speed_tables import Row, kept, markdown
 
 WORDS = "heads, N, d|mask|pass"
-#: × PyTorch that was meant to be reached, in the order of the benchmark's shapes and passes.
+#: Targets as multiples of PyTorch's speed, in the order of the benchmark's shapes and passes.
 AVX512_AIMS = (*(1.3, 1.25, 1.4, 1.4) * 2, *(1.1, 1.1, 1.2, 1.2))
 AMX_AIMS = (1.25, 1.1) * 6
 
@@ -22,7 +22,7 @@ def _shape(row: Row) -> list[str]:
 
 
 def speed() -> str:
-    """Medians of five runs' ratios, and the milliseconds of the fourth."""
+    """Return the table of five runs' median ratios, and the milliseconds of the fourth run."""
     rows: dict[tuple[str, ...], list[Row]] = {}
     for row in kept("cpu-speed.csv"):
         rows.setdefault(tuple(_shape(row)), []).append(row)
@@ -36,7 +36,7 @@ def speed() -> str:
 
 
 def avx512() -> str:
-    """Medians by turns, and the ratio of the least times."""
+    """Return the table of medians of interleaved runs, with the ratio of the minimum times."""
     rows = []
     for row, aim in zip(kept("cpu-avx512.csv"), AVX512_AIMS, strict=True):
         times = [f"{float(row[name]):.3g}" for name in ("ms", "torch ms")]
@@ -48,7 +48,7 @@ def avx512() -> str:
 
 
 def zen4() -> str:
-    """float32, and bfloat16 by AVX512-BF16, of one run each; bold reaches its aim."""
+    """Return the table for float32, and for bfloat16 by AVX512-BF16; bold reaches the target."""
     by_type: dict[str, list[Row]] = {}
     for row in kept("cpu-zen4.csv"):
         by_type.setdefault(row["type"], []).append(row)
@@ -69,7 +69,7 @@ def _bold(ratio: str, aim: float) -> str:
 
 
 def decoding_elsewhere() -> str:
-    """Of a copy's bandwidth, and times PyTorch, by CPU, threads and type."""
+    """Return the table of decoding speed relative to a copy and to PyTorch."""
     rows: dict[tuple[str, ...], dict[str, Row]] = {}
     runs: dict[str, None] = {}
     for row in kept("cpu-decode-others.csv"):
@@ -88,7 +88,7 @@ def decoding_elsewhere() -> str:
 
 
 def amx() -> str:
-    """bfloat16 on eight CPUs and on two, and eight in an earlier run; bold reaches its aim."""
+    """Return the bfloat16 table for eight and for two CPUs; bold reaches the target."""
     files = ("cpu-amx.csv", "cpu-amx-before.csv", "cpu-amx-two.csv")
     eight, before, two = ({tuple(_shape(row)): row for row in kept(name)} for name in files)
 
@@ -104,7 +104,7 @@ def amx() -> str:
 
 
 def decoding() -> str:
-    """Two runs of each shape and type."""
+    """Return the decoding table, with two runs of each shape and type."""
     rows: dict[tuple[str, ...], list[Row]] = {}
     for row in kept("cpu-decode.csv"):
         shape = row["type"], row["batch"], row["heads"], f"{int(row['keys']):,}", row["d"]
@@ -118,7 +118,7 @@ def decoding() -> str:
 
 
 def halves() -> str:
-    """float16 and bfloat16, multiplied in float32; four digits at most."""
+    """Return the table for float16 and bfloat16 multiplied in float32; at most four digits."""
     rows = []
     for row in kept("cpu-halves.csv"):
         how = "decoding" if row["pass"] == "decode" else f"{row['mask']}, {row['pass']}"
@@ -131,7 +131,7 @@ def halves() -> str:
 
 
 def queue() -> str:
-    """What of all threads' time is work."""
+    """Return the table of the fraction of all threads' time that is work."""
     threads = (2, 4, 8, 16, 32, 64)
     rows = [
         [f"{row['heads']}, {row['N']}", row["mask"]]
@@ -142,7 +142,7 @@ def queue() -> str:
 
 
 def scaling() -> str:
-    """Time and memory over the length."""
+    """Return the table of time and memory over the length."""
     rows = []
     for row in kept("cpu-scaling.csv"):
         line = [row["N"]]
@@ -154,7 +154,7 @@ def scaling() -> str:
     return markdown(["N", "numba", "PyTorch", "naive NumPy", "simulator"], rows)
 
 
-#: The page of docs/, with its sections and the tables in them.
+#: The page of docs/, with its sections and their tables.
 PAGES: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "notebooks/speed_cpu.md": [
         ("## float32 on AVX2", speed),

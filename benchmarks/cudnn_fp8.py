@@ -1,8 +1,8 @@
-"""cuDNN's FP8 attention through its frontend (pip: nvidia-cudnn-frontend), which is optional.
+"""Run cuDNN's FP8 attention through its optional frontend (pip: nvidia-cudnn-frontend).
 
-The frontend is a thin wheel: the library itself comes with torch. 1.16.0 is 2 MB; later ones bring
-kernels of their own, which are not called here. It asks for nothing else:
-``pip install --no-deps nvidia-cudnn-frontend==1.16.0``.
+The frontend is a small wheel, since the library itself comes with torch. Version 1.16.0 is 2 MB;
+later versions add kernels, which are not called here. It has no other dependencies: ``pip install
+--no-deps nvidia-cudnn-frontend==1.16.0``.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-#: P is at most 1, and e4m3 ends at 448.
+#: The scale of P, which is at most 1; e4m3's largest number is 448.
 SCALE_P = 256.0
 
 
 def forward(torch: Any, x: Any, *, causal: bool) -> Callable[[], Any]:
-    """What starts one forward pass on torch's stream and returns out, float8_e4m3fn.
+    """Return a function that runs one forward pass on torch's stream and returns e4m3 out.
 
-    cuDNN 9.19 writes no wider out from FP8 inputs on Hopper. It writes LSE as well, and, without
-    which it does not run, the largest element of S and of O.
+    cuDNN 9.19 writes no wider type from FP8 inputs on Hopper. It also writes the LSE and, as
+    required outputs, the maxima of S and of O.
 
     Parameters
     ----------
     torch : module
     x : (q, k, v, q_scale, k_scale, v_scale), torch's tensors on a GPU
-        e4m3, with one scale a tensor.
+        e4m3, with one scale per tensor.
     causal : bool
 
     Raises
@@ -39,12 +39,12 @@ def forward(torch: Any, x: Any, *, causal: bool) -> Callable[[], Any]:
         raise RuntimeError(f"no cudnn frontend: {error}") from None
     try:
         return _built(torch, cudnn, x, causal)
-    except Exception as error:  # of several types, pybind's among them
+    except Exception as error:  # pybind raises several types
         raise RuntimeError(f"cuDNN's FP8 attention: {type(error).__name__}: {error}") from error
 
 
 def _built(torch: Any, cudnn: Any, x: Any, causal: bool) -> Callable[[], Any]:
-    """One graph, built and run once."""
+    """Build one graph and run it once."""
     types = {
         torch.float8_e4m3fn: cudnn.data_type.FP8_E4M3,
         torch.float32: cudnn.data_type.FLOAT,

@@ -1,22 +1,24 @@
-"""Decoding on a GPU: microseconds and TB/s beside cuDNN and FlashAttention-2 (through torch).
+"""Measure decoding on a GPU: µs and TB/s, beside cuDNN and FlashAttention-2 (through torch).
 
     python benchmarks/decode.py [--quick] [--csv decode.csv] [--plot decode.png]
     python benchmarks/decode.py --read decode.csv --plot decode.png
     python benchmarks/decode.py --latent --csv latent.csv    # latent attention (MLA), below
 
-bfloat16, 32 query heads on 8, random values, no mask (n_q = 4: torch's causal mask is not aligned
-to the end of the cache). At each shape all contenders are interleaved behind a spinning kernel that
-hides the host (`gpu_lab.medians`). A copy of 1 GiB is one of them: the bytes that it reads and
-writes per second are the bandwidth. TB/s are K's and V's bytes over the time. Caches that fit in L2
-stay there between calls. Pages lie in random order.
+Inputs are bfloat16, 32 query heads on 8 KV heads, random values, no mask (with n_q = 4, torch's
+causal mask is not aligned to the end of the cache). At each shape all implementations are
+interleaved after a spinning kernel that hides the host's time (`gpu_lab.medians`). One of them is a
+copy of 1 GiB: the bytes that it reads and writes per second are the bandwidth. TB/s are the bytes
+of K and V divided by the time. Caches that fit in L2 stay there between calls. Pages are in random
+order.
 
-The sweep, which comes first, has the same shape with fixed splits, beside those that are chosen;
-2, 4 and 8 merge in clusters on Hopper. Lines are written as they are measured.
+The sweep comes first. It times one shape with fixed numbers of splits, beside the number that
+flashsim chooses; 2, 4 and 8 splits merge in clusters on Hopper. Rows are written as they are
+measured.
 
 Latent attention has 128 query heads on one latent of 576 columns, of which 512 are V, contiguous
-and in pages. FLOPs are of both products, 2 x 128 x (576 + 512) per query and key; bytes are the
-cache's, once. `difference` is the largest from float32 attention by torch, of the first two
-sequences.
+and in pages. FLOPs are those of both products, 2 x 128 x (576 + 512) per query and key; bytes are
+the cache's, once. `difference` is the largest difference from float32 attention by torch, over the
+first two sequences.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """One cell of the table."""
+    """One shape of the table."""
 
     head_dim: int
     n_q: int
@@ -56,13 +58,13 @@ class Shape:
 
     @property
     def cache_bytes(self) -> int:
-        """K and V."""
+        """Return the bytes of K and V."""
         return 2 * self.batch * self.keys * KV_HEADS * self.head_dim * SIZE
 
 
 def shapes() -> list[Shape]:
-    """The table: those whose cache is at most `MOST_BYTES`."""
-    every = [  # what is nearest to the aims first, should the time run out
+    """Return the table's shapes: those whose cache has at most `MOST_BYTES`."""
+    every = [  # the shapes with the tightest targets first, in case time runs out
         Shape(d, n_q, batch, keys)
         for n_q in (1, 4)
         for batch in (8, 1, 32, 128)
@@ -81,7 +83,7 @@ SWEPT = [
 
 
 class Bench(TorchLab):
-    """Arrays on the GPU, and what is timed there."""
+    """Arrays on the GPU, and the implementations that are timed."""
 
     def __init__(self, repetitions: int, most: int) -> None:
         super().__init__()
@@ -95,7 +97,7 @@ class Bench(TorchLab):
         return self.torch.empty(n, dtype=bf16, device="cuda").normal_()
 
     def contenders(self, s: Shape) -> dict[str, Callable[[], Any]]:
-        """What runs at a shape, by name."""
+        """Return the implementations of a shape, by name."""
         q = self._random(s.batch * HEADS * s.n_q * s.head_dim)
         q = q.view(s.batch, HEADS, s.n_q, s.head_dim)
         used = s.cache_bytes // 2 // SIZE
@@ -113,7 +115,7 @@ class Bench(TorchLab):
         return made
 
     def sweep(self, s: Shape) -> dict[str, Callable[[], Any]]:
-        """Ours with splits chosen, and fixed, as far as a split has 256 keys."""
+        """Return flashsim's decoding with automatic and with fixed splits, of at least 256 keys."""
         q = self._random(s.batch * HEADS * s.n_q * s.head_dim)
         q = q.view(s.batch, HEADS, s.n_q, s.head_dim)
         used = s.cache_bytes // 2 // SIZE
@@ -138,7 +140,7 @@ class Bench(TorchLab):
         return attend
 
     def times(self, works: dict[str, Callable[[], Any]]) -> dict[str, float]:
-        """Median microseconds by name; a contender that fails is left out, and named."""
+        """Return the median µs by name; an implementation that fails is left out and reported."""
         able = {}
         for name, work in works.items():
             try:
@@ -149,11 +151,11 @@ class Bench(TorchLab):
             except Exception as error:
                 print(f"  {name}: {type(error).__name__}: {error}"[:300], file=sys.stderr)
                 if name == OURS or "refused the launch" in str(error):
-                    raise  # after which nothing can be trusted
+                    raise  # after this failure no result can be trusted
         return medians(self, able, self.repetitions, CALLS)
 
     def rows(self, s: Shape, works: dict[str, Callable[[], Any]]) -> list[dict[str, Any]]:
-        """The table's rows of a shape."""
+        """Return the table's rows of a shape."""
         times = self.times(works)
         copy = 2 * COPY_BYTES / times.pop(COPY) / 1e6
         rivals = [times[name] for name in (*RIVALS, BESIDE) if name in times]
@@ -187,7 +189,7 @@ def _ours(q: Any, k: Any, v: Any, **more: Any) -> Callable[[], Any]:
 
 
 def chosen(s: Shape, name: str) -> int | str:
-    """Splits of a sequence, of ours."""
+    """Return the number of splits per sequence that flashsim uses; "" for other implementations."""
     if not name.startswith(OURS):
         return ""
     fixed = name.partition("splits=")[2]
@@ -197,17 +199,17 @@ def chosen(s: Shape, name: str) -> int | str:
 
 
 def splits_of(*sizes: int, splits: int | None = None, batch: int, **problem: Any) -> int:
-    """How many parts the kernel's heuristics cut a sequence into on this GPU."""
+    """Return the number of splits per sequence that the kernel's heuristics choose on this GPU."""
     from flashsim import Problem
     from flashsim.backends.cupy_gpu.engine import gpu_of
-    from flashsim.backends.launch_policy import decode
+    from flashsim.backends.launch_policy import decode_plan
 
     p = Problem(*sizes, batch=batch, dtype=DTYPE, **{"kv_heads": 1, **problem})
-    return decode.plan(p, (sizes[1],) * batch, gpu_of(0), splits).splits[0]
+    return decode_plan.plan(p, (sizes[1],) * batch, gpu_of(0), splits).splits[0]
 
 
 class Latent(Bench):
-    """Latent attention: arrays on the GPU, and what is timed there."""
+    """Latent attention: arrays on the GPU, and the implementations that are timed."""
 
     HEADS, WIDTH, VALUES, SCALE = 128, 576, 512, 192**-0.5
     SHAPES = ((64, 4096), (8, 32768), (128, 4096), (1, 131072), (32, 1024))
@@ -222,7 +224,7 @@ class Latent(Bench):
         super().__init__(repetitions, 4 * most)
 
     def measured(self, n_q: int, batch: int, keys: int) -> list[dict[str, Any]]:
-        """The rows of a shape."""
+        """Return the table's rows of a shape."""
         q = self._random(batch * self.HEADS * n_q * self.WIDTH)
         q = q.view(batch, self.HEADS, n_q, self.WIDTH)
         k = self._cache[0][: batch * keys * self.WIDTH].view(batch, 1, keys, self.WIDTH)
@@ -263,7 +265,7 @@ class Latent(Bench):
 
 
 def latent(options: argparse.Namespace) -> None:
-    """Measure, print and write latent attention."""
+    """Measure latent attention, print its rows and write them."""
     bench = Latent(options.repetitions)
     with csv_file(options.csv or "latent.csv", bench.COLUMNS) as write:
         for n_q in (1, 2):
@@ -277,7 +279,7 @@ def latent(options: argparse.Namespace) -> None:
 
 
 def show(rows: Iterable[dict[str, Any]]) -> None:
-    """One line a contender."""
+    """Print one line per row."""
     for r in rows:
         rival = f"{r['of_best_rival']:5.2f} x best" if r["of_best_rival"] != "" else ""
         off = f"  differs by {r['difference']:.1e}" if r["difference"] != "" else ""
@@ -289,8 +291,10 @@ def show(rows: Iterable[dict[str, Any]]) -> None:
 
 
 def verdict(rows: list[dict[str, Any]]) -> list[str]:
-    """What falls short of the aims: the best rival's time, 0.93 of the copy bandwidth from 256 MB
-    on, pages of 16 within 10 %, chosen splits within 3 % of the best.
+    """Return which rows miss their targets.
+
+    The targets are the fastest other implementation's time; 0.93 of the copy bandwidth from 256 MB
+    on; pages of 16 within 10 % of contiguous keys; automatic splits within 3 % of the fastest.
     """
     found, at = [], lambda r: f"{r['batch']} x {r['keys']} d{r['head_dim']} n_q {r['n_q']}"
     cells: dict[str, dict[str, dict[str, Any]]] = {}
@@ -299,7 +303,7 @@ def verdict(rows: list[dict[str, Any]]) -> list[str]:
     for where, cell in cells.items():
         ours = cell.get(OURS, cell.get(AUTO))
         if ours is None:
-            continue  # cut short
+            continue  # the measurement was cut short
         if ours["of_best_rival"] != "" and float(ours["of_best_rival"]) < 1:
             found.append(f"{where}: {float(ours['of_best_rival']):.3f} x the best rival")
         if float(ours["cache_MB"]) > 256 and float(ours["of_copy"]) < 0.93:
@@ -315,9 +319,9 @@ def verdict(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
-    """TB/s against the cache's size, a panel for each head_dim and n_q; pages in a dashed line.
+    """Plot TB/s over the cache's size, with a panel per head_dim and n_q; pages are dashed lines.
 
-    Of shapes with caches of one size the median is drawn.
+    For shapes with caches of the same size, the median is drawn.
     """
     import matplotlib as mpl
     from line_labels import end_labels
@@ -332,7 +336,7 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
     names = list(dict.fromkeys(r["implementation"] for r in drawn))
     ours = names[0]
     order = [ours, *(n for n in names if n != ours and "pages" not in n)]
-    paged = [n for n in names if "pages" in n][-1:]  # pages of the largest size stand for all
+    paged = [n for n in names if "pages" in n][-1:]  # only the largest page size
     with mpl.rc_context(rc(look)):
         figure = Figure(figsize=(9.6, 8), layout="constrained", dpi=120)
         axes = figure.subplots(-(-len(panels) // 2), 2, sharey=True, sharex=True, squeeze=False)
@@ -366,7 +370,7 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
             some = "1 query" if n_q == 1 else f"{n_q} queries"
             ax.set(xscale="log", ylim=(0, best * 1.12))
             ax.set_title(f"{some} per head, d = {d}", fontsize=13, fontweight="normal")
-            ax.set_xlim(right=20 * max(float(r["cache_MB"]) for r in drawn))  # room for the names
+            ax.set_xlim(right=20 * max(float(r["cache_MB"]) for r in drawn))  # space for the labels
             ax.grid(axis="y")
             ax.ends = ends
         for ax in axes[-1]:
@@ -384,7 +388,7 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
 
 
 def measure(options: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
-    """The rows of one shape after the other; the sweep first, then the table."""
+    """Yield the rows of one shape after the other: first the sweep, then the table."""
     wanted = QUICK if options.quick else shapes()
     swept = [] if options.quick else SWEPT
     most = max(s.cache_bytes for s in [*wanted, *swept])
@@ -398,14 +402,14 @@ def measure(options: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
 
 
 def main() -> None:
-    """Run, print and write."""
+    """Measure or read the table, print and write it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="three shapes, no sweep")
     parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--latent", action="store_true", help="latent attention instead")
-    parser.add_argument("--csv", help="where the table goes; decode.csv, or latent.csv")
-    parser.add_argument("--read", metavar="CSV", help="measure nothing; take this table")
-    parser.add_argument("--plot", metavar="FILE", help="draw the table")
+    parser.add_argument("--latent", action="store_true", help="measure latent attention instead")
+    parser.add_argument("--csv", help="file for the table; default: decode.csv or latent.csv")
+    parser.add_argument("--read", metavar="CSV", help="read this table instead of measuring")
+    parser.add_argument("--plot", metavar="FILE", help="plot the table to this file")
     options = parser.parse_args()
     if options.latent:
         latent(options)

@@ -4,15 +4,15 @@ All tables are in docs/notebooks, and their data in docs/data:
 
 - predictions.md: errors of predicted times and joules, counters of decoding (times-h200.csv,
   power-h200.csv, decode-counters-h200.csv and others)
-- counters.md: an H200's counters (verify-h200.csv, verify-widths-h200.csv) and what was kept of the
-  soaks (soak-h200.csv, soak-counts-h200.csv)
-- many_gpus.md: what many GPUs reach on paper, and what two and four reached (ring_table.py, from
-  ring-h200.csv and ring4-h200.csv)
+- counters.md: an H200's counters (verify-h200.csv, verify-widths-h200.csv) and results of soak
+tests (soak-h200.csv, soak-counts-h200.csv)
+- many_gpus.md: predicted speed on many GPUs, and measured speed on two and four (ring_table.py,
+from ring-h200.csv and ring4-h200.csv)
 - speed_gpu.md, speed_decoding.md, functions_gpu.md and speed_cpu.md: speeds (speed_tables.py,
   cpu_tables.py), and a course's times (softmax-matmul-h200.csv, gpu-course-h200.csv)
 
-It also draws the picture of the residuals. A table is found by its section and its first line. It
-needs no GPU, but numba-cuda, whose kernels' times are predicted too.
+It also draws the plot of the residuals. A table is found by its section and its first line. Needs
+no GPU, but numba-cuda, since the times of its kernels are predicted too.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ COURSE = "## A course's homework: softmax(X) V, then attention"
 
 
 def rewrite(text: str, section: str, table: str) -> str:
-    """The page with a Markdown table in the place of the first of a section that has its head.
+    """Return the page with `table` in place of the section's first table with the same header.
 
     Raises
     ------
     ValueError
-        If the page has no such section, or no such table from there on.
+        If the page has no such section, or no such table after it.
     """
     head = table.splitlines()[0]
     lines = text.splitlines(keepends=True)
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def on_paper(direction: str) -> Table:
-    """Percent of the ranks x one GPU's rate, of a million tokens on more and more H200s."""
+    """Return the table of predicted speed on many H200s, in % of ranks x one GPU's."""
     shape = {"head_dim": 128, "heads": 32, "kv_heads": 8, "dtype": "bfloat16"}
     million = Problem(2**20, **shape, causal=True)
     every = (2, 4, 8, 16, 64, 256, 1024)
@@ -138,7 +138,7 @@ def on_paper(direction: str) -> Table:
 
 
 def softmax_matmul() -> Table:
-    """Times and memory of softmax(X) V by the length of a row of X."""
+    """Return the table of times and memory of softmax(X) V over the length of a row of X."""
     rows = kept("softmax-matmul-h200.csv")
     table = Table(
         "",
@@ -154,7 +154,7 @@ def softmax_matmul() -> Table:
 
 
 def attention() -> Table:
-    """Milliseconds forward / backward of the course's shapes, beside torch's."""
+    """Return the table of forward / backward ms of the course's shapes, beside torch's."""
     names = {"ours": "flashsim cupy", "torch": "torch sdpa compiled"}
     columns = [(dtype, x) for dtype in ("float32", "bfloat16") for x in names]
     table = Table("", ("N", *(f"{dtype}, {x}" for dtype, x in columns)))
@@ -169,12 +169,12 @@ def attention() -> Table:
 
 
 def on_real_gpus() -> Table:
-    """Two and four GPUs beside one."""
+    """Return the table of two and four GPUs beside one."""
     return ring_table.table(kept("ring-h200.csv"), kept("ring4-h200.csv"))
 
 
 def decode_counters() -> Table:
-    """Bytes of decoding, counted and measured."""
+    """Return the table of decoding's bytes, kernel-reported and hardware-measured."""
     named = {
         "loads": ("read by the SMs: counted", "measured"),
         "stores": ("stored: counted", "measured at L2"),
@@ -190,7 +190,7 @@ def decode_counters() -> Table:
 
 
 def power_tables() -> tuple[Table, Table]:
-    """Joules and times of passes that are called again and again; and how far they are off."""
+    """Return the tables of joules of sustained passes, and of prediction errors."""
     energy = energy_of("H200")
     assert energy is not None
     _, passes = power.read(DOCS / "data" / "power-h200.csv")
@@ -198,7 +198,7 @@ def power_tables() -> tuple[Table, Table]:
 
 
 def soaked_counts() -> Table:
-    """Passes that benchmarks/soak_gpu.py found to agree, and those that it did not."""
+    """Return the table of passes that benchmarks/soak_gpu.py found to agree, and to disagree."""
     with (DOCS / "data" / "soak-counts-h200.csv").open(encoding="utf-8", newline="") as file:
         head, *rows = csv.reader(file)
     table = Table("", tuple(head))
@@ -209,7 +209,7 @@ def soaked_counts() -> Table:
 
 
 def soaked() -> tuple[Table, Table]:
-    """What is furthest off on random shapes, and how many figures are within their targets."""
+    """Return the tables of the largest errors on random shapes, and of figures in target."""
     kept = verify.Record.load(DOCS / "data" / "soak-h200.csv")
     found = verify.compare(kept.cases, verify.passes_of(kept))
     inside = Table("", ("quantity", "within its target", "of"))

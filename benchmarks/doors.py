@@ -1,21 +1,22 @@
-"""Host time of a call through each door, decoding, and `generate`: python benchmarks/doors.py
+"""Time one call through each API, decoding, and `generate`: python benchmarks/doors.py
 
     python benchmarks/doors.py [--device cpu] [--parts host decode ...] [--csv FILE] [--profile DIR]
 
-- `host`: microseconds that one call of a row keeps the host busy, warmed: `flashsim.run` and its
-  backward passes (`--backend`, `--kernel`), and `flashsim.torch.attention` eager, with a gradient,
-  its backward pass and under torch.compile, beside torch's `scaled_dot_product_attention` (SDPA).
-  The shape is small, so the GPU is faster than the host. On a CPU the call includes the result.
-- `alone`: the same of one call on an idle GPU, which it has to wake.
-- `result`: microseconds from a call to its result, of larger shapes: a forward pass and one with
-  its backward pass, causal, bfloat16; also in a CUDA graph.
+- `host`: the µs for which one call keeps the host busy, after warm-up, in a row of calls:
+`flashsim.run` and its backward passes (`--backend`, `--kernel`); `flashsim.torch.attention` eager,
+with a gradient, its backward pass, and under torch.compile; each beside torch's
+`scaled_dot_product_attention` (SDPA). The shape is small, so the GPU is faster than the host. On a
+CPU the time includes the computation.
+- `alone`: the same for a single call on an idle GPU, which has to wake up.
+- `result`: µs from a call to its result, for larger shapes: a forward pass, and one with its
+backward pass, causal, bfloat16; also in a CUDA graph.
 - `jax`: the same for `flashsim.jax.attention`, eager and under `jax.jit`.
-- `decode`: microseconds of one query over a long cache, from call to result, beside SDPA.
-- `generate`: seconds of `model.generate` of a Llama of 12 random layers, beside "sdpa".
+- `decode`: µs of one query over a long cache, from call to result, beside SDPA.
+- `generate`: seconds of `model.generate` of a Llama with 12 random layers, beside "sdpa".
 - `train`: milliseconds of a training step of that Llama, beside "sdpa".
 
-Implementations are interleaved; every figure is a median. `--profile` writes for each door of
-`host` and `jax` where the host's time goes, by cProfile.
+Implementations are interleaved; every figure is a median. `--profile` writes a cProfile of the
+host's time for each API in `host` and `jax`.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ import torch
 import flashsim.torch
 
 Work = Callable[[], object]
-ROW = 20  # calls; far fewer than a GPU's queue takes
+ROW = 20  # calls; far fewer than a GPU's queue holds
 COLUMNS = ("device", "part", "case", "implementation", "unit", "value", "over_sdpa")
 SDPA = "sdpa"
 BACKENDS = {"cuda": "cupy", "cpu": "numba"}
-#: Batch, heads, tokens, head_dim of `result`.
+#: Batch, heads, tokens, head_dim of the part `result`.
 SHAPES = {
     "cuda": ((16, 16, 1024, 128), (2, 16, 8192, 128), (16, 16, 128, 64)),
     "cpu": ((1, 8, 512, 64),),
@@ -51,14 +52,14 @@ SHAPES = {
 
 
 def waiter(device: str) -> Work:
-    """What waits for the device."""
+    """Return a function that waits for the device."""
     return torch.cuda.synchronize if device == "cuda" else time.perf_counter
 
 
 def in_a_row(works: dict[str, Work], wait: Work, rounds: int, row: int = ROW) -> dict[str, float]:
-    """Microseconds of one call of a row, medians by name; interleaved."""
+    """Return the median µs per call in a row of calls, by name; interleaved."""
     took: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(rounds + 3):  # the first ones compile and warm up
+    for _ in range(rounds + 3):  # the first rounds compile and warm up
         for name, work in works.items():
             wait()
             start = time.perf_counter()
@@ -70,7 +71,7 @@ def in_a_row(works: dict[str, Work], wait: Work, rounds: int, row: int = ROW) ->
 
 
 def to_result(works: dict[str, Work], wait: Work, rounds: int) -> dict[str, float]:
-    """Microseconds from a call to its result, medians by name; interleaved."""
+    """Return the median µs from a call to its result, by name; interleaved."""
 
     def waited(work: Work) -> Work:
         def both() -> None:
@@ -83,7 +84,7 @@ def to_result(works: dict[str, Work], wait: Work, rounds: int) -> dict[str, floa
 
 
 def profiled(name: str, work: Work, wait: Work, folder: Path) -> None:
-    """Write where the host's time of a call goes."""
+    """Write a profile of the host's time of a call."""
     for _ in range(20):
         work()
     wait()
@@ -101,7 +102,7 @@ def profiled(name: str, work: Work, wait: Work, folder: Path) -> None:
 
 
 def captured(work: Work) -> Work:
-    """`work` as a CUDA graph."""
+    """Return `work` as a CUDA graph."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -114,7 +115,7 @@ def captured(work: Work) -> Work:
 
 
 def whole_calls(shape: tuple[int, ...], device: str) -> dict[str, Work]:
-    """Calls by name: forward passes, and passes with their backward pass; causal, bfloat16."""
+    """Return causal bfloat16 calls by name: forward passes, alone and with the backward pass."""
     q, k, v, dout = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4))
     inputs = [x.requires_grad_() for x in (q, k, v)]
     plain = [x.detach() for x in inputs]
@@ -149,7 +150,7 @@ def whole_calls(shape: tuple[int, ...], device: str) -> dict[str, Work]:
 
 
 def run_doors(device: str, backend: str, kernel: str | None) -> dict[str, Work]:
-    """`flashsim.run` and its backward passes of 4 heads of 128 tokens."""
+    """Return `flashsim.run` and its backward passes on 4 heads of 128 tokens, by name."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     q, k, v, dout = torch.randn((4, 1, 4, 128, 64), device=device, dtype=dtype)
     options = {"backend": backend, **({"kernel": kernel} if kernel else {})}
@@ -162,7 +163,7 @@ def run_doors(device: str, backend: str, kernel: str | None) -> dict[str, Work]:
 
 
 def torch_doors(device: str) -> dict[str, Work]:
-    """Calls by name: each door of torch's, and SDPA for the same."""
+    """Return calls by name: each PyTorch API of flashsim, and SDPA for the same."""
     shape = (1, 4, 128, 64) if device == "cuda" else None
     of_q, of_kv = (shape, shape) if shape else ((1, 8, 1, 64), (1, 8, 512, 64))
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -204,7 +205,7 @@ def torch_doors(device: str) -> dict[str, Work]:
 
 
 def jax_doors(device: str) -> dict[str, Work]:
-    """Calls by name: JAX's own attention and `flashsim.jax.attention`, eager and under jit."""
+    """Return calls of JAX's own attention and of `flashsim.jax.attention`, by name."""
     import jax
     import jax.numpy as jnp
 
@@ -225,7 +226,7 @@ def jax_doors(device: str) -> dict[str, Work]:
 
 
 def decoding(device: str) -> dict[str, dict[str, Work]]:
-    """By shape: one query over a cache, ours and SDPA."""
+    """Return, by shape, decoding of one query over a cache by flashsim and by SDPA."""
     sdpa, ours = torch.nn.functional.scaled_dot_product_attention, flashsim.torch.attention
     shapes = ((1, 32, 8, 32768, 128), (4, 32, 8, 4096, 128)) if device == "cuda" else (
         (1, 8, 8, 512, 64), (1, 32, 8, 4096, 128))  # fmt: skip
@@ -244,7 +245,7 @@ def decoding(device: str) -> dict[str, dict[str, Work]]:
 
 
 def llama(device: str, layers: int = 12) -> Any:
-    """A Llama of random weights."""
+    """Return a Llama with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     flashsim.torch.install()
@@ -263,12 +264,12 @@ def llama(device: str, layers: int = 12) -> Any:
     return LlamaForCausalLM(config).to(device, dtype).eval()
 
 
-#: Prompts of `generate`: batch and tokens, with the number of new tokens.
+#: Prompts of `generate`: batch, tokens, and number of new tokens.
 PROMPTS = {"cuda": ((4, 4096, 64), (1, 32768, 64), (8, 1024, 64)), "cpu": ((1, 64, 16),)}
 
 
 def generating(device: str, prompts: Any, rounds: int, compiled: bool) -> list[tuple[str, ...]]:
-    """Seconds of `generate` for each prompt, by attention; of new tokens alone."""
+    """Return rows with the seconds of `generate` per prompt and attention; new tokens only."""
     model, wait, rows = llama(device), waiter(device), []
     for batch, n, new in prompts:
         words = torch.randint(1, 1000, (batch, n), device=device)  # 0 is padding
@@ -277,7 +278,7 @@ def generating(device: str, prompts: Any, rounds: int, compiled: bool) -> list[t
             options["cache_implementation"] = "static"
         took: dict[str, list[float]] = {SDPA: [], "flashsim": []}
         turns = [name for _ in range(rounds + 1) for name in took]
-        if compiled:  # one after the other, so that Dynamo's limit of recompiles is never reached
+        if compiled:  # one after the other, so that Dynamo's limit of recompilations is not reached
             turns.sort(key=[*took].index)
         for number, name in enumerate(turns):
             if compiled and number % (rounds + 1) == 0:
@@ -298,7 +299,7 @@ def generating(device: str, prompts: Any, rounds: int, compiled: bool) -> list[t
 
 
 def training(device: str, rounds: int) -> list[tuple[Any, ...]]:
-    """Milliseconds of a training step, by attention."""
+    """Return rows with the milliseconds of a training step, by attention."""
     model, wait = llama(device, 8).train(), waiter(device)
     words = torch.randint(1, 1000, (2, 2048 if device == "cuda" else 64), device=device)
 
@@ -327,7 +328,7 @@ def rows_of(
 
 
 def by_case(part: str, values: dict[str, float]) -> list[tuple[Any, ...]]:
-    """Rows of works that are named "case, implementation"."""
+    """Return rows of works that are named "case, implementation"."""
     rows, cases = [], dict.fromkeys(name.rpartition(", ")[0] for name in values)
     for case in cases:
         own = {n.rpartition(", ")[2]: x for n, x in values.items() if n.rpartition(", ")[0] == case}
@@ -337,7 +338,7 @@ def by_case(part: str, values: dict[str, float]) -> list[tuple[Any, ...]]:
 
 
 def measure(part: str, options: argparse.Namespace) -> list[tuple[Any, ...]]:
-    """The rows of one part."""
+    """Return the rows of one part."""
     device, rounds, wait = options.device, options.rounds, waiter(options.device)
     if part in ("host", "alone", "jax"):
         works = (jax_doors if part == "jax" else torch_doors)(device)
@@ -374,17 +375,17 @@ PARTS = ("host", "alone", "result", "jax", "decode", "train", "generate", "gener
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure, print and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--parts", nargs="+", default=PARTS[:-1], choices=PARTS)
-    parser.add_argument("--backend", help="of `flashsim.run` at 4 x 128; default: cupy or numba")
-    parser.add_argument("--kernel", help="likewise, on a GPU")
+    parser.add_argument("--backend", help="of `flashsim.run` in `host`; default: cupy or numba")
+    parser.add_argument("--kernel", help="option `kernel` of `flashsim.run` in `host`")
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--repeat", type=int, default=3, help="of generate")
-    parser.add_argument("--prompts", type=int, help="how many prompts of generate")
-    parser.add_argument("--csv", type=Path, help="where the table goes")
-    parser.add_argument("--profile", type=Path, help="a folder for profiles of the host's time")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds of the part generate")
+    parser.add_argument("--prompts", type=int, help="number of prompts of the part generate")
+    parser.add_argument("--csv", type=Path, help="file for the table")
+    parser.add_argument("--profile", type=Path, help="folder for profiles of the host's time")
     options = parser.parse_args()
     name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     found = []
@@ -392,7 +393,7 @@ def main() -> None:
         try:
             rows = measure(part, options)
         except ImportError as error:
-            print(f"{part}: left out, {error}")
+            print(f"{part}: skipped, {error}")
             continue
         for row in rows:
             print(f"{row[0]:18} {row[1]:52} {row[2]:16} {row[4]:>10} {row[3]:3} {row[5]!s:>8}",

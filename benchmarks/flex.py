@@ -1,15 +1,15 @@
-"""Masks and scores as functions on a GPU: flashsim beside torch's FlexAttention, table and CSV.
+"""Time mask and score functions on a GPU: flashsim beside torch's FlexAttention.
 
-    python benchmarks/flex.py [--rows causal,...] [--head-dims 128,64] [--n 4096] [--csv flex.csv]
+    python benchmarks/flex.py [--rows "causal;..."] [--head-dims 128,64] [--n 4096] [--csv flex.csv]
                               [--only functions,named,flex] [--tilings]
 
-Each row is a mask and a score function. `functions` is `flashsim.run(mask_mod=, score_mod=)`,
-`named` the same kernels where they know the mask by name (or, if they have no name for it, with a
-causal mask or none, whichever is nearer), `flex` FlexAttention under torch.compile. Inputs are
-bfloat16, 16,384 tokens, heads = 2048 / d. Implementations are interleaved in another order in each
-repetition, behind a spinning kernel, so that the GPU's time alone is measured. TFLOP/s are of the
+Prints a table and writes a CSV. Each row is a mask and a score function. `functions` is
+`flashsim.run(mask_mod=, score_mod=)`. `named` is the same kernels with a built-in mask (if the mask
+has no name, the nearer of causal and none). `flex` is FlexAttention under torch.compile. Inputs are
+bfloat16, 16,384 tokens, heads = 2048 / d. Implementations are interleaved in a new order in each
+repetition, after a spinning kernel, so that only the GPU's time is measured. TFLOP/s count only
 scores that the mask keeps: 4 B H d per score forward, 2.5 times that backward. `--tilings` times
-`functions` with each tiling that the forward kernels have.
+`functions` with each tiling of the forward kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COLUMNS = (
 
 
 class Row(NamedTuple):
-    """A mask and a score function; each is made of what makes arrays of integers or of floats.
+    """A mask and a score function, or factories that build them from integer or float arrays.
 
     `named` are options of `flashsim.run` with the same mask, or the nearest one.
     """
@@ -47,22 +47,22 @@ class Row(NamedTuple):
 
 
 def causal(b, h, q, k):
-    """Keys up to the query."""
+    """Keep keys up to the query."""
     return q >= k
 
 
 def window(b, h, q, k):
-    """The last 1,024 keys."""
+    """Keep the last 1,024 keys."""
     return (q >= k) & (q - k <= 1023)
 
 
 def prefix(b, h, q, k):
-    """The first 1,024 keys, and keys up to the query."""
+    """Keep the first 1,024 keys, and keys up to the query."""
     return (k < 1024) | (q >= k)
 
 
 def documents(batch, heads, n, integers):
-    """Documents of 700 tokens, causal."""
+    """Return a mask of causal documents of 700 tokens."""
     of = integers(np.arange(n, dtype=np.int32) // 700)
 
     def mask(b, h, q, k):
@@ -72,7 +72,7 @@ def documents(batch, heads, n, integers):
 
 
 def padding(batch, heads, n, integers):
-    """Sequences of different lengths, causal."""
+    """Return a causal mask of sequences of different lengths."""
     lengths = integers(np.array([n - 300 * b for b in range(batch)], np.int32))
 
     def mask(b, h, q, k):
@@ -82,7 +82,7 @@ def padding(batch, heads, n, integers):
 
 
 def alibi(batch, heads, n, floats):
-    """ALiBi: a slope per head."""
+    """Return ALiBi, with a slope per head."""
     slopes = floats(2.0 ** (-8 * np.arange(1, heads + 1) / heads))
 
     def score(s, b, h, q, k):
@@ -92,7 +92,7 @@ def alibi(batch, heads, n, floats):
 
 
 def table(batch, heads, n, floats):
-    """A table of relative positions per head."""
+    """Return a score function with a table of relative positions per head."""
     values = floats(np.random.default_rng(0).standard_normal((heads, 2 * n)))
 
     def score(s, b, h, q, k):
@@ -102,7 +102,7 @@ def table(batch, heads, n, floats):
 
 
 def bias(batch, heads, n, floats):
-    """A bias per query and key, shared by heads and sequences."""
+    """Return a score function with a bias per query and key, shared by heads and sequences."""
     values = floats(np.random.default_rng(0).standard_normal((n, n)))
 
     def score(s, b, h, q, k):
@@ -112,7 +112,7 @@ def bias(batch, heads, n, floats):
 
 
 def softcap(s, b, h, q, k):
-    """Scores capped at 30."""
+    """Cap scores at 30."""
     return 30 * torch.tanh(s / 30)
 
 
@@ -130,12 +130,12 @@ ROWS = {
     "none, ALiBi": Row(None, alibi),
     "none, bias": Row(None, bias),
 }
-#: Functions that are not made of arrays.
+#: Functions that need no arrays.
 PLAIN = (causal, window, prefix, softcap)
 
 
 class Inputs(NamedTuple):
-    """The tensors of one row, and its functions for each of the two libraries."""
+    """The tensors of one row, and its functions for flashsim and for FlexAttention."""
 
     q: Any
     k: Any
@@ -147,8 +147,11 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, row: Row, d: int, n: int) -> Inputs:
-        """Random tensors. flashsim gets a mask's arrays in the CPU's memory, where it reads them
-        once; FlexAttention takes them on the GPU."""
+        """Return random tensors and the functions of a row.
+
+        flashsim reads a mask's arrays once, in the CPU's memory; FlexAttention reads them on the
+        GPU.
+        """
         batch, heads = max(1, TOKENS // n), D_MODEL // d
         make = {"device": "cuda", "dtype": torch.bfloat16}
         q, k, v, dout = (torch.randn(batch, heads, n, d, **make) for _ in range(4))
@@ -168,7 +171,7 @@ class Inputs(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """One implementation: its forward, and what makes its backward of the forward's result."""
+    """One implementation: its forward, and a function that returns its backward."""
 
     forward: Callable[[], Any]
     backward: Callable[[Any], Callable[[], Any]]
@@ -176,7 +179,7 @@ class Contender(NamedTuple):
 
 
 def ours(x: Inputs, options: dict[str, Any]) -> Contender:
-    """`flashsim.run` with these options."""
+    """Return `flashsim.run` with these options."""
     given = {"backend": "cupy", **options}
 
     def forward() -> Any:
@@ -189,7 +192,7 @@ def ours(x: Inputs, options: dict[str, Any]) -> Contender:
 
 
 def flex(x: Inputs) -> Contender:
-    """FlexAttention under torch.compile; its block mask is made beforehand."""
+    """Return FlexAttention under torch.compile, with a block mask computed beforehand."""
     torch._dynamo.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
     batch, _, n, _ = x.q.shape
@@ -214,7 +217,7 @@ def flex(x: Inputs) -> Contender:
 
 
 def kept_scores(x: Inputs) -> int:
-    """Scores that the mask keeps, over all sequences and heads."""
+    """Return the number of scores that the mask keeps, over all sequences and heads."""
     batch, heads, n, _ = x.q.shape
     if x.mask is None:
         return batch * heads * n * n
@@ -229,7 +232,7 @@ def kept_scores(x: Inputs) -> int:
 
 
 def contenders(row: Row, x: Inputs, names: list[str], tilings: bool) -> dict[str, Any]:
-    """What makes each implementation of a row, by name."""
+    """Return functions that build each implementation of a row, by name."""
     functions = {"mask_mod": x.own_mask, "score_mod": x.score}
     made: dict[str, Any] = {}
     if "named" in names:
@@ -246,7 +249,7 @@ def contenders(row: Row, x: Inputs, names: list[str], tilings: bool) -> dict[str
 
 
 def measure(name: str, d: int, n: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of the CSV for one mask and score."""
+    """Return the rows of the CSV for one mask and score function."""
     lab, row = TorchLab(), ROWS[name]
     x = Inputs.of(row, d, n)
     kept = kept_scores(x)
@@ -294,14 +297,16 @@ def measure(name: str, d: int, n: int, options: argparse.Namespace) -> list[dict
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure, print and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", default=";".join(ROWS), help="names, with semicolons")
+    parser.add_argument("--rows", default=";".join(ROWS), help="names, separated by semicolons")
     parser.add_argument("--head-dims", default="128,64")
     parser.add_argument("--n", default="4096")
     parser.add_argument("--only", default="functions,named,flex", type=lambda s: s.split(","))
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=1e9, help="no row begins after so many")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="start no row after so many seconds"
+    )
     parser.add_argument("--tilings", action="store_true")
     parser.add_argument("--csv", type=Path, default=Path("flex.csv"))
     options = parser.parse_args()
@@ -311,7 +316,7 @@ def main() -> None:
             for d in map(int, options.head_dims.split(",")):
                 for name in options.rows.split(";"):
                     if time.perf_counter() - began > options.seconds:
-                        print(f"left out: {name}, d={d}, N={n}")
+                        print(f"skipped for lack of time: {name}, d={d}, N={n}")
                         continue
                     write(*measure(name, d, n, options))
                     torch.cuda.empty_cache()

@@ -1,13 +1,13 @@
-"""The two forms of the Hopper backward, and which is faster: three passes, or fused.
+"""Measure which form of the Hopper backward is faster: three passes, or fused.
 
     python benchmarks/forms.py > FILE.csv      # measures; an H100 or H200, CuPy; a minute
     python benchmarks/forms.py --judge [FILE]  # what `Hopper.fuses` takes of it; no GPU
     python benchmarks/forms.py --fit [FILE]    # its constants again, from what is not held out
 
-FILE: docs/data/forms-h200.csv, or another GPU's, which its name ends in. `FITTED` are sequences of
-few lengths and heads; `held_out` are drawn: other lengths, heads, groups, windows, and head
-dimensions between. The order of additions to dQ is free in the fused form. Times are medians of 8
-of the whole backward, in turns, behind a spin.
+FILE is docs/data/forms-h200.csv, or that of another GPU, by the end of its name. The shapes of
+`fitted` have few lengths and heads. Those of `held_out` are random, with other lengths, heads,
+groups, windows and head dimensions. The fused form adds to dQ in any order. Times are medians of 8
+runs of the whole backward, interleaved, after a spinning kernel.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REPETITIONS, CALLS = 8, 4
 
 
 class Shape(NamedTuple):
-    """Of a problem; `window` counts the query's own position, 0 is none."""
+    """A problem's sizes; `window` counts the query's own position, and 0 means no window."""
 
     head_dim: int
     causal: bool
@@ -58,7 +58,7 @@ class Shape(NamedTuple):
 
 
 def fitted() -> Iterator[Shape]:
-    """Shapes of models."""
+    """Yield shapes of models."""
     for d, heads in ((64, 12), (128, 16)):
         for n in (128, 256, 384, 512, 768, 1024):
             both = (1, True), (1, False), (8, True), (8, False)
@@ -78,7 +78,7 @@ def fitted() -> Iterator[Shape]:
 
 
 def held_out(count: int = 96) -> Iterator[Shape]:
-    """Shapes drawn at random, always the same, and some windows."""
+    """Yield random shapes from a fixed seed, and some windows."""
     draw = np.random.default_rng(618)
     kinds = [*((d, c) for d in (64, 128) for c in (True, False))]
     kinds += [(96, True), (80, False), (192, True), (192, False), (160, True)]
@@ -103,7 +103,7 @@ def held_out(count: int = 96) -> Iterator[Shape]:
 
 
 class Row(NamedTuple):
-    """Of FILE; times in µs."""
+    """A row of FILE; times in µs."""
 
     held_out: bool
     shape: Shape
@@ -126,7 +126,7 @@ def measure() -> None:
 
 
 def times(lab: Any, shape: Shape) -> dict[str, float]:
-    """Microseconds of either form."""
+    """Return the µs of each form."""
     p = shape.problem
     q, dout = (lab.array((p.batch, p.heads, p.n_q, p.head_dim), p.dtype) for _ in range(2))
     k, v = (lab.array((p.batch, p.kv_heads, p.n_kv, p.head_dim), p.dtype) for _ in range(2))
@@ -137,12 +137,12 @@ def times(lab: Any, shape: Shape) -> dict[str, float]:
 
 
 def gpu_of(path: Path) -> Gpu:
-    """The GPU whose times a file has, by its name: forms-h100.csv."""
+    """Return the GPU that a file's name states, as in forms-h100.csv."""
     return Gpu.like(Device.get(path.stem.split("-")[-1].upper()))
 
 
 def read(path: Path) -> list[Row]:
-    """FILE's rows."""
+    """Return the rows of FILE."""
     kinds = {"True": True, "False": False}
     return [
         Row(
@@ -156,13 +156,13 @@ def read(path: Path) -> list[Row]:
 
 
 def lost(row: Row, gpu: Gpu) -> float:
-    """By how much of the faster form's time the one that is taken is slower."""
+    """Return the relative loss of the form that flashsim selects against the faster form."""
     taken = row.fused if HOPPER.fuses(row.shape.problem, gpu) else row.three
     return taken / min(row.three, row.fused) - 1
 
 
 def judge(rows: list[Row], gpu: Gpu) -> None:
-    """Print how often, and by how much, the slower form is taken."""
+    """Print how often the slower form is selected, and the loss."""
     for kept in (False, True):
         found = {row: lost(row, gpu) for row in rows if row.held_out == kept}
         over = [row for row, loss in found.items() if loss > 0.01]
@@ -181,12 +181,12 @@ def judge(rows: list[Row], gpu: Gpu) -> None:
 
 @cache
 def passes(shape: Shape, form: str, gpu: Gpu) -> Any:
-    """The launches of a form."""
+    """Return the launches of a form."""
     return HOPPER.backward_passes(shape.problem, None, gpu, "ascending", "", FORMS[form])
 
 
 def fit(rows: list[Row], gpu: Gpu) -> None:
-    """Print constants with which `cost_model.backward_microseconds` is nearest."""
+    """Print the constants that minimise the errors of `cost_model.backward_microseconds`."""
     from scipy.optimize import least_squares
 
     widths = tuple(cost_model.HOPPER_BACKWARD)
@@ -223,7 +223,7 @@ def fit(rows: list[Row], gpu: Gpu) -> None:
 
 
 def main() -> None:
-    """Measure, judge or fit."""
+    """Measure, judge or fit, by the options."""
     asked = argparse.ArgumentParser(description=__doc__)
     asked.add_argument("--judge", nargs="?", const=DATA, type=Path, metavar="FILE")
     asked.add_argument("--fit", nargs="?", const=DATA, type=Path, metavar="FILE")

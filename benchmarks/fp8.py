@@ -1,17 +1,18 @@
-"""The FP8 forward beside the bfloat16 one, and what making its inputs costs: a table and a CSV.
+"""Time the FP8 forward beside the bfloat16 one, and the quantisation of its inputs.
 
     python benchmarks/fp8.py --csv fp8.csv [--lengths 4096,16384] [--repeats 15] [--error]
 
-16,384 tokens and 2048 columns of heads at every length, inputs from N(0, 1), on a Hopper GPU, in
-torch's arrays. At each shape all ways run by turns in one process, each behind a spinning kernel
-that hides the host; figures are medians. Ways: "bfloat16", flashsim's own 16-bit forward; "fp8",
-FP8 inputs with V as the quantiser left it; "fp8, v transposed", of plain FP8 inputs, V transposed
-by a kernel of ours at every call; "quantised", bfloat16 inputs quantised in blocks of 64 query and
-128 key rows, Q and K rotated, and then "fp8"; "cuDNN", torch's bfloat16 kernel; "cuDNN FP8", its
-own, a scale each tensor and out in e4m3, where its frontend is installed (2 MB; the library comes
-with torch: ``pip install --no-deps nvidia-cudnn-frontend==1.16.0``). TFLOP/s count 4 B H N^2 d,
-half for causal. Quantisers are held against a copy that moves as many bytes. `--error` adds the
-error on FlashAttention-3's outliers.
+Prints a table and writes a CSV. Every shape has 16,384 tokens and 2048 columns of heads, inputs
+from N(0, 1), in torch tensors on a Hopper GPU. At each shape all implementations are interleaved in
+one process, each after a spinning kernel that hides the host's time; figures are medians. They are:
+"bfloat16", flashsim's 16-bit forward; "fp8", FP8 inputs with V as the quantiser transposed it;
+"fp8, v transposed", plain FP8 inputs, with V transposed by a flashsim kernel at every call;
+"quantised", bfloat16 inputs quantised in blocks of 64 query and 128 key rows, with Q and K rotated,
+then "fp8"; "cuDNN", torch's bfloat16 kernel; "cuDNN FP8", with one scale per tensor and out in
+e4m3, if its frontend is installed (2 MB; the library comes with torch: ``pip install --no-deps
+nvidia-cudnn-frontend==1.16.0``). TFLOP/s count 4 B H N^2 d, half for causal. Quantisers are
+compared with a copy that moves as many bytes. `--error` adds the error on FlashAttention-3's
+outliers.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ Work = Callable[[], Any]
 
 
 def main() -> None:
-    """Run, print and write."""
+    """Measure, print and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--csv", default="fp8.csv", help="where the table goes")
-    parser.add_argument("--lengths", default="4096,16384", help="with commas")
-    parser.add_argument("--dims", default=",".join(map(str, DIMS)), help="head_dims, with commas")
+    parser.add_argument("--csv", default="fp8.csv", help="file for the table")
+    parser.add_argument("--lengths", default="4096,16384", help="separated by commas")
+    parser.add_argument("--dims", default=",".join(map(str, DIMS)), help="head_dims")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--error", action="store_true", help="on FlashAttention-3's outliers, too")
+    parser.add_argument("--error", action="store_true", help="also the error on outliers")
     options = parser.parse_args()
     try:
         lab = TorchLab()
@@ -62,7 +63,7 @@ def main() -> None:
 def rows(
     lab: TorchLab, lengths: list[int], dims: list[int], repeats: int, *, error: bool
 ) -> Iterator[dict[str, Any]]:
-    """One for each way of each shape."""
+    """Yield a row per implementation and shape."""
     for d in dims:
         for n in lengths:
             for causal in (False, True):
@@ -73,7 +74,7 @@ def rows(
 
 
 def forwards(lab: TorchLab, n: int, d: int, causal: bool, repeats: int) -> Iterator[dict[str, Any]]:
-    """All ways of one shape, by turns."""
+    """Yield the rows of one shape, with all implementations interleaved."""
     shape = TOKENS // n, WIDTH // d, n, d
     q, k, v = (lab.array(shape, "bfloat16") for _ in range(3))
     x = quantise(q, k, v)
@@ -111,7 +112,7 @@ def forwards(lab: TorchLab, n: int, d: int, causal: bool, repeats: int) -> Itera
 
 
 def quantise(q: Any, k: Any, v: Any, granularity: str = "block", *, rotate: bool = True) -> Any:
-    """By the fused kernel; signs all alike, which take as long as any."""
+    """Quantise with the fused kernel; all signs are equal, which takes as long as any signs."""
     import numpy as np
 
     from flashsim.backends.cupy_gpu.quantize import quantize
@@ -121,7 +122,7 @@ def quantise(q: Any, k: Any, v: Any, granularity: str = "block", *, rotate: bool
 
 
 def cudnn(lab: TorchLab, q: Any, k: Any, v: Any, causal: bool) -> Any:
-    """The bfloat16 kernel of torch's scaled_dot_product_attention."""
+    """Return the bfloat16 kernel of torch's scaled_dot_product_attention."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -130,11 +131,11 @@ def cudnn(lab: TorchLab, q: Any, k: Any, v: Any, causal: bool) -> Any:
 
 
 def quantisers(lab: TorchLab, n: int, d: int, repeats: int) -> Iterator[dict[str, Any]]:
-    """The fused quantiser alone, and a copy that reads and writes as many bytes."""
+    """Yield rows of the fused quantiser alone, beside a copy of as many bytes."""
     shape = 2 * TOKENS // n, WIDTH // d, n, d
     q, k, v = (lab.array(shape, "bfloat16") for _ in range(3))
     elements = math.prod(shape)
-    # 2 bytes in, 1 out; V out twice, in rows and transposed. Two launches read twice.
+    # 2 bytes in, 1 out; V is written twice, by rows and transposed. Two launches read twice.
     moved = {"block": 10 * elements, "head": 16 * elements}
     for granularity, nbytes in moved.items():
         source = lab.torch.empty(nbytes // 2, dtype=lab.torch.uint8, device="cuda")
@@ -155,7 +156,7 @@ def quantisers(lab: TorchLab, n: int, d: int, repeats: int) -> Iterator[dict[str
 
 
 def errors(lab: TorchLab) -> Iterator[dict[str, Any]]:
-    """Root mean square error on FlashAttention-3's N(0, 1) + N(0, 100) Bernoulli(0.001)."""
+    """Yield rows of root mean square errors on FlashAttention-3's outliers."""
     torch, shape = lab.torch, (2, 4, 4096, 128)
     torch.manual_seed(0)
     wide = [
@@ -185,14 +186,14 @@ def errors(lab: TorchLab) -> Iterator[dict[str, Any]]:
 
 
 def error_row(way: str, shape: tuple[int, ...], out: Any, exact: Any) -> dict[str, Any]:
-    """Of one way to compute `exact`."""
+    """Return the row of one way to compute `exact`."""
     rmse = (out.double() - exact).square().mean().sqrt().item()
     sizes = dict(zip(("batch", "heads", "n", "head_dim"), shape, strict=True))
     return {"what": "error on outliers", "way": way, **sizes, "rmse": f"{rmse:.2e}"}
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for people."""
+    """Return a row as a line of text."""
     shape = f"d {row['head_dim']:>3}, n {row['n']:>5}{', causal' if row.get('causal') else ''}"
     figures = [
         f"{row[name]} {unit}"

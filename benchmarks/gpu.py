@@ -1,24 +1,29 @@
-"""Forward and backward attention on a GPU, every implementation there is: a table and a CSV.
+"""Time forward and backward attention on a GPU, with every available implementation.
 
     python benchmarks/gpu.py [--shapes papers|short|serving|widths|smoke|float32|course]
                              [--dtype bfloat16,...] [--csv out.csv] [--impl NAME,NAME] [--flush-l2]
 
-Implementations: flashsim's GPU backends; torch's FlashAttention-2, cuDNN, memory-efficient and math
-kernels through `scaled_dot_product_attention`; and, where it imports, flash-attention's CuTe-DSL
-kernels (docs/notebooks/speed_gpu.md says how to install them). Times are medians of interleaved
-repetitions between CUDA events, after warm-up; each repetition makes several calls back to back
-behind a spinning kernel, which takes twice as long as such calls have taken the slowest contender's
-host, so that each host runs ahead and the GPU's time alone is measured, and behind a call that is
-not timed. All of a shape spin equally long: a chip that spins draws little power, and afterwards,
-for some milliseconds, its clocks are higher. Their order is another one in each repetition: what
-runs hot or leaves the clocks low comes before everyone alike. FLOPs are the papers': 4 B H N^2 d
-forward (half for causal; under a window what it keeps), 2.5 times that backward. Peaks are memory
-in use beyond the inputs, MiB; saved activations what the forward pass keeps for the backward beside
-the output. Every configuration runs, whatever fails; what remains of a shape after a failure that
-may have spoilt the process is measured in another. `status` says ok; OOM, unsupported or error,
-where nothing was timed; OOM(backward) and so on where that befell the backward pass of a forward
-that was. Without a torch that sees the GPU, flashsim's kernels run on CuPy arrays (float16 and
-float32).
+Prints a table and writes a CSV. Implementations are flashsim's GPU backends; torch's
+FlashAttention-2, cuDNN, memory-efficient and math kernels through `scaled_dot_product_attention`;
+and flash-attention's CuTe-DSL kernels, if they are installed (docs/notebooks/speed_gpu.md says
+how).
+
+Times are medians of interleaved repetitions between CUDA events, after warm-up. Each repetition
+makes one untimed call and then several calls back to back, after a spinning kernel. It spins for
+twice as long as such calls take on the slowest implementation's host, so that every host runs ahead
+and only the GPU's time is measured. All implementations of a shape spin equally long: a spinning
+chip draws little power, and its clocks are higher for some milliseconds afterwards. The order
+changes in each repetition, so that a kernel that runs hot or lowers the clocks precedes all others
+equally often.
+
+FLOPs are counted as in the papers: 4 B H N^2 d forward (half for causal; with a window, the scores
+that it keeps), 2.5 times that backward. Peaks are memory in use beyond the inputs, in MiB. Saved
+activations are what the forward pass keeps for the backward besides the output.
+
+Every configuration runs, whatever fails. After a failure that may have corrupted the process, the
+rest of a shape is measured in a new process. `status` is ok; or OOM, unsupported or error if
+nothing was timed; or OOM(backward) and so on if only the backward failed. Without a torch that sees
+the GPU, flashsim's kernels run on CuPy arrays (float16 and float32).
 """
 
 from __future__ import annotations
@@ -49,16 +54,16 @@ COLUMNS = (
 )
 TOKENS, D_MODEL = 16384, 2048
 DTYPES = ("bfloat16", "float16", "float32")
-DIRECTIONS = {"forward": 1.0, "backward": 2.5}  # FLOPs, of the forward pass's
-#: Repetitions that do not count: the first takes the hosts' times, the next spins as all later do.
+DIRECTIONS = {"forward": 1.0, "backward": 2.5}  # FLOPs relative to the forward pass's
+#: Untimed repetitions: the first measures the hosts' times, the second spins as all later ones do.
 WARM_UPS = 2
-#: The status of a row that a new process is to measure again.
+#: The status of a row that a new process must measure again.
 AGAIN = "again"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One configuration."""
+    """One shape, with its mask."""
 
     head_dim: int
     causal: bool
@@ -67,21 +72,21 @@ class Shape:
     heads: int
     kv_heads: int = 0  # 0: as many as `heads`
     window: int = 0  # see Inputs
-    n_kv: int = 0  # 0: as many keys as queries; else without a mask
+    n_kv: int = 0  # 0: as many keys as queries; otherwise without a mask
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """(batch, heads, n, head_dim)."""
+        """Return (batch, heads, n, head_dim) of q."""
         return self.batch, self.heads, self.n, self.head_dim
 
     @property
     def key_sizes(self) -> tuple[int, int, int, int]:
-        """The same of k and v."""
+        """Return (batch, heads, n, head_dim) of k and v."""
         return self.batch, self.kv_heads or self.heads, self.n_kv or self.n, self.head_dim
 
     @property
     def flops(self) -> float:
-        """FLOPs of the forward pass, as the papers count them."""
+        """Return the FLOPs of the forward pass, as the papers count them."""
         batch, heads, n, d = self.sizes
         scores = n * (self.n_kv or n) * (0.5 if self.causal else 1)
         if self.window:
@@ -97,7 +102,7 @@ class Shape:
 
 
 def paper(head_dim: int, causal: bool, n: int) -> Shape:
-    """A shape as the papers choose them: 16 k tokens per batch, d_model 2048."""
+    """Return a shape of the papers: 16 k tokens per batch, d_model 2048."""
     return Shape(head_dim, causal, n, TOKENS // n, D_MODEL // head_dim)
 
 
@@ -137,14 +142,14 @@ SHAPES = {
 
 
 def status_of(error: Exception) -> str:
-    """What a failure is called in the table."""
+    """Return the table's status for a failure."""
     from flashsim.errors import FlashSimError
 
     kind, text = type(error).__name__, str(error)
     if kind == "OutOfMemoryError" or "out of GPU memory" in text or "out of memory" in text:
         return "OOM"
     if "refused the launch" in text:
-        return "error"  # the driver's own failure, in flashsim's words
+        return "error"  # the driver's failure, reported by flashsim
     unsupported = isinstance(
         error, (FlashSimError, ImportError, AttributeError, NotImplementedError)
     )
@@ -152,26 +157,26 @@ def status_of(error: Exception) -> str:
 
 
 class Spoilt(Exception):
-    """After an error nothing that this process measures can be trusted."""
+    """Raised after an error that makes all later measurements of this process unreliable."""
 
 
 @dataclass
 class Contender:
-    """An implementation at one shape: its row of the table, and what is timed."""
+    """An implementation at one shape: its row of the table, and the call that is timed."""
 
     one: Torch | Cute | Flashsim
     row: dict[str, Any]
     work: Callable[[], Any] | None = None
     times: list[float] = field(default_factory=list)
-    hosts: list[float] = field(default_factory=list)  # seconds that a repetition's calls took it
+    hosts: list[float] = field(default_factory=list)  # seconds of the host per repetition
 
     def attempt(self, direction: str, step: Callable[[], None]) -> None:
-        """Take a step of a direction, unless one failed before; note a failure.
+        """Take a step of a direction, unless an earlier step failed, and record a failure.
 
         Raises
         ------
         Spoilt
-            If it failed for no reason that is known to be harmless.
+            If the failure is not known to be harmless.
         """
         if self.row["status"] != "ok":
             return
@@ -186,7 +191,7 @@ class Contender:
                 raise Spoilt from error
 
     def prepare(self, lab: Lab, x: Inputs, direction: str) -> None:
-        """Compile, measure memory."""
+        """Compile the kernels and measure memory."""
         if direction == "forward":
             self.work = partial(self.one.inference, x)
         else:
@@ -201,8 +206,10 @@ class Contender:
         self.hosts.clear()
 
     def time(self, lab: Lab, spin: float, *, flush: bool) -> None:
-        """One repetition behind `spin` seconds: the mean of a few calls behind another, or one
-        behind a flushed cache.
+        """Run one repetition after `spin` seconds.
+
+        It times the mean of a few calls after an untimed one, or one call after a flush of the
+        cache.
         """
         assert self.work is not None
         calls = 1 if flush else 3
@@ -211,7 +218,7 @@ class Contender:
         lab.spin(spin)
         began = time.perf_counter()
         if not flush:
-            self.work()  # the chip as this kernel leaves it, not the last one
+            self.work()  # leaves the chip in this kernel's state, not the previous one's
         start = lab.event()
         for _ in range(calls):
             self.work()
@@ -220,7 +227,7 @@ class Contender:
         self.times.append(lab.milliseconds(start, end) / calls)
 
     def report(self, direction: str, flops: float) -> None:
-        """Write the median into the row, of those that did not warm up."""
+        """Write the median of the timed repetitions into the row."""
         ms = statistics.median(self.times[WARM_UPS:])
         self.row[f"{direction}_ms"] = ms
         self.row[f"{direction}_tflops"] = flops / ms / 1e9
@@ -229,16 +236,17 @@ class Contender:
 def measure(
     s: Shape, dtype: str, names: Sequence[str], repetitions: int, flush: bool, at_work: Path
 ) -> list[dict[str, Any]]:
-    """One row for each implementation named; the file `at_work` names the one that is running.
+    """Measure a row per named implementation; the file `at_work` names the one that is running.
 
-    After an error the rows that are not complete have the status `AGAIN`.
+    After an error, incomplete rows have the status `AGAIN`.
     """
     lab, why = open_lab()
     if why:
         print(f"  no torch kernels, arrays are CuPy's: {why}")
     rows = blank(s, dtype, names, lab.name)
     for one in IMPLEMENTATIONS.values():
-        vars(one).pop("inputs", None)  # of the shape before: its memory would be freed meanwhile
+        # of the previous shape: otherwise its memory would be freed during the measurement
+        vars(one).pop("inputs", None)
     try:
         sizes = s.sizes, s.key_sizes, s.key_sizes, s.sizes
         x = Inputs(*(lab.array(shape, dtype) for shape in sizes), s.causal, s.window)
@@ -268,7 +276,7 @@ def measure(
             shuffled = random.Random(0)
             for _ in range(WARM_UPS + repetitions):
                 order = shuffled.sample(everyone, len(everyone))
-                # Of each the least, which did not wait for the GPU.
+                # The minimum of each, which did not wait for the GPU.
                 spin = MARGIN * max(min(c.hosts, default=0.0) for c in everyone)
                 each(direction, lambda c, s=spin: c.time(lab, s, flush=flush), order)
             for c in everyone:
@@ -285,7 +293,7 @@ def measure(
 def blank(
     s: Shape, dtype: str, names: Sequence[str], gpu: str, status: str = "ok"
 ) -> list[dict[str, Any]]:
-    """The rows of a shape before anything was measured."""
+    """Return the rows of a shape before any measurement."""
     d_model = s.heads * s.head_dim
     return [
         dict.fromkeys(COLUMNS, "")
@@ -298,7 +306,7 @@ def blank(
 
 
 class Worker:
-    """A process that measures shapes; a fresh one after any that a failure may have spoilt."""
+    """A process that measures shapes; it is replaced after a failure that may have corrupted it."""
 
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
@@ -308,7 +316,7 @@ class Worker:
     def measure(
         self, s: Shape, dtype: str, names: Sequence[str], repetitions: int, flush: bool
     ) -> list[dict[str, Any]]:
-        """As `measure`, to the end: each failure has its own row, and no other is lost to it."""
+        """Measure in new processes until every row has a result or its own failure."""
         done: dict[str, dict[str, Any]] = {}
         while waiting := [name for name in names if name not in done]:
             rows = self._once(s, dtype, waiting, repetitions, flush)
@@ -320,7 +328,7 @@ class Worker:
     def _once(
         self, s: Shape, dtype: str, names: Sequence[str], repetitions: int, flush: bool
     ) -> list[dict[str, Any]]:
-        """In one process; always with at least one row that need not be measured again."""
+        """Measure in one process; at least one row is always complete."""
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(1, mp_context=context)
@@ -349,12 +357,12 @@ class Worker:
 
 
 def chosen(only: str | None, dtype: str, shapes: str = "course") -> list[str]:
-    """Names of the implementations to run; what takes minutes to compile, if asked or in a course.
+    """Return the names of the implementations to run; slow compilers only on request.
 
     Raises
     ------
     OptionError
-        If one does not exist.
+        If an implementation does not exist.
     """
     from flashsim.errors import OptionError, choices
 
@@ -368,12 +376,12 @@ def chosen(only: str | None, dtype: str, shapes: str = "course") -> list[str]:
 
 
 def types(given: str) -> list[str]:
-    """Element types to run.
+    """Return the element types to run.
 
     Raises
     ------
     OptionError
-        If one does not exist.
+        If a type does not exist.
     """
     from flashsim.problem import checks
 
@@ -381,22 +389,26 @@ def types(given: str) -> list[str]:
 
 
 def main() -> None:
-    """Run, print and write."""
+    """Measure, print and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", choices=tuple(SHAPES), default="papers")
     parser.add_argument(
         "--dtype",
-        help=f"of {', '.join(DTYPES)}, with commas; default: bfloat16, float32 for the shapes of "
-        "that name, both for a course's",
+        help=f"of {', '.join(DTYPES)}, separated by commas; default: bfloat16, but float32 for "
+        "--shapes float32, and both for --shapes course",
     )
     parser.add_argument(
-        "--impl", "--only", dest="only", metavar="NAMES", help="implementations, with commas"
+        "--impl",
+        "--only",
+        dest="only",
+        metavar="NAMES",
+        help="implementations, separated by commas",
     )
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument(
         "--flush-l2", action="store_true", help="empty the L2 cache before each call"
     )
-    parser.add_argument("--csv", default="gpu.csv", help="where the table goes")
+    parser.add_argument("--csv", default="gpu.csv", help="file for the table")
     options = parser.parse_args()
     usual = {"float32": "float32", "course": "float32,bfloat16"}.get(options.shapes, "bfloat16")
     try:
@@ -417,7 +429,7 @@ def main() -> None:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for people."""
+    """Return a row as a line of text."""
     speed = "".join(
         f"  {key} {row[f'{key}_ms']:8.3f} ms {row[f'{key}_tflops']:4.0f} TFLOP/s"
         f" {row[f'{key}_peak_MiB']:7.1f} MiB"

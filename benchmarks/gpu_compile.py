@@ -1,4 +1,4 @@
-"""Kernels compiled ahead by several processes, into CuPy's and flashsim's caches on disk."""
+"""Compile kernels ahead of time in several processes, into CuPy's and flashsim's disk caches."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-#: A kernel family's name, "python" for those that numba-cuda compiles, and a kernel of it.
+#: A kernel family's name ("python" for kernels that numba-cuda compiles), and a kernel of it.
 Job = tuple[str, Any]
 
 
 def compile_all(kernels: Iterable[Job], jobs: int) -> None:
-    """Each kernel once, the slow ones first; says how long it took and what failed."""
+    """Compile each kernel once, the slow ones first; print the duration and the failures."""
     row_by_row = lambda job: job[1].shared_bytes == 0  # noqa: E731
     order = sorted(dict.fromkeys(kernels), key=lambda job: (row_by_row(job), job[0] != "python"))
     begin = time.monotonic()
@@ -25,7 +25,7 @@ def compile_all(kernels: Iterable[Job], jobs: int) -> None:
 
 
 def _compile(job: Job) -> str:
-    """What went wrong, or nothing."""
+    """Return what went wrong, or an empty string."""
     family, kernel = job
     try:
         if family == "python":

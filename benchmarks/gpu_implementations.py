@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py times, behind one interface: flashsim's GPU backends, torch's kernels."""
+"""The implementations that benchmarks/gpu.py times, behind one interface."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 class Inputs:
     """The arrays of one shape, (batch, heads, n, head_dim), and its mask.
 
-    A row sees its own key and at most `window` - 1 before it (0: all of them); causal only.
+    A row attends to its own key and at most `window` - 1 before it (0: all of them); causal only.
     """
 
     q: Any
@@ -23,7 +23,7 @@ class Inputs:
 
     @cached_property
     def rows(self) -> tuple[Any, Any, Any, Any]:
-        """torch tensors, (batch, n, heads, head_dim), contiguous, as flash-attention takes them."""
+        """Return contiguous torch tensors in flash-attention's (batch, n, heads, head_dim)."""
         q, k, v, dout = (
             x.transpose(1, 2).contiguous() for x in (self.q, self.k, self.v, self.dout)
         )
@@ -47,26 +47,26 @@ class Torch:
             return scaled_dot_product_attention(q, k, v, is_causal=x.causal, enable_gqa=grouped)
 
     def forward(self, x: Inputs) -> Any:
-        """With a graph, for the backward pass."""
+        """Run the forward pass with autograd."""
         self.inputs = [a.detach().requires_grad_() for a in (x.q, x.k, x.v)]
         return self._attend(*self.inputs, x)
 
     def inference(self, x: Inputs) -> Any:
-        """Without one."""
+        """Run the forward pass without autograd."""
         import torch
 
         with torch.no_grad():
             return self._attend(x.q, x.k, x.v, x)
 
     def backward(self, x: Inputs, result: Any) -> Any:
-        """The gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
         import torch
 
         return torch.autograd.grad(result, self.inputs, x.dout, retain_graph=True)
 
 
 class Cute:
-    """flash-attention's kernels in CuTe-DSL (the package flash-attn-4), where they import."""
+    """flash-attention's kernels in CuTe-DSL (the package flash-attn-4), if they are installed."""
 
     def _attend(self, q: Any, k: Any, v: Any, x: Inputs) -> Any:
         from flash_attn.cute.interface import flash_attn_func
@@ -76,26 +76,26 @@ class Cute:
         return made[0] if isinstance(made, tuple) else made
 
     def forward(self, x: Inputs) -> Any:
-        """With a graph, for the backward pass."""
+        """Run the forward pass with autograd."""
         self.inputs = [a.detach().requires_grad_() for a in x.rows[:3]]
         return self._attend(*self.inputs, x)
 
     def inference(self, x: Inputs) -> Any:
-        """Without one."""
+        """Run the forward pass without autograd."""
         import torch
 
         with torch.no_grad():
             return self._attend(*x.rows[:3], x)
 
     def backward(self, x: Inputs, result: Any) -> Any:
-        """The gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
         import torch
 
         return torch.autograd.grad(result, self.inputs, x.rows[3], retain_graph=True)
 
 
 class Compiled(Torch):
-    """scaled_dot_product_attention as torch.compile makes it, with the kernel torch chooses."""
+    """scaled_dot_product_attention under torch.compile, with the kernel that torch selects."""
 
     def __init__(self) -> None:
         super().__init__("")
@@ -112,22 +112,22 @@ def _compiled() -> Any:
     import torch
     from torch._functorch import config
 
-    config.donated_buffer = False  # the backward pass runs again and again on what forward kept
+    config.donated_buffer = False  # the backward pass runs repeatedly on the same saved tensors
     return torch.compile(torch.nn.functional.scaled_dot_product_attention)
 
 
 class Flashsim:
     """One GPU backend of flashsim; `deterministic` chooses the form of its backward pass.
 
-    True is the fastest deterministic form there is, which may be the fused one in a fixed order;
-    None is the three-pass form.
+    True is the fastest deterministic form, which may be the fused one in a fixed order; None is the
+    three-pass form.
     """
 
     def __init__(self, backend: str, deterministic: bool | None, **options: Any) -> None:
         self.backend, self.deterministic, self.options = backend, deterministic, options
 
     def forward(self, x: Inputs) -> Any:
-        """The forward pass."""
+        """Run the forward pass."""
         import flashsim
 
         window = (x.window - 1, 0) if x.window else None
@@ -137,11 +137,11 @@ class Flashsim:
     inference = forward
 
     def backward(self, x: Inputs, result: Any) -> Any:
-        """The gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
         return result.backward(x.dout, deterministic=self.deterministic)
 
 
-#: Everything that might run, by the name that the CSV gives it.
+#: All implementations, by their names in the CSV.
 IMPLEMENTATIONS: dict[str, Torch | Cute | Flashsim] = {
     "flashsim cupy": Flashsim("cupy", deterministic=False),
     "flashsim cupy deterministic": Flashsim("cupy", deterministic=True),

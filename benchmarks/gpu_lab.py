@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py measures with: arrays, clock and memory counters, of torch or of CuPy."""
+"""Arrays, clocks and memory counters for benchmarks on a GPU, by torch or by CuPy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 MIB = 1024 * 1024
-#: The least seconds that `Lab.spin` takes, and a clock (Hz) that no SM is above.
+#: The minimum seconds of `Lab.spin`, and a clock (Hz) that no SM exceeds.
 SPIN, CLOCK = 500e-6, 3e9
-#: A repetition's spinning kernel, over what its calls take the host.
+#: The time of a repetition's spinning kernel, relative to the host's time for its calls.
 MARGIN = 2.0
 
 Work = Callable[[], Any]
@@ -25,10 +25,10 @@ Work = Callable[[], Any]
 class Lab:
     """Arrays on the GPU, elapsed time and memory in use.
 
-    `array` makes a random one, `event` and `milliseconds` a clock on the GPU, `spin` keeps it busy
-    for so many seconds or more, while the host runs ahead, `flush` empties the L2 cache; `peak`
-    gives what a call returns, the peak of memory in use beyond what was there, and what it keeps,
-    in bytes.
+    `array` returns a random array. `event` and `milliseconds` are a clock on the GPU. `spin` keeps
+    the GPU busy for at least so many seconds, while the host runs ahead. `flush` empties the L2
+    cache. `peak` returns the result of a call, the peak of memory in use beyond what was allocated
+    before, and the memory that the result keeps, in bytes.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Lab:
 
 
 class TorchLab(Lab):
-    """With torch, which must see a GPU."""
+    """A lab with torch, which must see a GPU."""
 
     def __init__(self) -> None:
         import torch
@@ -86,12 +86,12 @@ class TorchLab(Lab):
         return result, cuda.max_memory_allocated() - before, cuda.memory_allocated() - before
 
     def release(self) -> None:
-        """Give memory that is not in use back to the driver."""
+        """Return unused memory to the driver."""
         self.torch.cuda.empty_cache()
 
 
 class CupyLab(Lab):
-    """With CuPy, where there is no torch that sees the GPU."""
+    """A lab with CuPy, for when no torch sees the GPU."""
 
     def __init__(self) -> None:
         import cupy
@@ -139,7 +139,8 @@ class CupyLab(Lab):
         meter = Meter()
         with meter:
             result = work()
-        self.cupy.cuda.Device().synchronize()  # a kernel's failure shows here, not in the next call
+        # makes a kernel's failure show here, not in the next call
+        self.cupy.cuda.Device().synchronize()
         return result, meter.most - meter.before, pool.used_bytes() - meter.before
 
     def release(self) -> None:
@@ -148,29 +149,29 @@ class CupyLab(Lab):
 
 
 def cycles(seconds: float) -> int:
-    """That a spinning kernel counts."""
+    """Return the cycles that a spinning kernel counts."""
     return int(max(SPIN, seconds) * CLOCK)
 
 
 def medians(
     lab: Lab, works: Mapping[str, Work], repetitions: int, calls: int = 3, warm_ups: int = 2
 ) -> dict[str, float]:
-    """The median microseconds of a call of each, on the GPU alone.
+    """Return the median µs per call of each work, on the GPU alone.
 
-    All are interleaved, in another order in each repetition. A repetition makes `calls` calls
-    behind one that is not timed, and behind a spinning kernel that hides the host. All spin equally
-    long: a chip that spins draws little power, and its clocks are higher for some milliseconds.
+    All are interleaved, in a new order in each repetition. A repetition makes `calls` calls after
+    an untimed one, and after a spinning kernel that hides the host's time. All spin equally long,
+    since a spinning chip draws little power, and its clocks are then higher for some milliseconds.
     """
     times: dict[str, list[float]] = {name: [] for name in works}
     hosts: dict[str, list[float]] = {name: [] for name in works}
     shuffled = random.Random(0)
     for _ in range(warm_ups + repetitions):
-        # Of each the least, which did not wait for the GPU.
+        # The minimum of each, which did not wait for the GPU.
         spin = MARGIN * max((min(host, default=0.0) for host in hosts.values()), default=0.0)
         for name in shuffled.sample(list(works), len(works)):
             lab.spin(spin)
             began = time.perf_counter()
-            works[name]()  # the chip as this kernel leaves it, not the last one
+            works[name]()  # leaves the chip in this kernel's state, not the previous one's
             start = lab.event()
             for _ in range(calls):
                 works[name]()
@@ -182,7 +183,7 @@ def medians(
 
 @contextmanager
 def csv_file(path: str | Path, columns: Sequence[str]) -> Iterator[Callable[..., None]]:
-    """A CSV file; the function that it gives writes rows to it at once."""
+    """Open a CSV file, and yield a function that writes rows to it at once."""
     with Path(path).open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
@@ -195,7 +196,7 @@ def csv_file(path: str | Path, columns: Sequence[str]) -> Iterator[Callable[...,
 
 
 def read_table(*paths: str | Path) -> list[dict[str, str]]:
-    """The rows of CSV files, one file after the other."""
+    """Return the rows of CSV files, one file after the other."""
     rows: list[dict[str, str]] = []
     for path in paths:
         with Path(path).open(encoding="utf-8", newline="") as file:
@@ -209,7 +210,7 @@ def _spinning(cupy: Any) -> Any:
 
 
 def open_lab() -> tuple[Lab, str]:
-    """A lab, and why it is not torch's, if it is not.
+    """Return a lab, and the reason why it is not torch's, if it is not.
 
     Raises
     ------
@@ -222,4 +223,4 @@ def open_lab() -> tuple[Lab, str]:
             return lab(), "; ".join(why)
         except Exception as error:
             why.append(f"{lab.__name__.removesuffix('Lab')}: {type(error).__name__}: {error}")
-    raise RuntimeError("no NVIDIA GPU is to be reached: " + "; ".join(why))
+    raise RuntimeError("no NVIDIA GPU can be used: " + "; ".join(why))

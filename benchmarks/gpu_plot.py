@@ -1,14 +1,14 @@
-"""Pictures of tables that benchmarks wrote with --csv.
+"""Plot tables that benchmarks wrote with --csv.
 
     python benchmarks/gpu_plot.py gpu gpu.csv gpu.png          # of benchmarks/gpu.py
     python benchmarks/gpu_plot.py ring 2.csv 4.csv out.png     # of benchmarks/ring.py
     python benchmarks/gpu_plot.py flex flex.csv flex.png       # of benchmarks/flex.py
 
-Forward above, backward below; a panel for each column's shape, a group of bars for each sequence
-length, or number of GPUs. "gpu" draws flashsim's fastest form and whoever of FA-CuTe, cuDNN and
-FlashAttention-2 was timed beside it; all figures of a table are of one run. "ring" draws how many
-times one GPU several of them are; each table brings its own run's time of one GPU. A dot is what
-`flashsim.predict.spread` says, with the link's bandwidth as two H200s reach it.
+Forward is above, backward below, with a panel per column and a group of bars per sequence length or
+number of GPUs. "gpu" draws flashsim's fastest form beside those of FA-CuTe, cuDNN and
+FlashAttention-2 that were timed; all figures of a table are from one run. "ring" draws the speed of
+several GPUs relative to one GPU in the same run. A dot is the prediction of
+`flashsim.predict.spread`, with the link's bandwidth as two H200s reach it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flashsim.viz.palette import Theme
 from flashsim.viz.style import rc
 
 Row = dict[str, str]
-#: Names in the tables, and what a kernel engineer calls them; colours apart for every sight.
+#: Names in the tables, and in the plot; the colours are distinct for colour-blind readers.
 GPU = {
     "flashsim cupy": ("flashsim", "#1a6fb5"),
     "flash-attn cute": ("FA-CuTe", "#e08214"),
@@ -49,7 +49,7 @@ RING = {
 
 
 def gpu(rows: list[Row]) -> Figure:
-    """TFLOP/s of the rows that were timed."""
+    """Plot TFLOP/s of the rows that were timed."""
     timed = [r for r in rows if r["implementation"] in GPU and r["forward_tflops"]]
     names = {x: look for x, look in GPU.items() if any(r["implementation"] == x for r in timed)}
     panels = list({(int(r["head_dim"]), r["causal"] == "True") for r in timed})
@@ -75,7 +75,7 @@ def gpu(rows: list[Row]) -> Figure:
 
 
 def flex(rows: list[Row]) -> Figure:
-    """TFLOP/s of each mask and score, forward above backward."""
+    """Plot TFLOP/s of each mask and score function, forward above backward."""
     labels = list(dict.fromkeys(f"{r['row']}\nd = {r['head_dim']}" for r in rows))
     figure = Figure(figsize=(12, 7), layout="constrained")
     axes = figure.subplots(2, 1, sharex=True, squeeze=False)
@@ -92,7 +92,7 @@ def flex(rows: list[Row]) -> Figure:
 
 
 def ring(rows: list[Row]) -> Figure:
-    """How many times one GPU, of the contenders in `RING`; what is predicted beside it, hollow."""
+    """Plot speeds relative to one GPU, for `RING`; the prediction is a hollow dot."""
     look = palette.theme("light")
     timed = [r for r in rows if r["implementation"] in RING]
     panels = sorted({(int(r["n"]), r["causal"] != "True") for r in timed})
@@ -125,7 +125,7 @@ def ring(rows: list[Row]) -> Figure:
 
 
 def _ring_bars(ax: Axes, look: Theme, rows: list[Row], names: list[str], groups: list[int]) -> None:
-    """Bars of one panel, from the top down, each with its name and its figure."""
+    """Draw the bars of one panel, from top to bottom, with their names and figures."""
     y, ticks, labels = 0.0, [], []
     for ranks in groups:
         ax.plot([ranks] * 2, [y - 0.6, y + len(names) - 0.4], color=look.muted, lw=1, ls=":")
@@ -140,7 +140,8 @@ def _ring_bars(ax: Axes, look: Theme, rows: list[Row], names: list[str], groups:
                 color, hatch = RING[name][1:]
                 ax.barh(y, times, 0.8, color=color, hatch=hatch, edgecolor=look.background, lw=0)
                 near = model is not None and times < model < times + 0.45
-                at = model if near else times  # beside the dot, if it is where the figure would be
+                # beside the dot, if the dot is where the figure would be
+                at = model if near else times
                 if model:
                     ax.plot(model, y, "o", ms=7, mfc=look.background, mec=look.text, mew=1.6)
                 ax.annotate(
@@ -158,7 +159,7 @@ def _ring_bars(ax: Axes, look: Theme, rows: list[Row], names: list[str], groups:
 
 
 def _panels(columns: int, **shared: Any) -> tuple[Figure, Any]:
-    """A figure, and its Axes, (2, columns)."""
+    """Return a figure and its Axes, (2, columns)."""
     figure = Figure(figsize=(2.9 * columns, 5), layout="constrained")
     return figure, figure.subplots(2, columns, squeeze=False, **shared)
 
@@ -170,7 +171,7 @@ def _bars(
     groups: Sequence[int],
     ticks: Sequence[str],
 ) -> list[tuple[list[float], Any]]:
-    """Groups of bars side by side; where each name's stand, and they."""
+    """Draw groups of bars side by side; return each name's positions and bars."""
     width, drawn = 0.84 / len(heights), []
     for number, (name, of) in enumerate(heights.items()):
         shift = (number - (len(heights) - 1) / 2) * width
@@ -183,7 +184,7 @@ def _bars(
 
 
 def _finished(figure: Figure, axes: Any, title: str) -> Figure:
-    """With a title, and one legend below."""
+    """Add a title and one legend below; return the figure."""
     figure.suptitle(title)
     found = dict(zip(*axes[0][0].get_legend_handles_labels()[::-1], strict=True))
     figure.legend(
@@ -193,11 +194,11 @@ def _finished(figure: Figure, axes: Any, title: str) -> Figure:
 
 
 def main() -> None:
-    """Read, draw, write."""
+    """Read the table, draw it, write the picture."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("kind", choices=("gpu", "ring", "flex"))
-    parser.add_argument("tables", nargs="+", help="what the benchmark wrote with --csv")
-    parser.add_argument("picture", help="a file of any kind that Matplotlib writes")
+    parser.add_argument("tables", nargs="+", help="CSV files that the benchmark wrote")
+    parser.add_argument("picture", help="output file, in any format of Matplotlib")
     options = parser.parse_args()
     draw = {"gpu": gpu, "ring": ring, "flex": flex}[options.kind]
     draw(read_table(*options.tables)).savefig(options.picture, dpi=130)

@@ -1,9 +1,9 @@
-"""Record the GPU timelines that come with flashsim (flashsim/data/*-timeline.npz).
+"""Record the GPU timelines that ship with flashsim (flashsim/data/*-timeline.npz).
 
     python benchmarks/gpu_trace.py [--out DIR] [--n 2048] [--heads 16] [--head-dim 128]
 
-A causal problem in bfloat16 on the current GPU, forward and backward, with ``trace="timeline"``.
-Each is run twice before, so that compilation and sleeping clocks are not in it.
+Runs a causal problem in bfloat16 on the current GPU, forward and backward, with
+``trace="timeline"``. Each pass runs twice before, to exclude compilation and low clocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flashsim.trace.trace import Trace
 
 
 def record(n: int, heads: int, head_dim: int, kernel: str) -> tuple[Trace, Trace]:
-    """Forward and backward trace, timed."""
+    """Return the timed traces of a forward and of a backward pass."""
     problem = Problem(n, head_dim=head_dim, heads=heads, dtype="bfloat16", causal=True)
     q, k, v, dout = flashsim.random_inputs(problem)
     for trace in (False, False, "timeline"):
@@ -29,7 +29,7 @@ def record(n: int, heads: int, head_dim: int, kernel: str) -> tuple[Trace, Trace
 
 
 def main() -> None:
-    """Write forward-timeline.npz and backward-timeline.npz, with the command in them."""
+    """Write forward-timeline.npz and backward-timeline.npz, which include the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--n", type=int, default=2048)

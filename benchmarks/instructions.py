@@ -1,13 +1,13 @@
-"""Instructions of a forward's visit, read from its machine code, beside what the time model says.
+"""Count the instructions of a forward's visit in its machine code, beside the time model's.
 
     python benchmarks/instructions.py
 
 Compiles forwards of head_dim 64, 128 and 256 for Hopper, disassembles them (`nvdisasm`, pip:
-nvidia-cuda-nvdisasm) and counts in the loop over visits. Per score of a thread: *plain* are all but
-the tensor cores' instructions, the uniform path's (a warp's, not a thread's) and the mask's, which
-tiles without one jump over; *mask* are the selections and comparisons; *exponentials* those of the
-special-function unit. *model* is the time model's: `Constants.scores`, fitted to times, for a score
-and, times `units.SCALED`, for each element of O. Needs no GPU.
+nvidia-cuda-nvdisasm) and counts in the loop over visits. Per score of a thread: *plain* are all
+instructions except those of the tensor cores, of the uniform path (per warp, not per thread), and
+of the mask, which tiles without a mask skip; *mask* are selections and comparisons; *exponentials*
+are those of the special-function unit. *model* is the time model's count, fitted to times:
+`Constants.scores` per score, and that times `units.SCALED` per element of O. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ MASK = ("FSEL", "ISETP")
 
 
 def disassembled(kernel: Kernel) -> str:
-    """A kernel's machine code as text."""
+    """Return a kernel's machine code as text."""
     from cuda import pathfinder
 
     program = shutil.which("nvdisasm") or pathfinder.find_nvidia_binary_utility("nvdisasm")
     if program is None:
-        sys.exit("no nvdisasm: pip install nvidia-cuda-nvdisasm")
+        sys.exit("nvdisasm is missing: pip install nvidia-cuda-nvdisasm")
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(machine_code._cubin(kernel, "sm_90") + b"\0")  # which CuPy cuts off
+        # CuPy cuts off the last byte
+        cubin.write_bytes(machine_code._cubin(kernel, "sm_90") + b"\0")
         done = subprocess.run([program, "-c", cubin], capture_output=True, text=True, check=True)
     return done.stdout
 
 
 def visit_loop(text: str, scores: int) -> Counter[str]:
-    """Instructions by name of the shortest loop with products and an exponential for each score."""
+    """Count instructions by name in the loop over visits."""
     labels: dict[str, int] = {}
     names: list[str] = []
     loops: list[Counter[str]] = []
@@ -65,7 +66,7 @@ def visit_loop(text: str, scores: int) -> Counter[str]:
 
 
 def main() -> None:
-    """Compile, count, print."""
+    """Compile the kernels, count, and print the table."""
     gpu = Gpu.like(Device.get("H200"))
     fitted = CALIBRATED["hopper"]["forward"].scores
     table = Table(
@@ -79,7 +80,7 @@ def main() -> None:
             p = Problem(4096, head_dim=d, heads=16, dtype=dtype, **fp8)
             one, *_ = machine_code.FAMILIES[name].forward_passes(p, None, gpu, "ascending", "")
             tile = one.tables.schedule.tiling
-            scores = 64 * tile.block_k // 128  # of a thread: a warpgroup has 64 rows
+            scores = 64 * tile.block_k // 128  # scores per thread: a warpgroup has 64 rows
             loop = visit_loop(disassembled(one.kernel), scores)
             uniform = sum(n for op, n in loop.items() if op[0] == "U" or op == "R2UR")
             left_out = sum(loop[x] for x in (*PRODUCTS, *MASK)) + uniform

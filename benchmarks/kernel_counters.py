@@ -1,14 +1,13 @@
-"""Traced bytes of kernels that readers write, against a GPU's counters.
+"""Compare traced bytes of readers' kernels with a GPU's hardware counters.
 
     python benchmarks/kernel_counters.py triton --csv FILE   # torch and Triton
     python benchmarks/kernel_counters.py pallas --csv FILE   # jax[cuda12]; also JAX's own backward
     python benchmarks/kernel_counters.py numba --csv FILE    # numba-cuda
     python benchmarks/kernel_counters.py pallas --right      # results on the GPU and traced ones
-
 Needs a GPU and Nsight Compute, except with `--traced`. Every kernel of examples/ runs twice: on the
-CPU, where flashsim counts the bytes that its loads and stores ask for; and compiled, on the GPU.
-There the counters are the bytes between L2 and the SMs' L1 caches. A load that hits in L1 is
-traced, but the counters do not have it.
+CPU, where flashsim counts the bytes that its loads and stores request; and compiled, on the GPU.
+The hardware counters measure the bytes between L2 and the SMs' L1 caches. A load that hits in L1 is
+traced, but the counters do not include it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ COLUMNS = (
 
 
 class Call(NamedTuple):
-    """Kernels on arrays of one shape: `trace` returns their record, `launch` runs on the GPU."""
+    """Kernels on arrays of one shape: `trace` returns a record, `launch` runs on the GPU."""
 
     shape: str
     trace: Callable[[], Any]
@@ -52,13 +51,13 @@ class Call(NamedTuple):
 
 
 def attention_shape(heads: int, n: int, d: int, dtype: str, causal: bool, *tile: int) -> str:
-    """The sizes as the tables show them."""
+    """Return the sizes as the tables show them."""
     return f"{heads} heads; {n} x {d}; {dtype}; {'causal; ' * causal}{tile[0]} x {tile[1]}"
 
 
 def triton() -> Iterator[Call]:
-    """Triton's kernels: attention forward and backward, a softmax, decoding."""
-    sys.path.insert(0, str(EXAMPLES / "triton"))  # before this folder, which has a decode.py too
+    """Yield Triton's kernels: attention forward and backward, a softmax, decoding."""
+    sys.path.insert(0, str(EXAMPLES / "triton"))  # before this folder, which also has a decode.py
     import decode
     import flash_attention
     import softmax
@@ -102,15 +101,15 @@ def triton() -> Iterator[Call]:
 
 
 def pallas_calls() -> Iterator[tuple[str, Callable[..., Any], list[Any]]]:
-    """Shapes, functions that call Pallas kernels, and their arguments."""
+    """Yield shapes, functions that call Pallas kernels, and their arguments."""
     sys.path.insert(0, str(EXAMPLES / "pallas"))
-    # JAX would take most of the GPU's memory, and the trace needs the CPU beside it.
+    # JAX would reserve most of the GPU's memory, and the trace also needs the CPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import gpu_forward
     import jax
     import jax.numpy as jnp
 
-    with warnings.catch_warnings():  # JAX 0.11 says that another package will have it
+    with warnings.catch_warnings():  # JAX 0.11 warns that the kernel moves to another package
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu import attention
 
@@ -136,7 +135,7 @@ def pallas_calls() -> Iterator[tuple[str, Callable[..., Any], list[Any]]]:
 
 
 def pallas() -> Iterator[Call]:
-    """Pallas's kernels: a forward pass of examples/, and JAX's own backward pass."""
+    """Yield Pallas's kernels: a forward pass of examples/, and JAX's own backward pass."""
     for shape, function, arrays in pallas_calls():
 
         def trace(function: Any = function, arrays: Any = arrays) -> Any:
@@ -153,7 +152,7 @@ def pallas() -> Iterator[Call]:
 
 
 def numba() -> Iterator[Call]:
-    """The Numba-CUDA forward kernel; its trace needs NUMBA_ENABLE_CUDASIM=1."""
+    """Yield the Numba-CUDA forward kernel; its trace needs NUMBA_ENABLE_CUDASIM=1."""
     from flashsim.own_kernels.files import imported
 
     module = imported(EXAMPLES / "numba_cuda" / "forward.py")
@@ -183,7 +182,7 @@ FRAMEWORKS = {"triton": triton, "pallas": pallas, "numba": numba}
 
 
 def traced(framework: str) -> list[dict[str, Any]]:
-    """The bytes that flashsim counts, one row per launch, in the order of the launches."""
+    """Return the bytes that flashsim counts, one row per launch, in the order of the launches."""
     rows = []
     for call in FRAMEWORKS[framework]():
         record = call.trace()
@@ -200,7 +199,7 @@ def traced(framework: str) -> list[dict[str, Any]]:
 
 
 def traced_apart(framework: str) -> list[dict[str, Any]]:
-    """`traced` in a process of its own, where Numba's CUDA simulator is on."""
+    """Return `traced` of a separate process, where Numba's CUDA simulator is on."""
     done = subprocess.run(
         [sys.executable, __file__, framework, "--traced", "--json"],
         env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1"},
@@ -215,7 +214,7 @@ def traced_apart(framework: str) -> list[dict[str, Any]]:
 
 
 def measure(framework: str, rows: list[dict[str, Any]]) -> None:
-    """Add the counters of the same launches, in the same order."""
+    """Add the hardware counters of the same launches, in the same order."""
     import nsight
 
     start = "" if framework == "numba" else "^"  # Numba's names begin with a mangled module
@@ -232,7 +231,7 @@ def measure(framework: str, rows: list[dict[str, Any]]) -> None:
     if len(ran) != len(known) or not all(
         a in b if framework == "numba" else b.startswith(a) for a, b in zip(known, ran, strict=True)
     ):
-        sys.exit(f"the GPU ran {ran}, and the trace has {known}")
+        sys.exit(f"the GPU and the trace must have the same kernels, got {ran} and {known}")
     for row, number in zip(rows, launched, strict=True):
         row["read_bytes"] = int(counters[number][READ])
         row["written_bytes"] = int(counters[number][WRITTEN])
@@ -240,7 +239,7 @@ def measure(framework: str, rows: list[dict[str, Any]]) -> None:
 
 
 def right() -> None:
-    """Print the largest difference of the GPU's results from those of the traced run."""
+    """Print the largest difference between the GPU's results and those of the traced run."""
     for shape, function, arrays in pallas_calls():
         import jax
 
@@ -256,12 +255,12 @@ def right() -> None:
 
 
 def main() -> None:
-    """Trace, measure, print and write."""
+    """Trace, measure, print and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("framework", choices=FRAMEWORKS)
-    parser.add_argument("--csv", help="where the table goes")
-    parser.add_argument("--traced", action="store_true", help="only trace: needs no GPU")
-    parser.add_argument("--right", action="store_true", help="pallas: compare results instead")
+    parser.add_argument("--csv", help="file for the table")
+    parser.add_argument("--traced", action="store_true", help="only trace, without a GPU")
+    parser.add_argument("--right", action="store_true", help="pallas: only compare results")
     parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -271,7 +270,7 @@ def main() -> None:
         return
     if options.right:
         if options.framework != "pallas":
-            parser.error("--right is for pallas")
+            parser.error("--right works only for pallas")
         right()
         return
     apart = options.framework == "numba" and not options.json

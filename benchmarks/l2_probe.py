@@ -1,16 +1,15 @@
-"""What the L2 of a GPU keeps: a buffer read again and again, by every SM or by one each.
+"""Measure what the L2 of a GPU keeps: every SM, or one SM each, reads a buffer repeatedly.
 
     ncu --csv --clock-control none --cache-control none --print-units base \
         --metrics dram__bytes_read.sum,lts__t_sectors_srcunit_tex_op_read.sum \
         --kernel-name 'regex:read_' python benchmarks/l2_probe.py > l2_probe.csv
 
-Two kernels over buffers of 8 to 96 MiB. ``read_all``: every block reads the whole buffer, in step
-with the others, as the blocks of one head read K and V. ``read_own``: each block reads its own
-slice. Each size is launched twice; the second launch finds what the first one left. A cache of
-capacity C with exact LRU reads nothing from DRAM the second time up to C and everything above it;
-what happens in between, and at which size, is the calibration of `flashsim.l2`
-(docs/notebooks/l2.md).
-Prints one line a launch, in order: kernel, MiB, which time.
+Two kernels read buffers of 8 to 96 MiB. In ``read_all`` every block reads the whole buffer at the
+same pace as the others, as the blocks of one head read K and V. In ``read_own`` each block reads
+its own slice. Each size is launched twice, and the second launch finds what the first one left.
+With exact LRU and capacity C, the second launch reads nothing from DRAM up to size C, and
+everything above it. The behaviour in between calibrates `flashsim.l2` (docs/notebooks/l2.md).
+Prints one line per launch, in order: kernel, MiB, first or second.
 """
 
 import cupy

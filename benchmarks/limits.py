@@ -1,22 +1,23 @@
-"""Which unit of the GPU a kernel keeps busiest, where flashsim's is behind another's.
+"""Show which unit of the GPU a kernel keeps busiest, where flashsim is slower than others.
 
     python benchmarks/limits.py [--csv limits.csv] [--seconds 480] [--rows 20] [--below 1.0]
                                 [--sets papers,short,serving,widths]
 
-Takes from the tables in docs/data that benchmarks/gpu.py wrote on an H200 every pass whose time is
-beyond the best of FA-CuTe, cuDNN and FlashAttention-2 (`--below 0.97`: the ratio of times is below
-that; `--rows`: only so many), the worst first, and runs it once under Nsight Compute, flashsim's
-kernels and those of the fastest other that is there: one row a kernel, with its time under the
-profiler and, in per cent of what each unit can sustain over that time, the parts that Nsight
-Compute's "speed of light" is the maximum of. `sm__cycles_active` is how much of the time an SM
-holds any block. Needs a GPU, torch and Nsight Compute (`ncu`; where counters are kept from users,
-root). A kernel measured alone runs at other clocks and with a cold L2: compare columns, not times
+Selects from the H200 tables in docs/data that benchmarks/gpu.py wrote every pass that is slower
+than the best of FA-CuTe, cuDNN and FlashAttention-2, the slowest first. (`--below 0.97`: only
+passes whose ratio of times is below 0.97; `--rows`: at most so many.) It runs each pass once under
+Nsight Compute, with flashsim's kernels and with the fastest other implementation that is installed.
+There is one row per kernel, with its time under the profiler. The other columns are in percent of
+what each unit can sustain over that time: the components of which Nsight Compute's "speed of light"
+is the maximum. `sm__cycles_active` is the fraction of the time in which an SM holds any block.
+Needs a GPU, torch and Nsight Compute (`ncu`; root, if the system reserves counters for root). A
+kernel that is measured alone runs at other clocks and with a cold L2: compare columns, not times
 with those of other tables.
 
-Everything is compiled first, by several processes; FA-CuTe keeps what it compiled on disk where an
-environment variable says so, which is set here. Every few passes then have a process of their own,
-whose rows are written when it ends. What the file has already is not measured again: a run that
-was cut off, or whose `--seconds` were over, goes on where it stopped.
+Everything is compiled first, in several processes. FA-CuTe keeps its compiled kernels on disk if an
+environment variable says so, which is set here. Then each process measures a few passes, and its
+rows are written when it ends. Passes that the file already has are not measured again: a run that
+was interrupted, or whose `--seconds` were over, continues where it stopped.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ METRICS = (
     f"breakdown:sm__throughput{PERCENT}",
     f"breakdown:gpu__compute_memory_throughput{PERCENT}",
 )
-#: A kernel of torch's that stands between two runs.
+#: A kernel of torch that separates two runs.
 BETWEEN = "spin_kernel"
-#: Makes FA-CuTe keep compiled kernels on disk: else each process compiles for seconds a kernel.
+#: Makes FA-CuTe keep compiled kernels on disk: otherwise each process compiles each for seconds.
 CUTE_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 Row = dict[str, Any]
 
@@ -58,14 +59,14 @@ Row = dict[str, Any]
 class Run:
     """One pass at one shape with one implementation."""
 
-    name: str  # of the set of shapes
+    name: str  # the name of the set of shapes
     shape: Shape
     direction: str
     implementation: str
 
     @property
     def row(self) -> Row:
-        """The columns that say what was run."""
+        """Return the columns that identify the run."""
         s = self.shape
         return {
             **{"set": self.name, "head_dim": s.head_dim, "causal": s.causal, "n": s.n},
@@ -75,13 +76,13 @@ class Run:
         }
 
     def of(self, rows: Sequence[Row]) -> bool:
-        """Whether these have it, as numbers or as a file's text."""
+        """Whether these rows, as numbers or as a file's text, include this run."""
         mine = {name: str(x) for name, x in self.row.items()}
         return any(mine == {name: str(row.get(name)) for name in mine} for row in rows)
 
 
 def behind(sets: Sequence[str], below: float) -> list[tuple[Run, Run]]:
-    """flashsim's run and the fastest other's, wherever flashsim's is behind: the worst first."""
+    """Return pairs of runs, ours and the fastest, where ours is slower, the slowest first."""
     pairs: list[tuple[float, tuple[Run, Run]]] = []
     for name in sets:
         found = speed_tables.shapes(
@@ -102,7 +103,7 @@ def behind(sets: Sequence[str], below: float) -> list[tuple[Run, Run]]:
 
 
 def launch(runs: Sequence[Run], *, profiled: bool) -> None:
-    """Every run once, a spinning kernel before each; what it compiles is compiled before that."""
+    """Launch every run once, after a spinning kernel; what it compiles is compiled before."""
     import torch
 
     for run in runs:
@@ -122,7 +123,7 @@ def launch(runs: Sequence[Run], *, profiled: bool) -> None:
             work()
             torch.cuda.synchronize()
         except ImportError as error:
-            print(f"left out: {run.implementation}: {error}", file=sys.stderr)
+            print(f"skipped: {run.implementation}: {error}", file=sys.stderr)
             work = None
         if profiled:
             torch.cuda.cudart().cudaProfilerStart()
@@ -135,7 +136,7 @@ def launch(runs: Sequence[Run], *, profiled: bool) -> None:
 
 
 def compile_all(runs: Sequence[Run], jobs: int) -> None:
-    """Every run once, unprofiled, by several processes; what fails is said."""
+    """Launch every run once, unprofiled, in several processes; print failures."""
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         made = [pool.submit(launch, runs[i::jobs], profiled=False) for i in range(jobs)]
     for error in filter(None, (one.exception() for one in made)):
@@ -143,9 +144,9 @@ def compile_all(runs: Sequence[Run], jobs: int) -> None:
 
 
 def kernels(text: str) -> list[list[dict[str, str]]]:
-    """What ``ncu --csv --page raw`` printed, a list of kernels for each run."""
+    """Return the output of ``ncu --csv --page raw`` as a list of kernels per run."""
     found: list[list[dict[str, str]]] = []
-    for row in nsight.rows(text)[1:]:  # behind the units
+    for row in nsight.rows(text)[1:]:  # skips the row of units
         if BETWEEN in row["Kernel Name"]:
             found.append([])
         else:
@@ -154,10 +155,10 @@ def kernels(text: str) -> list[list[dict[str, str]]]:
 
 
 def measured(runs: Sequence[Run], printed: str) -> list[Row]:
-    """A row a kernel of these runs; the program ends where there is not one list for each."""
+    """Return a row per kernel of these runs; exit unless the output has one list per run."""
     found = kernels(printed)
     if len(found) != len(runs):
-        sys.exit(f"benchmarks/limits.py: {len(found)} of {len(runs)} runs:\n{printed[:2000]}")
+        sys.exit(f"benchmarks/limits.py: only {len(found)} of {len(runs)} runs:\n{printed[:2000]}")
     return [
         {
             **run.row,
@@ -171,12 +172,12 @@ def measured(runs: Sequence[Run], printed: str) -> list[Row]:
 
 
 class Table:
-    """Rows in a file, which it may have had before; or, without one, on the screen.
+    """Rows in a file, which may already have some; without a file, on the screen.
 
     Attributes
     ----------
     rows : list of dict
-        Those of the file, and those written since.
+        The file's rows, and those written since.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -189,7 +190,7 @@ class Table:
                 self.rows, self.columns = [*reader], [*(reader.fieldnames or ())]
 
     def write(self, rows: Sequence[Row]) -> None:
-        """At once. Counters that no row had before are an error: the file has its columns."""
+        """Write rows at once. A counter that no earlier row has is an error."""
         first = not self.columns
         if first:
             self.columns = [*dict.fromkeys(key for row in rows for key in row)]
@@ -202,14 +203,16 @@ class Table:
 
 
 def main() -> None:
-    """Run under Nsight Compute and write what it counted."""
+    """Run under Nsight Compute and write the counters."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sets", default=",".join(SETS))
     parser.add_argument("--below", type=float, default=1.0)
-    parser.add_argument("--rows", type=int, help="so many passes, the worst ones")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after that")
-    parser.add_argument("--each", type=int, default=2, help="passes of a process")
-    parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
+    parser.add_argument("--rows", type=int, help="maximum number of passes, slowest first")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no pass after so many seconds"
+    )
+    parser.add_argument("--each", type=int, default=2, help="passes per process")
+    parser.add_argument("--jobs", type=int, default=8, help="number of processes that compile")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--launch", help=argparse.SUPPRESS)  # numbers of runs
     options = parser.parse_args()
@@ -220,7 +223,7 @@ def main() -> None:
     if options.launch:
         launch([runs[int(number)] for number in options.launch.split(",")], profiled=True)
         return
-    nsight.tool()  # before minutes of compiling
+    nsight.tool()  # fails early, before minutes of compiling
     table = Table(options.csv)
     left = [number for number, run in enumerate(runs) if not run.of(table.rows)]
     compile_all([runs[number] for number in left], options.jobs)
@@ -232,7 +235,7 @@ def main() -> None:
         try:
             printed = nsight.profile(*how, launch=",".join(map(str, now)))
             table.write(measured([runs[number] for number in now], printed))
-        except SystemExit as why:  # the others may do
+        except SystemExit as why:  # other passes may still work
             print(why, file=sys.stderr)
             failed += now
         longest = max(longest, time.monotonic() - start)

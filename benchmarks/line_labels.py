@@ -1,4 +1,4 @@
-"""Names at the ends of a figure's lines."""
+"""Write names at the ends of a figure's lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashsim.viz.style import theme_of
 def end_labels(
     ax: Axes, ends: Sequence[tuple[float, float, str, str]], *, size: float = 11
 ) -> None:
-    """Write each line's name at its end, in its colour; names that would meet move apart.
+    """Write each line's name at its end, in its colour; names that would overlap move apart.
 
     Call it when the axes have their final limits and scales.
 
@@ -22,16 +22,16 @@ def end_labels(
     ----------
     ends : sequence of (x, y, text, color)
     """
-    line = size * 1.35  # points from one name to the next
+    line = size * 1.35  # points between names
     to_points = 72 / ax.figure.dpi
     high = [text.count("\n") * line for _, _, text, _ in ends]
     level = [float(ax.transData.transform(end[:2])[1]) * to_points for end in ends]
     middle, order = list(level), sorted(range(len(ends)), key=lambda n: level[n])
     lowest, top = -np.inf, ax.bbox.y1 * to_points
-    for n in order:  # up, away from the one below
+    for n in order:  # move up, away from the one below
         middle[n] = max(middle[n], lowest + high[n] / 2)
         lowest = middle[n] + high[n] / 2 + line
-    for n in reversed(order):  # and down again, if that leaves the axes
+    for n in reversed(order):  # move down again, if that leaves the axes
         middle[n] = min(middle[n], top - high[n] / 2)
         top = middle[n] - high[n] / 2 - line
     for n, (x, y, text, color) in enumerate(ends):

@@ -1,13 +1,14 @@
-"""Whether a change of the kernels' sources changes their machine code; no GPU needed.
+"""Compare the machine code of all kernels before and after a change of sources; needs no GPU.
 
     python benchmarks/machine_code.py --save before.json      # in the tree as it was
     python benchmarks/machine_code.py --against before.json   # in the tree as it is
 
-Compiles variants of every kernel of the GPU backends: C++ by CuPy's NVRTC, Python by numba-cuda and
-`ptxas` (pip: nvidia-cuda-nvcc, for CUDA 12 with -cu12), for GPUs of every generation, head
-dimensions, masks and reports. Compared are the instructions and constants of each cubin, without
-its names. ``--only TEXT`` takes the variants whose name begins with it, e.g. "hopper:". The exit
-status is 1 if some variant's code changed, came or went. Some ten minutes on two quiet cores.
+Compiles variants of every kernel of the GPU backends: C++ with CuPy's NVRTC, Python with numba-cuda
+and `ptxas` (pip: nvidia-cuda-nvcc, with -cu12 for CUDA 12), for GPUs of every generation, head
+dimensions, masks and reports. It compares the instructions and constants of each cubin, without its
+names. ``--only TEXT`` selects the variants whose name begins with it, e.g. "hopper:". The exit
+status is 1 if a variant's code changed, was added or was removed. Takes about ten minutes on two
+idle cores.
 """
 
 from __future__ import annotations
@@ -64,11 +65,11 @@ PROBLEMS = {
     "fp8 128 window": Problem(512, 512, 128, dtype="float8_e5m2", scales="head", window=(99, 20)),
     "fp8 256 causal": Problem(512, 512, 256, dtype="float8_e4m3fn", scales="tensor", causal=True),
 }
-#: Compiled for every GPU and report; the others for the main targets.
+#: Compiled for every GPU and report; the others only for the main targets.
 THOROUGHLY = ("bf16 128 causal", "fp16 80 odd", "fp32 64 causal")
 MAIN = ("sm_80", "sm_90")
 REPORTS = ("", "counts", "timeline")
-#: Of the Python kernels, which take seconds each.
+#: Problems for the Python kernels, which take seconds each to compile.
 PYTHON = ("bf16 64", "bf16 128 causal", "fp16 80 odd", "bf16 256 causal")
 FAMILIES: dict[str, Family] = {
     "portable": PORTABLE,
@@ -89,7 +90,7 @@ class Variant(NamedTuple):
 
 
 def variants() -> Iterator[tuple[str, Variant]]:
-    """Names and what they stand for."""
+    """Yield names and their variants."""
     for family, name, arch, report in product(FAMILIES, PROBLEMS, GPUS, REPORTS):
         if _wanted(family, name, arch, report):
             for stage, kernel in _kernels(FAMILIES[family], PROBLEMS[name], GPUS[arch], report):
@@ -118,7 +119,7 @@ def _wanted(family: str, name: str, arch: str, report: str) -> bool:
 
 
 def _kernels(family: Family, p: Problem, gpu: Gpu, report: str) -> Iterator[tuple[str, Kernel]]:
-    """Every kernel of the forward and the backwards, Hopper's with all of its tilings."""
+    """Yield every kernel of the forward and the backwards; for Hopper, with all tilings."""
     own = isinstance(family, Hopper)  # few tilings; the row-wise kernels are the portable ones
     for direction, algorithm in (
         *(("forward", "flash2"), ("backward", "flash2"), ("backward", "flash2-fused")),
@@ -126,7 +127,7 @@ def _kernels(family: Family, p: Problem, gpu: Gpu, report: str) -> Iterator[tupl
         if family is HOPPER_FP8 and direction == "backward":
             continue
         if family is launch_policy.HOPPER and family.refusal(p, None, gpu, direction):
-            continue  # there is no backward in Python for the widest rows
+            continue  # the Python backward does not support the widest rows
         tilings = [
             None,
             *(
@@ -150,7 +151,7 @@ def _kernels(family: Family, p: Problem, gpu: Gpu, report: str) -> Iterator[tupl
 
 
 def digest(one: Variant) -> str:
-    """Of a kernel's instructions and constants."""
+    """Return the digest of a kernel's instructions and constants."""
     cubin = (_python_cubin if one.python else _cubin)(one.kernel, one.arch)
     return hashlib.sha256(b"".join(_code(cubin))).hexdigest()[:32]
 
@@ -170,7 +171,7 @@ def _python_cubin(kernel: Kernel, arch: str) -> bytes:
     text = compiler.ptx(kernel, GPUS[arch].compute_capability)
     program = pathfinder.find_nvidia_binary_utility("ptxas") or shutil.which("ptxas")
     if program is None:
-        raise SystemExit("no ptxas: pip install nvidia-cuda-nvcc (cu12: nvidia-cuda-nvcc-cu12)")
+        raise SystemExit("ptxas is missing: pip install nvidia-cuda-nvcc (cu12: ...-nvcc-cu12)")
     with tempfile.TemporaryDirectory() as folder:
         source, made = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(text)
@@ -180,7 +181,7 @@ def _python_cubin(kernel: Kernel, arch: str) -> bytes:
 
 
 def _code(cubin: bytes) -> list[bytes]:
-    """Kind and content of the sections of a cubin (64-bit ELF) that a GPU executes or reads."""
+    """Return kind and content of a cubin's sections that a GPU executes or reads."""
     start, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 0x28)
     headers = [struct.unpack_from("<IIQQQQ", cubin, start + size * x) for x in range(count)]
     found = []
@@ -194,15 +195,15 @@ def _code(cubin: bytes) -> list[bytes]:
 
 
 def main() -> None:
-    """Compile, then save or compare."""
+    """Compile the variants, then save or compare their digests."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--save", type=Path)
     parser.add_argument("--against", type=Path)
-    parser.add_argument("--only", default="", help="how names of variants begin")
+    parser.add_argument("--only", default="", help="prefix of the variants' names")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     if not (args.save or args.against):
-        parser.error("give --save FILE or --against FILE")
+        parser.error("nothing to do: pass --save FILE or --against FILE")
     named = {name: one for name, one in variants() if name.startswith(args.only)}
     kernels = list(dict.fromkeys(named.values()))
     with ProcessPoolExecutor(args.jobs) as pool:

@@ -1,4 +1,4 @@
-"""Nsight Compute around a benchmark of this folder, which it calls again with ``--launch``."""
+"""Run a benchmark of this folder under Nsight Compute, by calling it again with ``--launch``."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from flashsim.studies.verify import ncu
 
 
 def tool() -> str:
-    """Where ``ncu`` is; without it, the program ends."""
+    """Return the path of ``ncu``; exit if it is not installed."""
     found = shutil.which("ncu")
     if found is None:
-        sys.exit(f"{sys.argv[0]}: needs NVIDIA's Nsight Compute, and there is no `ncu`")
+        sys.exit(
+            f"{sys.argv[0]}: needs NVIDIA's Nsight Compute, whose `ncu` was not found; install it"
+        )
     return found
 
 
 def profile(*options: str, launch: str | None = None) -> str:
-    """What ``ncu`` prints of the kernels that this program, with ``--launch``, starts.
+    """Return the output of ``ncu`` for the kernels that this program starts with ``--launch``.
 
-    The program's own words are first, so that nothing stands behind the table's rows. `launch`
-    stands behind the flag, if it takes a value.
+    The program's own output comes first, so that nothing follows the table's rows. `launch` is the
+    value of the flag, if it has one.
     """
     command = [tool(), "--csv", "--clock-control", "none", "--print-units", "base", *options]
     command += [sys.executable, *sys.argv, "--launch", *([] if launch is None else [launch])]
@@ -31,7 +33,7 @@ def profile(*options: str, launch: str | None = None) -> str:
 
 
 def rows(text: str) -> list[dict[str, str]]:
-    """Of the table in it; without one, the program ends with what there is instead."""
+    """Return the rows of the table in a text; exit with the text if there is none."""
     try:
         return ncu.table(text)[1]
     except TraceError as error:

@@ -1,4 +1,4 @@
-"""NVML's clock, temperature and energy of the GPU that is used, by ctypes: no package is needed."""
+"""Read NVML's clock, temperature and energy of the current GPU through ctypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Meter:
     Raises
     ------
     OSError
-        If there is no NVML, or it says no.
+        If NVML is missing or returns an error.
     """
 
     def __init__(self) -> None:
@@ -36,22 +36,22 @@ class Meter:
         return found.value
 
     def megahertz(self) -> int:
-        """The SM clock now."""
+        """Return the current SM clock in MHz."""
         return self._read("nvmlDeviceGetClockInfo", ctypes.c_uint, 1)
 
     def celsius(self) -> int:
-        """The chip's temperature."""
+        """Return the chip's temperature."""
         return self._read("nvmlDeviceGetTemperature", ctypes.c_uint, 0)
 
     def joules(self) -> float:
-        """Energy of the board since the driver was loaded; renewed some ten times a second."""
+        """Return the board's energy since the driver was loaded, updated ten times per second."""
         return self._read("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong) / 1e3
 
     def limit(self) -> float:
-        """Watts that the board may draw."""
+        """Return the board's power limit in watts."""
         return self._read("nvmlDeviceGetEnforcedPowerLimit", ctypes.c_uint) / 1e3
 
     def capped(self) -> bool:
-        """Whether the clock is held back by the power limit now."""
+        """Whether the power limit currently reduces the clock."""
         reasons = self._read("nvmlDeviceGetCurrentClocksThrottleReasons", ctypes.c_ulonglong)
         return bool(reasons & 0x4)  # nvmlClocksThrottleReasonSwPowerCap

@@ -1,12 +1,11 @@
-"""What it costs to trace a Triton or a Pallas kernel: seconds and bytes. Needs no GPU.
+"""Measure the cost of tracing a Triton or Pallas kernel: seconds and bytes. Needs no GPU.
 
     python benchmarks/own_kernels.py                       # Triton
     python benchmarks/own_kernels.py pallas --n 256 1024   # JAX
 
 Triton: FlashAttention-2's forward of examples/triton/flash_attention.py, one head of 64 columns.
-The plain interpreter runs the same kernel without notes, in the same process, interleaved with the
-traced runs. Memory is that of a record's columns. Pallas: the forward of examples/pallas and JAX's
-own.
+The plain interpreter runs the same kernel untraced in the same process, interleaved with the traced
+runs. Memory is that of a record's columns. Pallas: the forward of examples/pallas and JAX's own.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"  # for the plain runs; before Triton is imported
+os.environ["TRITON_INTERPRET"] = "1"  # for the untraced runs; must be set before Triton is imported
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "triton"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "pallas"))
 
@@ -33,7 +32,7 @@ from flashsim.own_kernels import LOAD, Recorder
 
 
 def plain(array: np.ndarray) -> Any:
-    """The least that the plain interpreter asks of an array."""
+    """The attributes of an array that the plain interpreter needs."""
     made = SimpleNamespace(dtype="fp32", shape=array.shape)
     made.data_ptr = lambda: array.ctypes.data
     made.untyped_storage = made.cpu = lambda: made
@@ -46,7 +45,7 @@ def plain(array: np.ndarray) -> Any:
 
 
 def run(n: int, tile: tuple[int, int], causal: bool, kind: str) -> float:
-    """CPU seconds of one launch."""
+    """Return the CPU seconds of one launch."""
     import flash_attention as fa
 
     q, k, v, o = np.random.default_rng(0).standard_normal((4, 1, n, 64), dtype=np.float32)
@@ -73,7 +72,7 @@ def run(n: int, tile: tuple[int, int], causal: bool, kind: str) -> float:
 
 
 def memory(events: int) -> float:
-    """Peak MB of a recorder that notes so many accesses of a tile of 64 x 64."""
+    """Return the peak MB of a recorder that records so many accesses of a 64 x 64 tile."""
     r = Recorder("benchmark")
     k = r.tensor("k", (4096, 64), (64, 1), "float16", 2)
     r.launch("kernel", (64,))
@@ -96,7 +95,7 @@ def pallas(lengths: list[int]) -> None:
 
     from flashsim.jax import trace_kernel
 
-    with warnings.catch_warnings():  # JAX 0.11 says that another package will have it
+    with warnings.catch_warnings():  # JAX 0.11 warns that the kernel moves to another package
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu import attention
 

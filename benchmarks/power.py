@@ -1,14 +1,14 @@
-"""Joules of attention's passes, and of each unit alone: needs a Hopper GPU, CuPy, torch and NVML.
+"""Measure the joules of attention's passes, and of each unit of the GPU alone.
 
     python benchmarks/power.py --csv docs/data/power-h200.csv [--seconds 1.2] [--jobs 14]
     python benchmarks/power.py --read FILE [--fit]   # predicted beside it, constants fitted; no GPU
 
-Everything is called again and again for `--seconds`, the host 20 milliseconds and more ahead. NVML
-renews its count of energy some ten times a second; it is read from renewal to renewal after the
-first third, in which clock and temperature settle. So watts are the board's, its idle power
-included, and joules are watts times the time of a call in that same while, which is longer than a
-single call's where the power limit holds the clock back. Inputs are random: the tensor cores take
-less for zeros.
+Needs a Hopper GPU, CuPy, torch and NVML. Each call repeats for `--seconds`, with the host at least
+20 milliseconds ahead. NVML updates its energy counter about ten times per second; it is read at
+updates, after the first third, in which clock and temperature settle. So watts are the board's,
+idle power included, and joules are watts times the time of a call in that period. If the power
+limit reduces the clock, this time is longer than that of a single call. Inputs are random, since
+tensor cores draw less power for zeros.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ MEASURED = ("us", "joules", "watts", "MHz", "celsius", "capped", "renewals")
 COLUMNS = ("kind", "name", *SHAPE, "amount", "of", *MEASURED, "gpu")
 TOKENS, WIDTH = 16_384, 2048
 MIB = 1 << 20
-#: Share of the seconds that is left to settle.
+#: The fraction of the seconds that is left out, while the GPU settles.
 SETTLING = 1 / 3
 
 
 class Load(NamedTuple):
-    """What is called; `call` is None for an idle GPU. `amount` is what one call does, `of` what."""
+    """One load: `call`, None for an idle GPU; the `amount` of work per call, and its unit `of`."""
 
     kind: str
     name: str
@@ -56,17 +56,18 @@ class Load(NamedTuple):
 
 
 class Watch(threading.Thread):
-    """Reads the meter all the time, which takes milliseconds, beside the thread that calls."""
+    """A thread that reads the meter continuously, beside the calling thread."""
 
     def __init__(self, meter: Any) -> None:
         super().__init__()
         self.meter, self.over = meter, threading.Event()
         self.begin = time.perf_counter()
-        self.looks: list[tuple[float, float]] = []  # (seconds, joules), when the count was renewed
+        # (seconds, joules) at each update of the counter
+        self.looks: list[tuple[float, float]] = []
         self.clocks: list[tuple[int, bool]] = []
 
     def run(self) -> None:
-        """Until `over` is set."""
+        """Read the meter until `over` is set."""
         while not self.over.is_set():
             now, joules = time.perf_counter() - self.begin, self.meter.joules()
             if not self.looks or joules != self.looks[-1][1]:
@@ -76,7 +77,7 @@ class Watch(threading.Thread):
 
 
 def sustained(lab: Any, meter: Any, call: Callable[[], Any] | None, seconds: float) -> dict:
-    """Watts, joules and microseconds of a call while it is made again and again."""
+    """Return watts, joules and µs of a call that is repeated for so many seconds."""
     per = 1
     if call is not None:
         call()
@@ -95,7 +96,7 @@ def sustained(lab: Any, meter: Any, call: Callable[[], Any] | None, seconds: flo
                 call()
             calls += per
             waiting.append((lab.event(), calls))
-            if len(waiting) > 4:  # as far ahead of the GPU
+            if len(waiting) > 4:  # the host is this far ahead of the GPU
                 event, count = waiting.pop(0)
                 done.append((lab.milliseconds(first, event), count))
     finally:
@@ -121,7 +122,7 @@ def sustained(lab: Any, meter: Any, call: Callable[[], Any] | None, seconds: flo
 
 
 def units(lab: Any) -> Iterator[Load]:
-    """Nothing, then each unit alone, a few milliseconds a call."""
+    """Yield an idle GPU, then each unit alone, with calls of a few milliseconds."""
     import cupy
 
     from flashsim.backends.cupy_gpu.units import _Bench
@@ -182,19 +183,19 @@ def units(lab: Any) -> Iterator[Load]:
 
 
 def problem(n: int, d: int, causal: bool = False, **more: int) -> Problem:
-    """16 Ki tokens and 2048 / d heads, as the papers choose shapes."""
+    """Return a problem with 16 Ki tokens and 2048 / d heads, as in the papers."""
     sizes = {"batch": TOKENS // n, "heads": WIDTH // d} | more
     return Problem(n, head_dim=d, dtype="bfloat16", causal=causal, **sizes)
 
 
 def shapes() -> Iterator[tuple[Problem, dict[str, tuple[str, ...]]]]:
-    """Problems, and which passes of which kernels are measured there."""
+    """Yield problems, and the passes of each kernel family that are measured there."""
     whole = ("forward", "flash2", "flash2-fused")
     yield problem(4096, 128), {"hopper": whole, "portable": ("forward", "flash2-fused")}
     yield problem(4096, 128, causal=True), {"hopper": whole}
     yield problem(4096, 64), {"hopper": whole, "portable": ("forward", "flash2-fused")}
     yield problem(4096, 64, causal=True), {"hopper": ("forward", "flash2-fused")}
-    yield problem(4096, 256), {"hopper": whole[:2]}  # none is fused beyond 192
+    yield problem(4096, 256), {"hopper": whole[:2]}  # the fused backward supports up to 192 columns
     yield problem(4096, 256, causal=True), {"hopper": ("forward",)}
     yield problem(16_384, 128, causal=True), {"hopper": ("forward", "flash2-fused")}
     yield problem(1024, 128), {"hopper": ("forward", "flash2-fused")}
@@ -205,12 +206,12 @@ def shapes() -> Iterator[tuple[Problem, dict[str, tuple[str, ...]]]]:
 
 
 def columns_of(p: Problem) -> dict[str, Any]:
-    """A problem's columns."""
+    """Return a problem's columns."""
     return {name: getattr(p, name) for name in SHAPE}
 
 
 def passes(lab: Any) -> Iterator[Load]:
-    """Attention's passes; each kernel of standard attention alone."""
+    """Yield attention's passes, and each kernel of standard attention alone."""
     from times import BACKWARD, FAMILIES
 
     for p, wanted in shapes():
@@ -236,7 +237,7 @@ def passes(lab: Any) -> Iterator[Load]:
 
 
 def library(lab: Any, p: Problem, q: Any, k: Any, v: Any) -> Iterator[Load]:
-    """Standard attention's three kernels forward, one by one, into memory that is there."""
+    """Yield standard attention's three forward kernels one by one, into existing outputs."""
     torch = lab.torch
     scores = (q * p.scale) @ k.mT
     weights, out = torch.softmax(scores, -1), torch.empty_like(q)
@@ -251,14 +252,14 @@ def library(lab: Any, p: Problem, q: Any, k: Any, v: Any) -> Iterator[Load]:
 
 # -- predicted beside measured ---------------------------------------------------------------------
 
-#: The SM clock that the constants are of, MHz.
+#: The SM clock at which the constants hold, in MHz.
 HIGHEST = 1980
 PASSES = {"forward": ("forward", "flash2"), "flash2": ("backward", "flash2")}
 PASSES["flash2-fused"] = ("backward", "flash2-fused")
 
 
 class Measured(NamedTuple):
-    """A pass of the table, and what is predicted of it."""
+    """A pass of the table, and its prediction."""
 
     row: dict[str, str]
     problem: Problem
@@ -266,17 +267,17 @@ class Measured(NamedTuple):
 
     @property
     def fitted(self) -> bool:
-        """Whether the fit sees it: no mask, N = 4096, head_dim 64 and 128."""
+        """Whether the fit uses the pass: no mask, N = 4096, head_dim 64 or 128."""
         p = self.problem
         return p.n_q == 4096 and not p.causal and p.head_dim < 256
 
     def figure(self, name: str) -> float:
-        """A measured one."""
+        """Return a measured figure."""
         return float(self.row[name])
 
 
 def read(path: Path) -> tuple[dict[str, dict[str, str]], list[Measured]]:
-    """Units by name, and the passes of flashsim's kernels, decoding aside."""
+    """Return the units by name, and the passes of flashsim's kernels except decoding."""
     units, found = {}, []
     for row in read_table(path):
         if row["kind"] == "unit":
@@ -291,9 +292,9 @@ def read(path: Path) -> tuple[dict[str, dict[str, str]], list[Measured]]:
 
 
 def fit(units: dict[str, dict[str, str]], passes: list[Measured]) -> Energy:
-    """Constants: of units alone, then of products, scores and sums, from the passes to fit.
+    """Fit constants of units alone, then of products, scores and sums, to the passes with `fitted`.
 
-    What SMs take is in proportion to the clock, which was measured, too.
+    The energy of SMs is proportional to the clock, which was measured too.
     """
     import numpy as np
     from scipy.optimize import nnls
@@ -306,7 +307,8 @@ def fit(units: dict[str, dict[str, str]], passes: list[Measured]) -> Energy:
         return inside / row["amount"] / (row["MHz"] / HIGHEST)
 
     moved = each("L2 reads, copy engine"), each("L2 reads")
-    hbm = (each("HBM reads") + each("HBM copy")) / 2 - moved[1]  # through L2 to the SMs, too
+    # the bytes also pass through L2 to the SMs
+    hbm = (each("HBM reads") + each("HBM copy")) / 2 - moved[1]
     those = [one for one in passes if one.fitted]
     capped = [one.figure("watts") for one in those if one.figure("capped") == 1]
     known = Energy(
@@ -331,20 +333,20 @@ def fit(units: dict[str, dict[str, str]], passes: list[Measured]) -> Energy:
 
 
 def held(one: Measured, energy: Energy) -> Sustained:
-    """What is predicted of a pass that is called again and again."""
+    """Return the prediction of a pass that is repeated."""
     uses = [stage.use for stage in one.prediction.stages]
     return energy.sustained(uses, one.prediction.seconds)
 
 
 def wrong(one: Measured, energy: Energy, name: str) -> float:
-    """Predicted over measured minus 1, in %: of "joules" or of "us"."""
+    """Return predicted over measured minus 1, in %: of "joules" or of "us"."""
     found = held(one, energy)
     predicted = found.joules if name == "joules" else 1e6 * found.seconds
     return 100 * (predicted / one.figure(name) - 1)
 
 
 def table(passes: list[Measured], energy: Energy) -> Table:
-    """A row a pass."""
+    """Return a table with one row per pass."""
     found = Table(
         "A pass called again and again on an H200: measured, and predicted / measured - 1",
         (
@@ -370,7 +372,7 @@ def table(passes: list[Measured], energy: Energy) -> Table:
 
 
 def errors(passes: list[Measured], energy: Energy) -> Table:
-    """Mean and largest error of joules and of milliseconds, of passes fitted and held out."""
+    """Return the table of mean and largest errors, for passes fitted and held out."""
     found = Table("", ("set", "passes", "joules, mean", "worst", "ms, mean", "worst"))
     for name, which in (("fitted", True), ("held out", False)):
         those = [one for one in passes if one.fitted is which]
@@ -386,7 +388,7 @@ def errors(passes: list[Measured], energy: Energy) -> Table:
 
 
 def compile_first(jobs: int) -> None:
-    """The passes' kernels, by several processes."""
+    """Compile the passes' kernels in several processes."""
     from times import passes_of
 
     kernels = [
@@ -401,7 +403,7 @@ def compile_first(jobs: int) -> None:
 
 
 def measure(path: Path, seconds: float) -> None:
-    """Write the table, row by row."""
+    """Measure every load and write the table, row by row."""
     import torch
     from gpu_lab import TorchLab
     from nvml import Meter
@@ -424,11 +426,11 @@ def measure(path: Path, seconds: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", type=Path, help="measure, and write what was measured here")
-    parser.add_argument("--read", type=Path, help="only predict, beside such a file")
-    parser.add_argument("--fit", action="store_true", help="with --read: fit the constants again")
-    parser.add_argument("--seconds", type=float, default=1.2, help="of calls, for each row")
-    parser.add_argument("--jobs", type=int, default=14, help="processes that compile")
+    parser.add_argument("--csv", type=Path, help="measure, and write the results to this file")
+    parser.add_argument("--read", type=Path, help="only compare predictions with such a file")
+    parser.add_argument("--fit", action="store_true", help="with --read: fit the constants")
+    parser.add_argument("--seconds", type=float, default=1.2, help="of calls per row")
+    parser.add_argument("--jobs", type=int, default=14, help="number of processes that compile")
     chosen = parser.parse_args()
     if chosen.read:
         units, passes = read(chosen.read)
@@ -440,7 +442,7 @@ def main() -> None:
         print(errors(passes, energy).text(width=120))
         return
     if not chosen.csv:
-        parser.error("nothing to do: give --csv FILE, or --read FILE")
+        parser.error("nothing to do: pass --csv FILE or --read FILE")
     begin = time.monotonic()
     compile_first(chosen.jobs)
     measure(chosen.csv, chosen.seconds)

@@ -1,13 +1,13 @@
-"""How far the time model is from measured kernels; fits its constants again. Needs no GPU.
+"""Compare the time model with measured kernels, and fit its constants. Needs no GPU.
 
     python benchmarks/predict.py                    # errors of the constants that ship
-    python benchmarks/predict.py --worst 10         # and the passes that are worst
-    python benchmarks/predict.py --fit              # fit again: time_model.csv's lines; ten minutes
+    python benchmarks/predict.py --worst 10         # also the passes with the largest errors
+    python benchmarks/predict.py --fit              # prints new lines for time_model.csv; 10 min
     python benchmarks/predict.py --plot FILE.png
     python benchmarks/predict.py --decode [--fit]   # the same of the decode kernel
 
-Measured: docs/data/times-h200.csv (benchmarks/times.py). The fit sees the stages of the shapes in
-`time_shapes.CALIBRATION` and nothing else. Judged are whole passes.
+The measurements are in docs/data/times-h200.csv (benchmarks/times.py). The fit uses only the stages
+of the shapes in `time_shapes.CALIBRATION`. Errors are those of whole passes.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from flashsim.studies.predict.calibration import CALIBRATED, STREAMED
 
 
 def predicted(one, constants=None, device=H200):
-    """Seconds that the model says of a measured pass."""
+    """Return the model's seconds for a measured pass."""
     direction, algorithm = PASSES[one.name]
     return predict(
         one.problem,
@@ -42,7 +42,7 @@ def predicted(one, constants=None, device=H200):
 
 
 def errors(everything):
-    """Predicted over measured, minus 1: {(kernels, pass, set): [(error, measured pass)]}."""
+    """Return predicted / measured - 1: {(kernels, pass, set): [(error, measured pass)]}."""
     found = {}
     for one in everything:
         wrong = predicted(one) / one.seconds - 1
@@ -51,7 +51,7 @@ def errors(everything):
 
 
 def errors_table(found):
-    """One row a pass: mean absolute error and the worst, of what was fitted and what was not."""
+    """Return a table with one row per pass: mean absolute and worst errors, fitted and held out."""
     table = Table(
         "Predicted time of a pass on an H200: predicted / measured - 1, %",
         ("kernels", "pass", *(f"{s}, {x}" for s in SETS for x in ("passes", "mean", "worst"))),
@@ -69,7 +69,7 @@ def errors_table(found):
 
 
 def chip_table(name="H100"):
-    """Passes on a chip on which nothing was fitted, by its data sheet and by its units."""
+    """Return the table of errors on a GPU without a fit, by data sheet and by measured units."""
     sheet, file = Device.get(name), f"units-{name.lower()}.csv"
     with (DATA / file).open(newline="") as stream:
         units = {name: float(value) for name, value, _ in list(csv.reader(stream))[1:]}
@@ -99,7 +99,7 @@ def _worst(wrong):
 
 
 def fp8_table():
-    """FP8's forward by the 16-bit one's constants, and its quantiser as a kernel that streams."""
+    """Return the table for FP8: the forward with 16-bit constants, and the quantiser."""
     table = Table(
         "FP8 on an H200: predicted / measured - 1, %",
         ("kernel", "head_dim", "shapes", "mean", "worst"),
@@ -124,7 +124,7 @@ def fp8_table():
 
 
 def library_table(path=DATA / "times-h200.csv"):
-    """Standard attention as torch's kernels run it, over what it could be: a row a pass."""
+    """Return the table of standard attention in torch, measured / predicted, one row per pass."""
     table = Table(
         "Standard attention, measured (torch) / predicted",
         ("pass", "lengths", "shapes", "least", "median", "most"),
@@ -144,7 +144,7 @@ def library_table(path=DATA / "times-h200.csv"):
     return table
 
 
-#: Other people's kernels: which of ours are built like them, and what they are called here.
+#: Other projects' kernels: the flashsim family of the same design, and their names in the table.
 OTHERS = {
     "flash-attn cute": ("hopper", "FlashAttention's CuTe kernel"),
     "torch cudnn": ("hopper", "cuDNN"),
@@ -153,7 +153,7 @@ OTHERS = {
 
 
 def others_table(names=("gpu-papers-h200.csv", "gpu-short-h200.csv")):
-    """Others' kernels, measured, beside what ours of the same design are predicted to take."""
+    """Return the table of other projects' times beside predictions for the same design."""
     table = Table(
         "Other kernels on an H200: ours of the same design, predicted / theirs, measured - 1, %",
         ("kernels", "predicted as", "pass", "head_dim", "shapes", "mean", "worst"),
@@ -181,7 +181,7 @@ def others_table(names=("gpu-papers-h200.csv", "gpu-short-h200.csv")):
 
 
 def worst_table(found, count):
-    """The held-out passes that are furthest off."""
+    """Return the table of the held-out passes with the largest errors."""
     every = [x for key, those in found.items() if key[2] == "held out" for x in those]
     table = Table("Worst of those held out", ("error, %", "kernels", "pass", "us", "problem"))
     for wrong, one in sorted(every, key=lambda x: -abs(x[0]))[:count]:
@@ -195,7 +195,7 @@ def worst_table(found, count):
 
 
 def pairs(found):
-    """{series: [(predicted, measured)]} of the passes held out, ms."""
+    """Return {series: [(predicted, measured)]} in ms for the held-out passes."""
     return {
         f"{kernels} {name}": [(1e3 * (1 + x) * one.seconds, 1e3 * one.seconds) for x, one in those]
         for (kernels, name, where), those in found.items()
@@ -205,11 +205,11 @@ def pairs(found):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fit", action="store_true", help="fit the constants again, print them")
+    parser.add_argument("--fit", action="store_true", help="fit the constants and print them")
     parser.add_argument("--kernels", default=",".join(("hopper", "portable", "python")))
-    parser.add_argument("--worst", type=int, default=0, help="print so many of the worst")
-    parser.add_argument("--decode", action="store_true", help="of the decode kernel")
-    parser.add_argument("--plot", type=Path, help="predicted against measured, a picture")
+    parser.add_argument("--worst", type=int, default=0, help="print this many of the worst")
+    parser.add_argument("--decode", action="store_true", help="the decode kernel instead")
+    parser.add_argument("--plot", type=Path, help="plot predicted over measured to this file")
     chosen = parser.parse_args()
     if chosen.decode:
         cases = predict_decode.decode_cases()
@@ -225,7 +225,7 @@ def main():
                 if family == kernels:
                     best = CALIBRATED[kernels][name]
                     those = predict_fit.points(everything, kernels, name)
-                    if those:  # else of no such kernel was a time taken: what ships remains
+                    if those:  # without measured times, the shipped constants stay
                         best = predict_fit.fit(those, free, ships=best)
                     print(predict_fit.as_line(kernels, name, best), flush=True)
         return

@@ -1,4 +1,4 @@
-"""The time model's decode kernel beside what was measured: `predict.py --decode [--fit]`."""
+"""Compare the time model's decode kernel with measurements: `predict.py --decode [--fit]`."""
 
 import sys
 from dataclasses import replace
@@ -9,19 +9,19 @@ from predict_times import DATA, H200
 
 from flashsim import Problem
 from flashsim.backends.launch.kernel import Gpu
-from flashsim.backends.launch_policy.decode import CLUSTERS, plan
+from flashsim.backends.launch_policy.decode_plan import CLUSTERS, plan
 from flashsim.report import Table
-from flashsim.studies.predict import decode
+from flashsim.studies.predict import decode_time
 from flashsim.studies.predict.calibration import DECODING, DecodeConstants
 
-#: An H200 as it was measured: splits merged in clusters also where not all clusters run at once.
+#: The H200 at the time of the measurement: clusters merged splits even if not all ran at once.
 MEASURED = replace(Gpu.like(H200), clusters=tuple((n, sys.maxsize) for n in CLUSTERS))
 
 
 def decode_cases():
-    """(row, launch, whether it was fitted) of each call in docs/data/decode-h200.csv.
+    """Return (row, launch, whether it was fitted) of each call in docs/data/decode-h200.csv.
 
-    The launch is the one that was measured; today's rules may choose another.
+    The launch is the one that was measured; the current rules may choose another.
     """
     every = read_table(DATA / "decode-h200.csv")
     rows = [row for row in every if row["implementation"].startswith("flashsim")]
@@ -40,18 +40,18 @@ def decode_cases():
 
 
 def page_of(row):
-    """Keys of a page; 0 of a contiguous cache."""
+    """Return the keys per page; 0 for a contiguous cache."""
     return int(row["implementation"].partition("pages of ")[2] or 0)
 
 
 def decode_error(row, made, constants=DECODING):
-    """Predicted over measured, minus 1."""
-    stages = decode.stages(made, page_of(row), H200, constants)
+    """Return predicted / measured - 1."""
+    stages = decode_time.stages(made, page_of(row), H200, constants)
     return 1e6 * sum(s.seconds for s in stages) / float(row["us"]) - 1
 
 
 def decode_table(cases):
-    """Mean absolute and largest error, of the fitted calls, of the others, of all."""
+    """Return the table of mean absolute and largest errors, fitted and held out."""
     kinds = {
         "table, contiguous": lambda r: r["implementation"] == "flashsim",
         "table, pages": lambda r: "pages" in r["implementation"],
@@ -75,7 +75,7 @@ def decode_table(cases):
 
 
 def fit_decode(cases):
-    """Constants that make the squares of the fitted calls' relative errors least."""
+    """Return the constants with the least squares of the fitted calls' relative errors."""
     from scipy.optimize import least_squares
 
     unit = np.array(DECODING)

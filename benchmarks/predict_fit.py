@@ -1,6 +1,6 @@
-"""Fits the time model's constants to measured times again: `predict.py --fit`.
+"""Fit the time model's constants to measured times: `predict.py --fit`.
 
-It sees the stages of the shapes in `time_shapes.CALIBRATION` and nothing else.
+The fit uses only the stages of the shapes in `time_shapes.CALIBRATION`.
 """
 
 import csv
@@ -13,7 +13,7 @@ from predict_times import H200, PASSES
 from flashsim.studies.predict import Constants, model
 from flashsim.studies.predict.units import once_bytes
 
-#: Which constants a stage's times decide on; the others stay 0.
+#: The constants that each stage's times determine; the others stay 0.
 LASTING = ("masked", "own", "item", "launch", "throttle")
 COMMON = (*LASTING, "changeover")
 SHORT = tuple(name for name in COMMON if name != "throttle")
@@ -29,18 +29,18 @@ FREE = {
         for s in ("dkdv", "dq")
         for width in ("", ", 128")
     },
-    # Up to 1,024 rows a walk, which lasts too short a time for a throttle; longer ones; one visit.
+    # Loops of up to 1,024 rows, too short for a clock throttle; longer loops; single visits.
     **{
         ("hopper", f"fused{how}{width}"): ("tensor", "scores", "reduced", "visit", *lasting)
         for how, lasting in (("", SHORT), (", deferred", COMMON))
         for width in ("", ", 128")
     },
     ("hopper", "fused, once"): ("scores", "masked", "visit", "item", "launch"),
-    # Six times each: as few constants as there can be.
+    # There are six times for each, so these have as few constants as possible.
     ("hopper", "dkdv, wide"): ("tensor", "masked", "visit", "item", "throttle"),
     ("hopper", "dq, wide"): ("tensor", "visit", "item", "throttle"),
     ("hopper", "fused, widest"): ("tensor", "visit", "item", "throttle"),
-    ("hopper", "fused, wide"): ("tensor", "visit"),  # two times
+    ("hopper", "fused, wide"): ("tensor", "visit"),  # only two times
     ("hopper", "fused, roles"): ("tensor", "masked", "visit", "item"),
     ("portable", "forward"): ("scores", *WARPS, *COMMON),
     **{(k, s): (*WARPS, *COMMON) for k in ("portable", "python") for s in ("dkdv", "dq")},
@@ -62,7 +62,7 @@ MOST = {"throttle": 0.25, "launch": 6.0}
 
 
 class Point(NamedTuple):
-    """A stage that the fit sees."""
+    """A stage that the fit uses."""
 
     one: object
     works: object
@@ -71,7 +71,7 @@ class Point(NamedTuple):
 
 
 def points(everything, kernels, name):
-    """The calibration set's stages that have these constants."""
+    """Return the calibration set's stages that have these constants."""
     found = []
     for one in everything:
         if one.kernels != kernels or one.where != "fitted":
@@ -88,14 +88,14 @@ def points(everything, kernels, name):
 
 
 def stage_seconds(point, constants):
-    """What the model says of a point."""
+    """Return the model's seconds for a point."""
     return model.stage_seconds(point.one, point.works, point.traffic, constants)[0]
 
 
 def fit(those, free, ships=None):
-    """Constants that make the errors of the stages' times small, large ones counting less.
+    """Return the constants that minimise the errors of the stages' times, with large errors damped.
 
-    There are several such minima: the search begins at rough values, and at those that ship.
+    There are several minima: the search starts at rough values and at the shipped ones.
     """
     from scipy.optimize import least_squares
 
@@ -127,7 +127,7 @@ def fit(those, free, ships=None):
 
 
 def fit_streams(everything):
-    """Seconds of a launch and share of HBM's bandwidth of kernels that only stream, by overlap."""
+    """Return launch seconds and the share of HBM's bandwidth of streaming kernels, by overlap."""
     from scipy.optimize import least_squares
 
     found = {False: [], True: []}
@@ -153,7 +153,7 @@ def fit_streams(everything):
 
 
 def as_line(kernels, name, c):
-    """A line of flashsim/data/time_model.csv; what is 0 is left empty, but for a launch."""
+    """Return a line of flashsim/data/time_model.csv; zeros, except for a launch, stay empty."""
     cells = [kernels, name]
     for field, value in c._asdict().items():
         text = f"{value * 1e6:.2f}e-6" if field in SECONDS else f"{value:.3f}"

@@ -1,7 +1,7 @@
-"""What times.py and random_times.py measured, as predict.py and predict_fit.py read it.
+"""Read the measurements of times.py and random_times.py, for predict.py and predict_fit.py.
 
-A stage's time is what its events say, less its part of what all stages' events say more than their
-pass takes.
+A stage's time is the time between its events, minus its share of the excess: all stages' times add
+up to more than their pass takes.
 """
 
 import ast
@@ -19,11 +19,13 @@ from flashsim.studies.predict.calibration import CALIBRATED, POWER_AFTER
 
 DATA = Path(__file__).parent.parent / "docs" / "data"
 H200 = Device.get("H200")
-#: The most that an event before and after a stage adds to its time: launches overlap without them.
+#: The largest time that an event before and after a stage adds to it: it keeps launches from
+#: overlapping.
 EVENT = 10e-6
-#: What they add to a stage, a third of what they add to Hopper's fused passes in the middle, s.
+#: The seconds that events add to a stage: a third of the median that they add to Hopper's
+#: fused passes.
 MIDDLE = 5.5e-6
-#: What events add to a pass of one stage, s: the median of 36 forwards of random shapes.
+#: The seconds that events add to a pass of one stage: the median of 36 forwards of random shapes.
 BY_ITSELF = 1.8e-6
 PASSES = {"forward": ("forward", "flash2"), "flash2": ("backward", "flash2")}
 PASSES |= {name: ("backward", name) for name in ("flash2-fused", "flash2-once")}
@@ -31,7 +33,7 @@ SETS = {"fitted": frozenset(time_shapes.CALIBRATION), "held out": frozenset(time
 
 
 class Measured(NamedTuple):
-    """A pass of the table: seconds of the whole, and of its stages."""
+    """A pass of the table: the seconds of the whole, and of its stages."""
 
     problem: Problem
     kernels: str
@@ -44,14 +46,14 @@ class Measured(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The set it belongs to; shapes that were drawn are fitted to."""
+        """Return the set of the pass; random shapes belong to the fitted set."""
         if self.drawn:
             return "fitted"
         return next(name for name, shapes in SETS.items() if self.problem in shapes)
 
 
 def problem_of(row):
-    """The problem of a row of the table."""
+    """Return the problem of a row of the table."""
     given = {name: int(row[name]) for name in ("n_q", "n_kv", "head_dim", "batch", "heads")}
     if row["packed"]:
         ends = tuple(accumulate(map(int, row["packed"].split()), initial=0))
@@ -67,7 +69,7 @@ def problem_of(row):
 
 
 def rows_of(path):
-    """Each pass of a file of random_times.py: its row, and its stages' events in seconds."""
+    """Return each pass of a file of random_times.py: its row, and its stages' times in seconds."""
     found = []
     for row in read_table(path):
         if row["stage"]:
@@ -78,15 +80,15 @@ def rows_of(path):
 
 
 def device_of(row):
-    """The preset of the GPU that a row's driver names."""
+    """Return the preset of the GPU that a row's driver names."""
     return next(one for one in PRESETS.values() if one.name in row["gpu"])
 
 
 def drawn(path=DATA / "random-times-h100.csv"):
-    """Passes on random shapes, to fit to; one loop's stage is what the row-wise kernels leave.
+    """Return passes on random shapes, for fits; a single loop's stage gets the rest of its pass.
 
-    In three passes, dQ runs beside dK and dV unless events part them. So their events count, less
-    what an event adds to a forward.
+    In three passes, dQ runs beside dK and dV unless events separate them. So the times between
+    their events count, minus what an event adds to a forward.
     """
     found = []
     for row, stages in rows_of(path):
@@ -105,7 +107,7 @@ def drawn(path=DATA / "random-times-h100.csv"):
 
 
 def measured(path=DATA / "times-h200.csv"):
-    """Every pass that the model knows."""
+    """Return every pass that the model can predict."""
     found = {}
     for row in read_table(path):
         if row["pass"] not in PASSES or row["kernels"] not in CALIBRATED:
@@ -116,8 +118,8 @@ def measured(path=DATA / "times-h200.csv"):
             one["stages"][row["stage"]] = float(row["us"]) * 1e-6
         else:
             one["seconds"] = float(row["us"]) * 1e-6
-    # What was asked for as fused ran in three passes where a family's own rule said so, until
-    # benchmarks/times.py named the form.
+    # Before benchmarks/times.py named the form, a pass requested as fused ran in three passes if
+    # the family's own rule said so.
     fused = {key: x for key, x in found.items() if key[2] == "flash2-fused"}
     for key, one in fused.items():
         if "fused" not in one["stages"]:
@@ -134,13 +136,14 @@ def measured(path=DATA / "times-h200.csv"):
 
 
 def _alone(stages, one, beside):
-    """Stages' times that add up to the pass's: events between launches take their own.
+    """Return stages' times that add up to the pass's, since events between launches add time.
 
-    Beside each other (a Hopper backward's), passes add up to more than that, if events part them.
+    Passes that run beside each other (a Hopper backward's) add up to more than that, if events
+    separate them.
     """
     total, whole = sum(stages.values()), one["seconds"]
     if abs(total - whole) < EVENT * len(stages):
         return {name: t - (total - whole) / len(stages) for name, t in stages.items()}
-    if beside and whole <= POWER_AFTER:  # dQ's pass has begun with dK's and dV's
+    if beside and whole <= POWER_AFTER:  # dQ's pass started together with dK's and dV's
         return {name: t - MIDDLE for name, t in stages.items()}
     return {name: t * whole / total for name, t in stages.items()}

@@ -1,12 +1,12 @@
-"""How flashsim's kernels compare with the fastest others on shapes that nobody chose.
+"""Compare flashsim's kernels with the fastest others on random shapes.
 
     python benchmarks/random_shapes.py --seed 1 [--shapes 40] [--csv out.csv] [--seconds 300]
 
-Draws shapes from the distribution that `draw` states, and times every implementation of
-benchmarks/gpu.py on each, interleaved in one process behind one spinning kernel. `ours` is
-`backend="cupy"` as users call it; the best other is the fastest of FlashAttention's CuTe kernels
-(where they are installed), cuDNN and FlashAttention-2. Prints the time of the best other divided by
-ours for each pass (above 1: ours is faster), and for all shapes the share at least as fast, the
+Draws shapes from the distribution in `draw`, and times every implementation of benchmarks/gpu.py on
+each. All are interleaved in one process, after the same spinning kernel. `ours` is `backend="cupy"`
+with default options. The best other is the fastest of FlashAttention's CuTe kernels (if they are
+installed), cuDNN and FlashAttention-2. Prints for each pass the time of the best other divided by
+ours (above 1: ours is faster). For all shapes it prints the fraction at least as fast, the
 geometric mean, the worst, and every shape below 1.00, the worst first. Choose the seed after the
 kernels are written.
 """
@@ -26,18 +26,18 @@ from gpu_lab import csv_file
 
 OURS = "flashsim cupy"
 OTHERS = ("flash-attn cute", "torch cudnn", "torch flash2")
-#: Score elements and elements of Q that a shape has at most: each pass takes a few ms at most.
+#: Maximum number of scores and of elements of Q per shape: each pass takes a few ms at most.
 SCORES, ELEMENTS = 4e9, 2**28
 
 
 def draw(rng: random.Random) -> Shape:
-    """A shape in bfloat16.
+    """Return a random shape in bfloat16.
 
     The head dimension is one of 32, 64, 80, 96, 128, 160, 192 and 256 (64 and 128 twice as often).
-    There are 4 to 64 heads, and as many key heads, or a quarter or an eighth of them. The length is
-    128 to 20,000 (log-uniform), the batch a power of two up to 64. A third has no mask, a third is
-    causal, a sixth has a causal window, a sixth another number of keys. A shape that is too large
-    is drawn again.
+    There are 4 to 64 heads, and as many KV heads, or a quarter or an eighth of them. The length is
+    128 to 20,000 (log-uniform), the batch a power of two up to 64. A third of the shapes has no
+    mask, a third is causal, a sixth has a causal window, a sixth another number of keys. A shape
+    that is too large is drawn again.
     """
     while True:
         d = rng.choice((32, 64, 64, 80, 96, 128, 128, 160, 192, 256))
@@ -67,7 +67,7 @@ def draw(rng: random.Random) -> Shape:
 
 
 def ratio(rows: Sequence[dict[str, Any]], direction: str) -> tuple[float, str] | None:
-    """The best other's time divided by ours, and its name; None if either has no time."""
+    """Return the best other's time divided by ours, and its name; None if either has no time."""
     times = {r["implementation"]: r[f"{direction}_ms"] for r in rows if r[f"{direction}_ms"] != ""}
     others = [name for name in OTHERS if name in times]
     if OURS not in times or not others:
@@ -77,7 +77,7 @@ def ratio(rows: Sequence[dict[str, Any]], direction: str) -> tuple[float, str] |
 
 
 def summary(direction: str, found: Sequence[tuple[float, str]]) -> str:
-    """Of all shapes: (ratio, what the shape is and who was faster) for each of them."""
+    """Return a summary of all shapes, from each shape's ratio and description."""
     n, ratios = len(found), [ratio for ratio, _ in found]
     mean = math.exp(sum(map(math.log, ratios)) / n)
     level, near = (sum(r >= least for r in ratios) / n for least in (1.0, 0.98))
@@ -92,13 +92,15 @@ def summary(direction: str, found: Sequence[tuple[float, str]]) -> str:
 
 
 def main() -> None:
-    """Draw, time, print and write."""
+    """Draw shapes, time them, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--shapes", type=int, default=40, help="how many are drawn")
+    parser.add_argument("--shapes", type=int, default=40, help="number of random shapes")
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no shape after")
-    parser.add_argument("--csv", default="random_shapes.csv", help="where the table goes")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="start no shape after so many seconds"
+    )
+    parser.add_argument("--csv", default="random_shapes.csv", help="file for the table")
     options = parser.parse_args()
     rng, worker, began = random.Random(options.seed), Worker(), time.monotonic()
     found: dict[str, list[tuple[float, str]]] = {direction: [] for direction in DIRECTIONS}
@@ -123,7 +125,7 @@ def main() -> None:
             print(text, flush=True)
     worker.close()
     if not all(found.values()):
-        sys.exit("no shape was timed with ours and another implementation")
+        sys.exit("no shape was timed with both flashsim and another implementation")
     for direction, ratios in found.items():
         print(summary(direction, ratios))
 

@@ -1,12 +1,13 @@
-"""Predicted beside measured times of flashsim's kernels on shapes that nobody chose.
+"""Compare predicted with measured times of flashsim's kernels on random shapes.
 
     python benchmarks/random_times.py --seeds 1,2,3 --csv out.csv [--shapes 12] [--jobs 14]
     python benchmarks/random_times.py --from out.csv [--worst 10]       # predicts again; no GPU
 
 Measuring needs a GPU and CuPy. Shapes are those of `random_shapes.draw`. Each is timed forward, and
-backward in the form that `backward(deterministic=False)` takes, as `benchmarks/times.py` times
-them: interleaved, behind a spinning kernel, the median of five. One row per pass and one per stage.
-The table compares `flashsim.predict.predict` for the same GPU with them.
+backward in the form that `backward(deterministic=False)` selects, in the way of
+`benchmarks/times.py`: interleaved, after a spinning kernel, the median of five. The file has one
+row per pass and one per stage. The table compares them with `flashsim.predict.predict` for the same
+GPU.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ COLUMNS = ("seed", *times.COLUMNS)
 
 
 def drawn(seeds: list[int], count: int) -> list[tuple[int, Problem]]:
-    """So many shapes of each seed, one seed's after the other's in turn."""
+    """Return `count` shapes per seed, alternating between the seeds."""
     streams = [(seed, random.Random(seed)) for seed in seeds]
     return [(seed, problem(random_shapes.draw(rng))) for _ in range(count) for seed, rng in streams]
 
 
 def problem(shape: Any) -> Problem:
-    """A shape of `random_shapes` as a problem in bfloat16."""
+    """Return a shape of `random_shapes` as a problem in bfloat16."""
     sizes = {"n_q": shape.n, "head_dim": shape.head_dim, "batch": shape.batch}
     sizes |= {"heads": shape.heads, "kv_heads": shape.kv_heads or shape.heads}
     if shape.n_kv:
@@ -55,7 +56,7 @@ def problem(shape: Any) -> Problem:
 
 
 def form(p: Problem) -> str:
-    """The algorithm of the backward pass that `backward(deterministic=False)` takes here."""
+    """Return the algorithm that `backward(deterministic=False)` selects for a problem."""
     how = {"direction": "backward", "deterministic": False, "device": verify.here()}
     return predict(p, **how).traffic.algorithm
 
@@ -69,7 +70,7 @@ def measure(shapes: list[tuple[int, Problem]], seconds: float, path: Path) -> No
         writer.writeheader()
         for done, (seed, p) in enumerate(shapes):
             if time.monotonic() - began > seconds:
-                print(f"time is over: {len(shapes) - done} shapes were not measured")
+                print(f"out of time: {len(shapes) - done} shapes were not measured")
                 break
             everyone = list(_passes(lab, p))
             times.measure(lab, split, clock, everyone)
@@ -96,7 +97,7 @@ def _passes(lab: Any, p: Problem) -> Iterator[times.Timed]:
 
 
 def compile_first(shapes: list[Problem], jobs: int) -> None:
-    """Every kernel of these shapes."""
+    """Compile every kernel of these shapes."""
     gpu, kernels = times.this_gpu(), []
     for p in shapes:
         for name in ("forward", form(p)):
@@ -106,13 +107,14 @@ def compile_first(shapes: list[Problem], jobs: int) -> None:
 
 
 def compared(path: Path) -> list[dict[str, Any]]:
-    """Each pass of a file with its prediction, and its stages with theirs, in µs."""
+    """Return each pass of a file with its prediction, and its stages with theirs, in µs."""
     found: list[dict[str, Any]] = []
     for row, stages in rows_of(path):
         p, name = problem_of(row), row["pass"]
         direction = "forward" if name == "forward" else "backward"
         algorithm = "flash2" if name == "forward" else name
-        tiling = Tiling(*map(int, row["tile"].split(" x ")))  # that ran, whatever rules say today
+        # the tile that ran, whatever the current rules choose
+        tiling = Tiling(*map(int, row["tile"].split(" x ")))
         how = {"direction": direction, "algorithm": algorithm, "device": device_of(row)}
         said = predict(p, **how, tiling=tiling)
         found.append(
@@ -125,12 +127,12 @@ def compared(path: Path) -> list[dict[str, Any]]:
 
 
 def error(row: dict[str, Any]) -> float:
-    """Predicted / measured - 1, in per cent."""
+    """Return predicted / measured - 1, in percent."""
     return 100 * (row["predicted"] / row["us"] - 1)
 
 
 def tables(rows: list[dict[str, Any]], worst: int) -> Iterator[Table]:
-    """Errors by direction, and by seed; then the worst passes."""
+    """Yield tables of errors by direction and by seed; then of the worst passes."""
     table = Table(
         "Times on random shapes: predicted / measured - 1, %",
         ("pass", "seed", "passes", "mean", "worst"),
@@ -159,19 +161,21 @@ def tables(rows: list[dict[str, Any]], worst: int) -> Iterator[Table]:
 
 
 def main() -> None:
-    """Measure if asked to; compare and print."""
+    """Measure if requested; compare and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--shapes", type=int, default=12, help="of each seed")
+    parser.add_argument("--shapes", type=int, default=12, help="shapes per seed")
     parser.add_argument("--csv", type=Path, help="measure, and write this file")
     parser.add_argument("--from", type=Path, dest="source", help="a file that --csv wrote")
     parser.add_argument("--jobs", type=int, default=14)
-    parser.add_argument("--seconds", type=float, default=160, help="begin no shape after that")
+    parser.add_argument(
+        "--seconds", type=float, default=160, help="start no shape after so many seconds"
+    )
     parser.add_argument("--worst", type=int, default=10)
     chosen = parser.parse_args()
     path = chosen.source or chosen.csv
     if path is None:
-        parser.error("give --csv FILE to measure, or --from FILE")
+        parser.error("nothing to do: pass --csv FILE to measure, or --from FILE")
     if chosen.source is None:
         shapes = drawn([int(seed) for seed in chosen.seeds.split(",")], chosen.shapes)
         compile_first([p for _, p in shapes], chosen.jobs)

@@ -1,18 +1,22 @@
-"""Attention over several GPUs, beside one of them and beside torch's own context parallelism.
+"""Time attention over several GPUs, beside one GPU and torch's own context parallelism.
 
     torchrun --nproc-per-node 2 benchmarks/ring.py [--csv FILE] [--check] [--lengths 16384,65536]
         [--masks causal,full] [--schemes zigzag] [--rivals cuDNN,FlashAttention-2] [--vary]
 
-bfloat16, 16 heads, d = 128, random values; causal and full; the forward pass, and with its backward
-pass (fused, dQ by atomics, on one GPU as on several). Every round starts behind a spinning kernel
-on all ranks, so that the host's work counts only where it is longer than the GPU's. A round's time
-is that of its slowest rank; medians. "host_ms" is what a call takes of the host.
+Inputs are bfloat16, 16 heads, d = 128, random values; causal and without a mask; the forward pass
+alone, and with its backward pass (fused, dQ by atomics, on one GPU as on several). Every round
+starts after a spinning kernel on all ranks, so that the host's time counts only where it exceeds
+the GPU's. A round's time is that of its slowest rank; figures are medians. "host_ms" is the host's
+time for a call.
 
-"nothing sent" is ours with what travels left where it is: what it lacks of "one GPU" twice over is
-due to smaller blocks and to merging, what ours lacks of it to the link. `--check` first holds out
-and gradients against float64 by the 2 x rule. NVLink's own counters are read where NVML shows them.
-`--vary` times ours with other head starts for NCCL, and on a stream of high priority.
-NVLink multicast stays off: NCCL_NVLS_ENABLE=0 is set unless it is set already.
+"nothing sent" is flashsim's ring attention without communication: each rank uses its own data in
+place of the received. Its distance from twice the speed of "one GPU" is the cost of smaller blocks
+and of merging. The distance of the real ring from it is the cost of the link. `--check` first
+checks out and gradients against float64: at most twice plain attention's error. NVLink's own
+counters are read where NVML provides them. `--vary` times flashsim with other head starts for NCCL,
+and on a high-priority stream.
+
+NVLink multicast stays off: NCCL_NVLS_ENABLE=0 is set unless the variable is set already.
 """
 
 from __future__ import annotations
@@ -48,20 +52,20 @@ COLUMNS = (
 )
 RIVALS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
 HEAD_STARTS = (0, 5_000, 20_000, 60_000)
-SPIN = 8_000_000  # cycles, some milliseconds
+SPIN = 8_000_000  # cycles: a few milliseconds
 
 Work = Callable[[], object]
 
 
 def flops(n: int, causal: bool, backward: bool) -> float:
-    """As the papers count them."""
+    """Return the FLOPs of a pass, as the papers count them."""
     return 4 * HEADS * n * n * HEAD_DIM * (0.5 if causal else 1) * (3.5 if backward else 1)
 
 
 def seconds(work: Work, calls: int, rounds: int) -> tuple[float, float]:
-    """Median time of a call, and of it what the host needs: of each round, the slowest rank's."""
+    """Return the median times of a call and of the host, on each round's slowest rank."""
     took = []
-    for _ in range(rounds + 2):  # the first ones compile and warm up
+    for _ in range(rounds + 2):  # the first rounds compile and warm up
         torch.cuda.synchronize()
         dist.barrier(group=HOST)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -81,7 +85,7 @@ def seconds(work: Work, calls: int, rounds: int) -> tuple[float, float]:
 
 
 def both(attention: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple[Work, Work]:
-    """A forward pass, and one with its backward pass."""
+    """Return a forward pass, and one with its backward pass."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     dout = torch.randn_like(inputs[0])
 
@@ -94,7 +98,7 @@ def both(attention: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple
 
 @contextmanager
 def nothing_sent() -> Iterator[None]:
-    """What should come in is what would go out, or zeros: the same work without a link."""
+    """Replace communication: a rank receives what it would send, or zeros."""
     exchange = process_group.Member.exchange
     process_group.Member.exchange = _at_home  # type: ignore[method-assign]
     try:
@@ -119,7 +123,7 @@ def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch
 
 
 def nvlink_bytes() -> int | None:
-    """What this GPU has ever sent over NVLink; None where that cannot be read."""
+    """Return the bytes that this GPU has ever sent over NVLink; None if they cannot be read."""
     try:
         import pynvml
 
@@ -136,7 +140,7 @@ def nvlink_bytes() -> int | None:
 
 
 class Bench:
-    """The rows of the table, written as they come."""
+    """The rows of the table, which are written as they are measured."""
 
     def __init__(
         self, path: Path | None, rounds: int, schemes: list[str], rivals: list[str], vary: bool
@@ -150,7 +154,7 @@ class Bench:
         self.reads_nvlink = nvlink_bytes() is not None
 
     def shape(self, n: int, causal: bool) -> None:
-        """All contenders at one length."""
+        """Measure all implementations at one length."""
         torch.manual_seed(0)
         make = lambda: torch.randn(  # noqa: E731
             (1, HEADS, n, HEAD_DIM), device="cuda", dtype=torch.bfloat16
@@ -182,17 +186,17 @@ class Bench:
         for name in self.rivals:
             try:
                 self.rival(name, RIVALS[name], [x.clone() for x in whole], n, causal)
-            except Exception as error:  # one that this torch has not
+            except Exception as error:  # one that this version of torch lacks
                 print(f"context_parallel, {name}: {type(error).__name__}: {error}", file=sys.stderr)
 
     def rival(
         self, name: str, backend: SDPBackend, qkv: list[torch.Tensor], n: int, causal: bool
     ) -> None:
-        """torch's context parallelism."""
+        """Measure torch's context parallelism."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.experimental import _attention, context_parallel
 
-        # It balances the load, as zigzag does, and asks for a causal mask then.
+        # It balances the load, as zigzag does, and requires a causal mask for that.
         _attention._cp_options.enable_load_balance = causal
         mesh = init_device_mesh("cuda", (self.ranks,))
 
@@ -210,7 +214,7 @@ class Bench:
     def measure(
         self, name: str, n: int, causal: bool, works: tuple[Work, Work], scheme: str = ""
     ) -> None:
-        """One contender's two rows; with a scheme, what travels as well."""
+        """Measure one implementation's two rows; with a scheme, also the bytes sent."""
         for work, backward in zip(works, (False, True), strict=True):
             work_flops = flops(n, causal, backward)
             calls = max(1, min(20, round(0.02 * 6e14 / work_flops)))
@@ -234,7 +238,7 @@ class Bench:
     def link(
         self, work: Work, scheme: str, n: int, causal: bool, backward: bool
     ) -> tuple[int, int, int | None]:
-        """Bytes that this rank sends in a call: by the program, by the closed form, by NVLink."""
+        """Return the bytes sent per call: by the program, the closed form, and NVLink."""
         with count_sent() as sent:
             work()
         p = Problem(n, head_dim=HEAD_DIM, heads=HEADS, dtype="bfloat16", causal=causal)
@@ -259,7 +263,7 @@ class Bench:
 
 
 def check() -> None:
-    """Out and gradients by the 2 x rule: at most twice plain attention's error in bfloat16."""
+    """Check out and gradients: the error is at most twice plain attention's in bfloat16."""
     n = 2048
     for scheme, causal in (
         ("zigzag", True),

@@ -1,4 +1,4 @@
-"""What benchmarks/ring.py measured beside what `flashsim.predict.spread` says, as a table."""
+"""Build a table of what benchmarks/ring.py measured beside `flashsim.predict.spread`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONTENDERS = ("flashsim, zigzag", "flashsim, ulysses", "context_parallel, cuDNN"
 
 
 def predicted(row: dict[str, str]) -> float | None:
-    """How many times one GPU, by the model; None for what is not ours."""
+    """Return the predicted speed relative to one GPU; None for other implementations."""
     name, _, scheme = row["implementation"].partition(", ")
     if name != "flashsim":
         return None
@@ -29,7 +29,7 @@ def predicted(row: dict[str, str]) -> float | None:
 
 
 def table(*runs: list[dict[str, str]]) -> Table:
-    """Milliseconds and times one GPU, of runs that each begin a shape with one GPU's row."""
+    """Return the table of milliseconds, and of speed relative to one GPU."""
     ours, *others = ("zigzag", "ulysses", "`context_parallel`, cuDNN")
     columns = ["GPUs", "N", "mask", "pass", "one GPU", ours, "×", "predicted ×"]
     made = Table("", (*columns, *(cell for name in others for cell in (name, "×"))))

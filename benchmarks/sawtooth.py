@@ -1,16 +1,17 @@
-"""The sawtooth order on a GPU: every other wave of blocks takes its keys backwards. Needs CuPy.
+"""Measure the sawtooth order on a GPU: every other wave of blocks reads its keys backwards.
 
     ncu --csv --clock-control none --print-units base \
         --metrics dram__bytes_read.sum,gpu__time_duration.sum \
         --kernel-name 'regex:forward' python benchmarks/sawtooth.py > sawtooth.csv
     python benchmarks/sawtooth.py --predict        # docs/data/sawtooth-h200.csv beside the model
 
-One head, d = 128, 16 bits, whose K and V exceed or nearly fill L2: all blocks read them through
-from the first key to the last, and the next wave finds in L2 the end, not the beginning that it
-wants. Backwards, it wants the end first (arXiv:2601.16032). The order is data: the schedule's
-tables, of which every other wave's are turned round. Each length runs straight and sawtooth, by
-each kernel family, twice; one line a launch, in order, then what Nsight Compute measured of each.
-The kept table has the second launches. The results are compared.
+Needs CuPy. One head, d = 128, 16 bits, whose K and V exceed or nearly fill L2. If all blocks read
+them from the first key to the last, the next wave finds the last keys in L2, but starts with the
+first. If it reads backwards, it starts with the last keys (arXiv:2601.16032). The order is data:
+every other wave's tables of the schedule are reversed. Each length runs straight and sawtooth, with
+each kernel family, twice. The output has one line per launch, in order, then Nsight Compute's
+measurements of each. The kept table has the second launches. The results of both orders are
+compared.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from gpu_lab import read_table
 from flashsim import Problem, Tiling
 from flashsim.l2 import L2Model, dram
 
-#: Keys; K and V take 512 B each: 50, 67, 101, 134 MB beside an L2 of 63.
+#: Numbers of keys. K and V have 512 B per key: 50, 67, 101, 134 MB, beside an L2 of 63 MB.
 LENGTHS = (98_304, 131_072, 196_608, 262_144)
 ORDERS = ("straight", "sawtooth")
 TILES = {"hopper": (128, 176), "portable": (128, 64)}
@@ -34,12 +35,12 @@ KEPT = Path(__file__).parent.parent / "docs" / "data" / "sawtooth-h200.csv"
 
 
 def problem(n):
-    """A few waves of queries against `n` keys."""
+    """Return a problem with a few waves of queries and `n` keys."""
     return Problem(132 * 128 * 6, n, head_dim=128, dtype="bfloat16")
 
 
 def turned(one, places):
-    """The pass with every other wave of `places` blocks walking backwards: by lists, not spans."""
+    """Return the pass with every other wave of `places` blocks reversed, as lists of visits."""
     tables = one.tables
     index, kind = tables.index.copy(), tables.kind.copy()
     place = np.empty(tables.tiles, int)
@@ -52,13 +53,13 @@ def turned(one, places):
 
 
 def listed(one):
-    """The pass with its kernel compiled for lists of visits instead of spans."""
+    """Return the pass with its kernel compiled for lists of visits instead of spans."""
     constants = tuple((k, 0 if k == "FS_SPANS" else v) for k, v in one.kernel.constants)
     return replace(one, kernel=replace(one.kernel, constants=constants))
 
 
 def measure():
-    """Launch each length straight and sawtooth, twice each: the second is the one to read."""
+    """Launch each length straight and sawtooth, twice each; the second launch is the one to use."""
     import cupy
 
     from flashsim.backends.cupy_gpu import arrays, engine
@@ -108,7 +109,7 @@ def measure():
 
 
 def resident(family, one):
-    """Blocks an SM of a kernel that is not persistent."""
+    """Return the number of blocks per SM of a kernel that is not persistent."""
     function = family.load(one.kernel, 0)
     import cupy
 
@@ -117,7 +118,7 @@ def resident(family, one):
 
 
 def table():
-    """What was measured, and the model's bytes: a row for both orders of a length."""
+    """Return the table of measured and predicted bytes: one row for both orders of a length."""
     from flashsim.report import Table
     from flashsim.studies.verify.cases import predict
 
@@ -146,7 +147,9 @@ def table():
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--predict", action="store_true", help="by the model; no GPU")
+    parser.add_argument(
+        "--predict", action="store_true", help="predict with the model, without a GPU"
+    )
     if parser.parse_args().predict:
         print(table().markdown())
     else:

@@ -1,17 +1,18 @@
-"""Random problems for as long as one likes: python benchmarks/soak.py --seconds 600 [--jobs 16]
+"""Run random problems for a given time: python benchmarks/soak.py --seconds 600 [--jobs 16]
 
-Each input is right, by an oracle and a counter of transfers that share nothing with flashsim
-(tests/tools/fuzz.py), or is refused with a FlashSimError: one in eight is a good call with one bad
-argument. What is neither is WRONG: it is printed as code that runs it again, and the exit status is
-then 1. At the end, and once a minute: inputs a second, and how many there were of each kind.
+Each input must be right, by an oracle and a transfer counter that share nothing with flashsim
+(tests/tools/fuzz.py), or be rejected with a FlashSimError: one in eight is a good call with one bad
+argument. Anything else is WRONG: it is printed as code that runs it again, and the exit status is
+1. At the end, and once per minute, the program prints inputs per second and their number by
+outcome.
 
-  --seconds N     how long (default: 60, or until --inputs are through)
-  --inputs N      how many; with --first M the inputs M .. M + N - 1 of the seed
+  --seconds N     duration (default: 60, or until all --inputs have run)
+  --inputs N      number of inputs; with --first M, the inputs M .. M + N - 1 of the seed
   --jobs N        processes (default: 1)
-  --backend NAME  "simulator" or "numba" (default: both in turn)
-  --seed S        where the sequence of inputs begins (default: 0); the same seed, the same inputs,
-                  however many processes
-  --keep-going    after a wrong one, too
+  --backend NAME  "simulator" or "numba" (default: alternating)
+  --seed S        seed of the sequence of inputs (default: 0); the same seed gives the same inputs
+                  for any number of processes
+  --keep-going    continue after a wrong input
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from multiprocessing import get_context
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # matrices are small; before NumPy
+os.environ["OMP_NUM_THREADS"] = "1"  # the matrices are small; must be set before NumPy is imported
 
 import numpy as np
 
@@ -37,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "tools
 import fuzz
 
 SPOILT = 1 / 8
-#: Inputs that a process takes at a time: about a second's work.
+#: Inputs per batch of a process: about a second's work.
 BATCH = 100
 
 Counts = Counter[str]
@@ -74,7 +75,7 @@ def main() -> int:
 
 
 def compile_first() -> None:
-    """What "numba" compiles, kept on disk, before several processes would do it."""
+    """Compile "numba" kernels into the disk cache, before several processes would."""
     for dtype in ("float32", "float64"):
         for fused in (True, False):
             case = fuzz.Case(0, backend="numba", dtype=dtype, deterministic=not fused)
@@ -82,7 +83,7 @@ def compile_first() -> None:
 
 
 def batches(options: argparse.Namespace) -> Iterator[range]:
-    """Numbers of inputs, some at a time: without end, unless so many are asked for."""
+    """Yield ranges of input numbers: without end, unless --inputs limits them."""
     if options.inputs is None:
         yield from (range(n, n + BATCH) for n in itertools.count(options.first, BATCH))
     else:
@@ -94,7 +95,7 @@ def batches(options: argparse.Namespace) -> Iterator[range]:
 def run(
     numbers: Iterator[range], options: argparse.Namespace, until: float
 ) -> Iterator[tuple[Counts, list[str]]]:
-    """What came of each batch that begins before `until`, as they are done."""
+    """Yield the outcome of each batch that begins before `until`, as the batches finish."""
     asked = options.seed, options.backend, options.keep_going
     if options.jobs == 1:
         for some in numbers:
@@ -121,11 +122,11 @@ def run(
 def batch(
     numbers: range, seed: int, backend: str | None, keep_going: bool
 ) -> tuple[Counts, list[str]]:
-    """Run some inputs; how many there were of each kind, and what went wrong."""
+    """Run some inputs; return their number by outcome, and the failures."""
     counts: Counts = Counter()
     failures = []
     for number in numbers:
-        # A generator for each input: the code of one that fails does not depend on those before.
+        # One generator per input: the code of a failing input does not depend on earlier inputs.
         failed = one(np.random.default_rng([seed, number]), backend, counts)
         if failed:
             counts["WRONG"] += 1
@@ -136,7 +137,7 @@ def batch(
 
 
 def one(rng: np.random.Generator, backend: str | None, counts: Counts) -> str | None:
-    """Run one input; what went wrong, and how to see it again, or None."""
+    """Run one input; return None, or the failure and the code that reproduces it."""
     spoilt: tuple[str, ...] = ()
     if rng.random() < SPOILT:
         case, *spoilt = fuzz.draw_spoilt(rng, backend)

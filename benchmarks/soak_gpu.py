@@ -1,13 +1,14 @@
-"""Random problems on a GPU whose kernels count what they move; needs CuPy, for Python numba-cuda.
+"""Run random problems on a GPU whose kernels count the bytes that they move.
 
     python benchmarks/soak_gpu.py --seconds 180 [--jobs 14] [--seed 1] [--kinds teaching,decode]
         [--csv docs/data/soak-counts-h200.csv]
 
-What a kernel counted must equal `flashsim.count`, stage by stage and tensor by tensor, as integers.
-What takes time is compiling, so each process takes the kinds of kernels by turns, draws a variant
-(dtype, head dimensions, masks), compiles it and runs many lengths, heads and batches of it:
-forward, the three passes, the fused backward, and the one whose sums have a fixed order. A case is
-one pass. What fails is printed as the call that shows it; the exit status is then 1.
+Needs CuPy; the Python kernels need numba-cuda. Kernel-reported bytes must equal `flashsim.count`,
+per stage and tensor, as integers. Compilation takes most of the time. So each process cycles
+through the kinds of kernels, draws a variant (dtype, head dimensions, masks), compiles it and runs
+many lengths, heads and batches of it: forward, three-pass backward, fused backward, and fused in a
+fixed order. A case is one pass. A failure is printed as the call that reproduces it; the exit
+status is then 1.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 
 NARROW = ("float16", "bfloat16")
-#: Options of `run`, and dtypes, by kind of kernel.
+#: Options of `run` and dtypes, by kind of kernel.
 KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "hopper": ({"backend": "cupy", "kernel": "hopper"}, NARROW),
     "portable": ({"backend": "cupy", "kernel": "portable"}, (*NARROW, "float32")),
@@ -38,24 +39,24 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "python hopper": ({"backend": "numba_cuda", "kernel": "hopper"}, NARROW),
     "teaching": ({"backend": "numba_cuda", "kernel": "teaching"}, ("float16", "float32")),
 }
-#: Kinds by turns: those that most people run more often, those that take minutes to compile less.
+#: The cycle of kinds: common ones more often, and those that compile for minutes less often.
 TURNS = (
     *("hopper", "portable", "python tensor", "hopper", "portable", "tf32"),
     *("hopper", "decode", "python hopper", "portable", "teaching"),
 )
 PASSES = {None: "flash2", False: "flash2-fused", True: "deterministic"}
 LENGTHS = (1, 2, 7, 16, 31, 64, 65, 100, 127, 128, 129, 191, 200, 256, 300, 333, 513)
-SIZES = 9  # of each variant
+SIZES = 9  # sizes per variant
 
-#: How a pass may end but with counts that agree: the kind has no kernel and says so, the GPU has no
-#: memory left beside other processes, or it is wrong.
+#: Outcomes of a pass other than equal counts: the kind has no kernel and says so; the GPU has no
+#: memory left beside other processes; or the pass is wrong.
 OTHERWISE = ("refused", "no memory", "failed")
-#: Passes by (kind, dtype, pass).
+#: Number of passes by (kind, dtype, pass).
 Tally = Counter[tuple[str, str, str]]
 
 
 def draw_variant(rng: np.random.Generator, kind: str) -> dict[str, Any]:
-    """What decides which kernels are compiled."""
+    """Return the options that determine which kernels are compiled."""
     options, dtypes = KINDS[kind]
     asked, d = dict(options), int(rng.integers(1, 257))
     values = int(rng.integers(1, 257)) if rng.random() < 0.3 else d
@@ -74,7 +75,7 @@ def draw_variant(rng: np.random.Generator, kind: str) -> dict[str, Any]:
 
 
 def draw_sizes(rng: np.random.Generator, variant: dict[str, Any]) -> dict[str, Any]:
-    """Lengths, heads and batch; a few queries for decoding."""
+    """Return lengths, heads and batch; a few queries for decoding."""
     kv_heads, group = int(rng.integers(1, 4)), int(rng.integers(1, 4))
     pick = lambda: int(LENGTHS[rng.integers(len(LENGTHS))])  # noqa: E731
     sizes = {"heads": kv_heads * group, "kv_heads": kv_heads, "batch": int(rng.integers(1, 4))}
@@ -89,12 +90,12 @@ def draw_sizes(rng: np.random.Generator, variant: dict[str, Any]) -> dict[str, A
 
 
 def check(variant: dict[str, Any], sizes: dict[str, Any], rng: np.random.Generator) -> Tally:
-    """Run a problem's passes; how many agreed, by name.
+    """Run a problem's passes, and return how many agreed, by name.
 
     Raises
     ------
     AssertionError
-        If a pass counted anything but what is predicted.
+        If a pass's counts differ from the prediction.
     """
     import flashsim
     from flashsim.errors import UnsupportedError
@@ -133,7 +134,7 @@ def check(variant: dict[str, Any], sizes: dict[str, Any], rng: np.random.Generat
 
 
 def agrees(name: str, trace: Any) -> None:
-    """Compare a trace with its prediction."""
+    """Raise unless a trace equals its prediction."""
     expected = trace.predicted().transfers
     counted = {key: n for key, n in trace.transfers.items() if n}
     apart = {
@@ -145,7 +146,7 @@ def agrees(name: str, trace: Any) -> None:
 
 
 def worker(given: tuple[int, int, float, tuple[str, ...]]) -> tuple[Tally, set[int], list[str]]:
-    """Variants until the time is over: what agreed, of which head_dims, and what failed."""
+    """Run variants until time is over; return agreeing passes, their head_dims, and failures."""
     seed, number, seconds, kinds = given
     counts: Tally = Counter()
     widths: set[int] = set()
@@ -159,11 +160,13 @@ def worker(given: tuple[int, int, float, tuple[str, ...]]) -> tuple[Tally, set[i
         for _ in range(SIZES):
             sizes = draw_sizes(rng, variant)
             try:
-                with contextlib.redirect_stderr(io.StringIO()):  # what was compiled
+                # hides the messages about compilation
+                with contextlib.redirect_stderr(io.StringIO()):
                     done = check(variant, sizes, rng)
             except Exception as error:
                 if "out of memory" in str(error) and time.monotonic() < end:
-                    counts[variant["kind"], variant["dtype"], "no memory"] += 1  # others have it
+                    # other processes use it
+                    counts[variant["kind"], variant["dtype"], "no memory"] += 1
                     time.sleep(2)
                     break
                 last = traceback.extract_tb(error.__traceback__)[-1]
@@ -179,12 +182,12 @@ def worker(given: tuple[int, int, float, tuple[str, ...]]) -> tuple[Tally, set[i
 
 
 def cases(counts: Tally) -> int:
-    """Passes that agreed."""
+    """Return the number of passes that agreed."""
     return sum(n for (_, _, name), n in counts.items() if name not in OTHERWISE)
 
 
 def table(counts: Tally) -> Any:
-    """A row for each kind of kernel and dtype."""
+    """Return a table with a row per kind of kernel and dtype."""
     from flashsim.report import Table
 
     columns = ("forward", *PASSES.values(), *OTHERWISE)
@@ -196,15 +199,17 @@ def table(counts: Tally) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=180, help="begin no variant after that")
+    parser.add_argument(
+        "--seconds", type=float, default=180, help="start no variant after so many seconds"
+    )
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--csv", type=Path, help="the table, too")
+    parser.add_argument("--csv", type=Path, help="file for the table")
     parser.add_argument("--kinds", default=",".join(TURNS), help=f"of {', '.join(KINDS)}")
     chosen = parser.parse_args()
     kinds = tuple(chosen.kinds.split(","))
     if unknown := set(kinds) - set(KINDS):
-        parser.error(f"no such kinds: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+        parser.error(f"unknown kinds: {', '.join(sorted(unknown))}; possible: {', '.join(KINDS)}")
     begin, counts, failed = time.monotonic(), Counter[tuple[str, str, str]](), list[str]()
     widths: set[int] = set()
     jobs = [(chosen.seed, number, chosen.seconds, kinds) for number in range(chosen.jobs)]

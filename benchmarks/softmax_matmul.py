@@ -1,14 +1,14 @@
-"""softmax(X) V, fused and in two steps, over the length of a row: a table and a CSV.
+"""Time softmax(X) V, fused and in two steps, over the length of a row.
 
     python benchmarks/softmax_matmul.py [--csv softmax_matmul.csv] [--d2 64,128] [--passes 100]
 
-X (16, 2048, d2) and V (16, d2, 512), float32, d2 from 64 to 8192. The fused kernel is
-`flashsim.softmax_matmul` on the GPU, in blocks of 16, 32 and 64; the other is the array library's
-own softmax and product (torch's where torch sees the GPU, else CuPy's). Each is called 10 times to
-warm up and 100 times between CUDA events. Columns: batch_size, d1, d2, d3; triton, whether
-softmax(X) stayed on the chip (after the language that such a course is written in); BLOCK, NA where
-there is none; forward_ms_mean, forward_ms_std; forward_peak_MiB, memory in use beyond the inputs.
-Every configuration has its row; what failed has NA for figures, and why goes to stderr.
+Prints a table and writes a CSV. X is (16, 2048, d2) and V (16, d2, 512), float32, with d2 from 64
+to 8192. The fused kernel is `flashsim.softmax_matmul` on the GPU, in blocks of 16, 32 and 64. The
+other is the array library's own softmax and product (torch's if torch sees the GPU, else CuPy's).
+Each is called 10 times to warm up and 100 times between CUDA events. Columns: batch_size, d1, d2,
+d3; triton, whether softmax(X) stayed on chip (named after the language of such courses); BLOCK, NA
+without blocks; forward_ms_mean, forward_ms_std; forward_peak_MiB, memory in use beyond the inputs.
+Every configuration has its row; a failed one has NA for figures, and stderr has the reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NA = "NA"
 
 
 def rows(lab: Lab, lengths: tuple[int, ...], warm_up: int, passes: int) -> Iterator[dict[str, Any]]:
-    """One row a configuration, whatever fails."""
+    """Yield one row per configuration, whatever fails."""
     for d2 in lengths:
         for block in (*BLOCKS, None):
             row: dict[str, Any] = dict.fromkeys(COLUMNS, NA)
@@ -51,7 +51,7 @@ def rows(lab: Lab, lengths: tuple[int, ...], warm_up: int, passes: int) -> Itera
 
 
 def measured(lab: Lab, d2: int, block: int | None, warm_up: int, passes: int) -> dict[str, float]:
-    """Mean and standard deviation of one configuration's time, and its peak of memory."""
+    """Return the mean and standard deviation of one configuration's time, and its peak memory."""
     x, v = lab.array((BATCH, D1, d2), "float32"), lab.array((BATCH, d2, D3), "float32")
     work = partial(fused, x, v, block) if block else partial(softmax_matmul.plain, x, v)
     for _ in range(warm_up):
@@ -66,12 +66,12 @@ def measured(lab: Lab, d2: int, block: int | None, warm_up: int, passes: int) ->
 
 
 def fused(x: Any, v: Any, block: int) -> Any:
-    """One kernel."""
+    """Run the fused kernel."""
     return softmax_matmul.run(x, v, block=block, backend="cupy", trace=False).out
 
 
 def timed(lab: Lab, work: Callable[[], Any]) -> float:
-    """Milliseconds of one call on the GPU alone: the host runs ahead of a spinning kernel."""
+    """Return the ms of one call on the GPU alone: the host runs ahead of a spinning kernel."""
     lab.spin()
     start = lab.event()
     work()
@@ -79,12 +79,12 @@ def timed(lab: Lab, work: Callable[[], Any]) -> float:
 
 
 def main() -> None:
-    """Run, print and write."""
+    """Measure, print and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--d2", default=",".join(map(str, LENGTHS)), help="lengths, with commas")
+    parser.add_argument("--d2", default=",".join(map(str, LENGTHS)), help="lengths")
     parser.add_argument("--warm-up", type=int, default=10)
     parser.add_argument("--passes", type=int, default=100)
-    parser.add_argument("--csv", default="softmax_matmul.csv", help="where the table goes")
+    parser.add_argument("--csv", default="softmax_matmul.csv", help="file for the table")
     options = parser.parse_args()
     try:
         lab, why = open_lab()
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for people."""
+    """Return a row as a line of text."""
     what = f"d2 {row['d2']:>5}  " + (f"fused, block {row['BLOCK']}" if row["triton"] else "plain")
     if row["forward_ms_mean"] == NA:
         return f"{what:<32}failed"

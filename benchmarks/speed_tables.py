@@ -1,4 +1,4 @@
-"""Tables of GPU speed in docs/notebooks, from the CSV files that benchmarks write with --csv.
+"""Build the tables of GPU speed in docs/notebooks from CSV files of benchmarks.
 
 "vs best" is the fastest competitor's time divided by ours. The competitors are those that the run
 timed: FlashAttention's CuTe-DSL kernels (FA-CuTe), cuDNN and FlashAttention-2.
@@ -17,7 +17,7 @@ DATA = Path(__file__).parent.parent / "docs" / "data"
 OURS = "flashsim cupy"
 OTHERS = {"flash-attn cute": "FA-CuTe", "torch cudnn": "cuDNN", "torch flash2": "FA-2"}
 Row = dict[str, str]
-#: Units of the GPU by what fills them, as Nsight Compute counts (benchmarks/limits.py).
+#: Units of the GPU, by their Nsight Compute counter (benchmarks/limits.py).
 UNITS = {
     "tensor cores": "sm__pipe_tensor_cycles_active",
     "exponentials": "sm__inst_executed_pipe_xu",
@@ -30,12 +30,12 @@ UNITS = {
 
 
 def kept(name: str) -> list[Row]:
-    """Rows of a CSV file of docs/data."""
+    """Return the rows of a CSV file of docs/data."""
     return read_table(DATA / name)
 
 
 class Shape:
-    """One shape of a run, with a row for each implementation that was timed at it."""
+    """One shape of a run, with a row per implementation that was timed at it."""
 
     def __init__(self, row: Row) -> None:
         self.d, self.n = int(row["head_dim"]), int(row["seq_len"])
@@ -45,29 +45,29 @@ class Shape:
         self.rows: dict[str, Row] = {}
 
     def ms(self, direction: str, name: str = OURS) -> float | None:
-        """Milliseconds of a pass, or None where it was not timed."""
+        """Return the milliseconds of a pass, or None if it was not timed."""
         found = self.rows.get(name, {}).get(f"{direction}_ms")
         return float(found) if found else None
 
     def speed(self, direction: str, name: str) -> str:
-        """TFLOP/s of a pass."""
+        """Return the TFLOP/s of a pass."""
         found = self.rows.get(name, {}).get(f"{direction}_tflops")
         return f"{float(found):.0f}" if found else ""
 
     def ratio(self, direction: str) -> float | None:
-        """The time of the best of the others by ours."""
+        """Return the time of the fastest other implementation divided by ours."""
         ours = self.ms(direction)
         others = [ms for name in OTHERS if (ms := self.ms(direction, name))]
         return min(others) / ours if ours and others else None
 
     def of_the_best(self, direction: str) -> str:
-        """The ratio, as the tables have it."""
+        """Return the ratio as the tables show it."""
         found = self.ratio(direction)
         return "" if found is None else f"{found:.2f}"
 
 
 def shapes(name: str, key: Callable[[Shape], tuple]) -> list[Shape]:
-    """Of a CSV file of docs/data, in an order."""
+    """Return the shapes of a CSV file of docs/data, sorted by `key`."""
     found: dict[tuple, Shape] = {}
     for row in kept(name):
         one = Shape(row)
@@ -81,14 +81,14 @@ def _mask(one: Shape) -> str:
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]], words: str = "") -> str:
-    """Numbers to the right, the columns named in `words` to the left."""
+    """Return a Markdown table: numbers right-aligned, the columns in `words` left-aligned."""
     sides = ["---" if name in words.split("|") else "---:" for name in columns]
     lines = [f"| {' | '.join(map(str, line))} |\n" for line in (columns, *rows)]
     return "".join([lines[0], f"|{'|'.join(sides)}|\n", *lines[1:]])
 
 
 def papers(name: str = "gpu-papers-h200.csv") -> str:
-    """TFLOP/s of everybody who was timed on the papers' twelve shapes."""
+    """Return the table of TFLOP/s of all timed implementations on the papers' twelve shapes."""
     found = shapes(name, lambda s: (-s.d, s.causal, s.n))
     others = [name for name in OTHERS if any(name in one.rows for one in found)]
     columns, rows = ["d", "causal", "N"], []
@@ -104,12 +104,12 @@ def papers(name: str = "gpu-papers-h200.csv") -> str:
 
 
 def h100() -> str:
-    """The same on an H100."""
+    """Return the papers' shapes on an H100."""
     return papers("gpu-papers-h100.csv")
 
 
 def short() -> str:
-    """Ratios at N = 128 to 768, of one, 8 and 64 sequences."""
+    """Return the table of ratios at N = 128 to 768, for 1, 8 and 64 sequences."""
     columns = ["d", "causal", "N", "forward, 1", "8", "64 sequences", "backward, 1", "8", "64"]
     rows: dict[tuple, list[object]] = {}
     found = shapes("gpu-short-h200.csv", lambda s: (s.d, s.causal, s.n, s.batch))
@@ -121,7 +121,7 @@ def short() -> str:
 
 
 def serving() -> str:
-    """Times and ratios with several query heads to a key head."""
+    """Return the table of times and ratios for grouped query heads."""
     columns = "heads|key heads|N|sequences|window|forward, µs|vs best|backward, µs|vs best"
     rows = []
     for one in shapes("gpu-serving-h200.csv", lambda s: (s.heads, s.n, s.batch, s.window)):
@@ -134,7 +134,7 @@ def serving() -> str:
 
 
 def widths() -> str:
-    """Ratios of head dimensions."""
+    """Return the table of ratios by head dimension."""
     columns = ["d", "forward", "backward", "causal, forward", "backward"]
     rows: dict[int, list[object]] = {}
     for one in shapes("gpu-widths-h200.csv", lambda s: (s.d, s.causal)):
@@ -144,7 +144,7 @@ def widths() -> str:
 
 
 def limits() -> str:
-    """How full each unit is in the longest kernel of each pass of ours that is behind another's."""
+    """Return the table of each unit's utilisation in the longest kernel of our slower passes."""
     longest: dict[tuple[str, ...], Row] = {}
     shape = ("head_dim", "causal", "n", "batch", "heads", "kv_heads", "window", "pass")
     for row in kept("limits-h200.csv"):
@@ -161,7 +161,7 @@ def limits() -> str:
 
 
 def fp8() -> str:
-    """TFLOP/s of FP8's forward, and times that of bfloat16 in the same run."""
+    """Return the table of TFLOP/s of the FP8 forward, and its speed relative to bfloat16."""
     found: dict[tuple[int, bool, int], dict[str, Row]] = {}
     for row in kept("fp8-h200.csv"):
         if row["what"] == "forward":
@@ -179,7 +179,7 @@ def fp8() -> str:
 
 
 def quantisers() -> str:
-    """Quantisers' bandwidth as a part of a copy's."""
+    """Return the table of quantisers' bandwidth relative to a copy's."""
     rows: dict[str, dict[str, str]] = {}
     for row in kept("fp8-h200.csv"):
         if row["way"] in ("plain", "rotated"):
@@ -190,7 +190,7 @@ def quantisers() -> str:
 
 
 def forms(direction: str) -> str:
-    """TFLOP/s of our forms of a pass beside each other."""
+    """Return the table of TFLOP/s of flashsim's forms of a pass."""
     names = {
         "forward": {
             "cupy": "flashsim cupy",
@@ -211,7 +211,7 @@ def forms(direction: str) -> str:
 
 
 def in_python() -> str:
-    """TFLOP/s of Hopper's kernels in C++ and in Python."""
+    """Return the table of TFLOP/s of Hopper's kernels in C++ and in Python."""
     ways = {
         "forward": "",
         "fused": "",
@@ -227,7 +227,7 @@ def in_python() -> str:
 
 
 def _speeds(name: str, columns: Sequence[tuple[str, str, str]]) -> str:
-    """TFLOP/s on the papers' shapes: of each column its head, the direction, the implementation."""
+    """Return a table of TFLOP/s; each column has a heading, a direction and an implementation."""
     rows: dict[tuple[int, bool, int], dict[str, Row]] = {}
     for row in kept(name):
         where = -int(row["head_dim"]), row["causal"] == "True", int(row["seq_len"])
@@ -240,7 +240,7 @@ def _speeds(name: str, columns: Sequence[tuple[str, str, str]]) -> str:
 
 
 def decoding() -> str:
-    """Microseconds of one query, whose better other is how many times ours, pages, and a copy."""
+    """Return the decoding table: µs of one query, and ratios to others, pages, a copy."""
     found: dict[tuple[int, int, int], dict[str, Row]] = {}
     for row in kept("decode-h200.csv"):
         if row["n_q"] == "1":
@@ -261,7 +261,7 @@ def decoding() -> str:
 
 
 def latent() -> str:
-    """TFLOP/s of latent attention by page size."""
+    """Return the table of TFLOP/s of latent attention by page size."""
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for row in kept("latent-h200.csv"):
         where = f"{row['batch']} x {int(row['keys']):,}", row["n_q"]
@@ -272,8 +272,9 @@ def latent() -> str:
 
 
 def flex() -> str:
-    """TFLOP/s of masks and scores as functions; "×" divides by FlexAttention's, "of named" by ours
-    with a mask known by name.
+    """Return the table of TFLOP/s of mask and score functions.
+
+    "×" divides by FlexAttention's TFLOP/s, "of named" by flashsim's with a built-in mask.
     """
     found: dict[tuple[str, ...], dict[tuple[str, str], float]] = {}
     for row in kept("gpu-flex-h100.csv"):
@@ -296,7 +297,7 @@ def flex() -> str:
     return markdown(columns, rows, "mask, score")
 
 
-#: Pages of docs/, with their sections and the tables in them.
+#: Pages of docs/, with their sections and their tables.
 PAGES: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "notebooks/speed_gpu.md": [
         ("## The papers' shapes", papers),

@@ -1,11 +1,11 @@
-"""What an item and a visit of each forward tile take on this GPU: python benchmarks/tile_times.py
+"""Measure the time of a work tile and of a visit for each forward tile on this GPU.
 
-For each tile that the Hopper kernels choose between (backends/launch_policy/cost_model.py),
-launches of equal walks of several lengths and numbers of heads; a launch takes its rounds of items
-times what an item takes, which is a constant and one for each visit, behind a constant of the
-launch: three unknowns, by least squares of relative errors. Printed in µs, with the largest error
-of the fit, beside the constants in the table. Times are medians of 15 repetitions behind a
-spinning kernel.
+Usage: python benchmarks/tile_times.py. For each tile that the Hopper kernels choose between
+(backends/launch_policy/cost_model.py), it launches loops of equal length, for several lengths and
+numbers of heads. The time of a launch is a constant plus the number of waves times the time of a
+work tile, which is a constant plus a constant per visit. These three constants are fitted by least
+squares of relative errors. They are printed in µs, with the largest error of the fit, beside the
+constants in the table. Times are medians of 15 repetitions after a spinning kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REPETITIONS, CALLS = 15, 5
 
 
 def fit(lab: Lab, head_dim: int, tiling: Tiling, processors: int) -> tuple[np.ndarray, float]:
-    """(launch, item, visit) in µs, and the largest relative error."""
+    """Return (launch, work tile, visit) in µs, and the largest relative error."""
     rows, took = [], []
     for n in LENGTHS:
         tiles = -(-n // tiling.block_q)

@@ -1,12 +1,12 @@
-"""On which shapes times are measured: those the time model is fitted to, and those it is not.
+"""The shapes whose times are measured: those that the time model is fitted to, and held-out ones.
 
-`CALIBRATION` has the kernels' forms (which head_dim chooses), long and short sequences, without and
-with a causal mask, few blocks and many. `HELD_OUT` is all else: other head dimensions, lengths from
-197 to 131,072, grouped heads, windows, ragged and packed sequences. No shape is in both
-(tests/studies/test_agreement.py), and `benchmarks/predict.py --fit` reads the first alone. Both
-end with shapes for forms that Hopper's fused backward alone has, and of which these are timed alone
-(`FUSED_ALONE`): up to 128 keys, one visit; and walks of less than 1,024 rows, where dQ waits for no
-visit. Clusters take what whole rounds of items leave where lengths are even, without a mask.
+`CALIBRATION` has every form of the kernels (which depends on head_dim), long and short sequences,
+with and without a causal mask, few and many blocks. `HELD_OUT` has other head dimensions, lengths
+from 197 to 131,072, grouped heads, windows, ragged and packed sequences. No shape is in both
+(tests/studies/test_agreement.py), and `benchmarks/predict.py --fit` reads only the first. Both end
+with shapes for forms that only Hopper's fused backward has; for these only that backward is timed
+(`FUSED_ALONE`): up to 128 keys, with one visit; and loops of less than 1,024 rows, where dQ is not
+deferred. If lengths are equal, without a mask, clusters share the tail after the full waves.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PACKED = {
 
 
 def problem(**sizes: Any) -> Problem:
-    """A shape as the papers choose them where nothing else is said: 16 Ki tokens, heads = 2048 / d.
+    """Return a problem; by default 16 Ki tokens and heads = 2048 / d, as in the papers.
 
-    `packed` names sequences of `PACKED`.
+    `packed` selects the sequences of `PACKED`.
     """
     packed = sizes.pop("packed", None)
     if packed:
@@ -42,7 +42,7 @@ def problem(**sizes: Any) -> Problem:
 
 
 def both(**sizes: Any) -> Iterator[Problem]:
-    """Without a mask, and causal."""
+    """Yield a shape without a mask, and causal."""
     for causal in (False, True):
         yield problem(**sizes, causal=causal)
 
@@ -55,7 +55,7 @@ def _calibration() -> Iterator[Problem]:
     yield problem(n_q=16_384, head_dim=64)
     yield problem(n_q=16_384, head_dim=128, causal=True)
     yield problem(n_q=32_768, head_dim=128, causal=True)
-    # Few blocks, many short sequences, keys that all queries' heads share.
+    # Few blocks, many short sequences, keys that all query heads share.
     yield problem(n_q=128, head_dim=128, batch=4)
     yield problem(n_q=128, head_dim=64, batch=64, heads=12)
     yield problem(n_q=256, head_dim=128, batch=8, heads=16, causal=True)
@@ -64,7 +64,7 @@ def _calibration() -> Iterator[Problem]:
 
 
 def _one_visit() -> Iterator[Problem]:
-    """To fit to: few heads and many, one visit an item and several."""
+    """Yield calibration shapes with one visit per row tile: few and many heads and work tiles."""
     for d, heads in ((64, 12), (128, 16)):
         yield problem(n_q=128, head_dim=d, batch=1, heads=heads)
         yield problem(n_q=128, head_dim=d, batch=16, heads=heads, causal=True)
@@ -77,7 +77,7 @@ def _one_visit() -> Iterator[Problem]:
 
 
 def _short_walks() -> Iterator[Problem]:
-    """To fit to."""
+    """Yield calibration shapes with short loops."""
     yield from both(n_q=512, head_dim=96, batch=16, heads=16)
     yield problem(n_q=256, head_dim=64, batch=32, heads=12)
     yield problem(n_q=768, head_dim=128, batch=8, heads=16, causal=True)
@@ -147,7 +147,7 @@ HELD_OUT = (
     *_one_visit_held_out(),
     *_short_walks_held_out(),
 )
-#: What the kernels in Python run: compiling those takes longest.
+#: The shapes that the Python kernels run: those take longest to compile.
 IN_PYTHON = tuple(
     p
     for p in (*CALIBRATION, *HELD_OUT)

@@ -1,17 +1,17 @@
-"""How long the kernels take, pass by pass and stage by stage, for the time model: needs a GPU.
+"""Measure the times of kernels per pass and stage, for the time model: needs a GPU.
 
     python benchmarks/times.py --csv docs/data/times-h200.csv [--jobs 14] [--seconds 160]
     python benchmarks/times.py --csv docs/data/times-h200.csv --families hopper
 
-The shapes are `time_shapes.py`'s, in bfloat16. Rows that the file has of other families than those
-asked for stay in it. Kernels are compiled first, by several processes.
-At each shape all passes run by turns, in an order that is shuffled each time, behind a spinning
-kernel that hides the host; a figure is a median. One row a pass (`stage` is empty) and one a stage,
-which is timed between events of its own, so a little longer; if it has several launches, these
-follow each other with no event between. A backward's pass is the form that it
-is named after, at the tile that this form takes by itself, whichever form `deterministic=False`
-would take. `host us` is how long the host is at work on a call. The kernels "library" are standard
-attention's: two products and a softmax, through torch. Joules: power.py.
+The shapes are `time_shapes.py`'s, in bfloat16. Rows of the file for families that were not
+requested stay in it. Kernels are compiled first, in several processes.
+At each shape all passes are interleaved, in an order that is shuffled each time, after a spinning
+kernel that hides the host's time; a figure is a median. There is one row per pass (`stage` is
+empty) and one per stage. A stage is timed between its own events, so takes a little longer; if it
+has several launches, no event separates them. A backward's pass has the form that it is named
+after, at that form's default tile, whichever form `deterministic=False` would select. `host us` is
+the host's time for a call. The kernels "library" are standard attention's: two products and a
+softmax, through torch. For joules see power.py.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ SHAPE = (*("n_q", "n_kv", "head_dim", "batch", "heads", "kv_heads", "causal", "w
 COLUMNS = (
     *("kernels", "pass", *SHAPE, "stage", "tile", "us", "lowest us", "host us", "MHz", "gpu"),
 )
-#: Options of `run` by kernel family; "python" takes Hopper's forward where it runs.
+#: Options of `run` by kernel family; "python" uses Hopper's forward where it runs.
 FAMILIES: dict[str, dict[str, Any]] = {
     "hopper": {"backend": "cupy", "kernel": "hopper"},
     "portable": {"backend": "cupy", "kernel": "portable"},
     "python": {"backend": "numba_cuda"},
 }
-#: Of Python's backwards, the time model knows that by `mma.sync`, and that is what is timed.
+#: The Python backward with `mma.sync`: the time model has only this one, so only it is timed.
 MMA = "python mma"
-#: Passes by the `deterministic` of `Result.backward`; "in-order" is the Hopper family's alone.
-#: False leaves the choice to a rule, unless a tile is named (`tile_of`).
+#: Passes by the `deterministic` of `Result.backward`; only the Hopper family has "in-order". False
+#: leaves the choice to a rule, unless a tile is given (`tile_of`).
 BACKWARD: dict[str, bool | None] = {"flash2": None, "flash2-fused": False, "in-order": True}
-#: The form of one visit, which is asked for as the algorithm from the start; Hopper's alone.
+#: The form with one visit per row tile, which is requested as an algorithm; only Hopper has it.
 ONCE = "flash2-once"
 LIBRARY = "library"
 ROUNDS = 5
@@ -65,7 +65,7 @@ ROUNDS = 5
 def passes_of(
     family: str, p: Problem, name: str, report: str = "", gpu: Any = None
 ) -> tuple[Any, ...]:
-    """The launches of a pass, and so its kernels; needs no GPU, but one that is described."""
+    """Return the launches of a pass, and thus its kernels, for a described GPU."""
     from flashsim.backends.launch.kernel import Gpu
 
     kinds = kernel_families(family)
@@ -80,7 +80,7 @@ def passes_of(
 
 
 def tile_of(family: str, p: Problem, name: str) -> Any:
-    """The tile to name so that it is this form that runs here; None where no other could."""
+    """Return the tile that makes this form run; None if no other form could run."""
     if name != "flash2-fused":
         return None
     timed = MMA if family == "python" else family
@@ -91,14 +91,14 @@ def tile_of(family: str, p: Problem, name: str) -> Any:
 
 
 def this_gpu() -> Any:
-    """The one that times are taken on."""
+    """Return the GPU that is measured."""
     from flashsim.backends.cupy_gpu.engine import gpu_of
 
     return gpu_of(0)
 
 
 def kernel_families(family: str) -> tuple[Any, ...]:
-    """The families of `flashsim.backends`, the preferred one first."""
+    """Return the families of `flashsim.backends`, the preferred one first."""
     if family in ("python", MMA):
         from flashsim.backends.numba_gpu import launch_policy
 
@@ -114,7 +114,7 @@ def kernel_families(family: str) -> tuple[Any, ...]:
 
 
 def wanted(p: Problem, families: list[str]) -> list[tuple[str, str]]:
-    """Which passes of which kernels are timed at a shape."""
+    """Return which passes of which kernels are timed at a shape."""
     found = []
     for family in families:
         if family == "python" and p not in time_shapes.IN_PYTHON:
@@ -131,7 +131,7 @@ def wanted(p: Problem, families: list[str]) -> list[tuple[str, str]]:
 
 
 def visited_once(p: Problem) -> bool:
-    """Whether Hopper's kernels run "flash2-once" here."""
+    """Whether Hopper's kernels run "flash2-once" for a problem."""
     from flashsim.backends.launch.kernel import Gpu
     from flashsim.backends.launch_policy.hopper import HOPPER
 
@@ -140,7 +140,7 @@ def visited_once(p: Problem) -> bool:
 
 
 def compile_all(shapes: list[Problem], families: list[str], jobs: int) -> None:
-    """Every kernel of these shapes."""
+    """Compile every kernel of these shapes."""
     kernels: list[tuple[str, Any]] = []
     for p in shapes:
         for family, name in wanted(p, families):
@@ -158,7 +158,7 @@ def compile_all(shapes: list[Problem], families: list[str], jobs: int) -> None:
 
 @dataclass
 class Timed:
-    """A pass at a shape."""
+    """A pass at a shape, with its times."""
 
     kernels: str
     name: str
@@ -171,14 +171,14 @@ class Timed:
 
 
 def by_stage(passes: tuple[Any, ...], launches: Iterable[Any]) -> Iterator[list[Any]]:
-    """The launches of each of a call's stages, of which one may have several."""
+    """Yield the launches of each stage of a call; a stage may have several."""
     each = iter(launches)
     for one in passes:
         yield list(islice(each, len(one.before) + 1))
 
 
 class Split:
-    """Events between the launches of a call, while one is asked for."""
+    """Records events between the launches of a call, while requested."""
 
     def __init__(self, lab: Lab) -> None:
         from flashsim.backends.cupy_gpu.calls import Plan
@@ -201,7 +201,7 @@ class Split:
         Plan.run = run  # type: ignore[method-assign]
 
     def stages(self, call: Callable[[], Any]) -> dict[str, float]:
-        """Seconds of each stage of a call."""
+        """Return the seconds of each stage of a call."""
         self.at_work = True
         try:
             self.lab.spin()
@@ -213,7 +213,7 @@ class Split:
 
 
 def contenders(lab: Lab, p: Problem, families: list[str], standard: bool) -> Iterator[Timed]:
-    """What runs at a shape; what does not is said."""
+    """Yield the passes that run at a shape; print those that do not."""
     queries, keys = (p.batch, p.heads, p.n_q), (p.batch, p.kv_heads, p.n_kv)
     shapes = (*queries, p.head_dim), (*keys, p.head_dim), (*keys, p.head_dim_v)
     q, k, v, dout = (lab.array(s, p.dtype) for s in (*shapes, (*queries, p.head_dim_v)))
@@ -247,7 +247,7 @@ def contenders(lab: Lab, p: Problem, families: list[str], standard: bool) -> Ite
 
 
 def _standard(lab: Lab, p: Problem, q: Any, k: Any, v: Any, dout: Any) -> Iterator[Timed]:
-    """Two products and a softmax; backward four and the softmax's, from the P that is kept."""
+    """Yield standard attention: two products and a softmax forward, and their backward."""
     torch = getattr(lab, "torch", None)
     if torch is None or p.batch * p.heads * p.n_q * p.n_kv * 2 * 4 > 60e9:
         return
@@ -269,11 +269,11 @@ def _standard(lab: Lab, p: Problem, q: Any, k: Any, v: Any, dout: Any) -> Iterat
 
 
 def measure(lab: Lab, split: Split, clock: Callable[[], int] | None, everyone: list[Timed]) -> None:
-    """Fill in the times of a shape's passes, all by turns."""
+    """Measure the times of a shape's passes, interleaved."""
     order, shuffled = list(everyone), random.Random(0)
     calls: dict[int, int] = {}
     slowest = 0.0
-    for one in everyone:  # warm, and how many calls are worth timing at once
+    for one in everyone:  # warm up, and find how many calls to time at once
         start = lab.event()
         one.call()
         took = lab.milliseconds(start, lab.event()) / 1e3
@@ -287,10 +287,10 @@ def measure(lab: Lab, split: Split, clock: Callable[[], int] | None, everyone: l
         shuffled.shuffle(order)
         for one in order:
             n = calls[id(one)]
-            for _ in range(n):  # some hundred microseconds each, longer than the host takes
+            for _ in range(n):  # a few hundred µs each, longer than the host's time
                 lab.spin()
             if n > 1:
-                one.call()  # the chip as this pass leaves it, not the last one
+                one.call()  # leaves the chip in this pass's state, not the previous one's
             start, began = lab.event(), time.perf_counter()
             for _ in range(n):
                 one.call()
@@ -308,7 +308,7 @@ def measure(lab: Lab, split: Split, clock: Callable[[], int] | None, everyone: l
 
 
 def rows(p: Problem, one: Timed, gpu: str) -> Iterator[dict[str, Any]]:
-    """The pass's row and its stages'."""
+    """Yield the pass's row and its stages'."""
     shape = {name: getattr(p, name) for name in SHAPE if hasattr(p, name)}
     shape |= {"window": p.window or "", "packed": _packed(p)}
     common = {"kernels": one.kernels, "pass": one.name, **shape, "gpu": gpu}
@@ -330,20 +330,20 @@ def _packed(p: Problem) -> str:
 
 
 def kept(path: Path, families: list[str]) -> list[dict[str, str]]:
-    """Rows of a file, if there is one, that are not of these families."""
+    """Return the rows of a file, if it exists, that are not of these families."""
     if not path.exists():
         return []
     return [row for row in read_table(path) if row["kernels"] not in families]
 
 
 def sm_clock() -> Callable[[], int] | None:
-    """Reads the SM clock in MHz; None where NVML is not to be had, which is said."""
+    """Return a function that reads the SM clock in MHz; None, with a message, without NVML."""
     try:
         from nvml import Meter
 
         return Meter().megahertz
     except OSError as error:
-        print(f"no clock: {error}")
+        print(f"cannot read the SM clock: {error}")
         return None
 
 
@@ -351,16 +351,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=14)
-    parser.add_argument("--seconds", type=float, default=160, help="begin no shape after that")
+    parser.add_argument(
+        "--seconds", type=float, default=160, help="start no shape after so many seconds"
+    )
     parser.add_argument("--families", default=f"hopper,portable,python,{LIBRARY}")
-    parser.add_argument("--few", type=int, help="only so many shapes of each set")
+    parser.add_argument("--few", type=int, help="maximum number of shapes per set")
     chosen = parser.parse_args()
     begin, families = time.monotonic(), chosen.families.split(",")
     if "python" in families:
         try:
             importlib.import_module("flashsim.backends.numba_gpu.engine")
         except Exception as error:
-            print(f"no kernels in Python: {error}")
+            print(f"skipping the kernels in Python: {error}")
             families.remove("python")
     others, standard = kept(chosen.csv, families), LIBRARY in families
     families = [name for name in families if name != LIBRARY]
@@ -380,7 +382,7 @@ def main() -> None:
         writer.writerows(others)
         for number, p in enumerate(shapes):
             if time.monotonic() - begin > chosen.seconds:
-                print(f"time is over: {len(shapes) - number} shapes were not measured")
+                print(f"out of time: {len(shapes) - number} shapes were not measured")
                 break
             everyone = list(contenders(lab, p, families, standard=standard))
             if everyone:

@@ -1,9 +1,10 @@
-"""What traces cost on a GPU: python benchmarks/tracing.py [--backend cupy] [--kernel portable]
+"""Measure the cost of traces on a GPU: python benchmarks/tracing.py [--backend cupy]
 
-Time of the forward and the fused backward kernel with `trace=True` and with `trace="timeline"`,
-against without a trace: medians of rounds in turn, between CUDA events around the launch alone,
-behind a spinning kernel, so that the host's part of the launch is over when the first event comes.
-bfloat16, 16,384 tokens, heads = 2048 / d. What a trace takes on the host is not part of it.
+Compares the times of the forward and the fused backward kernel with `trace=True` and with
+`trace="timeline"` to those without a trace. Times are medians of interleaved rounds, between CUDA
+events around the launch alone, after a spinning kernel, so that the host's part of the launch is
+over when the first event comes. Inputs are bfloat16, 16,384 tokens, heads = 2048 / d. The host's
+time for a trace is not included.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ SPIN = 10_000_000  # cycles: about 5 ms
 
 
 def time_launches(into: list[tuple[str, Any, Any]]) -> None:
-    """From now on each launch appends its stage and an event before and after it."""
+    """Make each later launch append its stage and an event before and after it."""
     plain = ReadyPass.__call__
 
     def timed(self: ReadyPass, call: Call, report: dict[str, Any]) -> None:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(SPIN)  # hides the host; clocks may have fallen while it was busy
+        torch.cuda._sleep(SPIN)  # hides the host's time; clocks may have fallen during it
         start.record()
         plain(self, call, report)
         end.record()
@@ -39,7 +40,7 @@ def time_launches(into: list[tuple[str, Any, Any]]) -> None:
 
 
 def milliseconds(launches: list[tuple[str, Any, Any]], stage: str) -> float:
-    """Of the launches of one stage since the last time."""
+    """Return the milliseconds of one stage's launches since the last call."""
     torch.cuda.synchronize()
     took = sum(start.elapsed_time(end) for name, start, end in launches if name == stage)
     launches.clear()
@@ -49,7 +50,7 @@ def milliseconds(launches: list[tuple[str, Any, Any]], stage: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="cupy", help="cupy or numba_cuda")
-    parser.add_argument("--kernel", help="as for flashsim.run")
+    parser.add_argument("--kernel", help="option `kernel` of flashsim.run")
     parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args()
     more = {"kernel": options.kernel} if options.kernel else {}
@@ -61,7 +62,7 @@ def main() -> None:
         shape = (4, TOKENS // N, WIDTH // d, N, d)
         q, k, v, dout = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         took: dict[tuple[str, Any], list[float]] = {}
-        for round_ in range(1 + options.rounds):  # the first one compiles
+        for round_ in range(1 + options.rounds):  # the first round compiles
             for trace in TRACES:
                 given = {"causal": causal, "backend": options.backend, "trace": trace, **more}
                 result = flashsim.run(q, k, v, **given)

@@ -1,22 +1,23 @@
-"""Predictions against hardware counters over many shapes: needs a GPU, CuPy and Nsight Compute.
+"""Compare predictions with hardware counters over many shapes.
 
     python benchmarks/verify.py --out docs/data/verify-h200.csv [--keep FOLDER]
     python benchmarks/verify.py --keep FOLDER                              # only measure
     python benchmarks/verify.py --from FOLDER --out docs/data/verify-h200.csv   # anywhere
 
-Forward, three-pass and fused backward, both families of backend "cupy". The shapes have 16 Ki
-tokens per batch and 2048 / d heads: d 64 and 128, N 1 Ki to 16 Ki, causal and not, then grouped
-heads, a window and ragged lengths, which all exceed L2, and two shapes that fit. Then the Hopper
-family's fused backward in a fixed order ("in-order") on shapes of N = 4096, and backend
-"numba_cuda" on two shapes. The table has one row per kernel and quantity. Two processes measure
-(one counts, one is profiled); --keep saves what they gave, --from reads it again. `flashsim verify
---summary FILE` sums the table up. What the quantities are: docs/guides/truth.md.
+Needs a GPU, CuPy and Nsight Compute. Measures the forward, the three-pass and the fused backward of
+both families of backend "cupy". The shapes have 16 Ki tokens per batch and 2048 / d heads: d 64 and
+128, N 1 Ki to 16 Ki, causal and not, then grouped heads, a window and ragged lengths, which all
+exceed L2, and two shapes that fit in L2. Then come the Hopper family's fused backward in a fixed
+order ("in-order") on shapes of N = 4096, and backend "numba_cuda" on two shapes. The table has one
+row per kernel and quantity. Two processes measure: one counts, and one is profiled. --keep saves
+their output, and --from reads it. `flashsim verify --summary FILE` summarises the table.
+docs/guides/truth.md explains the quantities.
 
-`--shapes widths` measures other head dimensions instead, small: those that no chunk of 64 columns
-divides, values narrower than keys, ragged lengths.
+`--shapes widths` measures small shapes with other head dimensions instead: multiples of no chunk of
+64 columns, values narrower than keys, ragged lengths.
 
-`--soak 14 --seeds 1,2,3` measures that many random cases of each seed instead, those of `flashsim
-verify --soak`. The table then has a row per quantity with a target, and the summary counts them.
+`--soak 14 --seeds 1,2,3` measures so many random cases per seed instead, those of `flashsim verify
+--soak`. The table then has a row per quantity with a target, and the summary counts them.
 """
 
 import argparse
@@ -34,12 +35,12 @@ from flashsim.studies.verify import table as soak_table
 
 TOKENS, WIDTH = 16_384, 2048
 KERNELS = ("hopper", "portable", "numba_cuda")
-#: By `deterministic` of `Result.backward`, what the table calls it.
+#: The table's name of a backward, by `deterministic` of `Result.backward`.
 PASSES = {None: "flash2", False: "flash2-fused", True: "in-order"}
 
 
 def shapes():
-    """Keyword arguments of `Problem`, one dict a shape; all exceed an H200's L2."""
+    """Yield keyword arguments of `Problem` for shapes whose tensors exceed an H200's L2."""
     for d in (128, 64):
         for causal in (False, True):
             for n in (1024, 4096, 16_384):
@@ -52,19 +53,19 @@ def shapes():
 
 
 def fitting():
-    """Likewise; of these every tensor, forward and backward, stays in L2: about 20 MiB."""
+    """Yield keyword arguments for shapes whose tensors all fit in L2 (20 MiB)."""
     yield {"n_q": 2048, "head_dim": 64, "heads": 8}
     yield {"n_q": 4096, "head_dim": 128, "heads": 2, "causal": True}
 
 
 def in_python():
-    """Likewise, for the kernels in Python: a shape of each sort."""
+    """Yield keyword arguments for the Python kernels: one shape of each kind."""
     yield {"n_q": 4096, "head_dim": 128, "batch": 4, "causal": True}
     yield next(fitting())
 
 
 def widths():
-    """Likewise: head dimensions that leave boxes, sectors of 32 B or 16 elements unfilled."""
+    """Yield keyword arguments with head dimensions that leave boxes or sectors partly unused."""
     for d in (32, 40, 56, 59, 72, 80, 96, 111, 120, 160, 200, 256):
         yield {"n_q": 2048, "head_dim": d, "heads": 8}
     yield {"n_q": 2048, "head_dim": 128, "head_dim_v": 64, "heads": 8}
@@ -73,7 +74,7 @@ def widths():
 
 
 def narrow(device, kernels):
-    """`widths` with every C++ family; the portable one on the odd ones only."""
+    """Yield `widths` with every C++ family; with the portable family, only odd head dimensions."""
     for family in kernels:
         for shape in widths():
             if family == "hopper" or (family == "portable" and shape["head_dim"] % 32):
@@ -86,7 +87,7 @@ def narrow(device, kernels):
 
 
 def cases(device, kernels):
-    """Every shape with every kernel family."""
+    """Yield every shape with every kernel family."""
     for family in kernels:
         for shape in in_python() if family == "numba_cuda" else (*shapes(), *fitting()):
             whole = {"heads": WIDTH // shape["head_dim"], "dtype": "bfloat16", **shape}
@@ -98,14 +99,14 @@ def cases(device, kernels):
 
 
 def fits(case):
-    """Whether all tensors, forward and backward, stay in L2 together."""
+    """Whether all tensors, forward and backward, fit in L2 together."""
     return live(case.problem, "flash2-fused") <= Device.get(case.device).l2_bytes
 
 
 def named(case, passes):
-    """What the table calls the case's passes, and each; of passes that ran alike, the first.
+    """Return the table's names of the case and its passes; of equal passes, only the first.
 
-    With dQ in any order, `backward` may take three passes, too, where they are faster.
+    With dQ in any order, `backward` may also run three passes, if they are faster.
     """
     called = {"forward": passes[0]}
     for form, one in zip(case.backward, passes[1:], strict=True):
@@ -114,7 +115,7 @@ def named(case, passes):
 
 
 def write(path, kept, model):
-    """The table: predictions are computed here."""
+    """Write the table; predictions are computed here."""
     with path.open("w", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         for number, (case, passes) in enumerate(zip(kept.cases, passes_of(kept), strict=True)):
@@ -130,7 +131,7 @@ def write(path, kept, model):
 def soaked(seeds, kept, out):
     """Compare random cases, write a row per quantity, and print how many are within their target.
 
-    What was measured has as many cases of each seed.
+    The measurement has the same number of cases per seed.
     """
     passes, each = passes_of(kept), len(kept.cases) // len(seeds)
     columns = ("seed", "case", "kernels", "kernel", "quantity", "predicted", "measured", "target")
@@ -153,7 +154,7 @@ def soaked(seeds, kept, out):
 
 
 def compile_first(wanted, jobs):
-    """Every kernel, with counts and without."""
+    """Compile every kernel, with and without counts."""
     import gpu_compile
     from times import passes_of
 
@@ -169,16 +170,16 @@ def compile_first(wanted, jobs):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default=HERE, help="to predict for")
+    parser.add_argument("--device", default=HERE, help="device of the predictions")
     parser.add_argument("--kernels", default=",".join(KERNELS))
-    parser.add_argument("--out", type=Path, help="the table, CSV")
-    parser.add_argument("--keep", type=Path, help="a folder for what was measured")
-    parser.add_argument("--from", type=Path, dest="source", help="such a folder")
-    parser.add_argument("--jitter", type=float, help="of the L2 model, in seconds")
+    parser.add_argument("--out", type=Path, help="CSV file for the table")
+    parser.add_argument("--keep", type=Path, help="folder for the measurements")
+    parser.add_argument("--from", type=Path, dest="source", help="folder with measurements")
+    parser.add_argument("--jitter", type=float, help="jitter of the L2 model, in seconds")
     parser.add_argument("--shapes", choices=("all", "widths"), default="all")
-    parser.add_argument("--soak", type=int, help="so many random cases of each of --seeds")
-    parser.add_argument("--seeds", default="0", help="of --soak")
-    parser.add_argument("--jobs", type=int, help="compile first, in so many processes")
+    parser.add_argument("--soak", type=int, help="number of random cases per seed")
+    parser.add_argument("--seeds", default="0", help="seeds of --soak")
+    parser.add_argument("--jobs", type=int, help="compile first, in this many processes")
     parser.add_argument("--cases", action="store_true", help="only print the cases, as JSON")
     chosen = parser.parse_args()
     those = cases if chosen.shapes == "all" else narrow
@@ -193,12 +194,12 @@ def main():
         print(json.dumps([case.to_dict() for case in wanted]))
         return
     if not (chosen.out or chosen.keep):
-        parser.error("nothing to do: give --out FILE, --keep FOLDER or both")
+        parser.error("nothing to do: pass --out FILE, --keep FOLDER or both")
     try:
         if chosen.jobs and not chosen.source:
             compile_first(wanted, chosen.jobs)
         kept = Record.load(chosen.source / "ncu.csv") if chosen.source else record(wanted)
-        if chosen.keep:  # before anything is made of it
+        if chosen.keep:  # save it before it is used
             chosen.keep.mkdir(parents=True, exist_ok=True)
             kept.save(chosen.keep / "ncu.csv")
         if chosen.soak:

@@ -1,8 +1,9 @@
-"""What pictures cost: python benchmarks/viz.py [--seconds 4]
+"""Measure the cost of pictures: python benchmarks/viz.py [--seconds 4]
 
-An animation of 16 x 16 tiles; the page of a trace of 100,000 events: its size, how soon Chromium
-shows it, how many frames a second it then draws, and the same inside a notebook's frame. The page's
-part needs Playwright and Chromium; on a machine without a GPU the browser draws in software.
+Measures an animation of 16 x 16 tiles, and the player of a trace of 100,000 events: its size, the
+time until Chromium shows it, and the frames per second at which it plays, alone and inside a
+notebook's frame. The player needs Playwright and Chromium; without a GPU, the browser renders in
+software.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import flashsim
 from flashsim import Tiling, viz
 
 FLAGS = ("--no-sandbox", "--disable-dev-shm-usage")
-# Times of all frames while the page plays at one step a frame, and of its own work on one step.
+# Returns the times of all frames while the player runs at one step per frame, and the script's time
+# per step.
 PLAY = """async (ms) => {
   const times = [];
   player.setSpeed(120);
@@ -54,13 +56,13 @@ OPENED = """() => new Promise((done) => {
 
 
 def run(n: int, head_dim: int, tile: int) -> flashsim.Result:
-    """A traced forward pass of random tensors."""
+    """Return a traced forward pass of random tensors."""
     q, k, v = np.random.default_rng(0).standard_normal((3, n, head_dim), dtype=np.float32)
     return flashsim.run(q, k, v, tiling=Tiling(tile, tile), trace=True)
 
 
 def animation(table: Table, folder: Path) -> None:
-    """A GIF of 256 visits, every one a frame."""
+    """Write a GIF of 256 visits, with one frame per visit, and add its rows to the table."""
     traced = run(512, 32, 32)
     start = time.perf_counter()
     path = viz.animate(traced, folder / "walk.gif")
@@ -70,7 +72,7 @@ def animation(table: Table, folder: Path) -> None:
 
 
 def page(table: Table, folder: Path, seconds: float) -> None:
-    """The page of 100,000 events, in Chromium."""
+    """Open the player of 100,000 events in Chromium, and add its rows to the table."""
     traced = run(2112, 2, 16)
     start = time.perf_counter()
     shown = viz.page(traced)
@@ -111,7 +113,7 @@ def page(table: Table, folder: Path, seconds: float) -> None:
 
 
 def _opened(browser, file: Path) -> float:
-    """Seconds from navigation to the first frame drawn."""
+    """Return the seconds from navigation to the first frame."""
     tab = browser.new_page(viewport={"width": 1280, "height": 800})
     tab.goto(file.as_uri(), wait_until="commit")
     start = time.perf_counter()
@@ -124,9 +126,9 @@ def _opened(browser, file: Path) -> float:
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=4, help="how long each page plays")
+    parser.add_argument("--seconds", type=float, default=4, help="how long each player plays")
     given = parser.parse_args()
     table = Table("what", "measured", "asked for")
     with tempfile.TemporaryDirectory() as folder:

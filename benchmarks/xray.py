@@ -1,14 +1,14 @@
-"""Are the tiles right that `flashsim xray` infers? Kernels with known tiles, on random shapes.
+"""Check the tiles that `flashsim xray` infers: kernels with known tiles, on random shapes.
 
     python benchmarks/xray.py --seed 1 [--cases 6] [--save xray.json] [--csv xray.csv]
 
-Draws shapes and tiles, and runs on each: flashsim's own kernels at the tile drawn (forward, and the
-backward in one pass and in three), a Triton forward with BLOCK sizes drawn, and torch's
-FlashAttention-2, whose kernels carry their tiles in their names. One run under Nsight Compute reads
-the counters. Prints for each kernel the true tile and the inferred one: "right" if the side of
-the outer loop is told alone and the true tile fits, "in doubt" if several fit on that side, "no
-claim" if nothing fits, else "WRONG", which ends the program with an error. Needs a GPU, ncu, torch
-and Triton.
+Draws shapes and tiles, and runs on each: flashsim's own kernels with the drawn tile (forward, fused
+and three-pass backward), a Triton forward with drawn BLOCK sizes, and torch's FlashAttention-2,
+whose kernels have their tiles in their names. One run under Nsight Compute reads the counters.
+Prints for each kernel the true tile and the inferred one. The verdict is "right" if only one size
+of the outer loop's side fits and the true tile fits, "in doubt" if several sizes of that side fit,
+"no claim" if nothing fits, else "WRONG", which ends the program with an error. Needs a GPU, ncu,
+torch and Triton.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COMPUTES = re.compile(
 
 @dataclass(frozen=True)
 class Case:
-    """What runs, with the tile of each of its kernels where the caller chose it."""
+    """A case to run, with the tile of each of its kernels if the caller chose it."""
 
     what: str  # "triton", "torch", or a kernel family of backend cupy
     sizes: dict[str, Any]
@@ -50,12 +50,12 @@ class Case:
 
     @property
     def problem(self) -> Problem:
-        """The shape and the mask."""
+        """Return the shape and the mask."""
         return Problem(**self.sizes)
 
 
 def draw(rng: random.Random, what: str) -> Case:
-    """A shape drawn at random, and a tile where the caller chooses."""
+    """Return a random shape, with a random tile if the caller chooses it."""
     d = rng.choice((64, 128) if what == "triton" else (64, 96, 128))
     n = rng.randint(300, 3000)
     sizes = {
@@ -80,14 +80,14 @@ def draw(rng: random.Random, what: str) -> Case:
 
 
 def same(what: str, sizes: dict[str, Any]) -> Case:
-    """One shape, with the tile that the kernel chooses itself; Triton's is 128 x 64."""
+    """Return a case with this shape and the kernel's own tile; Triton's is 128 x 64."""
     return Case(what, sizes, (128, 64) if what == "triton" else None)
 
 
 def _tile(
     rng: random.Random, p: Problem, family: str, direction: str, algorithm: str
 ) -> tuple[int, int]:
-    """One of the tiles that the kernels of a family have for this problem."""
+    """Return one of the tiles that a family's kernels have for this problem."""
     from flashsim.backends.cupy_gpu.engine import gpu_of
     from flashsim.backends.launch_policy.hopper import HOPPER
     from flashsim.backends.launch_policy.portable import PORTABLE
@@ -101,7 +101,7 @@ def _tile(
 
 
 def launch(path: str) -> None:
-    """Run the cases of a file, each pass in an NVTX range with its number."""
+    """Run the cases of a file, with each pass in an NVTX range with its number."""
     import torch
 
     for n, values in enumerate(json.loads(Path(path).read_text())):
@@ -119,7 +119,7 @@ def launch(path: str) -> None:
 
 
 def steps(case: Case, q: Any, k: Any, v: Any, dout: Any) -> Iterator[tuple[str, Any]]:
-    """What to call for each pass."""
+    """Yield the call of each pass."""
     import torch
 
     import flashsim
@@ -156,7 +156,7 @@ def steps(case: Case, q: Any, k: Any, v: Any, dout: Any) -> Iterator[tuple[str, 
 
 
 def framework(what: str, causal: bool) -> Any:
-    """A library's attention of (batch, heads, n, d) tensors."""
+    """Return a library's attention on (batch, heads, n, d) tensors."""
     import torch
 
     if what == "flex":
@@ -195,7 +195,7 @@ def framework(what: str, causal: bool) -> Any:
 
 
 def truth(case: Case, kernel: str, direction: str) -> tuple[int, int] | None:
-    """The tile of a kernel: from its template arguments, or as the case chose it."""
+    """Return a kernel's true tile: from its template arguments, or from the case."""
     traits = re.search(r"Flash_(?:fwd|bwd)_kernel_traits<\d+, (\d+), (\d+)", kernel)
     if traits:
         return int(traits[1]), int(traits[2])
@@ -203,10 +203,10 @@ def truth(case: Case, kernel: str, direction: str) -> tuple[int, int] | None:
 
 
 def judged(found: Any, tile: tuple[int, int], p: Problem) -> str:
-    """right, in doubt, no claim or WRONG.
+    """Return the verdict: "right", "in doubt", "no claim" or "WRONG".
 
-    Right: the true tile is among those that fit, and the side of the outer loop is told alone. The
-    other side can often not be told; then all that fit are listed.
+    Right: the true tile is among those that fit, and only one size of the outer loop's side fits.
+    The other side is often ambiguous; then all sizes that fit are listed.
     """
     if not found.fits:
         return "no claim"
@@ -222,12 +222,12 @@ def main() -> None:
     """Draw, measure, compare and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", type=int, default=6, help="of each kind")
+    parser.add_argument("--cases", type=int, default=6, help="cases per kind")
     parser.add_argument("--kinds", default="hopper,portable,triton,torch")
     parser.add_argument(
         "--shape",
-        help="BATCH,HEADS,N,D: all kinds on this shape, with and "
-        "without a causal mask, and no tiles drawn; kinds may also be cudnn, flex and cute",
+        help="BATCH,HEADS,N,D: run all kinds on this shape, with and "
+        "without a causal mask, without random tiles; kinds may also be cudnn, flex and cute",
     )
     parser.add_argument("--save", type=Path, help="a record for `flashsim xray --from`")
     parser.add_argument("--csv", type=Path)

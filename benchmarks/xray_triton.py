@@ -45,7 +45,7 @@ def attention_forward(  # type: ignore[no-untyped-def]
 
 
 def attend(q: Any, k: Any, v: Any, causal: bool, block_q: int, block_k: int) -> Any:
-    """Attention of (batch, heads, n, d) tensors on the GPU, with the tile given."""
+    """Return attention on (batch, heads, n, d) tensors on the GPU, with the given tile."""
     batch, heads, n, d = q.shape
     out = torch.empty_like(q)
     grid = (triton.cdiv(n, block_q), batch * heads)

@@ -1,9 +1,10 @@
-"""Write every picture, animation and page of the guides and README.md into docs/gallery/.
+"""Write every picture, animation and player of the guides and README.md into docs/gallery/.
 
     python docs/gallery.py [NAME ...]
 
-Names are file names without folder; default: all. `page.png` and `lab.png`, pictures of pages, need
-Playwright and Chromium and are left as they are without them.
+NAME is a file name without its folder; by default all files are written. `page.png` and `lab.png`
+are screenshots of HTML pages. They need Playwright and Chromium, and are not
+rewritten without them.
 """
 
 from __future__ import annotations
@@ -39,25 +40,25 @@ TILE = Tiling(64, 64)
 
 @cache
 def tensors(n, d=64):
-    """Random q, k, v of one head."""
+    """Random q, k and v of one head, each of shape (n, d)."""
     return np.random.default_rng(0).standard_normal((3, n, d), dtype=np.float32)
 
 
 @cache
 def run(algorithm="flash2", n=1024, causal=False):
-    """A traced forward pass."""
+    """The result of a traced forward pass on random inputs."""
     return flashsim.run(*tensors(n), algorithm=algorithm, causal=causal, tiling=TILE, trace=True)
 
 
 @cache
 def backward(algorithm="flash2", n=512):
-    """A traced backward pass."""
+    """The gradients of a traced causal backward pass on random inputs."""
     return run(algorithm, n, causal=True).backward(tensors(n)[0], tiling=TILE)
 
 
 @cache
 def real():
-    """One layer of a real sentence encoder, and m and l of a query row."""
+    """The traced result of one layer of a sentence encoder, and m, α and l of a query row."""
     sample = flashsim.load_sample("layer5")
     result = flashsim.run(sample.q, sample.k, sample.v, tiling=Tiling(32, 32), trace=True)
     return result, viz.row_statistics(result.trace, sample.q, sample.k)
@@ -65,7 +66,7 @@ def real():
 
 @cache
 def decoded():
-    """Three entries of a batch, in pages of 24 keys, 96 of which they share; 8 heads on 2."""
+    """The trace of decoding a batch of 3: 8 heads, 2 KV heads, pages of 24 keys, 96 keys shared."""
     rng = np.random.default_rng(0)
     q = rng.standard_normal((3, 8, 2, 16), np.float32)
     k, v = rng.standard_normal((2, 16, 2, 24, 16), np.float32)
@@ -78,7 +79,7 @@ def decoded():
 
 @cache
 def guide(page):
-    """What the blocks of a guide define: its pictures are of just that."""
+    """The names that the code blocks of a guide define; its pictures show these objects."""
     text = (HERE.parent / "guides" / page).read_text(encoding="utf-8")
     scope = {}
     for block in re.findall(r"^```python\n(.*?)^```", text, re.S | re.M):
@@ -87,31 +88,31 @@ def guide(page):
 
 
 def own(name):
-    """A result of docs/guides/your_own_algorithm.md."""
+    """A result that the code of docs/guides/your_own_algorithm.md computes."""
     return guide("your_own_algorithm.md")[name]
 
 
 def picture_of_a_solution(rows):
-    """The open exercise with tiles of so many rows, beside the reference."""
+    """A plot of the bytes of a solution with tiles of `rows` rows, and of the reference."""
     one = exercises.get("fewest-bytes")
     _, trace = exercises.grade(one.solution_source.replace("16", str(rows)), one)
-    return draw({f"tiles of {rows} rows": trace, "full marks": one.executed.trace}, one)
+    return draw({f"tiles of {rows} rows": trace, "reference": one.executed.trace}, one)
 
 
 def named(problem, bias=None):
-    """A mask of docs/guides/masks.md."""
+    """A plot of a mask that docs/guides/masks.md defines."""
     scope = guide("masks.md")
     return viz.mask(scope[problem], scope["tile"], bias=None if bias is None else scope[bias])
 
 
 def function(problem):
-    """A mask of docs/guides/your_own_mask.md."""
+    """A plot of a mask that docs/guides/your_own_mask.md defines."""
     scope = guide("your_own_mask.md")
     return viz.mask(scope[problem], scope["tile"])
 
 
 def heads_of_keys():
-    """One token on a long cache: as many key heads as query heads, a quarter, one."""
+    """Counts of one token on a long cache with 32, 8 and 1 KV heads, for 32 query heads."""
     cache = {"n_q": 1, "n_kv": 32_768, "head_dim": 128, "heads": 32, "dtype": "bfloat16"}
     return {
         f"{name}, {n} key head{'s' if n > 1 else ''}": flashsim.count(
@@ -122,12 +123,12 @@ def heads_of_keys():
 
 
 def three(**options):
-    """Three algorithms on the same inputs."""
+    """Traced results of three algorithms on the same inputs."""
     return [run(name, **options) for name in ("standard", "flash1", "flash2")]
 
 
 def counts(problem, **options):
-    """Three algorithms in closed form."""
+    """Counts of three algorithms, in closed form."""
     return [
         flashsim.count(problem, algorithm=name, **options)
         for name in ("standard", "flash1", "flash2")
@@ -135,12 +136,12 @@ def counts(problem, **options):
 
 
 def gpu(name):
-    """A trace that a GPU recorded; it comes with flashsim."""
+    """A trace that a GPU recorded and that comes with flashsim."""
     return flashsim.load_sample_trace(name)
 
 
 def caches(problem):
-    """DRAM reads at every size of L2, in two orders of thread blocks."""
+    """DRAM reads against the size of L2, for three orders of thread blocks."""
     requested = flashsim.count(problem, tiling=Tiling(128, 64), device="H100")
     return {
         order: l2.curves(requested, l2.L2Model(order))["forward"]
@@ -149,13 +150,13 @@ def caches(problem):
 
 
 def ranks(scheme, n=8):
-    """A causal sequence over many GPUs, in closed form."""
+    """The count of a causal sequence that is spread over n GPUs."""
     problem = Problem(8192, head_dim=128, heads=8, dtype="bfloat16", causal=True)
     return distributed.count(problem, ranks=n, scheme=scheme, tiling=Tiling(128, 128))
 
 
 def million():
-    """Predicted times of a million tokens on more and more GPUs."""
+    """Predicted times of a million tokens for each scheme, on 2 to 1,024 GPUs."""
     shape = {"head_dim": 128, "heads": 32, "kv_heads": 8, "dtype": "bfloat16"}
     problem = Problem(2**20, **shape, causal=True)
     sizes = {"ulysses": (2, 4, 8)}
@@ -276,13 +277,14 @@ FILES = {
 
 
 def plot(path, draw):
-    """Draw one figure at slide size."""
+    """Draw a figure and save it at slide size."""
     axes = draw()
     viz.save_figure(axes, path, dpi=110)
     mpl.pyplot.close(axes.figure)
 
 
-#: Pictures of pages: the page, its address's end, its walk, a key, colours, and the height.
+#: Screenshots: the page, the end of its address, the JavaScript that moves it to a step, a key
+#: to press, the colour scheme, and the height.
 PICTURES = {
     "page.png": ("real-tensors.html", "", "player.go(200)", "Enter", "dark", 800),
     "lab.png": ("lab.html", "#mask=causal&n_q=2048", "go(170)", "ArrowRight", "light", 1010),
@@ -290,23 +292,23 @@ PICTURES = {
 
 
 def picture(path):
-    """A picture of one page, half-way through its walk."""
+    """Save a screenshot of a page in the middle of its animation."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
         chromium = None
     if chromium is None:
-        print(f"{path.name}: left as it is, for want of Playwright or Chromium")
+        print(f"{path.name}: not rewritten, because Playwright or Chromium is missing")
         return
-    name, at, walk, key, scheme, height = PICTURES[path.name]
+    name, at, script, key, scheme, height = PICTURES[path.name]
     page = HERE / name
     FILES[name](page)
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         tab = browser.new_page(viewport={"width": 1280, "height": height}, color_scheme=scheme)
         tab.goto(page.as_uri() + at)
-        tab.evaluate(walk)
+        tab.evaluate(script)
         tab.keyboard.press(key)
         tab.wait_for_timeout(300)
         tab.screenshot(path=path)
@@ -314,13 +316,15 @@ def picture(path):
 
 
 def main(wanted):
-    """Write what is wanted, or everything."""
+    """Write the named files, or all files."""
     mpl.use("Agg")
     HERE.mkdir(exist_ok=True)
     every = [*PLOTS, *ANIMATIONS, *FILES, *PICTURES]
     unknown = set(wanted) - set(every)
     if unknown:
-        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; possible: {', '.join(every)}")
+        raise SystemExit(
+            f"unknown file: {', '.join(sorted(unknown))}; possible: {', '.join(every)}"
+        )
     for name in wanted or every:
         path = HERE / name
         if name in PLOTS:

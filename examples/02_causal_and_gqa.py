@@ -1,4 +1,4 @@
-"""A causal mask skips tiles; grouped-query attention shares keys between query heads."""
+"""Show the tiles that a causal mask skips, and the bytes of keys that query heads share."""
 
 import numpy as np
 
@@ -16,15 +16,16 @@ for causal in (False, True):
         f"causal={causal!s:<5}  {trace.n_visits} visits per head, K: {trace.bytes('load', 'K'):,} B"
     )
 
-# The tiles: F is full, M needs a mask, and a dot is skipped.
+# Print the tiles: F is a full tile, M a tile that needs the mask, and a dot a skipped tile.
 schedule = Schedule(Problem(n_q=512, causal=True), tiling)
 grid = np.full((schedule.t_r, schedule.t_c), ".")
 for visit in schedule:
     grid[visit.i, visit.j] = "F" if visit.keep is None else "M"
 print("\n".join(" ".join(row) for row in grid))
 
-# In the forward pass, every query head loads its own K tiles. In the backward pass, one thread
-# block serves a whole group: it loads K once, and stores dK and dV, summed over the group, once.
+# In the forward pass, every query head loads the K tiles of its KV head. In the backward pass, one
+# thread block computes all query heads of a KV head. It loads K once, sums dK and dV over these
+# heads, and stores the sums once.
 result = flashsim.run(q, k, v, causal=True, tiling=tiling)
 gradients = result.backward(result.out, trace=True)
 print(f"dk {gradients.dk.shape}, stored once: {gradients.trace.bytes('store', 'dK'):,} B")

@@ -1,4 +1,4 @@
-"""Count a million tokens in closed form: without a GPU and without data."""
+"""Count the bytes and FLOPs of a million tokens in closed form, without a GPU or data."""
 
 import flashsim
 from flashsim import Device, Problem, Tiling
@@ -6,8 +6,9 @@ from flashsim.counts.traffic import saved
 
 million = Problem(n_q=2**20, head_dim=128, heads=16, dtype="bfloat16", causal=True)
 
-# Three lower bounds on the time. Requested bytes cross between the L2 cache and the SMs. HBM
-# moves only the bytes that miss the cache: at least every input and output once.
+# Print three lower bounds on the time. The first divides the requested bytes, which move between L2
+# and the SMs, by L2's bandwidth. HBM moves only bytes that miss L2: at least each input and output
+# once. The third divides the FLOPs by the peak of the tensor cores.
 for name in ("A100", "H100"):
     device = Device.get(name)
     for tiling in (Tiling(64, 64), Tiling(128, 64), Tiling.fit(million, device)):

@@ -1,4 +1,4 @@
-"""Sweep block sizes and sizes of on-chip memory into a CSV file; an interrupted sweep resumes."""
+"""Count many tile sizes and on-chip memory sizes into a CSV file, and resume if interrupted."""
 
 from pathlib import Path
 
@@ -16,12 +16,12 @@ result = flashsim.sweep(
     tiling=[Tiling(block, 64) for block in (32, 64, 128, 256)],
     device="A100",
     sram_bytes=[48 * 1024, 163 * 1024],
-    path=path,  # stop it and start it again: it goes on where it stopped
+    path=path,  # a sweep that was stopped continues from this file
 )
 print(result)
 
-# FlashAttention-2's outer loop is over queries: doubling block_q halves its loads of K and V.
+# FlashAttention-2's outer loop is over queries, so doubling block_q halves the loads of K and V.
 ok = [row for row in result if row["status"] == "ok" and row["algorithm"] == "flash2"]
 best = min(ok, key=lambda row: row["requested_bytes"] / row["n_q"] ** 2)
-print(f"fewest bytes for its length: block_q={best['block_q']} in {best['sram_bytes']:,} B")
+print(f"fewest bytes relative to n_q^2: block_q={best['block_q']} in {best['sram_bytes']:,} B")
 print(f"{len(result)} rows in {path}")

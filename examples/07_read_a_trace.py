@@ -1,4 +1,4 @@
-"""Read a trace event by event: each transfer, and the tiles that a thread block holds."""
+"""Print the events of a trace, and the tiles that a thread block holds on chip."""
 
 from pathlib import Path
 
@@ -11,18 +11,18 @@ from flashsim.schedule.names import OPS, TENSORS
 q, k, v = np.random.default_rng(0).standard_normal((3, 96, 16), dtype=np.float32)
 trace = flashsim.run(q, k, v, tiling=Tiling(32, 48), trace=True).trace
 
-# One line per event: the operation, the tensor, the tile (i, j), and the bytes.
+# Print one line per event: the operation, the tensor, the tile (i, j), and the bytes.
 for event in trace.events[:12]:
     op, tensor = OPS[event["op"]], TENSORS[event["tensor"]]
     print(f"{op:<8}{tensor:<3} tile ({event['i']:>2}, {event['j']:>2})  {event['bytes']:>6,} B")
 
-# bytes() is the sum over the loads in the list.
+# trace.bytes("load") is the sum over all load events.
 loads = trace.events[trace.events["op"] == OPS.index("load")]
 assert loads["bytes"].sum() == trace.bytes("load")
 
 names, held = trace.sram_timeline()
 print(f"on chip {names}: at most {held.sum(axis=1).max():,} B = {trace.peak_sram():,} B")
-print(f"moved after each visit: {trace.cumulative().tolist()}")
+print(f"bytes moved after each inner-loop iteration: {trace.cumulative().tolist()}")
 
 # The simulated bytes equal those that the closed form predicts.
 assert not trace.diff(trace.predicted())

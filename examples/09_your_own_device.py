@@ -1,4 +1,4 @@
-"""Your own device: how many bytes would more on-chip memory save?"""
+"""Describe your own device, and count how many bytes more on-chip memory would save."""
 
 import flashsim
 from flashsim import Device, FlashSimError, Problem, Tiling
@@ -17,7 +17,7 @@ for kib in (48, 96, 227, 512, 1024):
         f"{traffic.intensity():3.0f} FLOP/B"
     )
 
-# The error for a tile that is too large says what it would hold and which tile fits.
+# If a tile is too large, the error says how many bytes it needs and which tile fits.
 try:
     flashsim.count(problem, tiling=Tiling(256, 256), device="T4")
 except FlashSimError as error:

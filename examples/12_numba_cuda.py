@@ -1,4 +1,4 @@
-"""Attention in Python on a GPU's tensor cores, or, without a GPU, in Numba's CUDA simulator."""
+"""Run the kernels in Python on a GPU's tensor cores, or else in Numba's CUDA simulator."""
 
 import os
 
@@ -11,10 +11,10 @@ try:
     import cupy
 
     on_gpu = cupy.cuda.runtime.getDeviceCount() > 0
-except Exception:  # no CuPy, or no driver: CuPy's own errors cannot be named without it
+except Exception:  # CuPy or the driver is missing; CuPy's error types cannot be imported then
     on_gpu = False
 if not on_gpu:
-    os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # before Numba is imported
+    os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # must be set before Numba is imported
 
 n, dtype = (1024, np.float16) if on_gpu else (24, np.float32)
 rng = np.random.default_rng(0)
@@ -23,9 +23,9 @@ q, k, v = (rng.standard_normal((2, n, 16)).astype(dtype) for _ in range(3))
 try:
     gpu = flashsim.run(q, k, v, causal=True, backend="numba_cuda", trace=True)
 except BackendUnavailable as error:
-    print(error)  # says what to install
+    print(error)  # the error says what to install
 else:
-    # The same tiles on the simulated memory: the same bytes, event by event.
+    # The simulator, with the same tiles, moves the same bytes, event by event.
     tiling = gpu.trace.tiling
     simulated = flashsim.run(q, k, v, causal=True, tiling=tiling, device="H100", trace=True)
     print(gpu.kernel, tiling)

@@ -1,6 +1,6 @@
 """Run FlashAttention tile by tile, and count every byte that it moves.
 
-Every name is loaded when it is first used, so that `flashsim --version` need not wait for NumPy.
+Each name is imported when it is first used, so that `flashsim --version` does not import NumPy.
 """
 # ruff: noqa: F403, F405 - names are those of flashsim.api
 
@@ -17,7 +17,7 @@ from flashsim.version import __version__
 if TYPE_CHECKING:
     from flashsim.api import *
 
-#: Modules that are imported when first asked for, and the package that each lies in.
+#: Modules that are imported when first used, and the package that contains each.
 _LATE = {
     **dict.fromkeys(("oracle",), "flashsim.problem"),
     **dict.fromkeys(
@@ -48,6 +48,7 @@ __all__ = [
     "BlockMask",
     "Comparison",
     "DTypeError",
+    "DecodeOptions",
     "Device",
     "FlashSimError",
     "Gradients",
@@ -93,7 +94,7 @@ def __getattr__(name: str) -> Any:
         try:
             found = importlib.import_module(f"{_LATE.get(name, __name__)}.{name}")
         except ModuleNotFoundError as error:
-            if error.name != f"{__name__}.{name}":  # of one of its own imports
+            if error.name != f"{__name__}.{name}":  # one of its own imports failed
                 raise
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
     globals()[name] = found
@@ -101,14 +102,14 @@ def __getattr__(name: str) -> Any:
 
 
 class _Late:
-    """Lets import statements name a module of `_LATE` as attributes do.
+    """Lets import statements use the short names of modules in `_LATE`.
 
-    `import flashsim.predict` gives the module `flashsim.studies.predict` itself, no copy of it; and
-    so it is with the modules inside.
+    `import flashsim.predict` imports the module `flashsim.studies.predict` itself, not a copy. The
+    same holds for its submodules.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """How to import `flashsim.X`, where X lies in another package."""
+        """Return the spec to import `flashsim.X`, if X is in another package; otherwise None."""
         package, _, rest = name.partition(".")
         where = _LATE.get(rest.partition(".")[0], __name__)
         if package != __name__ or where == __name__:
@@ -116,16 +117,16 @@ class _Late:
         return ModuleSpec(name, self, origin=f"{where}.{rest}")  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module that has another name, too."""
+        """Return the module under its full name."""
         module = importlib.import_module(str(spec.origin))
-        spec.loader_state = module.__spec__  # Python gives the module the spec of its second name
+        spec.loader_state = module.__spec__  # Python replaces it by the short name's spec
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is left to run; the module keeps the spec of its first name.
+        """Restore the spec of the module's full name; its code has run already.
 
-        The modules inside that are loaded get their second name here. An import of that name would
-        put the module in place of a function of the package that has the same name.
+        Submodules that are already loaded also get their short name here. Otherwise, importing a
+        submodule by its short name would replace a function of the same name in its package.
         """
         second = module.__spec__
         assert second is not None
@@ -135,7 +136,7 @@ class _Late:
             sys.modules[f"{second.name}.{name.removeprefix(first)}"] = sys.modules[name]
 
 
-sys.meta_path.insert(0, _Late())  # before Python's own, which would make copies of modules inside
+sys.meta_path.insert(0, _Late())  # before Python's finders, which would copy submodules
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,7 @@
-"""Every error flashsim raises on purpose; all derive from `FlashSimError`.
+"""All errors that flashsim raises on purpose; they derive from `FlashSimError`.
 
 Each error class also derives from the built-in that a caller would expect (`ValueError`,
-`TypeError`, ...). So code that does not know flashsim still catches the right errors.
+`TypeError`, ...). So code that does not know flashsim's errors can still catch them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class FlashSimError(Exception):
 
 
 class ShapeError(FlashSimError, ValueError):
-    """An array or a length has a shape that the problem cannot have."""
+    """The shape of an array, or a length, is invalid for the problem."""
 
 
 class DTypeError(FlashSimError, TypeError):
@@ -34,19 +34,19 @@ class OptionError(FlashSimError, ValueError):
 
 
 class UnknownArgumentError(FlashSimError, TypeError):
-    """A call with an argument that the function does not take, or with too many or too few."""
+    """A call has an unknown argument, or too many or too few arguments."""
 
 
 class MaskError(FlashSimError, ValueError):
-    """A mask that is malformed or that cannot be evaluated."""
+    """A mask is malformed, or cannot be evaluated."""
 
 
 class FunctionError(FlashSimError, ValueError):
-    """A score or mask function that cannot be traced; the message names its line."""
+    """A score or mask function cannot be traced; the message names the line."""
 
 
 class TilingError(FlashSimError, ValueError):
-    """A tiling that cannot be used."""
+    """The problem cannot be computed with this tiling."""
 
 
 class SramOverflow(TilingError):
@@ -56,11 +56,11 @@ class SramOverflow(TilingError):
 class MemoryModelError(FlashSimError, RuntimeError):
     """An algorithm broke the rules of the simulated memory (a bug in the algorithm).
 
-    Grading reads `kind`, which names the broken rule. "freed": a tile was used after it was freed.
-    "outside": numbers came from outside the machine. "off chip": numbers left the chip. "unloaded":
-    HBM data was used without being loaded. "unstored": HBM was never written. "scope": a step or
-    visit was in the wrong place. "operation": the machine has no such operation. "machine": any
-    other rule.
+    `kind` names the broken rule, for grading. "freed": a tile was used after it was freed.
+    "outside": numbers came from outside the machine. "off chip": numbers were read out of SRAM
+    without a store. "unloaded": HBM data was used without being loaded. "unstored": HBM was read,
+    but was never written. "scope": a step or visit was opened or used at an invalid point.
+    "operation": the machine does not have the operation. "machine": any other rule.
     """
 
     def __init__(self, text: str, kind: str = "machine") -> None:
@@ -69,7 +69,7 @@ class MemoryModelError(FlashSimError, RuntimeError):
 
 
 class TraceError(FlashSimError, ValueError):
-    """A trace or a trace file that cannot be used for the requested purpose."""
+    """A trace or a trace file is damaged, or lacks the requested data."""
 
 
 class BackendUnavailable(FlashSimError, RuntimeError):
@@ -77,9 +77,10 @@ class BackendUnavailable(FlashSimError, RuntimeError):
 
 
 def require_numba(what: str, instead: str = "") -> None:
-    """Raise `BackendUnavailable`, naming the requested feature, unless Numba imports.
+    """Raise `BackendUnavailable` unless Numba can be imported and its compiler is on.
 
-    pip installs Numba together with flashsim; Python in a browser has none.
+    `what` is the feature that needs Numba, and `instead` an alternative, for the message. pip
+    installs Numba together with flashsim; only Python in a browser lacks it.
     """
     try:
         import numba
@@ -91,41 +92,38 @@ def require_numba(what: str, instead: str = "") -> None:
     if numba.config.DISABLE_JIT:
         raise BackendUnavailable(
             f"{what} needs Numba's compiler, which NUMBA_DISABLE_JIT=1 switches off: unset "
-            f"it{'; ' if instead else ''}{instead}"
+            f"that variable{'; ' if instead else ''}{instead}"
         )
 
 
 class RankError(FlashSimError, RuntimeError):
-    """The ranks of a group do not agree, or one no longer answers."""
+    """The ranks of a group were called with different arguments, or a rank no longer answers."""
 
 
 class UnsupportedError(FlashSimError, NotImplementedError):
-    """A valid problem that this backend or algorithm does not handle."""
+    """The problem is valid, but this backend or algorithm does not support it."""
 
 
 def shown(value: object) -> str:
-    """`value` as an error message quotes it: its `repr`, shortened, on one line.
-
-    It works for any value.
-    """
+    """Return the `repr` of any value, shortened and on one line, to quote it in an error."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # an integer of more than 4,300 digits, or an object that cannot say
+    except Exception:  # an integer of more than 4,300 digits, or an object whose repr fails
         return f"<{type(value).__name__}>"
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-#: What a terminal obeys instead of showing it: control characters, and changes of direction.
+#: Characters that a terminal obeys instead of showing: control characters and text directions.
 _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    r"""`text` with each character that a terminal obeys escaped, as ``\x1b``; \n and \t stay."""
+    r"""Escape each character that a terminal obeys, as in ``\x1b``, except \n and \t."""
     return _OBEYED.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def choices(value: object, possible: Iterable[object]) -> str:
-    """A list of the possible names, with a suggestion if `value` looks like one of them."""
+    """Return a text that lists the possible names, and suggests the one that `value` resembles."""
     names = [str(name) for name in possible]
     if not names:
         return "there are none"
@@ -136,7 +134,7 @@ def choices(value: object, possible: Iterable[object]) -> str:
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
-#: What people type, and what it is called here.
+#: Argument names of other libraries, and the flashsim arguments that replace them.
 SYNONYMS = {
     "is_causal": "causal",
     "sm_scale": "scale",
@@ -179,12 +177,12 @@ def reject_unknown(names: Iterable[str], known: Iterable[str], function: str) ->
 
 
 def own_errors(called: _Callable) -> _Callable:
-    """Decorator: the function or class raises an error of flashsim if it is called wrongly.
+    """Decorate a function or class so that wrong calls raise errors of flashsim.
 
-    If an argument is missing or unknown, `UnknownArgumentError` adds the given arguments and the
-    possible ones to Python's message. If a call fails in Python and an argument does not match its
-    annotation, a `DTypeError` names that argument. For a class, this covers its constructor and its
-    public methods. A correct call costs one `try`.
+    If an argument is missing or unknown, the error is an `UnknownArgumentError`, which adds the
+    passed and the possible arguments to Python's message. If a call raises a built-in error and an
+    argument does not match its annotation, the error is a `DTypeError` that names the argument. In
+    a class, this covers the constructor and the public methods. A correct call costs one `try`.
     """
     if isinstance(called, type):
         maker = "__new__" if called.__init__ is object.__init__ else "__init__"  # type: ignore[misc]
@@ -208,20 +206,22 @@ def _guarded(function: Any, bound: int) -> Any:
             if isinstance(error, FlashSimError):
                 raise
             refusal = _refusal(function, bound, args, kwargs)
-            if refusal is None:  # another mistake, somewhere inside
+            if refusal is None:  # the arguments are fine: the error has another cause
                 raise
             cause = error if isinstance(refusal, DTypeError) else None
         raise refusal from cause
 
-    if defaults := getattr(function, "__kwdefaults__", None):  # `functools.wraps` leaves them out
+    if defaults := getattr(
+        function, "__kwdefaults__", None
+    ):  # `functools.wraps` does not copy them
         call.__kwdefaults__ = defaults  # type: ignore[attr-defined]
     return call
 
 
 def _refusal(function: Any, bound: int, args: Any, kwargs: Any) -> FlashSimError | None:
-    """The error for arguments that are wrong in number, name or type; None if none is wrong."""
+    """Return the error for arguments of wrong number, name or type; None if all are right."""
     name = function.__qualname__.split("<locals>.")[-1]
-    if function.__name__ in ("__init__", "__new__"):  # the latter has the class, not an object
+    if function.__name__ in ("__init__", "__new__"):  # `self` of __new__ is the class
         name = getattr(args[0], "__name__", type(args[0]).__name__)
     signature = inspect.signature(function)
     try:
@@ -236,8 +236,8 @@ def _refusal(function: Any, bound: int, args: Any, kwargs: Any) -> FlashSimError
                 return unknown
         quoted = [*map(shown, args[bound:]), *(f"{x}={shown(y)}" for x, y in kwargs.items())]
         return UnknownArgumentError(
-            f"{name}(): {misfit}; given: {', '.join(quoted) or 'nothing'}; "
-            f"it takes {', '.join(known)}"
+            f"{name}(): {misfit}; got: {', '.join(quoted) or 'nothing'}; "
+            f"its arguments are {', '.join(known)}"
         )
     for argument, value in list(arguments.items())[bound:]:
         parameter = signature.parameters[argument]
@@ -254,7 +254,7 @@ def _refusal(function: Any, bound: int, args: Any, kwargs: Any) -> FlashSimError
 
 
 def _type(annotation: str, function: Any) -> Any:
-    """The type that an annotation names; `Any` if it is imported only for type checkers."""
+    """Return the type that an annotation names; `Any` if only type checkers import that type."""
     holder = SimpleNamespace(__annotations__={"x": annotation})
     try:
         return get_type_hints(holder, vars(sys.modules[function.__module__]))["x"]
@@ -263,7 +263,7 @@ def _type(annotation: str, function: Any) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value matches an annotation, as far as can be seen without consuming the value.
+    """Return whether a value matches an annotation, without consuming an iterator.
 
     NumPy's scalars count as numbers, but True and False do not. An array counts as a sequence, but
     a string does not.
@@ -274,7 +274,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, option) for option in of)
     if kind is Literal:
         return value in of
-    if kind is Any or not isinstance(kind, type):  # or a name for types, which is left alone
+    if kind is Any or not isinstance(kind, type):  # a type alias, which is not checked
         return True
     if kind is bool:
         return isinstance(value, bool) or type(value).__name__ == "bool"

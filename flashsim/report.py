@@ -1,4 +1,4 @@
-"""Tables: the same rows as text for people (Rich), and as JSON, CSV or HTML for programs and pages.
+"""Tables: the same rows as text for people (Rich), or as JSON, CSV, Markdown or HTML.
 
 This module also writes files of any kind, completely or not at all (`beside`).
 """
@@ -27,8 +27,8 @@ Cell = str | int | float | bool | None
 class Table:
     """Rows under named columns.
 
-    `rows` hold plain values. `text` and `html` format them (thousands separators, units in the
-    column's name); `json` and `csv` keep them exact.
+    `rows` contains plain values. `text` and `html` format the values (thousands separators, units
+    in the column's name); `json` and `csv` keep them exact.
     """
 
     title: str
@@ -37,26 +37,29 @@ class Table:
     note: str = ""
 
     def records(self) -> list[dict[str, Cell]]:
-        """One dict per row."""
+        """Return one dict per row."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
     def text(self, width: int | None = None) -> str:
-        """The table as plain text of at most `width` columns; default: the terminal's, or 100."""
+        """Return the table as plain text of at most `width` columns.
+
+        Default: the width of the terminal, or 100 without one.
+        """
         from rich.console import Console
 
         width = width or shutil.get_terminal_size((100, 24)).columns
         buffer = io.StringIO()
-        # In a notebook Rich would show the table itself, and leave the buffer empty.
+        # In a notebook, Rich would display the table itself and leave the buffer empty.
         console = Console(file=buffer, width=width, color_system=None, force_jupyter=False)
         console.print(self.rich(width))
         return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip("\n").split("\n"))
 
     def rich(self, width: int) -> Any:
-        """The table for a terminal of `width` columns, as Rich prints it; no cell is ever cut.
+        """Return the table as Rich prints it in a terminal of `width` columns, with whole cells.
 
-        This is the first form that fits. The forms are the table as it is; without constant
-        columns, which move into the title; with bytes and FLOPs in larger units; transposed, one
-        column per row, in as many pieces as it takes.
+        The first form that fits is used. The unchanged table comes first, then the table with its
+        constant columns moved into the title, then with bytes and FLOPs in larger units. The last
+        form is transposed, with one column per row, in as many pieces as necessary.
         """
         from rich.console import Group
         from rich.text import Text
@@ -82,11 +85,11 @@ class Table:
         return Group(*title, *grids, *note)
 
     def _values(self) -> list[Sequence[Cell]]:
-        """The cells of each column."""
+        """Return the cells of each column."""
         return [[row[n] for row in self.rows] for n in range(len(self.columns))]
 
     def _told(self) -> Table:
-        """The table with its constant columns, except the first, moved into the title."""
+        """Return the table with its constant columns, except the first, moved into the title."""
         if len(self.rows) < 2:
             return self
         values = self._values()
@@ -97,7 +100,7 @@ class Table:
         return Table(title, keep(self.columns), [keep(row) for row in self.rows], self.note)
 
     def _shortened(self) -> Table:
-        """The table with bytes and FLOPs in the unit that suits their column's largest value."""
+        """Return the table with bytes and FLOPs in units that suit each column's largest value."""
         columns = list(self.columns)
         values: list[Any] = [list(row) for row in self.rows]
         for n, name in enumerate(columns):
@@ -115,17 +118,17 @@ class Table:
         return Table(self.title, columns, values, self.note)
 
     def markdown(self) -> str:
-        """The table as GitHub's Markdown, without title and note."""
+        """Return the table in GitHub's Markdown, without title and note."""
         rows = [list(self.columns), ["---"] * len(self.columns)]
         rows += [[format_cell(cell) for cell in row] for row in self.rows]
         return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
     def json(self) -> str:
-        """The rows as a JSON array of objects."""
+        """Return the rows as a JSON array of objects."""
         return json.dumps(self.records(), indent=2)
 
     def csv(self) -> str:
-        """The rows as CSV with a header line."""
+        """Return the rows as CSV with a header line."""
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
         writer.writerow(self.columns)
@@ -133,9 +136,10 @@ class Table:
         return buffer.getvalue()
 
     def html(self) -> str:
-        """An HTML table with its note; every string is escaped."""
+        """Return the table and its note as HTML, with every string escaped."""
 
-        # Notebooks align every cell at the right, which suits numbers only; those stay whole.
+        # Notebooks align every cell at the right, which suits only numbers. Texts are aligned at
+        # the left. Numbers are never wrapped.
         left, whole = (f' style="{rule}"' for rule in ("text-align:left", "white-space:nowrap"))
         words = [
             not any(isinstance(row[n], (int, float)) for row in self.rows)
@@ -165,7 +169,7 @@ class Table:
 
 
 def format_cell(cell: Cell) -> str:
-    """One cell's value as text for people."""
+    """Return a cell's value as text for people."""
     if cell is None:
         return ""
     if isinstance(cell, bool):
@@ -178,34 +182,34 @@ def format_cell(cell: Cell) -> str:
 
 
 def dataframe(rows: Sequence[Mapping[str, Cell]], columns: Sequence[str]) -> Any:
-    """Rows as a `pandas.DataFrame`.
+    """Return the rows as a `pandas.DataFrame`.
 
-    Raises a `BackendUnavailable` that says what to install, if pandas is missing.
+    If pandas is not installed, the `BackendUnavailable` error says how to install it.
     """
     try:
         import pandas
     except ImportError:
         raise BackendUnavailable(
             "a DataFrame needs pandas, which is not installed: "
-            "pip install 'flashsim-attention[pandas]'; rows, csv() and json() work without it"
+            "pip install 'flashsim-attention[pandas]'; rows, csv() and json() work without pandas"
         ) from None
     return pandas.DataFrame(rows, columns=columns)
 
 
 @contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """A temporary path to write to, in the same folder; renamed to `path` at the end.
+    """Yield a temporary path in the same folder, and rename that file to `path` at the end.
 
-    After an error, the temporary file is removed. After an interrupt, the old content of `path` is
+    After an error or an interrupt, the temporary file is removed, and the old content of `path` is
     unchanged. If `path` is not a regular file, such as /dev/stdout, it is written to directly.
     """
-    if path.exists() and not path.is_file():  # resolved, a pipe has a name that no file has
+    if path.exists() and not path.is_file():  # resolving the path of a pipe would fail
         yield path
         return
     path = path.resolve()
     part = path.with_name(f".{secrets.token_hex(4)}-{path.name}")
     try:
-        part.touch(exist_ok=False)  # before any work is done
+        part.touch(exist_ok=False)  # fails early if the folder cannot be written
         yield part
         part.replace(path)
     finally:
@@ -214,18 +218,18 @@ def beside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Like `beside`, but raises an `OptionError` if nothing can be written."""
+    """Do as `beside`, but raise an `OptionError` if the file cannot be written."""
     try:
         with beside(path) as part:
             yield part
     except OSError as error:
         raise OptionError(
             f"cannot write {str(path)!r}: {error.strerror or error}; the folder must exist and be "
-            "writable, and the disk must have room"
+            "writable, and the disk must have free space"
         ) from error
 
 
-# -- how wide -------------------------------------------------------------------------------------
+# -- widths of columns ----------------------------------------------------------------------------
 
 _GAP = 2  # between columns
 _WHOLE = 20  # text up to this length is not broken over lines
@@ -236,14 +240,14 @@ def _texts(table: Table) -> list[list[str]]:
 
 
 def _phrase(name: str, value: Cell) -> str:
-    """A column's name and its constant value as words: ("store B", 5) gives "store 5 B"."""
+    """Return a column's name and its constant value as words: ("store B", 5) gives "store 5 B"."""
     what, _, unit = name.rpartition(" ")
     text = format_cell(value)
     return f"{what} {text} B" if unit == "B" and what else f"{name} {text}"
 
 
 def _least(text: str) -> int:
-    """The least width of a cell. Numbers and short texts never break; long texts may at spaces."""
+    """Return the least width of a cell: only texts longer than `_WHOLE` may break, at spaces."""
     if len(text) <= _WHOLE:
         return len(text)
     return max(len(word) if word[:1].isdigit() else min(len(word), _WHOLE) for word in text.split())
@@ -256,9 +260,10 @@ def _grids(
     width: int,
     pieces: bool,
 ) -> list[Any]:
-    """Rich tables of these cells, or an empty list if they do not fit.
+    """Return the cells as Rich tables, or an empty list if they do not fit.
 
-    With `pieces`, several tables, each with the first column and as many others as fit.
+    With `pieces`, there may be several tables, each with the first column and as many other columns
+    as fit.
     """
     from rich import box
     from rich.table import Table as RichTable
@@ -292,43 +297,43 @@ def _grids(
 
 
 def _shared(least: Sequence[int], wanted: Sequence[int], room: int) -> list[int]:
-    """Widths of columns: as wanted, or with too little room, the widest ones capped evenly."""
+    """Return the widths of columns: those wanted or, if they do not fit, with a common maximum."""
     upto = lambda cap: [max(x, min(y, cap)) for x, y in zip(least, wanted, strict=True)]  # noqa: E731
     cap = max((c for c in range(max(wanted) + 1) if sum(upto(c)) <= room), default=0)
     widths, wider = upto(cap), upto(cap + 1)
     for n, (width, more) in enumerate(zip(widths, wider, strict=True)):
-        if sum(widths) < room:  # what does not go up evenly
+        if sum(widths) < room:  # the columns that are left over
             widths[n] = max(width, more)
     return widths
 
 
 # -- values in a notebook --------------------------------------------------------------------------
-# A class takes what suits it: `__str__ = report.text`, `__repr__ = report.short`.
+# A class uses these functions as its methods: `__str__ = report.text`, `__repr__ = report.short`.
 
 
 def titled(value: Any) -> str:
-    """One line for an object that has a `table()`: its class and the table's title."""
+    """Return one line for an object that has a `table()`: its class and the table's title."""
     return f"<{type(value).__name__} {value.table().title}>"
 
 
 def text(value: Any) -> str:
-    """The `table()` of a value, as text."""
+    """Return the `table()` of a value as text."""
     return value.table().text()
 
 
 def tabled(value: Any) -> str:
-    """The `table()` of a value, as HTML."""
+    """Return the `table()` of a value as HTML."""
     return value.table().html()
 
 
 def short(value: Any) -> str:
-    """One line for a dataclass or a named tuple: its fields, with arrays by type and shape."""
+    """Return one line with the fields of a dataclass or named tuple; of arrays, type and shape."""
     facts = ", ".join(f"{name} {text}" for name, text in _facts(value))
     return f"<{type(value).__name__} {facts}>"
 
 
 def card(value: Any) -> str:
-    """HTML table of the fields of a dataclass or a named tuple, with arrays by type and shape."""
+    """Return the fields of a dataclass or named tuple as HTML; of arrays, type and shape."""
     return Table(type(value).__name__, ("field", "value"), [*_facts(value)]).html()
 
 

@@ -1,8 +1,8 @@
 """Plots, animations and HTML pages of traces and counts.
 
 `data` turns a trace into drawable data. `plots` and `film` draw it with Matplotlib. `player` writes
-an HTML player, and `laboratory` an HTML page that counts, both without Matplotlib. Names are loaded
-when first used, so that `page` and `lab` start without Matplotlib.
+an HTML player of a trace, and `laboratory` an HTML page that counts bytes; neither needs
+Matplotlib. Modules are imported when first used, so that `page` and `lab` do not load Matplotlib.
 """
 
 from __future__ import annotations

@@ -49,9 +49,10 @@ class Theme:
     cycle: tuple[str, ...]
 
 
-#: Tensors that take the colour of one that they are never drawn beside: a bias's gradient replaces
-#: it, the gate goes with S, and decoding has no backward pass. The LSE's gradient shares that of l,
-#: which only FlashAttention-1 moves. A score function's arrays replace a bias.
+#: Tensors that share the colour of another tensor, because the two are never drawn together. The
+#: gradient of a bias replaces the bias, and a score function's arrays also do. The partial results
+#: of decoding share colours of the backward pass. dL shares that of l, which only FlashAttention-1
+#: moves.
 SHARED = {
     **{"dBias": "bias", "gate": "m", "O_part": "dO", "L_part": "delta", "table": "dP"},
     "dL": "l",
@@ -101,7 +102,7 @@ THEMES: Mapping[str, Theme] = MappingProxyType(
 
 
 def contrast(first: str, other: str) -> float:
-    """The contrast of two colours by WCAG 2.1, from 1 to 21; small text needs 4.5."""
+    """Return the contrast of two colours by WCAG 2.1, from 1 to 21; small text needs 4.5."""
     high, low = sorted((_luminance(first), _luminance(other)), reverse=True)
     return (high + 0.05) / (low + 0.05)
 
@@ -113,12 +114,12 @@ def _luminance(color: str) -> float:
 
 
 def ink(color: str, look: Theme) -> str:
-    """A series' colour as the colour of its name: itself if small text in it can be read."""
+    """Return the text colour for a series' name: the series' colour if it is readable."""
     return color if contrast(color, look.background) >= 4.5 else look.text
 
 
 def theme(name: str) -> Theme:
-    """Return the theme of that name.
+    """Return the theme with this name.
 
     Raises
     ------
@@ -144,7 +145,7 @@ def color(tensor: str, name: str = "light") -> str:
     return tensors[checks.one_of("tensor", key, tensors)]
 
 
-#: Colours of tensors of one's own, which choose among them by their names.
+#: Colours for tensors of your own algorithm; a hash of the tensor's name chooses one.
 OWN = ("#3f7f3a", "#a33f63", "#2f7f93", "#8a6d1f", "#6a55a8", "#9a4f3a", "#4f7a1f", "#7f3f8f")
 
 
@@ -160,7 +161,7 @@ def tint(tensor: str, name: str = "light") -> str:
 
 
 def is_gradient(tensor: str) -> bool:
-    """Whether a tensor is a gradient (dQ, dBias ...), which is drawn hatched."""
+    """Return whether a tensor is a gradient (dQ, dBias ...), which is drawn hatched."""
     return len(tensor) > 1 and tensor[0] == "d" and tensor[1].isupper()
 
 

@@ -1,4 +1,4 @@
-"""Figures as files, in any format that Matplotlib writes; never an incomplete file."""
+"""Save figures as files, in any format of Matplotlib; an incomplete file is never left."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from flashsim.errors import BackendUnavailable, DTypeError, OptionError, choices
 from flashsim.problem import checks
 from flashsim.report import whole
 
-#: Text of SVG and PDF stays text: it can be searched, selected and edited, and prints as type.
+#: Keep text in SVG and PDF as text, so that it can be searched, selected and edited.
 _AS_TEXT = {
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
     "ps.fonttype": 42,
     "svg.hashsalt": "flashsim",
 }
-#: Of a picture: pixels an inch at least, and pixels in all at most.
+#: Limits of a picture: the fewest pixels per inch, and the most pixels in total.
 LEAST_DPI, MOST_PIXELS = 10, 100_000_000
-#: Of a figure for slides, in inches: smaller than a plot's, so that its type is larger.
+#: The size of a figure for slides, in inches. It is smaller than a plot's, so text is larger.
 _SLIDE = (8.0, 4.5)
-#: Left out, so that the same figure is the same bytes.
+#: Metadata that is left out, so that the same figure always gives the same bytes.
 _UNDATED = {
     "png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None},
 }  # fmt: skip
@@ -36,7 +36,7 @@ def save_figure(
     size: tuple[float, float] | None = None,
     slides: bool = False,
 ) -> Path:
-    """Write a figure to a file; an old file is replaced only by a complete one.
+    """Write a figure to a file, and return its path; an old file is replaced by a complete one.
 
     Parameters
     ----------
@@ -47,10 +47,10 @@ def save_figure(
     dpi : float
         Pixels per inch, for pixel formats: a slide of 9.6 x 5.4 inches has 1440 x 810.
     size : (float, float), optional
-        Width and height in inches; default: as it was drawn.
+        Width and height in inches. Default: the size with which the figure was drawn.
     slides : bool
-        For slides: 16:9, with larger type, 1920 x 1080 pixels as .png, and beside it as .svg,
-        whatever the suffix, `dpi` and `size` say.
+        Write the figure for slides: 16:9 with larger text, as a .png of 1920 x 1080 pixels and as
+        an .svg. The suffix, `dpi` and `size` are ignored.
 
     Returns
     -------
@@ -78,12 +78,12 @@ def save_figure(
     if ending not in formats:
         raise OptionError(f"cannot write {path.name!r}; {choices(path.suffix, sorted(formats))}")
     if not dpi > 0 or (size is not None and not (len(size) == 2 and min(size) > 0)):
-        raise OptionError(f"dpi and size must be positive, got {dpi!r} and {shown(size)}")
+        raise OptionError(f"dpi and size must be positive, got dpi={dpi!r} and size={shown(size)}")
     width, height = (dpi * side for side in size or figure.get_size_inches())
     if not dpi >= LEAST_DPI or not width * height <= MOST_PIXELS:
         raise OptionError(
-            f"{width:.3g} x {height:.3g} pixels at {dpi:g} dpi; a picture needs at least "
-            f"{LEAST_DPI} dpi for its text, and at most {MOST_PIXELS:,} pixels in all"
+            f"the picture would have {width:.3g} x {height:.3g} pixels at {dpi:g} dpi; a picture "
+            f"needs at least {LEAST_DPI} dpi, and may have at most {MOST_PIXELS:,} pixels"
         )
     if size is not None:
         figure.set_size_inches(size)
@@ -94,9 +94,9 @@ def save_figure(
                 figure.savefig(part, format=ending, dpi=dpi, metadata=_UNDATED.get(ending))
         except UserWarning:
             raise OptionError(
-                f"{figure.get_figwidth():g} x {figure.get_figheight():g} inches leave no room for "
-                "this figure between its labels; make it larger"
+                f"a size of {figure.get_figwidth():g} x {figure.get_figheight():g} inches leaves "
+                "no room for the plot between its labels; pass a larger size"
             ) from None
-        except RuntimeError as error:  # .pgf is typeset by a LaTeX that may not be here
+        except RuntimeError as error:  # .pgf needs LaTeX, which may not be installed
             raise BackendUnavailable(f"cannot write {path.name!r} here: {error}") from None
     return path

@@ -20,11 +20,11 @@ from flashsim.errors import own_errors
 from flashsim.viz import palette
 from flashsim.viz.palette import Theme
 
-#: Line styles, so that lines are told apart in print without colour.
+#: Line styles, which distinguish lines in print without colour.
 DASHES = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1.5, 2)), (0, (1, 1)), (0, (10, 3)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
-HATCH = "////"  # of gradients
-#: A slide of 16:9, in inches; the text below reads from the last row when it fills the screen.
+HATCH = "////"  # the hatch of gradients
+#: A 16:9 slide, in inches; text of the sizes below can be read from the last row of a lecture hall.
 SLIDE = (9.6, 5.4)
 
 
@@ -78,7 +78,7 @@ def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
 
     @functools.wraps(draw)
     def plot(*data: Any, ax: Axes | None = None, theme: str | None = None, **options: Any) -> Axes:
-        signature.bind(*data, ax=ax, theme=theme, **options)  # or fail before there is a figure
+        signature.bind(*data, ax=ax, theme=theme, **options)  # fails before a figure is made
         chosen = (
             theme_of(ax) if ax is not None and theme is None else palette.theme(theme or "light")
         )
@@ -89,7 +89,7 @@ def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
             try:
                 draw(*data, ax=ax, theme=chosen, **options)
             except BaseException:
-                if figure is not None:  # no empty figure is left, which a notebook would show
+                if figure is not None:  # a notebook would show the empty figure
                     plt.close(figure)
                 raise
             for text in ax.figure.findobj(Text):
@@ -114,9 +114,9 @@ def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
 
 _AX_AND_THEME = """
 ax : Axes, optional
-    Where to draw; it keeps its own background. Default: a new figure of a slide's shape.
+    The Axes to draw into, which keep their background. Default: a new figure in a slide's shape.
 theme : {"light", "dark"}, optional
-    Default: the one that fits the background of `ax`, of a new figure "light".
+    Default: the theme that fits the background of `ax`; "light" for a new figure.
 """
 
 
@@ -141,9 +141,9 @@ def _is_math(text: str) -> bool:
 def _cell(ax: Axes) -> bytes:
     """Return an Axes' figure as PNG, which a notebook shows instead of ``<Axes: ...>``."""
     buffer = io.BytesIO()
-    figure = ax.figure.canvas.figure  # the whole one, also of a part
+    figure = ax.figure.canvas.figure  # the whole figure, also for an Axes of a subfigure
     figure.savefig(buffer, format="png")
-    if "inline" in plt.get_backend():  # it would show the same figure again below
+    if "inline" in plt.get_backend():  # the inline backend would show the figure a second time
         plt.close(figure)
     return buffer.getvalue()
 
@@ -158,7 +158,7 @@ def heading(ax: Axes, theme: Theme, title: str, about: str = "") -> None:
         )  # fmt: skip
 
 
-#: Where a name may stand beside a mark: offset in points, and alignment; the first that is free.
+#: Positions of a name beside a mark, in order of preference: offset in points, and alignment.
 _BESIDE = (
     *((10, 0, "left", "center"), (8, 8, "left", "bottom"), (8, -8, "left", "top")),
     *((-8, 8, "right", "bottom"), (-8, -8, "right", "top"), (0, 12, "center", "bottom")),
@@ -168,15 +168,15 @@ _BESIDE = (
 
 
 def name_marks(ax: Axes, marks: Sequence[tuple[float, float, str, str]], size: float = 11) -> None:
-    """Write a name beside each mark, where it lies on no line and on no other name.
+    """Write a name beside each mark, where it covers no line and no other name.
 
-    Call it when the axes have their final limits and scales.
+    The axes must have their final limits and scales.
 
     Parameters
     ----------
     marks : sequence of (x, y, text, color)
     """
-    ax.figure.canvas.figure.draw_without_rendering()  # the layout: axes have their final places
+    ax.figure.canvas.figure.draw_without_rendering()  # runs the layout, which places the axes
     lines = [line for line in ax.lines if line.get_linestyle() != "None"]
     paths = [line.get_transform().transform_path(line.get_path()) for line in lines]
     taken: list[Any] = []
@@ -261,5 +261,5 @@ def binary_axis(axis: Any) -> None:
 
 
 def count_axis(axis: Any) -> None:
-    """Format tick labels of lengths in full: 4,096 is clear where "4 Ki" would confuse."""
+    """Format tick labels of lengths in full ("4,096", not "4 Ki")."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))

@@ -1,4 +1,4 @@
-"""One small interface to the arrays of a GPU call, for NumPy, CuPy and torch.
+"""The arrays of a GPU call, behind one interface for NumPy, CuPy and torch.
 
 NumPy, CuPy and torch arrays yield results of the same library. Arrays of any other library yield
 CuPy arrays, which that library can take through DLPack without a copy.
@@ -25,7 +25,7 @@ from flashsim.backends.launch.kernel import row_elements
 from flashsim.errors import DTypeError
 from flashsim.problem.problem import numpy_dtype
 
-#: What carries the bits of types that CuPy may lack, by bytes.
+#: Types that carry the bits of types that CuPy may lack, by size in bytes.
 _RAW = {1: np.uint8, 2: np.uint16}
 
 
@@ -99,7 +99,7 @@ class CupySpace(Space):
             array = cupy.asarray(array)
         size = array.itemsize
         if size == 1:
-            array = array.view(np.uint8)  # FP8, of which CuPy can keep arrays but not copy them
+            array = array.view(np.uint8)  # FP8: CuPy can hold such arrays but not copy them
         batch, head, row, last = array.strides
         if _readable(array.data.ptr | batch | head | row, last // size, array.shape[-1]):
             return View((array.data.ptr, batch // size, head // size, row // size), array)
@@ -179,7 +179,7 @@ class TorchSpace(Space):
 
         self.torch, self.device = torch, device
         self._float32 = torch.empty(0, dtype=torch.float32, device=device)
-        # torch's own short cut, where it has it, saves making a Stream object at every call.
+        # If available, torch's shortcut avoids a Stream object per call.
         self._stream = getattr(
             torch._C,
             "_cuda_getCurrentRawStream",
@@ -200,7 +200,7 @@ class TorchSpace(Space):
 
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
         """See `Space`."""
-        # Integers one by one take torch half the time of a tuple.
+        # torch parses separate integers in half the time of a tuple.
         made = (self._float32 if like is None else like).new_empty
         return made(*shape) if shape else made(())
 
@@ -234,7 +234,7 @@ class TorchSpace(Space):
 
 
 def place(space: Space, x: Any) -> tuple[Place, Any]:
-    """The address and strides of a tensor that kernels can read, and the owner of its memory.
+    """Return address and strides of a tensor that kernels can read, and the owner of its memory.
 
     The tensor is copied only if it is broadcast or the kernels cannot read it as it is.
     """
@@ -270,7 +270,7 @@ class ForeignStream:
         self._device, self._pointer = cupy.cuda.Device(device), stream
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._pointer  # what Stream.from_external asks for
+        return 0, self._pointer  # the protocol of Stream.from_external
 
     def __enter__(self) -> None:
         self._device.__enter__()
@@ -286,7 +286,7 @@ class ForeignStream:
 
 
 def adopt(name: str, array: Any) -> cupy.ndarray:
-    """A CuPy array over the memory of an array that only DLPack gives access to.
+    """Return a CuPy array over the memory of an array that only supports DLPack.
 
     The array's library makes CuPy's current stream wait for its pending work on the array.
 
@@ -313,19 +313,19 @@ def adopt(name: str, array: Any) -> cupy.ndarray:
 
 
 def download(array: Any) -> np.ndarray:
-    """A copy of a CuPy array, of any type, in the CPU's memory."""
+    """Return a copy of a CuPy array, of any type, in the CPU's memory."""
     raw = _RAW.get(array.itemsize)
     return cupy.asnumpy(array if raw is None else array.view(raw)).view(array.dtype)
 
 
 def upload(array: np.ndarray) -> cupy.ndarray:
-    """A copy of a NumPy array, of any type, on CuPy's current device."""
+    """Return a copy of a NumPy array, of any type, on CuPy's current device."""
     raw = _RAW.get(array.itemsize)
     return cupy.asarray(array if raw is None else array.view(raw)).view(array.dtype)
 
 
 def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
-    """Raise `DTypeError` unless `array` lives in `space`, where the forward pass ran."""
+    """Raise `DTypeError` unless `array` is in `space`, where the forward pass ran."""
     if _space(name, array, dtype) is not space:
         raise DTypeError(
             f"{name} must be on the same device as q, k and v, got {_place(array)}; the forward "
@@ -335,7 +335,7 @@ def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
 
 
 def space_of(arrays: dict[str, Any], dtype: str) -> Space:
-    """The space that contains all of `arrays`.
+    """Return the space that contains all of `arrays`.
 
     Raises
     ------
@@ -357,16 +357,16 @@ def space_of(arrays: dict[str, Any], dtype: str) -> Space:
 
 
 _AS_IT_IS = nullcontext()
-#: Of torch, by GPU; and the classes whose arrays are torch's.
+#: Spaces of torch tensors, by GPU; and the classes of torch's arrays.
 _OF_TORCH: dict[int, Space] = {}
 _TENSORS: set[type] = set()
-#: DLPack's numbers for memory of a GPU and for managed memory.
+#: DLPack's device types for GPU memory and managed memory.
 _DLPACK_CUDA = (2, 13)
 
 
 @cache
 def _made(space: Any, *where: Any) -> Space:
-    """The only object for a space: arrays are in the same space iff these are identical."""
+    """Return the only object for a space, so that equal spaces are identical objects."""
     return space(*where)
 
 
@@ -380,7 +380,7 @@ def _space(name: str, array: Any, dtype: str) -> Any:
     if is_torch(array):
         if not array.is_cuda:
             raise DTypeError(
-                f"{name} is a torch tensor on {array.device}; move it with {name}.cuda(), or give "
+                f"{name} is a torch tensor on {array.device}; move it with {name}.cuda(), or pass "
                 f"{name}.numpy()"
             )
         _TENSORS.add(type(array))
@@ -400,17 +400,17 @@ def is_torch(array: Any) -> bool:
 
 
 def dtype_name(array: Any) -> str:
-    """The name of an array's type in any library, such as "bfloat16"."""
+    """Return the name of an array's type in any library, such as "bfloat16"."""
     return str(array.dtype).removeprefix("torch.")
 
 
 def as_cupy(array: Any) -> cupy.ndarray:
-    """A CuPy array over the same memory; for a NumPy array, a copy on the GPU."""
+    """Return a CuPy array over the same memory; for a NumPy array, a copy on the GPU."""
     return cupy.from_dlpack(array.detach()) if is_torch(array) else cupy.asarray(array)
 
 
 def as_library_of(like: Any, array: cupy.ndarray) -> Any:
-    """A CuPy array, converted to the library of `like`."""
+    """Return a CuPy array, converted to the library of `like`."""
     if isinstance(like, np.ndarray):
         return array.get()
     if is_torch(like):
@@ -447,7 +447,7 @@ def _padded_bytes(array: Any, itemsize: int) -> int:
 
 
 def _padded(array: Any, library: Any) -> Any:
-    """A contiguous copy whose rows are padded with zeros to a multiple of 8 elements."""
+    """Return a contiguous copy whose rows are padded with zeros to a multiple of 8 elements."""
     shape = (*array.shape[:-1], row_elements(array.shape[-1]))
     where = {} if library is cupy else {"device": array.device}
     copy = library.zeros(shape, dtype=array.dtype, **where)

@@ -1,4 +1,4 @@
-"""An additive bias as a score function, which is how the kernels take it."""
+"""An additive bias as a score function, the form in which the kernels support it."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.errors import UnsupportedError
 from flashsim.functions.builder import Builder
 from flashsim.functions.graph import ArraySpec, Graph
 from flashsim.functions.operations import FLOAT
 
-#: The name of the array among those that the score function captures.
+#: The name of the bias among the captured arrays of the score function.
 NAME = "the bias argument"
 
 
 def as_function(job: Job, *, gradient: bool = False) -> Job:
-    """The job with its bias as a captured array of its score function, if it has a bias.
+    """Return the job with its bias, if any, as a captured array of its score function.
 
-    With `gradient` the bias gets one.
+    With `gradient`, the bias gets a gradient.
     """
     p = job.problem
     if p.bias is None:
         return job
     if p.cu_seqlens_q is not None:
         raise UnsupportedError(
-            "on a GPU packed sequences take no bias; pass it as a score_mod, whose indices start "
-            "at 0 in each sequence, or use backend='simulator' or 'numba'"
+            "on a GPU packed sequences do not support a bias; pass it as a score_mod, whose "
+            "indices start at 0 in each sequence, or use backend='simulator' or 'numba'"
         )
     graph = _with_bias(p.score_mod, (*p.bias, p.n_q, p.n_kv), p.dtype)
     wanted = (*p.score_grads, NAME) if gradient else p.score_grads
@@ -38,7 +38,7 @@ def as_function(job: Job, *, gradient: bool = False) -> Job:
 
 @lru_cache(maxsize=64)
 def _with_bias(score: Graph | None, shape: tuple[int, ...], dtype: str) -> Graph:
-    """`score`, or nothing, of the score plus a bias; the bias is the last captured array."""
+    """A score function that adds a bias, captured last, after `score` if there is one."""
     arrays = () if score is None else score.arrays
     made = Builder([], [*arrays, ArraySpec(NAME, shape, dtype)])
     at = [
@@ -57,6 +57,6 @@ def _with_bias(score: Graph | None, shape: tuple[int, ...], dtype: str) -> Graph
 
 
 def renamed(found: dict[str, Any]) -> dict[str, Any]:
-    """Gradients, with the bias's gradient under the name of the bias."""
+    """Rename the bias's gradient to the name of the bias."""
     name = f"d:{NAME}"
     return {"dbias" if key == name else key: x for key, x in found.items()}

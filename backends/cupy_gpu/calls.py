@@ -34,8 +34,8 @@ from flashsim.trace.events import StageTrace
 
 Load = Callable[[Kernel, int], Any]
 
-#: What a call changes of ``struct Args``, which begins with it: every tensor's address and strides,
-#: and the addresses of scratch arrays.
+#: The leading fields of ``struct Args``, which differ from call to call: address and strides of
+#: every tensor, and the addresses of scratch arrays.
 _HEAD = struct.Struct("<" + "Qqqq" * len(launch.TENSORS) + "Q" * len(launch.SCRATCH))
 _REPORTS = struct.Struct("<" + "Q" * len(launch.REPORTS))
 _REPORTS_AT = _HEAD.size + 8 * len(launch.TABLES)
@@ -62,7 +62,7 @@ class Uploaded:
 
 @lru_cache(maxsize=256)
 def uploaded(tables: Lowered, device: int) -> Uploaded:
-    """The tables on CuPy's current device; they are uploaded only once, inside `aside`."""
+    """Return the tables on CuPy's current device; they are uploaded only once, inside `aside`."""
     return Uploaded(tables)
 
 
@@ -77,7 +77,7 @@ class NewArray(NamedTuple):
     width: int
 
     def at(self, address: int) -> tuple[int, int, int, int]:
-        """The address and strides of such an array, as kernels take them."""
+        """Return the address and strides of an array with this layout, as in ``struct Args``."""
         return address, *self.strides
 
 
@@ -96,7 +96,7 @@ class NewArrays(NamedTuple):
 
     @classmethod
     def of(cls, p: Problem) -> NewArrays:
-        """The layouts for the calls of a problem."""
+        """Return the layouts of the arrays that calls of a problem create."""
 
         def made(heads: int, n: int, head_dim: int) -> NewArray:
             width = launch.row_elements(head_dim)
@@ -164,13 +164,14 @@ class ReadyPass:
         self._launch = Launcher(
             load(kernel, device), kernel, (across, down), overlap=kernel.overlaps
         )
-        self._lock = Lock()  # the buffer is one, threads may be several
+        self._lock = Lock()  # there is one buffer, and there may be several threads
         self.needs_counter = (
             bool(boxes) and one.kernel.cluster == 1 and one.grid[0] < len(one.items)
         )
-        # By stream: a launch leaves its counter as it found it, at 0, for the next one there.
+        # Counters by stream: a launch leaves its counter at 0 for the next launch in the stream.
         self._counters: dict[int, cupy.ndarray] = {}
-        # By what tensor maps are made of: allocators give the same addresses again and again.
+        # Launch parameters by the inputs of their tensor maps: allocators return the same addresses
+        # repeatedly.
         self._parameters_of = lru_cache(maxsize=64)(self._parameters)
         at = [number for box in boxes for number in _map_of(box)]
         self._made_of = itemgetter(*at) if boxes else lambda head: ()
@@ -182,19 +183,20 @@ class ReadyPass:
         args: Argument | None = None,
         counter: ctypes.c_uint64 | None = None,
     ) -> Parameters:
-        """The launch parameters for tensors with these addresses and strides, in box order.
+        """Return the launch parameters for tensors with these addresses and strides, in box order.
 
-        `args` and `counter` are the launch's own; default: those that all launches share.
+        `args` and `counter` default to those that all launches of the pass share.
         """
         p, boxes = self.one.tables.schedule.problem, self.one.kernel.boxes
-        args, counter = args or self._args, counter or self._counter
+        args = self._args if args is None else args
+        counter = self._counter if counter is None else counter
         values = iter(made_of)
 
         def made(box: launch.Box) -> np.ndarray:
             address = next(values)
             if box.tensor == launch.TILE:
                 tile = tile_of(p)
-                assert tile is not None  # else the kernel has no such box
+                assert tile is not None  # otherwise the kernel has no such box
                 return tensor_maps.encode_tile(tile, box, address)
             dq = box.tensor == DQ_ACC
             strides = NewArrays.of(p).dq.strides if dq else tuple(islice(values, 3))
@@ -206,7 +208,7 @@ class ReadyPass:
         return Parameters(*(one.ctypes.data for one in maps), *others, keeps=keeps)
 
     def fixed(self, call: Call) -> FixedLaunch:
-        """A launch for this call's stream and arrays, to be made again and again."""
+        """Return a launch with this call's stream and arrays, which can be repeated."""
         args, counter = Argument(self.one.kernel.args), ctypes.c_uint64()
         with self._lock:
             args.buffer[:] = self._args.buffer
@@ -247,7 +249,7 @@ class ReadyPass:
             self._launch(call.stream, parameters)
 
     def _pack_captured(self, captured: ReadByFunctions) -> None:
-        """Write what functions read, and the address of sinks, behind ``struct Args``."""
+        """Write the captured arrays and the address of sinks after ``struct Args``."""
         kernel, at = self.one.kernel, launch.ARGS.itemsize
         if kernel.functions is not None:
             packed = captured.summing if kernel.functions.sums else captured.plain
@@ -256,7 +258,7 @@ class ReadyPass:
             self._args.values["sinks"] = captured.sinks
 
     def _counter_of(self, call: Call) -> tuple[int, Any]:
-        """The address of a work counter that is 0, and an object that keeps its memory alive.
+        """Return the address of a work counter that is 0, and the owner of its memory.
 
         No other launch uses the counter while this one runs. The caller must hold the object until
         the launch is in the stream.
@@ -274,9 +276,9 @@ class ReadyPass:
 
 
 class Repeated:
-    """Calls of a plan at addresses that come again: filled in once, and then only launched.
+    """Prepared launches for calls at recurring addresses.
 
-    Allocators give the same addresses again and again. A call is filled in when its addresses come
+    Allocators return the same addresses repeatedly. A call is prepared when its addresses occur for
     the second time.
     """
 
@@ -286,7 +288,7 @@ class Repeated:
         self._known: dict[tuple[Any, ...], tuple[FixedLaunch, ...] | None] = {}
 
     def launch(self, key: tuple[Any, ...], stream: int) -> bool:
-        """Launch what is known under a key; False if nothing is.
+        """Launch the call that `note` kept under a key; return False if there is none.
 
         Parameters
         ----------
@@ -301,7 +303,7 @@ class Repeated:
         return True
 
     def note(self, key: tuple[Any, ...], call: Call) -> None:
-        """Keep a call whose arrays were all read and written in place."""
+        """Keep a call for `launch`; its arrays must all have been read and written in place."""
         if self._counts and _makes_its_counter(call.stream):
             return
         if len(self._known) >= _MOST_REPEATED:
@@ -316,14 +318,14 @@ _MOST_REPEATED = 256
 def _makes_its_counter(stream: int) -> bool:
     """Whether each launch on a stream has a work counter of its own.
 
-    Either one name stands for several streams, or a graph is captured, which may run in any stream
-    and beside any.
+    True if the handle stands for several streams (the per-thread stream), or if a CUDA graph is
+    captured, which may later run in any stream and beside any other.
     """
     return stream == _PER_THREAD or cupy.cuda.runtime.streamIsCapturing(stream)
 
 
 def _map_of(box: launch.Box) -> range:
-    """The positions of a tensor's address and strides in a call's head, for its tensor map.
+    """Return the positions of a tensor's address and strides in a call's head, for its tensor map.
 
     For dQ's accumulator this is the address alone, since its strides never change. Captured arrays
     are not in the head.
@@ -338,7 +340,7 @@ def _map_of(box: launch.Box) -> range:
 
 
 def summed_up(sizes: NewArrays, dtype: str, algorithm: str) -> int | None:
-    """Elements of a backward pass's float32 accumulator of dQ; None if it needs not even delta."""
+    """Return the size of a backward's float32 accumulator of dQ; None without delta."""
     if algorithm == "flash2-once":
         return None
     narrow = algorithm == "flash2-fused" and dtype != "float32"
@@ -358,8 +360,8 @@ class Plan:
     sizes : NewArrays
     gpu : Gpu
     summed : int or None
-        Elements of a backward pass's float32 accumulator of dQ. None if the pass needs neither it
-        nor delta.
+        Elements of a backward pass's float32 accumulator of dQ. None if the pass needs neither the
+        accumulator nor delta.
     ordered : bool
         Whether a backward pass adds to dQ in a fixed order.
     """
@@ -387,7 +389,7 @@ class Plan:
     def gradients(
         self, space: arrays.Space, places: tuple[int, ...], lse: int, dlse: int, like: Any
     ) -> tuple[Call, Any, Any, Any]:
-        """The call of a backward pass, and the arrays that it fills: dQ, dK and dV.
+        """Return the call of a backward pass, and the arrays that it fills: dQ, dK and dV.
 
         Parameters
         ----------
@@ -403,13 +405,14 @@ class Plan:
         return Call(space, head, keeps=made), *made[:3]
 
     def new_arrays(self, space: arrays.Space, like: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """The arrays of a backward pass: dQ, dK, dV, and scratch memory and turns or None."""
+        """Return a backward's arrays: dQ, dK, dV, scratch memory, and `turns` or None."""
         sizes, summed, scratch, turns = self.sizes, self.summed, None, None
         dq = space.empty(sizes.dq.shape, like)
         dk = space.empty(sizes.dk.shape, like)
         dv = space.empty(sizes.dv.shape, like)
         if summed is not None:
-            # One array for dQ's accumulator and, behind it, delta: each takes the host a µs or two.
+            # One array for dQ's accumulator, followed by delta: each allocation costs the host 1 to
+            # 2 µs.
             scratch = space.empty((summed + sizes.rows,))
         if self.ordered:
             turns = space.counters((sizes.rows, 2))
@@ -423,7 +426,7 @@ class Plan:
         dlse: int,
         made: tuple[Any, ...],
     ) -> tuple[int, ...]:
-        """The fields of ``struct Args`` of a backward pass into arrays of `new_arrays`."""
+        """Return a backward's leading fields of ``struct Args``, into arrays of `new_arrays`."""
         sizes, summed = self.sizes, self.summed
         dq, dk, dv, scratch, turns = (0 if x is None else space.pointer(x) for x in made)
         return (
@@ -436,7 +439,7 @@ class Plan:
     ) -> tuple[tuple[StageTrace, ...] | None, np.ndarray | None]:
         """Launch every pass in order; return the stages' events and the timeline.
 
-        Each of the two is None unless `trace` requests it.
+        The events and the timeline are None unless `trace` requests them.
         """
         if not trace:
             for launch_one in self.launches:
@@ -478,7 +481,7 @@ class Plan:
         return made
 
     def _timeline(self, reports: list[dict[str, cupy.ndarray]]) -> np.ndarray:
-        """The SM and time span of each visit, counted from the first block's start."""
+        """Return the SM and time span of each visit, counted from the first block's start."""
         parts = [
             timeline.spans(
                 number,

@@ -1,4 +1,4 @@
-"""The arrays that a mask or a score function captures, and sinks, on the GPU for one call."""
+"""The captured arrays of mask and score functions, and sinks, in GPU memory for one call."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 
 from flashsim.backends.cupy_gpu import arrays
 from flashsim.backends.launch.functions import sources_of, tile_of
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.functions.graph import ArraySpec
 from flashsim.functions.mask import MaskFunction
 from flashsim.problem.problem import numpy_dtype
 
 
 class ReadByFunctions(NamedTuple):
-    """The data that kernels read besides the call's tensors.
+    """The captured arrays and sinks, which kernels read besides the call's tensors.
 
     Attributes
     ----------
@@ -30,7 +30,7 @@ class ReadByFunctions(NamedTuple):
     gradients : dict
         "d:<name>" of each array that gets a gradient: a float32 array of zeros to add to.
     keeps : tuple
-        What keeps the memory alive.
+        Objects that keep the memory alive.
     """
 
     plain: bytes = b""
@@ -45,12 +45,12 @@ NOTHING = ReadByFunctions()
 
 
 def captured(job: Job, space: arrays.Space) -> ReadByFunctions:
-    """The captured arrays of a job, uploaded if they are not on the GPU.
+    """Return the captured arrays of a job, uploaded if they are not on the GPU.
 
-    With `problem.score_grads`, those of a backward pass, it makes arrays for the gradients.
+    With `problem.score_grads`, in a backward pass, arrays for the gradients are created too.
     """
     p = job.problem
-    if p.mask_mod is None and p.score_mod is None and not p.sinks:
+    if not p.has_functions:
         return NOTHING
     with space.active():
         sinks = None
@@ -80,9 +80,10 @@ def captured(job: Job, space: arrays.Space) -> ReadByFunctions:
 def gradients(
     job: Job, given: ReadByFunctions, space: arrays.Space, lse: int, delta: int
 ) -> dict[str, Any]:
-    """The gradients of captured arrays and of sinks, in the library of the call's arrays.
+    """Return the gradients of captured arrays and of sinks, in the library of the call's arrays.
 
-    `lse` and `delta` are the addresses of one float32 per row, as the backward's kernels left them.
+    `lse` and `delta` are the addresses of one float32 per row, as written by the backward's
+    kernels.
     """
     p, made = job.problem, dict(given.gradients)
     if p.sinks:
@@ -99,7 +100,7 @@ def gradients(
 
 
 def _rounded(array: Any, dtype: str) -> Any:
-    """An array as one of a type given by name."""
+    """An array converted to a type given by name."""
     if arrays.dtype_name(array) == dtype:
         return array
     if arrays.is_torch(array):
@@ -110,7 +111,7 @@ def _rounded(array: Any, dtype: str) -> Any:
 
 
 def _at(address: int, shape: tuple[int, ...], space: arrays.Space) -> cupy.ndarray:
-    """A float32 array over memory that others keep alive."""
+    """A float32 array over memory that is kept alive elsewhere."""
     size = 4 * int(np.prod(shape))
     memory = cupy.cuda.UnownedMemory(address, size, None, space.device)
     return cupy.ndarray(shape, np.float32, cupy.cuda.MemoryPointer(memory, 0))
@@ -118,24 +119,25 @@ def _at(address: int, shape: tuple[int, ...], space: arrays.Space) -> cupy.ndarr
 
 @lru_cache(maxsize=64)
 def _of_mask(mask: MaskFunction, device: int) -> list[cupy.ndarray]:
-    """A mask's arrays on CuPy's current device, which the schedule was made of: uploaded once."""
+    """A mask's captured arrays on CuPy's current device; each is uploaded only once."""
     pairs = zip(mask.arrays, mask.graph.arrays, strict=True)
     made = [_typed(x, spec) for x, spec in pairs]
-    cupy.cuda.get_current_stream().synchronize()  # other streams may use them from now on
+    cupy.cuda.get_current_stream().synchronize()  # other streams may use the arrays from now on
     return made
 
 
 def _typed(array: Any, spec: ArraySpec) -> cupy.ndarray:
     """A contiguous array on the GPU whose elements have the type that the kernels read."""
     if spec.dtype == "bfloat16":
-        if isinstance(array, np.ndarray) and array.dtype == np.float32:  # its values, widened
+        # float32 values, converted to the type that kernels read
+        if isinstance(array, np.ndarray) and array.dtype == np.float32:
             array = (array.view(np.uint32) >> 16).astype(np.uint16)
         return cupy.ascontiguousarray(_on_gpu(array))
     return cupy.ascontiguousarray(_on_gpu(array).astype(spec.dtype, copy=False))
 
 
 def _on_gpu(array: Any) -> cupy.ndarray:
-    """An array of any library on CuPy's current device; in place if it is there."""
+    """Return an array of any library on CuPy's current device; without a copy if it is there."""
     if isinstance(array, np.ndarray):
         return arrays.upload(np.ascontiguousarray(array))
     if arrays.is_torch(array):
@@ -147,7 +149,7 @@ def _on_gpu(array: Any) -> cupy.ndarray:
 
 
 def _of_torch(tensor: Any) -> cupy.ndarray:
-    """A CUDA tensor as a CuPy array; of bfloat16, which CuPy may lack, its bits."""
+    """A CUDA tensor as a CuPy array; a bfloat16 tensor as raw bits."""
     import torch
 
     if tensor.dtype == torch.bfloat16:

@@ -19,15 +19,15 @@ from flashsim.backends.cupy_gpu.launching import Argument, Launcher, Parameters,
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu
-from flashsim.backends.launch_policy import decode, decode_kernels
-from flashsim.backends.reports import decode as traces
-from flashsim.engines.engine import Job, Outcome
+from flashsim.backends.launch_policy import decode_kernels, decode_plan
+from flashsim.backends.reports import decode_report as traces
+from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, shown
 from flashsim.problem import checks, live_keys
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
-#: Of ``struct DecodeArgs`` what a call changes: it begins with it, but for two integers.
+#: The leading fields of ``struct DecodeArgs``, which differ from call to call; two integers do too.
 _HEAD = struct.Struct(
     "<" + "Qqqq" * len(decode_kernels.TENSORS) + "Q" * len(decode_kernels.POINTERS)
 )
@@ -42,17 +42,17 @@ _TABLE_AT, _ITEMS_AT, _CAPACITY_AT = (
 class Workspace:
     """Memory that calls of ``algorithm="flash-decode"`` share, passed as ``workspace=``.
 
-    It holds the splits' partial results, their arrival counters, and `out` and `lse`. A call
-    overwrites the results of the call before. Each array grows at the first call that needs more
-    memory. A call that needs no more allocates nothing, so a CUDA graph can capture it. Two calls
-    that may run at the same time, on two streams, need a workspace each.
+    The memory holds the splits' partial results, their arrival counters, and `out` and `lse`. A
+    call overwrites the results of the call before. Each array grows at the first call that needs
+    more memory. A call that needs no more memory allocates nothing, so a CUDA graph can capture it.
+    Two calls that may run at the same time, on two streams, need a workspace each.
     """
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[Any, Any]] = {}
 
     def results(self, space: arrays.Space, problem: Problem, like: Any) -> tuple[Any, Any]:
-        """The arrays for `out`, with padded rows, and `lse`; they hold the last call's values."""
+        """Return the arrays for `out`, with padded rows, and `lse`, which hold old values."""
         p, width = problem, launch.row_elements(problem.head_dim_v)
         shape = (p.batch, p.heads, p.n_q)
         key, held = (space, p.dtype, shape, width), self._held.get("results")
@@ -61,8 +61,8 @@ class Workspace:
             self._held["results"] = held = key, made
         return held[1]
 
-    def partial(self, space: arrays.Space, made: decode.Decode) -> tuple[int, int, int]:
-        """The addresses of the partial O, the partial LSE and the arrival counters, which are 0."""
+    def partial(self, space: arrays.Space, made: decode_plan.Decode) -> tuple[int, int, int]:
+        """Return the addresses of the partial O, the partial LSE and the arrival counters."""
         outputs, sums = made.partial_elements
         if not outputs:
             return 0, 0, 0
@@ -79,17 +79,17 @@ class Workspace:
         return held[1].data.ptr
 
 
-#: Of calls that bring none: one a stream, for all but results, which are new at each call.
+#: Workspaces of calls that pass none, one per stream; results are new arrays at each call.
 _WORKSPACES: dict[tuple[int, int], Workspace] = {}
 
 
 def _parts(
-    space: arrays.Space, made: decode.Decode, given: Workspace | None, stream: int
+    space: arrays.Space, made: decode_plan.Decode, given: Workspace | None, stream: int
 ) -> tuple[tuple[int, int, int], Any]:
-    """The result of `Workspace.partial`, and an object that keeps the memory alive.
+    """Return the result of `Workspace.partial`, and an object that keeps the memory alive.
 
     While a CUDA graph is captured, a call without a workspace allocates in the graph's own memory:
-    the graph may run in any stream, beside others. Its arrival counters are kept for good.
+    the graph may run in any stream, beside others. The call's arrival counters are never freed.
     """
     if given is not None:
         return given.partial(space, made), None
@@ -103,13 +103,13 @@ def _parts(
     return own.partial(space, made), None
 
 
-#: Of captured calls, by device, capture and stream. A graph may be replayed at any time, so nothing
-#: is ever given back: a few KiB per capture.
+#: Counters of captured calls, by device, capture and stream. A graph may be replayed at any time,
+#: so they are never freed: a few KiB per capture.
 _CAPTURED: dict[tuple[int, int, int], list[cupy.ndarray]] = {}
 
 
 def _captured_counters(space: arrays.Space, n: int, stream: int) -> int:
-    """The address of `n` counters that are 0 whenever the graph being captured is replayed.
+    """Return the address of `n` counters that are 0 at every replay of the captured graph.
 
     Launches leave them at 0, so a graph need not clear them.
     """
@@ -121,13 +121,13 @@ def _captured_counters(space: arrays.Space, n: int, stream: int) -> int:
 
 
 class _Ready:
-    """A compiled launch with its table of work uploaded."""
+    """A compiled decode launch with its table of work tiles uploaded."""
 
-    def __init__(self, made: decode.Decode, device: int) -> None:
+    def __init__(self, made: decode_plan.Decode, device: int) -> None:
         self._items = cupy.asarray(made.items)
         self.items = self._items.data.ptr
         self._args = Argument(decode_kernels.record_dtype(made.problem))
-        self._args.values[0] = decode.record(made)
+        self._args.values[0] = decode_plan.record(made)
         self._parameters = Parameters(self._args.address)
         self._launch = Launcher(
             *(nvrtc.load(made.kernel, device), made.kernel, made.grid),
@@ -139,7 +139,7 @@ class _Ready:
             self._merges = cupy.asarray(made.merges)
             function = nvrtc.load(made.merge, device)
             self._merge = Launcher(function, made.merge, made.merge_grid, overlap=made.overlaps)
-        self._lock = Lock()  # the buffer is one, threads may be several
+        self._lock = Lock()  # there is one buffer, and there may be several threads
 
     def __call__(
         self,
@@ -181,7 +181,7 @@ class _Ready:
 
 
 @lru_cache(maxsize=256)
-def _ready(made: decode.Decode, device: int) -> _Ready:
+def _ready(made: decode_plan.Decode, device: int) -> _Ready:
     with aside():
         return _Ready(made, device)
 
@@ -192,7 +192,7 @@ def forward(job: Job, gpu: Gpu, space: arrays.Space) -> Outcome:
     Parameters
     ----------
     job : Job
-        Its k and v are the cache in its own layout. Its problem's `n_kv` is the capacity of the
+        Its k and v are the cache in its own layout. The job's `problem.n_kv` is the capacity of the
         cache per sequence.
     """
     return _forward(job, gpu, space, counts=bool(job.trace))[0]
@@ -214,7 +214,7 @@ class Decoder:
         self, space: arrays.Space, problem: Problem, gpu: Gpu, page: int, splits: int | None
     ) -> None:
         self._space, self._page, p = space, page, problem
-        self._made = made = decode.dynamic(p, gpu, splits, page)
+        self._made = made = decode_plan.dynamic(p, gpu, splits, page)
         with failures.Explaining(), space.active():
             self._ready = _ready(made, space.device)
         width = launch.row_elements(p.head_dim_v)
@@ -283,9 +283,9 @@ _EXPLAINING = failures.Explaining()
 
 
 def counted(job: Job, gpu: Gpu, space: arrays.Space) -> dict[str, int]:
-    """The bytes that the kernel's threads moved, per tensor.
+    """Return the bytes that the kernel's threads moved, per tensor.
 
-    "O_part read" are the bytes read by the threads that merge.
+    "O_part read" are the bytes of partial O that the merging threads read.
     """
     return _forward(job, gpu, space, counts=True)[1]
 
@@ -309,7 +309,7 @@ def _forward(
             "on a GPU, decoding with a mask or score function cannot be traced; leave trace out"
         )
     splits = _splits(options.get("splits", "auto"))
-    made = decode.plan(p, lengths, gpu, splits, page, counts, timed, prefix)
+    made = decode_plan.plan(p, lengths, gpu, splits, page, counts, timed, prefix)
     walk = traces.walk_of(made, lengths, page) if job.trace else None
     with failures.Explaining(), space.on_device():
         with space.active():
@@ -350,18 +350,20 @@ def _forward(
         return outcome, _totals(reports)
 
 
-_NO_LENGTHS = (0, 0, 0)  # lengths, starts, entries
+_NO_LENGTHS = (0, 0, 0)  # addresses of lengths, starts, entries
 _REPORTS = ("visit_counts", "item_counts", "visit_stamps", "item_stamps")
 _NOTHING = (0,) * len(_REPORTS)
 _WHOLE = (0, *_NO_LENGTHS, *_NOTHING)  # no table
 
 
-def _reports(made: decode.Decode, space: arrays.Space, *, timed: bool) -> dict[str, cupy.ndarray]:
+def _reports(
+    made: decode_plan.Decode, space: arrays.Space, *, timed: bool
+) -> dict[str, cupy.ndarray]:
     visits = (made.walks, made.n_visits)
     items = (len(made.items) * made.problem.kv_heads, made.row_tiles)
-    shapes = [(*visits, decode.SLOTS), (*items, decode.SLOTS)]
+    shapes = [(*visits, decode_plan.SLOTS), (*items, decode_plan.SLOTS)]
     if timed:
-        shapes += [(*visits, decode.VISIT_STAMPS), (*items, decode.ITEM_STAMPS)]
+        shapes += [(*visits, decode_plan.VISIT_STAMPS), (*items, decode_plan.ITEM_STAMPS)]
     types = ("uint32", "uint32", "uint64", "uint64")
     with space.active():
         return {
@@ -371,7 +373,7 @@ def _reports(made: decode.Decode, space: arrays.Space, *, timed: bool) -> dict[s
 
 
 def _totals(reports: Mapping[str, cupy.ndarray]) -> dict[str, int]:
-    names = {"visit_counts": decode.VISIT_SLOTS, "item_counts": decode.ITEM_SLOTS}
+    names = {"visit_counts": decode_plan.VISIT_SLOTS, "item_counts": decode_plan.ITEM_SLOTS}
     return {
         name: int(total)
         for which in names.keys() & reports.keys()
@@ -382,11 +384,11 @@ def _totals(reports: Mapping[str, cupy.ndarray]) -> dict[str, int]:
 
 
 def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
-    """The length of each sequence, and the number of keys that all of them share.
+    """Return the length of each sequence, and the number of keys that all sequences share.
 
     A table on the GPU is not read back, since the call would have to wait for it. Instead, the
     kernel reads no page that the pool lacks, and a sequence whose table names such a page gets NaN.
-    A prefix is taken to be shared as the caller says.
+    The caller's statement that a prefix is shared is not checked.
 
     Raises
     ------
@@ -400,14 +402,14 @@ def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
     if table is None:
         return lengths, prefix
     if arrays.dtype_name(table) != "int32":
-        raise DTypeError(f"block_table must be int32, got {table.dtype}")
+        raise DTypeError(f"block_table must be int32, got {table.dtype}; convert it")
     if isinstance(table, np.ndarray):
         live_keys.check_pages(table, lengths, page, int(job.k.shape[0]), prefix)
     return lengths, prefix
 
 
 def _table(table: Any) -> tuple[int, int, Any]:
-    """The address and row length of a block table on the GPU, and an object that keeps it alive."""
+    """Return the address and row length of a block table on the GPU, and its owner."""
     if table is None:
         return 0, 0, None
     if isinstance(table, np.ndarray):

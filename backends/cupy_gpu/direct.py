@@ -1,4 +1,4 @@
-"""Passes on torch tensors whose request was checked before: from the tensors straight to launches.
+"""Passes on torch tensors with an already checked request: from the tensors directly to launches.
 
 `flashsim.torch` keeps one `Direct` per shapes, types and options, and calls it eagerly and inside
 its operators. A call reads addresses and strides, allocates the results and launches.
@@ -18,7 +18,7 @@ _EXPLAINING = Explaining()
 
 
 class Placed:
-    """A forward pass on memory of another library, at given addresses: contiguous arrays.
+    """A forward pass on contiguous arrays of another library, given by their addresses.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class Placed:
         self._repeated = Repeated(() if isinstance(run, Decoder) else run.launches)
 
     def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
-        """Launch on a stream; all other arguments are addresses."""
+        """Launch the forward pass on a stream; all other arguments are addresses."""
         of_q, of_k, of_v = self._strides
         space, again, key = self._space, self._repeated, (q, k, v, out, lse, stream)
         if isinstance(self._run, Decoder):

@@ -15,26 +15,26 @@ from flashsim.backends import failures
 from flashsim.backends.launch import device_tables
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu
-from flashsim.backends.launch_policy.decode import ALGORITHM as DECODE
-from flashsim.backends.launch_policy.decode import CLUSTERS
-from flashsim.backends.launch_policy.decode import OPTIONS as DECODING
+from flashsim.backends.launch_policy.decode_plan import ALGORITHM as DECODE
+from flashsim.backends.launch_policy.decode_plan import CLUSTERS
+from flashsim.backends.launch_policy.decode_plan import OPTIONS as DECODING
 from flashsim.backends.launch_policy.family import Family
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
 from flashsim.backends.launch_policy.portable import PORTABLE, TF32
-from flashsim.engines.engine import Job, Outcome
+from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError
 from flashsim.problem.hardware import Device, reported
 from flashsim.problem.problem import Problem
 
-#: Of FP8 inputs: what they are multiplied by, and V as `quantize` lays it out.
+#: Options of FP8 inputs: the scales, and V as `quantize` transposes it.
 _FP8 = ("scales", "scale_block", "v_transposed")
 OPTIONS: frozenset[str] = frozenset({"kernel", "allow_tf32", *DECODING, *_FP8})
 #: Kernel families by the names of the option `kernel`.
 KERNELS: dict[str, Family] = {"portable": PORTABLE, "hopper": HOPPER}
 ALGORITHMS = ("flash2", "flash2-fused", "flash2-once")
 OLDEST = (8, 0)
-#: What picks a family for a job without arrays: ``(job, gpu, direction)``.
+#: A function that selects a family for a job without arrays: ``(job, gpu, direction)``.
 FamilyOf = Callable[[Job, Gpu, str], Family]
 
 failures.require_cupy("cupy")
@@ -64,7 +64,7 @@ def forward(job: Job) -> Outcome:
 
 
 def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-    """The state that the backward pass needs from a forward pass, rebuilt from its results."""
+    """Return the state that the backward pass needs, rebuilt from a forward pass's results."""
     job = bias.as_function(job)
     _check(job)
     _no_fp8_gradients(job)
@@ -74,7 +74,7 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
     """Run the backward pass: three deterministic passes, or one that accumulates dQ in memory."""
     if job.algorithm == DECODE:
-        raise UnsupportedError(f"{DECODE!r} has no backward pass; 'flash2' has")
+        raise UnsupportedError(f"algorithm={DECODE!r} has no backward pass; use algorithm='flash2'")
     job = bias.as_function(job, gradient=True)
     if not job.memo:
         _no_fp8_gradients(job)
@@ -83,7 +83,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """An array of one value, in the library and on the device of the job's arrays.
+    """Return an array of one value, in the library and on the device of the job's arrays.
 
     No kernel runs.
     """
@@ -93,7 +93,7 @@ def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
 
 
 def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """The array of `constant` for a job that has been checked."""
+    """Return the array of `constant` for a job that has been checked."""
     require_gpu()
     given = {"q": job.q, "k": job.k, "v": job.v}
     space = arrays.space_of(given, job.problem.result_dtype)
@@ -102,9 +102,10 @@ def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> A
 
 
 def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> Direct | None:
-    """The passes of a checked job on torch tensors, without repeating the checks.
+    """Return the passes of a checked job on torch tensors, which do not repeat the checks.
 
-    None if the job is not one of torch tensors, or needs more than addresses and strides.
+    Returns None if the job's arrays are no torch tensors, or if it needs more than addresses and
+    strides.
 
     Parameters
     ----------
@@ -130,9 +131,10 @@ def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> 
 
 
 def placed(job: Job, *, few: bool) -> Placed | None:
-    """The forward pass of a checked job on contiguous memory, given by its addresses.
+    """Return the forward pass of a checked job on contiguous memory, given by its addresses.
 
-    None if the kernels cannot read such memory in place: a head_dim is no multiple of 8.
+    Returns None if the kernels cannot read contiguous memory in place: a head_dim is no multiple of
+    8.
 
     Parameters
     ----------
@@ -155,7 +157,7 @@ def placed(job: Job, *, few: bool) -> Placed | None:
 def decoder(
     problem: Problem, like: Any, page: int = 0, splits: int | None = None
 ) -> decode.Decoder:
-    """The decoding of a problem on torch tensors of one device, such as `like`.
+    """Return the decoder of a problem, for torch tensors on the device of `like`.
 
     Raises
     ------
@@ -168,7 +170,7 @@ def decoder(
 
 
 def adopt(name: str, array: Any) -> Any:
-    """An array that a job can hold, over the memory of one that only supports DLPack."""
+    """Return an array that a job can hold, over the memory of a DLPack array."""
     require_gpu()
     return arrays.adopt(name, array)
 
@@ -194,8 +196,8 @@ def stores_dq(job: Job, saved: Mapping[str, Any]) -> bool:
     Parameters
     ----------
     job : Job
-        The backward pass that would run otherwise. Its algorithm is "flash2" if the pass must be
-        deterministic.
+        The backward pass that would run otherwise. The job's algorithm is "flash2" if the pass must
+        be deterministic.
     """
     job, gpu = bias.as_function(job), gpu_of(saved["space"].device)
     family, ordered = _family(job, gpu, "backward"), job.algorithm == "flash2"
@@ -241,7 +243,7 @@ def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
 
 
 def recall_of(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-    """The state that `backward_with` needs from a forward pass, rebuilt from its results."""
+    """Return the state that `backward_with` needs, rebuilt from a forward pass's results."""
     p = job.problem
     require_gpu()
     given = {"q": job.q, "k": job.k, "v": job.v, "out": out}
@@ -262,7 +264,7 @@ def _saved(
 ) -> dict[str, Any]:
     saved = {
         "space": space,
-        "arrays": (q.array, k.array, v.array, out.array, lse),  # keeps them alive
+        "arrays": (q.array, k.array, v.array, out.array, lse),  # keeps the arrays alive
         "places": (*q.place, *k.place, *v.place, *out.place),
         "lse": space.pointer(lse),
     }
@@ -298,7 +300,7 @@ def backward_with(
             }
             if p.score_grads or p.sinks:
                 with space.active():
-                    delta = call.head[-6]  # see `Plan.gradients`
+                    delta = call.head[-6]  # the address of delta; see `Plan.gradients`
                     more = captured.gradients(job, functions, space, saved["lse"], delta)
                 gradients |= bias.renamed(more)
             return Outcome(
@@ -310,9 +312,9 @@ _EXPLAINING = failures.Explaining()
 
 
 def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) -> Plan:
-    """The job's launches, prepared at its first call and kept in its memo.
+    """Return the job's launches, which are prepared at its first call and kept in its memo.
 
-    They depend on all of the job except its arrays.
+    The launches depend on everything in the job except its arrays.
     """
     plan = job.memo.get((family_of, direction, space))
     if plan is None:
@@ -356,7 +358,7 @@ def _planned(
 
 @cache
 def gpu_of(device: int) -> Gpu:
-    """The properties of a device that launch arithmetic uses.
+    """Return the properties of a device that launch arithmetic uses.
 
     Raises
     ------
@@ -391,7 +393,7 @@ def _clusters(device: int, capability: tuple[int, int], shared: int) -> tuple[tu
 
 
 def preset() -> Device:
-    """The preset that describes the current GPU.
+    """Return the preset that describes the current GPU.
 
     Raises
     ------
@@ -412,11 +414,11 @@ def preset() -> Device:
 
 
 def _hbm_bandwidth(device: int) -> float:
-    """The bandwidth in bytes per second: bus width times two transfers per memory clock cycle."""
+    """Return HBM's bytes per second: bus width times two transfers per memory clock cycle."""
     runtime = cupy.cuda.runtime
     khz = runtime.deviceGetAttribute(runtime.cudaDevAttrMemoryClockRate, device)
     bits = runtime.deviceGetAttribute(runtime.cudaDevAttrGlobalMemoryBusWidth, device)
-    return 2e3 * khz * bits / 8 or Gpu.hbm_bandwidth  # 0: the driver does not say
+    return 2e3 * khz * bits / 8 or Gpu.hbm_bandwidth  # 0 if the driver does not report it
 
 
 @cache
@@ -443,13 +445,14 @@ def _check(job: Job) -> None:
     for option in DECODING:
         if option in job.options:
             raise OptionError(
-                f"{option} belongs to algorithm={DECODE!r}, got algorithm={job.algorithm!r}"
+                f"{option} is an option of algorithm={DECODE!r} only, got "
+                f"algorithm={job.algorithm!r}; leave {option} out"
             )
     launch.check_asked("cupy", job, ALGORITHMS, KERNELS)
     if p.dtype == "float64":
         raise UnsupportedError(
-            "backend='cupy' takes float16, bfloat16 and float32, not float64; convert the arrays, "
-            "or use backend='simulator'"
+            "backend='cupy' supports float16, bfloat16 and float32, not float64; convert the "
+            "arrays, or use backend='simulator'"
         )
     launch.check_head_dims(p, "backend='cupy'")
     device_tables.refuse(p)
@@ -459,8 +462,7 @@ def _check(job: Job) -> None:
 
 
 def _no_traced_functions(job: Job) -> None:
-    p = job.problem
-    if job.trace and (p.mask_mod is not None or p.score_mod is not None or p.sinks):
+    if job.trace and job.problem.has_functions:
         raise UnsupportedError(
             "on a GPU a call with mask_mod, score_mod, bias or sinks cannot be traced, since the "
             "kernels do not count the bytes that functions read; leave trace out, or use "
@@ -477,16 +479,16 @@ def _no_fp8_gradients(job: Job) -> None:
 
 
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
-    """The requested kernel family; "auto" takes Hopper's wherever its kernels run the job."""
+    """Return the requested kernel family; "auto" selects Hopper's if its kernels run the job."""
     name = job.options.get("kernel", "auto")
     if job.problem.fp8:
         if name == "portable":
-            raise UnsupportedError("the portable kernels take no FP8; kernel='hopper' does")
+            raise UnsupportedError("the portable kernels do not support FP8; use kernel='hopper'")
         return HOPPER_FP8
     given = (job.problem, job.tiling, gpu, direction, job.algorithm)
     if name == "hopper" or (name == "auto" and not HOPPER.refusal(*given)):
         return HOPPER
-    # Allowed, not asked for: where their larger tiles do not fit, float32 throughout.
+    # TF32 is allowed, not requested: where its larger tiles do not fit, products stay float32.
     allowed = job.problem.dtype == "float32" and job.options.get("allow_tf32", False)
     return TF32 if allowed and not TF32.refusal(*given) else PORTABLE
 

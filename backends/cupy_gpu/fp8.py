@@ -13,14 +13,14 @@ from flashsim.backends.cupy_gpu import arrays
 from flashsim.backends.cupy_gpu.launching import launch_once
 from flashsim.backends.launch.kernel import Kernel, whole_sixteens
 from flashsim.backends.launch_policy import quantize as family
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.errors import ShapeError
 
 _SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 def transposed(space: arrays.Space, job: Job, v: arrays.View) -> arrays.View:
-    """V^T with its keys permuted as the kernel reads it: the quantiser's copy, or a new one.
+    """Return V^T with its keys permuted for the kernel: the quantiser's copy, or a new one.
 
     Raises
     ------
@@ -33,7 +33,10 @@ def transposed(space: arrays.Space, job: Job, v: arrays.View) -> arrays.View:
     if given is not None:
         arrays.check_space("v_transposed", given, p.result_dtype, space)
         if tuple(given.shape) != shape:
-            raise ShapeError(f"v_transposed must have shape {shape}, got {tuple(given.shape)}")
+            raise ShapeError(
+                f"v_transposed must have shape {shape}, got {tuple(given.shape)}; pass that of "
+                "flashsim.quantize's result for this v, or leave it out"
+            )
         return space.view(given)
     rows = p.batch, p.kv_heads, p.n_kv, p.head_dim_v
     made = space.empty(shape, v.array)
@@ -42,7 +45,7 @@ def transposed(space: arrays.Space, job: Job, v: arrays.View) -> arrays.View:
 
 
 def scales(space: arrays.Space, job: Job) -> dict[str, Any]:
-    """The contiguous arrays of scales on the GPU, by their names in `launch.SCRATCH`.
+    """Return the contiguous arrays of scales on the GPU, by their names in `launch.SCRATCH`.
 
     Raises
     ------
@@ -52,7 +55,7 @@ def scales(space: arrays.Space, job: Job) -> dict[str, Any]:
     given = job.options.get("scales") or ()
     found = {}
     for name, one in zip(_SCALES, given, strict=False):
-        if isinstance(one, np.ndarray) and one.size == 1:  # a number, wherever the arrays are
+        if isinstance(one, np.ndarray) and one.size == 1:  # a single number, in any memory
             with space.active():
                 found[name] = cupy.asarray(one)
             continue

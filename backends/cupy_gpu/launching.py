@@ -1,4 +1,4 @@
-"""The launching of kernels: an argument in memory, and a launcher that hands it to the driver.
+"""Launches kernels: an argument in memory, and a launcher that passes it to the driver.
 
 CuPy's launcher takes no attributes. Two features need them: clusters of blocks, and launches that
 may begin before the kernel ahead of them ends. For these the driver's library is called directly.
@@ -21,7 +21,7 @@ from flashsim.backends.launch.kernel import Kernel
 
 #: CUlaunchAttributeID of cuda.h.
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
-#: CUstreamCaptureMode of cuda.h: this thread's calls are not for a capture to refuse.
+#: CUstreamCaptureMode of cuda.h: a capture must not reject this thread's calls.
 _RELAXED = 2
 #: CU_STREAM_CAPTURE_STATUS_ACTIVE.
 _CAPTURING = 1
@@ -67,7 +67,7 @@ class Parameters:
     """The array that the driver reads at a launch: the addresses of the kernel's arguments."""
 
     def __init__(self, *addresses: int, keeps: Any = None) -> None:
-        self._keeps = keeps  # alive
+        self._keeps = keeps  # keeps the argument alive
         self._values = (ctypes.c_void_p * len(addresses))(*addresses)
         self.address = ctypes.addressof(self._values)
 
@@ -84,8 +84,9 @@ class Launcher:
     cluster : int
         Blocks per cluster, along x, unless the kernel itself declares it.
     overlap : bool
-        Whether the kernel may begin before the last one in the stream has ended. It must then wait
-        itself (griddepcontrol.wait) before it reads or writes memory that the last one may touch.
+        Whether the kernel may begin before the previous kernel in the stream has ended. The kernel
+        must then wait itself (griddepcontrol.wait) before it reads or writes memory that the
+        previous kernel may access.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Launcher:
         cluster: int = 1,
         overlap: bool = False,
     ) -> None:
-        self._function = function  # owns the code that the address is of
+        self._function = function  # owns the code at the address
         threads, shared = kernel.threads, kernel.shared_bytes
         self._plain = (function.ptr, *grid, 1, threads, 1, 1, shared)
         wanted: list[tuple[int, tuple[int, ...]]] = []
@@ -145,7 +146,7 @@ class Launcher:
 
 
 class FixedLaunch:
-    """A launch of which nothing changes: its kernel, its stream and its parameters."""
+    """A repeatable launch with a fixed kernel, stream and parameters."""
 
     def __init__(self, launcher: Launcher, stream: int, parameters: Parameters) -> None:
         self._keeps = launcher, parameters
@@ -166,7 +167,7 @@ class FixedLaunch:
 
 @cache
 def _own_stream(device: int) -> Any:
-    """A stream of CuPy's current device that plans are uploaded in; it is never destroyed."""
+    """Return the stream of CuPy's current device in which plans are uploaded."""
     return cupy.cuda.Stream(non_blocking=True)
 
 
@@ -174,7 +175,8 @@ def _own_stream(device: int) -> Any:
 def aside() -> Iterator[None]:
     """Run a plan's uploads and compilations in a separate stream, and wait for them at the end.
 
-    So a call waits for no work of its caller's, and may make a plan while a CUDA graph is captured.
+    So a call does not wait for the caller's other work, and can prepare a plan while a CUDA graph
+    is captured.
     """
     mode = ctypes.c_int(_RELAXED)
     exchange = driver().cuThreadExchangeStreamCaptureMode
@@ -189,7 +191,7 @@ def aside() -> Iterator[None]:
 
 
 def capture_of(stream: int) -> int:
-    """The number of the capture that a stream takes part in; 0 if none."""
+    """Return the number of the graph capture that a stream takes part in; 0 if none."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     error = driver().cuStreamGetCaptureInfo_v2(
         ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
@@ -200,7 +202,7 @@ def capture_of(stream: int) -> int:
 
 
 def clusters_at_once(shared: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """How many clusters of each size run at once on CuPy's current device, one block per SM.
+    """Return how many clusters of each size run at once on the current device, a block per SM.
 
     Parameters
     ----------
@@ -237,7 +239,7 @@ def launch_once(kernel: Kernel, grid: tuple[int, int], record: np.ndarray, space
 
 @cache
 def _launch() -> Any:
-    """The driver's ``cuLaunchKernelEx``, with declared types, so that a call converts nothing."""
+    """Return the driver's ``cuLaunchKernelEx`` with declared argument types."""
     function = driver().cuLaunchKernelEx
     function.argtypes = (ctypes.c_void_p,) * 4
     return function

@@ -20,7 +20,7 @@ _TYPES = {"float32": "float", "float16": "u16", "bfloat16": "u16"}
 
 @lru_cache
 def kernel(width: int, total: str, part: str) -> Kernel:
-    """The merging kernel for a row width and types, given by name.
+    """Return the merging kernel for a row width and types, given by name.
 
     Parameters
     ----------
@@ -71,19 +71,19 @@ def _launch(space: arrays.Space, given: tuple[Any, ...], strides: tuple[int, int
     function(grid, (THREADS, 1, 1), (*pointers, *strides, np.int32(rows)))
 
 
-#: Most blocks along a grid's second axis.
+#: The largest number of blocks along a grid's second axis.
 _MOST_HEADS = 65535
 
 
 def held(given: dict[str, Any]) -> dict[str, Any]:
-    """The arrays in the form that `merged` takes: torch's as they are, others as CuPy arrays.
+    """Return the arrays in `merged`'s form: torch tensors unchanged, others as CuPy arrays.
 
-    CuPy arrays share the memory of the arrays given.
+    The CuPy arrays share the memory of the originals.
 
     Raises
     ------
     BackendUnavailable, DTypeError
-        If they do not all live on one GPU, or have types that no kernel merges.
+        If the arrays are not all on one GPU, or have types that no kernel merges.
     """
     engine.require_gpu()
     space = arrays.space_of(given, "float32")
@@ -92,8 +92,8 @@ def held(given: dict[str, Any]) -> dict[str, Any]:
         may_be = [*_TYPES] if name.startswith("out") else ["float32"]
         if dtype not in may_be:
             raise DTypeError(
-                f"on a GPU {name} is merged in {' or '.join(may_be)}, got {dtype}; convert it, or "
-                "move the arrays to the CPU"
+                f"to merge on a GPU, {name} must be {' or '.join(may_be)}, got {dtype}; convert "
+                "it, or move the arrays to the CPU"
             )
     if isinstance(space, arrays.TorchSpace):
         return given
@@ -101,7 +101,7 @@ def held(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
-    """The output and LSE over the keys of both parts, as new arrays like `out_a` and `lse_a`.
+    """Return output and LSE over the keys of both parts, as new arrays like `out_a` and `lse_a`.
 
     All arguments are results of `held`.
     """

@@ -64,7 +64,7 @@ def quantize(
     engine.require_gpu()
     if isinstance(q, np.ndarray):
         raise DTypeError(
-            "quantize on a GPU takes arrays in GPU memory, got NumPy arrays; move them to the "
+            "quantize on a GPU needs arrays in GPU memory, got NumPy arrays; move them to the "
             "GPU, or use backend='simulator'"
         )
     kind = arrays.dtype_name(q)
@@ -87,7 +87,8 @@ def quantize(
         if len(made) > 1:
             *ends, total = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
             with space.active():
-                parts = cupy.split(space.zeros((total,), "uint32"), ends)  # zeroed all at once
+                # all zeroed by one launch
+                parts = cupy.split(space.zeros((total,), "uint32"), ends)
             largest = dict(zip(("q_largest", "k_largest", "v_largest"), parts, strict=True))
         if signs is not None:
             with space.active():
@@ -100,7 +101,7 @@ def quantize(
 
 @lru_cache(maxsize=64)
 def _uploaded(signs: bytes, device: int) -> cupy.ndarray:
-    """The signs of a rotation on CuPy's current device; they are uploaded only once."""
+    """Return the signs of a rotation on CuPy's current device; they are uploaded only once."""
     made = cupy.asarray(np.frombuffer(signs, np.float32))
     cupy.cuda.get_current_stream().synchronize()  # other streams may use them from now on
     return made

@@ -17,7 +17,7 @@ from flashsim.backends.launch_policy import softmax_matmul as family
 def forward(
     x: Any, v: Any, block_1: int, block_2: int, *, counts: bool = False
 ) -> tuple[Any, dict[str, int]]:
-    """O (batch, d1, d3), in the inputs' library, and the bytes that the threads reported, by name.
+    """Return O (batch, d1, d3), in the inputs' library, and the kernel-reported bytes by name.
 
     Raises
     ------

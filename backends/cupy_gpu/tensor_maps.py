@@ -24,7 +24,7 @@ _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
 
 def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -> np.ndarray:
-    """The map of one tensor of a launch, as a kernel argument: 128 bytes, shape (1,).
+    """Return the tensor map of one tensor of a launch, as a kernel argument: 128 bytes, shape (1,).
 
     Parameters
     ----------
@@ -52,14 +52,14 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
     if box.transposed:
         shape[:2] = whole_sixteens(n), d
     if p.cu_seqlens_q is not None:
-        # A box is clipped at the map's end, not at a sequence's. So the last axis, there being one
-        # batch only, numbers views of the tensor, each a row further on than the one before: the
-        # last row of view `stop` is row stop - 1 of the tensor, and a box that begins in it ends
-        # there. A view has `ROUND` rows, the tensor's being its last ones. The axis before takes
-        # those that are too many back: addresses are sums modulo 2**64, and its step is such that
-        # `ROUND` of them are -ROUND rows. (To begin the map so many rows before the tensor instead
-        # reads rightly, too, but where nothing is mapped there the copy engine now and then fails:
-        # it may touch a map's beginning whatever was asked for.)
+        # TMA clips a box at the end of the map, not at the end of a sequence. So the last axis (the
+        # batch has one entry) selects views of the tensor, each shifted by one row: the last row of
+        # view `stop` is row stop - 1 of the tensor, and a box that starts in the view ends there. A
+        # view has `ROUND` rows, and the tensor's rows are its last. The second-to-last axis undoes
+        # the excess: addresses are sums modulo 2**64, and its stride is such that `ROUND` strides
+        # equal -ROUND rows. (A map that simply starts so many rows before the tensor also reads
+        # correct data. But if no memory is mapped there, TMA occasionally fails, since it may touch
+        # the beginning of a map whatever the coordinates.)
         shape, steps = [d, ROUND, heads, ROUND + 1, n + 1], [row_step, head_step]
         steps += [2**64 // ROUND - row_step, row_step]
     made, error = _encoded(_TYPES.get(dtype, _BYTES), pointer, shape, steps, box)
@@ -73,7 +73,7 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
 
 
 def encode_tile(tile: BiasTile, box: Box, pointer: int) -> np.ndarray:
-    """The map of an array that a score function captures, with its planes in the heads' place.
+    """Return the tensor map of a captured array, with its planes on the heads' axis.
 
     Raises
     ------
@@ -96,7 +96,7 @@ def encode_tile(tile: BiasTile, box: Box, pointer: int) -> np.ndarray:
 def _encoded(
     element: int, pointer: int, shape: list[int], steps: list[int], box: Box
 ) -> tuple[np.ndarray, int]:
-    """A map, and the driver's error or 0; `steps` are bytes along all axes except the first."""
+    """Return a map, and the driver's error or 0; `steps` are bytes along all but the first axis."""
     rank = len(shape)
     storage = np.zeros(_MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
     start = -storage.ctypes.data % _MAP_ALIGNMENT
@@ -120,7 +120,7 @@ def _encoded(
 
 @cache
 def driver() -> ctypes.CDLL:
-    """The library of the CUDA driver."""
+    """Return the library of the CUDA driver, or raise if it is not found."""
     for name in ("libcuda.so.1", "nvcuda.dll"):
         try:
             return ctypes.CDLL(name)

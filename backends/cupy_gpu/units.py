@@ -1,6 +1,6 @@
 """The throughput or latency of each unit of a GPU, measured alone by its own kernel.
 
-These are the constants of `flashsim.predict` that belong to the chip, not to a kernel. The
+The results are the constants of `flashsim.predict` that belong to the chip, not to a kernel. The
 measurement takes about ten seconds on any NVIDIA GPU from Ampere on.
 """
 
@@ -19,7 +19,7 @@ from flashsim.backends.kernels import nvrtc
 from flashsim.problem.hardware import Device
 
 MIB = 1 << 20
-#: Warpgroups of a block, and columns of a product, that wgmma is timed with.
+#: Warpgroups per block and columns per product with which wgmma is timed.
 WARPGROUPS, COLUMNS = (1, 2, 3), (32, 64, 80, 128, 176, 256)
 _CHAINS, _UNROLLED = 8, 8
 _TIMES = 5
@@ -34,7 +34,7 @@ class Unit(NamedTuple):
 
 
 def measure(device: int = 0) -> list[Unit]:
-    """The rates and times of all units of a GPU.
+    """Return the rates and times of all units of a GPU.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def measure(device: int = 0) -> list[Unit]:
 
 
 def described(base: Device, device: int = 0) -> Device:
-    """A copy of `base` with the name, SMs and capacities of a GPU."""
+    """Return a copy of `base` with the name, SMs and capacities of a GPU."""
     gpu = engine.gpu_of(device)
     return replace(
         base,
@@ -59,7 +59,7 @@ def described(base: Device, device: int = 0) -> Device:
         compute_capability=gpu.compute_capability,
         sm_count=gpu.multiprocessors,
         sram_bytes=gpu.shared_bytes,
-        sram_per_sm=gpu.shared_bytes + 1024,  # CUDA keeps a KiB of each block's
+        sram_per_sm=gpu.shared_bytes + 1024,  # CUDA reserves a KiB per block
         l2_bytes=gpu.l2_bytes,
     )
 
@@ -74,7 +74,7 @@ class _Bench:
         self._modules: dict[str, Any] = {}
 
     def kernel(self, file: str, name: str, shared: int = 0) -> Any:
-        """The compiled function `name` of ``kernels/<file>/units.cu``."""
+        """Return the compiled function `name` of ``kernels/<file>/units.cu``."""
         if file not in self._modules:
             options: tuple[str, ...] = ("-std=c++17",)
             if file == "hopper":
@@ -89,7 +89,7 @@ class _Bench:
     def in_cycles(
         self, name: str, threads: int, rounds: int, shared: int = 0, file: str = "portable"
     ) -> float:
-        """The cycles of a block with one block on every SM: the median over SMs, then over runs."""
+        """Return a block's cycles with one block on every SM, as a median over SMs and runs."""
         function, taken = self.kernel(file, name, shared), []
         keep = cupy.uint32(123) if name in _WHOLE else cupy.float32(123.5)
         for _ in range(_TIMES):
@@ -99,7 +99,7 @@ class _Bench:
         return statistics.median(taken)
 
     def in_seconds(self, work: Callable[[], None], times: int = 1) -> float:
-        """The seconds per call if `times` calls wait in the queue together: the median of runs."""
+        """Return the median seconds per call if `times` calls wait in the queue together."""
         work()
         taken = []
         for _ in range(_TIMES):
@@ -113,7 +113,7 @@ class _Bench:
         return statistics.median(taken) / times
 
 
-#: Kernels whose `keep` is an integer.
+#: Kernels whose parameter `keep` is an integer.
 _WHOLE = ("integers", "conversions", "shared_reads", "barriers", "hand_overs")
 
 
@@ -165,7 +165,7 @@ def _latencies(bench: _Bench) -> Iterator[Unit]:
     function = bench.kernel("portable", "multiply_adds")
     wait = cupy.int32(40_000), cupy.float32(123.5), bench.out, bench.cycles
 
-    def row() -> None:  # behind a kernel that is at work for longer than the host is
+    def row() -> None:  # queued after a kernel that runs for longer than the host needs to queue
         function((bench.sms,), (1024,), wait)
         for _ in range(launches):
             nothing((bench.sms,), (128,), ())
@@ -183,7 +183,7 @@ def _hopper(bench: _Bench) -> Iterator[Unit]:
     for source in ("shared", "registers"):
         for n in COLUMNS:
             if source == "registers" and n == 256:
-                continue  # more registers than a thread has
+                continue  # needs more registers than a thread has
             for groups in WARPGROUPS:
                 name = f"wgmma_{source}_{n}"
                 taken = bench.in_cycles(name, 128 * groups, rounds, shared, "hopper")

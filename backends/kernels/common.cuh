@@ -1,14 +1,15 @@
-// What every kernel of the portable backend shares: the argument block, the walk over a schedule's
-// tables, the order in which blocks take work, the element-wise mask, byte counts and time stamps.
+// Code that all portable and Hopper kernels include: the argument struct, the loop over a
+// schedule's tables, the order in which blocks take work tiles, the element-wise mask, byte counts
+// and time stamps.
 //
-// Compile-time constants (FS_*) come from flashsim.backends.launch; nothing here has a default, so
-// a constant that the launcher forgets is a compile error.
+// Compile-time constants (FS_*) come from flashsim.backends.launch. They have no defaults in this
+// file, so a constant that the launcher forgets is a compile error.
 using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 #include "elements.cuh"
 
-// Masks and scores that are functions (backends/launch/functions.py); most kernels have none.
+// Defaults for kernels without a mask or score function (backends/launch/functions.py).
 #ifndef FS_MASK_MOD
 #define FS_MASK_MOD 0
 #endif
@@ -16,28 +17,31 @@ using i64 = long long;
 #define FS_SCORE_MOD 0
 #endif
 #ifndef FS_SCORE_SUMS
-#define FS_SCORE_SUMS 0  // whether arrays that the score function reads get a gradient
+#define FS_SCORE_SUMS 0  // 1 if arrays that the score function reads get a gradient
 #endif
 #ifndef FS_SCORE_LATE
-#define FS_SCORE_LATE FS_SCORE_SUMS  // whether a backward asks for slopes when it makes dS
+// 1 if a backward computes the score function's slope together with dS
+#define FS_SCORE_LATE FS_SCORE_SUMS
 #endif
 #ifndef FS_READS
-#define FS_READS 0  // whether a function reads arrays at positions of queries or keys
+#define FS_READS 0  // 1 if a function reads arrays at query or key positions
 #endif
 #ifndef FS_TILE
-#define FS_TILE 0  // stages of a ring of captured elements in shared memory, see Elements
+// stages of the ring of captured elements in shared memory; see Elements in hopper/forward.cu
+#define FS_TILE 0
 #endif
 #ifndef FS_BAND
-#define FS_BAND 0  // whether elements are read ahead of time, see Band
+#define FS_BAND 0  // 1 if captured elements are read ahead of use; see Band in hopper/forward.cu
 #endif
 #ifndef FS_BOUNDED
-#define FS_BOUNDED 0  // whether a forward needs no maximum of scores, see BoundedSoftmax
+// 1 if scores are bounded, so a forward needs no running maximum; see BoundedSoftmax
+#define FS_BOUNDED 0
 #endif
 #ifndef FLASH_BOUND
-#define FLASH_BOUND 0.0f  // the bound of a score function's results
+#define FLASH_BOUND 0.0f  // upper bound of |result| of a score function
 #endif
 #ifndef FS_SINKS
-#define FS_SINKS 0  // whether each head has one more score, without a value
+#define FS_SINKS 0  // 1 if each head has an attention sink: one more score, without a value
 #endif
 #define FS_FLEX (FS_MASK_MOD || FS_SCORE_MOD)
 
@@ -54,43 +58,44 @@ struct Tensor {
     }
 };
 
-// One struct for every kernel, passed by value; mirrored by launch.ARGS and compared by size here.
+// The argument of every kernel, passed by value. launch.ARGS mirrors it; the sizes are compared
+// below.
 struct Args {
     Tensor q, k, v, o, dout, dq, dk, dv;
     float *lse, *delta;            // (batch * heads, n_q)
     float* dq_acc;                 // (batch * heads, n_q, FS_HEAD_DIM)
-    u32* turns;                    // (batch * heads, n_q, 2): who adds dQ next (hopper_backward)
+    u32* turns;  // (batch * heads, n_q, 2): which block adds dQ next (hopper/backward.cu)
     union {
-        const float* dlse;         // of a backward: the LSE's gradient, (batch * heads, n_q)
-        const float* q_scale;      // of FP8 inputs, which have no backward (forward_fp8.cu)
+        const float* dlse;         // backward: gradient of the LSE, (batch * heads, n_q)
+        const float* q_scale;      // FP8 forward (forward_fp8.cu; FP8 has no backward)
     };
-    const float *k_scale, *v_scale;  // of FP8 inputs
+    const float *k_scale, *v_scale;  // scales of FP8 inputs
     const int4 *rows, *cols;       // Schedule.rows, Schedule.cols
-    const int4* spans;             // Schedule.row_spans or col_spans, whichever this pass walks
+    const int4* spans;  // Schedule.row_spans or col_spans, by the outer loop of this pass
     const int *ptr, *index, *kind; // Schedule.row_csr or col_csr
     const int* order;              // outer tiles, in the order in which blocks take them
-    const int* ranks;              // of each visit, where dQ is added in order (device_tables.py)
+    const int* ranks;  // rank of each visit among the ordered additions to dQ (device_tables.py)
     u32 *visit_counts, *tile_counts;  // bytes moved: (query heads, n_visits, 8), (walks, tiles, 8)
     u64 *visit_stamps, *tile_stamps;  // (query heads, n_visits, 5), (walks, tiles, 5)
     int n_q, n_kv, heads, group, walks, tiles, clump, n_visits, left, right;
-    int first, stop;               // items of this launch (hopper_backward)
+    int first, stop;               // range of work tiles of this launch (hopper/backward.cu)
     float scale, softcap;
 #if FS_FLEX
-    alignas(8) FlashCaptured captured;  // what the functions read besides positions
+    alignas(8) FlashCaptured captured;  // arrays and numbers that the mask and score functions read
 #if FS_VARLEN
-    const int2* starts;            // of each outer tile's sequence: its first query, its first key
+    const int2* starts;  // of each outer tile's packed sequence: its first query, its first key
 #endif
 #endif
 #if FS_SINKS
     const float* sinks;            // of each query head
 #endif
-};  // batch * heads always counts query heads; `walks` counts what this pass's blocks own
+};  // batch * heads always counts query heads; `walks` counts the heads of this pass's outer loop
 static_assert(sizeof(Args) == FS_ARGS_BYTES, "launch.ARGS and Args must agree");
 
 // -- Which tiles: read from the schedule, never decided here --------------------------------------
 struct Visit {
-    int tile;     // inner tile: column j in a walk by row, row i in a walk by column
-    bool masked;  // some scores of the tile are dropped
+    int tile;     // inner tile: key tile j in a Q-outer loop, row tile i in a KV-outer loop
+    bool masked;  // the mask drops some of the tile's scores
 };
 
 struct Walk {
@@ -117,7 +122,7 @@ struct Walk {
     }
 };
 
-struct Range {  // the elements of one tile, in packed indices
+struct Range {  // the rows of one tile, in packed indices
     int start, stop, offset;
 };
 
@@ -139,10 +144,11 @@ __device__ inline Range col_tile(const Args& a, int j) {
 }
 
 // -- Who does what --------------------------------------------------------------------------------
-// Blocks start in index order. `clump` heads, whose tensors fit in L2 together, are finished before
-// the next ones; inside a clump the longest walks of all its heads come first.
+// Blocks start in index order. A group of `clump` heads, whose tensors fit in L2 together, is
+// finished before the next group starts. Within a group, the outer tiles with the most visits come
+// first.
 struct Work {
-    int walk, outer;  // walk = batch * heads + head (kv heads in a keys-outside pass)
+    int walk, outer;  // walk = batch * heads + head (KV heads in a KV-outer pass)
 };
 __device__ inline Work take_work(const Args& a) {
     const int block = blockIdx.x, whole = a.clump * a.tiles;
@@ -152,7 +158,8 @@ __device__ inline Work take_work(const Args& a) {
 }
 
 // -- Which scores ---------------------------------------------------------------------------------
-// Query q keeps keys lo(q) <= k <= hi(q); a window or causality that is off costs nothing.
+// Query q keeps keys lo(q) <= k <= hi(q). Without a window or causal mask, the comparison compiles
+// away.
 struct Keep {
     int lo, hi;
     __device__ Keep(const Args& a, int query, int offset, int key_stop) {
@@ -162,7 +169,7 @@ struct Keep {
     __device__ bool operator()(int key) const { return key <= hi && (!FS_LEFT || key >= lo); }
 };
 
-// The same question asked of a key: which queries keep it? A key past the tile's end, none.
+// The transposed test: which queries keep a key. A key past the tile's end is kept by no query.
 struct KeepColumn {
     int lo, hi;
     __device__ KeepColumn(const Args& a, int key, Range cols) {
@@ -179,9 +186,9 @@ __device__ inline float exp2_approx(float x) {
     return y;
 }
 
-// tanh. For bfloat16 it is the hardware's, whose relative error of 2^-11 is an eighth of a rounding
-// of the inputs. Elsewhere it goes through exp2: two special-function calls, an error of a few
-// 1e-7.
+// tanh. For bfloat16 it is the hardware instruction, whose relative error of 2^-11 is an eighth of
+// the inputs' rounding error. Other types use exp2: two special-function calls, with an error of a
+// few 1e-7.
 __device__ inline float fast_tanh(float x) {
 #if FS_BF16
     float y;
@@ -193,8 +200,8 @@ __device__ inline float fast_tanh(float x) {
 }
 
 #if FS_SINKS
-// Adds a head's sink to the sum of a row's exponentials. `m` is the row's maximum in the unit of
-// natural logarithms. Returns the row's LSE, and in `l` what O must be divided by.
+// Adds a head's sink to the sum of a row's exponentials. `m` is the row's maximum as a natural
+// logarithm. Returns the row's LSE, and sets `l` to the divisor of O.
 __device__ inline float with_sink(float sink, float m, float& l) {
     if (l == 0.0f) return sink;  // no key: O is 0
     const float top = fmaxf(m, sink);
@@ -206,18 +213,20 @@ __device__ inline float with_sink(float sink, float m, float& l) {
 #endif
 
 // -- Rows in HBM ----------------------------------------------------------------------------------
-// WIDTH elements, filled up to whole 16-byte pieces; the EXIST that are the problem's are counted.
+// A row of WIDTH elements, padded to whole 16-byte pieces. Only the EXIST elements of the problem
+// are counted as bytes.
 template <int WIDTH_, int EXIST_>
 struct Row {
     static constexpr int WIDTH = WIDTH_, EXIST = EXIST_;
     static_assert(WIDTH % 8 == 0 && EXIST <= WIDTH && WIDTH - EXIST < 8, "see launch.row_elements");
-    // Is it the problem's? Of a column below WIDTH.
+    // Whether column `column`, below WIDTH, belongs to the problem.
     __device__ static bool exists(int column) { return WIDTH == EXIST || column < EXIST; }
-    // Of `n` columns, those that exist, where `left` of WIDTH are left from the first of them on.
+    // How many of `n` columns belong to the problem; `left` columns of WIDTH remain from the first
+    // of them on.
     __device__ static int counted(int left, int n) {
         return max(0, min(n, left - (WIDTH - EXIST)));
     }
-    // Bytes that exist in 16-byte piece `piece`.
+    // Bytes of 16-byte piece `piece` that belong to the problem.
     __device__ static u32 bytes(int piece) {
         constexpr int N = 16 / FS_BYTES;
         return WIDTH == EXIST ? 16 : counted(WIDTH - piece * N, N) * FS_BYTES;
@@ -227,15 +236,16 @@ using KeyRow = Row<FS_HEAD_DIM, FS_COUNTED>;        // of Q, K, dQ, dK
 using ValueRow = Row<FS_HEAD_DIM_V, FS_COUNTED_V>;  // of V, O, dO, dV
 
 // -- What was moved -------------------------------------------------------------------------------
-// Every thread says how many bytes it moved; a warp adds them up and sends one reduction.
+// Adds the bytes that each thread moved to a counter: one reduction per warp.
 __device__ inline void report(u32* slot, u32 bytes) {
 #if FS_TRACE
     bytes = __reduce_add_sync(~0u, bytes);
     if (threadIdx.x % 32 == 0 && bytes) atomicAdd(slot, bytes);
 #endif
 }
-// Two counts for neighbouring slots in one reduction, a lane for each. Their addresses differ:
-// before an atomic that may be many lanes' on one address, ptxas puts a vote of who is there.
+// Adds two counts to neighbouring counters in one reduction, with one lane per counter. The two
+// addresses differ on purpose: before an atomic that may hit one address from many lanes, ptxas
+// inserts a vote.
 __device__ inline void report(u32* slots, u32 first, u32 second) {
 #if FS_TRACE
     first = __reduce_add_sync(~0u, first), second = __reduce_add_sync(~0u, second);
@@ -260,7 +270,8 @@ __device__ inline u64 nanoseconds() {
 #else
 #define STAMP(base, slot) static_cast<void>(base)
 #endif
-// A block's record: SM, then (cycles, ns) at its start and end, which tie clock64 to globaltimer.
+// A block's record: its SM, then (cycles, ns) at its start and end. The pairs relate clock64 to
+// globaltimer.
 __device__ inline void stamp_block(u64* record, bool end) {
 #if FS_TIMELINE
     if (threadIdx.x == 0) {
@@ -274,13 +285,14 @@ __device__ inline void stamp_block(u64* record, bool end) {
 }
 
 // -- Launches that overlap (sm_90) ----------------------------------------------------------------
-// What ran before is complete, and seen: nothing that it may have written is read earlier.
+// Waits until the previous launch is complete and its writes are visible; no such write may be read
+// earlier.
 __device__ inline void wait_for_what_ran_before() {
 #if FS_OVERLAP
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// What runs next may start as far as to the same wait.
+// Lets the next launch start. It may run up to its own wait.
 __device__ inline void let_what_runs_next_start() {
 #if FS_OVERLAP
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -1,6 +1,6 @@
-// 16-bit elements, two to a register.
+// Conversion between floats and 16-bit elements, of which a register holds two.
 
-// Two floats rounded to 16 bits, the first in the low half.
+// Rounds two floats to 16 bits; the first is in the low half.
 __device__ inline u32 pack(float lo, float hi) {
     u32 r;
 #if FS_BF16

@@ -1,10 +1,9 @@
-// Masks and scores that are functions of the caller's. The text ahead of the kernel, which is
-// generated from them, defines FlashCaptured, flash_mask, flash_score and flash_score_grad
-// (backends/launch/functions.py). Included after `scaled`, which gives a score as exponents take
-// it.
+// Mask and score functions of the user. Source text generated from them
+// (backends/launch/functions.py) precedes the kernel and defines FlashCaptured, flash_mask,
+// flash_score and flash_score_grad. Included after `scaled`, which scales and caps a raw score.
 #if FS_FLEX
 
-// The query head that a tile pair belongs to, and where its packed sequence starts.
+// The query head of a tile pair, and where its packed sequence starts.
 struct Head {
     FlashHead at;
 #if FS_VARLEN
@@ -20,7 +19,7 @@ struct Head {
 #endif
 };
 
-// Of query head `head` and the outer tile `outer` of its loop.
+// Returns the Head for query head `head` and outer tile `outer`.
 __device__ __forceinline__ Head head_at(const Args& a, int batch, int head, int outer) {
 #if FS_VARLEN
     return {flash_head(a.captured, batch, head), a.starts[outer]};
@@ -29,7 +28,8 @@ __device__ __forceinline__ Head head_at(const Args& a, int batch, int head, int 
 #endif
 }
 
-// Where a function reads arrays, a position past the end takes the last one's place.
+// A position that exists: if a function reads arrays, a position past the end is replaced by the
+// last.
 __device__ __forceinline__ FlashAt existing(int base, int step, int end) {
     return FS_READS ? FlashAt(min(base + step, end - 1)) : FlashAt(base, step);
 }
@@ -37,7 +37,7 @@ __device__ __forceinline__ FlashAt existing(int position, int end) {
     return existing(position, 0, end);
 }
 
-// Whether the mask keeps a score. Both positions exist, see `existing`.
+// Whether the mask keeps a score. Both positions must exist; see `existing`.
 __device__ __forceinline__ bool kept(const Args& a, const Head& at, FlashAt q, FlashAt k) {
 #if FS_MASK_MOD
     return flash_mask(a.captured, at.at, at.query(q), at.key(k));
@@ -46,13 +46,13 @@ __device__ __forceinline__ bool kept(const Args& a, const Head& at, FlashAt q, F
 #endif
 }
 
-// A score as the function of scores takes it: scaled and capped.
+// The score that a score function receives: scaled and capped.
 __device__ __forceinline__ float before_function(const Args& a, float raw) {
     return FS_SOFTCAP ? a.softcap * fast_tanh(raw * (a.scale / a.softcap)) : raw * a.scale;
 }
 
-// A scaled and capped score after the function of scores. `tile` is the element that the kernel has
-// in shared memory, if it has one there.
+// Applies the score function to a scaled and capped score. `tile` is the captured element, if the
+// kernel has it in shared memory.
 template <class... Tile>
 __device__ __forceinline__ float of_function(const Args& a, const Head& at, float s, FlashAt q,
                                              FlashAt k, Tile... tile) {
@@ -63,8 +63,8 @@ __device__ __forceinline__ float of_function(const Args& a, const Head& at, floa
 #endif
 }
 
-// A raw score after the function of scores, in the unit of natural logarithms. Without one it is as
-// the kernel's exponents take it.
+// Applies scale, cap and score function to a raw score; the result is a natural logarithm. Without
+// a score function, returns the form that the kernel's exponents expect.
 template <class... Tile>
 __device__ __forceinline__ float after_function(const Args& a, const Head& at, float raw,
                                                 FlashAt q, FlashAt k, Tile... tile) {
@@ -76,8 +76,9 @@ __device__ __forceinline__ float after_function(const Args& a, const Head& at, f
 }
 
 #if FS_SCORE_MOD
-// `gradient` is that of the function's result; returns that of the scaled score before a softcap.
-// With FS_SCORE_SUMS it adds the gradients of captured arrays, those of a whole head to `sums`.
+// `gradient` is the gradient of the function's result. Returns the gradient of the scaled score
+// before a softcap. With FS_SCORE_SUMS, also adds the gradients of captured arrays; those that are
+// one number per head are added to `sums`.
 __device__ __forceinline__ float function_gradient(const Args& a, const Head& at, FlashSums& sums,
                                                    float raw, float gradient, FlashAt q,
                                                    FlashAt k) {
@@ -92,15 +93,16 @@ __device__ __forceinline__ float function_gradient(const Args& a, const Head& at
 }
 
 #if FS_SCORE_SUMS
-// Adds a head's sums to the gradients in HBM. A whole warp; the sums begin anew.
+// Adds a head's sums to the gradients in HBM and resets the sums. All lanes of a warp must call it.
 __device__ __forceinline__ void add_sums(const Args& a, const Head& at, FlashSums& sums) {
     flash_add_sums(a.captured, sums, at.at);
     sums = FlashSums();
 }
 #endif
 
-// P of a raw score. In the score's place comes P times the function's slope, of which dS is made;
-// with FS_SCORE_LATE the score stays, and dS is made by function_gradient, of the rounded P.
+// Returns P of a raw score. Replaces the score by P times the function's slope, from which dS is
+// computed. With FS_SCORE_LATE the raw score stays, and function_gradient computes dS from the
+// rounded P.
 template <bool KEPT>
 __device__ __forceinline__ float probability(const Args& a, const Head& at, float& S, float factor,
                                              float minus_lse, FlashAt q, FlashAt k, bool inside) {
@@ -110,14 +112,14 @@ __device__ __forceinline__ float probability(const Args& a, const Head& at, floa
 #if !FS_SCORE_LATE
     FlashSums none;
     S = function_gradient(a, at, none, raw, p, q, k);
-    if (!KEPT && p == 0.0f) S = 0.0f;  // the slope may be infinite
+    if (!KEPT && p == 0.0f) S = 0.0f;  // the slope may be infinite where P is 0
 #endif
     return p;
 }
 #endif
 
-// As `probability`, for kernels that keep no scores: P comes in the score's place, and the result
-// is P times the function's slope (0 with FS_SCORE_SUMS). P is 0 if the score is not `there`.
+// As `probability`, for kernels that keep no scores: replaces the score by P, and returns P times
+// the function's slope (0 with FS_SCORE_SUMS). P is 0 unless the score is `there`.
 __device__ __forceinline__ float probability_and_slope(const Args& a, const Head& at, float& S,
                                                        float factor, float lse, FlashAt q,
                                                        FlashAt k, bool there) {

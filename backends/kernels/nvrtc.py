@@ -1,4 +1,4 @@
-"""The compiler of CUDA C++ kernels: NVRTC on joined sources, with CuPy's cache on disk."""
+"""Compile CUDA C++ kernels with NVRTC, using CuPy's disk cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PATIENCE_S = 0.5
 
 @cache
 def source(file: str) -> str:
-    """A kernel's source with its headers inserted: one text, so that cache keys cover all of it.
+    """Return a kernel's source with its headers inserted, so that cache keys cover all of it.
 
     A header lies beside the file that includes it, or in ``kernels/`` if all kernels share it.
     """
@@ -35,14 +35,14 @@ def source(file: str) -> str:
 
 
 def text(kernel: Kernel) -> str:
-    """The text that is compiled for a kernel: its functions, if it has any, and its source."""
+    """Return the text that is compiled for a kernel: generated functions and its source."""
     ahead = "" if kernel.functions is None else kernel.functions.text
     return ahead + source(kernel.file)
 
 
 @cache
 def load(kernel: Kernel, device: int) -> Any:
-    """The compiled function on CuPy's current device, ready to launch.
+    """Return the compiled function on CuPy's current device, ready to launch.
 
     The first compile of a kernel takes about a second and is reported on stderr. After that the
     function comes from CuPy's disk cache (``~/.cupy/kernel_cache``, or ``CUPY_CACHE_DIR``). Only
@@ -92,7 +92,7 @@ def _say_uncached(why: str) -> None:
 
 
 def _last_cached() -> int:
-    """The time at which a file was last added to CuPy's disk cache, in ns; 0 without a cache."""
+    """Return when a file was last added to CuPy's disk cache, in ns; 0 without a cache."""
     folder = os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache"
     try:
         return os.stat(folder).st_mtime_ns

@@ -105,14 +105,15 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
     Raises
     ------
     UnsupportedError
-        If a tile needs masking beyond causality, window and bounds. This is so for an arbitrary
-        mask function, a bias, or a block mask whose cells the tiles do not divide.
+        If a tile needs masking beyond causality, window and bounds. Such masks are an arbitrary
+        mask function, a bias, and a block mask whose cells the tiles do not divide.
     """
     check(schedule.problem, schedule.tiling)
     spans = schedule.row_spans if by == "row" else schedule.col_spans
     if spans is None and schedule.problem.mask_mod is not None:
         spans = _as_spans(schedule, by)
-    if spans is not None:  # counted without a list of visits, which is as long as N is squared
+    # spans are counted in closed form, since a list of visits has O(N^2) entries
+    if spans is not None:
         lo, full_lo, full_hi, hi = spans.T.astype(np.int64)
         visits, masked = hi - lo, full_lo - lo + hi - full_hi
     else:
@@ -125,9 +126,9 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
 
 
 def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | None:
-    """Spans of a mask function: None if some tile's visits have gaps, or FULL ones between others.
+    """Return a mask function's spans; None if a tile's visits or its FULL visits have gaps.
 
-    Kernels compute the visits of a span, and read those of a list from memory.
+    Kernels compute the visits of a span, but read a list of visits from memory.
     """
     ascending = replace(schedule, key_order="ascending")
     ptr, index, kind = ascending.row_csr if by == "row" else ascending.col_csr
@@ -135,7 +136,8 @@ def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | Non
     filled = count > 0
     first = np.zeros(len(count), np.int64)
     first[filled] = index[ptr[:-1][filled]]
-    nth = np.arange(len(index)) - np.repeat(ptr[:-1], count)  # of each visit in its own list
+    # position of each visit in its own list
+    nth = np.arange(len(index)) - np.repeat(ptr[:-1], count)
     owner = np.repeat(np.arange(len(count)), count)
     if not (index == first[owner] + nth).all():
         return None
@@ -151,7 +153,7 @@ def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | Non
 
 @lru_cache(maxsize=64)
 def in_turns(walk: Lowered) -> Lowered:
-    """The tables of a KV-outer loop whose blocks add to a row tile's dQ in a fixed order.
+    """Return the tables of a KV-outer loop whose blocks add to dQ in a fixed order.
 
     `schedule.turns` computes the order of the tiles and the rank of each visit.
     """
@@ -162,7 +164,7 @@ def in_turns(walk: Lowered) -> Lowered:
 def refuse(problem: Problem) -> None:
     """Raise `UnsupportedError` if the problem has a mask function or a bias.
 
-    No GPU kernel evaluates these, under any tiling.
+    No GPU kernel evaluates a Python mask function or this form of bias, under any tiling.
     """
     if problem.mask is not None:
         raise UnsupportedError(
@@ -171,8 +173,8 @@ def refuse(problem: Problem) -> None:
         )
     if problem.bias is not None:
         raise UnsupportedError(
-            "these GPU kernels take no bias; use backend='cupy', or backend='simulator' or "
-            "'numba' with arrays in the CPU's memory"
+            "these GPU kernels do not support a bias; use backend='cupy', or backend='simulator' "
+            "or 'numba' with arrays in the CPU's memory"
         )
 
 
@@ -181,7 +183,8 @@ def refuse_functions(problem: Problem, kernels: str) -> None:
     for name in ("mask_mod", "score_mod", "sinks"):
         if getattr(problem, name):
             raise UnsupportedError(
-                f"the {kernels} kernels take no {name}; use backend='cupy', 'simulator' or 'numba'"
+                f"the {kernels} kernels do not support {name}; use backend='cupy', 'simulator' "
+                "or 'numba'"
             )
 
 

@@ -1,9 +1,9 @@
-"""Masks and scores that are functions, as CUDA C++ kernels take them: generated text and bytes.
+"""Mask and score functions in the form that CUDA C++ kernels use: generated text and packed bytes.
 
-`flashsim.functions.emit` generates the text from traced functions. It defines ``FlashCaptured``,
-what the functions read besides positions, and ``flash_mask``, ``flash_score`` and
-``flash_score_grad``. It stands ahead of a kernel's own text, and the bytes of the struct stand
-behind ``struct Args``.
+`flashsim.functions.emit` generates the text from traced functions. The text defines
+``FlashCaptured`` (the captured arrays and numbers), ``flash_mask``, ``flash_score`` and
+``flash_score_grad``. It precedes a kernel's own text, and the bytes of ``FlashCaptured`` follow
+``struct Args``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from flashsim.functions.graph import FLOAT, ArraySpec, Graph
 from flashsim.functions.intervals import largest_result
 from flashsim.problem.problem import Problem
 
-#: Around the generated text: the hardware's tanh, where a softcap takes it (common.cuh), and no
-#: warnings about values that a function does not need.
+#: Text around the generated functions. It selects the hardware's tanh where a softcap uses it
+#: (common.cuh), and disables warnings about values that a function does not need.
 _BEFORE = """\
 #if FS_BF16
 #define FLASH_FAST_TANH
@@ -34,7 +34,7 @@ _AFTER = "#pragma nv_diagnostic pop\n"
 
 
 class BiasTile(NamedTuple):
-    """An array that a score function reads at [.., q, k], which TMA can bring tile by tile.
+    """An array that a score function reads at [.., q, k] and that TMA can load tile by tile.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class BiasTile(NamedTuple):
         Its number among the score function's captured arrays.
     spec : ArraySpec
     node : int
-        The load, among the score function's nodes.
+        The load's index among the score function's nodes.
     """
 
     array: int
@@ -63,7 +63,7 @@ class TableBand(NamedTuple):
 
     Attributes
     ----------
-    node : int
+    The load's index among the score function's nodes.
         The load, among the score function's nodes.
     sign, offset : int
     """
@@ -83,17 +83,17 @@ class Generated:
     captured_bytes : int
         The size of ``struct FlashCaptured``, a multiple of 8.
     mask, score : bool
-        Whether there is a function of masks, and one of scores.
+        Whether there is a mask function, and a score function.
     sums : bool
         Whether ``flash_score_grad`` adds to the gradients of captured arrays.
     reads : bool
-        Whether captured arrays are read at positions of queries or keys, which then must exist.
+        Whether captured arrays are read at query or key positions, which then must exist.
     reads_beside : bool
-        The same of all elements except that of the tile or the band.
+        Whether arrays other than the tile or the band are read at such positions.
     tile : BiasTile or None
-        What a kernel may bring to shared memory tile by tile.
+        The array that a kernel may load to shared memory tile by tile.
     band : TableBand or None
-        Without such a tile, what a thread may read ahead of time.
+        Without such a tile, the array that a thread may read ahead of time.
     """
 
     text: str
@@ -108,7 +108,7 @@ class Generated:
 
     @property
     def constants(self) -> dict[str, int]:
-        """The compile-time constants that say which functions there are."""
+        """The compile-time constants that say which functions the problem has."""
         return {
             "MASK_MOD": int(self.mask),
             "SCORE_MOD": int(self.score),
@@ -119,13 +119,12 @@ class Generated:
 
 @dataclass(frozen=True)
 class Functions:
-    """The functions of one problem, as its kernels take them.
+    """The generated texts of one problem's functions.
 
     Attributes
     ----------
-    plain, summing : Generated
-        For kernels that add no gradients of captured arrays, and for those that do: of a backward
-        only the KV-outer one, which has every score once.
+    The text for kernels that add no gradients of captured arrays, and the text for those that do.
+    In a backward, only the KV-outer kernel adds them, since it computes every score once.
     """
 
     plain: Generated
@@ -133,17 +132,16 @@ class Functions:
 
 
 def functions_of(problem: Problem) -> Functions | None:
-    """The functions of a problem; None if it has none."""
+    """Return the mask and score functions of a problem; None if it has none."""
     if problem.mask_mod is None and problem.score_mod is None:
         return None
-    mask = None if problem.mask_mod is None else problem.mask_mod.graph
-    return _functions(mask, problem.score_mod, problem.score_grads, _extents(problem))
+    return _functions(problem.mask_graph, problem.score_mod, problem.score_grads, _extents(problem))
 
 
 def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
-    """Whether a function of a problem reads captured arrays at positions of queries or keys.
+    """Whether a function of a problem reads captured arrays at query or key positions.
 
-    With `beside_ahead` those elements do not count that kernels have before they call it: those of
+    `beside_ahead` leaves out the elements that kernels load before they call the function: those of
     `tile_of` and of `band_of`.
     """
     functions = functions_of(problem)
@@ -154,7 +152,7 @@ def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
 
 
 def has_known_slope(problem: Problem) -> bool:
-    """Whether the score function's derivative does not depend on the score: a bias, or a factor."""
+    """Whether the derivative is independent of the score: the function adds a bias or scales."""
     return problem.score_mod is not None and _known_slope(problem.score_mod)
 
 
@@ -167,10 +165,10 @@ def _known_slope(graph: Graph) -> bool:
 
 
 def tile_of(problem: Problem) -> BiasTile | None:
-    """The largest array that the forward's score function reads at [.., q, k], if TMA takes it.
+    """Return the largest array that the score function reads at [.., q, k], if TMA can load it.
 
-    Its rows must be multiples of 16 bytes. None for packed sequences, whose positions are not those
-    of the array.
+    TMA needs rows that are multiples of 16 bytes. The result is None for packed sequences, whose
+    packed positions are not indices of the array.
     """
     functions = functions_of(problem)
     return None if functions is None or problem.cu_seqlens_q is not None else functions.plain.tile
@@ -193,7 +191,7 @@ def _tile_of(graph: Graph) -> BiasTile | None:
 
 
 def band_of(problem: Problem) -> TableBand | None:
-    """An array that the forward's score function reads by the distance of query and key."""
+    """Return an array that the forward's score function reads at distances q - k, or None."""
     functions = functions_of(problem)
     return None if functions is None else functions.plain.band
 
@@ -221,13 +219,13 @@ def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> TableBand | 
 def _ahead(
     score: Graph | None, extents: tuple[tuple[str, int], ...]
 ) -> tuple[BiasTile | None, TableBand | None]:
-    """The elements that kernels have before they call the score function: a tile, else a band."""
+    """Return what kernels load before they call the score function: a tile, else a band."""
     tile = None if score is None else _tile_of(score)
     return tile, None if score is None or tile else _band_of(score, extents)
 
 
 def _linear(graph: Graph, n: int) -> np.ndarray | None:
-    """The factors of q and k and the constant of an index that is a sum of them, or None."""
+    """Return the factors of q and k and the constant of an index, or None if it is not linear."""
     node = graph.nodes[n]
     if node.op == "const":
         return np.array([0, 0, node.value])
@@ -243,7 +241,7 @@ def _linear(graph: Graph, n: int) -> np.ndarray | None:
 
 
 def score_bound(problem: Problem) -> float:
-    """The largest absolute value that a score can have before the softmax; infinity if any."""
+    """Return the largest absolute value of a score before the softmax; infinity if unbounded."""
     if problem.score_mod is None:
         return problem.softcap or math.inf
     return _largest(problem.score_mod, _extents(problem))
@@ -255,7 +253,7 @@ def _largest(graph: Graph, extents: tuple[tuple[str, int], ...]) -> float:
 
 
 def heads_share(problem: Problem, least: int) -> bool:
-    """Whether heads read the same elements of an array per query and key, of `least` bytes."""
+    """Whether heads share an array of at least `least` bytes that is read per query and key."""
     graph = problem.score_mod
     return graph is not None and any(
         {"q", "k"} <= graph.depends[n] and "h" not in graph.depends[n] and size >= least
@@ -266,9 +264,8 @@ def heads_share(problem: Problem, least: int) -> bool:
 
 
 def sources_of(problem: Problem) -> tuple[emit.CudaSource, emit.CudaSource]:
-    """The two CUDA sources of a problem's functions, `plain` and `summing`."""
-    mask = None if problem.mask_mod is None else problem.mask_mod.graph
-    return _sources(mask, problem.score_mod, problem.score_grads, _extents(problem))
+    """Return the two CUDA sources of a problem's functions, `plain` and `summing`."""
+    return _sources(problem.mask_graph, problem.score_mod, problem.score_grads, _extents(problem))
 
 
 def _extents(problem: Problem) -> tuple[tuple[str, int], ...]:
@@ -317,5 +314,5 @@ def _sources(
 
 
 def packed_bytes(packed: np.ndarray) -> int:
-    """Bytes that a packed struct takes behind ``struct Args``."""
+    """Return the bytes of a packed struct that follow ``struct Args``."""
     return -(-packed.nbytes // 8) * 8

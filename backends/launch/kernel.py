@@ -1,7 +1,7 @@
 """Launch arithmetic of the CUDA C++ kernels: threads, shared memory and compile-time constants.
 
-Nothing here needs a GPU or CuPy. A `Kernel` describes one compiled variant completely. The kernels
-static_assert that `Kernel.shared_bytes` and `ARGS` equal what they declare.
+Nothing in this module needs a GPU or CuPy. A `Kernel` describes one compiled variant completely.
+The kernels static_assert that `Kernel.shared_bytes` and `ARGS` equal what they declare.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
 if TYPE_CHECKING:
-    from flashsim.engines.engine import Job
+    from flashsim.engines.protocol import Job
 
 _TENSOR = [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")]
 TENSORS = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
 TABLES = ("rows", "cols", "spans", "ptr", "index", "kind", "order", "ranks")
 REPORTS = ("visit_counts", "tile_counts", "visit_stamps", "tile_stamps")
-#: FP8 inputs, which have no backward pass, have q_scale in the place of dlse.
+#: FP8 inputs have no backward pass, so q_scale shares the field of dlse.
 SCRATCH = ("lse", "delta", "dq_acc", "turns", "dlse", "k_scale", "v_scale")
 POINTERS = (*SCRATCH, *TABLES, *REPORTS)
 INTEGERS = (
     *("n_q", "n_kv", "heads", "group", "walks", "tiles", "clump", "n_visits", "left", "right"),
     *("first", "stop"),
 )
-#: The kernels' one argument, by value: ``struct Args`` of kernels/common.cuh.
+#: ``struct Args`` of kernels/common.cuh, the kernels' only argument, passed by value.
 ARGS = np.dtype(
     [
         *((name, _TENSOR) for name in TENSORS),
@@ -43,17 +43,17 @@ ARGS = np.dtype(
         ("softcap", "<f4"),
     ]
 )
-#: The same without alignment gaps (there are none), for packing all of it in one go.
+#: The same fields for packing all at once; the struct has no alignment gaps.
 ARGS_FORMAT = struct.Struct(
     "<" + "Qqqq" * len(TENSORS) + "Q" * len(POINTERS) + "i" * len(INTEGERS) + "ff"
 )
 
 
 def args_dtype(functions: Generated | None, *, packed: bool, sinks: bool) -> np.dtype:
-    """`ARGS`, followed by what functions and sinks need.
+    """Return `ARGS` with the fields that functions and sinks add.
 
-    That is what functions read (field ``captured``), for packed sequences the address of their
-    starts, and the sinks' address.
+    They are the captured arrays and numbers (field ``captured``), for packed sequences the address
+    of their starts, and the address of the sinks.
     """
     more = [] if functions is None else [("captured", f"V{functions.captured_bytes}")]
     more += [("starts", "<u8")] if functions is not None and packed else []
@@ -61,18 +61,18 @@ def args_dtype(functions: Generated | None, *, packed: bool, sinks: bool) -> np.
     return np.dtype([*ARGS.descr, *more]) if more else ARGS
 
 
-#: The name of a box of captured elements (`functions.BiasTile`), the last one of a kernel.
+#: The name of the box of captured elements (`functions.BiasTile`), which is a kernel's last box.
 TILE = "tile"
-#: Ends of the files of forward kernels, whose softmax takes sinks.
+#: Suffixes of the files of forward kernels, whose softmax includes sinks.
 FORWARD = ("/forward.cu", "/forward_f32.cu", "/decode.cu")
-#: Entries of a count record; entry n is transfer n of the itinerary.
+#: Slots of a count record; slot n is transfer n of the stage's itinerary.
 SLOTS = 8
-#: Time stamps of a visit, and of a thread block (SM, then cycles and ns at start and end).
+#: Time stamps per visit, and per thread block (SM, then cycles and ns at start and end).
 VISIT_STAMPS, TILE_STAMPS = 5, 5
 
 MAX_HEAD_DIM = 256
-#: Rows of a view of packed sequences in a tensor map, and the place on the axis that leads back by
-#: as many (`cupy_gpu.tensor_maps`); also in kernels/hopper/ptx.cuh.
+#: Rows of a view of packed sequences in a tensor map, and the coordinate on the axis whose stride
+#: compensates for them (`cupy_gpu.tensor_maps`). kernels/hopper/ptx.cuh has the same constant.
 ROUND = 1 << 30
 
 
@@ -107,12 +107,12 @@ class Gpu:
     clusters: tuple[tuple[int, int], ...] = ()
 
     def at_once(self, cluster: int) -> int:
-        """How many clusters of this size run at once; as many as fit if it was not measured."""
+        """Return how many clusters of this size run at once; if not measured, how many fit."""
         return dict(self.clusters).get(cluster, self.multiprocessors // cluster)
 
     @classmethod
     def like(cls, device: Device) -> Gpu:
-        """A `Gpu` with the properties of a `Device`, for launches that are planned and not run."""
+        """Return a `Gpu` with a `Device`'s properties, to plan launches for."""
         return cls(
             *(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes),
             multiprocessors=device.sm_count,
@@ -126,20 +126,20 @@ class Variant:
 
     `tf32` puts float32 products on tensor cores, with operands rounded to tf32.
 
-    `python` marks a kernel of `flashsim.backends.numba_gpu`. Its warps exchange no scores in the
-    backward pass, and it keeps row sums in registers at any cost.
+    `python` marks a kernel of `flashsim.backends.numba_gpu`. The warps of such a kernel exchange no
+    scores in the backward pass, and its row sums always stay in registers.
 
     `cluster` is the number of thread blocks that share a work tile of the Hopper backward.
 
-    With `overlap`, a kernel lets the next one start before it has ended. It also waits itself for
-    the kernel before it, where that matters.
+    With `overlap`, a kernel lets the next one start before it has ended. Such a kernel also waits
+    itself for the kernel before it, where that matters.
 
     `in_step` co-schedules the work tiles of the Hopper backward: it sets their order through the
     row tiles (kernels/hopper/kv_outer.cuh). With `deferred`, that backward computes the dQ of a
     visit during the next visit (kernels/hopper/backward.cu).
 
     `after` and `more` belong to a pass of several launches. With `after`, a launch starts once the
-    one before it has begun. With `more`, it lets the next one begin.
+    one before it has begun. With `more`, a launch lets the next one begin.
 
     With `once`, each row tile has one visit. `fused` kernels compute dQ in one pass with dK and dV,
     and add to it in a fixed order if `ordered`.
@@ -193,35 +193,36 @@ class Kernel:
     shared_bytes: int
     constants: tuple[tuple[str, int], ...]
     boxes: tuple[Box, ...] = ()
-    cluster: int = 1  # thread blocks of a cluster, which share an item
-    overlaps: bool = False  # may be launched while the kernel before it runs: it waits itself
+    cluster: int = 1  # thread blocks per cluster, which share a work tile
+    overlaps: bool = False  # may start while the previous kernel runs, and waits for it itself
     functions: Generated | None = None
     sinks: bool = False
 
     @property
     def args(self) -> np.dtype:
-        """The type of its argument: `args_dtype`."""
+        """The type of the kernel's argument, as `args_dtype` returns it."""
         packed = bool(dict(self.constants)["FS_VARLEN"])
         return args_dtype(self.functions, packed=packed, sinks=self.sinks)
 
     @property
     def roles(self) -> int:
-        """How many roles of a block record time stamps.
+        """Number of roles per block that record time stamps.
 
-        1 stands for the whole block. More are a producer warpgroup and the consumer warpgroups.
+        With 1, the whole block is one role. Otherwise the roles are a producer warpgroup and the
+        consumer warpgroups.
         """
         return self.threads // 128 if self.boxes else 1
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Options for NVRTC."""
+        """NVRTC's compiler options."""
         hopper = self.file.startswith("hopper/")
-        arch = ("-arch=sm_90a",) if hopper else ()  # Hopper's own instructions
+        arch = ("-arch=sm_90a",) if hopper else ()  # enables Hopper's own instructions
         return ("-std=c++17", *arch, *(f"-D{name}={value}" for name, value in self.constants))
 
 
 def padded(head_dim: int, other: int = 0) -> int:
-    """The head_dim that a kernel computes with: a multiple of 16, or of 32 above 128.
+    """Return the head_dim that a kernel computes with: a multiple of 16, or of 32 above 128.
 
     Tensor cores take 16 columns at a time, and rows that are split need 32. `other` is the other
     head dim of the problem (head_dim_v for head_dim); both are split if either exceeds 128.
@@ -231,14 +232,14 @@ def padded(head_dim: int, other: int = 0) -> int:
 
 
 def row_elements(head_dim: int) -> int:
-    """Elements of a row in HBM: head_dim rounded up to a multiple of 8, for 16-byte accesses."""
+    """Return a row's elements in HBM: head_dim rounded up to a multiple of 8."""
     return -(-head_dim // 8) * 8
 
 
 def whole_sixteens(n: int) -> int:
-    """Keys of a row of V^T: n rounded up to a multiple of 16.
+    """Return the keys per row of V^T: n rounded up to a multiple of 16.
 
-    The values have one byte each, and accesses 16.
+    An FP8 value has one byte, and accesses have 16.
     """
     return -(-n // 16) * 16
 
@@ -246,7 +247,7 @@ def whole_sixteens(n: int) -> int:
 def check_asked(
     backend: str, asked: Job, algorithms: tuple[str, ...], kernels: Iterable[str]
 ) -> str:
-    """The job's option `kernel` (by default "auto"), if the backend supports the job.
+    """Return the job's option `kernel` (default "auto"), if the backend supports the job.
 
     Raises
     ------
@@ -256,7 +257,7 @@ def check_asked(
     if asked.algorithm not in algorithms:
         raise UnsupportedError(
             f"backend={backend!r} runs {', '.join(map(repr, algorithms))}, not "
-            f"{asked.algorithm!r}; backend='simulator' simulates it"
+            f"{asked.algorithm!r}; use backend='simulator' for it"
         )
     name, known = asked.options.get("kernel", "auto"), ("auto", *kernels)
     if name not in known:
@@ -265,25 +266,26 @@ def check_asked(
 
 
 def check_head_dims(problem: Problem, what: str) -> None:
-    """Raise `UnsupportedError` for head dims that the kernels are not built for."""
+    """Raise `UnsupportedError` if head_dim or head_dim_v exceeds `MAX_HEAD_DIM`."""
     for name in ("head_dim", "head_dim_v"):
         if getattr(problem, name) > MAX_HEAD_DIM:
             raise UnsupportedError(
-                f"{what} takes {name} up to {MAX_HEAD_DIM}, got {getattr(problem, name)}"
+                f"{what} supports {name} up to {MAX_HEAD_DIM}, got {getattr(problem, name)}; use "
+                "backend='simulator'"
             )
 
 
-# -- parts ----------------------------------------------------------------------------------------
+# -- constants and kernels ------------------------------------------------------------------------
 
 
 def padded_dims(problem: Problem) -> tuple[int, int]:
-    """`padded` of head_dim and of head_dim_v."""
+    """Return the padded head_dim and head_dim_v."""
     d, dv = problem.head_dim, problem.head_dim_v
     return padded(d, dv), padded(dv, d)
 
 
 def constants(problem: Problem, tiling: Tiling, variant: Variant) -> dict[str, int]:
-    """The compile-time constants that every kernel has, by name."""
+    """Return the compile-time constants that all kernels have, by name."""
     unlimited = problem.n_q + problem.n_kv
     softcap = bool(problem.softcap)
     d, dv = padded_dims(problem)
@@ -308,15 +310,15 @@ def constants(problem: Problem, tiling: Tiling, variant: Variant) -> dict[str, i
         "BF16": problem.dtype == "bfloat16",
         "RIGHT": problem.right < unlimited,
         "LEFT": problem.left < unlimited,
-        # exp2 takes the scale along, unless a softcap or a function needs it first, or it would
-        # turn max to min.
+        # The factor of exp2 includes the scale, unless a softcap or a function needs scaled scores,
+        # or the scale is negative, which would swap maximum and minimum.
         "SCALED": softcap or problem.score_mod is not None or problem.scale <= 0,
         "SOFTCAP": softcap,
     }
 
 
 def macros(values: dict[str, int]) -> tuple[tuple[str, int], ...]:
-    """The constants as (macro name, value) pairs for `Kernel.constants`."""
+    """Return constants as (macro name, value) pairs for `Kernel.constants`."""
     return tuple((f"FS_{name}", int(value)) for name, value in values.items())
 
 
@@ -332,10 +334,10 @@ def built(
     *,
     outer: str | None = "queries",
 ) -> Kernel:
-    """The kernel `name` of a file, compiled for its `constants` and those in `more`.
+    """Return the kernel `name` of a file, compiled for its `constants` and those in `more`.
 
-    `outer` is the tensor of the kernel's outer loop, None if it visits no scores. The one with
-    "keys" adds the gradients of arrays that functions capture.
+    `outer` is the tensor of the kernel's outer loop; None if the kernel has no visits. The kernel
+    with "keys" adds the gradients of arrays that functions capture.
     """
     problem, values = made_for[0], constants(*made_for) | {"SMEM_BYTES": shared} | more
     generated, functions = None, None if outer is None else functions_of(problem)

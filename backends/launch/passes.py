@@ -1,4 +1,4 @@
-"""A stage of a pass as one kernel launch or several: the kernel and the tables it loops over."""
+"""A stage of a pass, as one or several kernel launches: the kernel and the tables it loops over."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class KernelPass:
         The work tiles of this launch. They are numbered over all heads, in the order in which
         blocks take them.
     before : tuple of KernelPass
-        Launches of the same stage that come first and take the other work tiles. Empty if the
-        kernels report anything.
+        Launches of the same stage that come first and take the other work tiles. The tuple is empty
+        if the kernels report counts or times.
     """
 
     stage: plans.Stage

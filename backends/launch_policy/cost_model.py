@@ -1,10 +1,10 @@
 """A time model that finds the fastest tile: work tiles, visits per work tile, time per visit.
 
 A work tile is one outer tile of one head (a row tile in the forward pass). A visit is one iteration
-of its inner loop: one query tile times one key tile. Persistent blocks take work tiles until none
-is left. A work tile costs a fixed time plus a time per visit. The problem, its tiling and the GPU
-determine the number of work tiles, their visits and how they fill the SMs. Only the two times are
-measured.
+of a work tile's inner loop: one query tile times one key tile. Persistent blocks take work tiles
+until none is left. A work tile costs a fixed time plus a time per visit. The problem, its tiling
+and the GPU determine the number of work tiles, their visits and how they fill the SMs. Only the
+fixed time and the time per visit are measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 class Times(NamedTuple):
-    """The time that a block takes, in µs.
+    """The times of a thread block, in µs: per work tile and per visit.
 
     `item` is the time per work tile besides its visits, `visit` the time per visit.
     """
@@ -33,12 +33,13 @@ class Times(NamedTuple):
     visit: float
 
     def items(self, visits: np.ndarray) -> np.ndarray:
-        """The times of work tiles with these numbers of visits."""
+        """Return the times of work tiles with these numbers of visits."""
         return self.item + self.visit * visits
 
 
-#: The Hopper forward's, by the widest of head_dim and head_dim_v (up to) and tile, on an H200:
-#: `python benchmarks/tile_times.py` measures and fits them. A slower or faster GPU multiplies all.
+#: Times of the Hopper forward on an H200, by the larger of head_dim and head_dim_v (up to) and by
+#: tile. `python benchmarks/tile_times.py` measures and fits them. A faster or slower GPU scales all
+#: of them.
 HOPPER_FORWARD: dict[int, dict[Tiling, Times]] = {
     64: {
         Tiling(192, 128): Times(1.72, 1.45),
@@ -55,8 +56,9 @@ HOPPER_FORWARD: dict[int, dict[Tiling, Times]] = {
         Tiling(128, 128): Times(3.09, 1.41),
     },
 }
-#: The same above 128, on an H100: the visits' times are fitted like those above, the work tiles' so
-#: that a persistent block's launches of 240 to 1,500 tokens come in the measured order.
+#: The same for head dims above 128, on an H100. The visits' times are fitted in the same way. The
+#: work tiles' times are fitted so that launches of a persistent block with 240 to 1,500 tokens have
+#: the measured order.
 HOPPER_FORWARD_WIDE: dict[int, dict[Tiling, Times]] = {
     192: {
         Tiling(128, 112): Times(6.0, 1.55),
@@ -79,51 +81,55 @@ class Backward(NamedTuple):
     fused: Times
 
 
-#: By the widest of head_dim and head_dim_v (up to), at its tiles, on an H200: fitted to both forms
-#: of short and long sequences (docs/notebooks/hopper.md, "Which form").
+#: Times of the Hopper backward on an H200, by the larger of head_dim and head_dim_v (up to), at the
+#: default tiles. They are fitted to both forms, fused and three-pass, on short and long sequences
+#: (docs/notebooks/hopper.md, "Which form").
 HOPPER_BACKWARD = {
     64: Backward(Times(2.39, 1.38), Times(2.56, 1.21), Times(2.59, 2.03)),
     128: Backward(Times(2.53, 1.26), Times(3.04, 1.08), Times(2.85, 1.72)),
     192: Backward(Times(5.34, 1.56), Times(2.90, 0.82), Times(6.00, 2.08)),
 }
-#: The tile of the fused kernel of 129 to 192 columns that has roles (backward_roles.cu), and what
-#: it takes: fitted to how far it was from 64 x 64 at twenty shapes, head_dims of 160 to 192.
+#: The tile of backward_roles.cu, the fused kernel for head dims of 129 to 192 whose warpgroups have
+#: different roles, and its times. They are fitted to its speed relative to tile 64 x 64 at twenty
+#: shapes with head dims of 160 to 192.
 ROLES = Tiling(64, 96)
 HOPPER_FUSED_WIDE = {ROLES: Times(6.75, 2.20), Tiling(64, 64): HOPPER_BACKWARD[192].fused}
-#: What the fused kernel takes where each row tile has one visit ("flash2-once"), by the widest of
-#: head_dim and head_dim_v: fitted to 1, 8 and 64 sequences of 64 to 128 tokens. And what its pass
-#: takes besides, in µs, less than the others do: no delta, which hides how their kernels begin.
+#: Times of the fused kernel if each row tile has one visit ("flash2-once"), by the larger of
+#: head_dim and head_dim_v. They are fitted to 1, 8 and 64 sequences of 64 to 128 tokens.
+#: `WITHOUT_DELTA` is the time of this pass in µs, relative to the other forms, for having no delta
+#: kernel. The saving is small, because a delta kernel also hides the start of the next kernel.
 HOPPER_ONCE = {64: Times(3.4, 2.0), 128: Times(2.0, 2.5)}
 WITHOUT_DELTA = -1.0
-#: What the fused form takes besides: µs of one launch more, and of float32 dQ, which is cleared,
-#: read again and stored, its bytes at this part of the bandwidth of the GPU's memory.
+#: Extra times of the fused form: µs of one more launch; and the fraction of HBM's bandwidth at
+#: which float32 dQ is cleared, read again and stored.
 CONVERTING, CONVERTED = 1.1, 0.6
-#: What it takes a cluster to begin together and to add up its blocks' shares of an item, in µs.
+#: Extra µs for a cluster to start together and to add its blocks' shares of a work tile.
 ADDING_UP = {64: 3.8, 128: 5.4}
-#: Blocks of a cluster, and the share of the multiprocessors that clusters of so many keep busy.
+#: Blocks per cluster, and the fraction of the SMs that clusters of this size keep busy.
 CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.8, 8: 0.75}
-#: What a launch more should save at least, in µs: of those that saved less, some lost.
+#: Minimum saving of an additional launch, in µs: some launches with a smaller predicted saving were
+#: slower.
 _LAUNCHED = 12.0
-#: Of two times this much apart, relatively, either may be the shorter one.
+#: Relative difference of two times below which either may be the shorter one.
 _DOUBT = 0.02
 _LONG = 150.0  # µs
-#: In so many rounds of items the longest may leave multiprocessors idle for long. A cluster should
-#: then be faster by more than clusters have been slower than they should.
+#: With at most so many waves, the longest work tile may leave SMs idle for long. A cluster must
+#: then be predicted to be faster by more than the largest observed error of the prediction.
 _FEW_ROUNDS, _CLUSTERS_DOUBT = 2, 0.08
-#: Beyond so many rounds, who gets which item no longer matters.
+#: Number of waves from which on the assignment of work tiles no longer matters.
 _ROUNDS = 12
 
 
 @lru_cache(maxsize=512)
 def microseconds(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
-    """The time of a forward launch with one block per SM and the longest work tiles first."""
+    """Return the µs of a forward launch with one block per SM, the longest work tiles first."""
     visits = Schedule(problem, tiling).visit_counts
     return _launch(times.items(visits), problem.batch * problem.heads, processors)
 
 
 @lru_cache(maxsize=512)
 def microseconds_by_keys(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
-    """The time of a KV-outer backward launch.
+    """Return the µs of a KV-outer backward launch.
 
     Each work tile covers all query heads of a KV head.
     """
@@ -142,7 +148,7 @@ def _launch(items: np.ndarray, walks: int, processors: int) -> float:
 
 
 def backward_times(problem: Problem, tiling: Tiling) -> Backward:
-    """The times of a Hopper backward's passes for a problem with this tiling."""
+    """Return the times of a Hopper backward's passes for a problem with this tiling."""
     d = max(problem.head_dim, problem.head_dim_v)
     known = HOPPER_BACKWARD[min((w for w in HOPPER_BACKWARD if d <= w), default=192)]
     return known._replace(fused=HOPPER_FUSED_WIDE[ROLES]) if tiling == ROLES else known
@@ -150,7 +156,7 @@ def backward_times(problem: Problem, tiling: Tiling) -> Backward:
 
 @lru_cache(maxsize=512)
 def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
-    """The time of a Hopper backward without its delta kernel.
+    """Return the µs of a Hopper backward without its delta kernel.
 
     Every form except "flash2-once" begins with delta. Each pass begins on an SM as soon as the pass
     before it has left that SM, so dQ's pass runs beside that of dK and dV. The conversion waits for
@@ -163,7 +169,7 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
         if one.stage.once:
             known["fused"], more = HOPPER_ONCE[width], WITHOUT_DELTA
         if one.stage.converts:
-            row = 4 * 2 + p.itemsize  # bytes for each column
+            row = 4 * 2 + p.itemsize  # bytes per column
             moved = p.batch * p.heads * p.n_q * p.head_dim * row
             more = CONVERTING + moved / (CONVERTED * gpu.hbm_bandwidth) * 1e6
         elif one.stage.name in known:
@@ -171,7 +177,7 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
             times = known[one.stage.name], ADDING_UP[width]
             for part in (*one.before, one):
                 walks, each = one.walks, steps
-                if one.before:  # all items are alike
+                if one.before:  # all work tiles are equal
                     walks, each = len(part.items), steps[:1]
                 free = shared_out(walks, each, *times, part.kernel.cluster, free)
     return max(free) + more
@@ -185,7 +191,7 @@ def shared_out(
     cluster: int,
     free: Sequence[float],
 ) -> list[float]:
-    """The times at which the SMs finish their last work tile, in µs, in no particular order.
+    """Return the µs at which the SMs finish their last work tile, in no particular order.
 
     Parameters
     ----------
@@ -197,7 +203,8 @@ def shared_out(
     adding_up : float
         µs that a work tile takes only if a cluster shares it.
     cluster : int
-        Blocks that share a work tile. With more than one, they begin only where nothing ran before.
+        Blocks that share a work tile. Clusters of several blocks start only on SMs on which nothing
+        ran before.
     free : sequence of float
         When each SM is free to begin.
     """
@@ -212,7 +219,7 @@ def shared_out(
 def ends_of_launch(
     takes: Sequence[float], walks: int, cluster: int, places: int, free: Sequence[float]
 ) -> list[float]:
-    """The times at which the SMs finish a launch's work tiles, in no particular order.
+    """Return the µs at which the SMs finish a launch's work tiles, in no particular order.
 
     A `cluster` of SMs works on each work tile, and `places` clusters run at a time. A cluster
     begins when the last of its SMs is free; it consists of SMs that become free at about the same
@@ -226,12 +233,12 @@ def ends_of_launch(
 def remainder(
     items: int, steps: int, times: Times, adding_up: float, gpu: Gpu
 ) -> tuple[tuple[int, int], ...]:
-    """Launches in which clusters share the tail: (blocks per cluster, work tiles) for each.
+    """Return launches in which clusters share the tail, as (blocks per cluster, work tiles).
 
-    All work tiles must be equally long. Full waves leave a tail, for which most SMs would wait
-    idly. The launches returned here run these few work tiles first, shared by clusters. Either all
-    clusters have one size, or as many as possible have two blocks and the others more. The result
-    is empty if this does not save `_LAUNCHED` µs per launch.
+    The function requires equally long work tiles. Full waves leave a tail, for which most SMs would
+    wait idly. The launches returned here run these few work tiles first, shared by clusters. Either
+    all clusters have one size, or as many as possible have two blocks and the others more. The
+    result is empty if this does not save `_LAUNCHED` µs per launch.
 
     Parameters
     ----------
@@ -267,7 +274,7 @@ def remainder(
 def fastest_cluster(
     walks: int, steps: np.ndarray, times: Times, adding_up: float, processors: int
 ) -> int:
-    """The fastest cluster size for sharing a work tile: 1 block if there are enough tiles.
+    """Return the fastest number of blocks per work tile: 1 if there are enough work tiles.
 
     The parameters are those of `shared_out`.
     """
@@ -284,7 +291,7 @@ def fastest_cluster(
 
 @lru_cache(maxsize=512)
 def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
-    """The average number of busy blocks of a Q-outer pass, and of a KV-outer pass.
+    """Return the average number of busy blocks of a Q-outer pass and of a KV-outer pass.
 
     Each block has one work tile. The fraction of time for which it is busy is its visits divided by
     the visits of the longest work tile.
@@ -296,9 +303,9 @@ def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
 
 
 def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> list[float]:
-    """The times at which the SMs (or clusters) finish their last work tile, in no particular order.
+    """Return the µs at which SMs (or clusters) finish their last work tile, unordered.
 
-    Each of them works on one work tile at a time.
+    Each SM (or cluster) processes one work tile at a time.
 
     Parameters
     ----------
@@ -316,7 +323,7 @@ def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) 
 def last_items(
     takes: Sequence[float], walks: int, clump: int, free: Sequence[float]
 ) -> list[tuple[float, int, int]]:
-    """The last work tile of each place (an SM or a cluster), as (end, place, index in `takes`).
+    """Return each place's (SM's or cluster's) last work tile as (end, place, index in `takes`).
 
     The parameters are those of `ends`. A work tile goes to the place that is free first. A place
     without work tiles has index -1.
@@ -332,7 +339,7 @@ def last_items(
 
 
 def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = None) -> float:
-    """The time at which all work tiles are done, if the longest come first.
+    """Return the time at which all work tiles are done, if the longest come first.
 
     Each of `walks` heads has these `items`, and `places` SMs (or clusters) work at the same time.
     """
@@ -356,7 +363,7 @@ def fastest_first(
     processors: int,
     launch: Callable[[Problem, Tiling, Times, int], float] = microseconds,
 ) -> tuple[Tiling, ...]:
-    """The tilings, sorted by the time that `launch` predicts for them.
+    """Return the tilings, sorted by the time that `launch` predicts for them.
 
     In a long launch, another tiling replaces the first one of `times` only if its gain exceeds the
     uncertainty of the times. The first tiling does the most arithmetic per byte of shared memory,

@@ -19,7 +19,7 @@ INTEGERS = (
     *("n_q", "heads", "group", "kv_heads", "left", "right", "row_tiles", "table_row", "pages"),
     *("n_visits", "batch", "prefix", "prefix_tiles", "capacity"),
 )
-#: The kernel's one argument, by value: ``struct DecodeArgs``.
+#: ``struct DecodeArgs``, the kernel's only argument, passed by value.
 RECORD = np.dtype(
     [
         *((name, ARGS["q"]) for name in TENSORS),
@@ -33,27 +33,27 @@ _ARGS = {"DECODE_ARGS_BYTES": RECORD.itemsize}
 
 
 def record_dtype(problem: Problem) -> np.dtype:
-    """`RECORD`, followed by what functions read (``captured``), and by the sinks' address."""
+    """Return `RECORD`, followed by captured arrays (``captured``) and by the sinks' address."""
     functions = functions_of(problem)
     more = [] if functions is None else [("captured", f"V{functions.plain.captured_bytes}")]
     more += [("sinks", "<u8")] if problem.sinks else []
     return np.dtype([*RECORD.descr, *more]) if more else RECORD
 
 
-#: Rows that a block of the merging kernel takes, one a warp.
+#: Rows per block of the merging kernel: one per warp.
 MERGE_WARPS = 4
-KEYS = 16  # of a warp's part of a key tile
-#: Registers a thread may spend on Q and O; the rest of its 255 is for scores and addresses.
+KEYS = 16  # keys of a tile per warp
+#: Registers per thread for Q and O; the rest of its 255 is for scores and addresses.
 _HELD = 192
-#: Bytes of K and V under way on a multiprocessor: of one block's long contiguous range of keys; of
-#: two blocks', of pages, of short ranges.
+#: Bytes of K and V in flight per SM: for one block with a long contiguous range of keys; for two
+#: blocks, paged caches, or short ranges.
 RING, SHORT_RING = 192 << 10, 128 << 10
 _STAGES = 6  # at most
-#: Of latent attention: rows and keys of a tile, stages of the ring, threads.
+#: Latent attention: rows and keys per tile, stages of the ring, threads.
 LATENT_ROWS, LATENT_KEYS, _LATENT_STAGES, _LATENT_THREADS = 64, 64, 2, 384
-#: Columns of a chunk of a tile; values fill chunks of both consumer warpgroups alike.
+#: Columns per chunk of a tile; both consumer warpgroups have the same number of chunks of V.
 _CHUNK = 64
-#: Key tiles that a split has at least there.
+#: Minimum key tiles per split for latent attention.
 LATENT_TILES = 4
 
 
@@ -68,7 +68,7 @@ def walking_kernel(
     cluster: int = 1,
     cascade: bool = False,
 ) -> Kernel:
-    """The decode kernel (kernels/portable/decode.cu) for row tiles of `block_q` rows.
+    """Return the decode kernel (kernels/portable/decode.cu) for row tiles of `block_q` rows.
 
     `chip` is the result of `on_chip`.
     """
@@ -83,7 +83,7 @@ def walking_kernel(
 
 
 def latent_kernel(problem: Problem, variant: Variant, page: int) -> Kernel:
-    """The kernel of latent attention (kernels/hopper/decode_latent.cu)."""
+    """Return the kernel of latent attention (kernels/hopper/decode_latent.cu)."""
     p, chunks = problem, -(-problem.head_dim // _CHUNK)
     tiles = 2 * _CHUNK * ((1 + _LATENT_STAGES) * chunks * LATENT_KEYS + LATENT_KEYS)
     shared = -(-(tiles + 2 * 4 * LATENT_ROWS + 2 * 8 * _LATENT_STAGES + 4) // 1024) * 1024
@@ -104,13 +104,13 @@ def check_latent(problem: Problem, gpu: Gpu) -> None:
         )
     if problem.head_dim_v % (2 * _CHUNK):
         raise UnsupportedError(
-            f"latent attention on a GPU takes head_dim_v in multiples of {2 * _CHUNK}, got "
+            f"latent attention on a GPU needs a head_dim_v that is a multiple of {2 * _CHUNK}, got "
             f"{problem.head_dim_v}"
         )
 
 
 def block_q_of(rows: int, d: int, dv: int) -> int:
-    """Rows per tile for `rows` packed rows: as many blocks of 16 as a warp's registers hold."""
+    """Return the rows per tile: as many blocks of 16 as a warp's registers hold."""
     blocks = 1
     while 16 * blocks < rows and 2 * blocks * (d // 4 + dv // 2) <= _HELD:
         blocks *= 2
@@ -120,7 +120,7 @@ def block_q_of(rows: int, d: int, dv: int) -> int:
 def merge_kernel(
     problem: Problem, block_q: int, *, counts: bool, overlap: bool, cascade: bool = False
 ) -> Kernel:
-    """The kernel that merges the splits of a decode kernel whose row tiles have `block_q` rows."""
+    """Return the kernel that merges the splits of a decode kernel with `block_q` rows per tile."""
     variant = Variant(True, False, counts=counts)
     return built(
         *("portable/decode_merge.cu", "flash_decode_merge", 32 * MERGE_WARPS, 0),
@@ -133,7 +133,7 @@ def merge_kernel(
 def on_chip(
     rows: int, d: int, dv: int, gpu: Gpu, *, wide: bool, ring: int = RING
 ) -> tuple[int, int, int, int]:
-    """The warps, the stages, ``sizeof(OnChip)``, and the number of splits whose weights fit in it.
+    """Return warps, stages, ``sizeof(OnChip)``, and how many splits' weights fit in it.
 
     The stages keep up to `ring` bytes in flight per SM.
     """
@@ -146,11 +146,11 @@ def on_chip(
             shared = 2 * rows * d + after + _lines(8 * warps * rows) + 128
             if shared <= room or (warps, stages) == (1, 2):
                 return warps, stages, shared, stages * stage // (4 * rows)
-    raise AssertionError("the last one is taken whatever it needs")
+    raise AssertionError("the last choice always fits")
 
 
 def exchanged(cluster: int, rows: int, width: int) -> int:
-    """Bytes of ``OnChip`` that the blocks of a cluster write into each other's shared memory."""
+    """Return the bytes that a cluster's blocks write into each other's shared memory."""
     if cluster == 1:
         return 0
     share = -(-rows * width // 4 // cluster)
@@ -158,5 +158,5 @@ def exchanged(cluster: int, rows: int, width: int) -> int:
 
 
 def _lines(n: int) -> int:
-    """The number of bytes, rounded up to whole lines of 128."""
+    """Return a number of bytes, rounded up to whole lines of 128."""
     return -(-n // 128) * 128

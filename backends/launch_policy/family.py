@@ -2,7 +2,7 @@
 
 `launch_policy.portable` has two families, `launch_policy.hopper` has one, and
 `numba_gpu.launch_policy` has the same in Python. The engine (`cupy_gpu.engine`) handles arrays,
-errors and traces. Nothing here needs a GPU.
+errors and traces. Nothing in this module needs a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flashsim.schedule.head_grouping import clump_size
 from flashsim.schedule.schedule import KeyOrder, Schedule
 from flashsim.schedule.tiling import Tiling
 
-#: A kernel's variant before a walk's tables and a report say more.
+#: A kernel's variant before the schedule's tables and the report determine the rest.
 PLAIN = Variant(spans=True, descending=False)
 
 
@@ -137,33 +137,33 @@ class Family(ABC):
 
     @abstractmethod
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """The reason why these kernels do not run this pass, or None if they do.
+        """Return the reason why these kernels do not run this pass, or None if they do.
 
-        With None for the tiling, the question is about a default tiling.
+        If `tiling` is None, the reason is about the default tiling.
         """
 
     @abstractmethod
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """All tilings that the kernels run on this GPU."""
+        """Return all tilings that the kernels run on this GPU."""
 
     @abstractmethod
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """The tiling that was fastest on an H200, or None if `why_not` has a reason."""
+        """Return the tiling that was fastest on an H200, or None if `why_not` has a reason."""
 
     def refused(self, reason: str) -> FlashSimError:
-        """The error that states the reason given by `why_not`."""
+        """Return the error that states a reason of `why_not`."""
         return TilingError(reason)
 
     def refusal(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> str | None:
-        """`why_not` for ``PassRequest(problem, *asked)``."""
+        """Return `why_not` for ``PassRequest(problem, *asked)``."""
         return self.why_not(PassRequest(problem, *asked), tiling)
 
     def tilings(self, *asked: Any) -> tuple[Tiling, ...]:
-        """`possible` for ``PassRequest(*asked)``."""
+        """Return `possible` for ``PassRequest(*asked)``."""
         return self.possible(PassRequest(*asked))
 
     def choose(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> Tiling:
-        """The given tiling, or the fastest one if it is None, for ``PassRequest(problem, *asked)``.
+        """Return the given tiling, or if it is None, the fastest one.
 
         Raises
         ------
@@ -174,7 +174,7 @@ class Family(ABC):
         if reason := self.why_not(question, tiling):
             raise self.refused(reason)
         chosen = tiling or self.fastest(question)
-        assert chosen is not None  # else refused
+        assert chosen is not None  # otherwise `refused` was raised
         return chosen
 
     # -- which kernel ---------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Family(ABC):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """The kernel that runs a stage."""
+        """Return the kernel that runs a stage."""
 
     # -- which backward -------------------------------------------------------------------------
 
@@ -194,7 +194,8 @@ class Family(ABC):
     def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
         """Whether "flash2-once" runs here and is the fastest backward.
 
-        With `ordered`, it is compared with the fused backward that adds to dQ in a fixed order.
+        With `ordered`, "flash2-once" is compared with the fused backward that adds to dQ in a fixed
+        order.
         """
         return False
 
@@ -202,19 +203,19 @@ class Family(ABC):
         """Whether the fused backward, adding to dQ in any order, is faster than three passes."""
         return True
 
-    # -- how its items are handed out -----------------------------------------------------------
+    # -- how work tiles are assigned ------------------------------------------------------------
 
     def clump(self, walk: Walked) -> int:
-        """The number of heads in a head group, which run together."""
+        """Return the number of heads in a head group, which run together."""
         room = {"l2_bytes": walk.gpu.l2_bytes, "processors": walk.gpu.multiprocessors}
         return clump_size(walk.stage, walk.problem, walk.tables.tiles, **room)
 
     def cluster(self, walk: Walked) -> int:
-        """The number of thread blocks that share a work tile."""
+        """Return the number of thread blocks that share a work tile."""
         return 1
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """Launches that take a pass's first work tiles: (blocks per cluster, work tiles) for each.
+        """Return launches for a pass's first work tiles, as (blocks per cluster, work tiles).
 
         `cluster` is the number of blocks that share each of the other work tiles.
         """
@@ -247,7 +248,8 @@ class Family(ABC):
         clump = self.clump(walk)
         shares = () if report or ordered else self.remainder(walk, cluster)
         rest = walk.walks * tables.tiles - sum(items for _, items in shares)
-        late = not (ordered or stage.once)  # in order each addition has its turn; once: no next one
+        # ordered: each addition waits for its turn; once: no visit follows
+        late = not (ordered or stage.once)
         launches = (
             Shared(blocks, items, late and self.defers(walk, blocks))
             for blocks, items in (*shares, (cluster, rest))
@@ -259,7 +261,7 @@ class Family(ABC):
     def forward_passes(
         self, problem: Problem, tiling: Tiling | None, gpu: Gpu, key_order: KeyOrder, report: str
     ) -> tuple[KernelPass, ...]:
-        """The passes of the forward, which is one launch.
+        """Return the passes of the forward, which is one launch.
 
         Parameters
         ----------
@@ -284,7 +286,7 @@ class Family(ABC):
         algorithm: str,
         ordered: bool = False,
     ) -> tuple[KernelPass, ...]:
-        """The passes of the backward, in the order of their launches.
+        """Return the passes of the backward, in the order of their launches.
 
         The other parameters and errors are those of `forward_passes`.
 
@@ -341,11 +343,11 @@ def _passes(
             one = replace(variant, cluster=cluster, after=n > 1, more=more, deferred=deferred)
             kernel = family.kernel(stage.name, problem, tiling, one, gpu)
             grid: tuple[int, ...] = (count,)
-            if not kernel.shared_bytes:  # row by row: no visits
+            if not kernel.shared_bytes:  # row-wise: no visits
                 grid, clump = (tables.tiles, walks), 1
-            elif kernel.cluster > 1:  # each has an item, and no second
+            elif kernel.cluster > 1:  # each block has one work tile
                 grid = (count * kernel.cluster,)
-            elif kernel.boxes:  # one block a multiprocessor, which takes its items itself
+            elif kernel.boxes:  # one persistent block per SM
                 grid = (min(count, gpu.multiprocessors),)
             taken = range(first, first + count)
             launches.append(KernelPass(stage, tables, kernel, grid, walks, clump, taken))

@@ -40,7 +40,7 @@ from flashsim.schedule.tiling import Tiling
 
 CAPABILITY = (9, 0)
 
-#: Query rows of a walk, on average, from which on dQ is deferred.
+#: Average query rows per loop from which on dQ is deferred.
 _LONG_WALK = 1024
 
 #: The head_dim up to which the fused kernel stores dQ after one visit.
@@ -70,34 +70,37 @@ class Hopper(Family):
                 map(str, gpu.compute_capability)
             )
         if problem.itemsize != 2:
-            return f"they take float16 and bfloat16, not {problem.dtype}"
+            return f"they support float16 and bfloat16, not {problem.dtype}"
         if asked.wide > launch.MAX_HEAD_DIM:
-            return f"they take a head_dim up to {launch.MAX_HEAD_DIM}"
+            return f"they support a head_dim up to {launch.MAX_HEAD_DIM}"
         possible = self.possible(asked)
         if direction == "backward" and algorithm == "flash2-once":
             scored = problem.softcap or problem.score_mod is not None or problem.sinks
             if asked.wide > _WIDEST_ONCE or scored:
                 return (
-                    f"they store dQ at once up to a head_dim of {_WIDEST_ONCE}, without a softcap, "
-                    "a score_mod or sinks"
+                    f"algorithm='flash2-once' needs a head_dim up to {_WIDEST_ONCE}, and no "
+                    "softcap, score_mod or sinks"
                 )
             if not possible:
-                return "of their tiles of 128 keys a row tile has several visits, or none"
+                return (
+                    "algorithm='flash2-once' needs each row tile to visit exactly one tile of 128 "
+                    "keys, and here a row tile visits several or none"
+                )
         if tiling is None:
             if not any(t.divides(problem.block_mask) for t in possible):
-                return "their tiles do not divide the block mask's"
+                return "their tiles do not divide the block mask's cells"
         elif tiling not in possible:
-            return f"{tiling} tiles are none of theirs ({', '.join(map(str, possible))})"
+            return f"they have no {tiling} tiles, only {', '.join(map(str, possible)) or 'none'}"
         return None
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """The tilings that the kernels are built for, best first (docs/reference/hopper.md)."""
+        """Return the kernels' tilings, fastest first (docs/reference/hopper.md)."""
         problem, gpu, d = asked.problem, asked.gpu, asked.wide
         if asked.direction == "backward":
             if asked.algorithm == "flash2-once":
                 tile = Tiling(128, 128) if d <= 64 else Tiling(64, 128)
                 return (tile,) if Schedule(problem, tile).visited_once else ()
-            scored = problem.score_mod is not None  # takes registers, as a softcap does
+            scored = problem.score_mod is not None  # uses registers, as a softcap does
             if d <= 64:
                 fewer = scored and d > 32 and not functions.has_known_slope(problem)
                 return (Tiling(64 if fewer else 128, 128),)
@@ -106,7 +109,7 @@ class Hopper(Family):
                     return (Tiling(64, 64),)
                 given = problem, HOPPER_FUSED_WIDE, gpu.multiprocessors
                 return fastest_first(*given, microseconds_by_keys)
-            # By itself dQ takes 64 rows to a product; a softcap takes registers.
+            # Without transposition, a product of dQ has 64 rows; a softcap uses registers.
             if not asked.fused or problem.softcap or scored:
                 return (Tiling(64, 128),)
             low, high = Tiling(64, 128), Tiling(80, 128)
@@ -117,7 +120,7 @@ class Hopper(Family):
             reads = functions.read_arrays(problem, beside_ahead=self.brings_tiles)
             reads = reads or functions.band_of(problem) is not None
             if problem.softcap or problem.score_mod is not None or reads:
-                # They take registers, of which wide tiles have none left, and three warpgroups few.
+                # Functions use registers: wide tiles have none left, and three warpgroups have few.
                 rows = 128 if reads else 192
                 best.sort(key=lambda t: t.block_k > 128 or t.block_q > rows)
             best += [Tiling(128, 64)]  # divides common block masks
@@ -134,14 +137,14 @@ class Hopper(Family):
     def fastest(self, asked: PassRequest) -> Tiling | None:
         """See `Family`."""
         possible = [t for t in self.possible(asked) if t.divides(asked.problem.block_mask)]
-        # In order: the fewer row tiles, the fewer turns to wait.
+        # With ordered dQ, fewer row tiles mean fewer waits for a turn.
         return max(possible, key=lambda t: t.block_q) if asked.ordered else possible[0]
 
     def refused(self, reason: str) -> UnsupportedError:
         """See `Family`."""
         return UnsupportedError(
-            f"the Hopper kernels do not run this: {reason}; kernel={self.instead!r} may, and "
-            "without kernel=... whichever does is taken"
+            f"the Hopper kernels do not run this: {reason}; try kernel={self.instead!r}, or leave "
+            "kernel= out to select a family that does"
         )
 
     def orders_dq(self, problem: Problem) -> bool:
@@ -163,7 +166,7 @@ class Hopper(Family):
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
         """See `Family`."""
         if self.refusal(problem, None, gpu, "backward"):
-            return True  # cells of 80 rows, say: three passes have no such tile
+            return True  # e.g. cells of 80 rows, for which three passes have no tile
         return self.fused_is_faster(problem, gpu)
 
     def fused_is_faster(self, problem: Problem, gpu: Gpu) -> bool:
@@ -179,7 +182,7 @@ class Hopper(Family):
         return fused < three
 
     def _times(self, problem: Problem, gpu: Gpu, *algorithms: str) -> list[float]:
-        """The time of the backward with each algorithm, in µs, by the time model."""
+        """Return the µs of the backward with each algorithm, by the time model."""
         made = (
             self.backward_passes(problem, None, gpu, "ascending", "", algorithm)
             for algorithm in algorithms
@@ -192,7 +195,8 @@ class Hopper(Family):
         if stage.outer != "keys" or widest(p) > 128:
             return 1
         items, free = walk.walks * tables.tiles, gpu.multiprocessors
-        if stage.name == "dkdv":  # dQ's pass runs beside it, if there is room, or else behind it
+        # dQ's kernel runs beside this one if SMs are free, otherwise after it
+        if stage.name == "dkdv":
             if items >= free:
                 return 1
             beside = busy_at_once(p, tables.schedule.tiling)[0]
@@ -200,9 +204,7 @@ class Hopper(Family):
         return fastest_cluster(walk.walks, p.group * tables.visits, *_item_times(walk), free)
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """See `Family`. Clusters take the tail after the full waves, if work tiles are equally
-        long.
-        """
+        """See `Family`. Clusters take the tail if work tiles are equally long."""
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.name != "fused" or stage.once or cluster > 1 or widest(p) > 128 or not walk.alike:
             return ()
@@ -210,7 +212,7 @@ class Hopper(Family):
         return remainder(items, steps, *_item_times(walk), gpu)
 
     def defers(self, walk: Walked, cluster: int) -> bool:
-        """See `Family`. True if a block's loop is long, since deferral makes its end longer."""
+        """See `Family`. True if a block's loop is long, since deferral lengthens its end."""
         p, tables = walk.problem, walk.tables
         rows = p.group * (tables.schedule.tiling.block_q * tables.visits.mean())
         return walk.stage.name == "fused" and widest(p) <= 128 and rows >= _LONG_WALK * cluster
@@ -218,10 +220,11 @@ class Hopper(Family):
     def clump(self, walk: Walked) -> int:
         """See `Family`. The size depends on whether the work tiles are equally long.
 
-        If they are, a head group is one head (or one GQA group, which shares K and V). Taking long
-        ones first gains nothing then, and more blocks read the same tiles at the same time. This
-        does not hold if blocks add to dQ in a fixed order, or if heads share a large bias, whose
-        rows blocks of several heads then read at the same time.
+        For equally long work tiles, a head group is one head (or one GQA group, which shares K and
+        V). Starting with long work tiles then gains nothing, and with small groups more blocks read
+        the same tiles at the same time. The exceptions are blocks that add to dQ in a fixed order,
+        and heads that share a large bias, whose rows blocks of several heads should read at the
+        same time.
 
         Otherwise the long work tiles of a head group come first and fetch its K and V; the short
         ones find these in L2. A forward of many short sequences is bound by DRAM. Its head groups
@@ -259,9 +262,9 @@ class Hopper(Family):
         return unlimited and _drifts(walk) and clump * held(walk.stage, p) > room
 
     def rings(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> Rings:
-        """The forward's ring buffers: three stages of K and V where they fit, else two.
+        """Return the forward's ring buffers: three stages of K and V if they fit, else two.
 
-        With captured elements if these fit beside two stages.
+        Captured elements get a ring if it fits beside two stages.
         """
         tiled = self.brings_tiles and functions.tile_of(problem)
         possible = (Rings(3, 2), Rings(2, 2), Rings(2, 1)) if tiled else ()
@@ -271,7 +274,7 @@ class Hopper(Family):
         return Rings(2)
 
     def forward_bytes(self, problem: Problem, tiling: Tiling, rings: Rings) -> int:
-        """Shared memory of one block of the forward, in bytes."""
+        """Return the bytes of shared memory of one block of the forward."""
         return hopper_kernels.forward_bytes(problem, tiling, rings)
 
     def kernel(
@@ -298,7 +301,7 @@ HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True, brings_tiles=True)
 
 
 def _item_times(walk: Walked) -> tuple[Times, float]:
-    """The times of a backward's work tile, and the extra µs if a cluster shares it."""
+    """Return the times of a backward's work tile, and the extra µs if a cluster shares it."""
     p = walk.problem
     known = backward_times(p, walk.tables.schedule.tiling)
     return getattr(known, walk.stage.name), ADDING_UP[64 if widest(p) <= 64 else 128]
@@ -311,7 +314,7 @@ def _drifts(walk: Walked) -> bool:
 
 
 def _whole_rounds(walks: int, tiles: int, gpu: Gpu) -> int:
-    """The number of heads, at most four, whose work tiles about fill whole waves; 0 if none do.
+    """Return how many heads, at most four, about fill full waves with work tiles; 0 if none do.
 
     Co-scheduled work tiles of one wave go through the row tiles in the same direction. In a wave
     that two head groups share, they do not.

@@ -14,7 +14,7 @@ from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
-#: Head dimensions, and their tiles, the best first (docs/notebooks/hopper.md).
+#: Tilings per head_dim, the fastest first (docs/notebooks/hopper.md).
 TILINGS: dict[int, tuple[Tiling, ...]] = {
     64: (Tiling(192, 128), Tiling(128, 128)),
     128: (Tiling(192, 128), Tiling(128, 128)),
@@ -40,22 +40,23 @@ class HopperFp8(Family):
         if p.head_dim != p.head_dim_v or p.head_dim not in TILINGS:
             dims = ", ".join(map(str, TILINGS))
             return (
-                f"they take a head_dim of {dims}, v's the same, got {p.head_dim} and {p.head_dim_v}"
+                f"head_dim must be one of {dims}, and head_dim_v equal to it, got {p.head_dim} "
+                f"and {p.head_dim_v}"
             )
         if p.cu_seqlens_q is not None:
-            return "they take no packed sequences"
+            return "they do not support packed sequences"
         if p.softcap or p.scale <= 0:
-            return "they take no softcap, and a scale above 0"
+            return "they do not support softcap, and scale must be above 0"
         possible = TILINGS[p.head_dim]
         if tiling is not None and tiling not in possible:
-            return f"{tiling} tiles are none of theirs ({', '.join(map(str, possible))})"
+            return f"they have no {tiling} tiles, only {', '.join(map(str, possible))}"
         tiles = possible if tiling is None else (tiling,)
         if not any(t.divides(p.block_mask) for t in tiles):
-            return "their tiles do not divide the block mask's"
+            return "their tiles do not divide the block mask's cells"
         if not any(_one_scale_a_tile(p, t) for t in tiles):
             return (
-                f"64 rows of Q, and a tile of K and V, have one scale; blocks of {p.scales} rows "
-                f"do not go with their tiles ({', '.join(map(str, tiles))})"
+                "each 64 rows of Q, and each tile of K and V, need one scale, but scales cover "
+                f"blocks of {p.scales} rows of (Q, K), and tiles are {', '.join(map(str, tiles))}"
             )
         return None
 
@@ -77,7 +78,7 @@ class HopperFp8(Family):
         )
 
     def clump(self, walk: Walked) -> int:
-        """See `Family`. The size of the 16-bit kernels, or a smaller one if that ends sooner.
+        """See `Family`. The 16-bit kernels' size, or a smaller one if the launch then ends sooner.
 
         The smaller size is the next one that divides the heads evenly.
         """
@@ -85,7 +86,7 @@ class HopperFp8(Family):
         if walk.alike:
             return size
         even = next((n for n in range(size - 1, 0, -1) if n % group == walks % n == 0), size)
-        items = walk.tables.visits + 1  # to begin and to end one takes as long as a visit
+        items = walk.tables.visits + 1  # the start and end of a work tile take as long as a visit
         return min(size, even, key=lambda n: makespan(items, walks, walk.gpu.multiprocessors, n))
 
     def kernel(
@@ -111,7 +112,7 @@ HOPPER_FP8 = HopperFp8("hopper, fp8", nvrtc.load)
 
 
 def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
-    """Shared memory of a block in bytes (``struct OnChip``).
+    """Return the bytes of shared memory of a block (``struct OnChip``).
 
     Rows of Q and K are padded to a multiple of 128 bytes.
     """
@@ -122,7 +123,7 @@ def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
 
 
 def _scales(problem: Problem) -> tuple[int, tuple[int, int]]:
-    """The layout of the scales, and the numbers of rows of Q and of K that share one."""
+    """Return the scales' granularity, and how many rows of Q and of K share a scale."""
     if problem.scales is None:
         return _NONE, (1, 1)
     if isinstance(problem.scales, str):

@@ -1,6 +1,6 @@
 """The launches of the Hopper kernels: threads, shared memory (``struct OnChip``), boxes, columns.
 
-`launch_policy.hopper` says which of them runs a stage.
+`launch_policy.hopper` selects the kernel of a stage.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from flashsim.backends.launch_policy.cost_model import ROLES
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
-#: Bytes of the item slots (struct Items in kernels/hopper/tile_scheduler.cuh) and of one mbarrier.
+#: Bytes of the work-tile slots (struct Items in kernels/hopper/tile_scheduler.cuh) and of one
+#: mbarrier.
 _ITEMS, _BARRIER = 160, 8
 _CHUNK = 64  # columns of a shared-memory chunk: 128 bytes of 16-bit elements
 
@@ -37,7 +38,7 @@ class Rings(NamedTuple):
 def forward_kernel(
     problem: Problem, tiling: Tiling, variant: Variant, shared: int, rings: Rings
 ) -> Kernel:
-    """The forward kernel with these ring buffers."""
+    """Return the forward kernel with these ring buffers."""
     threads, bk = 128 * (tiling.block_q // 64 + 1), tiling.block_k
     more = {"STAGES": rings.stages, "TURNS": take_turns(problem, tiling)} | _bounded(problem)
     boxes, tile = _boxes(("q", 64), ("k", bk), ("v", bk)), functions.tile_of(problem)
@@ -57,13 +58,13 @@ def forward_kernel(
     return launch.built("hopper/forward.cu", "hopper_forward", threads, shared, given, more, boxes)
 
 
-#: The largest bound of scores with which the forward needs no running maximum. Exponentials are
-#: then at least e^-60 and at most e^40, which bfloat16 holds.
+#: The largest bound of scores for which the forward needs no running maximum: exponentials are then
+#: between e^-60 and e^40, which bfloat16 can represent.
 _LARGEST_BOUND = 50
 
 
 def _bounded(problem: Problem) -> dict[str, int]:
-    """The constant that says that scores need no maximum (BoundedSoftmax in softmax.cuh)."""
+    """Return the constant for scores that need no running maximum (BoundedSoftmax), or none."""
     bound = functions.score_bound(problem)
     return {"BOUNDED": 1} if problem.dtype == "bfloat16" and bound <= _LARGEST_BOUND else {}
 
@@ -78,7 +79,7 @@ def take_turns(problem: Problem, tiling: Tiling) -> bool:
 
 
 def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
-    """Shared memory of one block of the forward, in bytes."""
+    """Return the bytes of shared memory of one block of the forward."""
     d, dv = tile_columns("forward", problem)
     q, kv = tiling.block_q * d, tiling.block_k * (d + dv)
     warpgroups, elements, tile = tiling.block_q // 64, 0, functions.tile_of(problem)
@@ -90,23 +91,24 @@ def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
 
 
 def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """The kernel of the KV-outer pass, which in a fused backward also computes dQ."""
+    """Return the kernel of the KV-outer pass, which in a fused backward also computes dQ."""
     fused = variant.fused
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     wide = d > 128
-    staged = fused and d <= 192  # dQ on its way out
+    staged = fused and d <= 192  # dQ is staged in shared memory
     tiles = 2 * (2 * bk * d + stages * 2 * bq * d)
     if wide:
         tiles += 2 * 2 * stages * bq * bk  # P and dS
         tiles += 4 * bq * d if staged else 0
     elif fused:
         tiles += 2 * stages * bq * bk + (2 if variant.once else 4) * bq * d  # dS and dQ
-    # Log-sum-exp and delta of each stage; or 8 warps' sums instead, and each one's delta.
-    dlse = problem.dlse and variant.once  # otherwise it is taken off delta
+    # Log-sum-exp and delta of each stage; or, with `once`, the sums and the delta of each of 8
+    # warps.
+    dlse = problem.dlse and variant.once  # otherwise the delta kernel subtracts it
     rows = stages * (1 + dlse) + (stages + 1) * 8 if variant.once else 2 * stages
     shared = on_chip(tiles + 4 * rows * bq, 2 + 2 * stages + (0 if wide else 4))
     boxes = _boxes(("q", bq), ("k", bk), ("v", bk), ("dout", bq))
-    rows = bq // 2 if d == 64 else bq  # of a warpgroup's piece of dQ
+    rows = bq // 2 if d == 64 else bq  # queries in a warpgroup's piece of dQ
     leaving = Box("dq", rows, _CHUNK) if variant.once else Box("dq_acc", rows, 32)
     boxes += (leaving if staged else boxes[0],)
     name = "backward_wide" if wide else "backward"
@@ -123,12 +125,12 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
 
 
 def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """The kernel of the fused pass for head dims of 129 to 192.
+    """Return the kernel of the fused pass for head dims of 129 to 192.
 
-    Its consumer warpgroups compute different products.
+    The consumer warpgroups of this kernel compute different products.
     """
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
-    # K, V, Q and dO, P and dS; dQ on its way out.
+    # K, V, Q and dO, P and dS; dQ is staged.
     tiles = 2 * (2 * bk * d + (stages + 1) * bq * d + 2 * bq * bk) + 4 * bq * d
     shared = on_chip(tiles + 4 * stages * 2 * bq, 3 + 2 * stages + 2 * d // _CHUNK)
     never = dict.fromkeys(("ORDERED", "ONCE", "AFTER", "MORE", "DEFERRED", "DLSE"), 0)
@@ -143,7 +145,7 @@ def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
 
 
 def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """The kernel that computes dQ alone, the last of three passes."""
+    """Return the kernel that computes only dQ, in the last of three passes."""
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     partial = 4 * 128 * (32 if bq == 64 else 1)
     shared = on_chip(2 * (2 * bq * d + stages * 2 * bk * d) + partial, 2 * bq // 64 + 2 * stages)
@@ -154,40 +156,40 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
 
 
 def _boxes(*rows: tuple[str, int]) -> tuple[Box, ...]:
-    """The TMA boxes of (tensor, rows) pairs, each one chunk wide."""
+    """Return the TMA boxes of (tensor, rows) pairs, each one chunk wide."""
     return tuple(Box(tensor, n, _CHUNK) for tensor, n in rows)
 
 
 def on_chip(data: int, barriers: int) -> int:
-    """Bytes of a ``struct OnChip``, a multiple of 1024.
+    """Return the bytes of a ``struct OnChip``, a multiple of 1024.
 
-    It holds tiles and rows (`data` bytes), mbarriers, and slots for work tiles.
+    The struct holds tiles and rows (`data` bytes), mbarriers, and slots for work tiles.
     """
     items = -(-(data + barriers * _BARRIER) // 16) * 16
     return -(-(items + _ITEMS) // 1024) * 1024
 
 
 def _wide(head_dim: int) -> int:
-    """Columns of a tile in shared memory: head_dim rounded up to whole chunks."""
+    """Return a tile's columns in shared memory: head_dim rounded up to whole chunks."""
     return -(-head_dim // _CHUNK) * _CHUNK
 
 
 def tile_columns(stage: str, problem: Problem) -> tuple[int, int]:
-    """Columns that TMA loads for a tile of Q or K, and for a tile of V or dO, in whole boxes."""
+    """Return the columns that TMA loads for a tile of Q or K and of V or dO, in whole boxes."""
     if stage == "forward":
         return _wide(problem.head_dim), _wide(problem.head_dim_v)
     return _shared_dim(problem), _shared_dim(problem)
 
 
 def _shared_dim(problem: Problem) -> int:
-    """The head_dim that the backward kernels compute with, the same for Q and K as for V and dO."""
+    """Return the head_dim of the backward kernels, the same for Q and K as for V and dO."""
     return _wide(max(problem.head_dim, problem.head_dim_v))
 
 
 def product_columns(
     stage: str, problem: Problem, tiling: Tiling, cluster: int = 1
 ) -> tuple[int, int]:
-    """Columns that a backward's products compute: per head dim, and the extra ones of all products.
+    """Return a backward's product columns: per head dim, and extra columns of all products.
 
     The first number is a multiple of 16, or of 32 if a cluster shares a work tile. Some products
     take a tile's whole columns. dQ^T does, because these columns are its rows (up to 32 columns, dQ

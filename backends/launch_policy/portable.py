@@ -17,7 +17,8 @@ from flashsim.schedule.tiling import Tiling
 class Portable(Family):
     """A family of portable kernels.
 
-    They are compiled for `like`, except for the choices that the tables and reports determine.
+    The kernels are compiled for the variant `like`, except for the choices that the tables and
+    reports determine.
     """
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
@@ -25,31 +26,32 @@ class Portable(Family):
         problem, gpu, direction, algorithm, _ = asked
         if direction == "backward" and algorithm == "flash2-once":
             return (
-                "the portable kernels add dQ up in memory; Hopper's store it after one visit "
-                "(float16 and bfloat16, head_dim up to 128), and algorithm='flash2-fused' runs here"
+                "the portable kernels have no algorithm='flash2-once', since they accumulate dQ in "
+                "memory; Hopper's have it (float16 and bfloat16, head_dim up to 128); use "
+                "algorithm='flash2-fused' here"
             )
         what = f"{direction} at head_dim={problem.head_dim}, {problem.dtype}"
         if tiling is None:
             if self.fastest(asked):
                 return None
-            why = f"no default tiling for {what} on {gpu.name}; give tiling=..., one of: "
+            why = f"there is no default tiling for {what} on {gpu.name}; pass tiling=, one of: "
         else:
             need = self._shared_need(asked, tiling)
             if need is None:
-                why = "is not one that the kernels are built for (sides are multiples of 16)"
+                why = "has no compiled kernel (sides must be multiples of 16)"
             elif need > gpu.shared_bytes:
-                why = f"needs {need:,} B of shared memory, and {gpu.name} gives a block "
-                why += f"{gpu.shared_bytes:,} B"
+                why = f"needs {need:,} B of shared memory, but {gpu.name} has "
+                why += f"{gpu.shared_bytes:,} B per thread block"
             else:
                 return None
-            why = f"{what}: a {tiling} tile {why}; possible: "
+            why = f"{what}: a {tiling} tile {why}; possible tiles: "
         why += ", ".join(map(str, self.possible(asked))) or "none on this GPU"
         if tiling is None and problem.block_mask is not None:
-            why += f" that divides the block mask's {problem.block_mask!r}"
+            why += f" (a tiling must divide the cells of the block mask, {problem.block_mask!r})"
         return why
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """All tilings that the kernels run on this GPU, smallest first."""
+        """Return all tilings that the kernels run on this GPU, smallest first."""
         every = (Tiling(q, k) for q in kernels.SIDES for k in kernels.SIDES)
         return tuple(t for t in every if self._runs(asked, t))
 
@@ -85,7 +87,7 @@ class Portable(Family):
         return need is not None and need <= asked.gpu.shared_bytes
 
     def _shared_need(self, asked: PassRequest, tiling: Tiling) -> int | None:
-        """Shared memory of a pass's largest kernel, in bytes; None if the tile has no kernel."""
+        """Return the shared-memory bytes of a pass's largest kernel; None without a kernel."""
         if asked.direction == "forward":
             stages: tuple[str, ...] = ("forward",)
         else:

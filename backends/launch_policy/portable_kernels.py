@@ -7,14 +7,14 @@ from flashsim.errors import TilingError
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
-#: Sides that a tile of the kernels may have.
+#: Possible sides of a tile.
 SIDES = (16, 32, 48, 64, 80, 96, 112, 128)
-#: Accumulators a thread may hold; the rest of its 255 registers is for operands and addresses.
+#: Accumulators that a thread may hold; the rest of its 255 registers is for operands and addresses.
 _ACCUMULATORS = 192
 
 
 def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
-    """The kernel `flash_forward` for a problem.
+    """Return the kernel `flash_forward` for a problem.
 
     Raises
     ------
@@ -27,14 +27,14 @@ def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu)
         shared = _mat(bq, d) + max(_mat(bk, d), _mat(bk, dv)) + _mat(bq, bk)
         return _kernel("forward_f32", "flash_forward", 8, shared, (problem, tiling, variant))
     size = problem.itemsize
-    blocks = 2 if bq % 128 == 0 and (dv + bk) <= _ACCUMULATORS else 1  # 16-row blocks a warp
+    blocks = 2 if bq % 128 == 0 and (dv + bk) <= _ACCUMULATORS else 1  # 16-row blocks per warp
     held = blocks * (dv + bk) // 2
     _require(tiling, held <= _ACCUMULATORS)
-    # What counts has addresses of its own to keep. Where Q left no register for them, ptxas would
-    # compute anew in every visit what it cannot hold, and give up the order of the exponentials.
+    # A kernel that counts bytes also keeps addresses of counters. If Q left no register for them,
+    # ptxas would recompute them in every visit, and give up the order of the exponentials.
     reporting = 8 if variant.counts else 0
     q_regs = held + blocks * d * size // 8 + reporting <= _ACCUMULATORS
-    # Row sums leave the registers where these are full.
+    # Row sums move to shared memory if the registers are full.
     sums_shared = held == _ACCUMULATORS and not variant.python
     tiles = size * max(bq * d + 2 * bk * (d + dv), bq * dv)
     shared = -(-tiles // 128) * 128 + 8 * bq * 2 * sums_shared
@@ -47,9 +47,9 @@ def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu)
 
 
 def dkdv_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
-    """The kernel `flash_dkdv`, which in a fused backward also computes dQ.
+    """Return the kernel `flash_dkdv`, which in a fused backward also computes dQ.
 
-    It raises as `forward_kernel`.
+    Raises the errors of `forward_kernel`.
     """
     fused = variant.fused
     bq, bk, d, dv = _sides(problem, tiling)
@@ -63,9 +63,9 @@ def dkdv_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) ->
         splits, queries = max(d, dv) > 128, bq
     else:
         splits = max(d, dv) > 64 and bq % 32 == d % 32 == dv % 32 == 0
-        queries = bq // 2 if splits else bq  # of a visit, whose scores a warp makes
+        queries = bq // 2 if splits else bq  # queries per visit whose scores a warp computes
     parts = 2 if splits else 1
-    # 16-key blocks a warp: two, where the accumulators of dK and dV leave room for the scores.
+    # 16-key blocks per warp: two, if the accumulators of dK and dV leave registers for the scores.
     blocks = 2 if bk * parts % 128 == 0 and d + dv <= 128 * parts else 1
     held = blocks * (d + dv) // (2 * parts)
     capped = problem.softcap or problem.score_mod is not None
@@ -78,10 +78,11 @@ def dkdv_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) ->
     _require(tiling, bool(chunk))
     warps_q = max(w for w in range(1, warps + 1) if warps % w == 0 and w <= max(1, bq // 32))
     warps_q = warps_q if bq % (16 * warps_q) == 0 else 1
-    trades = splits and not variant.python  # P and dS cross warps
-    crossing = trades + (trades or fused) + fused  # of P and dS; dQ is made a visit late
-    # Warps make dQ in two halves, before and after their scores, where that was faster on an H200:
-    # elsewhere a second copy of the code costs more registers than there are, or was not tried.
+    trades = splits and not variant.python  # warps exchange P and dS
+    # buffers of P and dS; dQ is computed a visit late
+    crossing = trades + (trades or fused) + fused
+    # Half of the warps compute dQ before their scores and half after them, where that was faster on
+    # an H200. Elsewhere the second copy of the code needs too many registers, or was not tried.
     if variant.python:
         halves = fused and max(d, dv) in (96, 128)
     else:
@@ -103,7 +104,7 @@ def dkdv_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) ->
 
 
 def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
-    """The kernel `flash_dq`, the last of three passes; raises as `forward_kernel`."""
+    """Return the kernel `flash_dq`, the last of three passes; raises as `forward_kernel`."""
     bq, bk, d, dv = _sides(problem, tiling)
     if _plain(problem, variant):
         _require(tiling, bq // 16 * d // 16 + 2 * bq * bk // 256 <= _ACCUMULATORS)
@@ -125,16 +126,16 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> K
 
 
 def rows_kernel(stage: str, problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """The kernel for stage delta or convert: `flash_delta` or `flash_convert`.
+    """Return the kernel for stage delta or convert: `flash_delta` or `flash_convert`.
 
-    It works row by row and uses no shared memory.
+    The kernel works row by row and uses no shared memory.
     """
     dlse = int(problem.dlse and stage == "delta")
     more = {"fused": int(variant.fused), "f32": int(problem.dtype == "float32"), "dlse": dlse}
     return _kernel("backward_rows", f"flash_{stage}", 8, 0, (problem, tiling, variant), **more)
 
 
-#: What makes the kernel of each stage that visits tiles; the others go row by row.
+#: The function that makes the kernel of each stage with visits; other stages are row-wise.
 WALKING = {
     "forward": forward_kernel,
     "dkdv": dkdv_kernel,
@@ -144,24 +145,24 @@ WALKING = {
 
 
 def _sides(problem: Problem, tiling: Tiling) -> tuple[int, int, int, int]:
-    """The tile sides and the padded head dims, after checking that the kernels have such tiles."""
+    """Return the tile's sides and the padded head dims, if the kernels have such tiles."""
     bq, bk = tiling.block_q, tiling.block_k
     _require(tiling, bq in SIDES and bk in SIDES)
     return bq, bk, *padded_dims(problem)
 
 
 def _plain(problem: Problem, variant: Variant) -> bool:
-    """Whether products are float32 multiply-adds: no tensor cores, and 256 threads per tile."""
+    """Whether products are float32 multiply-adds of 256 threads, without tensor cores."""
     return problem.dtype == "float32" and not variant.tf32
 
 
 def _require(tiling: Tiling, fits: bool) -> None:
     if not fits:
-        raise TilingError(f"no kernel for a {tiling} tile")
+        raise TilingError(f"there is no portable kernel for {tiling} tiles; use another tiling")
 
 
 def _mat(rows: int, cols: int) -> int:
-    """Bytes of a float32 tile in shared memory; its rows are padded by 16 bytes."""
+    """Return a float32 tile's bytes in shared memory; its rows are padded by 16 bytes."""
     return 4 * rows * (cols + 4)
 
 

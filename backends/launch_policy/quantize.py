@@ -24,13 +24,13 @@ ARGS = np.dtype(
         *((name, "<i4") for name in _INTEGERS),
     ]
 )
-#: Rows of a head that a block of threads works on at a time.
+#: Rows of a head that a thread block works on at a time.
 ROWS = 128
 HEAD_DIMS = (64, 128, 256)
-#: Tiles on chip, and ``struct Tile``.
+#: Tiles in shared memory, and bytes of a ``struct Tile``.
 _STAGES, _TILE_BYTES = 3, 64
 GRANULARITIES = ("tensor", "head", "block")
-#: ``enum Mode``: all in one launch, or two.
+#: ``enum Mode``: one launch, or two.
 BLOCKS, LARGEST_ONLY, ELEMENTS_ONLY = range(3)
 
 
@@ -43,7 +43,7 @@ def kernels(
     rotate: bool,
     e5m2: bool = False,
 ) -> tuple[Kernel, ...]:
-    """The kernels that quantise: one launch if each thread block has all rows of a scale, else two.
+    """Return the quantising kernels: one launch if each thread block has all rows of a scale.
 
     Raises
     ------
@@ -53,7 +53,7 @@ def kernels(
     check_head_dim(d)
     if dtype not in ("float16", "bfloat16"):
         raise UnsupportedError(
-            f"quantize on a GPU takes float16 and bfloat16, not {dtype}; convert q, k and v"
+            f"quantize on a GPU supports float16 and bfloat16, not {dtype}; convert q, k and v"
         )
     one = granularity == "block" and block in ((ROWS // 2, ROWS), (ROWS, ROWS))
     if granularity == "block" and not one and any(side % ROWS for side in block):
@@ -71,7 +71,7 @@ def kernels(
 
 
 def transposition(d: int) -> Kernel:
-    """The kernel that transposes a V that is already FP8.
+    """Return the kernel that transposes a V that is already FP8.
 
     Raises
     ------
@@ -89,7 +89,7 @@ def check_gpu(gpu: Gpu) -> None:
         has = ".".join(map(str, gpu.compute_capability))
         raise UnsupportedError(
             f"quantize on a GPU needs compute capability 9.0 or later, and {gpu.name} has {has}; "
-            "backend='simulator' quantises NumPy arrays"
+            "use backend='simulator', which quantises NumPy arrays"
         )
 
 
@@ -97,7 +97,7 @@ def check_head_dim(d: int) -> None:
     """Raise `UnsupportedError` for a head_dim that the kernels are not built for."""
     if d not in HEAD_DIMS:
         dims = ", ".join(map(str, HEAD_DIMS))
-        raise UnsupportedError(f"FP8 on a GPU takes a head_dim of {dims}, got {d}")
+        raise UnsupportedError(f"FP8 on a GPU needs a head_dim of {dims}, got {d}")
 
 
 def _kernel(name: str, d: int, values: dict[str, Any]) -> Kernel:
@@ -110,7 +110,7 @@ def _kernel(name: str, d: int, values: dict[str, Any]) -> Kernel:
 
 
 def scale_shape(granularity: str, batch: int, heads: int, n: int, rows: int) -> tuple[int, ...]:
-    """The shape of one input's array of scales."""
+    """Return the shape of one input's array of scales."""
     shapes = {"tensor": (), "head": (batch, heads), "block": (batch, heads, -(-n // rows))}
     return shapes[granularity]
 
@@ -118,7 +118,7 @@ def scale_shape(granularity: str, batch: int, heads: int, n: int, rows: int) -> 
 def sizes(
     q: tuple[int, int, int, int] | None, k: tuple[int, int, int, int], processors: int
 ) -> tuple[dict[str, int], int]:
-    """The integers of ``struct Args``, and the number of thread blocks of a launch.
+    """Return the integers of ``struct Args``, and the number of thread blocks of a launch.
 
     Parameters
     ----------
@@ -132,6 +132,6 @@ def sizes(
     tiles_q, tiles_kv = math.ceil(n_q / ROWS), math.ceil(n_kv / ROWS)
     values = (n_q, n_kv, heads, kv_heads, batch, tiles_q, tiles_kv, whole_sixteens(n_kv))
     blocks = batch * kv_heads * tiles_kv
-    if q is not None:  # persistent ones
+    if q is not None:  # persistent blocks
         blocks = min(batch * heads * tiles_q + 2 * blocks, processors * (256 // d))
     return dict(zip(_INTEGERS, values, strict=True)), blocks

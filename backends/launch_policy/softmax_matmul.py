@@ -7,7 +7,8 @@ import numpy as np
 from flashsim.backends.launch.kernel import Kernel, macros
 from flashsim.errors import TilingError
 
-#: Sides of a block; columns of V at most: a warp's rows of O must stay in registers.
+#: Possible block sides; the largest number of columns of V, since a warp's rows of O must fit in
+#: registers.
 SIDES, WIDEST = (16, 32, 64), 512
 THREADS, _SLICE = 256, 16
 _POINTERS = ("x", "v", "o", "counts")
@@ -24,7 +25,7 @@ ARGS = np.dtype(
 
 
 def kernel(block_1: int, block_2: int, d3: int, *, counts: bool = False) -> Kernel:
-    """The kernel for blocks of this size and a V of `d3` columns.
+    """Return the kernel for blocks of this size and a V of `d3` columns.
 
     Raises
     ------
@@ -33,10 +34,11 @@ def kernel(block_1: int, block_2: int, d3: int, *, counts: bool = False) -> Kern
     """
     if block_1 not in SIDES or block_2 not in SIDES:
         raise TilingError(
-            f"the GPU kernel runs blocks of {', '.join(map(str, SIDES))}, got {block_1} x {block_2}"
+            f"each block side of the GPU kernel must be one of {', '.join(map(str, SIDES))}, got "
+            f"{block_1} x {block_2}"
         )
     if d3 > WIDEST:
-        raise TilingError(f"the GPU kernel takes a V with at most {WIDEST} columns, got {d3}")
+        raise TilingError(f"the GPU kernel needs a V with at most {WIDEST} columns, got {d3}")
     width = -(-d3 // 32) * 32
     shared = 4 * (block_1 * block_2 + _SLICE * width)
     constants = {

@@ -1,4 +1,4 @@
-"""Compiles tensor-core kernels in Python and caches the results on disk; only `load` needs a GPU.
+"""Compile tensor-core kernels in Python and cache the results on disk; only `load` needs a GPU.
 
 numba-cuda makes PTX, and nvJitLink makes a cubin of it, except for kernels with Hopper's own
 instructions. nvJitLink compiles code that can still be linked with more code. In such code
@@ -39,12 +39,12 @@ from flashsim.backends.numba_gpu.tensor.backward_rows import (
 )
 from flashsim.backends.numba_gpu.tensor.forward import flash_forward_kernel
 
-#: The first version of PTX with Hopper's instructions.
+#: The first PTX version with Hopper's instructions.
 _HOPPER_PTX = "8.0"
 _VERSION = re.compile(r"^\.version .*$", re.MULTILINE)
-#: Bytes of the checksum at the head of a file that is kept.
+#: Bytes of the checksum at the start of a cached file.
 _DIGEST = 32
-_BOUNDS = re.compile(r"^\.maxntid ", re.MULTILINE)  # the first of an entry's directives
+_BOUNDS = re.compile(r"^\.maxntid ", re.MULTILINE)  # the first directive of an entry
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 
 
@@ -74,7 +74,7 @@ def ptx(kernel: Kernel, capability: tuple[int, int]) -> str:
         abi="numba",
         cc=(*capability, "a") if capability[0] == 9 else capability,
         output="ptx",
-        # `setmaxnreg` wants to know that a block has the multiprocessor for itself.
+        # `setmaxnreg` needs the guarantee that one block has the whole SM.
         launch_bounds=(kernel.threads, 1) if maps else kernel.threads,
     )
     (entry,) = set(_ENTRY.findall(text))
@@ -83,9 +83,9 @@ def ptx(kernel: Kernel, capability: tuple[int, int]) -> str:
         cluster = f".explicitcluster\n.reqnctapercluster {kernel.cluster}, 1, 1\n"
         text, count = _BOUNDS.subn(cluster + r"\g<0>", text, count=1)
         assert count == 1, "a cluster's size stands in front of an entry's bounds"
-    if maps:  # any assembler that knows the instructions will do, however new numba-cuda's PTX is
+    if maps:  # lower the version, since any assembler with these instructions will do
         text = _VERSION.sub(f".version {_HOPPER_PTX}", text, count=1)
-    for tensor_map in maps:  # the copy engine reads a tensor map at a multiple of 64
+    for tensor_map in maps:  # TMA needs a tensor map's address to be a multiple of 64
         text = text.replace(
             f".align 8 .b8 {tensor_map.parameter}[", f".align 64 .b8 {tensor_map.parameter}["
         )
@@ -110,10 +110,10 @@ def cache_folder() -> Path:
 
 @cache
 def _sources() -> bytes:
-    """Return a digest of everything that affects a kernel's compilation, besides its constants.
+    """Return a digest of everything, except its constants, that affects a kernel's compilation.
 
-    It covers the compilers' versions, the kernels and, from launch arithmetic, the offsets of the
-    fields of their argument and the layout of reports.
+    The digest covers the compilers' versions, the kernels, the offsets of their arguments' fields,
+    and the layout of reports.
     """
     versions = (numba.__version__, numba_cuda.__version__, llvmlite.__version__)
     digest = hashlib.sha256(" ".join(versions).encode())
@@ -136,7 +136,7 @@ def image(kernel: Kernel, capability: tuple[int, int]) -> bytes:
     path = cache_folder() / f"{kernel.name}-{key[:32]}.{suffix}"
     if (code := _kept(path)) is not None:
         return code
-    # Seconds: said before they pass, and how many they were on the same line.
+    # The message comes before the compilation, and its duration is added to the same line.
     print(f"flashsim: compiling {kernel.name} (Python) ...", end="", file=sys.stderr, flush=True)
     start = time.perf_counter()
     try:
@@ -166,7 +166,7 @@ def _kept(path: Path) -> bytes | None:
 
 def _keep(path: Path, code: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Another process may be doing the same: write aside, then rename.
+    # Another process may write the same file: write a temporary file, then rename it.
     aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         aside.write_bytes(hashlib.sha256(code).digest() + code)

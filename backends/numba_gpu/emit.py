@@ -1,4 +1,4 @@
-"""Turns Python functions that emit LLVM IR into functions that a Numba-CUDA kernel can call.
+"""Turn Python functions that emit LLVM IR into functions that a Numba-CUDA kernel can call.
 
 A register fragment is a Python tuple to the kernel and a list of LLVM values to the emitting
 function. A tuple has no run-time index, so that fragments stay in registers by construction; loops
@@ -76,15 +76,15 @@ def emitted(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], An
         def typer(typing_context: Any, *args: Any) -> Any:
             return result(*args), generate
 
-        whole = getattr(function, "func", function)  # of a partial one
+        whole = getattr(function, "func", function)  # the function of a functools.partial
         typer.__name__, typer.__doc__ = whole.__name__, whole.__doc__
         names = ["typing_context", *(f"x{n}" for n in range(len(parameters)))]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        typer.__signature__ = inspect.Signature(  # Numba folds arguments by it
+        typer.__signature__ = inspect.Signature(  # Numba matches arguments by it
             [inspect.Parameter(name, kind) for name in names]
         )
         device_function = intrinsic(typer)
-        device_function.__wrapped__ = function  # what it emits may be run elsewhere, too
+        device_function.__wrapped__ = function  # lets other code run the emitting function
         return device_function
 
     return decorate
@@ -119,8 +119,9 @@ def asm(
     """Emit one PTX instruction; ``$n`` in `text` is the n-th operand, results first.
 
     With `effects` the instruction keeps its position among barriers and other memory accesses, and
-    is kept even if its result is unused. `together` also keeps LLVM from moving it behind a further
-    condition, so that all threads of a warp that reach it execute it at once.
+    is kept even if its result is unused. `together` also keeps LLVM from moving the instruction
+    behind a further condition, so that all threads of a warp that reach the instruction execute it
+    at once.
     """
     result = returns or ir.VoidType()
     kind = ir.FunctionType(result, [v.type for v in operands])
@@ -142,7 +143,7 @@ class MapType(types.Type):
     """The Numba type of a tensor map (`cupy_gpu.tensor_maps`), the n-th kernel parameter, by value.
 
     TMA needs its address, and Numba passes values. But PTX names a kernel's parameters
-    KERNEL_param_0, KERNEL_param_1 ..., so that `hopper.tiles.map_address` finds it by name.
+    KERNEL_param_0, KERNEL_param_1 ..., so that `hopper.wgmma_tiles.map_address` finds it by name.
     """
 
     def __init__(self, kernel: str, number: int) -> None:
@@ -153,7 +154,7 @@ class MapType(types.Type):
 class ArgsType(types.Type):
     """The Numba type of `launch.ARGS`, by value.
 
-    Its fields are attributes; those of a tensor are ``q_data``, ``q_row`` ...
+    The struct's fields are attributes; those of a tensor are ``q_data``, ``q_row`` ...
     """
 
     def __init__(self) -> None:
@@ -181,7 +182,8 @@ FIELDS = _fields()
 def _register() -> None:
     """Register `ArgsType` and `MapType` with numba-cuda.
 
-    It says how an `ArgsType` is passed (as an array of words) and read, and how a map is passed.
+    The registered models say how an `ArgsType` is passed (as an array of words) and read, and how a
+    tensor map is passed.
     """
     from numba.cuda import models
     from numba.cuda.cudadecl import registry as typing_registry

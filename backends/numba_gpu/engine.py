@@ -2,8 +2,8 @@
 
 There are three families of kernels. "tensor" takes float16 and bfloat16, and runs on tensor cores
 from sm_80 on. "hopper" does the same with Hopper's own instructions. "teaching" takes float16 and
-float32; it consists of plain Python loops and also runs in Numba's CUDA simulator. It alone takes
-score and mask functions and sinks.
+float32; it consists of plain Python loops and also runs in Numba's CUDA simulator. Only the
+teaching kernels support score and mask functions and sinks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flashsim.backends import failures
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch_policy.family import Family
-from flashsim.engines.engine import Job, Outcome
+from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import BackendUnavailable, UnsupportedError
 
 OPTIONS: frozenset[str] = frozenset({"kernel"})
@@ -38,8 +38,8 @@ def _require_numba_cuda() -> None:
     try:
         from numba import config, cuda  # noqa: F401
 
-        # Beside a NumPy that it cannot use, numba-cuda imports; what every compile needs does not.
-        # The simulator compiles nothing.
+        # With an unsupported NumPy, numba-cuda itself imports, but the module that every
+        # compilation needs does not. The simulator compiles nothing.
         if not config.ENABLE_CUDASIM:
             import_module("numba.cuda.cudaimpl")
     except (ImportError, AttributeError) as error:
@@ -51,8 +51,8 @@ def _require_numba_cuda() -> None:
 
 def _remedy() -> str:
     if np.lib.NumpyVersion(np.__version__) >= "2.5.0":
-        return "this numba-cuda uses names that NumPy 2.5 removed: pip install 'numpy<2.5'"
-    return "upgrade it: pip install --upgrade numba-cuda numba"
+        return "this numba-cuda uses names that NumPy 2.5 removed; run pip install 'numpy<2.5'"
+    return "upgrade it with pip install --upgrade numba-cuda numba"
 
 
 _require_numba_cuda()
@@ -146,7 +146,7 @@ def _family_of(job: Job, saved: Mapping[str, Any]) -> Family:
 def _kernel(job: Job) -> str:
     """Return the kernel family: "teaching", or "tensor" or "hopper" for tensor cores.
 
-    It is the requested one, if any.
+    A requested family is returned if it supports the job.
 
     Raises
     ------
@@ -156,13 +156,12 @@ def _kernel(job: Job) -> str:
     name = launch.check_asked("numba_cuda", job, ALGORITHMS, KERNELS)
     simulated = teaching_run.simulated()
     narrow = p.dtype in ("float16", "bfloat16")
-    functions = p.mask_mod is not None or p.score_mod is not None or p.sinks
     if name == "auto":
-        name = "tensor" if narrow and not (simulated or functions) else "teaching"
+        name = "tensor" if narrow and not (simulated or p.has_functions) else "teaching"
     takes = ("float16", "float32") if name == "teaching" else ("float16", "bfloat16")
     if p.dtype not in takes:
         raise UnsupportedError(
-            f"backend='numba_cuda', kernel={name!r} takes {' and '.join(takes)}, not {p.dtype}; "
+            f"backend='numba_cuda', kernel={name!r} supports {' and '.join(takes)}, not {p.dtype}; "
             "convert the arrays, or use backend='simulator'"
         )
     if name != "teaching" and simulated:

@@ -1,7 +1,7 @@
 """The families of Python kernels: `TENSOR` uses `mma.sync`, `HOPPER` Hopper's own instructions.
 
 Passes, tiles, threads and shared memory of `TENSOR` are those of the CUDA C++ kernels, except for
-the differences that `launch.Variant` names. Only the language differs, and so the compiler.
+the differences that `launch.Variant` names. The two differ only in language and compiler.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flashsim.backends.numba_gpu.hopper.smem_layout import DqAlone, KeysOutside,
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
-#: The head_dim up to which there is a backward with Hopper's own instructions.
+#: The largest head_dim with a backward that uses Hopper's own instructions.
 WIDEST_BACKWARD = 128
 
 
@@ -27,22 +27,22 @@ WIDEST_BACKWARD = 128
 class PythonHopper(hopper.Hopper):
     """The Hopper family in Python.
 
-    It has no backward for a head_dim above `WIDEST_BACKWARD`, and it uses `TENSOR`'s row-wise
+    The family has no backward for a head_dim above `WIDEST_BACKWARD`, and uses `TENSOR`'s row-wise
     kernels.
     """
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """See `Family`."""
         if asked.direction == "backward" and asked.wide > WIDEST_BACKWARD:
-            return f"their backward takes a head_dim up to {WIDEST_BACKWARD}"
+            return f"their backward supports a head_dim up to {WIDEST_BACKWARD}"
         if asked.direction == "backward" and asked.algorithm == "flash2-once":
-            return "they add dQ up in memory"
+            return "they have no algorithm='flash2-once', since they accumulate dQ in memory"
         return super().why_not(asked, tiling)
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """See `Family`: those tilings of the C++ kernel that were tried in Python."""
+        """See `Family`: the tilings of the C++ kernel that were tried in Python."""
         every = super().possible(asked)
-        if asked.direction == "backward":  # products take no fewer columns at 80 than at 128
+        if asked.direction == "backward":  # with 80 columns, products cost as much as with 128
             return tuple(sorted(every, key=lambda t: t.block_q))
         untried = (80, 96) if 128 < asked.wide <= 192 else ()
         return tuple(t for t in every if t.block_k <= 176 and t.block_k not in untried)

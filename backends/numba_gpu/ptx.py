@@ -2,8 +2,8 @@
 
 Every function emits one instruction at an LLVM builder and returns its result's registers.
 Semantics and operand layouts are those of NVIDIA's *PTX ISA* (docs.nvidia.com/cuda/
-parallel-thread-execution); each docstring names the section. All run on sm_80 and later except
-where said otherwise. A *lane* is a thread's index in its warp, 0 to 31.
+parallel-thread-execution); each docstring names the section. All instructions run on sm_80 and
+later unless a docstring says otherwise. A *lane* is a thread's index in its warp, 0 to 31.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def cp_async_wait(b: ir.IRBuilder) -> None:
     asm(b, "cp.async.wait_all;", "", [], effects=True)
 
 
-# -- shared memory and HBM, plainly ---------------------------------------------------------------
+# -- shared memory and HBM, synchronously ---------------------------------------------------------
 
 
 def store_shared(b: ir.IRBuilder, to: ir.Value, word: ir.Value) -> None:
@@ -137,7 +137,7 @@ def load_16_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> Values
 def load_float_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> ir.Value:
     """Load a float32 of HBM if `condition` holds, else 0 ("ld").
 
-    It bypasses L1, which may be stale.
+    The load bypasses L1, which may be stale.
     """
     text = (
         "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.f32 $0, 0f00000000; "

@@ -1,7 +1,7 @@
 """Shared code of all tensor-core kernels: the loop over a schedule's tables, copies and reports.
 
-The functions are built for one kernel's compile-time constants. They decide no tile order and no
-tile edge by themselves but read them from the schedule's tables.
+The functions are built for one kernel's compile-time constants. The functions read tile order and
+tile edges from the schedule's tables.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import I8, I32, I64, emitted, i32
-from flashsim.backends.numba_gpu.tiles import RowWidth, Tile
+from flashsim.backends.numba_gpu.mma_tiles import RowWidth, Tile
 
 device = cuda.jit(device=True, inline="always")
 int32, int64 = types.int32, types.int64
@@ -46,10 +46,8 @@ def shared_base(b: ir.IRBuilder) -> ir.Value:
     module = b.module
     if name not in module.globals:
         variable = ir.GlobalVariable(module, kind, name, addrspace=3)
-        variable.linkage, variable.align = (
-            "external",
-            1024,
-        )  # what the copy engine's swizzle repeats over
+        # TMA's swizzle pattern repeats every 1024 bytes.
+        variable.linkage, variable.align = "external", 1024
     return b.ptrtoint(module.globals[name], I32)
 
 
@@ -82,8 +80,8 @@ def write_zeros(b: ir.IRBuilder, address: ir.Value) -> None:
     ptx.store_16(b, address, [i32(0)] * 4)
 
 
-#: ``copy_in_float(to, source, taken)``: start copying one float32 from HBM to shared memory; with
-#: `taken` 0 it becomes zero. ``copies_wait()``: wait for this thread's copies.
+#: ``copy_in_float(to, source, taken)`` starts the copy of one float32 from HBM to shared memory; if
+#: `taken` is 0, it writes 0. ``copies_wait()`` waits for this thread's copies.
 copy_in_float = emitted(None, types.int32, types.int64, types.int32)(ptx.cp_async_4)
 copies_wait = emitted(None)(ptx.cp_async_wait)
 
@@ -96,13 +94,13 @@ def rows_of(c: SimpleNamespace) -> tuple[RowWidth, RowWidth]:
 def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
     """Return device functions that copy a tile.
 
-    They are ``load(to, source, row_bytes, rows)`` and ``store(address, to, row_bytes, rows)``. Both
-    return the bytes that this thread moved, counting only those that exist in HBM. `load` fills the
-    missing part of a ragged tile with zeros.
+    The functions are ``load(to, source, row_bytes, rows)`` and ``store(address, to, row_bytes,
+    rows)``. Both return the bytes that this thread moved, excluding padding. `load` fills the
+    missing rows of a ragged tile with zeros.
     """
     width = row.width
     total, step = tile.rows * tile.chunks, threads // tile.chunks
-    # A thread's rows then lie a multiple of 8 apart: one swizzle, addresses by constants.
+    # A thread's rows are then a multiple of 8 apart, with the same swizzle at constant distances.
     even = total % threads == 0 and threads % tile.chunks == 0 and step % 8 == 0
     counts = types.int32, types.int32
 
@@ -110,7 +108,7 @@ def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
     def load(
         b: ir.IRBuilder, to: ir.Value, source: ir.Value, row_bytes: ir.Value, rows: ir.Value
     ) -> ir.Value:
-        # Both read afresh, so that LLVM hoists nothing out of the walk into scarce registers.
+        # Both are read again, so that LLVM hoists nothing out of the loop into scarce registers.
         thread = ptx.special(b, "tid.x", effects=True)
         row_bytes = ptx.again(b, row_bytes)
         moved = cgutils.alloca_once(b, I32)
@@ -118,7 +116,7 @@ def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
             part(b, thread, to, source, row_bytes, rows, moved)
             return b.load(moved)
         with b.if_else(b.icmp_signed("==", rows, i32(tile.rows))) as (whole, ragged):
-            with whole:  # nearly every tile: no comparison
+            with whole:  # nearly every tile needs no comparison
                 r, c = b.udiv(thread, i32(tile.chunks)), b.urem(thread, i32(tile.chunks))
                 at, source_ = place(b, to, source, row_bytes, r, c)
                 stride = b.sext(b.mul(row_bytes, i32(step)), I64)
@@ -189,12 +187,13 @@ def _steps(b: ir.IRBuilder, first: ir.Value, stop: int, step: int) -> Iterator[i
 def _not_unrolled(module: ir.Module) -> Any:
     disable = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
     node = module.add_metadata([disable])
-    node.operands = (node, disable)  # LLVM wants a loop's node to name itself first
+    # the first operand of a loop's metadata node must be the node itself
+    node.operands = (node, disable)
     return node
 
 
 def piece_bytes(row: RowWidth) -> Any:
-    """Return ``piece_bytes(piece)``: the existing bytes of a row's 16-byte piece.
+    """Return ``piece_bytes(piece)``: the bytes of a row's 16-byte piece that belong to the problem.
 
     The elements have 16 bits.
     """
@@ -207,7 +206,7 @@ def piece_bytes(row: RowWidth) -> Any:
 
 
 def vector_load(rows_all: int, threads: int) -> Any:
-    """Return ``load(to, source, rows)``: it loads one float32 per row; rows past the end are 0."""
+    """Return ``load(to, source, rows)``: it loads one float32 per row, and 0 past the end."""
 
     @device
     def load(to, source, rows):
@@ -240,7 +239,7 @@ _wait_for_what_ran_before = emitted(None)(ptx.wait_for_what_ran_before)
 _let_what_runs_next_start = emitted(None)(ptx.let_what_runs_next_start)
 
 
-# -- the walk -------------------------------------------------------------------------------------
+# -- the loop -------------------------------------------------------------------------------------
 
 
 def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
@@ -265,8 +264,8 @@ def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
 
     @device
     def item(a, number):
-        # `clump` heads, whose tensors fit in L2 together, are finished before the next ones; inside
-        # a clump the longest walks of all its heads come first.
+        # A group of `clump` heads, whose tensors fit in L2 together, is finished before the next.
+        # Within a group, the outer tiles with the most visits come first.
         whole = int32(a.clump * a.tiles)
         clump = quotient(number, whole)
         first, rest = int32(clump * a.clump), int32(number - clump * whole)

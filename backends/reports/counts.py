@@ -21,7 +21,7 @@ from flashsim.trace.events import StageTrace
 def stage_trace(
     stage: plans.Stage, schedule: Schedule, tile_counts: np.ndarray, visit_counts: np.ndarray
 ) -> StageTrace:
-    """The events of one stage, from the bytes that its kernel reported.
+    """Return the events of one stage, from the bytes that its kernel reported.
 
     Parameters
     ----------
@@ -55,11 +55,12 @@ def stage_trace(
 
 
 def one_walk(name: str, counts: np.ndarray) -> np.ndarray:
-    """The first head's records, as int64, after checking that all heads have the same."""
+    """Return the first head's records, as int64, after checking that all heads have the same."""
     if (counts != counts[:1]).any():
         walk, record, slot = (int(x[0]) for x in np.nonzero(counts != counts[:1]))
         raise TraceError(
-            f"stage {name!r}: loop {walk} reported {int(counts[walk, record, slot]):,} B in slot "
-            f"{slot} of record {record}, loop 0 reported {int(counts[0, record, slot]):,} B"
+            f"stage {name!r}: all heads must move the same bytes, but in slot {slot} of record "
+            f"{record} head {walk} reported {int(counts[walk, record, slot]):,} B and head 0 "
+            f"reported {int(counts[0, record, slot]):,} B; the kernel has a bug"
         )
     return counts[0].astype(np.int64)

@@ -1,9 +1,10 @@
 """The conversion of a kernel's time stamps to spans in nanoseconds, for every GPU backend.
 
-``visit_stamps`` are SM cycles (clock64). They mark when a visit (one tile pair) began, and when its
-tiles had arrived, its scores, its softmax and its products were done. Each block's record ties its
-SM's cycles to the GPU's nanoseconds (globaltimer). These tick coarsely, so each SM gets one
-straight line, through its first block's start and its last block's end.
+``visit_stamps`` are SM cycles (clock64). The stamps mark when a visit (one tile pair) began, when
+its tiles had arrived, and when its scores, its softmax and its products were done. Each block's
+record ties its SM's cycles to the GPU's nanoseconds (globaltimer). The nanosecond clock ticks
+coarsely, so each SM gets one straight line, through its first block's start and its last block's
+end.
 
 A warp-specialised kernel stamps once per role: the producer, then the consumer warpgroups. The
 producer's "visit" begins where it waits for free shared memory. Its "load" lies between its first
@@ -22,7 +23,7 @@ import numpy as np
 from flashsim.schedule.schedule import Schedule
 from flashsim.trace.events import PHASES, ROLES, TIMELINE
 
-#: Phases of a visit, by the stamps between which they lie.
+#: Phases of a visit, each between two consecutive stamps.
 SPANS = {"visit": (0, 4), "load": (0, 1), "scores": (1, 2), "softmax": (2, 3), "output": (3, 4)}
 _PRODUCER_SPANS = {"visit": (0, 4), "load": (1, 4)}
 _BLOCK, _PRODUCER = ROLES.index("block"), ROLES.index("producer")
@@ -36,7 +37,7 @@ def spans(
     visit_stamps: np.ndarray,
     clock_khz: int,
 ) -> np.ndarray:
-    """The spans of one stage, in absolute times of the GPU's clock.
+    """Return the spans of one stage, in absolute times of the GPU's clock.
 
     Parameters
     ----------
@@ -84,7 +85,7 @@ def spans(
 
 
 def _stores(stage, by, blocks, clock, times, ptr, group, role) -> np.ndarray:
-    """The "store" spans: from a block's last visit (or its start, if it has none) to its end."""
+    """Return "store" spans, from a block's last visit (or its start, if it has none) to its end."""
     walks, tiles, _ = blocks.shape
     part = np.zeros((walks, tiles), TIMELINE)
     sm = blocks[..., 0]
@@ -108,7 +109,7 @@ class SmClocks:
         n = int(blocks[:, 0].max()) + 1
         self.cycle0 = np.zeros(n, np.int64)
         self.ns0 = np.zeros(n, np.int64)
-        self.rate = np.full(n, 1e6 / clock_khz)  # ns a cycle
+        self.rate = np.full(n, 1e6 / clock_khz)  # ns per cycle
         for sm in np.unique(blocks[:, 0]):
             mine = blocks[blocks[:, 0] == sm]
             first, last = mine[mine[:, 1].argmin()], mine[mine[:, 3].argmax()]
@@ -117,6 +118,6 @@ class SmClocks:
                 self.rate[sm] = (last[4] - first[2]) / (last[3] - first[1])
 
     def ns(self, sm: np.ndarray, cycles: np.ndarray) -> np.ndarray:
-        """The times of these cycles on the GPU's clock, in ns, int64."""
+        """Return the times of SM cycles on the GPU's clock, in ns, int64."""
         since = (cycles - self.cycle0[sm]) * self.rate[sm]
         return self.ns0[sm] + np.rint(since).astype(np.int64)

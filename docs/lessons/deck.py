@@ -1,8 +1,8 @@
 """An executed lesson as slides: one HTML file that needs no network.
 
-A heading begins a slide, and so does a cell whose output would not fit below what is there. Cells
-to fill in, their checks and the last section, the points, are left out: in the hall the question is
-asked, and its answer unfolded.
+A heading begins a slide, and so does a cell whose output would not fit on the current slide. Cells
+to fill in, their checks and the last section, the points, are left out: the lecturer asks the
+question, and unfolds its answer.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pygments.lexers import PythonLexer
 from flashsim.viz.palette import THEMES
 
 TEMPLATE = Path(__file__).with_name("deck.html")
-#: Pixels below a slide's heading, of a line of text and of code, and of a picture at the least; the
-#: page itself lets pictures grow into what is left, and makes smaller what still does not fit.
+#: Heights in pixels: of a slide below its heading, of a line of text, of a line of code, and the
+#: least of a picture. The page enlarges pictures into free space and shrinks what does not fit.
 ROOM, LINE, CODE_LINE, PICTURE = 590, 36, 22, 360
 CODE = {"light": "xcode", "dark": "monokai"}
 
 
 def write(notebook: nbformat.NotebookNode, theme: str) -> str:
-    """The whole file."""
+    """Return the slides of an executed lesson as the text of one HTML file."""
     made = _slides(notebook, theme)
     look = THEMES[theme]
     colors = "".join(
@@ -47,7 +47,7 @@ def write(notebook: nbformat.NotebookNode, theme: str) -> str:
 
 
 def _slides(notebook: nbformat.NotebookNode, theme: str) -> list[list[str]]:
-    """Of each slide its parts, as HTML; the first is its heading."""
+    """For each slide, a list of HTML fragments; the first is its heading."""
     made: list[list[str]] = []
     used = 0
 
@@ -71,12 +71,12 @@ def _slides(notebook: nbformat.NotebookNode, theme: str) -> list[list[str]]:
                 if text:
                     add(_markdown(text, theme), _height(text))
                 if "<details>" in text:
-                    used = ROOM  # what follows may give the answer away
+                    used = ROOM  # the next cell may give the answer away: begin a slide
         elif {"answer", "check", "parameters"}.isdisjoint(tags) and cell.outputs:
             parts = [(_code(cell.source, theme), 28 + CODE_LINE * len(cell.source.splitlines()))]
             parts += [_output(output) for output in cell.outputs]
             whole = sum(height for _, height in parts)
-            if whole <= ROOM:  # code and what it gives on one slide
+            if whole <= ROOM:  # the code and its output fit on one slide
                 parts = [("".join(part for part, _ in parts), whole)]
             for part, height in parts:
                 add(part, height)
@@ -95,7 +95,7 @@ def _sections(text: str) -> list[tuple[str, str]]:
 
 
 def _height(text: str) -> int:
-    """Pixels that a Markdown text takes, about; a folded answer takes a line."""
+    """The approximate height in pixels of a Markdown text; a folded answer counts as one line."""
     text = re.sub(r"<details>.*?</details>", "answer\n", text, flags=re.S)
     paragraphs = [" ".join(part.split()) for part in re.split(r"\n\n|\n(?=- )", text.strip())]
     return sum(14 + LINE * -(-len(part) // 84) for part in paragraphs)
@@ -107,7 +107,7 @@ def _markdown(text: str, theme: str) -> str:
         {"html": True, "highlight": lambda code, name, _: _code(code, theme)},
     ).enable("table")
     made = reader.render(text)
-    # Where a link leads depends on where the file lies: a slide says the name alone.
+    # A relative link would break when the slides are moved: keep only the link's text.
     return re.sub(r'<a href="(?!https?:|#)[^"]*">(.*?)</a>', r"<em>\1</em>", made, flags=re.S)
 
 
@@ -117,7 +117,7 @@ def _code(source: str, theme: str) -> str:
 
 
 def _output(output: nbformat.NotebookNode) -> tuple[str, int]:
-    """What a cell gave, as HTML, and the pixels that it takes."""
+    """A cell's output as HTML, and its approximate height in pixels."""
     if output.output_type == "stream":
         return _text(output.text)
     data = output.get("data", {})

@@ -3,7 +3,7 @@
     python docs/lessons/lessons.py notebooks [NAME ...]   # out/lessons/NAME.ipynb
     python docs/lessons/lessons.py slides [NAME ...]      # out/slides/NAME-light.html, -dark.html
 
-Names are file names without ending; default: all. Needs the extra `lessons`.
+NAME is a lesson's file name without `.md`; the default is all lessons. Needs the extra `lessons`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from nbclient import NotebookClient
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LESSONS = sorted(HERE.glob("[0-9]_*.md"))
-#: What every lesson sets in its first code cell.
+#: The line that every lesson has in its first code cell.
 THEME = 'theme = "light"'
-#: Slides are shown larger than a cell: 1440 pixels a figure.
+#: Slides show figures larger than a notebook does: 1440 pixels per figure.
 SHARP = 'import matplotlib\nmatplotlib.rcParams["savefig.dpi"] = 150\n'
 
 
@@ -39,20 +39,23 @@ def tagged(cell: nbformat.NotebookNode, tag: str) -> bool:
 
 
 def references(notebook: nbformat.NotebookNode) -> dict[int, str]:
-    """By the place of each cell to fill in: what its folded answer, two cells below, says."""
+    """For the index of each cell to fill in: the code of its folded answer, two cells below."""
     cells = notebook.cells
     found = {}
     for at, cell in enumerate(cells):
         if tagged(cell, "answer"):
             folded = re.match(r"<details>.*?^```py\n(.*?)^```", cells[at + 2].source, re.S | re.M)
             if not tagged(cells[at + 1], "check") or folded is None:
-                raise ValueError(f"after an answer: its check, then <details>; at {cell.source!r}")
+                raise ValueError(
+                    "an answer cell must be followed by its check cell and a folded answer "
+                    f"(<details> with a py block); this cell is not: {cell.source!r}"
+                )
             found[at] = folded[1]
     return found
 
 
 def dressed(path: Path, theme: str) -> nbformat.NotebookNode:
-    """A lesson for slides: its figures in a theme, and sharp."""
+    """A lesson for slides: its figures use the theme and a higher resolution."""
     notebook = read(path)
     first = next(cell for cell in notebook.cells if cell.cell_type == "code")
     first.source = SHARP + first.source.replace(THEME, f'theme = "{theme}"')
@@ -60,17 +63,20 @@ def dressed(path: Path, theme: str) -> nbformat.NotebookNode:
 
 
 def execute(notebook: nbformat.NotebookNode, seconds: float = 120) -> nbformat.NotebookNode:
-    """Run all cells, in the folder of the lessons; raises what a cell raised."""
+    """Run all cells in the folder of the lessons, and return the notebook with its outputs.
+
+    An exception in a cell is raised again.
+    """
     return NotebookClient(
         notebook,
         timeout=seconds,
         resources={"metadata": {"path": str(HERE)}},
-        extra_arguments=["--log-level=ERROR"],  # a kernel on this machine warns of its transport
+        extra_arguments=["--log-level=ERROR"],  # a local kernel would warn about its transport
     ).execute()
 
 
 def notebooks(names: list[str]) -> None:
-    """Write each lesson as a notebook, run."""
+    """Run each lesson and write it as a notebook."""
     for path in _chosen(names):
         began = time.perf_counter()
         file = _out("lessons") / f"{path.stem}.ipynb"
@@ -79,7 +85,7 @@ def notebooks(names: list[str]) -> None:
 
 
 def slides(names: list[str]) -> None:
-    """Write each lesson as two files of slides."""
+    """Run each lesson and write it as two files of slides, light and dark."""
     for path in _chosen(names):
         for theme in ("light", "dark"):
             notebook = dressed(path, theme)

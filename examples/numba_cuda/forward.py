@@ -1,8 +1,8 @@
-"""FlashAttention-2 forward in Numba-CUDA: a thread block owns a query tile, a thread a row.
+"""FlashAttention-2's forward pass in Numba-CUDA: one thread block per query tile.
 
     NUMBA_ENABLE_CUDASIM=1 python examples/numba_cuda/forward.py
 
-prints what the blocks load and store, line by line. It needs no GPU.
+prints the bytes that each line of the kernel loads and stores. It needs no GPU.
 """
 
 import math
@@ -15,7 +15,7 @@ BLOCK_Q, BLOCK_K, D = 16, 8, 16
 
 @cuda.jit
 def forward(Q, K, V, O, L, scale, causal):
-    """One query tile of one head; each thread keeps its row of O in registers."""
+    """Compute one query tile of one head; each thread keeps one row of O in registers."""
     k_tile = cuda.shared.array((BLOCK_K, D), float32)
     v_tile = cuda.shared.array((BLOCK_K, D), float32)
     head, thread = cuda.blockIdx.y, cuda.threadIdx.x
@@ -29,7 +29,7 @@ def forward(Q, K, V, O, L, scale, causal):
     m, l = -math.inf, 0.0
     end = min(first + BLOCK_Q, n) if causal else n
     for start in range(0, end, BLOCK_K):
-        # Threads share the loads: neighbours take neighbouring elements of a row.
+        # All threads load the tile together: neighbouring threads load neighbouring elements.
         for at in range(thread, BLOCK_K * D, BLOCK_Q):
             row, d = start + at // D, at % D
             k_tile[at // D, d] = K[head, row, d] if row < n else 0.0

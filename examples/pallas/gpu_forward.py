@@ -1,8 +1,8 @@
-"""FlashAttention-2 forward in Pallas, in the way of GPUs: a program owns a query tile.
+"""FlashAttention-2's forward pass in Pallas for a GPU, with one program per query tile.
 
     python examples/pallas/gpu_forward.py
 
-prints what the kernel loads and stores, line by line. It needs JAX and no GPU.
+prints the bytes that each line of the kernel loads and stores. It needs JAX, but no GPU.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 
 
 def forward_kernel(q_ref, k_ref, v_ref, o_ref, lse_ref, *, n, block_q, block_k, causal, scale):
-    """One query tile of one head, against all of its key tiles."""
+    """Compute one query tile of one head in a loop over its key tiles."""
     rows = pl.program_id(1) * block_q + jnp.arange(block_q)
     q = plgpu.load(q_ref, mask=rows[:, None] < n, other=0.0)
 
@@ -48,7 +48,7 @@ def forward_kernel(q_ref, k_ref, v_ref, o_ref, lse_ref, *, n, block_q, block_k, 
 
 
 def forward(q, k, v, causal=False, block_q=64, block_k=32):
-    """O and the log-sum-exp of (heads, n, d) arrays; K and V may have fewer heads than Q."""
+    """Return O and the LSE of (heads, n, d) arrays; K and V may have fewer heads than Q."""
     heads, n, d = q.shape
     group = heads // k.shape[0]
     kernel = functools.partial(

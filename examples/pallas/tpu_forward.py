@@ -1,9 +1,9 @@
-"""FlashAttention-2 forward in Pallas, in the way of TPUs: the grid is the loop, scratch is O's.
+"""FlashAttention-2's forward pass in Pallas for a TPU, whose grid is the loop over key tiles.
 
     python examples/pallas/tpu_forward.py
 
-prints what the pipeline copies to and from VMEM, for two ways to write the keys' index map. With
-the causal one, the pipeline keeps a block that it has. It needs JAX and no TPU.
+prints the bytes that the pipeline copies to and from VMEM, for two index maps of the keys. The
+second map repeats the last block, so nothing is copied. It needs JAX, but no TPU.
 """
 
 import functools
@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 
 def forward_kernel(q_ref, k_ref, v_ref, o_ref, m_ref, l_ref, acc_ref, *, causal, scale):
-    """One query tile against one key tile."""
+    """Add one key tile to the running O, m and l of one query tile."""
     i, j = pl.program_id(1), pl.program_id(2)
     block_q, block_k = q_ref.shape[0], k_ref.shape[0]
 
@@ -49,10 +49,10 @@ def forward_kernel(q_ref, k_ref, v_ref, o_ref, m_ref, l_ref, acc_ref, *, causal,
 
 
 def forward(q, k, v, causal=False, block_q=64, block_k=32, keep_last=True):
-    """O of (heads, n, d) arrays; n is a multiple of the blocks.
+    """Return O of (heads, n, d) arrays; n must be a multiple of the block sizes.
 
-    With `keep_last`, a causal loop's skipped steps name the last block that was used, so that the
-    pipeline copies nothing for them.
+    With `keep_last`, the index map returns the last used block in the steps that the causal mask
+    skips, so the pipeline copies nothing in these steps.
     """
     heads, n, d = q.shape
 

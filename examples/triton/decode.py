@@ -1,7 +1,7 @@
-"""Decoding with split keys: one query per head, its keys divided over several programs.
+"""Decode one query per head in Triton, with the keys split over several programs.
 
 q is (heads, d); k and v are (heads, n, d). The first kernel stores one partial result per part of
-the keys, and the second one merges the parts by their LSE.
+the keys, and the second kernel merges the partial results by their LSE.
 """
 
 import triton
@@ -50,7 +50,7 @@ def decode_combine(o_part_ptr, lse_part_ptr, o_ptr, lse_ptr, SPLITS: tl.constexp
 
 
 def decode(q, k, v, splits=4, block_k=64):
-    """Return O, (heads, d), and LSE, (heads,); `splits` is a power of two."""
+    """Return O (heads, d) and LSE (heads,); `splits` must be a power of two."""
     heads, n, d = k.shape
     if hasattr(q, "new_empty"):
         import torch

@@ -1,7 +1,7 @@
-"""FlashAttention-2 in Triton: forward with LSE, and a backward pass of three kernels.
+"""FlashAttention-2 in Triton: a forward pass with LSE, and a backward pass in three kernels.
 
-q, k, v are (heads, n, d). The host functions take NumPy or torch arrays; `like` makes outputs of
-the same kind. On a machine without a GPU:
+q, k and v are (heads, n, d). The host functions take NumPy arrays or torch tensors, and return the
+same kind. These commands trace the kernels on a machine without a GPU:
 
     flashsim kernel examples/triton/flash_attention.py:forward --causal
     flashsim kernel examples/triton/flash_attention.py:backward --causal

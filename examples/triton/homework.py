@@ -1,6 +1,6 @@
-"""FlashAttention-2's forward pass in Triton, with three mistakes on purpose.
+"""FlashAttention-2's forward pass in Triton, with three deliberate mistakes.
 
-docs/guides/triton.md finds them. flash_attention.py, beside this file, has none of them.
+docs/guides/triton.md finds the mistakes. flash_attention.py in this folder is correct.
 """
 
 import triton
@@ -37,7 +37,7 @@ def flash_forward(
         s = tl.where(keep, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
 
-        # The scores once more, now that their maximum is known.
+        # Compute the scores again, because their maximum is known now.
         k = tl.load(k_tile, mask=cols[:, None] < n, other=0.0)
         s = tl.where(keep, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
         p = tl.exp(s - m_new[:, None])
@@ -53,7 +53,7 @@ def flash_forward(
 
 
 def attention(q, k, v, causal=False, block_q=64, block_k=64):
-    """Launch it; q, k and v are (heads, n, d), of NumPy or of torch. Returns O and LSE."""
+    """Return O and LSE; q, k and v are NumPy arrays or torch tensors of shape (heads, n, d)."""
     from flash_attention import like
 
     heads, n, d = q.shape

@@ -1,4 +1,4 @@
-"""A row-wise softmax in two passes over its input: one for maximum and sum, one for the result.
+"""A row-wise softmax that reads its input twice: for maximum and sum, and then for the result.
 
 flashsim kernel examples/triton/softmax.py:softmax --set n=256
 """

@@ -1,7 +1,7 @@
-"""The simulated algorithms, one module each, written to read like their papers.
+"""The simulated algorithms, one module per paper, written to read like the papers.
 
-Each module ends with ``ALGORITHMS``: the algorithms it implements, by name, each with its forward
-and backward pass. Every module in this folder is found automatically; there is no other list.
+Each module ends with ``ALGORITHMS``: the algorithms that it implements, by name, each with its
+forward and backward pass. All modules in this folder are imported automatically.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from flashsim.algorithms.machine import Machine
 
 Passes = tuple[Callable[[Machine], None], Callable[[Machine], None]]
 
-#: Forward and backward pass of every algorithm.
+#: The forward and the backward pass of every algorithm, by name.
 PASSES: dict[str, Passes] = {}
 for _page in iter_modules(__path__, f"{__name__}."):
     PASSES |= getattr(import_module(_page.name), "ALGORITHMS", {})

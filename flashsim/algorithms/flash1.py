@@ -1,9 +1,9 @@
 """FlashAttention (the first): Dao, Fu, Ermon, Rudra, Ré, arXiv:2205.14135, Algorithms 1 and 4.
 
-The loop is KV-outer: K and V are read once, but O, l and m are read and written again at every
-visit (tile pair). That is why FlashAttention-2 swapped the loops. The numbers at the right are the
-paper's lines. If the input type is narrower than the accumulators, O (and dQ) stay in HBM in the
-accumulator's type during the loop and are converted once at the end, as in real kernels.
+The loop is KV-outer: K and V are read once, but O, l and m are read and written at every visit
+(tile pair). FlashAttention-2 swapped the loops to avoid this. The numbers at the right are the
+paper's line numbers. If the input type is narrower than the accumulator type, O (and dQ) are in HBM
+in the accumulator type during the loop, and are converted once at the end, as in real kernels.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from flashsim.algorithms.machine import Machine
-from flashsim.algorithms.tiles import (
+from flashsim.algorithms.score_tile import (
     accumulator_name,
     clear_dbias,
     convert,
@@ -24,7 +24,7 @@ from flashsim.algorithms.tiles import (
 
 
 def forward(machine: Machine) -> None:
-    """Algorithm 1. O stays normalised by the l of the keys seen so far."""
+    """Run Algorithm 1. After each visit, O is normalised by the l of the keys seen so far."""
     hbm = machine.hbm
     O = hbm.tensors[accumulator_name(machine, "O")]
     fill(machine, "init", {O.name: 0.0, "l": 0.0, "m": -np.inf})                          # 2
@@ -58,9 +58,10 @@ def forward(machine: Machine) -> None:
 
 
 def backward(machine: Machine) -> None:
-    """Algorithm 4, without dropout (lines 14, 15 and 18). dQ is re-read and re-written.
+    """Run Algorithm 4, without dropout (lines 14, 15 and 18).
 
-    dK and dV are complete at the end of their column tile, so they need no zeroing in HBM (line 5).
+    Every visit reads and writes dQ. dK and dV are complete at the end of their column tile, so they
+    need not be set to zero in HBM (line 5).
     """
     hbm, p = machine.hbm, machine.problem
     dQ = hbm.tensors[accumulator_name(machine, "dQ")]

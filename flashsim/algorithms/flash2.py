@@ -1,9 +1,9 @@
-"""FlashAttention-2: Tri Dao, arXiv:2307.08691. The numbers at the right are that paper's lines.
+"""FlashAttention-2: Tri Dao, arXiv:2307.08691.
 
-`load`, `store` and `reduce` are the only ways to access HBM, and they count bytes. A `step` or
-`visit` (one tile pair) frees everything that was allocated inside it, so indentation shows how long
-a tile stays on chip. Arrays have leading axes (batch * key heads, group): all heads run the same
-loop at once.
+The numbers at the right are the paper's line numbers. `load`, `store` and `reduce` are the only
+ways to access HBM, and they count bytes. A `step` or `visit` (one tile pair) frees all tiles that
+were allocated inside it, so indentation shows how long a tile stays on chip. Arrays have leading
+axes (batch * key heads, group), because all heads run the same loop at once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import numpy as np
 from flashsim.algorithms.functions import NOTHING, Values, load_own
 from flashsim.algorithms.hbm import Hbm
 from flashsim.algorithms.machine import Machine
-from flashsim.algorithms.sram import Sram
-from flashsim.algorithms.tiles import (
+from flashsim.algorithms.score_tile import (
     accumulator_name,
     clear_dbias,
     convert,
@@ -27,13 +26,14 @@ from flashsim.algorithms.tiles import (
     score_gradient,
     score_tile,
 )
+from flashsim.algorithms.sram import Sram
 from flashsim.schedule.schedule import Visit
 
 
 def forward(machine: Machine) -> None:
-    """Algorithm 1. The loop is Q-outer: O, m and l stay on chip while K and V are streamed.
+    """Run Algorithm 1. The loop is Q-outer: O, m and l stay on chip while K and V are streamed.
 
-    Line 10 of the paper prints the rescaling of O as an inverse; the correct form is a product.
+    Line 10 of the paper divides O by the rescaling factor; the correct operation is to multiply.
     """
     hbm, p = machine.hbm, machine.problem
     with machine.stage("forward") as sram:
@@ -65,11 +65,11 @@ def stream_keys(
     visits: Iterable[Visit],
     own: Values = NOTHING,
 ) -> None:
-    """Lines 7 to 10: add some key tiles to a row tile's O (not normalised), l and m."""
+    """Run lines 7 to 10: add some key tiles to a row tile's O (not yet normalised), l and m."""
     p = sram.schedule.problem
     for visit in visits:
         with sram.visit(visit):
-            K, V = hbm.K, hbm.tensors.get("V")  # none where V is columns of K
+            K, V = hbm.K, hbm.tensors.get("V")  # None if V is columns of K
             if p.page_size is not None:
                 pages = sram.load(hbm.table, visit.cols)
                 K, V = hbm.through(pages, "K"), None if V is None else hbm.through(pages, "V")
@@ -78,7 +78,7 @@ def stream_keys(
             S_ij, _ = score_tile(sram, hbm, Q_i, K_j, visit, own=own)                     # 8
             m_new = sram.rounded("m", np.maximum(m_i, S_ij.max(axis=-1)))                 # 9
             S_ij -= finite(m_new)[..., None]
-            P_ij = np.exp(S_ij, out=S_ij)  # P takes over S's tile
+            P_ij = np.exp(S_ij, out=S_ij)  # P overwrites S's tile
             alpha = np.exp(m_i - finite(m_new))
             l_i[:] = alpha * l_i + P_ij.sum(axis=-1)
             sram.accumulate(O_i, sram.rounded("P", P_ij), V_j, rescale=alpha)             # 10
@@ -88,17 +88,17 @@ def stream_keys(
 def normalised(
     O_i: np.ndarray, l_i: np.ndarray, m_i: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Lines 12 and 13: return out and LSE; rows that saw no key get out = 0 and lse = -inf."""
+    """Run lines 12 and 13: return out and LSE, which are 0 and -inf for rows that saw no key."""
     l_safe = np.where(l_i == 0, 1, l_i)
     return O_i / l_safe[..., None], log_sum_exp(m_i, l_i)
 
 
 def backward(machine: Machine) -> None:
-    """Algorithm 2 in three passes without atomics: delta; dK and dV; dQ. Deterministic.
+    """Run Algorithm 2 in three passes: delta, then dK and dV, then dQ.
 
-    dQ is a sum over keys; dK and dV are sums over queries. One loop order can keep only one kind of
-    sum on chip, so each pass recomputes the scores. That takes 7 products instead of 5: 14 N^2 d
-    FLOPs.
+    It needs no atomics, so it is deterministic. dQ is a sum over keys; dK and dV are sums over
+    queries. One loop order can keep only one kind of sum on chip, so dQ needs a pass of its own,
+    which recomputes the scores. That takes 7 matrix products instead of 5: 14 N^2 d FLOPs.
     """
     delta_pass(machine)
     clear_dbias(machine)
@@ -109,10 +109,10 @@ def backward(machine: Machine) -> None:
 
 
 def backward_fused(machine: Machine) -> None:
-    """Algorithm 2 in one KV-outer pass; dQ is reduced into an accumulator in HBM.
+    """Run Algorithm 2 in one KV-outer pass, and add dQ into an accumulator in HBM.
 
-    It takes 5 products: 10 N^2 d FLOPs. Atomics add each tile's dQ. On a GPU their order, and so
-    the last bits of dQ, change from run to run.
+    It takes 5 matrix products: 10 N^2 d FLOPs. Atomics add each tile's dQ. On a GPU their order,
+    and so the last bits of dQ, change from run to run.
     """
     delta_pass(machine, clears_dq=True)
     clear_dbias(machine)
@@ -123,10 +123,11 @@ def backward_fused(machine: Machine) -> None:
 
 
 def backward_once(machine: Machine) -> None:
-    """Algorithm 2 in one pass for row tiles with a single key tile; HBM accumulates nothing.
+    """Run Algorithm 2 in one pass, for row tiles with a single key tile, without sums in HBM.
 
     All P and dP of a row are on chip at once. So delta = rowsum(P o dP) needs neither O nor a
-    separate pass. dQ is complete, so it is stored directly in its final type. Deterministic.
+    separate pass. dQ is complete, so it is stored directly in its final type. The results are
+    deterministic.
     """
     clear_dbias(machine)
     with machine.stage("fused") as sram:
@@ -135,10 +136,10 @@ def backward_once(machine: Machine) -> None:
 
 
 def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
-    """Compute delta = rowsum(dO o O), the paper's D; the fused form also clears dQ's accumulator.
+    """Compute delta = rowsum(dO o O), the paper's D.
 
     If the LSE has a gradient dL, it is subtracted from delta: d LSE / dS = P, so
-    dS = P (dP - D + dL).
+    dS = P (dP - D + dL). `clears_dq` also sets dQ's accumulator to 0, for the fused backward pass.
     """
     hbm = machine.hbm
     with machine.stage("delta") as sram:
@@ -162,7 +163,7 @@ def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
 def _sink_gradient(
     machine: Machine, sram: Sram, rows: slice, delta_i: np.ndarray
 ) -> np.ndarray | None:
-    """The rows' share of the sinks' gradient, (lead, group, 1); None without sinks.
+    """Return these rows' contribution to the sinks' gradient, (lead, group, 1); None without sinks.
 
     A sink has the probability exp(sink - L) and no value, so its gradient is -P delta.
     """
@@ -173,10 +174,11 @@ def _sink_gradient(
 
 
 def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "store"]) -> None:
-    """Compute dK and dV, KV-outer: a block owns column tile j of one key head and its query heads.
+    """Compute dK and dV in a KV-outer loop.
 
-    `dq` says how each tile pair's dQ is written: "" not at all, "reduce" added to HBM, "store"
-    stored because it is complete.
+    A thread block computes column tile j of one key head, for all its query heads. `dq` says what
+    happens to each tile pair's dQ: "" means that it is not computed, "reduce" that it is added to
+    HBM, and "store" that it is complete and stored.
     """
     hbm, p, schedule = machine.hbm, machine.problem, sram.schedule
     for j in schedule.outer_order():                                                      # 5
@@ -223,7 +225,7 @@ def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "st
 
 
 def _dq_pass(machine: Machine) -> None:
-    """Compute dQ, Q-outer as in the forward pass."""
+    """Compute dQ in a Q-outer loop, as in the forward pass."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("dq") as sram:
         schedule = sram.schedule

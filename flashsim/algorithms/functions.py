@@ -1,7 +1,7 @@
-"""Score and mask functions on the simulated machine: what they load, compute and add to gradients.
+"""Evaluates score and mask functions, and their derivatives, on the simulated machine.
 
-A function's expressions are evaluated on values that were loaded into SRAM. A value that was not
-loaded is missing, and one of an earlier tile is NaN.
+A function's expressions are evaluated on captured values that were loaded into SRAM. A value that
+was never loaded raises an error, and a value from an earlier tile is NaN.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ NOTHING: Values = MappingProxyType({})
 
 
 class Chain(NamedTuple):
-    """The data of a score tile with which a backward pass goes from dS back to the scaled product.
+    """The data of a score tile from which the gradient of the scaled product follows, given dS.
 
-    `cap` is the softcap's derivative. `raw` is the score that the score function got. `values` and
-    `positions` are the function's captured values and indices.
+    `cap` is the softcap's derivative. `raw` is the score function's input score. `values` and
+    `positions` are the function's captured values and its indices.
     """
 
     cap: np.ndarray | None = None
@@ -41,7 +41,7 @@ class Chain(NamedTuple):
 def indices(
     schedule: Schedule, i: int, rows: slice, cols: slice | None, member: int | None
 ) -> dict[str, np.ndarray]:
-    """The arguments b, h, q, k of a tile's functions, as arrays of (lead, group, rows, cols)."""
+    """Return the arguments b, h, q, k of a tile's functions, each (lead, group, rows, cols)."""
     p, s = schedule.problem, schedule.sequence_of_row(i)
     lead = np.arange(p.batch * p.kv_heads)[:, None, None, None]
     members = np.arange(p.group) if member is None else np.array([member])
@@ -55,7 +55,7 @@ def indices(
 
 
 def load_own(sram: Sram, hbm: Hbm, i: int) -> Values:
-    """Load what functions need for row tile i of a Q-outer loop: F_own and M_own."""
+    """Load the captured elements F_own and M_own of row tile i, for a Q-outer loop."""
     rows = sram.schedule.row_slice(i)
     positions = indices(sram.schedule, i, rows, None, None)
     values: dict[tuple[str, int], np.ndarray] = {}
@@ -78,7 +78,7 @@ def _loaded(
 def apply_score(
     sram: Sram, hbm: Hbm, visit: Visit, S_ij: np.ndarray, own: Values, member: int | None
 ) -> Chain:
-    """Replace S_ij by the score function of it; return what its derivative needs."""
+    """Apply the score function to S_ij, in place of it, and return the data for its derivative."""
     p = visit.schedule.problem
     if p.score_mod is None:
         return Chain()
@@ -95,7 +95,7 @@ def apply_score(
 def apply_mask(
     sram: Sram, hbm: Hbm, visit: Visit, S_ij: np.ndarray, own: Values, member: int | None
 ) -> None:
-    """Set scores to -inf that the mask function does not keep; a FULL tile has none."""
+    """Set the scores that the mask function does not keep to -inf; a FULL tile has none."""
     mask = visit.schedule.problem.mask_mod
     if mask is None:
         return
@@ -117,9 +117,9 @@ def _evaluated(
 
 
 def score_derivative(sram: Sram, hbm: Hbm, chain: Chain, dS: np.ndarray) -> None:
-    """Turn the gradient of a score function's result, dS, into that of its score, in place.
+    """Replace dS, the gradient of a score function's result, by the gradient of its input score.
 
-    Gradients of captured arrays are added to HBM.
+    The gradients of captured arrays are added to HBM.
     """
     p = sram.schedule.problem
     if chain.raw is None or p.score_mod is None:
@@ -130,7 +130,7 @@ def score_derivative(sram: Sram, hbm: Hbm, chain: Chain, dS: np.ndarray) -> None
     arguments = {**chain.positions, SCORE: chain.raw, DOUT: dS}
     read = {n: chain.values["F", n] for n in graph.loads}
     values = graph.values(arguments, (), dS.dtype.name, read)
-    quiet = dS == 0  # a masked score; its derivative may be infinite
+    quiet = dS == 0  # such as a masked score, whose derivative may be infinite
     for n, g in derivative.reads:
         node = graph.nodes[n]
         array = hbm.captured_gradients[graph.arrays[node.value].name]

@@ -1,4 +1,4 @@
-"""Simulated HBM: it holds every tensor, and arithmetic cannot use them directly.
+"""Simulated HBM: it contains every tensor, but arithmetic cannot use tensors in HBM directly.
 
 A tensor in HBM is a `Tensor` handle that does not allow arithmetic; `Sram.load` copies a tile. All
 heads run at once: tiles have leading axes (batch * kv_heads, group, ...), where `group` is the
@@ -22,7 +22,7 @@ ALL = slice(None)
 
 
 class Tensor:
-    """A tensor in simulated HBM: loaded and stored by tiles, never computed with.
+    """A tensor in simulated HBM, which can be loaded and stored by tiles, but not computed with.
 
     `data` is (batch * kv_heads, group or 1, n[, width]); `dtype` is its element type in HBM.
     """
@@ -31,21 +31,21 @@ class Tensor:
         self.name, self.data, self.dtype = name, data, dtype
         self.code = CODES[name] if code is None else code
         self.itemsize = numpy_dtype(dtype).itemsize
-        self.vector = data.ndim == 3  # one value a row: L, m, l, delta
+        self.vector = data.ndim == 3  # one value per row: L, m, l, delta
         self.scale: Scale | None = None
         self.n, self.width = data.shape[2], 1 if self.vector else data.shape[3]
 
     def tile_bytes(self, rows: slice, cols: slice) -> int:
-        """Bytes that the part [rows, cols] of one head takes in HBM."""
+        """Return the bytes in HBM of the tile [rows, cols] of one head."""
         return len(range(self.n)[rows]) * len(range(self.width)[cols]) * self.itemsize
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
-        """The part [rows, cols] of all heads, or of one member of each group."""
+        """Return the tile [rows, cols] of all heads, or of query head `member` of each group."""
         part = self.data[:, _heads(member), rows]
         return part if self.vector else part[..., cols]
 
     def add(self, rows: slice, cols: slice, member: int | None, tile: np.ndarray) -> None:
-        """Add a tile."""
+        """Add a tile to the tensor."""
         self.view(rows, cols, member)[...] += tile
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
@@ -58,7 +58,7 @@ class Tensor:
 
 
 class Scale(Tensor):
-    """The scale of an FP8 tensor: one factor per block of `every` rows.
+    """The scales of an FP8 tensor: one factor per block of `every` rows.
 
     `data` is (batch * kv_heads, group or 1, ceil(n / every)), float32.
     """
@@ -71,15 +71,15 @@ class Scale(Tensor):
         return slice(rows.start // self.every, -(-rows.stop // self.every))
 
     def tile_bytes(self, rows: slice, cols: slice) -> int:
-        """Bytes of the entries for these rows."""
+        """Return the bytes of the scales for these rows."""
         return super().tile_bytes(self._entries(rows), cols)
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
-        """The entries for these rows, one per block."""
+        """Return the scales for these rows, one per block."""
         return super().view(self._entries(rows), cols, member)
 
     def spread(self, entries: np.ndarray, rows: slice) -> np.ndarray:
-        """Repeat loaded `entries` to one per row: (.., rows, 1)."""
+        """Repeat the loaded scales, `entries`, so that each row has one: (.., rows, 1)."""
         first = rows.start // self.every
         return entries[..., np.arange(rows.start, rows.stop) // self.every - first, None]
 
@@ -92,13 +92,13 @@ class SharedTensor(Tensor):
         self.problem = problem
 
     def _select(self, member: int | None) -> slice:
-        """The heads that have number `member` in their group."""
+        """Return the heads with number `member` in their group."""
         if member is None or self.data.shape[1] == 1:
             return ALL
         return slice(member, None, self.problem.group)
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
-        """The part [rows, cols] as every head sees it: (batch * kv_heads, group or 1, ..)."""
+        """Return the tile [rows, cols] for every head, (batch * kv_heads, group or 1, ..)."""
         p, part = self.problem, self.data[:, self._select(member), rows, cols]
         heads = p.heads if member is None else p.kv_heads
         full = np.broadcast_to(part, (p.batch, heads, *part.shape[2:]))
@@ -113,7 +113,9 @@ class SharedTensor(Tensor):
 
 
 class BlockTable(Tensor):
-    """The pages that hold each sequence's keys; loading keys [rows] loads their page numbers.
+    """The block table: the numbers of the pages with each sequence's keys.
+
+    Loading the rows of some keys loads the numbers of their pages.
 
     `data` is (1, 1, problem.pages), sequence after sequence.
     """
@@ -132,7 +134,7 @@ class BlockTable(Tensor):
         return self.problem.page_size
 
     def local(self, rows: slice) -> tuple[int, int, int]:
-        """Return the sequence of these keys, and their first and end position in it."""
+        """Return the sequence of these keys, their first position in it, and one past the last."""
         s = int(np.searchsorted(self.starts, rows.start, "right")) - 1
         start = int(self.starts[s])
         return s, rows.start - start, rows.stop - start
@@ -143,19 +145,19 @@ class BlockTable(Tensor):
         return slice(first + start // self._size, first - (-stop // self._size))
 
     def tile_bytes(self, rows: slice, cols: slice) -> int:
-        """Bytes of the entries of the pages that hold these keys."""
+        """Return the bytes of the block table's entries for these keys."""
         entries = self._entries(rows)
         return (entries.stop - entries.start) * TABLE_ITEM
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
-        """The numbers of the pages that hold these keys."""
+        """Return the numbers of the pages with these keys."""
         return self.data[..., self._entries(rows)]
 
 
 class PagedTensor(Tensor):
     """K or V in pages, (pages, kv_heads, page_size, width), read through loaded page numbers.
 
-    Rows are keys of the packed sequences; `Hbm.through` gives the page numbers.
+    Rows are keys of the packed sequences; `Hbm.through` passes the page numbers.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class PagedTensor(Tensor):
         self.n = table.problem.n_kv
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
-        """Keys [rows] of all key heads, (kv_heads, 1, rows, width)."""
+        """Return the keys [rows] of all key heads, (kv_heads, 1, rows, width)."""
         if self.pages is None or np.isnan(self.pages).any():
             self._refuse()
         _, start, stop = self.table.local(rows)
@@ -181,7 +183,7 @@ class PagedTensor(Tensor):
 
 
 class CapturedTensor(Tensor):
-    """The captured arrays of a function, as one of its loads of a step or a visit reads them."""
+    """The captured arrays of a function, restricted to its reads per step or per visit."""
 
     def __init__(
         self, name: str, graph: Graph, arrays: tuple[np.ndarray, ...], problem: Problem
@@ -190,7 +192,10 @@ class CapturedTensor(Tensor):
         self.graph, self.arrays, self.problem = graph, arrays, problem
 
     def read(self, positions: Mapping[str, np.ndarray], outer: str) -> dict[int, np.ndarray]:
-        """The elements that a stage with this outer loop reads, as float64, by the reading node."""
+        """Return the elements that a stage with this outer loop reads, in float64.
+
+        The keys of the dict are the nodes of the function's graph that read them.
+        """
         sides = captured(self.problem, self.name, outer)
         values = self.graph.values({"score": np.zeros(()), **positions}, self.arrays)
         nodes = (n for n in self.graph.loads if self.graph.side(n) in sides)
@@ -200,7 +205,7 @@ class CapturedTensor(Tensor):
 class Hbm:
     """The tensors of one run, as attributes by the papers' names: ``hbm.Q``, ``hbm.dK``, ...
 
-    Outputs start as NaN (in the input's type), so a tile that is never stored is visible.
+    Outputs start as NaN (in the input's type), so that a tile that is never stored is noticed.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -218,7 +223,7 @@ class Hbm:
             ) from None
 
     def put(self, name: str, array: np.ndarray, dtype: str | None = None) -> Tensor:
-        """Place an array (batch, heads, n[, width]) in HBM; a view where possible."""
+        """Add an array (batch, heads, n[, width]) to HBM, as a view if possible."""
         p = self.problem
         lead = p.batch * p.kv_heads
         data = array.reshape(lead, array.shape[0] * array.shape[1] // lead, *array.shape[2:])
@@ -226,22 +231,22 @@ class Hbm:
         return self.tensors[name]
 
     def put_scale(self, name: str, array: np.ndarray, every: int) -> None:
-        """Place the scale of a tensor in HBM: (batch, heads, blocks of `every` rows)."""
+        """Add the scales of a tensor to HBM: (batch, heads, blocks of `every` rows)."""
         scale = f"{name}_scale"
         self.tensors[name].scale = Scale(scale, self.put(scale, array, "float32").data, every)
 
     def put_shared(self, name: str, array: np.ndarray, dtype: str) -> Tensor:
-        """Place a bias (1 or batch, 1 or heads, n_q, n_kv) in HBM."""
+        """Add a bias (1 or batch, 1 or heads, n_q, n_kv) to HBM."""
         self.tensors[name] = SharedTensor(name, array, dtype, self.problem)
         return self.tensors[name]
 
     def put_captured(self, letter: str, graph: Graph, arrays: tuple[np.ndarray, ...]) -> None:
-        """Place the captured arrays of a function in HBM: "F" the score's, "M" the mask's."""
+        """Add the captured arrays of a score function ("F") or a mask function ("M") to HBM."""
         for name in (letter, f"{letter}_own"):
             self.tensors[name] = CapturedTensor(name, graph, arrays, self.problem)
 
     def put_paged(self, pages: np.ndarray, **pools: np.ndarray) -> None:
-        """Place paged K and V, and the page numbers of each sequence, in HBM."""
+        """Add paged K and V, and the page numbers of each sequence, to HBM."""
         table = BlockTable(pages, self.problem)
         self.tensors["table"] = table
         for name, pool in pools.items():
@@ -256,7 +261,7 @@ class Hbm:
     def new(
         self, name: str, n: int, width: int | None, dtype: str, *, kv: bool = False
     ) -> np.ndarray:
-        """Allocate a result filled with NaN; returns the array (batch, heads, n[, width])."""
+        """Allocate a result filled with NaN, and return its array (batch, heads, n[, width])."""
         p = self.problem
         heads = p.kv_heads if kv else p.heads
         shape = (p.batch, heads, n) if width is None else (p.batch, heads, n, width)

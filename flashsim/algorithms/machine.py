@@ -28,12 +28,14 @@ class Machine:
     problem, tiling, device
         The problem, its tiles, and the simulated device.
     algorithm, direction : str
-        They select the stages from `plans`.
+        The algorithm and its pass, whose stages are those of `plans.stages`.
     key_order : {"ascending", "descending"}
     split : Split
     record : bool
-        Whether to keep events.
+        Whether to record events.
     precision : Precision
+    schedules : dict, optional
+        Each stage's schedule, kept between runs of one problem with one tiling.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Machine:
         split: Split = WHOLE,
         record: bool = False,
         precision: Precision = USUAL,
+        schedules: dict[str, Schedule] | None = None,
     ) -> None:
         tiling.check(problem, device, algorithm, direction, split)
         self.problem, self.tiling, self.device = problem, tiling, device
@@ -55,11 +58,12 @@ class Machine:
         self.algorithm, self.direction, self.precision = algorithm, direction, precision
         self.hbm = Hbm(problem)
         self.stages: list[StageTrace] = []
+        self._schedules = {} if schedules is None else schedules
         planned = plans.stages(problem, algorithm, direction, split)
         check_visits(planned, problem, tiling)
         self._plan = {stage.name: stage for stage in planned}
 
-        #: Log-sum-exp of each row for the caller, from algorithms that do not store it in HBM.
+        #: Log-sum-exp of each row, for the caller, if the algorithm does not store it in HBM.
         self.noted_lse = np.full(
             (problem.batch * problem.kv_heads, problem.group, problem.n_q), np.nan
         )
@@ -70,22 +74,24 @@ class Machine:
 
     @property
     def parts(self) -> int:
-        """The largest number of parts that the keys of a query are split into."""
+        """The largest number of parts into which the keys of a query are split."""
         if self.split == WHOLE and not self.problem.shared_prefix:
             return 1
         how = self.key_order, False, self.split
         return int(Schedule(self.problem, self.tiling, "queries", *how).slots[:, 1].max())
 
     def has(self, name: str) -> bool:
-        """Whether the algorithm has this stage for this problem."""
+        """Return whether the algorithm has this stage for this problem."""
         return name in self._plan
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Sram]:
-        """Run one stage: yields an empty SRAM with the stage's loop in `sram.schedule`."""
+        """Run one stage: yield an empty SRAM, whose `schedule` is the stage's loop."""
         stage = self._plan[name]
-        how = stage.outer, self.key_order, stage.dense, self.split
-        schedule = Schedule(self.problem, self.tiling, *how)
+        schedule = self._schedules.get(name)
+        if schedule is None:
+            how = stage.outer, self.key_order, stage.dense, self.split
+            schedule = self._schedules[name] = Schedule(self.problem, self.tiling, *how)
         roundings = Roundings.of(self.problem, self.algorithm, self.direction, name, self.precision)
         sram = Sram(schedule, stage, self.device, record=self.record, roundings=roundings)
         yield sram
@@ -93,7 +99,7 @@ class Machine:
 
     @staticmethod
     def part_slice(schedule: Schedule, rows: slice, part: int) -> slice:
-        """The slice of `O_part` and `L_part` for these rows and this part; parts lie in order."""
+        """Return the slice of `O_part` and `L_part` for these rows and this part."""
         before = part * schedule.n_rows
         return slice(before + rows.start, before + rows.stop)
 

@@ -1,9 +1,9 @@
 """Simulated SRAM: the memory of one thread block during one stage, and the only access to HBM.
 
-Arithmetic can use only the copies that `Sram.load` returns, and each copy is overwritten with NaN
-when its frame ends. So a missing load causes an error or a wrong answer; no byte goes uncounted.
-All heads run the same loop, so one event is recorded for all of them, and `Trace` multiplies. Sizes
-are those of one head's thread block.
+Arithmetic can use only the copies that `Sram.load` returns. Each copy is overwritten with NaN when
+its step or visit ends. So a missing load causes an error or a wrong result, and every byte used is
+counted. All heads run the same loop, so one event is recorded for all of them, and `Trace`
+multiplies it by the number of heads. Sizes are those of one head's thread block.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Sram:
     device : Device
         `device.sram_bytes` is the capacity.
     record : bool
-        Whether to keep events.
+        Whether to record events.
     roundings : Roundings
         The type at each rounding point.
     """
@@ -55,7 +55,7 @@ class Sram:
         self.compute = np.dtype(p.compute_dtype)
         self._lead = (p.batch * p.kv_heads, 1 if stage.per == "group" else p.group)
         self._roundings = roundings
-        self._small: dict[int, tuple[np.ndarray, int]] = {}  # sums that are not flushed yet
+        self._small: dict[int, tuple[np.ndarray, int]] = {}  # tiles since the last flush
         self._live: list[tuple[str, int, np.ndarray]] = []
         self._events: list[tuple[int, int, int, int, int, int, int]] = []
         self._where = (0, -1, -1, -1)  # member of the group, i, j, visit
@@ -65,19 +65,19 @@ class Sram:
 
     @contextmanager
     def step(self, outer: int, member: int = 0) -> Iterator[None]:
-        """One step of the outer loop: row tile i, or column tile j if the loop is KV-outer."""
+        """Open a scope for one step of the outer loop: row tile i, or column tile j if KV-outer."""
         i, j = (outer, -1) if self.stage.outer == "queries" else (-1, outer)
         with self._frame((member, i, j, -1)):
             yield
             self._log(COMPUTE, 0, 0)
 
     def strip(self) -> AbstractContextManager[None]:
-        """A scope for some rows of an outer step; tiles loaded inside are freed at its end."""
+        """Open a scope for some rows of an outer step; tiles loaded inside are freed at its end."""
         return self._frame(self._where)
 
     @contextmanager
     def visit(self, visit: Visit, member: int = 0) -> Iterator[None]:
-        """A scope for one visit (query tile x key tile), for query head `member` of the group."""
+        """Open a scope for one visit (query tile x key tile) of query head `member` of a group."""
         held = self._roundings.held
         with self._frame((member, visit.i, visit.j, visit.index)):
             yield
@@ -107,12 +107,12 @@ class Sram:
     # -- on chip --------------------------------------------------------------------------------
 
     def alloc(self, name: str, shape: tuple[int, ...], fill: float | None = None) -> np.ndarray:
-        """Allocate one tile; returns (batch * kv_heads, group or 1, *shape).
+        """Allocate one tile, and return it as an array (batch * kv_heads, group or 1, *shape).
 
         Raises
         ------
         SramOverflow
-            The message lists the tiles held and the device's capacity.
+            If it does not fit. The message lists the tiles on chip and the device's capacity.
         """
         nbytes = math.prod(shape) * self.compute.itemsize
         tile = np.empty((*self._lead, *shape), self.compute)
@@ -129,8 +129,9 @@ class Sram:
         if self.used > self.device.sram_bytes:
             held = "".join(f"\n  {n:<6}{size:>14,} B" for n, size, _ in self._live)
             raise SramOverflow(
-                f"stage {self.stage.name!r} holds {self.used:,} B on chip, but "
-                f"{self.device.name} gives a block {self.device.sram_bytes:,} B; it holds:{held}"
+                f"stage {self.stage.name!r} holds {self.used:,} B on chip, but a thread block of "
+                f"{self.device.name} has {self.device.sram_bytes:,} B; use smaller tiles. The "
+                f"tiles on chip are:{held}"
             )
 
     # -- transfers ------------------------------------------------------------------------------
@@ -138,12 +139,13 @@ class Sram:
     def load(
         self, tensor: Tensor, rows: slice, cols: slice = ALL, *, member: int | None = None
     ) -> np.ndarray:
-        """Copy a tile HBM -> SRAM, converted to the accumulator type (exact).
+        """Copy a tile HBM -> SRAM, converted to the accumulator type without rounding.
 
-        An FP8 tile is loaded with its scale and multiplied by it. In a stage whose loop serves a
-        whole group, `member` selects the query head.
+        An FP8 tile is loaded with its scales and multiplied by them. In a stage whose loop works on
+        a whole group, `member` selects the query head.
         """
-        # In one order, however the caller's array lies: BLAS sums another order otherwise.
+        # The copy has the same memory layout whatever the layout of the caller's array, because
+        # BLAS sums in an order that depends on the layout.
         tile = self._part(tensor, rows, cols, member).astype(self.compute, order="C")
         nbytes = tensor.tile_bytes(rows, cols)
         self._log(LOAD, tensor.code, nbytes)
@@ -153,11 +155,11 @@ class Sram:
         return tile
 
     def has(self, name: str) -> bool:
-        """Whether the stage has an on-chip buffer of this name."""
+        """Return whether the stage has an on-chip buffer of this name."""
         return any(buffer.name == name for buffer in self.stage.buffers)
 
     def _tile_of(self, name: str, rows: slice, cols: slice) -> int:
-        """Bytes of a buffer of the stage for a tile."""
+        """Return the bytes of a buffer of the stage for a tile."""
         buffer = next(b for b in self.stage.buffers if b.name == name)
         return buffer.nbytes(rows.stop - rows.start, cols.stop - cols.start)
 
@@ -168,7 +170,7 @@ class Sram:
         rows: slice,
         cols: slice,
     ) -> dict[int, np.ndarray]:
-        """Copy the elements that a function reads for a tile; returns them by the reading node."""
+        """Copy the elements that a function reads for a tile, and return them by reading node."""
         elements = tensor.read(positions, self.stage.outer)
         tile = np.concatenate([x.ravel() for x in elements.values()])
         nbytes = self._tile_of(tensor.name, rows, cols)
@@ -181,7 +183,7 @@ class Sram:
         }
 
     def reserve(self, name: str, rows: slice, cols: slice) -> None:
-        """Hold a buffer that this tile does not use."""
+        """Count the bytes of a buffer that this tile does not use, but that stays allocated."""
         nbytes = self._tile_of(name, rows, cols)
         self._hold(name, nbytes, np.empty(0))
         self._log(ALLOC, CODES[name], nbytes)
@@ -218,7 +220,7 @@ class Sram:
             return
         small, tiles = self._small.pop(id(into), (np.zeros_like(into), 0))
         small *= rescale[..., None]
-        into -= small  # what is flushed; in float32, as the additions there
+        into -= small  # O then has only flushed sums; below, `small` is added again, in float32
         tensor_core_sum(small, a, b)
         into += small
         if tiles + 1 < flush:
@@ -253,12 +255,12 @@ class Sram:
         tensor.add(rows, cols, member, tile)
         kind = self._roundings.stored.get(tensor.name)
         if kind is not None:
-            there = tensor.view(rows, cols, member)
-            there[...] = round_to(there, kind)
+            sums = tensor.view(rows, cols, member)
+            sums[...] = round_to(sums, kind)
         self._log(REDUCE, tensor.code, tensor.tile_bytes(rows, cols))
 
     def _part(self, tensor: Tensor, rows: slice, cols: slice, member: int | None) -> np.ndarray:
-        if self.stage.per == "bias":  # the matrices themselves, however many heads share them
+        if self.stage.per == "bias":  # all matrices of the bias, independently of the heads
             return tensor.data[:, :, rows, cols]
         return tensor.view(rows, cols, member)
 

@@ -1,8 +1,8 @@
 """Standard attention: S and P are materialised in HBM (Algorithms 0 and 3 of arXiv:2205.14135).
 
-The products are tiled like any matrix product; nothing else is optimised. Masked tiles are not
-skipped, as in the frameworks' plain implementations. The numbers at the right are the paper's
-lines.
+The products are tiled like any matrix product; nothing else is optimised. Fully masked tiles are
+not skipped, as in the frameworks' plain implementations. The numbers at the right are the paper's
+line numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from flashsim.algorithms.functions import load_own
 from flashsim.algorithms.machine import Machine
-from flashsim.algorithms.tiles import (
+from flashsim.algorithms.score_tile import (
     clear_dbias,
     convert,
     finite,
@@ -40,9 +40,10 @@ def forward(machine: Machine) -> None:
 
 
 def _scores(machine: Machine) -> None:
-    """Compute S and, with a softcap, its derivative.
+    """Compute S and, with a softcap, the softcap's derivative.
 
-    The derivative cannot be recovered precisely from an S that was stored in a narrow type.
+    The derivative is stored too, because it cannot be computed precisely from an S that was rounded
+    to a narrow type.
     """
     hbm = machine.hbm
     with machine.stage("scores") as sram:
@@ -63,7 +64,7 @@ def _scores(machine: Machine) -> None:
 
 
 def _softmax(machine: Machine) -> None:
-    """Compute P by whole rows; the LSE is kept for the caller but not stored in HBM."""
+    """Compute P from whole rows of S; the LSE is returned to the caller, but not stored in HBM."""
     hbm = machine.hbm
     with machine.stage("softmax") as sram:
         for i in range(sram.schedule.t_r):
@@ -83,7 +84,7 @@ def _softmax(machine: Machine) -> None:
 
 
 def backward(machine: Machine) -> None:
-    """Algorithm 3, from the P (and the softcap's derivative) that the forward pass saved."""
+    """Run Algorithm 3, from the P (and the softcap's derivative) that the forward pass saved."""
     _dv(machine)
     hbm = machine.hbm
     with machine.stage("dp") as sram:

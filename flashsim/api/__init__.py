@@ -2,6 +2,7 @@
 
 from flashsim.api.compare import Comparison, compare
 from flashsim.api.counting import count
+from flashsim.api.decode_options import DecodeOptions
 from flashsim.api.execution import Gradients, Result, backward, run
 from flashsim.api.merge import merge
 from flashsim.api.quantize import Quantized, quantize
@@ -37,6 +38,7 @@ __all__ = [
     "BlockMask",
     "Comparison",
     "DTypeError",
+    "DecodeOptions",
     "Device",
     "FlashSimError",
     "Gradients",

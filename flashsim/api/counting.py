@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from flashsim.api import inputs
-from flashsim.api.kv_cache import live_problem
+from flashsim.api.decode_options import DecodeOptions, counted_fields, with_fields
+from flashsim.api.kv_cache import CACHES, live_problem
 from flashsim.counts import traffic
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import DTypeError, OptionError, own_errors
@@ -37,6 +38,7 @@ def count(
     pack_gqa: bool | None = ...,
     cache_seqlens: Sequence[int] | None = ...,
     shared_prefix: int | None = ...,
+    decode: DecodeOptions | None = ...,
     level: Literal["requested"] = ...,
 ) -> Traffic: ...
 
@@ -54,6 +56,7 @@ def count(
     pack_gqa: bool | None = ...,
     cache_seqlens: Sequence[int] | None = ...,
     shared_prefix: int | None = ...,
+    decode: DecodeOptions | None = ...,
     level: Literal["dram"],
     l2: L2Model | None = ...,
 ) -> Dram: ...
@@ -72,6 +75,7 @@ def count(
     pack_gqa: bool | None = None,
     cache_seqlens: Sequence[int] | None = None,
     shared_prefix: int | None = None,
+    decode: DecodeOptions | None = None,
     level: str = "requested",
     l2: L2Model | None = None,
 ) -> Traffic | Dram:
@@ -83,8 +87,13 @@ def count(
     Parameters
     ----------
     problem : Problem
-    algorithm, tiling, device, key_order, splits, pack_gqa, cache_seqlens, shared_prefix
+    algorithm, tiling, device, key_order
         As in `run`.
+    decode : DecodeOptions, optional
+        The options of "flash-decode", as in `run`. Pages and latent attention must also be part of
+        the problem.
+    splits, pack_gqa, cache_seqlens, shared_prefix
+        Fields of `DecodeOptions`, in place of `decode`.
     direction : {"forward", "backward"}
     level : {"requested", "dram"}
         Which bytes to count: those of every tile transfer, or only those that miss in a model of
@@ -100,20 +109,23 @@ def count(
     checks.one_of("level", level, LEVELS)
     if l2 is not None and level != "dram":
         raise OptionError(
-            "l2 describes the L2 cache, which only level='dram' models; give level='dram' as well"
+            "l2 describes the L2 cache, which only level='dram' models; pass level='dram' too"
         )
     if not isinstance(problem, Problem):
         raise DTypeError(f"count() takes a flashsim.Problem, got {type(problem).__name__}")
     plans.stages(problem, algorithm, direction)
     inputs.check_tiling(tiling)
     device = Device.get(device)
-    decoding = _given(splits=splits, pack_gqa=pack_gqa)
-    caches = _given(cache_seqlens=cache_seqlens, shared_prefix=shared_prefix)
-    inputs.check_decoding(algorithm, [*caches, *decoding])
+    fields = _given(
+        splits=splits, pack_gqa=pack_gqa, cache_seqlens=cache_seqlens, shared_prefix=shared_prefix
+    )
+    inputs.check_decoding(algorithm, fields)
+    fields = counted_fields(problem, with_fields(fields, decode, [algorithm]))
+    caches = {name: fields.pop(name) for name in CACHES & fields.keys()}
     if caches:
         problem, _ = live_problem(problem, caches)
     if direction == "forward":
-        tiling, split = choose(problem, tiling, device, algorithm, **decoding)
+        tiling, split = choose(problem, tiling, device, algorithm, **fields)
     else:
         tiling, split = tiling or Tiling.fit(problem, device, algorithm, direction), WHOLE
     order = inputs.check_key_order(key_order)

@@ -7,6 +7,7 @@ from typing import Any
 
 from flashsim.api import array_libraries, dispatch
 from flashsim.api.arrays import check_kept, expand, squeeze, warn_of_overflow
+from flashsim.api.decode_options import DecodeOptions, with_fields
 from flashsim.api.inputs import Request
 from flashsim.api.request import ask
 from flashsim.api.result import Gradients, Result, gradients, made, recorded
@@ -40,6 +41,7 @@ def run(
     key_order: str = "ascending",
     nan_policy: str = "propagate",
     trace: bool | str = False,
+    decode: DecodeOptions | None = None,
     **options: Any,
 ) -> Result:
     """Compute attention tile by tile, on the simulator, the CPU or a GPU.
@@ -67,8 +69,8 @@ def run(
         See `Problem`.
     bias : array, (1 or batch, 1 or heads, n_q, n_kv), optional
         Added to the scores, in q's dtype; leading axes may be left out. -inf masks a score. So
-        does a number near the lowest finite number of the type that scores are computed in.
-    block_mask : BlockMask, or a boolean grid with one value per tile (then give `tiling`), optional
+        does a number near the lowest finite number of the type in which scores are computed.
+    block_mask : BlockMask, or a boolean grid with one value per tile (then pass `tiling`), optional
     mask_mod, score_mod : callable, optional
         ``mask_mod(b, h, q, k)`` returns whether a score is kept, and ``score_mod(score, b, h, q,
         k)`` the score to use, as in PyTorch's FlexAttention. They are traced once: plain Python
@@ -98,6 +100,9 @@ def run(
         Record every transfer. "timeline" also records where and when it happened on a GPU. The
         "teaching" kernels of "numba_cuda" record no timeline, so that backend has no timeline in
         float32.
+    decode : DecodeOptions, optional
+        The options of "flash-decode" in one object, for "simulator" and "cupy". They are listed
+        there.
     **options
         Options of the backend and the algorithm:
 
@@ -106,17 +111,9 @@ def run(
           number) for a whole tensor, (batch, heads), or (batch, heads, blocks). `scale_block` is
           (query rows, key rows) per block; default: those of a tile. "cupy" also takes
           `v_transposed`: V in the layout that its kernel reads. See `flashsim.quantize`.
-        - "flash-decode", "simulator" and "cupy": `splits` is the number of parts of the keys.
-          "auto" (default) fills `device`'s SMs once; "fa3" ("simulator" only) is
-          FlashAttention-3's rule. With `pack_gqa` (default: True; "cupy" supports only True) the
-          query heads of a key head share a tile, so that K and V are loaded once for them.
-          `cache_seqlens`, (batch,), is the number of live keys per batch entry; the causal mask is
-          aligned to their end. With `block_table`, integers (batch, max_pages), k and v are (pages,
-          kv_heads, page_size, head_dim), and row b lists the pages that hold the keys of entry b.
-          With `shared_prefix`, all entries begin with that many equal keys (whole pages), which
-          are read once for the queries of all entries (cascade attention). With v=None, V is k's
-          first `head_dim_v` columns, and one load serves both (latent attention). `workspace`,
-          "cupy" only, is a `flashsim.backends.cupy_gpu.decode.Workspace`.
+        - "flash-decode", "simulator" and "cupy": each field of `DecodeOptions` by its name, in
+          place of `decode`: `splits`, `pack_gqa`, `cache_seqlens`, `block_table`, `shared_prefix`,
+          `head_dim_v` (with v=None) and, for "cupy", `workspace`.
         - "simulator": `precision`, a `flashsim.Precision`, sets the type at every rounding point.
           It cannot be combined with a trace, since it changes no size.
         - "numba": `threads` is the number of threads; default: every CPU that this process may use.
@@ -138,8 +135,10 @@ def run(
     ------
     FlashSimError
         Every error is also a built-in error, such as ValueError or TypeError. Its message says what
-        was wrong, what was given, and what is possible.
+        was wrong, what was passed, and what is possible.
     """
+    if decode is not None:
+        options = with_fields(options, decode, [algorithm])
     request = Request(
         *(causal, window, softcap, scale, mask, block_mask, cu_seqlens_q, cu_seqlens_k),
         *(algorithm, tiling, device, backend, key_order, nan_policy, trace),
@@ -184,7 +183,7 @@ def backward(
     Parameters
     ----------
     q, k, v : array
-        The arrays that `run` got.
+        The arrays that were passed to `run`.
     out, lse, dout : array
         out and lse as `run` returned them; dout is the gradient of the loss with respect to `out`.
     dlse : array, optional
@@ -205,6 +204,8 @@ def backward(
     FlashSimError
     """
     bias = question.pop("bias", None)
+    algorithm = question.get("algorithm", "flash2")
+    question = {**with_fields(question, question.pop("decode", None), [algorithm])}
     keywords = {name: question.pop(name) for name in Request._fields[:-1] if name in question}
     request = Request(**keywords)._replace(options=tuple(question.items()))
     asked, job = ask(request, q, k, v, bias)

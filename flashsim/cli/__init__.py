@@ -23,32 +23,32 @@ def main() -> None:
         from flashsim.cli.app import app
 
         app()
-    except KeyboardInterrupt:  # while modules were imported; later Typer handles it
+    except KeyboardInterrupt:  # during imports; Typer handles later interrupts
         print("Aborted!", file=sys.stderr)
         sys.exit(130)
 
 
 def _stop(number: int, _: Any) -> NoReturn:
-    """End as after an error, which removes temporary files; a second signal ends at once."""
+    """Exit as after an error, so that temporary files are removed; a second signal kills."""
     signal.signal(number, signal.SIG_DFL)
     sys.exit(128 + number)
 
 
 def _ready_streams() -> None:
-    """Let stdout and stderr take every character, and refuse a stdout that is closed.
+    """Let stdout and stderr accept every character, and exit with an error if stdout is closed.
 
-    Python has None for a stream that was closed before it began.
+    A stream that was closed before Python started is None.
     """
-    if sys.stderr is None:  # nobody can be told
+    if sys.stderr is None:  # errors cannot be shown
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:
         print(
-            "flashsim: stdout is closed, so figures would go nowhere; send them to a file or to "
-            f"{os.devnull}",
+            "flashsim: stdout is closed, so results cannot be printed; redirect stdout to a file "
+            f"or to {os.devnull}",
             file=sys.stderr,
         )
         sys.exit(2)
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None and "utf" not in (stream.encoding or "").lower():
-            reconfigure(errors="replace")  # "?" for what the terminal's alphabet lacks
+            reconfigure(errors="replace")  # prints "?" for characters that the encoding lacks

@@ -1,13 +1,15 @@
-"""The `flashsim` command: it prints tables for people, ``--json`` and ``--csv`` for programs.
+"""The `flashsim` command: prints tables for people, and JSON or CSV for programs.
 
-A command's module is imported only when the command is called: `flashsim --help` reads the list
-below.
+A command's module is imported only when the command is called, so `flashsim --help` uses the list
+`COMMANDS`.
 """
 
 from __future__ import annotations
 
 import errno
 import importlib
+import re
+import textwrap
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from flashsim.errors import FlashSimError, OptionError, choices, printable
 from flashsim.version import __version__
 
-#: What is printed about a command, and where it is: "module.function" here, or sub-commands.
+#: A command's one-line help, and its "module.function" in this package or its sub-commands.
 _Entries = dict[str, tuple[str, "str | _Entries"]]
 
 COMMANDS: _Entries = {
@@ -102,9 +104,13 @@ COMMANDS: _Entries = {
         },
     ),
 }
-#: What commands were called before: they work for one version more, and say the new name.
-MOVED = {name: f"study {name}" for name in COMMANDS["study"][1]} | {"grade": "exercise grade"}
-#: Likewise options, where a command has the new one and not the old one.
+#: Old names of commands, and their new names. Old names still work in this version, with a message.
+_STUDIES = (
+    *("demo", "walkthrough", "ladder", "softmax-matmul", "precision", "banks", "blocks", "when"),
+    *("versions", "dram", "ring", "devices", "calibrate", "reproduce", "claims", "warm"),
+)
+MOVED = {name: f"study {name}" for name in _STUDIES} | {"grade": "exercise grade"}
+#: Old names of options, for commands that have the new option but not the old one.
 RENAMED = {
     "-n": ("--number",),
     "--algorithms": ("--algorithm",),
@@ -119,17 +125,27 @@ RENAMED = {
 
 
 def _moved(old: str, new: str) -> None:
-    typer.echo(
-        f"flashsim: `{old}` is now `{new}`; the old name goes with the next version", err=True
-    )
+    typer.echo(f"flashsim: `{old}` is now `{new}`; the next version removes the old name", err=True)
 
 
-#: The groups of options in a command's help, in this order; options of no group come first.
+#: The groups of options in a command's help, in order; options without a group come first.
 PANELS = ("Sizes", "Mask and scores", "How", "L2 cache", "Output")
 
 
+#: Lines and columns of a terminal in which help must fit.
+SCREEN = (40, 80)
+#: Options whose help begins with "NAME only: " share one line in the short help.
+_SOME_ONLY = re.compile(r"(?:[\w-]+)(?= only: )")
+_Options = list[tuple[str, str]]
+
+
 class _Command(TyperCommand):
-    """A command whose help has its groups in the order of PANELS, and no value for flags."""
+    """A command whose help fits on a screen; ``--help-all`` explains every option in full.
+
+    Groups of options have the order of PANELS. Flags show no value.
+    """
+
+    explain_all = False
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)
@@ -141,10 +157,13 @@ class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for option in self.params for name in option.opts}
         words: list[str] = []
+        self.explain_all = False
         for n, word in enumerate(args):
-            if word == "--":  # what follows is another program's
+            if word == "--":  # the following arguments belong to another program
                 words += args[n:]
                 break
+            if word == "--help-all":
+                self.explain_all, word = True, "--help"
             name, equals, value = word.partition("=")
             new = RENAMED.get(name, ())
             if new and name not in known and new[0] in known:
@@ -154,15 +173,93 @@ class _Command(TyperCommand):
                 words.append(word)
         return super().parse_args(ctx, words)
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        full = ctx.make_formatter()
+        super().format_help(ctx, full)
+        text = full.getvalue()
+        if not self.explain_all and len(text.splitlines()) > SCREEN[0]:
+            text = self._short_help(ctx)
+        formatter.write(text)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        for panel, records in self._groups(ctx).items():
+            with formatter.section(panel):
+                formatter.write_dl(records)
+
+    def _groups(self, ctx: Any) -> dict[str, _Options]:
+        """Return each group's options as pairs: the name with its value's kind, and the help."""
+        groups: dict[str, _Options] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                panel = getattr(parameter, "rich_help_panel", None)
+                if panel is None:
+                    panel = "Options" if record[0].startswith("-") else "Arguments"
+                groups.setdefault(panel, []).append(record)
+        return groups
+
+    def _short_help(self, ctx: Any) -> str:
+        """Return help that fits on one screen: at most one line per option, or only its name."""
+        about, groups = _sentence(self.help or ""), self._groups(ctx)
+        shortest = ("L2 cache", "Mask and scores", "Output", "Sizes", "How")
+        for n in range(len(shortest) + 1):
+            formatter = ctx.make_formatter()
+            self.format_usage(ctx, formatter)
+            formatter.write(f"\n{textwrap.fill(about, formatter.width)}\n")
+            for panel, records in groups.items():
+                formatter.write(f"\n{panel}:\n")
+                if panel == "Arguments":  # in full, because it lists the kinds of plots
+                    with formatter.indentation():
+                        formatter.write_dl(records)
+                else:
+                    _write_short(formatter, records, names_only=panel in shortest[:n])
+            formatter.write(f"\n`{ctx.command_path} --help-all` explains every option in full.\n")
+            text = str(formatter.getvalue())
+            if len(text.splitlines()) <= SCREEN[0]:
+                break
+        return text
+
+
+def _write_short(formatter: Any, records: _Options, *, names_only: bool) -> None:
+    """Write one line per option; options that only one case uses share a line of names."""
+    together: dict[str, list[str]] = {}
+    wide = 2 + max(len(name) for name, _ in records)
+    for name, text in records:
+        plain = name.split(", ")[-1].split()[0]  # the long name alone
+        case = "" if names_only else _SOME_ONLY.match(text)
+        if names_only or case:
+            together.setdefault(f"{case[0]} only: " if case else "", []).append(plain)
+        else:
+            plain, _, default = text.partition("  [")
+            room, about = formatter.width - 4 - wide, _sentence(plain)
+            if len(about) > room:
+                about = textwrap.shorten(about, room, placeholder=" ...")
+            elif default and len(about) + 2 + len(default) <= room:
+                about += f" [{default}"
+            formatter.write(f"  {name:{wide}}{about}\n")
+    for case, names in together.items():
+        formatter.write(textwrap.fill(case + ", ".join(names), formatter.width, **_INDENTED) + "\n")
+
+
+def _sentence(text: str) -> str:
+    """Return the first sentence of a text, on one line."""
+    first = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<=[\w)]\.)\s(?=[A-Z])", first)[0]
+
+
+_INDENTED: dict[str, Any] = {
+    **{"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
+}
+
 
 def _place(parameter: Any) -> int:
-    """The place of a parameter's group in PANELS; arguments and options of no group: -1."""
+    """Return the index of a parameter's group in PANELS; -1 for arguments and ungrouped options."""
     panel = getattr(parameter, "rich_help_panel", None)
     return PANELS.index(panel) if panel in PANELS else -1
 
 
 class _Group(TyperGroup):
-    """A group that imports its commands when called; errors give one line and exit code 2."""
+    """A group that imports its commands when called. Errors print one line and exit with code 2."""
 
     entries: _Entries = COMMANDS
 
@@ -179,7 +276,7 @@ class _Group(TyperGroup):
 
             module, _, function = where.partition(".")
             called = getattr(importlib.import_module(f"flashsim.cli.{module}"), function)
-            single = typer.Typer(add_completion=False)
+            single = typer.Typer(add_completion=False, rich_markup_mode=None)
             single.command(cmd_name, cls=_Command)(spread(called, show))
             return typer.main.get_command(single)
         group = _Group(name=cmd_name, help=about, no_args_is_help=True, rich_markup_mode=None)
@@ -188,7 +285,7 @@ class _Group(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if self.entries is COMMANDS and args[:1] == ["--version"]:
-            # Typer would load Pydantic first, to read a flag.
+            # Typer would import Pydantic first, which takes long.
             typer.echo(f"flashsim {__version__}")
             raise typer.Exit
         return super().parse_args(ctx, args)
@@ -198,7 +295,7 @@ class _Group(TyperGroup):
             _moved(f"flashsim {args[0]}", f"flashsim {MOVED[args[0]]}")
             args = [*MOVED[args[0]].split(), *args[1:]]
         if args[0] not in self.entries:
-            raise OptionError(f"no command {args[0]!r}; {choices(args[0], self.entries)}")
+            raise OptionError(f"there is no command {args[0]!r}; {choices(args[0], self.entries)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -54,7 +54,7 @@ def run(
         None, "Write out and lse (and dq, dk, dv) to this .npz file.", "-o", panel=opt.OUTPUT
     ),
 ) -> None:
-    """Run attention tile by tile and show the bytes that it moved."""
+    """Run attention tile by tile, and show the bytes that it moved."""
     _ready_apart(save, out, how.backward)
     wide = {} if scaling.scales is None else {"dtype": "float32"}
     arrays = values.arrays(sizes, tensors, decoding.shared_prefix, **wide)
@@ -83,7 +83,7 @@ def run(
         results = {"out": result.out, "lse": result.lse}
         if grads is not None:
             results |= {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
-        with beside(out) as part, part.open("wb") as stream:  # given a name, savez appends .npz
+        with beside(out) as part, part.open("wb") as stream:  # savez appends .npz to a path
             np.savez(stream, allow_pickle=False, **results)
         say(f"results in {out}")
 
@@ -105,15 +105,15 @@ def compare(
 ) -> Tables:
     """Compare algorithms side by side, by formula or (--execute) on tensors.
 
-    All use one tiling, so that only the algorithm differs: 64x64, or the largest of 64x32,
-    32x32, ... that fits all of them. With --tiling fit each gets its own.
+    All algorithms use the same tile size: 64x64, or the largest of 64x32, 32x32, ... that fits on
+    chip for all of them. With --tiling fit each algorithm has its own tile size.
     """
     for name in algorithm:
         plans.check_algorithm(name)
     if not (execute or tensors.input is not None or tensors.demo_data is not None):
         opt.refuse_unused(
             typed,
-            "counting by formula, which draws no tensors (--execute does)",
+            "counting by formula, which needs no tensors (--execute does)",
             never=["seed", "scale"],
         )
         return _counted_apart(sizes, scores, how, decoding, algorithm)
@@ -141,7 +141,7 @@ def _counted_apart(
     decoding: opt.Decoding,
     algorithms: list[str],
 ) -> Tables:
-    """The comparison by formula. Those that divide keys get the options of decoding, or all."""
+    """Compare by formula. Decoding options apply to algorithms that split keys, or else to all."""
     whole = values.problem(replace(sizes, n_q=sizes.n_q or 512), scores)
     tiles = values.tilings(how, whole, algorithms)
     splitting = [name for name in algorithms if plans.splits_keys(name)]
@@ -161,7 +161,9 @@ def _counted_apart(
                 )
             )
     table = side_by_side(counts)
-    table.note = f"counted; --execute runs it on tensors and shows differences · {table.note}"
+    table.note = (
+        f"counted by formula; --execute simulates on tensors and compares results · {table.note}"
+    )
     return table
 
 
@@ -173,7 +175,7 @@ def count(
     sizes: opt.Sizes = opt.HEAD,
     algorithm: opt.Algorithm = "flash2",
 ) -> Tables:
-    """Count the bytes and FLOPs of attention by formula: no tensors, any size."""
+    """Count the bytes and FLOPs of attention by formula, at any size, without tensors."""
     problem = replace(decoding.posed(values.problem(sizes, scores)), scales=scaling.kind())
     tiles = values.tilings(how, problem, [algorithm])
     wanted = list(zip(("forward", "backward"), tiles, strict=True))[: 1 + how.backward]
@@ -191,7 +193,11 @@ def count(
     ]
     people = [c.table() for c in counts]
     if "fit" in (how.tiling, how.backward_tiling if how.backward else how.tiling):
-        people[0].note += " · tiles fit the device and move the fewest bytes; -t 64x64 sets them"
+        people[
+            0
+        ].note += (
+            " · the tile is the one that fits on chip and moves the fewest bytes; -t 64x64 sets it"
+        )
     return people, [figures(c) for c in counts]
 
 
@@ -203,7 +209,7 @@ def sweep(
     batch: list[int] = opt.option("1", "Batch sizes.", "-b"),
     heads: list[int] = opt.option("1", "Numbers of query heads.", "-h"),
     kv_heads: list[int] | None = opt.option(
-        None, "Numbers of KV heads. Default: as many as query heads."
+        None, "Numbers of KV heads. Default: that of query heads."
     ),
     dtype: list[str] = opt.option(
         "float32", f"Element types, separated by commas: {', '.join(DTYPES)}."
@@ -214,7 +220,8 @@ def sweep(
     ),
     window: list[tuple[int, int] | None] = opt.option(
         "none",
-        "Sliding windows, LEFT:RIGHT keys that each query sees, or none.",
+        "Sliding windows, LEFT:RIGHT: the keys that each query sees before and after its own; or "
+        "none.",
         read=opt.each(values.parse_window),
     ),
     algorithm: list[str] = opt.algorithms("flash2"),
@@ -236,21 +243,21 @@ def sweep(
     ),
     out: Path | None = opt.option(
         None,
-        "CSV file to which each row is written when it is ready; a stopped sweep continues "
-        "from it.",
+        "CSV file to which each row is written when it is ready; a stopped sweep continues from "
+        "this file.",
         "-o",
     ),
 ) -> Tables:
-    """Count, or simulate, every combination of values; an option takes several, with commas."""
+    """Count or simulate every combination of values; options accept several, with commas."""
     if causal and True in mask:
-        raise OptionError("--causal is short for --mask causal; give one of them")
+        raise OptionError("--causal means --mask causal; pass only one of them")
     axes: dict[str, Any] = {
         **{"n": n_q, "head_dim": head_dim, "batch": batch, "heads": heads, "kv_heads": kv_heads},
         **{"dtype": dtype, "causal": [True] if causal else mask, "window": window},
         **{"algorithm": algorithm, "tiling": tiling, "device": device, "sram_bytes": sram},
         "direction": ["forward", "backward"] if direction == ["both"] else direction,
     }
-    # Fresh processes: forking one that has threads (the progress bar's) is unsafe.
+    # "spawn", because forking a process with threads (the progress bar's) is unsafe.
     context = multiprocessing.get_context("spawn")
     workers = min(workers, math.prod(len(axis) for axis in axes.values() if axis))
     pool = ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext()
@@ -260,7 +267,7 @@ def sweep(
         except (
             KeyboardInterrupt,
             SystemExit,
-        ):  # leaving the pool would wait for the points that have begun
+        ):  # leaving the pool would wait for points that are being computed
             for worker in multiprocessing.active_children():
                 worker.terminate()
             raise
@@ -270,7 +277,7 @@ def sweep(
 
 
 def _asked(scores: opt.Scores, how: opt.Simulated, decoding: opt.Decoding) -> dict[str, Any]:
-    """The options of a run, in the library's form."""
+    """Return the options of a run, as keyword arguments of the library."""
     return {
         **{"causal": scores.causal, "window": values.window(scores), "softcap": scores.softcap},
         **{"device": values.device(how), "key_order": how.key_order},
@@ -284,7 +291,7 @@ def _save(trace: Trace, path: Path) -> None:
 
 
 def _ready_apart(save: Path | None, out: Path | None, backward: bool) -> None:
-    """Check that both files can be written, and that they differ."""
+    """Check that both files can be written, and that they are different files."""
     ready(save)
     ready(out)
     traces = [] if save is None else [save, *([_backward_name(save)] if backward else [])]

@@ -1,4 +1,4 @@
-"""Declare options: single, or in bundles (a dataclass per topic), and hand them to Typer.
+"""Declare options, single or in bundles (a dataclass per topic), and convert them for Typer.
 
 A command takes a bundle as one parameter, and `spread` turns it into one option per field. The
 parameter's default, if any, holds the command's own defaults: ``sizes: Sizes = LAYER``. An option
@@ -19,7 +19,7 @@ from flashsim.errors import FlashSimError, OptionError
 
 T = TypeVar("T")
 OUTPUT = "Output"
-#: The default of an option that must be given.
+#: The default of a required option.
 REQUIRED: Any = ...
 
 
@@ -34,7 +34,7 @@ class _Option:
     more: dict[str, Any] = field(default_factory=dict)
 
     def parameter(self, name: str, kind: Any, default: Any, panel: str | None) -> Any:
-        """The option as a parameter for Typer."""
+        """Return the option as a parameter for Typer."""
         about = typer.Option(
             *(flag(name), *self.short.split()),
             help=self.help,
@@ -76,16 +76,16 @@ class Format:
 
     def __post_init__(self) -> None:
         if self.json and self.csv:
-            raise OptionError("--json and --csv are different formats; give only one of them")
+            raise OptionError("--json and --csv are different formats; pass only one of them")
 
 
 def flag(name: str) -> str:
-    """The option's name as the user types it."""
+    """Return the option's name as the user types it."""
     return "--" + name.strip("_").replace("_", "-")
 
 
 def each(convert: Callable[[str], Any]) -> Callable[[str, str], list[Any]]:
-    """A reader that converts each value of ``a,b,c``."""
+    """Return a reader that converts each value of ``a,b,c``."""
 
     def read(name: str, text: str) -> list[Any]:
         try:
@@ -101,7 +101,7 @@ def each(convert: Callable[[str], Any]) -> Callable[[str, str], list[Any]]:
 
 
 def _lists(kind: Any) -> Callable[[str, str], list[Any]] | None:
-    """The reader of a list type; None for any other type."""
+    """Return a reader for a list type; None for any other type."""
     list_type = next((x for x in (kind, *get_args(kind)) if get_origin(x) is list), None)
     return None if list_type is None else each(get_args(list_type)[0])
 
@@ -109,23 +109,23 @@ def _lists(kind: Any) -> Callable[[str, str], list[Any]] | None:
 def pair(
     between: str, convert: Callable[[str], T], takes: str
 ) -> Callable[[str, str], tuple[T, T]]:
-    """A reader of two values around a separator; `takes` describes the format in errors."""
+    """Return a reader of two values around a separator; `takes` describes the format in errors."""
 
     def read(name: str, text: str) -> tuple[T, T]:
         try:
             first, last = (convert(side) for side in text.lower().split(between))
         except ValueError:
-            raise OptionError(f"{name} takes {takes}, got {text!r}") from None
+            raise OptionError(f"{name} must be {takes}, got {text!r}") from None
         return first, last
 
     return read
 
 
 def spread(command: Callable[..., Any], show: Callable[..., None]) -> Callable[..., None]:
-    """`command` with each bundle among its parameters spread into its fields, for Typer.
+    """Return a command with a parameter per field instead of each bundle, for Typer.
 
     If a parameter has the name of a field, it replaces that field's option. The command's result
-    is shown in the requested `Format`.
+    is printed in the requested `Format`.
     """
     hints: dict[str, Any] = get_type_hints(command, include_extras=True)
     parameters = inspect.signature(command).parameters
@@ -165,7 +165,7 @@ def spread(command: Callable[..., Any], show: Callable[..., None]) -> Callable[.
 
 
 def _leaves(bundle: Any) -> dict[str, inspect.Parameter]:
-    """Parameters for a bundle's fields, one each; a field may be a bundle itself."""
+    """Return a parameter per field of a bundle; fields of nested bundles are included."""
     parameters: dict[str, inspect.Parameter] = {}
     for name, kind in get_type_hints(type(bundle)).items():
         default = getattr(bundle, name)
@@ -178,7 +178,7 @@ def _leaves(bundle: Any) -> dict[str, inspect.Parameter]:
 
 
 def _gather(defaults: Any, received: dict[str, Any]) -> Any:
-    """Build a bundle from values taken out of `received`; others come from `defaults`."""
+    """Build a bundle from values that are removed from `received`; others are `defaults`."""
     return type(defaults)(
         **{
             name: _gather(default, received)
@@ -191,7 +191,7 @@ def _gather(defaults: Any, received: dict[str, Any]) -> Any:
 
 
 def written(typed: typer.Context) -> list[str]:
-    """Names of the options that were typed on the command line."""
+    """Return the names of the options that were typed on the command line."""
     names = []
     for option in typed.command.params:
         source = typed.get_parameter_source(option.name or "")  # an enum, of click's or of Typer's
@@ -207,16 +207,15 @@ def refuse_unused(
     only: Iterable[str] | None = None,
     never: Iterable[str] = (),
 ) -> None:
-    """Refuse options that were typed and have no effect in this case.
+    """Raise `OptionError` if options were typed that have no effect in this case.
 
-    These are the options in `never`; or, if `only` is set, all except `only` and the formats.
-
-    Raises
-    ------
-    OptionError
+    Such options are those in `never`; or, if `only` is set, all except `only` and the formats.
     """
     never, only = set(never), None if only is None else {*only, "json", "csv"}
     idle = [n for n in written(typed) if n in never or (only is not None and n not in only)]
     if idle:
         them = "it" if len(idle) == 1 else "them"
-        raise OptionError(f"{', '.join(map(flag, idle))}: no effect with {where}; leave {them} out")
+        has = "has" if len(idle) == 1 else "have"
+        raise OptionError(
+            f"{', '.join(map(flag, idle))} {has} no effect with {where}; leave {them} out"
+        )

@@ -1,4 +1,4 @@
-"""Commands of a course: list, start, hint, predict, reveal, grade, check."""
+"""The `flashsim exercise` commands: list, start, hint, predict, reveal, grade, check."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def listed() -> Tables:
     table = report.Table(
         "Exercises",
         ("name", "what", "full marks B", "SRAM B", "hints"),
-        note="flashsim exercise start NAME writes a file to fill in; flashsim exercise grade FILE "
-        "grades it; those named kernel-... are solved in Triton or Pallas",
+        note="flashsim exercise start NAME writes a file to complete; flashsim exercise grade FILE "
+        "grades it; kernel-... exercises are solved in Triton or Pallas",
     )
     for name in (*shelf.names(), *shelf.kernel_names()):
         exercise = shelf.find(name)
@@ -53,20 +53,23 @@ def listed() -> Tables:
 
 def start(
     name: _Name,
-    out: Path | None = opt.option(None, "File to write. Default: NAME.py, here.", "-o"),
+    out: Path | None = opt.option(None, "File to write. Default: NAME.py in this folder.", "-o"),
     force: bool = opt.option(False, "Overwrite an existing file."),
 ) -> None:
-    """Write the file to fill in: the statement, and a skeleton."""
+    """Write the file to complete: the statement, and a skeleton."""
     exercise = shelf.find(name)
-    # To run a kernel takes Triton, which a student may not have yet.
+    # References for kernels are not checked, because a student may not have Triton yet.
     points, said = checking.reference(exercise) if isinstance(exercise, Exercise) else (100, "")
     if said:
         raise OptionError(
-            f"{name} cannot be solved: its own reference solution gets {points or 0} points; {said}"
+            f"{name} is broken: its own reference solution gets only {points or 0} points; {said}"
         )
     path = out or Path(f"{exercise.name.replace('-', '_')}.py")
     _write(exercise.file_text, path, force=force)
-    typer.echo(f"{path}: fill it in, then `{_grading(exercise, path)}`; `{_hint(exercise)}` helps")
+    typer.echo(
+        f"wrote {path}: complete it, then run `{_grading(exercise, path)}`; `{_hint(exercise)}` "
+        "shows a hint"
+    )
 
 
 def hint(
@@ -76,7 +79,10 @@ def hint(
     """Show a hint; later hints tell more, and the last one nearly everything."""
     hints = shelf.find(name).hints
     if number > len(hints):
-        raise OptionError(f"{name} has {len(hints)} hints, got --number {number}")
+        raise OptionError(
+            f"{name} has {len(hints)} hints, got --number {number}; pass a number up to "
+            f"{len(hints)}"
+        )
     typer.echo(f"{number} of {len(hints)}: {hints[number - 1]}")
 
 
@@ -89,7 +95,7 @@ def reveal(
     exercise = shelf.find(name)
     if not exercise.revealed:
         raise OptionError(
-            f"the solution of {exercise.name} is not published; `{_hint(exercise)}` helps"
+            f"the solution of {exercise.name} is not published; `{_hint(exercise)}` shows a hint"
         )
     text = f"# flashsim exercise: {exercise.name}\n\n{exercise.solution_source}"
     if out is None:
@@ -100,7 +106,7 @@ def reveal(
 
 
 def check(name: _Name) -> Tables:
-    """Check an exercise: its reference, its skeleton, its mistakes and its wrong solutions."""
+    """Check an exercise: grade its reference, its skeleton, its mistakes and wrong solutions."""
     table = checking.check(shelf.find(name))
     if not all(row[1] for row in table.rows):
         show(table)
@@ -109,21 +115,21 @@ def check(name: _Name) -> Tables:
 
 
 def _number(name: str, text: str) -> int:
-    """A number of bytes; a comma, an underscore or a space may stand between thousands."""
+    """Parse a number of bytes; commas, underscores or spaces may separate thousands."""
     digits = re.sub(r"[,_ \u2009\u202f]", "", text)
     if not digits.isdecimal() or len(digits) > 30:
-        raise OptionError(f"{name} takes a number of bytes in digits, e.g. 30,000; got {text!r}")
+        raise OptionError(f"{name} must be a number of bytes in digits, e.g. 30,000; got {text!r}")
     return int(digits)
 
 
 def _asked(what: str, option: str) -> int:
-    """A number that is typed at the terminal; asked again until it is one."""
+    """Ask for a number at the terminal until the user types one; return it."""
     while True:
         typer.echo(f"{what}, in digits: ", nl=False)
         line = "" if sys.stdin is None else sys.stdin.readline()
         if not line:
             typer.echo()
-            raise OptionError(f"cannot ask for an answer, because stdin is closed; give {option}")
+            raise OptionError(f"cannot ask for an answer, because stdin is closed; pass {option}")
         try:
             return _number("the answer", line.strip())
         except OptionError as error:
@@ -136,22 +142,24 @@ def predict(
     how: opt.One = _QUIZ,
     name: str | None = typer.Argument(
         None,
-        help="A name from `flashsim exercise list`, or a .py file. Without it: your own shape.",
+        help="A name from `flashsim exercise list`, or a .py file. Without a name, the question is "
+        "about your own shape.",
     ),
     algorithm: str = opt.option("flash2", "Without a name: the algorithm that is counted.", "-a"),
     loaded: int | None = opt.option(
-        None, "Your guess in bytes. Default: the command asks you.", read=_number
+        None, "Your guess of the bytes loaded. Default: the command asks you.", read=_number
     ),
     stored: int | None = opt.option(
-        None, "Your guess in bytes. Default: the command asks you.", read=_number
+        None, "Your guess of the bytes stored. Default: the command asks you.", read=_number
     ),
     plot: opt.Plot = None,
     *,
     typed: typer.Context,
 ) -> None:
-    """Guess how many bytes move, then see the answer. For the lecture hall.
+    """Guess how many bytes attention moves, then see the answer; for lectures.
 
-    The question is an exercise's, or (without a name) a shape that you give with -n, -d, --heads.
+    The question is about an exercise, or (without a name) about a shape that you set with -n, -d
+    and --heads.
     """
     ready(plot)
     if name is None:
@@ -176,7 +184,7 @@ def _predict_shape(
     said: tuple[int | None, int | None],
     plot: Path | None,
 ) -> None:
-    """The question for a shape of your own; the answer is counted."""
+    """Ask about the user's own shape; the answer is counted."""
     whole = replace(sizes, **{"n_q": 1024, **sizes.given()})
     counted = values.counted(whole, mask, algorithm, how)
     typer.echo(
@@ -190,21 +198,21 @@ def _predict_shape(
 
 
 def _judge(name: str, said: tuple[int | None, int | None], counted: Trace | Traffic) -> None:
-    """Ask for the guesses that are missing, and show them next to the right answers."""
+    """Ask for missing guesses, and show all guesses beside the right answers."""
     options = ("loaded", "--loaded"), ("stored", "--stored")
     guesses = [
         _asked(f"bytes {what}", option) if guess is None else guess
         for guess, (what, option) in zip(said, options, strict=True)
     ]
     table = report.Table(
-        f"{name}: said and measured", ("bytes", "said B", "measured B", "said / measured")
+        f"{name}: your guess and the answer", ("bytes", "guess B", "answer B", "guess / answer")
     )
-    # What is added to HBM in place counts as stored.
+    # Bytes added to HBM in place count as stored.
     right = counted.bytes("load"), counted.bytes("store") + counted.bytes("reduce")
     for what, measured, guess in zip(("loaded", "stored"), right, guesses, strict=True):
         table.rows.append((what, guess, measured, guess / measured))
     exact = tuple(guesses) == right
-    table.note = "to the byte!" if exact else "where they are, tensor by tensor, is below"
+    table.note = "exact to the byte!" if exact else "the table below has the bytes of each tensor"
     show([table, counted.table()])
 
 
@@ -212,7 +220,8 @@ def grade(
     file: Annotated[
         Path,
         typer.Argument(
-            help="The solved file that `flashsim exercise start` wrote; or a folder of such files."
+            help="The completed file that `flashsim exercise start` wrote, or a folder of such "
+            "files."
         ),
     ],
     exercise: str | None = opt.option(
@@ -236,18 +245,20 @@ def grade(
         min=1,
     ),
     jobs: int | None = opt.option(
-        None, "Number of a folder's files to grade at a time. Default: one per CPU.", min=1
+        None, "Number of files to grade at the same time. Default: one per CPU.", min=1
     ),
 ) -> None:
-    """Grade a solution by results, on-chip memory and bytes; or every .py file in a folder."""
+    """Grade a solution (results, on-chip memory, bytes), or every .py file in a folder."""
     if file.is_dir() and (roots := homework_in(file)):
         _homework(file, roots, exercise, form, gradescope, (plot, save), (timeout, memory))
         return
     if file.is_dir():
         if gradescope or plot or save:
-            raise OptionError("--gradescope, --plot and --save are for one file, not for a folder")
+            raise OptionError(
+                "--gradescope, --plot and --save need a single file, but a folder was passed"
+            )
         if missing := submissions.missing_walls():
-            say(f"this system does not keep a graded file from {', '.join(missing)}")
+            say(f"this system does not prevent a graded file from {', '.join(missing)}")
         graded = submissions.grade_folder(file, exercise, limit=timeout, memory=memory, jobs=jobs)
         show(_class(file, list(graded)), form)
         return
@@ -255,7 +266,7 @@ def grade(
         ready(path)
     trace: Trace | None = None
     if gradescope is not None and exercise is not None and not file.is_file():
-        marks = submissions.missing(file, exercise)  # a student's fault: points, no error
+        marks = submissions.missing(file, exercise)  # the student's mistake: 0 points, no error
     else:
         marks, trace = submissions.grade_file(file, exercise, limit=timeout, memory=memory)
     if form.csv:
@@ -271,11 +282,11 @@ def grade(
     if plot is not None:
         graded_exercise = shelf.find(exercise or marks.exercise)
         if isinstance(graded_exercise, KernelExercise):
-            viz().save_figure(viz().traffic({"yours": trace}), plot)
+            viz().save_figure(viz().traffic({"your solution": trace}), plot)
             say(f"plot in {plot}")
         else:
             _draw(
-                {"yours": trace, "full marks": graded_exercise.executed.trace},
+                {"your solution": trace, "reference": graded_exercise.executed.trace},
                 graded_exercise,
                 plot,
             )
@@ -293,7 +304,7 @@ def _homework(
     """Grade homework folders, and print a row for each file and exercise."""
     if any(unused) or (gradescope and len(roots) > 1):
         raise OptionError(
-            "--plot and --save are for one file, and --gradescope for one homework folder"
+            "--plot and --save need a single file, and --gradescope a single homework folder"
         )
     ready(gradescope)
     timeout, memory = limits
@@ -315,31 +326,31 @@ def _for_gradescope(marks: Marks, path: Path | None) -> None:
 
 
 def _class(folder: Path, graded: list[tuple[Path, Marks]]) -> tuple[list[Table], list[Table]]:
-    """The table of a class: for people with the first reason, for programs with all of them."""
+    """Return a table of all files: for people with the first reason, for programs with all."""
     columns = ("file", "exercise", "points", "results", "on chip", "bytes", "moved B", "why")
     short, full = Table(f"{len(graded)} files", columns), Table("", (*columns, "seconds"))
     for path, marks in graded:
         file = plain(str(path.relative_to(folder)), 200)
-        parts = {"results": 0, "room": 0, "bytes": 0}
+        parts = {"results": 0, "on-chip": 0, "bytes": 0}
         for mark in marks.marks:
             part = mark.name.split()[0].rstrip(",")
             if part in parts:
                 parts[part] += mark.points
         why = [mark.words for mark in marks.marks if mark.kind]
         row = (
-            *(file, marks.exercise, marks.points, parts["results"], parts["room"]),
+            *(file, marks.exercise, marks.points, parts["results"], parts["on-chip"]),
             *(parts["bytes"], marks.figures.get("bytes")),
         )
         short.rows.append((*row, textwrap.shorten(why[0] if why else "", 60)))
         full.rows.append((*row, " | ".join(why), round(marks.seconds, 3)))
     whole = [marks.points for _, marks in graded if marks.points == marks.most]
-    short.note = f"{len(whole)} of {len(graded)} get every point; --csv has every reason in full"
+    short.note = f"{len(whole)} of {len(graded)} get all points; --csv has every reason in full"
     return [short], [full]
 
 
 def _write(text: str, path: Path, *, force: bool) -> None:
     if path.exists() and not force:
-        raise OptionError(f"{str(path)!r} already exists; --force overwrites it")
+        raise OptionError(f"{str(path)!r} already exists; pass --force to overwrite it")
     ready(path, (".py",))
     with beside(path) as part:
         part.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The `flashsim kernel` command: run a user's Triton or Pallas file, and report on its kernels."""
+"""The `flashsim kernel` command: run a user's Triton or Pallas file, and check its kernels."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def kernel(
         ),
     ],
     n_q: int = opt.option(256, "Number of queries.", "-n"),
-    n_kv: int | None = opt.option(None, "Number of keys. Default: as many as queries."),
+    n_kv: int | None = opt.option(None, "Number of keys. Default: the number of queries."),
     head_dim: int = opt.option(64, "Width of a row of Q and K.", "-d"),
     batch: int = opt.option(1, "Batch size.", "-b"),
     heads: int = opt.option(2, "Number of query heads.", "-h"),
-    kv_heads: int | None = opt.option(None, "Number of KV heads. Default: as many as query heads."),
+    kv_heads: int | None = opt.option(None, "Number of KV heads. Default: that of query heads."),
     dtype: str = opt.option("float32", "Element type of the inputs."),
     causal: opt.Causal = False,
     ndim: int | None = opt.option(
-        None, "Number of axes of q: 2, 3 or 4. Default: as the file says."
+        None, "Number of axes of q: 2, 3 or 4. Default: as the file unpacks q.shape, or 4."
     ),
     layout: str | None = opt.option(
         None,
@@ -58,29 +58,27 @@ def kernel(
     name: list[str] | None = typer.Option(
         None,
         "--name",
-        help="PARAMETER=NAME: which attention tensor a kernel's parameter is, e.g. a_ptr=K.",
+        help="PARAMETER=NAME: the attention tensor that a kernel's parameter holds, e.g. a_ptr=K.",
     ),
     reference: str | None = opt.option(
-        None, "Function in FILE.py whose results the kernel's are compared with."
+        None, "Function in FILE.py that computes the expected results."
     ),
     config: int | None = opt.option(
-        None, "Which configuration of autotuned kernels to run, counted from 0."
+        None, "Configuration of autotuned kernels to run, numbered from 0."
     ),
     model: str | None = opt.option(
         None, "Pallas only: the hardware whose data movement is counted, gpu or tpu."
     ),
     device: opt.Device = "H100",
     seed: int = opt.option(0, "Seed for drawing the random inputs."),
-    out: Path | None = opt.option(
-        None, "Folder to which a page and a plot of the kernel are written."
-    ),
+    out: Path | None = opt.option(None, "Folder for an HTML page and a plot of the kernel."),
     all_: bool = typer.Option(False, "--all", help="Print the whole report."),
 ) -> None:
     """Check a Triton or Pallas kernel on the CPU, and count the bytes that each line moves.
 
     The function gets random arrays for parameters such as q, k and v. Without a function, a Triton
-    file runs as a program. Needs Triton or JAX, and no GPU. FILE.py runs with your rights, as any
-    program.
+    file runs as a program. The command needs Triton or JAX, but no GPU. FILE.py runs with your
+    rights, like any program.
     """
     path, function = _split(target)
     names = dict(_pair("--name", pair) for pair in name or ())
@@ -90,7 +88,7 @@ def kernel(
     if any("jax.experimental.pallas" in name for name in imports(text)):
         if not function:
             raise OptionError(
-                f"{path} uses Pallas: name the function that calls pl.pallas_call, FILE.py:function"
+                f"{path} uses Pallas; name the function that calls pl.pallas_call: FILE.py:function"
             )
         with beside(path):
             with readers_errors(path):
@@ -107,7 +105,7 @@ def kernel(
         _show(traced, compared, out, form, all_)
         return
     if model is not None:
-        raise OptionError("--model is for Pallas kernels: a Triton kernel runs on a GPU")
+        raise OptionError("--model is only for Pallas kernels; leave it out for a Triton kernel")
 
     from flashsim.triton import watch
     from flashsim.triton.driver import standing_in
@@ -115,10 +113,10 @@ def kernel(
 
     installed()
     options: dict[str, Any] = {"names": names, "device": device, "config": config, "check": True}
-    with standing_in(), beside(path):
+    with standing_in() as replace_imported, beside(path):
         if not function:
             if reference is not None:
-                raise OptionError("--reference names a function: give FILE.py:function, too")
+                raise OptionError("--reference needs a function to check: pass FILE.py:function")
             compared = None
             with watch(**options) as seen, readers_errors(path):
                 runpy.run_path(str(path), run_name="__main__")
@@ -129,15 +127,16 @@ def kernel(
             called = _attribute(module, function)
             library = "torch" if hasattr(module, "torch") else "numpy"
             call, used = _call(called, function, problem, settings, library, ndim, layout, seed)
+            replace_imported()  # torch, if the file uses it, has come with the file
             watched = watch(**options, problem=problem if used else None)
-            with standing_in(), watched as seen, readers_errors(path, _given(call)):
-                call()  # torch, if the file uses it, has come with the file
+            with watched as seen, readers_errors(path, _given(call)):
+                call()
     traced = seen.result(unchecked=True)
     _show(traced, compared, out, form, all_)
 
 
 def _show(traced: Any, compared: Any, out: Path | None, form: opt.Format, whole: bool) -> None:
-    """Check the results, write the pictures that are asked for, and print the answer."""
+    """Check the results, write the requested files, and print the report."""
     from flashsim.own_kernels.answer import LINES, answer
 
     note = ""
@@ -169,9 +168,9 @@ def _split(target: str) -> tuple[Path, str]:
     file, _, function = target.rpartition(":") if ".py:" in target else (target, "", "")
     path = Path(file)
     if not path.is_file():
-        raise OptionError(f"there is no file {file!r}; give FILE.py:function")
+        raise OptionError(f"there is no file {file!r}; pass FILE.py:function")
     if path.suffix != ".py":
-        raise OptionError(f"{file!r} is no Python file; give FILE.py:function")
+        raise OptionError(f"{file!r} is not a Python file; pass FILE.py:function")
     return path, function
 
 
@@ -188,7 +187,7 @@ def _attribute(module: Any, dotted: str) -> Any:
 def _pair(option: str, text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise OptionError(f"{option} takes NAME=VALUE, got {text!r}")
+        raise OptionError(f"{option} must be NAME=VALUE, got {text!r}")
     return name, value
 
 
@@ -213,17 +212,16 @@ def _call(
     layout: str | None,
     seed: int,
 ) -> tuple[functools.partial[Any], bool]:
-    """Return a function without arguments that calls the reader's, and whether it is attention."""
+    """Return a call of the user's function without arguments, and whether it is attention."""
     if hasattr(called, "run") and hasattr(called, "arg_names"):
         raise OptionError(
-            f"{name} is itself a kernel; name a function that launches it, since that function "
-            "sets the grid and the strides (or use flashsim.triton.trace(kernel, grid, ...) in "
-            "Python)"
+            f"{name} is itself a kernel; name a function that launches the kernel with a grid and "
+            "strides (or use flashsim.triton.trace(kernel, grid, ...) in Python)"
         )
     if isinstance(called, type) and hasattr(called, "apply"):
         called = called.apply  # a torch.autograd.Function
     if not callable(called):
-        raise OptionError(f"{name} is {shown(called)}, which is not a function")
+        raise OptionError(f"{name} is {shown(called)}, not a function; name a function of the file")
     from flashsim.own_kernels.names import paper_name
 
     parameters = inspect.signature(called).parameters
@@ -253,12 +251,14 @@ def _call(
             attention = True
         else:
             raise OptionError(
-                f"{name} has a parameter {parameter!r} whose name is not that of an attention "
-                f"tensor; give it by --set {parameter}=VALUE (64x200 is a random array)"
+                f"{name} has a parameter {parameter!r}, which is not the name of an attention "
+                f"tensor; set it with --set {parameter}=VALUE (64x200 is a random array)"
             )
     for other in settings:
         if other not in parameters:
-            raise OptionError(f"--set: {name} has no {other!r}; {choices(other, parameters)}")
+            raise OptionError(
+                f"--set: {name} has no parameter {other!r}; {choices(other, parameters)}"
+            )
     return functools.partial(called, **keywords), attention
 
 
@@ -278,7 +278,7 @@ _GIVEN = ("Q", "K", "V", "O", "L", "dO", "delta")
 
 
 class _Arrays:
-    """Random inputs, and what the oracle makes of them, in the shapes of the reader's file."""
+    """Random inputs and the oracle's results for them, in the shapes that the user's file uses."""
 
     def __init__(self, p: Problem, axes: int, layout: str, library: str, seed: int) -> None:
         if axes not in (2, 3, 4):
@@ -286,14 +286,14 @@ class _Arrays:
         if layout not in _LAYOUTS:
             raise OptionError(f"no layout {layout!r}; {choices(layout, _LAYOUTS)}")
         if axes == 2 and p.batch * p.heads > 1:
-            raise OptionError("q has two axes, so there is only one head: give --batch 1 --heads 1")
+            raise OptionError("q has two axes, so it has one head: pass --batch 1 --heads 1")
         self._p, self._axes, self._library = p, axes, library
         self._swapped = layout == "bnhd" and axes == 4
         self._inputs = random_inputs(p, seed)
         self._more: dict[str, np.ndarray] = {}
 
     def of(self, name: str) -> Any:
-        """Return an array by the papers' name."""
+        """Return an array by its name in the papers."""
         x = self._inputs
         known = {"Q": x.q, "K": x.k, "V": x.v, "dO": x.dout}
         if name not in known and name not in self._more:
@@ -314,7 +314,7 @@ class _Arrays:
         return self.own(np.ascontiguousarray(array.reshape(shape)))
 
     def own(self, array: np.ndarray) -> Any:
-        """Return an array of the reader's library."""
+        """Return an array converted to the library that the user's file uses."""
         if self._library == "numpy":
             return array
         import torch
@@ -325,7 +325,7 @@ class _Arrays:
 
 
 def _axes(called: Any) -> tuple[str, ...]:
-    """Return the names that a function gives to the axes of q: ``heads, n, d = q.shape``.
+    """Return the names that a function unpacks a shape to: three for ``heads, n, d = q.shape``.
 
     A `torch.autograd.Function` unpacks shapes in its `forward`. The shape of q comes before those
     of other arrays. Without such a line, no names are returned.
@@ -357,7 +357,7 @@ def _heads_third(axes: tuple[str, ...]) -> bool:
 
 
 def _written(traced: Any, out: Path) -> list[str]:
-    """Write a page and a picture; return a line for each."""
+    """Write a page and a plot; return a line about each."""
     from flashsim import viz
 
     out.mkdir(parents=True, exist_ok=True)
@@ -368,7 +368,7 @@ def _written(traced: Any, out: Path) -> list[str]:
         viz.page(traced).save(page)
         files.append(f"{page}: the kernel's tiles, step by step")
     except FlashSimError as error:
-        files.append(f"no page: {error}")
+        files.append(f"the page was not written: {error}")
     picture = out / f"{stem}.png"
     viz.save_figure(viz.traffic(traced).figure, picture)
     files.append(f"{picture}: bytes by tensor")

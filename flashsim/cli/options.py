@@ -1,4 +1,4 @@
-"""The options that several commands have, single or in bundles (see `flashsim.cli.declare`)."""
+"""Options that several commands share, single or in bundles (see `flashsim.cli.declare`)."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Lengths:
 
     panel = _SIZES
     n_q: int | None = in_bundle(None, "Number of queries.", "-n")
-    n_kv: int | None = in_bundle(None, "Number of keys. Default: as many as queries.")
+    n_kv: int | None = in_bundle(None, "Number of keys. Default: the number of queries.")
     head_dim: int | None = in_bundle(None, "Width of a row of Q and K (head dimension).", "-d")
     dtype: str | None = in_bundle(None, f"Element type of Q, K and V: {', '.join(DTYPES)}.")
 
     def given(self) -> dict[str, Any]:
-        """The sizes that are not None, by the names of `Problem`."""
+        """Return the sizes that are not None, as keyword arguments of `Problem`."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
@@ -55,7 +55,7 @@ class Sizes(Lengths):
     head_dim_v: int | None = in_bundle(None, "Width of a row of V. Default: that of Q.")
     batch: int | None = in_bundle(None, "Batch size.", "-b")
     heads: int | None = in_bundle(None, "Number of query heads.", "-h")
-    kv_heads: int | None = in_bundle(None, "Number of KV heads. Default: as many as query heads.")
+    kv_heads: int | None = in_bundle(None, "Number of KV heads. Default: that of query heads.")
 
 
 HEAD = Sizes(n_q=4096, head_dim=64, batch=1, heads=1, dtype="float32")
@@ -70,12 +70,12 @@ class Scaling:
     panel = _SIZES
     scales: str | None = in_bundle(
         None,
-        "FP8 only: one scale per tensor, per head or per block (give tensor, head, or "
-        "QUERIESxKEYS such as 128x128).",
+        "FP8 only: one scale per tensor, per head or per block: tensor, head, or QUERIESxKEYS "
+        "such as 128x128.",
     )
 
     def kind(self) -> str | tuple[int, int] | None:
-        """The scales in the form of `Problem.scales`."""
+        """Return the scales in the form of `Problem.scales`."""
         if self.scales is None or self.scales in ("tensor", "head"):
             return self.scales
         blocks = pair("x", int, "tensor, head or QUERIESxKEYS, e.g. 128x128")
@@ -84,7 +84,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Tensors:
-    """The numbers on which a command runs."""
+    """The source of the tensors on which a command runs."""
 
     panel = _SIZES
     seed: int = in_bundle(0, "Seed for drawing random tensors.")
@@ -92,7 +92,7 @@ class Tensors:
         None, "Read arrays q, k, v (and dout) from this .npz file instead of drawing random ones."
     )
     demo_data: str | None = in_bundle(
-        None, f"Use tensors of a real model that come with flashsim: {' or '.join(SAMPLES)}."
+        None, f"Use tensors of a real model, included in flashsim: {' or '.join(SAMPLES)}."
     )
 
 
@@ -104,14 +104,14 @@ class Mask:
     causal: bool = in_bundle(False, "Causal mask: query q sees keys k <= q + n_kv - n_q.")
     window: str | None = in_bundle(
         None,
-        "Sliding window, LEFT:RIGHT: how many keys each query sees on either side; -1 is "
-        "unlimited.",
+        "Sliding window, LEFT:RIGHT: the number of keys that each query sees before and after its "
+        "own; -1 means no limit.",
     )
 
 
 @dataclass(frozen=True)
 class Scores(Mask):
-    """A mask, and the operations on scores."""
+    """The mask, and the operations on scores."""
 
     softcap: float = in_bundle(
         0.0, "Soft cap c: each score s becomes c tanh(s / c); 0 turns it off."
@@ -122,8 +122,8 @@ class Scores(Mask):
 
 
 _TILE = (
-    "Tile size: QUERIESxKEYS, e.g. 128x64; fit: per algorithm, the tile that moves the fewest "
-    "bytes; same: one tile that fits all algorithms; or a real kernel's tile: "
+    "Tile size: QUERIESxKEYS, e.g. 128x64; fit: for each algorithm, the tile that moves the "
+    "fewest bytes; same: one tile that fits on chip for all algorithms; or a real kernel's tile: "
     f"{', '.join(PRESETS)}."
 )
 _GPU = "The GPU to simulate; `flashsim study devices` lists them."
@@ -161,15 +161,15 @@ class Passes:
     """The forward pass, and the backward pass if requested."""
 
     panel = _HOW
-    backward: bool = in_bundle(False, "Also the backward pass.")
+    backward: bool = in_bundle(False, "Also run or count the backward pass.")
     tiling: str = in_bundle("fit", f"{_TILE} For the forward pass.", "-t")
-    backward_tiling: str = in_bundle("fit", "Tile size of the backward pass, given like --tiling.")
+    backward_tiling: str = in_bundle("fit", "Tile size of the backward pass, like --tiling.")
     device: str = in_bundle("H100", _GPU)
 
 
 @dataclass(frozen=True)
 class Simulated(Passes):
-    """Passes on a device whose on-chip capacity can be changed."""
+    """Passes on a device whose on-chip memory size can be changed."""
 
     sram: int | None = in_bundle(
         None, "On-chip memory per thread block in bytes. Default: that of --device."
@@ -181,18 +181,18 @@ class Simulated(Passes):
 
 @dataclass(frozen=True)
 class Parts:
-    """The number of parts into which flash-decode divides the keys, and the keys' layout."""
+    """The number of splits into which flash-decode divides the keys, and the cache's layout."""
 
     panel = _HOW
     splits: str | None = in_bundle(
         None,
-        "flash-decode only: into how many parts the keys are split: a number, auto, or fa3 "
+        "flash-decode only: number of splits of the keys: a number, auto, or fa3 "
         "(FlashAttention-3's rule).",
     )
     page_size: int | None = in_bundle(None, "flash-decode only: keys per page of a paged KV cache.")
 
     def options(self) -> dict[str, Any]:
-        """The options that were set for dividing the keys, in the library's form."""
+        """Return the options that were set, as keyword arguments of the library."""
         if self.splits is None:
             return {}
         return {"splits": int(self.splits) if self.splits.lstrip("-").isdecimal() else self.splits}
@@ -203,10 +203,10 @@ class Decoding(Parts):
     """Options for how flash-decode reads the cache."""
 
     no_pack_gqa: bool = in_bundle(
-        False, "flash-decode only: query heads that share a KV head do not share a tile."
+        False, "flash-decode only: do not put query heads that share a KV head into one tile."
     )
     shared_prefix: int | None = in_bundle(
-        None, "flash-decode only: how many first keys all batch entries share."
+        None, "flash-decode only: number of keys at the start that all batch entries share."
     )
     latent: bool = in_bundle(
         False,
@@ -214,11 +214,11 @@ class Decoding(Parts):
     )
 
     def posed(self, problem: Problem) -> Problem:
-        """The problem with the cache layout of these options."""
+        """Return the problem with the cache layout of these options."""
         return replace(problem, page_size=self.page_size, latent=self.latent)
 
     def options(self) -> dict[str, Any]:
-        """The options that were set for dividing the keys, in the library's form."""
+        """Return the options that were set, as keyword arguments of the library."""
         chosen = super().options()
         if self.shared_prefix is not None:
             chosen["shared_prefix"] = self.shared_prefix
@@ -237,7 +237,7 @@ class L2:
         "straight", f"Order in which a block processes its tile pairs: {', '.join(WALKS)}."
     )
     blocks_per_sm: int | None = in_bundle(
-        None, "Thread blocks per SM at a time. Default: as many as fit."
+        None, "Thread blocks per SM at the same time. Default: as many as fit."
     )
     partitions: int | None = in_bundle(
         None, "Partitions of the L2 cache, 1 or 2. Default: those of --device."
@@ -247,12 +247,12 @@ class L2:
     )
     warm: bool = in_bundle(
         False,
-        "Start each kernel with the L2 contents that the kernel before it left. Default: an "
-        "empty L2.",
+        "Start each kernel with the L2 contents that the previous kernel left. Default: an empty "
+        "L2.",
     )
 
     def model(self) -> L2Model:
-        """These settings as an `L2Model`."""
+        """Return these settings as an `L2Model`."""
         return L2Model(
             *(self.launch, self.walk, self.blocks_per_sm, self.partitions),
             jitter=self.jitter * 1e-6,
@@ -265,9 +265,9 @@ Algorithm = Annotated[
     typer.Option(
         "--algorithm",
         "-a",
-        help=f"Algorithm: {', '.join(ALGORITHMS)}. In the backward pass flash2 runs three kernels "
-        "without atomics, and flash2-fused one kernel that adds dQ by atomics, as "
-        "FlashAttention-2's authors do.",
+        help=f"Algorithm: {', '.join(ALGORITHMS)}. In the backward pass, flash2 has three kernels "
+        "without atomics; flash2-fused has one kernel that accumulates dQ with atomics, like the "
+        "kernel of FlashAttention-2's authors.",
         rich_help_panel=_HOW,
     ),
 ]
@@ -283,7 +283,7 @@ def algorithms(default: Any) -> Any:
 Backend = Annotated[
     str,
     typer.Option(
-        help="What runs it: simulator, numba (CPU), cupy or numba_cuda (NVIDIA GPU).",
+        help="Backend: simulator, numba (CPU), cupy or numba_cuda (NVIDIA GPU).",
         rich_help_panel=_HOW,
     ),
 ]
@@ -296,15 +296,15 @@ Seconds = Annotated[
 ]
 
 
-#: Of commands that count unless they are told to run.
+#: An option of commands that count by default, but can also run.
 EXECUTE: Any = option(
     False,
-    "Simulate on random tensors (or --input, --demo-data), and compare the results' numbers too.",
+    "Simulate on random tensors (or --input, --demo-data), and also compare the results.",
     panel=_HOW,
 )
 
 
-# -- what comes out -------------------------------------------------------------------------------
+# -- output ---------------------------------------------------------------------------------------
 
 
 Out = Annotated[
@@ -324,13 +324,13 @@ Theme = Annotated[str, typer.Option(help="Colors: light or dark.", rich_help_pan
 
 @dataclass(frozen=True)
 class Source:
-    """The data to draw: saved traces, or algorithms run now on tensors of these sizes."""
+    """The data to draw: saved traces, or algorithms that are counted or run on these sizes."""
 
     panel = _HOW
     trace: list[Path] | None = in_bundle(
         None,
-        f"A saved trace, or a GPU's trace that comes with flashsim: {', '.join(TRACES)}. Give it "
-        "twice for two traces. Without it, give sizes.",
+        f"A saved trace, or a GPU's trace that is included in flashsim: {', '.join(TRACES)}. "
+        "Repeat the option for two traces. Without a trace, pass sizes.",
         "-T",
     )
     sizes: Sizes = Sizes()
@@ -340,13 +340,13 @@ class Source:
     how: One = One(tiling="same")
     execute: bool = in_bundle(
         False,
-        "Simulate on tensors. Without it, the same events are counted by formula, without values.",
+        "Simulate on tensors. By default, the same events are counted by formula, without tensors.",
     )
 
     def names(self) -> list[str]:
-        """The names of the algorithms."""
+        """Return the names of the algorithms."""
         return [name.strip() for name in self.algorithm.split(",")]
 
     def last(self) -> Source:
-        """This source with its last algorithm only, for plots that show one."""
+        """Return this source with only its last algorithm, for plots that show one."""
         return replace(self, algorithm=self.names()[-1])

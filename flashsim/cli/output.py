@@ -23,14 +23,14 @@ from flashsim.schedule.names import CODES, LEVELS, OPS
 from flashsim.schedule.tensors import title
 from flashsim.trace.trace import Trace
 
-#: Columns for tables that do not go to a terminal.
+#: Width in characters of tables that are not printed on a terminal.
 WIDTH = 200
 
 _FIGURES = ("algorithm", "direction", "tile", "quantity", "of", "value", "unit")
 
 
 def figures(source: Trace | Traffic) -> report.Table:
-    """Every figure of a run or count, one per row."""
+    """Return a table with every figure of a run or count, one per row."""
     table = report.Table(f"{source.algorithm} {source.direction}", _FIGURES)
     for tensor, row in sorted(
         source.by_tensor().items(), key=lambda item: CODES.get(item[0], len(CODES))
@@ -68,13 +68,13 @@ def add(
     value: float,
     unit: str | None = None,
 ) -> None:
-    """Add one figure of `source` as a row."""
+    """Add one figure of `source` to a table as a row."""
     what = (source.algorithm, source.direction, str(source.tiling))
     table.rows.append((*what, quantity, of, value, unit))
 
 
 def event_table(trace: Trace, limit: int) -> report.Table:
-    """The first events, with names instead of codes."""
+    """Return a table of a trace's first events, with names instead of codes."""
     columns = ("stage", "op", "tensor", "level", "head", "i", "j", "visit", "bytes")
     table = report.Table(f"{trace.n_events:,} events, the first {limit:,}", columns)
     for e in trace.events[:limit]:
@@ -84,7 +84,7 @@ def event_table(trace: Trace, limit: int) -> report.Table:
     return table
 
 
-#: What a command gives to be printed: for people and for programs, or the same for both.
+#: A command's result: tables for people and tables for programs, or the same for both.
 Tables = report.Table | list[report.Table] | tuple[list[report.Table], list[report.Table]]
 
 
@@ -102,7 +102,7 @@ def show(result: Tables, form: Format | None = None) -> None:
 
 
 def console() -> Console:
-    """The console that prints tables for people."""
+    """Return the console that prints tables for people."""
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
@@ -110,12 +110,12 @@ def console() -> Console:
 def working(
     text: str,
     cost: Estimate | None = None,
-    by: str = "tiles; `flashsim count` counts the same at once",
+    by: str = "tiles; `flashsim count` counts the same bytes at once",
 ) -> Iterator[None]:
-    """Announce work that takes minutes; on a terminal, show a spinner meanwhile."""
+    """Announce work that takes minutes; on a terminal, also show a spinner."""
     if cost is not None and cost.seconds > 60:
         text += f", {cost}"
-        say(f"{text} by the number of its {by}")
+        say(f"{text}, estimated from the number of {by}")
     if not sys.stderr.isatty():
         yield
         return
@@ -124,7 +124,7 @@ def working(
 
 
 def viz() -> Any:
-    """`flashsim.viz`, imported only when a command draws; it opens no window."""
+    """Import and return `flashsim.viz`, with a Matplotlib backend that opens no window."""
     import matplotlib as mpl
 
     from flashsim import viz as drawing
@@ -144,7 +144,7 @@ def draw(
 
 
 def ready_to_draw(path: Path | None) -> None:
-    """Check before the work that a plot can be written."""
+    """Check that a plot can be written, before the work begins."""
     if path is not None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -153,7 +153,7 @@ def ready_to_draw(path: Path | None) -> None:
 
 
 def ready(path: Path | None, endings: Sequence[str] = ()) -> None:
-    """Check before the work that a file can be written, and make its folder.
+    """Check that a file can be written, before the work begins, and make its folder.
 
     Raises
     ------
@@ -171,9 +171,9 @@ def ready(path: Path | None, endings: Sequence[str] = ()) -> None:
     except OSError as error:
         raise OptionError(f"cannot write {str(path)!r}: {error.strerror}") from None
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise OptionError(f"cannot write {str(path)!r}: no permission")
+        raise OptionError(f"cannot write {str(path)!r}: permission denied; choose another folder")
 
 
 def say(text: str) -> None:
-    """Print news about files on stderr: stdout holds only the figures."""
+    """Print a message on stderr; stdout holds only the results."""
     typer.echo(printable(text), err=True)

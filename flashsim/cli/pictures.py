@@ -1,4 +1,4 @@
-"""``flashsim plot``, ``animate``, ``page``: from traces or sizes. ``lab``: a page that counts."""
+"""The commands that draw: ``flashsim plot``, ``animate``, ``page`` and ``lab``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from flashsim.schedule.tiling import Tiling
 from flashsim.trace.counted import counted
 from flashsim.trace.trace import Trace
 
-#: What an IO curve runs over.
+#: Quantities on the x axis of an IO curve, and their values.
 _OVER = {
     "n_q": (512, 1024, 2048, 4096, 8192, 16384),
     "head_dim": (16, 32, 64, 128, 256),
@@ -41,7 +41,7 @@ _OVER = {
 _SIZES = {"n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads", "dtype"}
 _COUNTED = _SIZES | {"causal", "window", "algorithm", "direction", "tiling", "device"}
 _RUN = _COUNTED | {"seed", "input", "demo_data", "trace", "execute"}
-#: The kinds of plots, and the options that each can use; any other one is an error.
+#: The kinds of plots, and the options that each can use; other options are errors.
 _USES = {
     **dict.fromkeys(("traffic", "cumulative", "sram-timeline", "diff"), _RUN),
     "tile-map": _RUN | {"color"},
@@ -54,7 +54,7 @@ _USES = {
     "mask": {"n_q", "n_kv", "causal", "window", "tiling"},
 }
 KINDS = tuple(_USES)
-#: Bytes of inputs that are made only to follow one row of scores.
+#: The largest inputs, in bytes, that are drawn only to follow one row of scores.
 _SMALL = 1 << 26
 _ALWAYS = {"out", "theme", "dpi", "size", "slides"}
 _THREE = opt.Source(algorithm="standard,flash1,flash2")
@@ -72,14 +72,14 @@ class Recordings:
 
     @property
     def how(self) -> str:
-        """A note for a picture that was counted; empty for any other."""
+        """A note for a picture of a count; empty for other pictures."""
         counts = any(isinstance(trace, Traffic) for trace in self.traces)
-        return " (counted, nothing executed; --execute runs it on tensors)" if counts else ""
+        return " (counted by formula; --execute simulates it on tensors)" if counts else ""
 
     def statistics(self, row: int | None) -> Any:
-        """m and l of a row; None if the trace or the tensors do not contain them.
+        """Return m and l of a row; None if the trace or the tensors are missing.
 
-        Of a count they are those of random tensors, of which one row of scores is computed.
+        For a count, they are computed for one row of scores of random tensors.
         """
         first = self.traces[0]
         if isinstance(first, Traffic) and (row is not None or first.compulsory() < _SMALL):
@@ -89,14 +89,14 @@ class Recordings:
         if self.q is None or self.k is None:
             if row is not None:
                 raise OptionError(
-                    "--row needs the tensors, which a saved trace does not hold; give sizes, "
+                    "--row needs tensors, which a saved trace does not contain; pass sizes, "
                     "--input or --demo-data instead of --trace"
                 )
             return None
         try:
             return viz().row_statistics(first, self.q, self.k, row=row)
         except FlashSimError:
-            if row is None:  # nobody asked for it
+            if row is None:  # the row was not requested
                 return None
             raise
 
@@ -106,14 +106,15 @@ def plot(
     out: opt.Out,
     source: opt.Source = _THREE,
     over: str | None = opt.option(
-        None, f"io-curve: quantity on the x axis, one of {', '.join(_OVER)}; n_q."
+        None, f"io-curve: quantity on the x axis, one of {', '.join(_OVER)}. Default: n_q."
     ),
     seconds: float | None = opt.option(
         None, "roofline: measured time of one algorithm in seconds; a GPU's trace contains its own."
     ),
     color: str | None = opt.option(
         None,
-        "What colors show. tile-map: order, bytes, flops or block; gpu-timeline: phase or block.",
+        "Quantity shown by color. tile-map: order, bytes, flops or block; gpu-timeline: phase or "
+        "block.",
     ),
     sms: tuple[int, int] | None = opt.option(
         None, "gpu-timeline: show SMs FIRST:LAST.", read=opt.pair(":", int, "FIRST:LAST, e.g. 0:3")
@@ -150,8 +151,8 @@ def plot(
         raise OptionError(f"unknown kind of plot {kind!r}; {choices(kind, KINDS)}")
     if kind == "gpu-timeline" and not source.trace:
         raise OptionError(
-            "gpu-timeline needs a trace that was recorded on a GPU; give --trace FILE, or a "
-            f"bundled one: {', '.join(TRACES)}"
+            "gpu-timeline needs a trace that was recorded on a GPU; pass --trace FILE, or an "
+            f"included one: {', '.join(TRACES)}"
         )
     typed_names = [name for name in opt.written(typed) if name not in _ALWAYS]
     axis = "n_q" if over is None else over
@@ -210,7 +211,7 @@ def animate(
     row: int | None = _ROW,
     fps: float = opt.option(15, "Frames per second.", panel=opt.OUTPUT),
     max_frames: int = opt.option(
-        320, "Number of frames at most; a longer trace skips steps.", panel=opt.OUTPUT
+        320, "The most frames; a longer trace skips steps.", panel=opt.OUTPUT
     ),
     clock: str = opt.option(
         "steps", "How two traces advance together: by steps or by bytes.", panel=opt.OUTPUT
@@ -266,10 +267,10 @@ def lab(
 
 
 def demo_figures(name: str, comparison: Comparison, out: Path) -> list[Path]:
-    """Draw one plot, one animation and one page of a bundled layer; return their paths."""
+    """Draw a plot, an animation and a page of a layer of the demo data; return their paths."""
     drawing = viz()
     sample = load_sample(name)
-    # Small tiles, so that there is something to watch: 16 x 16 of them.
+    # Small tiles, so that the animation has 16 x 16 tiles.
     result = execution.run(sample.q, sample.k, sample.v, tiling=Tiling(32, 32), trace=True)
     rows = drawing.row_statistics(result.trace, sample.q, sample.k)
     paths = [out / f"{name}-{what}" for what in ("traffic.png", "flash2.gif", "flash2.html")]
@@ -286,29 +287,27 @@ def _refuse_unused(kind: str, typed: list[str], over: str) -> None:
     unused = [name for name in typed if name not in _USES[kind]]
     if unused:
         fitting = [other for other, uses in _USES.items() if set(unused) <= uses]
-        hint = f", but for {', '.join(fitting)}" if fitting else "; leave them out"
-        raise OptionError(f"{values.flags(unused)}: not for {kind}{hint}")
+        hint = f", only for {', '.join(fitting)}" if fitting else "; leave them out"
+        raise OptionError(f"{values.flags(unused)} cannot be used for {kind}{hint}")
     held = {"n_q": ("n_q",), "head_dim": ("head_dim",), "sram_bytes": ()}.get(over, ())
     clash = [name for name in typed if kind == "io-curve" and name in held]
     if clash:
         raise OptionError(
-            f"this io-curve runs over {clash[0]}: leave out {values.flags(clash)}, or give another "
-            "--over"
+            f"this io-curve has {clash[0]} on its x axis; leave out {values.flags(clash)}, or pass "
+            "another --over"
         )
 
 
 def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> Recordings:
-    """Load the saved traces, or count; or run the simulator, if --execute or tensors ask for it.
+    """Load the saved traces, or count; run the simulator if --execute or tensors are passed.
 
-    `typed` names the options in use. Algorithms that divide keys into parts are run if `events` are
-    needed, since only totals of them are counted.
+    `typed` names the options in use. Algorithms that split keys are run if `events` are needed,
+    because only their totals can be counted.
     """
     mask, how = source.mask, source.how
     if source.trace:
         if clash := [name for name in typed if name in _RUN - {"trace"}]:
-            raise OptionError(
-                f"a saved trace has its own sizes and tensors; leave out {values.flags(clash)}"
-            )
+            raise OptionError(f"a saved trace has its own sizes; leave out {values.flags(clash)}")
         return Recordings([values.load_trace(file) for file in source.trace])
     names = source.names()
     for name in names:
@@ -350,7 +349,7 @@ def _io_sweep(source: opt.Source, over: str) -> Sweep:
     """Count bytes in closed form along one axis."""
     how, mask = source.how, source.mask
     if over not in _OVER:
-        raise OptionError(f"unknown axis {over!r}; {choices(over, _OVER)}")
+        raise OptionError(f"unknown --over {over!r}; {choices(over, _OVER)}")
     sizes = source.sizes.given()
     shape = {"n": sizes.pop("n_q", 4096), **sizes}
     tile: Any = None if how.tiling == "same" else values.parse_tiling(how.tiling)
@@ -390,24 +389,24 @@ def _by_heads(source: opt.Source, typed: list[str]) -> dict[str, Traffic]:
     shares = {"MHA": heads, "GQA": max(heads // 4, 1), "MQA": 1}
     if heads % 4 or heads < 8:
         raise OptionError(
-            "heads compares MHA, GQA with four query heads per KV head, and MQA: --heads "
-            f"must be 8, 12, ..., got {heads}"
+            "the plot `heads` compares MHA, GQA with four query heads per KV head, and MQA, so "
+            f"--heads must be a multiple of 4 from 8 on, got {heads}"
         )
     counts = {}
     for kind, n in shares.items():
         shared = replace(sizes, kv_heads=n)
-        counts[f"{kind}, {n} key head{'s' * (n > 1)}"] = values.counted(
+        counts[f"{kind}, {n} KV head{'s' * (n > 1)}"] = values.counted(
             shared, source.mask, name, source.how
         )
     return counts
 
 
 def _times(seconds: float | None, file: Path | None) -> float | dict[str, float] | None:
-    """Measured seconds: of the one algorithm, or by algorithm from a CSV file."""
+    """Return measured seconds: of one algorithm, or by algorithm from a CSV file."""
     if file is None:
         return seconds
     if seconds is not None:
-        raise OptionError("--seconds and --measured both give times; give one of them")
+        raise OptionError("--seconds and --measured both set times; pass only one of them")
     reader = csv.DictReader(io.StringIO(values.read_text(file)))
     if not {"algorithm", "seconds"} <= set(reader.fieldnames or ()):
         raise OptionError(
@@ -437,7 +436,7 @@ def _times(seconds: float | None, file: Path | None) -> float | dict[str, float]
 def _roofline(
     source: opt.Source, seconds: float | dict[str, float] | None, typed: list[str]
 ) -> tuple[Any, dict[str, Any]]:
-    """The data of `flashsim roofline`, or saved traces with their GPU times."""
+    """Return counts, or saved traces with their GPU times, and the options of the roofline."""
     if source.trace:
         traces = _recorded(source, typed).traces
         took = {
@@ -454,13 +453,15 @@ def _roofline(
     if isinstance(seconds, dict):
         if missing := set(seconds) - {t.algorithm for t in traces}:
             raise OptionError(
-                f"--measured has {', '.join(sorted(missing))}, which the plot does not show"
+                f"--measured has times of {', '.join(sorted(missing))}, which the plot does not "
+                "show; add these to --algorithm"
             )
         took |= seconds
     elif seconds is not None:
         if len(traces) != 1:
             raise OptionError(
-                f"--seconds is the time of one algorithm, got {len(traces)}; give one --algorithm"
+                f"--seconds is the time of one algorithm, but the plot shows {len(traces)}; pass "
+                "one --algorithm"
             )
         took = {traces[0].algorithm: seconds}
     with working("replaying (the first time compiles the model)"):

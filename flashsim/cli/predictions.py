@@ -1,4 +1,4 @@
-"""Commands that predict (roofline, predict, dram) and that measure (verify, calibrate)."""
+"""Commands that predict (roofline, predict, dram) or measure (verify, calibrate)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from flashsim.schedule import plans
 
 _KERNELS = opt.One(device="H200")
 _AUTO = opt.Parts(splits="auto")
-#: `verification.HERE`, which is loaded only when it is needed.
+#: Equal to `verification.HERE`, whose module is imported only when needed.
 _HERE = "this GPU"
 _AT_HAND = opt.Passes(device=_HERE)
 _GROUPED = opt.L2(launch="grouped")
-#: The seconds that compiling takes come once, before any table.
+#: The model is compiled once, before the first table.
 _REPLAYING = "replaying (the first time compiles the model, for some seconds)"
 
 
@@ -37,12 +37,12 @@ def roofline(
     algorithm: list[str] = opt.algorithms("standard,flash2"),
     seconds: opt.Seconds = None,
 ) -> Tables:
-    """Tell whether memory or arithmetic limits attention, for each way of counting bytes."""
+    """Show whether memory or arithmetic limits attention, for each way of counting bytes."""
     from flashsim.studies import roofline as rooflines
 
     splitting = [name for name in algorithm if plans.splits_keys(plans.check_algorithm(name))]
     counted = []
-    for name in algorithm:  # options of decoding go to those that divide the keys, or to all
+    for name in algorithm:  # decoding options apply to algorithms that split keys, or else to all
         its = opt.Decoding() if splitting and name not in splitting else decoding
         counted.append(values.counted(sizes, mask, name, how, its, algorithm))
     with working(_REPLAYING, replay_cost(counted), "tile requests"):
@@ -62,20 +62,20 @@ def predict(
     parts: opt.Parts = _AUTO,
     kernel: str | None = opt.option(
         None,
-        "Kernels of backend cupy: hopper or portable. Default: those that backend cupy picks "
-        "for the device.",
+        "Kernels of backend cupy: hopper or portable. Default: the kernels that backend cupy "
+        "chooses for the device.",
     ),
     deterministic: bool | None = opt.option(
         None,
-        "Backward: choose the form as backward(deterministic=...) does. Default: the form of "
+        "Backward: choose the kernels as backward(deterministic=...) does. Default: those of "
         "--algorithm.",
         "--deterministic/--no-deterministic",
     ),
 ) -> Tables:
-    """Predict how long the kernels of backend cupy take: units, overlap, waves and tails.
+    """Predict the time of the kernels of backend cupy: units, overlap, waves and tails.
 
-    This needs no GPU. With --tiling fit the kernels choose the tiling. The model is calibrated on
-    one H200; docs/reference/predictions.md compares it with measurements.
+    The command needs no GPU. With --tiling fit the kernels choose the tiling. The model is
+    calibrated on one H200; docs/reference/predictions.md compares it with measurements.
     """
     from flashsim.studies import predict as model
 
@@ -103,7 +103,7 @@ def dram(
         None, "Also show DRAM bytes for these L2 sizes in MiB, e.g. 10,20,50.", panel="L2 cache"
     ),
 ) -> Tables:
-    """Predict DRAM bytes: a model of the L2 cache answers the tile requests of a run."""
+    """Predict DRAM bytes: replay the tile requests of a run through a model of the L2 cache."""
     from flashsim import l2
 
     requested = values.counted(sizes, mask, algorithm, how, decoding)
@@ -122,7 +122,7 @@ def verify(
     ),
     summary: Path | None = opt.option(
         None,
-        "Only summarize a table that benchmarks/verify.py wrote, such as "
+        "Only summarize a table written by benchmarks/verify.py, such as "
         "docs/data/verify-h200.csv.",
     ),
     sizes: opt.Sizes = opt.BATCH,
@@ -133,7 +133,7 @@ def verify(
     kernel: str | None = opt.option(
         None,
         "Kernels of the backend. cupy: hopper or portable; numba_cuda: hopper, tensor or "
-        "teaching. Default: the fastest that run here.",
+        "teaching. Default: the fastest kernels that run on this GPU.",
     ),
     save: Path | None = opt.option(
         None, "Save Nsight Compute's CSV and, next to it, the bytes that the kernels reported."
@@ -149,9 +149,9 @@ def verify(
 ) -> None:
     """Compare predictions with hardware counters, kernel by kernel.
 
-    Runs the kernels under Nsight Compute, and predicts for this machine's GPU unless --device names
-    another. With --from, it reads Nsight Compute's output from another run instead. A file that
-    --save wrote also records the cases; for other tables give the same options as for the run.
+    The command runs the kernels under Nsight Compute, and predicts for this machine's GPU unless
+    --device names another. With --from, it reads Nsight Compute's output of an earlier run instead.
+    A file that --save wrote also records the cases; for other tables pass the run's options.
     """
     from flashsim.studies import verify as verification
 
@@ -194,14 +194,14 @@ def verify(
         directions = ("forward", "backward") if how.backward else ("forward",)
         if None in tiles[: len(directions)]:
             raise OptionError(
-                "--from needs the tiles that ran: give --tiling and --backward-tiling (a table of "
-                "benchmarks/verify.py is read by --summary)"
+                "--from needs the tile sizes of the run: pass --tiling and --backward-tiling (to "
+                "read a table of benchmarks/verify.py, use --summary)"
             )
         launches = verification.parse(values.read_text(from_))
         if how.device == _HERE:
             raise OptionError(
-                "--from needs --device: this table does not say on which GPU it was measured (what "
-                "--save keeps does)"
+                "--from needs --device, because this table does not record its GPU (files written "
+                "by --save do)"
             )
         predictions = [
             verification.predict(problem, algorithm, d, t, how.device)
@@ -215,7 +215,7 @@ def verify(
 
 
 def _measured(cases: Any, save: Path | None) -> Any:
-    """The record of these cases: measures them now, and saves it if requested."""
+    """Measure these cases, save the record if requested, and return it."""
     from flashsim.studies import verify as verification
 
     with working("measuring"):
@@ -226,24 +226,22 @@ def _measured(cases: Any, save: Path | None) -> Any:
 
 
 def calibrate(
-    units: Path | None = opt.option(
-        None, "Read a file that --csv printed earlier, instead of measuring."
-    ),
+    units: Path | None = opt.option(None, "Read an earlier output of --csv, instead of measuring."),
     device: str | None = opt.option(
-        None, "With --units: the GPU on which they were measured. Default: H200."
+        None, "With --units: the GPU on which the units were measured. Default: H200."
     ),
 ) -> Tables:
-    """Measure the speed of each unit of this GPU, for `flashsim predict`; takes seconds.
+    """Measure the speed of each unit of this GPU, for `flashsim predict`; it takes seconds.
 
-    The last table has the speeds of a `flashsim.Device` for predictions. In Python,
-    `flashsim.studies.predict.chip.calibrated` makes that device.
+    The last table has the speeds for a `flashsim.Device`. In Python,
+    `flashsim.studies.predict.chip.calibrated` returns that device.
     """
     from flashsim.studies.predict import chip
 
     if units is None and device is not None:
         raise OptionError(
-            "--device names the GPU that --units was measured on, so it needs --units; "
-            "without both, this machine's GPU is measured"
+            "--device names the GPU on which --units was measured, so it needs --units; leave out "
+            "--device to measure this machine's GPU"
         )
     base = Device.get("H200" if device is None else device)
     if units is None:
@@ -258,14 +256,14 @@ def calibrate(
             measured = [(name, float(value), unit) for name, value, unit in lines]
         except (ValueError, csv.Error):
             raise TraceError(
-                f"{str(units)!r} is not a table of units (lines of name, value and unit) as "
-                "`flashsim study calibrate --csv` prints them"
+                f"{str(units)!r} is not a table of units (lines of name, value and unit); write "
+                "it with `flashsim study calibrate --csv`"
             ) from None
     table = Table("Units, each measured alone", ("unit", "value", "in"))
     table.rows += measured
     calibrated = chip.calibrated(base, {name: value for name, value, _ in measured})
     figures = Table(
-        f"{calibrated.name}: figures to predict with", table.columns, note=calibrated.source
+        f"{calibrated.name}: figures for predictions", table.columns, note=calibrated.source
     )
     figures.rows += [
         ("Device.tensor_flops, bfloat16", calibrated.peak("bfloat16"), "FLOP/s"),
@@ -278,10 +276,10 @@ def calibrate(
 
 def _at_sizes(curves: dict[str, Any], sizes: list[float]) -> Table:
     table = Table(
-        "DRAM bytes over the size of L2 (textbook cache: fully associative, LRU)",
+        "DRAM bytes against the size of L2 (textbook cache: fully associative, LRU)",
         ("stage", "L2 MiB", "DRAM read B", "DRAM write B"),
         note="; ".join(
-            f"{name}: {curve.enough():,} B of L2 leave first reads only"
+            f"{name}: with {curve.enough():,} B of L2, DRAM serves only first reads"
             for name, curve in curves.items()
         ),
     )

@@ -1,4 +1,4 @@
-"""The `flashsim study ring` command, about attention over several GPUs."""
+"""The `flashsim study ring` command: attention that is distributed over several GPUs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _HOW = "How"
 def ring(
     sizes: opt.Sizes = _LAYER,
     causal: opt.Causal = False,
-    ranks: int = opt.option(8, "GPUs.", "-r", panel=_HOW),
-    scheme: str = opt.option("zigzag", f"One of {', '.join(SCHEMES)}.", panel=_HOW),
+    ranks: int = opt.option(8, "Number of GPUs (ranks).", "-r", panel=_HOW),
+    scheme: str = opt.option(
+        "zigzag", f"How the work is distributed: {', '.join(SCHEMES)}.", panel=_HOW
+    ),
     ulysses: int | None = opt.option(
         None, "usp only: number of GPUs that exchange heads with each other.", panel=_HOW
     ),
@@ -28,7 +30,7 @@ def ring(
     rank: int | None = opt.option(None, "Show the steps of this rank (GPU).", panel=opt.OUTPUT),
     device: opt.Device = "H200",
     link: str | None = opt.option(
-        None, f"Link inside a host. Default: the device's. {', '.join(LINKS)}.", panel=_HOW
+        None, f"Link inside a host: {', '.join(LINKS)}. Default: the device's.", panel=_HOW
     ),
     network: str = opt.option(
         "InfiniBand NDR", "Link between hosts; the names are those of --link.", panel=_HOW
@@ -38,7 +40,7 @@ def ring(
         None, "Animation to write: .gif, .mp4 or .html.", "-o", panel=opt.OUTPUT
     ),
 ) -> Tables:
-    """Spread attention over GPUs: what each holds, sends and computes, and how long it takes."""
+    """Count attention over several GPUs: what each holds, sends and computes; predict the time."""
     from flashsim.studies.predict import spread
 
     ready(out, (".gif", ".mp4", ".html"))
@@ -61,4 +63,4 @@ def ring(
         with working("drawing frames"):
             viz().animate_ranks(account, out)
         say(f"animation in {out}")
-    return tables, tables[:1]  # programs get what was counted
+    return tables, tables[:1]  # --json and --csv print only the counts

@@ -61,7 +61,7 @@ def walkthrough(
         None, "softmax: the logits, separated by commas. Default: 70,80,90."
     ),
     chunk: int | None = opt.option(
-        None, "softmax: number of logits per step of the online softmax. Default: 1."
+        None, "softmax: logits per step of the online softmax. Default: 1."
     ),
     subnormals: bool = opt.option(False, "softmax: keep subnormal numbers, as NumPy does."),
     n_q: int | None = opt.option(
@@ -87,7 +87,7 @@ def walkthrough(
         opt.refuse_unused(typed, "the list of walkthroughs", only=())
         return report.Table("Walkthroughs", ("name", "what"), [*walks.NAMES.items()])
     if name not in walks.NAMES:
-        raise OptionError(f"no walkthrough {name!r}; {choices(name, walks.NAMES)}")
+        raise OptionError(f"there is no walkthrough {name!r}; {choices(name, walks.NAMES)}")
     walk: Callable[..., report.Table] = getattr(walks, name)
     takes = inspect.signature(walk).parameters
     opt.refuse_unused(
@@ -112,7 +112,7 @@ def ladder(
     magnify: float = opt.option(1.0, "Factor that multiplies Q, to make scores large."),
     seed: int = opt.option(0, "Seed for drawing random tensors."),
 ) -> Tables:
-    """Climb from a naive softmax to FlashAttention: each rung is executed, counted, predicted."""
+    """Go from a naive softmax to FlashAttention; each step (rung) is run, counted and predicted."""
     from flashsim.studies import ladder as rungs_of
 
     asked = sizes.given()
@@ -135,20 +135,20 @@ def softmax_matmul(
     d1: int = opt.option(2048, "Rows of X."),
     d2: int = opt.option(1024, "Columns of X, along which softmax runs."),
     d3: int = opt.option(512, "Columns of V, up to 512."),
-    block: int = opt.option(64, "Rows of X in a block."),
-    block_2: int | None = opt.option(None, "Columns of X in a block. Default: as many as rows."),
+    block: int = opt.option(64, "Rows of X per tile."),
+    block_2: int | None = opt.option(None, "Columns of X per tile. Default: as many as rows."),
     run: bool = opt.option(
-        False, "Also simulate on random matrices, and show the result next to the formula's."
+        False, "Also simulate on random matrices, and show the results beside the formula's."
     ),
 ) -> Tables:
-    """Count the bytes of softmax(X) V, fused into one kernel and in two kernels."""
+    """Count the bytes of softmax(X) V, as one fused kernel and as two kernels."""
     from flashsim.studies import softmax_matmul as operation
 
     shape, blocks_of = (batch, d1, d2, d3), dict[str, Any](block=block, block_2=block_2)
     results = [operation.count(*shape, **blocks_of, fused=fused) for fused in (True, False)]
     if run:
         size = 4 * batch * (d1 * d2 + d2 * d3 + d1 * d3)
-        fits(size, "without --run it is counted without arrays")
+        fits(size, "leave out --run to count without arrays")
         rng = np.random.default_rng(0)
         x, v = (rng.standard_normal(s, np.float32) for s in ((batch, d1, d2), (batch, d2, d3)))
         with working("simulating"):
@@ -169,7 +169,7 @@ def softmax_matmul(
 def precision(
     n_q: list[int] = opt.option("256,1024", "Number of queries and keys.", "-n"),
     head_dim: int = opt.option(64, "Width of a row of Q and K.", "-d"),
-    dtype: str = opt.option("bfloat16", "Lower type, to which each rounding point rounds."),
+    dtype: str = opt.option("bfloat16", "The lower-precision type to which values are rounded."),
     kinds: list[str] | None = opt.option(
         None, "Kinds of inputs, separated by commas. Default: all."
     ),
@@ -180,19 +180,19 @@ def precision(
     causal: opt.Causal = False,
     seed: int = opt.option(0, "Seed for drawing random tensors."),
     published: bool = opt.option(
-        False, "Instead, lower the points together that published kernels round."
+        False, "Instead, round all the values together that published kernels round."
     ),
     plot: opt.Plot = None,
     *,
     typed: typer.Context,
 ) -> Tables:
-    """Measure the error of each rounding: lower one point at a time, compare with float64."""
+    """Measure the error of each rounding: round one value at a time, and compare with float64."""
     from flashsim.studies import precision as lab
 
     ready_to_draw(plot)
     if published:
         never = ("kinds", "points", "algorithm", "causal", "plot")
-        opt.refuse_unused(typed, "--published, which lowers points together", never=never)
+        opt.refuse_unused(typed, "--published, which rounds fixed sets of values", never=never)
         with working("rounding"):
             return [lab.presets(n, dtype=dtype, head_dim=head_dim, seed=seed) for n in n_q]
     with working("rounding"):
@@ -218,7 +218,7 @@ def banks(
     dtype: str | None = opt.option(
         None, "Element type. Default: float32, and bfloat16 for ldmatrix."
     ),
-    columns: int | None = opt.option(None, "Elements per row. Default: as many as fill 128 bytes."),
+    columns: int | None = opt.option(None, "Elements per row. Default: 128 bytes of elements."),
     pad: int | None = opt.option(
         None, "Elements of padding per row. Default: 1, or 16 bytes for ldmatrix."
     ),
@@ -230,7 +230,7 @@ def banks(
 
     ready_to_draw(plot)
     if plot is None and theme is not None:
-        raise OptionError("--theme sets the plot's colors; give --plot as well")
+        raise OptionError("--theme sets the plot's colors, so it needs --plot FILE")
     sizes: dict[str, Any] = {"dtype": dtype, "columns": columns, "pad": pad}
     table = on_chip.table(pattern=pattern, **sizes)
     if plot is not None:
@@ -245,7 +245,7 @@ def blocks(
     mask: opt.Mask,
     sizes: opt.Sizes = opt.BATCH,
     sides: list[int] = opt.option(
-        "32,64,128", "Tile sides to try, separated by commas; every pair of them is a tile."
+        "32,64,128", "Tile sides to try, separated by commas; every pair of sides is a tile."
     ),
     algorithm: opt.Algorithm = "flash2",
     direction: opt.Direction = "forward",
@@ -263,7 +263,7 @@ def blocks(
 
     ready_to_draw(plot)
     if plot is None and stage is not None:
-        raise OptionError("--stage chooses what to plot; give --plot as well")
+        raise OptionError("--stage chooses the kernel to plot, so it needs --plot FILE")
     problem = values.problem(sizes, mask)
     if stages is not None:
         opt.refuse_unused(typed, "--stages, which names the tiles", never=["sides"])
@@ -299,7 +299,7 @@ def when(
     *,
     typed: typer.Context,
 ) -> Tables:
-    """Find when FlashAttention wins: predicted times beside standard attention's, over N."""
+    """Predict from which length N FlashAttention is faster than standard attention."""
     from flashsim.studies import predict
 
     opt.refuse_unused(typed, "`study when`, which has as many keys as queries", never=["n_kv"])
@@ -321,12 +321,12 @@ def versions(
 def devices(sizes: opt.Sizes, decoding: opt.Decoding, *, typed: typer.Context) -> Tables:
     """List the GPUs that can be simulated, with the source of each figure.
 
-    With sizes, it also shows how many thread blocks fill each GPU (SMs x blocks per SM), how many
-    flash-decode launches, and into how many parts it divides the keys.
+    With sizes, the command shows how many thread blocks fill each GPU (SMs x blocks per SM), how
+    many blocks flash-decode launches, and how many splits of the keys it uses.
     """
     if sizes.given():
         return _filled(sizes, decoding)
-    opt.refuse_unused(typed, "a list without sizes (give sizes too)", only=())
+    opt.refuse_unused(typed, "a list without sizes (pass sizes too)", only=())
     table = report.Table(
         "Devices",
         (
@@ -334,8 +334,8 @@ def devices(sizes: opt.Sizes, decoding: opt.Decoding, *, typed: typer.Context) -
             *("HBM GB/s", "L2 GB/s", "float16 TFLOP/s", "float32 TFLOP/s"),
             *("link", "link GB/s", "source"),
         ),
-        note="float16: dense, on tensor cores; float32: CUDA cores; L2 empty: not published; "
-        "link: a direction",
+        note="float16: dense, on tensor cores; float32: CUDA cores; L2 GB/s is empty if not "
+        "published; link GB/s: per direction",
     )
     for d in PRESETS.values():
         table.rows.append(
@@ -362,7 +362,8 @@ def reproduce(
     if plot is not None:
         if name != "pallas":
             raise OptionError(
-                "--plot draws the series of one page: flashsim study reproduce pallas"
+                "--plot can only draw the series of pallas: flashsim study reproduce pallas --plot "
+                "FILE"
             )
         ready_to_draw(plot)
 
@@ -374,7 +375,7 @@ def reproduce(
     for each in pages.NAMES if name == "all" else (name,):
         with working(f"recomputing {each}"):
             tables = pages.tables(each)
-        if form.json or form.csv:  # programs get one array, or one header
+        if form.json or form.csv:  # one JSON array, or one CSV header
             collected += tables
         else:
             show(tables)
@@ -387,7 +388,7 @@ def reproduce(
 
 
 def claims(
-    names: list[str] | None = typer.Argument(None, help="Default: all."),
+    names: list[str] | None = typer.Argument(None, help="Names of the statements. Default: all."),
 ) -> Tables:
     """Recompute statements from well-known texts: right or wrong, and why."""
     from flashsim.studies import claims as all_claims
@@ -415,7 +416,7 @@ def warm(
                 *(round(done.seconds, 2), round(done.cpu_seconds, 2), str(done.folder)),
             )
         ],
-        note="compiled: kernels; nothing where all lay on disk",
+        note='compiled: the kernels compiled now; "nothing" if all were already on disk',
     )
 
 
@@ -430,7 +431,8 @@ def _filled(sizes: opt.Sizes, decoding: opt.Decoding) -> report.Table:
             *("name", "SMs", "tile", "blocks/SM", "blocks to fill it", "row tiles"),
             *("splits", "blocks"),
         ),
-        note="row tiles: blocks, were no keys divided; a block an SM is enough for the splits auto",
+        note="row tiles: the number of blocks without splits; --splits auto aims at one block per "
+        "SM",
     )
     for d in PRESETS.values():
         f = fill(problem, d, **how)

@@ -14,13 +14,13 @@ from flashsim.cli.output import Tables, add, event_table, figures, ready, say
 def show(
     file: Path,
     events: bool = opt.option(False, "List the events instead of totals."),
-    limit: int = opt.option(100, "Number of events to list at most.", min=1),
+    limit: int = opt.option(100, "The most events to list.", min=1),
     *,
     typed: typer.Context,
 ) -> Tables:
     """Show the contents of a saved trace."""
     if not events:
-        opt.refuse_unused(typed, "totals (give --events too)", never=["limit"])
+        opt.refuse_unused(typed, "totals (pass --events too)", never=["limit"])
     trace = values.load_trace(file)
     table = event_table(trace, limit) if events else figures(trace)
     people = table if events else trace.table()
@@ -36,7 +36,7 @@ def show(
 def perfetto(
     file: Path,
     out: Path = opt.option(opt.REQUIRED, "File to write: .json or .json.gz.", "-o"),
-    heads: int = opt.option(1, "Simulated trace: number of heads to write.", min=1),
+    heads: int = opt.option(1, "For a simulated trace: number of heads to write.", min=1),
 ) -> None:
     """Write a saved trace as Chrome trace events, for https://ui.perfetto.dev."""
     ready(out, (".json", ".gz"))

@@ -1,4 +1,4 @@
-"""Turn the text of options into values: windows, tilings, devices, tensors, traces."""
+"""Convert options to values: windows, tilings, devices, tensors, traces."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Arrays(NamedTuple):
     out: np.ndarray | None = None
 
     def gradient(self, seed: int) -> np.ndarray:
-        """`dout`, or a standard normal array of out's shape."""
+        """Return `dout`, or a standard normal array of out's shape."""
         if self.dout is not None:
             return self.dout
         shape = (*self.q.shape[:-1], self.v.shape[-1])
@@ -48,12 +48,12 @@ class Arrays(NamedTuple):
 
 
 def read_text(file: Path) -> str:
-    """The text of a file that the user named.
+    """Return the text of a file that the user named.
 
     Raises
     ------
     OptionError
-        If it cannot be read.
+        If the file cannot be read.
     """
     try:
         return file.read_text(encoding="utf-8", errors="replace")
@@ -64,23 +64,23 @@ def read_text(file: Path) -> str:
 def arrays(
     sizes: opt.Lengths, tensors: opt.Tensors, prefix: int | None = None, **instead: Any
 ) -> Arrays:
-    """Arrays from a file or the bundled model, or random ones of the given sizes.
+    """Return arrays from a file or of the demo data, or random ones of these sizes.
 
     All batch entries of random arrays begin with the same `prefix` keys. `instead` overrides
-    their sizes.
+    sizes of random arrays.
     """
     typed, file, sample = sizes.given(), tensors.input, tensors.demo_data
     if file is not None and sample is not None:
-        raise OptionError("--input and --demo-data both choose the tensors; give only one of them")
+        raise OptionError("--input and --demo-data both choose the tensors; pass only one of them")
     if typed and (file is not None or sample is not None):
-        raise OptionError(f"the sizes come from the tensors in the file; leave out {flags(typed)}")
+        raise OptionError(f"the tensors in the file determine the sizes; leave out {flags(typed)}")
     if file is not None:
         return _read_file(file)
     if sample is not None:
         real = load_sample(sample)
         return Arrays(real.q, real.k, real.v, out=real.out)
     asked = Problem(**{"n_q": 512, **typed, **instead})
-    fits(compulsory(asked), "`flashsim count` counts without arrays")
+    fits(compulsory(asked), "use `flashsim count`, which needs no arrays")
     drawn = Arrays(*random_inputs(asked, tensors.seed))
     for x in (drawn.k, drawn.v):
         x[1:, :, : prefix or 0] = x[:1, :, : prefix or 0]
@@ -88,14 +88,14 @@ def arrays(
 
 
 def unscaled(arrays: Arrays) -> dict[str, Any]:
-    """The option `scales` for arrays drawn directly in FP8, which have no scales; else empty."""
+    """Return the option `scales` for arrays drawn directly in FP8, without scales; else {}."""
     return {"scales": UNSCALED} if arrays.q.dtype.name in FP8 else {}
 
 
 def quantized(
     arrays: Arrays, scaling: opt.Scaling, rotate: bool, dtype: str | None
 ) -> tuple[Arrays, dict[str, Any]]:
-    """The arrays quantised to FP8, and the options with their scales.
+    """Return the arrays quantised to FP8, and the options with their scales.
 
     Without --scales the arrays are returned unchanged.
     """
@@ -103,7 +103,7 @@ def quantized(
     if kind is None:
         if rotate:
             raise OptionError(
-                "--rotate rotates q and k before they are scaled; give --scales as well"
+                "--rotate rotates q and k before they are scaled, so it needs --scales"
             )
         return arrays, unscaled(arrays)
     fp8 = quantize(
@@ -120,9 +120,9 @@ def quantized(
 def cache(
     arrays: Arrays, how: opt.Decoding
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, dict[str, Any]]:
-    """Q, K and V in the requested cache layout, and the options that describe it.
+    """Return Q, K and V in the requested cache layout, and the options that describe it.
 
-    V is None if it is columns of K.
+    V is None if its columns are columns of K.
     """
     q, k, v, options = _in_pages(arrays, how)
     if how.latent:
@@ -133,21 +133,21 @@ def cache(
 def _in_pages(
     arrays: Arrays, how: opt.Decoding
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-    """Q, and K and V cut into pages of `page_size` keys in order, and the options for them.
+    """Return Q, K and V with K and V in pages of `page_size` keys, and the options for them.
 
-    A shared prefix lies in the pages of the first batch entry.
+    A shared prefix is stored in the pages of the first batch entry.
     """
     q, k, v = arrays[:3]
     if how.page_size is None:
         return q, k, v, {}
     size = checks.positive_int("--page-size", how.page_size)
     if not 2 <= q.ndim == k.ndim == v.ndim <= 4 or k.shape[:-1] != v.shape[:-1]:
-        return q, k, v, {}  # `run` says what is wrong with them
-    q, k, v = (expand(x) for x in (q, k, v))  # a table of pages has a row for each entry
+        return q, k, v, {}  # `run` raises the error
+    q, k, v = (expand(x) for x in (q, k, v))  # a block table has a row per batch entry
     batch, heads, n, _ = k.shape
     pages = -(-n // size)
     row = heads * (k.shape[-1] + v.shape[-1]) * k.itemsize
-    fits(batch * pages * size * row, "smaller pages leave less of the last one empty")
+    fits(batch * pages * size * row, "use smaller pages, which leave less of the last page empty")
     pools = []
     for x in (k, v):
         room = np.zeros((batch, heads, pages * size, x.shape[-1]), x.dtype)
@@ -167,12 +167,12 @@ def foresee(
     device: Device,
     backend: str = "simulator",
 ) -> Estimate | None:
-    """The estimated cost of the passes in `tiles`; None on a GPU, or if `run` will refuse them.
+    """Return the estimated cost of the passes in `tiles`; None on a GPU, or for invalid arrays.
 
     Raises
     ------
     OptionError
-        If they need more than this machine's memory.
+        If the passes need more than this machine's memory.
     """
     q, k, v = arrays[:3]
     backend = backend_name(backend)
@@ -188,27 +188,29 @@ def foresee(
             for direction, tile in tiles.items()
         ]
     except FlashSimError:
-        return None  # `run` says it, of the arrays as they were given
+        return None  # `run` raises the error, about the user's own arrays
     return cost(passes, backend)
 
 
 def problem(sizes: opt.Lengths, mask: opt.Mask) -> Problem:
-    """The problem with these sizes and this mask."""
+    """Return the problem with these sizes and this mask."""
     softcap = mask.softcap if isinstance(mask, opt.Scores) else 0.0
     return Problem(**sizes.given(), causal=mask.causal, window=window(mask), softcap=softcap)
 
 
 def problem_of(arrays: Arrays, mask: opt.Mask) -> Problem:
-    """The problem of one head of these arrays: what a tiling depends on.
+    """Return the problem of one head of these arrays, on which a tiling depends.
 
     Raises
     ------
     FlashSimError
-        For arrays of which there is no problem.
+        If the arrays' shapes or types are invalid.
     """
     q, k, v = arrays[:3]
     if min(x.ndim for x in (q, k, v)) < 2:
-        raise ShapeError(f"q, k and v have at least 2 axes, got {q.shape}, {k.shape}, {v.shape}")
+        raise ShapeError(
+            f"q, k and v must have at least 2 axes, got shapes {q.shape}, {k.shape}, {v.shape}"
+        )
     sizes = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     return Problem(*sizes, dtype=q.dtype.name, causal=mask.causal)
 
@@ -221,7 +223,7 @@ def counted(
     decoding: opt.Decoding | None = None,
     among: Sequence[str] = (),
 ) -> Traffic:
-    """Count the bytes of one pass by formula; the tiling "same" suits all algorithms of `among`."""
+    """Count the bytes of one pass by formula; the tiling "same" fits all algorithms in `among`."""
     machine = Device.get(how.device)
     decoding = decoding or opt.Decoding()
     whole = decoding.posed(problem(sizes, mask))
@@ -236,12 +238,12 @@ def counted(
 
 
 def window(mask: opt.Mask) -> tuple[int, int] | None:
-    """The window of a mask, or None."""
+    """Return the window of a mask, or None."""
     return None if mask.window is None else parse_window(mask.window)
 
 
 def flags(names: Iterable[str]) -> str:
-    """Options as the user types them, for error messages."""
+    """Return options as the user types them, for error messages."""
     return ", ".join(map(opt.flag, names))
 
 
@@ -251,13 +253,13 @@ def _read_file(file: Path) -> Arrays:
             contents = {name: stored[name] for name in stored.files}
     except (ValueError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
         raise OptionError(
-            f"{file} is not an .npz file of plain arrays ({error}); np.savez(path, q=q, k=k, v=v) "
-            "writes one"
+            f"{file} is not an .npz file of plain arrays ({error}); write it with np.savez(path, "
+            "q=q, k=k, v=v)"
         ) from None
     missing = [name for name in "qkv" if name not in contents]
     if missing:
         raise ShapeError(
-            f"{file} must hold arrays q, k and v (and may hold dout), got "
+            f"{file} must contain arrays q, k and v (and may contain dout), got "
             f"{', '.join(contents) or 'none'}; missing: {', '.join(missing)}"
         )
     return Arrays(contents["q"], contents["k"], contents["v"], contents.get("dout"))
@@ -276,11 +278,11 @@ def parse_window(text: str) -> tuple[int, int] | None:
     """Parse ``LEFT:RIGHT``, or "none"."""
     if text == "none":
         return None
-    return opt.pair(":", int, "LEFT:RIGHT, e.g. 128:0 (-1 is unlimited)")("--window", text)
+    return opt.pair(":", int, "LEFT:RIGHT, e.g. 128:0 (-1 means no limit)")("--window", text)
 
 
 def parse_mask(text: str) -> bool:
-    """Parse "full" or "causal"; true for causal."""
+    """Return whether a mask is causal, from "full" or "causal"."""
     masks = {"full": False, "causal": True}
     if text not in masks:
         raise OptionError(f"unknown mask {text!r}; {choices(text, masks)}")
@@ -288,7 +290,7 @@ def parse_mask(text: str) -> bool:
 
 
 def parse_tiling(text: str) -> Tiling | str:
-    """Parse ``128x64`` as a Tiling; return "fit" and the names of presets unchanged."""
+    """Return the Tiling of a text such as ``128x64``; "fit" and presets' names are unchanged."""
     if text == "fit" or text in PRESETS:
         return text
     takes = f"QUERIESxKEYS, e.g. 128x64, or a name ({choices(text, ('fit', *PRESETS))})"
@@ -296,7 +298,7 @@ def parse_tiling(text: str) -> Tiling | str:
 
 
 def tiling(text: str, head_dim: int, causal: bool) -> Tiling | None:
-    """The tiling for one run; None for "fit"."""
+    """Return the tiling for one run; None for "fit"."""
     parsed = parse_tiling(text)
     if isinstance(parsed, Tiling):
         return parsed
@@ -306,9 +308,9 @@ def tiling(text: str, head_dim: int, causal: bool) -> Tiling | None:
 def tilings(
     how: opt.Passes, whole: Problem, algorithms: Sequence[str]
 ) -> tuple[Tiling | None, Tiling | None]:
-    """The tilings of the forward and the backward pass."""
+    """Return the tilings of the forward and the backward pass."""
     if how.backward_tiling not in ("fit", "same") and not how.backward:
-        raise OptionError("--backward-tiling is for the backward pass; give --backward as well")
+        raise OptionError("--backward-tiling is for the backward pass, so it needs --backward")
     directions = ("forward", "backward") if how.backward else ("forward",)
     forward, backward = (
         Tiling.common(whole, _machine(how), algorithms, directions)
@@ -322,25 +324,25 @@ def tilings(
 def one_tiling(
     text: str, whole: Problem, algorithms: Sequence[str], directions: Sequence[str], on: Device
 ) -> Tiling | None:
-    """The tiling for all of some algorithms; None for "fit", each algorithm's own."""
+    """Return one tiling for several algorithms; None for "fit", which each algorithm chooses."""
     if text == "same":
         return Tiling.common(whole, on, algorithms, directions)
     return tiling(text, whole.head_dim, whole.causal)
 
 
 def _machine(how: opt.Passes) -> Device:
-    """The device of passes, with another on-chip capacity if they can have one."""
+    """Return the device of passes, with another on-chip memory size if the options have one."""
     return device(how) if isinstance(how, opt.Simulated) else Device.get(how.device)
 
 
 def device(how: opt.Simulated) -> Device:
-    """The device, with another on-chip capacity if `how` sets one."""
+    """Return the device, with another on-chip memory size if `how` sets one."""
     machine = Device.get(how.device)
     return machine if how.sram is None else machine.with_sram(how.sram)
 
 
 def duration(trace: Trace) -> float | None:
-    """Seconds from the first to the last span that a GPU recorded; None without a timeline."""
+    """Return the seconds from the first to the last span of a timeline; None without one."""
     spans = trace.timeline
     if spans is None or not len(spans):
         return None
@@ -348,6 +350,6 @@ def duration(trace: Trace) -> float | None:
 
 
 def load_trace(file: Path) -> Trace:
-    """Load a saved trace, or a bundled one by its name if no file has that name."""
+    """Load a saved trace, or an included one by its name if no file has that name."""
     bundled = str(file) in TRACES and not file.exists()
     return load_sample_trace(str(file)) if bundled else Trace.load(file)

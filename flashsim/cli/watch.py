@@ -1,4 +1,4 @@
-"""The `flashsim watch` command, which runs other people's programs."""
+"""The `flashsim watch` command: run a PyTorch program, and count its attention calls."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def watch(
 ) -> None:
     """Run a program that uses PyTorch, and count every attention call that it makes.
 
-    With --csv or --json, the program's own output goes to stderr. If the program fails, or is
-    stopped by Ctrl-C, the calls seen so far are printed. The exit code is the program's.
+    With --csv or --json, the program's own output goes to stderr. If the program fails or is
+    stopped by Ctrl-C, the calls up to then are printed. The exit code is the program's.
     """
     from flashsim.torch import program
     from flashsim.torch import watch as watching

@@ -1,4 +1,4 @@
-"""The `flashsim xray` command: hardware counters of another program's attention kernels."""
+"""The `flashsim xray` command: find tile sizes of a program's kernels from hardware counters."""
 
 from __future__ import annotations
 
@@ -32,28 +32,29 @@ def xray(
     ),
     kernel: str | None = opt.option(
         None,
-        "Measure kernels whose names match this regular expression, of the shape that the other "
-        "options give: for kernels that `flashsim watch` does not see.",
+        "Measure kernels whose names match this regular expression; the other options set their "
+        "shape. Use it for kernels that `flashsim watch` does not see.",
     ),
     device: str | None = opt.option(
-        None, "Preset for the GPU. Default: the one that describes it."
+        None, "flashsim's device for the GPU. Default: the device that matches the GPU."
     ),
-    launches: int = opt.option(200, "Number of kernels to measure at most."),
+    launches: int = opt.option(200, "The most kernels to measure."),
     save: Path | None = opt.option(
         None, "Save the measurements, which --from reads on any machine."
     ),
     from_: Path | None = opt.option(None, "Read a file that --save wrote, instead of measuring."),
     plot: Path | None = opt.option(
-        None, "Also plot the measured bytes that identify the tiles: PNG, SVG or PDF."
+        None, "Also plot the measured bytes that identify the tile sizes: PNG, SVG or PDF."
     ),
     page: Path | None = opt.option(None, "Also write a report as an HTML page."),
     *,
     typed: typer.Context,
 ) -> None:
-    """Show what the attention kernels of a program move, and infer their tiles.
+    """Measure the bytes that a program's attention kernels move, and infer their tile sizes.
 
-    Runs the program under Nsight Compute, on an NVIDIA GPU. Its attention calls are those that
-    `flashsim watch` sees. For any other kernel give its name with --kernel, and its shape.
+    The command runs the program under Nsight Compute, on an NVIDIA GPU. It measures the attention
+    calls that `flashsim watch` sees. For any other kernel, pass its name with --kernel, and its
+    shape.
     """
     from flashsim.studies import xray as studies
 
@@ -61,7 +62,7 @@ def xray(
     ready(page, (".html",))
     ready(save)
     if (program is None) == (from_ is None):
-        raise OptionError("give a program to run, or --from FILE with what --save wrote")
+        raise OptionError("pass either a program to run, or --from FILE, which --save wrote")
     if from_ is not None:
         opt.refuse_unused(typed, "--from", only=["from_", "plot", "page", "device"])
         try:
@@ -78,7 +79,9 @@ def xray(
                 record = studies.measure(program, arguments or (), device=device, launches=launches)
             else:
                 if sizes.n_q is None:
-                    raise OptionError("--kernel needs the shape: -n, -d, --heads, ... as for count")
+                    raise OptionError(
+                        "--kernel needs the kernel's shape: pass -n, -d, --heads, ... as for count"
+                    )
                 shape = values.problem(replace(opt.LAYER, **sizes.given()), mask)
                 record = studies.measure_kernels(
                     program, arguments or (), shape, direction,

@@ -1,4 +1,4 @@
-"""Closed forms: bytes, FLOPs and bounds, counted without running anything."""
+"""Closed forms of bytes and FLOPs, and bounds on bytes, computed without a run."""
 
 from flashsim.counts.traffic import Traffic
 

@@ -1,7 +1,7 @@
 """The closed forms: requested bytes of each stage of each algorithm.
 
 Every term is a statement about an algorithm. For example, "in a Q-outer loop, K is read once per
-visit" is ``load K: heads * row_cols * d * e``. Nothing here shares code with the simulator.
+visit" is ``load K: heads * row_cols * d * e``. This module shares no code with the simulator.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from flashsim.schedule.schedule import Schedule
 
 
 class Forms:
-    """Requested bytes of each stage.
+    """Computes the requested bytes of each stage of a problem.
 
-    `e`, `r` and `a` are the bytes per element in HBM: of q, k or v, of a result and of an
+    `e`, `r` and `a` are bytes per element in HBM: `e` of q, k and v, `r` of a result, and `a` of an
     accumulator.
     """
 
@@ -22,40 +22,40 @@ class Forms:
         self.e, self.r, self.a = p.itemsize, p.result_itemsize, p.compute_itemsize
         self.heads, self.kv_heads = p.batch * p.heads, p.batch * p.kv_heads
         self.lead = p.bias[0] * p.bias[1] if p.bias else 0
-        # A float32 (or float64) problem accumulates in the result itself.
+        # A float32 or float64 problem has no separate accumulators in HBM.
         self.acc = "" if self.e == self.a else "_acc"
 
-    # -- one tensor, whole, once: bytes over all heads -------------------------------------------
+    # -- bytes of whole tensors, over all heads --------------------------------------------------
 
     def q(self, item: int) -> int:
-        """Bytes of Q, or of a gradient or accumulator of its shape; `item` bytes per element."""
+        """Return the bytes of a tensor shaped like Q, with `item` bytes per element."""
         return self.heads * self.p.n_q * self.p.head_dim * item
 
     def o(self, item: int) -> int:
-        """Bytes of out, or of anything of its shape."""
+        """Return the bytes of a tensor shaped like out, with `item` bytes per element."""
         return self.heads * self.p.n_q * self.p.head_dim_v * item
 
     def k(self, item: int) -> int:
-        """Bytes of K or dk."""
+        """Return the bytes of a tensor shaped like K, with `item` bytes per element."""
         return self.kv_heads * self.p.n_kv * self.p.head_dim * item
 
     def v(self, item: int) -> int:
-        """Bytes of V or dv; 0 where V is columns of K."""
+        """Return the bytes of a tensor shaped like V; 0 if V is columns of K."""
         return 0 if self.p.latent else self.kv_heads * self.p.n_kv * self.p.head_dim_v * item
 
     def stat(self) -> int:
-        """Bytes of one statistic with one number per row: LSE, delta, l or m."""
+        """Return the bytes of a statistic, one number per row: LSE, delta, l or m."""
         return self.heads * self.p.n_q * self.a
 
     def matrix(self, item: int) -> int:
-        """Bytes of the bias or its gradient: one matrix per entry of the bias's leading shape."""
+        """Return the bytes of the bias or its gradient, over all its matrices."""
         return self.lead * self.p.n_q * self.p.n_kv * item
 
     def scales(self, loaded: set[str], outer: str, s: Schedule, owners: int) -> dict[str, int]:
-        """Bytes of the scales that come with tiles of Q, K and V.
+        """Return the bytes of the scales that are loaded with tiles of Q, K and V.
 
-        Each tile brings 4 B for each scale block that it overlaps. The outer tiles are loaded once
-        for each of `owners` heads or groups, the inner ones at every visit.
+        Each tile is loaded with 4 B per scale block that it overlaps. The outer tiles are loaded
+        once for each of `owners` heads or groups, the inner tiles at every visit.
         """
         if self.p.scales is None:
             return {}
@@ -77,11 +77,12 @@ class Forms:
     def functions(
         self, algorithm: str, stage: str, outer: str, s: Schedule
     ) -> dict[tuple[str, str], int]:
-        """Bytes that score and mask functions read, and add to gradients, in a stage with scores.
+        """Return the bytes that functions read, or add to gradients, in a stage with scores.
 
-        Every visit reads what the score function needs, and every visit of a MASKED tile what the
-        mask function needs: each row's, column's and score's elements, and one element per value
-        that a head has. A Q-outer loop reads the first and the last kind once per row tile.
+        Every visit reads the captured elements of the score function, and every visit of a MASKED
+        tile also those of the mask function. Each element depends on the row, the column, the
+        score, or only the head. A Q-outer loop reads the elements of rows and of the head once per
+        row tile.
         """
         p, h, moved = self.p, self.heads, {}
         if stage == "delta" and p.sinks:
@@ -93,8 +94,7 @@ class Forms:
             return {}
         if stage == "forward" and p.sinks:
             moved["load", "sink"] = h * s.t_r * self.a
-        mask = None if p.mask_mod is None else p.mask_mod.graph
-        for name, graph in (("F", p.score_mod), ("M", mask)):
+        for name, graph in (("F", p.score_mod), ("M", p.mask_graph)):
             if graph is None or not graph.loads:
                 continue
             of, sums = graph.widths, s.sums if name == "F" else s.masked_sums
@@ -114,7 +114,7 @@ class Forms:
     # -- stages ---------------------------------------------------------------------------------
 
     def forward(self, algorithm: str, stage: str, s: Schedule) -> dict[tuple[str, str], int]:
-        """``{(op, tensor): bytes}`` of a forward stage under schedule `s`."""
+        """Return the bytes of a forward stage under schedule `s`, as ``{(op, tensor): bytes}``."""
         h, e, r, a, sums = self.heads, self.e, self.r, self.a, s.sums
         d, dv = self.p.head_dim, self.p.head_dim_v
         bias = {("load", "bias"): h * sums.area * r} if self.lead else {}
@@ -160,11 +160,11 @@ class Forms:
         }
 
     def _decode(self, stage: str, s: Schedule, walks: int) -> dict[tuple[str, str], int]:
-        """Bytes of FlashDecoding's stages.
+        """Return the bytes of a stage of FlashDecoding, as ``{(op, tensor): bytes}``.
 
-        The keys of a row tile may be split into parts; each part loads Q again. If there are
-        several parts, each part's partial O and L are written to memory, and the combining stage
-        reads them.
+        The keys of a row tile may be split into parts, each of which loads Q again. If there are
+        several parts, the first stage stores a partial O and L per part in HBM, and the combining
+        stage loads them.
         """
         e, r, a, d, dv = self.e, self.r, self.a, self.p.head_dim, self.p.head_dim_v
         parts = walks * s.part_sums.part_rows
@@ -190,7 +190,7 @@ class Forms:
         }
 
     def backward(self, algorithm: str, stage: str, s: Schedule) -> dict[tuple[str, str], int]:
-        """``{(op, tensor): bytes}`` of a backward stage under schedule `s`."""
+        """Return the bytes of a backward stage under schedule `s`, as ``{(op, tensor): bytes}``."""
         h, e, r, a, sums = self.heads, self.e, self.r, self.a, s.sums
         d, dv = self.p.head_dim, self.p.head_dim_v
         dq_acc, dbias_acc = "dQ" + self.acc, "dBias" + self.acc
@@ -241,7 +241,7 @@ class Forms:
         }
         if stage == "dkdv":
             return {**shared, **stats}
-        if algorithm == "flash2-once":  # every row has one visit
+        if algorithm == "flash2-once":  # each row tile has one visit
             once = {("load", "L"): self.stat(), ("store", "dQ"): self.q(r)}
             return {**shared, **dbias, **dlse, **once}
         if stage == "fused":

@@ -1,8 +1,8 @@
-"""The questions that both `Trace` and `Traffic` answer."""
+"""The query methods that `Trace` and `Traffic` share: bytes, FLOPs, and a table of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Protocol
 
 from flashsim import report
@@ -23,7 +23,7 @@ Transfers = Mapping[tuple[str, str, str], int]
 
 
 class Answers(Protocol):
-    """The methods of a pass's result that both `Trace` and `Traffic` have."""
+    """The attributes and methods that both `Trace` and `Traffic` have."""
 
     problem: Problem
     device: Device
@@ -58,7 +58,7 @@ def select(
     tensor: str | None,
     tensors: Sequence[str] = TENSORS,
 ) -> int:
-    """Bytes of one operation, one tensor or both; None means all."""
+    """Return the bytes of one operation and one tensor; None means all of them."""
     check_names(op, tensor, tensors)
     return sum(
         nbytes
@@ -68,7 +68,7 @@ def select(
 
 
 def select_kind(flops: Mapping[str, int], kind: str | None) -> int:
-    """FLOPs of one kind, or of all kinds."""
+    """Return the FLOPs of one kind, or of all kinds."""
     if kind is None:
         return sum(flops.values())
     checks.one_of("kind of FLOP", kind, KINDS)
@@ -76,7 +76,7 @@ def select_kind(flops: Mapping[str, int], kind: str | None) -> int:
 
 
 def select_chip(chip: Mapping[str, int], op: str | None) -> int:
-    """On-chip bytes that are read, written, or both."""
+    """Return the on-chip bytes that are read, written, or both."""
     if op is None:
         return sum(chip.values())
     checks.one_of("on-chip operation", op, ("read", "write"))
@@ -84,7 +84,7 @@ def select_chip(chip: Mapping[str, int], op: str | None) -> int:
 
 
 def by_tensor(transfers: Transfers) -> dict[str, dict[str, int]]:
-    """``{tensor: {op: bytes}}``."""
+    """Return the bytes as ``{tensor: {op: bytes}}``."""
     result: dict[str, dict[str, int]] = {}
     for (_, op, tensor), nbytes in transfers.items():
         row = result.setdefault(tensor, dict.fromkeys(OPS, 0))
@@ -92,10 +92,21 @@ def by_tensor(transfers: Transfers) -> dict[str, dict[str, int]]:
     return result
 
 
-def in_words(p: Problem) -> str:
-    """Sizes, type and mask of a problem, for titles.
+def by_operation(
+    transfers: Transfers, stages: Container[str] | None = None
+) -> dict[tuple[str, str], int]:
+    """``{(op, tensor): bytes}``, summed over all stages, or over those named."""
+    total: dict[tuple[str, str], int] = {}
+    for (stage, op, tensor), nbytes in transfers.items():
+        if stages is None or stage in stages:
+            total[op, tensor] = total.get((op, tensor), 0) + nbytes
+    return total
 
-    "1 x 16 / 4 heads" means a batch of 1 and 16 heads over 4 key heads.
+
+def in_words(p: Problem) -> str:
+    """Return the sizes, the type and the mask of a problem as text, for titles.
+
+    "1 x 16 / 4 heads" means a batch of 1, with 16 query heads and 4 key heads.
     """
     heads = f"{p.heads} / {p.kv_heads}" if p.group > 1 else f"{p.heads}"
     width = f"{p.head_dim}" if p.head_dim_v == p.head_dim else f"{p.head_dim} / {p.head_dim_v}"
@@ -114,10 +125,10 @@ def in_words(p: Problem) -> str:
 
 
 def summary(source: Answers) -> report.Table:
-    """The table that `print(trace)` shows."""
+    """Return the table that `print(trace)` and `print(traffic)` show."""
     p, tables = source.problem, source.by_tensor()
     parts = ""
-    known = source.algorithm in plans.ALGORITHMS  # or a user's own
+    known = source.algorithm in plans.ALGORITHMS  # False for a user's own algorithm
     way = source.direction
     if known:
         way = ALGORITHMS[source.algorithm].direction(way)
@@ -130,8 +141,8 @@ def summary(source: Answers) -> report.Table:
         note=(
             f"compulsory {source.compulsory():,} B · {source.flops():,} FLOPs "
             f"(matmul {source.flops('matmul'):,}) · {source.intensity():.4g} FLOP/B · "
-            f"{source.on_chip():,} B read and written on chip · peak {source.peak_sram():,} B held "
-            "by a block"
+            f"{source.on_chip():,} B read and written on chip · peak {source.peak_sram():,} B of "
+            "SRAM per block"
         ),
     )
     for tensor, row in tables.items():

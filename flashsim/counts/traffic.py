@@ -1,8 +1,8 @@
-"""Traffic in closed form: the bytes that a schedule moves, computed without moving any.
+"""Traffic in closed form: the bytes that a schedule moves, computed without a run.
 
-The forms themselves are in `forms`. They need sums over a schedule's visits. These cost O(row
-tiles) for causal and windowed problems, so a million queries take milliseconds. Nothing here shares
-code with the simulator; the tests assert that the two are equal as integers.
+The closed forms themselves are in `forms`. They need sums over a schedule's visits. For causal and
+windowed problems, these sums cost O(row tiles), so a million queries take milliseconds. This module
+shares no code with the simulator; the tests assert that both give equal integers.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from flashsim.schedule.tiling import Tiling
 
 @own_errors
 class Traffic:
-    """The bytes and FLOPs of a schedule, in closed form, with the methods of `Trace`.
+    """The bytes and FLOPs of a pass in closed form, with the same query methods as `Trace`.
 
     Attributes
     ----------
     problem, tiling, algorithm, direction, device, split
-        The counted run.
+        The pass that was counted.
     transfers : dict
         Requested bytes over all heads, ``{(stage, op, tensor): bytes}``.
     """
@@ -73,24 +73,27 @@ class Traffic:
                     self.transfers[stage.name, op, tensor] = nbytes
 
     def schedule(self, stage: plans.Stage) -> Schedule:
-        """The schedule of one stage: its visits and their order."""
+        """Return the schedule of one stage: its visits and their order."""
         return self._schedules[stage.outer, stage.dense]
 
     @property
     def parts(self) -> int:
-        """The number of parts that keys are divided into, for the row tile that has the most."""
+        """The largest number of parts into which the keys of a row tile are split."""
         return max(int(walk.part_counts.max(initial=1)) for walk in self._schedules.values())
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Requested bytes between HBM and SRAM, all heads: for one operation and tensor, or all."""
+        """Return the requested bytes between HBM and SRAM, over all heads.
+
+        Without arguments, all operations and tensors are summed.
+        """
         return select(self.transfers, op, tensor)
 
     def by_tensor(self) -> dict[str, dict[str, int]]:
-        """``{tensor: {op: bytes}}`` over all heads and stages."""
+        """Return the requested bytes over all heads and stages, as ``{tensor: {op: bytes}}``."""
         return by_tensor(self.transfers)
 
     def compulsory(self) -> int:
-        """Bytes that any algorithm must move: each input read once, each output written once."""
+        """Return the bytes that any algorithm must move: each input and each output once."""
         return compulsory(self.problem, self.direction)
 
     def _work(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -122,26 +125,29 @@ class Traffic:
         return flops, chip
 
     def flops(self, kind: str | None = None) -> int:
-        """FLOPs executed over all heads: of one kind (see `work.KINDS`) or of all."""
+        """Return the FLOPs over all heads: of one kind (see `work.KINDS`) or of all."""
         return select_kind(self._work()[0], kind)
 
     def on_chip(self, op: str | None = None) -> int:
-        """Bytes read from ("read") and written to ("write") SRAM by tile operations."""
+        """Return the bytes that tile operations read from ("read") or write to ("write") SRAM.
+
+        Without `op`, both are summed.
+        """
         return select_chip(self._work()[1], op)
 
     def intensity(self) -> float:
-        """Arithmetic intensity: FLOPs per requested byte of HBM."""
+        """Return the arithmetic intensity: FLOPs per requested byte of HBM."""
         return self.flops() / self.bytes()
 
     def peak_sram(self) -> int:
-        """Most bytes that one thread block holds on chip at any time, over all stages."""
+        """Return the most bytes that one thread block has on chip at any time, over all stages."""
         return max(self._peak(stage) for stage in self.stages)
 
     def _peak(self, stage: plans.Stage) -> int:
         if stage.whole_rows:
             return self._strip_peak(stage)
         own, inner = self.schedule(stage).extents()
-        if stage.parts == "merges":  # a step loads parts, if there are several
+        if stage.parts == "merges":  # a step loads partial results only if there are several
             own = own[self.schedule(stage).merged]
             inner = np.ones_like(own)
         elif self.problem.page_size is not None:
@@ -151,9 +157,9 @@ class Traffic:
         return int(max(held, default=0)) if stage.buffers else 0
 
     def _paged_peak(self, stage: plans.Stage) -> int:
-        """Peak on-chip bytes of a stage with pages.
+        """Return the peak on-chip bytes of a stage that reads a paged cache.
 
-        A visit holds one page number per page of its tile, not one per key.
+        A visit loads one page number per page of its tile, not one per key.
         """
         s = self.schedule(stage)
         ptr, col, _ = s.row_csr
@@ -166,10 +172,10 @@ class Traffic:
         return int(max(held.max(), visits.max(initial=0)))
 
     def _strip_peak(self, stage: plans.Stage) -> int:
-        """Peak on-chip bytes of a stage that works on whole rows of scores.
+        """Return the peak on-chip bytes of a stage that works on whole rows of scores.
 
-        A buffer has room for a row of the longest sequence's keys; shorter sequences fill only a
-        part.
+        Each buffer has the size of a row of the longest sequence's keys. Rows of shorter sequences
+        fill only a part of it.
         """
         tiles = [move.tile for move in stage.visit if move.holds]
         most = strip_rows(stage, self.schedule(stage), self.device)
@@ -181,16 +187,19 @@ class Traffic:
         return peak
 
     def saved(self) -> int:
-        """Bytes kept in HBM from forward to backward: inputs, output, statistics, or P."""
+        """Return the bytes kept in HBM from forward to backward: inputs, output, statistics, P."""
         return saved(self.problem, self.algorithm)
 
     def workspace(self) -> int:
-        """Bytes of HBM used besides inputs, outputs and saved tensors: accumulators, dP, dS."""
+        """Return the bytes of HBM used for accumulators, dP and dS.
+
+        Inputs, outputs and saved tensors are not included.
+        """
         parts = [int(self.schedule(s).slots[:, 1].max()) for s in self.stages if s.parts]
         return workspace(self.problem, self.algorithm, self.direction, max(parts, default=1))
 
     def table(self) -> report.Table:
-        """Bytes by tensor and direction, FLOPs, intensity and peak SRAM, as a table."""
+        """Return a table of bytes by tensor and direction, FLOPs, intensity and peak SRAM."""
         return summary(self)
 
     def __repr__(self) -> str:
@@ -209,12 +218,12 @@ def count_schedule(
     key_order: str = "ascending",
     split: Split = WHOLE,
 ) -> Traffic:
-    """The closed form of one algorithm under one tiling.
+    """Return the traffic of one algorithm with one tiling, in closed form.
 
     Raises
     ------
     SramOverflow
-        If a stage does not fit on the device's chip.
+        If a stage does not fit in the device's on-chip memory.
     TilingError
         If the algorithm needs exactly one visit per row tile, and a row tile has several or none.
     """
@@ -227,11 +236,11 @@ def count_schedule(
 
 
 def compulsory(problem: Problem, direction: str = "forward") -> int:
-    """Bytes that any algorithm must move: each input read once, each output written once.
+    """Return the bytes that any algorithm must move: each input and each output once.
 
     A forward pass reads q, k, v (and bias) and writes out and LSE. A backward pass reads the same
     inputs, out, dout, LSE (and its gradient), and writes dq, dk, dv (and the bias's gradient). Only
-    "flash2-once" does without out, which follows from the others, so it may move less.
+    "flash2-once" does not read out, so it may move fewer bytes.
     """
     f = Forms(problem)
     inputs, results = (f.q(item) + f.k(item) + f.v(item) for item in (f.e, f.r))
@@ -249,12 +258,12 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
 
 
 def once(problem: Problem, algorithm: str, direction: str = "forward") -> int:
-    """Bytes if each stage read and wrote each of its tensors once.
+    """Return the bytes moved if each stage reads and writes each of its tensors once.
 
-    This is the traffic of a cache that is perfect within a kernel and empty between kernels. For
-    FlashAttention-2's forward pass, which is one kernel, it equals the compulsory bytes. For
-    standard attention it adds the N x N matrices. A single tile over all scores requests exactly
-    these bytes; no mask keeps a whole tensor from being read.
+    A cache would cause this traffic that never misses twice within a kernel, and that is empty at
+    the start of each kernel. For FlashAttention-2's forward pass, which is one kernel, this equals
+    the compulsory bytes. For standard attention, it also includes the N x N matrices. Computing all
+    scores in a single tile requests exactly these bytes. A mask does not reduce them.
     """
     p = replace(problem, mask=None, mask_mod=None, block_mask=None, causal=False, window=None)
     whole = Tiling(p.n_q, p.n_kv)
@@ -262,10 +271,10 @@ def once(problem: Problem, algorithm: str, direction: str = "forward") -> int:
 
 
 def saved(problem: Problem, algorithm: str) -> int:
-    """Bytes of HBM kept from forward to backward, the inputs included.
+    """Return the bytes of HBM kept from forward to backward, including the inputs.
 
     Standard attention keeps P (and, with a softcap, its derivative): O(N^2). FlashAttention-1 keeps
-    out, l and m, and FlashAttention-2 keeps out and LSE: O(N). "flash2-once" does not need out.
+    out, l and m, and FlashAttention-2 keeps out and LSE: O(N). "flash2-once" does not keep out.
     """
     return sum(whole_bytes(problem, name) for name in _kept(problem, algorithm))
 
@@ -274,9 +283,9 @@ _RESULTS = {"O", "dQ", "dK", "dV", "dBias", "dF", "dSink"}
 
 
 def workspace(problem: Problem, algorithm: str, direction: str = "forward", parts: int = 1) -> int:
-    """Bytes of HBM that a pass uses besides its inputs, its outputs and the saved tensors.
+    """Return the bytes of HBM that a pass uses besides inputs, outputs and saved tensors.
 
-    `parts` is the largest number of parts that any query's keys are divided into.
+    `parts` is the largest number of parts into which the keys of a query are split.
     """
     written = set(plans.tensors_of(problem, algorithm, direction, "store", "reduce"))
     rest = written - _kept(problem, algorithm) - _RESULTS
@@ -287,16 +296,16 @@ def workspace(problem: Problem, algorithm: str, direction: str = "forward", part
 
 
 def _kept(problem: Problem, algorithm: str) -> set[str]:
-    """Names of the inputs, and of what the forward pass writes and the backward pass reads."""
+    """Return the names of the inputs, and of the tensors that forward saves for backward."""
     written = set(plans.tensors_of(problem, algorithm, "forward", "store"))
     inputs = set(plans.tensors_of(problem, algorithm, "forward", "load")) - written
-    if algorithm not in plans.TRAINING:  # nothing but what the caller gets
+    if algorithm not in plans.TRAINING:  # without a backward pass, nothing is saved
         return inputs | written & {"O", "L"}
     return inputs | written & set(plans.tensors_of(problem, algorithm, "backward", "load"))
 
 
 def strip_rows(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
-    """How many whole score rows a stage keeps on chip at a time."""
+    """Return how many whole rows of scores a stage keeps on chip at once."""
     row = sum(b.per_row for b in stage.buffers)
     longest = max(s.q_stop - s.q_start for s in schedule.problem.sequences)
     tallest = min(schedule.tiling.block_q, longest)
@@ -304,11 +313,14 @@ def strip_rows(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
 
 
 def live(problem: Problem, algorithm: str) -> int:
-    """Bytes live in a backward pass: saved tensors, workspace, out, dout (dlse) and gradients."""
+    """Return the bytes of HBM in use during a backward pass.
+
+    They are the saved tensors, the workspace, out, dout (dlse) and the gradients.
+    """
     p = problem
     outputs = p.batch * p.heads * p.n_q * (p.head_dim + p.head_dim_v)  # dq and dout
     outputs += p.batch * p.kv_heads * p.n_kv * (p.head_dim + p.head_dim_v)  # dk and dv
-    if "O" not in _kept(p, algorithm):  # out is not needed again, but the caller still has it
+    if "O" not in _kept(p, algorithm):  # the pass does not read out, but the caller still has it
         outputs += p.batch * p.heads * p.n_q * p.head_dim_v
     held = saved(p, algorithm) + workspace(p, algorithm, "backward")
     held += whole_bytes(p, "dL") if p.dlse else 0

@@ -1,15 +1,17 @@
 """The work per visit: floating-point operations by kind, and bytes read and written on chip.
 
-Each stage is a short list of tile operations. A cost is linear in the tile's rows, columns and
-scores. So the same table gives the cost of one visit or, from sums over a schedule, of all visits.
+Each stage is a short list of tile operations. The cost of each is linear in the tile's rows,
+columns and scores. So the same list gives the cost of one visit or, from sums over a schedule, of
+all visits.
 
-Rules. A multiply-add in a matrix product is 2 FLOPs. ``exp`` counts exponentials, logarithms and
-tanh (a GPU's special-function unit); ``max`` counts comparisons; subtraction is ``add``. A row sum
-or row maximum over n elements is n operations; guards against rows without keys are not counted. A
-tile operation reads each operand once from SRAM and writes its result once; this model ignores
-reuse in registers. A masked tile costs as much as a full one, because the hardware computes all of
-it. ``function`` counts each floating-point operation of a score function and its derivative once.
-A mask function compares integers, which are no floating-point operations.
+The counting rules are: A multiply-add in a matrix product is 2 FLOPs. ``exp`` counts exponentials,
+logarithms and tanh (of a GPU's special-function unit), and ``max`` counts comparisons. Subtractions
+count as ``add``. A row sum or row maximum over n elements is n operations. Operations that handle
+rows without keys are not counted. A tile operation reads each operand once from SRAM and writes its
+result once; reuse in registers is ignored. A masked tile costs as much as a full tile, because the
+hardware computes the whole tile. ``function`` counts each floating-point operation of a score
+function and its derivative once. A mask function compares integers, so its operations are not
+counted.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ class Cost(NamedTuple):
     score: int = 0
 
     def at(self, rows: int, cols: int, scores: int) -> int:
-        """The cost of a tile; from sums over tiles, the sum of their costs."""
+        """Return the cost of a tile, or of many tiles if the arguments are sums over them."""
         return self.row * rows + self.col * cols + self.score * scores
 
 
 @dataclass(frozen=True)
 class TileOp:
-    """One operation on on-chip tiles: the buffers it reads and writes, and its FLOPs by kind."""
+    """One operation on tiles in SRAM: the buffers it reads and writes, and its FLOPs by kind."""
 
     name: str
     reads: str
@@ -48,29 +50,32 @@ class TileOp:
 
 @dataclass(frozen=True)
 class StageWork:
-    """The tile operations of one stage: per visit, and per outer step (when merging, per part)."""
+    """The tile operations of one stage, per visit and per outer step.
+
+    In a stage that merges parts of the keys, those of an outer step are counted per part.
+    """
 
     visit: tuple[TileOp, ...] = ()
     outer: tuple[TileOp, ...] = ()
 
 
 def scores(n: int) -> Cost:
-    """A cost of `n` operations per score."""
+    """Return a cost of `n` operations per score."""
     return Cost(score=n)
 
 
 def rows(n: int, score: int = 0) -> Cost:
-    """A cost of `n` operations per row, and `score` per score."""
+    """Return a cost of `n` operations per row, and `score` operations per score."""
     return Cost(row=n, score=score)
 
 
 def columns(n: int) -> Cost:
-    """A cost of `n` operations per column."""
+    """Return a cost of `n` operations per column."""
     return Cost(col=n)
 
 
 def stage_work(problem: Problem, algorithm: str, direction: str, stage: str) -> StageWork:
-    """The tile operations of one stage of an algorithm; empty for a stage without arithmetic."""
+    """Return the tile operations of one stage; none for a stage without arithmetic."""
     d, dv, p = problem.head_dim, problem.head_dim_v, problem
     if direction == "forward":
         table = _forward(p, d, dv, algorithm)
@@ -80,7 +85,7 @@ def stage_work(problem: Problem, algorithm: str, direction: str, stage: str) -> 
 
 
 def _scores(p: Problem, d: int, *, gated: bool = False) -> tuple[TileOp, ...]:
-    """The tile operations of S = softcap(scale Q K^T) + bias."""
+    """Return the tile operations of S = softcap(scale Q K^T) + bias."""
     ops = [TileOp("S = scale Q K^T", "Q K", "S", {"matmul": scores(2 * d), "multiply": scores(1)})]
     if p.softcap:
         cap = {"divide": scores(1), "exp": scores(1), "multiply": scores(1)}
@@ -96,7 +101,7 @@ def _scores(p: Problem, d: int, *, gated: bool = False) -> tuple[TileOp, ...]:
 
 
 def _score_gradient(p: Problem) -> tuple[TileOp, ...]:
-    """The tile operations from dS back to the gradient of the scaled product."""
+    """Return the tile operations that compute the gradient of the scaled product from dS."""
     ops = []
     if p.score_mod is not None:
         cost = {"function": scores(gradient_flops(p.score_mod, p.score_grads))}
@@ -151,7 +156,7 @@ def _forward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWork
                 visit=(*_scores(p, d), TileOp("P = exp(S - m~)", "S", "S", local), product)
             )
         }
-    values = "K" if p.latent else "V"  # its columns are read in K's tile
+    values = "K" if p.latent else "V"  # latent attention reads V from K's tile
     product = TileOp(
         "O = alpha O + P V", f"S {values} O", "O", {"matmul": scores(2 * dv), "multiply": rows(dv)}
     )
@@ -173,7 +178,7 @@ def _forward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWork
 
 
 def _backward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWork]:
-    less = int(p.dlse)  # the LSE's gradient is taken off delta, one addition a row
+    less = int(p.dlse)  # the LSE's gradient is subtracted from delta, one addition per row
     dlse = " dL" if p.dlse else ""
     delta = {"multiply": rows(dv), "add": rows(dv + less)}
     scale_dq = TileOp("dQ = scale dQ", "dQ", "dQ", {"multiply": rows(d)})
@@ -207,7 +212,7 @@ def _backward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWor
     dv_op = _mm("dV = dV + P^T dO", "S dO dV", "dV", dv)
     dk_op = _mm("dK = dK + dS^T Q", "dP Q dK", "dK", d)
     dq_op = _mm("dQ = dQ + dS K", "dP K dQ", "dQ", d)
-    # A tile of dQ that leaves the chip at every visit is scaled there.
+    # If every visit stores or reduces a tile of dQ, every visit scales it.
     product = {"matmul": scores(2 * d), "multiply": rows(d)}
     to_reduce = TileOp("dQ = scale dS K", "dP K", "dQ", product)
     added_dq = TileOp("dQ = dQ + scale dS K", "dP K dQ", "dQ", {**product, "add": rows(d)})
@@ -219,8 +224,8 @@ def _backward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWor
     }
     if algorithm == "flash2-once":
         cost = {"multiply": scores(1), "add": rows(less, score=1)}
-        here = TileOp("delta = rowsum(P dP)", f"S dP{dlse}", "delta", cost)
-        visit = (*recompute, dv_op, grad_s[0], here, *grad_s[1:], dk_op, to_reduce)
+        delta_on_chip = TileOp("delta = rowsum(P dP)", f"S dP{dlse}", "delta", cost)
+        visit = (*recompute, dv_op, grad_s[0], delta_on_chip, *grad_s[1:], dk_op, to_reduce)
         table["fused"] = StageWork(visit, (scale_dk,))
     if algorithm == "flash1":
         row_sum = TileOp("D = rowsum(dO O)", f"O dO{dlse}", "", delta)
@@ -234,7 +239,7 @@ def _mm(name: str, reads: str, writes: str, inner: int) -> TileOp:
 
 
 def total_flops(ops: tuple[TileOp, ...], n_rows: int, n_cols: int, n_scores: int) -> dict[str, int]:
-    """FLOPs by kind of the tile operations over tiles with these sums."""
+    """Return the FLOPs by kind of the tile operations, from sums over all tiles."""
     result = dict.fromkeys(KINDS, 0)
     for op in ops:
         for kind, cost in op.flops.items():
@@ -245,7 +250,10 @@ def total_flops(ops: tuple[TileOp, ...], n_rows: int, n_cols: int, n_scores: int
 def on_chip_bytes(
     ops: tuple[TileOp, ...], stage: plans.Stage, n_rows: int, n_cols: int, n_scores: int
 ) -> dict[str, int]:
-    """Bytes that the tile operations read from and write to SRAM: ``{"read": .., "write": ..}``."""
+    """Return the bytes that the tile operations read from and write to SRAM.
+
+    The dict is ``{"read": bytes, "write": bytes}``.
+    """
     size = {b.name: Cost(b.per_row, b.per_col, b.per_score) for b in stage.buffers}
     result = {"read": 0, "write": 0}
     for op in ops:

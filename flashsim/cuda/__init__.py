@@ -1,4 +1,4 @@
-"""Traces of Numba-CUDA kernels, run by Numba's CUDA simulator: no GPU is needed.
+"""Traces Numba-CUDA kernels in Numba's CUDA simulator, without a GPU.
 
 Set ``NUMBA_ENABLE_CUDASIM=1`` in the environment before Python starts.
 """

@@ -1,4 +1,4 @@
-"""`trace`: what a Numba-CUDA kernel loads and stores, block by block."""
+"""`trace`: the loads and stores of a Numba-CUDA kernel, thread block by thread block."""
 
 from __future__ import annotations
 
@@ -29,40 +29,42 @@ def trace(
     device: str | Device = "H100",
     name: str | None = None,
 ) -> KernelTrace:
-    """Return what a kernel's thread blocks load from global memory and store to it.
+    """Return a trace of the loads and stores of a kernel's thread blocks in global memory.
 
     The kernel runs in Numba's CUDA simulator, thread by thread, and writes to its arguments as it
     would on a GPU. All accesses of one source line between two barriers are one event of a block.
-    Shared and local memory move nothing; shared arrays are the trace's on-chip values. An access
-    past the end of an array is noted as outside: a load gives 0, and a store nothing.
+    Accesses to shared and local memory move no bytes; shared arrays are the trace's on-chip values.
+    An access past the end of an array is recorded as outside: such a load returns 0, and such a
+    store has no effect.
 
     Parameters
     ----------
     kernel : kernel of numba.cuda.jit
-        With its launch: ``flashsim.cuda.trace(kernel[grid, block], q, k, v, o)``.
+        The kernel with its launch: ``flashsim.cuda.trace(kernel[grid, block], q, k, v, o)``.
     *args
-        Its arguments: NumPy arrays, arrays of `numba.cuda.to_device`, and numbers.
+        The kernel's arguments: NumPy arrays, arrays of `numba.cuda.to_device`, and numbers.
     names : mapping of str to str, optional
-        The papers' names of the kernel's parameters. `q`, `K`, `out`, `lse` and the like are known.
+        The papers' names of the kernel's parameters. Common names such as `q`, `K`, `out` and `lse`
+        need no entry.
     problem : Problem, optional
-        The attention problem. Default: what shapes and arguments say.
+        The attention problem. Default: inferred from the shapes and the arguments.
     device : str or Device
-        Whose roofline, L2 and on-chip memory the trace is compared with.
+        The device whose roofline, L2 and on-chip memory the trace is compared with.
     name : str, optional
-        The name in tables and pictures. Default: the kernel's.
+        The name in tables and pictures. Default: the kernel's name.
 
     Raises
     ------
     BackendUnavailable
         If Numba was imported without its simulator.
     UnsupportedError
-        For what the simulator lacks, with the line.
+        If the kernel uses a feature that the simulator lacks. The message names the line.
     """
     block = getattr(kernel, "block_dim", None)
     if block is not None and math.prod(block) > MOST_THREADS:
         raise OptionError(
-            f"a block of {tuple(block)} has {math.prod(block):,} threads, and a GPU's has at most "
-            f"{MOST_THREADS:,}: choose a smaller block"
+            f"a block of {tuple(block)} has {math.prod(block):,} threads, but a GPU's limit is "
+            f"{MOST_THREADS:,}: use a smaller block"
         )
     watch, arrays = run_watched(kernel, args)
     function = kernel.fn
@@ -110,7 +112,7 @@ def _version(kernel: Any) -> str:
 
 
 def _tensor(recorder: Recorder, name: str, array: np.ndarray, before: Sequence[int]) -> int:
-    """Note an argument as a tensor; views of one array share a buffer."""
+    """Register an array argument as a tensor; views of one array share a buffer."""
     whole = array
     while isinstance(whole.base, np.ndarray):
         whole = whole.base
@@ -127,7 +129,7 @@ def _tensor(recorder: Recorder, name: str, array: np.ndarray, before: Sequence[i
 def _note(
     recorder: Recorder, watch: BlockWatch, codes: Sequence[int], names: Sequence[str]
 ) -> None:
-    """Pass on a launch's accesses, in the order in which a GPU starts its blocks."""
+    """Pass a launch's accesses to the recorder, in the order in which a GPU starts the blocks."""
     scattered: dict[tuple[str, int, str], list[BlockAccess]] = {}
     for block in sorted(watch.accesses, key=lambda block: block[::-1]):
         recorder.program(block)
@@ -138,7 +140,7 @@ def _note(
                 codes[access.tensor],
                 access.offsets,
                 outside=access.outside,
-                # L1 keeps what a block loaded before. A store goes on to L2, request by request.
+                # L1 caches the elements that a block loaded before. Every store reaches L2.
                 sectors=None if access.kind == "load" else access.sectors,
                 line=line,
             )
@@ -152,7 +154,7 @@ def _note(
         most = -(-min(lanes // max(requests, 1), WARP) * itemsize // SECTOR)
         if requests and sectors > 2 * most * requests:
             recorder.note(
-                f"line {number} of {file}: a warp's {accesses[0].kind} of {tensor} takes "
-                f"{sectors / requests:.1f} sectors of {SECTOR} bytes, and {most} would hold what "
-                "it asks for: let neighbouring threads reach neighbouring elements"
+                f"line {number} of {file}: a warp's {accesses[0].kind} of {tensor} touches "
+                f"{sectors / requests:.1f} sectors of {SECTOR} bytes, but its elements would fit "
+                f"in {most}: let neighbouring threads access neighbouring elements"
             )

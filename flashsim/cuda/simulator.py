@@ -1,9 +1,10 @@
-"""Watches a Numba-CUDA kernel that runs under Numba's CUDA simulator.
+"""Records the memory accesses of a Numba-CUDA kernel that runs in Numba's CUDA simulator.
 
-The simulator runs each thread of a block as a Python thread, and passes on to the kernel what it
-does not know. So the kernel gets `WatchedArray` in place of its arrays. Every element that a thread
-reads or writes is noted with its source line. When a block is done, its threads' notes are put
-together: all accesses of one line between two barriers are one `BlockAccess`.
+The simulator runs each thread of a block as a Python thread, and passes arguments of unknown types
+to the kernel unchanged. So the kernel can be called with a `WatchedArray` in place of each array.
+Every element that a thread reads or writes is recorded with its source line. When a block ends, the
+records of its threads are combined: all accesses of one line between two barriers are one
+`BlockAccess`.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ import numpy as np
 from flashsim.errors import BackendUnavailable, DTypeError, OptionError, UnsupportedError, shown
 
 WARP, SECTOR = 32, 32
-#: Seconds after which Python lets another thread run, while a kernel does.
+#: Python's thread switch interval in seconds, while a kernel runs.
 SWITCH = 5e-5
 
 
 class ThreadAccess(NamedTuple):
-    """One access of one thread."""
+    """One access of one thread to an element of an array."""
 
     kind: str
     tensor: int
     where: tuple[str, int]
     phase: int
-    offset: int  # in elements of the tensor's memory; -1 outside of it
+    offset: int  # in elements, from the start of the tensor's memory; -1 if outside the tensor
 
 
 @dataclass(frozen=True)
 class BlockAccess:
     """The accesses of all threads of a block by one line between two barriers.
 
-    `offsets` are elements of the tensor's memory, one for each thread and time, in no order.
-    `sectors` counts the 32-byte sectors of each warp's each request, and `requests` those requests.
-    `outside` accesses went past the tensor.
+    `offsets` are the elements accessed, one per thread and execution of the line, in no particular
+    order. `requests` is the number of requests of all warps, and `sectors` the number of 32-byte
+    sectors summed over these requests. `outside` is the number of accesses past the tensor's end.
     """
 
     block: tuple[int, int, int]
@@ -57,7 +58,7 @@ class BlockAccess:
 
 
 class WatchedArray:
-    """An array as a kernel sees it: elements are noted, and slices are watched as well."""
+    """An array that records each access of a kernel to its elements, also through slices."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class WatchedArray:
         )
 
     def _element(self, index: Any) -> tuple[tuple[int, ...], int] | None:
-        """The element that an index names, and its place in memory; None for a slice."""
+        """Return the element that an index selects, and its offset in memory; None for a slice."""
         one = index if isinstance(index, tuple) else (index,)
         if len(one) != self.ndim or not all(isinstance(i, (int, np.integer)) for i in one):
             return None
@@ -107,8 +108,8 @@ class WatchedArray:
         element = self._element(index)
         if element is None:
             raise UnsupportedError(
-                f"index {shown(index)} of an array with {self.ndim} dimensions: write one element "
-                "at a time, as a CUDA thread does"
+                f"index {shown(index)} does not select one element of an array with {self.ndim} "
+                "dimensions: write one element at a time, as a CUDA thread does"
             )
         one, place = element
         self._watch.note("store", self._tensor, place)
@@ -124,8 +125,8 @@ class WatchedArray:
             plain = False
         if not plain:
             raise UnsupportedError(
-                f"index {shown(index)} of an array with shape {self.shape}: a CUDA kernel takes "
-                "integers and slices inside the array"
+                f"index {shown(index)} is not valid for an array of shape {self.shape}: use "
+                "integers, and slices inside the array, as a CUDA kernel does"
             )
         moved = view.__array_interface__["data"][0] - self._array.__array_interface__["data"][0]
         itemsize = self._array.itemsize
@@ -142,7 +143,7 @@ class BlockWatch:
         self._simulator = simulator
         self.accesses: dict[tuple[int, int, int], list[BlockAccess]] = {}
         self.itemsizes: list[int] = []
-        #: Shared arrays by the file and line that make them.
+        #: Shared arrays by the file and the line that create them.
         self.shared: dict[tuple[str, int], np.ndarray] = {}
         self._block: tuple[int, int, int] | None = None
         self._threads: dict[int, list[ThreadAccess]] = {}
@@ -151,16 +152,16 @@ class BlockWatch:
         self._first: dict[Any, int] = {}
 
     def array(self, array: np.ndarray) -> WatchedArray:
-        """A watched view of an argument."""
+        """Return a watched view of an argument."""
         self.itemsizes.append(array.itemsize)
         strides = tuple(s // array.itemsize for s in array.strides)
         return WatchedArray(self, len(self.itemsizes) - 1, array, 0, strides)
 
     def note(self, kind: str, tensor: int, offset: int) -> None:
-        """Keep one access by the thread that calls."""
+        """Record one access by the calling thread."""
         frame = sys._getframe(2)
         if frame.f_code.co_filename.endswith("kernelapi.py"):  # an atomic operation
-            # It reads, reads again and writes; the line of its first read stands for all of it.
+            # The simulator reads, reads again and writes; only the first read's line is recorded.
             first = self._first.setdefault(frame.f_code, frame.f_lineno)
             if kind != "load" or frame.f_lineno != first:
                 return
@@ -185,7 +186,7 @@ class BlockWatch:
             return self._threads.setdefault(int(thread.thread_id), [])
 
     def end_block(self) -> None:
-        """Put the notes of a finished block together."""
+        """Combine the records of a finished block's threads."""
         if self._block is not None:
             self.accesses[self._block] = merged(self._block, self._threads, self.itemsizes)
         self._threads = {}
@@ -194,7 +195,7 @@ class BlockWatch:
 def merged(
     block: tuple[int, int, int], threads: dict[int, list[ThreadAccess]], itemsizes: list[int]
 ) -> list[BlockAccess]:
-    """A block's accesses, one for each line and kind between two barriers, in program order."""
+    """Return a block's accesses in program order, one per line and kind between two barriers."""
     offsets: dict[tuple[int, str, int, tuple[str, int]], list[int]] = {}
     places: dict[tuple[int, str, int, tuple[str, int]], int] = {}
     requests: dict[tuple[Any, ...], set[int]] = {}
@@ -227,10 +228,10 @@ def merged(
 
 @contextmanager
 def counted_barriers(thread_class: Any):
-    """A context manager in which each thread counts the barriers that it passes.
+    """Return a context manager in which each thread counts the barriers that it passes.
 
-    Threads change more often, too: the simulator waits for barriers in a loop that keeps others
-    from running.
+    It also shortens Python's thread switch interval, because the simulator waits at barriers in a
+    loop that keeps other threads from running.
     """
     plain: Callable[[Any], None] = thread_class.syncthreads
     interval = sys.getswitchinterval()
@@ -255,20 +256,20 @@ def require_simulator(kernel: Any) -> Any:
         return module
     if type(kernel).__module__.partition(".")[0] in ("numba", "numba_cuda"):
         raise BackendUnavailable(
-            "flashsim.cuda.trace works in Numba's CUDA simulator only, and this kernel is "
+            "flashsim.cuda.trace works only in Numba's CUDA simulator, but this kernel is "
             "compiled for a GPU: set NUMBA_ENABLE_CUDASIM=1 in the environment before Python "
             "starts (NUMBA_ENABLE_CUDASIM=1 python yours.py)"
         )
     raise DTypeError(
-        "flashsim.cuda.trace takes a kernel of numba.cuda.jit with its grid and block, "
+        "flashsim.cuda.trace needs a kernel of numba.cuda.jit with its grid and block, "
         f"kernel[grid, block]; got {shown(kernel)}"
     )
 
 
 def run_watched(kernel: Any, args: tuple[Any, ...]) -> tuple[BlockWatch, list[np.ndarray | None]]:
-    """Run a configured kernel; return its accesses, and the arrays among its arguments.
+    """Run a kernel with its launch; return its accesses, and the arrays among its arguments.
 
-    The kernel writes to the arrays themselves.
+    The kernel writes to the caller's arrays.
     """
     simulator = require_simulator(kernel)
     refuse_merged_arrays(kernel)
@@ -288,8 +289,8 @@ def run_watched(kernel: Any, args: tuple[Any, ...]) -> tuple[BlockWatch, list[np
             kernel(*given)
     except AttributeError as error:
         raise UnsupportedError(
-            f"{kernel_line(error, kernel)}: Numba's CUDA simulator does not have something that "
-            f"the kernel uses ({error}): leave it out while you trace"
+            f"{kernel_line(error, kernel)}: the kernel uses a feature that Numba's CUDA simulator "
+            f"lacks ({error}): leave it out while you trace"
         ) from error
     except Exception as error:
         error.add_note(f"{kernel_line(error, kernel)}, traced by flashsim.cuda.trace")
@@ -299,22 +300,22 @@ def run_watched(kernel: Any, args: tuple[Any, ...]) -> tuple[BlockWatch, list[np
 
 
 def refuse_merged_arrays(kernel: Any) -> None:
-    """Raise if two shared arrays stand on one line: the simulator would make one array of them."""
+    """Raise an error if one line creates two shared arrays, which the simulator would merge."""
     try:
         lines, first = inspect.getsourcelines(kernel.fn)
-    except OSError:  # typed into a prompt: nobody can look
+    except OSError:  # the source of a function typed into a prompt cannot be read
         return
     for number, line in enumerate(lines):
         if line.partition("#")[0].count("shared.array(") > 1:
             raise UnsupportedError(
-                f"line {first + number} of {kernel.fn.__code__.co_filename} makes two shared "
+                f"line {first + number} of {kernel.fn.__code__.co_filename} creates two shared "
                 "arrays, which Numba's simulator would treat as one array: write each on its own "
                 "line"
             )
 
 
 def held(arg: Any, number: int) -> np.ndarray | None:
-    """The array of an argument; None for a number."""
+    """Return the array of an argument; None for a number."""
     arg = getattr(arg, "value", arg) if type(arg).__name__ in ("In", "Out", "InOut") else arg
     if type(arg).__name__ in ("FakeCUDAArray", "FakeWithinKernelCUDAArray"):
         arg = getattr(arg, "_item", arg)._ary
@@ -322,14 +323,14 @@ def held(arg: Any, number: int) -> np.ndarray | None:
         return None
     if not isinstance(arg, np.ndarray) or arg.ndim == 0 or arg.dtype.kind not in "biufc":
         raise DTypeError(
-            f"argument {number} is neither an array nor a number: got {shown(arg)} "
+            f"argument {number} must be an array or a number, got {shown(arg)} "
             f"({type(arg).__name__}); pass a NumPy array or numba.cuda.to_device(array)"
         )
     return arg
 
 
 def kernel_line(error: BaseException, kernel: Any) -> str:
-    """The kernel's line in which an error was raised."""
+    """Return the line of the kernel in which an error was raised, as text."""
     file = kernel.fn.__code__.co_filename
     found = kernel.fn.__code__.co_firstlineno
     step = error.__traceback__

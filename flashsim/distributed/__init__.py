@@ -1,8 +1,8 @@
 """Attention over several GPUs: ring, zigzag, striped, Ulysses and USP, simulated and counted.
 
-The link between ranks is one more level of the memory hierarchy. For each step, the model says what
-each rank sends and to whom, and what it computes and moves meanwhile. `run` executes with real
-arrays, all ranks in one process; `count` gives the same integers without executing.
+The link between ranks is one more level of the memory hierarchy. For each step, the model states
+which bytes each rank sends to which rank, and the FLOPs and HBM bytes of each rank. `run` executes
+all ranks in one process, with real arrays. `count` returns the same integers without a run.
 """
 
 from flashsim.distributed.account import Account

@@ -1,4 +1,4 @@
-"""`Account`: the bytes and FLOPs that each rank sends, computes, moves and holds, step by step."""
+"""`Account`: the bytes and FLOPs of each rank, step by step: sent, computed, moved, in memory."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from flashsim.distributed.group import Group
 from flashsim.errors import OptionError, choices, own_errors, shown
 from flashsim.problem import checks
 
-#: What is counted at every step beside what is sent.
+#: The quantities counted at every step, besides the bytes sent.
 QUANTITIES = ("flops", "visits", "hbm", "merge")
 
 
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Account:
-    """The counts of one pass of a group, executed or only counted.
+    """The byte and FLOP counts of one pass over all ranks, from a run or in closed form.
 
-    Two accounts are equal if every integer in them is.
+    Two accounts are equal if all their integers are equal.
 
     Attributes
     ----------
     group : Group
     direction : {"forward", "backward"}
     sent : dict of str to ndarray
-        Bytes that a rank sends on its link during a step, by tensor: int64, (ranks, steps). Each
-        rank receives as many.
+        Bytes that a rank sends on its link during a step, by tensor: int64, (ranks, steps). In each
+        step, a rank receives as many bytes as it sends.
     flops, visits : ndarray, int64, (ranks, steps)
         FLOPs of matrix products, and visits (one query tile times one key tile), summed over all
         heads and kernels.
     hbm : ndarray, int64, (ranks, steps)
         Requested HBM bytes of the local attention (`flashsim.count`).
     merge : ndarray, int64, (ranks, steps)
-        HBM bytes that a rank loads and stores to combine a step's results with earlier ones.
+        HBM bytes that a rank loads and stores to combine a step's results with earlier results.
     peak : ndarray, int64, (ranks,)
-        Most bytes of tensors held at once: inputs, tensors in flight, partial results,
-        accumulators, outputs.
+        The most bytes of tensors in a rank's memory at once: inputs, tensors in flight, partial
+        results, accumulators, outputs.
     """
 
     group: Group
@@ -72,12 +72,14 @@ class Account:
 
     __hash__ = None  # type: ignore[assignment]
 
-    # -- questions ------------------------------------------------------------------------------
+    # -- queries --------------------------------------------------------------------------------
 
     def link_bytes(self, tensor: str | None = None, rank: int | None = None) -> int:
-        """Bytes sent: of one tensor or of all, by one rank or by all."""
+        """Return the bytes sent, of one tensor or of all, by one rank or by all."""
         if tensor is not None and tensor not in self.sent:
-            raise OptionError(f"no tensor {shown(tensor)} is sent; {choices(tensor, self.sent)}")
+            raise OptionError(
+                f"no rank sends a tensor {shown(tensor)}; {choices(tensor, self.sent)}"
+            )
         if rank is not None:
             rank = checks.place("rank", rank, self.group.ranks)
         arrays = [x for name, x in self.sent.items() if tensor in (None, name)]
@@ -85,28 +87,29 @@ class Account:
 
     @property
     def out_bytes(self) -> np.ndarray:
-        """Bytes that each rank sends at each step: int64, (ranks, steps)."""
+        """Return the bytes that each rank sends at each step, int64 (ranks, steps)."""
         nothing = np.zeros((self.group.ranks, len(self.steps)), np.int64)
         return sum(self.sent.values(), nothing)
 
     @property
     def idle_share(self) -> float:
-        """Share of the ranks' time without work, if only arithmetic took time.
+        """Return the share of time in which ranks idle, if only arithmetic took time.
 
-        All ranks take each step together. A step lasts as long as its busiest rank computes,
-        because K and V pass through every rank.
+        All ranks start each step together, because K and V pass through every rank. A step lasts as
+        long as its busiest rank computes.
         """
         lasts = int(self.flops.max(axis=0).sum()) * self.group.ranks
         return 1 - int(self.flops.sum()) / lasts
 
     def rows_to_hide(self, flop_rate: float, bandwidth: float) -> float:
-        """Rows per ring member at which communication hides behind arithmetic.
+        """Return the rows per ring member from which arithmetic takes longer than communication.
 
-        A step's FLOPs grow with the square of the rows, its bytes only with the rows. This is ring
-        attention's "minimal block size" c = F / B (arXiv:2310.01889, section 3), computed from the
-        bytes and FLOPs of this account. The result is the largest over all steps that both compute
-        and communicate. Bytes sent while nothing is computed, such as gradients on their last step
-        home, never hide and are left out.
+        With so many rows, communication is hidden: a step's FLOPs grow with the square of the rows,
+        its bytes only linearly. This is ring attention's "minimal block size" c = F / B
+        (arXiv:2310.01889, section 3), computed from the bytes and FLOPs of this account. The result
+        is the largest over all steps that both compute and communicate. Steps that only
+        communicate, such as the last step of the gradients, are not considered, because their
+        communication is never hidden.
 
         Parameters
         ----------
@@ -116,7 +119,7 @@ class Account:
         Raises
         ------
         OptionError, DTypeError
-            If nothing travels round a ring, or a rate is not a valid number.
+            If no rank sends bytes while it computes, or a rate is not a positive number.
         """
         for name, rate in (("flop_rate", flop_rate), ("bandwidth", bandwidth)):
             if checks.number(name, rate, low=0.0) == 0:
@@ -132,7 +135,7 @@ class Account:
         return self.group.rows_a_member * longest * flop_rate / bandwidth
 
     def destination(self, rank: int, step: int) -> tuple[int, ...]:
-        """Return the ranks to which a rank sends at a step; none if it sends nothing."""
+        """Return the ranks to which a rank sends at a step; an empty tuple if it sends nothing."""
         rank = checks.place("rank", rank, self.group.ranks)
         step = checks.place("step", step, len(self.steps))
         if not self.out_bytes[rank, step]:
@@ -151,8 +154,9 @@ class Account:
             f"{self.direction} by {group.scheme!r} over {group.ranks} ranks: "
             f"{in_words(group.problem)}",
             columns,
-            note=f"idle {100 * self.idle_share:.1f} % of all, were arithmetic all; link bytes go "
-            "out, as many come in; HBM bytes are the local attention's",
+            note=f"ranks idle {100 * self.idle_share:.1f} % of the time if only arithmetic takes "
+            "time; link bytes are bytes sent, and as many are received; HBM bytes are those of the "
+            "local attention",
         )
         lasts, out = int(self.flops.max(axis=0).sum()), self.out_bytes
         for rank in range(group.ranks):
@@ -169,7 +173,7 @@ class Account:
     def rank_table(self, rank: int) -> report.Table:
         """Return a table with one row per step of one rank.
 
-        A row says whose keys the rank has, which tiles it computes, and what it sends.
+        A row states whose keys the rank has, which tiles it computes, and which bytes it sends.
         """
         group, out = self.group, self.out_bytes
         checks.place("rank", rank, group.ranks)
@@ -197,7 +201,7 @@ class Account:
 
 
 def _scores(account: Account, rank: int, step: int) -> str:
-    """Describe a rank's block at a step in words."""
+    """Return a text that describes a rank's block of scores at a step."""
     group = account.group
     block_of = group.block if account.direction == "forward" else group.gradient_block
     block = block_of(rank, step)
@@ -208,7 +212,7 @@ def _scores(account: Account, rank: int, step: int) -> str:
 
 
 def _spans(rows: np.ndarray) -> str:
-    """Describe positions in words: 0:4 28:32, or 1::8 for every eighth."""
+    """Return positions as text: "0:4 28:32", or "1::8" for every eighth position."""
     if len(rows) > 1 and len(steps := np.unique(np.diff(rows))) == 1 and steps[0] > 1:
         return f"{rows[0]}::{steps[0]}"
     breaks = np.flatnonzero(np.diff(rows) != 1) + 1
@@ -216,11 +220,11 @@ def _spans(rows: np.ndarray) -> str:
 
 
 def zeros(group: Group, direction: str) -> np.ndarray:
-    """Return zeros for one count of every rank and step."""
+    """Return an array of zeros to count one quantity per rank and step."""
     return np.zeros((group.ranks, len(group.steps(direction))), np.int64)
 
 
 def fields(counts: dict[str, Any]) -> dict[str, Any]:
-    """Return the counts, without the tensors that no rank sends."""
+    """Return the counts for an `Account`, without tensors that no rank sends."""
     sent = {name: x for name, x in counts.pop("sent").items() if x.any()}
     return {"sent": sent, **counts}

@@ -1,4 +1,4 @@
-"""`count`: what the ranks of a group would send, compute, move and hold, without computing it."""
+"""`count`: the bytes and FLOPs of attention over several ranks, without a run."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def count(
     tiling: Tiling | None = None,
     device: str | Device = "H100",
 ) -> Account:
-    """Count the bytes of attention over several ranks in closed form.
+    """Count the bytes and FLOPs of attention over several ranks in closed form.
 
-    The counts equal those of `run`, as integers.
+    The counts are integers, equal to those of `run`.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def count(
         See `Group`.
     direction : {"forward", "backward"}
     algorithm, tiling, device
-        Those of every rank's local attention, as in `flashsim.count`.
+        The algorithm, tiling and device of every rank's local attention, as in `flashsim.count`.
 
     Returns
     -------
@@ -70,7 +70,10 @@ def count(
 
 
 def work(group: Group, direction: str) -> Iterator[tuple[slice, np.ndarray, Block]]:
-    """Yield every kind of block as (steps, mask of the ranks that compute it per step, block)."""
+    """Yield each distinct block of scores with the steps and ranks that compute it.
+
+    Each item is (steps, mask of the ranks that compute the block per step, block).
+    """
     relations, first = group.relations(), int(group.ulysses > 1)
     steps = slice(first, first + group.ring)
     if direction == "backward":
@@ -86,17 +89,17 @@ def work(group: Group, direction: str) -> Iterator[tuple[slice, np.ndarray, Bloc
 
 
 def visits(local: Traffic) -> int:
-    """Number of visits (one query tile times one key tile), all heads and kernels."""
+    """Return the number of visits (one query tile times one key tile), all heads and kernels."""
     stages = [stage for stage in local.stages if any(buffer.visit for buffer in stage.buffers)]
     walk = sum(local.schedule(stage).n_visits for stage in stages)
     return walk * local.problem.batch * local.problem.heads
 
 
 class MemberSizes:
-    """Bytes of a ring member's tensors: `n` rows of each, for the heads that a rank works on.
+    """Bytes of a ring member's tensors: `n` rows of each, for the heads that a rank computes.
 
-    `wide` is the size of an accumulator's element: float32's. With two members it is the input
-    type's, because they merge only once, directly into the result.
+    `wide` is the bytes per element of an accumulator, which is float32. With two members, it is the
+    input type, because they merge only once, directly into the result.
     """
 
     def __init__(self, group: Group) -> None:
@@ -108,27 +111,27 @@ class MemberSizes:
         self.wide = self.a if self.merges_wide else self.e
 
     def q(self, n: int, itemsize: int) -> int:
-        """Bytes of Q or dQ."""
+        """Return the bytes of `n` rows of Q or dQ."""
         return self.heads * n * self.problem.head_dim * itemsize
 
     def out(self, n: int, itemsize: int) -> int:
-        """Bytes of out or dout."""
+        """Return the bytes of `n` rows of out or dout."""
         return self.heads * n * self.problem.head_dim_v * itemsize
 
     def lse(self, n: int) -> int:
-        """Bytes of the LSE."""
+        """Return the bytes of `n` rows of the LSE."""
         return self.heads * n * self.a
 
     def k(self, n: int, itemsize: int) -> int:
-        """Bytes of K or dK."""
+        """Return the bytes of `n` rows of K or dK."""
         return self.kv_heads * n * self.problem.head_dim * itemsize
 
     def v(self, n: int, itemsize: int) -> int:
-        """Bytes of V or dV."""
+        """Return the bytes of `n` rows of V or dV."""
         return self.kv_heads * n * self.problem.head_dim_v * itemsize
 
     def kv(self, n: int, itemsize: int) -> int:
-        """Bytes of K and V, or of dK and dV."""
+        """Return the bytes of `n` rows of K and V together, or of dK and dV."""
         return self.k(n, itemsize) + self.v(n, itemsize)
 
 
@@ -136,9 +139,10 @@ class MemberSizes:
 
 
 def _sent_forward(group: Group) -> dict[str, np.ndarray]:
-    """Bytes that ranks send in the forward pass.
+    """Return the bytes that ranks send in the forward pass.
 
-    Teams exchange heads of Q, K, V and out. Rings send K and V at every step except the last.
+    Teams exchange heads of Q, K, V and out. Ring members send K and V at every step except the
+    last.
     """
     size, sent = MemberSizes(group), _nothing(group, "forward", "Q", "K", "V", "out")
     n = group.rows_a_member
@@ -151,10 +155,10 @@ def _sent_forward(group: Group) -> dict[str, np.ndarray]:
 
 
 def _sent_backward(group: Group) -> dict[str, np.ndarray]:
-    """Bytes that ranks send in the backward pass.
+    """Return the bytes that ranks send in the backward pass.
 
-    Ranks also send dK and dV, two steps behind K and V. At first these are one block's gradients in
-    the input's type, later float32 sums.
+    Ranks also send dK and dV, two steps after K and V. At first these are one block's gradients, in
+    the input type, and later float32 sums.
     """
     size = MemberSizes(group)
     sent = _nothing(group, "backward", "dout", "K", "V", "dQ", "dK", "dV")
@@ -181,10 +185,10 @@ def _pass_on(group: Group, sent: dict[str, np.ndarray], size: MemberSizes) -> No
 
 
 def _others_share(group: Group, whole: int) -> int:
-    """Bytes of a rank's share that go to the other ranks of its team.
+    """Return the bytes that a rank sends to the other ranks of its team.
 
-    `whole` is the size of a rank's own rows of all heads, which equals that of all its team's rows
-    of its heads.
+    `whole` is the bytes of a rank's own rows of all heads, which is also the bytes of all rows of
+    its team, restricted to its own heads.
     """
     return whole // group.ulysses * (group.ulysses - 1)
 
@@ -197,7 +201,7 @@ def _nothing(group: Group, direction: str, *names: str) -> dict[str, np.ndarray]
 
 
 def _merged(group: Group, first: int) -> np.ndarray:
-    """Bytes loaded and stored to merge each step's out and LSE with the earlier ones."""
+    """Return the bytes loaded and stored to merge each step's out and LSE with earlier results."""
     size, n = MemberSizes(group), group.rows_a_member
     moved = zeros(group, "forward")
     if group.ring == 1:
@@ -213,10 +217,10 @@ def _merged(group: Group, first: int) -> np.ndarray:
 
 
 def _added(group: Group, first: int) -> np.ndarray:
-    """Bytes loaded and stored to sum gradients.
+    """Return the bytes loaded and stored to sum gradients.
 
-    dQ is summed over steps, dK and dV over ring members, and the own block's gradients are added at
-    the end.
+    dQ is summed over steps, dK and dV over ring members. The gradients of a rank's own block are
+    added last.
     """
     size, n, ring = MemberSizes(group), group.rows_a_member, group.ring
     moved = zeros(group, "backward")
@@ -225,13 +229,13 @@ def _added(group: Group, first: int) -> np.ndarray:
     q = lambda b: 2 * size.q(b.n_q, size.wide) + size.q(b.n_q, size.e)  # noqa: E731
     kv = lambda b: 2 * size.kv(b.n_kv, size.a) + size.kv(b.n_kv, size.e)  # noqa: E731
     moved[:, first + 1 : first + ring] = _later(group, lambda b: q(b) + kv(b))
-    moved[:, first + 1] = 0  # others' sums begin there
+    moved[:, first + 1] = 0  # the sums for other members' keys start at this step
     moved[:, first + ring] = 2 * (size.q(n, size.e) + size.kv(n, size.e))
     begun_q, begun_kv = (
         _first(group, lambda b: size.q(b.n_q, size.e)),
         _first(group, lambda b: size.kv(b.n_kv, size.e), before=True),
     )
-    if ring == 2:  # one block is a sum
+    if ring == 2:  # with two members, one block is the whole sum
         moved[:, first + ring] += begun_q + begun_kv
         return moved
     moved[:, first + ring] += size.q(n, size.wide) + size.kv(n, size.a)
@@ -241,18 +245,21 @@ def _added(group: Group, first: int) -> np.ndarray:
 
 
 def _widened(size: MemberSizes, nbytes: np.ndarray) -> np.ndarray:
-    """Bytes to load `nbytes` and store as many elements in float32."""
+    """Return the bytes to load `nbytes` and to store as many elements in float32."""
     return nbytes + nbytes // size.e * size.a
 
 
 def _first(group: Group, nbytes: Callable[[Problem], int], before: bool = False) -> np.ndarray:
-    """`nbytes` of the first block after a rank's own (or its predecessor's); 0 if there is none."""
+    """Return `nbytes` of the first block after a rank's own; 0 if there is no such block.
+
+    With `before`, it is the predecessor's first block.
+    """
     first = _later(group, nbytes)[:, 0]
     return np.roll(first, group.ulysses) if before else first
 
 
 def _later(group: Group, nbytes: Callable[[Problem], int]) -> np.ndarray:
-    """`nbytes` of every rank's block at each ring step after the first; 0 if there is none."""
+    """Return `nbytes` of every rank's block at each later ring step; 0 without a block."""
     each = [0 if block is None else nbytes(block.problem) for block in group.blocks]
     return np.array(each, np.int64)[group.relations()[:, 1:]]
 
@@ -263,7 +270,8 @@ def _later(group: Group, nbytes: Callable[[Problem], int]) -> np.ndarray:
 def _peak_forward(group: Group) -> np.ndarray:
     size, n, ring = MemberSizes(group), group.rows_a_member, group.ring
     own = size.q(n, size.e) + size.kv(n, size.e)
-    # With heads exchanged, the rows given are as large as the rows worked on, and stay.
+    # If heads are exchanged, a rank's original rows stay in memory, and have as many bytes as the
+    # rows that it computes.
     base = own * (2 if group.ulysses > 1 else 1)
     so_far = size.out(n, size.wide) + size.lse(n)
     first = base + size.kv(n, size.e) * (ring > 1) + size.out(n, size.e) + size.lse(n)
@@ -283,7 +291,7 @@ def _peak_backward(group: Group) -> np.ndarray:
     size, n, ring = MemberSizes(group), group.rows_a_member, group.ring
     e, kv = size.e, size.kv(n, size.e)
     base = size.q(n, e) + kv + 2 * size.out(n, e) + size.lse(n)
-    base += size.out(n, e) * (group.ulysses > 1)  # dout as given
+    base += size.out(n, e) * (group.ulysses > 1)  # the original dout
     results = size.q(n, e) + kv
     peak = np.full(group.ranks, base + results)
     if ring > 1:
@@ -295,7 +303,7 @@ def _peak_backward(group: Group) -> np.ndarray:
             _first(group, lambda b: size.kv(b.n_kv, e), before=x) for x in (False, True)
         )
         held = _later(group, block) + base + early + kv
-        held[:, :-1] += kv  # those that come next
+        held[:, :-1] += kv  # K and V of the next step
         if ring > 2:  # sums of all rows in float32
             dq[:], wide = size.q(n, size.wide), size.kv(n, size.a)
             held += dq[:, None]
@@ -311,7 +319,7 @@ def _peak_backward(group: Group) -> np.ndarray:
 
 
 def _largest(held: np.ndarray, visitor: int) -> np.ndarray:
-    """The most bytes held at any later step, including the visiting K and V and the next ones."""
+    """Return the most bytes in memory at any later step, with this step's and the next K and V."""
     held[:, :-1] += 2 * visitor
     held[:, -1] += visitor
     return held.max(axis=1)

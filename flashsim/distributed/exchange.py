@@ -1,4 +1,4 @@
-"""Simulated ranks of a group: the arrays they hold, send and compute, with counts."""
+"""Simulated ranks: the arrays in their memories, the transfers between them, and all counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashsim.schedule.names import COMPUTE
 
 
 class Rank:
-    """The arrays that one rank holds, by name, and the most bytes they ever took together."""
+    """The arrays in one rank's memory, by name, and the largest number of bytes at any time."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
@@ -26,16 +26,16 @@ class Rank:
         return name in self.arrays
 
     def put(self, **arrays: np.ndarray) -> None:
-        """Hold arrays; each replaces an array of the same name."""
+        """Add arrays; each replaces an array of the same name."""
         self.arrays |= arrays
         self.peak = max(self.peak, sum(x.nbytes for x in self.arrays.values()))
 
     def rename(self, name: str, to: str) -> None:
-        """Hold an array under another name; it replaces an array of that name."""
+        """Rename an array; it replaces an array of the new name."""
         self.arrays[to] = self.arrays.pop(name)
 
     def drop(self, *names: str) -> None:
-        """Release arrays."""
+        """Remove arrays."""
         for name in names:
             del self.arrays[name]
 
@@ -49,21 +49,21 @@ class Ranks:
         self.ranks = [Rank() for _ in range(group.ranks)]
 
     def begin(self, direction: str, *tensors: str) -> None:
-        """Start a pass in which these tensors travel."""
+        """Start a pass in which ranks send these tensors."""
         names = ("flops", "visits", "hbm", "merge")
         self.made = {name: zeros(self.group, direction) for name in names}
         self.sent = {name: zeros(self.group, direction) for name in tensors}
         self.now = 0
 
     def account(self, direction: str) -> Account:
-        """Return the account of everything since `begin`."""
+        """Return the account of all steps since `begin`."""
         peak = np.array([rank.peak for rank in self.ranks], np.int64)
         return Account(
             self.group, direction, **fields({"sent": self.sent, **self.made, "peak": peak})
         )
 
     def note(self, number: int, trace: Any) -> None:
-        """Count the work of a rank's kernels from their trace."""
+        """Add the FLOPs, visits and HBM bytes of a rank's kernels, from their trace."""
         here = number, self.now
         self.made["flops"][here] += trace.flops("matmul")
         for stage in trace.stages:
@@ -72,11 +72,11 @@ class Ranks:
         self.made["hbm"][here] += trace.bytes()
 
     def touch(self, number: int, *arrays: np.ndarray) -> None:
-        """Count the bytes of arrays that are loaded or stored to combine results."""
+        """Add the bytes of arrays that a rank loads or stores to combine results."""
         self.made["merge"][number, self.now] += sum(x.nbytes for x in arrays)
 
     def add(self, number: int, total: np.ndarray, part: np.ndarray) -> None:
-        """Add a part to a sum, in float32."""
+        """Add `part` to `total` in float32, and count the bytes."""
         total[:] = total.astype(self.wide) + part.astype(self.wide)
         self.touch(number, total, total, part)
 
@@ -88,7 +88,7 @@ class Ranks:
         rank.rename("converted", name)
 
     def send(self, tensor: str, source: str, target: str) -> None:
-        """Send `source` from every rank that has it to its successor, which stores `target`."""
+        """Send array `source` of every rank that has it to the successor, as array `target`."""
         for number, rank in enumerate(self.ranks):
             if source in rank:
                 self.sent[tensor][number, self.now] += rank[source].nbytes
@@ -96,7 +96,7 @@ class Ranks:
                 to.put(**{target: rank[source].copy()})
 
     def exchange(self, names: dict[str, str], before: str, split: int, join: int) -> None:
-        """All-to-all: each rank's n-th piece along `split` goes to the n-th rank of its team.
+        """Exchange arrays all-to-all: send the n-th piece along `split` to a team's n-th rank.
 
         The receiver joins the pieces in order along `join`. The old arrays stay, under names that
         begin with `before`.
@@ -117,7 +117,7 @@ class Ranks:
         self.now += 1
 
     def gather(self, name: str, rows_of: Callable[[int], np.ndarray], *, heads: bool) -> np.ndarray:
-        """Assemble the whole array from every rank's rows (and, in a team, heads)."""
+        """Return the whole array, assembled from every rank's rows (and, in a team, heads)."""
         p, team = self.group.problem, self.group.ulysses
         first = self.ranks[0][name]
         each = first.shape[1]

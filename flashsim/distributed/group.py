@@ -1,19 +1,19 @@
-"""`Group`: which rank holds which rows, and which block of scores it computes at which step.
+"""`Group`: which rank has which rows, and which block of scores it computes at which step.
 
 In every scheme, the ranks form a ring of `ring` members, and each member is a team of `ulysses`
 ranks:
 
-- "ring" (Liu, Zaharia and Abbeel, arXiv:2310.01889): rows in order, one part per member. K and V
-  travel round the ring; at step s a member has the K and V of the member s places before it. Under
-  a causal mask, the first members have no work in most steps.
-- "zigzag" (Llama 3, arXiv:2407.21783, section 3.3.2; github.com/zhuzilin/ring-flash-attention):
-  rows in 2 x ring chunks; member j holds chunks j and 2 x ring - 1 - j. In each step after the
-  first, every member computes half of a block.
-- "striped" (Brandon et al., arXiv:2311.09431): member j holds rows j, j + ring, j + 2 x ring ...,
-  so every block is a causal triangle, with or without its diagonal.
-- "ulysses" (Jacobs et al., arXiv:2309.14509): one team. An all-to-all gives each rank all rows of
-  some of the heads; a second one gives each rank its own rows back.
-- "usp" (Fang and Zhao, arXiv:2405.07719): teams that exchange heads, in a zigzag ring.
+- "ring" (Liu, Zaharia and Abbeel, arXiv:2310.01889): each member has one contiguous part of the
+  rows. Members pass K and V round the ring. At step s, a member has the K and V of the member s
+  positions before it. Under a causal mask, the first members have no work in most steps.
+- "zigzag" (Llama 3, arXiv:2407.21783, section 3.3.2; github.com/zhuzilin/ring-flash-attention): the
+  rows are divided into 2 x ring chunks, and member j has chunks j and 2 x ring - 1 - j. In each
+  step after the first, every member computes half of a block.
+- "striped" (Brandon et al., arXiv:2311.09431): member j has rows j, j + ring, j + 2 x ring ..., so
+  every block is a causal triangle, with or without its diagonal.
+- "ulysses" (Jacobs et al., arXiv:2309.14509): all ranks form one team. An all-to-all exchange gives
+  each rank all rows of some heads. After attention, a second exchange returns each rank's own rows.
+- "usp" (Fang and Zhao, arXiv:2405.07719): teams exchange heads, and form a zigzag ring.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedErro
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 
-#: Most ranks: what is counted is a table of ranks by steps, eight bytes each, a dozen times.
+#: The most ranks. The counts are about a dozen int64 tables of ranks x steps.
 MOST_RANKS = 4096
 SCHEMES = ("ring", "zigzag", "striped", "ulysses", "usp")
-#: Which rows a member of the ring holds.
+#: The order in which the rows are distributed over the members of the ring.
 _ORDER = {"ring": "in order", "zigzag": "zigzag", "striped": "striped", "usp": "zigzag"}
-#: Whose K and V a member has at a step: its own, an earlier member's or a later one's.
+#: Whose K and V a member has at a step: its own, those of an earlier member or of a later member.
 OWN, BEFORE, AFTER = range(3)
 
 
 class Block(NamedTuple):
-    """A member's work in one step: its query rows `q` against the keys `k` that it has then."""
+    """A member's work in one step: its query rows `q` times the keys `k` that it then has."""
 
     q: slice
     k: slice
@@ -51,7 +51,7 @@ class Block(NamedTuple):
 @own_errors
 @dataclass(frozen=True)
 class Group:
-    """A problem spread over ranks. Rank r is number ``r % ulysses`` in member ``r // ulysses``.
+    """A problem distributed over ranks; rank r is number ``r % ulysses`` of team ``r // ulysses``.
 
     Parameters
     ----------
@@ -60,15 +60,15 @@ class Group:
     ranks : int
     scheme : {"ring", "zigzag", "striped", "ulysses", "usp"}
     ulysses : int, optional
-        For "usp": the number of ranks that exchange heads. Default: as many as ranks and key heads
-        allow.
+        For "usp": the number of ranks that exchange heads. Default: the largest number that divides
+        the ranks and the key heads.
 
     Raises
     ------
     ShapeError
-        If rows or heads cannot be divided over the ranks.
+        If the number of ranks does not divide the rows or the heads as the scheme needs.
     UnsupportedError
-        For a mask other than causal, packed sequences, pages or a bias.
+        If the problem has a mask other than causal, packed sequences, pages or a bias.
     OptionError, DTypeError
     """
 
@@ -84,8 +84,8 @@ class Group:
         ranks = checks.positive_int("ranks", self.ranks)
         if ranks > MOST_RANKS:
             raise UnsupportedError(
-                f"ranks must be at most {MOST_RANKS:,}, got {ranks:,}: every rank is counted at "
-                "every step, in tables of ranks x ranks"
+                f"ranks must be at most {MOST_RANKS:,}, because the counts are tables of ranks x "
+                f"steps, got {ranks:,}"
             )
         checks.one_of("scheme", self.scheme, SCHEMES)
         object.__setattr__(self, "ranks", ranks)
@@ -94,8 +94,8 @@ class Group:
         parts = math.lcm(ranks, 2 * self.ring if self.order == "zigzag" else 1)
         if p.n_q % parts:
             raise ShapeError(
-                f"scheme {self.scheme!r} over {ranks} ranks needs a sequence that {parts} divides, "
-                f"got {p.n_q:,} rows; {self._whole_parts(parts)}"
+                f"scheme {self.scheme!r} over {ranks} ranks needs a sequence length divisible by "
+                f"{parts}, got {p.n_q:,} rows; {self._whole_parts(parts)}"
             )
         if p.heads % self.ulysses or p.kv_heads % self.ulysses:
             raise ShapeError(
@@ -105,7 +105,7 @@ class Group:
             )
 
     def _whole_parts(self, parts: int) -> str:
-        """Say how to make the sequence divisible into `parts` without changing the result.
+        """Return a text that says how to make the sequence length divisible by `parts`.
 
         Padding at the end needs a causal mask, which hides the padding from the rows before it.
         """
@@ -114,9 +114,9 @@ class Group:
         if self.problem.causal:
             return f"pad it at its end to {padded}" + f", or cut it to {cut}" * (n > parts)
         return (
-            (f"cut it to {cut}" if n > parts else "take fewer ranks")
-            + f"; padding it at its end to {padded} is right with a causal mask only: without one, "
-            "every row would attend to the padding"
+            (f"cut it to {cut}" if n > parts else "use fewer ranks")
+            + f"; pad it at its end to {padded} only with a causal mask: without a mask, every row "
+            "would attend to the padding"
         )
 
     def _team_size(self, ranks: int) -> int:
@@ -151,11 +151,11 @@ class Group:
         present = [name for name in fields if getattr(p, name) is not None]
         if present:
             raise UnsupportedError(
-                "attention over several ranks takes only a causal mask or none, got "
-                f"{', '.join(present)}; flashsim.run takes them on one rank"
+                "attention over several ranks supports only a causal mask or no mask, got "
+                f"{', '.join(present)}; flashsim.run supports them on one rank"
             )
 
-    # -- who holds what -------------------------------------------------------------------------
+    # -- rows and neighbours of each rank -------------------------------------------------------
 
     @property
     def ring(self) -> int:
@@ -164,21 +164,21 @@ class Group:
 
     @property
     def order(self) -> str:
-        """The order in which members hold the rows: "in order", "zigzag" or "striped"."""
+        """How rows are distributed over members: "in order", "zigzag" or "striped"."""
         return _ORDER.get(self.scheme, "in order")
 
     @property
     def rows_a_rank(self) -> int:
-        """Number of rows of q, k, v and out that each rank is given."""
+        """Number of rows of q, k, v and out that each rank has at the start and at the end."""
         return self.problem.n_q // self.ranks
 
     @property
     def rows_a_member(self) -> int:
-        """Number of rows that each rank computes on: all rows of its team."""
+        """Number of rows that each rank computes: all rows of its team."""
         return self.problem.n_q // self.ring
 
     def member_rows(self, member: int) -> np.ndarray:
-        """Positions in the sequence of a member's rows, ascending: int64, (rows_a_member,)."""
+        """Return the positions in the sequence of a member's rows, ascending int64."""
         checks.place("member", member, self.ring)
         n, ring = self.rows_a_member, self.ring
         if self.order == "striped":
@@ -189,47 +189,47 @@ class Group:
         return np.concatenate([member * (n // 2) + half, (2 * ring - 1 - member) * (n // 2) + half])
 
     def rows(self, rank: int) -> np.ndarray:
-        """Positions in the sequence of the rows that a rank is given: int64, (rows_a_rank,)."""
+        """Return the positions in the sequence of a rank's rows, int64 (rows_a_rank,)."""
         checks.place("rank", rank, self.ranks)
         member, number = divmod(rank, self.ulysses)
         n = self.rows_a_rank
         return self.member_rows(member)[number * n : (number + 1) * n]
 
     def team(self, rank: int) -> range:
-        """The ranks that exchange heads with a rank, including itself."""
+        """Return the ranks that exchange heads with a rank, including itself."""
         first = rank // self.ulysses * self.ulysses
         return range(first, first + self.ulysses)
 
     def successor(self, rank: int) -> int:
-        """The rank to which a rank passes K and V."""
+        """Return the rank to which a rank sends K and V."""
         return (rank + self.ulysses) % self.ranks
 
     def predecessor(self, rank: int) -> int:
-        """The rank from which a rank gets K and V."""
+        """Return the rank from which a rank receives K and V."""
         return (rank - self.ulysses) % self.ranks
 
     def source(self, rank: int, step: int) -> int:
-        """The rank whose K and V a rank has at a ring step."""
+        """Return the rank whose K and V a rank has at a ring step."""
         return (rank - step * self.ulysses) % self.ranks
 
-    # -- what is computed -----------------------------------------------------------------------
+    # -- blocks of scores -----------------------------------------------------------------------
 
     def relation(self, rank: int, step: int) -> int:
-        """Origin of the keys that a rank has at a ring step: `OWN`, `BEFORE` or `AFTER`."""
+        """Return whose keys a rank has at a ring step: `OWN`, `BEFORE` or `AFTER`."""
         member = rank // self.ulysses
         if step == 0:
             return OWN
         return BEFORE if step <= member else AFTER
 
     def relations(self) -> np.ndarray:
-        """`relation` of every rank and step: int8, (ranks, ring)."""
+        """The `relation` of every rank and step, int8 (ranks, ring)."""
         member = np.arange(self.ranks)[:, None] // self.ulysses
         step = np.arange(self.ring)
         return np.where(step == 0, OWN, np.where(step <= member, BEFORE, AFTER)).astype(np.int8)
 
     @cached_property
     def blocks(self) -> tuple[Block | None, Block | None, Block | None]:
-        """The block of each relation; None if the mask leaves nothing of it."""
+        """The block of each relation; None if the block is fully masked."""
         n = self.rows_a_member
         everything = slice(0, n)
         if not self.problem.causal:
@@ -256,15 +256,15 @@ class Group:
         return Block(q, k, part)
 
     def block(self, rank: int, step: int) -> Block | None:
-        """The work of a rank in a ring step, or None."""
+        """Return the block that a rank computes in a ring step; None if it is fully masked."""
         return self.blocks[self.relation(rank, step)]
 
     @cached_property
     def own_parts(self) -> tuple[Block, Block | None]:
-        """A member's own block in the backward pass, split by heads: some first, the others last.
+        """A member's own block in the backward pass, split by heads into a first and a last part.
 
-        The first part hides the first transfer of K and V; the last part hides the last transfer
-        of dK and dV.
+        The first transfer of K and V runs during the first part, and the last transfer of dK and dV
+        during the last part.
         """
         own = self.blocks[OWN]
         assert own is not None
@@ -284,13 +284,16 @@ class Group:
         return first_part, rest
 
     def gradient_block(self, rank: int, step: int) -> Block | None:
-        """A rank's work in a backward step; at step number `ring`, gradients reach their owner."""
+        """Return the block that a rank computes in a backward step.
+
+        At step number `ring`, gradients reach their owner.
+        """
         if step in (0, self.ring):
             return self.own_parts[step > 0]
         return self.block(rank, step)
 
     def steps(self, direction: str) -> tuple[str, ...]:
-        """Names of the steps, in order: head exchanges, ring steps, gradients going home."""
+        """Return the names of the steps in order: head exchanges, ring steps, gradients' return."""
         ring = tuple(f"ring {s}" for s in range(self.ring))
         home = ("home",) if direction == "backward" and self.ring > 1 else ()
         if self.ulysses == 1:

@@ -31,7 +31,7 @@ class Spread:
     out : array, (batch, heads, n, head_dim_v)
     lse : array, (batch, heads, n)
     account : Account
-        The executed work; equal to the result of `count`.
+        The bytes and FLOPs of the run, equal to the result of `count`.
     """
 
     out: Any
@@ -46,7 +46,7 @@ class Spread:
 
     @property
     def group(self) -> Group:
-        """The group: which rank held which rows."""
+        """The group, which states which rank had which rows."""
         return self.account.group
 
     def backward(self, dout: Any) -> SpreadGradients:
@@ -100,14 +100,14 @@ def run(
 ) -> Spread:
     """Run attention over several simulated ranks, all in this process, each with its own arrays.
 
-    A rank sees only its own rows and the arrays sent to it. `flashsim.run` executes each block,
-    with a trace; blocks are merged by their LSE in float32.
+    A rank can access only its own rows and the arrays sent to it. `flashsim.run` executes each
+    block with a trace. The results of blocks are merged by their LSE, in float32.
 
     Parameters
     ----------
     q, k, v : array, (batch, heads, n, head_dim), (batch, kv_heads, n, ..)
-        The whole sequence, in its own order. The arrays lie in CPU memory, as in `flashsim.run`;
-        results are arrays of the same kind.
+        The whole sequence, in its own order. The arrays are in CPU memory, as in `flashsim.run`.
+        Results are arrays of the same library.
     ranks, scheme, ulysses
         See `Group`.
     causal, softcap, scale, algorithm, tiling, device, backend
@@ -148,12 +148,12 @@ def simulate(*args: Any, **kwargs: Any) -> Spread:
 
 
 class _SpreadRun(Ranks):
-    """Both passes of one problem: ranks keep from the forward pass what the backward pass needs."""
+    """Runs both passes of one problem; ranks save tensors of forward for the backward pass."""
 
     def __init__(self, group: Group, how: dict[str, Any], host: array_libraries.Host) -> None:
         super().__init__(group)
         self.how, self.host = how, host
-        # Two members merge once, straight to the result.
+        # Two members merge once, directly into the result.
         self.merges_wide = group.ring > 2 and numpy_dtype(group.problem.dtype) != self.wide
 
     # -- forward --------------------------------------------------------------------------------
@@ -213,7 +213,8 @@ class _SpreadRun(Ranks):
     def backward(self, dout: np.ndarray) -> SpreadGradients:
         """Run the backward pass of all ranks, step by step.
 
-        dK and dV of other members' keys travel behind them and end at their owner.
+        The dK and dV of other members' keys follow these keys round the ring, and end at the rank
+        that owns the keys.
         """
         group = self.group
         self.begin("backward", "dout", "K", "V", "dQ", "dK", "dV")
@@ -254,7 +255,7 @@ class _SpreadRun(Ranks):
             rank.put(**parts)
         elif step in (0, ring):
             rank.put(**{f"own{step}_{name}": x for name, x in parts.items()})
-        elif step == 1:  # dk and dv set out as they are
+        elif step == 1:  # the first dk and dv are sent in the input type
             rank.put(**parts)
             if ring > 2:
                 self._begin_sums(number, rank, "dq")
@@ -270,7 +271,7 @@ class _SpreadRun(Ranks):
         rank.drop(*(name for name in (*names, "dk_sent", "dv_sent") if name in rank))
 
     def _begin_sums(self, number: int, rank: Rank, *names: str) -> None:
-        """Make zero arrays for the sums of blocks: all rows, float32."""
+        """Create arrays of zeros for the sums over blocks, with all rows, in float32."""
         for name in names:
             total = np.zeros(rank[name[1:]].shape, self.wide)
             rank.put(**{f"sum_{name}": total})
@@ -283,9 +284,9 @@ class _SpreadRun(Ranks):
             rank.rename(f"sum_{name}", name)
 
     def _given_rows(self, number: int, name: str) -> slice:
-        """Rows that get a gradient from the first block after a member's own.
+        """Return the rows that have a gradient from the first block after a member's own.
 
-        For "dq" this block is the member's; for dK and dV it is its predecessor's.
+        For "dq" this is the member's own first block; for dK and dV it is its predecessor's.
         """
         group = self.group
         block = group.block(number if name == "dq" else group.predecessor(number), 1)
@@ -303,9 +304,9 @@ class _SpreadRun(Ranks):
         return gradients
 
     def _come_home(self, number: int, rank: Rank) -> None:
-        """Add the gradients that other blocks computed to those of the own block.
+        """Add the gradients of other blocks to those of a rank's own block.
 
-        The own block comes in parts, each of some of the heads.
+        The own block has two parts, each with some of the heads.
         """
         ring = self.group.ring
         parts = [part for part in (0, ring) if f"own{part}_dq" in rank]
@@ -327,19 +328,19 @@ class _SpreadRun(Ranks):
         asked = {"causal": p.causal, "softcap": p.softcap, "scale": p.scale, "trace": True}
         return {**asked, **self.how}
 
-    # -- what is on its way ---------------------------------------------------------------------
+    # -- transfers between ranks ----------------------------------------------------------------
 
     def _visiting(self, rank: Rank, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the K and V of a step: the rank's own, or another member's."""
+        """Return the K and V of a step: the rank's own, or those of another member."""
         return (rank["k"], rank["v"]) if step == 0 else (rank["visiting_k"], rank["visiting_v"])
 
     def _pass_keys(self, step: int) -> None:
-        """Make every rank send on the K and V that it computes with in this step."""
+        """Make every rank send the K and V of this step to its successor."""
         for name, tensor in (("k", "K"), ("v", "V")):
             self.send(tensor, f"visiting_{name}" if step else name, f"incoming_{name}")
 
     def _pass_gradients(self) -> None:
-        """Make every rank send the dK and dV that it has, if any."""
+        """Make every rank send its dK and dV, if it has any, to its successor."""
         for name, tensor in (("dk", "dK"), ("dv", "dV")):
             for rank in self.ranks:
                 if name in rank:
@@ -347,7 +348,7 @@ class _SpreadRun(Ranks):
             self.send(tensor, f"{name}_sent", name)
 
     def _arrive(self) -> None:
-        """Make the K and V that arrived during a step the visiting K and V of the next step."""
+        """Make the K and V that arrived during a step the current K and V of the next step."""
         for rank in self.ranks:
             for name in ("k", "v"):
                 rank.arrays.pop(f"visiting_{name}", None)
@@ -355,9 +356,9 @@ class _SpreadRun(Ranks):
                     rank.rename(f"incoming_{name}", f"visiting_{name}")
 
     def _to_heads(self, names: dict[str, str]) -> None:
-        """All-to-all in each team: from some rows of all heads to all rows of some heads."""
+        """Exchange arrays in each team: from some rows of all heads to all rows of some heads."""
         self.exchange(names, "given", split=1, join=2)
 
     def _to_rows(self, names: dict[str, str]) -> None:
-        """All-to-all in reverse: from all rows of some heads to some rows of all heads."""
+        """Exchange arrays in each team: from all rows of some heads to some rows of all heads."""
         self.exchange(names, "heads", split=2, join=1)

@@ -1,1 +1,1 @@
-"""Engines that run on the CPU: the NumPy simulator, and the fast one in Numba."""
+"""Engines that run on the CPU: the simulator in NumPy, and the fast CPU engine in Numba."""

@@ -1,7 +1,7 @@
-"""Results for empty jobs, whose batch, queries or keys have size 0; the same for every engine.
+"""Returns the results of empty jobs, whose batch, queries or keys have size 0, for every engine.
 
-They are zeros and an LSE of -inf, as in `torch.nn.functional.scaled_dot_product_attention`. No loop
-runs and no kernel is launched, so nothing is traced either.
+The results are zeros and an LSE of -inf, as in
+`torch.nn.functional.scaled_dot_product_attention`. No kernel runs, so there is no trace.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.engines.engine import Engine, Job, Outcome
+from flashsim.engines.protocol import Engine, Job, Outcome
 from flashsim.schedule import plans
 from flashsim.schedule.tiling import Tiling
 
@@ -19,12 +19,12 @@ KERNEL = "none: nothing to compute"
 
 
 class Nothing:
-    """An engine for jobs in which one size is 0; their problem has 1 in its place.
+    """An engine for jobs in which a size is 0; their `Problem` has a size of 1 instead.
 
     Parameters
     ----------
     engine : Engine
-        Its `constant` makes the arrays, and raises for jobs that the engine does not support.
+        Its `constant` creates the arrays, and raises errors for jobs that it does not support.
     """
 
     OPTIONS: frozenset[str] = frozenset()
@@ -33,20 +33,20 @@ class Nothing:
         self.constant = engine.constant
 
     def forward(self, job: Job) -> Outcome:
-        """Return an out of zeros and an LSE of -inf."""
+        """Return `out` filled with zeros and an LSE filled with -inf."""
         p, rows = job.problem, tuple(job.q.shape[:3])
         out = self.constant(job, (*rows, job.v.shape[3]), p.result_dtype, 0.0)
         lse = self.constant(job, rows, p.compute_dtype, -np.inf)
         return _outcome(job, {"out": out, "lse": lse})
 
     def recall(self, job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-        """Return nothing: the backward pass needs nothing from the forward pass."""
+        """Return an empty dict, because the backward pass needs nothing from the forward pass."""
         return {}
 
     def backward(self, job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-        """Return gradients of zeros, whatever `dout` and `dlse` are."""
+        """Return gradients filled with zeros, whatever `dout` and `dlse` are."""
         p = job.problem
-        plans.stages(p, job.algorithm, "backward")  # or say that there is no such pass
+        plans.stages(p, job.algorithm, "backward")  # raises if the algorithm has no such pass
         like = {f"d{name}": x for name, x in job.arrays.items()}
         arrays = {
             name: self.constant(job, tuple(x.shape), p.result_dtype, 0.0)

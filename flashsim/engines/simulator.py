@@ -1,4 +1,4 @@
-"""`backend="simulator"`: the algorithms of `flashsim.algorithms` on the simulated memory."""
+"""`backend="simulator"`: runs the algorithms of `flashsim.algorithms` on the simulated memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from flashsim.algorithms import PASSES
 from flashsim.algorithms.hbm import Hbm
 from flashsim.algorithms.machine import Machine
-from flashsim.algorithms.tiles import log_sum_exp
-from flashsim.engines.engine import Job, Outcome
+from flashsim.algorithms.score_tile import log_sum_exp
+from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import UnsupportedError
 from flashsim.functions.graph import Graph
 from flashsim.problem.precision import USUAL, round_to
@@ -58,13 +58,13 @@ def forward(job: Job) -> Outcome:
 
 
 def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
-    """Return what the backward pass needs from a forward pass, given only its results."""
+    """Return the saved tensors for the backward pass, given only the results of forward."""
     if job.algorithm == "standard":
         raise UnsupportedError(
-            "the backward pass of 'standard' reads the scores and probabilities that its forward "
-            "pass saved; use run(...).backward(dout), or an algorithm that recomputes them"
+            "the backward pass of 'standard' reads the probabilities that its forward pass saved; "
+            "use run(...).backward(dout), or an algorithm that recomputes them"
         )
-    if job.algorithm == "flash1":  # lse = m + log l, and only their sum is asked for
+    if job.algorithm == "flash1":  # the pass uses only m + log l, so m = lse and l = 1 will do
         return {"O": out, "m": lse, "l": np.ones_like(lse)}
     return {"O": out, "L": lse}
 
@@ -105,7 +105,7 @@ def _names(graph: Graph | None) -> tuple[str, ...]:
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> np.ndarray:
-    """An array of one value."""
+    """Return an array filled with one value."""
     return np.full(shape, value, numpy_dtype(dtype))
 
 
@@ -113,8 +113,8 @@ def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> 
     p, precision = job.problem, job.options.get("precision", USUAL)
     if job.trace and precision != USUAL:
         raise UnsupportedError(
-            "a trace cannot be combined with precision, which changes results but not traffic: "
-            "the trace would count the bytes of the inputs' types; leave out trace or precision"
+            "trace cannot be combined with precision, because precision changes results but not "
+            "the traced bytes, which are those of the inputs' types; leave out trace or precision"
         )
     machine = Machine(
         p,
@@ -126,6 +126,7 @@ def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> 
         split=split,
         record=bool(job.trace),
         precision=precision,
+        schedules=job.memo.setdefault(direction, {}),
     )
     if precision.inputs is not None:
         q, k, v = (round_to(x, precision.inputs) for x in (job.q, job.k, job.v))
@@ -164,7 +165,7 @@ def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> 
 def _live(job: Job, lengths: tuple[int, ...], prefix: int) -> Job:
     """Return the job with queries and live keys of all entries packed along the sequence axis.
 
-    A shared prefix comes first, once.
+    The keys of a shared prefix are the first, and occur once.
     """
     q = job.q.swapaxes(0, 1).reshape(1, job.problem.heads, job.problem.n_q, job.q.shape[-1])
     size = job.problem.page_size
@@ -204,7 +205,7 @@ def _unpacked(x: np.ndarray, p: Problem) -> np.ndarray:
 def _room(
     job: Job, direction: str, hbm: Hbm, split: Split = WHOLE, parts: int = 1
 ) -> dict[str, np.ndarray]:
-    """Allocate all results of a pass in HBM; returns the arrays by the papers' names."""
+    """Allocate all results of a pass in HBM, and return the arrays by the papers' names."""
     p, arrays = job.problem, {}
     for name in plans.tensors_of(p, job.algorithm, direction, "store", "reduce"):
         its, dtype = shape(p, name), dtype_of(p, name)
@@ -232,13 +233,16 @@ def _room(
 
 
 def _run(algorithm, machine: Machine) -> None:
-    # exp(-inf) and NaN inputs are part of the arithmetic; inputs are checked before.
+    # exp(-inf) is part of the algorithm, and inputs may be NaN: NumPy must not warn about either.
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         algorithm(machine)
 
 
 def _lse(machine: Machine, saved: Mapping[str, Any]) -> np.ndarray:
-    """Return the LSE per row: stored by FlashAttention-2, m + log l or noted in the others."""
+    """Return the LSE per row.
+
+    FlashAttention-2 stores it. For other algorithms it is m + log l, or was kept by `note_lse`.
+    """
     if "L" in saved:
         return saved["L"]
     p = machine.problem

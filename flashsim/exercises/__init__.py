@@ -1,9 +1,9 @@
-"""Exercises graded by bytes: a statement, a skeleton, hints, a reference solution, a grader.
+"""Programming exercises, graded on the results, the on-chip memory and the bytes moved.
 
-``flashsim exercise list`` names them, ``flashsim exercise start NAME`` writes the skeleton of one,
-and ``flashsim exercise grade FILE`` grades the completed file. An exercise is one file. `course`
-contains the bundled ones; a lecturer's own exercise is named by its path. See
-docs/guides/course.md.
+``flashsim exercise list`` lists the exercises, ``flashsim exercise start NAME`` writes a skeleton
+to complete, and ``flashsim exercise grade FILE`` grades the completed file. Each exercise is one
+file: a statement, a skeleton, hints, a reference solution and a grader. `course` and `kernels` hold
+the bundled exercises; a lecturer's own exercise is named by its path. See docs/guides/course.md.
 """
 
 from flashsim.exercises.exercise import Exercise, Question, Task

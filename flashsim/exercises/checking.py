@@ -1,4 +1,4 @@
-"""Check an exercise before students get it: can it be solved, and are mistakes named?"""
+"""Check an exercise: its reference gets every point, and its wrong solutions are explained."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flashsim.exercises.kernel_grading import grade_kernels
 from flashsim.exercises.marks import Marks
 from flashsim.report import Table
 
-#: Times that the reference is graded, each with new inputs.
+#: How often the reference is graded, each time with new inputs.
 ROUNDS = 10
-#: The same for kernels, each time in a process of its own.
+#: How often a reference for kernels is graded, each time in a new process.
 KERNEL_ROUNDS = 3
 
 
 def check(one: Exercise | KernelExercise) -> Table:
-    """A table of what was checked; `right` says whether it is as it should be."""
+    """Return a table with a row per check; the column `right` says whether it passed."""
     table = Table(f"{one.name}: {one.title}", ("checked", "right", "points", "words"))
 
     def row(what: str, right: bool, points: int | None, said: str) -> None:
@@ -32,14 +32,15 @@ def check(one: Exercise | KernelExercise) -> Table:
     rounds = KERNEL_ROUNDS if isinstance(one, KernelExercise) else ROUNDS
     points, said = reference(one, rounds)
     row(f"the reference, {rounds} times", not said, points, said)
-    if points is None:  # nothing can be compared with it
+    if points is None:  # without a reference that runs, nothing else can be checked
         return table
     marks = graded(one.skeleton, one)
     row("the skeleton", not marks.points, marks.points, marks.marks[0].words)
     source = one.solution_source
     for find, put, expected in one.wrong:
         if find not in source:
-            row(f"wrong: {find!r} -> {put!r}", False, None, "the reference has no such text")
+            said = f"the reference does not contain {find!r}"
+            row(f"wrong: {find!r} -> {put!r}", False, None, said)
             continue
         marks = graded(source.replace(find, put, 1), one)
         said = "; ".join(mark.words for mark in marks.marks if mark.points < mark.most)
@@ -52,7 +53,7 @@ def check(one: Exercise | KernelExercise) -> Table:
 
 
 def graded(text: str, one: Exercise | KernelExercise) -> Marks:
-    """The marks of a file's text."""
+    """Return the marks of a solution, from its file's text."""
     if not isinstance(one, KernelExercise):
         return grade(text, one)[0]
     with tempfile.TemporaryDirectory() as folder:
@@ -62,14 +63,14 @@ def graded(text: str, one: Exercise | KernelExercise) -> Marks:
 
 
 def reference(one: Exercise | KernelExercise, rounds: int = 1) -> tuple[int | None, str]:
-    """The fewest points that the reference gets, and the reason why they are not all; "" if none.
+    """Return the fewest points that the reference gets, and why it loses points ("" if none).
 
-    The points are None if it does not run on the exercise's own machine.
+    The points are None if the reference does not run on the exercise's machine.
     """
     try:
         every = [graded(one.solution_source, one) for _ in range(rounds)]
         if isinstance(one, Exercise):
-            one.executed  # noqa: B018 - what others are compared with
+            one.executed  # noqa: B018 - raises an error if the reference does not run
     except FlashSimError as error:
         return None, str(error)
     worst = min(every, key=lambda marks: marks.points)
@@ -77,7 +78,7 @@ def reference(one: Exercise | KernelExercise, rounds: int = 1) -> tuple[int | No
 
 
 def _told(one: Exercise, mistake: str) -> tuple[bool, None, str]:
-    """Whether a mistake's own result is judged wrong, and for its own reason."""
+    """Return whether the result of a mistake is graded as wrong with the mistake's explanation."""
     seen = []
     for kind in KINDS:
         arrays = one.task.arrays(kind)
@@ -88,4 +89,4 @@ def _told(one: Exercise, mistake: str) -> tuple[bool, None, str]:
             if mistake in said:
                 return True, None, ""
             seen.append(said)
-    return False, None, next(filter(None, seen), "its result counts as right")
+    return False, None, next(filter(None, seen), "its result is graded as right")

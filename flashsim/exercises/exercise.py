@@ -1,4 +1,4 @@
-"""An exercise: its task, reference and marks, and the inputs of its solutions."""
+"""`Exercise` and `Task`: an exercise on the simulated machine, and its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
 
-#: How scores run along the keys: random ones alone hardly move a row's maximum.
+#: Kinds of inputs: random, scores that rise or fall along the keys, or heavy-tailed scores. With
+#: purely random scores, a row's running maximum hardly changes.
 KINDS = ("normal", "rising", "falling", "heavy")
 Arrays = Mapping[str, np.ndarray]
 
@@ -30,23 +31,22 @@ Arrays = Mapping[str, np.ndarray]
 @own_errors
 @dataclass(frozen=True)
 class Task:
-    """The inputs of a solution, the outputs that it must store, and its machine.
+    """The inputs of a solution, the outputs that it must store, and its machine's sizes.
 
     Attributes
     ----------
     problem : Problem
-        float32.
+        The attention problem, in float32.
     tiling : Tiling
-        ``machine.tiling``.
+        The tile sizes; the solution reads them as ``machine.tiling``.
     sram_bytes : int
-        Bytes that fit on chip.
+        On-chip memory in bytes.
     inputs : tuple of str
-        Tensors besides Q, K and V: "S" (the scaled scores), "O", "L", "dO", "delta".
+        Input tensors besides Q, K and V: "S" (the scaled scores), "O", "L", "dO", "delta".
     outputs : tuple of str
         Tensors that the solution must store.
     spread : float
-        Inputs with rising scores have scores from -spread to spread; heavy-tailed ones have none
-        beyond.
+        Rising and falling scores go from -spread to spread; heavy-tailed ones stay inside of that.
     """
 
     problem: Problem
@@ -63,7 +63,7 @@ class Task:
         return replace(Device.get("H100"), name=name, sram_bytes=size, sram_per_sm=size)
 
     def arrays(self, kind: str = "normal", seed: int = 0) -> dict[str, np.ndarray]:
-        """Q, K, V and the other inputs in float32, of one kind from `KINDS`."""
+        """Return Q, K, V and the other inputs in float32, drawn as one of `KINDS`."""
         p = self.problem
         checks.one_of("kind of input", kind, KINDS)
         rng = np.random.default_rng([checks.seed(seed), KINDS.index(kind)])
@@ -95,17 +95,17 @@ class Task:
 
     @property
     def setting(self) -> Setting:
-        """The machine that records a solution and replays it."""
+        """The problem, tiling, device and tensors for recording and replaying a solution."""
         return Setting(self.problem, self.tiling, self.device, self.inputs, self.outputs)
 
     def run(
         self, solution: Callable[..., None], arrays: Arrays, device: Device | None = None
     ) -> OwnResult:
-        """Run a solution on some arrays; the default device is the task's own."""
+        """Run a solution on arrays and return its result; the default device is the task's."""
         p = self.problem
         if lacking := {"Q", "K", "V", *self.inputs} - {*arrays}:
             raise OptionError(
-                f"arrays lack {', '.join(sorted(lacking))}; Task.arrays() draws all of them"
+                f"arrays lacks {', '.join(sorted(lacking))}; Task.arrays() returns all inputs"
             )
         return simulate(
             *(solution, arrays["Q"], arrays["K"], arrays["V"]),
@@ -121,9 +121,9 @@ class Task:
 
 @own_errors
 class Question(NamedTuple):
-    """A quantity to count by hand; `answer` reads it from the reference's trace.
+    """A quantity that students count by hand; `answer` computes it from the reference's trace.
 
-    `slips` gives known wrong answers, also from the trace: the reason for each, by number.
+    `slips` returns known wrong answers, also from the trace: a dict of explanations by number.
     """
 
     ask: str
@@ -134,48 +134,48 @@ class Question(NamedTuple):
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Exercise:
-    """One exercise; its file assigns it to the name EXERCISE.
+    """One exercise on the simulated machine; its file assigns it to the name EXERCISE.
 
     Attributes
     ----------
     name : str
         Name on the command line.
     statement : str
-        The assignment, in Markdown: the file's own docstring (``__doc__``); its first line is the
+        The assignment, in Markdown: the file's own docstring (``__doc__``). Its first line is the
         title.
     task : Task
     reference : function of the machine
-        A solution that gets every point. It must need nothing outside itself except `np`.
+        A solution that gets every point. It may use no global names except `np`.
     truth : function of (arrays, problem, dtype)
-        The outputs by name, in plain NumPy of that dtype ("float64" judges, "float32" sets the
-        tolerance).
+        Returns the right outputs by name, in plain NumPy of that dtype. The grader compares with
+        "float64"; the error of "float32" sets the tolerance.
     skeleton : str, optional
-        The student's function, to be filled in; its name is ``solution``. Default: the reference,
-        in which a line ``# TODO: ...`` replaces the lines from it to ``# END``, and the lines from
+        The student's function ``solution``, to be completed. Default: the reference, in which each
+        line ``# TODO: ...`` replaces the lines from it to ``# END``, and the lines from
         ``# LEFT OUT`` to ``# END`` are removed. For questions, the default is ANSWERS with zeros.
     hints : tuple of str
         Hints, from a nudge to nearly the full solution.
     terms : function of (arrays, problem), optional
-        For each output, the sum of its terms' absolute values, in float64: rounding errors are
-        relative to it. Default: the output itself.
+        Returns, for each output, the sum of its terms' absolute values in float64; rounding errors
+        are relative to this sum. Default: the output itself.
     budget : function of the task, optional
-        Bytes that get full marks, as a closed form; default: the reference's bytes.
+        Returns the most bytes that get full marks. Default: the reference's bytes.
     at_most : tuple of (op, tensor)
-        Transfers that may not exceed the reference's, whatever other transfers are saved.
+        Transfers whose bytes may not exceed the reference's, even if the total does not.
     demand : function of a trace, optional
-        A further condition: returns the complaint if it fails, or "".
+        A further condition: returns an explanation if a solution violates it, else "".
     mistakes : mapping of str to function
         Explanations of common mistakes, each with a function like `truth` that returns the
-        mistake's result.
+        mistake's outputs.
     questions : tuple of Question
-        If there are any, the student answers them, in a dict ANSWERS, instead of programming.
+        If there are questions, the student answers them in a dict ANSWERS instead of programming.
     bound : function of the task, optional
-        A lower bound on the bytes of any solution, for the picture.
+        Returns a lower bound on the bytes of any solution; the picture shows it.
     wrong : tuple of (find, put, words)
         Wrong solutions for ``flashsim exercise check``: in the reference solution, `put` replaces
         `find`, and the grader's words must contain `words`.
     revealed : bool
-        Whether ``flashsim exercise reveal`` shows the reference solution.
+        Whether ``flashsim exercise reveal`` may show the reference solution.
     file : str
         The path of a lecturer's own exercise; ``shelf.get`` sets it.
     """
@@ -205,7 +205,7 @@ class Exercise:
 
     @property
     def title(self) -> str:
-        """The first line of the statement."""
+        """The exercise's title: the first line of the statement."""
         return self.statement.strip().splitlines()[0].rstrip(".")
 
     @cached_property
@@ -215,12 +215,12 @@ class Exercise:
 
     @property
     def full_marks_bytes(self) -> int:
-        """Bytes that get full marks."""
+        """The most bytes that get full marks."""
         return self.budget(self.task) if self.budget else self.executed.trace.bytes()
 
     @cached_property
     def solution_source(self) -> str:
-        """The source of the reference as a student would write it."""
+        """The source of the reference solution, as a student would write it."""
         if self.questions:
             answers = [q.answer(self.executed.trace) for q in self.questions]
             lines = (f"    {q.ask!r}: {n},\n" for q, n in zip(self.questions, answers, strict=True))
@@ -229,7 +229,7 @@ class Exercise:
 
     @property
     def _marked(self) -> str:
-        """The reference's source, named ``solution``, with the comments that mark omitted lines."""
+        """The reference's source, named ``solution``, with the comments TODO, LEFT OUT and END."""
         text = textwrap.dedent(inspect.getsource(self.reference))
         name, imports = self.reference.__name__, "\n".join(_imports(self.reference))
         return f"{imports}\n\n\n{text.replace(f'def {name}(', 'def solution(', 1)}"
@@ -242,9 +242,9 @@ class Exercise:
 
     @property
     def sizes(self) -> str:
-        """The sizes that determine the bytes, in one line."""
+        """The problem's and the tiles' sizes, which determine the bytes, in one line."""
         p, t = self.task.problem, self.task.tiling
-        heads = f"{p.heads} query heads, {p.kv_heads} key heads, " if p.heads > 1 else ""
+        heads = f"{p.heads} query heads, {p.kv_heads} KV heads, " if p.heads > 1 else ""
         return (
             f"{heads}{p.n_q} queries, {p.n_kv} keys, head_dim {p.head_dim}, {p.dtype}"
             f"{', causal' if p.causal else ''}; tiles of {t.block_q} × {t.block_k}"
@@ -256,8 +256,8 @@ class Exercise:
         about = f"{self.statement.strip()}\n\n{self.sizes}."
         if not self.questions:
             about += (
-                f"\nOn chip: {self.task.sram_bytes:,} B. Full marks: {self.full_marks_bytes:,} B "
-                "moved."
+                f"\nOn-chip memory: {self.task.sram_bytes:,} B. Full marks: at most "
+                f"{self.full_marks_bytes:,} B moved."
             )
         return headed(self.name, about, self.skeleton)
 
@@ -266,34 +266,38 @@ def require_statement(name: str, statement: object) -> None:
     """Raise `OptionError` if an exercise has no statement."""
     if not isinstance(statement, str) or not statement.strip():
         raise OptionError(
-            f"the exercise {name} has no statement, which is its file's docstring: write one at "
-            "the top of the file, and run without python -OO (PYTHONOPTIMIZE=2), which removes "
-            "docstrings"
+            f"the exercise {name} has no statement. Its file's docstring is the statement: write "
+            "one at the top of the file, and do not run python -OO (PYTHONOPTIMIZE=2), which "
+            "removes docstrings"
         )
 
 
 def solved(marked: str) -> str:
-    """A marked text as a solution: without the comments that mark what students do not get."""
+    """Return a reference's source without the comments TODO, LEFT OUT and END: the solution."""
     return re.sub(r"^ *# (TODO.*|LEFT OUT|END)\n", "", marked, flags=re.M)
 
 
 def gapped(marked: str) -> str:
-    """A marked text as a skeleton: a line "# TODO ..." replaces the lines from it to "# END"."""
+    """Return a reference's source as a skeleton.
+
+    Each line "# TODO ..." replaces the lines from it to "# END"; the lines from "# LEFT OUT" to
+    "# END" are removed.
+    """
     text = re.sub(r"^( *)# LEFT OUT\n.*?^\1# END\n", "", marked, flags=re.M | re.S)
     text = re.sub(r"^( *)(# TODO.*\n)(?s:.*?)^\1# END\n", r"\1\2", text, flags=re.M)
-    # Where nothing else is left of a block, Python wants a statement.
+    # A block without any other statement needs a `pass`.
     return re.sub(r"(:(?:  #.*)?\n *)(# TODO.*\n)", r"\1pass  \2", text)
 
 
 def headed(name: str, about: str, skeleton: str) -> str:
-    """A file to fill in: its first line names the exercise, and a comment has the task."""
+    """Return a file to complete: its first line names the exercise, and comments hold the task."""
     comment = textwrap.indent(about, "# ", lambda line: True)
     lines = "\n".join(line.rstrip() for line in comment.splitlines())
     return f"# flashsim exercise: {name}\n#\n{lines}\n\n{skeleton.strip()}\n"
 
 
 def _imports(function: Callable[..., None]) -> list[str]:
-    """NumPy's import, and those of the function's module that the function uses."""
+    """Return NumPy's import, and the imports of the function's module that the function uses."""
     found, used = ["import numpy as np"], global_names(function.__code__)
     for node in ast.parse("".join(inspect.findsource(function)[0])).body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -1,4 +1,4 @@
-"""Judge a solution's program on fresh random inputs: results, on-chip memory, bytes."""
+"""Grade a solution's recorded program on random inputs: results, on-chip memory, bytes moved."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from flashsim.exercises.exercise import KINDS, Exercise
 from flashsim.exercises.marks import Mark, Marks
 from flashsim.trace.trace import Trace
 
-#: Points of the three things that are judged.
+#: Points for the results, for fitting in on-chip memory, and for the bytes moved.
 RESULTS, ROOM, BYTES = 40, 20, 40
-#: Draws of inputs of each kind; a result has to be right for all of them.
+#: Random inputs drawn per kind; a result has to be right for all of them.
 DRAWS = 2
 
 
@@ -34,18 +34,20 @@ def grade(
     exercise: Exercise,
     file: str = "solution.py",
 ) -> tuple[Marks, Trace | None]:
-    """Judge a solution that runs in this process; returns its marks and the trace of its transfers.
+    """Grade a solution that runs in this process; return its marks and the trace of its transfers.
 
-    The solution is recorded on tiles without numbers, and the recorded program is judged. A file
-    from someone else belongs in a separate process: `submissions.grade_file`.
+    The solution runs on symbolic tiles without values, which records a program. The program is then
+    replayed and graded. Do not use this function for a file of someone else, because the file's
+    code runs in this process; `submissions.grade_file` runs it in a separate process.
 
     Parameters
     ----------
     given : str, function of the machine, or mapping
-        A file's text; or, in a notebook, the function itself or the answers by question.
+        The text of a solution's file; or, in a notebook, the solution's function, or a dict of
+        answers by question.
     exercise : Exercise
     file : str
-        The text's name in error messages.
+        The name of the file in error messages.
     """
     began = time.perf_counter()
     setting = None if exercise.questions else exercise.task.setting
@@ -67,21 +69,21 @@ def judge(
     *,
     text: str | None = None,
 ) -> tuple[Marks, Trace | None]:
-    """Judge the result of running a solution.
+    """Grade the program or the answers that running a solution returned.
 
     Parameters
     ----------
     handed : Handed
-        It may come from a process that is not trusted.
+        The program or the answers. It may come from a process that is not trusted.
     exercise : Exercise
     source : str
         The text of the solution's file, which messages quote.
     began : float
         When grading began, by `time.perf_counter`.
     limit : float
-        Seconds that the program may take to replay.
+        Seconds that replaying the program may take.
     text : str, optional
-        The solution's own text, if `source` has more than that.
+        The text of the solution alone, if `source` holds more than the solution.
     """
     text = source if text is None else text
     trace, figures = None, dict[str, int]()
@@ -92,7 +94,7 @@ def judge(
     else:
         marks, figures, trace = _Judge(exercise, handed, source, time.monotonic() + limit).judged()
     if any(mark.kind for mark in marks) and words.untouched(text, exercise.skeleton):
-        said = "the TODO is still there: nothing was filled in yet"
+        said = "the file is still the skeleton: replace its TODO with your code"
         marks, figures, trace = (Mark("the file", 0, 100, "todo", said),), {}, None
     else:
         marks = words.with_todo(marks, text, exercise.skeleton)
@@ -103,7 +105,7 @@ def judge(
 
 
 def _source_of(function: Any) -> tuple[str, str]:
-    """The texts of a function's file or cell, and of the function; "" if they are not known."""
+    """Return the text of a function's file or cell, and of the function; "" if unknown."""
     try:
         return "".join(inspect.findsource(function)[0]), inspect.getsource(function)
     except (TypeError, OSError):
@@ -111,14 +113,14 @@ def _source_of(function: Any) -> tuple[str, str]:
 
 
 class _Judge:
-    """Judges one program."""
+    """Grades one program."""
 
     def __init__(self, exercise: Exercise, handed: Handed, source: str, until: float) -> None:
         self.exercise, self.task, self.handed = exercise, exercise.task, handed
         self.source, self.until = source.splitlines(), until
 
     def judged(self) -> tuple[tuple[Mark, ...], dict[str, int], Trace | None]:
-        """Marks, figures and the trace of one sample's transfers."""
+        """Return marks, figures, and the trace of the transfers of one draw of inputs."""
         task, each = self.task, RESULTS // len(KINDS)
         draws = [
             (kind, task.arrays(kind, secrets.randbits(32))) for kind in KINDS for _ in range(DRAWS)
@@ -164,7 +166,7 @@ class _Judge:
     def _replayed(
         self, draws: Sequence[Mapping[str, np.ndarray]], **limits: int | None
     ) -> OpenMachine:
-        """The machine after the program ran on all of these inputs at once."""
+        """Return the machine after the program ran on all these inputs at once."""
         setting = self.task.setting
         names = ("Q", "K", "V", *setting.inputs)
         arrays = {name: np.concatenate([draw[name] for draw in draws]) for name in names}
@@ -186,26 +188,26 @@ class _Judge:
 
     def _room(self, trace: Trace, wrong: int) -> Mark:
         if wrong == len(KINDS):
-            said = "room counts when some of the results are right"
-            return Mark("room on chip", 0, ROOM, "result", said)
+            said = "on-chip memory gets points only if some of the results are right"
+            return Mark("on-chip memory", 0, ROOM, "result", said)
         if trace.peak_sram() <= self.task.sram_bytes:
-            return Mark("room on chip", ROOM, ROOM)
+            return Mark("on-chip memory", ROOM, ROOM)
         try:
             self._replayed([self.task.arrays()], most=None)
         except (SramOverflow, ProgramError) as error:
-            return Mark("room on chip", 0, ROOM, "overflow", str(error))
+            return Mark("on-chip memory", 0, ROOM, "overflow", str(error))
         raise AssertionError("the program needs more on-chip memory than the machine has")
 
 
 def _bytes(exercise: Exercise, trace: Trace, *, right: bool) -> Mark:
     name = "bytes"
     if not right:
-        return Mark(name, 0, BYTES, "result", "bytes count when the results are right")
+        return Mark(name, 0, BYTES, "result", "bytes get points only if all results are right")
     budget, moved = exercise.full_marks_bytes, trace.bytes()
     reference = exercise.executed.trace
     more = words.excess(trace, reference)
     if moved > budget:
-        said = f"{moved:,} B moved, {budget:,} B get full marks:\n" + "\n".join(more)
+        said = f"{moved:,} B moved, but full marks need at most {budget:,} B:\n" + "\n".join(more)
         return Mark(name, min(BYTES * budget // moved, BYTES - 1), BYTES, "bytes", said)
     mine, theirs = words.transfers(trace), words.transfers(reference)
     over = [key for key in exercise.at_most if mine.get(key, 0) > theirs.get(key, 0)]
@@ -216,7 +218,7 @@ def _bytes(exercise: Exercise, trace: Trace, *, right: bool) -> Mark:
     asked = exercise.demand(trace) if exercise.demand else ""
     if asked:
         return Mark(name, BYTES // 2, BYTES, "demand", asked)
-    fewer = f"{budget - moved:,} B fewer than full marks ask for" if moved < budget else ""
+    fewer = f"{budget - moved:,} B fewer than full marks need" if moved < budget else ""
     return Mark(name, BYTES, BYTES, words=fewer)
 
 
@@ -233,7 +235,7 @@ def _answers(exercise: Exercise, given: Mapping[str, int | str]) -> tuple[Mark, 
         most = 100 // n + (at < 100 % n)
         value, right = given.get(question.ask), question.answer(trace)
         if not isinstance(value, int):
-            said = f"{value} is no integer"
+            said = f"the answer must be an integer, got {value}"
         elif value == right:
             marks.append(Mark(question.ask, most, most))
             continue

@@ -1,7 +1,7 @@
-"""Grade a homework folder as it was handed out: its files of kernels, and its own tests.
+"""Grade a homework folder: its files of kernels, and its own tests. No GPU is needed.
 
-Such a folder has the files that the exercises for kernels name (`KernelExercise.path`), and perhaps
-a folder `tests`. Nothing in it is changed, and it needs no GPU.
+Such a folder contains files at the paths that the kernel exercises name (`KernelExercise.path`),
+and maybe a folder `tests`. Grading changes none of its files.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from flashsim.exercises.kernel_runner import KernelOrder
 from flashsim.exercises.marks import Mark, Marks
 from flashsim.exercises.runner import plain
 
-#: What the marks of a folder's own tests are called.
+#: The exercise name of the marks for a folder's own tests.
 TESTS = "its own tests"
 
 
 def homework_in(folder: Path) -> list[Path]:
-    """The homework folders: the folder itself, or those right below it."""
+    """Return the homework folders: the folder itself, or those of its subfolders that are."""
     below = sorted(path for path in folder.iterdir() if path.is_dir())
     return [folder] if _files(folder) else [path for path in below if _files(path)]
 
 
 def _files(root: Path) -> list[tuple[Path, KernelExercise]]:
-    """The files of a homework folder, with the exercises that they solve."""
+    """Return the files of a homework folder, with the exercises that they solve."""
     found = [shelf.find(name) for name in shelf.kernel_names()]
     return [
         (root / one.path, one)
@@ -45,7 +45,7 @@ def grade_homework(
     limit: float | None = None,
     memory: int | None = None,
 ) -> Iterator[tuple[Path, Marks]]:
-    """Judge each file of a homework folder for each exercise it solves, and run its own tests."""
+    """Grade each file of a homework folder for each exercise that it solves; run its tests."""
     only = None if exercise is None else shelf.find(exercise).name
     for path, one in _files(root):
         if only in (None, one.name):
@@ -71,7 +71,7 @@ def _tests(root: Path, limit: float | None, memory: int | None) -> Marks:
 
 
 def together(found: list[tuple[Path, Marks]]) -> Marks:
-    """All marks of a homework folder as one, for Gradescope."""
+    """Return all marks of a homework folder as one `Marks`, for Gradescope."""
     marks = [
         replace(mark, name=f"{one.exercise}: {mark.name}") for _, one in found for mark in one.marks
     ]

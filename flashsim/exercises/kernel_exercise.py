@@ -1,4 +1,4 @@
-"""`KernelExercise`: an exercise that is solved by kernels in Triton or Pallas."""
+"""`KernelExercise`: an exercise whose solution is kernels in Triton or Pallas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flashsim.api.counting import count
-from flashsim.counts.questions import in_words
+from flashsim.counts.questions import by_operation, in_words
 from flashsim.errors import OptionError, own_errors
 from flashsim.exercises.exercise import Arrays, Task, gapped, headed, require_statement, solved
 from flashsim.problem.problem import Problem
@@ -20,25 +20,22 @@ Transfers = Mapping[tuple[str, str], int]
 
 
 class KernelCase(NamedTuple):
-    """One call of a solution: a task, and the kind of its inputs."""
+    """One graded call of a solution: a task, and the kind of its inputs."""
 
     task: Task
     kind: str
 
     @property
     def title(self) -> str:
-        """The case in words."""
+        """The case's problem and kind of inputs, in words."""
         return f"{in_words(self.task.problem)}, {self.kind} inputs"
 
 
 def attention_bytes(task: Task) -> dict[tuple[str, str], int]:
-    """The bytes that FlashAttention-2 moves with the task's tiles, by `flashsim.count`."""
+    """Return the bytes that FlashAttention-2 moves with the task's tiles, by `flashsim.count`."""
     direction = "backward" if "dQ" in task.outputs else "forward"
     counted = count(task.problem, tiling=task.tiling, direction=direction)
-    found: dict[tuple[str, str], int] = {}
-    for (_, op, tensor), nbytes in counted.transfers.items():
-        found[op, tensor] = found.get((op, tensor), 0) + nbytes
-    return found
+    return by_operation(counted.transfers)
 
 
 @own_errors
@@ -51,32 +48,33 @@ class KernelExercise:
     name : str
         Name on the command line.
     statement : str
-        The assignment, in Markdown: the file's own docstring; its first line is the title.
+        The assignment, in Markdown: the file's own docstring. Its first line is the title.
     tasks : tuple of Task
-        What the solution is called with, one after another: problems in float32. `Task.tiling` sets
-        the bytes of full marks, and `Task.sram_bytes` what a program may hold by the estimate.
+        The problems that the solution is called with, in float32. `Task.tiling` determines the
+        bytes for full marks. `Task.sram_bytes` limits the estimated on-chip memory of a program.
     reference : str
-        The text of a file in Triton that gets every point. Students start from it without the lines
+        The text of a Triton file that gets every point. Students start from it without the lines
         from each ``# TODO`` to ``# END``.
     calls : tuple of str
-        Names in a student's file, the first that exists is graded: a function, or a
-        ``torch.autograd.Function``.
+        Possible names of the graded function or ``torch.autograd.Function`` in a student's file;
+        the first one that exists is graded.
     given : tuple of str
-        The arrays that it is called with, in order, (heads, n, d) each. A flag follows: whether
-        attention is causal.
+        The arrays that the function is called with, in order, each (heads, n, d). The last argument
+        is a flag: whether attention is causal.
     hints : tuple of str
     path : str
-        Where the file lies in a homework folder, such as "softmax_matmul/softmax_matmul.py".
+        The file's path in a homework folder, such as "softmax_matmul/softmax_matmul.py".
     flag : bool
-        Whether the function takes the flag.
+        Whether the function takes the causal flag.
     truth : function of (arrays, problem, dtype), optional
-        The outputs by name, where it is not attention.
+        Returns the outputs by name, for exercises on something else than attention.
     budget : function of the task, optional
-        Bytes of full marks, by operation and tensor. Default: those of attention.
+        Returns the most bytes that get full marks, by operation and tensor. Default: the bytes of
+        FlashAttention-2.
     wrong : tuple of (find, put, words)
-        Wrong solutions for ``flashsim exercise check``, as for `Exercise`.
+        Wrong solutions for ``flashsim exercise check``, as in `Exercise`.
     revealed, file
-        As for `Exercise`.
+        As in `Exercise`.
     """
 
     name: str
@@ -99,37 +97,37 @@ class KernelExercise:
         require_statement(self.name, self.statement)
         if not self.tasks or not self.calls:
             raise OptionError(
-                f"the exercise {self.name} needs tasks and calls, one of each or more; got "
-                f"{len(self.tasks)} tasks and {len(self.calls)} calls"
+                f"the exercise {self.name} needs at least one task and one name in `calls`, got "
+                f"{len(self.tasks)} tasks and {len(self.calls)} names"
             )
 
     @property
     def title(self) -> str:
-        """The first line of the statement."""
+        """The exercise's title: the first line of the statement."""
         return self.statement.strip().splitlines()[0].rstrip(".")
 
     @property
     def cases(self) -> list[KernelCase]:
-        """Every task with normal inputs; the first also with scores that rise along the keys.
+        """The graded calls: each task with normal inputs, the first also with rising scores.
 
-        A backward pass has no running maximum, so rising scores would test nothing there.
+        A backward pass is not called with rising scores, since it has no running maximum.
         """
         rising = [] if "dO" in self.given else [KernelCase(self.tasks[0], "rising")]
         return [*rising, *(KernelCase(one, "normal") for one in self.tasks)]
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Tensors that the kernels must store."""
+        """The tensors that the kernels must store."""
         return self.tasks[0].outputs
 
     def arguments(self, arrays: Arrays) -> list[np.ndarray]:
-        """The arrays of a call, with batch and heads on one axis."""
+        """Return the arguments of a call: arrays with batch and heads on one axis."""
         return [np.ascontiguousarray(x.reshape(-1, *x.shape[2:])) for x in
                 (arrays[name] for name in self.given)]  # fmt: skip
 
     @cached_property
     def full_marks(self) -> dict[tuple[str, str], int]:
-        """Bytes of full marks over all cases, by operation and tensor."""
+        """The bytes for full marks, summed over all cases, by operation and tensor."""
         budget = self.budget or attention_bytes
         found: dict[tuple[str, str], int] = {}
         for case in self.cases:
@@ -139,22 +137,22 @@ class KernelExercise:
 
     @property
     def full_marks_bytes(self) -> int:
-        """Bytes that get full marks, over all cases."""
+        """The most bytes that get full marks, summed over all cases."""
         return sum(self.full_marks.values())
 
     @property
     def solution_source(self) -> str:
-        """The reference as a student would write it."""
+        """The text of the reference solution, as a student would write it."""
         return solved(self.reference).strip() + "\n"
 
     @property
     def skeleton(self) -> str:
-        """The file that students start from, without its task."""
+        """The code of the file that students start from, without the comments on the task."""
         return gapped(self.reference)
 
     @property
     def sizes(self) -> str:
-        """The problems that the solution is called with, in one line."""
+        """The problems that a solution is called with, in one line."""
         return "; ".join(dict.fromkeys(in_words(one.problem) for one in self.tasks))
 
     @property
@@ -162,9 +160,9 @@ class KernelExercise:
         """The file that a student starts from."""
         tile = self.tasks[0].tiling
         about = (
-            f"{self.statement.strip()}\n\nIt is called with {self.sizes}.\nFull marks: "
-            f"{self.full_marks_bytes:,} B in all {len(self.cases)} calls, which tiles of "
-            f"{tile.block_q} x {tile.block_k} move.\nA program may hold "
-            f"{self.tasks[0].sram_bytes:,} B (an estimate from its values)."
+            f"{self.statement.strip()}\n\nIt is called with {self.sizes}.\nFull marks: at most "
+            f"{self.full_marks_bytes:,} B in all {len(self.cases)} calls, which is what tiles of "
+            f"{tile.block_q} x {tile.block_k} move.\nA program may hold at most "
+            f"{self.tasks[0].sram_bytes:,} B on chip (estimated from its values)."
         )
         return headed(self.name, about, self.skeleton)

@@ -1,7 +1,8 @@
-"""Grade a file of kernels: results, safety on a GPU, on-chip memory and bytes.
+"""Grade a file of kernels: results, safety on a GPU, on-chip memory and bytes moved.
 
-The file runs in a separate process (`kernel_runner`), which returns a record of what its kernels
-did. This process draws the inputs, computes what is right, and judges. It never runs the file.
+The file runs in a separate process (`kernel_runner`), which returns a record of its kernels'
+accesses and results. This process draws the inputs, computes the right results, and grades. It
+never runs the file.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from flashsim.own_kernels.record_file import unpacked
 from flashsim.schedule.names import LOAD
 from flashsim.trace.trace import Trace
 
-#: Points of the four things that are judged.
+#: Points for results, safety on a GPU, on-chip memory, and bytes moved.
 RESULTS, SAFE, ROOM, BYTES = 40, 10, 10, 40
-#: Seconds that a file may take, and MiB beyond what torch, Triton and JAX take themselves.
+#: Seconds that a file may take, and MiB beyond the memory of torch, Triton and JAX themselves.
 LIMIT, MEMORY = 120.0, 4096
-#: Findings that a GPU does not forgive.
+#: Kinds of findings that are errors on a GPU.
 _UNSAFE = ("outside", "next head", "two stores", "race", "never stored")
 _MOST = 1 << 28
 
 
 class Handover(NamedTuple):
-    """Kind and words of a failure, what a file recorded, and outcomes of its tests."""
+    """A process's answer: kind and words of a failure, the record, and outcomes of tests."""
 
     kind: str = ""
     words: str = ""
@@ -51,7 +52,7 @@ class Handover(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """One case that ran: its inputs, and what the kernels did."""
+    """One case that ran: its inputs, and the trace of the kernels."""
 
     case: KernelCase
     arrays: Arrays
@@ -67,9 +68,10 @@ def grade_kernels(
     memory: int | None = None,
     runner: Callable[[KernelOrder], Handover] | None = None,
 ) -> tuple[Marks, Trace | None]:
-    """Judge a file; `root` is a folder whose modules it may import, besides its own folder.
+    """Grade a file of kernels; return its marks, and the trace of its last case.
 
-    `runner` carries out the order; the default, `handed`, starts a process.
+    The file may import modules from its own folder and from the folder `root`. `runner` carries out
+    the order; the default, `handed`, starts a separate process.
     """
     began = time.perf_counter()
     cases = exercise.cases
@@ -104,7 +106,7 @@ def grade_kernels(
 
 
 def handed(order: KernelOrder) -> Handover:
-    """Carry out an order in a separate process."""
+    """Run a file in a separate process, as an order describes it."""
     command = [sys.executable, "-P", "-m", kernel_runner.__name__]
     ended = run(command, pickle.dumps(order), Limits(order.seconds, result=_MOST))
     if ended.why:
@@ -114,7 +116,7 @@ def handed(order: KernelOrder) -> Handover:
         about = json.loads(first)
         return Handover(plain(about["kind"], 20), plain(about["words"]), data, about["tests"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        said = f"the file ended its process before it was judged ({ended.last})"
+        said = f"the file ended its process before it was graded ({ended.last})"
         return Handover("process", said)
 
 
@@ -128,7 +130,9 @@ def _judged(
         values = list(one.values)
         traced = KernelTrace(one.record, names=one.names, problem=_spread(case), values=values)
         for name, array in zip(exercise.given, exercise.arguments(arrays), strict=True):
-            if name in traced.tensors:  # the numbers that were drawn, whatever was handed over
+            if (
+                name in traced.tensors
+            ):  # use the inputs that were drawn, whatever the process returned
                 code = traced.tensors.index(name)
                 values[code] = array.reshape(values[code].shape)
         traced.values = tuple(values)
@@ -154,7 +158,7 @@ def _judged(
 
 
 def _spread(case: KernelCase) -> Any:
-    """The problem with batch and heads on one axis, as the arrays are."""
+    """Return the problem with batch and heads on one axis, like the arrays."""
     p = case.task.problem
     return replace(p, batch=1, heads=p.batch * p.heads, kv_heads=p.batch * p.kv_heads)
 
@@ -168,7 +172,7 @@ def _short(case: KernelCase) -> str:
 
 
 def _unread(exercise: KernelExercise, one: _Run) -> str:
-    """The reason if kernels leave out an input or an output, or ""."""
+    """Return the reason if the kernels leave out an input or an output, else ""."""
     traced = one.traced
     a, stored = traced.record.accesses, [traced.tensors[code] for code in traced.record.stored]
     for name in exercise.outputs:
@@ -180,24 +184,27 @@ def _unread(exercise: KernelExercise, one: _Run) -> str:
     loads = a["tensor"][(a["op"] == LOAD) & (a["active"] > 0)]
     for name in needed:
         if name not in traced.tensors or traced.tensors.index(name) not in loads:
-            return f"no kernel loads {name} itself: what else it reads was made outside of kernels"
+            return (
+                f"no kernel loads {name} itself; pass {name} to a kernel, and do not compute on it "
+                "outside of the kernels"
+            )
     return ""
 
 
 def _wrong(exercise: KernelExercise, one: _Run) -> str:
-    """The reason why results are wrong, or ""."""
+    """Return the reason why results are wrong, else ""."""
     reference: Callable[..., Any] | None = None
     if exercise.truth is not None:
         reference = partial(_truth, exercise, one)
     verdict = one.traced.check(reference)
     missing = [name for name in exercise.outputs if name not in {x.tensor for x in verdict.outputs}]
     if missing:
-        return f"{' and '.join(missing)} cannot be compared: is its shape that of the task?"
+        return f"{' and '.join(missing)} cannot be compared; check that its shape is the task's"
     if verdict.right:
         return ""
     lines = [line for line in str(verdict).splitlines() if " (error " not in line]
     others = [x.tensor for x in verdict.outputs if x.right]
-    right = f"; {' and '.join(others)} right" if others else ""
+    right = f"; {' and '.join(others)} {'are' if len(others) > 1 else 'is'} right" if others else ""
     return f"{one.case.title}: {'; '.join(lines)}{right}"
 
 
@@ -220,12 +227,13 @@ def _safe(runs: Sequence[_Run]) -> Mark:
 
 
 def _room(exercise: KernelExercise, peak: int, all_wrong: bool) -> Mark:
-    name, most = "room on chip", exercise.tasks[0].sram_bytes
+    name, most = "on-chip memory", exercise.tasks[0].sram_bytes
     if all_wrong:
-        return Mark(name, 0, ROOM, "result", "room counts when some of the results are right")
+        said = "on-chip memory gets points only if some of the results are right"
+        return Mark(name, 0, ROOM, "result", said)
     if peak <= most:
         return Mark(name, ROOM, ROOM)
-    said = f"a program holds about {peak:,} B at once, of {most:,} B: take smaller tiles"
+    said = f"a program holds about {peak:,} B at once, but {most:,} B fit: use smaller tiles"
     return Mark(name, 0, ROOM, "overflow", said)
 
 
@@ -249,10 +257,10 @@ def _bytes(
 ) -> Mark:
     name = "bytes"
     if not right:
-        return Mark(name, 0, BYTES, "result", "bytes count when the results are right")
+        return Mark(name, 0, BYTES, "result", "bytes get points only if all results are right")
     total, budget = sum(row[2] for row in moved), exercise.full_marks_bytes
     if total <= budget:
-        fewer = f"{budget - total:,} B fewer than full marks ask for" if total < budget else ""
+        fewer = f"{budget - total:,} B fewer than full marks need" if total < budget else ""
         return Mark(name, BYTES, BYTES, words=fewer)
     why: dict[tuple[str, str], str] = {}
     for one in runs:
@@ -260,11 +268,11 @@ def _bytes(
             if row.why:
                 why.setdefault((row.op, row.tensor), row.why)
     more = sorted((row for row in moved if row[2] > row[3]), key=lambda row: row[3] - row[2])
-    lines = [f"{total:,} B moved, {budget:,} B get full marks:"]
+    lines = [f"{total:,} B moved, but full marks need at most {budget:,} B:"]
     for op, tensor, mine, theirs in more:
-        said = f"{op} {tensor}: {mine:,} B, {theirs:,} B would do"
+        said = f"{op} {tensor}: {mine:,} B; {theirs:,} B is enough"
         lines.append(f"{said}: {why[op, tensor]}" if (op, tensor) in why else said)
     tile, ours = runs[-1].traced.tiling, exercise.tasks[0].tiling
     if (tile.block_q, tile.block_k) != (ours.block_q, ours.block_k):
-        lines.append(f"your tiles are {tile}; full marks are for {ours}")
+        lines.append(f"your tiles are {tile}; the bytes for full marks assume tiles of {ours}")
     return Mark(name, min(BYTES * budget // total, BYTES - 1), BYTES, "bytes", "\n".join(lines))

@@ -1,8 +1,9 @@
-"""Run a file of kernels in a separate process, and hand over what its kernels did.
+"""Run a file of kernels in a separate process, and return a record of its kernels' accesses.
 
-``python -m flashsim.exercises.kernel_runner`` does so. Such a file imports torch, Triton or JAX, so
-this process has limits on time and memory, but no walls: docs/guides/grader.md says what that
-means. It holds the inputs, and no reference, no right answer and no points.
+The grader starts ``python -m flashsim.exercises.kernel_runner``. The file imports torch, Triton or
+JAX, so the process has limits on time and memory, but no sandbox: docs/guides/grader.md describes
+the consequences. The process gets the inputs, but no reference solution, no right results and no
+points.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from flashsim.exercises.marks import Refused
 from flashsim.own_kernels.files import beside, imported, imports
 from flashsim.own_kernels.record_file import Recorded, packed
 
-#: Operations of torch that compute nothing and copy nothing, so that their bytes are no kernel's.
+#: torch operations that are allowed outside of the kernels: they allocate or view tensors.
 _FREE = re.compile(
     r"(empty|new_empty|zeros|new_zeros|ones|full|fill|zero|detach|alias|view|_unsafe_view|reshape|"
     r"_reshape_alias|expand|permute|transpose|t|squeeze|unsqueeze|slice|select|as_strided|arange|"
@@ -36,11 +37,11 @@ _FREE = re.compile(
 
 
 class KernelOrder(NamedTuple):
-    """An order for the process.
+    """An order for the process: the file to run, and the calls to make.
 
-    `calls` has for each case the arguments, and whether attention is causal (None: no flag).
-    `names` are those of the arguments, and `outputs` of the results. With `tests`, pytest runs the
-    folder `path` instead.
+    `calls` holds, for each case, the arguments, and whether attention is causal (None: no flag).
+    `names` are the names of the arguments, and `outputs` the names of the results. With `tests`,
+    pytest runs the folder `path` instead.
     """
 
     path: str
@@ -55,42 +56,49 @@ class KernelOrder(NamedTuple):
 
 
 def libraries(text: str) -> set[str]:
-    """Which of torch, triton and jax a file imports."""
+    """Return which of torch, triton and jax a file imports."""
     return {name.partition(".")[0] for name in imports(text)} & {"torch", "triton", "jax"}
 
 
 def run(order: KernelOrder) -> list[Recorded]:
-    """Call a file's function once for each case, and return what its kernels did."""
+    """Call a file's function once per case, and return the records of its kernels."""
     path = Path(order.path)
     used = libraries(path.read_text(encoding="utf-8"))
-    with _on_the_cpu("triton" in used), beside(path, order.root):
+    with _on_the_cpu("triton" in used) as replace_imported, beside(path, order.root):
         module = imported(path)
+        replace_imported()  # torch may have come with the file
         if not used & {"triton", "jax"}:
-            raise Refused("function", f"{path.name} imports neither triton nor jax: no kernel")
+            raise Refused(
+                "function",
+                f"{path.name} imports neither triton nor jax; write kernels in Triton or Pallas",
+            )
         name = next((one for one in order.functions if hasattr(module, one)), None)
         if name is None:
-            raise Refused("function", f"{path.name} defines no {' or '.join(order.functions)}")
+            raise Refused(
+                "function",
+                f"{path.name} defines no function {' or '.join(order.functions)}; the exercise "
+                "needs one",
+            )
         function, found = getattr(module, name), []
         for arguments, causal in order.calls:
             flags = [] if causal is None else [causal]
             if "triton" in used:
                 library = "torch" if "torch" in used else "numpy"
-                with _on_the_cpu(True):  # once more: torch may have come with the file
-                    found.append(_triton(order, function, name, arguments, flags, library))
+                found.append(_triton(order, function, name, arguments, flags, library))
             else:
                 found.append(_pallas(function, arguments, flags))
     return found
 
 
 @contextmanager
-def _on_the_cpu(triton: bool) -> Iterator[None]:
+def _on_the_cpu(triton: bool) -> Iterator[Callable[[], None]]:
     if not triton:
-        yield
+        yield lambda: None
         return
     from flashsim.triton.driver import standing_in
 
-    with standing_in(available=True):
-        yield
+    with standing_in(available=True) as replace_imported:
+        yield replace_imported
 
 
 def _triton(
@@ -118,7 +126,7 @@ def _triton(
     with watch() as seen, _noted(outside, order.path, library):
         results = call()
     if not seen.launches:
-        raise Refused("function", f"{name} launches no Triton kernel")
+        raise Refused("function", f"{name} launches no Triton kernel; the exercise needs one")
     results = list(results) if isinstance(results, (tuple, list)) else [results]
     known = given | dict(zip(order.outputs, results, strict=False))
     record = seen.record()
@@ -130,14 +138,16 @@ def _triton(
     for label in order.outputs[: len(results)]:
         if label not in names.values():
             raise Refused(
-                "result", f"{label}: what {name} returns is no tensor that a kernel stored"
+                "result",
+                f"{label}: {name} returns a tensor that no kernel stored; return the tensor that "
+                "the kernel writes",
             )
     if outside:
         words = "; ".join(dict.fromkeys(outside))
         raise Refused(
             "outside",
-            f"torch computes outside of the kernels, and nobody counts those bytes: {words}; let a "
-            "kernel do it",
+            f"torch computes outside of the kernels, where bytes are not counted: {words}; do it "
+            "in a kernel",
         )
     return Recorded(record, names, tuple(seen.values()))
 
@@ -145,7 +155,7 @@ def _triton(
 def _of_autograd(
     order: KernelOrder, function: Any, given: dict[str, Any], flags: Sequence[bool]
 ) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """The call of a torch.autograd.Function, forward or backward, and the tensors that it gets."""
+    """Return a call of a torch.autograd.Function, forward or backward, and its input tensors."""
     from flashsim.triton import watch
 
     inputs = [given[name].requires_grad_() for name in "QKV"]
@@ -157,8 +167,8 @@ def _of_autograd(
         rows = [x for x in saved if x.shape == out.shape[:-1]]
         if not rows:
             raise Refused(
-                "result", f"the forward pass saves no L: ctx.save_for_backward a tensor of shape "
-                f"{tuple(out.shape[:-1])}"
+                "result", "the forward pass saves no L; pass a tensor of shape "
+                f"{tuple(out.shape[:-1])} to ctx.save_for_backward"
             )  # fmt: skip
         return [out, rows[0]]
 
@@ -175,7 +185,7 @@ def _of_autograd(
 
 @contextmanager
 def _noted(outside: list[str], path: str, library: str) -> Iterator[None]:
-    """Note what torch computes while kernels are launched, with the file's line."""
+    """Append to `outside` what torch computes outside of kernels, with the file's line."""
     if library != "torch":
         yield
         return
@@ -202,12 +212,12 @@ def _pallas(function: Any, arguments: Sequence[np.ndarray], flags: Sequence[bool
     names = {t.name: label for t, label in zip(traced.record.tensors, traced.tensors, strict=True)}
     outside = [note for note in traced.record.notes if note.startswith("outside of the kernels")]
     if outside:
-        raise Refused("outside", f"{outside[0]}; let a kernel do it")
+        raise Refused("outside", f"{outside[0]}; do it in a kernel")
     return Recorded(traced.record, names, traced.values)
 
 
 def told(error: BaseException, path: str) -> str:
-    """An error in words, with the line of the file."""
+    """Return an error in words, with the line of the file."""
     text = str(error)[:WORDS]
     if isinstance(error, FlashSimError):
         return text
@@ -222,7 +232,7 @@ def told(error: BaseException, path: str) -> str:
 
 
 def tested(order: KernelOrder) -> list[tuple[str, str, str]]:
-    """Run a folder's own tests on the CPU; name, outcome and last words of each."""
+    """Run a folder's own tests on the CPU; return each one's name, outcome and last line."""
     import pytest
 
     from flashsim.triton import watch
@@ -241,7 +251,7 @@ def tested(order: KernelOrder) -> list[tuple[str, str, str]]:
                 found[report.nodeid] = report.nodeid, "failed", "".join(last)[:WORDS]
 
     sys.path.insert(0, order.root)
-    importlib.import_module("torch")  # before the driver stands in for a GPU
+    importlib.import_module("torch")  # must be imported before the GPU driver is replaced
     os.chdir(order.root)
     with _on_the_cpu(True), watch():
         pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", order.root, order.path],
@@ -250,7 +260,7 @@ def tested(order: KernelOrder) -> list[tuple[str, str, str]]:
 
 
 def done(order: KernelOrder) -> tuple[dict[str, Any], bytes]:
-    """Carry out an order; return a description of it in words, and the record."""
+    """Carry out an order; return a description of any failure, and the record as bytes."""
     about: dict[str, Any] = {"kind": "", "words": "", "tests": []}
     try:
         if order.tests:
@@ -267,9 +277,9 @@ def done(order: KernelOrder) -> tuple[dict[str, Any], bytes]:
 
 
 def main() -> None:
-    """Take a `KernelOrder` from the standard input, and write the result to the output.
+    """Read a `KernelOrder` from stdin, and write the result to stdout.
 
-    That is one line of JSON, and the record. The file's own output goes to the standard error.
+    The result is one line of JSON, followed by the record. The file's own output goes to stderr.
     """
     order: KernelOrder = pickle.load(sys.stdin.buffer)
     out = os.dup(1)
@@ -277,7 +287,7 @@ def main() -> None:
     used = {"triton", "torch"}
     if not order.tests:
         used = libraries(Path(order.path).read_text(encoding="utf-8"))
-    with suppress(ImportError):  # they take gigabytes of addresses, so the limit comes later
+    with suppress(ImportError):  # imports reserve gigabytes of addresses, so they precede the limit
         for library in sorted(used, reverse=True):
             importlib.import_module(library)
     walls.limit(seconds=order.seconds, memory=order.memory)
@@ -285,7 +295,7 @@ def main() -> None:
         about, data = done(order)
     with os.fdopen(out, "wb") as result:
         result.write(json.dumps(about).encode() + b"\n" + data)
-    os._exit(0)  # whatever the file registered for the end of its process
+    os._exit(0)  # skip any exit handlers that the file registered
 
 
 if __name__ == "__main__":

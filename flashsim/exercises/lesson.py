@@ -1,4 +1,4 @@
-"""Questions of a notebook, judged at once: readers guess first, then see the result.
+"""Questions in a notebook that are graded at once: readers predict first, then see the result.
 
 >>> from flashsim.exercises import Lesson
 >>> lesson = Lesson("tiles")
@@ -27,11 +27,12 @@ QUESTION, EXERCISE = 10, 50
 
 @own_errors
 class Lesson:
-    """The answers of a reader to one lesson; only the last answer to each question counts.
+    """A reader's answers to one lesson; only the last answer to each question counts.
 
     Attributes
     ----------
     title : str
+        The lesson's title.
     """
 
     def __init__(self, title: str) -> None:
@@ -48,22 +49,22 @@ class Lesson:
         slips: Mapping[float, str] | None = None,
         choices: Sequence[str] = (),
     ) -> None:
-        """Judge one answer, and print the mark. The right value is shown only after a right answer.
+        """Grade one answer and print its mark. Only a right answer shows the right value.
 
         Parameters
         ----------
         question : str
             The question, in a few words.
         said : number, str, or ...
-            The reader's answer; ``...`` means that there is none yet.
+            The reader's answer; ``...`` means that the reader has not answered yet.
         right : number or str
             The right answer, counted or measured in the same cell.
         within : float
-            Allowed relative error of the answer; 0 demands the exact number.
+            Allowed relative error of the answer; 0 requires the exact number.
         slips : mapping of number to str, optional
-            Known wrong answers, with the reason for each.
+            Explanations of known wrong answers.
         choices : sequence of str
-            Allowed answers, if the answer is one of a few words.
+            The possible answers, if the answer is a word.
         """
         if not isinstance(right, str):
             checks.number("right", right)
@@ -86,19 +87,21 @@ class Lesson:
         slips: Mapping[float, str],
         choices: Sequence[str],
     ) -> tuple[()] | tuple[str, str]:
-        """The kind of mistake and an explanation; empty if the answer is right."""
+        """Return the kind of mistake and an explanation; () if the answer is right."""
         if said is ...:
             wanted = f"one of {', '.join(map(repr, choices))}" if choices else "a number"
-            return "open", f"no answer yet; write {wanted} in place of ..."
+            return "open", f"no answer yet; replace ... with {wanted}"
         if isinstance(right, str):
             if said not in choices:
-                return "answer", f"{shown(said)} is none of {', '.join(map(repr, choices))}"
-            return () if said == right else ("answer", f"not {said!r}; think again, then run it")
+                wanted = ", ".join(map(repr, choices))
+                return "answer", f"the answer must be one of {wanted}, got {shown(said)}"
+            wrong = f"{said!r} is wrong; think again, then run the cell again"
+            return () if said == right else ("answer", wrong)
         if isinstance(said, bool) or not isinstance(said, (int, float, np.integer, np.floating)):
-            return "answer", f"{shown(said)} is no number"
+            return "answer", f"the answer must be a number, got {shown(said)}"
         value = said.item() if isinstance(said, np.generic) else said
-        if not abs(value) < 1e300:  # nan as well
-            return "answer", f"{shown(value)} is not it"
+        if not abs(value) < 1e300:  # also NaN
+            return "answer", f"{shown(value)} is wrong; answer with a finite number"
         near = lambda x: abs(value - x) <= within * abs(x)  # noqa: E731
         if near(float(right)):
             return ()
@@ -108,18 +111,19 @@ class Lesson:
     def solve(
         self, exercise: str, solution: Callable[..., None] | Mapping[str, int] | EllipsisType
     ) -> Trace | None:
-        """Grade a solution of one of the course's exercises, and print its marks.
+        """Grade a solution of an exercise, print its marks and return its trace.
 
         Parameters
         ----------
         exercise : str
-            A name from ``flashsim exercise list``, or a path.
+            A name from ``flashsim exercise list``, or the path of a lecturer's file.
         solution : function of the machine, dict of answers, or ...
+            The solution; ``...`` means that there is no solution yet.
 
         Returns
         -------
         Trace or None
-            The solution's transfers; None if it did not finish.
+            The solution's transfers; None if the solution did not run to its end.
         """
         if solution is ...:
             said = "no solution yet"
@@ -134,5 +138,5 @@ class Lesson:
         return trace
 
     def marks(self) -> Marks:
-        """The lesson's marks so far; they print as text and export as JSON or for Gradescope."""
+        """Return the lesson's marks so far; they can be written as text, JSON or for Gradescope."""
         return Marks(self.title, tuple(self._marks.values()), {})

@@ -1,4 +1,4 @@
-"""Points with their explanations: as text, as JSON, and in Gradescope's format."""
+"""Points with explanations, which can be written as text, JSON or in Gradescope's format."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from flashsim.report import Table
 
 @dataclass(frozen=True)
 class Mark:
-    """One item that was judged.
+    """The points for one graded item, such as the bytes moved.
 
-    `kind` names the mistake in one word, for programs; it is "" if there is none. `words` explains
-    it to people.
+    `kind` names the mistake in one word, for programs; "" means that there is no mistake. `words`
+    explains the mistake to people.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Mark:
 
 
 class Refused(Exception):
-    """A file that cannot be graded; `kind` is that of its mark."""
+    """Raised for a file that cannot be graded; `kind` becomes the `Mark.kind`."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -35,17 +35,18 @@ class Refused(Exception):
 
 @dataclass(frozen=True, repr=False)
 class Marks:
-    """The marks of a file or a lesson.
+    """All marks of a file or a lesson.
 
     Attributes
     ----------
     exercise : str
     marks : tuple of Mark
     figures : dict
-        Bytes moved, bytes that get full marks, peak bytes on chip, capacity, and a lower bound.
+        Bytes moved ("bytes"), the most bytes that get full marks ("budget"), peak bytes on chip
+        ("peak"), on-chip capacity ("sram"), and a lower bound on the bytes ("bound").
     moved : tuple of (op, tensor, bytes, the reference's bytes)
     seconds : float
-        Time that the judging took.
+        Time that grading took.
     hint : str
         The command that shows a hint; "" if there is none.
     """
@@ -59,7 +60,7 @@ class Marks:
 
     @classmethod
     def none(cls, exercise: str, kind: str, text: str) -> Marks:
-        """Marks without points, for a file that could not be judged."""
+        """Return marks of 0 points, for a file that could not be graded."""
         return cls(exercise, (Mark("the file", 0, 100, kind, text),), {})
 
     @property
@@ -81,7 +82,7 @@ class Marks:
         return table.html()
 
     def text(self) -> str:
-        """The marks as text for a terminal."""
+        """Return the marks as text for a terminal."""
         lines = [f"{self.exercise}: {self.points} of {self.most} points", ""]
         for mark in self.marks:
             sign = "✓" if mark.points == mark.most else "✗" if not mark.points else "~"
@@ -98,23 +99,22 @@ class Marks:
         if "bytes" in self.figures:
             f = self.figures
             lines.append(f"  {'all':<16}{f['bytes']:>12,} B{f['budget']:>12,} B")
-            lines.append(
-                f"  {'peak on chip':<16}{f['peak']:>12,} B{f['sram']:>12,} B (what there is)"
-            )
+            lines.append(f"  {'peak on chip':<16}{f['peak']:>12,} B{f['sram']:>12,} B (capacity)")
         if "bound" in self.figures:
             lines.append(f"  {'lower bound':<16}{'':>14}{self.figures['bound']:>12,} B")
         if self.hint and self.points < self.most:
-            lines += ["", f"  `{self.hint}` gives a hint."]
+            lines += ["", f"  `{self.hint}` shows a hint."]
         return "\n".join(lines)
 
     def json(self) -> str:
-        """The marks as JSON, complete, for programs."""
+        """Return all fields of the marks as JSON, for programs."""
         return json.dumps({**asdict(self), "points": self.points, "most": self.most}, indent=2)
 
     def gradescope(self) -> str:
-        """Gradescope's ``results.json``: a test per mark, one score, fewest bytes on a leaderboard.
+        """Return the marks as Gradescope's ``results.json``.
 
-        The format is at https://gradescope-autograders.readthedocs.io/en/latest/specs/.
+        Each mark is a test. The leaderboard sorts right solutions by bytes moved, the fewest first.
+        https://gradescope-autograders.readthedocs.io/en/latest/specs/ describes the format.
         """
         tests: list[dict[str, Any]] = [
             {

@@ -1,4 +1,4 @@
-"""Plot the bytes that a solution moved beside the reference's."""
+"""Plot the bytes that a solution moved, beside the reference's bytes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from flashsim.trace.trace import Trace
 
 
 def draw(traces: Mapping[str, Trace], exercise: Exercise) -> Any:
-    """Draw bars by tensor and a line for the proven lower bound; return the Axes."""
+    """Draw a bar per trace, stacked by tensor, and a line at the lower bound; return the Axes."""
     from flashsim import viz
 
     axes = viz.traffic(dict(traces))
     if exercise.bound is not None:
         bound, color = exercise.bound(exercise.task), viz.palette.theme("light").accent
-        if any(trace.compulsory() != bound for trace in traces.values()):  # which is drawn
+        if any(trace.compulsory() != bound for trace in traces.values()):  # already drawn
             axes.axhline(bound, color=color, lw=1.6, ls=":")
         axes.annotate(
-            f"nobody gets\nbelow {bound:,} B", (1, bound), (6, 0), color=color, va="center",
+            f"lower bound:\n{bound:,} B", (1, bound), (6, 0), color=color, va="center",
             xycoords=("axes fraction", "data"), textcoords="offset points",
         )  # fmt: skip
     return axes

@@ -1,7 +1,8 @@
-"""Results in plain NumPy that judge exercises: float64 is the truth, float32 sets the tolerance.
+"""Reference results in plain NumPy for grading exercises, right ones and those of mistakes.
 
-Each function takes (arrays, problem, dtype) and returns outputs by name. `with_problem` and
-`scaled` turn one into the result of a mistake.
+Each function takes (arrays, problem, dtype) and returns outputs by name. Solutions are compared
+with the float64 result; the error of the float32 result sets the tolerance. `with_problem` and
+`scaled` turn a right reference into the result of a mistake.
 """
 
 from __future__ import annotations
@@ -20,41 +21,41 @@ Truth = Callable[[Arrays, Problem, str], Arrays]
 
 
 def scores(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
-    """S = scale Q K^T."""
+    """Return S = scale Q K^T."""
     q, k = (arrays[name].astype(dtype) for name in "QK")
     return {"S": (q @ k.mT) * np.dtype(dtype).type(p.scale)}
 
 
 def softmax(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
-    """P, the softmax of each row of S."""
+    """Return P, the softmax of each row of S."""
     s = arrays["S"].astype(dtype)
     weights = np.exp(s - s.max(axis=-1, keepdims=True))
     return {"P": weights / weights.sum(axis=-1, keepdims=True)}
 
 
 def softmax_product(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
-    """O = softmax(S) V."""
+    """Return O = softmax(S) V."""
     return {"O": softmax(arrays, p, dtype)["P"] @ arrays["V"].astype(dtype)}
 
 
 def attention(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
-    """O and L = log sum exp, computed by the oracle."""
+    """Return O and L, the log-sum-exp of each row, computed by `flashsim.oracle`."""
     out, lse = oracle.attention(arrays["Q"], arrays["K"], arrays["V"], p, dtype=dtype)
     return {"O": out, "L": lse}
 
 
 def gradients(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
-    """dQ, dK and dV, computed by the oracle."""
+    """Return dQ, dK and dV, computed by `flashsim.oracle`."""
     q, k, v, dout = (arrays[name] for name in ("Q", "K", "V", "dO"))
     found = oracle.gradients(q, k, v, dout, p, dtype=dtype)
     return {"dQ": found["dq"], "dK": found["dk"], "dV": found["dv"]}
 
 
 def output_terms(arrays: Arrays, p: Problem) -> Arrays:
-    """Sums of absolute terms for the outputs of a forward pass.
+    """Return, for each output of a forward pass, the sum of its terms' absolute values.
 
-    Rounding errors are relative to these: a mean of rows of V may be small although its terms are
-    not.
+    Rounding errors are relative to these sums: a mean of rows of V may be small although its terms
+    are large.
     """
     v = np.repeat(np.abs(arrays["V"].astype(np.float64)), p.group, axis=1)
     found = attention(arrays, p, "float64")
@@ -65,9 +66,10 @@ def output_terms(arrays: Arrays, p: Problem) -> Arrays:
 
 
 def gradient_terms(arrays: Arrays, p: Problem) -> Arrays:
-    """Sums of absolute terms for `gradients`.
+    """Return, for each of `gradients`, the sum of its terms' absolute values.
 
-    In dS two nearly equal numbers are subtracted where a row has one large P.
+    Rounding errors are relative to these sums: dS is a difference of two nearly equal numbers where
+    a row has one large P.
     """
     q, k, v, dout = (np.abs(arrays[name].astype(np.float64)) for name in ("Q", "K", "V", "dO"))
     P = softmax(arrays, p, "float64")["P"]
@@ -77,39 +79,39 @@ def gradient_terms(arrays: Arrays, p: Problem) -> Arrays:
 
 
 def delta(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
-    """delta = rowsum(dO O)."""
+    """Return delta = rowsum(dO O)."""
     return {"delta": (arrays["dO"].astype(dtype) * arrays["O"].astype(dtype)).sum(axis=-1)}
 
 
 def numerator(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
-    """O before the division by l: the result of a common mistake."""
+    """Return O before the division by l, the result of a common mistake."""
     found = attention(arrays, p, dtype)
     top = arrays["S"].max(axis=-1).astype(dtype)
     return {"O": found["O"] * np.exp(found["L"] - top)[..., None]}
 
 
 def with_problem(truth: Truth, **changes: Any) -> Truth:
-    """`truth` for a changed problem: ``scale=1.0`` gives the result of forgetting the scale."""
+    """Return `truth` for a changed problem: ``scale=1.0`` is the mistake of omitting the scale."""
     return lambda arrays, p, dtype: truth(arrays, replace(p, **changes), dtype)
 
 
 def scaled(truth: Truth, name: str, factor: Callable[[Problem], float]) -> Truth:
-    """`truth` with one result multiplied by a factor."""
+    """Return `truth` with one result multiplied by a factor."""
     return lambda arrays, p, dtype: {name: truth(arrays, p, dtype)[name] * factor(p)}
 
 
 def tiled(block_q: int, block_k: int, *, top: int = 1, total: int = 1, divisions: int = 0) -> Truth:
-    """Attention tile by tile, with a mistake in the loop.
+    """Return a function for attention, tile by tile, with a mistake in the loop.
 
     Parameters
     ----------
     block_q, block_k : int
-        The tiles; what a mistake gives depends on them.
+        The tile sizes, on which the result of a mistake depends.
     top, total : {0, 1}
-        The axis of a tile of scores along which its maximum and its sum are taken; 1 is right, and
-        0 is possible where tiles are square.
+        The axis of a tile of scores along which its maximum and its sum are taken. 1 is right; 0 is
+        possible only with square tiles.
     divisions : int
-        0: O is divided by l after the loop. 1: in every visit instead. 2: in both places.
+        When O is divided by l. 0: after the loop. 1: in every iteration. 2: both.
     """
 
     def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
@@ -137,7 +139,7 @@ def tiled(block_q: int, block_k: int, *, top: int = 1, total: int = 1, divisions
 
 
 def lse_slip(of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Truth:
-    """A wrong L, as a function of m, the largest score of each row, and of the right L."""
+    """Return a function for a wrong L; `of` computes it from each row's maximum m and right L."""
 
     def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
         return {"L": of(arrays["S"].max(axis=-1).astype(dtype), attention(arrays, p, dtype)["L"])}
@@ -146,7 +148,7 @@ def lse_slip(of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Truth:
 
 
 def backward_slip(*, scale: Callable[[Problem], float], delta: float = 1.0) -> Truth:
-    """Gradients from scores with another scale, or with only a part of delta taken off dP."""
+    """Return a function for gradients with a wrong scale, or with a wrong multiple of delta."""
 
     def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
         q, k, v, dout = (arrays[name].astype(dtype) for name in ("Q", "K", "V", "dO"))
@@ -157,51 +159,53 @@ def backward_slip(*, scale: Callable[[Problem], float], delta: float = 1.0) -> T
     return wrong
 
 
-_NO_SCALE = "this is what comes out without the scale, 1 / sqrt(head_dim)"
-_HEAD_DIM = "the scale is 1 / head_dim here; it is 1 / sqrt(head_dim)"
+_NO_SCALE = "the scores lack the scale, 1 / sqrt(head_dim)"
+_HEAD_DIM = "the scale is 1 / head_dim; it should be 1 / sqrt(head_dim)"
 
-#: Mistakes of an attention forward pass.
+#: Mistakes in an attention forward pass: the explanation, and a function for the wrong result.
 SLIPS: dict[str, Truth] = {
     _NO_SCALE: with_problem(attention, scale=1.0),
     _HEAD_DIM: lambda arrays, p, dtype: attention(arrays, replace(p, scale=1 / p.head_dim), dtype),
     "the sum over the keys is right, but was not divided by l": numerator,
 }
 
-#: Mistakes of L.
+#: Mistakes in L.
 LSE_SLIPS: dict[str, Truth] = {
-    "L has the wrong sign: it is m + log l, not m - log l": lse_slip(lambda m, L: 2 * m - L),
+    "log l has the wrong sign: L is m + log l, not m - log l": lse_slip(lambda m, L: 2 * m - L),
     "L has the wrong sign: it is m + log l, not -(m + log l)": lse_slip(lambda m, L: -L),
     "L is in base 2: multiply it by log 2": lse_slip(lambda m, L: L / np.log(2)),
-    "L is log l here; add m, which was taken off the scores": lse_slip(lambda m, L: L - m),
-    "L is m here; add log l": lse_slip(lambda m, L: m),
-    "L is m + l here; it is m + log l": lse_slip(lambda m, L: m + np.exp(L - m)),
+    "L is log l; add m, which was subtracted from the scores": lse_slip(lambda m, L: L - m),
+    "L is m; add log l": lse_slip(lambda m, L: m),
+    "L is m + l; it should be m + log l": lse_slip(lambda m, L: m + np.exp(L - m)),
 }
 
-#: Mistakes of a stage of the backward pass.
+#: Mistakes in a stage of the backward pass.
 BACKWARD_SLIPS: dict[str, Truth] = {
     _NO_SCALE: backward_slip(scale=lambda p: 1.0),
     _HEAD_DIM: backward_slip(scale=lambda p: 1 / p.head_dim),
-    "delta was not taken off dP": backward_slip(scale=lambda p: p.scale, delta=0.0),
+    "delta was not subtracted from dP": backward_slip(scale=lambda p: p.scale, delta=0.0),
 }
 
 
 def loop_slips(block_q: int, block_k: int) -> dict[str, Truth]:
-    """Mistakes inside the loop over the keys, for tiles of these sizes."""
-    words = "O was divided by l in every visit; divide once, after the last"
+    """Return mistakes inside the loop over the keys, for these tile sizes."""
+    words = "O was divided by l in every iteration"
     found = {
-        words: tiled(block_q, block_k, divisions=1),
-        f"{words}, and not again": tiled(block_q, block_k, divisions=2),
+        f"{words}; divide once, after the last iteration": tiled(block_q, block_k, divisions=1),
+        f"{words} and again at the end; divide once, at the end": tiled(
+            block_q, block_k, divisions=2
+        ),
     }
-    if block_q == block_k:  # with others, the shapes would not fit
-        for top, total in ((0, 0), (1, 0)):  # any maximum along a row would do
+    if block_q == block_k:  # otherwise, wrong axes would raise an error
+        for top, total in ((0, 0), (1, 0)):  # with a right sum, any maximum gives the right O
             which = " and ".join(["the maximum"] * (not top) + ["the sum"] * (not total))
-            said = f"{which} of a tile of scores: along the keys, axis=1, not along the queries"
+            said = f"take {which} of a tile of scores along the keys, axis=1, not along the queries"
             found[said] = tiled(block_q, block_k, top=top, total=total)
     return found
 
 
 def softmax_slips(block_q: int, *, stable: bool) -> dict[str, Truth]:
-    """Mistakes of a softmax of whole rows, in tiles of so many rows."""
+    """Return mistakes in a softmax of whole rows, in tiles of `block_q` rows."""
 
     def of(top: int, total: int) -> Truth:
         def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:

@@ -1,6 +1,6 @@
 """Run a command in a separate process, with limits, and return its output.
 
-Whatever the process does, `run` returns in time: it ends the process with everything that it
+Whatever the process does, `run` returns in time. It kills the process and every process that it
 started, and keeps no more of its output than the limits allow.
 """
 
@@ -16,15 +16,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, NamedTuple
 
-#: Environment variables that a process gets: to find Python, its packages and its libraries.
+#: Environment variables that a process inherits, to find Python, its packages and its libraries.
 _KEPT = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "HOME", "SYSTEMROOT")
-#: BLAS would set memory aside for each of a large machine's CPUs.
+#: One thread, because BLAS would allocate memory for each CPU of a large machine.
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that a process may take, and bytes that it may hand over and print."""
+    """A process's limits: seconds, bytes of its result (stdout), bytes that it prints (stderr)."""
 
     seconds: float = 60.0
     result: int = 1 << 26
@@ -32,9 +32,9 @@ class Limits:
 
 
 class Ended(NamedTuple):
-    """A process that ended: its exit status, and the bytes that it handed over and printed.
+    """A process that ended: its exit status, its result (stdout) and what it printed (stderr).
 
-    `why` says which limit ended it: "time", "result" or "printed"; "" if none did.
+    `why` names the limit that ended the process: "time", "result" or "printed"; "" if none did.
     """
 
     status: int
@@ -44,20 +44,20 @@ class Ended(NamedTuple):
 
     @property
     def last(self) -> str:
-        """The last line that it printed, shortened; its exit status if it printed nothing."""
+        """The last line that the process printed, shortened, or else its exit status."""
         lines = self.printed.strip().splitlines() or [f"exit status {self.status}"]
         return plain(lines[-1], 300)
 
 
 def run(command: Sequence[str], given: bytes, limits: Limits) -> Ended:
-    """Run a command with `given` as its input; its output is the result, its errors are printed."""
+    """Run a command with `given` as its stdin; stdout is the result, and stderr is `printed`."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**{key: os.environ[key] for key in _KEPT if key in os.environ}, **_ONE_THREAD},
-        start_new_session=True,  # a group of its own, which `_end` ends
+        start_new_session=True,  # a process group of its own, which `_end` kills
     )
     assert process.stdin
     assert process.stdout
@@ -97,13 +97,13 @@ def run(command: Sequence[str], given: bytes, limits: Limits) -> Ended:
         _end(process)
         process.wait()
     for thread in threads:
-        thread.join(1)  # a process that left the group may hold a pipe
+        thread.join(1)  # do not wait longer: a process that left the group may hold the pipe open
     text = bytes(printed[: limits.printed]).decode("utf-8", "replace")
     return Ended(process.returncode, bytes(result), text, why[0] if why else "")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and its group."""
+    """Kill a process and its process group."""
     if sys.platform == "win32":
         process.kill()
         return
@@ -112,6 +112,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def plain(text: str, most: int = 4000) -> str:
-    """Text from elsewhere that can be shown: shortened, and without a terminal's escapes."""
+    """Return untrusted text, safe to print: shortened, and without terminal escapes."""
     cut = text if len(text) <= most else f"{text[:most]}..."
     return "".join(x if x.isprintable() or x == "\n" else repr(x)[1:-1] for x in cut)

@@ -1,4 +1,4 @@
-"""Find exercises: those of `course`, and any file of a lecturer's."""
+"""Find exercises by name (the bundled ones) or by path (a lecturer's own file)."""
 
 from __future__ import annotations
 
@@ -28,64 +28,68 @@ def _bundled() -> dict[str, AnyExercise]:
 
 @own_errors
 def names() -> list[str]:
-    """The names of the course's exercises on the simulated machine, in order."""
+    """Return the names of the bundled exercises on the simulated machine, in the course's order."""
     return [name for name, one in _bundled().items() if isinstance(one, Exercise)]
 
 
 @own_errors
 def kernel_names() -> list[str]:
-    """The names of the bundled exercises for kernels in Triton or Pallas."""
+    """Return the names of the bundled exercises for kernels in Triton or Pallas."""
     return [name for name, one in _bundled().items() if isinstance(one, KernelExercise)]
 
 
-@own_errors
 def of_course(name: str) -> AnyExercise:
-    """The bundled exercise with that name; a student's file may not name another."""
+    """Return the bundled exercise with that name.
+
+    A student's file may name only a bundled exercise, because a path would run that file's code.
+    """
     if name not in _bundled():
         raise OptionError(
-            f"no exercise {shown(name)} in the course; {choices(name, _bundled())}; to use a "
-            "lecturer's own exercise, give --exercise FILE"
+            f"the course has no exercise {shown(name)}; {choices(name, _bundled())}; to use a "
+            "lecturer's own exercise, pass --exercise FILE"
         )
     return _bundled()[name]
 
 
 @own_errors
 def get(name: str) -> Exercise:
-    """The exercise on the simulated machine with that name, or in the file at that path.
+    """Return the exercise on the simulated machine with that name, or in the file at that path.
 
     Raises
     ------
     OptionError
-        If it does not exist, or the file defines no EXERCISE.
+        If the exercise does not exist, or the file defines no EXERCISE.
     """
     found = find(name)
     if not isinstance(found, Exercise):
         raise OptionError(
-            f"{found.name} is solved with kernels, not on the simulated machine; grade the file "
-            "with `flashsim exercise grade FILE`"
+            f"{found.name} is an exercise for Triton or Pallas kernels, not for the simulated "
+            "machine; grade a solution with `flashsim exercise grade FILE`"
         )
     return found
 
 
-@own_errors
 def find(name: str) -> AnyExercise:
-    """The exercise of any kind with that name, or the one in the file at that path.
+    """Return the exercise (of any kind) with that name, or in the file at that path.
 
     Raises
     ------
     OptionError
-        If it does not exist, or the file defines no EXERCISE.
+        If the exercise does not exist, or the file defines no EXERCISE.
     """
     if name in _bundled():
         return _bundled()[name]
     if not name.endswith(".py"):
-        raise OptionError(f"no exercise {shown(name)}; {choices(name, _bundled())}, or a .py file")
+        raise OptionError(
+            f"there is no exercise {shown(name)}; {choices(name, _bundled())}, or a .py file"
+        )
     path = Path(name)
     if not path.is_file():
-        raise OptionError(f"cannot read an exercise from {name!r}: there is no such file")
+        raise OptionError(f"cannot read an exercise from {name!r}: the file does not exist")
     exercise = getattr(imported(path), "EXERCISE", None)
     if not isinstance(exercise, AnyExercise):
         raise OptionError(
-            f"{name} defines no EXERCISE = flashsim.exercises.Exercise(...) or KernelExercise(...)"
+            f"{name} defines no exercise; it must contain EXERCISE = "
+            "flashsim.exercises.Exercise(...) or KernelExercise(...)"
         )
     return replace(exercise, file=name)

@@ -1,8 +1,8 @@
-"""Grade files that others handed in: one file, or a folder of them.
+"""Grade students' files: one file, or a folder of them.
 
-A file runs once, in a separate process (`flashsim.engines.sandbox.recorder`), and hands over a
-program. This process never runs what is handed in: it replays the program and judges it.
-docs/guides/grader.md says what that promises, and what it does not.
+A file runs once, in a separate, sandboxed process (`flashsim.engines.sandbox.recorder`), which
+returns a recorded program. This process never runs the file: it replays and grades the program.
+docs/guides/grader.md describes what this protects from, and what not.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from flashsim.exercises.runner import Ended, Limits, plain, run
 from flashsim.exercises.words import WHY_ENDED
 from flashsim.trace.trace import Trace
 
-#: Seconds that a solution may take, and MiB beyond what Python, NumPy and flashsim take themselves.
+#: Seconds that a solution may take, and MiB beyond the memory of Python, NumPy and flashsim.
 LIMIT, MEMORY = 60.0, 1024
-#: Bytes of a file; a solution has a few thousand.
+#: The largest size of a file in bytes; a solution has a few thousand.
 MOST_FILE = 1 << 20
 
 
 class _Lines:
-    """The lines of a text except the first, one at a time: there may be millions."""
+    """Iterates over the lines of a text except the first; there may be millions."""
 
     def __init__(self, text: bytes) -> None:
         self.text = text
@@ -60,24 +60,26 @@ def grade_file(
     limit: float | None = None,
     memory: int | None = None,
 ) -> tuple[Marks, Trace | None]:
-    """The marks of a file, and the trace of its transfers.
+    """Grade a file; return its marks, and the trace of its transfers.
 
     Parameters
     ----------
     path : path-like
         The student's file.
     exercise : str, optional
-        A name, or a path of a lecturer's file. Default: the exercise of the course that the file's
-        first line names.
+        An exercise's name, or the path of a lecturer's file. Default: the bundled exercise that the
+        file's first line names.
     limit : float, optional
-        Seconds. Default: `LIMIT`; for kernels, `kernel_grading.LIMIT`.
+        Time limit in seconds. Default: `LIMIT`; for kernels, `kernel_grading.LIMIT`.
     memory : int, optional
-        MiB. Default: `MEMORY` on Linux, more for kernels; other systems set no limit.
+        Memory limit in MiB. Default: `MEMORY` on Linux, more for kernels; other systems have no
+        limit.
 
     Raises
     ------
     OptionError
-        If there is no such file or exercise, or `memory` is set on a system without such limits.
+        If the file or the exercise does not exist, or `memory` is passed on a system other than
+        Linux.
     """
     one = None if exercise is None else shelf.find(exercise)
     return _graded(Path(path), one, limit, memory)
@@ -91,9 +93,9 @@ def grade_folder(
     memory: int | None = None,
     jobs: int | None = None,
 ) -> Iterator[tuple[Path, Marks]]:
-    """Grade every .py file in a folder and below it, several at once; yields them by name.
+    """Grade all .py files in a folder and its subfolders, several at once; yield them by name.
 
-    A file that names no exercise, where none is given, gets no points.
+    If `exercise` is None, a file that does not name its exercise gets no points.
     """
     paths = sorted(
         Path(place, name)
@@ -102,7 +104,7 @@ def grade_folder(
         if name.endswith(".py") and not name.startswith(".")
     )
     if not paths:
-        raise OptionError(f"{str(folder)!r} has no .py file")
+        raise OptionError(f"the folder {str(folder)!r} contains no .py file to grade")
     one = None if exercise is None else shelf.find(exercise)
 
     def graded(path: Path) -> tuple[Path, Marks]:
@@ -116,21 +118,21 @@ def grade_folder(
 
 
 def missing(path: Path, exercise: str) -> Marks:
-    """The marks for a file that was not handed in."""
+    """Return marks of 0 points for a file that was not handed in."""
     there = sorted(plain(other.name, 200) for other in path.parent.glob("*.py"))
-    said = f"there is no {path.name}" + (f", but {', '.join(there)}" if there else "")
-    said += ": hand in a file of that name"
+    said = f"the file {path.name} is missing" + (f"; found {', '.join(there)}" if there else "")
+    said += f": hand in a file named {path.name}"
     return Marks.none(shelf.find(exercise).name, "missing", said)
 
 
 def exercise_of(text: str) -> str | None:
-    """The exercise that a file says it solves."""
+    """Return the exercise that a file's text names; None if it names none."""
     found = re.search(r"^# flashsim exercise: *(\S+)", text, re.M)
     return found[1] if found else None
 
 
 def missing_walls() -> list[str]:
-    """The protections from a graded file's code that this system cannot provide."""
+    """Return the protections against a graded file's code that this system cannot provide."""
     order = Order("ANSWERS = {}", "none.py", None, LIMIT, MEMORY)
     found = json.loads(_ended(order).result.splitlines()[0])["walls"]
     return [wall for wall in (walls.FILES, walls.PROCESSES, walls.NETWORK) if wall not in found]
@@ -141,20 +143,22 @@ def _graded(
 ) -> tuple[Marks, Trace | None]:
     began = time.perf_counter()
     if memory is not None and sys.platform != "linux":
-        raise OptionError(f"memory={memory}: only Linux can limit it; leave it out")
+        raise OptionError(
+            f"memory={memory} was passed, but only Linux can limit memory; leave it out"
+        )
     text, unreadable = "", None
     try:
         text = _text_of(path)
     except OSError as error:
         raise OptionError(f"cannot read {str(path)!r}: {error}") from None
-    except Refused as error:  # a student's fault: points, no error
+    except Refused as error:  # the student's mistake: it gets 0 points and raises no error
         unreadable = error
     if one is None:
         name = exercise_of(text)
         if name is None:
             raise OptionError(
-                f"{plain(path.name, 200)} does not say which exercise it solves; begin it with "
-                "`# flashsim exercise: NAME`, or give --exercise NAME"
+                f"{plain(path.name, 200)} does not name its exercise; begin the file with the line "
+                "`# flashsim exercise: NAME`, or pass --exercise NAME"
             )
         one = shelf.of_course(name)
     if unreadable is not None:
@@ -168,21 +172,25 @@ def _graded(
 
 
 def _text_of(path: Path) -> str:
-    """A file's text, decoded as Python decodes it: UTF-8 unless it declares another encoding."""
+    """Return a file's text, decoded as UTF-8 unless the file declares another encoding."""
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise Refused(
-            "file", f"{plain(path.name, 200)} is no regular file: hand in the file itself"
+            "file",
+            f"{plain(path.name, 200)} is a link, a folder or a device; hand in a regular file",
         )
     with open(path, "rb") as file:
         data = file.read(MOST_FILE + 1)
     if len(data) > MOST_FILE:
-        raise Refused("file", f"{plain(path.name, 200)} has more than {MOST_FILE:,} bytes")
+        raise Refused(
+            "file",
+            f"{plain(path.name, 200)} is larger than {MOST_FILE:,} bytes; hand in only the code",
+        )
     try:
         with io.TextIOWrapper(
             io.BytesIO(data), tokenize.detect_encoding(io.BytesIO(data).readline)[0]
         ) as lines:
             text = lines.read()
-        text.encode()  # an encoding may give halves of characters, which nothing can print
+        text.encode()  # raises an error for lone surrogates, which cannot be printed
     except (SyntaxError, LookupError, ValueError) as error:
         said = f"Python cannot read the file: {plain(str(error), 200)}; save it as UTF-8"
         raise Refused("syntax", said) from None
@@ -196,7 +204,7 @@ def _ended(order: Order) -> Ended:
 
 
 def _handed(order: Order) -> Handed:
-    """Run a file; its process may hand over anything."""
+    """Run a file; return its program, or an explanation if the process returned anything else."""
     ended = _ended(order)
     if ended.why:
         return Handed(kind=ended.why, words=WHY_ENDED[ended.why].format(order.seconds))
@@ -206,7 +214,7 @@ def _handed(order: Order) -> Handed:
         kind, said = plain(about["kind"], 20), plain(about["words"])
         return Handed(program, _answers(about["answers"]), kind, said)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        said = f"the solution ended its process before it was judged ({ended.last})"
+        said = f"the solution ended its process before it was graded ({ended.last})"
         return Handed(kind="process", words=said)
 
 

@@ -1,4 +1,4 @@
-"""Describe in words why a solution lost points."""
+"""Explain in words why a solution lost points."""
 
 from __future__ import annotations
 
@@ -6,64 +6,62 @@ from dataclasses import replace
 
 import numpy as np
 
-from flashsim.counts.questions import OPS
+from flashsim.counts.questions import OPS, by_operation
 from flashsim.exercises.exercise import KINDS, Arrays, Exercise
 from flashsim.exercises.marks import Mark
 from flashsim.schedule.names import CODES
 from flashsim.schedule.tensors import whole_bytes
 from flashsim.trace.trace import Trace
 
-#: What it means that a result is right only where the first keys have the largest scores.
+#: The explanation if results are right only for inputs whose first keys have the largest scores.
 FALLING = (
-    "right where the largest scores come first: when m grows, what was summed before has to be "
-    "rescaled by exp(m - m_new)"
+    "it is right if the first keys have the largest scores, so check the rescaling: when m grows, "
+    "multiply the previous sums by exp(m - m_new)"
 )
-#: Likewise, that a part of an input never came on chip.
+#: The explanation if an input was not loaded completely.
 UNREAD = "a part of {} was never loaded"
-#: Which limit ended a file's process, in words.
+#: Explanations of the limits that end a solution's process.
 WHY_ENDED = {
-    "time": "not done after {0:g} s: a loop that does not end?",
-    "result": "its program is too long; use larger tiles",
-    "printed": "it printed more than 1 MiB",
+    "time": "it was stopped after {0:g} s; check for a loop that does not end",
+    "result": "its recorded program is too long; use larger tiles",
+    "printed": "it was stopped because it printed more than 1 MiB",
 }
 _DONE = {"load": "was loaded", "store": "was stored", "reduce": "was added to"}
 
 
 def transfers(trace: Trace) -> dict[tuple[str, str], int]:
-    """Bytes by operation and tensor, summed over all stages."""
-    found: dict[tuple[str, str], int] = {}
-    for (_, op, tensor), nbytes in trace.transfers.items():
-        found[op, tensor] = found.get((op, tensor), 0) + nbytes
+    """Return the bytes moved by operation and tensor, summed over all stages."""
+    found = by_operation(trace.transfers)
     order = lambda key: (OPS.index(key[0]), CODES.get(key[1], len(CODES)), key[1])  # noqa: E731
     return {key: found[key] for key in sorted(found, key=order)}
 
 
 def excess(trace: Trace, reference: Trace) -> list[str]:
-    """Transfers that happened too often, worst first: "K was loaded 64 times; 8 ..."."""
+    """Return the excess transfers, the worst first: "K was loaded 64 times; 8 times is enough"."""
     mine, theirs, p = transfers(trace), transfers(reference), trace.problem
     over = {key: n - theirs.get(key, 0) for key, n in mine.items() if n > theirs.get(key, 0)}
     said = []
     for op, tensor in sorted(over, key=lambda key: -over[key]):
         moved, need = mine[op, tensor], theirs.get((op, tensor), 0)
         if tensor not in CODES or not need:
-            said.append(f"{tensor} {_DONE[op]}, {moved:,} B; {need:,} B would do")
+            said.append(f"{tensor} {_DONE[op]}, {moved:,} B; {need:,} B is enough")
             continue
         whole = whole_bytes(p, tensor)
-        said.append(f"{tensor} {_DONE[op]} {times(moved / whole)}; {number(need / whole)} would do")
+        said.append(f"{tensor} {_DONE[op]} {times(moved / whole)}; {times(need / whole)} is enough")
     return said
 
 
-#: Inputs whose tiles are told apart by one index of an event.
+#: Inputs, and the index of an event (i: row tile, j: key tile) that identifies their tiles.
 _BY = {"Q": "i", "dO": "i", "K": "j", "V": "j"}
 
 
 def unread(trace: Trace) -> list[str]:
-    """Inputs that a solution uses without loading all of them."""
+    """Return the inputs of which a solution loads only a part."""
     loads = trace.events[trace.events["op"] == OPS.index("load")]
     found = []
     for tensor, index in _BY.items():
         mine = loads[loads["tensor"] == CODES[tensor]]
-        most: dict[tuple[int, int], dict[int, int]] = {}  # by tile, and by where it was loaded
+        most: dict[tuple[int, int], dict[int, int]] = {}  # by tile, and by the other tile's index
         other = "j" if index == "i" else "i"
         for event in mine:
             places = most.setdefault((int(event["head"]), int(event[index])), {})
@@ -76,34 +74,35 @@ def unread(trace: Trace) -> list[str]:
 
 
 def times(n: float) -> str:
-    """A count in words: "once" or "N times"."""
+    """Return a count in words: "once" or "N times"."""
     return "once" if n == 1 else f"{number(n)} times"
 
 
 def of_number(said: float, right: float, why: str = "") -> str:
-    """The reply to a wrong number: the reason if known, otherwise whether it is too large."""
+    """Return the reply to a wrong number: the reason if known, else whether it is too large."""
     why = why or f"it is too {'large' if said > right else 'small'}"
-    return f"{said:,} is not it: {why}"
+    return f"{said:,} is wrong: {why}"
 
 
 def number(n: float) -> str:
-    """A number as text, without decimals if it is an integer."""
+    """Return a number as text, without decimals if it is an integer."""
     return f"{n:.0f}" if n == int(n) else f"{n:.2f}".rstrip("0").rstrip(".")
 
 
 def off(exercise: Exercise, arrays: Arrays, kind: str, name: str, got: np.ndarray) -> str:
-    """The reason why a result is wrong, or "" if it is right.
+    """Return the reason why a result is wrong, or "" if it is right.
 
-    A result is right if its error is at most twice plain float32's plus a rounding.
+    A result is right if its error is at most twice the error of plain float32 attention, plus one
+    rounding error.
     """
     p = exercise.task.problem
     exact = exercise.truth(arrays, p, "float64")[name]
     rough = exercise.truth(arrays, p, "float32")[name]
-    # A rounding of a score, a share of its terms, is a relative error of its exponential.
+    # A score's rounding error, which is relative to its terms, is a relative error of its exp.
     k = np.repeat(np.abs(arrays["K"]), p.group, axis=1)
     spread = float((np.abs(arrays["Q"]) @ k.mT).max() * p.scale)
     size = exact if exercise.terms is None else exercise.terms(arrays, p)[name]
-    # So is that of L, where L is an input.
+    # The same holds for the rounding error of L, where L is an input.
     rounding = 2 * np.finfo(np.float32).eps * (1 + spread) * np.abs(size).max()
     allowed = 2 * np.abs(rough - exact).max() + rounding
     wrong = ~(np.abs(got - exact) <= allowed)
@@ -113,36 +112,37 @@ def off(exercise: Exercise, arrays: Arrays, kind: str, name: str, got: np.ndarra
     if not np.isfinite(got).all():
         if kind in KINDS[:1]:
             return (
-                f"{said}NaN or infinity: was something divided by 0, or used before it was written?"
+                f"{said}NaN or infinity: check for a division by 0, and for tiles that are used "
+                "before they are written"
             )
-        return f"{said}NaN or infinity where scores are large: exp overflows unless m is taken off"
+        return f"{said}NaN or infinity for large scores: exp overflows unless m is subtracted first"
     for words, variant in exercise.mistakes.items():
         other = variant(arrays, p, "float64")
         if name in other:
             small = 1e-4 * np.abs(other[name]).max()
             if np.allclose(exact, other[name], 1e-4, small):
-                continue  # a mistake that this output does not show
+                continue  # the mistake does not change this output
             if np.allclose(got, other[name], 1e-4, small):
                 return f"{said}{words}"
     row = int(np.argwhere(wrong)[0][2])
     worst = float(np.abs(got - exact).max())
-    return f"{said}off by up to {worst:.3g}, where {allowed:.2g} is allowed; first in row {row}"
+    return f"{said}off by up to {worst:.3g}, but {allowed:.2g} is allowed; first in row {row}"
 
 
 def untouched(text: str, skeleton: str) -> bool:
-    """Whether a solution's text is still the skeleton, whatever its comments."""
+    """Return whether a solution's code is still that of the skeleton; comments do not count."""
     return _code(text) == _code(skeleton)
 
 
 def todo(text: str, skeleton: str) -> str:
-    """A sentence about the first TODO of the skeleton that a text still has, or ""."""
+    """Return a sentence about the first TODO of the skeleton that a text still has, or ""."""
     left = {line.strip() for line in skeleton.splitlines() if "# TODO" in line}
     lines = enumerate(text.splitlines(), 1)
     return next((f"line {n} still has its TODO" for n, line in lines if line.strip() in left), "")
 
 
 def with_todo(marks: tuple[Mark, ...], text: str, skeleton: str) -> tuple[Mark, ...]:
-    """The marks; the first with a mistake also says where the text still has a TODO."""
+    """Return the marks; the first one with a mistake also names a TODO that the text still has."""
     first = next((at for at, mark in enumerate(marks) if mark.kind), None)
     if first is None or not (left := todo(text, skeleton)):
         return marks

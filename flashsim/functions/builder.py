@@ -1,4 +1,4 @@
-"""`Builder`: makes expression graphs, with simplification; and graphs that files describe."""
+"""`Builder` makes and simplifies expression graphs; `graph_of` reads one from a file's entry."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flashsim.functions.operations import (
 
 
 class Builder:
-    """Makes nodes: equal ones once, constants folded, neutral operations left out."""
+    """Makes nodes. Equal nodes are shared, constants folded, and operations like x + 0 left out."""
 
     def __init__(self, nodes: Iterable[Node] = (), arrays: Iterable[ArraySpec] = ()) -> None:
         self.nodes: list[Node] = list(nodes)
@@ -31,7 +31,7 @@ class Builder:
         self._known = {_key(node): n for n, node in enumerate(self.nodes)}
 
     def graph(self, root: int, name: str = "function") -> Graph:
-        """The graph of one result: only the nodes that it needs, and only the arrays they read."""
+        """Return the graph of one result, with only the nodes and arrays that it depends on."""
         kept = needed(self.nodes, [root])
         arrays = sorted({self.nodes[n].value for n in kept if self.nodes[n].op == "load"})
         number = {old: new for new, old in enumerate(kept)}
@@ -44,7 +44,7 @@ class Builder:
         return Graph(tuple(nodes), number[root], tuple(self.arrays[a] for a in arrays), name)
 
     def put(self, node: Node) -> int:
-        """The number of a node, which is added unless an equal one is there."""
+        """Return the number of a node, which is added unless an equal node exists."""
         key = _key(node)
         if key not in self._known:
             self._known[key] = len(self.nodes)
@@ -52,11 +52,11 @@ class Builder:
         return self._known[key]
 
     def arg(self, name: str) -> int:
-        """An argument of the function: the score is a float, the others are integers."""
+        """Return the node of a function's argument: the score is a float, the others integers."""
         return self.put(Node("arg", (), name, FLOAT if name == SCORE else INT))
 
     def const(self, value: Any) -> int:
-        """A constant; its kind follows from its Python type."""
+        """Return the node of a constant, whose kind follows from its Python type."""
         if isinstance(value, (bool, np.bool_)):
             return self.put(Node("const", (), bool(value), BOOL))
         if isinstance(value, (int, np.integer)):
@@ -64,11 +64,11 @@ class Builder:
         return self.put(Node("const", (), float(value), FLOAT))
 
     def load(self, array: int, indices: Iterable[int]) -> int:
-        """An element of a captured array."""
+        """Return the node that reads an element of a captured array."""
         return self.put(Node("load", tuple(indices), array, self.arrays[array].kind))
 
     def cast(self, n: int, kind: str) -> int:
-        """Node `n` as a boolean, an integer or a float."""
+        """Return node `n` converted to a boolean, an integer or a float."""
         node = self.nodes[n]
         if node.kind == kind:
             return n
@@ -79,7 +79,7 @@ class Builder:
         return self.put(Node("cast", (n,), None, kind))
 
     def op(self, name: str, *args: int) -> int:
-        """An operation of OPERATIONS, with its arguments brought to the kinds it takes."""
+        """Return the node of one of OPERATIONS; its arguments are converted to the right kinds."""
         its = OPERATIONS[name]
         if name in LOGIC:
             args = tuple(self.cast(a, BOOL) for a in args)
@@ -115,7 +115,7 @@ class Builder:
         return node.op == "const" and node.value == value
 
     def _simplified(self, name: str, args: tuple[int, ...]) -> int | None:
-        """An equal node that is there already, where one argument is neutral; else None."""
+        """Return an existing node that equals the operation, such as x for x + 0; else None."""
         a, b = args[0], args[-1]
         if name in ("and", "or"):
             whole, none = (True, False) if name == "and" else (False, True)
@@ -148,33 +148,33 @@ class Builder:
 
 
 def _key(node: Node) -> tuple[Any, ...]:
-    """The key that equal nodes share.
+    """Return a key that two nodes share exactly if they are equal.
 
-    It has the value as text, since 0, 0.0 and False are equal.
+    The key holds the value as text, because 0, 0.0 and False are equal in Python.
     """
     return node.op, node.args, repr(node.value), node.kind
 
 
 def _plain(value: Any, kind: str) -> Any:
-    """A constant as a Python number of this kind."""
+    """Return a constant as a Python number of this kind."""
     if kind == BOOL:
         return bool(value)
     return math.trunc(value) if kind == INT else float(value)
 
 
 def graph_of(entry: Any) -> Graph:
-    """The graph that an entry of a file describes; see `Graph.entry`.
+    """Return the graph that `Graph.entry` wrote to a file.
 
     Raises
     ------
     ValueError, TypeError, LookupError
-        If it describes none.
+        If the entry does not describe a graph.
     """
     build = Builder(arrays=(_array_entry(*a) for a in entry["arrays"]))
     numbers: list[int] = []
     for op, args, value, kind in entry["nodes"]:
         if not all(type(a) is int and 0 <= a < len(numbers) for a in args):
-            raise ValueError(f"a node's arguments are {args}")
+            raise ValueError(f"node {len(numbers)} has arguments {args}, not earlier nodes")
         own = [numbers[a] for a in args]
         if op == "arg":
             if value not in (SCORE, *INDICES):
@@ -186,7 +186,7 @@ def graph_of(entry: Any) -> Graph:
             made = build.const(value)
         elif op == "load":
             if type(value) is not int or len(own) != len(build.arrays[value].shape):
-                raise ValueError(f"a node reads array {value!r} at {len(own)} indices")
+                raise ValueError(f"a node reads array {value!r} with {len(own)} indices")
             made = build.load(value, own)
         elif op == "cast":
             (one,) = own
@@ -200,7 +200,7 @@ def graph_of(entry: Any) -> Graph:
 
 
 def _array_entry(name: Any, shape: Any, dtype: Any) -> ArraySpec:
-    """A captured array as a file describes it."""
+    """Return the captured array that an entry of a file describes."""
     sizes = isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
     if not isinstance(name, str) or not name.isidentifier() or not sizes or dtype not in ELEMENTS:
         raise ValueError(f"a captured array is {name!r}, {shape}, {dtype!r}")

@@ -1,10 +1,10 @@
 """Reverse-mode derivatives of a score function, as nodes of the same graph.
 
-``adjoints(graph)`` adds, to the nodes of a score function, those that compute from `dout` (the
-gradient of the loss with respect to its result) the gradient with respect to the score and to each
-element of a captured array that is read. Comparisons, conversions to integers and integer
-operations have no derivative. Where `minimum` or `maximum` has two equal arguments, the first one
-gets the gradient.
+``adjoints(graph)`` appends the nodes of the derivative to the nodes of a score function. They
+start from `dout`, the gradient of the loss with respect to the function's result. They compute the
+gradient with respect to the score, and to each element of a captured array that the function
+reads. Comparisons, conversions to integers and integer operations have no derivative. Where
+`minimum` or `maximum` has two equal arguments, the first one gets the gradient.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ DOUT = "dout"
 
 
 class Adjoints(NamedTuple):
-    """A graph with derivatives.
+    """A score function's graph with the nodes of its derivative.
 
-    `nodes` are the function's nodes followed by those of the derivative. `score` is the number of
-    the node that holds the gradient of the score; None if the result does not depend on the score.
-    `reads` are pairs (load node, node of its gradient), one per differentiable load.
+    `nodes` are the function's nodes, followed by the derivative's. `score` is the number of the
+    node that holds the gradient of the score; None if the result does not depend on the score.
+    `reads` has one pair (load node, gradient node) per load of a differentiable element.
     """
 
     nodes: tuple[Node, ...]
@@ -38,17 +38,20 @@ class Adjoints(NamedTuple):
 
     @property
     def roots(self) -> list[int]:
-        """The gradients: of each read, and of the score."""
+        """The numbers of the gradient nodes: one per read, and the score's."""
         return [g for _, g in self.reads] + ([] if self.score is None else [self.score])
 
     @property
     def numbers(self) -> list[int]:
-        """The nodes that the gradients and the reads need, in order."""
+        """The numbers of the nodes that the gradients and the loads depend on, in order."""
         return needed(self.nodes, [*self.roots, *(n for n, _ in self.reads)])
 
 
 def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
-    """The derivatives of a score function; `wanted` names captured arrays, None means all."""
+    """Return a score function's graph with its derivatives.
+
+    `wanted` names the captured arrays whose gradients are computed; None means all.
+    """
     build = Builder(graph.nodes, graph.arrays)
     gradient: dict[int, int] = {graph.root: build.put(Node("arg", (), DOUT, FLOAT))}
     reads = []
@@ -72,13 +75,13 @@ def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
 
 @lru_cache(maxsize=256)
 def gradient_flops(graph: Graph, wanted: tuple[str, ...]) -> int:
-    """Floating-point operations of the derivative per score, with those that it recomputes."""
+    """Return the derivative's FLOPs per score, including function values that it recomputes."""
     made = adjoints(graph, wanted)
     return count_flops(made.nodes, needed(made.nodes, made.roots))
 
 
 class _Terms:
-    """Short names for the operations that derivatives need."""
+    """Short names for building the operations that derivatives need."""
 
     def __init__(self, build: Builder) -> None:
         self.build = build
@@ -88,7 +91,7 @@ class _Terms:
         return self.build.op(name, *numbers)
 
     def mul(self, *args: int | float) -> int:
-        """The product of nodes and constants."""
+        """Return the product of nodes and constants."""
         first, *rest = args
         result = self.build.const(first) if isinstance(first, float) else first
         for a in rest:
@@ -96,7 +99,7 @@ class _Terms:
         return result
 
     def minus(self, a: int | float, b: int | float) -> int:
-        """A difference."""
+        """Return the difference of two nodes or constants."""
         return self("sub", a, b)
 
 
@@ -111,8 +114,8 @@ def _of_sign(t: _Terms, g: int, a: int) -> int:
     return t("where", t("lt", 0.0, a), g, t("where", t("lt", a, 0.0), t("neg", g), 0.0))
 
 
-#: By operation: given the terms, the result's gradient, the result and the arguments, what is added
-#: to the gradient of each argument; None for nothing.
+#: By operation: a function of the terms, the result's gradient, the result and the arguments. It
+#: returns what is added to each argument's gradient; None where nothing is added.
 RULES: dict[str, Callable[..., tuple[int | None, ...]]] = {
     "add": lambda t, g, n, a, b: (g, g),
     "sub": lambda t, g, n, a, b: (g, t("neg", g)),

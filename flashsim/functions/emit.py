@@ -1,6 +1,6 @@
-"""Source text of a graph in CUDA C++: one statement per node, in the graph's order.
+"""Emit a graph as CUDA C++ source: one statement per node, in the graph's order.
 
-The compiler shares and hoists what depends on the query or the key alone.
+The compiler hoists computations that depend only on the query or only on the key.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _CUDA_CALLS = {
     **{"sin": "sinf", "cos": "cosf", "floor": "floorf", "ceil": "ceilf", "erf": "erff"},
     **{"sigmoid": "flash_sigmoid", "pow": "powf"},
 }
-#: What the emitted functions call. FLASH_FAST_TANH: the hardware's tanh, relative error 2^-11.
+#: Helper functions that the emitted code calls. FLASH_FAST_TANH selects the hardware's tanh, whose
+#: relative error is 2^-11.
 _PRELUDE = """\
 __device__ __forceinline__ float flash_exp(float x) { return exp2f(x * 1.4426950408889634f); }
 __device__ __forceinline__ float flash_tanh(float x) {
@@ -63,14 +64,14 @@ __device__ __forceinline__ int flash_floordiv(int a, int b) {
 __device__ __forceinline__ int flash_mod(int a, int b) {
     return a - flash_floordiv(a, b == 0 ? 1 : b) * (b == 0 ? 1 : b);
 }
-// A position as a distance from one that many scores share. Both are converted to floats by
-// themselves, so that for constant distances one conversion is left for all of them.
+// A position as a base that many scores share, plus a step. Both are converted to float separately.
+// Steps that are constants need no conversion at run time, so one conversion serves many scores.
 struct FlashAt {
     int base, step;
     __device__ __forceinline__ FlashAt(int base, int step = 0) : base(base), step(step) {}
     __device__ __forceinline__ operator int() const { return base + step; }
 };
-// A negative index counts from the end; one outside reads the nearest element.
+// A negative index counts from the end; an index out of range reads the nearest element.
 __device__ __forceinline__ int flash_wrap(int i, int n) {
     if (i < 0) i += n;
     return max(0, min(i, n - 1));
@@ -79,10 +80,10 @@ __device__ __forceinline__ int flash_wrap(int i, int n) {
 
 
 class Field(NamedTuple):
-    """A member of `FlashCaptured`: a captured array's data, its gradient, or one of its lengths.
+    """A member of the struct `FlashCaptured`: an array's data, its gradient, or an axis's length.
 
-    `what` is "data", "gradient" or "length" (then of axis `axis`). `array` numbers the array in the
-    order of `CudaSource.arrays`.
+    `what` is "data", "gradient" or "length" (the length of axis `axis`). `array` is the array's
+    index in `CudaSource.arrays`.
     """
 
     name: str
@@ -94,8 +95,9 @@ class Field(NamedTuple):
 class CudaSource(NamedTuple):
     """CUDA C++ text that defines `FlashCaptured`, `flash_mask`, `flash_score`, `flash_score_grad`.
 
-    `fields` are the members of the struct in order: pointers of 8 bytes first, then 4-byte lengths.
-    `arrays` are the captured arrays of the score function followed by those of the mask function.
+    `fields` are the members of the struct in order: first 8-byte pointers, then 4-byte lengths.
+    `arrays` are the captured arrays of the score function, followed by those of the mask function.
+    `gradients` names the captured arrays whose gradients the kernel accumulates.
     """
 
     text: str
@@ -104,12 +106,12 @@ class CudaSource(NamedTuple):
     gradients: tuple[str, ...]
 
     def pack(self, data: Iterable[int], gradients: Iterable[int] = ()) -> np.ndarray:
-        """The struct's bytes, as a NumPy array of one structured element, to be passed by value.
+        """Return the struct as a NumPy array of one structured element, to be passed by value.
 
-        `data` are the device addresses of `arrays`, each contiguous in its own element type.
-        The argument `gradients` holds the device addresses of the float32 arrays in which the
-        gradients are added up. They have the shapes of the captured arrays that the attribute
-        `gradients` names, and are in its order.
+        `data` holds the device addresses of `arrays`, each contiguous in its own element type.
+        The argument `gradients` holds the device addresses of float32 arrays, into which the kernel
+        accumulates gradients. There is one per name in the attribute `gradients`, in the same order
+        and with the shape of that captured array.
         """
         addresses = list(data)
         of_gradient = dict(zip(self.gradients, gradients, strict=True))
@@ -134,19 +136,19 @@ def cuda_source(
     tile: int | None = None,
     band: tuple[int, int] | None = None,
 ) -> CudaSource:
-    """The device functions of a mask and a score function, either of which may be missing.
+    """Return the CUDA source of a mask and a score function, either of which may be missing.
 
-    A missing mask keeps every score, and a missing score function returns the score. `gradients`
-    names the captured arrays of the score function whose gradients `flash_score_grad` adds up.
-    `extents` says how many values b, h, q and k have, if the functions are called with no others:
-    an index that stays inside its array is then read without a check.
+    Without a mask function every score is kept, and without a score function scores are unchanged.
+    `gradients` names the captured arrays of the score function whose gradients `flash_score_grad`
+    accumulates. `extents` holds the sizes of b, h, q and k. If it is passed, array indices that
+    cannot leave their array are not checked at run time.
 
-    `tile` is the number of a node of the score function that loads an element of a captured array.
-    The kernel, not `flash_score`, then loads this element. A second form of `flash_score` takes the
-    element as its argument `tile`, after the score. If the load's last two indices are q and k,
-    `flash_tile_plane` says in which (q, k) plane of its array a head's elements lie. With `band`,
-    which is (sign, offset), its last index is sign * (q - k) + offset; `flash_band` then returns
-    the element at a distance q - k, or the nearest one that there is.
+    `tile` is the number of a load node of the score function, whose element the kernel loads in
+    advance. A second overload of `flash_score` then takes this element as its argument `tile`,
+    after the score. If the load's last two indices are q and k, `flash_tile_plane` returns the
+    number of the (q, k) plane that holds a head's elements. If `band` = (sign, offset) is passed,
+    the load's last index is sign * (q - k) + offset. `flash_band` then returns the element for a
+    distance q - k; a distance out of range gives the nearest element.
     """
     arrays = (*(score.arrays if score else ()), *(mask.arrays if mask else ()))
     first_of_mask = len(score.arrays) if score else 0
@@ -189,24 +191,24 @@ def cuda_source(
     return CudaSource(text, tuple(fields), arrays, wanted)
 
 
-#: How a function begins: its type, its name, and further parameters.
+#: The first lines of an emitted function; filled in are its type, its name and more parameters.
 _HEAD = """\
 __device__ __forceinline__ {} {}(const FlashCaptured& c, {}const FlashHead& at, FlashAt q_at,
                                  FlashAt k_at) {{
     const int b = at.b, h = at.h, q = q_at, k = k_at;"""
 
 
-#: The least length of an array whose elements are read by distance: those within 240 of its
-#: middle, which `flash_band_inside` names, are inside.
+#: The shortest array whose elements `flash_band` reads by distance. `flash_band_inside` returns the
+#: distance of its middle; every distance within 240 of that is inside the array.
 LEAST_BAND = 512
 
 
 def _tile_lines(
     score: Graph, tile: int, band: tuple[int, int] | None, extents: Mapping[str, int] | None
 ) -> list[str]:
-    """`flash_tile_plane` or `flash_band`, and `flash_score` with the load `tile` given.
+    """Return the source of `flash_tile_plane` or `flash_band`, and of `flash_score` with `tile`.
 
-    The last brace is missing.
+    The last closing brace is missing; the caller adds it.
     """
     cuda, node = _Cuda(score.nodes, score.arrays, 0, extents, "s"), score.nodes[tile]
     before = len(node.args) - (2 if band is None else 1)  # axes whose index belongs to the head
@@ -233,7 +235,10 @@ def _tile_lines(
 
 
 def _head_lines(per_head: Iterable[_Cuda]) -> list[str]:
-    """`FlashHead`, a head with the elements that it reads once, and `flash_head`, which does."""
+    """Return the source of `FlashHead`, and of `flash_head`, which makes one.
+
+    A `FlashHead` holds a batch entry, a head, and the elements that are loaded once per head.
+    """
     members, reads = [], []
     for cuda in per_head:
         for n in sorted(cuda.hoisted):
@@ -246,14 +251,16 @@ def _head_lines(per_head: Iterable[_Cuda]) -> list[str]:
         ]
         reads += ["    {", *own, "    }"]
     return [
-        *("// A head, with what is read once for it.", "struct FlashHead {", "    int b, h;"),
+        *("// A head, and the elements loaded once per head.", "struct FlashHead {"),
+        "    int b, h;",
         *(*members, "};"),
         "__device__ __forceinline__ FlashHead flash_head(const FlashCaptured& c, int b, int h) {",
         *("    FlashHead at;", "    at.b = b, at.h = h;", *reads, "    return at;", "}"),
     ]
 
 
-#: Adds the lanes' sums of a warp with one atomic per sum. All 32 lanes must call it, for one head.
+#: Adds up the sums of a warp's lanes, with one atomic add per sum. All 32 lanes must run this code,
+#: and must work on the same head.
 _ADD_SUM = """\
     {
         float x = sums.v%d;
@@ -268,7 +275,7 @@ def _gradient_lines(
     extents: Mapping[str, int] | None,
     per_head: list[_Cuda],
 ) -> list[str]:
-    """`FlashSums`, both forms of `flash_score_grad`, and `flash_add_sums`."""
+    """Return the source of `FlashSums`, `flash_add_sums` and both `flash_score_grad` overloads."""
 
     def begin(more: str) -> str:
         return _HEAD.format("float", "flash_score_grad", f"{more}float s, float dout, ")
@@ -309,7 +316,7 @@ def _gradient_lines(
 
 
 def never_negative(nodes: tuple[Node, ...]) -> list[bool]:
-    """For each node, whether it is certainly an integer of at least 0."""
+    """Return, for each node, whether it is certainly an integer of at least 0."""
     found: list[bool] = []
     for node in nodes:
         of = [found[a] for a in node.args]
@@ -334,7 +341,7 @@ def never_negative(nodes: tuple[Node, ...]) -> list[bool]:
 
 
 class _Cuda:
-    """Statements of CUDA C++ for the nodes of a graph; arrays are numbered from `first`."""
+    """CUDA C++ statements for the nodes of a graph; arrays are numbered from `first`."""
 
     def __init__(
         self,
@@ -346,9 +353,9 @@ class _Cuda:
         numbers: Iterable[int] | None = None,
     ) -> None:
         self.nodes, self.arrays, self.first, self.prefix = nodes, arrays, first, prefix
-        #: Names of values that the caller gives.
+        #: Nodes whose values are parameters of the emitted function: the parameters' names.
         self.given: dict[int, str] = {}
-        #: Elements that have one value per head, among the nodes that are used.
+        #: Loads, among the nodes that are used, that have one value per head.
         self.hoisted = {
             n
             for n in (range(len(nodes)) if numbers is None else numbers)
@@ -358,7 +365,7 @@ class _Cuda:
         self.positive = never_negative(nodes)
 
     def statements(self, numbers: Iterable[int] | None = None) -> list[str]:
-        """``const float v7 = v5 + v6;`` for each node except arguments and constants."""
+        """Return ``const float v7 = v5 + v6;`` per node, except arguments and constants."""
         numbers = range(len(self.nodes)) if numbers is None else numbers
         return [
             f"    const {_CUDA_TYPES[self.nodes[n].kind]} v{n} = {self.expression(self.nodes[n])};"
@@ -369,7 +376,7 @@ class _Cuda:
         ]
 
     def name(self, n: int) -> str:
-        """The text that stands for a node's value."""
+        """Return the expression for a node's value: a variable, an argument or a constant."""
         node = self.nodes[n]
         if n in self.given:
             return self.given[n]
@@ -380,7 +387,7 @@ class _Cuda:
         return _literal(node) if node.op == "const" else f"v{n}"
 
     def expression(self, node: Node) -> str:
-        """The expression that a node computes from `v0`, `v1`, ..."""
+        """Return the expression that computes a node from `v0`, `v1`, ..."""
         op, args = node.op, [self.name(a) for a in node.args]
         if op == "load":
             return self._load(node)
@@ -413,9 +420,10 @@ class _Cuda:
         return f"{_CUDA_CALLS[op]}({', '.join(args)})"
 
     def _distance(self, node: Node) -> str | None:
-        """A sum or a difference of positions, or its absolute value, as a float (see FlashAt).
+        """Return a sum or difference of positions, or its absolute value, as a float expression.
 
-        None for other integers. Positions are below 2^24, so the sum is exact.
+        None for other integers. Positions are below 2^24, so float arithmetic is exact. `FlashAt`
+        in the emitted source says why this form is fast.
         """
         if self.nodes[node.args[0]].op == "abs":
             of = self._distance(self.nodes[node.args[0]])
@@ -424,7 +432,7 @@ class _Cuda:
         return parts and f"{parts[0]} + {parts[1]}"
 
     def _times_distance(self, node: Node) -> str | None:
-        """A distance times a factor that has one value per head, which takes one multiply-add."""
+        """Return a distance times a per-head factor, in a form that takes one multiply-add."""
         for a, other in (node.args, node.args[::-1]):
             if self.nodes[a].op == "cast" and self._per_head(other):
                 parts = self._parts(self.nodes[a].args[0])
@@ -434,21 +442,21 @@ class _Cuda:
         return None
 
     def _per_head(self, n: int) -> bool:
-        """Whether a node has one value per head."""
+        """Return whether a node has one value per head."""
         node = self.nodes[n]
         if node.op == "arg":
             return node.value in ("b", "h")
         return all(self._per_head(a) for a in node.args)
 
     def _parts(self, n: int) -> tuple[str, str] | None:
-        """A distance as floats: what many scores share, and what is left."""
+        """Return a distance as two float expressions: the shared base, and the step."""
         base, step = self._part(n, "base"), self._part(n, "step")
         if base is None or step is None or "_at" not in step:
             return None
         return f"(float)({base})", f"(float)({step})"
 
     def _part(self, n: int, part: str) -> str | None:
-        """The bases or the steps of a sum of positions and constants; None for other nodes."""
+        """Return the base or the step of a sum of positions and constants; else None."""
         node = self.nodes[n]
         if node.op == "arg" and node.value in ("q", "k"):
             return f"{node.value}_at.{part}"
@@ -476,7 +484,7 @@ class _Cuda:
         return f"flash_{node.op}({a}, {b})"
 
     def offset(self, node: Node, axes: int | None = None) -> str:
-        """The place of a load's element in its array, or along its first axes."""
+        """Return the offset of a load's element in its array, or along the array's first `axes`."""
         number = self.first + node.value
         text, args = "", node.args[:axes]
         for axis, a in enumerate(args):
@@ -493,7 +501,7 @@ class _Cuda:
         return self.element(node, self.offset(node))
 
     def element(self, node: Node, place: str) -> str:
-        """The element of a load's array at a place in it."""
+        """Return the expression for the element of a load's array at an offset."""
         spec = self.arrays[node.value]
         where = f"c.a{self.first + node.value}[{place}]"
         if spec.dtype in ("float16", "bfloat16"):

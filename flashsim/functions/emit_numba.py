@@ -1,4 +1,4 @@
-"""Source text of a graph in Python, for Numba: one statement per node, in the graph's order."""
+"""Emit a graph as Python source for Numba: one statement per node, in the graph's order."""
 
 from __future__ import annotations
 
@@ -21,24 +21,28 @@ _NUMBA_CALLS = {
 
 
 class NumbaSource(NamedTuple):
-    """Python source of functions of one panel of scores, and the arrays that it reads.
+    """Python source of two functions that work on a panel (a rectangle) of scores, in place.
 
-    `score(S, raw, ..)` replaces the scores S; `gradient(dS, raw, ..)` replaces the gradients dS of
-    its results by those of the scores `raw`. Both take the sizes of `panel_arguments`.
+    `score(S, raw, ..)` writes the function's results to S. `gradient(dS, raw, ..)` gets the
+    gradients of these results in dS, and replaces them by the gradients of the scores `raw`. Both
+    also take the arguments of `PANEL`.
     """
 
     score: str
     gradient: str
 
 
-#: Sizes of a panel: row r and lane c hold the score of query ``q + r * q_row + c * q_lane`` and of
-#: key ``k + r * k_row + c * k_lane``. `table` holds the addresses of the captured arrays, followed
-#: by those of their gradients.
+#: Further arguments: row r and lane c of a panel hold the score of query
+#: ``q + r * q_row + c * q_lane`` and key ``k + r * k_row + c * k_lane``. After them comes `table`:
+#: the addresses of the captured arrays, followed by the addresses of their gradients.
 PANEL = ("ld", "rows", "lanes", "q", "q_row", "q_lane", "k", "k_row", "k_lane", "b", "h")
 
 
 def numba_source(graph: Graph, gradients: Collection[str] = ()) -> NumbaSource:
-    """Numba's form of a score function; `gradients` names arrays whose gradients are added up."""
+    """Return a score function's source for Numba.
+
+    `gradients` names the captured arrays whose gradients are accumulated.
+    """
     made = adjoints(graph, gradients)
     forward, backward = Written(graph.nodes, graph.arrays), Written(made.nodes, made.arrays)
     body = [*forward.statements(range(len(graph.nodes))), f"S[at] = {forward.name(graph.root)}"]
@@ -57,14 +61,14 @@ def numba_source(graph: Graph, gradients: Collection[str] = ()) -> NumbaSource:
 
 
 def _numba_element(spec: ArraySpec) -> str:
-    """The element type in memory; 16-bit floats are read as float32, and booleans as bytes."""
+    """Return the element type in memory: the CPU engine holds 16-bit floats as float32."""
     return {"bool": "uint8", "float16": "float32", "bfloat16": "float32"}.get(
         spec.dtype, spec.dtype
     )
 
 
 def _panel(head: list[str], body: list[str]) -> str:
-    """The source of a function ``panel`` that runs `body` for each score of a panel."""
+    """Return the source of a function ``panel`` that runs `body` for each score of a panel."""
     loops = [
         *head,
         "for r in range(rows):",
@@ -79,14 +83,14 @@ def _panel(head: list[str], body: list[str]) -> str:
 
 
 class Written:
-    """Statements of Python for the nodes of a graph; q and k are called i and j."""
+    """Python statements for the nodes of a graph; the arguments q and k are called i and j."""
 
     def __init__(self, nodes: tuple[Node, ...], arrays: tuple[ArraySpec, ...]) -> None:
         self.nodes, self.arrays = nodes, arrays
         self.positive = never_negative(nodes)
 
     def statements(self, numbers: Iterable[int]) -> list[str]:
-        """``v7 = v5 + v6`` for each node except arguments and constants."""
+        """Return a statement such as ``v7 = v5 + v6`` per node, except arguments and constants."""
         return [
             f"v{n} = {self.expression(self.nodes[n])}"
             for n in numbers
@@ -94,7 +98,7 @@ class Written:
         ]
 
     def name(self, n: int) -> str:
-        """The text that stands for a node's value."""
+        """Return the expression for a node's value: a variable, an argument or a constant."""
         node = self.nodes[n]
         if node.op == "arg":
             return {SCORE: "s", "q": "i", "k": "j"}.get(node.value, node.value)
@@ -107,7 +111,7 @@ class Written:
         )
 
     def expression(self, node: Node) -> str:
-        """The expression that a node computes."""
+        """Return the expression that computes a node from its arguments."""
         op, args = node.op, [self.name(a) for a in node.args]
         if op == "load":
             text = self.read(node)
@@ -141,7 +145,7 @@ class Written:
         return _NUMBA_CALLS[op].format(*args)
 
     def read(self, node: Node) -> str:
-        """An element of a captured array, in its own type."""
+        """Return the expression that reads an element of a captured array, in its own type."""
         return f"a{node.value}[{self.offset(node)}]"
 
     def _divided(self, node: Node, args: list[str]) -> str:
@@ -154,7 +158,7 @@ class Written:
         return f"{a} {'//' if node.op == 'floordiv' else '%'} {safe}"
 
     def offset(self, node: Node) -> str:
-        """The place of a load's element in its array."""
+        """Return the expression for the offset of a load's element in its array."""
         text = ""
         for n, a in zip(self.arrays[node.value].shape, node.args, strict=True):
             v = self.name(a)

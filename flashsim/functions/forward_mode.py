@@ -1,7 +1,7 @@
 """Forward-mode derivatives of a graph on NumPy arrays: an independent check of `derivative`.
 
-They are written from the definition of each derivative, and share nothing with the reverse mode
-that engines use.
+Each operation's derivative is written from its definition. The module shares no code with the
+reverse mode that engines use.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from flashsim.functions.operations import FLOAT
 
 
 def pushed(graph: Graph, values: Sequence[Any], moved: Collection[int]) -> Any:
-    """The derivative of the result by a quantity that moves the nodes `moved` by 1 each.
+    """Return the derivative of the graph's result with respect to the nodes `moved`, summed.
 
-    `values` are the nodes' values, as `Graph.values` computes them.
+    `values` holds the value of every node, as `Graph.values` computes it.
     """
     rates: list[Any] = []
     with np.errstate(all="ignore"):
@@ -34,7 +34,7 @@ def pushed(graph: Graph, values: Sequence[Any], moved: Collection[int]) -> Any:
 
 
 def _rate(op: str, y: Any, x: Sequence[Any], dx: Sequence[Any]) -> Any:
-    """The rate of change of ``y = op(x...)``, if its arguments change at the rates `dx`."""
+    """Return the derivative of ``y = op(x...)``, whose arguments have the derivatives `dx`."""
     if op == "where":
         return np.where(x[0], dx[1], dx[2])
     if op in ("min", "max"):

@@ -1,8 +1,8 @@
-"""The expression graph of a score or mask function, and what it computes for arrays of indices.
+"""`Graph`: a score or mask function as an expression graph, which can be evaluated on arrays.
 
-A node is an operation of `operations` on earlier nodes. `builder` makes graphs. Other modules hold
-their CUDA C++ and Numba forms (`emit`, `emit_numba`), their derivatives (`derivative`) and their
-bounds (`intervals`).
+A node is an operation (of the module `operations`) on earlier nodes. `builder` makes graphs. Other
+modules emit them as CUDA C++ and Numba source (`emit`, `emit_numba`), differentiate them
+(`derivative`) and bound their values (`intervals`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from flashsim.functions.operations import BOOL, ELEMENTS, FLOAT, INT, OPERATIONS
 
 
 class Node(NamedTuple):
-    """One value: an operation on earlier nodes, by their numbers.
+    """One value of a graph: the operation `op` on the earlier nodes whose numbers are `args`.
 
-    Besides OPERATIONS, `op` is "arg" (`value` is its name), "const" (`value` is a Python number),
-    "cast" (to the node's kind; floats are truncated to integers), or "load": an element of captured
-    array number `value`, at the integer `args`.
+    `op` is one of OPERATIONS or one of these: "arg" is the argument named `value`; "const" is the
+    Python number `value`; "cast" converts to the node's kind, and truncates floats to integers;
+    "load" reads captured array number `value` at the integer indices `args`.
     """
 
     op: str
@@ -36,7 +36,7 @@ class Node(NamedTuple):
 
 
 class ArraySpec(NamedTuple):
-    """A captured array as the graph knows it: its name, shape and element type."""
+    """A captured array's name, shape and element type; a graph does not hold its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,21 +44,21 @@ class ArraySpec(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kind of an element that was read."""
+        """The kind of value that a load from the array returns."""
         return ELEMENTS[self.dtype]
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return {"bool": 1, "bfloat16": 2}.get(self.dtype) or np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced function: nodes after their arguments, in order; `root` is the result.
+    """A traced function as a list of nodes, each after its arguments; node `root` is the result.
 
-    Two graphs are equal if their nodes and captured arrays' names, shapes and types are. `digest`
-    names a graph on disk.
+    Two graphs are equal if their nodes, and the names, shapes and types of their captured arrays,
+    are equal. Caches on disk use `digest` as a graph's name.
     """
 
     nodes: tuple[Node, ...]
@@ -68,7 +68,7 @@ class Graph:
 
     @cached_property
     def digest(self) -> str:
-        """Hexadecimal digits that equal graphs share, in every process."""
+        """A hash in hexadecimal digits; equal graphs have the same digest in every process."""
         text = repr((self.nodes, self.root, self.arrays))
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -80,7 +80,7 @@ class Graph:
         return self._hash
 
     def entry(self) -> dict[str, Any]:
-        """The graph as a file stores it in JSON; `builder.graph_of` reads it."""
+        """Return the graph as JSON values, for a file; `builder.graph_of` reads them."""
         return {
             "name": self.name,
             "nodes": [[x.op, list(x.args), x.value, x.kind] for x in self.nodes],
@@ -90,7 +90,7 @@ class Graph:
 
     @cached_property
     def depends(self) -> tuple[frozenset[str], ...]:
-        """For each node, the names of the arguments that it depends on."""
+        """The names of the arguments that each node depends on."""
         found: list[frozenset[str]] = []
         for node in self.nodes:
             own = frozenset([node.value]) if node.op == "arg" else frozenset()
@@ -109,24 +109,24 @@ class Graph:
 
     @cached_property
     def differentiable(self) -> tuple[ArraySpec, ...]:
-        """The captured arrays of floats, which can have gradients."""
+        """The captured arrays that can have gradients: those of floats."""
         return tuple(a for a in self.arrays if a.kind == FLOAT)
 
     def side(self, n: int) -> str:
-        """The side, one of SIDES, with which load `n` varies; "fixed" is one value per head."""
+        """Return the one of SIDES that load `n` varies with; "fixed" is one value per head."""
         moving = frozenset().union(*(self.depends[a] for a in self.nodes[n].args)) - {"b", "h"}
         return {frozenset(): "fixed", frozenset("q"): "row", frozenset("k"): "col"}.get(
             moving, "score"
         )
 
     def argument(self, name: str) -> int:
-        """The number of the node of an argument; -1 if the function does not use it."""
+        """Return the number of an argument's node; -1 if the function does not use it."""
         found = [n for n, x in enumerate(self.nodes) if x.op == "arg" and x.value == name]
         return found[0] if found else -1
 
     @cached_property
     def widths(self) -> dict[str, int]:
-        """Bytes that are read of captured arrays, by `side`: per head, row, column or score."""
+        """Bytes read from captured arrays, by `side`: per head, per row, per column, per score."""
         found = dict.fromkeys(SIDES, 0)
         for n in self.loads:
             found[self.side(n)] += self.arrays[self.nodes[n].value].itemsize
@@ -134,7 +134,7 @@ class Graph:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all captured arrays."""
+        """Total bytes of all captured arrays."""
         return sum(math.prod(a.shape) * a.itemsize for a in self.arrays)
 
     @cached_property
@@ -145,10 +145,11 @@ class Graph:
     def evaluate(
         self, given: Mapping[str, Any], arrays: Iterable[Any], dtype: str = "float64"
     ) -> Any:
-        """The result for arrays of indices and scores that broadcast; floats are of type `dtype`.
+        """Return the function's result on arrays of indices and scores, which are broadcast.
 
-        A negative index counts from an array's end, as in Python. An index outside an array reads
-        its nearest element, since a masked score may have any index.
+        Floats are computed in type `dtype`. A negative index counts from an array's end, as in
+        Python. An index out of range reads the nearest element, since the index of a masked score
+        may have any value.
         """
         return self.values(given, arrays, dtype)[self.root]
 
@@ -159,7 +160,10 @@ class Graph:
         dtype: str = "float64",
         read: Mapping[int, Any] = MappingProxyType({}),
     ) -> list[Any]:
-        """The value of every node, as `evaluate` computes them; `read` holds those of loads."""
+        """Return the value of every node, as `evaluate` computes it.
+
+        `read` holds values of load nodes, which are then not loaded.
+        """
         kinds = {BOOL: np.dtype(bool), INT: np.dtype(np.int64), FLOAT: np.dtype(dtype)}
         captured = tuple(arrays)
         found: list[Any] = []
@@ -183,7 +187,7 @@ class Graph:
 
 
 def needed(nodes: Sequence[Node], roots: Iterable[int]) -> list[int]:
-    """The numbers of the nodes that some results depend on, in order."""
+    """Return the numbers of the nodes that the nodes `roots` depend on, in order."""
     found, stack = set(), list(roots)
     while stack:
         n = stack.pop()
@@ -194,7 +198,7 @@ def needed(nodes: Sequence[Node], roots: Iterable[int]) -> list[int]:
 
 
 def count_flops(nodes: tuple[Node, ...], numbers: Iterable[int]) -> int:
-    """Floating-point operations of some nodes; a choice, a read and a conversion are none."""
+    """Return the FLOPs of the given nodes; `where`, loads and conversions count as none."""
     quiet = ("arg", "const", "load", "cast", "where")
     return sum(
         1
@@ -204,7 +208,7 @@ def count_flops(nodes: tuple[Node, ...], numbers: Iterable[int]) -> int:
 
 
 def check_extents(graph: Graph, **extents: int) -> None:
-    """Raise `ShapeError` if b, h, q or k itself indexes a captured array that is too short."""
+    """Raise `ShapeError` if b, h, q or k directly indexes a captured array that is too short."""
     for n in graph.loads:
         node = graph.nodes[n]
         spec = graph.arrays[node.value]
@@ -212,21 +216,21 @@ def check_extents(graph: Graph, **extents: int) -> None:
             name = graph.nodes[a].value if graph.nodes[a].op == "arg" else None
             if name in extents and spec.shape[axis] < extents[name]:
                 raise ShapeError(
-                    f"{graph.name} indexes captured array {spec.name} (shape {spec.shape}) with "
-                    f"{name} on axis {axis}; {name} can be as large as {extents[name] - 1}, so "
-                    f"that axis needs at least {extents[name]} elements"
+                    f"{graph.name} indexes axis {axis} of captured array {spec.name} with {name}, "
+                    f"which goes up to {extents[name] - 1}, but the array's shape is {spec.shape}; "
+                    f"axis {axis} must have at least {extents[name]} elements"
                 )
 
 
 def place(indices: Iterable[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Index arrays as an array of this shape can be read: wrapped if negative, then clamped."""
+    """Return valid indices for an array of this shape: negative ones wrapped, then clamped."""
     return tuple(
         np.clip(np.where(i < 0, i + n, i), 0, n - 1) for i, n in zip(indices, shape, strict=True)
     )
 
 
 def add_at(total: np.ndarray, indices: Iterable[Any], each: np.ndarray) -> None:
-    """Add each value to the element of `total` that its indices read, in float64."""
+    """Add each value of `each` to the element of `total` at its indices, summing in float64."""
     at = tuple(np.broadcast_to(i, each.shape) for i in place(indices, total.shape))
     flat = np.ravel_multi_index(at, total.shape) if at else np.zeros(each.shape, np.int64)
     sums = np.bincount(flat.ravel(), each.ravel().astype(np.float64), total.size)

@@ -1,10 +1,10 @@
-"""Bounds of a function over boxes of indices, without evaluating its elements.
+"""Bounds of a function over boxes of indices, by interval arithmetic.
 
-`Bounds(graph, arrays).of(ranges)` gives for each box the least and the greatest value that the
-result can have. For a mask (0 is False, 1 is True), a least value of 1 means that a box keeps every
-score, and a greatest value of 0 that it keeps none. Bounds are safe, and not always tight: between
-them nothing is known. Captured arrays answer with their range minima and maxima, from tables that
-are built once.
+`Bounds(graph, arrays).of(ranges)` returns a lower and an upper bound of the result in each box,
+without evaluating the function at every index. For a mask (0 is False, 1 is True), a lower bound of
+1 means that every score of a box is kept, and an upper bound of 0 that none is. The bounds are
+safe, but not always tight. An element of a captured array is bounded by the array's minimum and
+maximum over the possible indices, which come from tables that are built once.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 from flashsim.functions.graph import Graph, Node
 from flashsim.functions.operations import BOOL, FLOAT, INT
 
-#: Lower and upper bounds, one of each per box.
+#: A lower and an upper bound per box.
 Interval = tuple[np.ndarray, np.ndarray]
-#: Elements per block of a range table. A query is answered for the blocks that it touches.
+#: Elements per block of a range table. A range is widened to whole blocks.
 BLOCK = 32
 
 
@@ -39,7 +39,10 @@ class RangeTable:
             step *= 2
 
     def of(self, first: np.ndarray, last: np.ndarray) -> Interval:
-        """The least and greatest element from `first` to `last`, inclusive, for each pair."""
+        """Return, for each pair, the least and greatest element from `first` to `last`, inclusive.
+
+        Elements of the same blocks, outside of this range, also count.
+        """
         first, last = np.clip(first, 0, self.n - 1) // BLOCK, np.clip(last, 0, self.n - 1) // BLOCK
         length = last - first + 1
         level = np.frexp(length)[1] - 1
@@ -56,7 +59,7 @@ class RangeTable:
 
 
 class Bounds:
-    """The bounds of a graph over boxes; the captured arrays' tables are made on first use.
+    """Computes the bounds of a graph over boxes; the range tables are built on first use.
 
     Parameters
     ----------
@@ -70,7 +73,7 @@ class Bounds:
         self._tables: dict[int, tuple[RangeTable | None, Any, Any]] = {}
 
     def of(self, ranges: Mapping[str, Interval]) -> Interval:
-        """The bounds of the result; `ranges` holds the first and last value of each argument."""
+        """Return bounds of the result; `ranges` holds each argument's first and last value."""
         found: list[Interval] = []
         with np.errstate(all="ignore"):
             for n, node in enumerate(self.graph.nodes):
@@ -88,7 +91,7 @@ class Bounds:
         return found[self.graph.root]
 
     def _load(self, n: int, node: Node, args: list[Interval]) -> Interval:
-        """Bounds of an element: of its range along the one axis that depends on q or k."""
+        """Return bounds of a loaded element, from the range of its index that depends on q or k."""
         if n not in self._tables:
             self._tables[n] = self._table(node)
         table, low, high = self._tables[n]
@@ -110,9 +113,11 @@ class Bounds:
         return bool(self.graph.depends[a] & {"q", "k", "score"})
 
     def _table(self, node: Node) -> tuple[RangeTable | None, Any, Any]:
-        """The range table along the moving axis; the array's extremes if there is none or several.
+        """Return the range table of a load's array, or the array's minimum and maximum.
 
-        The other axes, whose indices depend on b and h at most, are reduced whole.
+        The table is along the one axis whose index depends on q, k or the score; without exactly
+        one such axis there is no table. All other axes, whose indices depend at most on b and h,
+        are reduced.
         """
         array = self.arrays[node.value]
         kind = np.float64 if node.kind == FLOAT else np.int64
@@ -130,9 +135,9 @@ class Bounds:
 def ranges_of_integers(
     nodes: tuple[Node, ...], extents: Mapping[str, int]
 ) -> dict[int, tuple[int, int]]:
-    """The least and greatest value of each integer node, whatever the captured arrays hold.
+    """Return bounds of each integer node that hold for any values of the captured arrays.
 
-    `extents` says how many values b, h, q and k have.
+    `extents` holds the sizes of b, h, q and k.
     """
     found = _anywhere(nodes, extents)
     return {
@@ -141,16 +146,16 @@ def ranges_of_integers(
 
 
 def largest_result(graph: Graph, extents: Mapping[str, int]) -> float:
-    """The largest absolute value of a graph's result, whatever scores and captured arrays are.
+    """Return a bound of the result's absolute value for any scores and captured arrays.
 
-    Infinity if nothing bounds it. `extents` says how many values b, h, q and k have.
+    Infinity if the result is not bounded. `extents` holds the sizes of b, h, q and k.
     """
     low, high = _anywhere(graph.nodes, extents)[graph.root]
     return float(max(abs(low), abs(high)))
 
 
 def _anywhere(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[Interval]:
-    """The bounds of each node over all indices, scores and captured arrays."""
+    """Return bounds of each node over all indices, and all values of scores and captured arrays."""
     found: list[Interval] = []
     with np.errstate(all="ignore"):
         for node in nodes:
@@ -168,7 +173,7 @@ def _anywhere(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[Inter
 
 
 def _corners(function: Callable[..., Any], a: Interval, b: Interval) -> Interval:
-    """Bounds of an operation that is monotonic in each argument: those of its four corners."""
+    """Return bounds of an operation that is monotonic in each argument, from its four corners."""
     of = [function(x, y) for x in a for y in b]
     low = np.minimum(np.minimum(of[0], of[1]), np.minimum(of[2], of[3]))
     high = np.maximum(np.maximum(of[0], of[1]), np.maximum(of[2], of[3]))
@@ -176,7 +181,7 @@ def _corners(function: Callable[..., Any], a: Interval, b: Interval) -> Interval
 
 
 def _unknown(node: Node, shape: Any) -> Interval:
-    """Bounds that say nothing."""
+    """Return the widest bounds of a node's kind: nothing is known about its value."""
     if node.kind == BOOL:
         return np.zeros(shape, np.int64), np.ones(shape, np.int64)
     if node.kind == INT:
@@ -257,14 +262,14 @@ def _bounds(node: Node, args: list[Interval], kinds: list[str]) -> Interval:
 
 
 def _known(node: Node, low: np.ndarray, high: np.ndarray) -> Interval:
-    """The bounds, with infinity in place of NaN."""
+    """Return the bounds with infinity instead of NaN."""
     if node.kind != FLOAT:
         return low, high
     return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
 
 
 def _divided(node: Node, a: Interval, b: Interval) -> Interval:
-    """Bounds of a // b and a % b for a divisor of one positive value; others say nothing."""
+    """Return bounds of a // b or a % b; they are the widest unless b has one positive value."""
     one = (b[0] == b[1]) & (b[0] > 0)
     by = np.where(one, b[0], 1)
     low, high = np.floor_divide(a[0], by), np.floor_divide(a[1], by)
@@ -282,7 +287,7 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
     return 0.5 * np.tanh(0.5 * x) + 0.5
 
 
-#: Operations that never fall as their argument rises.
+#: Monotonically increasing operations.
 _RISING: dict[str, Callable[..., Any]] = {
     **{"exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log2": np.log2},
     **{"log1p": np.log1p, "sqrt": np.sqrt, "tanh": np.tanh, "floor": np.floor, "ceil": np.ceil},

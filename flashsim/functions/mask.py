@@ -1,4 +1,4 @@
-"""`MaskFunction`: a traced mask with the values of its captured arrays, and what it keeps."""
+"""`MaskFunction`: a traced mask function with the values of its captured arrays."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flashsim.functions.tracing import Traced, host_values, trace_mask
 
 
 class MaskFunction:
-    """A mask ``mask_mod(b, h, q, k)`` as a graph, and the values of the arrays that it captured.
+    """A mask ``mask_mod(b, h, q, k)``: its graph, and the values of the arrays that it captured.
 
-    The schedule depends on these values, so they are copied. Two masks are equal if their graphs
-    and values are.
+    The schedule depends on these values, so they are copied. Two masks are equal if both their
+    graphs and their values are equal.
 
     Attributes
     ----------
@@ -26,7 +26,7 @@ class MaskFunction:
     arrays : tuple of ndarray
         Read-only copies of the captured arrays.
     originals : tuple of array
-        The arrays as the user gave them.
+        The user's own array objects.
     """
 
     def __init__(self, graph: Graph, originals: Iterable[Any]) -> None:
@@ -37,17 +37,17 @@ class MaskFunction:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> MaskFunction:
-        """Trace a function; a `MaskFunction` is returned as it is."""
+        """Return a function as a `MaskFunction`; a `MaskFunction` is returned unchanged."""
         return function if isinstance(function, cls) else cls(*trace_mask(function))
 
     @property
     def traced(self) -> Traced:
-        """The graph and the captured arrays as the user gave them."""
+        """The graph, and the user's own captured arrays."""
         return Traced(self.graph, self.originals)
 
     @cached_property
     def digest(self) -> str:
-        """Hexadecimal digits that equal masks share."""
+        """A hash in hexadecimal digits; equal masks have the same digest."""
         found = hashlib.sha256(self.graph.digest.encode())
         for array in self.arrays:
             found.update(np.ascontiguousarray(array).view(np.uint8).data)
@@ -67,11 +67,11 @@ class MaskFunction:
 
     @property
     def per_head(self) -> frozenset[str]:
-        """Which of "b" and "h" the mask depends on."""
+        """The subset of {"b", "h"} (batch entry and head) that the mask depends on."""
         return self.graph.uses & {"b", "h"}
 
     def keep(self, b: Any, h: Any, q: Any, k: Any) -> np.ndarray:
-        """Booleans of index arrays that broadcast against each other."""
+        """Return booleans, True where a score is kept; the index arrays are broadcast."""
         given = {"b": b, "h": h, "q": q, "k": k}
         return self.graph.evaluate(given, self.arrays)
 
@@ -80,10 +80,11 @@ class MaskFunction:
         return Bounds(self.graph, self.arrays)
 
     def bounds(self, batch: int, heads: int, q: Interval, k: Interval) -> Interval:
-        """For boxes of queries and keys: 1, 1 if all is kept, 0, 0 if nothing is, 0, 1 if unknown.
+        """Return, for boxes of queries and keys, the mask's lower and upper bounds.
 
-        `q` and `k` are the first and last indices of each box; a box holds all batch entries and
-        heads.
+        They are (1, 1) if the mask keeps all scores of a box, (0, 0) if it keeps none, and (0, 1)
+        if that is unknown. `q` and `k` hold the first and last indices of each box. A box contains
+        all batch entries and heads.
         """
         zero = np.zeros((), np.int64)
         ranges = {"b": (zero, zero + batch - 1), "h": (zero, zero + heads - 1), "q": q, "k": k}

@@ -1,4 +1,4 @@
-"""The functions of symbols, by the names that Python and libraries give them."""
+"""The functions that can be traced, by their names in Python, NumPy, torch and JAX."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def _recorder_of(args: Iterable[Any]) -> Any:
                 return _recorder_of(x)
             except FunctionError:
                 continue
-    raise FunctionError("none of the arguments is a symbol")
+    raise FunctionError("none of the arguments is a symbol, so the call cannot be traced")
 
 
 def _applies(name: str) -> Callable[..., Any]:
-    """A function of symbols that applies one of OPERATIONS."""
+    """Return a function of symbols that applies one of OPERATIONS."""
 
     def apply(*args: Any) -> Any:
         return _recorder_of(args).symbol(name, *args)
@@ -40,7 +40,7 @@ def _applies(name: str) -> Callable[..., Any]:
 
 
 def _or_bits(logic: str, bits: str) -> Callable[..., Any]:
-    """Logic of booleans; of integers the operation on their bits."""
+    """Return a function that applies `logic` to booleans and `bits` to integers."""
 
     def apply(a: Any, b: Any) -> Any:
         r = _recorder_of((a, b))
@@ -103,7 +103,10 @@ def _clip(x: Any, min: Any = None, max: Any = None, **names: Any) -> Any:
     r = _recorder_of((x, min, max))
     low, high = names.pop("a_min", min), names.pop("a_max", max)
     if names:
-        raise FunctionError(f"clip has no argument {next(iter(names))!r}")
+        raise FunctionError(
+            f"clip has no argument {next(iter(names))!r}; its limits are min and max, or a_min and "
+            "a_max"
+        )
     x = x if low is None else r.symbol("max", x, low)
     return x if high is None else r.symbol("min", x, high)
 
@@ -169,7 +172,7 @@ def _trunc(x: Any) -> Any:
 
 
 def _turned(name: str) -> Callable[..., Any]:
-    """A comparison with its sides exchanged: a > b is b < a."""
+    """Return a comparison with its sides exchanged: a > b is b < a."""
     return lambda a, b: _recorder_of((a, b)).symbol(name, b, a)
 
 
@@ -177,7 +180,7 @@ def _to(kind: str) -> Callable[..., Any]:
     return lambda x, *_args, **_keywords: _recorder_of((x,)).cast(x, kind)
 
 
-#: Functions by the names that Python, NumPy, torch and JAX give them.
+#: The traceable functions, by their names in Python, NumPy, torch and JAX.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("add",), _add),
     **dict.fromkeys(("sub", "subtract"), _sub),
@@ -226,7 +229,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def by_name(name: str) -> Callable[..., Any] | None:
-    """The traceable form of a library's function, by its name ("__rsub__", "add_", ...)."""
+    """Return the traceable form of a library's function ("__rsub__", "add_", ...), or None."""
     plain = name.strip("_")
     if plain in FUNCTIONS:
         return FUNCTIONS[plain]

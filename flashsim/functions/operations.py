@@ -15,9 +15,10 @@ BOOL, INT, FLOAT = "b", "i", "f"
 RANK = {BOOL: 0, INT: 1, FLOAT: 2}
 #: The arguments of a score function. A mask function has all except the score.
 SCORE, INDICES = "score", ("b", "h", "q", "k")
-#: What a captured element varies with, besides the batch entry and the head.
+#: What the index of a captured element depends on, besides batch entry and head: neither q nor k,
+#: q, k, or both.
 SIDES = ("fixed", "row", "col", "score")
-#: Element types of captured arrays, and the kind of what is read.
+#: Element types of captured arrays, and the kind of value that a load returns.
 ELEMENTS = {
     **{"bool": BOOL, "int8": INT, "uint8": INT, "int16": INT, "int32": INT, "int64": INT},
     **{"float16": FLOAT, "bfloat16": FLOAT, "float32": FLOAT, "float64": FLOAT},
@@ -25,10 +26,10 @@ ELEMENTS = {
 
 
 class Operation(NamedTuple):
-    """One operation: how many arguments it has, the kind it returns, and its NumPy form.
+    """One operation: its number of arguments, the kind of its result, and its NumPy function.
 
-    `kind` is "b", "i" or "f" for a fixed one, or "same": that of the arguments, which are brought
-    to one kind first, at least integers.
+    `kind` is "b", "i" or "f" if the result always has this kind. "same" means the kind of the
+    arguments, which are first converted to a common kind, at least to integers.
     """
 
     arity: int

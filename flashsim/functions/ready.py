@@ -1,7 +1,7 @@
 """Ready-made masks and score functions, for ``mask_mod=`` and ``score_mod=``.
 
-A mask is a function ``mask(b, h, q, k)`` that also takes ``&``, ``|`` and ``~``, with any function
-of these arguments on the other side. Indices count from the start of each sequence.
+A ready-made mask is a function ``mask(b, h, q, k)`` that supports ``&``, ``|`` and ``~``. The other
+operand may be any function of the same arguments. Indices count from the start of each sequence.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class MaskRule:
 
     def __init__(self, function: Function, name: str = "") -> None:
         if not callable(function):
-            raise MaskError(f"a mask is a function of (b, h, q, k), got {function!r}")
+            raise MaskError(f"a mask must be a function of (b, h, q, k), got {function!r}")
         self.function = function
         self.__name__ = name or getattr(function, "__name__", "mask")
 
     def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Any:
-        """Whether query q of batch entry b and head h sees key k."""
+        """Return whether query q of batch entry b and head h sees key k."""
         return self.function(b, h, q, k)
 
     def __and__(self, other: Function) -> MaskRule:
@@ -58,7 +58,7 @@ def _both(a: Any, b: Any, word: str, combine: Callable[[Any, Any], Any]) -> Mask
 
 
 def _whole(name: str, value: Any, least: int = 0) -> int:
-    """An integer of at least `least`; else raise `OptionError`."""
+    """Return an integer of at least `least`; raise `OptionError` for any other value."""
     plain = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not plain or value < least:
         raise OptionError(f"{name} must be an integer of at least {least}, got {shown(value)}")
@@ -66,14 +66,14 @@ def _whole(name: str, value: Any, least: int = 0) -> int:
 
 
 def _array(name: str, value: Any, ndim: tuple[int, ...], kinds: str) -> Any:
-    """An array, or a sequence as one, with this many axes and a type of these kinds."""
+    """Return an array or a sequence as an array, checked for its axes and NumPy dtype kinds."""
     array = value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
     kind = np.dtype(str(array.dtype).rpartition(".")[2].replace("bfloat16", "float32")).kind
     if len(array.shape) not in ndim or kind not in kinds:
         axes = " or ".join(map(str, ndim))
         raise OptionError(
-            f"{name} must be an array of {axes} axes, got {array.dtype} of shape "
-            f"{tuple(array.shape)}"
+            f"{name} must be an array of {'integers' if 'f' not in kinds else 'numbers'} with "
+            f"{axes} axes, got {array.dtype} of shape {tuple(array.shape)}"
         )
     return array
 
@@ -82,19 +82,20 @@ def _array(name: str, value: Any, ndim: tuple[int, ...], kinds: str) -> Any:
 
 
 def causal(offset: int = 0) -> MaskRule:
-    """Query q sees keys up to ``q + offset``.
+    """Return a causal mask: query q sees keys up to ``q + offset``.
 
-    With an offset of 0, query 0 and key 0 are on the diagonal (aligned at the top left). With
-    ``n_kv - n_q``, the last query and the last key are (aligned at the bottom right), as
-    ``causal=True`` has it.
+    With an offset of 0, the mask is aligned at the top left: query 0 sees key 0 only. With an
+    offset of ``n_kv - n_q`` it is aligned at the bottom right, like ``causal=True``: the last query
+    sees the last key.
     """
     return MaskRule(lambda b, h, q, k: k <= q + offset, "causal")
 
 
 def window(left: int, right: int = 0, offset: int = 0) -> MaskRule:
-    """Query q sees `left` keys before its own, its own, and `right` keys after; -1 is unlimited.
+    """Return a sliding-window mask: a query sees `left` keys before its own and `right` after it.
 
-    Its own key is ``q + offset``.
+    The own key of query q is ``q + offset``, which it also sees. A `left` or `right` of -1 means no
+    limit on that side.
     """
     left, right = _whole("left", left, -1), _whole("right", right, -1)
     if left < 0 and right < 0:
@@ -109,9 +110,9 @@ def window(left: int, right: int = 0, offset: int = 0) -> MaskRule:
 
 
 def prefix_lm(length: Any) -> MaskRule:
-    """Every query sees the first `length` keys; the others are causal.
+    """Return a prefix-LM mask: every query sees the first `length` keys; later keys are causal.
 
-    `length` is a number, or an array with one per batch entry.
+    `length` is a number, or an array with one number per batch entry.
     """
     if isinstance(length, (int, np.integer)):
         length = _whole("length", length)
@@ -121,10 +122,10 @@ def prefix_lm(length: Any) -> MaskRule:
 
 
 def documents(numbers: Any) -> MaskRule:
-    """A query sees keys of its own document.
+    """Return a document mask: a query sees only keys of its own document.
 
-    `numbers`, (n,) or (batch, n), holds the document of each position. Equal documents must be
-    neighbours for tiles to be skipped without evaluating scores.
+    `numbers`, (n,) or (batch, n), holds the document number of each position. If the positions of
+    each document are contiguous, tiles can be skipped without evaluating the mask per score.
     """
     numbers = _array("numbers", numbers, (1, 2), "iu")
     if len(numbers.shape) == 1:
@@ -133,41 +134,57 @@ def documents(numbers: Any) -> MaskRule:
 
 
 def dilated(step: int) -> MaskRule:
-    """A query sees keys whose distance is a multiple of `step`."""
+    """Return a dilated mask: a query sees keys whose distance is a multiple of `step`."""
     step = _whole("step", step, 1)
     return MaskRule(lambda b, h, q, k: (q - k) % step == 0, "dilated")
 
 
 def strided(step: int) -> MaskRule:
-    """A query sees the last key of each group of `step` keys (Sparse Transformers, fixed form)."""
+    """Return a strided mask: a query sees the last key of each group of `step` keys.
+
+    It is part of the fixed pattern of Sparse Transformers.
+    """
     step = _whole("step", step, 1)
     return MaskRule(lambda b, h, q, k: k % step == step - 1, "strided")
 
 
 def chunked(size: int) -> MaskRule:
-    """A query sees keys of its own chunk of `size` positions (Llama 4's local layers)."""
+    """Return a chunked mask: a query sees keys of its own chunk of `size` positions.
+
+    Llama 4's local layers use it.
+    """
     size = _whole("size", size, 1)
     return MaskRule(lambda b, h, q, k: q // size == k // size, "chunked")
 
 
 def streaming(first: int, left: int) -> MaskRule:
-    """A query sees the `first` keys, and its own and the `left` before it (StreamingLLM)."""
+    """Return StreamingLLM's mask: a query sees the `first` keys, and `left` keys before its own.
+
+    It also sees its own key, and never sees a later one.
+    """
     first, left = _whole("first", first), _whole("left", left)
     return MaskRule(lambda b, h, q, k: (k <= q) & ((k < first) | (q - k <= left)), "streaming")
 
 
 def tree(parents: Any, prompt: int = 0) -> MaskRule:
-    """A node of a tree of drafted tokens sees the prompt, itself and its ancestors.
+    """Return a mask for a tree of drafted tokens, as speculative decoding verifies it.
 
-    `parents[n]` is the parent of node n, an earlier node, or -1 for a child of the prompt. Queries
-    are the nodes, and keys are the `prompt` keys followed by the nodes: a verification step of
-    speculative decoding.
+    Each drafted token (a node of the tree) sees the prompt, itself and its ancestors. `parents[n]`
+    is the parent of node n, which is an earlier node, or -1 for a child of the prompt. Queries are
+    the nodes; keys are the `prompt` keys followed by the nodes.
     """
     parents, prompt = np.asarray(parents), _whole("prompt", prompt)
     if parents.ndim != 1 or parents.dtype.kind not in "iu" or not len(parents):
-        raise OptionError(f"parents must be a row of integers, got {shown(parents)}")
-    if (parents >= np.arange(len(parents))).any() or (parents < -1).any():
-        raise OptionError("the parent of node n must be -1 or a node before n")
+        raise OptionError(
+            f"parents must be a one-dimensional array of integers, got {shown(parents)}"
+        )
+    wrong = np.flatnonzero((parents >= np.arange(len(parents))) | (parents < -1))
+    if len(wrong):
+        n = int(wrong[0])
+        raise OptionError(
+            f"parents[{n}] is {int(parents[n])}, but the parent of node {n} must be an earlier "
+            "node, or -1 for a child of the prompt"
+        )
     seen = np.eye(len(parents), dtype=bool)
     for n, parent in enumerate(parents.tolist()):
         if parent >= 0:
@@ -176,7 +193,7 @@ def tree(parents: Any, prompt: int = 0) -> MaskRule:
 
 
 def padding(lengths: Any) -> MaskRule:
-    """Keys past the length of their batch entry are hidden; `lengths` is (batch,)."""
+    """Return a padding mask: no query sees keys from ``lengths[b]`` on; `lengths` is (batch,)."""
     lengths = _array("lengths", lengths, (1,), "iu")
     return MaskRule(lambda b, h, q, k: k < lengths[b], "padding")
 
@@ -185,10 +202,10 @@ def padding(lengths: Any) -> MaskRule:
 
 
 def alibi_slopes(heads: int) -> np.ndarray:
-    """The slopes of ALiBi (arXiv:2108.12409), float32 (heads,): 2^(-8 / n), 2^(-16 / n), ...
+    """Return ALiBi's slopes (arXiv:2108.12409), float32 (heads,): 2^(-8 / n), 2^(-16 / n), ...
 
-    For a number of heads that is no power of two, slopes of the next larger one fill the rest, as
-    in the authors' code.
+    If the number of heads is not a power of two, the remaining slopes are those of the next larger
+    power of two, as in the authors' code.
     """
     heads = _whole("heads", heads, 1)
     below = 2 ** int(math.log2(heads))
@@ -198,9 +215,9 @@ def alibi_slopes(heads: int) -> np.ndarray:
 
 
 def alibi(slopes: Any, offset: int = 0) -> Callable[..., Any]:
-    """Attention with linear biases: the score minus slope times distance.
+    """Return ALiBi as a score function: the score minus the head's slope times the distance.
 
-    `slopes` is a number of heads, or an array with a slope per head. The distance is
+    `slopes` is the number of heads, or an array with a slope per head. The distance is
     ``|q + offset - k|``.
     """
     slopes = alibi_slopes(int(slopes)) if isinstance(slopes, (int, np.integer)) else slopes
@@ -212,9 +229,10 @@ def alibi(slopes: Any, offset: int = 0) -> Callable[..., Any]:
 
 
 def relative(table: Any, most: int) -> Callable[..., Any]:
-    """A learned bias per head and relative position: ``table[h, k - q + most]``.
+    """Return a score function that adds a learned bias per head and distance k - q.
 
-    `table` is (heads, 2 most + 1). Distances beyond `most` count as `most`.
+    The bias is ``table[h, k - q + most]``; `table` is (heads, 2 most + 1). Distances beyond `most`
+    count as `most`.
     """
     most = _whole("most", most)
 
@@ -227,10 +245,10 @@ def relative(table: Any, most: int) -> Callable[..., Any]:
 def t5_bias(
     table: Any, *, bidirectional: bool = True, max_distance: int = 128
 ) -> Callable[..., Any]:
-    """T5's relative bias, a learned value per bucket of distances: `table` is (buckets, heads).
+    """Return T5's relative bias as a score function: a learned value per bucket of distances.
 
-    Half of the buckets of each direction hold one distance each. The others grow with the logarithm
-    of the distance up to `max_distance`.
+    `table` is (buckets, heads). In each direction, half of the buckets hold one distance each. The
+    other buckets hold ranges that grow logarithmically, up to `max_distance`.
     """
     buckets = int(table.shape[0])
 
@@ -248,7 +266,7 @@ def t5_bias(
 
 
 def softcap(cap: float) -> Callable[..., Any]:
-    """The score s becomes ``cap * tanh(s / cap)``, as the option `softcap` has it."""
+    """Return a score function that maps s to ``cap * tanh(s / cap)``, like the option `softcap`."""
     if not (isinstance(cap, (int, float, np.floating)) and cap > 0 and math.isfinite(cap)):
         raise OptionError(f"cap must be a positive number, got {shown(cap)}")
 
@@ -259,7 +277,7 @@ def softcap(cap: float) -> Callable[..., Any]:
 
 
 def chain(*functions: Callable[..., Any]) -> Callable[..., Any]:
-    """Score functions one after the other: each gets the score of the one before."""
+    """Return a score function that applies several in order, each to the last one's result."""
 
     def chain(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         for function in functions:

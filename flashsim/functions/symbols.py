@@ -1,4 +1,4 @@
-"""Symbols, which record what a function does with them, and the arrays that it captured."""
+"""Symbols, which record the operations on them, and captured arrays, which accept symbols."""
 
 from __future__ import annotations
 
@@ -15,17 +15,23 @@ from flashsim.functions.operations import BOOL, ELEMENTS, FLOAT, INT
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array of NumPy, torch, JAX, CuPy or alike, not a scalar of NumPy."""
+    """Return whether a value is an array (of NumPy, torch, JAX, CuPy or alike), not a scalar."""
     if isinstance(value, (np.generic, Symbol, Captured, type)):
         return False
     return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "__getitem__")
 
 
+#: Device types of torch: the part of a device name before its number, as in "cuda:0".
+_DEVICES = {"cpu", "cuda", "hip", "hpu", "ipu", "meta", "mps", "mtia", "vulkan", "xla", "xpu"}
+
+
 def _kind_of(dtype: Any) -> str:
-    """The kind of an element type, given as a library's object, a Python type or a name."""
+    """Return the kind (boolean, integer or float) of a dtype, a Python type or a type's name."""
     name = str(np.dtype(dtype)) if isinstance(dtype, type) else str(dtype).rpartition(".")[2]
     if name not in ELEMENTS:
-        raise FunctionError(f"a symbol cannot become {name}; possible: {', '.join(ELEMENTS)}")
+        raise FunctionError(
+            f"a symbol cannot be converted to {name}; use one of {', '.join(ELEMENTS)}"
+        )
     return ELEMENTS[name]
 
 
@@ -93,7 +99,7 @@ class _Arithmetic(Traceable):
 
 
 class Symbol(_Arithmetic):
-    """A number that is unknown while a function is traced."""
+    """A number whose value is unknown while a function is traced."""
 
     def __init__(self, recorder: Any, node: int) -> None:
         self._recorder, self._node = recorder, node
@@ -122,7 +128,7 @@ class Symbol(_Arithmetic):
             "a symbol is not a Python float; apply functions of numpy, torch or math to it"
         )
 
-    #: A symbol is one number, in the way of an array without axes.
+    #: A symbol is a single number, so it looks like an array without axes.
     shape, ndim, device = (), 0, None
 
     @property
@@ -137,12 +143,18 @@ class Symbol(_Arithmetic):
         raise FunctionError("a symbol is a single number and cannot be indexed")
 
     def to(self, *args: Any, **keywords: Any) -> Any:
-        """The number in another type; a device is ignored."""
+        """Return the number converted to another type; a device argument is ignored.
+
+        Raises
+        ------
+        FunctionError
+            If a symbol cannot have the type, such as complex64, or the device is unknown.
+        """
         for x in (*args, *(keywords[n] for n in ("dtype",) if n in keywords)):
             if isinstance(x, Symbol):
                 return self._recorder.cast(self, self._recorder.kind(x))
-            named = isinstance(x, str) and x not in ELEMENTS  # a device
-            if not (named or isinstance(x, bool)) and type(x).__name__ != "device":
+            device = isinstance(x, str) and x.partition(":")[0] in _DEVICES
+            if not (device or isinstance(x, bool)) and type(x).__name__ != "device":
                 return self._recorder.cast(self, _kind_of(x))
         return self
 
@@ -181,7 +193,7 @@ class Symbol(_Arithmetic):
 
 
 class Captured(_Arithmetic):
-    """An array that a function captured: indexed by symbols it is a symbol."""
+    """Replaces an array that a function captured. Indexing it by symbols gives a symbol."""
 
     def __init__(self, recorder: Any, array: Any, name: str) -> None:
         self._recorder, self._array, self._name = recorder, array, name
@@ -196,8 +208,9 @@ class Captured(_Arithmetic):
             keys, array = _without_slices(keys, array, self._name)
         if len(keys) != len(array.shape):
             raise FunctionError(
-                f"array {self._name} of shape {tuple(array.shape)} needs one index per axis, got "
-                f"{len(keys)}; a function works on one score at a time, so it cannot use a row"
+                f"array {self._name} of shape {tuple(array.shape)} needs one index per axis, but "
+                f"has {len(keys)}; the function computes one score at a time, so it cannot use a "
+                "row: write one integer index per axis"
             )
         for k in keys:
             if recorder.kind(k) == FLOAT:
@@ -239,7 +252,7 @@ class Captured(_Arithmetic):
 
 
 def _plain(value: Any) -> Any:
-    """A value with captured arrays as themselves."""
+    """Return a value with the original arrays instead of `Captured` objects."""
     if isinstance(value, Captured):
         return value._array
     if isinstance(value, (tuple, list)):
@@ -248,44 +261,47 @@ def _plain(value: Any) -> Any:
 
 
 def _arrays(recorder: Any, function: Any, args: Any, keywords: Any, name: str) -> Any:
-    """The result of a library's function on whole arrays."""
+    """Return the result of a library's function that is called on whole captured arrays."""
     plain = {key: _plain(x) for key, x in keywords.items()}
     return recorder.wrap(function(*map(_plain, args), **plain), name)
 
 
 def _without_slices(keys: tuple[Any, ...], array: Any, name: str) -> tuple[tuple[Any, ...], Any]:
-    """Indices without slices of whole axes and None, on an array with such axes of one element."""
+    """Return indices without None and Ellipsis, and the array; refuse slices, which select rows."""
     if Ellipsis in [k for k in keys if k is Ellipsis]:
         at = next(n for n, k in enumerate(keys) if k is Ellipsis)
         used = sum(k is not None for k in keys) - 1
         keys = (*keys[:at], *(slice(None),) * (len(array.shape) - used), *keys[at + 1 :])
     if any(isinstance(k, slice) for k in keys):
         raise FunctionError(
-            f"array {name} is indexed by a symbol and a slice, which selects a row; a function "
-            "works on one score at a time: give one index per axis"
+            f"array {name} is indexed by a symbol and a slice, which selects a row; but the "
+            "function computes one score at a time: write one integer index per axis"
         )
     return tuple(k for k in keys if k is not None), array
 
 
 def _called(name: str, args: Any, keywords: dict[str, Any], original: Any) -> Any:
-    """A library's function on symbols, by its name; on captured arrays alone, itself."""
+    """Return the result of a library's function: traced, or called if no argument is a symbol."""
     flat = [y for x in args for y in (x if isinstance(x, (tuple, list)) else (x,))]
     flat += keywords.values()
     captured = [x for x in flat if isinstance(x, Captured)]
     scalars = all(tuple(x._array.shape) == () for x in captured)
     if not any(isinstance(x, Symbol) for x in flat) and not (scalars and by_name(name)):
         if original is None or not captured:
-            raise FunctionError(f"{name} cannot be traced")
+            raise FunctionError(
+                f"the function {name} cannot be traced; use operators, where, minimum, maximum, "
+                "abs, exp or tanh"
+            )
         return _arrays(captured[0]._recorder, original, args, keywords, captured[0]._name)
     if name == "__get__" and args:  # torch asks for an attribute
         raise FunctionError(
-            "torch read an attribute that a symbol does not have, so this torch function cannot "
-            "be traced"
+            "this torch function cannot be traced, because it reads an attribute that symbols do "
+            "not have; use operators, where, minimum, maximum, abs, exp or tanh"
         )
     known = by_name(name)
     if known is None:
         raise FunctionError(
-            f"{name} of a symbol is not among the functions that can be traced: "
+            f"the function {name} cannot be traced; functions that can be traced: "
             f"{', '.join(sorted(n for n in FUNCTIONS if n.isidentifier()))}"
         )
     given = {
@@ -295,7 +311,10 @@ def _called(name: str, args: Any, keywords: dict[str, Any], original: Any) -> An
     }
     refused = set(keywords) - set(given) - {"out", "a_min", "a_max"}
     if refused:
-        raise FunctionError(f"{name} of a symbol takes no {', '.join(sorted(refused))}")
+        raise FunctionError(
+            f"the function {name} cannot be traced with the argument "
+            f"{', '.join(sorted(refused))}; leave it out"
+        )
     return known(*args, **{key: x for key, x in given.items() if x is not None})
 
 
@@ -305,7 +324,7 @@ LIBRARIES = ("math", "jax", "jaxlib")
 
 
 class TracedLibrary:
-    """Stands for a module such as `jax.numpy` or `math`: its functions also take symbols."""
+    """Replaces a module such as `jax.numpy` or `math`, so that its functions accept symbols."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -320,7 +339,7 @@ class TracedLibrary:
 
 
 def either(original: Any, name: str, *args: Any, **keywords: Any) -> Any:
-    """Trace a library's function on symbols or captured arrays; call it on anything else."""
+    """Trace a library's function if it gets symbols or captured arrays; else just call it."""
     flat = [y for x in args for y in (x if isinstance(x, (tuple, list)) else (x,))]
     if any(isinstance(x, (Symbol, Captured)) for x in (*flat, *keywords.values())):
         return _called(name, args, keywords, original)

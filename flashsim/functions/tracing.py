@@ -1,8 +1,9 @@
-"""Call a score or mask function once, with symbols that record what it does.
+"""Trace a score or mask function: call it once with symbols that record its operations.
 
-The function is plain Python. It may use operators, the NumPy, torch and JAX functions of `names`,
-and arrays from its closure or its globals, indexed by expressions. The arrays are replaced by
-`Captured` objects in a copy of the function, because arrays do not take symbols as indices.
+The function is plain Python. It may use operators and the NumPy, torch and JAX functions that the
+module `names` lists. It may also index arrays of its closure or its globals by expressions.
+Arrays do not accept symbols as indices, so a copy of the function is called in which `Captured`
+objects replace the arrays.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class Traced(NamedTuple):
 
 
 def trace_score(function: Any) -> Traced:
-    """The graph of ``score_mod(score, b, h, q, k)``, which returns a number.
+    """Return the graph of a function ``score_mod(score, b, h, q, k)``, which returns a number.
 
-    A function that was traced before, a `Traced`, is returned unchanged.
+    A `Traced`, which is a function that was traced before, is returned unchanged.
     """
     if isinstance(function, Traced):
         return function
@@ -41,9 +42,9 @@ def trace_score(function: Any) -> Traced:
 
 
 def trace_mask(function: Any) -> Traced:
-    """The graph of ``mask_mod(b, h, q, k)``, which returns a boolean: True keeps the score.
+    """Return the graph of ``mask_mod(b, h, q, k)``, which returns True where a score is kept.
 
-    A function that was traced before, a `Traced`, is returned unchanged.
+    A `Traced`, which is a function that was traced before, is returned unchanged.
     """
     if isinstance(function, Traced):
         return function
@@ -53,7 +54,7 @@ def trace_mask(function: Any) -> Traced:
 def _trace(function: Callable[..., Any], arguments: Iterable[str], kind: str, form: str) -> Traced:
     name = getattr(function, "__name__", type(function).__name__)
     if not callable(function):
-        raise FunctionError(f"expected a function {form}, got {shown(function)}")
+        raise FunctionError(f"expected a function of the form {form}, got {shown(function)}")
     recorder = _Tracing()
     try:
         called = recorder.wrap(function)
@@ -73,23 +74,24 @@ def _trace(function: Callable[..., Any], arguments: Iterable[str], kind: str, fo
     if (kind == BOOL) != (found == BOOL):
         names = {BOOL: "a boolean", INT: "an integer", FLOAT: "a number"}
         raise FunctionError(
-            f"{name} must return {names[kind]} per score, as {form} does; it returns {names[found]}"
+            f"{name} must return {names[kind]} per score, because it is used as {form}; it returns "
+            f"{names[found]}"
         )
     graph = recorder.builder.graph(recorder.builder.cast(root, kind), name)
     for n in graph.loads:
         if any(SCORE in graph.depends[a] for a in graph.nodes[n].args):
             raise FunctionError(
                 f"{name} reads {graph.arrays[graph.nodes[n].value].name} at an index that depends "
-                "on the score; an index may depend on b, h, q, k and captured integers"
+                "on the score; let the index depend only on b, h, q, k and captured integers"
             )
-    # `graph` keeps the arrays that are read, in their order
+    # `graph` keeps only the arrays that are read, in their order.
     nodes = recorder.builder.nodes
     read = sorted({nodes[n].value for n in needed(nodes, [root]) if nodes[n].op == "load"})
     return Traced(graph, tuple(recorder.arrays[a] for a in read))
 
 
 def _line(error: BaseException) -> str:
-    """The line of the user's function at which an error arose, as part of a message."""
+    """Return the line of the user's function that raised an error, as part of a message."""
     ours = __file__.rpartition("functions")[0]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         library = "site-packages" in frame.filename or frame.filename.startswith("<__array")
@@ -100,7 +102,7 @@ def _line(error: BaseException) -> str:
 
 
 class _Tracing:
-    """One trace: its builder, the arrays captured so far, and the copies of functions."""
+    """The state of one trace: graph builder, captured arrays, and copies of the functions."""
 
     def __init__(self) -> None:
         self.builder = Builder()
@@ -110,10 +112,13 @@ class _Tracing:
         self._alive: list[Any] = []
         self._names: list[str] = []
 
-    # -- what the function captured -------------------------------------------------------------
+    # -- captured values ------------------------------------------------------------------------
 
     def wrap(self, value: Any, name: str = "") -> Any:
-        """`value` with its arrays replaced, also in functions, methods, partials and containers."""
+        """Return `value` with `Captured` objects instead of arrays, also inside containers.
+
+        Functions, methods and partials are replaced by copies that use such objects.
+        """
         if isinstance(value, (Symbol, Captured, type)) or value is None:
             return value
         if is_array(value):
@@ -169,24 +174,27 @@ class _Tracing:
         return copy
 
     def array(self, array: Any, name: str) -> int:
-        """The number of a captured array; the same one for the same array."""
+        """Return the number of a captured array; an array that is captured twice has one number."""
         if id(array) not in self._numbers:
             dtype = str(array.dtype).rpartition(".")[2]
             if dtype not in ELEMENTS:
                 raise FunctionError(
-                    f"captured array {name or 'of the function'} has dtype {dtype}; possible: "
-                    f"{', '.join(ELEMENTS)}"
+                    f"captured array {name or 'of the function'} has dtype {dtype}, which is not "
+                    f"supported; convert it to one of {', '.join(ELEMENTS)}"
                 )
             shape = tuple(int(n) for n in array.shape)
             if 0 in shape:
-                raise FunctionError(f"captured array {name} is empty: shape {shape}")
+                raise FunctionError(
+                    f"captured array {name} has no elements (shape {shape}), so it cannot be "
+                    "indexed; pass a larger array or do not use it"
+                )
             self._numbers[id(array)] = len(self.arrays)
             self.arrays.append(array)
             self.builder.arrays.append(ArraySpec(self._unique(name), shape, dtype))
         return self._numbers[id(array)]
 
     def _unique(self, name: str) -> str:
-        """A name for a captured array that no other one has and that C++ takes."""
+        """Return a name for a captured array that is unique and valid in C++."""
         plain = "".join(c if c.isalnum() and c.isascii() else "_" for c in name).strip("_")
         plain = plain if plain and not plain[0].isdigit() else f"array_{plain}".rstrip("_")
         name, n = plain, 2
@@ -198,12 +206,12 @@ class _Tracing:
     # -- operations -----------------------------------------------------------------------------
 
     def node(self, value: Any) -> int:
-        """The number of the node of a symbol, a constant or a captured scalar."""
+        """Return the number of the node that holds a symbol, a constant or a captured scalar."""
         if isinstance(value, Symbol):
             if value._recorder is not self:
                 raise FunctionError(
-                    "the function returned or used a symbol from an earlier call; compute "
-                    "new values in each call"
+                    "the function returned or used a symbol of an earlier trace; do not store "
+                    "symbols outside of the function"
                 )
             return value._node
         if isinstance(value, Captured):
@@ -217,23 +225,25 @@ class _Tracing:
             return self.builder.const(value.item() if isinstance(value, np.generic) else value)
         if is_array(value) and tuple(value.shape) == ():
             return self.builder.load(self.array(value, "scalar"), ())
-        raise FunctionError(f"a value that is not a number was used as a number: {shown(value)}")
+        raise FunctionError(
+            f"expected a number or a symbol, but the function used {shown(value)} as a number"
+        )
 
     def symbol(self, name: str, *args: Any) -> Symbol:
-        """The symbol of one of OPERATIONS."""
+        """Return the result of one of OPERATIONS as a symbol."""
         return Symbol(self, self.builder.op(name, *map(self.node, args)))
 
     def cast(self, value: Any, kind: str) -> Symbol:
-        """A value as a boolean, an integer or a float."""
+        """Return a value converted to a boolean, an integer or a float, as a symbol."""
         return Symbol(self, self.builder.cast(self.node(value), kind))
 
     def kind(self, value: Any) -> str:
-        """The kind of a value."""
+        """Return the kind of a value: boolean, integer or float."""
         return self.builder.nodes[self.node(value)].kind
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """All names of globals that a function's code, and functions inside it, may read."""
+    """Return the names of all globals that a function and its inner functions may read."""
     found = set(code.co_names)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -242,7 +252,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 class _Holder:
-    """Stands for a captured object: its attributes with their arrays replaced."""
+    """Replaces a captured object: returns its attributes with their arrays replaced."""
 
     def __init__(self, recorder: _Tracing, value: Any) -> None:
         self._recorder, self._value = recorder, value
@@ -254,20 +264,23 @@ class _Holder:
         return self._recorder.wrap(found, name)
 
 
-#: Libraries whose own functions are called as they are.
+#: Libraries whose functions are called, not copied and traced.
 _FOREIGN = (*LIBRARIES, "numpy", "torch", "functools", "cupy")
 
 
 def _foreign(function: Any) -> bool:
-    """Whether a function is a library's; those of torch's flex_attention are masks like others."""
+    """Return whether a function belongs to a library, and is therefore not copied.
+
+    Functions of torch's flex_attention are copied like the user's own masks.
+    """
     module = function.__module__ or ""
     return module.split(".")[0] in _FOREIGN and not module.startswith("torch.nn.attention")
 
 
 def host_values(array: Any, spec: ArraySpec, *, copy: bool = True) -> np.ndarray:
-    """A captured array's values as a NumPy array; bfloat16, which NumPy lacks, as float32.
+    """Return a captured array's values as a NumPy array; bfloat16, which NumPy lacks, as float32.
 
-    With `copy` it is a read-only copy, and otherwise a view where possible.
+    With `copy`, the result is a read-only copy; otherwise it is a view where possible.
     """
     if hasattr(array, "detach"):  # torch
         plain = array.detach().cpu()

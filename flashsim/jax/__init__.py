@@ -1,6 +1,6 @@
 """Attention for models in JAX, and traces of Pallas kernels.
 
-Needs JAX (``pip install 'flashsim-attention[jax]'``).
+The package needs JAX (``pip install 'flashsim-attention[jax]'``).
 """
 
 from __future__ import annotations

@@ -29,9 +29,10 @@ def dot_product_attention(
 ) -> Any:
     """`attention` with the layout and the arguments of `jax.nn.dot_product_attention`.
 
-    As in jax.nn, `is_causal` and `local_window_size` are top-left aligned: query i is beside key i.
-    A mask and lengths become a bias, (1 or batch, 1 or heads, T, S). `attention` takes masks as
-    functions (`mask_mod`) and packed sequences (`cu_seqlens_q`), which need none.
+    As in jax.nn, `is_causal` and `local_window_size` are top-left aligned: query i and key i have
+    the same position. The mask and the lengths are converted to a bias of shape (1 or batch, 1 or
+    heads, T, S). To avoid such a bias, use `attention` with a mask function (`mask_mod`) or packed
+    sequences (`cu_seqlens_q`).
 
     Two things differ from jax.nn. A row that sees no key gives zeros here; jax.nn's softmax over
     equal scores gives the mean of all values. And the residual is not rounded through the masked
@@ -64,9 +65,8 @@ def dot_product_attention(
     ndim = query.ndim
     if {query.ndim, key.ndim, value.ndim} not in ({3}, {4}):
         raise ShapeError(
-            "query, key and value must all be (batch, n, heads, head_dim) or (n, heads, "
-            f"head_dim) arrays, all with the same number of axes, got {query.shape}, {key.shape}, "
-            f"{value.shape}"
+            "query, key and value must all be (batch, n, heads, head_dim) arrays, or all be "
+            f"(n, heads, head_dim) arrays, got shapes {query.shape}, {key.shape} and {value.shape}"
         )
     q, k, v = (jnp.swapaxes(x[None] if ndim == 3 else x, 1, 2) for x in (query, key, value))
     batch, heads, t, _ = q.shape
@@ -84,7 +84,7 @@ def dot_product_attention(
         return_lse=return_residual,
     )
     out, lse = given if return_residual else (given, None)
-    if rows < t:  # the others see no key
+    if rows < t:  # the other rows see no key
         out = jnp.pad(out, ((0, 0), (0, 0), (0, t - rows), (0, 0)))
     if query_seq_lengths is not None:
         counts = jnp.arange(t) < query_seq_lengths[:, None, None]
@@ -99,9 +99,9 @@ def dot_product_attention(
 
 
 def _bias(bias: Any, mask: Any, lengths: Any, *, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return the term added to the scores: the bias, and -inf at keys that are masked out.
+    """Return the term added to the scores: the bias, and -inf for masked keys.
 
-    Both the mask and the lengths mask keys out.
+    The mask and the lengths both mask keys.
     """
     added = None if bias is None else _four(taken("bias", bias), "bias", shape).astype(dtype)
     if lengths is not None:
@@ -111,7 +111,7 @@ def _bias(bias: Any, mask: Any, lengths: Any, *, shape: tuple[int, ...], dtype: 
         mask = taken("mask", mask)
         if mask.dtype != bool:
             raise DTypeError(
-                f"mask must be boolean, got {mask.dtype}; to add numbers to the scores, pass bias"
+                f"mask must be boolean, got {mask.dtype}; pass numbers to add to the scores as bias"
             )
         mask = _four(mask, "mask", shape)
         added = jnp.where(mask, 0 if added is None else added, jnp.asarray(-jnp.inf, dtype))
@@ -121,7 +121,9 @@ def _bias(bias: Any, mask: Any, lengths: Any, *, shape: tuple[int, ...], dtype: 
 def _four(x: Any, name: str, shape: tuple[int, ...]) -> Any:
     four = x.reshape((1,) * (4 - x.ndim) + x.shape)
     if four.ndim > 4 or any(n not in (1, m) for n, m in zip(four.shape, shape, strict=True)):
-        raise ShapeError(f"{name} must broadcast to (batch, heads, T, S) {shape}, got {x.shape}")
+        raise ShapeError(
+            f"{name} must broadcast to (batch, heads, T, S) = {shape}, got shape {x.shape}"
+        )
     return four
 
 
@@ -138,7 +140,7 @@ def _lengths(name: str, given: Any, batch: int) -> Any:
 
 
 def _sides(window: Any) -> tuple[int | None, int | None]:
-    """How far a row sees to the left and to the right; None means no limit."""
+    """Return how many keys a row sees to its left and to its right; None means no limit."""
     sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
     if window is not None and not (len(sides) == 2 and all(map(checks.is_int, sides))):
         raise DTypeError(
@@ -150,10 +152,10 @@ def _sides(window: Any) -> tuple[int | None, int | None]:
 def _reach(
     t: int, s: int, is_causal: bool, local_window_size: int | tuple[int, int] | None
 ) -> tuple[int, int, tuple[int, int] | None]:
-    """Return the number of rows that see a key, of keys that are seen, and the window.
+    """Return the number of rows that see a key, the number of keys that are seen, and the window.
 
-    The `t` queries and `s` keys are aligned at the top left here. The engines align at the bottom
-    right, so the returned window is bottom-right aligned.
+    `jax.nn` aligns the `t` queries and `s` keys at the top left. The engines align at the bottom
+    right, and so is the returned window.
     """
     left, right = _sides(local_window_size)
     if is_causal:

@@ -1,8 +1,9 @@
 """The XLA foreign functions ``flashsim_attention`` and ``flashsim_attention_backward``.
 
-Each works directly on XLA's memory. On the CPU it wraps that memory in NumPy arrays; on a GPU in
-CuPy arrays, on XLA's stream. Under `jax.vmap` every array has additional leading axes, of the
-mapped length or 1. The mapped problems are independent, so these axes become part of the batch.
+Each works directly on XLA's memory. On the CPU it wraps this memory in NumPy arrays; on a GPU it
+wraps it in CuPy arrays, and uses XLA's stream. Under `jax.vmap` every array has additional leading
+axes, of the mapped length or 1. The mapped problems are independent, so these axes become part of
+the batch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from flashsim.jax import xla_ffi
 
 FORWARD, BACKWARD = "flashsim_attention", "flashsim_attention_backward"
 
-#: How many axes each operand has where nothing is mapped.
+#: The number of axes of each operand without `jax.vmap`.
 RANKS = {**dict.fromkeys(("q", "k", "v", "bias", "out", "dout"), 4), "lse": 3, "dlse": 3}
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 
@@ -42,7 +43,8 @@ def forward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
 def backward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
     """Run `flashsim.backward`; return dq, dk, dv, and the other gradients that exist.
 
-    These are of the bias, the sinks, and the floats that a score function captures, in this order.
+    The others are the gradients of the bias, of the sinks, and of the float arrays that a score
+    function captures, in this order.
     """
     score = question.get("score_mod")
     wanted = [] if score is None else [spec.name for spec in score.graph.differentiable]
@@ -57,26 +59,26 @@ def _graph(entry: str) -> Graph:
 
 
 def take_functions(question: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """Give `question` the functions whose graphs it holds, with their arrays among `arrays`."""
+    """Replace the graphs in `question` by traced functions; their arrays move from `arrays`."""
     for name, entry in question.pop("functions").items():
         graph = _graph(entry)
         captured = tuple(arrays.pop(f"{name} {n}") for n in range(len(graph.arrays)))
         question[name] = Traced(graph, captured)
 
 
-#: Forward passes on a GPU that were checked, by their text and their arguments' shapes and types;
-#: None: the pass is no such one.
+#: Prepared launches of forward passes on a GPU, by question, device, and arguments' types and
+#: shapes. None: the pass cannot be launched directly.
 _PLACED: dict[tuple[Any, ...], Any] = {}
 _MOST = 256
 
 
 def _forward_on_gpu(call: xla_ffi.ForeignCall) -> None:
-    """Run a forward pass straight from XLA's memory to XLA's memory, if it can be so."""
+    """Run a forward pass on XLA's memory, by a prepared launch if the pass supports one."""
     require_cupy("cupy")
     addresses = call.addresses()
     key = call.text("question"), _device(addresses[0]), *call.looks()
     run = _PLACED.get(key, call)
-    if run is call:  # a new one
+    if run is call:  # not in the cache
         if len(_PLACED) >= _MOST:
             _PLACED.clear()
         run = _PLACED[key] = _placed(call)
@@ -95,7 +97,7 @@ def _device(address: int) -> int:
 
 
 def _placed(call: xla_ffi.ForeignCall) -> Any:
-    """Check a forward pass on a GPU; return what runs it, and where q, k and v are; or None."""
+    """Check a forward pass on a GPU; return its launch and the positions of q, k, v; or None."""
     question = _question(call, OnGpu)
     names = question.pop("operands")
     given, backend = call.arguments, question["backend"]
@@ -114,7 +116,7 @@ def _placed(call: xla_ffi.ForeignCall) -> Any:
 
 
 def _few(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: str) -> bool:
-    """Whether the decode kernels run a call, as in `flashsim.torch.attention`."""
+    """Return whether the decode kernels run a call, as in `flashsim.torch.attention`."""
     _, heads, n, d = q
     return (
         n <= min(k[2], 16)
@@ -129,7 +131,7 @@ def _question(call: xla_ffi.ForeignCall, place: Any) -> dict[str, Any]:
     question = json.loads(call.text("question"))
     question.pop("options")
     question["backend"] = question["backend"] or place.backend
-    for name in ("window", *OFFSETS):  # JSON knows no tuples
+    for name in ("window", *OFFSETS):  # JSON has no tuples
         if question.get(name) is not None:
             question[name] = tuple(question[name])
     return question
@@ -173,7 +175,7 @@ def folded(arrays: dict[str, Any]) -> tuple[int, ...]:
 def unfolded(x: Any, lead: tuple[int, ...], shape: tuple[int, ...]) -> Any:
     """Return a result with its mapped axes restored.
 
-    For a bias shared by a batch, the gradients are summed.
+    If a batch shares a bias, the bias's gradients are summed over the batch.
     """
     if not lead:
         return x
@@ -188,7 +190,7 @@ def _cupy() -> Any:
 
 
 class OnCpu:
-    """NumPy arrays over XLA's memory."""
+    """Wraps XLA's memory in NumPy arrays."""
 
     backend = "numba"
 
@@ -206,7 +208,7 @@ class OnCpu:
 
 
 class OnGpu:
-    """CuPy arrays over XLA's memory, on XLA's stream."""
+    """Wraps XLA's memory in CuPy arrays, on XLA's stream."""
 
     backend = "cupy"
 

@@ -1,4 +1,4 @@
-"""The function that a model calls: `attention`, with a gradient, under jit and vmap."""
+"""`attention`: the function that JAX models call. It has a gradient, and supports jit and vmap."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ ALGORITHMS = ("flash2", "flash2-fused")
 
 
 class Asked(NamedTuple):
-    """The arguments besides arrays, known when a function is traced.
+    """The static arguments of a call: everything except arrays.
 
-    `functions` holds the graphs of the call's score and mask functions, by their keywords.
+    `functions` holds the graphs of the call's score and mask functions, by keyword.
     """
 
     request: inputs.Request
@@ -55,35 +55,36 @@ def attention(
     return_lse: bool = False,
     **unknown: Any,
 ) -> Any:
-    """``softmax(mask(softcap(scale q k^T) + bias)) v`` for JAX, with a gradient (`jax.custom_vjp`).
+    """Return ``softmax(mask(softcap(scale q k^T) + bias)) v``, differentiable (`jax.custom_vjp`).
 
-    It is an XLA foreign function (`jax.ffi`): it works on XLA's own memory, eagerly and under
-    `jax.jit`. Under `jax.vmap` the mapped axis becomes part of the batch; with packed sequences,
-    sinks or functions the mapped entries run one after the other. Besides its inputs and out, the
-    backward pass needs only the LSE, one number per row. `flashsim.jax.dot_product_attention` has
-    the arguments and layout of `jax.nn`'s.
+    `attention` is an XLA foreign function (`jax.ffi`), which works directly on XLA's memory, both
+    eagerly and under `jax.jit`. Under `jax.vmap` the mapped axis becomes part of the batch. With
+    packed sequences, sinks, or score or mask functions, mapped entries run one after another. The
+    backward pass needs the inputs, out, and the LSE, which has one number per row.
+    `flashsim.jax.dot_product_attention` has the arguments and the layout of
+    `jax.nn.dot_product_attention`.
 
     Parameters
     ----------
     q : array, (batch, heads, n_q, head_dim); leading axes may be left out
     k, v : array, (batch, kv_heads, n_kv, head_dim) and (batch, kv_heads, n_kv, head_dim_v)
-        `heads` must be a multiple of `kv_heads`. On the CPU float64 (with JAX's
-        ``jax_enable_x64``), float32, float16 or bfloat16; on a GPU not float64.
+        `heads` must be a multiple of `kv_heads`. Types on the CPU: float64 (with JAX's
+        ``jax_enable_x64``), float32, float16 or bfloat16. Types on a GPU: the same except float64.
     causal, window, softcap, scale, bias, sinks, score_mod, mask_mod
         As in `flashsim.run`. `causal` is bottom-right aligned, so a single query sees the whole KV
-        cache. The bias, the sinks, and floats that `score_mod` captures have gradients. The first
-        four must be known when a function is traced; arrays may be traced, also captured ones.
+        cache. The bias, the sinks, and float arrays that `score_mod` captures have gradients. The
+        first four must be static under `jax.jit`; arrays, also captured ones, may be traced.
     cu_seqlens_q, cu_seqlens_k : array or sequence of int, optional
-        As in `flashsim.Problem`. Traced offsets are read when the function runs; on a GPU this
-        waits for the device.
+        As in `flashsim.Problem`. Traced offsets are read when the function runs, which waits for
+        the device on a GPU.
     algorithm : {"flash2", "flash2-fused"}
     deterministic : bool, optional
         As in `flashsim.Result.backward`.
     backend : str, optional
-        "simulator" or "numba" on the CPU, "cupy" or "numba_cuda" on a GPU. Default: "numba"
-        and "cupy".
+        "simulator" or "numba" on the CPU, "cupy" or "numba_cuda" on a GPU. Default: "numba" on the
+        CPU and "cupy" on a GPU.
     return_lse : bool
-        Return ``(out, lse)``. The LSE, (batch, heads, n_q), has a gradient as well.
+        Return ``(out, lse)``. The LSE, (batch, heads, n_q), is also differentiable.
 
     Returns
     -------
@@ -92,8 +93,8 @@ def attention(
     Raises
     ------
     FlashSimError
-        While the function is traced. Errors that only the engine finds come at run time, as a
-        `jax.errors.JaxRuntimeError` with the same text.
+        While the function is traced, if an argument is wrong. Errors that only the engine detects
+        are raised at run time, as a `jax.errors.JaxRuntimeError` with the same text.
     """
     if unknown:
         reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
@@ -106,8 +107,8 @@ def attention(
             return known(q, k, v)
     if algorithm not in ALGORITHMS:
         raise UnsupportedError(
-            f"flashsim.jax.attention runs {' and '.join(ALGORITHMS)}, not {algorithm!r}; "
-            "flashsim.run simulates every algorithm"
+            f"flashsim.jax.attention supports {' and '.join(ALGORITHMS)}, not {algorithm!r}; use "
+            "flashsim.run to simulate other algorithms"
         )
     if backend is not None:
         backend = backend_name(backend)
@@ -150,7 +151,7 @@ def attention(
 
 
 def _traced(score: Any, mask: Any) -> tuple[dict[str, Traced], dict[str, jax.Array]]:
-    """Trace a call's functions; also return the arrays that they capture, as operands."""
+    """Return a call's traced functions, and the arrays that they capture, as operands."""
     made = {
         **({} if score is None else {"score_mod": trace_score(score)}),
         **({} if mask is None else {"mask_mod": trace_mask(mask)}),
@@ -161,26 +162,27 @@ def _traced(score: Any, mask: Any) -> tuple[dict[str, Traced], dict[str, jax.Arr
 
 
 def _sinks(sinks: Any, heads: int, wide: str) -> jax.Array:
-    """Check sinks; return them in the type that scores are computed in."""
+    """Check sinks; return them in the type in which scores are computed."""
     sinks = taken("sinks", sinks)
     if sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise ShapeError(
-            f"sinks must be one number per query head, ({heads},), got {sinks.dtype} {sinks.shape}"
+            f"sinks must be one number per query head, a float array of shape ({heads},), got "
+            f"{sinks.dtype} {sinks.shape}"
         )
     return sinks.astype(wide)
 
 
-#: Compiled functions of eager calls that were checked, by everything that the checks look at.
+#: Compiled functions of eager calls that were checked, by all arguments that the checks depend on.
 _CHECKED: dict[tuple[Any, ...], Callable[..., Any]] = {}
 _MOST = 1024
-#: Classes of arrays that hold numbers, as seen so far.
+#: Classes of concrete arrays (not tracers) that calls have used so far.
 _CONCRETE: set[type] = set()
 
 
 def _key(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the cache key of an eager call; () for tracers, other arrays, values without hash.
+    """Return the cache key of an eager call; () for tracers, other arrays and unhashable values.
 
-    True and 1 are equal, so the key holds types as well.
+    The key also holds types, because True and 1 are equal.
     """
     for x in (q, k, v):
         if type(x) not in _CONCRETE:
@@ -212,7 +214,7 @@ def taken(name: str, x: Any) -> jax.Array:
     if type(x) is not np.ndarray and not isinstance(x, jax.Array):
         raise DTypeError(
             f"{name} must be a jax.Array or a numpy.ndarray, got {type(x).__module__}."
-            f"{type(x).__name__}; flashsim.run takes other arrays"
+            f"{type(x).__name__}; convert it, or use flashsim.run, which accepts other arrays"
         )
     return jnp.asarray(x)
 
@@ -230,13 +232,13 @@ def _varies(x: Any) -> frozenset[Any]:
 
 
 def _spread(x: Any, axes: frozenset[Any]) -> Any:
-    """Mark `x` as varying over `axes`; its gradient is summed over the newly added ones."""
+    """Mark `x` as varying over `axes`; its gradient is summed over axes that are added."""
     missing = tuple(axes - _varies(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _known(offsets: Any) -> Any:
-    """Return offsets as integers, unless they are being traced."""
+    """Return offsets as a tuple of integers, or unchanged if they are None or traced."""
     if offsets is None or isinstance(offsets, jax.core.Tracer):
         return offsets
     return tuple(np.asarray(offsets).tolist())
@@ -268,7 +270,7 @@ def _results(q: Any, v: Any) -> list[tuple[tuple[int, ...], Any]]:
 
 
 def _of_nothing(q: Any, v: Any) -> tuple[Any, Any]:
-    """Return out and LSE if there is no batch, query or key; XLA calls nothing then."""
+    """Return out and LSE of an empty problem, for which XLA does not call the function."""
     (shape, dtype), (rows, wide) = _results(q, v)
     return jnp.zeros(shape, dtype), jnp.full(rows, -jnp.inf, wide)
 
@@ -277,8 +279,8 @@ def _of_nothing(q: Any, v: Any) -> tuple[Any, Any]:
 def _attention(question: Asked, gives_lse: bool, operands: dict[str, Any]) -> tuple[Any, Any]:
     """Return out (batch, heads, n_q, head_dim_v) and lse (batch, heads, n_q).
 
-    Unless the caller gets the LSE (`gives_lse`), the backward pass ignores its gradient, which is
-    zero.
+    If the LSE is not returned to the caller (`gives_lse` is False), its gradient is zero, and the
+    backward pass ignores it.
     """
     results = _results(operands["q"], operands["v"])
     out, lse = _call(FORWARD, question, operands, results)
@@ -307,7 +309,7 @@ _attention.defvjp(_keep, _pull_back)
 
 @lru_cache(maxsize=_MOST)
 def _jitted(question: Asked, gives_lse: bool) -> Callable[..., Any]:
-    """Return what runs an eager call again: tracing it takes twenty times as long as the call."""
+    """Return a compiled function for repeated eager calls; tracing takes 20 times a call's time."""
 
     def run(q: Any, k: Any, v: Any) -> Any:
         out, lse = _attention(question, gives_lse, {"q": q, "k": k, "v": v})
@@ -318,7 +320,7 @@ def _jitted(question: Asked, gives_lse: bool) -> Callable[..., Any]:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gradients(question: Asked, operands: dict[str, Any]) -> dict[str, Any]:
-    """Return the gradients of all floats among the inputs; integers have none."""
+    """Return the gradients of all float inputs; integer inputs have None."""
     graph = dict(question.functions).get("score_mod")
     captured = () if graph is None else graph.arrays
     score = [f"score_mod {n}" for n, spec in enumerate(captured) if spec.kind == FLOAT]
@@ -332,6 +334,6 @@ def _gradients(question: Asked, operands: dict[str, Any]) -> dict[str, Any]:
 @_gradients.defjvp
 def _no_second(*_: Any) -> Any:
     raise UnsupportedError(
-        "flashsim's attention has no second derivatives, because its backward kernel has no "
-        "gradient of its own; differentiate jax.nn.dot_product_attention twice"
+        "flashsim's attention cannot be differentiated twice, because its backward kernel has no "
+        "gradient; use jax.nn.dot_product_attention for second derivatives"
     )

@@ -1,13 +1,13 @@
-"""Runs a function that calls Pallas kernels, one primitive after another, and reports accesses.
+"""Evaluate a function that calls Pallas kernels, primitive by primitive, and report its accesses.
 
-Pallas's interpreters lower a kernel to XLA, where nothing of ours can look on. So `Walker`
-evaluates the jaxpr that JAX traced: loops, branches and calls here, arithmetic by JAX itself on the
-CPU, in the kernel's own types. Loads, stores and atomics of refs go through `flashsim.jax.refs` and
-are reported to a `Observer`, with the source line that made them. `flashsim.jax.pallas_launch` runs
-the grid of a `pallas_call`.
+Pallas's interpreters lower a kernel to XLA, where its accesses cannot be observed. So `Walker`
+evaluates the jaxpr that JAX traced. It runs loops, branches and calls itself, and JAX computes
+arithmetic on the CPU, in the kernel's types. Loads, stores and atomics of refs use
+`flashsim.jax.refs`, and are reported to an `Observer` with their source line.
+`flashsim.jax.pallas_launch` runs the grid of a `pallas_call`.
 
-Primitives are known by their names, and indexers by their fields. So nothing private of JAX is
-imported.
+Primitives are recognized by their names, and indexers by their fields, so no private module of JAX
+is imported.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ CALLS = {
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "jaxpr_call"),
 }
 BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-#: Hints and barriers: they change no value and move nothing.
+#: Hints and barriers, which change no value and move no bytes.
 IGNORED = {"debug_barrier_p", "delay", "semaphore_wait", "semaphore_signal", "dma_wait"}
-#: What a kernel may use that cannot be computed here, and what to write instead.
+#: Primitives that cannot be evaluated, and what to write instead.
 REFUSED = {
     "elementwise_inline_asm_p": "inline assembly runs only on a GPU: write jax.numpy instead "
     "(jnp.tanh for plgpu.approx_tanh) while you trace",
     "core_map": "call the kernel by pl.pallas_call",
     "mpmd_map": "call the kernel by pl.pallas_call instead of pl.kernel",
-    "emit_pipeline": "give the blocks of the inner loop to pl.pallas_call as BlockSpecs, with one "
+    "emit_pipeline": "pass the blocks of the inner loop to pl.pallas_call as BlockSpecs, with one "
     "more grid axis",
     "get_global": "use scratch_shapes of pl.pallas_call",
     "run_state": "call the kernel by pl.pallas_call, not by pl.run_state",
@@ -62,7 +62,7 @@ REFUSED = {
 
 
 class SourceLine(NamedTuple):
-    """A line of source: file, number, and the function that it lies in."""
+    """A line of source: its file, its number, and the function that contains it."""
 
     file: str
     line: int
@@ -76,18 +76,18 @@ class Observer(Protocol):
     """The interface through which a `Walker` reports what a kernel does."""
 
     def access(self, kind: str, lanes: Lanes, kept: np.ndarray | None, where: SourceLine) -> None:
-        """One "load", "store" or "reduce" of `lanes`; lanes that are not `kept` are masked off."""
+        """Called for a "load", "store" or "reduce"; lanes that are not `kept` are masked off."""
 
     def outside(self, primitive: str, outvars: Sequence[Any]) -> None:
         """Called when JAX computes something outside of every kernel."""
 
     def dot(self, flops: int, where: SourceLine) -> None:
-        """A matrix product of `flops` floating-point operations."""
+        """Called for a matrix product of `flops` floating-point operations."""
 
 
 @dataclass(eq=False)
 class Equation:
-    """One equation of a jaxpr, looked up once."""
+    """One equation of a jaxpr, prepared for evaluation."""
 
     run: Callable[[Equation, list[Any]], Any]
     equation: Any
@@ -99,7 +99,7 @@ class Equation:
 
 
 class Walker:
-    """Evaluates jaxprs; `launch` runs a `pallas_call`, and `program` is where a kernel stands."""
+    """Evaluates jaxprs; `launch` runs a `pallas_call`, and `program` is the running program."""
 
     def __init__(
         self, observer: Observer, launch: Callable[[Walker, Any, list[Any]], list[Any]]
@@ -108,13 +108,13 @@ class Walker:
         self.launch = launch
         self.program: tuple[int, ...] | None = None  # without the axes that vmap added
         self.sizes: tuple[int, ...] = ()
-        #: The running program's loops: what each carries now, by name; and its scratch buffers.
+        #: Current carries of the running program's loops, by name, and its scratch buffers.
         self.carried: dict[int, dict[str, Any]] = {}
         self.buffers: dict[str, Ref] = {}
         self._plans: dict[int, tuple[Any, list[Equation]]] = {}
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """The outputs of a jaxpr; refs among its inputs change as it writes to them."""
+        """Evaluate a jaxpr and return its outputs; stores change the refs among its inputs."""
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, args, strict=True))
         for step in self._plan(jaxpr):
@@ -160,17 +160,17 @@ class Walker:
                     any(id(v) in read for v in equation.outvars),
                 )
             )
-        self._plans[id(jaxpr)] = (jaxpr, steps)  # the jaxpr too: its id must stay its own
+        self._plans[id(jaxpr)] = (jaxpr, steps)  # keeps the jaxpr alive, so that its id is unique
         return steps
 
     def where(self, step: Equation) -> SourceLine:
-        """The line of the user's source that a step comes from."""
+        """Return the line of the user's source that a step comes from."""
         if step.where is None:
             step.where = source_line(step.equation)
         return step.where
 
     def _placed(self, error: FlashSimError, step: Equation) -> FlashSimError:
-        """The same error, with the line and the program in its text, which it gets once."""
+        """Return the error with the line and the program added to its text, unless it has them."""
         if getattr(error, "placed", False):
             return error
         at = "" if self.program is None else f", in program {self.program}"
@@ -202,13 +202,13 @@ class Walker:
         return carry
 
     def _carries(self, body: Any, first: int, carry: Sequence[Any]) -> None:
-        """Remember what a loop carries, by the names that the reader's function gives it."""
+        """Remember the values that a loop carries, by their names in the user's function."""
         if self.program is not None:
             names = carried_names(opened(body), first, len(carry))
             self.carried[id(opened(body))] = dict(zip(names, carry, strict=True))
 
     def variables(self) -> dict[str, np.ndarray]:
-        """What the running program's loops carry and its scratch holds, those that are floats."""
+        """Return float arrays of the running program, by name: loop carries and scratch buffers."""
         found: dict[str, Any] = {name: ref.array for name, ref in self.buffers.items()}
         for carry in self.carried.values():
             found |= {name: x for name, x in carry.items() if not isinstance(x, Ref)}
@@ -253,8 +253,8 @@ class Walker:
     def _pallas_call(self, step: Equation, inputs: list[Any]) -> list[Any]:
         if self.program is not None:
             raise UnsupportedError(
-                "a Pallas kernel that calls another kernel cannot be traced: launch them one "
-                "after the other"
+                "a Pallas kernel that calls another kernel cannot be traced; launch the kernels "
+                "one after the other"
             )
         return self.launch(self, step, inputs)
 
@@ -263,25 +263,28 @@ class Walker:
 
     def _refused(self, step: Equation, inputs: list[Any]) -> Any:
         name = step.equation.primitive.name
-        raise UnsupportedError(f"flashsim cannot run {name}: {REFUSED[name]}")
+        raise UnsupportedError(f"flashsim cannot evaluate the primitive {name}: {REFUSED[name]}")
 
     def _bind(self, step: Equation, inputs: list[Any]) -> Any:
-        """Compute a primitive by JAX."""
+        """Compute a primitive with JAX."""
         primitive = step.equation.primitive
         refs = any(isinstance(value, Ref) for value in inputs)
         if refs or any(calls_a_kernel(body) for body in bodies(step.params)):
             raise UnsupportedError(
-                f"flashsim does not know what {primitive.name} does with a "
-                f"{'ref' if refs else 'kernel inside it'}: read the ref into a value first, or "
-                f"call the kernel outside of {primitive.name}"
+                f"flashsim cannot evaluate the primitive {primitive.name} "
+                + (
+                    "on a ref: read the ref into a value first"
+                    if refs
+                    else f"with a kernel inside it: call the kernel outside of {primitive.name}"
+                )
             )
         try:
             with getattr(step.equation.ctx, "manager", None) or contextlib.nullcontext():
                 result = computed(primitive, inputs, step.params)
         except NotImplementedError as error:
             raise UnsupportedError(
-                f"{primitive.name} has no implementation for the CPU ({error}): write it with "
-                "jax.numpy while you trace"
+                f"JAX cannot compute the primitive {primitive.name} on the CPU ({error}): write "
+                "it with jax.numpy while you trace"
             ) from None
         if self.program is None:
             self.observer.outside(primitive.name, step.equation.outvars)
@@ -382,8 +385,8 @@ class Walker:
             )
         if device is not None or step.params.get("add"):
             raise UnsupportedError(
-                "a copy to another device, or a copy that adds, cannot be traced: flashsim "
-                "follows plain copies on one device only"
+                "a copy to another device, or a copy that adds, cannot be traced; use a plain "
+                "copy on one device"
             )
         self._report("load", step, origin, None)
         self._report("store", step, goal, None)
@@ -406,7 +409,7 @@ ATOMICS: dict[str, np.ufunc | None] = {
 
 
 def computed(primitive: Any, inputs: list[Any], params: dict[str, Any]) -> Any:
-    """A primitive's results; compiled, if JAX cannot compute it by itself."""
+    """Return a primitive's results; it is compiled if JAX cannot compute it eagerly."""
     try:
         return primitive.bind(*inputs, **params)
     except NotImplementedError:
@@ -414,17 +417,17 @@ def computed(primitive: Any, inputs: list[Any], params: dict[str, Any]) -> Any:
 
 
 def opened(body: Any) -> Any:
-    """The jaxpr itself, of a closed jaxpr or of an open one."""
+    """Return the jaxpr of a closed jaxpr; an open jaxpr is returned unchanged."""
     return getattr(body, "jaxpr", body)
 
 
 def closed_over(body: Any) -> Sequence[Any]:
-    """The constants of a closed jaxpr; an open one has none."""
+    """Return the constants of a closed jaxpr; an open jaxpr has none."""
     return getattr(body, "consts", ())
 
 
 def bodies(params: dict[str, Any]) -> Iterable[Any]:
-    """The jaxprs among the parameters of an equation."""
+    """Yield the jaxprs among the parameters of an equation."""
     for value in params.values():
         for one in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(opened(one), "eqns"):
@@ -432,7 +435,7 @@ def bodies(params: dict[str, Any]) -> Iterable[Any]:
 
 
 def calls_a_kernel(jaxpr: Any) -> bool:
-    """Whether a jaxpr, or one inside it, calls a Pallas kernel."""
+    """Return whether a jaxpr, or one inside it, calls a Pallas kernel."""
     return any(
         e.primitive.name == "pallas_call" or any(calls_a_kernel(b) for b in bodies(e.params))
         for e in jaxpr.eqns
@@ -440,20 +443,20 @@ def calls_a_kernel(jaxpr: Any) -> bool:
 
 
 def bind_params(equation: Any) -> dict[str, Any]:
-    """The parameters that `bind` takes for an equation."""
+    """Return the parameters with which `bind` evaluates an equation."""
     params = equation.primitive.get_bind_params(equation.params)
-    if isinstance(params, tuple):  # older versions of JAX give functions beside them
+    if isinstance(params, tuple):  # older versions of JAX return functions, too
         functions, params = params
         if functions:
             raise UnsupportedError(
-                f"flashsim cannot trace inside {equation.primitive.name}: compute it outside the "
-                "traced function"
+                f"flashsim cannot trace inside the primitive {equation.primitive.name}; compute it "
+                "outside of the traced function"
             )
     return params
 
 
 def split(values: Sequence[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
-    """A list in three parts, the first two of given lengths."""
+    """Split a list into three: `first` values, `second` values, and the rest."""
     return (
         list(values[:first]),
         list(values[first : first + second]),
@@ -462,12 +465,12 @@ def split(values: Sequence[Any], first: int, second: int) -> tuple[list[Any], li
 
 
 def spread(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
-    """A mask of lanes in their value's shape."""
+    """Return a mask broadcast to the shape of the lanes; None stays None."""
     return None if mask is None else np.broadcast_to(np.asarray(mask, bool), shape)
 
 
 def scratch(aval: Any, name: str) -> Ref | None:
-    """A buffer on the chip for a kernel's scratch argument; None for a semaphore."""
+    """Return an on-chip buffer for a kernel's scratch argument; None for a semaphore."""
     inner = getattr(aval, "inner_aval", aval)
     try:
         dtype = np.dtype(inner.dtype)
@@ -477,19 +480,19 @@ def scratch(aval: Any, name: str) -> Ref | None:
 
 
 def dot_flops(equation: Any) -> int:
-    """Floating-point operations of a `dot_general`: two for each product of two elements."""
+    """Return the FLOPs of a `dot_general`: two per multiply-add."""
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     depth = int(np.prod([shape[d] for d in contracted], dtype=np.int64))
     return 2 * depth * int(np.prod(equation.outvars[0].aval.shape, dtype=np.int64))
 
 
-#: Files whose lines are not the user's: JAX's and Python's own, but not the kernels JAX brings.
+#: Files whose lines are not the user's: those of JAX and Python, except kernels that JAX contains.
 _INNER = re.compile(r"/(jax|jaxlib)/(?!experimental/pallas/ops/)|/functools\.py$|/contextlib\.py$")
 
 
 def source_line(equation: Any) -> SourceLine:
-    """The innermost line that is the user's, or that of a kernel which comes with JAX."""
+    """Return the innermost line of the user's source, or of a kernel that JAX contains."""
     traceback = getattr(equation.source_info, "traceback", None)
     for frame in traceback.frames if traceback is not None else ():
         if not _INNER.search(frame.file_name.replace("\\", "/")):

@@ -1,8 +1,8 @@
-"""The tile values that a kernel holds at once, from its jaxpr: an estimate of on-chip memory.
+"""Estimate a kernel's on-chip memory from its jaxpr: the intermediate values that it holds at once.
 
-Every intermediate array counts as held from the equation that makes it to the last that reads it.
-Loaded tiles do not count here: a trace has them as loads. A compiler fuses element-wise operations,
-so it may hold fewer.
+An intermediate array is held from the equation that computes it to the last equation that reads it.
+Loaded tiles are not counted, because a trace contains them as loads. A compiler fuses element-wise
+operations, so a compiled kernel may hold fewer values.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from flashsim.jax.jaxpr_walk import bodies
 
 #: Primitives whose results are loaded tiles.
 LOADS = ("get", "masked_load")
-#: A kind of value: its type and its shape.
+#: A kind of value: its element type and its shape.
 Kind = tuple[str, tuple[int, ...]]
 
 
 def most_live(jaxpr: Any) -> dict[str, tuple[tuple[int, ...], int]]:
-    """The values held at the moment when they take most: shape and bytes, by "2 float32".
+    """Return the values that are held when their total size is largest: shape and bytes by name.
 
-    A second kind of value of that number and type is "2 float32 b".
+    A name has the number of equal values and their type, such as "2 float32". Another shape with
+    the same number and type is named "2 float32 b".
     """
     found: dict[str, tuple[tuple[int, ...], int]] = {}
     for (dtype, shape), count in sorted(_most(jaxpr).items(), key=lambda one: -_size(one[0])):
@@ -42,7 +43,7 @@ def _size(kind: Kind) -> int:
 
 
 def _kind(variable: Any) -> Kind | None:
-    """The kind of an array; None for scalars and refs."""
+    """Return the kind of an array; None for scalars and refs."""
     aval = variable.aval
     if hasattr(aval, "inner_aval") or not getattr(aval, "shape", ()):
         return None
@@ -66,7 +67,7 @@ def _most(jaxpr: Any, loaded: Collection[Any] = ()) -> Counter[Kind]:
         read = {v for v in equation.invars if not isinstance(v, Literal)}
         outside = Counter(kind for v, kind in live.items() if v not in read)
         for body in bodies(equation.params):
-            inner = {  # the body's names for loaded tiles; its last inputs are the equation's
+            inner = {  # loaded tiles among the body's inputs, whose last ones are the equation's
                 inside
                 for inside, given in zip(
                     reversed(body.invars), reversed(equation.invars), strict=False

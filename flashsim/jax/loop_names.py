@@ -1,4 +1,4 @@
-"""Names of the values that a loop of a kernel carries, from the reader's source."""
+"""Find the names of the values that a kernel's loop carries, in the user's source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @functools.cache
 def unpacked_names(told: str) -> tuple[str, ...]:
-    """The names to which a loop's body unpacks its last argument: ``m, l, acc = carry``."""
+    """Return the names in the line ``m, l, acc = carry`` of a loop's body; () if it has none."""
     found = re.fullmatch(r"\S+ at (.*):(\d+)", told)
     if found is None:
         return ()
@@ -32,7 +32,7 @@ def unpacked_names(told: str) -> tuple[str, ...]:
 
 
 def carried_names(jaxpr: Any, first: int, count: int) -> list[str]:
-    """Names of a loop's carry: the reader's, or JAX's ("carry[0]"), or "carry 0"."""
+    """Return names for a loop's carry: the user's, JAX's ("carry[0]"), or "carry 0"."""
     info = getattr(jaxpr, "debug_info", None)
     known = list(getattr(info, "arg_names", None) or ())[first : first + count]
     names = [str(name) for name in known] + [""] * (count - len(known))

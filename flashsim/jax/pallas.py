@@ -1,4 +1,4 @@
-"""`trace_kernel`: what the Pallas kernels of a function load and store, step by step."""
+"""`trace_kernel` traces the loads and stores of the Pallas kernels that a function calls."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from flashsim.own_kernels.steps import Look
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 
-OLDEST = (0, 8)
-#: Primitives that move nothing: XLA gives the same bytes another shape.
+#: The oldest JAX; setup.cfg has the same version, which a test compares.
+OLDEST = (0, 10, 2)
+#: Primitives that move no bytes outside of kernels: XLA only changes an array's shape.
 VIEWS = {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota"}
 OPERATIONS = {"load": LOAD, "store": STORE, "reduce": ATOMIC}
 
@@ -39,37 +40,39 @@ def trace_kernel(
     device: str | Device = "H100",
     name: str | None = None,
 ) -> KernelTrace:
-    """Return what the Pallas kernels that `function(*args)` calls load and store, step by step.
+    """Return a trace of the Pallas kernels that `function(*args)` calls: each load and store.
 
-    The function runs on the CPU: its kernels one primitive after another, everything else by JAX.
-    Nothing in it need be changed; `interpret=True` makes no difference.
+    The function runs on the CPU. Its kernels are evaluated one primitive after another, and
+    everything else by JAX. The function needs no changes; `interpret=True` makes no difference.
 
     Parameters
     ----------
     function : callable
-        Calls `pl.pallas_call`, once or several times: a forward pass, or its gradient by `jax.vjp`.
+        A function that calls `pl.pallas_call` at least once, such as a forward pass, or its
+        gradient by `jax.vjp`.
     *args
-        Its arguments. Arrays of NumPy or JAX are traced; anything else is passed on as it is.
+        The function's arguments. NumPy and JAX arrays are traced; others are passed unchanged.
     model : {"gpu", "tpu"}, optional
-        Who moves bytes. "gpu": every load and store of a ref. "tpu": the pipeline, which copies a
-        block when its index changes from one grid step to the next. Default: "tpu" for kernels with
-        a TPU's memory spaces, compiler parameters or prefetched scalars, "gpu" for all others.
+        Which accesses move bytes. "gpu": every load and store of a ref. "tpu": the pipeline, which
+        copies a block when its index changes from one grid step to the next. Default: "tpu" for
+        kernels with a TPU's memory spaces, compiler parameters or prefetched scalars, else "gpu".
     names : mapping of str to str, optional
-        The papers' names of kernel parameters, such as ``{"residual_refs[0]": "L"}``. Parameters
-        called `q_ref`, `k`, `out`, `lse`, `do` and the like are known.
+        The papers' names of kernel parameters, such as ``{"residual_refs[0]": "L"}``. Usual names
+        such as `q_ref`, `k`, `out`, `lse` and `do` are recognized.
     problem : Problem, optional
-        The attention problem. Default: what shapes and arguments say.
+        The attention problem. Default: derived from shapes and arguments.
     device : str or Device
-        Whose roofline, L2 and on-chip memory the trace is compared with.
+        The device whose roofline, L2 and on-chip memory the trace is compared with.
     name : str, optional
-        The name in tables and pictures. Default: the kernels'.
+        The name in tables and pictures. Default: the kernels' names.
 
     Raises
     ------
     OptionError
         If the function calls no kernel, or a name or model does not exist.
     UnsupportedError
-        For what cannot be computed on a CPU, with the line and what to write instead.
+        If an operation cannot be computed on the CPU. The error names the line, and what to write
+        instead.
     """
     record, values, _ = record_kernels(function, args, model)
 
@@ -85,7 +88,7 @@ def trace_kernel(
         name=name,
         outputs={found[code]: values[code] for code in record.stored},
         values=[values[code] for code in range(len(found))],
-        again=None if "tpu" in record.source else again,  # a TPU spreads a row tile over many steps
+        again=None if "tpu" in record.source else again,  # on a TPU, a row tile takes many steps
     )
 
 
@@ -95,13 +98,13 @@ def record_kernels(
     model: str | None,
     watched: tuple[int, tuple[int, ...], Look] | None = None,
 ) -> tuple[KernelRecord, dict[int, np.ndarray], Any]:
-    """Run `function(*args)`; what its kernels did, their tensors by code, and the result.
+    """Run `function(*args)`; return the kernels' record, their tensors by code, and the result.
 
-    `watched` is a launch, one of its programs, and what looks on as that runs.
+    `watched` is (launch, program, callback): the callback gets each access of that program.
     """
     if not callable(function):
         raise OptionError(
-            f"trace_kernel takes a function that calls pl.pallas_call; got {shown(function)}"
+            f"trace_kernel takes a function that calls pl.pallas_call, got {shown(function)}"
         )
     leaves, tree = jax.tree.flatten(list(args))
     places = [n for n, leaf in enumerate(leaves) if is_array(leaf)]
@@ -114,15 +117,15 @@ def record_kernels(
 
     cpu = cpu_device()
     with jax.default_device(cpu):
-        # An array that is passed twice stays one array.
+        # An array that is passed twice remains one array.
         moved = {id(leaves[n]): jax.device_put(leaves[n], cpu) for n in places}
         given = [moved[id(leaves[n])] for n in places]
         with own_lines():
             closed, shape = jax.make_jaxpr(traced, return_shape=True)(*given)
         if not calls_a_kernel(closed.jaxpr):
             raise OptionError(
-                f"{shown(function)} calls no pl.pallas_call with these arguments: give the "
-                "function that calls it, not the kernel itself"
+                f"{shown(function)} does not call pl.pallas_call with these arguments: pass the "
+                "function that calls pl.pallas_call, not the kernel itself"
             )
         notes = PallasNotes(given, constants_of(function, args))
         walker = Walker(notes, launcher(model, notes))
@@ -133,13 +136,13 @@ def record_kernels(
 
 
 def constants_of(function: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
-    """The numbers and flags that a function is called with, by name."""
+    """Return the numbers and flags among a function's arguments and captured values, by name."""
     found: dict[str, Any] = {}
     try:
         call = inspect.signature(function).bind(*args)
         call.apply_defaults()
         found.update(call.arguments)
-    except (TypeError, ValueError):  # built in C, or called in another way: it names nothing
+    except (TypeError, ValueError):  # the function has no Python signature
         pass
     inner = getattr(function, "__wrapped__", function)
     for name, cell in zip(
@@ -147,13 +150,13 @@ def constants_of(function: Callable[..., Any], args: Sequence[Any]) -> dict[str,
         getattr(inner, "__closure__", None) or (),
         strict=False,
     ):
-        with contextlib.suppress(ValueError):  # a variable that has no value yet
+        with contextlib.suppress(ValueError):  # the variable has no value yet
             found.setdefault(name, cell.cell_contents)
     return {name: value for name, value in found.items() if isinstance(value, (bool, int, float))}
 
 
 def cpu_device() -> Any:
-    """JAX's CPU, on which kernels are evaluated."""
+    """Return JAX's CPU device, on which kernels are evaluated."""
     if jax.__version_info__ < OLDEST:
         raise BackendUnavailable(
             f"trace_kernel needs JAX {'.'.join(map(str, OLDEST))} or newer, but found "
@@ -163,22 +166,22 @@ def cpu_device() -> Any:
         return jax.devices("cpu")[0]
     except RuntimeError as error:
         raise BackendUnavailable(
-            f"trace_kernel evaluates kernels on the CPU, and JAX has none here ({error}): leave "
-            "JAX_PLATFORMS unset, or add cpu to it (JAX_PLATFORMS=cuda,cpu)"
+            f"trace_kernel evaluates kernels on the CPU, but JAX has no CPU device ({error}): "
+            "unset JAX_PLATFORMS, or add cpu to it (JAX_PLATFORMS=cuda,cpu)"
         ) from None
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether an argument is an array; numbers and flags stay as the function wrote them."""
+    """Return whether an argument is an array; numbers and flags are not traced."""
     return hasattr(leaf, "__array__") and hasattr(leaf, "dtype") and hasattr(leaf, "shape")
 
 
 @contextlib.contextmanager
 def own_lines() -> Iterator[None]:
-    """While this lasts, JAX gives each equation the line that made it.
+    """Make JAX record the source line of each equation, inside this context.
 
-    In the backward pass of a `custom_vjp` it would give the line of the forward call, and every
-    load of a backward kernel would stand on one line.
+    Otherwise, equations in the backward pass of a `custom_vjp` have the line of the forward call,
+    so that all loads of a backward kernel would have the same line.
     """
     try:
         from jax._src import source_info_util
@@ -186,7 +189,7 @@ def own_lines() -> Iterator[None]:
 
         plain = source_info_util.current
         take = xla_client.Traceback.get_traceback
-    except (ImportError, AttributeError):  # a private name of JAX moved: lines are coarser
+    except (ImportError, AttributeError):  # JAX renamed a private function: lines are coarser
         yield
         return
 
@@ -201,17 +204,17 @@ def own_lines() -> Iterator[None]:
 
 
 class PallasNotes:
-    """Passes on to a `Recorder` what a `Walker` reports."""
+    """Receives a `Walker`'s reports, and records them in a `Recorder`."""
 
     def __init__(self, arrays: Sequence[Any], constants: Mapping[str, Any]) -> None:
         self.recorder = Recorder("pallas")
         self.constants = constants
-        #: What each tensor holds at last, by its code.
+        #: The final values of each tensor, by its code.
         self.values: dict[int, np.ndarray] = {}
         self.models: set[Model] = set()
         self._outside: dict[str, int] = {}
         self._buffers: dict[int, int] = {}
-        self._kept: list[Any] = []  # arrays whose ids stand in `_buffers`
+        self._kept: list[Any] = []  # keeps arrays alive whose ids are keys of `_buffers`
         self._codes: dict[int, int] = {}
         self._launch: KernelCall | None = None
         self._at: tuple[int, tuple[int, ...]] = (-1, ())
@@ -221,20 +224,20 @@ class PallasNotes:
             self._buffer(array)
 
     def _buffer(self, array: Any) -> int:
-        """The number of an array's memory: the same for the same array of JAX."""
+        """Return the number of a JAX array's memory; the same array has the same number."""
         if id(array) not in self._buffers:
             self._buffers[id(array)] = len(self._kept)
             self._kept.append(array)
         return self._buffers[id(array)]
 
     def kernel(self, launch: KernelCall) -> None:
-        """Called when a kernel starts."""
+        """Record that a kernel starts."""
         self._launch = launch
         self.models.add(launch.model)
         self._codes = {}
         arguments: dict[str, int] = {}
         for tensor in launch.tensors:
-            if id(tensor) in self._codes:  # an output that is an input's memory
+            if id(tensor) in self._codes:  # an output that is aliased to an input
                 continue
             array = tensor.array
             code = self.recorder.tensor(
@@ -260,33 +263,33 @@ class PallasNotes:
         self.recorder.held(launch.held)
         if launch.model == "tpu":
             self.recorder.note(
-                f"{launch.name}: TPU model. A block is copied when its index changes from one grid "
-                "step to the next; the GPU model counts each load instead. No TPU is among the "
-                "devices: time and the share of on-chip memory are a GPU's"
+                f"{launch.name} uses the TPU model: a block is copied when its index changes from "
+                "one grid step to the next (the GPU model counts each load instead). flashsim has "
+                "no TPU device, so the predicted time and the share of on-chip memory are a GPU's"
             )
 
     def _place(self, index: Sequence[int]) -> tuple[int, ...]:
-        """A place in the grid of the record, whose first axis runs fastest."""
+        """Return a program's coordinates in the record's grid, whose first axis runs fastest."""
         launch = self._launch
         assert launch is not None
         return tuple(index[axis] for axis in launch.axes)
 
     def program(self, index: tuple[int, ...]) -> None:
-        """Called when a program starts."""
+        """Record that a program starts."""
         self._at = len(self.recorder.launches) - 1, self._place(index)
         self.recorder.program(self._at[1])
 
     def revisit(self, operand: BlockOperand, where: SourceLine) -> None:
-        """Called when a TPU returns to a block that it copied back before."""
+        """Note that a TPU's grid returns to an output block that was copied back before."""
         assert self._launch is not None
         self.recorder.note(
             f"{self._launch.name}: the grid returns to a block of {operand.tensor.name} that was "
-            f"copied back before ({where}); on a TPU the block's content is undefined then: let "
-            "the axes that this output does not depend on run last"
+            f"already copied back ({where}). On a TPU the block's content is then undefined; move "
+            "the grid axes that this output does not depend on to the end of the grid"
         )
 
     def finish(self, launch: KernelCall, outputs: Sequence[Any]) -> None:
-        """Called when a kernel has ended; `outputs` are its results as arrays of JAX."""
+        """Record the final tensors of a kernel; `outputs` are its results as JAX arrays."""
         for tensor in launch.tensors:
             self.values[self._codes[id(tensor)]] = tensor.array
         results = [o.tensor for o in launch.operands if o.output]
@@ -296,7 +299,7 @@ class PallasNotes:
             self._kept.append(array)
 
     def outside(self, primitive: str, outvars: Sequence[Any]) -> None:
-        """Called when JAX computes something outside of every kernel; its bytes are not counted."""
+        """Note that JAX computes something outside of every kernel, where bytes are not counted."""
         if primitive not in VIEWS:
             sizes = [
                 math.prod(v.aval.shape) * v.aval.dtype.itemsize
@@ -306,33 +309,33 @@ class PallasNotes:
             self._outside[primitive] = self._outside.get(primitive, 0) + sum(sizes)
 
     def done(self) -> KernelRecord:
-        """Return the record of everything that was noted."""
+        """Return the record of everything that was reported."""
         models = " and ".join(sorted(self.models))
         self.recorder.source = f"pallas {jax.__version__}, {models} model"
         others = [f"{name} ({size:,} B)" for name, size in sorted(self._outside.items()) if size]
         if others:
             self.recorder.note(
-                f"outside of the kernels, JAX computed {', '.join(others)}: the sizes are those of "
-                "the results, and what they load and store is not counted"
+                f"outside of the kernels, JAX computed {', '.join(others)}. The sizes are those of "
+                "the results; the loads and stores of these operations are not counted"
             )
         return self.recorder.done()
 
     def dot(self, flops: int, where: SourceLine) -> None:
-        """A matrix product."""
+        """Record the FLOPs of a matrix product."""
         if self._launch is not None:
             self.recorder.work("matmul", flops, line=(where.file, where.line))
 
     def _on_chip(self, kind: str, lanes: Lanes, kept: np.ndarray | None, where: SourceLine) -> None:
-        """An access to a buffer on the chip moves nothing, but must stay inside of it."""
+        """Note an access outside of an on-chip buffer; such accesses move no HBM bytes."""
         outside = 0 if lanes.all_inside else reached(lanes, kept)[2]
         if outside:
             self.recorder.note(
-                f"{where}: a {kind} of {lanes.ref.name} reaches {outside} elements outside of its "
-                "block, whose content is undefined: mask them, or choose blocks that hold them"
+                f"{where}: a {kind} of {lanes.ref.name} accesses {outside} elements outside of its "
+                "block, which are undefined: mask these elements, or use a larger block"
             )
 
     def access(self, kind: str, lanes: Lanes, kept: np.ndarray | None, where: SourceLine) -> None:
-        """One load, store or atomic operation."""
+        """Record a load, store or atomic operation."""
         tensor, line = lanes.ref.tensor, (where.file, where.line)
         if tensor is None:
             self._on_chip(kind, lanes, kept, where)
@@ -347,7 +350,7 @@ class PallasNotes:
 
 
 def reached(lanes: Lanes, kept: np.ndarray | None) -> tuple[np.ndarray, int, int]:
-    """Offsets of the lanes that ask for elements, lanes masked off, and lanes outside."""
+    """Return the element offsets of active lanes, and the numbers of masked and outside lanes."""
     total = np.zeros((1,) * len(lanes.shape), np.int64)
     step = 1
     for at, size in zip(reversed(lanes.coordinates), reversed(lanes.ref.array.shape), strict=True):

@@ -1,12 +1,12 @@
-"""Runs the grid of a `pallas_call`, in one of two models of who moves what.
+"""Run the grid of a `pallas_call`, in one of two models of which accesses move bytes.
 
 ``gpu``: a block is a view of device memory. A program moves bytes when the kernel reads or writes a
-ref. Programs start with the first axis of the grid fastest, as Pallas lowers them to Triton.
+ref. The first axis of the grid runs fastest, as Pallas lowers programs to Triton.
 
-``tpu``: one core takes the grid's steps in order, the last axis fastest. A pipeline copies each
-operand's block to VMEM before a step, unless the step before had the same block, and copies an
-output's block back when the next step has another. The kernel's own reads and writes stay on the
-chip. Refs in HBM (`pl.ANY`) are moved by `pltpu.make_async_copy`.
+``tpu``: one core runs the grid's steps in order, with the last axis fastest. A pipeline copies each
+operand's block to VMEM before a step, unless the previous step had the same block. It copies an
+output's block back if the next step has another block. The kernel's own reads and writes stay on
+chip. Refs in HBM (`pl.ANY`) are copied by `pltpu.make_async_copy`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Model = Literal["gpu", "tpu"]
 
 
 class Programs(Observer, Protocol):
-    """A recorder that is also told which kernel and which program run."""
+    """An `Observer` that is also told which kernel and which program run."""
 
     def kernel(self, launch: KernelCall) -> None:
         """Called when a kernel starts."""
@@ -39,15 +39,15 @@ class Programs(Observer, Protocol):
         """Called when a program, or a grid step of a TPU, starts."""
 
     def revisit(self, operand: BlockOperand, where: SourceLine) -> None:
-        """Called when a TPU's step returns to an output block that was copied back before."""
+        """Called when a TPU's grid returns to an output block that was copied back before."""
 
     def finish(self, launch: KernelCall, outputs: Sequence[Any]) -> None:
-        """Called when the kernel has ended; `outputs` are its results as arrays of JAX."""
+        """Called when the kernel has ended; `outputs` are its results as JAX arrays."""
 
 
 @dataclass(eq=False)
 class BlockOperand:
-    """An operand of a kernel: a tensor in device memory, and how blocks are cut from it."""
+    """An operand of a kernel: a tensor in device memory, and its division into blocks."""
 
     tensor: HbmTensor
     mapping: Any
@@ -62,7 +62,7 @@ class BlockOperand:
 
     @property
     def in_hbm(self) -> bool:
-        """Whether the kernel sees the whole tensor, and moves parts of it itself."""
+        """Whether the kernel gets the whole tensor, and copies parts of it itself."""
         return self.space in ("any", "hbm")
 
 
@@ -76,10 +76,10 @@ class KernelCall:
     operands: list[BlockOperand]
     scalars: list[HbmTensor]
     where: SourceLine
-    #: Grid axes that name the programs. On a GPU the first runs fastest. On a TPU, steps that work
-    #: on the same blocks of all outputs are one program.
+    #: Grid axes that identify programs. On a GPU the first one runs fastest. On a TPU, steps that
+    #: work on the same blocks of all outputs are one program.
     axes: tuple[int, ...] = ()
-    #: What lies on the chip at once, by name: shape and bytes.
+    #: The values that are on chip at the same time, by name: shape and bytes.
     held: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
 
     @property
@@ -89,7 +89,7 @@ class KernelCall:
 
 
 def launcher(model: str | None, recorder: Programs):
-    """The function by which a `Walker` runs each `pallas_call`."""
+    """Return the function with which a `Walker` runs each `pallas_call`."""
 
     def run(walker: Walker, step: Any, inputs: list[Any]) -> list[Any]:
         return launch(walker, recorder, step.equation, inputs, model)
@@ -100,12 +100,12 @@ def launcher(model: str | None, recorder: Programs):
 def launch(
     walker: Walker, recorder: Programs, equation: Any, inputs: list[Any], model: str | None
 ) -> list[Any]:
-    """Run one `pallas_call`; its outputs, as JAX arrays."""
+    """Run one `pallas_call`; return its outputs as JAX arrays."""
     params = equation.params
     mapping, jaxpr = params["grid_mapping"], params["jaxpr"]
     inputs = list(inputs)
     grid = []
-    for size in mapping.grid:  # bounds that only the call knows come first among its inputs
+    for size in mapping.grid:  # dynamic grid sizes are the first inputs of the call
         grid.append(int(size) if isinstance(size, int) else int(inputs.pop(0)))
     model = chosen_model(params, jaxpr, model)
     names = parameter_names(jaxpr)
@@ -146,7 +146,7 @@ def launch(
 
 
 def run_gpu(walker: Walker, recorder: Programs, here: KernelCall, mapping: Any, jaxpr: Any) -> None:
-    """Every program in turn, each with fresh scratch; refs are views of device memory."""
+    """Run every program, each with new scratch buffers; refs are views of device memory."""
     scalars = [Ref.whole(one.array, one, one.name) for one in here.scalars]
     count = len(here.scalars) + len(here.operands)
     vmapped = mapping.vmapped_dims
@@ -167,9 +167,9 @@ def run_tpu(
     jaxpr: Any,
     starts: Sequence[Sequence[tuple[int, ...]]],
 ) -> None:
-    """The grid's steps in order; blocks are copied to and from VMEM as they change."""
+    """Run the grid's steps in order; blocks are copied to and from VMEM when they change."""
     count = len(here.scalars) + len(here.operands)
-    kept: dict[int, Any] = {}  # scratch, which lives through the whole grid
+    kept: dict[int, Any] = {}  # scratch buffers, which persist through the whole grid
     scalars = []
     for number, index in enumerate(itertools.product(*map(range, here.grid))):
         recorder.program(index)
@@ -199,7 +199,7 @@ def run_tpu(
 
 
 def fetch(recorder: Programs, operand: BlockOperand, start: tuple[int, ...]) -> None:
-    """Put a block into VMEM; only inputs are copied."""
+    """Provide a block in VMEM; only blocks of inputs are copied from device memory."""
     view = window(operand, start)
     lanes = everything(view)
     buffer = lanes.read(None)
@@ -213,7 +213,7 @@ def fetch(recorder: Programs, operand: BlockOperand, start: tuple[int, ...]) -> 
 
 
 def write_back(recorder: Programs, operand: BlockOperand, start: tuple[int, ...]) -> None:
-    """Copy an output's block from VMEM."""
+    """Copy an output's block from VMEM to device memory."""
     view = window(operand, start)
     assert operand.ref is not None
     recorder.access("store", inner(view), None, operand.where)
@@ -231,7 +231,7 @@ def run_program(
     count: int,
     kept: dict[int, Any],
 ) -> None:
-    """Run the kernel's body once."""
+    """Run the kernel's body for one program."""
     buffers = []
     for number, variable in enumerate(jaxpr.invars[count:]):
         if number not in kept:
@@ -250,15 +250,15 @@ def run_program(
 
 
 def gpu_axes(rank: int, vmapped: Sequence[int]) -> tuple[int, ...]:
-    """The axes of the grid in the order in which a GPU runs over them, the fastest first.
+    """Return the grid's axes in the order in which a GPU iterates over them, the fastest first.
 
-    Axes that `vmap` added follow the kernel's own, the innermost first.
+    Axes that `vmap` added come after the kernel's own axes, the innermost first.
     """
     return (*(d for d in range(rank) if d not in vmapped), *reversed(vmapped))
 
 
 def tpu_axes(here: KernelCall, starts: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
-    """The leading axes, as many as choose the outputs' blocks."""
+    """Return the fewest leading grid axes that determine the blocks of all outputs."""
     blocked = [n for n, o in enumerate(here.operands) if o.output and not o.in_hbm]
     steps = list(itertools.product(*map(range, here.grid)))
     for leading in range(len(here.grid)):
@@ -273,7 +273,7 @@ def tpu_axes(here: KernelCall, starts: Sequence[Sequence[tuple[int, ...]]]) -> t
 
 
 def in_order(grid: Sequence[int], axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The programs of a grid; the first of `axes` runs fastest."""
+    """Yield the programs of a grid; the first of `axes` runs fastest."""
     for slow_first in itertools.product(*(range(grid[d]) for d in reversed(axes))):
         index = [0] * len(grid)
         for d, i in zip(reversed(axes), slow_first, strict=True):
@@ -284,9 +284,9 @@ def in_order(grid: Sequence[int], axes: Sequence[int]) -> Iterator[tuple[int, ..
 def on_tpu(
     here: KernelCall, jaxpr: Any, names: Sequence[str]
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """VMEM by name: each block as often as the pipeline buffers it, and scratch.
+    """Return the use of VMEM by name: every buffer of each block, and scratch buffers.
 
-    One buffer of an input is left out: it holds the block that the trace shows as loaded.
+    One buffer per input is left out, because the trace contains it as a loaded tile.
     """
     found = {}
     for operand in here.operands:
@@ -309,7 +309,7 @@ def on_tpu(
 def operands_of(
     params: dict[str, Any], names: Sequence[str], inputs: Sequence[Any], equation: Any
 ) -> list[BlockOperand]:
-    """The operands of a call: inputs, then outputs; an aliased output is its input's memory."""
+    """Return the operands of a call: inputs, then outputs; an aliased output is its input."""
     mapping = params["grid_mapping"]
     aliases = {output: given for given, output in params["input_output_aliases"]}
     operands: list[BlockOperand] = []
@@ -344,7 +344,7 @@ def operands_of(
 
 
 def held(value: Any) -> np.ndarray:
-    """A NumPy copy of an operand, which stores may change."""
+    """Return a NumPy copy of an operand, which stores may change."""
     dtype = getattr(value, "dtype", None)
     try:
         array = np.array(value)
@@ -353,22 +353,22 @@ def held(value: Any) -> np.ndarray:
         narrow = True
     if narrow or array.dtype.kind == "O":
         raise UnsupportedError(
-            f"an operand of type {dtype}, whose elements do not fill whole bytes: pass it as int8 "
-            "or as a wider float"
+            f"an operand has type {dtype}, whose elements are smaller than a byte, which is not "
+            "supported; pass it as int8 or as a wider float"
         )
     return array
 
 
 def block_of(mapping: Any, name: str) -> tuple[tuple[int, ...], tuple[bool, ...], tuple[int, ...]]:
-    """A block's length in each dimension, which of them the kernel does not see, and padding."""
+    """Return a block's length, whether it is squeezed, and its padding, for each dimension."""
     lengths, squeezed, before = [], [], []
     for dimension in mapping.block_shape:
         kind = type(dimension).__name__
         gone = dimension is None or kind in ("Squeezed", "Mapped")
         if not gone and kind not in ("int", "Blocked", "Element"):
             raise UnsupportedError(
-                f"{name}: a block dimension of kind {kind} is not supported: use an integer, None "
-                "or pl.Element in its BlockSpec"
+                f"{name} has a block dimension of kind {kind}, which is not supported; use an "
+                "integer, None or pl.Element in its BlockSpec"
             )
         lengths.append(1 if gone else int(getattr(dimension, "block_size", dimension)))
         squeezed.append(gone)
@@ -392,13 +392,13 @@ def block_start(
 
 
 def window(operand: BlockOperand, start: tuple[int, ...]) -> Ref:
-    """A view of an operand's block in device memory."""
+    """Return a view of an operand's block in device memory."""
     tensor = operand.tensor
     return Ref(tensor.array, start, operand.block, operand.squeezed, tensor, tensor.name)
 
 
 def everything(ref: Ref) -> Lanes:
-    """All lanes of a ref, also those of squeezed dimensions and those past the array's end."""
+    """Return all lanes of a ref, also in squeezed dimensions and past the array's end."""
     axes = tuple((first, length, 1) for first, length in zip(ref.start, ref.shape, strict=True))
     inside = all(
         first >= 0 and first + length <= size
@@ -409,7 +409,7 @@ def everything(ref: Ref) -> Lanes:
 
 
 def inner(ref: Ref) -> Lanes:
-    """The lanes of a ref that lie inside its array, which are those that a TPU's pipeline moves."""
+    """Return the lanes of a ref that lie inside its array, which a TPU's pipeline copies."""
     start, shape = [], []
     for first, length, size in zip(ref.start, ref.shape, ref.array.shape, strict=True):
         low, high = max(first, 0), min(first + length, size)
@@ -419,14 +419,14 @@ def inner(ref: Ref) -> Lanes:
     return everything(cut)
 
 
-# -- what a call says of itself --------------------------------------------------------------------
+# -- properties of a call --------------------------------------------------------------------------
 
 
 def chosen_model(params: dict[str, Any], jaxpr: Any, model: str | None) -> Model:
-    """The model that is asked for, or the one that the kernel is written for.
+    """Return the requested model, or else the one for which the kernel is written.
 
-    A kernel with a TPU's compiler parameters, memory spaces or prefetched scalars is a TPU's; any
-    other is a GPU's.
+    A kernel with a TPU's compiler parameters, memory spaces or prefetched scalars is for a TPU; any
+    other kernel is for a GPU.
     """
     if model is not None and model not in get_args(Model):
         raise OptionError(f"there is no model {model!r}; {choices(model, get_args(Model))}")
@@ -438,31 +438,31 @@ def chosen_model(params: dict[str, Any], jaxpr: Any, model: str | None) -> Model
 
 
 def refuse_unknown(here: KernelCall, jaxpr: Any, names: Sequence[str]) -> None:
-    """Raise for kernels that the chosen model cannot tell about."""
+    """Raise an error if the chosen model does not support the kernel."""
     for variable, name in itertools.zip_longest(jaxpr.invars, names):
         space = getattr(variable.aval, "memory_space", None)
         module = type(space).__module__ if space is not None else ""
         if "mosaic_gpu" in module:
             raise UnsupportedError(
-                f"kernel {here.name}: {name} lies in {space} of Pallas's Mosaic GPU backend, which "
-                "flashsim does not run: trace the kernel with plain refs, in the way of "
+                f"kernel {here.name}: {name} is in {space} of Pallas's Mosaic GPU backend, which "
+                "flashsim does not support; trace the kernel with plain refs, as for "
                 "jax.experimental.pallas.triton"
             )
         if here.model == "gpu" and ".mosaic.core" in module:
             raise OptionError(
-                f"kernel {here.name}: {name} lies in {space}, which only a TPU has; trace it with "
-                "model='tpu'"
+                f"kernel {here.name}: {name} is in {space}, which only a TPU has; trace the kernel "
+                "with model='tpu'"
             )
 
 
 def space_of(mapping: Any) -> str:
-    """The memory space of an operand, as Pallas writes it."""
+    """Return the name of an operand's memory space, as Pallas writes it."""
     aval = getattr(mapping, "transformed_block_aval", None) or mapping.block_aval
     return str(getattr(aval, "memory_space", None)).lower().rpartition(".")[2]
 
 
 def parameter_names(jaxpr: Any) -> list[str]:
-    """The kernel's parameters, without a trailing `_ref`; numbered where JAX does not know them."""
+    """Return the names of the kernel's parameters without `_ref`; unknown ones are numbered."""
     known = getattr(jaxpr.debug_info, "arg_names", None) or ()
     given = [str(name).rpartition(".")[2] for name in known]
     given += [""] * (len(jaxpr.invars) - len(given))
@@ -474,13 +474,13 @@ def parameter_names(jaxpr: Any) -> list[str]:
 
 
 def kernel_name(jaxpr: Any) -> str:
-    """The name of the kernel's function."""
+    """Return the name of the kernel's function."""
     told = str(getattr(jaxpr.debug_info, "func_src_info", "") or "kernel")
     return told.split(" ")[0]
 
 
 def spec_line(mapping: Any, equation: Any) -> SourceLine:
-    """The line of an operand's index map; without one, the call's."""
+    """Return the line of an operand's index map, or else the line of the call."""
     told = getattr(mapping.index_map_jaxpr.jaxpr.debug_info, "func_src_info", None) or ""
     found = re.fullmatch(r"(.*) at (.*):(\d+)", told)
     if found is None or "/jax/_src/" in found[2].replace("\\", "/"):
@@ -489,7 +489,7 @@ def spec_line(mapping: Any, equation: Any) -> SourceLine:
 
 
 def bytes_of(aval: Any) -> int:
-    """Bytes of a scratch buffer; 0 for a semaphore."""
+    """Return the bytes of a scratch buffer; 0 for a semaphore."""
     inner_aval = getattr(aval, "inner_aval", aval)
     try:
         return int(np.prod(inner_aval.shape, dtype=np.int64)) * np.dtype(inner_aval.dtype).itemsize

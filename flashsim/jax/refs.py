@@ -1,10 +1,10 @@
-"""Refs of a Pallas kernel: which elements an index reaches, and their values.
+"""Refs of a Pallas kernel: which elements an access refers to, and their values.
 
-A kernel sees blocks of its operands through refs. Here a `Ref` is a window of a NumPy array: of a
-whole tensor in device memory, or of a buffer on the chip. `locate` turns the transforms of one
-access (`ref[...]`, `ref.at[...]`, reshape, transpose) into `Lanes`: one lane for each element. A
-lane outside the window or outside the array reads `poison`, as in Pallas's own interpreter. It
-stores nothing.
+A kernel accesses blocks of its operands through refs. A `Ref` is a window of a NumPy array, which
+is a tensor in device memory or an on-chip buffer. `locate` converts the transforms of one access
+(`ref[...]`, `ref.at[...]`, reshape, transpose) to `Lanes`, with one lane per element. A lane
+outside of the window or the array reads `poison`, as in Pallas's own interpreter, and its stores
+have no effect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashsim.errors import UnsupportedError
 
 @dataclass(eq=False)
 class HbmTensor:
-    """An operand of a kernel in device memory; `source` is the array of JAX that it was."""
+    """An operand of a kernel in device memory; `source` is the JAX array that was copied."""
 
     name: str
     array: np.ndarray
@@ -30,10 +30,10 @@ class HbmTensor:
 
 @dataclass(eq=False)
 class Ref:
-    """A window of `array`: it starts at `start` and is `shape` long in each of its dimensions.
+    """A window of `array`, which starts at `start` and has the lengths `shape`.
 
-    `squeezed` dimensions are 1 long and are not seen by the kernel. `tensor` is the operand in
-    device memory that the window shows, and None if the array is a buffer on the chip.
+    `squeezed` dimensions have length 1, and the kernel does not see them. `tensor` is the operand
+    in device memory that the window belongs to; None if the array is an on-chip buffer.
     """
 
     array: np.ndarray
@@ -46,7 +46,7 @@ class Ref:
 
     @classmethod
     def whole(cls, array: np.ndarray, tensor: HbmTensor | None = None, name: str = "") -> Ref:
-        """A ref to all of an array."""
+        """Return a ref to a whole array."""
         none = (False,) * array.ndim
         return cls(array, (0,) * array.ndim, array.shape, none, tensor, name)
 
@@ -55,9 +55,10 @@ class Ref:
 class Lanes:
     """The elements of one access, one lane each.
 
-    `shape` is the shape of the value. `index` selects the lanes in the array if every lane is
-    inside; it is None otherwise. `axes` are the array's dimensions as (first, length, step), if the
-    lanes are a box, in which case `dims` are those that the value has.
+    `shape` is the shape of the accessed value. `index` selects the lanes in the array; it is None
+    if a lane is outside. If the lanes are a box, `axes` has (first, length, step) per dimension of
+    the array, and `dims` lists the dimensions that the value has. Otherwise `arrays` holds the
+    lanes' coordinates.
     """
 
     ref: Ref
@@ -69,12 +70,12 @@ class Lanes:
 
     @property
     def all_inside(self) -> bool:
-        """Whether no lane lies outside the window and the array."""
+        """Whether every lane lies inside the window and the array."""
         return self.index is not None
 
     @cached_property
     def coordinates(self) -> tuple[np.ndarray, ...]:
-        """For each dimension of the array, the lanes' indices: int64, of the value's shape."""
+        """The lanes' indices, one int64 array in the value's shape per dimension of the array."""
         if self.arrays is not None:
             return self.arrays
         assert self.axes is not None
@@ -82,7 +83,7 @@ class Lanes:
 
     @cached_property
     def inside(self) -> np.ndarray:
-        """Which lanes lie inside the window and the array."""
+        """Booleans: whether each lane lies inside the window and the array."""
         kept = np.ones(self.shape, bool)
         ref = self.ref
         for at, first, length, size in zip(
@@ -92,7 +93,7 @@ class Lanes:
         return kept
 
     def read(self, kept: np.ndarray | None) -> np.ndarray:
-        """The lanes' values; `poison` where `kept` is False or a lane is outside."""
+        """Return the lanes' values; `poison` where `kept` is False or a lane is outside."""
         if self.index is not None:
             value = np.array(self.ref.array[self.index])
             if kept is not None and not kept.all():
@@ -113,26 +114,26 @@ class Lanes:
         self.ref.array[tuple(at[kept] for at in self.coordinates)] = value[kept]
 
     def combine(self, operation: np.ufunc, value: np.ndarray, kept: np.ndarray | None) -> None:
-        """Combine `value` with the lanes' elements, once for each lane, also for equal lanes."""
+        """Combine `value` with the lanes' elements; several lanes may have the same element."""
         self.ref.written = True
         kept = self.inside if kept is None else self.inside & kept
         operation.at(self.ref.array, tuple(at[kept] for at in self.coordinates), value[kept])
 
 
 def poison(dtype: np.dtype) -> Any:
-    """The value of memory that was never written: NaN, or the least integer."""
+    """Return the value of memory that was never written: NaN, or the least integer."""
     if dtype.kind == "b":
         return False
     return np.iinfo(dtype).min if dtype.kind in "iu" else np.array(np.nan).astype(dtype)
 
 
 def uninitialized(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An array of `poison`."""
+    """Return an array filled with `poison`."""
     return np.full(tuple(shape), poison(dtype), dtype)
 
 
 def grid(axes: Sequence[tuple[int, int, int]], dims: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """Coordinate arrays of a box; only the dimensions `dims` appear in their shape."""
+    """Return coordinate arrays of a box; their shape has only the dimensions `dims`."""
     shape = tuple(axes[d][1] for d in dims)
     arrays = []
     for d, (first, length, step) in enumerate(axes):
@@ -147,12 +148,12 @@ def grid(axes: Sequence[tuple[int, int, int]], dims: Sequence[int]) -> tuple[np.
 
 
 def is_slice(index: Any) -> bool:
-    """Whether an indexer's entry is a Pallas slice, with a start, a size and a stride."""
+    """Return whether an indexer's entry is a Pallas slice, with a start, a size and a stride."""
     return hasattr(index, "start") and hasattr(index, "size") and hasattr(index, "stride")
 
 
 def locate(ref: Ref, transforms: Sequence[Any]) -> Lanes:
-    """The lanes that `transforms` reach in a ref."""
+    """Return the lanes of a ref that `transforms` select."""
     axes = [(first, length, 1) for first, length in zip(ref.start, ref.shape, strict=True)]
     dims = [d for d, gone in enumerate(ref.squeezed) if not gone]
     arrays: tuple[np.ndarray, ...] | None = None
@@ -182,7 +183,7 @@ def locate(ref: Ref, transforms: Sequence[Any]) -> Lanes:
 
 
 def plain(transform: Any) -> bool:
-    """Whether a transform is an indexer of slices and single integers."""
+    """Return whether a transform is an indexer of slices and single integers."""
     return hasattr(transform, "indices") and all(
         is_slice(index) or np.ndim(index) == 0 for index in transform.indices
     )
@@ -191,7 +192,7 @@ def plain(transform: Any) -> bool:
 def sliced(
     axes: Sequence[tuple[int, int, int]], dims: Sequence[int], indices: Sequence[Any]
 ) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """A box, indexed by slices and integers."""
+    """Return a box after indexing by slices and integers, as `axes` and `dims`."""
     axes, left = list(axes), []
     for d, index in zip(dims, indices, strict=True):
         first, _, step = axes[d]
@@ -204,20 +205,20 @@ def sliced(
 
 
 def length_of(index: Any) -> int:
-    """The length of a slice, which must be known when the kernel is traced."""
+    """Return the length of a slice, which must be known when the kernel is traced."""
     try:
         return int(index.size)
     except TypeError:
         raise UnsupportedError(
-            f"a slice whose length is computed inside the kernel ({index.size}) cannot be traced: "
-            "give pl.ds a Python integer as size, and mask the elements that are too many"
+            f"a slice whose length is computed inside the kernel ({index.size}) cannot be traced; "
+            "pass pl.ds a Python integer as size, and mask the elements that you do not need"
         ) from None
 
 
 def gathered(
     axes: Sequence[tuple[int, int, int]], dims: Sequence[int], indices: Sequence[Any]
 ) -> tuple[np.ndarray, ...]:
-    """A box, indexed by arrays of integers as well: coordinates, placed by NumPy's rule."""
+    """Return coordinates of a box after indexing by slices and integer arrays, as in NumPy."""
     steps = [
         np.arange(length_of(i), dtype=np.int64) * int(i.stride) + int(i.start)
         if is_slice(i)
@@ -227,7 +228,7 @@ def gathered(
     numbers = [n for n, i in enumerate(indices) if not is_slice(i)]
     common = np.broadcast_shapes(*(steps[n].shape for n in numbers))
     adjacent = numbers[-1] - numbers[0] == len(numbers) - 1
-    order: list[int | None] = []  # dimensions of the value: slices, and None for `common`
+    order: list[int | None] = []  # the value's dimensions: a slice's number, or None for `common`
     for n, index in enumerate(indices):
         if is_slice(index):
             order.append(n)
@@ -253,7 +254,7 @@ def gathered(
 
 
 def transformed(arrays: tuple[np.ndarray, ...], transform: Any) -> tuple[np.ndarray, ...]:
-    """Coordinates under a reshape, a transpose or one more indexer."""
+    """Return coordinates after a reshape, a transpose or another indexer."""
     kind = type(transform).__name__
     if kind == "ReshapeTransform":
         return tuple(at.reshape(transform.shape) for at in arrays)
@@ -268,6 +269,6 @@ def transformed(arrays: tuple[np.ndarray, ...], transform: Any) -> tuple[np.ndar
         )
         return tuple(at[index] for at in arrays)
     raise UnsupportedError(
-        f"a ref under {kind}, which flashsim cannot follow: index the ref itself, and reshape or "
-        "convert the value that it returns"
+        f"a ref is transformed by {kind}, which flashsim does not support; index the ref itself, "
+        "and reshape or convert the value"
     )

@@ -1,9 +1,9 @@
-"""Read what XLA passes to a foreign function, and answer it, in Python.
+"""Register Python functions as XLA foreign functions, and read XLA's call frames.
 
-XLA calls a function pointer with a *call frame*: arguments, results to be filled, attributes, and a
-table of its own functions. The structures here are those of ``xla/ffi/api/c_api.h``, version 0.x,
-which jaxlib ships (`jax.ffi.include_dir`); later minor versions append fields. `register` makes
-such a pointer from a Python function. XLA calls it from a thread of its own; ctypes takes the GIL.
+XLA calls a function pointer with a *call frame*: arguments, result buffers to fill, attributes, and
+a table of XLA's functions. The structures are those of ``xla/ffi/api/c_api.h``, version 0.x, which
+jaxlib contains (`jax.ffi.include_dir`); later minor versions append fields. `register` makes such a
+function pointer from a Python function. XLA calls it from its own thread; ctypes acquires the GIL.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from flashsim.errors import BackendUnavailable
 from flashsim.problem.problem import numpy_dtype
 
 _MAJOR = 0
-_METADATA = 1  # the kind of extension that asks which version a function was written for
-_STRING = 4  # the kind of attribute
+_METADATA = 1  # the kind of extension that asks for which version a function was written
+_STRING = 4  # the kind of a text attribute
 _INVALID_ARGUMENT = 3
 _DTYPES = {
     **{1: "bool", 2: "int8", 3: "int16", 6: "uint8"},
@@ -67,14 +67,14 @@ class _Api(_Struct):
     )
 
 
-#: 64-bit words of structures: a call frame, a buffer and a span of text, as far as they are read.
+#: Structures as 64-bit words: a call frame, a buffer and a text span, up to the last word read.
 _FRAME, _BUFFER, _SPAN = (c_uint64 * 21), (c_uint64 * 6), (c_uint64 * 2)
-# Where a frame's fields are. Arguments and results: their number, and the address of their
-# buffers' addresses. Attributes: their number, the addresses of their kinds, of their names'
-# addresses and of their texts'.
+# Word offsets of a frame's fields. Arguments and results have two: their number, and the address
+# of an array of buffer addresses. Attributes have four: their number, and the addresses of their
+# kinds, of an array of name addresses, and of an array of text addresses.
 _EXTENSION, _API_AT, _CONTEXT = 1, 2, 3
 _ARGUMENTS, _RESULTS, _ATTRIBUTES = (7, 9), (12, 14), (17, 18, 19, 20)
-# Where a buffer's fields are.
+# Word offsets of a buffer's fields.
 _DTYPE, _DATA, _RANK, _DIMS = 2, 3, 4, 5
 
 
@@ -105,7 +105,7 @@ _STREAM = ctypes.CFUNCTYPE(c_void_p, POINTER(_StreamGet))
 
 
 class XlaArray:
-    """Memory of an argument or a result: `address`, `shape`, `dtype` (a NumPy dtype)."""
+    """The memory of an argument or a result: its `address`, `shape` and NumPy `dtype`."""
 
     def __init__(self, buffer: list[int]) -> None:
         self.address: int = buffer[_DATA]
@@ -120,13 +120,13 @@ class XlaArray:
 
 
 class ForeignCall:
-    """One call: `arguments` and `results` (lists of XlaArray), and text attributes.
+    """One call of a foreign function: its arguments, result buffers and text attributes.
 
     Parameters
     ----------
     frame : int
-        The address of XLA's call frame. It is read as words: a structure of ctypes takes ten times
-        as long, for each field.
+        The address of XLA's call frame. The frame is read as 64-bit words, because reading a field
+        of a ctypes structure takes ten times as long.
     """
 
     def __init__(self, frame: int) -> None:
@@ -138,26 +138,26 @@ class ForeignCall:
 
     @property
     def arguments(self) -> list[XlaArray]:
-        """The arguments' memory."""
+        """The memory of the arguments."""
         return [XlaArray(buffer) for buffer in self._given]
 
     @property
     def results(self) -> list[XlaArray]:
-        """The results' memory, to be filled."""
+        """The memory of the results, which the function fills."""
         return [XlaArray(buffer) for buffer in self._made]
 
     def looks(self) -> tuple[Any, ...]:
-        """The type and shape of each argument, to find what an earlier call found."""
+        """Return the type and shape of each argument, as a key for caches."""
         return tuple(
             (_low(x[_DTYPE]), ctypes.string_at(x[_DIMS], 8 * x[_RANK])) for x in self._given
         )
 
     def addresses(self) -> list[int]:
-        """The addresses of the arguments and then of the results."""
+        """Return the addresses of the arguments, followed by those of the results."""
         return [x[_DATA] for x in (*self._given, *self._made)]
 
     def text(self, name: str) -> str:
-        """Return the text attribute of that name."""
+        """Return the text attribute with this name."""
         n, kinds, names, texts = (self._frame[at] for at in _ATTRIBUTES)
         each = (_pointers(names, n), (c_uint32 * n).from_address(kinds), _pointers(texts, n))
         for called, kind, at in zip(*each, strict=True):
@@ -166,16 +166,16 @@ class ForeignCall:
         raise KeyError(name)
 
     def stream(self) -> int:
-        """The address of the stream that XLA launches on (GPUs only)."""
+        """Return the address of the CUDA stream that XLA launches on (GPUs only)."""
         asked = _StreamGet(ctypes.sizeof(_StreamGet), None, self._frame[_CONTEXT])
         if _asking(_Api.from_address(self._frame[_API_AT]).stream_get)(ctypes.byref(asked)):
-            raise RuntimeError("XLA has no stream for this call")
+            raise RuntimeError("XLA returned no CUDA stream for this call")
         return asked.stream or 0
 
 
 @cache
 def _asking(address: int) -> Any:
-    """XLA's function at an address that asks for a stream, as one to call."""
+    """Return XLA's function that returns a stream, from its address, as a Python callable."""
     return _STREAM(address)
 
 
@@ -192,7 +192,7 @@ def _read(span: int) -> str:
 
 
 def _version(api: int) -> tuple[int, int]:
-    """The version of the interface that jaxlib speaks; up to JAX 0.8 its header alone says it."""
+    """Return the version of jaxlib's interface; up to JAX 0.8 only the header file contains it."""
     if api:
         version = _Api.from_address(api).version
         return version.major, version.minor
@@ -201,7 +201,7 @@ def _version(api: int) -> tuple[int, int]:
     return int(found["MAJOR"]), int(found["MINOR"])
 
 
-#: What was registered, which nothing else keeps alive.
+#: Registered function pointers, kept alive here because XLA holds no reference to them.
 _REGISTERED: list[Any] = []
 
 
@@ -213,7 +213,7 @@ def register(name: str, platform: str, function: Callable[[ForeignCall], None]) 
     Raises
     ------
     BackendUnavailable
-        If jaxlib's interface has another major version than the one this module describes.
+        If jaxlib's interface has another major version than this module supports.
     """
     spoken: list[int] = []
 
@@ -229,7 +229,7 @@ def register(name: str, platform: str, function: Callable[[ForeignCall], None]) 
                 return None
         try:
             function(ForeignCall(frame))
-        except BaseException as error:  # C++ has no use for exceptions
+        except BaseException as error:  # an exception must not reach C++
             text = f"{type(error).__name__}: {error}".encode()
             asked = _ErrorCreate(ctypes.sizeof(_ErrorCreate), None, text, _INVALID_ARGUMENT)
             create = _CREATE(_Api.from_address(words[_API_AT]).error_create)
@@ -243,5 +243,5 @@ def register(name: str, platform: str, function: Callable[[ForeignCall], None]) 
     if any(major != _MAJOR for major in spoken):
         raise BackendUnavailable(
             f"flashsim.jax uses version {_MAJOR}.x of XLA's foreign function interface, but "
-            f"jaxlib {jax.lib.__version__} uses {spoken[0]}.x"
+            f"jaxlib {jax.lib.__version__} uses {spoken[0]}.x; install another version of JAX"
         )

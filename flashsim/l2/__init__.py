@@ -1,9 +1,9 @@
-"""The L2 cache between HBM and the SMs: from requested bytes to DRAM bytes.
+"""A model of the L2 cache between HBM and the SMs, which predicts DRAM bytes.
 
-The package lists the requests of every thread block tile by tile, interleaves them as the SMs would
-issue them (launch order, blocks in flight, uneven progress), and replays them through a cache. This
-is a model: docs/reference/predictions.md says what it leaves out, and how far it is from hardware
-counters.
+The package lists the requests of every thread block tile by tile. It interleaves them in the order
+in which the SMs issue them (launch order, blocks in flight, uneven progress), and replays them
+through a cache. docs/reference/predictions.md says what this model leaves out, and compares its
+predictions with hardware counters.
 """
 
 from flashsim.l2.curve import Curve

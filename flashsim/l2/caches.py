@@ -1,8 +1,8 @@
-"""Two caches, compiled by Numba: a textbook cache, and one built like a GPU's L2.
+"""Two simulated caches, compiled by Numba: a textbook cache, and a cache built like a GPU's L2.
 
-`replay` is a fully associative cache of whole tiles that evicts the least recently used; the stack
-distances of `distances` give its results for all sizes at once. `replay_sets` is a set-associative
-cache with partitions.
+`replay` simulates a fully associative cache of whole tiles, which evicts the least recently used
+tile. The stack distances in `distances` give the same results for all cache sizes at once.
+`replay_sets` simulates a set-associative cache with partitions.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from flashsim.schedule.names import LOAD, STORE
 
 # -- fully associative: whole tiles ----------------------------------------------------------------
 #
-# One list, most recent tile first, linked through `links[tile] = (before, after)`; the last tile
-# number is the sentinel that closes the ring.
+# The cache is a list of tiles, the most recently used first, linked by `links[tile] = (before,
+# after)`. The last tile number is the sentinel at which the list ends and begins.
 
 ABSENT, CLEAN, DIRTY = 0, 1, 2
 
@@ -41,7 +41,7 @@ def replay(ids, codes, size, capacity, links, state, used, fetched, lost):
     size : int64 (tiles,)
         Bytes of each tile.
     capacity : int
-        Bytes.
+        Bytes of the cache.
     links : int32 (tiles + 1, 2); state : uint8 (tiles + 1); used : int64 (1,)
         The cache, changed in place.
     fetched, lost : int64 (tiles,)
@@ -72,9 +72,9 @@ def replay(ids, codes, size, capacity, links, state, used, fetched, lost):
             used[0] -= size[last]
 
 
-# -- set-associative, in partitions: a sample of the lines -----------------------------------------
+# -- set-associative, with partitions: a sample of the lines ---------------------------------------
 #
-# `held[part, set, way]` is a line number or -1; `touched` when it was used last.
+# `held[part, set, way]` is a line number, or -1 if empty; `touched` is the time of its last use.
 
 
 @keep
@@ -89,7 +89,7 @@ def _way(held, part, cache_set, line):
 @keep
 @njit
 def _insert(held, touched, dirty, part, cache_set, line, now, tile_of, lost):
-    """Put a line in an empty way or in the least recently used one; return that way."""
+    """Put a line in an empty way or in the least recently used way; return that way."""
     way = 0
     for other in range(held.shape[2]):
         if held[part, cache_set, other] < 0:
@@ -112,9 +112,9 @@ def replay_sets(
 ):
     """Replay requests; count the lines read from DRAM and the lines that evictions write to it.
 
-    An SM sends its requests to its own partition. A line whose home is the other partition is
-    fetched through it and kept in both. A write or a reduction goes to the line's home partition,
-    and the copy in the other partition is dropped.
+    An SM sends its requests to its own partition. A line whose home is the other partition is read
+    through that partition, and both partitions keep a copy. A store or a reduction goes to the
+    line's home partition, and the copy in the other partition is dropped.
 
     Parameters
     ----------
@@ -131,7 +131,8 @@ def replay_sets(
     partitions = held.shape[0]
     for r in range(len(ids)):
         tile, op = ids[r], codes[r] & 3
-        side = np.int64(codes[r] // SIDE if partitions == 2 else 0)  # one type, so compiled once
+        # The conversion keeps the type the same in both branches, so Numba compiles _way once.
+        side = np.int64(codes[r] // SIDE if partitions == 2 else 0)
         for line in range(first[tile], first[tile + 1]):
             clock[0] += 1
             cache_set, home = place_of[line], np.int64(home_of[line])

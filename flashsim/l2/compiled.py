@@ -1,10 +1,10 @@
-"""A disk cache for Numba's compiled code that falls back to memory when the disk fails.
+"""A disk cache for Numba's compiled code, which compiles again if the disk fails.
 
-Numba's own cache raises if no folder is writable, if the disk is full and, on every call, if one of
-its files was cut short. Here each of these costs one compilation and prints a line to stderr.
-Loaded code has been checked: each file stores the key it was written for, and its checksum. A
-checksum does not tell who wrote a file, and loading one runs code: so a folder that others may
-write to is not used.
+Numba's own cache raises an error if no folder is writable, if the disk is full and, on every call,
+if one of its files is truncated. With this cache, each such failure costs one compilation and
+prints a line to stderr. Before code is used, its key and its checksum, which are stored with it,
+are compared. A checksum does not show who wrote a file, and loading a file runs its code. So a
+folder to which other users can write is not used.
 """
 
 from __future__ import annotations
@@ -24,26 +24,29 @@ from numba.core.serialize import dumps
 
 
 def keep(function: Any) -> Any:
-    """Cache compiled code as ``@njit(cache=True)`` does; use it above a plain ``@njit``."""
+    """Decorate a function of ``@njit`` so that its compiled code is cached on disk.
+
+    It replaces ``@njit(cache=True)``, and is written above a plain ``@njit``.
+    """
     try:
         function._cache = _Disk(function.py_func)
-    except (RuntimeError, OSError):  # no folder that Numba knows of can be written
+    except (RuntimeError, OSError):  # none of Numba's cache folders is writable
         function._cache = _Memory()
     else:
         theirs = function._cache.open_to_others(function.py_func.__code__.co_filename)
         if theirs is not None:
-            _say(f"other users can write to {theirs}: code there is not used", None, _AGAIN)
+            _say(f"other users can write to {theirs}, so code in it is not used", None, _AGAIN)
             function._cache = _Memory(said=True)
     return function
 
 
 def kept(function: Any) -> bool:
-    """Whether the code that `function` compiles to can be kept on disk."""
+    """Return whether the compiled code of `function` can be cached on disk."""
     return isinstance(function._cache, _Disk)
 
 
 class _Disk(FunctionCache):
-    """Numba's cache of one function; failures are reported and affect only this load or save."""
+    """Numba's cache of one function; a failure is reported, and affects only one load or save."""
 
     def __init__(self, py_func: Any) -> None:
         super().__init__(py_func)
@@ -55,15 +58,16 @@ class _Disk(FunctionCache):
     def open_to_others(self, source: str) -> Path | None:
         """Return the folder or the file that another user could have written, or None.
 
-        The folder must belong to this user, to root or to the owner of the source, whose code runs
-        anyway. Its group may write if it is a user's own group, as on systems with umask 002.
+        The folder must belong to this user, to root or to the owner of the source file, whose code
+        runs anyway. The folder's group may write if it is the private group of a user, as on
+        systems with umask 002.
         """
-        if not hasattr(os, "getuid"):  # Windows, where a user's folders are the user's
+        if not hasattr(os, "getuid"):  # on Windows, other users cannot write to a user's folders
             return None
         trusted = {os.getuid(), 0}
-        with suppress(OSError):  # a source that is no file
+        with suppress(OSError):  # the source may not be a file
             trusted.add(os.stat(source).st_uid)
-        # The folder now, and the files that are there.
+        # The folder, and the files that it contains now.
         folder = Path(self.cache_path)
         for path in [folder, *folder.glob("*.nb[ic]")]:
             with suppress(FileNotFoundError):  # another process replaced it
@@ -77,7 +81,7 @@ class _Disk(FunctionCache):
         """Return the code compiled for these types, or None."""
         try:
             return super().load_overload(sig, target_context)
-        except Exception as error:  # whatever unpickling a damaged file raises
+        except Exception as error:  # unpickling a damaged file may raise any error
             _say(f"compiled code in {self.cache_path} is damaged", error, "compiling again")
             return None
 
@@ -88,18 +92,18 @@ class _Disk(FunctionCache):
                 super().save_overload(sig, data)
             except OSError:
                 raise
-            except Exception:  # an index that cannot be read: begin a new one
+            except Exception:  # the index cannot be read: write a new one
                 self.flush()
                 super().save_overload(sig, data)
         except Exception as error:
-            _say(f"cannot keep compiled code in {self.cache_path}", error, _AGAIN)
+            _say(f"cannot save compiled code in {self.cache_path}", error, _AGAIN)
 
 
 class _Files(IndexDataCacheFile):
     """Cache files whose entries each store their key and checksum.
 
-    Numba writes the index first, and numbers files anew when sources change. If a write fails, the
-    index may therefore point to an older entry; the stored key reveals that.
+    Numba writes the index first, and restarts the numbering of files when sources change. So after
+    a failed write the index may point to an older entry, which the stored key reveals.
     """
 
     def save(self, key: Any, data: Any) -> None:
@@ -116,20 +120,20 @@ class _Files(IndexDataCacheFile):
         if theirs != key:
             return None
         if digest != hashlib.sha256(blob).digest():
-            raise ValueError("its checksum is wrong")
+            raise ValueError("its checksum does not match its content")
         return pickle.loads(blob)
 
 
 class _Memory(NullCache):
-    """A cache for machines where nothing can be kept on disk."""
+    """A cache that saves nothing, for machines without a writable cache folder."""
 
     def __init__(self, said: bool = False) -> None:
         self._said = said
 
     def save_overload(self, sig: Any, cres: Any) -> None:
-        """Report that the compiled code is not kept."""
+        """Report that the compiled code is not saved."""
         if not self._said:
-            _say("no folder for compiled code can be written", None, _AGAIN)
+            _say("no folder for compiled code is writable", None, _AGAIN)
 
 
 _AGAIN = "each process compiles it again; NUMBA_CACHE_DIR can name another folder"

@@ -26,13 +26,13 @@ class Curve:
     Attributes
     ----------
     steps : int64 (n,)
-        Cache sizes in bytes from which on more requests hit, ascending.
+        Cache sizes in bytes, ascending, at which more requests begin to hit.
     saved : int64 (n,)
-        Bytes that a cache of at least ``steps[k]`` no longer reads from DRAM (cumulative).
+        Bytes that a cache of at least ``steps[k]`` bytes no longer reads from DRAM (cumulative).
     most : int
         Bytes read without a cache.
     write_steps, write_saved, most_written
-        The same for evicted dirty bytes.
+        The same three for dirty bytes that evictions write to DRAM.
     """
 
     steps: np.ndarray
@@ -76,7 +76,7 @@ class Curve:
         return int(self.most - (self.saved[-1] if len(self.saved) else 0))
 
     def enough(self) -> int:
-        """The smallest L2, in bytes, for which only the first read of each tile goes to DRAM."""
+        """Return the smallest L2, in bytes, with which only each tile's first read goes to DRAM."""
         return int(self.steps[-1]) if len(self.steps) else 0
 
     @staticmethod

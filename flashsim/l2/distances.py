@@ -1,4 +1,4 @@
-"""Stack distances: how large a cache must be for each request to hit (Numba)."""
+"""Stack distances: the smallest cache in which each request hits (compiled by Numba)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numba import njit
 from flashsim.l2.compiled import keep
 from flashsim.schedule.names import LOAD
 
-#: Stack distance of a tile that was never seen before.
+#: The stack distance of the first request of a tile.
 COLD = np.iinfo(np.int64).max
 
 
@@ -36,24 +36,26 @@ def _sum(tree, at):
 @keep
 @njit
 def distances(ids, codes, size):
-    """Return every request's stack distance in bytes, and the largest one that follows each write.
+    """Return every request's stack distance in bytes, and the largest distance after each write.
 
-    The distance of a request is the size of all distinct tiles touched since its tile was last
-    touched, its own size included. A cache of C bytes hits exactly when distance <= C (Mattson et
-    al. 1970). After a write, take the tile's largest distance until its next write or the end. A
-    cache of C bytes writes the tile back once, exactly if that distance exceeds C.
+    The distance of a request is the size of all distinct tiles requested since the last request of
+    its own tile, including that tile. The request hits in a cache of C bytes exactly if the
+    distance is at most C (Mattson et al. 1970). The second result is the tile's largest distance
+    from a write until its next write or the end. A cache of C bytes writes the tile back once if
+    that distance exceeds C, and otherwise not.
 
     Returns
     -------
     near : int64 (n,)
-        Distance of each request; COLD for the first request of a tile.
+        The distance of each request; COLD for the first request of a tile.
     strayed : int64 (n,)
-        For each store or reduction: the largest distance at which its tile is requested again, up
-        to and including the next write, or its depth in the stack at the end; -1 for a load.
+        For each store or reduction, the largest distance at which its tile is requested again, up
+        to and including the next write. Without a next write, the tile's depth in the stack at the
+        end counts too. -1 for a load.
     """
     tiles, n = len(size), len(ids)
     room = max(4 * tiles, 1024)
-    tree = np.zeros(room + 1, np.int64)  # bytes of each tile, at the time it was last touched
+    tree = np.zeros(room + 1, np.int64)  # bytes of each tile, at the time of its last request
     last = np.full(tiles, -1, np.int64)
     owner = np.full(room, -1, np.int64)
     near = np.empty(n, np.int64)
@@ -62,7 +64,7 @@ def distances(ids, codes, size):
     now, total = 0, 0
     for r in range(n):
         tile = ids[r]
-        if now == room:  # renumber times: keep the order, drop the gaps
+        if now == room:  # renumber the times in the same order without gaps
             tree[:] = 0
             kept = 0
             for at in range(room):
@@ -102,8 +104,8 @@ def distances(ids, codes, size):
 def tally(keys, weights):
     """Return the distinct keys, unordered, and the sum of the weights of each.
 
-    Keys must be at least 0. A hash table is much faster than sorting here: millions of requests
-    have a few thousand distinct distances.
+    Keys must be at least 0. This uses a hash table, which is much faster than sorting, because
+    millions of requests have a few thousand distinct distances.
     """
     bits = 12
     table, sums = np.full(1 << bits, -1, np.int64), np.zeros(1 << bits, np.int64)
@@ -129,7 +131,7 @@ def tally(keys, weights):
 @keep
 @njit
 def _find(table, key):
-    """Return the index of a key in a hash table, or of the free slot where it belongs.
+    """Return the index of a key in a hash table, or of the free slot in which to put it.
 
     The table's length is a power of two.
     """

@@ -1,7 +1,7 @@
-"""Interleave the thread blocks' requests in the order in which the SMs issue them (Numba).
+"""Interleaves the thread blocks' requests in the order in which the SMs issue them.
 
-A request is a tile number and a code: its operation (`names.OPS`), plus SIDE if the SM belongs to
-the second partition.
+The code is compiled by Numba. A request is a tile number and a code: its operation (`names.OPS`),
+plus SIDE if the SM belongs to the second partition.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from numba import njit
 from flashsim.l2.compiled import keep
 from flashsim.l2.launch import SIDE
 
-#: After how much of a visit's time a block that waits for its turn looks again.
+#: The fraction of a visit's time after which a block that waits for its turn checks again.
 POLL = 0.02
 
 
 @keep
 @njit
 def _earlier(time, a, b):
-    """Whether slot a acts before slot b; on a tie, the lower slot number acts first."""
+    """Return whether slot a acts before slot b; on a tie, the lower slot number acts first."""
     return time[a] < time[b] or (time[a] == time[b] and a < b)
 
 
@@ -54,7 +54,7 @@ def _ask(
             tile = j
         elif axis == 2:
             tile = i * requests[r, 5] + j
-        else:  # a part of the keys, which is what the block owns
+        else:  # a tile of the part of the keys that the block owns
             tile = outer
         out[n] = requests[r, 3] + head_of[owner, walk_head] * requests[r, 4] + tile
         codes[n] = requests[r, 0] + side
@@ -71,12 +71,12 @@ def weave(
 ):  # fmt: skip
     """Write all requests of one kernel in the order in which the SMs issue them.
 
-    Block b belongs to walk ``walks[b]``: a walk is a loop over the tiles of one head, or of one
-    group of query heads. The block owns ``outers[b]``: an outer tile, or one part of it. It makes
-    the visits (tile pairs) ``inner[ptr[outer]:ptr[outer + 1]]`` once for each of `members` query
-    heads. As many blocks run at once as `time` has slots; when one ends, the next starts. A visit
-    takes 1 plus a draw from ± `jitter`. With `ranks`, a visit waits until that many other visits of
-    its inner tile have started.
+    Block b belongs to loop ``walks[b]``: a loop over the tiles of one head, or of one group of
+    query heads. The block owns ``outers[b]``: an outer tile, or one part of it. It makes the visits
+    (tile pairs) ``inner[ptr[outer]:ptr[outer + 1]]`` once for each of `members` query heads. As
+    many blocks run at once as `time` has slots; when a block ends, the next one starts. A visit
+    takes a time of 1 plus a random number between -`jitter` and `jitter`. With `ranks`, a visit
+    waits until that many other visits of its inner tile have started.
 
     Parameters
     ----------
@@ -85,34 +85,36 @@ def weave(
     several : bool (outers,)
         Whether the entry is one of several parts of its tile.
     requests : int64 (n, 6)
-        op, axis, owner, first tile number, tiles per head, column tiles. `parts` (5,) splits the
-        table into four sections: requests before, at and after the visits, and those after the
-        visits for one of several parts.
+        The columns are op, axis, owner, first tile number, tiles per head, column tiles. `parts`
+        (5,) splits the table into four sections: requests before, at and after the visits, and
+        requests after the visits of one of several parts.
     head_of : int32 (3, heads)
-        For each query head: the number of its matrix among query heads, key heads and bias heads.
+        For each query head, the number of its matrix among query heads, key heads and bias heads.
     in_step : bool
-        Whether a block makes a visit for each of the members before the next visit.
+        Whether a block makes each visit for all members before it makes the next visit.
     flipped : bool (blocks,)
         Whether the block makes its visits in reverse order.
     time : float64 (slots,); block, done, heap : int64 (slots,)
         Work arrays: zeros, the first blocks, zeros, and the numbers of the slots.
     sides : uint8 (slots,)
-        Partition of each slot's SM.
+        The partition of each slot's SM.
     pace : float64 (slots,)
-        Relative time of a visit: less than 1 where fewer blocks than elsewhere share the SM.
+        The relative time of a visit on each slot: less than 1 if fewer blocks share the SM than
+        share other SMs.
     out, codes : int32, uint8
         Results: tile numbers and codes.
     ranks : int32 (visits,), or empty
         How many visits of the same inner tile precede each visit; if empty, no visit waits.
     turns : int32, since : float64 (query heads, inner tiles)
-        Work arrays: zeros. How many visits an inner tile has had, and when the next may start.
+        Work arrays of zeros: how many visits of an inner tile have started, and the time from which
+        its next visit may start.
     turn : float
-        Time from the start of one visit of an inner tile to the start of the next.
+        Time from the start of one visit of an inner tile to the start of its next visit.
 
     Returns
     -------
     int
-        Number of requests.
+        The number of requests.
     """
     blocks = len(walks)
     n, no_inner, draw = np.int64(0), np.int64(0), np.int64(seed)
@@ -120,7 +122,8 @@ def weave(
     while alive:
         slot = heap[0]
         b = block[slot]
-        head, outer = np.int64(walks[b] * stride), outers[b]  # one type, so compiled once
+        # The conversion gives `head` one type everywhere, so Numba compiles _ask once.
+        head, outer = np.int64(walks[b] * stride), outers[b]
         side = SIDE * sides[slot]
         visits, own = ptr[outer + 1] - ptr[outer], np.int64(tile_of[outer])
         total = visits * members
@@ -130,8 +133,8 @@ def weave(
                 v = visits - 1 - v
             tile = inner[ptr[outer] + v]
             if turns[head + member, tile] < ranks[ptr[outer] + v]:
-                # Look again a little after the next slot acts: there is one, since the first of
-                # those that wait for each other has nobody to wait for.
+                # Check again a little after the next slot acts. Another slot always can act,
+                # because the first of the blocks that wait for each other need not wait.
                 soon = time[heap[1]]
                 if alive > 2:
                     soon = min(soon, time[heap[2]])

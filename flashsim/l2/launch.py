@@ -1,4 +1,4 @@
-"""The order in which thread blocks start, and how many run at once."""
+"""`L2Model`: the order in which thread blocks start, how many run at once, and the L2 cache."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from flashsim.schedule.tables import INT32
 ORDERS = ("head-first", "tile-first", "longest-first", "grouped", "in-turns")
 WALKS = ("straight", "sawtooth", "in-step")
 
-#: Added to the code of a request's operation if an SM of the second partition asks.
+#: Added to the code of a request if it comes from an SM of the second partition.
 SIDE = 4
 
 
 @own_errors
 @dataclass(frozen=True)
 class L2Model:
-    """Options of the L2 model: how a kernel's requests reach L2, and how that L2 is built.
+    """Options of the L2 model: the order of a kernel's requests, and the structure of the cache.
 
     Parameters
     ----------
@@ -35,49 +35,50 @@ class L2Model:
         The order in which thread blocks start. A visit is one query tile times one key tile.
 
         - "head-first": all tiles of one head, then the next head (FlashAttention-2's grid).
-        - "tile-first": tile 0 of every head, then tile 1.
-        - "longest-first": over all heads, the tile with the most visits first.
-        - "grouped": groups of heads whose tensors fit in L2 together; within a group, the longest
-          tiles first. FlashAttention-3 and the kernels of `flashsim.backends` do this; `clump_size`
-          gives the size of a group.
+        - "tile-first": tile 0 of every head, then tile 1 of every head, and so on.
+        - "longest-first": over all heads, tiles in order of decreasing numbers of visits.
+        - "grouped": one group of heads after the other, each as large as fits in L2; within a
+          group, the longest tiles first. FlashAttention-3 and the kernels of `flashsim.backends` do
+          this; `clump_size` computes the size of a group.
         - "in-turns": as "grouped", but a fused backward adds to dQ in a fixed order. Its blocks
-          start with the columns whose first row is last, and each addition waits for its turn
+          start with the columns whose first row tile is last, and each addition waits for its turn
           (`flashsim.schedule.dq_order`).
     walk : {"straight", "sawtooth", "in-step"}
-        The order of a block's visits. "sawtooth": every other wave of blocks makes its visits in
-        reverse order, so that it starts with the data that the previous wave left in L2
-        (arXiv:2601.16032). "in-step" (KV-outer kernels): the same, but starting with the first
-        wave; and a block makes each visit for all query heads of its group before the next one.
-        The Hopper kernels of `flashsim.backends` do this: see docs/reference/hopper.md.
+        The order of a block's visits. "straight": the order of the schedule. "sawtooth": every
+        other wave of blocks makes its visits in reverse order, so that it starts with the data that
+        the previous wave left in L2 (arXiv:2601.16032). "in-step" (KV-outer kernels): the first
+        wave, the third and so on are in reverse order, and a block makes each visit for all query
+        heads of its group before the next visit. The Hopper kernels of `flashsim.backends` do this:
+        see docs/reference/hopper.md.
     blocks_per_sm : int, optional
         Thread blocks that share an SM. Default: as many as fit into its shared memory.
     partitions : int, optional
-        1 or 2; default: the device's. With 2, each half caches the half of memory attached to it,
-        and copies of the data that its own SMs read from the other half. Data that all SMs read
-        therefore takes its space twice.
+        1 or 2; default: the device's. With 2, each half of L2 caches the half of memory attached to
+        it, and copies of the data that its own SMs read from the other half. So data that all SMs
+        read is in L2 twice.
     jitter : float
-        In seconds: the largest random deviation of a visit's time, drawn uniformly for each visit.
-        A visit takes as long as its matrix products at the device's peak. If that peak is unknown
-        for the dtype, or if `jitter` is 0, all blocks advance at the same speed.
+        The largest random deviation of a visit's time, in seconds; each visit draws its deviation
+        uniformly. Without deviation, a visit takes as long as its matrix products at the device's
+        peak. If that peak is unknown for the dtype, or if `jitter` is 0, all blocks advance at the
+        same speed.
     turn : float
-        For "in-turns": seconds from one block's addition to a row tile's dQ to the next block's.
+        For "in-turns": seconds from one block's addition to a row tile's dQ until the next block's.
         The default fits six launches on an H200 (docs/notebooks/l2.md).
     ways : int or None
-        Lines per set of the cache. None: the textbook cache that `curves` assumes, fully
-        associative, with whole tiles and one partition.
+        Lines per set of the cache. None: the textbook cache that `curves` assumes, which is fully
+        associative, caches whole tiles, and has one partition.
     flush : bool
-        Start every kernel with an empty cache, as Nsight Compute does by default. False: each
-        kernel starts with the cache that the previous one left.
+        Whether every kernel starts with an empty cache, as Nsight Compute does by default.
+        Otherwise a kernel starts with the cache that the previous kernel left.
     heads_in_group : int, optional
-        Heads per group, for "grouped" and "in-turns". Default: as described there.
+        Heads per group, for "grouped" and "in-turns". Default: computed by `clump_size`.
     seed : int
-        Random seed for the jitter, for the partition of each SM, and for the lines that share a
-        set.
+        Random seed for the jitter, for the partition of each SM, and for the set of each line.
 
     Raises
     ------
     OptionError, DTypeError
-        For an option outside its range or of another type.
+        If an option is out of range or has the wrong type.
     """
 
     launch: str = "head-first"
@@ -107,7 +108,9 @@ class L2Model:
                     limit = f"at most {INT32:,}"
                 raise OptionError(f"{name} must be {limit}, got {shown(value)}")
         if self.ways is None and self.partitions == 2:
-            raise OptionError("the fully associative cache (ways=None) has one partition, not 2")
+            raise OptionError(
+                "the fully associative cache (ways=None) must have one partition, got partitions=2"
+            )
         checks.flag("flush", self.flush)
         for name in ("jitter", "turn"):
             if not 0 <= checks.number(name, getattr(self, name)) < 1e-3:
@@ -138,14 +141,14 @@ class L2Model:
     def turn_share(
         self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
     ) -> float:
-        """Return the time for handing on a turn (ordered dQ), in units of a visit's time."""
+        """Return `turn`, the delay between ordered additions to dQ, in units of a visit's time."""
         seconds = self.visit_seconds(stage, schedule, device, algorithm, direction)
         return self.turn / seconds if seconds else 0.0
 
     def visit_seconds(
         self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
     ) -> float:
-        """Return a visit's seconds of matrix products at peak; 0 if the peak is unknown."""
+        """Return the seconds of a visit's matrix products at peak; 0 if the peak is unknown."""
         p, tile = schedule.problem, schedule.tiling.clip(schedule.problem, schedule.split)
         if p.dtype not in {*device.tensor_flops, *device.cuda_flops}:
             return 0.0
@@ -167,16 +170,16 @@ class L2Model:
         device: Device,
         columns: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return each thread block's walk and outer tile, in the order they start, int32 each.
+        """Return each thread block's loop number and outer tile, in starting order, int32 each.
 
-        A walk is a loop over the tiles of one head, or of one group of query heads.
+        There is one loop per head, or per group of query heads.
 
         Parameters
         ----------
         visits : ndarray, (outer tiles,)
-            Number of visits of each outer tile, or of each part if keys are split.
+            The number of visits of each outer tile, or of each part if keys are split.
         columns : ndarray, (outer tiles,), optional
-            The column tiles in the order of "in-turns", if the kernel adds to dQ in turns.
+            The column tiles in the order of "in-turns", if the kernel adds to dQ in a fixed order.
         """
         walks, tiles = heads_of(stage, schedule.problem)[0], len(visits)
         tile_order = np.arange(tiles)
@@ -200,7 +203,7 @@ class L2Model:
     ) -> np.ndarray:
         """Return the wave of each of `blocks` thread blocks, in the order they start.
 
-        With "in-step", every group of heads takes the same whole number of waves
+        With "in-step", every group of heads runs in the same whole number of waves
         (kernels/hopper/tile_scheduler.cuh).
         """
         at_once = max(min(self.slots(stage, schedule, device), blocks), 1)
@@ -212,7 +215,7 @@ class L2Model:
         return block // whole * each + block % whole // at_once
 
     def _together(self, stage: plans.Stage, schedule: Schedule, tiles: int, device: Device) -> int:
-        """Return the number of walks (heads, or groups of query heads) that start as one group."""
+        """Return the number of loops (heads, or groups of query heads) that start as one group."""
         if self.launch not in ("grouped", "in-turns"):
             return heads_of(stage, schedule.problem)[0]
         return self.heads_in_group or clump_size(

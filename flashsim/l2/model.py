@@ -1,4 +1,4 @@
-"""Predict DRAM traffic from an L2 model: `dram` for the device's L2, `curves` for every size."""
+"""Predicts DRAM traffic by the L2 model: `dram` for the device's L2, `curves` for every L2 size."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from flashsim.schedule.tensors import CAPTURED
 
 OPS = ("read", "write", "pending")
 
-#: Bytes of a cache line, and how much of the cache is sampled: so many sets, or so many lines.
+#: Bytes of a cache line, and the numbers of sets and of lines that are simulated as a sample.
 LINE, LEAST_SETS, LEAST_LINES, SPARE = 128, 256, 50_000, 16
 
 
 @dataclass(frozen=True)
 class StageDram:
-    """DRAM bytes of one kernel by tensor: read, written, and still dirty in L2 when it ends."""
+    """DRAM bytes of one kernel by tensor: read, written, and still dirty in L2 at its end."""
 
     name: str
     read: dict[str, int]
@@ -56,15 +56,15 @@ class Dram:
     def bytes(
         self, op: str | None = None, tensor: str | None = None, stage: str | None = None
     ) -> int:
-        """Return DRAM bytes: of one operation, tensor and stage (kernel), or of all.
+        """Return the DRAM bytes of one operation, tensor and stage (kernel), or of all.
 
         Parameters
         ----------
         op : {"read", "write", "pending"}, optional
-            "write": written back by evictions while the kernel ran (the counter
-            ``dram__bytes_write.sum`` sees at least this). "pending": dirty in L2 when the kernel
-            ended (with ``flush=False``, when the last kernel ended), and written some time after.
-            Default: reads and writes, pending included.
+            "write": bytes that evictions write back while the kernel runs; the hardware counter
+            ``dram__bytes_write.sum`` shows at least these. "pending": bytes that are dirty in L2
+            when the kernel ends (with ``flush=False``, when the last kernel ends), and are written
+            later. Default: reads and writes, including pending bytes.
         """
         if op is not None:
             checks.one_of("DRAM operation", op, OPS)
@@ -115,14 +115,14 @@ class Dram:
             f"{r.algorithm} {r.direction}, {questions.in_words(r.problem)}, tiles {r.tiling}, "
             f"{r.device.name}: "
             f"L2 of {r.device.l2_bytes:,} B, {self.model.launch}, "
-            f"{'cold' if self.model.flush else 'warm'} stages",
+            f"{'empty' if self.model.flush else 'warm'} L2 at kernel start",
             (
                 *("stage", "load B", "store B", "reduce B"),
                 *("DRAM read B", "DRAM write B", "pending B"),
             ),
             note=(
-                f"compulsory {r.compulsory():,} B · L2 hit rate {self.hit_rate():.1%} · a model; "
-                "how far it is from hardware counters: docs/reference/predictions.md"
+                f"compulsory {r.compulsory():,} B · L2 hit rate {self.hit_rate():.1%} · simulated; "
+                "docs/reference/predictions.md compares the model with hardware counters"
             ),
         )
 
@@ -157,8 +157,8 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
     its = requested.problem, requested.algorithm, requested.direction
     if set(plans.tensors_of(*its, "load")) & {*CAPTURED, "sink"}:
         raise UnsupportedError(
-            "the L2 model replays tiles and cannot follow elements of captured arrays or sinks; "
-            "use functions without arrays, or level='requested'"
+            "the L2 model replays whole tiles, so it does not support captured arrays or sinks; "
+            "use functions without arrays and no sinks, or level='requested'"
         )
     tiles, streams = _streams(requested, model)
     whole = model.ways is None
@@ -167,34 +167,36 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
     for part in streams:
         read, written = cache.replay(part)
         last = len(stages) + 1 == len(requested.stages)
-        pending = cache.drain() if model.flush or last else {}  # else it is not over yet
+        pending = (
+            cache.drain() if model.flush or last else {}
+        )  # else the next kernel may still use them
         stages.append(StageDram(part.stage.name, read, written, pending))
     return Dram(requested, model, tuple(stages))
 
 
 @own_errors
 def curves(requested: Traffic, model: L2Model | None = None) -> dict[str, Curve]:
-    """Return DRAM bytes of each kernel (stage) as a function of L2's size.
+    """Return the DRAM bytes of each kernel (stage) as a function of L2's size.
 
-    One pass over the requests gives all sizes. The cache is the textbook one,
-    `L2Model(ways=None)`; each kernel starts with an empty cache.
+    One pass over the requests gives the bytes for all sizes. The cache is the textbook cache of
+    `L2Model(ways=None)`, and each kernel starts with an empty cache.
     """
     tiles, streams = _streams(requested, _model(requested, model))
     return {part.stage.name: Curve.measure(part, tiles.size) for part in streams}
 
 
 def _model(requested: Traffic, model: L2Model | None) -> L2Model:
-    """Check both arguments; return the model, or the default model for None."""
+    """Check both arguments, and return the model, which is the default model for None."""
     checks.instance("requested", requested, Traffic, "Traffic, from flashsim.count")
     shared = requested.problem.shared_prefix
     if shared or (requested.split.pack_gqa and requested.problem.bias):
         what = "rows of several sequences" if shared else "a bias of packed heads"
-        instead = "leave out shared_prefix" if shared else "give pack_gqa=False"
-        raise UnsupportedError(f"the L2 model cannot follow {what}; {instead}")
+        instead = "leave shared_prefix out" if shared else "pass pack_gqa=False"
+        raise UnsupportedError(f"the L2 model does not support {what}; {instead}")
     if requested.problem.scales is not None:
         raise UnsupportedError(
-            "the L2 model follows tiles and cannot follow scales, which are 4 bytes each and "
-            "share cache lines; leave scales out, since the rest of the pass is the same"
+            "the L2 model replays whole tiles, so it does not support scales, which have 4 bytes "
+            "each and share cache lines; leave scales out: the other tensors' bytes are the same"
         )
     model = L2Model() if model is None else model
     return checks.instance("l2", model, L2Model, "flashsim.l2.L2Model")
@@ -219,7 +221,7 @@ class _WholeTiles:
     def _empty(self) -> None:
         count = len(self.tiles.size)
         self.links = np.zeros((count + 1, 2), np.int32)
-        self.links[count] = count  # the sentinel: an empty ring
+        self.links[count] = count  # the sentinel, linked to itself: an empty list
         self.state, self.used = np.zeros(count + 1, np.uint8), np.zeros(1, np.int64)
 
     def replay(self, part: Stream) -> tuple[dict[str, int], dict[str, int]]:
@@ -244,9 +246,9 @@ class _WholeTiles:
 class _Sets:
     """A GPU's L2: `caches.replay_sets` over a sample of its sets.
 
-    A set sees only the lines that hash to it, so a sample of the sets represents all of them
-    (set sampling: Kessler, Hill and Wood, 1994). Each tile has its share of lines in the sample.
-    The counts of a tensor's sampled lines are scaled to all of its bytes.
+    Only the lines that hash to a set can be in it, so a sample of the sets represents all sets (set
+    sampling: Kessler, Hill and Wood, 1994). Each tile has its share of lines in the sample. The
+    counts of a tensor's sampled lines are scaled to all of its bytes.
     """
 
     def __init__(self, tiles: TileNumbers, device: Device, model: L2Model) -> None:
@@ -255,7 +257,7 @@ class _Sets:
         rng = np.random.default_rng(model.seed)
         lines = -(-tiles.size // LINE)
         parts = model.parts(device)
-        # More cache than all tensors could fill many times over changes nothing.
+        # A cache many times as large as all tensors behaves like a smaller one, so it is cut.
         capacity = min(device.l2_bytes, SPARE * (int(lines.sum()) + 1) * LINE)
         all_sets = max(1, round(capacity / (parts * LINE * model.ways)))
         share = min(1.0, max(LEAST_SETS / all_sets, LEAST_LINES / int(lines.sum())))

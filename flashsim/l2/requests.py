@@ -1,4 +1,4 @@
-"""Turn a schedule into the requests of one kernel: arrays of tile numbers in the order issued."""
+"""Converts a schedule to the requests of one kernel: arrays of tile numbers in issue order."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from flashsim.schedule.tensors import (
     shape,
 )
 
-#: Most requests of one stage, and most different tiles, that are replayed: 5 B and 40 B each.
+#: The most requests of a stage, and the most distinct tiles, to replay: 5 B and 40 B each.
 MOST_REQUESTS, MOST_TILES = 400_000_000, 50_000_000
-#: Beside `tensors.ROW`, COL and TILE: what there is one of for each part of a row tile's keys.
+#: An axis besides `tensors.ROW`, COL and TILE: a tensor with a tile per part of a row tile's keys.
 PART = 3
 
 
@@ -41,7 +41,7 @@ class Stream:
     ----------
     stage : plans.Stage
     ids : int32 (n,)
-        Tile numbers, in the order issued.
+        Tile numbers, in the order in which the SMs issue the requests.
     codes : uint8 (n,)
         Operation (`names.OPS`), plus `launch.SIDE` if the SM belongs to the second partition.
     """
@@ -57,9 +57,10 @@ class TileNumbers:
     Attributes
     ----------
     first : dict of int
-        Number of each tensor's first tile. A tensor's tiles have consecutive numbers, head by head.
+        The number of each tensor's first tile. The tiles of a tensor have consecutive numbers, head
+        by head.
     size : int64 (tiles,)
-        Bytes of each tile.
+        The bytes of each tile.
     """
 
     def __init__(self, problem: Problem, schedule: Schedule, names: list[str]) -> None:
@@ -77,8 +78,8 @@ class TileNumbers:
             at += count
             if at > MOST_TILES:
                 raise UnsupportedError(
-                    f"the L2 model follows at most {MOST_TILES:,} tiles, and {name} brings the "
-                    f"number to {at:,}; use larger tiles, fewer heads or a shorter sequence"
+                    f"the L2 model replays at most {MOST_TILES:,} distinct tiles, but the tensors "
+                    f"up to {name} have {at:,}; use larger tiles, fewer heads or a shorter sequence"
                 )
             sizes.append(np.tile(self._sizes(name, tensor), owners))
         self.size = np.concatenate(sizes)
@@ -104,14 +105,14 @@ class TileNumbers:
         return (self.heights if tensor.axis == ROW else self.widths) * tensor.width
 
     def by_tensor(self, per_tile: np.ndarray) -> dict[str, int]:
-        """Sum a value per tile over each tensor; tensors with a sum of zero are left out."""
+        """Return the sum of a value per tile over each tensor, without tensors whose sum is 0."""
         edges = [*self.first.values(), len(self.size)]
         sums = [int(per_tile[a:b].sum()) for a, b in pairwise(edges)]
         return {name: total for name, total in zip(self.names, sums, strict=True) if total}
 
 
 def numbers_of(problem: Problem, schedule: Schedule, algorithm: str, direction: str) -> TileNumbers:
-    """Number the tiles of every tensor that the pass touches."""
+    """Number the tiles of every tensor that the pass loads, stores or reduces."""
     used = plans.tensors_of(problem, algorithm, direction, "load", "store", "reduce")
     return TileNumbers(problem, schedule, [*used])
 
@@ -119,7 +120,7 @@ def numbers_of(problem: Problem, schedule: Schedule, algorithm: str, direction: 
 def requests(stage: plans.Stage, schedule: Schedule) -> int:
     """Return how many tiles one kernel requests, over all heads.
 
-    Only split keys (`stage.parts`) need the schedule's tables.
+    The schedule's tables are built only if keys are split (`stage.parts`).
     """
     before, each, whole, rest = (sum(move.transfers for move in moves) for moves in _moves(stage))
     if stage.parts:
@@ -136,7 +137,7 @@ def requests(stage: plans.Stage, schedule: Schedule) -> int:
 def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
     """Return four lists of moves: before the visits, at each visit, and two after them.
 
-    The third is for an outer tile with all its keys; the fourth is for one of several parts.
+    The third list is for an outer tile with all its keys; the fourth is for one of several parts.
     """
     if stage.parts != "walks":
         return stage.before, stage.visit, stage.after, ()
@@ -145,7 +146,7 @@ def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
 
 
 def _members(stage: plans.Stage, schedule: Schedule, group: int) -> int:
-    """Return how many query heads a key head's block processes one after the other."""
+    """Return how many query heads the thread block of a key head processes in sequence."""
     return group if stage.per == "group" and schedule.members == 1 else 1
 
 
@@ -180,9 +181,9 @@ def stream(
     n = requests(stage, schedule)
     if n > MOST_REQUESTS:
         raise UnsupportedError(
-            f"stage {stage.name!r} makes {n:,} tile requests; the L2 model replays at most "
-            f"{MOST_REQUESTS:,}: use larger tiles or fewer heads (heads behave alike once there "
-            "are many more blocks than fit on the device at a time)"
+            f"stage {stage.name!r} makes {n:,} tile requests, but the L2 model replays at most "
+            f"{MOST_REQUESTS:,}; use larger tiles or fewer heads (bytes per head hardly change "
+            "once there are many more blocks than run at once)"
         )
     ptr, inner, tile_of, several = _visits(stage, schedule)
     columns, ranks, waiting = None, np.zeros(0, np.int32), (0, 0)
@@ -216,10 +217,10 @@ def stream(
 
 
 def _pace(slots: int, device: Device) -> np.ndarray:
-    """The relative time of a visit on each slot: blocks share their SM's units.
+    """Return the relative time of a visit on each slot, because blocks share their SM's units.
 
-    Blocks are spread over the SMs in turn. So of fewer blocks than would fit, some have an SM for
-    themselves and are faster than those that share one.
+    Blocks are distributed over the SMs in turn. If there are fewer blocks than slots, some SMs run
+    fewer blocks than others, and the blocks on them are faster.
     """
     sm = np.arange(slots) % device.sm_count
     sharing = np.bincount(sm)[sm]
@@ -227,7 +228,7 @@ def _pace(slots: int, device: Device) -> np.ndarray:
 
 
 def _shape(problem: Problem, name: str) -> TensorShape:
-    """Return a tensor's shape as in `tensors`, except that a partial result has its own axis."""
+    """Return a tensor's shape as `tensors` does, except that a partial result has axis PART."""
     its = shape(problem, name)
     return its._replace(axis=PART) if name.endswith("_part") else its
 
@@ -235,11 +236,11 @@ def _shape(problem: Problem, name: str) -> TensorShape:
 def _visits(
     stage: plans.Stage, schedule: Schedule
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return ``(ptr, inner, tile_of, several)``: what blocks own, and their visits.
+    """Return each block's visits and outer tile, as ``(ptr, inner, tile_of, several)``.
 
     A block normally owns an outer tile. If a row tile's keys are split over several blocks, each
-    block owns one part (`several` is True). A block that merges owns a row tile of several parts,
-    and its visits are those parts. A bias is cleared and rounded whole.
+    block owns one part (`several` is True). A block of a merging stage owns a row tile with several
+    parts, and visits those parts. Stages that clear or round a bias gradient process it whole.
     """
     by_row = stage.outer == "queries"
     t_outer = schedule.t_r if by_row else schedule.t_c
@@ -270,7 +271,7 @@ def _requests(
 ) -> list[tuple[int, ...]]:
     """Return one row of `weave`'s table for each move between HBM and SRAM.
 
-    The inner tiles of a kernel that merges are the parts.
+    In a merging kernel, the inner tiles are the parts.
     """
     rows: list[tuple[int, ...]] = []
     for move in moves:
@@ -283,11 +284,11 @@ def _requests(
 
 
 def _head_table(p: Problem, stage: plans.Stage, members: int) -> np.ndarray:
-    """Map each query head to the numbers of its own, its key's and its bias's matrix.
+    """Return the numbers of each query head's own matrix, its key matrix and its bias matrix.
 
-    The result is int32 (3, batch * heads). A kernel that loops over a bias's matrices numbers those
-    directly. A bias shared by all heads of a batch entry, or by all entries, has fewer matrices
-    than there are heads. If query heads are packed, `members` of them share one matrix.
+    The result is int32 (3, batch * heads). In a kernel that loops over the matrices of a bias, the
+    numbers are those of the loop. A bias that heads or batch entries share has fewer matrices than
+    there are heads. If query heads are packed, `members` of them share one matrix.
     """
     head = np.arange(p.batch * p.heads)
     if stage.per == "bias":

@@ -1,7 +1,7 @@
-"""Kernels that users write: their bytes, whether those are needed, and whether results are right.
+"""Checks kernels that users write: the bytes they move, which are unnecessary, and their results.
 
-A frontend (`flashsim.triton`, or any other) executes a kernel and notes its accesses in a
-`Recorder`. `KernelTrace` answers the questions. Nothing in this package knows Triton or Pallas.
+A frontend (such as `flashsim.triton`) executes a kernel and records its accesses in a `Recorder`.
+`KernelTrace` analyses the record. Nothing in this package depends on Triton or Pallas.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The answer for a terminal: what is wrong with a kernel, and what it moves, in 32 lines."""
+"""The terminal's report on a kernel, in at most 32 lines: its mistakes and the bytes it moves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flashsim.own_kernels.kernel_trace import KernelTrace
 
 LINES, WIDTH = 32, 100
-#: Kinds of findings, in the order of the answer, and the word before them.
+#: The report's blocks of findings in order: the word in the margin, and the kinds of findings.
 _KINDS = {
     "bounds": ("outside", "next head"),
     "stored": ("never stored",),
@@ -23,25 +23,25 @@ _KINDS = {
     "sectors": ("uncoalesced",),
 }
 _CLEAN = {
-    "bounds": "every lane that is not masked off lies in its tensor",
-    "stored": "every element of every output",
-    "races": "none between the programs of a launch",
+    "bounds": "every lane that is not masked off accesses an element of its tensor",
+    "stored": "every element of every output is stored",
+    "races": "no two programs of a launch race",
 }
 
 
 def answer(
     traced: KernelTrace, files: Sequence[str] = (), note: str = "", most: int = LINES
 ) -> str:
-    """Return the answer: results, bytes, bounds, races, memory, and what cannot be seen.
+    """Return the report's text: results, bytes, bounds, races, memory, and what is not simulated.
 
     Parameters
     ----------
     files : sequence of str
-        Pages and pictures that were written, to be named at the end.
+        Paths of the pages and pictures that were written; the report's last lines name them.
     note : str
-        Why results were not checked, if they were not.
+        The reason why results were not checked, if they were not.
     most : int
-        Lines of the answer.
+        The largest number of lines.
     """
     launches = traced.record.launches
     programs = sum(one.programs for one in launches)
@@ -63,9 +63,9 @@ def answer(
 
 
 def _fitting(blocks: list[list[str]], most: int) -> list[str]:
-    """Cut the longest blocks until everything fits; each says how many lines it lost."""
+    """Shorten the longest blocks until everything fits; each says how many lines were cut."""
     lost = [0] * len(blocks)
-    # A block that has lost lines ends in one line that says so.
+    # A block that was cut ends in one more line, which says so.
     while sum(len(b) + bool(x) for b, x in zip(blocks, lost, strict=True)) > most:
         longest = max(range(len(blocks)), key=lambda n: len(blocks[n]))
         blocks[longest].pop()
@@ -74,12 +74,12 @@ def _fitting(blocks: list[list[str]], most: int) -> list[str]:
     for block, cut in zip(blocks, lost, strict=True):
         lines += block
         if cut:
-            lines.append(f"{'':9}... and {cut} lines more: --all")
+            lines.append(f"{'':9}... and {cut} more lines: --all shows them")
     return lines
 
 
 def _wrapped(text: str, word: str) -> list[str]:
-    """Return a block of lines, with a word in the margin of the first."""
+    """Return a text as wrapped lines, with a word in the margin of the first line."""
     if not word:
         return textwrap.wrap(text, WIDTH)
     return textwrap.wrap(
@@ -119,7 +119,7 @@ def _findings(traced: KernelTrace, word: str, kinds: tuple[str, ...]) -> list[st
     lines: list[str] = []
     if word == "sectors":
         used = traced.sectors()
-        text = f"{used:,} B in sectors of {SECTOR} B, {_distinct(traced) / used:.0%} of them used"
+        text = f"{used:,} B moved in sectors of {SECTOR} B; {_distinct(traced) / used:.0%} are used"
         lines = _wrapped(text, word)
     for one in traced.findings:
         if one.kind in kinds:
@@ -137,9 +137,7 @@ def _masked(traced: KernelTrace) -> list[str]:
     if not worst:
         return []
     where = said(tuple(sorted({one.line for one in worst})))
-    return _wrapped(
-        f"{masked / lanes:.0%} of all lanes are masked off, most of them in {where}", " "
-    )
+    return _wrapped(f"{masked / lanes:.0%} of all lanes are masked off, mostly in {where}", " ")
 
 
 def _distinct(traced: KernelTrace) -> int:
@@ -159,8 +157,8 @@ def _sram(traced: KernelTrace) -> list[str]:
         f"{held / device.sram_bytes:.0%} of the {device.sram_bytes:,} B of a block on {device.name}"
     )
     text = (
-        f"about {held:,} B at most (an estimate from values: loaded tiles, {', '.join(parts)}"
-        f"{more}), {fits}"
+        f"at most about {held:,} B per program (estimated from its values: loaded tiles, "
+        f"{', '.join(parts)}{more}), {fits}"
     )
     return _wrapped(text, "on chip")
 
@@ -169,7 +167,7 @@ def _time(traced: KernelTrace) -> list[str]:
     try:
         roof = traced.roofline()
     except FlashSimError as error:
-        return _wrapped(f"no prediction: {error}", "time")
+        return _wrapped(f"not predicted: {error}", "time")
     device, dtype = traced.device, traced.problem.dtype
     bounds = {
         "products": roof["requested"].flops / device.peak(dtype),
@@ -179,8 +177,8 @@ def _time(traced: KernelTrace) -> list[str]:
         bounds["L2"] = roof["requested"].bytes / device.l2_bandwidth
     slowest = max(bounds, key=lambda name: bounds[name])
     text = (
-        f"at least {bounds[slowest] * 1e6:,.2f} us on {device.name} (a lower bound, set by "
-        f"{slowest}); DRAM {roof['dram'].bytes:,} B by the L2 model"
+        f"at least {bounds[slowest] * 1e6:,.2f} us on {device.name}, limited by {slowest}; the L2 "
+        f"model predicts {roof['dram'].bytes:,} B of DRAM traffic"
     )
     return _wrapped(text, "time")
 

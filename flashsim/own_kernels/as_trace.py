@@ -1,4 +1,4 @@
-"""Make a `Trace` of a record, so that pictures, tables and files take it like any other."""
+"""Convert a kernel's record to a `Trace`, which pictures, tables and files accept."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from flashsim.trace.validate import MOST_NAMES, MOST_STAGES
 def as_trace(
     geometry: Geometry, name: str, device: Device, compulsory: int, provenance: dict[str, str]
 ) -> Trace:
-    """Return the trace of a record: one stage per launch, one step per program.
+    """Return a record as a trace: one stage per launch, one outer-loop iteration per program.
 
-    If all heads do the same, the trace keeps one of them. Otherwise the heads are members of one
-    group, each with its own events.
+    If the accesses of all heads are the same, the trace keeps those of one head. Otherwise all
+    heads are members of one group, each with its own events.
 
     Raises
     ------
     UnsupportedError
-        For more launches or names than a trace holds.
+        If the record has more launches or tensor names than a trace can hold.
     """
     record = geometry.record
     if len(record.launches) > MOST_STAGES:
         raise UnsupportedError(
-            f"a trace has at most {MOST_STAGES} launches, and this record has "
-            f"{len(record.launches)}; trace fewer launches, or read totals only"
+            f"a trace holds at most {MOST_STAGES} launches, but this record has "
+            f"{len(record.launches)}; trace fewer launches, or read only its totals"
         )
     cut = [visits_of(geometry, n) for n in range(len(record.launches))]
     own = _Codes(geometry)
@@ -84,7 +84,10 @@ class _Codes:
             return CODES[name]
         if name not in self._codes:
             if len(self._codes) >= MOST_NAMES:
-                raise UnsupportedError(f"more than {MOST_NAMES} names of tensors in one trace")
+                raise UnsupportedError(
+                    f"a trace holds at most {MOST_NAMES} names of tensors and on-chip values; "
+                    "trace fewer launches"
+                )
             self._codes[name] = len(TENSORS) + len(self._codes)
             self.axes[name] = axis
         return self._codes[name]
@@ -112,7 +115,7 @@ def _one_group(p: Problem, heads: int) -> Problem:
 
 
 def _workspace(geometry: Geometry) -> int:
-    """Bytes of tensors that are stored and also loaded: they carry results between launches."""
+    """Return the bytes of tensors that carry results between launches: stored, and also loaded."""
     a, total = geometry.record.accesses, 0
     for t in geometry.record.tensors:
         ops = np.unique(a["op"][a["tensor"] == t.code])
@@ -127,7 +130,7 @@ def _stage(
     """Return events, costs and `per` of one launch; None if its heads differ."""
     p = geometry.problem
     heads, stride = p.batch * p.heads, 1
-    # A program that serves several query heads serves a group.
+    # A program that works on several query heads works on a whole group.
     pairs = np.unique(cut.program * heads + cut.head) // heads
     per = "group" if grouped or len(np.unique(pairs)) < len(pairs) else "head"
     if per == "group":
@@ -146,7 +149,7 @@ def _stage(
 
 
 def _facts(geometry: Geometry, launch: int, cut: Visits, member: np.ndarray) -> np.ndarray:
-    """The facts that must be equal for two heads to do the same, (accesses, facts)."""
+    """Return (accesses, facts): two heads have the same events if all these numbers are equal."""
     a, g = geometry.record.accesses[cut.at], geometry
     return np.stack(
         [
@@ -159,7 +162,7 @@ def _facts(geometry: Geometry, launch: int, cut: Visits, member: np.ndarray) -> 
 
 
 def _begins(cut: Visits) -> np.ndarray:
-    """True where an access begins a visit or a program."""
+    """Return whether each access is the first one of a visit or of a program."""
     return (np.diff(cut.visit, prepend=-2) != 0) | (np.diff(cut.program, prepend=-1) != 0)
 
 
@@ -171,7 +174,7 @@ def _events(
     names: _Codes,
     one: np.ndarray,
 ) -> tuple[list[tuple[int, ...]], list[np.ndarray]]:
-    """Return the events of one head's programs, in order, and the work of each "compute"."""
+    """Return the events of one head's programs in order, and the FLOPs of each compute event."""
     record = geometry.record
     a, asked = record.accesses, record.bytes_asked
     by_row = cut.outer == "queries"
@@ -231,7 +234,7 @@ def _events(
 
 
 class _Work:
-    """The FLOPs of one launch, program by program, taken in order."""
+    """The FLOPs of one launch, which are read in order within each program."""
 
     def __init__(self, geometry: Geometry, launch: int) -> None:
         w = geometry.record.work
@@ -241,7 +244,7 @@ class _Work:
         self._next: dict[int, int] = {}
 
     def upto(self, program: int, access: int | None) -> np.ndarray:
-        """Return the work of a program since the last call, up to an access (None: its end)."""
+        """Return a program's FLOPs since the last call, up to an access (None: to its end)."""
         total = np.zeros(len(KINDS) + 2, np.int64)
         w = self._work
         lo = int(np.searchsorted(w["program"], program))

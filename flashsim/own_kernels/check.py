@@ -1,4 +1,4 @@
-"""Check what a kernel stored. If it is wrong: where first, and which known mistake explains it."""
+"""Check a kernel's results; if they are wrong, find the first wrong element and a known mistake."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from flashsim.problem import oracle
 from flashsim.problem.problem import MAX_HEAD_DIM, Problem
 from flashsim.schedule.names import LOAD
 
-#: A reader's reference: what is loaded, by label, gives what should be stored.
+#: A user's reference: maps the loaded tensors, by label, to the tensors that should be stored.
 Reference = Callable[[dict[str, np.ndarray]], Any]
-#: Errors are allowed up to so many times those of plain attention in the same type: in float64 and
-#: float32, and in 16 bits, where plain attention rounds its scores and a kernel does not.
+#: A result's allowed error, as a multiple of the error of plain attention in the same type: in
+#: float64 and float32; and in 16 bits, where plain attention also rounds its scores.
 TIMES, TIMES_16 = 16, 2
 LOG2_E = float(np.log2(np.e))
 _FORWARD, _BACKWARD = ("O", "L"), ("dQ", "dK", "dV", "delta")
@@ -49,17 +49,18 @@ class Verdict:
     ----------
     outputs : tuple of Output
     mistake : str
-        The known mistake that gives the same numbers; "" if there is none.
+        The known mistake that gives the same wrong numbers; "" if none does.
     tensor : str
-        The first tensor that is wrong; "" if all are right.
+        The first wrong tensor; "" if all are right.
     head, row, column : int
-        Its first wrong element.
+        The indices of its first wrong element.
     program, line : tuple of int, int
-        The program and the line that stored it.
+        The program and the line that stored this element.
     got, wanted : float
-        That element, and what it should be.
+        The element's value, and the value that it should have.
     step : str
-        The first step of that program that differs, if the frontend followed it.
+        The program's first wrong step (the key tile whose variables are wrong), in words; "" if
+        it is unknown.
     """
 
     outputs: tuple[Output, ...]
@@ -94,12 +95,12 @@ class Verdict:
                     f"first in program {self.program}, line {self.line}: {where} is {self.got:.6g}"
                 )
             else:
-                who = f"{where} was never stored, and is {self.got:.6g}"
+                who = f"{where} was never stored, so it is {self.got:.6g}"
             parts.append(f"{who}; it should be {self.wanted:.6g}")
             if self.step:
                 parts.append(self.step)
             parts.append(
-                f"the numbers are those that come out if {self.mistake}"
+                f"a kernel gives these numbers if {self.mistake}"
                 if self.mistake
                 else "no known mistake gives these numbers"
             )
@@ -107,7 +108,7 @@ class Verdict:
 
 
 def matrices(g: Geometry, code: int, array: np.ndarray) -> np.ndarray:
-    """Return a tensor in float64 as (heads, rows, columns), a vector as (heads, rows)."""
+    """Return a tensor in float64: a matrix as (heads, rows, columns), a vector as (heads, rows)."""
     side = g.sides[code]
     x = np.asarray(array).astype(np.float64)
     if x.ndim == 0:
@@ -119,10 +120,11 @@ def matrices(g: Geometry, code: int, array: np.ndarray) -> np.ndarray:
 
 
 def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None = None) -> Verdict:
-    """Compare what was stored with a reference."""
+    """Compare the stored tensors with a reference; by default, attention in float64."""
     if not values:
         raise TraceError(
-            "the values of the tensors were not kept in this record, so results cannot be checked"
+            "this record does not hold the tensors' values, so results cannot be checked; trace "
+            "the kernel again and keep them"
         )
     arrays = {
         label: matrices(g, code, values[code])
@@ -146,17 +148,17 @@ def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None
     wanted = {name: wanted[name] for name in stored if name in wanted}
     if not wanted:
         raise TraceError(
-            f"nothing that was stored ({', '.join(stored)}) is known: attention stores O, L, dQ, "
-            "dK or dV from Q, K, V and dO. Give names={parameter: name}, or a reference: "
-            "check(lambda inputs: {'y': ...})"
+            f"none of the stored tensors ({', '.join(stored)}) can be checked: attention computes "
+            "O, L, dQ, dK or dV from Q, K, V and dO. Pass names={parameter: name}, or a "
+            "reference: check(lambda inputs: {'y': ...})"
         )
     outputs: list[Output] = []
     wrong: dict[str, np.ndarray] = {}
     for name, want in wanted.items():
         if arrays[name].shape != want.shape:
             raise TraceError(
-                f"{name} is {arrays[name].shape} (heads, rows, columns), and the problem says "
-                f"{want.shape}; give problem=flashsim.Problem(...)"
+                f"{name} has shape {arrays[name].shape} (heads, rows, columns), but the problem "
+                f"implies {want.shape}; pass problem=flashsim.Problem(...)"
             )
         one = _output(name, arrays[name], want, allowed[name], wrong)
         if name in wrong and name == "L" and _is_m(g):
@@ -186,7 +188,7 @@ def _is_m(g: Geometry) -> bool:
 
 
 def _inputs(g: Geometry, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors that were loaded before they were stored."""
+    """Return the kernel's inputs: the tensors whose first access is a load."""
     a, found = g.record.accesses, {}
     for code, label in enumerate(g.labels):
         ops = a["op"][(a["tensor"] == code) & (a["active"] > 0)]
@@ -196,7 +198,7 @@ def _inputs(g: Geometry, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarr
 
 
 def _of_scores(p: Problem, x: dict[str, np.ndarray]) -> tuple[Problem, dict[str, np.ndarray]]:
-    """Softmax of given scores, times V, as attention: the scores are Q, and K is the identity."""
+    """Return softmax(S) V as an attention problem: Q is S, and K is the identity matrix."""
     if not {"S", "V"} <= x.keys() or {"Q", "K"} & x.keys() or p.n_kv > MAX_HEAD_DIM:
         return p, x
     keys = np.broadcast_to(np.eye(p.n_kv), (p.batch * p.kv_heads, p.n_kv, p.n_kv))
@@ -239,7 +241,7 @@ def _backward(
 
 
 def _allowed(p: Problem, error: np.ndarray, exact: np.ndarray) -> float:
-    """So many times the error of plain attention in the same type, and one rounding."""
+    """Return TIMES the error of plain attention in the same type, plus one rounding error."""
     bits = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}.get(p.dtype, 3)
     finite = np.abs(exact[np.isfinite(exact)]).max(initial=0)
     plain = np.abs(error[np.isfinite(error)]).max(initial=0)
@@ -274,7 +276,7 @@ def _mistake(
     wanted: Mapping[str, np.ndarray],
     allowed: Mapping[str, float],
 ) -> str:
-    """Return the first known mistake that gives all the outputs as they are; "" if none does."""
+    """Return the first known mistake that reproduces all outputs; "" if none does."""
     block_q, block_k = (max(sides) for sides in zip(*g.heights, strict=True))
     own = g.scale
     if own is not None and (own <= 0 or math.isclose(own, p.scale, rel_tol=1e-6)):
@@ -293,7 +295,7 @@ def _mistake(
 
 
 def _by_place(g: Geometry) -> str:
-    """Return a mistake that shows in where results are stored; "" if there is none."""
+    """Return a mistake in the rows to which results are stored; "" if there is none."""
     a = g.record.accesses
     for label in ("O", "dQ", "dK"):
         if label not in g.labels:
@@ -302,8 +304,8 @@ def _by_place(g: Geometry) -> str:
         starts, rows = np.unique(g.row[mine]), g.rows[mine].max(initial=0)
         if len(starts) > 1 and (np.diff(starts) == 1).all():
             return (
-                f"row tile i begins at row i: the program's number is not multiplied by the tile "
-                f"of {rows} rows"
+                f"row tile i begins at row i: the program's index is not multiplied by the tile's "
+                f"{rows} rows"
             )
     return ""
 
@@ -321,7 +323,7 @@ def _located(
     want: np.ndarray,
     mistake: str,
 ) -> Verdict:
-    """Add the first wrong element, and who stored it."""
+    """Return the verdict with the first wrong element, and the program that stored it."""
     at = np.argwhere(wrong)[0]
     head, row, column = int(at[0]), int(at[1]), int(at[2]) if len(at) > 2 else 0
     a, code = g.record.accesses, g.labels.index(name)
@@ -345,26 +347,32 @@ def _located(
 
 
 def _by_reader(g: Geometry, values: Sequence[np.ndarray], reference: Reference) -> Verdict:
-    """Compare with a function of the reader's, element by element in the tensors' own shapes."""
+    """Compare with a user's function, element by element, in the tensors' own shapes."""
     given = {label: np.array(values[code]) for code, label in enumerate(g.labels)}
     answer = reference(given)
     stored = {g.labels[code]: code for code in g.record.stored}
     if not isinstance(answer, Mapping):
         if len(stored) != 1:
             raise TraceError(
-                f"the kernel stores {', '.join(stored)}: the reference must return a dict of them, "
-                f"got {shown(answer)}"
+                f"the kernel stores {', '.join(stored)}, so the reference must return a dict of "
+                f"arrays by these names, but it returned {shown(answer)}"
             )
         answer = {next(iter(stored)): answer}
     outputs, first = [], None
     wrong: dict[str, np.ndarray] = {}
     for name, want in answer.items():
         if name not in stored:
-            raise TraceError(f"the reference returns {name!r}; stored are {', '.join(stored)}")
+            raise TraceError(
+                f"the reference returns {name!r}, which the kernel does not store; it stores "
+                f"{', '.join(stored)}"
+            )
         code = stored[name]
         got, want = values[code].astype(np.float64), np.asarray(want, np.float64)
         if got.shape != want.shape:
-            raise TraceError(f"{name} is {got.shape}, and the reference's is {want.shape}")
+            raise TraceError(
+                f"{name} has shape {got.shape}, but the reference's {name} has shape {want.shape}; "
+                "return an array of the tensor's shape"
+            )
         bits = {"float64": 40, "float32": 17, "float16": 8}.get(g.record.tensors[code].dtype, 5)
         allowed = _largest(want) * 2.0**-bits
         outputs.append(_output(name, got, want, allowed, wrong))

@@ -1,4 +1,4 @@
-"""Compare a kernel's bytes with the closed form for its tile, and find the lines to explain it."""
+"""Compare a kernel's bytes with a closed form for its tile sizes; explain the excess by line."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flashsim.counts.questions import by_operation
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import FlashSimError
 from flashsim.own_kernels.geometry import Geometry
@@ -29,7 +30,7 @@ _STAGE_OF = {
 
 @dataclass(frozen=True)
 class Reason:
-    """Bytes of one tensor that the closed form does not have, why, and in which lines."""
+    """Bytes of one tensor beyond the closed form, why the kernel moves them, and in which lines."""
 
     kind: str
     text: str
@@ -39,10 +40,11 @@ class Reason:
 
 @dataclass(frozen=True)
 class ByteRow:
-    """One operation on one tensor: the kernel's bytes beside those that it needs.
+    """Bytes of one operation on one tensor, beside the bytes that are needed.
 
-    `expected` is what FlashAttention-2 (or split-KV decoding) moves with the kernel's tile; None if
-    the kernel is no attention that flashsim knows. `compulsory` is each input or output once.
+    `expected` is the bytes that FlashAttention-2 (or split-KV decoding) moves with the kernel's
+    tile sizes, or None if flashsim recognizes no attention in the kernel. `compulsory` is the
+    tensor's size if it has to be moved once, else 0.
     """
 
     op: str
@@ -54,12 +56,12 @@ class ByteRow:
 
     @property
     def more(self) -> int:
-        """Bytes beyond those that the algorithm needs, or, for an unknown one, compulsory ones."""
+        """Bytes beyond `expected`, or beyond `compulsory` where nothing is expected."""
         return self.nbytes - (self.compulsory if self.expected is None else self.expected)
 
     @property
     def why(self) -> str:
-        """The reasons in words; "" if there is nothing to explain."""
+        """The reasons for the excess bytes, in words; "" if there is no excess."""
         if self.more <= 0:
             return ""
         return "; ".join(reason.text for reason in self.reasons)
@@ -67,7 +69,7 @@ class ByteRow:
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """The closed form that a kernel is compared with: name, tiles, and bytes."""
+    """The algorithm that a kernel is compared with: its name, tile sizes and bytes."""
 
     algorithm: str
     tiles: str
@@ -75,7 +77,10 @@ class Expected:
 
 
 def expected_of(g: Geometry, device: Device) -> Expected | None:
-    """Return what the algorithm of these launches moves with their tiles; None if it is unknown."""
+    """Return the bytes that the recognized algorithm moves with these launches' tile sizes.
+
+    None if the launches compute no known algorithm.
+    """
     stored = [_stored_in(g, n) for n in range(len(g.record.launches))]
     every = set().union(*stored)
     if not {"K", "V"} <= set(g.labels) and not every & {"delta"}:
@@ -104,15 +109,14 @@ def expected_of(g: Geometry, device: Device) -> Expected | None:
         if algorithm == "flash-decode":
             stages = {"split"} if names & {"O_part"} else {"combine"}
         if "dkdv" in stages and "dq" in stages:
-            return None  # one pass: another algorithm
-        for (stage, op, tensor), nbytes in counted.transfers.items():
-            if stage in stages:
-                total[op, tensor] = total.get((op, tensor), 0) + nbytes
+            return None  # dK, dV and dQ in one pass: not FlashAttention-2's three-pass backward
+        for moved, nbytes in by_operation(counted.transfers, stages).items():
+            total[moved] = total.get(moved, 0) + nbytes
         if stages - {"delta", "combine"}:
             tiles.append(str(tiling))
     title = algorithm + (" backward" if direction == "backward" else "")
     if algorithm == "flash-decode":
-        title += f", {split.splits} parts"
+        title += f", {split.splits} splits"
     return Expected(title, ", ".join(dict.fromkeys(tiles)), total) if total else None
 
 
@@ -127,7 +131,7 @@ def rows_of(
 ) -> list[ByteRow]:
     """Return a row for each operation and tensor, in the order of the tensors.
 
-    `compulsory(label)` gives the bytes to read and to write.
+    `compulsory(label)` returns the bytes that must be read, and those that must be written.
     """
     a, asked = g.record.accesses, g.record.bytes_asked
     found = []
@@ -147,7 +151,7 @@ def rows_of(
 
 
 def _reasons(g: Geometry) -> Iterator[tuple[tuple[int, int], list[Reason]]]:
-    """Why tensors move more than once: tiles loaded again by one program, and masked tiles."""
+    """Yield why tensors move more bytes: masked tiles, repeated loads, rows of the next head."""
     a = g.record.accesses
     masked = masked_visits(g)
     for code, tensor in enumerate(g.record.tensors):
@@ -169,7 +173,7 @@ def _reasons(g: Geometry) -> Iterator[tuple[tuple[int, int], list[Reason]]]:
             beyond = mine[g.spans[mine] > 1]
             if op == LOAD and len(beyond) and g.leads[code] > 1:
                 where = said(_lines(g, beyond))
-                text = f"{where} also loads rows of the next head"
+                text = f"rows of the next head are also loaded, in {where}"
                 found.append(Reason("next head", text, 0, _lines(g, beyond)))
             if found:
                 yield (op, code), found
@@ -188,14 +192,15 @@ def _masked(g: Geometry, code: int, accesses: np.ndarray) -> Reason:
     label, lines = g.labels[code], _lines(g, accesses)
     programs = len(np.unique(g.record.accesses["program"][accesses]))
     text = (
-        f"{len(accesses)} tiles of {label} that the mask empties are loaded, by {programs} "
-        f"program{'s' * (programs != 1)}, {said(lines)}: end the loop where the mask does"
+        f"{len(accesses)} {label} tiles whose scores are all masked are loaded, by {programs} "
+        f"program{'s' * (programs != 1)}, {said(lines)}: limit the loop to tiles that the mask "
+        "keeps"
     )
     return Reason("masked tiles", text, _bytes(g, accesses), lines)
 
 
 def _tiles(g: Geometry, accesses: np.ndarray) -> np.ndarray:
-    """Number accesses: those of one program to the same tile have the same number."""
+    """Number the accesses so that one program's accesses to the same tile share a number."""
     columns = [g.record.accesses[x][accesses] for x in ("last", "first", "tensor", "program")]
     columns.append(g.record.accesses["launch"][accesses])
     order = np.lexsort(columns)
@@ -243,7 +248,7 @@ def said(lines: tuple[int, ...]) -> str:
 
 
 def masked_visits(g: Geometry) -> np.ndarray:
-    """Return for each access whether it belongs to a visit whose scores are all masked."""
+    """Return, for each access, whether it belongs to a visit whose scores are all masked."""
     found = np.zeros(len(g.record.accesses), bool)
     p = g.problem
     if not (p.causal or p.window is not None):

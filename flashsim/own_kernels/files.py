@@ -1,4 +1,4 @@
-"""Import a file of a reader's, as Python would run it."""
+"""Import a user's Python file, as if Python ran it as a script."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _WORDS = 500
 
 
 def imports(text: str) -> set[str]:
-    """The modules that a file imports, in full: "jax.experimental.pallas"."""
+    """Return the full names of the modules that a file imports: "jax.experimental.pallas"."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
-        return set()  # Python says it better, when it runs the file
+        return set()  # Python reports the error better when it runs the file
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -62,7 +62,7 @@ def _told(path: Path, error: Exception) -> str:
 
 @contextmanager
 def beside(path: Path, *more: str) -> Iterator[None]:
-    """Let a file import its neighbours, and modules in the folders `more`."""
+    """Let a file import modules from its own folder and from the folders `more`."""
     places = [str(path.resolve().parent), *more, *sys.path]
     argv = mock.patch.object(sys, "argv", [str(path)])
     with mock.patch.object(sys, "path", places), argv:
@@ -70,7 +70,7 @@ def beside(path: Path, *more: str) -> Iterator[None]:
 
 
 def imported(path: Path) -> ModuleType:
-    """The module that a file defines. It does not stay among those that are imported."""
+    """Import a file and return its module, which does not stay in `sys.modules`."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -79,7 +79,7 @@ def imported(path: Path) -> ModuleType:
     sys.modules[path.stem] = made
     try:
         spec.loader.exec_module(made)
-    finally:  # what the file imports stays: JAX cannot be imported twice
+    finally:  # modules that the file imports stay in sys.modules: JAX cannot be imported twice
         del sys.modules[path.stem]
         if before is not None:
             sys.modules[path.stem] = before

@@ -1,4 +1,4 @@
-"""Warnings about a kernel, each with its line and program."""
+"""Warnings about a kernel, each with its source line and program."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from flashsim.own_kernels.geometry import Geometry
 from flashsim.own_kernels.record import ATOMIC, SECTOR
 from flashsim.schedule.names import LOAD, OPS
 
-#: A request of a warp is uncoalesced from this many times the sectors that its bytes need.
+#: An access is uncoalesced if its sectors hold at least this many times the bytes that it uses.
 UNCOALESCED = 2.0
 
 
 @dataclass(frozen=True)
 class KernelFinding:
-    """One thing to look at.
+    """One warning.
 
     Attributes
     ----------
     kind : str
         "outside", "next head", "two stores", "race", "never stored", "uncoalesced", "masked lanes".
     text : str
-        The sentence for the reader, with line and program.
+        The warning in words, with line and program.
     line : int
-        In the reader's file; 0 if it has none.
+        The line in the user's file; 0 if there is none.
     program : tuple of int
-        The first program, by its place in the grid; () if it has none.
+        Grid coordinates of the first program that it concerns; () if there is none.
     tensor : str
+        The tensor's name.
     """
 
     kind: str
@@ -43,12 +44,12 @@ class KernelFinding:
 
 
 def findings_of(g: Geometry) -> list[KernelFinding]:
-    """Return everything that was found, the worst first."""
+    """Return all warnings about a kernel, the most serious kinds first."""
     return [*_outside(g), *_next_head(g), *_clashes(g), *_unstored(g), *_sectors(g), *_masked(g)]
 
 
 def _groups(g: Geometry, chosen: np.ndarray) -> Iterator[tuple[int, int, int, np.ndarray]]:
-    """Group accesses by line, operation and tensor: line, operation, tensor, accesses."""
+    """Yield a tuple (line, operation, tensor code, accesses) per group of `chosen` accesses."""
     for line, op, code, at in g.record.by_line(chosen):
         yield g.record.lines[line][1], op, code, at
 
@@ -70,12 +71,14 @@ def _outside(g: Geometry) -> Iterator[KernelFinding]:
         total = each + int(a["active"][at[0]]) + int(a["masked"][at[0]])
         label = g.labels[code] if code >= 0 else "a tensor"
         shape = g.record.tensors[code].shape if code >= 0 else ()
-        what = "get what is not its own, or NaN" if op == LOAD else "do not arrive in it"
+        what = (
+            "read other memory or NaN in this simulation" if op == LOAD else "are not carried out"
+        )
         yield KernelFinding(
             "outside",
             f"line {line}: {_word(op)} outside of {label} {tuple(shape)}: {each} of {total} lanes "
-            f"in program {first}, {lanes:,} lanes in all. They {what}; on a GPU anything may "
-            "happen: mask them",
+            f"in program {first}, {lanes:,} lanes in all. They {what}; on a GPU the behaviour is "
+            "undefined: mask these lanes",
             *(line, first, label),
         )
 
@@ -90,8 +93,8 @@ def _next_head(g: Geometry) -> Iterator[KernelFinding]:
         more = f" and in {len(at) - 1} more accesses" if len(at) > 1 else ""
         yield KernelFinding(
             "next head",
-            f"line {line}: {_word(op)} of {g.labels[code]} runs past the last row of its head into "
-            f"the next one, in program {first}{more}: mask rows from {g.lengths[code]} on",
+            f"line {line}: {_word(op)} of {g.labels[code]} goes past its head's last row, into the "
+            f"next head, in program {first}{more}: mask rows from {g.lengths[code]} on",
             *(line, first, g.labels[code]),
         )
 
@@ -102,16 +105,17 @@ def _clashes(g: Geometry) -> Iterator[KernelFinding]:
         tensor = g.record.tensors[clash.tensor]
         index = tuple(int(x) for x in np.unravel_index(clash.element, tensor.shape or (1,)))
         line, second = g.record.lines[clash.line][1], launch.place(clash.second)
-        first = "others" if clash.first < 0 else f"{launch.place(clash.first)}"
+        first = "another" if clash.first < 0 else f"{launch.place(clash.first)}"
         if clash.kind == "two stores":
             text = (
                 f"line {line}: programs {first} and {second} both store {label}{list(index)} in "
-                "one launch, and not by atomic operations: which one stays is chance"
+                "one launch, without atomic operations: either value may remain"
             )
         else:
             text = (
-                f"line {line}: in one launch, program {second} and program {first} read and store "
-                f"{label}{list(index)}: on a GPU nothing orders them; use two launches"
+                f"line {line}: in one launch, one of programs {second} and {first} loads "
+                f"{label}{list(index)} and the other stores it. A GPU does not order them; use "
+                "two launches"
             )
         kind = "two stores" if clash.kind == "two stores" else "race"
         yield KernelFinding(kind, text, line, second, label)
@@ -127,7 +131,7 @@ def _unstored(g: Geometry) -> Iterator[KernelFinding]:
         yield KernelFinding(
             "never stored",
             f"{label} {tensor.shape}: {len(missing):,} of {mask.size:,} elements are never stored, "
-            f"the first is {label}{first}; compare the grid and the store's mask with the shape",
+            f"first {label}{first}; compare the grid and the store's mask with the tensor's shape",
             tensor=label,
         )
 
@@ -146,7 +150,7 @@ def _sectors(g: Geometry) -> Iterator[KernelFinding]:
             "uncoalesced",
             f"line {line}: {_word(op)} of {g.labels[code]} touches {int(one['sectors'])} sectors "
             f"of 32 B for {int(one['distinct']) * int(sizes[code]):,} B ({needed / sectors:.0%} "
-            "used): neighbouring lanes should take neighbouring elements",
+            "used): let neighbouring lanes access neighbouring elements",
             *(line, _where(g, int(at[0])), g.labels[code]),
         )
 
@@ -163,14 +167,14 @@ def _masked(g: Geometry) -> Iterator[KernelFinding]:
                 yield KernelFinding(
                     "masked lanes",
                     f"line {line}: {len(at)} {_word(op)}s with every lane masked off, the first in "
-                    f"program {_where(g, int(at[0]))}: these programs or iterations do nothing",
+                    f"program {_where(g, int(at[0]))}: these programs or iterations have no effect",
                     *(line, _where(g, int(at[0])), label),
                 )
             continue
         yield KernelFinding(
             "masked lanes",
             f"line {line}: {masked:,} of {lanes:,} lanes of the {_word(op)} of {label} are masked "
-            f"off ({masked / lanes:.0%}): the tile is larger than what is left of the tensor",
+            f"off ({masked / lanes:.0%}): the tile is larger than the rest of the tensor",
             *(line, _where(g, int(at[0])), label),
         )
 

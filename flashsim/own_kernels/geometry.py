@@ -1,8 +1,9 @@
-"""`Geometry`: which tile of which matrix each access is, and on which side its tensor stands.
+"""`Geometry`: the tile and matrix of each access, and whether a tensor's rows are queries or keys.
 
-A kernel only has pointers. The record says which elements an access touched. From these this module
-derives rows and columns, the head, the axis that a tensor is cut along (queries, keys, or scores),
-the tile sizes and, unless the reader says it, the attention problem.
+A kernel only has pointers, and the record says which elements an access touched. From these, this
+module derives each access's rows, columns and head, and the axis along which a tensor is tiled
+(queries, keys, or both, as scores are). It also derives the tile sizes and, unless the user states
+it, the attention problem.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flashsim.problem.problem import MAX_HEAD_DIM, Problem
 from flashsim.schedule.names import LOAD
 from flashsim.schedule.tensors import AXES, COL, ROW, STATISTICS, TILE
 
-#: Arguments of kernels that say what attention they compute, by what `Problem` calls it.
+#: Usual parameter names of a kernel's causal flag and scale.
 _CAUSAL = ("causal", "is_causal")
 _OFFSETS = re.compile(r"cu|seq|off|ptr|start|loc|len|bound|lim", re.IGNORECASE)
 _SCALE = ("scale", "sm_scale", "softmax_scale", "sm_scale_", "qk_scale")
@@ -31,9 +32,10 @@ _SCALE = ("scale", "sm_scale", "softmax_scale", "sm_scale_", "qk_scale")
 
 @dataclass(frozen=True)
 class Sides:
-    """How one tensor lies: `axis` is ROW, COL or TILE; `rows` the axis of its shape that rows run.
+    """How a tensor is tiled.
 
-    `vector` marks a tensor with one number per row. `columns` is its last axis, or None.
+    `axis` is ROW (its rows are queries), COL (keys) or TILE (queries by keys). `rows` is the axis
+    of its shape that holds the rows. `vector` marks a tensor with one number per row.
     """
 
     axis: int
@@ -42,21 +44,21 @@ class Sides:
 
 
 class Geometry:
-    """Tiles, heads and sides of everything in a record.
+    """Tiles, heads and tiled axes of all tensors and accesses in a record.
 
     Attributes
     ----------
     labels : list of str
-        The tensors' names: the papers' where known.
+        The tensors' names: the papers' names where known.
     sides : list of Sides
     lead, row, rows, col, cols : int32 (accesses,)
-        Which matrix of the tensor an access touches (0 for the first), and the first row, the
-        number of rows, and the same of columns, of the box around what it touches.
+        The matrix of the tensor that an access touches (0 is the first), and the access's bounding
+        box in it: first row, number of rows, first column, number of columns.
     spans : int32 (accesses,)
-        How many matrices (heads) that box spans: more than 1 if it runs into the next head.
+        How many matrices (heads) the bounding box spans: more than 1 if it reaches the next head.
     shapes : list of tuple of int
-        The tensors' shapes. A tensor of all heads' rows, one below the other, has an axis of heads
-        here.
+        The tensors' shapes. If a tensor stacks the rows of all heads, its shape here has an axis
+        of heads.
     problem : Problem
     """
 
@@ -84,7 +86,7 @@ class Geometry:
     # -- boxes ----------------------------------------------------------------------------------
 
     def _boxes(self) -> None:
-        """Decode the corners: for each tensor, the indices of its accesses along every axis."""
+        """Decode each access's corners into indices along every axis of its tensor."""
         self._low: dict[int, np.ndarray] = {}
         self._high: dict[int, np.ndarray] = {}
         self._of: dict[int, np.ndarray] = {}
@@ -103,7 +105,7 @@ class Geometry:
                 self._high[t.code][1:, across] = np.array(shape[1:])[:, None] - 1
 
     def _matrices(self) -> None:
-        """Tell matrices from vectors, and find the axis along which their rows run."""
+        """Distinguish matrices from vectors, and find the axis that holds their rows."""
         tensors = self.record.tensors
         self._layout: list[tuple[int, bool]] = []
         for t, label in zip(tensors, self.labels, strict=True):
@@ -126,7 +128,7 @@ class Geometry:
             self._layout.append((rows, vector))
 
     def _known_heads(self, problem: Problem | None) -> None:
-        """Note tensors whose rows are heads: one query per head, as in decoding."""
+        """Find out whether Q's rows are heads: one query per head, as in decoding."""
         self._single = False
         by = {label: t for label, t in zip(self.labels, self.record.tensors, strict=True)}
         if "Q" in by and "K" in by:
@@ -168,12 +170,12 @@ class Geometry:
             self.spans[mine] = spans
             self.col[mine] = 0 if side.vector else low[-1]
             self.cols[mine] = 1 if side.vector else high[-1] - low[-1] + 1
-        del self._low, self._high  # millions of accesses: what nobody needs any more is let go
+        del self._low, self._high  # large with millions of accesses, and not needed any more
 
     # -- sides ----------------------------------------------------------------------------------
 
     def _place_others(self) -> None:
-        """Find the side of tensors whose names say nothing, from how programs move over them."""
+        """Find the tiled axis of tensors with unknown names, from the tiles that programs touch."""
         a = self.record.accesses
         self.outer: list[str] = []
         for launch in range(len(self.record.launches)):
@@ -291,12 +293,12 @@ class Geometry:
             )
         except FlashSimError as error:
             raise OptionError(
-                f"the problem cannot be derived from the tensors' shapes ({error}); give "
+                f"the attention problem cannot be derived from the tensors' shapes ({error}); pass "
                 "problem=flashsim.Problem(...)"
             ) from error
 
     def _pick(self, axis: int, first: tuple[str, ...]) -> int | None:
-        """Return a matrix on that side: one of the names in `first`, or the first that moves."""
+        """Return the code of a tensor tiled along `axis`: one named in `first`, else a matrix."""
         for label in first:
             code = self.code(label)
             if code is not None and self.sides[code].axis == axis:
@@ -315,7 +317,7 @@ class Geometry:
 
     @cached_property
     def heights(self) -> list[tuple[int, int]]:
-        """For each launch, the tile: rows of queries, and keys."""
+        """The tile sizes of each launch: (queries, keys)."""
         a = self.record.accesses
         axis = np.array([s.axis for s in self.sides] + [-1])[a["tensor"]]
         found = []
@@ -324,7 +326,7 @@ class Geometry:
             down = mine & ((axis == ROW) | (axis == TILE))
             along = np.where(axis == TILE, self.cols, self.rows)[mine & (axis != ROW)]
             found.append((int(self.rows[down].max(initial=0)), int(along.max(initial=0))))
-        # A launch that touches one side only is drawn with the other launches' tiles.
+        # A launch that touches only query or only key tensors gets the other size from the others.
         q = max((q for q, _ in found), default=0) or self.problem.n_q
         k = max((k for _, k in found), default=0) or self.problem.n_kv
         return [(mine_q or q, mine_k or k) for mine_q, mine_k in found]
@@ -344,14 +346,14 @@ def _stacked(shape: tuple[int, ...], label: str, p: Problem | None) -> tuple[int
 
 
 def _scale(given: object, width: int) -> float | None:
-    """Return a kernel's scale; None for the usual one, also if it was rounded another way."""
+    """Return a kernel's scale, or None if it is 1 / sqrt(d) up to rounding."""
     if not isinstance(given, (int, float)) or math.isclose(given, width**-0.5, rel_tol=1e-6):
         return None
     return float(given)
 
 
 def _indices(numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return int32 (axes, accesses): the indices of elements along every axis of a tensor."""
+    """Return int32 (axes, accesses): the indices of elements, from their row-major numbers."""
     found = np.empty((len(shape), len(numbers)), np.int32)
     for axis in range(len(shape) - 1, 0, -1):
         numbers, found[axis] = np.divmod(numbers, shape[axis])
@@ -360,7 +362,7 @@ def _indices(numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _varies(program: np.ndarray, value: np.ndarray) -> bool:
-    """Return whether any program has two different values."""
+    """Return whether the value differs between two accesses of any program."""
     order = np.argsort(program, kind="stable")
     p, v = program[order], value[order]
     return bool(((p[1:] == p[:-1]) & (v[1:] != v[:-1])).any())

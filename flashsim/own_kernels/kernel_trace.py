@@ -1,4 +1,4 @@
-"""`KernelTrace`: the result of tracing a reader's kernel."""
+"""`KernelTrace`: the result of tracing a user's kernel."""
 
 from __future__ import annotations
 
@@ -30,24 +30,29 @@ from flashsim.version import __version__
 
 @own_errors
 class KernelTrace:
-    """The accesses that a user's kernel made, one by one, with methods that query them.
+    """Every access that a user's kernel made, with methods that count and check the accesses.
 
-    It goes wherever a `Result` goes: `viz.page(traced)`, `viz.traffic([traced, other])`.
+    Functions that take a `Result` also take a `KernelTrace`: `viz.page(traced)`,
+    `viz.traffic([traced, other])`.
 
     Attributes
     ----------
     record : KernelRecord
-        Every access, as the frontend noted it.
+        Every access, as the frontend recorded it.
     name : str
         The kernel's name in tables and pictures.
     device : Device
     outputs : dict of str to array
-        What the tensors that were stored to hold at the end, by label.
+        The final values of the tensors that were stored to, by label.
     values : tuple of ndarray
-        What all tensors held at the end, in the order of their codes: for `check`. A frontend gives
-        `again`, too: it runs one program once more, so that `check` names its first wrong step.
+        The final values of all tensors, in the order of their codes: `check` compares them.
     verdict : Verdict or None
-        What the last `check` found.
+        The result of the last `check`.
+
+    Notes
+    -----
+    A frontend can also pass `again`, a function that runs one program a second time. `check` then
+    names the first wrong step of that program.
     """
 
     def __init__(
@@ -64,7 +69,8 @@ class KernelTrace:
     ) -> None:
         if not record.launches:
             raise TraceError(
-                "no kernel was launched, so there is nothing to show; launch one while it is traced"
+                "no kernel was launched, so there is nothing to show; launch a kernel while "
+                "tracing is on"
             )
         if not (record.accesses["active"] > 0).any():
             raise TraceError(
@@ -83,17 +89,17 @@ class KernelTrace:
 
     @property
     def problem(self) -> Problem:
-        """The attention problem: as given, or as the shapes and arguments say."""
+        """The attention problem: as passed, or as derived from the shapes and arguments."""
         return self.geometry.problem
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of the tensors: the papers' where known."""
+        """Names of the tensors: the papers' names where known."""
         return tuple(self.geometry.labels)
 
     @property
     def tiling(self) -> Tiling:
-        """The tile of the first launch that moves over both queries and keys."""
+        """The tile sizes of the first launch that loops over both queries and keys."""
         return self.trace.tiling if len(self.record.launches) == 1 else self.trace.schedule.tiling
 
     # -- totals ---------------------------------------------------------------------------------
@@ -112,17 +118,19 @@ class KernelTrace:
         return chosen
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Bytes that all programs ask for: of one operation and tensor, or all.
+        """Return the bytes that all programs request, of one operation and tensor, or of all.
 
         Parameters
         ----------
         op : {"load", "store", "reduce"}, optional
-            "reduce" is an atomic operation.
+            Count only this operation; "reduce" is an atomic operation.
+        tensor : str, optional
+            Count only this tensor.
         """
         return int(self.record.bytes_asked[self._chosen(op, tensor)].sum())
 
     def sectors(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Bytes of the 32-byte sectors that the accesses touch: what passes between L2 and SMs."""
+        """Return the bytes moved between L2 and the SMs: 32 per sector that an access touches."""
         return int(self.record.accesses["sectors"][self._chosen(op, tensor)].sum()) * SECTOR
 
     @property
@@ -131,9 +139,9 @@ class KernelTrace:
         return len(self.record.accesses)
 
     def compulsory(self) -> int:
-        """Bytes that any kernel for these results moves: inputs read once, outputs written once.
+        """Return the bytes that every kernel with these results moves: inputs and outputs, once.
 
-        A tensor that is first stored and then loaded, such as partial results, need not move.
+        A tensor that is first stored and then loaded, such as partial results, is not counted.
         """
         return sum(sum(self.compulsory_of(label)) for label in self.tensors)
 
@@ -152,17 +160,17 @@ class KernelTrace:
 
     @cached_property
     def trace(self) -> Trace:
-        """The same as a `Trace`: for pictures, players, tables and files."""
+        """The same accesses as a `Trace`, which pictures, players, tables and files accept."""
         about = {"flashsim": __version__, "source": self.record.source}
         return as_trace(self.geometry, self.name, self.device, self.compulsory(), about)
 
     def only(self, *kernels: str) -> KernelTrace:
-        """Return the trace of some of the launches, by their kernels' names.
+        """Return a trace of only the launches of these kernels.
 
         Raises
         ------
         OptionError
-            If none has such a name.
+            If no launch is of a kernel with such a name.
         """
         there = [one.kernel for one in self.record.launches]
         for name in kernels:
@@ -182,28 +190,32 @@ class KernelTrace:
 
     @cached_property
     def expected(self) -> Expected | None:
-        """FlashAttention-2's bytes with this kernel's tile; None for another computation."""
+        """The bytes that FlashAttention-2 (or split-KV decoding) moves with this kernel's tiles.
+
+        None if the kernel computes something else.
+        """
         return expected_of(self.geometry, self.device)
 
     @cached_property
     def byte_rows(self) -> list[ByteRow]:
-        """Bytes of each operation and tensor, beside those needed, with reasons and lines."""
+        """Bytes by operation and tensor, beside the needed bytes, with reasons and source lines."""
         return rows_of(self.geometry, self.expected, self.compulsory_of)
 
     @cached_property
     def findings(self) -> list[KernelFinding]:
-        """Warnings, each with line and program."""
+        """Warnings, each with its source line and program."""
         return findings_of(self.geometry)
 
     def compared(self) -> report.Table:
-        """Return a table: bytes, those of the closed form, compulsory ones, and the reasons."""
-        name = "none" if self.expected is None else self.expected.algorithm
-        tiles = "" if self.expected is None else f" with tiles {self.expected.tiles}"
+        """Return a table of bytes moved, bytes needed, compulsory bytes, and reasons for excess."""
+        beside = "compulsory bytes"
+        if self.expected is not None:
+            beside = f"the bytes of {self.expected.algorithm} with tiles {self.expected.tiles}"
         table = report.Table(
-            f"{self.name}: bytes beside those of {name}{tiles}",
+            f"{self.name}: bytes moved, beside {beside}",
             ("op", "tensor", "B", "needed B", "compulsory B", "why"),
-            note="needed: by the closed form, as flashsim.count gives it; compulsory: each input "
-            "and each output once",
+            note="needed: the bytes that flashsim.count predicts; compulsory: each input is read "
+            "once and each output is written once",
         )
         for row in self.byte_rows:
             cells = row.op, row.tensor, row.nbytes, row.expected, row.compulsory, row.why
@@ -213,19 +225,20 @@ class KernelTrace:
     # -- right or wrong -------------------------------------------------------------------------
 
     def check(self, reference: Reference | None = None) -> Verdict:
-        """Compare what the kernel stored with a reference, and guess the mistake.
+        """Compare the kernel's results with a reference; if they are wrong, look for the mistake.
 
         Parameters
         ----------
         reference : function, optional
-            Gets the tensors that the kernel loads, a dict of NumPy arrays by label, and returns
-            what it should store: a dict of arrays by label, or one array. Default: attention and
-            its gradients in float64.
+            Takes a dict of all the kernel's tensors, NumPy arrays by label, and returns the
+            expected results: a dict of arrays by label, or one array. Default: attention and its
+            gradients in float64.
 
         Raises
         ------
         TraceError
-            If nothing can be compared: the tensors' values were not kept, or no reference is known.
+            If nothing can be compared: the record lacks the tensors' values, or the kernel does
+            not compute attention and no reference was passed.
         """
         verdict = check(self.geometry, self.values, reference)
         if not verdict.right and reference is None and self._again is not None:
@@ -236,22 +249,23 @@ class KernelTrace:
     # -- predictions ----------------------------------------------------------------------------
 
     def dram(self, device: str | Device | None = None, l2: L2Model | None = None) -> Dram:
-        """Return DRAM bytes by a model of the L2 cache of a device (default: the trace's)."""
+        """Return the DRAM bytes that a model of a device's L2 cache predicts."""
         return dram_of(self, self.device if device is None else Device.get(device), l2)
 
     def roofline(self, device: str | Device | None = None) -> Roofline:
-        """Return the kernel's roofline on a device, which gives the least time that it can take."""
+        """Return the kernel's roofline on a device: a lower bound on its time."""
         return roofline_of(self, self.device if device is None else Device.get(device))
 
     # -- by line --------------------------------------------------------------------------------
 
     def by_line(self) -> report.Table:
-        """Return a table of the reader's lines: accesses, bytes, masked lanes, sectors."""
+        """Return a table with a row per source line: accesses, bytes, masked lanes, sectors."""
         a = self.record.accesses
         table = report.Table(
             f"{self.name}: loads and stores by line ({self.record.source})",
             ("line", "op", "tensor", "accesses", "B", "masked B", "outside B", "sector B", "tile"),
-            note="masked: lanes that the mask turns off; sectors of 32 bytes hold what is asked",
+            note="masked: lanes that the mask turns off; sector: bytes of all 32-byte sectors that "
+            "the accesses touch",
         )
         groups = self.record.by_line(np.ones(len(a), bool))
         for line, op, code, at in sorted(groups, key=lambda one: self.record.lines[one[0]]):
@@ -274,7 +288,7 @@ class KernelTrace:
         return table
 
     def table(self) -> report.Table:
-        """Return a table of bytes by tensor and operation, as of any other trace."""
+        """Return a table of bytes by tensor and operation, like that of any other trace."""
         return self.trace.table()
 
     def __repr__(self) -> str:

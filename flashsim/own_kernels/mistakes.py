@@ -1,7 +1,7 @@
-"""Attention with one known mistake each: a kernel that gives the same wrong numbers has made it.
+"""Attention with known mistakes: a kernel with the same wrong results has made the same mistake.
 
-Everything is computed in float64, one head at a time, tile by tile where a mistake depends on
-tiles. A mistake is a change of one part of the computation; the rest is right.
+Each variant is computed in float64, one head at a time, and tile by tile where the mistake depends
+on tiles. A variant changes one part of the computation; the rest is right.
 """
 
 from __future__ import annotations
@@ -27,31 +27,34 @@ class Way:
     factor : float
         The scores are multiplied by scale times this.
     shift : int or None
-        Causal: key k is kept if k <= q + offset + shift. None: no mask at all.
+        A causal mask keeps key k if k <= q + offset + shift. None: no mask at all.
     top_left : bool
-        Causal from the top left corner instead of the bottom right one.
+        Align the causal mask at the top left corner instead of the bottom right one.
     rescale_o, rescale_l : bool
-        The running O, and l, are multiplied by exp(m_old - m_new).
+        Multiply the running O, or l, by exp(m_old - m_new).
     divide : {"end", "never", "each", "both"}
-        When O is divided by l; "both" is in every iteration and at the end.
+        When O is divided by l: at the end, never, in each iteration, or both in each and at the
+        end.
     exp2 : bool
-        exp2 is used on scores that are not multiplied by log2(e).
+        Use exp2 on scores that are not multiplied by log2(e).
     padded : bool
-        Keys past the end, up to a whole tile, count with a score of 0.
+        Keys past the end, which fill up the last tile, count with a score of 0.
     skip_last : {"", "tile", "rest"}
-        Leave out the last key tile, or the last one if it is not whole.
+        Leave out the last key tile: "tile" always, "rest" only if it is not whole.
     step : bool
-        Key tile j begins at key j, not at j times the tile.
+        Key tile j begins at key j, not at j times the tile's size.
     one_head : {"", "first", "modulo"}
-        Which key head a query head uses.
+        The KV head that query head h uses: "first" is always KV head 0, "modulo" is
+        h % kv_heads, and "" is the right one, h // group.
     axis : int
-        The axis of the softmax: -1, keys, is right.
+        The axis of the softmax: -1, the keys, is right.
     lse : {"e", "2", "m", "l", "no m", "log2"}
-        The LSE that is stored: of base e is right.
+        The value stored as the LSE: "e", in base e, is right.
     rows : int
-        Rows per program whose loop ends at the diagonal, so that no later key is seen; 0: no end.
+        Rows per program if the loop over keys ends at the program's diagonal, so that no later
+        tile is visited; 0 if the loop covers all keys.
     early : bool
-        The loop ends before the program's own rows.
+        The loop over keys ends before the program's diagonal tile.
     """
 
     factor: float = 1.0
@@ -72,7 +75,7 @@ class Way:
 
 
 def forward(p: Problem, x: Arrays, way: Way, block_k: int) -> dict[str, np.ndarray]:
-    """Return O and L, (heads, n_q, d_v) and (heads, n_q); NaN where a row sees no key."""
+    """Return O (heads, n_q, d_v) and L (heads, n_q); rows that see no key are NaN."""
     heads = p.batch * p.heads
     out = np.zeros((heads, p.n_q, p.head_dim_v))
     lse = np.zeros((heads, p.n_q))
@@ -115,7 +118,7 @@ def _one(
     way: Way,
     block: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One head, with the running m, l and O of FlashAttention-2."""
+    """Compute O and L of one head, with the running m, l and O of FlashAttention-2."""
     s = np.where(keep, q @ k.T * (p.scale * way.factor), -np.inf)
     if way.axis == 0:
         e = np.exp(s - s.max(axis=0, keepdims=True))
@@ -165,19 +168,19 @@ class Back:
     Attributes
     ----------
     dq, dk : float
-        Factors on dQ and dK.
+        Additional factors on dQ and dK; 1 is right.
     delta : bool
-        delta is subtracted from dP.
+        Subtract delta from dP.
     mask : int or None
-        As `Way.shift`.
+        The causal mask's shift, as in `Way.shift`.
     base2 : bool
-        L is taken as if it were in base 2.
+        Use L as if it were in base 2.
     whole_group : bool
-        dK and dV are summed over the query heads of a group.
+        Sum dK and dV over the query heads of a group.
     last_tile : bool
-        dQ is that of the last key tile only.
+        dQ has only the contribution of the last key tile.
     p : bool
-        dS has its factor P.
+        Multiply by P to get dS.
     """
 
     dq: float = 1.0
@@ -191,7 +194,7 @@ class Back:
 
 
 def backward(p: Problem, x: Arrays, way: Back, block_k: int) -> dict[str, np.ndarray]:
-    """Return dQ, dK, dV and delta, from Q, K, V, dO and, if there, L and delta."""
+    """Return dQ, dK, dV and delta, from Q, K, V and dO, and from O, L and delta if they exist."""
     heads = p.batch * p.heads
     dq = np.zeros((heads, p.n_q, p.head_dim))
     dk = np.zeros((p.batch * p.kv_heads, p.n_kv, p.head_dim))
@@ -230,7 +233,7 @@ Made = Callable[[], dict[str, np.ndarray]]
 def known(
     p: Problem, x: Arrays, block_q: int, block_k: int, scale: float | None = None
 ) -> Iterator[tuple[str, Made]]:
-    """Yield each mistake: what to tell the reader, and a function that makes it.
+    """Yield each known mistake: its description, and a function that computes its results.
 
     `scale` is the kernel's own, if it differs from the problem's.
     """
@@ -267,11 +270,11 @@ def _forward_mistakes(p: Problem, block_q: int, block_k: int) -> Iterator[tuple[
     )
     yield "the scores are not multiplied by the scale", replace(way, factor=1 / p.scale)
     yield (
-        "the scores are multiplied by the scale twice (1 / d for 1 / sqrt(d))",
+        "the scores are multiplied by the scale twice (by 1 / d instead of 1 / sqrt(d))",
         replace(way, factor=p.scale),
     )
     yield (
-        "the scores are multiplied by sqrt(d), not divided by it",
+        "the scores are multiplied by sqrt(d) instead of divided by it",
         replace(way, factor=root / p.scale),
     )
     for lse in ("e", "log2"):
@@ -285,7 +288,7 @@ def _forward_mistakes(p: Problem, block_q: int, block_k: int) -> Iterator[tuple[
     )
     if p.causal:
         yield (
-            "the causal mask is shifted by one: a query does not see its own key (> for >=)",
+            "the causal mask is shifted by one: a query does not see its own key (> instead of >=)",
             replace(way, shift=-1),
         )
         yield (
@@ -295,18 +298,18 @@ def _forward_mistakes(p: Problem, block_q: int, block_k: int) -> Iterator[tuple[
         )
         for rows in (0, block_q):
             yield (
-                "the causal mask is shifted by one: a query sees the next key, too",
+                "the causal mask is shifted by one: a query also sees the next key",
                 replace(way, shift=1, rows=rows),
             )
             yield "there is no causal mask", replace(way, shift=None, rows=rows)
             if p.n_q != p.n_kv:
                 yield (
-                    "the causal mask begins at the top left corner; it should end at the bottom "
-                    "right one (k <= q + n_kv - n_q)",
+                    "the causal mask is aligned at the top left corner instead of the bottom right "
+                    "one (k <= q + n_kv - n_q)",
                     replace(way, top_left=True, rows=rows),
                 )
     yield "the LSE is in base 2, not in base e", replace(way, lse="2")
-    yield "the LSE is m + log2(l); it is m + log(l)", replace(way, lse="log2")
+    yield "the LSE is m + log2(l) instead of m + log(l)", replace(way, lse="log2")
     yield "the LSE is m alone, without log(l)", replace(way, lse="m")
     yield "the LSE is log(l) alone, without m", replace(way, lse="no m")
     yield "the LSE is l itself", replace(way, lse="l")
@@ -316,20 +319,20 @@ def _forward_mistakes(p: Problem, block_q: int, block_k: int) -> Iterator[tuple[
             replace(way, padded=True),
         )
         yield (
-            "the last key tile, which is not whole, is left out (n // BLOCK tiles)",
+            "the last key tile, which is not whole, is left out (the loop has n // BLOCK tiles)",
             replace(way, skip_last="rest"),
         )
     if p.n_kv > block_k:
         yield "the last key tile is left out", replace(way, skip_last="tile")
         yield (
-            "key tile j begins at key j: its number is not multiplied by the tile",
+            "key tile j begins at key j: its index is not multiplied by the tile's size",
             replace(way, step=True),
         )
     if p.batch * p.kv_heads > 1:
         yield "all heads read K and V of the first head", replace(way, one_head="first")
     if p.group > 1:
         yield (
-            "query head h reads key head h % kv_heads; it should be h // group",
+            "query head h reads KV head h % kv_heads instead of h // group",
             replace(way, one_head="modulo"),
         )
     yield "the softmax is over the queries, not over the keys", replace(way, axis=0)
@@ -347,14 +350,14 @@ def _backward_mistakes(p: Problem) -> Iterator[tuple[str, Back]]:
     yield "dS lacks its factor P", replace(back, p=False)
     yield "P is recomputed with exp2 from an LSE in base e", replace(back, base2=True)
     yield (
-        "dQ is that of the last key tile: it is stored, not added up",
+        "dQ has only the last key tile's contribution: each tile overwrites it instead of adding",
         replace(back, last_tile=True),
     )
     if p.causal:
         yield "the backward pass has no causal mask", replace(back, mask=None)
-        yield "the backward's causal mask is shifted by one", replace(back, mask=-1)
+        yield "the backward pass's causal mask is shifted by one", replace(back, mask=-1)
     if p.group > 1:
         yield (
-            "dK and dV are those of the group's last query head, not sums over the group",
+            "dK and dV are those of the group's last query head instead of sums over the group",
             replace(back, whole_group=False),
         )

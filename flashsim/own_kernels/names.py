@@ -1,4 +1,4 @@
-"""Names of tensors: as kernels call them, and as the papers call them."""
+"""Map a kernel's parameter names to the names of the FlashAttention papers ("k_ptr" to "K")."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def paper_name(parameter: str) -> str | None:
 
 
 def labels(parameters: Iterable[str], given: Mapping[str, str] | None = None) -> list[str]:
-    """Return a name for each tensor: the papers' where it is known, else the kernel's own.
+    """Return a name for each tensor: the papers' name if known, else the kernel's parameter name.
 
     Parameters
     ----------
     parameters : iterable of str
-        The tensors by the kernel's parameters.
+        The kernel's parameter name of each tensor.
     given : mapping of str to str, optional
-        Names by parameter, from the reader; they come first.
+        Names that the user chose, by parameter; they take precedence over the papers' names.
     """
     parameters, given = list(parameters), dict(given or {})
     for name in given:
@@ -61,7 +61,7 @@ def labels(parameters: Iterable[str], given: Mapping[str, str] | None = None) ->
 
 
 def identifier(label: str, taken: Iterable[str] = ()) -> str:
-    """Return a label as a trace can hold it: a short word, different from the others."""
+    """Return a label as a trace can store it: an identifier of about 20 characters, unique."""
     if label in TENSORS[1:]:
         return label
     word = re.sub(r"\W", "_", label)[:20] or "_"

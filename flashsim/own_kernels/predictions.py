@@ -1,7 +1,7 @@
-"""DRAM bytes and a roofline of a reader's kernel, by the models that the built-in kernels have.
+"""Predict a user's kernel's DRAM bytes and roofline with the models of the built-in kernels.
 
-The kernel's own accesses are replayed through the L2 model: programs start in the order of the
-grid, as many at a time as the device takes, and each makes one access at a time.
+The kernel's recorded accesses are replayed through the L2 model. Programs start in the order of the
+grid, as many at a time as the device has room for. Each program makes one access per time step.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from flashsim.problem.hardware import Device
 from flashsim.schedule import plans
 from flashsim.studies.roofline import Point, Roofline
 
-#: A tensor is cut into pieces of this many bytes, which are in L2 or not as a whole.
+#: Bytes per piece: tensors are divided into pieces, and L2 holds a piece entirely or not at all.
 PIECE = 1 << 10
 MOST_PIECES = 50_000_000
 
 
 class Pieces:
-    """The pieces of all tensors, numbered: what `TileNumbers` is for the built-in kernels."""
+    """Numbers the pieces of all tensors, as `TileNumbers` numbers the built-in kernels' tiles."""
 
     def __init__(self, traced: Any) -> None:
         record = traced.record
@@ -43,7 +43,7 @@ class Pieces:
             sizes.append(piece)
         if at > MOST_PIECES:
             raise UnsupportedError(
-                f"the L2 model follows at most {MOST_PIECES:,} pieces of {PIECE} B, and the "
+                f"the L2 model supports at most {MOST_PIECES:,} pieces of {PIECE} B, but the "
                 f"tensors have {at:,}; trace a smaller problem"
             )
         self.first = first
@@ -74,7 +74,7 @@ def dram_of(traced: Any, device: Device, model: L2Model | None) -> Dram:
 
 
 def _stream(traced: Any, launch: int, pieces: Pieces, device: Device, model: L2Model) -> Stream:
-    """Return the launch's requests, piece by piece, as programs in flight would issue them."""
+    """Return the launch's requests, one per piece, in the order in which programs issue them."""
     record = traced.record
     a = record.accesses
     mine = np.flatnonzero((a["launch"] == launch) & (a["active"] > 0))
@@ -106,7 +106,7 @@ def _stream(traced: Any, launch: int, pieces: Pieces, device: Device, model: L2M
 
 
 def _spans(traced: Any, mine: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
-    """Return each access's first piece, and how many it takes, by its distinct bytes."""
+    """Return the first piece that each access touches, and how many pieces it touches."""
     record = traced.record
     a = record.accesses[mine]
     low, count = np.zeros(len(mine), np.int64), np.zeros(len(mine), np.int64)
@@ -131,7 +131,7 @@ def _spans(traced: Any, mine: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, n
 
 
 def roofline_of(traced: Any, device: Device) -> Roofline:
-    """Return the points of a kernel: its matrix products over three ways to count its bytes."""
+    """Return a kernel's roofline: its matrix FLOPs over requested, DRAM and compulsory bytes."""
     trace = traced.trace
     sizes = {
         "requested": traced.bytes(),

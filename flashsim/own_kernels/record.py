@@ -1,4 +1,4 @@
-"""`KernelRecord`: what a kernel did, as columns of NumPy arrays, about 50 bytes per access."""
+"""`KernelRecord`: a kernel's accesses and FLOPs as NumPy arrays, about 50 bytes per access."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashsim.own_kernels.tensors import KernelTensor
 from flashsim.schedule.names import LOAD, REDUCE
 
 ATOMIC = REDUCE
-#: Bytes that a GPU moves at least between L2 and an SM.
+#: Bytes per sector: the smallest transfer between L2 and an SM.
 SECTOR = 32
 
 #: One load, store or atomic operation of one program.
@@ -24,16 +24,16 @@ ACCESS = np.dtype(
         ("tensor", "i2"),  # -1: no lane was active, so no tensor is known
         ("line", "u4"),
         ("program", "i4"),
-        ("first", "i8"),  # the corner of the tile with the lowest indices, and the one with the
-        ("last", "i8"),  # highest: the number of an element in the order of indices
-        ("active", "i4"),  # lanes that ask for an element of the tensor
+        ("first", "i8"),  # the tile's corners with the lowest and the highest indices, each as
+        ("last", "i8"),  # an element's row-major number
+        ("active", "i4"),  # lanes that access an element of the tensor
         ("masked", "i4"),  # lanes that the mask turns off
-        ("outside", "i4"),  # lanes that ask for memory outside of the tensor
+        ("outside", "i4"),  # lanes that access memory outside of the tensor
         ("distinct", "i4"),  # different elements
-        ("sectors", "i4"),  # 32-byte sectors that they lie in
+        ("sectors", "i4"),  # 32-byte sectors that hold these elements
     ]
 )
-#: FLOPs of one tile operation, done before the access of number `at`.
+#: FLOPs of one tile operation, which runs before access number `at`.
 WORK = np.dtype(
     [
         ("at", "i8"),
@@ -55,16 +55,16 @@ class Launch:
     kernel : str
         The kernel's name.
     grid : tuple of int
-        Programs along each axis. Program (x, y, z) has the number x + X (y + Y z), the order in
-        which a GPU starts them.
+        Programs along each axis. Program (x, y, z) of a grid (X, Y, Z) has number x + X (y + Y z);
+        a GPU starts programs in this order.
     arguments : dict of str to int
-        The tensors' numbers by the kernel's parameters. A tensor that is passed twice has two.
+        Tensor codes by the kernel's parameter. A tensor that is passed twice has two codes.
     constants : dict
-        The other arguments by their names: numbers, tile sizes, flags.
+        The other arguments by parameter: numbers, tile sizes, flags.
     file, line : str, int
         Where the kernel is defined.
     held : dict of str to (shape, bytes)
-        The tile values that one program held at the moment when they took most: an estimate.
+        The tile values that one program held when their total size was largest: an estimate.
     """
 
     kernel: str
@@ -81,7 +81,7 @@ class Launch:
         return int(np.prod(self.grid, dtype=np.int64))
 
     def place(self, program: int) -> tuple[int, ...]:
-        """Return a program's place in the grid, from its number."""
+        """Return a program's grid coordinates, from its number."""
         found = []
         for side in self.grid:
             program, at = divmod(program, side)
@@ -89,7 +89,7 @@ class Launch:
         return tuple(found)
 
     def number(self, place: Iterable[int]) -> int:
-        """Return a program's number, from its place in the grid."""
+        """Return a program's number, from its grid coordinates."""
         total, step = 0, 1
         for at, side in zip(place, self.grid, strict=False):
             total, step = total + at * step, step * side
@@ -98,11 +98,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class Clash:
-    """Elements that two programs of one launch touch, and at least one of them writes.
+    """A conflict: two programs of one launch access the same element, and one of them writes it.
 
     `kind` is "two stores" or "read of another's store". `first` and `second` are program numbers,
-    in the order in which they ran here. `line` is the second one's. `element` is the first such
-    element, in the order of the tensor's indices, and `count` how many accesses had one.
+    in the order in which the programs ran in the simulation. `line` is that of the second one's
+    access. `element` is the first such element's row-major number. `count` is the number of
+    accesses with such a conflict.
     """
 
     kind: str
@@ -117,7 +118,7 @@ class Clash:
 
 @dataclass(frozen=True, eq=False)
 class KernelRecord:
-    """What a recorder noted: tensors, launches, accesses in order, FLOPs, and clashes.
+    """Everything that a recorder recorded: tensors, launches, accesses in order, FLOPs, clashes.
 
     Attributes
     ----------
@@ -128,12 +129,12 @@ class KernelRecord:
     accesses : ndarray of dtype `ACCESS`
     work : ndarray of dtype `WORK`
     lines : tuple of (file, number)
-        What the column `line` means.
+        The source lines that the column `line` numbers.
     clashes : tuple of Clash
     stored : dict of int to bool ndarray
-        By tensor, for those that were stored to: which elements were, in the tensor's shape.
+        For each tensor that was written, by code: which of its elements were, in its shape.
     notes : tuple of str
-        What a reader has to know: what was assumed, what was computed in another way.
+        Assumptions, and operations that were computed in another way than on a GPU.
     """
 
     source: str
@@ -147,12 +148,12 @@ class KernelRecord:
     notes: tuple[str, ...] = ()
 
     def tensor(self, name: str) -> KernelTensor:
-        """Return the tensor of that name.
+        """Return the tensor with this name.
 
         Raises
         ------
         OptionError
-            If there is none.
+            If no tensor has this name.
         """
         for one in self.tensors:
             if one.name == name:
@@ -163,12 +164,15 @@ class KernelRecord:
 
     @property
     def bytes_asked(self) -> np.ndarray:
-        """int64 (accesses,): the bytes that each access asks for."""
+        """int64 (accesses,): the bytes that each access requests."""
         sizes = np.array([t.itemsize for t in self.tensors] + [0], np.int64)
         return self.accesses["active"] * sizes[self.accesses["tensor"]]
 
     def by_line(self, chosen: np.ndarray) -> list[tuple[int, int, int, np.ndarray]]:
-        """Group accesses: the number of their line, operation, tensor's code, which accesses."""
+        """Group the `chosen` accesses into tuples (line, operation, tensor code, accesses).
+
+        `line` is an index into `lines`.
+        """
         at = np.flatnonzero(chosen)
         a, codes = self.accesses, len(self.tensors) + 1
         key = a["line"][at].astype(np.int64)
@@ -183,12 +187,12 @@ class KernelRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the record's columns take."""
+        """Bytes of memory that the record's arrays take."""
         return self.accesses.nbytes + self.work.nbytes
 
 
 def restricted(record: KernelRecord, launches: Sequence[int]) -> KernelRecord:
-    """Return the part of a record that some of its launches made."""
+    """Return a record of the given launches only."""
     new = np.full(len(record.launches), -1)
     new[list(launches)] = np.arange(len(launches))
     parts = []

@@ -1,6 +1,7 @@
-"""A traced kernel as bytes, and back: for a process that runs a file and another that judges it.
+"""Serialize a traced kernel: one process runs a user's file, and another one grades it.
 
-The bytes are an .npz archive of plain arrays. Reading runs no code of whoever wrote them.
+The bytes are an .npz archive of plain arrays. Reading them runs no code of the process that wrote
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from flashsim.own_kernels.tensors import KernelTensor
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A record, the papers' names of its tensors, and what they held at the end, by code."""
+    """A record, its tensors' names in the papers, and each tensor's final values, by code."""
 
     record: KernelRecord
     names: Mapping[str, str]
@@ -36,7 +37,7 @@ def packed(runs: Sequence[Recorded]) -> bytes:
         r = run.record
         arrays |= {f"{n} accesses": r.accesses, f"{n} work": r.work}
         arrays |= {f"{n} stored {code}": mask for code, mask in r.stored.items()}
-        # Text has no float16, and no file of NumPy's a bfloat16.
+        # NumPy's file format has no bfloat16, so all values are written as float64.
         arrays |= {f"{n} value {c}": x.astype(np.float64) for c, x in enumerate(run.values)}
         said: dict[str, Any] = {
             "source": r.source,
@@ -58,12 +59,12 @@ def unpacked(data: bytes, most: int = 1 << 28) -> list[Recorded]:
     Raises
     ------
     TraceError
-        If the bytes are something else, or more than `most` when they are unpacked.
+        If the bytes are no such archive, or unpack to more than `most` bytes.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if sum(one.file_size for one in archive.infolist()) > most:
-                raise TraceError(f"a record has more than {most:,} bytes")
+                raise TraceError(f"a kernel's record has more than {most:,} bytes")
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             about = json.loads(arrays["about"].tobytes())
             return [_one(n, said, arrays) for n, said in enumerate(about)]
@@ -105,7 +106,7 @@ def _one(n: int, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> R
 
 
 def _tuples(x: Any) -> Any:
-    """Lists as tuples, also inside; JSON knows only lists."""
+    """Turn lists into tuples, also nested ones; JSON has only lists."""
     if isinstance(x, list):
         return tuple(map(_tuples, x))
     return {k: _tuples(v) for k, v in x.items()} if isinstance(x, dict) else x

@@ -1,7 +1,7 @@
-"""`Recorder`: frontends note here what a kernel does.
+"""`Recorder`: frontends record a kernel's accesses and FLOPs here.
 
-While a launch runs, the recorder also remembers which program stored or loaded each element, so
-that it finds programs that get in each other's way.
+While a launch runs, the recorder also remembers which program stored or loaded each element, to
+find data races between programs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _CHUNK = 1 << 14
 
 
 class Recorder:
-    """Notes of a kernel as it runs. A frontend calls these methods, in this order.
+    """Records a kernel as it runs.
 
-    `tensor` for each argument; `launch`; then for each program `program`, and `access` or `block`
-    for each load, store and atomic operation, `work` for each product; `done` at the end. Several
-    launches follow one another. Tensors of one name, buffer and layout are the same tensor.
+    For each launch, a frontend calls `tensor` for each argument, and then `launch`. For each
+    program it calls `program`, then `access` or `block` for each load, store and atomic operation,
+    and `work` for each product. It calls `done` at the end. Tensors with the same name, buffer and
+    layout are the same tensor.
     """
 
     def __init__(self, source: str) -> None:
@@ -49,13 +50,13 @@ class Recorder:
         self._program = -1
         self._ordered = False
         self._held_most = 0
-        self._units: dict[int, int] = {}  # bytes per entry of the three below, by buffer
-        self._extent: dict[int, int] = {}  # bytes that the tensors of a buffer reach
-        self._writer: dict[int, np.ndarray] = {}  # of this launch: program + 1, < 0: atomic
-        self._reader: dict[int, np.ndarray] = {}  # program + 1, or _SEVERAL
+        self._units: dict[int, int] = {}  # bytes per entry of the three arrays below, by buffer
+        self._extent: dict[int, int] = {}  # by buffer, the end of its last tensor in bytes
+        self._writer: dict[int, np.ndarray] = {}  # in this launch: program + 1, < 0 if atomic
+        self._reader: dict[int, np.ndarray] = {}  # in this launch: program + 1, or _SEVERAL
         self._stored: dict[int, np.ndarray] = {}
 
-    # -- what there is --------------------------------------------------------------------------
+    # -- tensors and launches -------------------------------------------------------------------
 
     def tensor(
         self,
@@ -69,20 +70,19 @@ class Recorder:
         start: int = 0,
         unlike: Iterable[int] = (),
     ) -> int:
-        """Note a tensor and return its code.
+        """Record a tensor and return its code.
 
-        A tensor that is known already keeps its code and its name, also under another parameter of
-        a later launch.
+        A known tensor keeps its code and name, even if a later launch has it as another parameter.
 
         Parameters
         ----------
         strides : iterable of int
-            In elements.
+            Strides in elements.
         buffer, start : int
-            Any number that names the allocation, and the bytes from its start to the first element.
-            Default: an allocation of its own, the same for the same name and layout.
+            Any number that identifies the allocation, and the bytes from its start to the first
+            element. Default: one allocation per name and layout.
         unlike : iterable of int
-            Codes of the launch's other arguments. One tensor that is passed twice gets two names.
+            Codes of the launch's other arguments. A tensor that is passed twice gets two codes.
         """
         shape, strides = tuple(map(int, shape)), tuple(map(int, strides))
         known = [
@@ -109,8 +109,9 @@ class Recorder:
         unit = self._units.setdefault(where, made.itemsize)
         if made.itemsize < unit:
             raise TraceError(
-                f"{label} has elements of {made.itemsize} B and is a view of memory that was first "
-                f"seen with elements of {unit} B; pass the narrower view to the first launch too"
+                f"{label} has elements of {made.itemsize} B, but shares memory with a tensor of an "
+                f"earlier launch whose elements have {unit} B; pass the view with the smaller "
+                "elements to the first launch too"
             )
         reach = made.start + made.span * made.itemsize
         self._extent[where] = max(self._extent.get(where, 0), reach)
@@ -127,10 +128,10 @@ class Recorder:
         line: int = 0,
         ordered: bool = False,
     ) -> int:
-        """Note that a kernel is launched; return the launch's number.
+        """Record a kernel's launch; return the launch's number.
 
-        Programs of an `ordered` launch run one after another, as a TPU's grid steps do: none gets
-        in another's way.
+        Programs of an `ordered` launch run one after another, as a TPU's grid steps do, so they
+        cannot race.
         """
         sides = tuple(map(int, grid)) or (1,)
         self.launches.append(
@@ -144,10 +145,10 @@ class Recorder:
         return len(self.launches) - 1
 
     def program(self, place: Iterable[int]) -> None:
-        """Note that the program at this place of the grid runs from now on."""
+        """Record that the program at these grid coordinates runs from now on."""
         self._program = self.launches[-1].number(place)
 
-    # -- what it does ---------------------------------------------------------------------------
+    # -- accesses and work ----------------------------------------------------------------------
 
     def access(
         self,
@@ -160,22 +161,23 @@ class Recorder:
         sectors: int | None = None,
         line: tuple[str, int] = ("?", 0),
     ) -> None:
-        """Note a load, a store or an atomic operation.
+        """Record a load, a store or an atomic operation.
 
         Parameters
         ----------
         op : LOAD, STORE or ATOMIC
         tensor : int
-            From `tensor`; -1 if no lane is active.
+            The code that `tensor` returned; -1 if no lane is active.
         offsets : int64 ndarray
-            Of the active lanes that ask for elements of the tensor: elements from its first one.
+            For each active lane inside the tensor, its element's offset from the tensor's first
+            element, in elements.
         masked, outside : int
-            Lanes that the mask turns off, and lanes that ask for memory outside of the tensor.
+            Lanes that the mask turns off, and lanes that access memory outside of the tensor.
         sectors : int, optional
-            32-byte sectors that pass, where the frontend knows requests one by one. Default: those
-            that the elements lie in.
+            32-byte sectors that are moved, if the frontend knows each request. Default: the
+            sectors that hold the elements.
         line : (file, number)
-            The reader's line.
+            The line in the user's file.
         """
         number = self._line(line)
         place = len(self.launches) - 1, op, tensor, number, self._program
@@ -201,7 +203,7 @@ class Recorder:
         mask: np.ndarray | None = None,
         line: tuple[str, int] = ("?", 0),
     ) -> None:
-        """Note an access to the elements that a NumPy-like index selects."""
+        """Record an access to the elements that a NumPy-like index selects."""
         offsets = self.tensors[tensor].offsets(index)
         if mask is None:
             self.access(op, tensor, offsets, line=line)
@@ -210,14 +212,14 @@ class Recorder:
         self.access(op, tensor, offsets[mask], masked=int((~mask).sum()), line=line)
 
     def work(self, kind: str, flops: int, *, line: tuple[str, int] = ("?", 0)) -> None:
-        """Note FLOPs: `kind` is one of `flashsim.counts.work.KINDS`."""
+        """Record FLOPs of one `kind` of `flashsim.counts.work.KINDS`."""
         at, launch = len(self._accesses), len(self.launches) - 1
         self._work.add((at, launch, self._program, KINDS.index(kind), self._line(line), flops))
 
     def held(self, values: Mapping[str, tuple[tuple[int, ...], int]]) -> None:
-        """Note the tile values that the program holds now, by name: shape and bytes.
+        """Record the shape and bytes of the tile values that the program holds now, by name.
 
-        The launch keeps those of the moment when they took most.
+        The launch keeps the values of the moment when their total size was largest.
         """
         total = sum(nbytes for _, nbytes in values.values())
         if total > self._held_most:
@@ -225,12 +227,12 @@ class Recorder:
             self.launches[-1].held = dict(values)
 
     def note(self, text: str) -> None:
-        """Note a sentence for the reader, once."""
+        """Add a sentence to the notes for the user, unless they have it already."""
         if text not in self.notes:
             self.notes.append(text)
 
     def done(self) -> KernelRecord:
-        """Return the record so far; the recorder can go on."""
+        """Return the record so far; more accesses can be recorded afterwards."""
         stored = {}
         for one in self.tensors:
             if one.buffer in self._stored and one.size:
@@ -258,7 +260,7 @@ class Recorder:
 
     @staticmethod
     def _corners(its: KernelTensor, unique: np.ndarray) -> tuple[int, int]:
-        """Return the numbers of the elements at both corners of the box around the offsets."""
+        """Return the row-major numbers of both corner elements of the offsets' bounding box."""
         if its.contiguous and _is_run(unique):
             first, last = int(unique[0]), int(unique[-1])
             width = its.shape[-1] if its.shape else 1
@@ -268,7 +270,10 @@ class Recorder:
                 return first, last
         index, exists = its.coordinates(unique)
         if not exists.all():
-            raise TraceError(f"an access to {its.name} has offsets outside of it")
+            raise TraceError(
+                f"an access to {its.name} has offsets outside of the tensor; the frontend must "
+                "count such lanes as `outside`"
+            )
         first = last = 0
         for n, along in zip(its.shape, index, strict=True):
             first, last = first * n + int(along.min()), last * n + int(along.max())
@@ -278,7 +283,7 @@ class Recorder:
         return (its.start + offsets * its.itemsize) // self._units[its.buffer]
 
     def _run(self, its: KernelTensor, unique: np.ndarray) -> slice | np.ndarray:
-        """Return `_places`, as a slice where the elements lie side by side."""
+        """Return `_places`, as a slice if the elements are contiguous."""
         if _is_run(unique) and its.itemsize == self._units[its.buffer]:
             first = its.start // its.itemsize + int(unique[0])
             return slice(first, first + len(unique))
@@ -295,7 +300,7 @@ class Recorder:
         return board
 
     def _watch(self, op: int, its: KernelTensor, unique: np.ndarray, line: int) -> None:
-        """Remember who touched these elements, and note a clash with another program."""
+        """Remember which program accessed these elements, and record a clash with another one."""
         places, me = self._run(its, unique), self._program + 1
         writer = self._writer.get(its.buffer)
         if op == LOAD:
@@ -351,12 +356,12 @@ _SEVERAL = np.iinfo(np.int32).max
 
 
 def _is_run(unique: np.ndarray) -> bool:
-    """Return whether rising offsets lie side by side."""
+    """Return whether ascending offsets are contiguous."""
     return int(unique[-1]) - int(unique[0]) + 1 == len(unique)
 
 
 def _distinct(offsets: np.ndarray) -> np.ndarray:
-    """Return the different offsets, rising. A tile of whole rows is in order already."""
+    """Return the distinct offsets in ascending order. Ascending offsets are not sorted again."""
     flat = offsets.ravel()
     if len(flat) > 1 and not (flat[1:] > flat[:-1]).all():
         flat = np.sort(flat)
@@ -365,14 +370,14 @@ def _distinct(offsets: np.ndarray) -> np.ndarray:
 
 
 def _sectors(its: KernelTensor, unique: np.ndarray) -> int:
-    """Return how many 32-byte sectors hold the elements; the allocation starts at a sector."""
-    at = its.start + unique * its.itemsize  # rising: so are the sectors
+    """Return how many 32-byte sectors hold the elements, if the allocation starts at a sector."""
+    at = its.start + unique * its.itemsize  # ascending, so the sectors are ascending too
     if _is_run(unique):
         end = int(at[-1]) + its.itemsize - 1
         return end // SECTOR - int(at[0]) // SECTOR + 1
     first = at // SECTOR
     count = 1 + int(np.count_nonzero(np.diff(first)))
-    if (its.start % its.itemsize) and its.itemsize > 1:  # an element may lie across two sectors
+    if (its.start % its.itemsize) and its.itemsize > 1:  # an element may span two sectors
         ends = np.concatenate([first, (at + its.itemsize - 1) // SECTOR])
         count = int(np.unique(ends).size)
     return count
@@ -400,7 +405,7 @@ class _Columns:
         self._used += 1
 
     def array(self) -> np.ndarray:
-        """Return all rows, read-only. They are kept once: the next rows go into another chunk."""
+        """Return all rows, read-only. The recorder shares them; later rows use a new chunk."""
         whole = np.concatenate([*self._full, self._open[: self._used]])
         whole.setflags(write=False)
         self._full, self._before, self._used = [whole], len(whole), 0

@@ -1,4 +1,4 @@
-"""Follow one program's m, l and accumulator, key tile by key tile, beside the online softmax's."""
+"""Compare one program's m, l and accumulator with the online softmax's after every key tile."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from flashsim.schedule.names import LOAD
 if TYPE_CHECKING:
     from flashsim.own_kernels.geometry import Geometry
 
-#: Gets each access of a repeated program: operation, tensor code, offsets of the elements, and a
-#: function that gives the program's variables at that moment, by name.
+#: A callback for each access of a program that runs again. Its arguments: operation, tensor code,
+#: element offsets, and a function that returns the program's current variables by name.
 Look = Callable[[int, int, np.ndarray, Callable[[], Mapping[str, np.ndarray]]], None]
-#: Runs the program of a verdict again, and shows its accesses.
+#: Runs a verdict's program again, and calls a `Look` for each of its accesses.
 Again = Callable[[Verdict, Look], None]
 
-#: What kernels call them, for a program that is wrong from the first tile on.
+#: Usual variable names of m, l and the accumulator. They are used if a program is wrong from its
+#: first tile on, so that values cannot identify the variables.
 _USUAL = {
     "m": ("m", "m_i", "m_ij", "m_prev", "row_max", "max_i"),
     "l": ("l", "l_i", "d_i", "row_sum", "sum_i"),
@@ -31,17 +32,17 @@ _USUAL = {
 
 @dataclass
 class Follower:
-    """The state that FlashAttention-2 has after each key tile, for the rows of one program.
+    """Computes FlashAttention-2's m, l and O after each key tile, for the rows of one program.
 
     Attributes
     ----------
     scores : float64 (rows, n_kv)
-        Scaled and masked: -inf where the mask removes a score.
+        Scaled and masked scores: -inf where the mask removes one.
     v : float64 (n_kv, d_v)
     first_row : int
-        The number of the first row.
+        The query index of the first row.
     relative : float
-        The error to allow, relative to the largest number.
+        The allowed error of a variable, relative to its largest expected value.
     """
 
     scores: np.ndarray
@@ -53,15 +54,15 @@ class Follower:
     found: str = ""
 
     def tile(self, first: int, last: int, variables: Mapping[str, np.ndarray]) -> None:
-        """Key tile first .. last - 1 is loaded; `variables` are the program's before it."""
+        """Note a load of keys first .. last - 1, and check the `variables` of the tiles before."""
         if self.seen and self.seen[-1] == (first, last):
-            return  # the same tile once more
+            return  # the same tile is loaded again
         if self.seen and not self.found:
             self._compare(variables, ended=False)
         self.seen.append((first, last))
 
     def end(self, variables: Mapping[str, np.ndarray]) -> None:
-        """The output is stored."""
+        """Check the variables when the output is stored."""
         if self.seen and not self.found:
             self._compare(variables, ended=True)
 
@@ -98,7 +99,7 @@ class Follower:
     def _name(
         self, right: Mapping[str, list[np.ndarray]], rows: np.ndarray, variables: Mapping
     ) -> None:
-        """Find which variables are m, l and acc, by what they hold after the first tile."""
+        """Find which variables are m, l and acc, by their values after the first tile."""
         for what, possible in right.items():
             for name, value in variables.items():
                 fits = any(
@@ -114,7 +115,7 @@ class Follower:
                     self.names[what] = usual[0]
 
     def _off(self, value: np.ndarray, want: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return the rows in which a variable differs."""
+        """Return a mask of the rows in which a variable differs from its expected value."""
         if value.shape != want.shape:
             return rows
         scale = np.abs(want[rows]).max(initial=1e-3)
@@ -125,17 +126,18 @@ class Follower:
         step, (first, last) = len(self.seen), self.seen[-1]
         what = " and ".join(wrong)
         row = self.first_row + int(np.argmax(next(iter(wrong.values()))))
-        rest = f"; {' and '.join(good)} still right" if good else ""
+        many = len(wrong) > 1
+        right = f"; {' and '.join(good)} {'are' if len(good) > 1 else 'is'} still right"
         self.found = (
-            f"its first step that differs is step {step}, keys {first} to {last - 1}: {what} "
-            f"wrong from row {row} on{rest}"
+            f"the program's first wrong step is step {step}, keys {first} to {last - 1}: {what} "
+            f"{'are' if many else 'is'} wrong from row {row} on{right if good else ''}"
         )
 
 
 def followed(
     g: Geometry, values: tuple[np.ndarray, ...], verdict: Verdict, again: Again
 ) -> Verdict:
-    """Return the verdict with its `step`, for a forward pass that stored a wrong O or L."""
+    """Return the verdict with its first wrong step, if a forward pass stored a wrong O or L."""
     p = g.problem
     usual = {"Q", "K", "V"} <= set(g.labels) and verdict.tensor in ("O", "L") and verdict.program
     if not usual or p.n_q == 1:

@@ -1,4 +1,4 @@
-"""`KernelTensor`: where the elements of a kernel's argument lie, and which element an offset is."""
+"""`KernelTensor`: the memory layout of a kernel's argument, and the element at each offset."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class KernelTensor:
     Attributes
     ----------
     name : str
-        The kernel's own parameter, or the name that the reader gave.
+        The kernel's parameter name.
     shape, strides : tuple of int
-        Elements along each axis, and elements from one to the next. No stride is negative.
+        Size of each axis, and the step in elements to the next index. No stride is negative.
     dtype : str
         Element type, as `Problem` names types ("float16"), or another name ("int32").
     itemsize : int
         Bytes per element.
     code : int
-        Its number in the record.
+        The tensor's number in the record.
     buffer : int
-        The number of the allocation that holds it. Views of one array share it.
+        The number of the allocation that holds the tensor. Views of one array share it.
     start : int
         Bytes from the start of the allocation to the first element.
     """
@@ -45,13 +45,13 @@ class KernelTensor:
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.strides):
             raise ShapeError(
-                f"{self.name} has {len(self.shape)} axes and {len(self.strides)} strides; give one "
+                f"{self.name} has {len(self.shape)} axes but {len(self.strides)} strides; pass one "
                 "stride per axis"
             )
         if any(stride < 0 for stride in self.strides):
             raise ShapeError(
-                f"{self.name} has strides {self.strides}: a kernel's pointer cannot run backwards; "
-                "pass a contiguous copy"
+                f"{self.name} has a negative stride: {self.strides}. Negative strides are not "
+                "supported; pass a contiguous copy"
             )
 
     @property
@@ -88,10 +88,10 @@ class KernelTensor:
         return sorted(moving, key=lambda a: -self.strides[a])
 
     def coordinates(self, offsets: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-        """Return the index along each axis of elements at `offsets`, and whether each exists.
+        """Return the indices, one array per axis, of the elements at `offsets`, and which exist.
 
-        An offset counts elements from the first one. It may point into a gap between rows, or past
-        the end: such an element does not exist.
+        An offset counts elements from the tensor's first one. No element exists at an offset past
+        the end, or in a gap between rows.
         """
         rest = offsets
         found = [np.zeros_like(offsets) for _ in self.shape]

@@ -1,8 +1,8 @@
-"""Cut what each program did into visits: one per tile of the inner loop, in order.
+"""Split each program's accesses into visits: one visit per inner-loop iteration, in order.
 
-A launch whose outer loop is over queries has one program per query tile; its programs move over key
-tiles. An access to a tensor of the inner side begins a new visit if its tile is another one than
-before. So a tile that is loaded twice in one iteration belongs to one visit.
+A launch whose outer loop is over queries has one program per query tile, which loops over key
+tiles. An access to a tensor of the inner loop begins a new visit if its tile differs from the last
+access's tile. So two loads of one tile in one iteration belong to one visit.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from flashsim.schedule.tensors import COL, ROW, TILE
 
 @dataclass(frozen=True, eq=False)
 class Visits:
-    """The accesses of one launch in the order of programs, and the visit of each.
+    """The accesses of one launch, ordered by program, and the visit that each belongs to.
 
     Attributes
     ----------
     outer : {"queries", "keys"}
+        What the outer loop is over.
     block_q, block_k : int
-        The tile.
+        Rows of a query tile, and of a key tile.
     at : int64 (n,)
-        Numbers of the accesses in the record, program by program.
+        Index of each access in the record, ordered by program.
     program, head : int64 (n,)
-        Program and query head of each. A program that serves a group of heads has several.
+        Program and query head of each access. A program that serves a group has several heads.
     tile : int64 (n,)
-        Outer tile of the program.
+        Outer tile of each access's program.
     inner : int64 (n,)
-        Inner tile of the visit, -1 outside of visits.
+        Inner tile of each access's visit; -1 for accesses outside the inner loop.
     visit : int64 (n,)
-        Number of the visit, from 0 in the launch; -1 before the first and after the last.
+        Number of each access's visit, counted from 0 in the launch. It is -1 for accesses before
+        a program's first visit and after its last one.
     """
 
     outer: str
@@ -48,7 +50,7 @@ class Visits:
 
 
 def visits_of(geometry: Geometry, launch: int) -> Visits:
-    """Return the visits of one launch."""
+    """Return the accesses of one launch, split into visits."""
     g, a = geometry, geometry.record.accesses
     block_q, block_k = g.heights[launch]
     mine = np.flatnonzero((a["launch"] == launch) & (a["active"] > 0))
@@ -56,7 +58,7 @@ def visits_of(geometry: Geometry, launch: int) -> Visits:
     axis = np.array([s.axis for s in g.sides] + [-1])[a["tensor"][mine]]
     program = a["program"][mine].astype(np.int64)
     outer = g.outer[launch]
-    # ByteRow and column tile of each access, -1 where its tensor has none.
+    # Row tile and column tile of each access, -1 where its tensor has none.
     i = np.where(axis != COL, g.row[mine] // block_q, -1)
     j = np.where(axis == COL, g.row[mine], np.where(axis == TILE, g.col[mine], -1))
     j = np.where(j >= 0, j // block_k, -1)
@@ -70,12 +72,12 @@ def visits_of(geometry: Geometry, launch: int) -> Visits:
 
     at = np.flatnonzero(inner)
     new = np.ones(len(at), bool)
-    # Another head of a group is another visit, too.
+    # A change of head within a group also begins a visit.
     key = other[at] * (int(head.max(initial=0)) + 1) + head[at]
     new[1:] = (np.diff(key) != 0) | (np.diff(which[at]) != 0)
     visit = np.full(len(mine), -1, np.int64)
     visit[at] = np.cumsum(new) - 1
-    # Between two accesses of the inner side, an access belongs to the visit before it.
+    # An access between two inner-loop accesses belongs to the visit of the first of them.
     last = np.maximum.accumulate(np.where(inner, np.arange(len(mine)), -1))
     after = np.full(len(mine), len(mine))
     after[inner] = np.flatnonzero(inner)
@@ -114,7 +116,7 @@ def _head(
     by_key = np.where((axis == COL) & key, g.lead[mine] * p.group, -1)
     first = _first(by_key, starts, which, np.zeros(len(starts), np.int64))
     alone = _first(query, starts, which, np.full(len(starts), -1, np.int64))
-    # The head of the last access that names one; before it, the program's first.
+    # The head of the last access that determines one; before that, the program's first head.
     last = np.maximum.accumulate(np.where(query >= 0, np.arange(len(mine)), -1))
     ok = last >= 0
     ok[ok] &= which[last[ok]] == which[ok]

@@ -1,4 +1,4 @@
-"""Problems, masks and devices, and the oracle that checks results."""
+"""Attention problems, masks and GPU models, and the float64 attention that checks results."""
 
 from flashsim.problem.hardware import Device
 from flashsim.problem.masks import BlockMask

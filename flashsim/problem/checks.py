@@ -1,7 +1,7 @@
-"""Checks of single values that describe a problem; each returns the accepted value, normalised.
+"""Checks of arguments; each function returns the accepted value in a standard form.
 
-Each error says what was wrong and what was given: `DTypeError` for a value of the wrong type,
-`ShapeError` for lengths, `OptionError` for the rest.
+The errors name the argument and the value: `DTypeError` for a value of the wrong type,
+`ShapeError` for lengths and shapes, `OptionError` for any other invalid value.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 
 from flashsim.errors import DTypeError, OptionError, ShapeError, choices, shown
 
-#: Inputs of one byte, by `ml_dtypes`' names.
+#: The one-byte element types of inputs, as `ml_dtypes` names them.
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 DTYPES = ("float64", "float32", "float16", "bfloat16", *FP8)
 
 
-#: Sizes end where a 64-bit integer does.
+#: Every size must fit in a signed 64-bit integer.
 LARGEST = 2**63 - 1
 
 
 def is_int(value: Any) -> bool:
-    """Whether `value` is an integer, Python's or NumPy's; True and False do not count."""
+    """Return whether `value` is an integer of Python or NumPy; False for True and False."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -70,14 +70,14 @@ def one_of(name: str, value: Any, possible: Iterable[str]) -> Any:
 
 
 def instance(name: str, value: Any, kind: type, how: str) -> Any:
-    """Return `value` if it is an object of this class; `how` says how to make one."""
+    """Return `value` if it is an object of this class; the error's text names `how` to make one."""
     if not isinstance(value, kind):
         raise DTypeError(f"{name} must be a {how}, got {shown(value)}")
     return value
 
 
 def path(name: str, value: Any) -> str:
-    """Return `value` as the path of a possible file."""
+    """Return `value` as a path, if a file can have that path."""
     try:
         if not isinstance(value, (str, os.PathLike)) or b"\0" in os.fsencode(value):
             raise DTypeError(f"{name} must be the path of a file, got {shown(value)}")
@@ -96,18 +96,18 @@ def seed(value: Any) -> int:
 
 
 def as_array(name: str, values: Any) -> np.ndarray:
-    """Return any array-like, also one on a GPU, as a NumPy array.
+    """Return any array-like, including an array on a GPU, as a NumPy array.
 
-    Floats of 8 and 16 bits from torch become float32.
+    8-bit and 16-bit floats of torch become float32.
     """
     if isinstance(values, np.ma.MaskedArray):
         raise DTypeError(
-            f"{name} is a masked array, whose mask would be lost; pass {name}.filled(...), a "
-            "plain array"
+            f"{name} is a masked array, whose mask would be lost; pass the plain array "
+            f"{name}.filled(...)"
         )
     library = type(values).__module__.partition(".")[0]
     try:
-        if hasattr(values, "requires_grad"):  # torch's, also of a subclass
+        if hasattr(values, "requires_grad"):  # a torch tensor, or a subclass of it
             values = values.detach().cpu()
             narrow = values.is_floating_point() and values.itemsize < 4
             return np.asarray(values.float() if narrow else values)
@@ -117,13 +117,13 @@ def as_array(name: str, values: Any) -> np.ndarray:
 
 
 def sinks(values: Any, heads: int) -> np.ndarray:
-    """Return sinks, array-likes of (heads,) floats, as a NumPy array."""
+    """Return sinks, an array-like of (heads,) floats, as a NumPy array."""
     array = as_array("sinks", values)
     floats = array.dtype.kind == "f" or array.dtype.name in DTYPES  # NumPy does not know bfloat16
     if array.shape != (heads,) or not floats:
         raise ShapeError(
-            f"sinks must be one number per query head, ({heads},), got {array.dtype} of shape "
-            f"{array.shape}"
+            f"sinks must be floats of shape ({heads},), one per query head, got {array.dtype} of "
+            f"shape {array.shape}"
         )
     return array
 
@@ -147,7 +147,7 @@ def dtype_name(dtype: Any) -> str:
     try:
         known = isinstance(dtype, (type, np.dtype))
         name = np.dtype(dtype).name if known else dtype
-    except Exception:  # what NumPy cannot read as a type, it refuses in many ways
+    except Exception:  # NumPy raises many kinds of error for a value that is no dtype
         name = dtype
     if not isinstance(name, str) or name not in DTYPES:
         turned = {np.dtype(x).newbyteorder().str: x for x in ("float64", "float32", "float16")}
@@ -161,7 +161,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def window(window: Any) -> tuple[int, int] | None:
-    """Return the numbers of keys seen to the left and right, -1 unlimited; None for no window."""
+    """Return the window's key counts to the left and the right, -1 for no limit; or None."""
     if window is None:
         return None
     try:
@@ -173,14 +173,19 @@ def window(window: Any) -> tuple[int, int] | None:
         ) from None
     for value in (left, right):
         if not is_int(value):
-            raise DTypeError(f"window must hold two integers, got {shown(window)}")
+            raise DTypeError(f"window must be a pair of integers, got {shown(window)}")
         if value < -1:
-            raise OptionError(f"window sides must be -1 (unlimited) or more, got {shown(window)}")
+            raise OptionError(
+                f"each side of window must be at least 0, or -1 for no limit, got {shown(window)}"
+            )
     return int(left), int(right)
 
 
 def cu_seqlens(name: str, values: Any, total: int, first: int = 0) -> tuple[int, ...]:
-    """Return the offsets of packed sequences, which go from `first` up to `total`."""
+    """Return the offsets of packed sequences, which must rise from `first` to `total`.
+
+    Two equal neighbours are valid: that sequence is empty.
+    """
     array = as_array(name, values)
     if array.ndim != 1 or array.size < 2 or array.dtype.kind not in "iu":
         raise ShapeError(

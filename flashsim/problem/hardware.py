@@ -1,6 +1,6 @@
-"""GPU models: the capacity of each memory level, its bandwidth, and the peak compute rates.
+"""GPU models: the capacity and the bandwidth of each memory level, and the peak compute rates.
 
-Sources, cited by letter beside each device:
+Each device cites its sources by letter:
 
  [V] NVIDIA Tesla V100 GPU Architecture whitepaper (WP-08608), tables 1 and 4.
  [T] NVIDIA Turing GPU Architecture whitepaper (WP-09183), appendix on the Tesla T4.
@@ -10,30 +10,30 @@ Sources, cited by letter beside each device:
  [W] NVIDIA RTX 4000 Ada Generation datasheet: SMs, memory, FP32 peak; AD104's 48 MiB of L2.
  [S] NVIDIA L40S datasheet; L2 size of the full AD102 from [L].
  [H] NVIDIA H100 Tensor Core GPU Architecture whitepaper, tables 1 and 2 (SXM5).
- [I] NVIDIA H200 datasheet for its memory; peaks as [H]; L2 size as the device reports it.
+ [I] NVIDIA H200 datasheet for its memory; peaks from [H]; L2 size as the device reports it.
  [B] NVIDIA DGX B200 datasheet (1,440 GB and 64 TB/s over eight GPUs), NVIDIA's table of HGX B200,
      one GPU: FP64 37 (tensor cores 37), FP32 75, FP16 4,500, FP8 9,000 TFLOP/s with sparsity; SM
-     count and L2 size as the device reports them. Other sheets differ: the Blackwell brief of 2024
-     printed FP64 40 and FP32 80, and HGX tables of 2025 print 7.7 TB/s.
+     count and L2 size as the device reports them. Other documents differ: the Blackwell brief of
+     2024 prints FP64 40 and FP32 80, and HGX tables of 2025 print 7.7 TB/s.
  [C] CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": shared memory
-     per SM and per block (opt-in), registers per SM; and "Arithmetic Instructions", whose rates
-     give the FP64, FP16 and BF16 peaks of CUDA cores where a paper leaves them out.
+     per SM and per block (opt-in), registers per SM; and "Arithmetic Instructions", from whose
+     rates the FP64, FP16 and BF16 peaks of CUDA cores follow if a whitepaper leaves them out.
  [J] L2 read bandwidth measured by Jia et al.: V100 2155 GB/s, arXiv:1804.06826; T4,
-     arXiv:1903.07486 (the one figure here that was entered from memory and not found again).
+     arXiv:1903.07486 (the T4's figure was entered from memory and not checked in the paper).
  [E] L2 read bandwidth measured by github.com/RRZE-HPC/gpu-benches, `gpu-l2-cache`, median of the
      data sets from 8 to 30 MB: A100 80 GB 5.4 TB/s, L40 5.2, H200 9.8. Entered also for the chips
      with the same die and SM count: A100 40 GB, L40S, H100.
 
-FP8 peaks are the dense ones of [L], [W], [S], [H] and [B], entered from memory; the sheets
-themselves were not read again. Copies of their tables on other websites agree for the
-H100 (3,957.8 with sparsity), L40S (733 and 1,466), RTX 4000 Ada (427.6 with sparsity) and B200
-(9,000 with sparsity). For the RTX 4090, websites print both 330.3 and 660.6. The first is entered
-here: it is the peak with float32 accumulation, as for the card's FP16.
+FP8 peaks are the dense peaks of [L], [W], [S], [H] and [B]. They were entered from memory and not
+checked in these documents. Copies of their tables on other websites agree for the H100 (3,957.8
+with sparsity), L40S (733 and 1,466), RTX 4000 Ada (427.6 with sparsity) and B200 (9,000 with
+sparsity). For the RTX 4090, websites print both 330.3 and 660.6 TFLOP/s. This module uses 330.3,
+the peak with float32 accumulation, which it also uses for the card's FP16.
 
-Off-chip capacities are the data sheets' "GB", which in fact are GiB: an H200 "of 141 GB" reports
-143,771 MiB, not 134,468. Matrix peaks are *dense*, with float32 accumulation, at boost clock; a
-data sheet's figure "with sparsity" is halved before it is entered here. If a dtype is missing, the
-GPU has no such unit. Bandwidth 0 means that no figure is published.
+Off-chip capacities are the "GB" of data sheets read as GiB, because devices report about as much:
+an H200 "of 141 GB" reports 143,771 MiB, while 141 GB are 134,468 MiB. Matrix peaks are *dense*,
+with float32 accumulation, at boost clock. A data sheet's figure "with sparsity" is halved. A GPU
+has no unit for a dtype without a peak. Bandwidth 0 means that no figure is published.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from flashsim.problem import checks
 
 KIB = 1024
 MIB = 1024 * KIB
-#: Fields that count bytes or SMs, and the most they may say: sums of them must fit 64 bits.
+#: Fields that count bytes or SMs, and their largest value, with which sums of them fit in 64 bits.
 _COUNTS = ("sram_bytes", "sram_per_sm", "registers_per_sm", "sm_count", "l2_bytes", "hbm_bytes")
 MOST = 2**60
 
@@ -66,7 +66,7 @@ class Device:
     name : str
         The name in tables and plots.
     sram_bytes : int
-        Shared memory one thread block can own: the capacity that simulated algorithms must fit in.
+        The largest shared memory of one thread block; simulated algorithms must fit in it.
     sram_per_sm, registers_per_sm : int
         Shared memory and register file of one SM, in bytes.
     sm_count : int
@@ -74,24 +74,24 @@ class Device:
     l2_bytes : int
         L2 cache, in bytes.
     l2_partitions : int
-        1, or 2 if L2 has two halves that each serve the nearer SMs and memory [A], [H].
+        1, or 2 if L2 has two halves, each of which serves the nearer SMs and memory [A], [H].
     hbm_bytes : int
         Off-chip memory, in bytes.
     hbm_bandwidth, l2_bandwidth : float
-        Bytes per second. `l2_bandwidth` is 0 where no measurement is published.
+        Bytes per second. `l2_bandwidth` is 0 if no measurement is published.
     tensor_flops, cuda_flops : mapping of str to float
         Peak FLOP/s by input dtype on tensor cores (dense) and on CUDA cores.
     compute_capability : tuple of int
         For example ``(9, 0)``.
     source : str
-        Where the figures come from.
+        The source of the figures.
     link : str
-        The link to other GPUs of the same host: a name of `flashsim.problem.links.LINKS`, or "".
+        The link to other GPUs of the same host: a name in `flashsim.problem.links.LINKS`, or "".
 
     Raises
     ------
     OptionError, DTypeError
-        If a capacity or a bandwidth is not positive, or a field has another type.
+        If a capacity or a bandwidth is not positive, or a field has the wrong type.
     """
 
     name: str
@@ -116,7 +116,9 @@ class Device:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         for name in ("name", "source", "link"):
             if not isinstance(getattr(self, name), str):
-                raise DTypeError(f"Device.{name} must be text, got {shown(getattr(self, name))}")
+                raise DTypeError(
+                    f"Device.{name} must be a string, got {shown(getattr(self, name))}"
+                )
         for name in _COUNTS:
             value = getattr(self, name)
             if not checks.is_int(value) or value <= 0:
@@ -143,11 +145,13 @@ class Device:
             )
         put("compute_capability", (int(version[0]), int(version[1])))
 
-    def __reduce__(self) -> tuple:  # MappingProxyType cannot be pickled; sweeps send devices around
+    def __reduce__(
+        self,
+    ) -> tuple:  # MappingProxyType cannot be pickled, but sweeps send devices to processes
         return _rebuild, (self.to_dict(),)
 
     def to_dict(self) -> dict:
-        """All fields as plain Python values (JSON-ready); `Device(**d)` gives the device back."""
+        """Return all fields as plain values for JSON; `Device(**fields)` builds an equal device."""
         values = dict(vars(self))
         values["tensor_flops"] = dict(self.tensor_flops)
         values["cuda_flops"] = dict(self.cuda_flops)
@@ -155,7 +159,11 @@ class Device:
         return values
 
     def peak(self, dtype: str, *, tensor_cores: bool = True) -> float:
-        """Peak FLOP/s for matrix products of `dtype`, on tensor cores where the chip has them."""
+        """Return the peak FLOP/s for matrix products of `dtype`.
+
+        It is the peak of tensor cores, or of CUDA cores if the GPU has no tensor cores for `dtype`
+        or `tensor_cores` is False.
+        """
         if not isinstance(dtype, str):
             raise DTypeError(f"dtype must be a name such as 'float16', got {shown(dtype)}")
         on_tensor = self.tensor_flops.get(dtype, 0.0) if tensor_cores else 0.0
@@ -168,11 +176,11 @@ class Device:
         return peak
 
     def ridge(self, dtype: str) -> float:
-        """Intensity (FLOP per byte of HBM) above which arithmetic on `dtype` bounds the time."""
+        """Return the intensity (FLOP per byte of HBM) above which arithmetic bounds the time."""
         return self.peak(dtype) / self.hbm_bandwidth
 
     def with_sram(self, sram_bytes: int) -> Device:
-        """The same device with another on-chip capacity per block, for studies that vary M."""
+        """Return the device with another on-chip capacity per block, for studies that vary M."""
         sram_bytes = checks.positive_int("sram_bytes", sram_bytes)
         return replace(
             self,
@@ -183,12 +191,14 @@ class Device:
 
     @classmethod
     def get(cls, device: str | Device) -> Device:
-        """The preset of that name (case, spaces and hyphens do not matter), or the device itself.
+        """Return the preset of that name, or `device` itself if it is a `Device`.
+
+        Case, spaces and hyphens in the name do not matter.
 
         Raises
         ------
         OptionError
-            If there is no such preset.
+            If no preset has that name.
         """
         if isinstance(device, Device):
             return device
@@ -201,13 +211,12 @@ class Device:
         return preset
 
 
-@own_errors
 def reported(
     name: str, compute_capability: tuple[int, int], sm_count: int, hbm_bytes: int
 ) -> Device:
-    """The preset of the GPU that a driver describes: its name and its figures must match.
+    """Return the preset of a GPU that a driver reports; its name and its figures must match.
 
-    A part of a GPU (MIG), or another model of the same name, has other figures.
+    They do not match for a part of a GPU (MIG), or for another model of the same name.
 
     Parameters
     ----------
@@ -216,12 +225,12 @@ def reported(
     compute_capability : tuple of int
     sm_count : int
     hbm_bytes : int
-        Memory that the driver reports; drivers keep some of it back.
+        Memory that the driver reports, which is a little less than the GPU has.
 
     Raises
     ------
     OptionError
-        If no preset describes it.
+        If no preset matches.
     """
     words = " ".join(re.split(r"[^A-Za-z0-9]+", name))
     for preset in PRESETS.values():
@@ -242,7 +251,7 @@ def reported(
 
 
 def _peaks(field: str, peaks: Any) -> Mapping[str, float]:
-    """FLOP/s by dtype, checked and read-only."""
+    """Return FLOP/s by dtype as a read-only mapping, after checking the names and values."""
     if not isinstance(peaks, Mapping) or not all(isinstance(dtype, str) for dtype in peaks):
         raise DTypeError(
             f"Device.{field} must be a mapping such as {{'float16': 989e12}}, got {shown(peaks)}"
@@ -265,7 +274,7 @@ def _tera(**peaks: float) -> dict[str, float]:
 
 
 def _fp8(peak: float) -> dict[str, float]:
-    """The same peak for both FP8 types, and for products that mix them."""
+    """Return the same peak for both FP8 types, and for products that mix them."""
     return {"float8_e4m3fn": peak, "float8_e5m2": peak}
 
 
@@ -280,7 +289,7 @@ def _preset(name: str, cc: tuple[int, int], sms: int, sram_kib: tuple[int, int],
     )
 
 
-# sram_kib = (largest per block, per SM), [C]. 64 Ki registers of 4 B an SM on all of them [C].
+# sram_kib = (largest per block, per SM), [C]. Every SM has 64 Ki registers of 4 B [C].
 _ALL = [
     _preset(
         "V100", (7, 0), 80, (96, 96), l2_bytes=6 * MIB, hbm_bytes=32 << 30,
@@ -327,7 +336,7 @@ _ALL = [
     _preset(
         "RTX 4000 Ada", (8, 9), 48, (99, 100), l2_bytes=48 * MIB, hbm_bytes=20 << 30,
         hbm_bandwidth=360e9,
-        # The sheet's matrix figure is FP8; FP16 is 4 x the FP32 peak, as on the L40S.
+        # The data sheet's matrix peak is for FP8. The FP16 peak is 4 x the FP32 peak, as for L40S.
         tensor_flops=_tera(float16=106.9, bfloat16=106.9, **_fp8(213.8)),
         cuda_flops=_tera(float64=0.418, float32=26.7, float16=26.7, bfloat16=26.7),
         source="[W]; L2 bandwidth not published", link="PCIe 4 x16",

@@ -1,6 +1,6 @@
 """Links between GPUs: specified bytes per second in each direction.
 
-Each link cites its sources by letter; letters not listed here are those of `hardware`:
+Each link cites its sources by letter. Letters without a document below are explained in `hardware`.
 
  [V], [A], [H] NVLink 2, 3, 4: 6, 12 and 18 links of 25 GB/s per direction.
  [N] NVIDIA, "NVLink and NVLink Switch" (nvidia.com/en-us/data-center/nvlink): fifth generation,
@@ -12,7 +12,8 @@ Each link cites its sources by letter; letters not listed here are those of `har
      ("Insights into DeepSeek-V3", arXiv:2505.09343, on the H800 node).
  [R] Table 2 of Ring attention (arXiv:2310.01889) assumes one 100 Gb/s InfiniBand port per GPU.
 
-Messages are slower: two H200s exchanged 256 MiB through NCCL at 285 GB/s per direction, of 450.
+Real messages reach less than a specified bandwidth: two H200s exchanged 256 MiB through NCCL at 285
+GB/s per direction, of 450 GB/s specified.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from flashsim.problem import checks
 @own_errors
 @dataclass(frozen=True)
 class Link:
-    """A link of one GPU.
+    """A link from one GPU to others.
 
     Parameters
     ----------
@@ -42,7 +43,7 @@ class Link:
     Raises
     ------
     OptionError, DTypeError
-        If a figure is impossible for a link.
+        If the bandwidth is not positive, the latency is negative, or a field has the wrong type.
     """
 
     name: str
@@ -59,12 +60,12 @@ class Link:
 
     @classmethod
     def get(cls, link: str | Link) -> Link:
-        """The preset of that name, or the link itself.
+        """Return the preset of that name, or `link` itself if it is a `Link`.
 
         Raises
         ------
         OptionError
-            If there is no such preset.
+            If no preset has that name.
         """
         if isinstance(link, Link):
             return link
@@ -77,7 +78,7 @@ class Link:
         return preset
 
 
-_LANES = 16 * 128 / 130 / 8  # of PCI Express, in bytes a transfer
+_LANES = 16 * 128 / 130 / 8  # bytes per transfer over 16 lanes of PCI Express
 
 #: The presets by name.
 LINKS: Mapping[str, Link] = MappingProxyType(

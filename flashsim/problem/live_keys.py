@@ -1,7 +1,7 @@
-"""Which keys of a KV cache are live: the checks of lengths, pages and a shared prefix.
+"""Checks which keys of a KV cache are live: the lengths, the pages and a shared prefix.
 
-The simulator's decoding and the GPU's take the same `cache_seqlens`, `block_table` and
-`shared_prefix`, and refuse the same mistakes.
+Decoding in the simulator and on a GPU uses these checks for `cache_seqlens`, `block_table` and
+`shared_prefix`, so both raise the same errors.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from flashsim.problem import checks
 
 
 def live_lengths(lengths: Any, batch: int, n_kv: int, *, paged: bool = False) -> tuple[int, ...]:
-    """Return `cache_seqlens` as integers; None stands for entries that fill their cache.
+    """Return `cache_seqlens` as integers; None means that every entry fills its cache.
 
     Parameters
     ----------
     lengths : sequence or array of int, (batch,), or None
-        Of an array on a GPU, the call waits for the numbers.
+        If it is an array on a GPU, the call waits until the GPU has computed it.
     n_kv : int
-        The capacity of the cache per entry.
+        The capacity of the cache per entry of the batch.
     paged : bool
-        Whether a block table says where the keys are.
+        Whether K and V are in pages that a block table lists.
 
     Raises
     ------
@@ -46,7 +46,8 @@ def live_lengths(lengths: Any, batch: int, n_kv: int, *, paged: bool = False) ->
         if not 0 <= n <= n_kv:
             where = "its row of the table" if paged else "the cache"
             raise OptionError(
-                f"cache_seqlens[{b}] is {n}, not from 0 to the {n_kv} keys of {where}"
+                f"cache_seqlens[{b}] must be from 0 to {n_kv}, the number of keys in {where}, got "
+                f"{n}"
             )
     return tuple(int(n) for n in numbers)
 
@@ -56,32 +57,34 @@ def check_prefix(prefix: int, lengths: tuple[int, ...]) -> None:
     for b, n in enumerate(lengths):
         if n < prefix:
             raise OptionError(
-                f"shared_prefix is {prefix:,} keys, and entry {b} of the batch has only {n:,}"
+                f"shared_prefix must be at most the keys of every batch entry, got {prefix:,}, but "
+                f"entry {b} has only {n:,} keys"
             )
 
 
 def check_pages(
     table: np.ndarray, lengths: tuple[int, ...], page: int, pages: int, prefix: int
 ) -> None:
-    """Raise `OptionError` unless every live key has a page, and a shared prefix the same pages.
+    """Raise `OptionError` unless all live keys have valid pages, and shared keys the same pages.
 
     Parameters
     ----------
     table : ndarray of int, (batch, max_pages)
     page, pages : int
-        Keys per page, and pages of the pool.
+        The number of keys per page, and the number of pages in the pool.
     prefix : int
-        Keys that all entries share.
+        The number of keys that all entries share.
     """
     for b, n in enumerate(lengths):
         used = table[b, : -(-n // page)]
         for j in np.flatnonzero((used < 0) | (used >= pages))[:1]:
             raise OptionError(
-                f"block_table[{b}, {j}] is {used[j]}, not one of the pool's pages, 0 to {pages - 1}"
+                f"block_table[{b}, {j}] must be a page of the pool, from 0 to {pages - 1}, got "
+                f"{used[j]}"
             )
     shared = table[:, : prefix // page]
     for b, j in np.argwhere(shared != shared[:1])[:1]:
         raise OptionError(
-            f"block_table[{b}, {j}] is {table[b, j]}, but the first {prefix:,} keys are shared, "
-            f"and entry 0 keeps them in page {table[0, j]}"
+            f"block_table[{b}, {j}] must be page {table[0, j]}, as for entry 0, because all "
+            f"entries share the first {prefix:,} keys, got {table[b, j]}"
         )

@@ -1,4 +1,4 @@
-"""Block-sparse masks, the check of a mask function's result, and the limit for masked scores."""
+"""Block-sparse masks, mask functions of users, and the largest score that counts as masked."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from flashsim.problem import checks
 
 
 def masked_score(dtype: Any) -> float:
-    """The largest score that counts as masked: half the lowest finite number of `dtype`.
+    """Return the largest score that counts as masked: half the lowest finite number of `dtype`.
 
-    `dtype` is the type in which scores are computed. Model code masks by the lowest number of a
-    type. A row of such scores counts as a row without keys, although the scores are finite: their
-    differences and the log n of their LSE are lost in rounding.
+    `dtype` is the type in which scores are computed. Model code often masks a score by adding the
+    lowest number of a type. A row of only such scores counts as a row without keys, although the
+    scores are finite. Rounding has lost their differences, and the log n in their LSE.
     """
     return float(np.finfo(dtype).min) / 2
 
 
 @own_errors
 class BlockMask:
-    """A block-sparse mask: score (q, k) is kept iff ``grid[q // block_q, k // block_k]``.
+    """A block-sparse mask: score (q, k) is kept if ``grid[q // block_q, k // block_k]`` is True.
 
     Parameters
     ----------
     grid : array_like of bool, shape (ceil(n_q / block_q), ceil(n_kv / block_k))
-        Which cells are kept. Indices count from the start of each sequence.
+        True for each cell whose scores are kept. q and k count from the start of each sequence.
     block_q, block_k : int
-        Rows and columns of one cell, in scores. Tiles need not match the cells.
+        Rows and columns of one cell, in scores. They may differ from the sides of a tile.
     """
 
     def __init__(self, grid: Any, block_q: int, block_k: int) -> None:
@@ -61,7 +61,10 @@ class BlockMask:
 
 
 def call_mask(mask: Callable[..., Any], q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """The booleans that a mask function returns for both index arrays; else raise `MaskError`."""
+    """Call a mask function on both index arrays, and return its booleans.
+
+    Raises a `MaskError` if the function fails or does not return one boolean per score.
+    """
     shape = np.broadcast_shapes(q.shape, k.shape)
     name = getattr(mask, "__name__", repr(mask))
     try:
@@ -76,8 +79,8 @@ def call_mask(mask: Callable[..., Any], q: np.ndarray, k: np.ndarray) -> np.ndar
     except Exception as error:
         raise MaskError(
             f"mask function {name!r} failed on index arrays of shape {q.shape} and {k.shape}: "
-            f"{type(error).__name__}: {error}; it is called with index arrays and must work on "
-            "them, e.g. (q - k) % 2 == 0"
+            f"{type(error).__name__}: {error}; write it with operations on whole arrays of "
+            "indices, e.g. (q - k) % 2 == 0"
         ) from error
     if result.dtype != np.bool_:
         raise MaskError(f"mask function {name!r} must return booleans, got dtype {result.dtype}")

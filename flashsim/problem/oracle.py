@@ -1,8 +1,8 @@
 """Attention and its gradients in float64, and plain attention in any type for comparison.
 
-Nothing here is tiled or shared with an engine; masks are built whole, from `Problem.keep`. These
-functions use N x N arrays, so they serve to check results, not to run large problems. They take
-arrays of any library and return NumPy's.
+This module has no tiles, and shares no code with an engine. It builds each mask as a whole matrix
+from `Problem.keep`. Its functions use N x N arrays, so they serve to check results, not to run
+large problems. They accept arrays of any library and return NumPy arrays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flashsim.problem.problem import Problem, numpy_dtype
 
 @own_errors
 def keep_matrix(problem: Problem) -> np.ndarray:
-    """Boolean (n_q, n_kv): True where the score counts."""
+    """Return booleans (n_q, n_kv): True for each score that the mask keeps."""
     kept = np.zeros((problem.n_q, problem.n_kv), bool)
     for s in problem.sequences:
         q, k = np.arange(s.q_start, s.q_stop), np.arange(s.k_start, s.k_stop)
@@ -44,10 +44,11 @@ def attention(
     sinks: Any = None,
     dtype: str = "float64",
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Plain attention with every intermediate rounded to `dtype`, an element type or "tf32".
+    """Return out and LSE of plain attention, with every intermediate rounded to `dtype`.
 
-    In "float64" it is the oracle. In the input's type it gives the result of an untiled
-    implementation, whose error is the reference for tiled ones.
+    `dtype` is an element type or "tf32". With "float64", the result is the oracle. With the input's
+    type, it is the result of an implementation without tiles, and its error is the reference for
+    the errors of tiled implementations.
 
     Parameters
     ----------
@@ -83,11 +84,12 @@ def gradients(
     sinks: Any = None,
     dtype: str = "float64",
 ) -> dict[str, np.ndarray]:
-    """Gradients of ``sum(out * dout) + sum(lse * dlse)``: dq, dk, dv, and dbias with a bias.
+    """Return the gradients of ``sum(out * dout) + sum(lse * dlse)`` by name.
 
-    With sinks there is "dsinks", and "d:<name>" for each captured array of `problem.score_grads`.
+    The names are "dq", "dk" and "dv", with a bias also "dbias", with sinks also "dsinks", and
+    "d:<name>" for each captured array of `problem.score_grads`.
 
-    They follow arXiv:2205.14135, appendix B.2:
+    The gradients follow arXiv:2205.14135, appendix B.2:
     dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)), dQ = scale dS K, dK = scale dS^T Q.
     The derivative of the LSE by the scores is P, so `dlse`, (batch, heads, n_q), adds P dlse to dS.
     """
@@ -138,7 +140,8 @@ def finite_difference(
     Returns
     -------
     dict
-        ``{"dq": (by differences, by gradient), ...}``; the two agree to about ``step ** 2``.
+        ``{"dq": (by differences, by gradient), ...}``. The two numbers differ by about
+        ``step ** 2``.
     """
     arrays = {"q": q, "k": k, "v": v, "dout": dout}
     q, k, v, dout, bias, dlse = _checked(problem, "float64", bias, dlse, **arrays)
@@ -163,10 +166,10 @@ def finite_difference(
 
 @own_errors
 def tf32(x: np.ndarray) -> np.ndarray:
-    """float32 values rounded to NVIDIA's tf32, 10 bits of mantissa: to nearest, ties away from 0.
+    """Round float32 values to NVIDIA's tf32, which has 10 bits of mantissa.
 
-    A tensor core takes such operands for float32 products, if that is allowed. The relative error
-    is at most 2**-11.
+    Values are rounded to nearest, and ties away from 0. If tf32 is allowed, tensor cores round the
+    operands of float32 products in this way. The relative error is at most 2**-11.
     """
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)
@@ -174,7 +177,7 @@ def tf32(x: np.ndarray) -> np.ndarray:
 
 
 def _checked(p: Problem, dtype: str, bias: Any, dlse: Any = None, **inputs: Any) -> tuple[Any, ...]:
-    """The arrays and the bias as NumPy arrays; raises an error unless they match the problem."""
+    """Return the inputs and the bias as NumPy arrays, after checking that they fit the problem."""
     checks.one_of("dtype", dtype, (*checks.DTYPES, "tf32"))
     arrays = {name: checks.as_array(name, x) for name, x in inputs.items()}
     bias, dlse = (
@@ -185,22 +188,28 @@ def _checked(p: Problem, dtype: str, bias: Any, dlse: Any = None, **inputs: Any)
         heads, rows = (p.heads, p.n_q) if name in ("q", "dout") else (p.kv_heads, p.n_kv)
         shape = (p.batch, heads, rows, p.head_dim if name in "qk" else p.head_dim_v)
         if x.shape != shape:
-            raise ShapeError(f"{name} must be {shape}, as the problem says, got {x.shape}")
+            raise ShapeError(
+                f"{name} must have shape {shape}, as the problem requires, got {x.shape}"
+            )
     of_lse = (p.batch, p.heads, p.n_q)
     if dlse is not None and dlse.shape != of_lse:
-        raise ShapeError(f"dlse must be {of_lse}, as the problem says, got {dlse.shape}")
+        raise ShapeError(
+            f"dlse must have shape {of_lse}, as the problem requires, got {dlse.shape}"
+        )
     shape = (p.batch, p.heads, p.n_q, p.n_kv)
     if bias is not None and any(
         have not in (1, full) for have, full in zip_longest(bias.shape, shape)
     ):
-        raise ShapeError(f"bias must be {shape}(each length may also be 1), got {bias.shape}")
+        raise ShapeError(
+            f"bias must have shape {shape} (each length may also be 1), got {bias.shape}"
+        )
     return (*arrays.values(), bias, dlse)
 
 
 def _checked_of_functions(
     p: Problem, captured: Any, sinks: Any
 ) -> tuple[tuple[np.ndarray, ...], np.ndarray | None]:
-    """The captured arrays as the score function knows them, and sinks in float64."""
+    """Return the captured arrays of the score function, and the sinks in float64, after checks."""
     wanted = () if p.score_mod is None else p.score_mod.arrays
     if not isinstance(captured, Sequence) or len(captured) != len(wanted):
         names = ", ".join(a.name for a in wanted) or "none"
@@ -211,12 +220,14 @@ def _checked_of_functions(
     arrays = tuple(checks.as_array(a.name, x) for a, x in zip(wanted, captured, strict=True))
     for a, x in zip(wanted, arrays, strict=True):
         if x.shape != a.shape:
-            raise ShapeError(f"{a.name} must be {a.shape}, as the problem says, got {x.shape}")
+            raise ShapeError(
+                f"{a.name} must have shape {a.shape}, as the problem requires, got {x.shape}"
+            )
     return arrays, None if sinks is None else checks.sinks(sinks, p.heads).astype(np.float64)
 
 
 class _Before(NamedTuple):
-    """The softcap's derivative, and the scores that the score function got, all per head."""
+    """Values for the backward pass: the softcap's derivative, and the score function's input."""
 
     gate: np.ndarray | float
     raw: np.ndarray
@@ -231,7 +242,10 @@ def _probabilities(
     captured: Sequence[np.ndarray],
     sinks: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray, _Before]:
-    """P, its LSE and what leads back from the scores, each of shape (batch, heads, n_q, ..)."""
+    """Return P, its LSE, and the values that the backward pass needs before the softmax.
+
+    Each has shape (batch, heads, n_q, ..).
+    """
     S = _round(q.astype(np.float64) @ _per_head(k, p).mT * p.scale, dtype)
     gate: np.ndarray | float = 1.0
     if p.softcap:
@@ -263,7 +277,7 @@ def _probabilities(
 
 
 def _indices(p: Problem) -> dict[str, np.ndarray]:
-    """The arguments of a function for every score: indices from the start of each sequence."""
+    """Return a function's arguments b, h, q, k for every score; q and k count per sequence."""
     q, k = np.arange(p.n_q), np.arange(p.n_kv)
     for s in p.sequences:
         q[s.q_start : s.q_stop] -= s.q_start
@@ -275,11 +289,12 @@ def _indices(p: Problem) -> dict[str, np.ndarray]:
 def _through_function(
     p: Problem, raw: np.ndarray, dS: np.ndarray, captured: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """The gradients of the score function's score and of its captured arrays.
+    """Return the gradients of the score function's input score and of its captured arrays.
 
-    They are found one node after the other, forward: the derivative of every node by the score, and
-    by each element that is read, is pushed through the graph (`flashsim.functions.derivative` goes
-    backward). Then the elements' derivatives are summed by the index they were read at.
+    They are computed by forward-mode differentiation: node after node, with respect to the score
+    and to each element that the function reads. The engines use reverse mode
+    (`flashsim.functions.derivative`) instead, so this is an independent check. The derivatives of
+    elements are then summed by the index at which the function read them.
     """
     arguments = {"score": raw, **_indices(p)}
     graph = p.score_mod
@@ -308,7 +323,7 @@ def _over_group(x: np.ndarray, p: Problem) -> np.ndarray:
 
 
 def _round(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Round to `dtype`. The sums before it are in float64, exact enough to test that type."""
+    """Round to `dtype` results whose sums are in float64, which is more precise than `dtype`."""
     if dtype == "tf32":
         return tf32(x).astype(np.float64)
     return x if dtype == "float64" else x.astype(numpy_dtype(dtype)).astype(np.float64)

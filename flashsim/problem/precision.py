@@ -1,7 +1,8 @@
-"""`Precision`: the types to which an algorithm rounds its numbers.
+"""`Precision`: the types to which an algorithm rounds its intermediate results.
 
-Every point where a kernel could keep fewer bits has a name. Only two choices are usual in kernels:
-P and dS enter their products in the inputs' type, and everything else is float32.
+Every intermediate result that a kernel could store in fewer bits has a named rounding point. Most
+kernels round only P and dS, to the inputs' type, before they enter products. They keep all other
+intermediate results in float32.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from flashsim.errors import OptionError, UnknownArgumentError, choices, own_erro
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype
 
-#: Types of the operands of products by name, each with a power of two that they are multiplied by
-#: before they are rounded, and divided by after.
+#: Operand types of products by name. Each has a power of two by which operands are multiplied
+#: before they are rounded, and divided afterwards.
 Operands = Mapping[str, tuple[str, float]]
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
-#: P = exp(S - m) is at most 1; FlashAttention-3 adds 8 to the exponent of 2 (`Max_offset` in its
-#: hopper/flash_fwd_kernel_sm90.h), so that e4m3, whose smallest number is 2**-9, keeps P down to
-#: 2**-17. Of either FP8 inputs P is e4m3: with that factor it lies where e4m3 has a bit more than
-#: e5m2, and FlashAttention-3 knows no other (hopper/flash_api.cpp takes e4m3 alone).
+#: P = exp(S - m) is at most 1. FlashAttention-3 multiplies it by 2**8 (`Max_offset` in its
+#: hopper/flash_fwd_kernel_sm90.h), so that e4m3, whose smallest number is 2**-9, represents P down
+#: to 2**-17. P is e4m3 for both FP8 input types: with that factor, P lies where e4m3 has one bit
+#: more than e5m2. FlashAttention-3 supports only e4m3 (hopper/flash_api.cpp).
 P_FACTOR, P_OF_FP8 = 256.0, "float8_e4m3fn"
 
-#: How products are summed: in float32; or as Hopper's tensor cores sum those of FP8 operands.
+#: How products are summed: in float32, or as Hopper's tensor cores sum products of FP8 operands.
 ACCUMULATORS = ("float32", "hopper-fp8")
-#: What each algorithm rounds, by the names of `Precision`.
+#: The rounding points of each algorithm, as `Precision` names them.
 _STANDARD = ("inputs", "s", "p", "o", "ds", "dq", "dkv")
 _FLASH2 = ("inputs", "s", "p", "m", "l", "o", "lse", "delta", "ds", "dq", "dkv")
 POINTS = {
@@ -40,22 +41,21 @@ POINTS = {
     "flash1": ("inputs", "s", "p", "o_hbm", "l_hbm", "m_hbm", "ds", "dq", "dkv"),
     "flash2": _FLASH2,
     "flash2-fused": _FLASH2,
-    "flash2-once": tuple(point for point in _FLASH2 if point != "delta"),  # it stays on chip
+    "flash2-once": tuple(point for point in _FLASH2 if point != "delta"),  # delta stays on chip
     "flash-decode": ("inputs", "s", "p", "m", "l", "o", "lse"),
 }
 
 
-@own_errors
 def points_of(algorithm: str) -> tuple[str, ...]:
-    """The rounding points of an algorithm; only "inputs" for one that `POINTS` does not list."""
+    """Return the rounding points of an algorithm; only "inputs" if `POINTS` does not list it."""
     return POINTS.get(algorithm, ("inputs",))
 
 
 def round_to(x: np.ndarray, dtype: str, factor: float = 1.0) -> np.ndarray:
-    """`x * factor` rounded to a type, then divided by the factor, a power of two (so exact).
+    """Round `x * factor` to a type, then divide by the factor.
 
-    If a type has no infinity (float8_e4m3fn), values that are too large become NaN, as in
-    `ml_dtypes`.
+    The factor is a power of two, so the division is exact. In a type without infinity
+    (float8_e4m3fn), values that are too large become NaN, as in `ml_dtypes`.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         if factor == 1.0:
@@ -66,32 +66,32 @@ def round_to(x: np.ndarray, dtype: str, factor: float = 1.0) -> np.ndarray:
 @own_errors
 @dataclass(frozen=True)
 class Precision:
-    """The type of every rounding point of an algorithm; None keeps the algorithm's own.
+    """The type of every rounding point of an algorithm; None keeps the algorithm's own type.
 
-    It changes only numbers, so a run with a `Precision` has no trace.
+    A `Precision` changes numbers, not the bytes moved, so a run with a `Precision` has no trace.
 
     Attributes
     ----------
     inputs : str, optional
-        q, k, v and dout, as they come from HBM.
+        q, k, v and dout, as loaded from HBM.
     s : str, optional
         Scores, scaled and masked, before the softmax.
     p, ds : str, optional
         P and dS as operands of their products. Default: the inputs' type; with FP8 inputs
         float8_e4m3fn forward and bfloat16 backward.
     m, l, o : str, optional
-        Running row maximum, row sum and output, from one visit (one pair of tiles) to the next.
+        Running row maximum, row sum and output, rounded after each visit (one pair of tiles).
     lse, delta : str, optional
         The LSE that the backward pass reads; delta = rowsum(dO o O).
     dq, dkv : str, optional
-        The gradients' accumulators, from one visit to the next.
+        The gradients' accumulators, rounded after each visit.
     o_hbm, l_hbm, m_hbm : str, optional
         FlashAttention-1's O, l and m in HBM between visits.
     accumulator : {"float32", "hopper-fp8"}
-        The sums of Q K^T and P V in the forward pass (see `tensor_core_sum`).
+        How Q K^T and P V are summed in the forward pass (see `tensor_core_sum`).
     flush : int, optional
-        Only with "hopper-fp8": after this many key tiles, the sum P V is added to a float32
-        accumulator and starts again from 0. Default: never; it is summed in O itself.
+        Only with "hopper-fp8": after this many key tiles, the sum of P V is added to a float32
+        accumulator and restarts from 0. Default: never; P V is summed in O itself.
     """
 
     inputs: str | None = None
@@ -119,7 +119,9 @@ class Precision:
         known = [point.name for point in fields(cls)]
         for name in options:
             if name not in known:
-                raise UnknownArgumentError(f"Precision has no {name!r}; {choices(name, known)}")
+                raise UnknownArgumentError(
+                    f"Precision has no argument {name!r}; {choices(name, known)}"
+                )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -131,8 +133,8 @@ class Precision:
             checks.positive_int("flush", self.flush)
             if self.accumulator == "float32":
                 raise OptionError(
-                    "flush sets how often a tensor core's sum is added to a float32 sum; it "
-                    "needs accumulator='hopper-fp8'"
+                    "flush sets how often a tensor core's sum is added to a float32 sum, so it "
+                    f"needs accumulator='hopper-fp8', got accumulator={self.accumulator!r}"
                 )
 
     @property
@@ -146,18 +148,20 @@ class Precision:
         for name in self.points:
             if name not in points_of(algorithm):
                 raise OptionError(
-                    f"{algorithm!r} has no rounding point {name!r}; it has "
+                    f"{algorithm!r} has no rounding point {name!r}; its rounding points are "
                     f"{', '.join(points_of(algorithm))}"
                 )
 
     @classmethod
     def preset(cls, name: str, dtype: str = "bfloat16") -> Precision:
-        """The roundings of a published kernel; `dtype` is its inputs', float16 or bfloat16.
+        """Return the roundings of a published kernel.
+
+        `dtype` is the type of its inputs, float16 or bfloat16.
 
         Raises
         ------
         OptionError
-            If there is no such kernel.
+            If the preset is unknown.
         """
         checks.one_of("precision preset", name, PRESETS)
         checks.one_of("dtype", dtype, ("float16", "bfloat16"))
@@ -166,10 +170,11 @@ class Precision:
         return replace(precision, **types)
 
 
-#: Every rounding point as the algorithm has it.
+#: No changes: every rounding point keeps the algorithm's own type.
 USUAL = Precision()
 
-#: Published kernels: what they round, with "float16" for the inputs' type, and where it says so.
+#: Published kernels: the types of their rounding points ("float16" means the inputs' type), and the
+#: source.
 PRESETS: dict[str, tuple[Precision, str]] = {
     "standard": (
         Precision(inputs="float16", s="float16", p="float16", ds="float16"),
@@ -179,7 +184,8 @@ PRESETS: dict[str, tuple[Precision, str]] = {
     "flash-attention-1": (
         Precision(inputs="float16", p="float16", ds="float16"),
         "github.com/Dao-AILab/flash-attention v1, csrc/flash_attn/src/fmha_fprop_kernel_1xN.h: P "
-        "is packed to 16 bits; O between visits (o_tmp), and LSE in place of m and l, are float32",
+        "is packed to 16 bits; O between visits (o_tmp) is float32, and so is the LSE, which "
+        "replaces m and l",
     ),
     "flash-attention-2": (
         Precision(inputs="float16", p="float16", ds="float16"),
@@ -205,8 +211,8 @@ class Roundings(NamedTuple):
     Attributes
     ----------
     operands : tensors that are rounded when they are computed or enter a product
-    held : accumulators, rounded at the end of each visit
-    stored : tensors that are rounded when they are stored or added to HBM
+    held : accumulators that are rounded at the end of each visit
+    stored : tensors that are rounded when they are stored in HBM or added to it
     tensor_cores : whether products are summed as on Hopper's FP8 tensor cores
     flush : int or None
     """
@@ -222,7 +228,7 @@ class Roundings(NamedTuple):
     def of(
         cls, problem: Problem, algorithm: str, direction: str, stage: str, precision: Precision
     ) -> Roundings:
-        """The roundings of one stage."""
+        """Return the roundings of one stage."""
         p, forward = problem, direction == "forward"
         points = precision.points
         types = _usual(p, forward) | {
@@ -255,27 +261,29 @@ NO_ROUNDINGS = Roundings()
 
 
 def _usual(p: Problem, forward: bool) -> dict[str, str]:
-    """The usual types of P and dS as operands: the inputs' type.
+    """Return the usual types of P and dS as operands, which are the inputs' type.
 
-    With FP8 inputs they are e4m3 in the forward pass and bfloat16 in the backward pass, because
-    FlashAttention-3 has no FP8 backward pass: a 16-bit one follows its FP8 forward pass.
+    With FP8 inputs they are e4m3 in the forward pass and bfloat16 in the backward pass.
+    FlashAttention-3 has no FP8 backward pass, so a 16-bit backward pass follows its FP8 forward.
     """
     if forward:
         return {"P": P_OF_FP8 if p.fp8 else p.dtype}
     return dict.fromkeys(("P", "dS"), p.result_dtype)
 
 
-#: Products that a tensor core sums at a time, and the bits it keeps behind the leading one.
+#: The number of products that a tensor core sums at once, and the bits it keeps after the leading
+#: bit.
 TERMS, FRACTION = 32, 13
 
 
 def tensor_core_sum(into: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
     """``into += a @ b``, summed as Hopper's tensor cores sum products of FP8 operands.
 
-    The core adds 32 products and the running sum. It shifts each to the largest one's exponent and
-    truncates it to 14 bits: the leading one and 13 more (DeepSeek-V3, arXiv:2412.19437, section
-    3.5.2). The new sum has as many bits. Truncation rounds towards zero, as in older tensor cores
-    (Fasi et al., PeerJ Computer Science 2021). Products of FP8 numbers are exact.
+    A tensor core adds 32 products and the running sum at once. It shifts each addend to the largest
+    exponent, and truncates it to 14 bits: the leading bit and 13 more (DeepSeek-V3,
+    arXiv:2412.19437, section 3.5.2). The new sum is truncated to 14 bits too. Truncation rounds
+    towards zero, as in older tensor cores (Fasi et al., PeerJ Computer Science 2021). Products of
+    FP8 numbers are exact.
 
     Parameters
     ----------
@@ -295,6 +303,6 @@ def tensor_core_sum(into: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
 
 
 def _unit(size: np.ndarray) -> np.ndarray:
-    """The value of the last bit that is kept for numbers of this size."""
+    """Return the value of the last bit that a tensor core keeps of numbers of this size."""
     _, exponent = np.frexp(size)
     return np.ldexp(np.float32(1), np.maximum(exponent - 1 - FRACTION, -126)).astype(np.float32)

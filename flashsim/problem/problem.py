@@ -1,9 +1,10 @@
-"""`Problem`: the attention to compute, validated once. It says nothing about how to compute it.
+"""`Problem`: which attention to compute, validated once, without how to compute it.
 
-Conventions (docs/reference/model.md): arrays are (batch, heads, sequence, head_dim); causal is
-bottom-right aligned; `window=(left, right)` is inclusive, and -1 is unlimited. Scores are
-``score_mod(softcap(scale * q @ k.T) + bias)``, masked last. A score near the lowest finite number
-counts as masked (`masks.masked_score`). A row that sees no key gives out = 0, lse = -inf.
+Conventions (docs/reference/model.md): arrays are (batch, heads, sequence, head_dim). A causal mask
+is aligned at the bottom right. `window=(left, right)` is inclusive, and -1 means no limit. Scores
+are ``score_mod(softcap(scale * q @ k.T) + bias)``, and are masked last. A score near the lowest
+finite number counts as masked (`masks.masked_score`). A row that sees no key has out = 0 and
+lse = -inf.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from flashsim.functions.tracing import trace_score
 from flashsim.problem import checks
 from flashsim.problem.masks import BlockMask, call_mask
 
-#: The rows of DeepSeek's latent attention are the longest in use.
+#: The largest head_dim, which DeepSeek's latent attention needs.
 MAX_HEAD_DIM = 576
 
 
 @lru_cache(maxsize=32)
 def numpy_dtype(name: str) -> np.dtype:
-    """The NumPy dtype of that name. `ml_dtypes`, loaded when needed, has those NumPy lacks."""
+    """Return the dtype of that name, from NumPy or, if NumPy lacks it, from `ml_dtypes`."""
     if name == "bfloat16" or name in checks.FP8:
         import ml_dtypes
 
@@ -50,8 +51,8 @@ def numpy_dtype(name: str) -> np.dtype:
 class Segment:
     """One sequence of a packed batch: its query rows and key rows, as packed indices.
 
-    A segment with `prefix` holds a shared prefix: it belongs to the queries of all sequences, and
-    their own keys follow it.
+    A segment with `prefix` set is a shared prefix: the queries of all sequences see its keys, and
+    each sequence's own keys follow it.
     """
 
     q_start: int
@@ -62,9 +63,9 @@ class Segment:
 
     @property
     def offset(self) -> int:
-        """The number to add to a query index to get the key on its (bottom-right aligned) diagonal.
+        """The difference between the key on a query's diagonal and the query's own index.
 
-        Every key of a prefix lies left of the diagonal.
+        The diagonal is aligned at the bottom right. All keys of a prefix lie left of the diagonal.
         """
         if self.prefix:
             return self.k_stop - 1 - self.q_start
@@ -81,34 +82,35 @@ class Problem:
     n_q, n_kv : int
         Query and key lengths; with `cu_seqlens_*`, the packed totals. `n_kv` defaults to `n_q`.
     head_dim, head_dim_v : int
-        Elements of one query or key row, and of one value row (default: the same); 1 to 576.
+        Elements per row of q and k, and per row of v (default: the same); 1 to 576.
     batch, heads, kv_heads : int
         `heads` must be a multiple of `kv_heads` (grouped-query attention); default: equal.
     dtype : str
         Element type of q, k and v in HBM: "float64", "float32", "float16", "bfloat16",
-        "float8_e4m3fn" or "float8_e5m2". Results have it too; with FP8 inputs they are bfloat16.
+        "float8_e4m3fn" or "float8_e5m2". Results have the same type, or bfloat16 with FP8 inputs.
     causal : bool
-        Keep key k for query q iff ``k <= q + n_kv - n_q``.
+        Keep key k for query q only if ``k <= q + n_kv - n_q``.
     window : (int, int), optional
-        Keep keys from ``q + n_kv - n_q - left`` to ``q + n_kv - n_q + right``; -1 is unlimited.
+        Keep keys from ``q + n_kv - n_q - left`` to ``q + n_kv - n_q + right``; -1 means no limit.
     softcap : float
-        c > 0 replaces each scaled score s by ``c * tanh(s / c)``; 0 leaves it.
+        c > 0 replaces each scaled score s by ``c * tanh(s / c)``; 0 means no softcap.
     scale : float, optional
         Factor on Q K^T; default ``1 / sqrt(head_dim)``.
     cu_seqlens_q, cu_seqlens_k : sequence of int, optional
-        Offsets of variable-length sequences packed along the sequence axis: start at 0, never
-        fall, end at n_q (n_kv). Needs ``batch=1``. Each query sees its own sequence only.
+        Offsets of variable-length sequences packed along the sequence axis. They start at 0, never
+        decrease, and end at n_q (n_kv). They need ``batch=1``. A query sees only keys of its own
+        sequence.
     page_size : int, optional
-        Keys per page, if K and V lie in pages. A block table of int32 numbers lists the pages of
-        each batch entry. A page that two entries share counts for both.
+        Keys per page, if K and V are in a paged cache. A block table of int32 numbers lists the
+        pages of each batch entry. A page that two entries share is loaded, and counted, for both.
     shared_prefix : int
-        This many first keys belong to every packed sequence, before its own keys, and
-        `cu_seqlens_k` counts from their end. Attention over them is computed once for all queries
-        (cascade attention). Every query must see all of them.
+        The number of first keys that all packed sequences share, before their own keys. The offsets
+        in `cu_seqlens_k` then start after the prefix. Attention over the prefix is computed once
+        for all queries (cascade attention). Every query must see the whole prefix.
     latent : bool
-        V is the first `head_dim_v` columns of K, and one load serves both: latent attention (MLA of
-        DeepSeek-V2, arXiv:2405.04434) in its absorbed form, with one key head of 576 columns, 512
-        of them V's.
+        V is the first `head_dim_v` columns of K, so one load reads both. This is latent attention
+        (MLA of DeepSeek-V2, arXiv:2405.04434) in its absorbed form: one key head of 576 columns, of
+        which V is the first 512.
     scales : "tensor", "head" or (int, int), optional
         FP8 inputs are multiplied by float32 scales: one per tensor, one per head, or one per block
         of a head. (int, int) are the query rows and the key rows per block (see
@@ -116,28 +118,30 @@ class Problem:
     bias : (int, int), optional
         Leading shape, (1 or batch, 1 or heads), of an additive bias (.., .., n_q, n_kv).
     block_mask : BlockMask, optional
-        Cells of the score matrix that are kept.
+        The cells of the score matrix whose scores are kept.
     dlse : bool
-        The loss also depends on the LSE: a backward pass reads the LSE's gradient.
+        Whether the loss also depends on the LSE. A backward pass then reads the LSE's gradient.
     mask : callable, optional
-        ``mask(q_index, k_index)`` gets integer arrays that broadcast against each other (indices
-        from the start of each sequence) and returns booleans: True keeps the score.
+        ``mask(q_index, k_index)`` gets integer arrays that broadcast against each other, with
+        indices from the start of each sequence. It returns booleans: True keeps the score.
     mask_mod : callable, optional
-        ``mask_mod(b, h, q, k)``, FlexAttention's signature, on one score: batch entry, query head,
-        and indices from the start of each sequence. It is traced once, so tiles are classified
-        without evaluating every score, and every engine can run it (see `flashsim.functions`).
+        ``mask_mod(b, h, q, k)``, with FlexAttention's signature, for one score: batch entry, query
+        head, and indices from the start of each sequence. It is traced once. So tiles are
+        classified without evaluating every score, and every engine can run it (see
+        `flashsim.functions`).
     score_mod : callable, optional
-        ``score_mod(score, b, h, q, k)`` returns the score to use in place of the scaled one. Also
-        traced. A problem keeps only its expressions; `run` takes the captured arrays.
+        ``score_mod(score, b, h, q, k)`` returns the score that replaces the scaled score. It is
+        traced too. A problem keeps only its expressions; the captured arrays are passed to `run`.
     score_grads : tuple of str
         The captured arrays of `score_mod` for which a backward pass computes gradients.
     sinks : bool
-        Each query head has a learnable sink: one more score in each row's softmax, with no value.
+        Whether each query head has a learnable sink: an additional score in each row's softmax,
+        without a row of V.
 
     Raises
     ------
     ShapeError, DTypeError, OptionError, MaskError
-        Each names the argument, the value and the possible values.
+        If an argument is invalid. The message names the argument, its value and the valid values.
     """
 
     n_q: int
@@ -193,8 +197,8 @@ class Problem:
         put("latent", checks.flag("latent", self.latent))
         if self.latent and self.head_dim_v > self.head_dim:
             raise ShapeError(
-                f"V is the first columns of K, and K has {self.head_dim}: head_dim_v must be at "
-                f"most that, got {self.head_dim_v}"
+                f"head_dim_v must be at most head_dim={self.head_dim}, because V is the first "
+                f"columns of K, got {self.head_dim_v}"
             )
         put("dlse", checks.flag("dlse", self.dlse))
         put("dtype", checks.dtype_name(self.dtype))
@@ -217,7 +221,7 @@ class Problem:
                 checks.is_int(x) and x in ok for x, ok in zip(lead, allowed, strict=True)
             ):
                 raise ShapeError(
-                    f"Problem takes a bias as its leading shape, (1 or {self.batch}, 1 or "
+                    f"a Problem's bias must be its leading shape, (1 or {self.batch}, 1 or "
                     f"{self.heads}), got {shown(self.bias)}"
                 )
             put("bias", (int(lead[0]), int(lead[1])))
@@ -239,7 +243,7 @@ class Problem:
             ) from None
 
     def _check_functions(self, put: Callable[[str, Any], None]) -> None:
-        """Trace the score and mask functions, and compare their arrays with the problem's sizes."""
+        """Trace the score and mask functions, and check that captured arrays are large enough."""
         put("sinks", checks.flag("sinks", self.sinks))
         if self.mask_mod is not None:
             put("mask_mod", MaskFunction.of(self.mask_mod))
@@ -255,16 +259,16 @@ class Problem:
         put("score_grads", tuple(name for name in able if name in wanted))
 
     def _extents(self) -> dict[str, int]:
-        """How many values each argument of a function has."""
+        """Return the number of values of each argument b, h, q, k of a function."""
         longest_q = max(s.q_stop - s.q_start for s in self.sequences)
         longest_k = max(s.k_stop - s.k_start for s in self.sequences)
         return {"b": self.batch, "h": self.heads, "q": longest_q, "k": longest_k}
 
     def _factor(self, name: str, value: Any, low: float = -math.inf) -> float:
-        """Check and return a factor of the scores.
+        """Return `scale` or `softcap` after checking its range.
 
-        It must be finite in the type of the scores. A softcap above 0 must be at least that type's
-        smallest normal number.
+        It must be finite in the type in which scores are computed. A softcap above 0 must be at
+        least that type's smallest normal number.
         """
         number, limits = checks.number(name, value, low), np.finfo(self.compute_dtype)
         largest, least = float(limits.max), float(limits.tiny)
@@ -277,7 +281,7 @@ class Problem:
 
     def _check_sequences(self, put: Callable[[str, Any], None]) -> None:
         if (self.cu_seqlens_q is None) != (self.cu_seqlens_k is None):
-            raise ShapeError("cu_seqlens_q and cu_seqlens_k must be given together, got only one")
+            raise ShapeError("cu_seqlens_q and cu_seqlens_k must be passed together, got only one")
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             return
         if self.batch != 1:
@@ -297,7 +301,7 @@ class Problem:
             )
 
     def _check_prefix(self, prefix: int) -> None:
-        """Check that every query sees all of the prefix, and that it ends where a page ends."""
+        """Check that every query sees the whole prefix, and that the prefix fills its pages."""
         if self.cu_seqlens_q is None:
             raise ShapeError(
                 f"shared_prefix={shown(prefix)} applies to packed sequences, so a Problem with it "
@@ -307,8 +311,8 @@ class Problem:
         for name in ("window", "bias", "block_mask", "mask", "mask_mod", "score_mod"):
             if getattr(self, name) is not None:
                 raise UnsupportedError(
-                    f"every query sees the whole shared prefix, so shared_prefix takes no {name}; "
-                    "leave one of them out"
+                    f"shared_prefix cannot be combined with {name}, because every query must see "
+                    "the whole prefix; leave one of them out"
                 )
         if self.page_size is not None and prefix % self.page_size:
             raise ShapeError(
@@ -318,9 +322,9 @@ class Problem:
         for n, s in enumerate(self.sequences[1:]):
             if self.causal and s.q_stop - s.q_start > s.k_stop - s.k_start + 1:
                 raise ShapeError(
-                    f"the first of the {s.q_stop - s.q_start} queries of sequence {n} comes "
-                    "before the end of the shared prefix, after which the sequence has only "
-                    f"{s.k_stop - s.k_start} keys"
+                    f"sequence {n} has {s.q_stop - s.q_start} queries, but only "
+                    f"{s.k_stop - s.k_start} keys after the shared prefix, so under the causal "
+                    "mask its first query does not see the whole prefix; use a shorter prefix"
                 )
 
     def _check_scales(self) -> str | tuple[int, int] | None:
@@ -329,7 +333,7 @@ class Problem:
             return None
         if self.dtype not in checks.FP8:
             raise OptionError(
-                f"scales belong to FP8 inputs, {' or '.join(checks.FP8)}; the dtype is {self.dtype}"
+                f"scales need FP8 inputs, {' or '.join(checks.FP8)}, got dtype={self.dtype!r}"
             )
         if isinstance(scales, str):
             return checks.one_of("scales", scales, ("tensor", "head"))
@@ -340,7 +344,7 @@ class Problem:
             )
         if self.cu_seqlens_q is not None:
             raise UnsupportedError(
-                "scale blocks would cross the borders of packed sequences; give scales='head'"
+                "scale blocks would cross the borders of packed sequences; use scales='head'"
             )
         names = "query rows of a scale", "key rows of a scale"
         rows, keys = (checks.positive_int(n, x) for n, x in zip(names, scales, strict=True))
@@ -362,16 +366,26 @@ class Problem:
                 f"cover {longest_q} x {longest_k} scores, got {mask.grid.shape}"
             )
 
-    # -- what follows from the fields -----------------------------------------------------------
+    # -- properties computed from the fields ----------------------------------------------------
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether scores go through a mask function, a score function or sinks."""
+        return self.mask_mod is not None or self.score_mod is not None or self.sinks
+
+    @property
+    def mask_graph(self) -> Graph | None:
+        """The expression of the mask function; None if there is none."""
+        return None if self.mask_mod is None else self.mask_mod.graph
 
     @property
     def group(self) -> int:
-        """Query heads that share one key head."""
+        """Number of query heads that share a key head."""
         return self.heads // self.kv_heads
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element of q, k or v in HBM."""
+        """Bytes per element of q, k or v in HBM."""
         return numpy_dtype(self.dtype).itemsize
 
     @cached_property
@@ -386,7 +400,7 @@ class Problem:
 
     @property
     def result_itemsize(self) -> int:
-        """Bytes of one element of out, dout, a gradient or a bias in HBM."""
+        """Bytes per element of out, dout, a gradient or a bias in HBM."""
         return numpy_dtype(self.result_dtype).itemsize
 
     @property
@@ -396,14 +410,14 @@ class Problem:
 
     @property
     def compute_itemsize(self) -> int:
-        """Bytes of one accumulator or statistic (LSE, delta)."""
+        """Bytes per element of an accumulator or a statistic (LSE, delta)."""
         return np.dtype(self.compute_dtype).itemsize
 
     @cached_property
     def sequences(self) -> tuple[Segment, ...]:
-        """The packed sequences; without `cu_seqlens`, a single one that covers everything.
+        """The packed sequences, with a shared prefix as the first.
 
-        A shared prefix comes first.
+        Without `cu_seqlens`, there is a single sequence with all queries and keys.
         """
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             return (Segment(0, self.n_q, 0, self.n_kv),)
@@ -414,7 +428,7 @@ class Problem:
 
     @property
     def pages(self) -> int:
-        """Block-table entries that name pages of live keys, all of the batch; 0 without pages."""
+        """Number of block-table entries for live keys, over the whole batch; 0 without pages."""
         size = self.page_size
         if size is None:
             return 0
@@ -422,12 +436,12 @@ class Problem:
 
     @property
     def left(self) -> int:
-        """Keys seen to the left of the diagonal; `n_q + n_kv` stands for unlimited."""
+        """Number of keys that a query sees left of the diagonal; `n_q + n_kv` means no limit."""
         return self._side(0)
 
     @property
     def right(self) -> int:
-        """Keys seen to the right of the diagonal; 0 when causal."""
+        """Number of keys that a query sees right of the diagonal; 0 if causal."""
         return 0 if self.causal else self._side(1)
 
     def _side(self, which: int) -> int:
@@ -438,11 +452,11 @@ class Problem:
 
     @property
     def banded(self) -> bool:
-        """Whether causality and the window are the only mask, so a row keeps one interval."""
+        """Whether causality and the window are the only mask, so rows keep one interval of keys."""
         return self.block_mask is None and self.mask is None and self.mask_mod is None
 
     def rounded(self, array: np.ndarray) -> np.ndarray:
-        """`array` rounded to the results' type and converted back to the accumulators' type."""
+        """Round `array` to the results' type, and convert it back to the accumulators' type."""
         if self.result_dtype == self.compute_dtype:
             return array
         return array.astype(numpy_dtype(self.result_dtype)).astype(array.dtype)
@@ -450,10 +464,11 @@ class Problem:
     def keep(
         self, sequence: Segment, q: np.ndarray, k: np.ndarray, *, functions: bool = True
     ) -> np.ndarray:
-        """Which scores are kept, for packed indices `q` (rows) and `k` (keys) of one sequence.
+        """Return which scores are kept, for packed indices `q` (rows) and `k` (keys).
 
-        Where `mask_mod` differs between batch entries or heads, a score counts as kept if any of
-        them keeps it. ``functions=False`` leaves `mask_mod` out.
+        All indices must belong to one sequence. If `mask_mod` differs between batch entries or
+        heads, a score counts as kept if any of them keeps it. ``functions=False`` ignores
+        `mask_mod`.
 
         Returns
         -------
@@ -472,9 +487,10 @@ class Problem:
         return kept
 
     def keep_alike(self, q: np.ndarray, k: np.ndarray, rel: np.ndarray) -> np.ndarray:
-        """The masks that are alike for all heads, for indices from the start of a sequence.
+        """Return which scores are kept by all masks that are the same for all heads.
 
-        `q` and `k` broadcast against each other, and `rel` is the distance from the diagonal.
+        `q` and `k` are indices from the start of a sequence, and broadcast against each other.
+        `rel` is the distance from the diagonal.
         """
         kept = (rel >= -self.left) & (rel <= self.right)
         if self.block_mask is not None:
@@ -486,7 +502,9 @@ class Problem:
         return kept
 
     def keep_per_head(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-        """`mask_mod` at indices from the start of a sequence, which broadcast against each other.
+        """Return which scores `mask_mod` keeps.
+
+        `q` and `k` are indices from the start of a sequence, and broadcast against each other.
 
         Returns
         -------

@@ -1,9 +1,10 @@
-"""Incoherent processing: rows are rotated by a Hadamard matrix, which spreads out outliers.
+"""Incoherent processing: rotates rows by a Hadamard matrix, which spreads out outliers.
 
-An outlier in one of d elements sets the scale of its row's whole block, and costs all other
-elements their precision. A rotation M spreads it over all d. Rotating q and k by the same M keeps
-every product: (q M) (k M)^T = q M M^T k^T = q k^T. M is a diagonal of random signs times a Hadamard
-matrix over sqrt(d): QuIP# (arXiv:2402.04396), FlashAttention-3 (arXiv:2407.08608, 3.3).
+An outlier in one of a row's d elements determines the FP8 scale of the row's block, so all other
+elements lose precision. A rotation M spreads the outlier over all d elements. Rotating q and k by
+the same M keeps every product: (q M) (k M)^T = q M M^T k^T = q k^T. M is a diagonal matrix of
+random signs times a Hadamard matrix divided by sqrt(d). The method is that of QuIP#
+(arXiv:2402.04396) and FlashAttention-3 (arXiv:2407.08608, section 3.3).
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from flashsim.errors import ShapeError
 
 
 def random_signs(d: int, seed: int) -> np.ndarray:
-    """float32 (d,): +1 or -1, the same for the same seed."""
+    """Return d random signs, +1 or -1, as float32 (d,); the same seed gives the same signs."""
     return np.random.default_rng(seed).choice(np.array([-1, 1], np.float32), d)
 
 
 def hadamard(x: np.ndarray) -> np.ndarray:
-    """``x @ H / sqrt(d)`` for Sylvester's Hadamard matrix H of order d, by d log d sums per row.
+    """Return ``x @ H / sqrt(d)`` for Sylvester's Hadamard matrix H of order d.
 
-    It is the fast Walsh-Hadamard transform: sums and differences of neighbours, then of pairs, then
-    of fours. H / sqrt(d) is symmetric and orthogonal, so it is its own inverse.
+    The fast Walsh-Hadamard transform computes it in d log d additions per row: sums and differences
+    of neighbours, then of neighbouring pairs, then of groups of four, and so on. H / sqrt(d) is
+    symmetric and orthogonal, so it is its own inverse.
 
     Parameters
     ----------
@@ -38,7 +40,7 @@ def hadamard(x: np.ndarray) -> np.ndarray:
     if d & (d - 1):
         raise ShapeError(
             f"a Hadamard rotation needs a head_dim that is a power of two, got {d}; pad q and k "
-            f"with zeros to {1 << d.bit_length()}, which leaves q k^T as it is, and give scale"
+            f"with zeros to {1 << d.bit_length()}, which does not change q k^T, and pass scale"
         )
     span = 1
     while span < d:
@@ -50,10 +52,10 @@ def hadamard(x: np.ndarray) -> np.ndarray:
 
 
 def rotated(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """``x M``, with M = diag(signs) H / sqrt(d); `x` is (.., d)."""
+    """Return ``x M``, with M = diag(signs) H / sqrt(d); `x` is (.., d)."""
     return hadamard(x * signs.astype(x.dtype))
 
 
 def unrotated(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """``x M^T``, which undoes `rotated`, both for q and k and for their gradients."""
+    """Return ``x M^T``, which undoes `rotated`, for q and k and also for their gradients."""
     return hadamard(x) * signs.astype(x.dtype)

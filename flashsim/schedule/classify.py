@@ -1,10 +1,10 @@
-"""Which tiles a mask function keeps whole, in part or not at all, mostly without evaluating it.
+"""Classifies tiles under a mask function as FULL, MASKED or skipped, mostly without evaluating it.
 
-Boxes of tiles are bounded by interval arithmetic, coarse ones first. A box that keeps everything or
-nothing is decided as a whole; any other is divided until it is a single tile. A tile that is still
-undecided is probed at a few scores: one kept and one masked score prove that it needs the mask.
-Only the rest is evaluated score by score. The result is exact: it equals an evaluation of every
-score.
+Interval arithmetic bounds the mask over boxes of tiles, large boxes first. If the bounds prove that
+the mask keeps all scores of a box, or none, all its tiles are classified at once. Any other box is
+divided, down to single tiles. If the bounds do not classify a single tile, the mask is evaluated at
+a few of its scores: one kept and one masked score prove that the tile is MASKED. Only the remaining
+tiles are evaluated score by score. The result equals an evaluation of every score.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule import tables
 from flashsim.schedule.tables import FULL, MASKED
 
-#: A box is divided into this many parts per side.
+#: A box is divided into at most this many boxes per side.
 PARTS = 4
 
 
@@ -44,7 +44,10 @@ class Boxes(NamedTuple):
         return Boxes(*(x[self.kind == kind] for x in self))
 
     def sums(self, heights: np.ndarray, widths: np.ndarray) -> tuple[int, int, int, int]:
-        """The fields of `Sums` for tiles of these heights and widths, without listing the tiles."""
+        """Return the fields of `Sums` over all tiles, given the heights of rows, widths of columns.
+
+        The tiles are not listed one by one.
+        """
         down, across = (np.concatenate([[0], np.cumsum(x)]) for x in (heights, widths))
         high, wide = down[self.i1] - down[self.i0], across[self.j1] - across[self.j0]
         rows, cols = self.i1 - self.i0, self.j1 - self.j0
@@ -53,12 +56,12 @@ class Boxes(NamedTuple):
         return visits, row_cols, col_rows, area
 
     def csr(self, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The tiles as ``(ptr (rows + 1,), col, kind)``, columns ascending in each row.
+        """Return the tiles as ``(ptr (rows + 1,), col, kind)``, columns ascending in each row.
 
         Raises
         ------
         TilingError
-            If there are more tiles than a table of visits holds.
+            If there are more tiles than fit in a table of visits.
         """
         tables.check_visits(self.tiles)
         height = self.i1 - self.i0
@@ -73,7 +76,7 @@ class Boxes(NamedTuple):
         return ptr.astype(np.int32), col.astype(np.int32), self.kind[owner][run].astype(np.int32)
 
 
-#: Whether any and whether all scores of tiles (i, j) are kept, by evaluating each of them.
+#: Returns whether any, and whether all, scores of tiles (i, j) are kept, from each of their scores.
 Evaluate = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
@@ -86,7 +89,7 @@ def classify(
     block_k: int,
     elements: Evaluate,
 ) -> Boxes:
-    """The visited tiles of a problem with a mask function.
+    """Return the visited tiles of a problem with a mask function.
 
     Parameters
     ----------
@@ -95,7 +98,8 @@ def classify(
     block_k : int
         Keys per tile. A tile with fewer keys is never FULL.
     elements : callable
-        Whether any and whether all scores of tiles (i, j) are kept, by evaluating each of them.
+        Evaluates the mask at every score of tiles (i, j), and returns whether any, and whether all,
+        are kept.
     """
     p, mask = problem, problem.mask_mod
     assert mask is not None
@@ -103,7 +107,7 @@ def classify(
     q_start = np.array([s.q_start for s in sequences])
     k_start = np.array([s.k_start for s in sequences])
     offset = np.array([s.offset for s in sequences])
-    other = p.block_mask is not None or p.mask is not None  # known score by score only
+    other = p.block_mask is not None or p.mask is not None  # masks without bounds
     rows, cols = rows.astype(np.int64), cols.astype(np.int64)
     s = np.flatnonzero((np.diff(row_base) > 0) & (np.diff(col_base) > 0))
     box = np.stack([row_base[s], row_base[s + 1], col_base[s], col_base[s + 1], s])
@@ -134,7 +138,7 @@ def classify(
 
 
 def _divided(box: np.ndarray) -> np.ndarray:
-    """Each box in up to PARTS x PARTS boxes."""
+    """Divide each box into up to PARTS x PARTS boxes."""
     if not box.shape[1]:
         return box
     i0, i1, j0, j1, s = box
@@ -158,7 +162,11 @@ def _tiles(
     elements: Evaluate,
     other: bool,
 ) -> np.ndarray:
-    """Single tiles that bounds do not decide: probed, and evaluated where probes do not decide."""
+    """Classify single tiles that the bounds leave open.
+
+    The mask is first evaluated at a few scores of each tile, and then, if these leave the tile
+    open, at all of its scores.
+    """
     i, j, s = box[0], box[2], box[4]
     some, every = np.zeros(len(i), bool), np.ones(len(i), bool)
     if not other:
@@ -174,7 +182,7 @@ def _tiles(
 def _probed(
     problem: Problem, rows: np.ndarray, cols: np.ndarray, s: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Whether any, and whether all, of a few scores of each tile are kept."""
+    """Return whether any, and whether all, of a few scores of each tile are kept."""
     p, mask = problem, problem.mask_mod
     assert mask is not None
     sequences = p.sequences

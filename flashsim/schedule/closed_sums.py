@@ -1,7 +1,8 @@
-"""Closed-form sums over contiguous visits: exact integers for any length, computed without a table.
+"""Closed-form sums over visits of contiguous tiles: exact for any length, without a table.
 
-An outer tile visits the inner tiles lo .. hi - 1. Both ends are floors of linear functions of the
-outer tile's number, clipped to 0 and the last tile. So every sum here is a sum of floors.
+An outer tile visits the inner tiles lo .. hi - 1. Both lo and hi are floors of linear functions of
+the outer tile's number, clipped to the existing tiles. So every sum in this module is a sum of
+floors.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import NamedTuple
 class Strip(NamedTuple):
     """The tiles of one sequence: outer tiles of `block` rows, and inner tiles of `inner` positions.
 
-    The inner axis has `n` positions. The outer axis has `rows` rows, `members` of them for each
-    outer position. Outer position p sees the inner positions p + offset - left .. p + offset +
-    right, as far as these exist.
+    A position is a query or a key. The inner axis has `n` positions. The outer axis has `rows`
+    rows: `members` rows per outer position. Outer position p sees those of the inner positions
+    p + offset - left .. p + offset + right that exist.
     """
 
     rows: int
@@ -32,7 +33,7 @@ class Strip(NamedTuple):
         return -(-self.rows // self.block)
 
     def visit(self, tile: int) -> tuple[int, int, int]:
-        """(rows of the outer tile, first inner tile that it visits, one past the last)."""
+        """Return an outer tile's rows, its first visited inner tile, and one past the last."""
         start = tile * self.block
         stop = min(start + self.block, self.rows)
         begin = max(start // self.members + self.offset - self.left, 0)
@@ -41,9 +42,10 @@ class Strip(NamedTuple):
         return stop - start, *seen
 
     def full(self, tile: int) -> tuple[int, int]:
-        """(first inner tile of which every score is kept, one past the last); equal if none is.
+        """Return the first FULL inner tile of an outer tile, and one past the last.
 
-        A ragged last inner tile lacks positions, so it is never full.
+        Both are equal if no inner tile is FULL. A ragged last inner tile lacks positions, so it is
+        never FULL.
         """
         start = tile * self.block
         first = start // self.members + self.offset
@@ -53,19 +55,20 @@ class Strip(NamedTuple):
         return (lo, hi) if lo < hi else (0, 0)
 
     def width(self, lo: int, hi: int) -> int:
-        """Number of positions in the inner tiles lo .. hi - 1."""
+        """Return the number of positions in the inner tiles lo .. hi - 1."""
         return min(hi * self.inner, self.n) - lo * self.inner if hi > lo else 0
 
     def sums(self) -> tuple[int, int, int, int]:
-        """Four sums over all visits: the number of visits, and the totals of three sizes.
+        """Return the number of visits, and the sums of three sizes over all visits.
 
         The sizes are the inner tile's positions, the outer tile's rows, and rows x positions.
         """
         if not self.tiles:
             return 0, 0, 0, 0
         wide = self.members * self.inner
-        # Of all tiles but the last, first .. stop - 1 see anything; from `right` on the last inner
-        # tile too, and from `left` on not the first position.
+        # Of all outer tiles except the last, tiles first .. stop - 1 see at least one position.
+        # From tile `right` on, they visit the last inner tile too. From tile `left` on, they no
+        # longer see the first position.
         first = self._reaching(-self.offset - self.right)
         stop = self._beyond(self.n - self.offset + self.left)
         right = self._reaching(
@@ -89,28 +92,30 @@ class Strip(NamedTuple):
         )
 
     def fulls(self) -> int:
-        """Number of visits of which every score is kept, over all outer tiles."""
+        """Return the number of FULL visits, whose scores are all kept, over all outer tiles."""
         if not self.tiles:
             return 0
         lo, hi = self.full(self.tiles - 1)
         total, reach = hi - lo, self.offset + self.right + 1
-        if (self.rows - 1) // self.members + self.offset > self.left:  # both ends move
+        if (self.rows - 1) // self.members + self.offset > self.left:  # lo and hi both change
             for tile in range(0, self.tiles - 1):
                 lo, hi = self.full(tile)
                 total += hi - lo
             return total
-        # Of all tiles but the last, first .. stop - 1 have 0 .. hi - 1, and later ones all.
+        # Of all outer tiles except the last, tiles first .. stop - 1 have the FULL inner tiles
+        # 0 .. hi - 1, and in later ones every whole inner tile is FULL.
         first, stop = self._beyond(-reach), self._beyond(self.n - reach)
         stop = max(first, stop)
         total += _floors(first, stop, self.block, self.members * reach, self.members * self.inner)
         return total + (self.tiles - 1 - stop) * (self.n // self.inner)
 
     def extents(self) -> list[tuple[int, int]]:
-        """The largest outer tiles: (rows, positions of the largest inner tile visited) of each.
+        """Return (rows, positions of the largest visited inner tile) of the largest outer tiles.
 
-        The largest inner tile that an outer tile visits is its first. That first tile only moves
-        forward from one outer tile to the next. So no outer tile has a larger one than the first
-        outer tile that sees any position, unless that inner tile is the last and ragged.
+        The largest inner tile that an outer tile visits is the first that it visits, because only
+        the last inner tile of a sequence is smaller. The first visited inner tile never moves back
+        from one outer tile to the next. So the first outer tile that sees any position has the
+        largest inner tile.
         """
         if not self.tiles:
             return []
@@ -122,11 +127,11 @@ class Strip(NamedTuple):
         return extents
 
     def _reaching(self, position: int) -> int:
-        """The first outer tile that has a row of `position` or later; the last tile at most."""
+        """Return the first outer tile with a row at `position` or later, at most the last tile."""
         return self._within(-(-(self.members * position - self.block + 1) // self.block))
 
     def _beyond(self, position: int) -> int:
-        """The first outer tile whose rows are all of `position` or later; the last tile at most."""
+        """Return the first outer tile with only rows at `position` or later, at most the last."""
         return self._within(-(-(self.members * position) // self.block))
 
     def _within(self, tile: int) -> int:
@@ -134,10 +139,11 @@ class Strip(NamedTuple):
 
 
 def _floors(first: int, stop: int, step: int, shift: int, over: int) -> int:
-    """Sum of floor((step i + shift) / over) for i = first .. stop - 1, in O(log) divisions.
+    """Return the sum of floor((step i + shift) / over) for i = first .. stop - 1.
 
-    The integer parts form arithmetic series. The remainder counts lattice points under a line. That
-    count stays the same when the axes are swapped, which gives Euclid's algorithm on step and over.
+    It takes O(log over) divisions. The integer parts of step / over and shift / over form
+    arithmetic series. The rest of the sum counts lattice points under a line. Swapping the axes
+    keeps that count, and leads to Euclid's algorithm on `step` and `over`.
     """
     count, shift, total = stop - first, shift + step * first, 0
     while count > 0:

@@ -1,27 +1,28 @@
-"""The data that each stage of each algorithm moves, and when. It is written here and nowhere else.
+"""The dataflow table: which tensors each stage of each algorithm moves, and when.
 
-An algorithm runs in stages, one kernel each. A stage's itinerary has three parts: the start of an
-outer step, each visit (one pair of a query tile and a key tile), and the end of the outer step.
-Each part lists, in order, the tensors that are loaded from HBM, stored to it or reduced (added)
-into it, and the on-chip buffers that are allocated: "load K V, alloc S, load bias".
+An algorithm runs in stages, one kernel each. A stage's entry, its *itinerary*, has three parts: the
+start of an outer step, each visit (one pair of a query tile and a key tile), and the end of the
+outer step. Each part lists its *moves* in order: the tensors that are loaded from HBM, stored to
+HBM or reduced (added) into HBM, and the on-chip buffers that are allocated. For example, "load K V,
+alloc S, load bias".
 
-Several things are derived from these lists. They are a stage's buffers (and so the tilings that
-fit), the events of engines whose kernels report only sizes, and the requests that L2 sees. They
-are also the tensors that a pass saves, and the titles of pictures. The modules in
-`flashsim.algorithms`, which execute, and the closed forms in `counts.forms` do not use this module.
-The tests compare all three.
+From these lists flashsim derives a stage's buffers (and so the tilings that fit), the events of
+engines whose kernels report only sizes, the requests to L2, the tensors that a pass saves, and the
+titles of pictures. The modules in `flashsim.algorithms`, which execute, and the closed forms in
+`counts.forms` do not use this module. The tests compare all three.
 
-Five rules avoid a separate text for every case:
+Five rules keep one itinerary valid for many problems:
 
-- A tensor that the problem does not have is left out, and so is a stage that has nothing else.
-  `bias` and `dBias` need a bias, `gate` a softcap, and `table` pages. `V` is left out where it is
-  columns of K, and `dL` where the LSE has no gradient. `F`, `S_raw` and `dF` need a score function,
-  `M` a mask function with captured arrays, and `sink` sinks. `L/sink` is L where there are sinks.
-- A Q-outer loop reads what functions need per head and per row at the start of a step (`F_own`,
-  `M_own`), and the rest at each visit (`F`, `M`). Only MASKED tiles load `M`.
+- A tensor that the problem does not have is left out, and so is a stage without any other tensor.
+  `bias` and `dBias` need a bias, `gate` needs a softcap, and `table` needs a paged cache. `V` is
+  left out if it is columns of K, and `dL` if the LSE has no gradient. `F`, `S_raw` and `dF` need a
+  score function. `M` needs a mask function with captured arrays. `sink` needs sinks, and `L/sink`
+  is L for a problem with sinks.
+- A Q-outer loop reads the captured elements that depend only on the head or the row at the start of
+  a step (`F_own`, `M_own`), and the others at each visit (`F`, `M`). Only MASKED tiles load `M`.
 - An accumulator `X_acc` is X itself if their types are equal.
 - A stage that only converts an accumulator is left out if the types are equal.
-- If there are scales, each loaded tile of Q, K or V brings its scale.
+- In a problem with scales, each loaded tile of Q, K or V is loaded with its scales.
 """
 
 from __future__ import annotations
@@ -44,24 +45,25 @@ class Itinerary(NamedTuple):
     before, visit, after : str
         The moves at the start of an outer step, at each visit, and at the end of the step.
     per : {"head", "group", "bias"}
-        The unit that the stage repeats its loop for: each query head; all query heads of a key head
-        together (dK and dV are summed over the group); or each matrix of a bias that several heads
-        share.
+        How often the stage runs its loop: once per query head; once per group of query heads that
+        share a key head (dK and dV are summed over the group); or once per matrix of a bias that
+        several heads share.
     dense : bool
-        Visits every tile, even those that the mask empties (standard attention does not skip).
+        True if the stage visits every tile, even fully masked tiles (standard attention does not
+        skip).
     whole_rows : bool
-        Works on whole rows of scores, as many at a time as fit (standard attention's softmax).
-        `visit` then lists the moves per row.
+        True if the stage works on whole rows of scores, as many at a time as fit (standard
+        attention's softmax). `visit` then lists the moves per row.
     converts : bool
-        Only rounds an accumulator to the input's type.
+        True if the stage only rounds an accumulator to the input's type.
     parts : {"", "walks", "merges"}
-        How the stage handles parts of the keys (`Split`). "walks": it has one outer step per part
-        of a row tile. The step stores `O_part` and `L_part`, or O and L if the keys have one part.
+        How the stage handles split keys (`Split`). "walks": it has one outer step per part of a row
+        tile's keys. The step stores `O_part` and `L_part`, or O and L if the keys are in one part.
         "merges": it has one outer step per row tile with several parts, and `visit` lists the moves
         per part.
     once : bool
-        Only for schedules in which each row tile has exactly one visit (`Schedule.visited_once`),
-        so that the results of one visit are complete for its rows.
+        True if the stage needs a schedule in which each row tile has exactly one visit
+        (`Schedule.visited_once`), because it treats the results of one visit as complete.
     """
 
     name: str
@@ -78,10 +80,10 @@ class Itinerary(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """An algorithm's stages in the order they run, and its name in print.
+    """An algorithm's stages in the order they run, and its name in tables and pictures.
 
-    An algorithm without a backward pass has no backward stages. `form` names its form of the
-    paper's backward pass, if the algorithm's name does not say it.
+    An algorithm without a backward pass has no backward stages. `form` names its variant of the
+    paper's backward pass, such as "in three passes", if the algorithm's name does not say it.
     """
 
     title: str
@@ -90,10 +92,7 @@ class Algorithm(NamedTuple):
     form: str = ""
 
     def direction(self, name: str) -> str:
-        """The direction as printed, followed by `form` for a backward pass that has one.
-
-        For example "forward", "backward" or "backward in three passes".
-        """
+        """Return the direction as printed: "forward", "backward" or "backward in three passes"."""
         return f"{name} {self.form}" if name == "backward" and self.form else name
 
 
@@ -140,7 +139,7 @@ _STANDARD_BACKWARD = (
     _CONVERT_DBIAS,
 )
 
-# -- FlashAttention-1: KV-outer, so the output passes through HBM at every visit ------------------
+# -- FlashAttention-1: KV-outer, so every visit loads the output from HBM and stores it again ------
 
 _FLASH1_FORWARD = (
     Itinerary("init", "queries", after="store O_acc l m"),
@@ -195,8 +194,8 @@ _FUSED_BACKWARD = (
     _convert("dQ"),
     _CONVERT_DBIAS,
 )
-# Where a row tile has one visit, all its P and dP are there at once: delta is a sum of theirs, and
-# dQ is complete. So nothing runs before or after.
+# A row tile with one visit has all its P and dP on chip at once. So the visit computes delta from
+# them, and its dQ is complete. No stage before it computes delta, and none after it sums dQ.
 _ONCE_BACKWARD = (
     _CLEAR_DBIAS,
     Itinerary(
@@ -209,7 +208,7 @@ _ONCE_BACKWARD = (
     _CONVERT_DBIAS,
 )
 
-# -- FlashDecoding: the keys of a row tile in parts, then merged -----------------------------------
+# -- FlashDecoding: splits the keys of a row tile into parts, then merges the parts ----------------
 
 _DECODE = (
     Itinerary(
@@ -225,7 +224,7 @@ _DECODE = (
 ALGORITHMS = {
     "standard": Algorithm("standard", _STANDARD_FORWARD, _STANDARD_BACKWARD),
     "flash1": Algorithm("FlashAttention-1", _FLASH1_FORWARD, _FLASH1_BACKWARD),
-    # The paper's Algorithm 2 is one pass, "flash2-fused"; this form adds nothing up in HBM.
+    # The paper's Algorithm 2 is one pass, "flash2-fused". This one has three, without sums in HBM.
     "flash2": Algorithm("FlashAttention-2", _FLASH2_FORWARD, _FLASH2_BACKWARD, "in three passes"),
     "flash2-fused": Algorithm("FlashAttention-2 fused", _FLASH2_FORWARD, _FUSED_BACKWARD),
     "flash2-once": Algorithm("FlashAttention-2 in one visit", _FLASH2_FORWARD, _ONCE_BACKWARD),

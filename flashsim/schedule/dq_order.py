@@ -1,4 +1,7 @@
-"""The order in which thread blocks of a KV-outer loop add to dQ, if that order is fixed."""
+"""Computes a fixed order in which the thread blocks of a KV-outer loop add to dQ.
+
+With a fixed order, the sums do not depend on the timing of the blocks.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,26 @@ import numpy as np
 
 
 def turns(ptr: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The order in which blocks take the columns, and each visit's rank within its row tile.
+    """Return the order in which thread blocks process columns, and each visit's rank in its row.
 
-    A visit adds to its row tile's dQ after the visits of all columns that were taken earlier. So a
-    block only ever waits for blocks that started before it, and the waiting ends. Columns that
-    start at the last rows are taken first: a causal column reaches the next column's rows just when
-    the block of that next column has left them.
+    A visit adds to its row tile's dQ after the visits of all columns earlier in that order. So a
+    block only waits for blocks that started before it, and a deadlock is impossible. Columns whose
+    first row tile is last come first. Under a causal mask, the block of a column then reaches the
+    row tiles of the next column just after the block of that next column has finished with them.
 
     Parameters
     ----------
     ptr : ndarray, (columns + 1,)
-        Where each column's visits begin.
+        Index of each column's first visit.
     index : ndarray, (visits,)
         The row tile of each visit.
 
     Returns
     -------
     order : ndarray of int32, (columns,)
-        The columns, in the order in which they are taken.
+        The columns, in the order in which blocks process them.
     ranks : ndarray of int32, (visits,)
-        The number of earlier visits of the same row tile.
+        For each visit, the number of earlier visits of the same row tile.
     """
     tiles, visits = len(ptr) - 1, len(index)
     columns = np.repeat(np.arange(tiles), np.diff(ptr))

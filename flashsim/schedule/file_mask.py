@@ -1,6 +1,6 @@
 """`SavedMask`: the tiles that a user's mask function kept, as a trace file stores them.
 
-The function itself cannot be saved.
+A trace file cannot contain the function itself.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Csr = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class SavedMask:
-    """Stands for a mask function in a problem that was read from a trace file.
+    """Replaces the mask function in a problem that was read from a trace file.
 
-    It knows which tiles the mask kept, and which of them needed it, for the tilings of that trace.
-    This is enough for schedules, counts and plots. The mask's value at single scores is lost.
+    It has the tables of FULL and MASKED tiles for the tilings of that trace. They are enough for
+    schedules, counts and plots. The mask's value at single scores is lost.
 
     Parameters
     ----------
@@ -35,27 +35,27 @@ class SavedMask:
         self.tables = dict(tables)
 
     def row_csr(self, tiling: Tiling) -> Csr:
-        """The tiles that the mask kept under `tiling`, with keys in ascending order.
+        """Return the tiles that the mask kept under `tiling`, with keys in ascending order.
 
         Raises
         ------
         TraceError
-            If the trace did not run with that tiling.
+            If no stage of the trace has that tiling.
         """
         if tiling not in self.tables:
             known = ", ".join(str(t) for t in self.tables)
             raise TraceError(
-                f"mask function {self.__name__!r} was not saved with its trace, which only "
-                f"records the tiles it kept under {known} tiles: a schedule with {tiling} tiles "
-                "needs the function; build the Problem with it"
+                f"mask function {self.__name__!r} was not saved with its trace, which records "
+                f"only the tiles it kept under {known} tiles: a schedule with {tiling} tiles "
+                "needs the function; pass mask= to the Problem"
             )
         return self.tables[tiling]
 
     def __call__(self, *_: object) -> NoReturn:
         """Raise `TraceError`: the function itself is not in the file."""
         raise TraceError(
-            f"mask function {self.__name__!r} was not saved with its trace, which only records "
-            "the tiles it kept: single scores need the function; build the Problem with it"
+            f"mask function {self.__name__!r} was not saved with its trace, which records only "
+            "the tiles it kept: single scores need the function; pass mask= to the Problem"
         )
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
-"""`Grid`: the tiles that a problem is cut into, and which of them a band of scores visits.
+"""`Grid`: the tiles of a problem, and the tiles that causality and a window leave to visit.
 
-Queries are cut into *row tiles* and keys into *column tiles*; a tile never straddles two packed
-sequences.
+Queries are divided into *row tiles* and keys into *column tiles*. All rows or columns of a tile
+belong to one packed sequence.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from flashsim.schedule.tiling import Tiling
 
 
 class Grid:
-    """The part of a `Schedule` without order: its tiles, and the spans of tiles that a band keeps.
+    """The tiles of a `Schedule`, and the span of tiles that each visits under a band; no order.
 
-    A band is a mask that consists of causality and a window alone, so each row keeps one interval.
+    A band is a mask of only causality and a window, so each row keeps one interval of keys.
     """
 
     problem: Problem
@@ -55,7 +55,7 @@ class Grid:
         return edges
 
     def _refusal(self) -> Exception | None:
-        """The error that says why tables cannot hold these tiles; None if they can."""
+        """The error to raise if there are too many tiles for tables; None if the tables fit."""
         contiguous = self._contiguous
         return tables.refusal(
             self.problem, self.tiling, self._blocks, self.members, contiguous=contiguous
@@ -80,7 +80,7 @@ class Grid:
 
     @property
     def _blocks(self) -> tuple[int, int]:
-        """The tile's two sides, at most one more than the length, so that sums do not overflow."""
+        """The tile's two sides, each cut to the length plus 1, so that sums do not overflow."""
         return (
             min(self.tiling.block_q, self.n_rows + 1),
             min(self.tiling.block_k, self.problem.n_kv + 1),
@@ -88,7 +88,7 @@ class Grid:
 
     @property
     def members(self) -> int:
-        """Rows per query: 1, or with packed heads one per query head of a group."""
+        """Number of rows per query: 1, or with packed heads the query heads of a group."""
         return self.problem.group if self.split.pack_gqa else 1
 
     @property
@@ -98,7 +98,7 @@ class Grid:
 
     @property
     def rows(self) -> np.ndarray:
-        """int32 (T_r, 4): start, stop, offset and key_stop of each row tile.
+        """Start, stop, offset and key_stop of each row tile, int32 (T_r, 4).
 
         The type is int64 if a length exceeds int32; such a problem can be counted but not run.
         """
@@ -106,7 +106,7 @@ class Grid:
 
     @property
     def cols(self) -> np.ndarray:
-        """int32 (T_c, 4): start, stop, offset and query_stop of each column tile."""
+        """Start, stop, offset and query_stop of each column tile, int32 (T_c, 4)."""
         return self._edges[1]
 
     @property
@@ -120,50 +120,54 @@ class Grid:
         return len(self.cols)
 
     def row_slice(self, i: int) -> slice:
-        """Query rows of row tile i, as packed indices; with packed heads, rows as in `Split`."""
+        """Return the query rows of row tile i, as packed indices.
+
+        With packed heads, they are rows as `Split` numbers them.
+        """
         return slice(int(self.rows[i, 0]), int(self.rows[i, 1]))
 
     def col_slice(self, j: int) -> slice:
-        """Key rows of column tile j, as packed indices."""
+        """Return the key rows of column tile j, as packed indices."""
         return slice(int(self.cols[j, 0]), int(self.cols[j, 1]))
 
     def sequence_of_row(self, i: int) -> Segment:
-        """The packed sequence that row tile i belongs to."""
+        """Return the packed sequence of row tile i."""
         return self.problem.sequences[int(self.sequence_of_rows[i])]
 
     @cached_property
     def sequence_of_rows(self) -> np.ndarray:
-        """int64 (T_r,): the number of the packed sequence that each row tile belongs to."""
+        """Index of the packed sequence of each row tile, int64 (T_r,)."""
         return np.repeat(np.arange(len(self.problem.sequences)), np.diff(self._edges[2]))
 
     @cached_property
     def sequence_of_cols(self) -> np.ndarray:
-        """int64 (T_c,): the number of the packed sequence that each column tile belongs to."""
+        """Index of the packed sequence of each column tile, int64 (T_c,)."""
         return np.repeat(np.arange(len(self.problem.sequences)), np.diff(self._edges[3]))
 
     @cached_property
     def key_counts(self) -> np.ndarray:
-        """int64 (T_r,): the number of keys in the sequence of each row tile."""
+        """Number of keys in the sequence of each row tile, int64 (T_r,)."""
         lengths = np.array([s.k_stop - s.k_start for s in self.problem.sequences])
         return lengths[self.sequence_of_rows]
 
     def queries(self, i: int) -> np.ndarray:
-        """The query that each row of row tile i belongs to, as packed indices."""
+        """Return the query of each row of row tile i, as packed indices."""
         return np.arange(*self.rows[i, :2].tolist()) // self.members
 
     def keep(self, i: int, j: int, *, functions: bool = True) -> np.ndarray | None:
-        """Boolean (rows, cols) of tile (i, j), True where the score counts; None if all do.
+        """Return booleans (rows, cols) of tile (i, j), True if a score is kept; None if all are.
 
-        ``functions=False`` leaves `mask_mod` out.
+        ``functions=False`` ignores `mask_mod`.
         """
         s, cols = self.sequence_of_row(i), np.arange(*self.cols[j, :2].tolist())
         kept = self.problem.keep(s, self.queries(i), cols, functions=functions)
         return None if kept.all() else kept
 
     def kept_tiles(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        """Boolean (tiles, 1 or batch, 1 or heads, rows, cols) of tiles (i, j), with every mask.
+        """Return which scores of tiles (i, j) every mask keeps.
 
-        A tile with fewer rows or columns than the largest one repeats its last ones.
+        The booleans have shape (tiles, 1 or batch, 1 or heads, rows, cols). In a tile that is
+        smaller than the largest tile, the last row or column is repeated.
         """
         p, s = self.problem, self.sequence_of_rows[i]
         starts = np.array([(x.q_start, x.k_start, x.offset) for x in p.sequences])[s]
@@ -182,7 +186,7 @@ class Grid:
 
     @cached_property
     def row_spans(self) -> np.ndarray | None:
-        """int32 (T_r, 4): lo, full_lo, full_hi, hi of each row tile, over column tiles.
+        """The column tiles of each row tile, int32 (T_r, 4): lo, full_lo, full_hi, hi.
 
         None unless the tiles of each row are one interval.
         """
@@ -193,11 +197,11 @@ class Grid:
 
     @cached_property
     def col_spans(self) -> np.ndarray | None:
-        """int32 (T_c, 4): lo, full_lo, full_hi, hi of each column tile, over row tiles.
+        """The row tiles of each column tile, int32 (T_c, 4): lo, full_lo, full_hi, hi.
 
-        None where `row_spans` is None, and with packed heads.
+        None if `row_spans` is None, and with packed heads.
         """
-        if not self._contiguous or self.members > 1:  # rows of one query: no interval of rows
+        if not self._contiguous or self.members > 1:  # packed rows are not in order of queries
             return None
         # Key k is seen by queries from k - offset - right to k - offset + left.
         return self._spans(self.cols, "q", self.problem.right, self.problem.left)
@@ -207,7 +211,7 @@ class Grid:
         return self.dense or self.problem.banded
 
     def _spans(self, table: np.ndarray, other: str, left: int, right: int) -> np.ndarray:
-        """For each tile of `table`, its span of tiles of the other axis, sequence by sequence."""
+        """Return the span of tiles on the other axis for each tile of `table`."""
         if other == "k":
             base, other_base, block, sign = *self._edges[2:], self._blocks[1], 1
         else:
@@ -224,18 +228,19 @@ class Grid:
                 lo = np.zeros(len(first), np.int64)
                 hi = np.full(len(first), -(-n // block))
             else:
-                # Some row of the tile keeps something in [first - left, last + right] ...
+                # The positions that some row of the tile keeps: [first - left, last + right].
                 begin, end = np.maximum(first - left, 0), np.minimum(last + right, n - 1)
                 empty = end < begin
                 lo = np.where(empty, 0, begin // block)
                 hi = np.where(empty, 0, end // block + 1)
-            # ... and every row keeps everything in [last - left, first + right].
+            # The positions that every row of the tile keeps: [last - left, first + right].
             begin, end = np.maximum(last - left, 0), np.minimum(first + right, n - 1)
             full_lo = -(-begin // block)
             full_hi = (end + 1) // block
-            if other == "q":  # a ragged last row tile is FULL too: rows that do not exist ...
+            # Rows past the end of a tile need no mask, so a ragged last row tile can be FULL. Keys
+            # past the end do, so a ragged column tile has no FULL visits.
+            if other == "q":
                 full_hi = np.where(end == n - 1, -(-n // block), full_hi)
-                # ... need no mask, but keys that do not exist do.
                 ragged = table[part, 1] - table[part, 0] < self._blocks[1]
                 full_hi = np.where(ragged, full_lo, full_hi)
             full_lo, full_hi = np.clip(full_lo, lo, hi), np.clip(full_hi, lo, hi)

@@ -1,4 +1,4 @@
-"""The number of heads that a launch works on together, so that their shared data stays in L2."""
+"""Computes how many heads a launch processes together, so that their shared data stays in L2."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from flashsim.schedule.plans import Stage, heads_of
 def clump_size(
     stage: Stage, problem: Problem, tiles: int, *, l2_bytes: int, processors: int
 ) -> int:
-    """The number of heads (or groups) to work on together, so that their shared data stays in L2.
+    """Return how many heads (or GQA groups) to process together, so their data stays in L2.
 
-    A launch hands out the outer tiles of one head group, the longest first, and then those of the
-    next head group. When a head group runs out of tiles, the next one fills the idle SMs. Nothing
-    follows the last head group, which has the remaining heads: the fewer they are, the longer most
-    of the GPU waits for a few long tiles. So of the sizes that fit, the function returns the one
-    that leaves the most heads for the last head group, and of several such sizes the smallest.
+    These heads form a head group. A launch starts the outer tiles of one head group, the longest
+    first, and then those of the next head group. When the tiles of a head group run out, the next
+    head group fills the idle SMs. No head group follows the last, which has the remaining heads. If
+    it has only a few heads, most of the GPU idles until a few long tiles end. So of the sizes that
+    fit in L2, the function returns the one with the most heads in the last head group, and of
+    several such sizes the smallest.
 
-    A size fits if its shared data takes at most 0.4 of L2, because either half of a large L2 keeps
+    A size fits if its shared data takes at most 0.4 of L2, because each half of a large L2 keeps
     its own copy. In a Q-outer loop the shared data is K and V, which the query heads of a GQA group
-    have in common. In a KV-outer loop it is Q, dO and a float32 dQ. If the tiles of several heads
-    all run at once, they share L2 in any order. So as many heads as run at once always fit, however
-    much they take.
+    have in common. In a KV-outer loop it is Q, dO and a float32 dQ. Heads whose tiles all run at
+    once share L2 in any order, so a head group may always have that many heads.
 
     Parameters
     ----------
@@ -29,7 +29,7 @@ def clump_size(
         Outer tiles per head (or per GQA group, for a stage that runs per group).
     l2_bytes : int
     processors : int
-        The least number of blocks that run at once: one on every SM.
+        The least number of blocks that run at once, which is the number of SMs.
     """
     p, room = problem, 2 * l2_bytes // 5
     # Heads that share K and V stay together.
@@ -40,7 +40,7 @@ def clump_size(
 
 
 def held(stage: Stage, problem: Problem) -> int:
-    """Bytes that every block of one head (or group) reads or writes over its inner loop.
+    """Return the bytes that all blocks of one head (or GQA group) read or write in common.
 
     In a Q-outer loop these are K and V, which heads of a GQA group share. In a KV-outer loop they
     are Q, dO and a float32 dQ of the group's heads.

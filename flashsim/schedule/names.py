@@ -1,15 +1,16 @@
-"""The vocabulary of transfers: operations, levels and the papers' names of tensors."""
+"""Names and codes of the operations in events, and the papers' names of tensors."""
 
 from __future__ import annotations
 
-#: Operations. `load`, `store` and `reduce` move bytes between HBM and SRAM; the others are on chip.
+#: Operations. `load`, `store` and `reduce` move bytes between HBM and SRAM; the others do not.
 OPS = ("load", "store", "reduce", "alloc", "free", "compute")
 LOAD, STORE, REDUCE, ALLOC, FREE, COMPUTE = range(len(OPS))
 TRANSFERS = (LOAD, STORE, REDUCE)
 LEVELS = ("hbm", "sram")
-#: Tensors by the papers' names. `_acc`: an accumulator in HBM, in the accumulator type; `_part`: of
-#: a part of the keys, in that type, too. `_scale`: what FP8 elements are multiplied by. F, M: the
-#: captured arrays that a score and a mask function read per visit; `_own`: per outer step.
+#: Tensors by the papers' names. `X_acc` is X's accumulator in HBM, and `X_part` is X for a part of
+#: the keys; both have the accumulator type. `X_scale` is the scales of an FP8 tensor X. F and M are
+#: the elements of captured arrays that a score or a mask function reads at each visit; `F_own` and
+#: `M_own` are those that it reads once per outer step.
 TENSORS = (
     *("-", "Q", "K", "V", "O", "L", "m", "l", "O_acc", "S", "P", "dO", "delta", "dQ", "dK", "dV"),
     *("dQ_acc", "dP", "dS", "bias", "dBias", "dBias_acc", "gate", "O_part"),

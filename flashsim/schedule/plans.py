@@ -1,13 +1,14 @@
-"""An algorithm's stages for one problem: its itineraries with sizes, and the on-chip buffers.
+"""Computes an algorithm's stages for one problem: their moves with sizes, and on-chip buffers.
 
 A stage has an *outer* loop, over query row tiles or key column tiles, and an inner loop over the
 tiles that the outer tile visits. Loaded and allocated tiles stay on chip for an outer step or for
-one visit. `footprint` sizes a kernel from these buffers, `fit` searches over them, and the tests
-compare the simulated SRAM with them.
+one visit. `Tiling.footprint` sums these buffers, and `Tiling.fit` searches for tilings whose
+buffers fit. The tests compare the buffers with the simulated SRAM.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -33,15 +34,15 @@ from flashsim.schedule.tensors import (
 )
 
 ALGORITHMS = tuple(dataflow.ALGORITHMS)
-#: Those with a backward pass.
-TRAINING = tuple(name for name, one in dataflow.ALGORITHMS.items() if one.backward)
-#: Of these, those whose backward pass takes any schedule.
+#: The algorithms with a backward pass.
+TRAINING = tuple(name for name, flow in dataflow.ALGORITHMS.items() if flow.backward)
+#: The algorithms whose backward pass works with any schedule.
 GENERAL = tuple(
     name for name in TRAINING if not any(x.once for x in dataflow.ALGORITHMS[name].backward)
 )
-#: What `flash-decode` does not take.
+#: The fields of a problem that `flash-decode` does not support.
 FUNCTIONS = ("mask_mod", "score_mod", "sinks")
-#: A learnable sink per query head, and the sum of its gradient.
+#: The learnable sink of each query head, and its gradient.
 SINKS = ("sink", "dSink")
 DIRECTIONS = ("forward", "backward")
 
@@ -49,8 +50,8 @@ DIRECTIONS = ("forward", "backward")
 class Buffer(NamedTuple):
     """One on-chip array: its bytes per query row, per key column and per score of the tile.
 
-    The buffer of a scale has these bytes per `every` rows or columns. `fixed` bytes are there
-    besides, however large the tile is.
+    The buffer of a scale has these bytes per `every` rows or columns. `fixed` bytes are added to
+    them, whatever the tile's size.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Buffer(NamedTuple):
     fixed: int = 0
 
     def nbytes(self, rows, cols):
-        """The buffer's bytes for a tile of `rows` x `cols` (numbers or arrays)."""
+        """Return the buffer's bytes for a tile of `rows` x `cols` (numbers or arrays)."""
         if self.every > 1:
             rows, cols = -(-rows // self.every), -(-cols // self.every)
         of_tile = self.per_row * rows + self.per_col * cols + self.per_score * rows * cols
@@ -70,7 +71,7 @@ class Buffer(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One entry of an itinerary: a load, store, reduce or alloc, its tensor and the tile's size."""
+    """One move of a stage: a load, store, reduce or alloc, its tensor, and the tile's size."""
 
     op: str
     tensor: str
@@ -83,12 +84,12 @@ class Move(NamedTuple):
 
     @property
     def transfers(self) -> bool:
-        """Whether bytes pass between HBM and SRAM."""
+        """Whether the move transfers bytes between HBM and SRAM."""
         return self.code in TRANSFERS
 
     @property
     def for_masked(self) -> bool:
-        """Whether only a MASKED tile makes the move; for a FULL one its buffer stays unused."""
+        """Whether only MASKED tiles make the move; in a FULL tile the buffer stays unused."""
         return self.tensor == "M"
 
     @property
@@ -99,14 +100,14 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """One pass over the score matrix, for one problem. `Itinerary` explains the fields it shares.
+    """One pass over the score matrix, for one problem.
 
     Attributes
     ----------
     name, outer, dense, per, whole_rows, converts, parts, once
-        As in `Itinerary`; with packed heads, the stage runs once per group of query heads.
+        As in `Itinerary`; with packed heads, `per` is "group" instead of "head".
     buffers : tuple of Buffer
-        On-chip buffers. Those with ``visit=False`` are held while the inner loop runs.
+        On-chip buffers. Those with ``visit=False`` are live during the whole inner loop.
     before, visit, after : tuple of Move
         The moves at the start of an outer step, at each visit and at the end of the step, in order.
     """
@@ -133,14 +134,14 @@ class Stage:
 def stages(
     problem: Problem, algorithm: str, direction: str = "forward", split: Split = WHOLE
 ) -> tuple[Stage, ...]:
-    """The stages of an algorithm, in the order they run.
+    """Return the stages of an algorithm for a problem, in the order they run.
 
     Raises
     ------
     OptionError, DTypeError
         If the algorithm or the direction does not exist, or `problem` is not a `Problem`.
     UnsupportedError
-        If the algorithm has no such direction, or does not handle such a problem.
+        If the algorithm lacks that direction, or does not support a field of the problem.
     """
     checks.instance("problem", problem, Problem, "flashsim.Problem")
     check_algorithm(algorithm)
@@ -167,24 +168,25 @@ def _stages(problem: Problem, algorithm: str, direction: str, packed: bool) -> t
         )
     if problem.scales is not None and splits_keys(algorithm):
         raise UnsupportedError(
-            f"{algorithm!r} takes FP8 inputs without scales only, because rows of several heads "
-            "share its tiles; use algorithm='flash2', or leave scales out"
+            f"{algorithm!r} does not support scales of FP8 inputs, because its tiles contain rows "
+            "of several heads; use algorithm='flash2', or leave scales out"
         )
     functions = [name for name in FUNCTIONS if getattr(problem, name)]
     if functions and splits_keys(algorithm):
         raise UnsupportedError(
-            f"{algorithm!r} takes no {' and no '.join(functions)}, because rows of several heads "
-            "share its tiles; use algorithm='flash2'"
+            f"{algorithm!r} does not support {' and '.join(functions)}, because its tiles contain "
+            "rows of several heads; use algorithm='flash2'"
         )
     if problem.sinks and algorithm not in ("flash2", "flash2-fused"):
         raise UnsupportedError(
-            f"{algorithm!r} takes no sinks; use algorithm='flash2' or 'flash2-fused'"
+            f"{algorithm!r} does not support sinks; use algorithm='flash2' or 'flash2-fused'"
         )
     if direction == "backward":
         check_backward(algorithm)
         if problem.score_mod is not None and algorithm == "standard":
             raise UnsupportedError(
-                "the backward pass of 'standard' takes no score function; use algorithm='flash2'"
+                "the backward pass of 'standard' does not support score functions; use "
+                "algorithm='flash2'"
             )
     wide = problem.itemsize == problem.compute_itemsize
     listed: tuple[Itinerary, ...] = getattr(dataflow.ALGORITHMS[algorithm], direction)
@@ -199,7 +201,7 @@ def _stage(p: Problem, flow: Itinerary) -> Stage:
     before, visit, after = (_moves(p, text, flow.outer) for text in parts)
     held = [m.tile for m in before if m.holds]
     each = [m.tile._replace(visit=True) for m in visit if m.holds]
-    if flow.whole_rows:  # a buffer is as long as the longest row of scores
+    if flow.whole_rows:  # a buffer has the size of the longest row of scores
         longest = max(s.k_stop - s.k_start for s in p.sequences) if flow.per != "bias" else p.n_kv
         each = [Buffer(tile.name, tile.per_row + tile.per_score * longest) for tile in each]
     how = flow.dense, flow.per, flow.whole_rows, flow.converts, flow.parts, flow.once
@@ -242,7 +244,7 @@ def _scale(p: Problem, name: str) -> Buffer:
 
 
 def _tile(p: Problem, op: str, tensor: str, outer: Outer) -> Buffer:
-    """The tile's buffer: in the tensor's HBM type if moved, in the accumulator's if allocated."""
+    """Return a tile's buffer: in the tensor's HBM type if moved, in the accumulator type if not."""
     if tensor in CAPTURED:
         of = captured(p, tensor, outer)
         row, col, score = (of.get(side, 0) for side in ("row", "col", "score"))
@@ -259,20 +261,22 @@ def _tile(p: Problem, op: str, tensor: str, outer: Outer) -> Buffer:
 
 @lru_cache(maxsize=256)
 def tensors_of(problem: Problem, algorithm: str, direction: str, *ops: str) -> tuple[str, ...]:
-    """Tensors that a pass moves by any of `ops`, in the order of their first such move."""
+    """Return the tensors that a pass moves with any of `ops`, in the order of first use."""
     moves = (m for stage in stages(problem, algorithm, direction) for m in stage.moves)
     return tuple(dict.fromkeys(m.tensor for m in moves if m.op in ops))
 
 
 def backward_form(algorithm: str, deterministic: bool | None) -> str:
-    """The algorithm whose backward pass `deterministic` requests; None keeps `algorithm`'s own.
+    """Return the algorithm whose backward pass `deterministic` requests.
+
+    None requests `algorithm`'s own backward pass.
 
     Raises
     ------
     OptionError
-        If the algorithm has only one form.
+        If the algorithm has only one form of the backward pass.
     UnsupportedError
-        If there is no backward pass.
+        If the algorithm has no backward pass.
     """
     check_backward(algorithm)
     if deterministic is None:
@@ -280,14 +284,52 @@ def backward_form(algorithm: str, deterministic: bool | None) -> str:
     checks.flag("deterministic", deterministic)
     if algorithm not in ("flash2", "flash2-fused"):
         raise OptionError(
-            "deterministic chooses between the forms of FlashAttention-2's backward, but "
-            f"{algorithm!r} has only one form, and it is deterministic"
+            "deterministic chooses between the forms of FlashAttention-2's backward pass, but "
+            f"{algorithm!r} has only one form, which is deterministic; leave deterministic out"
         )
     return "flash2" if deterministic else "flash2-fused"
 
 
+def fastest_backward(
+    algorithm: str,
+    deterministic: bool | None,
+    *,
+    tiled: bool,
+    stores_dq: Callable[[str], bool],
+    orders_dq: Callable[[str], bool],
+    fuses: Callable[[str], bool],
+) -> tuple[str, bool]:
+    """The algorithm that a backward pass runs, and whether it adds to dQ in a fixed order.
+
+    Parameters
+    ----------
+    deterministic : bool, optional
+        None keeps `algorithm`'s own form.
+    tiled : bool
+        The caller chose the tiling, which rules out other forms.
+    stores_dq, orders_dq, fuses : callable
+        Say of an algorithm's backward pass here: whether "flash2-once" is faster; whether the fused
+        pass can add to dQ in a fixed order and is then the fastest; whether the fused pass is
+        faster than three passes.
+
+    Raises
+    ------
+    OptionError, UnsupportedError
+        As `backward_form`.
+    """
+    form = backward_form(algorithm, deterministic)
+    any_form = deterministic is not None and algorithm == "flash2" and not tiled
+    if any_form and stores_dq(form):
+        return "flash2-once", False
+    if deterministic and orders_dq("flash2-fused"):
+        return "flash2-fused", True
+    if any_form and not deterministic and not fuses(form):
+        return "flash2", False
+    return form, False
+
+
 def check_algorithm(algorithm: str) -> str:
-    """`algorithm` if it exists; otherwise raise an `OptionError` that lists the possible names."""
+    """Return `algorithm`, or raise an `OptionError` that lists the names of all algorithms."""
     return checks.one_of("algorithm", algorithm, ALGORITHMS)
 
 
@@ -302,12 +344,12 @@ def check_backward(algorithm: str) -> None:
 
 @lru_cache(maxsize=32)
 def splits_keys(algorithm: str) -> bool:
-    """Whether the algorithm can divide the keys of a row tile into parts (see `Split`)."""
+    """Return whether the algorithm can split the keys of a row tile into parts (see `Split`)."""
     return any(flow.parts for flow in dataflow.ALGORITHMS[algorithm].forward)
 
 
 def heads_of(stage: Stage, problem: Problem) -> tuple[int, int]:
-    """How many times a stage runs its loops, and how many query heads apart these runs start."""
+    """Return how often a stage runs its loops, and how many query heads apart these runs start."""
     p = problem
     if stage.per == "bias":
         batch, heads = p.bias or (1, 1)

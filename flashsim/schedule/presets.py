@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-#: Tiles of published kernels: {kernel: {head_dim up to: ((block_q, block_k) dense, causal)}}.
-#: From Dao-AILab/flash-attention at commit 0251105a, 16-bit inputs, head_dim_v = head_dim. FA2 as
-#: on an A100, without dropout: `csrc/flash_attn/src/flash_{fwd,bwd}_launch_template.h`. FA3 as on
-#: an H100, without window, softcap or paging: `tile_size_fwd_sm90` in `hopper/tile_size.h` and
+#: Tiles of published kernels: {kernel: {largest head_dim: (tile, tile with a causal mask)}}, where
+#: a tile is (block_q, block_k). Source: Dao-AILab/flash-attention at commit 0251105a, for 16-bit
+#: inputs with head_dim_v = head_dim. The FA2 tiles are those for an A100 without dropout, from
+#: `csrc/flash_attn/src/flash_{fwd,bwd}_launch_template.h`. The FA3 tiles are those for an H100
+#: without window, softcap or paging, from `tile_size_fwd_sm90` in `hopper/tile_size.h` and from
 #: `hopper/flash_bwd_launch_template.h`.
 PRESETS: dict[str, dict[int, tuple[tuple[int, int], tuple[int, int]]]] = {
     "fa2-forward": {

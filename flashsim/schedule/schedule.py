@@ -1,17 +1,17 @@
 """`Schedule`: which score tiles exist, in which order they are visited, and which need a mask.
 
-Every engine, kernel, count and plot follows this one object. It cuts the queries into *row tiles*
-and the keys into *column tiles* (a tile never straddles two packed sequences). A *visit* is one row
-tile times one column tile. The schedule is also available as int32 tables that kernels read:
+Every engine, kernel, count and plot follows this object. It divides the queries into *row tiles*
+and the keys into *column tiles*; all rows or columns of a tile belong to one packed sequence. A
+*visit* is one row tile times one column tile. Kernels read the schedule as int32 tables:
 
 ``rows (T_r, 4)``   start, stop, offset, key_stop     of each row tile, packed indices
 ``cols (T_c, 4)``   start, stop, offset, query_stop   of each column tile
 ``row_spans (T_r, 4)``  lo, full_lo, full_hi, hi: row tile i visits column tiles lo .. hi - 1, of
-    which full_lo .. full_hi - 1 are FULL; None where the tiles of a row are not contiguous
+    which full_lo .. full_hi - 1 are FULL; None if the tiles of a row are not contiguous
 ``row_csr``         (ptr (T_r + 1,), col (n,), kind (n,)): the same for any mask, in visit order
 
-`col_spans` and `col_csr` hold the same by column, for KV-outer loops. Within a visited
-tile of a causal or windowed problem, score (q, k) is kept iff
+`col_spans` and `col_csr` are the same tables by column, for KV-outer loops. Within a visited tile
+of a causal or windowed problem, score (q, k) is kept if and only if
 ``-left <= k - (q + offset) <= right`` and k lies in the tile's sequence.
 """
 
@@ -38,14 +38,14 @@ from flashsim.schedule.tiling import Tiling
 
 KeyOrder = Literal["ascending", "descending"]
 KEY_ORDERS = ("ascending", "descending")
-#: Scores whose masks are evaluated at a time: about 32 MB of indices.
+#: The number of scores at which masks are evaluated in one call; their indices take about 32 MB.
 AT_ONCE = 1 << 22
-#: Scores at which a mask is evaluated, at most: about an hour's.
+#: The largest number of scores at which a mask is evaluated, which takes about an hour.
 MOST_SCORES = 2**40
 
 
 class Sums(NamedTuple):
-    """Integer sums over a schedule's visits: all that the closed forms need."""
+    """Integer sums over a schedule's visits, from which the closed forms are computed."""
 
     visits: int
     row_cols: int  # sum over visits of the tile's columns: keys loaded by a Q-outer loop
@@ -54,18 +54,19 @@ class Sums(NamedTuple):
 
 
 class PartSums(NamedTuple):
-    """Sums over a schedule's row tiles, by the number of parts that their keys are divided into."""
+    """Sums over a schedule's row tiles, by whether their keys are split into parts."""
 
-    whole_rows: int  # of tiles whose one part is the result: their rows
-    part_rows: int  # of the others: rows x parts
+    whole_rows: int  # over tiles whose keys are in one part: rows
+    part_rows: int  # over tiles whose keys are in several parts: rows x parts
 
 
 @dataclass(frozen=True)
 class Visit:
-    """One score tile being worked on.
+    """One visit: the score tile of one row tile and one column tile.
 
-    `i` and `j` number the row and the column tile; `rows` and `cols` are their slices of the packed
-    sequence. `index` counts the visits in order; `kind` is FULL or MASKED.
+    `i` and `j` are the numbers of the row tile and the column tile; `rows` and `cols` are their
+    slices of the packed sequence. `index` is the visit's number in the loop order. `kind` is FULL
+    or MASKED.
     """
 
     schedule: Schedule
@@ -78,9 +79,9 @@ class Visit:
 
     @property
     def keep(self) -> np.ndarray | None:
-        """Boolean (rows, cols), True where the score counts; None if all of them do.
+        """Return booleans (rows, cols), True if the score is kept; None if all scores are.
 
-        `mask_mod` is left out, since it may differ between heads.
+        `mask_mod` is ignored, because it may differ between heads.
         """
         if self.kind == FULL:
             return None
@@ -99,11 +100,12 @@ class Schedule(Grid):
     outer : {"queries", "keys"}
         The tensor of the outer loop: queries in FlashAttention-2, keys in FlashAttention-1.
     key_order : {"ascending", "descending"}
-        The order of column tiles in every loop over them.
+        The order of column tiles in every loop over column tiles.
     dense : bool
-        Visit every tile of a sequence, also those that the mask empties (standard attention).
+        Visit every tile of a sequence, including fully masked tiles (standard attention).
     split : Split
-        Parts of the keys, and whether the query heads of a group share rows; Q-outer only.
+        How keys are split into parts, and whether the query heads of a group share a row tile.
+        Only for Q-outer loops.
 
     Raises
     ------
@@ -127,17 +129,20 @@ class Schedule(Grid):
         checks.flag("Schedule.dense", self.dense)
         checks.instance("Schedule.split", self.split, Split, "flashsim.schedule.split.Split")
         if self.outer == "keys" and self.split != WHOLE:
-            raise OptionError(f"a KV-outer loop cannot have {self.split}; use outer='queries'")
+            raise OptionError(
+                f"a KV-outer loop cannot split keys or pack heads, got {self.split}; use "
+                "outer='queries'"
+            )
 
     # -- tables of visits -----------------------------------------------------------------------
 
     @cached_property
     def row_csr(self) -> Csr:
-        """``(ptr (T_r + 1,), col (n,), kind (n,))``, int32, in the order tiles are visited.
+        """The visits by row tile: ``(ptr (T_r + 1,), col (n,), kind (n,))``, int32.
 
-        The tiles of row i are ``col[ptr[i]:ptr[i + 1]]``, in `key_order`. A tile that the mask
-        empties is absent. A tile is FULL if every score is kept and no key is missing; every other
-        one is MASKED.
+        The tiles of row i are ``col[ptr[i]:ptr[i + 1]]``, in `key_order`. Fully masked tiles are
+        absent. A tile is FULL if every score is kept and the tile has all `block_k` keys; every
+        other tile is MASKED.
         """
         if self.row_spans is not None:
             ptr, col, kind = tables.expand(self.row_spans)
@@ -152,10 +157,10 @@ class Schedule(Grid):
 
     @cached_property
     def col_csr(self) -> Csr:
-        """``(ptr (T_c + 1,), row (n,), kind (n,))``: the same tiles by column, rows ascending.
+        """The visits by column tile, rows ascending: ``(ptr (T_c + 1,), row (n,), kind (n,))``.
 
         Column tiles are numbered from the first key, whatever `key_order` is. A KV-outer loop in
-        descending order takes the columns from the last to the first.
+        descending order processes the columns from the last to the first.
         """
         if self.col_spans is not None:
             return tables.frozen(*tables.expand(self.col_spans))
@@ -166,7 +171,7 @@ class Schedule(Grid):
         return tables.frozen(np.concatenate([[0], np.cumsum(counts)]), row[order], kind[order])
 
     def _evaluate(self) -> Csr:
-        """Try the mask on one row of tiles at a time; memory stays linear in the length."""
+        """Evaluate the mask one row of tiles at a time, in memory linear in the length."""
         if isinstance(self.problem.mask, SavedMask):
             return self.problem.mask.row_csr(self.tiling)
         band = Schedule(_band(self.problem), self.tiling, split=self.split).row_spans
@@ -174,9 +179,10 @@ class Schedule(Grid):
         scores = int((band[:, 3] - band[:, 0]).sum()) * self.tiling.block_q * self.tiling.block_k
         if scores > MOST_SCORES:
             raise MaskError(
-                f"a mask or block_mask is evaluated at every score: {scores:.1e} scores here, but "
-                f"the limit is {MOST_SCORES:.1e}. Use fewer queries or keys, or express the mask "
-                "with causal, window and cu_seqlens, which are not evaluated at every score"
+                "a mask or block_mask is evaluated at every score, and this problem has "
+                f"{scores:.1e} scores, but the limit is {MOST_SCORES:.1e}; use fewer queries or "
+                "keys, or express the mask with causal, window and cu_seqlens, which are not "
+                "evaluated at every score"
             )
         ptr, cols, kinds = [0], [], []
         for i, (lo, _, _, hi) in enumerate(band.tolist()):
@@ -196,13 +202,16 @@ class Schedule(Grid):
         return classify(p, *tables_of_tiles, self.tiling.block_k, self._elements)
 
     def _elements(self, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Whether any, and whether all scores of tiles (i, j) are kept, from every score."""
+        """Return whether any, and whether all, scores of tiles (i, j) are kept.
+
+        The mask is evaluated at every score of the tiles.
+        """
         scores = len(i) * self.tiling.block_q * self.tiling.block_k
         if scores > MOST_SCORES:
             raise MaskError(
-                f"the bounds of {self.problem.mask_mod} do not decide {len(i):,} tiles, and "
-                f"evaluating them takes {scores:.1e} scores; at most {MOST_SCORES:.1e} are "
-                "evaluated: take fewer queries or keys"
+                f"{self.problem.mask_mod} must be evaluated at every score of {len(i):,} tiles, "
+                f"because its bounds leave them open; they have {scores:.1e} scores, but the limit "
+                f"is {MOST_SCORES:.1e}; use fewer queries or keys"
             )
         some, every = np.zeros(len(i), bool), np.zeros(len(i), bool)
         for part in self.groups(len(i)):
@@ -212,7 +221,7 @@ class Schedule(Grid):
         return some, every
 
     def groups(self, tiles: int) -> Iterator[slice]:
-        """Divide a number of tiles into groups whose scores are evaluated at a time."""
+        """Divide `tiles` tiles into slices whose scores are evaluated in one call each."""
         mask = self.problem.mask_mod
         per_head = frozenset() if mask is None else mask.per_head
         tile = self.tiling.clip(self.problem, self.split)
@@ -223,7 +232,7 @@ class Schedule(Grid):
         return (slice(n, n + step) for n in range(0, tiles, step))
 
     def _row_of_tiles(self, i: int, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
-        """For tiles lo .. hi - 1 of row i: whether any score is kept, and whether all are."""
+        """Return, for tiles lo .. hi - 1 of row i, whether any and whether all scores are kept."""
         if hi == lo:
             return np.zeros(0, bool), np.zeros(0, bool)
         edges = self.cols[lo:hi]
@@ -234,10 +243,10 @@ class Schedule(Grid):
         every = np.logical_and.reduceat(kept.all(axis=0), begins)
         return some, every & (edges[:, 1] - edges[:, 0] == self.tiling.block_k)
 
-    # -- the walk -------------------------------------------------------------------------------
+    # -- the loops ------------------------------------------------------------------------------
 
     def outer_order(self) -> range:
-        """The tile numbers of the outer loop: row tiles, or column tiles in `key_order`."""
+        """Return the tile numbers of the outer loop: row tiles, or column tiles in `key_order`."""
         if self.outer == "queries":
             return range(self.t_r)
         columns = range(self.t_c)
@@ -245,7 +254,7 @@ class Schedule(Grid):
 
     @cached_property
     def visit_counts(self) -> np.ndarray:
-        """int64 (T_r,): the number of column tiles that each row tile visits."""
+        """Number of column tiles that each row tile visits, int64 (T_r,)."""
         if self.row_spans is not None:
             return (self.row_spans[:, 3] - self.row_spans[:, 0]).astype(np.int64)
         return np.diff(self.row_csr[0]).astype(np.int64)
@@ -257,22 +266,23 @@ class Schedule(Grid):
 
     @cached_property
     def part_counts(self) -> np.ndarray:
-        """int64 (T_r,): how many parts each row tile's keys are divided into, at least 1."""
+        """Number of parts into which each row tile's keys are split, at least 1, int64 (T_r,)."""
         return self.split.parts(self.visit_counts, alike=bool(self.problem.shared_prefix))
 
     @cached_property
     def prefix_tiles(self) -> int:
-        """Number of row tiles that visit a shared prefix; they come first. 0 without a prefix.
+        """Number of row tiles that visit a shared prefix; 0 without a prefix.
 
-        They hold the queries of all sequences.
+        They are the first row tiles, and contain the queries of all sequences.
         """
         return int(self._edges[2][1]) if self.problem.shared_prefix else 0
 
     @cached_property
     def slots(self) -> np.ndarray:
-        """int64 (T_r, 2): the parts of row tile i are numbers ``slots[i, 0] .. slots[i, 1] - 1``.
+        """Slots of each row tile's partial results, int64 (T_r, 2).
 
-        A query's parts of a shared prefix come first, followed by the parts of its own keys.
+        The parts of row tile i have the slots ``slots[i, 0] .. slots[i, 1] - 1``. For each query,
+        the parts of a shared prefix come before the parts of its own keys.
         """
         first = np.zeros(self.t_r, np.int64)
         first[self.prefix_tiles :] = self.part_counts[0] if self.prefix_tiles else 0
@@ -280,19 +290,20 @@ class Schedule(Grid):
 
     @cached_property
     def merged(self) -> np.ndarray:
-        """bool (T_r,): True for row tiles for whose queries a second stage merges parts.
+        """Whether a second stage merges parts for the queries of each row tile, bool (T_r,).
 
-        A shared prefix's own row tiles are False: the queries' other row tiles merge their parts.
+        It is False for the row tiles of a shared prefix: their parts are merged with those of the
+        same queries' other row tiles.
         """
         if self.prefix_tiles:
             return np.arange(self.t_r) >= self.prefix_tiles
         return self.part_counts > 1
 
     def visits(self, outer: int, part: int | None = None) -> Iterator[Visit]:
-        """The visits of one outer step: of row tile i, or in a KV-outer loop of column tile j.
+        """Yield the visits of one outer step, whose row tile or column tile is number `outer`.
 
-        `part` picks one part of a row tile's keys. With n visits in P parts, part p holds visits
-        ``n p // P`` up to, but not including, ``n (p + 1) // P``.
+        `part` selects one part of a row tile's keys. With n visits in P parts, part p has the
+        visits ``n p // P`` up to, but not including, ``n (p + 1) // P``.
         """
         by_row = self.outer == "queries"
         ptr, inner, kind = self.row_csr if by_row else self.col_csr
@@ -316,9 +327,9 @@ class Schedule(Grid):
 
     @cached_property
     def sums(self) -> Sums:
-        """Sums over all visits, in O(row tiles) if tiles are contiguous.
+        """Sums over all visits, in O(row tiles) if the tiles of each row are contiguous.
 
-        Contiguous tiles that are too many for tables are summed in closed form.
+        If there are too many contiguous tiles for tables, the sums are computed in closed form.
         """
         bands = self._bands("queries")
         if bands is not None:
@@ -357,7 +368,7 @@ class Schedule(Grid):
 
     @cached_property
     def page_counts(self) -> np.ndarray:
-        """int64 (T_c,): how many pages hold keys of each column tile; all 0 without pages."""
+        """Number of cache pages with keys of each column tile, int64 (T_c,); 0 without pages."""
         size = self.problem.page_size
         if size is None:
             return np.zeros(self.t_c, np.int64)
@@ -368,11 +379,11 @@ class Schedule(Grid):
 
     @cached_property
     def page_reads(self) -> int:
-        """Sum over visits of the number of pages that hold the visited tile's keys."""
+        """Sum over visits of the number of cache pages with keys of the visited tile."""
         return self.over_visits(self.page_counts)
 
     def over_visits(self, each: np.ndarray) -> int:
-        """Sum over visits of the visited column tile's entry of `each`, int64 (T_c,)."""
+        """Return the sum over visits of `each`, int64 (T_c,), at the visited column tile."""
         if self.row_spans is not None:
             reach = np.concatenate([[0], np.cumsum(each)])
             return int((reach[self.row_spans[:, 3]] - reach[self.row_spans[:, 0]]).sum())
@@ -389,9 +400,10 @@ class Schedule(Grid):
         )
 
     def extents(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each outer tile: its own size, and the largest inner tile it visits (0 if none).
+        """Return each outer tile's size, and the size of the largest inner tile that it visits.
 
-        If there are too many tiles for tables, only the largest outer tiles are returned.
+        The latter is 0 for an outer tile without visits. If there are too many tiles for tables,
+        only the largest outer tiles are returned.
         """
         bands = self._bands(self.outer)
         if bands is not None:
@@ -419,12 +431,12 @@ def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> N
         longest = max(s.k_stop - s.k_start for s in problem.sequences)
         raise TilingError(
             "this algorithm needs every query tile to have exactly one visit, that is, to see "
-            f"keys of exactly one key tile; with {tiling} tiles at least one does not: give a "
-            f"block_k of at least {longest} where every query sees a key, or take "
+            f"keys of exactly one key tile, but with {tiling} tiles at least one query tile does "
+            f"not; use a block_k of at least {longest} if every query sees a key, or "
             "algorithm='flash2-fused'"
         )
 
 
 def _band(problem: Problem) -> Problem:
-    """The problem without mask functions and block_mask: only causality and the window remain."""
+    """Return the problem without mask functions and block_mask, with only causality and window."""
     return replace(problem, block_mask=None, mask=None, mask_mod=None)

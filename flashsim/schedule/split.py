@@ -1,9 +1,10 @@
-"""`Split`: how the keys of a row tile are divided, and whether grouped heads share its rows.
+"""`Split`: into how many parts the keys of a row tile are split, and whether heads are packed.
 
 The simulator's schedule and the GPU's launches both use it and the rules in this module.
 
-A GPU has over a hundred SMs, but a single query with eight key heads gives work to only eight.
-FlashDecoding (Dao, Haziza, Massa and Sizov, 2023) also distributes the keys of a row tile.
+A GPU has over a hundred SMs, but a single query with eight key heads yields only eight row tiles,
+one per SM. FlashDecoding (Dao, Haziza, Massa and Sizov, 2023) also distributes the keys of each row
+tile over SMs.
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ from flashsim.errors import OptionError, choices, shown
 from flashsim.problem import checks
 
 RULES = ("auto", "fa3")
-#: Key tiles that a part has at least on a GPU: so many a warp fetches before its first product.
+#: The fewest key tiles per part on a GPU: a warp fetches this many before its first product.
 LEAST_TILES = 2
 
 
 @dataclass(frozen=True)
 class Split:
-    """How keys are divided into parts, and whether query heads of a group share a tile's rows.
+    """How keys are split into parts, and whether the query heads of a group share a row tile.
 
     Parameters
     ----------
     splits : int
-        The number of contiguous parts that a row tile's key tiles are divided into. Their sizes
+        The number of contiguous parts into which a row tile's key tiles are split. The parts' sizes
         differ by at most one tile. A row tile with fewer key tiles has one part per key tile. With
         a shared prefix, this is the number of parts of the row tile that visits the most key tiles.
-        Other row tiles have proportionally fewer, so that all parts are about as long.
+        Other row tiles have proportionally fewer parts, so that all parts are about equally long.
     pack_gqa : bool
-        All query heads of a key head share a tile, and K and V are loaded once for them. Row r is
-        then query ``r // group`` of the group's query head ``r % group``.
+        True if all query heads of a key head share a row tile, so that K and V are loaded once for
+        all of them. Row r is then query ``r // group`` of the group's query head ``r % group``.
     part_tiles : int, optional
-        The most key tiles per part, instead of `splits`. Sequences of different lengths are then
-        divided in proportion. The GPU's kernels choose splits in this way.
+        The largest number of key tiles per part, instead of `splits`. A longer sequence then has
+        proportionally more parts. The GPU kernels choose splits in this way.
 
     Raises
     ------
     OptionError, DTypeError
-        For fewer than one part, or fewer than one tile per part; for both `splits` and
-        `part_tiles`; for other types.
+        If there is less than one part, or less than one tile per part; if both `splits` and
+        `part_tiles` are passed; or if an argument has the wrong type.
     """
 
     splits: int = 1
@@ -68,19 +69,20 @@ class Split:
             object.__setattr__(self, "part_tiles", int(self.part_tiles))
             if self.splits != 1:
                 raise OptionError(
-                    f"give splits or part_tiles, not both: got {self.splits} and {self.part_tiles}"
+                    f"pass splits or part_tiles, not both: got splits={self.splits} and "
+                    f"part_tiles={self.part_tiles}"
                 )
 
     def parts(self, visits: ArrayLike, *, alike: bool = False) -> np.ndarray:
-        """int64: the number of parts for each row tile, at least 1, given its number of visits.
+        """Return the number of parts of each row tile, at least 1, as int64.
 
         Parameters
         ----------
         visits : array_like of int
-            Key tiles that each row tile visits.
+            The number of key tiles that each row tile visits.
         alike : bool
-            Make parts of all row tiles about as long as those of the row tile with the most visits,
-            as with a shared prefix.
+            Whether the parts of all row tiles are about as long as those of the row tile with the
+            most visits, as with a shared prefix.
         """
         tiles = np.asarray(visits, np.int64)
         if self.part_tiles is not None:
@@ -103,7 +105,7 @@ WHOLE = Split()
 
 
 def cut(first: int, last: int, part: int, parts: int) -> tuple[int, int]:
-    """Start and stop of one of `parts` contiguous parts of ``range(first, last)``.
+    """Return start and stop of one of `parts` contiguous parts of ``range(first, last)``.
 
     The lengths of the parts differ by at most one.
     """
@@ -121,22 +123,22 @@ def check_splits(splits: Any) -> None:
 
 
 def fill_once(blocks: int, processors: int, visits: int) -> int:
-    """The most parts per row tile such that all parts of all `blocks` row tiles run at once.
+    """Return the most parts per row tile for which all parts of all row tiles run at once.
 
-    Each row tile visits `visits` key tiles. More waves of smaller parts do not end sooner, and each
-    part costs a partial O that is written and read. So if the row tiles alone occupy every SM, they
-    stay whole.
+    There are `blocks` row tiles, each with `visits` key tiles. Smaller parts that need several
+    waves do not end sooner, and each part writes and reads a partial O. So if the row tiles alone
+    occupy every SM, their keys are not split.
     """
     return max(1, min(processors // blocks, visits))
 
 
 def fa3(blocks: int, processors: int, visits: int) -> int:
-    """The number of parts by FlashAttention-3's rule, without its case for heads that exceed L2.
+    """Return the number of parts by FlashAttention-3's rule, without its case for K, V beyond L2.
 
-    The rule is `num_splits_heuristic` in hopper/heuristics.h of Dao-AILab/flash-attention. It gives
-    one part if 0.8 of the SMs are busy or there are at most 4 key tiles. Otherwise it gives the
-    fewest parts, up to 128, whose last wave is filled at least 0.85 times as well as the
-    best-filled one.
+    The rule is `num_splits_heuristic` in hopper/heuristics.h of Dao-AILab/flash-attention. It
+    returns one part if the row tiles alone occupy 0.8 of the SMs, or if there are at most 4 key
+    tiles. Otherwise it returns the smallest number of parts, up to 128, whose waves are filled at
+    least 0.85 times as well as with the best number.
     """
     if 5 * blocks >= 4 * processors or visits <= 4:
         return 1
@@ -146,11 +148,11 @@ def fa3(blocks: int, processors: int, visits: int) -> int:
 
 
 def longest_part(tiles: Sequence[int], capacity: int, least: int = LEAST_TILES) -> int:
-    """The smallest part length, in key tiles, with which there are at most `capacity` parts in all.
+    """Return the smallest part length, in key tiles, that yields at most `capacity` parts in all.
 
-    `tiles` holds the number of key tiles of each row tile. If more row tiles than `capacity` have
-    key tiles, the result is the average load instead: all key tiles divided by `capacity`. The
-    result is at least `least`. Row tiles of equal length get no more parts than `fill_once` gives.
+    `tiles` is the number of key tiles of each row tile. If more than `capacity` row tiles have key
+    tiles, the result is all key tiles divided by `capacity`, which is the average load. The result
+    is at least `least`. Row tiles of equal length have at most as many parts as by `fill_once`.
     """
     if sum(n > 0 for n in tiles) > capacity:
         return max(least, -(-sum(tiles) // max(1, capacity)))

@@ -1,4 +1,4 @@
-"""How many parts a device divides the keys into, and how many thread blocks fill the device."""
+"""Chooses how many parts to split keys into, and computes how many thread blocks fill a device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.split import WHOLE, Split, check_splits, fa3, fill_once
 from flashsim.schedule.tiling import Tiling
 
-#: Shared memory that CUDA keeps for itself, a block (CUDA C++ Programming Guide, compute
+#: Bytes of shared memory per thread block that CUDA reserves (CUDA C++ Programming Guide, compute
 #: capability 8.0 and later).
 RESERVED = 1 * KIB
-#: An SM holds 2048 threads [CUDA guide]; a block of attention has at least 4 warps.
+#: An SM runs up to 2048 threads (CUDA C++ Programming Guide); a block of attention has at least 4
+#: warps.
 MOST_BLOCKS = 16
 
 
@@ -27,13 +28,13 @@ class Filling(NamedTuple):
     tiling, split : Tiling, Split
         The chosen tiling and split.
     per_sm : int
-        Thread blocks that fit on an SM side by side.
+        Thread blocks that run on an SM at the same time.
     needed : int
-        Blocks that fill every SM: number of SMs x blocks per SM.
+        Thread blocks that fill every SM: number of SMs x blocks per SM.
     whole : int
-        Blocks of the pass if keys are not divided.
+        Thread blocks of the pass if keys are not split.
     blocks : int
-        Blocks of the pass.
+        Thread blocks of the pass with the chosen split.
     """
 
     tiling: Tiling
@@ -52,17 +53,19 @@ def choose(
     splits: Any = "auto",
     pack_gqa: Any = True,
 ) -> tuple[Tiling, Split]:
-    """The tiling (default: the one that fits) and the split of a forward pass.
+    """Return the tiling (default: `Tiling.fit`) and the split of a forward pass.
 
-    An algorithm that does not divide keys has the split `WHOLE`. No row tile gets more parts than
-    the most key tiles that any row tile visits. "auto" uses `fill_once` and "fa3" uses `fa3`. Both
-    assume one thread block per SM and the row tile that visits the most key tiles. With a shared
-    prefix, the number of row tiles is replaced by all visits divided by that row tile's visits.
+    An algorithm that does not split keys has the split `WHOLE`. The number of parts is at most the
+    largest number of key tiles that a row tile visits. "auto" uses `fill_once` and "fa3" uses
+    `fa3`. Both assume that one thread block runs per SM, and that all row tiles visit as many key
+    tiles as the longest. With a shared prefix, the number of row tiles is replaced by the number of
+    all visits divided by the visits of the longest row tile.
 
     Raises
     ------
     OptionError, DTypeError
-        For other splits, or other types.
+        If `splits` is neither a number of parts nor a known rule, or an argument has the wrong
+        type.
     """
     if not plans.splits_keys(algorithm):
         return tiling or Tiling.fit(problem, device, algorithm), WHOLE
@@ -89,7 +92,7 @@ def fill(
     splits: Any = "auto",
     pack_gqa: Any = True,
 ) -> Filling:
-    """The number of thread blocks that fill a device, and the number that a forward pass has.
+    """Return the number of thread blocks that fill a device, and those of a forward pass.
 
     Raises
     ------
@@ -105,10 +108,10 @@ def fill(
 
 
 def occupancy(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
-    """How many thread blocks of a stage fit on one SM side by side, given their on-chip bytes.
+    """Return how many thread blocks of a stage fit on one SM at the same time, by on-chip bytes.
 
-    Registers are part of the on-chip bytes in this model, so a kernel that keeps its accumulators
-    in registers may fit more blocks. Pass `blocks_per_sm` for a kernel you know.
+    This model counts accumulators as shared memory. So more blocks may fit of a kernel that keeps
+    its accumulators in registers. If you know the kernel, pass `blocks_per_sm`.
     """
     tile = schedule.tiling.clip(schedule.problem, schedule.split)
     rows = 1 if stage.whole_rows else tile.block_q

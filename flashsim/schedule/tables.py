@@ -1,4 +1,4 @@
-"""Tables of tiles: how they are cut and expanded, and which are refused as too large."""
+"""Builds tables of tiles, and refuses problems whose tables would be too large."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashsim.schedule.tiling import Tiling
 
 FULL, MASKED = 0, 1
 
-#: Most tiles along one axis: about 4 GB of tables and their sums.
+#: The most tiles along one axis; the tables and their sums then take about 4 GB.
 MOST_TILES = 1 << 24
 INT32 = int(np.iinfo(np.int32).max)
 
@@ -19,33 +19,35 @@ INT32 = int(np.iinfo(np.int32).max)
 def refusal(
     problem: Problem, tiling: Tiling, blocks: tuple[int, int], members: int, *, contiguous: bool
 ) -> UnsupportedError | TilingError | None:
-    """The error that says why tables cannot hold these tiles and their sums; None if they can.
+    """Return the error to raise if these tiles and their sums are too many for tables, or None.
 
-    It is found before any table is allocated. It is a `TilingError` if larger tiles would help.
+    No table is allocated for this check. The error is a `TilingError` if larger tiles would help.
     """
     p, size = problem, f"{problem.n_q:,} queries x {problem.n_kv:,} keys"
     if p.n_q * members * p.n_kv >= 2**63:
         return UnsupportedError(
-            f"{size} are more scores than a table's 64-bit sums hold; take a shorter sequence"
+            f"{size} are more scores than the 64-bit sums of a table can count; use a shorter "
+            "sequence"
         )
     if max(p.n_q, p.n_kv) > INT32 and not contiguous:
         return UnsupportedError(
-            f"{size} under a mask or block_mask need a table of visits, which holds indices up to "
-            f"{INT32:,}; with causal and window alone, longer sequences are counted"
+            f"{size} with a mask or block_mask need a table of visits, whose indices are limited "
+            f"to {INT32:,}; use a shorter sequence, or a mask of causal and window alone, which "
+            "needs no table"
         )
     cut_q = sum(-(-(s.q_stop - s.q_start) * members // blocks[0]) for s in p.sequences)
     cut_k = sum(-(-(s.k_stop - s.k_start) // blocks[1]) for s in p.sequences)
     for what, side, tiles in (("row", "block_q", cut_q), ("column", "block_k", cut_k)):
         if tiles > MOST_TILES:
             return TilingError(
-                f"{tiling} tiles cut {size} into {tiles:,} {what} tiles, more than the "
-                f"{MOST_TILES:,} that a schedule lists; use a larger {side}"
+                f"{tiling} tiles divide {size} into {tiles:,} {what} tiles, but the limit for a "
+                f"schedule is {MOST_TILES:,}; use a larger {side}"
             )
     return None
 
 
 def cut(start: int, stop: int, block: int, offset: int, other_stop: int, kind: type) -> np.ndarray:
-    """Table of the tiles of one sequence: start, stop, offset and the other axis's end of each."""
+    """Return the table of one sequence's tiles: start, stop, offset, and the other axis's end."""
     begins = np.arange(start, stop, block, dtype=np.int64)
     table: np.ndarray = np.empty((len(begins), 4), kind)
     table[:, 0], table[:, 1] = begins, np.minimum(begins + block, stop)
@@ -57,13 +59,13 @@ def check_visits(visits: int) -> None:
     """Raise `TilingError` if there are more visits than a table holds."""
     if visits > INT32:
         raise TilingError(
-            f"the loop makes {visits:,} visits, more than the {INT32:,} that a table of visits "
-            "can hold; use larger tiles"
+            f"the loop makes {visits:,} visits, but a table of visits is limited to {INT32:,}; use "
+            "larger tiles"
         )
 
 
 def expand(spans: np.ndarray) -> Csr:
-    """The spans as CSR: one entry for each tile of each interval."""
+    """Return the spans as a CSR matrix, with one entry for each tile of each span."""
     lo, full_lo, full_hi, hi = (spans[:, x].astype(np.int64) for x in range(4))
     ptr = np.concatenate([[0], np.cumsum(hi - lo)])
     check_visits(int(ptr[-1]))
@@ -74,13 +76,13 @@ def expand(spans: np.ndarray) -> Csr:
 
 
 def reversed_rows(ptr: np.ndarray) -> np.ndarray:
-    """Indices that reverse each row of a CSR matrix."""
+    """Return the indices that reverse each row of a CSR matrix."""
     owner = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
     return ptr[owner] + ptr[owner + 1] - 1 - np.arange(ptr[-1])
 
 
 def frozen(*arrays: np.ndarray) -> Csr:
-    """The arrays as contiguous, int32, read-only ones."""
+    """Return the arrays as contiguous, read-only int32 arrays."""
     result = tuple(np.ascontiguousarray(array, np.int32) for array in arrays)
     for array in result:
         array.setflags(write=False)

@@ -1,4 +1,4 @@
-"""The layout of each tensor: the axis it is cut along, whose matrix it is, its width in HBM."""
+"""The layout of each tensor: the axis of its tiles, its number of matrices, its width in HBM."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from flashsim.functions.graph import Graph
 from flashsim.functions.operations import SIDES
 from flashsim.problem.problem import Problem, numpy_dtype
 
-ROW, COL, TILE = range(3)  # a tensor is cut into row tiles, column tiles or score tiles
-QUERY, KEY, BIAS = range(3)  # it has one matrix a query head, a key head or a bias head
+ROW, COL, TILE = range(3)  # a tensor is divided into row tiles, column tiles or score tiles
+QUERY, KEY, BIAS = range(3)  # it has one matrix per query head, per key head or per bias head
 
-#: What there is one of for each bias head, and the numbers that a row has one of.
+#: Tensors with one matrix per bias head.
 BIASES = frozenset(("bias", "dBias", "dBias_acc"))
+#: Tensors with one number per row.
 STATISTICS = frozenset(("L", "L_part", "l", "m", "delta", "dL"))
-#: What is read of q, k and v, in their type, and what an FP8 one is multiplied by.
+#: Tensors in the type of q, k and v.
 INPUTS = ("Q", "K", "V")
+#: The scales by which FP8 inputs are multiplied.
 SCALES = tuple(f"{name}_scale" for name in INPUTS)
 #: Bytes of an entry of a block table.
 TABLE_ITEM = 4
-#: What functions read of captured arrays; see `captured`.
+#: The elements of captured arrays that score and mask functions read; see `captured`.
 CAPTURED = ("F", "F_own", "M", "M_own")
-#: Every tensor by what it is cut along.
+#: The axis along which each tensor is divided into tiles.
 AXES = {
     **dict.fromkeys(STATISTICS, ROW),
     **dict.fromkeys(BIASES, TILE),
@@ -34,17 +36,18 @@ AXES = {
     **dict.fromkeys(("F_own", "M_own", "sink", "dSink"), ROW),
     **dict(zip(SCALES, (ROW, COL, COL), strict=True)),
 }
-_WIDTHS = {  # by name; a statistic or a score is one number
+_WIDTHS = {  # elements per row; other tensors have one per row or score
     **dict.fromkeys(("Q", "K", "dQ", "dK", "dQ_acc"), "head_dim"),
     **dict.fromkeys(("V", "O", "dO", "dV", "O_acc", "O_part"), "head_dim_v"),
 }
 
 
 class TensorShape(NamedTuple):
-    """A tensor's layout in HBM: cut along `axis`, `elements` of `itemsize` bytes per row or score.
+    """A tensor's layout in HBM.
 
-    A statistic, which is one number per row, has ``vector=True``. A scale is one number for several
-    rows.
+    The tensor is divided into tiles along `axis`, and has `elements` elements of `itemsize` bytes
+    per row or score. A statistic, which is one number per row, has ``vector=True``. A scale is one
+    number for several rows.
     """
 
     axis: int
@@ -60,18 +63,18 @@ class TensorShape(NamedTuple):
 
 
 def shape(problem: Problem, name: str) -> TensorShape:
-    """The layout of a tensor for a problem."""
+    """Return the layout of a tensor for a problem."""
     axis, statistic = AXES[name], name in STATISTICS
     owner = BIAS if name in BIASES else KEY if axis == COL else QUERY
     elements = getattr(problem, _WIDTHS[name]) if name in _WIDTHS else 1
     itemsize = numpy_dtype(dtype(problem, name)).itemsize
-    if name == "table":  # a page number of int32: at most one a key
+    if name == "table":  # int32 page numbers, at most one per key
         itemsize = TABLE_ITEM
     return TensorShape(axis, owner, elements, itemsize, statistic or name in SCALES)
 
 
 def dtype(problem: Problem, name: str) -> str:
-    """Element type of a tensor in HBM."""
+    """Return the element type of a tensor in HBM."""
     if name in STATISTICS or name in SCALES or name in ("sink", "dSink", "dF"):
         return problem.compute_dtype
     if name.endswith(("_acc", "_part")):
@@ -80,17 +83,18 @@ def dtype(problem: Problem, name: str) -> str:
 
 
 def function_of(problem: Problem, name: str) -> Graph | None:
-    """The function that reads a tensor of CAPTURED; None if the problem has none."""
+    """Return the function that reads a tensor of CAPTURED; None if the problem has none."""
     if name.startswith("F"):
         return problem.score_mod
-    return None if problem.mask_mod is None else problem.mask_mod.graph
+    return problem.mask_graph
 
 
 def captured(problem: Problem, name: str, outer: str) -> dict[str, int]:
-    """Bytes of a tensor of CAPTURED per head, row, column and score of a tile.
+    """Return the bytes of a tensor of CAPTURED per head, row, column and score of a tile.
 
-    A stage whose loop is Q-outer reads values per head and per row at the start of an outer step
-    (`_own`), and the others at each visit. A KV-outer loop reads all of them at each visit.
+    A Q-outer loop reads the elements that depend only on the head or the row at the start of an
+    outer step (`_own`), and the others at each visit. A KV-outer loop reads all of them at each
+    visit.
     """
     graph, own = function_of(problem, name), name.endswith("_own")
     if graph is None or (own and outer == "keys"):
@@ -100,9 +104,10 @@ def captured(problem: Problem, name: str, outer: str) -> dict[str, int]:
 
 
 def title(problem: Problem, name: str, direction: str) -> str:
-    """A tensor's name in tables: for captured arrays, the reader's own variables before the role.
+    """Return a tensor's name for tables.
 
-    The role is the name that `bytes(tensor=...)` takes: "slopes (F_own)".
+    For captured arrays, it has the user's own variable names before the tensor's name, which
+    `bytes(tensor=...)` accepts: "slopes (F_own)".
     """
     if name not in (*CAPTURED, "dF"):
         return name
@@ -112,7 +117,7 @@ def title(problem: Problem, name: str, direction: str) -> str:
     if name == "dF":
         read = [f"d{a.name}" for a in graph.arrays if a.name in problem.score_grads]
     else:
-        # A backward pass has a KV-outer loop, which reads all of them at each visit.
+        # A backward pass has a KV-outer loop, which reads all captured elements at each visit.
         own = name.endswith("_own")
         each: tuple[str, ...] = SIDES if direction == "backward" else ("col", "score")
         sides = ("fixed", "row") if own else each
@@ -122,7 +127,7 @@ def title(problem: Problem, name: str, direction: str) -> str:
 
 
 def reduced(problem: Problem) -> int:
-    """Elements per score that a backward pass adds to gradients of captured arrays."""
+    """Return how many elements per score a backward pass adds to gradients of captured arrays."""
     graph, wanted = problem.score_mod, problem.score_grads
     if graph is None:
         return 0
@@ -130,14 +135,14 @@ def reduced(problem: Problem) -> int:
 
 
 def rows_a_scale(problem: Problem, name: str) -> int:
-    """How many rows of Q, or of K or V, share one entry of their scale."""
+    """Return how many rows of Q, K or V share one scale."""
     if isinstance(problem.scales, tuple):
         return problem.scales[AXES[name]]
     return problem.n_q if AXES[name] == ROW else problem.n_kv
 
 
 def matrices(problem: Problem, owner: int) -> int:
-    """How many matrices there are: one per query head, key head or bias head, by `owner`."""
+    """Return how many matrices a tensor has: one per query, key or bias head, by `owner`."""
     p = problem
     bias = p.bias[0] * p.bias[1] if p.bias else 0
     return {QUERY: p.batch * p.heads, KEY: p.batch * p.kv_heads, BIAS: bias}[owner]
@@ -145,14 +150,15 @@ def matrices(problem: Problem, owner: int) -> int:
 
 @lru_cache(maxsize=256)
 def whole_bytes(problem: Problem, name: str) -> int:
-    """Bytes of a tensor in HBM over all heads (for `O_part` and `L_part`: one part of the keys).
+    """Return the bytes of a tensor in HBM over all heads.
 
-    The scores of a query head are those within its sequences.
+    For `O_part` and `L_part`, these are the bytes of one part of the keys. A matrix of scores has
+    only the scores within each packed sequence.
     """
     p, its = problem, shape(problem, name)
     if name == "table":
         return p.pages * TABLE_ITEM
-    if name in CAPTURED:  # the arrays are there once, whichever part of a step reads them
+    if name in CAPTURED:  # each array is in HBM once, whichever part of a step reads it
         graph = function_of(p, name)
         return 0 if graph is None or name.endswith("_own") else graph.nbytes
     if name in ("sink", "dSink"):

@@ -45,11 +45,14 @@ class Tiling:
         return f"{self.block_q} x {self.block_k}"
 
     def divides(self, cells: BlockMask | None) -> bool:
-        """Whether no tile straddles two cells of a block mask; True without a block mask."""
+        """Return whether each tile lies in one cell of a block mask; True without a block mask."""
         return cells is None or not (cells.block_q % self.block_q or cells.block_k % self.block_k)
 
     def keeps_scales(self, problem: Problem) -> bool:
-        """Whether each tile is made of whole scale blocks or lies within one; True without them."""
+        """Return whether each tile is made of whole scale blocks, or lies within one.
+
+        True if the problem has no scale blocks.
+        """
         if not isinstance(problem.scales, tuple):
             return True
         sides = zip(
@@ -58,7 +61,7 @@ class Tiling:
         return all(side >= n or not (side % every and every % side) for side, every, n in sides)
 
     def clip(self, problem: Problem, split: Split = WHOLE) -> Tiling:
-        """The tile, cut to the problem's size; a tile may be larger than the score matrix."""
+        """Return the tile without the part that lies beyond the problem's score matrix."""
         checks.instance("problem", problem, Problem, "flashsim.Problem")
         rows = problem.n_q * (problem.group if split.pack_gqa else 1)
         return Tiling(min(self.block_q, rows), min(self.block_k, problem.n_kv))
@@ -70,10 +73,10 @@ class Tiling:
         direction: str = "forward",
         split: Split = WHOLE,
     ) -> dict[str, dict[str, int]]:
-        """On-chip bytes of each buffer of each stage: ``{stage: {buffer: bytes}}``.
+        """Return the on-chip bytes of each buffer of each stage: ``{stage: {buffer: bytes}}``.
 
-        A buffer named in `plans` as one whole row (standard attention's softmax) is counted once,
-        since rows are processed one at a time if need be.
+        A stage that works on whole rows (standard attention's softmax) counts one row, because it
+        can process rows one at a time.
         """
         stages = plans.stages(problem, algorithm, direction, split)
         tile = self.clip(problem, split)
@@ -92,7 +95,7 @@ class Tiling:
         direction: str = "forward",
         split: Split = WHOLE,
     ) -> int:
-        """On-chip bytes of the stage that needs the most, with all its tiles at once.
+        """Return the on-chip bytes of the stage that needs the most, with all its tiles at once.
 
         For example, FlashAttention-2 forward keeps Q, K, V, O, the scores S, and the statistics m
         and l. In float32, with 64 x 64 tiles at d = 64, the first five take 81,920 B, and m and l
@@ -114,15 +117,15 @@ class Tiling:
         Raises
         ------
         SramOverflow
-            With the table of buffers and the largest tiling that fits.
+            If a stage does not fit. The message lists its buffers and the largest tiling that fits.
         TilingError
-            If a tile straddles two blocks with different scales.
+            If a tile lies partly in two blocks with different scales.
         """
         device = Device.get(device)
         if not self.keeps_scales(problem):
             raise TilingError(
                 f"a {self} tile crosses the borders of scale blocks of {problem.scales} query and "
-                "key rows; tile sides must divide the block sides, or be multiples of them"
+                "key rows; use tile sides that divide the block sides, or are multiples of them"
             )
         for stage, table in self.buffers(problem, algorithm, direction, split).items():
             need = sum(table.values())
@@ -131,8 +134,9 @@ class Tiling:
                 raise SramOverflow(
                     f"{algorithm} {direction}, stage {stage!r}: a {self} tile at head_dim="
                     f"{problem.head_dim}, {problem.dtype} needs {need:,} B on chip, but "
-                    f"{device.name} gives a block {device.sram_bytes:,} B; "
-                    f"{self._advice(problem, device, algorithm, direction, split)}. It holds:{rows}"
+                    f"a thread block of {device.name} has {device.sram_bytes:,} B; "
+                    f"{self._advice(problem, device, algorithm, direction, split)}. The stage's "
+                    f"buffers are:{rows}"
                 )
 
     def _advice(
@@ -152,11 +156,10 @@ class Tiling:
         algorithms: Sequence[str],
         directions: Sequence[str] = ("forward",),
     ) -> Tiling:
-        """One tiling for several algorithms, so that what differs is the algorithm.
+        """Return one tiling that fits on chip in several algorithms, for a fair comparison.
 
-        It is 64 x 64 if that fits on chip in all of them, and otherwise the first that does of
-        64 x 32, 32 x 32, 32 x 16 and so on. Algorithms that need all keys in one tile
-        ("flash2-once") have no say.
+        It is the first of 64 x 64, 64 x 32, 32 x 32, 32 x 16 and so on that fits in all of them.
+        Algorithms that need all keys in one tile ("flash2-once") are not considered.
 
         Raises
         ------
@@ -191,34 +194,37 @@ class Tiling:
         direction: str = "forward",
         split: Split = WHOLE,
     ) -> Tiling:
-        """The tiling that fits on chip and moves the fewest bytes through HBM.
+        """Return the tiling that fits on chip and moves the fewest bytes between HBM and SRAM.
 
-        Only the block of the *outer* loop reduces HBM traffic. In a Q-outer loop, K and V are read
-        once for each of the ``n_q / block_q`` row tiles. In a KV-outer loop, Q (and O) are read
-        once for each of the ``n_kv / block_k`` column tiles. So the outer block is chosen first,
-        and the inner one takes the remaining room. An algorithm with both loops (a three-pass
-        backward) grows the smaller side first. Sides are powers of two from 16 to 512.
+        Only the tile side of the *outer* loop reduces HBM traffic. In a Q-outer loop, K and V are
+        read once for each of the ``n_q / block_q`` row tiles. In a KV-outer loop, Q (and O) are
+        read once for each of the ``n_kv / block_k`` column tiles. So the outer side is chosen
+        first, and the inner side is as large as then fits. For an algorithm with both loops (a
+        three-pass backward), the smaller side is enlarged first. Sides are powers of two from 16
+        to 512.
 
         The first line of Algorithm 1 in arXiv:2205.14135, B_c = ceil(M / 4d), leaves out the score
-        tile, and so can exceed M. An algorithm that splits keys has tiles of at most 128 keys, so
-        that the parts are equal; `flashsim.schedule.split_kv.fill` says how many parts fill a
-        device. An algorithm with one key tile per row tile has all keys of a sequence in one tile.
+        tile, so its tiles can need more than M. An algorithm that splits keys has tiles of at most
+        128 keys, so that the parts are nearly equal; `flashsim.schedule.split_kv.fill` computes how
+        many parts fill a device. An algorithm with one key tile per row tile has all keys of a
+        sequence in one tile.
 
         Raises
         ------
         SramOverflow
-            If not even a tile of 1 x 1 fits, or one of one query and all keys.
+            If not even a 1 x 1 tile fits, or, with one key tile per row tile, a tile of one query
+            and all keys.
         """
         return _fit(problem, Device.get(device), algorithm, direction, split)
 
     @classmethod
     def preset(cls, name: str, head_dim: int, *, causal: bool = False) -> Tiling:
-        """The tile of a published kernel at this head_dim; `PRESETS` has the names and sources.
+        """Return a published kernel's tile for this head_dim; `PRESETS` lists names and sources.
 
         Raises
         ------
         OptionError, ShapeError, DTypeError
-            If there is no such kernel, or it has no tile for that head_dim.
+            If the preset is unknown, or has no tile for that head_dim.
         """
         checks.one_of("tiling preset", name, PRESETS)
         head_dim = checks.positive_int("head_dim", head_dim)
@@ -228,13 +234,14 @@ class Tiling:
             if head_dim <= limit:
                 return cls(*(masked if causal else dense))
         raise OptionError(
-            f"{name} has no tile for head_dim={head_dim}; its largest is {max(table)}"
+            f"preset {name!r} has no tile for head_dim={head_dim}; its largest head_dim is "
+            f"{max(table)}"
         )
 
 
 @lru_cache(maxsize=256)
 def _fit(problem: Problem, device: Device, algorithm: str, direction: str, split: Split) -> Tiling:
-    """The search of `Tiling.fit`, cached by its arguments; it tries up to 72 candidates."""
+    """Search up to 72 tilings for `Tiling.fit`; results are cached by the arguments."""
     stages = plans.stages(problem, algorithm, direction, split)
     most_keys = 128 if any(stage.parts for stage in stages) else SIDES[-1]
     whole = any(stage.once for stage in stages)
@@ -243,7 +250,7 @@ def _fit(problem: Problem, device: Device, algorithm: str, direction: str, split
 
     def merit(tiling: Tiling) -> tuple[int, ...]:
         q, k = tiling.block_q, tiling.block_k
-        if whole:  # keys beyond a sequence's are none
+        if whole:  # no sequence has keys beyond its length
             return q, -k
         if len(outers) == 2:
             return min(q, k), q * k, q
@@ -268,9 +275,9 @@ def _fit(problem: Problem, device: Device, algorithm: str, direction: str, split
     raise SramOverflow(
         f"{algorithm} {direction} at head_dim={problem.head_dim}, n_kv={problem.n_kv}, "
         f"{problem.dtype} needs {smallest:,} B on chip even with a {least} tile, but "
-        f"{device.name} gives a block {device.sram_bytes:,} B; use a device with more SRAM"
+        f"a thread block of {device.name} has {device.sram_bytes:,} B; use a device with more SRAM"
         + (
-            " or a flash algorithm (standard attention's softmax holds a whole row)"
+            " or a flash algorithm (standard attention's softmax needs a whole row)"
             if any(s.whole_rows and s.per == "head" for s in stages)
             else ""
         )
@@ -282,7 +289,7 @@ def _tilings(sides: tuple[int, ...]) -> Iterator[Tiling]:
 
 
 def _trim(tiling: Tiling, problem: Problem, split: Split) -> Tiling:
-    """Halve sides that reach past the matrix: for 17 queries, a side of 512 says less than 32."""
+    """Halve sides while a smaller one still spans the matrix: for 17 queries, 32 replaces 512."""
     q, k = tiling.block_q, tiling.block_k
     rows = problem.n_q * (problem.group if split.pack_gqa else 1)
     while q // 2 >= rows:

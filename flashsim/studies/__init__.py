@@ -1,1 +1,1 @@
-"""Studies that teach and check: ladder, reproduce, verify, predict, roofline, demo."""
+"""Studies that teach and check: lessons, reproduced papers, verification, predicted times."""

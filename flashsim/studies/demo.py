@@ -1,4 +1,4 @@
-"""Demonstration: run a real model's attention, check it against the model, compare algorithms."""
+"""Demonstration: runs a real model's attention, checks the output, and compares algorithms."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from flashsim.report import Table
 from flashsim.schedule.dataflow import ALGORITHMS
 from flashsim.schedule.tiling import Tiling
 
-#: Largest difference from the model's output that counts as agreement. The bundled q, k and v, and
-#: our output, are rounded to float16, the model's are not: values around 3 differ by 1e-3 and more.
+#: The largest difference from the model's output that counts as agreement. The bundled q, k and v,
+#: and flashsim's output, are rounded to float16, but the model's are not. So values of about 3
+#: differ by 1e-3 and more.
 LIMIT = 5e-3
-#: One tiling for all, so that what differs is the algorithm: 8 x 8 tiles of the 512 x 512 scores.
+#: One tiling for all algorithms, for a fair comparison: 8 x 8 tiles of the 512 x 512 scores.
 TILING = Tiling(64, 64)
 
 
 @dataclass(frozen=True, eq=False)
 class DemoLayer:
-    """One layer's result.
+    """The result of the demonstration for one layer of the model.
 
     Attributes
     ----------
@@ -34,9 +35,9 @@ class DemoLayer:
     comparison : Comparison
         Standard attention, FlashAttention-1 and FlashAttention-2, forward and backward.
     differences : dict of float
-        Largest difference of each algorithm's output from the model's own.
+        Largest difference of each algorithm's output from the model's output.
     files : list of Path
-        The traces written, forward and backward, of FlashAttention-2.
+        The trace files of FlashAttention-2, forward and backward.
     """
 
     name: str
@@ -49,11 +50,11 @@ class DemoLayer:
 
     @property
     def passed(self) -> bool:
-        """Whether the output of `run`'s default, FlashAttention-2, equals the model's."""
+        """Whether the output of FlashAttention-2, the default of `run`, agrees with the model's."""
         return self.differences["flash2"] < LIMIT
 
     def bytes_moved(self) -> Table:
-        """A table of the bytes that each algorithm moved between HBM and the chip."""
+        """Return a table of the bytes that each algorithm moved between HBM and the chip."""
         traces = self.comparison.traces
         first = traces[0]
         table = Table(
@@ -68,11 +69,11 @@ class DemoLayer:
                 "times fewer than standard",
             ),
             note=(
-                "moved: bytes between HBM, the GPU's large memory, and the chip. On the chip each "
-                f"block of threads holds at most {max(t.peak_sram() for t in traces):,} B of "
-                f"{first.device.sram_bytes:,} B. No algorithm can move fewer than "
-                f"{first.compulsory():,} B forward: each input once, each output once. The output "
-                "of FlashAttention-2 differs from the real model's by at most "
+                "moved: bytes between HBM, the GPU's large memory, and the chip. Each thread block "
+                f"uses at most {max(t.peak_sram() for t in traces):,} B of its "
+                f"{first.device.sram_bytes:,} B on chip. No algorithm can move fewer than "
+                f"{first.compulsory():,} B in the forward pass: each input once, each output once. "
+                "The output of FlashAttention-2 differs from the real model's by at most "
                 f"{self.differences['flash2']:.2g}; rounding to float16 explains up to {LIMIT:g}."
             ),
         )
@@ -91,11 +92,11 @@ class DemoLayer:
         return table
 
     def agreement(self) -> Table:
-        """A table of each algorithm's output error against the model's output."""
+        """Return a table of each algorithm's largest difference from the model's output."""
         table = Table(
-            f"{self.name}: output against the model's own",
+            f"{self.name}: difference from the model's output",
             ("algorithm", "largest difference", f"below {LIMIT:g}"),
-            note="standard attention rounds the scores themselves to float16 on their way to HBM",
+            note="standard attention differs more, because it stores the scores in HBM as float16",
         )
         for algorithm, difference in self.differences.items():
             table.rows.append((algorithm, difference, difference < LIMIT))
@@ -104,20 +105,20 @@ class DemoLayer:
 
 @own_errors
 def in_a_sentence(layers: Sequence[DemoLayer]) -> str:
-    """The result of the demonstration, for someone who reads nothing else."""
+    """Return the result of the demonstration in one sentence."""
     moved = {
         t.algorithm: t.bytes() for t in layers[0].comparison.traces if t.direction == "forward"
     }
     fewer = moved["standard"] / moved["flash2"]
     return (
-        f"FlashAttention-2 asks memory for {fewer:.1f} times fewer bytes than standard attention; "
-        "the answer is the same."
+        f"FlashAttention-2 moves {fewer:.1f} times fewer bytes between HBM and the chip than "
+        "standard attention; the output is the same."
     )
 
 
 @own_errors
 def demo(out: Path) -> list[DemoLayer]:
-    """Run every bundled layer and write the traces of FlashAttention-2 into the folder `out`."""
+    """Run every bundled layer, and write the traces of FlashAttention-2 to the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
     return [_layer(name, out) for name in SAMPLES]
 

@@ -1,13 +1,14 @@
-"""Joules of a kernel: the energy of each operation of a chip's units, plus the board's idle power.
+"""Predicts the energy of a kernel: the energy of its operations, plus the board's idle power.
 
-The constants were measured with NVML's energy counter. A unit that a kernel can use by itself was
+The constants were measured with NVML's energy counter. Each unit that a kernel can use alone was
 measured alone (`benchmarks/power.py`, docs/data/power-h200.csv). The constants of products, scores
-and sums are fitted to some of the attention passes in that file and judged on the others
+and sums are fitted to some of the attention passes in that file, and tested on the others
 (docs/reference/predictions.md).
 
-A busy chip reaches its power limit and lowers its clock until it stays within it. The voltage falls
-with the clock, and so does the energy of the SMs' operations, in proportion. This was measured for
-one product at 1,980 and at 1,540 MHz (1.06 and 0.82 pJ per FLOP). HBM's energy stays the same.
+A busy chip that reaches its power limit lowers its clock until its power is below the limit. The
+voltage falls with the clock, and the energy of the SMs' operations falls in proportion to the
+clock. This was measured for one product at 1,980 and at 1,540 MHz (1.06 and 0.82 pJ per FLOP).
+HBM's energy stays the same.
 """
 
 from __future__ import annotations
@@ -17,29 +18,28 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import NamedTuple
 
-from flashsim.errors import own_errors
 from flashsim.problem.hardware import Device
 
 
 @dataclass(frozen=True)
 class Use:
-    """The load of a kernel on a chip.
+    """The work of a kernel that costs energy.
 
     Attributes
     ----------
     flops : float
-        FLOPs of the tensor cores, whole tiles.
+        FLOPs of the tensor cores, for whole tiles.
     scores : float
-        Scores that are computed, including masked ones.
+        Number of scores that are computed, including masked scores.
     shared : float
         Bytes that warps read from shared memory.
     moved, added : float
-        Bytes between L2 and the SMs: loaded and stored; added at L2.
+        Bytes between L2 and the SMs: loaded or stored (`moved`), and added at L2 (`added`).
     hbm : float
-        Bytes that cross HBM.
+        Bytes read from HBM or written to it.
     by_threads : bool
-        True if threads load and warps fill registers (mma.sync); False if TMA loads and products
-        read shared memory (wgmma).
+        True if threads load the tiles and warps copy operands to registers (mma.sync). False if TMA
+        loads the tiles and products read shared memory (wgmma).
     """
 
     flops: float = 0.0
@@ -52,8 +52,9 @@ class Use:
 
 
 class Sustained(NamedTuple):
-    """Cost of one call among many repeated calls: seconds, joules, and the clock as a share of the
-    highest.
+    """The cost of each of many repeated calls: seconds, joules, and the clock.
+
+    The clock is a share of the highest clock.
     """
 
     seconds: float
@@ -63,24 +64,24 @@ class Sustained(NamedTuple):
 
 @dataclass(frozen=True)
 class Energy:
-    """A chip's constants, at its highest clock.
+    """A chip's energy constants at its highest clock.
 
     Attributes
     ----------
     waiting : float
-        Watts of the board while its SMs wait.
+        Power of the board in watts while its SMs wait.
     most : float
-        Watts of the board at its power limit.
+        Power limit of the board in watts.
     flop : (float, float)
-        Joules per FLOP on the tensor cores: wgmma, and mma.sync.
+        Joules per FLOP on the tensor cores, by wgmma and by mma.sync.
     score : float
         Joules per score: its exponential and all other instructions.
     shared : float
         Joules per byte that warps read from shared memory.
     moved : (float, float)
-        Joules per byte between L2 and an SM: loaded by TMA, and by threads.
+        Joules per byte between L2 and an SM, if TMA loads it and if threads load it.
     added : float
-        Joules per byte added at L2, including its way to L2.
+        Joules per byte added at L2, including its transfer to L2.
     hbm : float
         Joules per byte between HBM and L2.
     """
@@ -95,15 +96,15 @@ class Energy:
     hbm: float
 
     def joules(self, use: Use, seconds: float) -> float:
-        """Joules of a kernel that takes `seconds` at the highest clock."""
+        """Return the joules of a kernel that takes `seconds` at the highest clock."""
         return self.waiting * seconds + self._inside(use) + self.hbm * use.hbm
 
     def sustained(self, uses: Sequence[Use], seconds: float) -> Sustained:
-        """Cost of kernels that take `seconds` at the highest clock, under the board's power limit.
+        """Return the cost of repeated kernels under the board's power limit.
 
-        At a share x of the highest clock they take 1 / x of the time and x of the energy; HBM's
-        energy stays. The power equals the limit if
-        ``x^2 inside + x hbm = (most - waiting) seconds``.
+        `seconds` is their time at the highest clock. At a share x of that clock, they take 1 / x of
+        the time, and the SMs use x times the energy; HBM's energy stays the same. The power equals
+        the limit if ``x^2 inside + x hbm = (most - waiting) seconds``.
         """
         inside, hbm = sum(map(self._inside, uses)), sum(self.hbm * use.hbm for use in uses)
         left, clock = (self.most - self.waiting) * seconds, 1.0
@@ -113,7 +114,7 @@ class Energy:
         return Sustained(seconds / clock, joules, clock)
 
     def _inside(self, use: Use) -> float:
-        """Joules of the SMs and L2."""
+        """Return the joules of the SMs and L2."""
         return (
             self.flop[use.by_threads] * use.flops
             + self.score * use.scores
@@ -123,7 +124,7 @@ class Energy:
         )
 
 
-#: By a device's name; of others nothing was measured.
+#: The energy constants by device name. No other device was measured.
 ENERGIES = {
     "H200": Energy(
         waiting=126.8,
@@ -138,9 +139,8 @@ ENERGIES = {
 }
 
 
-@own_errors
 def energy_of(device: Device | str) -> Energy | None:
-    """A device's energy constants; None if they were never measured.
+    """Return a device's energy constants; None if they were never measured.
 
     Parameters
     ----------
@@ -150,6 +150,6 @@ def energy_of(device: Device | str) -> Energy | None:
 
 
 def joules(use: Use, seconds: float, device: Device) -> float | None:
-    """Joules of a kernel at the highest clock; None if the device was never measured."""
+    """Return the joules of a kernel at the highest clock; None if the device was never measured."""
     energy = energy_of(device)
     return None if energy is None else energy.joules(use, seconds)

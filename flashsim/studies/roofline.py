@@ -1,11 +1,11 @@
 """Roofline: whether bandwidth or arithmetic bounds a pass, for each way of counting its bytes.
 
-Williams, Waterman and Patterson, "Roofline", CACM 2009. Only matrix products count as work here:
-only they run on tensor cores, whose peak is `Device.peak`. Exponentials and the other operations
-are in `Traffic.flops`, but their roof is another.
+The method is by Williams, Waterman and Patterson, "Roofline", CACM 2009. Only the FLOPs of matrix
+products count, because only products run on tensor cores, whose peak is `Device.peak`.
+`Traffic.flops` also includes exponentials and other operations, whose peak is lower.
 
-Bytes can be counted in several ways that are often confused (`COUNTS`), so each point names its
-count.
+The bytes of a pass can be counted in several ways, which are often confused (`COUNTS`). So each
+point names its way of counting.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.studies.energy import Use, energy_of
 
-#: Ways of counting a pass's bytes. The roof of requested ones is L2's bandwidth, of others HBM's.
+#: Ways of counting a pass's bytes. L2's bandwidth bounds requested bytes; HBM's bounds all others.
 COUNTS = {
-    "requested": "every tile between L2 and the SMs",
-    "dram": "what the model of the L2 cache leaves",
-    "compulsory": "each input and each output once, no cache could do better",
-    "textbook": "q, k, v and out once, and of standard attention one N x N matrix once, as lecture "
-    "notes count it, less than it moves",
-    "measured": "read off hardware counters",
+    "requested": "all tiles that SMs load from L2 or store to it",
+    "dram": "the requested bytes that miss in the simulated L2 cache",
+    "compulsory": "each input and each output once, the least with any cache",
+    "textbook": "q, k, v and out once and, for standard attention, one N x N matrix once; lecture "
+    "notes count so, but standard attention moves more",
+    "measured": "from hardware counters",
 }
 
 
 @dataclass(frozen=True)
 class Point:
-    """One pass under one way of counting its bytes.
+    """One pass, with its bytes counted in one way.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class Point:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second of the level that these bytes cross: L2 for requested bytes, else HBM.
+        """Bandwidth in bytes per second that bounds these bytes: L2's for requested, else HBM's.
 
         0 if the device's L2 bandwidth is not published.
         """
@@ -81,28 +81,28 @@ class Point:
 
     @property
     def ridge(self) -> float | None:
-        """Intensity above which arithmetic bounds the time; None without a bandwidth."""
+        """Intensity above which arithmetic bounds the time; None if the bandwidth is unknown."""
         return self.device.peak(self.dtype) / self.bandwidth if self.bandwidth else None
 
     @property
     def attainable(self) -> float | None:
-        """FLOP/s under the roof: min(peak, intensity x bandwidth); None without a bandwidth."""
+        """Largest FLOP/s, min(peak, intensity x bandwidth); None if the bandwidth is unknown."""
         if not self.bandwidth:
             return None
         return min(self.device.peak(self.dtype), self.intensity * self.bandwidth)
 
     @property
     def achieved(self) -> float | None:
-        """FLOP/s of the kernel, whose time is `seconds`."""
+        """FLOP/s that the kernel reached in `seconds`; None if its time is unknown."""
         return None if self.seconds is None else self.flops / self.seconds
 
     @property
     def joules(self) -> float | None:
-        """The least energy, after Choi and others, "A roofline model of energy", IPDPS 2013.
+        """Lower bound on the energy in joules; None for a device whose energy was never measured.
 
-        The sum covers matrix products, these bytes, and the board's idle power for `seconds` or for
-        the time under the roof, but no exponentials. None on a device whose energy was never
-        measured.
+        It follows Choi and others, "A roofline model of energy", IPDPS 2013. It includes the matrix
+        products, these bytes, and the board's idle power for `seconds` (or for the least time by
+        the roofline), but no exponentials.
         """
         energy = energy_of(self.device)
         if energy is None or not self.attainable:
@@ -130,14 +130,14 @@ class Roofline:
     points: tuple[Point, ...]
 
     def __getitem__(self, count: str) -> Point:
-        """The (first) point with that count."""
+        """Return the first point with this way of counting."""
         for point in self.points:
             if point.count == count:
                 return point
         raise OptionError(f"no point {count!r}; {choices(count, [p.count for p in self.points])}")
 
     def table(self) -> report.Table:
-        """The points as a table, one row each."""
+        """Return a table with one row per point."""
         first = self.points[0]
         table = report.Table(
             f"{in_words(self.problem)} on {first.device.name}: "
@@ -151,8 +151,9 @@ class Roofline:
                 *("attainable TFLOP/s", "bound", "achieved TFLOP/s", "% of peak", "least J"),
             ),
             note="; ".join(f"{p.count}: {COUNTS[p.count]}" for p in self.points)
-            + "; ridge: FLOP/B above which arithmetic bounds, empty without a published bandwidth; "
-            "least J: of products, these bytes and the board, where its constants were measured",
+            + "; ridge: FLOP/B above which arithmetic bounds the time, empty if no bandwidth is "
+            "published; least J: lower bound on the energy of products, these bytes and the board, "
+            "empty if the device's energy was not measured",
         )
         tera = lambda x: None if x is None else x / 1e12  # noqa: E731
         peak = first.device.peak(first.dtype)
@@ -180,18 +181,18 @@ def roofline(
     seconds: float | None = None,
     measured_bytes: int | None = None,
 ) -> Roofline:
-    """The points of one pass.
+    """Return the roofline points of one pass, one per way of counting its bytes.
 
     Parameters
     ----------
     counted : Traffic
         From `flashsim.count`.
     l2 : L2Model, optional
-        For the "dram" point.
+        The L2 model for the "dram" point.
     seconds : float, optional
-        Measured time of a real kernel: gives each point its achieved FLOP/s.
+        Measured time of a real kernel, from which each point's achieved FLOP/s is computed.
     measured_bytes : int, optional
-        DRAM bytes from hardware counters: adds a "measured" point.
+        DRAM bytes from hardware counters, for an additional "measured" point.
 
     Raises
     ------
@@ -226,13 +227,13 @@ def roofline(
 
 @own_errors
 def textbook_bytes(problem: Problem, algorithm: str, direction: str = "forward") -> int:
-    """The textbooks' idealised bytes: each tensor once, plus one N x N matrix once for standard.
+    """Return the idealised bytes of textbooks: each tensor once, plus one N x N matrix if standard.
 
-    Forward: q, k, v, out. Backward: those and their gradients only, without LSE, delta or an
-    accumulator. Real standard attention writes and reads S and P, which is four times this one
-    matrix. Real FlashAttention reads K and V once per row tile.
+    Forward, the tensors are q, k, v and out. Backward, they are these and their gradients, without
+    LSE, delta or an accumulator. Real standard attention writes and reads both S and P, which is
+    four times one matrix. Real FlashAttention reads K and V once per row tile.
     """
-    plans.stages(problem, algorithm, direction)  # or say what there is
+    plans.stages(problem, algorithm, direction)  # raises if the algorithm has no such pass
     p = problem
     own = 0 if p.latent else p.head_dim_v
     per_key = p.batch * p.kv_heads * p.n_kv * (p.head_dim + own)
@@ -247,12 +248,15 @@ def textbook_bytes(problem: Problem, algorithm: str, direction: str = "forward")
 
 @own_errors
 def ridge_points(device: Device | str) -> report.Table:
-    """Ridge points of a device by dtype: the FLOPs per byte above which arithmetic is the bound."""
+    """Return a table of a device's ridge points by dtype.
+
+    A ridge point is the intensity, in FLOPs per byte, above which arithmetic bounds the time.
+    """
     device = Device.get(device)
     table = report.Table(
         f"Ridge points of {device.name}",
         ("dtype", "peak TFLOP/s", "HBM FLOP/B", "L2 FLOP/B"),
-        note="L2 FLOP/B is empty where no L2 bandwidth is published",
+        note="L2 FLOP/B is empty if no L2 bandwidth is published",
     )
     for dtype in dict.fromkeys((*device.tensor_flops, *device.cuda_flops)):
         peak = device.peak(dtype)

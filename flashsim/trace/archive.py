@@ -1,9 +1,9 @@
-"""Safe reading of an untrusted ``.npz`` archive, with NumPy's own reader of arrays.
+"""Reads an untrusted ``.npz`` archive safely, with NumPy's own reader of array headers.
 
-NumPy allocates as much as an array's header declares, and checks a member's checksum only if it
-happens to read to the member's end. So before NumPy reads a member, the zip directory and the
-array's own header must agree with the caller's expectation. Afterwards the member is read to its
-end, which checks the checksum.
+NumPy allocates as much memory as an array's header declares, and checks a member's checksum only
+if it happens to read to the member's end. So before an array is read, the zip directory and the
+array's own header must state the size that the caller expects. The member is then read to its end,
+where `zipfile` compares the checksum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Archive:
 
     Raises
     ------
-    ValueError, and whatever zipfile, zlib and NumPy raise for damage
+    ValueError, or any error that zipfile, zlib and NumPy raise for a damaged file
     """
 
     def __init__(self, file: Any) -> None:
@@ -33,7 +33,10 @@ class Archive:
         for info in self._zip.infolist():
             name = info.filename.removesuffix(".npy")
             if name in self._infos or name == info.filename:
-                raise ValueError(f"member {info.filename!r} appears twice, or is not an array")
+                raise ValueError(
+                    f"each member must be an array with a name of its own; {info.filename!r} "
+                    "appears twice, or its name does not end in .npy"
+                )
             self._infos[name] = info
 
     @property
@@ -42,21 +45,27 @@ class Archive:
         return list(self._infos)
 
     def shape(self, name: str, dtype: np.dtype, ndim: int = 1) -> tuple[int, ...]:
-        """The shape of an array, which must have this type and `ndim` axes; reads no data."""
+        """Return an array's shape from its header, after checking its type and number of axes."""
         with self._zip.open(self._infos[name]) as member:
             version = np.lib.format.read_magic(member)
-            if version != (1, 0):  # what NumPy writes for our types
-                raise ValueError(f"{name} uses version {version} of NumPy's file format")
+            if version != (1, 0):  # the version that NumPy writes for our types
+                raise ValueError(
+                    f"{name} must use version (1, 0) of NumPy's file format, got {version}"
+                )
             shape, fortran, stored_type = np.lib.format.read_array_header_1_0(member)
             if stored_type != dtype or fortran:
                 raise ValueError(
-                    f"{name} has dtype {stored_type}, not {dtype}, or is in Fortran order"
+                    f"{name} must have dtype {dtype} in C order, got {stored_type} in "
+                    f"{'Fortran' if fortran else 'C'} order"
                 )
             if len(shape) != ndim or min(shape) < 0:
-                raise ValueError(f"{name} has shape {shape}, not {ndim} axes")
+                raise ValueError(f"{name} must have {ndim} axes, got the shape {shape}")
             size = member.tell() + math.prod(shape) * stored_type.itemsize
         if self._infos[name].file_size != size:
-            raise ValueError(f"{name} has {self._infos[name].file_size} B, its header says {size}")
+            raise ValueError(
+                f"{name} must have {size} B, as its shape implies, got "
+                f"{self._infos[name].file_size} B"
+            )
         return shape
 
     def read(
@@ -66,15 +75,15 @@ class Archive:
         shape: tuple[int, ...],
         check: Callable[[np.ndarray], None] | None = None,
     ) -> np.ndarray:
-        """The array, which must have this type and shape.
+        """Return the array, after checking that it has this type and shape.
 
-        `check` gets the array part by part as it is read, and may raise or change the part. So a
-        large array that is wrong from its beginning costs no more than its first part.
+        `check` is called with each chunk of the array as it is read, and may raise or change the
+        chunk. So a large array that is wrong from its beginning costs only its first chunk.
         """
         stored_shape = self.shape(name, dtype, len(shape))
         if stored_shape != tuple(shape):
-            raise ValueError(f"{name} has shape {stored_shape}, not {tuple(shape)}")
-        array = np.empty(shape, dtype)  # takes memory only where it is written
+            raise ValueError(f"{name} must have shape {tuple(shape)}, got {stored_shape}")
+        array = np.empty(shape, dtype)  # a page uses memory only once it is written
         raw = memoryview(array.reshape(-1).view(np.uint8).data)
         rows = max(1, _PART_BYTES // (array[:1].nbytes or 1))
         with self._zip.open(self._infos[name]) as opened:
@@ -87,10 +96,10 @@ class Archive:
                 while at < stop:
                     got = member.readinto(raw[at:stop])
                     if not got:
-                        raise ValueError(f"{name} is shorter than it says")
+                        raise ValueError(f"{name} has fewer bytes than its shape implies")
                     at += got
                 if check is not None:
                     check(part)
-            if member.read(1):  # its end is where zipfile compares the checksum
-                raise ValueError(f"{name} is longer than it says")
+            if member.read(1):  # zipfile compares the checksum when it reaches the end
+                raise ValueError(f"{name} has more bytes than its shape implies")
         return array

@@ -1,8 +1,8 @@
 """Builds the events of one stage from the sizes that an engine's kernels noted.
 
-The stage's itinerary says which moves a step and a visit make, and in which order. The engine says
-which visits there were, and the bytes of every move. So a tile that a kernel skips or cuts short is
-also missing or short in the trace.
+The stage's dataflow table says which transfers and allocations a step and a visit make, and in
+which order. The engine's kernels report which visits they executed, and the bytes of every
+transfer. So a tile that a kernel skips or cuts short is also missing or short in the trace.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tables import FULL
 from flashsim.trace.events import StageTrace
 
-#: Operation, tensor, and the column of the sizes that holds its bytes; a computation has none.
+#: Operation, tensor, and the column of the sizes with its bytes; -1 for a computation.
 Event = tuple[int, int, int]
 _COMPUTE: Event = (COMPUTE, 0, -1)
 
@@ -23,14 +23,17 @@ _COMPUTE: Event = (COMPUTE, 0, -1)
 def assemble(
     stage: Stage, schedule: Schedule, steps: np.ndarray, visits: np.ndarray, executed: np.ndarray
 ) -> StageTrace:
-    """The events of one stage that visits score tiles.
+    """Return the events of a stage that visits score tiles.
+
+    A move is an entry of the dataflow table: a transfer or an allocation.
 
     Parameters
     ----------
     steps : int64 (T, moves)
         Bytes of each move before and after the visits, for each outer tile.
     visits : int64 (members, n, moves)
-        Bytes of each move of a visit, for each member of a group and each visit of the schedule.
+        Bytes of each move of a visit, for each query head of a group and each visit of the
+        schedule.
     executed : bool (members, n)
         True for visits that were executed.
     """
@@ -42,7 +45,7 @@ def assemble(
     rank[order] = np.arange(len(order))
     begin, after = _events(stage.before), _events(stage.after, len(stage.before))
     freed = _frees(stage.before)
-    # A conversion frees each strip of rows once it is stored, before its step ends.
+    # A "convert" stage frees each strip of rows once it is stored, before its step ends.
     end = [*after, *freed, _COMPUTE] if stage.converts else [*after, _COMPUTE, *freed]
     visit = [*_events(stage.visit), _COMPUTE, *_frees(stage.visit)] if stage.visit else []
 
@@ -70,10 +73,11 @@ def assemble(
 
 
 def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: int) -> StageTrace:
-    """The events of a stage that works on whole rows of scores, `strip` of them at a time.
+    """Return the events of a stage that works on whole rows of scores, `strip` rows at a time.
 
-    `heights`, int64 (T,), are the numbers of rows of the row tiles. A row has its sequence's keys.
-    A row of a bias's matrix has all keys, because the matrix is cleared and rounded whole.
+    `heights`, int64 (T,), are the numbers of rows of the row tiles. A row of scores spans the keys
+    of its sequence. A row of a bias gradient spans all keys, because the whole matrix is cleared
+    and rounded.
     """
     keys = (
         schedule.key_counts if stage.per != "bias" else np.full(schedule.t_r, schedule.problem.n_kv)
@@ -90,9 +94,10 @@ def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: 
 
 
 def tile_bytes(moves, rows, cols, reported=None) -> np.ndarray:
-    """Bytes of each move for tiles of `rows` x `cols`; the last axis is the moves.
+    """Return the bytes of each move for tiles of `rows` x `cols`; the last axis is the moves.
 
-    `reported`, (.., slots), replaces them for the moves between HBM and SRAM, with one slot each.
+    If an engine `reported` bytes, (.., slots), they replace the bytes of all moves between HBM and
+    SRAM. Each such move has one slot, in order.
     """
     shape = np.shape(rows + cols) if reported is None else reported.shape[:-1]
     sizes, slot = np.zeros((*shape, len(moves)), np.int64), 0
@@ -109,7 +114,7 @@ def _events(moves: tuple[Move, ...], first: int = 0) -> list[Event]:
 
 
 def _frees(moves: tuple[Move, ...]) -> list[Event]:
-    """The events that free each loaded or allocated tile, in the same order."""
+    """Return the events that free each loaded or allocated tile, in the same order."""
     return [(FREE, CODES[m.tile.name], k) for k, m in enumerate(moves) if m.holds]
 
 

@@ -1,8 +1,9 @@
 """`counted`: the trace that a run would record, from its schedule and dataflow, without running it.
 
-The dataflow says which moves each step and each visit make, in order; the schedule says which steps
-and visits there are. Values decide neither. `tests/schedule/test_dataflow.py` holds such events to
-those that the simulator records.
+The dataflow table lists the transfers of each step and each visit, in order. The schedule lists
+the steps and the visits. Neither depends on the values in the tensors.
+`tests/schedule/test_dataflow.py` compares the resulting events with those that the simulator
+records.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from flashsim.trace.assembly import assemble, assemble_rows, tile_bytes
 from flashsim.trace.events import StageTrace
 from flashsim.trace.trace import Trace
 
-#: What a counted trace has as its backend.
+#: The `backend` of a trace that was counted, not executed.
 COUNTED = "counted"
-#: Of one head; about half a gigabyte.
+#: The largest number of events of one head; they take about half a gigabyte.
 MOST_EVENTS = 1 << 24
 
 
@@ -30,20 +31,21 @@ def counted(traffic: Traffic) -> Trace:
     Raises
     ------
     UnsupportedError
-        If the algorithm divides keys into parts, whose events the dataflow does not list.
+        If the algorithm splits keys (FlashDecoding), because the dataflow does not list the events
+        of the parts.
     OptionError
         If one head has more than `MOST_EVENTS` events.
     """
     if any(stage.parts for stage in traffic.stages):
         raise UnsupportedError(
-            f"{traffic.algorithm!r} splits keys into parts, whose steps cannot be listed by "
-            "formula; flashsim.run(..., trace=True) records them"
+            f"{traffic.algorithm!r} splits keys into parts, whose events cannot be listed without "
+            "a run; flashsim.run(..., trace=True) records them"
         )
     n = sum(_events(stage, traffic.schedule(stage)) for stage in traffic.stages)
     if n > MOST_EVENTS:
         raise OptionError(
-            f"one head has about {n:,} events, too many to list one by one (at most "
-            f"{MOST_EVENTS:,}); take larger tiles or a shorter sequence"
+            f"one head has about {n:,} events, but the limit for listing them is "
+            f"{MOST_EVENTS:,}; use larger tiles or a shorter sequence"
         )
     return Trace(
         traffic.problem,
@@ -57,7 +59,7 @@ def counted(traffic: Traffic) -> Trace:
 
 
 def stage_trace(stage: plans.Stage, schedule: Schedule, device: Device) -> StageTrace:
-    """Return the events of one stage: all moves of every tile that the schedule lists."""
+    """Return the trace of one stage: all transfers of every tile that the schedule lists."""
     heights, widths = (
         np.diff(table[:, :2])[:, 0].astype(np.int64) for table in (schedule.rows, schedule.cols)
     )
@@ -74,7 +76,7 @@ def stage_trace(stage: plans.Stage, schedule: Schedule, device: Device) -> Stage
 
 
 def _events(stage: plans.Stage, schedule: Schedule) -> int:
-    """About how many events one head has in a stage, without listing its tiles."""
+    """Estimate the number of events of one head in a stage, without listing its tiles."""
     if stage.whole_rows:
         return schedule.problem.n_q * (2 * len(stage.visit) + 1)
     members = schedule.problem.group if stage.per == "group" else 1

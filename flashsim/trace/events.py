@@ -32,9 +32,10 @@ TIMELINE = np.dtype(
         *((name, "<i8") for name in ("start_ns", "end_ns")),
     ]
 )
-#: What a span covers. "visit" spans nest the others.
+#: The work that a span covers. Spans of all other phases nest inside "visit" spans.
 PHASES = ("visit", "load", "scores", "softmax", "output", "store")
-#: Who did it: the whole block, or a warp-specialised kernel's producer and consumers.
+#: The warps that did the work: the whole block, or a warp-specialised kernel's producer or
+#: consumers.
 ROLES = ("block", "producer", "consumer 0", "consumer 1", "consumer 2")
 
 
@@ -44,8 +45,9 @@ class StageTrace:
 
     The stage runs its loops `repeat` times, and these runs start `stride` query heads apart. In
     `events`, ``head`` counts from the run's first query head. `costs` is the work of a user's own
-    algorithm at each "compute", int64 (computes, kinds of FLOP + 2): FLOPs by kind, and bytes read
-    from and written to SRAM. The work of built-in algorithms is in `counts.work`.
+    algorithm, one row per "compute" event, int64 (computes, kinds of FLOP + 2): FLOPs by kind, then
+    bytes read from and written to SRAM. It is None for built-in algorithms, whose work
+    `counts.work` computes.
     """
 
     stage: plans.Stage
@@ -56,7 +58,7 @@ class StageTrace:
     costs: np.ndarray | None = None
 
     def __repr__(self) -> str:
-        return f"<StageTrace {self.name}: {len(self.events):,} events, {self.repeat:,} walks>"
+        return f"<StageTrace {self.name}: {len(self.events):,} events, repeat={self.repeat:,}>"
 
     @classmethod
     def build(
@@ -83,25 +85,25 @@ class StageTrace:
         return self.stage.name
 
     def sides(self, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and columns of visits, or of outer steps, for which `i` or `j` is -1.
+        """Return the numbers of rows and columns of visits, or of outer steps.
 
-        A step of a Q-outer loop spans its sequence's keys (standard attention's softmax does work
-        on whole rows). A step of a KV-outer loop has only columns, and 0 rows.
+        An outer step has -1 for `i` or `j`. A step of a Q-outer loop spans its sequence's keys
+        (standard attention's softmax works on whole rows). A step of a KV-outer loop has 0 rows.
         """
         schedule = self.schedule
         rows = np.where(i < 0, 0, schedule.rows[i, 1] - schedule.rows[i, 0]).astype(np.int64)
         cols = np.where(j < 0, schedule.key_counts[i], schedule.cols[j, 1] - schedule.cols[j, 0])
-        if self.stage.parts == "merges":  # a step works on the rows of each part
+        if self.stage.parts == "merges":  # a step merges the rows of all parts of the keys
             rows *= schedule.slots[i, 1]
         return rows, cols.astype(np.int64)
 
     def extent(self, tiles: np.ndarray) -> tuple[int, int, int]:
-        """Sums of rows, columns and scores over executed visits, or over outer steps."""
+        """Return the sums of rows, columns and scores over executed visits, or over outer steps."""
         rows, cols = self.sides(tiles["i"], tiles["j"])
         return int(rows.sum()), int(cols.sum()), int((rows * cols).sum())
 
     def expand(self, number: int) -> np.ndarray:
-        """The events of every head; `number` is the stage's index in the trace."""
+        """Return the events of every head; `number` is the stage's index in the trace."""
         full = np.concatenate([self.events] * self.repeat)
         full["head"] += np.repeat(
             np.arange(self.repeat, dtype=np.int32) * self.stride, len(self.events)
@@ -111,23 +113,27 @@ class StageTrace:
 
 
 def gain(events: np.ndarray) -> np.ndarray:
-    """Change of the bytes held in SRAM at each event."""
+    """Return by how many bytes each event changes the SRAM in use."""
     on = (events["op"] == LOAD) | (events["op"] == ALLOC)
     off = events["op"] == FREE
     return np.where(on, events["bytes"], 0) - np.where(off, events["bytes"], 0)
 
 
 def step_ends(events: np.ndarray) -> np.ndarray:
-    """The last event of each outer step: after its "compute", everything on chip is free again."""
+    """Return the index of the last event of each outer step.
+
+    That is the first event, after the step's own "compute", at which no buffer is left on chip.
+    """
     seen = np.cumsum((events["op"] == COMPUTE) & (events["visit"] < 0))
     closed = np.flatnonzero((np.cumsum(gain(events)) == 0) & (seen > 0))
     return closed[np.searchsorted(seen[closed], np.arange(1, seen.max(initial=0) + 1))]
 
 
 def buffer_of(codes: np.ndarray) -> np.ndarray:
-    """The on-chip buffer that a tensor is loaded into: the tensor's name without `_acc`.
+    """Return the code of the on-chip buffer that each tensor is loaded into.
 
-    A tensor of a user's own algorithm has a buffer of its own name.
+    The buffer's name is the tensor's name without `_acc`. A tensor of a user's own algorithm has a
+    buffer of the same name.
     """
     table = np.arange(256)
     table[: len(TENSORS)] = [CODES[name.removesuffix("_acc")] for name in TENSORS]

@@ -1,7 +1,7 @@
-"""Trace files: a versioned ``.npz`` without pickle, written completely or not at all.
+"""Saves and loads traces as versioned ``.npz`` files without pickle.
 
-An archive holds a header and arrays. ``header`` (JSON, as UTF-8 bytes) has format, version,
-problem, device, stages, provenance and, by name, the shape of every other member. The arrays are:
+An archive contains a header and arrays. ``header`` (JSON, as UTF-8 bytes) has the format, version,
+problem, device, stages and provenance, and the shape of each array by name. The arrays are:
 
 - ``events_0``, ``events_1``, ... (dtype `events.EVENT`), one per stage;
 - ``block_mask``, if there is one;
@@ -10,13 +10,14 @@ problem, device, stages, provenance and, by name, the shape of every other membe
 - ``costs_0`` ..., the `StageTrace.costs` of a user's own algorithm.
 
 A timeline is stored field by field, as ``timeline_sm`` and so on (`events.TIMELINE`). Each start
-is stored as its distance from the one before, and each end as a duration: a third of the size.
+is stored as its difference from the start before it, and each end as a duration, which makes the
+file a third as large.
 
-The header spells out the meaning of the codes of operations, tensors, phases and roles, so a later
+The header names the operations, tensors, phases and roles behind the numeric codes, so a later
 flashsim may renumber them.
 
-Files are untrusted: sizes are checked before anything is allocated (`archive`), and values before
-anything is built on them (`validate`). An unsound file raises a `TraceError`.
+A file may come from an untrusted source. Sizes are checked before memory is allocated (`archive`),
+and values before they are used (`validate`). A damaged or inconsistent file raises a `TraceError`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ VERSION = 1
 _CSR_PARTS = ("ptr", "col", "kind")
 _NAMES = {"op": OPS, "tensor": TENSORS, "phase": PHASES, "role": ROLES}
 
-#: A header is a few KiB, but that it lists every packed sequence's length.
+#: The largest header. Most headers have a few KiB; one that lists many packed lengths has more.
 _HEADER_BYTES = 1 << 24
 _INT32 = np.dtype(np.int32)
 
@@ -73,14 +74,17 @@ def save(trace: Recording, path: str | os.PathLike) -> None:
     header, arrays = _pack(trace)
     text = np.frombuffer(json.dumps(header).encode(), np.uint8)
     if len(text) > _HEADER_BYTES:
-        raise TraceError(f"a trace's header has {len(text):,} B, over {_HEADER_BYTES:,}: too many")
+        raise TraceError(
+            f"the header of this trace has {len(text):,} B, but a trace file's header is limited "
+            f"to {_HEADER_BYTES:,} B; record fewer packed sequences"
+        )
     try:
         with beside(path) as part, part.open("wb") as file:
             if part.is_file():
                 np.savez_compressed(file, header=text, **arrays)
                 file.flush()
                 os.fsync(file.fileno())
-            else:  # /dev/null, a pipe: an archive needs to know where it is in its file
+            else:  # /dev/null or a pipe, which cannot seek; zipfile must
                 buffer = io.BytesIO()
                 np.savez_compressed(buffer, header=text, **arrays)
                 file.write(buffer.getvalue())
@@ -97,13 +101,16 @@ def load(path: str | os.PathLike) -> Recording:
     Raises
     ------
     TraceError
-        If there is no such file, it is damaged, is not a trace, or comes from a newer flashsim.
+        If the file does not exist, is damaged, is not a trace, or comes from a newer flashsim.
     """
     path = _path(path)
     try:
         with path.open("rb") as file:
             if file.read(2) != b"PK":  # every .npz is a zip archive
-                raise TraceError(f"{str(path)!r} is not a flashsim trace file (a zip archive)")
+                raise TraceError(
+                    f"{str(path)!r} is not a flashsim trace file, which is a zip archive; name a "
+                    "file that Trace.save wrote"
+                )
             file.seek(0)
             return _read(file, str(path))
     except OSError as error:
@@ -117,22 +124,30 @@ def _path(value: Any) -> Path:
         path = Path(value)
         os.fsencode(path)
     except (TypeError, ValueError) as error:
-        raise TraceError(f"a trace's path is a string or a Path, got {shown(value)}") from error
+        raise TraceError(
+            f"a trace's path must be a string or a Path, got {shown(value)}"
+        ) from error
     if "\0" in str(path):
-        raise TraceError(f"a file cannot have this name: {value!r}")
+        raise TraceError(f"a file's name cannot contain a null character, got {value!r}")
     return path
 
 
 def _read(file: Any, path: str) -> Recording:
-    # What zipfile, zlib and JSON raise for damage is no closed list; all of it is said in one way.
+    # zipfile, zlib and json may raise any error for a damaged file; all become one TraceError.
     try:
         archive = Archive(file)
         if "header" not in archive.names:
             names = ", ".join(archive.names[:5])
-            raise TraceError(f"{path!r} is an archive, but not a flashsim trace: it holds {names}")
+            raise TraceError(
+                f"{path!r} is an archive, but not a flashsim trace: it has no member 'header', "
+                f"only {names}"
+            )
         header = _header(archive)
         if not isinstance(header, dict) or header.get("format") != FORMAT:
-            raise TraceError(f"{path!r} is an archive with a header, but not a flashsim trace")
+            raise TraceError(
+                f"{path!r} is an archive with a header, but not a flashsim trace: its header's "
+                f"'format' is not {FORMAT!r}"
+            )
         validate.typed("the header", header, {"version": int})
         if header["version"] > VERSION:
             raise TraceError(
@@ -153,11 +168,11 @@ def _read(file: Any, path: str) -> Recording:
 def _header(archive: Archive) -> Any:
     shape = archive.shape("header", np.dtype(np.uint8))
     if shape[0] > _HEADER_BYTES:
-        raise ValueError(f"the header has {shape[0]:,} B")
+        raise ValueError(f"the header must have at most {_HEADER_BYTES:,} B, got {shape[0]:,}")
     return json.loads(archive.read("header", np.dtype(np.uint8), shape).tobytes())
 
 
-# -- a trace as JSON and arrays -----------------------------------------------------------------
+# -- converting a trace to JSON and arrays, and back --------------------------------------------
 
 
 def _pack(trace: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -208,7 +223,10 @@ def _pack(trace: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _functions(problem: Problem) -> Iterator[tuple[str, Graph, tuple[np.ndarray, ...]]]:
-    """A problem's functions by name: graph, and the values that its schedule depends on."""
+    """Yield each of a problem's functions: its name, its graph, and its captured arrays.
+
+    The arrays of a score function are left out, because the schedule does not depend on them.
+    """
     if problem.mask_mod is not None:
         yield "mask_mod", problem.mask_mod.graph, problem.mask_mod.arrays
     if problem.score_mod is not None:
@@ -216,7 +234,7 @@ def _functions(problem: Problem) -> Iterator[tuple[str, Graph, tuple[np.ndarray,
 
 
 def _array_types(entry: Any) -> list[tuple[np.dtype, int]]:
-    """Type and axes of each array of a mask function in a file."""
+    """Return the type and the number of axes of each captured array of a mask function."""
     graph = graph_of(entry)
     names = ("float32" if a.dtype == "bfloat16" else a.dtype for a in graph.arrays)
     pairs = zip(names, graph.arrays, strict=True)
@@ -245,7 +263,10 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
     held = {name: list(shape) for name, shape in shapes.items()}
     said = header.get("members", held)
     if wrong := [name for name in {*said, *held} if said.get(name) != held.get(name)]:
-        raise ValueError(f"its header says {_sizes(wrong, said)}; it holds {_sizes(wrong, held)}")
+        raise ValueError(
+            f"the header and the file disagree on the shapes of arrays: the header says "
+            f"{_sizes(wrong, said)}; the file has {_sizes(wrong, held)}"
+        )
 
     def read(name: str) -> np.ndarray:
         return archive.read(name, kinds[name][0], shapes[name])
@@ -277,7 +298,10 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
         values = [read(f"mask_mod_{n}") for n in range(len(graph.arrays))]
         for spec, array in zip(graph.arrays, values, strict=True):
             if array.size != math.prod(spec.shape):
-                raise ValueError(f"captured array {spec.name} has {array.size} elements")
+                raise ValueError(
+                    f"captured array {spec.name} must have {math.prod(spec.shape)} elements, got "
+                    f"{array.size}"
+                )
         pairs = zip(values, graph.arrays, strict=True)
         masks["mask_mod"] = MaskFunction(graph, (x.reshape(a.shape) for x, a in pairs))
     problem = validate.problem(header["problem"], **masks)
@@ -290,7 +314,10 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
             entry, problem, algorithm, direction, own=mine
         )
         if "mask" in masks and tiling not in masks["mask"].tables:
-            raise ValueError(f"stage {walk.name!r}: the mask was not saved for {tiling} tiles")
+            raise ValueError(
+                f"stage {walk.name!r} has {tiling} tiles, but the file has no table of its mask "
+                "for that tiling"
+            )
         how = walk.outer, entry["key_order"], walk.dense, validate.split(entry)
         schedule = Schedule(problem, tiling, *how)
         table = _events(archive, n, shapes, walk, problem, tiling, names, tensors, own=mine)
@@ -315,7 +342,8 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
         Device(**header["device"]),
         algorithm,
         direction,
-        "simulator" if header["backend"] == "numpy" else header["backend"],  # its older name
+        # Older files call the simulator "numpy".
+        "simulator" if header["backend"] == "numpy" else header["backend"],
         stages,
         header["provenance"],
         timeline,
@@ -335,7 +363,7 @@ def _events(
     *,
     own: bool,
 ) -> np.ndarray:
-    """The events of stage `n`, in the current codes; read-only."""
+    """Return the events of stage `n`, read-only, with the current version's codes."""
     (length,) = shapes[f"events_{n}"]
     validate.length_of_events(length, walk, problem, tiling, own=own)
 
@@ -350,7 +378,10 @@ def _events(
 
 
 def _members(header: dict[str, Any], archive: Archive) -> dict[str, tuple[np.dtype, int]]:
-    """Type and axes of each array that the header mentions; the file must have exactly these."""
+    """Return the type and the number of axes of each array that the header implies.
+
+    Raises a ValueError unless the file has exactly these arrays.
+    """
     kinds: dict[str, tuple[np.dtype, int]] = {
         f"events_{n}": (EVENT, 1) for n in range(len(header["stages"]))
     }
@@ -367,14 +398,16 @@ def _members(header: dict[str, Any], archive: Archive) -> dict[str, tuple[np.dty
             validate.integers("a mask's tiling", tiling, 2, 1)
             kinds |= dict.fromkeys(_csr(n), (_INT32, 1))
     validate.typed("members", header.get("members", {}), {})
-    # A file from before headers named their members: some of a timeline stands for all of it.
+    # Older headers do not name their arrays. If such a file has any array of a timeline, it must
+    # have all of them.
     if any(name.startswith("timeline_") for name in header.get("members", archive.names)):
         kinds |= {f"timeline_{name}": (TIMELINE[name], 1) for name in TIMELINE.names or ()}
-    there = set(archive.names) - {"header"}
-    if there != kinds.keys():
-        lacks, others = sorted(kinds.keys() - there), sorted(there - kinds.keys())
+    stored = set(archive.names) - {"header"}
+    if stored != kinds.keys():
+        missing, unknown = sorted(kinds.keys() - stored), sorted(stored - kinds.keys())
         raise ValueError(
-            f"it lacks {lacks or 'nothing'}, and has unknown members {others or 'none'}"
+            "the file must have exactly the arrays that its header implies; missing: "
+            f"{missing or 'none'}, unknown: {unknown or 'none'}"
         )
     return kinds
 
@@ -384,7 +417,7 @@ def _csr(n: int) -> list[str]:
 
 
 def _sizes(names: Iterable[str], shapes: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {shapes.get(name, 'not')}" for name in sorted(names))
+    return ", ".join(f"{name} {shapes.get(name, 'missing')}" for name in sorted(names))
 
 
 def _pack_timeline(spans: np.ndarray) -> dict[str, np.ndarray]:
@@ -400,7 +433,10 @@ def _unpack_timeline(
     spans = np.zeros(shapes["timeline_sm"], TIMELINE)
     for name in TIMELINE.names or ():
         if shapes[f"timeline_{name}"] != spans.shape:
-            raise ValueError(f"timeline_{name} has shape {shapes[f'timeline_{name}']}")
+            raise ValueError(
+                f"timeline_{name} must have the shape of timeline_sm, {spans.shape}, got "
+                f"{shapes[f'timeline_{name}']}"
+            )
         spans[name] = read(f"timeline_{name}")
     spans["start_ns"] = np.cumsum(spans["start_ns"])
     spans["end_ns"] += spans["start_ns"]
@@ -408,7 +444,7 @@ def _unpack_timeline(
 
 
 def _recode(table: np.ndarray, names: dict[str, list[str]], tensors: Sequence[str]) -> None:
-    """Replace the file's codes in `table` by the current ones, matched by name."""
+    """Replace the file's codes in `table` by this version's codes for the same names."""
     for field, ours in {**_NAMES, "tensor": tensors}.items():
         if field in (table.dtype.names or ()):
             codes = np.array([ours.index(name) for name in names[field]], np.uint8)

@@ -1,15 +1,15 @@
-"""Traces as Chrome trace events, for https://ui.perfetto.dev or chrome://tracing.
+"""Exports traces as Chrome trace events, for https://ui.perfetto.dev or chrome://tracing.
 
-A real timeline (``trace="timeline"`` on a GPU) keeps its own clock. Stages that it did not time are
-left out, also of the counters. A simulated trace has no clock, so one is made up from the device's
-peaks: an SM gets 1 / sm_count of the HBM bandwidth and of the FLOP/s. A step moves its tiles and
-then computes, and nothing overlaps. This shows order and proportion; it does not predict a kernel's
-time.
+A timeline that a GPU recorded (``trace="timeline"``) keeps the GPU's times. Stages that the kernel
+did not time are left out of the slices and of the counters. A simulated trace has no times, so
+they are computed from the device's peaks: each SM gets 1 / sm_count of the HBM bandwidth and of the
+FLOP/s. A step first moves its tiles and then computes, without overlap. Such times show order and
+proportion; they do not predict a kernel's time.
 
 One thread id stands for one SM and pipe (simulated), or for one SM, role and layer of overlapping
-visits (real). Slices nest within it. Both clocks tick in whole nanoseconds, as Perfetto's does.
-Perfetto rounds starts and durations separately, and drops a slice that then ends after the slice
-that contains it.
+visits (recorded). Slices nest within a thread id. All times are whole nanoseconds, as in Perfetto.
+With fractions, Perfetto would round starts and durations separately, and drop a slice that then
+ends after the slice that contains it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from flashsim.trace.events import PHASES, ROLES, StageTrace, gain, step_ends
 from flashsim.trace.recording import Recording
 
 PIPES = ("block", "memory", "compute")
-# Thread ids kept for each SM: pipes, or rows of the blocks that share it. They begin above all
-# process ids, since a thread with the id of a process would be taken for its main one.
+# Thread ids reserved for each SM: for its pipes, or for the rows of its thread blocks. They start
+# above all process ids, because Perfetto takes a thread with a process's id for its main thread.
 _LANES = 1024
 VISIT, STORE = PHASES.index("visit"), PHASES.index("store")
-_COUNTERS = 1_000_000  # a process id of its own for the counters
+_COUNTERS = 1_000_000  # the process id of the counters
 Slice = dict[str, Any]
 
 
@@ -50,10 +50,10 @@ def write(trace: Recording, path: str | Path, *, heads: int = 1) -> Path:
     ----------
     trace : Trace, or its `Recording`
     path : path-like
-        A path that ends in .gz is compressed, which Perfetto opens as well.
+        A file whose name ends in .gz is compressed; Perfetto opens it as well.
     heads : int
-        For a simulated trace: how many heads (or head groups) of each stage to lay out, at most
-        all.
+        For a simulated trace: how many heads (or head groups) of each stage to show. If there are
+        fewer, all are shown.
 
     Returns
     -------
@@ -62,10 +62,10 @@ def write(trace: Recording, path: str | Path, *, heads: int = 1) -> Path:
     Raises
     ------
     OptionError, DTypeError
-        If `heads` is not positive, or `path` cannot be a file's.
+        If `heads` is not positive, or `path` cannot be the path of a file.
     """
     path = Path(checks.path("path", path))
-    if os.path.isdir(path):  # false, too, for a name that no file can have
+    if os.path.isdir(path):  # also False for a name that no file can have
         raise OptionError(f"cannot write {str(path)!r}: it is a folder; name a file")
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
         raise OptionError(f"heads must be a positive integer, got {shown(heads)}")
@@ -77,7 +77,7 @@ def write(trace: Recording, path: str | Path, *, heads: int = 1) -> Path:
             "algorithm": trace.algorithm,
             "direction": trace.direction,
             "device": trace.device.name,
-            "clock": "GPU" if trace.timeline is not None else "made up from the device's peaks",
+            "clock": "GPU" if trace.timeline is not None else "computed from the device's peaks",
             **{key: str(value) for key, value in trace.provenance.items()},
         },
     }
@@ -87,7 +87,7 @@ def write(trace: Recording, path: str | Path, *, heads: int = 1) -> Path:
     return path
 
 
-# -- real timelines -------------------------------------------------------------------------------
+# -- timelines that a GPU recorded ----------------------------------------------------------------
 
 
 def _real(trace: Recording) -> Iterator[Slice]:
@@ -98,7 +98,7 @@ def _real(trace: Recording) -> Iterator[Slice]:
     placed = timeline.rows(trace, spans)
     origin = int(spans["start_ns"].min())
     thread = _thread(spans["sm"].astype(np.int64), placed.row)
-    # Outer spans first where two begin together: slices nest in the order they are listed.
+    # Of two spans with the same start, the longer comes first: slices nest in their listed order.
     for at in np.lexsort((-spans["end_ns"], spans["start_ns"])).tolist():
         s = spans[at]
         yield {
@@ -121,11 +121,11 @@ def _real(trace: Recording) -> Iterator[Slice]:
 def _real_counters(
     trace: Recording, spans: np.ndarray, block: np.ndarray, origin: int
 ) -> Iterator[Slice]:
-    """Counters of a real timeline: requested HBM bytes in total, and SRAM bytes held per SM.
+    """Yield a recorded timeline's counters: total requested HBM bytes, and SRAM in use per SM.
 
-    The timeline gives the times, the events give the bytes. A visit's bytes count at its end; bytes
-    of a whole row or column count when it is stored. A block holds its stage's peak SRAM from the
-    start to the end of its last role's work.
+    The times come from the timeline, the bytes from the events. The bytes of a visit are added at
+    its end, those of an outer step when its row or column tile is stored. A thread block uses its
+    stage's peak SRAM while its last role works (of a warp-specialised kernel, the last consumer).
     """
     yield from _process(_COUNTERS, "totals")
     moved: list[tuple[int, int]] = []
@@ -146,13 +146,13 @@ def _real_counters(
         total += nbytes
         yield _counter("HBM", _COUNTERS, end - origin, total)
     on_chip: dict[int, int] = {}
-    for when, change, sm in sorted(held):  # an end before a start at the same time
+    for when, change, sm in sorted(held):  # at the same time, an end sorts before a start
         on_chip[sm] = on_chip.get(sm, 0) + change
         yield _counter("SRAM", sm, when - origin, on_chip[sm])
 
 
 def _part_bytes(stage: StageTrace, parts: np.ndarray) -> np.ndarray:
-    """Requested bytes of visits, and of the rows or columns that are stored; int64 (n_parts,).
+    """Return the requested bytes of each visit or outer step in `parts`, int64 (n_parts,).
 
     If several blocks store parts of a row, the row's bytes are divided among them.
     """
@@ -186,7 +186,7 @@ def _simulated(trace: Recording, heads: int) -> Iterator[Slice]:
         latest = start
         for walk in range(min(heads, stage.repeat)):
             for block in steps:
-                at, sm = heapq.heappop(ready)  # the SM that is free first takes the next block
+                at, sm = heapq.heappop(ready)  # the next block runs on the first free SM
                 slices, end, transfers = clock.block(stage, block, at, sm, walk)
                 yield from slices
                 moved += transfers
@@ -205,13 +205,13 @@ def _simulated(trace: Recording, heads: int) -> Iterator[Slice]:
 
 
 def _outer_steps(stage: StageTrace) -> list[np.ndarray]:
-    """The events of each outer step, in order. One thread block executes one outer step."""
+    """Return the events of each outer step, in order. One thread block executes one outer step."""
     last = step_ends(stage.events)
     return np.split(stage.events, last + 1)[: len(last)]
 
 
 class _Clock:
-    """Turns a block's events into slices, timed by one SM's share of the device's peaks."""
+    """Converts a block's events to slices, timed by one SM's share of the device's peaks."""
 
     def __init__(self, trace: Recording) -> None:
         self.trace, self.used = trace, set[int]()
@@ -226,7 +226,10 @@ class _Clock:
     def block(
         self, stage: StageTrace, events: np.ndarray, start: int, sm: int, walk: int
     ) -> tuple[list[Slice], int, list[tuple[int, int]]]:
-        """Slices, end and transfers (time, bytes) of one outer step that begins at `start` ns."""
+        """Return the slices, the end time and the transfers (time, bytes) of one outer step.
+
+        The step begins at `start` ns.
+        """
         self.used.add(sm)
         trace = self.trace
         work = StageWork()
@@ -249,7 +252,7 @@ class _Clock:
                     took = self._duration(op, stage, e)
                     slices.append(_slice(op.name, "compute", sm, 2, now, took, e, stage, walk))
                     now += took
-                if stage.name in self._own:  # walk after walk, in the order of the events
+                if stage.name in self._own:  # one row of costs per compute event, for each head
                     matmul, *others = next(self._own[stage.name])[: len(KINDS)].tolist()
                     took = self._ticks(matmul, sum(others))
                     slices.append(_slice("work", "compute", sm, 2, now, took, e, stage, walk))
@@ -267,7 +270,7 @@ class _Clock:
         return [whole, *slices], now, moved
 
     def _duration(self, op: TileOp, stage: StageTrace, e: np.void) -> int:
-        """Nanoseconds of one tile operation."""
+        """Return the duration of one tile operation in nanoseconds."""
         rows, cols = (int(x) for x in stage.sides(e["i"], e["j"]))
         flops = total_flops((op,), rows, cols, rows * cols)
         matmul = flops.pop("matmul")
@@ -278,11 +281,11 @@ class _Clock:
 
 
 def _ticks(ns: float) -> int:
-    """`ns` in whole nanoseconds, at least one, so that every slice is visible."""
+    """Round `ns` to whole nanoseconds, at least one, so that every slice is visible."""
     return max(1, round(ns))
 
 
-# -- Chrome trace events; times come in ns and go out in µs ---------------------------------------
+# -- Chrome trace events: arguments are in ns, the output is in µs --------------------------------
 
 
 def _slice(
@@ -298,19 +301,19 @@ def _slice(
 
 
 def _thread(sm: Any, row: Any) -> Any:
-    """The thread id of a row of an SM; both may be arrays."""
+    """Return the thread id of a row of an SM; both arguments may be arrays."""
     return (sm + 1) * _LANES + row
 
 
 def _counter(name: str, pid: int, when: int, value: int) -> Slice:
-    """A counter event that shows `value` as `name` bytes."""
+    """Return a counter event: the counter `name` has `value` bytes."""
     return {"ph": "C", "name": name, "pid": pid, "ts": when / 1000, "args": {"bytes": value}}
 
 
 def _process(pid: int, name: str) -> Iterator[Slice]:
-    """A process's name, which viewers show before its id, and its position in the viewer.
+    """Yield the events that set a process's name and its position in the viewer.
 
-    Totals come first, then SM 0, SM 1 ...
+    The totals come first, then SM 0, SM 1 ...
     """
     yield _about("process_name", pid, 0, name)
     order = 0 if pid == _COUNTERS else 1 + pid

@@ -1,6 +1,6 @@
-"""`Recording`: the data of a trace.
+"""`Recording`: the data of a trace, without the methods that query it.
 
-Trace files, timelines and Perfetto export use it; `Trace` adds the questions.
+Trace files, timelines and the Perfetto export need only this class. `Trace` adds the methods.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from flashsim.trace.events import StageTrace
 
 
 class Own(NamedTuple):
-    """The description of a user's own algorithm, which has no itinerary and no closed form.
+    """The description of a user's own algorithm, which has no dataflow table and no closed form.
 
-    `tensors` maps names that are not in `TENSORS` to the axis that each is cut along (see
-    `schedule.tensors`). Their codes follow those of `TENSORS`, in this order. `compulsory` is the
-    bytes that any algorithm for these results must move. `workspace` is the bytes kept in HBM
-    besides.
+    `tensors` maps the name of each tensor that is not in `TENSORS` to the axis along which the
+    tensor is divided into tiles (see `schedule.tensors`). Their codes follow those of `TENSORS`, in
+    this order. `compulsory` is the number of bytes that any algorithm for these results must move.
+    `workspace` is the number of bytes that the algorithm keeps in HBM besides inputs and results.
     """
 
     tensors: Mapping[str, int]
@@ -43,13 +43,13 @@ class Recording:
     problem, device, algorithm, direction, backend
         The problem that ran, and how it ran.
     stages : tuple of StageTrace
-        One for each pass, in order.
+        The stages' traces, in order of execution.
     provenance : dict
-        Versions and how the trace came about.
+        The versions of flashsim and its libraries, and how the trace was recorded.
     timeline : ndarray of dtype `TIMELINE`, or None
-        Where and when each part of each visit ran on a GPU, from ``trace="timeline"``.
+        The SM and the time of each phase of each visit on a GPU, from ``trace="timeline"``.
     own : Own or None
-        Describes the algorithm of a pass by `flashsim.simulate`.
+        The description of a user's own algorithm, if `flashsim.simulate` ran one.
     """
 
     problem: Problem
@@ -68,10 +68,10 @@ class Recording:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of tensors, indexed by the codes in the events."""
+        """The names of all tensors, indexed by the codes in the events."""
         return TENSORS if self.own is None else (*TENSORS, *self.own.tensors)
 
     @property
     def axes(self) -> Mapping[str, int]:
-        """The axis that each tensor is cut along."""
+        """The axis along which each tensor is divided into tiles."""
         return AXES if self.own is None else {**AXES, **self.own.tensors}

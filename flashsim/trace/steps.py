@@ -1,8 +1,8 @@
-"""`Steps`: one head's path through a trace, step by step, computed at once for all steps.
+"""`Steps`: the steps of one head in a trace, with the state after each step.
 
-A step ends where something was computed: at each visit of a score tile, and at the end of each
-outer step (where FlashAttention-2 divides by l and stores O). Animations and HTML players need
-every step. `Trace.frame` takes the state after one visit from here, as a `Frame`.
+A step ends at each "compute" event: at each visit of a score tile, and at the end of each outer
+step (where FlashAttention-2 divides by l and stores O). Animations and HTML players show every
+step. `Trace.frame` returns the state after one visit, as a `Frame`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Trace = TypeVar("_Trace", bound=Recording)
 class Frame(NamedTuple):
     """The state of one head's traversal right after visit `step`, for drawing.
 
-    Tile grids are (T_r, T_c).
+    Arrays with one entry per score tile have shape (T_r, T_c).
     """
 
     step: int
@@ -34,10 +34,10 @@ class Frame(NamedTuple):
     j: int
     head: int
     order: np.ndarray  # visit number of each tile seen so far in this stage; NaN elsewhere
-    hbm_bytes: int  # moved by this head's walk up to and including this visit, all stages
+    hbm_bytes: int  # moved for this head up to and including this visit, all stages
     moved: dict[str, int]  # the same by "op tensor", e.g. {"load K": ...}
-    on_chip: dict[str, int]  # what SRAM holds during the visit: bytes by buffer
-    flops: int  # of the visits so far
+    on_chip: dict[str, int]  # bytes in SRAM during the visit, by buffer
+    flops: int  # executed up to and including this visit
 
     def __repr__(self) -> str:
         return report.short(self)
@@ -57,7 +57,8 @@ class Steps(Generic[_Trace]):
     ends : ndarray of int64, (n_steps,)
         The event that ends each step (its "compute").
     stage, i, j, visit : ndarray of int, (n_steps,)
-        -1 where a step has no such number, such as j at the end of a row in a Q-outer loop.
+        The stage, tile and visit of each step; -1 where a step has no such number, such as j at
+        the end of a row in a Q-outer loop.
     """
 
     def __init__(self, trace: _Trace) -> None:
@@ -69,8 +70,8 @@ class Steps(Generic[_Trace]):
         self.ends = np.flatnonzero(self.events["op"] == COMPUTE)
         if not len(self.ends):
             raise TraceError(
-                f"{trace!r} has no visits (no query tile meets a key tile), so there are no steps "
-                "to show; record a trace with flashsim.run(..., trace=True)"
+                f"{trace!r} has no steps to show, because no query tile meets a key tile; record "
+                "a trace of a problem with unmasked scores: flashsim.run(..., trace=True)"
             )
         for name in ("stage", "i", "j", "visit"):
             setattr(self, name, self.events[name][self.ends].astype(np.int64))
@@ -85,17 +86,17 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """The first event of each step."""
+        """Index of the first event of each step."""
         return np.concatenate([[0], self.ends[:-1] + 1])
 
     def moves(self, step: int) -> np.ndarray:
-        """The transfers of a step: a slice of `events` with loads, stores and reductions only."""
+        """Return the transfers of a step: its loads, stores and reductions, from `events`."""
         events = self.events[self.starts[step] : self.ends[step] + 1]
         return events[np.isin(events["op"], TRANSFERS)]
 
     @cached_property
     def hbm_bytes(self) -> np.ndarray:
-        """int64 (n_steps, 3): bytes loaded, stored and reduced up to the end of each step."""
+        """Bytes loaded, stored and reduced up to the end of each step, int64 (n_steps, 3)."""
         totals = np.zeros((len(self.events), len(TRANSFERS)), np.int64)
         for column, op in enumerate(TRANSFERS):
             totals[:, column] = np.where(self.events["op"] == op, self.events["bytes"], 0)
@@ -103,12 +104,12 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def flops(self) -> np.ndarray:
-        """int64 (n_steps,): floating-point operations done up to the end of each step."""
+        """Floating-point operations executed up to the end of each step, int64 (n_steps,)."""
         return np.cumsum(self.step_flops)
 
     @cached_property
     def step_flops(self) -> np.ndarray:
-        """int64 (n_steps,): floating-point operations of each step, counted as in `Trace.flops`."""
+        """Floating-point operations of each step of one head, int64 (n_steps,)."""
         done = np.zeros(len(self), np.int64)
         trace = self.trace
         for number, stage in enumerate(trace.stages):
@@ -131,7 +132,10 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def notes(self) -> list[str]:
-        """Each step's part of the keys, or how many parts it merges; "" if there is only one."""
+        """The part of the keys that each step reads, or the number of parts that it merges.
+
+        Each is a text for display, such as "part 2 of 4"; "" if the keys are not split.
+        """
         notes = [""] * len(self)
         for number, stage in enumerate(self.trace.stages):
             slots, parts = stage.schedule.slots, stage.schedule.part_counts
@@ -155,7 +159,7 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def on_chip(self) -> np.ndarray:
-        """int64 (n_steps, n_buffers): bytes in SRAM at the fullest moment of each step."""
+        """Bytes per buffer when each step uses the most SRAM, int64 (n_steps, n_buffers)."""
         change, owner = gain(self.events), buffer_of(self.events["tensor"])
         total = np.where(self.events["op"] == FREE, -1, np.cumsum(change))
         fullest = np.maximum.reduceat(total, self.starts)
@@ -172,16 +176,16 @@ class Steps(Generic[_Trace]):
 
     @property
     def sram_scale(self) -> int:
-        """Bytes of a full SRAM bar, the same for all steps: the device's capacity per block.
+        """Bytes at which the SRAM bar is full, in every step: the device's capacity per block.
 
-        A GPU's kernel may hold more, because its registers come on top. The bar then ends at the
-        peak.
+        A GPU kernel may keep more on chip, because it also uses registers. The bar is then full at
+        the trace's peak.
         """
         return max(int(self.on_chip.sum(axis=1).max(initial=1)), self.trace.device.sram_bytes)
 
     @cached_property
     def order(self) -> np.ndarray:
-        """int64 (n_steps,): the number of visits that the step's stage made before it."""
+        """Number of visits that the step's stage made before each step, int64 (n_steps,)."""
         seen = np.cumsum(self.visit >= 0)
         before = np.concatenate([[0], seen[:-1]])
         first = np.searchsorted(self.stage, np.arange(len(self.trace.stages)))
@@ -193,7 +197,7 @@ class Steps(Generic[_Trace]):
         return np.flatnonzero(self.visit >= 0)
 
     def frame(self, visit: int, head: int) -> Frame:
-        """The state after a visit, for the traversal whose first query head is `head`."""
+        """Return the state after a visit, for the traversal whose first query head is `head`."""
         at = self.visits[visit]
         stage = self.trace.stages[self.stage[at]]
         order = np.full((stage.schedule.t_r, stage.schedule.t_c), np.nan)

@@ -1,8 +1,8 @@
-"""GPU timelines: the thread block of each span, and the row on which to draw the span.
+"""Finds the thread block of each span of a GPU timeline, and the row on which to draw the span.
 
-Blocks share an SM. Within a block, visits overlap where a kernel starts the next tile's scores
-during this tile's softmax. Each span is put on a row where it nests with the others or stands
-alone.
+Several thread blocks may share an SM. Within a block, visits overlap if a kernel starts the next
+tile's scores during this tile's softmax. Two spans on the same row never overlap partly: they are
+nested or disjoint.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Rows:
     row : ndarray of int, (n,)
         The span's row on its SM. Spans of one visit by one role share a row.
     names : tuple of str
-        The name of each row of an SM: which of its blocks, which role, and "next" for visits that
-        begin before those of the row above have ended.
+        The name of each row of an SM: its block and its role, and "next" for visits that begin
+        before those of the row above have ended.
     """
 
     block: np.ndarray
@@ -52,10 +52,13 @@ def rows(trace: Recording, spans: np.ndarray) -> Rows:
     Raises
     ------
     TraceError
-        If there is no span.
+        If `spans` is empty.
     """
     if not len(spans):
-        raise TraceError("the timeline is empty: no tile pair was computed")
+        raise TraceError(
+            "the timeline is empty, because the kernel computed no tile pair; record a problem "
+            "with unmasked scores"
+        )
     stride = np.array([stage.stride for stage in trace.stages])
     keys_outside = np.array([stage.stage.outer == "keys" for stage in trace.stages])
     stage = spans["stage"].astype(np.int64)
@@ -66,18 +69,18 @@ def rows(trace: Recording, spans: np.ndarray) -> Rows:
     rank = np.empty_like(by_start)
     rank[by_start] = np.arange(len(by_start))
     block = rank[block]
-    # A persistent kernel's producer begins the next block while its consumers finish this one, so
-    # blocks share an SM where the same role of both is at work.
+    # A persistent kernel's producer begins the next work tile while its consumers finish this one.
+    # So two blocks count as being on an SM at the same time only if spans of one role overlap.
     part = _numbers(block, spans["role"])
     _, first = np.unique(part, return_index=True)
-    place_of_part = _numbers(spans["sm"], spans["role"])[first]
-    slots = _greedy(place_of_part, *_extents(spans, part))
+    sm_and_role = _numbers(spans["sm"], spans["role"])[first]
+    slots = _greedy(sm_and_role, *_extents(spans, part))
     slot = slots[part]
 
-    # Within a place and a role, a visit takes the first row that is free again.
+    # Within a block's slot and a role, a visit is drawn on the first row that is free.
     visit = _numbers(part, spans["head"], spans["visit"])
     _, first = np.unique(visit, return_index=True)
-    owner = _numbers(place_of_part[part], slot)[first]
+    owner = _numbers(sm_and_role[part], slot)[first]
     layer = _greedy(owner, *_extents(spans, visit))[visit]
 
     roles = np.unique(spans["role"])
@@ -86,10 +89,10 @@ def rows(trace: Recording, spans: np.ndarray) -> Rows:
     offset = np.zeros(len(ROLES), np.int64)
     offset[roles] = begin[:-1]
     row = slot * begin[-1] + offset[spans["role"]] + layer
-    places = [""] if not slots.any() else [f"block {n}" for n in range(int(slots.max()) + 1)]
+    blocks = [""] if not slots.any() else [f"block {n}" for n in range(int(slots.max()) + 1)]
     names = tuple(
-        _name(place, ROLES[role], n)
-        for place in places
+        _name(block_name, ROLES[role], n)
+        for block_name in blocks
         for role, deep in zip(roles, depth, strict=True)
         for n in range(deep)
     )
@@ -102,13 +105,13 @@ def _name(block_name: str, role: str, layer: int) -> str:
 
 
 def _numbers(*columns: np.ndarray) -> np.ndarray:
-    """One number per row of the stacked columns; equal rows get equal numbers."""
+    """Return one number per row of the stacked columns; equal rows get equal numbers."""
     _, number = np.unique(np.stack(columns, axis=1).astype(np.int64), axis=0, return_inverse=True)
     return number.reshape(-1)
 
 
 def _extents(spans: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First start and last end of each owner, in ns."""
+    """Return the first start and the last end of each owner's spans, in ns."""
     n = int(owner.max()) + 1
     start, end = np.full(n, np.iinfo(np.int64).max), np.full(n, np.iinfo(np.int64).min)
     np.minimum.at(start, owner, spans["start_ns"])
@@ -117,9 +120,9 @@ def _extents(spans: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _greedy(owner: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """A layer for each interval, such that intervals of equal owner and layer do not overlap."""
+    """Return a layer for each interval; intervals of one owner and layer do not overlap."""
     layer = np.zeros(len(start), np.int64)
-    taken: dict[int, list[int]] = {}  # when each layer of an owner is free again
+    taken: dict[int, list[int]] = {}  # the time at which each layer of an owner becomes free
     for at in np.lexsort((end, start)).tolist():
         free = taken.setdefault(int(owner[at]), [])
         fits = next((n for n, stop in enumerate(free) if stop <= start[at]), len(free))

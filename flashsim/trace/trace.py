@@ -1,7 +1,7 @@
 """`Trace`: the recorded transfers and computations, event by event, and methods that query them.
 
-Every head runs the same loops. So a stage keeps the events of one head and how often they repeat;
-`Trace.events` expands them for all heads.
+Every head runs the same loops. So a stage stores the events of one head and how often they repeat.
+`Trace.events` returns the events of all heads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @own_errors
 class Trace(Recording):
-    """The recorded events of a run, with the methods of `Traffic`."""
+    """The recorded events of a run, with the same query methods as `Traffic`."""
 
     # -- events ---------------------------------------------------------------------------------
 
@@ -56,26 +56,26 @@ class Trace(Recording):
 
     @property
     def tiling(self):
-        """The tiling that ran."""
+        """The tiling of the stage with the most visits."""
         return self.stages[0].schedule.tiling
 
     @property
     def parts(self) -> int:
-        """The number of parts that keys are divided into, for the row tile that has the most."""
+        """The largest number of parts into which the keys of a row tile are split."""
         return int(self.schedule.part_counts.max(initial=1))
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the stage with the most visits: the one to draw."""
+        """The schedule of the stage with the most visits, which pictures show."""
         return self.main_stage.schedule
 
     @property
     def main_stage(self) -> StageTrace:
-        """The (first) stage with the most visits."""
+        """The stage with the most visits; of several, the first."""
         return max(self.stages, key=lambda s: int((s.events["visit"] >= 0).sum()))
 
     def stage(self, name: str) -> StageTrace:
-        """The stage of that name."""
+        """Return the trace of the stage with this name."""
         for stage in self.stages:
             if stage.name == name:
                 return stage
@@ -85,7 +85,7 @@ class Trace(Recording):
 
     @cached_property
     def transfers(self) -> dict[tuple[str, str, str], int]:
-        """Requested bytes over all heads: ``{(stage, op, tensor): bytes}``."""
+        """Requested bytes over all heads, as ``{(stage, op, tensor): bytes}``."""
         result: dict[tuple[str, str, str], int] = {}
         names = self.tensors
         for stage in self.stages:
@@ -102,7 +102,9 @@ class Trace(Recording):
         return result
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Requested bytes between HBM and SRAM, all heads: of one operation and tensor, or all.
+        """Return the requested bytes between HBM and SRAM, over all heads.
+
+        Without arguments, all operations and tensors are summed.
 
         Parameters
         ----------
@@ -113,22 +115,22 @@ class Trace(Recording):
         Raises
         ------
         OptionError
-            For a name that does not exist.
+            If no operation or tensor has this name.
         """
         return questions.select(self.transfers, op, tensor, self.tensors)
 
     def compulsory(self) -> int:
-        """Bytes that any algorithm must move: each input read once, each output written once."""
+        """Return the bytes that any algorithm must move: each input and each output once."""
         if self.own is not None:
             return self.own.compulsory
         return traffic.compulsory(self.problem, self.direction)
 
     def by_tensor(self) -> dict[str, dict[str, int]]:
-        """``{tensor: {op: bytes}}`` over all heads and stages."""
+        """Return the requested bytes over all heads and stages, as ``{tensor: {op: bytes}}``."""
         return questions.by_tensor(self.transfers)
 
     def by_tile(self, op: str | None = None, tensor: str | None = None) -> np.ndarray:
-        """Requested bytes of each score tile, int64 (T_r, T_c), all heads.
+        """Return the requested bytes of each score tile over all heads, int64 (T_r, T_c).
 
         Transfers of an outer step (Q and O in a Q-outer loop) belong to no tile; `by_outer` counts
         them.
@@ -143,13 +145,13 @@ class Trace(Recording):
         return grid
 
     def by_outer(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Requested bytes that belong to an outer step rather than to a tile."""
+        """Return the requested bytes that belong to outer steps rather than to score tiles."""
         return self.bytes(op, tensor) - int(self.by_tile(op, tensor).sum())
 
     def by_head(self) -> np.ndarray:
-        """Requested bytes of each query head, int64 (batch * heads,).
+        """Return the requested bytes of each query head, int64 (batch * heads,).
 
-        Transfers for a whole group of query heads count for the group's first head.
+        Transfers that serve a whole group of query heads are added to the group's first head.
         """
         totals = np.zeros(self.problem.batch * self.problem.heads, np.int64)
         for stage in self.stages:
@@ -198,28 +200,33 @@ class Trace(Recording):
         return flops, chip
 
     def flops(self, kind: str | None = None) -> int:
-        """FLOPs executed over all heads: of one kind (see `work.KINDS`) or of all."""
+        """Return the FLOPs executed over all heads: of one kind (see `work.KINDS`) or of all."""
         return questions.select_kind(self._work[0], kind)
 
     def on_chip(self, op: str | None = None) -> int:
-        """Bytes read from ("read") and written to ("write") SRAM by tile operations."""
+        """Return the bytes that tile operations read from ("read") or write to ("write") SRAM.
+
+        Without `op`, both are summed.
+        """
         return questions.select_chip(self._work[1], op)
 
     def intensity(self) -> float:
-        """Arithmetic intensity: FLOPs per requested byte of HBM."""
+        """Return the arithmetic intensity: FLOPs per requested byte of HBM."""
         return self.flops() / self.bytes()
 
     # -- SRAM -----------------------------------------------------------------------------------
 
     def sram_timeline(self, stage: str | None = None) -> tuple[list[str], np.ndarray]:
-        """The bytes on chip, event by event, for one head.
+        """Return the bytes in each on-chip buffer after each event, for one head of a stage.
+
+        Without `stage`, it is the stage with the most visits.
 
         Returns
         -------
         names : list of str
-            Buffers.
+            The buffers' names.
         held : ndarray of int64, shape (events, len(names))
-            Bytes held by each buffer after each event of the stage (default: the main one).
+            Bytes in each buffer after each event of the stage.
         """
         events = (self.main_stage if stage is None else self.stage(stage)).events
         change = gain(events)
@@ -231,17 +238,17 @@ class Trace(Recording):
         return [self.tensors[code] for code in codes], held
 
     def peak_sram(self) -> int:
-        """Most bytes that one thread block held on chip at any time, over all stages."""
+        """Return the most bytes that one thread block had on chip at any time, over all stages."""
         peaks = [np.cumsum(gain(stage.events)).max(initial=0) for stage in self.stages]
         return int(max(peaks, default=0))
 
     # -- over time ------------------------------------------------------------------------------
 
     def cumulative(self) -> np.ndarray:
-        """Cumulative requested bytes of one head, visit by visit over all stages.
+        """Return the cumulative requested bytes of one head, visit by visit over all stages.
 
-        Entry v is the total when v visits have ended. Transfers outside visits count with the visit
-        that they precede (or, at the end of a stage, with the one they follow).
+        Entry v is the total after v visits. A transfer outside visits is added to the visit that
+        follows it, or, at the end of a stage, to the stage's last visit.
         """
         per_visit = [np.zeros(1, np.int64)]
         for stage in self.stages:
@@ -260,18 +267,18 @@ class Trace(Recording):
 
     @property
     def n_visits(self) -> int:
-        """Visits of one head (or head group), summed over stages: the steps of an animation."""
+        """Number of visits of one head (or head group) over all stages: an animation's steps."""
         return sum(
             int(((s.events["op"] == COMPUTE) & (s.events["visit"] >= 0)).sum()) for s in self.stages
         )
 
     def frame(self, step: int = -1, head: int = 0) -> Frame:
-        """The state right after visit `step` (negative counts from the end) of one head.
+        """Return the state right after visit `step` of one head; -1 is the last visit.
 
         Raises
         ------
         TraceError
-            If there is no such step, or no such head.
+            If `step` or `head` is out of range.
         """
         heads, visits = self.problem.batch * self.problem.heads, self.n_visits
         if not checks.is_int(step) or not -visits <= step < visits:
@@ -280,23 +287,23 @@ class Trace(Recording):
             raise TraceError(f"head must be between 0 and {heads - 1}, got {shown(head)}")
         return self._walk.frame(step % visits, head)
 
-    # -- against others -------------------------------------------------------------------------
+    # -- comparisons ----------------------------------------------------------------------------
 
     def predicted(self) -> Traffic:
-        """The closed form for the same schedule, equal to the result of `flashsim.count`.
+        """Return the traffic by closed form for the same schedule, as `flashsim.count` does.
 
-        It does not check whether the tiles fit: they ran, and a GPU's kernel may keep in registers
-        what the model keeps on chip.
+        Unlike `flashsim.count`, this does not check whether the tiles fit in on-chip memory: a GPU
+        kernel may keep in registers the tiles that the model places in shared memory.
 
         Raises
         ------
         UnsupportedError
-            For a user's own algorithm, which has no derived closed form.
+            For a user's own algorithm, for which no closed form was derived.
         """
         if self.own is not None:
             raise UnsupportedError(
-                f"{self.algorithm!r} is your own algorithm, so there is no closed form of it; "
-                "read what it moved from trace.bytes(op, tensor)"
+                f"{self.algorithm!r} is your own algorithm, so it has no closed form; "
+                "trace.bytes(op, tensor) gives the bytes that it moved"
             )
         first = self.stages[0].schedule
         return Traffic(
@@ -306,9 +313,10 @@ class Trace(Recording):
         )
 
     def dram(self, device: str | Device | None = None, l2: L2Model | None = None) -> Dram:
-        """DRAM bytes, by a model of the L2 cache of `device` (default: the one that ran).
+        """Return the DRAM bytes, by a model of the L2 cache of `device`.
 
-        The schedule's requests are replayed, tile by tile; see `flashsim.l2`.
+        Without `device`, it is the device of the trace. The schedule's requests are replayed, tile
+        by tile; see `flashsim.l2`.
 
         Raises
         ------
@@ -323,7 +331,9 @@ class Trace(Recording):
         return dram(requested, l2)
 
     def diff(self, other: Trace | Traffic) -> dict[tuple[str, str, str], tuple[int, int]]:
-        """Where two results differ: ``{(stage, op, tensor): (ours, theirs)}``; empty if they agree.
+        """Return where two results differ, as ``{(stage, op, tensor): (ours, theirs)}``.
+
+        The dict is empty if they agree.
 
         Raises
         ------
@@ -331,7 +341,7 @@ class Trace(Recording):
             If `other` is neither a trace nor a count.
         """
         if not hasattr(other, "transfers"):
-            raise DTypeError(f"diff() takes a Trace or a Traffic, got {shown(other)}")
+            raise DTypeError(f"diff() needs a Trace or a Traffic, got {shown(other)}")
         ours, theirs = self.transfers, other.transfers
         return {
             key: (ours.get(key, 0), theirs.get(key, 0))
@@ -340,7 +350,7 @@ class Trace(Recording):
         }
 
     def same_events(self, other: Trace) -> bool:
-        """Whether two traces have the same stages and, stage by stage, the same events.
+        """Return whether two traces have the same stages and, stage by stage, the same events.
 
         Raises
         ------
@@ -356,25 +366,28 @@ class Trace(Recording):
 
     def save(self, path) -> None:
         """Write a versioned ``.npz`` (no pickle) that `Trace.load` reads back."""
-        from flashsim.trace.file import save  # zip archives: only where one is written
+        from flashsim.trace.file import save  # imported late, to keep `import flashsim` light
 
         save(self, path)
 
     @staticmethod
     def load(path) -> Trace:
-        """Read a trace file.
+        """Read a trace from a file that `save` wrote.
 
         Raises
         ------
         TraceError
-            If the file is truncated, is not a trace, or comes from a newer flashsim.
+            If the file does not exist, is damaged, is not a trace, or comes from a newer flashsim.
         """
         from flashsim.trace.file import load
 
         return Trace(**vars(load(checks.path("path", path))))
 
     def to_perfetto(self, path, *, heads: int = 1):
-        """Write Chrome trace events for https://ui.perfetto.dev; see `perfetto.write`."""
+        """Write the trace as Chrome trace events for https://ui.perfetto.dev.
+
+        See `perfetto.write` for the parameters.
+        """
         from flashsim.trace.perfetto import write
 
         return write(self, path, heads=heads)
@@ -382,7 +395,7 @@ class Trace(Recording):
     # -- for people -----------------------------------------------------------------------------
 
     def table(self) -> report.Table:
-        """Bytes by tensor and direction, FLOPs, intensity and peak SRAM, as a table."""
+        """Return a table of bytes by tensor and direction, FLOPs, intensity and peak SRAM."""
         return questions.summary(self)
 
     def __iter__(self) -> Iterator[np.void]:

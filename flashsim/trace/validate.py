@@ -1,8 +1,8 @@
-"""Checks that a trace file's content is possible: types, ranges, and lengths of tables.
+"""Checks the content of a trace file: types, ranges, and lengths of tables.
 
-A file may come from anywhere. The checks before a table is read bound its memory by the size that
-the problem itself implies. The checks after it is read keep every index in range for later queries
-of the trace.
+A trace file may come from an untrusted source. Before a table is read, its length must be at most
+what its problem can need, so a small file cannot fill the memory. After the table is read, every
+index in it must be in range, so that queries of the trace need no checks of their own.
 """
 
 from __future__ import annotations
@@ -24,13 +24,18 @@ from flashsim.schedule.tiling import Tiling
 from flashsim.trace.events import PHASES, ROLES, StageTrace, gain, step_ends
 from flashsim.trace.recording import Own
 
-#: Of an algorithm of one's own: names of tensors, stages, events of a stage.
+#: Limits for a user's own algorithm: tensors, stages, and events per stage.
 MOST_NAMES, MOST_STAGES, MOST_EVENTS = 64, 64, 1 << 22
-#: Of any text in a header.
+#: The longest text that a header may contain.
 MOST_CHARACTERS = 2_000
 SIDES = (ROW, COL, TILE)
-#: Indices are int32 wherever tables hold them.
+#: Tables store indices as int32, so every index is less than this.
 INDEX = 1 << 31
+#: Python's types of JSON values, as error messages name them.
+_JSON: dict[type, str] = {
+    **{dict: "an object", list: "a list", str: "a string"},
+    **{int: "an integer", bool: "true or false"},
+}
 _STAGE = {
     **{"name": str, "outer": str, "buffers": list, "dense": bool, "per": str},
     **{"tiling": list, "key_order": str, "repeat": int, "stride": int},
@@ -38,31 +43,35 @@ _STAGE = {
 
 
 def typed(what: str, entry: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """`entry` as a JSON object that has at least these keys, each of its kind."""
+    """Return `entry`, a JSON object that has at least these keys, with values of these types."""
     if not isinstance(entry, dict):
-        raise ValueError(f"{what} is {shown(entry)}, not an object")
+        raise ValueError(f"{what} must be a JSON object, got {shown(entry)}")
     for key, kind in kinds.items():
+        if key not in entry:
+            raise ValueError(f"{what} lacks the key {key!r}")
         value = entry[key]
         of_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if not of_kind:
-            raise ValueError(f"{what}: {key} is {shown(value)}")
+            raise ValueError(f"{what}: {key!r} must be {_JSON[kind]}, got {shown(value)}")
     return entry
 
 
 def integers(what: str, entry: Any, n: int, low: int = 0) -> list[int]:
-    """`entry` as a list of n integers, from `low` up to the largest possible index."""
+    """Return `entry`, a list of n integers from `low` up to the largest possible index."""
     if not isinstance(entry, list) or len(entry) != n:
-        raise ValueError(f"{what} is {shown(entry)}, not {n} integers")
+        raise ValueError(f"{what} must be a list of {n} integers, got {shown(entry)}")
     for value in entry:
         if type(value) is not int or not low <= value < INDEX:
-            raise ValueError(f"{what} is {shown(entry)}: not from {low} up to {INDEX - 1}")
+            raise ValueError(
+                f"{what} must be integers from {low} to {INDEX - 1}, got {shown(entry)}"
+            )
     return entry
 
 
 def header(fields: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
-    """Check the header's own fields.
+    """Check the top-level fields of a trace file's header.
 
-    The fields of its problem, device and stages are checked when these are built.
+    The constructors of the problem, the device and the stages check the fields of these.
     """
     kinds = {
         **{"names": dict, "problem": dict, "device": dict, "stages": list, "provenance": dict},
@@ -72,40 +81,42 @@ def header(fields: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
     _strings(fields)
     for name, value in fields["provenance"].items():
         if not isinstance(value, str):
-            raise ValueError(f"provenance: {name} is {shown(value)}")
+            raise ValueError(f"provenance: {name!r} must be a string, got {shown(value)}")
     for field, ours in (("op", OPS), ("tensor", tensors), ("phase", PHASES), ("role", ROLES)):
         names = fields["names"].get(field, [] if field in ("phase", "role") else None)
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"names: {field} is {shown(names)}")
+            raise ValueError(f"names: {field!r} must be a list of strings, got {shown(names)}")
         if unknown := set(names) - set(ours):
-            raise ValueError(f"unknown {field} {', '.join(map(repr, sorted(unknown)))}")
+            raise ValueError(
+                f"names: {field!r} has unknown names: {', '.join(map(repr, sorted(unknown)))}"
+            )
     if not fields["stages"]:
-        raise ValueError("there is no stage")
+        raise ValueError("the header lists no stages; a trace has at least one")
     if len(fields["stages"]) > MOST_STAGES:
         raise ValueError(
-            f"there are {len(fields['stages'])} stages, but the limit is {MOST_STAGES}"
+            f"the header lists {len(fields['stages'])} stages, but the limit is {MOST_STAGES}"
         )
 
 
 def _strings(tree: Any) -> None:
-    """Refuse text that is too long for a name or note, or has characters that a terminal obeys."""
+    """Refuse text that is too long, or that contains terminal control characters."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             _strings(key)
             _strings(value)
     elif isinstance(tree, list):
         for value in tree:
-            if isinstance(value, (str, dict, list)):  # not each of a million lengths
+            if isinstance(value, (str, dict, list)):  # skips lists of up to a million integers
                 _strings(value)
     elif isinstance(tree, str) and (len(tree) > MOST_CHARACTERS or printable(tree) != tree):
         raise ValueError(
-            f"the header holds {shown(tree)}: not text of at most {MOST_CHARACTERS:,} characters "
-            "that print"
+            f"each text in the header must have at most {MOST_CHARACTERS:,} characters, all of "
+            f"them printable, got {shown(tree)}"
         )
 
 
 def own(value: Any) -> Own | None:
-    """The file's description of a user's own algorithm; None for a built-in one."""
+    """Return the file's description of a user's own algorithm; None for a built-in one."""
     if value is None:
         return None
     kinds = {"tensors": list, "compulsory": int, "workspace": int}
@@ -114,22 +125,22 @@ def own(value: Any) -> Own | None:
     for pair in entry["tensors"]:
         if not isinstance(pair, list) or len(pair) != 2 or not own_name(pair[0]):
             raise ValueError(
-                "own: each tensor must be a list of a name, which is an identifier of at most 24 "
-                f"characters, and an axis, got {shown(pair)}"
+                "own: each tensor must be a list [name, axis], whose name is an identifier of at "
+                f"most 24 characters, got {shown(pair)}"
             )
         name, axis = pair
         if name in TENSORS or name in tensors or type(axis) is not int or axis not in SIDES:
             raise ValueError(
-                "own: each tensor must have a name that no other tensor has, and an axis from "
+                "own: each tensor must have a name that no other tensor has, and one of the axes "
                 f"{SIDES}, got {shown(pair)}"
             )
         tensors[name] = axis
     if len(tensors) > MOST_NAMES:
-        raise ValueError(f"own: there are {len(tensors)} tensors, but the limit is {MOST_NAMES}")
+        raise ValueError(f"own: the limit is {MOST_NAMES} tensors, got {len(tensors)}")
     sizes = entry["compulsory"], entry["workspace"]
     if not all(0 <= nbytes < 1 << 62 for nbytes in sizes):
         raise ValueError(
-            "own: compulsory and workspace must be numbers of bytes from 0 to 2**62 - 1, got "
+            "own: 'compulsory' and 'workspace' are bytes, and must be from 0 to 2**62 - 1, got "
             f"{sizes[0]} and {sizes[1]}"
         )
     return Own(tensors, *sizes)
@@ -141,40 +152,52 @@ def own_name(name: Any) -> bool:
 
 
 def shape_of_costs(shape: tuple[int, ...], events: np.ndarray) -> None:
-    """Check that there is one row of work per computation."""
+    """Check that a stage's table of costs has one row per "compute" event."""
     needed = int((events["op"] == COMPUTE).sum()), len(KINDS) + 2
     if shape != needed:
-        raise ValueError(f"a stage's table of work is {shape}, but its events need {needed}")
+        raise ValueError(
+            f"a stage's table of costs must have shape {needed}, one row per compute event, got "
+            f"{shape}"
+        )
 
 
 def own_costs(costs: np.ndarray) -> None:
-    """Check that sums of work cannot overflow."""
-    within("work", costs.ravel(), 0, (1 << 62) // max(len(costs), 1))
+    """Check that sums of FLOPs, and of on-chip bytes, cannot overflow."""
+    within("costs", costs.ravel(), 0, (1 << 62) // max(len(costs), 1))
 
 
 def problem(fields: dict[str, Any], **masks: Any) -> Problem:
-    """The problem, with lengths that tables can hold."""
+    """Return the header's problem, after checking that int32 tables can index its lengths."""
     if own_masks := {"mask", "block_mask", "mask_mod", "score_mod"} & fields.keys():
-        raise ValueError(f"problem: a header holds no {', '.join(sorted(own_masks))}")
+        raise ValueError(
+            f"problem: {', '.join(sorted(own_masks))} must be a field of the header, not of its "
+            "problem"
+        )
     checked = Problem(**fields, **masks)
     sizes = {n: getattr(checked, n) for n in ("n_q", "n_kv", "batch", "kv_heads", "shared_prefix")}
     for name, size in {**sizes, "batch * heads": checked.batch * checked.heads}.items():
         if size and size >= INDEX:
-            raise ValueError(f"problem: {name} is {size}: no table holds that many")
+            raise ValueError(
+                f"problem: {name} must be less than 2**31, because tables store indices as int32, "
+                f"got {size}"
+            )
     return checked
 
 
 def split(entry: Mapping[str, Any]) -> Split:
-    """Parts of the keys and packed heads of a stage. Older files have no entry for them."""
+    """Return the `Split` of a stage. Older files have no entry for it: they never split keys."""
     value = entry.get("split", [1, False])
     if not isinstance(value, list) or len(value) not in (2, 3):
-        raise ValueError(f"a split is {shown(value)}, not parts and whether heads are packed")
-    integers("a split", [value[0], *value[2:]], len(value) - 1, 1)
+        raise ValueError(
+            "a stage's split must be a list [splits, pack_gqa] or [splits, pack_gqa, part_tiles], "
+            f"got {shown(value)}"
+        )
+    integers("a stage's splits and part_tiles", [value[0], *value[2:]], len(value) - 1, 1)
     return Split(*value)
 
 
 def split_entry(split: Split) -> list[Any]:
-    """A file's entry for a split, which `split` reads."""
+    """Return a split as the JSON list that `split` reads."""
     entry = [split.splits, split.pack_gqa]
     return entry if split.part_tiles is None else [*entry, split.part_tiles]
 
@@ -182,7 +205,7 @@ def split_entry(split: Split) -> list[Any]:
 def stage(
     value: Any, of: Problem, algorithm: str, direction: str, *, own: bool = False
 ) -> tuple[plans.Stage, Tiling, int, int]:
-    """A stage, its tiling, how often its loops repeat, and how many query heads apart.
+    """Return a stage, its tiling, and the `repeat` and `stride` of its `StageTrace`.
 
     For a user's `own` algorithm the file describes the stage; otherwise the algorithm's plan does.
     """
@@ -191,49 +214,71 @@ def stage(
     if own:
         known = entry["outer"] in ("queries", "keys") and entry["per"] in ("head", "group")
         if not known or entry["dense"] or entry["buffers"] or len(name) > 60:
-            raise ValueError(f"a stage is {shown(entry)}")
+            raise ValueError(
+                "a stage of your own algorithm must have a name of at most 60 characters, 'outer' "
+                "queries or keys, 'per' head or group, 'dense' false, and no buffers, got "
+                f"{shown(entry)}"
+            )
         plan = plans.Stage(name, entry["outer"], per=entry["per"])
     else:
         planned = {s.name: s for s in plans.stages(of, algorithm, direction, split(entry))}
         if name not in planned:
-            raise ValueError(f"{algorithm} {direction} has no stage {name!r}")
+            raise ValueError(
+                f"the {direction} pass of {algorithm} has no stage {name!r}; its stages are "
+                f"{', '.join(map(repr, planned))}"
+            )
         plan = planned[name]
         for key in ("outer", "dense", "per"):
             if entry[key] != getattr(plan, key):
-                raise ValueError(f"stage {name!r}: {key} is not {getattr(plan, key)!r}")
+                raise ValueError(
+                    f"stage {name!r}: {key!r} must be {getattr(plan, key)!r}, got "
+                    f"{shown(entry[key])}"
+                )
         _check_buffers(entry["buffers"])
     heads = plans.heads_of(plan, of)
     if (entry["repeat"], entry["stride"]) != heads:
-        counts = entry["repeat"], entry["stride"]
-        raise ValueError(f"stage {name!r}: repeat and stride are {counts}, not {heads}")
-    return plan, Tiling(*integers("a tiling", entry["tiling"], 2, 1)), *heads
+        got = entry["repeat"], entry["stride"]
+        raise ValueError(
+            f"stage {name!r}: repeat and stride must be {heads}, as the problem's heads require, "
+            f"got {got}"
+        )
+    return plan, Tiling(*integers("a stage's tiling", entry["tiling"], 2, 1)), *heads
 
 
 def _check_buffers(buffers: list[Any]) -> None:
-    """Check that the file's buffers are well-formed.
+    """Check that the file's buffers are well-formed; their content is not used.
 
-    The stage's buffers come from the itinerary, which may have changed since the file was written.
+    The loaded stage takes its buffers from the current dataflow table instead, which may have
+    changed since the file was written.
     """
     if len(buffers) > len(TENSORS):
-        raise ValueError(f"a stage has {len(buffers)} buffers")
+        raise ValueError(f"a stage must have at most {len(TENSORS)} buffers, got {len(buffers)}")
     for entry in buffers:
         if not isinstance(entry, list) or len(entry) != 5 or entry[0] not in TENSORS:
-            raise ValueError(f"a buffer is {shown(entry)}")
-        integers("a buffer", entry[1:4], 3)
+            raise ValueError(
+                "a stage's buffer must be a list of a tensor's name, three integers and a "
+                f"boolean, got {shown(entry)}"
+            )
+        integers("the sizes of a stage's buffer", entry[1:4], 3)
         if not isinstance(entry[4], bool):
-            raise ValueError(f"a buffer is {shown(entry)}")
+            raise ValueError(
+                f"the last entry of a stage's buffer must be true or false, got {shown(entry)}"
+            )
 
 
-# -- how long tables can be ---------------------------------------------------------------------
+# -- lengths of tables --------------------------------------------------------------------------
 
 
 def members(walk: plans.Stage, of: Problem) -> int:
-    """Rows per query in a stage's loops: one for each packed head (`Split`)."""
+    """Return the score rows per query in a stage's loops: one for each packed head (`Split`)."""
     return of.group if walk.parts and walk.per == "group" else 1
 
 
 def tiles(of: Problem, tiling: Tiling, members: int = 1) -> tuple[int, int, int]:
-    """Numbers of row tiles, column tiles and score tiles (pairs of them in one sequence)."""
+    """Return the numbers of row tiles, column tiles and score tiles.
+
+    A score tile pairs a row tile with a column tile of the same sequence.
+    """
     t_r = t_c = pairs = 0
     for s in of.sequences:
         rows = -(-(s.q_stop - s.q_start) * members // tiling.block_q)
@@ -247,24 +292,28 @@ def length_of_events(
 ) -> None:
     """Refuse a table of events that is too long or too short for the stage.
 
-    The problem does not bound the length for a user's `own` algorithm, so only a fixed limit
+    For a user's `own` algorithm, the problem implies no limit on the length, so a fixed limit
     applies.
     """
     if own:
         if not 0 < length <= MOST_EVENTS:
-            raise ValueError(f"stage {walk.name!r} has {length} events, over {MOST_EVENTS}")
+            raise ValueError(
+                f"stage {walk.name!r} must have 1 to {MOST_EVENTS} events, got {length}"
+            )
         return
     rows_each = members(walk, of)
     t_r, t_c, pairs = tiles(of, tiling, rows_each)
     steps = t_r if walk.outer == "queries" else t_c
     heads = of.group // rows_each if walk.per == "group" else 1
-    # Each buffer of a visit or a step comes and goes and may be stored; `n_q` for single rows.
+    # A visit or a step allocates, frees and perhaps stores each buffer. A stage that works on
+    # strips of rows has at most `n_q` strips.
     most = (pairs * heads + steps + of.n_q) * (3 * len(walk.buffers) + 8)
-    if walk.parts:  # an outer step for each part, of a visit at least; merging, for several
+    if walk.parts:  # each part has an outer step with at least one visit; a merge may do nothing
         most, steps = 2 * most, steps if walk.parts == "walks" else 0
     if not steps <= length <= most:
         raise ValueError(
-            f"stage {walk.name!r} has {length} events, not from {steps} to {most} as in such a walk"
+            f"stage {walk.name!r} must have {steps} to {most} events, for its problem and tiling, "
+            f"got {length}"
         )
 
 
@@ -279,30 +328,40 @@ def length_of_mask(
     """Refuse a mask's table of tiles whose length does not match its tiling."""
     t_r, _, pairs = tiles(of, tiling, rows_each)
     if ptr[0] != t_r + 1 or col != kind or col[0] > pairs:
-        raise ValueError(f"a mask's table has {ptr[0] - 1} rows and {col[0]} of {pairs} tiles")
+        raise ValueError(
+            f"a mask's table must list the tiles of {t_r} row tiles, at most {pairs} tiles in all, "
+            f"but lists {col[0]} tiles, with {kind[0]} kinds, of {ptr[0] - 1} row tiles"
+        )
 
 
 def grid(shape: tuple[int, ...], of: Problem, rows: int, cols: int) -> None:
     """Refuse a block mask's grid that reaches past the scores."""
     if shape[0] * rows >= of.n_q + rows or shape[1] * cols >= of.n_kv + cols:
         raise ValueError(
-            f"a block mask of {shape} cells of {rows} x {cols} reaches past the scores"
+            f"a block mask of {shape} cells, each of {rows} x {cols} scores, has cells past the "
+            f"last of {of.n_q} queries or {of.n_kv} keys"
         )
 
 
 def length_of_timeline(length: int, events: int) -> None:
     """Refuse a timeline with more spans than events x phases x roles."""
-    if length > events * len(PHASES) * len(ROLES):
-        raise ValueError(f"the timeline has {length} spans of {events} events")
+    if length > (most := events * len(PHASES) * len(ROLES)):
+        raise ValueError(
+            f"the timeline must have at most {most} spans, for a trace of {events} events, got "
+            f"{length}"
+        )
 
 
-# -- what tables hold ---------------------------------------------------------------------------
+# -- values in tables ---------------------------------------------------------------------------
 
 
 def within(what: str, values: np.ndarray, low: int, high: int) -> None:
     """Refuse values outside low .. high - 1."""
     if len(values) and not (low <= int(values.min()) and int(values.max()) < high):
-        raise ValueError(f"{what} goes from {values.min()} to {values.max()}, not {low} to {high}")
+        raise ValueError(
+            f"{what}: the values must be from {low} to {high - 1}, but are from {values.min()} to "
+            f"{values.max()}"
+        )
 
 
 def events(
@@ -314,7 +373,7 @@ def events(
     *,
     own: bool = False,
 ) -> None:
-    """Check a part of one stage's events: tiles and heads exist, and byte counts are possible.
+    """Check some consecutive events of a stage: heads and tiles exist, byte counts are possible.
 
     `length` is the number of all events of the stage.
     """
@@ -326,47 +385,52 @@ def events(
     within(what + "i", table["i"], -1, t_r)
     within(what + "j", table["j"], -1, t_c)
     within(what + "visit", table["visit"], -1, length if own else pairs)
-    # One tile of one tensor: a row of it is at most a row of scores, or of head_dim, of 8 B.
+    # An event moves one tile of one tensor. Each row of the tile is a row of scores or of head_dim
+    # elements, of at most 8 B each.
     largest = of.n_q * rows_each * max(of.n_kv, of.head_dim, of.head_dim_v) * 8
     largest = max(largest, of.n_kv * max(of.head_dim, of.head_dim_v) * 8)
     largest = max(largest, *(m.tile.nbytes(of.n_q, of.n_kv) for m in walk.moves), 0)
-    most = (1 << 62) // max(length, 1)  # so that sums are no overflow
+    most = (1 << 62) // max(length, 1)  # sums of the bytes then fit in int64
     within(what + "bytes", table["bytes"], 0, (most if own else min(largest, most)) + 1)
     if (table["level"] != ~np.isin(table["op"], TRANSFERS)).any() or table["stage"].any():
-        raise ValueError(what + "an event's level or stage is not as it must be")
+        raise ValueError(
+            what + "the level of an event must be 0 for a transfer and 1 otherwise, and its stage "
+            "must be 0"
+        )
     outer = table["i"] if walk.outer == "queries" else table["j"]
     visiting = table["visit"] >= 0
     if (outer < 0).any() or ((table["i"] < 0) | (table["j"] < 0))[visiting].any():
-        raise ValueError(what + "an event belongs to no tile")
-    # No step or visit has nearly as many events as a part of the table that is read at once.
+        raise ValueError(what + "an event lacks its tile: i or j is -1 where the loops have a tile")
+    # The table is read in chunks with far more events than a step or visit has, so each chunk
+    # must have a "compute" event.
     if not (table["op"] == COMPUTE).any() and walk.parts != "merges":
-        raise ValueError(what + "nothing is computed")
+        raise ValueError(what + "its events compute nothing")
 
 
 def order(table: np.ndarray, walk: plans.Stage) -> None:
-    """Check that each visit computes something, and that each step frees all that it holds."""
+    """Check that each visit computes something, and that each step frees all its buffers."""
     if not len(table):
         return
     what = f"stage {walk.name!r}: "
     visiting, computes = table["visit"] >= 0, table["op"] == COMPUTE
     visit = table["visit"] + (int(table["visit"].max()) + 1) * table["head"].astype(np.int64)
     if not np.isin(visit[visiting], visit[visiting & computes]).all():
-        raise ValueError(what + "a visit computes nothing")
+        raise ValueError(what + "the events of a visit include no compute event")
     held = np.cumsum(gain(table))
     if int(held.min()) < 0:
-        raise ValueError(what + "more bytes are freed than were on chip")
+        raise ValueError(what + "its events free more bytes than are on chip")
     if int(held[-1]) != 0:
-        raise ValueError(what + f"{held[-1]} bytes are on chip at the end")
+        raise ValueError(what + f"its events leave {held[-1]} bytes on chip at the end")
     if (np.diff(step_ends(table)) == 0).any():
-        raise ValueError(what + "a step ends before it frees what it holds")
+        raise ValueError(what + "a step ends before it has freed all its buffers")
 
 
 def moved(stages: Sequence[StageTrace]) -> None:
-    """Refuse a trace without a byte between HBM and SRAM."""
+    """Refuse a trace that moves no bytes between HBM and SRAM."""
     if not any(
         np.isin(stage.events["op"], TRANSFERS)[stage.events["bytes"] > 0].any() for stage in stages
     ):
-        raise ValueError("no byte is loaded or stored")
+        raise ValueError("the trace moves no bytes between HBM and SRAM")
 
 
 def timeline(spans: np.ndarray, stages: Sequence[Any], of: Problem) -> None:
@@ -382,22 +446,24 @@ def timeline(spans: np.ndarray, stages: Sequence[Any], of: Problem) -> None:
         within("timeline: visit", own["visit"], -1, pairs)
     within("timeline: start", spans["start_ns"], 0, 1 << 62)
     if (spans["end_ns"] < spans["start_ns"]).any():
-        raise ValueError("timeline: a span ends before it begins")
+        raise ValueError("timeline: a span's end_ns is less than its start_ns")
 
 
 def mask_table(table: Csr, of: Problem, tiling: Tiling, rows_each: int) -> None:
-    """Check a mask's table: each row tile lists tiles of its own sequence, with keys ascending."""
+    """Check a mask's table: each row tile lists key tiles of its own sequence, in order of keys."""
     ptr, col, kind = table
-    within("a mask's kinds", kind, 0, 2)
+    within("kinds of a mask's tiles", kind, 0, 2)
     if ptr[0] != 0 or ptr[-1] != len(col) or (np.diff(ptr) < 0).any():
-        raise ValueError("a mask's rows of tiles do not add up")
+        raise ValueError(
+            f"a mask's row pointers must rise from 0 to {len(col)}, the number of its tiles"
+        )
     first = row = 0
     for s in of.sequences:
         rows = -(-(s.q_stop - s.q_start) * rows_each // tiling.block_q)
         cols = -(-(s.k_stop - s.k_start) // tiling.block_k)
-        within("a mask's tiles", col[ptr[row] : ptr[row + rows]], first, first + cols)
+        within("key tiles of a mask", col[ptr[row] : ptr[row + rows]], first, first + cols)
         first, row = first + cols, row + rows
     rising = np.diff(col.astype(np.int64)) > 0
     rising[ptr[1:-1][(ptr[1:-1] > 0) & (ptr[1:-1] < len(col))] - 1] = True  # a new row begins
     if not rising.all():
-        raise ValueError("a mask's tiles are not in ascending order")
+        raise ValueError("a mask's key tiles must be in ascending order within a row tile")

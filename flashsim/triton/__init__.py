@@ -1,7 +1,7 @@
-"""Run Triton kernels on the CPU and see every load, store and atomic operation that they make.
+"""Run Triton kernels on the CPU, and record every load, store and atomic operation.
 
-Needs Triton (``pip install 'flashsim-attention[triton]'``), and neither a GPU nor torch. Triton is
-imported when a kernel is traced, not before.
+The package needs Triton (``pip install 'flashsim-attention[triton]'``), but neither a GPU nor
+torch. Triton is imported only when a kernel is traced.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A kernel's arguments: arrays become addresses of their own, so a pointer tells its tensor.
+"""Convert a kernel's arguments: each array gets its own range of simulated addresses.
 
-Each array gets a region of addresses that belongs to it alone. So an address that is outside of its
-tensor still says which tensor it was meant for, and one array that is passed twice keeps two names.
+A pointer therefore identifies its tensor, even if it points outside of the tensor. An array that is
+passed twice gets two ranges, and keeps two names.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from flashsim.own_kernels import Recorder
 from flashsim.triton.installed import installed
 from flashsim.triton.narrow_floats import exact_dtype
 
-#: Addresses: argument k has those from START + k * REGION on. Real ones are below START.
+#: Tensor k has the simulated addresses from START + k * REGION on. Real addresses are below START.
 START, REGION = 1 << 60, 1 << 40
-#: Element types by the names of NumPy, ml_dtypes and torch; and Triton's name of each.
+#: Element types: the name in NumPy, ml_dtypes and torch, and the name in Triton.
 _TYPES = {
     "float64": "float64",
     "float32": "float32",
@@ -44,26 +44,26 @@ _TYPES = {
 
 @dataclass(eq=False)
 class Pointer:
-    """An array argument, as the interpreter sees it: an address.
+    """An array argument as an address, which is what the interpreter passes to the kernel.
 
     Attributes
     ----------
     code : int
         The tensor's code in the record.
     dtype : str
-        As `Problem` names types.
+        The element type, as `Problem` names types.
     element : object
         Triton's element type.
     itemsize : int
         Bytes per element.
     address : int
-        The address that the kernel gets.
+        The simulated address that the kernel gets.
     memory, size : int
-        Where the allocation really lies, and its bytes.
+        The allocation's real address, and its size in bytes.
     start : int
-        Bytes from there to the first element.
+        Bytes from the allocation's start to the first element.
     array : object
-        What the reader passed, or a copy of it if it cannot be written to.
+        The user's array, or a copy of it if it cannot be written to.
     """
 
     code: int
@@ -78,19 +78,19 @@ class Pointer:
 
 
 class Arguments:
-    """All arrays that the launches of one session got."""
+    """Converts the arguments of all launches, and holds their arrays."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self.pointers: list[Pointer] = []
-        self._kept: dict[int, tuple[Any, Any]] = {}  # keeps ids and buffers from being used again
+        self._kept: dict[int, tuple[Any, Any]] = {}  # keeps arrays alive, so that ids stay unique
 
     def take(
         self, name: str, given: Any, taken: dict[str, int], visible: Callable[[str], bool]
     ) -> Any:
-        """Return what the kernel gets for an argument: a `Pointer` for each array in it.
+        """Return an argument with a `Pointer` instead of each array in it.
 
-        `taken` maps parameters to tensor codes, and grows.
+        The arrays' tensor codes are added to `taken`, by parameter.
         """
         if isinstance(given, np.generic):
             return given.item()
@@ -143,7 +143,8 @@ class Arguments:
         )
         if inner.start >= REGION // 4 or inner.size >= REGION // 4:
             raise UnsupportedError(
-                f"{name} lies in an allocation of {inner.size:,} B; at most 2^38 B can be traced"
+                f"{name} is in an allocation of {inner.size:,} B, but at most 2^38 B can be "
+                "traced; pass a copy of the part that the kernel needs"
             )
         self.pointers.append(made)
         self._kept[code] = given, inner.array
@@ -178,8 +179,8 @@ def _dtype_name(name: str, dtype: Any) -> str:
         if word in (ours, theirs, str(getattr(tl, theirs))):
             return ours
     raise DTypeError(
-        f"{name} has elements of {shown(dtype)}, which Triton's interpreter does not know; "
-        f"possible: {', '.join(_TYPES)}"
+        f"{name} has elements of {shown(dtype)}, which Triton's interpreter does not support; "
+        f"convert them to one of {', '.join(_TYPES)}"
     )
 
 
@@ -193,8 +194,8 @@ def _array(name: str, given: Any) -> _Layout:
     if module in ("jax", "jaxlib"):  # cannot be written to: the kernel gets a copy
         return _of_numpy(name, np.array(given))
     raise DTypeError(
-        f"{name} is {shown(given)}, which is not an array; a kernel takes NumPy, torch or JAX "
-        "arrays, numbers, and for tl.constexpr parameters any constant"
+        f"{name} is {shown(given)}, which is not an array; pass a NumPy, torch or JAX array, a "
+        "number, or any constant for a tl.constexpr parameter"
     )
 
 
@@ -206,8 +207,8 @@ def _of_numpy(name: str, array: np.ndarray) -> _Layout:
     for along, step in enumerate(array.strides):
         if array.shape[along] > 1 and (step < 0 or step % array.itemsize):
             raise DTypeError(
-                f"{name} has strides of {array.strides} B, which are negative or not a multiple "
-                "of the element size; pass numpy.ascontiguousarray(...) of it"
+                f"{name} has strides of {array.strides} B: a stride is negative or not a multiple "
+                f"of the element size; pass numpy.ascontiguousarray({name})"
             )
     low, high = np.lib.array_utils.byte_bounds(root)
     return _Layout(
@@ -246,13 +247,13 @@ def begin_of(array: Any) -> int:
 
 
 def values(pointer: Pointer, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
-    """Return a tensor's numbers as a NumPy array that shares its memory."""
+    """Return a tensor's values as a NumPy array that shares its memory."""
     dtype = exact_dtype(pointer.dtype)
     steps = tuple(step * dtype.itemsize for step in strides)
     return np.ndarray(shape, dtype, allocation(pointer), pointer.start, steps)
 
 
 def allocation(pointer: Pointer) -> np.ndarray:
-    """Return the bytes of the allocation that holds a tensor, in place."""
+    """Return the bytes of a tensor's allocation as a NumPy array that shares its memory."""
     raw: Any = (ctypes.c_uint8 * max(pointer.size, 1)).from_address(pointer.memory)
     return np.frombuffer(raw, np.uint8, pointer.size)

@@ -1,6 +1,6 @@
-"""Block pointers for Triton 3.9, which has none: `tl.make_block_ptr` and `tl.advance`.
+"""Block pointers (`tl.make_block_ptr` and `tl.advance`) for Triton 3.9, which removed them.
 
-Much homework is written with them. Up to Triton 3.8 the interpreter has its own.
+Many homework files use block pointers. Up to Triton 3.8, Triton's interpreter supports them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from flashsim.triton.narrow_floats import handle
 
 @dataclass(frozen=True)
 class BlockPointer:
-    """A block of a tensor: the tensor's base, shape and strides, and the block's place and sides.
+    """A block of a tensor: the tensor's base, shape and strides, the block's offsets and shape.
 
-    Numbers count elements.
+    All numbers count elements.
     """
 
     base: Any
@@ -35,14 +35,14 @@ class BlockPointer:
 
     @property
     def dtype(self) -> Any:
-        """The type of the base, as kernels ask for it (`p.dtype.element_ty`)."""
+        """The pointer type of the base, so that `p.dtype.element_ty` works in kernels."""
         return self.base.dtype
 
     #: Kernels also write `p.type.element_ty`.
     type = dtype
 
     def lanes(self, boundary_check: Iterable[int]) -> tuple[Any, Any]:
-        """Return handles of the pointers of the block, and of those inside of checked bounds."""
+        """Return handles of the block's pointers and of a mask, False outside of checked bounds."""
         size = max(1, self.element.primitive_bitwidth // 8)
         pointers = np.broadcast_to(self.base.handle.data.astype(np.int64), self.block_shape)
         mask = np.ones(self.block_shape, bool)
@@ -67,14 +67,14 @@ class BlockPointer:
 
 
 def number(value: Any) -> int:
-    """Return an integer that a kernel computes with: a tensor of one, a constexpr or an int."""
+    """Return a kernel's integer (a one-element tensor, a constexpr or an int) as a Python int."""
     value = getattr(value, "value", value)
     data = getattr(getattr(value, "handle", None), "data", None)
     return int(value if data is None else data.item())
 
 
 def numbers(given: Any) -> tuple[int, ...]:
-    """Return a tuple of such integers."""
+    """Return several of a kernel's integers as Python ints."""
     return tuple(number(one) for one in given)
 
 
@@ -92,7 +92,7 @@ def advance(base: BlockPointer, offsets: Any, **_: Any) -> BlockPointer:
 
 
 def loading(plain: Callable[..., Any], builder: Any) -> Callable[..., Any]:
-    """Return `tl.load` that also takes block pointers."""
+    """Return a `tl.load` that also accepts block pointers."""
 
     def load(pointer: Any, *args: Any, **options: Any) -> Any:
         if not isinstance(pointer, BlockPointer):
@@ -119,7 +119,7 @@ def loading(plain: Callable[..., Any], builder: Any) -> Callable[..., Any]:
 
 
 def storing(plain: Callable[..., Any], builder: Any) -> Callable[..., Any]:
-    """Return `tl.store` that also takes block pointers."""
+    """Return a `tl.store` that also accepts block pointers."""
 
     def store(pointer: Any, value: Any, *args: Any, **options: Any) -> Any:
         if not isinstance(pointer, BlockPointer):
@@ -134,5 +134,5 @@ def storing(plain: Callable[..., Any], builder: Any) -> Callable[..., Any]:
 
 
 def _without(options: dict[str, Any]) -> dict[str, Any]:
-    """Remove arguments of block pointers, which plain pointers took up to Triton 3.8."""
+    """Remove block pointers' options, which plain pointers also accepted up to Triton 3.8."""
     return {k: v for k, v in options.items() if k not in ("boundary_check", "padding_option")}

@@ -1,7 +1,7 @@
-"""Stand in for a GPU while kernels are traced, where files ask Triton's driver or torch for one.
+"""Replace Triton's GPU driver while kernels are traced, so that files that use a GPU run without.
 
 `triton.runtime.driver.active` needs a GPU. Files also measure times with `do_bench`, and put
-tensors on "cuda". Here tensors stay on the CPU, and there are no times.
+tensors on "cuda". While they are traced, tensors stay on the CPU, and every measured time is NaN.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from flashsim.triton.installed import installed
 
 
 class Driver:
-    """A stand-in for Triton's GPU driver, for a machine without a GPU."""
+    """Replaces Triton's GPU driver on a machine without a GPU."""
 
     def get_active_torch_device(self) -> Any:
-        """Return torch's CPU device; its name where torch is missing."""
+        """Return torch's CPU device, or "cpu" if torch is not imported."""
         torch = sys.modules.get("torch")
         return torch.device("cpu") if torch is not None else "cpu"
 
     def get_current_device(self) -> int:
-        """Return the number of the device."""
+        """Return the number of the current device."""
         return 0
 
     def get_current_target(self) -> Any:
-        """Return the target of an A100."""
+        """Return an A100 as the compilation target."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", 80, 32)
@@ -41,13 +41,13 @@ class Driver:
         return _no_time
 
     def get_device_interface(self) -> Any:
-        """Return torch's module of the CPU."""
+        """Return the module `torch.cpu`, or None if torch is not imported."""
         torch = sys.modules.get("torch")
         return getattr(torch, "cpu", None)
 
 
 def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **__: Any) -> Any:
-    """A time that is not measured; `fn` is not called, so its launches are not counted."""
+    """Return NaN instead of a time; `fn` is not called, so its launches are not counted."""
     nothing = float("nan")
     if quantiles is not None:
         return [nothing] * len(quantiles)
@@ -55,10 +55,12 @@ def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **_
 
 
 @contextmanager
-def standing_in(*, available: bool = False) -> Iterator[None]:
-    """Replace Triton's driver by a `Driver`, and restore everything at the end.
+def standing_in(*, available: bool = False) -> Iterator[Callable[[], None]]:
+    """Replace Triton's driver by a `Driver`, and restore the original at the end.
 
-    With `available`, torch says that there is a GPU: tests skip without one.
+    With `available`, `torch.cuda.is_available` returns True, because tests skip without a GPU.
+    Yields a function to call after an import that may have loaded torch or ``triton.testing``: it
+    replaces their functions too.
     """
     at = installed()
     driver = at.triton.runtime.driver
@@ -66,13 +68,20 @@ def standing_in(*, available: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(_back, driver, before)
         driver.set_active(Driver())
-        if "triton.testing" in sys.modules:
-            testing = sys.modules["triton.testing"]
-            for name in ("do_bench", "do_bench_cudagraph"):
-                stack.enter_context(mock.patch.object(testing, name, _no_time))
-        if "torch" in sys.modules:
-            _torch_on_cpu(stack, available)
-        yield
+        replaced: set[str] = set()
+
+        def replace_imported() -> None:
+            new = {"triton.testing", "torch"} & sys.modules.keys() - replaced
+            replaced.update(new)
+            if "triton.testing" in new:
+                testing = sys.modules["triton.testing"]
+                for name in ("do_bench", "do_bench_cudagraph"):
+                    stack.enter_context(mock.patch.object(testing, name, _no_time))
+            if "torch" in new:
+                _torch_on_cpu(stack, available)
+
+        replace_imported()
+        yield replace_imported
 
 
 def _back(driver: Any, before: dict[str, Any]) -> None:
@@ -81,7 +90,7 @@ def _back(driver: Any, before: dict[str, Any]) -> None:
 
 
 def _torch_on_cpu(stack: ExitStack, available: bool) -> None:
-    """Keep torch's tensors on the CPU, where files ask for "cuda"."""
+    """Keep torch's tensors on the CPU when a file puts them on "cuda"."""
     torch = sys.modules["torch"]
     from torch.overrides import TorchFunctionMode
 

@@ -1,7 +1,8 @@
-"""The operations of the interpreter's builder, as they run while kernels are traced.
+"""Replacements for operations of the interpreter's builder while kernels are traced.
 
-Each function takes the machine and the plain operation, and returns its replacement. Loads, stores
-and atomic operations note what they move. Arithmetic of bfloat16 and FP8 is computed exactly.
+Each function takes the `machine.Interpreter` and the original operation, and returns the
+replacement. Loads, stores and atomic operations record their accesses. Arithmetic of bfloat16 and
+FP8 is computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _load(m: Interpreter, plain: Any) -> Any:
             fill = np.zeros(reached.addresses.shape, kind)
         else:
             fill = np.broadcast_to(other.data, reached.addresses.shape).astype(kind)
-        if reached.lost.any():  # memory of nobody: NaN, so that its use shows
+        if reached.lost.any():  # outside of every allocation: NaN, so that its use is visible
             fill = fill.copy()
             fill[reached.lost] = _junk(ptrs.get_element_ty(), kind)
         found = at._interpreter.load(reached.addresses, reached.real, fill, kind)
@@ -83,7 +84,10 @@ def _cas(m: Interpreter, plain: Any) -> Any:
     def cas(ptr: Any, cmp: Any, val: Any, *rest: Any) -> Any:
         reached = m.reach(ATOMIC, ptr, None)
         if reached.lost.any():
-            raise MemoryModelError("an atomic compare-and-swap outside of its tensor", "outside")
+            raise MemoryModelError(
+                "an atomic compare-and-swap accesses memory outside of its tensor; check the index",
+                "outside",
+            )
         at = m.at.interpreter
         shape = reached.addresses.shape
         wide = [
@@ -117,8 +121,9 @@ def _poll(m: Interpreter, plain: Any) -> Any:
             m.atomic = False
         if not now.all():
             raise UnsupportedError(
-                "this program waits for what another one writes; programs run one after another "
-                "here, in the order of the grid, so it would wait forever"
+                "this program waits for a value that another program writes. The simulation runs "
+                "programs one after another, in the order of the grid, so it would wait forever; "
+                "use two launches"
             )
         return m.at.interpreter.TensorHandle(now, m.at.tl.int1)
 
@@ -130,7 +135,7 @@ def _dot(m: Interpreter, plain: Any) -> Any:
         m.dot(a, b)
         if not any(floats.is_narrow(x.dtype) or x.data.dtype == np.float16 for x in (a, b)):
             return plain(a, b, d, *rest)
-        # float16 is widened too: exact, and a product of float32 is many times as fast.
+        # float16 is widened too: this is exact, and NumPy's float32 product is many times as fast.
         sums = np.matmul(floats.widen(a), floats.widen(b), dtype=np.float32) + floats.widen(d)
         if floats.is_narrow(d.dtype):
             sums = floats.narrow(sums, d.dtype)
@@ -195,8 +200,8 @@ def _convert_float(m: Interpreter, plain: Any) -> Any:
         narrower = dst.scalar.primitive_bitwidth < src.dtype.scalar.primitive_bitwidth
         if rounding is not None and rounding != modes.RTNE and narrower:
             raise UnsupportedError(
-                f"conversion to {dst.scalar} that rounds to zero is not computed here; leave out "
-                "fp_downcast_rounding, and it rounds to nearest even"
+                f"a conversion to {dst.scalar} that rounds to zero is not supported; leave out "
+                "fp_downcast_rounding to round to nearest even"
             )
         return floats.cast(src, dst)
 
@@ -216,7 +221,7 @@ def _refused(what: str) -> Callable[[Interpreter, Any], Any]:
 
 
 def checking(plain: Any) -> Any:
-    """Return the check of a reduction's operands, which also refuses bfloat16 and FP8."""
+    """Return a check of a reduction's operands that also refuses bfloat16 and FP8."""
 
     def check(ops: Any, given: Any) -> None:
         plain(ops, given)
@@ -228,7 +233,7 @@ def checking(plain: Any) -> Any:
 
 
 def remembering(plain: Any) -> Any:
-    """Return `_get_np_dtype` with a memory: the interpreter's makes a table at each call."""
+    """Return `_get_np_dtype` with a cache; the original builds a table at each call."""
     known: dict[Any, np.dtype] = {}
 
     def dtype_of(kind: Any) -> np.dtype:

@@ -1,4 +1,4 @@
-"""Import Triton and its interpreter, or say what is missing."""
+"""Import Triton and its interpreter, or raise an error that says how to install it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from flashsim.errors import BackendUnavailable
 
-#: Versions whose interpreter this package knows.
+#: The oldest and the newest Triton version whose interpreter this package supports.
 OLDEST, NEWEST = (3, 6), (3, 9)
 
 
 class Installed(NamedTuple):
-    """Triton as it is installed: the package, its language, its interpreter, version and folder."""
+    """The installed Triton: the package, its language, its interpreter, version and folder."""
 
     triton: ModuleType
     tl: Any

@@ -1,4 +1,4 @@
-"""Hook Triton's interpreter for as long as kernels are traced, and leave it as it was."""
+"""Hook Triton's interpreter while kernels are traced, and restore it afterwards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flashsim.triton.installed import installed
 from flashsim.triton.lines import failure, in_library, reader_frame, tiles
 from flashsim.triton.memory import Memory, Reached, dtype_of
 
-#: After so many programs of a launch, the tiles that they hold are known.
+#: Programs per launch whose tile values are examined; later programs hold the same tiles.
 _HELD_PROGRAMS = 2
 #: Exponents up to here are rounding.
 POSITIVE = 1e-3
@@ -33,7 +33,7 @@ _MISSING = object()
 
 @dataclass(eq=False)
 class Ran:
-    """A launch that ran, with what is needed to run one of its programs again.
+    """A launch that ran, with everything needed to run one of its programs again.
 
     Attributes
     ----------
@@ -42,10 +42,11 @@ class Ran:
     function : callable
         The kernel as the interpreter runs it.
     arguments : dict
-        By parameter, as converted for the interpreter.
+        The arguments by parameter, converted for the interpreter.
     pointers : list of Pointer
-    before : dict of int to bytes
-        By address of an allocation: what it held before the launch.
+        The array arguments.
+    before : dict of int to ndarray
+        The bytes of each allocation before the launch, by the allocation's address.
     grid : tuple of int
     """
 
@@ -58,17 +59,17 @@ class Ran:
 
 
 class Interpreter:
-    """Triton's interpreter with notes: `entered` hooks it, `recorder` has what was noted.
+    """Triton's interpreter with recording: `entered` hooks it, and `recorder` holds the record.
 
     Parameters
     ----------
     config : int or mapping, optional
-        Which configuration of autotuned kernels to run: its number, or keys and values that choose
-        it. Default: the first that the kernel's own rules allow.
+        The configuration of autotuned kernels to run: its index, or keyword arguments that it must
+        have. Default: the first one that remains after the kernel's `prune_configs_by`.
     programs : sequence of tuple, optional
-        Run only these programs of each launch, by their place in the grid.
+        Run only the programs with these grid coordinates.
     keep : bool
-        Keep what is needed to run programs again (`again`).
+        Copy memory before each launch, so that `again` can run its programs again.
     """
 
     def __init__(
@@ -90,13 +91,13 @@ class Interpreter:
         self._started = 0
         self.atomic = False
         self._positive: set[int] = set()  # lines with exponentials of positive numbers
-        self._patched: set[int] | None = None  # globals of functions that this launch has patched
+        self._patched: set[int] | None = None  # ids of the globals that this launch has patched
 
     # -- hooks ----------------------------------------------------------------------------------
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Hook the interpreter; restore it at the end, also after an error."""
+        """Hook the interpreter; restore it at the end, even after an error."""
         at = self.at
         jit = at.triton.runtime.jit.JITFunction
         tuner = at.triton.runtime.autotuner.Autotuner
@@ -130,7 +131,7 @@ class Interpreter:
                     del scope[name]
 
     def _language(self) -> list[Any]:
-        """The attributes of Triton's language that the interpreter changes while it runs."""
+        """Return the objects of Triton's language whose attributes the interpreter changes."""
         tl = self.at.tl
         found = [tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype]
         found += [getattr(tl, name) for name in ("condition",) if hasattr(tl, name)]
@@ -141,11 +142,11 @@ class Interpreter:
         setattr(obj, name, value)
 
     def _interpreted(self, kernel: Any) -> Any:
-        """Return the interpreter's form of a kernel that was decorated for a GPU."""
+        """Return an interpreted version of a kernel that was decorated with `@triton.jit`."""
         return self.at.interpreter.InterpretedFunction(kernel.fn)
 
     def _rewriting(self, rewrite: Callable[..., Any]) -> Callable[..., Any]:
-        """Remember the reader's globals before the interpreter writes its own names into them."""
+        """Remember the user's globals before the interpreter adds its own names to them."""
 
         def remembering(function: Any) -> Any:
             scope = function.fn.__globals__
@@ -155,17 +156,17 @@ class Interpreter:
         return remembering
 
     def _patching(self, patch: Callable[..., Any]) -> Callable[..., Any]:
-        """Repair the language whenever the interpreter has patched it.
+        """Fix the language each time after the interpreter has patched it.
 
-        Triton 3.9 gets block pointers. Triton 3.6 makes integers of tensors in a way that NumPy 2.4
-        refuses.
+        Triton 3.9 needs block pointers. Triton 3.6 converts tensors to integers in a way that
+        NumPy 2.4 refuses.
         """
         tl, builder = self.at.tl, self.at.interpreter.interpreter_builder
         has_blocks = hasattr(builder, "create_tensor_pointer_load")
 
         def patched(fn: Any) -> Any:
             if self._patched is not None and id(fn.__globals__) in self._patched:
-                return None  # a helper such as tl.sum, which asks for it at each of its calls
+                return None  # a helper such as tl.sum, which would patch again at each call
             scope = patch(fn)
             if self._patched is not None:
                 self._patched.add(id(fn.__globals__))
@@ -178,13 +179,13 @@ class Interpreter:
         return patched
 
     def with_block_pointers(self, builder: Any) -> None:
-        """Put our block pointers into Triton's language."""
+        """Add flashsim's block pointers to Triton's language."""
         tl = self.at.tl
 
         def make(*args: Any, **options: Any) -> Any:
             self.recorder.note(
-                f"tl.make_block_ptr runs here; Triton {self.at.version} has removed it and "
-                "compiles no such kernel for a GPU: write tl.make_tensor_descriptor"
+                f"flashsim simulates tl.make_block_ptr, but Triton {self.at.version} has removed "
+                "it and cannot compile the kernel for a GPU: use tl.make_tensor_descriptor"
             )
             return block_pointers.make_block_ptr(*args, **options)
 
@@ -194,7 +195,7 @@ class Interpreter:
         tl.store = block_pointers.storing(tl.store, builder)
 
     def _tuning(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Run one configuration of an autotuned kernel, and no trials."""
+        """Run one configuration of an autotuned kernel, without timing any."""
 
         def tuned(tuner: Any, *args: Any, **kwargs: Any) -> Any:
             tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
@@ -217,20 +218,21 @@ class Interpreter:
                 if all(every.get(key) == value for key, value in config.items()):
                     return one
             raise OptionError(
-                f"{name} has no configuration with {dict(config)}; possible: "
+                f"{name} has no configuration with {dict(config)}; its configurations: "
                 + "; ".join(str(one.kwargs) for one in tuner.configs)
             )
         if config is not None:
             if not 0 <= config < len(tuner.configs):
                 raise OptionError(
-                    f"{name} has {len(tuner.configs)} configurations, from 0; got config={config}"
+                    f"{name} has {len(tuner.configs)} configurations, numbered from 0; got "
+                    f"config={config}"
                 )
             return tuner.configs[config]
         chosen = possible[0]
         if len(tuner.configs) > 1:
             self.recorder.note(
-                f"{name} is autotuned: ran its configuration {chosen.kwargs} of "
-                f"{len(tuner.configs)}, without trials; config= chooses another"
+                f"{name} is autotuned: ran its configuration {chosen.kwargs}, one of "
+                f"{len(tuner.configs)}, without timing any; config= chooses another"
             )
         return chosen
 
@@ -254,12 +256,12 @@ class Interpreter:
         self._put(ops, "check_tensor", checking(ops.check_tensor))
 
     def line(self) -> tuple[str, int]:
-        """Return the reader's line that is running."""
+        """Return the user's line that is running."""
         frame = reader_frame(self.at.folder)
         return ("?", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
     def reach(self, op: int, pointers: Any, mask: Any) -> Reached:
-        """Note an access of the running program."""
+        """Record an access of the running program; return the memory that it refers to."""
         active = np.ones(pointers.data.shape, bool) if mask is None else mask.data
         op = ATOMIC if self.atomic else op
         reached = self.memory.reach(op, pointers.data, active, dtype_of(pointers), self.line())
@@ -285,7 +287,7 @@ class Interpreter:
         return tiles(reader_frame(self.at.folder), self.at.folder, _run_program.__code__)
 
     def variables(self) -> dict[str, np.ndarray]:
-        """Return what the running kernel's variables hold, those that are tiles of floats."""
+        """Return the values of the running kernel's variables that are tiles of floats."""
         return {
             name: np.array(floats.widen(value.handle))
             for name, value in self.locals().items()
@@ -293,18 +295,18 @@ class Interpreter:
         }
 
     def loaded(self, found: Any) -> Any:
-        """Remember a handle that a load returned."""
+        """Remember a handle that a load returned, and return it."""
         self._loaded[id(found)] = found
         return found
 
     def dot(self, a: Any, b: Any) -> None:
-        """Note a product's FLOPs."""
+        """Record the FLOPs of a matrix product."""
         if not self.memory.silent:
             flops = 2 * a.data.size * b.data.shape[-1]
             self.recorder.work("matmul", flops, line=self.line())
 
     def work(self, kind: str, size: int) -> None:
-        """Note FLOPs of one element each."""
+        """Record one FLOP per element of a tile of `size` elements."""
         if not self.memory.silent and size > 1:
             self.recorder.work(kind, size, line=self.line())
 
@@ -337,7 +339,7 @@ class Interpreter:
         try:
             bound = inspect.getcallargs(fn, *args, **known)
         except TypeError as error:
-            raise OptionError(f"{name} cannot be launched: {error}") from None
+            raise OptionError(f"{name} cannot be launched with these arguments: {error}") from None
         taken: dict[str, int] = {}
         visible = lambda parameter: parameter not in executor.constexprs  # noqa: E731
         host = {
@@ -392,9 +394,9 @@ class Interpreter:
             raise failure(ran.function.__name__, place, error, self.at.folder) from error
 
     def again(self, ran: Ran, place: tuple[int, ...], look: Callable[..., None]) -> None:
-        """Run one program again on what memory held before its launch; `look` sees each access.
+        """Run one program again, with the memory of before its launch; `look` gets each access.
 
-        Nothing of it is noted, and memory is as it was at the end.
+        Nothing is recorded, and the memory is restored at the end.
         """
         at, builder = self.at, self.at.interpreter.interpreter_builder
         now = {p.memory: allocation(p).copy() for p in ran.pointers}
@@ -403,7 +405,7 @@ class Interpreter:
         self.memory.begin(ran.pointers)
         self.memory.silent, self.memory.observer = True, look
         with self.entered():
-            names = ran.function.__globals__  # what the interpreter wrote into them is gone by now
+            names = ran.function.__globals__  # the interpreter's names in them are gone by now
             self._scopes.setdefault(id(names), (names, set(names)))
             for name, value in vars(at.interpreter).items():
                 names.setdefault(name, value)
@@ -425,7 +427,8 @@ class Interpreter:
         )
         if not fit:
             raise OptionError(
-                f"the grid of {name} must be one to three positive integers, got {shown(grid)}"
+                f"the grid of {name} must be a tuple of one to three positive integers, got "
+                f"{shown(grid)}"
             )
         return tuple(int(n) for n in sides)
 
@@ -439,12 +442,12 @@ class Interpreter:
             )
             if not fit_int(place) or not fits:
                 raise OptionError(
-                    f"programs: {name} has a grid of {grid}, and no program {shown(place)}"
+                    f"programs: {name} has a grid of {grid}, which has no program {shown(place)}"
                 )
             yield place
 
     def _convert(self, value: Any) -> Any:
-        """Return an argument as the interpreter's kernels take it."""
+        """Return an argument in the form that the interpreter's kernels accept."""
         at = self.at
         if isinstance(value, Pointer):
             kind = at.tl.pointer_type(value.element)
@@ -473,7 +476,7 @@ class Interpreter:
         return made
 
     def outputs(self, codes: Sequence[int]) -> dict[int, Any]:
-        """Return the arrays of tensors, by code: what the reader passed, or the kernel's copy."""
+        """Return tensors by code: the user's own arrays, or the kernel's copies of JAX arrays."""
         return {p.code: p.array for p in self.arguments.pointers if p.code in codes}
 
     def numbers(self, code: int) -> np.ndarray:
@@ -497,7 +500,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _restore(obj: Any, before: Mapping[str, Any]) -> None:
-    """Give an object of Triton's language the attributes that it had."""
+    """Restore the attributes of an object of Triton's language."""
     for name, value in list(vars(obj).items()):
         if name not in before:
             delattr(obj, name)

@@ -1,4 +1,4 @@
-"""Translate a kernel's addresses into tensors, elements and real memory, and note each access."""
+"""Translate a kernel's addresses to tensor elements and real memory, and record each access."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from flashsim.own_kernels import Recorder
 from flashsim.triton.arguments import REGION, START, Pointer
 
 Line = tuple[str, int]
-#: Told of each access: operation, tensor code, offsets of its elements.
+#: A callback for each access, with operation, tensor code and element offsets.
 Observer = Callable[[int, int, np.ndarray], None]
 
 
 @dataclass(eq=False)
 class Reached:
-    """Where the lanes of one access lead.
+    """The memory that the lanes of one access refer to.
 
     Attributes
     ----------
     addresses : uint64 ndarray
-        Real addresses, in the shape of the pointers; lanes that are not `real` have any.
+        Real addresses, in the shape of the pointers; undefined for lanes that are not `real`.
     real : bool ndarray
-        Lanes whose memory may be touched.
+        Lanes whose memory may be accessed.
     lost : bool ndarray
-        Lanes that are active and lead outside of every allocation.
+        Active lanes whose address is outside of the tensor's allocation.
     """
 
     addresses: np.ndarray
@@ -44,22 +44,22 @@ class Memory:
         self._by_code = {one.code: one for one in pointers}
         self._launch: list[Pointer] = []
         self.observer: Observer | None = None
-        self.silent = False  # for a repeated program, which is not noted again
+        self.silent = False  # while a program runs again: its accesses are not recorded twice
 
     def begin(self, pointers: list[Pointer]) -> None:
-        """Set the arguments of the launch."""
+        """Set the array arguments of the launch that begins."""
         self._launch = pointers
         self._by_code |= {one.code: one for one in pointers}
 
     def reach(
         self, op: int, pointers: np.ndarray, mask: np.ndarray, itemsize: int, line: Line
     ) -> Reached:
-        """Note an access, and return where its lanes lead.
+        """Record an access, and return the real memory that its lanes refer to.
 
         Raises
         ------
         MemoryModelError
-            If an active lane's address belongs to no argument.
+            If an active lane's address belongs to no argument of the kernel.
         """
         shape = np.broadcast_shapes(pointers.shape, mask.shape)
         addresses = np.broadcast_to(pointers, shape).astype(np.int64)
@@ -93,7 +93,7 @@ class Memory:
         return Reached(where, real, lost)
 
     def _foreign(self, addresses: np.ndarray, active: np.ndarray) -> np.ndarray:
-        """Translate real addresses, as a table of pointers holds; refuse those of no argument."""
+        """Translate real addresses, which a table of pointers holds; refuse unknown ones."""
         first, most = START, START + len(self._recorder.tensors) * REGION
         if int(addresses.min()) >= first and int(addresses.max()) < most:
             return addresses
@@ -109,9 +109,9 @@ class Memory:
         if strange.any():
             names = ", ".join(t.name for t in self._recorder.tensors)
             raise MemoryModelError(
-                f"{int(strange.sum())} of {strange.size} pointers lead to no tensor that was "
-                f"passed ({names}): a pointer must be computed from an argument of the kernel; "
-                "perhaps a mask is missing, or a number is used as a pointer",
+                f"{int(strange.sum())} of {strange.size} pointers point to no tensor that was "
+                f"passed ({names}). A pointer must be computed from an argument of the kernel. "
+                "Check for a missing mask, or a number that is used as a pointer",
                 "outside",
             )
         return addresses
@@ -119,11 +119,12 @@ class Memory:
     def _one(
         self, op: int, its: Pointer, moved: np.ndarray, itemsize: int, masked: int, line: Line
     ) -> None:
-        """Note the lanes that were meant for one tensor."""
+        """Record the lanes whose pointers were computed from one tensor's address."""
         if itemsize % its.itemsize:
             raise UnsupportedError(
-                f"{self._recorder.tensors[its.code].name} has elements of {its.itemsize} B and is "
-                f"read as elements of {itemsize} B; pass it with the element type that is read"
+                f"{self._recorder.tensors[its.code].name} has elements of {its.itemsize} B, but "
+                f"the kernel accesses elements of {itemsize} B; pass it with the element type that "
+                "the kernel uses"
             )
         tensor = self._recorder.tensors[its.code]
         offsets, rest = np.divmod(moved.ravel(), its.itemsize)
@@ -136,7 +137,7 @@ class Memory:
         else:
             _, exists = tensor.coordinates(offsets)
         exists &= rest == 0
-        if itemsize > its.itemsize:  # a wider element covers several
+        if itemsize > its.itemsize:  # an accessed element spans several of the tensor's
             steps = np.arange(itemsize // its.itemsize)
             exists &= offsets + steps[-1] < tensor.span
         good = offsets[exists]
@@ -153,7 +154,7 @@ class Memory:
     def _others(
         self, its: Pointer, moved: np.ndarray, itemsize: int
     ) -> tuple[dict[int, np.ndarray], int]:
-        """Find views of the same allocation that hold elements outside of a tensor."""
+        """Find other views of the same allocation that contain elements outside of this tensor."""
         found: dict[int, np.ndarray] = {}
         left = its.start + moved
         for other in self._launch:
@@ -182,5 +183,5 @@ class Memory:
 
 
 def dtype_of(handle: Any) -> int:
-    """Return the bytes per element that a pointer handle points to."""
+    """Return the bytes per element of a pointer handle's element type."""
     return max(1, handle.get_element_ty().primitive_bitwidth // 8)

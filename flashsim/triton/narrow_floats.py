@@ -1,9 +1,10 @@
-"""bfloat16 and FP8, computed right: the interpreter holds their bits and computes with the bits.
+"""Compute bfloat16 and FP8 correctly, which Triton's interpreter does not.
 
-Triton's interpreter keeps such numbers as unsigned integers. Sums, products, comparisons and
-`tl.dot` of them come out wrong, without an error, and conversions round by their own rules. Here
-operands are widened to float32, which is exact; the result is rounded once, to nearest even. For
-sums, products and quotients of two such numbers that is what a GPU gives.
+The interpreter stores such numbers as unsigned integers. It computes sums, products, comparisons
+and `tl.dot` on these integers: the results are wrong, and no error is raised. Its conversions also
+round differently. This module widens operands to float32, which is exact, and rounds the result
+once, to nearest even. For sums, products and quotients of two such numbers, a GPU gives the same
+result.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from flashsim.errors import UnsupportedError
 from flashsim.triton.installed import installed
 
-#: Triton's name of a type, and the one of NumPy or ml_dtypes.
+#: Triton's name of each type, and its name in NumPy or ml_dtypes.
 _EXACT = {
     "bf16": "bfloat16",
     "fp8e4nv": "float8_e4m3fn",
@@ -23,12 +24,12 @@ _EXACT = {
     "fp8e4b8": "float8_e4m3fnuz",
     "fp8e5b16": "float8_e5m2fnuz",
 }
-#: Conversions to these stay finite on NVIDIA GPUs (cvt.rn.satfinite).
+#: Types to which NVIDIA GPUs convert with saturation (cvt.rn.satfinite), so results stay finite.
 _SATURATE = ("fp8e4nv", "fp8e5")
 
 
 def exact_dtype(name: str) -> np.dtype:
-    """Return the NumPy dtype of that name; ml_dtypes has those that NumPy lacks."""
+    """Return the NumPy dtype with this name; ml_dtypes provides those that NumPy lacks."""
     if name == "bfloat16" or name.startswith("float8"):
         import ml_dtypes
 
@@ -37,7 +38,7 @@ def exact_dtype(name: str) -> np.dtype:
 
 
 def is_narrow(dtype: Any) -> bool:
-    """Return whether a Triton type is one that the interpreter keeps as bits."""
+    """Return whether the interpreter stores a Triton type as an unsigned integer."""
     scalar = dtype.scalar
     if scalar.name == "fp8e4b15":
         raise UnsupportedError(
@@ -48,7 +49,7 @@ def is_narrow(dtype: Any) -> bool:
 
 
 def widen(handle: Any) -> np.ndarray:
-    """Return a handle's numbers: exact float32 for a narrow type, its own data for another."""
+    """Return a handle's numbers: float32 for a 16-bit or 8-bit float, else the handle's data."""
     if not is_narrow(handle.dtype):
         half = handle.data.dtype == np.float16
         return handle.data.astype(np.float32) if half else handle.data
@@ -57,26 +58,26 @@ def widen(handle: Any) -> np.ndarray:
 
 
 def narrow(data: np.ndarray, dtype: Any) -> np.ndarray:
-    """Return the bits of numbers rounded to a narrow type, to nearest even."""
+    """Return numbers rounded to a narrow type, to nearest even, as the bits of that type."""
     name = dtype.scalar.name
     exact = exact_dtype(_EXACT[name])
     if name in _SATURATE:
         import ml_dtypes
 
         most = float(ml_dtypes.finfo(exact).max)
-        data = np.clip(data, -most, most)  # a NaN stays
+        data = np.clip(data, -most, most)  # NaN stays NaN
     with np.errstate(over="ignore"):
         rounded = np.asarray(data).astype(exact)
     return rounded.view(f"u{exact.itemsize}")
 
 
 def handle(data: np.ndarray, dtype: Any) -> Any:
-    """Return a handle of the interpreter."""
+    """Return an interpreter handle (`TensorHandle`) for data of a type."""
     return installed().interpreter.TensorHandle(data, dtype)
 
 
 def cast(source: Any, to: Any) -> Any:
-    """Convert a handle to a type, if either is narrow."""
+    """Return a handle converted to a type; the handle's type or the target type is narrow."""
     data = widen(source)
     scalar = to.scalar
     if is_narrow(scalar):
@@ -85,7 +86,7 @@ def cast(source: Any, to: Any) -> Any:
 
 
 def arithmetic(op: Any, *operands: Any) -> Any:
-    """Apply a NumPy operation to handles; the first one has the type of the result."""
+    """Apply a NumPy operation to handles; the result has the type of the first one."""
     dtype = operands[0].dtype.scalar
     with np.errstate(all="ignore"):
         result = op(*(widen(one) for one in operands))
@@ -95,8 +96,8 @@ def arithmetic(op: Any, *operands: Any) -> Any:
 
 
 def refuse(what: str) -> UnsupportedError:
-    """Return the error for an operation on narrow types that is not computed here."""
+    """Return the error for an operation on narrow types that this module does not support."""
     return UnsupportedError(
-        f"{what} of bfloat16 or FP8 numbers is wrong in Triton's interpreter, and is not computed "
-        "here either; convert them first: x.to(tl.float32)"
+        f"{what} of bfloat16 or FP8 numbers is not supported, because Triton's interpreter "
+        "computes it wrongly; convert the numbers first: x.to(tl.float32)"
     )

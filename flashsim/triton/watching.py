@@ -1,4 +1,4 @@
-"""`trace` one launch, or `watch` a program's own launches."""
+"""`trace` launches one Triton kernel and traces it; `watch` traces all launches of a block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flashsim.triton.machine import Interpreter
 
 
 class Watch:
-    """The launches seen by `watch`; `result()` is their trace."""
+    """The launches that `watch` recorded; `result()` returns their trace."""
 
     def __init__(
         self, machine: Interpreter, options: Mapping[str, Any], check: bool | Reference
@@ -33,12 +33,14 @@ class Watch:
         return len(self._machine.recorder.launches)
 
     def result(self, *, unchecked: bool = False) -> KernelTrace:
-        """Return the trace of all launches so far; `unchecked` leaves the check to `check`.
+        """Return the trace of all launches so far.
+
+        With `unchecked`, results are not compared; `KernelTrace.check` can compare them later.
 
         Raises
         ------
         TraceError
-            If there was none.
+            If no kernel was launched.
         """
         record = self.record()
         again = self._again if self._machine.ran else None
@@ -67,7 +69,7 @@ class Watch:
         return [self._machine.numbers(one.code).copy() for one in recorder.tensors]
 
     def codes_of(self, array: Any) -> list[int]:
-        """Return the codes of the tensors that start where an array does; views share a start."""
+        """Return the codes of the tensors that start at an array's first element, also views."""
         begins = begin_of(array)
         pointers = self._machine.arguments.pointers
         return [one.code for one in pointers if one.memory + one.start == begins]
@@ -85,26 +87,28 @@ def watch(
     programs: Sequence[tuple[int, ...]] | None = None,
     check: bool | Reference = False,
 ) -> Iterator[Watch]:
-    """Execute on the CPU, and note, every Triton kernel that is launched inside the block.
+    """Run every Triton kernel that is launched inside the block on the CPU, and record it.
 
     Parameters
     ----------
     names : mapping of str to str, optional
-        The papers' names of tensors, by the kernels' parameters: ``{"a_ptr": "K"}``. Usual ones
-        (`q_ptr`, `out`, `lse`) are known.
+        The papers' names of tensors, by kernel parameter: ``{"a_ptr": "K"}``. Usual parameter names
+        (`q_ptr`, `out`, `lse`) are recognized.
     problem : Problem, optional
-        The attention that the kernels compute. Default: as shapes and arguments say.
+        The attention problem that the kernels compute. Default: derived from the tensors' shapes
+        and the kernels' arguments.
     device : str or Device
-        For capacities and predictions.
+        The GPU whose on-chip memory and bandwidth the results are compared with.
     name : str, optional
         The name in tables and pictures. Default: the kernels' names.
     config : int or mapping, optional
-        The configuration of autotuned kernels: its number, or values that choose it.
+        The configuration of autotuned kernels: its index, or keyword arguments that it must have.
     programs : sequence of tuple of int, optional
-        Run these programs only, by their place in the grid.
+        Run only the programs with these grid coordinates.
     check : bool or function
-        Compare what is stored with attention in float64, or with a reference: a function of the
-        loaded arrays, by label, that returns those to be stored. See `KernelTrace.check`.
+        Compare the stored tensors with attention in float64, or with a reference function. This
+        takes the loaded arrays by label, and returns the arrays that should be stored. See
+        `KernelTrace.check`.
     """
     machine = Interpreter(config, programs, keep=bool(check))
     options = {"names": names, "problem": problem, "device": device, "name": name}
@@ -126,15 +130,15 @@ def trace(
     check: bool | Reference = False,
     **meta: Any,
 ) -> KernelTrace:
-    """Launch a Triton kernel on the CPU and return what it did.
+    """Launch a Triton kernel on the CPU and return the trace of its accesses.
 
     Parameters
     ----------
     kernel : a `@triton.jit` function, also autotuned or with heuristics
     grid : tuple of int, or function of the arguments
     *args, **meta
-        The kernel's arguments. Arrays are NumPy's, torch's on the CPU, or JAX's. JAX's cannot be
-        written to: what a kernel stores is in `KernelTrace.outputs`.
+        The kernel's arguments. Arrays may be NumPy arrays, torch tensors on the CPU, or JAX arrays.
+        A JAX array cannot be written to; results are in `KernelTrace.outputs`.
     names, problem, device, name, config, programs, check
         As for `watch`.
 
@@ -143,15 +147,15 @@ def trace(
     BackendUnavailable
         If Triton is missing.
     FlashSimError
-        For arguments that are wrong, and for errors inside the kernel, which name its line.
+        If an argument is wrong, or if the kernel fails; the error names the kernel's line.
     """
     if not hasattr(kernel, "run") or not hasattr(kernel, "fn"):
         raise DTypeError(
-            f"trace takes a kernel, a function decorated with @triton.jit, got {shown(kernel)}"
+            f"trace takes a kernel (a function decorated with @triton.jit), got {shown(kernel)}"
         )
     options = {"names": names, "problem": problem, "device": device, "name": name}
     with watch(**options, config=config, programs=programs, check=check) as seen:  # type: ignore[arg-type]
         kernel[grid](*args, **meta)
     if not seen.launches:
-        raise TraceError(f"{shown(kernel)} launched nothing")
+        raise TraceError(f"{shown(kernel)} launched no kernel; pass a @triton.jit function")
     return seen.result()

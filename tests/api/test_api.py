@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -148,7 +150,7 @@ def jobs(monkeypatch):
 
     from flashsim.api import dispatch
     from flashsim.api import request as requests
-    from flashsim.engines.engine import Outcome
+    from flashsim.engines.protocol import Outcome
 
     asked = []
 
@@ -223,6 +225,7 @@ def test_a_bias_is_read_at_every_call(x, backend):
 def test_a_request_has_the_keywords_of_run():
     keywords = dict(flashsim.run.__kwdefaults__)
     assert keywords.pop("bias") is None
+    assert keywords.pop("decode") is None  # its fields are options
     assert Request()._asdict() == {**keywords, "options": ()}
 
 
@@ -318,7 +321,7 @@ def test_a_result_can_be_copied_and_sent_to_another_process(x, again):
 
 
 def test_deterministic_is_refused_where_there_is_one_form(x):
-    with pytest.raises(OptionError, match=r"'standard' has only one form, and it is deterministic"):
+    with pytest.raises(OptionError, match=r"'standard' has only one form, which is deterministic"):
         run(x, algorithm="standard").backward(x.dout, deterministic=True)
 
 
@@ -428,7 +431,7 @@ def test_infinite_inputs_spread_or_raise(x):
     x.k[0, 0, 3, 2] = np.nan
     assert np.isnan(run(x).out[0, 0]).all()
     assert np.isfinite(run(x).out[1]).all()
-    with pytest.raises(OptionError, match="k holds 1 NaN or infinite values"):
+    with pytest.raises(OptionError, match="k contains 1 NaN or infinite values"):
         run(x, nan_policy="raise")
 
 
@@ -503,3 +506,23 @@ def test_compare_shows_a_real_difference(x):
 def test_compare_wants_names(x, algorithms):
     with pytest.raises(OptionError, match="algorithms must be a non-empty list of names"):
         flashsim.compare(x.q, x.k, x.v, algorithms=algorithms)
+
+
+def test_a_repeated_call_of_a_small_problem_goes_a_short_way():
+    """Fewer than 300 Python calls outside the algorithm's own modules."""
+    q = np.random.default_rng(0).standard_normal((1, 1, 64, 16), np.float32)
+    outside = []
+
+    def note(frame, event, _):
+        if event == "call" and f"{os.sep}algorithms{os.sep}" not in frame.f_code.co_filename:
+            outside.append(frame.f_code.co_qualname)
+
+    flashsim.run(q, q, q)
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        flashsim.run(q, q, q)
+    finally:
+        sys.setprofile(before)
+    assert 50 < len(outside) < 300
+    assert "Schedule.__post_init__" not in outside

@@ -55,19 +55,19 @@ def test_a_call_that_does_not_fit_says_so_in_our_words(name):
             called(*range(50))
     lacks = [x.name for x in parameters if x.default is x.empty and x.kind not in (2, 4)]
     if lacks:
-        with pytest.raises(UnknownArgumentError, match=f"^{short}.*'{lacks[0]}'; given: nothing"):
+        with pytest.raises(UnknownArgumentError, match=f"^{short}.*'{lacks[0]}'; got: nothing"):
             called()
 
 
 def test_what_was_wrong_what_was_given_what_there_is():
-    text = "Device(): missing a required argument: 'sram_per_sm'; given: 3, 1; it takes name, sram"
+    text = "Device(): missing a required argument: 'sram_per_sm'; got: 3, 1; its arguments are name"
     with pytest.raises(UnknownArgumentError) as caught:
         Device(3, 1)
     assert str(caught.value).startswith(text)
     assert isinstance(caught.value, TypeError)
     assert caught.value.__context__ is None
     with pytest.raises(
-        UnknownArgumentError, match="given: 1, block_q=2, block_k=3; it takes block_q"
+        UnknownArgumentError, match="got: 1, block_q=2, block_k=3; its arguments are block_q"
     ):
         Tiling(1, block_q=2, block_k=3)
     with pytest.raises(UnknownArgumentError, match="here it is called algorithm"):

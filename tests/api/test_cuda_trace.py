@@ -77,7 +77,7 @@ def test_neighbouring_threads_decide_the_sectors_of_a_request(facts):
     assert facts["columns"]["notes"] == []
     # 8 threads, each on a row of 256 bytes: 8 sectors of 4 bytes, and one would do.
     (note,) = facts["rows"]["notes"]
-    assert "takes 8.0 sectors of 32 bytes, and 1 would hold" in note
+    assert "touches 8.0 sectors of 32 bytes, but its elements would fit in 1" in note
     assert facts["columns"]["bytes"] == {"load x": 8 * 64 * 4, "store O": 64 * 4}
     assert facts["rows"]["bytes"] == {"load x": 8 * 64 * 4, "store O": 8 * 4}
     assert facts["strided"]["bytes"]["load x"] == 8 * 32 * 4
@@ -109,13 +109,13 @@ def test_blocks_that_store_one_element(facts):
         ("one line", r"^UnsupportedError: line {a, b = cuda.shared} of .*two shared arrays"),
         (
             "shuffles",
-            r"^UnsupportedError: line {x\[0\] = cuda.shfl_sync} of .*simulator does not",
+            r"^UnsupportedError: line {x\[0\] = cuda.shfl_sync} of .*simulator lacks",
         ),
         ("divides", r"^ValueError: .*line {x\[i\] = math.log} of .*flashsim.cuda.trace"),
         ("slices", r"^UnsupportedError|.*one element at a time"),
-        ("list", r"^DTypeError: argument 0 is neither an array nor a number: got \[1.0\]"),
+        ("list", r"^DTypeError: argument 0 must be an array or a number, got \[1.0\]"),
         ("big", r"^OptionError: a block of .* has 2,048 threads"),
-        ("function", r"^DTypeError: .*takes a kernel of numba.cuda.jit.*got <built-in"),
+        ("function", r"^DTypeError: .*needs a kernel of numba.cuda.jit.*got <built-in"),
         ("names", r"^OptionError: names: no tensor 'x'; possible: out"),
         ("no grid", r"^OptionError: kernel never_launched has no grid: write trace\(kernel\["),
     ],

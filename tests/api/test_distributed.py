@@ -207,7 +207,7 @@ def test_tables_of_ranks_and_of_steps():
         account.rows_to_hide(1e12, "NVLink 4")
     with pytest.raises(OptionError, match="rank must be from 0 to 3, got 4"):
         striped.rank_table(4)
-    with pytest.raises(OptionError, match="no tensor 'dK' is sent; possible: K, V"):
+    with pytest.raises(OptionError, match="no rank sends a tensor 'dK'; possible: K, V"):
         striped.link_bytes("dK")
 
 
@@ -217,7 +217,7 @@ def test_tables_of_ranks_and_of_steps():
 @pytest.mark.parametrize(
     ("problem", "how", "error", "text"),
     [
-        (Problem(30), {"ranks": 4}, ShapeError, "that 8 divides, got 30 rows; .* 24"),
+        (Problem(30), {"ranks": 4}, ShapeError, "divisible by 8, got 30 rows; .* 24"),
         (
             Problem(3, causal=True), {"ranks": 4, "scheme": "ring"}, ShapeError,
             "got 3 rows; pad it at its end to 4$",
@@ -228,9 +228,9 @@ def test_tables_of_ranks_and_of_steps():
         ),
         (
             Problem(9), {"ranks": 4, "scheme": "ring"}, ShapeError,
-            "got 9 rows; cut it to 8; padding .* to 12 is right with a causal mask only",
+            "got 9 rows; cut it to 8; pad it .* to 12 only with a causal mask",
         ),
-        (Problem(3), {"ranks": 4, "scheme": "ring"}, ShapeError, "3 rows; take fewer ranks; padd"),
+        (Problem(3), {"ranks": 4, "scheme": "ring"}, ShapeError, "3 rows; use fewer ranks; pad"),
         (Problem(32, heads=6), {"ranks": 4, "scheme": "ulysses"}, ShapeError, r"ulysses=2"),
         (Problem(32, heads=4, kv_heads=2), {"ranks": 4, "scheme": "ulysses"}, ShapeError, "usp"),
         (Problem(32), {"ranks": 4, "scheme": "usp", "ulysses": 3}, OptionError, "ulysses=3 and"),
@@ -281,7 +281,7 @@ def test_the_older_name_warns():
 
 def test_run_checks_what_it_is_given():
     q, k, v, dout = arrays()
-    with pytest.raises(ShapeError, match="8 divides"):
+    with pytest.raises(ShapeError, match="divisible by 8"):
         run(q[:, :, :20], k[:, :, :20], v[:, :, :20], ranks=4)
     spread = run(q, k, v, ranks=2)
     with pytest.raises(ShapeError, match="dout"):

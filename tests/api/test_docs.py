@@ -172,10 +172,10 @@ def commands(page):
     """Commands that a page tells: between backticks, or as a line of a block."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     told = re.findall(r"`flashsim\s([^`]+)`", text)
-    for block in re.findall(
-        r"^```(?:sh|shell|bash)?\n(.*?)^```|((?:^    .*\n)+)", text, re.S | re.M
-    ):
-        told += re.findall(r"^\s*flashsim (.+)$", "".join(block), re.M)
+    blocks = r"^```([^\n]*)\n(.*?)^```|((?:^    [^\n]*\n)+)"
+    for kind, *block in re.findall(blocks, text, re.S | re.M):
+        if kind in ("", "sh", "shell", "bash"):
+            told += re.findall(r"^\s*flashsim (.+)$", "".join(block), re.M)
     for line in told:
         words = shlex.split(re.sub(r"[|>].*|\.\.\.", "", line), comments=True)
         if words[0] in ("plot", "animate", "page") and "-o" not in words:  # named, not called

@@ -202,7 +202,7 @@ def test_the_result(ran):
     ):
         ran.trace.bytes("store", "notes")
     with pytest.raises(
-        UnsupportedError, match="in_loops' is your own algorithm, so there is no closed form"
+        UnsupportedError, match="in_loops' is your own algorithm, so it has no closed form"
     ):
         ran.trace.predicted()
     with pytest.raises(UnsupportedError, match="your own algorithm has no automatic"):
@@ -230,20 +230,20 @@ def test_saved_and_read_again(ran, tmp_path):
     [
         ({"tensors": [["Q", 0]]}, "a name that no other tensor has"),
         ({"tensors": [["temp", 0], ["temp", 0]]}, "a name that no other tensor has"),
-        ({"tensors": [["note", 0], ["temp", 7]]}, "and an axis from"),
-        ({"tensors": [["no te", 0], ["temp", 0]]}, "must be a list of a name"),
-        ({"tensors": [["note", 0]]}, "unknown tensor 'temp'"),
-        ({"tensors": [[f"n{i}", 0] for i in range(65)]}, "65 tensors"),
+        ({"tensors": [["note", 0], ["temp", 7]]}, "and one of the axes (0, 1, 2), got ['temp', 7]"),
+        ({"tensors": [["no te", 0], ["temp", 0]]}, "must be a list [name, axis]"),
+        ({"tensors": [["note", 0]]}, "'tensor' has unknown names: 'temp'"),
+        ({"tensors": [[f"n{i}", 0] for i in range(65)]}, "the limit is 64 tensors, got 65"),
         (
             {"compulsory": -1},
-            "compulsory and workspace must be numbers of bytes from 0 to 2**62 - 1, got -1",
+            "'compulsory' and 'workspace' are bytes, and must be from 0 to 2**62 - 1, got -1",
         ),
-        ({"workspace": 1.5}, "workspace is 1.5"),
-        ({"stage": {"outer": "columns"}}, "a stage is"),
-        ({"stage": {"name": "n" * 61}}, "a stage is"),
+        ({"workspace": 1.5}, "own: 'workspace' must be an integer, got 1.5"),
+        ({"stage": {"outer": "columns"}}, "a stage of your own algorithm must have"),
+        ({"stage": {"name": "n" * 61}}, "a stage of your own algorithm must have"),
         ({"stage": {"repeat": 2}}, "repeat and stride"),
-        ({"costs": (3, 8)}, "work is"),
-        ({"costs": -1}, "work goes from -1"),
+        ({"costs": (3, 8)}, "a stage's table of costs must have shape"),
+        ({"costs": -1}, "costs: the values must be from"),
         ({"stages": 65}, "stages"),
     ],
 )

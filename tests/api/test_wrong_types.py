@@ -229,7 +229,9 @@ def test_values_of_the_right_type_that_cannot_be_are_errors_too():
         CURVE.reads(float("nan"))
     with pytest.raises(OptionError, match="rank must be from 0 to 3, got -1"):
         ACCOUNT.link_bytes(rank=-1)
-    with pytest.raises(ShapeError, match=r"k must be \(1, 1, 32, 16\), as the problem says"):
+    with pytest.raises(
+        ShapeError, match=r"k must have shape \(1, 1, 32, 16\), as the problem requires"
+    ):
         flashsim.oracle.attention(
             q[None, None], k[None, None, :-1], v[None, None], Problem(32, head_dim=16)
         )

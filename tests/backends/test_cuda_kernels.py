@@ -18,7 +18,7 @@ from flashsim import Problem, Tiling
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.device_tables import lower
 from flashsim.backends.launch_policy.portable import PORTABLE, TF32
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
 from flashsim.problem.masks import BlockMask
 from flashsim.schedule.schedule import Schedule
@@ -260,9 +260,13 @@ def test_every_gpu_has_a_default_tiling_that_fits(head_dim, dtype, arch):
 
 def test_tilings_that_no_kernel_has_are_refused_with_those_that_run():
     p = Problem(64, 64, 128, dtype="float16")
-    with pytest.raises(TilingError, match=r"24 x 64 tile is not one .*multiples of 16.*128 x 64"):
+    with pytest.raises(
+        TilingError, match=r"24 x 64 tile has no compiled kernel .*multiples of 16.*128 x 64"
+    ):
         PORTABLE.forward_passes(p, Tiling(24, 64), H200, "ascending", "")
-    with pytest.raises(TilingError, match=r"needs [\d,]+ B of shared memory.*possible: 16 x 16"):
+    with pytest.raises(
+        TilingError, match=r"needs [\d,]+ B of shared memory.*possible tiles: 16 x 16"
+    ):
         PORTABLE.forward_passes(p, Tiling(128, 128), GPUS["sm_86"], "ascending", "")
     for tiling in PORTABLE.tilings(p, GPUS["sm_86"], "forward"):
         (one,) = PORTABLE.forward_passes(p, tiling, GPUS["sm_86"], "ascending", "")
@@ -274,7 +278,7 @@ def test_masks_that_a_kernel_cannot_evaluate_are_refused():
     tiling = Tiling(32, 32)
     for problem, why in (
         (Problem(**plain, mask=lambda q, k: q >= k), "cannot call a Python mask function"),
-        (Problem(**plain, bias=(1, 1)), "no bias"),
+        (Problem(**plain, bias=(1, 1)), "do not support a bias"),
         (Problem(**plain, block_mask=BlockMask(np.ones((2, 2), bool), 48, 48)), "48 x 48 cells"),
     ):
         with pytest.raises(UnsupportedError, match=why):
@@ -287,7 +291,9 @@ def test_default_tilings_divide_a_block_masks_cells():
     (one,) = PORTABLE.forward_passes(p, None, H200, "ascending", "")
     assert one.tables.schedule.tiling == Tiling(32, 32)
     odd = Problem(256, 256, dtype="float16", block_mask=BlockMask(np.ones((11, 11), bool), 24, 24))
-    with pytest.raises(TilingError, match=r"no default tiling .* divides the block mask"):
+    with pytest.raises(
+        TilingError, match=r"no default tiling .* must divide the cells of the block mask"
+    ):
         PORTABLE.forward_passes(odd, None, H200, "ascending", "")
 
 

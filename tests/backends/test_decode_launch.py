@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flashsim import Problem, Tiling
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError
 from flashsim.problem.problem import numpy_dtype
 from flashsim.trace.events import PHASES
@@ -24,8 +24,8 @@ from test_emulated_decode import AMPERE, CASCADES, CASES, H200
 from flashsim.api import inputs
 from flashsim.backends.cupy_gpu import arrays, decode, launching
 from flashsim.backends.cupy_gpu import engine as cupy_engine
-from flashsim.backends.launch_policy import decode as family
 from flashsim.backends.launch_policy import decode_kernels
+from flashsim.backends.launch_policy import decode_plan as family
 
 needs_gcc = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 
@@ -119,6 +119,7 @@ def job(case, x, **options):
     return Job(case.problem, x["q"], x["k"], x["v"], algorithm=family.ALGORITHM, options=options)
 
 
+@pytest.mark.promise("three counts equal")
 @needs_gcc
 @pytest.mark.parametrize(
     "name", ["one query", "padded rows", "softcap, one key head", "window", "pages of 3"]
@@ -221,6 +222,7 @@ def test_a_graph_keeps_counters_of_its_own(launches, monkeypatch):
     assert len(decode._CAPTURED[0, 5, 7]) == 1
 
 
+@pytest.mark.promise("three counts equal")
 @needs_gcc
 @pytest.mark.parametrize("name", CASCADES)
 def test_a_shared_prefix_is_two_launches(name, launches):
@@ -271,7 +273,9 @@ def test_a_shared_page_that_is_not():
     case, _ = CASCADES["four, causal, pages"]
     x = case.make()
     x["table"][1, 2] = x["table"][1, 3]
-    with pytest.raises(OptionError, match=r"block_table\[1, 2\] is \d+, but the first 64 keys are"):
+    with pytest.raises(
+        OptionError, match=r"block_table\[1, 2\] must be page \d+, .* first 64 keys"
+    ):
         decode.forward(job(case, x, shared_prefix=64), H200, Space())
     with pytest.raises(ShapeError, match="shared_prefix must be at least 1, got -1"):
         decode.forward(job(case, x, shared_prefix=-1), H200, Space())
@@ -280,12 +284,17 @@ def test_a_shared_page_that_is_not():
 P = Problem(1, 64, 64, batch=2, heads=4, kv_heads=2, dtype="float16")
 
 
+@pytest.mark.promise("refuses bad input")
 @pytest.mark.parametrize(
     ("lengths", "error", "message"),
     [
         ([1, 2, 3], ShapeError, "must be 2 integers, one for each entry .* got"),
-        ([1, 65], OptionError, r"cache_seqlens\[1\] is 65, not from 0 to the 64 keys of the cache"),
-        ([-1, 3], OptionError, r"cache_seqlens\[0\] is -1, not from 0 to the 64 keys"),
+        (
+            [1, 65],
+            OptionError,
+            r"cache_seqlens\[1\] must be from 0 to 64, .* keys in the cache, got 65",
+        ),
+        ([-1, 3], OptionError, r"cache_seqlens\[0\] must be from 0 to 64, .*, got -1"),
         ([1.5, 2], ShapeError, "cache_seqlens must be 2 integers"),
         ([True, 2], ShapeError, "cache_seqlens must be 2 integers"),
         (7, ShapeError, "cache_seqlens must be 2 integers"),
@@ -297,6 +306,7 @@ def test_lengths_that_cannot_be(lengths, error, message):
         decode._live_keys(job, None, 0)
 
 
+@pytest.mark.promise("refuses bad input")
 def test_a_table_names_its_wrong_entry():
     table = np.array([[0, 1, 9, 9], [4, 5, 2, -1]], np.int32)
     pool = np.zeros((6, 2, 16, 1), np.float16)
@@ -306,22 +316,26 @@ def test_a_table_names_its_wrong_entry():
         return decode._live_keys(Job(P, None, pool, None, options=options), table, 16)
 
     assert checked(table, [20, 48]) == ((20, 48), 0)
-    with pytest.raises(OptionError, match=r"block_table\[1, 3\] is -1, not one of .* 0 to 5"):
+    with pytest.raises(OptionError, match=r"block_table\[1, 3\] must be .* 0 to 5, got -1"):
         checked(table, [20, 49])
-    with pytest.raises(OptionError, match=r"block_table\[0, 2\] is 9, not one of .* 0 to 5"):
+    with pytest.raises(OptionError, match=r"block_table\[0, 2\] must be .* 0 to 5, got 9"):
         checked(table, [33, 48])
-    with pytest.raises(OptionError, match=r"block_table\[1, 0\] is 4, but the first 16 keys"):
+    with pytest.raises(
+        OptionError, match=r"block_table\[1, 0\] must be page 0, .* first 16 keys, got 4"
+    ):
         checked(table, [20, 48], 16)
     with pytest.raises(DTypeError, match="block_table must be int32, got int64"):
         checked(table.astype(np.int64), [1, 1])
 
 
+@pytest.mark.promise("refuses bad input")
 @pytest.mark.parametrize("splits", [0, -3, 1.5, "many", True])
 def test_splits_that_cannot_be(splits):
     with pytest.raises(OptionError, match='splits must be "auto" or an integer of at least 1'):
         decode._splits(splits)
 
 
+@pytest.mark.promise("refuses bad input")
 def test_what_a_decode_does_not_take():
     def refused(error, message, **more):
         with pytest.raises(error, match=message):

@@ -14,7 +14,7 @@ from flashsim.backends.launch.kernel import Box
 from flashsim.backends.launch_policy import hopper_fp8, quantize
 from flashsim.backends.launch_policy.cost_model import makespan
 from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.errors import UnsupportedError
 from flashsim.problem.masks import BlockMask
 
@@ -133,7 +133,7 @@ def test_launches_of_the_quantiser():
     ("given", "why"),
     [
         ((80, "bfloat16", "head", (128, 128)), "head_dim of 64, 128, 256, got 80"),
-        ((64, "float32", "head", (128, 128)), "takes float16 and bfloat16, not float32"),
+        ((64, "float32", "head", (128, 128)), "supports float16 and bfloat16, not float32"),
         ((64, "float16", "block", (128, 64)), r"multiple of 128 rows.*got \(128, 64\)"),
     ],
 )
@@ -145,16 +145,16 @@ def test_what_the_quantiser_is_not_built_for(given, why):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (dict(head_dim=96), "head_dim of 64, 128, 256, v's the same, got 96 and 96"),
+        (dict(head_dim=96), "one of 64, 128, 256, and head_dim_v equal to it, got 96 and 96"),
         (dict(head_dim_v=64), "got 128 and 64"),
-        (dict(softcap=3.0), "no softcap"),
-        (dict(scale=-0.1), "a scale above 0"),
-        (dict(scales=(32, 128)), r"blocks of \(32, 128\) rows do not go with their tiles"),
-        (dict(scales=(128, 64)), "have one scale"),
+        (dict(softcap=3.0), "not support softcap"),
+        (dict(scale=-0.1), "scale must be above 0"),
+        (dict(scales=(32, 128)), r"need one scale, but scales cover blocks of \(32, 128\) rows"),
+        (dict(scales=(128, 64)), "need one scale"),
         (dict(block_mask=BlockMask(np.ones((64, 64), bool), 64, 64)), "do not divide the block"),
         (
             dict(n_q=8, n_kv=8, cu_seqlens_q=(0, 3, 8), cu_seqlens_k=(0, 3, 8), scales="head"),
-            "no packed sequences",
+            "not support packed sequences",
         ),
     ],
 )
@@ -177,7 +177,7 @@ def test_other_gpus_tilings_and_gradients_are_refused():
 def test_the_quantiser_is_not_for_older_gpus():
     quantize.check_gpu(H200)
     with pytest.raises(
-        UnsupportedError, match=r"9\.0 or later, and A100 has 8\.0; backend='simulator'"
+        UnsupportedError, match=r"9\.0 or later, and A100 has 8\.0; use backend='simulator'"
     ):
         quantize.check_gpu(A100)
 
@@ -208,5 +208,5 @@ def test_fp8_has_its_own_kernels():
 
     job = Job(problem(), None, None, None)
     assert engine._family(job, H200, "forward") is HOPPER_FP8
-    with pytest.raises(UnsupportedError, match="portable kernels take no FP8"):
+    with pytest.raises(UnsupportedError, match="portable kernels do not support FP8"):
         engine._family(replace(job, options={"kernel": "portable"}), H200, "forward")

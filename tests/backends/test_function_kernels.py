@@ -474,8 +474,8 @@ def test_scores_that_are_bounded_need_no_maximum():
 
 def test_what_is_refused():
     p = problem(300, 300, 64, causal)
-    with pytest.raises(UnsupportedError, match="take no mask_mod"):
+    with pytest.raises(UnsupportedError, match="do not support mask_mod"):
         HOPPER_FP8.forward_passes(p, None, H200, "ascending", "")
     small = problem(100, 100, 64, None, alibi)
-    with pytest.raises(UnsupportedError, match="without a softcap, a score_mod"):
+    with pytest.raises(UnsupportedError, match="and no softcap, score_mod"):
         HOPPER.backward_passes(small, None, H200, "ascending", "", "flash2-once")

@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import found, invoke, ok
+from typer.core import TyperCommand
 
 import flashsim
 from flashsim import Problem, Tiling, Trace
 from flashsim.cli import attention
 from flashsim.cli import output as cli_output
 from flashsim.cli import pictures as cli_pictures
-from flashsim.cli.app import COMMANDS, MOVED, RENAMED
+from flashsim.cli.app import COMMANDS, MOVED, RENAMED, SCREEN
 from flashsim.problem import hardware
 from flashsim.studies import demo
 
@@ -94,9 +95,44 @@ def test_help_fits_a_screen():
     assert len(COMMANDS) == 17
     for group in ("", *(name for name, (_, where) in COMMANDS.items() if isinstance(where, dict))):
         lines = ok(group, "--help").splitlines()
-        assert len(lines) <= (27 if not group else 24), group
+        assert len(lines) <= (27 if not group else SCREEN[0]), group
         assert max(map(len, lines)) <= 80, group
         assert not any(line.startswith(" " * 6) for line in lines), group  # each on one line
+
+
+@pytest.mark.parametrize("command", [*every_command()])
+def test_a_commands_help_fits_a_screen_and_loses_nothing(command):
+    short, full = (ok(command, word) for word in ("--help", "--help-all"))
+    assert SCREEN == (40, 80)
+    assert len(short.splitlines()) <= SCREEN[0]
+    assert max(map(len, full.splitlines() + short.splitlines())) <= SCREEN[1]
+    assert ("--help-all" in short) == (short != full)
+    told, text = short.split(), " ".join(full.split())
+    whole = text.replace("- ", "-")  # textwrap breaks after hyphens
+    for parameter in found(command.split())[0].params:
+        if getattr(parameter, "hidden", False):
+            continue
+        names = [name for name in parameter.opts if name.startswith("--")] or [parameter.name]
+        assert any(word.strip(",.") in names for word in told), names
+        assert " ".join((parameter.help or "").split()).replace("- ", "-") in whole, names
+    about = " ".join(found(command.split())[0].help.split())
+    assert about.replace("- ", "-") in whole
+
+
+def test_help_all_of_another_program_is_not_ours(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    assert "--help-all" in _words(found(["watch"])[0], [str(script), "--", "--help-all"])
+    assert "--help-all" not in _words(found(["watch"])[0], ["--help-all"])
+
+
+def _words(command, words):
+    """What a command's parser is given, after its own `parse_args`."""
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TyperCommand, "parse_args", lambda self, ctx, args: seen.extend(args))
+        command.parse_args(None, words)
+    return seen
 
 
 def test_help_shows_no_value_that_a_flag_would_take():
@@ -149,7 +185,7 @@ def test_a_sweep_is_causal_by_the_same_flag():
         records(*words, "--causal") == flashsim.sweep([64], tiling=Tiling(16, 16), causal=True).rows
     )
     both = invoke(*words, "--causal", "--mask", "full,causal")
-    assert (both.exit_code, "give one of them" in both.stderr) == (2, True)
+    assert (both.exit_code, "pass only one of them" in both.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("command", ["study dram", "study ring", "study when", "plot traffic"])
@@ -269,12 +305,12 @@ def test_compare_prints_the_comparison():
 
 def test_compare_counts_what_no_machine_could_run():
     text = ok("compare", "-n", 1 << 20, "--heads", 32, "-a", "flash1,flash2")
-    assert "counted; --execute runs it" in text
+    assert "counted by formula; --execute simulates" in text
     assert "tiles of 64 x 64 in every row" in text
     done = invoke("compare", "-n", 64, "--seed", 1)
     assert done.exit_code == 2
     assert (
-        "--seed: no effect with counting by formula, which draws no tensors (--execute does)"
+        "--seed has no effect with counting by formula, which needs no tensors (--execute does)"
         in done.stderr
     )
 
@@ -377,7 +413,7 @@ def test_ring_shows_ranks_and_draws_them(tmp_path):
     words = ("study ring", "-n", 512, "--heads", 2, "--kv-heads", 2, "--ranks", 2, "--causal")
     rows = records(*words)
     assert [row["rows"] for row in rows] == ["0:128 384:512", "128:384"]
-    assert "communication exposed for" in ok(*words)
+    assert "communication prolongs the pass by" in ok(*words)
     page = tmp_path / "ring.html"
     assert f"animation in {page}" in invoke(*words, "-o", page).stderr
     assert "Zigzag: 2 GPUs" in page.read_text()
@@ -456,8 +492,8 @@ def test_demo_compares_checks_and_saves(tmp_path, monkeypatch):
     )
     assert sample.q.shape == (12, 512, 32)
     assert f"{one} {two}" == (
-        f"FlashAttention-2 asks memory for {many.bytes() / few.bytes():.1f} times fewer bytes than "
-        "standard attention; the answer is the same."
+        f"FlashAttention-2 moves {many.bytes() / few.bytes():.1f} times fewer bytes between HBM "
+        "and the chip than standard attention; the output is the same."
     )
 
 
@@ -556,8 +592,8 @@ def test_fp8_is_scaled_run_and_counted():
     turned = records("run", "-n", 64, "-d", 16, "--scales", "head", "--rotate", "--backward")
     assert figure(turned, "store", "dQ", "backward") == 64 * 16 * 2
     for words, text in (
-        (("--scales", "row"), "--scales takes tensor, head or QUERIESxKEYS"),
-        (("--rotate",), "give --scales as well"),
+        (("--scales", "row"), "--scales must be tensor, head or QUERIESxKEYS"),
+        (("--rotate",), "so it needs --scales"),
         (("--scales", "head", "--dtype", "float16"), "unknown FP8 dtype 'float16'"),
     ):
         result = invoke("run", "-n", 64, *words)

@@ -74,7 +74,7 @@ def test_softmax_matmul_prints_one_kernel_and_two(more):
         (row,) = (r for r in found if (r["kernels"], r["tensor"]) == (kernels, "all"))
         expected = softmax_matmul.count(2, 40, 70, 8, block=16, fused=fused)
         assert (row["load B"], row["store B"]) == (expected.bytes("load"), expected.bytes("store"))
-    assert ("on chip a block" in invoke(*SMALL, *more).stdout) == bool(more)
+    assert ("on chip per block" in invoke(*SMALL, *more).stdout) == bool(more)
 
 
 def test_softmax_matmul_says_where_the_simulator_and_the_form_differ(monkeypatch):
@@ -100,6 +100,6 @@ def test_a_quiz_on_a_shape_of_ones_own():
 def test_an_exercise_has_its_own_shape():
     done = invoke("exercise predict", "delta", "-n", 64)
     assert done.exit_code == 2
-    assert "--n-q: no effect with an exercise, which sets the shape" in done.stderr
+    assert "--n-q has no effect with an exercise, which sets the shape" in done.stderr
     done = invoke("exercise predict", "delta", "--loaded", "3x", "--stored", 1)
-    assert "takes a number of bytes in digits, e.g. 30,000; got '3x'" in done.stderr
+    assert "must be a number of bytes in digits, e.g. 30,000; got '3x'" in done.stderr

@@ -60,9 +60,12 @@ def test_bundled_gpu_traces_have_names(tmp_path):
     assert "stage forward: 2 SMs" in out.read_text()
     assert "NVIDIA H200" in out.read_text()
     wrong = invoke("plot", "gpu-timeline", "-T", "h200-forward", "--sms", "0-1", "-o", out)
-    assert (wrong.exit_code, "--sms takes FIRST:LAST" in wrong.output) == (2, True)
+    assert (wrong.exit_code, "--sms must be FIRST:LAST" in wrong.output) == (2, True)
     wrong = invoke("plot", "tile-map", "-n", 64, "--sms", "0:1", "-o", out)
-    assert (wrong.exit_code, "--sms: not for tile-map, but for gpu-timeline" in wrong.output) == (
+    assert (
+        wrong.exit_code,
+        "--sms cannot be used for tile-map, only for gpu-timeline" in wrong.output,
+    ) == (
         2,
         True,
     )
@@ -81,7 +84,7 @@ def test_times_of_a_gpu_timeline(tmp_path):
     assert ">40</text>" in out.read_text()
     assert ">60</text>" not in out.read_text()  # it takes 160 µs
     wrong = invoke(*words, "--times", "soon", "-o", out)
-    assert (wrong.exit_code, "--times takes FIRST:LAST in µs" in wrong.output) == (2, True)
+    assert (wrong.exit_code, "--times must be FIRST:LAST in µs" in wrong.output) == (2, True)
 
 
 @pytest.mark.parametrize("over", ["head_dim", "block_q", "block_k", "sram_bytes"])
@@ -116,7 +119,7 @@ def test_a_mask_is_drawn_of_the_lengths_and_the_mask_given(monkeypatch, tmp_path
     assert invoke("plot", "mask", "--causal", "-o", tmp_path / "x.png").exit_code == 0
     assert (drawn["data"].n_q, drawn["tiling"]) == (512, None)  # few enough scores to draw
     refused = invoke("plot", "mask", "-a", "flash1", "-o", tmp_path / "x.png")
-    assert (refused.exit_code, "--algorithm: not for mask" in refused.output) == (2, True)
+    assert (refused.exit_code, "--algorithm cannot be used for mask" in refused.output) == (2, True)
 
 
 def test_every_kind_says_what_it_uses():
@@ -140,7 +143,7 @@ def test_pictures_are_counted_and_the_same_when_executed(kind, tmp_path):
     words = ("plot", kind, "-n", 128, "-d", 16, "--causal", "--direction", "backward")
     words += ("-a", "flash1,flash2") if kind == "diff" else ()
     counted, executed = tmp_path / "a.svg", tmp_path / "b.svg"
-    assert "counted, nothing executed" in invoke(*words, "-o", counted).stderr
+    assert "counted by formula; --execute simulates it" in invoke(*words, "-o", counted).stderr
     assert "counted, nothing" not in invoke(*words, "-o", executed, "--execute").stderr
     said = executed.read_text().replace("simulated", "counted")
     assert said == counted.read_text()
@@ -213,7 +216,7 @@ def test_more_errors(tmp_path):
     assert "cannot write 'out.xyz'; possible: " in bad.output
     cases.trace().save(tmp_path / "t.npz")
     row = invoke("page", "-T", tmp_path / "t.npz", "--row", "1", "-o", tmp_path / "x.html")
-    assert "--row needs the tensors" in row.output
+    assert "--row needs tensors" in row.output
 
 
 def test_the_gallery_writes_what_the_docs_show(tmp_path, monkeypatch):
@@ -222,14 +225,15 @@ def test_the_gallery_writes_what_the_docs_show(tmp_path, monkeypatch):
     gallery = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gallery)
     names = {*gallery.PLOTS, *gallery.ANIMATIONS, *gallery.FILES, *gallery.PICTURES}
-    pages = ("gallery.md", "masks.md", "lab.md", "your_own_mask.md")
+    pages = ("gallery.md", "masks.md", "lab.md", "your_own_mask.md", "your_own_algorithm.md")
+    pages += ("course.md", "precision.md", "many_gpus.md")
     text = "".join((docs / "guides" / page).read_text(encoding="utf-8") for page in pages)
     assert names == {path.name for path in (docs / "gallery").iterdir()}
     assert all(f"(../gallery/{name})" in text for name in names)
     monkeypatch.setattr(gallery, "HERE", tmp_path)
     gallery.main(["diff.png"])
     assert (tmp_path / "diff.png").exists()
-    with pytest.raises(SystemExit, match=r"unknown: a\.png"):
+    with pytest.raises(SystemExit, match=r"unknown file: a\.png"):
         gallery.main(["a.png"])
 
 
@@ -244,7 +248,7 @@ def test_heads_are_side_by_side_in_one_command(words, algorithm, monkeypatch, tm
     drawn = {}
     monkeypatch.setattr(pictures, "draw", lambda kind, data, *_, **__: drawn.update(data))
     assert invoke("plot", "heads", *words, "-o", tmp_path / "x.png").exit_code == 0
-    assert [*drawn] == ["MHA, 32 key heads", "GQA, 8 key heads", "MQA, 1 key head"]
+    assert [*drawn] == ["MHA, 32 KV heads", "GQA, 8 KV heads", "MQA, 1 KV head"]
     assert [c.problem.kv_heads for c in drawn.values()] == [32, 8, 1]
     assert {c.algorithm for c in drawn.values()} == {algorithm}
     assert len({c.tiling for c in drawn.values()}) == 1

@@ -125,7 +125,7 @@ def test_an_ascii_stdout_gets_what_it_can_show():
 def test_a_question_that_nobody_answers_names_the_option(stdin):
     done = shell(f"flashsim exercise predict count-a-product {stdin}")
     assert done.returncode == 2
-    assert "stdin is closed; give --loaded" in done.stderr
+    assert "stdin is closed; pass --loaded" in done.stderr
 
 
 @POSIX
@@ -226,7 +226,7 @@ def test_numba_without_its_compiler_is_said(arguments, monkeypatch):
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
     done = invoke(*arguments)
     assert done.exit_code == 2
-    assert "NUMBA_DISABLE_JIT=1 switches off: unset it" in done.stderr
+    assert "NUMBA_DISABLE_JIT=1 switches off: unset that variable" in done.stderr
 
 
 # -- text from elsewhere on a terminal ------------------------------------------------------------
@@ -279,6 +279,6 @@ def test_a_trace_with_escapes_is_refused(where, tmp_path):
         header[where] = "x" * 3000
     arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
     np.savez(path, **arrays)
-    with pytest.raises(flashsim.TraceError, match="not text of at most 2,000 characters") as caught:
+    with pytest.raises(flashsim.TraceError, match="must have at most 2,000 characters") as caught:
         flashsim.Trace.load(path)
     assert "\x1b" not in str(caught.value)

@@ -147,7 +147,7 @@ def test_verify_reads_a_saved_table(counters):
 def test_a_saved_table_needs_the_tiles_that_ran(counters):
     result = invoke("verify", "--from", counters)
     assert result.exit_code == 2
-    assert "give --tiling" in result.stderr
+    assert "pass --tiling" in result.stderr
 
 
 def test_a_saved_table_needs_the_gpu_that_ran(counters):

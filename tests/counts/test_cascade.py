@@ -138,16 +138,18 @@ def test_what_cannot_be_shared_says_why():
     other[2, 1, 15, 3] += 1
     for said, change in (
         (r"not shared: k\[2\] differs from k\[0\]", {"k": other, "shared_prefix": 16}),
-        (r"shared_prefix is 22 keys, and entry 0 of the batch has only 20", {"shared_prefix": 22}),
+        (r"shared_prefix must be .*, got 22, but entry 0 has only 20 keys", {"shared_prefix": 22}),
         ("shared_prefix must be at least 1", {"shared_prefix": -1}),
-        ("takes no window", {"shared_prefix": 16, "window": (9, -1)}),
-        ("takes no mask", {"shared_prefix": 16, "mask": lambda q, k: q >= k}),
+        ("cannot be combined with window", {"shared_prefix": 16, "window": (9, -1)}),
+        ("cannot be combined with mask", {"shared_prefix": 16, "mask": lambda q, k: q >= k}),
     ):
         with pytest.raises((OptionError, ShapeError, UnsupportedError), match=said):
             run(**change)
     table = [[0, 1, 2], [0, 3, 4], [0, 5, 6]]
     pool = np.zeros((7, 2, 10, 8), np.float32)
-    with pytest.raises(OptionError, match=r"block_table\[1, 1\] is 3, but the first 20 keys"):
+    with pytest.raises(
+        OptionError, match=r"block_table\[1, 1\] must be page 1, .* first 20 keys, got 3"
+    ):
         flashsim.run(x.q, pool, pool, algorithm=DECODE, block_table=table, shared_prefix=20)
     with pytest.raises(ShapeError, match="whole pages of 10 keys, got 15; use 10"):
         flashsim.run(x.q, pool, pool, algorithm=DECODE, block_table=table, shared_prefix=15)
@@ -155,11 +157,13 @@ def test_what_cannot_be_shared_says_why():
     with pytest.raises(UnsupportedError, match="shared_prefix takes no bias"):
         flashsim.run(x.q, x.k, x.v, bias=bias, algorithm=DECODE, shared_prefix=16)
     packed = {"cu_seqlens_q": (0, 3), "cu_seqlens_k": (16, 17), "shared_prefix": 16}
-    with pytest.raises(ShapeError, match="3 queries of sequence 0 comes before the end"):
+    with pytest.raises(
+        ShapeError, match=r"sequence 0 has 3 queries, but only . keys after the shared prefix"
+    ):
         Problem(3, 17, causal=True, **packed)
     with pytest.raises(ShapeError, match="needs cu_seqlens_q"):
         Problem(1, 17, shared_prefix=16)
-    with pytest.raises(UnsupportedError, match="cannot follow rows of several"):
+    with pytest.raises(UnsupportedError, match="does not support rows of several"):
         flashsim.count(Problem(3, 17, **packed), algorithm=DECODE, level="dram")
     with pytest.raises(UnsupportedError, match="'flash2' cannot merge partial results"):
         flashsim.count(Problem(3, 17, **packed))

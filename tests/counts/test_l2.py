@@ -144,7 +144,7 @@ def test_count_and_trace_speak_of_dram():
     assert other.requested.device.name == "T4"
     assert counted.bytes() == problem.heads * 64 * 4 * (4 * 8 + 1)  # Q, K, V, O and LSE, once
     assert counted.intensity() == counted.requested.flops() / counted.bytes()
-    assert "a model" in str(counted)
+    assert "simulated" in str(counted)
     assert f"{counted.bytes():,} B of {counted.requested.bytes():,} B" in repr(counted)
     assert counted.hit_rate() == 1 - counted.bytes("read") / counted.requested.bytes("load")
 
@@ -158,7 +158,7 @@ def test_count_and_trace_speak_of_dram():
         ({"blocks_per_sm": 0}, "blocks_per_sm must be at least 1, got 0"),
         ({"jitter": 1.5}, "jitter must be at least 0 and below 1e-3 seconds, got 1.5"),
         ({"ways": 0}, "ways must be between 1 and 64, got 0"),
-        ({"ways": None, "partitions": 2}, "has one partition, not 2"),
+        ({"ways": None, "partitions": 2}, "must have one partition, got partitions=2"),
         ({"seed": -1}, "seed must be at least 0"),
     ],
 )
@@ -175,7 +175,7 @@ def test_bad_questions_are_refused():
         counted.bytes("read", stage="backward")
     with pytest.raises(OptionError, match="possible: requested, dram"):
         flashsim.count(Problem(64, head_dim=8), level="l2")
-    with pytest.raises(OptionError, match="give level='dram' as well"):
+    with pytest.raises(OptionError, match="pass level='dram' too"):
         flashsim.count(Problem(64, head_dim=8), l2=l2.L2Model())
 
 
@@ -186,6 +186,6 @@ def test_too_much_to_replay_is_refused_before_its_visits_are_listed(monkeypatch)
         flashsim.count(problem, tiling=Tiling(128, 128), level="dram")
     scores = Problem(1 << 14, head_dim=8, heads=64)
     with pytest.raises(
-        UnsupportedError, match="at most 50,000,000 tiles, and S brings the number to"
+        UnsupportedError, match="at most 50,000,000 distinct tiles, but the tensors up to S have"
     ):
         flashsim.count(scores, algorithm="standard", tiling=Tiling(16, 16), level="dram")

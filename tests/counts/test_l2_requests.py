@@ -131,7 +131,7 @@ def test_packed_heads_have_one_q_and_unpacked_ones_share_k():
         assert read.bytes("read", "Q") == 4 * 8 * 2
         assert read.bytes("read", "O_part", "combine") == traffic.bytes("store", "O_part")
     biased = flashsim.count(Problem(1, 512, 8, heads=4, kv_heads=2, bias=(1, 4)), **how)
-    with pytest.raises(flashsim.UnsupportedError, match="a bias of packed heads; give pack_gqa="):
+    with pytest.raises(flashsim.UnsupportedError, match="a bias of packed heads; pass pack_gqa="):
         l2.dram(biased)
 
 

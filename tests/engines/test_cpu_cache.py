@@ -73,7 +73,7 @@ def test_a_flipped_byte_is_not_run(folder, capsys):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         hits(fresh())  # refused, or the byte is none of the function's
         assert hits(fresh()) == 1
-    assert "its checksum is wrong" in capsys.readouterr().err
+    assert "its checksum does not match its content" in capsys.readouterr().err
 
 
 def test_an_older_entry_under_the_same_name_is_not_taken(folder):
@@ -106,7 +106,7 @@ def test_a_full_disk_costs_the_cache_only(monkeypatch, capsys):
     assert walk(1.5) == 3
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "cannot keep compiled code in" in said
+    assert "cannot save compiled code in" in said
     assert "No space left on device" in said
     assert "NUMBA_CACHE_DIR" in said
 
@@ -128,7 +128,7 @@ def test_without_a_folder_to_write_to_kernels_are_compiled_in_memory(tmp_path, m
     assert capsys.readouterr().err == ""
     assert [walk(21), walk(1.5), fresh()(21)] == [42, 3.0, 42]
     assert capsys.readouterr().err == (
-        "flashsim: no folder for compiled code can be written; each process compiles it again; "
+        "flashsim: no folder for compiled code is writable; each process compiles it again; "
         "NUMBA_CACHE_DIR can name another folder\n"
     )
     threads._say_compiling(cache.kept(walk))
@@ -153,7 +153,7 @@ def test_what_others_can_write_is_not_loaded(folder, what, capsys):
     assert walk(21) == 42
     assert not cache.kept(walk)
     said = capsys.readouterr().err
-    assert said.startswith(f"flashsim: other users can write to {path}: code there is not used;")
+    assert said.startswith(f"flashsim: other users can write to {path}, so code in it is not used;")
     assert said.count("\n") == 1
     path.chmod(mode)
     assert hits(fresh()) == 1

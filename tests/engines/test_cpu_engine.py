@@ -24,7 +24,7 @@ from flashsim.engines.cpu import engine as cpu
 from flashsim.engines.cpu import notes, threads, work_tiles
 from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.engines.cpu.tables import NOTE
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.errors import MemoryModelError
 from flashsim.schedule.plans import stages
 from flashsim.schedule.schedule import Schedule
@@ -90,7 +90,7 @@ def test_a_tile_that_was_not_visited_is_missing_from_the_trace():
     assert set(full["visit"]) - set(less["visit"]) == {4}
     np.testing.assert_array_equal(full[full["visit"] != 4], less)
     visits[1, 0, 5] = 0
-    with pytest.raises(MemoryModelError, match="heads did not all visit the same tiles"):
+    with pytest.raises(MemoryModelError, match="two heads did not visit the same tiles"):
         notes.stage_trace(stage, schedule, device, steps, visits)
 
 
@@ -384,7 +384,7 @@ def test_a_device_without_room_for_the_usual_tiling_gets_one_that_fits():
 def test_vector_code_is_refused_where_registers_are_unknown(monkeypatch):
     monkeypatch.setattr(registers, "_host", lambda: registers.Plain)
     x = tensors(5, 5, 4)
-    with pytest.raises(BackendUnavailable, match="micro_kernel='plain' runs on any"):
+    with pytest.raises(BackendUnavailable, match="micro_kernel='plain', which runs on any"):
         flashsim.run(x.q, x.k, x.v, backend="numba", micro_kernel="vector")
     assert registers.best("float32") == registers.Plain(16)
 
@@ -511,7 +511,7 @@ import dataclasses, os, signal, threading, time
 import numpy as np, flashsim
 from flashsim.engines.cpu import engine, thread_pool, threads
 from flashsim.engines.cpu.tables import Tiles
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 WALKERS = 2
 walked, real = [], threads.run
 def run(name, *args, counter, long):

@@ -236,7 +236,7 @@ def test_a_load_past_the_capacity_is_refused(machine):
 
     text = str(caught.value)
     assert "stage 'forward' holds 568 B on chip" in text
-    assert "H100 (M = 400 B) gives a block 400 B" in text
+    assert "a thread block of H100 (M = 400 B) has 400 B" in text
     for name, nbytes in (("O", 48), ("Q", 120), ("S", 400)):
         assert f"\n  {name:<6}{nbytes:>14,} B" in text
 

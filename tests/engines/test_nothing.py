@@ -103,7 +103,7 @@ def test_packed_sequences_without_a_token():
         flashsim.run(q, k[:, :0], k[:, :0], **how)
     with pytest.raises(ShapeError, match=r"must start at 0, .* length 5"):
         flashsim.run(q, k[:, :0], k[:, :0], cu_seqlens_q=(0, 4), cu_seqlens_k=(0, 0))
-    with pytest.raises(ShapeError, match="must be given together"):
+    with pytest.raises(ShapeError, match="must be passed together"):
         flashsim.run(q, k[:, :0], k[:, :0], cu_seqlens_q=(0, 5))
     none = np.ones((0, 4, 5, 8), np.float32)
     with pytest.raises(ShapeError, match="batch must be 1, got 0"):

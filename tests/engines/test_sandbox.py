@@ -320,7 +320,7 @@ def test_an_overflow_names_what_is_held_and_where_it_was_made():
     assert text.startswith(f"greedy, line {first + 5}, `{line}`: stage 'forward' holds 2,048 B")
     assert f"temp                 512 B, made at line {first + 4}" in text
     assert text.endswith("np.exp(S, out=S), sram.accumulate(O, P, V)")
-    assert "2,048 B on chip, but small gives a block 2,000 B" in text
+    assert "2,048 B on chip, but a thread block of small has 2,000 B" in text
 
 
 def test_a_narrow_tile_is_rounded(capsys):

@@ -150,7 +150,10 @@ def test_types_of_symbols():
     close(lambda s, b, h, q, k: s.to("int32").to("float32"), np.trunc(SCORE))
     close(lambda s, b, h, q, k: s.astype(np.int32) + 0.0, np.trunc(SCORE))
     close(lambda s, b, h, q, k: s.to(k) + s.new_ones(), np.trunc(SCORE) + 1)
-    close(lambda s, b, h, q, k: s.to("cpu") + s.new_zeros() + s.new_tensor(2.0), SCORE + 2)
+    close(
+        lambda s, b, h, q, k: s.to("cuda:0").to("cpu") + s.new_zeros() + s.new_tensor(2.0),
+        SCORE + 2,
+    )
     close(lambda s, b, h, q, k: s[()] + s[...], 2 * SCORE)
 
     def score(s, b, h, q, k):
@@ -188,10 +191,12 @@ def test_captured_arrays_act_as_arrays():
         (lambda b, h, q, k: float(k) > 0, "not a Python float"),
         (lambda b, h, q, k: k.item() > 0, "Python's if"),
         (lambda b, h, q, k: k[0] > 0, "cannot be indexed"),
-        (lambda b, h, q, k: k.astype(np.complex64) > 0, "cannot become complex64"),
+        (lambda b, h, q, k: k.astype(np.complex64) > 0, "cannot be converted to complex64"),
+        (lambda b, h, q, k: k.to("complex64") > 0, "converted to complex64; use one of .*int32"),
+        (lambda b, h, q, k: k.to("gpu") > 0, "cannot be converted to gpu"),
         (lambda b, h, q, k: k.new_full((3,), 1) > 0, "cannot make an array"),
         (lambda b, h, q, k: np.sinc(k) > 0, "sinc"),
-        (lambda b, h, q, k: np.add(k, 1, where=True) > 0, "takes no where"),
+        (lambda b, h, q, k: np.add(k, 1, where=True) > 0, "with the argument where"),
         (lambda b, h, q, k: TABLE[k] > 0, "one index per axis"),
         (lambda b, h, q, k: TABLE[k, :] > 0, "a row"),
         (lambda b, h, q, k: ROW[k * 1.0] > 0, "is a float"),

@@ -11,8 +11,8 @@ from decode_cases import Case, moved, simulated
 import flashsim
 from flashsim import Device, Problem
 from flashsim.backends.cupy_gpu import arrays, decode, engine
-from flashsim.backends.launch_policy import decode as family
-from flashsim.engines.engine import Job
+from flashsim.backends.launch_policy import decode_plan as family
+from flashsim.engines.protocol import Job
 from flashsim.errors import UnsupportedError
 
 pytestmark = [*MARKS, pytest.mark.promise("three counts equal", "twice plain attention's error")]
@@ -153,7 +153,7 @@ def test_what_is_refused():
         run(mla(1, 64), mla(1, 64).make(), trace="timeline")
     with pytest.raises(UnsupportedError, match="no shared_prefix"):
         run(mla(1, 64, d=192, dv=128), mla(1, 64, d=192, dv=128).make(), shared_prefix=16)
-    with pytest.raises(UnsupportedError, match="head_dim_v in multiples of 128"):
+    with pytest.raises(UnsupportedError, match="head_dim_v that is a multiple of 128"):
         check(mla(1, 64, dv=96))
     with pytest.raises(UnsupportedError, match="float16 and bfloat16, not float32"):
         check(mla(1, 64, dtype="float32"))

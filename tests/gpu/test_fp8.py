@@ -368,9 +368,9 @@ def test_what_is_not_taken_is_said():
     p = Problem(200, 300, 128, heads=2, dtype="bfloat16")
     _, x8 = make(p)
     narrow = [x[..., :80].copy() for x in (x8.q, x8.k, x8.v)]
-    with pytest.raises(UnsupportedError, match="head_dim of 64, 128, 256"):
+    with pytest.raises(UnsupportedError, match="head_dim must be one of 64, 128, 256"):
         flashsim.run(*narrow, backend="cupy", scales="unscaled")
-    with pytest.raises(UnsupportedError, match="portable kernels take no FP8"):
+    with pytest.raises(UnsupportedError, match="portable kernels do not support FP8"):
         run(p, x8, kernel="portable")
     with pytest.raises(UnsupportedError, match="no backward pass on a GPU"):
         run(p, x8).backward(np.zeros((1, 2, 200, 128), numpy_dtype("bfloat16")))

@@ -59,7 +59,7 @@ BROKEN = [
     ("kernel-forward", "O_i = alpha[:, None] * O_i\n", "pass\n", "result",
      "O is not multiplied by exp(m_old - m_new)"),
     ("kernel-causal", "last = tl.minimum((query_tile + 1) * Q_TILE_SIZE, N_KEYS)", "pass", "bytes",
-     "tiles of K that the mask empties are loaded"),
+     "K tiles whose scores are all masked are loaded"),
     ("kernel-forward", "save_for_backward(q, k, v, o, lse)\n        ctx.is_causal = is_causal\n"
      "        return o\n\n    @staticmethod\n    def backward(ctx, do):\n"
      '        """Return dQ, dK, dV, and None for the flag."""\n        q, k, v, o, lse = ctx.sav'

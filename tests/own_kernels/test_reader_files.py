@@ -73,7 +73,7 @@ def test_heads_that_are_stacked_in_one_matrix(answer):
     ragged = answer(text, "attention", "-n", 70, "-d", 16).replace("other=0.0", "")
     assert "O right" in ragged
     text = text.replace("mask=(keys < n_kv)[:, None], other=0.0", "").replace(", )", ")")
-    assert "load of K runs past the last row of its head" in answer(
+    assert "load of K goes past its head's last row" in answer(
         text, "attention", "-n", 70, "-d", 16
     )
 

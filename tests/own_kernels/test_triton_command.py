@@ -36,7 +36,7 @@ def test_the_guide_prints_what_comes_out():
         assert done.exit_code == 0, done.output
         printed = " ".join(number.sub("#", done.output).split())
         assert " ".join(number.sub("#", block).split()) in printed
-    for exact in ("line 41 (first in line 32)", "655,360", "acc wrong from row 79 on; m and l"):
+    for exact in ("line 41 (first in line 32)", "655,360", "acc is wrong from row 79 on; m"):
         assert exact in page
         assert exact in usual.output
     assert "line 46: load outside of V (2, 250, 64): 384 of 4096 lanes" in ragged.output
@@ -65,11 +65,13 @@ def test_the_lesson_s_kernel_becomes_right(tmp_path):
     lines[40:42] = [""] * 2
     assert "load K 327,680 327,680" in answer()
     ragged = answer("-n", 250)
-    assert "runs past the last row of its head into the next one" in ragged
+    assert "goes past its head's last row, into the next head" in ragged
     assert "O WRONG" in ragged
     lines[45] = lines[45].replace("d[None, :])", "d[None, :], mask=cols[:, None] < n, other=0.0)")
     assert "O right" in answer("-n", 250)
-    assert "every lane that is not masked off lies in its tensor" in answer("-n", 250)
+    assert "every lane that is not masked off accesses an element of its tensor" in answer(
+        "-n", 250
+    )
 
 
 def test_a_correct_file_from_forward_to_backward(tmp_path):
@@ -178,12 +180,15 @@ def test_torch_tensors_on_a_gpu_stay_on_the_cpu(tmp_path):
     ("words", "said"),
     [
         (["nowhere.py:f"], "there is no file 'nowhere.py'"),
-        ([f"{ROOT}/README.md"], "README.md' is no Python file; give FILE.py:function"),
+        ([f"{ROOT}/README.md"], "README.md' is not a Python file; pass FILE.py:function"),
         ([f"{FLASH}:backwards"], "has no 'backwards'; possible:"),
-        ([f"{FLASH}:attention_forward"], "is itself a kernel; name a function that launches it"),
-        ([f"{ROOT}/examples/triton/softmax.py:softmax"], "give it by --set x=VALUE"),
-        ([f"{FLASH}:forward", "--set", "blocks=3"], "forward has no 'blocks'"),
-        ([f"{FLASH}:forward", "--set", "blocks"], "--set takes NAME=VALUE, got 'blocks'"),
+        (
+            [f"{FLASH}:attention_forward"],
+            "is itself a kernel; name a function that launches the kernel",
+        ),
+        ([f"{ROOT}/examples/triton/softmax.py:softmax"], "set it with --set x=VALUE"),
+        ([f"{FLASH}:forward", "--set", "blocks=3"], "forward has no parameter 'blocks'"),
+        ([f"{FLASH}:forward", "--set", "blocks"], "--set must be NAME=VALUE, got 'blocks'"),
         ([f"{FLASH}:forward", "--ndim", "5"], "ndim must be 2, 3 or 4, got 5"),
         ([f"{FLASH}:forward", "--name", "zz=K", "-n", "64"], "names: no tensor 'zz'"),
     ],

@@ -55,7 +55,9 @@ def test_each_point_reaches_what_is_computed_from_it_and_nothing_else(algorithm)
 
 def test_an_algorithm_that_is_not_listed_rounds_its_inputs_alone():
     Precision(inputs="float16").check("mine")
-    with pytest.raises(OptionError, match=r"'mine' has no rounding point 'p'; it has inputs$"):
+    with pytest.raises(
+        OptionError, match=r"'mine' has no rounding point 'p'; its rounding points are inputs$"
+    ):
         Precision(p="float16").check("mine")
 
 
@@ -146,7 +148,7 @@ def test_what_is_not_flushed_yet_is_rescaled():
 
 
 def test_what_is_no_precision():
-    with pytest.raises(UnknownArgumentError, match="Precision has no 'stats'"):
+    with pytest.raises(UnknownArgumentError, match="Precision has no argument 'stats'"):
         Precision(stats="float16")
     with pytest.raises(TypeError, match="dtype 'float8' is not supported"):
         Precision(p="float8")
@@ -156,9 +158,11 @@ def test_what_is_no_precision():
         Precision(accumulator="hopper-fp8", flush=0)
     x = tensors(32, 32, 16)
     run = lambda **options: flashsim.run(x.q, x.k, x.v, **options)  # noqa: E731
-    with pytest.raises(OptionError, match="'flash2' has no rounding point 'm_hbm'; it has inputs"):
+    with pytest.raises(
+        OptionError, match="'flash2' has no rounding point 'm_hbm'; its rounding points are inputs"
+    ):
         run(precision=Precision(m_hbm="float16"))
-    with pytest.raises(UnsupportedError, match="changes results but not traffic"):
+    with pytest.raises(UnsupportedError, match="changes results but not the traced bytes"):
         run(precision=Precision(m="float16"), trace=True)
     with pytest.raises(UnsupportedError, match="precision works with backend='simulator'"):
         run(precision=Precision(m="float16"), backend="numba")

@@ -84,7 +84,7 @@ def test_a_counted_trace_is_the_recorded_one(algorithm, direction):
 
 def test_what_cannot_be_counted_event_by_event_says_why():
     problem = Problem(1 << 20, head_dim=64)
-    with pytest.raises(OptionError, match=r"one head has about .* events, too many"):
+    with pytest.raises(OptionError, match=r"one head has about .* events, but the limit"):
         counted(flashsim.count(problem, tiling=Tiling(64, 64)))
     with pytest.raises(UnsupportedError, match="splits keys into parts"):
         counted(flashsim.count(Problem(1, 4096, 64), algorithm="flash-decode"))

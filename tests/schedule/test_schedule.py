@@ -473,7 +473,9 @@ def test_what_tables_cannot_hold_is_refused_before_it_is_allocated():
             flashsim.count(
                 Problem(2**31, 1, mask=np.greater), tiling=Tiling(2**20, 1), device=LARGE
             )
-        with pytest.raises(flashsim.UnsupportedError, match="more scores than a table"):
+        with pytest.raises(
+            flashsim.UnsupportedError, match="more scores than the 64-bit sums of a table"
+        ):
             _ = Schedule(Problem(2**32), Tiling(2**20, 2**20)).rows
         with pytest.raises(flashsim.TilingError, match=r"column tiles.*larger block_k"):
             flashsim.count(Problem(1, 2**36), algorithm="flash-decode")

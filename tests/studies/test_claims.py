@@ -12,7 +12,7 @@ from flashsim.studies.reproduce import pallas
 
 pytestmark = pytest.mark.promise("doc figures are measured")
 
-PAGE = Path(__file__).parents[2] / "docs/guides/texts.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/texts.md"
 WRONG = {
     *("bf16-52", "faster-backward", "a100-335", "blocks-64-45", "scores-32", "268-times"),
     *("incoherent", "tile-softmax", "l-sum", "advance-k"),
@@ -63,5 +63,5 @@ def test_the_same_work_is_what_the_reason_of_the_backward_claim_compares():
     mine, theirs = (pallas.TIMES["backward", k][-1] for k in ("flash", "cuDNN"))
     why = claims.judge("faster-backward").why
     alike = 10 / 14 * pallas.speed("backward", "flash", -1) / 1e12
-    assert f"{alike:.0f} against" in why
+    assert f"{alike:.0f} versus" in why
     assert alike * mine == pytest.approx(pallas.speed("backward", "cuDNN", -1) / 1e12 * theirs)

@@ -81,7 +81,7 @@ def test_a_class_is_graded_whatever_is_in_the_folder(attacked):
     assert [marks[f"z_{name}.py"].points for name in ("first", "second")] == [100, 100]
     for name in ("c_link.py", "e_zero.py", *(["e_fifo.py"] if hasattr(os, "mkfifo") else [])):
         assert (marks[name].points, marks[name].marks[0].kind) == (0, "file")
-        assert "is no regular file" in marks[name].marks[0].words
+        assert "is a link, a folder or a device" in marks[name].marks[0].words
     assert marks["b_empty.py"].marks[0].kind == "function"
     assert seconds < 90
     if WALLS:
@@ -137,7 +137,7 @@ def test_a_loop_that_does_not_end(tmp_path):
     began = time.monotonic()
     marks, trace = submissions.grade_file(tmp_path / "x.py", limit=1)
     assert (marks.points, trace, marks.marks[0].kind) == (0, None, "time")
-    assert "not done after 1 s: a loop that does not end?" in marks.marks[0].words
+    assert "it was stopped after 1 s; check for a loop that does not end" in marks.marks[0].words
     assert time.monotonic() - began < 10
 
 
@@ -171,7 +171,8 @@ def test_a_header_names_exercises_of_the_course_alone(tmp_path):
     """A student's header could otherwise have a file of theirs run by the grader itself."""
     (tmp_path / "z.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
     (tmp_path / "x.py").write_text(f"# flashsim exercise: {tmp_path / 'z.py'}\n")
-    with pytest.raises(OptionError, match=r"in the course.*own exercise, give --exercise FILE"):
+    words = r"the course has no exercise.*own exercise, pass --exercise FILE"
+    with pytest.raises(OptionError, match=words):
         submissions.grade_file(tmp_path / "x.py")
     assert not (tmp_path / "marker").exists()
 
@@ -279,7 +280,7 @@ def test_memory_that_grows(solved):
 
 def test_a_memory_where_none_can_be_limited(solved, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(OptionError, match="memory=100: only Linux can limit it"):
+    with pytest.raises(OptionError, match="memory=100 was passed, but only Linux can limit"):
         submissions.grade_file(solved, memory=100)
     assert submissions.grade_file(solved)[0].points == 100
 
@@ -288,12 +289,12 @@ def test_files_that_cannot_be_graded(tmp_path):
     with pytest.raises(OptionError, match="cannot read"):
         submissions.grade_file(tmp_path / "none.py")
     (tmp_path / "x.py").write_text("def solution(machine): pass\n")
-    with pytest.raises(OptionError, match=r"x\.py does not say which exercise"):
+    with pytest.raises(OptionError, match=r"x\.py does not name its exercise"):
         submissions.grade_file(tmp_path / "x.py")
     with pytest.raises(OptionError, match=r"no exercise 'flash2-backward'.*did you mean"):
         submissions.grade_file(tmp_path / "x.py", "flash2-backward")
     (tmp_path / "none").mkdir()
-    with pytest.raises(OptionError, match=r"has no \.py file"):
+    with pytest.raises(OptionError, match=r"contains no \.py file"):
         list(submissions.grade_folder(tmp_path / "none"))
 
 
@@ -310,7 +311,7 @@ def test_a_class_whose_files_name_their_exercises(tmp_path):
         "b.py": 0,
         "c.py": 100,
     }
-    assert "does not say which exercise" in marks["b.py"].marks[0].words
+    assert "does not name its exercise" in marks["b.py"].marks[0].words
 
 
 def test_files_as_windows_writes_them(solved, tmp_path):

@@ -81,7 +81,7 @@ def test_between_hosts_the_network_counts():
 def test_its_table_says_what_shows():
     table = predict.spread(CAUSAL, ranks=4, link=Link("slow", 1e9)).table()
     assert [row[0] for row in table.rows] == [f"ring {s}" for s in range(4)]
-    assert "communication exposed for" in table.note
+    assert "communication prolongs the pass by" in table.note
     assert max(map(len, str(predict.spread(CAUSAL, ranks=2)).split("\n"))) <= 100
 
 

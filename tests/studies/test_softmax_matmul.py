@@ -71,7 +71,7 @@ def test_two_kernels_move_p_as_well():
     assert two.bytes("store", "P") == two.bytes("load", "P") == scores
     assert fused.compulsory() == 4 * 2 * (64 * 96 + 96 * 32 + 64 * 32)
     assert "two kernels" in str(two)
-    assert "on chip a block" in str(softmax_matmul.run(*make(1, 8, 8, 8)))
+    assert "on chip per block" in str(softmax_matmul.run(*make(1, 8, 8, 8)))
 
 
 def test_the_courses_own_size_is_counted_at_once():

@@ -93,8 +93,8 @@ def test_the_guides_sentences_are_of_the_kept_measurements(tables):
     assert "competitor on eleven of twelve shapes in each direction." in GPU
     assert f"Forward, {BEHIND[0]} reached {forward} of its throughput;" in GPU
     assert f"backward, {BEHIND[1]} reached {backward}. Both were behind FA-CuTe" in GPU
-    assert f"{BEHIND[0]}, forward: {forward} × in one of two runs." in GUIDE
-    assert f"{BEHIND[1]}, backward: {backward} × in one of two runs." in GUIDE
+    assert f"On the H200, {BEHIND[0]} reached {forward} × forward in one of two runs." in GUIDE
+    assert f"In the backward pass, {BEHIND[1]} reached {backward} × in one of two runs." in GUIDE
     both = [ends(sorted(way + other)) for way, other in zip(papers, first, strict=True)]
     said = (
         f"{both[0]} × the fastest competitor forward, {both[1]} × backward | measured, two runs |"
@@ -119,17 +119,19 @@ def test_the_guides_sentences_are_of_the_kept_measurements(tables):
     assert "64 sequences of 256 tokens reach 0.97 of FA-CuTe's throughput each." in GPU
     behind = f"{short[1][0]:.2f} to {short[1][3]:.2f}"
     assert f"64 sequences of 256 to 768 tokens reach {behind} of it." in GPU
-    assert f"64 of 256 forward, 64 of 256 to 768 backward: {behind} ×." in GUIDE
+    said = f"some short sequences reach only {behind} ×. These are one sequence of 128 tokens and"
+    said = f"{said} 64 sequences of 256 tokens forward, and 64 sequences of 256 to 768 tokens"
+    assert f"{said} backward." in GUIDE
     serving = of("gpu-serving-h200.csv", tables.Shape.ratio)
     assert [sum(x >= 1 for x in way) for way in serving] == [13, 12]
     last = f"32 heads on 8 at 32,768 tokens reach {serving[1][0]:.3f}."
     assert f"competitor on all thirteen shapes, and our backward on twelve; {last}" in GPU
-    assert f"8 KV heads at 32,768 tokens, backward: {serving[1][0]:.3f} ×." in GUIDE
+    assert f"8 KV heads at 32,768 tokens reach {serving[1][0]:.3f} × backward," in GUIDE
     widths = of("gpu-widths-h200.csv", tables.Shape.ratio)
     assert [sum(x >= 1 for x in way) for way in widths] == [16, 15]
     assert "forward is at least as fast as the fastest competitor on all sixteen," in GPU
     assert f"backward on fifteen; d = 32 without a mask reaches {widths[1][0]:.3f}." in GPU
-    assert f"d = 32 without a mask, backward: {widths[1][0]:.3f} ×." in GUIDE
+    assert f"d = 32 without a mask reaches {widths[1][0]:.3f} × backward." in GUIDE
     h100 = [ends(way) for way in of("gpu-papers-h100.csv", tables.Shape.ratio)]
     said = f"{h100[0]} × the faster of cuDNN and FlashAttention-2 forward, {h100[1]} × backward |"
     assert f'| H100, 16-bit inputs | `"cupy"` | {said}' in GUIDE
@@ -149,7 +151,8 @@ def test_the_sentences_of_portable_kernels_are_of_the_kept_measurement(tables):
 
     forward, backward = (ratios("flashsim cupy portable", x) for x in ("forward", "backward"))
     backward = backward.removesuffix(" FlashAttention-2")
-    assert f"on the H200, {forward} forward, {backward} backward |" in GUIDE
+    said = f"on the H200, the portable kernels for these GPUs reach {forward} forward,"
+    assert f"{said} {backward} backward |" in GUIDE
     assert f"reach {ratios('flashsim numba_cuda', 'backward')} backward." in GUIDE
 
 
@@ -250,7 +253,7 @@ def test_the_sentences_of_decoding_are_of_the_kept_measurements(tables):
         f"Of {len(ratios['1'])} shapes with one query {ahead['1']} are at least as fast" in DECODING
     )
     behind = [x for x in ratios["1"] if x < 1]
-    said = f"decoding one query: {len(behind)} of {len(ratios['1'])} shapes are"
+    said = f"{len(behind)} of {len(ratios['1'])} shapes with one query on a cache are"
     slower = [100 * (1 - x) for x in sorted(behind, reverse=True)]
     assert f"{said} {slower[0]:.1f} to {slower[-1]:.1f} % behind cuDNN." in GUIDE
     least, most = min(ratios["4"]), max(ratios["4"])
@@ -278,10 +281,10 @@ def test_the_sentence_of_amx_is_of_the_kept_measurement(bench):
     assert [sum("**" in row[column] for row in forward) for column in (eight, two)] == [4, 6]
     assert "on two CPUs all, on eight all with the backward and four of six forward passes" in CPU
     lacking = [forward[n][eight].strip() for n in (0, 4)]
-    said = f"{lacking[0]}, and d = 128 without one, {lacking[1]};"
-    assert f"what eight lack in this run, {said}" in CPU
-    said = f"2 of 6 forward shapes miss their target of 1.25 × PyTorch, at {' and '.join(lacking)}."
-    assert said in GUIDE
+    said = f"N = 1024 reaches {lacking[0]}, and d = 128 reaches {lacking[1]};"
+    assert f"two forward passes without a mask miss it in this run: {said}" in CPU
+    said = "2 of 6 forward shapes miss their target of 1.25 × PyTorch: they reach"
+    assert f"{said} {' and '.join(lacking)}." in GUIDE
 
 
 def test_the_sentence_of_float32_beside_amx_is_of_the_kept_measurement(bench):
@@ -294,7 +297,7 @@ def test_the_sentence_of_float32_beside_amx_is_of_the_kept_measurement(bench):
     assert sum(float(ratio) >= aim for ratio, aim in pairs) == 9
     forward = [r["of sgemm"] for r in rows if (r["N"], r["pass"]) == ("4096", "forward")]
     least, most = (f"{float(x(forward, key=float)):.2f}" for x in (min, max))
-    assert f"at N = 4096 it reaches {least} to {most} of sgemm" in CPU
+    assert f"at N = 4096, float32 reaches {least} to {most} of sgemm" in CPU
 
 
 def test_the_sentences_of_an_epyc_are_of_the_kept_measurements(bench):

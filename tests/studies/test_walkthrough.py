@@ -60,7 +60,7 @@ def test_the_last_lines_of_a_row_are_attention(row, causal, visits):
     assert len(records) == visits + 2
     np.testing.assert_allclose(numbers(records[-2]["O"]), out[0, 0, at], atol=6e-5)
     assert records[-1]["m"] == pytest.approx(lse[0, 0, at], abs=6e-5)
-    assert float(table.note.split("float64 to ")[1].split(";")[0]) < 1e-6
+    assert float(table.note.split("in float64 by ")[1].split(";")[0]) < 1e-6
 
 
 def test_a_tile_rescales_what_was_there():
@@ -85,8 +85,8 @@ def test_row_sums_are_equal():
 
 def test_divisions_once_a_row_and_once_a_tile():
     first, second = walkthrough.corrections(256, 32, tiling=Tiling(32, 64)).records()
-    assert (first["a row"], second["a row"]) == (32 * 256 // 64, 32)
-    assert first["divisions"] == 256 * first["a row"]
+    assert (first["per row"], second["per row"]) == (32 * 256 // 64, 32)
+    assert first["divisions"] == 256 * first["per row"]
 
 
 def test_reading_p_once_takes_its_bytes_over_the_bandwidth():

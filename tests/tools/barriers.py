@@ -1,8 +1,8 @@
-"""Kernels whose warps wait at random around every barrier, with one barrier left out if asked.
+"""Kernels with random delays around every barrier and, on request, without one barrier.
 
-Warps that run in step hide a missing barrier: values are right by luck. With these delays they are
-not, so that a test can show that the kernels have the barriers they need and need those they have.
-Sources are changed, nothing in the kernels themselves is for tests.
+Warps that run at the same pace hide a missing barrier: the values are right by luck. With delays
+they are wrong. So a test can show that the kernels have every barrier that they need, and no
+others. Only the sources are changed; the kernels themselves contain no test code.
 """
 
 import re
@@ -13,7 +13,8 @@ from importlib import resources
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch_policy.portable import PORTABLE
 
-#: ``__syncthreads();  // B1: what it protects``, as every barrier is written; some are a group's.
+#: Matches ``__syncthreads();  // B1: what it protects``, the form of every barrier; some are for a
+#: group of warps.
 BARRIER = re.compile(r"(?:__syncthreads\(\)|sync_group\([^;]*\));(?=\s*// (B\d):)")
 
 _JITTER = """
@@ -30,24 +31,25 @@ __device__ inline void jitter(u32 site) {
 
 
 def barriers(file: str) -> list[str]:
-    """The barriers of a kernel: "B0", "B1", ..."""
+    """Return the names of a kernel's barriers: "B0", "B1", ..."""
     return BARRIER.findall(nvrtc.source(file))
 
 
 def left_out(file: str) -> dict[str, tuple[str, str]]:
-    """Each barrier of a kernel as one of `emulator.Faulty`'s faults: it is not there."""
+    """Return the removal of each barrier of a kernel, as a fault for `emulator.Faulty`."""
     text = nvrtc.source(file)
     found = {m[1]: text[m.start() : text.index(":", m.end())] for m in BARRIER.finditer(text)}
     return {name: (piece, f"if (!FAULT) {piece}") for name, piece in found.items()}
 
 
 def untried(cases: Iterable[tuple]) -> set[tuple[str, str]]:
-    """Portable kernels' barriers that no case names, which is (kernel, ..., "B0 B1 ..."), and names
-    of barriers that are not there, with their kernels.
+    """Return the portable kernels' barriers that no case names, with their kernels.
+
+    A case is (kernel, ..., "B0 B1 ..."). Names of barriers that do not exist are returned too.
     """
     folder = resources.files("flashsim.backends") / "kernels" / "portable"
     files = [f"portable/{f.name}" for f in folder.iterdir() if f.name.endswith(".cu")]
-    # No passes over a schedule: test_emulated_decode, test_softmax_matmul_kernel.
+    # Kernels without a schedule: test_emulated_decode and test_softmax_matmul_kernel try these.
     files = [f for f in files if f not in ("portable/decode.cu", "portable/softmax_matmul.cu")]
     there = {(f, b) for f in files for b in barriers(f)}
     assert len({file for file, _ in there}) >= 6
@@ -55,7 +57,7 @@ def untried(cases: Iterable[tuple]) -> set[tuple[str, str]]:
 
 
 def jittered(file: str, without: str = "") -> str:
-    """A kernel's source with delays, but without one of its barriers."""
+    """Return a kernel's source with delays, and without one of its barriers if requested."""
     text = nvrtc.source(file)
     calls = re.findall(r"__syncthreads|(?<!void )sync_group", text)
     assert len(calls) == len(barriers(file)), "a barrier has no number"
@@ -73,7 +75,7 @@ def jittered(file: str, without: str = "") -> str:
 
 
 class Jittered:
-    """The portable kernels, one of them jittered."""
+    """The family of portable kernels, with delays in one kernel."""
 
     name = "jittered"
 
@@ -82,7 +84,7 @@ class Jittered:
         self.forward_passes, self.backward_passes = base.forward_passes, base.backward_passes
 
     def load(self, kernel, device):
-        """As `nvrtc.load`."""
+        """Load a kernel as `nvrtc.load` does."""
         if kernel.file != self.file:
             return nvrtc.load(kernel, device)
         import cupy
@@ -94,10 +96,10 @@ class Jittered:
         return function.kernel
 
     def of(self, job, gpu, direction):
-        """This family, as `cupy_engine.forward_with` asks for one."""
+        """Return this family, for `cupy_engine.forward_with`."""
         return self
 
 
 def backward_job(result, tiling, algorithm):
-    """The job of a result's backward pass."""
+    """Return the job of a result's backward pass."""
     return replace(result._job, tiling=tiling, algorithm=algorithm)

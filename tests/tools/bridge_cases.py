@@ -1,4 +1,4 @@
-"""Small problems for attention of torch and of JAX: sizes of tensors, and what is asked."""
+"""Small problems for attention in torch and in JAX: sizes of tensors, and options."""
 
 CUTS = {"cu_seqlens_q": (0, 4, 7), "cu_seqlens_k": (0, 5, 9), "causal": True}
 CASES = {

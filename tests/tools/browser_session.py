@@ -1,6 +1,6 @@
-"""A session as a browser has it: no compiler, no CUDA, no threads, no packages of the command line.
+"""Run a session as in a browser: without compiler, CUDA, threads or command-line packages.
 
-Run with one argument, where its files go, in a process of its own: `flashsim` is imported fresh.
+It needs its own process, so that `flashsim` is imported anew. The argument is the folder for files.
 """
 
 import importlib.abc
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-#: What Pyodide lacks, or what a session by docs/guides/in_the_browser.md does not install.
+#: Packages that Pyodide lacks, or that docs/guides/in_the_browser.md does not install.
 BLOCKED = (
     *("numba", "llvmlite", "cupy", "scipy", "pandas", "dask", "torch", "jax"),
     *("typer", "click", "multiprocessing", "resource", "fcntl"),
@@ -19,21 +19,21 @@ BLOCKED = (
 
 
 class Blocked(importlib.abc.MetaPathFinder):
-    """Finds none of them."""
+    """An import finder that refuses these packages."""
 
     def find_spec(self, name, path=None, target=None):
-        """Called for every import."""
+        """Raise ImportError for a refused package."""
         if name.partition(".")[0] in BLOCKED:
             raise ImportError(f"{name} is not there in a browser")
 
 
 def refused(*_, **__):
-    """In place of what WebAssembly cannot do."""
+    """Replaces functions that WebAssembly does not support."""
     raise RuntimeError("a browser starts no thread and no process")
 
 
 def main(folder):
-    """Everything that the guide promises."""
+    """Run everything that the guide promises."""
     import ml_dtypes
     import numpy as np
 
@@ -81,7 +81,7 @@ def main(folder):
 
 
 def shut():
-    """Make this process such a session."""
+    """Make this process behave like such a session."""
     sys.meta_path.insert(0, Blocked())
     threading.Thread.start = refused
     subprocess.Popen.__init__ = refused

@@ -1,4 +1,4 @@
-"""`flashsim`'s commands, called in this process."""
+"""Call `flashsim` commands in this process."""
 
 import io
 import json
@@ -12,7 +12,7 @@ from flashsim.cli.app import app
 
 
 def invoke(*arguments):
-    """What became of a command, its words given as anything that has a string.
+    """Return the result of a command; its words may be any objects with a str.
 
     The first may be a command inside a group: ``invoke("study dram", "-n", 64)``.
     """
@@ -21,7 +21,7 @@ def invoke(*arguments):
 
 
 def found(words):
-    """The command that the first of some words name, and the others, which are its own."""
+    """Return the command that the first words name, and its arguments."""
     command = typer.main.get_command(app)
     while isinstance(command, TyperGroup):
         command, words = command.get_command(None, words[0]), words[1:]
@@ -29,9 +29,9 @@ def found(words):
 
 
 def parsed(words):
-    """Read the words of a command without running it.
+    """Parse the words of a command without running it.
 
-    Raises for a command or an option that there is none of, or that has another name by now.
+    Raises for a command or option that does not exist or has been renamed.
     """
     command, words = found(words)
     assert command is not None, "no such command"
@@ -41,12 +41,12 @@ def parsed(words):
 
 
 def ok(*arguments):
-    """What a command prints; it must succeed."""
+    """Return the output of a command, which must succeed."""
     result = invoke(*arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def rows(*arguments):
-    """The rows a command prints, from its JSON."""
+    """Return the rows that a command prints as JSON."""
     return json.loads(ok(*arguments, "--json"))

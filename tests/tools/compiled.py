@@ -1,4 +1,4 @@
-"""CUDA C++ kernels to machine code by CuPy's NVRTC, which needs no GPU."""
+"""Compile CUDA C++ kernels to machine code with CuPy's NVRTC, without a GPU."""
 
 import itertools
 import re
@@ -7,31 +7,32 @@ from functools import lru_cache
 
 import pytest
 
-#: What kernels report with; the first argument is where to, the second, if any, what was moved.
+#: Calls that report; the first argument is the destination, and the second, if any, the value.
 REPORTING = re.compile(
     r"(?<!void )(?<!define )\b(?:(report|report_one)|stamp|stamp_item|stamp_block|STAMP)\("
 )
 
 
 def thorough(*case):
-    """One of a product of cases, too many to compile each time."""
+    """Return a case of a large product of cases, marked `thorough`."""
     return pytest.param(*case, marks=pytest.mark.thorough)
 
 
 def kernels_only(*case):
-    """Machine code beside one kernel of its kind: `make kernels`, which CI always runs."""
+    """Return a case that only `make kernels`, and so CI, compiles."""
     return pytest.param(*case, marks=pytest.mark.kernels)
 
 
 def some(always, often, cases):
-    """All cases of one argument: in `make test`, in `make kernels`, the others thorough."""
+    """Return the cases of one argument, marked for `make test`, `make kernels` or thorough."""
     marks = {case: pytest.mark.kernels for case in often} | dict.fromkeys(always, ())
     return [pytest.param(case, marks=marks.get(case, pytest.mark.thorough)) for case in cases]
 
 
 def star(*axes, also=()):
-    """A product of cases, thorough but for those that differ from its first in one place at most,
-    and for `also`: each value of an axis is tried, with few of all the kernels there are.
+    """Return a product of cases, thorough except those near its first and those in `also`.
+
+    Near means that at most one axis differs. So each value of an axis is tried, with few kernels.
     """
     made = []
     for case in itertools.product(*axes):
@@ -41,18 +42,18 @@ def star(*axes, also=()):
 
 
 def source(kernel):
-    """A kernel's text with its headers in place."""
+    """Return a kernel's text with its headers inserted."""
     from flashsim.backends.kernels import nvrtc as compiler
 
     return compiler.text(kernel)
 
 
 def compiled(kernel, options, text=None):
-    """NVRTC's log, with ptxas's figures of registers and spills; the cubin, empty if it fails."""
+    """Return NVRTC's log, with ptxas's registers and spills, and the cubin, empty on failure."""
     return _compiled(text or source(kernel), kernel.file, options)
 
 
-@lru_cache(maxsize=128)  # by the text: a seeded bug makes another one of the same kernel
+@lru_cache(maxsize=128)  # keyed by the text: a seeded bug changes the text of the same kernel
 def _compiled(text, file, options):
     pytest.importorskip("cupy")
     from cupy.cuda import nvrtc
@@ -66,7 +67,7 @@ def _compiled(text, file, options):
 
 
 def errors(kernel, options, text=None):
-    """What NVRTC's front end finds wrong, "" if nothing; it makes no code, and so is quick."""
+    """Return the errors of NVRTC's front end, "" if none; it generates no code, and so is fast."""
     pytest.importorskip("cupy")
     from cupy.cuda import nvrtc
 
@@ -79,7 +80,7 @@ def errors(kernel, options, text=None):
 
 
 def without_reports(text):
-    """A source with every call that reports or stamps cut out; loads that say their bytes stay."""
+    """Return a source without the calls that report or stamp."""
     parts, at = [], 0
     while found := REPORTING.search(text, at):
         depth, comma, end = 1, None, found.end()
@@ -96,7 +97,7 @@ def without_reports(text):
 
 
 def costs_nothing_when_off(kernel, *options):
-    """The source with all reporting cut out gives the same machine code as the switch."""
+    """Check that cutting out all reporting gives the same machine code as switching it off."""
     text = source(kernel)
     bare = without_reports(text)
     calls = len(REPORTING.findall(text))
@@ -108,7 +109,7 @@ def costs_nothing_when_off(kernel, *options):
 
 
 def instructions(cubin):
-    """The 128-bit instructions of a cubin's (64-bit ELF) only kernel, in order."""
+    """Return the 128-bit instructions of the only kernel of a cubin (64-bit ELF), in order."""
     start, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 0x28)
     headers = [struct.unpack_from("<IIQQQQ", cubin, start + size * x) for x in range(count)]
     for name, _, _, _, offset, length in headers:
@@ -118,8 +119,10 @@ def instructions(cubin):
 
 
 def _with_waits(cubin, kind):
-    """A word an instruction: "wait N", for all groups of products but N, or the `kind` of its low
-    half."""
+    """Return a word per instruction: "wait N", or the `kind` of its low half.
+
+    "wait N" waits for all groups of products except the last N.
+    """
     return [
         f"wait {high >> 8 & 7}" if low & 0xFFF == 0x9C5 else kind(low)
         for low, high in instructions(cubin)
@@ -127,16 +130,20 @@ def _with_waits(cubin, kind):
 
 
 def loads_under_the_last_products(cubin):
-    """Of the fused backward for Hopper: loads from shared memory between the waits for dQ and for
-    dK, of which the first leaves one group of products under way."""
+    """Return the number of shared-memory loads between the waits for dQ and for dK.
+
+    The kernel is the fused backward for Hopper, whose first wait leaves one group of products.
+    """
     seen = _with_waits(cubin, lambda low: "load" if low & 0xFFF == 0x984 else None)
     dq = len(seen) - 1 - seen[::-1].index("wait 1")
     return seen[dq : seen.index("wait 0", dq)].count("load")
 
 
 def between_scores_and_output(cubin):
-    """Of a Hopper forward's visit: maxima of three and exponentials between the waits for its
-    scores, which leaves one group of products under way, and for the output."""
+    """Return three-input maxima and exponentials between the waits for scores and for the output.
+
+    They are those of a Hopper forward's visit, whose first wait leaves one group of products.
+    """
     kinds = {0x00F: "max", 0x108: "exp"}  # VIMNMX3, MUFU
     seen = _with_waits(cubin, lambda low: kinds.get(low & 0x1FF))
     scores = seen.index("wait 1")

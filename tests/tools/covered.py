@@ -1,6 +1,6 @@
-"""`pytest --covered 97.5`: which branches the tests take, and whether 97.5 % of all are among them.
+"""`pytest --covered 97.5` measures branch coverage, and fails below 97.5 % of lines and branches.
 
-By SlipCover, whose probes go once they have been seen: a tracer takes as long again as the tests.
+It uses SlipCover, which removes its probes once they are hit: a tracer would double the time.
 """
 
 import functools
@@ -15,27 +15,27 @@ import slipcover
 
 SOURCE = "flashsim", "backends", "viz"
 OMIT = (
-    # These run on a GPU, or compile for one: `pytest -m gpu`.
+    # Files that run or compile for a GPU: `pytest -m gpu`.
     "backends/numba_gpu/*",
     *(f"backends/cupy_gpu/{name}.py" for name in ("arrays", "bias", "calls", "captured", "direct")),
     *(f"backends/cupy_gpu/{name}.py" for name in ("engine", "fp8", "launching", "merge")),
     *(f"backends/cupy_gpu/{name}.py" for name in ("quantize", "units")),
-    # In processes of their own: Numba's simulator; a student's file behind walls.
+    # Files that run in their own processes: Numba's simulator; a student's sandboxed file.
     *("flashsim/cuda/*", "flashsim/engines/sandbox/walls.py"),
     "flashsim/exercises/kernel_runner.py",
-    # `make test-torch`.
+    # Files that `make test-torch` runs.
     *("flashsim/torch/*", "flashsim/jax/*", "flashsim/cli/watch.py"),
-    # `make test-triton`.
+    # Files that `make test-triton` runs.
     *("flashsim/triton/*", "flashsim/cli/kernels.py"),
 )
-#: Only kernels on the emulator come here: where it cannot be built, these files are no part of it.
+#: Files that only the emulator runs; without g++ they are left out.
 EMULATED = (
     *("backends/cupy_gpu/decode.py", "backends/cupy_gpu/softmax_matmul.py"),
-    "backends/reports/decode.py",
+    "backends/reports/decode_report.py",
 )
 LEFT_OUT = () if sys.platform == "linux" and shutil.which("g++") else EMULATED
 OMIT += LEFT_OUT
-#: What decorators make, and where it holds the function that they were given.
+#: Wrappers that decorators return, and the attribute that holds the wrapped function.
 HOLDERS = {
     FunctionType: "__wrapped__",
     type(functools.cache(len)): "__wrapped__",
@@ -45,7 +45,7 @@ HOLDERS = {
     staticmethod: "__func__",
 }
 EXCLUDE = (
-    r"@(njit|part|hot_part|operation)\b",  # compiled: nobody sees them run
+    r"@(njit|part|hot_part|operation)\b",  # compiled functions, which no probe can see
     r"if TYPE_CHECKING:",
     r"raise AssertionError",
     r"class .*\bProtocol\):",
@@ -53,12 +53,13 @@ EXCLUDE = (
 
 
 class Covered:
-    """Of one test process; where there are several, the first adds up what the others saw."""
+    """The coverage of one test process; the first process adds up what the others measured."""
 
     def __init__(self, config, least):
         self.config, self.least = config, least
         one_of_many = hasattr(config, "workerinput")
-        folders = None if one_of_many else list(SOURCE)  # what nobody imports is missed once
+        # report files that no process imports only once
+        folders = None if one_of_many else list(SOURCE)
         self.probes = slipcover.Slipcover(
             branch=True, source=folders, omit=OMIT, exclude_also=EXCLUDE
         )
@@ -77,7 +78,7 @@ class Covered:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session):
         result = yield
-        for one in self.seen:  # these need not be read again for what there is to cover
+        for one in self.seen:  # avoids another read of these files
             for file in one["files"]:
                 self.probes.code_lines.setdefault(str(Path(file).absolute()), set())
         ours = self.probes.get_coverage()
@@ -93,7 +94,8 @@ class Covered:
         return self.seen["summary"]["percent_covered"]
 
     def pytest_terminal_summary(self, terminalreporter):
-        if hasattr(self.config, "workeroutput") or isinstance(self.seen, list):  # or was broken off
+        # or the run was aborted
+        if hasattr(self.config, "workeroutput") or isinstance(self.seen, list):
             return
         terminalreporter.section("covered")
         slipcover.print_coverage(self.seen, outfile=terminalreporter, skip_covered=True)
@@ -109,7 +111,10 @@ class Covered:
 
 
 def _give_plain_code_to_numba():
-    """Functions without the probes, of which Numba knows nothing. Python 3.12 needs none."""
+    """Pass functions without probes to Numba, which cannot compile probes.
+
+    Not needed from Python 3.12.
+    """
     from numba.core.dispatcher import Dispatcher
 
     made = Dispatcher.__init__
@@ -125,8 +130,10 @@ def _give_plain_code_to_numba():
 
 
 def _find_functions(items, visited):
-    """Functions whose probes may go. SlipCover's own looks into classes alone: what is guarded by
-    `own_errors` or cached, and properties, would keep theirs, and be slow for ever.
+    """Return the functions whose probes may be removed.
+
+    SlipCover itself searches only classes. Functions that are cached or wrapped by `own_errors`,
+    and properties, would keep their probes and stay slow.
     """
     found, waiting = [], [*items]
     while waiting:
@@ -143,7 +150,7 @@ def _find_functions(items, visited):
 
 @functools.cache
 def _written(filename):
-    """A file's code objects by name and line, as they are written."""
+    """Return a file's code objects by name and line, as in its source."""
     found, left = {}, [compile(Path(filename).read_text(), filename, "exec")]
     while left:
         code = left.pop()

@@ -1,6 +1,6 @@
-"""What the tests of kernels on a GPU share: problems, inputs, families of kernels, what is asked.
+"""Shared code of the tests of kernels on a GPU: problems, inputs, families, checks.
 
-Outputs are filled with NaN before every kernel, so what is not written shows.
+Outputs are filled with NaN before every kernel, so that unwritten elements show.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def gpus():
 
 
 def hoppers():
-    """Whether the current GPU is one of Hopper's generation."""
+    """Whether the current GPU is of the Hopper generation."""
     return bool(gpus()) and cupy.cuda.runtime.getDeviceProperties(0)["major"] == 9
 
 
@@ -38,22 +38,23 @@ MARKS = [pytest.mark.gpu, pytest.mark.skipif(not gpus(), reason="no NVIDIA GPU")
 ON_HOPPER = [pytest.mark.gpu, pytest.mark.skipif(not hoppers(), reason="no Hopper GPU")]
 
 
-#: How tests capture CUDA graphs: `torch.cuda.graph(graph, **CAPTURE)`. XLA asks its streams from
-#: a thread of its own whether they are well. Under torch's default, "global", the driver refuses
-#: the question while any thread captures: the capture fails, and so does all later work of JAX.
+#: Arguments with which tests capture CUDA graphs: `torch.cuda.graph(graph, **CAPTURE)`. XLA checks
+#: the state of its streams from another thread. Under torch's default mode, "global", the driver
+#: rejects that check while any thread captures: the capture fails, and so does all later work of
+#: JAX.
 CAPTURE = {"capture_error_mode": "thread_local"}
 
-#: The backward in which each row tile has one visit.
+#: The backward for problems where each row tile has one visit.
 ONCE = "flash2-once"
 
 
 @dataclass(frozen=True)
 class Family:
-    """Kernels that are tested alike.
+    """A kernel family under test.
 
-    `forms` are the backwards they have, as `deterministic` names them: None, the three passes of
-    "flash2"; True, the fastest whose bits are always the same; False, fused, dQ added in any order.
-    They have them up to a head_dim of `widest`. Besides, where row tiles have one visit, `ONCE`.
+    `forms` are its backwards, by `deterministic`: None, the three passes of "flash2"; True, the
+    fastest whose bits are always the same; False, fused, with dQ added in any order. They support a
+    head_dim up to `widest`. In addition there is `ONCE` if row tiles have one visit.
     """
 
     backend: str
@@ -62,7 +63,7 @@ class Family:
     widest: int = 256
 
     def forms_of(self, problem):
-        """The backwards that they have of a problem."""
+        """Return the backwards that the family has for a problem."""
         forms = self.forms if max(problem.head_dim, problem.head_dim_v) <= self.widest else ()
         return (*forms, ONCE) if self is HOPPER and stores_dq(problem) else forms
 
@@ -79,7 +80,7 @@ PORTABLE = Family("cupy", "portable")
 HOPPER = Family("cupy", "hopper", (None, True, False))
 PYTHON = Family("numba_cuda", "tensor")
 PYTHON_HOPPER = Family("numba_cuda", "hopper", (None, True, False), widest=128)
-#: By the names that tests/tools/sanitize.py has for them.
+#: The families by their names in tests/tools/sanitize.py.
 FAMILIES = {
     "portable": PORTABLE,
     "hopper": HOPPER,
@@ -89,7 +90,7 @@ FAMILIES = {
 
 
 def families(*names):
-    """Values of a test's `family`: these (all, if none is named), skipped where they cannot run."""
+    """Return parameters for a test's `family`: these, or all; skipped where they cannot run."""
     return [
         pytest.param(FAMILIES[name], id=name, marks=_marks(FAMILIES[name]))
         for name in names or FAMILIES
@@ -111,7 +112,7 @@ def _numba_cuda_is_missing():
     return None
 
 
-#: Everything a mask or a shape can be, small enough for the simulator.
+#: Problems with every mask and kind of shape, small enough for the simulator.
 FEATURES = {
     "gqa": dict(n_q=113, n_kv=203, heads=4, kv_heads=2, causal=True),
     "mqa": dict(n_q=97, n_kv=61, heads=3, kv_heads=1),
@@ -140,13 +141,13 @@ FEATURES = {
 }
 
 
-#: A device without the limit of `sram_bytes`, which does not know of Hopper's registers.
+#: A device without a limit of `sram_bytes`, for tiles that use Hopper's registers.
 ROOMY = replace(Device.get("H100"), name="roomy", sram_bytes=1 << 24)
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Every output starts as NaN (all bits set), and so does a Hopper GPU's shared memory."""
+    """Fill every output with NaN (all bits set), and also a Hopper GPU's shared memory."""
     poison_outputs(monkeypatch)
     if hoppers():
         poison_shared_memory()
@@ -154,7 +155,7 @@ def poisoned(monkeypatch):
 
 @pytest.fixture
 def without_turns(monkeypatch):
-    """No forward of Hopper's takes turns; by default those of many visits at 128 columns do not."""
+    """Disable ping-pong scheduling in Hopper's forwards."""
     from flashsim.backends.cupy_gpu import engine
     from flashsim.backends.launch_policy import family, hopper_kernels
 
@@ -196,8 +197,10 @@ def poison_shared_memory():
 
 
 def make(problem, seed=0, kind="normal"):
-    """q, k, v and dout, and dlse where the problem has one; scores rise or fall along the keys, are
-    all negative and fall far ("below"), or a few are huge ("outliers").
+    """Return q, k, v and dout, and dlse if the problem has one.
+
+    Scores are normal, rise or fall along the keys, are all negative and fall far ("below"), or a
+    few are huge ("outliers").
     """
     p, rng = problem, np.random.default_rng(seed)
     shapes = {
@@ -223,7 +226,7 @@ def make(problem, seed=0, kind="normal"):
 
 
 def on_gpu(x):
-    """NumPy arrays by name as CuPy's, or as torch's if they are bfloat16, which CuPy has not."""
+    """Move named NumPy arrays to CuPy, or to torch for bfloat16, which CuPy may lack."""
     if all(a.dtype.kind == "f" for a in x.values()):
         return {name: cupy.asarray(a) for name, a in x.items()}
     torch = pytest.importorskip("torch")
@@ -237,7 +240,7 @@ def on_gpu(x):
 
 
 def bits(array):
-    """A GPU array's elements as integers."""
+    """Return a GPU array's elements as integers."""
     if isinstance(array, cupy.ndarray):
         return array.view(f"u{array.itemsize}")
     import torch
@@ -256,7 +259,7 @@ def run(problem, x, family, **more):
 
 
 def gradients(result, dout, form, **more):
-    """A backward in one of `Family.forms_of`; False is fused even where others are faster."""
+    """Run a backward in one of `Family.forms_of`; False is fused even if another form is faster."""
     if form in (False, ONCE):
         algorithm = "flash2-fused" if form is False else ONCE
         result = replace(result, _job=replace(result._job, algorithm=algorithm))
@@ -265,8 +268,8 @@ def gradients(result, dout, form, **more):
 
 
 def budget(exact, plain, problem):
-    """Twice plain attention's error in the same type, one rounding, and float32 sums' own."""
-    # With tf32, `plain` has rounded operands; results are float32.
+    """Return the allowed error: twice plain attention's, one rounding, and that of float32 sums."""
+    # with tf32, `plain` has rounded operands, and results are float32
     u = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-24}[problem.dtype]
     size = np.abs(exact).max()
     sums = 2**-24 * (problem.n_kv + problem.n_q + problem.head_dim) * problem.group
@@ -274,8 +277,9 @@ def budget(exact, plain, problem):
 
 
 def check_lse(got, exact, plain):
-    """Log-sum-exps, of which `plain` are those of rounded operands. A row that sees no key has -inf
-    in all three, of which there are no differences to take.
+    """Check log-sum-exps against the oracle and against `plain`, which has rounded operands.
+
+    A row that sees no key has -inf in all three; such rows are compared without differences.
     """
     seen = np.isfinite(exact)
     np.testing.assert_array_equal(got[~seen], exact[~seen])
@@ -284,7 +288,7 @@ def check_lse(got, exact, plain):
 
 
 def hardware_tanh(problem):
-    """Whether kernels cap scores with the hardware's tanh, so that the LSE is rounded, too."""
+    """Whether kernels cap scores with the hardware's tanh, which also rounds the LSE."""
     return bool(problem.softcap) and problem.dtype == "bfloat16"
 
 
@@ -301,7 +305,7 @@ class Truth:
 
     @cached_property
     def gradients(self):
-        """By name: the true one and the plain one."""
+        """Return the true and the plain gradients, by name."""
         (given, dout), (coarse, rough) = self.exact, self.coarse
         dlse = self.x.get("dlse")
         exact = oracle.gradients(*given, dout, self.problem, dlse=dlse)
@@ -315,7 +319,7 @@ def within(got, exact, plain, problem, name):
 
 
 def check(problem, family=PORTABLE, tiling=None, backward_tiling=None, kind="normal", tf32=False):
-    """Results of a family, in all its forms, within the budget of their type."""
+    """Check the results of a family in all its forms against the error budget of their type."""
     p, truth = problem, Truth(problem, kind, tf32)
     result = run(p, truth.x, family, tiling=tiling, **({"allow_tf32": True} if tf32 else {}))
     assert result.out.dtype == numpy_dtype(p.dtype)
@@ -333,7 +337,7 @@ def check(problem, family=PORTABLE, tiling=None, backward_tiling=None, kind="nor
 
 
 def check_counts(problem, family, key_order="ascending", tilings=(None, None), **more):
-    """What a family counts, in all its forms, is what the simulator counts, visit by visit."""
+    """Check that a family's counts, in all its forms, equal the simulator's, visit by visit."""
     x, how = make(problem), {"key_order": key_order, "trace": True}
     result = run(problem, x, family, tiling=tilings[0], **how, **more)
     simulated = same_counts(problem, x, result.trace)
@@ -343,7 +347,7 @@ def check_counts(problem, family, key_order="ascending", tilings=(None, None), *
 
 
 def same_counts(problem, x, trace):
-    """Compare a forward pass's counts with the simulator's, whose result this returns."""
+    """Compare a forward pass's counts with the simulator's; return the simulator's result."""
     simulated = flashsim.run(
         *(x["q"], x["k"], x["v"]),
         algorithm=trace.algorithm,
@@ -358,7 +362,7 @@ def same_counts(problem, x, trace):
 
 
 def same_backward_counts(simulated, x, trace):
-    """Compare a backward pass's counts with those that follow from a simulated forward pass."""
+    """Compare a backward pass's counts with those of a simulated backward pass."""
     job = replace(simulated._job, algorithm=trace.algorithm)
     given = {"dlse": x.get("dlse"), "tiling": trace.tiling}
     grads = replace(simulated, _job=job).backward(x["dout"], **given)
@@ -372,7 +376,7 @@ def _same(counted, simulated):
 
 
 def check_bits(problem, family, runs=200, forms=None):
-    """Equal bits in every run, but for a fused dQ, which is added up in any order."""
+    """Check for equal bits in every run, except in a fused dQ, which is added in any order."""
     x, first = on_gpu(make(problem)), {}
     for number in range(runs):
         if number % 20 == 0 and hoppers():
@@ -391,7 +395,7 @@ def check_bits(problem, family, runs=200, forms=None):
 
 
 def check_timelines(problem, family, **more):
-    """The timeline of a family, in all its forms; and its counts, which such a trace has, too."""
+    """Check the timeline and the counts of a family in all its forms."""
     x, specialised = make(problem), family.kernel == "hopper"
     result = run(problem, x, family, trace="timeline", **more)
     simulated = same_counts(problem, x, result.trace)
@@ -403,9 +407,9 @@ def check_timelines(problem, family, **more):
 
 
 def check_timeline(trace, consumers):
-    """Spans of every role for every visit, phases inside their visits, on SMs that exist.
+    """Check that every role has spans, with phases inside, for every visit on real SMs.
 
-    Beside a producer there are `consumers` warpgroups; 0: a block is one role.
+    `consumers` is the number of consumer warpgroups besides the producer; 0: a block is one role.
     """
     spans = trace.timeline
     sms = cupy.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"]
@@ -426,7 +430,7 @@ def check_timeline(trace, consumers):
 
 
 def check_spans(trace, stage, spans, role):
-    """One role's spans of a stage: every visit once, each phase inside its visit."""
+    """Check one role's spans of a stage: every visit once, each phase inside its visit."""
     p, order = trace.problem, ["head", "visit"]
     ordered = trace.stages[stage].schedule.sums.visits
     visits = np.sort(spans[spans["phase"] == PHASES.index("visit")], order=order)

@@ -1,4 +1,4 @@
-"""Decoding: caches with pages, what attention makes of them, what a launch moves."""
+"""Decoding cases: paged caches, the true attention over them, and the bytes of a launch."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ import numpy as np
 import flashsim
 from flashsim import Device, Tiling
 from flashsim.backends.launch.kernel import Gpu
-from flashsim.backends.launch_policy import decode
-from flashsim.backends.launch_policy.decode import Decode
+from flashsim.backends.launch_policy import decode_plan
+from flashsim.backends.launch_policy.decode_plan import Decode
 from flashsim.problem import oracle
 from flashsim.problem.problem import Problem, numpy_dtype
 
-#: What no kernel may read as a page.
+#: A page number that no kernel may read.
 POISON = 1 << 30
 
 
 @dataclass(frozen=True)
 class Case:
-    """A problem with live lengths, the pages of its cache (0: contiguous), and how many keys all
-    sequences share."""
+    """A problem with live lengths, a page size (0: contiguous), and the number of shared keys."""
 
     problem: Problem
     lengths: tuple[int, ...]
@@ -31,7 +30,7 @@ class Case:
     prefix: int = 0
 
     def make(self, seed: int = 0) -> dict[str, np.ndarray]:
-        """q, k, v; with pages also table. What is not live is NaN, entries not used POISON."""
+        """Return q, k, v, and a table of pages. Dead elements are NaN, unused entries POISON."""
         p, rng = self.problem, np.random.default_rng(seed)
         dtype = numpy_dtype(p.dtype)
         q = rng.standard_normal((p.batch, p.heads, p.n_q, p.head_dim)).astype(dtype)
@@ -66,7 +65,7 @@ class Case:
         return x | {"table": table}
 
     def contiguous(self, x: dict[str, np.ndarray], b: int) -> dict[str, np.ndarray]:
-        """Sequence b's q, and its live k and v, whichever way they are kept."""
+        """Return sequence b's q, and its live k and v, from a contiguous or paged cache."""
         made = {"q": x["q"][b : b + 1]}
         for name in x.keys() & {"k", "v"}:
             if not self.page:
@@ -80,7 +79,10 @@ class Case:
         return made
 
     def truth(self, x: dict[str, np.ndarray]) -> list[tuple[np.ndarray, ...]]:
-        """Of each sequence out and LSE in float64, and out in its own type; of 0 keys: 0, -inf."""
+        """Return each sequence's out and LSE in float64, and out in its own type.
+
+        A sequence without keys has 0 and -inf.
+        """
         found, p = [], self.problem
         for b, length in enumerate(self.lengths):
             if not length:
@@ -95,7 +97,7 @@ class Case:
         return found
 
     def check(self, x: dict[str, np.ndarray], out: np.ndarray, lse: np.ndarray) -> None:
-        """Within twice plain attention's error in the same type, and one rounding."""
+        """Check errors: at most twice plain attention's in the same type, and one rounding."""
         u = {"float16": 2**-11, "bfloat16": 2**-8}[self.problem.dtype]
         for b, (exact, exact_lse, plain) in enumerate(self.truth(x)):
             allowed = 2 * np.abs(plain - exact).max() + u * max(np.abs(exact).max(), 1)
@@ -106,13 +108,13 @@ class Case:
 
 
 def planned(case: Case, gpu: Gpu, splits: int | None = None, **more: bool) -> Decode:
-    """What a GPU launches for it."""
+    """Return the launch that a GPU runs for a case."""
     given = (case.problem, case.lengths, gpu, splits, case.page)
-    return decode.plan(*given, **more, prefix=case.prefix)
+    return decode_plan.plan(*given, **more, prefix=case.prefix)
 
 
 def moved(decode: Decode, case: Case) -> dict[str, int]:
-    """Bytes of all tensors that a launch moves, from the lengths, splits and tiles alone."""
+    """Return the bytes of all tensors that a launch moves, from lengths, splits and tiles alone."""
     p, size = case.problem, case.problem.itemsize
     made = dict.fromkeys(("K", "V", "table", "Q", "O_part", "L_part", "O", "L"), 0)
     for length, splits in zip(case.lengths, decode.splits, strict=True):
@@ -136,10 +138,11 @@ def moved(decode: Decode, case: Case) -> dict[str, int]:
 
 
 def simulated(decode: Decode, case: Case, x: dict[str, np.ndarray] | None = None) -> dict[str, int]:
-    """The same of the simulator: of its trace of `x`, or, without, of the closed form equal to it.
+    """Return the simulator's bytes for `x`, or, without x, those of the closed form.
 
-    Sequences that are split alike are run together; those without keys with any of them. Only for
-    a launch of one row tile, or without a mask: of several, the kernel reads all keys for each.
+    Sequences with equal splits are run together, and those without keys with any of them. Only for
+    a launch with one row tile or without a mask: with several row tiles, the kernel reads all keys
+    for each.
     """
     p, names = case.problem, ("causal", "window", "softcap", "scale")
     how = {
@@ -187,7 +190,7 @@ def simulated(decode: Decode, case: Case, x: dict[str, np.ndarray] | None = None
 
 
 def named(transfers: Mapping[tuple[str, str, str], int]) -> dict[str, int]:
-    """A trace's or a count's transfers by tensor, as `moved` has them."""
+    """Return a trace's or a count's transfers by tensor, in the form of `moved`."""
     moved: Counter[str] = Counter()
     for (stage, _, tensor), nbytes in transfers.items():
         read = stage == "combine" and tensor.endswith("_part")

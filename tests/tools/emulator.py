@@ -1,6 +1,8 @@
-"""Runs the portable kernels' CUDA C++ on a CPU: their own source, compiled by g++ behind
-cuda_on_cpu.h and launched as on a GPU by cuda_on_cpu.cpp. It is slow, for small problems; what it
-cannot show is time, and what goes wrong only where threads really run at once.
+"""Runs the portable kernels' CUDA C++ on a CPU.
+
+g++ compiles the kernels' own source after cuda_on_cpu.h, and cuda_on_cpu.cpp launches it as on a
+GPU. It is slow, so problems must be small. It cannot show times, or errors that need threads that
+run truly in parallel.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from flashsim.trace.events import StageTrace
 COMPILER = shutil.which("g++") if sys.platform == "linux" else None
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 HOPPER_HEADER = HEADER.with_name("hopper_on_cpu.h")
-#: cuda_on_cpu.cpp's tensor map (strides in bytes), in the 128 bytes of the driver's.
+#: The tensor map of cuda_on_cpu.cpp (strides in bytes), in the 128 bytes of the driver's map.
 _MAP = np.dtype(
     [
         *(("data", "u8"), ("shape", "i8", 4), ("step", "i8", 4)),
@@ -37,25 +39,25 @@ _MAP = np.dtype(
     ]
 )
 _FLAGS = ("-std=c++17", "-w", "-fPIC", "-U_FORTIFY_SOURCE")
-#: Linking takes a third of a kernel's time; gold links in half of it.
+#: Linking takes a third of a kernel's build time; gold links in half of it.
 _LINK = ("-shared", *(["-fuse-ld=gold"] if shutil.which("ld.gold") else []))
-#: A statement of PTX: the text, then operands, whose parentheses are one deep.
+#: A PTX statement: the text, then operands, whose parentheses are nested at most once.
 _ASM = re.compile(
     r'\basm\s*(?:volatile\s*)?\(((?:"[^"]*"|[^()"]|\((?:[^()]|\([^()]*\))*\))*)\)\s*;'
 )
 _OPERAND = re.compile(r'"[=+]?[rlfnh]"\s*\(((?:[^()]|\([^()]*\))*)\)')
-#: What stands before the instruction that counts; wgmma's, whose operands say how large it is.
+#: What may precede the main instruction; and wgmma, whose operands give its size.
 _BEFORE = re.compile(r"\\n|\{|\.reg \.\w+ \w+;|setp\.[^;]*;|\"\s*\"")
 _SHAPE = re.compile(r"\.m64n\d+k16")
 _OPCODE = re.compile(r"(?<!\.)\b[a-z]\w*\.[\w.:]+")
 
 
 def function_calls(source: str) -> str:
-    """Preprocessed CUDA C++ with every ``asm`` a call of the function named after its opcode."""
+    """Return preprocessed CUDA C++ with every ``asm`` replaced by a call named after its opcode."""
 
     def call(found: re.Match[str]) -> str:
         opcode = _OPCODE.search(_BEFORE.sub("", found[1]))
-        if not opcode:  # it is for the compiler alone
+        if not opcode:  # it is only for the compiler
             return ";"
         name = re.sub(r"[.:]+", "_", _SHAPE.sub("", opcode[0]))
         return f"ptx_{name}({', '.join(_OPERAND.findall(found[1]))});"
@@ -63,7 +65,7 @@ def function_calls(source: str) -> str:
     return _ASM.sub(call, source)
 
 
-#: What the header declares of a kernel.
+#: Definitions that the header expects from a kernel.
 _OWN = """
 #ifndef FS_CLUSTER
 #define FS_CLUSTER 1
@@ -75,10 +77,10 @@ extern const unsigned shared_size = sizeof shared, cluster_size = FS_CLUSTER;
 
 @cache  # compiling takes far longer than running
 def built(source: str, defines: tuple[str, ...]) -> ctypes.CDLL:
-    """CUDA C++ as a library of the CPU's."""
+    """Return CUDA C++ compiled as a library for the CPU."""
     text = _gcc(source, *defines, "-E", "-P", "-o", "-")  # an asm may depend on an #if
     folder = _folder().name
-    with tempfile.NamedTemporaryFile(suffix=".so") as made:  # once loaded, it needs no name
+    with tempfile.NamedTemporaryFile(suffix=".so") as made:  # once loaded, the file is not needed
         flags = "-include", f"{folder}/{HEADER.name}", *defines, *_FLAGS, "-O0"
         text = function_calls(text) + _OWN
         _gcc(text, *flags, *_LINK, "-o", made.name, "-x", "none", f"{folder}/run.o")
@@ -87,7 +89,7 @@ def built(source: str, defines: tuple[str, ...]) -> ctypes.CDLL:
 
 @cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """With `HEADER` and what runs kernels, compiled: it takes longer than many a kernel."""
+    """Return a folder with `HEADER` and the compiled launcher, which takes long to compile."""
     folder = tempfile.TemporaryDirectory()
     header, runner = f"{folder.name}/{HEADER.name}", HEADER.with_suffix(".cpp")
     shutil.copy(HEADER, header)
@@ -115,24 +117,26 @@ def _gcc(source: str, *options: str) -> str:
 
 
 class Emulator:
-    """Compiles kernels and runs them.
+    """Compiles kernels and runs them on the CPU.
 
     Parameters
     ----------
     arch : int
-        What the kernels take for ``__CUDA_ARCH__``: 800, 900 ...
+        The value of ``__CUDA_ARCH__``: 800, 900 ...
     """
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
 
     def source(self, file: str) -> str:
-        """The source of a kernel's file."""
+        """Return the source of a kernel's file."""
         return nvrtc.source(file)
 
     def load(self, kernel: Kernel) -> ctypes.CDLL:
-        """The kernel as a library with one function, ``run(args, grid_x, grid_y, threads)``, which
-        says whether the kernel came to its end."""
+        """Return the kernel as a library with one function, ``run(args, grid_x, grid_y, threads)``.
+
+        It returns whether the kernel finished.
+        """
         defines = [f"-D{name}={value}" for name, value in kernel.constants]
         defines.append(f"-D__CUDA_ARCH__={self.arch}")
         args = "DecodeArgs" if kernel.name.startswith("flash_decode") else "Args"
@@ -160,7 +164,7 @@ class Emulator:
         assert ended, f"{kernel.name}: threads wait for each other in vain"
 
     def launch(self, one: KernelPass, arrays: dict[str, np.ndarray]) -> StageTrace | None:
-        """One pass over arrays by their names in ``struct Args``; what it reports, if it does."""
+        """Run one pass on arrays by their names in ``struct Args``; return its report, if any."""
         for first in one.before:
             self.launch(first, arrays)
         p, tables = one.tables.schedule.problem, one.tables
@@ -197,7 +201,7 @@ class Emulator:
 def fill_in(
     record: np.ndarray, kernel: Kernel, problem: Problem, arrays: dict[str, np.ndarray]
 ) -> None:
-    """What functions and sinks need of a kernel's argument: see `read_by_functions`."""
+    """Fill in the argument's fields of `read_by_functions`."""
     if kernel.functions is not None:
         source = sources_of(problem)[kernel.functions.sums]
         data = [arrays[f"captured{n}"].ctypes.data for n in range(len(source.arrays))]
@@ -209,14 +213,14 @@ def fill_in(
 
 
 def _with_maps(one: KernelPass, arrays: dict[str, np.ndarray], args: np.ndarray) -> np.ndarray:
-    """What a kernel with tensor maps takes: those, its struct, a work counter of 0 (its own)."""
+    """Return the parameters of a kernel with tensor maps: maps, its struct, a work counter of 0."""
     boxes = one.kernel.boxes
     passed = np.dtype(
         [("maps", _MAP, len(boxes)), ("a", args.dtype), ("counter", "u8"), ("work", "u4")]
     )
     size = -(-passed.itemsize // 64) * 64
     room = np.zeros(size + 64, "u1")
-    room = room[-room.ctypes.data % 64 :][:size]  # a map is aligned like this
+    room = room[-room.ctypes.data % 64 :][:size]  # the alignment of a tensor map
     record = room[: passed.itemsize].view(passed)[0]
     for to, box in zip(record["maps"], boxes, strict=True):
         array = arrays[box.tensor] if box.tensor != launch.TILE else _planes(one, arrays)
@@ -230,21 +234,21 @@ def _with_maps(one: KernelPass, arrays: dict[str, np.ndarray], args: np.ndarray)
 
 
 def _planes(one: KernelPass, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """The captured array that comes tile by tile, with its planes in the heads' place."""
+    """Return the captured array that is loaded tile by tile, with its planes on the heads' axis."""
     tile = tile_of(one.tables.schedule.problem)
     return arrays[f"captured{tile.array}"].reshape(1, *tile.shape)
 
 
 class Faulty(Emulator):
-    """With one fault of several, or with none: each kernel is compiled once, for all of them.
+    """An emulator with one of several faults, or none; each kernel is compiled once.
 
     Parameters
     ----------
     faults : dict
-        {name: (a piece of source, what takes its place)}; FAULT there is 1 while `seeded` has this
-        name, else 0, and then the place must mean what it did.
+        {name: (a piece of source, its replacement)}. In the replacement FAULT is 1 if `seeded` has
+        this name, else 0, and then the replacement must be equivalent to the original.
     file : str
-        The only kernel to have them; "" for all.
+        The only kernel file with faults; "" for all.
     """
 
     def __init__(self, arch: int, faults: dict[str, tuple[str, str]], file: str = "") -> None:
@@ -252,7 +256,7 @@ class Faulty(Emulator):
         self.faults, self.file, self.seeded = faults, file, ""
 
     def source(self, file: str) -> str:
-        """With every fault, each behind its number."""
+        """Return the source with every fault, each guarded by its number."""
         sound = text = super().source(file)
         for number, (piece, faulty) in enumerate(self.faults.values()):
             if file == (self.file or file):
@@ -260,7 +264,7 @@ class Faulty(Emulator):
         return sound if text == sound else 'extern "C" { int seeded; }\n' + text
 
     def load(self, kernel: Kernel) -> ctypes.CDLL:
-        """With the fault that is asked for."""
+        """Load the kernel with the requested fault."""
         library = super().load(kernel)
         if self.source(kernel.file) != super().source(kernel.file):
             number = [*self.faults].index(self.seeded) if self.seeded else -1
@@ -269,13 +273,13 @@ class Faulty(Emulator):
 
 
 def padded(array: np.ndarray) -> np.ndarray:
-    """A copy whose rows are filled up with zeros, as the kernels want them."""
+    """Return a copy whose rows are padded with zeros, as the kernels require."""
     more = launch.row_elements(array.shape[-1]) - array.shape[-1]
     return np.ascontiguousarray(np.pad(array, [(0, 0)] * 3 + [(0, more)]))
 
 
 def unwritten(problem: Problem, heads: int, n: int, width: int, dtype: str = "") -> np.ndarray:
-    """(batch, heads, n, width) of NaN; a width of 0 stands for a vector in float32."""
+    """Return (batch, heads, n, width) of NaN; a width of 0 means a float32 vector."""
     shape = (problem.batch, heads, n, *([launch.row_elements(width)] if width else []))
     made = np.empty(shape, numpy_dtype(dtype or problem.dtype) if width else np.float32)
     made.view(np.uint8)[...] = 0xFF
@@ -285,7 +289,7 @@ def unwritten(problem: Problem, heads: int, n: int, width: int, dtype: str = "")
 def run_forward(
     emulator: Emulator, passes: Iterable[KernelPass], problem: Problem, x: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], list[StageTrace | None]]:
-    """The forward pass of q, k, v: all arrays, padded, and each stage's events."""
+    """Run the forward pass of q, k, v; return all arrays, padded, and each stage's events."""
     p = problem
     arrays = {name: padded(x[name]) for name in ("q", "k", "v")}
     arrays |= read_by_functions(p, x)
@@ -300,7 +304,7 @@ def of_functions(name: str) -> bool:
 
 
 def read_by_functions(problem: Problem, x: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The captured arrays of a score function ("captured", in order) and of a mask; sinks."""
+    """Return the captured arrays of score function and mask, and sinks, by name."""
     of_mask = () if problem.mask_mod is None else problem.mask_mod.arrays
     held = {f"captured{n}": array for n, array in enumerate((*x.get("captured", ()), *of_mask))}
     shapes = (
@@ -319,7 +323,7 @@ def run_backward(
     *,
     fused: bool,
 ) -> tuple[dict[str, np.ndarray], list[StageTrace | None]]:
-    """The backward pass after `run_forward`, of dout and, if there is one, dlse; likewise."""
+    """Run the backward pass after `run_forward`, with dout and, if given, dlse; return the same."""
     p = problem
     arrays = {**forward, "dout": padded(x["dout"]), "delta": unwritten(p, p.heads, p.n_q, 0)}
     arrays["dlse"] = x.get("dlse")

@@ -1,4 +1,4 @@
-"""Masks and scores as functions, on torch tensors, and attention with them in torch's operators."""
+"""Mask and score functions on torch tensors, and attention with them in torch's operators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def causal(b, h, q, k):
 
 
 def masks(batch: int, heads: int, n_q: int, n_kv: int, device: str = "cuda") -> dict[str, Any]:
-    """Masks by name. Some have rows without keys, some differ between sequences or heads."""
+    """Return masks by name. Some have rows without keys; some differ between sequences or heads."""
     longest = max(n_q, n_kv)
     document = torch.arange(longest, device=device) // 97
     documents = torch.stack([document + b for b in range(batch)])
@@ -65,7 +65,7 @@ def masks(batch: int, heads: int, n_q: int, n_kv: int, device: str = "cuda") -> 
 
 
 def scores(batch: int, heads: int, n_q: int, n_kv: int, device: str = "cuda") -> dict[str, Case]:
-    """Score functions by name, with what they capture."""
+    """Return score functions by name, with what they capture."""
     g = _seeded(device)
     slopes = torch.rand(heads, generator=g, device=device) / 16
     table = torch.randn(heads, n_q + n_kv, generator=g, device=device)
@@ -101,7 +101,7 @@ def scores(batch: int, heads: int, n_q: int, n_kv: int, device: str = "cuda") ->
 
 
 def plain(q, k, v, mask, score, sinks=None):
-    """Attention in torch's operators, in the type of its inputs: O, and the LSE in float64."""
+    """Return attention in torch's operators, in the inputs' type: O, and the LSE in float64."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     s = q @ k.mT * q.shape[-1] ** -0.5
@@ -125,9 +125,9 @@ def plain(q, k, v, mask, score, sinks=None):
 
 
 def with_gradients(q, k, v, dout, mask, score, wanted, sinks=None):
-    """O, LSE and the gradients of q, k, v, of `wanted`, which the score function reads, and sinks.
+    """Return O, LSE and the gradients of q, k, v, of the captured arrays `wanted`, and of sinks.
 
-    The tensors of `wanted` keep their identity: their type is not that of q.
+    The tensors of `wanted` keep their identity, since their type differs from that of q.
     """
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     held = [*wanted.values(), *(() if sinks is None else (sinks,))]
@@ -142,9 +142,9 @@ def with_gradients(q, k, v, dout, mask, score, wanted, sinks=None):
 
 
 def allowed(exact, rough):
-    """flash-attention's rule: twice plain attention's error in the same type, and a rounding.
+    """Return the allowed error: twice plain attention's in the same type, plus rounding.
 
-    With one key dS is 0, and kernels find the difference of two equal float32 sums: hence 2e-5.
+    With one key dS is 0, but kernels subtract two equal float32 sums: hence 2e-5.
     """
     error = (rough.double() - exact).abs().max()
     rounding = (exact.to(rough.dtype) + 0.3 - 0.3 - exact.to(rough.dtype)).abs().max()
@@ -163,7 +163,7 @@ def judge(
     sinks=None,
     forms=(False, True),
 ):
-    """O, LSE and all gradients within the budget of their type."""
+    """Check O, LSE and all gradients against the error budget of their type."""
     batch, heads, kv_heads, n_q, n_kv = sizes
     torch.manual_seed(0)
     shapes = (batch, heads, n_q, d), *((batch, kv_heads, n_kv, d),) * 2

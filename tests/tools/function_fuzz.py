@@ -1,4 +1,4 @@
-"""Random expression graphs as score and mask functions, against the oracle in float64.
+"""Check random score and mask functions against the float64 oracle.
 
     PYTHONPATH=tests/tools python -m function_fuzz FIRST COUNT [--gpu] [--jobs N] [--seconds S]
 
@@ -27,12 +27,12 @@ from random_functions import Random
 from flashsim import Tiling, count, run
 from flashsim.problem import oracle
 
-#: One CPU case in so many runs the CPU engine, which compiles each function.
+#: One in this many CPU cases runs the CPU engine, which compiles each function.
 COMPILED = 20
 
 
 class Case(NamedTuple):
-    """What a seed stands for: sizes, keywords of `run`, and a generator for further choices."""
+    """The case of a seed: sizes, keywords of `run`, and a generator for further choices."""
 
     sizes: dict[str, int]
     how: dict[str, Any]
@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 
 def drawn(seed: int, most: int, *, jumps: bool = True) -> Case:
-    """The case of a seed, with fewer than `most` queries and keys."""
+    """Return the case of a seed, with fewer than `most` queries and keys."""
     rng = np.random.default_rng(seed)
     n_q, n_kv = (int(n) for n in rng.integers(1, most, 2))
     batch, kv_heads, group = (int(n) for n in rng.integers(1, 3, 3))
@@ -64,7 +64,7 @@ def expected(
     dtype: str = "float64",
     **given: Any,
 ) -> dict[str, np.ndarray]:
-    """The oracle's out, LSE and gradients of a result's problem, rounded to `dtype`."""
+    """Return the oracle's out, LSE and gradients of a result's problem, rounded to `dtype`."""
     job = result._job
     p = replace(job.problem, dlse=True, score_grads=tuple(names))
     given = {"captured": job.score_arrays, **given, "dtype": dtype}
@@ -74,7 +74,7 @@ def expected(
 
 
 def found(result: Any, gradients: Any) -> dict[str, Any]:
-    """A result's out, LSE and gradients, by the names that `expected` has for them."""
+    """Return a result's out, LSE and gradients, by the names in `expected`."""
     got = {"out": result.out, "lse": result.lse}
     got |= {name: getattr(gradients, name) for name in ("dq", "dk", "dv", "dbias", "dsinks")}
     got |= {f"d:{name}": x for name, x in gradients.captured.items()}
@@ -152,7 +152,7 @@ def check_on_gpu(seed: int) -> None:
 
 
 def outcome(seed: int, gpu: bool) -> str:
-    """Why a seed's case failed; "" if it did not."""
+    """Return why a seed's case failed; "" if it did not."""
     try:
         if gpu:
             check_on_gpu(seed)
@@ -164,7 +164,7 @@ def outcome(seed: int, gpu: bool) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit status is 1 if a case failed, or if time was too short for all."""
+    """Run the command; return 1 if a case failed, or if time ran out."""
     parser = argparse.ArgumentParser(prog="function_fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("first", type=int)
     parser.add_argument("count", type=int)

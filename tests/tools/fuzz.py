@@ -1,12 +1,13 @@
-"""Random problems, an oracle and a counter of transfers of their own; nothing shared with flashsim.
+"""Random problems with their own oracle and transfer counter, which share nothing with flashsim.
 
-`draw(rng)` makes a `Case`, plain values that print as code; `check(case)` runs it and raises
+`draw(rng)` returns a `Case`, whose plain values print as code. `check(case)` runs it. It raises
 `AssertionError` unless results are right by flash-attention's rule (error at most twice plain
-attention's, plus one rounding) and the bytes and products of trace and closed form are those
-counted here, a tile at a time. `mutate(rng)` spoils a good case: it must raise a `FlashSimError`.
+attention's, plus one rounding), and unless the bytes and products of trace and closed form equal
+those counted here, tile by tile. `mutate(rng)` spoils a good case, which must then raise a
+`FlashSimError`.
 
-Only flashsim's public names are used: cases in `fuzz_cases`, what is right in `fuzz_oracle`, bytes
-in `fuzz_counter`.
+Only flashsim's public names are used. `fuzz_cases` has the cases, `fuzz_oracle` the true results,
+and `fuzz_counter` the bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["ALGORITHMS", "Case", "check", "code", "draw", "draw_spoilt", "spoil"
 
 
 def keywords(case: Case) -> dict[str, Any]:
-    """What `run` is called with, besides the arrays."""
+    """Return the keywords of `run`, besides the arrays."""
     options: dict[str, Any] = {
         name: getattr(case, name)
         for name in ("backend", "algorithm", "causal", "window", "softcap", "scale", "key_order")
@@ -51,7 +52,7 @@ def keywords(case: Case) -> dict[str, Any]:
 
 
 def check(case: Case) -> None:
-    """Run forward and backward; AssertionError unless all is right."""
+    """Run forward and backward; raise AssertionError unless all is right."""
     x = arrays(case)
     given = {
         name: laid(a, case.layout).reshape(a.shape[4 - case.ndim :])
@@ -92,7 +93,8 @@ def _check_errors(case: Case, x: dict[str, np.ndarray], got: dict[str, np.ndarra
         assert np.asarray(value).size == true.size, f"{name} has shape {np.shape(value)}"
         errors[name] = error_of(np.reshape(value, true.shape), true)
     wrong = {name for name in errors if not errors[name] <= may[name]}
-    if wrong:  # was plain attention lucky with this draw? The worst of other draws decides.
+    # if plain attention was unusually exact for this draw, the worst of other draws decides
+    if wrong:
         for seed in range(16):
             other = replace(case, seed=case.seed + 1000 + seed)
             more = judged(other, {**arrays(other), **({"bias": x["bias"]} if "bias" in x else {})})
@@ -105,10 +107,10 @@ def _check_errors(case: Case, x: dict[str, np.ndarray], got: dict[str, np.ndarra
 
 
 class Odd:
-    """Something that no argument can be."""
+    """An object that no argument accepts."""
 
 
-#: What is passed in place of a good argument. Some fit some arguments: then the call runs.
+#: Values that replace a good argument. Some are valid for some arguments: then the call runs.
 ODD_VALUES: dict[str, Callable[[], Any]] = {
     "None": lambda: None,
     "Odd()": Odd,
@@ -158,14 +160,14 @@ def _raises(*_: Any) -> None:
 
 
 def draw_spoilt(rng: np.random.Generator, backend: str | None = None) -> tuple[Case, str, str]:
-    """A case, the argument that is spoilt, and the name of the value it gets."""
+    """Return a case, the argument that is spoilt, and the name of its bad value."""
     case = draw(rng, backend)
     argument = ARGUMENTS[rng.integers(len(ARGUMENTS))]
     return case, argument, list(ODD_VALUES)[rng.integers(len(ODD_VALUES))]
 
 
 def spoil(case: Case, argument: str, value: str) -> bool:
-    """Call with a bad argument; AssertionError unless that is a FlashSimError, or runs.
+    """Call with a bad argument; raise AssertionError unless it is refused, or runs.
 
     Returns whether it was refused.
     """
@@ -196,11 +198,11 @@ def spoil(case: Case, argument: str, value: str) -> bool:
     return False
 
 
-# -- for people ---------------------------------------------------------------------------------
+# -- reproducing --------------------------------------------------------------------------------
 
 
 def code(case: Case, *spoilt: str) -> str:
-    """Python that runs a case again, in the folder of this module."""
+    """Return Python code that runs a case again, in the folder of this module."""
     shown = {
         name: value
         for name, value in vars(case).items()

@@ -1,4 +1,4 @@
-"""The cases of `fuzz`: what is drawn, its arrays, which scores count; docs/reference/model.md."""
+"""The cases of `fuzz`: random problems, their arrays and their kept scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALGORITHMS = {
 LENGTHS = (1, 1, 2, 3, 4, 5, 7, 8, 11, 13, 16, 17, 19, 23, 31, 32, 33, 41, 53, 64)
 WIDTHS = (1, 2, 3, 4, 5, 7, 8, 11, 13, 16, 17, 24, 31, 32, 40)
 SIDES = (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 29, 32, 64, 100)
-#: Most score tiles of one head: what a case may cost.
+#: Maximum number of score tiles per head: it limits the cost of a case.
 VISITS = 60
 MASKS: dict[str, Callable[[Any, Any], Any]] = {
     "stripes": lambda q, k: (q - k) % 3 != 1,
@@ -31,8 +31,8 @@ class Case:
     """One call of `run` and `backward`. Values are plain, so that a case prints as code."""
 
     seed: int
-    kind: str = "normal"  # how the inputs are drawn
-    layout: str = "plain"  # how they lie in memory
+    kind: str = "normal"  # distribution of the inputs
+    layout: str = "plain"  # memory layout of the inputs
     backend: str = "simulator"
     algorithm: str = "flash2"
     deterministic: bool | None = None
@@ -53,9 +53,10 @@ class Case:
     cu_q: tuple[int, ...] | None = None
     cu_k: tuple[int, ...] | None = None
     bias: tuple[int, int] | None = None
-    bias_inf: float = 0.0  # the share of -inf in the bias
+    bias_inf: float = 0.0  # the fraction of -inf in the bias
     mask: str | None = None
-    block: tuple[int, int, float] | None = None  # cell of the block mask and share kept
+    # cell size of the block mask, and the fraction of cells kept
+    block: tuple[int, int, float] | None = None
     tiling: tuple[int, int] | None = None
     tiling_backward: tuple[int, int] | None = None
     threads: int | None = None
@@ -63,13 +64,13 @@ class Case:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """Queries and keys of the longest packed sequences."""
+        """Return the queries and keys of the longest packed sequences."""
         queries, keys = sequences(self)
         return max(stop - start for start, stop in queries), max(b - a for a, b in keys)
 
 
 def draw(rng: np.random.Generator, backend: str | None = None) -> Case:
-    """A valid case."""
+    """Return a valid random case."""
     pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
     backend = backend or pick(*ALGORITHMS)
     n_q, n_kv = int(pick(*LENGTHS)), int(pick(*LENGTHS))
@@ -108,7 +109,7 @@ def draw(rng: np.random.Generator, backend: str | None = None) -> Case:
     if rng.random() < 0.2:
         case = replace(case, block=(pick(1, 3, 4, 7, 16), pick(1, 2, 5, 16), pick(0.0, 0.5, 0.9)))
         if case.cu_q is not None and not (case.longest[0] and case.longest[1]):
-            case = replace(case, block=None)  # a grid of no cells is refused
+            case = replace(case, block=None)  # a grid without cells is refused
     forward, backward = _tile(rng, case), _tile(rng, case)
     return replace(case, tiling=pick(None, *(forward,) * 4), tiling_backward=backward)
 
@@ -137,7 +138,7 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def arrays(case: Case) -> dict[str, np.ndarray]:
-    """q, k, v, dout and bias, 4-D, in the case's type."""
+    """Return q, k, v, dout and bias, 4-D, in the case's type."""
     rng = np.random.default_rng(case.seed)
     c = case
     shapes = {
@@ -152,7 +153,7 @@ def arrays(case: Case) -> dict[str, np.ndarray]:
             a[rng.random(a.shape) < 0.02] *= 8
     elif c.kind == "zero":
         x["q"][:] = 0
-    elif c.kind != "normal":  # scores climb (fall) along the keys: the running maximum moves
+    elif c.kind != "normal":  # scores rise or fall along the keys, so the running maximum moves
         ramp = np.linspace(-20, 20, c.n_kv) if c.n_kv > 1 else np.zeros(1)
         direction = np.full(c.d, c.d**-0.5)
         x["q"] = 0.1 * x["q"] + direction
@@ -164,8 +165,8 @@ def arrays(case: Case) -> dict[str, np.ndarray]:
 
 
 def laid(a: np.ndarray, layout: str) -> np.ndarray:
-    """The same values, lying otherwise in memory."""
-    if layout == "sliced":  # rows apart from each other, not on a boundary of their own
+    """Return the same values in another memory layout."""
+    if layout == "sliced":  # strided rows, not aligned
         wide = np.zeros((*a.shape[:-1], a.shape[-1] + 3), a.dtype)
         wide[..., 1 : a.shape[-1] + 1] = a
         return wide[..., 1 : a.shape[-1] + 1]
@@ -177,17 +178,17 @@ def laid(a: np.ndarray, layout: str) -> np.ndarray:
     return a
 
 
-# -- which scores count -------------------------------------------------------------------------
+# -- which scores are kept ------------------------------------------------------------------
 
 
 def sequences(case: Case) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Start and stop of each packed sequence's queries, and of its keys."""
+    """Return start and stop of each packed sequence's queries, and of its keys."""
     q, k = case.cu_q or (0, case.n_q), case.cu_k or (0, case.n_kv)
     return list(pairwise(q)), list(pairwise(k))
 
 
 def block_grid(case: Case) -> np.ndarray:
-    """The block mask's grid."""
+    """Return the block mask's grid."""
     assert case.block is not None
     (q, k, share), rng = case.block, np.random.default_rng(case.seed + 1)
     rows, cols = case.longest
@@ -195,7 +196,7 @@ def block_grid(case: Case) -> np.ndarray:
 
 
 def kept(case: Case) -> np.ndarray:
-    """Boolean (n_q, n_kv): which scores count."""
+    """Return which scores are kept, as a boolean (n_q, n_kv)."""
     result = np.zeros((case.n_q, case.n_kv), bool)
     for (q0, q1), (k0, k1) in zip(*sequences(case), strict=True):
         q, k = np.arange(q1 - q0)[:, None], np.arange(k1 - k0)[None, :]

@@ -1,4 +1,4 @@
-"""The counter of `fuzz`: bytes and products of a case, tile by tile, by docs/reference/model.md."""
+"""The counter of `fuzz`: a case's bytes and products, tile by tile, by docs/reference/model.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Moves = Counter
 
 
 def count(case: Case, tiling: Any, direction: str, algorithm: str) -> tuple[Moves, int]:
-    """Bytes by (op, tensor) over all heads, and FLOPs of matrix products, a tile at a time."""
+    """Return bytes by (op, tensor) over all heads, and FLOPs of matrix products, tile by tile."""
     e = {"float64": 8, "float32": 4}.get(case.dtype, 2)
     a, d, dv = max(e, 4), case.d, case.dv
     acc = "_acc" if e < a else ""
@@ -44,7 +44,8 @@ def count(case: Case, tiling: Any, direction: str, algorithm: str) -> tuple[Move
     return Counter({key: n for key, n in moved.items() if n}), 2 * area * products * heads
 
 
-Move = tuple[str, str, int, bool]  # operation, tensor, bytes, once for the heads of a key head?
+# operation, tensor, bytes, whether once for all heads of a KV head
+Move = tuple[str, str, int, bool]
 
 
 def _forward(case, algorithm, rows, cols, visits, e, a, acc) -> Iterator[Move]:
@@ -113,7 +114,7 @@ def _backward(case, algorithm, rows, cols, visits, e, a, acc) -> Iterator[Move]:
                 yield op, f"dQ{acc}", r * d * a, False
         elif algorithm == "flash2-fused":
             yield "reduce", f"dQ{acc}", r * d * a, False
-        else:  # the second walk, for dQ
+        else:  # the second loop, for dQ
             yield "load", "K", c * d * e, False
             yield "load", "V", c * dv * e, False
             if has_bias:
@@ -149,7 +150,7 @@ def _backward(case, algorithm, rows, cols, visits, e, a, acc) -> Iterator[Move]:
 
 
 def _tiles(case: Case, tiling: Any, *, dense: bool):
-    """Heights of row tiles, widths of column tiles, and (height, width) of each that is visited."""
+    """Return the heights and widths of tiles, and (height, width) of each visited one."""
     keep = kept(case)
     rows, cols, visits = [], [], []
     for (q0, q1), (k0, k1) in zip(*sequences(case), strict=True):

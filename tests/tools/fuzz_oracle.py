@@ -12,7 +12,7 @@ Round = Callable[[np.ndarray], np.ndarray]
 
 
 def attention(case: Case, x: dict[str, np.ndarray], work: Any, rounded: Round, in_order=False):
-    """Attention and its gradients on whole matrices of type `work`; `rounded` follows each step."""
+    """Return attention and its gradients on whole `work` matrices; `rounded` follows each step."""
     times = _in_order if in_order else np.matmul
     q, k, v, dout = (x[name].astype(work) for name in ("q", "k", "v", "dout"))
     group = case.heads // case.kv_heads
@@ -59,7 +59,7 @@ def _in_order(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _sizes(case: Case, x: dict[str, np.ndarray]) -> dict[str, float]:
-    """For each result, the largest sum of the absolute values of the terms it adds up."""
+    """Return, per result, the largest sum of the absolute values of the terms it adds up."""
     big = {name: np.abs(a.astype(np.float64)) for name, a in x.items()}
     group = case.heads // case.kv_heads
     k, v = (np.repeat(big[name], group, axis=1) for name in ("k", "v"))
@@ -73,8 +73,8 @@ def _sizes(case: Case, x: dict[str, np.ndarray]) -> dict[str, float]:
     dp = big["dout"] @ v.mT
     ds = p * (dp + (p * dp).sum(axis=-1, keepdims=True))
     fold = lambda a: a.reshape(case.batch, case.kv_heads, group, *a.shape[2:]).sum(axis=2)  # noqa: E731
-    # P is exp(S - m), and in a backward pass exp(S - LSE), with S summed up once more: roundings
-    # of S, of its twin and of LSE move all of P.
+    # P is exp(S - m), and in a backward pass exp(S - LSE), where S is computed again. So roundings
+    # of both S and of the LSE change all of P.
     moved, again = 1 + scores, 1 + 3 * scores
     sizes = {
         "out": (p @ v).max() * moved,
@@ -88,7 +88,7 @@ def _sizes(case: Case, x: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 def attention_weights(case: Case, x: dict[str, np.ndarray]) -> np.ndarray:
-    """P in float64."""
+    """Return P in float64."""
     q, k = x["q"].astype(np.float64), x["k"].astype(np.float64)
     k = np.repeat(k, case.heads // case.kv_heads, axis=1)
     s = q @ k.mT * (case.d**-0.5 if case.scale is None else case.scale)
@@ -103,12 +103,12 @@ def attention_weights(case: Case, x: dict[str, np.ndarray]) -> np.ndarray:
     return e / np.where(total == 0, 1, total)
 
 
-#: The relative error of 2^x where P is rounded to 8 bits at once (exponential.POWER_FROM_0).
+#: The relative error of 2^x if P is rounded to 8 bits at once (exponential.POWER_FROM_0).
 PAIRS = 3e-6
 
 
 def judged(case: Case, x: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """The true results, and the error that each may have."""
+    """Return the true results, and the error that each may have."""
     kind = dtype_of(case.dtype)
     exact = attention(case, x, np.longdouble if case.dtype == "float64" else np.float64, _as_is)
     if case.dtype in ("float16", "bfloat16"):
@@ -122,11 +122,11 @@ def judged(case: Case, x: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray],
     sizes, may = _sizes(case, x), {}
     for name, true in exact.items():
         error = max(error_of(one[name], true) for one in rough)
-        one = 1.0 if name == "lse" else eps / inner  # LSE is kept in the accumulator's type
+        one = 1.0 if name == "lse" else eps / inner  # the LSE has the accumulator's type
         largest = float(np.abs(_finite(true)).max(initial=0))
         may[name] = 2 * error + inner * (sizes[name] + one * largest)
     if case.dtype == "bfloat16" and case.backend == "numba":
-        may["lse"] += PAIRS  # where this CPU multiplies pairs of bfloat16
+        may["lse"] += PAIRS  # if this CPU multiplies pairs of bfloat16
     if case.dtype in ("float16", "bfloat16") and case.algorithm != "standard":
         for name, size in _of_rounded_out(case, x, exact["out"], eps / 2).items():
             may[name] = may.get(name, 0) + size
@@ -136,9 +136,9 @@ def judged(case: Case, x: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray],
 def _of_rounded_out(
     case: Case, x: dict[str, np.ndarray], out: np.ndarray, eps: float
 ) -> dict[str, float]:
-    """What delta = rowsum(dO * O) of a stored, rounded O can put off: standard attention sums P dP.
+    """Return the error that a rounded O causes in delta = rowsum(dO * O).
 
-    It shows where one key has all the weight: dP and delta are equal there but for this.
+    It shows if one key has all the weight: dP and delta are then equal except for this error.
     """
     q, k, dout = (np.abs(x[name].astype(np.float64)) for name in ("q", "k", "dout"))
     group = case.heads // case.kv_heads
@@ -160,7 +160,7 @@ def _finite(a: np.ndarray) -> np.ndarray:
 
 
 def error_of(value: np.ndarray, true: np.ndarray) -> float:
-    """Largest difference; infinite where one is -inf or NaN and the other is not."""
+    """Return the largest difference; infinite if only one value is -inf or NaN."""
     value = np.asarray(value).astype(true.dtype)
     if not np.array_equal(np.isneginf(value), np.isneginf(true)):
         return np.inf

@@ -1,16 +1,16 @@
-"""Everything that needs a GPU, in one go: `make gpu`, or
+"""Run everything that needs a GPU: `make gpu`, or
 
     python tests/tools/gpu_check.py [STAGE ...] [--out FOLDER] [--jobs N]
 
-Stages, in this order, all of them if none is named:
+The stages run in this order; all of them if none is named:
 
     tests      the suite's GPU tests
     sanitize   compute-sanitizer's four tools on each family of kernels
     faults     bugs seeded into the kernels, which the GPU tests must notice
     bench      benchmarks/gpu.py: forward and backward times as a table, gpu.csv
 
-What a command prints goes to FOLDER, a line about it to the terminal. Each has its time limit; the
-exit status says whether all came to their end in it, and with success.
+The output of a command goes to FOLDER, and one line about it to the terminal. Each command has a
+time limit. The exit status says whether all finished in time and succeeded.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from no_gpu import why_no_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-#: racecheck does not follow the order that Hopper's mbarriers and a barrier's arrivals without a
-#: wait make, and to initcheck what the copy engine stores stays unwritten: dQ of "flash2-once"
-#: (docs/reference/hopper.md).
+#: racecheck does not track the order that mbarriers and `bar.arrive` establish on Hopper. initcheck
+#: regards memory that TMA stores as unwritten: dQ of "flash2-once" (docs/reference/hopper.md).
 UNFIT = {(f, "racecheck") for f in ("hopper", "hopper-once", "python-hopper", "latent")}
 UNFIT |= {("hopper-once", "initcheck")}
-#: Numba's launcher has cuda-python look up every driver function that it knows, and an older driver
-#: refuses some (cuGetProcAddress: invalid argument), which is handled. What the tool sees inside
-#: kernels stays an error, and a call of ours that fails raises.
+#: Numba's launcher makes cuda-python look up every driver function that it knows. An older driver
+#: rejects some (cuGetProcAddress: invalid argument), which is handled. What the tool reports inside
+#: kernels stays an error, and a failing call of flashsim raises.
 MORE_OPTIONS = {("teaching", "memcheck"): ("--report-api-errors", "no")}
 _TIMED_OUT, _MISSING = 124, 127
 
@@ -53,10 +52,10 @@ class Command:
     Attributes
     ----------
     name : str
-        Of the file for what it prints.
+        Also the name of the output file.
     words : tuple of str
     limit_s : float
-        It is ended after this many seconds.
+        The process is killed after this many seconds.
     """
 
     name: str
@@ -66,22 +65,22 @@ class Command:
 
 @dataclass(frozen=True)
 class Stage:
-    """Commands that may run at the same time, after those of `before`, which get things ready."""
+    """Commands that may run at the same time, after those of `before`, which prepare them."""
 
     commands: tuple[Command, ...]
     before: tuple[Command, ...] = ()
 
 
 def stage_of_tests(out: Path, jobs: int) -> Stage:
-    """The GPU tests but for seeded bugs and the products of cases (`-m "gpu and thorough"`)."""
-    # A module that wants a package of the test extra shows as an error; the others still run.
+    """Return the GPU tests without seeded bugs and products of cases (`-m "gpu and thorough"`)."""
+    # A module that needs a package of the test extra shows as an error; the others still run.
     words = (*_pytest(jobs), "-m", "gpu", "--continue-on-collection-errors")
     words += ("tests/gpu",)
     return Stage((Command("tests", words, 1200),))
 
 
 def stage_of_sanitize(out: Path, jobs: int) -> Stage:
-    """A process for each family and tool; kernels are compiled before, where that takes no tool."""
+    """Return a process per family and tool; kernels are compiled before, without the tool."""
     script = (sys.executable, "tests/tools/sanitize.py")
     watched = [
         Command(f"{tool}-{family}", (*_sanitizer(family, tool), *script, family), 120)
@@ -94,7 +93,7 @@ def stage_of_sanitize(out: Path, jobs: int) -> Stage:
 
 
 def stage_of_faults(out: Path, jobs: int) -> Stage:
-    """Each catalogue runs its bugs in parallel processes, so one catalogue after the other."""
+    """Return one command per catalogue of bugs, to run in sequence."""
     words = (*_pytest(jobs), "-m", "gpu", "tests/faults/test_kernel_faults.py")
     first = Command("faults-hopper", words, 900)
     second = Command("faults-python", (sys.executable, "tests/faults/faults_numba.py"), 900)
@@ -102,7 +101,7 @@ def stage_of_faults(out: Path, jobs: int) -> Stage:
 
 
 def stage_of_bench(out: Path, jobs: int) -> Stage:
-    """The table, alone on the GPU."""
+    """Return the benchmark, which runs alone on the GPU."""
     words = (sys.executable, "benchmarks/gpu.py", "--csv", str(out / "gpu.csv"))
     return Stage((Command("bench", words, 1200),))
 
@@ -128,7 +127,7 @@ def _pytest(jobs: int) -> tuple[str, ...]:
 
 
 def execute(command: Command, out: Path) -> int:
-    """Run a command; its exit status, 124 if it met its limit, 127 if there is no such program."""
+    """Run a command and return its exit status; 124 at its time limit, 127 if it does not exist."""
     log = out / f"{command.name}.txt"
     start = time.monotonic()
     with log.open("w") as file:
@@ -141,7 +140,7 @@ def execute(command: Command, out: Path) -> int:
                 cwd=ROOT,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that its children end with it
+                start_new_session=True,  # ends its children with it
             )
             try:
                 status = process.wait(command.limit_s)
@@ -157,7 +156,7 @@ def execute(command: Command, out: Path) -> int:
 
 
 def run(stage: Stage, out: Path, jobs: int) -> int:
-    """How many commands of a stage did not succeed."""
+    """Return how many commands of a stage failed."""
     with ThreadPoolExecutor(jobs) as pool:
         statuses = [*pool.map(execute, stage.before, repeat(out))]
         statuses += pool.map(execute, stage.commands, repeat(out))
@@ -165,7 +164,7 @@ def run(stage: Stage, out: Path, jobs: int) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 if something failed, 2 without a GPU."""
+    """Return the exit status: 0, 1 if something failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

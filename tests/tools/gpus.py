@@ -1,9 +1,9 @@
-"""GPUs and problems that kernels are compiled for without one."""
+"""GPUs, and problems that kernels are compiled for without a GPU."""
 
 from flashsim.backends.launch.kernel import Gpu
 
 KIB = 1024
-#: Shared memory a block may have, and L2: what launch arithmetic asks a GPU.
+#: GPUs with the properties that launch arithmetic uses: shared memory per block, and L2.
 GPUS = {
     "sm_80": Gpu("A100", (8, 0), 163 * KIB, 40 << 20),
     "sm_86": Gpu("RTX 3090", (8, 6), 99 * KIB, 6 << 20),
@@ -13,7 +13,7 @@ GPUS = {
     "sm_120": Gpu("RTX 5090", (12, 0), 99 * KIB, 96 << 20),
 }
 A100, H200 = GPUS["sm_80"], GPUS["sm_90"]
-#: All that makes a problem of 500 queries and keys odd.
+#: The options that make a problem of 500 queries and keys irregular.
 ODD = {
     **{"heads": 4, "kv_heads": 2, "dtype": "float16", "window": (30, 5), "softcap": 3.0},
     **{"cu_seqlens_q": (0, 200, 500), "cu_seqlens_k": (0, 300, 500)},

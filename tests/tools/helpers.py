@@ -1,4 +1,4 @@
-"""Inputs, yardsticks and the list of engines that several test files share."""
+"""Inputs, judges and the list of engines that several test files share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Target:
     gpu: bool = False
 
 
-#: One line a backend.
+#: One line per backend.
 TARGETS = (Target("simulator"), Target("numba", ("flash2", "flash2-fused")))
 
 #: Every (target, algorithm) to test.
@@ -60,8 +60,8 @@ def tensors(
 ):
     """Inputs q, k, v, dout and bias (or None) of one of four `KINDS`.
 
-    normal: all elements from N(0, 1). rising, falling: scores climb from -50 to 50 along the keys
-    (or fall), so the running maximum moves at every tile and a stale one overflows float32.
+    normal: all elements are from N(0, 1). rising, falling: scores rise from -50 to 50 along the
+    keys (or fall), so the running maximum moves at every tile, and a stale one overflows float32.
     heavy: one element in a hundred of a normal input is 8 times as large.
     """
     rng = np.random.default_rng(seed)
@@ -87,14 +87,14 @@ def tensors(
 
 
 def with_lse_gradient(x) -> None:
-    """Give inputs a gradient of the LSE, `dlse`, as large as what dout adds to dS."""
+    """Add a gradient of the LSE, `dlse`, of the size of dout's contribution to dS."""
     rng = np.random.default_rng(7)
     wide = np.float64 if x.q.dtype == np.float64 else np.float32
     x.dlse = (3 * rng.standard_normal(x.q.shape[:3])).astype(wide)
 
 
 def brute_force_mask(p: Problem) -> np.ndarray:
-    """Boolean (n_q, n_kv) by the conventions in words, one score at a time; no code shared."""
+    """Return the kept scores, (n_q, n_kv), one at a time by the documented rules."""
     return _mask(replace(p, dtype="float64"))
 
 
@@ -121,7 +121,7 @@ def _mask(p: Problem) -> np.ndarray:
 
 
 def in_order(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a @ b, each sum from its first term to its last, rounded at every step."""
+    """Return a @ b, with each sum from its first term to its last, rounded at every step."""
     total = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
     for i in range(a.shape[-1]):
         total += a[..., i, None] * b[..., i, None, :]
@@ -129,11 +129,11 @@ def in_order(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def plain(x, p: Problem, work, times=np.matmul, late=False) -> dict[str, np.ndarray]:
-    """Attention, P and the gradients, whole matrices at once, in NumPy arithmetic of type `work`.
+    """Return attention, P and the gradients on whole matrices in NumPy arithmetic of type `work`.
 
-    Written beside `flashsim.problem.oracle`, not from it, and its mask is `brute_force_mask`. With
-    ``work=np.longdouble`` it judges float64 problems. `times` multiplies matrices; `late` divides
-    by the sum of the weights behind P V, as FlashAttention does.
+    It is written independently of `flashsim.problem.oracle`, and its mask is `brute_force_mask`.
+    With ``work=np.longdouble`` it judges float64 problems. `times` multiplies matrices. `late`
+    divides by the sum of the weights after P V, as FlashAttention does.
     """
     q, k, v, dout = (a.astype(work) for a in (x.q, x.k, x.v, x.dout))
     k, v = (np.repeat(a, p.group, axis=1) for a in (k, v))
@@ -175,9 +175,9 @@ def plain(x, p: Problem, work, times=np.matmul, late=False) -> dict[str, np.ndar
 
 
 def terms(x, p: Problem, prob: np.ndarray) -> dict[str, np.ndarray]:
-    """Sums of the absolute values of the terms that each result adds up, float64.
+    """Return sums of the absolute values of the terms that each result adds up, in float64.
 
-    dS = P (dP - delta) subtracts two dot products that agree when a row has one key; the rounding
+    dS = P (dP - delta) subtracts two dot products that are equal if a row has one key. The rounding
     of either shows in dQ, however small dQ is. `prob` is P.
     """
     q, k, v, dout = (np.abs(a.astype(np.float64)) for a in (x.q, x.k, x.v, x.dout))
@@ -200,7 +200,7 @@ def terms(x, p: Problem, prob: np.ndarray) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Judge:
-    """What is true, plain attention in the problem's type, and the size of one rounding."""
+    """The true results, plain attention's in the problem's type, and the size of one rounding."""
 
     truth: dict[str, np.ndarray]
     yardstick: list[dict[str, np.ndarray]]
@@ -208,12 +208,12 @@ class Judge:
 
     @classmethod
     def of(cls, x, p: Problem) -> Judge:
-        """Judge one problem; once for all engines that are given these arrays."""
+        """Return the judge of one problem; cached for all engines with the same arrays."""
         given = vars(x).items()
         return _judge(p, *((k, a.dtype, a.shape, a.tobytes()) for k, a in given if a is not None))
 
     def check(self, got: dict[str, np.ndarray]) -> None:
-        """DESIGN's rule: error <= 2 x plain attention's + one rounding, in maxima over an array."""
+        """Check that error <= 2 x plain attention's + one rounding, in maxima over an array."""
         for name, array in got.items():
             exact, rough = self.truth[name], np.stack([one[name] for one in self.yardstick])
             value = np.asarray(array).astype(exact.dtype)
@@ -230,19 +230,19 @@ class Judge:
 
 @lru_cache(maxsize=256)
 def _judge(p: Problem, *given: tuple) -> Judge:
-    """`Judge.of` arrays by name, type, shape and bytes.
+    """Return `Judge.of` arrays given by name, type, shape and bytes.
 
-    Half-precision problems are held against `oracle` rounded after every step; float32 and
-    float64 ones against whole-matrix arithmetic of that type, summed two ways. One rounding is
-    the type's epsilon of the largest true value, and the accumulator's of the terms that add up
-    to it.
+    Half-precision problems are compared with `oracle` rounded after every step; float32 and float64
+    problems with whole-matrix arithmetic of that type, summed in two ways. One rounding is the
+    type's epsilon of the largest true value, plus the accumulator's epsilon of the sum of absolute
+    terms.
     """
     arrays = {k: np.frombuffer(data, kind).reshape(shape) for k, kind, shape, data in given}
     x = SimpleNamespace(**{"bias": None} | arrays)
     exact = plain(x, p, np.longdouble if p.dtype == "float64" else np.float64)
     prob = exact.pop("P")
     if p.dtype == p.compute_dtype:
-        # A BLAS splits sums as it likes, better on one CPU than on another: in order, too.
+        # A BLAS splits sums differently on each CPU, so sums in order are tried too.
         own = np.dtype(p.dtype).type
         rough = [plain(x, p, own), plain(x, p, own, in_order, late=True)]
     else:
@@ -254,7 +254,7 @@ def _judge(p: Problem, *given: tuple) -> Judge:
     inner = np.finfo(p.compute_dtype).eps
     outer = {"float16": 2**-10, "bfloat16": 2**-7}.get(p.dtype, inner)
     finite = lambda a: np.abs(np.where(np.isneginf(a), 0, a)).max()  # noqa: E731
-    # A backward pass recomputes P = exp(S - LSE): a rounding of LSE moves all of P.
+    # A backward pass recomputes P = exp(S - LSE): a rounding of the LSE changes all of P.
     moved = {"out": 1, "lse": 1}
     rounding = {
         name: float(
@@ -267,7 +267,7 @@ def _judge(p: Problem, *given: tuple) -> Judge:
 
 
 def run_both(x, target: Target, algorithm: str, **options):
-    """Forward and backward of one engine: (result, gradients, everything they computed by name)."""
+    """Run forward and backward of one engine; return (result, gradients, all results by name)."""
     r = flashsim.run(
         x.q, x.k, x.v, bias=x.bias, backend=target.backend, algorithm=algorithm, **options
     )

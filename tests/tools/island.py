@@ -1,6 +1,6 @@
-"""GPU memory with nothing mapped before and behind it: what reads beyond a tensor fails there.
+"""GPU memory with unmapped addresses before and after it: reads beyond a tensor fail there.
 
-An allocator's neighbours hide such reads, most of the time.
+With an ordinary allocator, neighbouring allocations mostly hide such reads.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class _Access(ctypes.Structure):  # CUmemAccessDesc
 
 
 class Island:
-    """The smallest piece of memory that can be mapped, alone in addresses of its own; stays."""
+    """The smallest mappable piece of memory, in its own address range; it is never freed."""
 
     def __init__(self) -> None:
-        cupy.cuda.runtime.free(0)  # there is a context from here on
+        cupy.cuda.runtime.free(0)  # creates a context
         where = _Location(_DEVICE, cupy.cuda.Device().id)
         properties = _Properties(_PINNED, 0, where)
         size, start = ctypes.c_size_t(), ctypes.c_uint64()
@@ -50,7 +50,7 @@ class Island:
         _call("cuMemSetAccess", middle, sizes[0], ctypes.byref(access), ctypes.c_size_t(1))
 
     def put(self, array: cupy.ndarray, *, at_end: bool) -> cupy.ndarray:
-        """A copy that begins where the island does, or ends there."""
+        """Return a copy that starts where the island starts, or ends where it ends."""
         at = self.start + (self.size - array.nbytes if at_end else 0)
         memory = cupy.cuda.UnownedMemory(at, array.nbytes, self)
         made = cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(memory, 0))

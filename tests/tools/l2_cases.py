@@ -1,4 +1,4 @@
-"""What the tests of the L2 model share."""
+"""Shared code of the tests of the L2 model."""
 
 from flashsim import Device, l2
 

@@ -1,4 +1,4 @@
-"""Random states of the tile lab, and what `flashsim.count` says of each: the lab says the same."""
+"""Random states of the tile lab, and the counts of `flashsim.count` that the lab must show."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MASKS = ("none", "causal", "window", "prefix", "documents", "cells")
 
 
 def states(count, seed=0):
-    """Random states, as the page holds them: every algorithm, direction, mask, type and device."""
+    """Yield random states of the page: every algorithm, direction, mask, type and device."""
     rng = np.random.default_rng(seed)
     pick = lambda options: options[int(rng.integers(len(options)))]  # noqa: E731
     upto = lambda n: int(rng.integers(1, n + 1))  # noqa: E731
@@ -25,7 +25,7 @@ def states(count, seed=0):
     for _ in range(count):
         algorithm = pick(plans.ALGORITHMS)
         mask = pick(MASKS)
-        tried = mask in ("prefix", "cells")  # Python tries these at every score
+        tried = mask in ("prefix", "cells")  # Python evaluates these at every score
         longest = 200 if tried else pick((8, 300, 5000))
         n_q = upto(6) if algorithm == "flash-decode" and rng.random() < 0.7 else upto(longest)
         n_kv = n_q if rng.random() < 0.5 and n_q > 6 else upto(longest)
@@ -72,13 +72,13 @@ def states(count, seed=0):
 
 
 def problem(s):
-    """The problem of a state."""
+    """Return the problem of a state."""
     shape = {name: s[name] for name in ("n_q", "n_kv", "batch", "heads", "kv_heads", "dtype")}
     return Problem(**shape, head_dim=s["d"], **masked(s))
 
 
 def masked(s):
-    """The arguments of `flashsim.run` that say a state's mask."""
+    """Return the arguments of `flashsim.run` for a state's mask."""
     n_q, n_kv = s["n_q"], s["n_kv"]
     if s["mask"] == "causal":
         return {"causal": True}
@@ -99,13 +99,13 @@ def masked(s):
 
 
 def documents(s, n):
-    """Where documents of equal or growing length end."""
+    """Return where documents of equal or growing length end."""
     part = (lambda i: i) if s["lengths"] == "equal" else (lambda i: i * (i + 1))
     return tuple(n * part(i) // part(s["docs"]) for i in range(s["docs"] + 1))
 
 
 def device(s):
-    """The device of a state."""
+    """Return the device of a state."""
     if s["device"] != "own":
         return Device.get(s["device"])
     return Device(
@@ -117,7 +117,7 @@ def device(s):
 
 
 def expected(s):
-    """What `flashsim.count` says: every number the page shows, or None where it refuses."""
+    """Return the counts that the page shows, or None if `flashsim.count` refuses."""
     p, gpu = problem(s), device(s)
     how = {"algorithm": s["algorithm"], "direction": s["direction"]}
     decoding = plans.splits_keys(s["algorithm"])

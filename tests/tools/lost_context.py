@@ -1,7 +1,7 @@
-"""After a kernel's fault every later call of its process fails: the process ends, its tests go on.
+"""End a process after a kernel's fault, since all its later CUDA calls would fail.
 
-Hooks of pytest, taken up by tests/conftest.py. pytest-xdist starts another process for the tests
-that are left, and reports a crash beside the failure; without it the run ends there.
+These pytest hooks are loaded by tests/conftest.py. pytest-xdist starts another process for the
+remaining tests, and reports a crash besides the failure. Without xdist the run ends there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import traceback
 
 import pytest
 
-#: What an error says after which CUDA refuses everything until the process ends.
+#: Error texts after which CUDA fails every call until the process ends.
 STICKY = (
     *("illegal memory access", "ILLEGAL_ADDRESS", "unspecified launch failure", "LAUNCH_FAILED"),
     *("illegal instruction", "ILLEGAL_INSTRUCTION", "misaligned address", "MISALIGNED_ADDRESS"),
@@ -27,7 +27,7 @@ def pytest_runtest_makereport(item, call):
             _lost.append(item.nodeid)
 
 
-@pytest.hookimpl(trylast=True)  # what was reported has gone to the controlling process by then
+@pytest.hookimpl(trylast=True)  # the report has been sent to the controlling process by then
 def pytest_runtest_logfinish(nodeid):
     if nodeid not in _lost:
         return

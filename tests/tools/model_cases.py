@@ -1,4 +1,4 @@
-"""Small models of transformers with random weights, and what eager attention makes of them.
+"""Small models of transformers with random weights, and their results with eager attention.
 
 `CASES` names architectures by what is special about their attention. A case is a function of the
 number of tokens that returns a model and its inputs, on the CPU.
@@ -23,7 +23,7 @@ TEXT = {
     **{**SMALL, "vocab_size": WORDS, "num_key_value_heads": 2, "max_position_embeddings": 512},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
-#: An encoder and a decoder.
+#: Options of an encoder and a decoder.
 TWO_SIDES = {
     **{"d_model": 32, "vocab_size": WORDS, "encoder_layers": 2, "decoder_layers": 2},
     **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
@@ -33,7 +33,7 @@ NO_DROPOUT = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"
 
 
 def decoder(name: str, **more: Any) -> Callable[[int], Any]:
-    """A case of a decoder of text, by its name in transformers."""
+    """Return a case of a text decoder, by its name in transformers."""
 
     def make(n: int) -> Any:
         kind = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
@@ -125,7 +125,7 @@ def _deepseek(n: int) -> Any:
 
 MIXED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
-#: Cases without tokens that could be padding.
+#: Cases whose inputs have no tokens that could be padding.
 NEVER_PADDED = ("ViT", "Whisper")
 CASES: dict[str, Callable[[int], Any]] = {
     "Llama: causal, groups of heads": decoder("Llama"),
@@ -158,16 +158,17 @@ CASES: dict[str, Callable[[int], Any]] = {
 
 
 def made(case: str, n: int, *, padding: bool = False) -> Any:
-    """A case's model, whose attention is far from uniform, its inputs, and what judges it.
+    """Return a case's model, whose attention is far from uniform, its inputs, and its reference.
 
-    All are float64. With `padding` the second sequence of tokens begins with some. "sdpa" judges
-    then, since eager attention makes NaN of rows of padding. A model without it gets padding last.
+    All are float64. With `padding` the second sequence starts with padding tokens. Then the
+    reference is "sdpa", since eager attention returns NaN for rows of padding. A model without sdpa
+    gets its padding last.
     """
     torch.manual_seed(0)
     model, inputs = CASES[case](n)
     model = model.eval().double()
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # grouped products take no float64
+        model.set_experts_implementation("eager")  # grouped products do not support float64
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):
@@ -185,7 +186,7 @@ def made(case: str, n: int, *, padding: bool = False) -> Any:
 
 
 def computed(model: Any, inputs: Any, implementation: str, dtype: torch.dtype) -> Any:
-    """Logits and all gradients by one attention in one type; only of tokens, not of padding."""
+    """Return logits and all gradients with one attention in one type."""
     model.to(dtype).zero_grad()
     model.set_attn_implementation(implementation)
     inputs = {n: x.to(dtype) if x.is_floating_point() else x for n, x in inputs.items()}
@@ -198,10 +199,11 @@ def computed(model: Any, inputs: Any, implementation: str, dtype: torch.dtype) -
 
 
 def check(model: Any, inputs: Any, dtype: torch.dtype, reference: str = "eager") -> None:
-    """Error <= 2 x eager attention's in the same type + one rounding (flash-attention's rule).
+    """Check that error <= 2 x eager attention's in the same type + one rounding.
 
-    Of the logits in maxima; of the gradients, all as one vector, in its length: of a few numbers
-    summed over everything, such as a bias, eager's own error may happen to be nothing.
+    Logits are compared by their maximum. Gradients are compared by the norm of all of them as one
+    vector: for a small tensor that sums over everything, such as a bias, eager's own error may be 0
+    by chance.
     """
     state = {n: x.clone() for n, x in model.state_dict().items()}
     found = {}

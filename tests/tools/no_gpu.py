@@ -1,10 +1,10 @@
-"""Whether GPU tests can run. Imports nothing of flashsim."""
+"""Whether GPU tests can run; imports nothing of flashsim."""
 
 import importlib.util
 
 
 def why_no_gpu():
-    """Why tests marked `gpu` cannot run here; None if they can."""
+    """Return why tests marked `gpu` cannot run here; None if they can."""
     if importlib.util.find_spec("cupy") is None:
         return "needs CuPy and an NVIDIA GPU"
     import cupy

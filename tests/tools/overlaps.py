@@ -1,16 +1,16 @@
-"""Which texts of a Matplotlib figure overlap, are cut off, or are crossed by a line."""
+"""Find texts of a Matplotlib figure that overlap, are cut off, or are crossed by a line."""
 
 from itertools import combinations
 
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
 
-#: Pixels at 100 an inch that letters' boxes may share: a box is larger than its letters.
+#: Pixels, at 100 dpi, by which text boxes may overlap: a box is larger than its letters.
 SLACK = 2
 
 
 def overlaps(figure):
-    """Sentences that say which texts overlap, or leave the figure."""
+    """Return sentences that say which texts overlap or leave the figure."""
     figure.set_dpi(100)
     figure.canvas.draw()
     whole = figure.bbox
@@ -33,7 +33,7 @@ def overlaps(figure):
 
 
 def crossings(figure):
-    """Sentences that say which plain texts inside the axes a data line runs through."""
+    """Return sentences that say which plain texts inside the axes a data line crosses."""
     figure.canvas.draw()
     found = []
     for ax in figure.axes:
@@ -55,7 +55,7 @@ def _crosses(line: Line2D, box):
 
 
 def _texts(figure):
-    """Every text that is drawn; of an axis only its ticks inside the view."""
+    """Yield every text that is drawn; of an axis only the tick labels inside the view."""
     hidden = set()
     for ax in figure.axes:
         for axis in (ax.xaxis, ax.yaxis):

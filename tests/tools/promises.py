@@ -1,4 +1,4 @@
-"""What the suite promises, and which tests hold each promise.
+"""The promises of the test suite, and the tests that hold each of them.
 
     python tests/tools/promises.py
 
@@ -89,7 +89,7 @@ def keep(items: list[pytest.Item], wanted: str | None) -> list[pytest.Item]:
 
 @cache
 def marks() -> dict[str, dict[str, list[str] | None]]:
-    """By promise: each file that names it, with its marked tests (None: the whole file)."""
+    """Return, by promise, each file that names it, with its marked tests (None: the whole file)."""
     held: dict[str, dict[str, list[str] | None]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         file = str(path.relative_to(ROOT))
@@ -101,7 +101,7 @@ def marks() -> dict[str, dict[str, list[str] | None]]:
 
 
 def _marked(tree: ast.Module):
-    """Pairs of a test's name, or None for the module, and a promise."""
+    """Yield pairs of a test's name, or None for the module, and a promise."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
             yield from ((None, name) for name in _names(node.value))
@@ -118,7 +118,7 @@ def _names(expression: ast.expr):
 
 
 def page() -> str:
-    """docs/reference/promises.md, from the marks of today."""
+    """Return the text of docs/reference/promises.md for the current marks."""
     held = marks()
     lines = [
         "# Promises of the tests",

@@ -100,7 +100,7 @@ def findings(path: Path, terms: dict[str, str]) -> Iterator[str]:
 
 
 def sentences(passage: str) -> list[str]:
-    """A passage without code and link targets, cut where a sentence ends."""
+    """Return a passage's sentences, without code and link targets."""
     plain = re.sub(r"`[^`]*`", "x", passage)
     plain = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", plain)
     plain = re.sub(r"[*_]{1,2}(\S[^*_]*)[*_]{1,2}", r"\1", " ".join(plain.split()))

@@ -1,16 +1,16 @@
-"""What compute-sanitizer's racecheck takes for a race, on a kernel of a few lines.
+"""Show what compute-sanitizer's racecheck reports as a race, for a kernel of a few lines.
 
     python tests/tools/racecheck_probe.py          # all cases, each under racecheck
     python tests/tools/racecheck_probe.py arrive   # one, plain
 
-Two warpgroups hand a row of shared memory to and fro: one writes, the other reads and sums up, four
-times. They keep their order by barriers that both wait at ("sync"), by barriers at which the one
-who is done only arrives ("arrive"), by mbarriers at which one lane of each warp arrives
-("mbarrier"), or not at all ("none", a race). In PTX's words (ISA 9.0, "barrier") barrier.arrive,
-as barrier.sync, "guarantees that when the barrier completes, prior memory accesses requested by
-this thread are performed relative to all threads participating in the barrier"; mbarrier.arrive is
-a release and the wait an acquire. So the second and the third are no races: what racecheck reports
-of them it would report of any kernel that does so (docs/reference/hopper.md).
+Two warpgroups pass a row of shared memory back and forth, four times: one writes, the other reads
+and sums. They are ordered by barriers at which both wait ("sync"), by barriers at which the first
+one only arrives ("arrive"), by mbarriers at which one lane of each warp arrives ("mbarrier"), or
+not at all ("none", a race). By the PTX ISA 9.0, "barrier", barrier.arrive, like barrier.sync,
+"guarantees that when the barrier completes, prior memory accesses requested by this thread are
+performed relative to all threads participating in the barrier". mbarrier.arrive is a release and
+the wait an acquire. So the second and the third case are no races, and racecheck would report the
+same for any kernel that synchronises like them (docs/reference/hopper.md).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ extern "C" __global__ void probe(int* out) {
 
 
 def run(case: str) -> None:
-    """One case, on the GPU."""
+    """Run one case on the GPU."""
     import cupy
     import numpy as np
 
@@ -80,7 +80,7 @@ def run(case: str) -> None:
 
 
 def main() -> None:
-    """Each case under racecheck: how many hazards it reports."""
+    """Run each case under racecheck, and print how many hazards it reports."""
     if len(sys.argv) > 1:
         run(sys.argv[1])
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-#: Operations of one number whose values stay moderate, whatever the argument is.
+#: Operations on one number whose values stay moderate for any argument.
 _ONE = (
     lambda x: -x,
     abs,
@@ -34,7 +34,7 @@ _TWO = (
     np.minimum,
     np.maximum,
 )
-#: Operations with jumps: a score that was rounded may lie on the other side.
+#: Operations with jumps: a rounded score may fall on the other side of a jump.
 _JUMPS_ONE = (lambda x: np.floor(x * 0.5),)
 _JUMPS_TWO = (lambda x, y: (x + y) % 3,)
 _WHOLE = (
@@ -57,9 +57,9 @@ _COMPARED = (
 
 
 class Random:
-    """A source of random functions for one problem's sizes; `arrays` is what they capture.
+    """A source of random functions for one problem's sizes; `arrays` are those that they capture.
 
-    Without `jumps` they are continuous in the score.
+    Without `jumps` the functions are continuous in the score.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Random:
     def _pick(self, choices):
         return choices[self.rng.integers(len(choices))]
 
-    # Each of these returns a function of (score, b, h, q, k) that draws nothing more itself.
+    # Each of these returns a function of (score, b, h, q, k) that makes no random choice itself.
 
     def _whole(self, depth):
-        """An integer of the indices."""
+        """Return a random integer function of the indices."""
         if depth == 0 or self.rng.random() < 0.3:
             kind, number = self.rng.integers(9), int(self.rng.integers(-3, 20))
             n = self.numbers
@@ -109,7 +109,7 @@ class Random:
         return lambda *a: function(x(*a), y(*a))
 
     def condition(self, depth):
-        """A boolean of the indices."""
+        """Return a random boolean function of the indices."""
         if depth == 0 or self.rng.random() < 0.3:
             compare, x, y = self._pick(_COMPARED), self._whole(2), self._whole(1)
             return lambda *a: compare(x(*a), y(*a))
@@ -124,7 +124,7 @@ class Random:
         )
 
     def number(self, depth):
-        """A float of the score and the indices."""
+        """Return a random float function of the score and the indices."""
         if depth == 0 or self.rng.random() < 0.2:
             kind, value = self.rng.integers(9), float(self.rng.standard_normal())
             n = self.arrays
@@ -142,7 +142,7 @@ class Random:
         x, y = self.number(depth - 1), self.number(depth - 1)
         if (kind := self.rng.random()) < 0.4:
             one = self._pick(self._one)
-            return lambda s, *a: one(x(s, *a) + 0 * s)  # a symbol, also where x is a constant
+            return lambda s, *a: one(x(s, *a) + 0 * s)  # makes a symbol, even if x is a constant
         if kind < 0.8:
             two = self._pick(self._two)
             return lambda *a: two(x(*a), y(*a))
@@ -150,11 +150,11 @@ class Random:
         return lambda *a: np.where(where(*a), x(*a), y(*a))
 
     def score_mod(self, depth=3):
-        """A random score function."""
+        """Return a random score function."""
         number = self.number(depth)
         return lambda score, b, h, q, k: 0.5 * score + number(score, b, h, q, k)
 
     def mask_mod(self, depth=2):
-        """A random mask function."""
+        """Return a random mask function."""
         condition = self.condition(depth)
         return lambda b, h, q, k: condition(None, b, h, q, k)

@@ -1,9 +1,10 @@
-"""One rank of `flashsim.torch.ring_attention` over NCCL: torchrun ... ring_nccl.py FOLDER CASE
+"""Run one rank of `flashsim.torch.ring_attention` over NCCL: torchrun ... ring_nccl.py FOLDER CASE
 
-CASE is "alike" (out and gradients of every scheme beside one GPU's, and the bytes sent), or what
-becomes of the others when the last rank goes: "stays away", "dies" (in the middle of a pass; the
-others go on to the next one) or "dies, waited for" (the others wait for their GPU there).
-Every rank writes what it found to FOLDER/RANK.json. `tests/gpu/test_ring_nccl.py` judges.
+CASE "alike" compares out and gradients of every scheme with one GPU's, and counts the bytes sent.
+The other cases test the other ranks when the last rank fails. It "stays away"; or it "dies" in the
+middle of a pass, and the others go on to the next pass; or it "dies, waited for": the others then
+wait for their GPU.
+Every rank writes its results to FOLDER/RANK.json, which `tests/gpu/test_ring_nccl.py` judges.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-# NCCL's watchdog gives a dump of what ranks did a minute before it ends the process: not here.
+# By default NCCL's watchdog has a minute to dump what the ranks did before it ends the process.
 os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
 os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "500")
 
@@ -27,14 +28,14 @@ import flashsim.torch
 from flashsim.torch import count_sent, ring_attention, shard
 from flashsim.torch.ring import execution
 
-#: Seconds in which a rank that does not answer is given up.
+#: Seconds after which a rank that does not answer is given up.
 PATIENCE = 6.0
 N, HEADS, D = 2048, 8, 128
 SCHEMES = ("ring", "zigzag", "striped", "ulysses", "usp")
 
 
 def plain(q, k, v, dout, dtype, causal):
-    """Out and gradients by torch's operators in `dtype`."""
+    """Return out and gradients by torch's operators in `dtype`."""
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
     s = q @ k.mT * D**-0.5
     if causal:
@@ -44,7 +45,7 @@ def plain(q, k, v, dout, dtype, causal):
 
 
 def alike():
-    """By scheme and mask: each tensor's error beside one GPU's and plain attention's; bytes."""
+    """Return each tensor's error, by scheme and mask, and the bytes sent."""
     found = []
     torch.manual_seed(0)
     sizes = {"device": "cuda", "dtype": torch.bfloat16}
@@ -73,9 +74,9 @@ def alike():
 
 
 def goes(case, rank, ranks):
-    """The last rank stays away or dies; the error of the others, and the seconds it took."""
+    """Let the last rank stay away or die; return the others' error, and the seconds until it."""
     x = torch.zeros((1, HEADS, N, D), device="cuda", dtype=torch.bfloat16)
-    for _ in range(2):  # compiled, agreed on, connected
+    for _ in range(2):  # compiles, agrees and connects
         ring_attention(x, x, x)
     torch.cuda.synchronize()
     dist.barrier()
@@ -113,7 +114,7 @@ def main() -> None:
     (folder / f"{rank}.json").write_text(json.dumps(found))
     print(f"rank {rank}: {found if case != 'alike' else 'done'}", flush=True)
     sys.stdout.flush()
-    os._exit(0 if case == "alike" else 1)  # nobody waits for the dead as it is torn down
+    os._exit(0 if case == "alike" else 1)  # the teardown would wait for the dead rank
 
 
 if __name__ == "__main__":

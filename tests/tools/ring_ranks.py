@@ -1,6 +1,6 @@
-"""One rank of `flashsim.torch.ring_attention`'s tests: python ring_ranks.py RANK RANKS FOLDER
+"""Run one rank of `flashsim.torch.ring_attention`'s tests: python ring_ranks.py RANK RANKS FOLDER
 
-Joins the group whose store lies in FOLDER, runs every case and writes what came of it to
+It joins the group whose store is in FOLDER, runs every case and writes the results to
 FOLDER/RANK.pt. `tests/api/bridges/test_ring.py` starts the ranks and judges.
 """
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from flashsim.torch import count_sent, ring_attention, shard
 from flashsim.torch.ring import execution
 
-#: (scheme, ranks, causal, type, key heads): what is computed and compared.
+#: Cases: (scheme, ranks, causal, type, KV heads).
 CASES = (
     ("ring", 4, True, torch.float32, 2),
     ("zigzag", 4, True, torch.bfloat16, 2),
@@ -29,12 +29,12 @@ CASES = (
     ("usp", 4, True, torch.bfloat16, 2),
 )
 N, HEADS, D = 48, 4, 16
-#: Seconds in which a rank that does not answer is given up.
+#: Seconds after which a rank that does not answer is given up.
 PATIENCE = 4.0
 
 
 def tensors(kv_heads, dtype):
-    """q, k, v and dout of the whole sequence: the same in every process."""
+    """Return q, k, v and dout of the whole sequence, equal in every process."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, N, D) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
     return [
@@ -43,7 +43,7 @@ def tensors(kv_heads, dtype):
 
 
 def run(scheme, group, causal, dtype, kv_heads):
-    """This rank's rows of out, dq, dk and dv, and the bytes it sent in each direction."""
+    """Return this rank's rows of out, dq, dk and dv, and the bytes that it sent."""
     ulysses = 2 if scheme == "usp" else None
     how = {"group": group, "scheme": scheme, "ulysses": ulysses}
     q, k, v, dout = (shard(x, **how) for x in tensors(kv_heads, dtype))
@@ -56,7 +56,7 @@ def run(scheme, group, causal, dtype, kv_heads):
 
 
 def outcome(call):
-    """The error that a call raises, as text, and how long that took."""
+    """Return the error that a call raises, as text, and the seconds until it."""
     start = time.monotonic()
     try:
         call()
@@ -66,7 +66,7 @@ def outcome(call):
 
 
 def refusals(rank):
-    """What ranks say of input that does not fit together; nothing is broken afterwards."""
+    """Return the ranks' errors for inconsistent input; the group still works afterwards."""
     whole = torch.zeros(1, HEADS, 8, D)
     short, half = whole[:, :, :4], whole.to(torch.float16)
 
@@ -91,7 +91,7 @@ def refusals(rank):
 
 
 def silence(rank, group):
-    """Rank 3 stays away until the others have given it up."""
+    """Let rank 3 stay away until the others have given it up."""
     if rank == 3:
         time.sleep(PATIENCE + 1)
         return "stayed away", 0.0
@@ -100,7 +100,7 @@ def silence(rank, group):
 
 
 def death(rank, group):
-    """Rank 3 dies in the middle of a pass; who had all it needed by then is told at the next."""
+    """Let rank 3 die in a pass; a rank that had all it needed gets the error in the next pass."""
     if rank == 3:
         calls, run = [], execution.run
 
@@ -137,10 +137,10 @@ def main() -> None:
     found["silence"] = silence(rank, dist.new_group(timeout=impatient))
     dist.barrier()
     last = dist.new_group(timeout=impatient)
-    torch.save(found, folder / f"{rank}.pt")  # rank 3 comes no further than this
+    torch.save(found, folder / f"{rank}.pt")  # rank 3 never gets here
     found["death"] = death(rank, last)
     torch.save(found, folder / f"{rank}.pt")
-    os._exit(0)  # gloo waits for the dead as it is torn down
+    os._exit(0)  # the teardown of gloo would wait for the dead rank
 
 
 if __name__ == "__main__":

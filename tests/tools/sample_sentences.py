@@ -1,4 +1,4 @@
-"""Sixty sentences drawn at random, for a fresh reader to mark: clear, second reading, or unclear.
+"""Draw sixty sentences at random, for a fresh reader to mark clear, second reading, or unclear.
 
     python tests/tools/sample_sentences.py [--seed N]
 
@@ -27,7 +27,7 @@ DRAWS = {
 
 
 def texts(kind: str, path: Path) -> Iterator[str]:
-    """The passages of one file that a draw of this kind reads."""
+    """Yield the passages of one file from which sentences of a kind are drawn."""
     source = path.read_text(encoding="utf-8")
     if kind == "error texts":
         yield from errors(source)
@@ -37,7 +37,7 @@ def texts(kind: str, path: Path) -> Iterator[str]:
 
 
 def errors(source: str) -> Iterator[str]:
-    """What `raise Kind("...")` says, with {...} in place of values."""
+    """Yield the texts in `raise Kind("...")`, with {...} in place of values."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             text = node.exc.args[0]
@@ -49,13 +49,13 @@ def errors(source: str) -> Iterator[str]:
 
 
 def cut(passage: str) -> list[str]:
-    """Sentences of a passage, of four words or more."""
+    """Return the sentences of a passage with four words or more."""
     plain = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", " ".join(passage.split()))
     return [s for s in re.split(r"(?<=[.!?])\s+(?=[A-Z`\"(])", plain) if len(s.split()) > 3]
 
 
 def main() -> None:
-    """Print the draw, numbered, one kind after the other."""
+    """Print the numbered sentences, one kind after the other."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     rng, number = random.Random(parser.parse_args().seed), 0

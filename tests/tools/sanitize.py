@@ -1,10 +1,10 @@
-"""Every GPU kernel, on small ragged problems, for NVIDIA's compute-sanitizer.
+"""Run every GPU kernel on small ragged problems, for NVIDIA's compute-sanitizer.
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/tools/sanitize.py portable
 
-Families: portable, tf32, python, teaching, decode, softmax-matmul, and what a Hopper GPU runs by
-default, hopper, hopper-once, python-hopper, fp8 and latent; all of them if none is named. Each
-array is an allocation of its own (no memory pool), so that a step past its end is seen.
+Families: portable, tf32, python, teaching, decode, softmax-matmul, and the default kernels of a
+Hopper GPU: hopper, hopper-once, python-hopper, fp8 and latent; all of them if none is named. Each
+array has its own allocation (no memory pool), so that accesses past its end are detected.
 `tests/tools/gpu_check.py sanitize` runs every family under every tool.
 """
 
@@ -24,30 +24,30 @@ from flashsim import Problem, Tiling
 from flashsim.backends.launch_policy.cost_model import HOPPER_FORWARD, HOPPER_FORWARD_WIDE
 from flashsim.problem.masks import BlockMask
 
-#: (head_dim, head_dim_v, what else): padded rows; scores that cross warps, halves of a wide row; a
-#: walk that is listed tile by tile. Ragged all of them, and with two query heads to a key head;
-#: some row tiles have two visits, or "flash2-once" would be taken.
+#: (head_dim, head_dim_v, options): padded rows; scores that warps exchange, in halves of a wide
+#: row; a loop whose visits are listed. All are ragged, with two query heads per KV head. Some row
+#: tiles have two visits, since otherwise "flash2-once" would run.
 SHAPES = (
     (37, 24, dict(causal=True, cu_seqlens_q=(0, 30, 30, 150), cu_seqlens_k=(0, 50, 61, 190))),
     (80, 128, dict(causal=True)),
     (160, 128, dict(window=(20, 3), softcap=2.0)),
     (64, 64, dict(block_mask=BlockMask(np.tri(2, dtype=bool), 128, 128))),
 )
-#: What else Hopper's kernels have: the widest rows, whose backward is another kernel's, too.
+#: Further cases for Hopper's kernels: the widest rows, which have another backward kernel.
 WIDEST = (256, 256, {})
-#: So many items that the fused backward takes its tile of more keys.
+#: Enough work tiles for the fused backward to select its tile with more keys.
 MANY = (160, 128, dict(n_kv=96, heads=140, kv_heads=70))
-#: Row tiles that have one visit.
+#: Row tiles with one visit.
 ONE_VISIT = ((48, 64, dict(n_kv=120)), (128, 100, dict(n_kv=120)))
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a family is run.
+    """Options for running a family.
 
-    `both` is what forward and backward take, `how` what is for `run` alone; `forms` are the
-    backwards of `shapes`, by `deterministic` or by name; of `tiles`, head_dims each with a tiling,
-    the forward alone is run. The last problem is traced.
+    `both` are options of forward and backward, and `how` those of `run` alone. `forms` are the
+    backwards of `shapes`, by `deterministic` or by name. For `tiles`, head_dims with a tiling each,
+    only the forward runs. The last problem is traced.
     """
 
     dtypes: tuple[str, ...]
@@ -66,7 +66,7 @@ _PORTABLE = {**_CUPY, "kernel": "portable"}
 WAYS = {
     "portable": Way(("bfloat16", "float32"), _PORTABLE, _SMALL),
     "tf32": Way(("float32",), {**_PORTABLE, "allow_tf32": True}, _SMALL),
-    # Three passes; dQ in a fixed order, where there is such a form; in any order.
+    # Three passes; dQ in a fixed order, if there is such a form; in any order.
     "hopper": Way(
         *(("float16",), _CUPY),
         shapes=(WIDEST, MANY, *SHAPES),
@@ -75,13 +75,14 @@ WAYS = {
     ),
     "hopper-once": Way(("float16",), _CUPY, shapes=ONE_VISIT, forms=("flash2-once",)),
     "python": Way(("bfloat16",), {**_NUMBA, "kernel": "tensor"}, _SMALL),
-    # Of wide rows the backward is python's, at the default tiles.
+    # For wide rows the backward is that of family `python`, at the default tiles.
     "python-hopper": Way(
         *(("bfloat16",), {**_NUMBA, "kernel": "hopper"}),
         tiles=((64, Tiling(192, 128)), (128, Tiling(128, 176)), (256, None)),
         forms=(None, True, False),
     ),
-    # Compiled anew in each process: one problem, and 8 rows, since a row is a thread's work.
+    # Each process compiles anew, so there is one problem, with 8 rows, since each thread works on
+    # one.
     "teaching": Way(
         ("float16",),
         {**_NUMBA, "kernel": "teaching"},
@@ -91,9 +92,9 @@ WAYS = {
     ),
 }
 _GROUPED = {"heads": 4, "kv_heads": 2, "dtype": "bfloat16"}
-#: Caches, decoded with 1, 3, 4 (on Hopper a cluster) and as many splits as are best: padded
-#: rows; several row tiles; pages, whose unused entries lie outside the pool; a shared prefix;
-#: latent attention.
+#: Caches, decoded with 1, 3, 4 (on Hopper a cluster) and the default number of splits: padded rows;
+#: several row tiles; pages, whose unused entries lie outside the pool; a shared prefix; latent
+#: attention.
 DECODED = (
     Case(Problem(1, 700, 37, 24, batch=3, **_GROUPED), (0, 700, 333)),
     Case(Problem(20, 500, 128, batch=2, causal=True, **_GROUPED), (500, 77)),
@@ -107,7 +108,7 @@ FAMILIES = (*WAYS, "fp8", "decode", "latent", "softmax-matmul")
 
 
 def problems(family: str) -> list[tuple[Problem, tuple[bool | str | None, ...], Tiling | None]]:
-    """What a family is run on, the forms of the backward for each, and a tiling if not its own."""
+    """Return a family's problems, each with the forms of its backward, and a tiling or None."""
     way = WAYS[family]
     sizes = {"n_q": 150, "n_kv": 190, "heads": 2, "kv_heads": 1}
     cases = [
@@ -122,7 +123,7 @@ def problems(family: str) -> list[tuple[Problem, tuple[bool | str | None, ...], 
 
 
 def check(family: str) -> int:
-    """The forward of each problem and its backwards, the last one traced; how many ran."""
+    """Run each problem's forward and backwards, the last one traced; return how many ran."""
     from cupy_checks import gradients, make, options
 
     way, every = WAYS[family], problems(family)
@@ -137,7 +138,7 @@ def check(family: str) -> int:
 
 
 def check_decode(*, latent: bool = False) -> int:
-    """Every cache of `DECODED`, or every latent one; how many calls."""
+    """Decode every cache of `DECODED`, or every latent one; return the number of calls."""
     decoded = [case for case in DECODED if case.problem.latent == latent]
     for case in decoded:
         x = case.make()
@@ -157,7 +158,7 @@ def check_decode(*, latent: bool = False) -> int:
 
 
 def check_softmax_matmul() -> int:
-    """softmax(X) V with ragged ends, in each size of block; how many launches."""
+    """Compute softmax(X) V with ragged ends, for each block size; return the number of launches."""
     from flashsim import softmax_matmul
 
     rng = np.random.default_rng(0)
@@ -171,7 +172,7 @@ def check_softmax_matmul() -> int:
 
 
 def check_fp8() -> int:
-    """Every tile of the FP8 forward, its inputs quantised here; V as it is left, and transposed."""
+    """Run every tile of the FP8 forward on inputs quantised here, V plain and transposed."""
     import cupy
 
     from flashsim.backends.launch_policy.hopper_fp8 import TILINGS
@@ -190,7 +191,7 @@ def check_fp8() -> int:
 
 
 def main(families: Sequence[str]) -> None:
-    """Check the families, each allocation on its own."""
+    """Check the families, with a separate allocation per array."""
     import cupy
 
     cupy.cuda.set_allocator(None)

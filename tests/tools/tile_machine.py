@@ -1,9 +1,9 @@
-"""AMX tiles and VDPBF16PS in NumPy and in portable code, as Intel's manual has them.
+"""Emulate AMX tiles and VDPBF16PS in NumPy and in portable code, by Intel's manual.
 
-`TileMachine` carries out the instructions of `bf16_dot.tiles.program`, the very ones that
-`bf16_dot.tiles.lower` writes for a CPU with AMX. It refuses what such a CPU refuses (a tile that
-no LDTILECFG described) or what nobody can want (a tile read before it was written). `emulate` makes
-two kinds of CPU for the engine, which then runs as on those CPUs but for the instructions.
+`TileMachine` executes the instructions of `bf16_dot.amx_tiles.program`, the same that
+`bf16_dot.amx_tiles.lower` emits for a CPU with AMX. It refuses what such a CPU refuses (a tile that
+no LDTILECFG configured) and what is surely a bug (a tile read before it was written). `emulate`
+adds two kinds of CPU to the engine, which then runs as on those CPUs, with emulated instructions.
 
 Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2: LDTILECFG, TDPBF16PS,
 VDPBF16PS. Both products treat denormals as zero, on the way in and out, and round to nearest even.
@@ -20,8 +20,9 @@ from typing import NamedTuple
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
+from numba.core import config
 
-from flashsim.engines.cpu.bf16_dot import codegen, tiles
+from flashsim.engines.cpu.bf16_dot import amx_tiles, codegen
 from flashsim.engines.cpu.micro_kernels import decode_gemv_amx, pair_writer, registers
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, VOID
@@ -31,39 +32,39 @@ SMALLEST = np.finfo(np.float32).tiny
 
 
 def flushed(x):
-    """Float32 without denormals."""
+    """Return float32 without denormals."""
     x = np.asarray(x, np.float32)
     return np.where(np.abs(x) < SMALLEST, np.copysign(np.float32(0), x), x)
 
 
 def numbers(words):
-    """The lower and the upper bfloat16 of 32-bit words, as float32 without denormals."""
+    """Return the lower and the upper bfloat16 of 32-bit words, as float32 without denormals."""
     low, high = words << np.uint32(16), words & np.uint32(0xFFFF0000)
     return flushed(low.view(np.float32)), flushed(high.view(np.float32))
 
 
 def fma(total, x, y):
-    """Total + x y, rounded once: float64 holds the product, and twice float32's digits and two."""
+    """Return total + x y, rounded once: float64 holds the product exactly, with digits to spare."""
     with np.errstate(over="ignore", invalid="ignore"):
         exact = flushed(total).astype(np.float64) + x.astype(np.float64) * y
         return flushed(exact.astype(np.float32))
 
 
 def vdpbf16ps(total, a, b):
-    """Of arrays of float32, and of 32-bit pairs."""
+    """Return VDPBF16PS of arrays of float32, and of 32-bit pairs."""
     (a_low, a_high), (b_low, b_high) = numbers(a), numbers(b)
     return fma(fma(total, a_high, b_high), a_low, b_low)
 
 
 class Refused(Exception):
-    """What a CPU with AMX answers with #UD, or a program that cannot be meant."""
+    """Raised where a CPU with AMX raises #UD, and for a program that cannot be intended."""
 
 
 class TileMachine:
-    """One thread's tiles, eight of them; `counts` says how often each instruction ran."""
+    """One thread's eight tiles; `counts` says how often each instruction ran."""
 
     def __init__(self) -> None:
-        self.shapes: list[tuple[int, int]] = []  # rows and bytes a row of each tile
+        self.shapes: list[tuple[int, int]] = []  # rows, and bytes per row, of each tile
         self.tiles: dict[int, np.ndarray] = {}
         self.counts = {"Configure": 0, "Release": 0, "Zero": 0, "Load": 0, "Store": 0, "Dot": 0}
 
@@ -82,36 +83,38 @@ class TileMachine:
         self.counts["Release"] += 1
         self.shapes, self.tiles = [], {}
 
-    def run(self, program: tiles.Program, addresses: dict[str, int], strides: dict[str, int], n):
-        """A program on memory at addresses; strides in 32-bit elements, n pairs along the sum."""
+    def run(
+        self, program: amx_tiles.Program, addresses: dict[str, int], strides: dict[str, int], n
+    ):
+        """Run a program on memory at addresses; strides count 32-bit elements."""
         for instruction in program.before:
             self.step(instruction, addresses, strides, 0)
-        for x in range(0, n - tiles.SIDE + 1, tiles.SIDE):
+        for x in range(0, n - amx_tiles.SIDE + 1, amx_tiles.SIDE):
             for instruction in program.each:
                 self.step(instruction, addresses, strides, x)
         for instruction in program.after:
             self.step(instruction, addresses, strides, 0)
 
-    def step(self, instruction: tiles.Instruction, addresses, strides, x: int) -> None:
-        """One instruction, in the round of pair x."""
+    def step(self, instruction: amx_tiles.Instruction, addresses, strides, x: int) -> None:
+        """Execute one instruction, in the iteration of pair x."""
         self.counts[type(instruction).__name__] += 1
-        if isinstance(instruction, tiles.Zero):
+        if isinstance(instruction, amx_tiles.Zero):
             rows, width = self.shape(instruction.tile)
             self.tiles[instruction.tile] = np.zeros((rows, width // 4), np.uint32)
-        elif isinstance(instruction, tiles.Dot):
+        elif isinstance(instruction, amx_tiles.Dot):
             self.dot(instruction)
         else:
             name, stride = instruction.operand, strides[instruction.operand]
-            at = instruction.row * tiles.SIDE * stride + instruction.column * tiles.SIDE
+            at = instruction.row * amx_tiles.SIDE * stride + instruction.column * amx_tiles.SIDE
             at += {"A": x, "B": x * stride, "C": 0}[name]
             memory = self.memory(addresses[name] + 4 * at, stride, *self.shape(instruction.tile))
-            if isinstance(instruction, tiles.Load):
+            if isinstance(instruction, amx_tiles.Load):
                 self.tiles[instruction.tile] = memory.copy()
             else:
                 memory[:] = self.read(instruction.tile)
 
-    def dot(self, instruction: tiles.Dot) -> None:
-        """TDPBF16PS: even and odd pairs' sums from zero, then both into C."""
+    def dot(self, instruction: amx_tiles.Dot) -> None:
+        """Execute TDPBF16PS: sums of even and of odd pairs from zero, then both added to C."""
         c, a, b = (self.read(tile) for tile in instruction)
         if len({*instruction}) < 3 or a.shape != (len(c), len(b)) or b.shape[1] != c.shape[1]:
             raise Refused(f"tiles of C {c.shape}, A {a.shape} and B {b.shape}")
@@ -125,21 +128,21 @@ class TileMachine:
         self.tiles[instruction.c] = flushed(total).view(np.uint32)
 
     def read(self, tile: int) -> np.ndarray:
-        """A tile that was written."""
+        """Return a tile that was written."""
         self.shape(tile)
         if tile not in self.tiles:
             raise Refused(f"tmm{tile} is read before it is written")
         return self.tiles[tile]
 
     def shape(self, tile: int) -> tuple[int, int]:
-        """Rows and bytes a row of a tile that was configured."""
+        """Return the rows, and bytes per row, of a configured tile."""
         if not self.shapes or 0 in self.shapes[tile]:
             raise Refused(f"tmm{tile} is used, but no LDTILECFG described it")
         return self.shapes[tile]
 
     @staticmethod
     def memory(address: int, stride: int, rows: int, width: int) -> np.ndarray:
-        """Rows of a tile in memory, `stride` elements apart."""
+        """Return rows of a tile in memory, `stride` elements apart."""
         words = ctypes.c_uint32 * (stride * (rows - 1) + width // 4)
         flat = np.frombuffer(words.from_address(address), np.uint32)
         return np.lib.stride_tricks.as_strided(flat, (rows, width // 4), (4 * stride, 4))
@@ -149,7 +152,7 @@ class TileMachine:
 
 
 class EmulatedAmx(NamedTuple):
-    """A CPU whose tiles are `TileMachine`s, one a thread."""
+    """A CPU whose tiles are `TileMachine`s, one per thread."""
 
     width: int
 
@@ -161,14 +164,14 @@ class EmulatedBf16(NamedTuple):
 
 
 class Machines(threading.local):
-    """Each thread's machine."""
+    """The machine of each thread."""
 
     def __init__(self) -> None:
         self.own = TileMachine()
         ALL.append(self.own)
 
 
-#: Every thread's machine, and what went wrong in one: a callback cannot raise.
+#: The machines of all threads, and the errors in them: a callback cannot raise.
 ALL: list[TileMachine] = []
 ERRORS: list[Exception] = []
 _machines = Machines()
@@ -193,11 +196,13 @@ def _step(program, C, ldc, A, lda, B, ldb, n):
 
 
 _CALLBACKS = {
-    "flashsim_machine_configure": _callback(_ONCE, lambda _: _machines.own.configure(tiles.CONFIG)),
+    "flashsim_machine_configure": _callback(
+        _ONCE, lambda _: _machines.own.configure(amx_tiles.CONFIG)
+    ),
     "flashsim_machine_release": _callback(_ONCE, lambda _: _machines.own.release()),
     **{
         f"flashsim_machine_{mode}_{rows}x{columns}": _callback(
-            _STEP, partial(_step, tiles.program(mode, rows, columns))
+            _STEP, partial(_step, amx_tiles.program(mode, rows, columns))
         )
         for mode, rows, columns in itertools.product(("set", "add"), (1, 2), (1, 2))
     },
@@ -227,21 +232,21 @@ class TwoFmas(pair_writer.PairCode):
     """VDPBF16PS in portable code."""
 
     def step(self, left, right, total):
-        """Upper numbers first."""
+        """Add the upper numbers first."""
         for upper in (True, False):
             x, y = (self.number(pair, upper) for pair in (left, right))
             total = self.flush(self.fma(x, y, total))
         return total
 
     def number(self, pair, upper: bool):
-        """One bfloat16 of each pair, as a float."""
+        """Return one bfloat16 of each pair, as a float."""
         bits = self.b.bitcast(pair, self.ints(0).type)
         mask, shift = self.ints(0xFFFF0000), self.ints(16)
         bits = self.b.and_(bits, mask) if upper else self.b.shl(bits, shift)
         return self.flush(self.b.bitcast(bits, self.vector))
 
     def flush(self, x):
-        """Without denormals."""
+        """Return x without denormals."""
         bits = self.b.bitcast(x, self.ints(0).type)
         exponent = self.b.and_(bits, self.ints(0x7F800000))
         sign = self.b.bitcast(self.b.and_(bits, self.ints(1 << 31)), self.vector)
@@ -249,10 +254,13 @@ class TwoFmas(pair_writer.PairCode):
 
 
 def emulate(monkeypatch) -> None:
-    """Let the engine compile for the two emulated kinds while a test lasts, and keep nothing of it:
-    to a process that has not imported this module an index that names the two is a damaged one.
+    """Let the engine compile for the two emulated kinds during a test, and cache nothing.
+
+    Otherwise a process without this module would find a cache index that names unknown kinds.
+    LLVM does not optimise their code: it runs nowhere else, and too seldom to repay that.
     """
     monkeypatch.setattr(compiled._Disk, "save_overload", lambda *_: None)
+    monkeypatch.setattr(config, "OPT", type(config.OPT)(0))
     for name, callback in _CALLBACKS.items():
         llvm.add_symbol(name, ctypes.cast(callback, ctypes.c_void_p).value)
     for kind, pairs in ((EmulatedAmx, "machine"), (EmulatedBf16, "fmas")):

@@ -1,4 +1,4 @@
-"""Traces that the tests of flashsim.viz draw. Small; every stage of every algorithm."""
+"""Small traces for the tests of flashsim.viz, with every stage of every algorithm."""
 
 from functools import cache
 
@@ -36,7 +36,7 @@ PASSES = [(a, d) for a in ALGORITHMS for d in ("forward", "backward")]
 
 
 def with_timeline(sm_count=3, shared=2):
-    """A trace whose visits ran on `sm_count` SMs, `shared` blocks at a time on each."""
+    """Return a trace whose visits ran on `sm_count` SMs, `shared` blocks at a time on each."""
     source = trace(causal=False)
     schedule, spans, free = source.schedule, [], np.zeros((sm_count, shared), np.int64)
     for i in range(schedule.t_r):
@@ -53,9 +53,10 @@ def with_timeline(sm_count=3, shared=2):
 
 
 def with_roles():
-    """A trace of one warp-specialised block an SM; the next visit begins under this one's output.
+    """Return a trace of one warp-specialised block per SM, where visits overlap.
 
-    The producer runs ahead; two consumers make the same visits, the second 50 ns later.
+    The next visit begins during this one's output. The producer runs ahead; two consumers make the
+    same visits, the second 50 ns later.
     """
     source = trace(causal=False)
     spans = []

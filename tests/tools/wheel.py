@@ -1,9 +1,8 @@
-"""Build the sdist, the wheel from it, install that in a fresh environment and use it there.
+"""Build the sdist and from it the wheel, install the wheel in a fresh environment and use it there.
 
-A part of `make test`. An editable install would hide a file that the wheel
-lacks, so this looks at the wheel alone, from a directory where no source lies,
-beside the packages that its metadata ask for and no others: those are linked
-from the environment that this runs in.
+Part of `make test`. An editable install would hide a file that the wheel lacks. So this uses only
+the wheel, from a directory without sources, with the packages that its metadata require and no
+others; those are linked from the environment that this runs in.
 """
 
 from __future__ import annotations
@@ -50,7 +49,8 @@ def main() -> None:
     """Raise `CalledProcessError` at the first step that fails."""
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
-        # `pip install -e .` has built in isolation already: with what pyproject.toml asks for.
+        # `pip install -e .` has already built in isolation, with the requirements of
+        # pyproject.toml.
         run(
             sys.executable,
             "-m",
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def link(requirements: list[str], to: Path) -> None:
-    """Links in the folder `to` to the packages required, and to those that these require."""
+    """Link the required packages, and those that they require, into the folder `to`."""
     found: set[str] = set()
     waiting = [Requirement(text) for text in requirements]
     while waiting:
@@ -88,12 +88,12 @@ def link(requirements: list[str], to: Path) -> None:
         assert one.specifier.contains(package.version, prereleases=True), (one, package.version)
         waiting += [Requirement(text) for text in package.requires or []]
         for top in {file.parts[0] for file in package.files or []} - {"..", "__pycache__"}:
-            if not (to / top).exists():  # of two packages in one namespace
+            if not (to / top).exists():  # two packages may share a namespace
                 (to / top).symlink_to(package.locate_file(top))
 
 
 def run(*command: object, cwd: Path) -> None:
-    """Run a command; its failure is ours."""
+    """Run a command, and raise if it fails."""
     subprocess.run([str(part) for part in command], cwd=cwd, check=True)
 
 

@@ -255,26 +255,32 @@ def test_any_number_in_a_table_is_refused_or_good(name, tmp_path):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda h: h["stages"][0].update(repeat=-1), r"repeat and stride are \(-1, 1\), not"),
-        (lambda h: h["stages"][0].update(stride=7), "repeat and stride are"),
+        (
+            lambda h: h["stages"][0].update(repeat=-1),
+            r"repeat and stride must be .*, got \(-1, 1\)",
+        ),
+        (lambda h: h["stages"][0].update(stride=7), "repeat and stride must be"),
         (lambda h: h.update(algorithm="x"), "unknown algorithm 'x'"),
         (lambda h: h.update(direction="up"), "unknown direction 'up'"),
-        (lambda h: h.update(backend=3), "backend is 3"),
-        (lambda h: h.update(stages=[]), "there is no stage"),
-        (lambda h: h.update(stages={"a": 1}), "stages is {'a': 1}"),
-        (lambda h: h["stages"][0].update(name="dq"), "flash2 forward has no stage 'dq'"),
-        (lambda h: h["stages"][0].update(tiling=[10**20, 4]), "a tiling is"),
-        (lambda h: h["stages"][0].update(tiling=[8, 4, 4]), "a tiling is"),
-        (lambda h: h["stages"][0]["buffers"][0].__setitem__(1, -4), "a buffer is"),
-        (lambda h: h["stages"][0].update(buffers=[None]), "a buffer is None"),
-        (lambda h: h["problem"].update(n_q=2**40), "n_q is 1099511627776"),
-        (lambda h: h["problem"].update(n_q=10**6), "events, not from"),
-        (lambda h: h.update(names=[]), r"names is \[\]"),
+        (lambda h: h.update(backend=3), "'backend' must be a string, got 3"),
+        (lambda h: h.update(stages=[]), "the header lists no stages"),
+        (lambda h: h.update(stages={"a": 1}), "'stages' must be a list, got {'a': 1}"),
+        (
+            lambda h: h["stages"][0].update(name="dq"),
+            "the forward pass of flash2 has no stage 'dq'; its stages are 'forward'",
+        ),
+        (lambda h: h["stages"][0].update(tiling=[10**20, 4]), "a stage's tiling must be integers"),
+        (lambda h: h["stages"][0].update(tiling=[8, 4, 4]), "a stage's tiling must be a list of 2"),
+        (lambda h: h["stages"][0]["buffers"][0].__setitem__(1, -4), "sizes of a stage's buffer"),
+        (lambda h: h["stages"][0].update(buffers=[None]), "a stage's buffer must be .* got None"),
+        (lambda h: h["problem"].update(n_q=2**40), "n_q must be .*, got 1099511627776"),
+        (lambda h: h["problem"].update(n_q=10**6), r"must have \d+ to \d+ events"),
+        (lambda h: h.update(names=[]), r"'names' must be an object, got \[\]"),
         (lambda h: h["device"].update(hbm_bandwidth="x"), "hbm_bandwidth must be"),
         (lambda h: h["device"]["tensor_flops"].update(float16=None), "tensor_flops"),
-        (lambda h: h.update(provenance={"gpu": 3}), "gpu is 3"),
-        (lambda h: h["members"].update(events_1=[3]), "its header says events_1"),
-        (lambda h: h.update(members=[]), r"members is \[\]"),
+        (lambda h: h.update(provenance={"gpu": 3}), "'gpu' must be a string, got 3"),
+        (lambda h: h["members"].update(events_1=[3]), r"the header says events_1 \[3\]"),
+        (lambda h: h.update(members=[]), r"members must be a JSON object, got \[\]"),
     ],
 )
 def test_a_header_that_is_not_sound_is_refused(tmp_path, change, text):
@@ -289,16 +295,16 @@ def test_a_header_that_is_not_sound_is_refused(tmp_path, change, text):
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [
-        ("op", 200, "codes of op goes from 0 to 200"),
+        ("op", 200, "codes of op: the values .* but are from 0 to 200"),
         ("tensor", 99, "codes of tensor"),
-        ("level", 1, "level or stage"),
-        ("head", 5, "head goes from 0 to 5"),
-        ("i", 3, "i goes from 0 to 3, not -1 to 3"),
-        ("i", -1, "belongs to no tile"),
-        ("j", 5, "j goes from -1 to 5"),
-        ("visit", 15, "visit goes from -1 to 15"),
-        ("bytes", -1, "bytes goes from -1"),
-        ("bytes", 2**60, "bytes goes from"),
+        ("level", 1, "the level of an event must be 0 for a transfer"),
+        ("head", 5, "head: the values .* but are from 0 to 5"),
+        ("i", 3, "i: the values must be from -1 to 2, but are from 0 to 3"),
+        ("i", -1, "an event lacks its tile"),
+        ("j", 5, "j: the values .* but are from -1 to 5"),
+        ("visit", 15, "visit: the values .* but are from -1 to 15"),
+        ("bytes", -1, "bytes: the values .* but are from -1"),
+        ("bytes", 2**60, "bytes: the values must be from"),
     ],
 )
 def test_events_of_nothing_that_exists_are_refused(tmp_path, field, value, text):
@@ -352,11 +358,11 @@ def keeps_a_tile(table):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (loads_nothing, "more bytes are freed than were on chip"),
-        (computes_nothing, "a visit computes nothing"),
-        (moves_nothing, "no byte is loaded or stored"),
-        (ends_a_step_early, "a step ends before it frees what it holds"),
-        (keeps_a_tile, r"\d+ bytes are on chip at the end"),
+        (loads_nothing, "its events free more bytes than are on chip"),
+        (computes_nothing, "the events of a visit include no compute event"),
+        (moves_nothing, "the trace moves no bytes between HBM and SRAM"),
+        (ends_a_step_early, "a step ends before it has freed all its buffers"),
+        (keeps_a_tile, r"its events leave \d+ bytes on chip at the end"),
     ],
 )
 def test_events_that_do_not_fit_together_are_refused(tmp_path, change, text):
@@ -390,7 +396,7 @@ def test_of_any_number_of_zeros_only_the_first_part_is_read(tmp_path, parts):
 
     bomb(path, "events_0", np.zeros(1 << 22, EVENT), long)
     assert path.stat().st_size < 1 << 20
-    with pytest.raises(TraceError, match="nothing is computed"):
+    with pytest.raises(TraceError, match="its events compute nothing"):
         Trace.load(path)
     assert len(parts) == 1
     assert 28 * parts[0] <= 1 << 25

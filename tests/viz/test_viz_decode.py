@@ -67,7 +67,7 @@ def test_tile_map():
     ticks = [path.vertices[0][0] for path in drawn["pages"].get_paths()]
     assert ticks == [x - 0.5 for x in (1.5, 3.0, 4.5, 6.0, 8.5)]
     said = [t.get_text() for t in ax.get_legend().get_texts()]
-    assert said[-2:] == ["6 blocks, one a part", "a page of 12 keys begins"]
+    assert said[-2:] == ["6 blocks, one per split", "start of a page of 12 keys"]
     plain = {c.get_label(): c for c in viz.tile_map(cases.trace()).collections}
     assert not plain["parts"].get_paths()
     assert not plain["pages"].get_paths()

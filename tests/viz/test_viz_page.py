@@ -116,7 +116,7 @@ def test_errors():
         viz.page([cases.trace()] * 3)
     with pytest.raises(OptionError, match="unknown theme 'blue'; possible: auto, light, dark"):
         viz.page(cases.trace(), theme="blue")
-    with pytest.raises(OptionError, match=r"the title '.udfff' holds half of a character"):
+    with pytest.raises(OptionError, match=r"the title '.udfff' contains half of a character"):
         viz.page(cases.trace(), title="\udfff")
 
 
@@ -171,7 +171,7 @@ def test_a_list_of_itself_is_no_trace():
 
 @pytest.mark.parametrize("draw", [viz.page, viz.traffic, viz.cumulative])
 def test_a_label_that_no_picture_has_room_for_is_refused(draw):
-    with pytest.raises(OptionError, match=r"has 10,000 characters; a label has at most 200"):
+    with pytest.raises(OptionError, match=r"has 10,000 characters; a label may have at most 200"):
         draw({"x" * 10_000: cases.trace()})
     with pytest.raises(OptionError, match=r"the title .* has 10,000 characters"):
         viz.page(cases.trace(), title="x" * 10_000)
@@ -490,7 +490,10 @@ def test_registers_come_on_top_of_shared_memory(show):
     held = Steps(trace).on_chip.sum(axis=1)
     assert held.max() == trace.peak_sram() == 328_192
     (bar,) = show(viz.page(trace)).evaluate(BARS, int(held.argmax()))
-    assert bar["label"] == "SRAM holds 328,192 B: a block's 232,448 B and registers (H200)"
+    assert (
+        bar["label"]
+        == "SRAM holds 328,192 B: a block's 232,448 B of shared memory, and registers (H200)"
+    )
     assert bar["end"] <= bar["right"]  # nothing is cut off
     assert bar["mark"] == pytest.approx(232_448 / 328_192, abs=0.01)
     (plain,) = show(viz.page(cases.trace())).evaluate(BARS, 0)

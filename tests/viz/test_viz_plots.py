@@ -126,7 +126,7 @@ def test_save_sizes_and_errors(tmp_path):
     ax = viz.traffic(cases.trace())
     path = viz.save_figure(ax, tmp_path / "a.png", dpi=50, size=(8, 6))
     assert plt.imread(path).shape[:2] == (300, 400)
-    with pytest.raises(OptionError, match=r"1 x 1 inches leave no room.*make it larger"):
+    with pytest.raises(OptionError, match=r"1 x 1 inches leaves no room.*pass a larger size"):
         viz.save_figure(ax, tmp_path / "a.png", size=(1, 1))
     with pytest.raises(OptionError, match=r"cannot write 'a\.doc'"):
         viz.save_figure(ax, tmp_path / "a.doc")
@@ -193,7 +193,7 @@ def test_labels_that_are_no_math_are_written_as_they_stand(name, label, tmp_path
 
 @pytest.mark.parametrize("name", LABELLED)
 def test_half_a_character_is_refused(name):
-    with pytest.raises(OptionError, match=r"the label 'a.ud800' holds half of a character"):
+    with pytest.raises(OptionError, match=r"the label 'a.ud800' contains half of a character"):
         LABELLED[name]("a\ud800")
 
 
@@ -503,7 +503,7 @@ def test_registers_come_on_top_of_shared_memory():
     trace = flashsim.load_sample_trace("h200-backward")
     assert trace.peak_sram() > trace.device.sram_bytes
     label = viz.sram_timeline(trace).texts[0]
-    assert label.get_text() == "H200: 232,448 B a block, without registers"
+    assert label.get_text() == "H200: 232,448 B per block, without registers"
     assert label.get_bbox_patch() is not None  # read on top of the buffers
     plain = viz.sram_timeline(cases.trace()).texts[0]
     assert "registers" not in plain.get_text()
@@ -664,7 +664,7 @@ def test_roofline_places_points_on_the_roof():
         at = end.get_xdata()[0]
         assert tops[at] == min(at * device.hbm_bandwidth, device.peak("bfloat16"))
     for wrong, text in (
-        ({"seconds": {"flash1": 1.0}}, "seconds of 'flash1', which is not drawn; possible: "),
+        ({"seconds": {"flash1": 1.0}}, "seconds has 'flash1', which is not drawn; possible: "),
         ({"seconds": {"flash2": float("nan")}}, "must be finite and at least 1e-12, got nan"),
         ({"seconds": {"flash2": 1e-300}}, "must be finite and at least 1e-12, got 1e-300"),
         ({"dram_bytes": {"flash2": "x"}}, "must be a number, got 'x'"),
@@ -696,7 +696,7 @@ def test_perfect_l2_leaves_standard_attention_bound_by_memory():
     ridge = standard.device.ridge("bfloat16")
     assert low < ridge / 2
     assert high > ridge
-    title = "With a perfect L2 only standard is bound by the HBM of H100"
+    title = "With a perfect L2, only standard is limited by the HBM of H100"
     assert ax.get_title(loc="left") == title
     diamonds = [x.get_xdata()[0] for x in ax.lines if x.get_marker() == "D"]
     assert diamonds == [standard.flops("matmul") / 10**9]

@@ -30,7 +30,10 @@ def test_the_timeline_shows_work_and_waiting():
     assert len(ax.get_yticks()) == 8
     with pytest.raises(OptionError, match="nothing to draw: expected one or more results"):
         viz.rank_timeline([])
-    assert viz.rank_timeline(ring).get_title(loc="left") == "Who computes when, forward"
+    assert (
+        viz.rank_timeline(ring).get_title(loc="left")
+        == "When each rank computes and waits, forward"
+    )
 
 
 def test_scaling_draws_every_group():
@@ -80,7 +83,7 @@ def test_an_animation_and_a_page_are_written(tmp_path):
 def test_what_cannot_be_watched_says_why(tmp_path):
     with pytest.raises(OptionError, match="rings of 2 to 16 members, got 1"):
         viz.animate_ranks(account(ranks=1), tmp_path / "a.gif")
-    with pytest.raises(OptionError, match="an animation's file name ends in"):
+    with pytest.raises(OptionError, match="an animation's file name must end in"):
         viz.animate_ranks(account(), tmp_path / "a.png")
     with pytest.raises(OptionError, match=r"frames_a_step must be at most 64, got 65"):
         viz.animate_ranks(account(), tmp_path / "a.gif", frames_a_step=65)

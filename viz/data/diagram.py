@@ -16,7 +16,7 @@ from flashsim.schedule.tensors import COL, TILE
 from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
 
-#: How names too long for a strip are written beside it.
+#: Short symbols for names that are too long for a strip.
 SYMBOLS = {"delta": "δ", "dBias": "dB", "bias": "B", "O_part": "O′", "L_part": "L′", "table": "tbl"}
 
 
@@ -55,21 +55,21 @@ def sides(trace: Trace) -> dict[str, tuple[str, ...]]:
     }
 
 
-#: Kinds of tiles: what `tile_kinds` holds.
+#: Kinds of tiles, which `tile_kinds` returns.
 SKIPPED, WHOLE, CUT, CUT_LOW, CUT_BOTH = range(5)
 
 
-#: No picture has as many pixels.
+#: The most tiles in a picture; no picture has more pixels.
 _MOST_TILES = 1 << 24
 
 
 def tile_kinds(schedule: Schedule, most: int | None = _MOST_TILES) -> np.ndarray:
     """Return uint8 (T_r, T_c): whether a tile is empty, full or partly masked, and at which corner.
 
-    A partly masked tile is CUT if the mask removes the upper right corner (as causal masks do),
-    CUT_LOW if it removes the lower left one (a window's other side), and CUT_BOTH if both. If it
-    removes neither (your own mask may), or all scores (standard attention skips nothing), the tile
-    is CUT.
+    A partly masked tile is CUT if the mask removes the upper right corner (as causal masks do). It
+    is CUT_LOW if the mask removes the lower left corner (a window's other side), and CUT_BOTH if it
+    removes both. A tile is also CUT if the mask removes neither corner (as your own mask may), or
+    all its scores (standard attention skips no tile).
 
     Raises
     ------
@@ -79,7 +79,7 @@ def tile_kinds(schedule: Schedule, most: int | None = _MOST_TILES) -> np.ndarray
     if most is not None and schedule.t_r * schedule.t_c > most:
         raise OptionError(
             f"a grid of {schedule.t_r:,} x {schedule.t_c:,} tiles is too fine to draw; a plot "
-            f"shows at most {most:,} tiles: use larger tiles"
+            f"shows at most {most:,} tiles, so use larger tiles"
         )
     grid = np.zeros((schedule.t_r, schedule.t_c), np.uint8)
     ptr, col, kind = schedule.row_csr
@@ -108,7 +108,7 @@ def corners(kinds: np.ndarray) -> list[tuple[int, int, bool]]:
 
 
 def first_touch(walk: Steps) -> dict[str, np.ndarray]:
-    """The step at which each tile of each tensor first moved; `len(walk)` if it never does.
+    """Return the step at which each tile of each tensor first moves; `len(walk)` if it never does.
 
     Returns
     -------
@@ -149,6 +149,6 @@ def one_grid(trace: Trace) -> tuple[int, int]:
     if len(shapes) > 1:
         raise UnsupportedError(
             f"the stages of this trace have grids of different sizes ({sorted(shapes)} tiles); "
-            "they cannot be drawn on one grid"
+            "they cannot be drawn on one grid; draw one stage, or use the same tiling"
         )
     return shapes.pop()

@@ -1,4 +1,4 @@
-"""Parts of the keys, and pages of a KV cache: their boundaries on the grid of score tiles."""
+"""Boundaries of splits of the keys, and of KV-cache pages, on the grid of score tiles."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import numpy as np
 
 from flashsim.schedule.schedule import Schedule
 
-#: Pages a tile beyond which their boundaries would hide it.
+#: The most pages per tile whose boundaries are drawn; more would hide the tile.
 MOST_PAGES = 4
 
 
 def part_numbers(schedule: Schedule) -> np.ndarray:
     """Return int64 (T_r, T_c): the thread block that works on each tile, or -1 if none does.
 
-    Each block has one part of the keys of a row tile. Blocks are numbered row tile by row tile.
+    Each block has one split of the keys of a row tile. Blocks are numbered row tile by row tile.
     """
     grid = np.full((schedule.t_r, schedule.t_c), -1)
     ptr, col, _ = schedule.row_csr
@@ -38,7 +38,7 @@ def part_edges(schedule: Schedule) -> list[tuple[int, int]]:
 def page_edges(schedule: Schedule) -> list[float]:
     """Return where cache pages begin inside a sequence, in column tiles from the left.
 
-    The list is empty without pages, or if they are too many to be told apart.
+    The list is empty if the cache has no pages, or too many to distinguish them.
     """
     size = schedule.problem.page_size
     if size is None or schedule.problem.pages > MOST_PAGES * schedule.t_c:

@@ -13,23 +13,23 @@ from flashsim.trace.counted import COUNTED, counted
 from flashsim.trace.trace import Trace
 from flashsim.viz.data.statistics import RowStatistics
 
-#: Of a label or a title.
+#: The most characters of a label or a title.
 MOST_CHARACTERS = 200
-#: How algorithms are called in print.
+#: Algorithms' names in pictures.
 NAMES = {name: algorithm.title for name, algorithm in ALGORITHMS.items()}
 
 
-#: How a source came about, by its backend; others are named.
+#: The word for how a source was obtained, by its backend; other backends are named.
 HOW = {"closed form": "counted", COUNTED: "counted", "simulator": "simulated"}
 
 
 def title(algorithm: str) -> str:
-    """Return an algorithm's name as printed; your own algorithm has its function's name."""
+    """Return an algorithm's name for pictures; your own algorithm has its function's name."""
     return NAMES.get(algorithm, algorithm)
 
 
 def direction(trace: Trace) -> str:
-    """Return the direction in words, with its form if the algorithm's name does not say it."""
+    """Return the direction in words, with the form of the backward pass if there are several."""
     known = ALGORITHMS.get(trace.algorithm)
     return known.direction(trace.direction) if known else trace.direction
 
@@ -37,13 +37,13 @@ def direction(trace: Trace) -> str:
 def one_trace(data: Any) -> Trace:
     """Return the trace in `data`: itself, that of a `Result` or `Gradients`, or a counted one.
 
-    A `Traffic` becomes the trace that a run of it would record.
+    For a `Traffic`, it is the trace that a run would record.
 
     Raises
     ------
     TraceError, DTypeError, OptionError, UnsupportedError
-        If nothing was recorded, if `data` is something else, or if what was counted cannot be
-        listed event by event.
+        If no trace was recorded, if `data` is something else, or if a count cannot be listed event
+        by event.
     """
     if isinstance(data, Traffic):
         return counted(data)
@@ -57,10 +57,10 @@ def one_trace(data: Any) -> Trace:
 
 
 def made_by(how: str, data: Any, has: str) -> None:
-    """Raise `DTypeError` unless `data` is the result of the function `how`.
+    """Raise `DTypeError` unless `data` is the result of the function named `how`.
 
-    The result is recognised by its attribute `has`, because its class belongs to a higher layer and
-    is not known here.
+    The result is recognised by its attribute `has`, because its class belongs to a higher layer,
+    which this module may not import.
     """
     if not hasattr(data, has):
         raise DTypeError(f"expected the result of {how}, got {shown(data)}")
@@ -90,19 +90,19 @@ def writable(what: str, text: Any) -> str:
     Raises
     ------
     OptionError
-        For half of a surrogate pair, which no encoding can represent, or for more characters than
-        a picture or a page has room for.
+        If the text has half of a surrogate pair, which no encoding can represent, or more than
+        `MOST_CHARACTERS` characters.
     """
     text = str(text)
     if len(text) > MOST_CHARACTERS:
         raise OptionError(
-            f"the {what} {shown(text)} has {len(text):,} characters; a {what} has at most "
+            f"the {what} {shown(text)} has {len(text):,} characters; a {what} may have at most "
             f"{MOST_CHARACTERS}"
         )
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise OptionError(
-            f"the {what} {text!r} holds half of a character (a lone surrogate), which no file can "
-            "hold; leave it out"
+            f"the {what} {text!r} contains half of a character (a lone surrogate), which cannot be "
+            "written to a file; remove it"
         )
     return text
 
@@ -110,7 +110,7 @@ def writable(what: str, text: Any) -> str:
 def panes(
     what: str, data: Any, statistics: RowStatistics | Mapping[str, RowStatistics] | None
 ) -> dict[str, tuple[Trace, RowStatistics | None]]:
-    """Return one or two traces by label, each with m and l of a row if `statistics` has them.
+    """Return one or two traces by label, each with its m and l statistics or None.
 
     Statistics without a label belong to the first trace. `what` names the plot in the error text.
     """
@@ -130,7 +130,7 @@ def _flatten(data: Any, around: tuple[int, ...] = ()) -> list[Trace | Traffic]:
         raise OptionError("a list that contains itself cannot be plotted; pass a list of traces")
     if hasattr(data, "rows"):
         raise DTypeError(
-            "a Sweep has only totals, not the bytes of each tensor or step; draw it with "
+            "a Sweep has only totals, not the bytes of each tensor or step; draw a Sweep with "
             "viz.io_curve, viz.roofline or viz.memory_footprint"
         )
     if isinstance(data, (Trace, Traffic)) or hasattr(data, "trace"):
@@ -182,8 +182,8 @@ def _labels(sources: list[Trace | Traffic]) -> list[str]:
 def places(algorithms: Iterable[str]) -> list[int]:
     """Return the index of the colour, dash and marker of each series.
 
-    It is the index of the series' algorithm, so that an algorithm looks the same in every figure.
-    If an algorithm occurs twice, the series are numbered instead.
+    An algorithm has the same index in every figure. If an algorithm occurs twice, the series are
+    numbered instead.
     """
     names = list(algorithms)
     order = [*NAMES, *dict.fromkeys(name for name in names if name not in NAMES)]
@@ -193,7 +193,7 @@ def places(algorithms: Iterable[str]) -> list[int]:
 
 
 def about(source: Trace | Traffic) -> list[str]:
-    """Describe a source in words: sizes, type, mask, tiling, and how it came about."""
+    """Describe a source in words: sizes, type, mask, tiling, and whether it was run or counted."""
     p = source.problem
     packed = p.cu_seqlens_q is not None
     return [
@@ -215,7 +215,7 @@ def about(source: Trace | Traffic) -> list[str]:
 
 
 def heads(queries: int, keys: int) -> str:
-    """Describe heads in words: "16 / 4 heads" for 16 query heads that share 4 key heads."""
+    """Describe heads in words: "16 / 4 heads" for 16 query heads that share 4 KV heads."""
     if queries != keys:
         return f"{queries} / {keys} heads"
     return f"{queries} heads" if queries > 1 else "1 head"
@@ -252,7 +252,7 @@ def rows(data: Any) -> list[dict[str, Any]]:
     if data_rows is None:
         return [_row(source) for source in labelled(data).values()]
     kept = [dict(row) for row in data_rows if row.get("status", "ok") == "ok"]
-    for row in kept:  # pandas reads no window from a file as NaN
+    for row in kept:  # pandas reads a missing window from a file as NaN
         row["window"] = row["window"] if isinstance(row.get("window"), str) else None
     if not kept:
         raise OptionError("nothing to plot: no point of this sweep succeeded")
@@ -260,7 +260,7 @@ def rows(data: Any) -> list[dict[str, Any]]:
 
 
 def fixed(rows: Sequence[dict[str, Any]], x: str) -> str:
-    """Describe in words the values that stay constant in a plot against `x`."""
+    """Describe in words the values that are constant in a plot against `x`."""
     words = {
         "batch": "batch {}", "heads": "{}", "n_q": "N = {:,}", "head_dim": "d = {}",
         "dtype": "{}", "causal": "causal", "window": "window {}", "direction": "{}", "device": "{}",
@@ -268,7 +268,7 @@ def fixed(rows: Sequence[dict[str, Any]], x: str) -> str:
     if x.startswith("block"):
         other = {"block_q": "block_k", "block_k": "block_q"}[x]
         words[other] = f"{other} = {{}}"
-    # These go without saying.
+    # Values that are not mentioned.
     defaults = {
         "batch": 1,
         "heads": "1 head",

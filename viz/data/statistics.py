@@ -13,7 +13,7 @@ from flashsim.schedule.schedule import Schedule
 from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
 
-#: Beyond which only one row tile is followed unless another row is asked for.
+#: The most scores for which every row tile is followed; beyond, only one row tile is.
 _MOST_SCORES = 1 << 28
 
 
@@ -34,10 +34,10 @@ class RowStatistics:
         -inf and 0 until the row has a key.
     alpha : ndarray of float64, (n_visits,)
         exp(m before - m after): the factor by which the visit rescaled l and O. It is 1 if the
-        maximum did not change, and 0 if there was nothing to rescale yet.
+        maximum did not change, and 0 at the row's first key.
     others : tuple of RowStatistics
-        The same for one row of each other row tile. Players and animations show the row of the tile
-        that is at hand. Empty if one row was asked for.
+        The statistics of one row of each other row tile. Players and animations show the row of the
+        current tile. Empty if `row` was passed.
     """
 
     row: int
@@ -52,7 +52,7 @@ class RowStatistics:
 
     @property
     def by_tile(self) -> dict[int, RowStatistics]:
-        """These and the others, by row tile."""
+        """These statistics and the `others`, by row tile."""
         return {s.tile: s for s in sorted((self, *self.others), key=lambda s: s.tile)}
 
     __repr__ = report.short
@@ -82,10 +82,10 @@ def row_statistics(
     q, k : ndarray, (batch, heads, n_q, head_dim), (batch, kv_heads, n_kv, head_dim)
         The inputs of the pass; leading axes may be left out.
     row : int, optional
-        Query row. Default: of each row tile, the last of those rows whose maximum changes most
-        often, because other rows hardly show why rescaling is needed. What is returned is that of
-        the middle row tile, with the `others`. Of more than 2**28 scores it is the middle row tile
-        alone.
+        Query row. By default, one row per row tile is followed: the row whose maximum changes most
+        often, because it shows best why rescaling is needed. The result is that of the middle row
+        tile; its `others` hold those of the other row tiles. For more than 2**28 scores, only the
+        middle row tile is followed.
     head : int
         Query head, counted over the batch.
 
@@ -98,8 +98,8 @@ def row_statistics(
     running &= not any(stage.stage.parts for stage in trace.stages)  # m begins anew with each part
     if trace.direction != "forward" or not running or p.bias is not None:
         raise UnsupportedError(
-            "m and l can be followed only through forward passes that compute them, and without "
-            f"a bias; this trace is {trace.algorithm} {trace.direction}"
+            "m and l can be followed only in a forward pass that computes them, without a bias; "
+            f"this trace is {trace.algorithm} {trace.direction}"
             + (", with a bias" if p.bias is not None else "")
         )
     schedule = trace.schedule
@@ -158,7 +158,7 @@ def _rows(name: str, array: np.ndarray, heads: int, n: int, d: int) -> np.ndarra
     array = array.astype(np.float64)
     if array.size != heads * n * d or array.shape[-2:] != (n, d):
         raise ShapeError(
-            f"{name} must be the array of the traced run, (.., {n}, {d}) with {heads} heads in "
-            f"all, got {array.shape}"
+            f"{name} must be the array of the traced run, of shape (.., {n}, {d}) with {heads} "
+            f"heads over the batch, got {array.shape}"
         )
     return array.reshape(heads, n, d)

@@ -1,4 +1,4 @@
-"""`animate`: an animation of one run, or of two side by side, as GIF, MP4 or self-contained HTML.
+"""`animate` writes an animation of one run, or of two side by side, as GIF, MP4 or one HTML file.
 
 Static parts are drawn once. For each frame the moving artists are updated and drawn over a copy of
 that background.
@@ -36,11 +36,11 @@ from flashsim.viz.player.page import embedded, embedded_json, policy
 from flashsim.viz.style import rc
 
 FORMATS = (".gif", ".mp4", ".html")
-#: Frames a second.
+#: The least and the greatest number of frames per second.
 SLOWEST, FASTEST = 0.01, 1000
 CLOCKS = ("steps", "bytes")
 _SIZE = (960, 540)  # pixels
-_HOLD_MS = 2500  # how long the last frame stays
+_HOLD_MS = 2500  # how long the last frame is shown
 
 
 @own_errors
@@ -69,7 +69,7 @@ def animate(
     fps : float
         Frames per second.
     max_frames : int
-        A trace with more steps is sampled evenly.
+        The most frames; a trace with more steps is sampled evenly.
     clock : {"steps", "bytes"}
         How two traces are synchronised: by the number of steps done, or by the number of bytes
         moved. With "bytes" they advance as they would if HBM bandwidth were the only limit.
@@ -83,9 +83,9 @@ def animate(
     Raises
     ------
     OptionError
-        For a format, clock, theme or folder that does not exist, or more than two traces.
+        If the format, clock, theme or folder does not exist, or there are more than two traces.
     BackendUnavailable
-        For .mp4 without ffmpeg.
+        If the format is .mp4 and ffmpeg is not installed.
     """
     path = check_format(path)
     if not fps > 0 or max_frames < 1:
@@ -105,12 +105,12 @@ def check_format(path: str | Path) -> Path:
     path = Path(path)
     if path.suffix not in FORMATS:
         raise OptionError(
-            f"cannot write {path.name!r}: an animation's file name ends in {', '.join(FORMATS)}"
+            f"cannot write {path.name!r}: an animation's file name must end in {', '.join(FORMATS)}"
         )
     if path.suffix == ".mp4" and shutil.which("ffmpeg") is None:
         raise BackendUnavailable(
             f"writing {path.name!r} needs ffmpeg, which is not installed; install it, or write a "
-            ".gif or .html, which need no other program"
+            ".gif or .html, which needs no other program"
         )
     return path
 
@@ -181,7 +181,7 @@ class Film:
             self.canvas = FigureCanvasAgg(self.figure)
             self.panels: list[list[Any]] = []
             self.scenes: list[Scene] = []
-            full = max(walk.sram_scale for walk in walks)  # one scale, to compare
+            full = max(walk.sram_scale for walk in walks)  # the same scale for both
             for n, (label, (_, row)) in enumerate(chosen.items()):
                 self._build(n, len(walks), label, walks[n], full, row)
         for panels in self.panels:
@@ -218,7 +218,7 @@ class Film:
         return len(self.schedule)
 
     def frame(self, number: int) -> np.ndarray:
-        """RGB pixels of one frame, uint8 (height, width, 3)."""
+        """Return the RGB pixels of one frame, uint8 (height, width, 3)."""
         self.canvas.restore_region(self.background)
         for panels, step in zip(self.panels, self.schedule[number].tolist(), strict=True):
             for panel in panels:
@@ -234,11 +234,11 @@ class Film:
 
     @property
     def title(self) -> str:
-        """The title of a player."""
+        """The title of an HTML player."""
         return " and ".join(scene.walk.trace.algorithm for scene in self.scenes)
 
     def shades(self) -> np.ndarray:
-        """Return the colours that are drawn besides the theme's own, (n, 3)."""
+        """Return the colours that the film uses besides the theme's, (n, 3)."""
         return np.concatenate([scene.shades() for scene in self.scenes])
 
     def frames(self) -> Iterator[np.ndarray]:
@@ -268,7 +268,7 @@ def frame_steps(walks: list[Steps], clock: str, max_frames: int) -> np.ndarray:
 
 
 def _colors(film: Film) -> np.ndarray:
-    """Return the palette of a film, uint8 (n, 3): its colours, and the shades at the edges of text.
+    """Return the palette of a film, uint8 (n, 3): its colours, and shades at the edges of text.
 
     The palette is computed, not sampled from a few frames: sampling would miss the colour of a
     tensor that moves only once. It has at most 255 colours, so that a GIF has one index left for
@@ -298,7 +298,7 @@ def _picture(indices: np.ndarray, colors: np.ndarray) -> Image.Image:
 
 
 def _changes(frames: Iterator[np.ndarray], same: int) -> Iterator[np.ndarray]:
-    """Yield each frame with unchanged pixels set to `same`, which compresses to a third."""
+    """Yield each frame with unchanged pixels set to `same`; the file shrinks to a third."""
     before = next(frames)
     yield before
     for frame in frames:
@@ -313,7 +313,7 @@ def _write_gif(film: Film, path: Path, fps: float) -> None:
     colors = np.concatenate([colors, [unused]])
     frames = (_picture(f, colors) for f in _changes(_indexed(film, colors[:same]), same))
     first = next(frames)
-    delay = max(20, round(1000 / fps))  # viewers slow down what is faster than 20 ms
+    delay = max(20, round(1000 / fps))  # viewers slow down delays below 20 ms
     durations = [delay] * (len(film) - 1) + [_HOLD_MS]
     with path.open("wb") as file:
         first.save(
@@ -331,7 +331,7 @@ def _write_mp4(film: Film, path: Path, fps: float) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stderr is not None
-        with suppress(BrokenPipeError):  # ffmpeg has given up; its message says why
+        with suppress(BrokenPipeError):  # ffmpeg ended with an error; its message says why
             for pixels in film.frames():
                 process.stdin.write(pixels.tobytes())
             process.stdin.close()

@@ -1,7 +1,7 @@
-"""A grid of flat tiles, painted at the canvas' own resolution.
+"""`Mosaic` draws a grid of tiles of uniform colour at the canvas' resolution.
 
-An animation paints hundreds of frames of such grids; copying pixels into the canvas' buffer costs a
-hundredth of resampling an image.
+An animation draws hundreds of frames of such grids. Copying pixels into the canvas' buffer takes a
+hundredth of the time of resampling an image.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from flashsim.viz.palette import rgb
 
-_GAP_FROM = 6  # pixels a tile needs before a line between tiles helps
+_GAP_FROM = 6  # the fewest pixels per tile for which lines between tiles are drawn
 
 
 class Mosaic:

@@ -1,4 +1,4 @@
-"""The panels beside an animation's diagram: totals, transfers in flight, and m and l."""
+"""The panels beside an animation's diagram: totals, transfers of the step, and m and l."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from flashsim.viz.style import human
 class StatisticsPanel:
     """Curves of m, alpha and l of a query row; each visited key tile adds a point.
 
-    The row is one of the row tile at hand, if the statistics have it. All rows share one scale.
+    The row belongs to the current row tile, if the statistics have such a row. All rows have the
+    same scale.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class StatisticsPanel:
             ax.yaxis.label.set(rotation=0, fontweight="bold", fontsize=13, ha="right", va="center")
             ax.yaxis.set_major_locator(MaxNLocator(3))
             ax.tick_params(labelsize=9, labelbottom=ax is panels[-1])
-            every = -(-count // 12)  # numbers that do not touch
+            every = -(-count // 12)  # so that numbers do not touch
             alike = all(
                 (statistics.j == longest.j[: len(statistics.j)]).all()
                 for statistics in self.by_tile.values()
@@ -67,7 +68,7 @@ class StatisticsPanel:
         self.artists: list[Artist] = [*self.lines, self.text]
 
     def _rows_at(self, walk: Steps, s: RowStatistics) -> list[int]:
-        """The row tile that each step shows: its own, or the last one that there was."""
+        """Return the row tile whose statistics each step shows: its own, or the last one."""
         rows, tile = [], s.tile if not s.others else next(iter(self.by_tile))
         for i in walk.i.tolist():
             tile = i if i in self.by_tile and s.others else tile
@@ -75,7 +76,7 @@ class StatisticsPanel:
         return rows
 
     def update(self, step: int) -> None:
-        """Show the tiles visited up to a step."""
+        """Show the statistics up to a step."""
         s = self.by_tile[self.at[step]]
         n = int(np.searchsorted(s.steps, step, side="right"))
         for line, values in zip(self.lines, (s.m, s.alpha, s.l), strict=True):
@@ -121,7 +122,7 @@ class Counters:
         self.artists: list[Artist] = list(self.values)
 
     def update(self, step: int) -> None:
-        """Show the totals of a step."""
+        """Show the totals up to a step."""
         moved, flops = self.walk.hbm_bytes[step], int(self.walk.flops[step])
         texts = [human(int(moved[op])) for op in self.ops]
         total = int(moved.sum())
@@ -146,7 +147,7 @@ class Moves:
         self.walk, self.theme = walk, theme
         ax.set(xlim=(0, 1), ylim=(self.ROWS + 1, 0))
         ax.axis("off")
-        ax.text(0, 0.5, "in flight", va="center", fontsize=11.5, color=theme.muted)
+        ax.text(0, 0.5, "moved in this step", va="center", fontsize=11.5, color=theme.muted)
         self.rows = [self._row(ax, n + 1.5) for n in range(self.ROWS)]
         self.artists: list[Artist] = [artist for row in self.rows for artist in row]
 

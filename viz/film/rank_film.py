@@ -1,4 +1,4 @@
-"""`animate_ranks`: an animation of ranks that pass K and V around a ring, as GIF, MP4 or HTML."""
+"""`animate_ranks` writes an animation of ranks that pass K and V around a ring (GIF, MP4, HTML)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from flashsim.viz.data import sources
 from flashsim.viz.film.animation import Animation, check_format, check_fps, written
 from flashsim.viz.style import human, ink_on, ramp, rc
 
-_SIZE = (9.6, 5.4)  # inches, at 100 pixels
-_MOST = 16  # members of a ring that can be told apart
-_MOST_DRAWN = 64  # cells along a block, frames of a step: finer than pixels, slower than patience
+_SIZE = (9.6, 5.4)  # inches, at 100 pixels per inch
+_MOST = 16  # members of a ring whose colours can be distinguished
+_MOST_DRAWN = 64  # the most cells along a block, and frames per step
 
 
 @own_errors
@@ -35,17 +35,17 @@ def animate_ranks(
     fps: float = 8,
     theme: str = "light",
 ) -> Animation:
-    """Write an animation, or an HTML player, of a group of ranks at work.
+    """Write an animation, or an HTML player, of ranks that compute attention together.
 
     The members of the ring are at the left, each with the K and V that it holds, in the colour of
     their owner. K and V move from member to member. The scores are at the right: a band of rows per
     member, and a band of columns per member's keys. Tiles light up when their member computes them,
-    and idle members are labelled.
+    and waiting members are labelled.
 
     Parameters
     ----------
     account : Account
-        From `flashsim.distributed.count` or `simulate`.
+        The result of `flashsim.distributed.count` or `simulate`.
     path : path-like
         Its suffix chooses the format: .gif, .mp4 (needs ffmpeg) or .html, a player with a slider.
     cells : int
@@ -63,9 +63,9 @@ def animate_ranks(
     Raises
     ------
     OptionError
-        For a format, theme or group that cannot be shown.
+        If the format, theme or group cannot be shown.
     BackendUnavailable
-        For .mp4 without ffmpeg.
+        If the format is .mp4 and ffmpeg is not installed.
     """
     path = check_format(path)
     sources.made_by("flashsim.distributed.count", account, "idle_share")
@@ -123,7 +123,7 @@ class RanksFilm:
         self._build()
 
     def _message(self) -> str:
-        """Say how long the members of the ring wait for the busiest of each step."""
+        """Return the title: the share of time that members wait for the busiest one per step."""
         work = self.lit.sum(axis=(2, 3))  # by member and step
         waits = 1 - work.sum() / (work.max(axis=0).sum() * self.group.ring)
         share = f"wait {waits:.0%} of the time" if waits > 0.005 else "never wait for each other"
@@ -137,7 +137,7 @@ class RanksFilm:
             at = self.figure.add_axes
             left, grid = at((0.01, 0.1, 0.41, 0.74)), at((0.5, 0.1, 0.405, 0.72))
         self.figure.text(0.02, 0.93, self.title, fontsize=17, fontweight="bold", color=look.text)
-        about = f"{self.account.direction}, {in_words(self.group.problem)}; framed: at work now"
+        about = f"{self.account.direction}, {in_words(self.group.problem)}; framed: computing now"
         self.figure.text(0.02, 0.885, about, fontsize=11, color=look.muted)
         left.set(xlim=(-1.4, 1.4), ylim=(-1.35, 1.35), aspect="equal")
         left.axis("off")
@@ -174,7 +174,7 @@ class RanksFilm:
         grid.set_xticks(middles, [str(m) for m in range(ring)])
         grid.set_yticks(middles, [str(m) for m in range(ring)])
         grid.tick_params(length=0)
-        grid.set(xlabel="keys of GPU", ylabel="queries of GPU, which stay there")
+        grid.set(xlabel="owner of the keys", ylabel="owner of the queries (they do not move)")
         background = np.array(palette.rgb(look.panel)) / 255
         self.pixels = np.broadcast_to(background, (n, n, 3)).copy()
         self.image = grid.imshow(self.pixels, extent=(0, n, n, 0), interpolation="nearest")
@@ -198,7 +198,7 @@ class RanksFilm:
         return (self.frame(number) for number in range(len(self)))
 
     def frame(self, number: int) -> np.ndarray:
-        """RGB pixels of one frame, uint8 (height, width, 3)."""
+        """Return the RGB pixels of one frame, uint8 (height, width, 3)."""
         step, within = divmod(number, self.each)
         share = (within + 1) / self.each
         self._light(step, share)
@@ -213,14 +213,14 @@ class RanksFilm:
         room = (busiest[:step].sum() + share * busiest[step]) * group.ring
         idle = 0.0 if not room else max(0.0, 1 - done / room)
         self.bytes.set_text(
-            f"sent by all: {human(float(sent + share * here))}    "
-            f"idle so far: {100 * idle:.0f} % of all"
+            f"sent by all GPUs: {human(float(sent + share * here))}    "
+            f"idle so far: {100 * idle:.0f} % of GPU time"
         )
         self.canvas.draw()
         return np.asarray(self.canvas.buffer_rgba())[..., :3].copy()
 
     def _done(self, member: int, step: int, share: float) -> int:
-        """Return the number of tiles that this member has computed after a share of a step."""
+        """Return the number of tiles that a member has computed after a share of a step."""
         tiles = self.lit[member, step].sum()
         return int(min(tiles, np.ceil(share * self.lit[:, step].sum(axis=(1, 2)).max())))
 
@@ -239,9 +239,9 @@ class RanksFilm:
         self.image.set_data(self.pixels)
 
     def _move(self, step: int, share: float) -> None:
-        """Move the K and V chips: they rest for half of a step, then go to the next member.
+        """Move the K and V chips: after half of a step they move to the next member.
 
-        In the last step they stay.
+        In the last step they do not move.
         """
         ring = self.group.ring
         going = step < ring - 1
@@ -254,7 +254,7 @@ class RanksFilm:
             text.set_position((x, y))
 
     def shades(self) -> np.ndarray:
-        """Return the colours that are drawn besides the theme's own, (n, 3)."""
+        """Return the colours that the film uses besides the theme's, (n, 3)."""
         colors = 255 * np.array(self.shade)
         ground = palette.rgb(self.theme.background)
         return np.concatenate([colors, (colors + ground) / 2])

@@ -1,4 +1,4 @@
-"""One trace drawn with Matplotlib: artists are built once, then moved from step to step."""
+"""`Scene` draws one trace with Matplotlib; its artists are built once, then updated per step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Strip:
     box: Box
     mosaic: Mosaic
     first: np.ndarray  # the step at which each of its tiles first moves
-    along: float  # where on a tile its line begins: those of one side run side by side
+    along: float  # where on a tile its line begins, so that lines of one side do not overlap
 
 
 class Scene:
@@ -145,7 +145,7 @@ class Scene:
         return patch
 
     def _build_edges(self) -> None:
-        """Draw lines between parts of the keys on the grid, and between pages on key strips."""
+        """Draw lines between splits of the keys on the grid, and between pages on key strips."""
         x, y, w, h = self.box
         t_r, t_c = self.kinds[0].shape
         schedule, dx, dy = self.walk.trace.schedule, w / t_c, h / t_r
@@ -188,7 +188,7 @@ class Scene:
                     xycoords="axes fraction", textcoords="offset points", va="top", fontsize=9.5,
                     color=ink,
                 )  # fmt: skip
-        if self.full > limit:  # another's, or a GPU's registers beside a block's shared memory
+        if self.full > limit:  # the other trace holds more, or a GPU block also uses registers
             mark = ax.axvline(limit, color=self.theme.text, ls=(0, (2, 1)), lw=2, zorder=5)
             self.artists.append(mark)
         self.sram_text = ax.text(
@@ -199,7 +199,7 @@ class Scene:
     # -- one step -------------------------------------------------------------------------------
 
     def update(self, step: int) -> None:
-        """Move every artist to its place at a step."""
+        """Update every artist to show a step."""
         walk = self.walk
         stage, i, j = int(walk.stage[step]), int(walk.i[step]), int(walk.j[step])
         self.grid.paint(self._grid_colors(step, stage))
@@ -270,7 +270,7 @@ class Scene:
         return x, y, w, h
 
     def _flights(self, step: int, i: int, j: int) -> None:
-        """Draw the tiles in flight, each with a line to the current tile (dashed: to HBM)."""
+        """Draw the step's transfers, each with a line to the current tile (dashed: to HBM)."""
         target = self.cell(i, j)
         self.current.set_bounds(*target)
         moves = self.walk.moves(step)

@@ -1,8 +1,9 @@
-"""The closed forms, the dataflow and the devices as plain data, from the code that counts.
+"""Export closed forms, dataflow and devices as plain data for the lab page.
 
-Each pass is counted once with named sizes instead of integers (`Polynomial`). So a formula of
-the page is what `counts.forms`, `counts.work` and `schedule.plans` compute, and is not written a
-second time. The page evaluates the polynomials; `model.js` sums the visits that they need.
+Each pass is counted once with named sizes instead of integers (`Polynomial`). So the page's
+formulas are those of `counts.forms`, `counts.work` and `schedule.plans`, and are not written a
+second time. The page evaluates the polynomials; `model.js` computes the sums over visits that they
+need.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from flashsim.schedule.tensors import AXES, STATISTICS, whole_bytes
 from flashsim.schedule.tiling import SIDES
 from flashsim.viz.laboratory.polynomial import Polynomial, names
 
-#: The sizes in a formula, and what the page calls them.
+#: The named sizes in a formula, and their words on the page.
 SIZES = {
     "batch": "batch",
-    "kv_heads": "key heads",
-    "group": "query heads per key head",
+    "kv_heads": "KV heads",
+    "group": "query heads per KV head",
     "n_q": "N_q",
     "n_kv": "N_kv",
     "row_cols": "Σ keys",
     "col_rows": "Σ queries",
     "area": "Σ scores",
-    "whole_rows": "rows in one part",
-    "part_rows": "Σ rows × parts",
+    "whole_rows": "rows in one split",
+    "part_rows": "Σ rows × splits",
     "longest": "longest sequence",
     "pairs": "scores",
     "d": "d",
@@ -47,12 +48,12 @@ SIZES = {
 
 
 class Symbols(Problem):
-    """A problem whose sizes are names: one head_dim, and no option that adds a tensor.
+    """A problem whose sizes are named: one head_dim, and no option that adds a tensor.
 
-    `sequence` is what its one sequence has of rows and keys.
+    `sequence` holds the numbers of rows and keys of its only sequence.
     """
 
-    # Two of them have the same fields and other sequences: caches must keep them apart.
+    # Two such problems can have equal fields but different sequences, so caches compare identity.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -75,12 +76,12 @@ class Symbols(Problem):
 
     @property
     def sequences(self) -> tuple[Segment, ...]:
-        """The one sequence."""
+        """The only sequence."""
         return (self.one,)  # type: ignore[attr-defined]
 
 
 class NamedTraffic(Traffic):
-    """A pass, counted in names: the methods of `Traffic` on a schedule whose sums are names."""
+    """A pass counted symbolically: the methods of `Traffic` on a schedule with named sums."""
 
     def __init__(self, problem: Problem, algorithm: str, direction: str, split: Split) -> None:
         size = {name: Polynomial.named(name) for name in SIZES}
@@ -98,13 +99,13 @@ class NamedTraffic(Traffic):
         )
 
     def schedule(self, stage: Stage) -> Schedule:
-        """The same names for each stage: all stages of a pass have the same sums."""
+        """Return the schedule; all stages of a pass have the same named sums."""
         walk: Schedule = self.walk
         return walk
 
 
 def payload() -> dict[str, Any]:
-    """All data of the page, as JSON-ready values; polynomials are numbers in a list."""
+    """Return all data of the page as JSON-ready values; polynomials are indices into a list."""
     polynomials: dict[Polynomial, int] = {}
     types: dict[str, dict[str, Any]] = {}
     kinds: dict[str, str] = {}
@@ -144,7 +145,7 @@ def payload() -> dict[str, Any]:
 
 
 def _passes(dtype: str, polynomials: dict[Polynomial, int]) -> dict[str, Any]:
-    """Each algorithm's passes: ``{"flash2 forward": ..}``; with packed heads, "... packed"."""
+    """Return each algorithm's passes: ``{"flash2 forward": ..}``, or "... packed" if heads are."""
     passes = {}
     for algorithm in plans.ALGORITHMS:
         for direction in plans.DIRECTIONS:
@@ -164,7 +165,7 @@ def _pass(
     longest, pairs = Polynomial.named("longest"), Polynomial.named("pairs")
     problem = Symbols(dtype, (Polynomial.named("n_q"), longest))
     counted = NamedTraffic(problem, algorithm, direction, split)
-    # Sizes of whole tensors: S and P are as large as the sequences' scores are many.
+    # Sizes of whole tensors; S and P have one element per score of the sequences.
     whole = Symbols(dtype, (pairs, 1))
     moved = dict.fromkeys(m.tensor for stage in counted.stages for m in stage.moves if m.transfers)
     (dense,) = {stage.dense for stage in counted.stages}  # one schedule: one set of sums
@@ -212,7 +213,7 @@ def _stage(counted: NamedTraffic, stage: Stage, put: Any) -> dict[str, Any]:
 
 
 def _serial(stage: Stage) -> bool:
-    """Whether outer steps of one head take turns: each visit reads what another one has stored."""
+    """Return whether outer-loop iterations of a head are sequential: visits read earlier stores."""
     loaded = {move.tensor for move in stage.visit if move.op == "load"}
     return any(move.op == "store" and move.tensor in loaded for move in stage.visit)
 

@@ -1,9 +1,9 @@
 "use strict";
-// Figures of a count, as SVG text with the theme's colours in it: a figure is copied as it is drawn.
+// Figures of a count, as SVG text that contains the theme's colours, so that a copy looks the same.
 
 const FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif";
-const CELLS = 64; // a map draws at most so many tiles along a side
-// On a phone a figure is drawn narrower, so that its letters stay legible.
+const CELLS = 64; // the most tiles that a map draws along a side
+// Figures are narrower on a phone, so that their text stays legible.
 const narrow = matchMedia("(max-width: 30rem)");
 const wide = () => (narrow.matches ? 350 : 480);
 
@@ -41,7 +41,7 @@ const shown = (tensor) => NAMES[tensor] ?? tensor;
 
 // -- the tile map ---------------------------------------------------------------------------------
 
-// The grid that is drawn: every tile up to CELLS along a side, else evenly chosen ones.
+// The grid that is drawn: every tile, or CELLS evenly chosen tiles along a side that has more.
 function drawn(r) {
   const w = r.walk, rows = Math.min(w.t_r, CELLS), cols = Math.min(w.t_c, CELLS);
   const pick = (n, from, of) => Math.min(Math.floor(((n + 0.5) * of) / from), of - 1);
@@ -252,7 +252,7 @@ function bytes_figure(r, T, id, most, guess) {
   const key = narrow.matches ? 6 : left;
   body += box(key, y - 9, 12, 11, T.muted) + text(key + 17, y + 1, "loaded", { fill: T.muted }) +
     box(key + 68, y - 9, 12, 11, `url(#${id}st)`, `stroke="${T.muted}"`) +
-    text(key + 85, y + 1, "stored or added", { fill: T.muted }) +
+    text(key + 85, y + 1, "stored, reduced", { fill: T.muted }) +
     line(key + 187, y - 11, key + 187, y + 4, T.text, 'stroke-width="2"') +
     text(key + 195, y + 1, "the tensor, once (1×)", { fill: T.muted });
   const label = "Bytes per tensor: " + rows.map((x) => `${x.tensor} ${human(x.all)}`).join(", ");
@@ -287,7 +287,7 @@ function chip_figure(r, T, id) {
   body += line(edge, 14, edge, 58, T.text, 'stroke-dasharray="5 3" stroke-width="2"');
   body += text(Math.min(edge, W - left), 11, `a block of ${r.problem.device.name} has ${human(limit)}`,
     { anchor: "end", size: 12, fill: T.text });
-  const said = all > limit ? `does not fit: stage ${stage.name} needs ${digits(all)} B, ${human(all - limit)} too many`
+  const said = all > limit ? `does not fit: stage ${stage.name} needs ${digits(all)} B, ${human(all - limit)} too much`
     : `stage ${stage.name} holds ${digits(all)} B: ${percent(all / limit)}`;
   const H = 104 + 17 * row;
   body = box(0, 0, W, H, T.background) + body + names + text(left, 96 + 17 * row, said, { size: 12.5, weight: 600, fill: all > limit ? T.accent : T.text });
@@ -322,8 +322,8 @@ function roofline_figure(r, T, id, trail, others) {
   const W = wide(), H = 300, left = 58, bottom = 44, top = 14, { peak, points } = roofline_of(r);
   const { hbm_bandwidth, l2_bandwidth, name } = r.problem.device;
   if (!peak) {
-    return svg(W, 60, `${name} has no unit for ${r.state.dtype}`, box(0, 0, W, 60, T.background) +
-      text(10, 34, `${name} has no unit for ${r.state.dtype}, so there is no roof.`, { size: 13, fill: T.text }));
+    return svg(W, 60, `${name} has no peak for ${r.state.dtype}`, box(0, 0, W, 60, T.background) +
+      text(10, 34, `No peak is known for ${r.state.dtype} on ${name}, so there is no roofline.`, { size: 13, fill: T.text }));
   }
   const lo = -1, hi = 14, high = Math.log2(peak) + 1.1, low = high - 12;
   const x = (v) => left + ((W - left - 12) * (Math.min(Math.max(Math.log2(v), lo), hi) - lo)) / (hi - lo);
@@ -380,7 +380,7 @@ const short = (v, unit) => human(v, unit).replace(/\.0+(?= |$)/, "");
 function curve_figure(T, { title, lines, mark, axis, guess, ticks, low_left = false }) {
   const W = wide(), H = 290, left = 62, right = 14, top = 16, bottom = 44;
   const all = lines.flatMap((one) => one.points).filter((p) => p.bytes);
-  if (!all.length) return svg(W, 60, "nothing to draw", box(0, 0, W, 60, T.background) + text(10, 34, "Nothing can be counted here.", { fill: T.text }));
+  if (!all.length) return svg(W, 60, "nothing to draw", box(0, 0, W, 60, T.background) + text(10, 34, "There are no points to draw.", { fill: T.text }));
   const xs = all.map((p) => Math.log2(p.x)), ys = all.map((p) => Math.log10(p.bytes));
   const x0 = Math.min(...xs), x1 = Math.max(...xs, x0 + 1);
   let y0 = Math.min(...ys), y1 = Math.max(...ys);
@@ -460,7 +460,7 @@ function length_figure(r, T, guess) {
   }));
   lines.at(-1).color = T.accent;
   return curve_figure(T, {
-    title: "Bytes over length", lines, axis: both ? "N: queries and keys" : "N: keys", guess,
+    title: "Bytes against length", lines, axis: both ? "N: queries and keys" : "N: keys", guess,
     mark: { x: here, bytes: Number(r.bytes) }, ticks: [64, 256, 1024, 4096, 16384, 65536, 2 ** 18, 2 ** 20],
   });
 }
@@ -478,12 +478,12 @@ function tile_figure(r, T) {
   });
   const lines = [vary("block_q", color_of(T, "Q"), ""), vary("block_k", color_of(T, "K"), "5 3")];
   return curve_figure(T, {
-    title: "Bytes over tile size", lines, axis: "side of the tile (hollow: does not fit)", low_left: true,
+    title: "Bytes against tile size", lines, axis: "side of the tile (hollow: does not fit)", low_left: true,
     mark: { x: Math.max(s.block_q, 8), bytes: Number(r.bytes) }, ticks: TILE_SIDES,
   });
 }
 
-// Every tile: bytes by shade, crossed out where it does not fit. A click on a cell takes the tile.
+// Every tile size: its bytes, or a mark if it does not fit. A click on a cell selects the tile size.
 function grid_figure(r, T) {
   const brief = (n) => (narrow.matches ? human(n).replace(/ (\w?)B$/, "$1") : human(n));
   const s = { ...r.state, fit: 0 }, W = wide(), left = 62, top = 24, w = (W - left - 10) / 6, h = 38;
@@ -514,10 +514,10 @@ function grid_figure(r, T) {
   });
   body += text(15, top + 3 * h, "block_q", { anchor: "middle", size: 12, turn: -90, fill: T.muted }) +
     text(left + 3 * w, H - 22, "block_k", { anchor: "middle", size: 12, fill: T.muted }) +
-    text(left + 3 * w, H - 6, fitting.length ? "bold: the fewest bytes that fit. Click one to take it." : "no tile fits",
+    text(left + 3 * w, H - 6, fitting.length ? "bold: fewest bytes of those that fit. Click a tile to use it." : "no tile fits",
       { anchor: "middle", size: 11.5, fill: T.muted });
   const best = cells.filter((c) => c.fits && c.bytes === least).map((c) => `${c.q} × ${c.k}`);
-  return svg(W, H, best.length ? `Bytes of every tile; the fewest, ${human(least)}, with ${best.join(", ")}` : "No tile fits", body);
+  return svg(W, H, best.length ? `Bytes of every tile size; the fewest, ${human(least)}, with ${best.join(", ")}` : "No tile fits", body);
 }
 
 // -- blocks and waves -----------------------------------------------------------------------------

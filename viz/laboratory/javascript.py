@@ -1,8 +1,8 @@
-"""JavaScript from Python: functions and named tuples of plain integer arithmetic.
+"""Translate Python functions and named tuples of plain integer arithmetic to JavaScript.
 
-The page computes with the same code as the package: its source is translated, statement by
-statement. Only what such code needs is known; anything else raises an `UnsupportedError`, so no
-line is left out. Integers become JavaScript's numbers, which are exact up to 2**53.
+The lab page computes with the package's own code, translated statement by statement. Only the
+syntax that this code uses is supported; anything else raises an `UnsupportedError`, so no line is
+lost. Integers become JavaScript numbers, which are exact up to 2**53.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from flashsim.errors import UnsupportedError
 
-#: What translated code calls.
+#: Helper functions that the translated code calls.
 PRELUDE = """\
 const floordiv = (a, b) => Math.floor(a / b);
 const modulo = (a, b) => a - b * Math.floor(a / b);
@@ -35,7 +35,7 @@ _BINARY: dict[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: 
 
 
 def translated(*things: Callable[..., Any]) -> str:
-    """JavaScript of functions and named tuples."""
+    """Return the JavaScript source of functions and named tuples."""
     functions = []
     for thing in things:
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(thing))).body
@@ -68,7 +68,7 @@ def _function(node: ast.stmt, kind: str = "function ") -> str:
 
 
 def _says(node: ast.stmt) -> bool:
-    """Whether a statement is a docstring."""
+    """Return whether a statement is a docstring."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 

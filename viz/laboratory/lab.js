@@ -1,5 +1,5 @@
 "use strict";
-// The page: controls change a state, the state is counted, and figures show the count.
+// The page: controls change the settings, their bytes are counted, and figures show the result.
 
 const by = (id) => document.getElementById(id);
 const lab = {
@@ -35,8 +35,8 @@ const CONTROLS = [
     { name: "n_kv", label: "Keys N_kv", steps: octaves(2 ** 20), when: (s) => s.n_kv > 0 },
     { name: "d", label: "head_dim d", steps: [8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 576] },
     { name: "heads", label: "Query heads", steps: [1, 2, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128] },
-    { name: "kv_heads", label: "Key heads", options: (s) => [[0, "as many"], ...Array.from({ length: s.heads - 1 }, (_, n) => n + 1)
-      .filter((n) => s.heads % n === 0).map((n) => [n, `${n}: ${s.heads / n} share one`])] },
+    { name: "kv_heads", label: "KV heads", options: (s) => [[0, "= query heads"], ...Array.from({ length: s.heads - 1 }, (_, n) => n + 1)
+      .filter((n) => s.heads % n === 0).map((n) => [n, `${n}: shared by ${s.heads / n} query heads each`])] },
     { name: "batch", label: "Batch", steps: [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128] },
     { name: "dtype", label: "Type", options: list(CHOICES.dtype) },
   ]],
@@ -44,27 +44,27 @@ const CONTROLS = [
     { name: "mask", label: "Mask", options: list(CHOICES.mask, MASK_WORDS) },
     { name: "left", label: "keys to the left (−1: all)", steps: [-1, 0, ...octaves(2 ** 17)], when: is_mask("window") },
     { name: "right", label: "keys to the right (−1: all)", steps: [-1, 0, ...octaves(2 ** 17)], when: is_mask("window") },
-    { name: "prefix", label: "Keys that all see", steps: [0, ...octaves(2 ** 17)], when: is_mask("prefix") },
+    { name: "prefix", label: "Keys that all queries see", steps: [0, ...octaves(2 ** 17)], when: is_mask("prefix") },
     { name: "docs", label: "Documents", steps: [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64], when: is_mask("documents") },
     { name: "lengths", label: "Lengths", options: list(CHOICES.lengths), when: is_mask("documents") },
     { name: "doc_causal", label: "causal within a document", check: true, on: 1, off: () => 0, when: is_mask("documents") },
-    { name: "cell", label: "Cell, in scores", steps: [8, 16, 32, 64, 128, 256, 512, 1024], when: is_mask("cells") },
-    { name: "reach", label: "Cells beside the diagonal", steps: [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32], when: is_mask("cells") },
-    { name: "shared", label: "First rows and columns, all", steps: [0, 1, 2, 3, 4, 6, 8], when: is_mask("cells") },
+    { name: "cell", label: "Cell side, in scores", steps: [8, 16, 32, 64, 128, 256, 512, 1024], when: is_mask("cells") },
+    { name: "reach", label: "Cells kept on each side of the diagonal", steps: [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32], when: is_mask("cells") },
+    { name: "shared", label: "First cell rows and columns kept", steps: [0, 1, 2, 3, 4, 6, 8], when: is_mask("cells") },
   ]],
   ["Algorithm", [
     { name: "algorithm", label: "Algorithm", wide: true, options: () => CHOICES.algorithm.map((name) => [name, LAB.algorithms[name].title]) },
     { name: "direction", label: "Direction", options: (s) => LAB.algorithms[s.algorithm].directions.map((x) => [x, x]) },
-    { name: "splits", label: "Parts of the keys", options: (s) => [["auto", "auto: fill the SMs once"], ["fa3", "FlashAttention-3's rule"],
+    { name: "splits", label: "Splits of the keys", options: (s) => [["auto", "auto: fill the SMs once"], ["fa3", "FlashAttention-3's rule"],
       ...[...new Set([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, ...(Number.isInteger(s.splits) ? [s.splits] : [])])]
         .sort((a, b) => a - b).map((n) => [n, n])], when: splits },
-    { name: "pack", label: "heads of a group share a tile", check: true, on: 1, off: () => 0, when: splits },
+    { name: "pack", label: "query heads of a group share a tile", check: true, on: 1, off: () => 0, when: splits },
   ]],
   ["Tile", [
-    { name: "fit", label: "the best that fits", check: true, on: 1, off: () => 0 },
+    { name: "fit", label: "best tile that fits", check: true, on: 1, off: () => 0 },
     { name: "block_q", label: "block_q: queries", steps: BLOCKS, when: (s) => !s.fit },
     { name: "block_k", label: "block_k: keys", steps: BLOCKS, when: (s) => !s.fit },
-    { name: "kernel", label: "of a kernel", options: () => [["", "choose …"], ...Object.keys(LAB.tiles).map((x) => [x, x])],
+    { name: "kernel", label: "tile of a known kernel", options: () => [["", "choose …"], ...Object.keys(LAB.tiles).map((x) => [x, x])],
       when: (s) => !s.fit, act: (s, name) => kernel_tile(s, name) },
   ]],
   ["Device", [
@@ -173,7 +173,7 @@ function address() {
   return parts.join("&");
 }
 
-// The state that an address says. What it says wrongly is reported, and not taken.
+// Read the settings from the address. Wrong values are reported and ignored.
 function read_address() {
   const wrong = [], text_now = decodeURIComponent(location.hash.slice(1));
   const states = { A: { ...DEFAULTS }, B: null }, others = [];
@@ -186,14 +186,14 @@ function read_address() {
       lab.predicting = true;
       lab.ask = value;
       lab.revealed = false;
-    } else if (!Object.hasOwn(DEFAULTS, name)) wrong.push(`there is no ${key}`);
+    } else if (!Object.hasOwn(DEFAULTS, name)) wrong.push(`unknown setting ${key}`);
     else if (key !== name) others.push([name, value]);
     else if (!put_value(states.A, name, value)) wrong.push(`${name} cannot be ${value}`);
   }
   states.B = { ...states.A };
   for (const [name, value] of others) if (!put_value(states.B, name, value)) wrong.push(`${name} cannot be ${value}`);
   lab.states = states;
-  lab.wrong = wrong.length ? `The link is not understood in full: ${wrong.join("; ")}. The rest is shown.` : "";
+  lab.wrong = wrong.length ? `Parts of the link were ignored: ${wrong.join("; ")}.` : "";
   if (!lab.two) lab.side = "A";
 }
 
@@ -221,7 +221,7 @@ const QUESTIONS = {
   compulsory: ["compulsory bytes", (r) => Number(r.compulsory), "B"],
 };
 
-// A number as a class writes it: 16 * 4096 * 64, 2^20, 1.2 GB, 512 KiB, 1/2.
+// A number as people write it: 16 * 4096 * 64, 2^20, 1.2 GB, 512 KiB, 1/2.
 function number_of(said) {
   const units = { k: 1e3, K: 1e3, M: 1e6, G: 1e9, T: 1e12, Ki: 1024, Mi: 1024 ** 2, Gi: 1024 ** 3 };
   let value = 1, sign = "*";
@@ -275,9 +275,9 @@ function beside_figure(words, guess, right, unit) {
 // -- a side ---------------------------------------------------------------------------------------
 
 const FIGURES = [
-  ["map", "Traversal"], ["bytes", "Bytes between memory and chip"], ["chip", "On chip"],
-  ["waves", "Blocks and waves"], ["roofline", "Roofline"], ["lengths", "Bytes over N"],
-  ["tiles", "Bytes over tile size"], ["grid", "Every tile"],
+  ["map", "Traversal"], ["bytes", "Bytes between HBM and chip"], ["chip", "On-chip memory"],
+  ["waves", "Blocks and waves"], ["roofline", "Roofline"], ["lengths", "Bytes against N"],
+  ["tiles", "Bytes against tile size"], ["grid", "Bytes of every tile size"],
 ];
 const STACK = ["bytes", "chip", "waves"]; // beside the map
 
@@ -290,8 +290,8 @@ function build_side(side) {
     `<button type="button" data-copy="svg" aria-label="Copy ${title} as SVG">SVG</button>` +
     `<button type="button" data-copy="png" aria-label="Copy ${title} as PNG">PNG</button></figcaption>` +
     (name === "map" ? `<div class="stages" role="group" aria-label="Stage"></div>` : "") + `<div class="drawing"></div>` +
-    (name === "roofline" ? `<p class="fine">DRAM bytes usually lie between the two points. They have no closed form: ` +
-      `<code>flashsim study dram</code> replays the L2 cache.</p>` : "") +
+    (name === "roofline" ? `<p class="fine">DRAM bytes usually lie between the two points. They have no closed form; ` +
+      `<code>flashsim study dram</code> simulates the L2 cache to predict them.</p>` : "") +
     (name === "map" ? `<ul class="keys"></ul>${side === "A" ? PLAYER : ""}<p class="step" aria-live="off"></p>` : "") + "</figure>";
   article.innerHTML = `<h2>${side}</h2><p class="sentence" aria-live="polite"></p><p class="what"></p><dl class="cards"></dl>` +
     `<div class="figures">${figure(FIGURES[0])}<div class="stack">${FIGURES.filter(beside).map(figure).join("")}</div>` +
@@ -330,13 +330,13 @@ function cards(r) {
   const least = points[1].seconds, visited = r.scores ? r.walk.visits / r.scores : 0;
   const limit = r.problem.device.sram_bytes;
   return card("requested", human(r.bytes), `${digits(r.bytes)} B`) +
-    card("÷ compulsory", ratio_text(over), `of ${human(r.compulsory)}`) +
+    card("÷ compulsory", ratio_text(over), `compulsory: ${human(r.compulsory)}`) +
     card("matrix products", human(r.flops.matmul, "FLOP"), `${human(r.flops.exp, "")} exponentials`) +
     card("intensity", `${Number(points[0].intensity.toPrecision(3))}`, "FLOP per requested byte") +
     card("tiles visited", digits(r.walk.visits), `per head${r.problem.packed && r.problem.group > 1 ? " group" : ""}: ${percent(visited)} of ${digits(r.scores)}`) +
     card("on chip", human(r.fullest.footprint), `${r.fits ? "of" : "more than"} ${human(limit)}`, !r.fits) +
     card("waves", r.fullest.waves < 10 ? Number(r.fullest.waves.toPrecision(3)) : digits(r.fullest.waves), `${digits(r.fullest.blocks)} blocks`) +
-    card("least time", least ? seconds(least) : "?", least ? `${points[1].bound} is the limit` : "no peak for the type");
+    card("least time", least ? seconds(least) : "?", least ? `limited by ${points[1].bound}` : "no peak known for this type");
 }
 
 function seconds(x) {
@@ -354,8 +354,8 @@ function table(r) {
   return `<table><caption class="fine">Requested bytes</caption><thead><tr><th>stage</th><th>transfer</th><th>bytes</th><th>÷ size</th><th class="words">formula</th></tr></thead>` +
     `<tbody>${rows.join("")}<tr><td>all</td><td></td><td>${digits(r.bytes)}</td><td></td><td class="words"></td></tr></tbody></table>` +
     `<p class="fine">${sums}: sums over the visited tiles of one head. FLOPs: ${kinds}; in all ${digits(r.flops_all)}. ` +
-    `Read on chip ${digits(r.chip.read)} B, written ${digits(r.chip.write)} B. Kept for the backward pass: ${digits(r.saved)} B. ` +
-    `Largest use of a block's memory: ${digits(r.peak)} B.</p>` +
+    `On chip, ${digits(r.chip.read)} B are read and ${digits(r.chip.write)} B written. Saved for the backward pass: ${digits(r.saved)} B. ` +
+    `Peak on-chip memory of a block: ${digits(r.peak)} B.</p>` +
     `<p class="fine">Device: ${esc(r.problem.device.source)}.</p>`;
 }
 
@@ -454,8 +454,8 @@ function play(on = !lab.playing) {
 
 function frame(now) {
   if (!lab.playing) return;
-  const rate = Math.max(lab.longest / 14, 4); // the whole map in about 14 seconds
-  // A frame's time may lie before the click that began to play.
+  const rate = Math.max(lab.longest / 14, 4); // plays the whole map in about 14 seconds
+  // A frame's time may precede the click that started playing.
   fraction += (Math.min(Math.max(now - clock, 0), 100) / 1000) * rate;
   clock = now;
   const whole = Math.floor(fraction);
@@ -468,7 +468,7 @@ function frame(now) {
   if (lab.playing) requestAnimationFrame(frame);
 }
 
-// -- A beside B -----------------------------------------------------------------------------------
+// -- B compared with A ----------------------------------------------------------------------------
 
 function difference() {
   const [a, b] = [lab.found.A, lab.found.B];
@@ -483,7 +483,7 @@ function difference() {
     ["tiles visited per head", (r) => r.walk.visits, ""], ["on chip", (r) => r.fullest.footprint, "B"],
     ["blocks", (r) => r.fullest.blocks, ""], ["waves", (r) => r.fullest.waves, ""],
   ].map(([name, f, unit]) => [name, of(a, f), of(b, f), unit]);
-  by("difference").innerHTML = `<h2>B beside A</h2><div class="scroll"><table><thead><tr><th></th><th>A</th><th>B</th><th>B − A</th><th>B ÷ A</th></tr></thead><tbody>` +
+  by("difference").innerHTML = `<h2>B compared with A</h2><div class="scroll"><table><thead><tr><th></th><th>A</th><th>B</th><th>B − A</th><th>B ÷ A</th></tr></thead><tbody>` +
     rows.map(([name, x, y, unit]) => {
       const big = typeof x === "bigint" ? y - x : Number(y) - Number(x), share = Number(y) / Number(x);
       const whole = (v) => (typeof v === "bigint" || Number.isInteger(v) ? digits(v) : Number(v.toPrecision(3)));
@@ -513,7 +513,7 @@ async function copy_text(words, what) {
     await navigator.clipboard.writeText(words);
     say(`${what} copied`);
   } catch {
-    shelf(`${what}: the browser keeps its clipboard closed, so copy it here`,
+    shelf(`${what}: the browser does not allow access to the clipboard, so copy the text here`,
       `<textarea rows="${Math.min(words.split("\n").length + 1, 20)}" aria-label="${esc(what)}" readonly>${esc(words)}</textarea>`);
     by("shelfBody").querySelector("textarea").select();
   }
@@ -539,7 +539,7 @@ async function copy_figure(figure, kind) {
     say("PNG copied");
   } catch {
     download(blob, `${name}.png`);
-    say(`The browser keeps its clipboard closed, so ${name}.png is saved`);
+    say(`The browser does not allow access to the clipboard, so ${name}.png is saved`);
   }
 }
 
@@ -560,22 +560,22 @@ function png(drawing) {
 }
 
 const KEYS = [
-  ["Space", "play and pause the traversal", () => play()],
-  ["← →", "step back and forward (Shift: ten)", null],
-  ["B", "two states side by side", () => by("ab").click()],
-  ["1 2", "the controls change A, or B", null],
-  ["P", "predict first: hide the results", () => by("predict").click()],
+  ["Space", "play or pause the traversal", () => play()],
+  ["← →", "step back or forward (with Shift: ten steps)", null],
+  ["B", "compare two settings side by side", () => by("ab").click()],
+  ["1 2", "choose whether the controls change A or B", null],
+  ["P", "predict first: hide the results until you enter a guess", () => by("predict").click()],
   ["C", "copy as Python", () => by("code").click()],
-  ["L", "copy a link to this state", () => by("link").click()],
-  ["T", "light or dark", () => by("theme").click()],
-  ["?", "this list", () => by("help").click()],
+  ["L", "copy a link to these settings", () => by("link").click()],
+  ["T", "switch between light and dark", () => by("theme").click()],
+  ["?", "show this list", () => by("help").click()],
 ];
 
 function help() {
-  shelf("Keys, and how to read it", `<dl>${KEYS.map(([key, words]) => `<dt>${key}</dt><dd>${words}</dd>`).join("")}</dl>
-<p class="fine">Requested bytes are all that tiles move between HBM and chip; compulsory ones touch each input and each output once.
-A full tile keeps all its scores. A partial one computes scores that the mask then removes. Skipped tiles cost nothing.
-The numbers come from the closed forms of flashsim, and equal flashsim.count to the byte. The page loads nothing from elsewhere.</p>`);
+  shelf("Keyboard shortcuts, and how to read this page", `<dl>${KEYS.map(([key, words]) => `<dt>${key}</dt><dd>${words}</dd>`).join("")}</dl>
+<p class="fine">Requested bytes are all bytes that tiles move between HBM and the chip. Compulsory bytes count each input and each output once.
+The mask keeps all scores of a full tile. A partial tile also computes scores that the mask then removes. Skipped tiles are neither loaded nor computed.
+The numbers come from the closed forms of flashsim, and equal those of flashsim.count to the byte. The page loads no other files.</p>`);
 }
 
 // -- everything together --------------------------------------------------------------------------
@@ -594,8 +594,8 @@ function recount() {
       if (!lab.found[side].fits) {
         const { fullest, problem: p } = lab.found[side], best = fit(p, lab.found[side].stages);
         wrong.push(`${lab.two ? `${side}: ` : ""}A ${lab.found[side].tile.q} × ${lab.found[side].tile.k} tile does not fit: stage ${fullest.name} ` +
-          `holds ${digits(fullest.footprint)} B, and ${p.device.name} gives a block ${digits(p.device.sram_bytes)} B. ` +
-          (best ? `The best tile that fits is ${best.q} × ${best.k}.` : "No tile fits."));
+          `needs ${digits(fullest.footprint)} B on chip, but a block on ${p.device.name} has ${digits(p.device.sram_bytes)} B. ` +
+          (best ? `The tile that fits and moves the fewest bytes is ${best.q} × ${best.k}.` : "No tile fits."));
       }
     } catch (error) {
       if (!(error instanceof Refusal)) throw error;
@@ -685,7 +685,7 @@ function listen() {
   by("code").addEventListener("click", () => {
     const r = lab.found[lab.side];
     if (r) copy_text(python(r), "Python");
-    else say("There is nothing to copy: this state cannot be counted");
+    else say("There is nothing to copy, because these settings cannot be counted");
   });
   by("link").addEventListener("click", () => { write_address(); copy_text(location.href, "Link"); });
   by("theme").addEventListener("click", () => {

@@ -1,8 +1,9 @@
-"""`lab`: one self-contained HTML page that counts any problem as its controls move.
+"""`lab` writes the tile lab: one HTML page that counts bytes while the reader moves sliders.
 
-The page needs neither server nor network. Its numbers come from `export`, its arithmetic from the
-package's Python (`javascript`), and `model.js` evaluates both. A content security policy that names
-the program by its hash lets nothing else run and nothing leave the page.
+The page needs neither server nor network. Its formulas come from `export`, and its arithmetic is
+the package's Python, translated by `javascript`; `model.js` evaluates both. A content security
+policy names the program by its hash, so that no other script can run and no data can leave the
+page.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ _SCRIPTS = ("model.js", "sentence.js", "figures.js", "lab.js")
 
 @own_errors
 def lab(path: str | Path | None = None, *, theme: str = "auto") -> Page:
-    """Build the tile lab: sliders for shape, mask, algorithm, tile and device; results at once.
+    """Build the tile lab: a page with sliders for shape, mask, algorithm, tile and device.
 
-    A link holds the page's state after a ``#``, so a slide can open the lab at a question.
+    The results change as the sliders move. A link holds the page's state after a ``#``, so a slide
+    can link to a certain problem.
 
     Parameters
     ----------
@@ -44,7 +46,7 @@ def lab(path: str | Path | None = None, *, theme: str = "auto") -> Page:
     Raises
     ------
     OptionError
-        For an unknown theme.
+        If the theme is unknown.
     """
     checks.one_of("theme", theme, ("auto", *THEMES))
     data = {**payload(), "theme": theme, "themes": _themes()}
@@ -61,7 +63,7 @@ def lab(path: str | Path | None = None, *, theme: str = "auto") -> Page:
 
 @cache
 def translated_python() -> str:
-    """The package's arithmetic as JavaScript."""
+    """Return the package's arithmetic, translated to JavaScript."""
     parts = closed_sums.Strip, closed_sums._floors, fill_once, fa3, rows.Prefix, rows.Cells
     return PRELUDE + translated(*parts)
 

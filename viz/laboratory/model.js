@@ -1,11 +1,11 @@
 "use strict";
-// Counts one state of the page. Formulas, tables and devices are in LAB, exported from the package;
-// Strip, Prefix, Cells, fill_once and fa3 are its own Python, translated. Here they are evaluated.
+// Counts the bytes of one state of the page. LAB holds formulas, tables and devices, exported from
+// the package; Strip, Prefix, Cells, fill_once and fa3 are the package's Python, translated.
 
 const LAB = JSON.parse(document.getElementById("data").textContent);
 const POLYNOMIALS = LAB.polynomials.map((terms) =>
   terms.map(([n, ...names]) => [BigInt(n), names]));
-const MOST_SCORES = 2 ** 53; // per head: sums of numbers are exact below
+const MOST_SCORES = 2 ** 53; // per head; sums of numbers are exact below
 const MOST_TILES = 1 << 21; // along one axis
 
 const DEFAULTS = {
@@ -15,7 +15,7 @@ const DEFAULTS = {
   splits: "auto", pack: 1, device: "H100",
   own_sram: 227, own_sm_sram: 228, own_sms: 132, own_hbm: 3352, own_l2: 9800, own_peak: 989.4,
 };
-// The least and the largest value of each number, besides what the problem itself asks for.
+// The least and the largest value of each number; the problem has further conditions.
 const LIMITS = {
   n_q: [1, 2 ** 24], n_kv: [0, 2 ** 24], d: [1, 576], heads: [1, 1024], kv_heads: [0, 1024],
   batch: [1, 65536], left: [-1, 2 ** 24], right: [-1, 2 ** 24], prefix: [0, 2 ** 24],
@@ -56,7 +56,7 @@ function device(s) {
   };
 }
 
-// The problem of a state, checked: what the package refuses is refused here, in the same place.
+// The problem of a state, checked as the package checks it.
 function problem(s) {
   for (const [name, [low, high]] of Object.entries(LIMITS)) {
     const whole = FRACTIONS.includes(name) || Number.isInteger(s[name]);
@@ -75,7 +75,7 @@ function problem(s) {
   }
   const n_kv = s.n_kv || s.n_q, kv_heads = s.kv_heads || s.heads;
   if (s.heads % kv_heads) {
-    refuse(`the query heads must be a multiple of the key heads: ${s.heads} is none of ${kv_heads}`);
+    refuse(`query heads must be a multiple of KV heads, got ${s.heads} query heads and ${kv_heads} KV heads`);
   }
   if (!LAB.algorithms[s.algorithm].directions.includes(s.direction)) {
     refuse(`${LAB.algorithms[s.algorithm].title} has no ${s.direction} pass`);
@@ -84,12 +84,12 @@ function problem(s) {
     refuse(`documents are packed into one sequence, so the batch must be 1, got ${s.batch}`);
   }
   if (s.mask === "documents" && s.docs > Math.min(s.n_q, n_kv)) {
-    refuse(`${s.docs} documents need at least as many queries and keys`);
+    refuse(`${s.docs} documents need at least ${s.docs} queries and ${s.docs} keys`);
   }
   const packed = LAB.algorithms[s.algorithm].splits && Boolean(s.pack);
   const members = packed ? s.heads / kv_heads : 1;
   if (s.n_q * members * n_kv >= MOST_SCORES) {
-    refuse("this page counts fewer than 2^53 scores per head; flashsim.count has no such limit");
+    refuse("this page supports fewer than 2^53 scores per head; flashsim.count has no such limit");
   }
   const ends = (n) => (s.mask === "documents" ? documents(s, n) : [0, n]);
   const q = ends(s.n_q), k = ends(n_kv);
@@ -155,10 +155,10 @@ function walk(p, tile) {
     found.t_c += grid.whole;
   }
   if (Math.max(found.t_r, found.t_c) > MOST_TILES) {
-    refuse(`${group_digits(Math.max(found.t_r, found.t_c))} tiles along one axis: this page lists ` +
-      `${group_digits(MOST_TILES)}; take a larger tile`);
+    refuse(`${group_digits(Math.max(found.t_r, found.t_c))} tiles along one axis, but this page supports ` +
+      `${group_digits(MOST_TILES)}; use a larger tile`);
   }
-  // Whole bands have closed forms; parts of the keys and other masks need every row tile.
+  // Bands have closed forms; splits of the keys and other masks need every row tile.
   const tiled = found.counts || p.pass.stages.some((stage) => stage.once);
   for (const grid of lists) {
     if (grid.strip && !tiled) {
@@ -308,12 +308,12 @@ function count(s) {
   const p = problem(s), stages = buffers_of(p), tile = tile_of(p, stages);
   if (!tile) {
     refuse(`no tile fits: ${LAB.algorithms[s.algorithm].title} needs more than the ` +
-      `${group_digits(p.device.sram_bytes)} B that ${p.device.name} gives a block`);
+      `${group_digits(p.device.sram_bytes)} B that a block has on ${p.device.name}`);
   }
   const w = walk(p, tile);
   if (stages.some((stage) => stage.once) && !(w.least === 1 && w.most === 1)) {
-    refuse("this algorithm is for row tiles with exactly one visit, with all keys that they see: " +
-      `take a block_k of at least ${p.longest} where every query sees a key, or flash2-fused`);
+    refuse("this algorithm needs one key tile that holds all keys of a row tile, and every query must see a key: " +
+      `use a block_k of at least ${p.longest}, or flash2-fused`);
   }
   const sums = { row_cols: w.row_cols, col_rows: w.col_rows, area: w.area };
   let splits = 1, parts = w.t_r, merged = 0, merging = 0;

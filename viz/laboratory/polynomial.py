@@ -1,7 +1,7 @@
 """`Polynomial`: a sum of products of named sizes, with the arithmetic that the closed forms use.
 
-The closed forms are Python code on integers. Called with polynomials instead of integers, the
-same code returns its formula, which can be written down as data.
+The closed forms are Python code on integers. Called with polynomials instead of integers, the same
+code returns its formula as a polynomial, which can be exported as data.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Union
 
-Term = tuple[str, ...]  # names in order, repeated for powers; () is the constant
+Term = tuple[str, ...]  # names in order, repeated for powers; () is the constant term
 Operand = Union["Polynomial", int]
 
 
 class Polynomial:
     """An integer polynomial in named sizes. Immutable and hashable.
 
-    It has no order: code that compares sizes has no formula, and raises a TypeError.
+    Polynomials have no order, so code that compares sizes raises a TypeError.
     """
 
     __slots__ = ("terms",)
@@ -26,12 +26,12 @@ class Polynomial:
 
     @classmethod
     def named(cls, name: str) -> Polynomial:
-        """The size of that name."""
+        """Return the polynomial that is just the size with this name."""
         return cls({(name,): 1})
 
     @classmethod
     def of(cls, value: Operand) -> Polynomial:
-        """A polynomial, also of an integer."""
+        """Return a polynomial, or an integer as a constant polynomial."""
         return value if isinstance(value, Polynomial) else cls({(): int(value)})
 
     def __add__(self, other: Operand) -> Polynomial:
@@ -57,7 +57,7 @@ class Polynomial:
         return self * -1 + other
 
     def __floordiv__(self, other: Operand) -> Polynomial:
-        """The quotient by one product, which must divide every term: no remainder is lost."""
+        """Return the quotient by a single term, which must divide every term without remainder."""
         ((divisor, n),) = Polynomial.of(other).terms.items()
         return Polynomial({_without(term, divisor): _whole(m, n) for term, m in self.terms.items()})
 
@@ -78,7 +78,7 @@ class Polynomial:
 
 
 def names(polynomials: Iterable[Polynomial]) -> list[str]:
-    """Every name in any of the polynomials, in alphabetical order."""
+    """Return every name in any of the polynomials, in alphabetical order."""
     return sorted({name for p in polynomials for term in p.terms for name in term})
 
 

@@ -1,8 +1,8 @@
-"""Row tiles under the two masks that are not bands: a prefix, and cells near the diagonal.
+"""Closed forms of the tiles that a prefix mask and a block-sparse mask keep.
 
-A mask here keeps, of every row tile, two runs of key tiles: the first ones, and those around the
-diagonal. `schedule.Schedule` finds the same tiles by trying every score. These formulas take no
-time, and the page gets them as generated JavaScript; the tests hold them to the schedule.
+For every row tile, such a mask keeps two runs of key tiles: the first ones, and those around the
+diagonal. `schedule.Schedule` finds the same tiles by evaluating every score, which is slow. The lab
+page gets these formulas as generated JavaScript; tests compare them with the schedule.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Prefix(NamedTuple):
-    """A prefix language model: the first `prefix` keys are seen by all, the others causally."""
+    """The mask of a prefix language model: all see the first `prefix` keys; the rest is causal."""
 
     rows: int
     members: int
@@ -36,10 +36,11 @@ class Prefix(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """A block-sparse mask: cells within `reach` of the diagonal, and `shared` first rows, columns.
+    """A block-sparse mask of square cells with `cell` scores per side.
 
-    The mask has square cells of `cell` scores. `shift` is the number of cell columns minus rows, so
-    that the diagonal ends in the lower right corner.
+    It keeps the cells within `reach` of the diagonal, and the first `shared` rows and columns of
+    cells. `shift` is the number of cell columns minus the number of cell rows, so that the diagonal
+    ends in the lower right corner.
     """
 
     rows: int

@@ -1,5 +1,5 @@
 "use strict";
-// Numbers as text, and the sentence that a lecturer would say about a count.
+// Numbers as text, and sentences that explain a count.
 
 function human(value, unit = "B") {
   let n = Number(value);
@@ -32,7 +32,7 @@ function moved_of(r, op, tensor) {
   return sum;
 }
 
-// How often each element of a tensor crosses by an operation.
+// How often each element of a tensor is moved by an operation.
 function crossings(r, op, tensor) {
   const whole = r.whole[tensor];
   return whole ? Number(moved_of(r, op, tensor)) / Number(whole) : 0;
@@ -44,7 +44,7 @@ function share_of(r, tensors) {
   return Number(sum) / Number(r.bytes);
 }
 
-// What doubling a side of the tile does to the bytes of these tensors, tried and not guessed.
+// The effect of doubling a side of the tile on the bytes of these tensors, by counting both.
 function doubled(r, side, tensors) {
   const tile = { block_q: r.tile.q, block_k: r.tile.k };
   let other;
@@ -61,7 +61,7 @@ function doubled(r, side, tensors) {
   if (Math.abs(share - 1) < 1e-9) said = "changes nothing";
   else if (Math.abs(share - 0.5) < 0.01) said = "halves that";
   const room = other.fits || !r.fits || share > 0.999 ? "" :
-    `, but then needs ${human(other.fullest.footprint)} on chip, and a block has ` +
+    `, but then a block needs ${human(other.fullest.footprint)} on chip, and has ` +
     `${human(r.problem.device.sram_bytes)}`;
   return `doubling ${side} ${said}${room}`;
 }
@@ -76,25 +76,25 @@ function sentence(r) {
   const { algorithm, direction } = r.state, heads = r.problem.group, masked = r.state.mask !== "none";
   const shared = heads > 1 && !r.problem.packed ? `, by each of the ${heads} query heads that share them` : "";
   const is = (op, tensor) => times(crossings(r, op, tensor), masked);
-  if (r.bytes === 0n) return "Nothing moves.";
+  if (r.bytes === 0n) return "No bytes are moved.";
   if (algorithm === "standard") {
     const names = direction === "forward" ? ["S", "P"] : ["P", "dP", "dS"];
     const list = names.length === 2 ? "S and P" : "P, dP and dS";
-    return `${list} are N × N: ${human(r.whole[names[0]])} each. Their trips through HBM are ` +
-      `${percent(share_of(r, names))} of all bytes, whatever the tile` +
-      (r.state.mask === "none" ? "." : "; standard attention also computes the tiles that the mask empties.");
+    return `${list} are N × N: ${human(r.whole[names[0]])} each. Writing them to HBM and reading them again is ` +
+      `${percent(share_of(r, names))} of all bytes, for every tile size` +
+      (r.state.mask === "none" ? "." : ". Standard attention also computes tiles that are fully masked.");
   }
   if (algorithm === "flash1") {
     const names = direction === "forward" ? ["Q", "O", "O_acc"] : ["Q", "O", "dO", "dQ", "dQ_acc"];
     const list = direction === "forward" ? "Q and O" : "Q, O, dO and dQ";
-    return `The outer loop is over keys, so ${list} cross at each key tile: Q is read ${is("load", "Q")}; ` +
+    return `The outer loop is over keys, so ${list} move for each key tile: Q is read ${is("load", "Q")}; ` +
       `${doubled(r, "block_k", names)}.${skipped_words(r)}`;
   }
   if (algorithm === "flash-decode") return decoding(r);
   if (direction === "forward") {
     if (r.walk.t_r === 1) {
-      return `One query tile has all queries, so K and V are read ${is("load", "K")}` +
-        `${shared}: ${r.stages[0].blocks} work tile${r.stages[0].blocks === 1 ? "" : "s"} for ` +
+      return `One query tile holds all queries, so K and V are read ${is("load", "K")}` +
+        `${shared}. There ${r.stages[0].blocks === 1 ? "is 1 block" : `are ${r.stages[0].blocks} blocks`} for ` +
         `${r.problem.device.sm_count} SMs.`;
     }
     return `K and V are read ${is("load", "K")}: once per query tile` +
@@ -103,15 +103,15 @@ function sentence(r) {
       skipped_words(r);
   }
   if (algorithm === "flash2") {
-    return `Two passes share the work: one reads Q and dO at each key tile (Q ${is("load", "Q")} in all), ` +
-      `the other K and V at each query tile (K ${is("load", "K")}); ` +
+    return `One pass reads Q and dO for each key tile (Q ${is("load", "Q")} in total). ` +
+      `Another pass reads K and V for each query tile (K ${is("load", "K")}); ` +
       `${doubled(r, "block_k", ["Q", "dO"])} for Q and dO.${skipped_words(r)}`;
   }
   if (algorithm === "flash2-once") {
-    return `One key tile holds all keys that a query sees, so dQ is stored ${is("store", "dQ")} and never added up.`;
+    return `One key tile holds all keys that a query sees, so dQ is stored ${is("store", "dQ")} and needs no accumulation in HBM.`;
   }
   const acc = r.whole.dQ_acc === undefined ? "dQ" : "dQ_acc";
-  return `Q and dO are read ${is("load", "Q")}, once per key tile, and dQ is added up in HBM as often: ` +
+  return `Q and dO are read ${is("load", "Q")}, once per key tile, and dQ is accumulated in HBM equally often: ` +
     `${human(moved_of(r, "reduce", acc))}, ${percent(share_of(r, [acc]))} of all bytes; ` +
     `${doubled(r, "block_k", ["Q", "dO", acc])}.${skipped_words(r)}`;
 }
@@ -121,15 +121,15 @@ function decoding(r) {
   const per = stage.walks * r.walk.t_r, parts = r.moved.filter((x) => x.tensor.endsWith("_part"));
   const extra = parts.reduce((sum, one) => sum + one.bytes, 0n);
   const heads = r.problem.packed && r.problem.group > 1
-    ? `The ${r.problem.group} query heads of a key head share a tile, so K is read ` +
+    ? `The ${r.problem.group} query heads of a KV head share a tile, so K is read ` +
       `${times(crossings(r, "load", "K"))}. `
-    : r.problem.group > 1 ? `Each of the ${r.problem.group} query heads of a key head reads K again. ` : "";
-  const tiles = `${digits(per)} row tile${per === 1 ? "" : "s"} would keep ${Math.min(per, sms)} of ` +
+    : r.problem.group > 1 ? `Each of the ${r.problem.group} query heads of a KV head reads K again. ` : "";
+  const tiles = `Without splits, ${digits(per)} row tile${per === 1 ? "" : "s"} would keep ${Math.min(per, sms)} of ` +
     `${sms} SMs busy. `;
   return heads + tiles + (extra
-    ? `${r.splits} parts per row tile give ${digits(stage.blocks)} blocks; their partial results are ` +
-      `${human(extra)} more, ${percent(Number(extra) / Number(r.bytes))} of all bytes.`
-    : "The keys are in one part, so nothing is merged.");
+    ? `${r.splits} splits per row tile give ${digits(stage.blocks)} blocks. Their partial results move another ` +
+      `${human(extra)}, ${percent(Number(extra) / Number(r.bytes))} of all bytes.`
+    : "The keys are not split, so there are no partial results to merge.");
 }
 
 function pass_words(r) {
@@ -140,14 +140,14 @@ function pass_words(r) {
     none: "no mask", causal: "causal", window: `window ${side(s.left)} : ${side(s.right)}`,
     prefix: `prefix of ${digits(s.prefix)}`,
     documents: `${s.docs} ${s.lengths === "growing" ? "growing " : ""}documents${s.doc_causal ? ", causal" : ""}`,
-    cells: `cells of ${s.cell}, ${s.reach} beside the diagonal, ${s.shared} shared`,
+    cells: `cells of ${s.cell}, ${s.reach} on each side of the diagonal, ${s.shared} first rows and columns`,
   }[s.mask];
   return `${LAB.algorithms[s.algorithm].title}, ${s.direction}: ${s.batch} × ${heads} heads, ` +
     `${digits(p.n_q)} × ${digits(p.n_kv)}, d = ${s.d}, ${s.dtype}, ${mask}; tiles ${r.tile.q} × ` +
     `${r.tile.k}; ${p.device.name}`;
 }
 
-// The formula of a polynomial, as a person writes it: group times key heads are the heads.
+// The formula of a polynomial, as a person writes it: group times KV heads are the heads.
 function formula(number) {
   const [first, ...rest] = Object.values(LAB.words), order = [first, "heads", ...rest];
   const words = (names) => {
@@ -222,8 +222,8 @@ function python(r) {
     `counted = flashsim.count(problem, ${how}, direction="${s.direction}", ${tiling}, ` +
     `device=${named}${split})`,
     `print(counted)  # ${digits(r.bytes)} B`, "",
-    big ? "# The same, run: it has no need of data to be counted, and is long to simulate."
-      : "# The same, run on random numbers:",
+    big ? "# A run moves the same bytes. It is commented out, because simulating it takes long."
+      : "# A run on random numbers moves the same bytes:",
     `${big}draw = lambda *shape: np.random.default_rng(0).standard_normal(shape).astype(${type})`,
     `${big}q = draw(${s.batch}, ${s.heads}, ${p.n_q}, ${s.d})`,
     `${big}k = draw(${s.batch}, ${p.kv_heads}, ${p.n_kv}, ${s.d})`,

@@ -1,5 +1,5 @@
 "use strict";
-// A walk: the columns of one trace, and every sum the player shows, worked out once on opening.
+// Decodes the columns of one trace, and computes every sum that the player shows, once on opening.
 
 const ARRAYS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i1: Int8Array, i2: Int16Array, i4: Int32Array };
 const COMPUTE = 5, FREE = 4, ALLOC = 3, LOAD = 0;
@@ -29,7 +29,7 @@ class Steps {
     this.sum();
   }
 
-  // One pass over the events: what each step moved, held and touched.
+  // One pass over the events: the bytes that each step moved, held on chip, and touched.
   sum() {
     const events = this.op.length;
     let steps = 0;
@@ -61,7 +61,7 @@ class Steps {
         now[owner[e]] += change;
         held += change;
       }
-      if (op !== FREE && held > fullest) {  // what a step shows: SRAM when it is fullest
+      if (op !== FREE && held > fullest) {  // a step shows SRAM at the moment when it is fullest
         fullest = held;
         this.held.set(now, step * width);
       }
@@ -113,7 +113,7 @@ class Steps {
     return { stage: this.stage[e], i: this.i[e], j: this.j[e], visited: this.visited[e] === 1 };
   }
 
-  // What some events moved, summed by operation and tensor.
+  // The bytes that some events moved, by operation and tensor.
   sums(chosen) {
     const found = new Map();
     for (let e = 0; e < this.op.length; e++) {
@@ -126,14 +126,14 @@ class Steps {
     return [...found.values()];
   }
 
-  // A score tile in one stage: its kind, the steps that visit it, and all that it moved.
+  // A score tile in one stage: its kind, the steps that visit it, and its transfers.
   tile(stage, i, j) {
     const here = (e) => this.stage[e] === stage && this.i[e] === i && this.j[e] === j;
     const steps = Array.from(this.end.keys()).filter((s) => here(this.end[s]));
     return { kind: this.stages[stage].kinds[i * this.cols + j], steps, sums: this.sums(here) };
   }
 
-  // All that one tile of a tensor moved, in the whole walk.
+  // All transfers of one tile of a tensor, in the whole trace.
   tensorTile(name, at) {
     const where = this.keySide.has(name) ? this.j : this.i;
     return this.sums((e) => this.names[this.tensor[e]] === name && where[e] === at);

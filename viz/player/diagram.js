@@ -1,6 +1,6 @@
 "use strict";
-// The drawing of one walk: the grid of score tiles with the tensors in HBM around it. Tiles are
-// pixels of small images that are scaled up, so a frame costs the same for 16 tiles and for 100,000.
+// Draws one trace: the grid of score tiles with the tensors in HBM around it. Tiles are pixels of
+// small images that are scaled up, so a frame takes the same time for 16 tiles and for 100,000.
 
 const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 const mix = (a, b, t) => a.map((x, n) => Math.round(x + (b[n] - x) * t));
@@ -40,7 +40,7 @@ class Diagram {
     this.shown = -1;
   }
 
-  // `tall`: the height that the page has for the whole drawing, in pixels.
+  // `tall`: the height that is available for the whole drawing, in pixels.
   resize(tall) {
     const ratio = Math.min(window.devicePixelRatio || 1, 2), width = this.canvas.clientWidth;
     const w = this.walk, count = (side) => w.sides[side].length;
@@ -155,7 +155,7 @@ class Diagram {
     return { x: x + (j * w) / cols, y: y + (i * h) / rows, w: w / cols, h: h / rows };
   }
 
-  // Between tiles while they are large enough, and a corner on those that need a mask.
+  // Draw lines between tiles if they are large enough, and a corner on partly masked tiles.
   lines(stage) {
     const c = this.context, { x, y, w, h } = this.box, { rows, cols } = this.walk;
     const dx = w / cols, dy = h / rows, kinds = this.walk.stages[stage].kinds;
@@ -178,7 +178,7 @@ class Diagram {
     c.fill();
   }
 
-  // Between the parts of the keys a line on the grid; between pages one on strips of keys.
+  // Draw lines on the grid between splits of the keys, and on strips of keys between pages.
   edges() {
     const c = this.context, { x, y, w, h } = this.box, { rows, cols, parts, pages } = this.walk;
     c.strokeStyle = this.theme.text;
@@ -211,7 +211,7 @@ class Diagram {
     c.font = `600 ${Math.min(text, this.box.strip)}px system-ui, sans-serif`;
     c.fillStyle = this.theme.text;
     c.textBaseline = "middle";
-    // Each side has its names where no other side's strips or names come.
+    // The names of each side are placed where they overlap no other side's strips or names.
     const { x, y, w, h } = s.box;
     c.textAlign = s.upright ? "center" : s.side === "top" ? "right" : "left";
     const at = { left: [x + w / 2, y + h + text * 0.75], right: [x + w / 2, y - text * 0.6],
@@ -228,7 +228,7 @@ class Diagram {
     c.fillText(name, at[0], at[1]);
   }
 
-  // Tiles in flight: full colour, an outline, and a line to the tile being worked on.
+  // Tiles that move in this step have full colour, an outline, and a line to the current tile.
   flights(moves, at) {
     const c = this.context, target = this.cell(at.i, at.j);
     for (const m of moves) {
@@ -242,7 +242,7 @@ class Diagram {
       const box = s.upright ? { x: s.box.x, y: s.box.y + n * length, w: s.box.w, h: length }
         : { x: s.box.x + n * length, y: s.box.y, w: length, h: s.box.h };
       const from = { x: box.x + box.w / 2, y: box.y + box.h / 2 };
-      // Lines of one side run side by side.
+      // Lines of one side are drawn side by side.
       const share = (this.strips.filter((o) => o.side === s.side).indexOf(s) + 1) / (this.walk.sides[s.side].length + 1);
       if (s.upright) from.y = box.y + box.h * share; else from.x = box.x + box.w * share;
       const to = s.upright ? { x: Math.max(target.x, Math.min(from.x, target.x + target.w)), y: from.y }
@@ -275,7 +275,7 @@ class Diagram {
     this.context.strokeRect(b.x, b.y, b.w, b.h);
   }
 
-  // What lies under a point of the canvas: a score tile, a tensor's tile, or nothing.
+  // Return the score tile or the tensor's tile at a point of the canvas, if any.
   under(px, py) {
     const { x, y, w, h } = this.box, { rows, cols } = this.walk;
     if (px >= x && px < x + w && py >= y && py < y + h) {

@@ -1,8 +1,8 @@
-"""`page`: a trace as one self-contained HTML file that plays it, without server or network.
+"""`page` writes a trace as one self-contained HTML file that plays it, without server or network.
 
 The data are compact columns (about 8 bytes per event, base64) in a JSON block. The program is
-`decode.js`, `diagram.js` and `player.js` beside this file. A content security policy that names the
-program by its hash lets nothing else run and nothing leave the page.
+`decode.js`, `diagram.js` and `player.js` beside this file. A content security policy names the
+program by its hash, so that no other script can run and no data can leave the page.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flashsim.viz.data.parts import page_edges, part_edges
 from flashsim.viz.data.statistics import RowStatistics
 from flashsim.viz.palette import THEMES, tint
 
-#: Bytes of an event in the columns of a player, about.
+#: Approximate bytes per event in a player's columns.
 _EVENT_BYTES = 9
 _SCRIPTS = ("decode.js", "diagram.js", "player.js")
 
@@ -57,7 +57,7 @@ class Page:
         return f"<Page {html.unescape(title)}: {len(self.html):,} characters>"
 
     def save(self, path: str | Path) -> Path:
-        """Write the complete file or nothing; return its path."""
+        """Write the page to a file, and return its path; an incomplete file is never left."""
         path = Path(checks.path("path", path))
         with whole(path) as part:
             part.write_text(self.html, encoding="utf-8")
@@ -68,7 +68,7 @@ class Page:
 
 
 def embedded(document: str, height: int, title: str) -> str:
-    """Embed a whole HTML document in another one: its scripts run, but reach nothing outside it."""
+    """Return an iframe with an HTML document; its scripts run, but cannot access the outer page."""
     return (
         f'<iframe srcdoc="{html.escape(document)}" sandbox="allow-scripts" '
         f'style="width:100%;height:{height}px;border:0" title="{html.escape(title)}"></iframe>'
@@ -87,7 +87,7 @@ def page(
 ) -> Page:
     """Build an HTML player of one trace, or of two side by side.
 
-    A link that ends in ``#step=14`` opens the player at that step; its address follows the step.
+    A link that ends in ``#step=14`` opens the player at that step.
 
     Parameters
     ----------
@@ -99,10 +99,10 @@ def page(
     theme : {"auto", "light", "dark"}
         "auto" follows the reader's system; the player has a switch.
     statistics : RowStatistics, or a dict of them by label, optional
-        From `row_statistics`: shows m and l of a query row as they change, of the row tile at hand
-        or of the one that a reader clicks.
+        The result of `row_statistics`: the player shows m and l of a query row as they change. The
+        row belongs to the current row tile, or to a row tile that the reader clicks.
     max_mb : float
-        The largest file to write, in MB (10^6 bytes); browsers take long to open larger ones.
+        The largest file to write, in MB (10^6 bytes); browsers take long to open larger files.
 
     Returns
     -------
@@ -111,8 +111,8 @@ def page(
     Raises
     ------
     OptionError
-        For more than two traces, an unknown theme, a title that no file can hold, or a player
-        that would be larger than `max_mb`.
+        If there are more than two traces, the theme is unknown, the title cannot be written to a
+        file, or the player would be larger than `max_mb`.
     """
     chosen = sources.panes("a page", data, statistics)
     checks.one_of("theme", theme, ("auto", *THEMES))
@@ -208,7 +208,7 @@ def _pane(
 
 
 def _statistics(s: RowStatistics) -> dict[str, Any]:
-    """The rows that the player can follow, by row tile, and the tile of the first."""
+    """Return the rows that the player can show, by row tile, and the row tile shown first."""
     return {"tile": s.tile, "rows": {tile: _row(followed) for tile, followed in s.by_tile.items()}}
 
 
@@ -241,9 +241,9 @@ def assembled(
     title: str,
     program: str = "",
 ) -> str:
-    """One HTML file of a package's ``name.html``, its style and its scripts, and `data` as JSON.
+    """Return one HTML file with a package's ``name.html``, style, scripts, and `data` as JSON.
 
-    `program` is JavaScript that comes before the scripts.
+    `program` is JavaScript that precedes the scripts.
     """
     room = files(package)
     read = lambda file: room.joinpath(file).read_text(encoding="utf-8")  # noqa: E731
@@ -261,7 +261,7 @@ def assembled(
 
 
 def policy(script: str, style: str) -> str:
-    """A content security policy: this script and this style work, and nothing else does."""
+    """Return a content security policy that allows only this script and this style."""
     return (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"

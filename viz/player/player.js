@@ -62,7 +62,7 @@ class Pane {
     this.sram = element("div", box, { className: "sram" });
     this.sram.setAttribute("role", "img");
     this.blocks = this.walk.buffers.map((name) => element("div", this.sram, { title: name }));
-    // One scale for all panes; where it is more than a block's own, a mark.
+    // All panes have the same scale; a mark shows a block's capacity if the scale is larger.
     const full = Math.max(...page.panes.map((pane) => pane.full)), limit = this.walk.limit;
     this.full = full;
     this.mark = element("i", this.sram, { title: "a block's shared memory", hidden: limit >= full });
@@ -82,14 +82,14 @@ class Pane {
     this.chart.setAttribute("role", "img");
   }
 
-  // A click on a row keeps its statistics in view; another click on it lets them follow again.
+  // A click on a row pins its statistics; another click on the row unpins them.
   pin(hit) {
     const rows = this.walk.statistics && this.walk.statistics.rows;
     const tile = hit.name === undefined ? hit.i : this.walk.keySide.has(hit.name) ? -1 : hit.at;
     if (rows && rows[tile]) this.pinned = this.pinned === tile ? undefined : tile;
   }
 
-  // The row tile whose statistics are shown: the clicked one, or the one at hand.
+  // The row tile whose statistics are shown: the pinned one, or the current one.
   row() {
     const { rows, tile } = this.walk.statistics;
     if (this.pinned !== undefined) return this.pinned;
@@ -132,10 +132,10 @@ class Pane {
       block.hidden = size === 0;
       block.style.flex = `0 0 ${(100 * size) / this.full}%`;
     });
-    const share = held > w.limit ? `: a block's ${exact(w.limit)} B and registers`
+    const share = held > w.limit ? `: a block's ${exact(w.limit)} B of shared memory, and registers`
       : `, ${((100 * held) / w.limit).toFixed(1)} % of a block's ${exact(w.limit)} B`;
     this.sramLabel.textContent = held ? `SRAM holds ${exact(held)} B${share} (${w.device})`
-      : `SRAM is empty in this step: it writes to HBM only (${w.device})`;
+      : `SRAM is empty in this step, which only writes to HBM (${w.device})`;
     this.sram.setAttribute("aria-label", this.sramLabel.textContent);
     this.canvas.setAttribute("aria-label", `${w.label}: ${this.where(step)}, step ${step + 1} of ${w.steps}`);
     if (w.statistics) this.drawStatistics();
@@ -210,7 +210,7 @@ class Pane {
         c.strokeRect(px(last) - 5, py(values[last]) - 5, 10, 10);
       }
     });
-    const every = Math.ceil(count / Math.max(1, Math.floor((width - left) / 40)));  // numbers that do not touch
+    const every = Math.ceil(count / Math.max(1, Math.floor((width - left) / 40)));  // so that numbers do not touch
     for (let n = 0; n < count; n += every) write(s.j[n], px(n), height - 30, "center", "12px", t.muted);
     write("key tile j", (left + width) / 2, height - 10, "center", "12px", t.muted);
   }
@@ -255,7 +255,7 @@ const player = {
     this.go(this.shown);
   },
 
-  // The address becomes a link to this step. A frame's is nobody's to see; browsers want few changes.
+  // Put the step into the address, except in a frame. Browsers limit how often it may change.
   address(now) {
     if (this.playing || this.shown === this.time || now - this.shownAt < 300 || window !== window.top) return;
     this.shown = this.time;
@@ -299,7 +299,7 @@ const player = {
     act();
   },
 
-  help(open) {  // opened, it is scrolled clear of the bar
+  help(open) {  // when it opens, scroll it above the bar
     by("how").open = open;
     if (open) by("how").scrollIntoView({ block: "nearest" });
   },
@@ -327,7 +327,7 @@ const player = {
     this.dirty = true;
   },
 
-  stage(direction) {  // to the next or previous step that begins a stage, in the longer walk
+  stage(direction) {  // to the next or previous step that begins a stage, in the longer trace
     const walk = this.panes.find((pane) => pane.walk.steps === this.length).walk;
     const starts = [];
     for (let s = 0; s < walk.steps; s++) if (!s || walk.at(s).stage !== walk.at(s - 1).stage) starts.push(s);
@@ -354,7 +354,7 @@ const player = {
   },
 
   resize() {
-    // On a wide screen what must be seen beside or below a diagram fits without scrolling.
+    // On a wide screen, the parts beside and below a diagram fit without scrolling.
     const main = document.querySelector("main"), rem = parseFloat(getComputedStyle(document.documentElement).fontSize);
     const frame = main.getBoundingClientRect(), wide = window.innerWidth >= 60 * rem;
     const from = (element) => element.getBoundingClientRect().top - frame.top + main.scrollTop;
@@ -402,7 +402,7 @@ const player = {
   },
 
   table(parent, moves) {
-    if (!moves.length) element("p", parent, { className: "quiet", textContent: "Moves nothing." });
+    if (!moves.length) element("p", parent, { className: "quiet", textContent: "This step moves no bytes." });
     const table = element("table", parent);
     for (const m of moves) {
       const row = element("tr", table), cell = element("td", row);
@@ -424,13 +424,13 @@ const player = {
     for (const other of this.panes) other.diagram.picked = null;
     this.dirty = true;
     if (hit.name) {
-      element("p", box, { textContent: `${hit.name}, tile ${hit.at}, in the whole walk (${w.label})` });
+      element("p", box, { textContent: `${hit.name}, tile ${hit.at}, in the whole trace (${w.label})` });
       this.table(box, w.tensorTile(hit.name, hit.at));
       return;
     }
     pane.diagram.picked = hit;
     const stage = w.at(pane.step).stage, tile = w.tile(stage, hit.i, hit.j);
-    const kind = ["skipped: the mask empties it", "full", "masked"][Math.min(tile.kind, 2)];
+    const kind = ["skipped because it is fully masked", "full", "partly masked"][Math.min(tile.kind, 2)];
     const when = tile.steps.length ? `visited at step ${tile.steps.map((s) => exact(s + 1)).slice(0, 8).join(", ")}` : "not visited";
     element("p", box, { textContent: `Tile (${hit.i}, ${hit.j}), ${kind}; stage ${w.stages[stage].name}: ${when}` });
     this.table(box, tile.sums);

@@ -42,7 +42,7 @@ def predicted_against_measured(
     """
     every = np.array([pair for those in points.values() for pair in those], float)
     if not every.size:
-        raise OptionError("there are no points to draw; pass {name: [(predicted, measured), ...]}")
+        raise OptionError("no points to draw; pass {name: [(predicted, measured), ...]}")
     if (every[:, 1] <= 0).any():
         raise OptionError(f"measured values must be positive, got {every[:, 1].min():g}")
     for share in (checks.number("targets", share, low=0.0) for share in targets):
@@ -68,7 +68,7 @@ def predicted_against_measured(
     ax.grid(axis="y")
     ax.set(xlabel="measured", ylabel="predicted / measured − 1")
     inside = np.abs(every[:, 0] / every[:, 1] - 1)
-    # Rounded down: "100%" leaves none out.
+    # Rounded down, so that "100%" means every point.
     parts = [f"{100 * np.sum(inside <= t) // len(inside)}% within {t:.0%}" for t in targets]
     heading(
         ax, theme, "Predicted against measured",

@@ -48,8 +48,8 @@ def banks(data: Any, *, ax: Axes, theme: Theme) -> None:
     rows = 1 + max(int(words[:, 0].max()) // _BANKS for words in words_of)
     if rows > _MOST_ROWS:
         raise OptionError(
-            f"these words span {rows} rows of 128 bytes, and {_MOST_ROWS} can be drawn; take fewer "
-            "columns"
+            f"these words span {rows} rows of 128 bytes, but at most {_MOST_ROWS} can be drawn; "
+            "use fewer columns"
         )
     shades = ramp(theme)
     for n, (request, words) in enumerate(zip(requests, words_of, strict=True)):
@@ -78,5 +78,7 @@ def banks(data: Any, *, ax: Axes, theme: Theme) -> None:
     ax.set(xlabel="bank, 4 bytes wide", ylabel="shared memory, rows of 128 bytes")
     names = ", ".join(dict.fromkeys(request.pattern for request in requests))
     fewest = f"fewest wavefronts possible: {requests[0].ideal}"
-    about = f"{names}; the stronger a shade, the later served; {fewest}"
-    heading(ax, theme, "A warp's request in shared memory", about)
+    about = f"{names}; darker words are served later; {fewest}"
+    if theme.name == "dark":
+        about = about.replace("darker", "brighter")
+    heading(ax, theme, "Shared-memory banks that a warp's request uses", about)

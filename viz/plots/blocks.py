@@ -1,4 +1,4 @@
-"""A plot of visited tiles, bytes and predicted time against the size of a tile."""
+"""A plot of visits, bytes and predicted time against the tile size."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from flashsim.viz.style import heading, human, series_style, themed
 def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) -> None:
     """Draw visits, requested bytes and predicted time of one stage, each divided by its smallest.
 
-    A visit is one query tile times one key tile. Tiles with the same rows are joined, and the
-    columns of a tile are below it. A tile that does not fit on chip is hollow.
+    A visit is the work on one pair of a query tile and a key tile. A line joins tiles with the same
+    number of rows; labels give their columns. A tile that does not fit on chip has a hollow mark.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
     Raises
     ------
     OptionError
-        If there is no such stage.
+        If the stage does not exist.
     """
     sources.made_by("flashsim.blocks.sizes", data, "found")
     stages = list(dict.fromkeys(b.stage for b in data.found))
@@ -56,12 +56,12 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
             continue
         least = float(np.nanmin(heights))
         over, style = heights / least, {**series_style(theme, n), "zorder": 3 + n}
-        label = f"{name} (1 is {written(int(least) if name == 'visits' else least)})"
+        label = f"{name} (1× = {written(int(least) if name == 'visits' else least)})"
         for height in dict.fromkeys(rows):
             mine = np.array(rows) == height
             ax.plot(at[mine], over[mine], label=label, ms=8 - 1.5 * n, **style)
             label = "_"
-        # Where series meet, the later mark is smaller: both are seen.
+        # Later marks are smaller, so that both are visible where series meet.
         hollow = {**style, "mfc": theme.background, "mew": 2, "ls": "none", "ms": 10 - 2.5 * n}
         ax.plot(at[~fits], over[~fits], **hollow)
     ax.set_yscale("log", base=2)
@@ -76,9 +76,9 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
             xycoords=("data", "axes fraction"), textcoords="offset points", fontweight="bold",
         )  # fmt: skip
     ax.grid(axis="y")
-    ax.set_ylim(top=ax.get_ylim()[1] * 2.6)  # room for the legend
-    ax.set_ylabel("times the smallest")
-    ax.set_xlabel("columns of a tile, for each number of rows", labelpad=22)
+    ax.set_ylim(top=ax.get_ylim()[1] * 2.6)  # leaves room for the legend
+    ax.set_ylabel("relative to the smallest value")
+    ax.set_xlabel("columns per tile, grouped by rows per tile", labelpad=22)
     about = (
         f"{data.algorithm} {data.direction}, stage {stage}, {data.device.name}; hollow: does not "
         "fit on chip"

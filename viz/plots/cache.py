@@ -21,7 +21,7 @@ POINTS = 600
 def l2_curve(
     curves: Mapping[str, Curve], *, devices: tuple[str | Device, ...] = (), ax: Axes, theme: Theme
 ) -> None:
-    """Draw the bytes read from DRAM against the size of L2, for every size at once.
+    """Draw the bytes read from DRAM against the size of L2.
 
     Left of the first step L2 has no hits, and all requested bytes come from DRAM. Right of the last
     step DRAM serves only first reads. Each step is a reuse that begins to fit into L2.
@@ -29,7 +29,7 @@ def l2_curve(
     Parameters
     ----------
     curves : mapping of str to flashsim.l2.Curve
-        The result of `flashsim.l2.curves` (by stage), or curves under names of your own.
+        The result of `flashsim.l2.curves` (by stage), or curves with your own labels.
     devices : tuple of str or Device
         Devices whose L2 sizes are marked.
 
@@ -46,7 +46,7 @@ def l2_curve(
     machines = [Device.get(device) for device in devices]
     ends = [c.enough() for c in curves.values()] + [m.l2_bytes for m in machines]
     largest = 2 * max(*ends, MIB)
-    # From where the first curve begins to fall, and at least eight octaves.
+    # The axis starts where the first curve begins to fall, and covers at least eight octaves.
     first = [int(c.steps[0]) for c in curves.values() if len(c.steps)]
     smallest = min([largest >> 8, *(max(size // 2, 1) for size in first)])
     sizes = np.unique(np.geomspace(smallest, largest, POINTS).astype(np.int64))
@@ -58,7 +58,7 @@ def l2_curve(
     for height in sorted({c.cold for c in curves.values()}):
         ax.axhline(height, color=theme.muted, lw=1.2, zorder=1)
     for n, machine in enumerate(sorted(machines, key=lambda m: m.l2_bytes)):
-        side = ("right", "left")[n % 2]  # neighbours' names do not meet
+        side = ("right", "left")[n % 2]  # so that names of neighbouring lines do not overlap
         ax.axvline(machine.l2_bytes, color=theme.muted, lw=1.2, ls=(0, (3, 3)), zorder=1)
         ax.annotate(
             machine.name, (machine.l2_bytes, 1), xycoords=("data", "axes fraction"),
@@ -74,5 +74,7 @@ def l2_curve(
     unit_axis(ax.yaxis)
     ax.grid()
     ax.set(xlabel="size of L2", ylabel="DRAM bytes read")
-    heading(ax, theme, "DRAM reads at every size of L2", "flat line: each input once")
+    heading(
+        ax, theme, "DRAM reads against the size of L2", "horizontal line: each input is read once"
+    )
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1))

@@ -27,16 +27,16 @@ def memory_footprint(
     ax: Axes,
     theme: Theme,
 ) -> None:
-    """Draw the bytes that a training step keeps in HBM from forward to backward, against N.
+    """Draw the bytes that a training step saves in HBM for the backward pass, against N.
 
     Parameters
     ----------
     data : Problem or Sweep (or rows)
-        A problem is used without its lengths; `n` and `algorithms` say what is drawn.
+        For a problem, lengths `n` replace its own, and `algorithms` are drawn.
     n : sequence of int
     algorithms : sequence of str
     device : str or Device, optional
-        Draw its HBM capacity.
+        A device whose HBM capacity is marked.
     """
     if isinstance(data, Problem):
         rows: list[dict[str, Any]] = [
@@ -52,7 +52,7 @@ def memory_footprint(
     else:
         rows = sources.rows(data)
     if not rows:
-        raise OptionError("nothing to draw: give at least one length and one algorithm")
+        raise OptionError("nothing to draw: pass at least one length and one algorithm")
     drawn = {row["algorithm"] for row in rows}
     ends: list[tuple[int, int]] = []
     for number, name in enumerate(sources.NAMES):
@@ -89,7 +89,7 @@ def memory_footprint(
     heading(
         ax,
         theme,
-        "What training keeps: inputs, output and statistics, or P",
+        "Saved for backward: Q, K, V, O and statistics, or Q, K, V and P",
         sources.fixed(rows, "n_q"),
     )
     ax.legend(loc="lower right")

@@ -1,4 +1,4 @@
-"""GPU timelines: time across, SMs down, with a bar per phase of a visit or per thread block."""
+"""Plots of GPU timelines: time across, SMs down, with a bar per phase or per thread block."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from flashsim.viz.palette import Theme
 from flashsim.viz.palette import color as tensor_color
 from flashsim.viz.style import heading, ink_on, ramp, themed
 
-#: What stands for a phase: the tensor it brings or makes.
+#: The tensor whose colour represents a phase: the tensor that the phase loads or computes.
 _PHASE_TENSOR = {"load": "K", "scores": "S", "softmax": "P", "output": "O", "store": "L"}
 COLORS = ("phase", "block")
-_ROWS = 64  # more are too thin to tell phases apart
+_ROWS = 64  # more rows would be too thin to distinguish phases
 _RASTER_FROM = 20_000  # spans beyond which a vector file would be too large to open
-_SLIDE_INCHES = 8.0  # about what the axes of a slide are wide
+_SLIDE_INCHES = 8.0  # about the width of the axes on a slide
 
 
 @themed
@@ -44,7 +44,7 @@ def gpu_timeline(
     Parameters
     ----------
     data : Trace, Result or Gradients
-        From a run on a GPU with ``trace="timeline"``.
+        The result of a run on a GPU with ``trace="timeline"``.
     color : {"phase", "block"}, optional
         "phase": each phase of a visit (one tile pair) has the colour of the tensor that it loads or
         computes. It lies on a pale bar for the whole visit, numbered where there is space with the
@@ -78,7 +78,7 @@ def gpu_timeline(
     number = [s.name for s in trace.stages].index(part.name)
     spans = trace.timeline[trace.timeline["stage"] == number]
     if not len(spans):
-        raise OptionError(f"the timeline holds no span of stage {part.name!r}")
+        raise OptionError(f"the timeline has no span of stage {part.name!r}; choose another stage")
     placed = timeline.rows(trace, spans)
     start, end = ((spans[f] - spans["start_ns"].min()) / 1000 for f in ("start_ns", "end_ns"))
     shown = np.ones(len(spans), bool)
@@ -88,8 +88,8 @@ def gpu_timeline(
     shown &= (start < high) & (end > low)
     if not shown.any():
         raise OptionError(
-            f"the timeline holds no span of stage {part.name!r} on SMs {sms} at {times} µs; it has "
-            f"SMs {spans['sm'].min()} to {spans['sm'].max()} and {end.max():.1f} µs"
+            f"the timeline has no span of stage {part.name!r} on SMs {sms} at {times} µs; it "
+            f"covers SMs {spans['sm'].min()} to {spans['sm'].max()} and 0 to {end.max():.1f} µs"
         )
     placed = Rows(placed.block[shown], placed.slot[shown], placed.row[shown], placed.names)
     spans, bars = spans[shown], np.stack([start[shown], end[shown]], axis=1)

@@ -1,4 +1,4 @@
-"""Plots of HBM bytes against a length, a tile's side or M, with the papers' bounds."""
+"""Plots of HBM bytes against a length, a tile size or the SRAM size M, with the papers' bounds."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
 from flashsim.viz.style import binary_axis, count_axis, heading, series_style, themed, unit_axis
 
-#: What an IO curve can run over: columns of a sweep, and what to call them.
+#: Possible x axes of an IO curve: the column of a sweep, and the axis label.
 AXES = {
     "n_q": "sequence length N",
     "head_dim": "head dimension d",
-    "block_q": "query rows in a tile",
-    "block_k": "key columns in a tile",
-    "sram_bytes": "SRAM of a block, M",
+    "block_q": "query rows per tile",
+    "block_k": "key columns per tile",
+    "sram_bytes": "SRAM per block, M",
 }
 
 
 @themed
 def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None:
-    """Draw requested bytes against N, d, a tile's side or M, with the papers' bounds.
+    """Draw requested bytes against N, d, a tile size or M, with the papers' bounds.
 
     Three bounds are drawn for the first FlashAttention series. The compulsory bytes are exact. The
-    theorem's N² d² / M has one constant, fitted to all points. The lower bound of Saha and Ye has
-    constant 1, so it gives a slope and no level. If bounds depend on more than `x`, each point uses
-    its own values. Under a sliding window, work grows with N and the last two do not hold, so only
-    the compulsory bytes are drawn.
+    theorem's N² d² / M is drawn with a constant that is fitted to all points. The lower bound of
+    Saha and Ye is drawn with constant 1, so only its slope has a meaning. If bounds depend on more
+    than `x`, each point uses its own values. Under a sliding window, work grows with N and the last
+    two bounds do not hold, so only the compulsory bytes are drawn.
 
     Parameters
     ----------
@@ -104,15 +104,15 @@ def _varying(rows: Sequence[dict[str, Any]]) -> str:
         if len({row[name] for row in rows}) > 1:
             return name
     raise OptionError(
-        f"an IO curve needs points that differ in one of {', '.join(AXES)}; these points are "
-        "all equal"
+        f"an IO curve needs points that differ in one of {', '.join(AXES)}, but all these "
+        "points are equal; sweep one of them"
     )
 
 
 def _series(rows: Iterable[dict[str, Any]], x: str) -> dict[str, list[dict[str, Any]]]:
     """Group rows by all varying columns except x, and sort each series by x."""
     rows = list(rows)
-    # A tile that was fitted, or a machine's M, follows x; it makes no series of its own.
+    # A fitted tile and a machine's M depend on x, so they do not distinguish series.
     follows = {"block_q", "block_k", "n_kv", "sram_bytes", "head_dim_v", x}
     if x.startswith("block"):
         follows -= {"block_q", "block_k"} - {x}

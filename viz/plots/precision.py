@@ -36,7 +36,7 @@ def precision(
     Raises
     ------
     OptionError
-        If there is no such kind or length.
+        If the results do not have this kind or length.
     """
     sources.made_by("flashsim.precision.laboratory", data, "findings")
     kind = data.kinds[0] if kind is None else kind
@@ -65,14 +65,17 @@ def precision(
     ax.set_xticks(range(len(findings)), [finding.point for finding in findings])
     ax.set(
         ylim=(low, high * 1.3),
-        xlabel="what alone is rounded",
-        ylabel="error over the result's size",
+        xlabel="the only value that is rounded",
+        ylabel="error relative to the result",
     )
     ax.grid(axis="y")
-    about = f"{data.algorithm}, {kind} inputs, N = {n:,}, d = {data.head_dim}, the rest float32"
+    about = (
+        f"{data.algorithm}, {kind} inputs, N = {n:,}, d = {data.head_dim}; all other values are "
+        "float32"
+    )
     worst = int(np.argmax(np.nan_to_num(errors[1:], posinf=np.inf).max(axis=1))) + 1
-    title = f"{data.dtype} costs most where {findings[worst].point} is rounded"
-    heading(ax, theme, title if len(findings) > 1 else f"What {data.dtype} costs", about)
+    title = f"Rounding {findings[worst].point} to {data.dtype} causes the largest error"
+    heading(ax, theme, title if len(findings) > 1 else f"The error of {data.dtype}", about)
     ax.margins(x=0.01)
 
 

@@ -1,4 +1,4 @@
-"""Plots of several ranks: when each rank computes, and a group's efficiency by its size."""
+"""Plots of several ranks: when each rank computes, and the efficiency against the rank count."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from flashsim.viz.style import heading, series_style, themed
 def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
     """Draw when each rank of a group computes and when it waits, one scheme below the other.
 
-    A step lasts as long as the rank with the most work in it. Bars are FLOPs of matrix products, so
-    the time is that of equal GPUs with no communication cost. All schemes share one scale.
+    The rank with the most work determines how long a step lasts. Lengths of bars are FLOPs of
+    matrix products, which is the time of equal GPUs without communication. All schemes have the
+    same scale.
 
     Parameters
     ----------
     accounts : Account, or a list of them
-        From `flashsim.distributed.count` or `simulate`.
+        Results of `flashsim.distributed.count` or `simulate`.
 
     Raises
     ------
@@ -69,11 +70,11 @@ def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
     ax.set_yticks(ticks, labels)
     ax.set_ylim(level - 1.4, -1.7)
     ax.set_xlim(0, 1.005)
-    ax.set(xlabel="time, in that of the slowest scheme", ylabel="")
+    ax.set(xlabel="time, relative to the slowest scheme", ylabel="")
     first = shown[0]
     heading(
-        ax, theme, f"Who computes when, {first.direction}",
-        f"{in_words(first.group.problem)} over {first.group.ranks} ranks; shades: one step each",
+        ax, theme, f"When each rank computes and waits, {first.direction}",
+        f"{in_words(first.group.problem)} over {first.group.ranks} ranks; one shade per step",
     )  # fmt: skip
     ax.legend(
         handles=[
@@ -93,15 +94,18 @@ def scaling(times: Mapping[str, Sequence[Any]], *, ax: Axes, theme: Theme) -> No
     Parameters
     ----------
     times : mapping of str to list of SpreadTime
-        By label, from `flashsim.predict.spread`.
+        Results of `flashsim.predict.spread`, by label.
 
     Raises
     ------
     OptionError
-        If there is nothing to draw.
+        If a label has no results.
     """
     if not times or not all(times.values()):
-        raise OptionError("nothing to draw; pass {label: [flashsim.predict.spread(...), ...]}")
+        raise OptionError(
+            "nothing to draw: expected results for every label, as in {label: "
+            "[flashsim.predict.spread(...), ...]}"
+        )
     for each in chain.from_iterable(times.values()):
         sources.made_by("flashsim.predict.spread", each, "efficiency")
     for n, (label, spreads) in enumerate(times.items()):
@@ -119,7 +123,7 @@ def scaling(times: Mapping[str, Sequence[Any]], *, ax: Axes, theme: Theme) -> No
     first = next(iter(times.values()))[0]
     p = first.account.group.problem
     heading(
-        ax, theme, f"Efficiency of many GPUs, {first.account.direction}, predicted",
+        ax, theme, f"Predicted efficiency of several GPUs, {first.account.direction}",
         f"N = {p.n_q:,}{', causal' if p.causal else ''}, {p.heads} / {p.kv_heads} heads, "
         f"d = {p.head_dim}; {first.device.name}, {first.link.name}, {first.network.name}",
     )  # fmt: skip

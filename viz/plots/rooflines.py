@@ -1,4 +1,4 @@
-"""Rooflines of a device, with algorithms or with series of timed kernels."""
+"""Rooflines of a device, with algorithms or with series of measured kernels."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def roofline(
     end every requested byte comes from HBM. At the filled end the L2 cache is perfect within each
     kernel, so that a kernel reads and writes each of its tensors once (`counts.traffic.once`).
     Standard attention's N x N matrices cross HBM between its kernels even then. The real intensity
-    lies between; a diamond marks it if `dram_bytes` is given. `seconds` gives the bar a height.
-    Without it the bar lies in a strip below the axis' figures, and dotted lines lead from its ends
-    to the roof.
+    lies between the two ends; a diamond marks it if `dram_bytes` is passed. `seconds` determines
+    the bar's height. Without `seconds` the bar lies in a strip below the axis, and dotted lines
+    lead from its ends to the roof.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def roofline(
     device : str or Device, optional
         Default: the first source's.
     seconds : dict, optional
-        Measured time by label (a key of the dict `data`, or an algorithm's name).
+        Measured times in seconds, by label (a key of the dict `data`, or an algorithm's name).
     dram_bytes : dict, optional
         DRAM bytes by label or algorithm, measured or predicted by `flashsim.l2`.
     """
@@ -66,7 +66,7 @@ def roofline(
         )
         for row in rows
     ]
-    # Two decades of roof at least, so that slopes show and ticks are powers of ten.
+    # At least two decades, so that slopes are visible and ticks are powers of ten.
     low = min(min(min(s) for s in spots) / 4, machine.ridge(dtype) / 200)
     high = max(max(max(s) for s in spots), machine.ridge(dtype)) * 4
     reach = np.geomspace(low, high, 200)
@@ -147,7 +147,7 @@ def roofline(
         )  # fmt: skip
     bound = [label for label, spot in zip(labels, spots, strict=True) if max(spot) < ridge]
     about = ", ".join(
-        [sources.fixed(rows, "device"), "hollow: all bytes from HBM", "filled: L2 perfect"]
+        [sources.fixed(rows, "device"), "hollow: all bytes from HBM", "filled: perfect L2"]
         + ["diamond: DRAM bytes"] * bool(dram_bytes)
     )
     heading(ax, theme, _message(labels, bound, machine.name), about)
@@ -159,16 +159,16 @@ def _plate(theme: Theme) -> dict[str, Any]:
 
 
 def _message(labels: Sequence[str], bound: Sequence[str], name: str) -> str:
-    """Say what bounds the algorithms if L2 is perfect within each kernel."""
+    """Return the title: what limits the algorithms if L2 is perfect within each kernel."""
     free = [label for label in labels if label not in bound]
     if len(labels) > 1 and 1 in (len(bound), len(free)):
         (single,), what = (bound, "HBM") if len(bound) == 1 else (free, "FLOPs")
-        return f"With a perfect L2 only {single} is bound by the {what} of {name}"
+        return f"With a perfect L2, only {single} is limited by the {what} of {name}"
     if bound and free:
-        return f"With a perfect L2, {len(bound)} of {len(labels)} are bound by the HBM of {name}"
+        return f"With a perfect L2, {len(bound)} of {len(labels)} are limited by the HBM of {name}"
     what = "HBM" if bound else "FLOPs"
-    who = labels[0] if len(labels) == 1 else "all"
-    return f"With a perfect L2, {who}: bound by the {what} of {name}"
+    who = f"{labels[0]} is" if len(labels) == 1 else "all are"
+    return f"With a perfect L2, {who} limited by the {what} of {name}"
 
 
 def _name_slope(
@@ -197,7 +197,7 @@ def _given(
     known = dict.fromkeys((*labels, *names))
     for name, value in values.items():
         if name not in known:
-            raise OptionError(f"{what} of {name!r}, which is not drawn; {choices(name, known)}")
+            raise OptionError(f"{what} has {name!r}, which is not drawn; {choices(name, known)}")
         checks.number(f"{what} of {name!r}", value, least)
     return [values.get(a, values.get(b)) for a, b in zip(labels, names, strict=True)]
 
@@ -212,7 +212,7 @@ def _once(row: dict[str, Any]) -> int:
 def _labels(rows: list[dict[str, Any]]) -> list[str]:
     """Return a label per point of a sweep: its algorithm, and the columns that differ."""
     words = {"direction": "{}", "n_q": "N = {:,}", "head_dim": "d = {}", "causal": "causal: {}"}
-    words["kv_heads"] = "{} key heads"
+    words["kv_heads"] = "{} KV heads"
     telling = [name for name in words if len({row[name] for row in rows}) > 1]
     return [
         ", ".join([sources.title(row["algorithm"]), *(words[t].format(row[t]) for t in telling)])
@@ -265,8 +265,8 @@ def roofline_series(
     data : mapping of str to sequence of (str, float, float)
         By series: the name of each point, its FLOPs per byte, and the FLOP/s it achieved.
     device : str or Device
-        The device whose roof is drawn: its HBM bandwidth, and its peak for `dtype`. The axis at the
-        right is in per cent of that peak.
+        The device whose HBM bandwidth and peak for `dtype` form the roof. The axis at the right is
+        in per cent of that peak.
     dtype : str
 
     Raises
@@ -278,7 +278,7 @@ def roofline_series(
     points = [p for series in data.values() for p in series]
     if not points or min(min(p[1:]) for p in points) <= 0:
         raise OptionError(
-            "a roofline takes points (name, FLOP/B, FLOP/s), with both numbers positive"
+            "a roofline needs points (name, FLOP/B, FLOP/s), with both numbers positive"
         )
     peak, ridge = machine.peak(dtype), machine.ridge(dtype)
     low = min(ridge / 4, *(p[1] for p in points)) / 2
@@ -304,6 +304,6 @@ def roofline_series(
         [share for share in (0.1, 1, 10, 100) if ax.get_ylim()[0] < peak * share / 100]
     )
     names = list(dict.fromkeys(p[0] for p in points))
-    about = f"{names[0]} to {names[-1]} along each line; right, per cent of the peak"
-    heading(ax, theme, f"Measured, on the roof of {machine.name}", about)
+    about = f"{names[0]} to {names[-1]} along each line; right axis: per cent of the peak"
+    heading(ax, theme, f"Measured speed below the roofline of {machine.name}", about)
     ax.legend(loc="upper left", bbox_to_anchor=(1.16, 1.08), fontsize=10.5)

@@ -28,7 +28,7 @@ from flashsim.viz.style import HATCH, heading, human, ink_on, ramp, themed, unit
 QUANTITIES = ("order", "bytes", "flops", "block")
 _UNITS = {"order": "visit number", "bytes": "requested HBM bytes", "flops": "FLOPs"}
 _UNITS["block"] = "thread block"
-_LABELS_UP_TO = 17  # tiles a side, beyond which numbers in the cells no longer read
+_LABELS_UP_TO = 17  # tiles per side; with more, numbers in the cells are not readable
 _SKIPPED, _WASTED, _KEPT = range(3)
 _MOST_SCORES = 1 << 22
 
@@ -39,10 +39,10 @@ def tile_map(
 ) -> None:
     """Draw the grid of score tiles of one head.
 
-    A partly masked tile has a mark in the corner that the mask removes. The upper right corner has
+    A partly masked tile has a mark in the corner that the mask removes: the upper right corner has
     later keys, and the lower left corner keys before a window. Skipped tiles are hatched, and full
-    ones are plain. A line separates parts of the keys, and a tick at the upper edge marks where a
-    cache page begins. ``ax.images[0]`` holds the values, (T_r, T_c), NaN for a skipped tile.
+    ones are plain. A line separates splits of the keys, and a tick at the upper edge marks the
+    start of a cache page. ``ax.images[0]`` holds the values, (T_r, T_c), NaN for a skipped tile.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ def tile_map(
     part = trace.main_stage if stage is None else trace.stage(stage)
     walk, schedule = Steps(trace), part.schedule
     number = [s.name for s in trace.stages].index(part.name)
-    kinds = tile_kinds(schedule)  # first: it refuses a grid that is too fine
+    kinds = tile_kinds(schedule)  # first, because it raises an error if the grid is too fine
     if color == "block":
         blocks = part_numbers(schedule)
         grid = np.where(blocks < 0, np.nan, blocks)
@@ -70,7 +70,7 @@ def tile_map(
     skipped: dict[str, Any] = {
         "facecolor": theme.panel, "edgecolor": theme.grid, "hatch": HATCH, "lw": 0,
     }  # fmt: skip
-    ax.add_patch(Rectangle((-0.5, -0.5), t_c, t_r, zorder=1, **skipped))  # what no tile covers
+    ax.add_patch(Rectangle((-0.5, -0.5), t_c, t_r, zorder=1, **skipped))  # behind all tiles
     low = 0.0 if color != "order" else None
     image = ax.imshow(
         grid, cmap=ramp(theme), vmin=low, interpolation="nearest", aspect="auto", zorder=2
@@ -102,10 +102,10 @@ def tile_map(
     if seen < grid.size:
         handles.append(Patch(label=f"skipped: {grid.size - seen:,}", **skipped))
     if parts:
-        blocks_of_it = f"{int(schedule.part_counts.sum()):,} blocks, one a part"
+        blocks_of_it = f"{int(schedule.part_counts.sum()):,} blocks, one per split"
         handles.append(Line2D([], [], color=theme.text, lw=3.5, label=blocks_of_it))
     if pages:
-        page_of = f"a page of {trace.problem.page_size} keys begins"
+        page_of = f"start of a page of {trace.problem.page_size} keys"
         handles.append(Line2D([], [], color=theme.text, lw=1.5, label=page_of))
     columns = len(handles) if len(handles) < 5 else 3  # as wide as the grid
     ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=columns)
@@ -117,7 +117,8 @@ def tile_map(
         xlabel=f"key tile j ({schedule.tiling.block_k} keys each)",
         ylabel=f"query tile i ({schedule.tiling.block_q} queries each)",
     )
-    title = f"{sources.title(trace.algorithm)} {trace.direction}: {schedule.outer} outside"
+    outer = {"queries": "Q-outer", "keys": "KV-outer"}[schedule.outer]
+    title = f"{sources.title(trace.algorithm)} {trace.direction}, {outer} loops"
     heading(ax, theme, title, sources.common([trace]))
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -129,7 +130,7 @@ def tile_map(
 def mask(
     problem: Problem, tiling: Tiling | None = None, *, bias: Any = None, ax: Axes, theme: Theme
 ) -> None:
-    """Draw the scores that a mask keeps, and the tiles that are then computed.
+    """Draw the scores that a mask keeps, and the tiles that are computed for them.
 
     A tile without a kept score is skipped. In the other tiles every score is computed, including
     those that the mask then removes. ``ax.images[0]`` holds the picture, (n_q, n_kv, 4).
@@ -141,12 +142,12 @@ def mask(
     tiling : Tiling, optional
         Default: 32 x 32.
     bias : array_like of float, shape (n_q, n_kv), optional
-        The term added to each score: the larger it is, the stronger the shade of a kept score.
+        The bias added to each score; kept scores with a larger bias have a stronger shade.
 
     Raises
     ------
     OptionError
-        For more than four million scores, or a bias of another shape.
+        If there are more than four million scores, or the bias has another shape.
     DTypeError
         If `problem` is not a Problem.
     """
@@ -155,7 +156,7 @@ def mask(
     if shape[0] * shape[1] > _MOST_SCORES:
         raise OptionError(
             f"a mask plot shows at most {_MOST_SCORES:,} single scores; got {shape[0]:,} x "
-            f"{shape[1]:,}: draw a smaller problem with the same mask"
+            f"{shape[1]:,}, so draw a smaller problem with the same mask"
         )
     schedule = Schedule(problem, Tiling(32, 32) if tiling is None else tiling)
     scores = np.full(shape, _SKIPPED, np.uint8)
@@ -233,7 +234,7 @@ def tile_values(walk: Steps, schedule: Schedule, stage: int, quantity: str) -> n
     i, j = walk.i[chosen], walk.j[chosen]
     grid = np.full((schedule.t_r, schedule.t_c), np.nan)
     if quantity == "order":
-        # A group's heads visit a tile one after another; its first visit counts.
+        # The heads of a group visit a tile one after another; the first visit is numbered.
         grid[i[::-1], j[::-1]] = walk.order[chosen][::-1]
         return grid
     grid[i, j] = 0

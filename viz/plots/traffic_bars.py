@@ -40,15 +40,15 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
 
     Each bar is one source and one direction, stacked by tensor in the tensors' colours. A dashed
     line behind the bars marks the compulsory bytes: each input is read once and each output is
-    written once. Parts that are high enough bear their tensor's name; the legend has the others
-    that can be seen, and names those that cannot.
+    written once. A tensor's name is written on its part of the bar if there is room, else in the
+    legend. The legend also names tensors whose part is too small to see.
 
     Parameters
     ----------
     data : Trace, Traffic, Result, Gradients, Comparison, a list of them, or a dict by label
     log : bool
-        Use a logarithmic axis. Stacked parts have no length on such an axis, so each bar then shows
-        only its total.
+        Use a logarithmic axis. Each bar then shows only its total, because lengths of stacked parts
+        have no meaning on such an axis.
     dram : bool
         Also replay the requests through the device's L2 (`flashsim.l2.dram`), and draw the bytes
         that DRAM reads and writes as a dotted line.
@@ -67,7 +67,7 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
                 ax.bar(x, total, width * 0.92, color=theme.cycle[o], label=op if g == 0 else None)
             bottom = 0
             parts = source.by_tensor() if not log else {}
-            for tensor in sorted(parts, key=_place):  # one order, whoever moves what first
+            for tensor in sorted(parts, key=_place):  # the same order in every bar
                 by_op = parts[tensor]
                 if by_op[op]:
                     base = tensor.removesuffix("_acc")
@@ -82,7 +82,7 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
             if total:
                 totals.append((x, total, op))
     levels, alike, heights = _levels(ax, theme, list(groups.values()), dram)
-    width = 40 if len(groups) < 4 else 17  # characters, so that neighbours do not touch
+    width = 40 if len(groups) < 4 else 17  # in characters, so that neighbours do not touch
     names = [
         "\n".join(
             wrap for part in label.split(", ") for wrap in textwrap.wrap(part, width) or [part]
@@ -98,7 +98,7 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
     ax.grid(axis="y")
     if log:
         ax.set_yscale("log")
-    ax.use_sticky_edges = log  # where a thin part begins at the top, it would hold the margin back
+    ax.use_sticky_edges = log  # otherwise a thin part at the top would remove the margin
     ax.margins(y=0.16)
     if not log:
         ax.set_ylim(bottom=0)
@@ -120,7 +120,7 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
 
 
 def _message(groups: Mapping[str, Trace | Traffic]) -> str:
-    """Say in one line what the bars show."""
+    """Return the title: which source moves the fewest bytes."""
     moved = {label.split(",")[0]: source.bytes() for label, source in groups.items()}
     if len(moved) < len(groups):  # labels that differ only after a comma
         moved = {label: source.bytes() for label, source in groups.items()}
@@ -145,8 +145,8 @@ def _levels(
 
     Returns
     -------
-    the texts of each group where they differ, the texts that all groups share, and the heights of
-    all lines
+    the texts of each group that differ between groups, the texts that all groups share, and the
+    heights of all lines
     """
     levels = {"compulsory": [source.compulsory() for source in groups]}
     if dram:
@@ -192,7 +192,7 @@ def _name_totals(
         if ax.get_yscale() == "linear":
             base = max([base, *(y for y in lines if total < y < total + room)])
             if x - before < across * len(human(total)) and abs(base - there) < room:
-                base = there + room  # above its neighbour's
+                base = there + room  # above the neighbouring bar's total
         before, there = x, base
         text = ax.annotate(
             f"{op}\n{human(total)}", (x, base), (0, 3), textcoords="offset points", ha="center",
@@ -201,7 +201,7 @@ def _name_totals(
         text.set_path_effects([withStroke(linewidth=3, foreground=theme.background)])
 
 
-#: Of the axes' height: parts that are named on the bar, and parts that can be seen.
+#: Least height of a part of a bar, relative to the axes: to be named on the bar, and to be visible.
 _NAMED, _SEEN = 0.045, 0.008
 
 
@@ -212,7 +212,7 @@ def _name_parts(
 
     Returns
     -------
-    the tensors that are seen somewhere and named nowhere, and those that are seen nowhere
+    the tensors that are visible but not named on any bar, and those that are not visible
     """
     low, high = ax.get_ylim()
     named = {tensor for *_, nbytes, tensor in parts if nbytes > _NAMED * (high - low)}
@@ -293,8 +293,8 @@ def sram_timeline(
 ) -> None:
     """Draw the bytes that one thread block keeps on chip, event by event, stacked by buffer.
 
-    The dashed line is the device's capacity for one block. If the tiles fill little of it, the
-    capacity is written at the top instead. A GPU's kernel may hold more, because a block has
+    The dashed line is the device's capacity for one block. If the tiles use only a small part of
+    it, the capacity is written at the top instead. A GPU kernel may hold more, because a block has
     registers besides its shared memory.
 
     Parameters
@@ -313,11 +313,11 @@ def sram_timeline(
     first, last = max(steps[0], 0), min(steps[1], len(ends))
     if not first < last:
         raise OptionError(
-            f"steps must be a range within 0 .. {len(ends)}, got {steps}; stage {part.name!r} has "
-            f"{len(ends)} steps"
+            f"steps must be a range within 0 .. {len(ends)}, because stage {part.name!r} has "
+            f"{len(ends)} steps; got {steps}"
         )
     where = np.interp(np.arange(len(held)), np.concatenate([[-1], ends]), np.arange(len(ends) + 1))
-    # The longest-lived at the bottom, so that what stays on chip makes a level base.
+    # Buffers that live longest are at the bottom, so that they form a level base.
     lasting = np.argsort(-(held > 0).sum(axis=0), kind="stable")
     names, held = [names[n] for n in lasting], held[:, lasting]
     inside = (where >= first) & (where <= last)
@@ -331,12 +331,12 @@ def sram_timeline(
         )  # fmt: skip
         base = levels[:, column]
     peak, limit = int(levels.max()), trace.device.sram_bytes
-    device = f"{trace.device.name}: {limit:,} B a block"
+    device = f"{trace.device.name}: {limit:,} B per block"
     ax.set_ylim(0, peak * 1.12)
     if limit < 3 * peak:
         ax.set_ylim(0, max(limit, peak) * 1.1)
         ax.axhline(limit, color=theme.text, ls=(0, (5, 3)), lw=1.6, zorder=3)
-        above = peak > limit  # then the label must be read on top of the buffers
+        above = peak > limit  # then the label lies on the buffers
         ax.annotate(
             f"{device}, without registers" if above else device, (last, limit), (-4, 4),
             textcoords="offset points", ha="right", va="bottom", zorder=4,
@@ -344,11 +344,11 @@ def sram_timeline(
         )  # fmt: skip
     else:
         ax.annotate(
-            f"{peak / limit:.0%} of the {device}", (1, 1), (-4, -4), xycoords="axes fraction",
+            f"{peak / limit:.0%} of {device}", (1, 1), (-4, -4), xycoords="axes fraction",
             textcoords="offset points", ha="right", va="top",
         )  # fmt: skip
     ax.set(
-        xlabel="step (a tile is computed at each)", ylabel="bytes on chip", xlim=(first, last),
+        xlabel="step (each computes a tile)", ylabel="bytes on chip", xlim=(first, last),
     )  # fmt: skip
     title = f"SRAM of one block, stage {part.name}: peak {peak:,} B"
     heading(ax, theme, title, sources.common([trace], name=True))
@@ -360,18 +360,18 @@ def sram_timeline(
 def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
     """Draw the differences of two traces, or of a trace and its prediction.
 
-    Bars are `second` minus `first`, in requested bytes, by stage, direction and tensor. The number
-    of equal transfers is given below the title.
+    Bars are `second` minus `first`, in requested bytes, by stage, direction and tensor. The text
+    below the title says how many transfers are equal.
 
     Parameters
     ----------
     first, second : Trace, Traffic, Result or Gradients
-        `first` alone may hold both: a Comparison, a list or a dict by label.
+        Without `second`, `first` holds both: a Comparison, a list or a dict by label.
 
     Raises
     ------
     OptionError
-        If there are not exactly two.
+        If there are not exactly two sources.
     """
     labels = list(sources.labelled(first if second is None else [first, second]).items())
     if len(labels) != 2:

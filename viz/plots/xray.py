@@ -1,4 +1,4 @@
-"""Plots of the tiles that a kernel's counters imply."""
+"""A plot of the tile sizes that a kernel's hardware counters imply."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from flashsim.viz.style import MARKERS, heading, themed
 
 @themed
 def tile_evidence(data: Sequence[Mapping[str, Any]], *, ax: Axes, theme: Theme) -> None:
-    """Draw the bytes that each tile would read, divided by those that a kernel read.
+    """Draw the bytes that each tile size would read, divided by the bytes that a kernel read.
 
     Parameters
     ----------
     data : sequence of mappings
-        From `flashsim.studies.xray.XRay.evidence`; at most six kernels are drawn.
+        The result of `flashsim.studies.xray.XRay.evidence`; at most six kernels are drawn.
 
     Raises
     ------
@@ -27,7 +27,7 @@ def tile_evidence(data: Sequence[Mapping[str, Any]], *, ax: Axes, theme: Theme) 
         If no kernel has a tile.
     """
     if not data:
-        raise OptionError("nothing to draw: no tile explains the counters of any kernel")
+        raise OptionError("nothing to draw: no tile size explains the counters of any kernel")
     drawn: list[Mapping[str, Any]] = []
     for e in data:
         if all(e["curve"] != other["curve"] or e["name"] != other["name"] for other in drawn):
@@ -48,9 +48,9 @@ def tile_evidence(data: Sequence[Mapping[str, Any]], *, ax: Axes, theme: Theme) 
     ax.set_yscale("log", base=2)
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:g} x")
     ax.set_xlabel(" or ".join(dict.fromkeys(e["side"] for e in drawn[:6])))
-    ax.set_ylabel("bytes read: this tile / measured")
+    ax.set_ylabel("predicted / measured bytes read")
     ax.legend(fontsize=10)
     heading(
-        ax, theme, "One tile reads what was measured",
-        "lines: what each tile would read; marks: the tiles that agree with the counters",
+        ax, theme, "Tile sizes that explain the measured reads",
+        "lines: prediction for each tile size; marks: tile sizes that agree with the counters",
     )  # fmt: skip

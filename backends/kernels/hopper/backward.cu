@@ -1,47 +1,52 @@
 // FlashAttention-3 backward (arXiv:2407.08608, Algorithm 3) for Hopper: 16-bit inputs, float32
-// accumulators, KV-outer. A block owns one tile of keys of one key head; each of two consumer
-// warpgroups owns 64 of its keys and keeps their dK and dV in registers. Scores are computed
-// transposed, keys by queries, so that P^T and dS^T are already the left operands of dV = P^T dO
-// and dK = dS^T Q. Only for dQ^T = K^T dS^T, which needs all keys of the tile, does dS pass through
-// shared memory; dQ is added into a float32 accumulator by the copy engine, with FS_ORDERED in the
-// order of the key tiles. One producer thread loads tiles, a second warp the rows' log-sum-exp and
-// delta, two more send dQ off. Which row tiles are visited is read from the schedule's tables.
-// Without FS_FUSED there is no dQ: the three-pass form leaves it to hopper_dq.
+// accumulators, KV-outer. A block owns one key tile of one KV head. Each of two consumer warpgroups
+// owns 64 of its keys and keeps their dK and dV in registers. Scores are computed transposed, keys
+// by queries, so that P^T and dS^T already are the left operands of dV = P^T dO and dK = dS^T Q.
+// Only dQ^T = K^T dS^T needs all keys of the tile, so only for dQ does dS pass through shared
+// memory. TMA adds dQ into a float32 accumulator; with FS_ORDERED, in the order of the key tiles.
+// One producer thread loads tiles, a second warp loads the rows' log-sum-exp and delta, and two
+// more warps send dQ. The schedule's tables say which row tiles are visited. Without FS_FUSED the
+// kernel computes no dQ: in the three-pass backward, dq.cu does.
 //
-// With FS_ONCE a row tile has one visit, and its keys are all here. So delta is a sum of what this
-// block has, P dP over keys, and nobody ran before; and dQ is complete: it is rounded, and stored.
-// With FS_DLSE as well, delta is less the LSE's gradient; elsewhere flash_delta has seen to that.
+// With FS_ONCE each row tile has one visit, which covers all of its keys. So delta is the sum of P
+// dP over the block's own keys, and no kernel has to compute it before. And dQ is complete after
+// the visit: it is rounded and stored. With FS_DLSE as well, this kernel subtracts the LSE's
+// gradient from delta; without FS_ONCE, flash_delta has done so.
 #include "tile_scheduler.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
 constexpr int WARPGROUPS = BLOCK_K / 64, STAGES = 2, CHUNKS = D / 64;
-// Of these, the products take the columns that exist (a cluster shares them out in pieces of 32).
+// The columns of D that the products use: those that exist (a cluster divides them in pieces of
+// 32).
 constexpr int COLUMNS = columns_taken(FS_CLUSTER > 1 ? 32 : 16);
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
 // The scores' accumulators start at -lse / scale, unless a softcap needs the scores themselves.
 constexpr bool START = !FS_SCALED;
-// dV is issued in slices of so many queries, each as soon as its part of P is there. Few of them,
-// since wgmma_wait counts up to 7 groups. A function of scores may read memory: one slice then
-// waits for it once.
+// dV is issued in slices of SLICE queries, each as soon as its slice of P is complete. There are
+// few slices, since wgmma_wait counts at most 7 groups. A score function may read memory; it gets
+// one slice, and so waits for memory once.
 constexpr int SLICE = BLOCK_Q == 128 ? 32 : FS_SCORE_MOD ? 64 : 16, SLICES = BLOCK_Q / SLICE;
-// Where a visit's exponentials take longer than dP, which is then waited for in their middle.
+// If a visit's exponentials take longer than dP: dP is then waited for in the middle of the
+// exponentials.
 constexpr bool HALFWAY = BLOCK_Q == 128 && !FS_ONCE && !FS_SCORE_LATE;
-// dK of a visit is waited for in the next one, where registers allow for that.
+// dK of a visit is waited for in the next visit, if registers suffice.
 constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP && !FS_SCORE_MOD;
-// Where the next visit's scores start is loaded while this one's last products run: of so many rows
-// that takes long. (Where dP starts, too, has no registers, or at 32 columns is slower; so is this
-// there under a mask.)
+// The initial values of the next visit's scores are loaded while this visit's last products run:
+// for this many rows, the load takes long. At 32 columns under a causal mask or window, the early
+// load is slower. (So is an early load of dP's initial values at 32 columns; with more columns it
+// needs too many registers.)
 constexpr bool EARLY =
     FS_FUSED && START && BLOCK_Q == 128 && !FS_ONCE && (COLUMNS > 32 || !FS_RIGHT);
-// dQ of a visit is computed in the next one, so that no warpgroup waits for the other's dS.
+// dQ of a visit is computed in the next visit, so that no warpgroup waits for the other's dS.
 [[maybe_unused]] constexpr bool DEFERRED = FS_DEFERRED;
-// dQ^T, D x BLOCK_Q, is shared out in pieces of 64 columns of dQ by DQ_ROWS queries: at D = 128 a
-// warpgroup takes half of the columns, at 64 half of the queries. It leaves in boxes of 128 bytes a
-// row: 32 columns, or 64 if they are rounded.
+// dQ^T, D x BLOCK_Q, is divided between the warpgroups in pieces of 64 columns of dQ by DQ_ROWS
+// queries: at D = 128 each warpgroup takes half of the columns, at D = 64 half of the queries. dQ
+// leaves in boxes of 128 bytes per row: 32 float32 columns, or 64 rounded ones.
 constexpr bool SPLIT_COLUMNS = D == 128;
-// Up to 32 columns it is dQ that is computed: dQ^T would have 64 rows, the least of a product.
+// Up to 32 columns, dQ is computed instead of dQ^T: dQ^T would need 64 rows, the minimum of a
+// product.
 [[maybe_unused]] constexpr bool UPRIGHT = COLUMNS <= 32;
 constexpr int DQ_ROWS = SPLIT_COLUMNS ? BLOCK_Q : BLOCK_Q / 2;
 [[maybe_unused]] constexpr int DQ_BOXES = FS_ONCE ? 1 : 2;
@@ -51,12 +56,12 @@ __device__ inline int dq_column(int g, int box) { return (SPLIT_COLUMNS ? 64 * g
 static_assert(!UPRIGHT || DQ_ROWS == 64, "the rows of a product");
 static_assert((D == 64 || D == 128) && COLUMNS <= D, "");
 static_assert(BLOCK_Q % 16 == 0 && WARPGROUPS == 2 && DQ_ROWS % 8 == 0, "");
-// dS^T in shared memory: a row is a key, DS_WIDE queries to a chunk (ptx.cuh).
+// dS^T in shared memory: a row is a key, with DS_WIDE queries per chunk (ptx.cuh).
 constexpr int DS_WIDE = BLOCK_Q % 64 ? 16 : 64;
 [[maybe_unused]] constexpr u64 DS_SWIZZLE = DS_WIDE == 16 ? SWIZZLE_32 : SWIZZLE_128;
 
-// Of a cluster's blocks: bytes between two of a thread's floats of dK and dV, laid down for the
-// others where k, v, q and dout are.
+// In a cluster, each block leaves dK and dV for the others in the memory of k, v, q and dout. This
+// is the distance in bytes between two of a thread's floats.
 [[maybe_unused]] constexpr int ROW_OF_THREADS = 128 * WARPGROUPS * 4;
 static_assert(FS_CLUSTER == 1 || !(FS_ORDERED || FS_TIMELINE), "items have one block there");
 static_assert(!FS_ONCE || (FS_FUSED && !FS_ORDERED && !FS_SOFTCAP && BLOCK_Q % 32 == 0), "");
@@ -66,35 +71,36 @@ static_assert(!FS_ONCE || !FS_DEFERRED, "no visit follows in which dQ would be c
 static_assert(D * ROW_OF_THREADS <= 2 * (2 * BLOCK_K + 2 * STAGES * BLOCK_Q) * D, "room for both");
 
 struct OnChip {
-    alignas(1024) u16 k[CHUNKS][BLOCK_K * 64];             // lives for one item
-    alignas(1024) u16 v[CHUNKS][BLOCK_K * 64];             // lives for one item
-    alignas(1024) u16 q[STAGES][CHUNKS][BLOCK_Q * 64];     // ring, one visit each
-    alignas(1024) u16 dout[STAGES][CHUNKS][BLOCK_Q * 64];  // ring, one visit each
+    alignas(1024) u16 k[CHUNKS][BLOCK_K * 64];             // lives for one work tile
+    alignas(1024) u16 v[CHUNKS][BLOCK_K * 64];             // lives for one work tile
+    alignas(1024) u16 q[STAGES][CHUNKS][BLOCK_Q * 64];     // ring; a stage lives for one visit
+    alignas(1024) u16 dout[STAGES][CHUNKS][BLOCK_Q * 64];  // ring; a stage lives for one visit
 #if FS_FUSED
     alignas(1024) u16 ds[STAGES][BLOCK_Q / DS_WIDE][BLOCK_K * DS_WIDE];  // dS^T
 #if FS_ONCE
-    alignas(1024) u16 dq[WARPGROUPS][DQ_BOXES][DQ_ROWS * 64];    // leaving for dQ
-    float sums[STAGES][4 * WARPGROUPS][BLOCK_Q], delta[4 * WARPGROUPS][BLOCK_Q];  // of each warp
+    alignas(1024) u16 dq[WARPGROUPS][DQ_BOXES][DQ_ROWS * 64];    // staged for the store to dQ
+    float sums[STAGES][4 * WARPGROUPS][BLOCK_Q], delta[4 * WARPGROUPS][BLOCK_Q];  // per warp
 #if FS_DLSE
     float dlse[STAGES][BLOCK_Q];
 #endif
 #else
-    alignas(1024) float dq[WARPGROUPS][DQ_BOXES][DQ_ROWS * 32];  // leaving for the accumulator
+    alignas(1024) float dq[WARPGROUPS][DQ_BOXES][DQ_ROWS * 32];  // staged for the addition to dQ
 #endif
 #endif
-    float lse[STAGES][BLOCK_Q];                            // negative, in the scores' unit
+    float lse[STAGES][BLOCK_Q];                            // -lse, in the scores' unit
 #if !FS_ONCE
-    float delta[STAGES][BLOCK_Q];                          // negative
+    float delta[STAGES][BLOCK_Q];                          // -delta
 #endif
-    u64 kv_full, k_empty, v_empty;                         // of k and v
-    u64 ds_full[STAGES], ds_free[STAGES];                  // of ds, where dQ is deferred
-    u64 full[STAGES], empty[STAGES];                       // of q, dout, lse, delta or dlse
+    u64 kv_full, k_empty, v_empty;                         // barriers of k and v
+    u64 ds_full[STAGES], ds_free[STAGES];                  // barriers of ds, if dQ is deferred
+    u64 full[STAGES], empty[STAGES];                       // barriers of q, dout and statistics
     Items items;
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_kernels.py and OnChip must agree");
 
-// Named barriers; 0 is __syncthreads. dS is written; a warpgroup's piece of dQ is sent off, and is
-// staged; no product of an item that a cluster shares needs a tile any more; sums are written.
+// Named barriers (0 is __syncthreads). DS_READY: dS is written. DQ_FREE, DQ_FULL: a warpgroup's
+// piece of dQ is sent; is staged. TILES_READ: no product of a work tile that a cluster shares reads
+// a tile any more. SUMS_READY: sums are written.
 enum NamedBarrier { DS_READY = 1, DQ_FREE = 2, DQ_FULL = 4, TILES_READ = 6, SUMS_READY = 7 };
 
 #if FS_FUSED
@@ -102,7 +108,7 @@ enum NamedBarrier { DS_READY = 1, DQ_FREE = 2, DQ_FULL = 4, TILES_READ = 6, SUMS
 #endif
 #include "kv_outer.cuh"
 
-// S^T (+)= K Q^T or dP^T += V dO^T, issued and committed: `mine` is 64 rows of a key-side tile.
+// Issues and commits S^T (+)= K Q^T or dP^T += V dO^T: `mine` is 64 rows of a K or V tile.
 template <bool ADD>
 __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_Q / 2], const u16* mine,
                                              const u16* visited) {
@@ -113,7 +119,7 @@ __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_Q / 2], const u16*
     wgmma_commit();
 }
 
-// The statistic of each of this thread's scores.
+// Loads the statistic (lse or delta) of each of this thread's scores.
 __device__ __forceinline__ void load_rows(float (&S)[BLOCK_Q / 2], const float* statistic) {
 #pragma unroll
     for (int j = 0; j < BLOCK_Q / 8; ++j) {
@@ -122,8 +128,8 @@ __device__ __forceinline__ void load_rows(float (&S)[BLOCK_Q / 2], const float* 
     }
 }
 
-// dV += P^T dO or dK += dS^T Q over `rows` queries from the one numbered `first`, issued and
-// committed; the left operand comes from registers.
+// Issues and commits dV += P^T dO or dK += dS^T Q over `rows` queries starting at `first`; the left
+// operand is in registers.
 __device__ __forceinline__ void issue_grad(float (&acc)[COLUMNS / 2],
                                            const u32 (&P)[BLOCK_Q / 16][4], const u16* visited,
                                            int first, int rows) {
@@ -138,7 +144,8 @@ __device__ __forceinline__ void issue_grad(float (&acc)[COLUMNS / 2],
 #include "dq_of_keys.cuh"
 
 #if FS_FUSED
-// The queries of dS^T that make warpgroup g's piece of dQ; they may begin inside a chunk.
+// The queries of dS^T from which warpgroup g computes its piece of dQ. They may begin inside a
+// chunk.
 __device__ __forceinline__ const u16* piece_of_ds(
     const u16 (&ds)[BLOCK_Q / DS_WIDE][BLOCK_K * DS_WIDE], int g) {
     const int first = SPLIT_COLUMNS ? 0 : g * DQ_ROWS;
@@ -147,7 +154,7 @@ __device__ __forceinline__ const u16* piece_of_ds(
 #endif
 
 #if FS_SCORE_MOD
-// P of the slice of queries from the one numbered `first`, rounded; see `probability`.
+// P of the slice of queries that starts at `first`, rounded; see `probability`.
 __device__ __forceinline__ void make_slice(u32 (&P)[BLOCK_Q / 16][4], float (&S)[BLOCK_Q / 2],
                                            const Args& a, const Item& it, const Head& at,
                                            bool masked, bool exact, float factor, const float* lse,
@@ -167,7 +174,7 @@ __device__ __forceinline__ void make_slice(u32 (&P)[BLOCK_Q / 16][4], float (&S)
 __device__ void consume(OnChip& s, const Args& a, int g) {
     const float to_log2 = exponent_factor(a);
     const int lane = threadIdx.x % 32;
-    const bool speaks = lane == 0;  // for its warp
+    const bool speaks = lane == 0;  // one arrival per warp
     const int kv_heads = a.heads / a.group;
 #if FS_FUSED
     // Where this thread's row of dS^T starts (for store_matrices), swizzled.
@@ -176,7 +183,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
     const u32 ds_at =
         shared_address(s.ds[0][0]) + ds_row * DS_WIDE * 2 + (lane / 16 ^ ds_turn) * 16;
 #if !FS_ONCE
-    // Where its part of dQ^T is staged (rows are queries), if those columns exist.
+    // Where this thread stages dQ^T (rows are queries), if its columns exist.
     const int dq_row = lane % 4 * 2, dq_piece = threadIdx.x / 32 % 2 * 4 + lane / 16;
     const bool dq_sent = dq_column(g, threadIdx.x / 64 % 2) < FS_HEAD_DIM;
     const u32 dq_at = shared_address(&s.dq[g][threadIdx.x / 64 % 2][dq_row * 32]) +
@@ -186,7 +193,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
     Ring ring, slot;
     u32 kv_parity = 0;
     while (true) {
-        const Item& it = s.items.look(slot);  // not a copy: no registers are left for one
+        const Item& it = s.items.look(slot);  // not a copy: too few registers
         if (it.walk < 0) break;
         const Walk visits = it.visits;
         const int key = it.own.start + 64 * g + fragment_row();
@@ -200,7 +207,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         const int steps = step.begin(a, it, visits.count);
         float S[BLOCK_Q / 2];
 #if FS_SCORE_LATE
-        FlashSums sums;  // of one query head
+        FlashSums sums;  // sums of one query head
 #endif
         if (EARLY) {
             if (steps > 0) wait(&s.full[ring.stage], ring.parity);
@@ -210,13 +217,14 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         for (int left = steps; left; --left) {
             const Visit visit = visits(a, step.v);
             const int stage = ring.stage;
-            const int walk = it.walk * a.group + step.member;  // of the query head
+            const int walk = it.walk * a.group + step.member;  // index of the query head
             u64* stamps = visit_stamps(a, i64(walk) * a.n_visits + it.visits.first + step.v);
             float dP[BLOCK_Q / 2];
             u32 P[BLOCK_Q / 16][4], dS[BLOCK_Q / 16][4];
             // -- S^T = K Q^T - lse / scale and dP^T = V dO^T - delta ------------------------------
-            // The statistics are where the accumulators start, so they take no registers. Both are
-            // loaded before either product starts: ptxas would make the second wait for the first.
+            // The accumulators start at the statistics, which then need no registers of their own.
+            // Both are loaded before either product starts: otherwise ptxas makes the second load
+            // wait for the first product.
             stamp(stamps, 0);
             if (!EARLY) wait(&s.full[stage], ring.parity);
             stamp(stamps, 1);
@@ -226,7 +234,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #endif
             if (CARRY) wgmma_wait<0>(), pin(dK);  // ptxas would wait here anyway
             else if (FS_ONCE) pin(S);
-            else pin(S), pin(dP);  // all of dP is loaded here, none of it behind S
+            else pin(S), pin(dP);  // loads all of dP here, none of it after S
             wgmma_fence();
             issue_scores<START>(S, &s.k[0][64 * g * 64], s.q[stage][0]);
             wgmma_fence();
@@ -252,9 +260,10 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             shape_scores(S, a, it, visit.masked, key,
                          it.base + visit.tile * BLOCK_Q + fragment_column());
 #endif
-            // ptxas would put the multiplications of all slices before the first exponential, which
-            // costs where there are many. It does not know that no exponential has a sign: so each
-            // slice's factor, which never changes, waits for one of the slice before.
+            // Otherwise ptxas moves the multiplications of all slices before the first exponential,
+            // which is slow if there are many slices. ptxas does not know that no exponential is
+            // negative. So each slice's factor, which never changes, gets a false dependency on an
+            // exponential of the previous slice.
             u32 unit = __float_as_uint(to_log2), early = 0;
 #pragma unroll
             for (int first = 0; first < BLOCK_Q; first += SLICE) {
@@ -272,7 +281,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                     const float p1 = exp2_approx(S[e + 1] * factor + lse.y);
                     P[e / 8][e / 2 % 4] = pack(p0, p1);
                     if (e == first / 2) early = __float_as_uint(p0);
-#if FS_SOFTCAP  // S is tanh, or -inf; from here on it is P times the cap's slope, 1 - tanh^2
+#if FS_SOFTCAP  // S is tanh, or -inf; from here on it is P times the softcap's slope, 1 - tanh^2
                     const float t0 = fmaxf(S[e], -1.0f);
                     const float t1 = fmaxf(S[e + 1], -1.0f);
                     S[e] = p0 * (1.0f - t0 * t0), S[e + 1] = p1 * (1.0f - t1 * t1);
@@ -286,14 +295,14 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 if (first + SLICE == BLOCK_Q / 2) wgmma_wait<SLICES / 2>(), pin(dP);  // complete
                 if (first < BLOCK_Q / 2) continue;
 #pragma unroll
-                for (int e = 0; e < SLICE / 2; ++e) {  // of dS, the slices of the first half
+                for (int e = 0; e < SLICE / 2; ++e) {  // dS of the slices of the first half
                     const int at = (first - BLOCK_Q / 2) / 2 + e;
                     dP[at] *= S[at];
                 }
             }
             // -- dS^T = P^T dP^T, under dV --------------------------------------------------------
             if (!HALFWAY) wgmma_wait<SLICES>(), pin(dP);  // dP is complete
-            if (speaks && left == 1) arrive(&s.v_empty);  // the next item's V may come
+            if (speaks && left == 1) arrive(&s.v_empty);  // the next work tile's V may be loaded
             stamp(stamps, 3);
 #pragma unroll
             for (int e = HALFWAY ? BLOCK_Q / 4 : 0; e < BLOCK_Q / 2; ++e) {
@@ -310,8 +319,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #if FS_ONCE
             const int warp = threadIdx.x / 32 - 4;
             sum_keys(s.sums[stage][warp], dP);
-            // All warps' are written. Those of the visit before the last, which lay here, were read
-            // before anybody came to the last one's barrier.
+            // All warps' sums are written. The sums of two visits ago, which this buffer held, were
+            // read before any warp reached the last visit's barrier.
             named_sync(SUMS_READY, 128 * WARPGROUPS);
 #if FS_DLSE
             subtract_delta(dP, S, s.sums[stage], s.delta[warp], s.dlse[stage]);
@@ -321,7 +330,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #endif
             round_operand(dS, dP);
 #if FS_FUSED
-            // Both warpgroups' dQ of the visit before the last has read what was here.
+            // Both warpgroups' dQ products of two visits ago have read this stage's dS.
             if (DEFERRED) wait(&s.ds_free[stage], ring.parity ^ 1);
 #pragma unroll
             for (int x = 0; x < BLOCK_Q / 16; ++x) {
@@ -331,8 +340,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             }
             fence_async_shared();
             // -- dQ^T = K^T dS^T, dK += dS^T Q ----------------------------------------------------
-            // Deferred, dQ is the last visit's. In an item's first visit its product is computed of
-            // what is there, and not used: ptxas gives up asynchronous products behind a branch.
+            // With deferral, this is the last visit's dQ. In a work tile's first visit the product
+            // is computed from whatever the buffer holds, and its result is not used: behind a
+            // branch, ptxas would serialize asynchronous products.
             const int of = DEFERRED ? stage ^ 1 : stage;
             const bool due = !DEFERRED || left < steps;
             if (DEFERRED) {
@@ -340,8 +350,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 if (speaks) arrive(&s.ds_full[stage]);
                 if (due) wait(&s.ds_full[of], stage ? ring.parity : ring.parity ^ 1);
             } else {
-                // All of dS is written. The other stage's is free from here on: both warpgroups
-                // waited for the last visit's products before they came here.
+                // All of dS is written. The other stage's dS is free from here on: both warpgroups
+                // waited for the last visit's products before this barrier.
                 named_sync(DS_READY, 128 * WARPGROUPS);
             }
             float dQ[DQ_FLOATS];
@@ -349,8 +359,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             issue_grad(dK, dS, s.q[stage][0], 0, BLOCK_Q);
             wgmma_wait<1>();  // dV and dQ are complete
             pin(dQ);
-            if (!DEFERRED && speaks && left == 1) arrive(&s.k_empty);  // the next item's K may come
-            // -- dQ leaves under dK: staged, to be sent off by another warp -----------------------
+            // the next work tile's K may be loaded
+            if (!DEFERRED && speaks && left == 1) arrive(&s.k_empty);
+            // -- dQ is sent while dK runs: staged here, sent by another warp ----------------------
             if (due) {
                 if (DEFERRED && speaks) arrive(&s.ds_free[of]);
 #if FS_ONCE
@@ -364,7 +375,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             wgmma_wait<1>();  // dV is complete
             if (speaks && left == 1) arrive(&s.k_empty);
 #endif
-            if (EARLY) {  // where no visit follows, of what is there
+            if (EARLY) {  // if no visit follows, the values are loaded from this stage and not used
                 Ring next = ring;
                 next.next(STAGES);
                 if (left > 1) wait(&s.full[next.stage], next.parity);
@@ -407,11 +418,11 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
         u32 dk_bytes = 0, dv_bytes = 0;
 #if FS_CLUSTER > 1
-        // Every block lays its own down where tiles were, and takes some columns of all blocks', to
-        // add them up in the blocks' order.
-        constexpr int PIECES = COLUMNS / 32;  // of dK; as many of dV
+        // Each block writes its sums where the tiles were. Then each block reads some of the
+        // columns of all blocks, and adds them in the order of the blocks.
+        constexpr int PIECES = COLUMNS / 32;  // of dK; dV has as many
         const u32 mine = shared_address(s.k) + (threadIdx.x - 128) * 4;
-        named_sync(TILES_READ, 128 * WARPGROUPS);  // no product needs one any more
+        named_sync(TILES_READ, 128 * WARPGROUPS);  // no product reads a tile any more
 #pragma unroll
         for (int e = 0; e < COLUMNS / 2; ++e) {
             store_float(mine + e * ROW_OF_THREADS, dK[e]);
@@ -440,7 +451,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                                                     exists, column);
             }
         }
-        cluster_sync();  // the others have read what is ours
+        cluster_sync();  // the other blocks have read this block's sums
 #else
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -456,7 +467,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         s.items.let_go(slot);
     }
 #if FS_FUSED
-    named_sync(DQ_FREE + g, 160);  // shared memory outlives the copies that read it
+    // the block must not exit before the copies have read its shared memory
+    named_sync(DQ_FREE + g, 160);
 #endif
 }
 
@@ -472,7 +484,7 @@ hopper_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__
     OnChip& s = *reinterpret_cast<OnChip*>(shared);
     begin_barriers(s, 2 * FS_FUSED);
 #if FS_CLUSTER > 1
-    cluster_sync();  // nobody copies to a block whose barriers do not exist
+    cluster_sync();  // no block copies to another block whose barriers do not exist yet
 #endif
     const int role = take_role<PRODUCER_REGISTERS, CONSUMER_REGISTERS>();
     if (role == 0) {

@@ -1,9 +1,9 @@
-// The fused backward for head dims of 136 to 192 on Hopper: as backward.cu, KV-outer, but a
-// visit's products are shared out by what they make. One consumer warpgroup makes the scores, P and
-// dS of a whole tile, 64 queries by 96 keys, and dQ; one adds up dV^T, one dK^T, each of all keys
-// and columns. So each product is as large as a warpgroup's registers allow, which is what keeps
-// its operands' traffic of shared memory low, and nobody waits for a warpgroup that does the same.
-// P and dS go through shared memory, transposed. Rows of the scores are queries.
+// The fused backward for head dims of 136 to 192 on Hopper. KV-outer as backward.cu, but each
+// warpgroup computes different products. One consumer warpgroup computes the scores, P and dS of a
+// whole tile, 64 queries by 96 keys, and dQ; one accumulates dV^T, and one dK^T, each for all keys
+// and columns. So each product is as large as a warpgroup's registers allow, which minimises the
+// shared-memory traffic of its operands, and no warpgroup waits for another one in the same role. P
+// and dS pass through shared memory, transposed. Rows of the scores are queries.
 #include "tile_scheduler.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
@@ -11,37 +11,38 @@ constexpr int WARPGROUPS = 3, STAGES = 2, CHUNKS = D / 64, THREADS = 128 * (WARP
 constexpr int PRODUCER_REGISTERS = 24, SCORES_REGISTERS = 136, SUMS_REGISTERS = 176;
 static_assert(PRODUCER_REGISTERS + SCORES_REGISTERS + 2 * SUMS_REGISTERS <= 512, "or all hang");
 constexpr bool START = false;  // the scores' accumulators start at 0
-// dQ leaves in one piece, in boxes of 32 columns by all queries.
+// dQ is sent in one piece, in boxes of 32 columns by all queries.
 constexpr int DQ_ROWS = BLOCK_Q, DQ_COLUMNS = columns_taken(32), DQ_BOXES = DQ_COLUMNS / 32;
 __device__ inline int dq_row(int) { return 0; }
 __device__ inline int dq_column(int, int box) { return 32 * box; }
 static_assert(D == 192 && BLOCK_Q == 64 && BLOCK_K == 96 && FS_FUSED, "tiles of 64 x 96");
 
 struct OnChip {
-    alignas(1024) u16 k[CHUNKS][BLOCK_K * 64];          // lives for one item
-    alignas(1024) u16 v[CHUNKS][BLOCK_K * 64];          // lives for one item
-    alignas(1024) u16 q[STAGES][CHUNKS][BLOCK_Q * 64];  // ring, one visit each
-    alignas(1024) u16 dout[CHUNKS][BLOCK_Q * 64];       // one visit
+    alignas(1024) u16 k[CHUNKS][BLOCK_K * 64];          // lives for one work tile
+    alignas(1024) u16 v[CHUNKS][BLOCK_K * 64];          // lives for one work tile
+    alignas(1024) u16 q[STAGES][CHUNKS][BLOCK_Q * 64];  // ring; a stage lives for one visit
+    alignas(1024) u16 dout[CHUNKS][BLOCK_Q * 64];       // lives for one visit
     alignas(1024) u16 p[BLOCK_K * 64];                  // P^T: a row is a key, 64 queries wide
-    alignas(1024) u16 ds[BLOCK_K * 64];                 // dS^T, likewise
-    alignas(1024) float dq[1][D / 32][DQ_ROWS * 32];    // leaving for the accumulator
-    float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q]; // -lse in units of log 2; -delta
-    u64 kv_full, k_empty, v_empty;                      // of k and v
-    u64 full[STAGES], empty[STAGES];                    // of q, lse and delta
+    alignas(1024) u16 ds[BLOCK_K * 64];                 // dS^T, as P^T
+    alignas(1024) float dq[1][D / 32][DQ_ROWS * 32];    // staged for the addition to dQ
+    float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q]; // -lse in units of log 2, and -delta
+    u64 kv_full, k_empty, v_empty;                      // barriers of k and v
+    u64 full[STAGES], empty[STAGES];                    // barriers of q, lse and delta
     u64 dout_full[CHUNKS], dout_empty[CHUNKS];
     Items items;
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_kernels.py and OnChip must agree");
 
-// Named barriers: P or dS is written, and read by its sum; dS is written, for dQ; dQ is sent off,
-// and staged.
+// Named barriers. P_FULL, DS_FULL: P or dS is written. P_FREE, DS_FREE: the warpgroup that
+// accumulates dV or dK has read it. DS_WRITTEN: dS is written, for dQ. DQ_FREE, DQ_FULL: dQ is
+// sent; is staged.
 enum NamedBarrier { P_FULL = 1, P_FREE, DS_FULL, DS_FREE, DS_WRITTEN, DQ_FREE, DQ_FULL };
 
 #define STAGES_DQ
 #define ONE_DOUT
 #include "kv_outer.cuh"
 
-// S = Q K^T or dP = dO V^T, issued and committed: a row is a query.
+// Issues and commits S = Q K^T or dP = dO V^T; a row is a query.
 __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u16* queries,
                                              const u16* keys) {
     const u64 da = descriptor(queries, 0), db = descriptor(keys, 0);
@@ -52,7 +53,7 @@ __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u16*
     wgmma_commit();
 }
 
-// dQ = dS K, issued and committed.
+// Issues and commits dQ = dS K.
 __device__ __forceinline__ void issue_dq(float (&dQ)[DQ_COLUMNS / 2], const u16* ds, const u16* k) {
     const u64 da = descriptor(ds, 0), db = descriptor(k, BLOCK_K * 128);
     wgmma_fence();
@@ -62,7 +63,7 @@ __device__ __forceinline__ void issue_dq(float (&dQ)[DQ_COLUMNS / 2], const u16*
     wgmma_commit();
 }
 
-// Stores 16 keys of P or dS, rounded, transposed; `at` is where this thread's first go.
+// Stores 16 keys of P or dS, rounded and transposed; `at` is the address of this thread's first.
 __device__ __forceinline__ void store_keys(u32 at, int x, const float (&S)[BLOCK_K / 2]) {
     u32 rounded[4];
 #pragma unroll
@@ -70,7 +71,7 @@ __device__ __forceinline__ void store_keys(u32 at, int x, const float (&S)[BLOCK
     store_transposed(at + x * 16 * 128, rounded);
 }
 
-// -inf for the scores that the mask drops, if the visit has such.
+// Sets to -inf the scores that the mask drops, if the visit is masked.
 __device__ __forceinline__ void mask_scores(float (&S)[BLOCK_K / 2], const Args& a, const Item& it,
                                             bool masked, int query
 #if FS_FLEX
@@ -97,7 +98,7 @@ __device__ __forceinline__ void mask_scores(float (&S)[BLOCK_K / 2], const Args&
 }
 
 #if FS_SCORE_MOD
-// P of raw scores, see `probability`.
+// P of raw scores; see `probability`.
 template <bool KEPT>
 __device__ __forceinline__ void make_probabilities(float (&P)[BLOCK_K / 2], float (&S)[BLOCK_K / 2],
                                                    const Args& a, const Item& it, const Head& at,
@@ -116,24 +117,24 @@ __device__ __forceinline__ void make_probabilities(float (&P)[BLOCK_K / 2], floa
 }
 #endif
 
-// The warpgroup that makes P, dS and dQ.
+// The warpgroup that computes P, dS and dQ.
 __device__ void make_scores(OnChip& s, const Args& a) {
     [[maybe_unused]] const float to_log2 = exponent_factor(a);
-    const bool speaks = threadIdx.x % 32 == 0;  // for its warp
-    // Where this thread's part of P and dS goes (for store_transposed), swizzled.
+    const bool speaks = threadIdx.x % 32 == 0;  // one arrival per warp
+    // Where this thread stores P and dS (for store_transposed), swizzled.
     const int lane = threadIdx.x % 32, key = lane / 16 * 8 + lane % 8;
     const int place = key * 64 + ((threadIdx.x / 32 % 4 * 2 + lane / 8 % 2) ^ key % 8) * 8;
     const u32 p_at = shared_address(&s.p[place]), ds_at = shared_address(&s.ds[place]);
     Ring ring, slot;
     u32 kv_parity = 0, dout_parity = 0;
     while (true) {
-        const Item& it = s.items.look(slot);  // not a copy: no registers are left for one
+        const Item& it = s.items.look(slot);  // not a copy: too few registers
         if (it.walk < 0) break;
         Step step;
         const int steps = step.begin(a, it, it.visits.count);
         stamp_item(a, it.walk, it.outer, false);
 #if FS_SCORE_SUMS
-        FlashSums sums;  // of one query head
+        FlashSums sums;  // sums of one query head
 #endif
         wait(&s.kv_full, kv_parity);
         kv_parity ^= 1;
@@ -141,7 +142,8 @@ __device__ void make_scores(OnChip& s, const Args& a) {
         for (int left = steps; left; --left) {
             const Visit visit = it.visits(a, step.v);
             const int row = fragment_row(), query = it.base + visit.tile * BLOCK_Q + row;
-            [[maybe_unused]] const int walk = it.walk * a.group + step.member;  // of the query head
+            // index of the query head
+            [[maybe_unused]] const int walk = it.walk * a.group + step.member;
             u64* stamps = visit_stamps(a, i64(walk) * a.n_visits + it.visits.first + step.v);
 #if FS_FLEX
             const Head at = head_of(a, it, step);
@@ -168,7 +170,7 @@ __device__ void make_scores(OnChip& s, const Args& a) {
                 make_probabilities<false>(P, S, a, it, at, query, lse);
             else
                 make_probabilities<true>(P, S, a, it, at, query, lse);
-            named_sync(P_FREE, 256);  // the last visit's has been read
+            named_sync(P_FREE, 256);  // the last visit's P has been read
 #pragma unroll
             for (int x = 0; x < BLOCK_K / 16; ++x) store_keys(p_at, x, P);
 #else
@@ -181,7 +183,7 @@ __device__ void make_scores(OnChip& s, const Args& a) {
 #else
             mask_scores(S, a, it, visit.masked, query);
 #endif
-            named_sync(P_FREE, 256);  // the last visit's has been read
+            named_sync(P_FREE, 256);  // the last visit's P has been read
 #pragma unroll
             for (int x = 0; x < BLOCK_K / 16; ++x) {
                 [[maybe_unused]] float slope[8];
@@ -209,9 +211,10 @@ __device__ void make_scores(OnChip& s, const Args& a) {
             pin(dP);
             for (int c = 0; c < CHUNKS; ++c)
                 if (speaks) arrive(&s.dout_empty[c]);
-            if (speaks && left == 1) arrive(&s.v_empty);  // the next item's V may come
+            if (speaks && left == 1) arrive(&s.v_empty);  // the next work tile's V may be loaded
             stamp(stamps, 3);
-            named_sync(DS_FREE, 256);  // the last visit's has been read, by dK; dQ was awaited
+            // dK's warpgroup has read the last visit's dS; dQ was awaited
+            named_sync(DS_FREE, 256);
 #pragma unroll
             for (int x = 0; x < BLOCK_K / 16; ++x) {
 #pragma unroll
@@ -236,7 +239,7 @@ __device__ void make_scores(OnChip& s, const Args& a) {
             issue_dq(dQ, s.ds, s.k[0]);
             wgmma_wait<0>();
             pin(dQ);
-            named_sync(DQ_FREE, 160);  // the last visit's is sent off
+            named_sync(DQ_FREE, 160);  // the last visit's dQ is sent
             stage_columns(&s.dq[0][0], dQ);
             fence_async_shared();
             named_arrive(DQ_FULL, 160);
@@ -246,18 +249,20 @@ __device__ void make_scores(OnChip& s, const Args& a) {
             ring.next(STAGES);
             stamp(stamps, 4);
         }
-        if (speaks) {  // the next item's V and K may come
+        if (speaks) {  // the next work tile's V and K may be loaded
             if (steps == 0) arrive(&s.v_empty);
             arrive(&s.k_empty);
         }
         stamp_item(a, it.walk, it.outer, true);
         s.items.let_go(slot);
     }
-    named_sync(P_FREE, 256), named_sync(DS_FREE, 256);  // as often as they were arrived at
-    named_sync(DQ_FREE, 160);  // shared memory outlives the copies that read it
+    named_sync(P_FREE, 256), named_sync(DS_FREE, 256);  // as many waits as arrivals
+    // the block must not exit before the copies have read its shared memory
+    named_sync(DQ_FREE, 160);
 }
 
-// Stores the sum of an item, transposed, rounded, times `factor`; returns this thread's bytes.
+// Stores a work tile's dV or dK, transposed, rounded, times `factor`. Returns the bytes that this
+// thread stored.
 template <class R>
 __device__ __forceinline__ u32 store_sum(const Tensor& to, const Item& it, int kv_heads,
                                          const float (&sum)[CHUNKS][BLOCK_K / 2], float factor) {
@@ -286,16 +291,16 @@ __device__ __forceinline__ u32 store_sum(const Tensor& to, const Item& it, int k
     return bytes;
 }
 
-// A warpgroup that adds up dV^T = dO^T P (VALUES) or dK^T = Q^T dS: 64 columns a product.
+// A warpgroup that accumulates dV^T = dO^T P (VALUES) or dK^T = Q^T dS: 64 columns per product.
 template <bool VALUES>
 __device__ void add_up(OnChip& s, const Args& a) {
     constexpr int FULL = VALUES ? P_FULL : DS_FULL, FREE = VALUES ? P_FREE : DS_FREE;
     const bool speaks = threadIdx.x % 32 == 0;  // for its warp
     const u64 scores = descriptor(VALUES ? s.p : s.ds, 0);
     Ring ring, slot;
-    named_arrive(FREE, 256);  // nothing is in P or dS yet
+    named_arrive(FREE, 256);  // P or dS is free at first
     while (true) {
-        const Item& it = s.items.look(slot);  // not a copy: no registers are left for one
+        const Item& it = s.items.look(slot);  // not a copy: too few registers
         if (it.walk < 0) return;
         stamp_item(a, it.walk, it.outer, false);
         float sum[CHUNKS][BLOCK_K / 2];
@@ -313,7 +318,8 @@ __device__ void add_up(OnChip& s, const Args& a) {
             if (!VALUES) wait(&s.full[ring.stage], ring.parity);
             else for (int c = 0; c < CHUNKS; ++c) wait(&s.dout_full[c], ring.parity);
             named_sync(FULL, 256);
-            stamp(stamps, 1), stamp(stamps, 2), stamp(stamps, 3);  // it makes no scores
+            // this warpgroup computes no scores
+            stamp(stamps, 1), stamp(stamps, 2), stamp(stamps, 3);
             const u64 tile = descriptor(VALUES ? s.dout[0] : s.q[ring.stage][0], 0);
             wgmma_fence();
 #pragma unroll
@@ -360,14 +366,15 @@ hopper_backward_roles(const __grid_constant__ TensorMap map_q,
         barrier_init(&s.kv_full, 1), barrier_init(&s.k_empty, 4), barrier_init(&s.v_empty, 4);
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(&s.full[i], 1 + 32);  // the copies, and the lanes with the statistics
-            barrier_init(&s.empty[i], 4);  // dK's warps, for which dS, and so all else, is waited
+            barrier_init(&s.empty[i], 4);  // dK's warps: they wait for dS, and so for all else
         }
         for (int c = 0; c < CHUNKS; ++c)
-            barrier_init(&s.dout_full[c], 1), barrier_init(&s.dout_empty[c], 8);  // dP's and dV's
-        s.items.init(4 * WARPGROUPS + 2);  // and the statistics' warp and dQ's
+            // the warps of dP and of dV
+            barrier_init(&s.dout_full[c], 1), barrier_init(&s.dout_empty[c], 8);
+        s.items.init(4 * WARPGROUPS + 2);  // plus the warps of the statistics and of dQ
         barrier_init_fence();
     }
-    __syncthreads();  // nobody touches a barrier before it exists
+    __syncthreads();  // no thread uses a barrier before it is initialised
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (role == 0) {
         registers_give<PRODUCER_REGISTERS>();

@@ -1,11 +1,11 @@
-// The backward for head dims of 192 and 256 on Hopper: as backward.cu, KV-outer, but the
-// accumulators of dK and dV for 64 keys fill the registers of both consumer warpgroups, so it is
-// the columns of the head dim that they share out. Each makes the scores of all 64 keys by its half
-// of the queries; P^T and dS^T go through shared memory, whole, and then each warpgroup multiplies
-// them for its own columns of dV, dK and dQ. dQ of 192 columns leaves as in backward.cu; 256 would
-// not fit in shared memory beside the rest and are added to the accumulator straight from
-// registers. Without FS_FUSED there is no dQ. Fused, 192 columns have a faster kernel where there
-// are many items: backward_roles.cu.
+// The backward for head dims of 192 and 256 on Hopper. KV-outer as backward.cu, but the
+// accumulators of dK and dV for 64 keys fill the registers of both consumer warpgroups. So the
+// warpgroups divide the columns of the head dim. Each computes the scores of all 64 keys by its
+// half of the queries. P^T and dS^T pass through shared memory as a whole, and each warpgroup then
+// multiplies them for its own columns of dV, dK and dQ. With 192 columns, dQ is staged and sent as
+// in backward.cu. With 256, dQ does not fit in shared memory beside the rest and is added to the
+// accumulator from registers. Without FS_FUSED there is no dQ. For the fused backward with 192
+// columns and many work tiles, backward_roles.cu is faster.
 #include "tile_scheduler.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
@@ -13,9 +13,9 @@ constexpr int WARPGROUPS = 2, STAGES = 2, CHUNKS = D / 64, THREADS = 128 * (WARP
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
 constexpr bool START = false;  // the scores' accumulators start at 0
-constexpr int QUERIES = BLOCK_Q / WARPGROUPS;  // whose scores a warpgroup makes
-// A warpgroup's columns: WIDE ones from 128 g on, in whole chunks, and at D = 192 half of the chunk
-// in the middle, NARROW ones.
+constexpr int QUERIES = BLOCK_Q / WARPGROUPS;  // whose scores a warpgroup computes
+// A warpgroup's columns: WIDE columns from 128 g on, in whole chunks. At D = 192 it also has NARROW
+// columns, half of the middle chunk.
 constexpr int WIDE = D == 256 ? 128 : 64, NARROW = D == 256 ? 0 : 32;
 // A warpgroup's piece of dQ: boxes of 32 columns by all queries, first the wide columns, then the
 // narrow ones.
@@ -27,23 +27,24 @@ __device__ inline int dq_column(int g, int box) {
 static_assert((D == 192 || D == 256) && BLOCK_Q == 64 && BLOCK_K == 64, "tiles of 64 x 64");
 
 struct OnChip {
-    alignas(1024) u16 k[CHUNKS][BLOCK_K * 64];             // lives for one item
-    alignas(1024) u16 v[CHUNKS][BLOCK_K * 64];             // lives for one item
-    alignas(1024) u16 q[STAGES][CHUNKS][BLOCK_Q * 64];     // ring, one visit each
-    alignas(1024) u16 dout[STAGES][CHUNKS][BLOCK_Q * 64];  // ring, one visit each
+    alignas(1024) u16 k[CHUNKS][BLOCK_K * 64];             // lives for one work tile
+    alignas(1024) u16 v[CHUNKS][BLOCK_K * 64];             // lives for one work tile
+    alignas(1024) u16 q[STAGES][CHUNKS][BLOCK_Q * 64];     // ring; a stage lives for one visit
+    alignas(1024) u16 dout[STAGES][CHUNKS][BLOCK_Q * 64];  // ring; a stage lives for one visit
     alignas(1024) u16 p[STAGES][BLOCK_K * 64];             // P^T: a row is a key, 64 queries wide
-    alignas(1024) u16 ds[STAGES][BLOCK_K * 64];            // dS^T, likewise
+    alignas(1024) u16 ds[STAGES][BLOCK_K * 64];            // dS^T, as P^T
 #if FS_FUSED && FS_D == 192
-    alignas(1024) float dq[WARPGROUPS][DQ_BOXES][DQ_ROWS * 32];  // leaving for the accumulator
+    alignas(1024) float dq[WARPGROUPS][DQ_BOXES][DQ_ROWS * 32];  // staged for the addition to dQ
 #endif
-    float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];    // -lse in units of log 2; -delta
-    u64 kv_full, k_empty, v_empty;                         // of k and v
-    u64 full[STAGES], empty[STAGES];                       // of q, dout, lse and delta
+    float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];    // -lse in units of log 2, and -delta
+    u64 kv_full, k_empty, v_empty;                         // barriers of k and v
+    u64 full[STAGES], empty[STAGES];                       // barriers of q, dout, lse and delta
     Items items;
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_kernels.py and OnChip must agree");
 
-// Named barriers: P and dS are written; a warpgroup's piece of dQ is sent off, and is staged.
+// Named barriers. SCORES_READY: P and dS are written. DQ_FREE, DQ_FULL: a warpgroup's piece of dQ
+// is sent; is staged.
 enum NamedBarrier { SCORES_READY = 1, DQ_FREE = 2, DQ_FULL = 4 };
 
 #if FS_FUSED && FS_D == 192
@@ -65,11 +66,11 @@ __device__ __forceinline__ void pin(Columns& c) {
     pin(c.wide);
     if (NARROW) pin(c.narrow);
 }
-// The first wide column of warpgroup g, and its first narrow one.
+// First wide column of warpgroup g; below, its first narrow column.
 __device__ inline int wide_column(int g) { return 128 * g; }
 __device__ inline int narrow_column(int g) { return 64 + 32 * g; }
 
-// acc (+)= A B for this warpgroup's columns, issued and committed. A, 64 x 64, is the P or dS of a
+// Issues and commits acc (+)= A B for this warpgroup's columns. A, 64 x 64, is the P or dS of a
 // visit, stored transposed if TRANS_A; B, 64 rows, is a tile of K, Q or dO.
 template <int TRANS_A, bool ADD>
 __device__ __forceinline__ void issue_product(Columns& acc, const u16* scores, const u16* tile,
@@ -89,7 +90,7 @@ __device__ __forceinline__ void issue_product(Columns& acc, const u16* scores, c
     wgmma_commit();
 }
 
-// S^T = K Q^T or dP^T = V dO^T for this warpgroup's queries, issued and committed.
+// Issues and commits S^T = K Q^T or dP^T = V dO^T for this warpgroup's queries.
 __device__ __forceinline__ void issue_scores(float (&S)[QUERIES / 2], const u16* keys,
                                              const u16* queries) {
     const u64 da = descriptor(keys, 0), db = descriptor(queries, 0);
@@ -100,7 +101,7 @@ __device__ __forceinline__ void issue_scores(float (&S)[QUERIES / 2], const u16*
     wgmma_commit();
 }
 
-// Stores this warpgroup's queries of P^T or dS^T, rounded.
+// Stores P^T or dS^T of this warpgroup's queries, rounded.
 __device__ __forceinline__ void store_scores(u16* to, const float (&S)[QUERIES / 2], int g) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
     u32 rounded[QUERIES / 16][4];
@@ -116,7 +117,7 @@ __device__ __forceinline__ void store_scores(u16* to, const float (&S)[QUERIES /
 __device__ __forceinline__ void add_pair(float* to, float x, float y) {
     asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" :: "l"(to), "f"(x), "f"(y) : "memory");
 }
-// Adds columns `first` and on of the rows of dQ that exist; returns this thread's bytes.
+// Adds to HBM the columns of dQ from `first` on, for rows that exist. Returns this thread's bytes.
 template <int N>
 __device__ __forceinline__ u32 add_columns(float* tile, const float (&dQ)[N], int first, int rows) {
     u32 bytes = 0;
@@ -138,7 +139,7 @@ __device__ __forceinline__ u32 add_columns(float* tile, const float (&dQ)[N], in
 
 __device__ void consume(OnChip& s, const Args& a, int g) {
     const float to_log2 = exponent_factor(a);
-    const bool speaks = threadIdx.x % 32 == 0;  // for its warp
+    const bool speaks = threadIdx.x % 32 == 0;  // one arrival per warp
     const int kv_heads = a.heads / a.group;
     Ring ring, slot;
     u32 kv_parity = 0;
@@ -152,7 +153,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         Columns dK, dV;
         clear(dK), clear(dV);
 #if FS_SCORE_SUMS
-        FlashSums sums;  // of one query head
+        FlashSums sums;  // sums of one query head
 #endif
         wait(&s.kv_full, kv_parity);
         kv_parity ^= 1;
@@ -160,7 +161,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         for (int step = 0; step < steps; ++step) {
             const Visit visit = it.visits(a, next.v);
             const int stage = ring.stage, query = it.base + visit.tile * BLOCK_Q;
-            [[maybe_unused]] const int walk = it.walk * a.group + next.member;  // of the query head
+            // index of the query head
+            [[maybe_unused]] const int walk = it.walk * a.group + next.member;
             [[maybe_unused]] const i64 number = i64(walk) * a.n_visits + it.visits.first + next.v;
             u64* stamps = visit_stamps(a, number);
 #if FS_FLEX
@@ -170,13 +172,13 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #endif
             next.next(a, it, it.visits.count);
             float S[QUERIES / 2], dP[QUERIES / 2];
-            // -- S^T = K Q^T and dP^T = V dO^T, queued behind what the last visit left running ----
+            // -- S^T = K Q^T and dP^T = V dO^T, issued after the last visit's products ------------
             stamp(stamps, 0);
             wait(&s.full[stage], ring.parity);
             stamp(stamps, 1);
             issue_scores(S, s.k[0], &s.q[stage][0][QUERIES * g * 64]);
             issue_scores(dP, s.v[0], &s.dout[stage][0][QUERIES * g * 64]);
-            float2 delta[QUERIES / 8];  // loaded under the products
+            float2 delta[QUERIES / 8];  // loaded while the products run
 #if !FS_SCORE_MOD
             float2 lse[QUERIES / 8];
 #endif
@@ -189,7 +191,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             }
             wgmma_wait<1>();  // S of this visit, dV and dK of the last are complete
             pin(S);
-            ring.next(STAGES);  // of two stages, the next one is also the last visit's
+            ring.next(STAGES);  // with two stages, the next stage is also the last visit's
             if (speaks && step > 0) arrive(&s.empty[ring.stage]);
             stamp(stamps, 2);
             // -- P^T = exp2(c S^T - lse) ----------------------------------------------------------
@@ -198,7 +200,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             const float* minus_lse = &s.lse[stage][QUERIES * g];
             probabilities(P, S, a, it, at, visit.masked, is_exact(it, query), to_log2, minus_lse,
                           key, first);
-            store_scores(s.p[stage], P, g);  // see below
+            store_scores(s.p[stage], P, g);  // see the comment on the other store_scores
 #else
 #if FS_FLEX
             drop_scores(S, a, it, at, visit.masked, is_exact(it, query), key, first);
@@ -214,8 +216,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #endif
                 S[e] = exp2_approx(S[e] * to_log2 + (e % 2 ? lse[e / 4].y : lse[e / 4].x));
             }
-            // The other warpgroup may still be reading the other stage's P and dS; with this
-            // stage's it was done before it let this one pass the last visit's SCORES_READY.
+            // The other warpgroup may still read the other stage's P and dS. It finished reading
+            // this stage before it reached the last visit's SCORES_READY, which this warpgroup has
+            // passed.
             store_scores(s.p[stage], S, g);
 #endif
             wgmma_wait<0>();
@@ -240,12 +243,12 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             fence_async_shared();
             named_sync(SCORES_READY, 128 * WARPGROUPS);
             // -- dV += P^T dO, dQ = dS K, dK += dS^T Q --------------------------------------------
-#ifdef STAGES_DQ  // first of all, so that it leaves under the others
+#ifdef STAGES_DQ  // first, so that dQ is sent while the others run
             Columns dQ;
             issue_product<1, false>(dQ, s.ds[stage], s.k[0], g);
             issue_product<0, true>(dV, s.p[stage], s.dout[stage][0], g);
             issue_product<0, true>(dK, s.ds[stage], s.q[stage][0], g);
-            wgmma_wait<2>();  // dQ is complete; dV and dK go on into the next visit
+            wgmma_wait<2>();  // dQ is complete; dV and dK continue into the next visit
 #else
             issue_product<0, true>(dV, s.p[stage], s.dout[stage][0], g);
 #if FS_FUSED
@@ -253,12 +256,12 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             issue_product<1, false>(dQ, s.ds[stage], s.k[0], g);
 #endif
             issue_product<0, true>(dK, s.ds[stage], s.q[stage][0], g);
-            wgmma_wait<1>();  // dV and dQ are complete; dK goes on into the next visit
+            wgmma_wait<1>();  // dV and dQ are complete; dK continues into the next visit
 #endif
 #if FS_FUSED
             pin(dQ);
 #ifdef STAGES_DQ
-            named_sync(DQ_FREE + g, 160);  // the last visit's piece is sent off
+            named_sync(DQ_FREE + g, 160);  // the last visit's piece is sent
             stage_columns(&s.dq[g][0], dQ.wide);
             stage_columns(&s.dq[g][WIDE / 32], dQ.narrow);
             fence_async_shared();
@@ -279,7 +282,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         wgmma_wait<0>();
         pin(dK), pin(dV);
         if (speaks && steps > 0) arrive(&s.empty[ring.stage ^ 1]);
-        if (speaks) arrive(&s.v_empty), arrive(&s.k_empty);  // the next item's V and K may come
+        // the next work tile's V and K may be loaded
+        if (speaks) arrive(&s.v_empty), arrive(&s.k_empty);
         // -- dK and dV, straight from registers ---------------------------------------------------
         const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
         u32 dk_bytes = 0, dv_bytes = 0;
@@ -302,7 +306,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         stamp_item(a, it.walk, it.outer, true);
     }
 #ifdef STAGES_DQ
-    named_sync(DQ_FREE + g, 160);  // shared memory outlives the copies that read it
+    // the block must not exit before the copies have read its shared memory
+    named_sync(DQ_FREE + g, 160);
 #endif
 }
 

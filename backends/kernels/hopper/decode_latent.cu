@@ -1,10 +1,10 @@
-// Flash-decoding of latent attention (MLA: DeepSeek-V2, arXiv:2405.04434, as FlashMLA decodes it):
-// V is the first columns of K, so one load of a tile serves both, and all heads share it.
-// A block takes a range of key tiles for 64 packed rows (row = query * group + head). Two pairs of
-// warps bring tiles by cp.async, whatever their pages are, turn about, each into a stage of its
-// own. The first consumer warpgroup computes the scores and their softmax; it and the second one
-// each hold half of the columns of O, 64 x FS_DV / 2, in registers. P goes to the second through
-// shared memory. Splits' O and LSE go to HBM, in float32; decode_merge.cu merges them.
+// Flash-decoding of latent attention (MLA: DeepSeek-V2, arXiv:2405.04434, as in FlashMLA): V is the
+// first columns of K, so one load of a tile serves both, and all heads share it. A block processes
+// a range of key tiles for 64 packed rows (row = query * group + head). Two pairs of warps load
+// alternate tiles by cp.async, with pages of any size, each pair into its own stage. The first
+// consumer warpgroup computes the scores and their softmax. It and the second one each hold half of
+// the columns of O, 64 x FS_DV / 2, in registers; P passes to the second through shared memory. The
+// O and LSE of each split go to HBM in float32, and decode_merge.cu merges them.
 #include "tile_scheduler.cuh"
 #include "softmax.cuh"
 #include "decode_args.cuh"
@@ -12,7 +12,7 @@
 constexpr int D = FS_D, DV = FS_DV, PAGE = FS_PAGE, WIDTH = FS_HEAD_DIM_V, HALF = DV / 2;
 constexpr int ROWS = 64, BLOCK_K = 64, STAGES = 2, CHUNKS = D / 64, THREADS = 384;
 constexpr int CHUNK = 64 * 64;                   // elements of 64 rows by 64 columns
-constexpr int PIECES = KeyRow::WIDTH / 8;        // of 16 bytes, in a row in HBM
+constexpr int PIECES = KeyRow::WIDTH / 8;        // 16-byte pieces of a row in HBM
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
 static_assert(FS_BLOCK_Q == ROWS && FS_BLOCK_K == BLOCK_K && D % 64 == 0, "see decode_kernels.py");
@@ -20,17 +20,18 @@ static_assert(DV % 128 == 0 && DV <= D && DV <= 512, "each warpgroup has chunks 
 
 struct OnChip {  // the launcher asks for exactly sizeof(OnChip) bytes
     alignas(1024) u16 q[CHUNKS][CHUNK];
-    alignas(1024) u16 k[STAGES][CHUNKS][CHUNK];  // each tile in the stage of its producers
-    alignas(1024) u16 p[CHUNK];                  // of one tile, for the second warpgroup
-    float alpha[ROWS];                           // what its O is to be multiplied by
-    float inverse[ROWS];                         // in the end
-    u64 full[STAGES], empty[STAGES];             // of k; empty: no product reads it any more
-    u32 bad;  // does the table name a page that the pool has not?
+    alignas(1024) u16 k[STAGES][CHUNKS][CHUNK];  // one stage per pair of producer warps
+    alignas(1024) u16 p[CHUNK];                  // P of one tile, for the second warpgroup
+    float alpha[ROWS];                           // factor of its O per visit
+    float inverse[ROWS];                         // factor of its O at the end
+    u64 full[STAGES], empty[STAGES];  // barriers of k; empty: no product reads it any more
+    u32 bad;  // whether the page table names a page that does not exist
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "decode_kernels.py and OnChip must agree");
 
-// Named barriers between the two consumer warpgroups: p and alpha (in the end inverse) are written;
-// both are read; the rows of q that each of them copied are there.
+// Named barriers between the two consumer warpgroups. P_FULL: p and alpha (at the end `inverse`)
+// are written. P_EMPTY: both are read. Q_FULL: the rows of q that each warpgroup copied are
+// complete.
 constexpr int P_FULL = 1, P_EMPTY = 2, Q_FULL = 3;
 
 struct Block {  // what a block owns
@@ -39,7 +40,8 @@ struct Block {  // what a block owns
     u32 *visit_count, *item_count;
 
     __device__ explicit Block(const DecodeArgs& a) {
-        row_tile = blockIdx.x % a.row_tiles;  // those of a split run together: L2 has its keys
+        // row tiles of a split run together: L2 has their keys
+        row_tile = blockIdx.x % a.row_tiles;
         kv_head = blockIdx.x / a.row_tiles % a.kv_heads;
         number = blockIdx.x / a.row_tiles / a.kv_heads;
         const int4 item = a.items[number * 2], sequence = a.items[number * 2 + 1];
@@ -58,13 +60,14 @@ struct Block {  // what a block owns
     __device__ int query(const DecodeArgs& a, int r) const { return (row0 + r) / a.group; }
 };
 
-__device__ inline void cp_async(u32 to, const char* from, int bytes) {  // fills 16 with zeros
+// pads to 16 bytes with zeros
+__device__ inline void cp_async(u32 to, const char* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
 }
 __device__ inline void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Start copying a row to its place in a tile of chunks: eight neighbouring threads take 128 bytes.
+// Starts copying a row to its place in a tile of chunks: eight neighbouring threads copy 128 bytes.
 // Returns this thread's bytes.
 __device__ inline u32 copy_row(u32 tile, int row, const char* from, bool exists) {
     const int piece = threadIdx.x % 8;
@@ -80,14 +83,15 @@ __device__ inline u32 copy_row(u32 tile, int row, const char* from, bool exists)
     return bytes;
 }
 
-// A pair of warps brings every other tile, into its stage.
+// A pair of warps loads every other tile into its stage.
 __device__ void produce(OnChip& s, const DecodeArgs& a, const Block& b) {
-    constexpr int AT_ONCE = 8;  // rows that the pair copies, eight threads each
+    constexpr int AT_ONCE = 8;  // rows that the pair copies at once, with eight threads each
     const int stage = threadIdx.x / 64, group = threadIdx.x % 64 / 8;
     const char* k = a.k.data + (b.kv_head * a.k.head + (PAGE ? 0 : b.batch * a.k.batch)) * 2;
     const int* table = a.table + i64(b.batch) * a.table_row;
     const u32 tile = shared_address(s.k[stage][0]);
-    const char* rows[BLOCK_K / AT_ONCE];  // where a tile's lie; found while the one before comes
+    // addresses of a tile's rows, computed while the previous tile loads
+    const char* rows[BLOCK_K / AT_ONCE];
     auto find_rows = [&](int n) {
         const int first = (b.first_tile + n) * BLOCK_K, count = min(BLOCK_K, b.length - first);
         int pages[BLOCK_K / AT_ONCE];
@@ -100,7 +104,7 @@ __device__ void produce(OnChip& s, const DecodeArgs& a, const Block& b) {
             bytes += row < count && opens && threadIdx.x % 8 == 0 ? 4 : 0;
         }
         if (PAGE && n < b.tiles) report(b.visit_count + n * 8 + 2, bytes);
-        // A table may name a page that the pool has not: page 0 is read in its place, and all
+        // If the page table names a page that does not exist, page 0 is read instead, and all
         // results become NaN.
         bool bad = false;
 #pragma unroll
@@ -127,13 +131,13 @@ __device__ void produce(OnChip& s, const DecodeArgs& a, const Block& b) {
         find_rows(n + STAGES);
         report(b.visit_count + n * 8, bytes);
         cp_async_wait();
-        fence_async_shared();  // the tensor cores see what was copied
+        fence_async_shared();  // makes the copies visible to the tensor cores
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive(&s.full[stage]);
     }
 }
 
-// S = Q K^T, issued and committed, not waited for.
+// Issues and commits S = Q K^T without waiting.
 __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u16* q, const u16* k) {
     const u64 dq = descriptor(q, 0), dk = descriptor(k, 0);
     wgmma_fence();
@@ -143,7 +147,8 @@ __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u16*
     wgmma_commit();
 }
 
-// Scales and caps the scores (where the exponent cannot take the scale), masks them (where asked).
+// Scales and caps the scores (if the exponent cannot apply the scale), and masks them (if the tile
+// needs it).
 __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const DecodeArgs& a,
                                              const Block& b, int n) {
 #if FS_SCALED
@@ -171,14 +176,14 @@ __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Deco
     }
 }
 
-// Multiplies the rows of O by what their new maximum makes of them; seldom by other than 1.
+// Multiplies the rows of O by alpha; with an unchanged maximum, which is common, alpha is 1.
 __device__ __forceinline__ void rescale(float (&O)[HALF / 2], float top, float bottom) {
     if (!__any_sync(~0u, top != 1.0f || bottom != 1.0f)) return;
 #pragma unroll
     for (int e = 0; e < HALF / 2; ++e) O[e] *= e / 2 % 2 ? bottom : top;
 }
 
-// This thread's part of the block's results: two rows, of half of the columns.
+// Stores this thread's part of the block's results: two rows, half of the columns.
 __device__ void store(const DecodeArgs& a, const Block& b, const float (&O)[HALF / 2], int half,
                       float top, float bottom) {
     u32 o_bytes = 0, part_bytes = 0;
@@ -207,12 +212,12 @@ __device__ void store(const DecodeArgs& a, const Block& b, const float (&O)[HALF
     report(b.item_count + 1, part_bytes), report(b.item_count + 3, o_bytes);
 }
 
-// The first consumer warpgroup: scores, softmax, the left half of O.
+// The first consumer warpgroup: scores, softmax, and the left half of O.
 __device__ void consume_left(OnChip& s, const DecodeArgs& a, const Block& b) {
     const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
     const int lane = threadIdx.x % 32, row = fragment_row();
     const bool speaks = lane == 0;
-    // Where this lane's row of four 8 x 8 blocks of P lies, without the swizzle.
+    // Where this lane's row of four 8 x 8 blocks of P lies, before the swizzle.
     const int p_row = threadIdx.x / 32 % 4 * 16 + lane % 16, p_piece = lane / 16;
     const u32 p_at = shared_address(s.p) + p_row * 128;
     Softmax<BLOCK_K> softmax;
@@ -283,7 +288,7 @@ __device__ void consume_left(OnChip& s, const DecodeArgs& a, const Block& b) {
     report(b.item_count + 2, l_part_bytes), report(b.item_count + 4, l_bytes);
 }
 
-// The second one: the right half of O.
+// The second consumer warpgroup: the right half of O.
 __device__ void consume_right(OnChip& s, const DecodeArgs& a, const Block& b) {
     const bool speaks = threadIdx.x % 32 == 0;
     const int row = fragment_row();
@@ -327,7 +332,7 @@ flash_decode_latent(const __grid_constant__ DecodeArgs a) {
         produce(s, a, b);
         return;
     }
-    // -- Q, by the consumers: 32 rows at a time ---------------------------------------------------
+    // -- Q, copied by the consumers: 32 rows at a time --------------------------------------------
     u32 q_bytes = 0;
 #pragma unroll
     for (int e = 0; e < ROWS / 32; ++e) {

@@ -1,30 +1,30 @@
-// dQ of the deterministic backward for Hopper: Q-outer, no atomics, no accumulator in HBM.
-// Each of two consumer warpgroups keeps dQ of 64 query rows in registers; per visit it recomputes
-// S = Q K^T and dP = dO V^T and makes dS = P (dP - delta), which in registers already is the left
-// operand of dQ += dS K. With row tiles of 128 the warpgroups share out the rows; with 64, the keys
-// of each visit, and their two dQ are added at the end. One producer thread keeps a ring of K and V
-// tiles full. Which tiles are visited is read from the schedule's tables.
+// dQ of the deterministic three-pass backward for Hopper: Q-outer, without atomics or an
+// accumulator in HBM. Each of two consumer warpgroups keeps dQ of 64 query rows in registers. Per
+// visit it recomputes S = Q K^T and dP = dO V^T, and computes dS = P (dP - delta), which in
+// registers already is the left operand of dQ += dS K. With row tiles of 128, the warpgroups divide
+// the rows. With 64, they divide the keys of each visit, and their two dQ are added at the end. One
+// producer thread fills a ring of K and V tiles. The schedule's tables say which tiles are visited.
 #include "tile_scheduler.cuh"
 #include "flex.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
 constexpr int WARPGROUPS = 2, ROW_GROUPS = BLOCK_Q / 64, STAGES = 2, CHUNKS = D / 64;
-constexpr int COLUMNS = columns_taken(16);  // of these, what the products take
+constexpr int COLUMNS = columns_taken(16);  // the columns that the products use
 constexpr bool SPLIT_KEYS = ROW_GROUPS == 1;
-constexpr int KEYS = SPLIT_KEYS ? BLOCK_K / 2 : BLOCK_K;  // of a visit, a warpgroup's share
+constexpr int KEYS = SPLIT_KEYS ? BLOCK_K / 2 : BLOCK_K;  // keys per visit and warpgroup
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
 static_assert(D % 64 == 0 && KEYS % 16 == 0 && (BLOCK_Q == 64 || BLOCK_Q == 128), "wgmma's shapes");
 
 struct OnChip {
-    alignas(1024) u16 q[ROW_GROUPS][CHUNKS][64 * 64];     // lives for one item
-    alignas(1024) u16 dout[ROW_GROUPS][CHUNKS][64 * 64];  // lives for one item
-    alignas(1024) u16 k[STAGES][CHUNKS][BLOCK_K * 64];    // ring, one visit each
-    alignas(1024) u16 v[STAGES][CHUNKS][BLOCK_K * 64];    // ring, one visit each
-    float partial[SPLIT_KEYS ? 32 : 1][128];              // 64 columns of the second half's dQ
-    u64 own_full[ROW_GROUPS], own_empty[ROW_GROUPS];      // of q and dout
-    u64 full[STAGES], empty[STAGES];                      // of k and v
+    alignas(1024) u16 q[ROW_GROUPS][CHUNKS][64 * 64];     // lives for one work tile
+    alignas(1024) u16 dout[ROW_GROUPS][CHUNKS][64 * 64];  // lives for one work tile
+    alignas(1024) u16 k[STAGES][CHUNKS][BLOCK_K * 64];    // ring; a stage lives for one visit
+    alignas(1024) u16 v[STAGES][CHUNKS][BLOCK_K * 64];    // ring; a stage lives for one visit
+    float partial[SPLIT_KEYS ? 32 : 1][128];              // 64 columns of the second warpgroup's dQ
+    u64 own_full[ROW_GROUPS], own_empty[ROW_GROUPS];      // barriers of q and dout
+    u64 full[STAGES], empty[STAGES];                      // barriers of k and v
     Items items;
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_kernels.py and OnChip must agree");
@@ -41,7 +41,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
         stamp_item(a, it.walk, it.outer, false);
 #pragma unroll 1
         for (int g = 0; g < ROW_GROUPS; ++g) {
-            wait(&s.own_empty[g], own_parity ^ 1);  // the last item's products are complete
+            wait(&s.own_empty[g], own_parity ^ 1);  // the last work tile's products are complete
             arrive_expect(&s.own_full[g], sizeof(s.q[0]) + sizeof(s.dout[0]));
             const Place own = place(it.own.start + 64 * g, it.own.stop, batch);
             copy_tile(s.q[g], map_q, &s.own_full[g], own, head);
@@ -73,7 +73,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
     }
 }
 
-// S = Q K^T or dP = dO V^T, issued and committed.
+// Issues and commits S = Q K^T or dP = dO V^T.
 __device__ __forceinline__ void issue_scores(float (&S)[KEYS / 2], const u16* mine,
                                              const u16* visited) {
     const u64 da = descriptor(mine, 0), db = descriptor(visited, 0);
@@ -84,7 +84,7 @@ __device__ __forceinline__ void issue_scores(float (&S)[KEYS / 2], const u16* mi
     wgmma_commit();
 }
 
-// dQ += dS K, issued and committed.
+// Issues and commits dQ += dS K.
 __device__ __forceinline__ void issue_dq(float (&dQ)[COLUMNS / 2], const u32 (&dS)[KEYS / 16][4],
                                          const u16* k) {
     const u64 db = descriptor(k, BLOCK_K * 128);
@@ -95,7 +95,7 @@ __device__ __forceinline__ void issue_dq(float (&dQ)[COLUMNS / 2], const u32 (&d
 }
 
 #if FS_SCORE_MOD
-// P times the function's slope, in the place of raw scores.
+// Replaces raw scores by P times the function's slope.
 template <bool KEPT>
 __device__ __forceinline__ void make_slopes(float (&S)[KEYS / 2], const Args& a, const Item& it,
                                             const Head& at, int query, int key,
@@ -115,7 +115,7 @@ __device__ __forceinline__ void make_slopes(float (&S)[KEYS / 2], const Args& a,
 
 __device__ void consume(OnChip& s, const Args& a, int g) {
     [[maybe_unused]] const float to_log2 = exponent_factor(a);
-    const bool speaks = threadIdx.x % 32 == 0;                  // one arrival a warp
+    const bool speaks = threadIdx.x % 32 == 0;                  // one arrival per warp
     const int part = SPLIT_KEYS ? 0 : g, my_key = SPLIT_KEYS ? KEYS * g : 0;
     Ring ring, slot;
     u32 own_parity = 0;
@@ -124,7 +124,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         if (it.walk < 0) break;
         const int query = it.own.start + 64 * part + fragment_row();
         stamp_item(a, it.walk, it.outer, false);
-        // This thread's two rows. One past the end, or one that sees no key, gets lse = +inf, so
+        // This thread's two rows. A row past the end, or one that sees no key, gets lse = +inf, so
         // that its P is exactly 0.
         float lse[2], delta[2], dQ[COLUMNS / 2];
         u32 row_bytes = 0;
@@ -213,16 +213,16 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             ring.next(STAGES);
             stamp(stamps, 4);
         }
-        if (speaks) arrive(&s.own_empty[part]);  // the next item's Q and dO may come
-        if (SPLIT_KEYS) {  // the first warpgroup adds up; always in this order
+        if (speaks) arrive(&s.own_empty[part]);  // the next work tile's Q and dO may be loaded
+        if (SPLIT_KEYS) {  // the first warpgroup adds, always in this order
 #pragma unroll
             for (int c = 0; c < COLUMNS / 2; c += 32) {
-                named_sync(1, 256);  // it has read the last columns
+                named_sync(1, 256);  // warpgroup 0 has read the last columns
                 if (g == 1)
 #pragma unroll
                     for (int e = 0; e < min(32, COLUMNS / 2 - c); ++e)
                         s.partial[e][threadIdx.x % 128] = dQ[c + e];
-                named_sync(1, 256);  // the other half's columns are complete
+                named_sync(1, 256);  // warpgroup 1's columns are complete
                 if (g == 0)
 #pragma unroll
                     for (int e = 0; e < min(32, COLUMNS / 2 - c); ++e)
@@ -239,8 +239,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         report(counts + 2, row_bytes), report(counts + 3, row_bytes), report(counts + 4, dq_bytes);
         stamp_item(a, it.walk, it.outer, true);
     }
-    // dK and dV, which nothing here needs, are made at the same time: that pass let this one start
-    // when delta was complete (`produce_statistics`). But who waits for this one waits for both.
+    // dK and dV, which this kernel does not read, are computed at the same time: their kernel let
+    // this one start when delta was complete (`produce_statistics`). But a kernel that waits for
+    // this one waits for both.
     wait_for_what_ran_before();
 }
 

@@ -1,10 +1,11 @@
-// dQ of the KV-outer backward (backward.cu): its product, and what lays it down for the
-// warp that sends it off; with FS_ONCE delta too, which is made of P dP. Included behind that
-// kernel's constants, its OnChip and kv_outer.cuh.
+// dQ of the KV-outer backward (backward.cu): its product, and its staging for the warp that sends
+// it. With FS_ONCE also delta, which is computed from P dP. Included after the kernel's constants,
+// its OnChip and kv_outer.cuh.
 
 #if FS_ONCE
-// The sums of a visit's P dP over this warp's keys, one a query. Eight lanes have the same queries:
-// in three steps each gives half of its sums away and gets the other lane's of what it keeps.
+// Sums a visit's P dP over this warp's keys, one sum per query. Eight lanes hold the same queries:
+// in each of three steps a lane sends half of its sums to another lane, and adds what it receives
+// to the half that it keeps.
 __device__ __forceinline__ void sum_keys(float* sums, const float (&PdP)[BLOCK_Q / 2]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -28,8 +29,8 @@ __device__ __forceinline__ void sum_keys(float* sums, const float (&PdP)[BLOCK_Q
     }
 }
 
-// dS^T = P^T (dP^T - delta), of P and P dP. Each warp adds all warps' sums up for itself, in order.
-// `dlse`, where the LSE has a gradient, is that of the visit's rows.
+// dS^T = P^T (dP^T - delta), from P and P dP. Each warp adds all warps' sums itself, in a fixed
+// order. `dlse`, if the LSE has a gradient, is the gradient of the visit's rows.
 __device__ __forceinline__ void subtract_delta(float (&dP)[BLOCK_Q / 2],
                                                const float (&P)[BLOCK_Q / 2],
                                                const float (&sums)[4 * WARPGROUPS][BLOCK_Q],
@@ -54,7 +55,7 @@ __device__ __forceinline__ void subtract_delta(float (&dP)[BLOCK_Q / 2],
     }
 }
 
-// Lays a piece of dQ^T, or of dQ, down as rows of dQ, rounded and swizzled.
+// Stages a piece of dQ^T, or of dQ, as rows of dQ, rounded and swizzled.
 __device__ __forceinline__ void stage_rounded(u16* to, const float (&dQ)[DQ_FLOATS], float scale) {
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 2, high = lane / 8 % 2;
     const int row = UPRIGHT ? 8 * (first + high) : lane / 16 * 8;
@@ -66,14 +67,14 @@ __device__ __forceinline__ void stage_rounded(u16* to, const float (&dQ)[DQ_FLOA
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             part[i] = pack(dQ[8 * x + 2 * i] * scale, dQ[8 * x + 2 * i + 1] * scale);
-        if (UPRIGHT) store_matrices(at ^ 32 * x, part);  // sixteen columns further on
-        else store_transposed(at + 2048 * x, part);      // sixteen queries
+        if (UPRIGHT) store_matrices(at ^ 32 * x, part);  // 16 columns further
+        else store_transposed(at + 2048 * x, part);      // 16 queries further
     }
 }
 #endif
 
 #if FS_FUSED
-// This warpgroup's piece of dQ^T = K^T dS^T, or of dQ = dS K, issued and committed.
+// Issues and commits this warpgroup's piece of dQ^T = K^T dS^T, or of dQ = dS K.
 __device__ __forceinline__ void issue_dq(float (&dQ)[DQ_FLOATS], const u16* k, const u16* ds) {
     const u64 dk = descriptor(k, 0), dds = descriptor(ds, BLOCK_K * DS_WIDE * 2, DS_SWIZZLE);
     wgmma_fence();
@@ -86,34 +87,34 @@ __device__ __forceinline__ void issue_dq(float (&dQ)[DQ_FLOATS], const u16* k, c
 }
 
 #if FS_ONCE
-// Stages this warpgroup's piece of dQ and lets the warp know that sends it off.
+// Stages this warpgroup's piece of dQ and notifies the warp that sends it.
 __device__ __forceinline__ void hand_over_dq(OnChip& s, const float (&dQ)[DQ_FLOATS], int g,
                                              float scale) {
-    named_sync(DQ_FREE + g, 160);  // the piece before it is sent off
+    named_sync(DQ_FREE + g, 160);  // the previous piece is sent
     stage_rounded(s.dq[g][0], dQ, scale);
     fence_async_shared();
     named_arrive(DQ_FULL + g, 160);
 }
 #else
-// Lays a piece of dQ^T down; `first` is where this thread's first element goes.
+// Stages a piece of dQ^T; `first` is the address of this thread's first element.
 __device__ __forceinline__ void stage_transposed(u32 first, const float (&dQ)[DQ_FLOATS]) {
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
-        // Rows 8 j + p of the box, from the thread's first on; their piece, 2 h from the thread's
-        // first, is swizzled by the row: a warp's 32 elements fall into 32 banks.
+        // Rows 8 j + p of the box, from the thread's first row on. Their piece, 2 h from the
+        // thread's first piece, is swizzled by the row: a warp's 32 elements fall into 32 banks.
         const int p = x % 2, h = x / 2;
         u32 at = first;
-        opaque(at);  // computed again each visit: not worth four registers
+        opaque(at);  // recomputed each visit: caching it would cost four registers
         at ^= 16 * p + 32 * h;
 #pragma unroll
         for (int j = 0; j < DQ_FLOATS / 4; ++j) store_float(at + 128 * (8 * j + p), dQ[4 * j + x]);
     }
 }
 
-// Stages this warpgroup's piece of dQ and lets the warp know that sends it off.
+// Stages this warpgroup's piece of dQ and notifies the warp that sends it.
 __device__ __forceinline__ void hand_over_dq(OnChip& s, const float (&dQ)[DQ_FLOATS], int g,
                                              u32 dq_at, bool dq_sent) {
-    named_sync(DQ_FREE + g, 160);  // the piece before it is sent off
+    named_sync(DQ_FREE + g, 160);  // the previous piece is sent
     if (UPRIGHT) stage_columns(&s.dq[g][0], dQ);
     else if (D - FS_HEAD_DIM < 32 || dq_sent) stage_transposed(dq_at, dQ);
     fence_async_shared();

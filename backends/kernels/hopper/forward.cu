@@ -1,8 +1,8 @@
 // FlashAttention-3 forward (arXiv:2407.08608, Algorithms 1 and 2) for Hopper: 16-bit inputs,
-// float32 accumulators. One producer thread keeps rings of K and V tiles full through the copy
-// engine; each of WARPGROUPS consumer warpgroups owns 64 query rows, with S, P and O in registers.
-// Which tiles a row of tiles visits, and which of them need a mask, is read from the schedule's
-// tables. Blocks are persistent: each takes the next item (row tile, head) of the launch's list.
+// float32 accumulators. One producer thread fills rings of K and V tiles by TMA. Each of WARPGROUPS
+// consumer warpgroups owns 64 query rows, with S, P and O in registers. The schedule's tables say
+// which key tiles a row tile visits, and which of them need a mask. Blocks are persistent: each
+// takes the next work tile (row tile, head) of the launch's list.
 #include "tile_scheduler.cuh"
 #include "softmax.cuh"
 #include "flex.cuh"
@@ -12,39 +12,42 @@ constexpr int WARPGROUPS = BLOCK_Q / 64;         // consumers
 constexpr int CHUNKS = (D + 63) / 64, CHUNKS_V = (DV + 63) / 64;
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr float LN2 = 1.0f / LOG2E;
-// What setmaxnreg leaves a thread.
+// Registers per thread after setmaxnreg.
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 232;
 static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
 static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three warpgroups of 64 rows");
 static_assert(D % 16 == 0 && DV % 16 == 0 && BLOCK_K % 16 == 0 && BLOCK_K <= 256, "wgmma's shapes");
 
-// Where visits are short, or three warpgroups hold a stage, K is let go as soon as its scores are
-// there; elsewhere a little later, where that holds the wait for O in its place.
+// If visits are short, or three warpgroups must release a stage, K is released as soon as its
+// scores are complete. Otherwise K is released a little later, where the arrival keeps ptxas from
+// moving the wait for O.
 constexpr bool RELEASE_EARLY = DV <= 64 || WARPGROUPS == 3;
-// Warpgroups queue their products in turn. Where an item has many visits at head_dim 128, they fall
-// in step by themselves, and the turns would only be instructions.
+// Ping-pong scheduling: warpgroups issue their products in a fixed order. With many visits per work
+// tile at head_dim 128, warpgroups alternate by themselves, and the barriers would only add
+// instructions.
 constexpr bool TURNS = FS_TURNS;
 
-// Beyond 128 columns O takes long to multiply: there it is done under the next visit's scores,
-// elsewhere as soon as O is there, between the exponentials. Bounded scores need no rescaling.
+// With more than 128 columns, O = P V takes long, so O is rescaled while the next visit's scores
+// are computed. Otherwise O is rescaled as soon as it is complete, between the exponentials.
+// Bounded scores need no rescaling.
 constexpr bool RESCALE_LATE = DV > 128;
 
 #if FS_TILE
-// Of an array that the function of scores reads at each query and key, the elements of a tile pair
-// come through shared memory: 64 rows to a warpgroup, in boxes of 128 bytes a row, swizzled.
+// Captured elements that the score function reads per query and key. The elements of a tile pair
+// pass through shared memory: 64 rows per warpgroup, in boxes of 128 bytes per row, swizzled.
 struct Elements {
     static constexpr int COLUMNS = 128 / FS_TILE_BYTES, BOXES = (BLOCK_K + COLUMNS - 1) / COLUMNS;
     alignas(1024) char box[BOXES][64 * 128];
 
-    // That of score e of this thread. Two neighbours come in one access.
+    // The element of this thread's score e. Two neighbours are read in one access.
     template <class A, class H>
     __device__ __forceinline__ float operator()(const A&, const H&, int e) const {
         const float2 two = pair(e - e % 2);
         return e % 2 ? two.y : two.x;
     }
     __device__ __forceinline__ float2 pair(int e) const {
-        // A row's 16-byte pieces are permuted by its number modulo 8, which is the lane's / 4.
+        // A row's 16-byte pieces are permuted by the row number modulo 8, which equals lane / 4.
         const int mine = fragment_column() * FS_TILE_BYTES ^ threadIdx.x % 32 / 4 * 16;
         const int column = e / 4 * 8, row = fragment_row() + e / 2 % 2 * 8;
         const char* at = box[column / COLUMNS] + row * 128 +
@@ -63,15 +66,15 @@ struct Elements {
 #endif
 
 struct OnChip {
-    alignas(1024) u16 q[WARPGROUPS][CHUNKS][64 * 64];     // lives for one item
-    alignas(1024) u16 k[STAGES][CHUNKS][BLOCK_K * 64];    // ring, one visit each
-    alignas(1024) u16 v[STAGES][CHUNKS_V][BLOCK_K * 64];  // ring, one visit each
+    alignas(1024) u16 q[WARPGROUPS][CHUNKS][64 * 64];     // lives for one work tile
+    alignas(1024) u16 k[STAGES][CHUNKS][BLOCK_K * 64];    // ring; a stage lives for one visit
+    alignas(1024) u16 v[STAGES][CHUNKS_V][BLOCK_K * 64];  // ring; a stage lives for one visit
 #if FS_TILE
-    Elements tile[WARPGROUPS][FS_TILE];                   // rings, one visit each
+    Elements tile[WARPGROUPS][FS_TILE];                   // rings; a stage lives for one visit
     u64 tile_full[WARPGROUPS][FS_TILE], tile_empty[WARPGROUPS][FS_TILE];
 #endif
-    // Full: the copy engine has laid the tile down. Empty: what reads it is computed, scores for Q
-    // and K, the output for V.
+    // Full: TMA has written the tile. Empty: the product that reads the tile is complete: the
+    // scores for Q and K, the output for V.
     u64 q_full[WARPGROUPS], q_empty[WARPGROUPS];
     u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     Items items;
@@ -83,7 +86,8 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
     Ring ring_k, ring_v, slot;
     u32 q_parity = 0;
     const int items = a.walks * a.tiles;
-    wait_for_what_ran_before();  // it may have written Q, K and V, and asked the counter
+    // the previous kernel may have written Q, K and V, and used the counter
+    wait_for_what_ran_before();
     for (int w = first_work();; w = next_work(counter, items)) {
         const Item& it = s.items.write(slot, a, w, items, true);
         if (it.walk < 0) return;
@@ -91,7 +95,8 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
         const int n = it.visits.count;
         const i64 first = i64(it.walk) * a.n_visits + it.visits.first;
         stamp_item(a, it.walk, it.outer, false);
-        for (int v = 0; v <= n; ++v) {  // in the order of need: K0 Q, K1 V0, K2 V1, ...
+        // in the order in which consumers need them: K0 Q, K1 V0, K2 V1, ...
+        for (int v = 0; v <= n; ++v) {
             if (v < n) {
                 const int key = it.base + it.visits(a, v).tile * BLOCK_K;
                 u64* stamps = visit_stamps(a, first + v);
@@ -118,7 +123,8 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
             } else {
 #pragma unroll 1
                 for (int g = 0; g < WARPGROUPS; ++g) {
-                    wait(&s.q_empty[g], q_parity ^ 1);  // the last item's scores are all computed
+                    // the scores of the last work tile are complete
+                    wait(&s.q_empty[g], q_parity ^ 1);
                     arrive_expect(&s.q_full[g], sizeof(s.q[0]));
                     copy_tile(s.q[g], map_q, &s.q_full[g],
                               place(it.own.start + 64 * g, it.own.stop, batch), head);
@@ -133,10 +139,10 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
 }
 
 #if FS_TILE
-// A warp: the elements for warpgroup g.
+// One warp: loads the captured elements for warpgroup g.
 __device__ void produce_elements(OnChip& s, const Args& a, const TensorMap* map, int g) {
     Ring ring, slot;
-    wait_for_what_ran_before();  // it may have written the array
+    wait_for_what_ran_before();  // the previous kernel may have written the array
     while (true) {
         const Item it = s.items.read(slot);
         if (it.walk < 0) return;
@@ -157,7 +163,7 @@ __device__ void produce_elements(OnChip& s, const Args& a, const TensorMap* map,
 }
 #endif
 
-// S = Q K^T, issued and committed, not waited for; K by its descriptor.
+// Issues and commits S = Q K^T without waiting; `dk` is K's descriptor.
 __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u16* q, u64 dk) {
     const u64 dq = descriptor(q, 0);
     wgmma_fence();
@@ -167,7 +173,7 @@ __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u16*
     wgmma_commit();
 }
 
-// O += P V, issued and committed, not waited for.
+// Issues and commits O += P V without waiting.
 __device__ __forceinline__ void issue_output(float (&O)[DV / 2], const u32 (&P)[BLOCK_K / 16][4],
                                              const u16* v) {
     const u64 dv = descriptor(v, BLOCK_K * 128);
@@ -177,26 +183,27 @@ __device__ __forceinline__ void issue_output(float (&O)[DV / 2], const u32 (&P)[
     wgmma_commit();
 }
 
-// By the factor of each of the thread's two rows.
+// Multiplies O by the factor of each of the thread's two rows.
 __device__ __forceinline__ void rescale(float (&O)[DV / 2], const float (&alpha)[2]) {
 #pragma unroll
     for (int e = 0; e < DV / 2; ++e) O[e] *= alpha[e / 2 % 2];
 }
 
 #if FS_FLEX
-struct Nothing {};  // no element comes to the function otherwise than by its own reading
+struct Nothing {};  // no captured element is loaded ahead for the function
 
 #if FS_BAND
-// An array that the function of scores reads by the distance of query and key: of a thread's scores
-// few differ in theirs. In whole tiles they are read while the scores' product runs.
+// Captured elements that depend only on the distance between query and key. A thread's scores have
+// few distinct distances. In exact tiles the elements are read while the product of the scores
+// runs.
 struct Band {
-    int first;  // the distance of the thread's first row and key
+    int first;  // distance between the thread's first row and first key
     float x[BLOCK_K / 8 + 1][2];
 
     __device__ __forceinline__ void load(const Args& a, const Head& at, FlashAt query, FlashAt key,
                                          bool exact) {
         first = at.query(query).base - at.key(key).base;
-        // Elsewhere these are read in vain, where there are some.
+        // If the tile is not exact, these reads stay within the array and are not used.
         const int from = exact ? first : flash_band_inside();
 #pragma unroll
         for (int i = 0; i <= BLOCK_K / 8; ++i)
@@ -208,7 +215,8 @@ struct Band {
         return x[e / 4 - e / 2 % 2 + 1][e % 2];
     }
 };
-// The same in tiles that are not whole. Where positions do not exist it is the nearest element.
+// As Band, for tiles that are not exact: a position that does not exist is replaced by the nearest
+// one that does.
 struct LateBand {
     int first;
     __device__ __forceinline__ float operator()(const Args& a, const Head& at, int e) const {
@@ -217,7 +225,7 @@ struct LateBand {
 };
 #endif
 
-// A score after the function, which takes an element that is here already, if one is.
+// Applies the score function, with the captured element if it is loaded already.
 __device__ __forceinline__ float with_element(const Args& a, const Head& at, float raw, FlashAt q,
                                               FlashAt k, const Nothing&, int) {
     return after_function(a, at, raw, q, k);
@@ -228,9 +236,10 @@ __device__ __forceinline__ float with_element(const Args& a, const Head& at, flo
     return after_function(a, at, raw, q, k, tile(a, at, e));
 }
 
-// The caller's functions of the scores of one tile pair. They are asked at positions that exist: a
-// row or a key past the end takes the last one's, in tiles that are not EXACT. In those that are,
-// positions are at fixed distances, and so are the addresses of what is read at them.
+// Applies the user's mask and score functions to the scores of one tile pair. Functions are
+// evaluated only at positions that exist: in tiles that are not EXACT, a row or key past the end is
+// replaced by the last. In EXACT tiles, positions have fixed distances, and so have the addresses
+// of what is read at them.
 template <bool EXACT, bool SCORE, bool MASK, class Tile>
 __device__ __forceinline__ void ask_functions(float (&S)[BLOCK_K / 2], const Args& a,
                                               const Item& it, const Head& at, const Tile& tile,
@@ -276,7 +285,7 @@ __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args
 #endif
 }
 
-// What comes to a visit's scores ahead of time.
+// Captured elements of a visit's scores that are loaded ahead of use.
 #if FS_BAND
 using Ahead = Band;
 #else
@@ -292,7 +301,7 @@ __device__ __forceinline__ Ahead ahead_of(const Args& a, const Item& it, const H
     return made;
 }
 
-// As shape_scores, once the captured elements are there that come through shared memory.
+// As shape_scores, after waiting for captured elements in shared memory.
 __device__ __forceinline__ void shape_visit(float (&S)[BLOCK_K / 2], OnChip& s, const Args& a,
                                             const Item& it, const Head& at, const Visit& visit,
                                             int query, int g, Ring& ring, const Ahead& ahead) {
@@ -307,7 +316,8 @@ __device__ __forceinline__ void shape_visit(float (&S)[BLOCK_K / 2], OnChip& s, 
 #endif
 }
 #else
-// Scales and caps the scores (where the exponent cannot take the scale), masks them (where asked).
+// Scales and caps the scores (if the exponent cannot apply the scale), and masks them (if the tile
+// needs it).
 __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args& a, const Item& it,
                                              int v, int query) {
 #if FS_SCALED
@@ -323,13 +333,13 @@ __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args
 __device__ void consume(OnChip& s, const Args& a, int g) {
     const float to_log2 = exponent_factor(a);
     const int lane = threadIdx.x % 32;
-    const bool speaks = lane == 0;                                 // one arrival a warp
+    const bool speaks = lane == 0;                                 // one arrival per warp
     // Named barriers.
     [[maybe_unused]] const int turn = 1 + g, next_turn = 1 + (g + 1) % WARPGROUPS;
     Ring ring_k, ring_v, slot;
     [[maybe_unused]] Ring ring_tile;
     u32 q_parity = 0;
-    // Warpgroup 0 has the first turn.
+    // Warpgroup 0 goes first.
     if (TURNS && g == WARPGROUPS - 1) named_arrive(next_turn, 256);
     while (true) {
         const Item it = s.items.read(slot);
@@ -337,7 +347,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         const int n = it.visits.count, query = it.own.start + 64 * g + fragment_row();
         const i64 first = i64(it.walk) * a.n_visits + it.visits.first;
         stamp_item(a, it.walk, it.outer, false);
-#if FS_BOUNDED  // no score that is kept is below -bound or above it
+#if FS_BOUNDED  // scores that the mask keeps lie between -bound and bound
         BoundedSoftmax softmax(FS_SCORE_MOD ? FLASH_BOUND : a.softcap, to_log2);
 #else
         Softmax<BLOCK_K> softmax;
@@ -353,7 +363,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         q_parity ^= 1;
         if (n > 0) {
             u32 P[BLOCK_K / 16][4];
-            {  // the first visit: scores and softmax
+            {  // first visit: scores and softmax
                 float S[BLOCK_K / 2];
                 stamp(visit_stamps(a, first + 0), 0);
                 wait(&s.k_full[ring_k.stage], ring_k.parity);
@@ -367,7 +377,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 pin(S);
                 if (speaks) {
                     arrive(&s.k_empty[ring_k.stage]);
-                    if (n == 1) arrive(&s.q_empty[g]);  // the next item's Q may come
+                    if (n == 1) arrive(&s.q_empty[g]);  // the next work tile's Q may be loaded
                 }
                 ring_k.next(STAGES);
                 stamp(visit_stamps(a, first + 0), 2);
@@ -380,8 +390,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 round_operand(P, S);
                 stamp(visit_stamps(a, first + 0), 3);
             }
-            // A visit's K is waited for at the end of the visit before, where the wait, and finding
-            // K's address, hide behind arithmetic.
+            // A visit's K is waited for at the end of the previous visit: arithmetic hides the wait
+            // and the computation of K's address.
             const int last = n - 1;
             if (last > 0) {
                 stamp(visit_stamps(a, first + 1), 0);
@@ -391,14 +401,15 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             u64 dk = descriptor(s.k[ring_k.stage][0], 0);
 #pragma unroll 1
             for (int v = 1; v < n; ++v) {
-                // Scores of visit v and the output of visit v - 1 are queued together; the softmax
-                // of v then runs while the tensor cores work on the output and, turn and turn
-                // about, on the other warpgroups' products.
+                // The scores of visit v and the output of visit v - 1 are issued together. The
+                // softmax of v then runs while the tensor cores compute that output and,
+                // alternating, the other warpgroups' products.
                 float S[BLOCK_K / 2];
 #if FS_FLEX
-                const Visit visit = it.visits(a, v);  // its table is read while products run
+                // the schedule's table is read while products run
+                const Visit visit = it.visits(a, v);
 #endif
-                if (TURNS) named_sync(turn, 256);  // the warpgroup before has queued its products
+                if (TURNS) named_sync(turn, 256);  // the previous warpgroup has issued its products
                 issue_scores(S, s.q[g][0], dk);
                 if (!FS_BOUNDED && RESCALE_LATE) rescale(O, alpha);
                 wait(&s.v_full[ring_v.stage], ring_v.parity);
@@ -410,7 +421,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 wgmma_wait<1>();
                 pin(S);
                 if (RELEASE_EARLY && speaks) arrive(&s.k_empty[ring_k.stage]);
-                if (speaks && v == last) arrive(&s.q_empty[g]);  // the next item's Q may come
+                // the next work tile's Q may be loaded
+                if (speaks && v == last) arrive(&s.q_empty[g]);
                 stamp(visit_stamps(a, first + v), 2);
 #if FS_FLEX
                 shape_visit(S, s, a, it, at, visit, query, g, ring_tile, ahead);
@@ -418,12 +430,13 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 shape_scores(S, a, it, v, query);
 #endif
                 softmax(S, alpha, to_log2);
-                // O is waited for behind both maxima and the first exponentials, when it is about
-                // there; the other exponentials run between the multiplications of O. Left alone
-                // ptxas waits before the maxima. It keeps an arrival in front of the wait: so that
-                // is made to look as if it depended on row 1's alpha, which is never negative, or,
-                // where there is none, on an exponential. (Where K is gone already, it is one at
-                // Q's barrier, whose address costs nothing, and it never happens.)
+                // The wait for O belongs after both maxima and the first exponentials, when O is
+                // nearly complete; the other exponentials run between the multiplications of O.
+                // Without help, ptxas moves the wait before the maxima. It does keep an arrival
+                // ahead of the wait. So the arrival gets a false dependency on row 1's alpha, which
+                // is never negative, or, with bounded scores, on an exponential. (If K was released
+                // already, it is an arrival at Q's barrier, whose address costs nothing, and it is
+                // never executed.)
                 const bool never = (FS_BOUNDED ? S[0] : alpha[1]) < 0.0f;
                 if (RELEASE_EARLY && never) arrive(&s.q_empty[g]);
                 if (!RELEASE_EARLY && speaks && !never) arrive(&s.k_empty[ring_k.stage]);
@@ -437,9 +450,10 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 round_operand(P, S);
                 if (!FS_BOUNDED && !RESCALE_LATE) rescale(O, alpha);
                 if (FS_TIMELINE && v < last) stamp(visit_stamps(a, first + v + 1), 0);
-                // Behind the last visit there is no K to wait for. A branch would keep the wait
-                // from running under the rescaling, so it is for V then, which comes next anyway.
-                // (K's barrier may be a lap ahead by then: that wait could hang.)
+                // After the last visit there is no K to wait for. A branch would keep the wait from
+                // running under the rescaling, so the wait is then for V, which is needed next
+                // anyway. (K's barrier may be one lap ahead by then, and waiting for it could
+                // hang.)
                 wait(v < last ? &s.k_full[ring_k.stage] : &s.v_full[ring_v.stage],
                      v < last ? ring_k.parity : ring_v.parity);
                 if (FS_TIMELINE && v < last) stamp(visit_stamps(a, first + v + 1), 1);
@@ -457,7 +471,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             arrive(&s.q_empty[g]);
         }
 
-        // -- O / l and L = m + log l, straight from registers -----------------------------------
+        // -- O / l and L = m + log l, straight from registers -------------------------------------
         const int head = it.walk % a.heads, batch = it.walk / a.heads;
         u32 o_bytes = 0, lse_bytes = 0;
 #pragma unroll
@@ -486,8 +500,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         report(counts + 1, o_bytes), report(counts + 2, lse_bytes);
         stamp_item(a, it.walk, it.outer, true);
-        // Rows that do not exist have left the stores apart. Where ptxas cannot tell that a warp is
-        // together again, it keeps the loop's addresses in every thread, not once a warp.
+        // Rows that do not exist skip the stores, so the warp has diverged. If ptxas cannot tell
+        // that the warp has converged again, it keeps the loop's addresses per thread instead of
+        // per warp.
         __syncwarp();
     }
 }

@@ -1,16 +1,16 @@
 // FlashAttention-3 forward in FP8 (arXiv:2407.08608, section 3.3) for Hopper: Q, K and V^T of 8-bit
-// floats, with float32 scales; bfloat16 output, float32 LSE. As in forward.cu one producer thread
-// keeps rings of K and V^T tiles full, and each consumer warpgroup owns 64 query rows. What is
-// different:
+// floats with float32 scales; bfloat16 output, float32 LSE. As in forward.cu, one producer thread
+// fills rings of K and V^T tiles, and each consumer warpgroup owns 64 query rows. The differences:
 //
-// - FP8 products take both operands K-major, so V comes transposed, its keys permuted in each
-//   sixteen (quantize.cu), so that an accumulator of scores is, packed, an operand of P.
-// - P = 2^8 exp2(s - m) in e4m3, which ends at 448 and knows nothing below 2^-9; l is scaled alike.
-// - The tensor cores add FP8 products with about 14 bits (an accumulator is cut off there at every
-//   addition), so an accumulator takes the products of one visit only: O = alpha O + P V in
-//   float32, in the instructions that the rescaling of O takes anyway.
-// - A warpgroup's own products do not run under its softmax, for which there are no registers;
-//   those of the others do, in turns.
+// - FP8 products need both operands K-major, so V is stored transposed. Its keys are permuted
+// within each sixteen (quantize.cu), so that packed scores in an accumulator are an operand of P.
+// - P = 2^8 exp2(s - m) in e4m3, whose largest number is 448 and whose smallest is 2^-9; l is
+// scaled alike.
+// - The tensor cores add FP8 products with about 14 bits, since each addition truncates the
+// accumulator. So an accumulator holds the products of one visit only: O = alpha O + P V in
+// float32, with the instructions that the rescaling of O needs anyway.
+// - A warpgroup's own products do not run during its softmax, which would need more registers. The
+// products of the other warpgroups do (ping-pong scheduling).
 #include "tile_scheduler.cuh"
 #include "softmax.cuh"
 #include "pack_fp8.cuh"
@@ -19,7 +19,7 @@
 using u8 = unsigned char;
 constexpr int D = FS_D, DV = FS_DV, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, STAGES = FS_STAGES;
 constexpr int WARPGROUPS = BLOCK_Q / 64;  // consumers
-constexpr int CHUNKS = (D + 127) / 128;   // of 128 columns
+constexpr int CHUNKS = (D + 127) / 128;   // of 128 columns each
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr float LN2 = 1.0f / LOG2E;
 constexpr int P_BITS = 8;  // P is stored times 2^8
@@ -28,30 +28,31 @@ constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 232;
 static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
 static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three warpgroups of 64 rows");
 
-constexpr int CHUNKS_V = BLOCK_K / 128;   // of 128 keys
+constexpr int CHUNKS_V = BLOCK_K / 128;   // of 128 keys each
 static_assert(BLOCK_K % 128 == 0 && D % 32 == 0, "wgmma's shapes");
-// Columns of V that a product takes at a time: two such accumulators fit beside O.
+// Columns of V per product: two such accumulators fit beside O.
 constexpr int SLICE = DV < FS_SLICE ? DV : FS_SLICE;
 static_assert(DV % SLICE == 0, "whole slices");
 
 struct OnChip {
-    alignas(1024) u8 q[WARPGROUPS][CHUNKS][64 * 128];     // lives for one item
-    alignas(1024) u8 k[STAGES][CHUNKS][BLOCK_K * 128];    // ring, one visit each
-    alignas(1024) u8 v[STAGES][CHUNKS_V][DV * 128];       // ring, one visit each
-    // Full: the copy engine has laid the tile down. Empty: what reads it is computed, scores for Q
-    // and K, the output for V.
+    alignas(1024) u8 q[WARPGROUPS][CHUNKS][64 * 128];     // lives for one work tile
+    alignas(1024) u8 k[STAGES][CHUNKS][BLOCK_K * 128];    // ring; a stage lives for one visit
+    alignas(1024) u8 v[STAGES][CHUNKS_V][DV * 128];       // ring; a stage lives for one visit
+    // Full: TMA has written the tile. Empty: the product that reads the tile is complete: the
+    // scores for Q and K, the output for V.
     u64 q_full[WARPGROUPS], q_empty[WARPGROUPS];
     u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-    float2 kv_scale[STAGES], q_scale[WARPGROUPS];  // with K: its scale and V's; with Q: x is its
+    // with K: its scale and V's; with Q: x is Q's scale
+    float2 kv_scale[STAGES], q_scale[WARPGROUPS];
     Items items;
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_fp8.py and OnChip must agree");
 
-// How an input's scales lie: one for the tensor, for each head, for each ROWS rows of a head; or
+// Granularity of an input's scales: one for the tensor, per head, or per ROWS rows of a head; or
 // none.
 enum Scales { TENSOR, HEAD, BLOCK, NONE };
 constexpr Scales SCALES = static_cast<Scales>(FS_SCALES);
-// The scale of row `row` of head `walk` of `walks`, each of which has `n` rows.
+// Returns the scale of row `row` of head `walk` of `walks`, each of which has `n` rows.
 template <int ROWS>
 __device__ __forceinline__ float scale_of(const float* scales, int walk, int row, int n) {
     if (SCALES == NONE) return 1.0f;
@@ -59,11 +60,12 @@ __device__ __forceinline__ float scale_of(const float* scales, int walk, int row
     if (SCALES == HEAD) return __ldg(scales + walk);
     return __ldg(scales + walk * ((n + ROWS - 1) / ROWS) + row / ROWS);
 }
-// Entries of the report: Schedule's transfers, in order; without scales they are not among them.
+// Slots of the report: the schedule's transfers in order. Without scales, the scales' slots are
+// absent.
 constexpr int K_SCALE = 1, V = SCALES == NONE ? 1 : 2, V_SCALE = 3;
 constexpr int Q_SCALE = 1, O_OUT = SCALES == NONE ? 1 : 2, LSE_OUT = O_OUT + 1;
 
-// Orders a tile, 128 bytes of each row a box, and credits `bar` with its bytes.
+// Starts TMA copies of a tile, 128 bytes of each row per box, and credits `bar` with its bytes.
 template <int N, int BYTES>
 __device__ inline void copy_chunks(u8 (&to)[N][BYTES], const TensorMap* map, u64* bar, int column,
                                    int row, int head, int batch) {
@@ -83,7 +85,8 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
         const int kv_walk = batch * (a.heads / a.group) + kv_head, n = it.visits.count;
         const i64 first = i64(it.walk) * a.n_visits + it.visits.first;
         stamp_item(a, it.walk, it.outer, false);
-        for (int v = 0; v <= n; ++v) {  // in the order of need: K0 Q, K1 V0, K2 V1, ...
+        // in the order in which consumers need them: K0 Q, K1 V0, K2 V1, ...
+        for (int v = 0; v <= n; ++v) {
             if (v < n) {
                 const int key = it.base + it.visits(a, v).tile * BLOCK_K;
                 u64* stamps = visit_stamps(a, first + v);
@@ -116,7 +119,8 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
             } else {
 #pragma unroll 1
                 for (int g = 0; g < WARPGROUPS; ++g) {
-                    wait(&s.q_empty[g], q_parity ^ 1);  // the last item's scores are all computed
+                    // the scores of the last work tile are complete
+                    wait(&s.q_empty[g], q_parity ^ 1);
                     const int row = min(it.own.start + 64 * g, a.n_q - 1);
                     s.q_scale[g].x = scale_of<FS_SCALE_QUERIES>(a.q_scale, it.walk, row, a.n_q);
                     arrive_expect(&s.q_full[g], sizeof(s.q[0]));
@@ -139,7 +143,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
     }
 }
 
-// S = Q K^T, issued and committed, not waited for; K by its descriptor.
+// Issues and commits S = Q K^T without waiting; `dk` is K's descriptor.
 __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u8* q, u64 dk) {
     const u64 dq = descriptor(q, 0);
     wgmma_fence();
@@ -149,7 +153,7 @@ __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u8* 
     wgmma_commit();
 }
 
-// T = P V, of columns `first` to `first` + N of V, issued and committed, not waited for.
+// Issues and commits T = P V for columns `first` to `first` + N of V, without waiting.
 template <int N>
 __device__ __forceinline__ void issue_output(float (&T)[N / 2], const u32 (&P)[BLOCK_K / 32][4],
                                              const u8* v, int first) {
@@ -161,8 +165,8 @@ __device__ __forceinline__ void issue_output(float (&T)[N / 2], const u32 (&P)[B
     wgmma_commit();
 }
 
-// Of 16 columns of scores a thread holds 2t, 2t + 1, 2t + 8, 2t + 9 of a row: as the operand's k =
-// 4t to 4t + 3, in which order V^T has its keys.
+// Of 16 columns of scores, a thread holds columns 2t, 2t + 1, 2t + 8 and 2t + 9 of a row. As an
+// operand these are k = 4t to 4t + 3; V^T has its keys in this order.
 __device__ __forceinline__ void round_operand_fp8(u32 (&P)[BLOCK_K / 32][4],
                                                   const float (&S)[BLOCK_K / 2]) {
 #pragma unroll
@@ -174,7 +178,7 @@ __device__ __forceinline__ void round_operand_fp8(u32 (&P)[BLOCK_K / 32][4],
         }
 }
 
-// O = alpha O + T: `first` is T's first column.
+// O = alpha O + T; `first` is T's first column.
 template <int N>
 __device__ __forceinline__ void flush(float (&O)[DV / 2], const float (&T)[N / 2], int first,
                                       const float (&alpha)[2]) {
@@ -185,7 +189,7 @@ __device__ __forceinline__ void flush(float (&O)[DV / 2], const float (&T)[N / 2
     }
 }
 
-// O = alpha O + P V, SLICE columns of V at a time, of which the next are under way meanwhile.
+// O = alpha O + P V, SLICE columns of V at a time; the next slice's product runs meanwhile.
 __device__ __forceinline__ void add_output(float (&O)[DV / 2], const u32 (&P)[BLOCK_K / 32][4],
                                            const u8* v, const float (&alpha)[2]) {
     constexpr int SLICES = DV / SLICE;
@@ -206,11 +210,11 @@ __device__ __forceinline__ void add_output(float (&O)[DV / 2], const u32 (&P)[BL
 
 __device__ void consume(OnChip& s, const Args& a, int g) {
     const int lane = threadIdx.x % 32;
-    const bool speaks = lane == 0;                                 // one arrival a warp
+    const bool speaks = lane == 0;                                 // one arrival per warp
     const int turn = 1 + g, next_turn = 1 + (g + 1) % WARPGROUPS;  // named barriers
     Ring ring_k, ring_v, slot;
     u32 q_parity = 0;
-    if (g == WARPGROUPS - 1) named_arrive(next_turn, 256);  // warpgroup 0 has the first turn
+    if (g == WARPGROUPS - 1) named_arrive(next_turn, 256);  // warpgroup 0 goes first
     while (true) {
         const Item it = s.items.read(slot);
         if (it.walk < 0) return;
@@ -218,7 +222,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         const int head = it.walk % a.heads, batch = it.walk / a.heads;
         const i64 first = i64(it.walk) * a.n_visits + it.visits.first;
         stamp_item(a, it.walk, it.outer, false);
-        Softmax<BLOCK_K, true, P_BITS> softmax;  // c has the scales of Q and K in it
+        Softmax<BLOCK_K, true, P_BITS> softmax;  // c includes the scales of Q and K
         float O[DV / 2], alpha[2], v_scale = 1.0f;
 #pragma unroll
         for (int e = 0; e < DV / 2; ++e) O[e] = 0.0f;
@@ -228,8 +232,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         const float to_log2 = a.scale * LOG2E * s.q_scale[g].x;
         if (n > 0) {
             u32 P[BLOCK_K / 32][4];
-            // One product after the other: a warpgroup's turn is the output of a visit and the
-            // scores of the next one; its softmax runs under the others' turns.
+            // Products of warpgroups alternate: a warpgroup's turn is the output of a visit and the
+            // scores of the next visit. Its softmax runs during the others' turns.
             named_sync(turn, 256);
 #pragma unroll 1
             for (int v = 0; v < n; ++v) {
@@ -246,7 +250,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                     wgmma_wait<0>();
                     pin(S);
                     if (speaks) arrive(&s.k_empty[ring_k.stage]);
-                    if (v == n - 1 && speaks) arrive(&s.q_empty[g]);  // the next item's Q may come
+                    // the next work tile's Q may be loaded
+                    if (v == n - 1 && speaks) arrive(&s.q_empty[g]);
                     ring_k.next(STAGES);
                     stamp(visit_stamps(a, first + v), 2);
                     mask_scores(S, a, it, v, query);
@@ -267,7 +272,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             arrive(&s.q_empty[g]);
         }
 
-        // -- O / l and L = m + log l, straight from registers -----------------------------------
+        // -- O / l and L = m + log l, straight from registers -------------------------------------
         u32 o_bytes = 0, lse_bytes = 0;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {

@@ -1,4 +1,4 @@
-// The rotation of incoherent processing: rows of 16-bit elements times a Hadamard matrix.
+// The rotation of incoherent processing: multiplies rows of 16-bit elements by a Hadamard matrix.
 #if FS_BF16
 #define KIND16 "bf16.bf16"
 #else
@@ -11,10 +11,11 @@ __device__ __forceinline__ void multiply(float (&y)[4], const u32 (&h)[4], u32 b
         : "=f"(y[0]), "=f"(y[1]), "=f"(y[2]), "=f"(y[3])
         : "r"(h[0]), "r"(h[1]), "r"(h[2]), "r"(h[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
-// This thread's part of a Hadamard matrix over bits 0, 3, 4 and 5 of a column's number, a left
-// operand. Its columns k are 0 = k's lowest bit, 3 and 4 = the thread of four, 5 = k's highest, as
-// the pieces of a row come; its rows 0 = the highest bit, 3 to 5 = the others: eight neighbouring
-// columns of the result end in one thread.
+// This thread's part of a Hadamard matrix over bits 0, 3, 4 and 5 of a column number, as a left
+// operand. The bits of its column index k: bit 0 = k's lowest bit; bits 3 and 4 = the thread in the
+// quad; bit 5 = k's highest bit. This matches how the pieces of a row are held. Of its row index,
+// the highest bit is bit 0, and the others are bits 3 to 5: eight neighbouring columns of the
+// result are in one thread.
 __device__ __forceinline__ void hadamard_operand(u32 (&h)[4]) {
     const u32 g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     constexpr u32 ONES = FS_BF16 ? 0x3f803f80u : 0x3c003c00u;
@@ -23,10 +24,10 @@ __device__ __forceinline__ void hadamard_operand(u32 (&h)[4]) {
     h[2] = ONES ^ far, h[3] = h[2] ^ 0x80000000u;
 }
 
-// x = raw H, not yet divided by sqrt(D): four bits of the column by tensor cores, which sum sixteen
-// 16-bit elements next to exactly, and a butterfly for each of the others. A warp has 8 * ROWS
-// rows, four neighbouring threads ROWS of them; afterwards a thread has other rows and columns
-// (turned_row and turned_column in quantize.cu).
+// x = raw H, not yet divided by sqrt(D). Tensor cores process four bits of the column number; they
+// sum sixteen 16-bit elements almost exactly. A butterfly processes each of the other bits. A warp
+// has 8 * ROWS rows, and four neighbouring threads have ROWS of them. Afterwards a thread owns
+// other rows and columns (turned_row and turned_column in quantize.cu).
 template <int D, int ROWS>
 __device__ __forceinline__ void rotate(float (&x)[ROWS * D / 32][8],
                                        const u32 (&raw)[ROWS * D / 32][4], const u32 (&h)[4]) {

@@ -1,19 +1,19 @@
-// Shared code of the KV-outer backward kernels (backward.cu, backward_wide.cu):
-// who loads what, what happens to a score, and, with STAGES_DQ, who sends dQ off. Included after a
-// kernel's constants, its OnChip and its named barriers.
+// Shared code of the KV-outer backward kernels (backward.cu, backward_roles.cu, backward_wide.cu):
+// the loads, the mask and softmax of scores, and, with STAGES_DQ, the sending of dQ. Included after
+// a kernel's constants, its OnChip and its named barriers.
 
-// The heads and visits of an item, in order: for each query head of the group, each row tile. The
-// blocks of a cluster share them out, each takes some in a row.
+// The heads and visits of a work tile, in order: for each query head of the group, each row tile.
+// The blocks of a cluster divide them into consecutive ranges.
 //
-// In step it is each row tile, for each query head. Of grouped heads under a causal mask that are
-// more than L2 holds, Q, dO and dQ of a row tile are there but once, and not long, if all key tiles
-// of a head come by at the same time. All begin together at the last row tile: so items of the
-// first round walk back. The shorter one of them is, the sooner it ends, and the longer is what its
-// block takes next, whose first row tile is about where the others are: so those of the next round
-// walk on, all end together, and the third round is like the first.
+// With FS_IN_STEP the order is: for each row tile, each query head. This is for GQA heads under a
+// causal mask whose tensors exceed L2. If all key tiles of a head reach a row tile at about the
+// same time, its Q, dO and dQ are in L2 once, and only briefly. So all work tiles of the first wave
+// start together at the last row tile and loop backwards. A shorter work tile ends sooner, and its
+// block takes a longer one next, whose first row tile is about where the others are. So the second
+// wave loops forwards, all its work tiles end together, and the third wave is like the first.
 struct Step {
     int member = 0, v = 0;
-    // To where this block begins; how many it takes.
+    // Moves to this block's first step; returns its number of steps.
     __device__ inline int begin(const Args& a, const Item& it, int visits) {
         const int steps = a.group * visits;
 #if FS_IN_STEP
@@ -34,13 +34,13 @@ struct Step {
 };
 static_assert(!FS_IN_STEP || (FS_CLUSTER == 1 && !FS_ORDERED), "these have an order of their own");
 
-// One thread makes the barriers; `senders` further warps read the items.
+// One thread initialises the barriers; `senders` further warps read the work tiles.
 __device__ __forceinline__ void begin_barriers(OnChip& s, int senders) {
     if (threadIdx.x != 0) return;
     barrier_init(&s.kv_full, 1);
     barrier_init(&s.k_empty, 4 * WARPGROUPS), barrier_init(&s.v_empty, 4 * WARPGROUPS);
     for (int i = 0; i < STAGES; ++i) {
-        barrier_init(&s.full[i], 1 + 32);  // the copies, and the lanes with the statistics
+        barrier_init(&s.full[i], 1 + 32);  // the copies, and the lanes that write the statistics
         barrier_init(&s.empty[i], 4 * WARPGROUPS);
     }
 #if FS_DEFERRED
@@ -51,7 +51,7 @@ __device__ __forceinline__ void begin_barriers(OnChip& s, int senders) {
     barrier_init_fence();
 }
 
-// K or V of an item. Each block of a cluster fetches some of its boxes, for all.
+// Copies K or V of a work tile. Each block of a cluster fetches some of the boxes, for all blocks.
 template <int CHUNKS, int ELEMENTS>
 __device__ inline void copy_own_tile(u16 (&to)[CHUNKS][ELEMENTS], const TensorMap* map, u64* bar,
                                      Place from, int head) {
@@ -70,7 +70,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
     u32 kv_parity = 0;
     [[maybe_unused]] u32 dout_parity = 0;
     const int kv_heads = a.heads / a.group;
-    if (FS_ONCE) wait_for_what_ran_before();  // no delta did, which would have waited
+    if (FS_ONCE) wait_for_what_ran_before();  // no delta kernel ran, which would have waited
     for (int w = a.first + first_work();; w = a.first + next_work(counter, a.stop - a.first)) {
         const Item& it = s.items.write(slot, a, w, a.stop, false);
         if (it.walk < 0) return;
@@ -116,10 +116,11 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                 report_one(a.visit_counts + visit * 8 + 1, rows * FS_COUNTED_V * 2);
                 step.next(a, it, it.visits.count);
             }
-            // The last item is done with a stage before it is done with V, and then with K: so the
-            // first visit's tiles come first. A cluster has one item, and no last one. Its blocks
-            // bring each other's tiles: so one without visits may be done with both before it comes
-            // to the wait, which would take that for the phase before, and wait for ever.
+            // The consumers release the last work tile's stages before its V, and its V before its
+            // K. So the tiles of the first visit are loaded first. A cluster has only one work
+            // tile, so there is nothing to wait for. And the wait could hang: blocks of a cluster
+            // load each other's tiles, so a block without visits may have released both before the
+            // wait, which would mistake that phase for the one before.
             if (left == steps) {
                 if (FS_CLUSTER == 1) wait(&s.v_empty, kv_parity ^ 1);
                 arrive_expect(&s.kv_full, sizeof(s.k) + sizeof(s.v));
@@ -129,7 +130,8 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                 copy_own_tile(s.k, map_k, &s.kv_full, own, kv_head);
                 kv_parity ^= 1;
                 u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
-                const int keys = cluster_rank() ? 0 : it.own.stop - it.own.start;  // read once
+                // counted once per cluster
+                const int keys = cluster_rank() ? 0 : it.own.stop - it.own.start;
                 report_one(counts, keys * FS_COUNTED * 2);
                 report_one(counts + 1, keys * FS_COUNTED_V * 2);
             }
@@ -138,21 +140,22 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
     }
 }
 
-// Of what ran before: a launch that does not wait for it itself reads past the L1.
+// Reads what the previous kernel wrote: a launch that does not wait for that kernel bypasses L1.
 __device__ inline float seen(const float* from) { return FS_AFTER ? __ldcg(from) : *from; }
 
-// A warp: where the scores and dP of each visit's rows start, on the tiles' barriers. A row past
-// the end, or one that sees no key, gets -inf, so that its P is exactly 0. With FS_ONCE there is no
-// delta yet, only, with FS_DLSE, what it will be less.
+// A warp: writes the initial values of each visit's scores and dP, and arrives at the tiles'
+// barriers. A row past the end, or one that sees no key, gets -inf, so that its P is exactly 0.
+// With FS_ONCE there is no delta yet, only, with FS_DLSE, the LSE's gradient, which is subtracted
+// later.
 __device__ void produce_statistics(OnChip& s, const Args& a) {
     constexpr int PER_LANE = (BLOCK_Q + 31) / 32;
     const int lane = threadIdx.x % 32;
     const float unit = START ? -1.0f / a.scale : -LOG2E;
     Ring ring, slot;
-    // Nothing else here reads or adds to what ran before has written but by way of these.
+    // All other accesses to what the previous kernel wrote depend on these reads.
     if (!FS_AFTER) wait_for_what_ran_before();
-    // dQ's pass, whose blocks take a whole SM each; the conversion's would crowd on the few SMs
-    // that are idle by now.
+    // Lets dQ's kernel start, whose blocks need a whole SM each. The conversion kernel is not
+    // started early: its blocks would crowd on the few SMs that are idle by now.
     if (!FS_FUSED || FS_MORE) let_what_runs_next_start();
     while (true) {
         const Item it = s.items.read(slot);
@@ -160,13 +163,13 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
         Step step;
 #pragma unroll 1
         for (int left = step.begin(a, it, it.visits.count); left; --left) {
-            const int walk = it.walk * a.group + step.member;  // of the query head
+            const int walk = it.walk * a.group + step.member;  // index of the query head
             const int first = it.base + it.visits(a, step.v).tile * BLOCK_Q;
             u32* counts = a.visit_counts + (i64(walk) * a.n_visits + it.visits.first + step.v) * 8;
             float lse[PER_LANE];
             [[maybe_unused]] float delta[PER_LANE];  // or dlse
 #pragma unroll
-            for (int i = 0; i < PER_LANE; ++i) {  // before the wait, to hide their latency
+            for (int i = 0; i < PER_LANE; ++i) {  // before the wait, to hide the latency
                 const int x = lane + 32 * i;
                 const bool exists = x < BLOCK_Q && first + x < it.end;
                 const i64 row = i64(walk) * a.n_q + first + x;
@@ -189,7 +192,7 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
 #endif
                 }
             }
-            arrive(&s.full[ring.stage]);  // every lane for what it wrote
+            arrive(&s.full[ring.stage]);  // every lane arrives for what it wrote
             ring.next(STAGES);
             step.next(a, it, it.visits.count);
         }
@@ -198,7 +201,7 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
 }
 
 #ifdef STAGES_DQ
-// Adding in a fixed order: `turn` counts the additions that a piece of dQ has had.
+// Addition in a fixed order: `turn` counts the additions to a piece of dQ so far.
 __device__ inline void wait_turn(const u32* turn, u32 mine) {
     u32 now;
     do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
@@ -210,8 +213,9 @@ __device__ inline void pass_turn(u32* turn) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(turn) : "memory");
 }
 
-// Lays a piece of dQ down that is not transposed, 32 columns to a box, whose rows are swizzled. Odd
-// rows take the other half of a box's columns first: else two rows would meet in the same banks.
+// Stages a piece of dQ that is not transposed, 32 columns per box, whose rows are swizzled. Odd
+// rows write the other half of a box's columns first: otherwise two rows would conflict in the same
+// banks.
 template <int N>
 __device__ __forceinline__ void stage_columns(float (*boxes)[DQ_ROWS * 32], const float (&dQ)[N]) {
     const int row = fragment_row(), lane = threadIdx.x % 32;
@@ -230,8 +234,8 @@ __device__ __forceinline__ void stage_columns(float (*boxes)[DQ_ROWS * 32], cons
             }
 }
 
-// A warp for each warpgroup g: its piece of dQ, once staged, is added to the accumulator; or, if it
-// is all of it, stored. DQ_FREE + g and DQ_FULL + g pass the piece to and fro between the two.
+// One warp per warpgroup g: adds its piece of dQ, once staged, to the accumulator; or stores it, if
+// it is complete. DQ_FREE + g and DQ_FULL + g pass the piece between the two.
 __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g) {
     const bool leads = threadIdx.x % 32 == 0;
     Ring slot;
@@ -242,7 +246,7 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
         Step step;
 #pragma unroll 1
         for (int left = step.begin(a, it, it.visits.count); left; --left) {
-            const int walk = it.walk * a.group + step.member;  // of the query head
+            const int walk = it.walk * a.group + step.member;  // index of the query head
             const int first = it.base + it.visits(a, step.v).tile * BLOCK_Q;
             named_sync(DQ_FULL + g, 160);  // the piece is complete
             if (leads) {
@@ -252,7 +256,7 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
 #endif
                 const int row = first + dq_row(g);
                 const Place to = place(row, it.end, walk / a.heads);
-                int columns = 0;  // that exist
+                int columns = 0;  // columns that exist
 #pragma unroll
                 for (int c = 0; c < DQ_BOXES; ++c) {
                     const int column = dq_column(g, c);
@@ -282,7 +286,7 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
 }
 #endif
 
-// A statistic of the two queries that are this thread's columns in the j-th eight.
+// A statistic of the two queries in this thread's columns of the j-th eight.
 __device__ __forceinline__ float2 query_pair(const float* statistic, int j) {
     return *reinterpret_cast<const float2*>(&statistic[8 * j + fragment_column()]);
 }
@@ -295,20 +299,21 @@ __device__ __forceinline__ Head head_of(const Args& a, const Item& it, const Ste
     return head_at(a, it.walk / kv_heads, it.walk % kv_heads * a.group + step.member, it.outer);
 }
 
-// Whether both tiles of a pair that starts at `query` are whole: the positions of its scores exist,
-// at fixed distances. Elsewhere a function that reads arrays gets positions that exist.
+// Whether both tiles of a pair that starts at `query` are complete. Then all positions of its
+// scores exist, at fixed distances. Otherwise a function that reads arrays gets positions clamped
+// to those that exist.
 __device__ __forceinline__ bool is_exact(const Item& it, int query) {
     return !FS_READS || (query + FS_BLOCK_Q <= it.end && it.own.start + FS_BLOCK_K <= it.own.stop);
 }
 
-// -inf for the scores that the masks drop.
+// Sets to -inf the scores that the masks drop.
 template <bool EXACT, int N>
 __device__ __forceinline__ void drop_masked(float (&S)[N], const Args& a, const Item& it,
                                             const Head& at, int key, int query) {
     const KeepColumn keep[2] = {{a, key, it.own}, {a, key + 8, it.own}};
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        // Row by row, unless both rows need what is read for a query.
+        // Row by row, unless both rows need what is read per query.
         const int e = FS_READS ? i : i / 2 % (N / 4) * 4 + i / (N / 2) * 2 + i % 2;
         const int step = e / 4 * 8 + e % 2, r = e / 2 % 2;
         const FlashAt q = EXACT ? FlashAt(query, step) : existing(query, step, it.end);
@@ -317,7 +322,7 @@ __device__ __forceinline__ void drop_masked(float (&S)[N], const Args& a, const 
     }
 }
 
-// As shape_scores below, with a mask that is a function.
+// As shape_scores below, with a mask function.
 template <int N>
 __device__ __forceinline__ void drop_scores(float (&S)[N], const Args& a, const Item& it,
                                             const Head& at, bool masked, bool exact, int key,
@@ -332,7 +337,7 @@ __device__ __forceinline__ void drop_scores(float (&S)[N], const Args& a, const 
 }
 
 #if FS_SCORE_MOD
-// P of raw scores whose rows are keys, see `probability`; `statistic` is the queries' -lse in units
+// P of raw scores whose rows are keys; see `probability`. `statistic` is the queries' -lse in units
 // of log 2.
 template <bool KEPT, bool EXACT, int N>
 __device__ __forceinline__ void make_probabilities(float (&P)[N], float (&S)[N], const Args& a,
@@ -364,9 +369,9 @@ __device__ __forceinline__ void probabilities(float (&P)[N], float (&S)[N], cons
 #endif
 #endif
 
-// Scales and caps the scores (where the exponent cannot take the scale), masks them (where asked).
-// Queries past the end need none: their statistic is -inf (`produce_statistics`), so that P is 0.
-// `key` and `query` are the first ones of this thread's scores.
+// Scales and caps the scores (if the exponent cannot apply the scale), and masks them (if the tile
+// needs it). Queries past the end need no mask: their statistic is -inf (`produce_statistics`), so
+// that P is 0. `key` and `query` are the positions of this thread's first score.
 template <int N>
 __device__ __forceinline__ void shape_scores(float (&S)[N], const Args& a, const Item& it,
                                              bool masked, int key, int query) {

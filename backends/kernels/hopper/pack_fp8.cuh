@@ -1,5 +1,5 @@
-// Four floats rounded to 8 bits, e4m3 or e5m2, what is too large to the largest number; the first
-// in the lowest byte.
+// Rounds four floats to 8 bits, e4m3 or e5m2, saturating to the largest number; the first is in the
+// lowest byte.
 template <bool E5M2>
 __device__ __forceinline__ u32 pack_fp8(float a, float b, float c, float d) {
     u32 r;

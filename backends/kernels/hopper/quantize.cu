@@ -1,11 +1,11 @@
-// FP8 inputs of the Hopper forward (forward_fp8.cu): 16-bit Q, K and V to e4m3 with a float32 scale
-// for each block of rows (or head, or tensor), Q and K rotated by a Hadamard matrix if asked
-// (incoherent processing, arXiv:2407.08608, section 3.3), V also transposed. One block of threads
-// works on ROWS rows of one head; scale = max |x| / 448.
+// Quantizes the inputs of the FP8 forward (forward_fp8.cu): 16-bit Q, K and V to e4m3 with a
+// float32 scale per block of rows (or per head, or per tensor). Q and K are multiplied by a
+// Hadamard matrix if requested (incoherent processing, arXiv:2407.08608, section 3.3); V is also
+// transposed. One thread block works on ROWS rows of one head; scale = max |x| / 448.
 //
-// V^T is (.., d, n), its rows filled up with zeros to whole sixteens, and the keys of each sixteen
-// permuted: at 4 t, .. 4 t + 3 lie keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9, which are what one thread
-// has of a row of scores (forward_fp8.cu).
+// V^T is (.., d, n). Its rows are padded with zeros to a multiple of 16, and the keys of each
+// sixteen are permuted: keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9 are stored at 4 t to 4 t + 3. These are
+// the four scores of a row that one thread holds (forward_fp8.cu).
 using u8 = unsigned char;
 using u32 = unsigned int;
 using i64 = long long;
@@ -14,13 +14,13 @@ using i64 = long long;
 #include "hadamard.cuh"
 
 constexpr int D = FS_D, ROWS = FS_ROWS, STAGES = 3;
-// Pieces have eight elements. Four neighbouring threads have a row of Q or K, or two short rows.
+// A piece is eight elements. Four neighbouring threads own a row of Q or K, or two short rows.
 constexpr int OWN = D == 64 ? 2 : 1, PIECES = OWN * D / 32, THREADS = ROWS * 4 / OWN;
 constexpr bool ROTATE = FS_ROTATE;
 constexpr float LARGEST = FS_E5M2 ? 57344.0f : 448.0f;
-// Up to here LARGEST / x may not be finite: elements so small are zeros, their scale 1.
+// Below this, LARGEST / x may be infinite: such elements become zeros, with scale 1.
 constexpr float LEAST = LARGEST / 3.0e38f;
-// Blocks and their scales in one go; or in two launches: largest values, then elements.
+// Blocks and their scales in one launch; or in two launches: first the maxima, then the elements.
 enum Mode { BLOCKS, LARGEST_ONLY, ELEMENTS_ONLY };
 constexpr Mode MODE = static_cast<Mode>(FS_MODE);
 
@@ -32,8 +32,8 @@ struct Args {
     Input q, k, v;
     u8 *q8, *k8, *v8, *vt;   // (.., n, d) each; (.., d, n padded)
     float *q_scale, *k_scale, *v_scale;
-    u32 *q_largest, *k_largest, *v_largest;  // bits of max |x|; where there are two launches
-    const float* signs;                      // (d,), of the rotation
+    u32 *q_largest, *k_largest, *v_largest;  // bits of max |x|, for two launches
+    const float* signs;                      // (d,), signs of the rotation
     int n_q, n_kv, heads, kv_heads, batch, tiles_q, tiles_kv, columns;  // columns: of vt
 };
 static_assert(sizeof(Args) == FS_ARGS_BYTES, "quantize.py and Args must agree");
@@ -42,16 +42,16 @@ __device__ __forceinline__ u32 pack(float a, float b, float c, float d) {
     return pack_fp8<FS_E5M2 != 0>(a, b, c, d);
 }
 
-// A tile of Q, K or V: rows `first` on of walk `walk` (batch * heads + head).
+// A tile of Q, K or V: rows from `first` on of head `walk` (batch * heads + head).
 enum Which { OF_Q, OF_K, OF_V };
 struct Tile {
-    const char* from;  // of the head
+    const char* from;  // start of the head
     u8* to;
-    i64 row;           // bytes from row to row of the input
-    float* scale;      // of its first rows; absent if another tile has the first of its block
+    i64 row;           // bytes between rows of the input
+    float* scale;      // of its first rows; null if another tile has the first rows of its block
     u32* largest;
     Which which;
-    int walk, first, n, scales;  // scales: how many, of ROWS / 2 rows if there are two
+    int walk, first, n, scales;  // scales: how many; with two, each covers ROWS / 2 rows
 
     __device__ void find(const Args& a, int number) {
         const int of_q = a.batch * a.heads * a.tiles_q, of_k = a.batch * a.kv_heads * a.tiles_kv;
@@ -65,7 +65,7 @@ struct Tile {
         row = x.row * 2;
         from = x.data + (walk / heads * x.batch + walk % heads * x.head) * 2;
         to = (which == OF_Q ? a.q8 : which == OF_K ? a.k8 : a.v8) + i64(walk) * n * D;
-        // FS_SCALES: 0 one for the tensor, 1 for a head, 2 for a block of rows.
+        // FS_SCALES: 0 one per tensor, 1 per head, 2 per block of rows.
         const int rows = which == OF_Q ? FS_SCALE_Q : FS_SCALE_K;
         const int at = FS_SCALES == 0 ? 0 : FS_SCALES == 1 ? walk
                      : walk * ((n + rows - 1) / rows) + first / rows;
@@ -77,16 +77,16 @@ struct Tile {
         scales = MODE == BLOCKS && rows == ROWS / 2 ? 2 : 1;
     }
 };
-// A ring of tiles; every thread fetches the pieces that it works on. V^T takes the place of V.
+// A ring of tiles; each thread fetches the pieces that it works on. V^T replaces V in place.
 struct OnChip {
     uint4 pieces[STAGES][PIECES][THREADS];
     u32 signs[D / 2];  // of two columns, as the sign bits of 16-bit elements
-    u32 tops[2][32];   // a warp's largest element
-    Tile tiles[4];     // the present one, the two that are fetched, and one that is being found
+    u32 tops[2][32];   // each warp's maximum
+    Tile tiles[4];     // the current tile, two that are being fetched, and one being located
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "quantize.py and OnChip must agree");
 // Where a tile of V^T has the four keys at 4 `four` of row `row`, in words. The 16-byte pieces of a
-// row are permuted, lest rows eight apart meet in a bank.
+// row are permuted to avoid bank conflicts between rows that are eight apart.
 __device__ __forceinline__ int transposed_at(int row, int four) {
     return row * (ROWS / 4) + ((four / 4 ^ (row / 8)) % 8 * 4 | four % 4);
 }
@@ -99,23 +99,24 @@ __device__ __forceinline__ void fetch(uint4* to, const char* from, bool exists) 
 __device__ __forceinline__ void fetch_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
-__device__ __forceinline__ void fetch_wait() {  // for all but the last groups
+__device__ __forceinline__ void fetch_wait() {  // waits for all but the last groups
     asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
 }
 
-// Neighbouring threads fetch neighbouring pieces, of whole rows: halves of 128-byte lines take
-// longer (docs/notebooks/hopper.md). Only longer rows that are rotated are fetched by the threads
-// that have them then, 64 bytes of eight rows at a time: to exchange them costs more than it gains.
+// Neighbouring threads fetch neighbouring pieces of whole rows: fetching halves of 128-byte lines
+// takes longer (docs/notebooks/hopper.md). The exception is longer rows that are rotated. Each
+// thread fetches what it will work on, 64 bytes of eight rows at a time: exchanging pieces between
+// threads costs more than it saves.
 constexpr bool WHOLE_ROWS = !ROTATE || D == 64;
 constexpr int LINES = 256 / D;  // rows of Q and K that a warp fetches from at a time
-// Of V a thread has, once or twice, eight columns of four keys that lie together in V^T.
+// Of V, a thread owns eight columns of four keys that are adjacent in V^T, once or twice.
 __device__ __forceinline__ int own_eight() { return threadIdx.x % (D / 8); }
-// The first row of the tile, if whole ones are fetched, from which this thread fetches of Q and K.
+// The first row of the tile's Q or K from which this thread fetches, if whole rows are fetched.
 __device__ __forceinline__ int line_row() {
     return threadIdx.x / 32 * 8 * OWN + threadIdx.x % 32 / (D / 8);
 }
-// The rows of the tile, and the columns, that this thread has of Q and K before a rotation: every
-// fourth piece of a row or of two. Without one it has what it fetches.
+// The tile's rows and columns of Q and K that this thread owns before a rotation: every fourth
+// piece of a row or of two. Without a rotation, a thread owns what it fetches.
 __device__ __forceinline__ int own_row(int piece) {
     return ROTATE ? (threadIdx.x / 32 * OWN + piece / (D / 32)) * 8 + threadIdx.x % 32 / 4
                   : line_row() + piece * LINES;
@@ -123,17 +124,17 @@ __device__ __forceinline__ int own_row(int piece) {
 __device__ __forceinline__ int own_column(int piece) {
     return ROTATE ? (threadIdx.x % 4 + piece % (D / 32) * 4) * 8 : threadIdx.x % (D / 8) * 8;
 }
-// Where a stage has the pieces of a thread: every second one, if others fetch it, has changed
-// places with another row's, lest two of a row meet in a bank.
+// Where a stage has this thread's pieces. If other threads fetch them, every second piece is
+// swapped with one of another row, to avoid bank conflicts between two pieces of a row.
 __device__ __forceinline__ u32 own_slot(int piece) {
     return threadIdx.x ^ (ROTATE && WHOLE_ROWS && piece % 2 ? 4 : 0);
 }
-// And that is where piece `piece` of a row goes, the `row`-th of the warp's.
+// The inverse: where piece `piece` of the warp's row `row` is written.
 __device__ __forceinline__ int slot(int row, int piece) {
     return row / 8 * (D / 32) * THREADS + piece / 4 * THREADS + threadIdx.x / 32 * 32 +
            ((row % 8 ^ piece / 4 % 2) * 4 | piece % 4);
 }
-// Those that it has after a rotation.
+// The rows and columns that this thread owns after a rotation.
 __device__ __forceinline__ int turned_row(int piece) {
     return (threadIdx.x / 32 * OWN + piece / (D / 32)) * 8 + threadIdx.x % 4 * 2 +
            piece % (D / 32) / (D / 64);
@@ -141,7 +142,7 @@ __device__ __forceinline__ int turned_row(int piece) {
 __device__ __forceinline__ int turned_column(int piece) {
     return threadIdx.x % 32 / 4 * 8 + piece % (D / 64) * 64;
 }
-// Row in a tile of V of the j-th of the four keys that lie at 4 `four` in V^T.
+// Row in a tile of V of the j-th of the four keys at 4 `four` in V^T.
 __device__ __forceinline__ int key_at(int four, int j) {
     return four / 4 * 16 + four % 4 * 2 + j % 2 + j / 2 * 8;
 }
@@ -164,7 +165,8 @@ __device__ __forceinline__ void fetch_tile(uint4 (&to)[PIECES][THREADS], const T
             const int below = of_v ? key_at(0, i % 4) + i / 4 * (THREADS / (D / 8) * 4) : i * LINES;
             const int at = ROTATE && !of_v ? slot(i * LINES + lane / (D / 8), own_eight())
                                            : i * THREADS + own_slot(i);
-            fetch(stage + at, from + below * t.row, below < left);  // else zeros, nothing is read
+            // else writes zeros and reads nothing
+            fetch(stage + at, from + below * t.row, below < left);
         }
         return;
     }
@@ -190,24 +192,25 @@ __device__ __forceinline__ void fetch_tile(uint4 (&to)[PIECES][THREADS], const T
     }
 }
 
-// The larger ones of two pairs of 16-bit numbers, by their size.
+// Of each of two 16-bit numbers, the one of larger magnitude.
 __device__ __forceinline__ u32 larger(u32 a, u32 b) {  // a is not negative
     u32 r;
     asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b & 0x7fff7fffu));
     return r;
 }
 
-// Tile `t`, whose largest element in this thread (if found before: of all) is `mine`: writes its
-// scales, if it is the one to do so, and returns what elements are multiplied by. `norm` is a
-// factor still missing in them.
+// Computes the scale of tile `t`. `mine` is the maximum of this thread (if the maximum was found
+// before: of all threads). Writes the tile's scales, if this tile is the one to do so, and returns
+// the factor of its elements. `norm` is a factor that the elements still lack.
 __device__ __forceinline__ float settle(const Tile& t, float mine, u32 (&tops)[32], float norm) {
-    const int warps = THREADS / 32 / t.scales;  // of two each half of the threads has one
+    const int warps = THREADS / 32 / t.scales;  // with two scales, each covers half of the warps
     const int warp = threadIdx.x / 32, half = warp >= warps, lane = threadIdx.x % 32;
     if (MODE != ELEMENTS_ONLY) {
         const u32 mine_of_warp = __reduce_max_sync(~0u, __float_as_uint(mine));
         if (lane == 0) tops[warp] = mine_of_warp;
     }
-    __syncthreads();  // B0: every warp's maximum is there; the last tile is done with
+    // B0: every warp's maximum is written; all threads are done with the last tile
+    __syncthreads();
     float top;
     if (MODE != ELEMENTS_ONLY) {
         const u32 all = __reduce_max_sync(~0u, lane < warps ? tops[half * warps + lane] : 0u);
@@ -222,7 +225,7 @@ __device__ __forceinline__ float settle(const Tile& t, float mine, u32 (&tops)[3
     return top > LEAST ? LARGEST / top : 1.0f;
 }
 
-// V^T's tile, from shared memory: 16 bytes of a row a thread.
+// Stores V^T's tile from shared memory: 16 bytes of a row per thread.
 __device__ __forceinline__ void store_transposed(const u32* tile, u8* vt, int walk, int first,
                                                  int columns) {
     const int piece = threadIdx.x % (ROWS / 16), column = first + piece * 16;
@@ -252,7 +255,7 @@ __device__ __forceinline__ void store_rows(const Tile& t, const float (&x)[PIECE
     }
 }
 
-// Rows to columns of 4 x 4 bytes.
+// Transposes 4 x 4 bytes.
 __device__ __forceinline__ void transpose_bytes(u32 (&w)[4]) {
     const u32 a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[0], w[1], 0x7362);
     const u32 c = __byte_perm(w[2], w[3], 0x5140), d = __byte_perm(w[2], w[3], 0x7362);
@@ -281,7 +284,7 @@ __device__ __forceinline__ void store_values(u32* tile, const Args& a, const Til
                     make_uint2(w[0][j], w[1][j]);
         }
     }
-    __syncthreads();  // B1: the tile is whole
+    __syncthreads();  // B1: the tile is complete
     store_transposed(tile, a.vt, t.walk, t.first, a.columns);
 }
 
@@ -300,7 +303,7 @@ quantize(const __grid_constant__ Args a) {
             s.signs[i] = (a.signs[2 * i] < 0 ? 0x8000u : 0) |
                          (a.signs[2 * i + 1] < 0 ? 0x80000000u : 0);
     }
-    __syncthreads();  // B2: the signs are there, and the first tiles are found
+    __syncthreads();  // B2: the signs are written, and the first tiles are located
 #pragma unroll
     for (int k = 0; k < STAGES - 1; ++k) {
         if (blockIdx.x + k * gridDim.x < tiles) fetch_tile(s.pieces[k], s.tiles[k]);
@@ -309,10 +312,11 @@ quantize(const __grid_constant__ Args a) {
     int stage = 0, ahead = STAGES - 1;
     for (int k = 0, number = blockIdx.x; number < tiles; ++k, number += gridDim.x) {
         const Tile& t = s.tiles[k % 4];
-        const u32 found = MODE == ELEMENTS_ONLY ? *t.largest : 0;  // under the wait
+        // read while the copies are awaited
+        const u32 found = MODE == ELEMENTS_ONLY ? *t.largest : 0;
         fetch_wait();
         const bool of_v = t.which == OF_V, turned = ROTATE && !of_v;
-        if (ROTATE && WHOLE_ROWS) __syncwarp();  // so have the others for what they fetched
+        if (ROTATE && WHOLE_ROWS) __syncwarp();  // likewise for what the other lanes fetched
         u32 raw[PIECES][4];
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) {
@@ -346,7 +350,7 @@ quantize(const __grid_constant__ Args a) {
         if (MODE == ELEMENTS_ONLY) mine = __uint_as_float(found);
         constexpr float NORM = D == 64 ? 0.125f : D == 128 ? 0.08838834764831845f : 0.0625f;
         const float inverse = settle(t, mine, s.tops[k % 2], turned ? NORM : 1.0f);
-        // Both in what the last tile had, with which everybody is done.
+        // Both overwrite what the last tile held, with which all threads are done.
         if (threadIdx.x == 0 && number + STAGES * gridDim.x < tiles)
             s.tiles[(k + STAGES) % 4].find(a, number + STAGES * gridDim.x);
         if (number + (STAGES - 1) * gridDim.x < tiles)
@@ -362,8 +366,7 @@ quantize(const __grid_constant__ Args a) {
     }
 }
 
-// V that is FP8 already: transposed and permuted, nothing else. A thread has four keys of 16
-// columns.
+// Transposes and permutes a V that is FP8 already. A thread works on four keys of 16 columns.
 extern "C" __global__ void __launch_bounds__(THREADS)
 transpose(const __grid_constant__ Args a) {
     constexpr int UNITS = ROWS / 4 * (D / 16);
@@ -389,6 +392,6 @@ transpose(const __grid_constant__ Args a) {
             tile[transposed_at(16 * c + i, four)] = __byte_perm(lo, hi, 0x5410);
         }
     }
-    __syncthreads();  // B3: the tile is whole
+    __syncthreads();  // B3: the tile is complete
     store_transposed(tile, a.vt, walk, first, a.columns);
 }

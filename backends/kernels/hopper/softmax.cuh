@@ -1,8 +1,8 @@
-// What the forward kernels share: barriers; the mask and the softmax of a row of score tiles, in a
-// consumer warpgroup's registers.
+// Code that the Hopper forward kernels share: barriers, the mask, and the softmax of a row of score
+// tiles in a consumer warpgroup's registers.
 
-// Barriers of Q, one a warpgroup, and of the rings of K and V. One thread. `more` warps, beside the
-// consumers', read the items.
+// Initialises the barriers of Q, one per warpgroup, and of the rings of K and V. One thread calls
+// it. `more` warps, besides the consumers', read the work tiles.
 template <int WARPGROUPS, int STAGES, class OnChip>
 __device__ inline void init_rings(OnChip& s, int more = 0) {
     for (int i = 0; i < WARPGROUPS; ++i)
@@ -15,7 +15,7 @@ __device__ inline void init_rings(OnChip& s, int more = 0) {
     barrier_init_fence();
 }
 
-// -inf for the scores of visit `v`, of rows `query` and query + 8, that the mask drops.
+// Sets to -inf the scores of visit `v`, of rows `query` and query + 8, that the mask drops.
 template <int N>
 __device__ __forceinline__ void mask_scores(float (&S)[N], const Args& a, const Item& it, int v,
                                             int query) {
@@ -34,19 +34,21 @@ __device__ __forceinline__ void mask_scores(float (&S)[N], const Args& a, const 
     }
 }
 
-// Of this thread's two rows; l is this thread's share, the quad adds up at the end. Where every
-// visit may have a factor of its own (VARIES), m is kept in units of log 2, times that factor.
+// The softmax of this thread's two rows. l is this thread's share; the four threads of a row add
+// theirs at the end. If each visit may have its own factor (VARIES), m is kept in units of log 2,
+// times that factor.
 template <int BLOCK_K, bool VARIES = false, int BITS = 0>
 struct Softmax {
     float m[2] = {NEG_INF, NEG_INF}, l[2] = {0.0f, 0.0f};
 
-    // m_new = max(m, rowmax S), P = 2^BITS exp2(c (S - m_new)) in S's place, l = alpha l + rowsum
-    // P; returns in alpha what O must be multiplied by.
+    // Computes m_new = max(m, rowmax S), l = alpha l + rowsum P, and P = 2^BITS exp2(c (S -
+    // m_new)), which replaces S. Sets alpha, by which O must be multiplied.
     __device__ __forceinline__ void operator()(float (&S)[BLOCK_K / 2], float (&alpha)[2],
                                                float to_log2) {
-        // As integers floats have the same order, unless both are below 0; and of integers three go
-        // to an instruction. Where a thread has seen none that is not below 0 it is done again, but
-        // not where m is not below 0: m is then the largest, whatever these are.
+        // The maximum is taken over the floats' bits as integers, three per instruction. Integers
+        // have the order of the floats unless both are negative. So if all that a thread has seen
+        // are negative, the maximum is taken again over floats; but not if m is at least 0, since m
+        // is then the maximum.
         const int bits[2] = {largest<0>(S), largest<1>(S)};
         const int m0 = __float_as_int(m[0]), m1 = __float_as_int(m[1]);
         const int signs = VARIES ? bits[0] & m0 | bits[1] & m1 : bits[0] | bits[1];
@@ -64,7 +66,7 @@ struct Softmax {
         row<1>(S, top[1], alpha[1], to_log2);
     }
 
-    // The largest bits of row R and, where units do not vary, of its m.
+    // The largest bits of row R and, if factors do not vary, of its m.
     template <int R>
     __device__ __forceinline__ int largest(const float (&S)[BLOCK_K / 2]) const {
         constexpr int LEAST = 0x80000000;
@@ -77,21 +79,21 @@ struct Softmax {
         return max(chain[0], chain[1]);
     }
 
-    // Of the four threads that share a row.
+    // The maximum over the four threads that share a row.
     template <class T> static __device__ __forceinline__ T quad_max(T x) {
         x = max(x, __shfl_xor_sync(~0u, x, 1));
         return max(x, __shfl_xor_sync(~0u, x, 2));
     }
 
-    // Exponentials take longest, so they should begin early and never wait. ptxas schedules what
-    // has the longest chain ahead of it first: row 0's sums are two chains, row 1's one.
+    // Exponentials take longest, so they should start early and never wait. ptxas schedules the
+    // longest dependency chain first: so row 0's sum is two chains, and row 1's is one.
     template <int R>
     __device__ __forceinline__ void row(float (&S)[BLOCK_K / 2], float top, float& alpha,
                                         float to_log2) {
         constexpr int PAIRS = BLOCK_K / 8;
         if (VARIES) top = fmaxf(top * to_log2, m[R]);
         const float unit = VARIES ? 1.0f : to_log2;
-        const float base = top == NEG_INF ? 0.0f : top * unit;  // no key yet: no inf - inf
+        const float base = top == NEG_INF ? 0.0f : top * unit;  // no key yet: avoids inf - inf
         alpha = exp2_approx(m[R] * unit - base);
         m[R] = top;
         const float start = BITS ? base - BITS : base;
@@ -108,16 +110,16 @@ struct Softmax {
 };
 
 // The softmax of scores between -bound and bound. It needs no running maximum and never rescales O.
-// It subtracts one constant from all exponents, so that no exponential is below e^-60, and
-// none exceeds 1 unless the bound exceeds 30.
+// It subtracts one constant from all exponents, so that no exponential is below e^-60, and none
+// exceeds 1 unless the bound exceeds 30.
 struct BoundedSoftmax {
     float m[2], l[2] = {0.0f, 0.0f};
 
-    // `bound` is in the unit of natural logarithms.
+    // `bound` is a natural logarithm.
     __device__ __forceinline__ BoundedSoftmax(float bound, float to_log2) {
         m[0] = m[1] = fminf(bound, 60.0f - bound) * LOG2E / to_log2;
     }
-    // P = exp2(c (S - m)) in S's place, l = l + rowsum P. O is multiplied by 1.
+    // P = exp2(c (S - m)) replaces S; l = l + rowsum P. O keeps its scale.
     template <int N>
     __device__ __forceinline__ void operator()(float (&S)[N], float (&alpha)[2], float to_log2) {
         const float start = m[0] * to_log2;

@@ -1,12 +1,13 @@
-// As portable/units.cu, for what only Hopper has: wgmma, the copy engine, mbarriers.
+// Microbenchmarks as in portable/units.cu, for Hopper's own units: wgmma, TMA, mbarriers.
 using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 #include "ptx.cuh"
 #include "wgmma.cuh"
 
-// Each warpgroup of the block multiplies 64 x 16 by 16 x N, four deep, `rounds` times. FROM: A
-// comes from shared memory (0) or from registers (1). B, and A, are one swizzled tile.
+// Each warpgroup of the block multiplies 64 x 16 by 16 x N, with four products in flight, `rounds`
+// times. FROM: A is read from shared memory (0) or from registers (1). B, and A, are one swizzled
+// tile.
 template <int N, int FROM>
 __device__ __forceinline__ void multiply(int rounds, float keep, float* out, i64* cycles) {
     extern __shared__ __align__(1024) unsigned char tile[];
@@ -51,7 +52,8 @@ MULTIPLY(wgmma_registers, 80, 1)
 MULTIPLY(wgmma_registers, 128, 1)
 MULTIPLY(wgmma_registers, 176, 1)
 
-// One thread a block keeps `STAGES` copies of 16 KiB under way, of `n` bytes that all blocks read.
+// One thread per block keeps `STAGES` copies of 16 KiB in flight, from `n` bytes that all blocks
+// read.
 constexpr int STAGES = 8, PIECE = 16384;
 extern "C" __global__ void bulk_reads(const char* from, i64 n, int pieces) {
     extern __shared__ __align__(1024) char to[];
@@ -74,7 +76,7 @@ extern "C" __global__ void bulk_reads(const char* from, i64 n, int pieces) {
     }
 }
 
-// One thread a block adds pieces of 16 KiB of float32 into `n` bytes that all blocks add to.
+// One thread per block adds float32 pieces of 16 KiB into `n` bytes that all blocks add to.
 extern "C" __global__ void bulk_additions(char* to, i64 n, int pieces) {
     extern __shared__ __align__(1024) char from[];
     for (int i = threadIdx.x; i < PIECE / 4; i += blockDim.x)
@@ -93,7 +95,7 @@ extern "C" __global__ void bulk_additions(char* to, i64 n, int pieces) {
     reduce_wait();
 }
 
-// Two warps hand an mbarrier's turn to each other, `rounds` times: two arrivals and two waits each.
+// Two warps alternate through mbarriers, `rounds` times: two arrivals and two waits per round.
 extern "C" __global__ void hand_overs(int rounds, u32 keep, u32* out, i64* cycles) {
     __shared__ u64 turn[2];
     if (threadIdx.x == 0) barrier_init(&turn[0], 1), barrier_init(&turn[1], 1);

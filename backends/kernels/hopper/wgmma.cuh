@@ -1,7 +1,7 @@
 // `wgmma` for accumulators of 64 rows by N = 32, 48, ..., 256 columns, float32, over 16 of k. PTX
-// wants every register of an instruction spelled out, hence the lists; the accumulator's length
-// picks the overload. A and B are descriptors (ptx.cuh), or A is a fragment in registers.
-// `accumulate` 0 overwrites d. TRANS 1: the operand's k runs down its rows (MN-major).
+// requires every register of an instruction by name, hence the lists. The length of the accumulator
+// selects the overload. A and B are descriptors (ptx.cuh), or A is a fragment in registers.
+// `accumulate` = 0 overwrites d. TRANS = 1: the operand's k runs down its rows (MN-major).
 
 #if FS_BF16
 #define KIND "bf16.bf16"
@@ -11,7 +11,7 @@
 #define HOLD(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
                 "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 
-// Registers 8 g .. 8 g + 7; the first 8 k registers; the operands that hold them.
+// Registers 8 g to 8 g + 7; the first 8 k registers; the operands that hold them.
 #define G0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define G1 "%8, %9, %10, %11, %12, %13, %14, %15"
 #define G2 "%16, %17, %18, %19, %20, %21, %22, %23"
@@ -61,7 +61,7 @@
 #define OUTS15 OUTS14, HOLD(112)
 #define OUTS16 OUTS15, HOLD(120)
 
-// i0 .. i6 number the operands behind the accumulator.
+// i0 to i6 are the numbers of the operands after the accumulator.
 #define WGMMA(N, K, i0, i1, i2, i3, i4, i5, i6)                                                   \
     template <int TRANS_A, int TRANS_B>                                                           \
     __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], u64 a, u64 b, int accumulate) {   \

@@ -1,6 +1,6 @@
 // `wgmma` of 8-bit floats: 64 rows by N columns, float32 accumulators, over 32 of k. Both operands
-// are K-major (k runs along a row). QK: A and B by descriptors, both of the inputs' type; PV: A is
-// a fragment of e4m3 in registers. As wgmma.cuh, whose lists of registers these use.
+// are K-major (k runs along a row). QK: A and B by descriptors, both of the inputs' type. PV: A is
+// an e4m3 fragment in registers. The register lists are those of wgmma.cuh.
 #if FS_E5M2
 #define KIND_QK "e5m2.e5m2"
 #define KIND_PV "e4m3.e5m2"

@@ -1,17 +1,18 @@
-// FlashAttention-2 backward, KV-outer (arXiv:2307.08691, Algorithm 2), on tensor cores.
-// A block owns column tile j of one key head and visits, for every query head of the group, the row
-// tiles that the schedule lists. It works on transposed scores, S^T = K Q^T, so that P^T and dS^T
-// leave the products in exactly the registers in which dV += P^T dO and dK += dS^T Q want them.
-// Where a row of dK and dV is too wide for one warp's registers, FS_PARTS warps share its keys:
-// each makes the scores of its part of the queries, these cross through shared memory, and each
-// adds up its part of the columns. A warp then has more keys to use an element of Q and dO for that
-// it reads. FS_FUSED adds dQ += dS K as well, reduced into a float32 accumulator in HBM (its order,
-// and so its last bit, varies); without it a second kernel (backward_dq.cu) makes dQ. It is made
-// one visit late, so that dS needs no barrier of its own; with FS_HALVES half of the warps make it
-// before their scores and half after them: while one warp of a scheduler has exponentials to make,
-// another one keeps the tensor cores busy.
-// Where things live: K, V in shared memory for the whole block; Q, dO in FS_STAGES shared stages;
-// dK, dV, S^T, dP^T in registers; P^T, dS^T there, too, or in shared memory where they cross warps.
+// FlashAttention-2 backward, KV-outer (arXiv:2307.08691, Algorithm 2), on tensor cores. A block
+// owns column tile j of one KV head and visits, for every query head of the group, the row tiles
+// that the schedule lists. It computes transposed scores, S^T = K Q^T, so that P^T and dS^T leave
+// the products in exactly the registers that dV += P^T dO and dK += dS^T Q need.
+// If a row of dK and dV exceeds one warp's registers, FS_PARTS warps share its keys. Each computes
+// the scores of its part of the queries, exchanges them through shared memory, and accumulates its
+// part of the columns. A warp then uses each element of Q and dO that it reads for more keys.
+// With FS_FUSED the kernel also adds dQ += dS K into a float32 accumulator in HBM (the order of the
+// additions, and so the last bit, varies); without it a second kernel (backward_dq.cu) computes dQ.
+// dQ is computed one visit late, so that dS needs no barrier of its own. With FS_HALVES, half of
+// the warps compute it before their scores and half after: while one warp of a scheduler computes
+// exponentials, another one keeps the tensor cores busy.
+// Where tensors are held: K, V in shared memory for the whole block; Q, dO in FS_STAGES shared
+// stages; dK, dV, S^T, dP^T in registers; P^T, dS^T in registers, or in shared memory if warps
+// exchange them.
 #include "common.cuh"
 #include "mma.cuh"
 #include "scores.cuh"
@@ -19,7 +20,7 @@
 constexpr int BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, D = FS_D, DV = FS_DV, WARPS = FS_WARPS;
 constexpr int THREADS = 32 * WARPS, STAGES = FS_STAGES;
 constexpr int PARTS = FS_PARTS;  // warps that share 16 KT keys
-constexpr int KT = BLOCK_K * PARTS / (16 * WARPS);  // 16-key blocks a warp
+constexpr int KT = BLOCK_K * PARTS / (16 * WARPS);  // 16-key blocks per warp
 constexpr int CHUNK = FS_CHUNK;  // queries whose scores are in registers at a time
 constexpr int DP = D / PARTS, DVP = DV / PARTS, QUERIES = BLOCK_Q / PARTS;  // a warp's part of each
 static_assert(KT * 16 * WARPS == BLOCK_K * PARTS && QUERIES % CHUNK == 0 && CHUNK % 16 == 0 &&
@@ -31,17 +32,17 @@ struct OnChip {
     Tile<BLOCK_Q, D> Q[STAGES];    // one visit
     Tile<BLOCK_Q, DV> dO[STAGES];  // one visit
 #if FS_PARTS > 1
-    Tile<BLOCK_K, BLOCK_Q> P;  // P^T: written up to B2 of a visit, then read
+    Tile<BLOCK_K, BLOCK_Q> P;  // P^T: written before B2 of a visit, read after
 #endif
 #if FS_PARTS > 1 || FS_FUSED
-    Tile<BLOCK_K, BLOCK_Q> dS[1 + FS_FUSED];  // dS^T: the same; for dQ read in the next visit
+    Tile<BLOCK_K, BLOCK_Q> dS[1 + FS_FUSED];  // dS^T: as P^T; for dQ read in the next visit
 #endif
     float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];  // one visit
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "portable_kernels.py and OnChip must agree");
 
 #if FS_FUSED
-// Add a warp's fragments of dQ to HBM, from `row` on; a WHOLE tile, which nearly all are, takes no
+// Adds a warp's fragments of dQ to HBM, from `row` on. A WHOLE tile, which nearly all are, needs no
 // comparison. Returns the bytes that this thread reduced.
 template <bool WHOLE, int MT, int FRAGMENTS>
 __device__ inline u32 add_rows(float* acc, const float (&dq)[MT][FRAGMENTS][4], int row, int n_rows,
@@ -61,8 +62,8 @@ __device__ inline u32 add_rows(float* acc, const float (&dq)[MT][FRAGMENTS][4], 
     return reduced;
 }
 
-// dQ += dS K for one row tile, reduced into HBM; the block's warps stand as WARPS_Q x WARPS_D over
-// the (BLOCK_Q, D) tile. Returns the bytes that this thread reduced.
+// dQ += dS K for one row tile, reduced into HBM. The block's warps form a WARPS_Q x WARPS_D grid
+// over the (BLOCK_Q, D) tile. Returns the bytes that this thread reduced.
 __device__ inline u32 reduce_dq(const Args& a, const OnChip& t, int stage, int head, Range rows) {
     constexpr int WARPS_Q = FS_WARPS_Q, WARPS_D = WARPS / WARPS_Q, MT = BLOCK_Q / (16 * WARPS_Q);
     constexpr int PAIRS = D / 16, NT = (PAIRS + WARPS_D - 1) / WARPS_D;  // 16 columns at a time
@@ -85,7 +86,7 @@ __device__ inline u32 reduce_dq(const Args& a, const OnChip& t, int stage, int h
             for (int i = 0; i < MT; ++i) mma(dq[i][2 * c], dq[i][2 * c + 1], sa[i], b);
         }
     }
-#if FS_TF32  // the accumulator is dQ itself; elsewhere flash_convert scales
+#if FS_TF32  // scales dQ here, since the accumulator is the output; elsewhere flash_convert scales
 #pragma unroll
     for (int i = 0; i < MT; ++i)
 #pragma unroll
@@ -118,7 +119,8 @@ flash_dkdv(const __grid_constant__ Args a) {
     u64* tile_stamp = a.tile_stamps + (i64(work.walk) * a.tiles + work.outer) * 5;
     stamp_block(tile_stamp, false);
 
-    // Where a visit reports: visit `n` of the walk of query head `head`, of all batches'.
+    // The visit's record: `n` is its number in the loop of query head `head`, counted over the
+    // batch.
     auto slot_of = [&](int head, int n) { return i64(head) * a.n_visits + walk.first + n; };
     auto load_q = [&](int stage, int member, int n, Visit visit) {
         const Range rows = row_tile(a, visit.tile);
@@ -150,11 +152,12 @@ flash_dkdv(const __grid_constant__ Args a) {
     const auto v_at = read_a(t.V);
     float dk[KT][DP / 8][4] = {}, dv[KT][DVP / 8][4] = {};
     const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;
-    int member = 0, n = 0;  // query head of the group, visit of its walk
+    int member = 0, n = 0;  // query head of the group, visit in its loop
 
 #if FS_FUSED
-    const bool early = !FS_HALVES || warp < (WARPS + 1) / 2;  // makes dQ before its scores
-    struct { int head, n; Range rows; } last = {};  // the visit whose dQ comes next
+    // this warp computes dQ before its scores
+    const bool early = !FS_HALVES || warp < (WARPS + 1) / 2;
+    struct { int head, n; Range rows; } last = {};  // the visit whose dQ is next
     auto add_last_dq = [&](int u) {
         const u32 reduced = reduce_dq(a, t, (u - 1) % 2, last.head, last.rows);
         report(a.visit_counts + slot_of(last.head, last.n) * 8 + 4, reduced);
@@ -162,7 +165,7 @@ flash_dkdv(const __grid_constant__ Args a) {
 #endif
 
 #if FS_SCORE_SUMS
-    FlashSums sums;  // of one query head
+    FlashSums sums;  // sums of one query head
 #endif
 
     for (int u = 0; u < total + FS_FUSED; ++u) {  // one step more for the last visit's dQ
@@ -199,7 +202,7 @@ flash_dkdv(const __grid_constant__ Args a) {
         const auto do_at = read_b_trans(tdO);
         const auto q_columns = read_b(tQ);
         const auto do_columns = read_b(tdO);
-        // dV += P^T dO and dK += dS^T Q over 16 queries, in this warp's columns.
+        // dV += P^T dO and dK += dS^T Q over 16 queries, for this warp's columns.
         auto add_dv = [&](int query, const FragmentA (&pa)[KT]) {
 #pragma unroll
             for (int c = 0; c < DVP / 16; ++c) {
@@ -238,7 +241,8 @@ flash_dkdv(const __grid_constant__ Args a) {
                 }
             }
 #if FS_SCORE_MOD || (FS_FLEX && FS_SOFTCAP)
-            // P times the function's slope, of which dS is made; with FS_SCORE_SUMS the raw score.
+            // P times the function's slope, from which dS is computed; with FS_SCORE_SUMS the raw
+            // score.
             float slope[KT][CHUNK / 8][4];
 #elif FS_SOFTCAP
             float slope[KT][CHUNK / 8][4];  // d softcap(s) / ds = 1 - tanh^2
@@ -352,7 +356,7 @@ flash_dkdv(const __grid_constant__ Args a) {
                 stage(dS, my_keys + i * 16, q0, ds[i], 1.0f, 1.0f);
 #endif
             }
-            // -- Phase 6: dV += P^T dO, dK += dS^T Q, over the queries whose scores are here ------
+            // -- Phase 6: dV += P^T dO, dK += dS^T Q, over queries with scores in registers -------
             FragmentA fragment[KT];
 #pragma unroll
             for (int kk = 0; kk < CHUNK / 16; ++kk) {
@@ -374,7 +378,7 @@ flash_dkdv(const __grid_constant__ Args a) {
 #endif
         STAMP(a.visit_stamps + slot * 5, 3);
 #if FS_FUSED
-        // -- Phase 7: dQ += dS K of the last visit, the other half --------------------------------
+        // -- Phase 7: dQ += dS K of the last visit, the other half of the warps -------------------
         if (u && !early) add_last_dq(u);
         last = {head_now, n_now, rows};
 #endif
@@ -404,7 +408,7 @@ flash_dkdv(const __grid_constant__ Args a) {
     }
 
     // -- Phase 9: dK *= scale; store dK, dV -------------------------------------------------------
-    cp_async_wait();  // a block without visits still has K, V under way
+    cp_async_wait();  // a block without visits still has copies of K, V in flight
     __syncthreads();  // B3: all warps have read K and V; dK and dV are staged over them
 #pragma unroll
     for (int i = 0; i < KT; ++i) {

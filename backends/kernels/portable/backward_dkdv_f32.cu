@@ -1,6 +1,7 @@
-// FlashAttention-2 backward, KV-outer, in float32, no tensor cores; backward_dkdv.cu's walk.
-// Where things live: K, V in shared memory for the whole block; Q, dO, P, dS in shared memory for
-// one visit; dK, dV, S, dP in registers.
+// FlashAttention-2 backward, KV-outer, in float32, without tensor cores; the loops are
+// backward_dkdv.cu's.
+// Where tensors are held: K, V in shared memory for the whole block; Q, dO, P, dS in shared memory
+// for one visit; dK, dV, S, dP in registers.
 #include "common.cuh"
 #include "simt.cuh"
 #include "scores.cuh"
@@ -39,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dkdv(const __grid_co
     report(tile_count + 1, load_tile<ValueRow>(t.V, v, a.v.row, n_cols));
     float dk[CT][D / SIDE] = {}, dv[CT][DV / SIDE] = {};
 
-    for (int member = 0; member < a.group; ++member) {  // the query heads that share this key head
+    for (int member = 0; member < a.group; ++member) {  // the query heads that share this KV head
 #if FS_FLEX
         [[maybe_unused]] FlashSums sums;
 #endif

@@ -1,8 +1,8 @@
-// FlashAttention-2 backward, Q-outer: dQ alone, the third of three passes without atomics.
-// A block owns row tile i of one head, recomputes S and dP for the column tiles that the schedule
-// lists, and adds dS K in registers, so that equal inputs give equal bits.
-// Where things live: Q, dO in shared memory for the whole block; K, V in two shared stages; dQ, S,
-// P, dP, dS in registers.
+// FlashAttention-2 backward, Q-outer: computes dQ, in the third of three passes without atomics. A
+// block owns row tile i of one head, recomputes S and dP for the column tiles that the schedule
+// lists, and accumulates dS K in registers, so that equal inputs give equal bits.
+// Where tensors are held: Q, dO in shared memory for the whole block; K, V in two shared stages;
+// dQ, S, P, dP, dS in registers.
 #include "common.cuh"
 #include "mma.cuh"
 #include "scores.cuh"
@@ -178,7 +178,7 @@ flash_dq(const __grid_constant__ Args a) {
     }
 
     // -- Phase 5: dQ *= scale; store --------------------------------------------------------------
-    cp_async_wait();  // a block without visits still has Q, dO under way
+    cp_async_wait();  // a block without visits still has copies of Q, dO in flight
     __syncthreads();  // B2: all warps have read Q, no copy into it is under way; dQ is staged there
 #pragma unroll
     for (int i = 0; i < MT; ++i) stage(t.Q, my_rows + i * 16, 0, dq[i], a.scale, a.scale);

@@ -1,6 +1,6 @@
-// FlashAttention-2 backward, Q-outer: dQ alone, in float32; backward_dq.cu's walk.
-// Where things live: Q, dO in shared memory for the whole block; K, V, dS in shared memory for one
-// visit; dQ, S, dP in registers.
+// FlashAttention-2 backward, Q-outer: computes dQ in float32; the loops are backward_dq.cu's.
+// Where tensors are held: Q, dO in shared memory for the whole block; K, V, dS in shared memory for
+// one visit; dQ, S, dP in registers.
 #include "common.cuh"
 #include "simt.cuh"
 #include "scores.cuh"

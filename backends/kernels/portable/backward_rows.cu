@@ -1,15 +1,15 @@
-// The two row-wise passes around a backward: `flash_delta` before it (delta = rowsum(dO * O), with
-// FS_DLSE less the LSE's gradient, and the clearing of the float32 dQ accumulator where dQ is
-// reduced into one) and `flash_convert` after it. Block (i, head) owns row tile i; no shared
-// memory, every access to whole rows 16 bytes wide.
+// The two row-wise passes around a backward. `flash_delta` runs before it: delta = rowsum(dO * O),
+// with FS_DLSE minus the LSE's gradient; it also clears the float32 accumulator of dQ, if there is
+// one. `flash_convert` runs after it. Block (i, head) owns row tile i. No shared memory; every
+// access to whole rows is 16 bytes wide.
 #include "common.cuh"
 
 constexpr int THREADS = 32 * FS_WARPS, WIDE = 16 / FS_BYTES;  // elements of 16 bytes
 constexpr int CHUNKS = FS_HEAD_DIM_V / WIDE;
 constexpr int LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : CHUNKS > 2 ? 4 : CHUNKS;
 constexpr int ROWS = THREADS / LANES;
-// Loads of a thread that are under way together, of each tensor: with 8 warps most row tiles are
-// one batch, and cost one trip to memory instead of one for each row of a thread.
+// Loads per thread and tensor that are in flight together. With 8 warps, most row tiles are one
+// batch, and wait for memory once instead of once per row of a thread.
 constexpr int DEEP = 4;
 static_assert(FS_HEAD_DIM % WIDE == 0 && FS_HEAD_DIM_V % WIDE == 0, "rows are cut into 16 bytes");
 
@@ -30,7 +30,7 @@ __device__ inline Elements widen(uint4 raw) {
     return e;
 }
 
-// A head's rows of a tensor, found once.
+// A head's rows of a tensor; the address is computed once.
 struct Rows {
     char* data;
     i64 step;
@@ -53,19 +53,20 @@ __device__ inline float dot(uint4 raw_x, uint4 raw_y) {
 extern "C" __global__ void __launch_bounds__(THREADS)
 flash_delta(const __grid_constant__ Args a) {
     wait_for_what_ran_before();
-    let_what_runs_next_start();  // what it reads besides is there, too
+    let_what_runs_next_start();  // all other inputs of the next kernel are complete too
     const int i = blockIdx.x, walk = blockIdx.y, lane = threadIdx.x % LANES;
     const Range rows = row_tile(a, i);
     const Rows out(a, a.o, walk), dout(a, a.dout, walk);
     u32* slots = a.tile_counts + (i64(walk) * a.tiles + i) * 8;
     u32 loaded = 0, stored = 0, cleared = 0;
     [[maybe_unused]] u32 loaded_dlse = 0;
-    // Uniform: the shuffles below need every lane.
+    // A uniform loop: the shuffles below need every lane.
     for (int r0 = rows.start; r0 < rows.stop; r0 += DEEP * ROWS) {
         float sum[DEEP] = {};
         const int first = r0 + threadIdx.x / LANES;
 #if FS_DLSE
-        float less[DEEP] = {};  // before the products, to be under way with their rows
+        // loaded before the products, so that the loads of their rows overlap
+        float less[DEEP] = {};
 #pragma unroll
         for (int j = 0; j < DEEP; ++j) {
             const int r = first + j * ROWS;
@@ -91,7 +92,7 @@ flash_delta(const __grid_constant__ Args a) {
 #pragma unroll
             for (int w = LANES / 2; w; w /= 2) sum[j] += __shfl_xor_sync(~0u, sum[j], w);
 #if FS_DLSE
-            sum[j] -= less[j];  // of the lane that stores it
+            sum[j] -= less[j];  // used by the lane that stores the sum
 #endif
             if (r < rows.stop && lane == 0) a.delta[i64(walk) * a.n_q + r] = sum[j], stored += 4;
         }

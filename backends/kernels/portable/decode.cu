@@ -1,15 +1,16 @@
 // Flash-decoding (Dao, Haziza, Massa, Sizov 2023) on tensor cores, float16 or bfloat16: a few
 // queries against a long cache, whose keys are split over blocks.
-// A block takes a range of key tiles of one key head. Packed into the rows of its tile are the
-// head's query heads times the queries, so that K and V are read once for all of them. Inside a
-// block each warp streams its own 16 keys of every tile through its own ring in shared memory: no
-// barrier stands in the loop, and each warp has a softmax of its own, merged after the last tile.
-// The splits of a sequence are merged in their order: where they are a cluster (FS_CLUSTER of them,
-// sm_90), each block by shares that the others write into its shared memory; behind a shared prefix
-// by another kernel (decode_merge.cu); elsewhere by the block that ends last.
-// Where things live: K, V in a warp's ring; Q, O, m, l, S, P in registers; the splits' O and LSE in
-// HBM or in the cluster's shared memory, in float32. What a thread moves is counted where it moves
-// it (FS_TRACE).
+// A block processes a range of key tiles of one KV head. The rows of its tile are the KV head's
+// query heads times the queries, so that K and V are read once for all of them. Inside a block each
+// warp streams its own 16 keys of every tile through its own ring in shared memory. So the loop has
+// no block-wide barrier, and each warp has its own softmax, merged after the last tile.
+// The splits of a sequence are merged in their order. In a cluster (FS_CLUSTER splits, sm_90), each
+// block merges a share of the result, which the other blocks write into its shared memory. With a
+// shared prefix, another kernel merges (decode_merge.cu). Otherwise the block that ends last
+// merges.
+// Where tensors are held: K, V in a warp's ring; Q, O, m, l, S, P in registers; the splits' O and
+// LSE in HBM or in the cluster's shared memory, in float32. A thread counts bytes where it moves
+// them (FS_TRACE).
 #include "common.cuh"
 #include "decode_args.cuh"
 #include "mma.cuh"
@@ -17,14 +18,15 @@
 #include "decode_copies.cuh"
 #include "decode_merging.cuh"
 
-// Narrow blocks are two on a multiprocessor, and may have the registers for no more than that.
+// Two narrow blocks share an SM, and so have half of its registers each.
 extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1 : 2)
 flash_decode(const __grid_constant__ DecodeArgs a) {
     extern __shared__ __align__(128) char shared[];
     OnChip& t = *reinterpret_cast<OnChip*>(shared);
     // -- Phase 0: what this block owns ------------------------------------------------------------
 #if FS_DYNAMIC
-    if (a.lengths || a.starts || a.entries) wait_for_what_ran_before();  // it may write them
+    // the previous kernel may write them
+    if (a.lengths || a.starts || a.entries) wait_for_what_ran_before();
 #endif
     const Owned own(a);
 #if FS_CLUSTER > 1
@@ -39,9 +41,10 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
     u64* visit_stamp = a.visit_stamps + own.visit(a) * 5;
     u64* item_stamp = a.item_stamps + own.item(a) * 6;
 
-    // Pages' numbers are read AHEAD tiles before they are asked for. Where pages are whole KEYS, a
-    // warp's keys of a tile lie in one; elsewhere lane l has the page of the warp's key l % KEYS. A
-    // table may name a page that the pool has not: page 0 is read in its place, and all results
+    // Page numbers are read AHEAD tiles before their keys are copied. If the page size is a
+    // multiple of KEYS, a warp's keys of a tile lie in one page. Otherwise lane l has the page of
+    // the warp's key l % KEYS. If the page table names a page that does not exist, page 0 is read
+    // instead, and all results become NaN.
     // become NaN.
     constexpr bool ONE_PAGE = PAGE != 0 && PAGE % KEYS == 0;
     bool bad = false;
@@ -87,13 +90,14 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
 #pragma unroll
                 for (int i = 0; i + 1 < AHEAD; ++i) pages[i] = pages[i + 1];
                 pages[AHEAD - 1] = next;
-                // Of a tile's keys that lie in one page, the first one counts the entry.
+                // Among a tile's keys that lie in one page, the first one counts the page-table
+                // entry.
                 const bool opens = within == 0 || (warp == 0 && lane == 0);
                 report(visit_count + n * 8 + 2, lane < KEYS && lane < count && opens ? 4 : 0);
             }
             report(visit_count + n * 8, k_bytes, v_bytes);
         }
-        cp_async_commit();  // also of nothing, so that the waits can count
+        cp_async_commit();  // also an empty group, so that the waits can count groups
     };
 
     // -- Phase 1: start copying Q, then the first K, V; Q to registers ----------------------------
@@ -110,7 +114,7 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
     cp_async_commit();
 #pragma unroll
     for (int n = 0; n < STAGES - 1; ++n) load_kv(n);
-    cp_async_wait_group<STAGES - 1>();  // Q's: K and V go on coming
+    cp_async_wait_group<STAGES - 1>();  // waits for Q's copies; those of K and V stay in flight
     __syncthreads();  // B0: Q is complete before any warp reads it
     FragmentA q[MT][D / 16];
     const auto q_at = read_a(t.Q);
@@ -124,7 +128,8 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
     }
     const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
 #if FS_SINKS
-    // A sink is one more score, without a value: a lane of a sequence's first warp begins with it.
+    // A sink is one more score, without a value. One lane of a sequence's first warp starts with
+    // it.
     if (own.first_tile == 0 && !own.of_all && warp == 0)
 #pragma unroll
         for (int i = 0; i < MT; ++i)
@@ -159,7 +164,7 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
         FragmentA p[MT];
 #pragma unroll
         for (int i = 0; i < MT; ++i) {
-            // -- Phase 3: scale and cap (only where the exponent cannot take the scale), mask -----
+            // -- Phase 3: scale and cap (if the exponent cannot apply the scale), mask ------------
 #if FS_SCALED
 #pragma unroll
             for (int c = 0; c < 2; ++c)
@@ -210,7 +215,8 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
             for (int h = 0; h < 2; ++h)
                 top[h] = quad_max(fmaxf(fmaxf(s[i][0][h * 2], s[i][0][h * 2 + 1]),
                                         fmaxf(s[i][1][h * 2], s[i][1][h * 2 + 1])));
-            if (__any_sync(~0u, top[0] > m[i][0] || top[1] > m[i][1])) {  // seldom, after a while
+            // rarely true after the first tiles
+            if (__any_sync(~0u, top[0] > m[i][0] || top[1] > m[i][1])) {
                 float alpha[2];
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
@@ -224,7 +230,7 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
                     for (int x = 0; x < 4; ++x) o[i][c][x] *= alpha[x / 2];
             }
 #pragma unroll
-            for (int h = 0; h < 2; ++h)  // no key yet: no inf - inf
+            for (int h = 0; h < 2; ++h)  // no key yet: avoids inf - inf
                 base[h] = m[i][h] == NEG_INF ? 0.0f : m[i][h] * to_log2;
 #pragma unroll
             for (int c = 0; c < 2; ++c)
@@ -245,8 +251,8 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
         STAMP(visit_stamp + n * 5, 4);
     }
 
-    // -- Phase 6: the warps' O, m, l to shared; merged, they are the split's ----------------------
-    cp_async_wait();  // the last groups, of nothing
+    // -- Phase 6: the warps' O, m, l to shared memory; merged, they are the split's ---------------
+    cp_async_wait();  // the last groups, which are empty
     __syncthreads();  // B1: all warps have read their rings; O takes their place
     const bool poisoned = PAGE && __any_sync(~0u, bad);
 #pragma unroll
@@ -270,7 +276,7 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
     Moved moved;
 #if FS_CLUSTER > 1
     const int share = (whole + CLUSTER - 1) / CLUSTER;
-    cluster_wait();  // C0: the others' shared memory is there
+    cluster_wait();  // C0: the others' shared memory exists
 #endif
     for (int at = threadIdx.x; at < whole; at += THREADS) {
         const int r = at / (WIDTH / 4), c = at % (WIDTH / 4) * 4;
@@ -294,7 +300,7 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
             const int owner = at / share, place = at - owner * share;
             store_there(there(&t.share[own.rank][place], owner), x);
             moved.o_part += ValueRow::counted(WIDTH - c, 4) * 4;
-            if (c == 0) {  // to all, for a row may be more than one's; counted once
+            if (c == 0) {  // to all blocks, since several may merge parts of the row; counted once
                 for (int to = 0; to < CLUSTER; ++to)
                     store_there(there(&t.lse[own.rank][r], to), lse);
                 moved.l_part += 4;
@@ -302,7 +308,7 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
         }
 #else
         } else {
-            // A part of a shared prefix takes a slot of each sequence.
+            // A part of a shared prefix has a slot per sequence.
             const int rows = own.row0 + r, several = FS_CASCADE ? rows / own.rows : 0;
             const i64 row = (i64(own.slot + several) * a.kv_heads + own.kv_head) * own.rows +
                             (rows - several * own.rows);

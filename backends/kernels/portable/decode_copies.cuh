@@ -1,7 +1,7 @@
-// A warp's copies of key rows, in flight while it computes.
+// Asynchronous copies of key rows by a warp, in flight while it computes.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT>
-__device__ inline void cp_async_wait_group() {  // until LEFT of them are under way
+__device__ inline void cp_async_wait_group() {  // waits until LEFT groups are in flight
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 __device__ inline u64 evict_first() {
@@ -9,17 +9,18 @@ __device__ inline u64 evict_first() {
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-// A cache is read once: it leaves L2 first, and takes none of what stays there.
+// A cache is read once: its lines are evicted from L2 first, and displace nothing that is kept.
 __device__ inline void cp_async_once(u32 to, const char* from, int bytes, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),
                  "l"(from), "r"(bytes), "l"(policy) : "memory");
 }
 
-// Start a warp's copies of KEYS rows, of which `count` exist; the rest becomes zero and is not read
-// (of V it must: 0 * NaN is NaN). `at` says where row r begins, in elements. Returns bytes read.
+// Starts a warp's copies of KEYS rows, of which `count` exist. The other rows become zeros without
+// being read (V's must be zeros: 0 * NaN is NaN). `at` returns the offset of row r, in elements.
+// Returns the bytes read.
 template <class R, class T, class At>
 __device__ inline u32 stream(const T& tile, const char* base, int count, u64 policy, const At& at) {
-    constexpr bool EVEN = 32 % T::CHUNKS == 0;  // an instruction then takes whole rows
+    constexpr bool EVEN = 32 % T::CHUNKS == 0;  // each instruction then copies whole rows
     const int lane = threadIdx.x % 32;
     const u32 to = shared_address(tile.data);
     u32 bytes = 0;
@@ -27,7 +28,7 @@ __device__ inline u32 stream(const T& tile, const char* base, int count, u64 pol
     for (int e = 0; e < KEYS * T::CHUNKS / 32; ++e) {
         const int r = EVEN ? e * (32 / T::CHUNKS) + lane / T::CHUNKS : (e * 32 + lane) / T::CHUNKS;
         const int c = EVEN ? lane % T::CHUNKS : (e * 32 + lane) % T::CHUNKS;
-        const i64 row = at(r);  // every lane asks: with pages, lanes ask each other
+        const i64 row = at(r);  // every lane calls it: with pages, lanes shuffle
         const bool inside = r < count && (R::WIDTH == T::COLS || c * WIDE < R::WIDTH);
         cp_async_once(to + T::offset(r, c), base + (inside ? (row + c * WIDE) * FS_BYTES : 0),
                       inside ? 16 : 0, policy);

@@ -1,14 +1,15 @@
-// The second stage of flash-decoding, where it is a kernel of its own: the parts of a sequence's
-// splits, merged in their order, a row by a warp. A row's parts are float32, normalised; its LSEs
-// say how much each of them weighs.
+// The second stage of flash-decoding, if it is a kernel of its own: merges the parts of a
+// sequence's splits in their order, with a warp per row. A row's parts are float32 and normalised;
+// their LSEs give the weight of each part.
 #include "common.cuh"
 #include "decode_args.cuh"
 
 constexpr int WIDTH = FS_HEAD_DIM_V, WARPS = FS_WARPS, PIECES = (WIDTH + 127) / 128;
-constexpr int BATCH = 4;  // splits whose parts a lane has under way at once
+constexpr int BATCH = 4;  // splits whose parts a lane has in flight at once
 
-// `items`: of each sequence that is merged its number, its first slot, its splits, its first item;
-// parts of a shared prefix, which come first, and slots from one of these to the next.
+// `items`: for each sequence that is merged, its number, its first slot, its splits, its first work
+// tile. `shared`: the number of parts of a shared prefix, which come first, and the distance
+// between their slots.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 flash_decode_merge(const __grid_constant__ DecodeArgs a) {
     const int lane = threadIdx.x % 32, kv_head = blockIdx.y % a.kv_heads;
@@ -18,8 +19,8 @@ flash_decode_merge(const __grid_constant__ DecodeArgs a) {
     const int row = blockIdx.x * WARPS + threadIdx.x / 32;
     let_what_runs_next_start();
     wait_for_what_ran_before();
-    if (row >= rows) return;  // a whole warp; there is no barrier
-    auto part_of = [&](int s) {  // where part s of this row lies
+    if (row >= rows) return;  // a whole warp exits; there is no barrier below
+    auto part_of = [&](int s) {  // address of part s of this row
         const i64 slot = s < shared.x ? s * shared.y + batch : of.y + s - shared.x;
         return (slot * a.kv_heads + kv_head) * rows + row;
     };

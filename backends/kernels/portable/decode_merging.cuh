@@ -1,6 +1,6 @@
-// The splits of a sequence, merged in their order by the blocks that walked them: in a cluster by
-// each its share, which the others write into its shared memory; elsewhere by the one that ends
-// last.
+// Merges the splits of a sequence, in their order, by the blocks that computed them. In a cluster,
+// each block merges a share of the result, which the others write into its shared memory. Otherwise
+// the block that ends last merges all.
 #if FS_CLUSTER > 1
 __device__ inline void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -8,7 +8,7 @@ __device__ inline void cluster_arrive() {
 __device__ inline void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// The same place in the shared memory of the cluster's block `rank`.
+// The same offset in the shared memory of the cluster's block `rank`.
 __device__ inline u32 there(const void* here, int rank) {
     u32 address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address)
@@ -23,7 +23,7 @@ __device__ inline void store_there(u32 to, float x) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
 }
 
-// `share`: float4 of the result that each block merges.
+// `share`: number of float4 of the result that each block merges.
 __device__ inline Moved merge_shares(const OnChip& t, const DecodeArgs& a, const Owned& own,
                                      int share) {
     Moved moved;
@@ -53,22 +53,22 @@ __device__ inline Moved merge_shares(const OnChip& t, const DecodeArgs& a, const
     return moved;
 }
 #elif !FS_CASCADE
-// Is this block the last one of its sequence and row tile to have written its parts?
+// Whether this block is the last one of its sequence and row tile to have written its parts.
 __device__ inline bool arrives_last(OnChip& t, const DecodeArgs& a, const Owned& own) {
-    __threadfence();  // this block's parts are seen before its arrival
+    __threadfence();  // this block's parts are visible before its arrival
     __syncthreads();  // B3: all threads have written their parts
     u32* arrived = a.arrived + own.walk;
     if (threadIdx.x == 0) {
         t.last = atomicAdd(arrived, 1) == own.splits - 1;
         if (t.last) *arrived = 0;  // for the next launch
     }
-    __syncthreads();  // B4: all threads know whether they go on
+    __syncthreads();  // B4: all threads know whether the block goes on
     return t.last;
 }
 
-// What the last one does: the same bits whichever it is.
+// The merge by the last block. The result has the same bits whichever block is last.
 __device__ inline Moved merge_parts(OnChip& t, const DecodeArgs& a, const Owned& own) {
-    constexpr int BATCH = 16;  // splits whose parts a thread has under way at once
+    constexpr int BATCH = 16;  // splits whose parts a thread has in flight at once
     Moved moved;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, splits = own.splits;
     __threadfence();  // the others' parts are read after their arrivals
@@ -79,7 +79,7 @@ __device__ inline Moved merge_parts(OnChip& t, const DecodeArgs& a, const Owned&
         const int r = at / (WIDTH / 4), c = at % (WIDTH / 4) * 4;
         return a.o_part + (row_of_first + r) * WIDTH + c;
     };
-    auto fetch = [&](float4(&y)[BATCH], const float* from, int s) {  // of some splits
+    auto fetch = [&](float4(&y)[BATCH], const float* from, int s) {  // parts of BATCH splits
 #pragma unroll
         for (int u = 0; u < BATCH; ++u)
             y[u] = s + u < splits ? __ldcg(reinterpret_cast<const float4*>(from + (s + u) * step))

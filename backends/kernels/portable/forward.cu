@@ -1,27 +1,29 @@
-// FlashAttention-2 forward (arXiv:2307.08691, Algorithm 1) on tensor cores, float16 or bfloat16.
-// A block owns row tile i of one head and visits the column tiles that the schedule lists for it.
-// Where things live: K, V in two shared stages each, so that a visit's copies run under the visit
-// before; O, m, l, S, P in registers; Q in registers where they suffice (FS_Q_REGS), else in
-// shared, and so l (FS_SUMS_SHARED), which the compiler would spill to memory that lies in HBM.
+// FlashAttention-2 forward (arXiv:2307.08691, Algorithm 1) on tensor cores, float16 or bfloat16. A
+// block owns row tile i of one head and visits the column tiles that the schedule lists for it.
+// Where tensors are held: K, V in two shared stages each, so that a visit's copies overlap with the
+// visit before; O, m, l, S, P in registers. Q is in registers if they suffice (FS_Q_REGS), else in
+// shared memory; so is l (FS_SUMS_SHARED), which the compiler would otherwise spill to local memory
+// in HBM.
 #include "common.cuh"
 #include "mma.cuh"
 #include "scores.cuh"
 
 constexpr int BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, D = FS_D, DV = FS_DV, WARPS = FS_WARPS;
-constexpr int THREADS = 32 * WARPS, MT = BLOCK_Q / (16 * WARPS);  // MT 16-row blocks a warp
+constexpr int THREADS = 32 * WARPS, MT = BLOCK_Q / (16 * WARPS);  // 16-row blocks per warp
 static_assert(MT * 16 * WARPS == BLOCK_Q && BLOCK_K % 16 == 0, "see launch.forward_kernel");
 
 struct OnChip {  // the launcher asks for exactly sizeof(OnChip) bytes
     union {
         struct {
             Tile<BLOCK_Q, D> Q;     // lives for the whole block
-            Tile<BLOCK_K, D> K[2];  // a stage lives for one visit, filled during the one before
+            // a stage lives for one visit; it is filled during the visit before
+            Tile<BLOCK_K, D> K[2];
             Tile<BLOCK_K, DV> V[2];
         };
         Tile<BLOCK_Q, DV> O;        // after the last visit: staging for wide stores
     };
 #if FS_SUMS_SHARED
-    float l[MT][2][THREADS];        // each thread's own, whole block
+    float l[MT][2][THREADS];        // one per thread, for the whole block
 #endif
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "portable_kernels.py and OnChip must agree");
@@ -113,7 +115,7 @@ flash_forward(const __grid_constant__ Args a) {
             }
         }
         STAMP(visit_stamp + n * 5, 2);
-        // -- Phase 3: scale and cap (only where the exponent cannot take the scale), mask ---------
+        // -- Phase 3: scale and cap (if the exponent cannot apply the scale), mask ----------------
 #if FS_FLEX
         const Range columns = col_tile(a, visit.tile);
         const Head at_head = head_at(a, batch, head, work.outer);
@@ -166,7 +168,7 @@ flash_forward(const __grid_constant__ Args a) {
         }
 #endif
         // -- Phase 4: m_new = max(m, rowmax S); l, O rescaled; P = exp(S - m_new) -----------------
-        // The rescaling comes before the exponentials, so that these can run under the first
+        // The rescaling precedes the exponentials, so that these can overlap with the first
         // products of phase 5.
 #pragma unroll
         for (int i = 0; i < MT; ++i) {
@@ -178,10 +180,10 @@ flash_forward(const __grid_constant__ Args a) {
                 for (int c = 0; c < BLOCK_K / 8; ++c)
                     top = fmaxf(top, fmaxf(s[i][c][h * 2], s[i][c][h * 2 + 1]));
                 top = quad_max(top);
-                base[h] = top == NEG_INF ? 0.0f : top * to_log2;  // no key yet: no inf - inf
+                base[h] = top == NEG_INF ? 0.0f : top * to_log2;  // no key yet: avoids inf - inf
                 alpha[h] = exp2_approx(m[i][h] * to_log2 - base[h]);
                 m[i][h] = top;
-                sum[h] = l(i, h) * alpha[h];  // this lane's columns; the quad adds up at the end
+                sum[h] = l(i, h) * alpha[h];  // this lane's columns; the quad adds at the end
             }
 #pragma unroll
             for (int c = 0; c < DV / 8; ++c)
@@ -215,7 +217,7 @@ flash_forward(const __grid_constant__ Args a) {
     }
 
     // -- Phase 6: O /= l, L = m + log l -----------------------------------------------------------
-    cp_async_wait();  // a block without visits still has Q under way
+    cp_async_wait();  // a block without visits still has a copy of Q in flight
     __syncthreads();  // B2: all warps have read K, V and Q; O is staged over them
     u32 lse_bytes = 0;
 #pragma unroll

@@ -1,7 +1,7 @@
 // FlashAttention-2 forward (arXiv:2307.08691, Algorithm 1) in float32, without tensor cores: every
-// product is a float32 multiply-add. The walk and the phases are forward.cu's.
-// Where things live: Q in shared memory for the whole block; K, then V, in one shared tile; P in
-// shared memory for one visit; O, m, l, S in registers.
+// product is a float32 multiply-add. The loops and phases are forward.cu's.
+// Where tensors are held: Q in shared memory for the whole block; K, then V, in one shared tile; P
+// in shared memory for one visit; O, m, l, S in registers.
 #include "common.cuh"
 #include "simt.cuh"
 #include "scores.cuh"
@@ -77,13 +77,13 @@ flash_forward(const __grid_constant__ Args a) {
                 top = fmaxf(top, s[r][c]);
             }
             top = row_max(top);
-            const float base = top == NEG_INF ? 0.0f : top;  // no key yet: no inf - inf
+            const float base = top == NEG_INF ? 0.0f : top;  // no key yet: avoids inf - inf
             const float alpha = expf(m[r] - base);
             float sum = 0.0f;
 #pragma unroll
             for (int c = 0; c < CT; ++c)
                 sum += t.P[row][tile_x() + c * SIDE] = expf(s[r][c] - base);
-            l[r] = l[r] * alpha + sum;  // this thread's columns; the row adds up at the end
+            l[r] = l[r] * alpha + sum;  // this thread's columns; the row adds at the end
             m[r] = top;
 #pragma unroll
             for (int x = 0; x < DV / SIDE; ++x) o[r][x] *= alpha;

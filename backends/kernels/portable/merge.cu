@@ -1,12 +1,11 @@
-// Attention over two sets of keys from attention over each (flashsim/algorithms/merge.py), in
-// place: what a rank of a ring does with each block after its first. FS_* come from
-// cupy_gpu/merge.py.
-// A row is taken by FS_LANES threads of one warp; all arithmetic is in float32.
+// Merges, in place, attention over two sets of keys (flashsim/algorithms/merge.py): each rank of
+// ring attention merges each block after its first. cupy_gpu/merge.py sets FS_*.
+// FS_LANES threads of one warp process a row; all arithmetic is float32.
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
 
-constexpr int ROWS = FS_THREADS / FS_LANES;  // of a block
+constexpr int ROWS = FS_THREADS / FS_LANES;  // rows per block
 
 __device__ inline float wide(u16 x) {
 #if FS_BF16
@@ -33,13 +32,14 @@ __device__ inline void put(float& to, float x) { to = x; }
 struct alignas(sizeof(FS_TOTAL) * FS_VECTOR) Totals { FS_TOTAL x[FS_VECTOR]; };
 struct alignas(sizeof(FS_PART) * FS_VECTOR) Parts { FS_PART x[FS_VECTOR]; };
 
-// out, lse: rows of a longer tensor, so many elements from head to head; part, part_lse: dense.
+// out, lse: rows of a longer tensor; out_head, lse_head: elements between heads. part, part_lse:
+// dense.
 extern "C" __global__ void __launch_bounds__(FS_THREADS)
 merge_parts(FS_TOTAL* out, float* lse, const FS_PART* part, const float* part_lse,  //
             i64 out_head, i64 lse_head, int rows) {
     const int row = blockIdx.x * ROWS + threadIdx.x / FS_LANES, lane = threadIdx.x % FS_LANES;
     const i64 head = blockIdx.y;
-    if (row >= rows) return;  // before no barrier but the row's own
+    if (row >= rows) return;  // no block-wide barrier follows
     const float a = lse[head * lse_head + row], b = part_lse[head * rows + row];
     const float m = fmaxf(a, b);
     const float base = m == __int_as_float(0xff800000) ? 0.0f : m;  // no key on either side

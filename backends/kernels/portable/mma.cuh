@@ -1,22 +1,23 @@
-// Tensor-core tiles for sm_80 and later: swizzled shared memory, cp.async, mma.sync. What depends
-// on the element type (16 bits, or float32 taken as tf32) is in mma_half.cuh and mma_tf32.cuh.
+// Tensor-core tiles for sm_80 and later: swizzled shared memory, cp.async, mma.sync. Code that
+// depends on the element type (16 bits, or float32 rounded to tf32) is in mma_half.cuh and
+// mma_tf32.cuh.
 #if FS_TF32
 using element_t = float;
 #else
 using element_t = unsigned short;  // float16 or bfloat16, as FS_BF16 says
 #endif
-constexpr int WIDE = 16 / sizeof(element_t);  // elements of a 16-byte chunk
+constexpr int WIDE = 16 / sizeof(element_t);  // elements per 16-byte chunk
 
 __device__ inline u32 shared_address(const void* p) {
     return static_cast<u32>(__cvta_generic_to_shared(p));
 }
 
-// A ROWS x COLS tile in shared memory. A row is cut into 16-byte chunks, and chunk c of row r lies
-// at c ^ f(r), where f spreads 8 consecutive rows over all 32 banks: ldmatrix, which reads one
-// chunk from each of 8 rows at a time, then meets no bank conflict, and no byte is spent on
-// padding. tf32 fragments are read without it: two neighbouring chunks from each of rows 0 to 3, 4
-// to 7, or every other row; there bits of the row are permuted so that these meet no conflict
-// either.
+// A ROWS x COLS tile in shared memory. A row is divided into 16-byte chunks, and chunk c of row r
+// is stored at c ^ f(r), where f spreads 8 consecutive rows over all 32 banks. So ldmatrix, which
+// reads one chunk from each of 8 rows at a time, has no bank conflict, and no byte is spent on
+// padding. tf32 fragments are read without ldmatrix: two neighbouring chunks from each of rows 0 to
+// 3, 4 to 7, or every other row. For tf32, f permutes bits of the row so that these reads have no
+// conflict either.
 template <int ROWS_, int COLS_>
 struct alignas(128) Tile {
     static constexpr int ROWS = ROWS_, COLS = COLS_, CHUNKS = COLS / WIDE;
@@ -40,7 +41,8 @@ struct alignas(128) Tile {
 __device__ inline void cp_async_16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-__device__ inline void cp_async_16(u32 to, const void* from, int bytes) {  // fills up with zeros
+// pads to 16 bytes with zeros
+__device__ inline void cp_async_16(u32 to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
 }
@@ -52,9 +54,10 @@ __device__ inline void cp_async_wait() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// Start copying `rows` rows of an R (see Row) into a tile; the rest of it becomes zero. Returns the
-// bytes that this thread reads from HBM. A whole tile, which nearly all are, takes no comparison,
-// and where a thread's rows lie a multiple of 8 apart both its addresses advance by constants.
+// Starts copying `rows` rows of an R (see Row) into a tile; the rest of the tile becomes zeros.
+// Returns the bytes that this thread reads from HBM. A whole tile, which nearly all are, needs no
+// comparison. If a thread's rows are a multiple of 8 apart, both its addresses advance by
+// constants.
 template <class R, int THREADS, class T>
 __device__ inline u32 load_async(const T& tile, const char* from, i64 stride, int rows) {
     constexpr int TOTAL = T::ROWS * T::CHUNKS, STEP = THREADS / T::CHUNKS, SIZE = sizeof(element_t);
@@ -81,7 +84,7 @@ __device__ inline u32 load_async(const T& tile, const char* from, i64 stride, in
     return bytes;
 }
 
-// Start copying one float a row (LSE, delta); rows past the end become 0.
+// Starts copying one float per row (LSE, delta); rows past the end become 0.
 template <int ROWS, int THREADS>
 __device__ inline u32 load_vector_async(float* to, const float* from, int rows) {
     u32 bytes = 0;
@@ -97,7 +100,7 @@ __device__ inline u32 load_vector_async(float* to, const float* from, int rows) 
     return bytes;
 }
 
-// Write a staged tile to HBM in 16-byte pieces; returns this thread's bytes.
+// Stores a staged tile to HBM in 16-byte pieces; returns this thread's bytes.
 template <class R, int THREADS, class T>
 __device__ inline u32 store_tile(const T& tile, char* to, i64 stride, int rows) {
     constexpr int TOTAL = T::ROWS * T::CHUNKS;
@@ -117,17 +120,17 @@ __device__ inline u32 store_tile(const T& tile, char* to, i64 stride, int rows) 
 }
 
 // -- Fragments ------------------------------------------------------------------------------------
-// All products go by 16 x 16 x 16 pieces. A lane's part of an accumulator, float[4], is the same
-// for either element type: rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next, of 8. The
-// operands are read from tiles by four readers, named after how the tile is stored: A is [m][k],
-// its transpose [k][m]; B is [k][n], its transpose [n][k].
+// All products are computed in 16 x 16 x 16 pieces. A lane's part of an accumulator, float[4], is
+// the same for either element type: rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next, of 8.
+// Four readers read the operands from tiles. They are named after how the tile is stored: A is
+// [m][k], its transpose [k][m]; B is [k][n], its transpose [n][k].
 #if FS_TF32
 #include "mma_tf32.cuh"
 #else
 #include "mma_half.cuh"
 #endif
 
-// The `threads` threads of a group of warps wait for each other: hardware barrier 1 + group of 16.
+// A barrier of the `threads` threads of a group of warps: hardware barrier 1 + group of 16.
 __device__ inline void sync_group(int group, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "r"(threads) : "memory");
 }
@@ -141,8 +144,8 @@ __device__ inline float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Stage a 16-row block of accumulators, times a factor for its upper and its lower half, in shared
-// memory as elements.
+// Stages a 16-row block of accumulators in shared memory as elements, times a factor for its upper
+// and its lower half.
 template <int N, class T>
 __device__ inline void stage(T& tile, int row, int col, const float (&c)[N][4], float top,
                              float bottom) {
@@ -154,11 +157,11 @@ __device__ inline void stage(T& tile, int row, int col, const float (&c)[N][4], 
     }
 }
 
-// Add a row's part of two neighbouring 8-column fragments to HBM: (x, y) this lane's elements of
-// the left one, (z, w) of the right one, `row` the left one's first column, of which `columns` are
-// left in the row. From sm_90 on two lanes trade, so that each adds four neighbours in one
-// instruction.
-// Every lane of the warp must call it; `inside` says whether its row exists. Returns bytes added.
+// Adds a row's part of two neighbouring 8-column fragments to HBM. (x, y) are this lane's elements
+// of the left fragment, (z, w) of the right one. `row` points to the first column of the left
+// fragment, from which `columns` remain in the row. From sm_90 on, two lanes exchange elements, so
+// that each adds four neighbours in one instruction. Every lane of the warp must call it; `inside`
+// says whether its row exists. Returns the bytes added.
 __device__ inline u32 reduce_pair(float* row, float x, float y, float z, float w, bool inside,
                                   int columns) {
     const int lane = threadIdx.x % 32;

@@ -1,5 +1,5 @@
-// Fragments of 16-bit elements: mma.m16n8k16, read by ldmatrix, one 16-byte chunk of each of 8 rows
-// at a time.
+// Fragments of 16-bit elements for mma.m16n8k16. ldmatrix reads them, one 16-byte chunk of each of
+// 8 rows at a time.
 struct FragmentA { u32 r[4]; };  // 16 x 16
 struct FragmentB { u32 r[4]; };  // 16 x 16: two n-tiles of 8, two registers each
 
@@ -13,8 +13,8 @@ __device__ inline void ldmatrix(u32 (&r)[4], u32 address) {
                      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
 
-// Where a lane reads its chunks of a tile's 16 x 16 pieces. The swizzle of row r depends on r % 8
-// alone, so from the piece at (0, 0) the one at (row, col) is one XOR and one constant away.
+// Where a lane reads its chunks of a tile's 16 x 16 pieces. The swizzle of row r depends only on r
+// % 8, so the address of the piece at (row, col) is one XOR and one constant from that at (0, 0).
 template <class Fragment, bool TRANSPOSE, class T>
 struct Reader {
     u32 base;
@@ -59,7 +59,7 @@ __device__ inline void mma(float (&c)[4], const FragmentA& a, u32 b0, u32 b1) {
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b0), "r"(b1));
 }
-// Two neighbouring n-tiles: c += A B over 16 of k.
+// c += A B over 16 of k, for two neighbouring n-tiles.
 __device__ inline void mma(float (&left)[4], float (&right)[4], const FragmentA& a,
                            const FragmentB& b) {
     mma(left, a, b.r[0], b.r[1]);

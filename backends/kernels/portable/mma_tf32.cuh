@@ -1,8 +1,8 @@
-// Fragments of float32 elements rounded to tf32 (10 bits of mantissa, to nearest): mma.m16n8k8.
-// There is no ldmatrix for 32 bits with a transpose, so lanes load their elements themselves.
-// Within 8 steps of k, position p < 4 of a fragment is element 2p and position p + 4 element 2p +
-// 1, in A and in B alike: a sum may be taken in any order, and so a lane's accumulators are its
-// part of the next product's A, and two neighbouring elements come by one 8-byte load.
+// Fragments of float32 elements rounded to tf32 (10 bits of mantissa, to nearest) for mma.m16n8k8.
+// ldmatrix cannot transpose 32-bit elements, so lanes load their elements themselves. Within 8
+// steps of k, position p < 4 of a fragment is element 2p, and position p + 4 is element 2p + 1, in
+// A and in B alike. A sum may be taken in any order. So a lane's accumulators are its part of the
+// next product's A, and one 8-byte load reads two neighbouring elements.
 struct FragmentA { u32 r[8]; };  // 16 x 16: two halves of k, four registers each
 struct FragmentB { u32 r[8]; };  // 16 x 16: two n-tiles of 8, two halves of k each, two registers
 
@@ -37,7 +37,7 @@ struct Pieces {
         return (even ^ (T::swizzle(1) << 4)) + T::PITCH;
     }
 };
-// k along the rows of a tile: two neighbours by one load.
+// k along the rows of a tile: one load reads two neighbours.
 template <class T>
 struct ReadA : Pieces<T> {
     __device__ ReadA(const T& t) : Pieces<T>(t, threadIdx.x % 32 / 4, threadIdx.x % 4 * 2) {}
@@ -99,7 +99,7 @@ template <class T> __device__ inline auto read_a_trans(const T& t) { return Read
 template <class T> __device__ inline auto read_b(const T& t) { return ReadB<T>(t); }
 template <class T> __device__ inline auto read_b_trans(const T& t) { return ReadBTrans<T>(t); }
 
-// Two neighbouring n-tiles: c += A B over 16 of k.
+// c += A B over 16 of k, for two neighbouring n-tiles.
 __device__ inline void mma(float (&left)[4], float (&right)[4], const FragmentA& a,
                            const FragmentB& b) {
 #pragma unroll

@@ -1,6 +1,6 @@
-// What the portable kernels make of a raw score, and functions of scores and masks.
+// How the portable kernels scale and cap a raw score; mask and score functions.
 
-// Scaled and capped, in the unit of natural logarithms.
+// Returns the scaled and capped score, a natural logarithm.
 [[maybe_unused]] __device__ inline float scaled(const Args& a, float raw) {
     const float s = raw * a.scale;
     return FS_SOFTCAP ? a.softcap * fast_tanh(s / a.softcap) : s;

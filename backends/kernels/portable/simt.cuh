@@ -1,5 +1,5 @@
-// float32 tiles without tensor cores: 256 threads stand as 16 x 16 over a tile, thread (y, x)
-// owning rows y, y + 16, ... and columns x, x + 16, ... of it. Products run over operands in shared
+// float32 tiles without tensor cores. 256 threads form a 16 x 16 grid over a tile; thread (y, x)
+// owns its rows y, y + 16, ... and columns x, x + 16, .... Operands of products are in shared
 // memory.
 constexpr int SIDE = 16, THREADS = SIDE * SIDE;
 
@@ -15,8 +15,8 @@ struct Mat {  // rows padded by 16 bytes: float4 reads of neighbouring rows meet
 __device__ inline int tile_y() { return threadIdx.x / SIDE; }
 __device__ inline int tile_x() { return threadIdx.x % SIDE; }
 
-// Copy `rows` rows of an R (see Row) to a tile, zero elsewhere; returns this thread's bytes from
-// HBM.
+// Copies `rows` rows of an R (see Row) to a tile, and zeros elsewhere. Returns the bytes that this
+// thread reads from HBM.
 template <class R, class T>
 __device__ inline u32 load_tile(T& tile, const char* from, i64 stride, int rows) {
     u32 bytes = 0;
@@ -32,7 +32,7 @@ __device__ inline u32 load_tile(T& tile, const char* from, i64 stride, int rows)
     return bytes;
 }
 
-// One float a row (LSE, delta); rows past the end become 0.
+// Copies one float per row (LSE, delta); rows past the end become 0.
 template <int ROWS>
 __device__ inline u32 load_vector(float* to, const float* from, int rows) {
     u32 bytes = 0;
@@ -43,7 +43,7 @@ __device__ inline u32 load_vector(float* to, const float* from, int rows) {
     return bytes;
 }
 
-// C += A B^T, A (M, K) and B (N, K) as stored.
+// C += A B^T; A is stored as (M, K), B as (N, K).
 template <class A, class B, int RT, int CT>
 __device__ inline void product_abt(float (&c)[RT][CT], const A& a, const B& b) {
     static_assert(A::COLS == B::COLS && A::ROWS == RT * SIDE && B::ROWS == CT * SIDE, "shapes");
@@ -68,7 +68,7 @@ __device__ inline void product_abt(float (&c)[RT][CT], const A& a, const B& b) {
     }
 }
 
-// C += A B, A (M, K) as stored, or with TRANSPOSED stored as (K, M); B (K, N) as stored.
+// C += A B; A is stored as (M, K), or with TRANSPOSED as (K, M); B is stored as (K, N).
 template <bool TRANSPOSED, class A, class B, int RT, int CT>
 __device__ inline void product_ab(float (&c)[RT][CT], const A& a, const B& b) {
     static_assert((TRANSPOSED ? A::ROWS : A::COLS) == B::ROWS && B::COLS == CT * SIDE, "shapes");
@@ -87,7 +87,7 @@ __device__ inline void product_ab(float (&c)[RT][CT], const A& a, const B& b) {
     }
 }
 
-// The 16 threads of a row lie in one half-warp.
+// The 16 threads of a row are in one half-warp.
 __device__ inline float row_max(float x) {
 #pragma unroll
     for (int w = SIDE / 2; w; w /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, w));
@@ -99,7 +99,7 @@ __device__ inline float row_sum(float x) {
     return x;
 }
 
-// Store a thread's part of `rows` rows of an R, times `factor`; returns its bytes.
+// Stores a thread's part of `rows` rows of an R, times `factor`; returns its bytes.
 template <class R, int RT, int CT>
 __device__ inline u32 store_part(const float (&c)[RT][CT], char* to, i64 stride, int rows,
                                  float factor) {
@@ -117,7 +117,8 @@ __device__ inline u32 store_part(const float (&c)[RT][CT], char* to, i64 stride,
     return bytes;
 }
 
-// The scaled, capped score, and where the cap's derivative is wanted, 1 - tanh^2.
+// Returns the scaled, capped score. Sets `slope`, if it is given, to the cap's derivative, 1 -
+// tanh^2.
 __device__ inline float score(const Args& a, float qk, float* slope) {
     const float s = qk * a.scale;
 #if FS_SOFTCAP

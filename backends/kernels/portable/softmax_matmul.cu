@@ -1,18 +1,18 @@
-// O = softmax(X) V for a batch of matrices in float32, softmax(X) never in HBM: X (batch, d1, d2),
-// V (batch, d2, d3), the softmax online as in FlashAttention-2, float32 multiply-adds.
-// Block (i, b) owns BLOCK_1 rows of matrix b and all columns of O; each of its warps owns some of
-// the rows, from the softmax to the store, so that P needs no barrier of the block.
-// Where things live: P of one visit and a slice of V in shared memory; O, m, l in registers.
-// Constants (FS_*) come from flashsim.backends.launch_policy.softmax_matmul.
+// O = softmax(X) V for a batch of float32 matrices, without softmax(X) in HBM: X (batch, d1, d2), V
+// (batch, d2, d3). Online softmax as in FlashAttention-2, float32 multiply-adds.
+// Block (i, b) owns BLOCK_1 rows of matrix b and all columns of O. Each of its warps owns some of
+// the rows, from the softmax to the store, so that P needs no block-wide barrier.
+// Where tensors are held: P of one visit and a slice of V in shared memory; O, m, l in registers.
+// flashsim.backends.launch_policy.softmax_matmul sets the constants (FS_*).
 using u32 = unsigned int;
 using i64 = long long;
 #define NEG_INF __int_as_float(0xff800000)  // NVRTC has no constexpr infinity
 
 constexpr int BLOCK_1 = FS_BLOCK_1, BLOCK_2 = FS_BLOCK_2, WIDTH = FS_WIDTH;
-constexpr int WARPS = FS_THREADS / 32, ROWS = BLOCK_1 / WARPS;  // rows of a warp
-constexpr int PART = WIDTH / 32;           // columns of O of a lane: lane, lane + 32, ...
+constexpr int WARPS = FS_THREADS / 32, ROWS = BLOCK_1 / WARPS;  // rows per warp
+constexpr int PART = WIDTH / 32;           // columns of O per lane: lane, lane + 32, ...
 constexpr int SLICE = 16;                  // rows of V on chip at a time
-constexpr int KEYS = (BLOCK_2 + 31) / 32;  // scores of a row that a lane has
+constexpr int KEYS = (BLOCK_2 + 31) / 32;  // scores of a row per lane
 static_assert(BLOCK_1 % WARPS == 0 && BLOCK_2 % SLICE == 0 && WIDTH % 32 == 0, "see the family");
 
 struct Args {
@@ -72,7 +72,7 @@ softmax_matmul(const __grid_constant__ Args a) {
                 top = fmaxf(top, s[c]);
             }
             top = warp_max(top);
-            const float base = top == NEG_INF ? 0.0f : top;  // nothing but -inf yet: no inf - inf
+            const float base = top == NEG_INF ? 0.0f : top;  // only -inf so far: avoids inf - inf
             const float alpha = expf(m[r] - base);
 #pragma unroll
             for (int c = 0; c < KEYS; ++c) {
@@ -80,7 +80,7 @@ softmax_matmul(const __grid_constant__ Args a) {
                 if (lane + 32 * c < BLOCK_2) t.P[mine + r][lane + 32 * c] = p;
                 sum += p;
             }
-            l[r] = l[r] * alpha + sum;  // this lane's columns; the row adds up at the end
+            l[r] = l[r] * alpha + sum;  // this lane's columns; the row adds at the end
             m[r] = top;
 #pragma unroll
             for (int c = 0; c < PART; ++c) o[r][c] *= alpha;

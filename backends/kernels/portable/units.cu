@@ -1,6 +1,6 @@
-// What one unit of a GPU does in a cycle, or how long it takes: one small kernel each. Each block
-// of the kernels that count cycles writes how many it took; their `keep` is never true, so that
-// nothing is removed as unused. Times of whole launches are the host's to measure.
+// Microbenchmarks: one small kernel per hardware unit. In kernels that count cycles, each block
+// writes its cycles. `keep` is never true at run time; it stops the compiler from removing unused
+// results. The host measures the times of whole launches.
 using u32 = unsigned int;
 
 __device__ inline u32 shared_address(const void* p) {
@@ -8,7 +8,7 @@ __device__ inline u32 shared_address(const void* p) {
 }
 
 #define CHAINS 8
-// A block runs `step` on CHAINS independent registers a thread, `rounds` times.
+// A block runs `step` on CHAINS independent registers per thread, `rounds` times.
 #define ARITHMETIC(NAME, TYPE, FIRST, step)                                              \
     extern "C" __global__ void NAME(int rounds, TYPE keep, TYPE* out, long long* cycles) { \
         TYPE x[CHAINS];                                                                  \
@@ -37,7 +37,7 @@ ARITHMETIC(conversions, u32, i + threadIdx.x,
            asm volatile("{.reg .f32 a, b;\nmov.b32 a, %0;\nmov.b32 b, %1;\n"
                         "cvt.rn.bf16x2.f32 %0, a, b;}" : "+r"(x[i]) : "r"(x[(i + 1) % CHAINS])))
 
-// mma.sync.m16n8k16 on 8 independent accumulators a warp.
+// mma.sync.m16n8k16 on 8 independent accumulators per warp.
 extern "C" __global__ void products(int rounds, float keep, float* out, long long* cycles) {
     float c[CHAINS][4] = {};
     const u32 a = threadIdx.x, b = threadIdx.x * 3;
@@ -57,7 +57,7 @@ extern "C" __global__ void products(int rounds, float keep, float* out, long lon
         if (c[i][0] + c[i][1] + c[i][2] + c[i][3] == keep) *out = c[i][0];
 }
 
-// ldmatrix: 512 bytes a warp and instruction, no bank conflict, from 8 places in turn.
+// ldmatrix: 512 bytes per warp and instruction, no bank conflict, cycling through 8 addresses.
 extern "C" __global__ void shared_reads(int rounds, u32 keep, u32* out, long long* cycles) {
     extern __shared__ __align__(128) unsigned char tile[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -79,7 +79,7 @@ extern "C" __global__ void shared_reads(int rounds, u32 keep, u32* out, long lon
     if (sum == keep) *out = sum;
 }
 
-// Cycles of a barrier among all threads of the block, one after the other.
+// Cycles of consecutive barriers among all threads of the block.
 extern "C" __global__ void barriers(int rounds, u32 keep, u32* out, long long* cycles) {
     __syncthreads();
     const long long start = clock64();
@@ -89,7 +89,8 @@ extern "C" __global__ void barriers(int rounds, u32 keep, u32* out, long long* c
     if (rounds == int(keep)) *out = keep;
 }
 
-// All blocks together read `n` 16-byte pieces `rounds` times, past L1; each block begins elsewhere.
+// All blocks together read `n` 16-byte pieces `rounds` times, bypassing L1; each starts at another
+// piece.
 extern "C" __global__ void reads(const uint4* at, long long n, int rounds, u32* out) {
     u32 sum = 0;
     const long long step = (long long)gridDim.x * blockDim.x;
@@ -106,7 +107,7 @@ extern "C" __global__ void reads(const uint4* at, long long n, int rounds, u32* 
     if (sum == 1) *out = sum;
 }
 
-// A copy, 16 bytes at a time.
+// Copies 16 bytes at a time.
 extern "C" __global__ void copies(const uint4* from, long long n, uint4* to) {
     const long long step = (long long)gridDim.x * blockDim.x;
 #pragma unroll 8

@@ -1,9 +1,9 @@
 """FlashAttention-3 backward (arXiv:2407.08608, Algorithm 3) for Hopper, in Python: KV-outer.
 
-The structure is that of kernels/hopper/backward.cu. A block owns one tile of keys of one key head.
+The structure is that of kernels/hopper/backward.cu. A block owns one tile of keys of one KV head.
 Each of two consumer warpgroups owns 64 of its keys and keeps their dK and dV in registers. Scores
 are computed transposed, so that P^T and dS^T already are the left operands of dV = P^T dO and dK =
-dS^T Q. Only dQ^T = K^T dS^T needs all keys of the tile, so only for it does dS pass through shared
+dS^T Q. Only dQ^T = K^T dS^T needs all keys of the tile, so only for dQ does dS pass through shared
 memory. A visit is one query tile times one key tile. With DEFERRED, dQ of a visit is computed in
 the next visit, so that no warpgroup waits for the other's dS.
 
@@ -22,10 +22,10 @@ from numba import cuda
 from numba.cuda import types
 
 from flashsim.backends.launch.kernel import Kernel
-from flashsim.backends.numba_gpu import tiles
+from flashsim.backends.numba_gpu import mma_tiles
 from flashsim.backends.numba_gpu.hopper import gradients
 from flashsim.backends.numba_gpu.hopper import smem_layout as word
-from flashsim.backends.numba_gpu.hopper import tiles as hopper
+from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
 from flashsim.backends.numba_gpu.hopper.kv_outer import producer, share_of, statistics
 from flashsim.backends.numba_gpu.hopper.smem_layout import KEYS_OUTSIDE_REGISTERS, KeysOutside
 from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
@@ -44,22 +44,23 @@ from flashsim.backends.numba_gpu.traversal import (
 )
 
 int32, int64, float32 = types.int32, types.int64, types.float32
-#: Named barriers, 0 being syncthreads: dS is written (deferred, mbarriers say so); each warpgroup's
-#: piece of dQ may be, and is; no product of an item that a cluster shares needs a tile any more.
+#: Named barriers (0 is syncthreads): dS is written (if deferred, mbarriers are used instead); each
+#: warpgroup's piece of dQ is free, and full; no product of a work tile that a cluster shares reads
+#: a tile any more.
 _DS_READY, _DQ_FREE, _DQ_FULL, _TILES_READ = 1, 2, 4, 6
 
 
 def hopper_backward_kernel(kernel: Kernel) -> Any:
     """Return the kernel as a Python function, for compile-time constants.
 
-    Its arguments are tensor maps of q, k, v, dout and dQ's accumulator (unused without FUSED), a
-    `launch.ARGS`, and the address of a work counter that starts at 0. The address is 0 if no block
-    gets more than one work tile.
+    The kernel's arguments are tensor maps of q, k, v, dout and dQ's accumulator (unused without
+    FUSED), a `launch.ARGS`, and the address of a work counter that starts at 0. The counter's
+    address is 0 if no block gets more than one work tile.
     """
     c = constants(kernel)
     at = KeysOutside(c.block_q, c.block_k, c.d, bool(c.fused), bool(c.deferred))
     assert c.cluster == 1 or not (c.ordered or c.timeline), "items have one block there"
-    w = walk_functions(c, every=128)  # a thread of each warpgroup
+    w = walk_functions(c, every=128)  # one thread per warpgroup
     items = item_functions(c, at, w, by_row=False, part=bool(c.after or c.more))
     produce, produce_statistics = producer(c, at, w, items), statistics(c, at, w, items)
     send_dq, consume = _sender(c, at, w, items), _consumer(c, at, w, items)
@@ -75,8 +76,8 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
         if cuda.threadIdx.x == 0:
             barriers_begin(shared)
         if clustered:
-            cluster_sync()  # nobody copies to a block whose barriers do not exist
-        cuda.syncthreads()  # nobody touches a barrier before it exists
+            cluster_sync()  # no block copies to another block whose barriers do not exist yet
+        cuda.syncthreads()  # no thread uses a barrier before it is initialised
         role = warpgroup()
         if role == 0:
             give_registers()
@@ -98,7 +99,7 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
 def _sender(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
     """Return ``send_dq(map_dq, a, shared, group)``, the loop of a warp that sends dQ.
 
-    It adds a warpgroup's pieces of dQ to the accumulator as soon as they are staged.
+    The warp adds a warpgroup's pieces of dQ to the accumulator as soon as they are staged.
     """
     block_q, ordered, dq_rows, split = c.block_q, bool(c.ordered), at.dq_rows, at.split_columns
     dq_at, dq_bytes, counted = at.region("dq"), at.dq_bytes, c.counted
@@ -157,42 +158,43 @@ def _sender(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNa
 
 
 def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``consume(a, shared, group)``, a consumer warpgroup's loop.
+    """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup.
 
     The warpgroup computes the gradients of its 64 keys of every work tile, and its share of dQ.
     """
     block_q, block_k, d = c.block_q, c.block_k, c.d
     bf16, fused, scaled, softcap = bool(c.bf16), bool(c.fused), bool(c.scaled), bool(c.softcap)
-    deferred = at.deferred  # dQ of a visit is computed in the next one
+    deferred = at.deferred  # dQ of a visit is computed in the next visit
     start = not scaled  # the scores' accumulators start at the statistics
-    # dK of a visit is waited for in the next one, where registers allow for that.
+    # dK of a visit is waited for in the next visit, if registers suffice.
     carry = d == 128 and block_q == 64 and start
-    # Where the next visit's scores start is loaded while this one's last products run: of so many
-    # rows that takes long.
+    # The initial values of the next visit's scores are loaded while this visit's last products run:
+    # for this many rows, the load takes long.
     early = fused and start and block_q == 128
     late = start and not early
-    # dV is queued in slices of queries, few of them: a wait counts up to 7 groups.
+    # dV is queued in slices of queries. There are few slices, since a wait counts at most 7 groups.
     slices = 4 if block_q == 128 else block_q // 16
     k_at, v_at, q_at, dout_at, ds_at, dq_at, lse_at, delta_at = map(at.region, at.regions)
     query_bytes, ds_bytes, dq_bytes = at.query_bytes, at.ds_bytes, at.dq_bytes
     ds_wide, dq_rows = at.ds_wide, at.dq_rows
-    # Where a warpgroup finds its columns of K and its queries of dS.
+    # Offsets of a warpgroup's columns of K and of its queries of dS.
     k_part = block_k * 128 if at.split_columns else 0
     ds_part = 0 if at.split_columns else dq_rows * block_k * 2
     kv_full, k_free, v_free = at.barrier("kv_full"), at.barrier("k_free"), at.barrier("v_free")
     full, free = at.barrier("full"), at.barrier("free")
-    # Where dQ is deferred: all keys of a visit's dS are written, and may be read in the next visit;
-    # both warpgroups' products have read them, and the visit after that may write there. A phase of
-    # each ends once a visit of its stage, as each dS is read once, an item's last one at its end:
-    # so `done`, which counts on from item to item, says which phase.
+    # Two mbarriers for deferred dQ. One signals that all keys of a visit's dS are written, so that
+    # the next visit may read them. The other signals that both warpgroups' products have read them,
+    # so that the visit after that may overwrite them. Each dS is read once (a work tile's last dS
+    # at the work tile's end), so a phase of each barrier ends once per visit of its stage. Hence
+    # `done`, which counts visits across work tiles, gives the phase.
     ds_full, ds_free = (at.barrier(x) if deferred else 0 for x in ("ds_full", "ds_free"))
 
     # -- Fragments
-    new_grad, load_columns = tiles.zeros(d // 2), tensor_gradients.load_columns(block_q)
+    new_grad, load_columns = mma_tiles.zeros(d // 2), tensor_gradients.load_columns(block_q)
     start_columns = gradients.start_columns(block_q)
     queue_scores = hopper.queue_scores(bf16, block_q, d, rows=block_k, more=start)
     queue_dp = hopper.queue_scores(bf16, block_q, d, rows=block_k, more=True)
-    scores_done = hopper.product_wait(1, block_q)  # dP is queued behind them
+    scores_done = hopper.product_wait(1, block_q)  # dP's product may be pending
     scale_scores = softmax.scale_scores(1, block_q, softcap)
     mask = gradients.mask_columns(block_q, bool(c.left), bool(c.right))
     queue_dv = gradients.queue_dv(bf16, block_q, d, slices, softcap=softcap, start=start)
@@ -201,18 +203,18 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
     store_ds, stage_dq = gradients.store_ds(block_k, block_q, ds_wide), gradients.stage_dq(dq_rows)
     queue_dq = gradients.queue_dq(bf16, dq_rows, block_k, ds_wide)
     queue_dk = hopper.queue_output(bf16, d, block_q)
-    dq_done = hopper.product_wait(1, dq_rows)  # and dV; dK is queued behind them
+    dq_done = hopper.product_wait(1, dq_rows)  # dV is complete too; dK's product may be pending
     dv_done, grad_done = hopper.product_wait(1, d), hopper.product_wait(0, d)
     last_dq_done = hopper.product_wait(0, dq_rows)
     key_row, value_row = rows_of(c)
     store_dk = hopper.store_output(bf16, d, key_row)
     store_dv = hopper.store_output(bf16, d, value_row)
-    # Of a cluster: its blocks share out what columns exist of dK and of dV, in pieces of 32.
+    # The blocks of a cluster divide the existing columns of dK and of dV in pieces of 32.
     blocks, share, across = c.cluster, share_of(c), at.row_of_threads
     assert blocks == 1 or d * across <= at.region("ds"), "room for both"
     pieces = -(-max(c.head_dim, c.head_dim_v) // 32)
     lay_down, add_from = gradients.lay_down(d, across), gradients.add_from(32, across)
-    new_piece, uncounted = tiles.zeros(16), hopper.uncounted
+    new_piece, uncounted = mma_tiles.zeros(16), hopper.uncounted
     store_piece_dk = hopper.store_output(bf16, 32, key_row, later=True)
     store_piece_dv = hopper.store_output(bf16, 32, value_row, later=True)
     tiles_read, cluster_sync = hopper.named_sync(128 * at.groups), hopper.cluster_sync
@@ -227,7 +229,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
 
     @device
     def store(a, shared, slot, kv_heads, row0, dk, dv):
-        """Store dK times the scale, and dV, straight from registers."""
+        """Store dK times the scale, and dV, from registers."""
         walk, stop = get(slot + word.WALK), get(slot + word.STOP)
         batch = quotient(walk, kv_heads)
         head, key = int32(walk - batch * kv_heads), int32(get(slot + word.START) + row0)
@@ -243,14 +245,14 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
     def add_up(a, shared, slot, kv_heads, row0, dk, dv):
         """Store dK times the scale, and dV, summed over the blocks of a cluster.
 
-        Each block writes its own sums to shared memory in place of the tiles. Then it takes some
-        columns of all blocks' sums and adds them up in the order of the blocks.
+        Each block writes its own sums to shared memory in place of the tiles. Then each block takes
+        some columns of all blocks' sums and adds them in the order of the blocks.
         """
         mine = int32(shared + k_at + (int32(cuda.threadIdx.x) - 128) * 4)
-        tiles_read(int32(_TILES_READ))  # no product needs one any more
+        tiles_read(int32(_TILES_READ))  # no product reads a tile any more
         lay_down(mine, dk)
         lay_down(mine + d // 2 * across, dv)
-        cluster_sync()  # all blocks' are there
+        cluster_sync()  # all blocks' sums are written
         walk, stop = get(slot + word.WALK), get(slot + word.STOP)
         batch = quotient(walk, kv_heads)
         head, key = int32(walk - batch * kv_heads), int32(get(slot + word.START) + row0)
@@ -259,7 +261,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
         scales, ones = (a.scale, a.scale), (float32(1.0), float32(1.0))
         piece, dk_bytes, dv_bytes = int32(cuda.blockIdx.x & (blocks - 1)), int32(0), int32(0)
         while piece < 2 * pieces:
-            which = quotient(piece, pieces)  # 0: of dK, 1: of dV
+            which = quotient(piece, pieces)  # 0: dK, 1: dV
             column = int32((piece - which * pieces) * 32)
             source = int32(mine + (which * d + column) // 2 * across)
             sums, block = new_piece(), int32(0)
@@ -273,7 +275,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
                 row_bytes = a.dv_row * 2
                 dv_bytes += store_piece_dv(to_dv, row_bytes, sums, ones, key, stop, column)
             piece = uncounted(piece + blocks)
-        cluster_sync()  # the others have read what is ours
+        cluster_sync()  # the other blocks have read this block's sums
         tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + word.OUTER)) * (SLOTS * 4)
         report(tile_count + 8, dk_bytes)
         report(tile_count + 12, dv_bytes)
@@ -294,22 +296,22 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
     @device
     def hand_over(group, dq_mine, dq):
         """Stage a piece of dQ, and hand it to the warp that sends it."""
-        piece_free(_DQ_FREE + group)  # the piece before it is sent off
+        piece_free(_DQ_FREE + group)  # the previous piece is sent
         stage_dq(dq_mine, dq)
         fence_shared()
         piece_full(_DQ_FULL + group)
 
     @device
     def consume(a, shared, group):
-        speaking = speaks()  # one arrival a warp
+        speaking = speaks()  # one arrival per warp
         to_log2 = float32(LOG2E) if scaled else a.scale * float32(LOG2E)  # exponents in base 2
         kv_heads = quotient(a.heads, a.group)
         warp = int32(cuda.threadIdx.x) % 128 // 32
-        row0 = int32(warp * 16 + 64 * group)  # the warp's, in the tile
+        row0 = int32(warp * 16 + 64 * group)  # first row of the warp in the tile
         k, v = int32(shared + k_at + group * 8192), int32(shared + v_at + group * 8192)
         ds_mine = ds_place(shared + ds_at, group)
         dq_mine = dq_place(shared + dq_at + group * dq_bytes)
-        item, done = int32(0), int32(0)  # as the producer's
+        item, done = int32(0), int32(0)  # as in the producer
         while True:
             slot = take(shared, item)
             walk = get(slot + word.WALK)
@@ -318,7 +320,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
             count = get(slot + word.COUNT)
             tile_stamp = tile_stamps(a, walk, get(slot + word.OUTER), 1 + group)
             stamp_block(tile_stamp, False)
-            member = int32(walk * a.group)  # the query head's walk
+            member = int32(walk * a.group)  # index of the query head
             further, n, total = share(a.group, count)
             member = int32(member + further)
             left = total
@@ -335,8 +337,8 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
                 lse = int32(shared + lse_at + now)
                 dout = int32(shared + dout_at + shift)
                 # -- S^T = K Q^T - lse / scale and dP^T = V dO^T - delta --------------------------
-                # Both are loaded before either product is queued: the assembler would make the
-                # second wait for the first.
+                # Both are loaded before either product is queued: otherwise the assembler makes the
+                # second load wait for the first product.
                 stamp(visit_stamp, 0)
                 if not early:
                     wait_full(shared + full, done)
@@ -367,19 +369,20 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
                     limits = get(slot + word.OFFSET), get(slot + word.STOP)
                     s = mask(s, key, query, limits[0], limits[1], a.left, a.right)
                 p, dp, dv = queue_dv(s, dp, dv, to_log2, lse, a.softcap, dout)
-                arrive(shared + v_free, speaking & (left == 1))  # the next item's V may come
+                # the next work tile's V may be loaded
+                arrive(shared + v_free, speaking & (left == 1))
                 stamp(visit_stamp, 3)
                 # -- dS^T = P^T dP^T, under dV ----------------------------------------------------
                 ds = score_gradients(p, dp)
                 if fused:
-                    if deferred:  # both warpgroups' dQ of the visit before the last has read it
+                    if deferred:  # both warpgroups' dQ products of two visits ago have read it
                         wait_free(shared + ds_free, done)
                     store_ds(ds_mine + (done & 1) * ds_bytes, ds)
                     fence_shared()
                     # -- dQ^T = K^T dS^T, dK += dS^T Q --------------------------------------------
-                    # Deferred, dQ is the last visit's. In an item's first visit its product is
-                    # computed of what is there, and not used: the assembler gives up asynchronous
-                    # products behind a branch.
+                    # With deferral, this is the last visit's dQ. In a work tile's first visit the
+                    # product is computed from whatever the buffer holds, and its result is not
+                    # used: behind a branch, the assembler would serialize asynchronous products.
                     due = left < total if deferred else True
                     if deferred:
                         cuda.syncwarp()  # all lanes have written dS, and read the statistics
@@ -387,15 +390,15 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
                         if due:  # both warpgroups' dS of the last visit is written
                             wait_full(shared + ds_full, done - 1)
                     else:
-                        # All of dS is written. The other stage's is free from here on: both
-                        # warpgroups waited for the last visit's products before they came here.
+                        # All of dS is written. The other stage's dS is free from here on: both
+                        # warpgroups waited for the last visit's products before this barrier.
                         ds_ready(int32(_DS_READY))
                     dq = queue_piece(shared, group, done - 1 if deferred else done)
                     dk = queue_dk(dk, ds, shared + q_at + shift)
                     dq = dq_done(dq)
-                    if not deferred:  # the next item's K may come
+                    if not deferred:  # the next work tile's K may be loaded
                         arrive(shared + k_free, speaking & (left == 1))
-                    # -- dQ leaves under dK: staged, to be sent off by another warp ---------------
+                    # -- dQ is sent while dK runs: staged here, sent by another warp --------------
                     if due:
                         if deferred:  # this warpgroup has read the last visit's dS
                             arrive(stage(shared + ds_free, done + 1), speaking)
@@ -404,7 +407,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
                     dk = queue_dk(dk, ds, shared + q_at + shift)
                     dv = dv_done(dv)
                     arrive(shared + k_free, speaking & (left == 1))
-                if early:  # where no visit follows, of what is there
+                if early:  # if no visit follows, the values are loaded from this stage and not used
                     if left > 1:
                         wait_full(shared + full, done + 1)
                     s = load_starts(shared, done + 1)
@@ -434,6 +437,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
             stamp_block(tile_stamp, True)
             item = int32(item + 1)
         if fused:
-            piece_free(_DQ_FREE + group)  # shared memory outlives the copies that read it
+            # the block must not exit before the copies have read its shared memory
+            piece_free(_DQ_FREE + group)
 
     return consume

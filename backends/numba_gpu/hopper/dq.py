@@ -3,8 +3,9 @@
 The structure is that of kernels/hopper/dq.cu. Each of two consumer warpgroups keeps dQ of 64 query
 rows in registers. Per visit (one query tile times one key tile) it recomputes S = Q K^T and dP = dO
 V^T and makes dS = P (dP - delta). In registers dS already is the left operand of dQ += dS K. With
-row tiles of 128 the warpgroups split the rows. With 64 they split the keys of each visit, and their
-two dQ are added at the end. One producer thread keeps a ring of K and V tiles full.
+row tiles of 128 the warpgroups split the rows. With row tiles of 64 the warpgroups split the keys
+of each visit, and their two dQ are added at the end. One producer thread keeps a ring of K and V
+tiles full.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from numba import cuda
 from numba.cuda import types
 
 from flashsim.backends.launch.kernel import Kernel
-from flashsim.backends.numba_gpu import tiles
+from flashsim.backends.numba_gpu import mma_tiles
 from flashsim.backends.numba_gpu.hopper import row_gradients as gradients
 from flashsim.backends.numba_gpu.hopper import smem_layout as word
-from flashsim.backends.numba_gpu.hopper import tiles as hopper
+from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
 from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, DqAlone, registers
 from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
 from flashsim.backends.numba_gpu.tensor import softmax
@@ -40,12 +41,13 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 def hopper_dq_kernel(kernel: Kernel) -> Any:
     """Return the kernel as a Python function, for compile-time constants.
 
-    Its arguments are tensor maps of q, k, v and dout, a `launch.ARGS`, and the address of a work
-    counter that starts at 0. The address is 0 if no block gets more than one work tile.
+    The kernel's arguments are tensor maps of q, k, v and dout, a `launch.ARGS`, and the address of
+    a work counter that starts at 0. The counter's address is 0 if no block gets more than one work
+    tile.
     """
     c = constants(kernel)
     at = DqAlone(c.block_q, c.block_k, c.d)
-    w = walk_functions(c, every=128)  # a thread of each warpgroup
+    w = walk_functions(c, every=128)  # one thread per warpgroup
     items = item_functions(c, at, w)
     produce, consume = _producer(c, at, w, items), _consumer(c, at, w, items)
     barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
@@ -58,7 +60,7 @@ def hopper_dq_kernel(kernel: Kernel) -> Any:
         shared = shared_base()
         if cuda.threadIdx.x == 0:
             barriers_begin(shared)
-        cuda.syncthreads()  # nobody touches a barrier before it exists
+        cuda.syncthreads()  # no thread uses a barrier before it is initialised
         role = warpgroup()
         if role == 0:
             give_registers()
@@ -97,7 +99,8 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
         """Load a work tile's rows of Q and dO."""
         piece = int32(0)
         while piece < pieces:
-            wait(shared + own_free + piece * 8, (item & 1) ^ 1)  # the last item is done with it
+            # the last work tile's readers are done
+            wait(shared + own_free + piece * 8, (item & 1) ^ 1)
             barrier = int32(shared + own_full + piece * 8)
             expect_own(barrier)
             row, last = place_rows(
@@ -115,17 +118,18 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
 
     @device
     def produce(map_q, map_k, map_v, map_dout, a, counter, shared):
-        # `item` counts the block's items, `done` their visits so far.
+        # `item` counts the block's work tiles, `done` their visits so far.
         item, done, number = int32(0), int32(0), int32(cuda.blockIdx.x)
         while True:
             slot = int32(shared + items + (item & 1) * ITEM)
-            wait_free(shared + item_free, item)  # every warp is done with the slot's last item
+            # every warp is done with the slot's previous work tile
+            wait_free(shared + item_free, item)
             if number >= a.walks * a.tiles:
                 put(slot + word.WALK, int32(-1))
                 arrive(stage(shared + item_full, item), True)
                 break
             write_item(a, slot, number)
-            arrive(stage(shared + item_full, item), True)  # releases the item to its readers
+            arrive(stage(shared + item_full, item), True)  # releases the work tile to its readers
             walk, count = get(slot + word.WALK), get(slot + word.COUNT)
             batch = quotient(walk, a.heads)
             head = int32(walk - batch * a.heads)
@@ -161,13 +165,13 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
 
 
 def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``consume(a, shared, group)``, a consumer warpgroup's loop.
+    """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup.
 
     The warpgroup computes dQ of its rows, or its keys' part of dQ.
     """
     block_k, d = c.block_k, c.d
     bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)
-    split = at.pieces == 1  # the warpgroups share out the keys
+    split = at.pieces == 1  # the warpgroups divide the keys
     keys = block_k // 2 if split else block_k
     q_at, dout_at, k_at, v_at, scratch_at = map(at.region, at.regions)
     own_bytes, key_bytes = at.own_bytes, at.key_bytes
@@ -175,10 +179,10 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
     full, free = at.barrier("full"), at.barrier("free")
 
     # -- Fragments
-    new_dq = tiles.zeros(d // 2)
-    queue_scores = hopper.queue_scores(bf16, keys, d, of=block_k)  # and dP
+    new_dq = mma_tiles.zeros(d // 2)
+    queue_scores = hopper.queue_scores(bf16, keys, d, of=block_k)  # also for dP
     queue_dq = hopper.queue_output(bf16, d, keys, of=block_k)
-    scores_done = hopper.product_wait(1, keys)  # dP is queued behind them
+    scores_done = hopper.product_wait(1, keys)  # dP's product may be pending
     dp_done, dq_done = hopper.product_wait(0, keys), hopper.product_wait(0, d)
     own_statistics = gradients.own_statistics
     scale_scores = softmax.scale_scores(1, keys, softcap)
@@ -196,7 +200,7 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
 
     @device
     def store(a, slot, query, dq, row_bytes, stop):
-        """Store dQ times the scale, straight from registers."""
+        """Store dQ times the scale, from registers."""
         walk = get(slot + word.WALK)
         batch = quotient(walk, a.heads)
         head = int32(walk - batch * a.heads)
@@ -209,17 +213,17 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
 
     @device
     def consume(a, shared, group):
-        speaking = speaks()  # one arrival a warp
+        speaking = speaks()  # one arrival per warp
         to_log2 = float32(LOG2E) if scaled else a.scale * float32(LOG2E)  # exponents in base 2
         part = int32(0 if split else group)
         my_key = int32(keys * group if split else 0)
         row0 = int32(
             int32(cuda.threadIdx.x) % 128 // 32 * 16 + 64 * part
-        )  # the warp's, in the tile
+        )  # first row of the warp in the tile
         q = int32(shared + q_at + part * own_bytes)
         dout = int32(shared + dout_at + part * own_bytes)
         k, v = int32(shared + k_at + my_key * 128), int32(shared + v_at + my_key * 128)
-        item, done = int32(0), int32(0)  # as the producer's
+        item, done = int32(0), int32(0)  # as in the producer
         while True:
             slot = take(shared, item)
             walk = get(slot + word.WALK)
@@ -261,9 +265,10 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
                 arrive(stage(shared + free, done), speaking)
                 stamp(visit_stamp, n * visit_words + 4)
                 done, n = int32(done + 1), int32(n + 1)
-            arrive(shared + own_free + part * 8, speaking)  # the next item's Q and dO may come
+            # the next work tile's Q and dO may be loaded
+            arrive(shared + own_free + part * 8, speaking)
             stop = get(slot + word.STOP)
-            if split:  # the first warpgroup adds up; always in this order
+            if split:  # the first warpgroup adds, always in this order
                 dq = add_halves(dq, shared + scratch_at, group)
                 if group == 1:
                     stop, row_bytes = int32(0), int32(0)
@@ -271,9 +276,9 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
             leave(shared, item, speaking)
             stamp_block(tile_stamp, True)
             item = int32(item + 1)
-        # dK and dV, which nothing here needs, are made at the same time: that pass let this one
-        # start when delta was complete (`kv_outer.statistics`). But who waits for this one
-        # waits for both.
+        # dK and dV, which this kernel does not read, are computed at the same time: their kernel
+        # let this one start when delta was complete (`kv_outer.statistics`). But a kernel that
+        # waits for this one waits for both.
         wait_for_what_ran_before()
 
     return consume

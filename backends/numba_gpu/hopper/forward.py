@@ -16,9 +16,9 @@ from numba import cuda
 from numba.cuda import types
 
 from flashsim.backends.launch.kernel import Kernel
-from flashsim.backends.numba_gpu import tiles
+from flashsim.backends.numba_gpu import mma_tiles
 from flashsim.backends.numba_gpu.hopper import smem_layout as word
-from flashsim.backends.numba_gpu.hopper import tiles as hopper
+from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
 from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, OnChip, registers
 from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
 from flashsim.backends.numba_gpu.tensor import output, softmax
@@ -39,12 +39,12 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 def hopper_forward_kernel(kernel: Kernel) -> Any:
     """Return the kernel as a Python function, for compile-time constants.
 
-    Its arguments are tensor maps of q, k and v, a `launch.ARGS`, and the address of a work counter
-    that starts at 0. The address is 0 if no block gets more than one work tile.
+    The kernel's arguments are tensor maps of q, k and v, a `launch.ARGS`, and the address of a work
+    counter that starts at 0. The counter's address is 0 if no block gets more than one work tile.
     """
     c = constants(kernel)
     at = OnChip(c.block_q, c.block_k, c.d, c.dv, c.stages)
-    w = walk_functions(c, every=128)  # a thread of each warpgroup
+    w = walk_functions(c, every=128)  # one thread per warpgroup
     items = item_functions(c, at, w)
     produce, consume = _producer(c, at, w, items), _consumer(c, at, w, items)
     barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
@@ -57,7 +57,7 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
         shared = shared_base()
         if cuda.threadIdx.x == 0:
             barriers_begin(shared)
-        cuda.syncthreads()  # nobody touches a barrier before it exists
+        cuda.syncthreads()  # no thread uses a barrier before it is initialised
         role = warpgroup()
         if role == 0:
             give_registers()
@@ -101,7 +101,7 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     def bring_q(map_q, a, shared, slot, start, item, head, batch):
         group = int32(0)
         while group < groups:
-            # The last item's scores are all computed:
+            # The last work tile's scores are complete:
             wait(shared + q_free + group * 8, (item & 1) ^ 1)
             barrier = int32(shared + q_full + group * 8)
             expect_q(barrier)
@@ -112,18 +112,21 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 
     @device
     def produce(map_q, map_k, map_v, a, counter, shared):
-        # `item` counts the block's items; K of visit n is `now` in its ring, V of n - 1 `last`.
+        # `item` counts the block's work tiles; K of visit n is `now` in its ring, V of n - 1 is
+        # `last`.
         item, now, number = int32(0), int32(0), int32(cuda.blockIdx.x)
-        wait_for_what_ran_before()  # it may have written Q, K and V, and asked the counter
+        # the previous kernel may have written Q, K and V, and used the counter
+        wait_for_what_ran_before()
         while True:
             slot = int32(shared + items + (item & 1) * ITEM)
-            wait_free(shared + item_free, item)  # every warp is done with the slot's last item
+            # every warp is done with the slot's previous work tile
+            wait_free(shared + item_free, item)
             if number >= a.walks * a.tiles:
                 put(slot + word.WALK, int32(-1))
                 arrive(stage(shared + item_full, item), True)
                 break
             write_item(a, slot, number)
-            arrive(stage(shared + item_full, item), True)  # releases the item to its readers
+            arrive(stage(shared + item_full, item), True)  # releases the work tile to its readers
             walk, base, count = get(slot + word.WALK), get(slot + word.BASE), get(slot + word.COUNT)
             batch = quotient(walk, a.heads)
             head = int32(walk - batch * a.heads)
@@ -137,7 +140,7 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
             tile_stamp = tile_stamps(a, walk, get(slot + word.OUTER), 0)
             stamp_block(tile_stamp, False)
             n, last = int32(0), now
-            while n <= count:  # in the order of need: K0 Q, K1 V0, K2 V1, ...
+            while n <= count:  # in the order in which consumers need them: K0 Q, K1 V0, ...
                 if n < count:
                     tile, _ = visit_of(a, visits_of(slot), n)
                     key = int32(base + tile * block_k)
@@ -189,7 +192,7 @@ def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place_rows: Any) ->
 
 
 def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``consume(a, shared, group)``, a consumer warpgroup's loop.
+    """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup.
 
     The warpgroup computes its 64 rows of every work tile.
     """
@@ -204,12 +207,13 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     v_full, v_free = at.barrier("v_full"), at.barrier("v_free")
 
     # -- Fragments
-    new_o, new_sum = tiles.zeros(dv // 2), tiles.zeros(2)
-    new_max = tiles.full(2, NEG_INF)
+    new_o, new_sum = mma_tiles.zeros(dv // 2), mma_tiles.zeros(2)
+    new_max = mma_tiles.full(2, NEG_INF)
     queue_scores = hopper.queue_scores(bf16, block_k, d)
     queue_output = hopper.queue_output(bf16, dv, block_k)
-    scores_done = hopper.product_wait(0, block_k)  # nothing else is under way
-    scores_first = hopper.product_wait(1, block_k)  # the output queued behind them is
+    scores_done = hopper.product_wait(0, block_k)  # no other product is pending
+    # the output's product, queued later, may be pending
+    scores_first = hopper.product_wait(1, block_k)
     output_done = hopper.product_wait(0, dv)
     scale_scores = softmax.scale_scores(1, block_k, softcap)
     mask = softmax.mask_rows(1, block_k, bool(c.left), bool(c.right))
@@ -233,7 +237,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     def shaped(s, a, slot, steps, n, query):
         """Return S of visit n, masked.
 
-        It is scaled and capped here where the exponent cannot include the scale.
+        S is scaled and capped here if the exponent cannot include the scale.
         """
         tile, masked = visit_of(a, steps, n)
         if scaled:
@@ -246,7 +250,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 
     @device
     def store(a, slot, query, o, m, l, to_log2):
-        """Store O / l and L = m + log l, straight from registers."""
+        """Store O / l and L = m + log l, from registers."""
         walk, outer, stop = get(slot + word.WALK), get(slot + word.OUTER), get(slot + word.STOP)
         batch = quotient(walk, a.heads)
         head = int32(walk - batch * a.heads)
@@ -258,15 +262,15 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 
     @device
     def consume(a, shared, group):
-        speaking = speaks()  # one arrival a warp
+        speaking = speaks()  # one arrival per warp
         turn, next_turn = int32(1 + group), int32(1 + (group + 1) % groups)  # named barriers
         to_log2 = float32(LOG2E) if scaled else a.scale * float32(LOG2E)  # exponents in base 2
         warp = int32(cuda.threadIdx.x) % 128 // 32
-        row0 = int32(warp * 16 + 64 * group)  # the warp's, in the tile
+        row0 = int32(warp * 16 + 64 * group)  # first row of the warp in the tile
         q = int32(shared + group * q_bytes)
         if turns and group == groups - 1:
-            pass_turn(next_turn)  # warpgroup 0 has the first turn
-        item, now = int32(0), int32(0)  # as the producer's
+            pass_turn(next_turn)  # warpgroup 0 goes first
+        item, now = int32(0), int32(0)  # as in the producer
         while True:
             slot = take(shared, item)
             walk = get(slot + word.WALK)
@@ -289,7 +293,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                 stamp(visit_stamp, 1)
                 s = scores_done(queue_scores(q, shared + k_at + stage_number(now) * k_bytes))
                 arrive(stage(shared + k_free, now), speaking)
-                # The last scores are computed: the next item's Q may come.
+                # The last scores are complete: the next work tile's Q may be loaded.
                 arrive(shared + q_free + group * 8, speaking and count == 1)
                 stamp(visit_stamp, 2)
                 s = shaped(s, a, slot, steps, int32(0), query)
@@ -299,19 +303,19 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                 p = round_operand(s)
                 stamp(visit_stamp, 3)
                 n = int32(1)
-                # A visit's K is waited for at the end of the visit before, where the wait, and
-                # finding K's address, hide behind arithmetic.
+                # A visit's K is waited for at the end of the previous visit: arithmetic hides the
+                # wait and the computation of K's address.
                 if count > 1:
                     stamp(visit_stamp, visit_words)
                     wait_full(shared + k_full, after(now))
                     stamp(visit_stamp, visit_words + 1)
                 while n < count:
-                    # Scores of visit n and the output of visit n - 1 are queued together; the
-                    # softmax of n then runs while the tensor cores work on the output and, turn
-                    # and turn about, on the other warpgroups' products.
+                    # The scores of visit n and the output of visit n - 1 are queued together. The
+                    # softmax of n then runs while the tensor cores compute that output and,
+                    # alternating, the other warpgroups' products.
                     last, now = now, after(now)
                     if turns:
-                        my_turn(turn)  # the warpgroup before has queued its products
+                        my_turn(turn)  # the previous warpgroup has queued its products
                     queued = queue_scores(q, shared + k_at + stage_number(now) * k_bytes)
                     if late:
                         o = scale_o(o, alpha)
@@ -340,10 +344,10 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                     more = n < count
                     if more:
                         stamp(visit_stamp, n * visit_words)
-                    # Behind the last visit it is V that is waited for, which comes next anyway.
-                    # (K's barrier may be a lap ahead by then: that wait could hang.) Written so
-                    # LLVM selects; of `x if more else y` it makes a branch, behind which P is
-                    # rounded in one piece.
+                    # After the last visit, the wait is for V, which is needed next anyway. (K's
+                    # barrier may be one lap ahead by then, and waiting for it could hang.) Written
+                    # so that LLVM emits a select: for `x if more else y` it emits a branch, after
+                    # which P is rounded in one piece.
                     following, full, which = after(now), int32(shared + v_full), now
                     if more:
                         full = int32(shared + k_full)

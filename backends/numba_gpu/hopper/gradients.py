@@ -17,18 +17,18 @@ from flashsim.backends.launch.kernel import ROUND
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import F32, I32, Values, emitted, f32, floats, i32, words
 from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
-from flashsim.backends.numba_gpu.hopper.tiles import rounded
+from flashsim.backends.numba_gpu.hopper.wgmma_tiles import rounded
+from flashsim.backends.numba_gpu.mma_tiles import elements, lane_of
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
-from flashsim.backends.numba_gpu.tiles import elements, lane_of
 
 int32, int64, float32 = types.int32, types.int64, types.float32
 
 
-# -- statistics: a warp brings them, the consumers' accumulators start at them --------------------
+# -- statistics: a warp loads them; the consumers' accumulators start at them ---------------------
 
 
 def load_statistics(block_q: int) -> Any:
-    """Return ``load_statistics(lse, delta, rows, unit) -> starts, deltas``: a warp's, from HBM.
+    """Return ``load_statistics(lse, delta, rows, unit) -> starts, deltas``, for a warp's rows.
 
     Lane l has rows l, l + 32, ... For each row it returns the initial value of the scores, lse
     times `unit` (`unit_of_starts`), and that of dP, -delta. A row past the end, or one that sees no
@@ -100,10 +100,10 @@ def _column_pair(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
 def mask_columns(n: int, left: bool, right: bool) -> Any:
     """Return the function that sets dropped scores to -inf.
 
-    It is ``mask_columns(s, key, query, offset, key_stop, left, right) -> s``. Keys are in rows and
-    queries in columns. Key k is kept by queries ``k - offset - right <= q <= k - offset + left``,
-    and by none from `key_stop` on. A limit that is off costs nothing. `key` and `query` are the
-    warp's first ones.
+    The function is ``mask_columns(s, key, query, offset, key_stop, left, right) -> s``. Keys are in
+    rows and queries in columns. Key k is kept by queries ``k - offset - right <= q <= k - offset +
+    left``, and by none from `key_stop` on. A limit (`left` or `right`) that is switched off adds no
+    instructions. `key` and `query` are the warp's first ones.
     """
     kind = floats(n // 2)
 
@@ -114,7 +114,7 @@ def mask_columns(n: int, left: bool, right: bool) -> Any:
         first = b.add(query, b.shl(b.and_(lane, i32(3)), i32(1)))
         for half in range(2):
             mine = b.add(key, b.add(b.lshr(lane, i32(2)), i32(8 * half)))
-            centre = b.sub(b.sub(mine, offset), first)  # compared with constants from here on
+            centre = b.sub(b.sub(mine, offset), first)  # compared with constants below
             low = b.sub(centre, window_right) if right else i32(0)
             low = b.select(b.icmp_signed("<", mine, key_stop), low, i32(n))
             limits.append((low, b.add(centre, window_left) if left else None))
@@ -134,9 +134,9 @@ def mask_columns(n: int, left: bool, right: bool) -> Any:
 def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: bool) -> Any:
     """Return the function that computes P = exp2(c S) and queues dV + P dO.
 
-    It is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. Each slice of the queries
-    is queued as soon as its part of P is ready. So exponentials overlap with two kinds of products:
-    dP, which this function waits for, and those of the earlier slices.
+    The function is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. Each slice of the
+    queries is queued as soon as its part of P is ready. So exponentials overlap with two kinds of
+    products: dP, which this function waits for, and those of the earlier slices.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
         With a softcap p is P times the cap's slope, 1 - tanh^2. Unless scores `start` at the
         statistics, `lse` is the shared-memory address of -lse, in base 2, of each column.
     """
-    size = n // slices  # queries of a slice
+    size = n // slices  # queries per slice
     halfway = waits_halfway(n)
     kind, grad = floats(n // 2), floats(d // 2)
 
@@ -166,9 +166,10 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
     ) -> list[Values]:
         p = list(s)
         inverse = ptx.reciprocal(b, cap) if softcap else None
-        # The assembler would put the multiplications of all slices before the first exponential,
-        # which costs where there are many. It does not know that no exponential has a sign: so each
-        # slice's factor, which never changes, waits for one of the slice before.
+        # Otherwise the assembler moves the multiplications of all slices before the first
+        # exponential, which is slow if there are many slices. It does not know that no exponential
+        # is negative. So each slice's factor, which never changes, gets a false dependency on an
+        # exponential of the previous slice.
         unit, early = b.bitcast(to_log2, I32), i32(0)
         for first in range(0, n, size):
             if halfway:
@@ -212,7 +213,7 @@ def waits_halfway(n: int) -> bool:
 
 
 def score_gradients(bf16: bool, n: int) -> Any:
-    """Return ``score_gradients(p, dp) -> ds``: dS = P dP as a left operand, begun by `queue_dv`."""
+    """Return ``score_gradients(p, dp) -> ds``: dS = P dP as a left operand."""
     kind, begun = floats(n // 2), n // 4 if waits_halfway(n) else 0
 
     @emitted(words(n // 4), kind, kind)
@@ -227,11 +228,11 @@ def _sixteens(row: int) -> int:
     return ptx_hopper.down_rows(row // 16)
 
 
-# -- dQ: through shared memory, and out -----------------------------------------------------------
+# -- dQ: staged in shared memory, then sent -------------------------------------------------------
 
 
 def ds_place(wide: int) -> Any:
-    """Return ``ds_place(ds, group) -> address``: where this thread's row of dS^T starts, swizzled.
+    """Return ``ds_place(ds, group) -> address``: the swizzled start of this thread's row of dS^T.
 
     `wide` is the number of queries per chunk.
     """
@@ -288,7 +289,7 @@ def queue_dq(bf16: bool, rows: int, block_k: int, wide: int) -> Any:
 
 
 def dq_place(rows: int) -> Any:
-    """Return ``dq_place(dq) -> address``: where this thread stages its part of a piece of dQ.
+    """Return ``dq_place(dq) -> address``: the address where this thread stages its part of dQ.
 
     A row is a query, with 32 columns per box; its 16-byte pieces are swizzled by the row.
     """
@@ -315,9 +316,9 @@ def stage_dq(rows: int) -> Any:
     @emitted(None, int32, floats(rows // 2))
     def stage_dq_(b: ir.IRBuilder, to: ir.Value, dq: Values) -> None:
         for x in range(4):
-            # Rows 8 j + (lane % 4) 2 + p; the thread's 8 h further columns are 2 h pieces on.
+            # Rows 8 j + (lane % 4) 2 + p; the thread's next 8 h columns are 2 h pieces further.
             p, h = x % 2, x // 2
-            at = b.xor(ptx.again(b, to), i32(16 * p + 32 * h))  # not worth four registers
+            at = b.xor(ptx.again(b, to), i32(16 * p + 32 * h))  # recomputed, to save four registers
             for j in range(rows // 8):
                 ptx_hopper.store_float(b, b.add(at, i32(128 * (8 * j + p))), dq[4 * j + x])
 
@@ -327,8 +328,8 @@ def stage_dq(rows: int) -> Any:
 def reduce_dq(rows: int, *, packed: bool) -> Any:
     """Return the function that adds a staged piece of dQ to the accumulator.
 
-    It is ``reduce_dq(map, source, column, row, head, batch)``. The thread's reductions are one
-    group. `packed` is as for `tiles.copy_tile`.
+    The function is ``reduce_dq(map, source, column, row, head, batch)``. The thread's reductions
+    are one group. `packed` is as for `tiles.copy_tile`.
     """
     back = [i32(ROUND)] if packed else []
 
@@ -350,7 +351,7 @@ def reduce_dq(rows: int, *, packed: bool) -> Any:
     return reduce_dq_
 
 
-#: ``reduce_wait_read()``: the sources of this thread's reductions may be overwritten.
+#: ``reduce_wait_read()`` waits until the sources of this thread's reductions may be overwritten.
 reduce_wait_read = emitted(None)(partial(ptx_hopper.reduce_wait, read=True))
 
 
@@ -369,11 +370,11 @@ def pass_turn(b: ir.IRBuilder, turn: ir.Value) -> None:
     ptx_hopper.count_on(b, turn)
 
 
-#: ``fence_shared()``: what this thread wrote to shared memory is seen by products and copies.
+#: ``fence_shared()`` makes this thread's writes to shared memory visible to products and copies.
 fence_shared = emitted(None)(partial(ptx_hopper.fence_async, space="shared::cta"))
 
 
-# -- dK and dV of a cluster: through each other's shared memory -----------------------------------
+# -- dK and dV of a cluster: exchanged through shared memory --------------------------------------
 
 
 def lay_down(n: int, apart: int) -> Any:
@@ -393,7 +394,8 @@ def lay_down(n: int, apart: int) -> Any:
 def add_from(n: int, apart: int) -> Any:
     """Return ``add_from(sums, place, block) -> sums``: it adds another block's sums.
 
-    It adds n columns of the sums that a block of the cluster has stored with `lay_down`.
+    The function adds n columns of the sums that another block of the cluster stored with
+    `lay_down`.
     """
     kind = floats(n // 2)
 
@@ -410,7 +412,8 @@ def add_from(n: int, apart: int) -> Any:
 def unit_of_starts(start: bool) -> Any:
     """Return ``unit(scale)``: the factor by which a log-sum-exp is multiplied.
 
-    It is -1 / scale if accumulators `start` at the log-sum-exp, else -log2 e, for the exponent.
+    The factor is -1 / scale if accumulators `start` at the log-sum-exp, else -log2 e, for the
+    exponent.
     """
 
     @emitted(float32, float32)

@@ -10,7 +10,7 @@ from numba.cuda import types
 
 from flashsim.backends.numba_gpu.hopper import gradients
 from flashsim.backends.numba_gpu.hopper import smem_layout as word
-from flashsim.backends.numba_gpu.hopper import tiles as hopper
+from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
 from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, KeysOutside
 from flashsim.backends.numba_gpu.traversal import SLOTS, device, quotient
 
@@ -54,7 +54,7 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
     item_full, item_free, items = at.barrier("item_full"), at.barrier("item_free"), at.items
     expect_kv, expect_q = hopper.expect(2 * at.key_bytes), hopper.expect(2 * query_bytes)
     blocks, share = c.cluster, share_of(c)
-    again = blocks == 1  # a block may have several items
+    again = blocks == 1  # a block may process several work tiles
     copy_k = hopper.copy_tile(c.block_k, at.chunks, packed=packed, blocks=blocks)
     copy_q = hopper.copy_tile(block_q, at.chunks, packed=packed)
     first_of, stop_of, write_item, after = i.first, i.stop, i.write, i.after
@@ -89,12 +89,12 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
 
     @device
     def bring_keys(map_k, map_v, a, shared, slot, item, head, batch):
-        """Load a work tile's V, then its K, in the order in which the previous one frees them.
+        """Load a work tile's V, then its K, in the order in which they become free.
 
-        A block of a cluster has one work tile, so there is no previous one to wait for. It must not
-        wait, because the blocks load each other's tiles. A block without visits may be done with K
-        and V before its producer reaches the wait. The producer would then take that phase for the
-        one before, and wait for ever.
+        A block of a cluster has one work tile, so there is no previous one to wait for. The block
+        must not wait, because a cluster's blocks load each other's tiles. A block without visits
+        may be done with K and V before its producer reaches the wait. The producer would then take
+        that phase for the one before, and wait forever.
         """
         start, stop = get(slot + word.START), get(slot + word.STOP)
         barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)
@@ -109,33 +109,34 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
         number = int64(get(slot + word.WALK)) * a.tiles + get(slot + word.OUTER)
         tile_count = a.tile_counts + number * (SLOTS * 4)
         keys = int32(stop - start)
-        if blocks > 1 and cuda.blockIdx.x & (blocks - 1) > 0:  # a cluster reads them once
+        if blocks > 1 and cuda.blockIdx.x & (blocks - 1) > 0:  # counted once per cluster
             keys = int32(0)
         report_one(tile_count, int32(keys * row_bytes))
         report_one(tile_count + 4, int32(keys * row_bytes_v))
 
     @device
     def produce(map_q, map_k, map_v, map_dout, a, counter, shared):
-        # `item` counts the block's items, `done` their visits so far.
+        # `item` counts the block's work tiles, `done` their visits so far.
         item, done = int32(0), int32(0)
         number, kv_heads = int32(cuda.blockIdx.x), quotient(a.heads, a.group)
         number = int32(first_of(a) + quotient(number, blocks))
         while True:
             slot = int32(shared + items + (item & 1) * ITEM)
-            wait_free(shared + item_free, item)  # every warp is done with the slot's last item
+            # every warp is done with the slot's previous work tile
+            wait_free(shared + item_free, item)
             if number >= stop_of(a):
                 put(slot + word.WALK, int32(-1))
                 arrive(stage(shared + item_full, item), True)
                 break
             write_item(a, slot, number)
-            arrive(stage(shared + item_full, item), True)  # releases the item to its readers
+            arrive(stage(shared + item_full, item), True)  # releases the work tile to its readers
             walk, count = get(slot + word.WALK), get(slot + word.COUNT)
             batch = quotient(walk, kv_heads)
             kv_head = int32(walk - batch * kv_heads)
             tile_stamp = tile_stamps(a, walk, get(slot + word.OUTER), 0)
             stamp_block(tile_stamp, False)
-            # The last item is done with a stage before it is done with V, and then with K: so the
-            # first visit's tiles come first.
+            # The consumers release the last work tile's stages before its V, and its V before its
+            # K. So the tiles of the first visit are loaded first.
             head = int32(kv_head * a.group)
             member, n, left = share(a.group, count)
             head, first = int32(head + member), True
@@ -160,8 +161,8 @@ def statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simpl
     For each visit it loads the initial values of the scores and of dP, on the tiles' barriers.
     """
     block_q, start, fused, share = c.block_q, not c.scaled, bool(c.fused), share_of(c)
-    # Of a pass in several launches none needs anything of another: each lets the next one begin,
-    # and waits for the one before it, through which for all that ran before, when it ends.
+    # The launches of one pass do not depend on each other. Each lets the next one begin, and before
+    # it ends waits for the previous one, and through it for all earlier kernels.
     first, lets = not c.after, not fused or bool(c.more)
     lse_at, delta_at = at.region("lse"), at.region("delta")
     full, free = at.barrier("full"), at.barrier("free")
@@ -178,11 +179,11 @@ def statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simpl
     def produce_statistics(a, shared):
         item, done, speaking = int32(0), int32(0), speaks()
         unit, kv_heads = unit_of_starts(a.scale), quotient(a.heads, a.group)
-        # Nothing else here reads or adds to what ran before has written but by way of these.
+        # All other accesses to what the previous kernel wrote depend on these reads.
         if first:
             wait_for_what_ran_before()
-        # dQ's pass, whose blocks take a whole SM each; the conversion's would crowd on the few SMs
-        # that are idle by now.
+        # Lets dQ's kernel start, whose blocks need a whole SM each. The conversion kernel is not
+        # started early: its blocks would crowd on the few SMs that are idle by now.
         if lets:
             let_what_runs_next_start()
         while True:
@@ -191,7 +192,7 @@ def statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simpl
                 break
             batch, count = quotient(get(slot + word.WALK), kv_heads), get(slot + word.COUNT)
             kv_head = int32(get(slot + word.WALK) - batch * kv_heads)
-            walk = int32(batch * a.heads + kv_head * a.group)  # of the query head
+            walk = int32(batch * a.heads + kv_head * a.group)  # index of the query head
             member, n, left = share(a.group, count)
             walk = int32(walk + member)
             while left > 0:
@@ -199,12 +200,12 @@ def statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simpl
                 query = int32(get(slot + word.BASE) + tile * block_q)
                 rows = int32(min(block_q, get(slot + word.END) - query))
                 row = (int64(walk) * a.n_q + query) * 4
-                # Before the wait, to hide their latency:
+                # Loaded before the wait, to hide their latency:
                 starts, deltas = load_statistics(a.lse + row, a.delta + row, rows, unit)
                 wait_free(shared + free, done)  # its last readers are done
                 put_rows(shared + lse_at + (done & 1) * (block_q * 4), starts)
                 put_rows(shared + delta_at + (done & 1) * (block_q * 4), deltas)
-                arrive(stage(shared + full, done), True)  # every lane for what it wrote
+                arrive(stage(shared + full, done), True)  # every lane arrives for what it wrote
                 if speaking:
                     number = int64(walk) * a.n_visits + get(slot + word.FIRST) + n
                     visit_count = a.visit_counts + number * (SLOTS * 4)

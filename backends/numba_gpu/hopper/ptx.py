@@ -19,7 +19,7 @@ from flashsim.backends.numba_gpu.emit import F32, I32, I64, Values, asm, struct_
 CHUNK = 64  # columns
 _FOUR_FLOATS = ir.LiteralStructType([F32] * 4)
 
-# -- mbarriers: they count arrivals, and bytes that the copy engine still owes --------------------
+# -- mbarriers: count arrivals, and bytes that TMA has yet to deliver -----------------------------
 
 
 def barrier_init(b: ir.IRBuilder, barrier: ir.Value, arrivals: int) -> None:
@@ -93,13 +93,13 @@ def address_in(b: ir.IRBuilder, address: ir.Value, block: ir.Value) -> ir.Value:
 def load_float_from(b: ir.IRBuilder, address: ir.Value, further: int) -> ir.Value:
     """Load a float32 from another block of the cluster ("ld").
 
-    It lies `further` bytes behind an address from `address_in`.
+    The float32 is `further` bytes after an address from `address_in`.
     """
     text = f"ld.shared::cluster.f32 $0, [$1+{further}];"
     return asm(b, text, "=f,r", [address], F32, effects=True)
 
 
-# -- the copy engine ------------------------------------------------------------------------------
+# -- TMA ------------------------------------------------------------------------------------------
 
 
 def parameter_address(b: ir.IRBuilder, name: str) -> ir.Value:
@@ -158,7 +158,7 @@ def reduce_commit(b: ir.IRBuilder) -> None:
 def reduce_wait(b: ir.IRBuilder, *, read: bool) -> None:
     """Wait for this thread's reductions ("cp.async.bulk.wait_group").
 
-    With `read` it waits only until their sources may be overwritten.
+    With `read` the thread waits only until the sources of its reductions may be overwritten.
     """
     asm(b, f"cp.async.bulk.wait_group{'.read' if read else ''} 0;", "", [], effects=True)
 
@@ -171,7 +171,7 @@ def fence_async(b: ir.IRBuilder, space: str) -> None:
     asm(b, f"fence.proxy.async.{space};", "", [], effects=True)
 
 
-# -- who adds next: integers in HBM ---------------------------------------------------------------
+# -- ordered additions: integers in HBM -----------------------------------------------------------
 
 
 def wait_equal(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
@@ -196,7 +196,7 @@ def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
     return asm(b, "atom.global.inc.u32 $0, [$1], $2;", "=r,l,r", [address, last], I32, effects=True)
 
 
-# -- shared memory, plainly -----------------------------------------------------------------------
+# -- shared memory, synchronously -----------------------------------------------------------------
 
 
 def store_matrices(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
@@ -216,8 +216,8 @@ def store_float(b: ir.IRBuilder, to: ir.Value, value: ir.Value) -> None:
 def twice(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> Values:
     """Copy two floats to four registers: x, y, x, y ("mov").
 
-    LLVM may use a value's register only once as an accumulator. Without this function it would put
-    the copies right before a product, between it and the previous product.
+    LLVM may use a value's register only once as an accumulator. Without this function LLVM would
+    put the copies right before a product, between it and the previous product.
     """
     text = "mov.f32 $0, $4; mov.f32 $1, $5; mov.f32 $2, $4; mov.f32 $3, $5;"
     copies = asm(b, text, "=f,=f,=f,=f,f,f", [x, y], _FOUR_FLOATS, effects=True)
@@ -306,7 +306,7 @@ def wgmma(
     """
     count = n // 2
     sums = ", ".join(f"${x}" for x in range(count))
-    first = count if c is None else 2 * count  # operands that come behind the accumulators
+    first = count if c is None else 2 * count  # index of the first operand after the accumulators
     words = left if isinstance(left, list) else [left]
     kind = "bf16" if bf16 else "f16"
     high = _DESCRIPTOR_HIGH_NARROW if right_narrow else _DESCRIPTOR_HIGH
@@ -349,7 +349,7 @@ def wgmma(
 def wgmma_wait(b: ir.IRBuilder, c: Values, *, pending: int) -> Values:
     """Wait for all groups except the last `pending` ("wgmma.wait_group").
 
-    `c` are then complete sums.
+    The accumulators `c` are then complete.
 
     The registers pass through the instruction, so that nothing reads them before it.
     """

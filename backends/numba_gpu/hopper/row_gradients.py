@@ -1,6 +1,6 @@
 """The whole-tile operations of the Q-outer dQ kernel on Hopper, as Numba intrinsics.
 
-Rows of a score fragment are queries; a thread has two of them.
+Rows of a score fragment are queries; each thread has two rows.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from numba.cuda import types
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import Values, emitted, f32, floats, i32, words
 from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
-from flashsim.backends.numba_gpu.hopper.tiles import rounded
+from flashsim.backends.numba_gpu.hopper.wgmma_tiles import rounded
+from flashsim.backends.numba_gpu.mma_tiles import elements, lane_of
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
-from flashsim.backends.numba_gpu.tiles import elements, lane_of
 
 int32, int64, float32 = types.int32, types.int64, types.float32
 
@@ -26,9 +26,9 @@ def own_statistics(
 ) -> list[Any]:
     """Load this thread's two rows' statistics: ``(lse, delta, row, stop) -> lse, delta, bytes``.
 
-    The log-sum-exp is returned in base 2. It is +inf for a row past the end, or one that sees no
-    key, so that its P is exactly 0. `row` is the warp's first row, and the addresses are those of
-    row 0. `bytes` counts each row once.
+    The log-sum-exp is returned in base 2. The log-sum-exp is +inf for a row past the end, or one
+    that sees no key, so that the row's P is exactly 0. `row` is the warp's first row, and the
+    addresses are those of row 0. `bytes` counts each row once.
     """
     tops, deltas, moved = [], [], i32(0)
     lane = lane_of(b)
@@ -83,8 +83,9 @@ def row_gradients(bf16: bool, n: int) -> Any:
 def add_halves(d: int) -> Any:
     """Return ``add_halves(dq, scratch, group) -> dq``: it adds the two warpgroups' dQ.
 
-    Warpgroup 0 gets the sum. 64 columns at a time go through `scratch`, 16 KiB, element by element.
-    Named barrier 1, which both warpgroups share, says when `scratch` is free and when it is full.
+    Warpgroup 0 gets the sum. 64 columns at a time pass through `scratch`, 16 KiB, element by
+    element. Named barrier 1, which both warpgroups share, signals when `scratch` is free and when
+    it is full.
     """
 
     @emitted(floats(d // 2), floats(d // 2), int32, int32)
@@ -98,7 +99,7 @@ def add_halves(d: int) -> Any:
                 for e in range(32):
                     ptx_hopper.store_float(b, b.add(mine, i32(512 * e)), dq[first + e])
             ptx_hopper.named_sync(b, i32(1), 256)  # the other half's columns are complete
-            for e in range(32):  # in warpgroup 1 nobody reads the sums
+            for e in range(32):  # warpgroup 1's sums are not used
                 other = ptx.load_shared_float(b, b.add(mine, i32(512 * e)))
                 total[first + e] = b.fadd(dq[first + e], other)
         return total

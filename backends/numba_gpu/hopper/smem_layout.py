@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-#: Words of an item slot: the walk (-1: no work is left), the row tile and its rows; where tile 0 of
-#: the keys would start and where their sequence ends; the visits as `walk.begin` gives them.
+#: Words of a work-tile slot: the head index (-1: no work tile is left), the row tile and its rows;
+#: where tile 0 of the keys would start and where their sequence ends; the visits as `begin` of
+#: `traversal.walk_functions` returns them.
 WALK, OUTER, START, STOP, OFFSET, BASE, END, FIRST, COUNT, LO, FULL_LO, FULL_HI = range(0, 48, 4)
 ITEM = 48
 
@@ -38,8 +39,8 @@ class Layout(ABC):
     def arrivals(self) -> dict[str, tuple[int, int]]:
         """Per kind of mbarrier, in layout order: their number, and the arrivals per phase.
 
-        A full barrier takes the producer's arrival, and its copies' bytes. A free barrier takes one
-        arrival from each warp that reads.
+        A full barrier expects the producer's arrival and the bytes of its copies. A free barrier
+        expects one arrival per warp that reads.
         """
 
     @property
@@ -207,7 +208,7 @@ class KeysOutside(Layout):
         Every warp writes a part of dS^T, and its warpgroup reads all keys of it.
         """
         warps = 4 * self.groups
-        readers = warps + 1 + (self.groups if self.fused else 0)  # of an item
+        readers = warps + 1 + (self.groups if self.fused else 0)  # of a work tile
         ds = {"ds_full": (2, warps), "ds_free": (2, warps)} if self.deferred else {}
         return {
             **{"kv_full": (1, 1), "k_free": (1, warps), "v_free": (1, warps)},
@@ -270,5 +271,5 @@ def registers(groups: int) -> tuple[int, int]:
     return (32, 160) if groups == 3 else (40, 232)
 
 
-#: The same for the KV-outer backward.
+#: Registers of a producer and of a consumer of the KV-outer backward.
 KEYS_OUTSIDE_REGISTERS = 24, 240

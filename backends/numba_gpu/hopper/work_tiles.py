@@ -14,7 +14,7 @@ from numba.cuda import types
 from flashsim.backends.launch.kernel import ROUND
 from flashsim.backends.numba_gpu.hopper import smem_layout as word
 from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, Layout
-from flashsim.backends.numba_gpu.hopper.tiles import (
+from flashsim.backends.numba_gpu.hopper.wgmma_tiles import (
     arrive,
     fetch_count,
     get,
@@ -42,14 +42,16 @@ def item_functions(
     then every consumer's; each has time stamps of its own.
 
     ``first(a)`` and ``stop(a)`` are the numbers of the launch's first work tile and of the one
-    behind its last: all work tiles, except for `part` of a pass. ``write(a, slot, number)`` puts a
-    work tile into a slot. ``after(a, counter)`` requests the number of the next one. ``take(shared,
-    item)`` waits for a work tile and returns its slot. ``leave(shared, item, speaking)`` says that
-    a warp is done with it. ``visits(slot)`` gives its visits, as ``begin`` of `w` does.
-    ``place(row, stop, batch)`` says where rows lie in a tensor map. ``visit_stamps(a, walk, first,
-    role)`` and ``tile_stamps(a, walk, outer, role)`` give the addresses of a role's stamps.
+    after its last: all work tiles, except for `part` of a pass. ``write(a, slot, number)`` writes a
+    work tile to a slot. ``after(a, counter)`` requests the number of the next work tile.
+    ``take(shared, item)`` waits for a work tile and returns its slot. ``leave(shared, item,
+    speaking)`` signals that a warp is done with it. ``visits(slot)`` returns its visits, as
+    ``begin`` of `w` does. ``place(row, stop, batch)`` returns the coordinates of rows in a tensor
+    map. ``visit_stamps(a, walk, first, role)`` and ``tile_stamps(a, walk, outer, role)`` return the
+    addresses of a role's stamps.
     """
-    block, varlen = c.block_k if by_row else c.block_q, bool(c.varlen)  # of the side visited
+    # block size of the inner loop's side
+    block, varlen = c.block_k if by_row else c.block_q, bool(c.varlen)
     item_of, begin, visit_of = w.item, w.begin, w.visit
     own_tile = w.row_tile if by_row else w.col_tile
     roles = at.groups + 1
@@ -68,8 +70,8 @@ def item_functions(
 
     @device
     def place(row, stop, batch):
-        # Row and last axis. Of packed sequences a map has a view for each end of a tile
-        # (`tensor_maps`), in which the row before `stop` is the last.
+        # Row and last axis. A map of packed sequences has a view per end of a tile (`tensor_maps`),
+        # in which the row before `stop` is the last.
         if varlen:
             return int32(ROUND - stop + row), stop
         return row, batch
@@ -115,8 +117,8 @@ def item_functions(
     @device
     def after(a, counter):
         number = int32(0x7FFFFFFF)
-        if counter != 0:  # else no block gets a second item
-            last = int32(stop(a) - first(a) - 1)  # asking for it sets the counter to 0 again
+        if counter != 0:  # otherwise no block gets a second work tile
+            last = int32(stop(a) - first(a) - 1)  # requesting this number resets the counter to 0
             number = int32(first(a) + cuda.gridDim.x + fetch_count(counter, last))
         return number
 
@@ -128,7 +130,7 @@ def item_functions(
 
     @device
     def leave(shared, item, speaking):
-        cuda.syncwarp()  # the whole warp is done with the item
+        cuda.syncwarp()  # the whole warp is done with the work tile
         arrive(stage(shared + free, item), speaking)
 
     functions = by_name(

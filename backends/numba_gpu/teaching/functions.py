@@ -1,7 +1,7 @@
-"""Score and mask functions in the teaching kernels: device functions written from their graphs.
+"""Score and mask functions in the teaching kernels: device functions generated from their graphs.
 
-Captured arrays are two flat arrays on the device, one of floats and one of integers; the generated
-text has each array's place in them. Gradients are added to a third one, atomically.
+Captured arrays are concatenated in two flat device arrays, one of floats and one of integers; the
+generated text contains each array's offset. Gradients are added to a third array, atomically.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int64
 
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.functions.derivative import adjoints
 from flashsim.functions.emit_numba import Written
 from flashsim.functions.graph import ArraySpec, Graph
@@ -24,7 +24,7 @@ from flashsim.problem.problem import Problem
 
 
 class TracedFunctions(NamedTuple):
-    """The functions of a problem, and the captured arrays whose gradients are wanted."""
+    """The functions of a problem, and the captured arrays that need gradients."""
 
     mask: Graph | None
     score: Graph | None
@@ -37,7 +37,7 @@ class TracedFunctions(NamedTuple):
         return tuple(a for graph in (self.score, self.mask) if graph for a in graph.arrays)
 
     def places(self) -> list[int]:
-        """Where each array begins, among the floats or among the integers."""
+        """The offset of each array among the floats or among the integers."""
         ends, found = {True: 0, False: 0}, []
         for spec in self.arrays:
             floats = spec.kind == FLOAT
@@ -48,16 +48,17 @@ class TracedFunctions(NamedTuple):
 
 def functions_of(problem: Problem) -> TracedFunctions:
     """The functions of a problem."""
-    mask = None if problem.mask_mod is None else problem.mask_mod.graph
-    return TracedFunctions(mask, problem.score_mod, problem.score_grads, problem.sinks)
+    return TracedFunctions(
+        problem.mask_graph, problem.score_mod, problem.score_grads, problem.sinks
+    )
 
 
 class Compiled(NamedTuple):
-    """Device functions of one score.
+    """Device functions on one score.
 
-    ``keep(floats, wholes, b, h, q, k)`` is the mask; ``score(floats, wholes, s, b, h, q, k)`` the
-    new score; ``slope(floats, wholes, sums, s, ds, b, h, q, k)`` the gradient of `s`, which also
-    adds to `sums`, and ``slope_alone`` the same without.
+    ``keep(floats, wholes, b, h, q, k)`` is the mask. ``score(floats, wholes, s, b, h, q, k)``
+    returns the new score. ``slope(floats, wholes, sums, s, ds, b, h, q, k)`` returns the gradient
+    of `s`, and adds the gradients of captured arrays to `sums`; ``slope_alone`` does not add.
     """
 
     keep: Any
@@ -68,7 +69,7 @@ class Compiled(NamedTuple):
 
 @lru_cache(maxsize=64)
 def compiled(functions: TracedFunctions) -> Compiled:
-    """The device functions; where there is none, one that changes nothing."""
+    """The device functions of mask and score; a missing one becomes an identity function."""
     places = functions.places()
     score, mask = functions.score, functions.mask
     at, arguments = "b, h, i, j", "floats, wholes"
@@ -97,7 +98,7 @@ def _derivative(score: Graph, wanted: tuple[str, ...], places: list[int]) -> lis
 
 
 class Flat(Written):
-    """Statements of Python whose captured arrays are parts of two flat ones."""
+    """Python statements whose captured arrays are slices of two flat arrays."""
 
     def __init__(self, nodes: Any, arrays: Any, places: Iterable[int]) -> None:
         super().__init__(nodes, arrays)
@@ -108,17 +109,17 @@ class Flat(Written):
         return [f"    {line}" for line in self.statements(numbers)]
 
     def element(self, node: Any) -> str:
-        """The place of a load's element."""
+        """The index of the element that a load reads."""
         return f"{self.places[node.value]} + ({self.offset(node)})"
 
     def read(self, node: Any) -> str:
-        """An element of a captured array."""
+        """The expression that reads an element of a captured array."""
         which = "floats" if self.arrays[node.value].kind == FLOAT else "wholes"
         return f"{which}[{self.element(node)}]"
 
 
 def _device(text: str) -> Any:
-    """The device function of a text; numba-cuda takes NumPy's types and numbers by other names."""
+    """The device function compiled from a text, with numba-cuda's names for NumPy's types."""
     text = text.replace("np.int64", "I").replace("np.", "math.")
     names = {"I": int64, "F": float32, "math": math, "cuda": cuda}
     exec(compile(text, "<a function for the teaching kernels>", "exec"), names)
@@ -126,7 +127,7 @@ def _device(text: str) -> Any:
 
 
 def captured(job: Job, functions: TracedFunctions) -> tuple[np.ndarray, np.ndarray]:
-    """The floats and the integers that functions read, each in one array; not empty."""
+    """The floats and the integers that functions read, each in one non-empty array."""
     found: dict[bool, list[np.ndarray]] = {True: [], False: []}
     mask = job.problem.mask_mod
     arrays = (*job.score_arrays, *(() if mask is None else mask.arrays))
@@ -141,7 +142,7 @@ def captured(job: Job, functions: TracedFunctions) -> tuple[np.ndarray, np.ndarr
 
 
 def gradients(functions: TracedFunctions, sums: np.ndarray) -> dict[str, np.ndarray]:
-    """The gradients of captured arrays, out of the array that kernels added to."""
+    """The gradients of captured arrays, cut out of the array that kernels added to."""
     pairs = zip(functions.arrays, functions.places(), strict=True)
     return {
         f"d:{spec.name}": sums[at : at + math.prod(spec.shape)].reshape(spec.shape)

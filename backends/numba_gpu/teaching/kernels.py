@@ -1,8 +1,8 @@
-"""FlashAttention-2 in plain Numba-CUDA, to learn from: a thread per row, float32, no tensor cores.
+"""FlashAttention-2 in plain Numba-CUDA for learning: a thread per row, float32, no tensor cores.
 
 The phases are those of Algorithms 1 and 2 of arXiv:2307.08691. Blocks are (tile, batch * heads).
-The kernels visit the tiles that the schedule's tables list and never decide which exist. They run
-on any NVIDIA GPU, and without one in Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``).
+The kernels visit the tiles that the schedule's tables list and never decide which exist. The
+kernels run on any NVIDIA GPU, and without a GPU in Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``).
 
 The tables ``rows`` and ``cols`` hold (start, stop, offset, end of the other side) of each tile;
 ``ptr``, ``index`` and ``kind`` list the visited tiles in CSR form. A kernel built with `counts`
@@ -26,10 +26,7 @@ NO_FUNCTIONS = TracedFunctions(None, None, (), sinks=False)
 
 @dataclass(frozen=True)
 class TeachingShape:
-    """The compile-time constants of a teaching kernel.
-
-    They fix the sizes of the tiles, which live in shared memory.
-    """
+    """The compile-time constants of a teaching kernel, among them the sizes of its shared tiles."""
 
     block_q: int
     block_k: int
@@ -46,7 +43,7 @@ class TeachingShape:
 
 @cuda.jit(device=True, inline="always")
 def _keeps(query, key, offset, key_stop, left, right):
-    """Whether the mask keeps a key for a query: the band of `flashsim.schedule`."""
+    """Whether the mask keeps a key for a query, by the band of `flashsim.schedule`."""
     centre = query + offset
     return key < key_stop and centre - left <= key and key <= centre + right
 
@@ -55,7 +52,7 @@ def _keeps(query, key, offset, key_stop, left, right):
 def _load(tile, X, batch, head, start, stop, width):
     """Copy rows of X to a tile, whose rows from `stop` on are 0; return this thread's elements.
 
-    All threads of the block take part: neighbouring threads read neighbouring elements.
+    All threads of the block must call it: neighbouring threads read neighbouring elements.
     """
     moved = 0
     for e in range(cuda.threadIdx.x, tile.shape[0] * width, cuda.blockDim.x):
@@ -94,7 +91,7 @@ def forward_kernel(shape: TeachingShape) -> Any:
         tS = cuda.shared.array((block_q, block_k_pad), float32)  # one visit: scores, then P
         tO = cuda.shared.array((block_q, dv_pad), float32)  # the whole block
         m, l = float32(-math.inf), float32(0)
-        if has_sinks:  # a score without a value
+        if has_sinks:  # a sink is a score without a value
             m, l = sinks[head], float32(1)
         # -- Phase 1: load Q, clear O -----------------------------------------------------------
         moved = _load(tQ, Q, batch, head, start, start + n_rows, d)
@@ -130,7 +127,7 @@ def forward_kernel(shape: TeachingShape) -> Any:
                 tS[r, c] = s
                 m_new = max(m_new, s)
             # -- Phase 4: P = exp(S - m_new); l = alpha l + rowsum P ----------------------------
-            base = float32(0) if m_new == -math.inf else m_new  # no key yet: no inf - inf
+            base = float32(0) if m_new == -math.inf else m_new  # no key yet: avoids inf - inf
             alpha = math.exp(m - base)
             l *= alpha
             for c in range(block_k):
@@ -193,9 +190,9 @@ def delta_kernel(shape: TeachingShape) -> Any:
 
 @lru_cache(maxsize=64)
 def dkdv_kernel(shape: TeachingShape) -> Any:
-    """Return the kernel for dK and dV: block (j, key head) owns column tile j, thread c its key c.
+    """Return the kernel for dK and dV: block (j, KV head) owns column tile j, thread c its key c.
 
-    With `fused` it also adds dS K into the float32 dQ, atomically.
+    With `fused` the kernel also adds dS K into the float32 dQ, atomically.
     """
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts

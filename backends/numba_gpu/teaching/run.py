@@ -19,7 +19,7 @@ from flashsim.backends.numba_gpu.teaching import functions
 from flashsim.backends.numba_gpu.teaching import kernels as teaching
 from flashsim.backends.numba_gpu.teaching.kernels import TeachingShape
 from flashsim.backends.reports import counts
-from flashsim.engines.engine import Job, Outcome
+from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import TilingError, UnsupportedError
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype
@@ -29,7 +29,7 @@ from flashsim.schedule.tiling import Tiling
 from flashsim.trace.events import StageTrace
 
 NAME = "teaching"
-#: What a block has without opting in, on every NVIDIA GPU.
+#: Shared memory that every NVIDIA GPU gives a block without an opt-in.
 SHARED_BYTES = 48 * 1024
 _SIDES = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -40,7 +40,7 @@ def simulated() -> bool:
 
 
 def shared_bytes(problem: Problem, tiling: Tiling, direction: str) -> int:
-    """Return the shared-memory bytes of a pass's largest kernel, from the tiles in `teaching`."""
+    """Return the shared-memory bytes of a pass's largest kernel."""
     q, k, d, dv = tiling.block_q, tiling.block_k, problem.head_dim + 1, problem.head_dim_v + 1
     if direction == "forward":
         return 4 * (q * (d + dv + k + 1) + k * (d + dv))
@@ -66,10 +66,10 @@ def choose(problem: Problem, tiling: Tiling | None, direction: str) -> Tiling:
         ]
         raise TilingError(
             f"{direction} at head_dim={problem.head_dim}: a {tiling} tile needs {need:,} B of "
-            f"shared memory (the teaching kernels take up to {SHARED_BYTES:,} B and 1,024 rows); "
-            f"possible: {', '.join(str(t) for t in possible) or 'none'}"
+            f"shared memory (the teaching kernels allow {SHARED_BYTES:,} B and 1,024 rows); "
+            f"possible tiles: {', '.join(str(t) for t in possible) or 'none'}"
         )
-    largest = 16 if simulated() else 32  # the simulator takes one OS thread a row
+    largest = 16 if simulated() else 32  # the simulator starts one OS thread per row
     sides = [x for x in _SIDES if x <= largest]
     for side in reversed(sides):
         square = Tiling(side, side)
@@ -78,7 +78,10 @@ def choose(problem: Problem, tiling: Tiling | None, direction: str) -> Tiling:
             and shared_bytes(problem, square, direction) <= SHARED_BYTES
         ):
             return square
-    raise TilingError(f"no tiling of the teaching kernels fits head_dim={problem.head_dim}")
+    raise TilingError(
+        f"no tiling of the teaching kernels fits in {SHARED_BYTES:,} B of shared memory at "
+        f"head_dim={problem.head_dim}; use a smaller head_dim, or backend='simulator'"
+    )
 
 
 def forward(job: Job) -> Outcome:
@@ -126,11 +129,11 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
         delta = device.new((p.batch, p.heads, p.n_q), np.float32)
         dq, dk, dv = (device.new(x.shape, x.dtype) for x in (q, k, v))
         acc = device.new(q.shape, np.float32) if fused and q.dtype != np.float32 else dq
-        # Without a gradient of the LSE what is in its place is not read.
+        # Without a gradient of the LSE, the array in its place is not read.
         less = device.new((1, 1, 1), np.float32) if dlse is None else device.taken(dlse)
         call.rows("delta", teaching.delta_kernel, (out, dout, delta, acc, less))
         inputs, given = (q, k, v, dout, lse, delta), call.captured(job)
-        sums = device.new(given[0].shape, np.float32)  # of captured floats, as they lie
+        sums = device.new(given[0].shape, np.float32)  # sums for captured floats, in their order
         given = (*given, sums)
         if fused:
             call.walk("col", "fused", teaching.dkdv_kernel, (*inputs, acc, dk, dv, *given))
@@ -141,7 +144,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
             call.walk("row", "dq", teaching.dq_kernel, (*inputs, dq, *given))
         results = {"dq": dq, "dk": dk, "dv": dv}
         more: dict[str, np.ndarray] = {}
-        if p.score_grads:  # else nothing was added, and the call need not wait for the kernels
+        if p.score_grads:  # otherwise nothing was added, and the call need not wait for the kernels
             more = functions.gradients(call.shape.functions, device.host(sums))
         if p.sinks:
             rows, less = (device.host(x) for x in (lse, delta))
@@ -154,13 +157,13 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
 def _check_functions(job: Job) -> None:
     """Raise `UnsupportedError` for functions or sinks that the kernels cannot take."""
     p = job.problem
-    if p.mask_mod is None and p.score_mod is None and not p.sinks:
+    if not p.has_functions:
         return
     if job.trace or p.cu_seqlens_q is not None:
-        what = "is not traced" if job.trace else "takes no cu_seqlens"
+        what = "trace a call" if job.trace else "run packed sequences (cu_seqlens)"
         raise UnsupportedError(
-            f"a call of the teaching kernels with mask_mod, score_mod or sinks {what}; "
-            "backend='simulator' and 'numba' do both"
+            f"the teaching kernels cannot {what} with mask_mod, score_mod or sinks; use "
+            "backend='simulator' or 'numba'"
         )
 
 
@@ -173,7 +176,7 @@ def _sinks(job: Job) -> np.ndarray:
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> np.ndarray:
     """Return an array of the simulator filled with one value."""
-    _Simulator(job)  # or say what it takes
+    _Simulator(job)  # or raise if the simulator does not support it
     return np.full(shape, value, numpy_dtype(dtype))
 
 
@@ -182,15 +185,19 @@ class _Simulator:
 
     def __init__(self, job: Job) -> None:
         if not isinstance(job.q, np.ndarray):
-            raise UnsupportedError("Numba's CUDA simulator takes NumPy arrays only")
+            raise UnsupportedError(
+                "Numba's CUDA simulator runs on NumPy arrays only; convert q, k and v"
+            )
 
     def check(self, name: str, array: Any, dtype: str) -> None:
-        """Raise unless `array` is one that this place accepts."""
+        """Raise `UnsupportedError` unless `array` is a NumPy array."""
         if not isinstance(array, np.ndarray):
-            raise UnsupportedError(f"Numba's CUDA simulator takes NumPy arrays only, and no {name}")
+            raise UnsupportedError(
+                f"Numba's CUDA simulator runs on NumPy arrays only; convert {name}"
+            )
 
     def active(self) -> AbstractContextManager[Any]:
-        """Return a context in which kernels run here."""
+        """Return a context in which kernels run on this device."""
         return nullcontext()
 
     def taken(self, array: Any) -> Any:
@@ -217,7 +224,8 @@ class _Simulator:
 class _Gpu:
     """Arrays and launches on the GPU that holds the job's arrays, on their library's stream.
 
-    Kernels take CuPy arrays. These share the caller's memory, except that NumPy arrays are copied.
+    Kernels take CuPy arrays. The CuPy arrays share the caller's memory, except that NumPy arrays
+    are copied.
     """
 
     def __init__(self, space: Any) -> None:
@@ -225,7 +233,7 @@ class _Gpu:
 
     @classmethod
     def of(cls, job: Job) -> _Gpu:
-        """Return the place that holds a job's arrays.
+        """Return the device and stream that hold a job's arrays.
 
         Raises
         ------
@@ -247,7 +255,8 @@ class _Gpu:
     @contextmanager
     def active(self) -> Iterator[None]:
         """See `_Simulator`."""
-        # Both CuPy and numba-cuda work on the device's primary context; each keeps a current one.
+        # CuPy and numba-cuda share the device's primary context, but each keeps its own current
+        # one.
         with failures.Explaining(), self.space.active(), cuda.gpus[self.space.device]:
             yield
 
@@ -315,7 +324,7 @@ class _Call:
         self.reports: list[tuple[plans.Stage, Lowered, Any, Any]] = []
 
     def captured(self, job: Job) -> tuple[Any, Any]:
-        """What the functions read, as the kernels take it: floats and integers."""
+        """The captured floats and integers, as device arrays."""
         floats, wholes = functions.captured(job, self.shape.functions)
         return self.place.taken(floats), self.place.taken(wholes)
 

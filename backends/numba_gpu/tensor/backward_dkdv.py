@@ -1,13 +1,14 @@
 """FlashAttention-2 backward, KV-outer, on tensor cores (arXiv:2307.08691, Algorithm 2).
 
-A block owns column tile j of one key head and visits, for every query head of the group, the row
+A block owns column tile j of one KV head and visits, for every query head of the group, the row
 tiles that the schedule lists. It works on transposed scores, S^T = K Q^T, so that P^T and dS^T
 leave the products in exactly the registers in which dV += P^T dO and dK += dS^T Q need them.
 
 The fused form also adds dQ += dS K, reduced into a float32 accumulator in HBM (its order, and so
-its last bit, varies). Without it `backward_dq` makes dQ. The dQ product of a visit is computed one
-visit later. With `halves` half of the warps compute it before their scores and half after them:
-while one warp of a scheduler computes exponentials, another one keeps the tensor cores busy.
+its last bit, varies). In the three-pass form, `backward_dq` computes dQ. The dQ product of a visit
+is computed one visit later. With `halves` half of the warps compute it before their scores and half
+after them: while one warp of a scheduler computes exponentials, another one keeps the tensor cores
+busy.
 
 K and V stay in shared memory for the whole block; Q, dO, L and delta are in one or two shared
 stages. dK, dV, S^T, P^T, dP^T are in registers. dS is in shared memory, only to cross warps for dQ.
@@ -21,10 +22,10 @@ from numba import cuda
 from numba.cuda import types
 
 from flashsim.backends.launch.kernel import Kernel
-from flashsim.backends.numba_gpu import tiles
+from flashsim.backends.numba_gpu import mma_tiles
+from flashsim.backends.numba_gpu.mma_tiles import Operand, Tile
 from flashsim.backends.numba_gpu.tensor import gradients, output
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
-from flashsim.backends.numba_gpu.tiles import Operand, Tile
 from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
     TILE_STAMPS,
@@ -50,12 +51,12 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     block_q, block_k, d, dv, threads = c.block_q, c.block_k, c.d, c.dv, kernel.threads
     bf16, fused, two_stages = bool(c.bf16), bool(c.fused), c.stages == 2
     scaled, softcap, head_dim = bool(c.scaled), bool(c.softcap), c.head_dim
-    parts = c.parts  # warps that share 16 `blocks` keys, each with its part of dK's, dV's columns
+    parts = c.parts  # warps that share 16 `blocks` keys; each has its columns of dK and dV
     blocks, chunk = block_k * parts // (16 * c.warps), c.chunk  # queries in registers at a time
     d_part, dv_part = d // parts, dv // parts
 
-    # -- Shared memory: K, V for the whole block (at the end dK, dV); stages of Q, dO, L, delta; dS
-    # is written in one visit and read in the next
+    # Shared memory: K, V for the whole block (at the end dK, dV); stages of Q, dO, L, delta; dS,
+    # which is written in one visit and read in the next
     tile_k, tile_v = Tile(block_k, d), Tile(block_k, dv)
     tile_q, tile_do, tile_ds = Tile(block_q, d), Tile(block_q, dv), Tile(block_k, block_q)
     q_bytes, do_bytes, ds_bytes = tile_q.nbytes, tile_do.nbytes, tile_ds.nbytes
@@ -73,34 +74,34 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     load_vector = vector_load(block_q, threads)
 
     # -- Fragments
-    new_scores = tiles.zeros(blocks * chunk // 2)
-    new_dk, new_dv = tiles.zeros(blocks * d_part // 2), tiles.zeros(blocks * dv_part // 2)
-    pieces_k, pieces_v = (tiles.pieces(x, transposed=False) for x in (tile_k, tile_v))
-    pieces_q, pieces_do = (tiles.pieces(x, transposed=True) for x in (tile_q, tile_do))
-    columns_q, columns_do = (tiles.pieces(x, transposed=False) for x in (tile_q, tile_do))
-    pieces_ds = tiles.pieces(tile_ds, transposed=True)
-    columns_k = tiles.pieces(tile_k, transposed=False)
+    new_scores = mma_tiles.zeros(blocks * chunk // 2)
+    new_dk, new_dv = mma_tiles.zeros(blocks * d_part // 2), mma_tiles.zeros(blocks * dv_part // 2)
+    pieces_k, pieces_v = (mma_tiles.pieces(x, transposed=False) for x in (tile_k, tile_v))
+    pieces_q, pieces_do = (mma_tiles.pieces(x, transposed=True) for x in (tile_q, tile_do))
+    columns_q, columns_do = (mma_tiles.pieces(x, transposed=False) for x in (tile_q, tile_do))
+    pieces_ds = mma_tiles.pieces(tile_ds, transposed=True)
+    columns_k = mma_tiles.pieces(tile_k, transposed=False)
     swapped_q, swapped_do = Operand(tile_q, swapped=True), Operand(tile_do, swapped=True)
-    multiply_kq = tiles.multiply(bf16, blocks, chunk, d, Operand(tile_k), swapped_q)
-    multiply_vdo = tiles.multiply(bf16, blocks, chunk, dv, Operand(tile_v), swapped_do)
+    multiply_kq = mma_tiles.multiply(bf16, blocks, chunk, d, Operand(tile_k), swapped_q)
+    multiply_vdo = mma_tiles.multiply(bf16, blocks, chunk, dv, Operand(tile_v), swapped_do)
     right_q, right_do = Operand(tile_q, extra=True), Operand(tile_do, extra=True)
-    multiply_dsq = tiles.multiply(bf16, blocks, d_part, chunk, "accumulators", right_q)
-    multiply_pdo = tiles.multiply(bf16, blocks, dv_part, chunk, "accumulators", right_do)
+    multiply_dsq = mma_tiles.multiply(bf16, blocks, d_part, chunk, "accumulators", right_q)
+    multiply_pdo = mma_tiles.multiply(bf16, blocks, dv_part, chunk, "accumulators", right_do)
     load_columns = gradients.load_columns(chunk)
     probabilities = gradients.probabilities(blocks, chunk, False, scaled, softcap)
     mask = gradients.mask_probabilities(blocks, chunk, False, bool(c.left), bool(c.right))
     score_gradients = gradients.score_gradients(blocks, chunk, False, softcap)
-    scale_dk = tiles.scale_all(blocks * d_part // 2)
+    scale_dk = mma_tiles.scale_all(blocks * d_part // 2)
     stage_dk = output.stage(bf16, blocks, d_part, tile_k)
     stage_dv = output.stage(bf16, blocks, dv_part, tile_v)
     stage_ds = output.stage(bf16, blocks, chunk, tile_ds)
-    # dQ: the block's warps stand as warps_q x warps_d over its (block_q, d) tile
+    # dQ: the block's warps form a warps_q x warps_d grid over its (block_q, d) tile
     warps_q, warps_d = c.warps_q, c.warps // c.warps_q
     halves, half = bool(c.halves), (c.warps + 1) // 2
     dq_blocks, dq_cols = block_q // (16 * warps_q), -(-(d // 16) // warps_d) * 16
-    new_dq = tiles.zeros(dq_blocks * dq_cols // 2)
+    new_dq = mma_tiles.zeros(dq_blocks * dq_cols // 2)
     left_ds = Operand(tile_ds, swapped=True, extra=True)
-    multiply_dsk = tiles.multiply(
+    multiply_dsk = mma_tiles.multiply(
         bf16, dq_blocks, dq_cols, block_k, left_ds, Operand(tile_k, extra=True)
     )
     reduce_dq = output.reduce_tile(dq_blocks, dq_cols, key_row, wide)
@@ -142,7 +143,7 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
         first, count = steps[0], steps[1]
         warp = int32(cuda.threadIdx.x) // 32
         my_keys, part = warp // parts * (16 * blocks), warp % parts
-        early = not halves or warp < half  # makes dQ before its scores
+        early = not halves or warp < half  # this warp computes dQ before its scores
         shared = shared_base()
         tile_count = a.tile_counts + (int64(walk) * a.tiles + outer) * (SLOTS * 4)
         tile_stamp = a.tile_stamps + (int64(walk) * a.tiles + outer) * (TILE_STAMPS * 8)
@@ -169,10 +170,10 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
         do_pieces, do_columns = pieces_do(shared + do_at), columns_do(shared + do_at)
         dk, dv_sum = new_dk(), new_dv()
         to_log2 = float32(LOG2E) if scaled else a.scale * float32(LOG2E)
-        member, n = int32(0), int32(0)  # query head of the group, visit of its walk
+        member, n = int32(0), int32(0)  # query head of the group, visit in its loop
         last_walk, last_slot, last_start, last_rows = first_walk, slot, start, int32(0)
 
-        # A fused walk takes one step more, for the last visit's dQ.
+        # The fused loop has one more step, for the last visit's dQ.
         for u in range(total + (1 if fused else 0)):
             now = (u & 1) if two_stages else 0
             walk_now, start_now, stop_now, masked_now = first_walk + member, start, stop, masked
@@ -238,7 +239,7 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
             stamp(visit_stamp, 4)
 
         # -- Phase 8: dK *= scale; store dK, dV -------------------------------------------------
-        copies_wait()  # a block without visits still has K, V under way
+        copies_wait()  # a block without visits still has copies of K, V in flight
         cuda.syncthreads()  # B2: all warps have read K and V; dK and dV are staged over them
         stage_dk(shared, my_keys, part * d_part, scale_dk(dk, a.scale))
         stage_dv(shared + v_at, my_keys, part * dv_part, dv_sum)

@@ -1,9 +1,9 @@
 """The row-wise kernels around a backward pass: `flash_delta` before it, `flash_convert` after it.
 
-`flash_delta` computes delta = rowsum(dO * O), minus the LSE's gradient if there is one. It also
-clears dQ's float32 accumulator if dQ is reduced into one. `flash_convert` rounds that accumulator.
-Block (i, head) owns row tile i. The kernels use no shared memory, and every access to rows in HBM
-is 16 bytes wide.
+`flash_delta` computes delta = rowsum(dO * O), minus the LSE's gradient if there is one.
+`flash_delta` also clears dQ's float32 accumulator, if there is one. `flash_convert` rounds dQ's
+float32 accumulator to 16 bits. Block (i, head) owns row tile i. The kernels use no shared memory,
+and every access to rows in HBM is 16 bytes wide.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numba.cuda import types
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import F32, I32, I64, Values, emitted, f32, floats, i32
-from flashsim.backends.numba_gpu.tiles import RowWidth
+from flashsim.backends.numba_gpu.mma_tiles import RowWidth
 from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
     constants,
@@ -30,16 +30,15 @@ from flashsim.backends.numba_gpu.traversal import (
 int32, int64, float32 = types.int32, types.int64, types.float32
 
 
-#: Loads of a thread that are under way together, of each tensor, as in the C++ kernels.
+#: Loads per thread and tensor that are in flight together, as in the C++ kernels.
 DEEP = 4
 
 
 def _dots(bf16: bool, apart: int) -> Any:
     """Return ``dots(x, y, x_step, y_step, left) -> sums, rows``: dot products of row pieces.
 
-    A piece has 8 elements. The function covers up to `DEEP` rows, `apart` rows apart, the first one
-    at `x` and `y`. Only the rows fewer than `left` rows from the first exist; `rows` is how many
-    exist.
+    A piece has 8 elements. The function computes up to `DEEP` rows, `apart` rows apart, starting at
+    `x` and `y`. Only rows fewer than `left` rows from the first exist; `rows` is their number.
     """
 
     @emitted([floats(DEEP), int32], int64, int64, int64, int64, int32)
@@ -67,7 +66,7 @@ def _dots(bf16: bool, apart: int) -> Any:
 
 
 def _lane_sums(lanes: int) -> Any:
-    """Return ``lane_sums(sums)``: each sum, over `lanes` neighbouring lanes, a power of two."""
+    """Return ``lane_sums(sums)``: each sum over a power of two of neighbouring lanes."""
 
     @emitted(floats(DEEP), floats(DEEP))
     def lane_sums(b: ir.IRBuilder, sums: Values) -> Values:
@@ -116,9 +115,9 @@ def _less_rows(apart: int) -> Any:
 def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
     """Return the function that scales float32 and rounds it to 16 bits.
 
-    It is ``convert(to, step, source, first, pieces, scale) -> bytes``. A row has `per_row` pieces
-    of 8 elements, and there are `pieces` in all. The function converts up to `DEEP` of them,
-    `apart` pieces apart from `first` on. It returns the bytes that it stored.
+    The function is ``convert(to, step, source, first, pieces, scale) -> bytes``. A row has
+    `per_row` pieces of 8 elements, and there are `pieces` in all. The function converts up to
+    `DEEP` of them, `apart` pieces apart from `first` on. It returns the bytes that it stored.
     """
 
     @emitted(int32, int64, int64, int64, int32, int32, float32)
@@ -145,7 +144,7 @@ def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
 
 
 def zeros_bytes(row: RowWidth) -> Any:
-    """Return ``zeros_bytes(column)``: the bytes that exist of four float32 from a column on."""
+    """Return ``zeros_bytes(column)``: of four float32 from a column on, the bytes that exist."""
 
     @emitted(types.int32, types.int32)
     def zeros_bytes_(b: ir.IRBuilder, column: ir.Value) -> ir.Value:
@@ -163,7 +162,7 @@ def flash_delta_kernel(kernel: Kernel) -> Any:
     key_row, value_row = rows_of(c)
     value_bytes, cleared_bytes = piece_bytes(value_row), zeros_bytes(key_row)
     chunks = c.head_dim_v // 8
-    lanes = next(n for n in (1, 2, 4, 8, 16, 32) if n >= chunks)  # that share a row
+    lanes = next(n for n in (1, 2, 4, 8, 16, 32) if n >= chunks)  # lanes that share a row
     apart = threads // lanes
     dots, lane_sums, write_rows = _dots(bool(c.bf16), apart), _lane_sums(lanes), _write_rows(apart)
     less_rows, dlse, delta_slot = _less_rows(apart), bool(c.dlse), 12 if c.dlse else 8
@@ -172,7 +171,7 @@ def flash_delta_kernel(kernel: Kernel) -> Any:
 
     def flash_delta(a):
         wait_for_what_ran_before()
-        let_what_runs_next_start()  # what it reads besides is there, too
+        let_what_runs_next_start()  # all other inputs of the next kernel are complete too
         i, walk, thread = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y), int32(cuda.threadIdx.x)
         batch, head, lane = walk // a.heads, walk % a.heads, thread % lanes
         start, stop, _ = row_tile(a, i)

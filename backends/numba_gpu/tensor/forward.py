@@ -13,10 +13,10 @@ from numba import cuda
 from numba.cuda import types
 
 from flashsim.backends.launch.kernel import Kernel
-from flashsim.backends.numba_gpu import tiles
+from flashsim.backends.numba_gpu import mma_tiles
+from flashsim.backends.numba_gpu.mma_tiles import Operand, Tile
 from flashsim.backends.numba_gpu.tensor import output, softmax
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
-from flashsim.backends.numba_gpu.tiles import Operand, Tile
 from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
     TILE_STAMPS,
@@ -38,10 +38,10 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
     w = walk_functions(c)
     key_row, value_row = rows_of(c)
     block_q, block_k, d, dv, threads = c.block_q, c.block_k, c.d, c.dv, kernel.threads
-    bf16, blocks = bool(c.bf16), block_q // (16 * c.warps)  # 16-row blocks a warp
+    bf16, blocks = bool(c.bf16), block_q // (16 * c.warps)  # 16-row blocks per warp
     q_regs, scaled, softcap = bool(c.q_regs), bool(c.scaled), bool(c.softcap)
 
-    # -- Shared memory: Q for the whole block; a stage of K, V for one visit; O over them at the end
+    # Shared memory: Q for the whole block; a stage of K, V for one visit; O over them at the end
     tile_q, tile_k = Tile(block_q, d), Tile(block_k, d)
     tile_v, tile_o = Tile(block_k, dv), Tile(block_q, dv)
     k_bytes, v_bytes = tile_k.nbytes, tile_v.nbytes
@@ -53,14 +53,14 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
     store_o = tile_copies(tile_o, value_row, threads).store
 
     # -- Fragments
-    new_scores, new_o = tiles.zeros(blocks * block_k // 2), tiles.zeros(blocks * dv // 2)
-    new_max, new_sum = tiles.full(2 * blocks, NEG_INF), tiles.zeros(2 * blocks)
-    pieces_q, pieces_v = (tiles.pieces(x, transposed=False) for x in (tile_q, tile_v))
-    pieces_k = tiles.pieces(tile_k, transposed=True)
-    keep_q = tiles.load_fragments(blocks, d, tile_q)
+    new_scores, new_o = mma_tiles.zeros(blocks * block_k // 2), mma_tiles.zeros(blocks * dv // 2)
+    new_max, new_sum = mma_tiles.full(2 * blocks, NEG_INF), mma_tiles.zeros(2 * blocks)
+    pieces_q, pieces_v = (mma_tiles.pieces(x, transposed=False) for x in (tile_q, tile_v))
+    pieces_k = mma_tiles.pieces(tile_k, transposed=True)
+    keep_q = mma_tiles.load_fragments(blocks, d, tile_q)
     left = "registers" if q_regs else Operand(tile_q)
-    multiply_qk = tiles.multiply(bf16, blocks, block_k, d, left, Operand(tile_k, swapped=True))
-    multiply_pv = tiles.multiply(bf16, blocks, dv, block_k, "accumulators", Operand(tile_v))
+    multiply_qk = mma_tiles.multiply(bf16, blocks, block_k, d, left, Operand(tile_k, swapped=True))
+    multiply_pv = mma_tiles.multiply(bf16, blocks, dv, block_k, "accumulators", Operand(tile_v))
     scale_scores = softmax.scale_scores(blocks, block_k, softcap)
     mask = softmax.mask_rows(blocks, block_k, bool(c.left), bool(c.right))
     row_max, softmax_base = softmax.row_max(blocks, block_k), softmax.softmax_base(blocks)
@@ -131,13 +131,13 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
             # -- Phase 2: S = Q K^T -------------------------------------------------------------
             s = multiply_qk(new_scores(), q_left, k_pieces + now * k_bytes)
             stamp(visit_stamp, n * VISIT_STAMPS + 2)
-            # -- Phase 3: scale and cap (only where the exponent cannot take the scale), mask ---
+            # -- Phase 3: scale and cap (if the exponent cannot apply the scale), mask ----------
             if scaled:
                 s = scale_scores(s, a.scale, a.softcap)
             if masked_now:
                 s = mask(s, start + row0, key, offset, key_stop, a.left, a.right)
             # -- Phase 4: m_new = max(m, rowmax S); O, l rescaled; P = exp(S - m_new) -----------
-            # The rescaling comes before the exponentials, so that these can run under the first
+            # The rescaling precedes the exponentials, so that these can overlap with the first
             # products of phase 5.
             top = row_max(m, s)
             base = softmax_base(top, to_log2)
@@ -151,7 +151,7 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
             stamp(visit_stamp, n * VISIT_STAMPS + 4)
 
         # -- Phase 6: O /= l, L = m + log l -----------------------------------------------------
-        copies_wait()  # a block without visits still has Q under way
+        copies_wait()  # a block without visits still has a copy of Q in flight
         cuda.syncthreads()  # B2: all warps have read K, V and Q; O is staged over them
         inverse, lse = finish_rows(m, l, to_log2 * float32(1 / LOG2E))
         moved = store_lse(a.lse + int64(walk) * a.n_q * 4, lse, start + row0, stop)

@@ -1,4 +1,4 @@
-"""The gradients of scores, on fragments (laid out as `tiles` says), as Numba intrinsics."""
+"""The gradients of scores, on fragments in the layout of `tiles`, as Numba intrinsics."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from numba.cuda import types
 
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import Values, emitted, f32, floats, i32
+from flashsim.backends.numba_gpu.mma_tiles import elements, lane_of
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, tanh
-from flashsim.backends.numba_gpu.tiles import elements, lane_of
 
 
 def load_rows(blocks: int) -> Any:
@@ -103,9 +103,10 @@ def score_gradients(blocks: int, n: int, by_row: bool, softcap: bool) -> Any:
 def mask_probabilities(blocks: int, n: int, by_row: bool, left: bool, right: bool) -> Any:
     """Return the function that sets dropped probabilities to 0.
 
-    It is ``mask_probabilities(p, query, key, offset, key_stop, left, right) -> p`` and follows the
-    rule of `mask_rows`. With `by_row` false the fragment is P^T, whose rows are keys. L = -inf (a
-    row without a key) makes exp(S - L) infinite, so dropping is a selection, never a product.
+    The function is ``mask_probabilities(p, query, key, offset, key_stop, left, right) -> p`` and
+    follows the rule of `mask_rows`. With `by_row` false the fragment is P^T, whose rows are keys. L
+    = -inf (a row without a key) makes exp(S - L) infinite, so dropping is a selection, never a
+    product.
     """
     kind = floats(blocks * n // 2)
 
@@ -117,7 +118,7 @@ def mask_probabilities(blocks: int, n: int, by_row: bool, left: bool, right: boo
         q, k = (down, across) if by_row else (across, down)
         q, k = b.add(b.add(query, q), offset), b.add(key, k)
         distance = b.sub(k, q)  # key - (query + offset) at the lane's first element
-        room = b.sub(key_stop, k)  # keys from the lane's first to the end
+        room = b.sub(key_stop, k)  # number of keys from the lane's first to the end
         kept = list(p)
         for at, i, c, x in elements(blocks, n):
             rows, cols = i * 16 + x // 2 * 8, c * 8 + x % 2

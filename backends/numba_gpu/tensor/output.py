@@ -9,7 +9,7 @@ from numba.cuda import types
 
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import F32, I1, I32, I64, Values, emitted, floats, i32
-from flashsim.backends.numba_gpu.tiles import RowWidth, Tile, lane_of
+from flashsim.backends.numba_gpu.mma_tiles import RowWidth, Tile, lane_of
 
 
 def stage(bf16: bool, blocks: int, n: int, tile: Tile) -> Any:
@@ -89,7 +89,7 @@ def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
         fits_down = b.icmp_signed("<=", b.add(row, i32(16 * blocks)), rows)
         whole = b.and_(fits_down, b.icmp_signed("<=", b.add(col, i32(n)), i32(width)))
         with b.if_else(whole) as (then, otherwise):
-            with then:  # nearly every tile: no comparison
+            with then:  # nearly every tile needs no comparison
                 all_added = add_all(b, address, c, row, col, None)
                 after_whole = b.block
             with otherwise:

@@ -1,4 +1,4 @@
-"""The online softmax on score fragments (laid out as `tiles` says), as Numba intrinsics."""
+"""The online softmax on score fragments in the layout of `tiles`, as Numba intrinsics."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from numba.cuda import types
 
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import F32, I32, Values, emitted, f32, floats, i32
-from flashsim.backends.numba_gpu.tiles import elements, lane_of
+from flashsim.backends.numba_gpu.mma_tiles import elements, lane_of
 
 LOG2E = 1.4426950408889634
 NEG_INF = float("-inf")
 
 
 def tanh(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Return 1 - 2 / (1 + e^2x): its error is a few 1e-7, where tanh.approx has 5e-4."""
+    """Return tanh as 1 - 2 / (1 + e^2x), with an error of a few 1e-7; tanh.approx has 5e-4."""
     power = ptx.exp2(b, b.fmul(x, f32(2 * LOG2E)))
     return b.fsub(f32(1.0), b.fmul(f32(2.0), ptx.reciprocal(b, b.fadd(power, f32(1.0)))))
 
@@ -24,7 +24,7 @@ def tanh(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 def scale_scores(blocks: int, n: int, softcap: bool) -> Any:
     """Return ``scale_scores(s, scale, cap) -> s``: cap tanh(scale s / cap).
 
-    Without a cap it is scale s.
+    Without a cap the result is scale s.
     """
     kind = floats(blocks * n // 2)
 
@@ -42,9 +42,9 @@ def scale_scores(blocks: int, n: int, softcap: bool) -> Any:
 def mask_rows(blocks: int, n: int, left: bool, right: bool) -> Any:
     """Return the function that sets dropped scores to -inf.
 
-    It is ``mask_rows(s, query, key, offset, key_stop, left, right) -> s``. Query q keeps keys ``q +
-    offset - left <= k <= q + offset + right`` with k < key_stop. `query` and `key` are the warp's
-    first ones. A limit that is off costs nothing.
+    The function is ``mask_rows(s, query, key, offset, key_stop, left, right) -> s``. Query q keeps
+    keys ``q + offset - left <= k <= q + offset + right`` with k < key_stop. `query` and `key` are
+    the warp's first ones. A limit (`left` or `right`) that is switched off adds no instructions.
     """
     kind = floats(blocks * n // 2)
 
@@ -53,7 +53,7 @@ def mask_rows(blocks: int, n: int, left: bool, right: bool) -> Any:
         query, key, offset, key_stop, window_left, window_right = place
         lane, limits = lane_of(b), {}
         column = b.add(key, b.shl(b.and_(lane, i32(3)), i32(1)))
-        last = b.sub(b.sub(key_stop, i32(1)), column)  # compared with constants from here on
+        last = b.sub(b.sub(key_stop, i32(1)), column)  # compared with constants below
         centre = b.sub(b.add(b.add(query, b.lshr(lane, i32(2))), offset), column)
         for i in range(blocks):
             for half in range(2):
@@ -81,7 +81,7 @@ def row_max(blocks: int, n: int) -> Any:
     def row_max_(b: ir.IRBuilder, m: Values, s: Values) -> Values:
         top = list(m)
         for at, i, _, x in elements(blocks, n):
-            if x % 2 == 0:  # two neighbours first: half the length of the chain
+            if x % 2 == 0:  # two neighbours first: halves the dependency chain
                 row, pair = 2 * i + x // 2, ptx.maximum(b, s[at], s[at + 1])
                 top[row] = ptx.maximum(b, top[row], pair)
         for mask in (1, 2):  # the quad's four lanes share the row
@@ -94,9 +94,9 @@ def row_max(blocks: int, n: int) -> Any:
 def row_max_of_bits(n: int) -> Any:
     """Return ``row_max_of_bits(m, s) -> m, again``: a faster `row_max` of one block.
 
-    It compares floats as integers, three per instruction (from sm_90 on). Both orders agree, except
-    between two negative floats. If some lane has seen only negative floats in a row, `again` is
-    true and the warp must call `row_max` instead.
+    The function compares floats as integers, three per instruction (from sm_90 on). Floats and
+    their bits as integers have the same order, except between two negative floats. If some lane has
+    seen only negative floats in a row, `again` is true and the warp must call `row_max` instead.
     """
 
     @emitted([floats(2), types.boolean], floats(2), floats(n // 2))
@@ -179,7 +179,7 @@ def exponentials(blocks: int, n: int) -> Any:
         for at, i, _, x in elements(blocks, n):
             row = 2 * i + x // 2
             p[at] = ptx.exp2(b, b.fma(s[at], to_log2, minus[row]))
-            if x % 2:  # two neighbours first: half the length of the chain
+            if x % 2:  # two neighbours first: halves the dependency chain
                 l[row] = b.fadd(l[row], b.fadd(p[at - 1], p[at]))
         return [p, l]
 
@@ -211,7 +211,7 @@ def row_by_row(n: int) -> Any:
                 if x // 2 != row:
                     continue
                 p[at] = ptx.exp2(b, b.fma(s[at], to_log2, minus))
-                if x % 2:  # two neighbours first: half the length of the chain
+                if x % 2:  # two neighbours first: halves the dependency chain
                     chain = 0 if row else c % 2
                     chains[chain] = b.fadd(chains[chain], b.fadd(p[at - 1], p[at]))
             sums.append(chains[0] if row else b.fadd(*chains))
@@ -222,7 +222,7 @@ def row_by_row(n: int) -> Any:
 
 
 def finish_rows(blocks: int) -> Any:
-    """Return ``finish_rows(m, l, to_natural) -> 1 / l, lse``; without a key 0 and -inf."""
+    """Return ``finish_rows(m, l, to_natural) -> 1 / l, lse``; without a key, 0 and -inf."""
     kind = floats(2 * blocks)
 
     @emitted([kind, kind], kind, kind, types.float32)

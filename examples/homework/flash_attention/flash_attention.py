@@ -14,7 +14,7 @@ class FlashAttentionPytorch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
-        """Return O; saves what the backward pass needs."""
+        """Return O, and save the inputs, O and L for the backward pass."""
         n, scale = q.shape[-2], 1 / math.sqrt(q.shape[-1])
         o, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
         at = torch.arange(n, device=q.device)
@@ -41,7 +41,7 @@ class FlashAttentionPytorch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do):
-        """Return dQ, dK, dV, and None for the flag."""
+        """Return dQ, dK, dV, and None for the argument `is_causal`."""
         q, k, v, o, lse = ctx.saved_tensors
         n, scale = q.shape[-2], 1 / math.sqrt(q.shape[-1])
         s = q @ k.mT * scale
@@ -179,11 +179,11 @@ def flash_bwd_dq_kernel(
 
 
 class FlashAttentionTriton(torch.autograd.Function):
-    """Part (b): the same with kernels; q, k and v are (batch, n, d)."""
+    """Part (b): attention in Triton kernels; q, k and v are (batch, n, d)."""
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
-        """Return O; saves what the backward pass needs."""
+        """Return O, and save the inputs, O and L for the backward pass."""
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         batch, n, d = q.shape
         o = torch.empty_like(q)
@@ -200,7 +200,7 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do):
-        """Return dQ, dK, dV, and None for the flag."""
+        """Return dQ, dK, dV, and None for the argument `is_causal`."""
         q, k, v, o, lse = ctx.saved_tensors
         do = do.contiguous()
         batch, n, d = q.shape

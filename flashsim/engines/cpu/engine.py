@@ -1,14 +1,15 @@
 """`backend="numba"`: fast FlashAttention-2 on the CPU, over the same tiles as the simulator.
 
-It runs the forward pass and both forms of the backward pass for every `Problem`. Arithmetic uses
-the accumulator's type. 16-bit inputs are read and written in place, one tile at a time, and memory
+It runs the forward pass and two backward passes (three passes, or fused) for every `Problem`.
+Arithmetic uses the accumulator type. 16-bit arrays are converted one tile at a time, so memory
 stays linear in the sequence length. Every sum has a fixed order, so results do not depend on the
 number of threads.
 
-Options of `run`: ``threads`` (default: the CPUs this process may use) and ``micro_kernel``. The
-latter is "vector" or "plain" (see `micro_kernels`; default: "vector" if the CPU's registers are
-known) or, for bfloat16, "amx" or "avx512_bf16" (see `bf16_dot`). Those two are the default if the
-CPU can run them and they pay off; with one query per head, only if many heads share keys.
+`run` has two options for this engine. ``threads`` is by default the number of CPUs that this
+process may use. ``micro_kernel`` is "vector" or "plain" (see `micro_kernels`; default: "vector" if
+the CPU's registers are known) or, for bfloat16, "amx" or "avx512_bf16" (see `bf16_dot`). For
+bfloat16, "amx" or "avx512_bf16" is the default if the CPU supports it and it is faster. With one
+query per head, it is faster only if many heads share keys.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashsim.algorithms.tiles import finite
+from flashsim.algorithms.score_tile import finite
 from flashsim.engines.cpu import heuristics, kernels_decode, threads, work_tiles
 from flashsim.engines.cpu.functions import panels
 from flashsim.engines.cpu.micro_kernels import registers
@@ -30,7 +31,7 @@ from flashsim.engines.cpu.micro_kernels.writer import LINE
 from flashsim.engines.cpu.notes import stage_trace
 from flashsim.engines.cpu.scores import Rules
 from flashsim.engines.cpu.tables import NOTE, ODD, PLACES, Grads, Notes, Shape, Tiles, WalkInputs
-from flashsim.engines.engine import Job, Outcome
+from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule import plans
@@ -39,7 +40,7 @@ from flashsim.trace.events import StageTrace
 
 OPTIONS = frozenset({"threads", "micro_kernel"})
 ALGORITHMS = ("flash2", "flash2-fused")
-#: Which walk carries out a stage.
+#: The kernel that runs each stage.
 WALKS = {
     "forward": "forward",
     "delta": "delta",
@@ -47,8 +48,8 @@ WALKS = {
     "dkdv": "grad_keys",
     "fused": "grad_keys",
 }
-#: Results that a stage writes, and looks at as it does, where they have 32 or 64 bits; those of 16
-#: only the forward walk of pairs and that of one query.
+#: Results that a stage checks for NaN and infinity as it writes them, if they have 32 or 64 bits.
+#: 16-bit results are checked only by the forward kernel for pairs and the kernel for one query.
 LOOKED_AT = {
     "forward": ("out",),
     "dq": ("dq",),
@@ -66,14 +67,14 @@ def forward(job: Job) -> Outcome:
 
 
 def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
-    """Return what the backward pass needs from a forward pass, given only its results."""
+    """Return the saved tensors for the backward pass, given only the results of forward."""
     return {"O": out, "L": lse}
 
 
 def backward(
     job: Job, saved: Mapping[str, Any], dout: np.ndarray, dlse: np.ndarray | None = None
 ) -> Outcome:
-    """Run the backward pass: three passes ("flash2"), or fused with dQ summed up in memory."""
+    """Run the backward pass: in three passes ("flash2"), or fused, with dQ summed in memory."""
     engine = _CpuPass.of(job, "backward")
     p, real = job.problem, job.problem.compute_dtype
     out, dout, q, k, v = engine.operands(saved["O"], dout, job.q, job.k, job.v)
@@ -110,7 +111,7 @@ def backward(
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> np.ndarray:
-    """Return an array of one value; raise for a job that the engine does not support."""
+    """Return an array filled with one value; raise for a job that the engine does not support."""
     _check(job)
     return np.full(shape, value, numpy_dtype(dtype))
 
@@ -118,16 +119,16 @@ def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> np.n
 def _check(job: Job) -> None:
     if job.algorithm not in ALGORITHMS:
         raise UnsupportedError(
-            f"backend 'numba' runs {' and '.join(ALGORITHMS)}, not {job.algorithm!r}; "
-            "backend='simulator' simulates every algorithm"
+            f"backend 'numba' runs {' and '.join(ALGORITHMS)}, not {job.algorithm!r}; use "
+            "backend='simulator', which runs every algorithm"
         )
 
 
 class _Stage(NamedTuple):
     """The work of a stage: its schedule, and the numbers of loops, outer tiles and visits.
 
-    `long` says whether it takes long enough to be interruptible. `parts` holds its tables if the
-    next call can reuse them.
+    `long` states whether the stage is so long that it must be interruptible. `parts` has its tables
+    if the next call can reuse them.
     """
 
     schedule: Schedule
@@ -145,26 +146,25 @@ class _CpuPass:
     job: Job
     direction: str
     stages: list[StageTrace] = field(default_factory=list)
-    #: Results that hold no NaN or infinity, as the walks saw.
+    #: Results without NaN or infinity, as checked by the kernels.
     finite: set[str] = field(default_factory=set)
-    #: Stages that this pass, or the same one with other arrays, has walked.
+    #: Stages that this pass, or the same pass with other arrays, has run.
     _stages: dict[tuple[str, int], _Stage] = field(default_factory=dict)
 
     @classmethod
     def of(cls, job: Job, direction: str) -> _CpuPass:
-        """Return the pass of a job; its facts are cached for the same job with other arrays."""
+        """Return the pass of a job; values that do not depend on its arrays are cached."""
         cpu = _cpu(job, direction)
         key = direction, job.algorithm, type(cpu), cpu
         known = job.memo.get(key)
         if known is None:
             new = cls(job, direction)
-            if job.bias is None and not _has_functions(
-                job.problem
-            ):  # rules hold what else there is
+            # All other fields of the problem are in the rules.
+            if job.bias is None and not job.problem.has_functions:
                 job.memo[key] = known = copy(new)
                 known.job = job.given(None, None, None)
             return new
-        new = cls.__new__(cls)  # as `copy` makes it, which takes 0.04 ms after a pause
+        new = cls.__new__(cls)  # as `copy.copy` does, which takes 0.04 ms after a pause
         new.__dict__.update(known.__dict__)
         new.job, new.stages, new.finite = job, [], set()
         new.threads = heuristics.thread_count(job.options.get("threads"), job.problem)
@@ -177,9 +177,9 @@ class _CpuPass:
         self.cpu = _cpu(job, self.direction)
         alone = _is_one(p, self.direction)
         self.pairs = bool(registers.BLOCKING[type(self.cpu)].pairs) and not alone
-        #: What a walk writes: its results, or numbers to be rounded.
+        #: The arrays that a kernel writes: its results, or float32 numbers that are rounded later.
         self.result = numpy_dtype(p.dtype if p.dtype in ROUNDING else p.compute_dtype)
-        #: Panels of one register, of a forward pass of one query a head, which has its own walk.
+        #: Panels of one register, for the decode kernel (a forward pass with one query per head).
         self.narrow = heuristics.narrow(self.cpu, p.compute_dtype) if alone else None
         usual = heuristics.USUAL["decode" if alone else self.direction]
         self.tiling = heuristics.tiling(
@@ -231,21 +231,21 @@ class _CpuPass:
         }
 
     def wide(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """Return arrays flat, contiguous and in the accumulator's type; as views where possible."""
+        """Return arrays flat, contiguous and in the accumulator type; as views if possible."""
         real = self.job.problem.compute_dtype
         return [threads.frozen(x.astype(real, copy=False)) for x in arrays]
 
     def operands(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """Return arrays as a kernel reads them: like `wide`, but 16-bit numbers unconverted."""
+        """Return arrays as a kernel reads them: as `wide` does, but without converting 16 bits."""
         if self.job.problem.dtype not in ROUNDING:
             return self.wide(*arrays)
         return [self.flat(threads.frozen(x.astype(self.result, copy=False))) for x in arrays]
 
     def flat(self, array: np.ndarray) -> np.ndarray:
-        """Return an array in the form that a kernel takes.
+        """Return an array in the form that a kernel reads.
 
-        That is its numbers. A 16-bit array becomes its bits if the kernel multiplies pairs, and
-        otherwise the float32 numbers that occupy the same memory.
+        32-bit and 64-bit arrays stay as they are. A 16-bit array is viewed as integers if the
+        kernel multiplies pairs, and otherwise as float32 over the same memory.
         """
         flat = array.reshape(-1)
         if self.pairs and array.dtype == self.result:
@@ -253,7 +253,7 @@ class _CpuPass:
         return _as_floats(flat)
 
     def forward(self) -> tuple[np.ndarray, np.ndarray]:
-        """Compute output and LSE by a kernel; for one query per head by `kernels_decode`."""
+        """Compute output and LSE, with one query per head by the kernel in `kernels_decode`."""
         job, p = self.job, self.job.problem
         out = np.empty((p.batch, p.heads, p.n_q, p.head_dim_v), self.result)
         lse = np.empty((p.batch, p.heads, p.n_q), p.compute_dtype)
@@ -265,10 +265,11 @@ class _CpuPass:
         return out, lse
 
     def along(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return Q and its factor as `kernels_decode.decode` takes them; no Q if it did not run.
+        """Return Q and its factor as in `kernels_decode.decode`; Q is empty if that did not run.
 
-        It is not used for pairs of bfloat16: rounding dS to bfloat16 costs far more precision than
-        another order of summing does.
+        With Q, the backward pass sums scores in the same order as the forward pass. Pairs of
+        bfloat16 do not need this: rounding dS to bfloat16 costs far more precision than a different
+        order of summation.
         """
         p, real = self.job.problem, self.job.problem.compute_dtype
         mantissa, power = math.frexp(self.rules.scale)
@@ -293,7 +294,7 @@ class _CpuPass:
         return work_tiles.known(Schedule(p, self.tiling, stage.outer, order, stage.dense))
 
     def walk(self, name: str, *arrays: Any, decode: bool = False) -> None:
-        """Run a stage on all threads, and keep its trace if one is requested."""
+        """Run a stage on all threads, and record its trace if one is requested."""
         p, fused = self.job.problem, name == "fused"
         stage = self._stage(name, decode)
         notes = _NO_NOTES
@@ -304,7 +305,10 @@ class _CpuPass:
         walk = "decode" if decode else WALKS[name]
         odd = p.dtype in ROUNDING and not decode and not (self.pairs and name == "forward")
         parts = stage.parts or self._tables(stage.schedule, name, decode)
-        adds = bool(self.captured) and name in ("dq", "fused")  # in one order, by one thread
+        adds = bool(self.captured) and name in (
+            "dq",
+            "fused",
+        )  # one thread sums, so that the order is fixed
         count = 1 if adds else self.threads
         for tiles in parts:
             counter = np.zeros(PLACES, np.int64)
@@ -321,7 +325,7 @@ class _CpuPass:
             self._trace(self._plan[name], stage.schedule, notes.steps, visits)
 
     def _stage(self, name: str, decode: bool) -> _Stage:
-        """Return the work of a stage; it is cached if the problem's fields define it completely."""
+        """Return the work of a stage, which is cached if only the problem's fields determine it."""
         key = name, self.threads
         if key in self._stages:
             return self._stages[key]
@@ -346,7 +350,7 @@ class _CpuPass:
         return p.batch * p.heads * scores * (p.head_dim + p.head_dim_v)
 
     def note(self, name: str) -> None:
-        """Record the trace of a stage that NumPy runs on whole arrays, if there is such a stage."""
+        """Record the trace of stage `name`, which NumPy runs on whole arrays, if it exists."""
         if name not in self._plan or not self.job.trace:
             return
         stage = self._plan[name]
@@ -367,20 +371,16 @@ class _CpuPass:
 
 
 def _is_one(p: Problem, direction: str) -> bool:
-    """Whether this is a forward pass with one query per head."""
+    """Return whether this is a forward pass with one query per head."""
     return direction == "forward" and _one_query(p)
 
 
 def _one_query(p: Problem) -> bool:
-    """Whether there is one query per head, so that `kernels_decode` runs the forward pass.
+    """Return whether the kernel in `kernels_decode` runs the forward pass.
 
-    That kernel takes no functions and no sinks.
+    It supports one query per head, without functions and sinks.
     """
-    return p.n_q == 1 and not p.cu_seqlens_q and not _has_functions(p)
-
-
-def _has_functions(p: Problem) -> bool:
-    return p.mask_mod is not None or p.score_mod is not None or p.sinks
+    return p.n_q == 1 and not p.cu_seqlens_q and not p.has_functions
 
 
 def _cpu(job: Job, direction: str) -> registers.Cpu:
@@ -391,7 +391,8 @@ def _cpu(job: Job, direction: str) -> registers.Cpu:
 def _as_floats(flat: np.ndarray) -> np.ndarray:
     """View 16-bit numbers as float32 over the same memory (see `float16`); others unchanged.
 
-    If their number is odd, the last one lies past the end of the view; kernels do not check ends.
+    If the number of elements is odd, the last one is past the end of the view. Kernels can still
+    read it, because they do not check bounds.
     """
     if flat.dtype.itemsize != 2:
         return flat
@@ -399,7 +400,7 @@ def _as_floats(flat: np.ndarray) -> np.ndarray:
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return zeros aligned to a cache line (`writer.LINE`), which NumPy's `zeros` may not be."""
+    """Return zeros aligned to a cache line (`writer.LINE`), unlike NumPy's `zeros`."""
     dtype, n = np.dtype(dtype), math.prod(shape)
     array = np.zeros(n + LINE, dtype)
     skip = -array.ctypes.data % LINE // dtype.itemsize

@@ -1,7 +1,7 @@
-"""Score functions on the CPU engine: compiled on their own, and called by address.
+"""Score functions on the CPU engine, which are compiled separately and called by address.
 
-A kernel calls a function for each panel of scores through a pointer. So a new function costs one
-small compilation, and no kernel is compiled again.
+A kernel calls a score function for each panel of scores through a pointer. So a new function needs
+only one small compilation, and no kernel is compiled again.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from flashsim.functions.emit_numba import PANEL, numba_source
 from flashsim.functions.graph import Graph
 from flashsim.problem.problem import Problem
 
-#: Its stub counts the compiler's context as an argument of the caller's.
+#: The type stub declares the compiler's context as an argument, which callers do not pass.
 intrinsic: Any = numba.extending.intrinsic
 
-#: Places of `Rules.calls`: the function, its derivative, and the derivative that also adds to the
-#: gradients of captured arrays.
+#: Indices into `Rules.calls`: the function, its derivative, and the derivative that also adds to
+#: the gradients of captured arrays.
 SCORE, DERIVATIVE, SUMMING = range(3)
 
 
 class Panels(NamedTuple):
-    """A problem's compiled functions. `calls` holds their addresses, 0 if there is none; `table`
-    those of captured arrays and their gradients. `held` keeps the memory alive.
+    """A problem's compiled functions.
+
+    `calls` contains their addresses, 0 for a missing function. `table` contains the addresses of
+    captured arrays and their gradients. `held` keeps their memory alive.
     """
 
     calls: np.ndarray
@@ -40,7 +42,7 @@ class Panels(NamedTuple):
 def panels(
     problem: Problem, arrays: tuple[np.ndarray, ...], gradients: dict[str, np.ndarray]
 ) -> Panels:
-    """Compile the score function of a problem. `gradients` holds the sums, by array."""
+    """Compile the score function of a problem; `gradients` has the gradients' sums, by array."""
     graph, calls = problem.score_mod, np.zeros(3, np.int64)
     if graph is None:
         return Panels(calls, np.zeros(1, np.int64), ())
@@ -55,7 +57,7 @@ def panels(
 
 
 def _in_memory(array: np.ndarray) -> np.ndarray:
-    """A captured array as the compiled function reads it."""
+    """Return a captured array in the layout and type that the compiled function reads."""
     kind = array.dtype.name
     if kind in ("float16", "bfloat16"):
         array = array.astype(np.float32)
@@ -68,7 +70,7 @@ def _in_memory(array: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=128)
 def _compiled(graph: Graph, real: str, gradients: tuple[str, ...]) -> tuple[Any, Any]:
-    """The function and its derivative as compiled callbacks."""
+    """Return the function and its derivative as compiled callbacks."""
     kind = getattr(types, real)
     signature = types.void(
         *(types.CPointer(kind), types.CPointer(kind)),
@@ -86,7 +88,7 @@ def _compiled(graph: Graph, real: str, gradients: tuple[str, ...]) -> tuple[Any,
 
 @intrinsic
 def as_pointer(context, address, kind):
-    """An address as a pointer to numbers of a type."""
+    """Convert an address to a pointer to numbers of a type."""
     del context
 
     def codegen(context, builder, signature, args):
@@ -116,7 +118,7 @@ def call_panel(
     h,
     table,
 ):
-    """Call a compiled function on the panel of S at `s0`; `raw` at `raw0` holds its scores."""
+    """Call a compiled function on the panel of S at `s0`; `raw` at `raw0` has its input scores."""
     del context
     numbers = ld, rows, lanes, q, q_row, q_lane, k, k_row, k_lane, b, h
 

@@ -1,4 +1,4 @@
-"""Choose how a pass runs: the micro-kernel, the number of threads and the tiling."""
+"""Chooses how a pass runs: its micro-kernel, number of threads and tiling."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from flashsim.engines.cpu import threads
-from flashsim.engines.cpu.bf16_dot.tiles import SIDE
+from flashsim.engines.cpu.bf16_dot.amx_tiles import SIDE
 from flashsim.engines.cpu.micro_kernels import decode_gemv_amx, registers
 from flashsim.errors import BackendUnavailable, OptionError, shown
 from flashsim.problem import checks
@@ -16,16 +16,16 @@ from flashsim.schedule.tiling import Tiling
 
 MICRO_KERNELS = ("vector", "plain", *registers.PAIRED)
 
-#: Tiles that suit a CPU's caches (docs/notebooks/cpu.md): where no tiling is asked for, the first
-#: that fits the device.
+#: Tiles that suit a CPU's caches (docs/notebooks/cpu.md). The default tiling is the first that fits
+#: the device.
 USUAL = {
     "forward": (Tiling(128, 64), Tiling(64, 64)),
     "backward": (Tiling(64, 64), Tiling(48, 64)),
     "decode": (Tiling(1, 512), Tiling(1, 256), Tiling(1, 128), Tiling(1, 64)),
 }
 
-#: Products of floats for a number of K and V that take as long as a micro-kernel for bfloat16 does
-#: with one query a head (docs/notebooks/cpu.md).
+#: The number of float products per element of K and V up to which decoding on floats is at least as
+#: fast as a bfloat16 micro-kernel (docs/notebooks/cpu.md).
 PRODUCTS = {"amx": 12, "avx512_bf16": 7}
 
 
@@ -38,7 +38,7 @@ def tiling(
     direction: str,
     suits: tuple[Tiling, ...],
 ) -> Tiling:
-    """Return the requested tiling, which must fit the device, or one that `suits` a CPU."""
+    """Return the requested tiling, if it fits the device, or a default tiling."""
     if requested is not None:
         requested.check(problem, device, algorithm, direction)
         return requested
@@ -49,7 +49,7 @@ def tiling(
 
 
 def thread_count(requested: Any, problem: Problem) -> int:
-    """Return the requested number of threads; default: the number of CPUs, or 1 for little work."""
+    """Return the requested number of threads; default: the CPUs' number, or 1 for a small pass."""
     if requested is None:
         p = problem
         scores = p.batch * p.heads * p.n_q * p.n_kv
@@ -67,8 +67,8 @@ def thread_count(requested: Any, problem: Problem) -> int:
 def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> registers.Cpu:
     """Return the micro-kernel that runs a pass.
 
-    With `one_query` per head, products in pairs of bfloat16 are used only if they gain something or
-    are requested: if few heads share keys, memory limits `kernels_decode`.
+    With `one_query` per head, products of bfloat16 pairs are used only if they are requested or
+    faster: if few heads share keys, memory bandwidth limits `kernels_decode`.
     """
     if micro_kernel is not None:
         checks.one_of("micro_kernel", micro_kernel, MICRO_KERNELS)
@@ -83,9 +83,9 @@ def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> regi
     best = registers.best(problem.compute_dtype, plain=micro_kernel == "plain")
     if micro_kernel == "vector" and isinstance(best, registers.Plain):
         raise BackendUnavailable(
-            "micro_kernel='vector' needs a CPU with AVX2 and FMA, AVX-512 or NEON, and Numba "
-            "must be allowed to use it (see NUMBA_CPU_NAME and NUMBA_CPU_FEATURES); "
-            "micro_kernel='plain' runs on any CPU"
+            "micro_kernel='vector' needs a CPU with AVX2 and FMA, AVX-512 or NEON, which Numba "
+            "must be allowed to use (see NUMBA_CPU_NAME and NUMBA_CPU_FEATURES); use "
+            "micro_kernel='plain', which runs on any CPU"
         )
     return best
 
@@ -93,24 +93,24 @@ def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> regi
 def narrow(cpu: registers.Cpu, dtype: str) -> registers.Cpu:
     """Return `cpu` with panels of one register, which decoding one query per head uses.
 
-    On AMX, a panel must hold the 16 heads that its tiles write.
+    With AMX, a panel must have a lane for each of the 16 heads that AMX tiles write.
     """
     panel = registers.narrow(cpu, dtype)
     tiles = registers.BLOCKING[type(cpu)].pairs in decode_gemv_amx.TILED
     if tiles and panel.width % SIDE:
         raise BackendUnavailable(
-            f"{type(cpu).__name__} decodes {SIDE} heads at a time, and panels of {panel.width} "
-            f"lanes ({type(panel).__name__}) do not hold them; its entry in registers.NARROW must "
+            f"{type(cpu).__name__} decodes {SIDE} heads at a time, but panels of {panel.width} "
+            f"lanes ({type(panel).__name__}) are too narrow; its entry in registers.NARROW must "
             f"have a multiple of {SIDE} lanes"
         )
     return panel
 
 
 def arithmetic_limits(problem: Problem, most: int) -> bool:
-    """Whether arithmetic, not memory, would limit decoding on floats.
+    """Return whether arithmetic, not memory bandwidth, would limit decoding on floats.
 
-    Each number of K and V takes one product per head that reads it, and one score costs as much as
-    96 columns. More than `most` products per number take longer than loading the number.
+    Each element of K and V needs one product per head that reads it, and one score costs as much as
+    96 columns. More than `most` products per element take longer than loading the element.
     """
     heads, d = problem.group, min(problem.head_dim, problem.head_dim_v)
     return heads * (d + 96) > most * d
@@ -125,7 +125,7 @@ def _paired(micro_kernel: str, dtype: str) -> registers.Cpu:
     missing = registers.without(micro_kernel)
     if missing is not None:
         raise BackendUnavailable(
-            f"micro_kernel={micro_kernel!r} cannot run here: {missing}; leave micro_kernel out, "
-            "and the fastest for this CPU is used"
+            f"micro_kernel={micro_kernel!r} cannot run on this machine: {missing}; leave "
+            "micro_kernel out to use the fastest one for this CPU"
         )
     return registers.paired(micro_kernel)

@@ -62,16 +62,16 @@ from flashsim.schedule.schedule import MASKED
 
 @part
 def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, turns):
-    """Compute dK, dV and, if `fused`, dQ: keys in the lanes, a thread owns key tiles of a key head.
+    """Compute dK, dV and, if `fused`, dQ; keys are in the lanes.
 
-    S = Q K^T, dP = dO V^T, dV^T += dO^T P, dK^T += Q^T dS and dQ += dS K, which is added to a tile
-    of ``grads.dq`` in memory. Several threads add to one tile, so ``turns[head, row tile]`` counts
-    the additions and each thread waits for its turn. So the sums are the same for any number of
-    threads. There is no deadlock: outer tiles are handed out in the order of turns, and taken in
-    that order within a run.
+    A thread owns key tiles of a key head. It computes S = Q K^T, dP = dO V^T, dV^T += dO^T P and
+    dK^T += Q^T dS. It adds dS K to a tile of ``grads.dq`` in memory. Several threads add to the
+    same tile, so ``turns[head, row tile]`` counts the additions, and each thread waits for its
+    turn. So the sums are the same for any number of threads. A deadlock is impossible, because
+    outer tiles are handed out, and processed within a run, in the order of turns.
 
-    A thread processes a run of column tiles together, as `forward` does row tiles: it reads Q, dO
-    and dQ of a row tile from memory once for all of them.
+    A thread processes a run of column tiles together, as `forward` does with row tiles. It reads Q,
+    dO and dQ of a row tile from memory once for the whole run.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, inputs.lse.dtype, rules.rounding
     group, most, padded = shape.heads // shape.kv_heads, tiles.longest, grads.dq_stride
@@ -182,7 +182,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
 def key_visit(
     cpu, inputs, grads, shape, tiles, rules, own, sums, others, work, scales, j, at, h, fused
 ):
-    """Add one visit to dK and dV, one panel of keys at a time; if `fused`, also complete dS."""
+    """Add one visit to dK and dV, one panel of keys at a time; if `fused`, also write all of dS."""
     (K, V), (dK, dV), (Q, Q_T, dO, dO_T) = own, sums, others
     S, dS, P, dS_left, gate, raw = work
     w, d, dv, i = cpu.width, shape.d, shape.dv, tiles.inner[at]
@@ -222,7 +222,7 @@ def key_visit(
             right, b0, ldb = right_of_panel(cpu, dS, x0, ld, kept, P, rules.rounding)
             dk0 = p * rows_of(cpu, d) * w
             add_product(cpu, dK, dk0, w, Q_T, 0, first, right, b0, ldb, d, kept)
-        if fused:  # what lies outside, products wrote there or not, adds nothing
+        if fused:  # set dS outside the kept rows to 0, so that it adds nothing to dQ
             clear_rows(cpu, dS, p * w, ld, 0, min(first, rows))
             clear_rows(cpu, dS, p * w, ld, max(last, 0), rows)
             left_of_lanes(cpu, dS, p * w, ld, rows, dS_left, terms(cpu, ld))
@@ -232,9 +232,9 @@ def key_visit(
 def scores_of_one(cpu, S, inputs, key0, keys, h, shape, rules):
     """Write the scores of a head's only query with `keys` keys to S[0], S[1], .., as `decode` does.
 
-    They are summed in the same order as in `decode`. Another order gives other last bits: P would
-    not sum to 1, and the part that all keys have in common would no longer cancel in dQ. Pairs of
-    bfloat16 do not use this: see `engine.along`.
+    Each score is summed in the same order as in `decode`. A different order would change the last
+    bits. P would then not sum to 1, and the component that all keys have in common would no longer
+    cancel in dQ. Pairs of bfloat16 do not use this: see `engine.along`.
     """
     d, ld = shape.d, whole_lines(shape.d)
     dots(
@@ -252,7 +252,7 @@ def dq_visit(cpu, grads, shape, tiles, of_ds, K, k0, scales, j, at, h, turns, co
     prepare_dq(cpu, part_dq, padded, dS_left, terms(cpu, ld), K, k0, rows, n)
     turn = h * tiles.other.shape[0] + i
     while load_acquire(turns, turn) != tiles.turn[at]:
-        if stopped(counter):  # whose turn it is may have left
+        if stopped(counter):  # after an interrupt, the thread whose turn it is may have ended
             return
         give_way()
     to = (h * shape.n_q + tiles.other[i, 0]) * padded
@@ -266,9 +266,9 @@ def dq_visit(cpu, grads, shape, tiles, of_ds, K, k0, scales, j, at, h, turns, co
 
 @part
 def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
-    """Compute dQ and the bias's gradient: queries in the lanes, a thread owns a row tile.
+    """Compute dQ and the bias's gradient; queries are in the lanes, and a thread owns a row tile.
 
-    S^T = K Q^T, dP^T = V dO^T and dQ^T += K^T dS^T.
+    It computes S^T = K Q^T, dP^T = V dO^T and dQ^T += K^T dS^T.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, inputs.lse.dtype, rules.rounding
     group, most = shape.heads // shape.kv_heads, panels_of(cpu, shape.block_q) * w
@@ -324,7 +324,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                     x0, kept = first * w, last - first
                     if inputs.along.size > 0:
                         scores_of_one(cpu, scores, inputs, key0 + first, kept, h, shape, rules)
-                        for r in range(kept):  # its lane; the others see nothing
+                        for r in range(kept):  # the query's lane; other lanes are padding
                             S[np.uint64(x0 + r * w)] = scores[np.uint64(r)]
                     else:
                         set_product(cpu, S, x0, w, of_k, first, 0, Q, p * d_terms * w, w, kept, d)

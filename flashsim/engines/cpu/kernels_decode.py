@@ -1,11 +1,11 @@
 """The decode kernel, for one query per head as in text generation; memory bandwidth limits it.
 
-A tile has one row of scores, so the query heads that share a key head are processed together. K and
-V are read once, row by row as they are in memory (`micro_kernels.decode_gemv`).
+A tile has one row of scores per head, so the query heads that share a key head are processed
+together. K and V are read once, row by row in memory order (`micro_kernels.decode_gemv`).
 
-The keys of a head are split into parts, each with its own maximum, sum and output (flash-decoding's
-splits), so that several threads can work on one head. The thread that finishes the last part merges
-them. The number of parts, and so every result, depends only on the shape.
+The keys of a head are split into parts, each with its own maximum, sum and output, as in
+FlashDecoding. So several threads can work on one head. The thread that finishes the last part
+merges all parts. The number of parts, and so every result, depends only on the shape.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from flashsim.engines.cpu.scores import Place, finish_scores, visible_rows
 from flashsim.engines.cpu.tables import NOTE
 from flashsim.schedule.schedule import MASKED
 
-#: The least visits of a part, and how many items a walk has if keys allow.
+#: The fewest visits per part, and the number of work tiles to aim for, if there are enough keys.
 VISITS, ITEMS = 4, 64
 
 
 def parts_of(walks: int, visits: int) -> int:
-    """Return into how many parts each of `walks` loops over `visits` key tiles is split."""
+    """Return the number of parts of each of `walks` loops over `visits` key tiles."""
     return max(1, min(visits // VISITS, -(-ITEMS // walks)))
 
 
 @part
 def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, counter):
-    """Algorithm 1 of FlashAttention-2 for one query per head; writes flat out and lse.
+    """Run Algorithm 1 of FlashAttention-2 for one query per head, and write flat out and lse.
 
-    out is (heads, dv) and lse (heads,). `parts` holds O (parts, heads, dv), m and l (parts, heads)
-    of every part, flat, and the number of finished parts, (walks,), initially 0. There is one loop
-    (walk) for all query heads that share a key head.
+    out is (heads, dv) and lse (heads,). `parts` contains, as flat arrays, O (parts, heads, dv) and
+    m and l (parts, heads) of every part, and the number of finished parts (walks,), initially 0.
+    There is one loop ("walk") for all query heads that share a key head.
     """
     group, d, t, w = shape.heads // shape.kv_heads, shape.d, q.dtype, narrow.width
     rows = (group + w - 1) // w * w
@@ -65,13 +65,13 @@ def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, co
 @part
 def take_parts(cpu, narrow, arrays, parts, shape, tiles, rules, notes, counter, own):
     """Process parts until none is left; the thread that finishes a head's last part merges them."""
-    state = borrow(own)  # which the caller holds
+    state = borrow(own)  # the caller keeps the arrays alive
     (q, k, v, out, lse), (Q, O, m, l, _, _, floats, factor) = arrays, state
     sums, tops, totals, arrived = parts
     d, dv, lo = shape.d, shape.dv, padded(shape.dv)
     group, heads, n = shape.heads // shape.kv_heads, tiles.sets.size, tops.size // tiles.sets.size
     real = O.dtype.type
-    # Q takes a power of two of the scale, which rounds nothing and keeps scores in range.
+    # Q is multiplied by a power of two of the scale, which is exact and keeps scores in range.
     factor[0], power = math.frexp(rules.scale)
     begin, visits = tiles.ptr[0], tiles.ptr[1] - tiles.ptr[0]
     begin_tiles(cpu, Q)
@@ -107,7 +107,9 @@ def take_parts(cpu, narrow, arrays, parts, shape, tiles, rules, notes, counter, 
             continue
         to, first = (out, h0 * dv) if rules.rounding is None else (floats, 0)
         put_together(to, first, lse, sums, tops, totals, n, heads, h0, group, dv)
-        if rules.rounding is not None:  # what is too large for them becomes infinite here
+        if (
+            rules.rounding is not None
+        ):  # numbers too large for 16 bits become infinite in this conversion
             narrow_numbers(cpu, floats, 0, out, h0 * dv, group * dv, rules.rounding)
             widen(cpu, floats, 0, out, h0 * dv, group * dv, rules.rounding)
         look(counter, to, first, group * dv)
@@ -121,7 +123,7 @@ def put_together(out, o0, lse, sums, tops, totals, parts, heads, h0, group, dv):
         base, total, o = tops[h], totals.dtype.type(0), o0 + (h - h0) * dv
         for row in range(h, parts * heads, heads):
             base = max(base, tops[row])
-        for row in range(h, parts * heads, heads):  # tops become weights
+        for row in range(h, parts * heads, heads):  # the maxima are replaced by weights
             tops[row] = np.exp(tops[row] - base) if totals[row] != 0 else totals.dtype.type(0)
             total += tops[row] * totals[row]
         seen = total != 0  # no key seen: out = 0, lse = -inf
@@ -136,13 +138,15 @@ def put_together(out, o0, lse, sums, tops, totals, parts, heads, h0, group, dv):
 
 @part
 def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, head0):
-    """Process one key tile for the `group` of heads that share it; their keys start at `head0`."""
+    """Process one key tile for the `group` of heads that share keys, which start at `head0`."""
     Q, O, m, l, alpha, S, _, factor = state
     w, d, dv, j = narrow.width, shape.d, shape.dv, tiles.inner[at]
     lq, lo, ld = padded(d), padded(dv), padded(shape.block_k)
     k0, k1 = tiles.other[j, 0], tiles.other[j, 1]
     first, last = 0, k1 - k0
-    if tiles.kind[at] == MASKED and rules.banded:  # a run of keys: nothing else is left to mask
+    if (
+        tiles.kind[at] == MASKED and rules.banded
+    ):  # the band keeps one run of keys, so no other score is masked
         first, last = visible_rows(rules, k0 - (tiles.own[0, 0] + tiles.own[0, 2]), 1, last, 1)
         if last <= first:
             return

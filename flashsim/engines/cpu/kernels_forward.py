@@ -2,9 +2,10 @@
 
 Threads take work tiles (a run of outer tiles and a set of heads) from a shared counter until none
 is left. The result does not depend on which thread takes a work tile. Tile order, skipping and
-masks come only from the schedule's tables. A kernel notes the size of every tile it visits, and the
-trace is built from these notes. `operands` decides whether it multiplies floats or pairs of
-bfloat16. `kernels_backward.py` holds the backward kernels, built the same way.
+masks come only from the schedule's tables. A kernel writes down the size of every tile that it
+visits, and the trace is built from these notes. `operands` decides whether a kernel multiplies
+floats or pairs of bfloat16. `kernels_backward.py` has the backward kernels, which are built in the
+same way.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ from flashsim.schedule.schedule import MASKED
 
 @part
 def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
-    """FlashAttention-2's Algorithm 1 with queries in the lanes: S^T = K Q^T, O^T += V^T P^T.
+    """Run FlashAttention-2's Algorithm 1 with queries in the lanes: S^T = K Q^T, O^T += V^T P^T.
 
-    q, k, v, out and lse are flat; out and lse are written. Each thread holds Q^T, O^T, m, l and
-    alpha of its row tiles, and one panel of S^T, which becomes P^T. For 16-bit inputs it also holds
-    K and V of one or several (`slots_of`) column tiles as operands.
+    q, k, v, out and lse are flat; out and lse are written. Each thread keeps Q^T, O^T, m, l and
+    alpha of its row tiles, and one panel of S^T, which P^T overwrites. For 16-bit inputs it also
+    keeps K and V of one or several (`slots_of`) column tiles, converted to operands.
 
-    A thread processes a run of row tiles together: it reads K and V of a column tile from memory
-    once for all row tiles that visit it. Each row tile still visits its own tiles, in its own
-    order.
+    A thread processes a run of row tiles together. It reads K and V of a column tile from memory
+    once for all row tiles that visit it. Each row tile visits only its own column tiles, in the
+    order of the schedule.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, lse.dtype, rules.rounding
     real, group = dtype.type, shape.heads // shape.kv_heads
@@ -154,8 +155,8 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
 def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, visits, near, h):
     """Process some column tiles of a row tile, panel by panel.
 
-    S = scale Q K^T, its softmax, O = alpha O + P V. `near` says which slot of K and V holds each
-    column tile. `h` is the query head, over the whole batch.
+    It computes S = scale Q K^T, its softmax, and O = alpha O + P V. `near` has the column tile in
+    each slot of K and V. `h` is the query head, over the whole batch.
     """
     w, d, dv, d_terms = cpu.width, shape.d, shape.dv, terms(cpu, shape.d)
     keys, chunk = whole(cpu, shape.block_k), chunk_of(cpu, shape.block_k)
@@ -207,7 +208,7 @@ def next_item(tiles, counter):
 
 @part
 def stopped(counter):
-    """Whether the call was interrupted; results that a kernel writes after that are never read."""
+    """Return whether the call was interrupted; after that, the kernel's results are not used."""
     return load_acquire(counter, STOP) != 0
 
 
@@ -235,9 +236,9 @@ def next_tiles(tiles, at, then, begin, end, near):
 
 @part
 def next_inner(tiles, at, begin, end, descending):
-    """Return the next inner tile that any tile of a run needs, or -1; ``at`` holds their visits.
+    """Return the next inner tile that any tile of a run needs, or -1; ``at`` is their next visits.
 
-    A kernel takes inner tiles in ascending or in descending order.
+    Inner tiles are processed in ascending or in descending order.
     """
     best = -1
     for i in range(begin, end):

@@ -1,4 +1,4 @@
-"""Turn a kernel's notes (which tiles it visited, how large they were) into a trace's events."""
+"""Converts a kernel's notes (the tiles that it visited, and their sizes) to a trace's events."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ def stage_trace(
     Parameters
     ----------
     steps : int64 (walks, T)
-        Rows of each outer tile (columns if the loop is KV-outer), as each loop noted them.
+        Rows of each outer tile (columns if the loop is KV-outer), from each loop's notes.
     visits : int64 (walks, members, n)
-        Rows times `NOTE` plus columns of each visit (tile pair); 0 if it did not happen.
+        Rows times `NOTE` plus columns of each visit (tile pair); 0 if it was not executed.
 
     Raises
     ------
     MemoryModelError
-        If two heads did not visit the same tiles (a bug in the engine).
+        If two heads did not visit the same tiles, which is a bug in the engine.
     """
     if (steps != steps[:1]).any() or (visits != visits[:1]).any():
-        raise MemoryModelError(f"stage {stage.name!r}: the heads did not all visit the same tiles")
+        raise MemoryModelError(
+            f"stage {stage.name!r}: two heads did not visit the same tiles; this is a bug in "
+            "flashsim's CPU engine"
+        )
     size, note = steps[0], visits[0]
     if stage.whole_rows:
         return assemble_rows(stage, schedule, size, strip_rows(stage, schedule, device))

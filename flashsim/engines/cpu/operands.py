@@ -1,11 +1,11 @@
 """Operands of products: floats, or pairs of bfloat16 if the CPU has an instruction for them.
 
-Each function here has one form for floats and, in `bf16_dot`, one for pairs. The CPU's kind decides
-which one is compiled, so a kernel is written once. Floats are read in place; 16-bit numbers are
-widened first. Pairs are packed in whole tiles that are filled up with zeros.
+Each function in this module has a variant for floats and, in `bf16_dot`, a variant for pairs. The
+CPU's type decides which variant is compiled, so a kernel is written once. Floats are read in place;
+16-bit numbers are converted to floats first. Pairs are packed in whole tiles, padded with zeros.
 
-A left operand gives one scalar (or pair) per row and term of the sum. A right operand gives a row
-of lanes per term: see `micro_kernels.plain` and `bf16_dot.operations`.
+A left operand has one scalar (or pair) per row and term of the sum. A right operand has a row of
+lanes per term: see `micro_kernels.plain` and `bf16_dot.operations`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from flashsim.engines.cpu.bf16_dot import packing, steps
+from flashsim.engines.cpu.bf16_dot.amx_tiles import SIDE
 from flashsim.engines.cpu.bf16_dot.operations import scale_panel
 from flashsim.engines.cpu.bf16_dot.packing import Left, pair_tiles_of
-from flashsim.engines.cpu.bf16_dot.tiles import SIDE
 from flashsim.engines.cpu.micro_kernels.plain import (
     online_softmax,
     product_add,
@@ -38,11 +38,12 @@ from flashsim.engines.cpu.primitives.packing import (
     widened,
 )
 
-#: Keys whose scores exist at a time: a panel of them, P and Q fit the first-level cache.
+#: Keys whose scores are computed at once: a panel of these scores, P and Q fit in the L1 cache.
 CHUNK = 64
-#: Keys whose P is kept: a row tile takes as many, of several column tiles, and multiplies P of all
-#: of them with V at once, unless a maximum moves in between. So O, which is larger than what is
-#: multiplied, is loaded and stored once for eight tiles along the sum in place of two.
+#: Keys whose P is kept before it is multiplied. A row tile computes P for so many keys, of several
+#: column tiles, and multiplies all of it by V at once, unless a maximum changes in between. O is
+#: larger than the operands. So it is loaded and stored once per eight AMX tiles along the sum,
+#: instead of once per two.
 KEPT = 256
 
 
@@ -56,7 +57,7 @@ class RowSums(NamedTuple):
 
 
 def or_pairs(of_pairs: Callable, pipeline: type[Part] = Part) -> Callable:
-    """Let compiled callers of the decorated function use `of_pairs` on CPUs that multiply pairs."""
+    """Make compiled code call `of_pairs` in place of a function, on CPUs that multiply pairs."""
 
     def decorate(of_floats: Callable) -> Callable:
         def choose(cpu, *_):
@@ -68,7 +69,7 @@ def or_pairs(of_pairs: Callable, pipeline: type[Part] = Part) -> Callable:
     return decorate
 
 
-# -- sizes and room -------------------------------------------------------------------------------
+# -- sizes and memory -----------------------------------------------------------------------------
 
 
 @or_pairs(lambda cpu: 2)
@@ -79,13 +80,13 @@ def per_term(cpu):
 
 @or_pairs(lambda cpu: SIDE)
 def side(cpu):
-    """Return the number that rows of results and terms of sums are multiples of."""
+    """Return the multiple to which rows of results and terms of sums are padded."""
     return 1
 
 
 @part
 def rows_of(cpu, n):
-    """Return the number of rows that a result of n rows is padded to."""
+    """Return the padded number of rows of a result with n rows."""
     return (n + side(cpu) - 1) // side(cpu) * side(cpu)
 
 
@@ -150,7 +151,7 @@ def pairs_room(cpu, n, dtype):
 def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
     """Return n rows of X (.., d) as a left operand, for sums over d.
 
-    Pairs are written to rows of `room` from `first` on; the operand is then all of `room`.
+    Pairs are written to the rows of `room` from row `first` on, and the operand is `room`.
     """
     array, start = widened(cpu, room, X, x0, n * d, rounding)
     return Left(array, start, d, 1)
@@ -160,8 +161,7 @@ def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
 def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
     """Return columns of X as a left operand, for sums over its n rows.
 
-    Pairs are written as terms of `room`'s rows, which are `row` terms long: `block` terms, from the
-    term of number `first` on.
+    Pairs are written to `room`, whose rows have `row` terms: `block` terms, from term `first` on.
     """
     array, start = widened(cpu, room, X, x0, n * d, rounding)
     return Left(array, start, 1, d)
@@ -169,26 +169,29 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
 
 @or_pairs(packing.turned)
 def turned(cpu, left, room, row, X, x0, n, d):
-    """The columns (see `left_of_columns`) of the rows that `left` holds, as a left operand."""
+    """Return the columns of the rows in `left` as a left operand (see `left_of_columns`)."""
     return Left(left.array, left.start, left.step, left.row)
 
 
 @or_pairs(packing.right_of_rows, HotPart)
 def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
-    """Put n rows of X in the lanes of panels, for sums over d; floats times their rows' factors."""
+    """Put n rows of X in lanes of panels, for sums over d; floats are times a factor per row."""
     pack_rows(cpu, panels, X, x0, n, d, factors, room, rounding)
 
 
 @or_pairs(packing.right_of_columns, HotPart)
 def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
-    """Put columns of X in `stride` lanes, for sums over its n rows; floats times a factor."""
+    """Put columns of X in `stride` lanes, for sums over its n rows; floats are times a factor."""
     array, start = widened(cpu, room, X, x0, n * d, rounding)
     copy_rows(out, stride, array, start, n, d, factor)
 
 
 @or_pairs(packing.write_rows)
 def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
-    """Write lanes of panels, each times its factor, as rows of X; `look` at them if possible."""
+    """Write lanes of panels, each times its factor, as rows of X.
+
+    If possible, also check them for NaN and infinity.
+    """
     unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter)
 
 
@@ -197,7 +200,7 @@ def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
 
 @part
 def set_product(cpu, C, c0, ldc, left, r0, x0, B, b0, ldb, rows, n):
-    """C = A B: `rows` rows of the left operand from row r0 on, n numbers of each from x0 on."""
+    """Compute C = A B, with `rows` rows of the left operand from r0 on, and n terms from x0 on."""
     a0 = left.start + r0 * left.row + x0 // per_term(cpu) * left.step
     product_set(
         *(cpu, C, c0, ldc, left.array, a0, left.row, left.step),
@@ -207,7 +210,7 @@ def set_product(cpu, C, c0, ldc, left, r0, x0, B, b0, ldb, rows, n):
 
 @part
 def add_product(cpu, C, c0, ldc, left, r0, x0, B, b0, ldb, rows, n):
-    """C += A B; as `set_product`."""
+    """Compute C += A B; the arguments are those of `set_product`."""
     a0 = left.start + r0 * left.row + x0 // per_term(cpu) * left.step
     product_add(
         *(cpu, C, c0, ldc, left.array, a0, left.row, left.step),
@@ -217,14 +220,14 @@ def add_product(cpu, C, c0, ldc, left, r0, x0, B, b0, ldb, rows, n):
 
 @or_pairs(lambda cpu, S, s0, ld, rows, scale: scale_panel(cpu, S, s0, ld, rows, scale))
 def scale_scores(cpu, S, s0, ld, rows, scale):
-    """Multiply scores by ``scale[0]``; an operand of floats was multiplied already."""
+    """Multiply scores by ``scale[0]``, for pairs; float operands already include the scale."""
 
 
 @or_pairs(steps.right_of_panel)
 def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
-    """Round a panel of P or dS to the inputs' type, for sums over its rows.
+    """Round a panel of P or dS to the inputs' type, as a right operand for sums over its rows.
 
-    Returns where the operand lies and its stride. Pairs lie in `P`.
+    Returns the operand's array, offset and stride. Pairs are stored in `P`.
     """
     round_panel(cpu, X, x0, ld, rows, rounding)
     return X, x0, ld
@@ -235,20 +238,21 @@ def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
 
 @or_pairs(steps.scaled)
 def scaled(cpu, S, rows, plain, scales):
-    """Return the factor that scores must still be multiplied by: the softmax scale or 1 (`scales`).
+    """Return the factor by which to multiply scores: the softmax scale or 1 (`scales`).
 
-    Pairs leave the scale to their softmax if no step comes between and it is not negative.
+    Pairs apply the scale in the softmax, if there is no step before the softmax and the scale is
+    not negative.
     """
     return rest(scales, 1)
 
 
 @or_pairs(steps.take_scores)
 def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiting):
-    """Turn a panel of scores into P, and compute O = alpha O + V^T P; keys start at row `key` of V.
+    """Convert a panel of scores to P, and compute O = alpha O + V^T P; V's rows start at `key`.
 
-    For pairs, P stays in memory until `weigh` multiplies it. `waiting` is begin and end of the
-    pairs of keys that wait for that; the function takes it and returns it updated. Waiting pairs
-    are multiplied here if a maximum has moved, or if keys in between were left out.
+    For pairs, P stays in memory until `weigh` multiplies it by V. `waiting` is begin and end of the
+    pairs of keys that were not multiplied yet, and the function returns it updated. The function
+    multiplies them itself if a maximum has changed, or if keys in between were skipped.
     """
     O, m, l, alpha = sums
     w = cpu.width
@@ -276,12 +280,12 @@ def left_of_lanes(cpu, dS, s0, ld, rows, left, row):
 
 @or_pairs(steps.prepare_dq)
 def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
-    """Compute the part of ``dS K`` that need not wait for its turn: for pairs all, unscaled."""
+    """Compute the part of ``dS K`` that need not wait for a turn; for pairs, all of it."""
 
 
 @or_pairs(steps.add_dq)
 def add_dq(cpu, dq, to, padded, dS, ld, part_dq, K, k0, rows, n, scale, is_last, counter):
-    """Add dS K of one tile to dQ; the last time, check floats for NaN and infinity."""
+    """Add dS K of one tile to dQ; at the last addition, check floats for NaN and infinity."""
     for x in range(0, padded, cpu.width):
         product_add(cpu, dq, to + x, padded, dS, 0, ld, 1, K, k0 + x, padded, rows, n)
     if is_last:

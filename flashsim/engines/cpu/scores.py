@@ -1,8 +1,8 @@
-"""Steps on a panel of scores between product and softmax: softcap, bias, mask.
+"""Steps on a panel of scores between the product and the softmax: softcap, bias, function, mask.
 
-The same functions serve both orientations. Row r and lane c of a panel hold one score (query, key).
-Its position in the bias, in the mask's bits and in the band is linear in r and c, so each of these
-is given by a start and two strides.
+The same functions are used with queries in the lanes and with keys in the lanes. Row r and lane c
+of a panel contain one score (query, key). Its position in the bias, in the mask's bits and in the
+band is linear in r and c. So each position is described by a start and two strides.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ class Rules(NamedTuple):
     ----------
     scale : scalar of the accumulator type
     softcap : ndarray (1,)
-        The cap, 0 without one.
+        The cap; 0 without a softcap.
     left, right : int
-        The band: score (q, k) is kept iff ``-left <= k - (q + offset) <= right``.
+        The band: score (q, k) is kept if ``-left <= k - (q + offset) <= right``.
     banded : bool
-        Whether the band alone is the mask; otherwise MASKED tiles have their own bits.
+        Whether the band alone is the mask; otherwise MASKED tiles have mask bits.
     rounding : int
         The type of 16-bit inputs, `float16.BFLOAT16` or `FLOAT16`; None for other inputs.
     bias : ndarray, flat, accumulator type
         The bias of (batch, head) starts at ``batch * bias_batch + head * bias_head``; empty without
         bias.
     keep_batch, keep_head, keep_slots : int
-        A tile's mask bits are (rows of a panel, keep_slots, lanes), and those of (batch, head) are
-        in slot ``batch * keep_batch + head * keep_head``.
+        A tile's mask bits have shape (rows of a panel, keep_slots, lanes). The bits of
+        (batch, head) are in slot ``batch * keep_batch + head * keep_head``.
     calls : int64 (3,)
-        Addresses of the score function and its derivatives, see `functions`; 0 without one.
+        Addresses of the score function and its derivatives (see `functions`); 0 if missing.
     captured : int64
-        The addresses of the arrays that it reads and adds to.
+        The address of the table of arrays that the score function reads or adds to.
     sinks : ndarray (heads,), accumulator type
-        Empty without sinks.
+        The sinks; empty without sinks.
     """
 
     scale: float
@@ -66,10 +66,10 @@ class Rules(NamedTuple):
 class Place(NamedTuple):
     """Positions of row 0, lane 0 of a panel, and their strides per row and per lane.
 
-    `rel` is k - (q + offset); `bias` is an index into the bias; `keep` is an index into the mask's
-    bits, or -1 if the tile has none. `b`, `h`, `q` and `k` are a score function's arguments; the
-    index along the rows of the panel rises by 1 per row, the other one by 1 per lane. `edge` is an
-    index into `Tiles.edges`; mask bits are clear only from row `hide_first` to `hide_last` - 1.
+    `rel` is k - (q + offset). `bias` is an index into the bias, and `keep` an index into the mask's
+    bits, or -1 if the tile has no mask bits. `b`, `h`, `q` and `k` are a score function's
+    arguments: of q and k, one increases by 1 per row of the panel, the other by 1 per lane. `edge`
+    is an index into `Tiles.edges`. Mask bits are 0 only in rows `hide_first` to `hide_last` - 1.
     """
 
     rel: int
@@ -91,7 +91,7 @@ class Place(NamedTuple):
 
 @part
 def is_plain(cpu, rules, masked, lanes):
-    """Whether a panel needs no softcap, bias, function or mask: the common case, without cost."""
+    """Return whether a panel needs no softcap, bias, function or mask, which is the common case."""
     simple = rules.softcap[0] == 0 and rules.bias.size == 0 and rules.calls[SCORE] == 0
     return not masked and lanes == cpu.width and simple
 
@@ -116,8 +116,9 @@ def kept_rows(tiles, position, rows):
 def rows_in_mask(cpu, rules, shape, tiles, v, h, own, other, q_lanes, panel, rows, lanes):
     """Return the first and last + 1 row of a panel in which visit v's mask keeps any score.
 
-    The first row is one at which an operand can begin; the mask hides what is before. If no score
-    is kept, the last row is not beyond the first. The arguments are those of `place_of`.
+    The first row is rounded down to a row at which an operand can begin; the mask hides the rows
+    that this adds. If no score is kept, the second result is at most the first. The arguments are
+    those of `place_of`.
     """
     first, last = 0, rows
     if tiles.kind[v] == MASKED:
@@ -141,7 +142,7 @@ def only_if_hiding(rules, position, masked, first, last):
 
 @part
 def hides(rules, rel, rows, lanes):
-    """Whether the band hides any score of a panel whose rows are keys, from `rel` on."""
+    """Return whether the band hides any score of a panel whose rows are keys, from `rel` on."""
     return rel - (lanes - 1) < -rules.left or rel + rows - 1 > rules.right
 
 
@@ -149,9 +150,9 @@ def hides(rules, rel, rows, lanes):
 def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, position, masked, bits, gate, raw):
     """Apply softcap, bias, function and mask to rows first .. last - 1.
 
-    Lanes past `lanes` are masked. With a softcap, `gate` (laid out like S, or None) takes
-    1 - tanh^2, the factor from dS to the gradient of the scaled product. With a score function,
-    `raw` (laid out like S, or None) takes the scores that it gets.
+    Lanes past `lanes` are masked. With a softcap, the function writes 1 - tanh^2, the factor from
+    dS to the gradient of the scaled product, to `gate` (laid out like S, or None). With a score
+    function, it writes the function's input scores to `raw` (laid out like S, or None).
     """
     if rules.softcap[0] > 0:
         x0 = s0 + first * ld
@@ -213,7 +214,7 @@ def call_function(rules, which, S, raw, s0, ld, first, last, lanes, position):
 
 @part
 def apply_derivative(rules, dS, raw, s0, ld, first, last, lanes, position, summing):
-    """Turn the gradients of a score function's results into those of the scores it got."""
+    """Replace the gradients of a score function's results by those of its input scores."""
     if rules.calls[SCORE] != 0:
         which = SUMMING if summing else DERIVATIVE
         call_function(rules, which, dS, raw, s0, ld, first, last, lanes, position)

@@ -1,4 +1,4 @@
-"""The tables that a kernel gets as arguments: sizes, tiles, arrays, and the notes it writes."""
+"""The tables that kernels receive as arguments: sizes, tiles, arrays, and notes for the trace."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: A tile's size as one number, in the notes of a walk: rows times this plus columns.
+#: A kernel's notes store a tile's size as one number: rows times this, plus columns.
 NOTE = 1 << 32
 
-#: Places of the counter that the threads of a walk share: the next item, whether to stop, and
-#: whether a result is NaN or infinite.
+#: Indices into the counter that the threads of a kernel share: the next work tile, whether to stop,
+#: and whether a result is NaN or infinite.
 PLACES, STOP, ODD = 3, 1, 2
 
 
@@ -35,30 +35,30 @@ class Tiles(NamedTuple):
     own, other : int32 (T, 5)
         The outer and the inner tiles: start, stop, offset, .., and the start of their sequence.
     ptr, inner, kind : int32
-        CSR: inner tiles of each outer tile.
+        CSR: inner tiles of each outer tile, and their kinds.
     keep_at : int64 (visits,)
-        The start of a visit's (tile pair's) mask bits in `keep`; -1 if it has none.
+        The start of a visit's (tile pair's) mask bits in `keep`; -1 if it has no mask bits.
     keep : uint8
-        The mask bits of all visits, one visit after the other: (rows, slots, columns) each, with
-        one slot for all heads or one per batch entry or head that the mask tells apart.
+        The mask bits of all visits, one visit after the other: (rows, slots, columns) each. There
+        is one slot for all heads, or one per batch entry or head between which the mask differs.
     edges_at : int64 (visits,)
         The start of a visit's `edges`.
     edges : int32
-        For each panel and slot of a visit with mask bits: the first and last + 1 row in which any
-        score is kept, and the first and last + 1 row in which any is hidden.
+        For each panel and slot of a visit with mask bits, the first and last + 1 row in which any
+        score is kept, and the first and last + 1 row in which any score is hidden.
     turn : int32 (visits,)
-        Minus the number of remaining visits of the same row tile, including this one. It fixes the
-        order in which dQ is summed.
+        Minus the number of remaining visits of the same row tile, including this visit. It fixes
+        the order in which dQ is summed.
     runs : int64 (items, 2)
-        Runs of neighbouring outer tiles, (first, last + 1), in the order they are handed out. One
-        thread processes a run as one work tile.
+        Runs of neighbouring outer tiles, (first, last + 1), in the order in which threads take
+        them. One thread processes a run as one work tile.
     set_ptr, sets : int64
-        CSR: heads that one work tile processes one after the other, since they add to the same
+        CSR: heads that one work tile processes one after the other, because they add to the same
         memory.
     longest : int
         The number of outer tiles in the longest run.
     descending : bool
-        Whether a kernel takes its inner tiles from the last to the first.
+        Whether a kernel processes its inner tiles from the last to the first.
     """
 
     own: np.ndarray
@@ -86,10 +86,10 @@ class Notes(NamedTuple):
 
 
 class WalkInputs(NamedTuple):
-    """The flat arrays that a backward pass reads; `lse` has 0 where no key was seen.
+    """The flat arrays that a backward pass reads; `lse` is 0 for rows that saw no key.
 
     With one query per head, `kernels_decode` runs the forward pass. Then `along` and `factor` are Q
-    and the factor of the scores as that kernel uses them; otherwise `along` is empty.
+    and the factor of the scores as in that kernel; otherwise `along` is empty.
     """
 
     q: np.ndarray
@@ -105,8 +105,8 @@ class WalkInputs(NamedTuple):
 class Grads(NamedTuple):
     """The flat arrays that a backward pass writes; `dbias` is empty without bias.
 
-    `dq_stride` is the length of one row of `dq`. If dQ is summed up in memory, that is head_dim
-    plus padding, so that whole panels fit.
+    `dq_stride` is the length of one row of `dq`. If dQ is summed in memory, that is head_dim plus
+    padding to whole panels.
     """
 
     dq: np.ndarray

@@ -1,9 +1,9 @@
-"""A pool of threads that stay between kernel calls, and the CPUs on which they wake.
+"""A pool of threads that persist between kernel calls, and the CPUs on which they wake.
 
-After a pause, Linux often wakes a thread on its caller's CPU and moves it a few milliseconds later,
-when a short kernel is already over (docs/notebooks/cpu.md). So a caller keeps sleeping threads off
-its own CPU. Each thread may use all CPUs again as soon as it runs, so if other processes are busy,
-Linux can move it like any other thread.
+After a pause, Linux often wakes a thread on its caller's CPU and moves it to another CPU a few
+milliseconds later, when a short kernel has already ended (docs/notebooks/cpu.md). So a caller keeps
+sleeping threads off its own CPU. As soon as a thread runs, it may use all CPUs again, so that Linux
+can move it if other processes are busy.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from contextlib import suppress
 from functools import lru_cache
 from queue import Empty, SimpleQueue
 
-#: Seconds between two looks for an interrupt: on Windows, waiting does not end with one.
+#: Seconds between two checks for an interrupt: on Windows, an interrupt does not end a wait.
 HEARING = 0.2
 
 
 class PoolTask:
-    """A call that several threads make at the same time; a thread that comes too late skips it."""
+    """A call that several threads make at once; a thread that wakes too late skips it."""
 
     def __init__(self, call: Callable, args: tuple) -> None:
         self.call, self.args = call, args
@@ -42,7 +42,10 @@ class PoolTask:
         self.ended.put(error)
 
     def finish(self, ended: int = 0) -> None:
-        """Let no more threads begin; wait for those that did, minus `ended` already waited for."""
+        """Let no more threads begin, and wait for those that did, except for `ended` of them.
+
+        `ended` threads have already been waited for.
+        """
         with self.lock:
             self.over = True
         for _ in range(self.begun - ended):
@@ -68,17 +71,17 @@ class Worker:
         threading.Thread(target=self.work, name="flashsim", daemon=True).start()
 
     def work(self) -> None:
-        """Run tasks forever, each on the CPUs that its caller may use."""
+        """Run tasks in an endless loop, each on the CPUs that its caller may use."""
         self.thread = threading.get_native_id()
         while True:
             task = self.tasks.get()
             allow([self.thread], self.cpus)
             task()
-            del task  # and its arrays
+            del task  # releases its arrays
 
 
 class Pool:
-    """A pool of threads that grows as callers need more; a caller takes threads that are free."""
+    """A pool of threads that grows when callers need more; a caller takes free threads."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -88,7 +91,7 @@ class Pool:
     def run(self, threads: int, call: Callable, args: tuple, *, wait: bool = False) -> None:
         """Run ``call(*args)`` on `threads` threads, including the caller unless `wait` is true.
 
-        The wait can be interrupted; the other threads then go on until their call ends.
+        The wait can be interrupted; the other threads then continue until their call ends.
         """
         task, others = PoolTask(call, args), threads if wait else threads - 1
         taken = self.take(others) if others else []
@@ -115,7 +118,7 @@ class Pool:
 
 
 def keep_off(workers: list[Worker]) -> None:
-    """Let sleeping workers use all CPUs of this thread except the one it runs on, for now."""
+    """Restrict sleeping workers to all CPUs of this thread except the one on which it runs."""
     if workers and hasattr(os, "sched_getaffinity"):
         cpus = frozenset(os.sched_getaffinity(0))
         for worker in workers:
@@ -131,7 +134,7 @@ def allow(threads: list[int], cpus: Iterable[int]) -> None:
 
 
 def here() -> int:
-    """The CPU that this thread runs on."""
+    """Return the CPU on which this thread runs."""
     return _libc().sched_getcpu()
 
 
@@ -141,7 +144,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def pool() -> Pool:
-    """Return the pool of this process; a fork gets a new one."""
+    """Return the pool of this process; a forked process gets a new pool."""
     return _of(os.getpid())
 
 

@@ -1,4 +1,4 @@
-"""Compile the CPU engine's kernels, once per machine, and run them on several threads."""
+"""Compiles the CPU engine's kernels, once per machine, and runs them on several threads."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from flashsim.engines.cpu.primitives.inline_jit import Whole
 from flashsim.engines.cpu.tables import STOP
 from flashsim.l2.compiled import keep, kept
 
-#: Seconds of compiling after which a person at a terminal is told why nothing happens.
+#: Seconds of compiling after which a message on the terminal explains the wait.
 PATIENCE = 1.0
-#: Multiply-adds of a walk beyond which it can be interrupted: a tenth of a second or less.
+#: Multiply-adds of a kernel above which it is interruptible; they take at most a tenth of a second.
 LONG = 1 << 30
-#: Multiply-adds of a pass up to which one thread runs it: to wake another takes as long.
+#: Multiply-adds of a pass up to which one thread runs it, because waking another takes as long.
 SHORT = 1 << 19
 
-#: Threads that can be asked for on any machine: more than CPUs gain nothing, but show that nothing
-#: changes.
+#: The number of threads that callers can request on any machine. More threads than CPUs are not
+#: faster, but tests use them to show that results do not depend on the number of threads.
 ALWAYS = 64
 
-#: No wrapper for callers in C, of whom there are none.
+#: Numba need not generate a wrapper for callers in C.
 _LESS: Any = {"no_cfunc_wrapper": True, "pipeline_class": Whole}
 
-#: What a walk is called by, and what it is.
+#: The kernels by name.
 _ALL: dict[str, Callable] = {
     "forward": kernels_forward.forward,
     "decode": kernels_decode.decode,
@@ -49,9 +49,10 @@ _ALL: dict[str, Callable] = {
 def _entry(name: str, walk: Callable, sources: str) -> Any:
     """Return a kernel (`walk`) as a compiled function with an on-disk cache.
 
-    Numba notices edits of the file that holds a cached function, but not of files that it calls.
-    So the function here has the free variable `sources`, which stands for the text of all of them
-    and thereby becomes part of the cache's key. `name` becomes the name of the cache files.
+    Numba notices edits of the file with a cached function, but not of the files with functions that
+    it calls. So the compiled function has a free variable, `sources`, which is a digest of all
+    source files. Numba includes free variables in the cache's key. `name` becomes the name of the
+    cache files.
     """
 
     def entry(cpu, *args):
@@ -73,13 +74,13 @@ _WALKS = {name: _entry(name, walk, _SOURCES) for name, walk in _ALL.items()}
 
 
 def folder() -> Path | None:
-    """Return the folder that keeps compiled kernels; None if no folder can."""
+    """Return the folder with compiled kernels; None if no folder is writable."""
     walk = _WALKS["forward"]
     return Path(walk._cache.cache_path) if kept(walk) else None
 
 
 def compiled() -> dict[str, int]:
-    """Count how often this process compiled each kernel because the disk cache had none."""
+    """Return how often this process compiled each kernel because the disk cache lacked it."""
     return {name: sum(walk.stats.cache_misses.values()) for name, walk in _WALKS.items()}
 
 
@@ -96,19 +97,19 @@ def most() -> int:
 
 
 def run(name: str, threads: int, *args: Any, counter: np.ndarray, long: bool = False) -> None:
-    """Run one kernel on `threads` threads; compile it first if need be.
+    """Run one kernel on `threads` threads; compile it first if necessary.
 
     Python handles an interrupt (Ctrl-C) only between its own instructions. So the calling thread
-    takes part only in short kernels. In a `long` kernel it waits; if it is interrupted, it tells
-    the other threads to stop (`kernels_forward.stopped`) by the kernel's argument `counter`.
-    A thread that has not begun when no work tiles are left is not waited for.
+    computes only in short kernels. In a `long` kernel it waits. If it is interrupted, it makes the
+    other threads stop (`kernels_forward.stopped`) through the kernel's argument `counter`. It does
+    not wait for threads that have not begun when no work tiles are left.
     """
     call = partial(_call, _WALKS[name])
     if threads == 1 and not long:
         call(*args)
         return
     kind = name, _kind(args)
-    if kind not in _COMPILED:  # by this thread alone, where an interrupt is heard
+    if kind not in _COMPILED:  # compile on this thread, which handles interrupts
         before = counter.copy()
         counter[STOP] = 1
         call(*args)
@@ -124,14 +125,14 @@ def run(name: str, threads: int, *args: Any, counter: np.ndarray, long: bool = F
 def _call(kernel: Any, *args: Any) -> None:
     try:
         kernel(*args)
-    except MemoryError:  # Numba says "Allocation failed"
+    except MemoryError:  # Numba's own message is only "Allocation failed"
         raise MemoryError(
             "there is not enough memory for the tiles of a thread; use fewer threads or smaller "
             "tiles"
         ) from None
 
 
-#: Kernels, and types of their arguments, that are compiled.
+#: The kernels, and types of their arguments, that this process has compiled or loaded.
 _COMPILED: set[tuple] = set()
 
 
@@ -144,10 +145,10 @@ def _kind(x: Any) -> Any:
 
 def frozen(array: np.ndarray) -> np.ndarray:
     """Return a flat read-only view, so that all arrays have one type and need one compilation."""
-    view = np.ascontiguousarray(array).reshape(-1)[:]  # of a column, flat alone has its steps
+    view = np.ascontiguousarray(array).reshape(-1)[:]  # a flat view of one column would be strided
     floats = view[: view.size // 2 * 2].view(np.float32) if view.itemsize == 2 else view
     if not floats.flags.aligned:
-        view = view.copy()  # halves are taken as floats
+        view = view.copy()  # pairs of 16-bit numbers are read as floats, so they must be aligned
     view.setflags(write=False)
     return view
 
@@ -155,12 +156,12 @@ def frozen(array: np.ndarray) -> np.ndarray:
 class _Notice(threading.local, Listener):
     """Prints on a terminal that a kernel is being compiled, if that takes longer than `PATIENCE`.
 
-    It also pauses garbage collection. Numba's objects live until compiling ends, so a collection
-    would free nothing, and would take a tenth of the time.
+    It also pauses garbage collection during compilation. Numba's objects live until compilation
+    ends, so collections would free nothing and would take a tenth of the time.
     """
 
     def on_start(self, event: Event) -> None:
-        """Handle the event that Numba starts to compile a function."""
+        """Handle Numba's event at the start of a compilation."""
         if event.data["dispatcher"] not in _WALKS.values():
             return
         self.collects = gc.isenabled()
@@ -171,7 +172,7 @@ class _Notice(threading.local, Listener):
             self.timer.start()
 
     def on_end(self, event: Event) -> None:
-        """Handle the event that Numba has compiled the function."""
+        """Handle Numba's event at the end of a compilation."""
         if event.data["dispatcher"] not in _WALKS.values():
             return
         if self.collects:

@@ -1,4 +1,7 @@
-"""Divide a stage into work tiles (outer tiles and heads), in the order that threads take them."""
+"""Divides a stage into work tiles (outer tiles and heads), in the order in which threads take them.
+
+A work tile is a run of outer tiles and a set of heads.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +16,23 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule.file_mask import Csr
 from flashsim.schedule.schedule import MASKED, Schedule
 
-#: Bytes of its outer tiles that a thread keeps in its second-level cache, so that the inner ones,
-#: which come from further away, are fetched once for all of these; and the least number of items
-#: for a thread.
+#: The bytes of outer tiles that a thread keeps in its L2 cache, so that each inner tile is loaded
+#: once for all of them; and the fewest work tiles per thread.
 TOGETHER, ITEMS = 400 << 10, 4
 
-#: Mask bits (bytes) that are evaluated ahead of a walk: bounds the memory of arbitrary masks.
+#: The most mask bits (one byte each) to evaluate before a kernel call; limits an arbitrary mask's
+#: memory.
 MASK_CHUNK = 1 << 25
 
 
 def tiles(
     schedule: Schedule, name: str, threads: int, lanes: int, *, one_query: bool = False
 ) -> Iterator[Tiles]:
-    """Yield the tables of a stage; with a mask function in several parts, each with its mask bits.
+    """Yield the tables of a stage: one, or with a mask function several, each with its mask bits.
 
     `lanes` is the width of a panel. With `one_query` per head, all query heads of a key head form
-    one work tile. Tables are cached between calls if the problem's fields define them completely.
-    With `mask` they are not, since its results may change.
+    one work tile. Tables are cached between calls if only the problem's fields determine them.
+    Tables for a `mask` are not cached, because its results may change.
     """
     if schedule.problem.mask is None and schedule.problem.block_mask is None:
         yield from _known(schedule, name, threads, lanes, one_query)
@@ -38,7 +41,7 @@ def tiles(
 
 
 def known(schedule: Schedule) -> Schedule:
-    """Return an equal schedule that already has its tables, if one was used recently."""
+    """Return an equal schedule whose tables exist already, if such a schedule was used recently."""
     return _same(schedule) if schedule.problem.mask is None else schedule
 
 
@@ -89,13 +92,13 @@ def _with_starts(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
 
 
 def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
-    """Return the number of outer tiles, of n, per run of a thread; results do not depend on it."""
+    """Return the number of outer tiles per run, for n outer tiles; results do not depend on it."""
     p, tile = schedule.problem, schedule.tiling.clip(schedule.problem)
     d, dv = p.head_dim, p.head_dim_v
     elements = {
         "forward": (d + dv) * tile.block_q,  # Q, O
         "dkdv": 2 * (d + dv) * tile.block_k,  # K, V, dK, dV
-        "fused": (3 * d + 2 * dv) * tile.block_k,  # K once more, by row
+        "fused": (3 * d + 2 * dv) * tile.block_k,  # K is stored a second time, by row
     }
     if name not in elements:
         return 1
@@ -104,9 +107,9 @@ def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
 
 
 def sets(problem: Problem, by_row: bool, *, shares: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return a CSR of the heads that one thread takes one after the other.
+    """Return a CSR of the heads that one thread processes one after the other.
 
-    These are heads that add to the same bias gradient.
+    These are the heads that add to the same bias gradient.
     """
     p = problem
     heads = p.heads if by_row else p.kv_heads
@@ -124,9 +127,10 @@ def sets(problem: Problem, by_row: bool, *, shares: bool) -> tuple[np.ndarray, n
 def runs(
     schedule: Schedule, csr: Csr, fused: bool, together: int, *, spread: bool = False
 ) -> np.ndarray:
-    """Return even runs of up to `together` outer tiles: longest first; fused, in order of turns.
+    """Return runs of about equal length, of up to `together` outer tiles.
 
-    With `spread` the last run is handed out tile by tile, so that threads finish at about the same
+    The longest tiles come first; in a fused backward pass, tiles are in the order of turns. With
+    `spread`, the last run is divided into single tiles, so that threads finish at about the same
     time.
     """
     n = len(csr[0]) - 1
@@ -153,7 +157,9 @@ def turns(schedule: Schedule, csr: Csr) -> np.ndarray:
     turn = np.empty(len(row), np.int32)
     turn[order] = np.arange(len(row)) - np.repeat(np.cumsum(counts), counts)
     if schedule.key_order == "descending":
-        np.subtract(-1 - counts[row], turn, out=turn, casting="same_kind")  # one type: one walk
+        np.subtract(
+            -1 - counts[row], turn, out=turn, casting="same_kind"
+        )  # keeps the type, so the kernel is compiled once
     return turn
 
 
@@ -167,7 +173,7 @@ def first_turns(schedule: Schedule) -> np.ndarray:
 def _masks(
     schedule: Schedule, csr: Csr, order: np.ndarray, by_row: bool, lanes: int
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield the runs in parts, each with the mask bits and their edges for its MASKED visits."""
+    """Yield the runs in groups, each with the mask bits of its MASKED visits, and their edges."""
     ptr, inner, kind = csr
     keep_at, edges_at = (np.full(len(inner), -1, np.int64) for _ in range(2))
     if schedule.problem.banded:
@@ -198,8 +204,8 @@ def _bits(
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Yield the mask bits of visits `at`, of tiles (i, j), and their edges.
 
-    Visits whose scores are all kept are left out. Bits are (columns, slots, rows), or (rows, slots,
-    columns) in a KV-outer loop, so that those of a panel's lanes are neighbours.
+    Visits whose scores are all kept are left out. Bits have shape (columns, slots, rows), or (rows,
+    slots, columns) in a KV-outer loop, so that the bits of a panel's lanes are neighbours.
     """
     kept = schedule.kept_tiles(i, j)
     kept = kept.reshape(len(at), -1, *kept.shape[3:])  # the slots
@@ -224,9 +230,10 @@ def _bits(
 
 
 def _ends(flags: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First and last + 1 row (axis 1) of each panel with True; the same number where none has it.
+    """Return the first and the last + 1 row (axis 1) of each panel with a True.
 
-    Rows past a tile's own number of `rows` repeat its last one.
+    They are equal if no row has a True. Rows past a tile's own number of `rows` repeat its last
+    row.
     """
     some = flags.any(axis=1)
     first = np.where(some, flags.argmax(axis=1), 0)

@@ -9,10 +9,10 @@ import numpy as np
 
 from flashsim.counts.work import KINDS
 
-#: What one event of work holds: FLOPs by kind, bytes read from and written to SRAM.
+#: The columns of one event's work: FLOPs by kind, then bytes read from and written to SRAM.
 WORK = (*KINDS, "read", "write")
 
-#: Operations, element by element, by what one of them costs (see `flashsim.counts.work`).
+#: Elementwise operations by the kind of their cost (see `flashsim.counts.work`).
 COSTS: Mapping[Callable[..., Any], str] = {
     **dict.fromkeys(
         (np.exp, np.exp2, np.log, np.log2, np.log1p, np.expm1, np.tanh, np.sqrt), "exp"
@@ -28,7 +28,7 @@ COSTS: Mapping[Callable[..., Any], str] = {
     **dict.fromkeys((np.bitwise_and, np.bitwise_or), ""),
 }
 
-#: Reductions, by the method's name: how, and what an element costs.
+#: Reductions by the method's name: the NumPy operation, and the kind of cost per element.
 REDUCTIONS: Mapping[str, tuple[np.ufunc, str]] = {
     "sum": (np.add, "add"),
     "max": (np.maximum, "max"),

@@ -1,4 +1,4 @@
-"""The HBM that a user's algorithm sees: handles without numbers; it tracks what was stored."""
+"""The HBM of a user's algorithm: handles without numbers, and a record of the elements stored."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from flashsim.schedule.names import CODES, TENSORS
 from flashsim.schedule.tensors import COL, ROW, TILE
 from flashsim.trace.validate import MOST_NAMES, own_name
 
-#: What a tensor of one's own can be cut along.
+#: The axes along which a workspace can be divided into tiles.
 SIDES = {"queries": ROW, "keys": COL, "scores": TILE}
 
 
 class Remote:
-    """A tensor in HBM as an algorithm sees it: a name, a shape and a type, and no numbers."""
+    """A handle of a tensor in HBM, with a name, a shape and a type, but without numbers."""
 
     __slots__ = ("dtype", "name", "shape")
 
@@ -66,21 +66,23 @@ class Remote:
 class OpenHbm:
     """The tensors of one run as attributes: ``hbm.Q``, ``hbm.O`` and those that `new` allocates.
 
-    `samples` sets of inputs lie in it side by side; bytes are counted for one of them. `most`
-    limits the bytes of a sample's workspaces.
+    It contains `samples` sets of inputs side by side; bytes are counted for one set. `most` limits
+    the bytes of the workspaces per set.
     """
 
     def __init__(self, problem: Problem, samples: int = 1, most: int | None = None) -> None:
         self._problem, self._samples, self._most = problem, samples, most
         self._inside: dict[str, Tensor] = {}
         self._remotes: dict[str, Remote] = {}
-        self._written: dict[str, np.ndarray] = {}  # of what a pass writes: which elements were
+        self._written: dict[
+            str, np.ndarray
+        ] = {}  # results and workspaces: which elements were stored
         self._codes: dict[str, int] = {}
-        self._own: dict[str, int] = {}  # tensors of one's own, in the order of their codes
+        self._own: dict[str, int] = {}  # workspaces, in the order of their codes
 
     @property
     def tensors(self) -> dict[str, Remote]:
-        """All tensors, by name."""
+        """The handles of all tensors, by name."""
         return dict(self._remotes)
 
     def __getattr__(self, name: str) -> Remote:
@@ -102,23 +104,23 @@ class OpenHbm:
         *,
         along: str = "queries",
     ) -> Remote:
-        """Allocate a workspace in HBM; returns its handle.
+        """Allocate a workspace in HBM, and return its handle.
 
         Parameters
         ----------
         name : str
-            Its name in the trace and in pictures, such as ``"O_split"``.
+            The workspace's name in the trace and in pictures, such as ``"O_split"``.
         n, width : int
             Rows, and elements per row; a width of None means one number per row.
         dtype : str, optional
-            Default: the accumulator's.
+            Default: the accumulator type.
         along : {"queries", "keys", "scores"}
-            The axis that tiles cut, and so whether there is one matrix per query head or per key
-            head. It also decides where pictures draw the workspace.
+            The axis along which the workspace is divided into tiles. It determines whether there is
+            one matrix per query head or per key head, and where pictures draw the workspace.
         """
         checks.one_of("along", along, SIDES)
         if name in self._remotes:
-            raise OptionError(f"HBM already holds {name!r}; give the workspace another name")
+            raise OptionError(f"HBM already has a tensor {name!r}; give the workspace another name")
         sides = [checks.positive_int("n", n)]
         sides += [] if width is None else [checks.positive_int("width", width)]
         p = self._problem
@@ -134,7 +136,7 @@ class OpenHbm:
         try:
             batch = self._samples * p.batch
             array = np.full((batch, heads, *sides), np.nan, numpy_dtype(kind))
-        except (MemoryError, ValueError):  # NumPy says the latter beyond 2**63 bytes
+        except (MemoryError, ValueError):  # NumPy raises the latter above 2**63 bytes
             raise OptionError(
                 f"this machine has too little memory for a workspace {name!r} of "
                 f"{(p.batch, heads, *sides)} elements"
@@ -143,7 +145,7 @@ class OpenHbm:
         return self._put(name, array, kind, written=False)
 
     def _put(self, name: str, array: np.ndarray, dtype: str, *, written: bool) -> Remote:
-        """Place an array (batch, heads, n[, width]); `written`: it holds numbers already."""
+        """Add an array (batch, heads, n[, width]); `written` if its numbers are valid already."""
         p = self._problem
         batch, heads, *sides = array.shape
         data = array.reshape(batch * p.kv_heads, heads // p.kv_heads, *sides)
@@ -160,7 +162,8 @@ class OpenHbm:
         if name not in self._codes:
             if not own_name(name):
                 raise OptionError(
-                    f"a tensor's name is a short word such as O_split, got {shown(name)}"
+                    "a tensor's name must be an identifier of at most 24 characters, such as "
+                    f"O_split, got {shown(name)}"
                 )
             if len(self._codes) >= MOST_NAMES:
                 raise OptionError(f"an algorithm may name at most {MOST_NAMES} tensors of its own")
@@ -171,7 +174,7 @@ class OpenHbm:
     # -- for the machine ------------------------------------------------------------------------
 
     def _behind(self, tensor: Remote) -> Tensor:
-        """Return the tensor that holds a handle's numbers; raise for a handle of another HBM."""
+        """Return the tensor with a handle's numbers; raise for a handle of another HBM."""
         if self._remotes.get(tensor.name) is not tensor:
             raise MemoryModelError(
                 f"{tensor!r} belongs to another machine; use the tensors of machine.hbm"
@@ -179,7 +182,7 @@ class OpenHbm:
         return self._inside[tensor.name]
 
     def _require_writable(self, tensor: Remote) -> None:
-        """Raise if the tensor is an input, which must not be written."""
+        """Raise an error if the tensor is an input, which must not be written."""
         self._behind(tensor)
         if tensor.name not in self._written:
             outputs = ", ".join(self._written)
@@ -192,7 +195,7 @@ class OpenHbm:
     def _require_written(
         self, tensor: Remote, rows: slice, cols: slice, member: int | None
     ) -> None:
-        """Raise if a part of a tensor is read that was never stored."""
+        """Raise an error if a part of a tensor is read that was never stored."""
         part = self._mask(tensor, rows, cols, member)
         if part is not None and not part.all():
             raise MemoryModelError(
@@ -202,7 +205,7 @@ class OpenHbm:
             )
 
     def _mark_written(self, tensor: Remote, rows: slice, cols: slice, member: int | None) -> None:
-        """Remember that a part was stored."""
+        """Record that a part of a tensor was stored."""
         part = self._mask(tensor, rows, cols, member)
         assert part is not None
         part[...] = True
@@ -217,7 +220,7 @@ class OpenHbm:
         return part if inside.vector else part[..., cols]
 
     def _stored(self, name: str) -> str:
-        """Say how much of a result was stored: "all", "none", or the rows that were not."""
+        """Return how much of a result was stored: "all", "none", or the rows that were not."""
         written = self._written[name]
         if not written.any():
             return "none"
@@ -228,13 +231,13 @@ class OpenHbm:
         return f"rows {missing[0]} to {missing[-1]}" if len(missing) > 1 else f"row {missing[0]}"
 
     def _array(self, name: str) -> np.ndarray:
-        """A tensor's numbers, (samples * batch, heads, n[, width])."""
+        """Return a tensor's numbers, (samples * batch, heads, n[, width])."""
         data = self._inside[name].data
         return data.reshape(len(data) // self._problem.kv_heads, -1, *data.shape[2:])
 
 
 def require_shape(name: str, got: tuple[int, ...], want: tuple[int, ...]) -> None:
-    """Raise `ShapeError` unless an input has the shape that its name says."""
+    """Raise `ShapeError` unless an input has the shape that its name implies."""
     if got != want:
         raise ShapeError(f"inputs[{name!r}] must have the shape {want}, got {got}")
 

@@ -1,4 +1,4 @@
-"""Find the line of the user's algorithm that is running, for error messages."""
+"""Finds the line of the user's algorithm that is running, for error messages."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from types import FrameType, TracebackType
 
 import numpy as np
 
-#: Code that an algorithm calls; its own lines are everywhere else.
+#: The folders of code that an algorithm calls; the algorithm's own lines are elsewhere.
 _ROOM = str(Path(__file__).parent)
 _OTHERS = (_ROOM, str(Path(np.__file__).parent), contextlib.__file__)
 
 
-#: The line of a recorded program that is replayed now; 0: an algorithm runs itself.
+#: The line of the recorded program that is being replayed; 0 if an algorithm runs directly.
 REPLAYED: ContextVar[int] = ContextVar("replayed", default=0)
 
 
 def line_at_work() -> int:
     """Return the innermost calling line outside the machine and NumPy; 0 if there is none.
 
-    The line may be in another file than the algorithm.
+    The line may be in a file other than the algorithm's.
     """
     if line := REPLAYED.get():
         return line
@@ -38,7 +38,7 @@ def at_work() -> str:
 
 
 def deepest(trace: TracebackType | None) -> tuple[str, int] | None:
-    """Return file and line of the deepest traceback line that belongs to the algorithm."""
+    """Return the file and the number of the deepest traceback line in the algorithm's own code."""
     users_frame = None
     while trace is not None:
         code = trace.tb_frame.f_code

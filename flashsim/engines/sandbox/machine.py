@@ -29,17 +29,17 @@ class OpenMachine:
     Attributes
     ----------
     problem : Problem
-        Lengths, head_dim, scale, mask.
+        The problem, with its lengths, head_dim, scale and mask.
     tiling : Tiling
-        The requested tiling; a stage may use another one.
+        The requested tiling; a stage may use a different tiling.
     device : Device
         `device.sram_bytes` is the SRAM of one thread block.
     hbm : OpenHbm
-        The tensors: ``hbm.Q``, ``hbm.K``, ``hbm.V``, other inputs, outputs; ``hbm.new`` allocates
-        a workspace.
+        The tensors: ``hbm.Q``, ``hbm.K``, ``hbm.V``, other inputs, and outputs. ``hbm.new``
+        allocates a workspace.
 
-    `samples` and `most_hbm` are those of `OpenHbm`. A step may hold `most` bytes; default: what the
-    device has.
+    `samples` and `most_hbm` are those of `OpenHbm`. A step may use `most` bytes of SRAM; default:
+    `device.sram_bytes`.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class OpenMachine:
         self._stages: list[StageTrace] = []
         self._open = ""
 
-    # Read, not set: an algorithm has the machine that it was given.
+    # Read-only properties: an algorithm cannot replace parts of the machine.
     problem = property(lambda self: self._problem)
     tiling = property(lambda self: self._tiling)
     device = property(lambda self: self._device)
     hbm = property(lambda self: self._hbm)
-    stages = property(lambda self: tuple(self._stages), doc="What was recorded so far.")
+    stages = property(lambda self: tuple(self._stages), doc="The stages recorded so far.")
 
     def _taped(self) -> dict[str, int]:
         return {"machine": 0}
@@ -78,19 +78,21 @@ class OpenMachine:
         per: Per = "head",
         tiling: Tiling | None = None,
     ) -> Iterator[OpenSram]:
-        """Run one stage, a kernel on a GPU: yields an empty SRAM; its steps share no tiles.
+        """Run one stage, which is a kernel on a GPU: yield an empty SRAM.
+
+        The steps of a stage share no tiles, only HBM.
 
         Parameters
         ----------
         name : str
-            Its name in the trace.
+            The stage's name in the trace.
         outer : {"queries", "keys"}
-            Whether each step handles a tile of queries or a tile of keys.
+            Whether each step works on a tile of queries or on a tile of keys.
         per : {"head", "group"}
-            "head": each query head has its own loop. "group": all query heads that share a key
-            head have one loop (then `load`, `store`, `reduce` and `visit` take `member=`).
+            "head": each query head has its own loop. "group": all query heads that share a key head
+            have one loop; `load`, `store`, `reduce` and `visit` then need the argument `member=`.
         tiling : Tiling, optional
-            Default: the machine's.
+            Default: the machine's tiling.
         """
         checks.one_of("outer", outer, ("queries", "keys"))
         checks.one_of("per", per, ("head", "group"))
@@ -119,18 +121,18 @@ class OpenMachine:
         self._stages.append(done)
 
     def row_tiles(self) -> list[slice]:
-        """The queries, cut into tiles of `tiling.block_q` rows."""
+        """The rows of each query tile, of `tiling.block_q` queries."""
         return _cut(self._problem.n_q, self._tiling.block_q)
 
     def key_tiles(self) -> list[slice]:
-        """The keys, cut into tiles of `tiling.block_k`."""
+        """The rows of each key tile, of `tiling.block_k` keys."""
         return _cut(self._problem.n_kv, self._tiling.block_k)
 
     def keep(self, rows: slice, cols: slice) -> np.ndarray | None:
         """Return which scores of a tile the mask keeps: (rows, cols) booleans, or None for all.
 
-        A tile without a True need not be visited. The mask depends on positions alone, so it costs
-        no bytes.
+        A fully masked tile need not be visited. The mask depends only on positions, so reading it
+        moves no bytes.
         """
         p = self._problem
         q, k = np.array(span(rows, p.n_q, "queries")), np.array(span(cols, p.n_kv, "keys"))

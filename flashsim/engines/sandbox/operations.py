@@ -1,4 +1,4 @@
-"""The operations on tiles: elementwise operations, products, reductions, choices."""
+"""The operations on tiles: elementwise operations, products, reductions and `np.where`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from flashsim.errors import MemoryModelError, ShapeError
 
 
 class TileBase:
-    """Numbers in a `Room`, with axes for the heads in front, which an algorithm does not see."""
+    """Numbers in a `Room`, with leading axes for the heads, which an algorithm does not see."""
 
     __slots__ = ("_lease", "_number", "_view")
 
     def __init__(self, lease: Lease, view: np.ndarray) -> None:
         self._lease, self._view = lease, view
-        self._number = -1  # on a tape
+        self._number = -1  # the tile's number on a tape
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,12 +41,12 @@ class TileBase:
 
     @property
     def dtype(self) -> np.dtype:
-        """The accumulator's type, or bool."""
+        """The accumulator type, or bool."""
         return self._view.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one head's tile (or view), in the type that arithmetic uses."""
+        """Bytes of one head's tile (or view), in the accumulator type."""
         return self.size * self._view.itemsize
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class TileBase:
         return {"tile": self._number}
 
     def _rounded(self) -> None:
-        """Round a tile of a narrower type to that type after a write."""
+        """After a write, round a tile that was loaded from a narrower type to that type."""
         narrow = self._lease.room.narrow
         if narrow is not None:
             self._view[...] = self._view.astype(narrow).astype(self._view.dtype)
@@ -71,7 +71,7 @@ class TileBase:
             raise MemoryModelError(
                 f"the tile {room.name!r} made at {room.made} is used after its memory was freed "
                 f"({room.gone}); to keep numbers for a later iteration, write them into a tile "
-                "that was made before the loop: O[:] = ..., m[:] = ...",
+                "allocated before the loop: O[:] = ..., m[:] = ...",
                 "freed",
             )
         return room
@@ -114,7 +114,7 @@ def elementwise(ufunc: Any, inputs: Any, out: TileBase | None, where: Any) -> An
 
 @taped("product")
 def product(a: Any, b: Any, *, out: TileBase | None = None, add: bool = False) -> Any:
-    """Compute a matrix product into a new tile or `out`; `add` adds it to `out`'s numbers."""
+    """Compute a matrix product into a new tile or `out`; with `add`, add it to `out`."""
     for x in (a, b):
         if not isinstance(x, TileBase):
             outsider("@", x)
@@ -174,7 +174,7 @@ def reduced(tile: TileBase, name: str, axis: Any, keepdims: bool, outs: Any = ()
 
 @taped("where")
 def chosen(condition: Any, value: Any, other: Any) -> Any:
-    """`np.where` of tiles, numbers and boolean masks."""
+    """Return `np.where` of tiles, numbers and boolean masks."""
     inputs = condition, value, other
     tiles = [x for x in inputs if isinstance(x, TileBase)]
     room = tiles[0]._alive()
@@ -201,7 +201,7 @@ def aligned(tile: TileBase, ndim: int) -> np.ndarray:
 
 
 def _require_room(room: Room, *operands: Any) -> None:
-    """Raise `SramOverflow` before a result is computed for which a chip has no room."""
+    """Raise `SramOverflow` before computing a result that does not fit in SRAM."""
     arrays = [x for x in operands if isinstance(x, np.ndarray)]
     most = room.sram._most
     if math.prod(x.size for x in arrays) > most:  # else no result is larger
@@ -219,7 +219,7 @@ def _operand(what: str, x: Any, room: Room, ndim: int) -> Any:
 
 
 def held(tile: TileBase, room: Room) -> TileBase:
-    """Return a tile that lies in the same SRAM; raise for one of another stage."""
+    """Return the tile, after checking that it is in the SRAM of the same stage."""
     if tile._alive().sram is not room.sram:
         raise MemoryModelError(
             f"the tile {tile._lease.room.name!r} lies in another stage's SRAM; store it to HBM in "
@@ -230,11 +230,11 @@ def held(tile: TileBase, room: Room) -> TileBase:
 
 
 def outsider(what: str, x: Any) -> Any:
-    """Return an operand from outside: a number or a boolean mask; raise for anything else."""
+    """Return an operand from outside the machine: a number or a boolean mask; else raise."""
     if isinstance(x, (bool, np.bool_)):
         return bool(x)
     if isinstance(x, (int, float, np.integer, np.floating)):
-        return float(x)  # a Python number takes the tile's type
+        return float(x)  # a Python number is converted to the tile's type
     if isinstance(x, np.ndarray) and x.dtype == bool:
         return x
     kind = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
@@ -247,7 +247,7 @@ def outsider(what: str, x: Any) -> Any:
 
 
 def flags(part: Any) -> Any:
-    """Return one part of an index for writing, which may be a boolean mask."""
+    """Return one part of an index for writing, after checking it; it may be a boolean mask."""
     basic = part is None or isinstance(part, (int, np.integer, slice, EllipsisType, TileBase))
     if basic or (isinstance(part, np.ndarray) and part.dtype == bool):
         return part

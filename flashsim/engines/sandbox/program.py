@@ -1,7 +1,7 @@
 """Record a user's algorithm without numbers, and replay the recorded program with any numbers.
 
-An algorithm may not depend on the numbers in its tiles, so one run, on tiles that are all NaN,
-shows everything that it does. `record` returns that run as text, and `replay` performs it again on
+An algorithm cannot depend on the numbers in its tiles. So one run, on tiles that are all NaN,
+contains all its instructions. `record` returns that run as text. `replay` performs it again on
 another machine, which checks every instruction as if the algorithm itself ran.
 """
 
@@ -29,19 +29,19 @@ from flashsim.schedule.schedule import Visit
 from flashsim.schedule.tensors import dtype as dtype_of
 from flashsim.schedule.tiling import Tiling
 
-#: Bytes that a recorded algorithm may hold on chip, and in workspaces, to protect the computer that
-#: replays it; what the device has is judged apart from the results.
+#: The most bytes of SRAM, and of workspaces, of a recorded algorithm, to protect the computer that
+#: replays it; the limits of the simulated device are checked separately.
 MOST, MOST_HBM = 1 << 22, 1 << 24
 _UFUNCS = {ufunc.__name__: ufunc for ufunc in COSTS}
 
 
 class ProgramError(Exception):
-    """A text that is not a program of the machine, or one that takes too long."""
+    """A text is not a program of the machine, or its replay takes too long."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A machine to run an algorithm on: the problem, and the tensors that are in HBM."""
+    """The machine for an algorithm: the problem, and the tensors in HBM."""
 
     problem: Problem
     tiling: Tiling
@@ -52,7 +52,7 @@ class Setting:
     def machine(
         self, arrays: Mapping[str, np.ndarray], *, samples: int = 1, most: int | None = MOST
     ) -> OpenMachine:
-        """A machine with these inputs: `samples` of them along the first axis."""
+        """Return a machine with these inputs: `samples` of them along the first axis."""
         p = self.problem
         machine = OpenMachine(
             p, self.tiling, self.device, samples=samples, most=most, most_hbm=MOST_HBM
@@ -61,19 +61,19 @@ class Setting:
         return machine
 
     def blank(self) -> OpenMachine:
-        """A machine whose inputs are all NaN."""
+        """Return a machine whose inputs are all NaN."""
         names = ("Q", "K", "V", *self.inputs)
         kinds = {name: numpy_dtype(dtype_of(self.problem, name)) for name in names}
         return self.machine({n: np.full(size(self.problem, n), np.nan, kinds[n]) for n in names})
 
 
 def record(algorithm: Callable[[OpenMachine], None], name: str, setting: Setting) -> list[str]:
-    """Run an algorithm on tiles without numbers; returns its program.
+    """Run an algorithm on tiles without numbers, and return its program.
 
     Raises
     ------
     Exception
-        Any that the algorithm raises; errors of the machine name the line.
+        Any error that the algorithm raises; errors of the machine name the line.
     """
     one_argument(algorithm, name)
     machine, tape = setting.blank(), Tape()
@@ -95,12 +95,12 @@ def replay(
 ) -> None:
     """Perform a program on a machine; `until` is a deadline of `time.monotonic`.
 
-    `name` is the algorithm's, and `source` are the lines of its file, for error messages.
+    `name` is the algorithm's name, and `source` contains the lines of its file, for error messages.
 
     Raises
     ------
     FlashSimError
-        If the machine refuses an instruction, with its line.
+        If the machine refuses an instruction; the message names its line.
     ProgramError
         If the text is no program, or the deadline passed.
     """
@@ -119,14 +119,14 @@ def replay(
         line = REPLAYED.get()
         text = source[line - 1] if 0 < line <= len(source) else ""
         raise located(error, name, line, text) from None
-    except Exception as error:  # any other: a text that no tape wrote
+    except Exception as error:  # any other error means that no tape wrote the text
         raise ProgramError(f"its program is malformed ({type(error).__name__})") from None
     finally:
         REPLAYED.reset(before)
 
 
 class _Player:
-    """Performs instructions; `tiles` are those that the algorithm could still name."""
+    """Performs instructions; `tiles` contains the tiles to which the algorithm still refers."""
 
     def __init__(self, machine: OpenMachine) -> None:
         self.machine = machine
@@ -138,7 +138,7 @@ class _Player:
     def perform(self, text: str | bytes) -> None:
         """Perform one instruction."""
         if len(text) > MOST_LINE:
-            raise ProgramError(f"an instruction takes more than {MOST_LINE:,} characters")
+            raise ProgramError(f"an instruction has more than {MOST_LINE:,} characters")
         line, name, arguments, named = json.loads(text)
         REPLAYED.set(int(line))
         if name == "drop":
@@ -163,7 +163,7 @@ class _Player:
                 self.made += 1
 
     def _value(self, encoded: Any) -> Any:
-        """An argument from its JSON; see `tape._plain`."""
+        """Return an argument from its JSON value; see `tape._plain`."""
         if isinstance(encoded, list):
             return tuple(self._value(element) for element in encoded)
         if not isinstance(encoded, dict):

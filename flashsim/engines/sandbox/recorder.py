@@ -1,8 +1,8 @@
-"""Run a student's file and hand over what it recorded: a program, answers, or an error in words.
+"""Runs a student's file and returns its result: a program, answers, or an error as text.
 
-``python -m flashsim.engines.sandbox.recorder`` does so in a separate process, behind `walls`. That
-process knows the machine and the sizes of the problem. It holds no inputs, no reference, no right
-answer and no marks, so there is nothing in it to find or to change.
+``python -m flashsim.engines.sandbox.recorder`` does so in a separate process, restricted by
+`walls`. That process has the machine and the sizes of the problem. It has no inputs, no reference
+results, no right answers and no marks, so student code cannot find or change them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ import numpy as np
 from flashsim.engines.sandbox.program import Setting, record
 from flashsim.errors import FlashSimError, MemoryModelError, ShapeError, SramOverflow, shown
 
-#: Characters of an error that are kept.
+#: The most characters of an error's text.
 WORDS = 2000
 
 
 @dataclass(frozen=True)
 class Handed:
-    """The result of running a solution; `kind` and `words` say why there is nothing to judge.
+    """The result of running a solution; `kind` and `words` explain why it cannot be graded.
 
-    `program` are instructions for `program.replay`; `answers` is None unless the file has a dict
-    ANSWERS. A value that is no integer is replaced by its text. `name` is the function's.
+    `program` contains the instructions for `program.replay`. `answers` is None unless the file has
+    a dict ANSWERS; a value that is no integer is replaced by its text. `name` is the function's
+    name.
     """
 
     program: Iterable[str | bytes] = ()
@@ -41,7 +42,7 @@ class Handed:
 
 
 class Order(NamedTuple):
-    """The task of the process: run a text as a file. With no setting, the file holds ANSWERS."""
+    """The task of the process: run a text as a file. Without a setting, the file has ANSWERS."""
 
     text: str
     file: str
@@ -51,7 +52,7 @@ class Order(NamedTuple):
 
 
 def from_text(text: str, file: str, setting: Setting | None) -> Handed:
-    """Run a file's text; `setting` is None if it holds answers instead of an algorithm."""
+    """Run a file's text; `setting` is None if it has answers instead of an algorithm."""
     try:
         code = compile(text, file, "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -96,7 +97,7 @@ def from_answers(mapping: Any) -> Handed:
 
 
 def kind_of(error: BaseException) -> str:
-    """The kind of an error in one word; for an error of the machine, the rule that was broken."""
+    """Return the kind of an error as a word; for an error of the machine, the broken rule."""
     if isinstance(error, MemoryModelError):
         return error.kind
     kinds = {SramOverflow: "overflow", MemoryError: "memory", ShapeError: "shape"}
@@ -107,7 +108,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def of_error(error: BaseException) -> str:
-    """An error's message for a student: its text and, from its notes, the line."""
+    """Return an error's message for a student: its text and, from its notes, the line."""
     try:
         text = str(error)[:WORDS]
     except Exception:
@@ -116,18 +117,18 @@ def of_error(error: BaseException) -> str:
         return text
     if isinstance(error, MemoryError):
         what = f": {text}" if text else ""
-        return f"MemoryError{what}; what a solution may take is limited, and it needs kilobytes"
+        return f"MemoryError{what}; a solution needs kilobytes, and its memory is limited"
     notes = "; ".join(map(str, getattr(error, "__notes__", ())))[:WORDS]
     return f"{type(error).__name__}: {text}" + (f" ({notes})" if notes else "")
 
 
 def main() -> None:
-    """Take an `Order` from the standard input, and write the result to the output.
+    """Read an `Order` from the standard input, and write the result to the output.
 
-    The first line of the output is about the file, as JSON; the program follows. What the file
-    prints goes to the standard error.
+    The first line of the output is the result of the file as JSON; the program follows. The file's
+    own prints are written to the standard error.
     """
-    from flashsim.engines.sandbox import walls  # which a browser has not
+    from flashsim.engines.sandbox import walls  # not available in a browser
 
     order: Order = pickle.load(sys.stdin.buffer)
     out = os.dup(1)
@@ -144,7 +145,7 @@ def main() -> None:
     with os.fdopen(out, "w", encoding="ascii") as result:
         result.write(json.dumps(about) + "\n")
         result.writelines(f"{line!s}\n" for line in handed.program)
-    os._exit(0)  # whatever the file registered for the end of its process
+    os._exit(0)  # skips functions that the file registered for the end of the process
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Memory on chip that a tile shares with its views, and when a temporary's memory is freed."""
+"""On-chip memory that a tile shares with its views, and the lifetime of temporaries."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from flashsim.engines.sandbox.tape import Tape
 class Room:
     """Bytes of SRAM that one tile and its views share.
 
-    `gone` is "" while the bytes are held; after that it says where they were freed. `narrow` is the
-    type of a tile that was loaded from a narrower tensor. Such a tile takes only that type's bytes,
-    so numbers written into it are rounded to that type.
+    `gone` is "" while the memory is allocated; after that it says where the memory was freed.
+    `narrow` is the type of a tile that was loaded from a narrower tensor. Such a tile counts the
+    bytes of that type, so numbers written to it are rounded to that type.
     """
 
     __slots__ = ("data", "depth", "gone", "made", "name", "narrow", "nbytes", "sram", "temporary")
@@ -32,7 +32,7 @@ class Room:
 class Lease:
     """A reference that all tiles of a `Room` share; a temporary's bytes are freed with the last.
 
-    `tape` is the tape that numbered its tiles, and `numbers` their numbers.
+    `tape` is the tape on which its tiles are numbered, and `numbers` are the tiles' numbers.
     """
 
     __slots__ = ("numbers", "room", "tape")

@@ -1,4 +1,4 @@
-"""Run an algorithm on a machine: its tensors, its errors in words, and what it did not store."""
+"""Runs an algorithm on a machine: sets up tensors, explains errors, and checks the results."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def size(p: Problem, name: str) -> tuple[int, ...]:
 def put(
     machine: OpenMachine, arrays: Mapping[str, np.ndarray], outputs: Iterable[str]
 ) -> list[str]:
-    """Place inputs and empty outputs in HBM; returns the outputs that need not be stored.
+    """Put inputs and empty outputs in HBM, and return the outputs that need not be stored.
 
-    That is L, which an algorithm that stores O may store as well.
+    This is L, which an algorithm that stores O may store as well.
     """
     p, hbm = machine.problem, machine.hbm
     for name, array in arrays.items():
@@ -46,7 +46,7 @@ def put(
 
 
 def one_argument(algorithm: Callable[..., None], name: str) -> None:
-    """Raise `DTypeError` unless the function can be called with the machine alone."""
+    """Raise `DTypeError` unless the function can be called with only the machine."""
     try:
         inspect.signature(algorithm).bind("machine")
     except TypeError as error:
@@ -54,12 +54,12 @@ def one_argument(algorithm: Callable[..., None], name: str) -> None:
             f"{name} is called with one argument, the machine, but: {error}; pass its other "
             "arguments with functools.partial or as defaults"
         ) from None
-    except ValueError:  # a function in C that does not say what it takes
+    except ValueError:  # a function written in C without a signature
         pass
 
 
 def run(algorithm: Callable[[OpenMachine], None], name: str, machine: OpenMachine) -> None:
-    """Call the function; errors name the line that failed."""
+    """Call the function; errors name the line that raised them."""
     try:
         with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
             algorithm(machine)
@@ -76,8 +76,8 @@ def run(algorithm: Callable[[OpenMachine], None], name: str, machine: OpenMachin
 
 
 def located(error: FlashSimError, name: str, line: int, text: str) -> FlashSimError:
-    """The error with its line in front; `text` is that line, if it is known."""
-    quoted = f", `{text.strip()}`" if text.strip() else ""  # a prompt's is not always kept
+    """Return the error with its line in front; `text` is that line's source, if known."""
+    quoted = f", `{text.strip()}`" if text.strip() else ""  # unknown for code typed at a prompt
     told = type(error)(f"{name}, line {line}{quoted}: {error}")
     vars(told).update({key: value for key, value in vars(error).items() if key != "__notes__"})
     return told

@@ -1,4 +1,4 @@
-"""The scopes of a stage: steps, visits and strips, whose ends free what was made inside."""
+"""The scopes of a stage: steps, visits and strips; the end of a scope frees its tiles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashsim.schedule.schedule import Schedule, Visit
 
 
 class Scopes:
-    """The open scopes of one stage, and the cost of the work in each."""
+    """The open scopes of one stage, and the cost of the operations in each."""
 
     def __init__(self, schedule: Schedule, stage: plans.Stage) -> None:
         self._schedule, self._stage = schedule, stage
@@ -39,12 +39,12 @@ class Scopes:
     @taped_scope("step")
     @contextmanager
     def step(self, outer: int | slice, member: int = 0) -> Iterator[None]:
-        """One step of the outer loop, the work of one thread block; its end frees all its tiles.
+        """Open a step of the outer loop, the work of one thread block; its end frees all tiles.
 
         Parameters
         ----------
         outer : slice or int
-            Rows of the query tile (with ``outer="keys"``, of the key tile), or its number.
+            The rows of the query tile (with ``outer="keys"``, of the key tile), or its number.
         """
         if self._scopes:
             raise MemoryModelError(
@@ -60,7 +60,7 @@ class Scopes:
     @taped_scope("strip")
     @contextmanager
     def strip(self) -> Iterator[None]:
-        """A part of a step or a visit; its end frees the tiles made inside."""
+        """Open a scope within a step or a visit; its end frees the tiles allocated inside."""
         with self._scope(self._here(), computes=False):
             yield
 
@@ -69,12 +69,13 @@ class Scopes:
     def visit(
         self, visit: Visit | slice, cols: slice | None = None, member: int = 0
     ) -> Iterator[None]:
-        """Work on one tile of scores; its end frees the tiles made inside.
+        """Open a visit, the work on one tile of scores; its end frees the tiles allocated inside.
 
         Parameters
         ----------
         visit, cols : slice
-            The query rows and the keys of the tile; or one argument, a `Visit` of `sram.schedule`.
+            The query rows and the keys of the tile; or a single argument, a `Visit` from
+            `sram.schedule`.
         """
         _, i, j, at = self._here()
         if at >= 0:

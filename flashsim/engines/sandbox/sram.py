@@ -1,4 +1,4 @@
-"""The SRAM that a user's algorithm sees: scopes, memory, transfers, and the cost of each line."""
+"""The SRAM of a user's algorithm: scopes, memory, transfers, and the cost of each operation."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from flashsim.trace.events import StageTrace
 from flashsim.trace.validate import MOST_EVENTS
 
 ALL = slice(None)
-#: What room taken by arithmetic is called, until `OpenSram.name` gives it another name.
+#: The name of memory that results of arithmetic take, until `OpenSram.name` renames it.
 TEMPORARY = "temp"
 _IN_PLACE = (
-    "\nresults of arithmetic take room (temp); in place they do not: S *= 2, S -= m[:, None], "
-    "np.exp(S, out=S), sram.accumulate(O, P, V)"
+    "\nresults of arithmetic take memory (temp); operations in place do not: S *= 2, "
+    "S -= m[:, None], np.exp(S, out=S), sram.accumulate(O, P, V)"
 )
 
 
@@ -40,7 +40,7 @@ class OpenSram(Scopes):
     schedule : Schedule
         The stage's tiles, if the algorithm needs them: `schedule.visits(i)`, `schedule.t_r`.
     used, peak : int
-        Bytes held now, and the most held so far.
+        The bytes in use now, and the most bytes in use so far.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class OpenSram(Scopes):
         self._lead = (hbm._samples * p.batch * p.kv_heads, 1 if stage.per == "group" else p.group)
         self._events: list[tuple[int, ...]] = []
 
-    # What it says of itself cannot be set: `sram.device = larger` is an error.
+    # Read-only properties: `sram.device = larger` is an error.
     schedule = property(lambda self: self._schedule)
     stage = property(lambda self: self._stage)
     device = property(lambda self: self._device)
@@ -65,25 +65,26 @@ class OpenSram(Scopes):
     def _taped(self) -> dict[str, int]:
         return {"sram": 0}
 
-    # -- room -----------------------------------------------------------------------------------
+    # -- memory ---------------------------------------------------------------------------------
 
     @taped("alloc")
     def alloc(self, name: str, shape: Any, fill: float | None = None) -> SramTile:
-        """Allocate one tile of the accumulator's type.
+        """Allocate one tile of the accumulator type.
 
-        Without `fill` its numbers are NaN until they are written.
+        Without `fill`, its numbers are NaN until they are written.
 
         Raises
         ------
         SramOverflow
-            The message lists the tiles held, where each was made, and the device's capacity.
+            If the tile does not fit. The message lists the tiles on chip, where each was made, and
+            the device's capacity.
         """
         self._here()
         sides = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
         if not all(isinstance(n, (int, np.integer)) and n > 0 for n in sides):
             raise ShapeError(f"the sides of a tile must be at least 1, got {shown(shape)}")
         if fill is not None and not isinstance(fill, (int, float, np.number)):
-            raise DTypeError(f"a tile is filled with one number, got fill={shown(fill)}")
+            raise DTypeError(f"fill must be a number, got {shown(fill)}")
         nbytes = math.prod(map(int, sides)) * self._compute.itemsize
         self._require_room(name, nbytes)
         value = np.nan if fill is None else fill
@@ -98,7 +99,7 @@ class OpenSram(Scopes):
 
     @taped("name")
     def name(self, name: str, tile: SramTile) -> SramTile:
-        """Keep a temporary under a name until its scope ends; returns it."""
+        """Name a temporary, which keeps it until its scope ends, and return it."""
         room = tile._alive()
         if room.temporary:
             self._log(FREE, self._hbm._code(room.name), room.nbytes)
@@ -124,7 +125,7 @@ class OpenSram(Scopes):
     def accumulate(
         self, into: SramTile, a: SramTile, b: SramTile, rescale: SramTile | None = None
     ) -> None:
-        """``into += a @ b`` as on tensor cores: the product takes no extra memory.
+        """Compute ``into += a @ b`` as on tensor cores, where the product takes no extra memory.
 
         With `rescale`, one factor per row, ``into`` is first multiplied by it.
         """
@@ -146,18 +147,18 @@ class OpenSram(Scopes):
         return self._schedule.problem.rounded(tile)  # type: ignore[arg-type, return-value]
 
     def show(self, tile: SramTile) -> None:
-        """Print the first head's numbers; returns nothing, so no number leaves the chip."""
+        """Print the first head's numbers; nothing is returned, so no number leaves the chip."""
         tile._alive()
         recording = "while an algorithm is recorded, tiles have no numbers; flashsim.simulate has"
         print(f"{tile!r}\n{tile._view[0, 0] if TAPE.get() is None else recording}")
 
     def _note(self, costs: np.ndarray) -> None:
-        """Add this work to the open scope."""
+        """Add the cost of an operation to the open scope."""
         if self._sums:
             self._sums[-1] += costs
 
     def _require_room(self, name: str, nbytes: int) -> None:
-        """Raise `SramOverflow` for a tile before the computer's own memory is asked for it."""
+        """Raise `SramOverflow` for a tile that does not fit, before it is allocated in memory."""
         if nbytes > self._most:
             self._lease(name, ALLOC, nbytes, np.zeros(0), temporary=False)
 
@@ -172,8 +173,9 @@ class OpenSram(Scopes):
         self._log(op, code, nbytes)
         if self._used > self._most:
             raise SramOverflow(
-                f"stage {self._stage.name!r} holds {self._used:,} B on chip, but "
-                f"{self._device.name} gives a block {self._device.sram_bytes:,} B; it holds:"
+                f"stage {self._stage.name!r} holds {self._used:,} B on chip, but a thread block of "
+                f"{self._device.name} has {self._device.sram_bytes:,} B; use smaller tiles, or end "
+                "steps earlier. The tiles on chip are:"
                 + "".join(
                     f"\n  {r.name:<12}{r.nbytes:>12,} B, made at {r.made}" for r in self._rooms
                 )
@@ -182,7 +184,7 @@ class OpenSram(Scopes):
         return Lease(room)
 
     def _give_back(self, room: Room, where: str) -> None:
-        """Free a `Room`; its numbers become NaN."""
+        """Free a `Room`, and overwrite its numbers with NaN."""
         room.gone = where
         if room.data.flags.writeable:
             room.data.fill(np.nan if room.data.dtype != bool else False)
@@ -193,7 +195,7 @@ class OpenSram(Scopes):
 
     def _log(self, op: int, tensor: int, nbytes: int) -> None:
         if not self._over:
-            if 2 * len(self._events) >= MOST_EVENTS and op != FREE:  # a free comes for each alloc
+            if 2 * len(self._events) >= MOST_EVENTS and op != FREE:  # each alloc needs a free later
                 raise MemoryModelError(
                     f"stage {self._stage.name!r} records more than {MOST_EVENTS:,} events; use "
                     "larger tiles or a smaller problem"
@@ -206,7 +208,7 @@ class OpenSram(Scopes):
     def load(
         self, tensor: Remote, rows: slice, cols: slice = ALL, *, member: int | None = None
     ) -> SramTile:
-        """Copy a tile HBM -> SRAM; arithmetic on it has the accumulator's type.
+        """Copy a tile HBM -> SRAM, converted to the accumulator type.
 
         In a stage with ``per="group"``, `member` selects the query head of the group.
         """
@@ -216,12 +218,12 @@ class OpenSram(Scopes):
         inside = self._hbm._behind(tensor)
         self._check_heads(tensor, member)
         data = inside.view(rows, cols, member).astype(self._compute)
-        if data.shape[:2] != self._lead:  # every head its own: it may write to it
+        if data.shape[:2] != self._lead:  # each head needs its own copy, which it may write to
             data = np.broadcast_to(data, (*self._lead, *data.shape[2:])).copy()
         name = tensor.name.removesuffix("_acc")
         code = self._hbm._code(tensor.name)
         nbytes = inside.tile_bytes(rows, cols)
-        # One event: a load makes the room that it fills.
+        # A load is one event, which also allocates the memory.
         lease = self._lease(name, LOAD, nbytes, data, temporary=False)
         op, _, *rest = self._events[-1]
         self._events[-1] = (op, code, *rest)
@@ -261,13 +263,13 @@ class OpenSram(Scopes):
         *,
         member: int | None = None,
     ) -> None:
-        """Add a tile to what HBM holds (on a GPU: an atomic in the L2 cache)."""
+        """Add a tile to a tensor in HBM (on a GPU: an atomic in the L2 cache)."""
         rows, cols, value = self._outgoing(tensor, rows, cols, tile, member)
         self._hbm._require_written(tensor, rows, cols, member)
         inside = self._hbm._behind(tensor)
         value = np.asarray(value)
         if value.ndim and inside.data.shape[1] < value.shape[1]:
-            value = value.sum(axis=1, keepdims=True)  # every head of a group adds its own
+            value = value.sum(axis=1, keepdims=True)  # all heads of a group add to the same tile
         inside.add(rows, cols, member, value)
         self._log(REDUCE, self._hbm._code(tensor.name), inside.tile_bytes(rows, cols))
 
@@ -303,9 +305,10 @@ class OpenSram(Scopes):
         )
 
     def _check_heads(self, tensor: Remote, member: int | None) -> None:
-        """Raise unless `member` selects one query head where the stage works per query head.
+        """Raise an error unless `member` fits the stage and the tensor.
 
-        A transfer must not move tiles of other heads.
+        In a stage that works on a whole group, `member` must select the query head whose tile a
+        transfer moves.
         """
         heads, group = self._hbm._behind(tensor).data.shape[1], self._schedule.problem.group
         if heads > self._lead[1] and member is None:

@@ -1,8 +1,8 @@
-"""Record what an algorithm asks of the machine, one instruction per call.
+"""Records an algorithm's calls to the machine, one instruction per call.
 
 The decorators `taped` and `taped_scope` mark the operations that make up a program. While a `Tape`
-is in `TAPE`, each call that succeeds is written down with its line; `flashsim.engines.sandbox.
-program` replays the result. A tile in an instruction is its number, in the order of results.
+is in `TAPE`, each successful call is recorded with its line; `flashsim.engines.sandbox.program`
+replays the result. Instructions refer to tiles by number, in the order in which they were created.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flashsim.errors import MemoryModelError, shown
 from flashsim.schedule.schedule import Visit
 from flashsim.schedule.tiling import Tiling
 
-#: The tape of the algorithm that runs now; None: its calls are not written down.
+#: The tape of the running algorithm; None if its calls are not recorded.
 TAPE: ContextVar[Tape | None] = ContextVar("tape", default=None)
 #: The operations of a program and its scopes, by the name in its instructions.
 OPERATIONS: dict[str, Callable[..., Any]] = {}
@@ -41,10 +41,10 @@ class Tape:
     def __init__(self) -> None:
         self.instructions: list[str] = []
         self._tiles = self._length = 0
-        self._inside = False  # an operation may call others: only the outermost is written
+        self._inside = False  # an operation may call others, but only the outermost is recorded
 
     def run(self, name: str, operation: Callable[..., R], args: Any, kwargs: dict[str, Any]) -> R:
-        """Perform one operation and write it down."""
+        """Perform one operation, and record it."""
         if self._inside:
             return operation(*args, **kwargs)
         self._inside = True
@@ -69,12 +69,12 @@ class Tape:
         self.instructions.append(text)
 
     def dropped(self, numbers: list[int]) -> None:
-        """Note that the algorithm has no name left for these tiles."""
+        """Record that the algorithm no longer refers to these tiles."""
         self.instructions.append(json.dumps([line_at_work(), "drop", numbers, {}]))
 
 
 def taped(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Mark an operation of the machine, which a tape writes down under this name."""
+    """Mark an operation of the machine, which a tape records under this name."""
 
     def mark(operation: Callable[P, R]) -> Callable[P, R]:
         OPERATIONS[name] = operation
@@ -94,7 +94,7 @@ def taped(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def taped_scope(
     name: str,
 ) -> Callable[[Callable[P, AbstractContextManager[R]]], Callable[P, AbstractContextManager[R]]]:
-    """Mark a context manager of the machine: its end is an instruction of its own."""
+    """Mark a context manager of the machine, whose end is recorded as another instruction."""
 
     def mark(
         scope: Callable[P, AbstractContextManager[R]],
@@ -121,7 +121,7 @@ def taped_scope(
 
 
 def _plain(value: Any) -> Any:
-    """An argument as JSON."""
+    """Return an argument as a JSON value."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":

@@ -1,7 +1,7 @@
-"""`SramTile`: a tile in simulated SRAM. Arithmetic on tiles gives new tiles, which take memory.
+"""`SramTile`: a tile in simulated SRAM. Arithmetic on tiles creates new tiles, which take memory.
 
 Numbers never leave the simulated chip: every way to copy them out (`np.asarray`, `float`, `list`,
-`tolist`, pickling ...) raises an error, and arrays from outside cannot come in. Using a tile after
+`tolist`, pickling ...) raises an error, and arrays from outside cannot be used. Using a tile after
 its scope has ended is also an error. The leading axes for heads are hidden: a tile of 64 rows of
 32 elements has the shape (64, 32), however many heads are simulated at once.
 """
@@ -44,18 +44,18 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
         state = f"given back, {room.gone}" if room.gone else f"{room.nbytes:,} B on chip"
         return f"<tile {room.name} {self.shape}: {state}, made at {room.made}>"
 
-    # -- views: no room, no work ----------------------------------------------------------------
+    # -- views, which take no memory and cost no work -------------------------------------------
 
     @property
     @taped("T")
     def T(self) -> SramTile:
-        """Axes reversed; a view."""
+        """The tile with its axes reversed, as a view."""
         return self._seen(self._view.transpose(0, 1, *range(self._view.ndim - 1, 1, -1)))
 
     @property
     @taped("mT")
     def mT(self) -> SramTile:
-        """The last two axes exchanged; a view."""
+        """The tile with its last two axes exchanged, as a view."""
         return self._seen(self._view.mT)
 
     @taped("part")
@@ -183,7 +183,7 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
         room.sram._note(priced("", 0, self.nbytes, self.nbytes))
         return room.sram._made(rounded)
 
-    # -- what would let numbers out -------------------------------------------------------------
+    # -- operations that would copy numbers out of the chip --------------------------------------
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise MemoryModelError(
@@ -209,7 +209,7 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
         raise AttributeError(f"a tile has no {name!r}; it has {', '.join(_PUBLIC)}")
 
 
-#: What an array has to let its numbers out.
+#: The methods by which an array copies its numbers out.
 _LEAKS = {
     *("base", "ctypes", "data", "dump", "dumps", "flat", "flatten", "item", "itemset", "ravel"),
     *("tobytes", "tofile", "tolist", "view"),

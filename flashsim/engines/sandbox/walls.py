@@ -1,9 +1,9 @@
-"""Limits that a process puts around itself before it runs someone else's code.
+"""Restricts the process before it runs untrusted code.
 
-`limit` sets limits on CPU time and memory, everywhere except on Windows. `close` adds, on Linux,
-Landlock (nothing is written, and only Python and its packages are read) and a seccomp filter (no
-other process, no signal, no network). Neither can be undone. A program that has to start compilers
-and write caches takes `limit` alone.
+`limit` limits CPU time and memory, except on Windows. On Linux, `close` also sets up Landlock,
+which prevents all writes and allows reading only Python and its packages, and a seccomp filter,
+which prevents new processes, signals and network access. Neither can be undone. A program that must
+start compilers and write caches uses only `limit`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-#: The things that `close` closes off, as it names them.
+#: The names of what `close` blocks access to.
 FILES, PROCESSES, NETWORK = "files", "other processes", "the network"
 
-#: System calls that start or touch another process, by their numbers on x86-64 and on ARM.
+#: System calls that start or access another process, by their numbers on x86-64 and on ARM.
 _PROCESS_CALLS = {
     "fork": (57, None), "vfork": (58, None), "clone": (56, 220), "clone3": (435, 435),
     "execve": (59, 221), "execveat": (322, 281), "kill": (62, 129), "tkill": (200, 130),
@@ -30,7 +30,7 @@ _PROCESS_CALLS = {
     "io_uring_setup": (425, 425), "keyctl": (250, 219), "unshare": (272, 97), "setns": (308, 268),
 }  # fmt: skip
 _NETWORK_CALLS = {"socket": (41, 198), "socketpair": (53, 199)}
-#: Those that change a file's owner, mode or times, which Landlock leaves alone.
+#: System calls that change a file's owner, mode or times, which Landlock does not restrict.
 _FILE_CALLS = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
     "chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54),
@@ -41,9 +41,9 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
 def limit(*, seconds: float, memory: int | None = None) -> None:
-    """Limit this process to so many seconds of CPU, and to so many MiB beyond what it uses now.
+    """Limit this process to `seconds` of CPU time, and to `memory` MiB beyond its current use.
 
-    Windows has no such limits, and Linux alone limits memory.
+    Windows has no such limits, and only Linux limits memory.
     """
     if sys.platform == "win32":
         return
@@ -57,10 +57,10 @@ def limit(*, seconds: float, memory: int | None = None) -> None:
 
 
 def close() -> list[str]:
-    """Close this process off from files, other processes and the network.
+    """Block this process's access to files, other processes and the network.
 
-    Modules that are still to be imported can be, but nothing else is read, and nothing is written
-    except to what is open already. Returns what this system could close off.
+    Modules can still be imported, but no other file can be read. Only files that are already open
+    can be written. Returns the names of what this system could block.
     """
     if sys.platform == "win32":
         return []
@@ -70,7 +70,7 @@ def close() -> list[str]:
     if sys.platform != "linux":
         return []
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(38, 1, 0, 0, 0):  # no new privileges: the kernel asks for it first
+    if libc.prctl(38, 1, 0, 0, 0):  # no new privileges, which the kernel requires first
         return []
     closed = [FILES] if _landlock(libc, _readable()) else []
     if _seccomp(libc, {**_PROCESS_CALLS, **_NETWORK_CALLS, **_FILE_CALLS}):
@@ -87,7 +87,7 @@ def _lower(which: int, most: int) -> None:
 
 
 def _readable() -> list[str]:
-    """Where Python, its packages and the libraries that they load lie."""
+    """Return the paths of Python, its packages and the libraries that they load."""
     places = [sys.prefix, sys.base_prefix, str(Path(__file__).parents[2])]
     places += [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     places += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"]
@@ -96,12 +96,12 @@ def _readable() -> list[str]:
 
 
 def _landlock(libc: ctypes.CDLL, readable: Iterable[str]) -> bool:
-    """Allow to read what lies below these paths, and nothing else; see landlock(7)."""
+    """Allow reading only below these paths; see landlock(7)."""
     create, add, restrict = 444, 445, 446  # numbers of system calls, on every architecture
     version = libc.syscall(create, None, 0, 1)
     if version < 1:
         return False
-    rights = 13 + (version >= 2) + (version >= 3)  # kernels refuse bits that they do not know
+    rights = 13 + (version >= 2) + (version >= 3)  # kernels reject unknown bits
     attributes = [(1 << rights) - 1]
     attributes += [0b11] if version >= 4 else []  # no TCP
     attributes += [0b11] if version >= 6 else []  # no signals and no sockets to others
@@ -125,7 +125,7 @@ class _Filter(ctypes.Structure):
 
 
 def _seccomp(libc: ctypes.CDLL, calls: dict[str, tuple[int | None, ...]]) -> bool:
-    """Let these system calls fail with EPERM; see seccomp(2)."""
+    """Make these system calls fail with EPERM; see seccomp(2)."""
     known = _ARCHITECTURES.get(platform.machine())
     if known is None:
         return False

@@ -33,10 +33,10 @@ def _slips(tensor, op="load"):
         right, rows, cols = trace.bytes(op, tensor), trace.schedule.t_r, trace.schedule.t_c
         found = {right // 4: "you counted elements; a float32 has 4 bytes"}
         if tensor == "K":
-            found[right // rows] = f"that is once; there are {rows} steps, which share nothing"
+            found[right // rows] = f"this is K once; there are {rows} steps, which share nothing"
         else:
-            found[right * rows] = "each step moves its own rows alone"
-            found[right * cols] = "a step keeps its tile of Q while it goes over the keys"
+            found[right * rows] = "each step moves only its own rows"
+            found[right * cols] = "a step keeps its tile of Q while it loops over the keys"
         return found
 
     return slips

@@ -1,9 +1,9 @@
 """Causal attention that skips empty tiles.
 
-Query i sees keys 0 … i. About half of the score tiles are empty: do not load their keys. Where
-the diagonal cuts a tile, `machine.keep(rows, cols)` returns which scores count (None means
-all). Compute attention as in the last exercise, but with S = scale · Q Kᵀ computed on chip.
-Store O.
+Query i sees keys 0 … i. About half of the score tiles are empty: do not load their keys.
+`machine.keep(rows, cols)` returns a boolean array: True for each score that the mask keeps in
+this tile. None means that it keeps all of them. Compute attention as in the last exercise, but
+with S = scale · Q Kᵀ computed on chip. Store O.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ def reference(machine):
                 # END
                 for cols in machine.key_tiles():
                     keep = machine.keep(rows, cols)
-                    # TODO: leave out what is empty; mask what is cut: S[~keep] = -np.inf
+                    # TODO: skip empty tiles; mask tiles on the diagonal: S[~keep] = -np.inf
                     if keep is not None and not keep.any():
                         continue
                     with sram.visit(rows, cols):

@@ -1,8 +1,8 @@
 """Decoding: the keys are split over thread blocks.
 
-One query, a cache of 96 keys. A single step would do all the work while every other SM is idle.
-So no step may load more than a quarter of K. Each of four steps computes attention over 24
-keys, and stores a partial O and LSE in a workspace. A second stage merges them:
+One query attends to a cache of 96 keys. A single step (thread block) would use one SM, and leave
+all others idle. So no step may load more than a quarter of K. Each of four steps computes
+attention over 24 keys, and stores a partial O and LSE in a workspace. A second stage merges them:
 
     L = log Σ_s exp(L_s)        O = Σ_s exp(L_s - L) O_s
 
@@ -73,7 +73,7 @@ def in_parallel(trace):
         if most > share:
             return (
                 f"a step of stage {stage.name!r} loads {most:,} B of K; a quarter is {share:,} B: "
-                "give the parts to steps of their own"
+                "compute each part of the keys in its own step"
             )
     return ""
 

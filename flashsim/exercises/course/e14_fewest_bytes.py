@@ -1,9 +1,9 @@
 """Fewest bytes: any algorithm that fits on chip.
 
 Compute attention of 192 queries and 192 keys with head_dim 16 in float32, with 3 KiB on chip.
-Store O only. You choose the tiles: `machine.stage(name, tiling=flashsim.Tiling(block_q,
-block_k))`, plain slices, smaller pieces inside a visit with `sram.strip()`. Which data must be
-on chip all the time, and which can come and go?
+Store O only. You choose the tiles: by `machine.stage(name, tiling=flashsim.Tiling(block_q,
+block_k))`, by plain slices, and by `sram.strip()` for smaller pieces inside a visit. Which data
+must stay on chip all the time, and which can be loaded again?
 
 You get full marks for moving as few bytes as the reference; fewer bytes improve your place on
 the leaderboard. No algorithm that adds up 16 products per score can move less than 97,920 B

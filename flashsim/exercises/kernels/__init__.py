@@ -1,1 +1,1 @@
-"""Exercises for kernels in Triton or Pallas, one file each."""
+"""The bundled exercises for kernels in Triton or Pallas, one file each."""

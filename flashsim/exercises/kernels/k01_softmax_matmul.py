@@ -1,9 +1,9 @@
 """A fused softmax-matmul kernel.
 
-Write O = softmax(S) V as one kernel, for S of shape (batch, d1, d2) and V of shape (batch, d2, d3);
-the softmax runs along the last axis of S. A program owns BLOCK_1 rows of O and moves over d2 in
-tiles of BLOCK_1 x BLOCK_2. It loads its tiles of S once, and S is never stored: keep a running
-maximum and a running sum. No length need be a multiple of its tile; d3 is a power of two.
+Write O = softmax(S) V as one kernel, for S of shape (batch, d1, d2) and V of shape (batch, d2, d3).
+The softmax runs along the last axis of S. Each program computes BLOCK_1 rows of O, and loops over
+d2 in tiles of BLOCK_1 x BLOCK_2. It loads each tile of S once, and stores nothing but O: keep a
+running maximum and a running sum. Lengths need not be multiples of the tile; d3 is a power of two.
 """
 
 from flashsim.exercises.exercise import Task
@@ -58,7 +58,7 @@ def softmax_matmul(s, v, BLOCK_1=32, BLOCK_2=32):
 
 
 def budget(task: Task) -> dict[tuple[str, str], int]:
-    """S and O once, and V once for each tile of rows."""
+    """Return the bytes for full marks: S and O move once, and V once per tile of rows."""
     p = task.problem
     tiles = -(-p.n_q // task.tiling.block_q)
     heads = 4 * p.batch * p.heads
@@ -82,9 +82,9 @@ EXERCISE = KernelExercise(
     path="softmax_matmul/softmax_matmul.py",
     budget=budget,
     hints=(
-        "Use the online softmax of the lessons: one pass over d2.",
+        "Use the online softmax of the lessons, which makes one pass over d2.",
         "When the maximum grows from m to m_new, multiply l and acc by exp(m - m_new).",
-        "Lanes of S past d2 must be -inf, so that exp gives 0; those of V must be 0.",
+        "Lanes of S past d2 must be -inf, so that their exp is 0. Rows of V past d2 must be 0.",
     ),
     wrong=(
         ("acc * alpha[:, None] + tl.dot", "acc + tl.dot", "O is not multiplied by exp(m_old"),

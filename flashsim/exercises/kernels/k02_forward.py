@@ -1,9 +1,9 @@
 """A FlashAttention-2 forward kernel.
 
 Write forward(q, k, v, causal), which returns O and L = m + log l, the log-sum-exp of each row's
-scaled scores. q, k and v are (heads, n, d); here causal is always False. A program owns a tile of
-queries of one head. It loads its Q once, moves over K and V in tiles, and divides by l once, at the
-end. n need not be a multiple of the tile; d is a power of two.
+scaled scores. q, k and v are (heads, n, d); causal is always False in this exercise. Each program
+computes a tile of queries of one head. It loads its tile of Q once, loops over K and V in tiles,
+and divides by l once, at the end. n need not be a multiple of the tile; d is a power of two.
 """
 
 from flashsim.exercises.exercise import Task
@@ -69,10 +69,10 @@ EXERCISE = KernelExercise(
     given=("Q", "K", "V"),
     path="flash_attention/flash_attention.py",
     hints=(
-        "It is the fused softmax-matmul, with S = scale Q K^T computed on chip.",
-        "Load K and V once in each iteration, and use them for everything in it.",
-        "Scores of keys past n must be -inf; a key of zeros has a score of 0, and exp(0) is 1.",
-        "L = m + log(l), with m and l as they are after the last tile.",
+        "Extend the fused softmax-matmul kernel: compute S = scale Q K^T on chip.",
+        "Load each tile of K and of V once per iteration.",
+        "Set the scores of keys past n to -inf: a key of zeros has a score of 0, and exp(0) is 1.",
+        "L = m + log(l), with the values of m and l after the last tile.",
     ),
     wrong=(
         (" * scale, float", ", float", "the scores are not multiplied by the scale"),

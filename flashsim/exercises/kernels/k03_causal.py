@@ -1,8 +1,8 @@
 """A causal forward kernel that skips tiles.
 
-Extend your forward(q, k, v, causal): if causal is True, query i sees keys 0 to i. Key tiles that
-lie wholly above the diagonal are neither loaded nor computed, so the loop ends where the mask does.
-Tiles on the diagonal are masked element by element.
+Extend your forward(q, k, v, causal): if causal is True, query i sees keys 0 to i. Neither load nor
+compute key tiles that lie entirely above the diagonal: the loop ends at the last tile that the mask
+keeps. Mask tiles on the diagonal element by element.
 """
 
 from flashsim.exercises.exercise import Task
@@ -11,12 +11,12 @@ from flashsim.exercises.kernels import k02_forward
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
-_CAUSAL = """    # TODO: if causal, end where the mask does
+_CAUSAL = """    # TODO: if causal, end at the last key that the tile's rows see
     end = tl.minimum((i + 1) * BLOCK_Q, n) if causal else n
     # END
 """
 _MASK = """        keep = cols[None, :] < n
-        # TODO: if causal, drop keys after the query
+        # TODO: if causal, mask keys after the query
         if causal:
             keep = keep & (rows[:, None] >= cols[None, :])
         # END
@@ -39,12 +39,12 @@ EXERCISE = KernelExercise(
     given=("Q", "K", "V"),
     path="flash_attention/flash_attention.py",
     hints=(
-        "The loop's end depends on the program: which is the last key that its last row sees?",
+        "The end of the loop depends on the program: which key is the last that its rows see?",
         "Rows i * BLOCK_Q to (i + 1) * BLOCK_Q - 1 see keys before (i + 1) * BLOCK_Q.",
-        "keep & (rows[:, None] >= cols[None, :]), before the maximum.",
+        "Before the maximum, set keep = keep & (rows[:, None] >= cols[None, :]).",
     ),
     wrong=(
-        ("tl.minimum((i + 1) * BLOCK_Q, n) if causal else n", "n", "end the loop where the mask"),
+        ("tl.minimum((i + 1) * BLOCK_Q, n) if causal else n", "n", "scores are all masked"),
         ("rows[:, None] >= cols", "rows[:, None] > cols", "shifted by one"),
     ),
 )

@@ -1,9 +1,10 @@
 """Three backward kernels.
 
 Write backward(q, k, v, o, lse, do, causal), which returns dQ, dK and dV, as three kernels. The
-first stores delta = rowsum(dO O). The second owns a tile of keys, moves over the queries, and
-stores dK and dV. The third owns a tile of queries, moves over the keys, and stores dQ. Nothing is
-added to memory with atomics, and tiles that the causal mask empties are skipped in both loops.
+first kernel stores delta = rowsum(dO O). In the second, each program has a tile of keys, loops over
+the queries, and stores dK and dV. In the third, each program has a tile of queries, loops over the
+keys, and stores dQ. Use no atomic operations. Both loops skip tiles that the causal mask removes
+entirely.
 """
 
 from flashsim.exercises.exercise import Task
@@ -116,14 +117,18 @@ EXERCISE = KernelExercise(
     given=("Q", "K", "V", "O", "L", "dO"),
     path="flash_attention/flash_attention.py",
     hints=(
-        "P = exp(scale Q K^T - L): this needs no maximum and no sum, because L contains both.",
+        "P = exp(scale Q K^T - L). It needs no running maximum or sum, because L contains both.",
         "dV += P^T dO; dP = dO V^T; dS = P (dP - delta); dK += scale dS^T Q; dQ += scale dS K.",
-        "A causal program of key tile j begins at the query tile that holds row j * BLOCK_K.",
-        "Rows past n get P = exp(0 - 0) = 1: mask them in the second kernel too.",
+        "If causal, the loop for key tile j begins at the query tile that holds row j * BLOCK_K.",
+        "Rows past n have P = exp(0 - 0) = 1: mask them, also in the second kernel.",
     ),
     wrong=(
         ("dk += tl.dot(tl.trans(ds), q) * scale", "dk += tl.dot(tl.trans(ds), q)", "dK is not mul"),
         ("dq += tl.dot(ds, k) * scale", "dq += tl.dot(ds, k)", "dQ is not multiplied by the scale"),
-        ("begin = (j * BLOCK_K) // BLOCK_Q * BLOCK_Q if causal else 0", "begin = 0", "empties"),
+        (
+            "begin = (j * BLOCK_K) // BLOCK_Q * BLOCK_Q if causal else 0",
+            "begin = 0",
+            "tiles whose scores are all masked",
+        ),
     ),
 )

@@ -1,8 +1,8 @@
 """Bank conflicts of shared memory and sectors of global memory, for one warp's request.
 
-Shared memory is 32 banks of 4 bytes: word w lies in bank w % 32. Shared memory serves one
-*wavefront* per cycle. Different words of one bank take one wavefront each; a word that several
-lanes request is sent to all of them at once. Global memory moves in sectors of 32 bytes.
+Shared memory has 32 banks of 4 bytes: word w is in bank w % 32. Shared memory serves one
+*wavefront* per cycle. Different words of the same bank need one wavefront each. A word that several
+lanes request is sent to all of them at once. Global memory is read in sectors of 32 bytes.
 
 >>> from flashsim import banks
 >>> banks.access("column", "row-major").wavefronts

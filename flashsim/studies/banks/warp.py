@@ -1,4 +1,4 @@
-"""One warp's request to a tile in shared memory, and the bank conflicts it causes."""
+"""Computes the bank conflicts of one warp's request to a tile in shared memory."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from flashsim.report import Table
 #: Lanes of a warp; banks, and bytes of each (CUDA C++ Programming Guide, "Shared Memory"); bytes of
 #: a sector and of a cache line of global memory.
 LANES, BANKS, WORD, SECTOR, LINE = 32, 32, 4, 32, 128
-#: Bytes that one wavefront carries, and of one piece that `ldmatrix` and the copy engine move.
+#: Bytes of a wavefront, and of a piece, the unit in which `ldmatrix` and TMA move data.
 FRONT, PIECE = BANKS * WORD, 16
-#: Elements of a row, and of its padding: addresses of 32 such rows are integers of 64 bits.
+#: The most elements of a row, and of its padding: addresses of 32 such rows fit in 64 bits.
 LONGEST = 2**31
 
-#: What a warp asks for: name -> (what, bytes a lane; 0: one element).
+#: Requests of a warp: name -> (description, bytes per lane; 0 means one element).
 PATTERNS = {
     "row": ("lane n reads element n of a row", 0),
     "column": ("lane n reads one element of row n", 0),
     "row-16B": ("eight lanes read a row of 128 B, 16 B each", PIECE),
     "column-16B": ("lane n reads 16 B of row n", PIECE),
-    "ldmatrix": ("ldmatrix.x4: a 16 x 16 tile of 2-byte elements, a row of 8 a lane", PIECE),
+    "ldmatrix": ("ldmatrix.x4: a 16 x 16 tile of 2-byte elements, 8 of a row per lane", PIECE),
 }
-#: How a tile lies: name -> what.
+#: Layouts of a tile: name -> description.
 LAYOUTS = {
-    "row-major": "row r begins at r times a row's bytes",
-    "padded": "rows one element longer, or 16 B where lanes read 16 B",
-    "xor": "4-byte word w of row r lies at w ^ (r % 32); for reads of up to 4 B",
-    "swizzle": "16-byte piece c of row r lies at c ^ (r % 8): the copy engine's 128-byte swizzle",
+    "row-major": "row r begins at r times the bytes of a row",
+    "padded": "rows are one element longer, or 16 B longer if lanes read 16 B",
+    "xor": "4-byte word w of row r is at position w ^ (r % 32); for reads of up to 4 B",
+    "swizzle": "16-byte piece c of row r is at position c ^ (r % 8): TMA's 128-byte swizzle",
 }
 
 
 @dataclass(frozen=True, eq=False)
 class Access:
-    """A warp's request.
+    """A warp's request to a tile in shared memory.
 
     Attributes
     ----------
     pattern, layout : str
     addresses : ndarray of int, (32,)
-        The byte at which each lane's part begins.
+        The address of the first byte that each lane reads.
     width : int
         Bytes per lane.
     global_addresses : ndarray of int, (32,)
-        The bytes at which the same elements begin in a row-major matrix in global memory.
+        The addresses of the same elements in a row-major matrix in global memory.
     """
 
     pattern: str
@@ -62,7 +62,7 @@ class Access:
     _repr_html_ = report.card
 
     def fronts(self) -> np.ndarray:
-        """The wavefront that serves each word, as (words,) rows (address // 4, lane, wavefront).
+        """The wavefront that serves each word, as rows of (address // 4, lane, wavefront).
 
         Lanes are served in groups whose bytes fill a wavefront: all 32 lanes at 4 bytes, 8 at 16.
         Within a group, each bank serves one word per wavefront, lowest address first.
@@ -89,7 +89,7 @@ class Access:
 
     @property
     def ideal(self) -> int:
-        """The fewest wavefronts that can carry so many bytes."""
+        """The fewest wavefronts that can serve as many bytes."""
         distinct = len(np.unique(self.fronts()[:, 0]))
         return -(-distinct // BANKS)
 
@@ -100,14 +100,14 @@ class Access:
 
     @property
     def sectors(self) -> int:
-        """Sectors of 32 bytes that the request would take if the matrix were in global memory."""
+        """Sectors of 32 bytes that the request would read if the matrix were in global memory."""
         last = self.global_addresses + self.width - 1
         ends = np.concatenate([self.global_addresses // SECTOR, last // SECTOR])
         return len(np.unique(ends))
 
     @property
     def ideal_sectors(self) -> int:
-        """The fewest sectors that can hold so many bytes."""
+        """The fewest sectors that contain as many bytes."""
         elements = np.unique(self.global_addresses)
         return -(-len(elements) * self.width // SECTOR)
 
@@ -121,26 +121,26 @@ def access(
     columns: int | None = None,
     pad: int | None = None,
 ) -> Access:
-    """The request of one warp to a tile.
+    """Return the request of one warp to a tile in shared memory.
 
     Parameters
     ----------
-    pattern : name out of `PATTERNS`
-    layout : name out of `LAYOUTS`
+    pattern : a name in `PATTERNS`
+    layout : a name in `LAYOUTS`
     dtype : str, optional
-        Element type; default float32, or bfloat16 for "ldmatrix".
+        Element type; default: float32, or bfloat16 for "ldmatrix".
     columns : int, optional
         Elements per row; default: as many as fill 128 bytes.
     pad : int, optional
-        Elements that "padded" adds to a row; default 1. Where lanes read 16 bytes, the default is
-        16 bytes, since such reads must begin at a multiple of 16.
+        Elements that "padded" adds to a row; default: 1. If lanes read 16 bytes, the default is 16
+        bytes, because such reads must begin at a multiple of 16.
 
     Raises
     ------
     OptionError
-        For an unknown name, rows too short for the pattern, a padding that leaves reads of 16 bytes
-        unaligned, rows that are no multiple of 128 bytes in a layout that permutes 128 bytes, or
-        "xor" with reads that it would split.
+        If a name is unknown, rows are too short for the pattern, the padding leaves 16-byte reads
+        unaligned, rows are no multiple of 128 bytes in a layout that permutes 128 bytes, or "xor"
+        would split the reads.
     """
     checks.one_of("pattern", pattern, PATTERNS)
     checks.one_of("layout", layout, LAYOUTS)
@@ -149,8 +149,8 @@ def access(
     width = PATTERNS[pattern][1] or item
     if pattern == "ldmatrix" and item != 2:
         raise OptionError(
-            f"ldmatrix moves elements of 2 bytes, and {dtype} elements have {item}; choose a "
-            "16-bit type"
+            f"ldmatrix moves elements of 2 bytes, but {dtype} elements have {item}; use a 16-bit "
+            "type"
         )
     columns = FRONT // item if columns is None else checks.positive_int("columns", columns)
     if pad is None:
@@ -163,8 +163,8 @@ def access(
     rows, at = _where(pattern, item)
     if at.max() + width > row_bytes:
         raise OptionError(
-            f"{pattern} reads {at.max() + width} bytes of a row, and {columns} elements of {dtype} "
-            f"are {row_bytes}; give more columns"
+            f"{pattern} reads {at.max() + width} bytes of a row, but {columns} elements of {dtype} "
+            f"have {row_bytes}; use more columns"
         )
     if pitch % min(width, PIECE):
         raise OptionError(
@@ -175,8 +175,8 @@ def access(
     if layout in ("xor", "swizzle"):
         if row_bytes % FRONT:
             raise OptionError(
-                f"{layout} permutes parts of 128 bytes, and a row has {row_bytes}; take columns in "
-                f"multiples of {FRONT // item}"
+                f"{layout} permutes parts of 128 bytes, but a row has {row_bytes} bytes; use a "
+                f"number of columns that is a multiple of {FRONT // item}"
             )
         part, times = (WORD, BANKS) if layout == "xor" else (PIECE, FRONT // PIECE)
         if width > part:
@@ -188,14 +188,16 @@ def access(
 
 
 def _where(pattern: str, item: int) -> tuple[np.ndarray, np.ndarray]:
-    """The row, and the byte in the row, at which each lane reads."""
+    """Return the row, and the byte in the row, at which each lane reads."""
     lane = np.arange(LANES)
     zero = np.zeros(LANES, int)
     if pattern == "row":
         return zero, lane * item
     if pattern == "row-16B":
         return lane // 8, lane % 8 * PIECE
-    if pattern == "ldmatrix":  # lanes 0-7, 8-15, ... name the rows of the four 8 x 8 parts
+    if (
+        pattern == "ldmatrix"
+    ):  # lanes 0-7, 8-15, ... have the addresses of rows of the four 8 x 8 parts
         return lane % 16, lane // 16 * PIECE
     return lane, zero
 
@@ -208,14 +210,14 @@ def table(
     pad: int | None = None,
     pattern: str | None = None,
 ) -> Table:
-    """A table of one pattern, or of all, in every layout that allows it."""
+    """Return a table of one pattern, or of all, in every layout that allows it."""
     names = [*PATTERNS] if pattern is None else [checks.one_of("pattern", pattern, PATTERNS)]
     result = Table(
         "A warp's request to shared memory, and to global memory",
         ("pattern", "layout", "wavefronts", "ideal", "conflicts", "sectors", "ideal sectors"),
         note="; ".join(f"{name}: {PATTERNS[name][0]}" for name in names)
-        + "; sectors: of 32 B, of a row-major matrix in global memory. The copy engine writes as "
-        "row-16B reads, a row of 128 B a wavefront",
+        + "; sectors: 32-byte sectors of a row-major matrix in global memory. TMA writes like "
+        "row-16B reads: a row of 128 B per wavefront",
     )
     for name in names:
         kind = None if name == "ldmatrix" and pattern is None else dtype

@@ -1,4 +1,4 @@
-"""Costs of every stage under every tile, and of a backward pass with a tile per stage."""
+"""Costs of every stage with every tile size, and of a backward pass with one tile per stage."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class TiledStage:
     stage : str
     tiling : Tiling
     outer : int
-        Outer tiles (of queries, or of keys), each the work of one thread block.
+        Outer tiles (of queries, or of keys) per head, with one thread block for each.
     visits : int
         Iterations of the inner loop, summed over all outer tiles of one head.
     sram : int
-        On-chip bytes per block.
+        On-chip bytes per thread block.
     blocks : int
-        Blocks that fit on an SM at a time; 0 if not even one fits.
+        Thread blocks that run on an SM at the same time; 0 if a block does not fit.
     bytes : int
         Requested bytes, for all heads.
     seconds : float or None
-        Predicted time of flashsim's portable kernels; None if they have no such tile.
+        Predicted time of flashsim's portable kernels; None if they do not support the tile.
     """
 
     stage: str
@@ -67,23 +67,23 @@ class BlockSizes:
     found: tuple[TiledStage, ...]
 
     def best(self, stage: str) -> TiledStage:
-        """The fastest tile of a stage, or the tile with the fewest bytes if no time is known."""
+        """Return a stage's fastest tile; if no time is known, the tile with the fewest bytes."""
         rows = [b for b in self.found if b.stage == stage and (b.blocks or b.seconds)]
         if not rows:
-            raise OptionError(f"no tile of stage {shown(stage)} fits; give smaller sides")
+            raise OptionError(f"no tile of stage {shown(stage)} fits; use smaller sides")
         timed = [b for b in rows if b.seconds is not None]
         return min(timed or rows, key=lambda b: (b.seconds or 0, b.bytes))
 
     def table(self) -> Table:
-        """The costs as a table, one row per stage and tile."""
+        """Return a table of the costs, one row per stage and tile."""
         table = Table(
             f"{self.algorithm} {self.direction}, {in_words(self.problem)} on {self.device.name}",
             ("stage", "tile", "tiles", "visits", "SRAM B", "blocks/SM", "requested B", "ms"),
-            note="tiles: outer ones of a head, a thread block each; visits: iterations of the "
-            "inner loop, a head; blocks/SM 0: more than the "
-            f"{self.device.sram_bytes:,} B of a block, with accumulators, which kernels keep in "
-            "registers; ms: predicted for flashsim's portable kernels, empty where they have none"
-            f"{untested(self.device)}; {self._words()}",
+            note="tiles: outer tiles per head, with one thread block each; visits: iterations of "
+            "the inner loop per head; blocks/SM: 0 if a block needs more than the device's "
+            f"{self.device.sram_bytes:,} B, counting accumulators, which real kernels keep in "
+            "registers; ms: predicted for flashsim's portable kernels, empty if they do not "
+            f"support the tile{untested(self.device)}; {self._words()}",
         )
         for b in self.found:
             ms = None if b.seconds is None else 1e3 * b.seconds
@@ -97,7 +97,7 @@ class BlockSizes:
             s for s in stages if any(b.blocks or b.seconds for b in self.found if b.stage == s)
         ]
         best = ", ".join(f"{stage} {self.best(stage).tiling}" for stage in fitting)
-        return f"best: {best}" if best else "nothing fits"
+        return f"best: {best}" if best else "no tile fits"
 
     __str__ = report.text
     __repr__ = report.titled
@@ -114,7 +114,7 @@ def sizes(
     direction: str = "forward",
     device: str | Device = "H200",
 ) -> BlockSizes:
-    """Iterations, occupancy, bytes and time of every tile of these sides, stage by stage.
+    """Return iterations, occupancy, bytes and time of every tile with these sides, per stage.
 
     Stages without an inner loop (delta) are left out.
 
@@ -124,7 +124,7 @@ def sizes(
     sides : sequence of int
         Rows and columns of tiles; all pairs are tried.
     tilings : sequence of Tiling, optional
-        Only these tiles instead.
+        The tiles to try, instead of `sides`.
     algorithm, direction : str
     device : str or Device
 
@@ -152,10 +152,10 @@ def mixed(
     algorithm: str = "flash2",
     device: str | Device = "H200",
 ) -> BlockSizes:
-    """Costs of a backward pass with a tile per stage: ``{"dkdv": ..., "dq": ...}``.
+    """Return the costs of a backward pass with one tile per stage: ``{"dkdv": ..., "dq": ...}``.
 
-    The stages exchange only delta, one value per row. So each stage moves the same bytes as in a
-    pass that uses its tile everywhere.
+    The stages exchange only delta, one value per row. So a stage moves the same bytes as in a pass
+    in which all stages use its tile.
 
     Raises
     ------
@@ -213,7 +213,7 @@ def _blocks(
 def _times(
     problem: Problem, tiling: Tiling, algorithm: str, direction: str, device: Device
 ) -> dict[str, float]:
-    """Seconds per stage of the portable kernels; empty if they cannot run this."""
+    """Return the seconds per stage of the portable kernels; empty if they do not support it."""
     if algorithm not in ("flash2", "flash2-fused"):
         return {}
     try:

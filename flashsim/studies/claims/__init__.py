@@ -1,6 +1,6 @@
-"""Statements from well-known write-ups on FlashAttention, recomputed: right or wrong, and why.
+"""Recomputes statements from well-known write-ups on FlashAttention: right or wrong, and why.
 
-Verdicts are not stored: each check computes the truth and compares.
+Verdicts are not stored: each check computes the correct figure and compares it with the statement.
 
 >>> from flashsim import claims
 >>> print(claims.table())  # doctest: +SKIP
@@ -23,12 +23,12 @@ CLAIMS: dict[str, Claim] = {
 
 @own_errors
 def judge(name: str) -> Finding:
-    """Recompute one claim.
+    """Recompute one claim, and return the finding.
 
     Raises
     ------
     OptionError
-        If there is no claim of that name; the message lists them.
+        If no claim has that name; the message lists all names.
     """
     if not isinstance(name, str) or name not in CLAIMS:
         raise OptionError(f"no claim {shown(name)}; {choices(name, CLAIMS)}")
@@ -37,7 +37,7 @@ def judge(name: str) -> Finding:
 
 @own_errors
 def table(*names: str) -> Table:
-    """A table of the named claims, or all: the statement, our result, the verdict and the reason.
+    """Return a table of the named claims, or of all: verdict, statement, our result and reason.
 
     Raises
     ------
@@ -54,12 +54,12 @@ def table(*names: str) -> Table:
 
 @own_errors
 def overview(full: Table) -> Table:
-    """The result of `table` without its column of reasons, which is long."""
+    """Return the result of `table` without its long column of reasons."""
     return Table(
         full.title,
         full.columns[:-1],
         [row[:-1] for row in full.rows],
-        note="why: `flashsim study claims NAME`, docs/guides/texts.md",
+        note="`flashsim study claims NAME` prints the reason; docs/reference/texts.md has all",
     )
 
 

@@ -1,4 +1,4 @@
-"""Claims about bytes, FLOPs, times and sizes on chip."""
+"""Claims about bytes, FLOPs, times and on-chip sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _intensity() -> Finding:
     return Finding(
         f"{narrow:.0f} in bfloat16, {wide:.0f} in float32",
         round(narrow) == said,
-        "the count took 4 B an element; bfloat16 has 2, which doubles the intensity",
+        "the write-up counted 4 B per element, but bfloat16 has 2 B, which doubles the intensity",
     )
 
 
@@ -30,35 +30,36 @@ def _faster_backward() -> Finding:
     credited = [pallas.speed("backward", kernel, -1) / 1e12 for kernel in ("flash", "cuDNN")]
     alike = credited[1] * theirs / mine  # both credited with the work of one pass
     return Finding(
-        f"{mine} ms against {theirs}: {mine / theirs:.2f} times as long",
+        f"{mine} ms versus cuDNN's {theirs} ms: {mine / theirs:.2f} times as long",
         mine < theirs,
-        f"{credited[0]:.0f} TFLOP/s count 14 products, {credited[1]:.0f} count 10; for the same "
-        f"work it is {alike:.0f} against {credited[1]:.0f}",
+        f"the {credited[0]:.0f} TFLOP/s count 14 N² d FLOPs, cuDNN's {credited[1]:.0f} count 10 N² "
+        f"d; with the same count it is {alike:.0f} versus cuDNN's {credited[1]:.0f}",
     )
 
 
 def _beyond_the_peak() -> Finding:
     said, a100, h100 = 335e12, *(Device.get(name).peak("float16") for name in ("A100", "H100"))
     return Finding(
-        f"its peak is {a100 / 1e12:g}: {said / a100:.0%}",
+        f"its peak is {a100 / 1e12:g} TFLOP/s, so 335 would be {said / a100:.0%} of it",
         said <= a100,
-        f"FlashAttention-2's paper (section 4.1) has 335 on an H100, {said / h100:.0%} of "
-        f"{h100 / 1e12:g}",
+        f"FlashAttention-2's paper (section 4.1) reports 335 TFLOP/s on an H100, {said / h100:.0%} "
+        f"of its peak of {h100 / 1e12:g}",
     )
 
 
 def _blocks() -> Finding:
-    """Finding on a rule B = sqrt(M / c) for square tiles, at two element sizes: ratio sqrt 2."""
+    """Check a rule B = sqrt(M / c) for square tiles at two element sizes (ratio sqrt 2)."""
     side, printed = 128, (64, 45)
     ours = side, isqrt(side**2 // 2)
     quarter = isqrt(side**2 // 4), isqrt(side**2 // 8)
     device = Device.get("A100")
     fitting = [_largest_square(device, dtype) for dtype in ("float16", "float32")]
     return Finding(
-        f"evaluated, it gives {ours[0]} and {ours[1]}",
+        f"the formula gives {ours[0]} and {ours[1]}",
         printed == ours,
-        f"{quarter[0]} and {quarter[1]} come from a quarter of the memory; what fits a block of "
-        f"an A100 at d = 64, all buffers counted: {fitting[0]} in float16, {fitting[1]} in float32",
+        f"{quarter[0]} and {quarter[1]} result from a quarter of the memory; with all buffers "
+        f"counted, the largest square tile of an A100 thread block at d = 64 is {fitting[0]} in "
+        f"float16 and {fitting[1]} in float32",
     )
 
 
@@ -75,7 +76,7 @@ def _scores() -> Finding:
     return Finding(
         f"{each[0]:g} MiB each",
         each == [32, 32],
-        f"2,048 x 2,048 x {problem.itemsize} B; {sum(each):g} MiB are the two together",
+        f"each has 2,048 x 2,048 x {problem.itemsize} B; both together have {sum(each):g} MiB",
     )
 
 
@@ -97,7 +98,7 @@ def _reread() -> Finding:
         f"{seconds * 1e6:g} µs",
         round(seconds * 1e6, 6) == 32,
         f"4,096 x 4,096 float32 at an {device.name}'s {device.hbm_bandwidth / 1e12:g} TB/s: "
-        f"{exact * 1e6:.1f} µs, a head, each time P is read",
+        f"{exact * 1e6:.1f} µs per head each time that P is read",
     )
 
 
@@ -107,8 +108,8 @@ def _whole_row() -> Finding:
     return Finding(
         ", ".join(f"{name} {longest:,}" for name, longest in fits.items()),
         fits["T4"] == said,
-        "one float32 row in all of a block's memory: 16,384 for 64 KiB, more where there is more; "
-        "`flashsim study ladder --rungs whole-row` says where it stops",
+        "the limit is one float32 row in the shared memory of a thread block: 16,384 scores in 64 "
+        "KiB, and more on GPUs with more; `flashsim study ladder --rungs whole-row` prints it",
     )
 
 

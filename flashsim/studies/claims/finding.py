@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Finding(NamedTuple):
-    """The result of a check: the figures in words, whether the claim holds, and why."""
+    """The result of a check: the figures as text, whether the claim is right, and why."""
 
     found: str
     right: bool
@@ -17,7 +17,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement from write-ups, shortened, and the function that recomputes it."""
+    """A statement from a write-up, shortened, and the function that recomputes it."""
 
     name: str
     said: str

@@ -1,4 +1,4 @@
-"""Claims about numerical results, tested on numbers."""
+"""Claims about numerical results, checked by computing them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HALF_A_UNIT = 2.0**-9  # the relative error of one rounding to bfloat16's 8 bit
 
 
 def _inputs() -> tuple[np.ndarray, ...]:
-    """q, k, v, dout (64, 16) in float64."""
+    """Return random q, k, v and dout, each (64, 16) in float64."""
     return tuple(np.random.default_rng(0).standard_normal((4, _N, _D)))
 
 
@@ -22,12 +22,12 @@ def _softmax(S: np.ndarray) -> np.ndarray:
 
 
 def _worst(computed: np.ndarray, true: np.ndarray) -> float:
-    """Largest difference divided by the largest true value."""
+    """Return the largest difference divided by the largest true value."""
     return float(np.abs(computed - true).max() / np.abs(true).max())
 
 
 def _hadamard(n: int) -> np.ndarray:
-    """The n x n Hadamard matrix divided by sqrt n, orthogonal; n is a power of two."""
+    """Return the orthogonal n x n Hadamard matrix divided by sqrt n; n is a power of two."""
     H = np.ones((1, 1))
     while len(H) < n:
         H = np.block([[H, H], [H, -H]])
@@ -35,10 +35,10 @@ def _hadamard(n: int) -> np.ndarray:
 
 
 def _incoherent() -> Finding:
-    """FlashAttention-3, section 3.3: multiply q and k by a random orthogonal matrix M.
+    """Check FlashAttention-3, section 3.3: it multiplies q and k by a random orthogonal matrix M.
 
-    q M (k M)^T equals q k^T, and outliers are spread over all columns before they are rounded to
-    8 bits.
+    q M (k M)^T equals q k^T, and outliers are spread over all columns before the rounding to 8
+    bits.
     """
     q, k = _inputs()[:2]
     q[:, 3] *= 30  # a column of outliers
@@ -51,8 +51,8 @@ def _incoherent() -> Finding:
     return Finding(
         "error of q k^T: " + ", ".join(f"{name} {e:.2%}" for name, e in error.items()),
         error["reordered"] <= error["rotated"],
-        "it rotates: an outlier is spread over all columns; reordering only moves it (tried in "
-        "8-bit integers, one scale a tensor)",
+        "it rotates rows, which spreads an outlier over all columns; reordering only moves it "
+        "(computed with 8-bit integers and one scale per tensor)",
     )
 
 
@@ -70,8 +70,8 @@ def _tile_softmax() -> Finding:
     return Finding(
         f"dV off by {off:.0%}; a row sums to {tiles.sum(axis=1)[0]:.3g}",
         off < 1e-6,
-        "each tile's softmax sums to 1, the row's P does; P = exp(S - L) takes the saved L of the "
-        "whole row",
+        "the softmax of each tile sums to 1, but P must sum to 1 over the whole row; "
+        "P = exp(S - L) uses the saved L of the whole row",
     )
 
 
@@ -82,9 +82,9 @@ def _logarithm() -> Finding:
     l = np.exp(S - m).sum(axis=1, keepdims=True)
     sums, logs = (_worst(np.exp(S - L), _softmax(S)) for L in (l, m + np.log(l)))
     return Finding(
-        f"P off by {sums:.0%} with the sum, by {logs:.1g} with m + log l",
+        f"P is wrong by {sums:.0%} with L = l, and by {logs:.1g} with L = m + log l",
         sums < 1e-6,
-        "what is subtracted in the exponent is a logarithm: L = m + log l (FlashAttention-2, "
+        "L is subtracted in the exponent, so it is a logarithm: L = m + log l (FlashAttention-2, "
         "Algorithm 1, line 13)",
     )
 
@@ -94,9 +94,10 @@ def _row_sums() -> Finding:
     P = _softmax(q @ k.T / np.sqrt(_D))
     off = _worst((P @ v * dout).sum(axis=1), (P * (dout @ v.T)).sum(axis=1))
     return Finding(
-        f"equal to {off:.1g}",
+        f"they differ by {off:.1g}",
         off < 1e-12,
-        "sum_j P_ij (dO_i . V_j) = dO_i . (sum_j P_ij V_j) = dO_i . O_i: N d products for N^2",
+        "sum_j P_ij (dO_i . V_j) = dO_i . (sum_j P_ij V_j) = dO_i . O_i, which needs N d "
+        "multiplications instead of N^2",
     )
 
 
@@ -107,7 +108,8 @@ def _overflow() -> Finding:
     return Finding(
         f"exp overflows from {most:.2f} on",
         overflows,
-        "log of float32's largest number; 70 and 80 still fit, 90 does not",
+        "this is the logarithm of float32's largest number: exp of 70 and 80 fits, exp of 90 does "
+        "not",
     )
 
 
@@ -116,13 +118,13 @@ def _underflow() -> Finding:
     return Finding(
         f"{kept:.2g}, below the smallest normal {least:.2g}",
         bool(0 < kept < least),
-        "a subnormal: NumPy keeps it, a GPU's fast exponential flushes it to 0, so that a row of "
-        "such logits is 0 / 0",
+        "it is a subnormal number: NumPy keeps it, but a GPU's fast exponential flushes it to 0, "
+        "so that the softmax of a row of such logits is 0 / 0",
     )
 
 
 def _online(S: np.ndarray, m_type: str, l_type: str) -> np.ndarray:
-    """Weights of an online softmax that rounds m and l to these types after every tile."""
+    """Return the weights of an online softmax that rounds m and l to these types at each tile."""
     narrow = lambda x, kind: x.astype(numpy_dtype(kind)).astype(np.float32)  # noqa: E731
     m, l = np.full((len(S), 1), -np.inf, np.float32), np.zeros((len(S), 1), np.float32)
     for j in range(0, S.shape[1], _BLOCK):
@@ -138,17 +140,17 @@ def _narrow_maximum() -> Finding:
     return Finding(
         f"weights off by {error:.1g}",
         error < _HALF_A_UNIT / 100,
-        "any number will do for m if the same one is taken everywhere: it cancels",
+        "m cancels if the same m is subtracted everywhere, so it need not be the exact maximum",
     )
 
 
 def _wide_sum() -> Finding:
     error = _rounded_state("float32", "bfloat16")
     return Finding(
-        f"in bfloat16 weights are off by {error:.1%}",
+        f"with l in bfloat16, the weights are wrong by {error:.1%}",
         error > _HALF_A_UNIT,
-        "l is rounded once a tile, 64 times at 4,096 keys in tiles of 64, and every weight is "
-        "divided by it",
+        "l is rounded once per tile, which is 64 times for 4,096 keys in tiles of 64, and every "
+        "weight is divided by l",
     )
 
 
@@ -158,7 +160,7 @@ def _rounded_state(m_type: str, l_type: str) -> float:
 
 
 def _advance() -> Finding:
-    """K^T as a (d, N) block pointer that reads zeros past its end, moved along either axis."""
+    """Check K^T as a (d, N) block pointer, which reads zeros past its end, along either axis."""
     q, k, v, _ = _inputs()
     true = _softmax(q @ k.T) @ v
 
@@ -173,9 +175,10 @@ def _advance() -> Finding:
 
     wrong, right = _worst(walk((_BLOCK, 0)), true), _worst(walk((0, _BLOCK)), true)
     return Finding(
-        f"out is off by {wrong:.0%}; along (0, BLOCK) by {right:.1g}",
+        f"the output is then wrong by {wrong:.0%}; with steps of (0, BLOCK), by {right:.1g}",
         wrong < 1e-12,
-        "K is read transposed, (d, N): its keys lie along the second axis, V's along the first",
+        "K is read transposed, as (d, N), so its keys are along the second axis; V's keys are "
+        "along the first axis",
     )
 
 

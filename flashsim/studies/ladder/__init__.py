@@ -1,8 +1,9 @@
-"""The ladder from softmax to FlashAttention: each rung is executed and counted.
+"""The ladder from softmax to FlashAttention: algorithms ("rungs") that are executed and counted.
 
-The rungs are: softmax (naive, stable and online); softmax fused with the product that follows it;
-attention without its softmax; attention with a whole row of scores on chip; attention. Each rung
-runs on the simulated memory, is predicted in closed form and is compared with float64.
+The rungs are softmax (naive, stable, online, and with whole rows on chip), softmax fused with the
+product P V, attention without its softmax, attention with whole rows of scores on chip, and
+standard attention and FlashAttention. Each rung runs on the simulated memory, its bytes are
+predicted in closed form, and its result is compared with float64.
 
 >>> from flashsim import ladder
 >>> print(ladder.climb(n_q=256, n_kv=512, head_dim=32))  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""The simulated machine that the rungs run on: one head, dense tiles, Q-outer loops."""
+"""The simulated machine on which rungs run: one head, all tiles, Q-outer loops."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from flashsim.schedule.tiling import Tiling
 
 
 class Bench:
-    """HBM with the rung's inputs, and a fresh SRAM for each of its kernels.
+    """HBM with the rung's inputs, and an empty SRAM for each of its kernels.
 
     Attributes
     ----------
     hbm : Hbm
-        Tensors by name: S (n_q, n_kv) or Q, K, V in; P (n_q, n_kv) or O (n_q, head_dim) out.
+        Tensors by name. The inputs are S (n_q, n_kv), or Q, K and V. The output is P (n_q, n_kv) or
+        O (n_q, head_dim).
     schedule : Schedule
         All tiles of the score matrix, row by row.
     transfers : dict
         Bytes moved so far, ``{(op, tensor): bytes}``.
     peak : int
-        Most bytes held on chip so far.
+        The most bytes on chip at any time so far.
     """
 
     def __init__(self, problem: Problem, tiling: Tiling, device: Device) -> None:
@@ -40,7 +41,7 @@ class Bench:
 
     @contextmanager
     def kernel(self, name: str) -> Iterator[Sram]:
-        """Run one kernel; yields an empty SRAM of the device's capacity."""
+        """Run one kernel: yield an empty SRAM of the device's capacity."""
         sram = Sram(self.schedule, Stage(name, "queries", (), dense=True), self.device, record=True)
         yield sram
         events = sram.done().events
@@ -51,24 +52,24 @@ class Bench:
         self.peak = max(self.peak, sram.peak)
 
     def steps(self, sram: Sram) -> Iterator[tuple[int, slice]]:
-        """Yield each row tile's number and rows; a step's on-chip tiles are freed when it ends."""
+        """Yield each row tile's number and rows; tiles on chip are freed at the end of its step."""
         for i in range(self.schedule.t_r):
             with sram.step(i):
                 yield i, self.schedule.row_slice(i)
 
     def visits(self, sram: Sram, i: int) -> Iterator[slice]:
-        """Yield the columns of each score tile in a row tile; a visit ends by freeing its tiles."""
+        """Yield the columns of each score tile of a row tile; each visit frees its tiles."""
         for visit in self.schedule.visits(i):
             with sram.visit(visit):
                 yield visit.cols
 
     def require_row(self, what: str, score: int, per_row: int = 0, per_tile: int = 0) -> None:
-        """Raise unless `block_q` whole rows fit on chip.
+        """Raise `SramOverflow` unless `block_q` whole rows fit on chip.
 
         Parameters
         ----------
         what : str
-            Name of the rung.
+            The name of the rung, for the message.
         score : int
             On-chip bytes of one score.
         per_row : int
@@ -79,7 +80,8 @@ class Bench:
         Raises
         ------
         SramOverflow
-            The message gives the longest row that fits, at this tile height and at height 1.
+            If they do not fit. The message states the longest row that fits, at this tile height
+            and at height 1.
         """
         height = min(self.tiling.block_q, self.problem.n_q)
         need = height * (self.problem.n_kv * score + per_row) + per_tile
@@ -91,8 +93,8 @@ class Bench:
 
         n, device = self.problem.n_kv, self.device
         raise SramOverflow(
-            f"{what} keeps {height} whole rows of {n:,} scores on chip: {need:,} B, but "
-            f"{device.name} gives a block {device.sram_bytes:,} B; the longest row that fits is "
+            f"{what} keeps {height} whole rows of {n:,} scores on chip: {need:,} B, but a thread "
+            f"block of {device.name} has {device.sram_bytes:,} B; the longest row that fits is "
             f"{longest(height):,} at block_q={height} and {longest(1):,} at block_q=1; for longer "
             "rows use an online softmax, whose on-chip memory does not grow with the row"
         )

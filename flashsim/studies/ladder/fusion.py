@@ -1,4 +1,4 @@
-"""From softmax followed by a product to attention: the bytes that each fusion saves."""
+"""Rungs from a softmax and a separate product up to attention, which show what fusion saves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flashsim.studies.ladder.bench import Bench
 
 
 def softmax_then_product(bench: Bench) -> None:
-    """O = softmax(S) V in two kernels: P is written to HBM and read back."""
+    """Compute O = softmax(S) V in two kernels: P is written to HBM and read back."""
     softmax.online(bench)
     hbm, p = bench.hbm, bench.problem
     with bench.kernel("P V") as sram:
@@ -22,7 +22,7 @@ def softmax_then_product(bench: Bench) -> None:
 
 
 def softmax_product(bench: Bench) -> None:
-    """O = softmax(S) V in one kernel: S is read once, P never leaves the chip.
+    """Compute O = softmax(S) V in one kernel: S is read once, and P never leaves the chip.
 
     The online softmax also rescales the output: O = exp(m_old - m) O + P V.
     """
@@ -37,7 +37,9 @@ def softmax_product(bench: Bench) -> None:
                 S_ij = sram.load(hbm.S, rows, cols)
                 V_j = sram.load(hbm.V, cols)
                 m_new = np.maximum(m_i, S_ij.max(axis=-1))
-                base = np.where(np.isneginf(m_new), 0, m_new)  # -inf alone: no inf - inf
+                base = np.where(
+                    np.isneginf(m_new), 0, m_new
+                )  # avoids inf - inf in a row of only -inf
                 S_ij -= base[..., None]
                 P_ij = np.exp(S_ij, out=S_ij)
                 alpha = np.exp(m_i - base)
@@ -49,10 +51,10 @@ def softmax_product(bench: Bench) -> None:
 
 
 def without_softmax(bench: Bench) -> None:
-    """O = (scale Q K^T) V in one kernel: FlashAttention's loops without rescaling.
+    """Compute O = (scale Q K^T) V in one kernel: FlashAttention's loops without rescaling.
 
-    Without the softmax one could also compute Q (K^T V), which is linear in the length; the
-    softmax between the products forbids that.
+    Without the softmax, Q (K^T V) has the same result at a cost linear in the length. The softmax
+    between the products rules this out.
     """
     hbm, p = bench.hbm, bench.problem
     with bench.kernel("Q K^T V") as sram:
@@ -70,9 +72,9 @@ def without_softmax(bench: Bench) -> None:
 
 
 def whole_row_attention(bench: Bench) -> None:
-    """Attention with plain softmax: all scores of a row tile on chip at once, while they fit.
+    """Compute attention with a plain softmax, with all scores of a row tile on chip at once.
 
-    It moves as few bytes as FlashAttention; its SRAM use grows with the number of keys.
+    It moves as few bytes as FlashAttention, but its use of SRAM grows with the number of keys.
     """
     hbm, p = bench.hbm, bench.problem
     block_k = min(bench.tiling.block_k, p.n_kv)

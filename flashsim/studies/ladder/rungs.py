@@ -1,4 +1,4 @@
-"""The rungs in order: each one's result and expected bytes, and a function that runs them all."""
+"""The rungs of the ladder in order, with their expected bytes, and `climb`, which runs them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from flashsim import report
 from flashsim.api.cost import fits
 from flashsim.api.execution import run
 from flashsim.counts import traffic
+from flashsim.counts.questions import by_operation
 from flashsim.errors import OptionError, UnsupportedError, choices, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
@@ -28,18 +29,18 @@ Moves = dict[tuple[str, str], int]
 
 @dataclass(frozen=True)
 class Rung:
-    """One step of the ladder.
+    """One algorithm of the ladder.
 
     Attributes
     ----------
     name, title : str
     result : {"P", "softmax V", "Q K^T V", "attention"}
-        The quantity that it computes, which selects the float64 result that judges it.
+        The quantity that the rung computes, which selects the float64 result to compare with.
     page : callable or None
-        Function that runs it on a `Bench`; None for flashsim's own algorithms.
+        The function that runs the rung on a `Bench`; None for flashsim's own algorithms.
     scores : (int, int, int)
-        How often each S is loaded, each P stored and each P loaded again. The closed form of a
-        rung with a `page` needs these; for flashsim's own algorithms `traffic` has them.
+        How often each S is loaded, each P stored, and each P loaded. The closed form of a rung with
+        a `page` is computed from these; `traffic` has the closed forms of flashsim's algorithms.
     """
 
     name: str
@@ -50,19 +51,16 @@ class Rung:
 
     @property
     def matrices(self) -> int:
-        """Names of the whole score matrices that lie in HBM: S, P."""
+        """Names of the whole score matrices in HBM: S, P."""
         if self.page is None:
             return 2 * (self.name == "standard")
         return (self.scores[0] > 0) + (self.scores[1] > 0)
 
     def predict(self, problem: Problem, tiling: Tiling, device: Device) -> Moves:
-        """Bytes that the rung moves, in closed form: ``{(op, tensor): bytes}``."""
+        """Return the bytes that the rung moves, in closed form: ``{(op, tensor): bytes}``."""
         if self.page is None:
             counted = traffic.count_schedule(problem, tiling, self.name, "forward", device)
-            total: Moves = {}
-            for (_, op, tensor), nbytes in counted.transfers.items():
-                total[op, tensor] = total.get((op, tensor), 0) + nbytes
-            return total
+            return by_operation(counted.transfers)
         p, sums = problem, Schedule(problem, tiling, dense=True).sums
         e = p.itemsize
         crossings = (("load", "S"), ("store", "P"), ("load", "P"))
@@ -79,7 +77,7 @@ class Rung:
         return {key: nbytes for key, nbytes in moves.items() if nbytes}
 
 
-#: From the softmax alone to FlashAttention.
+#: The rungs, from the softmax alone to FlashAttention.
 RUNGS: dict[str, Rung] = {
     rung.name: rung
     for rung in (
@@ -122,9 +120,9 @@ class Step:
     error : float
         Largest difference from the same quantity in float64.
     moved, predicted : dict
-        ``{(op, tensor): bytes}``, executed and in closed form.
+        ``{(op, tensor): bytes}``, from the run and in closed form.
     peak_sram : int
-        Most bytes held on chip.
+        The most bytes on chip at any time.
     """
 
     rung: Rung
@@ -138,7 +136,7 @@ class Step:
         return f"<Step {self.rung.name}: {self.bytes():,} B moved, error {self.error:.2g}>"
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Bytes moved, in total or of one operation and tensor."""
+        """Return the bytes moved, in total or of one operation and tensor."""
         return sum(
             nbytes
             for (its_op, its_tensor), nbytes in self.moved.items()
@@ -146,7 +144,7 @@ class Step:
         )
 
     def accesses(self, n_scores: int, itemsize: int) -> tuple[float, float]:
-        """Loads and stores per score, as arXiv:1805.02867 counts them (naive 2 + 1, ...)."""
+        """Return loads and stores per score, as arXiv:1805.02867 counts them (naive: 2 and 1)."""
         loads, stores = (sum(self.bytes(op, tensor) for tensor in "SP") for op in ("load", "store"))
         return loads / (n_scores * itemsize), stores / (n_scores * itemsize)
 
@@ -161,7 +159,7 @@ class Climb:
     steps: dict[str, Step]
 
     def table(self) -> Table:
-        """The steps as a table, one row per rung."""
+        """Return a table with one row per rung."""
         p = self.problem
         table = Table(
             f"{p.n_q:,} x {p.n_kv:,} scores, d={p.head_dim}, {p.dtype}, tiles {self.tiling}, "
@@ -170,8 +168,8 @@ class Climb:
                 *("rung", "computes", "loads/score", "stores/score", "load B", "store B"),
                 *("predicted", "SRAM B", "max |error|"),
             ),
-            note="predicted: does the closed form equal what was moved? error: against float64; "
-            "nan: an exponential overflowed" + self._loops(),
+            note="predicted: whether the closed form equals the bytes moved; error: difference "
+            "from float64, nan if an exponential overflowed" + self._loops(),
         )
         for name, step in self.steps.items():
             loads, stores = step.accesses(p.n_q * p.n_kv, p.itemsize)
@@ -190,14 +188,14 @@ class Climb:
     _repr_html_ = report.tabled
 
     def _loops(self) -> str:
-        """A note on FlashAttention-1's and -2's bytes: the tensors that each outer loop reloads."""
+        """Return a note on the tensors that FlashAttention-1 and -2 load repeatedly."""
         if not {"flash1", "flash2"} <= set(self.steps):
             return ""
         grid = Schedule(self.problem, self.tiling, dense=True)
         return (
             f"; flash2 loads K and V for each of {grid.t_r:,} row tiles, flash1 loads Q and O and "
-            f"stores O for each of {grid.t_c:,} column tiles: which one moves less depends on the "
-            "tile, a high one favours flash2, a wide one flash1"
+            f"stores O for each of {grid.t_c:,} column tiles; with a large block_q flash2 moves "
+            "fewer bytes, with a large block_k flash1 does"
         )
 
 
@@ -214,7 +212,7 @@ def climb(
     magnify: float = 1.0,
     seed: int = 0,
 ) -> Climb:
-    """Run the ladder on one head of random Q, K, V (and S = scale Q K^T where a rung starts there).
+    """Run the ladder on one head of random Q, K and V; softmax rungs start from S = scale Q K^T.
 
     Parameters
     ----------
@@ -224,18 +222,18 @@ def climb(
     tiling : Tiling, optional
         Default 64 x 64.
     device : str or Device
-    rungs : names out of `RUNGS`, optional
+    rungs : sequence of names in `RUNGS`, optional
         Default: all.
     magnify : float
-        Multiplies Q. With 100 the scores are large enough to overflow the naive softmax.
+        A factor on Q. With 100, the scores are large enough to overflow the naive softmax.
     seed : int
 
     Raises
     ------
     OptionError
-        For a rung that does not exist, or for score matrices larger than this machine's memory.
+        If a rung is unknown, or the score matrices are larger than this machine's memory.
     SramOverflow
-        If whole rows do not fit on chip; the message gives the longest row that fits.
+        If whole rows do not fit on chip. The message states the longest row that fits.
     """
     if rungs is not None and (not isinstance(rungs, (tuple, list)) or not rungs):
         raise OptionError(
@@ -256,8 +254,8 @@ def climb(
     matrices = max(RUNGS[name].matrices for name in names)
     fits(
         matrices * n_q * problem.n_kv * problem.itemsize,
-        f"of these rungs one keeps {matrices} matrices of {n_q:,} x {problem.n_kv:,} scores: take "
-        "shorter sequences, or other rungs",
+        f"one of these rungs needs {matrices} matrices of {n_q:,} x {problem.n_kv:,} scores in "
+        "memory: use shorter sequences, or other rungs",
     )
     tiling, device = tiling or Tiling(64, 64), Device.get(device)
     rng = np.random.default_rng(checks.seed(seed))
@@ -268,7 +266,7 @@ def climb(
         )
     if not np.isfinite(q.astype(np.float64)).all():
         raise OptionError(
-            f"magnify={magnify:g} makes Q exceed the range of {dtype}; give a smaller magnify"
+            f"magnify={magnify:g} makes Q exceed the range of {dtype}; use a smaller magnify"
         )
     inputs = _Inputs(problem, q, k, v)
     steps = {name: _run(RUNGS[name], inputs, tiling, device) for name in names}
@@ -276,19 +274,19 @@ def climb(
 
 
 class _Inputs:
-    """Q, K, V and, if requested, the scores; measures a result's error from float64."""
+    """Q, K, V and, if needed, the scores; computes a result's difference from float64."""
 
     def __init__(self, problem: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         self.problem, self.q, self.k, self.v = problem, q, k, v
 
     @cached_property
     def s(self) -> np.ndarray:
-        """Scores as they lie in HBM, (1, 1, n_q, n_kv)."""
+        """Scores as stored in HBM, (1, 1, n_q, n_kv)."""
         rows = [self._scores(rows).astype(self.q.dtype) for rows in self._blocks()]
         return np.concatenate(rows)[None, None]
 
     def error(self, result: str, out: np.ndarray) -> float:
-        """Largest difference of `out` from the result in float64, a block of rows at a time."""
+        """Return the largest difference of `out` from float64, computed by blocks of rows."""
         worst = [
             np.abs(out[rows].astype(np.float64) - self._expected(result, rows)).max()
             for rows in self._blocks()

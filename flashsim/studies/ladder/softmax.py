@@ -1,7 +1,8 @@
-"""Softmax of each row of a score matrix that lies in HBM: S (n_q, n_kv) in, P out.
+"""Rungs that compute the softmax of each row of a score matrix in HBM: they read S and write P.
 
-Names and pass counts follow Milakov and Gimelshein, "Online normalizer calculation for softmax",
-arXiv:1805.02867. A pass count is how often each element crosses between HBM and SRAM.
+Both matrices are (n_q, n_kv). Names and pass counts follow Milakov and Gimelshein, "Online
+normalizer calculation for softmax", arXiv:1805.02867. A pass count is how often each element is
+transferred between HBM and SRAM.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from flashsim.studies.ladder.bench import Bench
 
 
 def naive(bench: Bench) -> None:
-    """Algorithm 1: sum of exponentials, then divide. 2 loads and 1 store per element.
+    """Run Algorithm 1: sum exponentials, then divide; 2 loads and 1 store per element.
 
-    exp(s) overflows float32 at s = 89: never use it.
+    exp(s) overflows float32 at s = 89, so this algorithm is not used in practice.
     """
     hbm = bench.hbm
     with bench.kernel("naive softmax") as sram:
@@ -28,7 +29,7 @@ def naive(bench: Bench) -> None:
 
 
 def stable(bench: Bench) -> None:
-    """Algorithm 2: maximum, then sum, then divide. 3 loads and 1 store per element."""
+    """Run Algorithm 2: maximum, then sum, then divide; 3 loads and 1 store per element."""
     hbm = bench.hbm
     with bench.kernel("stable softmax") as sram:
         for i, rows in bench.steps(sram):
@@ -48,9 +49,9 @@ def stable(bench: Bench) -> None:
 
 
 def online(bench: Bench) -> None:
-    """Algorithm 3, by chunks: maximum and sum in one pass. 2 loads and 1 store per element.
+    """Run Algorithm 3 by chunks: maximum and sum in one pass; 2 loads and 1 store per element.
 
-    When a chunk raises the maximum, the sum so far is rescaled: l = exp(m_old - m) l + sum(chunk).
+    If a chunk raises the maximum, the sum so far is rescaled: l = exp(m_old - m) l + sum(chunk).
     """
     hbm = bench.hbm
     with bench.kernel("online softmax") as sram:
@@ -71,7 +72,7 @@ def online(bench: Bench) -> None:
 
 
 def whole_row(bench: Bench) -> None:
-    """The row stays on chip between the passes: 1 load and 1 store per element, if the row fits."""
+    """Keep the row on chip between passes, if it fits: 1 load and 1 store per element."""
     hbm = bench.hbm
     bench.require_row("softmax of whole rows", score=bench.problem.itemsize)
     with bench.kernel("whole-row softmax") as sram:

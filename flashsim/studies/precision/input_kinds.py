@@ -1,6 +1,6 @@
 """Random inputs for the precision laboratory, of several kinds.
 
-Normal scores alone hardly move the running maximum.
+With normally distributed scores alone, the running maximum rarely changes.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 from flashsim.errors import OptionError, own_errors
 from flashsim.problem import checks
 
-#: What there is, in words.
+#: The kinds of input, with a description.
 KINDS = {
     "normal": "N(0, 1)",
-    "rising": "scores climb from -50 to 50 along the keys, so the maximum moves at every tile",
+    "rising": "scores rise from -50 to 50 along the keys, so the maximum changes at every tile",
     "falling": "scores fall from 50 to -50: the first tile has the maximum",
-    "heavy": "N(0, 1), one element in a hundred 8 times as large",
+    "heavy": "N(0, 1), with one element in a hundred 8 times as large",
     "outliers": "N(0, 1) + N(0, 100) Bernoulli(0.001), FlashAttention-3's (arXiv:2407.08608, 4.3)",
 }
 
@@ -41,9 +41,10 @@ def draw(kind: str, n: int, head_dim: int = 64, *, heads: int = 1, seed: int = 0
     rng = np.random.default_rng(checks.seed(seed))
     try:
         arrays = [rng.standard_normal((1, heads, n, d)) for _ in range(4)]
-    except (MemoryError, ValueError):  # NumPy says the latter beyond 2**63 bytes
+    except (MemoryError, ValueError):  # NumPy raises the latter above 2**63 bytes
         raise OptionError(
-            f"this machine has too little memory for q, k, v and dout of {heads} x {n} x {d}"
+            f"this machine has too little memory for q, k, v and dout of {heads} x {n} x {d}; use "
+            "a smaller n"
         ) from None
     if kind == "heavy":
         for x in arrays:

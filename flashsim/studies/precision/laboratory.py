@@ -1,4 +1,4 @@
-"""Lower the precision of one rounding point at a time and compare with float64."""
+"""Lowers the precision of one rounding point at a time, and compares the results with float64."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from flashsim.schedule.tiling import Tiling
 from flashsim.studies.precision.input_kinds import KINDS, draw
 
 RESULTS = ("out", "dq", "dk", "dv")
-#: What a row is called where nothing is lowered: inputs and everything else are float32.
+#: The name of a row without lowered precision, in which everything is float32.
 NOTHING = "float32"
 _COLUMNS = ("inputs", "N", "lowered", *RESULTS, "|rows of P - 1|")
 _NOTE = (
-    "error: root mean square against float64, over the root mean square of the result; rows of P: "
-    "how far the sum of a row that the backward pass recomputes as exp(S - LSE) is from 1, at most"
+    "error: root mean square of the difference from float64, divided by the root mean square of "
+    "the result; rows of P: the largest difference from 1 of the sum of a row, which the backward "
+    "pass recomputes as exp(S - LSE)"
 )
 
 
@@ -35,16 +36,16 @@ class LoweredPoint:
     Attributes
     ----------
     point : str
-        The point that was lowered, or `NOTHING`, or the name of a published kernel.
+        The rounding point that was lowered, or `NOTHING`, or the name of a published kernel.
     kind : str
-        Kind of input.
+        The kind of input.
     n : int
-        Queries and keys.
+        The number of queries and of keys.
     errors : dict of float
-        For "out", "dq", "dk" and "dv": root mean square of the error divided by that of the result;
-        NaN or infinite if the result is.
+        For "out", "dq", "dk" and "dv": the root mean square of the error divided by that of the
+        result; NaN or infinite if the result is.
     row_sum : float
-        Largest ``|sum of exp(S - LSE) - 1|`` over rows.
+        The largest ``|sum of exp(S - LSE) - 1|`` over rows.
     """
 
     point: str
@@ -54,7 +55,7 @@ class LoweredPoint:
     row_sum: float
 
     def row(self) -> tuple[report.Cell, ...]:
-        """The finding as a row of a table."""
+        """Return the errors as a row of a table."""
         each = (self.errors[name] for name in RESULTS)
         return (self.kind, self.n, self.point, *each, self.row_sum)
 
@@ -79,7 +80,7 @@ class Laboratory:
     findings: tuple[LoweredPoint, ...]
 
     def of(self, point: str, kind: str | None = None, n: int | None = None) -> LoweredPoint:
-        """The finding for a point; kind and length default to the first available."""
+        """Return the finding for a point; kind and length default to the first available."""
         for f in self.findings:
             if f.point == point and kind in (None, f.kind) and n in (None, f.n):
                 return f
@@ -88,20 +89,22 @@ class Laboratory:
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds of input, in the order of the findings."""
+        """The kinds of input, in the order of the findings."""
         return list(dict.fromkeys(f.kind for f in self.findings))
 
     def table(self) -> report.Table:
-        """The findings as a table, one row per kind of input, length and point."""
+        """Return a table with one row per kind of input, length and point."""
         what = f"{self.algorithm}, d = {self.head_dim}"
         table = report.Table(
-            f"Error of {what}, lowered to {self.dtype}, one at a time", _COLUMNS, note=_NOTE
+            f"Errors of {what}, with one rounding point at a time in {self.dtype}",
+            _COLUMNS,
+            note=_NOTE,
         )
         table.rows += [f.row() for f in self.findings]
         return table
 
     def tables(self) -> list[report.Table]:
-        """Tables for people: one over N for the first kind of input, one over kinds at one N."""
+        """Return two tables: over N for the first kind of input, over kinds at the largest N."""
         first, longest = self.kinds[0], max(f.n for f in self.findings)
         result = []
         if any(f.n != longest for f in self.findings):
@@ -152,13 +155,13 @@ def laboratory(
     Parameters
     ----------
     n : sequence of int
-        Lengths, at least one.
+        The lengths, at least one.
     dtype : str
-        The type to which points are lowered.
-    kinds : names out of `KINDS`, optional
-        Kinds of input; default: all.
-    points : names out of `points_of` the algorithm, optional
-        Rounding points to lower; default: all.
+        The type to which rounding points are lowered.
+    kinds : names in `KINDS`, optional
+        The kinds of input; default: all.
+    points : names in `points_of` the algorithm, optional
+        The rounding points to lower; default: all.
     algorithm : str
     head_dim : int
     causal : bool
@@ -173,7 +176,7 @@ def laboratory(
     Raises
     ------
     OptionError, DTypeError, ShapeError
-        Also for unknown names.
+        If an argument is invalid or a name is unknown.
     """
     if not isinstance(n, Sequence) or isinstance(n, str) or not n:
         raise OptionError(f"n must be a sequence of lengths, such as (256, 1024), got {shown(n)}")
@@ -197,8 +200,8 @@ def laboratory(
     return Laboratory(dtype, algorithm, head_dim, tuple(findings))
 
 
-#: Which algorithm a published kernel carries out. FP8's needs scales (`flashsim study reproduce
-#: fp8`).
+#: The algorithm of each published kernel. FP8 kernels are missing, because they need scales
+#: (`flashsim study reproduce fp8`).
 KERNELS = {
     "standard": "standard",
     "flash-attention-1": "flash1",
@@ -211,7 +214,7 @@ KERNELS = {
 def presets(
     n: int = 1024, *, dtype: str = "bfloat16", head_dim: int = 64, seed: int = 0
 ) -> report.Table:
-    """Errors of the roundings that published kernels use, on every kind of input.
+    """Return a table of the errors of published kernels' roundings, on every kind of input.
 
     See `Precision.preset`.
     """
@@ -239,7 +242,7 @@ def _findings(
     tiling: Tiling,
     seed: int,
 ) -> list[LoweredPoint]:
-    """One finding per set of rounding points, on the same inputs."""
+    """Return one finding per set of rounding points, on the same inputs."""
     x = draw(kind, n, head_dim, seed=seed)
     q, k, v, dout = (part.astype(np.float32) for part in x)
     problem = Problem(n, head_dim=head_dim, causal=causal)
@@ -260,7 +263,7 @@ def _findings(
 
 
 def _error(got: np.ndarray, truth: np.ndarray) -> float:
-    """Root mean square of the error divided by that of the result."""
+    """Return the root mean square of the error divided by that of the result."""
     with np.errstate(all="ignore"):
         square = ((got.astype(np.float64) - truth) ** 2).mean() / (truth**2).mean()
     return float(np.sqrt(square))

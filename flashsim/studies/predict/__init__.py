@@ -1,7 +1,8 @@
-"""Predict the time of `flashsim.backends`' GPU kernels from units, overlap, waves and tails.
+"""Predicts the time of `flashsim.backends`' GPU kernels from units, overlap, waves and tails.
 
-The model also covers standard attention's time; `when` finds the lengths at which FlashAttention
-wins. docs/reference/predictions.md tells how it was calibrated, and its error elsewhere.
+The model also predicts standard attention's time; `when` finds the lengths at which FlashAttention
+is faster. docs/reference/predictions.md says how the model was calibrated, and what its errors are
+on other shapes.
 """
 
 from flashsim.problem.links import LINKS, Link

@@ -1,4 +1,4 @@
-"""Place thread blocks on a GPU's SMs: where and when each starts, shares its SM, and ends."""
+"""Simulates how thread blocks run on a GPU's SMs: on which SM, and when each starts and ends."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ def makespan(
     processors: int,
     together: int,
 ) -> tuple[float, float]:
-    """The time when the last block ends, and the mean time that SMs are busy.
+    """Return the time at which the last block ends, and the mean time that SMs are busy.
 
     A block that shares its SM with k - 1 others takes ``k * work + latency``: they share the SM's
-    units, but they wait at the same time. Blocks start in order, spread over the SMs; when one
-    ends, the next takes its place. The kernel finishes `clump` loops before it begins the next
-    ones; among these, the longest tiles start first. When no block is left to start, the blocks
-    that remain on an SM speed up.
+    units, but their latencies overlap. Blocks start in order, distributed over the SMs; when a
+    block ends, the next block starts in its slot. The kernel finishes the loops of one head group,
+    `clump` loops, before it begins those of the next; within a group, the longest tiles start
+    first. When no block is left to start, the last blocks on an SM become faster.
 
     Parameters
     ----------
     work, latency : sequence of float
         Seconds on an SM, by outer tile, in launch order.
     walks : int
-        How many times the kernel loops over all tiles (for example once per head).
+        The number of loops over all tiles (for example one per head).
     clump : int
-        Loops per head group.
+        The number of loops per head group.
     processors : int
-        SMs.
+        The number of SMs.
     together : int
-        Blocks that fit on an SM.
+        The number of blocks that run on an SM at the same time.
     """
     items = len(work) * walks
     if not items:
@@ -42,8 +42,8 @@ def makespan(
     share = min(together, -(-items // processors))
     slots = min(items, share * processors)
     whole = [share * w + t for w, t in zip(work, latency, strict=True)]
-    # A slot: when its block ends, its number (SM: number modulo `processors`), the tile.
-    if len({*zip(work, latency, strict=True)}) == 1:  # they end in waves
+    # A slot is the end of its block, its number (its SM is number modulo `processors`), the tile.
+    if len({*zip(work, latency, strict=True)}) == 1:  # equal blocks run in waves
         waves, rest = divmod(items, slots)
         held = [((waves + (slot < rest)) * whole[0], slot, 0) for slot in range(slots)]
     else:
@@ -58,18 +58,18 @@ def makespan(
 def in_launches(
     launches: Sequence[tuple[float, int, int, int]], processors: int
 ) -> tuple[float, float]:
-    """`makespan` for work tiles spread over several launches; each begins as the previous runs out.
+    """Return the results of `makespan` for work tiles in several launches, which overlap.
 
-    An SM takes blocks of the next launch as soon as it has none of its own left to begin. The
-    blocks of a cluster begin together, on SMs that become free at about the same time.
+    An SM starts blocks of the next launch as soon as no block of the current launch is left to
+    start. The blocks of a cluster start together, on SMs that become free at about the same time.
 
     Parameters
     ----------
     launches : sequence of (float, int, int, int)
-        Per launch: seconds per work tile, number of work tiles, SMs that share one, and work tiles
-        that can run at a time.
+        For each launch: seconds per work tile, the number of work tiles, the SMs that share a work
+        tile, and the work tiles that run at the same time.
     processors : int
-        SMs.
+        The number of SMs.
     """
     free = [0.0] * processors
     for seconds, items, cluster, places in launches:
@@ -78,9 +78,10 @@ def in_launches(
 
 
 def _alone(blocks: list[tuple[float, float, float]], share: int) -> float:
-    """The time when an SM's last blocks end.
+    """Return the time at which an SM's last blocks end.
 
-    The given ends assume that `share` blocks use the SM throughout; fewer blocks are faster.
+    The ends in `blocks` assume that `share` blocks use the SM all the time; fewer blocks are
+    faster.
     """
     if not blocks:
         return 0.0

@@ -1,9 +1,9 @@
 """Constants of the time model, fitted by `benchmarks/predict.py --fit`.
 
-They were fitted to the shapes of `CALIBRATION` in `benchmarks/time_shapes.py` on one H200, Hopper's
-also to 216 random shapes on one H100, and judged on shapes that the fit never sees
-(docs/reference/predictions.md). The rates of a chip's units are measured
-without any of these kernels: docs/data/units-h200.csv.
+The constants were fitted to the shapes of `CALIBRATION` in `benchmarks/time_shapes.py` on one H200.
+Those of the Hopper kernels were also fitted to 216 random shapes on one H100. They are tested on
+shapes that the fit does not use (docs/reference/predictions.md). The rates of a chip's units are
+measured without any of these kernels: docs/data/units-h200.csv.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from flashsim.errors import own_errors
 class Constants(NamedTuple):
     """How much of an SM's units one stage of a kernel family uses, and its latencies.
 
-    The first seven are shares of a unit's own time (`units.Work`) for which a visit (one query tile
-    times one key tile) keeps the other blocks of its SM waiting. A share is near 1 if the unit
-    bounds the kernel, and near 0 if its work hides behind another unit's. It exceeds 1 if the
-    kernel's warps wait for each other.
+    A share is a fraction of a unit's own time for a visit (`units.Work`; a visit is one query tile
+    times one key tile). For that fraction, the visit keeps the other blocks of its SM waiting. A
+    share is near 1 if the unit bounds the kernel, and near 0 if its work overlaps with another
+    unit's. It exceeds 1 if the kernel's warps wait for each other.
 
     Attributes
     ----------
     tensor : float
         Share of the tensor cores' time at the data sheet's peak.
     scores : float
-        Instructions per score, on the CUDA cores.
+        Instructions per score on the CUDA cores.
     masked : float
-        Further instructions per score of a tile with a mask.
+        Additional instructions per score of a tile with a mask.
     shared : float
         Share of shared memory's time.
     pieces : float
-        Instructions per 16 bytes that are placed one by one.
+        Instructions per piece of 16 bytes whose address is computed on its own.
     reduced : float
-        Share of the time in which L2 delivers the bytes that are added to it.
+        Share of the time in which L2 would deliver the bytes that are added at L2.
     own : float
         Share of L2's time for the bytes that an outer tile loads and stores outside its visits.
     waits : float
         Share of the tensor cores' time in which a block waits while the others of its SM run.
     visit, item, launch : float
         Latencies in seconds: of a visit, of an outer tile, and of the kernel. `visit` and `waits`
-        hold for two warpgroups that use the tensor cores alternately (ping-pong scheduling).
+        apply to two warpgroups that use the tensor cores alternately (ping-pong scheduling).
     changeover : float
-        Seconds lost once if there are more outer tiles than the SMs can hold at a time.
+        Seconds lost once if there are more outer tiles than run on the SMs at the same time.
     throttle : float
-        How much slower the chip is, as a share, when a kernel has run for `POWER_AFTER`.
+        Relative slowdown of the chip once a kernel has run for `POWER_AFTER`.
     """
 
     tensor: float = 0.0
@@ -88,7 +88,7 @@ class DecodeConstants(NamedTuple):
 
 
 #: Fitted by `benchmarks/predict.py --decode --fit` to an earlier run of docs/data/decode-h200.csv:
-#: batches of 1 and 32 of its table, and two of its sweeps over splits.
+#: to its rows with batches of 1 and 32, and to two of its sweeps over splits.
 DECODING = DecodeConstants(
     launch=9.05e-08,
     item=3.65e-06,
@@ -112,30 +112,33 @@ def _read() -> dict[str, dict[str, Constants]]:
     return found
 
 
-#: By kernel family and stage, from flashsim/data/time_model.csv. Hopper's kernels of other widths
-#: are other kernels: a name ends in the widest head_dim of its class, 96 or 128, and without one it
-#: is for 64; "wide" is up to 192, "widest" beyond. "roles" is the fused one up to 192 columns whose
-#: warpgroups have different roles. "deferred" makes dQ of a visit in the next one, "once" has one
-#: visit a row tile. "fp8" are the 16-bit forward's of all widths, as an earlier fit had them:
-#: nothing is fitted to FP8.
+#: Constants by kernel family and stage, from flashsim/data/time_model.csv. Hopper has a separate
+#: kernel for each class of head_dim. A name ends in the largest head_dim of its class, 96 or 128; a
+#: name without a number is for head_dim 64, "wide" is up to 192, and "widest" is for more. "roles"
+#: is the fused kernel for up to 192 columns whose warpgroups have different roles. "deferred"
+#: computes the dQ of a visit during the next visit. "once" has one visit per row tile. "fp8" has
+#: the constants of the 16-bit forward kernel for all widths, from an earlier fit: no constant was
+#: fitted to FP8 kernels.
 CALIBRATED = _read()
 
-#: Seconds for which the chip keeps its highest clock under these kernels' load.
+#: Seconds for which the chip keeps its highest clock while it runs these kernels.
 POWER_AFTER = 3e-3
-#: Kernels that only stream: seconds for the launch, and the share of the nominal HBM bandwidth, by
-#: whether a launch begins while the one before it ends (`Kernel.overlaps`), fitted likewise; and
-#: what the shortest takes of those that do not.
+#: Kernels that only stream: seconds for the launch and the share of the nominal HBM bandwidth, each
+#: by whether a launch begins before the previous one ends (`Kernel.overlaps`), fitted in the same
+#: way; and the least time of a launch that does not overlap.
 STREAMED = {False: (2.22e-6, 0.844), True: (1.00e-6, 0.915)}
 STREAMED_LEAST = 4e-6
-#: Of a copy: its share of the nominal HBM bandwidth, and the seconds of any launch.
+#: A copy's share of the nominal HBM bandwidth, and the seconds of any launch.
 HBM_SHARE, LAUNCH = 0.85, 3e-6
-#: Of L2, what is surely still there when it is read again (docs/notebooks/l2.md, the probe).
+#: The share of L2 whose data is certainly still in L2 when it is read again (docs/notebooks/l2.md,
+#: the probe).
 L2_KEEPS = 2 / 3
-#: How the time of tiles and that of HBM's bytes make one: as the root of the sum of such powers. 1
-#: would be one after the other, infinity the longer alone. `AGAIN` is for kernels whose bytes cross
-#: HBM again, chosen with six passes of grouped heads in view, and for Hopper's backward kernels;
-#: `FORWARD` is for Hopper's forward, whose next loads and last stores run beside its products.
+#: The exponent p that combines the time t of tiles and the time h of HBM's bytes: the result is
+#: (t^p + h^p)^(1/p). With p = 1 they would not overlap; with p = infinity they would overlap
+#: completely. `AGAIN` is for kernels that read bytes from HBM again, chosen by looking at six
+#: passes with grouped heads, and for Hopper's backward kernels. `FORWARD` is for Hopper's forward,
+#: whose loads of the next work tile and stores of the last one overlap with its products.
 AGAIN, FORWARD = 3, 6
-#: Share of the tensor cores' peak that a large matrix product of a library reaches: 783 of 989
-#: TFLOP/s, bfloat16, 8192 x 8192 x 8192, on the same H200.
+#: The share of the tensor cores' peak that a library's large matrix product reaches: 783 of 989
+#: TFLOP/s in bfloat16, for 8192 x 8192 x 8192, on the same H200.
 MATRIX_SHARE = 0.79

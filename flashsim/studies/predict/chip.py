@@ -1,9 +1,9 @@
-"""A GPU's description for the time model, from measurements of its units.
+"""Describes a GPU for the time model, from measurements of its units.
 
-The constants of `calibration` are shares of an H200's data sheet. A figure of another chip is the
-H200's figure, times the speed measured on that chip's unit alone, divided by the speed measured on
-the H200's. So a chip whose units all match an H200's gets an H200's times, and a chip with half of
-its bandwidth gets half of the H200's bandwidth.
+The constants of `calibration` are shares of the rates in an H200's data sheet. A rate of another
+chip is the H200's rate times the ratio of both chips' measured rates of that unit. So a chip whose
+units are as fast as an H200's has the H200's rates, and a chip with half of the measured bandwidth
+has half of the H200's bandwidth.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from flashsim.errors import TraceError
 from flashsim.problem.hardware import Device
 
-#: What one H200's units did (docs/data/units-h200.csv), in the units of `rates`.
+#: The measured rates of one H200's units (docs/data/units-h200.csv), in the units of `rates`.
 H200 = {
     "tensor": 4096.4 * 1.97028e9,
     "float32": 2 * 124.37 * 1.97028e9,
@@ -24,7 +24,7 @@ H200 = {
 
 
 def rates(units: Mapping[str, float]) -> dict[str, float]:
-    """Rates: FLOP/s of an SM's tensor cores and CUDA cores, and B/s of the chip's HBM and L2.
+    """Return FLOP/s of an SM's tensor cores and CUDA cores, and B/s of the chip's HBM and L2.
 
     Parameters
     ----------
@@ -43,7 +43,8 @@ def rates(units: Mapping[str, float]) -> dict[str, float]:
         found = [value for unit, value in units.items() if unit.startswith(prefixes)]
         if not found:
             raise TraceError(
-                f"no unit's name begins with {prefixes[0]!r}; is the table of units complete?"
+                f"the table of units has no name that begins with {prefixes[0]!r}; measure the "
+                "units again with flashsim study calibrate"
             )
         best[name] = max(found)
     hertz = best.pop("clock")
@@ -51,12 +52,13 @@ def rates(units: Mapping[str, float]) -> dict[str, float]:
 
 
 def calibrated(gpu: Device, units: Mapping[str, float]) -> Device:
-    """The device to pass to `predict`: its own capacities, and rates relative to an H200's.
+    """Return the device to pass to `predict`: its own capacities, and rates relative to an H200's.
 
     Parameters
     ----------
     gpu : Device
-        Supplies name, SMs and capacities; its peaks and bandwidths are ignored.
+        The source of the name, the number of SMs and the capacities; its peaks and bandwidths are
+        ignored.
     units : mapping of float
         As in `rates`.
     """

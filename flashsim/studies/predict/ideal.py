@@ -1,4 +1,4 @@
-"""The least time of a pass for any algorithm: each kernel takes as long as its busiest unit."""
+"""A lower bound on the time of a pass: each kernel takes as long as its busiest unit."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from flashsim.studies.predict.units import LANES, SPECIAL, clock
 
 @own_errors
 def least(traffic: Traffic) -> Prediction:
-    """A lower bound on a pass's time: perfect overlap, no tails, no latencies except launches.
+    """Return a lower bound on a pass's time: perfect overlap, no tails, no latency but launches.
 
-    Each stage is a kernel. It takes a launch plus the longest of the times that tensor cores,
-    exponentials, CUDA cores, L2 (requested bytes) and HBM need. Every tensor crosses HBM once,
-    except those that an earlier stage of the pass has written and that L2 holds. Actual kernels are
-    slower: `predict` covers two families of FlashAttention-2; this function also covers standard
-    attention.
+    Each stage is a kernel. Its time is that of a launch plus the longest of the times that tensor
+    cores, exponentials, CUDA cores, L2 (requested bytes) and HBM need. Every tensor is transferred
+    from or to HBM once, except tensors that an earlier stage of the pass wrote and that fit in L2.
+    Real kernels are slower. `predict` predicts their times for FlashAttention-2's kernel families.
 
     Raises
     ------
     OptionError
-        If keys are divided into parts, or the device has no peak for the dtype.
+        If the algorithm splits keys, or the device has no peak for the dtype.
     """
     checks.instance("traffic", traffic, Traffic, "Traffic, from flashsim.count")
     if any(stage.parts for stage in traffic.stages):
         raise OptionError(
-            f"{traffic.algorithm} splits the keys, and this lower bound covers only algorithms "
-            "that do not"
+            f"{traffic.algorithm!r} splits keys, but this lower bound supports only algorithms "
+            "that do not; use algorithm='flash2'"
         )
     device, written = traffic.device, set[str]()
     stages = []
@@ -60,7 +59,7 @@ def least(traffic: Traffic) -> Prediction:
 
 
 def _flops(traffic: Traffic, stage: plans.Stage) -> dict[str, int]:
-    """One stage's FLOPs by kind, for all heads."""
+    """Return one stage's FLOPs by kind, for all heads."""
     p, sums = traffic.problem, traffic.schedule(stage).sums
     work = stage_work(p, traffic.algorithm, traffic.direction, stage.name)
     walks, _ = plans.heads_of(stage, p)

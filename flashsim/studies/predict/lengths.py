@@ -1,4 +1,4 @@
-"""The length from which FlashAttention is faster, by time; and its versions side by side."""
+"""Predicted times by length: when FlashAttention is faster, and a comparison of its versions."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from flashsim.studies.predict.prediction import untested
 from flashsim.studies.predict.unfused import PRODUCT
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-#: Which algorithm a version is, and its outer loops forward and backward.
+#: The algorithm of each version, and its outer loops forward and backward.
 VERSIONS = {
     "standard": ("standard", ("3 kernels", "5 kernels")),
     "FA1": ("flash1", ("keys", "keys")),
     "FA2": ("flash2-fused", ("queries", "keys")),
     "FA3": ("flash2-fused", ("queries", "keys")),
 }
-#: Which kernels are predicted; None: a library's.
+#: The kernel family whose time is predicted for each version; None means a library's kernels.
 KERNELS = {"standard": None, "FA2": "portable", "FA3": "hopper"}
-#: The oldest compute capability, and the newest, that a version was written for.
+#: The oldest and the newest compute capability for which each version was written.
 WRITTEN_FOR = {"FA2": ((8, 0), (99, 0), "Ampere"), "FA3": ((9, 0), (9, 0), "Hopper")}
 
 
@@ -45,9 +45,9 @@ def when(
     Parameters
     ----------
     problem : Problem
-        `lengths` replaces its numbers of queries and keys; batch and heads stay.
+        `lengths` replaces its numbers of queries and keys; batch and heads stay the same.
     lengths : sequence of int
-        Tokens per sequence.
+        The numbers of tokens per sequence.
     direction : {"forward", "backward"}
         The backward pass is that of "flash2-fused".
     device : str or Device
@@ -55,9 +55,9 @@ def when(
     Returns
     -------
     Table
-        One row per length: milliseconds of standard attention with a library's kernels at their
-        best, its slowest kernel and that kernel's bound; milliseconds of flashsim's kernels;
-        standard attention's time divided by theirs; and the lower bound from units (`least`).
+        One row per length. It has the milliseconds of standard attention with a library's best
+        kernels, its slowest kernel and that kernel's bound; the milliseconds of flashsim's kernels;
+        standard attention's time divided by flashsim's; and the lower bound `least`.
 
     Raises
     ------
@@ -66,7 +66,7 @@ def when(
     """
     lengths = [*lengths]
     if not lengths:
-        raise OptionError("lengths is empty; give one or more")
+        raise OptionError("lengths must contain at least one length, got none")
     device, wins = Device.get(device), None
     table = Table(
         f"When does FlashAttention win? {direction}, {problem.batch} x {problem.heads} heads, "
@@ -87,12 +87,12 @@ def when(
             (n, times[0], f"{slowest.name}: {slowest.bound}", times[1], ratio, 1e3 * ideal.seconds)
         )
         wins = n if ratio > 1 and wins is None else wins if ratio > 1 else None
-    shortest = ", the shortest asked" if wins == min(lengths) else ""
-    found = f"faster from N = {wins:,} on{shortest}" if wins else "not faster at the longest"
+    shortest = ", the shortest length" if wins == min(lengths) else ""
+    found = f"faster from N = {wins:,} on{shortest}" if wins else "not faster at the longest length"
     table.note = (
-        f"{found}. standard: a library's kernels at best, every score computed; bound: its "
-        f"slowest kernel and what that waits for; flash: flashsim's kernels{untested(device)}; "
-        "how far both are from measurements: docs/reference/predictions.md"
+        f"FlashAttention is {found}. standard: a library's best kernels, which compute every "
+        "score; bound: its slowest kernel and the unit that bounds it; flash: flashsim's kernels"
+        f"{untested(device)}; docs/reference/predictions.md compares both with measurements"
     )
     return table
 
@@ -102,8 +102,9 @@ def versions(problem: Problem, *, device: str | Device = "H200") -> Table:
     """Compare standard attention and FlashAttention-1, -2, -3: bytes, memory, training-step times.
 
     The status is "OOM" if the forward pass's tensors do not fit in the device's memory, and
-    "OOM(backward)" if the backward pass's do not. On a GPU that a version was not written for it
-    is "needs Ampere" or "needs Hopper". A version that cannot run has no bytes and no times.
+    "OOM(backward)" if the backward pass's tensors do not. It is "needs Ampere" or "needs Hopper" on
+    a GPU for which the version was not written. A version that cannot run has no bytes and no
+    times.
     """
     device, p = Device.get(device), problem
     table = Table(
@@ -113,10 +114,11 @@ def versions(problem: Problem, *, device: str | Device = "H200") -> Table:
             *("version", "outer loop", "requested B", "memory B"),
             *("ideal ms", "predicted ms", "status"),
         ),
-        note=f"memory: live tensors, of {device.hbm_bytes / 2**30:.4g} GiB; ideal: the least that "
-        "units allow, perfect overlap; predicted: a library's kernels at best, FA2 by flashsim's "
-        "portable ones (FlashAttention-2's design), FA3 by its Hopper ones (FlashAttention-3's); "
-        f"backward fused{untested(device)}",
+        note=f"memory: tensors in use at once, of the device's {device.hbm_bytes / 2**30:.4g} GiB; "
+        "ideal: lower bound with perfect overlap of all units; predicted: for standard attention a "
+        "library's best kernels, for FA2 flashsim's portable kernels (FlashAttention-2's design), "
+        "for FA3 its Hopper kernels (FlashAttention-3's design); the backward pass is fused"
+        f"{untested(device)}",
     )
     for name, (algorithm, loops) in VERSIONS.items():
         status = "ok"
@@ -127,7 +129,9 @@ def versions(problem: Problem, *, device: str | Device = "H200") -> Table:
             memory = traffic.live(p, algorithm)
             if direction == "forward":
                 memory = traffic.saved(p, algorithm) + traffic.workspace(p, algorithm, direction)
-                memory += whole_bytes(p, "O") * (algorithm == "standard")  # the caller's alone
+                memory += whole_bytes(p, "O") * (
+                    algorithm == "standard"
+                )  # the caller still has out
             if status == "ok" and memory > device.hbm_bytes:
                 status = "OOM" if direction == "forward" else "OOM(backward)"
             figures: tuple[float | None, ...] = (None, None, None)
@@ -141,14 +145,14 @@ def versions(problem: Problem, *, device: str | Device = "H200") -> Table:
 def _figures(
     name: str, p: Problem, algorithm: str, direction: str, device: Device
 ) -> tuple[int, float, float | None]:
-    """Requested bytes, ideal and predicted milliseconds; the last only where kernels exist."""
+    """Return requested bytes, ideal and predicted milliseconds; None for a missing prediction."""
     found = None
     if name in KERNELS:
         try:
             found = predict(
                 p, direction=direction, algorithm=algorithm, kernels=KERNELS[name], device=device
             )
-        except (UnsupportedError, TilingError):  # a device or a problem without such kernels
+        except (UnsupportedError, TilingError):  # no such kernels for the device or the problem
             found = None
     if found is not None:
         tile = found.traffic.tiling
@@ -162,5 +166,5 @@ def _figures(
 def _counted(
     p: Problem, tile: Tiling, algorithm: str, direction: str, device: Device
 ) -> traffic.Traffic:
-    """The counts of one algorithm on a chip that its tiles fit, as a library's tiles fit theirs."""
+    """Return the counts of one algorithm on a chip that is large enough for its tiles."""
     return traffic.Traffic(p, tile, algorithm, direction, device, "ascending")

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from flashsim.api import counting, inputs
+from flashsim.api.decode_options import DecodeOptions, counted_fields, with_fields
+from flashsim.api.kv_cache import live_problem
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.backends.launch_policy import cost_model
@@ -26,7 +28,7 @@ from flashsim.schedule import plans
 from flashsim.schedule.split import check_splits
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.energy import joules
-from flashsim.studies.predict import decode
+from flashsim.studies.predict import decode_time
 from flashsim.studies.predict.blocks import in_launches, makespan
 from flashsim.studies.predict.calibration import (
     AGAIN,
@@ -52,7 +54,7 @@ from flashsim.studies.predict.units import (
     work_of,
 )
 
-#: The kernels in Python are imported when asked for: they need numba-cuda.
+#: The kernels in Python are imported only when needed, because they need numba-cuda.
 FAMILIES: dict[str, Family] = {"hopper": HOPPER, "portable": PORTABLE}
 
 
@@ -68,74 +70,83 @@ def predict(
     constants: Mapping[str, Constants] | None = None,
     heads_in_group: Mapping[str, int] | None = None,
     splits: int | str = "auto",
+    decode: DecodeOptions | None = None,
     deterministic: bool | None = None,
 ) -> Prediction:
     """Predict the time of the kernels of `backend="cupy"`, or of a library's standard attention.
 
-    Blocks start in the kernels' own order, longest first; each next block starts where an
-    earlier one ends. The prediction needs neither data nor a GPU.
+    Blocks start in the kernels' own order, the longest first; each next block starts when an
+    earlier block ends. The prediction needs neither data nor a GPU.
 
     Parameters
     ----------
     problem : Problem
-        For FP8 inputs only the forward pass is predicted, with the 16-bit forward's constants.
+        For FP8 inputs, only the forward pass can be predicted, with the 16-bit forward's constants.
     direction : {"forward", "backward"}
     algorithm : {"flash2", "flash2-fused", "flash2-once", "flash-decode", "standard"}
         "flash2-once" exists for Hopper's kernels only. With "standard", do not pass kernels,
         tiling, constants or heads_in_group.
     kernels : {"hopper", "portable", "python"}, optional
-        The kernel family; default: the one made for the device. "python" means the kernels of
+        The kernel family; default: the family for the device. "python" means the kernels of
         `backend="numba_cuda"` on a Hopper GPU (backward: ``kernel="tensor"``); it needs numba-cuda.
     tiling : Tiling, optional
-        Default: the family's own.
+        Default: the family's own choice.
     device : str or Device
-        The constants were fitted on an H200. Other devices use the same constants, untested.
+        The constants were fitted on an H200. For other devices, the same constants are used; they
+        were not tested there.
     constants : mapping of Constants, optional
-        Constants by stage; default: the calibrated ones.
+        Constants by stage; default: the calibrated constants.
     heads_in_group : mapping of int, optional
-        Heads that are processed together, by stage; default: the kernels' own (`clump_size`).
+        The number of heads that are processed together, by stage; default: the kernels' own choice
+        (`clump_size`).
     splits : int or "auto"
-        For "flash-decode": number of blocks that share the keys of a sequence; "auto" is the
+        For "flash-decode": the number of blocks that share the keys of a sequence; "auto" is the
         kernel's choice. The model reads the keys from HBM once per row tile, in random order if
-        they lie in pages. With several row tiles, L2 may serve some reads; the model ignores that.
+        they are in pages. With several row tiles, L2 may serve some reads; the model ignores that.
+    decode : DecodeOptions, optional
+        `splits` and `cache_seqlens` in one object, as in `flashsim.run`. Its other fields cannot be
+        predicted, except a `block_table`, if the problem has a `page_size`.
     deterministic : bool, optional
-        Of a backward pass, as in `Result.backward`. With False, the prediction is for the form that
-        `backward(deterministic=False)` takes on this device: fused, three passes or single-KV-tile.
-        Its name is the prediction's `traffic.algorithm`. Default: the algorithm's own form.
+        For a backward pass, as in `Result.backward`. With False, the prediction is for the pass
+        that `backward(deterministic=False)` runs on this device: fused, three passes, or
+        single-KV-tile. Its name is the prediction's `traffic.algorithm`. Default: the algorithm's
+        own form.
 
     Raises
     ------
     OptionError, UnsupportedError, TilingError
-        If there is no such family, or its kernels cannot run this problem.
+        If the family is unknown, or its kernels cannot run this problem.
     """
     device = Device.get(device)
     plans.stages(problem, algorithm, direction)  # or say what there is
     if deterministic is not None:
         if direction != "backward":
             raise OptionError(
-                "deterministic chooses between backward passes; give direction='backward', or "
-                "leave it out"
+                "deterministic chooses between backward passes; use direction='backward', or leave "
+                "deterministic out"
             )
         algorithm = _form(problem, algorithm, deterministic, tiling, kernels, device)
-    others = algorithm in ("standard", decode.ALGORITHM) or kernels not in (None, "hopper")
+    others = algorithm in ("standard", decode_time.ALGORITHM) or kernels not in (None, "hopper")
     if problem.fp8 and others:
         raise UnsupportedError(
-            f"for {problem.dtype} only the time of Hopper's FP8 forward can be predicted, not "
+            f"for {problem.dtype}, only the time of Hopper's FP8 forward can be predicted, not "
             f"{algorithm!r} or other kernels; use float16 or bfloat16, or `flashsim.count` for "
             "bytes"
         )
     check_splits(splits)
+    if decode is not None:
+        splits, problem = _decoded(problem, algorithm, splits, decode)
     if algorithm == "standard":
         own: dict[str, Any] = {"kernels": kernels, "tiling": tiling, "constants": constants}
         own |= {"heads_in_group": heads_in_group, "splits": None if splits == "auto" else splits}
         for name, value in own.items():
             if value is not None:
                 raise OptionError(
-                    f"{name} applies to FlashAttention only, because standard attention is timed "
-                    f"as a library runs it; got {name}={shown(value)}"
+                    f"{name} applies only to FlashAttention, because standard attention is timed "
+                    f"with a library's kernels; leave {name} out, got {name}={shown(value)}"
                 )
         return predict_standard(problem, direction, device)
-    if algorithm == decode.ALGORITHM:
+    if algorithm == decode_time.ALGORITHM:
         for name, given in (
             ("kernels", None if kernels == "portable" else kernels),
             *(("tiling", tiling), ("constants", constants), ("heads_in_group", heads_in_group)),
@@ -175,12 +186,12 @@ def _beside(
     traffic: Traffic,
     constants: Mapping[str, Constants],
 ) -> StageTime:
-    """The time that Hopper's dQ kernel adds to the pass, after the kernel for dK and dV.
+    """Return the time that Hopper's dQ kernel adds to the pass, after the kernel for dK and dV.
 
-    It is launched while that one runs and waits for none of its results. So its blocks begin on SMs
-    as dK's and dV's blocks leave them, or never came, without a launch's latency. Each block has
-    its first work tile by its number. So a block that waits for an SM holds that tile back, even if
-    other blocks run out of work.
+    The dQ kernel is launched while the kernel for dK and dV runs, and does not wait for its
+    results. So its blocks start without a launch's latency, on SMs that have no blocks of the first
+    kernel or whose blocks have ended. The number of a block determines its first work tile. So a
+    block that waits for an SM delays its first tile, even if other blocks run out of work.
     """
     device, runs = traffic.device, []
     for one in passes:
@@ -188,7 +199,7 @@ def _beside(
         shared, waiting, grid, places = _blocks(one, work_of(one, traffic), traffic, c)
         runs.append(((shared + waiting).tolist(), grid, places))
     (before, its, places), (takes, grid, _) = runs
-    # A cluster has no room on some SMs: those are free from the beginning.
+    # Some SMs cannot run a cluster; they are free from the beginning.
     done = cost_model.ends(before, *its, [0.0] * places) + [0.0] * (device.sm_count - places)
     alone = max(cost_model.ends(takes, *grid, [0.0] * len(done)))
     gained = alone + max(done) - _held_back(takes, *grid, done)
@@ -197,7 +208,7 @@ def _beside(
 
 
 def _held_back(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> float:
-    """The end of a launch whose first work tiles wait for their own blocks' SMs.
+    """Return the end of a launch whose first work tiles wait for their own blocks' SMs.
 
     The parameters are those of `cost_model.ends`.
     """
@@ -219,33 +230,53 @@ def _form(
     kernels: str | None,
     device: Device,
 ) -> str:
-    """The algorithm of the backward pass that `Result.backward` runs with this `deterministic`."""
-    form = plans.backward_form(algorithm, deterministic)
-    if algorithm != "flash2" or tiling is not None:
-        return form
+    """Return the algorithm of the backward pass that `Result.backward(deterministic)` runs."""
     family, gpu = _family(_named(kernels, device), "backward"), Gpu.like(device)
-    if family.stores_dq(problem, gpu, ordered=deterministic):
-        return "flash2-once"
-    if deterministic and family.orders_dq(problem):
+    form, ordered = plans.fastest_backward(
+        algorithm,
+        deterministic,
+        tiled=tiling is not None,
+        stores_dq=lambda _: family.stores_dq(problem, gpu, ordered=deterministic),
+        orders_dq=lambda _: family.orders_dq(problem),
+        fuses=lambda _: family.fuses(problem, gpu),
+    )
+    if ordered:
         raise UnsupportedError(
-            "here the kernels would run the fused backward that adds to dQ in a fixed order, "
-            "whose time cannot be predicted; use algorithm='flash2' without deterministic for "
-            "the time of three passes"
+            "for this problem, the kernels run the fused backward pass that adds to dQ in a fixed "
+            "order, whose time cannot be predicted; use algorithm='flash2' without deterministic "
+            "for the time of three passes"
         )
-    return form if deterministic or family.fuses(problem, gpu) else "flash2"
+    return form
 
 
 def made_for(device: Device) -> str:
-    """The kernel family that runs on a device if the caller names none."""
+    """Return the kernel family that runs on a device by default."""
     return "hopper" if device.compute_capability == (9, 0) else "portable"
 
 
+def _decoded(
+    problem: Problem, algorithm: str, splits: int | str, decode: DecodeOptions
+) -> tuple[int | str, Problem]:
+    """Return the splits and the problem of the live keys; refuse what has no prediction."""
+    beside = {} if splits == "auto" else {"splits": splits}
+    fields = counted_fields(problem, with_fields(beside, decode, [algorithm]))
+    if "pack_gqa" in fields:
+        raise UnsupportedError(
+            "the GPU's decode kernel always packs the query heads of a KV head into one tile, so "
+            "only pack_gqa=True has a prediction; leave pack_gqa out"
+        )
+    splits = fields.pop("splits", "auto")
+    return splits, live_problem(problem, fields)[0] if fields else problem
+
+
 def decoding(problem: Problem, direction: str, splits: int | str, device: Device) -> Prediction:
-    """The prediction for `algorithm="flash-decode"`."""
-    plans.stages(problem, decode.ALGORITHM, direction)  # or say what there is
-    made = decode.launch(problem, splits, device)
-    found = decode.stages(made, problem.page_size, device)
-    return Prediction(decode.traffic(problem, made, device), "portable", found)
+    """Return the prediction for `algorithm="flash-decode"`."""
+    plans.stages(
+        problem, decode_time.ALGORITHM, direction
+    )  # raises if the algorithm has no such pass
+    made = decode_time.launch(problem, splits, device)
+    found = decode_time.stages(made, problem.page_size, device)
+    return Prediction(decode_time.traffic(problem, made, device), "portable", found)
 
 
 @lru_cache(maxsize=128)
@@ -257,13 +288,13 @@ def _prepare(
     tiling: Tiling | None,
     device: Device,
 ) -> tuple[tuple[KernelPass, ...], Traffic]:
-    """The kernel passes that would be launched, and their traffic."""
+    """Return the kernel passes that `run` would launch, and their traffic."""
     if algorithm not in ("flash2", "flash2-fused", "flash2-once"):
         raise OptionError(
             "times can be predicted for flash2, flash2-fused, flash2-once, flash-decode and "
             f"standard, not for {algorithm!r}"
         )
-    # FP8 has the constants of the 16-bit forward.
+    # FP8 kernels use the constants of the 16-bit forward.
     family = HOPPER_FP8 if problem.fp8 else _family(kernels, direction)
     gpu = Gpu.like(device)
     passes = (
@@ -282,7 +313,7 @@ def _prepare(
 
 
 def _named(kernels: str | None, device: Device) -> str:
-    """The kernel family that the caller named, or the device's own."""
+    """Return the kernel family that the caller named, or the device's default."""
     return checks.one_of("kernels", made_for(device) if kernels is None else kernels, CALIBRATED)
 
 
@@ -296,7 +327,7 @@ def _family(kernels: str, direction: str) -> Family:
 
 def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]) -> StageTime:
     device, name = traffic.device, one.stage.name
-    if not one.kernel.shared_bytes:  # row by row: it streams
+    if not one.kernel.shared_bytes:  # a row-wise kernel, which streams rows
         bytes_once = once_bytes(traffic, name)
         begun, share = STREAMED[one.kernel.overlaps]
         streamed = bytes_once / (device.hbm_bandwidth * share)
@@ -320,22 +351,24 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
     waves = started / (works[-1].blocks * device.sm_count)
     use = use_of(one, traffic, units)
     tail = 1 - mean / last if last else 0.0
-    energy = None if traffic.problem.fp8 else joules(use, seconds, device)  # none was measured
+    energy = (
+        None if traffic.problem.fp8 else joules(use, seconds, device)
+    )  # the energy of FP8 was not measured
     return StageTime(name, seconds, units, waves, tail, use, energy)
 
 
 def works_of(one: KernelPass, traffic: Traffic) -> tuple[Work, ...]:
-    """The result of `work_of` for each launch of a stage, in launch order."""
+    """Return the result of `work_of` for each launch of a stage, in launch order."""
     return tuple(work_of(each, traffic) for each in (*one.before, one))
 
 
 def stage_seconds(
     one: KernelPass, works: tuple[Work, ...], traffic: Traffic, c: Constants
 ) -> tuple[float, float, float, float]:
-    """Seconds of a stage: its launches, its last tile's end, an SM's mean busy time, and HBM.
+    """Return seconds of a stage: launches, the last tile's end, an SM's mean busy time, and HBM.
 
-    `works` comes from `works_of`. The constants are those of the last launch, which takes most
-    work tiles.
+    `works` is the result of `works_of`. The constants are those of the last launch, which has most
+    of the work tiles.
     """
     device, work = traffic.device, works[-1]
     shared, waiting, grid, places = _blocks(one, work, traffic, c)
@@ -344,13 +377,13 @@ def stage_seconds(
     else:
         last, mean = makespan(shared.tolist(), waiting.tolist(), *grid, places, work.blocks)
     lost = changeover(c, grid[0] * len(work.visits), places * work.blocks)
-    last, mean = last + lost, mean + lost  # by all alike: no tail
+    last, mean = last + lost, mean + lost  # every SM loses as much, so there is no tail
     once, again = once_bytes(traffic, one.stage.name), bytes_again(one, traffic)
     hbm, again = (x / (device.hbm_bandwidth * HBM_SHARE) for x in (once, again))
-    if once <= L2_KEEPS * device.l2_bytes:  # and has what the kernel or the call before left
+    if once <= L2_KEEPS * device.l2_bytes:  # L2 still has data of the previous kernel or call
         hbm = 0.0
     hbm += again
-    if again or one.kernel.boxes:  # blocks wait for HBM here and there, not all the time
+    if again or one.kernel.boxes:  # blocks wait for HBM at times, not always
         power = FORWARD if one.stage.name == "forward" else AGAIN
         seconds = (last**power + hbm**power) ** (1 / power)
     else:
@@ -361,7 +394,7 @@ def stage_seconds(
 def _alike(
     one: KernelPass, works: tuple[Work, ...], traffic: Traffic, c: Constants
 ) -> list[tuple[float, int, int, int]]:
-    """The arguments of `in_launches` for a stage whose work tiles all take equally long."""
+    """Return the arguments of `in_launches` for a stage whose work tiles take equally long."""
     found = []
     for each, work in zip((*one.before, one), works, strict=True):
         shared, waiting, _, places = _blocks(each, work, traffic, c)
@@ -374,10 +407,10 @@ def _alike(
 def _blocks(
     one: KernelPass, work: Work, traffic: Traffic, c: Constants
 ) -> tuple[np.ndarray, np.ndarray, tuple[int, int], int]:
-    """`durations` of a launch's blocks, its (loops, loops per head group), and its usable SMs."""
+    """Return `durations` of a launch's blocks, its (loops, loops per group), and its usable SMs."""
     p, blocks = traffic.problem, one.kernel.cluster
     shared, waiting = durations(work, c)
-    if blocks > 1:  # that share an item: each is as long in its part of it
+    if blocks > 1:  # blocks that share a work tile have equal parts of it
         width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
         adding_up = 1e-6 * cost_model.ADDING_UP[width]
         shared, waiting = shared / blocks, (waiting - c.item) / blocks + c.item + adding_up
@@ -386,18 +419,20 @@ def _blocks(
 
 
 def _constants(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]) -> Constants:
-    """A launch's constants: those of its width or, if there are none, those without a width."""
+    """Return a launch's constants: those of its width if they exist, or those without a width."""
     named = constants_name(one, traffic.problem)
     without, _, width = named.rpartition(", ")
     names = [named, without] if without == "forward" or width == "128" else [named]
     for name in names:
         if name in constants:
             return constants[name]
-    raise OptionError(f"no constants for {named!r}; there are some for {', '.join(constants)}")
+    raise OptionError(
+        f"constants must have an entry for {named!r}, got entries for {', '.join(constants)}"
+    )
 
 
 def constants_name(one: KernelPass, problem: Problem) -> str:
-    """The name of the constants, in the kernel family, that a launch uses."""
+    """Return the name of the constants, in the kernel family, that a launch uses."""
     name = one.stage.name
     if not one.kernel.boxes:
         return name
@@ -409,7 +444,7 @@ def constants_name(one: KernelPass, problem: Problem) -> str:
         return name + next(words for widest, words in classes.items() if width <= widest)
     if width > 128:
         if name == "fused" and width > 192:
-            return "fused, widest"  # without room for dQ on its way out
+            return "fused, widest"  # shared memory has no space for the dQ to be stored
         return f"{name}, roles" if one.kernel.name.endswith("_roles") else f"{name}, wide"
     if one.stage.once:
         return f"{name}, once"
@@ -418,27 +453,29 @@ def constants_name(one: KernelPass, problem: Problem) -> str:
 
 
 def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds for which each outer tile uses its SM, and seconds for which it only waits."""
+    """Return the seconds for which each outer tile uses its SM, and for which it only waits."""
     unit = work.visit
     shares = {"tensor cores": c.tensor, "scores": c.scores, "shared memory": c.shared}
     shares |= {"pieces": c.pieces, "reductions": c.reduced}
     latency = (c.visit + c.waits * unit["tensor cores"]) * PAIR / work.groups
     busy = sum(share * unit[name] for name, share in shares.items())
     busy += c.scores * SCALED * unit["O"]
-    a_visit = max(busy, unit["L2"] - latency / work.blocks)  # tiles also come while a block waits
+    a_visit = max(
+        busy, unit["L2"] - latency / work.blocks
+    )  # L2 also delivers tiles while a block waits
     shared = work.visits * a_visit + work.masked * (c.masked * unit["scores"]) + c.own * work.own
     waiting = work.visits * latency + c.item
     return shared, waiting
 
 
 def changeover(c: Constants, blocks: int, places: int) -> float:
-    """Seconds lost when the first blocks end together and the next blocks start.
+    """Return the seconds lost when the first blocks end together and the next blocks start.
 
-    This happens once: later blocks end one by one.
+    This happens only once, because later blocks end one by one.
     """
     return c.changeover if blocks > places else 0.0
 
 
 def _throttled(seconds: float, more: float) -> float:
-    """The time if the clock is highest until `POWER_AFTER` and then drops to the power limit's."""
+    """Return the time if the clock is highest until `POWER_AFTER`, and then lower by `more`."""
     return seconds + more * max(0.0, seconds - POWER_AFTER)

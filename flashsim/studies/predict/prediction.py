@@ -1,4 +1,4 @@
-"""The prediction of a pass's time: each stage's kernel, the unit that bounds it, and the sum."""
+"""The predicted time of a pass: each stage's kernel, the unit that bounds it, and the sum."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class StageTime:
     ----------
     name : str
     seconds : float
-        Time that it adds to the pass. On Hopper, dQ's blocks begin on SMs that the dK and dV
-        blocks leave idle, so dQ adds less than it takes alone.
+        The time that it adds to the pass. On Hopper, the blocks of dQ start on SMs that the blocks
+        of dK and dV leave idle, so dQ adds less time than it takes alone.
     units : dict of float
-        Seconds for which each unit would be busy if the work were spread evenly: at most
-        `seconds`, unless a clock above the nominal one is needed.
+        Seconds for which each unit is busy if the work is distributed evenly. They are at most
+        `seconds`, unless the chip's clock exceeds its nominal clock.
     waves : float
-        Thread blocks divided by the number that run at a time; a fraction is a tail.
+        Thread blocks divided by the number that run at the same time; a fraction means a tail.
     tail : float
         Share of the time in which some SMs have run out of work: 1 - (mean busy time / seconds).
     use : Use
-        The quantities on which its energy depends.
+        The quantities from which its energy is computed.
     joules : float or None
-        Energy of the board; None on a device whose energy was never measured.
+        Energy of the board; None for a device whose energy was never measured.
     """
 
     name: str
@@ -46,7 +46,7 @@ class StageTime:
 
     @property
     def bound(self) -> str:
-        """The unit that is busy longest."""
+        """The unit that is busy for the longest time."""
         return max(self.units, key=lambda unit: self.units[unit])
 
 
@@ -60,20 +60,20 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all stages, one after the other."""
+        """Seconds of all stages, which run one after the other."""
         return sum(stage.seconds for stage in self.stages)
 
     @property
     def joules(self) -> float | None:
-        """Joules of all stages; None on a device whose energy was never measured."""
+        """Joules of all stages; None for a device whose energy was never measured."""
         known = [stage.joules for stage in self.stages if stage.joules is not None]
         return sum(known) if len(known) == len(self.stages) else None
 
     @property
     def sustained(self) -> Sustained | None:
-        """Cost of one call among many repeated calls, at the clock that the board's power allows.
+        """Cost of each of many repeated calls, at the clock that the board's power limit allows.
 
-        None where `joules` is None.
+        None if `joules` is None.
         """
         energy = energy_of(self.traffic.device)
         if energy is None or self.joules is None:
@@ -81,24 +81,25 @@ class Prediction:
         return energy.sustained([stage.use for stage in self.stages], self.seconds)
 
     def table(self) -> report.Table:
-        """The prediction as a table, one row per stage: time, time per unit, waves and tail."""
+        """Return a table with one row per stage: time, time per unit, waves and tail."""
         t = self.traffic
         units = (*UNITS, "HBM")
         named, source = f"{self.kernels} kernels, tiles {t.tiling}", "calibrated on one H200"
         if t.algorithm == "standard":
-            named, source = "a library's kernels", "at the shares of a large product and a copy"
+            named, source = "a library's kernels", "as fast as a large product and a copy"
         energy, held = "" if self.joules is None else f", {self.joules:.3g} J", self.sustained
         table = report.Table(
             f"{t.algorithm} {t.direction}, {in_words(t.problem)} on {t.device.name}, "
             f"{named}: {self.seconds * 1e3:.3f} ms{energy}",
             ("stage", "ms", "bound", *(f"{unit} ms" for unit in units), "waves", "tail", "J"),
-            note=f"{source}{untested(t.device)}; errors on other shapes, and what "
-            "is not modelled: docs/reference/predictions.md",
+            note=f"{source}{untested(t.device)}; docs/reference/predictions.md has the errors on "
+            "other shapes, and the limits of the model",
         )
         if held is not None:
             table.note = (
-                f"called again and again: {1e3 * held.seconds:.3f} ms, {held.joules:.3g} J, at "
-                f"{held.clock:.0%} of the clock, as the board's power allows; {table.note}"
+                f"each of many repeated calls: {1e3 * held.seconds:.3f} ms, {held.joules:.3g} J, "
+                f"at {held.clock:.0%} of the highest clock, by the board's power limit; "
+                f"{table.note}"
             )
         for s in self.stages:
             busy = [1e3 * s.units.get(unit, 0.0) for unit in units]
@@ -114,5 +115,5 @@ class Prediction:
 
 
 def untested(device: Device) -> str:
-    """A remark for notes if the constants were fitted to another device."""
+    """Return a remark for a table's note, unless the device is the one of the calibration."""
     return "" if device.name == "H200" else f", untested on {device.name}"

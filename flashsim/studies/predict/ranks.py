@@ -1,4 +1,4 @@
-"""`spread`: the time of attention over several GPUs, step by step, with the links' transfers."""
+"""`spread`: the predicted time of attention over several GPUs, with transfers, step by step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from flashsim.problem.hardware import Device
 from flashsim.problem.links import Link
 from flashsim.problem.problem import Problem
 from flashsim.studies.predict.calibration import CALIBRATED, HBM_SHARE
-from flashsim.studies.predict.decode import ALGORITHM as DECODES
+from flashsim.studies.predict.decode_time import ALGORITHM as DECODES
 from flashsim.studies.predict.model import made_for, predict
 
-#: GPUs of one host.
+#: The default number of GPUs per host.
 HOST = 8
 
 
@@ -31,19 +31,19 @@ class SpreadTime:
     Attributes
     ----------
     account : Account
-        Data sent and work computed.
+        The bytes sent and the work computed.
     device : Device
     link, network : Link
         The links inside a host, and between hosts.
     one : float
-        Seconds that one such GPU would take for the whole problem without a power limit.
+        Seconds that one GPU would take for the whole problem without a power limit.
     compute : ndarray, (ranks, steps)
         Seconds of local attention and merging.
     transfer : ndarray, (ranks, steps)
         Seconds of a rank's sends, on the slowest link that they use.
     start, end : ndarray, (ranks, steps)
-        When each step begins and ends on each rank. A step ends when its blocks are computed and
-        all data that it sends and receives has arrived.
+        The times at which each step begins and ends on each rank. A step ends when its blocks are
+        computed and all data that it sends and receives has arrived.
     """
 
     account: Account
@@ -58,12 +58,12 @@ class SpreadTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds until the last rank is done."""
+        """Seconds until the last rank has finished."""
         return float(self.end.max())
 
     @property
     def alone(self) -> float:
-        """Seconds until the last rank is done, if transfers took no time."""
+        """Seconds until the last rank has finished, if transfers took no time."""
         return float(_run(self.account, self.compute, np.zeros_like(self.transfer))[1].max())
 
     @property
@@ -73,22 +73,23 @@ class SpreadTime:
 
     @property
     def efficiency(self) -> float:
-        """One GPU's time divided by (this time times the number of ranks): 1 if nothing is lost."""
+        """One GPU's time divided by (`seconds` times the number of ranks); 1 is perfect scaling."""
         return self.one / (self.seconds * self.account.group.ranks)
 
     def table(self) -> report.Table:
-        """The prediction as a table, one row per step: compute, transfer and exposed transfer."""
+        """Return a table with one row per step: compute, transfer, and waiting for transfers."""
         account, group = self.account, self.account.group
         table = report.Table(
             f"{account.direction} by {group.scheme!r} over {group.ranks} x {self.device.name}, "
             f"{in_words(group.problem)}: {self.seconds * 1e3:.4g} ms",
             ("step", "compute ms", "least ms", "transfer ms", "waits ms"),
-            note=f"{100 * self.efficiency:.1f} % of {group.ranks} times one GPU "
-            f"({self.one * 1e3:.4g} ms); communication exposed for {self.exposed * 1e3:.4g} ms; "
-            f"{self.link.name}, {self.network.name} between hosts; compute: of the rank with the "
-            "most, least: with the least; waits: the longest",
+            note=f"the speed is {100 * self.efficiency:.1f} % of {group.ranks} times one GPU's "
+            f"({self.one * 1e3:.4g} ms); communication prolongs the pass by "
+            f"{self.exposed * 1e3:.4g} ms; links: {self.link.name}, {self.network.name} between "
+            "hosts; compute: of the busiest rank; least: of the least busy rank; waits: the "
+            "longest",
         )
-        # A picosecond is no wait, nor less than none.
+        # Rounding errors of up to a picosecond, also negative ones, count as no wait.
         waits = np.maximum(self.end - self.start - self.compute, 0).round(12)
         for n, step in enumerate(account.steps):
             table.rows.append(
@@ -127,26 +128,27 @@ def spread(
 ) -> SpreadTime:
     """Predict the time of attention over several GPUs, step by step.
 
-    At each step every rank begins to send, receive and compute at the same time. A transfer
-    begins when both of its ranks have begun the step. The next step begins when the blocks are
-    computed and all data sent and received has arrived. Links reach their nominal speed and slow
-    no kernel. Blocks take the time that `predict` gives; merging takes the time that HBM needs for
-    its bytes. All kernels run at the clock of short kernels: a power limit would slow many blocks
-    in a row as much as one GPU's long kernel, but `predict` applies it to the long kernel only.
+    At each step, every rank begins to send, receive and compute at the same time. A transfer begins
+    when both of its ranks have begun the step. The next step begins when the blocks are computed
+    and all data sent and received has arrived. Links reach their nominal speed, and do not slow
+    down kernels. Blocks take the time that `predict` returns; merging takes the time that HBM needs
+    for its bytes. All kernels run at the clock of short kernels. A power limit would slow down many
+    blocks in sequence as much as one GPU's long kernel, but `predict` applies the limit only to
+    long kernels.
 
     Parameters
     ----------
     problem, ranks, scheme, ulysses
         As in `flashsim.distributed.count`.
     direction, algorithm, kernels, device
-        For every rank's local attention, as in `predict`.
+        The arguments of `predict` for every rank's local attention.
     link : str or Link, optional
-        Link between the GPUs of a host, by name (`flashsim.problem.links.LINKS`); default: the
-        device's own.
+        The link between the GPUs of a host, by name (`flashsim.problem.links.LINKS`); default: the
+        device's own link.
     network : str or Link
-        Link between hosts, one per GPU.
+        The link between hosts, one per GPU.
     host : int
-        GPUs per host: ranks 0 to `host` - 1 share the first host, and so on.
+        The number of GPUs per host: ranks 0 to `host` - 1 share the first host, and so on.
 
     Raises
     ------
@@ -189,7 +191,10 @@ def _seconds(
     problem: Problem, direction: str, algorithm: str, kernels: str | None, device: Device
 ) -> float:
     constants = None
-    if algorithm in ("flash2", "flash2-fused"):  # the others have no power limit in them
+    if algorithm in (
+        "flash2",
+        "flash2-fused",
+    ):  # predictions of other algorithms have no power limit
         known = CALIBRATED.get(made_for(device) if kernels is None else kernels, {})
         constants = {name: c._replace(throttle=0.0) for name, c in known.items()}
     return predict(
@@ -203,7 +208,7 @@ def _seconds(
 
 
 def _transfers(account: Account, inside: Link, between: Link, host: int) -> np.ndarray:
-    """Seconds that every rank's sends take at every step."""
+    """Return the seconds that every rank's sends take at every step."""
     group, out = account.group, account.out_bytes
     ranks = np.arange(group.ranks)
     abroad = ranks // host != (ranks + group.ulysses) % group.ranks // host
@@ -213,7 +218,7 @@ def _transfers(account: Account, inside: Link, between: Link, host: int) -> np.n
         away = np.array(
             [(hosts != rank // host).mean() for rank, hosts in zip(ranks, team, strict=True)]
         )
-        away *= group.ulysses / (group.ulysses - 1)  # of those that it sends to
+        away *= group.ulysses / (group.ulysses - 1)  # as a share of the ranks to which it sends
         for step in (0, -1):
             near, far = out[:, step] * (1 - away), out[:, step] * away
             made[:, step] = np.maximum(_time(near, inside), _time(far, between))
@@ -227,7 +232,7 @@ def _time(nbytes: np.ndarray, link: Link) -> np.ndarray:
 def _run(
     account: Account, compute: np.ndarray, transfer: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """When each step begins and ends on each rank."""
+    """Return the times at which each step begins and ends on each rank."""
     group = account.group
     start, end = np.zeros_like(compute), np.zeros_like(compute)
     now = np.zeros(group.ranks)

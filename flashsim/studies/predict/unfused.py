@@ -1,11 +1,11 @@
-"""Standard attention's time: kernels that pass S and P through memory, each bounded by one unit.
+"""Predicts standard attention's time: its kernels pass S and P through memory.
 
-The model runs matrix products and a softmax as a library does, one kernel per stage of algorithm
-"standard". It computes every score, masked or not. Nothing here is fitted to attention: a product
-reaches the share of the tensor cores' peak that a large product reaches, and a stream reaches the
-share of the bandwidth that a copy reaches. A stage whose tensors all fit in L2 finds them there
-and leaves them there. The result is what standard attention could reach; a framework's version
-adds kernels for scale, mask and types.
+The model assumes a library's kernels for matrix products and softmax, one kernel per stage of the
+algorithm "standard". Each kernel is bounded by one unit, and every score is computed, masked or
+not. No constant is fitted to attention. A product reaches the same share of the tensor cores' peak
+as a large product, and a stream the same share of the bandwidth as a copy. A stage whose tensors
+all fit in L2 reads them from L2 and leaves them in L2. The result is the least time of standard
+attention; a framework's implementation has additional kernels for scale, mask and types.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from flashsim.studies.predict.calibration import HBM_SHARE, LAUNCH, MATRIX_SHARE
 from flashsim.studies.predict.prediction import Prediction, StageTime
 from flashsim.studies.predict.units import SPECIAL, clock, once_bytes
 
-#: A library's tile of a product: how many blocks there are to share out over the SMs.
+#: A library's tile of a product, which determines the number of thread blocks.
 PRODUCT = Tiling(128, 128)
 
 
 def predict_standard(problem: Problem, direction: str, device: Device) -> Prediction:
-    """Time of standard attention, stage by stage.
+    """Return the predicted time of standard attention, stage by stage.
 
     Raises
     ------
     OptionError
         If the device has no peak for the dtype.
     UnsupportedError
-        For packed sequences, which a batched product cannot take.
+        If sequences are packed, because a batched product needs equal lengths.
     """
     if problem.cu_seqlens_q is not None:
         raise UnsupportedError(
-            "standard attention's time can be predicted only for sequences of one length, and "
-            "these sequences are packed; give batch and n_q instead of cu_seqlens"
+            "standard attention's time can be predicted only for sequences of one length, but "
+            "these sequences are packed; use batch and n_q instead of cu_seqlens"
         )
     traffic = Traffic(problem, PRODUCT, "standard", direction, device)
     return Prediction(traffic, "library", tuple(_stage(one, traffic) for one in traffic.stages))
@@ -63,7 +63,7 @@ def _stage(stage: plans.Stage, traffic: Traffic) -> StageTime:
         "exponentials": heads * flops["exp"] / (SPECIAL * clock(device) * device.sm_count),
         memory: moved / (device.l2_bandwidth if fits else HBM_SHARE * device.hbm_bandwidth),
     }
-    # The last wave of blocks takes as long as a full one.
+    # The last wave of blocks takes as long as a full wave.
     rounded = {**units, "tensor cores": product * math.ceil(waves) / waves}
     seconds = max(rounded.values())
     tail = 1 - max(units.values()) / seconds
@@ -73,7 +73,7 @@ def _stage(stage: plans.Stage, traffic: Traffic) -> StageTime:
 
 
 def _tiles(stage: plans.Stage, problem: Problem) -> int:
-    """Thread blocks per head: tiles of the result."""
+    """Return the number of thread blocks per head, one per tile of the result."""
     stored = next(move.tensor for move in stage.moves if move.op == "store")
     its = shape(problem, stored)
     rows = problem.n_kv if its.axis == COL else problem.n_q

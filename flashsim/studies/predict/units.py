@@ -1,8 +1,8 @@
-"""The load of a block's tiles on each unit of an SM, from its kernel's instructions and bytes.
+"""Computes how long a block's tiles occupy each unit of an SM, from instructions and bytes.
 
-Products are counted as the tensor cores compute them: whole tiles, with the head_dim that a kernel
-pads to. Bytes are counted as the kernel moves them: rows padded to 16 bytes. The number of blocks
-that share an SM follows from their registers and shared memory.
+Products are counted as the tensor cores compute them: for whole tiles, with the kernel's padded
+head_dim. Bytes are counted as the kernel moves them: with rows padded to 16 bytes. The number of
+blocks that share an SM follows from their registers and shared memory.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from flashsim.studies.energy import Use
 
 UNITS = ("tensor cores", "exponentials", "CUDA cores", "shared memory", "L2")
 
-#: float32 lanes of an SM by compute capability (CUDA C++ Programming Guide, arithmetic throughput);
-#: its special-function units make 16 results a cycle, its shared memory moves 128 B a cycle.
+#: float32 lanes of an SM by compute capability (CUDA C++ Programming Guide, arithmetic throughput).
+#: Its special-function units compute 16 results per cycle, and its shared memory moves 128 B per
+#: cycle.
 LANES = {(7, 0): 64, (7, 5): 64, (8, 0): 64}
 SPECIAL, SHARED_BYTES = 16, 128
-#: Warpgroups that the latency of a visit is said for: while one waits, the other works. Of three,
-#: two do.
+#: The number of warpgroups for which the constants state the latency of a visit: while one waits,
+#: the other works. With three warpgroups, two work.
 PAIR = 2
-#: An element of O that a visit scales takes this share of a score's instructions: 1.31 of 4.85, by
-#: the machine code of Hopper's forwards (benchmarks/instructions.py).
+#: Scaling an element of O takes this share of a score's instructions: 1.31 of 4.85, by the machine
+#: code of Hopper's forward kernels (benchmarks/instructions.py).
 SCALED = 0.27
-#: Shared memory that CUDA keeps for itself, a block (CUDA C++ Programming Guide), and the registers
-#: of a thread of these kernels: nearly all that there are, whatever the head_dim.
+#: Bytes of shared memory per block that CUDA reserves (CUDA C++ Programming Guide), and the
+#: registers per thread of these kernels, which is nearly the maximum for every head_dim.
 RESERVED, REGISTERS = 1024, 256
 
 
@@ -47,20 +48,20 @@ class Work:
     Attributes
     ----------
     visits, masked : ndarray
-        Visits (tile pairs) per outer tile, for all members of a group; and those with a mask.
+        Visits (tile pairs) per outer tile, for all query heads of a group; and those with a mask.
     visit : dict of float
-        Seconds that one visit takes on each unit of an SM, if the unit does nothing else. Keys are
-        `UNITS` and also "reductions" (bytes added at L2, at the speed of L2 reads), "scores" (one
-        instruction per score), "O" (one per element of O that a Hopper forward scales) and
-        "pieces" (one per 16 bytes that a thread places in shared memory by an address of its own).
+        Seconds that one visit takes on each unit of an SM, if the unit does nothing else. The keys
+        are `UNITS` and also "reductions" (bytes added at L2, at the speed of L2 reads), "scores"
+        (one instruction per score), "O" (one instruction per element of O that a Hopper forward
+        scales) and "pieces" (one instruction per 16 bytes whose address a thread computes).
     own : ndarray
-        Seconds of L2 for the bytes that each outer tile loads and stores outside its visits: for
-        the rows that exist, of a tile that a sequence's end cuts.
+        Seconds of L2 for the bytes that each outer tile loads and stores outside its visits. A tile
+        at a sequence's end counts only the rows that exist.
     blocks : int
-        Blocks that share an SM.
+        The number of blocks that share an SM.
     groups : int
-        Warpgroups of a block that split a visit's rows, for kernels with ping-pong scheduling of
-        warpgroups on the tensor cores; otherwise `PAIR`.
+        The number of warpgroups of a block that split a visit's rows, for kernels with ping-pong
+        scheduling of warpgroups on the tensor cores; otherwise `PAIR`.
     """
 
     visits: np.ndarray
@@ -72,13 +73,13 @@ class Work:
 
 
 def clock(device: Device) -> float:
-    """The SM clock, in Hz, that a device's float32 peak assumes."""
+    """Return the SM clock, in Hz, that follows from a device's float32 peak."""
     lanes = LANES.get(device.compute_capability, 128)
     return device.peak("float32", tensor_cores=False) / (2 * lanes * device.sm_count)
 
 
 def work_of(one: KernelPass, traffic: Traffic) -> Work:
-    """The work of a launch's blocks on the traffic's device."""
+    """Return the work of a launch's blocks on the traffic's device."""
     p, device, stage = traffic.problem, traffic.device, one.stage
     tiling, tables = one.tables.schedule.tiling, one.tables
     sides, hertz = (tiling.block_q, tiling.block_k), clock(device)
@@ -118,7 +119,10 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
 
 
 def _bytes(p: Problem, moves: Iterable[plans.Move], op: str, sides: tuple[int, int]) -> int:
-    """Bytes that the moves of one kind (`op`) transfer: whole tiles, rows padded to 16 bytes."""
+    """Return the bytes that moves of one kind (`op`) transfer, in whole tiles with padded rows.
+
+    Rows are padded to 16 bytes.
+    """
     total = 0
     for move in moves:
         if move.op == op:
@@ -129,12 +133,12 @@ def _bytes(p: Problem, moves: Iterable[plans.Move], op: str, sides: tuple[int, i
 
 
 def _shared_reads(one: KernelPass, dims: tuple[int, int], sides: tuple[int, int]) -> int:
-    """Bytes that the warps of a block read from shared memory per visit, in portable kernels.
+    """Return the bytes per visit that a block's warps read from shared memory, if portable.
 
     Each warp reads the visited tiles for its own rows of the outer tile, once per product. In the
     KV-outer kernels, several warps may split a product's columns (`parts`).
     """
-    if one.kernel.boxes:  # operands go from shared memory to the tensor cores by themselves
+    if one.kernel.boxes:  # the tensor cores read operands from shared memory without warps' loads
         return 0
     (d, dv), (bq, bk), name = dims, sides, one.stage.name
     constants = dict(one.kernel.constants)
@@ -142,7 +146,7 @@ def _shared_reads(one: KernelPass, dims: tuple[int, int], sides: tuple[int, int]
     if name in ("forward", "dq"):
         return warps * bk * ((d if name == "forward" else 2 * d) + dv) * size
     reads = warps // constants.get("FS_PARTS", 1) * 2 * bq * (d + dv) * size
-    if name == "fused":  # K for dQ, and dS from one side to the other
+    if name == "fused":  # K for dQ, and dS transposed through shared memory
         reads += (max(1, bq // 32) * bk * d + 2 * bq * bk) * size
     return reads
 
@@ -150,11 +154,11 @@ def _shared_reads(one: KernelPass, dims: tuple[int, int], sides: tuple[int, int]
 def _uneven_pieces(
     one: KernelPass, p: Problem, dims: tuple[int, int], sides: tuple[int, int]
 ) -> int:
-    """16-byte pieces of a visit whose addresses are computed one by one.
+    """Return the number of 16-byte pieces of a visit whose addresses are computed one by one.
 
-    This concerns portable kernels only (`load_async` in mma.cuh). It happens where a block's
-    threads do not divide into whole rows of pieces, eight rows at a time, or where padded rows
-    contain pieces that do not exist in memory.
+    Only portable kernels have such pieces (`load_async` in mma.cuh). They occur if a block's
+    threads do not divide into whole rows of pieces, eight rows at a time, or if padded rows contain
+    pieces that do not exist in memory.
     """
     if one.kernel.boxes:
         return 0
@@ -170,7 +174,7 @@ def _uneven_pieces(
 
 
 def blocks_per_sm(one: KernelPass, device: Device) -> int:
-    """Blocks that fit on an SM, by registers and shared memory; 1 for a persistent kernel."""
+    """Return the blocks per SM, by registers and shared memory; 1 for a persistent kernel."""
     if one.kernel.boxes:
         return 1
     by_shared = device.sram_per_sm // (one.kernel.shared_bytes + RESERVED)
@@ -179,7 +183,7 @@ def blocks_per_sm(one: KernelPass, device: Device) -> int:
 
 
 def use_of(one: KernelPass, traffic: Traffic, units: Mapping[str, float]) -> Use:
-    """The quantities on which a launch's energy depends; `units` as in `StageTime`."""
+    """Return the quantities from which a launch's energy is computed; `units` as in `StageTime`."""
     p, device, tiling = traffic.problem, traffic.device, one.tables.schedule.tiling
     members = p.group if one.stage.per == "group" else 1
     visits = int(one.tables.visits.sum()) * members * one.walks if one.stage.visit else 0
@@ -200,14 +204,14 @@ def use_of(one: KernelPass, traffic: Traffic, units: Mapping[str, float]) -> Use
 
 
 def bytes_again(one: KernelPass, traffic: Traffic) -> float:
-    """Bytes that cross HBM again because L2 cannot hold the data of concurrently running blocks.
+    """Return the bytes read from HBM again because the data of concurrent blocks exceeds L2.
 
-    A fused block with grouped heads processes its query heads one after the other. If the long and
-    the short blocks of a head all run together, they soon work on different query heads. Then the
-    Q, dO and dQ of all these heads are in use at a time. Each request for data that does not fit in
-    L2 goes to HBM, and each addition there is a read and a write. The L2 model (`flashsim.l2`),
-    which takes seconds, agrees to within a seventh in the cases tried. Co-scheduled blocks process
-    the query heads together and cause no such bytes.
+    A block of a fused kernel with grouped heads processes its query heads one after the other. If
+    the long and the short blocks of a head all run at once, they soon work on different query
+    heads. Then the Q, dO and dQ of all these heads are in use at the same time. Each request for
+    data that does not fit in L2 goes to HBM, and each addition is then a read and a write. The L2
+    model (`flashsim.l2`), which takes seconds, agrees to within a seventh in the cases tried.
+    Co-scheduled blocks process the query heads together and cause no such bytes.
     """
     if dict(one.kernel.constants).get("FS_IN_STEP"):
         return 0.0
@@ -220,14 +224,19 @@ def bytes_again(one: KernelPass, traffic: Traffic) -> float:
         return 0.0
     row = (p.head_dim + p.head_dim_v) * p.itemsize + 4 * p.head_dim
     heads = min(one.clump, one.walks)
-    if heads * one.tables.tiles > traffic.device.sm_count:  # neighbours, of about one length
+    if (
+        heads * one.tables.tiles > traffic.device.sm_count
+    ):  # concurrent blocks are neighbours of about equal length
         return 0.0
     missing = max(0.0, 1 - traffic.device.l2_bytes / (heads * p.group * p.n_q * row))
     return missing * (asked["load"] + 2 * asked["reduce"] - once_bytes(traffic, stage.name))
 
 
 def once_bytes(traffic: Traffic, stage: str) -> int:
-    """Bytes of all tensors that a stage accesses, each counted once per read and once per write."""
+    """Return the bytes of all tensors that a stage accesses.
+
+    A tensor counts once if the stage reads it, and once if the stage writes it.
+    """
     return sum(
         whole_bytes(traffic.problem, tensor) * (2 if op == "reduce" else 1)
         for name, op, tensor in traffic.transfers

@@ -1,4 +1,4 @@
-"""Published numbers, recomputed: the paper's value, ours, and why the two differ.
+"""Recomputes published numbers: the paper's value, our value, and why they differ.
 
 >>> from flashsim import reproduce
 >>> for table in reproduce.tables("ring"):
@@ -22,17 +22,17 @@ from flashsim.studies.reproduce import (
     smem_tiles,
 )
 
-#: What can be recomputed: name -> (what it is, how).
+#: The sets of numbers that can be recomputed: name -> (title, function).
 NAMES: dict[str, tuple[str, Callable[[], list[Table]]]] = {
     "hbm": ("FlashAttention, figure 2: HBM accesses and FLOPs", flash1_counts.hbm),
     "memory": ("FlashAttention, table 21: memory footprint", flash1_counts.memory),
     "bounds": ("FlashAttention, theorem 2; lower bounds of Saha and Ye", io_bounds.bounds),
     "order": ("KV-outer loops move more bytes than Q-outer loops", io_bounds.order),
-    "softmax": ("online softmax, accesses an element (Milakov, Gimelshein)", numerics.softmax),
+    "softmax": ("online softmax: accesses per element (Milakov, Gimelshein)", numerics.softmax),
     "error": ("FlashAttention-3, table 3: numerical error", numerics.error),
     "fp8": ("FlashAttention-3, table 3, with FP8; flushing the accumulator", fp8.fp8),
     "tiles": ("FlashAttention-2 and -3: shared memory of their tiles", smem_tiles.tiles),
-    "decoding": ("flash-decoding: how much of the GPU is used", distribution.decoding),
+    "decoding": ("flash-decoding: the share of a GPU that is used", distribution.decoding),
     "ring": ("ring attention, table 2: communication hidden by arithmetic", distribution.ring),
     "pallas": ("attention in Pallas: intensities, times, on-chip bytes", pallas.pallas),
     "sawtooth": ("sawtooth wavefronts: fewer L2 misses", sawtooth.sawtooth),
@@ -40,25 +40,25 @@ NAMES: dict[str, tuple[str, Callable[[], list[Table]]]] = {
 
 #: Published numbers that cannot be derived from the algorithm alone, and why.
 NOT_DERIVABLE = (
-    ("run times and TFLOP/s", "they need clocks, latencies and how well units overlap"),
+    ("run times and TFLOP/s", "they depend on clocks, latencies and the overlap of units"),
     (
         "FlashAttention's 40.3 GB for standard attention",
-        "it counts the passes of one PyTorch program (mask, dropout, casts), which the paper "
-        "does not list; `hbm` shows how many passes over N x N scores that is",
+        "it includes all passes of a PyTorch program (mask, dropout, casts), which the paper does "
+        "not list; `hbm` computes how many passes over N x N scores these are",
     ),
     (
         "HBM accesses over block size, figure 2 (middle)",
-        "printed as a curve without numbers; `hbm` gives ours at the same block sizes",
+        "it is printed as a curve without numbers; `hbm` has ours at the same block sizes",
     ),
     (
-        "at which shape FlashAttention-3's errors were measured",
-        "table 3 does not say, and they grow with N; `fp8` fits at 8,192 and d = 128. Nor does it "
-        "say which library its baselines are",
+        "the shape for which FlashAttention-3's errors were measured",
+        "table 3 does not state it, and errors grow with N; `fp8` agrees at N = 8,192 and d = 128. "
+        "Table 3 does not name the library of its baselines either",
     ),
-    ("speed-ups of flash-decoding", "they are run times; `decoding` gives blocks in flight"),
+    ("speed-ups of flash-decoding", "they are run times; `decoding` has the blocks in flight"),
     (
         "perplexities, training times",
-        "they are properties of models and of whole training programs",
+        "they depend on models and on whole training programs",
     ),
 )
 
@@ -70,18 +70,18 @@ def tables(name: str) -> list[Table]:
     Raises
     ------
     OptionError
-        If there is no such set; the message lists them.
+        If no set has that name; the message lists all names.
     """
     if not isinstance(name, str) or name not in NAMES:
         raise OptionError(
-            f"there is nothing to reproduce with the name {shown(name)}; {choices(name, NAMES)}"
+            f"no set of published numbers has the name {shown(name)}; {choices(name, NAMES)}"
         )
     return NAMES[name][1]()
 
 
 @own_errors
 def listing() -> list[Table]:
-    """A table of the sets that can be recomputed, and of those that cannot and why."""
+    """Return a table of the sets that can be recomputed, and one of those that cannot, and why."""
     known = Table("What can be recomputed", ("name", "what"))
     known.rows = [(name, what) for name, (what, _) in NAMES.items()]
     rest = Table("What cannot be derived from the algorithm alone", ("published", "why"))

@@ -1,4 +1,4 @@
-"""Work divided over one GPU's SMs (flash-decoding) and over several GPUs (ring attention)."""
+"""Numbers about work distributed over SMs (flash-decoding) and over GPUs (ring attention)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RING = (
 
 
 def decoding() -> list[Table]:
-    """How many SMs a decoding step keeps busy, and the bytes that splitting the keys costs."""
+    """Compute how many SMs a decoding step uses, and the additional bytes of split keys."""
     table = page(
         "Decoding on an A100, one query, 64 Ki keys, d = 128, half precision",
         "Dao, Haziza, Massa and Sizov, Flash-Decoding, 2023",
@@ -41,18 +41,19 @@ def decoding() -> list[Table]:
             "SMs at work, one head, batch 1, %",
             "< 1",
             share,
-            f"{blocks} thread block on {device.sm_count} SMs; the blog counts a batch entry as one",
+            f"{blocks} thread block on {device.sm_count} SMs; the post counts one block per batch "
+            "entry",
         )
     )
     many = 100 * 32 / device.sm_count
     table.rows.append(
-        line("the same with 32 heads, %", "not said", many, "heads are blocks of their own")
+        line("the same with 32 heads, %", "not stated", many, "each head has its own block")
     )
     splits = device.sm_count
     partial = splits * (problem.head_dim + 1) * 4 * 2
     table.rows.append(
         line(
-            f"extra bytes of {splits} splits, % of all",
+            f"additional bytes of {splits} splits, % of all bytes",
             "small",
             100 * partial / counted.bytes(),
             "each split writes, and the reduction reads, O and LSE in float32",
@@ -62,16 +63,16 @@ def decoding() -> list[Table]:
 
 
 def ring() -> list[Table]:
-    """Table 2: the block size at which computing hides sending K and V, c = FLOP/s / (B/s).
+    """Recompute table 2: the block size c = F / B at which computing hides sending K and V.
 
-    The bytes and FLOPs are those of ring attention executed on four ranks
-    (`flashsim.distributed.run`). A block of c queries and keys takes 4 d c^2 FLOPs, and its K and V
-    are 4 d c bytes in half precision. So computing takes longer than the transfer if c > F / B, for
-    any d.
+    F is in FLOP/s and B in bytes per second. The bytes and FLOPs are those of ring attention
+    executed on four ranks (`flashsim.distributed.run`). A block of c queries and keys has 4 d c^2
+    FLOPs, and its K and V have 4 d c bytes in half precision. So computing takes longer than the
+    transfer if c > F / B, for any d.
     """
     table = page(
-        "Smallest block and sequence a device, in thousands of tokens",
-        "Liu, Zaharia and Abbeel, arXiv:2310.01889, table 2: s = 6 c (six blocks are held)",
+        "Smallest block and sequence per device, in thousands of tokens",
+        "Liu, Zaharia and Abbeel, arXiv:2310.01889, table 2: s = 6 c (six blocks are in memory)",
     )
     problem = Problem(64, head_dim=16, dtype="float16")
     account = run(*random_inputs(problem)[:3], ranks=4, scheme="ring").account
@@ -84,21 +85,22 @@ def ring() -> list[Table]:
     return [table, efficiency()]
 
 
-#: ring-flash-attention's README: a sequence of 64 Ki on 8 x H800, 32 heads on 8, d = 128, causal;
-#: % of FlashAttention-2's rate on one GPU and 8 Ki, forward, and forward with backward.
+#: From ring-flash-attention's README, for a sequence of 64 Ki on 8 x H800, 32 query heads on 8 key
+#: heads, d = 128, causal: % of FlashAttention-2's rate on one GPU at 8 Ki, forward, and forward
+#: with backward.
 README = {"ring": (52.1, 53.9), "zigzag": (85.2, 90.2), "striped": (74.4, 82.9)}
 _WHY = {
-    "ring": "half of the ranks' time is waiting, for both",
-    "zigzag": "predicted without the host's work and the multiprocessors that NCCL takes",
-    "striped": "FlashAttention-2 is slower at causal blocks, and striped has no others; theirs "
-    "also copies all rows as it merges",
+    "ring": "in both figures, ranks wait for half of the time",
+    "zigzag": "the prediction leaves out the host's work and the SMs that NCCL uses",
+    "striped": "FlashAttention-2 is slower on causal blocks, and striped has only such blocks; "
+    "their code also copies all rows when it merges",
 }
 
 
 def efficiency() -> Table:
-    """Published shares of the ideal on eight GPUs, compared with the time model's."""
+    """Compare published shares of ideal speed on eight GPUs with those of the time model."""
     table = page(
-        "Eight GPUs, % of the ideal: 8 x the rate of one at 8 Ki, causal, 8 Ki a GPU",
+        "Eight GPUs, % of the ideal: 8 x the rate of one GPU at 8 Ki, causal, 8 Ki per GPU",
         "github.com/zhuzilin/ring-flash-attention, README, H800; ours: flashsim.predict.spread, "
         "portable kernels (mma.sync, as FlashAttention-2)",
     )

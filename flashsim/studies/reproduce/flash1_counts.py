@@ -1,4 +1,4 @@
-"""FlashAttention: Dao, Fu, Ermon, Rudra, Ré, arXiv:2205.14135, figure 2 and table 21."""
+"""Figure 2 and table 21 of FlashAttention: Dao, Fu, Ermon, Rudra, Ré, arXiv:2205.14135."""
 
 from __future__ import annotations
 
@@ -34,28 +34,29 @@ def _both(algorithm: str, tiling: Tiling, device: Device) -> tuple[Traffic, Traf
 
 
 def hbm() -> list[Table]:
-    """Figure 2: bytes and FLOPs of standard attention and FlashAttention, and block sizes."""
-    # Bytes moved are counted; whether the widest tiles fit is not asked.
+    """Recompute figure 2: bytes and FLOPs of standard attention and FlashAttention, block sizes."""
+    # Only bytes are counted, also for tiles that are too wide for the device.
     roomy = replace(Device.get("A100"), sram_bytes=4 * MIB)
     p, source = FIGURE_2, "arXiv:2205.14135, figure 2: N = 1024, d = 64, 16 heads, batch 64, A100"
     left = page("Figure 2 (left): forward and backward", source)
     scores = p.batch * p.heads * p.n_q * p.n_kv * p.itemsize
     standard, flash = (_both(name, Tiling(128, 256), roomy) for name in ("standard", "flash1"))
     whys = (
-        f"the paper's is {PAPER_GB[0] * 1e9 / scores:.1f} passes over the N x N scores, ours "
+        f"the paper's bytes are {PAPER_GB[0] * 1e9 / scores:.1f} passes over N x N scores, ours "
         f"{sum(t.bytes(tensor=x) for t in standard for x in ('S', 'P', 'dP', 'dS')) / scores:.0f}; "
-        "the program it timed also masks, scales and drops out",
-        "tile 128 x 256; the paper does not print its own",
+        "its program also masks, scales and applies dropout",
+        "ours has tiles of 128 x 256; the paper does not print its tiles",
     )
     after = (
-        "left by the L2 model, calibrated on an H200, not here; the paper's may be a DRAM counter's"
+        "from the L2 model, calibrated on an H200, not on an A100; the paper's may be from a DRAM "
+        "counter"
     )
     for name, pair, paper, why in zip(KINDS, (standard, flash), PAPER_GB, whys, strict=True):
         left.rows.append(line(f"HBM, {name}, GB", paper, sum(t.bytes() for t in pair) / 1e9, why))
         dram = sum(l2.dram(t).bytes() for t in pair) / 1e9
         left.rows.append(line(f"DRAM, {name}, GB", paper, dram, after))
     flops = [sum(t.flops("matmul") for t in pair) / 1e9 for pair in (standard, flash)]
-    note = "12 and 14 N^2 d for 1,024 heads; the printed figures do not follow from that shape"
+    note = "ours: 12 and 14 N^2 d for 1,024 heads; the paper's do not follow from that shape"
     for name, ours, printed in zip(KINDS, flops, PAPER_GFLOPS, strict=True):
         left.rows.append(line(f"matmul GFLOPs, {name}", printed, ours, note))
     left.rows.append(
@@ -63,7 +64,7 @@ def hbm() -> list[Table]:
             "FLOPs, FlashAttention / standard",
             PAPER_GFLOPS[1] / PAPER_GFLOPS[0],
             flops[1] / flops[0],
-            "products alone: 14 / 12",
+            "ours counts only products: 14 / 12",
         )
     )
     middle = page("Figure 2 (middle): forward, over the width of a key block B_c", source)
@@ -75,12 +76,12 @@ def hbm() -> list[Table]:
 
 
 def memory() -> list[Table]:
-    """Table 21: memory in use, forward and backward, of standard attention and FlashAttention."""
+    """Recompute table 21: memory of standard attention and FlashAttention, forward and backward."""
     table = page(
         "Table 21: memory footprint, MiB (printed as MB)",
         "arXiv:2205.14135, table 21, 16 x 8 heads, d = 64. The paper's PyTorch figures are exactly "
-        "4 S + 10 T, S one N x N matrix and T one of q, k, v, ...; its FlashAttention figures "
-        "11 T up to N = 256 and 13 T + 2 statistics beyond",
+        "4 S + 10 T, where S is an N x N matrix and T a tensor such as q; its FlashAttention "
+        "figures are 11 T up to N = 256, and 13 T + 2 statistics beyond",
     )
     for n, pytorch, flash in zip(LENGTHS, PYTORCH_MB, FLASH_MB, strict=True):
         p = Problem(n, head_dim=64, batch=16, heads=8, dtype="float16")
@@ -98,10 +99,10 @@ def memory() -> list[Table]:
 
 
 def _missing(p: Problem, rest: int, tensor: int) -> str:
-    """The difference between the paper's bytes and ours, in units of S and T."""
+    """Return the difference between the paper's bytes and ours as text, in units of S and T."""
     scores = p.batch * p.heads * p.n_q * p.n_kv * p.itemsize
     matrices = 1 if rest >= scores + tensor else 0
     more = f"{(rest - matrices * scores) / tensor:.2g} T"
     if matrices:
-        return f"1 S and {more} more: its program keeps P before and after dropout, and copies"
-    return f"{more} more: copies that its program keeps"
+        return f"1 S and {more} more: its program stores P before and after dropout, and copies"
+    return f"{more} more: copies that its program stores"

@@ -1,4 +1,4 @@
-"""FlashAttention-3's table 3: errors of FP8 and half precision, and of its FP8 accumulator."""
+"""Table 3 of FlashAttention-3: errors of FP8 and half precision, and of the FP8 accumulator."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ QUANTISED: dict[str, tuple[str, str | None]] = {
     "FP8, without incoherent processing": ("block", None),
 }
 _WHY = {
-    "float16, baseline": "q / sqrt(d), then every intermediate in float16; which library the "
-    "paper's is, it does not say",
-    "FP8, baseline": "one scale a tensor, the softmax's intermediates in float16",
+    "float16, baseline": "ours: q / sqrt(d), then every intermediate in float16; the paper does "
+    "not name its library",
+    "FP8, baseline": "one scale per tensor, intermediates of the softmax in float16",
 }
 TILE, D = 128, 128
 BEST = "FP8, FlashAttention-3"
 
 
 def fp8(n: int = 8192, seeds: int = 4, queries: int = 1024) -> list[Table]:
-    """Table 3, with outliers, N(0, 1) + N(0, 100) Bernoulli(0.001), and the accumulator's part.
+    """Recompute table 3, with outliers N(0, 1) + N(0, 100) Bernoulli(0.001); also accumulators.
 
     All n queries and keys of each seed are quantised; `queries` rows of the output are computed.
     """
@@ -64,10 +64,10 @@ def fp8(n: int = 8192, seeds: int = 4, queries: int = 1024) -> list[Table]:
             squares[name].append(_square(out, exact))
     table = page(
         f"Root mean square error, {n:,} queries and keys, d = {D}, {seeds} seeds of {queries} rows",
-        "arXiv:2407.08608, table 3; against float64 of the inputs before they are rounded. The "
-        "shape is not printed; errors grow with N. Few rows, where an outlier of q meets one of k, "
-        "make most of an error that is not rotated: see how far seeds lie apart. The page takes a "
-        "minute or two",
+        "arXiv:2407.08608, table 3; difference from float64 on the inputs before rounding. The "
+        "paper does not print the shape, and errors grow with N. Without rotation, a few rows "
+        "cause most of the error: those in which an outlier of q meets an outlier of k. So seeds "
+        "differ a lot. This page takes a minute or two",
     )
     for name, paper in PAPER.items():
         each = [_error([square]) for square in squares[name]]
@@ -85,10 +85,10 @@ _ACCUMULATORS = {
 
 def _flushed(apart: dict[str, float], n: int, rows: int) -> Table:
     table = page(
-        f"The same in 14 bits: out's distance from sums in float32, {BEST}, N = {n:,}",
-        "Hopper's tensor cores keep 14 bits of 32 products and the sum so far (DeepSeek-V3, "
-        f"arXiv:2412.19437, section 3.5.2, which flushes every 128 products); a tile is {TILE} x "
-        f"{TILE}; one seed, {rows} rows; no paper prints these for attention",
+        f"FP8 accumulators of 14 bits: out's difference from sums in float32, {BEST}, N = {n:,}",
+        "Hopper's tensor cores keep 14 bits of 32 products and the running sum (DeepSeek-V3, "
+        f"arXiv:2412.19437, section 3.5.2, which flushes after every 128 products); tiles are "
+        f"{TILE} x {TILE}; one seed, {rows} rows; no paper prints these figures for attention",
     )
     for name, error in apart.items():
         table.rows.append(line(name, None, error))
@@ -96,7 +96,7 @@ def _flushed(apart: dict[str, float], n: int, rows: int) -> Table:
 
 
 def _half(q: np.ndarray, k: np.ndarray, v: np.ndarray, problem: Problem) -> dict[str, np.ndarray]:
-    """Outputs of both implementations in half precision."""
+    """Return the outputs of both implementations in half precision."""
     q, k, v = (x.astype(np.float16) for x in (q, k, v))
     scaled = q / np.float16(np.sqrt(D))
     unscaled = Problem(problem.n_q, problem.n_kv, D, scale=1.0)
@@ -107,14 +107,14 @@ def _half(q: np.ndarray, k: np.ndarray, v: np.ndarray, problem: Problem) -> dict
 
 
 def _plain(x: Quantized, queries: int, _: Precision | None = None) -> np.ndarray:
-    """Plain attention on the dequantised numbers, with intermediates in float16."""
+    """Return plain attention on the dequantised numbers, with intermediates in float16."""
     q, k, v = x.dequantized()
     problem = Problem(queries, k.shape[-2], D)
     return attention(q[..., :queries, :], k, v, problem, dtype="float16")[0]
 
 
 def _run(x: Quantized, queries: int, precision: Precision | None = None) -> np.ndarray:
-    """FlashAttention on the first `queries` rows, with the scales of their blocks."""
+    """Return FlashAttention on the first `queries` rows, with the scales of their blocks."""
     blocks = x.q_scale[..., : -(-queries // TILE)] if x.block else x.q_scale
     options = {**x.options, "scales": (blocks, x.k_scale, x.v_scale)}
     rows = x.q[..., :queries, :]

@@ -1,4 +1,4 @@
-"""IO complexity: theorem 2 of arXiv:2205.14135, bounds of arXiv:2402.07443, loop orders."""
+"""IO complexity: theorem 2 of arXiv:2205.14135, the bounds of arXiv:2402.07443, and loop orders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashsim.studies.reproduce.page import line, page
 
 
 def bounds() -> list[Table]:
-    """HBM accesses of FlashAttention as M grows, compared with N^2 d^2 / M and the lower bounds.
+    """Compare FlashAttention's HBM accesses, as M grows, with N^2 d^2 / M and the lower bounds.
 
     The tile follows line 1 of Algorithm 1: B_c = ceil(M / 4 d), B_r = min(B_c, d), M in elements.
     Each count is executed on the simulated memory, not only predicted.
@@ -25,27 +25,30 @@ def bounds() -> list[Table]:
     shape = f"N = {n}, d = {d}, float32, executed"
     above = page(
         f"Theorem 2: FlashAttention's HBM accesses, elements, over M; {shape}",
-        "arXiv:2205.14135, theorem 2: O(N^2 d^2 / M), an order of growth. A steady ratio confirms "
-        "it, its value is the algorithm's; it grows once the N d accesses that no tile saves are "
-        "no longer few",
+        "arXiv:2205.14135, theorem 2: O(N^2 d^2 / M), an order of growth. A constant ratio "
+        "confirms it; the constant depends on the algorithm. The ratio grows once the N d accesses "
+        "that no tile avoids are a large share",
     )
     below = page(
         f"Lower bounds on any attention's HBM accesses, elements, over M; {shape}",
-        "arXiv:2402.07443 (Saha and Ye), orders of growth too: N^2 d^2 / M where M >= d^2 = "
-        f"{d * d:,}, N^2 d / sqrt(M) below, so FlashAttention is optimal above only",
+        "arXiv:2402.07443 (Saha and Ye), also orders of growth: N^2 d^2 / M for M >= d^2 = "
+        f"{d * d:,}, and N^2 d / sqrt(M) for smaller M, so FlashAttention is optimal only for M >= "
+        "d^2",
     )
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 1, 1, n, d), dtype=np.float32)
     for m in (512, 1024, 2048, 4096, 8192):
         block_k = min(ceil(m / (4 * d)), n)
         tiling = Tiling(min(block_k, d), block_k)
-        device = Device.get("A100").with_sram(16 * MIB)  # the rule leaves the score tile out of M
+        device = Device.get("A100").with_sram(
+            16 * MIB
+        )  # Algorithm 1's tile rule ignores the score tile
         trace = run(q, k, v, algorithm="flash1", tiling=tiling, device=device, trace=True).trace
         executed, name = trace.bytes() // 4, f"M = {m:,}, tile {tiling}"
         order = n * n * d * d / m
         above.rows.append(line(name, order, executed, _parts(n, d, m, order)))
         if m >= d * d:
-            below.rows.append(line(name, order, executed, "N^2 d^2 / M: met, but for a constant"))
+            below.rows.append(line(name, order, executed, "N^2 d^2 / M: reached, up to a constant"))
         else:
             why = f"N^2 d / sqrt(M): sqrt(M) / d = {sqrt(m) / d:.2f} of N^2 d^2 / M"
             below.rows.append(line(name, n * n * d / sqrt(m), executed, why))
@@ -53,8 +56,8 @@ def bounds() -> list[Table]:
 
 
 def _parts(n: int, d: int, m: int, order: float) -> str:
-    """The parts of Algorithm 1's accesses, each divided by N^2 d^2 / M."""
-    visits = n * 4 * n * d / m  # of a row of Q: N rows, each with T_c = 4 N d / M tiles of keys
+    """Return the parts of Algorithm 1's accesses as text, each divided by N^2 d^2 / M."""
+    visits = n * 4 * n * d / m  # row visits: N rows of Q, each with T_c = 4 N d / M key tiles
     matrices, statistics, once = 3 * d * visits, 4 * visits, n * (3 * d + 2)
     return (
         f"{matrices / order:g} for Q read, O read and written at each of {visits / n:.0f} tiles of "
@@ -67,7 +70,7 @@ def order() -> list[Table]:
     """Compare KV-outer (FlashAttention) with Q-outer loops (FlashAttention-2) on the same tiles."""
     table = page(
         "Forward HBM bytes, KV-outer / Q-outer, N = 4096, d = 128, bf16",
-        "arXiv:2307.08691, section 3: the loops are swapped, so that O, l and m stay on chip",
+        "arXiv:2307.08691, section 3: the loops are swapped, so O, l and m stay on chip",
     )
     device = Device.get("A100").with_sram(512 * KIB)
     problem = Problem(4096, head_dim=128, dtype="bfloat16")
@@ -81,7 +84,8 @@ def order() -> list[Table]:
                 f"tile {tiling}",
                 "more",
                 first / second,
-                "Q is read, and O (float32), l, m read and written, at each visit; K and V once",
+                "KV-outer: each visit reads Q, and reads and writes O (float32), l and m; K and V "
+                "are read once",
             )
         )
     return [table]

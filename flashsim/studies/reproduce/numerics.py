@@ -1,4 +1,4 @@
-"""Online softmax's accesses, and the numerical error of half-precision attention."""
+"""Memory accesses of online softmax, and the numerical error of half-precision attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashsim.schedule.tiling import Tiling
 from flashsim.studies import ladder
 from flashsim.studies.reproduce.page import line, page
 
-#: Accesses an element: arXiv:1805.02867, sections 2 and 3; its abstract: "up to 1.3x" faster.
+#: Accesses per element, from arXiv:1805.02867, sections 2 and 3. Its abstract: "up to 1.3x" faster.
 PAPER_ACCESSES = {"naive": 3, "stable": 4, "online": 3}
 PAPER_SPEED_UP = 1.3
 
@@ -22,9 +22,9 @@ PAPER_ERROR = {"baseline": 3.2e-4, "FlashAttention-2": 1.9e-4}
 
 
 def softmax() -> list[Table]:
-    """Memory accesses per element of naive, safe and online softmax, executed."""
+    """Count the memory accesses per element of naive, safe and online softmax in a run."""
     table = page(
-        "Memory accesses an element",
+        "Memory accesses per element",
         "arXiv:1805.02867; executed on 256 x 1,000 scores in chunks of 64",
     )
     n_q, n_kv = 256, 1000
@@ -37,19 +37,19 @@ def softmax() -> list[Table]:
             "safe / online",
             PAPER_SPEED_UP,
             accesses["stable"] / accesses["online"],
-            "the paper's is the speed-up measured; 4 / 3 is what accesses alone allow",
+            "the paper's is a measured speed-up; 4 / 3 is the ratio of accesses",
         )
     )
     return [table]
 
 
 def error(n: int = 1024, seeds: int = 2) -> list[Table]:
-    """Table 3: error against float64 with outliers, N(0, 1) + N(0, 100) Bernoulli(0.001)."""
+    """Recompute table 3: errors with outliers, N(0, 1) + N(0, 100) Bernoulli(0.001)."""
     table = page(
         f"Root mean square error in half precision, N = {n:,}, d = 128, {seeds} seeds",
-        "arXiv:2407.08608, table 3; its shape is not printed, and ours stay below it at every N "
-        "from 32 to 4,096, since they are held against float64 of the float16 inputs; `flashsim "
-        "reproduce fp8` counts the rounding of the inputs, too, and has the FP8 rows",
+        "arXiv:2407.08608, table 3, which does not print its shape. Ours are smaller at every N "
+        "from 32 to 4,096, because they are differences from float64 on the float16 inputs; "
+        "`flashsim study reproduce fp8` includes the rounding of the inputs, and has the FP8 rows",
     )
     whys = {
         "baseline": "every intermediate in half precision; the error depends on the shape",
@@ -73,13 +73,13 @@ def error(n: int = 1024, seeds: int = 2) -> list[Table]:
             "baseline / FlashAttention-2",
             PAPER_ERROR["baseline"] / PAPER_ERROR["FlashAttention-2"],
             errors["baseline"] / errors["FlashAttention-2"],
-            "1.7 times in the paper; ours rounds at every step, a library may not",
+            "1.7 times in the paper; ours rounds at every step, but a library may not",
         )
     )
     return [table]
 
 
 def _with_outliers(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """N(0, 1) plus N(0, 100) for one element in a thousand; float16."""
+    """Return N(0, 1), plus N(0, 100) for one element in a thousand, in float16."""
     large = 10 * rng.standard_normal(shape) * (rng.random(shape) < 0.001)
     return (rng.standard_normal(shape) + large).astype(np.float16)

@@ -8,12 +8,12 @@ COLUMNS = ("quantity", "paper", "ours", "ours / paper", "why they differ")
 
 
 def page(title: str, source: str) -> Table:
-    """An empty table with its source as a note."""
+    """Return an empty table with its source as a note."""
     return Table(title, COLUMNS, note=source)
 
 
 def line(quantity: str, paper: float | str | None, ours: Cell, why: str = "") -> tuple[Cell, ...]:
-    """One row, with the ratio if both values are numbers; a paper without a number gets a word."""
+    """Return a row, with the ratio if both values are numbers; `paper` may be a word instead."""
     ratio: Cell = None
     if isinstance(paper, (int, float)) and isinstance(ours, (int, float)) and paper:
         ratio = ours / paper

@@ -1,8 +1,9 @@
 """A write-up of attention in Pallas (JAX): roofline, intensities, measured times, on-chip bytes.
 
-Its model counts two products of 2 T^2 d and five operations per score for the softmax in the
-forward pass, each kernel's own products in the backward pass, and one HBM crossing per tensor. This
-module derives all of it from flashsim's own counts and compares it with the printed figures.
+The write-up's model counts, in the forward pass, two products of 2 T^2 d FLOPs and five operations
+per score for the softmax, in the backward pass each kernel's own products, and one HBM transfer per
+tensor. This module computes all figures from flashsim's counts, and compares them with those
+printed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from flashsim.studies.reproduce.page import line, page
 from flashsim.studies.roofline import textbook_bytes
 
 WIDTH, LENGTHS = 64, (128, 256, 512, 1024, 2048, 4096)
-#: What the write-up calls each algorithm of ours. cuDNN's backward is counted as one fused pass.
+#: The write-up's name of each of our algorithms. cuDNN's backward is counted as one fused pass.
 KERNELS = {"naive": "standard", "flash": "flash2", "cuDNN": "flash2-fused"}
 #: FLOP/B by direction and kernel, over `LENGTHS`.
 INTENSITY = {
@@ -42,20 +43,20 @@ TIMES = {
     ("backward", "flash"): (0.304, 0.301, 0.469, 0.943, 2.710, 9.422),
     ("backward", "cuDNN"): (0.432, 0.464, 0.493, 0.976, 2.220, 7.106),
 }
-#: Per cent of peak that it prints, at T = 4096.
+#: The printed percentages of peak, at T = 4096.
 PER_CENT = {
     ("forward", "flash"): 55.3,
     ("forward", "cuDNN"): 57.1,
     ("backward", "flash"): 47.8,
     ("backward", "cuDNN"): 45.2,
 }
-#: At T = 1024, float32 throughout, milliseconds; `TIMES` has what mixed precision made of them.
+#: Milliseconds at T = 1024 with float32 only; `TIMES` has those with mixed precision.
 BEFORE = {"forward": 0.642, "backward": 7.309}
 #: KiB of a backward block of 64 x 64 float32 scores, by head_dim; of T x T scores in bfloat16.
 BLOCK_KIB, SCORES_KIB = {64: 80, 128: 144, 256: 272}, {128: 32, 256: 128, 512: 512}
-#: Tile for what is executed; beyond this length the closed form, which equals it, stands in.
+#: The tile of executed runs, and the length above which the equal closed form is used instead.
 TILING, EXECUTED_TO = Tiling(64, 64), 512
-_SOFTMAX = 5  # operations a score
+_SOFTMAX = 5  # operations per score
 _ROOMY = Device.get("H100")
 
 
@@ -67,9 +68,9 @@ class Textbook:
     ----------
     direction, kernel : str
     n : int
-        Queries, and keys.
+        The number of queries and of keys.
     flops, bytes : int
-        With 4-byte elements: no other size gives the printed figures.
+        FLOPs, and bytes with 4-byte elements, the only size that gives the printed figures.
     """
 
     direction: str
@@ -85,11 +86,12 @@ class Textbook:
 
 
 def textbook(direction: str, kernel: str, n: int, dtype: str = "float32") -> Textbook:
-    """FLOPs and bytes of the write-up's model, from flashsim's own counts.
+    """Return FLOPs and bytes of the write-up's model, from flashsim's counts.
 
-    Products are those of the algorithm (backward: 8 T^2 d naive, 14 in two kernels, 10 in one);
-    the softmax adds 5 T^2 forward. Each tensor crosses HBM once: q, k, v, out, naive's P, and one
-    float32 logsumexp per row if P is not kept; in the backward pass also the gradients.
+    Products are those of the algorithm (backward: 8 T^2 d naive, 14 T^2 d in two kernels, 10 T^2 d
+    in one); the softmax adds 5 T^2 in the forward pass. Each tensor is transferred once: q, k, v,
+    out, naive's P, and one float32 logsumexp per row if P is not stored; in the backward pass also
+    the gradients.
     """
     problem, algorithm = Problem(n, head_dim=WIDTH, dtype=dtype), KERNELS[kernel]
     counted = traffic.count_schedule(problem, TILING, algorithm, direction, _ROOMY)
@@ -100,12 +102,12 @@ def textbook(direction: str, kernel: str, n: int, dtype: str = "float32") -> Tex
 
 
 def pallas() -> list[Table]:
-    """Tables of all the write-up's figures."""
+    """Return tables of all figures in the write-up."""
     return [_intensities(), _executed(), _speeds(), _overflow(), _scores_on_chip()]
 
 
 def _cells() -> list[tuple[str, str, int, int]]:
-    """(direction, kernel, length, index) of all thirty-six figures."""
+    """Return (direction, kernel, length, index) of all thirty-six figures."""
     return [(*key, n, at) for key in INTENSITY for at, n in enumerate(LENGTHS)]
 
 
@@ -113,7 +115,7 @@ def _intensities() -> Table:
     table = page(
         "Intensity, FLOP/B, one head, d = 64, each tensor once",
         "A roofline of attention in Pallas; forward 4 T^2 d + 5 T^2 FLOPs, backward 8, 14 or 10 "
-        "T^2 d. Labelled bfloat16 there, but only 4 B an element give the printed figures",
+        "T^2 d. The write-up labels them bfloat16, but only 4 B per element give its figures",
     )
     for direction, kernel, n, at in _cells():
         if (direction, kernel) == ("forward", "cuDNN"):
@@ -129,14 +131,14 @@ def _intensities() -> Table:
 def _executed() -> Table:
     table = page(
         "Intensity as executed: matrix FLOP/B requested, bfloat16, d = 64, tiles 64 x 64",
-        f"executed on the simulated memory up to T = {EXECUTED_TO}, beyond by the closed form, "
-        "which equals it as integers. K and V are read once for each row tile, so intensity stops "
-        "growing with T; what the L2 cache then saves: `flashsim roofline`",
+        f"up to T = {EXECUTED_TO} from runs on the simulated memory, beyond from the equal closed "
+        "form. K and V are read once per row tile, so the intensity stops growing with T; "
+        "`flashsim roofline` shows what the L2 cache saves",
     )
     whys = {
-        "naive": "S and P cross HBM four times, not once",
-        "flash": "K and V (backward Q and dO, too) once a row of tiles, not once",
-        "cuDNN": "as flash; backward, dQ is added into HBM at each tile",
+        "naive": "S and P are transferred four times in all, not once",
+        "flash": "K and V (backward also Q and dO) are read once per outer tile, not once",
+        "cuDNN": "as flash; in the backward pass, each tile also adds dQ into HBM",
     }
     executed = {n: _run(n) for n in LENGTHS if n <= EXECUTED_TO}
     for direction, kernel, n, at in _cells():
@@ -152,7 +154,7 @@ def _executed() -> Table:
 
 
 def _run(n: int) -> dict[tuple[str, str], int]:
-    """Bytes that the simulator moves at this length, by kernel and direction."""
+    """Return the bytes that the simulator moves at this length, by kernel and direction."""
     moved: dict[tuple[str, str], int] = {}
     q, k, v, dout = random_inputs(Problem(n, head_dim=WIDTH, dtype=DTYPE))
     for kernel, algorithm in KERNELS.items():
@@ -163,9 +165,9 @@ def _run(n: int) -> dict[tuple[str, str], int]:
 
 
 def heads() -> int:
-    """Batch entries times heads that the write-up timed, derived from its times and shares.
+    """Return the write-up's batch entries times heads, derived from its times and percentages.
 
-    It does not print the shape itself.
+    The write-up does not print the shape itself.
     """
     peak = Device.get(DEVICE).peak(DTYPE)
     counts = {
@@ -177,7 +179,7 @@ def heads() -> int:
 
 
 def speed(direction: str, kernel: str, at: int) -> float:
-    """FLOP/s of the kernel from its printed time, with FLOPs as the write-up counts them."""
+    """Return the FLOP/s of a kernel from its printed time, with FLOPs as in the write-up."""
     counted = textbook(direction, kernel, LENGTHS[at])
     return heads() * counted.flops / (TIMES[direction, kernel][at] / 1e3)
 
@@ -185,10 +187,11 @@ def speed(direction: str, kernel: str, at: int) -> float:
 def _speeds() -> Table:
     peak = Device.get(DEVICE).peak(DTYPE)
     table = page(
-        f"Per cent of peak, {peak / 1e12:g} TFLOP/s, {DEVICE}, d = 64, from its printed times",
-        f"its shares are met with {heads()} heads in all, which it does not print. Each kernel is "
-        "credited with its own products, so a backward pass in two kernels (14 T^2 d) looks "
-        "faster than cuDNN's (10 T^2 d) while it takes longer: see `flashsim study claims`",
+        f"Percentage of the peak of {peak / 1e12:g} TFLOP/s, {DEVICE}, d = 64, from printed times",
+        f"the printed percentages follow from {heads()} heads in all, which the write-up does not "
+        "print. The FLOP/s of each kernel count its own products, so a backward pass in two "
+        "kernels (14 T^2 d) looks faster than cuDNN's (10 T^2 d), but takes longer: see `flashsim "
+        "study claims`",
     )
     for direction, kernel, n, at in _cells():
         ours = speed(direction, kernel, at)
@@ -207,9 +210,9 @@ def _overflow() -> Table:
     rule = [min(64, max(32, 16384 // d)) for d in BLOCK_KIB]
     table = page(
         "On-chip KiB of a backward block, 64 x 64 scores, float32",
-        "4 tiles of 64 x d and one of scores, against the 48 to 96 KB an SM that it quotes. Its "
-        f"rule for the block, min(64, max(32, 16384 // C)), gives {', '.join(map(str, rule))} "
-        "here, so it does not save the widest",
+        "4 tiles of 64 x d and one of scores; the write-up states 48 to 96 KB per SM. Its rule for "
+        f"the block, min(64, max(32, 16384 // C)), gives {', '.join(map(str, rule))} for these d, "
+        "so blocks of the largest d are still too large",
     )
     for d, printed in BLOCK_KIB.items():
         held = TILING.buffers(Problem(4096, head_dim=d), "flash2", "backward")["dkdv"]
@@ -223,26 +226,26 @@ def _overflow() -> Table:
 def _scores_on_chip() -> Table:
     table = page(
         "Do T x T scores fit on chip? KiB in bfloat16",
-        "it says yes at 128 only; a block's capacity by device: `flashsim study devices`",
+        "the write-up says: only at T = 128; `flashsim study devices` lists a block's capacity",
     )
     for n, printed in SCORES_KIB.items():
         size = n * n * Problem(n, dtype=DTYPE).itemsize
-        why = f"fits {_fitting(size)}; float32 scores, as a kernel has them: {_fitting(2 * size)}"
+        why = f"fits {_fitting(size)}; with float32 scores, as in kernels: {_fitting(2 * size)}"
         table.rows.append(line(f"T = {n}", printed, size / KIB, why))
     return table
 
 
 def _fitting(size: int) -> str:
-    """Devices whose thread blocks hold so many bytes."""
+    """Return a text that names the devices whose thread blocks have so much on-chip memory."""
     names = [name for name, device in PRESETS.items() if device.sram_bytes >= size]
     if len(names) in (0, len(PRESETS)):
         return "every device" if names else "no device"
     lacking = [name for name in PRESETS if name not in names]
-    return f"all but {', '.join(lacking)}" if len(lacking) <= len(names) else ", ".join(names)
+    return f"all except {', '.join(lacking)}" if len(lacking) <= len(names) else ", ".join(names)
 
 
 def series() -> dict[str, list[tuple[str, float, float]]]:
-    """Data for `viz.roofline_series`, by kernel: (length, FLOP/B in bfloat16, measured FLOP/s)."""
+    """Return data for `viz.roofline_series`: (length, FLOP/B in bfloat16, measured FLOP/s)."""
     return {
         f"{kernel}, {direction}": [
             (

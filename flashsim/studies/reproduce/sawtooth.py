@@ -10,7 +10,7 @@ from flashsim.report import Table
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.reproduce.page import line, page
 
-#: What the paper says of the chip: 24 MiB of L2 in one piece. 48 SMs by NVIDIA's data sheet.
+#: The paper states 24 MiB of L2 without partitions; NVIDIA's data sheet states 48 SMs.
 GB10 = Device(
     *("GB10", 99 * KIB, 100 * KIB),
     sm_count=48,
@@ -22,11 +22,12 @@ GB10 = Device(
 
 
 def sawtooth() -> list[Table]:
-    """L2 misses of straight and sawtooth key loops, co-scheduled, with keys larger than L2."""
+    """Compare L2 misses of straight and sawtooth key loops, with keys larger than L2."""
     table = page(
-        "Share of L2 misses that alternate scans save, %, one head, d = 64, half precision",
+        "Share of L2 misses that sawtooth loops save, %, one head, d = 64, half precision",
         "arXiv:2601.16032 (abstract: 50 % or more on GB10). Ours: the L2 model, tiles of 64 x 64, "
-        "one block an SM, in lock-step, a fully associative cache; misses beyond first reads",
+        "one block per SM, all at the same speed, a fully associative cache; misses without the "
+        "first reads",
     )
     for n in (65_536, 131_072, 163_840):
         problem = Problem(n, head_dim=64, dtype="float16")
@@ -41,7 +42,7 @@ def sawtooth() -> list[Table]:
         paper = ">= 50" if keys > GB10.l2_bytes else "no misses to save"
         why = (
             f"K and V are {keys / MIB:.0f} MiB, {keys / GB10.l2_bytes:.2f} x L2; about "
-            "L2 / (K and V) of the misses can be saved"
+            "the share L2 / (K and V) of the misses can be saved"
         )
         table.rows.append(line(f"N = {n:,}", paper, saved, why))
     return [table]

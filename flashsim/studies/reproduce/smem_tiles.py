@@ -9,8 +9,8 @@ from flashsim.studies.reproduce.page import line, page
 ITEM = 2  # bytes of half precision
 
 #: FlashAttention-2's backward: (head_dim, block_q, block_k, the source's figure in KiB, V in
-#: registers, one Q buffer only). Figures are the bounds its launcher compares the device with, and
-#: its comments.
+#: registers, only one Q buffer). The figures are the limits with which its launcher compares the
+#: device's shared memory, and those in its comments.
 FA2_BACKWARD = (
     (96, 64, 128, 116, False, False),
     (96, 64, 128, 92, True, False),
@@ -20,13 +20,13 @@ FA2_BACKWARD = (
     (256, 64, 64, 144, False, True),
 )
 
-#: FlashAttention-3's forward: (head_dim, block_q, the widest key block its source says fits, P in
-#: shared memory).
+#: FlashAttention-3's forward: (head_dim, block_q, the widest key block that fits by its source, P
+#: in shared memory).
 FA3_FORWARD = ((128, 128, 192, False), (128, 128, 144, True), (192, 128, 112, False))
 
 
 def tiles() -> list[Table]:
-    """Tables of FlashAttention-2's backward in KiB, and of FlashAttention-3's widest key block."""
+    """Return tables of FlashAttention-2's backward tiles and FlashAttention-3's key blocks."""
     second = page(
         "FlashAttention-2 backward: shared memory, KiB",
         "flash_bwd_launch_template.h of Dao-AILab/flash-attention; ours: two Q and one dO buffer, "
@@ -52,13 +52,13 @@ def tiles() -> list[Table]:
 def fa2_backward(
     d: int, block_q: int, block_k: int, *, v_in_registers: bool = False, one_q: bool = False
 ) -> int:
-    """On-chip bytes: Q (twice, to load the next while using this), dO, K, V, P and dS."""
+    """Return on-chip bytes: Q (two buffers, to load the next tile early), dO, K, V, P and dS."""
     rows = (2 if one_q else 3) * block_q * d
     columns = (1 if v_in_registers else 2) * block_k * d
     return ITEM * (rows + columns + 2 * block_q * block_k)
 
 
 def fa3_widest(d: int, block_q: int, *, p_in_smem: bool = False) -> int:
-    """The widest key block for which Q and two stages of K and V fit in shared memory."""
+    """Return the widest key block for which Q and two stages of K and V fit in shared memory."""
     per_key = ITEM * (2 * 2 * d + (block_q if p_in_smem else 0))
     return (Device.get("H100").sram_bytes - ITEM * block_q * d) // per_key // 16 * 16

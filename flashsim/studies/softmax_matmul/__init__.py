@@ -1,6 +1,6 @@
-"""softmax(X) V without softmax(X) in memory: the first step of many courses on FlashAttention.
+"""Computes softmax(X) V without storing softmax(X): a first exercise on FlashAttention.
 
-X (batch, d1, d2) holds scores, V (batch, d2, d3) values; softmax runs along d2.
+X (batch, d1, d2) contains scores, and V (batch, d2, d3) values. The softmax is taken along d2.
 
 >>> import numpy as np
 >>> from flashsim import softmax_matmul

@@ -1,4 +1,4 @@
-"""The fused softmax-product on the CPU's cores, compiled by Numba; it counts nothing."""
+"""The fused softmax-product on the CPU's cores, compiled by Numba, without counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashsim.l2.compiled import keep
 
 
 def forward(x: np.ndarray, v: np.ndarray, block_1: int, block_2: int) -> np.ndarray:
-    """O (batch, d1, d3) in float32; row tiles are divided among one thread per core."""
+    """Return O (batch, d1, d3) in float32; row tiles are divided among one thread per core."""
     x, v = np.ascontiguousarray(x), np.ascontiguousarray(v)
     out = np.empty((*x.shape[:2], v.shape[2]), np.float32)
     tiles = x.shape[0] * -(-x.shape[1] // block_1)
@@ -48,7 +48,9 @@ def _walk(x, v, out, block_1, block_2, first, last):
                 top = m[r]
                 for c in range(keys):
                     top = max(top, scores[c])
-                base = np.float32(0.0) if top == -np.inf else top  # -inf alone: no inf - inf
+                base = (
+                    np.float32(0.0) if top == -np.inf else top
+                )  # avoids inf - inf in a row of only -inf
                 alpha = np.exp(m[r] - base)
                 total = np.float32(0.0)
                 for c in range(keys):
@@ -61,7 +63,7 @@ def _walk(x, v, out, block_1, block_2, first, last):
                     O[r, n] *= alpha
             for r in range(rows):
                 c = 0
-                while c + 4 <= keys:  # four rows of V to one pass over O
+                while c + 4 <= keys:  # one pass over O adds four rows of V
                     p0, p1, p2, p3 = P[r, c], P[r, c + 1], P[r, c + 2], P[r, c + 3]
                     v0, v1 = v[b, key + c], v[b, key + c + 1]
                     v2, v3 = v[b, key + c + 2], v[b, key + c + 3]

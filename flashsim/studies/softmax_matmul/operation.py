@@ -21,7 +21,7 @@ from flashsim.studies.ladder import fusion
 from flashsim.studies.ladder.bench import Bench
 from flashsim.studies.ladder.rungs import RUNGS
 
-#: What the ladder's scores are called here.
+#: Names of the ladder's tensors in this operation.
 _NAMES = {"S": "X", "P": "P", "V": "V", "O": "O"}
 Moves = Mapping[tuple[str, str], int]
 
@@ -39,10 +39,10 @@ class SoftmaxProduct:
         Rows and columns of X per block.
     fused : bool
     moved : dict
-        ``{(op, tensor): bytes}`` for all matrices of the batch: executed, or predicted for a count.
-        A GPU run has them only if its threads counted; a "numba" run has none.
+        ``{(op, tensor): bytes}`` for all matrices of the batch: simulated, kernel-reported, or for
+        a count predicted. A GPU run has them only with ``trace=True``; a "numba" run has none.
     peak_sram : int or None
-        Most bytes that one simulated block held on chip.
+        The most bytes on chip in one simulated thread block.
     """
 
     out: Any
@@ -53,25 +53,25 @@ class SoftmaxProduct:
     peak_sram: int | None = None
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Bytes moved, in total or of one operation ("load", "store") and tensor."""
+        """Return the bytes moved, in total or of one operation ("load", "store") and tensor."""
         return sum(
             n for key, n in self.moved.items() if op in (None, key[0]) and tensor in (None, key[1])
         )
 
     def compulsory(self) -> int:
-        """Bytes of X and V read once and O written once, in float32."""
+        """Return the bytes of X and V, read once, and of O, written once, in float32."""
         batch, d1, d2, d3 = self.shape
         return 4 * batch * (d1 * d2 + d2 * d3 + d1 * d3)
 
     def table(self) -> Table:
-        """The bytes as a table, one row per tensor."""
+        """Return a table of the bytes, one row per tensor."""
         batch, d1, d2, d3 = self.shape
         result = Table(
             f"softmax(X) V, {'fused' if self.fused else 'two kernels'}: X {batch} x {d1:,} x "
             f"{d2:,}, V {batch} x {d2:,} x {d3:,}, float32, blocks {self.tiling}",
             ("tensor", "load B", "store B"),
             note=f"compulsory {self.compulsory():,} B"
-            + (f"; at most {self.peak_sram:,} B on chip a block" if self.peak_sram else ""),
+            + (f"; at most {self.peak_sram:,} B on chip per block" if self.peak_sram else ""),
         )
         for name in dict.fromkeys(tensor for _, tensor in self.moved):
             result.rows.append((name, self.bytes("load", name), self.bytes("store", name)))
@@ -94,27 +94,28 @@ def run(
     device: str | Device = "H100",
     trace: bool = True,
 ) -> SoftmaxProduct:
-    """softmax(X) V in one pass over X: P never leaves the chip.
+    """Compute softmax(X) V in one pass over X, without storing P in HBM.
 
-    It is an online softmax along d2, as in FlashAttention-2: when a block raises a row's maximum,
-    the sums so far are rescaled. A row of only -inf gives NaN, as softmax does.
+    It uses an online softmax along d2, as FlashAttention-2 does: if a block raises a row's maximum,
+    the sums so far are rescaled. The result of a row of only -inf is NaN, as for softmax itself.
 
     Parameters
     ----------
     x : array (batch, d1, d2), float32
     v : array (batch, d2, d3), float32; d3 up to 512
     block : int
-        Rows of X per block, and columns unless `block_2` is set. It need not divide d1 or d2.
+        Rows of X per block, and also columns unless `block_2` is set. It need not divide d1 or d2.
     block_2 : int, optional
+        Columns of X per block.
     backend : {"simulator", "numba", "cupy"}
-        "simulator" counts; "numba" is the same loop compiled, on every core, and does not count;
-        "cupy" is one CUDA kernel, for NumPy, CuPy and torch CUDA arrays, with blocks of 16, 32 or
-        64. On the CPU, arrays of any library work, and the result is of the same library.
+        "simulator" counts bytes. "numba" runs the same loop compiled, on every core, and does not
+        count. "cupy" runs one CUDA kernel, on NumPy, CuPy and torch CUDA arrays, with blocks of 16,
+        32 or 64. On the CPU, arrays of any library work, and the result is from the same library.
     device : str or Device
-        Device of the simulator. A block's tiles must fit in its shared memory plus an SM's
-        registers, where kernels keep O.
+        The device to simulate. A block's tiles must fit in its shared memory plus the registers of
+        an SM, in which kernels keep O.
     trace : bool
-        On a GPU: make the threads count the bytes that they move.
+        Whether the threads of a GPU kernel count the bytes that they move.
 
     Raises
     ------
@@ -167,9 +168,9 @@ def count(
     block_2: int | None = None,
     fused: bool = True,
 ) -> SoftmaxProduct:
-    """Bytes that `run` moves, in closed form; with `fused` False, those of two kernels.
+    """Return the bytes that `run` moves, in closed form; with `fused` False, those of two kernels.
 
-    The two kernels are an online softmax that reads X twice and writes P, and a product that
+    The two kernels are an online softmax, which reads X twice and writes P, and a product, which
     reads P.
     """
     for name, size in (("batch", batch), ("d1", d1), ("d2", d2), ("d3", d3)):
@@ -183,12 +184,12 @@ def count(
 
 @own_errors
 def plain(x: Any, v: Any) -> Any:
-    """softmax(X) V in two steps, by the array's own library: NumPy, CuPy or torch."""
+    """Compute softmax(X) V in two steps with the array's own library: NumPy, CuPy or torch."""
     _shape(x, v)
     if type(x).__module__.partition(".")[0] == "torch":
         return x.softmax(dim=-1) @ v
     weights = x - x.max(axis=-1, keepdims=True)
-    weights = np.exp(weights, out=weights)  # CuPy's, for CuPy's arrays
+    weights = np.exp(weights, out=weights)  # NumPy calls CuPy's exp for CuPy arrays
     weights /= weights.sum(axis=-1, keepdims=True)
     return weights @ v
 
@@ -225,5 +226,5 @@ def _problem(shape: tuple[int, ...]) -> Problem:
 
 
 def _of_all(moved: Mapping[tuple[str, str], int], batch: int) -> dict[tuple[str, str], int]:
-    """Multiply one matrix's bytes by the batch, and rename tensors to those of this operation."""
+    """Multiply one matrix's bytes by the batch, and rename the ladder's tensors."""
     return {(op, _NAMES[tensor]): n * batch for (op, tensor), n in moved.items()}

@@ -1,4 +1,4 @@
-"""Compare predictions with hardware counters that Nsight Compute measured, kernel by kernel."""
+"""Compares predictions with hardware counters from Nsight Compute, kernel by kernel."""
 
 from flashsim.studies.verify.agreement import summary
 from flashsim.studies.verify.cases import HERE, Case, Counted, MeasuredPass, here, predict

@@ -1,6 +1,6 @@
-"""How far the predictions in a table of `benchmarks/verify.py` are from the hardware's counters.
+"""Summarises the errors of the predictions in a table that `benchmarks/verify.py` wrote.
 
-Predictions and counters are read from the table as they are; nothing is measured or replayed.
+The table has both the predictions and the hardware counters; nothing is measured or replayed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from statistics import median
 from flashsim.errors import TraceError, own_errors
 from flashsim.report import Cell, Table
 
-#: What agreement is asked for, as relative differences: requested bytes, DRAM reads where the
-#: tensors exceed L2 and where they fit.
+#: The largest relative differences that are accepted: of requested bytes, of DRAM reads if the
+#: tensors exceed L2, and of DRAM reads if they fit.
 REQUESTED, DRAM, DRAM_WITHIN = 0.001, 0.05, 0.10
 
-#: Kernels that stream rows past once; they neither visit tiles nor multiply matrices.
+#: Kernels that stream rows once, without tiles or matrix products.
 ROW_BY_ROW = ("delta", "convert")
 
 _COLUMNS = ("shape", "kernels", "pass", "kernel", "quantity", "predicted", "measured")
@@ -39,23 +39,23 @@ class Difference:
 
     @property
     def relative(self) -> float | None:
-        """(measured - predicted) / predicted; None where zero was predicted."""
+        """(measured - predicted) / predicted; None if zero was predicted."""
         return self.measured / self.predicted - 1 if self.predicted else None
 
 
 def read(text: str) -> list[Difference]:
-    """Rows of a table of `benchmarks/verify.py` that have a prediction.
+    """Return the rows of a table of `benchmarks/verify.py` that have a prediction.
 
     Raises
     ------
     TraceError
-        If it is another kind of file.
+        If the text is not such a table.
     """
     rows = csv.DictReader(text.splitlines())
     missing = [name for name in _COLUMNS if name not in (rows.fieldnames or ())]
     if missing:
         raise TraceError(
-            "this is not a table that benchmarks/verify.py writes: it has no column "
+            "the file is not a table that benchmarks/verify.py wrote: it has no column "
             f"{missing[0]!r}; to read Nsight Compute's output, use --from"
         )
     found = []
@@ -70,12 +70,12 @@ def read(text: str) -> list[Difference]:
 
 @own_errors
 def summary(text: str) -> list[Table]:
-    """Tables of requested bytes, DRAM reads and bank conflicts, and of quantities off their target.
+    """Return tables of requested bytes, DRAM reads, bank conflicts, and errors above the targets.
 
     Parameters
     ----------
     text : str
-        The table, CSV.
+        The table as CSV.
     """
     rows = read(text)
     kernels: dict[tuple[str, str, str], dict[str, list[Difference]]] = {}
@@ -97,9 +97,9 @@ def _requested(kernels: _Kernels) -> Table:
     table = Table(
         "Requested bytes and tensor FLOPs: largest difference, measured / predicted - 1, %",
         ("kernels", "pass", "kernel", "shapes", "read", "write", "sectors", "reduce", "FLOPs"),
-        note="exact: not a byte or FLOP of difference on any shape; empty: none predicted; write: "
-        "from the bytes stored; sectors: from those that store instructions touch, the most that "
-        "could be written",
+        note="exact: no difference on any shape; empty: nothing predicted; write: compared with "
+        "the bytes stored; sectors: compared with the sectors that store instructions touch, which "
+        "is the most that can be written",
     )
     for key, of in kernels.items():
         cells: list[Cell] = [*key, len(of[_READS])]
@@ -150,10 +150,11 @@ def _conflicts(kernels: _Kernels, wavefronts: Mapping[tuple[str, str, str, str],
 
 def _missed(rows: Iterable[Difference]) -> Table:
     table = Table(
-        f"Beyond {REQUESTED:.1%} (requested, FLOPs), {DRAM:.0%} (DRAM reads) or {DRAM_WITHIN:.0%} "
-        "(DRAM reads of tensors that fit in L2)",
+        f"Errors above {REQUESTED:.1%} (requested bytes, FLOPs), {DRAM:.0%} (DRAM reads) or "
+        f"{DRAM_WITHIN:.0%} (DRAM reads of tensors that fit in L2)",
         ("kernels", "pass", "kernel", "quantity", "shape", "difference, %"),
-        note="writes: less than the bytes stored, or more than the sectors touched",
+        note="writes are listed if they are less than the bytes stored, or more than the sectors "
+        "touched",
     )
     rows = list(rows)
     most = {_place(row): row.predicted for row in rows if row.quantity == _SECTORS}

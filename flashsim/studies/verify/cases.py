@@ -1,4 +1,4 @@
-"""A `Case` is a problem and the way to run it; a `MeasuredPass` is one pass of it, measured."""
+"""`Case`: a problem and how to run it. `MeasuredPass`: a pass of a case with its measurements."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.verify.ncu import MeasuredLaunch
 
-#: What a case carries of its problem, in a file and to the process that is measured.
+#: The fields of a problem that a case has, in a file and in the measured process.
 _SHAPE = (
     *("n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads", "dtype", "causal"),
     *("window", "softcap"),
 )
 
 
-#: The device of a case that is predicted for the GPU on which it is measured.
+#: The `device` of a case that is predicted for the GPU on which it is measured.
 HERE = "this GPU"
 
 
 @own_errors
 def here() -> str:
-    """The name of the preset that describes this machine's GPU.
+    """Return the name of the preset of this machine's GPU.
 
     Raises
     ------
     BackendUnavailable
         If there is no GPU, or CuPy is missing.
     OptionError
-        If no preset describes it.
+        If no preset matches the GPU.
     """
     require_cupy("cupy")
     from flashsim.backends.cupy_gpu import engine
@@ -47,7 +47,7 @@ def here() -> str:
 @own_errors
 @dataclass(frozen=True)
 class Case:
-    """A problem and the way in which a backend runs it.
+    """A problem and how a backend runs it.
 
     Attributes
     ----------
@@ -55,19 +55,19 @@ class Case:
         Dense, causal or windowed, with or without a softcap.
     algorithm, backend : str
     device : str
-        Device of the prediction. Default: `HERE`, which `record` replaces with the preset of the
+        The device of the prediction. Default: `HERE`, which `record` replaces by the preset of the
         GPU that it measures.
     kernel : str or None
-        Passed on to `run` unless None: "hopper" or "portable".
+        "hopper" or "portable", which is passed to `run`; None means the default.
     tilings : (Tiling or None, Tiling or None)
-        Tilings of forward and backward; None means the backend's.
+        The tilings of forward and backward; None means the backend's choice.
     backward : tuple of (bool or None)
-        One backward pass per entry, which is the `deterministic` of `Result.backward`.
+        One entry per backward pass: its argument `deterministic` of `Result.backward`.
 
     Raises
     ------
     UnsupportedError
-        For a problem with any other feature.
+        If the problem has any other feature.
     """
 
     problem: Problem
@@ -84,17 +84,17 @@ class Case:
         for name in (one.name for one in fields(Problem)):
             if getattr(self.problem, name) != getattr(carried, name):
                 raise UnsupportedError(
-                    f"{name} cannot be verified yet, and the problem sets it; a case can set "
+                    f"{name} cannot be verified, but the problem sets it; a case supports only "
                     f"{', '.join(_SHAPE)}"
                 )
 
     def placed(self) -> Case:
-        """The case itself or, if its device is `HERE`, the same case for this machine's GPU.
+        """Return the case itself or, if its device is `HERE`, the case for this machine's GPU.
 
         Raises
         ------
         BackendUnavailable, OptionError
-            As `here`; also for a backend that does not run on a GPU.
+            As `here`; also if the backend does not run on a GPU.
         """
         if self.device != HERE:
             return self
@@ -106,14 +106,14 @@ class Case:
         return replace(self, device=here())
 
     def to_dict(self) -> dict[str, Any]:
-        """The case as plain values, for JSON."""
+        """Return the case as plain values for JSON."""
         sides = [None if t is None else (t.block_q, t.block_k) for t in self.tilings]
         shape = {name: getattr(self.problem, name) for name in _SHAPE}
         return vars(self) | {"problem": shape, "tilings": sides}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Case:
-        """The case that `to_dict` described."""
+        """Return the case from the result of `to_dict`."""
         window = values["problem"]["window"]
         shape = values["problem"] | {"window": None if window is None else tuple(window)}
         forward, backward = (None if t is None else Tiling(*t) for t in values["tilings"])
@@ -139,13 +139,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Counted:
-    """The transfers that the kernels of one pass reported.
+    """The kernel-reported transfers of one pass.
 
     Attributes
     ----------
     algorithm, direction : str
     tiling : Tiling
-        The tiles that ran.
+        The tiling that the kernels used.
     transfers : dict
         ``{(stage, op, tensor): bytes}``.
     """
@@ -156,7 +156,7 @@ class Counted:
     transfers: Mapping[tuple[str, str, str], int]
 
     def to_dict(self) -> dict[str, Any]:
-        """The counts as plain values, for JSON."""
+        """Return the counts as plain values for JSON."""
         return {
             "algorithm": self.algorithm,
             "direction": self.direction,
@@ -166,30 +166,30 @@ class Counted:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Counted:
-        """The counts that `to_dict` described."""
+        """Return the counts from the result of `to_dict`."""
         transfers = {(stage, op, tensor): n for stage, op, tensor, n in values["transfers"]}
         tiling = Tiling(*values["tiling"])
         return cls(values["algorithm"], values["direction"], tiling, transfers)
 
     def predicted(self, case: Case) -> Traffic:
-        """The predicted traffic of the same pass."""
+        """Return the predicted traffic of the same pass."""
         return predict(case.problem, self.algorithm, self.direction, self.tiling, case.device)
 
 
 @dataclass(frozen=True)
 class MeasuredPass:
-    """A pass with its prediction, its measured launches and its kernels' counts.
+    """A pass with its prediction, its measured launches and its kernel-reported transfers.
 
     Attributes
     ----------
     traffic : Traffic
         The predicted traffic.
     launches : dict of list of MeasuredLaunch
-        Launches by stage.
+        The measured launches by stage.
     counted : dict or None
-        Transfers that the kernels counted.
+        The kernel-reported transfers.
     in_turns : bool
-        Whether dQ was added to in a fixed order.
+        Whether the kernels added to dQ in a fixed order.
     python : bool
         Whether the kernels are those of `backend="numba_cuda"`.
     """
@@ -205,7 +205,10 @@ class MeasuredPass:
 def predict(
     problem: Problem, algorithm: str, direction: str, tiling: Tiling | None, device: str | Device
 ) -> Traffic:
-    """Predicted traffic of GPU kernels, which keep tiles in registers and in shared memory."""
+    """Return the predicted traffic of GPU kernels, whose tiles are in registers too.
+
+    So the tiling may exceed the shared memory of the device.
+    """
     here = Device.get(device)
     wide = replace(here, sram_bytes=here.sram_per_sm + here.registers_per_sm)
     return counting.count(

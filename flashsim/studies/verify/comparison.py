@@ -1,4 +1,4 @@
-"""One table: values predicted, counted by the kernels and measured by the hardware; their ratio."""
+"""One table of predicted, kernel-reported and hardware-measured values, and their ratio."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flashsim.studies.verify.sectors import sectors_written
 
 @dataclass(frozen=True)
 class Row:
-    """A quantity of one stage's kernel, in bytes or counts; None: not predicted or not counted."""
+    """A quantity of one stage's kernel, in bytes or counts; None if not predicted or reported."""
 
     stage: str
     quantity: str
@@ -35,26 +35,26 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Measured divided by predicted; None if nothing, or zero, is predicted."""
+        """Measured divided by predicted; None if the prediction is missing or zero."""
         return self.measured / self.predicted if self.predicted else None
 
 
 @own_errors
 @dataclass(frozen=True)
 class Verification:
-    """The comparison's rows for one run; prints as a table."""
+    """The rows of the comparison for one run; prints as a table."""
 
     title: str
     rows: tuple[Row, ...]
     launches: int
 
     def worst(self, quantity: str) -> float:
-        """Largest relative difference between a quantity's measured and predicted values.
+        """Return the largest relative difference between measured and predicted values.
 
         Raises
         ------
         TraceError
-            If no kernel has both.
+            If no kernel has both values of the quantity.
         """
         ratios = [row.ratio for row in self.rows if row.quantity == quantity]
         known = [abs(ratio - 1) for ratio in ratios if ratio is not None]
@@ -66,13 +66,13 @@ class Verification:
     _repr_html_ = report.tabled
 
     def table(self) -> Table:
-        """The rows as a table, one per kernel and quantity."""
+        """Return a table with one row per kernel and quantity."""
         table = Table(
             self.title,
             ("kernel", "quantity", "predicted", "counted", "measured", "measured / predicted"),
-            note=f"means of {self.launches} launches; bytes, FLOPs or counts; of DRAM write, "
-            "predicted are evictions while the kernel runs, what is still dirty in L2 comes on "
-            "top; what each counter is, and how far the L2 model is off: docs/guides/truth.md",
+            note=f"means of {self.launches} launches, in bytes, FLOPs or counts; the prediction of "
+            "DRAM writes counts evictions while the kernel runs, and not the bytes still dirty in "
+            "L2 at its end; docs/guides/truth.md explains each counter and the L2 model's errors",
         )
         for row in self.rows:
             measured: Cell = int(row.measured) if row.measured.is_integer() else row.measured
@@ -93,10 +93,10 @@ def verify(
         From `measure.passes_of` or `measure.assign`.
     title : str
     l2 : L2Model, optional
-        Default: heads in groups, as the kernels of `flashsim.backends` run them. If it does not
-        set `blocks_per_sm`, the value is the one that Nsight Compute recorded of the launch. A
-        group has as many heads as the kernel's family processes together. Where a pass adds to dQ
-        in a fixed order, its blocks wait for each other.
+        Default: heads in groups, as the kernels of `flashsim.backends` run them. If it does not set
+        `blocks_per_sm`, Nsight Compute's value for the launch is used. A group has as many heads as
+        the kernel's family processes together. If a pass adds to dQ in a fixed order, its blocks
+        wait for each other.
     """
     if not isinstance(passes, (list, tuple)):
         raise DTypeError(f"passes must be a list of MeasuredPass, got {shown(passes)}")
@@ -105,7 +105,7 @@ def verify(
         for one in passes
     ]
     if not isinstance(title, str):
-        raise DTypeError(f"title must be text, got {shown(title)}")
+        raise DTypeError(f"title must be a string, got {shown(title)}")
     if l2 is not None:
         checks.instance("l2", l2, L2Model, "flashsim.l2.L2Model")
     rows = [row for one in passes for row in _rows(one, l2 or L2Model("grouped"))]
@@ -135,16 +135,16 @@ def _rows(one: MeasuredPass, l2: L2Model) -> Iterator[Row]:
             yield Row(stage.name, quantity, predicted.get(quantity), counted, value)
 
 
-_SECTORS = "sectors written"  # at most, in bytes
+_SECTORS = "sectors written"  # an upper bound, in bytes
 _OPS = {"requested read": "load", "requested write": "store", "requested reduce": "reduce"}
 
 
 def _means(launches: Sequence[MeasuredLaunch], *, with_l1: bool) -> dict[str, float]:
-    """Measured quantities of a stage: means over its launches.
+    """Return the measured quantities of a stage, as means over its launches.
 
-    Requested reads are the bytes that arrive at the SMs and, `with_l1`, those that L1 answers,
-    without spilled registers that return. A row-wise kernel asks L1 for each sector twice. What
-    kernels in Python ask of L1 for the schedule's tables is not known.
+    Requested reads are the bytes that arrive at the SMs and, if `with_l1`, the bytes that hit in
+    L1, except reloads of spilled registers. A row-wise kernel requests each sector from L1 twice.
+    The number of L1 requests of Python kernels for the schedule's tables is not known.
     """
     names = launches[0].counters.keys()
     mean = {n: fmean(x.counters[n] for x in launches if n in x.counters) for n in names}
@@ -152,7 +152,7 @@ def _means(launches: Sequence[MeasuredLaunch], *, with_l1: bool) -> dict[str, fl
     if "bytes into SMs" in mean:
         found["requested read"] = mean["bytes into SMs"] - mean.get("local memory reads", 0.0)
         found["requested read"] += mean["reads from L1"] if with_l1 else 0.0
-    if "writes at L2" in mean:  # spilled registers are written through to L2, too
+    if "writes at L2" in mean:  # stores of spilled registers also reach L2
         found["requested write"] = mean["writes at L2"] - mean.get("local memory writes", 0.0)
         found[_SECTORS] = found["requested write"]
     if "reductions at L2" in mean:
@@ -169,7 +169,7 @@ def _means(launches: Sequence[MeasuredLaunch], *, with_l1: bool) -> dict[str, fl
 def _predicted(
     one: MeasuredPass, stage: plans.Stage, launch: MeasuredLaunch, *, with_l1: bool
 ) -> dict[str, int | None]:
-    """All predicted quantities of a stage except DRAM bytes."""
+    """Return all predicted quantities of a stage except DRAM bytes."""
     traffic, hopper = one.traffic, "hopper_" in launch.kernel
     how: dict[str, Any] = {"hopper": hopper}
     if hopper:
@@ -190,7 +190,7 @@ def _predicted(
 
 
 class _Dram:
-    """DRAM bytes of a pass's stages; each way of launching them is replayed only once."""
+    """Predicts DRAM bytes of a pass's stages; equal launch parameters are replayed only once."""
 
     def __init__(self, traffic: Traffic, l2: L2Model) -> None:
         self.traffic, self.l2 = _filled(traffic), l2
@@ -215,7 +215,7 @@ class _Dram:
 
 
 def _filled(traffic: Traffic) -> Traffic:
-    """The same pass with rows as they lie in HBM, padded to 16 bytes."""
+    """Return the same pass with rows padded to 16 bytes, as in HBM."""
     p = traffic.problem
     d, dv = row_elements(p.head_dim), row_elements(p.head_dim_v)
     if (d, dv) == (p.head_dim, p.head_dim_v):
@@ -226,10 +226,10 @@ def _filled(traffic: Traffic) -> Traffic:
 
 
 def _together(traffic: Traffic, stage: plans.Stage) -> tuple[int, bool]:
-    """Heads that a Hopper kernel processes together, and whether they are co-scheduled.
+    """Return how many heads a Hopper kernel processes together, and whether it co-schedules them.
 
-    Other kernels follow the L2 model's rule. The Python kernels are never co-scheduled, but the
-    prediction for C++ is used for them, too.
+    Other kernels follow the L2 model's rule. The Python kernels never co-schedule heads, but the
+    prediction for the C++ kernels is used for them too.
     """
     how = HOPPER.hand_out(stage, _lowered(traffic, stage), Gpu.like(traffic.device))
     return how.clump, how.in_step

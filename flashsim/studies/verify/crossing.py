@@ -1,16 +1,16 @@
-"""Bytes between L2 and the SMs beyond the problem's own bytes, computed from the kernels' tiles.
+"""Computes the bytes between L2 and the SMs, from the kernels' tiles.
 
-Rows in HBM are padded to 16 bytes: an array whose head_dim is no multiple of 8 is copied to padded
-rows before a launch. L2 sends sectors of 32 bytes. If rows have an odd number of 16-byte pieces,
-every other row begins in the middle of a sector, and a combined request touches one sector more.
-Hopper's TMA delivers whole boxes. Columns past a row's end and rows past a sequence's end are zeros
-that are not read from memory, but they arrive at the SM. A cluster shares a
-tile of keys in all of a launch, or in its last partial wave. There K and V arrive at each of its
-blocks, and so do the other blocks' parts of dK and dV. LSE and delta are read in sectors, too. A
-work tile costs a few sectors more: its entries in the schedule's tables. Products are computed on
-whole tiles and on whole steps of the head_dim. Each rule was derived from counters
-(docs/notebooks/counters.md), except the rule for clusters in the Python kernels: it follows from
-their code and was not measured.
+They exceed the problem's own bytes for these reasons. Rows in HBM are padded to 16 bytes: an array
+whose head_dim is no multiple of 8 is copied to padded rows before a launch. L2 sends sectors of 32
+bytes. If rows have an odd number of 16-byte pieces, every other row begins in the middle of a
+sector, and a combined request touches one more sector. Hopper's TMA delivers whole boxes. Columns
+past a row's end and rows past a sequence's end are zeros, which are not read from memory but arrive
+at the SM. In all of a launch, or in its last partial wave, a cluster may share a tile of keys. Then
+K and V arrive at each of its blocks, and so do the other blocks' parts of dK and dV. LSE and delta
+are read in sectors too. Each work tile reads a few more sectors, for its entries in the schedule's
+tables. Products are computed on whole tiles, with a padded head_dim. Each rule was derived from
+counters (docs/notebooks/counters.md), except the rule for clusters in the Python kernels, which
+follows from their code and was not measured.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from flashsim.counts.work import stage_work, total_flops
 from flashsim.schedule import plans
 from flashsim.schedule.tensors import COL, ROW, shape
 
-#: Tensors that Hopper's copy engine loads; True: they are as wide as V.
+#: Tensors that Hopper's TMA loads; True if their rows are as wide as V's.
 BOXED = {"Q": False, "K": False, "V": True, "dO": True}
-#: Bytes that L2 sends at a time, and that a thread asks for.
+#: Bytes of a sector, which L2 sends at once, and of a thread's request.
 SECTOR, PIECE = 32, 16
 #: Threads of a warp; each reads a row's LSE or delta.
 LANES = 32
-#: Stages that load tiles by pieces; the row-wise ones ask for whole rows at once.
+#: Stages that load tiles in 16-byte pieces; row-wise stages load whole rows at once.
 WALKS = ("forward", "dkdv", "dq", "fused")
 
 
 class SharedItems(NamedTuple):
-    """Tiles of keys, for all heads, in one launch of a Hopper backward kernel that is KV-outer.
+    """The number of key tiles, over all heads, in one launch of a KV-outer Hopper backward kernel.
 
     `blocks` thread blocks share each tile. `unused` is the number of dQ products that all of them
     compute and discard.
@@ -57,16 +57,16 @@ class SharedItems(NamedTuple):
 def shares(
     traffic: Traffic, stage: plans.Stage, *, in_turns: bool = False, python: bool = False
 ) -> tuple[SharedItems, ...]:
-    """The launches of a stage of Hopper's kernels; empty for Q-outer stages.
+    """Return the launches of a stage of Hopper's kernels; empty for Q-outer stages.
 
-    Where dQ is deferred by one visit (inner-loop iteration), a block computes one product more per
-    work tile than it has visits. The first visit has no dQ to compute, but the tensor cores work as
-    in the others. In C++ this also holds for a block without visits.
+    If dQ is deferred by one visit (inner-loop iteration), a block computes one more product per
+    work tile than it has visits: the first visit has no dQ to compute, but the kernel computes and
+    discards a product. In C++ this also holds for a block without visits.
 
     Parameters
     ----------
     in_turns : bool
-        Whether dQ is added to in a fixed order.
+        Whether the kernel adds to dQ in a fixed order.
     python : bool
         Whether the kernels are the ones written in Python.
     """
@@ -76,7 +76,8 @@ def shares(
     steps = tables.visits * (traffic.problem.group if stage.per == "group" else 1)
     found = []
     for blocks, items, late in HOPPER.hand_out(stage, tables, gpu, ordered=in_turns).launches:
-        # Of each tile of keys; where launches differ, all are equally long (`Hopper.remainder`).
+        # Visits per key tile; if launches differ, all key tiles have equally many
+        # (`Hopper.remainder`).
         working = np.minimum(steps, blocks) if python else np.full_like(steps, blocks)
         products = int(working.sum()) * int(items) // tables.tiles
         found.append(SharedItems(int(items), int(blocks), products if late else 0))
@@ -92,7 +93,7 @@ def crossing(
     launches: Sequence[SharedItems] = (),
     with_l1: bool = False,
 ) -> int:
-    """Bytes that a stage's kernel moves in one kind of operation, for all heads.
+    """Return the bytes that a stage's kernel moves by one operation, for all heads.
 
     Parameters
     ----------
@@ -134,7 +135,7 @@ def crossing(
                         total += int((each * blocks - boxes - split) * n / items)
         else:
             pieces = width // PIECE
-            # By twos, in one sector where the row begins with one, else in two.
+            # Two pieces are in one sector if the row begins at a sector's start, else in two.
             uneven = SECTOR // 4 * (pieces + 1) if width % SECTOR and stage.name in WALKS else 0
             total += rows * (width + uneven)
     if op == "load":  # parts of dK and dV, float32
@@ -144,36 +145,37 @@ def crossing(
     return total
 
 
-#: Sectors of a row that arrive at each block of a cluster, by the row's bytes, where they are more
-#: than the row's boxes have: a multicast brings parts of a box that the row's end cuts again. As an
-#: H100 counts them, to the byte, for clusters of 2, 4 and 8 blocks (224: of 2 only). The cause is
-#: unknown.
+#: The sectors of a row that arrive at each block of a cluster, by the row's bytes, if they are more
+#: than the row's boxes have. A multicast delivers some sectors of a box that the row's end cuts
+#: more than once. The figures are an H100's counters, exact to the byte, for clusters of 2, 4 and 8
+#: blocks (224: only clusters of 2). The cause is unknown.
 MULTICAST = {48: 5.5, 80: 6.5, 96: 6.5, 112: 7.5, 144: 11, 160: 9.5, 176: 10.5, 192: 9}
 MULTICAST |= {208: 11.5, 224: 11, 240: 12.5}
 
 
 def arriving(width: int) -> float:
-    """Sectors of a row's boxes that arrive at each block of a cluster that shares a tile of keys.
+    """Return the sectors of a row's boxes that arrive at each block of a cluster.
 
-    Empty boxes past the row's end come on top.
+    The blocks of the cluster share a tile of keys. Empty boxes past the row's end are not included.
     """
     return MULTICAST.get(width, _whole_boxes(width))
 
 
 def _whole_boxes(width: int) -> int:
-    """Sectors of the boxes that a row of so many bytes needs."""
+    """Return the sectors of all boxes of a row with `width` bytes."""
     return -(-width // (4 * SECTOR)) * 4
 
 
 def _statistics(
     traffic: Traffic, stage: plans.Stage, nbytes: int, *, hopper: bool, with_l1: bool
 ) -> int:
-    """Bytes of LSE or delta that kernels request, in whole sectors, for all heads.
+    """Return the bytes of LSE or delta that kernels request, in whole sectors, for all heads.
 
-    If a head's rows are no multiple of a sector's eight, most heads begin inside a sector. In a
-    KV-outer loop a warp reads 32 rows of a tile at a time, so two reads share a sector. L1 answers
-    the second: it does not arrive at the SM, but `with_l1` counts it. Hopper's dQ kernel reads
-    eight rows at a time past L1, and with tiles of 64 rows both of its warpgroups read all of them.
+    A sector has eight rows. If a head's number of rows is no multiple of eight, most heads begin
+    inside a sector. In a KV-outer loop, a warp reads 32 rows of a tile at a time, so two reads
+    share a sector. The second read hits in L1: its bytes do not arrive at the SM, but `with_l1`
+    counts them. Hopper's dQ kernel reads eight rows at a time and bypasses L1, and with tiles of 64
+    rows both of its warpgroups read all of them.
     """
     p, schedule, block = traffic.problem, traffic.schedule(stage), traffic.tiling.block_q
     past_l1 = hopper and stage.name == "dq"
@@ -211,11 +213,11 @@ def table_reads(
     launches: Sequence[SharedItems] = (),
     warps: int = 1,
 ) -> int:
-    """Bytes of the schedule's tables that blocks request, for loops over contiguous visits.
+    """Return the bytes of the schedule's tables that blocks request, for contiguous visits.
 
-    For each work tile, each of `warps` reads two entries, in a sector each: which outer tile it is,
-    and which visits it has. Where a Hopper kernel has more work tiles than SMs, a counter answers
-    each request for the next one, with a sector.
+    For each work tile, each of `warps` warps reads two entries, one sector each: the number of the
+    outer tile, and its visits. If a Hopper kernel has more work tiles than SMs, a block also reads
+    one sector for the number of its next work tile, from a counter.
     """
     schedule = traffic.schedule(stage)
     spans = schedule.col_spans if stage.outer == "keys" else schedule.row_spans
@@ -231,24 +233,24 @@ def table_reads(
 
 
 def _split_sectors(width: int) -> int:
-    """Half-sectors per tensor row beyond 4 sectors per box row, as a mean over two adjacent rows.
+    """Return the half-sectors per tensor row beyond 4 sectors per box row, as a mean of two rows.
 
-    A box's row is split where sectors end and where the tensor's row ends. If the tensor's row ends
-    in the middle of a sector, the last box that is not empty has a fifth part. A full box before it
-    has a fifth part in every other row, namely in rows that begin in the middle of a sector.
+    A box's row is split at the ends of sectors and at the end of the tensor's row. If the tensor's
+    row ends in the middle of a sector, the last non-empty box has a fifth part. A full box before
+    it has a fifth part in every other row: in rows that begin in the middle of a sector.
     """
     return width // (4 * SECTOR) + 2 if width % SECTOR else 0
 
 
 def _box_rows(traffic: Traffic, stage: plans.Stage, tensor: str) -> int:
-    """Rows of a tensor's boxes, for all heads; a tile cut by a sequence's end counts whole."""
+    """Return the rows of a tensor's boxes, for all heads; ragged tiles count as whole tiles."""
     p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
     walks, _ = plans.heads_of(stage, p)
     rows = shape(p, tensor).axis == ROW
     table, block = (schedule.rows, tiling.block_q) if rows else (schedule.cols, tiling.block_k)
     if any(move.tensor == tensor for move in stage.before):
         return walks * len(table) * block
-    # The other side's tiles, once for each of their visits.
+    # Inner tiles are loaded once per visit.
     ptr = (schedule.row_csr if rows else schedule.col_csr)[0]
     members = p.group if stage.per == "group" else 1
     return walks * int(np.diff(ptr).sum()) * members * block
@@ -262,10 +264,10 @@ def tensor_flops(
     launches: Sequence[SharedItems] = (),
     python: bool = False,
 ) -> int:
-    """FLOPs of the matrix products on tensor cores: whole tiles, including masked and ragged ones.
+    """Return the FLOPs of matrix products on tensor cores, for whole masked and ragged tiles too.
 
-    Hopper's backward in Python takes whole chunks of 64 columns. `launches` is as for `crossing`.
-    The dQ products that they compute and discard come on top of one product per visit.
+    Hopper's backward kernels in Python multiply whole chunks of 64 columns. `launches` is as for
+    `crossing`. The dQ products that kernels compute and discard are added to one product per visit.
     """
     p, tiling = traffic.problem, traffic.tiling
     (d, dv), beyond = padded_dims(p), 0
@@ -286,17 +288,18 @@ def tensor_flops(
         each = total_flops(visit, *sides)["matmul"] + (2 * sides[2] * beyond if visit else 0)
         if stage.name == "fused" and not hopper and p.itemsize == 2:
             each += 2 * sides[2] * (_columns_of_dq(traffic) - d)
-        # Where launches differ, all items are equally long (`Hopper.remainder`). Where dQ may be
-        # deferred, its products alone have columns beyond d.
+        # If launches differ, all work tiles are equally long (`Hopper.remainder`). If dQ may be
+        # deferred, only the products of dQ have columns beyond d.
         total += each * (visits * n // items) + unused * 2 * sides[2] * (d + beyond)
     return total
 
 
 def _columns_of_dq(traffic: Traffic) -> int:
-    """Columns of dQ that the portable fused kernel multiplies: steps of 16, equally many per warp.
+    """Return the columns of dQ that the portable fused kernel multiplies.
 
-    A warp past the last column does nothing. If a warp has one pair of fragments left and its share
-    is two, it computes two (larger shares stop at a branch).
+    They are in steps of 16, equally many per warp. A warp past the last column computes nothing. If
+    a warp has one pair of fragments left and its share is two, it computes two; for larger shares,
+    the kernel has a branch that stops earlier.
     """
     device = traffic.device
     gpu = Gpu(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes)

@@ -1,4 +1,4 @@
-"""Measure on this machine: run the cases once with counting kernels, once under Nsight Compute."""
+"""Measures cases on this machine: once with counting kernels, and once under Nsight Compute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flashsim.studies.verify.ncu import MeasuredLaunch, command, parse, stage_of
 @own_errors
 @dataclass(frozen=True)
 class Record:
-    """The output of measuring some cases; enough to compare it with predictions anywhere.
+    """The measurements of some cases; any machine can compare them with predictions.
 
     Attributes
     ----------
@@ -29,7 +29,7 @@ class Record:
     text : str
         The CSV that Nsight Compute printed.
     counted : tuple of (tuple of Counted)
-        The kernels' counts, for each pass of each case.
+        The kernel-reported transfers, for each pass of each case.
     """
 
     cases: tuple[Case, ...]
@@ -37,7 +37,7 @@ class Record:
     counted: tuple[tuple[Counted, ...], ...]
 
     def save(self, path: Path) -> None:
-        """Write Nsight Compute's CSV to `path`; write cases and counts as JSON beside it."""
+        """Write Nsight Compute's CSV to `path`, and cases and counts as JSON beside it."""
         with beside(path) as part:
             part.write_text(self.text)
         cases = [case.to_dict() for case in self.cases]
@@ -47,12 +47,12 @@ class Record:
 
     @classmethod
     def load(cls, path: Path) -> Record:
-        """Read the record that `save` wrote.
+        """Read a record that `save` wrote.
 
         Raises
         ------
         TraceError
-            If the file beside `path` has another format.
+            If the JSON file beside `path` has a different format.
         OSError
             If a file is missing.
         """
@@ -63,31 +63,31 @@ class Record:
             return cls(cases, path.read_text(), _counted(values["counted"]))
         except (KeyError, TypeError, ValueError) as error:
             raise TraceError(
-                f"{beside} does not hold cases and counts as `flashsim verify --save` keeps them "
-                f"({type(error).__name__}: {error}); remove it, and {path.name} is read by itself"
+                f"{beside} does not contain cases and counts as `flashsim verify --save` writes "
+                f"them ({type(error).__name__}: {error}); remove it to read {path.name} alone"
             ) from error
 
 
 @own_errors
 def counts_beside(path: Path) -> Path:
-    """The path of the cases and counts that belong to a CSV."""
+    """Return the path of the JSON file with the cases and counts of a CSV."""
     return path.with_suffix(".counts.json")
 
 
 @own_errors
 def record(cases: Sequence[Case]) -> Record:
-    """Run the cases and return the record: two processes, whatever the number of cases.
+    """Run all cases in two processes, one per kind of measurement, and return the record.
 
-    Cases that name no device get this machine's GPU.
+    Cases without a device are predicted for this machine's GPU.
 
     Raises
     ------
     BackendUnavailable
-        If there is no ``ncu``, or a run fails; the message ends with the run's last output.
+        If ``ncu`` is missing, or a run fails; the message ends with the run's last output.
     OptionError
-        If a case names no device, and no preset describes this GPU.
+        If a case has no device, and no preset matches this GPU.
     """
-    command([sys.executable])  # first, so that a missing ncu is said at once
+    command([sys.executable])  # raises at once if ncu is missing
     cases = [case.placed() for case in cases]
     wanted = json.dumps([case.to_dict() for case in cases])
     program = [sys.executable, "-m", "flashsim.studies.verify.workload", wanted]
@@ -113,7 +113,7 @@ def passes_of(measured: Record) -> list[list[MeasuredPass]]:
     Raises
     ------
     TraceError
-        If the kernels that ran are not those of the cases.
+        If the launches in the record are not those of the cases' kernels.
     """
     launches = iter(_whole(x for x in parse(measured.text) if stage_of(x.kernel) is not None))
     found = []
@@ -128,15 +128,15 @@ def passes_of(measured: Record) -> list[list[MeasuredPass]]:
     left = next(launches, None)
     if left is not None:
         raise TraceError(
-            f"launch {left.number} ({left.kernel}) is one more than these cases launch; do the "
-            "options describe the run?"
+            f"launch {left.number} ({left.kernel}) is one more than these cases launch; pass the "
+            "options of the run that was measured"
         )
     return found
 
 
 @own_errors
 def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> list[MeasuredPass]:
-    """Assign launches to stages by kernel name, for one shape that ran any number of times.
+    """Assign launches to stages by kernel name, for one shape that ran one or several times.
 
     Raises
     ------
@@ -154,9 +154,9 @@ def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> l
             by_stage.setdefault(stage, []).append(launch)
     if not by_stage:
         raise TraceError(
-            f"none of the kernels measured ({', '.join({x.kernel for x in launches})}) belongs to "
-            f"a stage that was predicted ({', '.join(sorted(known))}); do the options describe "
-            "what ran?"
+            f"none of the measured kernels ({', '.join({x.kernel for x in launches})}) belongs to "
+            f"a predicted stage ({', '.join(sorted(known))}); pass the options of the run that was "
+            "measured"
         )
     return [MeasuredPass(traffic, by_stage) for traffic in traffics]
 
@@ -164,8 +164,8 @@ def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> l
 def _whole(launches: Iterable[MeasuredLaunch]) -> list[MeasuredLaunch]:
     """Add up the counters of consecutive launches of Hopper's KV-outer kernel.
 
-    These launches belong to one pass (`KernelPass.before`), since other kernels run before and
-    after them.
+    Such launches belong to one pass (`KernelPass.before`), because other kernels run between
+    passes.
     """
     found: list[MeasuredLaunch] = []
     for one in launches:
@@ -196,7 +196,7 @@ def _pass(
         if launch is None or stage_of(launch.kernel) != wanted:
             raise TraceError(
                 f"the table has {'no launch' if launch is None else launch.kernel} where stage "
-                f"{stage.name!r} of {case} is expected; does the table belong to another run?"
+                f"{stage.name!r} of {case} is expected; pass the table of the run with these cases"
             )
         taken[stage.name] = [launch]
     return MeasuredPass(

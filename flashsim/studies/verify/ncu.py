@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 from flashsim.errors import BackendUnavailable, TraceError, own_errors
 
-SECTOR = 32  # bytes L2 moves at a time
+SECTOR = 32  # bytes that L2 sends at once
 
-#: What names of flashsim's kernels begin with (a regular expression).
+#: The start of the names of flashsim's kernels, as a regular expression.
 KERNELS = "(?:flash|hopper)_"
 
-#: Counters by what they measure here; sectors become bytes. docs/guides/truth.md says why these.
+#: Nsight Compute's counters by flashsim's names. Sectors are converted to bytes.
+#: docs/guides/truth.md explains the choice of counters.
 METRICS = {
     "bytes into SMs": "l1tex__m_xbar2l1tex_read_bytes.sum",
     "reads at L2": "lts__t_sectors_srcunit_tex_op_read.sum",
@@ -37,7 +38,7 @@ METRICS = {
     "blocks an SM by shared memory": "launch__occupancy_limit_shared_mem",
 }
 
-#: Nsight Compute's units, in bytes, seconds or counts. Unless told not to, it scales by thousands.
+#: Nsight Compute's units, in bytes, seconds or counts; by default it scales values by thousands.
 UNITS: dict[str, float] = {"": 1, "byte": 1, "sector": SECTOR, "inst": 1, "cycle": 1, "block": 1}
 UNITS |= {"ns": 1e-9, "nsecond": 1e-9, "us": 1e-6, "usecond": 1e-6, "ms": 1e-3, "msecond": 1e-3}
 PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -47,8 +48,8 @@ PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 class MeasuredLaunch:
     """One kernel launch: its name, and counters by flashsim's names (bytes, seconds or counts).
 
-    `blocks` are its thread blocks, `threads` those of one block, and `ranges` its NVTX ranges, as
-    Nsight Compute writes them; 0 and "" if the table does not say so.
+    `blocks` is the number of its thread blocks, `threads` the number of threads per block, and
+    `ranges` its NVTX ranges, as Nsight Compute writes them; 0 and "" if the table lacks them.
     """
 
     kernel: str
@@ -60,13 +61,13 @@ class MeasuredLaunch:
 
     @property
     def blocks_per_sm(self) -> int | None:
-        """Thread blocks that fit on an SM at a time; None if that was not recorded."""
+        """Thread blocks that run on an SM at the same time; None if that was not recorded."""
         limits = [n for name, n in self.counters.items() if name.startswith("blocks an SM")]
         return int(min(limits)) if limits else None
 
 
 def stage_of(kernel: str) -> str | None:
-    """The stage that a kernel implements, by its name; None if it is not flashsim's kernel.
+    """Return the stage that a kernel implements, by its name; None if it is not flashsim's kernel.
 
     The KV-outer pass is one kernel, called ``dkdv`` or ``backward``, whether it also reduces dQ
     (stage "fused") or not (stage "dkdv"). This function returns "dkdv" for both.
@@ -77,16 +78,15 @@ def stage_of(kernel: str) -> str | None:
     return "dkdv" if found[1] == "backward" else found[1]
 
 
-@own_errors
 def table(text: str) -> tuple[list[str], list[dict[str, str]]]:
-    """Columns and rows of the output of ``ncu --csv``; with ``--page raw`` the first row is units.
+    """Return columns and rows of ``ncu --csv``; with ``--page raw``, the first row has the units.
 
     Lines before the header (``==PROF==``, the program's own output) are skipped.
 
     Raises
     ------
     TraceError
-        If there is no table, or a row of it is cut off.
+        If the text contains no table, or a row is cut off.
     """
     lines = text.splitlines()
     start = next((n for n, x in enumerate(lines) if x.startswith('"ID"') or x[:3] == "ID,"), None)
@@ -102,12 +102,12 @@ def table(text: str) -> tuple[list[str], list[dict[str, str]]]:
 
 @own_errors
 def parse(text: str) -> list[MeasuredLaunch]:
-    """Launches in a table that has one counter per row, or one launch per row (``--page raw``).
+    """Return the launches of a table with one counter, or one launch (``--page raw``), per row.
 
     Raises
     ------
     TraceError
-        If there is no table, no known counter, or an unknown value or unit.
+        If the text contains no table or no known counter, or a value or unit is unknown.
     """
     header, rows = table(text)
     long = "Metric Name" in header
@@ -118,7 +118,7 @@ def parse(text: str) -> list[MeasuredLaunch]:
     launches = _long(rows) if long else _wide(rows)
     if not any(launch.counters for launch in launches):
         raise TraceError(
-            "the table holds none of the counters that flashsim compares: "
+            "the table contains none of the counters that flashsim compares: "
             + ", ".join(METRICS.values())
         )
     return launches
@@ -141,7 +141,7 @@ def _long(rows: Iterable[dict[str, str]]) -> list[MeasuredLaunch]:
 
 
 def _wide(rows: Sequence[dict[str, str]]) -> list[MeasuredLaunch]:
-    """Launches of a table with one launch per row, whose first row holds the units."""
+    """Return the launches of a table with one launch per row, whose first row has the units."""
     launches = []
     for cell in rows[1:]:
         launch = _launch(cell)
@@ -153,7 +153,7 @@ def _wide(rows: Sequence[dict[str, str]]) -> list[MeasuredLaunch]:
 
 
 def _launch(cell: dict[str, str]) -> MeasuredLaunch:
-    """The launch of a row, without counters yet."""
+    """Return the launch of a row, without its counters."""
     return MeasuredLaunch(
         cell["Kernel Name"],
         _number(cell["ID"]),
@@ -166,39 +166,39 @@ def _launch(cell: dict[str, str]) -> MeasuredLaunch:
 def _cells(header: Sequence[str], row: Sequence[str]) -> dict[str, str]:
     if len(row) != len(header):
         raise TraceError(
-            f"a row of the table has {len(row)} cells where its header has {len(header)}: "
-            f"{','.join(row)[:80]!r}; was the file cut off?"
+            f"a row of the table has {len(row)} cells, but its header has {len(header)}: "
+            f"{','.join(row)[:80]!r}; the file is cut off: save the complete output of ncu again"
         )
     return dict(zip(header, row, strict=True))
 
 
 def _product(text: str) -> int:
-    """The product of sizes such as "(4, 2, 1)"; 0 of none."""
+    """Return the product of sizes such as "(4, 2, 1)"; 0 for an empty text."""
     sizes = re.findall(r"\d+", text)
     return math.prod(map(int, sizes)) if sizes else 0
 
 
 def _number(text: str) -> int:
     if not text.isdecimal():
-        raise TraceError(f"a launch's ID is a whole number, got {text!r}; was the file edited?")
+        raise TraceError(
+            f"a launch's ID must be a whole number, got {text!r}; save the output of ncu unedited"
+        )
     return int(text)
 
 
 def _value(counter: str, text: str, unit: str) -> float:
-    """The value of a counter, converted to bytes, seconds or counts."""
+    """Return the value of a counter, converted to bytes, seconds or counts."""
     try:
         value = float(text.replace(",", ""))
     except ValueError:
         raise TraceError(
-            f"{counter} is {text!r}, not a number; either the device does not have this counter, "
-            "or reading it needs permission (ERR_NVGPUCTRPERM)"
+            f"the value of {counter} must be a number, got {text!r}; either the device does not "
+            "have this counter, or reading it needs permission (ERR_NVGPUCTRPERM)"
         ) from None
     for prefix, thousands in PREFIXES.items():
         if unit.startswith(prefix) and unit[len(prefix) :] in UNITS:
             return value * thousands * UNITS[unit[len(prefix) :]]
-    raise TraceError(
-        f"{counter} is in {unit!r}, which flashsim does not know; run ncu with --print-units base"
-    )
+    raise TraceError(f"{counter} has the unknown unit {unit!r}; run ncu with --print-units base")
 
 
 @own_errors
@@ -208,9 +208,9 @@ def command(
     metrics: Sequence[str] = tuple(METRICS.values()),
     kernels: str | None = KERNELS,
 ) -> list[str]:
-    """The command line that profiles a program's kernels.
+    """Return the command line that profiles a program's kernels with Nsight Compute.
 
-    Clocks stay unchanged; the cache is flushed before each kernel, as the L2 model assumes.
+    Clocks are not locked. The cache is flushed before each kernel, as the L2 model assumes.
 
     Parameters
     ----------
@@ -223,12 +223,12 @@ def command(
     Raises
     ------
     BackendUnavailable
-        If there is no ``ncu``.
+        If ``ncu`` is not installed.
     """
     found = shutil.which("ncu")
     if found is None:
         raise BackendUnavailable(
-            "this needs NVIDIA's Nsight Compute, but there is no `ncu` on the path; install it, "
+            "this command needs NVIDIA's Nsight Compute, but `ncu` is not on the path; install it, "
             "or measure on another machine and read the result with --from FILE (see "
             "docs/guides/truth.md)"
         )

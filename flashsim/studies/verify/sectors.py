@@ -1,12 +1,12 @@
-"""Sectors that the kernels' stores touch: an upper bound on the writes that L2 receives.
+"""Computes the sectors that kernels' stores touch, an upper bound on the writes that L2 counts.
 
 L2 counts writes in sectors of 32 bytes. If a row has an odd number of 16-byte pieces, every other
 row begins in the middle of a sector. Two store instructions, of one warp or of two, then write a
-half of that sector each. Timing decides whether L2 sees one request or two: writes that wait on
-the way from an SM to L2 are merged. So two numbers are exact, the bytes stored and the sectors that
-instructions touch, and the counter lies between them (docs/notebooks/counters.md). The kernels
-define which elements one instruction stores: `store_row` of hopper/tile_scheduler.cuh, and
-`store_tile` of portable/mma.cuh and portable/backward_rows.cu.
+half of that sector each. L2 receives one request or two, depending on timing, because writes that
+wait between an SM and L2 may be merged. So the counter lies between two exact numbers: the bytes
+stored, and the bytes of the sectors that instructions touch (docs/notebooks/counters.md). The
+kernels define which elements one instruction stores: `store_row` in hopper/tile_scheduler.cuh, and
+`store_tile` in portable/mma.cuh and portable/backward_rows.cu.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from flashsim.schedule.tensors import COL, ROW, matrices, shape
 from flashsim.studies.verify.crossing import PIECE, SECTOR, WALKS
 
 _WARP = 32
-_STATISTICS = 8  # rows of LSE that an instruction stores, those of an accumulator's fragment
+_STATISTICS = 8  # rows of LSE per store instruction: the rows of an accumulator's fragment
 
 
 def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> int | None:
-    """Bytes of the sectors that a stage's store instructions touch, counted per instruction.
+    """Return the bytes of the sectors that a stage's stores touch, counted per instruction.
 
     Parameters
     ----------
@@ -34,8 +34,8 @@ def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> in
     Returns
     -------
     int or None
-        Bytes for all heads. None for cases that are not implemented: float32 (its kernels store
-        other pieces), packed sequences, a bias, and other algorithms' stages.
+        Bytes for all heads. None for cases that are not implemented: float32 (whose kernels store
+        other pieces), packed sequences, a bias, and the stages of other algorithms.
     """
     p, total = traffic.problem, 0
     if p.itemsize != 2 or len(p.sequences) > 1 or stage.name not in (*WALKS, "delta", "convert"):
@@ -57,28 +57,28 @@ def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> in
             place = np.divmod(np.arange(rows * pieces), pieces)
             group = _by_quads(*place) if hopper else _in_order(traffic, tensor, *place)
             total += _touched(group, PIECE, heads)
-        else:  # each warp a whole number of sectors, one after the other
+        else:  # each warp stores a whole number of contiguous sectors
             total += heads * rows * pieces * PIECE
     return total
 
 
 def _touched(instructions: np.ndarray, each: int, heads: int) -> int:
-    """Bytes of touched sectors, for all heads, which lie one after the other.
+    """Return the bytes of touched sectors, for all heads, which are contiguous in memory.
 
-    `instructions` (n,) gives the instruction that stores each piece of `each` bytes of a head.
+    `instructions` (n,) is the instruction that stores each piece of `each` bytes of a head.
     """
     items, place = SECTOR // each, np.arange(n := len(instructions))
     another = np.diff(instructions) != 0
     total = 0
     for first, those in enumerate(np.bincount(np.arange(heads) * n % items)):
-        if those:  # heads that begin at this item of a sector
+        if those:  # heads that begin at this piece of a sector
             begins = another | (np.diff((first + place) // items) != 0)
             total += int(those) * (1 + int(np.count_nonzero(begins)))
     return SECTOR * total
 
 
 def _of_statistics(traffic: Traffic, stage: plans.Stage, row: np.ndarray) -> np.ndarray:
-    """The instruction that stores each row's LSE, or its delta."""
+    """Return the number of the instruction that stores each row's LSE or delta."""
     if stage.name != "delta":
         return row // _STATISTICS
     p = traffic.problem
@@ -89,14 +89,14 @@ def _of_statistics(traffic: Traffic, stage: plans.Stage, row: np.ndarray) -> np.
 
 
 def _by_quads(row: np.ndarray, piece: np.ndarray) -> np.ndarray:
-    """The instruction that stores each piece on Hopper: eight rows with four pieces each."""
+    """Return the instruction that stores each piece on Hopper: eight rows with four pieces each."""
     return row // 8 * (piece.max() + 1) + piece // 4
 
 
 def _in_order(traffic: Traffic, tensor: str, row: np.ndarray, piece: np.ndarray) -> np.ndarray:
-    """The instruction that stores each piece in portable kernels.
+    """Return the instruction that stores each piece in portable kernels.
 
-    A warp's lanes take the pieces of a tile in the order in which they lie in shared memory.
+    A warp's lanes store the pieces of a tile in their order in shared memory.
     """
     p, rows = traffic.problem, shape(traffic.problem, tensor).axis == ROW
     block = traffic.tiling.block_q if rows else traffic.tiling.block_k

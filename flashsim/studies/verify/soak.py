@@ -1,6 +1,4 @@
-"""Compare random shapes with the hardware's counters: the largest errors, and whether they are
-within their targets.
-"""
+"""Compares predictions for random shapes with hardware counters, and lists the largest errors."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from flashsim.studies.verify import agreement
 from flashsim.studies.verify.cases import HERE, Case, MeasuredPass
 from flashsim.studies.verify.comparison import verify
 
-#: Quantities and what is asked of each, as a share of what was predicted.
+#: The largest accepted error of each quantity, as a share of the prediction.
 TARGETS = {
     "counted by the kernels": 0.0,
     "tensor FLOPs": 0.0,
@@ -28,18 +26,20 @@ TARGETS = {
     "requested reduce": agreement.REQUESTED,
     "DRAM read": agreement.DRAM,
 }
-#: DRAM reads of tensors that stay in L2.
+#: DRAM reads of tensors that fit in L2.
 FITTING = {"DRAM read": agreement.DRAM_WITHIN}
 
 _LENGTHS = (256, 1000, 1024, 2048, 2500, 4096, 6000, 8192)
 _WIDTHS = (32, 40, 64, 72, 80, 96, 112, 128, 160, 200, 256)
-_MOST = 4e12  # FLOPs of a pass: a launch is repeated for each group of counters
-MOST_CASES = 10_000  # drawn at once
+_MOST = 4e12  # the most FLOPs per pass, because each launch is repeated per group of counters
+MOST_CASES = 10_000
 
 
 @own_errors
 def draw(count: int, *, seed: int = 0, device: str = HERE, kernels: Sequence[str]) -> list[Case]:
-    """Random cases: lengths, widths, heads, groups, masks; forward, three-pass and fused backward.
+    """Return random cases, each with a forward, a three-pass and a fused backward pass.
+
+    Lengths, widths, heads, groups and masks are random.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def draw(count: int, *, seed: int = 0, device: str = HERE, kernels: Sequence[str
     device : str
         Default: the GPU on which they are measured.
     kernels : sequence of str
-        Families of backend "cupy" to choose from.
+        The kernel families of backend "cupy" to choose from.
     """
     rng = np.random.default_rng(checks.seed(seed))
     pick = lambda values: values[rng.integers(len(values))]  # noqa: E731
@@ -95,15 +95,15 @@ class Apart:
 
     @property
     def misses(self) -> bool:
-        """Whether the error exceeds its target."""
+        """Whether the error exceeds the largest accepted error."""
         return abs(self.difference) > self.target
 
 
 @own_errors
 def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> list[Apart]:
-    """Every quantity that has a target, sorted by |error| / target, largest first.
+    """Return every quantity with a target, sorted by |error| / target, the largest first.
 
-    `passes` are the measured passes of each case, from `passes_of`.
+    `passes` contains the measured passes of each case, from `passes_of`.
     """
     found = []
     for case, those in zip(cases, passes, strict=True):
@@ -119,7 +119,7 @@ def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> 
 
 
 def _counts(case: Case, one: MeasuredPass) -> list[Apart]:
-    """Compare the kernels' own counts with the closed forms, stage by stage."""
+    """Compare the kernel-reported transfers with the closed forms, stage by stage."""
     if one.counted is None:
         return []
     found = []
@@ -132,7 +132,7 @@ def _counts(case: Case, one: MeasuredPass) -> list[Apart]:
 
 @own_errors
 def table(found: Sequence[Apart], most: int = 20) -> Table:
-    """The largest errors as a table; its note counts the quantities within their targets."""
+    """Return a table of the largest errors; its note counts the quantities within their targets."""
     parts = []
     for quantity in TARGETS:
         those = [x for x in found if x.quantity == quantity]
@@ -140,7 +140,7 @@ def table(found: Sequence[Apart], most: int = 20) -> Table:
             inside = sum(not x.misses for x in those)
             parts.append(f"{quantity}: {inside:,} of {len(those):,}")
     result = Table(
-        f"{len({x.case for x in found})} random cases: what is furthest off",
+        f"{len({x.case for x in found})} random cases: the largest errors",
         ("case", "kernels", "kernel", "quantity", "predicted", "measured", "off, %", "target, %"),
         note="within their targets: " + "; ".join(parts),
     )

@@ -1,7 +1,8 @@
-"""``python -m flashsim.studies.verify.workload CASES [COUNTED]``: the runs that are measured.
+"""``python -m flashsim.studies.verify.workload CASES [COUNTED]``: runs the cases to measure.
 
-CASES is a JSON list of `Case.to_dict`. With a file COUNTED the kernels count, and their counts are
-written to it. Without it they run at full speed; Nsight Compute measures them this way.
+CASES is a JSON list of `Case.to_dict`. With a file COUNTED, the kernels count their transfers, and
+the counts are written to that file. Without it, the kernels run at full speed; Nsight Compute
+measures them in this way.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from flashsim.api.execution import Gradients, Result, run
 from flashsim.problem.problem import numpy_dtype
 from flashsim.studies.verify.cases import Case, Counted
 
-#: Random numbers that inputs are made of, again and again: traffic does not depend on them, and
+#: The number of random numbers that inputs repeat. Traffic does not depend on the values, and
 #: drawing hundreds of millions would take longer than all kernels.
 DRAWN = 1 << 20
 
@@ -32,7 +33,7 @@ def main(arguments: list[str]) -> None:
 
 
 def run_case(case: Case, *, counting: bool) -> list[Counted]:
-    """Run a case's forward pass, then its backward passes; return the kernels' counts, if any."""
+    """Run a case's forward pass, then its backward passes; return their counts if `counting`."""
     q, k, v, dout = _inputs(case)
     options: dict[str, Any] = {} if case.kernel is None else {"kernel": case.kernel}
     result = run(

@@ -1,4 +1,4 @@
-"""Why FlashAttention has its form: one identity and three costs, in numbers."""
+"""Numbers behind FlashAttention's design: the delta identity, divisions of O, and rereads of P."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MOST_ROWS = 8
 
 @own_errors
 def delta(n: int = 32, head_dim: int = 4, *, seed: int = 0) -> Table:
-    """Compare rowsum(P dP) with rowsum(O dO) in float64: the second needs no scores.
+    """Compare rowsum(P dP) with rowsum(O dO) in float64; the latter needs no scores.
 
-    The softmax's backward needs sum_j P_ij dP_ij; dP = dO V^T makes it
+    The backward pass of softmax needs sum_j P_ij dP_ij. With dP = dO V^T, this equals
     dO_i . (sum_j P_ij V_j) = dO_i . O_i (arXiv:2307.08691, section 2.3.2).
     """
     problem = Problem(n, head_dim=head_dim, dtype="float64")
@@ -33,8 +33,9 @@ def delta(n: int = 32, head_dim: int = 4, *, seed: int = 0) -> Table:
     table = Table(
         f"D = rowsum(P dP) = rowsum(O dO), {n} x {n} scores, d = {head_dim}",
         ("row", "rowsum(P dP)", "rowsum(O dO)", "difference"),
-        note=f"the first sums {n} products a row, of N x N scores that nobody kept; the second "
-        f"{head_dim}, of two tensors that are there. Largest difference of all {n} rows "
+        note=f"rowsum(P dP) sums {n} products per row, from N x N matrices that FlashAttention "
+        f"does not store; rowsum(O dO) sums {head_dim}, from two stored tensors. Largest "
+        f"difference over all {n} rows "
         f"{np.abs(scores - outputs).max():.1g}",
     )
     for i in range(min(n, MOST_ROWS)):
@@ -50,18 +51,18 @@ def corrections(
     *,
     tiling: Tiling | None = None,
 ) -> Table:
-    """Operations other than products in FlashAttention-1 and -2, which divide O at other points.
+    """Count the operations of FlashAttention-1 and FlashAttention-2 outside matrix products.
 
-    FlashAttention-1 divides O by l at every tile of keys, and multiplies it back at the next.
+    FlashAttention-1 divides O by l at every key tile, and multiplies it by l again at the next.
     FlashAttention-2 divides once, after the last tile (arXiv:2307.08691, section 3.1.1).
     """
     tiling, problem = tiling or Tiling(64, 64), Problem(n, head_dim=head_dim, dtype="bfloat16")
     table = Table(
-        f"Where O is divided: {n:,} queries and keys, d = {head_dim}, tiles {tiling}",
-        ("algorithm", "divisions", "a row", "multiplications", "others", "all of them"),
-        note="one head, forward: operations that no tensor core does; others: exp, max, add. "
-        f"FlashAttention-1 divides {head_dim} columns of O at each of a row's tiles, "
-        "FlashAttention-2 once",
+        f"Divisions of O: {n:,} queries and keys, d = {head_dim}, tiles {tiling}",
+        ("algorithm", "divisions", "per row", "multiplications", "others", "total"),
+        note="one head, forward: operations that do not run on tensor cores; others: exp, max, "
+        f"add. FlashAttention-1 divides {head_dim} columns of O at each tile of a row, "
+        "FlashAttention-2 once per row",
     )
     for name in ("flash1", "flash2"):
         counted = traffic.count_schedule(problem, tiling, name, "forward", Device.get("H100"))
@@ -74,7 +75,7 @@ def corrections(
 
 @own_errors
 def reread(n: int = 4096, *, head_dim: int = 64, dtype: str = "float32") -> Table:
-    """Time of one pass over P, and of standard attention's four passes, by device."""
+    """Return the time to read P once, and that of standard attention's four passes, by device."""
     problem = Problem(n, head_dim=head_dim, dtype=dtype)
     size = whole_bytes(problem, "P")
     flops = traffic.Traffic(
@@ -83,8 +84,8 @@ def reread(n: int = 4096, *, head_dim: int = 64, dtype: str = "float32") -> Tabl
     table = Table(
         f"P of {n:,} x {n:,} in {dtype}, one head: {size:,} B",
         ("device", "HBM GB/s", "P once, µs", "S and P, µs", "products, µs"),
-        note="standard attention stores and loads S and P, four passes; products: 4 N^2 d at the "
-        f"peak for {dtype}, d = {head_dim}",
+        note="standard attention stores and loads S and P, which is four passes; products: the "
+        f"time of 4 N^2 d FLOPs at the peak for {dtype}, d = {head_dim}",
     )
     for name, device in PRESETS.items():
         if dtype not in {**device.tensor_flops, **device.cuda_flops}:

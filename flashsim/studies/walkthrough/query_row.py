@@ -1,4 +1,4 @@
-"""One query row of FlashAttention-2, tile by tile, with its numbers."""
+"""One query row of FlashAttention-2, tile by tile, with all numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashsim.report import Table
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
 
-MOST = 4096  # queries and keys: it is read, not run
+MOST = 4096  # the largest number of queries and keys, because people read every step
 
 
 @own_errors
@@ -25,31 +25,31 @@ def tiles(
     causal: bool = False,
     seed: int = 0,
 ) -> Table:
-    """m, alpha, l and O of one query row after each tile that it visits.
+    """Return a table of m, alpha, l and O of one query row after each tile that it visits.
 
-    Algorithm 1 of arXiv:2307.08691 on random float32 q, k and v. O is not divided until the last
-    tile is done; the last row of the table divides it by l, once.
+    It runs Algorithm 1 of arXiv:2307.08691 on random float32 q, k and v. O is divided by l once,
+    after the last tile, in the last row of the table.
 
     Parameters
     ----------
     n, head_dim : int
-        Queries (and keys), and the width of a row; default 32 x 32 scores.
+        The number of queries (and keys), and the width of a row; the default is 32 x 32 scores.
     tiling : Tiling, optional
         Default 16 x 16.
     row : int, optional
-        Index of the query; default the last, which sees every tile under a causal mask.
+        Index of the query; default: the last, which sees every tile also under a causal mask.
     causal : bool
     seed : int
 
     Raises
     ------
     OptionError
-        If there is no such row, or n is above 4,096.
+        If `row` is not the index of a query, or n is above 4,096.
     """
     problem = Problem(n, head_dim=head_dim, causal=causal)
     if n > MOST:
         raise OptionError(
-            f"n must be at most {MOST}, got {n}, because a walkthrough prints every step"
+            f"n must be at most {MOST}, because a walkthrough prints every step, got {n}"
         )
     tiling = Tiling(16, 16) if tiling is None else tiling
     seed = checks.seed(seed)
@@ -62,8 +62,8 @@ def tiles(
         f"Query {row} of {n} x {n} scores, d = {head_dim}, tiles {tiling}"
         + (", causal" if causal else ""),
         ("tile", "keys", "m", "alpha", "l", "O"),
-        note="alpha = exp(m_old - m) rescales l and O; O is divided by l once, at the end: "
-        f"the same as attention in float64 to {{error:.1g}}; seed {seed}",
+        note="alpha = exp(m_old - m) rescales l and O; O is divided by l once, at the end, and "
+        f"then differs from attention in float64 by {{error:.1g}}; seed {seed}",
     )
     tile = row // min(tiling.block_q, n)
     m, l, O = np.float32(-np.inf), np.float32(0), np.zeros(head_dim, np.float32)

@@ -10,33 +10,33 @@ from flashsim.errors import OptionError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.report import Table
 
-MOST = 64  # logits: more do not fit a page
+MOST = 64  # the largest number of logits that fit on a page
 
 
 @own_errors
 def softmax(logits: Sequence[float], *, chunk: int = 1, subnormals: bool = False) -> Table:
-    """Naive, stable and online softmax of one row, step by step.
+    """Return a table of the naive, stable and online softmax of one row, step by step.
 
     Parameters
     ----------
     logits : sequence of float
-        The row; rounded to float32.
+        The row, which is rounded to float32.
     chunk : int
         Number of logits that the online softmax processes at a time.
     subnormals : bool
-        Whether results below float32's smallest normal number, 1.2e-38, are kept, as NumPy keeps
-        them. A GPU's fast arithmetic (``-ftz=true``, ``exp2.approx.ftz``) turns them into 0.
+        Whether results below float32's smallest normal number, 1.2e-38, are kept, as in NumPy. A
+        GPU's fast arithmetic (``-ftz=true``, ``exp2.approx.ftz``) replaces them by 0.
 
     Returns
     -------
     Table
-        Columns way, step, value; the last rows are the float64 result and the largest error of
-        each way.
+        The columns are way, step and value. The last rows are the float64 result, and the largest
+        error of each way.
 
     Raises
     ------
     OptionError
-        If there are no logits, or more than 64, or one is not finite.
+        If there are no logits or more than 64, or if a logit is not finite.
     """
     values = np.array([checks.number("logits", x) for x in logits], np.float32)
     if not 0 < len(values) <= MOST or not np.isfinite(values).all():
@@ -47,7 +47,7 @@ def softmax(logits: Sequence[float], *, chunk: int = 1, subnormals: bool = False
         + ("subnormals kept" if subnormals else "subnormals flushed to 0 as on a GPU"),
         ("way", "step", "value"),
         note="naive: exp overflows above 88.72 and is subnormal below -87.34; online: alpha = "
-        "exp(m_old - m) takes l along to the new maximum",
+        "exp(m_old - m) rescales l to the new maximum",
     )
     keep = _kept if subnormals else _flushed
     with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):

@@ -1,4 +1,4 @@
-"""X-ray of a program's attention kernels: hardware counters, and the tiles that they imply."""
+"""X-ray of a program's attention kernels: measures counters, and infers tiles from them."""
 
 from flashsim.studies.xray.infer import FORMS, Fit, Inference, LaunchCounters, candidates, infer
 from flashsim.studies.xray.record import Profile, ProfiledLaunch, measure, measure_kernels

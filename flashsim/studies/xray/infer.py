@@ -1,12 +1,13 @@
-"""Infer a kernel's tiles from its hardware counters, by the closed forms.
+"""Infers a kernel's tiles from its hardware counters, by the closed forms.
 
 FlashAttention-2's forward reads Q once, and K and V once for each query tile that sees them. So the
-bytes that enter the SMs give the number of query tiles. A fused backward adds each query row's dQ
-once for each key tile, so the bytes that it reduces give the key tile. `infer` computes these
-figures for every plausible tile and form, and keeps those that the counters agree with.
+number of query tiles follows from the bytes that arrive at the SMs. A fused backward adds each
+query row's dQ once for each key tile. So the key tile follows from the bytes that it adds in L2.
+`infer` computes these bytes for every plausible tile and form of kernel, and returns those that
+agree with the counters.
 
-It is an inference: a kernel with other tiles that moves the same bytes looks the same. Where
-several tiles fit, all of them are returned.
+The result is an inference: two tiles that move the same bytes cannot be distinguished. If several
+tiles fit, all of them are returned.
 """
 
 from __future__ import annotations
@@ -28,25 +29,26 @@ from flashsim.schedule.tensors import COL, ROW, shape
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.verify.crossing import arriving
 
-#: Sides of plausible tiles: steps of the tensor cores' 16, and the powers of two beyond.
+#: Sides of plausible tiles: multiples of the tensor cores' 16, and larger powers of two.
 SIDES = (*range(16, 257, 16), 512)
-#: How far the bytes read may lie above a fit: a share of them, and bytes per thread block. Each
-#: block also reads its arguments, tensor maps and offsets (64 to 300 B were seen on an H100).
+#: By how much the bytes read may exceed those of a fit: as a share, and in bytes per thread block.
+#: Each block also reads its arguments, tensor maps and offsets (64 to 300 B on an H100).
 ABOVE, PER_BLOCK = 1e-4, 384
-#: How far they may lie below: sectors that L1 still holds from a load before.
+#: By how much the bytes read may be below those of a fit, because some sectors hit in L1.
 BELOW = 1e-4
-#: How far the bytes reduced may be off: all of them are counted, and nothing else.
+#: By how much the reduced bytes may differ from those of a fit. The counter has no other bytes.
 REDUCED = 1e-4
-#: The same for bytes read where tensor FLOPs agree: clusters exchange partial sums, statistics stay
-#: in L1. Spilled registers return through L2, so bytes stored beyond the results may add as many.
+#: By how much the bytes read may differ if tensor FLOPs agree: clusters exchange partial sums, and
+#: statistics may hit in L1. Spilled registers are reloaded from L2, so the bytes stored beyond the
+#: results may be read in addition.
 LOOSE_ABOVE, LOOSE_BELOW = 0.1, 0.015
-#: How far tensor FLOPs may be off: a kernel multiplies whole tiles, and nothing else.
+#: By how much tensor FLOPs may differ: a kernel multiplies only whole tiles.
 FLOPS = 1e-6
-#: A fused backward may defer dQ by a visit, and then discards a product of each outer tile.
+#: A fused backward may defer dQ by a visit, and then discards one product per outer tile.
 DEFERRED = 0.15
-#: Registers of an SM, of 4 bytes: scores and accumulators of a tile fit in them.
+#: The 4-byte registers of an SM, in which the scores and accumulators of a tile must fit.
 REGISTERS = 65536
-#: Columns that TMA delivers at a time, bfloat16: what lies past a row's end arrives as zeros.
+#: bfloat16 columns of a TMA box; columns past a row's end arrive as zeros.
 BOX_BYTES = 128
 
 
@@ -57,11 +59,11 @@ class LaunchCounters:
     Attributes
     ----------
     read : float
-        Bytes from L2 into the SMs.
+        Bytes that the SMs read from L2.
     written, reduced : float
-        Bytes that the SMs store, and add by atomics, at L2.
+        Bytes that the SMs store in L2, and that they add in L2 by atomics.
     blocks : int
-        Thread blocks launched; 0 if unknown.
+        The number of thread blocks; 0 if unknown.
     tensor_flops : float or None
         FLOPs on tensor cores; None if unknown.
     """
@@ -75,29 +77,29 @@ class LaunchCounters:
 
 @dataclass(frozen=True)
 class Fit:
-    """A form and a tile, and the bytes that they would move.
+    """A form of kernel and a tile, and the bytes that such a kernel moves.
 
     Attributes
     ----------
     form : str
         One of `FORMS`.
     block_q, block_k : int
-        The tile. Of "dkdv and dq", `block_k` is the key tile of dK and dV, and `block_q` is the
+        The tile. For "dkdv and dq", `block_k` is the key tile of dK and dV, and `block_q` is the
         query tile of dQ.
     read, reduced, written : int
-        Bytes.
+        The bytes that the SMs read from L2, add in L2 and store in L2.
     blocks : int
-        Thread blocks, if each has one outer tile.
+        The number of thread blocks, if each has one outer tile.
     scores : int
-        Elements of all visited tiles, over all heads.
+        The number of scores in all visited tiles, over all heads.
     packed : bool
         Whether the query heads of a key head share the rows of a tile.
     boxes : bool
-        Whether tiles past a sequence's end, and columns past a row's, are read whole, as TMA does.
+        Whether the kernel reads whole boxes, also past the ends of sequences and rows, as TMA does.
     dense : bool
-        Whether tiles that the mask empties are visited.
+        Whether the kernel visits fully masked tiles.
     cluster : int
-        Thread blocks that share a key tile and add up their parts of dK and dV.
+        The number of thread blocks that share a key tile and add up their parts of dK and dV.
     """
 
     form: str
@@ -114,7 +116,7 @@ class Fit:
     cluster: int = 1
 
 
-#: Forms of a kernel, in words.
+#: The forms of a kernel, with a description.
 FORMS = {
     "forward": "FlashAttention-2 forward",
     "split keys": "forward with split keys",
@@ -125,7 +127,7 @@ FORMS = {
     "dkdv and dq": "dK, dV and dQ in one launch",
     "delta": "row sums of O and dO",
     "convert": "rounds dQ",
-    "other": "no form of FlashAttention-2 that is known here",
+    "other": "no known form of FlashAttention-2",
 }
 
 
@@ -138,16 +140,16 @@ class Inference:
     form : str
         One of `FORMS`.
     fits : tuple of Fit
-        All that agree, the closest first.
+        All fits that agree with the counters, the closest first.
     next_q, next_k : float or None
-        How far the closest other query tile (key tile) is from the bytes measured, as a share of
-        them; None if there is none.
+        The difference between the measured bytes and those of the closest other query tile (key
+        tile), as a share of the measured bytes; None if there is no other tile.
     splits : int
-        Parts that the keys are divided into.
+        The number of parts into which the keys are split.
     by_grid : bool
-        Whether the number of thread blocks excluded tiles that the rest did not.
+        Whether the number of thread blocks excluded tiles that the other counters allow.
     by_flops : bool
-        Whether the FLOPs on tensor cores were known, and agree.
+        Whether the FLOPs on tensor cores are known, and agree.
     """
 
     form: str
@@ -159,7 +161,7 @@ class Inference:
     by_flops: bool = False
 
     def sides(self, name: str) -> tuple[int, ...]:
-        """All values of "block_q" or "block_k" that fit, ascending."""
+        """Return all values of "block_q" or "block_k" that fit, ascending."""
         return tuple(sorted({getattr(fit, name) for fit in self.fits}))
 
     @property
@@ -182,15 +184,15 @@ def infer(problem: Problem, direction: str, launches: Sequence[LaunchCounters]) 
     Parameters
     ----------
     problem : Problem
-        The call.
+        The shape and the mask of the attention call.
     direction : {"forward", "backward"}
     launches : sequence of LaunchCounters
-        The pass's kernels in the order in which they ran.
+        The counters of the pass's kernels, in the order in which they ran.
 
     Returns
     -------
     list of Inference
-        One per launch; with the form "other" and no fit if nothing agrees.
+        One per launch. It has the form "other" and no fits if nothing agrees with the counters.
     """
     if direction != "forward":
         return _backward(problem, launches)
@@ -209,15 +211,16 @@ def infer(problem: Problem, direction: str, launches: Sequence[LaunchCounters]) 
 
 
 def _products(problem: Problem, seen: LaunchCounters) -> bool:
-    """Whether a kernel may compute matrix products: float32's need no tensor cores."""
+    """Return whether a kernel may compute products; those in float32 need no tensor cores."""
     return seen.tensor_flops is None or seen.tensor_flops > 0 or problem.itemsize > 2
 
 
 def _parts(problem: Problem, before: LaunchCounters | None, after: LaunchCounters) -> int:
-    """How many parts of split keys `after` combines, if `before` made them; 1 if it does not.
+    """Return how many parts of split keys from `before` the kernel `after` combines; 1 if none.
 
-    It reads a float32 O and an LSE for each part. An LSE takes 4 B, or two sectors where each row's
-    lies by itself. The thread blocks of `before` decide what that leaves open.
+    A combining kernel reads a float32 O and an LSE for each part. An LSE takes 4 B, or two sectors
+    if the LSEs of rows are not contiguous. If several numbers of parts remain possible, the number
+    of thread blocks of `before` decides.
     """
     if before is None or not _products(problem, before) or _products(problem, after):
         return 1
@@ -234,10 +237,10 @@ _PRODUCTS = ("dkdv and dq", "dkdv", "dq")
 
 
 def _backward(problem: Problem, launches: Sequence[LaunchCounters]) -> list[Inference]:
-    """The kernels of a backward pass.
+    """Infer the kernels of a backward pass.
 
-    Of two kernels with products and without atomic additions, one is dK's and dV's, which stores
-    more, and the other dQ's. A kernel that fits only the other role is claimed to be nothing.
+    If two kernels have products and no atomic additions, the kernel that stores more bytes computes
+    dK and dV, and the other computes dQ. If a kernel fits only the other role, its form is "other".
     """
     found = [_without_roles(problem, seen) for seen in launches]
     left = [n for n, one in enumerate(found) if one is None]
@@ -252,7 +255,7 @@ def _backward(problem: Problem, launches: Sequence[LaunchCounters]) -> list[Infe
 
 
 def _without_roles(problem: Problem, seen: LaunchCounters) -> Inference | None:
-    """A kernel that adds to dQ, or that only sums or rounds; None for one with other products."""
+    """Infer a kernel that adds to dQ, or only sums or rounds; None for other kernels."""
     rows = problem.batch * problem.heads * problem.n_q
     dq = rows * problem.head_dim * 4
     if seen.reduced > dq / 2:
@@ -272,10 +275,10 @@ def _near(value: float, wanted: float, tolerance: float) -> bool:
 
 
 def _settle(form: str, problem: Problem, seen: LaunchCounters, splits: int = 1) -> Inference:
-    """Keep the candidates of a form that agree with the counters.
+    """Return the inference from the candidates of a form that agree with the counters.
 
-    Bytes read must agree closely. If no tile does so, or none of these has the FLOPs, a tile with
-    exactly these FLOPs may have read somewhat more.
+    The bytes read must agree closely. If no tile agrees, or none of these has the measured FLOPs, a
+    tile with exactly these FLOPs also fits if somewhat more bytes were read.
     """
     tried = [
         fit
@@ -310,14 +313,14 @@ def _settle(form: str, problem: Problem, seen: LaunchCounters, splits: int = 1) 
     return Inference(form, tuple(fits), apart[0], apart[1], by_grid=by_grid, by_flops=known)
 
 
-#: Matrix products of a visit: S and O; S, dP, dV, dK and dQ; ...
+#: The number of matrix products per visit: forward S and O; fused S, dP, dV, dK and dQ; and so on.
 _PRODUCTS_OF = {"forward": 2, "split keys": 2, "fused": 5, "dkdv": 4, "dq": 3, "dkdv and dq": 7}
 
 
 def _multiplies(fit: Fit, problem: Problem, seen: LaunchCounters) -> bool:
-    """Whether a tile's visits take these FLOPs, with a head dimension padded as kernels pad it.
+    """Return whether a tile's visits have the measured FLOPs, with head_dim padded as in kernels.
 
-    The two passes in one launch visit different tiles, so only a range is known.
+    For "dkdv and dq", the two passes visit different tiles, so only a range of FLOPs is known.
     """
     assert seen.tensor_flops is not None
     d = problem.head_dim
@@ -343,7 +346,7 @@ def _agrees(fit: Fit, seen: LaunchCounters, above: float, below: float) -> bool:
 
 
 def spilled(fit: Fit, seen: LaunchCounters) -> float:
-    """Bytes stored beyond a fit's results, except what partial sectors may add to them."""
+    """Return the bytes stored beyond a fit's results, without those of partial sectors."""
     more = seen.written - fit.written
     return more if more > fit.written else 0.0
 
@@ -353,7 +356,7 @@ def _beyond(fit: Fit, seen: LaunchCounters) -> float:
 
 
 def _distance(fit: Fit, seen: LaunchCounters) -> float:
-    """How far a candidate is from the counters, by the counter that is furthest off."""
+    """Return the largest relative difference between a candidate and a counter."""
     apart = abs(seen.read / fit.read - 1)
     return max(apart, abs(seen.reduced / fit.reduced - 1)) if fit.reduced else apart
 
@@ -363,7 +366,7 @@ def _distance(fit: Fit, seen: LaunchCounters) -> float:
 
 @cache
 def candidates(form: str, problem: Problem, splits: int = 1) -> tuple[Fit, ...]:
-    """Every form and tile, with the bytes that it reads and reduces."""
+    """Return the candidates of a form, one per plausible tile, with their bytes."""
     return tuple(_listed(form, problem, splits))
 
 
@@ -378,9 +381,9 @@ def _listed(form: str, problem: Problem, splits: int) -> Iterator[Fit]:
 
 
 def _sides(form: str, p: Problem, *, packed: bool) -> Iterator[tuple[int, int]]:
-    """Tiles worth trying; of those larger than the problem only the smallest.
+    """Yield the tiles to try; of tiles larger than the problem, only the smallest.
 
-    A tile's scores and its accumulators fit in an SM's registers: O (forward), or dK and dV.
+    A tile's scores and its accumulators, O or dK and dV, must fit in an SM's registers.
     """
     rows = p.n_q * (p.group if packed and form in ("forward", "split keys") else 1)
     forward = form in ("forward", "split keys")
@@ -392,7 +395,10 @@ def _sides(form: str, p: Problem, *, packed: bool) -> Iterator[tuple[int, int]]:
 
 
 def _up_to(n: int) -> Sequence[int]:
-    """Sides below `n`, the next one, and those up to 128: kernels for short sequences pad them."""
+    """Return the sides below `n`, the next larger one, and all up to 128.
+
+    Kernels for short sequences pad their tiles, so larger sides are possible.
+    """
     beyond = [side for side in SIDES if side >= n]
     return [side for side in SIDES if side < n or side <= 128 or side in beyond[:1]]
 
@@ -409,7 +415,7 @@ _STAGES = {
 def _counted(
     form: str, p: Problem, tiling: Tiling, splits: int, grouped: bool, dense: bool
 ) -> Iterator[Fit]:
-    """A tile's fits: with tiles cut at a sequence's end and, where it differs, with whole boxes."""
+    """Yield a tile's fits: with ragged tiles and, if that differs, with whole boxes."""
     split = Split()
     if form == "split keys" or (form == "forward" and grouped):
         algorithm, direction = "flash-decode", "forward"
@@ -417,7 +423,7 @@ def _counted(
         split = Split(splits, pack_gqa=grouped)
     else:
         algorithm, direction, names = _STAGES[form]
-        if grouped:  # keys and values expanded to one head for each query head
+        if grouped:  # K and V may have been copied to one head per query head
             p = replace(p, kv_heads=p.heads)
     traffic = Traffic(p, tiling, algorithm, direction, _ANY, "ascending", split)
     loads = whole = pairs = reduces = padded = stores = blocks = scores = 0
@@ -453,15 +459,16 @@ def _counted(
                 yield from (_in_clusters(one, p, blocks) for blocks in CLUSTERS)
 
 
-#: Thread blocks of a cluster, by powers of two.
+#: Possible numbers of thread blocks per cluster.
 CLUSTERS = (2, 4, 8)
 
 
 def _in_clusters(fit: Fit, p: Problem, blocks: int) -> Fit:
-    """The same tile with so many blocks for each key tile, as `crossing` has it for our kernels.
+    """Return a fit in which a cluster of `blocks` thread blocks shares each key tile.
 
-    K and V arrive at each block by multicast. Each block reads the others' float32 parts of dK and
-    dV, in pieces of 32 columns.
+    The rules are those of `verify.crossing` for flashsim's kernels. K and V arrive at each block by
+    multicast. Each block reads the other blocks' float32 parts of dK and dV, in pieces of 32
+    columns.
     """
     more = 0
     for width in (p.head_dim * p.itemsize, p.head_dim_v * p.itemsize):
@@ -472,14 +479,14 @@ def _in_clusters(fit: Fit, p: Problem, blocks: int) -> Fit:
     return replace(fit, read=fit.read + more, blocks=fit.blocks * blocks, cluster=blocks)
 
 
-#: The closed forms ask for a device; the bytes of a tile do not depend on it.
+#: The closed forms need a device, but the bytes of a tile do not depend on it.
 _ANY = Device.get("H100")
 
 
 def _of_parts(traffic: Traffic, stage: plans.Stage, splits: int) -> int:
-    """Bytes of Q if a row tile's keys are cut at the same keys for all row tiles.
+    """Return the bytes of Q if the keys are split at the same keys for all row tiles.
 
-    Each part that has keys loads its rows of Q.
+    Each part with keys loads its rows of Q.
     """
     p, schedule = traffic.problem, traffic.schedule(stage)
     every = -(-len(schedule.cols) // splits)
@@ -498,10 +505,10 @@ def _whole(
     columns: bool,
     pairs: bool = False,
 ) -> int:
-    """The bytes of a tensor's tiles if those past a sequence's end are moved whole.
+    """Return the bytes of a tensor's tiles if ragged tiles are moved whole.
 
-    With `columns` its rows are padded as well, to whole boxes. With `pairs` thread blocks run in
-    clusters of two, so the number of outer tiles is even.
+    With `columns`, rows are also padded to whole boxes. With `pairs`, thread blocks run in clusters
+    of two, so the number of outer tiles is rounded up to an even number.
     """
     p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
     its = shape(p, tensor)

@@ -1,4 +1,4 @@
-"""Measure a program's attention kernels under Nsight Compute, and keep the measurements."""
+"""Measures a program's attention kernels under Nsight Compute, and stores the measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flashsim.studies.verify.cases import here
 from flashsim.studies.verify.ncu import METRICS, MeasuredLaunch, command, parse
 from flashsim.studies.xray.infer import LaunchCounters
 
-#: LaunchCounters that an X-ray asks for, by flashsim's names.
+#: The counters that an X-ray measures, by flashsim's names.
 ASKED = (
     *("bytes into SMs", "writes at L2", "reductions at L2", "DRAM read", "DRAM write"),
     *("tensor FLOPs, bf16", "tensor FLOPs, fp16", "seconds"),
@@ -37,12 +37,12 @@ class ProfiledLaunch:
     ----------
     kernel : str
     call : int
-        Index of the call in `Profile.calls`.
+        The index of the call in `Profile.calls`.
     direction : {"forward", "backward"}
     blocks : int
-        Thread blocks.
+        The number of thread blocks.
     counters : dict of str to float
-        By the names of `flashsim.studies.verify.METRICS`: bytes, FLOPs, seconds.
+        Bytes, FLOPs and seconds, by the names in `flashsim.studies.verify.METRICS`.
     """
 
     kernel: str
@@ -53,12 +53,12 @@ class ProfiledLaunch:
 
     @classmethod
     def of(cls, launch: MeasuredLaunch, call: int, direction: str) -> ProfiledLaunch:
-        """A launch that Nsight Compute measured, as a part of a call."""
+        """Return a launch that Nsight Compute measured, assigned to a call."""
         return cls(launch.kernel, call, direction, launch.blocks, launch.counters)
 
     @property
     def seen(self) -> LaunchCounters:
-        """The counters that tiles are inferred from."""
+        """The counters from which tiles are inferred."""
         c = self.counters
         tensor = [n for name, n in c.items() if name.startswith("tensor FLOPs")]
         return LaunchCounters(
@@ -79,11 +79,11 @@ class Profile:
     ----------
     program : str
     device : str
-        The preset that describes the GPU, or the name that its driver reports.
+        The preset that matches the GPU, or the name that its driver reports.
     calls : tuple of dict
         Each call's "name", "api", "note" and "problem" (the fields of a `Problem`, or None).
     launches : tuple of ProfiledLaunch
-        In the order in which they ran.
+        The launches in the order in which they ran.
     """
 
     program: str
@@ -92,7 +92,7 @@ class Profile:
     launches: tuple[ProfiledLaunch, ...]
 
     def problem(self, call: int) -> Problem | None:
-        """The shape and mask of a call; None if flashsim cannot describe it."""
+        """Return the shape and mask of a call; None if a `Problem` cannot describe them."""
         values = self.calls[call]["problem"]
         return None if values is None else Problem(**_tuples(values))
 
@@ -108,9 +108,9 @@ class Profile:
         Raises
         ------
         TraceError
-            If the file has another format.
+            If the file has a different format.
         OSError
-            If there is no such file.
+            If the file does not exist.
         """
         try:
             values = json.loads(path.read_text())
@@ -121,14 +121,14 @@ class Profile:
                 one.seen  # noqa: B018
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise TraceError(
-                f"{str(path)!r} is not what `flashsim xray --save` writes "
-                f"({type(error).__name__}: {error})"
+                f"{str(path)!r} is not a file that `flashsim xray --save` wrote "
+                f"({type(error).__name__}: {error}); measure the program again"
             ) from error
         return read
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a `Problem` from JSON, which has lists for tuples."""
+    """Return the fields of a `Problem` from JSON, with lists converted to tuples."""
     return {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
 
 
@@ -136,24 +136,24 @@ def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 def measure(
     program: Path, arguments: Sequence[str] = (), *, device: str | None = None, launches: int = 200
 ) -> Profile:
-    """Run a PyTorch program under Nsight Compute, and keep the kernels of its attention calls.
+    """Run a PyTorch program under Nsight Compute, and record the kernels of its attention calls.
 
-    The calls are those that `flashsim.torch.watch` sees.
+    The calls are those that `flashsim.torch.watch` records.
 
     Parameters
     ----------
     program : Path
     arguments : sequence of str
-        The program's own.
+        The arguments of the program.
     device : str, optional
-        The GPU's preset. Default: the one that describes it.
+        The GPU's preset. Default: the preset that matches the GPU.
     launches : int
-        Kernels that are measured at most; each runs again for each group of counters.
+        The most kernels to measure; each runs again for each group of counters.
 
     Raises
     ------
     BackendUnavailable
-        If there is no ``ncu``, or the program fails; the message ends with its last output.
+        If ``ncu`` is missing, or the program fails; the message ends with its last output.
     TraceError
         If no attention kernel ran.
     """
@@ -168,9 +168,9 @@ def measure(
             found.append(ProfiledLaunch.of(launch, *told["ranges"][label]))
     if not found:
         raise TraceError(
-            f"no kernel of an attention call was seen in {program.name}: `watch` sees torch's "
+            f"{program.name} ran no kernel of an attention call that `watch` records: torch's "
             "attention functions and those of some libraries (docs/guides/watch.md); for any "
-            "other kernel give its name with --kernel, and its shape"
+            "other kernel, pass its name with --kernel, and its shape"
         )
     gpu = told["gpu"]
     try:
@@ -191,10 +191,10 @@ def measure_kernels(
     device: str | None = None,
     launches: int = 20,
 ) -> Profile:
-    """Run any Python program, and keep the kernels whose names match a regular expression.
+    """Run any Python program, and record the kernels whose names match a regular expression.
 
-    For kernels that `watch` does not see: a reader's own, or a library's. Every launch of the first
-    kernel begins a call of the same shape.
+    This is for kernels that `watch` does not record: your own, or a library's. Every launch of the
+    first kernel begins a call of the same shape.
 
     Parameters
     ----------
@@ -220,7 +220,10 @@ def measure_kernels(
         call += launch.kernel == taken[0][0].kernel
         found.append(ProfiledLaunch.of(launch, call, direction))
     if not found:
-        raise TraceError(f"no kernel whose name matches {kernel!r} ran in {program.name}")
+        raise TraceError(
+            f"{program.name} ran no kernel whose name matches {kernel!r}; pass another regular "
+            "expression as --kernel"
+        )
     return Profile(program.name, device or here(), (about,) * (call + 1), tuple(found))
 
 
@@ -233,16 +236,16 @@ def profile(words: Sequence[str], *, launches: int, ranges: bool = False, kernel
     words : sequence of str
         The program and its arguments.
     launches : int
-        Kernels that are measured at most.
+        The most kernels to measure.
     ranges : bool
-        Only kernels in NVTX ranges whose names begin with "flashsim.watch".
+        Whether to measure only kernels in NVTX ranges whose names begin with "flashsim.watch".
     kernel : str
-        Only kernels whose names match this regular expression.
+        If not "", measure only kernels whose names match this regular expression.
 
     Raises
     ------
     BackendUnavailable
-        If there is no ``ncu``, or the program fails; the message ends with its last output.
+        If ``ncu`` is missing, or the program fails; the message ends with its last output.
     """
     chosen = ["--launch-count", str(launches)]
     chosen += ["--nvtx", "--nvtx-include", "regex:flashsim.watch.*/"] if ranges else []
@@ -256,19 +259,19 @@ def profile(words: Sequence[str], *, launches: int, ranges: bool = False, kernel
 
 @own_errors
 def launches_of(text: str) -> list[tuple[MeasuredLaunch, str]]:
-    """The launches in ``ncu``'s table, each with the name of its range; "" outside of ranges.
+    """Return the launches in ``ncu``'s table, each with its range's name; "" outside of ranges.
 
     Raises
     ------
     TraceError
-        If there is no table, or a launch lacks the bytes that it read.
+        If the text contains no table, or a launch lacks the bytes that it read.
     """
     found = []
     for launch in parse(text):
         if "bytes into SMs" not in launch.counters:
             raise TraceError(
-                f"launch {launch.number} ({launch.kernel}) has no {METRICS['bytes into SMs']}, "
-                "which tiles are inferred from; ask ncu for it with --metrics"
+                f"launch {launch.number} ({launch.kernel}) lacks {METRICS['bytes into SMs']}, from "
+                "which tiles are inferred; pass that counter to ncu with --metrics"
             )
         range_ = _RANGE.search(launch.ranges)
         found.append((launch, range_[0] if range_ else ""))
@@ -276,7 +279,7 @@ def launches_of(text: str) -> list[tuple[MeasuredLaunch, str]]:
 
 
 def machine(record: Profile) -> Device | None:
-    """The preset of the record's GPU; None if there is none."""
+    """Return the preset of the record's GPU; None if no preset matches."""
     try:
         return Device.get(record.device)
     except OptionError:

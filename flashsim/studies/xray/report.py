@@ -1,4 +1,4 @@
-"""`XRay`: each attention kernel of a program, what it moved, and the tile that this implies."""
+"""`XRay`: each attention kernel of a program, the bytes that it moved, and its inferred tile."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ class ProfiledKernel:
     launch : ProfiledLaunch
     problem : Problem or None
     found : Inference
+        The form and the tiles that agree with the counters.
     times : int
         How often the same pass of the same call ran.
     """
@@ -66,20 +67,20 @@ class ProfiledKernel:
         return name if len(name) <= 40 else f"{name[:24]}...{name[-13:]}"
 
     def side(self, name: str) -> str:
-        """The known values of "block_q" or "block_k", in a few characters."""
+        """Return the possible values of "block_q" or "block_k" as a short text."""
         if not self.found.fits or self.problem is None:
             return ""
         return _sides(self.found.sides(name), _extent(self.problem, name))
 
     def sentences(self) -> Iterator[str]:
-        """Sentences that say what this kernel's counters show."""
+        """Yield sentences about this kernel, from its counters."""
         found, p = self.found, self.problem
         if p is None or found.form not in TILED:
             return
         if not found.fits:
             yield (
                 f"No tile explains {self.launch.seen.read:,.0f} B read as "
-                f"{FORMS[found.form]}; nothing is claimed."
+                f"{FORMS[found.form]}, so the tile is unknown."
             )
             return
         best, read = found.fits[0], self.launch.seen.read
@@ -92,30 +93,32 @@ class ProfiledKernel:
             if len(sides) == 1 and sides[0] >= extent:
                 yield f"The {what} covers all {extent}."
             elif len(sides) == 1:
-                other = "" if apart is None or loose else f"; the next {what} is {apart:.2%} off"
+                other = (
+                    "" if apart is None or loose else f"; the next {what} differs by {apart:.2%}"
+                )
                 yield f"{what.capitalize()} {sides[0]}{other}."
             elif _any(sides, extent):
-                yield f"The {what} cannot be told: {_advice(p, name)}"
+                yield f"The {what} cannot be inferred: {_advice(p, name)}"
             else:
                 yield f"{what.capitalize()}: {', '.join(map(str, sides))} fit equally."
         if extra := spilled(best, self.launch.seen):
             yield (
-                f"It stores {extra:,.0f} B beyond its results, so it spills registers; they come "
-                f"back in the {read - best.read:,.0f} B that it reads beyond this tile's."
+                f"It stores {extra:,.0f} B beyond its results, so it spills registers, and reloads "
+                f"them: it reads {read - best.read:,.0f} B more than this tile needs."
             )
         elif loose:
             yield (
-                f"Its FLOPs are exactly this tile's; it reads {read / best.read - 1:.1%} more, as "
-                "clusters of thread blocks or spilled registers do."
+                f"Its FLOPs are exactly this tile's. It reads {read / best.read - 1:.1%} more "
+                "bytes, which clusters of thread blocks or spilled registers can cause."
             )
         if best.cluster > 1:
             yield f"Clusters of {best.cluster} thread blocks share a key tile."
         if best.dense:
-            yield "It visits tiles that the mask empties."
+            yield "It visits fully masked tiles."
         if best.packed:
             yield "The query heads of a key head share the rows of a tile."
         if found.splits > 1:
-            yield f"The keys are divided into {found.splits} parts."
+            yield f"The keys are split into {found.splits} parts."
         if found.by_grid:
             yield "The number of thread blocks excluded other tiles."
 
@@ -125,7 +128,7 @@ def _extent(p: Problem, name: str) -> int:
 
 
 def _any(sides: Sequence[int], extent: int) -> bool:
-    """Whether nearly every side that was tried fits."""
+    """Return whether nearly every side that was tried fits."""
     tried = [side for side in SIDES if side < extent] or [SIDES[0]]
     return len(sides) > 0.8 * len([side for side in tried if side <= 256])
 
@@ -138,13 +141,13 @@ def _sides(sides: Sequence[int], extent: int) -> str:
 
 def _advice(p: Problem, name: str) -> str:
     if p.causal or p.window is not None:
-        return "lengths that are no multiples of it would tell it."
+        return "measure lengths that are no multiples of the tile."
     if name == "block_k":
         return (
-            "without a mask K and V are read alike for any. A causal run, with a length that is "
-            "no multiple of the tile, tells more."
+            "without a mask, the bytes of K and V are the same for every key tile. Measure a "
+            "causal run with a length that is no multiple of the tile."
         )
-    return "without a mask Q and dO are read alike for any."
+    return "without a mask, the bytes of Q and dO are the same for every query tile."
 
 
 @own_errors
@@ -154,13 +157,13 @@ class XRay:
     Parameters
     ----------
     record : Profile
-        From `measure`, `measure_kernels` or `Profile.load`.
+        The result of `measure`, `measure_kernels` or `Profile.load`.
 
     Attributes
     ----------
     record : Profile
     kernels : tuple of ProfiledKernel
-        Equal passes of equal calls stand once.
+        The kernels; equal passes of equal calls occur once.
     """
 
     def __init__(self, record: Profile) -> None:
@@ -191,7 +194,7 @@ class XRay:
         return tuple(kernel for those in seen.values() for kernel in those)
 
     def table(self) -> report.Table:
-        """The most important columns of `full_table`, of kernels with matrix products."""
+        """Return the main columns of `full_table`, for kernels with matrix products."""
         full = self.full_table()
         at = [_COLUMNS.index(name) for name in _SHORT]
         form = _COLUMNS.index("form")
@@ -204,7 +207,7 @@ class XRay:
         return report.Table(full.title, _SHORT, rows, "\n".join([full.note, *self.words()]))
 
     def words(self) -> list[str]:
-        """Sentences about each kernel that has a tile, from its counters."""
+        """Return sentences about each kernel with a tile, from its counters."""
         said = []
         for kernel in self.kernels:
             text = " ".join(kernel.sentences())
@@ -213,13 +216,13 @@ class XRay:
         return list(dict.fromkeys(said))
 
     def full_table(self) -> report.Table:
-        """One row per kernel.
+        """Return a table with one row per kernel.
 
-        - read B, written B, reduced B: bytes between the SMs and L2, as the hardware counted them.
-          L2 counts writes in sectors of 32 bytes, so partial ones make them more.
-        - query tile, key tile: inferred. "?" if the counters do not depend on it, "or" between
-          tiles that fit equally.
-        - compulsory: each input and each output of the pass once.
+        - read B, written B, reduced B: bytes between the SMs and L2, from hardware counters. L2
+          counts writes in sectors of 32 bytes, so a partly written sector counts as a whole sector.
+        - query tile, key tile: the inferred tile; "?" if the counters do not depend on it, and "or"
+          between tiles that fit equally well.
+        - compulsory: the bytes of each input and each output of the pass, once.
         - of roof: the time that DRAM bytes or tensor FLOPs need at the device's peak, divided by
           the measured time.
         """
@@ -267,18 +270,18 @@ class XRay:
         return least / seconds
 
     def candidates(self, kernel: ProfiledKernel) -> report.Table:
-        """The bytes that each plausible query tile would read, next to those that were read.
+        """Return a table of the bytes that each plausible tile reads, beside the bytes measured.
 
         Parameters
         ----------
         kernel : ProfiledKernel
-            One of `kernels` that has a form with a tile.
+            One of `kernels` whose form has a tile.
         """
         seen, p = kernel.launch.seen, kernel.problem
         table = report.Table(
             f"{kernel.name}: {seen.read:,.0f} B read",
             ("query tile", "key tile", "read B", "reduced B", "measured / predicted", "fits"),
-            note="tiles cut at the end of a sequence; the closest ten",
+            note="the ten closest candidates, with ragged tiles at the ends of sequences",
         )
         if p is None or kernel.found.form not in TILED:
             return table
@@ -295,25 +298,26 @@ class XRay:
         return table
 
     def rows(self) -> list[dict[str, report.Cell]]:
-        """`full_table` as one dict per row."""
+        """Return `full_table` as one dict per row."""
         return self.full_table().records()
 
     def plot(self, **options: Any) -> Any:
-        """Plot the bytes read over the query tile, and each kernel's place on it.
+        """Plot the bytes read over the query tile, with each kernel's measurement.
 
         Parameters
         ----------
         **options
-            Options of `flashsim.viz.tile_evidence`.
+            The options of `flashsim.viz.tile_evidence`.
         """
         from flashsim import viz
 
         return viz.tile_evidence(self.evidence(), **options)
 
     def evidence(self) -> list[dict[str, Any]]:
-        """The data that `flashsim.viz.tile_evidence` draws: each kernel's curve and measurement.
+        """Return the data for `flashsim.viz.tile_evidence`: each kernel's curve and measurement.
 
-        A kernel whose key tile alone can be told (a fused backward) has its curve over key tiles.
+        If only the key tile of a kernel can be inferred (a fused backward), its curve is over key
+        tiles.
         """
         found = []
         for kernel in self.kernels:
@@ -343,7 +347,7 @@ class XRay:
         return found
 
     def page(self, path: Path) -> None:
-        """Write a page without scripts: the tables, the sentences and the plot."""
+        """Write an HTML page without scripts, with the tables, the sentences and the plot."""
         table = self.full_table()
         title = html.escape(table.title)
         parts = [f"<h1>{title}</h1>", table.html()]

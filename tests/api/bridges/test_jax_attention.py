@@ -281,7 +281,9 @@ def test_functions_without_captured_arrays_and_sinks_alone():
     np.testing.assert_allclose(got, plain(q, k, v, causal=True), rtol=1e-9)
     low = attention(q, k, v, sinks=jnp.full(2, -1e30))
     np.testing.assert_allclose(low, plain(q, k, v), rtol=1e-9)
-    with pytest.raises(ShapeError, match=r"one number per query head, \(2,\)"):
+    with pytest.raises(
+        ShapeError, match=r"one number per query head, a float array of shape \(2,\)"
+    ):
         attention(q, k, v, sinks=jnp.zeros(3))
     with pytest.raises(FunctionError, match="Python's if"):
         attention(q, k, v, score_mod=lambda s, b, h, i, j: s if i > j else -s)
@@ -302,7 +304,7 @@ def test_what_cannot_be_done_is_said_while_it_is_traced():
         (
             lambda x: dot_product_attention(x, k, v[0]),
             ShapeError,
-            "with the same number of axes, got",
+            "or all be .* arrays, got shapes",
         ),
         (lambda x: dot_product_attention(x, x, x, mask=x), DTypeError, "must be boolean"),
         (lambda x: dot_product_attention(x, x, x, x[None]), ShapeError, "bias must broadcast"),
@@ -314,7 +316,7 @@ def test_what_cannot_be_done_is_said_while_it_is_traced():
         attention(np.ma.masked_array(q), k, v)
     with pytest.raises(TypeError, match=r"forward-mode .* to a custom_vjp function"):  # JAX's own
         jax.jvp(lambda x: call(x, k, v), (q,), (q,))
-    with pytest.raises(UnsupportedError, match="no second derivatives"):
+    with pytest.raises(UnsupportedError, match="cannot be differentiated twice"):
         jax.grad(lambda x: jax.grad(lambda y: call(y, k, v).sum())(x).sum())(q)
 
 

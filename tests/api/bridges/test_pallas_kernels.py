@@ -31,7 +31,7 @@ from commands import invoke  # noqa: E402
 
 import flashsim  # noqa: E402
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError  # noqa: E402
-from flashsim.jax import trace_kernel  # noqa: E402
+from flashsim.jax import pallas, trace_kernel  # noqa: E402
 
 pytestmark = pytest.mark.promise("bridges equal their library")
 
@@ -723,7 +723,7 @@ def test_work_outside_of_the_kernels_is_named_and_not_counted():
 
     assert traced.bytes() == 2 * 8 * 4 * 4
     (note,) = traced.record.notes
-    assert "JAX computed transpose (128 B):" in note
+    assert "JAX computed transpose (128 B)." in note
     assert "reshape" not in note
 
 
@@ -764,8 +764,10 @@ def test_refs_that_are_reshaped_and_transposed():
 
 
 def test_an_old_jax_is_refused(monkeypatch):
+    metadata = (Path(__file__).parents[3] / "setup.cfg").read_text(encoding="utf-8")
+    assert f"jax >= {'.'.join(map(str, pallas.OLDEST))}\n" in metadata
     monkeypatch.setattr(jax, "__version_info__", (0, 7, 2))
-    with pytest.raises(BackendUnavailable, match=r"needs JAX 0\.8 or newer"):
+    with pytest.raises(BackendUnavailable, match=r"needs JAX 0\.10\.2 or newer"):
         trace_kernel(lambda x: x, arrays((4,))[0])
 
 
@@ -774,7 +776,7 @@ def test_an_old_jax_is_refused(monkeypatch):
 
 def test_functions_that_call_no_kernel():
     (x,) = arrays((4,))
-    with pytest.raises(OptionError, match=r"calls no pl\.pallas_call"):
+    with pytest.raises(OptionError, match=r"does not call pl\.pallas_call"):
         trace_kernel(lambda x: x + 1, x)
     with pytest.raises(OptionError, match=r"takes a function.*got 3"):
         trace_kernel(3, x)
@@ -784,7 +786,7 @@ def test_a_model_that_does_not_exist_or_does_not_fit():
     q, k, v = arrays(*[(1, 32, 16)] * 3)
     with pytest.raises(OptionError, match=r"no model 'cpu'; possible: gpu, tpu"):
         trace_kernel(GPU.forward, q, k, v, model="cpu")
-    with pytest.raises(OptionError, match=r"m lies in vmem, which only a TPU has.*model='tpu'"):
+    with pytest.raises(OptionError, match=r"m is in vmem, which only a TPU has.*model='tpu'"):
         trace_kernel(TPU.forward, q, k, v, False, 16, 16, model="gpu")
 
 
@@ -814,7 +816,7 @@ def test_memory_of_mosaic_gpu_is_refused():
         out=[((128,), "float32")],
         in_specs=[pl.BlockSpec(memory_space=space.SMEM)],
     )
-    with pytest.raises(UnsupportedError, match=r"kernel: x lies in .*Mosaic GPU"):
+    with pytest.raises(UnsupportedError, match=r"kernel: x is in .*Mosaic GPU"):
         trace_kernel(run, arrays((128,))[0])
 
 
@@ -872,7 +874,8 @@ def test_the_command_takes_a_model_and_other_arguments():
     line = 1 + (EXAMPLES / "tpu_forward.py").read_text().splitlines().index(
         "    def key_block(h, i, j):"
     )
-    assert f"4 tiles of K that the mask empties are loaded, by 2 programs, line {line}" in text
+    words = "4 K tiles whose scores are all masked are loaded, by 2 programs"
+    assert f"{words}, line {line}" in text
     assert "note     forward: TPU model." in text
     code, text = command(f"{EXAMPLES / 'gpu_forward.py'}:forward", "--model", "tpu", "-n", 64)
     assert "tpu model" in text
@@ -898,8 +901,8 @@ def test_the_first_wrong_step_is_named_with_its_variable(causal, tmp_path):
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         verdict = trace_kernel(module.forward, q, k, v, causal).check()
-        assert f"step 2, keys 32 to 63: {wrong} wrong from row" in verdict.step
-        assert verdict.step.endswith(f"{right} still right")
+        assert f"step 2, keys 32 to 63: {wrong} is wrong from row" in verdict.step
+        assert verdict.step.endswith(f"{right} are still right")
 
 
 def test_counters_of_an_h100():

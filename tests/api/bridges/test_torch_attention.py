@@ -448,7 +448,7 @@ def test_a_wrong_argument_is_named(question, kind, text):
     [
         ({"heads": 3}, {}, "query heads must be a multiple of key heads, got heads=3"),
         ({"d": 0}, {}, "must have at least one head and one column"),
-        ({"bias": (3, 1)}, {}, "takes a bias as its leading shape"),
+        ({"bias": (3, 1)}, {}, "a Problem's bias must be its leading shape"),
         ({}, {"window": (-3, 0)}, "window sides must be -1"),
     ],
 )

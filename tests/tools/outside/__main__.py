@@ -1,10 +1,10 @@
-"""Run other people's tests of attention: `make outside`, or
+"""Run other projects' tests of attention: `make outside`, or
 
     PYTHONPATH=tests/tools python -m outside [SUITE ...] [--gpu] [--whole] [--jobs N] [--page FILE]
 
-Prints a table of what passed, failed, was not applicable (and why) and was left out. If every suite
-was run, the table replaces the device's last one in docs/notebooks/outside.md. The exit status is 1
-if a test failed.
+Prints a table of the points that passed, failed, were not applicable (and why) and were left out.
+If every suite ran, the table replaces the device's last one in docs/notebooks/outside.md. The exit
+status is 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SUITES = (
 
 
 def table(found: Sequence[Tested]) -> Table:
-    """A row a test."""
+    """Return a table with a row per test."""
     made = Table("", ("suite", "test", "passed", "failed", "not applicable", "left out"))
     for one in found:
         counts = one.passed, len(one.failures), one.unfit.total(), one.left_out
@@ -44,7 +44,7 @@ def table(found: Sequence[Tested]) -> Table:
 
 
 def reasons(found: Sequence[Tested]) -> list[tuple[str, str, int]]:
-    """Why points were not applicable: suite, reason, how many."""
+    """Return why points were not applicable: suite, reason, number."""
     counts: Counter[tuple[str, str]] = Counter()
     for one in found:
         counts.update({(one.suite, reason): number for reason, number in one.unfit.items()})
@@ -52,7 +52,7 @@ def reasons(found: Sequence[Tested]) -> list[tuple[str, str, int]]:
 
 
 def section(found: Sequence[Tested], command: str, device: str, seconds: float) -> str:
-    """What the page says of a device's run."""
+    """Return the page's section for a device's run."""
     lines = [f"`{command}`: {seconds / 60:.1f} minutes, {versions(device)}.", ""]
     header, *rows = [table(found).columns, *table(found).rows]
     lines += [_row(header), _row(["---", "---", *["---:"] * 4]), *map(_row, rows)]
@@ -67,7 +67,7 @@ def _row(cells: Sequence[object]) -> str:
 
 
 def versions(device: str) -> str:
-    """Of what was run, and on what."""
+    """Return the versions of the tested packages, and the device."""
     packages = ["torch", "jax", "numpy", "numba"]
     place = [f"Python {platform.python_version()}"]
     if device == "cuda":
@@ -80,7 +80,7 @@ def versions(device: str) -> str:
 
 
 def rewritten(page: str, device: str, text: str) -> str:
-    """A page with the section of a device replaced."""
+    """Return a page with the section of a device replaced."""
     start, end = f"<!-- {device}: written by make outside -->", f"<!-- end of {device} -->"
     pattern = re.compile(f"{re.escape(start)}\n.*?{re.escape(end)}", re.S)
     if not pattern.search(page):
@@ -89,7 +89,7 @@ def rewritten(page: str, device: str, text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit status."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(prog="outside", description=__doc__.splitlines()[0])
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
     parser.add_argument("--gpu", action="store_true", help="on CUDA, with the large sizes")
@@ -101,8 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no suite {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}")
     device, start = "cuda" if options.gpu else "cpu", time.perf_counter()
     page = options.page.read_text(encoding="utf-8")
-    rewritten(page, device, "")  # no page to write to is known before an hour has passed
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # CuPy wants memory, too
+    rewritten(page, device, "")  # fails early, before hours of tests, if the page cannot be written
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # CuPy needs memory too
     found = run(options.suites or SUITES, device, options.whole, options.jobs)
     print(table(found).text(width=120))
     for suite, reason, number in reasons(found):

@@ -1,4 +1,4 @@
-"""What a suite gives: its tests, each a grid of points of which some are run."""
+"""The tests of a suite: each is a grid of points, of which some are run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Point = Mapping[str, Any]
 
 
 class NotApplicable(Exception):
-    """What a test asks is not flashsim's to do; the reason."""
+    """Raised with the reason if flashsim does not support what a test checks."""
 
 
 @dataclass
@@ -23,18 +23,18 @@ class Test:
     Attributes
     ----------
     name : str
-        As it is called there.
+        The test's name in the other project.
     run : function of a point
-        Raises AssertionError if the test fails, `NotApplicable` if it cannot be asked.
+        Raises AssertionError if the test fails, `NotApplicable` if it does not apply.
     points : sequence of Point
-        All that the other project runs.
+        All points that the other project runs.
     unfit : function of a point, optional
-        Why it is not applicable; "" if it is.
+        Returns why a point is not applicable; "" if it is.
     chosen : function of the fitting points, optional
-        Those that are run here; the others are left out.
+        Returns the points that are run; the others are left out.
     """
 
-    __test__ = False  # pytest's: this is none of ours
+    __test__ = False  # tells pytest that this is no test class
 
     name: str
     run: Callable[..., None]
@@ -45,7 +45,7 @@ class Test:
 
 @dataclass
 class Tested:
-    """How often a test passed, failed, was not applicable (and why) or was left out."""
+    """How many points of a test passed, failed, were not applicable (and why) or were left out."""
 
     suite: str
     name: str
@@ -55,7 +55,7 @@ class Tested:
     left_out: int = 0
 
     def add(self, outcomes: Iterable[Outcome]) -> None:
-        """Count what came of points."""
+        """Count the outcomes of points."""
         for unfit, failure in outcomes:
             if unfit:
                 self.unfit[unfit] += 1
@@ -66,14 +66,14 @@ class Tested:
 
 
 class Outcome(NamedTuple):
-    """Of one point: why it is not applicable, why it failed, or neither."""
+    """The outcome of one point: why it is not applicable, why it failed, or neither."""
 
     unfit: str = ""
     failure: str = ""
 
 
 def outcome(run: Callable[..., None], point: Point) -> Outcome:
-    """Run a test's point."""
+    """Run one point of a test, and return its outcome."""
     try:
         run(**point)
     except NotApplicable as reason:
@@ -84,7 +84,7 @@ def outcome(run: Callable[..., None], point: Point) -> Outcome:
 
 
 def chosen(suite: str, test: Test) -> tuple[Tested, Sequence[Point]]:
-    """A test before it ran, and the points to run."""
+    """Return a test's counts before it runs, and the points to run."""
     result, fit = Tested(suite, test.name), []
     for point in test.points:
         if reason := test.unfit(point):
@@ -97,24 +97,24 @@ def chosen(suite: str, test: Test) -> tuple[Tested, Sequence[Point]]:
 
 
 def tried(suite: str, test: Test) -> Tested:
-    """Run a test's points."""
+    """Run a test's points, and return the counts."""
     result, points = chosen(suite, test)
     result.add(outcome(test.run, point) for point in points)
     return result
 
 
 def words(point: Point) -> str:
-    """A point on a line."""
+    """Return a point as a line of text."""
     return ", ".join(f"{name} {value}" for name, value in point.items()) or "once"
 
 
 def product(**values: Iterable[Any]) -> list[dict[str, Any]]:
-    """Every point of a grid."""
+    """Return every point of a grid."""
     return [dict(zip(values, point, strict=True)) for point in itertools.product(*values.values())]
 
 
 def one_of_each(*names: str) -> Callable[[Sequence[Point]], list[Point]]:
-    """Of the points that have the same values of `names`, any one: always the same."""
+    """Return a function that picks one point per combination of values of `names`."""
 
     def choose(points: Sequence[Point]) -> list[Point]:
         groups: dict[Any, list[Point]] = {}

@@ -1,4 +1,4 @@
-"""Stanford CS336, assignment 2: its tests of an autograd function, by their published text.
+"""Stanford CS336, assignment 2: its tests of an autograd function, from their published text.
 
 https://github.com/stanford-cs336/assignment2-systems/blob/main/tests/test_attention.py
 """
@@ -15,7 +15,7 @@ TOLERANCES = {"rtol": 1e-2, "atol": 1e-2}
 
 
 def tests(device: str, whole: bool) -> list[Test]:
-    """On a GPU, what they ask of the Triton function."""
+    """Return the tests; on a GPU, those of the Triton function."""
     causal = (False, True) if device == "cuda" else (False,)
     kind = "triton" if device == "cuda" else "pytorch"
     return [
@@ -25,13 +25,13 @@ def tests(device: str, whole: bool) -> list[Test]:
 
 
 def inputs(device: str) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output: (batch 4, n 128, d 64), float32."""
+    """Return q, k, v and the gradient of the output: (batch 4, n 128, d 64), float32."""
     torch.manual_seed(0)
     return [torch.randn(4, 128, 64, device=device, requires_grad=i < 3) for i in range(4)]
 
 
 def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool):
-    """Output and LSE."""
+    """Return output and LSE by torch's operators."""
     scores = q @ k.mT * 64**-0.5
     if is_causal:
         scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -1e6)
@@ -39,7 +39,7 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool)
 
 
 def forward(is_causal: bool, device: str) -> None:
-    """The output, and exactly one saved tensor of the LSE's shape, which holds it."""
+    """Check the output, and that exactly one saved tensor has the LSE's shape and value."""
     q, k, v, _ = inputs(device)
     out = FlashAttention.apply(q, k, v, is_causal)
     wanted, lse = expected(q, k, v, is_causal)
@@ -50,7 +50,7 @@ def forward(is_causal: bool, device: str) -> None:
 
 
 def backward(is_causal: bool, device: str) -> None:
-    """The gradients of q, k and v."""
+    """Check the gradients of q, k and v."""
     *qkv, dout = inputs(device)
     got = torch.autograd.grad(FlashAttention.apply(*qkv, is_causal), qkv, dout)
     wanted = torch.autograd.grad(expected(*qkv, is_causal)[0], qkv, dout)

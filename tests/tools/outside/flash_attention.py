@@ -1,7 +1,7 @@
-"""flash-attention's size grids and error rule, by their published text.
+"""flash-attention's size grids and error rule, from their published text.
 
 The rule: the error beside attention in float32 is at most twice (for some gradients three or five
-times) the error that attention in the same half precision makes, written out in torch.
+times) the error of attention in the same half precision, written in torch's operators.
 https://github.com/Dao-AILab/flash-attention/blob/main/tests/test_flash_attn.py
 """
 
@@ -20,7 +20,7 @@ from outside.cases import Point, Test, one_of_each, product
 
 TITLE = "flash-attention (FlashAttention-2's tests)"
 
-#: Scores of one head, on a CPU; larger sizes are left out there.
+#: Maximum number of scores of one head on a CPU; larger sizes are left out.
 MOST = 2**17
 
 DTYPES = ("float16", "bfloat16")
@@ -45,17 +45,17 @@ BOTH = (False, True)
 
 
 def squares(*lengths: int) -> list[tuple[int, int]]:
-    """As many queries as keys."""
+    """Return sizes with as many queries as keys."""
     return [(n, n) for n in lengths]
 
 
 def swapped(sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Both ways round."""
+    """Return sizes in both orders."""
     return [*sizes, *((k, q) for q, k in sizes)]
 
 
 def tests(device: str, whole: bool) -> list[Test]:
-    """A point of each size and a point of each head_dim; `whole`: all."""
+    """Return the tests, with a point per size and per head_dim; `whole`: all points."""
     gpu = device == "cuda"
     usual = {"dtype": DTYPES, "local": BOTH, "causal": BOTH, "deterministic": BOTH, "alibi": BOTH}
     usual |= {"dropout": (0.0, 0.17)}
@@ -67,17 +67,17 @@ def tests(device: str, whole: bool) -> list[Test]:
         if point.get("dropout"):
             return "flashsim has no dropout"
         if point.get("alibi") and point.get("varlen"):
-            return "ALiBi is a bias, here one matrix over all packed sequences"
+            return "the ALiBi bias would be one matrix over all packed sequences"
         if point.get("pages"):
             return "flashsim has no backward pass over pages"
         return ""
 
     def uncached(point: Point) -> str:
         if point["new_kv"] or point["rotary"]:
-            return "flashsim does not write into a cache, nor rotate"
+            return "flashsim neither writes into a cache nor applies rotary embeddings"
         if point["leftpad"]:
-            return "flashsim's caches begin at their first row"
-        return "ALiBi is a bias, which decoding takes none of" if point["alibi"] else ""
+            return "flashsim does not support a left-padded cache"
+        return "ALiBi is a bias, and decoding takes no bias" if point["alibi"] else ""
 
     def choose(points: Sequence[Point]) -> list[Point]:
         if whole:
@@ -88,7 +88,7 @@ def tests(device: str, whole: bool) -> list[Test]:
 
     def test(name: str, run: Any, unfit: Any = unfit, **values: Any) -> Test:
         given = [p | {"device": device} for p in product(**values)]
-        # As there: no softcap with dropout, no rotation without new keys.
+        # As in the original: no softcap with dropout, no rotation without new keys.
         given = [p for p in given if not (p.get("softcap") and p.get("dropout"))]
         given = [p for p in given if p.get("new_kv") or not p.get("rotary")]
         given = [p for p in given if not (p.get("leftpad") and p.get("pages"))]
@@ -130,7 +130,7 @@ HEADS = {"mha": 6, "mqa": 1, "gqa": 2}
 
 
 def plain(q, k, v, *, causal, window, softcap, bias, wide):
-    """Attention in torch's operators, (batch, heads, n, d): in float32, or all in q's type."""
+    """Return attention on (batch, heads, n, d) in torch's operators, in float32 or q's type."""
     dtype, group = q.dtype, q.shape[1] // k.shape[1]
     if wide:
         q, k, v = (x.float() for x in (q, k, v))
@@ -170,7 +170,7 @@ def judged(
     dropout: float = 0.0,
     pages: None = None,
 ) -> None:
-    """Output and gradients, by the rule."""
+    """Check output and gradients by the rule."""
     torch.manual_seed(0)
     like: dict[str, Any] = {"device": device, "dtype": getattr(torch, dtype)}
     n_q, n_kv = n
@@ -213,7 +213,8 @@ def judged(
         )
     )
     atol_gradients = atol if atol_gradients is None else atol_gradients
-    if alibi and atol_gradients:  # of splitkv alone: theirs is eight times there
+    # only for splitkv, whose original tolerance is eight times as large
+    if alibi and atol_gradients:
         slack = 8
     limits = [(2.0, atol), *[(slack, atol_gradients)] * 3]
     for name, x, y, true, (factor, more) in zip(
@@ -224,7 +225,7 @@ def judged(
 
 
 def outcome(function: Any, inputs: Sequence[torch.Tensor], dout: torch.Tensor) -> list[Any]:
-    """Output and gradients; tensors lie by token, (batch, n, heads, d), as theirs do."""
+    """Return output and gradients; tensors are (batch, n, heads, d), as in the original."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     out = function(*(x.transpose(1, 2) for x in inputs)).transpose(1, 2)
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
@@ -233,7 +234,7 @@ def outcome(function: Any, inputs: Sequence[torch.Tensor], dout: torch.Tensor) -
 def by_token(
     batch: int, n: tuple[int, int], heads: tuple[int, int], d: int, packed: str, like: Any
 ) -> list[torch.Tensor]:
-    """q, k and v, (batch, n, heads, d): apart, or views of one tensor that holds them."""
+    """Return q, k and v, (batch, n, heads, d): separate, or views of one tensor."""
     (n_q, n_kv), (many, few) = n, heads
     if packed == "qkv":
         return [*torch.randn(batch, n_q, 3, many, d, **like).unbind(2)]
@@ -244,19 +245,19 @@ def by_token(
 
 
 def lengths(most: int, batch: int) -> list[int]:
-    """Of each batch entry: up to twenty tokens fewer."""
+    """Return a length per batch entry: up to twenty tokens less than `most`."""
     return torch.randint(max(1, most - 20), most + 1, (batch,)).tolist()
 
 
 def slopes(batch: int, heads: int, n: tuple[int, int], like: Any) -> torch.Tensor:
-    """ALiBi's bias, rounded to the type of q, for us and for both that we are compared with."""
+    """Return ALiBi's bias, rounded to the type of q, for all implementations that are compared."""
     rows, columns = (torch.arange(size, device=like["device"]) for size in n)
     slope = 0.3 * torch.rand(batch, heads, 1, 1, device=like["device"])
     return (-slope * (rows[:, None] + n[1] - n[0] - columns).abs()).to(like["dtype"])
 
 
 def finite(*, n: tuple[int, int], d: int, dtype: str, causal: bool, device: str) -> None:
-    """One key for many queries, packed: no NaN in the gradients."""
+    """Check that one key for many packed queries gives no NaN in the gradients."""
     torch.manual_seed(0)
     q, k, v = (
         (3 * torch.randn(1, 5, rows, d, device=device, dtype=getattr(torch, dtype)))
@@ -272,7 +273,7 @@ def finite(*, n: tuple[int, int], d: int, dtype: str, causal: bool, device: str)
 def repeated(
     *, n: tuple[int, int], d: int, dtype: str, causal: bool, local: bool, device: str, **_: Any
 ) -> None:
-    """The same bits at every run."""
+    """Check for equal bits in every run."""
     torch.manual_seed(0)
     like = {"device": device, "dtype": getattr(torch, dtype), "requires_grad": True}
     window = tuple(torch.randint(0, n[1], (2,)).tolist()) if local else None
@@ -299,7 +300,7 @@ def cached(
     device: str,
     **_: Any,
 ) -> None:
-    """Decoding against a cache of live lengths, in pages or not; error at most 3 x + 1e-5."""
+    """Check decoding with live lengths, with and without pages; error at most 3 x + 1e-5."""
     torch.manual_seed(0)
     few = {"mha": 6, "mqa": 1, "gqa": 3}[heads]
     n_q, n_kv = n

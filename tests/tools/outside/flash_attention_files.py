@@ -1,8 +1,8 @@
-"""flash-attention's own test files, fetched and run against flashsim's interfaces, on CUDA.
+"""Fetch flash-attention's own test files, and run them on flashsim's interfaces, on CUDA.
 
 FlashAttention-2's test_flash_attn.py runs on `flashsim.torch.flash_attn`, and FlashAttention-3's on
 `flashsim.torch.flash_attn_interface`. The files are kept in build/outside/, or FLASH_ATTENTION
-names the folder of a clone. They want einops.
+names the folder of a clone. They need einops.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ COMMIT = "0251105a2fb19d2957484b7f023cd8c115286ced"
 URL = "https://raw.githubusercontent.com/Dao-AILab/flash-attention"
 FA2, FA3 = (f"{room}/test_flash_attn.py" for room in ("tests", "hopper"))
 FILES = (*(FA2, FA3, "flash_attn/bert_padding.py", "hopper/padding.py", "hopper/test_util.py"),)
-#: Tests of what is inside their packages: arguments of private functions, generators, wheels.
+#: Tests of the packages' internals: arguments of private functions, generators, wheels.
 INSIDE = {
     "test_flash_attn_varlen_paged_kv_num_splits": "it calls a private function of flash_attn",
     "test_flash_attn_generator_arg_must_be_none": "it calls flash_attn's extension itself",
     "test_flash_attn_kvcache_paged_block_table_bounds": "it calls flash_attn's extension itself",
     "test_flash3_bw_compatibility": "it compares schemas of flash_attn_3's extension",
 }
-#: Names of a point's values that tell tests of a kind apart: one of each is run.
+#: Names of values that distinguish kinds of a test's points: one point of each kind is run.
 TELLING = ("seqlen_q", "seqlen_k", "seqlen"), ("d",)
 
 
 def folder() -> Path:
-    """Where the files are, fetched if they are not there."""
+    """Return the folder of the files, after fetching them if necessary."""
     if given := os.environ.get("FLASH_ATTENTION"):
         return Path(given)
     root = Path(__file__).resolve().parents[3] / "build" / "outside" / COMMIT[:12]
@@ -57,12 +57,12 @@ def folder() -> Path:
 
 
 def tests(device: str, whole: bool) -> list[Test]:
-    """Their tests are of CUDA: none on a CPU."""
+    """Return the tests, which need CUDA: none on a CPU."""
     return tests_of(folder(), whole, str) if device == "cuda" else []
 
 
 def tests_of(root: Path, whole: bool, edit: Callable[[str], str]) -> list[Test]:
-    """The tests of both files; `edit` may change their text before it is run."""
+    """Return the tests of both files; `edit` may change their text before it is run."""
     made = []
     for file, modules in ((FA2, _flash_attn(root)), (FA3, _flash_attn_interface(root))):
         module = _loaded(root, file, modules, edit)
@@ -124,7 +124,7 @@ def _unfit(name: str, point: Point) -> str:
 def _loaded(
     root: Path, file: str, modules: dict[str, ModuleType], edit: Callable[[str], str]
 ) -> ModuleType:
-    """Run a file of theirs as a module that finds `modules` where it imports them."""
+    """Run a test file as a module whose imports find `modules`."""
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
     try:
@@ -142,7 +142,7 @@ def _loaded(
 
 
 def _flash_attn(root: Path) -> dict[str, ModuleType]:
-    """What stands for the package flash_attn."""
+    """Return modules that replace the package flash_attn."""
     package = ModuleType("flash_attn")
     for name in flash_attn.__all__:
         setattr(package, name, getattr(flash_attn, name))
@@ -158,7 +158,7 @@ def _flash_attn(root: Path) -> dict[str, ModuleType]:
 
 
 def _flash_attn_interface(root: Path) -> dict[str, ModuleType]:
-    """What stands for FlashAttention-3's flash_attn_interface."""
+    """Return modules that replace FlashAttention-3's flash_attn_interface."""
     module = ModuleType("flash_attn_interface")
     for name in flash_attn_interface.__all__:
         setattr(module, name, getattr(flash_attn_interface, name))
@@ -199,7 +199,7 @@ def turned(
     cu_seqlens: Any = None,
     max_seqlen: Any = None,
 ) -> torch.Tensor:
-    """Rotate (batch, n, heads, d) as complex numbers: flash_attn.layers.rotary's, as documented."""
+    """Rotate (batch, n, heads, d) as complex numbers, as flash_attn.layers.rotary documents."""
     assert cu_seqlens is None, "of packed sequences it is not asked"
     half, n = cos.shape[1], x.shape[1]
     offsets = torch.as_tensor(seqlen_offsets, device=x.device).reshape(-1, 1).long()

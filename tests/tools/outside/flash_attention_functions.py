@@ -1,7 +1,7 @@
-"""FlashAttention's tests of score and mask functions in its CuTe kernels, by their published text.
+"""FlashAttention's tests of score and mask functions in CuTe kernels, from their published text.
 
-What each function computes is theirs, written anew as plain Python, which serves both as the
-function and, on whole index tensors, as its own reference.
+Each function computes the same as the original, but is written anew in plain Python. It serves both
+as the function and, on whole index tensors, as its own reference.
 https://github.com/Dao-AILab/flash-attention/tree/main/tests/cute (test_score_mod.py,
 test_mask_mod.py, test_block_sparsity.py)
 """
@@ -28,13 +28,13 @@ LENGTHS = (
     *((1024, 1024), (1023, 1024), (1024, 1023), (1025, 1025), (4096, 4096), (4224, 4224)),
     (100, 100),
 )
-#: Query heads per key head, and key heads.
+#: Query heads per KV head, and KV heads.
 HEADS = ((1, 2), (4, 2))
 Make = Callable[..., Any]
 
 
 def scores(batch: int, heads: int, n_q: int, n_kv: int, device: str) -> dict[str, Case]:
-    """The score functions, with captured tensors that may get a gradient."""
+    """Return the score functions, with captured tensors that may get a gradient."""
     draw = torch.Generator(device).manual_seed(1)
     far = max(n_q, n_kv)
 
@@ -119,7 +119,7 @@ def scores(batch: int, heads: int, n_q: int, n_kv: int, device: str) -> dict[str
 
 
 def masks(batch: int, heads: int, n_q: int, n_kv: int, device: str) -> dict[str, Any]:
-    """The mask functions; unequal lengths are aligned at the bottom right, as there."""
+    """Return the mask functions; unequal lengths are aligned at the bottom right."""
     draw, offset = torch.Generator(device).manual_seed(2), n_kv - n_q
     far = max(n_q, n_kv)
     documents = torch.randint(0, 8, (batch, heads, far), generator=draw, device=device)
@@ -174,7 +174,7 @@ def masks(batch: int, heads: int, n_q: int, n_kv: int, device: str) -> dict[str,
 
 
 def tests(device: str, whole: bool) -> list[Test]:
-    """A point of each function and of each pair of lengths; `whole`: all."""
+    """Return the tests, with a point per function and per pair of lengths; `whole`: all points."""
     gpu = device == "cuda"
 
     def choose(points: Sequence[Point]) -> list[Point]:

@@ -1,9 +1,9 @@
-"""A score function and a mask under `flashsim.torch.flex_attention`, beside attention written out.
+"""Judge a score and a mask function under `flashsim.torch.flex_attention`.
 
 The rule is flash-attention's: an error of at most twice that of plain attention in the same type,
-plus two roundings of the exact result. Kernels recompute P from the LSE, a float32: its rounding
-counts as well. A captured element's gradient is a float32 sum over all scores that read it, in any
-order: roundings of n terms add up to about sqrt(n) of one.
+plus two roundings of the exact result. Kernels recompute P from the LSE, a float32, so its rounding
+counts too. A captured element's gradient is a float32 sum over all scores that read it, in any
+order; the roundings of n terms add up to about sqrt(n) roundings.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from function_cases import Case, allowed, with_gradients
 
 from flashsim.torch import flex_attention
 
-#: batch, heads, key heads, queries, keys.
+#: Batch, heads, KV heads, queries, keys.
 Sizes = tuple[int, int, int, int, int]
 
 
 def judged(
     case: Case, sizes: Sizes, *, d: int, dtype: str, device: str, blocks: Any = None
 ) -> None:
-    """O, LSE and all gradients; `blocks` stands for the case's mask, if it is given."""
+    """Check O, LSE and all gradients; `blocks` replaces the case's mask, if it is given."""
     batch, heads, kv_heads, n_q, n_kv = sizes
     torch.manual_seed(0)
     like: dict[str, Any] = {"device": device, "dtype": getattr(torch, dtype)}

@@ -1,4 +1,4 @@
-"""JAX's tests of `jax.nn.dot_product_attention`, by their published text, on flashsim.jax's.
+"""JAX's tests of `jax.nn.dot_product_attention`, from their published text, on flashsim.jax.
 
 https://github.com/jax-ml/jax/blob/main/tests/nn_test.py
 """
@@ -23,7 +23,7 @@ MODES = (
 
 
 def tests(device: str, whole: bool) -> list[Test]:
-    """Their three tests of attention, with flashsim in the place of cuDNN."""
+    """Return JAX's three tests of attention, with flashsim instead of cuDNN."""
     return [
         Test(
             "testDotProductAttention",
@@ -40,20 +40,20 @@ def tests(device: str, whole: bool) -> list[Test]:
 
 
 def normal(*shapes: tuple[int, ...], dtype: Any) -> list[jax.Array]:
-    """Arrays of random numbers."""
+    """Return arrays of random numbers."""
     keys = jax.random.split(jax.random.key(0), len(shapes))
     return [jax.random.normal(key, s, dtype) for key, s in zip(keys, shapes, strict=True)]
 
 
 def close(got: Any, wanted: Any, tolerance: float) -> None:
-    """|got - wanted| <= tolerance (1 + |wanted|), as `assertAllClose` has it."""
+    """Check that |got - wanted| <= tolerance (1 + |wanted|), as `assertAllClose` does."""
     assert got.dtype == wanted.dtype
     wide = (np.asarray(x, np.float32) for x in (got, wanted))
     np.testing.assert_allclose(*wide, rtol=tolerance, atol=tolerance)
 
 
 def plain(dtype: str, groups: int, vmap: bool) -> None:
-    """Grouped heads, and a map over the batch: output and gradients."""
+    """Check output and gradients with grouped heads, and with vmap over the batch."""
     q_shape, k_shape = (2, 128, 4, 32), (2, 128, 4 // groups, 32)
     q, k, v, dout = normal(q_shape, k_shape, k_shape, q_shape, dtype=dtype)
     function = jax.vmap(dot_product_attention) if vmap else dot_product_attention
@@ -64,7 +64,7 @@ def plain(dtype: str, groups: int, vmap: bool) -> None:
 
 
 def masked(mode: tuple[str, ...]) -> None:
-    """Masks, bias, lengths and a window, and what they combine to."""
+    """Check masks, bias, lengths and a window, and their combinations."""
     shape = (2, 128, 4, 32)
     q, k, v, dout, bias = normal(*[shape] * 4, (1, 4, 128, 128), dtype="bfloat16")
     told: dict[str, Any] = {"is_causal": "causal" in mode}
@@ -86,7 +86,7 @@ def masked(mode: tuple[str, ...]) -> None:
 
 
 def bias_gradient(batch: int, vmap: bool) -> None:
-    """A bias of each batch entry's own; JAX's cuDNN has its gradient for one entry only."""
+    """Check a bias per batch entry; JAX's cuDNN has its gradient only for one entry."""
     x, bias = normal((batch, 128, 4, 32), (batch, 4, 128, 128), dtype="bfloat16")
     mask = jnp.ones((1, 1, 128), bool)
 

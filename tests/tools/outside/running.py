@@ -1,4 +1,4 @@
-"""Runs the points of suites, in one process or several."""
+"""Run the points of suites, in one process or several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outside.cases import Outcome, Point, Test, Tested, chosen, outcome
 
 
 def run(names: Sequence[str], device: str, whole: bool, jobs: int = 1) -> list[Tested]:
-    """Every test of the suites named, in that many processes."""
+    """Run every test of the named suites, in `jobs` processes."""
     found, given = [], []
     for name in names:
         suite = importlib.import_module(f"outside.{name}")
@@ -39,7 +39,7 @@ def run(names: Sequence[str], device: str, whole: bool, jobs: int = 1) -> list[T
 
 
 def one(which: tuple[str, str, bool, int], point: Point) -> Outcome:
-    """Run one point of a test: of a suite, on a device, whole or not, by its place there."""
+    """Run one point of a test, which is given by suite, device, whole, and its index."""
     *suite, at = which
     return outcome(_tests(*suite)[at].run, point)
 

@@ -1,4 +1,4 @@
-"""torch's tests of FlexAttention, by their published text, on `flashsim.torch.flex_attention`.
+"""torch's tests of FlexAttention, from their published text, on `flashsim.torch.flex_attention`.
 
 https://github.com/pytorch/pytorch/blob/main/test/inductor/test_flex_attention.py
 https://github.com/pytorch/pytorch/blob/main/test/inductor/test_flex_decoding.py
@@ -22,7 +22,7 @@ SIZES = (2, 4, 4), (2, 8, 2)
 
 
 def functions(batch: int, heads: int, n_q: int, n_kv: int, device: str) -> dict[str, Case]:
-    """The score functions and masks of their tests, by the names of these."""
+    """Return the score functions and masks of torch's tests, by their names there."""
     draw, far = torch.Generator(device).manual_seed(3), max(n_q, n_kv)
 
     def rand(*shape: int) -> torch.Tensor:
@@ -44,11 +44,11 @@ def functions(batch: int, heads: int, n_q: int, n_kv: int, device: str) -> dict[
     def masked(mask: Any) -> Any:
         return lambda s, b, h, q, k: torch.where(mask(b, h, q, k), s, minus)
 
-    def natten(b, h, q, k):  # a neighbourhood in a picture of `square` columns
+    def natten(b, h, q, k):  # a neighbourhood in an image of `square` columns
         near_x = abs(q % square - k % square) <= 3
         return near_x & (abs(q // square - k // square) <= 3)
 
-    def both_ways(b, h, q, k):  # causal behind a part that is seen whole
+    def both_ways(b, h, q, k):  # causal after a prefix that all queries see
         return (q >= k) | ((q < lengths[b]) & (k < lengths[b]))
 
     causal = lambda b, h, q, k: q >= k  # noqa: E731
@@ -129,7 +129,7 @@ def functions(batch: int, heads: int, n_q: int, n_kv: int, device: str) -> dict[
 
 
 def tests(device: str, whole: bool) -> list[Test]:
-    """Each function once with one of the sizes; `whole`: with each."""
+    """Return the tests, with each function once and one of the sizes; `whole`: with each size."""
     gpu = device == "cuda"
     lengths = (
         ((2048, 2048), (1025, 1025), (100, 100)) if gpu else ((200, 200), (129, 257), (1, 100))
@@ -161,21 +161,21 @@ def _no_float64(gpu: bool) -> Any:
 def one(
     name: str, n: tuple[int, int], heads: tuple[int, int, int], dtype: str, device: str
 ) -> None:
-    """O, LSE and gradients, also of captured tensors."""
+    """Check O, LSE and gradients, also of captured tensors."""
     batch, many, few = heads
     case = functions(batch, many, *n, device)[name]
     judged(case, (batch, many, few, *n), d=64, dtype=dtype, device=device)
 
 
 def blocks(n: tuple[int, int], block: int, device: str) -> None:
-    """torch's BlockMask, for lengths that its blocks do not divide; and its sparsity."""
+    """Check torch's BlockMask for lengths that its blocks do not divide, and its sparsity."""
     case = functions(2, 4, *n, device)["document_masking"]
     made = torchs.create_block_mask(case.mask, 2, 4, *n, device=device, BLOCK_SIZE=block)
     judged(case, (2, 4, 4, *n), d=64, dtype="float32", device=device, blocks=made)
 
 
 def checked(name: str) -> None:
-    """Gradients by finite differences, in float64."""
+    """Check gradients against finite differences, in float64."""
     case = functions(1, 2, 5, 7, "cpu")[name]
     wide = {"dtype": torch.float64, "requires_grad": True}
     torch.manual_seed(0)
@@ -195,7 +195,8 @@ def checked(name: str) -> None:
         x.requires_grad_(False)
         move, values = torch.randn_like(x), x.clone()
         sides = []
-        for step in (1e-2, -1e-2):  # float32 tensors: long steps, and no better than their square
+        # float32 tensors need long steps, which limit the accuracy to their square
+        for step in (1e-2, -1e-2):
             x.copy_(values + step * move)
             sides.append((attend(*inputs) * weight).sum().detach())
         x.copy_(values)
@@ -205,7 +206,7 @@ def checked(name: str) -> None:
 
 
 def of_lse(device: str) -> None:
-    """The LSE and its gradient."""
+    """Check the LSE and its gradient."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, 128, 64, device=device, requires_grad=True) for _ in range(3))
     _, lse = flex_attention(q, k, v, lambda s, b, h, i, j: s * 2, return_lse=True)
@@ -216,7 +217,7 @@ def of_lse(device: str) -> None:
 
 
 def empty(n: tuple[int, int], device: str) -> None:
-    """No queries, or no keys: zeros, and gradients of zeros."""
+    """Check that no queries, or no keys, give zeros, and gradients of zeros."""
     q, k, v = (
         torch.randn(1, 2, m, 64, device=device, requires_grad=True) for m in (n[0], n[1], n[1])
     )

@@ -1,9 +1,9 @@
-"""PyTorch's samples of `scaled_dot_product_attention`, installed with it, on our stand-in.
+"""PyTorch's installed samples of `scaled_dot_product_attention`, run on flashsim.
 
-`torch.testing` holds samples of every operator of torch's, from which its own tests are made. Here
-those of attention run with flashsim activated (`activate_flash_attention_impl`). The error, beside
-torch's math kernel in float64, is at most twice that of torch's own flash attention or math in the
-same type; a sample that torch's flash attention does not take says nothing about us.
+`torch.testing` has samples of every operator of torch, from which torch's own tests are built. Here
+the samples of attention run with flashsim activated (`activate_flash_attention_impl`). The error
+beside torch's math kernel in float64 is at most twice that of torch's own flash attention or math
+in the same type. A sample that torch's flash attention does not support is not applicable.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def tests(device: str, whole: bool) -> list[Test]:
-    """Values and gradients in each type, gradcheck, and arguments that are not contiguous."""
+    """Return the tests: values and gradients, gradcheck, and non-contiguous arguments."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     found = []
@@ -54,19 +54,19 @@ def tests(device: str, whole: bool) -> list[Test]:
 
 
 def dtypes_of(device: str) -> tuple[torch.dtype, ...]:
-    """What torch gives to flash attention."""
+    """Return the types that torch passes to flash attention."""
     return HALF if device == "cuda" else (*HALF, torch.float32, torch.float64)
 
 
 def samples(op: Any, device: str, dtype: torch.dtype) -> list[Any]:
-    """The same ones at each call."""
+    """Return the samples, equal at each call."""
     torch.manual_seed(0)
     return [*op.sample_inputs(device, dtype, requires_grad=True)]
 
 
 @contextmanager
 def activated() -> Iterator[list[str]]:
-    """flashsim in the place of torch's flash attention; a list of the calls it gets."""
+    """Replace torch's flash attention by flashsim; yield a list of the calls that it gets."""
     seen: list[str] = []
     run = execution.run
 
@@ -84,7 +84,7 @@ def activated() -> Iterator[list[str]]:
 
 
 def call(op: Any, sample: Any, *inputs: torch.Tensor) -> torch.Tensor:
-    """An operator's (first) result for a sample whose leading tensors are `inputs`."""
+    """Return an operator's (first) result for a sample whose leading tensors are `inputs`."""
     first, *others = inputs
     args = (*others, *sample.args[len(others) :])
     result = op(first, *args, **sample.kwargs)
@@ -92,17 +92,17 @@ def call(op: Any, sample: Any, *inputs: torch.Tensor) -> torch.Tensor:
 
 
 def tensors(sample: Any) -> list[torch.Tensor]:
-    """The first three arguments: query, key and value."""
+    """Return the first three arguments: query, key and value."""
     return [sample.input, *sample.args[:2]]
 
 
 def asked(op: Any, sample: Any) -> list[torch.Tensor]:
-    """Output and gradients by flashsim.
+    """Return output and gradients by flashsim.
 
     Raises
     ------
     NotApplicable
-        If torch's flash attention does not take it.
+        If torch's flash attention does not support the sample.
     """
     if sample.kwargs.get("dropout_p"):
         raise NotApplicable("flashsim has no dropout")
@@ -114,14 +114,14 @@ def asked(op: Any, sample: Any) -> list[torch.Tensor]:
             if seen or "No available kernel" not in str(error):
                 raise
         if not seen:
-            raise NotApplicable("it is none that torch's flash attention takes")
+            raise NotApplicable("torch's flash attention does not accept this sample")
         return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
 
 
 def compared(
     op: Any, number: int, device: str, dtype: torch.dtype, contiguous: bool = True
 ) -> None:
-    """By the rule above, or within `torch.testing`'s tolerance for the type, if that is more."""
+    """Check by the rule above, or within `torch.testing`'s tolerance if that is larger."""
     sample = samples(op, device, dtype)[number]
     got = asked(op, sample if contiguous else sample.noncontiguous())
     exact = by_torch(op, sample, SDPBackend.MATH, torch.float64)
@@ -133,17 +133,17 @@ def compared(
 
 
 def close(x: torch.Tensor, true: torch.Tensor, *others: torch.Tensor) -> None:
-    """At most twice the error of the worst of the others, or `torch.testing`'s tolerance."""
+    """Check for at most twice the largest error of the others, or `torch.testing`'s tolerance."""
     allowed = 2 * max((other.double() - true).abs().max().item() for other in others)
     rtol, atol = torch.testing._comparison.default_tolerances(x.dtype)
     torch.testing.assert_close(x.double(), true, rtol=rtol, atol=max(allowed, atol))
 
 
 def operator(op: Any, number: int, dtype: torch.dtype) -> None:
-    """The operator itself: (batch, n, heads, d), and causal ends at the bottom right.
+    """Check the operator itself: (batch, n, heads, d), with causal ends at the bottom right.
 
-    By the rule above: delta is made of a rounded O, by torch's flash attention as by ours, which
-    on these samples, of up to 9, costs the gradients several times what math's way does.
+    The rule above holds, because torch's flash attention also computes delta from a rounded O. On
+    these samples, of up to 9 rows, this costs the gradients several times math's error.
     """
     sample = samples(op, "cuda", dtype)[number]
     got = asked(op, sample)
@@ -168,7 +168,7 @@ def operator(op: Any, number: int, dtype: torch.dtype) -> None:
 
 
 def by_torch(op: Any, sample: Any, kernel: SDPBackend, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Output and gradients by one of torch's kernels, in a type."""
+    """Return output and gradients by one of torch's kernels, in a type."""
     sample = sample.transform(
         lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
     )
@@ -179,7 +179,7 @@ def by_torch(op: Any, sample: Any, kernel: SDPBackend, dtype: torch.dtype) -> li
 
 
 def gradcheck(op: Any, number: int, device: str) -> None:
-    """Numeric gradients, in float64."""
+    """Check numeric gradients, in float64."""
     sample = samples(op, device, torch.float64)[number]
     asked(op, sample)
     inputs = [x.detach().clone().requires_grad_() for x in tensors(sample)]

@@ -1,10 +1,11 @@
 """Operations on one panel for kernels that multiply pairs, defined in plain Numba.
 
 A *pair* is two bfloat16 in 32 bits, the first in the lower half: two neighbours in memory.
-Products here sum over pairs. The left operand A has the pairs of a row side by side, as rows of a
-tensor lie in memory. Each row of the right operand B has the pairs of all lanes: two merged rows of
-numbers. As in `micro_kernels.plain`, lanes are queries (forward, dQ) or keys (dK, dV). So the
-softmax of two rows, rounded, is a row of the right operand of the next product, without a shuffle.
+The products in this module sum over pairs. The left operand A has the pairs of a row side by side,
+as rows of a tensor in memory do. Each row of the right operand B has the pairs of all lanes: two
+merged rows of numbers. As in `micro_kernels.plain`, lanes are queries (forward, dQ) or keys (dK,
+dV). So the softmax of two rows, rounded, is a row of the right operand of the next product, without
+a shuffle.
 
 C's rows and the pairs along the sum come in multiples of `tiles.SIDE`, and lanes in multiples of
 two of these; packing fills operands with zeros. As in `micro_kernels.plain`, these functions are
@@ -40,7 +41,7 @@ MASKED = np.float32(masked_score(np.float32))
 
 @operation("a o0 i a a a o1,2,3 a a o5", build_pair_softmax)
 def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
-    """`plain.online_softmax` of ``factor[0] S``, with P rounded and stored in pairs of rows.
+    """Do `plain.online_softmax` of ``factor[0] S``, and store P rounded, in pairs of rows.
 
     P = e^(factor S - m) is at most 1: m is set to `SLACK` above a row's largest score, and does not
     change (alpha is 1) until a score exceeds it. The factor must not be negative. S is unchanged.
@@ -106,7 +107,7 @@ def scale_lanes(cpu, X, x0, ld, rows, factors, f0):
 
 @operation("a o0 a o1 i i a", build_add_scaled)
 def add_scaled(cpu, Y, y0, X, x0, ld, rows, factor):
-    """Y += ``factor[0]`` X, for a panel."""
+    """Compute Y += ``factor[0]`` X for a panel."""
     for r in range(rows):
         for c in range(cpu.width):
             Y[y0 + r * ld + c] += factor[0] * X[x0 + r * ld + c]
@@ -114,7 +115,7 @@ def add_scaled(cpu, Y, y0, X, x0, ld, rows, factor):
 
 @operation("a o0 i a o1 i i", build_copy_pairs)
 def copy_pairs(cpu, out, o0, row, X, x0, rows, pairs):
-    """Copy rows of X, as they lie in memory, in pairs of neighbours; `pairs` fills whole tiles."""
+    """Copy rows of X in pairs of neighbours, in memory order; `pairs` fills whole tiles."""
     for r in range(rows):
         for x in range(pairs):
             at = x0 + 2 * (r * pairs + x)

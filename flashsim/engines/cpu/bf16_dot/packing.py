@@ -1,7 +1,7 @@
 """Convert bfloat16 rows in memory to operands of pairs, and back: see `operations`.
 
-``X`` holds the bits of rows of d numbers. Operands are filled with zeros beyond n rows and d
-columns. Arguments are those of `engines.cpu.operands`, which does the same for floats.
+``X`` contains the bits of rows of d numbers. Operands are padded with zeros beyond n rows and d
+columns. The arguments are those of `engines.cpu.operands`, which does the same for floats.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flashsim.engines.cpu.bf16_dot.amx_tiles import SIDE
 from flashsim.engines.cpu.bf16_dot.operations import (
     copy_pairs,
     transpose_columns,
     transpose_panel,
     transpose_rows,
 )
-from flashsim.engines.cpu.bf16_dot.tiles import SIDE
 from flashsim.engines.cpu.micro_kernels.plain import bits_of
 from flashsim.engines.cpu.primitives.arrays import rest
 from flashsim.engines.cpu.primitives.inline_jit import hot_part, part
@@ -56,7 +56,7 @@ def pair_at(X, at, step, count):
 
 
 def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
-    """Copy rows of X to a left operand, for a sum over d; pairs stay as they lie in memory."""
+    """Copy rows of X to a left operand, for a sum over d; pairs keep their order in memory."""
     row, begin = pair_tiles_of(d), 0
     out = rest(room, first * row)
     if d == 2 * row:  # whole tiles
@@ -89,14 +89,14 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
 
 
 def turned(cpu, left, room, row, X, x0, n, d):
-    """Pack columns of X anew, since pairs of columns differ from pairs of rows."""
+    """Pack columns of X again, because pairs of columns differ from pairs of rows."""
     return left_of_columns(cpu, room, 0, row, row, X, x0, n, d, None)
 
 
 def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
     """Put rows of X in the lanes of panels, for a sum over d.
 
-    Pair x of panel p lies at row p pairs + x.
+    Pair x of panel p is at row p * pairs + x.
     """
     w, pairs = cpu.width, pair_tiles_of(d)
     for p in range((n + w - 1) // w):

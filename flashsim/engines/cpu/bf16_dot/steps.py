@@ -19,7 +19,7 @@ from flashsim.engines.cpu.primitives.inline_jit import part
 
 
 def scaled(cpu, S, rows, plain, scales):
-    """Leave the scale to the softmax if no step comes between and it is not negative."""
+    """Let the softmax apply the scale, if no step precedes the softmax and it is not negative."""
     if plain and scales[0] >= 0:
         return scales
     scale_panel(cpu, S, 0, cpu.width, rows, scales)
@@ -34,7 +34,7 @@ def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
 
 
 def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiting):
-    """Keep P for a later `weigh`, unless a maximum has moved or keys were left out."""
+    """Keep P for a later `weigh`, unless a maximum has changed or keys were skipped."""
     O, m, l, alpha = sums
     w, (begin, end), start, o_rows = cpu.width, waiting, key // 2, tiles_of(dv)
     online_softmax_pairs(cpu, S, 0, rows, m, l, alpha, panel * w, scale, P, start * w)
@@ -48,7 +48,7 @@ def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiti
 
 @part
 def weigh(cpu, O, P, V, panel, dv, waiting):
-    """Compute O += V^T P for the waiting pairs of keys, if there are any."""
+    """Compute O += V^T P for the pairs of keys that were not multiplied yet."""
     (begin, end), w, o_rows = waiting, cpu.width, tiles_of(dv)
     if begin < end:
         product_add(
@@ -59,7 +59,7 @@ def weigh(cpu, O, P, V, panel, dv, waiting):
 
 @part
 def moved(cpu, alpha, at):
-    """Whether any lane's sums must be rescaled."""
+    """Return whether any lane's sums must be rescaled."""
     changed = False
     for c in range(cpu.width):
         changed |= alpha[np.uint64(at + c)] != 1

@@ -1,9 +1,9 @@
 """The operations of `plain.py` as vector code: LLVM IR with vector types.
 
 On these loops Numba's own vectoriser reaches a quarter of a CPU's peak, and one BLAS call per tile
-reaches half. So the code here says which values stay in registers. Each `build_*` writes one LLVM
-function for an element type and a `Blocking`, by a `Code`, independent of Numba; `vector.py` passes
-addresses to it.
+reaches half. So this module decides which values stay in registers. Each `build_*` writes one LLVM
+function for an element type and a `Blocking`, with a `Code`, independently of Numba. `vector.py`
+passes addresses to that function.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from llvmlite import ir
 from flashsim.engines.cpu.micro_kernels.registers import ROWS, Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, Code
 
-#: How many terms of a sum ahead a product brings its left operand near.
+#: How many terms of a sum ahead a product prefetches its left operand.
 AHEAD = 12
-#: Arguments that a product takes besides, by its mode.
+#: Additional arguments of a product, by its mode.
 MORE = {"rescale": "p"}
 
 
@@ -123,10 +123,9 @@ def build_online_softmax(module: ir.Module, block: Blocking, itemsize: int):
     b, minus_inf, masked = code.b, code.const(-np.inf), code.masked()
 
     def in_turn(body: Callable, carried: list) -> list:
-        """Do ``sums = body(addresses, sums)`` for every row, two at a time with separate sums.
+        """Do ``sums = body(addresses, sums)`` for every row, two rows at a time with separate sums.
 
-        That replaces one long dependency chain by two short ones, which also halves the rounding
-        error.
+        Two short dependency chains replace a long one, which also halves the rounding error.
         """
 
         def rows_from(base, height: int) -> Callable:
@@ -185,7 +184,7 @@ def build_grad_scores(module: ir.Module, block: Blocking, itemsize: int, by_row:
             return [[code.spread(code.at(x, r))] * code.vecs for x in (L, delta)]
         return [[code.load(y) for y in code.vectors(x)] for x in (L, delta)]
 
-    outside = None if by_row else statistics(None)  # read once, where no row changes them
+    outside = None if by_row else statistics(None)  # the same for all rows, so read once
 
     def body(r, _):
         lse, d = outside or statistics(r)

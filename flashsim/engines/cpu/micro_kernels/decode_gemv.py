@@ -1,8 +1,8 @@
-"""Vector code for one query per head: K and V are read along their rows, as they lie in memory.
+"""Vector code for one query per head, which reads K and V along their rows, in memory order.
 
-Memory bandwidth limits such a kernel. So every line of K and V is loaded into registers once, where
-16-bit numbers become floats, and each row prefetches data that lies `AHEAD` bytes further on.
-Scores are stored by head with keys in the lanes, so there is one exponential per score.
+Memory bandwidth limits such a kernel. So every cache line of K and V is loaded into registers once,
+and 16-bit numbers are converted to floats there. Each row prefetches data `AHEAD` bytes further on.
+Scores are stored by head with keys in the lanes, so each score needs only one exponential.
 
 `decode_gemv_bf16` is the version for CPUs with an instruction that adds up products of bfloat16
 pairs (`Blocking.pairs`), and `decode_gemv_amx` the version for AMX.
@@ -46,7 +46,8 @@ def build_dots(module: ir.Module, block: Blocking, itemsize: int, kind: int | No
         most = HEADS // 2
     rest, times = b.srem(d, ir.Constant(INT, numbers)), code.spread(factor)
     whole, some = b.sub(d, rest), lanes_below(code, rest)
-    # The last rows are taken with some before them; where there are fewer, each as if it were all.
+    # The last block of rows overlaps with the block before it. If there are fewer rows than a
+    # block has, each row is processed on its own.
     enough = b.icmp_signed(">=", rows, ir.Constant(INT, KEYS))
     step = b.select(enough, ir.Constant(INT, KEYS), ir.Constant(INT, 1))
     stride, last = b.select(enough, d, ir.Constant(INT, 0)), b.sub(rows, step)
@@ -170,7 +171,7 @@ def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind:
     S, ld, heads, n, m, l, alpha = code.function.args
     b, masked = code.b, code.masked()
     pairs = code if isinstance(code, PairCode) else None
-    at_once = 2 if pairs else 1  # vectors of a row, which make one of pairs
+    at_once = 2 if pairs else 1  # two vectors of floats make one of pairs
     most = HEADS if block.register != 32 else 1  # AVX2 has half the registers
 
     def folded(value, operation: Callable):
@@ -209,7 +210,7 @@ def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind:
             scores = [code.load(code.at(p, i * code.lanes)) for p in places for i in range(at_once)]
             each = [base for base in bases for _ in range(at_once)]
             ps = power([b.fsub(s, base) for s, base in zip(scores, each, strict=True)])
-            if pairs:  # never ahead of what is read
+            if pairs:  # the pairs overwrite only numbers that were read already
                 for row, two in zip(rows, zip(ps[::2], ps[1::2], strict=True), strict=True):
                     address = code.at(row, b.lshr(x, ir.Constant(INT, 1)))
                     code.store(pairs.in_a_row(*two), address)

@@ -1,9 +1,9 @@
 """The version of `decode_gemv` for AMX, which multiplies pairs in tiles of 16 heads.
 
-See `bf16_dot.tiles`. Rows of K are a left operand as they lie in memory, and Q is a right operand.
-So scores have keys as rows and heads as columns, and must be transposed. P is a left operand as
-softmax leaves it; two merged rows of V are a row of the right operand. Tiles also have rows and
-columns for heads beyond the last one; their results are never read.
+See `bf16_dot.amx_tiles`. Rows of K in memory are a left operand, and Q is packed as a right
+operand. So scores have keys as rows and heads as columns, and must be transposed. P is a left
+operand in the layout that the softmax writes; two merged rows of V are a row of the right operand.
+Tiles also have rows and columns for heads beyond the last head, whose results are never read.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from flashsim.engines.cpu.bf16_dot import tiles
-from flashsim.engines.cpu.bf16_dot.tiles import SIDE
+from flashsim.engines.cpu.bf16_dot import amx_tiles
+from flashsim.engines.cpu.bf16_dot.amx_tiles import SIDE
 from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16
 from flashsim.engines.cpu.micro_kernels.kv_stream import HEADS, Stretch, in_blocks, lanes_below
 from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, LINE
 
-#: What writes a product of tiles, by `Blocking.pairs`.
-TILED: dict[str, Callable] = {"amx": tiles.lower}
-#: Numbers of a row of a tile, and keys whose scores are made at a time.
+#: The functions that write a product of tiles, by `Blocking.pairs`.
+TILED: dict[str, Callable] = {"amx": amx_tiles.lower}
+#: Numbers per row of a tile, and keys whose scores are computed at once.
 NUMBERS = KEYS = 2 * SIDE
-#: 32-bit words of merged rows of V, which the first cache has room for beside what is read.
+#: 32-bit words of merged rows of V that fit in the L1 cache besides the data that is read.
 MERGED = 4096
 
 
 def tiled(block: Blocking, kind: int | None) -> bool:
-    """Whether AMX tiles multiply numbers of this kind."""
+    """Return whether AMX tiles multiply numbers of this kind."""
     return kind == BFLOAT16 and block.pairs in TILED
 
 
 def side_by_side_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
-    """`decode_gemv_bf16.build_side_by_side` for tiles; 16 rows become a right operand.
+    """Build `decode_gemv_bf16.build_side_by_side` for tiles, which packs 16 rows as right operand.
 
     The operand has 16 words per pair.
     """
@@ -69,9 +69,9 @@ def side_by_side_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> 
 
 
 def dots_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
-    """`decode_gemv.build_dots` for tiles, whose rows have 32 numbers.
+    """Build `decode_gemv.build_dots` for tiles, whose rows have 32 numbers.
 
-    Rows of K with another length, or too few rows, are copied first.
+    Rows of K with a different length, or too few rows, are copied first.
     """
     code = PairCode(module, "dots_in_tiles", block, itemsize, "pipiipiiip")
     if not code.is_new:
@@ -85,7 +85,7 @@ def dots_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Funct
     as_it_lies = b.and_(b.icmp_signed("==", rest, zero), enough)
     copied = b.select(as_it_lies, zero, most)
     room, scores = _scratch(code, code.times(pairs, KEYS)), _scratch(code, (KEYS + 1) * SIDE)
-    # The last rows are taken with some before them.
+    # The last block of rows overlaps with the block before it.
     last = b.select(enough, b.sub(rows, most), zero)
     product = TILED[block.pairs](module, block, "set", KEYS // SIDE, 1)
 
@@ -137,7 +137,7 @@ def dots_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Funct
 
 
 def weigh_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
-    """`decode_gemv.build_weigh` for tiles: rows of V are merged in pairs, then multiplied."""
+    """Build `decode_gemv.build_weigh` for tiles: rows of V are merged in pairs, then multiplied."""
     code = PairCode(module, "weigh_in_tiles", block, itemsize, "pipipiiii")
     if not code.is_new:
         return code.function
@@ -160,7 +160,7 @@ def weigh_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Func
         def pair(i, _):
             r = b.add(r0, code.times(i, 2))
             last = b.sub(keys, one)
-            # An odd row is paired with itself: its second weight is 0.
+            # An odd last row is paired with itself, with a second weight of 0.
             below = b.select(b.icmp_signed("<", r, last), b.add(r, one), last)
             rows, to = [b.mul(row, dv) for row in (r, below)], code.at(merged, b.mul(i, ldo))
 

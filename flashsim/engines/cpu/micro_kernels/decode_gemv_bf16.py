@@ -1,7 +1,7 @@
-"""The version of `decode_gemv` for CPUs that add up products of bfloat16 pairs by one instruction.
+"""The version of `decode_gemv` for CPUs with an instruction for dot products of bfloat16 pairs.
 
-Nothing is widened. Two neighbours in a row of K already form a pair in memory, so Q is arranged in
-the same way; two rows of V are merged into pairs.
+No number is converted to float. Two neighbours in a row of K already form a pair in memory, so Q is
+arranged in the same way. Two rows of V are merged into pairs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def build_side_by_side(module: ir.Module, block: Blocking, itemsize: int, kind: 
         def row(r, _):
             first = pairs.at(Q, pairs.b.mul(r, ld))
 
-            def narrow(x, _):  # never ahead of what is read
+            def narrow(x, _):  # overwrites only numbers that were read already
                 address = pairs.at(first, pairs.b.lshr(x, ir.Constant(INT, 1)))
                 value = pairs.halves(pairs.load(pairs.at(first, x)))
                 pairs.b.store(value, pairs.b.bitcast(address, shorts), align=4)
@@ -64,7 +64,7 @@ def weigh_pairs(code: PairCode) -> ir.Function:
     numbers, unit, quarter = values.numbers, ir.Constant(INT, 1), code.lanes // 4
     rest = b.srem(dv, ir.Constant(INT, code.width))
     whole = b.sub(dv, rest)
-    # Merging goes by 16 bytes: of 8 columns each, 4 come into the first vector, 4 into the second.
+    # Merging works on groups of 16 bytes: of each 8 columns, 4 go to each of the two vectors.
     starts = [8 * part + x for part in range(quarter) for x in range(4)]
     merged = [
         [at + 4 * half + row * numbers for at in starts for row in (0, 1)] for half in range(2)
@@ -88,7 +88,7 @@ def weigh_pairs(code: PairCode) -> ir.Function:
         def products(i, sums):
             r = code.times(i, 2)
             values.bring_near(b.add(near, code.times(r, vecs * numbers)), 2 * vecs * numbers)
-            # An odd row is paired with itself: its second weight is 0.
+            # An odd last row is paired with itself, with a second weight of 0.
             below = b.select(b.icmp_signed("<", r, last), b.add(r, unit), last)
             rows = [b.add(top, b.mul(row, dv)) for row in (r, below)]
             right = []
@@ -108,7 +108,7 @@ def weigh_pairs(code: PairCode) -> ir.Function:
                 address = code.at(columns[k], v * numbers)
                 more = code.at(address, code.lanes)
                 code.store(b.fadd(code.load(address), code.pick(left, right, ordered[0])), address)
-                # O may end between the two.
+                # O may end between the two vectors.
                 there = ir.Constant(ir.IntType(1), 1)
                 if some is not None:
                     there = b.extract_element(some, ir.Constant(WORD, code.lanes))

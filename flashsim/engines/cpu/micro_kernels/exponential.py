@@ -17,8 +17,9 @@ _FLOAT = (
     0.0013264726402386837,
 )
 
-#: (2^f - 1) / f on |f| <= 1/2: the fit with the smallest relative error, 1.3e-8, on condition that
-#: its value at 0 is ln 2 to float32; `_FLOAT` divided so is off by 3e-7 there.
+#: (2^f - 1) / f on |f| <= 1/2: the fit with the smallest relative error, 1.3e-8, under the
+#: condition that its value at 0 is ln 2 in float32. Computed from `_FLOAT`, it would have an error
+#: of 3e-7 at 0.
 _FLOAT_LESS_ONE = (
     0.6931471824645996,
     0.24022649228572845,
@@ -28,8 +29,8 @@ _FLOAT_LESS_ONE = (
     0.00015383654681500047,
 )
 
-#: 2^f on 0 <= f < 1 for what is rounded to 8 bits: the fit with the smallest relative error, 3e-6,
-#: under the condition that 2^0 is exactly 1.
+#: 2^f on 0 <= f < 1 for results that are rounded to 8 bits: the fit with the smallest relative
+#: error, 3e-6, under the condition that 2^0 is exactly 1.
 POWER_FROM_0 = (
     1.0,
     0.6930448412895203,
@@ -38,16 +39,17 @@ POWER_FROM_0 = (
     0.013426683843135834,
 )
 
-#: By how much a row's largest score may grow before its sums are scaled anew. They are e^-5 of what
-#: they would be meanwhile, which costs an exponent 8 of its 126: so they overflow no sooner.
+#: By how much a row's largest score may grow before its sums are rescaled. `m` starts that much
+#: above the largest score, so the sums are e^-5 of those with the exact maximum. This costs 8 of
+#: the 126 exponents below 1, and does not make overflow more likely.
 SLACK = 5
 
-#: The Taylor series, whose first term left out is 4e-18 at |f| = 1/2.
+#: The Taylor series; the first term left out is 4e-18 at |f| = 1/2.
 _DOUBLE = tuple(math.log(2) ** k / math.factorial(k) for k in range(14))
 
 
-#: 2 log2 e as the sum of two numbers of a type: what is left out of both is 1e-15 (float) or
-#: 2e-33 (double) of it. log2 e less its nearest double is 2.0355273740931033e-17.
+#: 2 log2 e as the sum of two numbers of a type, with a relative error of 1e-15 (float) or 2e-33
+#: (double). log2 e minus its nearest double is 2.0355273740931033e-17.
 _TWICE_LOG2E = 2 * math.log2(math.e)
 _SINGLE = 2.885390043258667
 _PARTS_FLOAT = (_SINGLE, _TWICE_LOG2E - _SINGLE)

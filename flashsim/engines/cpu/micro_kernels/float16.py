@@ -1,4 +1,4 @@
-"""Vector code for 16-bit numbers: rounding to them, and between them and float32 in memory.
+"""Vector code for 16-bit numbers: rounds floats to them, and converts arrays between both types.
 
 Arrays of 16-bit numbers are passed as float32 arrays over the same memory, two numbers per float.
 So a kernel is compiled once for both float16 and bfloat16.
@@ -11,9 +11,9 @@ from llvmlite import ir
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, Code
 
-#: What 16-bit numbers are, if the inputs are such (None where they are not: Numba then leaves out
-#: what is asked for them, before it compiles it). P and dS are rounded to them before they meet V,
-#: K and Q.
+#: The type of 16-bit inputs. For other inputs it is None, and Numba then removes the code for
+#: 16-bit numbers before it compiles. P and dS are rounded to this type before they are multiplied
+#: by V, K and Q.
 BFLOAT16, FLOAT16 = 1, 2
 
 SHORT = ir.IntType(16)
@@ -28,7 +28,9 @@ def rounded_bits(code: Code, x):
     bits = b.bitcast(x, ints(0).type)
     odd = b.and_(b.lshr(bits, ints(16)), ints(1))
     rounded = b.add(b.add(bits, ints(0x7FFF)), odd)
-    quiet = b.or_(bits, ints(0x00400000))  # a payload in the lower bits alone would be lost
+    quiet = b.or_(
+        bits, ints(0x00400000)
+    )  # a NaN with a payload only in the lower bits would become infinity
     return b.select(b.fcmp_unordered("uno", x, x), quiet, rounded)
 
 

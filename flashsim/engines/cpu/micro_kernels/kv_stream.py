@@ -1,4 +1,4 @@
-"""Read K and V as they lie in memory, for `decode_gemv`: floats, 16-bit numbers or pairs."""
+"""Reads K and V in memory order, for `decode_gemv`: floats, 16-bit numbers or pairs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from flashsim.engines.cpu.micro_kernels.pair_writer import WRITERS, PairCode
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, LINE, Code
 
-#: How far ahead, in bytes, rows are brought near (docs/notebooks/cpu.md): the CPU's own prefetcher
-#: stops at each page of 4 KiB, and where a walk turns from K to V. Into the first cache, but for
-#: AMD's CPUs, where few lines may be on their way there, and more to the second.
+#: How many bytes ahead rows are prefetched (docs/notebooks/cpu.md). The CPU's own prefetcher stops
+#: at each page of 4 KiB, and when a kernel goes from K to V. Data is prefetched into the L1 cache,
+#: except on AMD's CPUs, which allow few outstanding lines to L1, and more to L2.
 AHEAD = 8 << 10
-#: Keys whose dot products are formed together, with as many heads.
+#: The number of keys, and of heads, whose dot products are computed together.
 KEYS = HEADS = 4
-#: Keys after which a product goes on with other heads or columns: their rows stay near.
+#: Keys after which a product continues with other heads or columns, so that rows stay in the cache.
 CHUNK = 16
 
 
@@ -60,7 +60,7 @@ class Stretch:
         return as_floats(code, value, self.kind) if self.kind else value
 
     def bring_near(self, at, count: int) -> None:
-        """Prefetch the `count` numbers that lie `AHEAD` bytes after number `at`."""
+        """Prefetch the `count` numbers that are `AHEAD` bytes after number `at`."""
         cache = 2 if registers.zen() else 1
         for line in range(0, count * self.size, LINE):
             ahead = ir.Constant(INT, (AHEAD + line) // self.size)

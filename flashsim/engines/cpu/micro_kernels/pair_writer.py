@@ -1,4 +1,4 @@
-"""Write LLVM IR over vectors of floats and of pairs of bfloat16: see `writer`."""
+"""Writes LLVM IR over vectors of floats and of pairs of bfloat16: see `writer`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import Code
 
 WORD = ir.IntType(32)
-#: Whether a CPU has AVX512-BF16, by `Blocking.pairs`: it rounds to bfloat16 itself.
+#: Whether a CPU has AVX512-BF16, which rounds to bfloat16 in hardware, by `Blocking.pairs`.
 NATIVE = {"vdpbf16ps": True, "amx": True}
 
 
 class PairCode(Code):
     """Writes functions whose 32-bit elements are floats or pairs of bfloat16.
 
-    The first number of a pair lies in the lower half, as in memory.
+    The first number of a pair is in the lower half, as in memory.
     """
 
     def __init__(
@@ -46,7 +46,9 @@ class PairCode(Code):
         """Round two vectors of floats and merge them into one vector of pairs."""
         if self.native:
             kind = ir.VectorType(SHORT, 2 * self.lanes)
-            both = self._call("x86.avx512bf16.cvtne2ps2bf16.512", kind, y, x)  # x's numbers first
+            both = self._call(
+                "x86.avx512bf16.cvtne2ps2bf16.512", kind, y, x
+            )  # puts x's numbers before y's
             turns = [lane + self.lanes * second for lane in range(self.lanes) for second in (0, 1)]
             return self.b.bitcast(self.pick(both, both, turns), self.vector)
         low, high = (self.b.zext(self.halves(value), self.ints(0).type) for value in (x, y))
@@ -63,7 +65,9 @@ class PairCode(Code):
         return self.b.bitcast(both, self.vector)
 
     def exp2(self, x):
-        """2^x, x < 128, as 2^floor(x) 2^f with 0 <= f < 1; exactly 0 below 2^-126, NaN stays NaN.
+        """Compute 2^x for x < 128, as 2^floor(x) 2^f with 0 <= f < 1.
+
+        Results below 2^-126 are exactly 0, and NaN stays NaN.
 
         AVX-512 subtracts floor(x) from x, and multiplies by a power of two, in one instruction
         each. The latter takes 130 cycles if the result is subnormal, so such results become 0.
@@ -71,7 +75,10 @@ class PairCode(Code):
         b, zero = self.b, self.const(0)
         seen = b.fcmp_unordered(">=", x, self.const(-126))
         if self.native:
-            down, here = ir.Constant(WORD, 9), ir.Constant(WORD, 4)  # raise no flag; as MXCSR says
+            down, here = (
+                ir.Constant(WORD, 9),
+                ir.Constant(WORD, 4),
+            )  # raises no flag; rounds as MXCSR says
             every, mask = ir.Constant(SHORT, -1), b.bitcast(seen, SHORT)
             f = self._call("x86.avx512.mask.reduce.ps.512", self.vector, x, down, zero, every, here)
             q = self.polynomial(POWER_FROM_0, [f])[0]
@@ -83,7 +90,7 @@ class PairCode(Code):
         return b.select(seen, b.fmul(q, power), zero)
 
     def power(self, x):
-        """e^x, x < 88, computed by `exp2`."""
+        """Compute e^x for x < 88 by `exp2`."""
         return self.exp2(self.b.fmul(x, self.const(np.log2(np.e))))
 
     def load_at(self, address):
@@ -98,5 +105,5 @@ class PairCode(Code):
         return self.b.call(module.globals[name], values)
 
 
-#: What writes code over pairs, by `Blocking.pairs`.
+#: The classes that write code over pairs, by `Blocking.pairs`.
 WRITERS: dict[str, type[PairCode]] = dict.fromkeys(NATIVE, PairCode)

@@ -1,17 +1,18 @@
 """The operations of the CPU engine on one panel, defined in plain Numba.
 
 A *panel* is a block of rows with a fixed number of lanes side by side: ``width`` queries (forward
-and dQ) or ``width`` keys (dK, dV). The lanes are the tile's transposed form: with queries in the
-lanes S^T = K Q^T and O^T += V^T P^T, so that
+and dQ) or ``width`` keys (dK, dV). A panel with queries in the lanes contains a transposed tile:
+S^T = K Q^T and O^T += V^T P^T. So
 
-- the softmax runs along the lanes and needs no shuffles, and
-- K and V are read as they lie in memory, one scalar at a time; only the lanes' own operand is
+- the softmax is computed per lane and needs no shuffles, and
+- K and V are read in memory order, one scalar at a time; only the operand of the lanes is
   transposed, once for a whole loop over tiles.
 
-Every function here takes flat arrays and offsets (in elements): ``S[s0 + r * ld + c]`` is row r,
-lane c. The functions below are the specification. On CPUs whose vector registers are known
-(`registers.py`), vector code does the same operation; the decorator names it (`vector.operation`).
-The type of the first argument selects it when a kernel is compiled. Tests compare the two.
+Every function in this module has flat arrays and offsets (in elements) as arguments:
+``S[s0 + r * ld + c]`` is row r, lane c. These functions are the specification. On CPUs whose vector
+registers are known (`registers.py`), vector code does the same operation; the decorator names it
+(`vector.operation`). The type of the first argument selects the code when a kernel is compiled.
+Tests compare both.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ LOG2E = 1.4426950408889634
 
 @operation("a o0 i a o1 i i a o2 i i i", build_any_product, mode="set")
 def product_set(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
-    """C = A B: C (rows, width), A (rows, n) with strides `row` and `step`, B (n, width).
+    """Compute C = A B: C (rows, width), A (rows, n) with strides `row` and `step`, B (n, width).
 
     If a CPU multiplies pairs of bfloat16 (`Blocking.pairs`), elements of A and B are such pairs,
     each product is the dot product of two pairs, and neighbours in a row of A are adjacent.
@@ -60,7 +61,7 @@ def product_set(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
 
 @operation("a o0 i a o1 i i a o2 i i i", build_any_product, mode="add")
 def product_add(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
-    """C += A B; as `product_set`."""
+    """Compute C += A B; the arguments are those of `product_set`."""
     for r in range(rows):
         for c in range(cpu.width):
             total = C[c0 + r * ldc + c]
@@ -71,7 +72,7 @@ def product_add(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
 
 @operation("a o0 i a o1 i i a o2 i i i a o3", build_product, mode="rescale")
 def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, alpha0):
-    """C = alpha C + A B, one alpha per lane; C is rescaled when it is loaded."""
+    """Compute C = alpha C + A B, with one alpha per lane; C is rescaled when it is loaded."""
     for r in range(rows):
         for c in range(cpu.width):
             total = C[c0 + r * ldc + c] * alpha[alpha0 + c]
@@ -82,12 +83,12 @@ def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alph
 
 @operation("a o0 i a a a o1,2,3", build_online_softmax)
 def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
-    """One step of the online softmax down each lane: S becomes P; m, l and alpha are updated.
+    """Run one step of the online softmax in each lane: replace S by P, and update m, l and alpha.
 
     `S` has stride `width`. Every exponential is a power of 2, P = 2^((S - m) log2 e). The
-    difference comes first, since S log2 e overflows if S is the largest or smallest finite number,
-    as padding often is. A lane that has seen no key, or only scores so low that they count as
-    masked, subtracts 0 (to avoid inf - inf): then P and l are 0.
+    difference is computed first, because S log2 e overflows if S is the largest or smallest finite
+    number, as padding often is. A lane that has seen no key, or only scores so low that they count
+    as masked, subtracts 0 to avoid inf - inf; P and l are then 0.
     """
     log2e = S.dtype.type(LOG2E)
     for c in range(cpu.width):
@@ -97,7 +98,9 @@ def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
         base = top if top > np.finfo(S.dtype).min / 2 else S.dtype.type(0)
         alpha[at + c] = np.exp2((m[at + c] - base) * log2e)
         m[at + c] = top
-        even = odd = S.dtype.type(0)  # a sum of its own for every other row: less is rounded off
+        even = odd = S.dtype.type(
+            0
+        )  # separate sums of even and odd rows have smaller rounding errors
         for r in range(rows):
             p = np.exp2((S[s0 + r * cpu.width + c] - base) * log2e)
             S[s0 + r * cpu.width + c] = p
@@ -107,7 +110,7 @@ def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
 
 @operation("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=True)
 def grad_scores_by_row(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
-    """P = exp(S - L) in S's place and dS = P (dP - delta) in dP's; L and delta belong to rows."""
+    """Replace S by P = exp(S - L), and dP by dS = P (dP - delta); L and delta belong to rows."""
     log2e = S.dtype.type(LOG2E)
     for r in range(rows):
         for c in range(cpu.width):
@@ -118,7 +121,7 @@ def grad_scores_by_row(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
 
 @operation("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=False)
 def grad_scores_by_lane(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
-    """As `grad_scores_by_row`, where L and delta belong to lanes."""
+    """Do as `grad_scores_by_row`, with L and delta that belong to lanes."""
     log2e = S.dtype.type(LOG2E)
     for r in range(rows):
         for c in range(cpu.width):
@@ -129,7 +132,7 @@ def grad_scores_by_lane(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
 
 @operation("a o0 i i a", build_soft_cap, gated=False)
 def soft_cap(cpu, S, s0, ld, rows, c):
-    """S = c tanh(S / c), with the cap in ``c[0]``."""
+    """Compute S = c tanh(S / c), with the cap in ``c[0]``."""
     for r in range(rows):
         for at in range(s0 + r * ld, s0 + r * ld + cpu.width):
             S[at] = c[0] * np.tanh(S[at] / c[0])
@@ -137,7 +140,10 @@ def soft_cap(cpu, S, s0, ld, rows, c):
 
 @operation("a o0 i i a a o2", build_soft_cap, gated=True)
 def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
-    """As `soft_cap`; also writes 1 - tanh^2, dS's factor backwards, to `gate`, laid out like S."""
+    """Do as `soft_cap`, and write 1 - tanh^2, by which backward multiplies dS, to `gate`.
+
+    `gate` has the layout of S.
+    """
     for r in range(rows):
         for x in range(r * ld, r * ld + cpu.width):
             t = np.tanh(S[s0 + x] / c[0])
@@ -147,20 +153,21 @@ def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
 
 @operation_by_kind("a i i", build_side_by_side)
 def side_by_side(cpu, Q, ld, rows, kind):
-    """Arrange Q (rows, ld) as `dots` takes it; plain code leaves it unchanged.
+    """Arrange Q (rows, ld) for `dots`; plain code leaves it unchanged.
 
-    If a CPU multiplies pairs of bfloat16 and Q holds bfloat16 numbers, vector code packs them: the
-    first half of a row holds its numbers, and the other half zeros. For tiles, 16 rows are packed
+    If a CPU multiplies pairs of bfloat16 and Q has bfloat16 numbers, vector code packs them: the
+    first half of a row has its numbers, and the other half zeros. For AMX tiles, 16 rows are packed
     side by side.
     """
 
 
 @operation_by_kind("a i a i i a o2 i i i a", build_dots)
 def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
-    """S (heads, rows) = factor[0] Q K^T of Q (heads, d), from `side_by_side`, and K (rows, d).
+    """Compute S (heads, rows) = factor[0] Q K^T, from Q (heads, d) and K (rows, d).
 
-    K may hold 16-bit numbers. Vector code reads Q up to a multiple of 32 columns, with zeros after
-    d. It writes S up to a multiple of 4 rows (tiles: 32). For tiles, Q has memory for 16 heads.
+    Q is arranged by `side_by_side`. K may contain 16-bit numbers. Vector code reads Q up to a
+    multiple of 32 columns, with zeros after d. It writes S up to a multiple of 4 rows (AMX tiles:
+    32). For AMX tiles, Q has memory for 16 heads.
     """
     for h in range(heads):
         for r in range(rows):
@@ -172,7 +179,7 @@ def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
 
 @operation_by_kind("a i i i a a a o1,2,3", build_softmax_along)
 def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
-    """`online_softmax` along the rows of S (heads, n), one row per head; n is a multiple of 32.
+    """Do `online_softmax` along the rows of S (heads, n), one row per head; n is a multiple of 32.
 
     If inputs have 16 bits, P is rounded to their type, but the sum l uses unrounded numbers. If
     pairs are multiplied, P is stored as pairs of neighbours, in the first half of a row.
@@ -196,10 +203,10 @@ def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
 
 @operation_by_kind("a o0 i a i a i i i i", build_weigh)
 def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):
-    """O (heads, dv) += P V of P (heads, keys), as `softmax_along` leaves it, and V (keys, dv).
+    """Compute O (heads, dv) += P V, from P (heads, keys) of `softmax_along` and V (keys, dv).
 
-    V may hold 16-bit numbers; then P holds them, too. Vector code adds zeros to O up to a multiple
-    of 32 columns. For tiles, O and P have memory for 16 heads.
+    If V contains 16-bit numbers, P does too. Vector code adds zeros to O up to a multiple of 32
+    columns. For AMX tiles, O and P have memory for 16 heads.
     """
     for h in range(heads):
         for x in range(dv):
@@ -220,7 +227,7 @@ def transpose_in(cpu, panels, X, x0, rows, cols, d, factors):
 
 @operation("a a o1 i i i a", build_transpose, out=True)
 def transpose_out(cpu, panels, X, x0, rows, cols, d, factors):
-    """The reverse of `transpose_in`."""
+    """Do the reverse of `transpose_in`."""
     w = cpu.width
     for row in range(rows):
         for x in range(cols):
@@ -253,7 +260,10 @@ def widen(cpu, floats, f0, halves, h0, n, kind):
 
 @operation_by_kind("a o0 a i i", build_convert, narrow=True)
 def narrow(cpu, floats, f0, halves, h0, n, kind):
-    """The reverse of `widen`: round to nearest, ties to even; infinity if too large for float16."""
+    """Do the reverse of `widen`: round to nearest, ties to even.
+
+    Numbers too large for float16 become infinity.
+    """
     bits = halves.view(np.uint16)
     for i in range(n):
         value = np.float32(floats[f0 + i])
@@ -271,7 +281,7 @@ def number_at(X, i, kind):
 
 @part
 def rounded_number(x, kind):
-    """The nearest number of a 16-bit type, as a float."""
+    """Return the nearest number of a 16-bit type, as a float."""
     if kind == BFLOAT16:
         return number_of(bits_of(x))
     return _number_of_float16(_bits_of_float16(x))
@@ -279,7 +289,7 @@ def rounded_number(x, kind):
 
 @part
 def bits_of(x):
-    """The bits of the bfloat16 nearest to a float32 (ties to even), as 32 bits."""
+    """Return the bits of the bfloat16 nearest to a float32 (ties to even), as 32 bits."""
     bits = np.float32(x).view(np.uint32)
     if x != x:  # rounding could carry a NaN into a number
         return np.uint32((bits | np.uint32(1 << 22)) >> np.uint32(16))
@@ -289,7 +299,7 @@ def bits_of(x):
 
 @part
 def number_of(bits):
-    """The float32 that is the bfloat16 of these bits."""
+    """Return the float32 equal to the bfloat16 of these bits."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
@@ -305,7 +315,7 @@ def _number_of_float16(bits):
 
 @part
 def _bits_of_float16(x):
-    """The bits of the float16 nearest to a float32 (ties to even), as 32 bits."""
+    """Return the bits of the float16 nearest to a float32 (ties to even), as 32 bits."""
     u, half = np.float32(x).view(np.uint32), np.float32(0.5)
     sign, size = np.uint32((u >> np.uint32(16)) & np.uint32(0x8000)), np.float32(abs(x))
     if not size < np.float32(65520):

@@ -1,4 +1,4 @@
-"""The vector registers of this CPU, and how panels are blocked over them.
+"""The vector registers of this CPU, and how panels are divided into registers.
 
 A product keeps `ROWS` rows by ``vecs`` vectors of accumulators in registers. Six by two fill AVX2's
 16 registers (12 accumulators, 2 vectors of the right operand, 1 scalar spread over the lanes);
@@ -30,7 +30,7 @@ ROWS = 6
 
 
 class Plain(NamedTuple):
-    """Any CPU: the definitions of `plain.py`, compiled as they stand."""
+    """Any CPU: the definitions in `plain.py`, compiled by Numba."""
 
     width: int
 
@@ -54,7 +54,7 @@ class Avx512Bf16(NamedTuple):
 
 
 class Amx(NamedTuple):
-    """`Avx512Bf16` plus AMX: eight registers of 16 x 64 B (`bf16_dot.tiles`)."""
+    """`Avx512Bf16` plus AMX: eight registers of 16 x 64 B (`bf16_dot.amx_tiles`)."""
 
     width: int
 
@@ -98,7 +98,7 @@ class Blocking(NamedTuple):
     prefetch : bool
         Whether products prefetch the data that they read next (docs/notebooks/cpu.md).
     pairs : str
-        How pairs of bfloat16 are multiplied, if they are (`bf16_dot.codegen.PRODUCTS`).
+        How pairs of bfloat16 are multiplied (`bf16_dot.codegen.PRODUCTS`); "" if they are not.
     """
 
     register: int
@@ -107,7 +107,7 @@ class Blocking(NamedTuple):
     pairs: str = ""
 
     def lanes(self, itemsize: int) -> int:
-        """Elements of one register."""
+        """Return the number of elements per register."""
         return self.register // itemsize
 
 
@@ -123,7 +123,7 @@ BLOCKING: dict[type, Blocking] = {
     NeonNarrow: Blocking(16, 1),
 }
 
-#: The kind with panels of one register, for the same CPU.
+#: The kind of code with panels of one register, for the same CPU.
 NARROW: dict[type[Cpu], type[Cpu]] = {
     Avx2: Avx2Narrow,
     Avx512: Avx512Narrow,
@@ -159,7 +159,8 @@ def narrow(cpu: Cpu, dtype: str) -> Cpu:
     return kind(block.lanes(np.dtype(dtype).itemsize))
 
 
-#: What each kind of code needs, widest registers first. An LLVM feature needs those before it.
+#: The LLVM features that each kind of code needs, widest registers first. A feature needs those
+#: before it.
 _VECTORS: dict[type[Cpu], tuple[str, ...]] = {
     Avx512: ("avx", "avx2", "fma", "avx512f", "avx512vl"),
     Avx2: ("avx", "avx2", "fma"),
@@ -173,7 +174,7 @@ def _host() -> type[Cpu]:
     NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can restrict Numba.
     """
     has, allowed = llvm.get_host_cpu_features(), _given()
-    # Without NUMBA_CPU_NAME LLVM takes this CPU's features, less those that are switched off.
+    # Without NUMBA_CPU_NAME, LLVM uses this CPU's features, except those that are switched off.
     own = getattr(config, "CPU_NAME") is None  # noqa: B009
     usable = {x for x in has if has[x] and (f"+{x}" in allowed or (own and f"-{x}" not in allowed))}
     for kind, needs in _VECTORS.items():
@@ -185,7 +186,7 @@ def _host() -> type[Cpu]:
 
 
 def _given() -> list[str]:
-    """Return the CPU features that Numba gives LLVM: "+avx2" switches one on, "-avx2" off."""
+    """Return the CPU features that Numba passes to LLVM: "+avx2" switches one on, "-avx2" off."""
     features: str | None = getattr(config, "CPU_FEATURES")  # noqa: B009 (Numba sets it as it loads)
     return (codegen.get_host_cpu_features() if features is None else features).split(",")
 
@@ -199,16 +200,16 @@ def paired(micro_kernel: str) -> Cpu:
 
 @cache
 def pays(micro_kernel: str) -> bool:
-    """Whether a micro-kernel for bfloat16 is expected to beat float32 on this CPU.
+    """Return whether a micro-kernel for bfloat16 is expected to be faster than float32 here.
 
-    VDPBF16PS does not on an Intel Xeon: on one thread, passes took 1.4 to 1.8 times as long as in
-    float32. On a Zen 4 they take 0.55 to 0.7 times float32's time.
+    VDPBF16PS is slower on an Intel Xeon: on one thread, passes took 1.4 to 1.8 times as long as in
+    float32. On a Zen 4 they take 0.55 to 0.7 times as long.
     """
     return micro_kernel == "amx" or zen()
 
 
 def zen() -> bool:
-    """Whether this is an AMD CPU of the Zen family."""
+    """Return whether this is an AMD CPU of the Zen family."""
     return bool(llvm.get_host_cpu_name().startswith("znver"))
 
 
@@ -220,7 +221,7 @@ def without(micro_kernel: str) -> str | None:
     """
     lacks = _lacks(micro_kernel)
     if lacks:
-        return f"the CPU, or what Numba compiles for, lacks {', '.join(lacks)}"
+        return f"the CPU, or the CPU for which Numba compiles, lacks {', '.join(lacks)}"
     return amx.refusal(os.getpid()) if PAIRED[micro_kernel][0] is Amx else None
 
 

@@ -1,4 +1,4 @@
-"""Operations that use vector code if the CPU's registers are known, and else plain Numba."""
+"""Operations that use vector code if the CPU's registers are known, and plain Numba otherwise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashsim.engines.cpu.primitives.inline_jit import HotPart, using
 
 
 def operation(layout: str, build: Callable, **options) -> Callable:
-    """Let compiled callers of the decorated definition use vector code if registers are known.
+    """Make compiled code use vector code for the decorated definition, if registers are known.
 
     `layout`, `build` and `options` are those of `vector_intrinsic`. Called from Python, the
     definition itself runs.
@@ -30,10 +30,10 @@ def operation(layout: str, build: Callable, **options) -> Callable:
 
 
 def operation_by_kind(layout: str, build: Callable, **options) -> Callable:
-    """Like `operation`, if the last argument says which 16-bit numbers are read or written.
+    """Do as `operation`; the last argument states which 16-bit numbers are read or written.
 
-    Its type says at compile time whether there are any. Its value, BFLOAT16 or FLOAT16, is known
-    only at run time.
+    Its type shows at compile time whether there are 16-bit numbers. Its value, BFLOAT16 or FLOAT16,
+    is known only at run time.
     """
     floats, bfloat16, float16 = (
         vector_intrinsic(layout, build, kind=kind, **options) for kind in (None, BFLOAT16, FLOAT16)

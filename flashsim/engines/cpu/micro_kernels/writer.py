@@ -1,7 +1,7 @@
-"""Write LLVM IR over vectors: values, arithmetic and loops for the operations in `codegen.py`.
+"""Writes LLVM IR over vectors: values, arithmetic and loops for the operations in `codegen.py`.
 
-This module does not depend on Numba, and of attention it only knows exponentials. LLVM lowers the
-same IR to AVX2, AVX-512 or NEON.
+This module does not depend on Numba, and only its exponentials are specific to attention. LLVM
+lowers the same IR to AVX2, AVX-512 or NEON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Code:
     Parameters
     ----------
     module : ir.Module
-        Receives the function, unless it is there already.
+        The module to which the function is added, unless it has it already.
     name : str
     block : Blocking
     itemsize : int
@@ -51,27 +51,27 @@ class Code:
             kinds = [self.element.as_pointer() if a == "p" else INT for a in args]
             function = ir.Function(module, ir.FunctionType(VOID, kinds), full)
             function.linkage = "internal"
-            function.attributes.add("noinline")  # its registers are its own
+            function.attributes.add("noinline")  # so that LLVM allocates its registers separately
             self.b = ir.IRBuilder(function.append_basic_block())
         self.function: ir.Function = module.globals[full]
 
     # -- values ---------------------------------------------------------------------------------
 
     def const(self, value: float) -> ir.Constant:
-        """A vector with `value` in every lane."""
+        """Return a vector with `value` in every lane."""
         return ir.Constant(self.vector, [float(value)] * self.lanes)
 
     def masked(self) -> ir.Constant:
-        """The largest score that counts as masked, in every lane."""
+        """Return a vector with the largest score that counts as masked in every lane."""
         return self.const(masked_score(np.float32 if self.itemsize == 4 else np.float64))
 
     def ints(self, value: int) -> ir.Constant:
-        """A vector of integers as wide as the elements."""
+        """Return a vector of integers as wide as the elements, with `value` in every lane."""
         kind = ir.VectorType(ir.IntType(8 * self.itemsize), self.lanes)
         return ir.Constant(kind, [value] * self.lanes)
 
     def at(self, base, *offsets):
-        """The address `base` plus offsets in elements."""
+        """Return the address `base` plus offsets in elements."""
         for offset in offsets:
             if isinstance(offset, int):
                 offset = ir.Constant(INT, offset)
@@ -79,16 +79,16 @@ class Code:
         return base
 
     def times(self, x, factor: int):
-        """An integer value times a constant."""
+        """Return an integer value times a constant."""
         return self.b.mul(x, ir.Constant(INT, factor))
 
     def load(self, address):
-        """One vector from memory; panels need not be aligned."""
+        """Load one vector from memory; panels need not be aligned."""
         pointer = self.b.bitcast(address, self.vector.as_pointer())
         return self.b.load(pointer, align=self.itemsize)
 
     def store(self, value, address) -> None:
-        """One vector to memory."""
+        """Store one vector to memory."""
         self.b.store(value, self.b.bitcast(address, value.type.as_pointer()), align=self.itemsize)
 
     def prefetch(self, address, cache: int = 1) -> None:
@@ -100,11 +100,11 @@ class Code:
         self.b.call(function, [self.b.bitcast(address, kind), read, near, data])
 
     def vectors(self, address) -> list:
-        """The addresses of a panel row's vectors."""
+        """Return the addresses of a panel row's vectors."""
         return [self.at(address, v * self.lanes) for v in range(self.vecs)]
 
     def spread(self, address):
-        """The scalar at `address` in every lane."""
+        """Return a vector with the scalar at `address` in every lane."""
         undefined = ir.Constant(self.vector, ir.Undefined)
         index = ir.IntType(32)
         vector = self.b.insert_element(undefined, self.b.load(address), ir.Constant(index, 0))
@@ -114,7 +114,7 @@ class Code:
     # -- arithmetic -----------------------------------------------------------------------------
 
     def fma(self, x, y, z):
-        """x y + z, rounded once."""
+        """Return x y + z, rounded once."""
         name = f"llvm.fma.v{self.lanes}f{8 * self.itemsize}"
         module = self.function.module
         if name not in module.globals:
@@ -122,11 +122,11 @@ class Code:
         return self.b.call(module.globals[name], [x, y, z])
 
     def larger(self, x, y):
-        """max(x, y); a NaN in y survives, one in x does not."""
+        """Return max(x, y); a NaN in y is kept, but a NaN in x is not."""
         return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
 
     def smaller(self, x, y):
-        """min(x, y); a NaN in y survives, one in x does not."""
+        """Return min(x, y); a NaN in y is kept, but a NaN in x is not."""
         return self.b.select(self.b.fcmp_ordered("<", x, y), x, y)
 
     def whole(self, shifted: list) -> tuple[list, list]:
@@ -151,10 +151,11 @@ class Code:
         return ps
 
     def exp(self, xs: list) -> list:
-        """e^x of several vectors, x < bias ln 2, as 2^n 2^f with n + f = x log2 e, |f| <= 1/2.
+        """Compute e^x of several vectors, as 2^n 2^f with n + f = x log2 e and |f| <= 1/2.
 
-        x log2 e itself is never rounded: two fused multiply-adds take n and f from it. Results
-        below the smallest normal number (x = -inf included) are exactly 0; NaN stays NaN.
+        x must be below bias ln 2. x log2 e itself is never rounded: two fused multiply-adds compute
+        n and f. Results below the smallest normal number (also for x = -inf) are exactly 0; NaN
+        stays NaN.
         """
         e, log2e = Exponential.of(self.itemsize), self.const(np.log2(np.e))
         low, magic = self.const(-e.bias * np.log(2)), self.const(e.magic)
@@ -166,7 +167,7 @@ class Code:
         return [self.fma(p, self.b.fmul(f, power), power) for f, power, p in parts]
 
     def tanh(self, xs: list, c) -> list:
-        """tanh(x / c) of several vectors, within 2 or 3 units in the last place of any result.
+        """Compute tanh(x / c) of several vectors, within 2 or 3 units in the last place.
 
         With z = 2 log2 e x / c and y = 2^z - 1, tanh is y / (y + 2). The sum
         y = 2^n (2^f - 1) + (2^n - 1) loses no precision for small x. The polynomial is exact
@@ -247,7 +248,10 @@ class Code:
     # -- control --------------------------------------------------------------------------------
 
     def loop(self, count, carried: list, body: Callable, by: int = 1) -> list:
-        """Do ``carried = body(i, carried)`` for i = 0, by, .. while i + by <= count; return it."""
+        """Do ``carried = body(i, carried)`` for i = 0, by, .. while i + by <= count.
+
+        Returns the last `carried`.
+        """
         b, f = self.b, self.function
         before = b.block
         head, inside, after = (f.append_basic_block(name) for name in ("head", "body", "after"))

@@ -1,4 +1,4 @@
-"""The few atomic operations with which threads share work, through Numba's `@intrinsic`."""
+"""The atomic operations by which threads share work, written with Numba's `@intrinsic`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numba.extending
 from llvmlite import ir
 from numba import types
 
-#: Its stub counts the compiler's context as an argument of the caller's.
+#: The type stub declares the compiler's context as an argument, which callers do not pass.
 intrinsic: Any = numba.extending.intrinsic
 
 INT = ir.IntType(64)
@@ -22,7 +22,7 @@ def _address(context, builder, kind, array, index):
 
 @intrinsic
 def fetch_add(context, counter):
-    """Add 1 to ``counter[0]``, atomically; returns what it held before."""
+    """Add 1 to ``counter[0]`` atomically, and return its old value."""
     del context
 
     def codegen(context, builder, signature, args):
@@ -35,10 +35,10 @@ def fetch_add(context, counter):
 
 @intrinsic
 def arrive(context, array, index):
-    """Add 1 to ``array[index]``; returns what it held before.
+    """Add 1 to ``array[index]`` atomically, and return its old value.
 
-    This thread then sees everything that other threads wrote before they arrived, and later
-    arrivals see everything that this thread wrote before.
+    This thread then sees all data that other threads wrote before they arrived, and threads that
+    arrive later see all data that this thread wrote before.
     """
     del context, index
 
@@ -51,7 +51,7 @@ def arrive(context, array, index):
 
 @intrinsic
 def load_acquire(context, array, index):
-    """Return ``array[index]``; everything written before its `store_release` is then visible."""
+    """Return ``array[index]``; all data written before its `store_release` is then visible."""
     del context, index
 
     def codegen(context, builder, signature, args):
@@ -76,7 +76,7 @@ def store_release(context, array, index, value):
 
 @intrinsic
 def give_way(context):
-    """Yield this CPU to another thread: the thread that is waited for may have none."""
+    """Yield this CPU to another thread, because the awaited thread may need it."""
     del context
 
     def codegen(context, builder, signature, args):

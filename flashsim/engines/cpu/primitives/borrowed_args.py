@@ -1,6 +1,6 @@
-"""Arguments that a kernel borrows: arrays without reference counts, tables by address.
+"""Passes arguments to a kernel without reference counts (arrays) or by address (tables).
 
-Both outlive the kernel, so it needs neither to count references nor to copy them.
+The arguments outlive the kernel, so the kernel need not count references or copy them.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from numba.core.datamodel import models
 from numba.core.typing.templates import AttributeTemplate
 from numba.extending import infer_getattr, lower_getattr_generic, register_model
 
-#: Its stub counts the compiler's context as an argument of the caller's.
+#: The type stub declares the compiler's context as an argument, which callers do not pass.
 intrinsic: Any = numba.extending.intrinsic
 
-#: Places of an array's owners, whom Numba would count.
+#: The fields of an array's owners, whose references Numba would count.
 _OWNERS = "meminfo", "parent"
 
 
 class ByAddress(types.Type):
-    """A named tuple that is passed by address: one address in place of a hundred numbers.
+    """A named tuple that is passed by its address, instead of as a hundred numbers.
 
     Numba passes a tuple field by field, and an array as seven numbers, through every call down to
     the last function that reads a field, and counts references to each array on the way.
@@ -47,7 +47,7 @@ class _FieldsByAddress(AttributeTemplate):
     key = ByAddress
 
     def generic_resolve(self, value, attr):
-        """Return the type of a field, or None (an error for Numba) if there is no such field."""
+        """Return the type of a field; None, an error for Numba, if the field does not exist."""
         if attr not in value.of.fields:
             return None
         return value.of.types[value.of.fields.index(attr)]
@@ -91,7 +91,7 @@ def _lent(kind: Any) -> Any:
 
 @intrinsic
 def call_with_lent(context, kernel, cpu, arguments):
-    """Call ``kernel(cpu, *arguments)``: arrays without reference counts, tables by address.
+    """Call ``kernel(cpu, *arguments)``, with arrays that have no owners, and tables by address.
 
     Numba counts references to an array atomically around every call that takes it, so the threads
     of a kernel would contend for these counters at every tile.
@@ -121,8 +121,8 @@ def _holds_arrays(kind: Any) -> bool:
 def borrow(context, value):
     """Return `value` with arrays that have no owner; see `call_with_lent`.
 
-    `value` is an array, a number or a nested tuple of these. The caller must keep it alive
-    meanwhile.
+    `value` is an array, a number or a nested tuple of these. The caller must keep `value` alive as
+    long as the result is used.
     """
     del context
 

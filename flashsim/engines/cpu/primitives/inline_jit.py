@@ -1,4 +1,4 @@
-"""Compile functions that only kernels call: they become machine code once, inside the kernel.
+"""Compiles functions that only kernels call: they become machine code once, inside the kernel.
 
 Numba builds a separate library for every `@njit` function that another one calls. It optimises the
 library and translates it to machine code that is never run, with a wrapper for Python callers. Then
@@ -37,7 +37,9 @@ class _Text(JITCodeLibrary):
 
     def _finalize_final_module(self) -> None:
         self._finalize_dynamic_globals()
-        for function in self._final_module.functions:  # which several may link in
+        for (
+            function
+        ) in self._final_module.functions:  # several libraries may link in the same function
             if not function.is_declaration and function.linkage == Linkage.external:
                 function.linkage = "linkonce_odr"
         self._finalized = True

@@ -19,18 +19,18 @@ from flashsim.backends.launch.kernel import ROUND
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import I1, I32, I64, Values, emitted, floats, i32, words
 from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
-from flashsim.backends.numba_gpu.tiles import RowWidth, lane_of
+from flashsim.backends.numba_gpu.mma_tiles import RowWidth, lane_of
 
 int32, int64 = types.int32, types.int64
 BARRIER = 8  # bytes
 
 
-# -- who I am -------------------------------------------------------------------------------------
+# -- thread indices -------------------------------------------------------------------------------
 
 
 @emitted(int32)
 def warpgroup(b: ir.IRBuilder) -> ir.Value:
-    """Return the thread's warpgroup in the block; the compiler sees that a whole warp shares it."""
+    """Return the thread's warpgroup in the block, which the compiler knows to be warp-uniform."""
     mine = b.lshr(ptx.special(b, "tid.x"), i32(7))
     text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
     return ptx.asm(b, text, "=r,r", [mine], I32, effects=True, together=True)
@@ -38,7 +38,7 @@ def warpgroup(b: ir.IRBuilder) -> ir.Value:
 
 @emitted(int32)
 def warp(b: ir.IRBuilder) -> ir.Value:
-    """Return the thread's warp in the block; the compiler sees that it is equal in a whole warp."""
+    """Return the thread's warp in the block, which the compiler knows to be warp-uniform."""
     mine = b.lshr(ptx.special(b, "tid.x"), i32(5))
     text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
     return ptx.asm(b, text, "=r,r", [mine], I32, effects=True, together=True)
@@ -51,7 +51,7 @@ def speaks(b: ir.IRBuilder) -> ir.Value:
 
 
 def registers(count: int, *, more: bool) -> Any:
-    """Return ``registers()``: it gives the warpgroup's threads `count` registers from there on."""
+    """Return ``registers()``: it sets the registers per thread of the warpgroup to `count`."""
     return emitted(None)(partial(ptx_hopper.registers, count=count, more=more))
 
 
@@ -73,7 +73,7 @@ def barriers_begin(counts: dict[int, int]) -> Any:
     return barriers_begin_
 
 
-#: ``wait(barrier, parity)``, ``arrive(barrier, condition)``: as their instructions.
+#: ``wait(barrier, parity)`` and ``arrive(barrier, condition)`` are the PTX instructions.
 wait = emitted(None, int32, int32)(ptx_hopper.barrier_wait)
 arrive = emitted(None, int32, types.boolean)(ptx_hopper.barrier_arrive)
 
@@ -103,7 +103,7 @@ class Ring:
     """
 
     def __init__(self, stages: int) -> None:
-        lap = {2: 1, 3: 2}[stages]  # the bit of it
+        lap = {2: 1, 3: 2}[stages]  # the index of its bit
         low = i32((1 << lap) - 1)
 
         def barrier_of(b: ir.IRBuilder, barriers: ir.Value, position: ir.Value) -> ir.Value:
@@ -141,7 +141,7 @@ class Ring:
         self.wait_full, self.wait_free = wait_full, wait_free
 
 
-#: Of two stages, where positions count the tiles that passed.
+#: The functions for two stages, where positions count the tiles so far.
 _TWO = Ring(2)
 stage, wait_full, wait_free = _TWO.stage, _TWO.wait_full, _TWO.wait_free
 
@@ -150,9 +150,10 @@ stage, wait_full, wait_free = _TWO.stage, _TWO.wait_full, _TWO.wait_free
 def arrive_behind(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value, alpha: ir.Value) -> None:
     """Arrive, where `condition` holds, once the rescaling factor of O's row 1 is known.
 
-    The factor `alpha` is a power and never negative, so the test on it changes nothing. It only
-    makes the arrival, and with it the wait behind it, depend on the maxima and the first
-    exponentials. The assembler would otherwise move those behind the wait.
+    The factor `alpha` is a power and never negative, so the test on it changes nothing. The test
+    only gives the arrival, and with it the following wait, a false dependency on the maxima and the
+    first exponentials. Without the dependency, the assembler moves the maxima and exponentials
+    after the wait.
     """
     never = b.fcmp_ordered("<", alpha, ir.Constant(alpha.type, 0.0))
     ptx_hopper.barrier_arrive(b, barrier, b.and_(condition, b.not_(never)))
@@ -168,18 +169,19 @@ def named_arrive(threads: int) -> Any:
     return emitted(None, int32)(partial(ptx_hopper.named_arrive, threads=threads))
 
 
-#: ``my_turn(barrier)``: wait until the warpgroup before has queued its products, by a named barrier
-#: of two; ``pass_turn(barrier)``: let the next warpgroup queue its own.
+#: Ping-pong scheduling with a named barrier of two warpgroups: ``my_turn(barrier)`` waits until the
+#: previous warpgroup has queued its products; ``pass_turn(barrier)`` lets the next one queue its
+#: own.
 my_turn, pass_turn = named_sync(256), named_arrive(256)
 
 
 cluster_sync = emitted(None)(ptx_hopper.cluster_sync)
 
 
-# -- items: what the producer tells the consumers -------------------------------------------------
+# -- work tiles: messages from the producer to the consumers --------------------------------------
 
 
-#: ``put(address, integer)``, to shared memory.
+#: ``put(address, integer)`` stores an integer in shared memory.
 put = emitted(None, int32, int32)(ptx.store_shared)
 
 
@@ -189,11 +191,11 @@ def get(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return ptx.asm(b, "ld.shared.b32 $0, [$1];", "=r,r", [address], I32, effects=True)
 
 
-#: ``fetch_count(address, last) -> int32``: count on from an integer in HBM, 0 after `last`.
+#: ``fetch_count(address, last) -> int32`` increments an integer in HBM, or resets it after `last`.
 fetch_count = emitted(int32, int64, int32)(ptx_hopper.fetch_count)
 
 
-# -- the copy engine ------------------------------------------------------------------------------
+# -- TMA ------------------------------------------------------------------------------------------
 
 
 @intrinsic
@@ -243,7 +245,8 @@ def copy_tile(rows: int, chunks: int, *, packed: bool, blocks: int = 1) -> Any:
     return copy_tile_
 
 
-#: ``uncounted(value)``: a loop's counter, unchanged; LLVM, which cannot know so, does not unroll.
+#: ``uncounted(value)`` returns a loop's counter unchanged. LLVM cannot know that, so does not
+#: unroll.
 uncounted = emitted(int32, int32)(ptx.again)
 
 
@@ -312,7 +315,7 @@ def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
 def product_wait(pending: int, n: int) -> Any:
     """Return ``product_wait(c) -> c``: it waits for a product.
 
-    Its sums are then complete, as are all groups except the last `pending`.
+    The product's sums are then complete, as are all groups except the last `pending`.
     """
     return emitted(floats(n // 2), floats(n // 2))(partial(ptx_hopper.wgmma_wait, pending=pending))
 
@@ -333,10 +336,11 @@ def rounded(b: ir.IRBuilder, s: Values, *, bf16: bool) -> Values:
 def store_output(bf16: bool, n: int, row_of: RowWidth, *, later: bool = False) -> Any:
     """Return the function that rounds and stores 64 rows of output.
 
-    It is ``store_output(address, row_bytes, o, factors, row, stop) -> bytes``. `row` is the warp's
-    first row and `address` is that of row 0. Rows from `stop` on and columns past `row_of`'s width
-    are left out. A lane holds pairs of columns; the lanes of a quad exchange them, so that each
-    stores 16 bytes of a row. With `later` one more parameter gives the column at which o begins.
+    The function is ``store_output(address, row_bytes, o, factors, row, stop) -> bytes``. `row` is
+    the warp's first row and `address` is that of row 0. Rows from `stop` on and columns past
+    `row_of`'s width are left out. A lane holds pairs of columns; the lanes of a quad exchange them,
+    so that each stores 16 bytes of a row. With `later` one more parameter gives the column at which
+    o begins.
     """
 
     @emitted(int32, int64, int32, floats(n // 2), floats(2), *[int32] * (3 if later else 2))

@@ -1,13 +1,13 @@
 """FlashDecoding: Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference", 2023.
 
-A few queries with a long KV cache give few row tiles: too few to fill a GPU, so most SMs would
-idle. So the algorithm also splits the keys, in the two steps of the post. Step 1 computes attention
-over each part of the keys in parallel, with a log-sum-exp per part. Step 2 reduces over the parts.
-Each part's output is normalised and stored in float32 (or float64). `Schedule` defines the parts.
+A few queries with a long KV cache yield too few row tiles to fill a GPU, so most SMs would idle. So
+FlashDecoding also splits the keys, in two steps. Step 1 computes attention over each part of the
+keys in parallel, with a log-sum-exp per part. Step 2 merges the parts. Each part's output is
+normalised and stored in float32 (float64 for float64 inputs). `Schedule` defines the parts.
 
-If all batch entries share a prefix, row tiles that hold the queries of all entries read it once.
-The result is merged with that of each entry's own keys. This is cascade attention (FlashInfer,
-arXiv:2501.01005; also Hydragen, arXiv:2402.05099).
+If all batch entries share a prefix, additional row tiles with the queries of all entries read the
+prefix once. Their results are merged with those of each entry's own keys. This is cascade attention
+(FlashInfer, arXiv:2501.01005; also Hydragen, arXiv:2402.05099).
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ def _split(machine: Machine) -> None:
 
 
 def _combine(machine: Machine) -> None:
-    """Step 2: merge the parts of each row tile in order, so every run gives the same bits.
+    """Step 2: merge the parts of each row tile in a fixed order, so every run gives the same bits.
 
-    The parts of a shared prefix come before an entry's own. Parts are merged pair by pair.
-    FlashAttention's combine kernel, and the GPU kernel here, first take the largest L of all parts
-    and then weigh them. Both compute the same sum with different roundings.
+    The parts of a shared prefix come before the parts of an entry's own keys. This function merges
+    one part after the other. FlashAttention's combine kernel and flashsim's GPU kernel first
+    compute the largest L of all parts, and then the weighted sum. Both ways compute the same sum
+    with different roundings.
     """
     hbm, p = machine.hbm, machine.problem
     with machine.stage("combine") as sram:
@@ -77,7 +78,7 @@ def _combine(machine: Machine) -> None:
 
 
 def backward(machine: Machine) -> None:
-    """Never called: there is no backward pass, and `plans.check_backward` raises beforehand."""
+    """Never called: `plans.check_backward` raises first, because there is no backward pass."""
     raise NotImplementedError
 
 

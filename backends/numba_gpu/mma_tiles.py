@@ -26,9 +26,9 @@ from flashsim.backends.numba_gpu.emit import Values, emitted, f32, floats, i32, 
 class Tile:
     """A rows x cols tile of 16-bit elements in shared memory, without padding.
 
-    A row is cut into 16-byte chunks, and chunk c of row r lies at c XOR f(r), where f spreads 8
-    consecutive rows over all 32 banks: `ldmatrix`, which reads a chunk of each of 8 rows at a time,
-    then meets no bank conflict.
+    A row is divided into 16-byte chunks, and chunk c of row r is stored at c XOR f(r), where f
+    spreads 8 consecutive rows over all 32 banks. So `ldmatrix`, which reads one chunk from each of
+    8 rows at a time, has no bank conflict.
     """
 
     rows: int
@@ -152,8 +152,8 @@ class Operand:
     """A product's operand in shared memory.
 
     `swapped` says that the tile is stored transposed: A [m][k] and B [k][n] are straight, A [k][m]
-    and B [n][k] (K in Q K^T) are swapped. With `extra` the address comes with a first column in the
-    tile that is known only at run time.
+    and B [n][k] (K in Q K^T) are swapped. With `extra`, a first column that is known only at run
+    time is added to the address.
     """
 
     tile: Tile
@@ -167,7 +167,7 @@ class Operand:
 
 
 def pieces(tile: Tile, *, transposed: bool) -> Any:
-    """Return ``pieces(address) -> address``: where this lane reads its row of a tile's first piece.
+    """Return ``pieces(address) -> address``: this lane's row in a tile's first piece.
 
     Straight order gives `ldmatrix` the A fragment of a straight tile, or two B fragments of a
     straight one; transposed order gives those of a swapped tile.

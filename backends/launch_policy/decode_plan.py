@@ -3,7 +3,8 @@
 The keys of a sequence are split over blocks. The live lengths of the whole batch and the GPU's SMs
 determine the number of splits (`flashsim.schedule.split` has the rules). Latent attention has its
 own kernel (kernels/hopper/decode_latent.cu). A prefix that all sequences share (cascade attention)
-is read in one loop, whose row tiles hold the queries of all sequences. Nothing here needs a GPU.
+is read in one loop, whose row tiles hold the queries of all sequences. Nothing in this module needs
+a GPU.
 """
 
 from __future__ import annotations
@@ -31,34 +32,37 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule.split import Split, cut, longest_part
 
 ALGORITHM = "flash-decode"
-#: What `run` takes for it besides `splits`: lengths, pages, memory that calls share.
+#: Options of `run` for this algorithm: splits, lengths, pages, memory that calls share.
 OPTIONS = (
     *("splits", "pack_gqa", "cache_seqlens", "block_table", "workspace", "head_dim_v"),
     "shared_prefix",
 )
-#: Slots of a count record: of a visit, and of a block. See `Decode.expected`.
+#: Slots of a count record, per visit and per block; see `Decode.expected`.
 VISIT_SLOTS = ("K", "V", "table")
 ITEM_SLOTS = ("Q", "O_part", "L_part", "O", "L", "O_part read", "L_part read")
 SLOTS = 8
-#: Time stamps of a visit, and of a block: SM, cycles and ns at its start, and at its end; cycles
-#: when it began to merge, or 0.
+#: Time stamps per visit and per block. A block's are its SM, cycles and ns at its start, the same
+#: at its end, and the cycles when it began to merge, or 0.
 VISIT_STAMPS, ITEM_STAMPS = 5, 6
 
 _INT32 = int(np.iinfo(np.int32).max)
-#: Splits that may be a cluster of blocks, which merge through their shared memory (sm_90 and
-#: later); the programming guide promises a cluster of 8.
+#: Numbers of splits that can form a cluster, whose blocks merge through shared memory (sm_90 and
+#: later). The CUDA programming guide guarantees a cluster size of 8.
 CLUSTERS = (2, 4, 8)
-#: Key tiles of a block up to which 8 splits that are a cluster are better than more through HBM.
+#: Key tiles per block up to which 8 splits in a cluster are faster than more splits that merge
+#: through HBM.
 _CLUSTERED = 4
-#: Of the multiprocessors, as many as take nearly all that the memory gives; key tiles from which
-#: on wide rows stay whole where they take so many.
+#: The fraction of the SMs that nearly saturates the memory bandwidth; the number of key tiles from
+#: which on a sequence with more than 128 columns of K and V together stays whole if its blocks
+#: saturate it.
 _ENOUGH, _LONG = 0.45, 128
-#: The same where the memory is no faster than this, bytes per second.
+#: The memory bandwidth up to which a GPU counts as having slower memory, in bytes per second; its
+#: fraction of the SMs.
 _FAST_MEMORY, _MOST = 4e12, 0.9
-#: Key tiles of a range up to which it is short, and has fewer bytes under way.
+#: Key tiles up to which a range is short, and its block keeps fewer bytes in flight.
 _SHORT = 8
-#: Bytes of K and V up to which a call begins before what runs before it has ended, if its blocks
-#: are two on a multiprocessor and all there at once: more of them stream faster behind it.
+#: Bytes of K and V up to which a launch may begin before the previous one ends, if two blocks share
+#: an SM and all blocks run at once. Larger launches are faster if they wait.
 _OVERLAPPED = 600e6
 
 
@@ -148,7 +152,7 @@ class Decode:
     def cluster(self) -> int:
         """The number of blocks that merge through each other's shared memory.
 
-        With 1, partial results go through HBM.
+        With a cluster of 1, partial results are merged through HBM.
         """
         return dict(self.kernel.constants)["FS_CLUSTER"]
 
@@ -181,13 +185,13 @@ class Decode:
     def walks(self) -> int:
         """The number of row tiles over all sequences and KV heads.
 
-        Those of a shared prefix come last.
+        The row tiles of a shared prefix come last.
         """
         return self.counters + self.problem.kv_heads * self.prefix_tiles
 
 
 def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
-    """A launch's argument without its addresses and strides.
+    """Return a launch's argument struct without its addresses and strides.
 
     Parameters
     ----------
@@ -207,7 +211,7 @@ def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
 
 
 def live(problem: Problem, lengths: tuple[int, ...], page: int, prefix: int = 0) -> Problem:
-    """The problem that a batch of these lengths poses: its live keys, packed.
+    """Return the packed problem of a batch's live keys.
 
     All sequences share the first `prefix` keys.
 
@@ -232,13 +236,13 @@ def check(problem: Problem, gpu: Gpu) -> None:
     p = problem
     if p.dtype not in ("float16", "bfloat16"):
         raise UnsupportedError(
-            f"decoding on a GPU takes float16 and bfloat16, not {p.dtype}; convert q, k and v"
+            f"decoding on a GPU supports float16 and bfloat16, not {p.dtype}; convert q, k and v"
         )
     for name in ("bias", "mask", "block_mask", "cu_seqlens_q"):
         if getattr(p, name) is not None:
             raise UnsupportedError(
-                f"decoding on a GPU takes no {name}; it takes causal, window, softcap and, for "
-                "sequences of different lengths, cache_seqlens"
+                f"decoding on a GPU does not support {name}; it supports causal, window, softcap "
+                "and, for sequences of different lengths, cache_seqlens"
             )
     if p.latent:
         refuse_functions(p, "latent attention's")
@@ -258,7 +262,7 @@ def plan(
     timeline: bool = False,
     prefix: int = 0,
 ) -> Decode:
-    """The launch for a batch of these live lengths.
+    """Return the launch for a batch with these live lengths.
 
     Without `splits`, sequences get as many splits as it takes for the blocks to fill the SMs once.
     With `splits`, a sequence of fewer key tiles gets one split per tile. With a `prefix`, `splits`
@@ -289,7 +293,7 @@ def plan(
     if max(problem.n_kv, *lengths) > _INT32:
         raise UnsupportedError(
             "the decode kernel numbers keys with 32-bit integers, so n_kv can be at most "
-            f"{_INT32:,}, got {problem.n_kv:,}"
+            f"{_INT32:,}, got {problem.n_kv:,}; use a smaller cache"
         )
     variant = Variant(True, False, counts=counts, timeline=timeline)
     asked = _DecodeRequest(problem, lengths, gpu, splits, page, variant, prefix)
@@ -298,7 +302,7 @@ def plan(
 
 @lru_cache(maxsize=256)
 def dynamic(problem: Problem, gpu: Gpu, splits: int | None = None, page: int = 0) -> Decode:
-    """The launch for sequences whose live lengths the kernel reads as it runs.
+    """Return the launch for sequences whose live lengths the kernel reads at run time.
 
     The splits are chosen as for sequences that fill the cache. A shorter sequence has as many, each
     of fewer tiles or of none. Fields 1 and 2 of an item are its part and 0; the kernel computes the
@@ -311,7 +315,7 @@ def dynamic(problem: Problem, gpu: Gpu, splits: int | None = None, page: int = 0
     """
     if problem.latent:
         raise UnsupportedError(
-            "latent attention on a GPU takes cache_seqlens in the CPU's memory only; give a "
+            "latent attention on a GPU takes cache_seqlens in the CPU's memory only; pass a "
             "list of integers"
         )
     full = plan(problem, (problem.n_kv,) * problem.batch, gpu, splits, page)
@@ -339,7 +343,7 @@ class _DecodeRequest(NamedTuple):
 
 
 def _plain(asked: _DecodeRequest) -> Decode:
-    """The launch for contiguous or paged keys without latent attention or a shared prefix.
+    """Return the launch for contiguous or paged keys, not latent and without a shared prefix.
 
     If sequences must be split to fill the SMs, blocks have 8 warps, and each SM runs one. If the
     batch has more blocks than SMs, blocks have 4 warps, each SM runs two, and no block is longer
@@ -347,19 +351,19 @@ def _plain(asked: _DecodeRequest) -> Decode:
 
     Where clusters merge, short sequences of equal length get 8 splits, or the largest cluster size
     that their key tiles allow. Contiguous sequences of equal length stay whole if their blocks
-    alone are `_ENOUGH`, since a split would cost a merge and gain nothing. This holds up to 128
-    columns of keys and values. With more columns it holds where no cluster merges, or from `_LONG`
-    tiles on. (Measured on an H200 and, with memory no faster than `_FAST_MEMORY`, on an H100;
-    docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
+    alone are `_ENOUGH`, since a split would cost a merge and gain nothing. Sequences stay whole in
+    this way up to 128 columns of keys and values; with more columns, only where no cluster merges,
+    or from `_LONG` tiles on. (Measured on an H200 and, with memory no faster than `_FAST_MEMORY`,
+    on an H100; docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
 
     A sequence is a cluster only if all clusters run at once, which depends on the chip: the last
-    ones would run alone. Otherwise it gets fewer parts, which are a smaller cluster, or, up to 128
-    columns, as many parts that merge through HBM.
+    ones would run alone. Otherwise the sequence gets fewer parts, which form a smaller cluster; or,
+    up to 128 columns, as many parts, which merge through HBM.
     """
     p, lengths, gpu, splits, page, variant, _ = asked
     hopper, rows, (d, dv) = gpu.compute_capability >= (9, 0), p.n_q * p.group, padded_dims(p)
     block_q = kernels.block_q_of(rows, d, dv)
-    each = p.kv_heads * -(-rows // block_q)  # blocks of a part of a sequence
+    each = p.kv_heads * -(-rows // block_q)  # blocks per part of a sequence
     wide = sum(n > 0 for n in lengths) * each <= gpu.multiprocessors
     warps = kernels.on_chip(block_q, d, dv, gpu, wide=wide)[0]
     ranges, tiles = _ranges(p, lengths, kernels.KEYS * warps)
@@ -375,7 +379,7 @@ def _plain(asked: _DecodeRequest) -> Decode:
         splits = splits or max(n for n in CLUSTERS if n <= tiles[0])
     split = _packed(splits, longest)
     made = split.parts(tiles).tolist()
-    together = sum(n > 0 for n in tiles) * each  # clusters, if each sequence is one
+    together = sum(n > 0 for n in tiles) * each  # clusters, with one per sequence
     if clusters and alike and made[0] in CLUSTERS and together > gpu.at_once(made[0]):
         fewer = [n for n in CLUSTERS if n < made[0] and together <= gpu.at_once(n)]
         if chosen and fewer and d + dv > 128:
@@ -388,8 +392,8 @@ def _plain(asked: _DecodeRequest) -> Decode:
     chip = kernels.on_chip(block_q, d, dv, gpu, wide=wide, ring=ring)
     if max(made) > chip[3]:
         raise OptionError(
-            f"splits must be at most {chip[3]} here, whose weights fit a block's shared memory, "
-            f"got {max(made)}"
+            f"splits must be at most {chip[3]} here, since the splits' weights must fit in a "
+            f"block's shared memory; got {max(made)}"
         )
     cluster = made[0] if clusters and made[0] in CLUSTERS and len({*made}) == 1 else 1
     exchanged = kernels.exchanged(cluster, block_q, row_elements(p.head_dim_v))
@@ -407,7 +411,7 @@ def _plain(asked: _DecodeRequest) -> Decode:
 
 
 def _latent(asked: _DecodeRequest) -> Decode:
-    """The launch for latent attention, where V is columns of K and there is one KV head.
+    """Return the launch for latent attention, where V is columns of K and there is one KV head.
 
     A block takes all of an SM's shared memory, and a second kernel merges.
     """
@@ -421,14 +425,16 @@ def _latent(asked: _DecodeRequest) -> Decode:
 
 
 def _behind_prefix(asked: _DecodeRequest) -> Decode:
-    """The launch for sequences that share a prefix.
+    """Return the launch for sequences that share a prefix.
 
     The prefix is read once, and a second kernel merges its parts with each sequence's own. Without
     `splits`, the number of parts is chosen so that none is longer than the average load of an SM.
     """
     p, lengths, gpu, splits, page, variant, prefix = asked
     if p.latent:
-        raise UnsupportedError("on a GPU latent attention has no shared_prefix; leave it out")
+        raise UnsupportedError(
+            "on a GPU latent attention does not support shared_prefix; leave it out"
+        )
     live(p, lengths, page, prefix)
     rows, (d, dv) = p.n_q * p.group, padded_dims(p)
     block_q = kernels.block_q_of(rows * p.batch, d, dv)
@@ -452,16 +458,16 @@ def _behind_prefix(asked: _DecodeRequest) -> Decode:
 
 @lru_cache(maxsize=256)
 def _packed(splits: int | None, longest: int) -> Split:
-    """The rule for this many splits, or if None, for parts of at most `longest` key tiles."""
+    """Return the `Split` for this many splits, or if None, parts of at most `longest` key tiles."""
     return Split(pack_gqa=True, part_tiles=longest) if splits is None else Split(splits, True)
 
 
 def _ranges(
     p: Problem, lengths: tuple[int, ...], block_k: int
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """The range of key tiles that each sequence's queries see, and the number of these tiles.
+    """Return the range of key tiles that each sequence's queries see, and their number.
 
-    A window leaves out some tiles.
+    A window excludes some key tiles.
     """
     ends = [-(-length // block_k) for length in lengths]
     first = [max(0, length - p.n_q - p.left) // block_k for length in lengths]
@@ -479,17 +485,17 @@ def _launch(
     merge: Kernel | None = None,
     prefix: int = 0,
 ) -> Decode:
-    """The launch of a kernel on sequences whose key tiles are ``range(*ranges[b])``.
+    """Return the launch of a kernel on sequences whose key tiles are ``range(*ranges[b])``.
 
-    `parts` says how many parts `split` makes of each sequence. With a prefix, `lengths` exclude its
-    keys, and the number of its own parts comes last.
+    `parts` says how many parts `split` makes of each sequence. With a prefix, `lengths` exclude the
+    prefix's keys, and the last of `parts` is the prefix's own.
     """
     values, rows = dict(kernel.constants), p.n_q * p.group
     block_q, block_k = values["FS_BLOCK_Q"], values["FS_BLOCK_K"]
     listed, shared, row_tiles = [], -(-prefix // block_k), -(-rows // block_q)
     *made, shared_parts = parts if prefix else (*parts, 0)
     for tile in range(-(-rows * p.batch // block_q) if prefix else 0):
-        for i in range(shared_parts):  # a part takes a slot of each sequence
+        for i in range(shared_parts):  # a part has a slot per sequence
             keys = cut(0, shared, i, shared_parts)
             listed.append((-1, *keys, i * p.batch, 0, shared_parts, prefix, tile))
     slot = shared_parts * p.batch
@@ -500,7 +506,7 @@ def _launch(
                 keys = cut(lo, hi, i, n)
                 listed.append((b, *keys, slot + i if kept else 0, slot, n, length, tile))
         slot += n if kept else 0
-    if values["FS_CLUSTER"] > 1:  # a sequence's stay together
+    if values["FS_CLUSTER"] > 1:  # the splits of a sequence stay together
         listed.sort(key=lambda item: ranges[item[0]][0] - ranges[item[0]][1])
     else:
         listed.sort(key=lambda item: item[1] - item[2])

@@ -1,11 +1,11 @@
-"""Time of the GPU kernel of `algorithm="flash-decode"`: blocks, bandwidth and a merge.
+"""Predicts the time of the GPU kernel of `algorithm="flash-decode"`: blocks, bandwidth and a merge.
 
-A block waits for its first keys and ends with a merge of its warps (`item`). In between it streams
-its keys as fast as an SM can (`rate`), or multiplies them as fast as the portable forward kernel
-does on tensor cores, whichever takes longer. All blocks together are no faster than HBM. A new
-block starts where an earlier one has ended. Where keys are split, either the block of a sequence
-that ends last merges the parts, or a cluster merges them on chip. `launch` accounts for a call that
-begins before the previous one has ended.
+A block waits for its first keys, and ends with a merge of its warps' results (`item`). In between,
+it streams its keys as fast as an SM can (`rate`), or multiplies them as fast as the portable
+forward kernel does on tensor cores, whichever takes longer. All blocks together are not faster than
+HBM. A new block starts when an earlier block ends. If keys are split, either the last block of a
+sequence merges the parts, or a cluster merges them on chip. `launch` takes into account that a call
+begins before the previous call has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from flashsim.api import counting
 from flashsim.backends.launch.kernel import Gpu, padded_dims
-from flashsim.backends.launch_policy import decode
+from flashsim.backends.launch_policy import decode_plan
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem.hardware import Device
@@ -29,21 +29,21 @@ from flashsim.studies.predict.blocks import makespan
 from flashsim.studies.predict.calibration import CALIBRATED, DECODING, DecodeConstants
 from flashsim.studies.predict.prediction import StageTime
 
-ALGORITHM = decode.ALGORITHM
+ALGORITHM = decode_plan.ALGORITHM
 
 
-def launch(problem: Problem, splits: int | str, device: Device) -> decode.Decode:
-    """The launch of the decode kernel for a batch, or for the packed sequences of one.
+def launch(problem: Problem, splits: int | str, device: Device) -> decode_plan.Decode:
+    """Return the launch of the decode kernel for a batch, or for the packed sequences of a batch.
 
     Raises
     ------
     UnsupportedError, OptionError
-        For problems without a prediction: a shared prefix, latent attention, or sequences with
+        If the problem has no prediction: a shared prefix, latent attention, or sequences with
         different numbers of queries.
     """
     if splits == "fa3":
         raise OptionError(
-            "the GPU kernels choose splits by their own rule; give splits='auto' or an integer"
+            "the GPU kernels choose splits by their own rule; use splits='auto' or an integer"
         )
     p, lengths = problem, (problem.n_kv,) * problem.batch
     for name in ("shared_prefix", "latent"):
@@ -65,11 +65,11 @@ def launch(problem: Problem, splits: int | str, device: Device) -> decode.Decode
     p = replace(p, page_size=None)
     gpu = Gpu.like(device)
     given = None if splits == "auto" else int(splits)
-    return decode.plan(p, lengths, gpu, given, problem.page_size or 0)
+    return decode_plan.plan(p, lengths, gpu, given, problem.page_size or 0)
 
 
-def traffic(problem: Problem, made: decode.Decode, device: Device) -> Traffic:
-    """The closed-form traffic of that launch."""
+def traffic(problem: Problem, made: decode_plan.Decode, device: Device) -> Traffic:
+    """Return the traffic of a launch in closed form."""
     tiling = Tiling(min(made.rows, dict(made.kernel.constants)["FS_BLOCK_Q"]), made.block_k)
     roomy = replace(device, sram_bytes=device.sram_per_sm + device.registers_per_sm)
     splits = max(made.splits)
@@ -77,15 +77,15 @@ def traffic(problem: Problem, made: decode.Decode, device: Device) -> Traffic:
 
 
 def stages(
-    made: decode.Decode, page: int | None, device: Device, c: DecodeConstants = DECODING
+    made: decode_plan.Decode, page: int | None, device: Device, c: DecodeConstants = DECODING
 ) -> tuple[StageTime, ...]:
-    """Times of the kernel: the loop over the keys, and the merge of the parts if there are any."""
+    """Return the kernel's times: of the loop over the keys, and of a merge if keys are split."""
     p = made.problem
     per_sm = 1
-    if made.kernel.threads < 256:  # `plan` gives two blocks an SM half of its shared memory each
+    if made.kernel.threads < 256:  # `plan` assigns half of an SM's shared memory to each block
         per_sm = max(1, min(2, device.sram_per_sm // (made.kernel.shared_bytes + RESERVED)))
     slots = per_sm * device.sm_count
-    # Rows of a page of one key head lie together: the shorter, the more DRAM pages are opened.
+    # The rows of a page of one key head are contiguous. With shorter runs, more DRAM pages open.
     row = p.head_dim * p.itemsize
     scattered = 1 + c.scatter / math.sqrt(page * row) if page else 1.0
     key = (p.head_dim + p.head_dim_v) * p.itemsize * scattered
@@ -98,7 +98,7 @@ def stages(
     products = keys * (flops * device.sm_count / peak)
     walks = p.kv_heads * made.row_tiles
     durations = (item + per_sm * np.maximum(copies, products)).tolist()
-    # A place of its own for each block: how many share an SM is in `copies` already.
+    # Each block has a slot of its own, because `copies` already includes the blocks per SM.
     last, mean = makespan(durations, [0.0] * len(durations), walks, walks, slots, 1)
     read = float(keys.sum()) * key * p.kv_heads * made.row_tiles
     hbm = read / (device.hbm_bandwidth * c.hbm_share)

@@ -1,4 +1,4 @@
-"""Code that the algorithms share: a tile of scores, and small stages around the main loop."""
+"""Code that the algorithms share: the scores of a tile, and small stages around the main loop."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from flashsim.schedule.schedule import Visit
 
 
 def unseen(m: np.ndarray) -> np.ndarray:
-    """Whether a row maximum (or LSE) shows that no key was seen: only masked scores, or none."""
+    """Return whether rows saw no key, from their maximum (or LSE): all scores masked, or none."""
     return m <= masked_score(m.dtype)
 
 
 def finite(m: np.ndarray) -> np.ndarray:
-    """Return a row maximum (or LSE) for subtraction: 0 where no key was seen, to avoid inf - inf.
+    """Return row maxima (or LSEs) to subtract from scores: 0 for rows that saw no key.
 
-    Scores that count as masked are so low that their exponential is then still 0.
+    The 0 avoids inf - inf. Scores that count as masked are so low that their exponential is 0 even
+    without a subtraction.
     """
     return np.where(unseen(m), 0, m)
 
 
 def log_sum_exp(m: np.ndarray, l: np.ndarray) -> np.ndarray:
-    """LSE of rows with maximum m and sum l; -inf where no key was seen."""
+    """Return the LSE of rows with maximum m and sum l; -inf for rows that saw no key."""
     return np.where(unseen(m), -np.inf, m + np.log(np.where(l == 0, 1, l)))
 
 
@@ -50,14 +51,14 @@ def score_tile(
 ) -> tuple[np.ndarray, Chain]:
     """Compute S_ij = score_mod(softcap(scale Q_i K_j^T) + bias), with masked scores at -inf.
 
-    `own` holds what functions loaded for the row tile, in a Q-outer loop.
+    `own` is the captured elements that were loaded for the row tile, in a Q-outer loop.
 
     Returns
     -------
     S_ij : ndarray, (.., rows, cols)
     chain : Chain
-        What leads from dS back to the gradient of the scaled product. If `gated`, with a softcap
-        c, its `cap` is 1 - tanh(scale q.k / c)^2.
+        The data from which the gradient of the scaled product follows, given dS. If `gated`, with a
+        softcap c, its `cap` is 1 - tanh(scale q.k / c)^2.
     """
     p = visit.schedule.problem
     shape = Q_i.shape[-2], K_j.shape[-2]
@@ -91,15 +92,16 @@ def score_gradient(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute dS_ij = P_ij (dP_ij - delta_i) with dP_ij = dO_i V_j^T, in dP's tile.
 
-    Without `delta_i`, the tile must hold all keys that its rows see, and delta is computed here:
-    rowsum(P o dP), minus the LSE's gradient `dL_i` if there is one.
+    Without `delta_i`, the tile must have all keys that its rows see. The function then computes
+    delta = rowsum(P o dP), minus the LSE's gradient `dL_i` if there is one.
 
     Returns
     -------
     dS_ij : ndarray
         Gradient of the scaled product before the softcap; dQ and dK are computed from it.
     dbias_ij : ndarray
-        Gradient of the score after the softcap and before the score function: the bias's gradient.
+        Gradient of the score after the softcap and before the score function, which is the bias's
+        gradient.
     """
     dP_ij = sram.alloc("dP", P_ij.shape[-2:])
     np.matmul(dO_i, V_j.mT, out=dP_ij)
@@ -120,7 +122,7 @@ def score_gradient(
 def lse_gradient(
     machine: Machine, sram: Sram, rows: slice, *, member: int | None = None
 ) -> np.ndarray | None:
-    """Load the gradient of the LSE of some rows; None if the backward pass has none."""
+    """Load the gradient of the LSE of some rows; None if the LSE has no gradient."""
     if not machine.problem.dlse:
         return None
     return sram.load(machine.hbm.dL, rows, member=member)
@@ -136,7 +138,7 @@ def fill(machine: Machine, name: str, values: dict[str, float]) -> None:
 
 
 def convert(machine: Machine, accumulator: str, result: str) -> None:
-    """Round an accumulator in HBM to the input's type; no such stage if both types are equal."""
+    """Run the stage that rounds an accumulator in HBM to the input's type, if the types differ."""
     name = "convert_dbias" if result == "dBias" else "convert"
     if not machine.has(name):
         return
@@ -151,7 +153,7 @@ def convert(machine: Machine, accumulator: str, result: str) -> None:
 
 
 def clear_dbias(machine: Machine) -> Tensor | None:
-    """Zero the bias's gradient, if there is one; returns its accumulator."""
+    """Set the bias's gradient to zero, and return its accumulator; None without a bias."""
     if not machine.has("clear_dbias"):
         return None
     name = accumulator_name(machine, "dBias")
@@ -160,6 +162,9 @@ def clear_dbias(machine: Machine) -> Tensor | None:
 
 
 def accumulator_name(machine: Machine, result: str) -> str:
-    """The tensor that accumulates `result`: itself if it has the accumulator's type."""
+    """Return the name of the tensor in HBM that accumulates `result`.
+
+    It is `result` itself if that has the accumulator's type.
+    """
     name = f"{result}_acc"
     return name if name in machine.hbm.tensors else result

@@ -1,7 +1,7 @@
-"""The interface between api and engines: the `Job` that `run` passes in, the `Outcome` it gets.
+"""The interface between api and engines: an engine receives a `Job` and returns an `Outcome`.
 
-An engine is a module with ``OPTIONS``, `forward`, `recall` and `backward`, of the types below.
-Engines never import the api or each other.
+An engine is a module with ``OPTIONS``, `forward`, `recall`, `backward` and `constant`, of the types
+in `Engine`. Engines never import the api or each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Job:
     Attributes
     ----------
     problem, tiling, device, algorithm, key_order
-        What to compute and how. `tiling` is None if the engine may choose it.
+        The problem, and how to compute it. `tiling` is None if the engine may choose it.
     q, k, v : array, (batch, heads, n_q, d), (batch, kv_heads, n_kv, d), (batch, kv_heads, n_kv, dv)
         Arrays of the user's library (NumPy, CuPy, torch), validated against `problem`.
     bias : array (1 or batch, 1 or heads, n_q, n_kv) or None
@@ -35,12 +35,12 @@ class Job:
     trace : bool or str
         False, True (counts) or "timeline".
     options : mapping
-        The engine's own options, by the names it lists in ``OPTIONS``.
+        The engine's own options, whose names are in ``OPTIONS``.
     deterministic : bool
-        Backward, "flash2-fused": add to dQ in a fixed order. True only if the engine's `orders_dq`
-        said that it can.
+        Whether the backward pass of "flash2-fused" adds to dQ in a fixed order. True only if the
+        engine's `orders_dq` returned True.
     memo : dict
-        Cached facts about this job that also hold for the same job with other arrays.
+        Cached values that depend on the job, but not on the content of its arrays.
     """
 
     problem: Problem
@@ -61,7 +61,7 @@ class Job:
     mask_arrays: tuple[Any, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the engine's memo; a pickled `Result` holds only the request."""
+        """Return the state without the memo, so that a pickled `Result` has only the request."""
         return {**self.__dict__, "memo": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -74,8 +74,8 @@ class Job:
         return {name: x for name, x in arrays.items() if x is not None}
 
     def given(self, q: Any, k: Any, v: Any, **others: Any) -> Job:
-        """The job with other arrays and fields; it shares the memo unless `others` names one."""
-        job = object.__new__(Job)  # `replace` takes as long as a launch
+        """Return the job with other arrays and fields; the memo stays unless `others` has one."""
+        job = object.__new__(Job)  # `dataclasses.replace` takes as long as a kernel launch
         job.__dict__.update(self.__dict__, q=q, k=k, v=v, **others)
         return job
 
@@ -86,25 +86,27 @@ class Outcome(NamedTuple):
     Attributes
     ----------
     arrays : dict
-        Forward: "out", "lse"; backward: "dq", "dk", "dv" and, with a bias, "dbias"; 4-D (LSE 3-D).
-        With sinks "dsinks", (heads,), and for each captured array of `problem.score_grads`
-        "d:<name>", of its shape; both in the accumulator's type.
+        Forward: "out" and "lse". Backward: "dq", "dk", "dv" and, with a bias, "dbias". They have 4
+        axes, except for the LSE, which has 3. With sinks there is also "dsinks", (heads,), and for
+        each captured array of `problem.score_grads` "d:<name>", with the array's shape. Both have
+        the accumulator type.
     tiling : Tiling
-        The tiling that ran.
+        The tiling that the engine used.
     stages : tuple of StageTrace or None
-        The events, if they were requested.
+        The events, if a trace was requested.
     kernel : str
-        A readable name of what ran: "simulator" or a kernel's name.
+        A readable name of the implementation: "simulator" or a kernel's name.
     saved : dict
-        What the engine's `backward` needs besides the job.
+        The values that the engine's `backward` needs besides the job.
     timeline : ndarray of dtype `events.TIMELINE`, or None
-        Where and when each part of each visit (tile pair) ran on a GPU, from ``trace="timeline"``.
+        The SM and the time of each phase of each visit (tile pair) on a GPU, from
+        ``trace="timeline"``.
     gpu : str
         The GPU's name; "" if no GPU ran the pass.
     problem : Problem or None
-        The traced problem if it differs from the job's: the live keys of a cache.
+        The traced problem if it differs from the job's problem, such as the live keys of a cache.
     finite : set of str
-        Arrays that are known to hold no NaN or infinity: the engine checked as it wrote them.
+        Arrays without NaN or infinity: the engine checked them as it wrote them.
     """
 
     arrays: dict[str, Any]
@@ -118,18 +120,18 @@ class Outcome(NamedTuple):
     finite: Set[str] = frozenset()
 
     def unseen(self, *names: str) -> dict[str, Any]:
-        """Return those of the named arrays that may hold NaN or infinity."""
+        """Return those of the named arrays that may contain NaN or infinity."""
         return {name: self.arrays[name] for name in names if name not in self.finite}
 
 
 class Engine(Protocol):
     """The functions of an engine module.
 
-    An engine may have more functions. `orders_dq(job, saved)`: see `Job.deterministic`.
-    `fuses(job, saved)`: whether the fused backward is the fastest if dQ may be summed in any order.
-    `stores_dq(job, saved)`: whether "flash2-once" is faster than the job's algorithm.
-    `adopt(name, array)` converts an array that supports only DLPack to a kind that the engine
-    knows.
+    An engine may have more functions. `orders_dq(job, saved)` returns whether the engine can add to
+    dQ in a fixed order (`Job.deterministic`). `fuses(job, saved)` returns whether the fused
+    backward is the fastest if dQ may be summed in any order. `stores_dq(job, saved)` returns
+    whether "flash2-once" is faster than the job's algorithm. `adopt(name, array)` converts an array
+    that supports only DLPack to a type that the engine supports.
     """
 
     OPTIONS: frozenset[str]
@@ -138,22 +140,22 @@ class Engine(Protocol):
         """Run the forward pass."""
 
     def recall(self, job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-        """Return `Outcome.saved` of a forward pass when only `out` (4-D) and `lse` (3-D) were kept.
+        """Return `Outcome.saved` of a forward pass, given only its `out` (4-D) and `lse` (3-D).
 
         Raises
         ------
         UnsupportedError
-            If the algorithm's backward pass needs more than these.
+            If the algorithm's backward pass needs other saved tensors too.
         """
 
     def backward(self, job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-        """Run the backward pass; `job.tiling`, `algorithm` and `trace` are the backward's.
+        """Run the backward pass; `job.tiling`, `algorithm` and `trace` apply to this pass.
 
-        `dlse`, (batch, heads, n_q) like the LSE, is given if ``job.problem.dlse`` is true.
+        `dlse`, (batch, heads, n_q) like the LSE, is an array if ``job.problem.dlse`` is true.
         """
 
     def constant(self, job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Return a constant array of the same kind and device as the job's, for `engines.nothing`.
+        """Return a constant array of the job's library and device, for `engines.nothing`.
 
         Raises the same errors as `forward` for a job that the engine does not support.
         """

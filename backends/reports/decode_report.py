@@ -11,7 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flashsim.backends.launch_policy.decode import ALGORITHM, ITEM_SLOTS, VISIT_SLOTS, Decode, live
+from flashsim.backends.launch_policy.decode_plan import (
+    ALGORITHM,
+    ITEM_SLOTS,
+    VISIT_SLOTS,
+    Decode,
+    live,
+)
 from flashsim.backends.reports import timeline as stamps
 from flashsim.backends.reports.counts import one_walk
 from flashsim.errors import UnsupportedError
@@ -22,15 +28,15 @@ from flashsim.schedule.tiling import Tiling
 from flashsim.trace.events import PHASES, ROLES, TIMELINE, StageTrace
 
 Row = tuple[int, int, int, int, int, int, int]
-#: A visit: its index, its column tile, how wide that is, and bytes by tensor.
+#: A visit: its index, its column tile, the width of that tile, and bytes by tensor.
 _Seen = tuple[int, int, int, dict[str, int]]
-#: What each block reports of its own part.
+#: Bytes that each block reports for itself, by tensor.
 _OWN = ("Q", "O_part", "L_part")
 _BLOCK = ROLES.index("block")
 
 
 def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
-    """The schedule that a launch follows: the live keys of its sequences, packed.
+    """Return the schedule that a launch follows: the live keys of its sequences, packed.
 
     Raises
     ------
@@ -64,7 +70,7 @@ def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
 def stages(
     launch: Decode, schedule: Schedule, visit_counts: np.ndarray, item_counts: np.ndarray
 ) -> tuple[StageTrace, ...]:
-    """The events of the two stages: the loop over parts, and the merge.
+    """Return the events of the two stages: the loop over parts, and the merge.
 
     Parameters
     ----------
@@ -82,7 +88,8 @@ def stages(
     visits = one_walk("split", by_head.reshape(heads, -1, slots))
     visits = visits.reshape(p.batch * launch.row_tiles, -1, slots)
     ends = item_counts.reshape(-1, heads, launch.row_tiles, slots).swapaxes(0, 1)
-    # Which of a sequence's blocks comes last, and merges, is not said: its bytes are their sum.
+    # The report does not say which block of a sequence is last and merges, so their bytes are
+    # summed.
     own = [ITEM_SLOTS.index(name) for name in _OWN]
     items = one_walk("split", ends[..., own].reshape(heads, -1, len(own)))
     items = items.reshape(-1, launch.row_tiles, len(own))
@@ -122,7 +129,7 @@ def timeline(
     item_stamps: np.ndarray,
     clock_khz: int,
 ) -> np.ndarray:
-    """The SM and time span of each visit, store and merge, counted from the first block's start.
+    """Return SM and time span of each visit, store and merge, from the first block's start on.
 
     The first warp of a block records the time stamps. Each warp has its own keys of a tile.
 
@@ -188,12 +195,13 @@ def _named(names: tuple[str, ...], values: np.ndarray) -> dict[str, int]:
 def _step(
     stage: plans.Stage, i: int, rows: int, moved: dict[str, int], visits: Sequence[_Seen]
 ) -> list[Row]:
-    """The events of one outer step, with the reported bytes: before, at and after its visits."""
+    """Return one outer step's events with the reported bytes: before, at and after its visits."""
     begin = _moves(stage.before, moved, i, -1, -1, rows, 0)
     rows_of_events = list(begin)
     for at, j, cols, said in visits:
         events = _moves(stage.visit, said, i, j, at, rows, cols)
-        done = [(COMPUTE, 0, 0, i, j, at, 0)] if at >= 0 else []  # merging, a part is no visit
+        # during the merge, a part is no visit
+        done = [(COMPUTE, 0, 0, i, j, at, 0)] if at >= 0 else []
         rows_of_events += [*events, *done, *_frees(stage.visit, events)]
     rows_of_events += _moves(stage.after, moved, i, -1, -1, rows, 0)
     return [*rows_of_events, (COMPUTE, 0, 0, i, -1, -1, 0), *_frees(stage.before, begin)]
@@ -208,7 +216,7 @@ def _moves(
     rows: int,
     cols: int,
 ) -> list[Row]:
-    """The events of these moves; stores that the block did not report are left out."""
+    """Return the events of these moves; stores that the block did not report are left out."""
     events = []
     for m in moves:
         nbytes = said.get(m.tensor, 0) if m.transfers else int(m.tile.nbytes(rows, cols))
@@ -218,6 +226,6 @@ def _moves(
 
 
 def _frees(moves: tuple[plans.Move, ...], events: list[Row]) -> list[Row]:
-    """The free events of all that was loaded or allocated, in the same order."""
+    """Return the free events of all that was loaded or allocated, in the same order."""
     held = {CODES[m.tensor]: CODES[m.tile.name] for m in moves if m.holds}
     return [(FREE, held[e[1]], *e[2:]) for e in events if e[1] in held]

@@ -1,8 +1,8 @@
-"""Write a product as a program of AMX tile instructions, and lower it to LLVM IR.
+"""Writes a product as a program of AMX tile instructions, and lowers it to LLVM IR.
 
 AMX has eight registers, tmm0 to tmm7, of 16 rows of 64 bytes: 16 x 16 float32, or 16 x 32 bfloat16.
-``TDPBF16PS c, a, b`` adds 16 dot products of pairs to each element of c. A row of a holds 16 pairs
-of neighbours along the sum; the rows of b hold the matching pairs, one per lane.
+``TDPBF16PS c, a, b`` adds 16 dot products of pairs to each element of c. A row of a contains 16
+pairs of neighbours along the sum; the rows of b contain the matching pairs, one per lane.
 
 `program` returns the instructions for a block of C, as data. `lower` writes them as LLVM's
 intrinsics; the tests' tile machine runs them in NumPy. Tiles are named by number, so LLVM neither
@@ -21,9 +21,10 @@ from flashsim.engines.cpu.micro_kernels.writer import VOID, Code
 
 #: Rows of a tile, and its 32-bit columns: float32 sums, or pairs of bfloat16.
 SIDE = 16
-#: Tiles of C that one program keeps, by rows and by columns; two of A and two of B stand beside.
+#: Rows and columns of C's tiles that one program keeps in registers, besides two tiles of A and two
+#: of B.
 BLOCK = 2
-#: What LDTILECFG reads: palette 1, then bytes a row and rows of each of the eight tiles.
+#: The data that LDTILECFG reads: palette 1, then bytes per row and rows of each of the eight tiles.
 CONFIG = bytes(
     [1, *[0] * 15, *[4 * SIDE, 0] * 8, *[0] * 16, *[SIDE] * 8, *[0] * 8],
 )
@@ -32,13 +33,13 @@ BYTE = ir.IntType(8)
 
 
 class Zero(NamedTuple):
-    """Tile `tile` becomes 0."""
+    """Set tile `tile` to 0."""
 
     tile: int
 
 
 class Load(NamedTuple):
-    """Tile `tile` becomes the tile of `operand` at (`row`, `column`), counted in tiles."""
+    """Load the tile of `operand` at (`row`, `column`), counted in tiles, into tile `tile`."""
 
     tile: int
     operand: str
@@ -47,7 +48,7 @@ class Load(NamedTuple):
 
 
 class Store(NamedTuple):
-    """The reverse of `Load`."""
+    """Store tile `tile` to `operand`: the reverse of `Load`."""
 
     tile: int
     operand: str
@@ -56,7 +57,7 @@ class Store(NamedTuple):
 
 
 class Dot(NamedTuple):
-    """Tile `c` += tile `a` times tile `b`."""
+    """Add tile `a` times tile `b` to tile `c`."""
 
     c: int
     a: int

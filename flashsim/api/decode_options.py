@@ -1,0 +1,159 @@
+"""`DecodeOptions`: how a decoding call splits the keys, and which keys its KV cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flashsim.api.kv_cache import check_table_kind
+from flashsim.errors import DTypeError, OptionError, ShapeError, own_errors, shown
+from flashsim.problem import checks
+from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
+from flashsim.schedule.split import check_splits
+
+
+@own_errors
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecodeOptions:
+    """The options of ``algorithm="flash-decode"`` in one object, checked when it is made.
+
+    Pass it to `run`, `compare`, `count` or `predict` as ``decode=``. Each field can also be passed
+    to them as a keyword of the same name. Arrays are kept, not copied, so a server can change the
+    lengths in place between calls. Two objects are equal only if they are the same object.
+
+    Attributes
+    ----------
+    splits : int, "auto" or "fa3"
+        The number of splits of the keys. "auto" fills the device's SMs once; "fa3" ("simulator" and
+        `count` only) is FlashAttention-3's rule.
+    pack_gqa : bool
+        Whether the query heads of a KV head share a tile, so that K and V are loaded once for all
+        of them. "cupy" supports only True.
+    cache_seqlens : sequence or array of int, (batch,), optional
+        The number of live keys per batch entry. The causal mask is aligned to their end. Default:
+        the whole cache.
+    shared_prefix : int, optional
+        The number of equal keys that all entries begin with, which are read once (cascade
+        attention). With a `block_table`, whole pages.
+    block_table : array of int, (batch, max_pages), optional
+        Row b lists the pages that hold the keys of entry b; k and v are then (pages, kv_heads,
+        page_size, head_dim). `count` and `predict` take the page size from the problem.
+    head_dim_v : int, optional
+        V is the first `head_dim_v` columns of k, and v is None (latent attention).
+    workspace : flashsim.backends.cupy_gpu.decode.Workspace, optional
+        "cupy" only: memory for partial results that calls share.
+
+    Raises
+    ------
+    OptionError, DTypeError, ShapeError
+        For a value that no cache allows. Whether the lengths and pages fit the arrays is checked
+        by the call.
+    """
+
+    splits: int | str = "auto"
+    pack_gqa: bool = True
+    cache_seqlens: Sequence[int] | Any = None
+    shared_prefix: int | None = None
+    block_table: Any = None
+    head_dim_v: int | None = None
+    workspace: Any = None
+
+    def __post_init__(self) -> None:
+        check_splits(self.splits)
+        object.__setattr__(self, "pack_gqa", checks.flag("pack_gqa", self.pack_gqa))
+        if self.shared_prefix is not None:
+            checks.count("shared_prefix", self.shared_prefix)
+        if self.head_dim_v is not None:
+            checks.positive_int("head_dim_v", self.head_dim_v)
+        if self.cache_seqlens is not None:
+            _check_lengths(self.cache_seqlens)
+        if self.block_table is not None:
+            check_table_kind(self.block_table)
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the fields that differ from the defaults, as keywords of `run`."""
+        chosen = {name: x for name, x in vars(self).items() if x is not None}
+        if isinstance(self.splits, str) and self.splits == "auto":
+            del chosen["splits"]
+        if self.pack_gqa:
+            del chosen["pack_gqa"]
+        return chosen
+
+
+def _check_lengths(lengths: Any) -> None:
+    """Raise unless these are integers on one axis. Numbers on a GPU are not read."""
+    if hasattr(lengths, "shape") and hasattr(lengths, "dtype"):
+        kind = str(lengths.dtype).removeprefix("torch.")
+        if len(lengths.shape) != 1 or not kind.startswith(("int", "uint")):
+            raise ShapeError(
+                "cache_seqlens must be integers, one for each entry of the batch, got "
+                f"{kind} {tuple(lengths.shape)}"
+            )
+        if not isinstance(lengths, np.ndarray):
+            return
+        lengths = lengths.tolist()
+    if not isinstance(lengths, (list, tuple)) or not all(map(checks.is_int, lengths)):
+        raise ShapeError(
+            f"cache_seqlens must be integers, one for each entry of the batch, got {shown(lengths)}"
+        )
+    for b, n in enumerate(lengths):
+        if n < 0:
+            raise OptionError(f"cache_seqlens[{b}] must be at least 0, got {n}")
+
+
+def with_fields(options: Mapping[str, Any], decode: Any, algorithms: Iterable[str]) -> Any:
+    """Return the keywords of a call with the fields of `decode` among them.
+
+    Raises
+    ------
+    DTypeError, OptionError
+        If `decode` is not a `DecodeOptions`, if a field is passed twice, or if none of the
+        algorithms splits the keys.
+    """
+    if decode is None:
+        return options
+    if not isinstance(decode, DecodeOptions):
+        raise DTypeError(f"decode must be a flashsim.DecodeOptions, got {shown(decode)}")
+    names = list(algorithms)
+    if not any(plans.splits_keys(plans.check_algorithm(name)) for name in names):
+        raise OptionError(
+            f"decode= is for algorithm='flash-decode', which splits the keys; {names[0]!r} "
+            "processes all keys of a query tile in one loop: leave decode out"
+        )
+    fields = decode.keywords()
+    for name in DecodeOptions.__dataclass_fields__:
+        if options.get(name) is not None:
+            raise OptionError(
+                f"{name} was passed beside decode=; set it in flashsim.DecodeOptions({name}=...)"
+            )
+    return {**options, **fields}
+
+
+def counted_fields(problem: Problem, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that a closed form takes in addition to its problem.
+
+    The other fields, about pages and about V, must agree with the problem.
+
+    Raises
+    ------
+    OptionError
+        If they do not agree.
+    """
+    rest = dict(fields)
+    rest.pop("workspace", None)
+    if rest.pop("block_table", None) is not None and problem.page_size is None:
+        raise OptionError(
+            "decode has a block_table, but the problem has no page_size; pass "
+            "Problem(page_size=...), or leave block_table out"
+        )
+    width = rest.pop("head_dim_v", None)
+    if width is not None and not (problem.latent and problem.head_dim_v == width):
+        raise OptionError(
+            f"decode has head_dim_v={width}, so V is the first columns of K; pass "
+            f"Problem(latent=True, head_dim_v={width}), or leave head_dim_v out of decode"
+        )
+    return rest
