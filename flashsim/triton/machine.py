@@ -83,12 +83,13 @@ class Interpreter:
         self.arguments = Arguments(self.recorder)
         self.memory = Memory(self.recorder, self.arguments.pointers)
         self.ran: list[Ran] = []
-        self._config = config
+        self.config = config
         self._programs = None if programs is None else [tuple(one) for one in programs]
         self._keep = keep
         self._changed: list[tuple[Any, str, Any]] = []
         self._loaded: dict[int, Any] = {}
         self._started = 0
+        self.tuned = False  # whether a kernel had configurations to choose from
         self.atomic = False
         self._positive: set[int] = set()  # lines with exponentials of positive numbers
         self._patched: set[int] | None = None  # ids of the globals that this launch has patched
@@ -211,7 +212,8 @@ class Interpreter:
 
     def _choose(self, tuner: Any, possible: Sequence[Any]) -> Any:
         name = tuner.base_fn.__name__
-        config = self._config
+        config = self.config
+        self.tuned = True
         if isinstance(config, Mapping):
             for one in tuner.configs:
                 every = one.all_kwargs()
