@@ -155,9 +155,12 @@ def _pallas(call: Any, options: dict[str, Any], problem: Problem | None) -> Any:
     """Trace a call of a function that calls Pallas kernels."""
     from flashsim.jax import trace_kernel
 
-    inner = call.func
+    def called(args: Any, keywords: Any) -> Any:
+        return call.func(*args, **keywords)
+
+    called.__qualname__ = getattr(call.func, "__qualname__", "the function")  # for errors
     return trace_kernel(
-        lambda args, keywords: inner(*args, **keywords),
+        called,
         *(call.args, call.keywords),
         problem=problem,
         **options,
@@ -285,8 +288,6 @@ class _Arrays:
             raise OptionError(f"ndim must be 2, 3 or 4, got {axes}")
         if layout not in _LAYOUTS:
             raise OptionError(f"no layout {layout!r}; {choices(layout, _LAYOUTS)}")
-        if axes == 2 and p.batch * p.heads > 1:
-            raise OptionError("q has two axes, so it has one head: pass --batch 1 --heads 1")
         self._p, self._axes, self._library = p, axes, library
         self._swapped = layout == "bnhd" and axes == 4
         self._inputs = random_inputs(p, seed)
@@ -294,6 +295,8 @@ class _Arrays:
 
     def of(self, name: str) -> Any:
         """Return an array by its name in the papers."""
+        if self._axes == 2 and self._p.batch * self._p.heads > 1:
+            raise OptionError("q has two axes, so it has one head: pass --batch 1 --heads 1")
         x = self._inputs
         known = {"Q": x.q, "K": x.k, "V": x.v, "dO": x.dout}
         if name not in known and name not in self._more:
@@ -339,7 +342,11 @@ def _axes(called: Any) -> tuple[str, ...]:
     except (OSError, TypeError, SyntaxError):
         return ()
     found: list[tuple[bool, tuple[str, ...]]] = []
-    for node in ast.walk(tree):
+    nodes: list[ast.AST] = [*ast.iter_child_nodes(tree.body[0])]
+    while nodes:
+        node = nodes.pop()
+        if not isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
+            nodes += ast.iter_child_nodes(node)  # a function inside has shapes of its own
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
             target, array = node.targets[0], node.value.value
             if node.value.attr == "shape" and isinstance(target, ast.Tuple):

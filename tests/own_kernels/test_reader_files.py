@@ -114,10 +114,37 @@ def test_a_block_pointer_has_a_type(answer):
     assert "y_ptr right" in answer(files.BLOCK_POINTERS, "launch", *words)
 
 
+INSIDE = """
+
+def launch(x):
+    rows, columns = x.shape
+
+    def inner(q):
+        heads, n, d = q.shape
+
+    return attention(*np.ones((3, 1, 2, 64, 16), np.float32))
+
+
+def inner_only(q, k, v):
+    def inner(q):
+        heads, d = q.shape
+
+    return attention(q, k, v)
+"""
+
+
+def test_axes_are_those_of_the_function_itself(answer):
+    text = files.kernel() + files.STACKED + INSIDE
+
+    assert "O right" in answer(text, "launch", "--set", "x=3x4")
+    assert "O right" in answer(text, "inner_only", "-n", 64, "-d", 16)
+
+
 @pytest.mark.parametrize(
     ("right", "wrong", "said"),
     [
         ("(i + 1) * B + n_kv", "i * B + n_kv", "the loop over keys ends before the diagonal"),
+        ("in range(0, end, B)", "in range(B, end, B)", "the first key tile is left out"),
         ("d**-0.5", "heads**-0.5", "multiplied by 0.57735; the scale is 0.25"),
         ("exp(s - m_new[:, None])", "exp(s)", "an exponential of a positive number"),
     ],
