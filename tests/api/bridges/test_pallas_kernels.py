@@ -914,7 +914,7 @@ def test_the_command_takes_a_model_and_other_arguments():
     )
     words = "4 K tiles whose scores are all masked are loaded, by 2 programs"
     assert f"{words}, line {line}" in text
-    assert "note     forward: TPU model." in text
+    assert "note     forward uses the TPU model: " in text
     code, text = command(f"{EXAMPLES / 'gpu_forward.py'}:forward", "--model", "tpu", "-n", 64)
     assert "tpu model" in text
 
