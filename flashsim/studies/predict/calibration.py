@@ -1,7 +1,7 @@
 """Constants of the time model, fitted by `benchmarks/predict.py --fit`.
 
 The constants were fitted to the shapes of `CALIBRATION` in `benchmarks/time_shapes.py` on one H200.
-Those of the Hopper kernels were also fitted to 216 random shapes on one H100. They are tested on
+Those of the Hopper kernels were also fitted to random shapes on one H100. They are tested on
 shapes that the fit does not use (docs/reference/predictions.md). The rates of a chip's units are
 measured without any of these kernels: docs/data/units-h200.csv.
 """
