@@ -4,7 +4,7 @@
     python benchmarks/predict.py --worst 10         # also the passes with the largest errors
     python benchmarks/predict.py --fit              # prints new lines for time_model.csv; 10 min
     python benchmarks/predict.py --leave-one-out    # errors on random shapes, each seed's shapes
-                                                    # predicted by a fit without them; 5 min
+                                                    # predicted by a fit without them
     python benchmarks/predict.py --plot FILE.png
     python benchmarks/predict.py --decode [--fit]   # the same of the decode kernel
 
