@@ -47,8 +47,8 @@ class Boxes(NamedTuple):
     def sums(self, heights: np.ndarray, widths: np.ndarray) -> tuple[int, int, int, int]:
         """Return the fields of `Sums` over all tiles.
 
-        The argument `heights` has the numbers of rows of the row tiles, `widths` those of columns of
-        the column tiles.
+        The argument `heights` has the numbers of rows of the row tiles, `widths` the numbers of
+        columns of the column tiles.
 
         The sums are computed box by box, without a list of tiles.
         """
