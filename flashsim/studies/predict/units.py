@@ -135,7 +135,7 @@ def _bytes(p: Problem, moves: Iterable[plans.Move], op: str, sides: tuple[int, i
 def _shared_reads(one: KernelPass, dims: tuple[int, int], sides: tuple[int, int]) -> int:
     """Return the bytes that a portable kernel's warps read from shared memory per visit.
 
-    For kernels of other families, the result is 0.
+    The result is 0 if TMA loads the tiles: tensor cores then read shared memory without warps.
 
     For each product, each warp reads the visited tiles for its own rows of the outer tile. In
     KV-outer kernels, several warps may share the columns of a product (`parts`).
