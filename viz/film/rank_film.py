@@ -240,7 +240,7 @@ class RanksFilm:
         self.image.set_data(self.pixels)
 
     def _move(self, step: int, share: float) -> None:
-        """Draw K and V: in the second half of each step but the last, they move to the next rank."""
+        """Draw K and V; in the second half of every step but the last they move to a new rank."""
         ring = self.group.ring
         going = step < ring - 1
         turn = max(0.0, 2 * share - 1) if going else 0.0
