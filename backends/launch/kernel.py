@@ -142,8 +142,8 @@ class Variant:
     `after` and `more` are for a pass of several launches. With `after`, a launch starts once the
     previous launch has begun. With `more`, a launch lets the next launch begin.
 
-    With `once`, each row tile is visited once, since a single key tile holds all keys. `fused`
-    kernels compute dQ in one pass with dK and dV, and add to it in a fixed order if `ordered`.
+    With `once`, each row tile visits a single key tile. `fused` kernels compute dQ in one pass with
+    dK and dV, and add to it in a fixed order if `ordered`.
     """
 
     spans: bool

@@ -1,4 +1,4 @@
-"""The FP8 forward of Hopper (kernels/hopper/forward_fp8.cu): what it takes, how it is launched."""
+"""The FP8 forward for Hopper (kernels/hopper/forward_fp8.cu): its inputs and its launch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TENSOR, _HEAD, _BLOCK, _NONE = range(4)
 
 @dataclass(frozen=True)
 class HopperFp8(Family):
-    """The family of FlashAttention-3's forward in FP8; it has no backward."""
+    """The kernel family of FlashAttention-3's forward in FP8, which has no backward."""
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """See `Family`."""
@@ -78,9 +78,9 @@ class HopperFp8(Family):
         )
 
     def clump(self, walk: Walked) -> int:
-        """See `Family`. The 16-bit kernels' size, or a smaller one if the launch then ends sooner.
+        """See `Family`. The 16-bit kernels' group size, or a smaller size if that is faster.
 
-        The smaller size is the next one that divides the heads evenly.
+        The smaller size is the next one that divides the number of heads evenly.
         """
         size, group, walks = hopper.HOPPER.clump(walk), walk.problem.group, walk.walks
         if walk.alike:
@@ -112,7 +112,7 @@ HOPPER_FP8 = HopperFp8("hopper, fp8", nvrtc.load)
 
 
 def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
-    """Return the bytes of shared memory of a block (``struct OnChip``).
+    """Return the bytes of shared memory that a block takes (``struct OnChip``).
 
     Rows of Q and K are padded to a multiple of 128 bytes.
     """
@@ -132,7 +132,7 @@ def _scales(problem: Problem) -> tuple[int, tuple[int, int]]:
 
 
 def _one_scale_a_tile(problem: Problem, tiling: Tiling) -> bool:
-    """Whether each tile of K and V, and each warpgroup's 64 rows of Q, have a single scale."""
+    """Return whether each tile of K and of V, and each warpgroup's 64 rows of Q, has one scale."""
     kind, (queries, keys) = _scales(problem)
     rows = queries % tiling.block_q == 0 or (queries % 64 == 0 and tiling.block_q % queries == 0)
     return kind != _BLOCK or (rows and keys % tiling.block_k == 0)

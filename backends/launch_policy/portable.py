@@ -1,4 +1,4 @@
-"""The portable kernels (sm_80 and later): which tiles they run, and which tile is the default."""
+"""The portable kernels (sm_80 and later): which tile sizes they support, and the default."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from flashsim.schedule.tiling import Tiling
 
 @dataclass(frozen=True)
 class Portable(Family):
-    """A family of portable kernels.
+    """A family of kernels that run on every GPU from sm_80 on.
 
-    The kernels are compiled for the variant `like`, except for the choices that the tables and
+    The kernels are compiled with the choices of `like`, except those that the schedule tables and
     reports determine.
     """
 
@@ -87,7 +87,7 @@ class Portable(Family):
         return need is not None and need <= asked.gpu.shared_bytes
 
     def _shared_need(self, asked: PassRequest, tiling: Tiling) -> int | None:
-        """Return the shared-memory bytes of a pass's largest kernel; None without a kernel."""
+        """Return the shared memory, in bytes, of a pass's largest kernel; None without a kernel."""
         if asked.direction == "forward":
             stages: tuple[str, ...] = ("forward",)
         else:
