@@ -1,7 +1,8 @@
 """The families of Python kernels: `TENSOR` uses `mma.sync`, `HOPPER` Hopper's own instructions.
 
-Passes, tiles, threads and shared memory of `TENSOR` are those of the CUDA C++ kernels, except for
-the differences that `launch.Variant` names. The two differ only in language and compiler.
+`TENSOR` has the same passes, tiles, threads and shared memory as the portable CUDA C++ kernels,
+except for the differences that `launch.Variant` names. Otherwise the two differ only in language
+and compiler.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ WIDEST_BACKWARD = 128
 
 @dataclass(frozen=True)
 class PythonHopper(hopper.Hopper):
-    """The Hopper family in Python.
+    """The family of Hopper kernels that are written in Python.
 
     The family has no backward for a head_dim above `WIDEST_BACKWARD`, and uses `TENSOR`'s row-wise
     kernels.
@@ -40,7 +41,7 @@ class PythonHopper(hopper.Hopper):
         return super().why_not(asked, tiling)
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """See `Family`: the tilings of the C++ kernel that were tried in Python."""
+        """See `Family`. Those tilings of the CUDA C++ kernels that were also tried in Python."""
         every = super().possible(asked)
         if asked.direction == "backward":  # with 80 columns, products cost as much as with 128
             return tuple(sorted(every, key=lambda t: t.block_q))
@@ -48,7 +49,7 @@ class PythonHopper(hopper.Hopper):
         return tuple(t for t in every if t.block_k <= 176 and t.block_k not in untried)
 
     def in_step(self, walk: Walked, clump: int) -> bool:
-        """See `Family`: never, since these kernels process a group's heads one by one."""
+        """See `Family`. Always False: these kernels process the heads of a group one by one."""
         return False
 
     def forward_bytes(self, problem: Problem, tiling: Tiling, rings: Rings) -> int:
@@ -59,7 +60,7 @@ class PythonHopper(hopper.Hopper):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """See `Family`: as the C++ kernel, except for the layout of shared memory."""
+        """See `Family`. The C++ kernel's launch, but with the Python kernel's shared memory."""
         kernel = super().kernel(stage, problem, tiling, variant, gpu)
         if not kernel.boxes:
             return kernel
