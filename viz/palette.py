@@ -132,7 +132,7 @@ def theme(name: str) -> Theme:
 
 @own_errors
 def color(tensor: str, name: str = "light") -> str:
-    """Return the colour of a tensor.
+    """Return the colour in which a theme draws a tensor.
 
     An accumulator (``dQ_acc``) and scales (``Q_scale``) have the colour of dQ and of Q.
 

@@ -53,8 +53,8 @@ class Space:
     - `duplicate`: a contiguous copy of an array.
     - `full`: an array for the caller, filled with one value, of a type given by name.
     - `prototype`: an empty array of a type given by name.
-    - `pointer`: the address of an array in this space.
-    - `stream`: the handle of the current stream.
+    - `pointer`: the GPU address of an array in this space.
+    - `stream`: the handle of the current CUDA stream.
     - `active`: a context manager that makes this space's device and stream CuPy's current ones.
     """
 
@@ -151,7 +151,7 @@ class NumpySpace(CupySpace):
         self.dtype = numpy_dtype(dtype)
 
     def view(self, array: Any) -> View:
-        """See `Space`; NumPy arrays are copied to the GPU."""
+        """See `Space`; NumPy arrays are copied to the GPU first."""
         if isinstance(array, np.ndarray):
             raw = _RAW.get(array.itemsize)
             bits = array if raw is None else array.view(raw)

@@ -319,8 +319,9 @@ _MOST_REPEATED = 256
 def _makes_its_counter(stream: int) -> bool:
     """Return whether every launch on this stream needs a separate work counter.
 
-    It does if the stream's handle stands for several streams (the per-thread stream), or while a
-    CUDA graph is captured, since the graph may later run in any stream and beside other launches.
+    A separate counter is needed if the stream's handle stands for several streams (the per-thread
+    stream). It is also needed while a CUDA graph is captured, since the graph may later run in any
+    stream and beside other launches.
     """
     return stream == _PER_THREAD or cupy.cuda.runtime.streamIsCapturing(stream)
 
@@ -440,7 +441,7 @@ class Plan:
     ) -> tuple[tuple[StageTrace, ...] | None, np.ndarray | None]:
         """Launch every pass in order; return each stage's events and the timeline.
 
-        Both are None unless `trace` requests them.
+        Events and timeline are None unless `trace` requests them.
         """
         if not trace:
             for launch_one in self.launches:

@@ -1,7 +1,7 @@
 """Launch the passes of an already checked request directly on torch tensors.
 
 `flashsim.torch` keeps one `Direct` per combination of shapes, types and options, and calls it both
-in eager mode and inside its operators. Such a call reads the tensors' addresses and strides,
+in eager mode and inside its operators. A call of `Direct` reads the tensors' addresses and strides,
 allocates the results and launches the kernels.
 """
 

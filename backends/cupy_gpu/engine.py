@@ -50,7 +50,7 @@ from flashsim.backends.cupy_gpu.launching import aside, clusters_at_once  # noqa
 def forward(job: Job) -> Outcome:
     """Run the forward pass on the GPU that holds the arrays.
 
-    NumPy arrays are copied to the current GPU.
+    If the arrays are NumPy arrays, they are copied to the current GPU.
     """
     if job.algorithm == DECODE:
         require_gpu()
@@ -85,7 +85,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
     """Return an array filled with `value`, in the library and on the device of the job's arrays.
 
-    No kernel runs.
+    No kernel of this package runs.
     """
     require_gpu()
     decode.check(job) if job.algorithm == DECODE else _check(job)
@@ -178,8 +178,8 @@ def adopt(name: str, array: Any) -> Any:
 def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
     """Return whether the fused backward with ordered dQ is the fastest deterministic backward.
 
-    In this form, thread blocks add their parts of dQ in a fixed order. The answer holds for the GPU
-    of `saved`.
+    With ordered dQ, thread blocks add their parts of dQ in a fixed order. The answer is for the GPU
+    on which the forward pass ran.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """Launch kernels through the CUDA driver: the argument's memory, and the launch call.
 
 CuPy cannot set launch attributes. Two features need them: thread-block clusters, and launches that
-may begin before the previous kernel ends (programmatic dependent launch). So this module calls the
-driver's library directly.
+may begin before the previous kernel ends (programmatic dependent launch). So this module launches
+kernels through the CUDA driver's library directly.
 """
 
 from __future__ import annotations

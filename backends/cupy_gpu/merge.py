@@ -46,7 +46,7 @@ def kernel(width: int, total: str, part: str) -> Kernel:
 def merge_into(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
     """Merge `part`, the attention of the same queries over other keys, into `out` and its LSE.
 
-    The merge is computed in float32.
+    The merged output and LSE are computed in float32.
 
     Parameters
     ----------

@@ -134,7 +134,7 @@ class Functions:
 
 
 def functions_of(problem: Problem) -> Functions | None:
-    """Return the mask and score functions of a problem; None if it has none."""
+    """Return the mask and score functions of a problem, or None if the problem has no function."""
     if problem.mask_mod is None and problem.score_mod is None:
         return None
     return _functions(problem.mask_graph, problem.score_mod, problem.score_grads, _extents(problem))
@@ -156,7 +156,7 @@ def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
 def has_known_slope(problem: Problem) -> bool:
     """Return whether the score function's derivative does not depend on the score.
 
-    This holds for functions that add a bias or multiply by a factor.
+    For example, it does not if the function only adds a bias or multiplies by a factor.
     """
     return problem.score_mod is not None and _known_slope(problem.score_mod)
 
@@ -227,7 +227,7 @@ def _ahead(
 ) -> tuple[BiasTile | None, TableBand | None]:
     """Return the array that kernels load before they call the score function.
 
-    It is a `BiasTile` if there is one, else a `TableBand`; the other is None.
+    The result is a pair: a `BiasTile` if there is one, else a `TableBand`, with None for the other.
     """
     tile = None if score is None else _tile_of(score)
     return tile, None if score is None or tile else _band_of(score, extents)

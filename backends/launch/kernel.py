@@ -53,7 +53,7 @@ ARGS_FORMAT = struct.Struct(
 def args_dtype(functions: Generated | None, *, packed: bool, sinks: bool) -> np.dtype:
     """Return `ARGS` with the fields that functions and sinks add.
 
-    These fields are ``captured`` (captured arrays and numbers), the address of the sequences'
+    The added fields are ``captured`` (captured arrays and numbers), the address of the sequences'
     starts if sequences are packed, and the address of the sinks.
     """
     more = [] if functions is None else [("captured", f"V{functions.captured_bytes}")]
@@ -132,8 +132,8 @@ class Variant:
 
     `cluster` is the number of thread blocks that share a work tile of the Hopper backward.
 
-    With `overlap`, a kernel lets the next kernel start before it has ended. Such a kernel also
-    waits for the previous kernel at the point where it needs that kernel's results.
+    With `overlap`, a kernel lets the next kernel start before it has ended. A kernel with `overlap`
+    also waits for the previous kernel, at the point where it needs that kernel's results.
 
     With `in_step`, the Hopper backward co-schedules its work tiles: it sets the order in which they
     loop over the row tiles (kernels/hopper/kv_outer.cuh). With `deferred`, that backward computes

@@ -13,7 +13,7 @@ from flashsim.schedule import plans
 class KernelPass:
     """One kernel launch: a stage of `flashsim.schedule.plans` with its tables and its kernel.
 
-    Its thread blocks take work tiles, each of which is one outer tile of one head.
+    The launch's thread blocks take work tiles, each of which is one outer tile of one head.
 
     Attributes
     ----------

@@ -131,7 +131,7 @@ def microseconds(problem: Problem, tiling: Tiling, times: Times, processors: int
 def microseconds_by_keys(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
     """Return the predicted µs of a KV-outer backward launch.
 
-    Each of its work tiles covers all query heads that share a KV head.
+    Each work tile of such a launch covers all query heads that share a KV head.
     """
     schedule = Schedule(problem, tiling, "keys")
     spans = schedule.col_spans
@@ -236,11 +236,11 @@ def remainder(
 ) -> tuple[tuple[int, int], ...]:
     """Return extra launches for the tail, as (blocks per cluster, number of work tiles).
 
-    All work tiles must be equally long. After the full waves a few work tiles are left (the tail),
-    during which most SMs would be idle. The launches returned here run this number of work tiles
-    first, each shared by the blocks of a cluster. Either all clusters have the same size, or as
-    many clusters as possible have two blocks and the others have more. The result is empty if the
-    launches would not save `_LAUNCHED` µs each.
+    The function requires work tiles with equal numbers of visits. After the full waves a few work
+    tiles are left (the tail), during which most SMs would be idle. The launches returned here run
+    this number of work tiles first, each shared by the blocks of a cluster. Either all clusters
+    have the same size, or as many clusters as possible have two blocks and the others have more.
+    The result is empty if the launches would not save `_LAUNCHED` µs each.
 
     Parameters
     ----------
@@ -297,8 +297,8 @@ def fastest_cluster(
 def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
     """Return the average number of busy thread blocks in a Q-outer and in a KV-outer pass.
 
-    The estimate gives each block one work tile. The block is busy for a fraction of the time: its
-    visits divided by the visits of the longest work tile.
+    The estimate assumes that each thread block has one work tile. The block is busy for a fraction
+    of the time: its visits divided by the visits of the longest work tile.
     """
     visits = Schedule(problem, tiling).visit_counts
     share = problem.batch * float(visits.mean() / max(visits.max(), 1))

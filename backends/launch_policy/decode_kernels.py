@@ -138,8 +138,8 @@ def on_chip(
 ) -> tuple[int, int, int, int]:
     """Return warps, pipeline stages, bytes of shared memory, and the most splits to merge there.
 
-    The bytes are ``sizeof(OnChip)``. The number of splits is limited because their weights must fit
-    in the space of the stages.
+    The bytes of shared memory are ``sizeof(OnChip)`` of the kernel. The number of splits is limited
+    because their weights must fit in the space of the stages.
 
     The stages together keep up to `ring` bytes in flight per SM.
     """

@@ -333,7 +333,7 @@ def dynamic(problem: Problem, gpu: Gpu, splits: int | None = None, page: int = 0
 
 
 class _DecodeRequest(NamedTuple):
-    """The arguments of `plan`."""
+    """The arguments of the function `plan`, in one tuple."""
 
     problem: Problem
     lengths: tuple[int, ...]
@@ -354,11 +354,11 @@ def _plain(asked: _DecodeRequest) -> Decode:
     On GPUs where clusters merge the splits, short sequences of equal length get 8 splits, or as
     many as the largest cluster size that their key tiles allow. Contiguous sequences of about equal
     length are not split if their blocks already fill the fraction `_ENOUGH` (with slower HBM
-    `_MOST`) of the SMs, since a split would then cost a merge and gain nothing. This rule holds if
-    keys and values together have up to 128 columns; with more columns it holds only where no
-    cluster merges, or from `_LONG` key tiles on. (Measured on an H200 and, with memory no faster
-    than `_FAST_MEMORY`, on an H100; docs/notebooks/decoding.md and benchmarks/decode.py have the
-    sweeps.)
+    `_MOST`) of the SMs, since a split would then cost a merge and gain nothing. The rule about
+    `_ENOUGH` holds if a key and a value together have up to 128 columns. With more columns it holds
+    only where no cluster merges, or from `_LONG` key tiles on. (Measured on an H200 and, with
+    memory no faster than `_FAST_MEMORY`, on an H100; docs/notebooks/decoding.md and
+    benchmarks/decode.py have the sweeps.)
 
     The splits of a sequence form a cluster only if the GPU can run all clusters at once, since
     otherwise the last clusters would run alone. How many clusters run at once depends on the chip.

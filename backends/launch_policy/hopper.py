@@ -220,17 +220,18 @@ class Hopper(Family):
     def clump(self, walk: Walked) -> int:
         """See `Family`. The group's size depends on whether all work tiles are equally long.
 
-        If they are, a head group is one head, or the query heads of one GQA group, which share K
-        and V. There are no long work tiles that should start first, and with small groups more
-        blocks read the same tiles at the same time. There are two exceptions: blocks that add to dQ
-        in a fixed order; and heads that share a large bias, whose rows should be read by the blocks
-        of several heads at the same time.
+        If all work tiles are equally long, a head group is one head, or the query heads of one GQA
+        group, which share K and V. There are no long work tiles that should start first, and with
+        small groups more blocks read the same tiles at the same time. There are two exceptions:
+        blocks that add to dQ in a fixed order; and heads that share a large bias, whose rows should
+        be read by the blocks of several heads at the same time.
 
-        If they are not, the long work tiles of a head group come first and load its K and V, which
-        the short work tiles then find in L2. A forward pass over many short sequences is limited by
-        DRAM. Its head groups are so small that at any time some blocks are at the beginning of a
-        group and others at the end of another. If there are only a few waves, it matters more that
-        the long work tiles of all heads come first.
+        If work tiles have different lengths, the long work tiles of a head group come first and
+        load its K and V, which the short work tiles then find in L2. A forward pass over many short
+        sequences is limited by DRAM. The head groups of such a pass are so small that at any time
+        some blocks are at the beginning of a group and other blocks at the end of another group. If
+        there are only a few waves, it matters more that the long work tiles of all heads come
+        first.
         """
         p, (stage, tables, gpu) = walk.problem, walk
         shared = functions.heads_share(p, gpu.l2_bytes // 8)

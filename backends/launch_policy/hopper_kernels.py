@@ -196,10 +196,10 @@ def product_columns(
 
     The first number is head_dim rounded up to a multiple of 16, or of 32 if a cluster shares a work
     tile. The second number is the sum over the products that compute all columns of a tile in
-    shared memory. These are dQ^T, whose rows are the tile's columns (up to 32 columns, the kernel
-    computes dQ itself instead); and beyond a head_dim of 128 also dK and dV, whose columns are
-    divided between warpgroups. If one warpgroup computes all of dQ^T, its rows are rounded to a
-    multiple of 32 instead.
+    shared memory. One such product is dQ^T, whose rows are the tile's columns (up to 32 columns,
+    the kernel computes dQ itself instead). Beyond a head_dim of 128, dK and dV are two more,
+    because their columns are divided between warpgroups. If one warpgroup computes all of dQ^T, its
+    rows are rounded to a multiple of 32 instead.
     """
     step = 32 if cluster > 1 else 16
     d = max(problem.head_dim, problem.head_dim_v)

@@ -49,7 +49,7 @@ def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu)
 def dkdv_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
     """Return the kernel `flash_dkdv`, which in a fused backward also computes dQ.
 
-    Raises the errors of `forward_kernel`.
+    The function raises the same errors as `forward_kernel`.
     """
     fused = variant.fused
     bq, bk, d, dv = _sides(problem, tiling)

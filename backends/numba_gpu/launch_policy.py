@@ -1,8 +1,8 @@
 """The families of Python kernels: `TENSOR` uses `mma.sync`, `HOPPER` Hopper's own instructions.
 
 `TENSOR` has the same passes, tiles, threads and shared memory as the portable CUDA C++ kernels,
-except for the differences that `launch.Variant` names. Otherwise the two differ only in language
-and compiler.
+except for the differences that `launch.Variant` names. The Python kernels and the C++ kernels
+otherwise differ only in language and compiler.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PythonHopper(hopper.Hopper):
         return super().why_not(asked, tiling)
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """See `Family`. Those tilings of the CUDA C++ kernels that were also tried in Python."""
+        """See `Family`. The tilings are those of the C++ kernels that were also tried in Python."""
         every = super().possible(asked)
         if asked.direction == "backward":  # with 80 columns, products cost as much as with 128
             return tuple(sorted(every, key=lambda t: t.block_q))

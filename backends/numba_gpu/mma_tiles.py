@@ -7,7 +7,7 @@ i, 8-column piece c, at row ``x // 2 * 8 + lane / 4`` and column ``c * 8 + lane 
 of two rows per block, its *halves*.
 
 Apart from the rounding to 16 bits, accumulators of a score tile already have the layout that the
-next product needs for its left operand. So P and dS never leave the registers.
+next product needs for its left operand. So P and dS stay in registers.
 """
 
 from __future__ import annotations
@@ -167,7 +167,8 @@ class Operand:
     def parameters(self) -> tuple[Any, ...]:
         """The Numba types of the operand's parameters.
 
-        They are the address of the lane's piece at (0, 0) and, with `extra`, the first column.
+        The parameters are the address of the lane's piece at (0, 0) and, with `extra`, the first
+        column.
         """
         return (types.int32, types.int32) if self.extra else (types.int32,)
 

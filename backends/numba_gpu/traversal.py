@@ -1,7 +1,7 @@
 """Code that all tensor-core kernels share: the loop over tile pairs, copies and reports.
 
-The device functions are built for one kernel's compile-time constants. They read the order of
-tiles, and where tiles begin and end, from the schedule's tables.
+The device functions are built for one kernel's compile-time constants. The functions read the order
+of tiles, and where tiles begin and end, from the schedule's tables.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
     """Return device functions that copy a tile between HBM and shared memory.
 
     The functions are ``load(to, source, row_bytes, rows)`` and ``store(address, to, row_bytes,
-    rows)``. Both return the bytes that this thread moved, excluding padding. `load` fills the rows
-    of the tile that lie past the end of the tensor with zeros.
+    rows)``. `load` and `store` return the bytes that this thread moved, excluding padding. `load`
+    fills the rows of the tile that lie past the end of the tensor with zeros.
     """
     width = row.width
     total, step = tile.rows * tile.chunks, threads // tile.chunks
@@ -248,9 +248,9 @@ def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
     ``item(a, n)`` returns the n-th work tile as (index over batch and heads, outer tile), and
     ``take_work(a)`` returns that of this block. ``row_tile`` and ``col_tile`` return a tile's
     (start, stop, offset). A visit is one query tile times one key tile. ``begin(a, outer)`` starts
-    the loop of an outer tile. It returns the number of the tile's first visit, the number of its
-    visits, and their span. ``visit(a, walk, n)`` takes this result as `walk`, and returns (inner
-    tile, masked) of the n-th visit.
+    the loop of an outer tile. ``begin`` returns the number of the tile's first visit, the number of
+    its visits, and their span. ``visit(a, walk, n)`` takes this result as `walk`, and returns
+    (inner tile, masked) of the n-th visit.
 
     In a kernel that is built for reports, ``report(slot, bytes)`` reports the bytes of a whole
     warp, ``report_one`` those of a single thread, and ``stamp(address, slot)`` writes a time stamp.

@@ -7,9 +7,9 @@ GPU (globaltimer). The nanosecond clock ticks coarsely. So each SM's cycles are 
 straight line, through the start of its first block and the end of its last block.
 
 In a warp-specialised kernel each role records time stamps: first the producer, then the consumer
-warpgroups. The producer's "visit" begins when it waits for free shared memory. Its "load" lies
-between its first and its last TMA instruction, and it has no other phases. The tiles arrive later;
-a consumer's "load" is the time for which it waits for them.
+warpgroups. The producer's "visit" begins when it waits for free shared memory. The producer's
+"load" lies between its first and its last TMA instruction, and the producer has no other phases.
+The tiles arrive later; a consumer's "load" is the time for which it waits for them.
 
 If a kernel works on a tile in parts, "scores" and "softmax" belong to the first part, and "output"
 covers the rest. The fused backward adds a visit's dQ at the start of the next visit, inside the

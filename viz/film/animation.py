@@ -247,7 +247,7 @@ class Film:
         return (self.frame(number) for number in range(len(self)))
 
     def close(self) -> None:
-        """Close the figure."""
+        """Close the film's Matplotlib figure."""
         self.figure.clear()
 
 
@@ -272,8 +272,8 @@ def _colors(film: Film) -> np.ndarray:
     """Return the palette of a film, uint8 (n, 3): flat colours, and the shades at edges of text.
 
     The palette is computed, not sampled from a few frames: sampling would miss the colour of a
-    tensor that moves only once. It has at most 255 colours, so that a GIF has one index left for
-    "unchanged".
+    tensor that moves only once. The palette has at most 255 colours, so that a GIF has one index
+    left for "unchanged".
     """
     look = film.theme
     solid = [look.background, look.panel, look.grid, look.accent, look.muted, look.text]

@@ -258,5 +258,5 @@ class RanksFilm:
         return np.concatenate([colors, (colors + ground) / 2])
 
     def close(self) -> None:
-        """Close the figure."""
+        """Close the film's Matplotlib figure."""
         self.figure.clear()

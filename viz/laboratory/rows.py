@@ -3,7 +3,7 @@
 For every row tile, such a mask keeps two ranges of key tiles: the first tiles of the sequence, and
 tiles around the diagonal. `schedule.Schedule` finds the same tiles by evaluating the mask at every
 score, which is slow. The tile-lab page uses these formulas, translated to JavaScript. Tests compare
-them with the schedule.
+the formulas with the schedule.
 """
 
 from __future__ import annotations

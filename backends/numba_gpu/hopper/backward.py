@@ -247,8 +247,8 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
     def add_up(a, shared, slot, kv_heads, row0, dk, dv):
         """Store dV, and dK times the scale, both summed over the blocks of a cluster.
 
-        Each block writes its sums to shared memory, over the tiles that it no longer needs. Then
-        each block adds up some columns of all blocks' sums, in the order of the blocks.
+        Each block writes its sums to shared memory, over the tiles that it no longer needs. After
+        that, each block adds up some columns of all blocks' sums, in the order of the blocks.
         """
         mine = int32(shared + k_at + (int32(cuda.threadIdx.x) - 128) * 4)
         tiles_read(int32(_TILES_READ))  # no product reads a tile any more

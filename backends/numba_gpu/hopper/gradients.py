@@ -1,8 +1,8 @@
 """Numba intrinsics for whole-tile operations of the KV-outer backward on Hopper.
 
 In this kernel score fragments are transposed: rows are keys and columns are queries. So each column
-has a log-sum-exp and a delta. The module `row_gradients` has the same operations for the Q-outer dQ
-kernel.
+of a fragment has a log-sum-exp and a delta. The module `row_gradients` has the same operations for
+the Q-outer dQ kernel.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
 def waits_halfway(n: int) -> bool:
     """Return whether a visit's exponentials take longer than dP.
 
-    If so, the kernel waits for dP between two slices of exponentials.
+    If they take longer, the kernel waits for dP between two slices of exponentials.
     """
     return n == 128
 
@@ -296,8 +296,8 @@ def queue_dq(bf16: bool, rows: int, block_k: int, wide: int) -> Any:
 def dq_place(rows: int) -> Any:
     """Return ``dq_place(dq) -> address``: where this thread writes its part of dQ for TMA.
 
-    A row of the staging area belongs to one query and has 32 columns per box. Its 16-byte pieces
-    are swizzled with the row number.
+    A row of the staging area belongs to one query and has 32 columns per box. The 16-byte pieces of
+    a row are swizzled with the row number.
     """
 
     @emitted(int32, int32)
@@ -386,7 +386,7 @@ fence_shared = emitted(None)(partial(ptx_hopper.fence_async, space="shared::cta"
 def lay_down(n: int, apart: int) -> Any:
     """Return ``lay_down(place, sums)``: it stores a thread's part of 64 x n sums in shared memory.
 
-    The function of `add_from` reads them.
+    The function returned by `add_from` reads these sums.
 
     Consecutive sums of a thread lie `apart` bytes apart.
     """
@@ -402,7 +402,7 @@ def lay_down(n: int, apart: int) -> Any:
 def add_from(n: int, apart: int) -> Any:
     """Return ``add_from(sums, place, block) -> sums``: it adds another block's sums.
 
-    It adds n columns of the sums that another block of the cluster stored with `lay_down`.
+    The other block belongs to the same cluster, and stored n columns of its sums with `lay_down`.
     """
     kind = floats(n // 2)
 
@@ -419,8 +419,8 @@ def add_from(n: int, apart: int) -> Any:
 def unit_of_starts(start: bool) -> Any:
     """Return ``unit(scale)``: the factor by which `load_statistics` multiplies a log-sum-exp.
 
-    The factor is -1 / scale if score accumulators `start` at the log-sum-exp. Otherwise it is -log2
-    e, since the log-sum-exp is added in the exponent of exp2.
+    The factor is -1 / scale if score accumulators `start` at the log-sum-exp. Otherwise the factor
+    is -log2 e, since the log-sum-exp is added in the exponent of exp2.
     """
 
     @emitted(float32, float32)

@@ -93,8 +93,8 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
         """Load a work tile's V, then its K: the order in which their buffers become free.
 
         A block of a cluster has only one work tile, so it need not wait for a previous work tile to
-        free the buffers. It even must not wait. A cluster's blocks load each other's tiles, so a
-        block without visits may be done with K and V before its producer reaches the wait. The
+        free the buffers. A wait would even be wrong. A cluster's blocks load each other's tiles, so
+        a block without visits may be done with K and V before its producer reaches the wait. The
         producer would then mistake this phase of the barrier for the previous phase, and wait
         forever.
         """

@@ -27,7 +27,7 @@ _FOUR_FLOATS = ir.LiteralStructType([F32] * 4)
 def barrier_init(b: ir.IRBuilder, barrier: ir.Value, arrivals: int) -> None:
     """Initialize an 8-byte barrier in shared memory, whose phases end after `arrivals` arrivals.
 
-    (PTX section "mbarrier.init".)
+    The instruction is described in the PTX section "mbarrier.init".
     """
     asm(b, f"mbarrier.init.shared::cta.b64 [$0], {arrivals};", "r", [barrier], effects=True)
 
@@ -82,7 +82,7 @@ def named_arrive(b: ir.IRBuilder, number: ir.Value, threads: int) -> None:
 def cluster_sync(b: ir.IRBuilder) -> None:
     """Wait for all threads of the cluster that have not ended ("barrier.cluster").
 
-    Their earlier writes to shared memory are then visible.
+    Writes to shared memory that these threads did earlier are then visible.
     """
     text = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
     asm(b, text, "", [], effects=True, together=True)
@@ -124,9 +124,10 @@ def copy_box(
 ) -> None:
     """Start the copy of a tensor's box to shared memory ("cp.async.bulk.tensor").
 
-    The box begins at `coordinates` (column, row, head, batch). Its part outside the tensor arrives
-    as zeros. The barrier `barrier` counts the bytes that arrive. In a cluster of `blocks`, the box
-    is copied to the same address in every block, and every block's barrier counts its bytes.
+    The box begins at `coordinates` (column, row, head, batch). The part of the box outside the
+    tensor arrives as zeros. The barrier `barrier` counts the bytes that arrive. In a cluster of
+    `blocks`, the box is copied to the same address in every block, and every block's barrier counts
+    its bytes.
     """
     rank = len(coordinates)
     where = ", ".join(f"${3 + axis}" for axis in range(rank))
@@ -159,7 +160,7 @@ def reduce_box(
 def reduce_commit(b: ir.IRBuilder) -> None:
     """Put the reductions that this thread started since its last group into a new group.
 
-    (PTX section "cp.async.bulk.commit_group".)
+    The instruction is described in the PTX section "cp.async.bulk.commit_group".
     """
     asm(b, "cp.async.bulk.commit_group;", "", [], effects=True)
 
@@ -290,9 +291,9 @@ def wgmma(
 ) -> Values:
     """Queue a warpgroup's C + A B, in steps of 16 along k, as one group ("wgmma.mma_async").
 
-    C is 64 x n in float32. Warp w of the four holds rows 16 w to 16 w + 15. Of every 8 columns,
-    lane l of the warp holds rows l / 4 and l / 4 + 8 at columns 2 (l % 4) and 2 (l % 4) + 1, as in
-    `ptx.mma`. The returned registers hold the sums only after `wgmma_wait`.
+    The matrix C is 64 x n in float32. Warp w of the four holds rows 16 w to 16 w + 15. Of every 8
+    columns, lane l of the warp holds rows l / 4 and l / 4 + 8 at columns 2 (l % 4) and 2 (l % 4) +
+    1, as in `ptx.mma`. The returned registers hold the sums only after `wgmma_wait`.
 
     All steps are emitted as a single piece of PTX, with the fence before them and the commit after
     them, because nothing, not even a register move, may come between the fence and a product. Each

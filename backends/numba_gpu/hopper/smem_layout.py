@@ -81,7 +81,7 @@ class Layout(ABC):
 
 @dataclass(frozen=True)
 class OnChip(Layout):
-    """The forward's layout.
+    """The shared-memory layout of the forward kernel.
 
     Tiles of Q stay for one work tile, and a stage of K or V for one visit.
     """
@@ -134,13 +134,13 @@ class OnChip(Layout):
 
 @dataclass(frozen=True)
 class KeysOutside(Layout):
-    """The layout of the KV-outer backward.
+    """The shared-memory layout of the KV-outer backward kernel.
 
     K and V stay for one work tile. Q, dO and their rows' statistics (the initial values of a row's
-    scores and of its dP) are ring buffers of two stages, one per visit. So is dS^T, which has one
-    row per key. Each warpgroup has a staging area for a piece of dQ: 64 columns of `dq_rows`
-    queries, in two boxes of 32 columns. With `deferred`, dS^T has separate barriers, at which the
-    next visit waits for it.
+    scores and of its dP) are ring buffers of two stages, one per visit. dS^T, which has one row per
+    key, is another such ring buffer. Each warpgroup has a staging area for a piece of dQ: 64
+    columns of `dq_rows` queries, in two boxes of 32 columns. With `deferred`, dS^T has separate
+    barriers, at which the next visit waits for it.
     """
 
     fused: bool
@@ -223,7 +223,7 @@ class KeysOutside(Layout):
 
 @dataclass(frozen=True)
 class DqAlone(Layout):
-    """The layout of the Q-outer dQ kernel, the last of the backward's three passes.
+    """The shared-memory layout of the Q-outer dQ kernel, the last of three backward passes.
 
     A row tile is divided into pieces of 64 rows. Each piece's Q and dO stay for one work tile. K
     and V are ring buffers of two stages, one per visit. If there is only one piece, two warpgroups

@@ -153,10 +153,10 @@ stage, wait_full, wait_free = _TWO.stage, _TWO.wait_full, _TWO.wait_free
 def arrive_behind(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value, alpha: ir.Value) -> None:
     """Arrive at a barrier, where `condition` holds, after `alpha` of row 1 has been computed.
 
-    `alpha` is the rescaling factor of row 1 of O. It is the result of exp2 and never negative, so
-    the test whether it is negative changes nothing. The test only makes the arrival, and the wait
-    that follows it, depend on the maxima and the first exponentials. Without this false dependency,
-    the assembler moves the maxima and exponentials after the wait.
+    `alpha` is the rescaling factor of row 1 of O. As the result of an exponential it is never
+    negative, so a test whether it is negative changes nothing. The test only makes the arrival, and
+    the wait that follows it, depend on the maxima and the first exponentials. Without this false
+    dependency, the assembler moves the maxima and exponentials after the wait.
     """
     never = b.fcmp_ordered("<", alpha, ir.Constant(alpha.type, 0.0))
     ptx_hopper.barrier_arrive(b, barrier, b.and_(condition, b.not_(never)))

@@ -217,7 +217,7 @@ class _Simulator:
         return array
 
     def launch(self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Any) -> None:
-        """Run a kernel."""
+        """Run a kernel in the simulator."""
         _launch(kernel, (grid, threads), arguments)
 
 

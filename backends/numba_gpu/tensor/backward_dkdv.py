@@ -1,8 +1,8 @@
 """FlashAttention-2 backward, KV-outer, on tensor cores (arXiv:2307.08691, Algorithm 2).
 
 A thread block computes column tile j of one KV head. For every query head of the GQA group it
-visits the row tiles that the schedule lists. It computes transposed scores, S^T = K Q^T, so that
-P^T and dS^T are already in the registers where the products dV += P^T dO and dK += dS^T Q need
+visits the row tiles that the schedule lists. The block computes transposed scores, S^T = K Q^T, so
+that P^T and dS^T are already in the registers where the products dV += P^T dO and dK += dS^T Q need
 them.
 
 The fused form also adds dS K to a float32 accumulator of dQ in HBM. The order of these additions

@@ -121,8 +121,8 @@ def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
 
     The function is ``convert(to, step, source, first, pieces, scale) -> bytes``. A row has
     `per_row` pieces of 8 elements, and all rows together have `pieces` pieces. A call converts up
-    to `DEEP` pieces, which are `apart` pieces apart and begin at piece `first`. It returns the
-    number of bytes that it stored.
+    to `DEEP` pieces, which are `apart` pieces apart and begin at piece `first`. The function
+    returns the number of bytes that it stored.
     """
 
     @emitted(int32, int64, int64, int64, int32, int32, float32)

@@ -16,7 +16,7 @@ from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, tanh
 def load_rows(blocks: int) -> Any:
     """Return ``load_rows(address) -> values``: it loads a float32 for each of the lane's rows.
 
-    The values are in shared memory.
+    The float32 values come from shared memory.
     """
 
     @emitted(floats(2 * blocks), types.int32)
@@ -110,10 +110,10 @@ def score_gradients(blocks: int, n: int, by_row: bool, softcap: bool) -> Any:
 def mask_probabilities(blocks: int, n: int, by_row: bool, left: bool, right: bool) -> Any:
     """Return the function that sets masked probabilities to 0.
 
-    The function is ``mask_probabilities(p, query, key, offset, key_stop, left, right) -> p``. It
-    masks the same elements as `mask_rows`. If `by_row` is false, the fragment is P^T, whose rows
-    are keys. For a row that sees no key, L = -inf makes exp(S - L) infinite, so the function
-    selects 0 instead of multiplying by 0.
+    The function is ``mask_probabilities(p, query, key, offset, key_stop, left, right) -> p``. The
+    function masks the same elements as `mask_rows`. If `by_row` is false, the fragment is P^T,
+    whose rows are keys. For a row that sees no key, L = -inf makes exp(S - L) infinite, so the
+    function selects 0 instead of multiplying by 0.
     """
     kind = floats(blocks * n // 2)
 

@@ -128,8 +128,8 @@ def row_max_of_bits(n: int) -> Any:
 def softmax_base(blocks: int) -> Any:
     """Return ``softmax_base(top, to_log2) -> base``: the maxima in base 2.
 
-    As long as a row has seen no key, `base` is 0. This avoids inf - inf: all scores of such a row
-    are -inf, and 2^(-inf - 0) = 0.
+    As long as a row has seen no key, `base` is 0. A base of 0 avoids inf - inf: all scores of such
+    a row are -inf, and 2^(-inf - 0) = 0.
     """
     kind = floats(2 * blocks)
 
