@@ -96,7 +96,7 @@ class CupySpace(Space):
         self.device = device
 
     def view(self, array: Any) -> View:
-        """See `Space`; takes any array with ``__cuda_array_interface__``."""
+        """Implement `Space.view` for any array with ``__cuda_array_interface__``."""
         if type(array) is not cupy.ndarray:
             array = cupy.asarray(array)
         size = array.itemsize
@@ -108,35 +108,35 @@ class CupySpace(Space):
         return self.view(_padded(array, cupy))._replace(copied=_padded_bytes(array, size))
 
     def vector(self, array: Any) -> Any:
-        """See `Space`."""
+        """Implement `Space.vector`."""
         return cupy.ascontiguousarray(cupy.asarray(array))
 
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
-        """See `Space`."""
+        """Implement `Space.empty`."""
         return _empty(shape, np.dtype(np.float32) if like is None else like.dtype)
 
     def duplicate(self, array: Any) -> Any:
-        """See `Space`."""
+        """Implement `Space.duplicate`."""
         return array.copy(order="C")
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """See `Space`."""
+        """Implement `Space.full`."""
         return upload(np.full(shape, value, numpy_dtype(dtype)))
 
     def prototype(self, dtype: str) -> Any:
-        """See `Space`."""
+        """Implement `Space.prototype`."""
         return _empty((0,), numpy_dtype(dtype))
 
     def pointer(self, array: Any) -> int:
-        """See `Space`."""
+        """Implement `Space.pointer`."""
         return array.data.ptr
 
     def stream(self) -> int:
-        """See `Space`."""
+        """Implement `Space.stream`."""
         return cupy.cuda.get_current_stream().ptr
 
     def active(self) -> AbstractContextManager[Any]:
-        """See `Space`."""
+        """Implement `Space.active`."""
         return cupy.cuda.Device(self.device)
 
 
@@ -151,7 +151,7 @@ class NumpySpace(CupySpace):
         self.dtype = numpy_dtype(dtype)
 
     def view(self, array: Any) -> View:
-        """See `Space`; NumPy arrays are copied to the GPU first."""
+        """Implement `Space.view`: copy the NumPy array to the GPU."""
         if isinstance(array, np.ndarray):
             raw = _RAW.get(array.itemsize)
             bits = array if raw is None else array.view(raw)
@@ -159,16 +159,16 @@ class NumpySpace(CupySpace):
         return super().view(array)
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """See `Space`."""
+        """Implement `Space.full`."""
         return np.full(shape, value, numpy_dtype(dtype))
 
     def prototype(self, dtype: str) -> Any:
-        """See `Space`."""
+        """Implement `Space.prototype`."""
         size = numpy_dtype(dtype).itemsize
         return cupy.empty(0, _RAW.get(size, np.float32))
 
     def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
-        """See `Space`."""
+        """Implement `Space.result`."""
         host = cupy.asnumpy(super().result(array, keep, width))
         return host.view(self.dtype) if host.dtype == np.uint16 else host
 
@@ -189,7 +189,7 @@ class TorchSpace(Space):
         )
 
     def view(self, array: Any) -> View:
-        """See `Space`."""
+        """Implement `Space.view`."""
         batch, head, row, last = array.stride()
         pointer, size = array.data_ptr(), array.element_size()
         if _readable((batch | head | row) * size | pointer, last, array.shape[-1]):
@@ -197,41 +197,44 @@ class TorchSpace(Space):
         return self.view(_padded(array, self.torch))._replace(copied=_padded_bytes(array, size))
 
     def vector(self, array: Any) -> Any:
-        """See `Space`."""
+        """Implement `Space.vector`."""
         return array.contiguous()
 
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
-        """See `Space`."""
+        """Implement `Space.empty`."""
         # torch parses separate integers in half the time of a tuple.
         made = (self._float32 if like is None else like).new_empty
         return made(*shape) if shape else made(())
 
     def duplicate(self, array: Any) -> Any:
-        """See `Space`."""
+        """Implement `Space.duplicate`."""
         return array.clone(memory_format=self.torch.contiguous_format)
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """See `Space`."""
+        """Implement `Space.full`."""
         return self._float32.new_full(shape, value, dtype=getattr(self.torch, dtype))
 
     def prototype(self, dtype: str) -> Any:
-        """See `Space`."""
+        """Implement `Space.prototype`."""
         return self._float32.new_empty(0, dtype=getattr(self.torch, dtype))
 
     def counters(self, shape: tuple[int, ...]) -> Any:
-        """See `Space`; torch's memory may be allocated while a CUDA graph is captured."""
+        """Implement `Space.counters` with torch's memory.
+
+        torch may allocate memory while a CUDA graph is captured.
+        """
         return self._float32.new_zeros(shape)
 
     def pointer(self, array: Any) -> int:
-        """See `Space`."""
+        """Implement `Space.pointer`."""
         return array.data.ptr if isinstance(array, cupy.ndarray) else array.data_ptr()
 
     def stream(self) -> int:
-        """See `Space`."""
+        """Implement `Space.stream`."""
         return self._stream(self.device)
 
     def active(self) -> AbstractContextManager[Any]:
-        """See `Space`."""
+        """Implement `Space.active`."""
         return ForeignStream(self.device, self.stream())
 
 

@@ -63,7 +63,7 @@ class Hopper(Family):
     brings_tiles: bool = False
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """See `Family`."""
+        """Implement `Family.why_not`."""
         problem, gpu, direction, algorithm, _ = asked
         if gpu.compute_capability != CAPABILITY:
             return f"they need compute capability 9.0, and {gpu.name} has " + ".".join(
@@ -135,24 +135,24 @@ class Hopper(Family):
         )
 
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """See `Family`."""
+        """Implement `Family.fastest`."""
         possible = [t for t in self.possible(asked) if t.divides(asked.problem.block_mask)]
         # With ordered dQ, fewer row tiles mean fewer waits for a turn.
         return max(possible, key=lambda t: t.block_q) if asked.ordered else possible[0]
 
     def refused(self, reason: str) -> UnsupportedError:
-        """See `Family`."""
+        """Implement `Family.refused`."""
         return UnsupportedError(
             f"the Hopper kernels do not run this: {reason}; try kernel={self.instead!r}, or leave "
             "kernel= out to select a family that does"
         )
 
     def orders_dq(self, problem: Problem) -> bool:
-        """See `Family`."""
+        """Implement `Family.orders_dq`."""
         return widest(problem) <= 128
 
     def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
-        """See `Family`. The time model (`cost_model`) decides.
+        """Implement `Family.stores_dq`, by the time model (`cost_model`).
 
         With few work tiles, three passes are faster, since the kernel for dQ runs beside the kernel
         for dK and dV. The fused backward with ordered dQ is never faster than "flash2-once",
@@ -164,7 +164,7 @@ class Hopper(Family):
         return ordered or once < min(others)
 
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
-        """See `Family`."""
+        """Implement `Family.fuses`."""
         if self.refusal(problem, None, gpu, "backward"):
             return True  # e.g. cells of 80 rows, for which three passes have no tile
         return self.fused_is_faster(problem, gpu)
@@ -190,7 +190,10 @@ class Hopper(Family):
         return [backward_microseconds(passes, gpu) for passes in made]
 
     def cluster(self, walk: Walked) -> int:
-        """See `Family`. More than 1 for a KV-outer backward with too few work tiles for the SMs."""
+        """Implement `Family.cluster`.
+
+        The result exceeds 1 for a KV-outer backward with too few work tiles for the SMs.
+        """
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.outer != "keys" or widest(p) > 128:
             return 1
@@ -204,7 +207,10 @@ class Hopper(Family):
         return fastest_cluster(walk.walks, p.group * tables.visits, *_item_times(walk), free)
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """See `Family`. If work tiles are equally long, clusters take the last, partial wave."""
+        """Implement `Family.remainder`.
+
+        If work tiles are equally long, clusters take the tail: the last, partial wave.
+        """
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.name != "fused" or stage.once or cluster > 1 or widest(p) > 128 or not walk.alike:
             return ()
@@ -212,13 +218,18 @@ class Hopper(Family):
         return remainder(items, steps, *_item_times(walk), gpu)
 
     def defers(self, walk: Walked, cluster: int) -> bool:
-        """See `Family`. True for blocks with a long loop, since deferral costs time at its end."""
+        """Implement `Family.defers`.
+
+        The result is True for blocks with a long loop, since deferral costs time at the loop's end.
+        """
         p, tables = walk.problem, walk.tables
         rows = p.group * (tables.schedule.tiling.block_q * tables.visits.mean())
         return walk.stage.name == "fused" and widest(p) <= 128 and rows >= _LONG_WALK * cluster
 
     def clump(self, walk: Walked) -> int:
-        """See `Family`. The group's size depends on whether all work tiles are equally long.
+        """Implement `Family.clump`.
+
+        The head group's size depends on whether all work tiles are equally long.
 
         If all work tiles are equally long, a head group is one head, or the query heads of one GQA
         group, which share K and V. There are no long work tiles that should start first, and with
@@ -251,7 +262,9 @@ class Hopper(Family):
         return size
 
     def in_step(self, walk: Walked, clump: int) -> bool:
-        """See `Family`. True if the tensors that a head group loops over, and its dQ, exceed L2.
+        """Implement `Family.in_step`.
+
+        The result is True if the tensors that a head group loops over, and its dQ, exceed L2.
 
         The result is False for a left window, since work tiles then begin at different row tiles
         and no order can align them. If there are more work tiles than SMs, work tiles that run at
@@ -282,7 +295,7 @@ class Hopper(Family):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """See `Family`; the row-wise kernels are those of the portable family."""
+        """Implement `Family.kernel`; the row-wise kernels are those of the portable family."""
         given = problem, tiling, replace(variant, overlap=True)
         if stage == "forward":
             rings = self.rings(problem, tiling, gpu)

@@ -30,7 +30,7 @@ class HopperFp8(Family):
     """The kernel family of FlashAttention-3's forward in FP8, which has no backward."""
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """See `Family`."""
+        """Implement `Family.why_not`."""
         p, gpu = asked.problem, asked.gpu
         if gpu.compute_capability != hopper.CAPABILITY:
             has = ".".join(map(str, gpu.compute_capability))
@@ -61,26 +61,27 @@ class HopperFp8(Family):
         return None
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """See `Family`."""
+        """Implement `Family.possible`."""
         return TILINGS[asked.problem.head_dim]
 
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """See `Family`."""
+        """Implement `Family.fastest`."""
         p = asked.problem
         fit = (t for t in self.possible(asked) if t.divides(p.block_mask))
         return next((t for t in fit if _one_scale_a_tile(p, t)), None)
 
     def refused(self, reason: str) -> UnsupportedError:
-        """See `Family`."""
+        """Implement `Family.refused`."""
         return UnsupportedError(
             f"the FP8 kernels do not run this: {reason}; backend='simulator' does, or convert the "
             "arrays to bfloat16"
         )
 
     def clump(self, walk: Walked) -> int:
-        """See `Family`. The 16-bit kernels' group size, or a smaller size if that is faster.
+        """Implement `Family.clump`.
 
-        The smaller size is the next one that divides the number of heads evenly.
+        The result is the 16-bit kernels' group size, or a smaller size if that is faster. The
+        smaller size is the next one that divides the number of heads evenly.
         """
         size, group, walks = hopper.HOPPER.clump(walk), walk.problem.group, walk.walks
         if walk.alike:
@@ -92,7 +93,7 @@ class HopperFp8(Family):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """See `Family`."""
+        """Implement `Family.kernel`."""
         p = problem
         stages = next(n for n in _STAGES if shared_bytes(p, tiling, n) <= gpu.shared_bytes)
         shared = shared_bytes(p, tiling, stages)

@@ -22,7 +22,7 @@ class Portable(Family):
     """
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """See `Family`."""
+        """Implement `Family.why_not`."""
         problem, gpu, direction, algorithm, _ = asked
         if direction == "backward" and algorithm == "flash2-once":
             return (
@@ -56,7 +56,7 @@ class Portable(Family):
         return tuple(t for t in every if self._runs(asked, t))
 
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """See `Family`; docs/notebooks/speed_gpu.md."""
+        """Implement `Family.fastest`; docs/notebooks/speed_gpu.md has the measurements."""
         preferred = (Tiling(*sides) for sides in self._preferred(asked))
         mask = asked.problem.block_mask
         return next((t for t in preferred if t.divides(mask) and self._runs(asked, t)), None)
@@ -64,7 +64,7 @@ class Portable(Family):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """See `Family`."""
+        """Implement `Family.kernel`."""
         if stage in kernels.WALKING:
             return kernels.WALKING[stage](problem, tiling, variant, gpu)
         return kernels.rows_kernel(stage, problem, tiling, variant)

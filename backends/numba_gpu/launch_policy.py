@@ -33,7 +33,7 @@ class PythonHopper(hopper.Hopper):
     """
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """See `Family`."""
+        """Implement `Family.why_not`."""
         if asked.direction == "backward" and asked.wide > WIDEST_BACKWARD:
             return f"their backward supports a head_dim up to {WIDEST_BACKWARD}"
         if asked.direction == "backward" and asked.algorithm == "flash2-once":
@@ -41,7 +41,10 @@ class PythonHopper(hopper.Hopper):
         return super().why_not(asked, tiling)
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """See `Family`. The tilings are those of the C++ kernels that were also tried in Python."""
+        """Implement `Family.possible`.
+
+        The result has those tilings of the C++ kernels that were also tried in Python.
+        """
         every = super().possible(asked)
         if asked.direction == "backward":  # with 80 columns, products cost as much as with 128
             return tuple(sorted(every, key=lambda t: t.block_q))
@@ -49,7 +52,7 @@ class PythonHopper(hopper.Hopper):
         return tuple(t for t in every if t.block_k <= 176 and t.block_k not in untried)
 
     def in_step(self, walk: Walked, clump: int) -> bool:
-        """See `Family`. Always False: these kernels process the heads of a group one by one."""
+        """Return False: these kernels process the heads of a group one after another."""
         return False
 
     def forward_bytes(self, problem: Problem, tiling: Tiling, rings: Rings) -> int:
@@ -60,7 +63,7 @@ class PythonHopper(hopper.Hopper):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """See `Family`. The C++ kernel's launch, but with the Python kernel's shared memory."""
+        """Return the C++ kernel's launch, but with the shared memory of the Python kernel."""
         kernel = super().kernel(stage, problem, tiling, variant, gpu)
         if not kernel.boxes:
             return kernel

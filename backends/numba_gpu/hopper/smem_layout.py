@@ -116,13 +116,13 @@ class OnChip(Layout):
 
     @property
     def regions(self) -> dict[str, int]:
-        """See `Layout`."""
+        """Implement `Layout.regions`."""
         stages = {"k": self.stages * self.k_bytes, "v": self.stages * self.v_bytes}
         return {"q": self.groups * self.q_bytes, **stages}
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """See `Layout`."""
+        """Implement `Layout.arrivals`."""
         groups, stages = self.groups, self.stages
         return {
             **{"q_full": (groups, 1), "q_free": (groups, 4)},
@@ -197,7 +197,7 @@ class KeysOutside(Layout):
 
     @property
     def regions(self) -> dict[str, int]:
-        """See `Layout`."""
+        """Implement `Layout.regions`."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": 2 * self.query_bytes},
@@ -207,9 +207,10 @@ class KeysOutside(Layout):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """See `Layout`. "full" also waits for an arrival per lane of the statistics warp.
+        """Implement `Layout.arrivals`.
 
-        Every warp writes a part of dS^T, and every warpgroup reads all keys of dS^T.
+        The barrier "full" also waits for an arrival per lane of the statistics warp. Every warp
+        writes a part of dS^T, and every warpgroup reads all keys of dS^T.
         """
         warps = 4 * self.groups
         readers = warps + 1 + (self.groups if self.fused else 0)  # of a work tile
@@ -250,7 +251,7 @@ class DqAlone(Layout):
 
     @property
     def regions(self) -> dict[str, int]:
-        """See `Layout`."""
+        """Implement `Layout.regions`."""
         return {
             **{"q": self.pieces * self.own_bytes, "dout": self.pieces * self.own_bytes},
             **{"k": 2 * self.key_bytes, "v": 2 * self.key_bytes},
@@ -259,7 +260,7 @@ class DqAlone(Layout):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """See `Layout`."""
+        """Implement `Layout.arrivals`."""
         warps = 4 * self.groups
         return {
             **{"own_full": (self.pieces, 1), "own_free": (self.pieces, warps // self.pieces)},

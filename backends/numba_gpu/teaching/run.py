@@ -246,39 +246,39 @@ class _Gpu:
         return cls(arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, job.problem.dtype))
 
     def check(self, name: str, array: Any, dtype: str) -> None:
-        """See `_Simulator`."""
+        """Do on the GPU what `_Simulator.check` does."""
         from flashsim.backends.cupy_gpu import arrays
 
         arrays.check_space(name, array, dtype, self.space)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """See `_Simulator`."""
+        """Do on the GPU what `_Simulator.active` does."""
         # CuPy and numba-cuda share the device's primary context, but each keeps its own current
         # one.
         with failures.Explaining(), self.space.active(), cuda.gpus[self.space.device]:
             yield
 
     def taken(self, array: Any) -> Any:
-        """See `_Simulator`."""
+        """Do on the GPU what `_Simulator.taken` does."""
         from flashsim.backends.cupy_gpu import arrays
 
         return arrays.as_cupy(array)
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """See `_Simulator`."""
+        """Do on the GPU what `_Simulator.new` does."""
         import cupy
 
         return cupy.zeros(shape, dtype)
 
     def given(self, array: Any, like: Any) -> Any:
-        """See `_Simulator`."""
+        """Do on the GPU what `_Simulator.given` does."""
         from flashsim.backends.cupy_gpu import arrays
 
         return arrays.as_library_of(like, array)
 
     def host(self, array: Any) -> np.ndarray:
-        """See `_Simulator`."""
+        """Do on the GPU what `_Simulator.host` does."""
         return array.get()
 
     def launch(self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Any) -> None:
